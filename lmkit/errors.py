@@ -1,0 +1,35 @@
+"""Errors that a user can cause: one line that names the file and the key, one line of hint, an exit code.
+
+Code deep inside the library raises these (or `ValueError` in the public Python API); the command line
+turns them into text. Anything else that escapes is a defect of ours and keeps its traceback.
+"""
+
+
+class LmkitError(Exception):
+    """Something failed while running (exit code 1).
+
+    Args:
+        message: one line; names the file and the key, flag or offset.
+        hint: one line; what to do about it.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __reduce__(self) -> tuple:
+        # Errors cross process borders (workers, ranks); the keyword argument must survive pickling.
+        return (_rebuild, (type(self), self.message, self.hint))
+
+
+class UsageError(LmkitError):
+    """Wrong use or a wrong recipe (exit code 2): nothing was started."""
+
+    exit_code = 2
+
+
+def _rebuild(kind: type[LmkitError], message: str, hint: str) -> LmkitError:
+    return kind(message, hint=hint)

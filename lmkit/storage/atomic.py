@@ -1,0 +1,59 @@
+"""Write to a partial name, fsync, rename: a final name never holds half a file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+PARTIAL_SUFFIX = ".partial"
+
+
+@contextmanager
+def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield `<path>.partial` to write to; on success it is fsynced and renamed to `path`, else removed.
+
+    The partial file lies in the same folder, so that the rename never crosses a file system. Missing parent
+    folders are created. A kill leaves the partial file behind; `remove_partials` cleans it at the next start.
+    """
+    final = Path(path)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    partial = final.with_name(final.name + PARTIAL_SUFFIX)
+    try:
+        yield partial
+        fsync_file(partial)
+        os.replace(partial, final)
+        fsync_folder(final.parent)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def write_atomic(path: str | os.PathLike[str], content: bytes | str) -> None:
+    """Write `content` (text as UTF-8, newlines untouched) so that `path` holds all of it or is unchanged."""
+    data = content.encode("utf-8") if isinstance(content, str) else content
+    with atomic_path(path) as partial:
+        partial.write_bytes(data)
+
+
+def remove_partials(folder: str | os.PathLike[str]) -> list[Path]:
+    """Delete the partial files that a killed process left directly in `folder`; return what was deleted."""
+    found = sorted(p for p in Path(folder).glob(f"*{PARTIAL_SUFFIX}") if p.is_file())
+    for partial in found:
+        partial.unlink(missing_ok=True)
+    return found
+
+
+def fsync_file(path: str | os.PathLike[str]) -> None:
+    """Force a file's content to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_folder(folder: str | os.PathLike[str]) -> None:
+    """Force a folder's entries (a rename, say) to the disk."""
+    fsync_file(folder)
