@@ -1,0 +1,133 @@
+"""Batches are a pure function of (seed, step), however they are split."""
+
+import numpy as np
+import pytest
+import torch
+
+from lmkit.data.batches import RandomTokens, TokenBatches, evaluation_windows
+from lmkit.errors import UsageError
+
+CONTEXT = 7
+
+
+@pytest.fixture
+def tokens() -> np.ndarray:
+    # Position = value: a window then tells where it was cut.
+    return np.arange(1000, dtype=np.uint16)
+
+
+def token_batches(tokens: np.ndarray, **changes) -> TokenBatches:
+    settings = {"batch_size": 24, "context_length": CONTEXT, "seed": 3}
+    return TokenBatches(tokens, **{**settings, **changes})
+
+
+def random_tokens(tokens: np.ndarray, **changes) -> RandomTokens:
+    settings = {"batch_size": 24, "context_length": CONTEXT, "seed": 3}
+    return RandomTokens(500, **{**settings, **changes})
+
+
+def test_targets_are_the_tokens_that_follow(tokens):
+    inputs, targets = token_batches(tokens).batch(0)
+    assert inputs.shape == targets.shape == (1, 24, CONTEXT)
+    assert inputs.dtype == targets.dtype == torch.int64
+    assert torch.equal(targets, inputs + 1)
+    assert torch.equal(inputs, inputs[..., :1] + torch.arange(CONTEXT))
+
+
+@pytest.mark.parametrize("source", [token_batches, random_tokens])
+def test_a_batch_depends_on_seed_and_step_alone(tokens, source):
+    one, other = source(tokens), source(tokens)
+    for step in (5, 0, 5, 3):  # any order, asked twice
+        assert torch.equal(one.batch(step)[0], other.batch(step)[0])
+    assert not torch.equal(one.batch(1)[0], one.batch(2)[0])
+    assert not torch.equal(one.batch(1)[0], source(tokens, seed=4).batch(1)[0])
+
+
+@pytest.mark.parametrize("source", [token_batches, random_tokens])
+@pytest.mark.parametrize(("world_size", "accumulation"), [(1, 4), (2, 1), (4, 3), (8, 3), (3, 2)])
+def test_ranks_and_slices_partition_the_same_global_batch(tokens, source, world_size, accumulation):
+    whole = torch.stack(source(tokens).batch(11)).reshape(2, 24, CONTEXT)
+    parts = []
+    for rank in range(world_size):
+        part = torch.stack(
+            source(tokens, rank=rank, world_size=world_size, accumulation=accumulation).batch(11)
+        )
+        assert part.shape == (2, accumulation, 24 // world_size // accumulation, CONTEXT)
+        parts.append(part.reshape(2, -1, CONTEXT))
+    assert torch.equal(torch.cat(parts, dim=1), whole)
+
+
+def test_every_window_of_the_file_can_be_drawn_and_none_beyond():
+    tokens = np.arange(CONTEXT + 3, dtype=np.uint16)
+    batches = token_batches(tokens, batch_size=300)
+    starts = batches.batch(0)[0][..., 0].flatten().tolist()
+    assert set(starts) == {0, 1, 2}  # the last target is the last token
+    assert min(starts.count(start) for start in (0, 1, 2)) > 60  # uniform: expected 100 each, sd 8
+
+
+def test_the_stream_never_changes(tokens):
+    # Frozen values: a resumed run must meet the batches of the run it continues, in any later version.
+    starts = token_batches(tokens, batch_size=6).batch(2)[0][0, :, 0].tolist()
+    assert starts == [852, 179, 726, 352, 447, 352]
+
+
+def test_windows_start_at_documents(tokens):
+    starts = np.array([0, 10, 500, 992, 993, 999])
+    batches = token_batches(tokens, document_starts=starts)
+    drawn = {start for step in range(5) for start in batches.batch(step)[0][..., 0].flatten().tolist()}
+    assert drawn == {0, 10, 500, 992}  # 993 has only CONTEXT tokens behind it
+    with pytest.raises(UsageError, match="no document"):
+        token_batches(tokens, document_starts=np.array([995]))
+
+
+def test_reads_memory_mapped_uint32_beyond_uint16(tmp_path):
+    path = tmp_path / "train.npy"
+    np.save(path, np.arange(70_000, 70_100, dtype=np.uint32))
+    inputs, targets = token_batches(np.load(path, mmap_mode="r")).batch(0)
+    assert inputs.min() >= 70_000
+    assert torch.equal(targets, inputs + 1)
+
+
+def test_a_file_shorter_than_the_context_is_refused_by_name(tmp_path):
+    path = tmp_path / "short.npy"
+    np.save(path, np.arange(CONTEXT, dtype=np.uint16))
+    short = np.load(path, mmap_mode="r")
+    with pytest.raises(UsageError, match=r"short\.npy: 7 tokens.*context_length"):
+        token_batches(short)
+    with pytest.raises(UsageError, match=r"short\.npy"):
+        evaluation_windows(short, CONTEXT, 2)
+    assert token_batches(np.arange(CONTEXT + 1, dtype=np.uint16)).batch(0)[1].max() == CONTEXT
+
+
+def test_an_indivisible_batch_is_refused(tokens):
+    with pytest.raises(UsageError, match=r"train\.batch_size = 24"):
+        token_batches(tokens, world_size=5)
+    with pytest.raises(UsageError, match=r"train\.batch_size = 24"):
+        random_tokens(tokens, world_size=8, accumulation=2)
+    with pytest.raises(ValueError, match="rank 2"):
+        token_batches(tokens, world_size=2, rank=2)
+
+
+def test_random_tokens_cover_the_vocabulary():
+    ids, targets = RandomTokens(11, batch_size=64, context_length=32, seed=0).batch(0)
+    assert set(ids.flatten().tolist()) == set(range(11))
+    assert torch.equal(ids[..., 1:], targets[..., :-1])
+
+
+@pytest.mark.parametrize("length", [8, 9, 14, 15, 16, 28, 29, 30, 100])
+def test_evaluation_covers_every_target_once(length):
+    tokens = np.arange(length, dtype=np.uint16)
+    seen = []
+    for inputs, targets in evaluation_windows(tokens, CONTEXT, 2):
+        assert torch.equal(targets, inputs + 1)
+        assert inputs.shape[0] <= 2
+        assert inputs.shape[1] == CONTEXT or inputs.shape[0] == 1
+        seen += targets.flatten().tolist()
+    assert seen == list(range(1, length))
+
+
+def test_evaluation_stops_after_max_batches(tokens):
+    batches = list(evaluation_windows(tokens, CONTEXT, 2, max_batches=3))
+    assert len(batches) == 3
+    assert batches[2][1].max() == 6 * CONTEXT
+    assert list(evaluation_windows(tokens, CONTEXT, 2, max_batches=0)) == []
