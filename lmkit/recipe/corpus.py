@@ -1,0 +1,40 @@
+"""`[corpus]`: where the text comes from, and which part of it is held out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from lmkit.recipe.table import Count, PositiveFloat, Table
+
+
+class CorpusConfig(Table):
+    source: Literal["synth", "files", "tinystories", "owt"] = "synth"
+    """`synth`: stories generated here, offline. `files`: your own. The others are downloaded once."""
+    folder: Path = Path("artifacts/data")
+    """Where downloads are kept, shared by all runs."""
+
+    size_mb: PositiveFloat = 20.0
+    """Size of the generated training text, in 10^6 bytes (`synth`)."""
+    seed: Count = 0
+    """Seed of the generator (`synth`)."""
+
+    train: tuple[Path, ...] = ()
+    """Text files, or JSON lines files ending in `.jsonl` (`files`)."""
+    valid: tuple[Path, ...] = ()
+    """Held-out files (`files`); without them the last `valid_fraction` of the documents is held out."""
+    valid_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    field: str = "text"
+    """The key of a JSON line that holds the text."""
+    errors: Literal["strict", "replace"] = "strict"
+    """Invalid UTF-8: stop with the byte offset, or replace it by U+FFFD."""
+
+    @model_validator(mode="after")
+    def _files_are_named(self) -> CorpusConfig:
+        if self.source == "files" and not self.train:
+            raise ValueError('source = "files" needs train = ["some/file.txt"]')
+        if self.source != "files" and (self.train or self.valid):
+            raise ValueError(f'train and valid belong to source = "files", not "{self.source}"')
+        return self

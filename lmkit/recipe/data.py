@@ -1,0 +1,20 @@
+"""`[data]`: how batches are drawn from token files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from lmkit.recipe.table import Table, Workers
+
+
+class DataConfig(Table):
+    train: Path | None = None
+    """Token file (.npy); without it, the one that `lmkit run` made in the run folder."""
+    valid: Path | None = None
+    source: Literal["tokens", "random"] = "tokens"
+    """`random` draws uniform token ids: a source for benchmarks that needs no file."""
+    sampling: Literal["windows", "documents"] = "windows"
+    """Windows start anywhere in the file, or at the beginning of a document."""
+    workers: Workers = 0
+    """Workers of the encoding stage."""

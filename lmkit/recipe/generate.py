@@ -1,0 +1,24 @@
+"""`[generate]`: how text is sampled."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from lmkit.recipe.table import Count, NonNegativeFloat, PositiveInt, Table
+
+
+class GenerateConfig(Table):
+    prompts: tuple[str, ...] = ("",)
+    """An empty prompt starts from end-of-text: a new document."""
+    max_new_tokens: PositiveInt = 256
+    temperature: NonNegativeFloat = 0.8
+    """0 is greedy."""
+    top_k: Count = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Keep the smallest set of tokens whose probability reaches p (Holtzman et al. 2020)."""
+    seed: Count = 0
+    stop_at_end: bool = True
+    """Stop at `<|endoftext|>`."""

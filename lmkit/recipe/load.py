@@ -1,0 +1,222 @@
+"""TOML file -> overrides -> validated, frozen `Recipe`; and back to TOML.
+
+Everything wrong with a recipe is reported at once, each mistake with its dotted path, before torch is imported.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from lmkit.errors import UsageError
+from lmkit.recipe.aliases import canonical
+from lmkit.recipe.model import fill_preset
+from lmkit.recipe.schema import CHECKS, TABLES, Recipe
+from lmkit.recipe.shipped import shipped_recipes
+from lmkit.recipe.table import Table
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+def load_recipe(source: str | Path | None, overrides: Sequence[str] = ()) -> Recipe:
+    """Read, override and validate a recipe.
+
+    Args:
+        source: a file, the name of a shipped recipe, or None for nothing but defaults and overrides.
+        overrides: `table.key=value` strings; the value is read as TOML, a bare word is a string.
+
+    Raises:
+        UsageError: unreadable file, bad TOML, or mistakes in the content (all of them in one message).
+    """
+    path = None if source is None else find_recipe(source)
+    raw = {} if path is None else read_toml(path)
+    for override in overrides:
+        _apply(raw, override)
+    return validate(raw, origin=str(path or "--set"))
+
+
+def find_recipe(source: str | Path) -> Path:
+    """Return the recipe's file: a path as it is, else a shipped recipe of that name."""
+    path = Path(source)
+    if path.is_dir():
+        raise UsageError(f"{path}: is a folder, not a recipe", hint="name a .toml file, or a shipped recipe")
+    if path.exists():
+        return path
+    shipped = shipped_recipes()
+    if str(source) in shipped:
+        return shipped[str(source)]
+    near = did_you_mean(path.stem, shipped)
+    raise UsageError(f"{path}: no such recipe{near}", hint="shipped recipes: " + ", ".join(shipped))
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file.
+
+    Raises:
+        UsageError: not readable, not UTF-8, or not TOML (with line and column).
+    """
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"{path}: not UTF-8 at byte {error.start}", hint="save the recipe as UTF-8 text"
+        ) from None
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}", hint="check the path and its permissions") from None
+    try:
+        return tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        detail = str(error) or "nested too deeply"
+        raise UsageError(f"{path}: {detail}", hint='strings need quotes: name = "story"') from None
+
+
+def _apply(raw: dict[str, Any], override: str) -> None:
+    """Set one `table.key=value` in `raw`."""
+    dotted, equals, text = override.partition("=")
+    keys = dotted.strip().split(".")
+    if not equals or len(keys) < 2 or not all(keys):
+        raise UsageError(
+            f"--set {override}: expected table.key=value", hint="for example --set train.steps=100"
+        )
+    check_path(keys, flag=f"--set {override}")
+    table = raw
+    for key in keys[:-1]:
+        table = table.setdefault(key, {})
+        if not isinstance(table, dict):
+            raise UsageError(f"--set {override}: {key} is not a table", hint="lmkit recipe show prints them")
+    table[keys[-1]] = _toml_value(text.strip())
+
+
+def check_path(keys: Sequence[str], *, flag: str) -> None:
+    """Refuse a dotted path that no recipe can have."""
+    fields: Iterable[str] = TABLES
+    model: type[Table] | None = None
+    for depth, key in enumerate(keys):
+        known = list(TABLES) if depth == 0 else list(fields)
+        if key not in known and ".".join(keys) not in _alias_paths():
+            inside = f" in [{'.'.join(keys[:depth])}]" if depth else ""
+            raise UsageError(
+                f"{flag}: unknown key {key!r}{inside}{did_you_mean(key, known)}",
+                hint="known: " + ", ".join(known),
+            )
+        model = _table_type(model, key)
+        fields = model.model_fields if model else ()
+
+
+def _alias_paths() -> set[str]:
+    from lmkit.recipe.aliases import KEYS
+
+    return {f"{table}.{old}" for table, old in KEYS} | {"model.use_flash"}
+
+
+def _table_type(parent: type[Table] | None, key: str) -> type[Table] | None:
+    """The schema of table `key` under `parent` (None: the root), or None where the key is a value."""
+    if parent is None:
+        return TABLES.get(key)
+    field = parent.model_fields.get(key)
+    if field is None:
+        return None
+    options = getattr(field.annotation, "__args__", (field.annotation,))
+    return next((kind for kind in options if isinstance(kind, type) and issubclass(kind, Table)), None)
+
+
+def _toml_value(text: str) -> Any:
+    """Read the right side of `--set`: TOML, or a bare word as a string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def validate(raw: dict[str, Any], *, origin: str) -> Recipe:
+    """Turn a plain dictionary into a `Recipe`; `origin` names the file in errors."""
+    raw = canonical(raw)
+    if isinstance(raw.get("model"), dict):
+        raw["model"] = fill_preset(raw["model"])
+    mistakes: list[str] = []
+    tables: dict[str, Table] = {}
+    for name, content in raw.items():
+        if name not in TABLES:
+            mistakes.append(f"unknown table [{name}]{did_you_mean(name, TABLES)}")
+            continue
+        try:
+            # JSON mode: arrays become tuples and strings paths, while `true` and "12" stay refused for integers.
+            text = json.dumps(content, default=_refuse_dates)
+            tables[name] = TABLES[name].model_validate_json(text)
+        except ValidationError as error:
+            mistakes.extend(_describe(name, detail) for detail in error.errors(include_url=False))
+        except UsageError as error:
+            mistakes.append(f"{name}: {error.message}")
+    # A table that the recipe leaves out counts with its defaults, but not one that has mistakes.
+    candidates = {
+        name: tables.get(name, Recipe.model_fields[name].default)
+        for name in TABLES
+        if name in tables or name not in raw
+    }
+    mistakes.extend(complaint for check in CHECKS if (complaint := check(candidates)))
+    if mistakes:
+        raise UsageError(
+            f"{origin}: " + "; ".join(mistakes),
+            hint="`lmkit recipe show quickstart` prints a whole recipe with every key",
+        )
+    return Recipe(**tables)  # type: ignore[arg-type]
+
+
+def _refuse_dates(value: object) -> Any:
+    raise UsageError(f"{value} is a date or time, which no key takes")
+
+
+def _describe(table: str, detail: Any) -> str:
+    """One pydantic error as `table.key: what is wrong`."""
+    keys = [table, *(str(part) for part in detail["loc"])]
+    path = ".".join(keys)
+    kind, value = detail["type"], detail["input"]
+    if kind == "extra_forbidden":
+        owner = _owner(keys)
+        return f"unknown key {path}{did_you_mean(keys[-1], owner.model_fields if owner else ())}"
+    if kind == "value_error":
+        return f"{path}: {detail['ctx']['error']}"
+    if kind == "literal_error":
+        expected = detail["ctx"]["expected"]
+        names = [part.strip("' ") for part in expected.replace(" or ", ", ").split(", ")]
+        return f"{path}: {_shown(value)} is not one of {', '.join(names)}{did_you_mean(str(value), names)}"
+    message = detail["msg"][0].lower() + detail["msg"][1:]
+    return f"{path}: {message}, got {_shown(value)}"
+
+
+def _owner(keys: Sequence[str]) -> type[Table] | None:
+    table: type[Table] | None = None
+    for key in keys[:-1]:
+        table = _table_type(table, key)
+    return table
+
+
+def _shown(value: object) -> str:
+    """A value as the user wrote it, cut to a readable length."""
+    text = str(value).lower() if isinstance(value, bool) or value != value else json.dumps(value, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """` (did you mean ...?)` for the nearest known name, or nothing."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def recipe_to_toml(recipe: Recipe) -> str:
+    """The resolved recipe as TOML: loading it again gives an equal recipe.
+
+    Keys whose value is None are left out (TOML has no null); their default is None.
+    """
+    import tomli_w
+
+    return tomli_w.dumps(recipe.model_dump(mode="json", exclude_none=True))

@@ -1,0 +1,67 @@
+"""`[model]`: the shape of the Transformer. A preset fills in what the recipe leaves out."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from lmkit.recipe.table import PositiveFloat, PositiveInt, Table
+
+PRESETS: dict[str, dict[str, int]] = {
+    "tiny": {"d_model": 192, "d_ff": 512, "num_layers": 4, "num_heads": 6},
+    "small": {"d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12},
+    "medium": {"d_model": 1024, "d_ff": 4096, "num_layers": 24, "num_heads": 16},
+    "large": {"d_model": 1280, "d_ff": 5120, "num_layers": 36, "num_heads": 20},
+    "xl": {"d_model": 1600, "d_ff": 6400, "num_layers": 48, "num_heads": 25},
+    "2.7b": {"d_model": 2560, "d_ff": 10240, "num_layers": 32, "num_heads": 32},
+}
+"""Named sizes after GPT-2 and GPT-3 (Brown et al. 2020, table 2.1). With SwiGLU's third matrix and an untied head
+the real parameter counts are larger than those tables say; `lmkit recipe show` prints them."""
+
+AttentionName = Literal["reference", "vectorized", "flash_torch", "flash_triton", "sdpa"]
+
+
+class ModelConfig(Table):
+    preset: Literal["tiny", "small", "medium", "large", "xl", "2.7b"] | None = None
+    vocab_size: PositiveInt | None = None
+    """Left out: the tokenizer's."""
+    context_length: PositiveInt = 256
+    d_model: PositiveInt = 192
+    d_ff: PositiveInt = 512
+    num_layers: PositiveInt = 4
+    num_heads: PositiveInt = 6
+    num_kv_heads: PositiveInt | None = None
+    """Grouped-query attention (Ainslie et al. 2023) when smaller than `num_heads`; left out: equal to it."""
+    rope_theta: PositiveFloat = 10_000.0
+    norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+    tie_embeddings: bool = False
+    attention: AttentionName = "sdpa"
+    activation_checkpointing: bool = False
+    compile: Literal["none", "block", "whole"] = "none"
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> ModelConfig:
+        if self.d_model % self.num_heads:
+            raise ValueError(f"d_model {self.d_model} is not divisible by num_heads {self.num_heads}")
+        if self.num_heads % self.kv_heads:
+            raise ValueError(f"num_heads {self.num_heads} is not divisible by num_kv_heads {self.kv_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim d_model / num_heads = {self.head_dim} is odd: RoPE rotates pairs")
+        return self
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.num_heads
+
+
+def fill_preset(table: dict[str, Any]) -> dict[str, Any]:
+    """Put a preset's sizes where the recipe gives none. An unknown preset is left for validation to refuse."""
+    preset = table.get("preset")
+    sizes = PRESETS.get(preset, {}) if isinstance(preset, str) else {}
+    return {**sizes, **table}

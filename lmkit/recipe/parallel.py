@@ -1,0 +1,23 @@
+"""`[parallel]`: how gradients are synchronised between ranks."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from lmkit.recipe.table import PositiveFloat, Table
+
+StrategyName = Literal["none", "naive", "flat", "overlap", "bucketed", "torch_ddp", "zero1"]
+
+
+class ParallelConfig(Table):
+    strategy: StrategyName = "bucketed"
+    """With one rank every strategy is `none`."""
+    bucket_mb: PositiveFloat = 25.0
+    """Bucket size in MiB (`bucketed`, `torch_ddp`, `zero1`)."""
+    wire_dtype: Literal["fp32", "bf16"] = "fp32"
+    """What travels between ranks (`flat`, `bucketed`)."""
+    weights: Literal["fp32", "bf16"] = "fp32"
+    """`zero1`: fp32 weights, or bf16 weights with fp32 master copies in the shards."""
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    timeout_s: PositiveFloat = 600.0
+    """A rank that does not answer for this long ends the job."""

@@ -1,0 +1,29 @@
+"""`[run]`: what the run is called, where it happens, and what makes it repeatable."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from lmkit.recipe.table import Count, Table
+
+
+class RunConfig(Table):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")] = "run"
+    """Names the folder `<folder>/<name>`; letters, digits, `.`, `_`, `-`."""
+    folder: Path = Path("artifacts/runs")
+    seed: Count = 0
+    """Initial weights, order of batches and dropout of the whole run follow from it."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes CUDA where there is one, else the CPU; `cuda` without one is refused."""
+    deterministic: bool = False
+    """On GPUs: only kernels that give the same bits every time (slower). A CPU run is repeatable anyway."""
+    threads: Count = 0
+    """CPU threads of torch; 0 leaves its own choice. Bit-for-bit repeats need the same number."""
+
+    @property
+    def path(self) -> Path:
+        """The run folder."""
+        return self.folder / self.name
