@@ -1,0 +1,138 @@
+"""FlashAttention-2 in plain PyTorch: the algorithm of the fast kernels, written to be read.
+
+Tri Dao, "FlashAttention-2" (2023), algorithms 1 and 2. The scores are never materialised: a tile of queries
+walks over the tiles of keys with an online softmax, and the backward pass computes each tile of probabilities
+again from the saved log-sum-exp. All heads and batches go through each tile product together.
+
+Shapes, with `g` query heads to a key head:
+    q, out, dout  (batch, kv_heads, g, num_queries, head_dim)
+    k, v          (batch, kv_heads, 1, num_keys, head_dim)
+    lse, delta    (batch, kv_heads, g, num_queries), natural logarithm
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmkit.attention.inputs import prepare_inputs
+
+QUERY_TILE = 128
+KEY_TILE = 128
+
+
+def flash_torch(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None) -> Tensor:
+    """Exact attention in memory linear in the sequence lengths, forward and backward.
+
+    Accumulates in float32 (float64 for float64 inputs). See `lmkit.attention` for shapes and conventions.
+    """
+    q, k, v, scale = prepare_inputs(q, k, v, scale)
+    return FlashAttention.apply(q, k, v, causal, scale)
+
+
+class FlashAttention(torch.autograd.Function):
+    """Saves q, k, v, the output and one log-sum-exp per row; the backward pass needs nothing else."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+        with torch.autocast(q.device.type, enabled=False):
+            out, lse = forward(q, k, v, causal, scale)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.causal, ctx.scale = causal, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dout = grads[0]
+        with torch.autocast(dout.device.type, enabled=False):
+            q, k, v, out, lse = ctx.saved_tensors
+            dq, dk, dv = backward(dout, q, k, v, out, lse, ctx.causal, ctx.scale)
+        return dq, dk, dv, None, None
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Returns (out, lse): algorithm 1."""
+    shape, kv_heads = q.shape, k.shape[1]
+    q = q.unflatten(1, (kv_heads, -1)) if q.numel() else q.unsqueeze(2)
+    k, v = k.unsqueeze(2), v.unsqueeze(2)
+    out = torch.zeros_like(q)
+    lse = q.new_full(q.shape[:-1], -math.inf, dtype=accumulation_dtype(q))
+
+    for rows in tiles(q.shape[-2], QUERY_TILE):
+        q_tile = q[..., rows, :].to(lse.dtype)  # (..., tile, head_dim)
+        largest = lse.new_full((*q_tile.shape[:-1], 1), -math.inf)  # running maximum of the scores
+        total = torch.zeros_like(largest)  # running sum of exp(score - largest)
+        weighted = torch.zeros_like(q_tile)  # running sum of exp(score - largest) * v
+        for columns in visible_key_tiles(rows, k.shape[-2], causal):
+            scores = tile_scores(q_tile, k, rows, columns, causal, scale)  # (..., tile, key tile)
+            new_largest = torch.maximum(largest, scores.amax(dim=-1, keepdim=True))
+            p = torch.exp(scores - new_largest)
+            shrink = torch.exp(
+                largest - new_largest
+            )  # what was summed so far was relative to the old maximum
+            total = total * shrink + p.sum(dim=-1, keepdim=True)
+            weighted = weighted * shrink + p @ v[..., columns, :].to(p.dtype)
+            largest = new_largest
+        if k.shape[-2]:
+            out[..., rows, :] = (weighted / total).to(out.dtype)
+            lse[..., rows] = (largest + total.log()).squeeze(-1)
+    return out.reshape(shape), lse
+
+
+def backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns (dq, dk, dv): algorithm 2.
+
+    With P = exp(S - lse): dV = P^T dO; dP = dO V^T; dS = P * (dP - delta), delta = rowsum(dO * O);
+    dQ = dS K * scale; dK = dS^T Q * scale.
+    """
+    q_shape, k_shape, kv_heads = q.shape, k.shape, k.shape[1]
+    q, dout, out = (x.unflatten(1, (kv_heads, -1)) if x.numel() else x.unsqueeze(2) for x in (q, dout, out))
+    k, v = k.unsqueeze(2), v.unsqueeze(2)
+    dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
+    dk = torch.zeros(k.shape, dtype=lse.dtype, device=q.device)
+    dv = torch.zeros_like(dk)
+    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)  # (batch, kv_heads, g, num_queries)
+
+    for rows in tiles(q.shape[-2], QUERY_TILE):
+        q_tile, dout_tile = q[..., rows, :].to(lse.dtype), dout[..., rows, :].to(lse.dtype)
+        for columns in visible_key_tiles(rows, k.shape[-2], causal):
+            k_tile, v_tile = k[..., columns, :].to(lse.dtype), v[..., columns, :].to(lse.dtype)
+            scores = tile_scores(q_tile, k, rows, columns, causal, scale)  # (..., tile, key tile)
+            p = torch.exp(scores - lse[..., rows, None])
+            dp = dout_tile @ v_tile.transpose(-2, -1)
+            ds = p * (dp - delta[..., rows, None])
+            dq[..., rows, :] += ds @ k_tile * scale
+            # The heads of a group share their keys: their gradients add up.
+            dk[..., columns, :] += (ds.transpose(-2, -1) @ q_tile).sum(dim=2, keepdim=True) * scale
+            dv[..., columns, :] += (p.transpose(-2, -1) @ dout_tile).sum(dim=2, keepdim=True)
+    dq, dk, dv = dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+    return dq.reshape(q_shape), dk.reshape(k_shape), dv.reshape(k_shape)
+
+
+def tile_scores(q_tile: Tensor, k: Tensor, rows: slice, columns: slice, causal: bool, scale: float) -> Tensor:
+    """The masked, scaled scores of one tile."""
+    scores = q_tile @ k[..., columns, :].to(q_tile.dtype).transpose(-2, -1) * scale
+    if causal and columns.stop - 1 > rows.start:  # the tile touches the diagonal
+        i = torch.arange(rows.start, rows.stop, device=k.device)[:, None]
+        j = torch.arange(columns.start, columns.stop, device=k.device)[None, :]
+        scores = scores.masked_fill(j > i, -math.inf)
+    return scores
+
+
+def tiles(length: int, size: int) -> Iterator[slice]:
+    """Consecutive slices of at most `size` that cover `length`."""
+    return (slice(start, min(start + size, length)) for start in range(0, length, size))
+
+
+def visible_key_tiles(rows: slice, num_keys: int, causal: bool) -> Iterator[slice]:
+    """The tiles of keys that any query of `rows` sees; under a causal mask the others are skipped."""
+    return tiles(min(num_keys, rows.stop) if causal else num_keys, KEY_TILE)
+
+
+def accumulation_dtype(x: Tensor) -> torch.dtype:
+    """float32, or float64 for float64 (so that `torch.autograd.gradcheck` can look at it)."""
+    return torch.promote_types(x.dtype, torch.float32)

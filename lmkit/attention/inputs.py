@@ -1,0 +1,44 @@
+"""What every attention function does with its arguments before it computes."""
+
+import torch
+from torch import Tensor
+
+
+def prepare_inputs(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Checks the shapes, casts as autocast asks for, and fills in the default scale.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not belong together.
+    """
+    check_shapes(q, k, v)
+    device_type = q.device.type
+    if torch.is_autocast_enabled(device_type):
+        # RoPE may hand over float32 queries beside bfloat16 values: one dtype for all three.
+        dtype = torch.get_autocast_dtype(device_type)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k and v must share one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
+    return q, k, v, q.shape[-1] ** -0.5 if scale is None else float(scale)
+
+
+def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raises ValueError unless q, k, v are (batch, heads, seq, head_dim) that fit each other."""
+    if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
+        raise ValueError(
+            "q must be (batch, heads, num_queries, head_dim), k and v (batch, kv_heads, num_keys, head_dim); "
+            f"got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+        )
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"q {tuple(q.shape)} and k {tuple(k.shape)} differ in batch or head_dim")
+    heads, kv_heads = q.shape[1], k.shape[1]
+    if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
+        raise ValueError(f"the {heads} query heads are no multiple of the {kv_heads} key/value heads")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}")
+
+
+def causal_mask(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
+    """(num_queries, num_keys) booleans: True where query i may see key j, that is j <= i."""
+    return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril()

@@ -1,0 +1,110 @@
+"""The yardstick itself: it accepts what is right and rejects what is wrong in the ways kernels go wrong."""
+
+import math
+
+import pytest
+import torch
+
+from lmkit.attention.accuracy import error_of, exact_attention, faults_of
+from lmkit.attention.reference import reference
+
+
+def masked_attention(q, k, v, visible, scale):
+    scores = (q @ k.transpose(-2, -1) * scale).masked_fill(~visible, -math.inf)
+    return scores.softmax(dim=-1).nan_to_num(0.0) @ v
+
+
+def zeros(q, k, v, *, causal, scale):
+    return (q + k.sum() + v.sum()) * 0.0
+
+
+def scale_two_percent_off(q, k, v, *, causal, scale):
+    return reference(q, k, v, causal=causal, scale=q.shape[-1] ** -0.5 * 1.02)
+
+
+def mask_off_by(offset):
+    def broken(q, k, v, *, causal, scale):
+        visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(offset)
+        return masked_attention(q, k, v, visible, q.shape[-1] ** -0.5)
+
+    return broken
+
+
+def last_key_tile_skipped(q, k, v, *, causal, scale):
+    kept = (k.shape[2] - 1) // 64 * 64
+    return reference(q, k[:, :, :kept], v[:, :, :kept], causal=causal)
+
+
+def last_query_tile_unwritten(q, k, v, *, causal, scale):
+    kept = (q.shape[2] - 1) // 64 * 64
+    out = reference(q, k, v, causal=causal)
+    return torch.cat([out[:, :, :kept], out[:, :, kept:] * 0.0], dim=2)
+
+
+class HalvesOneGradientRow(torch.autograd.Function):
+    """The identity, but for the gradient of the first key."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x
+
+    @staticmethod
+    def backward(ctx, dx):
+        dx = dx.clone()
+        dx[:, :, 0] *= 0.5
+        return dx
+
+
+def gradient_wrong_in_one_row(q, k, v, *, causal, scale):
+    return reference(q, HalvesOneGradientRow.apply(k), v, causal=causal)
+
+
+BROKEN = {
+    "zeros": zeros,
+    "scale x 1.02": scale_two_percent_off,
+    "mask sees one too many": mask_off_by(1),
+    "mask sees one too few": mask_off_by(-1),
+    "last key tile skipped": last_key_tile_skipped,
+    "last query tile unwritten": last_query_tile_unwritten,
+    "one row of dk halved": gradient_wrong_in_one_row,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_attention_is_rejected(name, dtype, random_inputs):
+    inputs = random_inputs(queries=129, head_dim=32, dtype=dtype)
+    assert faults_of(BROKEN[name], reference, *inputs, causal=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_correct_attention_is_accepted(dtype, random_inputs):
+    inputs = random_inputs(queries=129, head_dim=32, dtype=dtype)
+    assert faults_of(reference, reference, *inputs, causal=True, allowance=1.0) == []
+
+
+def test_wrong_dtype_is_rejected(random_inputs):
+    inputs = random_inputs(queries=5, dtype=torch.float16)
+    faults = faults_of(lambda q, k, v, **o: reference(q, k, v, **o).float(), reference, *inputs, causal=True)
+    assert any("out: is torch.float32" in fault for fault in faults)
+
+
+def test_nan_is_an_infinite_error():
+    assert error_of(torch.tensor([[math.nan]]), torch.tensor([[1.0]]).double()).overall == math.inf
+
+
+def test_oracle_agrees_with_a_case_worked_by_hand():
+    # One head, head_dim 1, keys 0 and ln 3, values 10 and 20, query 1: weights 1/4 and 3/4.
+    q = torch.tensor([[[[1.0], [1.0]]]], dtype=torch.float64)
+    k = torch.tensor([[[[0.0], [math.log(3.0)]]]], dtype=torch.float64)
+    v = torch.tensor([[[[10.0], [20.0]]]], dtype=torch.float64)
+    (out,) = exact_attention(q, k, v, None, causal=True, scale=1.0)
+    torch.testing.assert_close(out.flatten(), torch.tensor([10.0, 17.5], dtype=torch.float64))
+
+
+def test_oracle_gradients_agree_with_autograd(random_inputs):
+    q, k, v, dout = random_inputs(heads=4, kv_heads=2, queries=7, keys=9, dtype=torch.float64)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    expected = torch.autograd.grad(reference(*leaves, causal=True), leaves, dout)
+    for mine, theirs in zip(exact_attention(*leaves, dout, causal=True)[1:], expected, strict=True):
+        torch.testing.assert_close(mine.detach(), theirs)
