@@ -1,0 +1,137 @@
+"""What the numbers were measured on: versions, chips, clocks, git state. No host names, no paths, no user names."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("torch", "triton", "numpy", "tokenizers", "tiktoken", "transformers")
+GPU_STATE_FIELDS = (
+    "clocks.sm",
+    "clocks.mem",
+    "clocks.max.sm",
+    "temperature.gpu",
+    "power.draw",
+    "power.limit",
+    "clocks_throttle_reasons.active",
+)
+
+
+def describe_environment() -> dict[str, Any]:
+    """Everything that belongs beside a measurement as `environment.json`; JSON types only."""
+    import torch
+
+    environment: dict[str, Any] = {
+        "time_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "lmkit": importlib.metadata.version("lmkit"),
+        "git": git_state(),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "packages": {name: version for name in PACKAGES if (version := _package_version(name))},
+        "cpu": {
+            "name": _cpu_name(),
+            "usable": usable_cpus(),
+            "torch_threads": torch.get_num_threads(),
+            "memory_bytes": _memory_bytes(),
+        },
+        "cuda": torch.version.cuda,
+        "gpus": [],
+    }
+    if torch.cuda.is_available():
+        environment["cudnn"] = torch.backends.cudnn.version()
+        if torch.distributed.is_nccl_available():
+            environment["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        environment["driver"] = _nvidia_smi("driver_version")[0].get("driver_version")
+        environment["gpus"] = [_describe_gpu(index) for index in range(torch.cuda.device_count())]
+        environment["gpu_state"] = gpu_state()
+    return environment
+
+
+def gpu_state() -> list[dict[str, str]]:
+    """Clocks, temperature, power and throttling of every visible GPU now, as nvidia-smi prints them; [] without."""
+    return _nvidia_smi(*GPU_STATE_FIELDS)
+
+
+def git_state() -> dict[str, Any] | None:
+    """Commit of the checkout that lmkit runs from and whether it has changes; None outside a checkout."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    commit = _output_of("git", "-C", str(root), "rev-parse", "HEAD")
+    changes = _output_of("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
+    if commit is None or changes is None:
+        return None
+    return {"commit": commit.strip(), "dirty": bool(changes.strip())}
+
+
+def usable_cpus() -> int:
+    """CPUs this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def device_name(device: Any) -> str:
+    """ "NVIDIA H200", or the CPU's name."""
+    import torch
+
+    device = torch.device(device)
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+
+
+def _describe_gpu(index: int) -> dict[str, Any]:
+    import torch
+
+    properties = torch.cuda.get_device_properties(index)
+    return {
+        "name": properties.name,
+        "memory_bytes": properties.total_memory,
+        "multiprocessors": properties.multi_processor_count,
+        "capability": f"{properties.major}.{properties.minor}",
+    }
+
+
+def _package_version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _memory_bytes() -> int | None:
+    if "SC_PHYS_PAGES" not in os.sysconf_names:
+        return None
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _nvidia_smi(*fields: str) -> list[dict[str, str]]:
+    text = _output_of("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader")
+    if not text:
+        return []
+    return [
+        dict(zip(fields, (value.strip() for value in line.split(",")), strict=False))
+        for line in text.strip().splitlines()
+    ]
+
+
+def _output_of(*command: str) -> str | None:
+    """Standard output, or None if the program is missing or fails: then the fact is simply not recorded."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None

@@ -1,0 +1,153 @@
+"""How fast this machine can be: matmul rate and copy bandwidth measured in the run, data-sheet peaks for MFU."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lmkit.measure.timing import time_variants
+
+if TYPE_CHECKING:
+    import torch
+
+# Dense tensor-core peaks in FLOP/s (data sheets; without sparsity; 16-bit with fp32 accumulation).
+# The first pattern that matches the device's name counts, so the special form factors come first.
+_DENSE_PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
+    (r"\bB200\b", {"bf16": 2250e12, "fp16": 2250e12, "tf32": 1125e12, "fp32": 75e12}),
+    (r"\bGH200\b", {"bf16": 989e12, "fp16": 989e12, "tf32": 494e12, "fp32": 67e12}),
+    (r"\bH200 NVL\b", {"bf16": 836e12, "fp16": 836e12, "tf32": 418e12, "fp32": 60e12}),
+    (r"\bH200\b", {"bf16": 989e12, "fp16": 989e12, "tf32": 494e12, "fp32": 67e12}),
+    (r"\bH100 PCIe\b", {"bf16": 756e12, "fp16": 756e12, "tf32": 378e12, "fp32": 51e12}),
+    (r"\bH100 NVL\b", {"bf16": 835e12, "fp16": 835e12, "tf32": 418e12, "fp32": 60e12}),
+    (r"\bH100\b", {"bf16": 989e12, "fp16": 989e12, "tf32": 494e12, "fp32": 67e12}),
+    (r"\bA100\b", {"bf16": 312e12, "fp16": 312e12, "tf32": 156e12, "fp32": 19.5e12}),
+    (r"\bL40S\b", {"bf16": 362e12, "fp16": 362e12, "tf32": 183e12, "fp32": 91.6e12}),
+    (r"\bL4\b", {"bf16": 121e12, "fp16": 121e12, "tf32": 60e12, "fp32": 30.3e12}),
+    (r"\bA10\b", {"bf16": 125e12, "fp16": 125e12, "tf32": 62.5e12, "fp32": 31.2e12}),
+    (r"\bRTX 4090\b(?! (D|Laptop))", {"bf16": 165.2e12, "fp16": 165.2e12, "tf32": 82.6e12, "fp32": 82.6e12}),
+    (r"\bRTX 3090\b(?! Ti)", {"bf16": 71e12, "fp16": 71e12, "tf32": 35.6e12, "fp32": 35.6e12}),
+    (r"\bV100\b", {"fp16": 125e12, "fp32": 15.7e12}),
+    (r"\bT4\b", {"fp16": 65e12, "fp32": 8.1e12}),
+)
+
+DTYPES = ("fp32", "tf32", "bf16", "fp16")
+
+
+def known_peak(name: str, dtype: str) -> float | None:
+    """Dense peak in FLOP/s of the GPU called `name` (torch's device name), or None for chips not in the table.
+
+    Args:
+        dtype: "bf16", "fp16", "tf32" (fp32 matmuls on tensor cores) or "fp32".
+    """
+    for pattern, peaks in _DENSE_PEAKS:
+        if re.search(pattern, name):
+            return peaks.get(dtype)
+    return None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What was measured on one device in this run.
+
+    Attributes:
+        matmul_flops: dtype name -> FLOP/s of the fastest square matmul.
+        copy_bytes_per_s: bytes read plus bytes written per second of a large copy.
+    """
+
+    device: str
+    matmul_flops: dict[str, float]
+    copy_bytes_per_s: float
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "device": self.device,
+            "matmul_tflops": {name: round(rate / 1e12, 4) for name, rate in self.matmul_flops.items()},
+            "copy_gb_per_s": round(self.copy_bytes_per_s / 1e9, 2),
+        }
+
+
+@dataclass(frozen=True)
+class Utilization:
+    """A share of a peak, and which peak it is a share of (goes into the table's header or footnote)."""
+
+    share: float
+    peak_flops: float
+    basis: str
+
+
+def measure_limits(device: torch.device | str, dtypes: Iterable[str]) -> Limits:
+    """Measure matmul rates for `dtypes` and the copy bandwidth; under a second on a GPU, a few on a CPU."""
+    from lmkit.measure.environment import device_name
+
+    return Limits(
+        device=device_name(device),
+        matmul_flops={dtype: measure_matmul_peak(device, dtype) for dtype in dtypes},
+        copy_bytes_per_s=measure_copy_bandwidth(device),
+    )
+
+
+def measure_matmul_peak(device: torch.device | str, dtype: str) -> float:
+    """FLOP/s of the fastest of a few square matmuls, median of interleaved repeats, on random normal numbers.
+
+    (Zeros would draw less power and run at higher clocks than any real program.)
+
+    Raises:
+        ValueError: `dtype` is not one of `DTYPES`.
+    """
+    import torch
+
+    if dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}; one of {', '.join(DTYPES)}")
+    device = torch.device(device)
+    on_gpu = device.type == "cuda"
+    torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype, torch.float32)
+    precision_before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if dtype == "tf32" else "ieee"
+    try:
+        sizes = (4096, 8192) if on_gpu else (512, 1024)
+        variants = {}
+        for size in sizes:
+            left = torch.randn(size, size, device=device).to(torch_dtype)
+            right = torch.randn(size, size, device=device).to(torch_dtype)
+            product = torch.empty(size, size, device=device, dtype=torch_dtype)
+            variants[str(size)] = _matmul_call(left, right, product)
+        timings = time_variants(variants, device=device, repeats=10, warmup=2, max_seconds=2.0)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = precision_before
+    return max(2.0 * size**3 / (timings[str(size)].median_ms * 1e-3) for size in sizes)
+
+
+def _matmul_call(left: torch.Tensor, right: torch.Tensor, product: torch.Tensor):
+    import torch
+
+    return lambda: torch.mm(left, right, out=product)
+
+
+def measure_copy_bandwidth(device: torch.device | str) -> float:
+    """Bytes per second (read + written) of copying a buffer far larger than the caches."""
+    import torch
+
+    device = torch.device(device)
+    size = 2**30 if device.type == "cuda" else 2**27
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    timing = time_variants({"copy": lambda: target.copy_(source)}, device=device, repeats=10, max_seconds=2.0)
+    return 2.0 * size / (timing["copy"].median_ms * 1e-3)
+
+
+def model_flops_utilization(
+    flops_per_s: float, device: torch.device | str, dtype: str, limits: Limits
+) -> Utilization:
+    """MFU: the share of the chip's dense peak where the chip is known, else of the matmul rate measured here."""
+    from lmkit.measure.environment import device_name
+
+    name = device_name(device)
+    peak = known_peak(name, dtype)
+    if peak is not None:
+        return Utilization(
+            flops_per_s / peak, peak, f"dense {dtype} peak of {name}, {peak / 1e12:.0f} TFLOP/s"
+        )
+    peak = limits.matmul_flops[dtype]
+    return Utilization(flops_per_s / peak, peak, f"measured {dtype} matmul rate, {peak / 1e12:.3g} TFLOP/s")

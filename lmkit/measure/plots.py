@@ -1,0 +1,273 @@
+"""Pictures as PNG bytes: lines, grouped bars, heat maps, loss curves, a table as a picture.
+
+matplotlib's object API on the Agg canvas: no display, no global figure list. Callers store the bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+DPI = 130
+# Okabe and Ito's colours, which colour-blind readers can tell apart, in an order with contrast between neighbours.
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#7F7F7F", "#000000", "#F0E442")
+MARKERS = "osD^vPX*<"
+
+Points = Sequence[tuple[float, float]]
+
+
+def line_plot(
+    series: Mapping[str, Points],
+    *,
+    title: str,
+    x_label: str,
+    y_label: str,
+    log_x: bool = False,
+    log_y: bool = False,
+    from_zero: bool = False,
+) -> bytes:
+    """One line with markers per name, through its (x, y) points; labels carry the units."""
+    figure, axes = _new_figure(title, x_label, y_label)
+    for index, (name, points) in enumerate(series.items()):
+        ordered = sorted(points)
+        axes.plot(
+            [x for x, _ in ordered],
+            [y for _, y in ordered],
+            label=name,
+            color=COLORS[index % len(COLORS)],
+            marker=MARKERS[index % len(MARKERS)],
+            markersize=5,
+            linewidth=1.6,
+        )
+    if log_x:
+        _label_log2_ticks(axes, sorted({x for points in series.values() for x, _ in points}))
+    if log_y:
+        axes.set_yscale("log")
+    elif from_zero:
+        axes.set_ylim(bottom=0)
+    _add_legend(figure, axes, len(series))
+    return _png(figure)
+
+
+def loss_curve(
+    series: Mapping[str, Points], *, title: str, x_label: str = "step", y_label: str = "loss (nats per token)"
+) -> bytes:
+    """Training curves: thin lines without markers, one per name."""
+    figure, axes = _new_figure(title, x_label, y_label)
+    styles = ("-", "--", "-.", ":")
+    for index, (name, points) in enumerate(series.items()):
+        axes.plot(
+            [x for x, _ in points],
+            [y for _, y in points],
+            label=name,
+            color=COLORS[index % len(COLORS)],
+            linestyle=styles[(index // len(COLORS) + index) % len(styles)],  # equal curves stay visible
+            linewidth=1.4,
+        )
+    _add_legend(figure, axes, len(series))
+    return _png(figure)
+
+
+def grouped_bars(
+    groups: Sequence[str],
+    series: Mapping[str, Sequence[float | None]],
+    *,
+    title: str,
+    x_label: str,
+    y_label: str,
+    errors: Mapping[str, Sequence[tuple[float, float] | None]] | None = None,
+    log_y: bool = False,
+    missing: str = "OOM",
+    spec: str = ".3g",
+) -> bytes:
+    """For every group one bar per series, its value above it; None draws `missing` instead of a bar.
+
+    Args:
+        series: name -> one value per group.
+        errors: name -> one (below, above) per group, lengths of the whiskers in the unit of the value.
+    """
+    bars = len(groups) * len(series)
+    figure, axes = _new_figure(title, x_label, y_label, width=max(8.0, min(13.0, 1.5 + 0.3 * bars)))
+    width = 0.84 / max(1, len(series))
+    present = [value for values in series.values() for value in values if value is not None and value > 0]
+    floor = min(present) * 0.5 if log_y and present else 0.0
+    if log_y:
+        axes.set_yscale("log")
+    for index, (name, values) in enumerate(series.items()):
+        color = COLORS[index % len(COLORS)]
+        left = [group + (index - (len(series) - 1) / 2) * width for group in range(len(groups))]
+        axes.bar(left, [value or 0.0 for value in values], width * 0.94, label=name, color=color)
+        whiskers = (errors or {}).get(name, [None] * len(values))
+        for x, value, whisker in zip(left, values, whiskers, strict=True):
+            if value is None:
+                _label_bar(axes, x, floor, missing, color)
+                continue
+            top = value
+            if whisker is not None:
+                axes.errorbar(
+                    [x], [value], yerr=[[whisker[0]], [whisker[1]]], color="#303030", linewidth=0.9, capsize=2
+                )
+                top += whisker[1]
+            _label_bar(axes, x, top, format(value, spec))
+    axes.set_xticks(range(len(groups)), groups)
+    if max((len(group) for group in groups), default=0) * len(groups) > 90:
+        axes.tick_params(axis="x", labelrotation=30)
+    axes.grid(visible=False, axis="x")
+    axes.margins(y=0.14)  # room for the rotated values
+    if log_y and present:
+        axes.set_ylim(floor, max(present) * 4)
+    _add_legend(figure, axes, len(series))
+    return _png(figure)
+
+
+def _label_bar(axes: Axes, x: float, top: float, text: str, color: str = "black") -> None:
+    axes.annotate(
+        text,
+        (x, top),
+        (0, 3),
+        textcoords="offset points",
+        ha="center",
+        va="bottom",
+        fontsize=7,
+        rotation=90,
+        color=color,
+    )
+
+
+def heat_map(
+    columns: Sequence[str],
+    rows: Sequence[str],
+    values: Sequence[Sequence[float | None]],
+    *,
+    title: str,
+    x_label: str,
+    y_label: str,
+    value_label: str,
+    spec: str = ".3g",
+    center: float | None = None,
+) -> bytes:
+    """A grid of colours with the number in every cell; None is a grey cell that says "-".
+
+    Args:
+        values: values[row][column].
+        center: the value of the neutral colour (1.0 for ratios: red below, blue above); None for a plain scale.
+    """
+    import numpy as np
+    from matplotlib.colors import TwoSlopeNorm
+
+    width = max(6.0, 2.8 + 0.8 * len(columns))
+    figure, axes = _new_figure(title, x_label, y_label, width=width, height=max(3.0, 1.9 + 0.48 * len(rows)))
+    axes.grid(visible=False)
+    grid = [[math.nan if value is None else value for value in row] for row in values]
+    present = [value for row in values for value in row if value is not None]
+    if center is None or not present:
+        image = axes.imshow(grid, aspect="auto", cmap="viridis")
+    else:
+        reach = max(1e-9, *(abs(value - center) for value in present))
+        norm = TwoSlopeNorm(center, center - reach, center + reach)
+        image = axes.imshow(grid, aspect="auto", cmap="RdBu", norm=norm)
+    axes.set_facecolor("#D0D0D0")
+    for row_index, row in enumerate(values):
+        for column_index, value in enumerate(row):
+            text = "-" if value is None else format(value, spec)
+            shade = (0.8, 0.8, 0.8, 1.0) if value is None else tuple(image.to_rgba(np.asarray([value]))[0])
+            luminance = 0.299 * shade[0] + 0.587 * shade[1] + 0.114 * shade[2]
+            color = "black" if luminance > 0.5 else "white"
+            axes.text(column_index, row_index, text, ha="center", va="center", fontsize=8, color=color)
+    axes.set_xticks(range(len(columns)), columns)
+    axes.set_yticks(range(len(rows)), rows)
+    if present:
+        figure.colorbar(image, ax=axes, label=value_label)
+    return _png(figure)
+
+
+def stacked_areas(
+    x: Sequence[float], layers: Mapping[str, Sequence[float]], *, title: str, x_label: str, y_label: str
+) -> bytes:
+    """Areas stacked on one another: what makes up a total over time."""
+    figure, axes = _new_figure(title, x_label, y_label, width=9.5)
+    colors = [COLORS[index % len(COLORS)] for index in range(len(layers))]
+    axes.stackplot(x, list(layers.values()), labels=list(layers), colors=colors, step="post", alpha=0.85)
+    axes.set_ylim(bottom=0)
+    axes.margins(x=0)
+    _add_legend(figure, axes, len(layers))
+    return _png(figure)
+
+
+def table_picture(headers: Sequence[str], rows: Sequence[Sequence[str]], *, title: str) -> bytes:
+    """A table as a picture: header shaded, lines striped, columns as wide as their text."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.transforms import Bbox
+
+    lengths = [
+        max([len(header)] + [len(row[index]) for row in rows]) + 2 for index, header in enumerate(headers)
+    ]
+    figure = Figure(figsize=(max(4.0, 0.092 * sum(lengths)), 0.7 + 0.3 * (len(rows) + 1)), dpi=DPI)
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=11, fontweight="bold")
+    axes = figure.add_axes((0.02, 0.02, 0.96, 1.0 - 0.5 / figure.get_figheight() - 0.02))
+    axes.set_axis_off()
+    table = axes.table(
+        cellText=[list(row) for row in rows] or [[""] * len(headers)],
+        colLabels=list(headers),
+        colWidths=[length / sum(lengths) for length in lengths],
+        cellLoc="center",
+        bbox=Bbox.unit(),
+    )
+    table.auto_set_font_size(False)
+    table.set_fontsize(9)
+    for (line, _), cell in table.get_celld().items():
+        cell.set_edgecolor("#BBBBBB")
+        if line == 0:
+            cell.set_facecolor("#DCE6F1")
+            cell.set_text_props(fontweight="bold")
+        elif line % 2 == 0:
+            cell.set_facecolor("#F5F5F5")
+    return _png(figure)
+
+
+def _new_figure(
+    title: str, x_label: str, y_label: str, *, width: float = 8.0, height: float = 4.8
+) -> tuple[Figure, Axes]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.set_title(title, fontsize=11)
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.grid(visible=True, color="#E2E2E2", linewidth=0.7)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    return figure, axes
+
+
+def _label_log2_ticks(axes: Axes, values: Sequence[float]) -> None:
+    """A log axis labelled at the measured values themselves: 1024, not 10^3."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(list(values), [format(value, "g") for value in values])
+    axes.minorticks_off()
+    if len(values) > 8:
+        axes.tick_params(axis="x", labelrotation=30)
+
+
+def _add_legend(figure: Figure, axes: Axes, entries: int) -> None:
+    """Below the axes, where it never covers data; a single series needs none."""
+    if entries > 1:
+        figure.legend(loc="outside lower center", ncols=min(entries, 4), fontsize=8, frameon=False)
+
+
+def _png(figure: Figure) -> bytes:
+    out = io.BytesIO()
+    figure.savefig(out, format="png", metadata={"Software": None})  # no version string: same rows, same bytes
+    return out.getvalue()

@@ -1,0 +1,111 @@
+"""Named ranges on a profiler's timeline; free when nobody profiles.
+
+    with range_("attention.scores"):
+        scores = q @ k.mT
+
+Off (the default) `range_` is one comparison and an empty context manager, some 0.2 us. It is switched on by
+`enable_ranges` (in the process that is being profiled) or, for commands that a profiler starts, by the environment
+variable `LMKIT_RANGES` and `enable_ranges_from_environment`. The switch is process-wide, as profilers are.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal
+
+from lmkit.errors import UsageError
+
+RangeKind = Literal["nvtx", "kineto"]
+ENVIRONMENT_VARIABLE = "LMKIT_RANGES"
+
+
+_open_range: Callable[[str], AbstractContextManager] | None = None
+
+
+def range_(name: str) -> AbstractContextManager:
+    """Mark the enclosed code as `name` on the timeline of the profiler, if one was announced."""
+    if _open_range is None:
+        return nullcontext()  # torch.compile traces this one; a class of our own would break the graph
+    return _open_range(name)
+
+
+def ranges_are_on() -> bool:
+    """Whether `range_` records anything in this process."""
+    return _open_range is not None
+
+
+def enable_ranges(kind: RangeKind) -> None:
+    """Let `range_` record from now on: NVTX ranges (Nsight Systems) or torch.profiler's (kineto).
+
+    Raises:
+        UsageError: NVTX is wanted, but this torch is a CPU build and the `nvtx` package is not installed.
+    """
+    global _open_range
+    _open_range = _nvtx_opener() if kind == "nvtx" else _kineto_opener()
+
+
+def disable_ranges() -> None:
+    """Back to doing nothing."""
+    global _open_range
+    _open_range = None
+
+
+def enable_ranges_from_environment() -> None:
+    """Call once at the start of a process that may be profiled: obeys LMKIT_RANGES=nvtx or kineto.
+
+    Raises:
+        UsageError: the variable holds anything else.
+    """
+    kind = os.environ.get(ENVIRONMENT_VARIABLE, "")
+    if kind == "nvtx":
+        enable_ranges("nvtx")
+    elif kind == "kineto":
+        enable_ranges("kineto")
+    elif kind:
+        raise UsageError(
+            f"{ENVIRONMENT_VARIABLE}={kind}: not a kind of range", hint="use nvtx or kineto, or unset it"
+        )
+
+
+def _kineto_opener() -> Callable[[str], AbstractContextManager]:
+    import torch
+
+    def open_range(name: str) -> AbstractContextManager:
+        # A graph being compiled runs later; a range around its tracing would mark the wrong thing.
+        return nullcontext() if torch.compiler.is_compiling() else torch.profiler.record_function(name)
+
+    return open_range
+
+
+def _nvtx_opener() -> Callable[[str], AbstractContextManager]:
+    import torch
+
+    if torch.version.cuda is not None:
+        push, pop = torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop
+    else:
+        # torch.cuda.nvtx raises on a CPU build of torch.
+        try:
+            import nvtx  # type: ignore[import-not-found]
+        except ModuleNotFoundError:
+            raise UsageError(
+                "NVTX ranges need a CUDA build of torch or the nvtx package",
+                hint="pip install 'nvtx==0.2.10', or profile with --engine kineto",
+            ) from None
+        push, pop = nvtx.push_range, nvtx.pop_range
+
+    class NvtxRange:
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def __enter__(self) -> None:
+            push(self._name)
+
+        def __exit__(self, *exc: object) -> None:
+            pop()
+
+    def open_range(name: str) -> AbstractContextManager:
+        return nullcontext() if torch.compiler.is_compiling() else NvtxRange(name)
+
+    return open_range

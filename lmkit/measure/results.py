@@ -1,0 +1,39 @@
+"""What every bench returns: rows, and the files to store. Whoever called it writes them (measure writes nothing)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lmkit.measure.tables import Column, csv_text, json_lines, terminal_table
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """The outcome of one bench.
+
+    Attributes:
+        name: the bench, as in `lmkit bench <name>`.
+        rows: one dict per measurement, JSON types only; what did not fit is a row with `status` "out of memory".
+        columns: how to show the rows in a terminal.
+        files: name -> content (text, or bytes of a PNG), to be stored in the output folder.
+        environment: content of `environment.json`.
+        notes: sentences for below the table (which limit, which baseline).
+    """
+
+    name: str
+    rows: list[dict[str, Any]]
+    columns: Sequence[Column]
+    files: dict[str, bytes | str]
+    environment: dict[str, Any]
+    notes: tuple[str, ...] = field(default=())
+
+    def table(self) -> str:
+        """The rows as text of at most 100 columns, notes below."""
+        return terminal_table(self.rows, self.columns) + "".join(f"{note}\n" for note in self.notes)
+
+
+def row_files(stem: str, rows: Sequence[dict[str, Any]]) -> dict[str, bytes | str]:
+    """`<stem>.jsonl` (everything, raw samples included) and `<stem>.csv` (scalars) of the rows."""
+    return {f"{stem}.jsonl": json_lines(rows), f"{stem}.csv": csv_text(rows)}

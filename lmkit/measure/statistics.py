@@ -1,0 +1,140 @@
+"""Robust numbers from noisy samples: spread, quantiles, paired ratios with a confidence interval, a verdict.
+
+Timings on a shared machine are skewed to the right and drift, so everything here is built on medians, and
+variants are compared pairwise, round by round: what slows a whole round down cancels in the round's ratio.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+FEWEST_PAIRS = 6
+"""With fewer pairs no 95% interval of a median exists: even (min, max) of five covers only 94%."""
+
+SMALLEST_DIFFERENCE = 0.005
+"""Differences below half a percent are not called differences, however certain: code alignment alone makes them."""
+
+
+def quantile(samples: Sequence[float], fraction: float) -> float:
+    """The `fraction` quantile (0 to 1), linearly interpolated between the two nearest order statistics.
+
+    Raises:
+        ValueError: `samples` is empty, or `fraction` is outside [0, 1].
+    """
+    if not samples:
+        raise ValueError("a quantile needs at least one sample")
+    if not 0.0 <= fraction <= 1.0:
+        raise ValueError(f"fraction must be in [0, 1], not {fraction}")
+    ordered = sorted(samples)
+    position = fraction * (len(ordered) - 1)
+    below = math.floor(position)
+    above = min(below + 1, len(ordered) - 1)
+    # Written so that equal neighbours give themselves back exactly.
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+
+
+def median(samples: Sequence[float]) -> float:
+    """The middle sample; the mean of the middle two for an even count."""
+    return quantile(samples, 0.5)
+
+
+def median_absolute_deviation(samples: Sequence[float]) -> float:
+    """median(|x - median(x)|), unscaled; multiply by 1.4826 for a normal distribution's sigma."""
+    middle = median(samples)
+    return median([abs(sample - middle) for sample in samples])
+
+
+@dataclass(frozen=True)
+class Spread:
+    """What a table shows of a list of samples; same unit as the samples."""
+
+    count: int
+    median: float
+    mean: float
+    p10: float
+    p90: float
+    minimum: float
+    maximum: float
+    mad: float
+
+    @property
+    def relative(self) -> float:
+        """(p90 - p10) / median: the width of the middle 80%, as a share."""
+        return (self.p90 - self.p10) / self.median if self.median else 0.0
+
+
+def spread(samples: Sequence[float]) -> Spread:
+    """Summarise `samples` (at least one)."""
+    return Spread(
+        count=len(samples),
+        median=median(samples),
+        mean=sum(samples) / len(samples),
+        p10=quantile(samples, 0.1),
+        p90=quantile(samples, 0.9),
+        minimum=min(samples),
+        maximum=max(samples),
+        mad=median_absolute_deviation(samples),
+    )
+
+
+@dataclass(frozen=True)
+class PairedRatio:
+    """How `candidate` compares with `baseline`, both measured in the same rounds.
+
+    Attributes:
+        speedup: median over rounds of baseline / candidate; above 1 the candidate is faster.
+        low, high: bootstrap confidence interval of `speedup`.
+        verdict: "faster", "slower", "no difference" or "too few repeats" (fewer than `FEWEST_PAIRS` rounds).
+    """
+
+    speedup: float
+    low: float
+    high: float
+    pairs: int
+    confidence: float
+    verdict: str
+
+    def __str__(self) -> str:
+        return f"{self.speedup:.3f}x [{self.low:.3f}, {self.high:.3f}] {self.verdict}"
+
+
+def paired_ratio(
+    candidate: Sequence[float],
+    baseline: Sequence[float],
+    *,
+    confidence: float = 0.95,
+    smallest_difference: float = SMALLEST_DIFFERENCE,
+    resamples: int = 2000,
+    seed: int = 0,
+) -> PairedRatio:
+    """Compare two variants' times, where sample i of both was taken in round i (see `measure.timing`).
+
+    The interval is the percentile bootstrap over rounds of the median ratio (Efron and Tibshirani 1993, ch. 13).
+    A difference is named only if the interval excludes 1 and the ratio is at least `smallest_difference` away.
+
+    Raises:
+        ValueError: the lists differ in length, are empty, or hold a time that is not positive.
+    """
+    import numpy as np
+
+    if len(candidate) != len(baseline) or not candidate:
+        raise ValueError(f"need equally many samples of both, got {len(candidate)} and {len(baseline)}")
+    if min(candidate) <= 0 or min(baseline) <= 0:
+        raise ValueError("times must be positive")
+    ratios = np.asarray(baseline, dtype=np.float64) / np.asarray(candidate, dtype=np.float64)  # (rounds,)
+    chosen = np.random.default_rng(seed).integers(0, len(ratios), size=(resamples, len(ratios)))
+    medians = np.median(ratios[chosen], axis=1)  # (resamples,)
+    tail = (1.0 - confidence) / 2.0
+    speedup = float(np.median(ratios))
+    low, high = (float(edge) for edge in np.quantile(medians, [tail, 1.0 - tail]))
+    if len(ratios) < FEWEST_PAIRS:
+        verdict = "too few repeats"
+    elif low > 1.0 and speedup >= 1.0 + smallest_difference:
+        verdict = "faster"
+    elif high < 1.0 and speedup <= 1.0 - smallest_difference:
+        verdict = "slower"
+    else:
+        verdict = "no difference"
+    return PairedRatio(speedup, low, high, len(ratios), confidence, verdict)

@@ -1,0 +1,125 @@
+"""Rows (dicts, the only source of truth) as JSON lines, CSV, Markdown, and text for a terminal."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Row = Mapping[str, Any]
+TERMINAL_WIDTH = 100
+MISSING = "-"
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table for people.
+
+    Attributes:
+        key: of the row.
+        header: what stands above, with the unit: "ms", "GB (10^9)".
+        spec: format spec for numbers, such as ".3f", ",d", ".1%".
+    """
+
+    key: str
+    header: str
+    spec: str = ""
+
+    def text(self, row: Row) -> str:
+        value = row.get(self.key)
+        if value is None or (isinstance(value, float) and math.isnan(value)):
+            return MISSING
+        if self.spec and isinstance(value, (int, float)) and not isinstance(value, bool):
+            return format(value, self.spec)
+        return str(value)
+
+
+def json_lines(rows: Sequence[Row]) -> str:
+    """One strict JSON object per line; NaN and infinities become null."""
+    return "".join(json.dumps(_finite(row), allow_nan=False) + "\n" for row in rows)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value
+
+
+def csv_text(rows: Sequence[Row], keys: Sequence[str] | None = None) -> str:
+    """RFC 4180 with a header line. All keys in order of first appearance by default; lists are left out.
+
+    (Raw samples are lists: they stay in the JSON lines.)
+    """
+    if keys is None:
+        found: dict[str, None] = {}
+        for row in rows:
+            found.update(
+                (key, None) for key, value in row.items() if not isinstance(value, (list, tuple, Mapping))
+            )
+        keys = list(found)
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(keys)
+    for row in rows:
+        writer.writerow(["" if row.get(key) is None else row[key] for key in keys])
+    return out.getvalue()
+
+
+def markdown_table(rows: Sequence[Row], columns: Sequence[Column]) -> str:
+    """A GitHub table; numbers to the right."""
+    aligned = [_is_numeric(rows, column) for column in columns]
+    lines = [
+        "| " + " | ".join(_escape(column.header) for column in columns) + " |",
+        "|" + "|".join("-:" if right else ":-" for right in aligned) + "|",
+    ]
+    lines += ["| " + " | ".join(_escape(column.text(row)) for column in columns) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _escape(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def terminal_table(rows: Sequence[Row], columns: Sequence[Column], *, width: int = TERMINAL_WIDTH) -> str:
+    """Aligned text that is never wider than `width` characters: the widest text columns are cut with an ellipsis.
+
+    Raises:
+        ValueError: the table does not fit even with every text column cut to 4 characters.
+    """
+    cells = [[column.header for column in columns]] + [
+        [column.text(row) for column in columns] for row in rows
+    ]
+    right = [_is_numeric(rows, column) for column in columns]
+    widths = [max(len(line[index]) for line in cells) for index in range(len(columns))]
+    gap = 2
+    while sum(widths) + gap * (len(columns) - 1) > width:
+        cuttable = [index for index in range(len(columns)) if not right[index] and widths[index] > 4]
+        if not cuttable:
+            raise ValueError(f"a table of {len(columns)} columns does not fit into {width} characters")
+        widths[max(cuttable, key=lambda index: widths[index])] -= 1
+
+    def line_of(texts: Sequence[str]) -> str:
+        parts = []
+        for text, cell_width, to_right in zip(texts, widths, right, strict=True):
+            cut = text if len(text) <= cell_width else text[: cell_width - 1] + "…"
+            parts.append(cut.rjust(cell_width) if to_right else cut.ljust(cell_width))
+        return (" " * gap).join(parts).rstrip()
+
+    rule = (" " * gap).join("-" * cell_width for cell_width in widths)
+    return "\n".join([line_of(cells[0]), rule, *(line_of(line) for line in cells[1:])]) + "\n"
+
+
+def _is_numeric(rows: Sequence[Row], column: Column) -> bool:
+    values = [row.get(column.key) for row in rows]
+    present = [value for value in values if value is not None]
+    return bool(present) and all(
+        isinstance(value, (int, float)) and not isinstance(value, bool) for value in present
+    )

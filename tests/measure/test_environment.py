@@ -1,0 +1,34 @@
+import getpass
+import json
+import os
+import socket
+from pathlib import Path
+
+import torch
+
+import lmkit
+from lmkit.measure.environment import describe_environment, device_name, gpu_state, usable_cpus
+
+
+def test_the_environment_is_json_and_says_what_matters():
+    environment = describe_environment()
+    text = json.dumps(environment)
+    assert environment["packages"]["torch"] == torch.__version__
+    assert environment["cpu"]["usable"] == usable_cpus()
+    assert environment["lmkit"]
+    assert len(environment["gpus"]) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    assert "T" in environment["time_utc"]
+    assert json.loads(text) == environment
+
+
+def test_nothing_names_this_machine():
+    text = json.dumps(describe_environment())
+    for secret in (socket.gethostname(), str(Path(lmkit.__file__).parent), os.getcwd(), str(Path.home())):
+        assert secret not in text or secret == "/"
+    assert f"/{getpass.getuser()}/" not in text
+
+
+def test_device_name_and_state_without_a_gpu():
+    assert device_name("cpu")
+    if not torch.cuda.is_available():
+        assert gpu_state() == []

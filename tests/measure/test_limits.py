@@ -1,0 +1,72 @@
+import pytest
+import torch
+
+from lmkit.measure.limits import (
+    Limits,
+    known_peak,
+    measure_copy_bandwidth,
+    measure_limits,
+    measure_matmul_peak,
+    model_flops_utilization,
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "peak"),
+    [
+        ("NVIDIA H200", "bf16", 989e12),
+        ("NVIDIA H100 80GB HBM3", "bf16", 989e12),
+        ("NVIDIA H100 PCIe", "fp16", 756e12),
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312e12),
+        ("NVIDIA GeForce RTX 4090", "bf16", 165.2e12),
+        ("NVIDIA L4", "bf16", 121e12),
+        ("NVIDIA L40S", "bf16", 362e12),
+        ("Tesla T4", "bf16", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),
+        ("NVIDIA H2000", "bf16", None),
+        ("Intel(R) Xeon(R) Processor", "bf16", None),
+    ],
+)
+def test_known_chips(name, dtype, peak):
+    assert known_peak(name, dtype) == peak
+
+
+def test_measured_rates_are_possible_for_a_cpu():
+    limits = measure_limits("cpu", ["fp32"])
+    # From a slow single core to the largest host: a wrong unit or a lost factor 1000 falls outside.
+    assert 1e9 < limits.matmul_flops["fp32"] < 1e14
+    assert 1e8 < limits.copy_bytes_per_s < 2e12
+    assert set(limits.as_dict()) == {"device", "matmul_tflops", "copy_gb_per_s"}
+
+
+def test_the_rate_counts_two_flops_per_multiply_add(monkeypatch):
+    from lmkit.measure import limits
+
+    class Fixed:
+        median_ms = 1.0
+
+    monkeypatch.setattr(limits, "time_variants", lambda variants, **_: dict.fromkeys(variants, Fixed()))
+    assert measure_matmul_peak("cpu", "fp32") == 2.0 * 1024**3 / 1e-3
+    assert measure_copy_bandwidth("cpu") == 2.0 * 2**27 / 1e-3
+
+
+def test_precision_setting_is_restored():
+    before = torch.backends.cuda.matmul.fp32_precision
+    measure_matmul_peak("cpu", "tf32")
+    assert torch.backends.cuda.matmul.fp32_precision == before
+
+
+def test_utilization_names_its_basis(monkeypatch):
+    measured = Limits("x", {"bf16": 100e12}, 1e12)
+    on_cpu = model_flops_utilization(50e12, "cpu", "bf16", measured)
+    assert (on_cpu.share, on_cpu.peak_flops) == (0.5, 100e12)
+    assert on_cpu.basis == "measured bf16 matmul rate, 100 TFLOP/s"
+    monkeypatch.setattr("lmkit.measure.environment.device_name", lambda device: "NVIDIA H200")
+    on_h200 = model_flops_utilization(494.5e12, "cpu", "bf16", measured)
+    assert on_h200.share == pytest.approx(0.5)
+    assert on_h200.basis == "dense bf16 peak of NVIDIA H200, 989 TFLOP/s"
+
+
+def test_unknown_dtype():
+    with pytest.raises(ValueError, match="int4"):
+        measure_matmul_peak("cpu", "int4")

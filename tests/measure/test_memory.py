@@ -1,0 +1,79 @@
+import multiprocessing
+import os
+
+import pytest
+import torch
+
+from lmkit.measure.memory import process_memory, process_tree_memory, track_peak
+
+MIB = 2**20
+
+
+def test_the_peak_counts_what_was_freed_again():
+    with track_peak("cpu") as peak:
+        block = torch.ones(64 * MIB, dtype=torch.uint8)
+        del block
+    # RSS is counted in pages and per-thread batches; a tenth of the block is far above that.
+    assert peak.extra_bytes == pytest.approx(64 * MIB, rel=0.1)
+    assert peak.source == "peak rss"
+
+
+def test_the_peak_of_an_earlier_block_is_forgotten():
+    with track_peak("cpu"):
+        block = torch.ones(96 * MIB, dtype=torch.uint8)
+        del block
+    with track_peak("cpu") as peak:
+        block = torch.ones(8 * MIB, dtype=torch.uint8)
+        del block
+    assert peak.extra_bytes < 24 * MIB
+
+
+def test_the_peak_is_there_after_an_exception():
+    peaks = []
+
+    def allocate_and_fail() -> None:
+        with track_peak("cpu") as peak:
+            peaks.append(peak)
+            block = torch.ones(32 * MIB, dtype=torch.uint8)
+            del block
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        allocate_and_fail()
+    (peak,) = peaks
+    assert peak.extra_bytes > 16 * MIB
+
+
+def test_pss_is_at_most_rss():
+    memory = process_memory()
+    assert 0 < memory.pss_bytes <= memory.rss_bytes
+
+
+def test_missing_process():
+    child = multiprocessing.get_context("spawn").Process(target=os.getpid)
+    child.start()
+    child.join()
+    with pytest.raises(ProcessLookupError):
+        process_memory(child.pid)
+
+
+def _hold_memory(ready, release) -> None:
+    block = bytearray(b"x" * (48 * MIB))
+    ready.set()
+    release.wait()
+    del block
+
+
+def test_the_tree_includes_children():
+    context = multiprocessing.get_context("spawn")
+    ready, release = context.Event(), context.Event()
+    child = context.Process(target=_hold_memory, args=(ready, release))
+    before = process_tree_memory()
+    child.start()
+    try:
+        assert ready.wait(60)
+        during = process_tree_memory()
+    finally:
+        release.set()
+        child.join()
+    assert during.pss_bytes - before.pss_bytes > 40 * MIB

@@ -1,0 +1,41 @@
+"""Whether a plot is legible only eyes can tell; these check that one comes out, is not empty and is reproducible."""
+
+import io
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from lmkit.measure import plots
+
+POINTS = {"ours": [(128.0, 0.1), (1024.0, 2.0)], "theirs": [(128.0, 0.2), (1024.0, 3.0)]}
+LABELS = {"title": "t", "x_label": "sequence length (tokens)", "y_label": "time (ms)"}
+
+PLOTS = {
+    "lines": lambda: plots.line_plot(POINTS, log_x=True, log_y=True, **LABELS),
+    "lines from zero": lambda: plots.line_plot(POINTS, from_zero=True, **LABELS),
+    "loss": lambda: plots.loss_curve(POINTS, title="t"),
+    "bars": lambda: plots.grouped_bars(
+        ["a", "b"],
+        {"x": [1.0, None], "y": [2.0, 3.0]},
+        errors={"x": [(0.1, 0.2), None], "y": [(0.1, 0.2), (0.1, 0.1)]},
+        **LABELS,
+    ),
+    "log bars": lambda: plots.grouped_bars(["a", "b"], {"x": [1.0, None]}, log_y=True, **LABELS),
+    "heat": lambda: plots.heat_map(["1", "2"], ["a"], [[0.5, None]], value_label="x", center=1.0, **LABELS),
+    "plain heat": lambda: plots.heat_map(["1", "2"], ["a"], [[0.5, 3.0]], value_label="x", **LABELS),
+    "empty heat": lambda: plots.heat_map(["1"], ["a"], [[None]], value_label="x", center=1.0, **LABELS),
+    "areas": lambda: plots.stacked_areas([0, 1, 2], {"p": [1, 1, 1], "q": [0, 2, 1]}, **LABELS),
+    "table": lambda: plots.table_picture(["a", "b"], [["1", "2"], ["3", "4"]], title="t"),
+    "empty table": lambda: plots.table_picture(["a", "b"], [], title="t"),
+}
+
+
+@pytest.mark.parametrize("name", PLOTS)
+def test_a_picture_comes_out_the_same_twice(name):
+    png = PLOTS[name]()
+    pixels = imread(io.BytesIO(png))
+    assert pixels.shape[0] > 80
+    assert pixels.shape[1] > 400
+    assert np.unique(pixels[..., :3].reshape(-1, 3), axis=0).shape[0] > 10
+    assert PLOTS[name]() == png

@@ -1,0 +1,96 @@
+import sys
+
+import pytest
+import torch
+
+from lmkit.errors import UsageError
+from lmkit.measure.ranges import (
+    disable_ranges,
+    enable_ranges,
+    enable_ranges_from_environment,
+    range_,
+    ranges_are_on,
+)
+from lmkit.measure.timing import time_variants
+
+
+@pytest.fixture(autouse=True)
+def _ranges_off_afterwards():
+    yield
+    disable_ranges()
+
+
+def double(x: torch.Tensor) -> torch.Tensor:
+    with range_("double"):
+        return x * 2
+
+
+def test_off_by_default_and_transparent():
+    assert not ranges_are_on()
+    assert double(torch.ones(2)).tolist() == [2.0, 2.0]
+    with pytest.raises(KeyError), range_("an exception passes"):
+        raise KeyError
+
+
+def test_kineto_sees_the_ranges_only_when_on():
+    def names() -> list[str]:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            double(torch.ones(2))
+        return [event.key for event in profiler.key_averages()]
+
+    assert "double" not in names()
+    enable_ranges("kineto")
+    assert "double" in names()
+
+
+def test_torch_compile_sees_no_graph_break_on_or_off():
+    for switch in (disable_ranges, lambda: enable_ranges("kineto")):
+        switch()
+        compiled = torch.compile(double, fullgraph=True, backend="eager", dynamic=False)
+        assert compiled(torch.ones(3)).tolist() == [2.0] * 3
+        torch.compiler.reset()
+
+
+def test_nvtx_pushes_and_pops_in_order(monkeypatch):
+    """On a CPU build torch.cuda.nvtx raises, so the calls are recorded by a stand-in."""
+    log = []
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: log.append(f"push {name}"))
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: log.append("pop"))
+    enable_ranges("nvtx")
+    with range_("outer"), pytest.raises(KeyError), range_("inner"):
+        raise KeyError
+    assert log == ["push outer", "push inner", "pop", "pop"]
+
+
+def test_nvtx_without_cuda_and_without_the_package_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setitem(sys.modules, "nvtx", None)
+    with pytest.raises(UsageError, match="NVTX") as caught:
+        enable_ranges("nvtx")
+    assert "kineto" in caught.value.hint
+    assert not ranges_are_on()
+
+
+def test_the_environment_switches(monkeypatch):
+    monkeypatch.delenv("LMKIT_RANGES", raising=False)
+    enable_ranges_from_environment()
+    assert not ranges_are_on()
+    monkeypatch.setenv("LMKIT_RANGES", "kineto")
+    enable_ranges_from_environment()
+    assert ranges_are_on()
+    monkeypatch.setenv("LMKIT_RANGES", "vtune")
+    with pytest.raises(UsageError, match="vtune"):
+        enable_ranges_from_environment()
+
+
+def test_off_costs_next_to_nothing():
+    """Some 0.2 us a range. A CPU step of the smallest model worth profiling takes milliseconds and holds some
+    hundred ranges, so 10 us would still be in the per-mille; the bar only catches work done while off."""
+
+    def hundred() -> None:
+        for _ in range(100):
+            with range_("x"):
+                pass
+
+    assert time_variants({"hundred": hundred}, repeats=20)["hundred"].spread.minimum / 100 < 0.01

@@ -1,0 +1,79 @@
+import csv
+import io
+import json
+
+import pytest
+
+from lmkit.measure.results import BenchResult, row_files
+from lmkit.measure.tables import Column, csv_text, json_lines, markdown_table, terminal_table
+
+ROWS = [
+    {"kernel": "flash_triton", "ms": 1.23456, "tokens": 16384, "status": "ok", "samples_ms": [1.2, 1.3]},
+    {
+        "kernel": "vectorized, compiled",
+        "ms": None,
+        "tokens": 131072,
+        "status": "out of memory",
+        "samples_ms": [],
+    },
+]
+COLUMNS = [
+    Column("kernel", "kernel"),
+    Column("ms", "ms", ".3f"),
+    Column("tokens", "tokens", ",d"),
+    Column("status", "status"),
+]
+
+
+def test_markdown():
+    assert markdown_table(ROWS, COLUMNS).splitlines() == [
+        "| kernel | ms | tokens | status |",
+        "|:-|-:|-:|:-|",
+        "| flash_triton | 1.235 | 16,384 | ok |",
+        "| vectorized, compiled | - | 131,072 | out of memory |",
+    ]
+
+
+def test_markdown_escapes_bars():
+    assert "a\\|b" in markdown_table([{"x": "a|b"}], [Column("x", "x")])
+
+
+def test_terminal():
+    assert terminal_table(ROWS, COLUMNS).splitlines() == [
+        "kernel                   ms   tokens  status",
+        "--------------------  -----  -------  -------------",
+        "flash_triton          1.235   16,384  ok",
+        "vectorized, compiled      -  131,072  out of memory",
+    ]
+
+
+def test_terminal_is_never_too_wide():
+    rows = [{"name": "n" * 300, "other": "o" * 50, "value": 12345.678}]
+    columns = [Column("name", "name"), Column("other", "other"), Column("value", "value", ".2f")]
+    lines = terminal_table(rows, columns).splitlines()
+    assert max(map(len, lines)) == 100
+    assert "…" in lines[2]
+    assert lines[2].endswith("12345.68")  # numbers are never cut
+    with pytest.raises(ValueError, match="does not fit"):
+        terminal_table([{"v": 1e30}], [Column("v", "v", ".1f")], width=10)
+
+
+def test_csv_keeps_full_precision_and_drops_samples():
+    table = list(csv.DictReader(io.StringIO(csv_text(ROWS))))
+    assert table[0] == {"kernel": "flash_triton", "ms": "1.23456", "tokens": "16384", "status": "ok"}
+    assert table[1]["kernel"] == "vectorized, compiled"
+    assert table[1]["ms"] == ""
+    assert csv_text(ROWS, ["tokens"]) == "tokens\n16384\n131072\n"
+
+
+def test_json_lines_are_strict():
+    text = json_lines([{"a": float("nan"), "b": [float("inf"), 1.5], "c": {"d": float("-inf")}}])
+    assert json.loads(text, parse_constant=pytest.fail) == {"a": None, "b": [None, 1.5], "c": {"d": None}}
+
+
+def test_result_shows_table_and_notes_and_names_its_files():
+    result = BenchResult(
+        "x", ROWS, COLUMNS, row_files("x_results", ROWS), {}, notes=("share of 700 TFLOP/s",)
+    )
+    assert result.table().endswith("share of 700 TFLOP/s\n")
+    assert set(result.files) == {"x_results.csv", "x_results.jsonl"}

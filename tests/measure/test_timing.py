@@ -1,0 +1,129 @@
+import random
+import time
+
+import pytest
+import torch
+
+from lmkit.measure.timing import WallClock, cache_flusher, time_variants
+
+
+class FakeMachine:
+    """A clock that only the work advances, with a start-up cost, drift and jitter on demand."""
+
+    def __init__(self, *, jitter: float = 0.0, drift_per_call: float = 0.0, seed: int = 0) -> None:
+        self.seconds = 0.0
+        self.calls: list[str] = []
+        self._jitter = jitter
+        self._drift = drift_per_call
+        self._rng = random.Random(seed)
+        self.clock = WallClock(now=lambda: self.seconds)
+
+    def work(self, name: str, milliseconds: float, *, first_call_ms: float = 0.0):
+        def call() -> None:
+            extra = first_call_ms if name not in self.calls else 0.0
+            self.calls.append(name)
+            factor = self._rng.lognormvariate(0.0, self._jitter) * (1.0 + self._drift * len(self.calls))
+            self.seconds += (milliseconds * factor + extra) / 1e3
+
+        return call
+
+
+def test_a_known_duration_is_measured_exactly_and_warm_up_is_left_out():
+    machine = FakeMachine()
+    timings = time_variants(
+        {"a": machine.work("a", 2.0, first_call_ms=500.0), "b": machine.work("b", 3.0)},
+        repeats=7,
+        warmup=1,
+        clock=machine.clock,
+    )
+    assert timings["a"].samples_ms == pytest.approx([2.0] * 7)
+    assert timings["b"].samples_ms == pytest.approx([3.0] * 7)
+    assert timings["a"].clock == "perf_counter"
+    assert timings["a"].cache == "warm"
+    assert list(timings) == ["a", "b"]
+
+
+def test_rounds_are_interleaved_and_their_order_changes():
+    machine = FakeMachine()
+    names = ["a", "b", "c"]
+    time_variants({n: machine.work(n, 1.0) for n in names}, repeats=20, warmup=0, clock=machine.clock)
+    rounds = [tuple(machine.calls[start : start + 3]) for start in range(0, 60, 3)]
+    assert all(sorted(one_round) == names for one_round in rounds)
+    assert len(set(rounds)) > 2
+
+
+@pytest.mark.parametrize(("slower_by", "verdict"), [(1.02, "slower"), (1.0, "no difference")])
+def test_two_percent_is_found_under_drift_and_jitter_and_zero_is_not(slower_by, verdict):
+    machine = FakeMachine(jitter=0.03, drift_per_call=0.002, seed=3)
+    timings = time_variants(
+        {"base": machine.work("base", 10.0), "new": machine.work("new", 10.0 * slower_by)},
+        repeats=150,
+        clock=machine.clock,
+    )
+    assert timings["new"].versus(timings["base"]).verdict == verdict
+
+
+def test_short_work_is_repeated_within_a_sample():
+    machine = FakeMachine()
+    timing = time_variants({"a": machine.work("a", 0.01)}, repeats=3, min_sample_ms=1.0, clock=machine.clock)[
+        "a"
+    ]
+    assert timing.calls_per_sample == pytest.approx(100, abs=1)  # 1 ms / 0.01 ms, rounded up
+    assert timing.samples_ms == pytest.approx([0.01] * 3)
+
+
+def test_a_cold_cache_is_flushed_before_every_sample_outside_the_clock():
+    machine = FakeMachine()
+    flushes = []
+
+    class Clock:
+        name = "fake"
+
+        def sample_ms(self, work, calls, *, flush):
+            assert calls == 1
+            flush()
+            flushes.append(1)
+            return machine.clock.sample_ms(work, calls, flush=None)
+
+    timing = time_variants({"a": machine.work("a", 1.0)}, repeats=4, cold_cache=True, clock=Clock())["a"]
+    assert timing.cache == "cold"
+    assert len(flushes) == 4
+    assert timing.samples_ms == pytest.approx([1.0] * 4)
+
+
+def test_the_time_limit_ends_with_a_whole_round():
+    machine = FakeMachine()
+    variants = {name: machine.work(name, 1.0) for name in "abc"}
+    timings = time_variants(variants, repeats=50, warmup=0, max_seconds=0.0, clock=machine.clock)
+    assert [len(timing.samples_ms) for timing in timings.values()] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(("variants", "repeats"), [({}, 3), ({"a": int}, 0)])
+def test_refuses(variants, repeats):
+    with pytest.raises(ValueError, match=r"variants|repeats"):
+        time_variants(variants, repeats=repeats)
+
+
+def test_errors_of_a_variant_reach_the_caller():
+    def fail() -> None:
+        raise torch.cuda.OutOfMemoryError("out of memory")
+
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        time_variants({"a": fail})
+
+
+def test_real_clock_on_a_real_machine():
+    """Spinning for a stated time is measured as that time; generous, for machines that are busy otherwise."""
+
+    def spin() -> None:
+        end = time.perf_counter() + 0.004
+        while time.perf_counter() < end:
+            pass
+
+    timing = time_variants({"spin": spin}, repeats=9, warmup=1)["spin"]
+    assert timing.spread.minimum >= 4.0  # never less than the truth
+    assert timing.median_ms < 40.0  # ten times the truth: only a clock in the wrong unit fails this
+
+
+def test_cpu_flush_touches_more_than_a_cache():
+    assert cache_flusher("cpu")().numel() >= 32 * 2**20
