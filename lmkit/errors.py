@@ -16,9 +16,10 @@ class LmkitError(Exception):
     exit_code = 1
 
     def __init__(self, message: str, *, hint: str = "") -> None:
-        super().__init__(message)
-        self.message = message
-        self.hint = hint
+        # A file name or a key may hold line breaks or escape codes: they are shown, not obeyed.
+        self.message = _printable(message)
+        self.hint = _printable(hint)
+        super().__init__(self.message)
 
     def __reduce__(self) -> tuple:
         # Errors cross process borders (workers, ranks); the keyword argument must survive pickling.
@@ -29,6 +30,10 @@ class UsageError(LmkitError):
     """Wrong use or a wrong recipe (exit code 2): nothing was started."""
 
     exit_code = 2
+
+
+def _printable(text: str) -> str:
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def _rebuild(kind: type[LmkitError], message: str, hint: str) -> LmkitError:

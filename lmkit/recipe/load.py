@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,15 @@ else:
     import tomli as tomllib
 
 
-def load_recipe(source: str | Path | None, overrides: Sequence[str] = ()) -> Recipe:
-    """Read, override and validate a recipe.
+def load_recipe(
+    source: str | Path | None, overrides: Sequence[str] = (), *, flags: Mapping[str, Any] | None = None
+) -> Recipe:
+    """Read, override and validate a recipe. Order: defaults < file < overrides < flags.
 
     Args:
         source: a file, the name of a shipped recipe, or None for nothing but defaults and overrides.
         overrides: `table.key=value` strings; the value is read as TOML, a bare word is a string.
+        flags: explicit command-line flags, dotted key -> value.
 
     Raises:
         UsageError: unreadable file, bad TOML, or mistakes in the content (all of them in one message).
@@ -41,6 +44,8 @@ def load_recipe(source: str | Path | None, overrides: Sequence[str] = ()) -> Rec
     raw = {} if path is None else read_toml(path)
     for override in overrides:
         _apply(raw, override)
+    for dotted, value in (flags or {}).items():
+        _put(raw, dotted.split("."), value, origin=f"--{dotted}")
     return validate(raw, origin=str(path or "--set"))
 
 
@@ -88,12 +93,17 @@ def _apply(raw: dict[str, Any], override: str) -> None:
             f"--set {override}: expected table.key=value", hint="for example --set train.steps=100"
         )
     check_path(keys, flag=f"--set {override}")
+    _put(raw, keys, _toml_value(text.strip()), origin=f"--set {override}")
+
+
+def _put(raw: dict[str, Any], keys: Sequence[str], value: Any, *, origin: str) -> None:
+    """Store a value under its dotted path."""
     table = raw
     for key in keys[:-1]:
         table = table.setdefault(key, {})
         if not isinstance(table, dict):
-            raise UsageError(f"--set {override}: {key} is not a table", hint="lmkit recipe show prints them")
-    table[keys[-1]] = _toml_value(text.strip())
+            raise UsageError(f"{origin}: {key} is not a table", hint="lmkit recipe show prints them")
+    table[keys[-1]] = value
 
 
 def check_path(keys: Sequence[str], *, flag: str) -> None:
@@ -202,7 +212,10 @@ def _owner(keys: Sequence[str]) -> type[Table] | None:
 
 def _shown(value: object) -> str:
     """A value as the user wrote it, cut to a readable length."""
-    text = str(value).lower() if isinstance(value, bool) or value != value else json.dumps(value, default=str)
+    if isinstance(value, bool):
+        text = str(value).lower()
+    else:
+        text = str(value) if isinstance(value, float) else json.dumps(value, default=str)
     return text if len(text) <= 60 else text[:57] + "..."
 
 

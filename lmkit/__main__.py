@@ -1,0 +1,21 @@
+"""Entry points: `lmkit`, `python -m lmkit`, `torchrun -m lmkit`, and the literal `torchrun lmkit ...`."""
+
+import os
+import sys
+
+# `python lmkit` (which is what `torchrun lmkit` runs) puts the package folder itself first on sys.path, where our
+# folders would shadow top-level modules of the same name. Its parent is what belongs there.
+_PACKAGE_FOLDER = os.path.dirname(os.path.abspath(__file__))
+if sys.path and os.path.abspath(sys.path[0] or os.curdir) == _PACKAGE_FOLDER:
+    sys.path[0] = os.path.dirname(_PACKAGE_FOLDER)
+
+
+def main() -> None:
+    """Run the command line and exit with its code."""
+    from lmkit.cli.app import run_command_line
+
+    sys.exit(run_command_line(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""`lmkit generate`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lmkit.cli.options import DebugOption, DeviceOption, JsonOption, SetOption, given
+from lmkit.cli.render import show
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the root."""
+    app.command(epilog='Example: lmkit generate artifacts/runs/quickstart --prompt "One day, Lily"')(generate)
+
+
+def generate(
+    run: Annotated[Path, typer.Argument(help="A run folder or a checkpoint folder.")],
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--prompt", "-p", help="Repeatable; an empty one starts a new document.", show_default=False
+        ),
+    ] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(show_default=False)] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.", show_default=False)] = None,
+    top_k: Annotated[int | None, typer.Option(help="0 keeps all.", show_default=False)] = None,
+    top_p: Annotated[float | None, typer.Option(show_default=False)] = None,
+    seed: Annotated[int | None, typer.Option(show_default=False)] = None,
+    stop_at_end: Annotated[bool | None, typer.Option(show_default=False)] = None,
+    allow_special: Annotated[
+        bool, typer.Option("--allow-special", help="Read special tokens in prompts as such, not as text.")
+    ] = False,
+    device: DeviceOption = "auto",
+    set_: SetOption = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Write text with a trained model; sampling options default to the run's [generate] table."""
+    from lmkit.commands import generate as command
+
+    flags = given(
+        generate__prompts=prompt,
+        generate__max_new_tokens=max_new_tokens,
+        generate__temperature=temperature,
+        generate__top_k=top_k,
+        generate__top_p=top_p,
+        generate__seed=seed,
+        generate__stop_at_end=stop_at_end,
+    )
+    stream = None if as_json else _write_now
+    result = command.run(
+        run, overrides=set_ or (), flags=flags, device=device, allow_special=allow_special, stream=stream
+    )
+    if as_json:
+        show(result, as_json=True)
+
+
+def _write_now(piece: str) -> None:
+    sys.stdout.write(piece)
+    sys.stdout.flush()

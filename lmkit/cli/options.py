@@ -1,0 +1,57 @@
+"""Arguments and options that several commands share."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import typer
+
+
+def _remember_debug(context: typer.Context, value: bool) -> None:
+    if value:
+        context.find_root().ensure_object(dict)["debug"] = True
+
+
+RecipeArgument = Annotated[str, typer.Argument(help="A .toml file, or the name of a shipped recipe.")]
+OptionalRecipe = Annotated[
+    str | None,
+    typer.Argument(help="A .toml file, or the name of a shipped recipe.", show_default=False),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="TABLE.KEY=VALUE",
+        help="Override one key of the recipe; repeatable. The value is TOML, a bare word is a string.",
+        show_default=False,
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print exactly one JSON object on stdout.")]
+PrintRecipeOption = Annotated[
+    bool, typer.Option("--print-recipe", help="Print the resolved recipe and stop.")
+]
+DryRunOption = Annotated[
+    bool, typer.Option("--dry-run", help="Check everything, say what would happen, and stop.")
+]
+ForceOption = Annotated[bool, typer.Option("--force", help="Replace what is already there.")]
+DebugOption = Annotated[
+    bool,
+    typer.Option(
+        "--debug", callback=_remember_debug, expose_value=False, help="Show the traceback of an error."
+    ),
+]
+WorkersOption = Annotated[
+    int | None, typer.Option(min=0, max=1024, help="Workers; 0 is one per CPU.", show_default=False)
+]
+DeviceOption = Annotated[
+    Literal["auto", "cpu", "cuda"], typer.Option(help="`auto` takes CUDA where there is one.")
+]
+ErrorsOption = Annotated[
+    Literal["strict", "replace"], typer.Option(help="Invalid UTF-8: stop, or replace it by U+FFFD.")
+]
+
+
+def given(**flags: Any) -> dict[str, Any]:
+    """The flags that were typed, as recipe keys: `train__steps=5` -> {"train.steps": 5}. A flag left out is None
+    and never overrides the recipe."""
+    return {name.replace("__", "."): value for name, value in flags.items() if value is not None}

@@ -1,0 +1,74 @@
+"""Progress on stderr: a bar on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+class Progress(Protocol):
+    """What long-running library functions report to: a stage's name, how much is done, and of how much."""
+
+    def __call__(self, stage: str, done: int, total: int, /) -> None: ...
+
+
+@contextmanager
+def progress_on_stderr() -> Iterator[Progress]:
+    """Yield a `Progress` that draws on stderr while the block runs."""
+    if sys.stderr.isatty():
+        with _bar() as report:
+            yield report
+    else:
+        yield _lines()
+
+
+@contextmanager
+def _bar() -> Iterator[Progress]:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        TaskProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+    from rich.progress import Progress as Bars
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
+        tasks: dict[str, int] = {}
+
+        def report(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage, total=total)
+            bars.update(tasks[stage], completed=done, total=total)  # type: ignore[arg-type]
+
+        yield report
+
+
+def _lines() -> Progress:
+    started: dict[str, float] = {}
+    last: dict[str, float] = {}
+
+    def report(stage: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        begin = started.setdefault(stage, now)
+        if now - last.setdefault(stage, begin) < SECONDS_BETWEEN_LINES or not 0 < done < total:
+            return
+        last[stage] = now
+        left = (now - begin) * (total - done) / done
+        print(f"{stage}: {100 * done / total:.0f}%, {left:.0f} s left", file=sys.stderr)
+
+    return report

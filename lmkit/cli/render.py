@@ -1,0 +1,28 @@
+"""Results to stdout: text for people, or exactly one JSON object."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from typing import Any
+
+
+def show(result: Any, *, as_json: bool) -> None:
+    """Print a command's result object: `str(result)`, or its fields as JSON."""
+    if as_json:
+        sys.stdout.write(json.dumps(_plain(dataclasses.asdict(result)), allow_nan=False) + "\n")
+    else:
+        text = str(result)
+        sys.stdout.write(text if text.endswith("\n") else text + "\n")
+
+
+def _plain(value: Any) -> Any:
+    """Make a value JSON can hold: paths become strings, a number that is not finite becomes null."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and value - value != 0:
+        return None
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)

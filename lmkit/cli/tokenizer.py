@@ -1,0 +1,109 @@
+"""`lmkit tokenizer`: train, use, look at and export tokenizers."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lmkit.cli.options import DebugOption, ErrorsOption, ForceOption, JsonOption, WorkersOption
+from lmkit.cli.progress import progress_on_stderr
+from lmkit.cli.render import show
+
+app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Train, use, look at and export tokenizers.",
+    epilog="Example: lmkit tokenizer train stories.txt tokenizer.json --vocab-size 4096",
+)  # fmt: skip
+
+TokenizerArgument = Annotated[Path, typer.Argument(help="A tokenizer.json.")]
+
+
+@app.command(epilog="Example: lmkit tokenizer train stories.txt tokenizer.json --vocab-size 4096")
+def train(
+    sources: Annotated[list[Path], typer.Argument(help="Text files.")],
+    output: Annotated[Path, typer.Argument(help="The tokenizer.json to write.")],
+    vocab_size: Annotated[int, typer.Option(help="256 bytes + merges + special tokens.")] = 10_000,
+    special: Annotated[
+        list[str] | None,
+        typer.Option(help="A special token; repeatable. Default: <|endoftext|>.", show_default=False),
+    ] = None,
+    workers: WorkersOption = None,
+    errors: ErrorsOption = "strict",
+    force: ForceOption = False,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Train byte-level BPE on text files."""
+    from lmkit.recipe.load import load_recipe
+
+    flags = {"tokenizer.vocab_size": vocab_size}
+    if special is not None:
+        flags["tokenizer.special_tokens"] = special  # type: ignore[assignment]
+    table = load_recipe(None, flags=flags).tokenizer
+    assert table is not None
+    from lmkit.commands import tokenizer as command
+
+    with progress_on_stderr() as progress:
+        result = command.train(
+            sources, output, table, workers=workers or 0, errors=errors, force=force, progress=progress
+        )
+    show(result, as_json=as_json)
+
+
+@app.command(
+    epilog='Examples: lmkit tokenizer encode tokenizer.json "Once upon"; cat f | lmkit tokenizer encode t.json'
+)
+def encode(
+    tokenizer: TokenizerArgument,
+    text: Annotated[str | None, typer.Argument(help="Left out: read from stdin.", show_default=False)] = None,
+    debug: DebugOption = False,
+) -> None:
+    """Print the token ids of a text, or of stdin."""
+    from lmkit.commands import tokenizer as command
+
+    for line in command.encode_lines(tokenizer, [text] if text is not None else sys.stdin):
+        sys.stdout.write(line)
+
+
+@app.command(epilog='Example: lmkit tokenizer decode tokenizer.json "262 1011 13"')
+def decode(
+    tokenizer: TokenizerArgument,
+    ids: Annotated[str | None, typer.Argument(help="Left out: read from stdin.", show_default=False)] = None,
+    debug: DebugOption = False,
+) -> None:
+    """Print the text of token ids separated by spaces or commas."""
+    from lmkit.commands import tokenizer as command
+
+    sys.stdout.buffer.write(command.decode(tokenizer, ids if ids is not None else sys.stdin.read()))
+    sys.stdout.buffer.flush()
+
+
+@app.command(epilog="Example: lmkit tokenizer inspect tokenizer.json --text stories.txt")
+def inspect(
+    tokenizer: TokenizerArgument,
+    text: Annotated[
+        Path | None, typer.Option(help="Measure bytes per token on this file.", show_default=False)
+    ] = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Size, longest tokens, and compression on a text."""
+    from lmkit.commands import tokenizer as command
+
+    show(command.inspect(tokenizer, text), as_json=as_json)
+
+
+@app.command(epilog="Example: lmkit tokenizer export tokenizer.json gpt2-files")
+def export(
+    tokenizer: TokenizerArgument,
+    folder: Annotated[Path, typer.Argument(help="Gets vocab.json and merges.txt, as GPT-2 has them.")],
+    force: ForceOption = False,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Write GPT-2's vocab.json and merges.txt."""
+    from lmkit.commands import tokenizer as command
+
+    show(command.export(tokenizer, folder, force=force), as_json=as_json)

@@ -1,0 +1,85 @@
+"""`lmkit train` and `lmkit evaluate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lmkit.cli.options import (
+    DebugOption,
+    DeviceOption,
+    DryRunOption,
+    JsonOption,
+    PrintRecipeOption,
+    RecipeArgument,
+    SetOption,
+    given,
+)
+from lmkit.cli.render import show
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the root."""
+    app.command(
+        epilog="Examples: lmkit train quickstart --nproc 2; "
+        "torchrun --nproc-per-node 2 -m lmkit train quickstart"
+    )(train)
+    app.command(epilog="Example: lmkit evaluate artifacts/runs/quickstart")(evaluate)
+
+
+def train(
+    recipe: RecipeArgument,
+    set_: SetOption = None,
+    steps: Annotated[int | None, typer.Option(help="train.steps", show_default=False)] = None,
+    device: Annotated[
+        str | None, typer.Option(help="run.device: auto, cpu, cuda", show_default=False)
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="run.name", show_default=False)] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(help="checkpoint.resume: auto, never, or a checkpoint folder", show_default=False),
+    ] = None,
+    stop_at_step: Annotated[
+        int | None,
+        typer.Option(min=1, help="End early after this step; the schedule stays.", show_default=False),
+    ] = None,
+    nproc: Annotated[int, typer.Option(min=1, max=64, help="Ranks to start on this machine.")] = 1,
+    print_recipe: PrintRecipeOption = False,
+    dry_run: DryRunOption = False,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Train a model on token files; goes on from the newest checkpoint of the run folder."""
+    from lmkit.recipe.load import load_recipe, recipe_to_toml
+
+    flags = given(train__steps=steps, run__device=device, run__name=name, checkpoint__resume=resume)
+    loaded = load_recipe(recipe, set_ or (), flags=flags)
+    if print_recipe:
+        typer.echo(recipe_to_toml(loaded), nl=False)
+        return
+    from lmkit.commands import train as command
+
+    if dry_run:
+        show(command.plan(loaded, nproc=nproc), as_json=as_json)
+        return
+    result = command.run(loaded, stop_at_step=stop_at_step, nproc=nproc)
+    if result is not None:  # ranks other than 0 say nothing
+        show(result, as_json=as_json)
+
+
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="A run folder or a checkpoint folder.")],
+    tokens: Annotated[
+        Path | None,
+        typer.Option(help="Token file to evaluate on; else the run's held-out one.", show_default=False),
+    ] = None,
+    device: DeviceOption = "auto",
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Loss, perplexity and bits per byte on held-out data."""
+    from lmkit.commands import evaluate as command
+
+    show(command.run(run, tokens=tokens, device=device), as_json=as_json)

@@ -1,0 +1,137 @@
+"""`lmkit data synth|download|encode|inspect`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from lmkit.commands.numbers import count, megabytes
+from lmkit.commands.outputs import refuse_existing
+from lmkit.errors import UsageError
+
+Progress = Callable[[str, int, int], None]
+ErrorMode = Literal["strict", "replace"]
+
+PREVIEW_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Synthesised:
+    output: str
+    num_bytes: int
+
+    def __str__(self) -> str:
+        return f"wrote {self.output}: {megabytes(self.num_bytes)} of stories"
+
+
+def synth(output: Path, *, size_mb: float, seed: int, force: bool, progress: Progress) -> Synthesised:
+    """Generate a corpus of short stories."""
+    from lmkit.data.synth import write_stories
+
+    refuse_existing(output, force=force)
+    write_stories(output, size_mb=size_mb, seed=seed, progress=progress)
+    return Synthesised(str(output), output.stat().st_size)
+
+
+@dataclass(frozen=True)
+class Downloaded:
+    files: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(self.files)
+
+
+def download(dataset: str, folder: Path, *, progress: Progress) -> Downloaded:
+    """Fetch a known dataset into `folder`, resuming what is there."""
+    from lmkit.data.download import DATASETS
+    from lmkit.data.download import download as fetch
+
+    if dataset not in DATASETS:
+        raise UsageError(f"unknown dataset {dataset!r}", hint="known: " + ", ".join(DATASETS))
+    return Downloaded(tuple(str(path) for path in fetch(DATASETS[dataset], folder, progress=progress)))
+
+
+@dataclass(frozen=True)
+class Encoded:
+    output: str
+    num_tokens: int
+    num_documents: int
+    num_bytes: int
+
+    def __str__(self) -> str:
+        ratio = self.num_bytes / max(self.num_tokens, 1)
+        return (
+            f"wrote {self.output}: {count(self.num_tokens)} tokens, {count(self.num_documents)} documents, "
+            f"{ratio:.2f} bytes per token"
+        )
+
+
+def encode(
+    sources: Sequence[Path],
+    output: Path,
+    tokenizer: Path,
+    *,
+    workers: int,
+    errors: ErrorMode,
+    force: bool,
+    progress: Progress,
+) -> Encoded:
+    """Encode text files into one token file."""
+    from lmkit.data.encoding import encode_corpus
+    from lmkit.tokenizer import Tokenizer
+
+    meta = encode_corpus(
+        list(sources),
+        output,
+        Tokenizer.load(tokenizer),
+        workers=workers,
+        errors=errors,
+        force=force,
+        progress=progress,
+    )
+    return Encoded(str(output), meta.num_tokens, meta.num_documents, meta.num_bytes)
+
+
+@dataclass(frozen=True)
+class TokenFileFacts:
+    path: str
+    dtype: str
+    num_tokens: int
+    num_documents: int
+    num_bytes: int
+    vocab_size: int
+    tokenizer_sha256: str
+    preview: str
+
+    def __str__(self) -> str:
+        ratio = self.num_bytes / max(self.num_tokens, 1)
+        return (
+            f"{self.path}: {count(self.num_tokens)} tokens ({self.dtype}), {count(self.num_documents)} documents, "
+            f"{ratio:.2f} bytes per token\n"
+            f"vocabulary {count(self.vocab_size)}, tokenizer {self.tokenizer_sha256[:12]}\n"
+            f"begins: {self.preview}"
+        )
+
+
+def inspect(path: Path, tokenizer_path: Path | None) -> TokenFileFacts:
+    """Check a token file and describe it; with a tokenizer, show how its text begins."""
+    from lmkit.data.token_files import open_tokens
+    from lmkit.tokenizer import Tokenizer
+
+    tokenizer = None if tokenizer_path is None else Tokenizer.load(tokenizer_path)
+    file = open_tokens(path, tokenizer_sha256=None if tokenizer is None else tokenizer.sha256)
+    head = [int(token) for token in file.tokens[:PREVIEW_TOKENS]]
+    preview = " ".join(map(str, head)) if tokenizer is None else repr(tokenizer.decode(head))
+    meta = file.meta
+    return TokenFileFacts(
+        path=str(path),
+        dtype=str(file.tokens.dtype),
+        num_tokens=meta.num_tokens,
+        num_documents=meta.num_documents,
+        num_bytes=meta.num_bytes,
+        vocab_size=meta.vocab_size,
+        tokenizer_sha256=meta.tokenizer_sha256,
+        preview=preview,
+    )

@@ -1,0 +1,70 @@
+"""`lmkit env`: versions, chips, and what works here."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from dataclasses import dataclass
+from typing import Any
+
+from lmkit import __version__
+from lmkit.measure.environment import describe_environment
+
+
+@dataclass(frozen=True)
+class EnvironmentFacts:
+    versions: dict[str, str]
+    cpu: str
+    gpus: tuple[str, ...]
+    features: dict[str, str]
+
+    def __str__(self) -> str:
+        versions = "  ".join(f"{name} {version}" for name, version in self.versions.items())
+        lines = [versions, f"CPU: {self.cpu}", f"GPUs: {', '.join(self.gpus) or 'none'}"]
+        width = max(map(len, self.features))
+        lines += [f"{name:<{width}}  {state}" for name, state in self.features.items()]
+        return "\n".join(lines)
+
+
+def run() -> EnvironmentFacts:
+    """Describe this machine."""
+    facts = describe_environment()
+    versions = {"lmkit": __version__, "python": facts["python"], **facts["packages"]}
+    if facts["cuda"]:
+        versions["cuda"] = facts["cuda"]
+    cpu = facts["cpu"]
+    gpus = tuple(f"{gpu['name']} ({gpu['memory_bytes'] / 2**30:.0f} GiB)" for gpu in facts["gpus"])
+    return EnvironmentFacts(
+        versions=versions,
+        cpu=f"{cpu['name']}, {cpu['usable']} usable",
+        gpus=gpus,
+        features=_features(facts),
+    )
+
+
+def _features(facts: dict[str, Any]) -> dict[str, str]:
+    has_triton = importlib.util.find_spec("triton") is not None
+    gpu = bool(facts["gpus"])
+    return {
+        "attention": "reference, vectorized, flash_torch, sdpa"
+        + (", flash_triton" if has_triton and gpu else ""),
+        "flash_triton": _flash_triton(has_triton, facts["gpus"]),
+        "ranks": "nccl, gloo" if gpu else "gloo",
+        "wandb": _present("wandb", "pip install 'lmkit[wandb]'"),
+        "nsys": "found" if shutil.which("nsys") else "not found: lmkit profile uses kineto",
+    }
+
+
+def _flash_triton(has_triton: bool, gpus: list[dict[str, Any]]) -> str:
+    if not has_triton:
+        return "no: triton is not installed"
+    if not gpus:
+        return "no: needs a CUDA GPU"
+    from lmkit.kernels import hopper
+
+    reason = hopper.unavailable_reason()
+    return "Hopper kernels, portable for what they do not cover" if reason is None else f"portable ({reason})"
+
+
+def _present(package: str, how: str) -> str:
+    return "installed" if importlib.util.find_spec(package) else f"not installed: {how}"

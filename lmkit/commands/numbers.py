@@ -1,0 +1,13 @@
+"""Numbers as people read them, units named."""
+
+from __future__ import annotations
+
+
+def count(number: int) -> str:
+    """`1234567` -> `1,234,567`."""
+    return f"{number:,}"
+
+
+def megabytes(num_bytes: int) -> str:
+    """Bytes as MB (10^6)."""
+    return f"{num_bytes / 1e6:.1f} MB"

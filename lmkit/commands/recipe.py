@@ -1,0 +1,77 @@
+"""`lmkit recipe list|show|validate|copy`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lmkit.commands.outputs import refuse_existing
+from lmkit.recipe.load import find_recipe, load_recipe, recipe_to_toml
+from lmkit.recipe.schema import Recipe
+from lmkit.recipe.shipped import headline, shipped_recipes
+from lmkit.storage import write_atomic
+
+
+@dataclass(frozen=True)
+class RecipeList:
+    recipes: dict[str, str]
+
+    def __str__(self) -> str:
+        width = max(map(len, self.recipes), default=0)
+        return "\n".join(f"{name:<{width}}  {purpose}" for name, purpose in self.recipes.items())
+
+
+def list_recipes() -> RecipeList:
+    """Name and purpose of each shipped recipe."""
+    return RecipeList({name: headline(path) for name, path in shipped_recipes().items()})
+
+
+def show_recipe(recipe: Recipe) -> str:
+    """The resolved recipe as TOML, the model's parameter count in a comment above it."""
+    return _size_comment(recipe) + recipe_to_toml(recipe)
+
+
+def _size_comment(recipe: Recipe) -> str:
+    model = recipe.model
+    if model is None:
+        return ""
+    vocab_size = model.vocab_size or (recipe.tokenizer.vocab_size if recipe.tokenizer else None)
+    if vocab_size is None:
+        return ""
+    from lmkit.model.accounting import count_parameters
+
+    counts = count_parameters(model.model_copy(update={"vocab_size": vocab_size}))
+    return f"# parameters: {counts.total:,} ({counts.multiplying:,} multiply each token)\n"
+
+
+@dataclass(frozen=True)
+class RecipeIsValid:
+    recipe: str
+    tables: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.recipe}: valid, tables: {', '.join(self.tables)}"
+
+
+def validate_recipe(source: str, overrides: Sequence[str]) -> RecipeIsValid:
+    """Load a recipe; raises UsageError with every mistake."""
+    recipe = load_recipe(source, overrides)
+    present = tuple(name for name in type(recipe).model_fields if name in recipe.model_fields_set)
+    return RecipeIsValid(str(find_recipe(source)), present)
+
+
+@dataclass(frozen=True)
+class RecipeCopied:
+    output: str
+
+    def __str__(self) -> str:
+        return f"wrote {self.output}; run it with: lmkit run {self.output}"
+
+
+def copy_recipe(source: str, output: Path, *, force: bool) -> RecipeCopied:
+    """Copy a recipe file as it stands, comments included."""
+    path = find_recipe(source)
+    refuse_existing(output, force=force)
+    write_atomic(output, path.read_bytes())
+    return RecipeCopied(str(output))

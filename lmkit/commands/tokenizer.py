@@ -1,0 +1,131 @@
+"""`lmkit tokenizer train|encode|decode|inspect|export`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from lmkit.commands.numbers import count
+from lmkit.commands.outputs import refuse_existing
+from lmkit.errors import UsageError
+from lmkit.recipe.tokenizer import TokenizerConfig
+from lmkit.tokenizer import Tokenizer, train_tokenizer
+
+LONGEST_TOKENS = 10
+IDS_PER_LINE = 1024
+
+
+@dataclass(frozen=True)
+class TokenizerTrained:
+    output: str
+    vocab_size: int
+    sha256: str
+
+    def __str__(self) -> str:
+        return f"wrote {self.output}: vocabulary {count(self.vocab_size)}, sha256 {self.sha256[:12]}"
+
+
+def train(
+    sources: Sequence[Path],
+    output: Path,
+    table: TokenizerConfig,
+    *,
+    workers: int,
+    errors: Literal["strict", "replace"],
+    force: bool,
+    progress: Callable[[str, int, int], None],
+) -> TokenizerTrained:
+    """Train a tokenizer on text files and save it."""
+    refuse_existing(output, force=force)
+    tokenizer = train_tokenizer(
+        list(sources),
+        vocab_size=table.vocab_size,
+        special_tokens=table.special_tokens,
+        workers=workers,
+        errors=errors,
+        progress=progress,
+    )
+    tokenizer.save(output)
+    return TokenizerTrained(str(output), tokenizer.vocab_size, tokenizer.sha256)
+
+
+def encode_lines(path: Path, texts: Iterable[str]) -> Iterator[str]:
+    """Yield the ids of a stream of text as lines of numbers, in constant memory."""
+    ids = Tokenizer.load(path).encode_iterable(texts)
+    while line := list(itertools.islice(ids, IDS_PER_LINE)):
+        yield " ".join(map(str, line)) + "\n"
+
+
+def decode(path: Path, numbers: str) -> bytes:
+    """Turn ids written as text into the bytes they stand for.
+
+    Raises:
+        UsageError: something that is not an id of this vocabulary.
+    """
+    tokenizer = Tokenizer.load(path)
+    ids = []
+    for word in numbers.replace(",", " ").split():
+        if not word.isdecimal() or int(word) >= tokenizer.vocab_size:
+            raise UsageError(
+                f"{word!r} is not a token id of {path}", hint=f"ids are 0 to {tokenizer.vocab_size - 1}"
+            )
+        ids.append(int(word))
+    return tokenizer.decode_bytes(ids)
+
+
+@dataclass(frozen=True)
+class TokenizerFacts:
+    path: str
+    vocab_size: int
+    num_merges: int
+    special_tokens: tuple[str, ...]
+    longest_tokens: tuple[str, ...]
+    sha256: str
+    bytes_per_token: float | None
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.path}: vocabulary {count(self.vocab_size)}, {count(self.num_merges)} merges, "
+            f"special tokens {', '.join(self.special_tokens) or 'none'}",
+            f"sha256 {self.sha256}",
+            "longest tokens: " + ", ".join(map(repr, self.longest_tokens)),
+        ]
+        if self.bytes_per_token is not None:
+            lines.append(f"compression: {self.bytes_per_token:.3f} bytes per token")
+        return "\n".join(lines)
+
+
+def inspect(path: Path, text: Path | None) -> TokenizerFacts:
+    """Describe a tokenizer; with a text, measure how far it compresses it."""
+    from lmkit.tokenizer.inspection import describe
+
+    facts = describe(Tokenizer.load(path), text=text, longest=LONGEST_TOKENS)
+    return TokenizerFacts(
+        path=str(path),
+        vocab_size=facts.vocab_size,
+        num_merges=facts.num_merges,
+        special_tokens=facts.special_tokens,
+        longest_tokens=tuple(token.decode("utf-8", "replace") for token in facts.longest_tokens),
+        sha256=facts.sha256,
+        bytes_per_token=facts.bytes_per_token,
+    )
+
+
+@dataclass(frozen=True)
+class TokenizerExported:
+    files: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "wrote " + " and ".join(self.files)
+
+
+def export(path: Path, folder: Path, *, force: bool) -> TokenizerExported:
+    """Write GPT-2's two files."""
+    files = (folder / "vocab.json", folder / "merges.txt")
+    for file in files:
+        refuse_existing(file, force=force)
+    Tokenizer.load(path).save_gpt2(folder)
+    return TokenizerExported(tuple(map(str, files)))

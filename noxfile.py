@@ -1,0 +1,62 @@
+"""Everything that checks lmkit. Plain `nox` runs what a change must pass; the rest is asked for by name.
+
+Sessions run in the environment that nox itself lives in (`pip install -e '.[dev]'`): torch is installed once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import nox
+
+nox.needs_version = ">=2025.2"
+nox.options.default_venv_backend = "none"
+nox.options.sessions = ["lint", "types", "tests", "interpreter"]
+
+
+def _python(session: nox.Session, *arguments: str, **environment: str) -> None:
+    session.run(sys.executable, "-m", *arguments, external=True, env={**os.environ, **environment})
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style and obvious mistakes."""
+    _python(session, "ruff", "check", ".")
+    _python(session, "ruff", "format", "--check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Types of the package."""
+    _python(session, "mypy")
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """The whole CPU suite; with arguments, the part of it that they name."""
+    _python(session, "pytest", "-m", "not slow and not interpreter", *session.posargs)
+
+
+@nox.session
+def interpreter(session: nox.Session) -> None:
+    """Triton kernels on the CPU. The variable must be set before triton is imported: hence a process of its own."""
+    _python(session, "pytest", "-m", "interpreter", *session.posargs, TRITON_INTERPRET="1")
+
+
+@nox.session
+def gpu(session: nox.Session) -> None:
+    """What needs a CUDA device; fails where there is none (`LMKIT_REQUIRE_GPU` turns skips into failures)."""
+    _python(session, "pytest", "-m", "gpu", "tests/gpu", *session.posargs, LMKIT_REQUIRE_GPU="1")
+
+
+@nox.session
+def quickstart(session: nox.Session) -> None:
+    """The README's first command, timed and judged against its bars."""
+    _python(session, "pytest", "-m", "slow", "tests/end_to_end/test_quickstart.py", "-s", *session.posargs)
+
+
+@nox.session
+def soak(session: nox.Session) -> None:
+    """Minutes of training on two ranks while processes are killed at random."""
+    _python(session, "pytest", "-m", "slow", "tests/end_to_end/test_soak.py", "-s", *session.posargs)

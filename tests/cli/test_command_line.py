@@ -1,0 +1,189 @@
+"""The command line as a user meets it: real subprocesses, exit codes, one line of error and one of hint."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Lmkit = Callable[..., "subprocess.CompletedProcess[str]"]
+
+HEAVY = ("torch", "numpy", "triton", "matplotlib", "wandb", "pydantic", "rich")
+
+COMMANDS = (
+    (),
+    ("run",),
+    ("train",),
+    ("evaluate",),
+    ("generate",),
+    ("env",),
+    ("data",),
+    ("data", "synth"),
+    ("data", "download"),
+    ("data", "encode"),
+    ("data", "inspect"),
+    ("tokenizer",),
+    ("tokenizer", "train"),
+    ("tokenizer", "encode"),
+    ("tokenizer", "decode"),
+    ("tokenizer", "inspect"),
+    ("tokenizer", "export"),
+    ("recipe",),
+    ("recipe", "list"),
+    ("recipe", "show"),
+    ("recipe", "validate"),
+    ("recipe", "copy"),
+)
+
+
+def is_one_error(result: subprocess.CompletedProcess[str], *words: str) -> None:
+    """Exit code 2, one line of error that holds the words, one line of hint, nothing on stdout."""
+    assert result.returncode == 2
+    assert result.stdout == ""
+    lines = result.stderr.splitlines()
+    assert len(lines) == 2, result.stderr
+    assert lines[0].startswith("error: ")
+    assert lines[1].startswith("hint: ")
+    for word in words:
+        assert word in lines[0]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_has_an_example_and_imports_nothing_heavy(command: tuple[str, ...]) -> None:
+    code = (
+        "import sys\nfrom lmkit.cli.app import run_command_line\n"
+        f"code = run_command_line([*{command!r}, '--help'])\n"
+        f"heavy = [name for name in {HEAVY!r} if name in sys.modules]\n"
+        "print(heavy, file=sys.stderr)\nsys.exit(code)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stderr == "[]\n"
+    assert "lmkit" in result.stdout.splitlines()[-1] or "lmkit" in result.stdout.splitlines()[-2]
+
+
+def test_every_command_is_in_the_list_above() -> None:
+    import typer
+
+    from lmkit.cli.app import app
+
+    def walk(command: object, path: tuple[str, ...]) -> list[tuple[str, ...]]:
+        children = getattr(command, "commands", {})
+        return [path, *(found for name, child in children.items() for found in walk(child, (*path, name)))]
+
+    assert set(walk(typer.main.get_command(app), ())) == set(COMMANDS)
+
+
+def test_fault_01_to_06_reach_the_terminal_as_one_line(lmkit: Lmkit, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.toml"
+    bad.write_text('[model]\ncontxt_length = 128\n[train]\nsteps = true\nbatch_size = "8"\n')
+    is_one_error(
+        lmkit("run", bad), str(bad), "did you mean context_length?", "train.steps", "train.batch_size"
+    )
+
+
+def test_fault_08_missing_table(lmkit: Lmkit, tmp_path: Path) -> None:
+    recipe = tmp_path / "empty.toml"
+    recipe.write_text('[run]\nname = "empty"\n')
+    is_one_error(lmkit("train", recipe), "[model]")
+    is_one_error(lmkit("run", recipe), "[corpus]")
+    assert list(tmp_path.iterdir()) == [recipe]
+
+
+def test_fault_09_missing_recipe_or_a_folder(lmkit: Lmkit, tmp_path: Path) -> None:
+    is_one_error(lmkit("train", "nowhere.toml"), "nowhere.toml")
+    is_one_error(lmkit("train", tmp_path), "is a folder")
+
+
+def test_fault_10_wrong_override(lmkit: Lmkit) -> None:
+    is_one_error(lmkit("train", "quickstart", "--set", "train.steps"), "table.key=value")
+    is_one_error(lmkit("train", "quickstart", "--set", "train.stepz=1"), "did you mean steps?")
+
+
+def test_fault_11_shape_is_refused_before_torch_loads(lmkit: Lmkit, tmp_path: Path) -> None:
+    recipe = tmp_path / "heads.toml"
+    recipe.write_text("[model]\nd_model = 100\nnum_heads = 3\n[train]\nsteps = 1\n")
+    # A torch that cannot be imported stands in for "before torch is imported".
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')\n")
+    is_one_error(lmkit("train", recipe, PYTHONPATH=str(tmp_path)), "d_model 100", "num_heads 3")
+
+
+def test_fault_12_unknown_command_with_suggestion(lmkit: Lmkit) -> None:
+    result = lmkit("trian")
+    assert result.returncode == 2
+    assert "Did you mean 'train'?" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("command", ["lmkit recipe show quickstart", "lmkit run --help"])
+def test_fault_13_stdout_closed_early(command: str, tmp_path: Path) -> None:
+    # The reader is gone before the first byte: every write fails.
+    arguments = [sys.executable, "-m", *command.split()]
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = subprocess.run(
+        arguments, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=tmp_path, check=False
+    )
+    os.close(writer)
+    assert process.stderr == ""
+
+
+def test_fault_14_no_escape_codes_without_a_terminal(lmkit: Lmkit) -> None:
+    for arguments in (("--help",), ("recipe", "show", "quickstart"), ("trian",), ("train", "nowhere")):
+        result = lmkit(*arguments)
+        assert "\x1b" not in result.stdout + result.stderr
+
+
+def test_fault_15_json_is_one_object(lmkit: Lmkit) -> None:
+    result = lmkit("recipe", "validate", "quickstart", "--json")
+    assert result.returncode == 0
+    assert json.loads(result.stdout)["tables"]
+    assert json.loads(lmkit("env", "--json").stdout)["versions"]["lmkit"]
+
+
+def test_fault_16_ctrl_c_is_130(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "lmkit", "data", "synth", "big.txt", "--size-mb", "5000"]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+        while not list(tmp_path.glob("*.partial")):  # the work has begun
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_debug_shows_the_traceback_wherever_it_stands(lmkit: Lmkit) -> None:
+    for arguments in (("--debug", "train", "nowhere"), ("train", "nowhere", "--debug")):
+        assert "Traceback" in lmkit(*arguments).stderr
+
+
+def test_print_recipe_is_a_recipe(lmkit: Lmkit, tmp_path: Path) -> None:
+    result = lmkit("run", "quickstart", "--set", "train.steps=7", "--print-recipe")
+    assert result.returncode == 0
+    (tmp_path / "printed.toml").write_text(result.stdout)
+    assert "steps = 7" in lmkit("recipe", "show", "printed.toml").stdout
+
+
+def test_copy_refuses_to_overwrite(lmkit: Lmkit, tmp_path: Path) -> None:
+    assert lmkit("recipe", "copy", "quickstart", "mine.toml").returncode == 0
+    before = (tmp_path / "mine.toml").read_bytes()
+    is_one_error(lmkit("recipe", "copy", "quickstart", "mine.toml"), "exists already")
+    assert (tmp_path / "mine.toml").read_bytes() == before
+    assert lmkit("recipe", "copy", "quickstart", "mine.toml", "--force").returncode == 0
+
+
+def test_running_the_package_as_a_folder_shadows_nothing(tmp_path: Path) -> None:
+    """`python path/to/lmkit` is what the literal `torchrun lmkit` runs."""
+    import lmkit
+
+    folder = Path(lmkit.__file__).parent
+    result = subprocess.run(
+        [sys.executable, str(folder), "--version"], capture_output=True, text=True, cwd=tmp_path, check=True
+    )
+    assert result.stdout.startswith("lmkit ")

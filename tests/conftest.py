@@ -1,0 +1,34 @@
+"""What every test may use."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Lmkit = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def lmkit(tmp_path: Path) -> Lmkit:
+    """Run the real command in a subprocess, in an empty folder: `lmkit("train", "recipe.toml")`."""
+
+    def run(
+        *arguments: str | Path, cwd: Path | None = None, stdin: str | None = None, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "lmkit", *map(str, arguments)],
+            cwd=cwd or tmp_path,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+
+    return run

@@ -1,0 +1,202 @@
+"""Recipes: what is accepted, what is refused, and how the refusal reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmkit.errors import UsageError
+from lmkit.recipe.load import load_recipe, recipe_to_toml, validate
+from lmkit.recipe.schema import TABLES, Recipe, required
+from lmkit.recipe.shipped import shipped_recipes
+
+
+def refusal(tmp_path: Path, text: str | bytes) -> str:
+    path = tmp_path / "recipe.toml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(UsageError) as caught:
+        load_recipe(path)
+    assert "\n" not in caught.value.message
+    assert caught.value.hint
+    assert str(path) in caught.value.message
+    return caught.value.message
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_shipped_recipes_are_valid_and_survive_a_round_trip(name: str) -> None:
+    recipe = load_recipe(name)
+    text = recipe_to_toml(recipe)
+    import tomli
+
+    assert validate(tomli.loads(text), origin=name) == recipe
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "column"),
+    [
+        ("[train\nsteps = 1\n", 1, 7),
+        ("[train]\nsteps 1\n", 2, 7),
+        ("[run]\nname = story\n", 2, 8),
+        ('[run]\nname = "story\n', 2, 14),
+        ("[train]\nsteps = \n", 2, 9),
+    ],
+)
+def test_fault_01_bad_syntax_names_line_and_column(tmp_path: Path, text: str, line: int, column: int) -> None:
+    message = refusal(tmp_path, text)
+    assert f"line {line}" in message
+    assert f"column {column}" in message
+
+
+def test_fault_02_duplicate_key(tmp_path: Path) -> None:
+    assert "line 3" in refusal(tmp_path, "[train]\nsteps = 1\nsteps = 2\n")
+
+
+def test_fault_03_not_utf8(tmp_path: Path) -> None:
+    assert "byte 8" in refusal(tmp_path, b'name = "\xff"')
+
+
+def test_fault_04_unknown_key_with_did_you_mean(tmp_path: Path) -> None:
+    message = refusal(tmp_path, "[model]\ncontxt_length = 128\n")
+    assert "model.contxt_length" in message
+    assert "did you mean context_length?" in message
+    assert "did you mean model?" in refusal(tmp_path, "[modle]\n")
+
+
+@pytest.mark.parametrize(
+    ("fault", "text", "path", "shown"),
+    [
+        (5, '[train]\nsteps = "12"\n', "train.steps", '"12"'),
+        (6, "[train]\nsteps = true\n", "train.steps", "true"),
+        (6, "[train]\nsteps = 1e1\n", "train.steps", "10.0"),
+        (7, "[optimizer]\nlr = nan\n", "optimizer.lr", "nan"),
+        (7, "[optimizer]\nlr = inf\n", "optimizer.lr", "inf"),
+        (7, "[optimizer]\nlr = -0.1\n", "optimizer.lr", "-0.1"),
+        (11, "[model]\nd_model = 100\nnum_heads = 3\n", "model", "d_model 100"),
+        (11, "[model]\nd_model = 96\nnum_heads = 6\nnum_kv_heads = 4\n", "model", "num_kv_heads 4"),
+        (27, "[tokenizer]\nvocab_size = 256\n", "tokenizer", "257"),
+    ],
+)
+def test_faults_05_06_07_11_27_wrong_values(
+    tmp_path: Path, fault: int, text: str, path: str, shown: str
+) -> None:
+    message = refusal(tmp_path, text)
+    assert path in message
+    assert shown in message
+
+
+def test_every_mistake_is_reported_at_once(tmp_path: Path) -> None:
+    message = refusal(
+        tmp_path,
+        '[train]\nsteps = "x"\nprecision = "bf61"\n[optimizer]\nlr = -1\n[corpsu]\n[run]\nnane = "a"\n'
+        "[model]\nvocab_size = 300\n[tokenizer]\nvocab_size = 400\n",
+    )
+    for expected in (
+        "train.steps",
+        "did you mean bf16?",
+        "optimizer.lr",
+        "did you mean corpus?",
+        "did you mean name?",
+        "model.vocab_size: 300",  # a check across tables, beside mistakes in other tables
+    ):
+        assert expected in message
+
+
+def test_fault_08_missing_table_is_named() -> None:
+    with pytest.raises(UsageError, match=r"no \[model\] table"):
+        required(Recipe().model, "model", command="train")
+
+
+def test_fault_09_missing_file_or_folder(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is a folder"):
+        load_recipe(tmp_path)
+    with pytest.raises(UsageError, match=r"no such recipe \(did you mean quickstart\?\)"):
+        load_recipe("quickstrat")
+
+
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        ("train.steps", "expected table.key=value"),
+        ("steps=1", "expected table.key=value"),
+        ("train..steps=1", "expected table.key=value"),
+        ("trian.steps=1", "did you mean train"),
+        ("train.step=1", "did you mean steps"),
+        ("train.steps.more=1", "unknown key 'more'"),
+    ],
+)
+def test_fault_10_wrong_override(override: str, complaint: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        load_recipe(None, [override])
+    assert complaint in caught.value.message
+    assert caught.value.hint
+
+
+def test_overrides_are_toml_and_bare_words_are_strings() -> None:
+    recipe = load_recipe(
+        None,
+        ["run.name=first", "optimizer.betas=[0.8, 0.9]", "run.deterministic=true", "run.folder=a=b"],
+    )
+    assert recipe.run.name == "first"
+    assert recipe.optimizer.betas == (0.8, 0.9)
+    assert recipe.run.deterministic is True
+    assert recipe.run.folder == Path("a=b")
+
+
+def test_order_is_defaults_recipe_overrides_flags(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text("[train]\nsteps = 2\nbatch_size = 2\nlog_interval = 2\n")
+    train = load_recipe(
+        path, ["train.batch_size=3", "train.log_interval=3"], flags={"train.log_interval": 4}
+    ).train
+    assert train is not None
+    assert (train.eval_interval, train.steps, train.batch_size, train.log_interval) == (200, 2, 3, 4)
+
+
+def test_presets_fill_what_is_left_out() -> None:
+    model = load_recipe(None, ["model.preset=small", "model.num_layers=2"]).model
+    assert model is not None
+    assert (model.d_model, model.d_ff, model.num_layers, model.num_heads) == (768, 3072, 2, 12)
+
+
+@pytest.mark.parametrize(
+    ("override", "table", "key", "value"),
+    [
+        ("model.attention=vectorized_torch", "model", "attention", "vectorized"),
+        ("model.attention=scaled_dot_prod_attention", "model", "attention", "reference"),
+        ("model.use_flash=true", "model", "attention", "flash_triton"),
+        ("parallel.strategy=flashddp", "parallel", "strategy", "bucketed"),
+        ("parallel.strategy=Naive DDP", "parallel", "strategy", "naive"),
+        ("checkpoint.checkpointing_interval=7", "checkpoint", "interval", 7),
+    ],
+)
+def test_older_spellings(override: str, table: str, key: str, value: object) -> None:
+    assert getattr(getattr(load_recipe(None, [override]), table), key) == value
+
+
+def test_recipes_are_frozen() -> None:
+    from pydantic import ValidationError
+
+    with pytest.raises(ValidationError, match="frozen"):
+        Recipe().run.name = "other"  # type: ignore[misc]
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.dictionaries(st.sampled_from(sorted(TABLES)) | st.text(max_size=5), json_values, max_size=4))
+def test_any_content_is_loaded_or_refused_in_one_line(raw: dict[str, object]) -> None:
+    try:
+        recipe = validate(raw, origin="here")
+    except UsageError as error:
+        assert error.message.startswith("here: ")
+        assert "\n" not in error.message
+    else:
+        assert isinstance(recipe, Recipe)

@@ -1,0 +1,163 @@
+"""The house rules that a machine can check: imports point down, light packages stay light, names agree."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "lmkit"
+
+# From the top down; a package may import those after it.
+LAYERS = (
+    "__main__",
+    "cli",
+    "commands",
+    "profiling",
+    "benches",
+    "training",
+    "generation",
+    "parallel",
+    "optim",
+    "model",
+    "attention",
+    "kernels",
+    "data",
+    "tokenizer",
+    "recipe",
+    "measure",
+    "storage",
+    "errors",
+)
+FOUNDATIONS = {"recipe", "measure", "storage"}  # these import nothing of lmkit but errors
+STRANGERS = {("training", "generation"), ("generation", "parallel")}  # neighbours that stay apart
+HEAVY = {
+    "torch",
+    "triton",
+    "numpy",
+    "matplotlib",
+    "wandb",
+    "rich",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+}
+HEAVY_FOR = {"cli": HEAVY | {"pydantic"}, "recipe": HEAVY, "tokenizer": {"torch"}, "storage": HEAVY}
+
+
+def _modules() -> list[Path]:
+    return sorted(path for path in PACKAGE.rglob("*.py") if "shipped_recipes" not in path.parts)
+
+
+def _layer(path: Path) -> str:
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def _imports(tree: ast.AST) -> list[str]:
+    """Every module that is imported anywhere in the tree, in full."""
+    names = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute, so that they can be searched for"
+            assert node.module is not None
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names
+
+
+def _top_level(tree: ast.Module) -> list[str]:
+    """Modules imported when the file is imported (not under TYPE_CHECKING, not inside functions)."""
+    statements: list[ast.stmt] = []
+    for node in tree.body:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            continue
+        statements.append(node)
+    light = [node for node in statements if not isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    return [name for node in light for name in _imports(node)]
+
+
+def _upward(path: Path, tree: ast.AST) -> list[str]:
+    here = _layer(path)
+    wrong = []
+    for name in _imports(tree):
+        parts = name.split(".")
+        if parts[0] != "lmkit" or len(parts) < 2 or parts[1] not in LAYERS:
+            continue
+        there = parts[1]
+        if there == here:
+            continue
+        up = LAYERS.index(there) < LAYERS.index(here)
+        beyond = here in FOUNDATIONS and there != "errors"
+        if up or beyond or (here, there) in STRANGERS:
+            wrong.append(f"{path.relative_to(PACKAGE.parent)} imports {name}")
+    return wrong
+
+
+def test_every_package_has_a_layer() -> None:
+    found = {_layer(path) for path in _modules()} - {"__init__"}
+    assert found <= set(LAYERS)
+
+
+def test_imports_point_down() -> None:
+    wrong = [
+        line for path in _modules() if _layer(path) != "__init__" for line in _upward(path, _parse(path))
+    ]
+    assert wrong == []
+
+
+def test_the_check_sees_an_upward_arrow() -> None:
+    planted = ast.parse("def f():\n    from lmkit.training import loop\n")
+    assert _upward(PACKAGE / "model" / "planted.py", planted)
+    planted = ast.parse("from lmkit.storage import write_atomic\n")
+    assert _upward(PACKAGE / "measure" / "planted.py", planted)
+
+
+def test_light_packages_import_nothing_heavy_when_loaded() -> None:
+    wrong = [
+        f"{path.relative_to(PACKAGE.parent)} imports {name}"
+        for path in _modules()
+        for name in _top_level(_parse(path))
+        if name.split(".")[0] in HEAVY_FOR.get(_layer(path), ())
+    ]
+    assert wrong == []
+
+
+def test_nothing_swallows_every_error_or_keeps_global_state() -> None:
+    wrong = []
+    for path in _modules():
+        for node in ast.walk(_parse(path)):
+            if isinstance(node, ast.ExceptHandler) and (
+                node.type is None or (isinstance(node.type, ast.Name) and node.type.id == "Exception")
+            ):
+                wrong.append(f"{path.relative_to(PACKAGE.parent)}:{node.lineno} catches everything")
+            if isinstance(node, ast.Global):
+                wrong.append(f"{path.relative_to(PACKAGE.parent)}:{node.lineno} has global state")
+    assert wrong == []
+
+
+def test_registries_agree_with_the_recipe() -> None:
+    from typing import get_args
+
+    from lmkit.parallel.strategies import STRATEGIES
+
+    from lmkit.attention import ATTENTION
+    from lmkit.recipe.aliases import ATTENTION as ATTENTION_ALIASES
+    from lmkit.recipe.aliases import STRATEGIES as STRATEGY_ALIASES
+    from lmkit.recipe.model import AttentionName
+    from lmkit.recipe.parallel import StrategyName
+
+    assert set(ATTENTION) == set(get_args(AttentionName))
+    assert set(STRATEGIES) == set(get_args(StrategyName))
+    assert set(ATTENTION_ALIASES.values()) <= set(ATTENTION)
+    assert set(STRATEGY_ALIASES.values()) <= set(STRATEGIES)
+
+
+@pytest.mark.parametrize("word", ["utils", "common", "helpers", "misc"])
+def test_files_are_named_after_ideas(word: str) -> None:
+    assert [path for path in _modules() if path.stem == word] == []
+
+
+def _parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text("utf-8"))
