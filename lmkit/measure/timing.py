@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -71,8 +71,8 @@ class Clock(Protocol):
 
     name: str
 
-    def sample_ms(self, work: Work, calls: int, *, flush: Work | None) -> float:
-        """Milliseconds for all `calls` together; `flush` (if any) runs before them, untimed."""
+    def sample_ms(self, work: Work, calls: int, *, before: Sequence[Work]) -> float:
+        """Milliseconds for all `calls` together; what is in `before` runs first, untimed."""
         ...
 
 
@@ -92,9 +92,9 @@ class WallClock:
         self._now = now
         self._synchronize = synchronize or (lambda: None)
 
-    def sample_ms(self, work: Work, calls: int, *, flush: Work | None) -> float:
-        if flush is not None:
-            flush()
+    def sample_ms(self, work: Work, calls: int, *, before: Sequence[Work]) -> float:
+        for preparation in before:
+            preparation()
         self._synchronize()
         start = self._now()
         for _ in range(calls):
@@ -114,14 +114,15 @@ class CudaEventClock:
 
         self._torch = torch
         self._device = device
-        self._cycles_per_ms = self._measure_cycles_per_ms()
-
-    def _measure_cycles_per_ms(self) -> float:
+        # How long the stream is held; grows to what the slowest variant's dispatch needs, and is then the same
+        # for all variants, so that none of them meets a cooler chip.
+        self._hold_ms = 0.1
         cycles = 2_000_000
-        self._torch.cuda._sleep(cycles)
-        return cycles / self._elapsed_ms(lambda: self._torch.cuda._sleep(cycles))
+        with torch.cuda.device(device):
+            torch.cuda._sleep(cycles)
+            self._cycles_per_ms = cycles / self._enclose(lambda: torch.cuda._sleep(cycles))
 
-    def _elapsed_ms(self, work: Work) -> float:
+    def _enclose(self, work: Work) -> float:
         cuda = self._torch.cuda
         start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
         start.record()
@@ -130,23 +131,26 @@ class CudaEventClock:
         cuda.synchronize(self._device)
         return start.elapsed_time(end)
 
-    def sample_ms(self, work: Work, calls: int, *, flush: Work | None) -> float:
-        cuda = self._torch.cuda
-        with cuda.device(self._device):
-            cuda.synchronize(self._device)
+    def sample_ms(self, work: Work, calls: int, *, before: Sequence[Work]) -> float:
+        dispatch_ms = 0.0
+
+        def all_calls() -> None:
+            nonlocal dispatch_ms
             began = time.perf_counter()
-            work()  # also brings the clocks up; its host time tells how long to hold the stream
+            for _ in range(calls):
+                work()
             dispatch_ms = (time.perf_counter() - began) * 1e3
-            if flush is not None:
-                flush()
-            hold_ms = min(1.5 * dispatch_ms * calls + 0.05, self._LONGEST_HOLD_MS)
-            cuda._sleep(int(hold_ms * self._cycles_per_ms))
 
-            def all_calls() -> None:
-                for _ in range(calls):
-                    work()
-
-            return self._elapsed_ms(all_calls)
+        with self._torch.cuda.device(self._device):
+            while True:
+                for preparation in before:
+                    preparation()
+                self._torch.cuda.synchronize(self._device)
+                self._torch.cuda._sleep(int(self._hold_ms * self._cycles_per_ms))
+                elapsed_ms = self._enclose(all_calls)
+                if dispatch_ms <= self._hold_ms or self._hold_ms >= self._LONGEST_HOLD_MS:
+                    return elapsed_ms
+                self._hold_ms = min(1.5 * dispatch_ms, self._LONGEST_HOLD_MS)
 
 
 def clock_for(device: torch.device | str, kind: ClockKind) -> Clock:
@@ -168,6 +172,7 @@ def time_variants(
     repeats: int = 20,
     warmup: int = 3,
     kind: ClockKind = "device",
+    prepare: Mapping[str, Work] | None = None,
     cold_cache: bool = False,
     min_sample_ms: float = 0.0,
     max_seconds: float = math.inf,
@@ -180,6 +185,8 @@ def time_variants(
         variants: name -> a call without arguments; what it returns is dropped.
         repeats: rounds, each with one sample of every variant.
         warmup: untimed calls of each variant before the first round (compilation, autotuning, allocator).
+        prepare: name -> what runs untimed before every call of that variant (the forward pass, when only the
+            backward pass is timed); each of its samples is then a single call.
         cold_cache: overwrite the caches before every sample; each sample is then a single call.
         min_sample_ms: calls are repeated within a sample until it takes about this long (warm cache only): what a
             5 us kernel or a 100 ns function needs on a clock that is not finer.
@@ -200,12 +207,16 @@ def time_variants(
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1, not {repeats}")
     clock = clock or clock_for(device, kind)
-    flush = cache_flusher(device) if cold_cache else None
+    flush = [cache_flusher(device)] if cold_cache else []
+    before: dict[str, list[Work]] = {}
     calls: dict[str, int] = {}
     for name, work in variants.items():
+        preparations = [prepare[name]] if prepare and name in prepare else []
         for _ in range(warmup):
-            work()
-        calls[name] = 1 if cold_cache else _calls_per_sample(clock, work, min_sample_ms)
+            for call in (*preparations, work):
+                call()
+        before[name] = preparations + flush
+        calls[name] = 1 if before[name] else _calls_per_sample(clock, work, min_sample_ms)
 
     order = list(variants)
     shuffle = random.Random(seed).shuffle
@@ -214,7 +225,7 @@ def time_variants(
     for _ in range(repeats):
         shuffle(order)
         for name in order:
-            elapsed = clock.sample_ms(variants[name], calls[name], flush=flush)
+            elapsed = clock.sample_ms(variants[name], calls[name], before=before[name])
             samples[name].append(elapsed / calls[name])
         if time.monotonic() > deadline:
             break
@@ -236,7 +247,7 @@ def _calls_per_sample(clock: Clock, work: Work, min_sample_ms: float) -> int:
         return 1
     calls = 1
     while calls < MAX_CALLS_PER_SAMPLE:
-        elapsed = clock.sample_ms(work, calls, flush=None)
+        elapsed = clock.sample_ms(work, calls, before=())
         if elapsed >= min_sample_ms / 4:
             return max(1, min(MAX_CALLS_PER_SAMPLE, math.ceil(calls * min_sample_ms / elapsed)))
         calls *= 2

@@ -79,16 +79,31 @@ def test_a_cold_cache_is_flushed_before_every_sample_outside_the_clock():
     class Clock:
         name = "fake"
 
-        def sample_ms(self, work, calls, *, flush):
+        def sample_ms(self, work, calls, *, before):
             assert calls == 1
+            (flush,) = before
             flush()
             flushes.append(1)
-            return machine.clock.sample_ms(work, calls, flush=None)
+            return machine.clock.sample_ms(work, calls, before=())
 
     timing = time_variants({"a": machine.work("a", 1.0)}, repeats=4, cold_cache=True, clock=Clock())["a"]
     assert timing.cache == "cold"
     assert len(flushes) == 4
     assert timing.samples_ms == pytest.approx([1.0] * 4)
+
+
+def test_preparation_is_untimed_and_precedes_every_call():
+    machine = FakeMachine()
+    backward = time_variants(
+        {"backward": machine.work("backward", 2.0)},
+        prepare={"backward": machine.work("forward", 70.0)},
+        repeats=3,
+        warmup=1,
+        min_sample_ms=10.0,
+        clock=machine.clock,
+    )["backward"]
+    assert backward.samples_ms == pytest.approx([2.0] * 3)
+    assert machine.calls == ["forward", "backward"] * 4
 
 
 def test_the_time_limit_ends_with_a_whole_round():
