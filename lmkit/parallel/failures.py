@@ -1,0 +1,133 @@
+"""When a rank dies or hangs: an error within the timeout that names the rank and the step, never a wait for ever.
+
+On gloo a broken or late collective raises in the caller; the survivors then ask the store who else is still
+there. On NCCL the caller only waits on the GPU, so a thread watches the clock instead.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+import torch.distributed as dist
+
+from lmkit.errors import LmkitError
+from lmkit.parallel.process_group import Ranks, absent_ranks
+
+ROLL_CALL_S = 2.0
+"""How long survivors wait for one another's sign before they call the others lost."""
+
+
+class RankLost(LmkitError):
+    """Communication broke off: another rank died, hangs, or left with an error of its own."""
+
+
+class StepWatch:
+    """Gives every step a name in the errors of communication, and on GPUs an end.
+
+        with StepWatch(ranks) as watch:
+            for step in ...:
+                with watch.step(step):
+                    ...  # forward, backward, finish, optimizer
+
+    A collective that fails inside `step(n)` becomes a `RankLost` that names this rank, the step and the ranks
+    that gave no sign of life. On GPUs a step that is still unfinished after `ranks.timeout_s` ends the
+    process with exit code 1 and one line on stderr: no exception can reach a thread that waits for the GPU.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._clock = _Clock(ranks) if ranks.world_size > 1 and ranks.device.type == "cuda" else None
+
+    def __enter__(self) -> StepWatch:
+        if self._clock is not None:
+            self._clock.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._clock is not None:
+            self._clock.stop()
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Name the step; raises RankLost where a collective inside it broke."""
+        if self._clock is not None:
+            self._clock.arm(number)
+        try:
+            yield
+        except RuntimeError as error:
+            if self._ranks.world_size == 1 or not is_communication_error(error):
+                raise
+            raise rank_lost(self._ranks, number, error) from error
+        finally:
+            if self._clock is not None:
+                self._clock.disarm()
+
+
+def is_communication_error(error: RuntimeError) -> bool:
+    """Whether a collective raised it (gloo raises plain RuntimeErrors; its source path is in the text)."""
+    return isinstance(error, dist.DistError) or "gloo/" in str(error)
+
+
+def rank_lost(ranks: Ranks, step: int, error: RuntimeError) -> RankLost:
+    """Call the roll, and say in one line who is missing at which step."""
+    timed_out = "imed out" in str(error) or "imeout" in str(error)
+    absent = _roll_call(ranks, step)
+    who = f"rank {', '.join(map(str, absent))}" if absent else "another rank"
+    what = f"did not answer within {ranks.timeout_s:g} s" if timed_out else "broke the connection"
+    return RankLost(
+        f"rank {ranks.rank}, step {step}: {who} {what}",
+        hint="look for that rank's own error or signal; a slow rank needs a longer timeout",
+    )
+
+
+def _roll_call(ranks: Ranks, step: int) -> list[int]:
+    """Ranks that do not also report a broken collective: they died or hang. Empty if the store is gone too."""
+    assert ranks.store is not None
+    try:
+        ranks.store.set(f"survivor/{ranks.rank}", str(step))
+        return absent_ranks(ranks.store, "survivor", ranks.world_size, ROLL_CALL_S)
+    except dist.DistNetworkError:
+        return []  # the store lived in the rank that died
+
+
+class _Clock(threading.Thread):
+    """Ends the process when an armed step passes its deadline."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__(name="lmkit-step-watch", daemon=True)
+        self._ranks = ranks
+        self._armed: tuple[int, float] | None = None  # (step, deadline): replaced whole, so it needs no lock
+        self._stopped = threading.Event()
+
+    def arm(self, step: int) -> None:
+        self._armed = (step, time.monotonic() + self._ranks.timeout_s)
+
+    def disarm(self) -> None:
+        self._armed = None
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self.join()
+
+    def run(self) -> None:
+        while not self._stopped.wait(min(1.0, self._ranks.timeout_s / 8)):
+            armed = self._armed
+            if armed is not None and time.monotonic() > armed[1]:
+                self._give_up(armed[0])
+
+    def _give_up(self, step: int) -> None:
+        ranks = self._ranks
+        sys.stderr.write(
+            f"error: rank {ranks.rank}, step {step}: unfinished after {ranks.timeout_s:g} s, "
+            "this rank or one that it waits for hangs\n"
+        )
+        sys.stderr.flush()
+        os._exit(1)

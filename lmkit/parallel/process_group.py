@@ -1,0 +1,194 @@
+"""Who am I among how many: ranks, their device, and the process group that joins them.
+
+The settings come from the environment that `torchrun` (any rendezvous backend, one node or many) or
+`lmkit.parallel.launch.spawn_ranks` gives its processes. A process without them is alone and needs no group.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from lmkit.errors import LmkitError, UsageError
+
+RENDEZVOUS_VARIABLE = "LMKIT_RENDEZVOUS"
+"""Set by `spawn_ranks`: the file:// URL where the ranks of one machine meet (no port that could be taken)."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's place: `rank` of `world_size`, `local_rank` on its machine, and its device."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 (torch.device is immutable)
+    timeout_s: float = 600.0
+    store: dist.Store | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which alone speaks and writes files."""
+        return self.rank == 0
+
+
+@contextmanager
+def process_group(
+    device: str | torch.device = "auto", *, backend: str | None = None, timeout_s: float = 600.0
+) -> Iterator[Ranks]:
+    """Join the process group that the environment describes, and leave it on the way out.
+
+    Args:
+        device: "auto" (a GPU if there is one), "cpu", "cuda" (GPU number `local_rank`) or a full device.
+        backend: of torch.distributed; None takes gloo on CPUs, and on GPUs NCCL (with gloo for CPU tensors).
+        timeout_s: how long a rank waits for another, in a collective or at the start, before it gives up.
+
+    Raises:
+        UsageError: half an environment (RANK without MASTER_ADDR, say), or fewer GPUs than local ranks.
+        LmkitError: the port is taken, or not every rank arrived in time.
+    """
+    settings = _read_environment()
+    place = _local_device(device, settings.local_rank)
+    if settings.world_size == 1:
+        yield Ranks(device=place, timeout_s=timeout_s)
+        return
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    store = _meet(settings, timeout_s)
+    dist.init_process_group(
+        backend or ("cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"),
+        store=dist.PrefixStore("collectives", store),
+        rank=settings.rank,
+        world_size=settings.world_size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=place if place.type == "cuda" else None,
+    )
+    ranks = Ranks(
+        rank=settings.rank,
+        world_size=settings.world_size,
+        local_rank=settings.local_rank,
+        device=place,
+        timeout_s=timeout_s,
+        store=store,
+    )
+    try:
+        yield ranks
+    except BaseException:
+        if place.type == "cuda" and dist.group.WORLD is not None:
+            dist.group.WORLD.abort()  # kernels that wait for a lost rank would make a plain destroy wait too
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class _Environment:
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    url: str = ""
+
+
+def _read_environment() -> _Environment:
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        return _Environment()
+    own = os.environ.get(RENDEZVOUS_VARIABLE)
+    needed = ("RANK", "WORLD_SIZE") if own else ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in needed if name not in os.environ]
+    if missing:
+        given = next(name for name in ("RANK", "WORLD_SIZE") if name in os.environ)
+        raise UsageError(
+            f"environment: {given} is set but {', '.join(missing)} is not",
+            hint="use torchrun (or --nproc N), which set all of them, or unset RANK and WORLD_SIZE",
+        )
+    rank, world_size = _integer("RANK"), _integer("WORLD_SIZE")
+    if not 0 <= rank < world_size:
+        raise UsageError(
+            f"environment: RANK={rank} does not fit WORLD_SIZE={world_size}",
+            hint="use torchrun (or --nproc N), which set both",
+        )
+    local_rank = _integer("LOCAL_RANK") if "LOCAL_RANK" in os.environ else rank
+    return _Environment(rank, world_size, local_rank, own or "env://")
+
+
+def _integer(name: str) -> int:
+    text = os.environ[name]
+    if not text.isdecimal():
+        raise UsageError(f"environment: {name}={text!r} is not a number", hint="use torchrun, which sets it")
+    return int(text)
+
+
+def _local_device(device: str | torch.device, local_rank: int) -> torch.device:
+    if str(device) == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    place = torch.device(device)
+    if place.type != "cuda":
+        return place
+    count = torch.cuda.device_count()
+    index = local_rank if place.index is None else place.index
+    if index >= count:
+        raise UsageError(
+            f"device: local rank {local_rank} asks for GPU {index}, and this machine shows {count}",
+            hint="start at most one rank per GPU, or set the device to cpu",
+        )
+    return torch.device("cuda", index)
+
+
+def _meet(settings: _Environment, timeout_s: float) -> dist.Store:
+    """Open the store that all ranks share: torchrun's, or the file that `spawn_ranks` named."""
+    where = os.environ.get("MASTER_ADDR", "") + ":" + os.environ.get("MASTER_PORT", "")
+    try:
+        store, _, _ = next(
+            iter(
+                rendezvous(
+                    settings.url, settings.rank, settings.world_size, timeout=timedelta(seconds=timeout_s)
+                )
+            )
+        )
+    except dist.DistError as error:
+        if "EADDRINUSE" in str(error) or "address already in use" in str(error):
+            raise LmkitError(
+                f"rank {settings.rank}: the port of {where} is taken",
+                hint="choose another --master-port, or let torchrun find one with --standalone",
+            ) from error
+        raise LmkitError(
+            f"rank {settings.rank}: no meeting of {settings.world_size} ranks within {timeout_s:g} s",
+            hint="check that every rank was started, with the same address, port and world size",
+        ) from error
+    store.set_timeout(timedelta(seconds=timeout_s))
+    _await_all(store, settings, timeout_s)
+    return store
+
+
+def _await_all(store: dist.Store, settings: _Environment, timeout_s: float) -> None:
+    """Wait for every rank's sign, so that a rank that never came is named."""
+    store.set(f"here/{settings.rank}", "yes")
+    absent = absent_ranks(store, "here", settings.world_size, timeout_s)
+    if absent:
+        raise LmkitError(
+            f"rank {settings.rank}: rank {', '.join(map(str, absent))} did not come within {timeout_s:g} s",
+            hint="look for that rank's own error; every rank must be started",
+        )
+
+
+def absent_ranks(store: dist.Store, sign: str, world_size: int, patience_s: float) -> list[int]:
+    """The ranks that have not set `<sign>/<rank>` in the store within `patience_s`.
+
+    Raises:
+        torch.distributed.DistNetworkError: the store itself is gone.
+    """
+    keys = [f"{sign}/{rank}" for rank in range(world_size)]
+    try:
+        store.wait(keys, timedelta(seconds=patience_s))
+    except dist.DistNetworkError:
+        raise
+    except RuntimeError:  # each kind of store has its own type for "not there in time"
+        return [rank for rank, key in enumerate(keys) if not store.check([key])]
+    return []

@@ -1,0 +1,116 @@
+"""The ladder of gradient synchronisation: one Protocol, one class per strategy, found by name.
+
+A training step on every rank, whatever the strategy:
+
+    sync = build_strategy("bucketed", ranks)
+    call = sync.attach(model)                        # once; `call` stands for the model from here on
+    optimizer = sync.build_optimizer(make, groups)   # once; make(groups) -> torch.optim.Optimizer
+
+    for micro, (inputs, targets) in enumerate(batches):
+        last = micro == len(batches) - 1
+        with nullcontext() if last else sync.no_sync():   # decided before the forward
+            (call.loss(inputs, targets) / len(batches)).backward()
+    sync.finish()                                    # gradients are the mean over ranks from here on
+    norm = sync.clip_gradients(max_norm)             # the same value on every rank; not finite on one: on all
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import nn
+
+from lmkit.parallel.process_group import Ranks
+from lmkit.parallel.traffic import Traffic
+
+STRATEGIES: dict[str, str] = {
+    "none": "lmkit.parallel.none:NoSync",
+    "naive": "lmkit.parallel.naive:NaiveSync",
+    "flat": "lmkit.parallel.flat:FlatSync",
+    "overlap": "lmkit.parallel.overlap:OverlapSync",
+    "bucketed": "lmkit.parallel.bucketed:BucketedSync",
+    "torch_ddp": "lmkit.parallel.torch_ddp:TorchDDP",
+    "zero1": "lmkit.parallel.zero1:Zero1",
+}
+
+ParameterGroups = list[dict[str, Any]]
+MakeOptimizer = Callable[[ParameterGroups], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class SyncOptions:
+    """What a recipe can say about a strategy; each strategy's docstring names the options it heeds.
+
+    Attributes:
+        bucket_mb: how much is reduced in one call, in MiB (2^20 bytes).
+        wire_dtype: in what numbers gradients travel and are summed.
+        weight_dtype: `zero1` only; "bf16" casts the model's parameters and keeps fp32 masters in the shards.
+        max_ctas: at most this many blocks per NCCL call (None: NCCL decides); each takes an SM from compute.
+    """
+
+    bucket_mb: float = 25.0
+    wire_dtype: Literal["fp32", "bf16"] = "fp32"
+    weight_dtype: Literal["fp32", "bf16"] = "fp32"
+    max_ctas: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.bucket_mb <= 0:
+            raise ValueError(f"bucket_mb must be positive, got {self.bucket_mb}")
+        for name in ("wire_dtype", "weight_dtype"):
+            if getattr(self, name) not in ("fp32", "bf16"):
+                raise ValueError(f"{name} must be fp32 or bf16, got {getattr(self, name)!r}")
+
+
+class GradientSync(Protocol):
+    """Keeps the replicas of a model equal. Not thread-safe; one instance serves one model."""
+
+    traffic: Traffic
+
+    def attach(self, model: nn.Module, *, fingerprint: str = "") -> nn.Module:
+        """Check that all ranks hold the same model (names, shapes, dtypes, `fingerprint`), take rank 0's
+        values, install what the strategy needs; return the module to call (it has the model's `loss`).
+
+        Raises:
+            LmkitError: models or fingerprints differ between ranks, on every rank.
+        """
+
+    def build_optimizer(self, make: MakeOptimizer, groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
+        """Make the optimizer for these parameter groups; under `zero1` it holds only this rank's shard."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Gradients of the forward and backward passes inside only accumulate. Enter it before the forward."""
+
+    def finish(self) -> None:
+        """Call after the last backward of a step: on return every gradient is the mean over the ranks
+        (on GPUs: for whatever is then launched on the current stream)."""
+
+    def clip_gradients(self, max_norm: float) -> torch.Tensor:
+        """Scale the reduced gradients to a global norm of at most `max_norm`; return the norm before that.
+
+        The norm is a tensor on the device: nothing here waits for the GPU. It is the same on every rank.
+        `max_norm=inf` only measures.
+        """
+
+    def reset(self) -> None:
+        """Forget a step that broke off (an exception in backward), so that the next one starts clean."""
+
+
+def build_strategy(name: str, ranks: Ranks, options: SyncOptions | None = None) -> GradientSync:
+    """Make the strategy called `name` (one of STRATEGIES).
+
+    Raises:
+        ValueError: no such strategy, or a `wire_dtype`/`weight_dtype` that this strategy cannot honour.
+    """
+    if name not in STRATEGIES:
+        raise ValueError(f"no strategy called {name!r}; there are {', '.join(STRATEGIES)}")
+    module, _, attribute = STRATEGIES[name].partition(":")
+    make = getattr(importlib.import_module(module), attribute)
+    strategy: GradientSync = make(ranks, options or SyncOptions())
+    return strategy
