@@ -112,7 +112,7 @@ def faults_of(
     """What `function` gets wrong, one line per tensor and measure; empty if it is within the budget.
 
     The budget of each tensor is `allowance` times the baseline's own error against float64, plus one rounding to
-    the dtype and sixteen units in float32's last place (a baseline can be exact by luck, for example with a single key).
+    the dtype and sixteen units in float32's last place (a baseline can be exact by luck, say with a single key).
     """
     exact = exact_attention(q, k, v, dout, causal=causal, scale=scale)
     got = run_attention(function, q, k, v, dout, causal=causal, scale=scale)
