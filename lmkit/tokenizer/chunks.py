@@ -1,0 +1,125 @@
+"""Text as a stream of pieces that can be encoded apart: every cut lies where a word begins, whatever follows.
+
+GPT-2's pattern has no word in which whitespace follows a character that is none. So a space or a newline after such
+a character always begins a word, and no look-ahead of the pattern reaches across it. The same holds between a letter
+or number and what is neither: that serves scripts that are written without spaces. A cut inside a special token is
+refused. Pieces in this sense are exact: the ids of the pieces, joined, are the ids of the text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import regex
+
+from lmkit.errors import LmkitError, UsageError
+from lmkit.tokenizer.special_tokens import SpecialTokens
+
+CHUNK_BYTES = 1 << 20
+"""Long enough to amortise a few dozen numpy calls, short enough that the arrays of a chunk stay in cache."""
+
+ErrorMode = Literal["strict", "replace"]
+
+_BEFORE_SPACE = re.compile(rb"[\x21-\x7e](?=[ \n])")
+_AFTER_LETTER = regex.compile(r"(?<=[\p{L}\p{N}])(?=[^\p{L}\p{N}])")
+_LONGEST_CHARACTER = 4  # bytes of UTF-8
+
+
+class Chunk(NamedTuple):
+    """Some text and where it stands: byte `offset` of source number `source`."""
+
+    source: int
+    offset: int
+    data: bytes
+
+
+def read_blocks(path: Path, size: int = CHUNK_BYTES) -> Iterator[bytes]:
+    """Yield the content of a file, `size` bytes at a time.
+
+    Raises:
+        UsageError: there is no such file, or it cannot be read.
+    """
+    try:
+        with open(path, "rb", buffering=0) as file:
+            while block := file.read(size):
+                yield block
+    except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
+        raise UsageError(f"{path}: {error.strerror}", hint="give the path of a text file") from error
+
+
+def exact_chunks(
+    blocks: Iterable[bytes], specials: SpecialTokens, *, size: int = CHUNK_BYTES, source: int = 0
+) -> Iterator[Chunk]:
+    """Regroup a stream of bytes into chunks of about `size` bytes that can be encoded apart.
+
+    Memory: `size` plus the longest stretch of text without a place to cut (one word, usually).
+    """
+    waiting: list[bytes] = []
+    length = offset = 0
+    wanted = size
+    for block in blocks:
+        waiting.append(block)
+        length += len(block)
+        if length < wanted:
+            continue
+        data = b"".join(waiting)
+        cut = last_cut(data, specials)
+        if cut == 0:
+            # One enormous word. Looking again only when the text has doubled keeps the search linear.
+            waiting, wanted = [data], 2 * length
+            continue
+        yield Chunk(source, offset, data[:cut])
+        offset += cut
+        waiting, length, wanted = [data[cut:]], length - cut, size
+    if length:
+        yield Chunk(source, offset, b"".join(waiting))
+
+
+def last_cut(data: bytes, specials: SpecialTokens) -> int:
+    """Return the last offset in `data` at which it may be cut though more text follows; 0 if there is none."""
+    # A special token, or a character, may have begun at the end of `data` and not be whole yet.
+    limit = len(data) - max(specials.longest, _LONGEST_CHARACTER)
+    window = 1 << 12
+    while True:
+        low = max(0, limit - window)
+        for cuts in (_cuts_before_space(data, low, limit), _cuts_after_letter(data, low, limit)):
+            for cut in reversed(cuts):
+                if not specials.would_be_cut(data, cut):
+                    return cut
+        if low == 0:
+            return 0
+        window *= 16
+
+
+def _cuts_before_space(data: bytes, low: int, high: int) -> list[int]:
+    return [match.end() for match in _BEFORE_SPACE.finditer(data, low, max(low, high))]
+
+
+def _cuts_after_letter(data: bytes, low: int, high: int) -> list[int]:
+    # Bytes that are not UTF-8 become surrogates, which are neither letters nor numbers, and come back unchanged.
+    text = data[low:high].decode("utf-8", "surrogateescape")
+    cuts = [match.start() for match in _AFTER_LETTER.finditer(text)]
+    return [low + len(text[:cut].encode("utf-8", "surrogateescape")) for cut in cuts[-1:]]
+
+
+def valid_utf8(chunk: Chunk, name: str, errors: ErrorMode) -> bytes:
+    """Return the bytes of `chunk`, which are UTF-8 or are made so by U+FFFD.
+
+    Raises:
+        LmkitError: they are not UTF-8 and `errors` is "strict"; names the byte offset.
+    """
+    if chunk.data.isascii():
+        return chunk.data
+    try:
+        chunk.data.decode()
+    except UnicodeDecodeError as error:
+        if errors == "replace":
+            return chunk.data.decode("utf-8", "replace").encode()
+        raise LmkitError(
+            f"{name}: invalid UTF-8 at byte {chunk.offset + error.start}",
+            hint="fix the file, or replace what is invalid by U+FFFD with --errors replace",
+        ) from None
+    return chunk.data
