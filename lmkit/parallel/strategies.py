@@ -51,19 +51,19 @@ class SyncOptions:
     Attributes:
         bucket_mb: how much is reduced in one call, in MiB (2^20 bytes).
         wire_dtype: in what numbers gradients travel and are summed.
-        weight_dtype: `zero1` only; "bf16" casts the model's parameters and keeps fp32 masters in the shards.
+        weights: `zero1` only; "bf16" casts the model's parameters and keeps fp32 masters in the shards.
         max_ctas: at most this many blocks per NCCL call (None: NCCL decides); each takes an SM from compute.
     """
 
     bucket_mb: float = 25.0
     wire_dtype: Literal["fp32", "bf16"] = "fp32"
-    weight_dtype: Literal["fp32", "bf16"] = "fp32"
+    weights: Literal["fp32", "bf16"] = "fp32"
     max_ctas: int | None = None
 
     def __post_init__(self) -> None:
         if self.bucket_mb <= 0:
             raise ValueError(f"bucket_mb must be positive, got {self.bucket_mb}")
-        for name in ("wire_dtype", "weight_dtype"):
+        for name in ("wire_dtype", "weights"):
             if getattr(self, name) not in ("fp32", "bf16"):
                 raise ValueError(f"{name} must be fp32 or bf16, got {getattr(self, name)!r}")
 
@@ -106,7 +106,7 @@ def build_strategy(name: str, ranks: Ranks, options: SyncOptions | None = None) 
     """Make the strategy called `name` (one of STRATEGIES).
 
     Raises:
-        ValueError: no such strategy, or a `wire_dtype`/`weight_dtype` that this strategy cannot honour.
+        ValueError: no such strategy, or a `wire_dtype`/`weights` that this strategy cannot honour.
     """
     if name not in STRATEGIES:
         raise ValueError(f"no strategy called {name!r}; there are {', '.join(STRATEGIES)}")

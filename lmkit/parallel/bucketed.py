@@ -1,0 +1,73 @@
+"""`bucketed`: gradients fill buckets in the order in which they become ready; a full bucket is reduced at once.
+
+Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", with buckets that exist
+only while they are needed: allocated when their last gradient is ready, filled by one copy kernel, averaged by the
+collective itself, and left in place as the gradients (no division, no copy out, no standing buffer).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from lmkit.parallel.overlap import OverlapSync
+from lmkit.parallel.reduction import wire_dtype_for
+
+MIB = 2**20
+LAST_BUCKET_BYTES = 1 * MIB
+"""The last bucket's reduction is what the backward pass cannot hide: only what comes at the very end is in it."""
+
+
+class BucketedSync(OverlapSync):
+    """As `overlap`, with parameters of about `bucket_mb` per call. Heeds `bucket_mb`, `wire_dtype`, `max_ctas`."""
+
+    def _plan_buckets(self, in_ready_order: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+        return plan_buckets(in_ready_order, int(self.options.bucket_mb * MIB), self.options.wire_dtype)
+
+    def _wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return wire_dtype_for(dtype, self.options.wire_dtype)
+
+
+def plan_buckets(
+    in_ready_order: Sequence[nn.Parameter], capacity: int, wire_dtype: str = "fp32"
+) -> list[list[nn.Parameter]]:
+    """`fill_buckets`, with the tail of the order (up to `LAST_BUCKET_BYTES`, or else its last parameter) apart."""
+    tail = _tail_length(in_ready_order, wire_dtype)
+    body, end = in_ready_order[: len(in_ready_order) - tail], in_ready_order[len(in_ready_order) - tail :]
+    return [*fill_buckets(body, capacity, wire_dtype), *fill_buckets(end, capacity, wire_dtype)]
+
+
+def fill_buckets(
+    in_ready_order: Sequence[nn.Parameter], capacity: int, wire_dtype: str = "fp32"
+) -> list[list[nn.Parameter]]:
+    """Fill buckets of at most `capacity` bytes in `wire_dtype`, one device and dtype each.
+
+    A parameter larger than that gets a bucket of its own. Buckets are listed by when their last one is ready.
+    """
+    closed: list[list[nn.Parameter]] = []
+    filling: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
+    for parameter in in_ready_order:
+        kind = (parameter.device, parameter.dtype)
+        bucket = filling.setdefault(kind, [])
+        if bucket and sum(_bytes(p, wire_dtype) for p in (*bucket, parameter)) > capacity:
+            closed.append(bucket)
+            bucket = filling[kind] = []
+        bucket.append(parameter)
+    closed.extend(filling.values())
+    ready_at = {parameter: position for position, parameter in enumerate(in_ready_order)}
+    return sorted(closed, key=lambda bucket: ready_at[bucket[-1]])
+
+
+def _tail_length(parameters: Sequence[nn.Parameter], wire_dtype: str) -> int:
+    total = 0
+    for length, parameter in enumerate(reversed(parameters)):
+        total += _bytes(parameter, wire_dtype)
+        if total > LAST_BUCKET_BYTES:
+            return max(1, length)
+    return len(parameters)
+
+
+def _bytes(parameter: nn.Parameter, wire_dtype: str) -> int:
+    return parameter.numel() * wire_dtype_for(parameter.dtype, wire_dtype).itemsize

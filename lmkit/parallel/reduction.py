@@ -1,0 +1,85 @@
+"""Collectives that average: started without waiting, counted, waited for later."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from lmkit.parallel.process_group import Ranks
+from lmkit.parallel.traffic import Traffic
+
+# torch 2.13 renamed these two and warns about the old names.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def wire_dtype_for(dtype: torch.dtype, option: str) -> torch.dtype:
+    """In what dtype gradients of `dtype` travel: "bf16" halves fp32 gradients, others travel as they are."""
+    return torch.bfloat16 if option == "bf16" and dtype == torch.float32 else dtype
+
+
+@dataclass
+class PendingMean:
+    """A reduction under way; `wait` makes `result` the mean over the ranks.
+
+    On GPUs waiting holds the current stream, not the host.
+    """
+
+    work: dist.Work
+    result: torch.Tensor
+    divide_by: int = 1
+    source: torch.Tensor | None = field(default=None, repr=False)  # alive until the collective has read it
+
+    def wait(self) -> torch.Tensor:
+        self.work.wait()
+        if self.divide_by != 1:
+            self.result.div_(self.divide_by)
+        self.source = None
+        return self.result
+
+
+class Averager:
+    """Starts averaging collectives for one strategy and counts them.
+
+    Args:
+        max_ctas: give the collectives their own NCCL communicator with at most so many blocks per call.
+    """
+
+    def __init__(self, ranks: Ranks, traffic: Traffic, *, max_ctas: int | None = None) -> None:
+        self._ranks = ranks
+        self._traffic = traffic
+        self._has_nccl = "nccl" in str(dist.get_backend_config())
+        self._own_group: dist.ProcessGroup | None = None
+        if self._has_nccl and max_ctas is not None:
+            options = dist.ProcessGroupNCCL.Options()
+            options.config.max_ctas = max_ctas
+            self._own_group = dist.new_group(backend="nccl", pg_options=options)
+
+    def all_reduce(self, flat: torch.Tensor) -> PendingMean:
+        """Start averaging `flat` in place."""
+        self._traffic.count_all_reduce(flat.nbytes, self._ranks.world_size)
+        op, divide_by, group = self._way_for(flat)
+        return PendingMean(dist.all_reduce(flat, op=op, group=group, async_op=True), flat, divide_by)
+
+    def reduce_scatter(self, flat: torch.Tensor) -> PendingMean:
+        """Start averaging `flat` (world_size * n,); the result is this rank's part (n,), a view of `flat`."""
+        self._traffic.count_scatter_or_gather(flat.nbytes, self._ranks.world_size)
+        part = flat.chunk(self._ranks.world_size)[self._ranks.rank]
+        op, divide_by, group = self._way_for(flat)
+        work = _reduce_scatter(part, flat, op=op, group=group, async_op=True)
+        return PendingMean(work, part, divide_by, source=flat)
+
+    def all_gather(self, flat: torch.Tensor) -> dist.Work:
+        """Start filling `flat` (world_size * n,) with every rank's part; this rank's part is there already."""
+        self._traffic.count_scatter_or_gather(flat.nbytes, self._ranks.world_size)
+        part = flat.chunk(self._ranks.world_size)[self._ranks.rank]
+        work: dist.Work = _all_gather(flat, part, group=self._way_for(flat)[2], async_op=True)
+        return work
+
+    def _way_for(self, flat: torch.Tensor) -> tuple[dist.ReduceOp.RedOpType, int, dist.ProcessGroup | None]:
+        """(operation, divisor, group): gloo has no AVG, so there the sum is divided when it is waited for."""
+        if self._has_nccl and flat.device.type == "cuda":
+            return dist.ReduceOp.AVG, 1, self._own_group
+        return dist.ReduceOp.SUM, self._ranks.world_size, None

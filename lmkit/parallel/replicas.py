@@ -1,0 +1,53 @@
+"""Replicas at the start: the same model on every rank, or an error that says who differs."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lmkit.errors import LmkitError
+from lmkit.parallel.process_group import Ranks
+
+
+def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that get gradients, in the order of registration; tied ones once (by identity)."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def check_same_model(model: nn.Module, ranks: Ranks, fingerprint: str = "") -> None:
+    """Compare names, shapes, dtypes and what is frozen (and `fingerprint`, the recipe say) with rank 0's.
+
+    Raises:
+        LmkitError: on every rank, naming the ranks that differ.
+    """
+    described = "\n".join(
+        f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}"
+        for named in (model.named_parameters(remove_duplicate=False), model.named_buffers())
+        for name, tensor in named
+    )
+    for what, text in (("model", described), ("recipe", fingerprint)):
+        digest = torch.tensor(list(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)
+        digest = digest.to(ranks.device)
+        digests = [torch.empty_like(digest) for _ in range(ranks.world_size)]
+        dist.all_gather(digests, digest)
+        differing = [rank for rank, other in enumerate(digests) if not torch.equal(other, digests[0])]
+        if differing:
+            raise LmkitError(
+                f"rank {', '.join(map(str, differing))}: {what} differs from rank 0's",
+                hint="start every rank with the same recipe, overrides and version of lmkit",
+            )
+
+
+@torch.no_grad()
+def broadcast_model(model: nn.Module, ranks: Ranks) -> None:
+    """Give every rank rank 0's parameters and buffers."""
+    works = [
+        dist.broadcast(tensor.detach(), src=0, async_op=True)
+        for tensors in (model.parameters(), model.buffers())
+        for tensor in tensors
+    ]
+    for work in works:
+        work.wait()

@@ -1,0 +1,73 @@
+"""What the strategies with a whole optimizer on every rank have in common."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lmkit.parallel.accumulation import Accumulates
+from lmkit.parallel.process_group import Ranks
+from lmkit.parallel.reduction import Averager
+from lmkit.parallel.replicas import broadcast_model, check_same_model, trainable_parameters
+from lmkit.parallel.strategies import MakeOptimizer, SyncOptions
+from lmkit.parallel.traffic import Traffic
+from lmkit.parallel.unused import unused_everywhere
+
+
+class ReplicatedSync(Accumulates):
+    """Base: start-up, accumulation, parameters without a gradient, clipping. Subclasses reduce.
+
+    A parameter that was not used on this rank takes part with zeros; if it was used on no rank at all its
+    `grad` is None again afterwards, as PyTorch's DDP leaves it.
+    """
+
+    def __init__(self, ranks: Ranks, options: SyncOptions) -> None:
+        self.ranks = ranks
+        self.options = options
+        self.traffic = Traffic()
+        self.parameters: list[nn.Parameter] = []
+
+    def attach(self, model: nn.Module, *, fingerprint: str = "") -> nn.Module:
+        self.parameters = trainable_parameters(model)
+        if self.ranks.world_size > 1:
+            check_same_model(model, self.ranks, fingerprint)
+            broadcast_model(model, self.ranks)
+            self._averager = Averager(self.ranks, self.traffic, max_ctas=self.options.max_ctas)
+            self._install()
+        return model
+
+    def build_optimizer(self, make: MakeOptimizer, groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
+        return make(list(groups))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        if self.ranks.world_size == 1:
+            return
+        unused = [index for index, parameter in enumerate(self.parameters) if parameter.grad is None]
+        for index in unused:
+            self.parameters[index].grad = torch.zeros_like(self.parameters[index])
+        self._reduce()
+        for index in unused_everywhere(unused, len(self.parameters), self.ranks, self.traffic):
+            self.parameters[index].grad = None
+
+    @torch.no_grad()
+    def clip_gradients(self, max_norm: float) -> torch.Tensor:
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        if math.isfinite(max_norm):
+            nn.utils.clip_grads_with_norm_(self.parameters, max_norm, norm)
+        return norm
+
+    def reset(self) -> None:
+        """Strategies without state between backward and `finish` have nothing to forget."""
+
+    def _install(self) -> None:
+        """Hook into the model, where a strategy needs to."""
+
+    def _reduce(self) -> None:
+        """Make every parameter's `grad` (all present here) the mean over the ranks."""
+        raise NotImplementedError

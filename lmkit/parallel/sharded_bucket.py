@@ -1,0 +1,115 @@
+"""One bucket of `zero1`: the parameters' common flat storage, this rank's shard of it, and its collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lmkit.parallel.packing import gradients_of
+from lmkit.parallel.process_group import Ranks
+from lmkit.parallel.reduction import Averager, PendingMean
+from lmkit.parallel.zero1_layout import BucketLayout
+
+
+class ShardedBucket:
+    """Moves its parameters into one flat tensor, of which the optimizer on this rank updates one shard.
+
+    Args:
+        weight_dtype: what the parameters become; if it is not theirs, the shard gets a master copy in theirs.
+        wire_dtype: in which gradients are reduced.
+
+    Attributes:
+        master: what the optimizer steps, (shard_size,): the shard itself, or its fp32 copy.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        layout: BucketLayout,
+        ranks: Ranks,
+        averager: Averager | None,
+        *,
+        weight_dtype: torch.dtype,
+        wire_dtype: torch.dtype,
+    ) -> None:
+        self.parameters = list(parameters)
+        self.layout = layout
+        self._ranks = ranks
+        self._averager = averager
+        self._wire_dtype = wire_dtype
+        self._pending: PendingMean | None = None
+        self._gathering: dist.Work | None = None
+        first = self.parameters[0]
+        whole = torch.zeros(ranks.world_size * layout.shard_size, dtype=first.dtype, device=first.device)
+        for parameter, part in zip(self.parameters, self._parts(whole), strict=True):
+            part.copy_(parameter.detach())
+        self.weights = whole if weight_dtype == first.dtype else whole.to(weight_dtype)
+        for parameter, part in zip(self.parameters, self._parts(self.weights), strict=True):
+            parameter.data = part
+        self.shard = self.shard_of(self.weights)
+        self.has_own_master = self.weights is not whole
+        self.master = self.shard_of(whole).clone() if self.has_own_master else self.shard
+
+    def shard_of(self, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a flat tensor of the bucket, as a view."""
+        return flat.chunk(self._ranks.world_size)[self._ranks.rank]
+
+    def shard_slice(self, position: int) -> slice:
+        """Where the `position`-th parameter overlaps this rank's shard (may be empty)."""
+        start = sum(self.layout.sizes[:position]) - self._ranks.rank * self.layout.shard_size
+        stop = start + self.layout.sizes[position]
+        return slice(max(start, 0), max(min(stop, self.layout.shard_size), 0))
+
+    def reduce(self) -> None:
+        """Pack the parameters' gradients (all present; they are released) and start averaging them."""
+        first = self.parameters[0]
+        flat = torch.empty(self.weights.numel(), dtype=self._wire_dtype, device=first.device)
+        flat[self.layout.num_elements :].zero_()  # the padding must not carry what the allocator left there
+        torch._foreach_copy_(self._parts(flat), gradients_of(self.parameters))
+        for parameter in self.parameters:
+            parameter.grad = None
+        if self._averager is None:
+            self.master.grad = flat.to(self.master.dtype)
+        else:
+            self._pending = self._averager.reduce_scatter(flat)
+
+    def wait_reduced(self) -> None:
+        """On return `master.grad` is this rank's part of the mean gradient."""
+        if self._pending is not None:
+            self.master.grad = self._pending.wait().to(self.master.dtype)
+            self._pending = None
+
+    def drop_gradients(self) -> None:
+        """Forget gradients, also those under way."""
+        if self._pending is not None:
+            self._pending.work.wait()
+            self._pending = None
+        self.master.grad = None
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def start_gather(self) -> None:
+        """Write the stepped shard into the weights and start collecting the others'."""
+        if self.has_own_master:
+            self.shard.copy_(self.master)
+        if self._averager is not None:
+            self._gathering = self._averager.all_gather(self.weights)
+
+    def wait_gathered(self) -> None:
+        """On return (on GPUs: for the current stream) the parameters are whole."""
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+
+    def take_weights(self) -> None:
+        """The weights were changed from outside (loaded): the master follows them."""
+        if self.has_own_master:
+            self.master.copy_(self.shard)
+
+    def _parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The parameters' places in a flat tensor, in their shapes."""
+        parts = flat[: self.layout.num_elements].split(self.layout.sizes)
+        return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]

@@ -1,0 +1,169 @@
+"""The optimizer of `zero1`: any element-wise optimizer, made over this rank's shards, stepped in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from lmkit.parallel.sharded_bucket import ShardedBucket
+from lmkit.parallel.strategies import MakeOptimizer
+from lmkit.parallel.zero1_layout import ShardLayout, StateDict, consolidate, take_shards
+
+STEP_PARTS = 4
+"""The step is made in so many parts, so that gathering one part's weights overlaps the next part's arithmetic."""
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """Steps this rank's shards of all buckets, then starts gathering the weights.
+
+    `param_groups` are the given groups, one to one, with the shards in place of the parameters: a schedule sets
+    "lr" there as usual. The optimizer must treat elements independently of one another (AdamW, SGD, Adam,
+    RMSprop do; LAMB and Muon, which look at whole matrices, do not), and skip what has no gradient.
+
+    Args:
+        make: makes the optimizer from parameter groups.
+        groups: the caller's groups; their "params" are replaced by the shards of the buckets.
+        buckets: in the order in which the next forward pass needs them.
+    """
+
+    def __init__(
+        self,
+        make: MakeOptimizer,
+        groups: Sequence[dict[str, Any]],
+        buckets: Sequence[ShardedBucket],
+        layout: ShardLayout,
+        rank: int,
+    ) -> None:
+        self.inner = make(
+            [
+                {**group, "params": [bucket.master for bucket in buckets if bucket.layout.group == number]}
+                for number, group in enumerate(groups)
+            ]
+        )
+        super().__init__(self.inner.param_groups, self.inner.defaults)
+        self.state = self.inner.state
+        self.layout = layout
+        self._rank = rank
+        self._in_layout_order = sorted(buckets, key=lambda bucket: layout.buckets.index(bucket.layout))
+        self._parts = _split_evenly(buckets, STEP_PARTS)
+        self.keep: list[tuple[ShardedBucket, slice]] = []
+        """Elements that this step must leave alone: parameters that no rank used."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Step every shard and start gathering. Weights are whole again where the next forward pass reads them."""
+        if closure is not None:
+            raise ValueError("a sharded optimizer takes no closure: gradients are reduced once per step")
+        kept = [
+            (tensor, tensor.clone()) for bucket, where in self.keep for tensor in self._slices(bucket, where)
+        ]
+        gradients = [[bucket.master.grad for bucket in part] for part in self._parts]
+        for part in self._parts:
+            _set_gradients(part, [None] * len(part))
+        for part, own in zip(self._parts, gradients, strict=True):
+            _set_gradients(part, own)
+            self.inner.step()
+            _set_gradients(part, [None] * len(part))
+            if kept:
+                continue
+            for bucket in part:
+                bucket.start_gather()
+        if kept:
+            for tensor, before in kept:
+                tensor.copy_(before)
+            for part in self._parts:
+                for bucket in part:
+                    bucket.start_gather()
+        self.keep = []
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Release all gradients, of shards and of parameters."""
+        for bucket in self._in_layout_order:
+            bucket.drop_gradients()
+
+    def state_dict(self) -> StateDict:
+        """This rank's state: {"rank", "layout", "param_groups", "state": {bucket: {name: tensor}}}.
+
+        Everything but the tensors is JSON. "master" is among the states where weights are bf16.
+        """
+        state: dict[str, dict[str, torch.Tensor]] = {}
+        for index, bucket in enumerate(self._in_layout_order):
+            state[str(index)] = dict(self.inner.state.get(bucket.master, {}))
+            if bucket.has_own_master:
+                state[str(index)]["master"] = bucket.master
+        return {
+            "rank": self._rank,
+            "layout": self.layout.as_json(),
+            "param_groups": [_without_params(group) for group in self.param_groups],
+            "state": state,
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Take this rank's own state back. Load the model's weights before, not after.
+
+        Raises:
+            ValueError: it was saved by another rank or under another layout (see `load_resharded`).
+        """
+        if state_dict["rank"] != self._rank or ShardLayout.from_json(state_dict["layout"]) != self.layout:
+            raise ValueError("the state has another layout or rank; load_resharded takes all ranks' states")
+        self._load(state_dict["state"], state_dict["param_groups"])
+
+    @torch.no_grad()
+    def load_resharded(self, states: Sequence[StateDict]) -> None:
+        """Take what all ranks of a run with another world size or bucket size saved, cut for this run.
+
+        Raises:
+            ValueError: a rank's state is missing, or a parameter has none.
+        """
+        shards = take_shards(consolidate(states), self.layout, self._rank)
+        self._load(shards, states[0]["param_groups"])
+
+    def _load(self, state: dict[str, dict[str, torch.Tensor]], groups: Sequence[dict[str, Any]]) -> None:
+        if len(groups) != len(self.param_groups):
+            raise ValueError(
+                f"the state has {len(groups)} parameter groups, the optimizer {len(self.param_groups)}"
+            )
+        for index, bucket in enumerate(self._in_layout_order):
+            saved = dict(state.get(str(index), {}))
+            master = saved.pop("master", None)
+            if master is not None:
+                bucket.master.copy_(master)
+                bucket.start_gather()
+                bucket.wait_gathered()
+            if saved:
+                self.inner.state[bucket.master] = {
+                    key: value.clone() if value.ndim == 0 else value.to(bucket.master.device, copy=True)
+                    for key, value in saved.items()
+                }
+        for group, loaded in zip(self.param_groups, groups, strict=True):
+            group.update(loaded)
+
+    def _slices(self, bucket: ShardedBucket, where: slice) -> list[torch.Tensor]:
+        """The weights and states of some elements, as views. State that does not exist yet will start at zero,
+        and a zero gradient leaves it there."""
+        states = self.inner.state.get(bucket.master, {}).values()
+        per_element = [value for value in states if isinstance(value, torch.Tensor) and value.ndim == 1]
+        return [tensor[where] for tensor in (bucket.master, *per_element)]
+
+
+def _set_gradients(buckets: Sequence[ShardedBucket], gradients: Sequence[torch.Tensor | None]) -> None:
+    for bucket, gradient in zip(buckets, gradients, strict=True):
+        bucket.master.grad = gradient
+
+
+def _without_params(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _split_evenly(buckets: Sequence[ShardedBucket], parts: int) -> list[list[ShardedBucket]]:
+    """Consecutive runs of about equal numbers of elements."""
+    total = sum(bucket.layout.shard_size for bucket in buckets)
+    runs: list[list[ShardedBucket]] = [[] for _ in range(parts)]
+    before = 0
+    for bucket in buckets:
+        runs[min(parts - 1, before * parts // total)].append(bucket)
+        before += bucket.layout.shard_size
+    return [run for run in runs if run]
