@@ -1,0 +1,15 @@
+"""FlashAttention for Hopper GPUs (H100, H200) in Gluon: warp-specialised, TMA, asynchronous tensor cores.
+
+* `unsupported_reason(q, k, v, causal=...)`: None, or why these kernels cannot take the request;
+* `forward(q, k, v, causal=..., scale=...)` -> (out, lse);
+* `backward(dout, q, k, v, out, lse, causal=..., scale=..., deterministic=...)` -> (dq, dk, dv).
+
+Shapes are (batch, heads, seq, head_dim) with any strides the copy engine takes; causal means query i sees keys j <= i.
+Read `forward_kernel.py` first; `backward_kernel.py` and `query_gradient_kernel.py` build on its ideas.
+"""
+
+from lmkit.kernels.hopper.backward import backward
+from lmkit.kernels.hopper.forward import forward
+from lmkit.kernels.hopper.support import unsupported_reason
+
+__all__ = ["backward", "forward", "unsupported_reason"]

@@ -1,0 +1,43 @@
+"""The two small kernels around the fast backward: what must be ready before it, and dQ's way from float32 to 16 bits."""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+ROWS = 64  # query rows of one program
+
+
+@triton.jit(do_not_specialize=["num_queries", "padded", "heads"])
+def prepare_kernel(out, dout, lse_in, lse_out, delta_out, dq_sum, num_queries, padded, heads, out_batch, out_head, out_row,
+                   dout_batch, dout_head, dout_row, D: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    """delta = rowsum(dO * O); lse in log2 units, +inf past the last query (there P = 0); zeros for the sum of dQ."""
+    gdc_wait()
+    gdc_launch_dependents()
+    flat_head = tl.program_id(1).to(tl.int64)
+    batch = flat_head // heads
+    head = flat_head % heads
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, D)
+    valid = rows < num_queries
+    wide = rows[:, None].to(tl.int64)
+    o = tl.load(out + batch * out_batch + head * out_head + wide * out_row + columns, mask=valid[:, None], other=0.0)
+    do = tl.load(dout + batch * dout_batch + head * dout_head + wide * dout_row + columns, mask=valid[:, None], other=0.0)
+    tl.store(delta_out + flat_head * padded + rows, tl.sum(o.to(tl.float32) * do.to(tl.float32), 1))
+    lse = tl.load(lse_in + flat_head * num_queries + rows, mask=valid, other=float("inf"))
+    tl.store(lse_out + flat_head * padded + rows, lse * 1.4426950408889634)
+    tl.store(dq_sum + (flat_head * padded + wide) * D + columns, tl.zeros([ROWS, D], tl.float32))
+
+
+@triton.jit(do_not_specialize=["num_queries", "padded", "heads"])
+def finish_kernel(dq_sum, dq, num_queries, padded, heads, dq_batch, dq_head, dq_row, scale, D: tl.constexpr,
+                  ROWS: tl.constexpr):  # fmt: skip
+    """dQ = scale * sum, rounded once."""
+    gdc_wait()
+    gdc_launch_dependents()
+    flat_head = tl.program_id(1).to(tl.int64)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, D)
+    wide = rows[:, None].to(tl.int64)
+    total = tl.load(dq_sum + (flat_head * padded + wide) * D + columns)
+    target = dq + (flat_head // heads) * dq_batch + (flat_head % heads) * dq_head + wide * dq_row + columns
+    tl.store(target, (total * scale).to(dq.dtype.element_ty), mask=(rows < num_queries)[:, None])

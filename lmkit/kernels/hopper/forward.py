@@ -1,0 +1,71 @@
+"""Launches the forward kernel: configuration, descriptors, grid."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from lmkit.kernels.hopper.forward_kernel import forward_kernel
+from lmkit.kernels.hopper.tensors import describe, empty_in_order_of
+
+TILE = 128  # query rows of a thread block, 64 for each consumer
+KEYS = 128
+REGISTERS = 168  # a thread at launch; the consumers then take the producer's share
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """What differs between head sizes: slots for K and for V, and the share of exponentials done as polynomials."""
+
+    stages: int
+    polynomial_eighths: int
+
+
+CONFIGS = {
+    (64, False): ForwardConfig(stages=3, polynomial_eighths=2),
+    (64, True): ForwardConfig(stages=3, polynomial_eighths=2),
+    (128, False): ForwardConfig(stages=2, polynomial_eighths=0),
+    (128, True): ForwardConfig(stages=2, polynomial_eighths=0),
+}
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax(q k^T scale) v and the log-sum-exp of the scores (float32 (batch, heads, num_queries), natural).
+
+    q: (batch, heads, num_queries, head_dim); k, v: (batch, key_heads, num_keys, head_dim). Whether the kernel can run is
+    `unsupported_reason`'s to say; here it is taken for granted.
+    """
+    batch, heads, num_queries, head_dim = q.shape
+    num_keys = k.shape[2]
+    config = CONFIGS[head_dim, causal]
+    out = empty_in_order_of(q)
+    lse = torch.empty((batch, heads, num_queries), device=q.device, dtype=torch.float32)
+    num_tiles = triton.cdiv(num_queries, TILE)
+    units = batch * heads * ((num_tiles + 1) // 2 if causal else num_tiles)
+    blocks = min(units, torch.cuda.get_device_properties(q.device).multi_processor_count)
+    rows, keys = (1, 1, TILE // 2, head_dim), (1, 1, KEYS, head_dim)
+    forward_kernel[(blocks,)](
+        describe(q, rows),
+        describe(k, keys),
+        describe(v, keys),
+        describe(out, rows),
+        lse,
+        num_queries,
+        num_keys,
+        heads,
+        heads // k.shape[1],
+        num_tiles,
+        batch * heads,
+        scale * math.log2(math.e),
+        D=head_dim,
+        STAGES=config.stages,
+        CAUSAL=causal,
+        TAIL=num_keys % KEYS != 0,
+        POLYNOMIAL=config.polynomial_eighths,
+        num_warps=4,
+        maxnreg=REGISTERS,
+    )
+    return out, lse

@@ -1,0 +1,119 @@
+"""Masks, sums and packing on the register fragments of a tensor-core accumulator.
+
+A warp group holds a (64, N) accumulator so that a thread's columns are 8 j + 2 q + e, with q the thread's place in its
+quad and j, e known at compile time. Splitting the columns that way makes masks compare with immediates: only one value
+per row and thread is needed (a plain vector of column numbers cost 50 to 70 spilled registers).
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def keep_columns_up_to(tile, last_column, fill: gl.constexpr):
+    """`fill` where the column is beyond `last_column` (one number a row, may be negative)."""
+    rows: gl.constexpr = tile.shape[0]
+    columns: gl.constexpr = tile.shape[1]
+    layout: gl.constexpr = tile.type.layout
+    split = tile.reshape([rows, columns // 8, 4, 2])
+    split_layout: gl.constexpr = split.type.layout
+    row_layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, split_layout)))
+    j = gl.arange(0, columns // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, split_layout))))
+    q = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, split_layout))))
+    e = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, split_layout))))
+    last = gl.convert_layout(last_column, row_layout)
+    last = gl.expand_dims(gl.expand_dims(gl.expand_dims(last, 1), 2), 3)
+    j = gl.expand_dims(gl.expand_dims(gl.expand_dims(j, 0), 2), 3)
+    q = gl.expand_dims(gl.expand_dims(gl.expand_dims(q, 0), 1), 3)
+    e = gl.expand_dims(gl.expand_dims(gl.expand_dims(e, 0), 1), 2)
+    split = gl.where(last - 2 * q >= 8 * j + e, split, fill)
+    return gl.convert_layout(split.reshape([rows, columns]), layout)
+
+
+@gluon.jit
+def sum_within_threads(tile):
+    """(rows, N) -> (rows, 4): each thread adds up its own columns, no shuffles; a later sum over axis 1 finishes."""
+    split = tile.reshape([tile.shape[0], tile.shape[1] // 8, 4, 2])
+    return gl.sum(gl.sum(split, 3), 1)
+
+
+@gluon.jit
+def scale_rows(tile, factor):
+    """tile * factor, one factor a row."""
+    layout: gl.constexpr = gl.SliceLayout(1, tile.type.layout)
+    return tile * gl.expand_dims(gl.convert_layout(factor, layout), 1)
+
+
+@gluon.jit
+def pack_pairs(tile, dtype: gl.constexpr):
+    """(rows, N) float32 -> (rows, N / 2) int32 of two rounded 16-bit numbers each, as the tensor cores want them.
+
+    Carried across a branch or a loop as 16-bit numbers, the compiler takes them apart and together again (64 PRMT a step).
+    """
+    low, high = gl.split(tile.reshape([tile.shape[0], tile.shape[1] // 2, 2]))
+    convert: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
+    return gl.inline_asm_elementwise(
+        f"cvt.rn.{convert}.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def unpack_pairs(packed, dtype: gl.constexpr, layout: gl.constexpr):
+    """Back to (rows, N) of dtype in `layout`, in the same registers."""
+    both = gl.join(packed, packed).reshape([packed.shape[0], 2 * packed.shape[1]])
+    if dtype == gl.bfloat16:
+        halves = gl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r,r", [both], dtype=gl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        halves = gl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r,r", [both], dtype=gl.float16, is_pure=True, pack=2
+        )
+    return gl.convert_layout(halves, layout)
+
+
+@gluon.jit
+def keep_columns_from(tile, first_column, fill: gl.constexpr):
+    """`fill` where the column is before `first_column` (one number a row): keep_columns_up_to's mirror image."""
+    rows: gl.constexpr = tile.shape[0]
+    columns: gl.constexpr = tile.shape[1]
+    layout: gl.constexpr = tile.type.layout
+    split = tile.reshape([rows, columns // 8, 4, 2])
+    split_layout: gl.constexpr = split.type.layout
+    row_layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, split_layout)))
+    j = gl.arange(0, columns // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, split_layout))))
+    q = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, split_layout))))
+    e = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, split_layout))))
+    first = gl.convert_layout(first_column, row_layout)
+    first = gl.expand_dims(gl.expand_dims(gl.expand_dims(first, 1), 2), 3)
+    j = gl.expand_dims(gl.expand_dims(gl.expand_dims(j, 0), 2), 3)
+    q = gl.expand_dims(gl.expand_dims(gl.expand_dims(q, 0), 1), 3)
+    e = gl.expand_dims(gl.expand_dims(gl.expand_dims(e, 0), 1), 2)
+    split = gl.where(first - 2 * q <= 8 * j + e, split, fill)
+    return gl.convert_layout(split.reshape([rows, columns]), layout)
+
+
+@gluon.jit
+def multiply_rounded(rounded, tile):
+    """16-bit * float32 -> 16-bit with one rounding, in pairs: keeping the rounded P alive instead of the float32 one saves
+    32 registers. (Written with a cast, the compiler unpacks on the special-function unit, one element at a time.)"""
+    if rounded.dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "{ .reg .b32 t; .reg .f32 a, b; shl.b32 t, $1, 16; mov.b32 a, t; and.b32 t, $1, 0xffff0000; mov.b32 b, t; "
+            "mul.rn.f32 a, a, $2; mul.rn.f32 b, b, $3; cvt.rn.bf16x2.f32 $0, b, a; }",
+            "=r,r,f,f",
+            [rounded, tile],
+            dtype=gl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            "{ .reg .b16 l, h; .reg .f32 a, b; mov.b32 {l, h}, $1; cvt.f32.f16 a, l; cvt.f32.f16 b, h; "
+            "mul.rn.f32 a, a, $2; mul.rn.f32 b, b, $3; cvt.rn.f16x2.f32 $0, b, a; }",
+            "=r,r,f,f",
+            [rounded, tile],
+            dtype=gl.float16,
+            is_pure=True,
+            pack=2,
+        )

@@ -1,0 +1,62 @@
+"""Hardware barriers and votes that Gluon has no function for, as inline PTX.
+
+Named barriers (`bar.sync` waits, `bar.arrive` only announces) hand a token from one warp group to another without
+the partition-wide barrier that Triton puts around `mbarrier.arrive`. Triton itself uses the lower numbers; 9 to 15 are ours.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+FIRST_NAMED_BARRIER = gl.constexpr(9)
+
+
+@gluon.jit
+def named_barrier_wait(barrier, num_threads: gl.constexpr):
+    """Waits until `num_threads` threads (the caller's own included) have reached this barrier."""
+    gl.inline_asm_elementwise(
+        f"bar.sync $1, {num_threads}; mov.b32 $0, 0;", "=r,r", [gl.to_tensor(barrier)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def named_barrier_arrive(barrier, num_threads: gl.constexpr):
+    """Counts the caller's threads in and goes on at once."""
+    gl.inline_asm_elementwise(
+        f"bar.arrive $1, {num_threads}; mov.b32 $0, 0;", "=r,r", [gl.to_tensor(barrier)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def declare_warp_vote(name: gl.constexpr):
+    """Declares the register that carries one vote; once per partition, outside of loops."""
+    gl.inline_asm_elementwise(
+        f".reg .b32 warp_vote_{name}; mov.b32 warp_vote_{name}, 0; mov.b32 $0, 0;",
+        "=r,r",
+        [gl.to_tensor(0)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def any_in_warp_exceeds(values, limit: gl.constexpr, name: gl.constexpr):
+    """1 in every thread of a warp where one of the warp's elements of `values` is above `limit` or NaN, else 0.
+
+    A scalar that may differ from warp to warp: code under `if` on it must not hold anything that the whole warp
+    group takes part in (barriers, shared memory, tensor cores). Triton reduces a tensor to a scalar through shared memory
+    and two barriers; a vote takes two instructions. Each thread must hold exactly two elements.
+    """
+    gl.inline_asm_elementwise(
+        "{ .reg .pred a, b;"
+        f" setp.gtu.f32 a, $1, {limit}; setp.gtu.f32 b, $2, {limit}; or.pred a, a, b;"
+        f" vote.sync.any.pred a, a, 0xffffffff; selp.b32 warp_vote_{name}, 1, 0, a; mov.b32 $0, 0; }}",
+        "=r,f,f",
+        [values],
+        dtype=gl.int16,
+        is_pure=False,
+        pack=2,
+    )
+    return gl.inline_asm_elementwise(
+        f"mov.b32 $0, warp_vote_{name};", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
+    )

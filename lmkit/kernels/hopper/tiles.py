@@ -1,0 +1,52 @@
+"""Which query tiles a persistent block works on, and how many key blocks each of them meets.
+
+A causal tile costs more the further down it is. Persistent blocks stay in step when every unit of work costs the same,
+so a causal unit is the PAIR of tiles (last - u, u) of one head: always num_tiles + 1 key blocks. With an odd number
+of tiles the middle ones are left over; they are dealt out singly after all pairs.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def count_tiles(num_tiles, num_heads, CAUSAL: gl.constexpr):
+    """(tiles of this block, whole pairs among its units); num_heads counts all heads of the batch."""
+    blocks = gl.num_programs(0)
+    if CAUSAL:
+        all_pairs = num_heads * (num_tiles // 2)
+        units = all_pairs + num_heads * (num_tiles % 2)
+        pairs = gl.cdiv(gl.maximum(all_pairs - gl.program_id(0), 0), blocks)
+        return pairs + gl.cdiv(gl.maximum(units - gl.program_id(0), 0), blocks), pairs
+    else:
+        tiles = gl.cdiv(gl.maximum(num_tiles * num_heads - gl.program_id(0), 0), blocks)
+        return tiles, tiles
+
+
+@gluon.jit
+def locate_tile(turn, num_tiles, num_heads, pairs, CAUSAL: gl.constexpr):
+    """(tile, head) of this block's `turn`-th tile; `pairs` as from count_tiles."""
+    if CAUSAL:
+        pairs_per_head = num_tiles // 2
+        unit = gl.program_id(0) + (turn // 2) * gl.num_programs(0)
+        head = unit // gl.maximum(pairs_per_head, 1)
+        near = unit % gl.maximum(pairs_per_head, 1)
+        tile = num_tiles - 1 - near
+        if turn % 2 == 1:
+            tile = near
+        if turn >= 2 * pairs:
+            head = gl.program_id(0) + (turn - pairs) * gl.num_programs(0) - num_heads * pairs_per_head
+            tile = pairs_per_head
+        return tile, head
+    else:
+        unit = gl.program_id(0) + turn * gl.num_programs(0)
+        return unit % num_tiles, unit // num_tiles
+
+
+@gluon.jit
+def count_key_blocks(tile, num_keys, TILE: gl.constexpr, KEYS: gl.constexpr, CAUSAL: gl.constexpr):
+    """Key blocks that a tile of TILE queries meets: all, or (causal) those up to its last query."""
+    blocks = gl.cdiv(num_keys, KEYS)
+    if CAUSAL:
+        blocks = gl.minimum(blocks, gl.cdiv((tile + 1) * TILE, KEYS))
+    return blocks
