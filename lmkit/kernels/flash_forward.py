@@ -13,11 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from lmkit.kernels.launching import descriptors_reach, head_strides, kernel_constants, source
-from lmkit.kernels.tiles import dot_over_parts, head_start, load_tile, store_tile
+from lmkit.kernels.tiles import LN_2, LOG2_E, dot_over_parts, head_start, load_tile, store_tile
 from lmkit.kernels.tilings import Tiling
 from lmkit.kernels.tuning import choose_tiling
-
-LOG2_E = 1.4426950408889634
 
 
 def flash_forward(
@@ -61,7 +59,7 @@ def flash_forward(
             heads // k.shape[1],
             num_queries,
             k.shape[2],
-            scale * LOG2_E,
+            scale * LOG2_E.value,
             CUT=causal or k.shape[2] % tiling.columns != 0,
             **constants,
         )
@@ -167,7 +165,7 @@ def forward_kernel(
         )  # fmt: skip
 
     rows = row + tl.arange(0, ROWS)
-    lse = (largest + tl.log2(total)) * 0.6931471805599453  # back to the natural logarithm
+    lse = (largest + tl.log2(total)) * LN_2  # back to the natural logarithm
     tl.store(lse_pointer + batch_head.to(tl.int64) * num_queries + rows, lse, mask=rows < num_queries)
     out = acc / total[:, None]
     store_tile(out_pointer, out, out_stride_row, row, num_queries, ROWS, 0, MAIN, HEAD_DIM)

@@ -59,6 +59,7 @@ def descriptors_reach(*tensors: Tensor) -> bool:
         x.itemsize == 2
         and x.data_ptr() % 16 == 0
         and x.stride(3) == 1
+        and min(x.stride()) > 0
         and (x.stride(0) | x.stride(1) | x.stride(2)) % 8 == 0
         for x in tensors
     )
@@ -66,4 +67,5 @@ def descriptors_reach(*tensors: Tensor) -> bool:
 
 def head_strides(x: Tensor) -> tuple[int, int, int]:
     """Strides of (batch, heads, seq); along head_dim the stride is 1."""
-    return x.stride()[:3]
+    batch, head, row, _ = x.stride()
+    return batch, head, row
