@@ -39,19 +39,15 @@ class OverlapSync(ReplicatedSync):
     def _use_buckets(self, buckets: list[list[nn.Parameter]]) -> None:
         self._buckets = buckets
         self._bucket_of = {parameter: index for index, bucket in enumerate(buckets) for parameter in bucket}
-        self._queue = ReadyQueue([len(bucket) for bucket in buckets], self._launch)
-        self._marked: set[nn.Parameter] = set()
+        self._queue = ReadyQueue([len(bucket) for bucket in buckets], self._launch, self._forget)
 
     @torch.no_grad()
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         if self._accumulating:
             return
-        if parameter in self._marked:
-            self.reset()  # a backward before this one broke off half-way
-        self._marked.add(parameter)
+        self._queue.mark(self._bucket_of[parameter])
         if self._ready_order is not None:
             self._ready_order.append(self._index_of[parameter])
-        self._queue.mark(self._bucket_of[parameter])
 
     def _launch(self, index: int) -> None:
         bucket = self._buckets[index]
@@ -60,7 +56,6 @@ class OverlapSync(ReplicatedSync):
 
     def _reduce(self) -> None:
         self._queue.launch_rest()
-        self._marked.clear()
         for bucket in self._flying:
             bucket.wait()
         self._flying.clear()
@@ -77,12 +72,13 @@ class OverlapSync(ReplicatedSync):
         self._use_buckets(self._plan_buckets([self.parameters[index] for index in order.tolist()]))
 
     def reset(self) -> None:
-        if self.ranks.world_size == 1:
-            return
+        if self.ranks.world_size > 1:
+            self._forget()
+            self._queue.reset()
+
+    def _forget(self) -> None:
         for bucket in self._flying:
             bucket.pending.work.wait()
         self._flying.clear()
-        self._marked.clear()
-        self._queue.reset()
         if self._ready_order is not None:
             self._ready_order = []

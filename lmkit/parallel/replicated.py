@@ -62,6 +62,9 @@ class ReplicatedSync(Accumulates):
             nn.utils.clip_grads_with_norm_(self.parameters, max_norm, norm)
         return norm
 
+    def wait_for_weights(self) -> None:
+        """Every rank steps all weights itself."""
+
     def reset(self) -> None:
         """Strategies without state between backward and `finish` have nothing to forget."""
 

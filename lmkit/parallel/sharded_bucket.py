@@ -82,14 +82,12 @@ class ShardedBucket:
             self.master.grad = self._pending.wait().to(self.master.dtype)
             self._pending = None
 
-    def drop_gradients(self) -> None:
-        """Forget gradients, also those under way."""
+    def drop_reduced(self) -> None:
+        """Forget the mean gradient, also one that is under way."""
         if self._pending is not None:
             self._pending.work.wait()
             self._pending = None
         self.master.grad = None
-        for parameter in self.parameters:
-            parameter.grad = None
 
     def start_gather(self) -> None:
         """Write the stepped shard into the weights and start collecting the others'."""

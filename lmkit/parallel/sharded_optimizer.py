@@ -81,7 +81,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Release all gradients, of shards and of parameters."""
         for bucket in self._in_layout_order:
-            bucket.drop_gradients()
+            bucket.drop_reduced()
+            for parameter in bucket.parameters:
+                parameter.grad = None
 
     def state_dict(self) -> StateDict:
         """This rank's state: {"rank", "layout", "param_groups", "state": {bucket: {name: tensor}}}.

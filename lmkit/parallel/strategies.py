@@ -98,6 +98,10 @@ class GradientSync(Protocol):
         `max_norm=inf` only measures.
         """
 
+    def wait_for_weights(self) -> None:
+        """Call before parameters are read other than through the model's call, `loss` or `state_dict`: `zero1`
+        may still be gathering them after `optimizer.step()`."""
+
     def reset(self) -> None:
         """Forget a step that broke off (an exception in backward), so that the next one starts clean."""
 

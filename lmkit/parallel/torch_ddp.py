@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,6 +15,10 @@ from lmkit.parallel.process_group import Ranks
 from lmkit.parallel.replicas import check_same_model
 from lmkit.parallel.replicated import ReplicatedSync
 from lmkit.parallel.strategies import SyncOptions
+
+# torch 2.13 renamed the option and warns about the old name. Our models' buffers are constants.
+_NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+_NO_BUFFER_TRAFFIC: dict[str, Any] = {"forward_sync_buffers" if _NEW_NAME else "broadcast_buffers": False}
 
 
 class TorchDDP(ReplicatedSync):
@@ -51,7 +56,7 @@ class TorchDDP(ReplicatedSync):
             _Dispatch(model),
             device_ids=[self.ranks.device.index] if self.ranks.device.type == "cuda" else None,
             bucket_cap_mb=self.options.bucket_mb,
-            broadcast_buffers=False,
+            **_NO_BUFFER_TRAFFIC,
             gradient_as_bucket_view=self._view_gradients,
             static_graph=self._static_graph,
             find_unused_parameters=self._find_unused,

@@ -45,6 +45,7 @@ class Zero1(Accumulates):
         self._averager: Averager | None = None
         self._buckets: list[ShardedBucket] = []
         self._optimizer: ShardedOptimizer | None = None
+        self._lazy: LazyWeights | None = None
 
     def attach(self, model: nn.Module, *, fingerprint: str = "") -> nn.Module:
         if self.ranks.world_size > 1:
@@ -72,11 +73,13 @@ class Zero1(Accumulates):
             layout = BucketLayout(number, tuple(_plain(names[p]) for p in parameters), sizes, shard_size)
             self._buckets.append(self._make_bucket(parameters, layout))
         self._bucket_of = {p: i for i, bucket in enumerate(self._buckets) for p in bucket.parameters}
-        self._queue = ReadyQueue([len(bucket.parameters) for bucket in self._buckets], self._launch)
+        self._queue = ReadyQueue(
+            [len(bucket.parameters) for bucket in self._buckets], self._launch, self._forget
+        )
         self._marked: set[nn.Parameter] = set()
         for parameter in self._bucket_of:
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
-        lazy = LazyWeights(self._model, self._buckets)
+        self._lazy = lazy = LazyWeights(self._model, self._buckets)
         layouts = ShardLayout(self.ranks.world_size, tuple(bucket.layout for bucket in self._buckets))
         self._optimizer = ShardedOptimizer(make, given, self._buckets[::-1], layouts, self.ranks.rank)
         self._optimizer.register_step_post_hook(lambda *_: lazy.after_step())
@@ -110,11 +113,18 @@ class Zero1(Accumulates):
             torch._foreach_mul_(shards, (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
+    def wait_for_weights(self) -> None:
+        if self._lazy is not None:
+            self._lazy.wait_all()
+
     def reset(self) -> None:
-        for bucket in self._buckets:
-            bucket.drop_gradients()
-        self._marked.clear()
+        self._forget()
         self._queue.reset()
+
+    def _forget(self) -> None:
+        for bucket in self._buckets:
+            bucket.drop_reduced()
+        self._marked.clear()
 
     def _plan(
         self, parameters: Sequence[nn.Parameter], position: dict[nn.Parameter, int]
@@ -138,16 +148,8 @@ class Zero1(Accumulates):
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         if self._accumulating:
             return
-        if parameter in self._marked:
-            self._restart(parameter)
-        self._marked.add(parameter)
         self._queue.mark(self._bucket_of[parameter])
-
-    def _restart(self, parameter: nn.Parameter) -> None:
-        """A backward before this one broke off half-way: keep nothing of it but this new gradient."""
-        gradient = parameter.grad
-        self.reset()
-        parameter.grad = gradient
+        self._marked.add(parameter)
 
     def _launch(self, index: int) -> None:
         self._buckets[index].reduce()

@@ -1,0 +1,463 @@
+"""Checks that run inside a process group: every function `check_*` runs on every rank of one spawned group.
+
+Starting processes costs seconds, the checks milliseconds: so all of them share one group, and the tests read the
+outcome by name.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_model import HardModel, adamw, batch, groups_of, joined_run, sgd
+from torch import nn
+
+from lmkit.errors import LmkitError
+from lmkit.parallel.agreement import agree
+from lmkit.parallel.process_group import Ranks, process_group
+from lmkit.parallel.strategies import GradientSync, SyncOptions, build_strategy
+from lmkit.parallel.torch_ddp import TorchDDP
+from lmkit.parallel.zero1 import Zero1
+
+SMALL_BUCKETS = SyncOptions(bucket_mb=0.0003)  # about 300 bytes: several buckets even in this model
+STRATEGIES = ("naive", "flat", "overlap", "bucketed", "torch_ddp", "zero1")
+
+# The same sums in another order, in float64: rounding of 1e-16 that Adam's division and clipping amplify.
+FLOAT64_TOLERANCE = 1e-10
+
+
+def run_all(names: list[str]) -> dict[str, list[str]]:
+    """Run the named checks; name -> what failed, per rank ("" where nothing did)."""
+    torch.set_num_threads(1)
+    outcome: dict[str, list[str]] = {}
+    with process_group("cpu", timeout_s=30) as ranks:
+        for name in names:
+            try:
+                CHECKS[name](ranks)
+                mine = ""
+            except Exception:
+                mine = traceback.format_exc()
+            # By the store: after a failure the ranks' collectives may be out of step.
+            ranks.store.set(f"{name}/{ranks.rank}", mine)
+            outcome[name] = [ranks.store.get(f"{name}/{rank}").decode() for rank in range(ranks.world_size)]
+            if any(outcome[name]):
+                break
+    return outcome
+
+
+def build(strategy: str, ranks: Ranks, options: SyncOptions = SMALL_BUCKETS) -> GradientSync:
+    if strategy == "torch_ddp":
+        return TorchDDP(ranks, options, find_unused=True)
+    return build_strategy(strategy, ranks, options)
+
+
+def train(
+    sync: GradientSync,
+    model: nn.Module,
+    ranks: Ranks,
+    *,
+    steps: int,
+    accumulation: int = 1,
+    max_norm: float = float("inf"),
+    make: Callable = adamw,
+) -> tuple[list[float], torch.optim.Optimizer]:
+    call = sync.attach(model)
+    optimizer = sync.build_optimizer(make, groups_of(model))
+    norms = [
+        one_step(sync, call, optimizer, ranks, step, accumulation=accumulation, max_norm=max_norm)
+        for step in range(steps)
+    ]
+    sync.wait_for_weights()
+    return norms, optimizer
+
+
+def one_step(sync, call, optimizer, ranks, step, *, accumulation=1, max_norm=float("inf")) -> float:
+    for micro in range(accumulation):
+        with nullcontext() if micro == accumulation - 1 else sync.no_sync():
+            loss = call.loss(*batch(step, ranks.rank, micro), ranks.rank)
+            (loss / accumulation).backward()
+    sync.finish()
+    norm = float(sync.clip_gradients(max_norm))
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm
+
+
+def seeded_model(seed: int, dtype: torch.dtype = torch.float64) -> HardModel:
+    torch.manual_seed(seed)
+    return HardModel(dtype)
+
+
+def assert_same_on_all_ranks(model: nn.Module, ranks: Ranks) -> None:
+    for name, value in model.state_dict().items():
+        everyone = [torch.empty_like(value) for _ in range(ranks.world_size)]
+        dist.all_gather(everyone, value.contiguous())
+        for rank, other in enumerate(everyone):
+            assert torch.equal(other, everyone[0]), f"{name} of rank {rank} differs from rank 0's"
+
+
+def assert_close_models(mine: nn.Module, oracle: nn.Module, tolerance: float) -> None:
+    expected = dict(oracle.named_parameters())
+    for name, value in mine.named_parameters():
+        difference = (value.detach() - expected[name].detach()).abs().max().item()
+        assert difference <= tolerance, f"{name} is off by {difference:.3g}"
+
+
+def check_joined_batch(ranks: Ranks, strategy: str, make: Callable) -> None:
+    oracle = seeded_model(0)
+    before = {name: value.clone() for name, value in oracle.state_dict().items()}
+    expected = joined_run(
+        oracle, world_size=ranks.world_size, steps=4, accumulation=2, max_norm=0.7, make=make
+    )
+    model = seeded_model(ranks.rank)  # rank 0's values must win
+    sync = build(strategy, ranks)
+    norms, _ = train(sync, model, ranks, steps=4, accumulation=2, max_norm=0.7, make=make)
+    assert norms == pytest.approx(expected, rel=1e-9)
+    assert min(expected) > 0.7, "clipping must have been at work"
+    assert_close_models(model, oracle, FLOAT64_TOLERANCE)
+    assert_same_on_all_ranks(model, ranks)
+    state = model.state_dict()
+    assert torch.equal(state["never"], before["never"])
+    assert torch.equal(state["frozen.weight"], before["frozen.weight"])
+    assert not torch.equal(state["embedding.weight"], before["embedding.weight"])
+
+
+def check_unused_gradients_are_none(ranks: Ranks, strategy: str) -> None:
+    """PyTorch DDP's meaning: used somewhere, a gradient everywhere; used nowhere, none."""
+    model = seeded_model(0)
+    sync = build(strategy, ranks)
+    call = sync.attach(model)
+    for step in range(3):  # before and after the order was recorded
+        call.loss(*batch(step, ranks.rank, 0), ranks.rank).backward()
+        sync.finish()
+        assert model.never.grad is None
+        assert model.frozen.weight.grad is None
+        assert model.sometimes.weight.grad is not None
+        model.zero_grad(set_to_none=True)
+
+
+def check_none_communicates_nothing(ranks: Ranks) -> None:
+    model = seeded_model(ranks.rank)
+    sync = build("none", ranks)
+    train(sync, model, ranks, steps=2)
+    assert sync.traffic.calls == 0
+    weights = [torch.empty_like(model.embedding.weight) for _ in range(ranks.world_size)]
+    dist.all_gather(weights, model.embedding.weight.detach())
+    assert not torch.equal(weights[0], weights[1])
+
+
+def check_bf16_wire(ranks: Ranks, strategy: str) -> None:
+    """fp32 gradients that travel as bf16: each is off by at most two roundings of 2^-9, and stays fp32."""
+    gradients = {}
+    for wire in ("fp32", "bf16"):
+        model = seeded_model(0, torch.float32)
+        sync = build(strategy, ranks, SyncOptions(bucket_mb=0.0003, wire_dtype=wire))
+        call = sync.attach(model)
+        for _ in range(2):
+            model.zero_grad(set_to_none=True)
+            sync.traffic.reset()
+            call.loss(*batch(0, ranks.rank, 0), ranks.rank).backward()
+            sync.finish()
+        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        gradients[wire] = (grads, sync.traffic.payload_bytes)
+    for name, exact in gradients["fp32"][0].items():
+        coarse = gradients["bf16"][0][name]
+        assert coarse.dtype == torch.float32
+        # Relative to the largest summand, not to the sum: contributions of the ranks may cancel.
+        assert (coarse - exact).abs().max() <= 2**-7 * exact.abs().max() + 2**-7 * 0.1
+        assert exact.numel() == 1 or not torch.equal(coarse, exact), f"{name} did not travel as bf16"
+    assert gradients["bf16"][1] < 0.7 * gradients["fp32"][1]
+
+
+def check_mixed_dtypes(ranks: Ranks, strategy: str) -> None:
+    """fp32 and bf16 parameters side by side: never in one bucket, both averaged."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(3, 4), nn.Linear(3, 4).bfloat16(), nn.Linear(3, 4)])
+    sync = build(strategy, ranks, SyncOptions())
+    sync.attach(model)
+    if strategy == "zero1":
+        optimizer = sync.build_optimizer(sgd, groups_of(model))
+        before = [p.detach().clone() for p in model.parameters()]
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        loss = sum(layer.weight.float().sum() for layer in model) * (ranks.rank + 1.0)
+        loss = loss + sum(layer.bias.float().sum() for layer in model)
+        loss.backward()
+        sync.finish()
+        if strategy != "zero1":
+            mean = (ranks.world_size + 1) / 2
+            for layer in model:
+                assert torch.equal(layer.weight.grad, torch.full_like(layer.weight, mean))
+                assert torch.equal(layer.bias.grad, torch.ones_like(layer.bias))
+    if strategy == "zero1":
+        optimizer.step()
+        sync.wait_for_weights()
+        assert all(not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+        assert_same_on_all_ranks(model, ranks)
+
+
+def check_exception_in_backward(ranks: Ranks, strategy: str, tidy: bool) -> None:
+    """Half of the hooks have run when backward raises (on every rank); the next step is as if nothing was."""
+    oracle, model = seeded_model(0), seeded_model(0)
+    joined_run(oracle, world_size=ranks.world_size, steps=2, accumulation=1, max_norm=float("inf"))
+    sync = build(strategy, ranks)
+    call = sync.attach(model)
+    optimizer = sync.build_optimizer(adamw, groups_of(model))
+    for step in range(2):
+
+        def explode(gradient: torch.Tensor) -> None:
+            raise ZeroDivisionError
+
+        handle = model.layers[1].up.weight.register_hook(explode)
+        with pytest.raises(ZeroDivisionError):
+            call.loss(*batch(step, 0, 0), 0).backward()
+        handle.remove()
+        if tidy:
+            sync.reset()
+        optimizer.zero_grad(set_to_none=True)
+        one_step(sync, call, optimizer, ranks, step)
+    sync.wait_for_weights()
+    assert_close_models(model, oracle, FLOAT64_TOLERANCE)
+
+
+def check_nonfinite_reaches_everybody(ranks: Ranks, strategy: str) -> None:
+    """One rank's NaN is in every rank's norm: all can refuse the step by the same number."""
+    model = seeded_model(0)
+    sync = build(strategy, ranks)
+    call = sync.attach(model)
+    optimizer = sync.build_optimizer(adamw, groups_of(model))
+    loss = call.loss(*batch(0, ranks.rank, 0), ranks.rank)
+    (loss * (float("nan") if ranks.rank == 1 else 1.0)).backward()
+    sync.finish()
+    norm = sync.clip_gradients(1.0)
+    assert not torch.isfinite(norm)
+    assert agree(ranks, nonfinite=~torch.isfinite(norm)).nonfinite
+    optimizer.zero_grad(set_to_none=True)
+    norm = one_step(sync, call, optimizer, ranks, 0)
+    assert norm == norm, "nothing of the NaN is left in the next step"
+
+
+def check_agreement(ranks: Ranks) -> None:
+    last = ranks.rank == ranks.world_size - 1
+    nothing = agree(ranks)
+    assert (nothing.stop, nothing.nonfinite) == (False, False)
+    stop = agree(ranks, stop=last)
+    assert (stop.stop, stop.nonfinite) == (True, False)
+    both = agree(ranks, stop=ranks.is_first, nonfinite=torch.tensor(last))
+    assert (both.stop, both.nonfinite) == (True, True)
+
+
+def check_different_models_are_refused(ranks: Ranks) -> None:
+    model = nn.Linear(3, 4 if ranks.rank == 1 else 5)
+    for strategy in STRATEGIES:
+        with pytest.raises(LmkitError, match=r"rank 1: model differs from rank 0's"):
+            build(strategy, ranks).attach(model)
+        with pytest.raises(LmkitError, match=r"rank 1: recipe differs from rank 0's"):
+            build(strategy, ranks).attach(nn.Linear(3, 3), fingerprint=f"lr = {ranks.rank == 1}")
+
+
+def check_traffic(ranks: Ranks) -> None:
+    """Bytes and calls against the formula: 2 (W-1)/W of the gradients, or of them and the weights in halves."""
+    share = (ranks.world_size - 1) / ranks.world_size
+    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(6)])
+    gradient_bytes = 6 * 64 * 64 * 4
+    flags = 6 * 4  # one int32 a parameter: who used it
+    buckets = {"naive": 6, "flat": 1, "overlap": 6, "bucketed": 4}  # two matrices each, the last one alone
+    for strategy, calls in buckets.items():
+        sync = build(strategy, ranks, SyncOptions(bucket_mb=2.5 * 64 * 64 * 4 / 2**20))
+        if strategy == "bucketed":
+            import lmkit.parallel.bucketed as module
+
+            module.LAST_BUCKET_BYTES, default = 1, module.LAST_BUCKET_BYTES
+        sync.attach(model)
+        for _ in range(2):
+            sync.traffic.reset()
+            model(torch.randn(2, 64)).sum().backward()
+            sync.finish()
+        if strategy == "bucketed":
+            module.LAST_BUCKET_BYTES = default
+        assert sync.traffic.calls == calls + 1, strategy
+        assert sync.traffic.payload_bytes == gradient_bytes + flags, strategy
+        assert sync.traffic.link_bytes == pytest.approx(2 * share * (gradient_bytes + flags)), strategy
+        for parameter in model.parameters():
+            parameter._post_accumulate_grad_hooks = None
+        model.zero_grad(set_to_none=True)
+    sync = build("zero1", ranks, SyncOptions(bucket_mb=2.5 * 64 * 64 * 4 / 2**20))
+    optimizer = sync.attach(model) and sync.build_optimizer(sgd, [{"params": list(model.parameters())}])
+    sync.traffic.reset()
+    model(torch.randn(2, 64)).sum().backward()
+    sync.finish()
+    optimizer.step()
+    assert sync.traffic.calls == 3 + 3 + 1
+    assert sync.traffic.link_bytes == pytest.approx(share * (2 * gradient_bytes + 2 * flags))
+
+
+def feed(sync: GradientSync, parameters: list[nn.Parameter], gradients: list[torch.Tensor]) -> None:
+    """The same gradients on every rank: their mean is exactly they (the world is a power of two)."""
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient.clone()
+    sync.finish()
+
+
+def check_zero1_equals_unsharded(ranks: Ranks, make: Callable) -> None:
+    model, reference = seeded_model(0, torch.float32), seeded_model(0, torch.float32)
+    optimizer = make(groups_of(reference))
+    sync = Zero1(ranks, SMALL_BUCKETS)
+    sync.attach(model)
+    sharded = sync.build_optimizer(make, groups_of(model))
+    mine = [p for p in model.parameters() if p.requires_grad]
+    theirs = [p for p in reference.parameters() if p.requires_grad]
+    torch.manual_seed(5)
+    for step in range(20):
+        gradients = [torch.randn_like(p) for p in theirs]
+        for p, gradient in zip(theirs, gradients, strict=True):
+            p.grad = gradient.clone()
+        feed(sync, mine, gradients)
+        for group in (*optimizer.param_groups, *sharded.param_groups):
+            group["lr"] = 0.01 / (1 + step)  # as a schedule does
+        optimizer.step()
+        sharded.step()
+        sync.wait_for_weights()
+        # Element-wise arithmetic on the same numbers; only the kernels' vector lanes may differ.
+        assert_close_models(model, reference, 1e-7)
+
+
+def check_zero1_state_is_one_share(ranks: Ranks) -> None:
+    model = seeded_model(0, torch.float32)
+    sync = Zero1(ranks, SMALL_BUCKETS)
+    train(sync, model, ranks, steps=1)
+    _, optimizer = train(Zero1(ranks, SMALL_BUCKETS), seeded_model(0, torch.float32), ranks, steps=1)
+    layout = optimizer.layout
+    held = sum(
+        value.numel() for state in optimizer.state.values() for key, value in state.items() if key == "exp_avg"
+    )
+    assert held == sum(bucket.shard_size for bucket in layout.buckets)
+    for bucket in layout.buckets:
+        padding = bucket.shard_size * ranks.world_size - bucket.num_elements
+        assert 0 <= padding < ranks.world_size * 128
+    trainable = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert {name for bucket in layout.buckets for name in bucket.names} == trainable
+    for bucket in layout.buckets:  # matrices decay, vectors do not: never in one bucket
+        ranks_of_tensors = {dict(model.named_parameters())[name].ndim >= 2 for name in bucket.names}
+        assert len(ranks_of_tensors) == 1
+
+
+def check_zero1_bf16_master(ranks: Ranks) -> None:
+    """The master shards follow an fp32 AdamW fed the same (bf16) gradients; the weights are their rounding."""
+    model, reference = seeded_model(0, torch.float32), seeded_model(0, torch.float32)
+    optimizer = adamw(groups_of(reference))
+    sync = Zero1(ranks, SyncOptions(bucket_mb=0.0003, weights="bf16"))
+    sync.attach(model)
+    sharded = sync.build_optimizer(adamw, groups_of(model))
+    assert model.embedding.weight.dtype == torch.bfloat16
+    assert model.frozen.weight.dtype == torch.float32
+    mine = [p for p in model.parameters() if p.requires_grad]
+    theirs = [p for p in reference.parameters() if p.requires_grad]
+    for _ in range(5):
+        gradients = [torch.randn_like(p) for p in theirs]
+        for gradient in gradients:
+            dist.broadcast(gradient, src=0)
+        gradients = [gradient.bfloat16() for gradient in gradients]
+        for p, gradient in zip(theirs, gradients, strict=True):
+            p.grad = gradient.float()
+        feed(sync, mine, gradients)
+        optimizer.step()
+        sharded.step()
+    sync.wait_for_weights()
+    for p, q in zip(mine, theirs, strict=True):
+        # Masters agree to 1e-7; at a rounding border that may be one bf16 step (2^-8 relative).
+        assert torch.allclose(p.float(), q.detach(), rtol=2**-8, atol=1e-6)
+    assert_same_on_all_ranks(model, ranks)
+
+
+def check_zero1_resumes(ranks: Ranks, weights: str) -> None:
+    """3 + 2 steps from saved state are the 5 steps, bit for bit, weights and masters."""
+    options = SyncOptions(bucket_mb=0.0003, weights=weights)
+    dtype = torch.float32
+
+    def start() -> tuple:
+        model = seeded_model(0, dtype)
+        sync = Zero1(ranks, options)
+        return model, sync, sync.attach(model), sync.build_optimizer(adamw, groups_of(model))
+
+    def steps(run: tuple, which: range) -> None:
+        model, sync, call, optimizer = run
+        torch.manual_seed(which.start)
+        for number in which:
+            generator = torch.Generator().manual_seed(number)
+            mine = [p for p in model.parameters() if p.requires_grad]
+            feed(sync, mine, [torch.randn(p.shape, generator=generator).to(p.dtype) for p in mine])
+            optimizer.step()
+
+    straight, first, second = start(), start(), start()
+    steps(straight, range(5))
+    steps(first, range(3))
+    weights_then, state_then = first[0].state_dict(), first[3].state_dict()
+    second[0].load_state_dict(weights_then)
+    second[3].load_state_dict(state_then)
+    steps(second, range(3, 5))
+    for (name, value), other in zip(
+        straight[0].state_dict().items(), second[0].state_dict().values(), strict=True
+    ):
+        assert torch.equal(value, other), name
+    states: list = [None] * ranks.world_size
+    dist.all_gather_object(states, state_then)
+    third = start()
+    third[0].load_state_dict(weights_then)
+    third[3].load_resharded(states)
+    steps(third, range(3, 5))
+    for name, value in straight[0].state_dict().items():
+        assert torch.equal(value, third[0].state_dict()[name]), name
+
+
+def check_zero1_weights_are_whole_when_read(ranks: Ranks) -> None:
+    """Layers that are bypassed, evaluation and saving all see the step's result, not a half-gathered weight."""
+    model = seeded_model(0)
+    sync = Zero1(ranks, SMALL_BUCKETS)
+    call = sync.attach(model)
+    optimizer = sync.build_optimizer(adamw, groups_of(model))
+    oracle = seeded_model(0)
+    joined_run(oracle, world_size=ranks.world_size, steps=1, accumulation=1, max_norm=float("inf"))
+    one_step(sync, call, optimizer, ranks, 0)
+    assert torch.allclose(model.scale, oracle.scale)  # the model's own parameter: no layer's call reads it
+    with torch.no_grad():
+        ids, targets = batch(9, 0, 0)
+        assert torch.allclose(model.loss(ids, targets, 0), oracle.loss(ids, targets, 0))
+    assert_close_models(model, oracle, FLOAT64_TOLERANCE)
+
+
+CHECKS: dict[str, Callable[[Ranks], None]] = {
+    **{f"joined batch: {s}": partial(check_joined_batch, strategy=s, make=adamw) for s in STRATEGIES},
+    "joined batch: zero1, SGD": partial(check_joined_batch, strategy="zero1", make=sgd),
+    **{
+        f"unused gradients are None: {s}": partial(check_unused_gradients_are_none, strategy=s)
+        for s in STRATEGIES
+        if s != "zero1"
+    },
+    "none communicates nothing": check_none_communicates_nothing,
+    **{f"bf16 wire: {s}": partial(check_bf16_wire, strategy=s) for s in ("flat", "bucketed")},
+    **{f"mixed dtypes: {s}": partial(check_mixed_dtypes, strategy=s) for s in STRATEGIES if s != "torch_ddp"},
+    **{
+        f"exception in backward, {'reset' if tidy else 'no reset'}: {s}": partial(
+            check_exception_in_backward, strategy=s, tidy=tidy
+        )
+        for s in ("naive", "flat", "overlap", "bucketed", "zero1")
+        for tidy in (True, False)
+    },
+    **{f"NaN reaches everybody: {s}": partial(check_nonfinite_reaches_everybody, strategy=s) for s in STRATEGIES},
+    "agreement": check_agreement,
+    "different models are refused": check_different_models_are_refused,
+    "traffic": check_traffic,
+    "zero1 equals unsharded: AdamW": partial(check_zero1_equals_unsharded, make=adamw),
+    "zero1 equals unsharded: SGD": partial(check_zero1_equals_unsharded, make=sgd),
+    "zero1 state is one share": check_zero1_state_is_one_share,
+    "zero1 bf16 master": check_zero1_bf16_master,
+    "zero1 resumes: fp32": partial(check_zero1_resumes, weights="fp32"),
+    "zero1 resumes: bf16": partial(check_zero1_resumes, weights="bf16"),
+    "zero1 weights are whole when read": check_zero1_weights_are_whole_when_read,
+}
