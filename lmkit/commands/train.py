@@ -1,0 +1,264 @@
+"""`lmkit train`: token files -> a trained model in a run folder. Alone, under torchrun, or starting its own ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from lmkit.errors import UsageError
+from lmkit.measure.ranges import enable_ranges_from_environment
+from lmkit.model.accounting import count_parameters
+from lmkit.parallel.launch import spawn_ranks
+from lmkit.parallel.process_group import Ranks, process_group
+from lmkit.recipe.schema import Recipe, required
+from lmkit.storage import FolderLock
+from lmkit.training.assembly import Data, assemble, make_batches, open_data, resolve, resolved_tables
+from lmkit.training.checkpoint_folder import saved_steps
+from lmkit.training.checkpoints import CHECKPOINTS, Checkpoint, open_checkpoint
+from lmkit.training.console import duration
+from lmkit.training.decisions import decided_by_first
+from lmkit.training.evaluation import Evaluation
+from lmkit.training.loop import Loop, Moment
+from lmkit.training.metrics import read_metrics
+from lmkit.training.numerics import numerics
+from lmkit.training.resume import check_agreement, choose_start, is_finished, restore
+from lmkit.training.run_folder import METRICS, check_writable, describe_run, draw_losses, tidy
+from lmkit.training.signals import StopSignals
+from lmkit.training.sinks import open_sink
+
+Status = Literal["finished", "stopped early", "nothing to do"]
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a training session came to; losses in nats per token.
+
+    Attributes:
+        resumed_from: the step that the session began at; None: from scratch.
+        loss: of the last logged training step. valid_loss, perplexity, bits_per_byte: on all held-out tokens,
+            after the last step only.
+        tokens: seen by the optimizer in the whole run. tokens_per_second: of this session, evaluation left out.
+        checkpoint: the newest one.
+    """
+
+    folder: str
+    status: Status
+    step: int
+    steps: int
+    resumed_from: int | None
+    parameters: int
+    tokens: int
+    seconds: float
+    tokens_per_second: float | None
+    loss: float | None
+    valid_loss: float | None
+    perplexity: float | None
+    bits_per_byte: float | None
+    checkpoint: str | None
+
+    def __str__(self) -> str:
+        if self.status == "nothing to do":
+            head = f"nothing to do: {self.folder} is already at step {self.step} of {self.steps}"
+        else:
+            begin = "" if self.resumed_from is None else f" (resumed at step {self.resumed_from})"
+            head = f"{self.folder}: {self.status} at step {self.step} of {self.steps}{begin}"
+        lines = [head, f"model     {self.parameters:,} parameters"]
+        speed = "" if self.tokens_per_second is None else f", {self.tokens_per_second:,.0f} tokens/s"
+        lines.append(f"training  {self.tokens:,} tokens in {duration(self.seconds)}{speed}")
+        if self.loss is not None:
+            lines.append(f"loss      {self.loss:.4f} in training")
+        if self.valid_loss is not None and self.perplexity is not None:
+            bits = "" if self.bits_per_byte is None else f", {self.bits_per_byte:.4f} bits per byte"
+            lines.append(f"held out  loss {self.valid_loss:.4f}, perplexity {self.perplexity:.2f}{bits}")
+        if self.checkpoint is not None:
+            lines.append(f"saved     {self.checkpoint}")
+        return "\n".join(lines)
+
+
+def run(recipe: Recipe, *, stop_at_step: int | None = None, nproc: int = 1) -> TrainResult | None:
+    """Train, from scratch or from where the run folder stands.
+
+    Args:
+        stop_at_step: end early after this step; the learning-rate schedule stays that of `train.steps`.
+        nproc: ranks to start on this machine. Under torchrun leave it at 1.
+
+    Returns:
+        The result; None on ranks other than the first.
+
+    Raises:
+        UsageError: the recipe lacks a table, or does not fit its data, its run folder or the number of ranks.
+        LmkitError: the loss is not finite, a checkpoint cannot be written, a rank is lost...
+        SystemExit, KeyboardInterrupt: SIGTERM or SIGINT; the state is saved.
+    """
+    required(recipe.model, "model", command="train")
+    required(recipe.train, "train", command="train")
+    if nproc > 1:
+        if "RANK" in os.environ:
+            raise UsageError("--nproc: torchrun has started the ranks already", hint="leave one of them out")
+        return spawn_ranks(nproc, _train_as_rank, (recipe, stop_at_step))
+    train: Callable[[Recipe, int | None], TrainResult | None] = _train_as_rank
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import record
+
+        train = record(train)  # lets torchrun show the error of the rank that failed first
+    return train(recipe, stop_at_step)
+
+
+def _train_as_rank(recipe: Recipe, stop_at_step: int | None) -> TrainResult | None:
+    """One rank's whole life."""
+    enable_ranges_from_environment()
+    backend = None if recipe.parallel.backend in ("auto", "nccl") else recipe.parallel.backend
+    group = process_group(recipe.run.device, backend=backend, timeout_s=recipe.parallel.timeout_s)
+    with group as ranks, numerics(recipe.run, ranks), ExitStack() as held:
+        data = open_data(recipe)
+        resolved = resolve(recipe, data)
+        start = decided_by_first(ranks, "start", lambda: _open_folder(resolved, held))
+        checkpoint = None if start["checkpoint"] is None else open_checkpoint(Path(start["checkpoint"]))
+        notes: list[str] = start["notes"]
+        if checkpoint is not None:
+            notes += check_agreement(checkpoint, resolved, data.identity)
+            if is_finished(checkpoint.state, resolved, stop_at_step):
+                done = _finished_before(resolved, checkpoint, data)
+                if done is not None:
+                    return done if ranks.is_first else None
+        if ranks.is_first:
+            describe_run(recipe.run.path, recipe)
+        return _train(resolved, ranks, data, checkpoint, notes, stop_at_step)
+
+
+def _open_folder(recipe: Recipe, held: ExitStack) -> dict[str, Any]:
+    """On the first rank: take the run folder, tidy it, choose where to begin."""
+    folder = recipe.run.path
+    check_writable(folder)
+    held.enter_context(FolderLock(folder))
+    removed = tidy(folder)
+    start = choose_start(recipe)
+    notes = [f"removed {path}, left by a session that was killed" for path in removed]
+    return {
+        "checkpoint": None if start.checkpoint is None else str(start.checkpoint),
+        "notes": [*notes, *start.notes],
+    }
+
+
+def _train(
+    recipe: Recipe,
+    ranks: Ranks,
+    data: Data,
+    checkpoint: Checkpoint | None,
+    notes: list[str],
+    stop_at_step: int | None,
+) -> TrainResult | None:
+    """Build everything, run the loop, evaluate."""
+    sink = open_sink(recipe, ranks, after_step=0 if checkpoint is None else checkpoint.state.step)
+    try:
+        for note in notes:
+            sink.note(note)
+        parts = assemble(
+            recipe, ranks, data, sink, used_seconds=checkpoint.state.seconds if checkpoint else 0.0
+        )
+        moment = Moment() if checkpoint is None else restore(checkpoint, parts)
+        with StopSignals() as signals:
+            loop = Loop(parts, moment, signals, stop_at_step=stop_at_step)
+            ending = loop.run()
+            evaluation = loop.final_evaluation() if ending == "finished" else None
+    finally:
+        sink.close()
+    if not ranks.is_first:
+        return None
+    draw_losses(recipe.run.path, title=f"{recipe.run.name}: loss")
+    return _result(
+        recipe,
+        status=ending,
+        resumed_from=None if checkpoint is None else checkpoint.state.step,
+        step=moment.step,
+        tokens=moment.tokens,
+        seconds=parts.clock.seconds,
+        tokens_per_second=loop.tokens_per_second,
+        loss=moment.train_loss,
+        evaluation=evaluation,
+    )
+
+
+def _finished_before(recipe: Recipe, checkpoint: Checkpoint, data: Data) -> TrainResult | None:
+    """The result of a run that has nothing left to do; None if its last evaluation was cut short."""
+    _, train = resolved_tables(recipe)
+    state = checkpoint.state
+    records = read_metrics(recipe.run.path / METRICS)
+    final = next((r for r in reversed(records) if r["kind"] == "final" and r["step"] == state.step), None)
+    if final is None and data.valid is not None and state.step >= train.steps:
+        return None
+    last = next((r for r in reversed(records) if r["kind"] == "train"), {})
+    return _result(
+        recipe,
+        status="nothing to do",
+        resumed_from=state.step,
+        step=state.step,
+        tokens=state.tokens,
+        seconds=state.seconds,
+        tokens_per_second=None,
+        loss=last.get("loss"),
+        evaluation=final and Evaluation(**{key: final[key] for key in Evaluation.__dataclass_fields__}),
+    )
+
+
+def _result(recipe: Recipe, *, evaluation: Evaluation | None, **facts: Any) -> TrainResult:
+    model, train = resolved_tables(recipe)
+    saved = saved_steps(recipe.run.path / CHECKPOINTS)
+    return TrainResult(
+        folder=str(recipe.run.path),
+        steps=train.steps,
+        parameters=count_parameters(model).total,
+        valid_loss=None if evaluation is None else evaluation.loss,
+        perplexity=None if evaluation is None else evaluation.perplexity,
+        bits_per_byte=None if evaluation is None else evaluation.bits_per_byte,
+        checkpoint=str(saved[-1].path) if saved else None,
+        **facts,
+    )
+
+
+@dataclass(frozen=True)
+class TrainPlan:
+    """What `lmkit train` would do."""
+
+    folder: str
+    parameters: int
+    steps: int
+    tokens_per_step: int
+    train_tokens: int | None
+    ranks: int
+    start: str
+
+    def __str__(self) -> str:
+        data = "random tokens" if self.train_tokens is None else f"{self.train_tokens:,} tokens"
+        return (
+            f"{self.folder}: {self.parameters:,} parameters, {self.steps:,} steps of {self.tokens_per_step:,} tokens "
+            f"from {data}, on {self.ranks} rank{'s' if self.ranks > 1 else ''}; {self.start}"
+        )
+
+
+def plan(recipe: Recipe, *, nproc: int = 1) -> TrainPlan:
+    """Check what `run` would check, and say what it would do; writes nothing.
+
+    Raises:
+        UsageError: as `run`.
+    """
+    data = open_data(recipe)
+    resolved = resolve(recipe, data)
+    model, train = resolved_tables(resolved)
+    make_batches(resolved, data, Ranks(world_size=nproc))
+    start = choose_start(resolved)
+    if start.checkpoint is not None:
+        check_agreement(open_checkpoint(start.checkpoint), resolved, data.identity)
+    return TrainPlan(
+        folder=str(recipe.run.path),
+        parameters=count_parameters(model).total,
+        steps=train.steps,
+        tokens_per_step=train.batch_size * model.context_length,
+        train_tokens=None if data.train is None else data.train.meta.num_tokens,
+        ranks=nproc,
+        start=start.notes[-1] if start.notes else "starting from scratch",
+    )

@@ -1,0 +1,327 @@
+"""Recipe -> the objects that the loop drives: data, model, optimizer, schedule."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lmkit import __version__
+from lmkit.data.batches import BatchSource, RandomTokens, TokenBatches
+from lmkit.data.token_files import TokenFile, open_tokens
+from lmkit.errors import UsageError
+from lmkit.measure.environment import device_name
+from lmkit.measure.limits import known_peak
+from lmkit.model.accounting import flops_per_token
+from lmkit.model.compilation import compile_model
+from lmkit.model.transformer import TransformerLM
+from lmkit.optim.adamw import AdamW
+from lmkit.optim.schedules import SCHEDULES
+from lmkit.parallel.process_group import Ranks
+from lmkit.parallel.strategies import SyncOptions, build_strategy
+from lmkit.recipe.model import ModelConfig
+from lmkit.recipe.schema import Recipe, required
+from lmkit.recipe.train import TrainConfig
+from lmkit.tokenizer import Tokenizer
+from lmkit.training.checkpoint_writer import CheckpointWriter
+from lmkit.training.checkpoints import CHECKPOINTS, TOKENIZER
+from lmkit.training.clock import TrainingClock
+from lmkit.training.evaluation import HeldOut
+from lmkit.training.loop import Parts
+from lmkit.training.metrics import Sink
+from lmkit.training.optimizer_state import optimizer_layout
+from lmkit.training.retention import Retention
+from lmkit.training.state import DataIdentity, TrainingState, capture_rng
+from lmkit.training.step import Step
+
+_TOKENS_AT_ONCE = 1 << 24
+
+
+@dataclass(frozen=True)
+class Data:
+    """The token files of a run; neither, for random tokens."""
+
+    train: TokenFile | None
+    valid: TokenFile | None
+
+    @property
+    def identity(self) -> DataIdentity | None:
+        """What a resumed run must find again."""
+        if self.train is None:
+            return None
+        meta = self.train.meta
+        return DataIdentity(
+            num_tokens=meta.num_tokens,
+            vocab_size=meta.vocab_size,
+            source_sha256=meta.source_sha256,
+            tokenizer_sha256=meta.tokenizer_sha256,
+        )
+
+
+def open_data(recipe: Recipe) -> Data:
+    """Open the token files that the recipe names, or those in the run folder.
+
+    Raises:
+        UsageError: the training file is missing.
+        LmkitError: a file is damaged.
+    """
+    if recipe.data.source == "random":
+        return Data(None, None)
+    tokens = recipe.run.path / "tokens"
+    train = recipe.data.train or tokens / "train.npy"
+    valid = recipe.data.valid or tokens / "valid.npy"
+    if not train.exists():
+        raise UsageError(
+            f"{train}: no token file to train on",
+            hint="make one with `lmkit run` or `lmkit data encode`, or name one: --set data.train=...",
+        )
+    if recipe.data.valid is not None and not valid.exists():
+        raise UsageError(
+            f"data.valid: {valid} does not exist", hint="leave it out to train without evaluation"
+        )
+    opened = Data(open_tokens(train), open_tokens(valid) if valid.exists() else None)
+    _check_same_tokenizer(opened, train, valid)
+    return opened
+
+
+def _check_same_tokenizer(data: Data, train: Path, valid: Path) -> None:
+    if data.train is None or data.valid is None:
+        return
+    ours, theirs = data.train.meta.tokenizer_sha256, data.valid.meta.tokenizer_sha256
+    if ours != theirs:
+        raise UsageError(
+            f"{valid}: encoded with tokenizer {theirs[:12]}, but {train} with {ours[:12]}",
+            hint="encode both with the same tokenizer",
+        )
+
+
+def resolve(recipe: Recipe, data: Data) -> Recipe:
+    """Fill in the vocabulary size from the token file.
+
+    Raises:
+        UsageError: the recipe's is smaller than the token file's.
+    """
+    model = required(recipe.model, "model", command="train")
+    required(recipe.train, "train", command="train")
+    if data.train is None:
+        return recipe
+    needed = data.train.meta.vocab_size
+    if model.vocab_size is None:
+        return recipe.model_copy(update={"model": model.model_copy(update={"vocab_size": needed})})
+    if model.vocab_size < needed:
+        raise UsageError(
+            f"model.vocab_size: {model.vocab_size} is smaller than the token file's {needed}",
+            hint="leave it out to take the token file's",
+        )
+    return recipe
+
+
+def make_batches(recipe: Recipe, data: Data, ranks: Ranks) -> BatchSource:
+    """The source of this rank's batches.
+
+    Raises:
+        UsageError: ranks x accumulation does not divide the batch, or the file is too short.
+    """
+    model, train = resolved_tables(recipe)
+    shared = {
+        "batch_size": train.batch_size,
+        "context_length": model.context_length,
+        "seed": recipe.run.seed,
+        "rank": ranks.rank,
+        "world_size": ranks.world_size,
+        "accumulation": train.accumulation,
+    }
+    if data.train is None:
+        assert model.vocab_size is not None
+        return RandomTokens(model.vocab_size, **shared)
+    starts = _document_starts(recipe, data.train) if recipe.data.sampling == "documents" else None
+    return TokenBatches(data.train.tokens, **shared, document_starts=starts)
+
+
+def _document_starts(recipe: Recipe, file: TokenFile) -> np.ndarray:
+    """Position 0, and the one behind every end-of-text token.
+
+    Raises:
+        UsageError: the tokenizer is not at hand, has no such token, or is not the token file's.
+    """
+    given = recipe.tokenizer.path if recipe.tokenizer is not None else None
+    path = given or recipe.run.path / TOKENIZER
+    if not path.exists():
+        raise UsageError(
+            f'{path}: missing; data.sampling = "documents" asks it for the end-of-text token',
+            hint='name it with --set tokenizer.path=..., or use sampling = "windows"',
+        )
+    tokenizer = Tokenizer.load(path)
+    if tokenizer.end_of_text_id is None or tokenizer.sha256 != file.meta.tokenizer_sha256:
+        raise UsageError(
+            f"{path}: has no end-of-text token, or did not make the token file",
+            hint='use the tokenizer that the file was encoded with, or sampling = "windows"',
+        )
+    blocks = range(0, len(file.tokens), _TOKENS_AT_ONCE)
+    ends = [
+        start + np.flatnonzero(file.tokens[start : start + _TOKENS_AT_ONCE] == tokenizer.end_of_text_id)
+        for start in blocks
+    ]
+    return np.concatenate([np.zeros(1, dtype=np.int64), *(end + 1 for end in ends)])
+
+
+def resolved_tables(recipe: Recipe) -> tuple[ModelConfig, TrainConfig]:
+    """The [model] and [train] tables of a resolved recipe."""
+    assert recipe.model is not None
+    assert recipe.model.vocab_size is not None
+    assert recipe.train is not None
+    return recipe.model, recipe.train
+
+
+def make_held_out(recipe: Recipe, data: Data) -> HeldOut | None:
+    """What to evaluate on, in batches of one micro-batch; None without held-out tokens."""
+    model, train = resolved_tables(recipe)
+    if data.valid is None:
+        return None
+    return held_out_of(data.valid, model, rows=train.batch_size // train.accumulation)
+
+
+def held_out_of(file: TokenFile, model: ModelConfig, *, rows: int) -> HeldOut:
+    """A token file as held-out data."""
+    meta = file.meta
+    bytes_per_token = meta.num_bytes / meta.num_tokens if meta.num_bytes else None
+    return HeldOut(file.tokens, bytes_per_token, model.context_length, rows)
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices decay, vectors (norm gains) do not."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+def learning_rate(recipe: Recipe) -> Callable[[int, float | None], float]:
+    """(step, fraction of `train.max_minutes` used) -> learning rate of that step.
+
+    Warm-up counts steps. After it the schedule follows the steps or the time, whichever is further, so that it
+    always reaches its end.
+    """
+    _, train = resolved_tables(recipe)
+    optimizer = recipe.optimizer
+    schedule = SCHEDULES[optimizer.schedule]
+
+    def rate(step: int, fraction: float | None) -> float:
+        position: float = step
+        if fraction is not None and step >= optimizer.warmup_steps:
+            position = max(position, fraction * train.steps)
+        return schedule(
+            position,
+            lr=optimizer.lr,
+            min_lr=optimizer.min_lr,
+            warmup_steps=optimizer.warmup_steps,
+            total_steps=train.steps,
+        )
+
+    return rate
+
+
+def assemble(recipe: Recipe, ranks: Ranks, data: Data, sink: Sink, *, used_seconds: float) -> Parts:
+    """Make everything that the loop needs, weights freshly initialised and equal on all ranks.
+
+    Args:
+        recipe: resolved.
+        used_seconds: what earlier sessions of the run took.
+
+    Raises:
+        UsageError: the recipe does not fit the device or the number of ranks.
+        LmkitError: the ranks have different recipes.
+    """
+    model_config, train = resolved_tables(recipe)
+    if train.precision == "fp16" and ranks.device.type == "cpu":
+        raise UsageError('train.precision: "fp16" needs a GPU', hint='use "bf16" or "fp32"')
+    batches = make_batches(recipe, data, ranks)
+    model = TransformerLM(model_config, device=ranks.device)
+    compile_model(model, model_config.compile)
+    sync = build_strategy(
+        recipe.parallel.strategy if ranks.world_size > 1 else "none",
+        ranks,
+        SyncOptions(
+            bucket_mb=recipe.parallel.bucket_mb,
+            wire_dtype=recipe.parallel.wire_dtype,
+            weights=recipe.parallel.weights,
+        ),
+    )
+    call = sync.attach(model, fingerprint=recipe_sha256(recipe))
+    optimizer = sync.build_optimizer(
+        _optimizer_maker(recipe), parameter_groups(model, recipe.optimizer.weight_decay)
+    )
+    return Parts(
+        train=train,
+        checkpoint=recipe.checkpoint,
+        ranks=ranks,
+        model=model,
+        optimizer=optimizer,
+        step=Step(call, optimizer, sync, ranks, precision=train.precision, grad_clip=train.grad_clip),
+        batches=batches,
+        held_out=make_held_out(recipe, data),
+        learning_rate=learning_rate(recipe),
+        tokens_per_step=train.batch_size * model_config.context_length,
+        flops_share=peak_share(model_config, ranks.device, train.precision),
+        writer=CheckpointWriter(
+            recipe.run.path / CHECKPOINTS,
+            ranks,
+            Retention(
+                recipe.run.path / CHECKPOINTS,
+                keep_last=recipe.checkpoint.keep_last,
+                keep_best=recipe.checkpoint.keep_best,
+            ),
+        ),
+        sink=sink,
+        clock=TrainingClock(used_seconds=used_seconds, max_minutes=train.max_minutes, ranks=ranks),
+        identity=_identity(recipe, ranks, data, optimizer),
+    )
+
+
+def _optimizer_maker(recipe: Recipe) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
+    options = recipe.optimizer
+
+    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps)
+
+    return make
+
+
+def _identity(recipe: Recipe, ranks: Ranks, data: Data, optimizer: torch.optim.Optimizer) -> TrainingState:
+    """What every checkpoint of this session has in common."""
+    model, _ = resolved_tables(recipe)
+    layout = optimizer_layout(optimizer)
+    return TrainingState(
+        lmkit=__version__,
+        step=0,
+        seconds=0.0,
+        tokens=0,
+        world_size=ranks.world_size,
+        strategy=recipe.parallel.strategy,
+        optimizer_shards=1 if layout is None else ranks.world_size,
+        optimizer_layout=layout,
+        rng=(capture_rng(ranks.device),),
+        model=model,
+        recipe=recipe.model_dump(mode="json", exclude_none=True),
+        recipe_sha256=recipe_sha256(recipe),
+        data=data.identity,
+    )
+
+
+def recipe_sha256(recipe: Recipe) -> str:
+    """Hash of a resolved recipe."""
+    return hashlib.sha256(recipe.model_dump_json().encode()).hexdigest()
+
+
+def peak_share(model: ModelConfig, device: torch.device, precision: str) -> float | None:
+    """FLOPs of one token over the device's peak FLOP/s: times tokens per second it is the MFU. None where the
+    chip's peak is not known."""
+    peak = known_peak(device_name(device), precision)
+    return None if peak is None else flops_per_token(model, model.context_length) / peak

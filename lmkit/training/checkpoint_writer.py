@@ -1,0 +1,317 @@
+"""Writing checkpoints beside the training loop.
+
+`save` returns at once. A thread copies the tensors to host memory while the next forward and backward run (they
+only read weights), and writes the files from that copy while training goes on. Before the optimizer changes
+anything, the loop calls `release_weights`, which waits for the copy: usually it is long done.
+
+Every rank has a writer. Rank 0 writes the model, `state.json` and the manifest; each rank writes its optimizer
+shard if the state is sharded. Ranks tell one another through the process group's key-value store, from their
+threads: no collective is involved, so nothing can get out of order with those of training.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from lmkit.errors import LmkitError
+from lmkit.measure.ranges import range_
+from lmkit.parallel.process_group import Ranks
+from lmkit.storage.atomic import PARTIAL_SUFFIX
+from lmkit.training.checkpoint_folder import (
+    MODEL,
+    STATE,
+    publish,
+    shard_name,
+    step_name,
+    write_manifest,
+)
+from lmkit.training.retention import Retention
+from lmkit.training.state import RngState, TrainingState
+from lmkit.training.tensor_files import FileEntry, write_tensors, write_text
+
+Tensors = Mapping[str, torch.Tensor]
+_POLL_S = 0.02
+
+
+class CheckpointWriter:
+    """Saves checkpoints of one run, at most one at a time.
+
+    Args:
+        folder: `checkpoints/` of the run; made when the first one is written.
+        retention: which ones stay; used on rank 0.
+
+    A failed write (a full disk, say) leaves the older checkpoints as they are and is raised by the next call of
+    any method.
+    """
+
+    def __init__(self, folder: Path, ranks: Ranks, retention: Retention) -> None:
+        self._folder = folder
+        self._ranks = ranks
+        self._retention = retention
+        self._copies = _HostCopies(ranks.device)
+        self._thread: threading.Thread | None = None
+        self._copied = threading.Event()
+        self._copied.set()
+        self._abandoned = threading.Event()
+        self._error: LmkitError | None = None
+        self.stall_seconds = 0.0
+        """How long the loop has waited for saving so far: here and in `release_weights`."""
+
+    def reserve(self, *, model: Tensors, optimizer: Tensors) -> None:
+        """Get host memory for the copies ready in the background, so that the first save is as fast as the others."""
+        self.wait()
+        self._start(
+            lambda: self._copies.reserve({**_prefixed("model", model), **_prefixed("optimizer", optimizer)})
+        )
+
+    def save(self, state: TrainingState, *, model: Tensors, optimizer: Tensors) -> None:
+        """Begin to save. Every rank calls it at the same step.
+
+        Args:
+            state: with this rank's RNG state; those of the others are added.
+            model, optimizer: the live tensors, on any device; under a sharded optimizer this rank's shard.
+        """
+        started = time.perf_counter()
+        self.wait()
+        live: dict[str, torch.Tensor] = {}
+        if self._ranks.is_first:
+            live.update(_prefixed("model", model))
+        if self._ranks.is_first or state.optimizer_shards > 1:
+            live.update(_prefixed("optimizer", optimizer))
+        self._copies.mark()
+        self._copied.clear()
+        self._start(lambda: self._write(state, live))
+        self.stall_seconds += time.perf_counter() - started
+
+    def release_weights(self) -> None:
+        """Return once the tensors of a save in flight may change again."""
+        started = time.perf_counter()
+        with range_("checkpoint.release"):
+            self._copied.wait()
+            self._copies.order_after_copies()
+        self.stall_seconds += time.perf_counter() - started
+        self._raise_error()
+
+    def wait(self) -> None:
+        """Return once nothing is being written any more."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._raise_error()
+
+    def abandon(self) -> None:
+        """Another rank is lost: stop waiting for its part; what is half written is removed."""
+        self._abandoned.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _start(self, work) -> None:
+        self._thread = threading.Thread(target=self._guarded, args=(work,), name="lmkit-checkpoint-writer")
+        self._thread.start()
+
+    def _guarded(self, work) -> None:
+        try:
+            work()
+        except LmkitError as error:
+            self._error = error
+        except OSError as error:
+            self._error = LmkitError(
+                f"{error.filename or self._folder}: cannot save the checkpoint: {_reason(error)}",
+                hint="earlier checkpoints are intact; make room, then train again to go on from the newest",
+            )
+        except Exception as error:  # noqa: BLE001 (the border of a thread: raised again in the loop, as a defect of ours)
+            self._error = LmkitError(f"{self._folder}: saving failed: {error!r}", hint="please report this")
+            self._error.__cause__ = error
+        finally:
+            self._copied.set()
+
+    def _raise_error(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _write(self, state: TrainingState, live: dict[str, torch.Tensor]) -> None:
+        """In the thread: copy, let the loop go on, write this rank's part."""
+        copies = self._copies.fill(live)
+        self._copied.set()
+        self._copies.synchronize()
+        _refuse_nonfinite(copies, state.step)
+        partial = self._folder / (step_name(state.step) + PARTIAL_SUFFIX)
+        post = _Post(self._ranks, state.step, self._abandoned)
+        if not self._ranks.is_first:
+            self._write_shard(state, copies, partial, post)
+            return
+        try:
+            if partial.exists():
+                shutil.rmtree(partial)
+            partial.mkdir(parents=True)
+            post.send("folder", {})
+            self._write_all(state, copies, partial, post)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        self._retention.remember(state.step, state.valid_loss)
+        self._retention.prune()
+
+    def _write_shard(
+        self, state: TrainingState, copies: dict[str, torch.Tensor], partial: Path, post: _Post
+    ) -> None:
+        """Any rank but the first: its optimizer shard if there are shards, and its RNG state."""
+        message: dict[str, object] = {"error": "an error of its own"}
+        try:
+            entry = None
+            if state.optimizer_shards > 1:
+                post.receive("folder", 0)
+                name = shard_name(self._ranks.rank, state.optimizer_shards)
+                entry = write_tensors(partial / name, _without_prefix("optimizer", copies))
+            message = {"rng": state.rng[0].model_dump(), "entry": entry and [entry.sha256, entry.bytes]}
+        except OSError as error:
+            message = {"error": _reason(error)}
+            raise
+        finally:
+            post.send("part", message)
+
+    def _write_all(
+        self, state: TrainingState, copies: dict[str, torch.Tensor], partial: Path, post: _Post
+    ) -> None:
+        """Rank 0: everything else, then the manifest, then the final name."""
+        shards = state.optimizer_shards
+        entries = {
+            MODEL: write_tensors(partial / MODEL, _without_prefix("model", copies)),
+            shard_name(0, shards): write_tensors(
+                partial / shard_name(0, shards), _without_prefix("optimizer", copies)
+            ),
+        }
+        rng = list(state.rng)
+        for rank in range(1, self._ranks.world_size):
+            part = post.receive("part", rank)
+            if "error" in part:
+                raise LmkitError(
+                    f"{partial}: rank {rank} cannot save its part: {part['error']}",
+                    hint="earlier checkpoints are intact",
+                )
+            rng.append(RngState.model_validate(part["rng"]))
+            if part["entry"] is not None:
+                entries[shard_name(rank, shards)] = FileEntry(*part["entry"])
+        complete = state.model_copy(update={"rng": tuple(rng)})
+        entries[STATE] = write_text(partial / STATE, complete.model_dump_json(indent=1) + "\n")
+        write_manifest(partial, entries)
+        publish(partial, self._folder / step_name(state.step))
+
+
+def _prefixed(prefix: str, tensors: Tensors) -> dict[str, torch.Tensor]:
+    return {f"{prefix}/{name}": tensor for name, tensor in tensors.items()}
+
+
+def _without_prefix(prefix: str, tensors: Tensors) -> dict[str, torch.Tensor]:
+    start = f"{prefix}/"
+    return {name[len(start) :]: tensor for name, tensor in tensors.items() if name.startswith(start)}
+
+
+def _refuse_nonfinite(copies: dict[str, torch.Tensor], step: int) -> None:
+    """Weights that became NaN or infinite by the very last update must not push a good checkpoint out."""
+    for name, tensor in copies.items():
+        if tensor.is_floating_point() and tensor.numel():
+            lowest, highest = torch.aminmax(tensor)  # one pass, and NaN goes through
+            if not (torch.isfinite(lowest) and torch.isfinite(highest)):
+                raise LmkitError(
+                    f"step {step}: {name} is not finite; not saved",
+                    hint="go on from the newest checkpoint with a lower optimizer.lr",
+                )
+
+
+def _reason(error: OSError) -> str:
+    return (error.strerror or str(error)).lower()
+
+
+class _HostCopies:
+    """Host memory that tensors are copied to, kept from save to save: fresh pages cost more than the copy."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._device = device
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._stream = torch.cuda.Stream(device) if self._on_gpu else None
+        self._before = torch.cuda.Event() if self._on_gpu else None
+        self._after: torch.cuda.Event | None = None
+
+    def reserve(self, live: Tensors) -> None:
+        for name, tensor in live.items():
+            self._buffer(name, tensor).zero_()  # touched, so that the pages exist
+
+    def _buffer(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._on_gpu and tensor.is_cuda)
+            self._buffers[name] = buffer
+        return buffer
+
+    def mark(self) -> None:
+        """In the loop: what is on the GPU's queue by now belongs into the copy."""
+        if self._before is not None:
+            self._before.record(torch.cuda.current_stream(self._device))
+
+    def fill(self, live: Tensors) -> dict[str, torch.Tensor]:
+        """In the thread: copy, on GPUs behind what was marked. See `synchronize` and `order_after_copies`."""
+        if self._stream is None:
+            return {name: self._buffer(name, tensor).copy_(tensor.detach()) for name, tensor in live.items()}
+        assert self._before is not None
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            self._stream.wait_event(self._before)
+            copies = {
+                name: self._buffer(name, tensor).copy_(tensor.detach(), non_blocking=True)
+                for name, tensor in live.items()
+            }
+            after = torch.cuda.Event()
+            after.record(self._stream)
+            self._after = after
+        return copies
+
+    def synchronize(self) -> None:
+        """In the thread: return once the copies hold the data."""
+        if self._after is not None:
+            self._after.synchronize()
+
+    def order_after_copies(self) -> None:
+        """In the loop: what is launched from now on runs after the copies."""
+        if self._after is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._after)
+
+
+class _Post:
+    """Small JSON messages between the writer threads of all ranks, about the checkpoint of one step."""
+
+    def __init__(self, ranks: Ranks, step: int, abandoned: threading.Event) -> None:
+        self._ranks = ranks
+        self._step = step
+        self._abandoned = abandoned
+
+    def send(self, topic: str, message: dict[str, object]) -> None:
+        if self._ranks.store is not None:
+            self._ranks.store.set(self._key(topic, self._ranks.rank), json.dumps(message))
+
+    def receive(self, topic: str, sender: int) -> dict:
+        """Wait for a message; in short looks, because a blocking wait would lock the store for the loop."""
+        assert self._ranks.store is not None
+        key = self._key(topic, sender)
+        patience = timedelta(seconds=self._ranks.timeout_s)
+        deadline = time.monotonic() + patience.total_seconds()
+        while not self._ranks.store.check([key]):
+            if self._abandoned.wait(_POLL_S) or time.monotonic() > deadline:
+                raise LmkitError(
+                    f"{step_name(self._step)}: rank {sender} did not deliver its part of the checkpoint",
+                    hint="look for that rank's own error; earlier checkpoints are intact",
+                )
+        return json.loads(self._ranks.store.get(key))
+
+    def _key(self, topic: str, sender: int) -> str:
+        return f"checkpoint/{self._step}/{topic}/{sender}"

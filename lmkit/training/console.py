@@ -1,0 +1,124 @@
+"""Progress of a training run on stderr: a live bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import IO, Any
+
+from lmkit.training.metrics import Record, wants_plain_text
+
+SECONDS_BETWEEN_LINES = 1.0
+
+
+class PlainConsole:
+    """One line per record; of fast runs at most one a second, the first and the last always."""
+
+    def __init__(self, total_steps: int, *, stream: IO[str] | None = None) -> None:
+        self._total = total_steps
+        self._stream = stream or sys.stderr
+        self._last = -SECONDS_BETWEEN_LINES
+
+    def record(self, record: Record) -> None:
+        now = time.monotonic()
+        if record["kind"] == "train":
+            if now - self._last < SECONDS_BETWEEN_LINES and record["step"] < self._total:
+                return
+            self._last = now
+        text = describe(record, self._total)
+        if text:
+            self.note(text)
+
+    def note(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class BarConsole:
+    """A bar with the newest numbers; notes and evaluations scroll above it."""
+
+    def __init__(self, total_steps: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+        self._total = total_steps
+        self._progress = Progress(
+            TextColumn("train"),
+            BarColumn(bar_width=24),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            console=Console(stderr=True),
+            transient=True,
+        )
+        self._task = self._progress.add_task("train", total=1.0, numbers="")
+        self._progress.start()
+
+    def record(self, record: Record) -> None:
+        text = describe(record, self._total)
+        if record["kind"] == "train":
+            self._progress.update(self._task, completed=record["progress"], numbers=text)
+        elif text:
+            self.note(text)
+
+    def note(self, text: str) -> None:
+        self._progress.console.print(text, markup=False, highlight=False)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+def console(total_steps: int) -> PlainConsole | BarConsole:
+    """The display that fits stderr."""
+    return PlainConsole(total_steps) if wants_plain_text(sys.stderr) else BarConsole(total_steps)
+
+
+def describe(record: Record, total_steps: int) -> str:
+    """A record as one line of text; "" for those that are only for the file."""
+    formatter = _FORMATTERS.get(record["kind"])
+    return "" if formatter is None else formatter(record, total_steps)
+
+
+def _train(record: Record, total_steps: int) -> str:
+    parts = [
+        f"step {record['step']}/{total_steps}",
+        f"loss {record['loss']:.4f}",
+        f"lr {record['lr']:.2e}",
+        f"grad norm {record['grad_norm']:.2f}",
+        f"{record['tokens_per_second']:,.0f} tokens/s",
+    ]
+    if record["mfu"] is not None:
+        parts.append(f"MFU {100 * record['mfu']:.1f}%")
+    parts.append(f"{record['memory_bytes'] / 1e9:.2f} GB")
+    parts.append(f"{duration(record['eta_seconds'])} left")
+    return "  ".join(parts)
+
+
+def _valid(record: Record, total_steps: int) -> str:
+    what = "all held-out data" if record["kind"] == "final" else "held out"
+    bits = record["bits_per_byte"]
+    return (
+        f"step {record['step']}/{total_steps}  {what}: loss {record['loss']:.4f}  "
+        f"perplexity {record['perplexity']:.2f}" + ("" if bits is None else f"  {bits:.4f} bits per byte")
+    )
+
+
+def _skip(record: Record, total_steps: int) -> str:
+    return f"step {record['step']}/{total_steps}  skipped: loss {record['loss']}, the gradient is not finite"
+
+
+_FORMATTERS: dict[str, Callable[[dict[str, Any], int], str]] = {
+    "train": _train,
+    "valid": _valid,
+    "final": _valid,
+    "skip": _skip,
+}
+
+
+def duration(seconds: float) -> str:
+    """`75` -> `1:15`, `3675` -> `1:01:15`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

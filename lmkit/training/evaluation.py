@@ -1,0 +1,103 @@
+"""Loss on held-out tokens: nats per token, perplexity, bits per byte. Ranks share the work."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from lmkit.data.batches import evaluation_windows
+from lmkit.measure.ranges import range_
+from lmkit.parallel.agreement import agree
+from lmkit.parallel.process_group import Ranks
+from lmkit.training.step import autocast
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """What to evaluate on.
+
+    Attributes:
+        tokens: one-dimensional token ids, usually a memory map.
+        bytes_per_token: of the text behind them; None if that is not known.
+        context_length: longest window.
+        rows: windows per batch.
+    """
+
+    tokens: np.ndarray
+    bytes_per_token: float | None
+    context_length: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Loss in nats per token; bits per byte = loss / ln 2 x tokens / bytes, which compares across tokenizers."""
+
+    loss: float
+    perplexity: float
+    bits_per_byte: float | None
+    tokens: int
+
+
+def evaluate(
+    model: torch.nn.Module,
+    held_out: HeldOut,
+    ranks: Ranks,
+    *,
+    precision: str,
+    max_batches: int | None = None,
+    asked_to_stop: Callable[[], bool] = lambda: False,
+) -> Evaluation | None:
+    """Mean loss over consecutive, non-overlapping windows from the start of the held-out tokens.
+
+    Every rank calls it and gets the same result. Batch b goes to rank b mod world_size.
+
+    Args:
+        model: the plain model: `model.loss` must not communicate.
+        max_batches: only this many batches, over all ranks; None: the whole file.
+        asked_to_stop: asked once per batch; if true on any rank, all give up and return None.
+    """
+    windows = evaluation_windows(held_out.tokens, held_out.context_length, held_out.rows, max_batches)
+    total = torch.zeros(2, dtype=torch.float64)  # nats, tokens
+    was_training = model.training
+    model.eval()
+    with range_("evaluation"), torch.no_grad(), autocast(ranks.device, precision):
+        for own in _rounds(windows, ranks):
+            if agree(ranks, stop=asked_to_stop()).stop:
+                model.train(was_training)
+                return None
+            if own is not None:
+                inputs, targets = own[0].to(ranks.device), own[1].to(ranks.device)  # (rows, seq)
+                loss = model.loss(inputs, targets)
+                total += torch.tensor(
+                    [loss.double().item() * targets.numel(), targets.numel()], dtype=torch.float64
+                )
+    model.train(was_training)
+    if ranks.world_size > 1:
+        summed = total.to(ranks.device)
+        dist.all_reduce(summed)
+        total = summed.cpu()
+    nats, tokens = total.tolist()
+    return summarise(nats / tokens, int(tokens), held_out.bytes_per_token)
+
+
+def _rounds(
+    windows: Iterator[tuple[torch.Tensor, torch.Tensor]], ranks: Ranks
+) -> Iterator[tuple[torch.Tensor, torch.Tensor] | None]:
+    """Deal out `world_size` batches at a time: this rank's, or None in a last round that is too short for it."""
+    while batches := list(islice(windows, ranks.world_size)):
+        yield batches[ranks.rank] if ranks.rank < len(batches) else None
+
+
+def summarise(loss: float, tokens: int, bytes_per_token: float | None) -> Evaluation:
+    """Perplexity and bits per byte of a mean loss in nats per token."""
+    # exp overflows a float above 709 nats; a model that bad has no perplexity worth printing.
+    perplexity = math.exp(loss) if loss < 700 else math.inf
+    bits_per_byte = None if bytes_per_token is None else loss / math.log(2) / bytes_per_token
+    return Evaluation(loss, perplexity, bits_per_byte, tokens)

@@ -1,0 +1,307 @@
+"""The training loop: batches through steps; records, evaluations and checkpoints when they are due."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lmkit.data.batches import BatchSource
+from lmkit.errors import LmkitError
+from lmkit.measure.ranges import range_
+from lmkit.parallel.failures import StepWatch
+from lmkit.parallel.process_group import Ranks
+from lmkit.recipe.checkpoint import CheckpointConfig
+from lmkit.recipe.train import TrainConfig
+from lmkit.training.checkpoint_writer import CheckpointWriter
+from lmkit.training.checkpoints import model_weights
+from lmkit.training.clock import Speedometer, TrainingClock
+from lmkit.training.evaluation import Evaluation, HeldOut, evaluate
+from lmkit.training.metrics import Sink, peak_memory_bytes
+from lmkit.training.optimizer_state import optimizer_tensors
+from lmkit.training.signals import StopSignals, leave
+from lmkit.training.state import TrainingState, capture_rng
+from lmkit.training.step import Outcome, Step
+
+Ending = Literal["finished", "stopped early"]
+
+
+@dataclass
+class Moment:
+    """Where a run stands: everything that changes from step to step besides tensors."""
+
+    step: int = 0
+    tokens: int = 0
+    skipped_in_a_row: int = 0
+    valid_loss: float | None = None
+    best_loss: float | None = None
+    train_loss: float | None = None
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the loop drives; made by `lmkit.commands.train`.
+
+    Attributes:
+        model: the plain model: evaluated and saved. `step` holds what calls it in training.
+        held_out: None: there is nothing to evaluate on.
+        learning_rate: (step, fraction of the time or None) -> rate.
+        tokens_per_step: over all ranks.
+        flops_share: FLOPs of one token over the peak FLOP/s of one device; None where no peak is known.
+        identity: the state that never changes (recipe, model, data); step and RNG are filled in.
+    """
+
+    train: TrainConfig
+    checkpoint: CheckpointConfig
+    ranks: Ranks
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    step: Step
+    batches: BatchSource
+    held_out: HeldOut | None
+    learning_rate: Callable[[int, float | None], float]
+    tokens_per_step: int
+    flops_share: float | None
+    writer: CheckpointWriter
+    sink: Sink
+    clock: TrainingClock
+    identity: TrainingState
+
+
+class Loop:
+    """Runs from `moment` to the end of the schedule, or to an earlier stop. Every rank runs one."""
+
+    def __init__(
+        self, parts: Parts, moment: Moment, signals: StopSignals, *, stop_at_step: int | None = None
+    ) -> None:
+        self.parts = parts
+        self.moment = moment
+        self._signals = signals
+        self._stop_at_step = stop_at_step
+        self._saved_step = moment.step  # the checkpoint that we come from, or nothing to save at step 0
+        self._speed = Speedometer()
+        self._fraction = parts.clock.fraction()
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Mean of the session."""
+        return self._speed.session
+
+    def run(self) -> Ending:
+        """Train.
+
+        Raises:
+            SystemExit, KeyboardInterrupt: a signal came; the state is saved.
+            LmkitError: the loss or a gradient is not finite, a checkpoint cannot be written, a rank is lost.
+        """
+        completed = False
+        try:
+            with StepWatch(self.parts.ranks) as watch:
+                stopped = self._run_steps(watch)
+            self.parts.writer.wait()
+            completed = True
+        finally:
+            if not completed:
+                self.parts.writer.abandon()
+        if stopped:
+            self.parts.sink.note(f"stopped by a signal; step {self.moment.step} is saved")
+            leave(self._signals.received)
+        return "finished" if self._is_over() else "stopped early"
+
+    def _run_steps(self, watch: StepWatch) -> bool:
+        """Steps until the end; True if a signal ended them."""
+        batch = None if self._is_done() else self._next_batch()
+        while batch is not None:
+            with watch.step(self.moment.step + 1):
+                lr = self.parts.learning_rate(self.moment.step, self._fraction)
+                loss = self.parts.step.accumulate(*batch)
+                upcoming = self._next_batch(ahead=1)  # while a GPU still computes
+                outcome = self.parts.step.update(
+                    loss,
+                    lr=lr,
+                    stop=self._signals.received is not None,
+                    before_update=self.parts.writer.release_weights,
+                )
+                self._count(outcome)
+                self._fraction = self.parts.clock.fraction()
+            stopped = self._after_step(outcome, lr)
+            if stopped:
+                return True
+            batch = None if self._is_done() else upcoming
+        return False
+
+    def _next_batch(self, ahead: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        with range_("data"):
+            device = self.parts.ranks.device
+            inputs, targets = self.parts.batches.batch(self.moment.step + ahead)
+            if device.type == "cuda":
+                inputs, targets = inputs.pin_memory(), targets.pin_memory()
+            return inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+
+    def _count(self, outcome: Outcome) -> None:
+        """Move on by one step, applied or not: a bad batch must not come again."""
+        moment = self.moment
+        moment.step += 1
+        moment.tokens += self.parts.tokens_per_step
+        moment.valid_loss = None
+        self._speed.count(self.parts.tokens_per_step)
+        if not outcome.nonfinite:
+            moment.skipped_in_a_row = 0
+            return
+        moment.skipped_in_a_row += 1
+        train, loss = self.parts.train, outcome.loss.item()
+        what = f"step {moment.step}: loss {loss}, gradient norm {outcome.grad_norm.item()}"
+        if train.nonfinite == "stop":
+            raise LmkitError(
+                f"{what}: not finite on at least one rank; weights are untouched",
+                hint='lower optimizer.lr, or go on without such steps: --set train.nonfinite="skip"',
+            )
+        if moment.skipped_in_a_row > train.max_skips:
+            raise LmkitError(
+                f"{what}: not finite {moment.skipped_in_a_row} times in a row, train.max_skips is {train.max_skips}",
+                hint="lower optimizer.lr",
+            )
+        self.parts.sink.record({"kind": "skip", "step": moment.step, "loss": loss})
+
+    def _after_step(self, outcome: Outcome, lr: float) -> bool:
+        """Log, evaluate and save as due; True if the run has to stop for a signal."""
+        step, train, checkpoint = self.moment.step, self.parts.train, self.parts.checkpoint
+        stopped, ends = outcome.stop, self._is_done() or outcome.stop
+        if outcome.applied and (step == 1 or step % train.log_interval == 0 or ends):
+            self._log(outcome, lr)
+        is_best = False
+        if train.eval_interval and step % train.eval_interval == 0 and not stopped:
+            evaluation = self._evaluate("valid", train.eval_batches or None)
+            stopped = evaluation is None and self.parts.held_out is not None
+            is_best = evaluation is not None and self._rate(evaluation)
+        if (
+            ends
+            or stopped
+            or (checkpoint.interval > 0 and step % checkpoint.interval == 0)
+            or (is_best and checkpoint.keep_best > 0)
+        ):
+            self._save()
+        elif self._saved_step == 0 and step == 1 and checkpoint.interval > 0:
+            self.parts.writer.reserve(
+                model=model_weights(self.parts.model), optimizer=self._optimizer_tensors()
+            )
+        return stopped
+
+    def _rate(self, evaluation: Evaluation) -> bool:
+        """Note a held-out loss; True if it is the best so far."""
+        moment = self.moment
+        moment.valid_loss = evaluation.loss
+        if moment.best_loss is not None and evaluation.loss >= moment.best_loss:
+            return False
+        moment.best_loss = evaluation.loss
+        return True
+
+    def _log(self, outcome: Outcome, lr: float) -> None:
+        parts, moment = self.parts, self.moment
+        loss = outcome.loss
+        if parts.ranks.world_size > 1:
+            dist.all_reduce(loss)
+            loss /= parts.ranks.world_size
+        moment.train_loss = loss.item()
+        speed = self._speed.read()
+        share = None if parts.flops_share is None else parts.flops_share * speed / parts.ranks.world_size
+        steps_left = (parts.train.steps - moment.step) * parts.tokens_per_step / speed
+        time_left = parts.clock.seconds_left
+        parts.sink.record(
+            {
+                "kind": "train",
+                "step": moment.step,
+                "loss": moment.train_loss,
+                "lr": lr,
+                "grad_norm": outcome.grad_norm.item(),
+                "tokens": moment.tokens,
+                "tokens_per_second": speed,
+                "mfu": share,
+                "memory_bytes": peak_memory_bytes(parts.ranks.device),
+                "seconds": parts.clock.seconds,
+                "progress": self._progress(),
+                "eta_seconds": steps_left if time_left is None else min(steps_left, time_left),
+            }
+        )
+
+    def final_evaluation(self) -> Evaluation | None:
+        """Evaluate on all held-out tokens; None if there are none.
+
+        Raises:
+            SystemExit, KeyboardInterrupt: a signal came.
+        """
+        if self.parts.held_out is None:
+            return None
+        evaluation = self._evaluate("final", None)
+        if evaluation is None:
+            leave(self._signals.received)
+        return evaluation
+
+    def _evaluate(self, kind: str, max_batches: int | None) -> Evaluation | None:
+        parts = self.parts
+        if parts.held_out is None:
+            return None
+        with self._speed.excluded():
+            evaluation = evaluate(
+                parts.model,
+                parts.held_out,
+                parts.ranks,
+                precision=parts.train.precision,
+                max_batches=max_batches,
+                asked_to_stop=lambda: self._signals.received is not None,
+            )
+        if evaluation is not None:
+            parts.sink.record(
+                {
+                    "kind": kind,
+                    "step": self.moment.step,
+                    "loss": evaluation.loss,
+                    "perplexity": evaluation.perplexity,
+                    "bits_per_byte": evaluation.bits_per_byte,
+                    "tokens": evaluation.tokens,
+                }
+            )
+        return evaluation
+
+    def _save(self) -> None:
+        """Begin to save this moment, unless it is saved already."""
+        parts, moment = self.parts, self.moment
+        if moment.step == self._saved_step:
+            return
+        scale = parts.step.loss_scale
+        state = parts.identity.model_copy(
+            update={
+                "step": moment.step,
+                "seconds": parts.clock.seconds,
+                "time_fraction": self._fraction,
+                "tokens": moment.tokens,
+                "skipped_in_a_row": moment.skipped_in_a_row,
+                "valid_loss": moment.valid_loss,
+                "best_loss": moment.best_loss,
+                "loss_scale": None if scale is None else scale.state(),
+                "rng": (capture_rng(parts.ranks.device),),
+            }
+        )
+        parts.writer.save(state, model=model_weights(parts.model), optimizer=self._optimizer_tensors())
+        self._saved_step = moment.step
+        parts.sink.record(
+            {"kind": "checkpoint", "step": moment.step, "stall_seconds": parts.writer.stall_seconds}
+        )
+
+    def _optimizer_tensors(self) -> dict[str, torch.Tensor]:
+        return optimizer_tensors(self.parts.optimizer, self.parts.model)
+
+    def _progress(self) -> float:
+        """Share of the schedule that is done: of the steps or of the time, whichever is further."""
+        return max(self.moment.step / self.parts.train.steps, self._fraction or 0.0)
+
+    def _is_over(self) -> bool:
+        return self._progress() >= 1.0
+
+    def _is_done(self) -> bool:
+        stop_at = self._stop_at_step
+        return self._is_over() or (stop_at is not None and self.moment.step >= stop_at)

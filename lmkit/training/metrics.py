@@ -1,0 +1,133 @@
+"""What a run reports: records, and the sinks they go to.
+
+A record is one JSON object with a `kind`:
+
+- `train`: step, loss (of this step's whole batch, nats per token), lr, grad_norm, tokens (so far),
+  tokens_per_second, mfu, memory_bytes (peak), seconds (trained so far), eta_seconds.
+- `valid` and `final`: step, loss, perplexity, bits_per_byte, tokens (evaluated on); `final` is over all of the
+  held-out tokens.
+- `checkpoint`: step, stall_seconds (what saving has cost the loop so far).
+- `skip`: step, loss: a step left out because its loss or gradient was not finite.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import torch
+
+from lmkit.errors import LmkitError
+from lmkit.storage import write_atomic
+
+Record = dict[str, Any]
+
+
+class Sink(Protocol):
+    """Where records go. Ranks other than the first have none."""
+
+    def record(self, record: Record) -> None:
+        """Take one record."""
+
+    def note(self, text: str) -> None:
+        """Take one line for people."""
+
+    def close(self) -> None:
+        """No more records come."""
+
+
+class Fanout:
+    """Hands everything to each of several sinks, in order."""
+
+    def __init__(self, sinks: Sequence[Sink]) -> None:
+        self._sinks = sinks
+
+    def record(self, record: Record) -> None:
+        for sink in self._sinks:
+            sink.record(record)
+
+    def note(self, text: str) -> None:
+        for sink in self._sinks:
+            sink.note(text)
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()
+
+
+class MetricsFile:
+    """`metrics.jsonl`: one record a line, on disk (in the system's cache) when `record` returns.
+
+    Args:
+        after_step: go on from this step; later records of an earlier session, and a line that a kill cut
+            short, are dropped, so that every step is there once.
+    """
+
+    def __init__(self, path: Path, *, after_step: int) -> None:
+        self._path = path
+        kept = [record for record in read_metrics(path) if record["step"] <= after_step]
+        write_atomic(path, "".join(_line(record) for record in kept))
+        self._file: IO[str] = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
+
+    def record(self, record: Record) -> None:
+        try:
+            self._file.write(_line(record))
+            self._file.flush()
+        except OSError as error:
+            raise LmkitError(
+                f"{self._path}: {(error.strerror or str(error)).lower()}",
+                hint="make room, then train again to go on from the newest checkpoint",
+            ) from error
+
+    def note(self, text: str) -> None:
+        """Text is for people."""
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _line(record: Record) -> str:
+    plain = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in record.items()
+    }
+    return json.dumps(plain, allow_nan=False) + "\n"
+
+
+def read_metrics(path: Path) -> list[Record]:
+    """The whole, readable records of a metrics file; [] if there is none. Other lines are passed over."""
+    if not path.exists():
+        return []
+    records = []
+    with open(path, "rb") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if (
+                isinstance(record, dict)
+                and isinstance(record.get("kind"), str)
+                and type(record.get("step")) is int
+            ):
+                records.append(record)
+    return records
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most memory in use so far: of the CUDA allocator on a GPU, else of the process (RSS)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
+
+
+def wants_plain_text(stream: IO[str]) -> bool:
+    """Whether no escape codes may be written: not a terminal, a dumb one, or NO_COLOR is set (no-color.org)."""
+    return not stream.isatty() or bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"

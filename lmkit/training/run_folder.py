@@ -1,0 +1,65 @@
+"""The run folder: who may write there, what it holds, and what is left of earlier sessions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from lmkit.errors import UsageError
+from lmkit.measure.environment import describe_environment
+from lmkit.measure.plots import loss_curve
+from lmkit.recipe.load import recipe_to_toml
+from lmkit.recipe.schema import Recipe
+from lmkit.storage import remove_partials, write_atomic
+from lmkit.training.checkpoint_folder import clean_leftovers
+from lmkit.training.checkpoints import CHECKPOINTS
+from lmkit.training.metrics import read_metrics
+
+METRICS = "metrics.jsonl"
+RECIPE = "recipe.toml"
+ENVIRONMENT = "environment.json"
+LOSS_PICTURE = "loss.png"
+
+
+def check_writable(folder: Path) -> None:
+    """Make the folder, and try a file in it, before any time is spent.
+
+    Raises:
+        UsageError: nothing can be written there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(folder / ".writable", b"")
+        (folder / ".writable").unlink()
+    except OSError as error:
+        raise UsageError(
+            f"{folder}: cannot write there: {(error.strerror or str(error)).lower()}",
+            hint="choose another place with --set run.folder=...",
+        ) from error
+
+
+def tidy(folder: Path) -> list[Path]:
+    """Remove what a killed session left behind; the caller holds the folder's lock."""
+    checkpoints = folder / CHECKPOINTS
+    removed = remove_partials(folder)
+    if checkpoints.is_dir():
+        removed += clean_leftovers(checkpoints)
+    return removed
+
+
+def describe_run(folder: Path, recipe: Recipe) -> None:
+    """Write the resolved recipe and the environment: what is needed to make the run again."""
+    write_atomic(folder / RECIPE, recipe_to_toml(recipe))
+    write_atomic(folder / ENVIRONMENT, json.dumps(describe_environment(), indent=1) + "\n")
+
+
+def draw_losses(folder: Path, *, title: str) -> None:
+    """Write `loss.png` from the metrics; nothing if there are none yet."""
+    records = read_metrics(folder / METRICS)
+    series = {
+        label: [(record["step"], record["loss"]) for record in records if record["kind"] == kind]
+        for label, kind in (("training", "train"), ("held out", "valid"))
+    }
+    drawn = {label: points for label, points in series.items() if points}
+    if drawn:
+        write_atomic(folder / LOSS_PICTURE, loss_curve(drawn, title=title))

@@ -1,0 +1,109 @@
+"""What a checkpoint knows besides tensors: `state.json`."""
+
+from __future__ import annotations
+
+import base64
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field, ValidationError
+
+from lmkit.errors import LmkitError
+from lmkit.recipe.model import ModelConfig
+from lmkit.recipe.table import Count, NonNegativeFloat, PositiveFloat, PositiveInt, Table
+
+
+class RngState(Table):
+    """torch's generators on one rank, base64: the only ones that training draws from."""
+
+    cpu: str
+    cuda: str | None = None
+
+
+class LossScaleState(Table):
+    """Dynamic loss scaling (fp16)."""
+
+    scale: PositiveFloat
+    good_steps: Count
+
+
+class DataIdentity(Table):
+    """The token file that the batches come from: a resumed run must meet the same one."""
+
+    num_tokens: Count
+    vocab_size: PositiveInt
+    source_sha256: str
+    tokenizer_sha256: str
+
+
+class TrainingState(Table):
+    """A moment of a training run, after `step` optimizer steps.
+
+    The position in the data is `step` itself: a batch is a pure function of (seed, step).
+    """
+
+    format: PositiveInt = 1
+    lmkit: str
+    step: Count
+    seconds: NonNegativeFloat
+    """Time spent training so far, over all sessions."""
+    time_fraction: NonNegativeFloat | None = None
+    """Of `train.max_minutes`, where that is set."""
+    tokens: Count
+    """Tokens seen by the optimizer."""
+    skipped_in_a_row: Count = 0
+    valid_loss: float | None = None
+    """Of an evaluation at exactly this step."""
+    best_loss: float | None = None
+    """The lowest so far, of this step or an earlier one."""
+    loss_scale: LossScaleState | None = None
+
+    world_size: PositiveInt
+    strategy: str
+    optimizer_shards: PositiveInt
+    optimizer_layout: dict[str, Any] | None = None
+    """How the shards are cut, where there are any (`lmkit.parallel.zero1_layout.ShardLayout`)."""
+    rng: Annotated[tuple[RngState, ...], Field(min_length=1)]
+
+    model: ModelConfig
+    """With the vocabulary size filled in."""
+    recipe: dict[str, Any]
+    recipe_sha256: str
+    data: DataIdentity | None = None
+
+
+def parse_state(text: bytes, *, path: object) -> TrainingState:
+    """Read `state.json`.
+
+    Raises:
+        LmkitError: not a valid state.
+    """
+    try:
+        return TrainingState.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise LmkitError(
+            f"{path}: {key}: {first['msg']}", hint="the checkpoint is damaged; use an older one"
+        ) from None
+
+
+def capture_rng(device: torch.device) -> RngState:
+    """The state of this rank's generators now."""
+    cuda = _encode(torch.cuda.get_rng_state(device)) if device.type == "cuda" else None
+    return RngState(cpu=_encode(torch.get_rng_state()), cuda=cuda)
+
+
+def restore_rng(state: RngState, device: torch.device) -> None:
+    """Put this rank's generators back."""
+    torch.set_rng_state(_decode(state.cpu))
+    if device.type == "cuda" and state.cuda is not None:
+        torch.cuda.set_rng_state(_decode(state.cuda), device)
+
+
+def _encode(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _decode(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
