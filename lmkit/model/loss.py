@@ -1,0 +1,109 @@
+"""Cross-entropy of next tokens straight from hidden states, without ever holding all logits.
+
+The logits (tokens, vocabulary) are by far the largest array of a small model's training step. Here they are made,
+used and dropped a slice of tokens at a time, and their gradient is formed while they are at hand: as exact as the
+plain way, with the same number of matrix products, and a slice fits into a CPU's cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# Elements of one slice of logits: 4 MiB of float32 stay in a core's cache; a GPU wants large matrix products.
+SLICE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 28}
+
+SliceLoss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def cross_entropy_slice(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """(losses (tokens) in float32 or wider, d losses / d logits in the logits' dtype) of a slice.
+
+    Args:
+        logits: (tokens, vocab_size)
+        targets: (tokens) ids
+    """
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    log_p = logits.log_softmax(dim=-1, dtype=wide)  # (tokens, vocab_size)
+    losses = -log_p.gather(1, targets.unsqueeze(1)).squeeze(1)  # (tokens)
+    # d loss / d logit_j = p_j - [j is the target]
+    if torch.compiler.is_compiling():
+        ids = torch.arange(logits.shape[1], device=logits.device)
+        gradient = log_p.exp() - (ids == targets.unsqueeze(1)).to(wide)  # fuses, where a scatter would not
+    else:
+        gradient = log_p.exp_()
+        gradient.scatter_add_(1, targets.unsqueeze(1), gradient.new_full((len(targets), 1), -1.0))
+    return losses, gradient.to(logits.dtype)
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, slice_loss: SliceLoss = cross_entropy_slice
+) -> Tensor:
+    """Mean over tokens of -log softmax(hidden weight^T)[target], in nats, as a float32 (or wider) scalar.
+
+    Differentiable once, in hidden and weight. Under autocast the products run in the autocast dtype; softmax, loss
+    and the sums over slices stay in float32.
+
+    Args:
+        hidden: (..., d_model)
+        weight: (vocab_size, d_model)
+        targets: (...) int64 ids below vocab_size
+        slice_loss: `cross_entropy_slice`, or that function compiled.
+    """
+    return _LinearCrossEntropy.apply(hidden.flatten(0, -2), weight, targets.flatten(), slice_loss)
+
+
+def _tokens_per_slice(vocab_size: int, device_type: str) -> int:
+    fitting = max(1, SLICE_ELEMENTS.get(device_type, SLICE_ELEMENTS["cuda"]) // vocab_size)
+    return 1 << (fitting.bit_length() - 1)  # a power of two divides the usual batches evenly
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, slice_loss: SliceLoss) -> Tensor:
+        device_type = hidden.device.type
+        autocast = torch.is_autocast_enabled(device_type)
+        dtype = torch.get_autocast_dtype(device_type) if autocast else weight.dtype
+        wide = torch.promote_types(dtype, torch.float32)
+        h, w = hidden.to(dtype), weight.to(dtype)  # (tokens, d_model), (vocab_size, d_model)
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.empty_like(h) if wants_hidden else None
+        grad_weight = torch.zeros_like(w, dtype=wide) if wants_weight else None
+        total = torch.zeros((), device=hidden.device, dtype=wide)
+
+        rows = _tokens_per_slice(len(w), device_type)
+        with torch.autocast(device_type, enabled=False):
+            for start in range(0, len(h), rows):
+                part = slice(start, start + rows)
+                losses, grad_logits = slice_loss(h[part] @ w.t(), targets[part])
+                total += losses.sum()
+                if grad_hidden is not None:
+                    torch.mm(grad_logits, w, out=grad_hidden[part])
+                if grad_weight is not None:
+                    if dtype == wide:
+                        grad_weight.addmm_(grad_logits.t(), h[part])
+                    else:
+                        grad_weight += grad_logits.t() @ h[part]
+
+        # The mean's 1 / tokens is left to backward: here it would drive float16 gradients below their range before
+        # the loss scale lifts them.
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.dtypes = (hidden.dtype, weight.dtype)
+        ctx.tokens = len(targets)
+        return total / len(targets)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        hidden_dtype, weight_dtype = ctx.dtypes
+        scale = grad / ctx.tokens
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden.to(hidden_dtype) * scale
+        if grad_weight is not None:
+            grad_weight = (grad_weight * scale).to(weight_dtype)
+        return grad_hidden, grad_weight, None, None

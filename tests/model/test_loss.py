@@ -1,0 +1,93 @@
+"""The sliced cross-entropy against logits held all at once."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from lmkit.model import loss as loss_module
+from lmkit.model.loss import linear_cross_entropy
+
+
+@pytest.fixture(params=[1, 64, 1 << 20], ids=["one token a slice", "some tokens", "all at once"])
+def slice_elements(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(loss_module.SLICE_ELEMENTS, "cpu", request.param)
+
+
+def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    hidden = torch.randn(3, 7, 12, dtype=dtype, requires_grad=True)
+    weight = torch.randn(11, 12, dtype=dtype, requires_grad=True)
+    return hidden, weight, torch.randint(11, (3, 7))
+
+
+@pytest.mark.usefixtures("slice_elements")
+def test_value_and_gradients_equal_the_plain_way() -> None:
+    hidden, weight, targets = inputs(torch.float64)
+    ours = linear_cross_entropy(hidden, weight, targets)
+    plain = F.cross_entropy((hidden @ weight.T).flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(ours, plain, rtol=1e-13, atol=0)  # float64: the order of sums alone differs
+    # A factor behind the loss, as accumulation and loss scaling put it there.
+    mine = torch.autograd.grad(ours * 3.5, (hidden, weight))
+    yours = torch.autograd.grad(plain * 3.5, (hidden, weight))
+    for one, other in zip(mine, yours, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.usefixtures("slice_elements")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_keeps_loss_and_sums_in_float32(dtype: torch.dtype) -> None:
+    hidden, weight, targets = inputs(torch.float32)
+    with torch.autocast("cpu", dtype=dtype):
+        ours = linear_cross_entropy(hidden, weight, targets)
+    exact = F.cross_entropy((hidden.double() @ weight.double().T).flatten(0, 1), targets.flatten())
+    mine = torch.autograd.grad(ours, (hidden, weight))
+    yours = torch.autograd.grad(exact, (hidden, weight))
+    assert ours.dtype == torch.float32
+    assert [grad.dtype for grad in mine] == [torch.float32, torch.float32]
+    # Budget: what the plain way loses in this dtype, twice over.
+    with torch.autocast("cpu", dtype=dtype):
+        plain = F.cross_entropy((hidden @ weight.T).flatten(0, 1).float(), targets.flatten())
+    theirs = torch.autograd.grad(plain, (hidden, weight))
+    for got, rival, truth in zip((ours, *mine), (plain, *theirs), (exact, *yours), strict=True):
+        budget = 2 * (rival.double() - truth).abs().max() + 1e-3 * truth.abs().max()
+        assert (got.double() - truth).abs().max() <= budget
+
+
+def test_a_confident_float16_model_keeps_its_gradients() -> None:
+    """1 / tokens inside float16 would push them below the smallest number before the loss scale lifts them."""
+    torch.manual_seed(0)
+    hidden = torch.randn(4096, 8, requires_grad=True)
+    weight = (torch.randn(64, 8) * 0.01).requires_grad_()
+    targets = torch.randint(64, (4096,))
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = linear_cross_entropy(hidden, weight, targets)
+    (ours,) = torch.autograd.grad(loss * 65536.0, hidden)
+    exact = F.cross_entropy(hidden.double() @ weight.double().T, targets)
+    (truth,) = torch.autograd.grad(exact * 65536.0, hidden)
+    # float16 has 11 bits; a sum over 64 terms of mixed sign loses two or three more.
+    assert (ours.double() - truth).norm() <= 2**-8 * truth.norm()
+
+
+def test_certain_and_hopeless_predictions_stay_finite() -> None:
+    hidden = torch.tensor([[1000.0], [-1000.0]], requires_grad=True)
+    weight = torch.tensor([[1.0], [-1.0]])
+    loss = linear_cross_entropy(hidden, weight, torch.tensor([0, 0]))
+    assert loss.item() == 1000.0  # (0 + 2000) / 2
+    (grad,) = torch.autograd.grad(loss, hidden)
+    assert grad.tolist() == [[0.0], [-1.0]]
+
+
+def test_without_gradients_none_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight, targets = inputs(torch.float64)
+    with torch.no_grad():
+        without = linear_cross_entropy(hidden, weight, targets)
+    assert not without.requires_grad
+    assert torch.equal(without, linear_cross_entropy(hidden, weight, targets).detach())
+
+
+def test_a_frozen_head_gets_no_gradient() -> None:
+    hidden, weight, targets = inputs(torch.float64)
+    weight.requires_grad_(False)
+    linear_cross_entropy(hidden, weight, targets).backward()
+    assert weight.grad is None
+    assert hidden.grad is not None

@@ -1,0 +1,78 @@
+"""Named sizes, and counts against the models themselves."""
+
+import pytest
+import torch
+
+from lmkit.errors import UsageError
+from lmkit.model.accounting import (
+    count_parameters,
+    flops_per_token,
+    forward_flops_per_token,
+    training_memory,
+)
+from lmkit.model.sizes import PRESETS, preset_config
+from lmkit.model.transformer import TransformerLM
+from lmkit.recipe.model import ModelConfig
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kv_heads", [None, 2])
+def test_counts_are_those_of_the_model(tied: bool, kv_heads: int | None) -> None:
+    config = ModelConfig(
+        vocab_size=97,
+        d_model=48,
+        d_ff=80,
+        num_layers=3,
+        num_heads=6,
+        num_kv_heads=kv_heads,
+        tie_embeddings=tied,
+    )
+    model = TransformerLM(config)
+    counts = count_parameters(config)
+    assert counts.total == sum(parameter.numel() for parameter in model.parameters())
+    assert counts.multiplying == counts.total - (0 if tied else model.token_embeddings.weight.numel())
+    assert training_memory(config).total == 16 * counts.total
+
+
+def test_flops_of_the_matrix_products_are_counted() -> None:
+    """PyTorch's own counter over a real forward pass; gains of norms are not matrix products."""
+    config = ModelConfig(
+        vocab_size=97,
+        context_length=32,
+        d_model=48,
+        d_ff=80,
+        num_layers=3,
+        num_heads=6,
+        attention="vectorized",
+    )
+    model = TransformerLM(config)
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        model(torch.randint(97, (2, 32)))
+    gains = (2 * config.num_layers + 1) * config.d_model
+    assert counter.get_total_flops() == 2 * 32 * (forward_flops_per_token(config, 32) - 2 * gains)
+    assert flops_per_token(config, 32) == 6 * count_parameters(config).multiplying + 12 * 3 * 48 * 32
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("small", (768, 3072, 12, 12)),
+        ("medium", (1024, 4096, 24, 16)),
+        ("large", (1280, 5120, 36, 20)),
+        ("xl", (1600, 6400, 48, 25)),
+        ("2.7b", (2560, 10240, 32, 32)),
+    ],
+)
+def test_presets(name: str, sizes: tuple[int, int, int, int]) -> None:
+    config = preset_config(name, vocab_size=50_257, context_length=1024, attention="reference")
+    assert (config.d_model, config.d_ff, config.num_layers, config.num_heads) == sizes
+    assert config.attention == "reference"
+    with torch.device("meta"):
+        model = TransformerLM(config)
+    assert sum(parameter.numel() for parameter in model.parameters()) == count_parameters(config).total
+
+
+def test_an_unknown_preset_names_those_there_are() -> None:
+    with pytest.raises(UsageError, match="'huge'") as caught:
+        preset_config("huge", vocab_size=256, context_length=8)
+    assert all(name in caught.value.hint for name in PRESETS)

@@ -1,0 +1,295 @@
+"""The whole model: against a float64 retelling, against Hugging Face's Llama, and its options against each other."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from lmkit.errors import UsageError
+from lmkit.model.transformer import TransformerLM
+from lmkit.recipe.model import ModelConfig
+
+MakeModel = Callable[..., TransformerLM]
+
+
+def retold(model: TransformerLM, ids: list[int]) -> torch.Tensor:
+    """Logits (seq, vocab_size) of one sequence from the weights by name: loops and formulas, no shared code."""
+    config = model.config
+    weights = {name: value.detach().double() for name, value in model.state_dict().items()}
+    heads, kv_heads = config.num_heads, config.num_kv_heads or config.num_heads
+    size = config.d_model // heads
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        rms = math.sqrt(sum(float(value) ** 2 for value in x) / len(x) + config.norm_eps)
+        return x / rms * weights[name + ".weight"]
+
+    def turn(vector: torch.Tensor, position: int) -> torch.Tensor:
+        turned = vector.clone()
+        for i in range(0, size, 2):
+            angle = position / config.rope_theta ** (i / size)
+            turned[i] = vector[i] * math.cos(angle) - vector[i + 1] * math.sin(angle)
+            turned[i + 1] = vector[i] * math.sin(angle) + vector[i + 1] * math.cos(angle)
+        return turned
+
+    stream = [weights["token_embeddings.weight"][token] for token in ids]
+    for layer in range(config.num_layers):
+        at = f"layers.{layer}."
+        normed = [norm(x, at + "ln1") for x in stream]
+        q, k, v = (
+            [(weights[f"{at}attn.{name}_proj.weight"] @ x).unflatten(0, (-1, size)) for x in normed]
+            for name in "qkv"
+        )
+        for i in range(len(ids)):
+            outputs = []
+            for head in range(heads):
+                shared = head // (heads // kv_heads)
+                query = turn(q[i][head], i)
+                scores = [float(query @ turn(k[j][shared], j)) / math.sqrt(size) for j in range(i + 1)]
+                highest = max(scores)
+                shares = [math.exp(score - highest) for score in scores]
+                outputs.append(sum(s / sum(shares) * v[j][shared] for j, s in enumerate(shares)))
+            stream[i] = stream[i] + weights[at + "attn.output_proj.weight"] @ torch.cat(outputs)
+        for i, x in enumerate(stream):
+            normed_x = norm(x, at + "ln2")
+            gate = weights[at + "ffn.w1.weight"] @ normed_x
+            inner = gate / (1 + torch.exp(-gate)) * (weights[at + "ffn.w3.weight"] @ normed_x)
+            stream[i] = x + weights[at + "ffn.w2.weight"] @ inner
+    return torch.stack([weights["lm_head.weight"] @ norm(x, "ln_final") for x in stream])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"num_kv_heads": 2},
+        {"num_kv_heads": 1, "tie_embeddings": True},
+        {"norm_eps": 0.01, "rope_theta": 100.0},
+        {"attention": "sdpa"},
+    ],
+    ids=str,
+)
+def test_logits_and_loss_follow_the_formulas(make_model: MakeModel, fields: dict) -> None:
+    model = make_model(**fields)
+    ids = torch.randint(61, (2, 13))
+    targets = torch.randint(61, (2, 13))
+    expected = torch.stack([retold(model, row.tolist()) for row in ids])
+    # float64 but for the float32 table of rotations (2^-25), over two layers.
+    torch.testing.assert_close(model(ids).detach(), expected, rtol=1e-6, atol=1e-6)
+    loss = -sum(expected[b, s].log_softmax(0)[targets[b, s]].item() for b in range(2) for s in range(13)) / (
+        2 * 13
+    )
+    assert model.loss(ids, targets).item() == pytest.approx(loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_the_whole_model_agrees_with_hugging_faces_llama(make_model: MakeModel, kv_heads: int) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = make_model(num_kv_heads=kv_heads)
+    config = model.config
+    llama = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.d_model,
+            intermediate_size=config.d_ff,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=kv_heads,
+            rms_norm_eps=config.norm_eps,
+            max_position_embeddings=config.context_length,
+            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+            tie_word_embeddings=False,
+            attention_bias=False,
+            mlp_bias=False,
+            attn_implementation="eager",
+        )
+    ).double()
+
+    def halves(weight: torch.Tensor) -> torch.Tensor:
+        """Llama rotates channel i with i + head_dim / 2, we rotate 2i with 2i + 1: reorder the rows of each head."""
+        size = config.d_model // config.num_heads
+        order = torch.cat((torch.arange(0, size, 2), torch.arange(1, size, 2)))
+        return weight.unflatten(0, (-1, size))[:, order].flatten(0, 1)
+
+    ours = model.state_dict()
+    theirs = {
+        "model.embed_tokens.weight": ours["token_embeddings.weight"],
+        "model.norm.weight": ours["ln_final.weight"],
+        "lm_head.weight": ours["lm_head.weight"],
+    }
+    for layer in range(config.num_layers):
+        here, there = f"layers.{layer}.", f"model.layers.{layer}."
+        theirs |= {
+            there + "input_layernorm.weight": ours[here + "ln1.weight"],
+            there + "post_attention_layernorm.weight": ours[here + "ln2.weight"],
+            there + "self_attn.q_proj.weight": halves(ours[here + "attn.q_proj.weight"]),
+            there + "self_attn.k_proj.weight": halves(ours[here + "attn.k_proj.weight"]),
+            there + "self_attn.v_proj.weight": ours[here + "attn.v_proj.weight"],
+            there + "self_attn.o_proj.weight": ours[here + "attn.output_proj.weight"],
+            there + "mlp.gate_proj.weight": ours[here + "ffn.w1.weight"],
+            there + "mlp.down_proj.weight": ours[here + "ffn.w2.weight"],
+            there + "mlp.up_proj.weight": ours[here + "ffn.w3.weight"],
+        }
+    llama.load_state_dict(theirs)
+
+    ids = torch.randint(61, (2, 24))
+    # Both tables of rotations are float32 (theirs from float32 angles), and Llama's norm computes in float32.
+    torch.testing.assert_close(model(ids), llama(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_parameter_names(make_model: MakeModel) -> None:
+    names = {name for name, _ in make_model().named_parameters()}
+    assert {name for name in names if name.startswith("layers.1.")} == {
+        "layers.1.ln1.weight",
+        "layers.1.ln2.weight",
+        "layers.1.attn.q_proj.weight",
+        "layers.1.attn.k_proj.weight",
+        "layers.1.attn.v_proj.weight",
+        "layers.1.attn.output_proj.weight",
+        "layers.1.ffn.w1.weight",
+        "layers.1.ffn.w2.weight",
+        "layers.1.ffn.w3.weight",
+    }
+    assert {name for name in names if not name.startswith("layers.")} == {
+        "token_embeddings.weight",
+        "ln_final.weight",
+        "lm_head.weight",
+    }
+    assert set(make_model().state_dict()) == names  # no buffer is saved
+
+
+def test_a_tied_head_is_one_matrix_with_both_gradients(make_model: MakeModel) -> None:
+    tied = make_model(tie_embeddings=True)
+    assert tied.lm_head.weight is tied.token_embeddings.weight
+    assert "lm_head.weight" not in dict(tied.named_parameters())
+    untied = make_model(tie_embeddings=False)
+    untied.load_state_dict(tied.state_dict())
+    ids, targets = torch.randint(61, (2, 9)), torch.randint(61, (2, 9))
+    tied.loss(ids, targets).backward()
+    untied.loss(ids, targets).backward()
+    both = untied.lm_head.weight.grad + untied.token_embeddings.weight.grad
+    torch.testing.assert_close(tied.lm_head.weight.grad, both, rtol=1e-12, atol=1e-15)
+    assert tied.float().lm_head.weight is tied.token_embeddings.weight  # a cast keeps them one
+
+
+def gradients(model: TransformerLM, ids: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    model.loss(ids, targets).backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def test_activation_checkpointing_recomputes_the_same_gradients(make_model: MakeModel) -> None:
+    ids, targets = torch.randint(61, (2, 9)), torch.randint(61, (2, 9))
+    plain = gradients(make_model(), ids, targets)
+    model = make_model(activation_checkpointing=True)
+    calls = []
+    model.layers[0].ffn.w1.register_forward_hook(lambda *_: calls.append(1))
+    saved = gradients(model, ids, targets)
+    assert len(calls) == 2  # forward and again in backward
+    for name, grad in plain.items():
+        assert torch.equal(saved[name], grad), name
+    with torch.no_grad():
+        model.loss(ids, targets)
+    assert len(calls) == 3  # nothing to recompute for
+
+
+def test_every_parameter_has_a_gradient_of_its_own(make_model: MakeModel) -> None:
+    grads = gradients(make_model(), torch.randint(61, (2, 9)), torch.randint(61, (2, 9)))
+    assert all(grad.abs().max() > 0 for grad in grads.values())
+    with torch.no_grad():
+        before = {name: grad.clone() for name, grad in grads.items()}
+        grads["layers.0.attn.q_proj.weight"].mul_(2)
+    for name in set(grads) - {"layers.0.attn.q_proj.weight"}:
+        assert torch.equal(grads[name], before[name])
+
+
+def test_a_token_sees_nothing_that_follows(make_model: MakeModel) -> None:
+    model = make_model()
+    ids = torch.randint(61, (1, 12))
+    changed = ids.clone()
+    changed[0, 7] = (ids[0, 7] + 1) % 61
+    before, after = model(ids), model(changed)
+    assert torch.equal(before[:, :7], after[:, :7])
+    assert not torch.isclose(before[:, 7:], after[:, 7:]).all(dim=-1).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_stays_near(make_model: MakeModel, dtype: torch.dtype) -> None:
+    ids, targets = torch.randint(61, (2, 9)), torch.randint(61, (2, 9))
+    exact = make_model()
+    wide = copy.deepcopy(exact).float()
+    narrow = copy.deepcopy(exact).to(dtype)
+    truth = gradients(exact, ids, targets)
+    with torch.autocast("cpu", dtype=dtype):
+        logits = wide(ids)
+        loss = wide.loss(ids, targets)
+    assert logits.dtype == dtype
+    loss.backward()
+    # 8 bits of mantissa, about twenty roundings deep: a percent or two of the norm.
+    for model in (wide, narrow):
+        if model is narrow:
+            model.loss(ids, targets).backward()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad.dtype == parameter.dtype
+            error = (parameter.grad.double() - truth[name]).norm() / truth[name].norm()
+            assert error < 0.05, name
+    assert loss.item() == pytest.approx(exact.loss(ids, targets).item(), rel=0.01)
+
+
+def test_attention_gets_views_of_the_projections(make_model: MakeModel) -> None:
+    model = make_model(num_kv_heads=2, dtype=torch.float32)
+    seen = {}
+
+    def look(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> torch.Tensor:
+        seen.update(q=q, k=k, v=v, causal=causal)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+
+    model.layers[0].attn.attention = look
+    model(torch.randint(61, (2, 9)))
+    assert seen["causal"] is True
+    assert seen["q"].shape == (2, 4, 9, 8)
+    assert seen["k"].shape == seen["v"].shape == (2, 2, 9, 8)
+    for (
+        name
+    ) in "qkv":  # each position's channels lie together, positions apart: (batch, seq, heads, head_dim)
+        assert seen[name].stride(3) == 1
+        assert seen[name].stride(1) == 8
+        assert seen[name].stride(2) > seen[name].stride(1)
+
+
+def test_initial_weights_have_the_promised_spread() -> None:
+    torch.manual_seed(0)
+    model = TransformerLM(ModelConfig(vocab_size=500, d_model=128, d_ff=256, num_layers=1, num_heads=4))
+    expected = {
+        "token_embeddings.weight": 1.0,
+        "layers.0.attn.k_proj.weight": math.sqrt(2 / 256),
+        "layers.0.ffn.w2.weight": math.sqrt(2 / 384),
+        "lm_head.weight": math.sqrt(2 / 628),
+    }
+    state = model.state_dict()
+    for name, std in expected.items():
+        # Cutting a normal at 3 sigma leaves 98.7% of its spread; 16k samples estimate it to 0.6%.
+        assert state[name].std().item() == pytest.approx(0.9866 * std, rel=0.03)
+        assert 2.5 * std < state[name].abs().max().item() <= 3 * std
+    loss = model.loss(torch.randint(500, (4, 64)), torch.randint(500, (4, 64)))
+    assert abs(loss.item() - math.log(500)) < 0.3  # near-uniform predictions at the start
+
+
+def test_the_same_seed_gives_the_same_model(make_model: MakeModel) -> None:
+    one, same, other = make_model(seed=1), make_model(seed=1), make_model(seed=2)
+    for name, value in one.state_dict().items():
+        assert torch.equal(value, same.state_dict()[name])
+        assert not torch.equal(value, other.state_dict()[name])
+
+
+def test_refusals(make_model: MakeModel) -> None:
+    with pytest.raises(ValueError, match="vocab_size is not set"):
+        TransformerLM(ModelConfig())
+    with pytest.raises(ValueError, match="25 tokens is longer than the context of 24"):
+        make_model()(torch.zeros(1, 25, dtype=torch.int64))
+    with pytest.raises(UsageError, match="nonesuch"):
+        TransformerLM(ModelConfig(vocab_size=5).model_copy(update={"attention": "nonesuch"}))
