@@ -1,0 +1,228 @@
+"""Token files: one flat array of token ids in a `.npy` file, and what it was made from in a `.json` beside it.
+
+The array is memory-mapped, so that a corpus larger than RAM can be sampled from. The `.npy` gets its name last: a
+token file without its description, or half of one, never lies around under a final name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.lib import format as npy
+
+from lmkit.errors import LmkitError, UsageError
+from lmkit.storage import atomic_path, write_atomic
+
+FORMAT = 1
+_AGAIN = "make it again with: lmkit data encode"
+_CHECK_TOKENS = 1 << 24  # looked at in one go when ids are checked
+
+
+@dataclass(frozen=True)
+class TokenMeta:
+    """The description of a token file; the content of its sidecar."""
+
+    tokenizer_sha256: str
+    vocab_size: int
+    num_tokens: int
+    num_documents: int
+    num_bytes: int
+    """Of the text."""
+    source_sha256: str
+    """Of the text files' bytes, one file behind the other."""
+    format: int = FORMAT
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """An open token file: `tokens` is a read-only memory map, one-dimensional, uint16 or uint32."""
+
+    tokens: np.ndarray
+    meta: TokenMeta
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The narrowest of uint16 and uint32 that holds every id."""
+    return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
+
+
+def sidecar_path(path: Path) -> Path:
+    """tokens.npy -> tokens.json"""
+    return path.with_suffix(".json")
+
+
+class TokenFileWriter:
+    """Write a token file piece by piece; leaving the `with` block without `finish` leaves nothing behind.
+
+    Args:
+        path: ends in `.npy`.
+
+    Raises:
+        ValueError: `path` does not end in `.npy`.
+    """
+
+    def __init__(self, path: Path, *, vocab_size: int, tokenizer_sha256: str) -> None:
+        if path.suffix != ".npy":
+            raise ValueError(f"a token file ends in .npy: {path}")
+        self._path = path
+        self._vocab_size = vocab_size
+        self._tokenizer_sha256 = tokenizer_sha256
+        self._dtype = token_dtype(vocab_size)
+        self._num_tokens = 0
+        self._meta: TokenMeta | None = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> TokenFileWriter:
+        partial = self._stack.enter_context(atomic_path(self._path))
+        self._file = self._stack.enter_context(open(partial, "wb"))
+        self._write_header()
+        return self
+
+    def append(self, ids: np.ndarray) -> None:
+        """Add ids at the end.
+
+        Raises:
+            ValueError: an id is negative or beyond the vocabulary.
+        """
+        if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < self._vocab_size):
+            raise ValueError(f"ids must be 0 to {self._vocab_size - 1}")
+        self._file.write(ids.astype(self._dtype).data)
+        self._num_tokens += len(ids)
+
+    def finish(self, *, num_documents: int, num_bytes: int, source_sha256: str) -> TokenMeta:
+        """Complete the file; it appears when the `with` block ends."""
+        header_end = self._write_header()
+        assert header_end + self._num_tokens * self._dtype.itemsize == os.fstat(self._file.fileno()).st_size
+        self._meta = TokenMeta(
+            tokenizer_sha256=self._tokenizer_sha256,
+            vocab_size=self._vocab_size,
+            num_tokens=self._num_tokens,
+            num_documents=num_documents,
+            num_bytes=num_bytes,
+            source_sha256=source_sha256,
+        )
+        return self._meta
+
+    def _write_header(self) -> int:
+        # numpy leaves room in the header for the count to grow, so that it can be overwritten in place.
+        self._file.seek(0)
+        shape = {
+            "descr": npy.dtype_to_descr(self._dtype),
+            "fortran_order": False,
+            "shape": (self._num_tokens,),
+        }
+        npy.write_array_header_1_0(self._file, shape)
+        end = self._file.tell()
+        self._file.flush()
+        return end
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self._stack.__exit__(kind, value, trace)
+            return
+        abandoned = RuntimeError("the token file was not finished")
+        if self._meta is None:
+            self._stack.__exit__(RuntimeError, abandoned, None)
+            raise abandoned
+        self._path.unlink(missing_ok=True)  # an old file must not stand beside a new description
+        write_atomic(sidecar_path(self._path), json.dumps(dataclasses.asdict(self._meta), indent=2) + "\n")
+        self._stack.__exit__(None, None, None)
+
+
+def open_tokens(
+    path: str | Path, *, tokenizer_sha256: str | None = None, check_ids: bool = True
+) -> TokenFile:
+    """Open a token file for reading, and refuse a damaged one.
+
+    Args:
+        tokenizer_sha256: `Tokenizer.sha256` of the tokenizer that is to be used with it.
+        check_ids: read the whole file once to see that every id is in the vocabulary (about 5 GB/s from the page
+            cache).
+
+    Raises:
+        UsageError: no such file, or it was made with another tokenizer.
+        LmkitError: the file or its description is cut, empty, or not what it says it is.
+    """
+    path = Path(path)
+    meta = _read_meta(path)
+    tokens = _map(path, meta)
+    if tokenizer_sha256 is not None and tokenizer_sha256 != meta.tokenizer_sha256:
+        raise UsageError(
+            f"{path} was made with tokenizer {meta.tokenizer_sha256}, not with {tokenizer_sha256}",
+            hint="encode the text again, or use the tokenizer that the file was made with",
+        )
+    if check_ids:
+        _check_ids(path, tokens, meta.vocab_size)
+    return TokenFile(tokens, meta)
+
+
+def _read_meta(path: Path) -> TokenMeta:
+    sidecar = sidecar_path(path)
+    if not path.is_file():
+        raise UsageError(f"{path}: no such token file", hint="make one with: lmkit data encode")
+    try:
+        content = json.loads(sidecar.read_bytes())
+        meta = TokenMeta(**content)
+    except FileNotFoundError:
+        raise LmkitError(f"{sidecar}: missing; it describes {path.name}", hint=_AGAIN) from None
+    except (TypeError, ValueError) as error:
+        raise LmkitError(f"{sidecar}: damaged ({error})", hint=_AGAIN) from error
+    if meta.format != FORMAT:
+        raise LmkitError(
+            f"{sidecar}: format {meta.format}, but this lmkit reads {FORMAT}", hint="upgrade lmkit"
+        )
+    for field in dataclasses.fields(meta):
+        value: Any = getattr(meta, field.name)
+        if type(value).__name__ != field.type:
+            raise LmkitError(f"{sidecar}: {field.name} is {value!r}", hint=_AGAIN)
+    return meta
+
+
+def _map(path: Path, meta: TokenMeta) -> np.ndarray:
+    try:
+        with open(path, "rb") as file:
+            version = npy.read_magic(file)
+            read_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+            shape, _, dtype = read_header(file)
+            offset = file.tell()
+            size = os.fstat(file.fileno()).st_size
+    except ValueError as error:
+        raise LmkitError(f"{path}: not a whole .npy file ({error})", hint=_AGAIN) from error
+    if dtype != token_dtype(meta.vocab_size) or len(shape) != 1:
+        # An array of objects would be unpickled: code from a stranger. It is never read.
+        raise LmkitError(
+            f"{path}: holds {dtype} of shape {shape}, not a row of {token_dtype(meta.vocab_size)}",
+            hint=_AGAIN,
+        )
+    if shape != (meta.num_tokens,) or size != offset + meta.num_tokens * dtype.itemsize:
+        held = (size - offset) // dtype.itemsize
+        raise LmkitError(
+            f"{path}: {held} tokens in the file, {shape[0]} in its header, {meta.num_tokens} in its description",
+            hint=_AGAIN,
+        )
+    if meta.num_tokens == 0:
+        raise LmkitError(f"{path}: no tokens in it", hint="encode a text that is not empty")
+    return np.memmap(path, dtype, "r", offset, shape)
+
+
+def _check_ids(path: Path, tokens: np.ndarray, vocab_size: int) -> None:
+    if vocab_size == 1 << 8 * tokens.dtype.itemsize:
+        return
+    for start in range(0, len(tokens), _CHECK_TOKENS):
+        part = tokens[start : start + _CHECK_TOKENS]
+        if int(part.max()) >= vocab_size:
+            at = int(np.argmax(part >= vocab_size))
+            raise LmkitError(
+                f"{path}: token {int(part[at])} at position {start + at}, but the vocabulary has {vocab_size}",
+                hint=_AGAIN,
+            )
