@@ -1,0 +1,35 @@
+"""Schedules at the points that define them."""
+
+import pytest
+
+from lmkit.optim.schedules import SCHEDULES, constant_lr, cosine_lr, linear_lr
+
+SHAPE = {"lr": 1.0, "min_lr": 0.1, "warmup_steps": 10, "total_steps": 110}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_warm_up_is_a_straight_line_from_zero(name: str) -> None:
+    schedule = SCHEDULES[name]
+    assert [schedule(step, **SHAPE) for step in (0, 1, 5, 10)] == pytest.approx([0, 0.1, 0.5, 1.0])
+    assert schedule(0, **{**SHAPE, "warmup_steps": 0}) == 1.0
+    assert schedule(2, **{**SHAPE, "warmup_steps": 4, "total_steps": 4}) == 0.5
+
+
+def test_cosine() -> None:
+    values = [cosine_lr(step, **SHAPE) for step in (10, 35, 60, 85, 110, 111, 10**6)]
+    quarter = 0.9 * (1 + 2**-0.5) / 2
+    assert values == pytest.approx([1.0, 0.1 + quarter, 0.55, 1.0 - quarter, 0.1, 0.1, 0.1])
+
+
+def test_linear_and_constant() -> None:
+    assert [linear_lr(step, **SHAPE) for step in (10, 60, 110, 200)] == pytest.approx([1.0, 0.55, 0.1, 0.1])
+    assert [constant_lr(step, **SHAPE) for step in (10, 60, 110, 200)] == [1.0] * 4
+
+
+def test_a_fraction_of_time_is_a_fractional_step() -> None:
+    assert cosine_lr(0.5 * 110, **SHAPE) == cosine_lr(55, **SHAPE)
+    assert cosine_lr(54.9, **SHAPE) > cosine_lr(55, **SHAPE) > cosine_lr(55.1, **SHAPE)
+
+
+def test_a_warm_up_that_fills_the_run_ends_at_the_minimum() -> None:
+    assert cosine_lr(10, **{**SHAPE, "total_steps": 10}) == pytest.approx(0.1)
