@@ -201,7 +201,9 @@ def _finished_before(recipe: Recipe, checkpoint: Checkpoint, data: Data) -> Trai
         seconds=state.seconds,
         tokens_per_second=None,
         loss=last.get("loss"),
-        evaluation=final and Evaluation(**{key: final[key] for key in Evaluation.__dataclass_fields__}),
+        evaluation=None
+        if final is None
+        else Evaluation(**{key: final[key] for key in Evaluation.__dataclass_fields__}),
     )
 
 

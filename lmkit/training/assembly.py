@@ -6,11 +6,10 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import nn
 
 from lmkit import __version__
 from lmkit.data.batches import BatchSource, RandomTokens, TokenBatches
@@ -21,7 +20,7 @@ from lmkit.measure.limits import known_peak
 from lmkit.model.accounting import flops_per_token
 from lmkit.model.compilation import compile_model
 from lmkit.model.transformer import TransformerLM
-from lmkit.optim.adamw import AdamW
+from lmkit.optim.adamw import AdamW, decay_groups
 from lmkit.optim.schedules import SCHEDULES
 from lmkit.parallel.process_group import Ranks
 from lmkit.parallel.strategies import SyncOptions, build_strategy
@@ -38,7 +37,7 @@ from lmkit.training.metrics import Sink
 from lmkit.training.optimizer_state import optimizer_layout
 from lmkit.training.retention import Retention
 from lmkit.training.state import DataIdentity, TrainingState, capture_rng
-from lmkit.training.step import Step
+from lmkit.training.step import Step, TrainableModel
 
 _TOKENS_AT_ONCE = 1 << 24
 
@@ -194,15 +193,6 @@ def held_out_of(file: TokenFile, model: ModelConfig, *, rows: int) -> HeldOut:
     return HeldOut(file.tokens, bytes_per_token, model.context_length, rows)
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay, vectors (norm gains) do not."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-
-
 def learning_rate(recipe: Recipe) -> Callable[[int, float | None], float]:
     """(step, fraction of `train.max_minutes` used) -> learning rate of that step.
 
@@ -214,8 +204,8 @@ def learning_rate(recipe: Recipe) -> Callable[[int, float | None], float]:
     schedule = SCHEDULES[optimizer.schedule]
 
     def rate(step: int, fraction: float | None) -> float:
-        position: float = step
-        if fraction is not None and step >= optimizer.warmup_steps:
+        position: float = step + 1  # the update that is about to be made
+        if fraction is not None and position >= optimizer.warmup_steps:
             position = max(position, fraction * train.steps)
         return schedule(
             position,
@@ -256,7 +246,7 @@ def assemble(recipe: Recipe, ranks: Ranks, data: Data, sink: Sink, *, used_secon
     )
     call = sync.attach(model, fingerprint=recipe_sha256(recipe))
     optimizer = sync.build_optimizer(
-        _optimizer_maker(recipe), parameter_groups(model, recipe.optimizer.weight_decay)
+        _optimizer_maker(recipe), decay_groups(model.parameters(), recipe.optimizer.weight_decay)
     )
     return Parts(
         train=train,
@@ -264,7 +254,14 @@ def assemble(recipe: Recipe, ranks: Ranks, data: Data, sink: Sink, *, used_secon
         ranks=ranks,
         model=model,
         optimizer=optimizer,
-        step=Step(call, optimizer, sync, ranks, precision=train.precision, grad_clip=train.grad_clip),
+        step=Step(
+            cast(TrainableModel, call),
+            optimizer,
+            sync,
+            ranks,
+            precision=train.precision,
+            grad_clip=train.grad_clip,
+        ),
         batches=batches,
         held_out=make_held_out(recipe, data),
         learning_rate=learning_rate(recipe),

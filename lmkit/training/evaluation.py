@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from lmkit.data.batches import evaluation_windows
 from lmkit.measure.ranges import range_
+from lmkit.model.transformer import TransformerLM
 from lmkit.parallel.agreement import agree
 from lmkit.parallel.process_group import Ranks
 from lmkit.training.step import autocast
@@ -46,7 +47,7 @@ class Evaluation:
 
 
 def evaluate(
-    model: torch.nn.Module,
+    model: TransformerLM,
     held_out: HeldOut,
     ranks: Ranks,
     *,

@@ -8,11 +8,11 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from lmkit.data.batches import BatchSource
 from lmkit.errors import LmkitError
 from lmkit.measure.ranges import range_
+from lmkit.model.transformer import TransformerLM
 from lmkit.parallel.failures import StepWatch
 from lmkit.parallel.process_group import Ranks
 from lmkit.recipe.checkpoint import CheckpointConfig
@@ -58,7 +58,7 @@ class Parts:
     train: TrainConfig
     checkpoint: CheckpointConfig
     ranks: Ranks
-    model: nn.Module
+    model: TransformerLM
     optimizer: torch.optim.Optimizer
     step: Step
     batches: BatchSource

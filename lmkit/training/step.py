@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
-from torch import nn
 
 from lmkit.measure.ranges import range_
 from lmkit.parallel.agreement import agree
@@ -17,6 +17,12 @@ from lmkit.parallel.strategies import GradientSync
 from lmkit.training.loss_scale import LossScale
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class TrainableModel(Protocol):
+    """What a step asks of a model: the mean loss of (rows, seq) ids, in nats per token."""
+
+    def loss(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,7 @@ class Step:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: TrainableModel,
         optimizer: torch.optim.Optimizer,
         sync: GradientSync,
         ranks: Ranks,

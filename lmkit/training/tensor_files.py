@@ -70,7 +70,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileEntry:
         _write_all(file.fileno(), memoryview(len(text).to_bytes(8, "little") + text), digest)
         for name in names:
             raw = tensors[name].reshape(-1).view(torch.uint8).numpy()
-            _write_all(file.fileno(), memoryview(raw), digest)
+            _write_all(file.fileno(), raw.data, digest)
         os.fsync(file.fileno())
         return FileEntry(digest.hexdigest(), os.fstat(file.fileno()).st_size)
 
