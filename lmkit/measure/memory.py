@@ -152,3 +152,9 @@ def _kib_fields(path: Path) -> dict[str, int]:
         if value.endswith(" kB"):
             fields[name] = int(value.split()[0])
     return fields
+
+
+def available_memory() -> int | None:
+    """Bytes that can be allocated on the host without swapping (Linux), or None where the system does not tell."""
+    info = Path("/proc/meminfo")
+    return _kib_fields(info)["MemAvailable"] * 1024 if info.exists() else None

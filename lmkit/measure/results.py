@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lmkit.measure.tables import Column, csv_text, json_lines, terminal_table
+from lmkit.measure.tables import TERMINAL_WIDTH, Column, csv_text, json_lines, terminal_table
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class BenchResult:
 
     def table(self) -> str:
         """The rows as text of at most 100 columns, notes below."""
-        return terminal_table(self.rows, self.columns) + "".join(f"{note}\n" for note in self.notes)
+        notes = (textwrap.fill(note, TERMINAL_WIDTH) for note in self.notes)
+        return terminal_table(self.rows, self.columns) + "".join(f"{note}\n" for note in notes)
 
 
 def row_files(stem: str, rows: Sequence[dict[str, Any]]) -> dict[str, bytes | str]:

@@ -23,16 +23,18 @@ class Column:
         key: of the row.
         header: what stands above, with the unit: "ms", "GB (10^9)".
         spec: format spec for numbers, such as ".3f", ",d", ".1%".
+        instead: key of what to show where there is no value ("status": why there is none).
     """
 
     key: str
     header: str
     spec: str = ""
+    instead: str = ""
 
     def text(self, row: Row) -> str:
         value = row.get(self.key)
         if value is None or (isinstance(value, float) and math.isnan(value)):
-            return MISSING
+            return str(row.get(self.instead, MISSING)) if self.instead else MISSING
         if self.spec and isinstance(value, (int, float)) and not isinstance(value, bool):
             return format(value, self.spec)
         return str(value)

@@ -34,6 +34,11 @@ def test_markdown():
     ]
 
 
+def test_a_reason_may_stand_where_a_number_is_missing():
+    column = Column("ms", "ms", ".3f", instead="status")
+    assert [column.text(row) for row in ROWS] == ["1.235", "out of memory"]
+
+
 def test_markdown_escapes_bars():
     assert "a\\|b" in markdown_table([{"x": "a|b"}], [Column("x", "x")])
 
