@@ -41,8 +41,8 @@ class OverlapSync(ReplicatedSync):
         self._bucket_of = {parameter: index for index, bucket in enumerate(buckets) for parameter in bucket}
         self._queue = ReadyQueue([len(bucket) for bucket in buckets], self._launch, self._forget)
 
-    @torch.no_grad()
     def _on_gradient(self, parameter: nn.Parameter) -> None:
+        # Autograd records nothing inside a backward pass; a no_grad here would cost as much as the rest.
         if self._accumulating:
             return
         self._queue.mark(self._bucket_of[parameter])

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch._utils import _unflatten_dense_tensors
 
 from lmkit.parallel.reduction import PendingMean
 
@@ -38,9 +39,8 @@ def pack_gradients(parameters: Sequence[nn.Parameter], wire_dtype: torch.dtype) 
     first = gradients[0]
     if len(gradients) == 1 and first.dtype == wire_dtype and first.is_contiguous():
         return PackedGradients(parameters, first.view(-1), gradients)
-    sizes = [gradient.numel() for gradient in gradients]
-    flat = torch.empty(sum(sizes), dtype=wire_dtype, device=first.device)
-    views = [part.view_as(p) for part, p in zip(flat.split(sizes), parameters, strict=True)]
+    flat = torch.empty(sum(gradient.numel() for gradient in gradients), dtype=wire_dtype, device=first.device)
+    views = _unflatten_dense_tensors(flat, gradients)
     torch._foreach_copy_(views, gradients)
     if first.dtype == wire_dtype:
         for parameter, view in zip(parameters, views, strict=True):

@@ -25,6 +25,7 @@ class ReadyQueue:
         self._members = list(members)
         self._launch = launch
         self._abandon = abandon
+        self._backward: int | None = None
         self.reset()
 
     def mark(self, bucket: int) -> None:
@@ -51,4 +52,4 @@ class ReadyQueue:
         """Nothing is ready, nothing was launched."""
         self._waiting = list(self._members)
         self._next = 0
-        self._backward: int | None = None
+        self._backward = None

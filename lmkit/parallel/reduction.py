@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from lmkit.parallel.process_group import Ranks
+from lmkit.parallel.strategies import SyncOptions
 from lmkit.parallel.traffic import Traffic
 
 # torch 2.13 renamed these two and warns about the old names.
@@ -44,18 +45,20 @@ class Averager:
     """Starts averaging collectives for one strategy and counts them.
 
     Args:
-        max_ctas: give the collectives their own NCCL communicator with at most so many blocks per call.
+        options: `max_ctas` and `high_priority` give the collectives their own NCCL communicator.
     """
 
-    def __init__(self, ranks: Ranks, traffic: Traffic, *, max_ctas: int | None = None) -> None:
+    def __init__(self, ranks: Ranks, traffic: Traffic, options: SyncOptions | None = None) -> None:
         self._ranks = ranks
         self._traffic = traffic
         self._has_nccl = "nccl" in str(dist.get_backend_config())
         self._own_group: dist.ProcessGroup | None = None
-        if self._has_nccl and max_ctas is not None:
-            options = dist.ProcessGroupNCCL.Options()
-            options.config.max_ctas = max_ctas
-            self._own_group = dist.new_group(backend="nccl", pg_options=options)
+        options = options or SyncOptions()
+        if self._has_nccl and (options.max_ctas is not None or options.high_priority):
+            nccl = dist.ProcessGroupNCCL.Options(is_high_priority_stream=options.high_priority)
+            if options.max_ctas is not None:
+                nccl.config.max_ctas = options.max_ctas
+            self._own_group = dist.new_group(backend="nccl", pg_options=nccl)
 
     def all_reduce(self, flat: torch.Tensor) -> PendingMean:
         """Start averaging `flat` in place."""

@@ -51,7 +51,7 @@ class Zero1(Accumulates):
         if self.ranks.world_size > 1:
             check_same_model(model, self.ranks, fingerprint)
             broadcast_model(model, self.ranks)
-            self._averager = Averager(self.ranks, self.traffic, max_ctas=self.options.max_ctas)
+            self._averager = Averager(self.ranks, self.traffic, options=self.options)
         self._model = model
         return model
 
@@ -144,7 +144,6 @@ class Zero1(Accumulates):
             wire_dtype=wire_dtype_for(weight_dtype, self.options.wire_dtype),
         )
 
-    @torch.no_grad()
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         if self._accumulating:
             return

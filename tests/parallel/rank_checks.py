@@ -31,11 +31,11 @@ STRATEGIES = ("naive", "flat", "overlap", "bucketed", "torch_ddp", "zero1")
 FLOAT64_TOLERANCE = 1e-10
 
 
-def run_all(names: list[str]) -> dict[str, list[str]]:
+def run_all(names: list[str], device: str = "cpu") -> dict[str, list[str]]:
     """Run the named checks; name -> what failed, per rank ("" where nothing did)."""
     torch.set_num_threads(1)
     outcome: dict[str, list[str]] = {}
-    with process_group("cpu", timeout_s=30) as ranks:
+    with process_group(device, timeout_s=30) as ranks:
         for name in names:
             try:
                 CHECKS[name](ranks)
@@ -88,9 +88,9 @@ def one_step(sync, call, optimizer, ranks, step, *, accumulation=1, max_norm=flo
     return norm
 
 
-def seeded_model(seed: int, dtype: torch.dtype = torch.float64) -> HardModel:
+def seeded_model(seed: int, ranks: Ranks, dtype: torch.dtype = torch.float64) -> HardModel:
     torch.manual_seed(seed)
-    return HardModel(dtype)
+    return HardModel(dtype).to(ranks.device)
 
 
 def assert_same_on_all_ranks(model: nn.Module, ranks: Ranks) -> None:
@@ -109,12 +109,12 @@ def assert_close_models(mine: nn.Module, oracle: nn.Module, tolerance: float) ->
 
 
 def check_joined_batch(ranks: Ranks, strategy: str, make: Callable) -> None:
-    oracle = seeded_model(0)
+    oracle = seeded_model(0, ranks)
     before = {name: value.clone() for name, value in oracle.state_dict().items()}
     expected = joined_run(
         oracle, world_size=ranks.world_size, steps=4, accumulation=2, max_norm=0.7, make=make
     )
-    model = seeded_model(ranks.rank)  # rank 0's values must win
+    model = seeded_model(ranks.rank, ranks)  # rank 0's values must win
     sync = build(strategy, ranks)
     norms, _ = train(sync, model, ranks, steps=4, accumulation=2, max_norm=0.7, make=make)
     assert norms == pytest.approx(expected, rel=1e-9)
@@ -129,7 +129,7 @@ def check_joined_batch(ranks: Ranks, strategy: str, make: Callable) -> None:
 
 def check_unused_gradients_are_none(ranks: Ranks, strategy: str) -> None:
     """PyTorch DDP's meaning: used somewhere, a gradient everywhere; used nowhere, none."""
-    model = seeded_model(0)
+    model = seeded_model(0, ranks)
     sync = build(strategy, ranks)
     call = sync.attach(model)
     for step in range(3):  # before and after the order was recorded
@@ -142,7 +142,7 @@ def check_unused_gradients_are_none(ranks: Ranks, strategy: str) -> None:
 
 
 def check_none_communicates_nothing(ranks: Ranks) -> None:
-    model = seeded_model(ranks.rank)
+    model = seeded_model(ranks.rank, ranks)
     sync = build("none", ranks)
     train(sync, model, ranks, steps=2)
     assert sync.traffic.calls == 0
@@ -155,7 +155,7 @@ def check_bf16_wire(ranks: Ranks, strategy: str) -> None:
     """fp32 gradients that travel as bf16: each is off by at most two roundings of 2^-9, and stays fp32."""
     gradients = {}
     for wire in ("fp32", "bf16"):
-        model = seeded_model(0, torch.float32)
+        model = seeded_model(0, ranks, torch.float32)
         sync = build(strategy, ranks, SyncOptions(bucket_mb=0.0003, wire_dtype=wire))
         call = sync.attach(model)
         for _ in range(2):
@@ -177,7 +177,7 @@ def check_bf16_wire(ranks: Ranks, strategy: str) -> None:
 def check_mixed_dtypes(ranks: Ranks, strategy: str) -> None:
     """fp32 and bf16 parameters side by side: never in one bucket, both averaged."""
     torch.manual_seed(0)
-    model = nn.ModuleList([nn.Linear(3, 4), nn.Linear(3, 4).bfloat16(), nn.Linear(3, 4)])
+    model = nn.ModuleList([nn.Linear(3, 4), nn.Linear(3, 4).bfloat16(), nn.Linear(3, 4)]).to(ranks.device)
     sync = build(strategy, ranks, SyncOptions())
     sync.attach(model)
     if strategy == "zero1":
@@ -203,7 +203,7 @@ def check_mixed_dtypes(ranks: Ranks, strategy: str) -> None:
 
 def check_exception_in_backward(ranks: Ranks, strategy: str, tidy: bool) -> None:
     """Half of the hooks have run when backward raises (on every rank); the next step is as if nothing was."""
-    oracle, model = seeded_model(0), seeded_model(0)
+    oracle, model = seeded_model(0, ranks), seeded_model(0, ranks)
     joined_run(oracle, world_size=ranks.world_size, steps=2, accumulation=1, max_norm=float("inf"))
     sync = build(strategy, ranks)
     call = sync.attach(model)
@@ -227,7 +227,7 @@ def check_exception_in_backward(ranks: Ranks, strategy: str, tidy: bool) -> None
 
 def check_nonfinite_reaches_everybody(ranks: Ranks, strategy: str) -> None:
     """One rank's NaN is in every rank's norm: all can refuse the step by the same number."""
-    model = seeded_model(0)
+    model = seeded_model(0, ranks)
     sync = build(strategy, ranks)
     call = sync.attach(model)
     optimizer = sync.build_optimizer(adamw, groups_of(model))
@@ -248,23 +248,25 @@ def check_agreement(ranks: Ranks) -> None:
     assert (nothing.stop, nothing.nonfinite) == (False, False)
     stop = agree(ranks, stop=last)
     assert (stop.stop, stop.nonfinite) == (True, False)
-    both = agree(ranks, stop=ranks.is_first, nonfinite=torch.tensor(last))
+    both = agree(ranks, stop=ranks.is_first, nonfinite=torch.tensor(last, device=ranks.device))
     assert (both.stop, both.nonfinite) == (True, True)
 
 
 def check_different_models_are_refused(ranks: Ranks) -> None:
-    model = nn.Linear(3, 4 if ranks.rank == 1 else 5)
+    model = nn.Linear(3, 4 if ranks.rank == 1 else 5).to(ranks.device)
     for strategy in STRATEGIES:
         with pytest.raises(LmkitError, match=r"rank 1: model differs from rank 0's"):
             build(strategy, ranks).attach(model)
         with pytest.raises(LmkitError, match=r"rank 1: recipe differs from rank 0's"):
-            build(strategy, ranks).attach(nn.Linear(3, 3), fingerprint=f"lr = {ranks.rank == 1}")
+            build(strategy, ranks).attach(
+                nn.Linear(3, 3).to(ranks.device), fingerprint=f"lr = {ranks.rank == 1}"
+            )
 
 
 def check_traffic(ranks: Ranks) -> None:
     """Bytes and calls against the formula: 2 (W-1)/W of the gradients, or of them and the weights in halves."""
     share = (ranks.world_size - 1) / ranks.world_size
-    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(6)])
+    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(6)]).to(ranks.device)
     gradient_bytes = 6 * 64 * 64 * 4
     flags = 6 * 4  # one int32 a parameter: who used it
     buckets = {"naive": 6, "flat": 1, "overlap": 6, "bucketed": 4}  # two matrices each, the last one alone
@@ -277,7 +279,7 @@ def check_traffic(ranks: Ranks) -> None:
         sync.attach(model)
         for _ in range(2):
             sync.traffic.reset()
-            model(torch.randn(2, 64)).sum().backward()
+            model(torch.randn(2, 64, device=ranks.device)).sum().backward()
             sync.finish()
         if strategy == "bucketed":
             module.LAST_BUCKET_BYTES = default
@@ -290,7 +292,7 @@ def check_traffic(ranks: Ranks) -> None:
     sync = build("zero1", ranks, SyncOptions(bucket_mb=2.5 * 64 * 64 * 4 / 2**20))
     optimizer = sync.attach(model) and sync.build_optimizer(sgd, [{"params": list(model.parameters())}])
     sync.traffic.reset()
-    model(torch.randn(2, 64)).sum().backward()
+    model(torch.randn(2, 64, device=ranks.device)).sum().backward()
     sync.finish()
     optimizer.step()
     assert sync.traffic.calls == 3 + 3 + 1
@@ -305,7 +307,7 @@ def feed(sync: GradientSync, parameters: list[nn.Parameter], gradients: list[tor
 
 
 def check_zero1_equals_unsharded(ranks: Ranks, make: Callable) -> None:
-    model, reference = seeded_model(0, torch.float32), seeded_model(0, torch.float32)
+    model, reference = seeded_model(0, ranks, torch.float32), seeded_model(0, ranks, torch.float32)
     optimizer = make(groups_of(reference))
     sync = Zero1(ranks, SMALL_BUCKETS)
     sync.attach(model)
@@ -328,13 +330,16 @@ def check_zero1_equals_unsharded(ranks: Ranks, make: Callable) -> None:
 
 
 def check_zero1_state_is_one_share(ranks: Ranks) -> None:
-    model = seeded_model(0, torch.float32)
+    model = seeded_model(0, ranks, torch.float32)
     sync = Zero1(ranks, SMALL_BUCKETS)
     train(sync, model, ranks, steps=1)
-    _, optimizer = train(Zero1(ranks, SMALL_BUCKETS), seeded_model(0, torch.float32), ranks, steps=1)
+    _, optimizer = train(Zero1(ranks, SMALL_BUCKETS), seeded_model(0, ranks, torch.float32), ranks, steps=1)
     layout = optimizer.layout
     held = sum(
-        value.numel() for state in optimizer.state.values() for key, value in state.items() if key == "exp_avg"
+        value.numel()
+        for state in optimizer.state.values()
+        for key, value in state.items()
+        if key == "exp_avg"
     )
     assert held == sum(bucket.shard_size for bucket in layout.buckets)
     for bucket in layout.buckets:
@@ -349,7 +354,7 @@ def check_zero1_state_is_one_share(ranks: Ranks) -> None:
 
 def check_zero1_bf16_master(ranks: Ranks) -> None:
     """The master shards follow an fp32 AdamW fed the same (bf16) gradients; the weights are their rounding."""
-    model, reference = seeded_model(0, torch.float32), seeded_model(0, torch.float32)
+    model, reference = seeded_model(0, ranks, torch.float32), seeded_model(0, ranks, torch.float32)
     optimizer = adamw(groups_of(reference))
     sync = Zero1(ranks, SyncOptions(bucket_mb=0.0003, weights="bf16"))
     sync.attach(model)
@@ -381,7 +386,7 @@ def check_zero1_resumes(ranks: Ranks, weights: str) -> None:
     dtype = torch.float32
 
     def start() -> tuple:
-        model = seeded_model(0, dtype)
+        model = seeded_model(0, ranks, dtype)
         sync = Zero1(ranks, options)
         return model, sync, sync.attach(model), sync.build_optimizer(adamw, groups_of(model))
 
@@ -391,7 +396,7 @@ def check_zero1_resumes(ranks: Ranks, weights: str) -> None:
         for number in which:
             generator = torch.Generator().manual_seed(number)
             mine = [p for p in model.parameters() if p.requires_grad]
-            feed(sync, mine, [torch.randn(p.shape, generator=generator).to(p.dtype) for p in mine])
+            feed(sync, mine, [torch.randn(p.shape, generator=generator).to(p) for p in mine])
             optimizer.step()
 
     straight, first, second = start(), start(), start()
@@ -417,11 +422,11 @@ def check_zero1_resumes(ranks: Ranks, weights: str) -> None:
 
 def check_zero1_weights_are_whole_when_read(ranks: Ranks) -> None:
     """Layers that are bypassed, evaluation and saving all see the step's result, not a half-gathered weight."""
-    model = seeded_model(0)
+    model = seeded_model(0, ranks)
     sync = Zero1(ranks, SMALL_BUCKETS)
     call = sync.attach(model)
     optimizer = sync.build_optimizer(adamw, groups_of(model))
-    oracle = seeded_model(0)
+    oracle = seeded_model(0, ranks)
     joined_run(oracle, world_size=ranks.world_size, steps=1, accumulation=1, max_norm=float("inf"))
     one_step(sync, call, optimizer, ranks, 0)
     assert torch.allclose(model.scale, oracle.scale)  # the model's own parameter: no layer's call reads it
@@ -449,7 +454,10 @@ CHECKS: dict[str, Callable[[Ranks], None]] = {
         for s in ("naive", "flat", "overlap", "bucketed", "zero1")
         for tidy in (True, False)
     },
-    **{f"NaN reaches everybody: {s}": partial(check_nonfinite_reaches_everybody, strategy=s) for s in STRATEGIES},
+    **{
+        f"NaN reaches everybody: {s}": partial(check_nonfinite_reaches_everybody, strategy=s)
+        for s in STRATEGIES
+    },
     "agreement": check_agreement,
     "different models are refused": check_different_models_are_refused,
     "traffic": check_traffic,

@@ -40,6 +40,7 @@ class HardModel(nn.Module):
         self.to(dtype)
 
     def loss(self, ids: torch.Tensor, targets: torch.Tensor, rank: int) -> torch.Tensor:
+        ids, targets = ids.to(self.scale.device), targets.to(self.scale.device)
         x = self.embedding(ids)  # (rows, width)
         for layer in self.layers if rank % 2 == 0 else reversed(self.layers):
             x = layer(x)

@@ -1,0 +1,241 @@
+"""`lmkit bench ddp`: every strategy on the same model, interleaved, against one GPU and against no communication.
+
+Definitions, all per round and then summarised by medians with a 95% interval over rounds:
+
+- scaling: step time of one rank alone / step time with W ranks (weak scaling: the same rows per rank);
+- exposed communication: step time - step time of the same step without communication;
+- communication alone: the time of a step's reduction with nothing beside it; what of it is not exposed was hidden;
+- link bytes: see `lmkit.parallel.traffic`; "expected" is the formula over the model's parameters.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lmkit.benches.ddp_clock import SteadyStateClock
+from lmkit.benches.ddp_contenders import SOLO, Contender, DdpCase, baseline_of, contender
+from lmkit.measure.statistics import median, paired_ratio, spread
+from lmkit.measure.timing import time_variants
+from lmkit.parallel.agreement import agree
+from lmkit.parallel.process_group import Ranks
+
+Progress = Callable[[str, int, int], None]
+
+LADDER = ("one rank", "none", "naive", "flat", "overlap", "bucketed", "torch_ddp", "zero1")
+RIVALS = ("torch_ddp default", "torch_ddp static", "torch_ddp + ZeRO")
+SHARDED = ("one rank, bf16 weights", "zero1 bf16")
+SWEEP_MB = (1, 10, 100, 1000)
+
+
+def ddp_rows(
+    case: DdpCase,
+    names: Sequence[str],
+    ranks: Ranks,
+    *,
+    rounds: int = 10,
+    steps_per_sample: int = 8,
+    warmup: int = 3,
+    progress: Progress | None = None,
+) -> list[dict[str, Any]]:
+    """Measure contenders that fit into memory together; every rank calls this, every rank gets the rows.
+
+    Args:
+        names: see `ddp_contenders.contender`. "one rank" and "none" give the others their baselines.
+        rounds: interleaved samples per contender; fewer than 6 give no interval.
+        warmup: steps before the first sample; at least 3, the first of which settles the bucket order.
+
+    Returns:
+        One row per contender, with its samples; a contender that ran out of memory has `status` "out of memory".
+    """
+    contenders: dict[str, Contender | None] = {}
+    facts: dict[str, dict[str, Any]] = {}
+    for number, name in enumerate(names):
+        if progress is not None and ranks.is_first:
+            progress(f"{case.name}: {name}", number, len(names))
+        built = _build_and_measure(name, case, ranks, max(3, warmup))
+        if built is None:
+            facts[name] = {"status": "out of memory"}
+        else:
+            contenders[name], facts[name] = built
+    samples = _time_together(contenders, ranks, rounds, steps_per_sample) if contenders else {}
+    rows = [
+        {"case": case.name, "contender": name, "world_size": 1 if name in SOLO else ranks.world_size}
+        | facts[name]
+        | _numbers(name, case, ranks, samples)
+        for name in names
+    ]
+    _add_memory_overhead(rows)
+    contenders.clear()
+    release_memory(ranks.device)
+    return rows
+
+
+def _build_and_measure(
+    name: str, case: DdpCase, ranks: Ranks, warmup: int
+) -> tuple[Contender | None, dict[str, Any]] | None:
+    """Build a contender, run its first steps, note memory and traffic; None if it does not fit on some rank."""
+    on_gpu = ranks.device.type == "cuda"
+    mine = ranks.is_first or name not in SOLO
+    built: Contender | None = None
+    facts: dict[str, Any] = {"status": "ok"}
+    full = False
+    try:
+        if on_gpu:
+            torch.cuda.synchronize(ranks.device)
+            torch.cuda.reset_peak_memory_stats(ranks.device)
+            start = torch.cuda.memory_allocated(ranks.device)
+        if mine:
+            built = contender(name, case, ranks)
+            for _ in range(warmup):
+                built.sync.traffic.reset()
+                loss = built.step()
+            facts |= _traffic_facts(built, ranks)
+            facts["loss"] = float(loss)
+        if on_gpu:
+            torch.cuda.synchronize(ranks.device)
+            facts["peak_bytes"] = torch.cuda.max_memory_allocated(ranks.device) - start
+        facts["communication_alone_ms"] = _communication_alone(name, built, ranks) if mine else None
+    except torch.OutOfMemoryError:
+        full = True
+    if agree(ranks, stop=full).stop:
+        del built
+        release_memory(ranks.device)
+        return None
+    return built, _from_first_rank(facts, ranks)
+
+
+def _traffic_facts(built: Contender, ranks: Ranks) -> dict[str, Any]:
+    traffic = built.sync.traffic
+    return {
+        "calls_per_step": traffic.calls,
+        "payload_bytes": traffic.payload_bytes,
+        "link_bytes": traffic.link_bytes,
+        "parameter_bytes": sum(p.nbytes for p in built.model.parameters() if p.requires_grad),
+    }
+
+
+def _communication_alone(name: str, built: Contender | None, ranks: Ranks, repeats: int = 5) -> float | None:
+    """Median ms of reducing gradients that are all there already; None where it cannot be had apart."""
+    if (
+        built is None
+        or name in (*SOLO, "none")
+        or not name.startswith(("naive", "flat", "overlap", "bucketed"))
+    ):
+        return None
+    built.backward()
+    clock = SteadyStateClock(ranks.device, 1)
+    samples = [clock.sample_ms(built.communicate, 1, before=[lambda: agree(ranks)]) for _ in range(repeats)]
+    built.optimizer.zero_grad(set_to_none=True)
+    return median(samples)
+
+
+def _time_together(
+    contenders: dict[str, Contender | None], ranks: Ranks, rounds: int, steps_per_sample: int
+) -> dict[str, list[float]]:
+    """Interleaved samples in ms per step, the slowest rank's of every round."""
+    timings = time_variants(
+        {name: (built.step if built is not None else _wait) for name, built in contenders.items()},
+        device=ranks.device,
+        repeats=rounds,
+        warmup=0,
+        prepare={name: (lambda: agree(ranks)) for name in contenders},
+        clock=SteadyStateClock(ranks.device, steps_per_sample),
+    )
+    slowest: dict[str, list[float]] = {}
+    for name, timing in timings.items():
+        mine = torch.tensor(timing.samples_ms, dtype=torch.float64)
+        if ranks.world_size > 1:
+            dist.all_reduce(mine, op=dist.ReduceOp.MAX)
+        slowest[name] = mine.tolist()
+    return slowest
+
+
+def _wait() -> None:
+    """The other ranks' part in what one rank does alone."""
+
+
+def _numbers(name: str, case: DdpCase, ranks: Ranks, samples: dict[str, list[float]]) -> dict[str, Any]:
+    if name not in samples:
+        return {}
+    own = samples[name]
+    summary = spread(own)
+    world_size = 1 if name in SOLO else ranks.world_size
+    numbers: dict[str, Any] = {
+        "step_ms": summary.median,
+        "p10_ms": summary.p10,
+        "p90_ms": summary.p90,
+        "tokens_per_s": world_size * case.tokens_per_step / summary.median * 1e3,
+        "samples_ms": own,
+    }
+    baseline = samples.get(baseline_of(name))
+    if baseline is not None and name not in SOLO:
+        ratio = paired_ratio(own, baseline)
+        numbers |= {"scaling": ratio.speedup, "scaling_low": ratio.low, "scaling_high": ratio.high}
+    if "none" in samples and name not in (*SOLO, "none") and baseline_of(name) == SOLO[0]:
+        exposed = [mine - bare for mine, bare in zip(own, samples["none"], strict=True)]
+        numbers |= {"exposed_ms": median(exposed), "exposed_share": median(exposed) / summary.median}
+    return numbers
+
+
+def _add_memory_overhead(rows: list[dict[str, Any]]) -> None:
+    """Peak memory over that of one rank with the same weights."""
+    peaks = {row["contender"]: row.get("peak_bytes") for row in rows}
+    for row in rows:
+        alone = peaks.get(baseline_of(row["contender"]))
+        if alone and row.get("peak_bytes"):
+            row["peak_overhead"] = row["peak_bytes"] / alone - 1.0
+        if row.get("parameter_bytes") and row["world_size"] > 1:
+            row["expected_link_bytes"] = expected_link_bytes(
+                row["contender"], row["parameter_bytes"], row["world_size"]
+            )
+
+
+def expected_link_bytes(name: str, parameter_bytes: int, world_size: int) -> float:
+    """The formula: what a rank must send per step, without flags and padding.
+
+    An all-reduce of the gradients costs 2 (W-1)/W of their bytes, and so do reduce-scatter and all-gather together
+    (of gradients and weights, both in the weights' dtype).
+    """
+    if name == "none":
+        return 0.0
+    wire_share = 0.5 if name.endswith("bf16 wire") else 1.0
+    return 2 * (world_size - 1) / world_size * parameter_bytes * wire_share
+
+
+def compare(rows: Sequence[dict[str, Any]], candidate: str, baseline: str) -> dict[str, Any]:
+    """How much faster `candidate` is than `baseline`: median of the paired ratios and its 95% interval."""
+    by_name = {row["contender"]: row for row in rows}
+    own, other = by_name[candidate].get("samples_ms"), by_name[baseline].get("samples_ms")
+    if own is None or other is None:
+        return {"candidate": candidate, "baseline": baseline, "ratio": math.nan}
+    ratio = paired_ratio(own, other)
+    return {
+        "candidate": candidate,
+        "baseline": baseline,
+        "ratio": ratio.speedup,
+        "low": ratio.low,
+        "high": ratio.high,
+        "verdict": ratio.verdict,
+    }
+
+
+def _from_first_rank(facts: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
+    """Rank 0's facts on every rank, so that all ranks return the same rows."""
+    if ranks.world_size == 1:
+        return facts
+    carrier: list[Any] = [facts]
+    dist.broadcast_object_list(carrier, src=0, device=torch.device("cpu"))
+    return carrier[0]
+
+
+def release_memory(device: torch.device) -> None:
+    """Give freed blocks back, so that the next case starts from an empty pool."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,48 @@
+"""Step times of a training loop in its steady state, on every rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from lmkit.measure.timing import Work
+
+
+class SteadyStateClock:
+    """Times `steps` steps that follow an untimed one without a pause between them.
+
+    The untimed step leaves behind what a loop's previous step does (weights still being gathered, a host that
+    runs ahead of the GPU), and the last timed one takes along as much: nothing is counted twice or left out.
+    On GPUs the times are of CUDA events in the stream, on CPUs of `perf_counter`.
+    """
+
+    def __init__(self, device: torch.device, steps: int) -> None:
+        self.name = (
+            f"{'cuda events' if device.type == 'cuda' else 'perf_counter'}, steady state of {steps} steps"
+        )
+        self._device = device
+        self._steps = steps
+
+    def sample_ms(self, work: Work, calls: int, *, before: Sequence[Work]) -> float:
+        """Milliseconds per step, times `calls` (which says how many steps its caller believes it asked for)."""
+        for preparation in before:
+            preparation()
+        work()
+        return calls * (self._on_gpu(work) if self._device.type == "cuda" else self._on_cpu(work))
+
+    def _on_gpu(self, work: Work) -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(self._steps):
+            work()
+        end.record()
+        torch.cuda.synchronize(self._device)
+        return start.elapsed_time(end) / self._steps
+
+    def _on_cpu(self, work: Work) -> float:
+        start = time.perf_counter()
+        for _ in range(self._steps):
+            work()
+        return (time.perf_counter() - start) * 1e3 / self._steps

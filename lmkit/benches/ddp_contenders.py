@@ -1,0 +1,179 @@
+"""The contenders of `lmkit bench ddp`: one model and optimizer each, kept equal by one strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from lmkit.model.compilation import compile_model
+from lmkit.model.transformer import TransformerLM
+from lmkit.parallel.process_group import Ranks
+from lmkit.parallel.strategies import GradientSync, SyncOptions, build_strategy
+from lmkit.parallel.torch_ddp import TorchDDP
+from lmkit.recipe.model import ModelConfig
+
+ADAMW: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8}
+
+
+@dataclass(frozen=True)
+class DdpCase:
+    """A model and what one rank feeds it per step.
+
+    Attributes:
+        rows: sequences of `model.context_length` tokens per rank and step.
+        precision: "bf16" (autocast around fp32 weights, or bf16 weights under "zero1 bf16") or "fp32".
+    """
+
+    name: str
+    model: ModelConfig
+    rows: int
+    precision: str = "bf16"
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of one rank."""
+        return self.rows * self.model.context_length
+
+
+class Contender:
+    """A training loop body: forward, backward, synchronisation, optimizer."""
+
+    def __init__(
+        self, case: DdpCase, ranks: Ranks, sync: GradientSync, make: Callable, *, weights: str
+    ) -> None:
+        self.sync = sync
+        self.ranks = ranks
+        torch.manual_seed(0)
+        self.model = TransformerLM(case.model, device=ranks.device)
+        compile_model(self.model, case.model.compile)
+        self._call = sync.attach(self.model)
+        self.optimizer = sync.build_optimizer(make, decay_groups(self.model))
+        self._autocast = case.precision == "bf16" and weights == "fp32"
+        generator = torch.Generator().manual_seed(1000 + ranks.rank)
+        shape = (4, case.rows, case.model.context_length + 1)
+        vocabulary = case.model.vocab_size
+        assert vocabulary is not None
+        self._tokens = torch.randint(vocabulary, shape, generator=generator).to(ranks.device)
+        self._next = 0
+
+    def step(self) -> torch.Tensor:
+        """One step; returns the loss before it."""
+        tokens = self._tokens[self._next % len(self._tokens)]
+        self._next += 1
+        loss = self.backward(tokens)
+        self.sync.finish()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    def backward(self, tokens: torch.Tensor | None = None) -> torch.Tensor:
+        """Forward and backward alone; gradients are left in place."""
+        tokens = self._tokens[0] if tokens is None else tokens
+        with self._precision():
+            loss: torch.Tensor = self._call.loss(  # type: ignore[operator]
+                tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+            )
+        loss.backward()
+        return loss.detach()
+
+    def communicate(self) -> None:
+        """All of a step's gradient reduction and none of its arithmetic."""
+        self.sync.finish()
+
+    def _precision(self) -> AbstractContextManager:
+        return torch.autocast(self.ranks.device.type, torch.bfloat16) if self._autocast else nullcontext()
+
+
+def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Matrices decay, vectors do not."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def make_adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """The same optimizer for all contenders: PyTorch's fused AdamW."""
+    return torch.optim.AdamW(groups, fused=True, **ADAMW)
+
+
+def make_redundancy_free_adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """PyTorch's ZeRO-1: whole parameters dealt out to the ranks, broadcast after the step."""
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    return ZeroRedundancyOptimizer(
+        parameters,
+        optimizer_class=torch.optim.AdamW,
+        parameters_as_bucket_view=True,
+        fused=True,
+        weight_decay=0.1,
+        **ADAMW,
+    )
+
+
+# What stands for one GPU runs on rank 0 alone, while the other ranks wait.
+SOLO = ("one rank", "one rank, bf16 weights")
+
+
+def baseline_of(name: str) -> str:
+    """What one rank does with the same weights."""
+    return SOLO[1] if "bf16" in name.replace("bf16 wire", "").split() else SOLO[0]
+
+
+def contender(name: str, case: DdpCase, ranks: Ranks) -> Contender:
+    """Build a contender on every rank (those of `SOLO` on rank 0 alone).
+
+    Names: "one rank", "one rank, bf16 weights", a strategy, a strategy with options ("bucketed 100 MB",
+    "bucketed bf16 wire", "bucketed 8 CTAs", "zero1 bf16"), or a rival of PyTorch's: "torch_ddp" (gradients as
+    views of the buckets), "torch_ddp default", "torch_ddp static", "torch_ddp + ZeRO".
+
+    Raises:
+        ValueError: no such contender.
+    """
+    make: Callable = make_adamw
+    weights: Literal["fp32", "bf16"] = "bf16" if baseline_of(name) == SOLO[1] else "fp32"
+    if name in SOLO:
+        alone = Ranks(device=ranks.device)
+        kind = "zero1" if weights == "bf16" else "none"
+        sync = build_strategy(kind, alone, SyncOptions(weights=weights))
+        return Contender(case, alone, sync, make, weights=weights)
+    strategy, _, detail = name.partition(" ")
+    if strategy == "torch_ddp":
+        if detail == "+ ZeRO":
+            make = make_redundancy_free_adamw
+        elif detail not in ("", "default", "static"):
+            raise ValueError(f"no contender called {name!r}")
+        views, static = detail != "default", detail == "static"
+        sync = TorchDDP(ranks, SyncOptions(), view_gradients=views, static_graph=static)
+        return Contender(case, ranks, sync, make, weights=weights)
+    options = _options(name, detail)
+    weights = options.weights
+    sync = build_strategy(strategy, ranks, options)
+    return Contender(case, ranks, sync, make, weights=weights)
+
+
+def _options(name: str, detail: str) -> SyncOptions:
+    """Read "100 MB 8 CTAs bf16 wire urgent" and the like."""
+    options = SyncOptions()
+    words = detail.split()
+    while words:
+        match words:
+            case ["bf16", "wire", *words]:
+                options = replace(options, wire_dtype="bf16")
+            case ["bf16", *words]:
+                options = replace(options, weights="bf16")
+            case ["urgent", *words]:
+                options = replace(options, high_priority=True)
+            case [number, "MB", *words]:
+                options = replace(options, bucket_mb=float(number))
+            case [number, "CTAs", *words]:
+                options = replace(options, max_ctas=int(number))
+            case _:
+                raise ValueError(f"no contender called {name!r}")
+    return options

@@ -1,0 +1,126 @@
+"""`lmkit bench optimizer`: whole against sharded optimizer state: memory at each point of a step, and speed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from lmkit.benches.ddp import release_memory
+from lmkit.benches.ddp_clock import SteadyStateClock
+from lmkit.benches.ddp_contenders import Contender, DdpCase, contender
+from lmkit.measure.statistics import spread
+from lmkit.measure.timing import time_variants
+from lmkit.parallel.agreement import agree
+from lmkit.parallel.process_group import Ranks
+from lmkit.parallel.sharded_optimizer import ShardedOptimizer
+
+CONTENDERS = ("bucketed", "zero1", "zero1 bf16", "torch_ddp + ZeRO")
+
+
+def optimizer_rows(
+    case: DdpCase,
+    ranks: Ranks,
+    *,
+    names: Sequence[str] = CONTENDERS,
+    rounds: int = 10,
+    steps_per_sample: int = 4,
+) -> list[dict[str, Any]]:
+    """One row per contender, measured one after the other in memory and together in time where they fit.
+
+    Bytes are this rank's: `state_bytes` is what the optimizer holds (without masters), the rest is what the
+    CUDA allocator has handed out (None on a CPU) after model and optimizer were made, after the backward pass
+    and synchronisation (before the step), and after the step.
+    """
+    rows = []
+    for name in names:
+        release_memory(ranks.device)
+        built, row = _measure_memory(name, case, ranks)
+        samples = _time_alone(built, ranks, rounds, steps_per_sample)
+        summary = spread(samples)
+        rows.append(
+            row
+            | {
+                "step_ms": summary.median,
+                "p10_ms": summary.p10,
+                "p90_ms": summary.p90,
+                "tokens_per_s": ranks.world_size * case.tokens_per_step / summary.median * 1e3,
+                "samples_ms": samples,
+            }
+        )
+        del built
+    plain = rows[0]["state_bytes"]
+    for row in rows:
+        row["state_share"] = row["state_bytes"] / plain
+    return rows
+
+
+def state_bytes(built: Contender) -> int:
+    """Bytes of optimizer state on this rank, without fp32 masters of bf16 weights."""
+    optimizer = built.optimizer
+    if isinstance(optimizer, ShardedOptimizer):
+        states = optimizer.state_dict()["state"]
+    elif isinstance(optimizer, ZeroRedundancyOptimizer):
+        states = optimizer.optim.state  # of the parameters that were dealt to this rank
+    else:
+        states = optimizer.state
+    return sum(
+        value.nbytes
+        for state in states.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    )
+
+
+def _measure_memory(name: str, case: DdpCase, ranks: Ranks) -> tuple[Contender, dict[str, Any]]:
+    start = _allocated(ranks.device)
+    built = contender(name, case, ranks)
+    after_init = _allocated(ranks.device)
+    for _ in range(3):  # state exists, and the bucket order is settled
+        built.step()
+    if ranks.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(ranks.device)
+    built.backward()
+    built.sync.finish()
+    before_step = _allocated(ranks.device)
+    built.optimizer.step()
+    after_step = _allocated(ranks.device)
+    built.optimizer.zero_grad(set_to_none=True)
+    built.sync.wait_for_weights()
+    peak = torch.cuda.max_memory_allocated(ranks.device) if ranks.device.type == "cuda" else None
+    readings = {"init": after_init, "before_step": before_step, "after_step": after_step, "peak": peak}
+    return built, {
+        "case": case.name,
+        "contender": name,
+        "world_size": ranks.world_size,
+        "parameters": sum(p.numel() for p in built.model.parameters()),
+        "state_bytes": state_bytes(built),
+    } | {
+        f"{point}_bytes": None if value is None or start is None else value - start
+        for point, value in readings.items()
+    }
+
+
+def _allocated(device: torch.device) -> int | None:
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def _time_alone(built: Contender, ranks: Ranks, rounds: int, steps: int) -> list[float]:
+    timing = time_variants(
+        {"step": built.step},
+        device=ranks.device,
+        repeats=rounds,
+        warmup=0,
+        prepare={"step": lambda: agree(ranks)},
+        clock=SteadyStateClock(ranks.device, steps),
+    )["step"]
+    slowest = torch.tensor(timing.samples_ms, dtype=torch.float64)
+    if ranks.world_size > 1:
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest.tolist()
