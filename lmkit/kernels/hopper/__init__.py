@@ -8,8 +8,8 @@ Shapes are (batch, heads, seq, head_dim) with any strides the copy engine takes;
 Read `forward_kernel.py` first; `backward_kernel.py` and `query_gradient_kernel.py` build on its ideas.
 """
 
-from lmkit.kernels.hopper.backward import backward
-from lmkit.kernels.hopper.forward import forward
+from lmkit.kernels.hopper.backward_launcher import backward
+from lmkit.kernels.hopper.forward_launcher import forward
 from lmkit.kernels.hopper.support import unsupported_reason
 
 __all__ = ["backward", "forward", "unsupported_reason"]

@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lmkit.kernels.hopper.fragments import keep_columns_from, multiply_rounded
+from lmkit.kernels.hopper.fragments import in_thread_order, keep_columns_from, multiply_half
 from lmkit.kernels.hopper.products import issue_product
 from lmkit.kernels.hopper.synchronization import (
     FIRST_NAMED_BARRIER,
@@ -73,8 +73,8 @@ def _next_query_tile(tile, head, lowest, start, num_query_tiles):
 
 
 @gluon.jit
-def _producer(descriptors, buffers, barriers, problem, scale_log2, scale, QUERIES: gl.constexpr, D: gl.constexpr,
-              CAUSAL: gl.constexpr, TAIL: gl.constexpr, ADD_DQ: gl.constexpr, ROUNDED_P: gl.constexpr):  # fmt: skip
+def _producer(descriptors, buffers, barriers, problem, scale_log2, dk_scale, dv_scale, QUERIES: gl.constexpr, D: gl.constexpr,
+              CAUSAL: gl.constexpr, TAIL: gl.constexpr, ADD_DQ: gl.constexpr, HALF_P: gl.constexpr):  # fmt: skip
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc = descriptors
     q_tiles, do_tiles, k_tile, v_tile, lse_tiles, delta_tiles, ds_tile, dq_tile = buffers
     q_full, do_full, kv_full = barriers
@@ -121,8 +121,8 @@ def _producer(descriptors, buffers, barriers, problem, scale_log2, scale, QUERIE
 
 
 @gluon.jit
-def _consumers(descriptors, buffers, barriers, problem, scale_log2, scale, QUERIES: gl.constexpr, D: gl.constexpr,
-               CAUSAL: gl.constexpr, TAIL: gl.constexpr, ADD_DQ: gl.constexpr, ROUNDED_P: gl.constexpr):  # fmt: skip
+def _consumers(descriptors, buffers, barriers, problem, scale_log2, dk_scale, dv_scale, QUERIES: gl.constexpr, D: gl.constexpr,
+               CAUSAL: gl.constexpr, TAIL: gl.constexpr, ADD_DQ: gl.constexpr, HALF_P: gl.constexpr):  # fmt: skip
     """Both warp groups in one partition of eight warps: rows 0-63 of each (128, N) tile are the first group's."""
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc = descriptors
     q_tiles, do_tiles, k_tile, v_tile, lse_tiles, delta_tiles, ds_tile, dq_tile = buffers
@@ -164,12 +164,12 @@ def _consumers(descriptors, buffers, barriers, problem, scale_log2, scale, QUERI
         do = do_tiles.index(slot).reshape([QUERIES, D])
         mbarrier.wait(q_full.index(slot), phase)
         score_job = issue_product(k, q.permute((1, 0)), SCORES)
-        if ROUNDED_P:  # short of registers: have dK of the previous step out of the way first
+        if HALF_P:  # short of registers: have dK of the previous step out of the way first
             dk = warpgroup_mma_wait(1, deps=[dk])
             named_barrier_arrive(FIRST_NAMED_BARRIER + (step + STAGES - 1) % STAGES, SLOT_THREADS)
         mbarrier.wait(do_full.index(slot), phase)
         dp_job = issue_product(v, do.permute((1, 0)), SCORES)
-        if ROUNDED_P:
+        if HALF_P:
             scores = warpgroup_mma_wait(1, deps=[score_job])
         else:
             scores, dk = warpgroup_mma_wait(1, deps=[score_job, dk])
@@ -178,22 +178,22 @@ def _consumers(descriptors, buffers, barriers, problem, scale_log2, scale, QUERI
         exponent = scores * scale_log2 - gl.expand_dims(lse, 0)  # (128 keys, QUERIES): transposed
         if CAUSAL:
             # query >= key, and keys past the end see nobody (P might overflow there, and inf * 0 is not 0)
-            first_query = gl.where(keys < num_keys, keys - tile * QUERIES, NEVER)
-            exponent = keep_columns_from(exponent, first_query, -float("inf"))
+            # Only at the diagonal; but with D = 128 this branch makes ptxas serialise the products (C7512): always, then
+            if D == 128 or TAIL or tile * QUERIES < (key_tile + 1) * KEYS:
+                first_query = gl.where(keys < num_keys, keys - tile * QUERIES, NEVER)
+                exponent = keep_columns_from(exponent, first_query, -float("inf"))
         elif TAIL:
             exponent = gl.where(gl.expand_dims(keys < num_keys, 1), exponent, -float("inf"))
         p = gl.exp2(exponent)
-        rounded = p.to(DTYPE)
-        p_operand = gl.convert_layout(rounded, OPERAND)
+        p_operand = gl.convert_layout(p.to(DTYPE), OPERAND)
+        if HALF_P:
+            p = p.to(gl.float16)
         dv_job = warpgroup_mma(p_operand, do, dv, is_async=True)
-        if ROUNDED_P:
-            dp, rounded = warpgroup_mma_wait(1, deps=[dp_job, rounded])
-        else:
-            dp, p = warpgroup_mma_wait(1, deps=[dp_job, p])
+        dp, p = warpgroup_mma_wait(1, deps=[dp_job, p])
         delta = delta_tiles.index(slot).load(COLUMN)
         dp = dp - gl.expand_dims(delta, 0)
-        if ROUNDED_P:
-            ds = multiply_rounded(rounded, dp)
+        if HALF_P:
+            ds = multiply_half(p, dp, DTYPE)
         else:
             ds = (p * dp).to(DTYPE)
         ds_operand = gl.convert_layout(ds, OPERAND)
@@ -206,10 +206,11 @@ def _consumers(descriptors, buffers, barriers, problem, scale_log2, scale, QUERI
             dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
             dq, dv, p_operand = warpgroup_mma_wait(1, deps=[dq_job, dv_job, p_operand])
             named_barrier_arrive(FIRST_NAMED_BARRIER + STAGES + slot, SLOT_THREADS)
-            dq_tile.reshape([QUERIES, D]).store(dq)
+            dq_tile.store(in_thread_order(dq))
             fence_async_shared()
             partition_barrier()
-            tma_add_to_global(dq_desc, [batch * heads + head, tile * QUERIES, 0], dq_tile)
+            first_row = (batch * heads + head) * padded + tile * QUERIES
+            tma_add_to_global(dq_desc, [first_row * (D // 32), 0], dq_tile)
         else:
             dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
             dv, p_operand = warpgroup_mma_wait(1, deps=[dv_job, p_operand])
@@ -218,8 +219,8 @@ def _consumers(descriptors, buffers, barriers, problem, scale_log2, scale, QUERI
     dk = warpgroup_mma_wait(0, deps=[dk])
     # K and V have served: their tiles stage dK and dV on the way out
     partition_barrier()
-    v.store(dv.to(DTYPE))
-    k.store((dk * scale).to(DTYPE))
+    v.store((dv * dv_scale).to(DTYPE))
+    k.store((dk * dk_scale).to(DTYPE))
     fence_async_shared()
     partition_barrier()
     tma.async_copy_shared_to_global(dv_desc, [batch, flat_key_head % key_heads, key_tile * KEYS, 0], v_tile)
@@ -229,14 +230,18 @@ def _consumers(descriptors, buffers, barriers, problem, scale_log2, scale, QUERI
 
 @gluon.jit(do_not_specialize=["num_queries", "num_keys", "padded", "heads", "group", "num_query_tiles", "num_key_tiles"])
 def key_value_gradient_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc,
-                              num_queries, num_keys, padded, heads, group, num_query_tiles, num_key_tiles, scale_log2, scale,
+                              num_queries, num_keys, padded, heads, group, num_query_tiles, num_key_tiles, scale_log2, dk_scale, dv_scale,
                               QUERIES: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr,
-                              ADD_DQ: gl.constexpr, ROUNDED_P: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
+                              ADD_DQ: gl.constexpr, HALF_P: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
     """One block per (key tile, key head of the batch). Allocates and starts the partitions.
 
     Descriptors: (batch, heads, sequence, D) in boxes of (1, 1, QUERIES or 128, D); lse_desc and delta_desc flat float32,
-    `padded` rows a head, lse in log2 units with +inf past num_queries; dq_desc float32 (heads of the batch, padded, D).
-    TAIL: num_keys is no multiple of 128. ROUNDED_P: dS from the rounded P (saves the registers D = 64 lacks).
+    `padded` rows a head, lse in log2 units with +inf past num_queries; dq_desc float32, rows of 32 (see in_thread_order).
+    TAIL: num_keys is no multiple of 128.
+
+    HALF_P saves the registers that D = 64 lacks (steps of 128 queries) and keeps P for dS in float16, four times finer than the
+    bf16 that dV takes. So that small P do not underflow, lse comes less a `shift` (15): P is 2^15 times itself, at most
+    2^15, and so are dV, dS and all that follows; dk_scale, dv_scale (and the finishing pass) take it out again.
     """
     gdc_wait()
     gdc_launch_dependents()
@@ -250,7 +255,7 @@ def key_value_gradient_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_d
     if ADD_DQ:
         ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, QUERIES], dtype)
         ds_tile = gl.allocate_shared_memory(dtype, [KEYS, QUERIES], ds_layout)
-        dq_tile = gl.allocate_shared_memory(gl.float32, [1, QUERIES, D], dq_desc.layout)
+        dq_tile = gl.allocate_shared_memory(gl.float32, [QUERIES * D // 32, 32], dq_desc.layout)
     else:
         ds_tile = lse_tiles
         dq_tile = lse_tiles
@@ -269,8 +274,8 @@ def key_value_gradient_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_d
     problem = (num_queries, num_keys, padded, heads, group, num_query_tiles, num_key_tiles)
     gl.warp_specialize(
         [
-            (_consumers, (descriptors, buffers, barriers, problem, scale_log2, scale, QUERIES, D, CAUSAL, TAIL, ADD_DQ, ROUNDED_P)),
-            (_producer, (descriptors, buffers, barriers, problem, scale_log2, scale, QUERIES, D, CAUSAL, TAIL, ADD_DQ, ROUNDED_P)),
+            (_consumers, (descriptors, buffers, barriers, problem, scale_log2, dk_scale, dv_scale, QUERIES, D, CAUSAL, TAIL, ADD_DQ, HALF_P)),
+            (_producer, (descriptors, buffers, barriers, problem, scale_log2, dk_scale, dv_scale, QUERIES, D, CAUSAL, TAIL, ADD_DQ, HALF_P)),
         ],
         [1],
         [24],

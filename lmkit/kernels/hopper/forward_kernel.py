@@ -41,8 +41,8 @@ from lmkit.kernels.hopper.fragments import (
 from lmkit.kernels.hopper.products import issue_product
 from lmkit.kernels.hopper.synchronization import (
     FIRST_NAMED_BARRIER,
-    any_in_warp_exceeds,
-    declare_warp_vote,
+    any_exceeds,
+    declare_vote,
     named_barrier_arrive,
     named_barrier_wait,
 )
@@ -50,8 +50,6 @@ from lmkit.kernels.hopper.tiles import count_key_blocks, count_tiles, locate_til
 from lmkit.kernels.hopper.versions import partition_barrier
 
 ROWS = gl.constexpr(64)  # query rows of one consumer: the height of a wgmma
-CONSUMERS = gl.constexpr(2)
-TILE = gl.constexpr(128)  # query rows of a block: both consumers
 KEYS = gl.constexpr(128)  # keys of a block
 BOTH_CONSUMERS = gl.constexpr(256)  # threads
 LOWEST_REFERENCE = gl.constexpr(-1.0e30)  # finite: a row whose first block is masked keeps 2^(-inf - reference) = 0
@@ -67,12 +65,13 @@ def rescue_above(dtype):
 
 @gluon.jit
 def _producer(descriptors, buffers, barriers, problem, lse, scale_log2, D: gl.constexpr, STAGES: gl.constexpr,
-              CAUSAL: gl.constexpr, TAIL: gl.constexpr, POLYNOMIAL: gl.constexpr):  # fmt: skip
+              CAUSAL: gl.constexpr, TAIL: gl.constexpr, POLYNOMIAL: gl.constexpr, CONSUMERS: gl.constexpr):  # fmt: skip
     """The copying warp. K before Q in the first turn: the consumers' last step with the old Q hides both."""
     q_desc, k_desc, v_desc, o_desc = descriptors
     q_tiles, k_tiles, v_tiles, o_tiles = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     num_queries, num_keys, heads, group, num_tiles, num_heads = problem
+    TILE: gl.constexpr = ROWS * CONSUMERS
     element_bytes: gl.constexpr = q_desc.dtype.primitive_bitwidth // 8
     block = 0
     turns, pairs = count_tiles(num_tiles, num_heads, CAUSAL)
@@ -107,34 +106,23 @@ def _producer(descriptors, buffers, barriers, problem, lse, scale_log2, D: gl.co
 
 
 @gluon.jit
-def _exponentials(scores, scale_log2, reference, sums, POLYNOMIAL: gl.constexpr, DTYPE: gl.constexpr, NAME: gl.constexpr):
-    """One block's P and row sums; where the vote says so, with lifted references.
-
-    Returns P, the references, the row sums, and for `_catch_up` the vote with the factor that O still lacks.
-    Everything under the `if` stays within a warp, as any_in_warp_exceeds demands.
-    """
-    p = exp2_of_scores(scores, scale_log2, reference, POLYNOMIAL)
-    block_sums = sum_within_threads(p)
-    factor = reference * 0.0 + 1.0
-    lifted = any_in_warp_exceeds(block_sums, rescue_above(DTYPE), NAME)
-    if lifted != 0:
-        highest = gl.maximum(gl.max(scores, 1) * scale_log2, reference)
-        p = exp2_of_scores_unfused(scores, scale_log2, highest)
-        factor = gl.exp2(reference - highest)
-        sums = scale_rows(sums, factor)
-        block_sums = sum_within_threads(p)
-        reference = highest
-    return p, reference, sums + block_sums, lifted, factor
+def _lift(scores, scale_log2, reference, sums, acc):
+    """New references: the maxima so far. Returns P and its sums under them, and everything older rescaled."""
+    highest = gl.maximum(gl.max(scores, 1) * scale_log2, reference)
+    factor = gl.exp2(reference - highest)
+    p = exp2_of_scores_unfused(scores, scale_log2, highest)
+    return p, sum_within_threads(p), highest, scale_rows(sums, factor), scale_rows(acc, factor)
 
 
 @gluon.jit
 def _consumer(index: gl.constexpr, descriptors, buffers, barriers, problem, lse, scale_log2, D: gl.constexpr,
-              STAGES: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr, POLYNOMIAL: gl.constexpr):  # fmt: skip
+              STAGES: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr, POLYNOMIAL: gl.constexpr, CONSUMERS: gl.constexpr):  # fmt: skip
     """One warp group: 64 rows of every tile. `block` counts key blocks over all tiles: slot and phase follow from it."""
     q_desc, k_desc, v_desc, o_desc = descriptors
     q_tiles, k_tiles, v_tiles, o_tiles = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     num_queries, num_keys, heads, group, num_tiles, num_heads = problem
+    TILE: gl.constexpr = ROWS * CONSUMERS
     DTYPE: gl.constexpr = q_desc.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16]
@@ -142,11 +130,13 @@ def _consumer(index: gl.constexpr, descriptors, buffers, barriers, problem, lse,
     OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     PROBABILITIES: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    PING_PONG: gl.constexpr = CONSUMERS == 2
     my_turn: gl.constexpr = FIRST_NAMED_BARRIER + index
     other_turn: gl.constexpr = FIRST_NAMED_BARRIER + 1 - index
-    declare_warp_vote(index)
+    my_vote: gl.constexpr = FIRST_NAMED_BARRIER + CONSUMERS + index
+    declare_vote(index)
     block = 0
-    if index == 1:
+    if PING_PONG and index == 1:
         named_barrier_arrive(other_turn, BOTH_CONSUMERS)  # consumer 0 goes first
     turns, pairs = count_tiles(num_tiles, num_heads, CAUSAL)
     for turn in range(turns):
@@ -161,10 +151,14 @@ def _consumer(index: gl.constexpr, descriptors, buffers, barriers, problem, lse,
         slot = block % STAGES
         phase = (block // STAGES) & 1
         mbarrier.wait(k_full.index(slot), phase)
-        named_barrier_wait(my_turn, BOTH_CONSUMERS)
+        if PING_PONG:
+            if PING_PONG:
+                named_barrier_wait(my_turn, BOTH_CONSUMERS)
         k = k_tiles.index(slot).reshape([KEYS, D])
         score_job = issue_product(q, k.permute((1, 0)), SCORES)
-        named_barrier_arrive(other_turn, BOTH_CONSUMERS)
+        if PING_PONG:
+            if PING_PONG:
+                named_barrier_arrive(other_turn, BOTH_CONSUMERS)
         scores = warpgroup_mma_wait(0, deps=[score_job])  # (64 rows, 128 keys)
         mbarrier.arrive(k_empty.index(slot), count=1)
         first_key = (blocks - 1) * KEYS
@@ -173,9 +167,8 @@ def _consumer(index: gl.constexpr, descriptors, buffers, barriers, problem, lse,
         elif TAIL:
             scores = keep_columns_up_to(scores, rows * 0 + (num_keys - 1 - first_key), -float("inf"))
         reference = gl.maximum(gl.max(scores, 1) * scale_log2, LOWEST_REFERENCE)
-        PARTIAL: gl.constexpr = sum_within_threads(scores).type.layout
-        sums = gl.zeros([ROWS, 4], gl.float32, PARTIAL)
-        p, reference, sums, lifted, factor = _exponentials(scores, scale_log2, reference, sums, 0, DTYPE, index)
+        p = exp2_of_scores_unfused(scores, scale_log2, reference)
+        sums = sum_within_threads(p)
         packed = pack_pairs(p, DTYPE)
         mbarrier.wait(k_full.index((block + 1) % STAGES), ((block + 1) // STAGES) & 1, pred=blocks > 1)
         mbarrier.wait(v_full.index(slot), phase)
@@ -187,17 +180,17 @@ def _consumer(index: gl.constexpr, descriptors, buffers, barriers, problem, lse,
             previous = (block - 1) % STAGES
             # K of this block and V of the previous one were waited for at the end of the previous step
             probabilities = unpack_pairs(packed, DTYPE, PROBABILITIES)
-            named_barrier_wait(my_turn, BOTH_CONSUMERS)
+            if PING_PONG:
+                named_barrier_wait(my_turn, BOTH_CONSUMERS)
             k = k_tiles.index(slot).reshape([KEYS, D])
             v = v_tiles.index(previous).reshape([KEYS, D])
             score_job = issue_product(q, k.permute((1, 0)), SCORES)
             out_job = warpgroup_mma(probabilities, v, acc, is_async=True)
-            named_barrier_arrive(other_turn, BOTH_CONSUMERS)
+            if PING_PONG:
+                named_barrier_arrive(other_turn, BOTH_CONSUMERS)
             scores = warpgroup_mma_wait(1, deps=[score_job])
-            mbarrier.arrive(k_empty.index(slot), count=1)
-            p, reference, sums, lifted, factor = _exponentials(
-                scores, scale_log2, reference, sums, POLYNOMIAL, DTYPE, index
-            )
+            p = exp2_of_scores(scores, scale_log2, reference, POLYNOMIAL)
+            block_sums = sum_within_threads(p)
             # Waiting for the next operands HERE matters: the loop in it is a border between basic blocks, which keeps ptxas
             # from moving the wait for O += P V above the exponentials that should overlap with it.
             mbarrier.wait(
@@ -205,10 +198,13 @@ def _consumer(index: gl.constexpr, descriptors, buffers, barriers, problem, lse,
             )
             mbarrier.wait(v_full.index(slot), (block // STAGES) & 1)
             # the softmax's results as dependencies: they are computed before this wait, not after
-            acc, p, sums = warpgroup_mma_wait(0, deps=[out_job, p, sums])
+            acc, p, block_sums = warpgroup_mma_wait(0, deps=[out_job, p, block_sums])
             mbarrier.arrive(v_empty.index(previous), count=1)
-            if lifted != 0:
-                acc = scale_rows(acc, factor)
+            if any_exceeds(block_sums, rescue_above(DTYPE), my_vote, index) != 0:
+                scores = warpgroup_mma_wait(0, deps=[issue_product(q, k.permute((1, 0)), SCORES)])
+                p, block_sums, reference, sums, acc = _lift(scores, scale_log2, reference, sums, acc)
+            mbarrier.arrive(k_empty.index(slot), count=1)
+            sums = sums + block_sums
             packed = pack_pairs(p, DTYPE)
             block += 1
 
@@ -231,14 +227,15 @@ def _consumer(index: gl.constexpr, descriptors, buffers, barriers, problem, lse,
             o_desc, [flat_head // heads, flat_head % heads, first_row, 0], o_tiles.index(index)
         )
     tma.store_wait(0)
-    if index == 0:
+    if PING_PONG and index == 0:
         named_barrier_wait(my_turn, BOTH_CONSUMERS)  # takes the token that consumer 1 gave last
 
 
 @gluon.jit(do_not_specialize=["num_queries", "num_keys", "heads", "group", "num_tiles", "num_heads"])
 def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse, num_queries, num_keys, heads, group, num_tiles, num_heads, scale_log2,
                    D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr,
-                   POLYNOMIAL: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
+                   POLYNOMIAL: gl.constexpr, CONSUMERS: gl.constexpr,
+                   REGISTERS: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
     """Allocates the slots and barriers and starts the three partitions.
 
     Descriptors are rank 4, (batch, heads, sequence, D): q and o in boxes of (1, 1, 64, D), k and v of (1, 1, 128, D).
@@ -270,13 +267,24 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse, num_queries, num_keys, h
     buffers = (q_tiles, k_tiles, v_tiles, o_tiles)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     problem = (num_queries, num_keys, heads, group, num_tiles, num_heads)
-    # 240 registers for each consumer, 24 for the producer: together what 9 warps of 168 hold at launch
-    gl.warp_specialize(
-        [
-            (_consumer, (0, descriptors, buffers, barriers, problem, lse, scale_log2, D, STAGES, CAUSAL, TAIL, POLYNOMIAL)),
-            (_consumer, (1, descriptors, buffers, barriers, problem, lse, scale_log2, D, STAGES, CAUSAL, TAIL, POLYNOMIAL)),
-            (_producer, (descriptors, buffers, barriers, problem, lse, scale_log2, D, STAGES, CAUSAL, TAIL, POLYNOMIAL)),
-        ],
-        [4, 1],
-        [240, 24],
-    )  # fmt: skip
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_consumer, (0, descriptors, buffers, barriers, problem, lse, scale_log2, D, STAGES, CAUSAL, TAIL, POLYNOMIAL, CONSUMERS)),
+                (_consumer, (1, descriptors, buffers, barriers, problem, lse, scale_log2, D, STAGES, CAUSAL, TAIL, POLYNOMIAL, CONSUMERS)),
+                (_producer, (descriptors, buffers, barriers, problem, lse, scale_log2, D, STAGES, CAUSAL, TAIL, POLYNOMIAL, CONSUMERS)),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (0, descriptors, buffers, barriers, problem, lse, scale_log2, D, STAGES, CAUSAL, TAIL, POLYNOMIAL, CONSUMERS)),
+                (_consumer, (1, descriptors, buffers, barriers, problem, lse, scale_log2, D, STAGES, CAUSAL, TAIL, POLYNOMIAL, CONSUMERS)),
+                (_consumer, (2, descriptors, buffers, barriers, problem, lse, scale_log2, D, STAGES, CAUSAL, TAIL, POLYNOMIAL, CONSUMERS)),
+                (_producer, (descriptors, buffers, barriers, problem, lse, scale_log2, D, STAGES, CAUSAL, TAIL, POLYNOMIAL, CONSUMERS)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, 24],
+        )  # fmt: skip

@@ -94,15 +94,15 @@ def keep_columns_from(tile, first_column, fill: gl.constexpr):
 
 
 @gluon.jit
-def multiply_rounded(rounded, tile):
-    """16-bit * float32 -> 16-bit with one rounding, in pairs: keeping the rounded P alive instead of the float32 one saves
-    32 registers. (Written with a cast, the compiler unpacks on the special-function unit, one element at a time.)"""
-    if rounded.dtype == gl.bfloat16:
+def multiply_half(half, tile, dtype: gl.constexpr):
+    """float16 * float32 -> dtype with one rounding, in pairs. (Written with a cast, the compiler converts one element at a time
+    on the special-function unit.)"""
+    if dtype == gl.bfloat16:
         return gl.inline_asm_elementwise(
-            "{ .reg .b32 t; .reg .f32 a, b; shl.b32 t, $1, 16; mov.b32 a, t; and.b32 t, $1, 0xffff0000; mov.b32 b, t; "
+            "{ .reg .b16 l, h; .reg .f32 a, b; mov.b32 {l, h}, $1; cvt.f32.f16 a, l; cvt.f32.f16 b, h; "
             "mul.rn.f32 a, a, $2; mul.rn.f32 b, b, $3; cvt.rn.bf16x2.f32 $0, b, a; }",
             "=r,r,f,f",
-            [rounded, tile],
+            [half, tile],
             dtype=gl.bfloat16,
             is_pure=True,
             pack=2,
@@ -112,8 +112,20 @@ def multiply_rounded(rounded, tile):
             "{ .reg .b16 l, h; .reg .f32 a, b; mov.b32 {l, h}, $1; cvt.f32.f16 a, l; cvt.f32.f16 b, h; "
             "mul.rn.f32 a, a, $2; mul.rn.f32 b, b, $3; cvt.rn.f16x2.f32 $0, b, a; }",
             "=r,r,f,f",
-            [rounded, tile],
+            [half, tile],
             dtype=gl.float16,
             is_pure=True,
             pack=2,
         )
+
+
+@gluon.jit
+def in_thread_order(tile):
+    """(M, N) float32 accumulator -> (M N / 32, 32): the same numbers so that the four that a thread holds of a 16 x 8 patch
+    lie together, and the 32 threads' side by side. Stored to shared memory that is 16 bytes a thread without bank
+    conflicts (in rows and columns it was an 8-way conflict, as long as the tensor cores' whole step). `finish_kernel`
+    puts them back."""
+    rows: gl.constexpr = tile.shape[0]
+    columns: gl.constexpr = tile.shape[1]
+    patches = tile.reshape([rows // 16, 2, 8, columns // 8, 4, 2])
+    return patches.permute((0, 3, 2, 4, 1, 5)).reshape([rows * columns // 32, 32])

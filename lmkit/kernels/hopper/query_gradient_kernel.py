@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lmkit.kernels.hopper.fragments import keep_columns_up_to, multiply_rounded
+from lmkit.kernels.hopper.fragments import keep_columns_up_to
 from lmkit.kernels.hopper.products import issue_product
 from lmkit.kernels.hopper.synchronization import (
     FIRST_NAMED_BARRIER,
@@ -39,8 +39,8 @@ LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
-def _producer(descriptors, buffers, barriers, problem, pointers, scale_log2, scale, D: gl.constexpr,
-              K_STAGES: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr, ROUNDED_P: gl.constexpr):  # fmt: skip
+def _producer(descriptors, buffers, barriers, problem, pointers, scale_log2, scale, shift, D: gl.constexpr,
+              K_STAGES: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr):  # fmt: skip
     q_desc, k_desc, v_desc, do_desc, dq_desc = descriptors
     q_tile, do_tile, k_tiles, v_tiles = buffers
     q_full, k_full, v_full = barriers
@@ -87,8 +87,8 @@ def _locate(num_query_tiles, heads):
 
 
 @gluon.jit
-def _consumers(descriptors, buffers, barriers, problem, pointers, scale_log2, scale, D: gl.constexpr,
-               K_STAGES: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr, ROUNDED_P: gl.constexpr):  # fmt: skip
+def _consumers(descriptors, buffers, barriers, problem, pointers, scale_log2, scale, shift, D: gl.constexpr,
+               K_STAGES: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr):  # fmt: skip
     q_desc, k_desc, v_desc, do_desc, dq_desc = descriptors
     q_tile, do_tile, k_tiles, v_tiles = buffers
     q_full, k_full, v_full = barriers
@@ -108,7 +108,7 @@ def _consumers(descriptors, buffers, barriers, problem, pointers, scale_log2, sc
     blocks = count_key_blocks(tile, num_keys, QUERIES, KEYS, CAUSAL)
     rows = tile * QUERIES + gl.arange(0, QUERIES, ROW)
     lse = LOG2E * gl.load(lse_in + flat_head * num_queries + rows, mask=rows < num_queries, other=float("inf"))
-    gl.store(lse_out + flat_head * padded + rows, lse)
+    gl.store(lse_out + flat_head * padded + rows, lse - shift)
     out_rows = tile * QUERIES + gl.arange(0, QUERIES, gl.SliceLayout(1, OUT))
     out_columns = gl.arange(0, D, gl.SliceLayout(0, OUT))
     out_pointers = out + batch.to(gl.int64) * out_batch_stride + head.to(gl.int64) * out_head_stride
@@ -139,15 +139,9 @@ def _consumers(descriptors, buffers, barriers, problem, pointers, scale_log2, sc
         elif TAIL:
             exponent = keep_columns_up_to(exponent, rows * 0 + (num_keys - 1 - first_key), -float("inf"))
         p = gl.exp2(exponent)
-        if ROUNDED_P:
-            rounded = p.to(DTYPE)
-            dp, rounded = warpgroup_mma_wait(0, deps=[dp_job, rounded])
-            named_barrier_arrive(FIRST_NAMED_BARRIER + K_STAGES + v_slot, SLOT_THREADS)
-            ds = multiply_rounded(rounded, dp - gl.expand_dims(delta, 1))
-        else:
-            dp, p = warpgroup_mma_wait(0, deps=[dp_job, p])
-            named_barrier_arrive(FIRST_NAMED_BARRIER + K_STAGES + v_slot, SLOT_THREADS)
-            ds = (p * (dp - gl.expand_dims(delta, 1))).to(DTYPE)
+        dp, p = warpgroup_mma_wait(0, deps=[dp_job, p])
+        named_barrier_arrive(FIRST_NAMED_BARRIER + K_STAGES + v_slot, SLOT_THREADS)
+        ds = (p * (dp - gl.expand_dims(delta, 1))).to(DTYPE)
         dq = warpgroup_mma(gl.convert_layout(ds, OPERAND), k, dq, is_async=True)
     dq = warpgroup_mma_wait(0, deps=[dq])
     partition_barrier()  # Q has served: its tile stages dQ on the way out
@@ -161,11 +155,12 @@ def _consumers(descriptors, buffers, barriers, problem, pointers, scale_log2, sc
 @gluon.jit(do_not_specialize=["num_queries", "num_keys", "padded", "heads", "group", "num_query_tiles"])
 def query_gradient_kernel(q_desc, k_desc, v_desc, do_desc, dq_desc, lse_in, lse_out, delta_out, out, out_batch_stride,
                           out_head_stride, out_row_stride, num_queries, num_keys, padded, heads, group, num_query_tiles,
-                          scale_log2, scale, D: gl.constexpr, K_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-                          TAIL: gl.constexpr, ROUNDED_P: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
+                          scale_log2, scale, shift, D: gl.constexpr, K_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+                          TAIL: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
     """One block per (query tile, head of the batch). Allocates and starts the partitions.
 
-    lse_in: (heads of the batch, num_queries), natural; lse_out, delta_out: (heads of the batch, padded), log2 units.
+    lse_in: (heads of the batch, num_queries), natural; lse_out, delta_out: (heads of the batch, padded), lse in log2 units
+    less `shift`.
     """
     gdc_wait()
     gdc_launch_dependents()
@@ -191,8 +186,8 @@ def query_gradient_kernel(q_desc, k_desc, v_desc, do_desc, dq_desc, lse_in, lse_
     pointers = (lse_in, lse_out, delta_out, out, out_batch_stride, out_head_stride, out_row_stride)
     gl.warp_specialize(
         [
-            (_consumers, (descriptors, buffers, barriers, problem, pointers, scale_log2, scale, D, K_STAGES, CAUSAL, TAIL, ROUNDED_P)),
-            (_producer, (descriptors, buffers, barriers, problem, pointers, scale_log2, scale, D, K_STAGES, CAUSAL, TAIL, ROUNDED_P)),
+            (_consumers, (descriptors, buffers, barriers, problem, pointers, scale_log2, scale, shift, D, K_STAGES, CAUSAL, TAIL)),
+            (_producer, (descriptors, buffers, barriers, problem, pointers, scale_log2, scale, shift, D, K_STAGES, CAUSAL, TAIL)),
         ],
         [1],
         [24],

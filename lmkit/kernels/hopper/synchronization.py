@@ -27,10 +27,10 @@ def named_barrier_arrive(barrier, num_threads: gl.constexpr):
 
 
 @gluon.jit
-def declare_warp_vote(name: gl.constexpr):
-    """Declares the register that carries one vote; once per partition, outside of loops."""
+def declare_vote(name: gl.constexpr):
+    """Declares the register that carries a partition's votes; once, outside of loops."""
     gl.inline_asm_elementwise(
-        f".reg .b32 warp_vote_{name}; mov.b32 warp_vote_{name}, 0; mov.b32 $0, 0;",
+        f".reg .b32 vote_{name}; mov.b32 vote_{name}, 0; mov.b32 $0, 0;",
         "=r,r",
         [gl.to_tensor(0)],
         dtype=gl.int32,
@@ -40,17 +40,16 @@ def declare_warp_vote(name: gl.constexpr):
 
 
 @gluon.jit
-def any_in_warp_exceeds(values, limit: gl.constexpr, name: gl.constexpr):
-    """1 in every thread of a warp where one of the warp's elements of `values` is above `limit` or NaN, else 0.
+def any_exceeds(values, limit: gl.constexpr, barrier: gl.constexpr, name: gl.constexpr):
+    """1 for the whole warp group where one element of `values` is above `limit` (a PTX number) or NaN, else 0.
 
-    A scalar that may differ from warp to warp: code under `if` on it must not hold anything that the whole warp
-    group takes part in (barriers, shared memory, tensor cores). Triton reduces a tensor to a scalar through shared memory
-    and two barriers; a vote takes two instructions. Each thread must hold exactly two elements.
+    One barrier that votes (`barrier.red`), where Triton would reduce the tensor through shared memory and two barriers.
+    Each of the 128 threads must hold exactly two elements.
     """
     gl.inline_asm_elementwise(
         "{ .reg .pred a, b;"
         f" setp.gtu.f32 a, $1, {limit}; setp.gtu.f32 b, $2, {limit}; or.pred a, a, b;"
-        f" vote.sync.any.pred a, a, 0xffffffff; selp.b32 warp_vote_{name}, 1, 0, a; mov.b32 $0, 0; }}",
+        f" barrier.cta.red.or.pred a, {barrier}, 128, a; selp.b32 vote_{name}, 1, 0, a; mov.b32 $0, 0; }}",
         "=r,f,f",
         [values],
         dtype=gl.int16,
@@ -58,5 +57,5 @@ def any_in_warp_exceeds(values, limit: gl.constexpr, name: gl.constexpr):
         pack=2,
     )
     return gl.inline_asm_elementwise(
-        f"mov.b32 $0, warp_vote_{name};", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
+        f"mov.b32 $0, vote_{name};", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
     )

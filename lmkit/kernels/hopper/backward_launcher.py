@@ -15,20 +15,21 @@ from lmkit.kernels.hopper.tensors import describe, empty_in_order_of, tma_stride
 KEYS = 128
 PADDING = 128  # rows of lse, delta and the sum of dQ are padded to whole tiles
 REGISTERS = 168
+HALF_P_SHIFT = 15  # binary places, see key_value_gradient_kernel
 
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """What differs between head sizes: query rows of a step, dS from the rounded P, slots for K in the dQ kernel."""
+    """What differs between head sizes: query rows of a step, P for dS in float16, slots for K in the dQ kernel."""
 
     queries: int
-    rounded_p: bool
+    half_p: bool
     dq_k_stages: int
 
 
 CONFIGS = {
-    64: BackwardConfig(queries=128, rounded_p=True, dq_k_stages=3),
-    128: BackwardConfig(queries=64, rounded_p=False, dq_k_stages=2),
+    64: BackwardConfig(queries=128, half_p=True, dq_k_stages=3),
+    128: BackwardConfig(queries=64, half_p=False, dq_k_stages=2),
 }
 
 
@@ -61,10 +62,12 @@ def backward(
     num_key_tiles = triton.cdiv(num_keys, KEYS)
     tail = num_keys % KEYS != 0
     scale_log2 = scale * math.log2(math.e)
+    shift = HALF_P_SHIFT if config.half_p and q.dtype == torch.bfloat16 else 0  # float16 dS has no range to spare
+    unshift = 2.0**-shift
     rows, keys = (1, 1, config.queries, head_dim), (1, 1, KEYS, head_dim)
     if deterministic:
         # never written: the kernel asks for a descriptor of the sum of dQ even where it adds nothing to it
-        dq_sum = torch.empty((1, PADDING, head_dim), device=q.device, dtype=torch.float32)
+        dq_sum = torch.empty((PADDING, head_dim), device=q.device, dtype=torch.float32)
         query_gradient_kernel[(padded // PADDING * flat_heads,)](
             describe(q, keys),
             describe(k, keys),
@@ -84,17 +87,17 @@ def backward(
             padded // PADDING,
             scale_log2,
             scale,
+            float(shift),
             D=head_dim,
             K_STAGES=config.dq_k_stages,
             CAUSAL=causal,
             TAIL=tail,
-            ROUNDED_P=config.rounded_p,
             num_warps=8,
             maxnreg=REGISTERS,
             launch_pdl=True,
         )
     else:
-        dq_sum = torch.empty((flat_heads, padded, head_dim), device=q.device, dtype=torch.float32)
+        dq_sum = torch.empty((flat_heads * padded, head_dim), device=q.device, dtype=torch.float32)
         prepare_kernel[(padded // PASS_ROWS, flat_heads)](
             out,
             dout,
@@ -105,6 +108,7 @@ def backward(
             num_queries,
             padded,
             heads,
+            float(shift),
             *out.stride()[:3],
             *dout.stride()[:3],
             D=head_dim,
@@ -120,7 +124,7 @@ def backward(
         describe(delta, (config.queries,)),
         describe(dk, keys),
         describe(dv, keys),
-        describe(dq_sum, (1, config.queries, head_dim)),
+        describe(dq_sum.view(-1, 32), (config.queries * head_dim // 32, 32)),
         num_queries,
         num_keys,
         padded,
@@ -129,13 +133,14 @@ def backward(
         triton.cdiv(num_queries, config.queries),
         num_key_tiles,
         scale_log2,
-        scale,
+        scale * unshift,
+        unshift,
         QUERIES=config.queries,
         D=head_dim,
         CAUSAL=causal,
         TAIL=tail,
         ADD_DQ=not deterministic,
-        ROUNDED_P=config.rounded_p,
+        HALF_P=config.half_p,
         num_warps=8,
         maxnreg=REGISTERS,
         launch_pdl=True,
@@ -148,7 +153,7 @@ def backward(
             padded,
             heads,
             *dq.stride()[:3],
-            scale,
+            scale * unshift,
             D=head_dim,
             ROWS=PASS_ROWS,
             launch_pdl=True,

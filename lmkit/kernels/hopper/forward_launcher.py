@@ -9,24 +9,26 @@ import triton
 from lmkit.kernels.hopper.forward_kernel import forward_kernel
 from lmkit.kernels.hopper.tensors import describe, empty_in_order_of
 
-TILE = 128  # query rows of a thread block, 64 for each consumer
+ROWS = 64  # query rows of a consumer
 KEYS = 128
-REGISTERS = 168  # a thread at launch; the consumers then take the producer's share
+# Registers a thread at launch, and a consumer's after it has taken the producer's share, by the number of consumers
+REGISTERS = {2: (168, 240), 3: (128, 160)}
 
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """What differs between head sizes: slots for K and for V, and the share of exponentials done as polynomials."""
+    """Consumers (64 query rows each), slots for K and for V, and the eighths of the exponentials done as polynomials."""
 
+    consumers: int
     stages: int
     polynomial_eighths: int
 
 
 CONFIGS = {
-    (64, False): ForwardConfig(stages=3, polynomial_eighths=2),
-    (64, True): ForwardConfig(stages=3, polynomial_eighths=2),
-    (128, False): ForwardConfig(stages=2, polynomial_eighths=0),
-    (128, True): ForwardConfig(stages=2, polynomial_eighths=0),
+    (64, False): ForwardConfig(consumers=3, stages=2, polynomial_eighths=0),
+    (64, True): ForwardConfig(consumers=2, stages=3, polynomial_eighths=2),
+    (128, False): ForwardConfig(consumers=2, stages=2, polynomial_eighths=0),
+    (128, True): ForwardConfig(consumers=2, stages=2, polynomial_eighths=0),
 }
 
 
@@ -43,10 +45,11 @@ def forward(
     config = CONFIGS[head_dim, causal]
     out = empty_in_order_of(q)
     lse = torch.empty((batch, heads, num_queries), device=q.device, dtype=torch.float32)
-    num_tiles = triton.cdiv(num_queries, TILE)
+    num_tiles = triton.cdiv(num_queries, ROWS * config.consumers)
+    registers, consumer_registers = REGISTERS[config.consumers]
     units = batch * heads * ((num_tiles + 1) // 2 if causal else num_tiles)
     blocks = min(units, torch.cuda.get_device_properties(q.device).multi_processor_count)
-    rows, keys = (1, 1, TILE // 2, head_dim), (1, 1, KEYS, head_dim)
+    rows, keys = (1, 1, ROWS, head_dim), (1, 1, KEYS, head_dim)
     forward_kernel[(blocks,)](
         describe(q, rows),
         describe(k, keys),
@@ -65,7 +68,9 @@ def forward(
         CAUSAL=causal,
         TAIL=num_keys % KEYS != 0,
         POLYNOMIAL=config.polynomial_eighths,
+        CONSUMERS=config.consumers,
+        REGISTERS=consumer_registers,
         num_warps=4,
-        maxnreg=REGISTERS,
+        maxnreg=registers,
     )
     return out, lse
