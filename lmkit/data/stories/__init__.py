@@ -1,0 +1,1 @@
+"""Stories from a grammar: words, facts, scenes and plots."""

@@ -1,0 +1,93 @@
+"""A web server on this machine that can misbehave."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+
+class FileServer:
+    """Serves `files`; the other attributes say how well."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+        self.headers: dict[str, str] = {"ETag": '"v1"'}
+        self.redirect_headers: dict[str, str] | None = None
+        """Given, a path without `/storage` in it is answered by a redirect with these."""
+        self.cuts: list[int] = []
+        """The next answers end after that many bytes of their body."""
+        self.statuses: list[int] = []
+        """The next answers are these errors."""
+        self.ranges = True
+        self.announce_length: int | None = None
+        self.requests: list[dict[str, str]] = []
+        self.url = ""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+
+    def do_GET(self) -> None:
+        site = self.server.site
+        site.requests.append(dict(self.headers))
+        if site.statuses:
+            self.send_error(site.statuses.pop(0))
+            return
+        if site.redirect_headers is not None and not self.path.startswith("/storage"):
+            self.send_response(302)
+            for name, value in site.redirect_headers.items():
+                self.send_header(name, value)
+            self.send_header("Location", "/storage" + self.path)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        content = site.files.get(self.path.removeprefix("/storage").lstrip("/"))
+        if content is None:
+            self.send_error(404)
+            return
+        start = self._start(site)
+        if start >= len(content):
+            self.send_error(416)
+            return
+        self.send_response(206 if start else 200)
+        for name, value in site.headers.items():
+            self.send_header(name, value)
+        if start:
+            self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
+        body = content[start:]
+        self.send_header("Content-Length", str(site.announce_length or len(body)))
+        self.end_headers()
+        self.wfile.write(body[: site.cuts.pop(0)] if site.cuts else body)
+
+    def _start(self, site: FileServer) -> int:
+        wanted = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
+        same = self.headers.get("If-Range", site.headers.get("ETag")) in site.headers.values()
+        return int(wanted[1]) if wanted and same and site.ranges else 0
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, site: FileServer) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.site = site
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FileServer]:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    site = FileServer()
+    with _Server(site) as running:
+        site.url = f"http://127.0.0.1:{running.server_address[1]}"
+        thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield site
+        running.shutdown()
+        thread.join()

@@ -1,0 +1,230 @@
+"""Downloads against a server on this machine: resumed, checked, never half there."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import random
+
+import pytest
+
+from lmkit.data import download as module
+from lmkit.data.download import DATASETS, Dataset, RemoteFile, download
+from lmkit.errors import LmkitError
+
+TRAIN = random.Random(0).randbytes(3_000_000)
+VALID = b"held out\n"
+DATASET = Dataset(
+    "http://unused.invalid",
+    RemoteFile("toy_train.txt", "train.txt", 10_000_000),
+    RemoteFile("toy_valid.txt", "valid.txt", 10_000_000),
+)
+ZIPPED = Dataset(
+    "http://unused.invalid",
+    RemoteFile("toy_train.txt", "train.txt.gz", 4_000_000),
+    RemoteFile("toy_valid.txt", "valid.txt.gz", 10_000_000),
+)
+
+
+@pytest.fixture
+def site(server):
+    server.files = {
+        "train.txt": TRAIN,
+        "valid.txt": VALID,
+        "train.txt.gz": gzip.compress(TRAIN),
+        "valid.txt.gz": gzip.compress(VALID),
+    }
+    return server
+
+
+@pytest.fixture
+def fetch(site, tmp_path):
+    def run(dataset=DATASET, **arguments):
+        return download(dataset, tmp_path / "data", base_url=site.url, retry_wait_s=0, **arguments)
+
+    return run
+
+
+def names(folder) -> set[str]:
+    return {path.name for path in folder.iterdir()} - {".lock"}
+
+
+def ranges(site) -> list[str | None]:
+    return [request.get("Range") for request in site.requests]
+
+
+def test_fetches_both_files_with_their_digests(fetch, site, tmp_path):
+    seen = []
+    train, valid = fetch(progress=lambda *facts: seen.append(facts))
+    assert train.read_bytes() == TRAIN
+    assert valid.read_bytes() == VALID
+    recorded = (tmp_path / "data" / "toy_train.txt.sha256").read_text()
+    assert recorded == f"{hashlib.sha256(TRAIN).hexdigest()}  toy_train.txt\n"
+    assert names(tmp_path / "data") == {
+        train.name,
+        valid.name,
+        train.name + ".sha256",
+        valid.name + ".sha256",
+    }
+    assert ("download toy_train.txt", len(TRAIN), len(TRAIN)) in seen
+    fetch()
+    assert len(site.requests) == 2  # nothing is fetched twice
+
+
+def test_resumes_after_a_cut_connection(fetch, site):
+    site.cuts = [1_000_000, 500_000]
+    train, _ = fetch()
+    assert train.read_bytes() == TRAIN
+    assert ranges(site)[:3] == [None, "bytes=1000000-", "bytes=1500000-"]
+    assert site.requests[1]["If-Range"] == '"v1"'
+
+
+def test_resumes_at_the_next_call(fetch, site, tmp_path):
+    site.cuts = [1_000_000] + [0] * 20
+    with pytest.raises(LmkitError, match=r"train\.txt: .*tried 6 times") as caught:
+        fetch()
+    assert caught.value.exit_code == 1
+    assert names(tmp_path / "data") == {"toy_train.txt.partial", "toy_train.txt.partial.version.json"}
+    site.cuts = []
+    assert fetch()[0].read_bytes() == TRAIN
+    assert ranges(site)[6] == "bytes=1000000-"
+
+
+def test_starts_over_when_the_file_has_changed(fetch, site):
+    site.cuts = [1_000_000] + [0] * 5
+    with pytest.raises(LmkitError):
+        fetch()
+    site.files["train.txt"] = TRAIN[::-1]
+    site.headers = {"ETag": '"v2"'}
+    site.cuts = []
+    assert fetch()[0].read_bytes() == TRAIN[::-1]
+
+
+@pytest.mark.parametrize("headers", [{"ETag": '"v1"'}, {"ETag": 'W/"v1"'}, {}, {"Last-Modified": "Mon, 01"}])
+def test_works_without_ranges_and_without_tags(fetch, site, headers):
+    site.ranges = False
+    site.headers = headers
+    site.cuts = [1_000_000]
+    assert fetch()[0].read_bytes() == TRAIN
+
+
+def test_a_part_of_a_weakly_tagged_file_is_never_continued(fetch, site):
+    site.headers = {"ETag": 'W/"v1"'}
+    site.cuts = [1_000_000]
+    assert fetch()[0].read_bytes() == TRAIN
+    assert ranges(site)[:2] == [None, None]
+
+
+def test_a_short_body_is_no_file(fetch, site, tmp_path):
+    site.announce_length = len(TRAIN) + 5
+    with pytest.raises(LmkitError, match=r"3000000 of 3000005 bytes|416"):
+        fetch()
+    assert "toy_train.txt" not in names(tmp_path / "data")
+
+
+@pytest.mark.parametrize("by_redirect", [False, True])
+def test_a_wrong_digest_is_refused_and_nothing_is_left(fetch, site, tmp_path, by_redirect):
+    wrong = f'"{"0" * 64}"'
+    if by_redirect:
+        site.redirect_headers = {"X-Linked-Etag": wrong}
+    else:
+        site.headers = {"ETag": wrong}
+    with pytest.raises(LmkitError, match=r"train\.txt: the digest is"):
+        fetch()
+    assert names(tmp_path / "data") == set()
+
+
+def test_the_digest_of_the_redirect_is_checked_after_a_resume_too(fetch, site):
+    digest = hashlib.sha256(TRAIN).hexdigest()
+    site.redirect_headers = {"X-Linked-Etag": f'"{digest}"'}
+    site.cuts = [1_000_000]
+    site.files["valid.txt"] = TRAIN  # the same header is sent for both
+    assert fetch()[0].read_bytes() == TRAIN
+    assert "bytes=1000000-" in ranges(site)
+
+
+def test_a_busy_server_is_asked_again_and_a_missing_file_is_not(fetch, site):
+    site.statuses = [503, 429, 500]
+    assert fetch()[0].read_bytes() == TRAIN
+    del site.files["valid.txt"]
+    site.requests.clear()
+    (fetch()[1]).unlink()
+    with pytest.raises(LmkitError, match=r"valid\.txt: HTTP status 404"):
+        fetch()
+    assert len(site.requests) == 1
+
+
+def test_an_unreachable_server_is_one_line(tmp_path):
+    with pytest.raises(LmkitError, match="tried 6 times") as caught:
+        download(DATASET, tmp_path, base_url="http://127.0.0.1:9", retry_wait_s=0)
+    assert "\n" not in caught.value.message
+
+
+def test_a_partial_longer_than_the_file_is_dropped(fetch, site, tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "toy_train.txt.partial").write_bytes(b"x" * (len(TRAIN) + 1))
+    version = {"validator": '"v1"', "size": 0, "sha256": ""}
+    (folder / "toy_train.txt.partial.version.json").write_text(json.dumps(version))
+    assert fetch()[0].read_bytes() == TRAIN
+
+
+def test_a_changed_file_on_disk_is_noticed(fetch):
+    train, _ = fetch()
+    train.write_bytes(TRAIN + b"!")
+    with pytest.raises(LmkitError, match=r"toy_train\.txt: the content does not have the digest"):
+        fetch()
+
+
+def test_unpacks_archives_and_removes_them(fetch, site, tmp_path):
+    train, valid = fetch(ZIPPED)
+    assert train.read_bytes() == TRAIN
+    assert valid.read_bytes() == VALID
+    assert names(tmp_path / "data") == {
+        train.name,
+        valid.name,
+        train.name + ".sha256",
+        valid.name + ".sha256",
+    }
+    fetch(ZIPPED)
+    assert len(site.requests) == 2
+
+
+@pytest.mark.parametrize(
+    ("archive", "message"),
+    [
+        (gzip.compress(bytes(5_000_000)), "more than 4000000 bytes"),
+        (gzip.compress(TRAIN)[:-1000], "end-of-stream"),
+        (b"not gzip at all", "Not a gzipped file"),
+        (gzip.compress(TRAIN)[:2000] + bytes(100) + gzip.compress(TRAIN)[2100:], "."),
+    ],
+    ids=["bomb", "cut", "other", "damaged"],
+)
+def test_a_bad_archive_leaves_no_text(fetch, site, tmp_path, archive, message):
+    site.files["train.txt.gz"] = archive
+    with pytest.raises(LmkitError, match=r"train\.txt\.gz: .*" + message):
+        fetch(ZIPPED)
+    assert "toy_train.txt" not in names(tmp_path / "data")
+    assert not any(name.endswith(".partial") for name in names(tmp_path / "data"))
+
+
+def test_a_killed_transfer_leaves_what_the_next_call_needs(fetch, site, monkeypatch):
+    class KilledError(BaseException):
+        pass
+
+    def progress(_stage, done, _total):
+        if done >= module._BLOCK:
+            raise KilledError
+
+    with pytest.raises(KilledError):
+        fetch(progress=progress)
+    assert fetch()[0].read_bytes() == TRAIN
+    assert ranges(site)[1] == f"bytes={module._BLOCK}-"
+
+
+def test_the_known_datasets_are_complete():
+    assert set(DATASETS) == {"tinystories", "owt"}
+    for dataset in DATASETS.values():
+        assert dataset.base_url.startswith("https://huggingface.co/")
+        assert dataset.train.name != dataset.valid.name
