@@ -70,8 +70,8 @@ def state_bytes(built: Contender) -> int:
     return sum(
         value.nbytes
         for state in states.values()
-        for value in state.values()
-        if isinstance(value, torch.Tensor)
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor) and key != "master"
     )
 
 

@@ -231,6 +231,7 @@ def _end(ranks: Sequence[_Rank]) -> None:
 
 def _first_failure(ranks: Sequence[_Rank], received: Sequence[int]) -> LmkitError | None:
     """The error that explains the others: a rank that lost contact only saw the consequence."""
-    errors = [rank.as_error() for rank in ranks if rank.failed(received) and not rank.ended_by_us]
+    failed = [rank for rank in ranks if rank.failed(received)]
+    errors = [rank.as_error() for rank in failed if rank.error is not None or not rank.ended_by_us]
     reasons = [error for error in errors if not isinstance(error, RankLost)]
     return next(iter(reasons or errors), None)

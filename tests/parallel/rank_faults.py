@@ -1,0 +1,80 @@
+"""What ranks do in the tests of faults: functions that `spawn_ranks` runs in every rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import torch
+from rank_checks import SMALL_BUCKETS, seeded_model
+from rank_model import batch, groups_of, sgd
+
+from lmkit.errors import LmkitError, UsageError
+from lmkit.parallel.agreement import agree
+from lmkit.parallel.failures import StepWatch
+from lmkit.parallel.process_group import process_group
+from lmkit.parallel.strategies import build_strategy
+
+FAULT_STEP = 2
+
+
+def return_rank_and_sum() -> tuple[int, int]:
+    """What only rank 0 returns is what the parent gets."""
+    with process_group("cpu", timeout_s=20) as ranks:
+        total = torch.tensor(ranks.rank + 1)
+        torch.distributed.all_reduce(total)
+        return ranks.rank, int(total)
+
+
+def train_until_fault(fault: str, strategy: str, timeout_s: float) -> str:
+    """Three good steps with synchronisation; in the third, something happens to rank 1 inside backward."""
+    torch.set_num_threads(1)
+    with process_group("cpu", timeout_s=timeout_s) as ranks, StepWatch(ranks) as watch:
+        model = seeded_model(0, ranks)
+        sync = build_strategy(strategy, ranks, SMALL_BUCKETS)
+        call = sync.attach(model)
+        optimizer = sync.build_optimizer(sgd, groups_of(model))
+        for step in range(4):
+            with watch.step(step):
+                if step == FAULT_STEP and ranks.rank == 1:
+                    model.layers[1].up.weight.register_hook(lambda gradient: happen(fault))
+                call.loss(*batch(step, ranks.rank, 0), ranks.rank).backward()
+                sync.finish()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+    return "finished"
+
+
+def happen(fault: str) -> None:
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "hang":
+        threading.Event().wait()
+    if fault == "exception":
+        raise ZeroDivisionError("in the middle of backward")
+    if fault == "error":
+        raise LmkitError("the data is bad", hint="look at it")
+
+
+def refuse(kind: str) -> None:
+    """All ranks raise the same error, as for a mistake in the recipe."""
+    raise UsageError(f"recipe.toml: {kind}", hint="correct it")
+
+
+def wait_for_signal(ready: str, stop_all: bool) -> str:
+    """Step until a signal arrives at any rank; all ranks then stop at the same step and write it down."""
+    stopped: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: stopped.append(number))
+    signal.signal(signal.SIGINT, lambda number, frame: stopped.append(number))
+    with process_group("cpu", timeout_s=20) as ranks:
+        for step in range(10**6):
+            agreed = agree(ranks, stop=bool(stopped) and (stop_all or ranks.rank == 1))
+            if step == 3:
+                Path(f"{ready}.pid{ranks.rank}").write_text(str(os.getpid()))
+            if agreed.stop:
+                Path(f"{ready}.step{ranks.rank}").write_text(str(step))
+                sys.exit(128 + signal.SIGTERM)
+    return "never"

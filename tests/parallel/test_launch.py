@@ -1,0 +1,164 @@
+"""Starting ranks, and what happens when one of them fails: always an end, always a name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from lmkit.errors import LmkitError, UsageError
+from lmkit.parallel.failures import RankLost
+from lmkit.parallel.launch import RankFailed, spawn_ranks
+from lmkit.parallel.process_group import process_group
+
+# From the fault to the error: detection, roll call and grace periods; far below the 30 s that are allowed.
+PATIENCE_S = 30.0
+
+
+@pytest.fixture
+def faults(rank_modules):
+    return rank_modules["rank_faults"]
+
+
+def test_rank_0_returns_its_result(faults):
+    assert spawn_ranks(2, faults.return_rank_and_sum) == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("fault", "strategy", "kind", "message"),
+    [
+        ("kill", "zero1", RankFailed, "rank 1 was killed by SIGKILL"),
+        ("exception", "bucketed", RankFailed, "rank 1: ZeroDivisionError: in the middle of backward"),
+        ("error", "flat", LmkitError, "rank 1: the data is bad"),
+        ("hang", "bucketed", RankLost, "rank 0, step 2: rank 1 did not answer within 3 s"),
+    ],
+)
+def test_a_rank_that_fails_in_backward_ends_the_job(faults, capfd, fault, strategy, kind, message):
+    start = time.monotonic()
+    with pytest.raises(kind) as caught:
+        spawn_ranks(2, faults.train_until_fault, (fault, strategy, 3.0))
+    assert caught.value.message == message
+    assert time.monotonic() - start < PATIENCE_S
+    if fault == "exception":
+        assert "ZeroDivisionError" in capfd.readouterr().err, "the traceback must not be lost"
+
+
+def test_a_refusal_by_all_ranks_keeps_its_type_and_hint(faults):
+    with pytest.raises(UsageError, match=r"rank 0: recipe.toml: unknown key") as caught:
+        spawn_ranks(2, faults.refuse, ("unknown key",))
+    assert caught.value.hint == "correct it"
+
+
+def test_nproc_must_be_positive(faults):
+    with pytest.raises(UsageError, match="--nproc: 0"):
+        spawn_ranks(0, faults.return_rank_and_sum)
+
+
+@pytest.mark.parametrize(
+    ("number", "to_one", "code"),
+    [(signal.SIGTERM, False, 143), (signal.SIGINT, False, 130), (signal.SIGTERM, True, 143)],
+)
+def test_signals_stop_all_ranks_at_the_same_step(faults, tmp_path, number, to_one, code):
+    """To the parent, which passes them on, or to one rank, whose wish the others learn by agreement."""
+    ready = tmp_path / "ready"
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import rank_faults\n"
+        "from lmkit.parallel.launch import spawn_ranks\n"
+        "if __name__ == '__main__':\n"
+        "    spawn_ranks(2, rank_faults.wait_for_signal, (sys.argv[2], sys.argv[3] == 'all'))\n"
+    )
+    script = tmp_path / "program.py"
+    script.write_text(program)
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(Path(__file__).parent), str(ready), "one" if to_one else "all"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        pids = [int(wait_for_text(Path(f"{ready}.pid{rank}"), process)) for rank in range(2)]
+        os.kill(pids[1] if to_one else process.pid, number)
+        _, errors = process.communicate(timeout=PATIENCE_S)
+    finally:
+        process.kill()
+    steps = [Path(f"{ready}.step{rank}").read_text() for rank in range(2)]
+    assert steps[0] == steps[1]
+    if to_one:
+        assert "rank 0 ended with exit code 143" in errors  # nobody asked the parent to stop
+    else:
+        assert process.returncode == (code if number == signal.SIGTERM else -signal.SIGINT)
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def wait_for_text(path: Path, process: subprocess.Popen) -> str:
+    """The file's content once it is there; polls, because a file is all that the ranks can leave."""
+    pause = threading.Event()
+    while process.poll() is None:
+        if path.exists() and (text := path.read_text()):
+            return text
+        pause.wait(0.01)
+    raise AssertionError(f"the ranks ended early:\n{process.communicate()[1]}")
+
+
+def test_a_single_process_needs_no_group(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with process_group("cpu") as ranks:
+        assert (ranks.rank, ranks.world_size, ranks.is_first) == (0, 1, True)
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK is set but MASTER_ADDR, MASTER_PORT is not"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set but RANK, MASTER_ADDR, MASTER_PORT is not"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK=2 does not fit"),
+        (
+            {"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+            "RANK='x' is not a number",
+        ),
+    ],
+)
+def test_half_an_environment_is_refused(monkeypatch, environment, message):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=message) as caught, process_group("cpu"):
+        raise AssertionError("unreachable")
+    assert "torchrun" in caught.value.hint
+
+
+def test_a_taken_port_is_an_error_with_a_hint(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        settings = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        for name, value in {**settings, "MASTER_PORT": str(taken.getsockname()[1])}.items():
+            monkeypatch.setenv(name, value)
+        with (
+            pytest.raises(LmkitError, match=r"port of 127\.0\.0\.1:\d+ is taken") as caught,
+            process_group("cpu"),
+        ):
+            raise AssertionError("unreachable")
+    assert "--master-port" in caught.value.hint
+
+
+def test_a_rank_that_never_comes_is_named(monkeypatch, tmp_path):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("LMKIT_RENDEZVOUS", f"file://{tmp_path}/meeting")
+    with (
+        pytest.raises(LmkitError, match="rank 0: rank 1 did not come within 1 s"),
+        process_group("cpu", timeout_s=1),
+    ):
+        raise AssertionError("unreachable")

@@ -1,0 +1,87 @@
+"""Every strategy on real gloo ranks. The checks are in rank_checks.py; here their outcomes are read by name."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+from lmkit.parallel.launch import spawn_ranks
+from lmkit.parallel.process_group import Ranks
+from lmkit.parallel.strategies import STRATEGIES, SyncOptions, build_strategy
+
+sys.path.insert(0, str(Path(__file__).parent))
+CHECKS = list(importlib.import_module("rank_checks").CHECKS)
+# Sums over more than two ranks depend on the order, shards cross more borders: what could differ there.
+FOUR_RANKS = [
+    name
+    for name in CHECKS
+    if name.startswith(("joined batch", "zero1", "unused gradients", "agreement", "traffic"))
+]
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(rank_modules) -> dict[str, list[str]]:
+    return spawn_ranks(2, rank_modules["rank_checks"].run_all, (CHECKS,))
+
+
+@pytest.fixture(scope="module")
+def on_four_ranks(rank_modules) -> dict[str, list[str]]:
+    return spawn_ranks(4, rank_modules["rank_checks"].run_all, (FOUR_RANKS,))
+
+
+def read_outcome(outcome: dict[str, list[str]], name: str) -> None:
+    if name not in outcome:
+        pytest.skip("an earlier check failed, and the ranks stopped there")
+    failures = [f"rank {rank}:\n{text}" for rank, text in enumerate(outcome[name]) if text]
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_two_ranks(on_two_ranks, name):
+    read_outcome(on_two_ranks, name)
+
+
+@pytest.mark.parametrize("name", FOUR_RANKS)
+def test_four_ranks(on_four_ranks, name):
+    read_outcome(on_four_ranks, name)
+
+
+def test_every_strategy_works_alone(rank_modules):
+    """With one rank every strategy is plain training: same weights, no communication."""
+    import torch
+    from torch import nn
+
+    model_module = rank_modules["rank_model"]
+    after = []
+    for name in STRATEGIES:
+        torch.manual_seed(0)
+        model = model_module.HardModel()
+        sync = build_strategy(name, Ranks())
+        call = sync.attach(model)
+        optimizer = sync.build_optimizer(model_module.adamw, model_module.groups_of(model))
+        for step in range(2):
+            with sync.no_sync():
+                call.loss(*model_module.batch(step, 0, 0), 0).backward()
+            call.loss(*model_module.batch(step, 0, 1), 0).backward()
+            sync.finish()
+            assert torch.isfinite(sync.clip_gradients(0.5))
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        sync.wait_for_weights()
+        assert sync.traffic.calls == 0
+        after.append(nn.utils.parameters_to_vector(model.parameters()).detach())
+    for name, weights in zip(STRATEGIES, after, strict=True):
+        # zero1 sums the squares of the norm bucket by bucket: the last bits of a float64.
+        assert torch.allclose(weights, after[0], rtol=0, atol=1e-12), name
+
+
+def test_unknown_strategies_and_options_are_refused():
+    with pytest.raises(ValueError, match="no strategy called 'bucketted'; there are none, naive, flat"):
+        build_strategy("bucketted", Ranks())
+    with pytest.raises(ValueError, match="bucket_mb must be positive"):
+        SyncOptions(bucket_mb=0)
+    with pytest.raises(ValueError, match="wire_dtype must be fp32 or bf16, got 'fp8'"):
+        SyncOptions(wire_dtype="fp8")  # type: ignore[arg-type]
