@@ -1,0 +1,1 @@
+"""Text from a trained model: sampling, the KV cache, streaming."""

@@ -21,7 +21,8 @@ from lmkit.recipe.model import ModelConfig
 class ModelCache(Protocol):
     """What the model asks of a KV cache (see `lmkit.generation.kv_cache`)."""
 
-    layers: Sequence[LayerCache]
+    @property
+    def layers(self) -> Sequence[LayerCache]: ...
 
     def positions(self, seq: int) -> Tensor:
         """The positions of the next `seq` tokens of each row, (batch, seq)."""
@@ -38,12 +39,15 @@ class Layers(nn.ModuleList):
     def forward(self, x: Tensor, rotations: Tensor, caches: Sequence[LayerCache] | None = None) -> Tensor:
         """(batch, seq, d_model) -> (batch, seq, d_model)"""
         for index, block in enumerate(self):
-            if self.checkpointing and torch.is_grad_enabled():
+            if caches is not None:
+                # Not through __call__, which may be compiled: a graph for every length would be made.
+                x = block.forward(x, rotations, caches[index])
+            elif self.checkpointing and torch.is_grad_enabled():
                 # Keep a block's input alone and compute its inside again during backward (Chen et al. 2016). Nothing
                 # in it is random, so no generator state is kept.
                 x = checkpoint(block, x, rotations, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = block(x, rotations, caches[index] if caches is not None else None)
+                x = block(x, rotations)
         return x
 
 
@@ -101,7 +105,8 @@ class TransformerLM(nn.Module):
         if kv_cache is None:
             x = self.layers(x, self.rope(ids.shape[1]))
         else:
-            x = self.layers(x, self.rope.at(kv_cache.positions(ids.shape[1])), kv_cache.layers)
+            rotations = self.rope.at(kv_cache.positions(ids.shape[1]))
+            x = self.layers.forward(x, rotations, kv_cache.layers)  # uncompiled, as in `Layers`
         return self.ln_final(x)
 
     def forward(self, ids: Tensor, kv_cache: ModelCache | None = None) -> Tensor:

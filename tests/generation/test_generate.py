@@ -1,0 +1,223 @@
+"""Generation against a plain loop without cache, and its promises at the edges."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from lmkit.errors import LmkitError, UsageError
+from lmkit.generation.generate import generate, generate_tokens
+from lmkit.generation.sampling import Sampling, choose
+from lmkit.model.compilation import compile_model
+from lmkit.model.transformer import TransformerLM
+from lmkit.tokenizer import Tokenizer
+
+END = 259
+MakeModel = Callable[..., TransformerLM]
+
+
+def plain_loop(
+    model: TransformerLM,
+    prompt: list[int],
+    count: int,
+    sampling: Sampling,
+    seed: int,
+    stop_id: int | None = None,
+) -> list[int]:
+    """One text, everything read anew for each token."""
+    uniforms = torch.rand(count, generator=torch.Generator().manual_seed(seed))
+    context = model.config.context_length
+    text, first = list(prompt), 0
+    for uniform in uniforms:
+        if len(text) - first > context:
+            first = len(text) - context // 2
+        with torch.no_grad():
+            logits = model(torch.tensor([text[first:]]))[:, -1]
+        text.append(choose(logits, uniform[None], sampling).item())
+        if text[-1] == stop_id:
+            break
+    return text[len(prompt) :]
+
+
+def rows(model: TransformerLM, prompts: list[list[int]], **options: object) -> list[list[int]]:
+    texts: list[list[int]] = [[] for _ in prompts]
+    for row, token in generate_tokens(model, prompts, **options):  # type: ignore[arg-type]
+        texts[row].append(token)
+    return texts
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(1.0), Sampling(1.5, 50, 0.95)], ids=str)
+def test_equals_the_loop_without_cache_far_beyond_the_context(
+    make_model: MakeModel, sampling: Sampling, kv_heads: int
+) -> None:
+    """Four texts of different lengths in one batch, each as if it were alone; they slide at different times."""
+    model = make_model(num_kv_heads=kv_heads)
+    torch.manual_seed(3)
+    prompts = [torch.randint(260, (length,)).tolist() for length in (1, 4, 15, 16)]
+    got = rows(model, prompts, max_new_tokens=40, sampling=sampling, seed=5)
+    for row, prompt in enumerate(prompts):
+        # float64: rounding decides no draw.
+        assert got[row] == plain_loop(model, prompt, 40, sampling, seed=5 + row)
+    if sampling.temperature:
+        assert len({tuple(text) for text in got}) == 4
+
+
+def test_a_row_that_stops_early_leaves_the_others_alone(make_model: MakeModel) -> None:
+    model = make_model()
+    prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
+    free = rows(model, prompts, max_new_tokens=30, sampling=Sampling(), seed=1)
+    stop = free[0][6]
+    expected = [plain_loop(model, prompt, 30, Sampling(), 1 + i, stop) for i, prompt in enumerate(prompts)]
+    got = rows(model, prompts, max_new_tokens=30, sampling=Sampling(), seed=1, stop_id=stop)
+    assert got == expected
+    assert len(got[0]) < 30 < len(got[0]) + len(got[1])
+
+
+def test_a_compiled_model_generates_without_compiling(make_model: MakeModel) -> None:
+    plain = make_model()
+    expected = rows(plain, [[1, 2], [3]], max_new_tokens=20, sampling=Sampling())
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a graph was compiled")
+
+    for how in ("block", "whole"):
+        model = make_model()
+        compile_model(model, how, backend=refuse)  # type: ignore[arg-type]
+        assert rows(model, [[1, 2], [3]], max_new_tokens=20, sampling=Sampling()) == expected
+
+
+def test_the_same_seed_writes_the_same_and_another_something_else(
+    make_model: MakeModel, tokenizer: Tokenizer
+) -> None:
+    model = make_model()
+
+    def write(*prompts: str, seed: int) -> list[str]:
+        made = generate(model, tokenizer, prompts, max_new_tokens=20, seed=seed)
+        return [one.text for one in made]
+
+    torch.manual_seed(1)
+    first = write("ab", "ab", "xyz", seed=7)
+    torch.manual_seed(2)  # the global generator plays no part
+    assert write("ab", "ab", "xyz", seed=7) == first
+    assert write("ab", seed=7) == first[:1]
+    assert write("xyz", seed=9) == first[2:]
+    assert first[0] != first[1]  # the same prompt twice: two texts
+    assert write("ab", seed=8) != first[:1]
+
+
+def test_text_tokens_and_pieces_agree(make_model: MakeModel, tokenizer: Tokenizer) -> None:
+    heard: list[list[str]] = [[], []]
+    made = generate(
+        make_model(),
+        tokenizer,
+        ["ab", "cde"],
+        max_new_tokens=60,
+        on_text=lambda row, piece: heard[row].append(piece),
+    )
+    for one, pieces in zip(made, heard, strict=True):
+        assert one.text == "".join(pieces) == tokenizer.decode(one.tokens)
+        assert all(pieces)
+        assert one.ended == (len(one.tokens) < 60)
+    assert [one.prompt for one in made] == ["ab", "cde"]
+
+
+def test_text_ends_at_end_of_text_or_goes_on(scripted: Callable, tokenizer: Tokenizer) -> None:
+    script = [*b"one", END, *b"two"]
+    (stopped,) = generate(scripted(script), tokenizer, ["x"], max_new_tokens=7, sampling=Sampling(0.0))
+    assert (stopped.text, stopped.tokens, stopped.ended) == ("one", tuple(b"one"), True)
+    (going_on,) = generate(
+        scripted(script), tokenizer, ["x"], max_new_tokens=7, sampling=Sampling(0.0), stop_at_end=False
+    )
+    assert (going_on.text, going_on.ended) == ("one<|endoftext|>two", False)
+
+
+def test_fault_90_a_long_prompt_is_cropped_to_its_end_with_a_warning(
+    scripted: Callable, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = scripted([ord("z")] * 2, context_length=8)
+    with caplog.at_level(logging.WARNING, logger="lmkit"):
+        generate(model, tokenizer, ["0123456789"], max_new_tokens=1, sampling=Sampling(0.0))
+    assert model.read == [list(b"3456789")]  # context_length - 1
+    assert "10 tokens" in caplog.text
+    assert "last 7" in caplog.text
+    caplog.clear()
+    generate(model, tokenizer, ["0123456"], max_new_tokens=1, sampling=Sampling(0.0))
+    assert not caplog.records
+
+
+def test_beyond_the_context_the_last_half_is_read_anew(scripted: Callable, tokenizer: Tokenizer) -> None:
+    model = scripted(list(b"abcdefg"), context_length=8)
+    (made,) = generate(model, tokenizer, ["0123456"], max_new_tokens=7, sampling=Sampling(0.0))
+    assert made.text == "abcdefg"
+    read = [bytes(ids) for ids in model.read]
+    assert read == [b"0123456", b"a", b"56ab", b"c", b"d", b"e", b"f"]
+
+
+def test_fault_91_special_tokens_in_a_prompt_are_plain_text_unless_allowed(
+    scripted: Callable, tokenizer: Tokenizer
+) -> None:
+    model = scripted([ord("z")] * 2)
+    prompt = "a<|endoftext|>b"
+    generate(model, tokenizer, [prompt], max_new_tokens=1, sampling=Sampling(0.0))
+    assert model.read == [tokenizer.encode(prompt, allowed_special=frozenset())]
+    assert END not in model.read[0]
+    model.read.clear()
+    generate(model, tokenizer, [prompt], max_new_tokens=1, sampling=Sampling(0.0), allow_special=True)
+    assert model.read == [[ord("a"), END, ord("b")]]
+
+
+def test_fault_92_an_empty_prompt_starts_from_end_of_text(scripted: Callable, tokenizer: Tokenizer) -> None:
+    model = scripted(list(b"hi"))
+    (made,) = generate(model, tokenizer, [""], max_new_tokens=2, sampling=Sampling(0.0))
+    assert model.read[0] == [END]
+    assert made.text == "hi"
+
+
+def test_fault_92_an_empty_prompt_needs_an_end_of_text(make_model: MakeModel) -> None:
+    bare = Tokenizer(vocab={i: bytes([i]) for i in range(256)}, merges=[], special_tokens=())
+    with pytest.raises(UsageError, match="empty prompt") as caught:
+        generate(make_model(), bare, [""], max_new_tokens=1)
+    assert caught.value.exit_code == 2
+
+
+def test_fault_94_a_text_cut_inside_a_character_neither_crashes_nor_garbles(
+    scripted: Callable, tokenizer: Tokenizer
+) -> None:
+    script = [*"é☃".encode(), *"😀".encode()[:2]]
+    heard: list[str] = []
+    (made,) = generate(
+        scripted(script),
+        tokenizer,
+        ["x"],
+        max_new_tokens=len(script),
+        sampling=Sampling(0.0),
+        on_text=lambda row, piece: heard.append(piece),
+    )
+    assert heard == ["é", "☃", "\ufffd"]
+    assert made.text == "é☃\ufffd"
+
+
+def test_ids_beyond_the_tokenizer_are_never_drawn(make_model: MakeModel, tokenizer: Tokenizer) -> None:
+    model = make_model(vocab_size=1000)
+    (made,) = generate(
+        model, tokenizer, ["ab"], max_new_tokens=200, sampling=Sampling(50.0), stop_at_end=False
+    )
+    assert max(made.tokens) < tokenizer.vocab_size
+
+
+def test_no_prompts_no_text(make_model: MakeModel, tokenizer: Tokenizer) -> None:
+    assert generate(make_model(), tokenizer, [], max_new_tokens=5) == []
+
+
+def test_refusals(make_model: MakeModel, tokenizer: Tokenizer) -> None:
+    with pytest.raises(UsageError, match="max_new_tokens"):
+        generate(make_model(), tokenizer, ["a"], max_new_tokens=0)
+    diverged = make_model()
+    with torch.no_grad():
+        diverged.ln_final.weight.fill_(float("nan"))
+    with pytest.raises(LmkitError, match="nan"):
+        generate(diverged, tokenizer, ["a"], max_new_tokens=1)

@@ -1,0 +1,61 @@
+"""The cache changes the cost of a token, not its logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from lmkit.generation.kv_cache import KVCache
+from lmkit.model.transformer import TransformerLM
+
+
+@pytest.mark.parametrize("attention", ["vectorized", "sdpa", "reference"])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_logits_equal_those_without_a_cache(
+    make_model: Callable[..., TransformerLM], kv_heads: int, attention: str
+) -> None:
+    model = make_model(num_kv_heads=kv_heads, attention=attention)
+    lengths = [5, 1, 9]
+    texts = [torch.randint(260, (16,)) for _ in lengths]
+    padded = torch.stack([text[:9] for text in texts])  # what follows a short text is not zero but wrong
+    cache = KVCache(model.config, batch=3, dtype=torch.float64)
+    with torch.no_grad():
+        first = model(padded, cache.start([0, 1, 2], lengths))
+        for row, length in enumerate(lengths):
+            exact = model(texts[row][None, :length])[0]
+            # float64; matrix products of other shapes sum in another order.
+            torch.testing.assert_close(first[row, :length], exact, rtol=1e-11, atol=1e-11)
+        for _ in range(7):
+            ids = torch.stack([text[length] for text, length in zip(texts, lengths, strict=True)])[:, None]
+            logits = model(ids, cache.extend([0, 1, 2]))
+            lengths = [length + 1 for length in lengths]
+            for row, length in enumerate(lengths):
+                exact = model(texts[row][None, :length])[0, -1]
+                torch.testing.assert_close(logits[row, 0], exact, rtol=1e-11, atol=1e-11)
+    assert cache.lengths == lengths == [12, 8, 16]
+
+
+def test_rows_that_rest_do_not_change_the_others(make_model: Callable[..., TransformerLM]) -> None:
+    model = make_model()
+    texts = torch.randint(260, (2, 16))
+    cache = KVCache(model.config, batch=2, dtype=torch.float64)
+    with torch.no_grad():
+        model(texts[:, :14], cache.start([0, 1], [14, 16 - 2]))
+        model(texts[:, 14:15], cache.extend([0, 1]))
+        model(texts[:, 15:16], cache.extend([1]))  # row 1 is now full
+        assert cache.lengths == [15, 16]
+        garbage = torch.full((2, 1), 7)
+        garbage[0] = texts[0, 15]
+        logits = model(garbage, cache.extend([0]))
+        torch.testing.assert_close(logits[0, 0], model(texts[:1])[0, -1], rtol=1e-11, atol=1e-11)
+        # Row 1 starts over while row 0 keeps what it has.
+        again = model(texts[1:, 8:], cache.start([1], [8]))
+        torch.testing.assert_close(again[0], model(texts[1:, 8:])[0], rtol=1e-11, atol=1e-11)
+    assert cache.lengths == [16, 8]
+
+
+def test_the_cache_is_as_small_as_the_key_heads(make_model: Callable[..., TransformerLM]) -> None:
+    config = make_model(num_kv_heads=2).config
+    assert KVCache(config, batch=3).keys.shape == (2, 3, 2, 16, 8)
