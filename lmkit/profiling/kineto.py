@@ -1,0 +1,156 @@
+"""torch.profiler (kineto): record steps in this process, or read a chrome trace that it wrote."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lmkit.errors import UsageError
+from lmkit.measure.ranges import disable_ranges, enable_ranges
+from lmkit.profiling.trace import Call, DeviceWork, Range, Trace
+
+_WORK_KINDS = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
+# Triton launches through the driver, PyTorch through the runtime: both count.
+_CALL_CATEGORIES = ("cuda_runtime", "cuda_driver")
+
+
+@dataclass(frozen=True)
+class KinetoRun:
+    """A recording and the chrome trace (JSON bytes, for Perfetto) that it was read from."""
+
+    trace: Trace
+    chrome_trace: bytes
+
+
+def profile_work(
+    work: Callable[[], object], *, steps: int, warmup: int, device: torch.device | str, source: str
+) -> KinetoRun:
+    """Run `work` `warmup` times unrecorded and `steps` times recorded, our ranges switched on.
+
+    `work` marks its own ranges; a "step" range around one call makes the summary's window.
+    """
+    on_gpu = torch.device(device).type == "cuda"
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if on_gpu:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    for _ in range(warmup):
+        work()
+    _synchronize(device)
+    enable_ranges("kineto")
+    try:
+        with torch.profiler.profile(activities=activities) as profiler:
+            for _ in range(steps):
+                work()
+            _synchronize(device)
+    finally:
+        disable_ranges()
+    with tempfile.TemporaryDirectory(prefix="lmkit-kineto-") as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        content = path.read_bytes()
+    return KinetoRun(parse_chrome_trace(json.loads(content), source), content)
+
+
+def _synchronize(device: torch.device | str) -> None:
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def read_chrome_trace(path: Path) -> Trace:
+    """The recording in a `.json` or `.json.gz` file of torch.profiler.
+
+    Raises:
+        UsageError: missing, or not such a file.
+    """
+    if not path.is_file():
+        raise UsageError(f"{path.name}: no such file", hint="give a chrome trace that torch.profiler wrote")
+    content = path.read_bytes()
+    try:
+        document = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
+        return parse_chrome_trace(document, path.name)
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise UsageError(
+            f"{path.name}: not a trace of torch.profiler ({error})", hint="give its chrome trace"
+        ) from error
+
+
+def parse_chrome_trace(document: dict[str, Any], source: str) -> Trace:
+    """Chrome's times are in us with fractions; ours in whole ns.
+
+    Raises:
+        KeyError: no `traceEvents`.
+    """
+    ranges: list[Range] = []
+    calls: list[Call] = []
+    work: list[DeviceWork] = []
+    operators: dict[tuple[int, int], list[tuple[int, int, str]]] = defaultdict(list)
+    # Device events carry the device as their process; their launching process is the trace's own.
+    host = next(
+        (e["pid"] for e in document["traceEvents"] if e.get("cat") in ("user_annotation", "cpu_op")), 0
+    )
+    for event in document["traceEvents"]:
+        if event.get("ph") != "X":
+            continue
+        category, name = event.get("cat"), event["name"]
+        start = round(event["ts"] * 1000)
+        end = start + round(event["dur"] * 1000)
+        arguments = event.get("args", {})
+        if category == "user_annotation":
+            ranges.append(Range(name, start, end, host, event["tid"]))
+        elif category == "cpu_op":
+            operators[event["pid"], event["tid"]].append((start, end, name))
+        elif category in _CALL_CATEGORIES:
+            calls.append(Call(name, start, end, host, event["tid"], arguments.get("correlation", 0)))
+        elif category in _WORK_KINDS:
+            kind = _WORK_KINDS[category]
+            label = name if kind == "kernel" else kind
+            device, correlation = arguments.get("device", 0), arguments.get("correlation", 0)
+            in_graph = bool(arguments.get("graph node id"))
+            work.append(
+                DeviceWork(
+                    label,
+                    kind,
+                    start,
+                    end,
+                    host,
+                    arguments.get("device", 0),
+                    arguments.get("correlation", 0),
+                    in_graph,
+                )
+            )
+    recorded_gpu = bool(calls or work)
+    notes = () if recorded_gpu else ("nothing ran on a GPU while it was traced",)
+    return Trace(
+        engine="kineto",
+        source=source,
+        ranges=[entry for entry in ranges if not entry.name.startswith("ProfilerStep")],
+        calls=calls if recorded_gpu else None,
+        work=work if recorded_gpu else None,
+        ops=_self_times(operators.values()),
+        notes=notes,
+    )
+
+
+def _self_times(threads: Any) -> dict[str, tuple[int, int]]:
+    """name -> (calls, time in the operator itself, without the operators it called), over all threads."""
+    calls: dict[str, int] = defaultdict(int)
+    spent: dict[str, int] = defaultdict(int)
+    for operators in threads:
+        stack: list[tuple[int, str]] = []  # (end, name) of the operators that are open
+        for start, end, name in sorted(operators, key=lambda entry: (entry[0], -entry[1])):
+            while stack and stack[-1][0] <= start:
+                stack.pop()
+            if stack:
+                spent[stack[-1][1]] -= end - start
+            calls[name] += 1
+            spent[name] += end - start
+            stack.append((end, name))
+    return {name: (calls[name], spent[name]) for name in calls}

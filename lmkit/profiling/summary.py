@@ -1,0 +1,325 @@
+"""One summary for all engines: launches, GPU busy and idle share, CPU dispatch against GPU work per range."""
+
+from __future__ import annotations
+
+import bisect
+import textwrap
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lmkit.measure.statistics import median
+from lmkit.measure.tables import TERMINAL_WIDTH, Column, markdown_table, terminal_table
+from lmkit.profiling.trace import Call, DeviceWork, Interval, Range, Trace, clip, overlap, total
+
+# Backward's kernels are launched by the autograd engine's own thread, and a step contains a backward: these ranges
+# own what any thread of their process launches while they are open. All others own their thread's launches only.
+ANY_THREAD = frozenset({"step", "backward", "fwd+bwd"})
+STEP, FORWARD = "step", "forward"
+TOP = 15
+NS_PER_MS = 1e6
+
+
+@dataclass(frozen=True)
+class RangeSummary:
+    """One range name; times are medians per instance, in ms. None: the recording cannot tell.
+
+    Attributes:
+        wall_ms: from its start to its end on the CPU.
+        dispatch_ms: union of its CUDA API calls: how long the CPU was busy asking the GPU.
+        gpu_ms: union of the device work that those calls caused, whenever it ran.
+        launches: kernel launches.
+    """
+
+    name: str
+    instances: int
+    wall_ms: float
+    dispatch_ms: float | None
+    gpu_ms: float | None
+    launches: float | None
+
+    @property
+    def dispatch_share(self) -> float | None:
+        """Dispatch per wall time: near 1 the CPU does nothing but launch."""
+        return None if self.dispatch_ms is None or not self.wall_ms else self.dispatch_ms / self.wall_ms
+
+
+@dataclass(frozen=True)
+class NamedTime:
+    """A kernel (device time) or CPU operator (self time); `share` of the total of its kind."""
+
+    name: str
+    calls: int
+    total_ms: float
+    share: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a profile says. Fields are None where the recording has no such table (a CPU, an old nsys)."""
+
+    engine: str
+    source: str
+    window: str
+    window_ms: float
+    steps: int
+    launches: int | None
+    kernels: int | None
+    launches_per_forward: float | None
+    launches_per_step: float | None
+    gpu_busy_share: float | None
+    gpu_idle_share: float | None
+    dispatch_share: float | None
+    communication_ms: float | None
+    communication_overlap_share: float | None
+    ranges: tuple[RangeSummary, ...]
+    top_kernels: tuple[NamedTime, ...]
+    top_ops: tuple[NamedTime, ...]
+    warnings: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON types only."""
+        summary = asdict(self)
+        for row, entry in zip(summary["ranges"], self.ranges, strict=True):
+            row["dispatch_share"] = entry.dispatch_share
+        return summary
+
+    def text(self) -> str:
+        """For a terminal, at most 100 columns."""
+        return self._render(terminal_table)
+
+    def markdown(self) -> str:
+        """A report."""
+        return f"# Profile of {self.source} ({self.engine})\n\n" + self._render(markdown_table)
+
+    def _render(self, table: Any) -> str:
+        facts = [
+            {"what": label, "value": "not recorded" if value is None else format(value, spec)}
+            for label, value, spec in self._facts()
+        ]
+        parts = [table(facts, [Column("what", "what"), Column("value", "value")])]
+        if self.ranges:
+            rows = [asdict(entry) | {"dispatch_share": entry.dispatch_share} for entry in self.ranges]
+            parts.append(table(rows, _RANGE_COLUMNS))
+        for named, kind in ((self.top_kernels, "kernel"), (self.top_ops, "CPU operator (self time)")):
+            if named:
+                rows = [asdict(entry) | {"name": entry.name[:60]} for entry in named]
+                parts.append(table(rows, [Column("name", kind), *_NAMED_COLUMNS]))
+        parts += [textwrap.fill(f"warning: {warning}", TERMINAL_WIDTH) + "\n" for warning in self.warnings]
+        return "\n".join(parts)
+
+    def _facts(self) -> list[tuple[str, Any, str]]:
+        return [
+            (f"window ({self.window})", f"{self.window_ms:.2f} ms", ""),
+            ("steps", self.steps, "d"),
+            ("kernel launches in the window", self.launches, "d"),
+            ("kernels recorded in the window", self.kernels, "d"),
+            ("launches per forward", self.launches_per_forward, ".0f"),
+            ("launches per step", self.launches_per_step, ".0f"),
+            ("GPU busy", self.gpu_busy_share, ".1%"),
+            ("GPU idle", self.gpu_idle_share, ".1%"),
+            ("CPU in CUDA calls", self.dispatch_share, ".1%"),
+            ("communication kernels (ms)", self.communication_ms, ".3f"),
+            ("of that beside compute", self.communication_overlap_share, ".1%"),
+        ]
+
+
+_RANGE_COLUMNS = (
+    Column("name", "range"),
+    Column("instances", "count", "d"),
+    Column("wall_ms", "wall ms", ".3f"),
+    Column("dispatch_ms", "dispatch ms", ".3f"),
+    Column("dispatch_share", "dispatch", ".1%"),
+    Column("gpu_ms", "GPU ms", ".3f"),
+    Column("launches", "launches", ".0f"),
+)
+_NAMED_COLUMNS = (
+    Column("calls", "calls", "d"),
+    Column("total_ms", "ms", ".3f"),
+    Column("share", "share", ".1%"),
+)
+
+
+def summarize(trace: Trace, *, skip_steps: int = 1) -> Summary:
+    """Reduce a recording to its summary.
+
+    The window is from the start of the first step range that counts to the end of the last (without steps: from
+    the first event to the last). Shares are of the window; device shares are means over the devices.
+
+    Args:
+        skip_steps: so many steps at the start do not count (compilation, allocator, caches), if more were recorded.
+    """
+    steps = sorted((entry for entry in trace.ranges if base_name(entry.name) == STEP), key=lambda r: r.start)
+    counted = steps[skip_steps:] if len(steps) > skip_steps else steps
+    start, end, window = _window(trace, counted)
+    calls = None if trace.calls is None else [call for call in trace.calls if start <= call.start < end]
+    caused = None if calls is None else {(call.process, call.correlation) for call in calls}
+    work = None
+    if trace.work is not None:
+        # What the window's calls caused may run a little later; what ran inside counts as well.
+        work = [
+            item
+            for item in trace.work
+            if start <= item.start < end or (caused and (item.process, item.correlation) in caused)
+        ]
+    ranges = [entry for entry in trace.ranges if start <= entry.start and entry.end <= end]
+    per_range = _summarize_ranges(ranges, calls, work)
+    by_base = {base_name(entry.name): entry for entry in per_range}
+    busy = _busy_share(work, start, end)
+    communication, overlapped = _communication(work)
+    return Summary(
+        engine=trace.engine,
+        source=trace.source,
+        window=window,
+        window_ms=(end - start) / NS_PER_MS,
+        steps=len(counted),
+        launches=None if calls is None else sum(call.is_launch for call in calls),
+        kernels=None if work is None else sum(item.kind == "kernel" for item in work),
+        launches_per_forward=by_base[FORWARD].launches if FORWARD in by_base else None,
+        launches_per_step=by_base[STEP].launches if STEP in by_base else None,
+        gpu_busy_share=busy,
+        gpu_idle_share=None if busy is None else 1.0 - busy,
+        dispatch_share=_dispatch_share(calls, start, end),
+        communication_ms=communication,
+        communication_overlap_share=overlapped,
+        ranges=tuple(per_range),
+        top_kernels=_top((item.name, item.end - item.start) for item in work or ()),
+        top_ops=_top_ops(trace.ops),
+        warnings=(*trace.notes, *_warnings(trace, per_range)),
+    )
+
+
+def base_name(name: str) -> str:
+    """ "lmkit.step" and "step" are the same range."""
+    return name.rpartition(".")[2]
+
+
+def _window(trace: Trace, steps: Sequence[Range]) -> tuple[int, int, str]:
+    if steps:
+        return min(step.start for step in steps), max(step.end for step in steps), f"{len(steps)} steps"
+    intervals = [(entry.start, entry.end) for entry in trace.ranges]
+    intervals += [(call.start, call.end) for call in trace.calls or ()]
+    intervals += [(item.start, item.end) for item in trace.work or ()]
+    if not intervals:
+        return 0, 0, "nothing recorded"
+    return min(start for start, _ in intervals), max(end for _, end in intervals) + 1, "everything"
+
+
+def _summarize_ranges(
+    ranges: Sequence[Range], calls: Sequence[Call] | None, work: Sequence[DeviceWork] | None
+) -> list[RangeSummary]:
+    """One entry per name, in the order in which the names first appear."""
+    calls_of: dict[int, list[Call]] = defaultdict(list)
+    for call in sorted(calls or (), key=lambda call: call.start):
+        calls_of[call.process].append(call)
+    starts = {process: [call.start for call in of] for process, of in calls_of.items()}
+    work_of: dict[tuple[int, int], list[DeviceWork]] = defaultdict(list)
+    for item in work or ():
+        work_of[item.process, item.correlation].append(item)
+
+    instances: dict[str, list[tuple[float, float, float, int]]] = {}
+    for entry in sorted(ranges, key=lambda entry: entry.start):
+        of_process = calls_of[entry.process]
+        first = bisect.bisect_left(starts.get(entry.process, []), entry.start)
+        last = bisect.bisect_left(starts.get(entry.process, []), entry.end)
+        any_thread = base_name(entry.name) in ANY_THREAD
+        inside = [call for call in of_process[first:last] if any_thread or call.thread == entry.thread]
+        caused = [item for call in inside for item in work_of.get((call.process, call.correlation), ())]
+        instances.setdefault(entry.name, []).append(
+            (
+                (entry.end - entry.start) / NS_PER_MS,
+                total((call.start, call.end) for call in inside) / NS_PER_MS,
+                total((item.start, item.end) for item in caused) / NS_PER_MS,
+                sum(call.is_launch for call in inside),
+            )
+        )
+    return [
+        RangeSummary(
+            name=name,
+            instances=len(values),
+            wall_ms=median([value[0] for value in values]),
+            dispatch_ms=None if calls is None else median([value[1] for value in values]),
+            gpu_ms=None if calls is None or work is None else median([value[2] for value in values]),
+            launches=None if calls is None else median([value[3] for value in values]),
+        )
+        for name, values in instances.items()
+    ]
+
+
+def _busy_share(work: Sequence[DeviceWork] | None, start: int, end: int) -> float | None:
+    """Mean over the devices of the union of their work inside the window."""
+    if not work or end <= start:
+        return None
+    by_device: dict[int, list[Interval]] = defaultdict(list)
+    for item in work:
+        by_device[item.device].append((item.start, item.end))
+    shares = [total(clip(intervals, start, end)) / (end - start) for intervals in by_device.values()]
+    return sum(shares) / len(shares)
+
+
+def _dispatch_share(calls: Sequence[Call] | None, start: int, end: int) -> float | None:
+    """Mean over the processes of the time that some thread spends in CUDA calls."""
+    if calls is None or end <= start:
+        return None
+    by_process: dict[int, list[Interval]] = defaultdict(list)
+    for call in calls:
+        by_process[call.process].append((call.start, call.end))
+    shares = [total(clip(intervals, start, end)) / (end - start) for intervals in by_process.values()]
+    return sum(shares) / len(shares) if shares else 0.0
+
+
+def _communication(work: Sequence[DeviceWork] | None) -> tuple[float | None, float | None]:
+    """(ms of communication kernels summed over devices, the share of it during which the same device computes)."""
+    if work is None:
+        return None, None
+    communication: dict[int, list[Interval]] = defaultdict(list)
+    compute: dict[int, list[Interval]] = defaultdict(list)
+    for item in work:
+        (communication if item.is_communication else compute)[item.device].append((item.start, item.end))
+    spent = sum(total(intervals) for intervals in communication.values())
+    if not spent:
+        return 0.0, None
+    beside = sum(overlap(intervals, compute[device]) for device, intervals in communication.items())
+    return spent / NS_PER_MS, beside / spent
+
+
+def _top(pairs: Iterable[tuple[str, int]]) -> tuple[NamedTime, ...]:
+    spent: dict[str, list[int]] = defaultdict(list)
+    for name, duration in pairs:
+        spent[name].append(duration)
+    return _largest({name: (len(durations), sum(durations)) for name, durations in spent.items()})
+
+
+def _top_ops(ops: dict[str, tuple[int, int]]) -> tuple[NamedTime, ...]:
+    return _largest(ops)
+
+
+def _largest(spent: dict[str, tuple[int, int]]) -> tuple[NamedTime, ...]:
+    everything = sum(duration for _, duration in spent.values()) or 1
+    ordered = sorted(spent.items(), key=lambda entry: (-entry[1][1], entry[0]))[:TOP]
+    return tuple(
+        NamedTime(name, calls, duration / NS_PER_MS, duration / everything)
+        for name, (calls, duration) in ordered
+    )
+
+
+def _warnings(trace: Trace, ranges: Sequence[RangeSummary]) -> list[str]:
+    """Where the recording contradicts itself: an nsys older than the driver loses kernels, silently."""
+    if trace.calls is None or trace.work is None:
+        return []
+    found = []
+    launches = sum(call.is_launch for call in trace.calls)
+    kernels = sum(item.kind == "kernel" and not item.from_graph for item in trace.work)
+    if abs(launches - kernels) > 0.01 * max(launches, kernels):
+        found.append(
+            f"{launches} kernel launches but {kernels} recorded kernels: the profiler lost events (is it older than "
+            "the driver?); GPU times are too low"
+        )
+    silent = [entry.name for entry in ranges if base_name(entry.name) in ANY_THREAD and not entry.launches]
+    if launches and silent:
+        found.append(
+            f"no launch was recorded inside {', '.join(silent)} although there are launches elsewhere: "
+            "the profiler lost events"
+        )
+    return found

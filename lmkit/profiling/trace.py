@@ -1,0 +1,101 @@
+"""What every engine records, in one shape: ranges and API calls of CPU threads, work of devices. Times in ns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+Interval = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Range:
+    """A named stretch of one thread's time (NVTX push/pop, record_function)."""
+
+    name: str
+    start: int
+    end: int
+    process: int
+    thread: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of the CUDA runtime or driver; `correlation` leads to the work it caused."""
+
+    name: str
+    start: int
+    end: int
+    process: int
+    thread: int
+    correlation: int
+
+    @property
+    def is_launch(self) -> bool:
+        """Whether it starts exactly one kernel (a graph launch starts many)."""
+        return self.name.startswith(("cudaLaunchKernel", "cuLaunchKernel", "cudaLaunchCooperativeKernel"))
+
+
+@dataclass(frozen=True)
+class DeviceWork:
+    """A kernel, copy or fill on a device. `from_graph`: launched by a CUDA graph, not by a call of its own."""
+
+    name: str
+    kind: str
+    start: int
+    end: int
+    process: int
+    device: int
+    correlation: int
+    from_graph: bool = False
+
+    @property
+    def is_communication(self) -> bool:
+        return "nccl" in self.name.lower()
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One recording. `calls` and `work` are None where the engine had no table for them (no GPU traced).
+
+    Attributes:
+        engine: "nsys" or "kineto".
+        source: name of the file or of what was run; no folders.
+        ops: CPU operators (kineto only): name -> (calls, self time in ns).
+        notes: what the reader of the summary has to know about this recording.
+    """
+
+    engine: str
+    source: str
+    ranges: Sequence[Range]
+    calls: Sequence[Call] | None
+    work: Sequence[DeviceWork] | None
+    ops: dict[str, tuple[int, int]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Disjoint sorted intervals that cover the same time."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def total(intervals: Iterable[Interval]) -> int:
+    """Length of the union."""
+    return sum(end - start for start, end in union(intervals))
+
+
+def overlap(some: Iterable[Interval], others: Iterable[Interval]) -> int:
+    """Length of the time that both cover: |A| + |B| - |A or B|."""
+    some, others = union(some), union(others)
+    return total(some) + total(others) - total([*some, *others])
+
+
+def clip(intervals: Iterable[Interval], start: int, end: int) -> list[Interval]:
+    """The parts inside [start, end]."""
+    return [(max(a, start), min(b, end)) for a, b in intervals if a < end and b > start]

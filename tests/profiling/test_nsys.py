@@ -1,0 +1,124 @@
+import os
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+from lmkit.errors import LmkitError, UsageError
+from lmkit.profiling import nsys
+from lmkit.profiling.nsys import build_command, find_nsys, profile_command, read_nsys_file
+from lmkit.profiling.summary import summarize
+
+FAKE = """#!{python}
+import os, shutil, subprocess, sys
+arguments = sys.argv[1:]
+if arguments[0] == "export":
+    output = next(a for a in arguments if a.startswith("--output=")).partition("=")[2]
+    if "{broken}": sys.exit("no importer")
+    shutil.copy("{database}", output)
+    sys.exit(0)
+first = next(i for i, a in enumerate(arguments[1:], 1) if not a.startswith("--"))
+code = subprocess.run(arguments[first:]).returncode
+output = next(a for a in arguments if a.startswith("--output=")).partition("=")[2]
+open(output + ".nsys-rep", "w").write(os.environ["LMKIT_RANGES"])
+sys.exit(code)
+"""
+
+
+@pytest.fixture
+def install_fake(tmp_path, monkeypatch, two_steps):
+    """An `nsys` on the PATH that runs the command and "exports" the synthetic database."""
+
+    def install(*, broken: bool = False) -> None:
+        folder = tmp_path / "bin"
+        folder.mkdir()
+        program = folder / "nsys"
+        database = two_steps.path
+        text = FAKE.format(python=sys.executable, database=database, broken="yes" if broken else "")
+        program.write_text(text)
+        program.chmod(program.stat().st_mode | stat.S_IXUSR)
+        monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+    return install
+
+
+def test_the_command():
+    command = build_command(Path("/opt/nsys"), ["lmkit", "train", "x.toml"], Path("out/p"))
+    assert command[:2] == ["/opt/nsys", "profile"]
+    assert "--trace=cuda,nvtx,osrt" in command
+    assert "--output=out/p" in command
+    assert command[-3:] == ["lmkit", "train", "x.toml"]
+
+
+def test_a_command_is_run_exported_and_summarised(install_fake, tmp_path, capfd):
+    install_fake()
+    run = profile_command([sys.executable, "-c", "print('hello')"], tmp_path / "out")
+    assert run.exit_code == 0
+    assert run.report.read_text() == "nvtx"  # our ranges were switched on in the child
+    assert summarize(read_nsys_file(run.database)).launches == 4
+    out, err = capfd.readouterr()
+    assert (out, err.strip()) == ("", "hello")  # standard output is for results
+
+
+def test_the_exit_code_of_a_failing_command_passes_through(install_fake, tmp_path):
+    install_fake()
+    assert profile_command([sys.executable, "-c", "raise SystemExit(7)"], tmp_path / "out").exit_code == 7
+
+
+def test_an_existing_report_is_exported_first(install_fake, tmp_path):
+    install_fake()
+    report = tmp_path / "old.nsys-rep"
+    report.write_text("x")
+    trace = read_nsys_file(report)
+    assert trace.source == "old.sqlite"
+    assert len(trace.ranges) == 6
+
+
+def test_a_failing_export_says_why(install_fake, tmp_path):
+    install_fake(broken=True)
+    report = tmp_path / "old.nsys-rep"
+    report.write_text("x")
+    with pytest.raises(LmkitError, match=r"old\.nsys-rep: no importer"):
+        read_nsys_file(report)
+
+
+def test_without_nsys_kineto_is_offered(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_nsys() is None
+    with pytest.raises(UsageError, match="nsys") as caught:
+        profile_command(["true"], tmp_path / "out")
+    assert "kineto" in caught.value.hint
+
+
+@pytest.mark.parametrize("name", ["a.txt", "absent.nsys-rep", "absent.sqlite"])
+def test_other_files_are_refused(tmp_path, name):
+    with pytest.raises(UsageError, match=name):
+        read_nsys_file(tmp_path / name)
+
+
+def test_a_raw_stream_is_imported_by_hand(tmp_path, monkeypatch):
+    """Debian's nsys does not find its own importer, leaves a .qdstrm and reports success."""
+    tree = tmp_path / "lib" / "nsight"
+    (tree / "host-linux-x64").mkdir(parents=True)
+    importer = tree / "host-linux-x64" / "QdstrmImporter"
+    importer.write_text('#!/bin/sh\ncp "$2" "${2%.qdstrm}.nsys-rep"\n')
+    importer.chmod(0o755)
+    (tree / "bin").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "nsys").write_text("")
+    (tree / "bin" / "nsys").symlink_to(tmp_path / "elsewhere" / "nsys")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nsys").symlink_to("../lib/nsight/bin/nsys")
+    (tmp_path / "p.qdstrm").write_text("stream")
+    assert nsys._finished_report(tmp_path / "bin" / "nsys", tmp_path / "p").read_text() == "stream"
+    assert not (tmp_path / "p.qdstrm").exists()
+
+
+@pytest.mark.skipif(find_nsys() is None, reason="nsys (Nsight Systems) is not installed")
+def test_the_real_nsys(tmp_path):
+    run = profile_command([sys.executable, "-c", "raise SystemExit(3)"], tmp_path / "out")
+    assert run.exit_code == 3
+    summary = summarize(read_nsys_file(run.database))
+    assert summary.launches is None
+    assert summary.engine == "nsys"
