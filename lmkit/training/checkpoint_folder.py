@@ -118,7 +118,7 @@ def write_manifest(folder: Path, entries: Mapping[str, FileEntry]) -> None:
         },
     }
     content["checksum"] = _checksum(content)
-    write_text(folder / MANIFEST, json.dumps(content, indent=2) + "\n")
+    write_text(folder / MANIFEST, json.dumps(content, indent=2))
 
 
 def _checksum(content: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 
@@ -65,12 +65,11 @@ class CheckpointWriter:
         self.stall_seconds = 0.0
         """How long the loop has waited for saving so far: here and in `release_weights`."""
 
-    def reserve(self, *, model: Tensors, optimizer: Tensors) -> None:
-        """Get host memory for the copies ready in the background, so that the first save is as fast as the others."""
+    def reserve(self, state: TrainingState, *, model: Tensors, optimizer: Tensors) -> None:
+        """Make host memory ready in the background, so that the first save is as fast as the others."""
         self.wait()
-        self._start(
-            lambda: self._copies.reserve({**_prefixed("model", model), **_prefixed("optimizer", optimizer)})
-        )
+        part = self._own_part(state, model, optimizer)
+        self._start(state, lambda: self._copies.reserve(part))
 
     def save(self, state: TrainingState, *, model: Tensors, optimizer: Tensors) -> None:
         """Begin to save. Every rank calls it at the same step.
@@ -81,14 +80,10 @@ class CheckpointWriter:
         """
         started = time.perf_counter()
         self.wait()
-        live: dict[str, torch.Tensor] = {}
-        if self._ranks.is_first:
-            live.update(_prefixed("model", model))
-        if self._ranks.is_first or state.optimizer_shards > 1:
-            live.update(_prefixed("optimizer", optimizer))
+        part = self._own_part(state, model, optimizer)
         self._copies.mark()
         self._copied.clear()
-        self._start(lambda: self._write(state, live))
+        self._start(state, lambda: self._write(state, part))
         self.stall_seconds += time.perf_counter() - started
 
     def release_weights(self) -> None:
@@ -114,22 +109,32 @@ class CheckpointWriter:
             self._thread.join()
             self._thread = None
 
-    def _start(self, work) -> None:
-        self._thread = threading.Thread(target=self._guarded, args=(work,), name="lmkit-checkpoint-writer")
+    def _own_part(self, state: TrainingState, model: Tensors, optimizer: Tensors) -> dict[str, torch.Tensor]:
+        """What this rank writes."""
+        part = _prefixed("model", model) if self._ranks.is_first else {}
+        if self._ranks.is_first or state.optimizer_shards > 1:
+            part.update(_prefixed("optimizer", optimizer))
+        return part
+
+    def _start(self, state: TrainingState, work: Callable[[], None]) -> None:
+        name = "lmkit-checkpoint-writer"
+        self._thread = threading.Thread(target=self._guarded, args=(state.step, work), name=name)
         self._thread.start()
 
-    def _guarded(self, work) -> None:
+    def _guarded(self, step: int, work: Callable[[], None]) -> None:
         try:
             work()
         except LmkitError as error:
             self._error = error
         except OSError as error:
             self._error = LmkitError(
-                f"{error.filename or self._folder}: cannot save the checkpoint: {_reason(error)}",
+                f"{self._folder / step_name(step)}: cannot be saved: {_reason(error)}",
                 hint="earlier checkpoints are intact; make room, then train again to go on from the newest",
             )
         except Exception as error:  # noqa: BLE001 (the border of a thread: raised again in the loop, as a defect of ours)
-            self._error = LmkitError(f"{self._folder}: saving failed: {error!r}", hint="please report this")
+            self._error = LmkitError(
+                f"{self._folder / step_name(step)}: saving failed: {error!r}", hint="please report this"
+            )
             self._error.__cause__ = error
         finally:
             self._copied.set()

@@ -187,7 +187,9 @@ class Loop:
             self._save()
         elif self._saved_step == 0 and step == 1 and checkpoint.interval > 0:
             self.parts.writer.reserve(
-                model=model_weights(self.parts.model), optimizer=self._optimizer_tensors()
+                self.parts.identity,
+                model=model_weights(self.parts.model),
+                optimizer=self._optimizer_tensors(),
             )
         return stopped
 

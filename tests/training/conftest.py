@@ -1,0 +1,95 @@
+"""A tiny run: random token files and a model of 7,000 parameters that trains 20 steps in a fraction of a second."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from multiprocessing.context import BaseContext
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lmkit.data.token_files import TokenFileWriter
+from lmkit.recipe.load import load_recipe
+from lmkit.recipe.schema import Recipe
+
+VOCABULARY = 64
+
+TINY = (
+    "run.device=cpu",
+    "run.threads=1",
+    "model.context_length=8",
+    "model.d_model=16",
+    "model.d_ff=32",
+    "model.num_layers=1",
+    "model.num_heads=2",
+    "train.steps=10",
+    "train.batch_size=8",
+    "train.accumulation=2",
+    "train.log_interval=1",
+    "train.eval_interval=4",
+    "train.eval_batches=2",
+    "optimizer.warmup_steps=2",
+    "checkpoint.interval=0",
+)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def token_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(train.npy, valid.npy): each token depends on the one before, so that there is something to learn."""
+    folder = tmp_path_factory.mktemp("tokens")
+    generator = np.random.default_rng(7)
+    successor = generator.permutation(VOCABULARY)
+    paths = []
+    for name, length in (("train", 4000), ("valid", 701)):
+        ids = [0]
+        for _ in range(length - 1):
+            ids.append(
+                int(successor[ids[-1]]) if generator.random() < 0.8 else int(generator.integers(VOCABULARY))
+            )
+        path = folder / f"{name}.npy"
+        with TokenFileWriter(path, vocab_size=VOCABULARY, tokenizer_sha256="a" * 64) as writer:
+            writer.append(np.array(ids))
+            writer.finish(num_documents=1, num_bytes=3 * length, source_sha256="b" * 64)
+        paths.append(path)
+    return paths[0], paths[1]
+
+
+@pytest.fixture
+def settings(token_files: tuple[Path, Path], tmp_path: Path) -> Callable[..., list[str]]:
+    """`--set` arguments of the tiny run in tmp_path; later ones win."""
+
+    def make(*more: str) -> list[str]:
+        train, valid = token_files
+        places = (
+            f'run.folder="{tmp_path / "runs"}"',
+            f'data.train="{train}"',
+            f'data.valid="{valid}"',
+        )
+        return [*places, *TINY, *more]
+
+    return make
+
+
+@pytest.fixture
+def tiny(settings: Callable[..., list[str]]) -> Callable[..., Recipe]:
+    """The tiny run's recipe, with changes."""
+    return lambda *more: load_recipe(None, settings(*more))
+
+
+@pytest.fixture(scope="session")
+def processes() -> BaseContext:
+    """Real processes that start in milliseconds: a server imports torch once and forks before any thread exists."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["lmkit.commands.train", "lmkit.recipe.load"])
+    return context

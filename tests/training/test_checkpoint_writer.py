@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from lmkit.errors import LmkitError
+from lmkit.parallel.process_group import Ranks
+from lmkit.recipe.model import ModelConfig
+from lmkit.training.checkpoint_folder import newest_valid, saved_steps, step_name
+from lmkit.training.checkpoint_writer import CheckpointWriter
+from lmkit.training.checkpoints import open_checkpoint
+from lmkit.training.retention import Retention
+from lmkit.training.state import TrainingState, capture_rng
+
+
+def make_state(step: int, **fields: object) -> TrainingState:
+    facts = {
+        "lmkit": "0",
+        "step": step,
+        "seconds": 1.5,
+        "tokens": 10,
+        "world_size": 1,
+        "strategy": "none",
+        "optimizer_shards": 1,
+        "rng": (capture_rng(torch.device("cpu")),),
+        "model": ModelConfig(vocab_size=300),
+        "recipe": {},
+        "recipe_sha256": "",
+    }
+    return TrainingState(**{**facts, **fields})
+
+
+def make_writer(folder: Path, keep_last: int = 2) -> CheckpointWriter:
+    return CheckpointWriter(folder, Ranks(), Retention(folder, keep_last=keep_last, keep_best=0))
+
+
+@pytest.fixture
+def tensors() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    return {"w": torch.randn(100, 100)}, {"w.exp_avg": torch.randn(100, 100), "w.step": torch.tensor(3.0)}
+
+
+def test_saves_the_moment_of_the_call_not_what_training_made_of_it(tmp_path: Path, tensors) -> None:
+    model, optimizer = tensors
+    writer = make_writer(tmp_path)
+    before = model["w"].clone()
+    for step in (1, 2, 3):
+        writer.save(make_state(step), model=model, optimizer=optimizer)
+        writer.release_weights()
+        model["w"] += 1  # the next update, perhaps before anything is on the disk
+    writer.wait()
+    assert [saved.step for saved in saved_steps(tmp_path)] == [2, 3]
+    for step in (2, 3):
+        checkpoint = open_checkpoint(tmp_path / step_name(step))
+        expected = before.clone()
+        for _ in range(step - 1):
+            expected += 1
+        assert torch.equal(checkpoint.model_tensors()["w"], expected)
+        assert torch.equal(checkpoint.optimizer_tensors()["w.exp_avg"], optimizer["w.exp_avg"])
+        assert checkpoint.state == make_state(step)
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_fault_53_keep_1_writes_before_it_deletes(tmp_path: Path, tensors, monkeypatch) -> None:
+    model, optimizer = tensors
+    writer = make_writer(tmp_path, keep_last=1)
+    seen = []
+    prune = Retention.prune
+
+    def watched(self: Retention) -> list[Path]:
+        seen.append([saved.step for saved in saved_steps(tmp_path)])
+        return prune(self)
+
+    monkeypatch.setattr(Retention, "prune", watched)
+    for step in (1, 2, 3):
+        writer.save(make_state(step), model=model, optimizer=optimizer)
+    writer.wait()
+    assert seen == [[1], [1, 2], [2, 3]]
+    assert [saved.step for saved in saved_steps(tmp_path)] == [3]
+
+
+@contextmanager
+def file_size_limit(num_bytes: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_fault_49_a_file_size_limit_is_an_error_that_leaves_the_older_one_intact(
+    tmp_path: Path, tensors
+) -> None:
+    model, optimizer = tensors
+    writer = make_writer(tmp_path)
+    writer.save(make_state(1), model=model, optimizer=optimizer)
+    writer.wait()
+    with file_size_limit(10_000):
+        writer.save(make_state(2), model=model, optimizer=optimizer)
+        with pytest.raises(LmkitError, match="file too large") as caught:
+            writer.wait()
+    assert step_name(2) in caught.value.message
+    assert "intact" in caught.value.hint
+    assert newest_valid(tmp_path).path == tmp_path / step_name(1)
+    assert [path.name for path in tmp_path.iterdir()] == [step_name(1)]
+    writer.save(make_state(3), model=model, optimizer=optimizer)  # and there is room again
+    writer.wait()
+    assert newest_valid(tmp_path).path == tmp_path / step_name(3)
+
+
+SMALL_DISK = """
+import sys
+import torch
+from pathlib import Path
+sys.path.insert(0, {here!r})
+from test_checkpoint_writer import make_state, make_writer
+from lmkit.errors import LmkitError
+from lmkit.training.checkpoint_folder import newest_valid
+folder = Path({folder!r})
+writer = make_writer(folder)
+writer.save(make_state(1), model={{"w": torch.ones(1000)}}, optimizer={{"w.step": torch.tensor(1.0)}})
+writer.wait()
+writer.save(make_state(2), model={{"w": torch.ones(30_000)}}, optimizer={{"w.step": torch.tensor(2.0)}})
+try:
+    writer.wait()
+except LmkitError as error:
+    print(error.message)
+print([path.name for path in folder.iterdir()], newest_valid(folder).path.name)
+"""
+
+
+def test_fault_48_a_full_disk_is_an_error_that_leaves_the_older_one_intact(tmp_path: Path) -> None:
+    disk, script = tmp_path / "disk", tmp_path / "script.py"
+    disk.mkdir()
+    script.write_text(SMALL_DISK.format(here=str(Path(__file__).parent), folder=str(disk)))
+    # A mount namespace of its own: the small disk is seen by this process only and vanishes with it.
+    mount = f"mount -t tmpfs -o size=64k none {disk} && echo mounted && exec {sys.executable} {script}"
+    for namespace in (["--user", "--map-root-user", "--mount"], ["--mount"]):
+        done = subprocess.run(
+            ["unshare", *namespace, "sh", "-c", mount], capture_output=True, text=True, check=False
+        )
+        if "mounted" in done.stdout:
+            break
+    else:
+        pytest.skip("no mount namespace for a small disk: neither root nor user namespaces")
+    assert "no space left on device" in done.stdout, done.stderr
+    assert "['step-00000001'] step-00000001" in done.stdout
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_fault_68_weights_that_are_not_finite_never_replace_a_good_checkpoint(
+    value: float, tmp_path: Path, tensors
+) -> None:
+    model, optimizer = tensors
+    writer = make_writer(tmp_path, keep_last=1)
+    writer.save(make_state(1), model=model, optimizer=optimizer)
+    writer.wait()
+    model["w"][99, 99] = value
+    writer.save(make_state(2), model=model, optimizer=optimizer)
+    with pytest.raises(LmkitError, match="step 2: model/w is not finite"):
+        writer.wait()
+    assert [saved.step for saved in saved_steps(tmp_path)] == [1]
+
+
+def test_an_error_in_the_background_surfaces_before_the_next_update(
+    tmp_path: Path, tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = tensors
+    writer = make_writer(tmp_path)
+    monkeypatch.setattr(Retention, "prune", _broken)
+    writer.save(make_state(1), model=model, optimizer=optimizer)
+    assert writer._thread is not None
+    writer._thread.join()
+    with pytest.raises(LmkitError, match="saving failed"):
+        writer.release_weights()
+
+
+def _broken(self: Retention) -> list[Path]:
+    raise ZeroDivisionError
+
+
+def test_reserved_memory_is_used_and_does_not_change_what_is_saved(tmp_path: Path, tensors) -> None:
+    model, optimizer = tensors
+    writer = make_writer(tmp_path)
+    writer.reserve(make_state(0), model=model, optimizer=optimizer)
+    writer.wait()
+    reserved = {name: buffer.data_ptr() for name, buffer in writer._copies._buffers.items()}
+    writer.save(make_state(1), model=model, optimizer=optimizer)
+    writer.wait()
+    assert {name: buffer.data_ptr() for name, buffer in writer._copies._buffers.items()} == reserved
+    assert torch.equal(open_checkpoint(tmp_path / step_name(1)).model_tensors()["w"], model["w"])

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from lmkit.model.transformer import TransformerLM
+from lmkit.parallel.process_group import Ranks
+from lmkit.recipe.model import ModelConfig
+from lmkit.training.evaluation import HeldOut, evaluate, summarise
+
+CONFIG = ModelConfig(vocab_size=64, context_length=8, d_model=16, d_ff=32, num_layers=1, num_heads=2)
+
+
+@pytest.fixture
+def model() -> TransformerLM:
+    torch.manual_seed(1)
+    return TransformerLM(CONFIG, dtype=torch.float64)
+
+
+def tokens(length: int) -> np.ndarray:
+    return np.random.default_rng(2).integers(0, 64, length).astype(np.uint16)
+
+
+def plain_loss(model: TransformerLM, ids: np.ndarray) -> tuple[float, int]:
+    """Token by token: the windows one after the other, each target's -log p in float64."""
+    nats, count = 0.0, 0
+    for start in range(0, len(ids) - 1, 8):
+        window = torch.from_numpy(ids[start : start + 9].astype(np.int64))
+        log_p = model(window[None, :-1])[0].detach().log_softmax(-1)  # (seq, vocab)
+        for position, target in enumerate(window[1:]):
+            nats -= log_p[position, target].item()
+            count += 1
+    return nats / count, count
+
+
+@pytest.mark.parametrize("length", [9, 10, 24, 25, 26, 100])
+def test_every_token_but_the_first_counts_once_whatever_the_length(model: TransformerLM, length: int) -> None:
+    ids = tokens(length)
+    result = evaluate(model, HeldOut(ids, None, 8, rows=3), Ranks(), precision="fp32")
+    expected, count = plain_loss(model, ids)
+    assert result is not None
+    assert result.tokens == count == length - 1
+    assert result.loss == pytest.approx(
+        expected, rel=1e-6
+    )  # each batch's mean passes through float32 at worst
+    assert result.perplexity == pytest.approx(math.exp(expected), rel=1e-5)
+
+
+def test_some_batches_are_those_at_the_start(model: TransformerLM) -> None:
+    ids = tokens(200)
+    result = evaluate(model, HeldOut(ids, None, 8, rows=3), Ranks(), precision="fp32", max_batches=2)
+    expected, count = plain_loss(model, ids[:49])
+    assert result is not None
+    assert result.tokens == count == 48
+    assert result.loss == pytest.approx(expected, rel=1e-6)
+
+
+def test_bits_per_byte_by_hand() -> None:
+    # A loss of 2 ln 2 nats is 2 bits per token; with 4 bytes per token that is half a bit per byte.
+    result = summarise(2 * math.log(2), 10, bytes_per_token=4.0)
+    assert result.bits_per_byte == pytest.approx(0.5)
+    assert result.perplexity == pytest.approx(4.0)
+    assert summarise(1e4, 10, None).perplexity == math.inf
+
+
+def test_stops_when_asked_and_leaves_the_model_in_training_mode(model: TransformerLM) -> None:
+    answers = iter([False, True])
+    model.train()
+    result = evaluate(
+        model,
+        HeldOut(tokens(200), None, 8, rows=3),
+        Ranks(),
+        precision="fp32",
+        asked_to_stop=lambda: next(answers),
+    )
+    assert result is None
+    assert model.training

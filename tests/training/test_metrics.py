@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import io
+import json
+import random
+import sys
+import threading
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmkit.errors import LmkitError
+from lmkit.recipe.schema import Recipe
+from lmkit.training import wandb_sink
+from lmkit.training.console import PlainConsole, console, describe, duration
+from lmkit.training.metrics import Fanout, MetricsFile, read_metrics
+from lmkit.training.wandb_sink import WandbSink
+
+
+def train_record(step: int, **changes: Any) -> dict[str, Any]:
+    record = {
+        "kind": "train",
+        "step": step,
+        "loss": 4.0,
+        "lr": 1e-3,
+        "grad_norm": 1.5,
+        "tokens": 64 * step,
+        "tokens_per_second": 1234.5,
+        "mfu": None,
+        "memory_bytes": 2_500_000_000,
+        "seconds": 1.0,
+        "progress": step / 100,
+        "eta_seconds": 75.0,
+    }
+    return {**record, **changes}
+
+
+def test_going_on_drops_later_records_and_a_line_that_was_cut(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = MetricsFile(path, after_step=0)
+    for step in range(1, 8):
+        first.record(train_record(step))
+    first.close()
+    with open(path, "a") as file:
+        file.write('{"kind": "train", "step": 8, "lo')
+    second = MetricsFile(path, after_step=5)
+    second.record(train_record(6, loss=float("nan")))
+    second.close()
+    records = read_metrics(path)
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
+    assert records[-1]["loss"] is None  # JSON has no NaN
+    json.loads(path.read_text().splitlines()[-1], parse_constant=pytest.fail)
+
+
+def test_damaged_metrics_are_read_as_far_as_they_can_be(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = MetricsFile(path, after_step=0)
+    for step in range(20):
+        sink.record(train_record(step))
+    sink.close()
+    whole = path.read_bytes()
+    generator = random.Random(0)
+    for _ in range(300):
+        damaged = bytearray(whole)
+        for _ in range(generator.randrange(1, 4)):
+            damaged[generator.randrange(len(whole))] = generator.randrange(256)
+        path.write_bytes(damaged[: generator.randrange(len(whole))])
+        assert len(read_metrics(path)) <= 20
+    path.write_text("[" * 100_000 + "\n" + json.dumps(train_record(1)) + "\n")
+    assert len(read_metrics(path)) == 1
+
+
+def test_a_full_disk_is_an_error_with_the_file_in_it() -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full")
+    sink = MetricsFile.__new__(MetricsFile)
+    sink._path = Path("run/metrics.jsonl")
+    sink._file = open("/dev/full", "w")  # noqa: SIM115
+    with pytest.raises(LmkitError, match=r"run/metrics\.jsonl: no space left on device"):
+        sink.record(train_record(1))
+    with pytest.raises(OSError, match="No space"):
+        sink._file.close()
+
+
+def test_the_progress_line_says_what_matters() -> None:
+    text = describe(train_record(10, mfu=0.412), 100)
+    for part in (
+        "step 10/100",
+        "loss 4.0000",
+        "lr 1.00e-03",
+        "grad norm 1.50",
+        "1,234 tokens/s",
+        "MFU 41.2%",
+    ):
+        assert part in text
+    assert "2.50 GB" in text
+    assert "1:15 left" in text
+    assert "MFU" not in describe(train_record(10), 100)
+    assert duration(3675) == "1:01:15"
+
+
+def test_fault_14_no_escape_codes_without_a_terminal_or_with_no_color(monkeypatch) -> None:
+    assert isinstance(console(10), PlainConsole)  # pytest's stderr is no terminal
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert isinstance(console(10), PlainConsole)
+    stream = io.StringIO()
+    lines = PlainConsole(3, stream=stream)
+    for step in (1, 2, 3):
+        lines.record(train_record(step))
+    lines.note("done")
+    text = stream.getvalue()
+    assert "\x1b" not in text
+    assert "\r" not in text
+    # Two steps within a second: the first is shown, and the last.
+    assert [line.split()[1] for line in text.splitlines()[:2]] == ["1/3", "3/3"]
+
+
+def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    bar = console(100)
+    bar.record(train_record(50))
+    bar.record({"kind": "valid", "step": 50, "loss": 1.0, "perplexity": 2.7, "bits_per_byte": 0.5})
+    bar.close()
+    assert "0.5000 bits per byte" in terminal.getvalue()
+
+
+class FakeWandb(types.ModuleType):
+    """Stands for the wandb package; `fail_at` names the call that breaks."""
+
+    def __init__(self, fail_at: str = "") -> None:
+        super().__init__("wandb")
+        self.fail_at = fail_at
+        self.logged: list[tuple[int, dict[str, Any]]] = []
+        self.finished = False
+
+    def Settings(self, **options: Any) -> dict[str, Any]:
+        return options
+
+    def init(self, **options: Any) -> FakeWandb:
+        self.options = options
+        return self._maybe("init")
+
+    def log(self, numbers: dict[str, Any], step: int) -> None:
+        self.logged.append((step, numbers))
+        self._maybe("log")
+
+    def finish(self) -> None:
+        self._maybe("finish")
+        if self.fail_at == "hang":
+            threading.Event().wait()
+        self.finished = True
+
+    def _maybe(self, name: str) -> FakeWandb:
+        if self.fail_at == name:
+            raise ConnectionResetError("the service is gone")
+        return self
+
+
+Tiny = Callable[..., Recipe]
+
+
+def drive(sink: WandbSink) -> None:
+    fan = Fanout([sink])
+    for step in (1, 2):
+        fan.record(train_record(step))
+    fan.note("text")
+    fan.close()
+
+
+def test_wandb_gets_every_number(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    drive(WandbSink(tiny('wandb.mode="offline"', "run.name=abc"), tmp_path))
+    assert fake.options["mode"] == "offline"
+    assert fake.options["name"] == "abc"
+    assert [step for step, _ in fake.logged] == [1, 2]
+    assert fake.logged[0][1]["train/loss"] == 4.0
+    assert fake.finished
+
+
+@pytest.mark.parametrize("fail_at", ["init", "log", "finish", "hang"])
+def test_fault_79_a_dead_wandb_is_one_warning(
+    fail_at: str,
+    tiny: Tiny,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fake = FakeWandb(fail_at)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr(wandb_sink, "FINISH_TIMEOUT_S", 0.05)
+    drive(WandbSink(tiny(), tmp_path))
+    assert len(caplog.records) == 1
+    assert "metrics.jsonl has everything" in caplog.text
+    assert len(fake.logged) == {"init": 0, "log": 1}.get(fail_at, 2)
+
+
+def test_fault_79_a_missing_wandb_is_one_warning(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    drive(WandbSink(tiny(), tmp_path))
+    assert "not installed" in caplog.text
+    assert len(caplog.records) == 1
