@@ -114,18 +114,7 @@ def parse_chrome_trace(document: dict[str, Any], source: str) -> Trace:
             label = name if kind == "kernel" else kind
             device, correlation = arguments.get("device", 0), arguments.get("correlation", 0)
             in_graph = bool(arguments.get("graph node id"))
-            work.append(
-                DeviceWork(
-                    label,
-                    kind,
-                    start,
-                    end,
-                    host,
-                    arguments.get("device", 0),
-                    arguments.get("correlation", 0),
-                    in_graph,
-                )
-            )
+            work.append(DeviceWork(label, kind, start, end, host, device, correlation, in_graph))
     recorded_gpu = bool(calls or work)
     notes = () if recorded_gpu else ("nothing ran on a GPU while it was traced",)
     return Trace(

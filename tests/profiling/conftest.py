@@ -6,7 +6,15 @@ PROCESS = 77 << 24  # a globalPid; its threads differ in the low 24 bits
 MAIN, AUTOGRAD = PROCESS | 1, PROCESS | 2
 OTHER_PROCESS = 78 << 24
 
-STRINGS = "- cudaLaunchKernel_v7000 cuLaunchKernelEx cudaMemcpyAsync_v3020 step gemm ncclAllReduce".split()
+STRINGS = [
+    "-",
+    "cudaLaunchKernel_v7000",
+    "cuLaunchKernelEx",
+    "cudaMemcpyAsync_v3020",
+    "step",
+    "gemm",
+    "ncclAllReduce",
+]
 
 
 class NsysDatabase:
