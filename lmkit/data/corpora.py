@@ -114,9 +114,13 @@ def _find_cut(file: BinaryIO, table: CorpusConfig) -> int:
         cut = _nearest_border(file, mark, wanted, size)
         if cut is not None:
             return cut
-    file.seek(wanted)
-    while wanted < size and file.read(1)[0] & 0xC0 == 0x80:  # a byte that continues a character
-        wanted += 1
+    if wanted < size:
+        start = max(0, wanted - 3)
+        file.seek(start)
+        before = file.read(wanted - start + 1)
+        while before and before[-1] & 0xC0 == 0x80:  # a byte that continues a character
+            before = before[:-1]
+            wanted -= 1
     if not 0 < wanted < size:
         raise UsageError(
             f"corpus.train: {table.train[0]} is too short to hold out a part",
@@ -133,7 +137,7 @@ def _nearest_border(file: BinaryIO, mark: bytes, wanted: int, size: int) -> int 
 
 def _last_border(file: BinaryIO, mark: bytes, end: int) -> int | None:
     while end >= len(mark):
-        start = max(0, end - _BLOCK)
+        start = max(0, end - len(mark) - _BLOCK)
         file.seek(start)
         found = file.read(end - start).rfind(mark)
         if found >= 0:
@@ -151,9 +155,11 @@ def _first_border(file: BinaryIO, mark: bytes, start: int, size: int) -> int | N
         found = window.find(mark)
         if found >= 0:
             border = start + found + len(mark)
-            return border if border < size else None
-        start += len(window) - len(mark) + 1
-        window = window[len(window) - len(mark) + 1 :]
+            # A mark that ends the file, perhaps with a line break behind it, is no border.
+            return border if border < size - 1 else None
+        searched = max(0, len(window) - len(mark) + 1)
+        start += searched
+        window = window[searched:]
     return None
 
 

@@ -1,0 +1,187 @@
+"""A recipe's [corpus] table becomes text to train on and text held out."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from lmkit.data import corpora
+from lmkit.data.corpora import prepare_corpus
+from lmkit.errors import LmkitError, UsageError
+from lmkit.recipe.corpus import CorpusConfig
+
+MARK = "<|endoftext|>\n"
+
+
+@pytest.fixture(params=[1 << 20, 7], ids=["one block", "blocks of 7 bytes"])
+def block(request, monkeypatch) -> None:
+    monkeypatch.setattr(corpora, "_BLOCK", request.param)
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(name: str, content: str | bytes):
+        path = tmp_path / name
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def split(tmp_path):
+    """Prepare a corpus of files without a held-out one; return both parts as bytes."""
+
+    def split(*paths, **table):
+        files = prepare_corpus(CorpusConfig(source="files", train=paths, **table), tmp_path / "corpus")
+        assert [path.name for path in files.train + files.valid] == ["train.txt", "valid.txt"]
+        assert {path.name for path in (tmp_path / "corpus").iterdir()} == {"train.txt", "valid.txt"}
+        return files.train[0].read_bytes(), files.valid[0].read_bytes()
+
+    return split
+
+
+@pytest.mark.usefixtures("block")
+def test_holds_out_the_last_documents(write, split):
+    documents = [f"document {number}\nwith two lines\n{MARK}".encode() for number in range(20)]
+    train, valid = split(write("text.txt", b"".join(documents)), valid_fraction=0.1)
+    assert train == b"".join(documents[:18])
+    assert valid == b"".join(documents[18:])
+    # A border just behind the wanted byte is not skipped, one just before it is taken.
+    for fraction, held_out in ((0.11, 3), (0.09, 2), (0.0001, 1), (0.999, 19)):
+        train, valid = split(write("text.txt", b"".join(documents)), valid_fraction=fraction)
+        assert valid == b"".join(documents[-held_out:])
+        assert train + valid == b"".join(documents)
+
+
+@pytest.mark.usefixtures("block")
+def test_a_book_is_cut_at_a_line(write, split):
+    lines = [f"line {number:03}\n".encode() for number in range(100)]  # 9 bytes each
+    train, valid = split(write("book.txt", b"".join(lines)), valid_fraction=0.1)
+    assert valid == b"".join(lines[90:])
+    train, valid = split(write("book.txt", b"".join(lines) + MARK.encode()), valid_fraction=0.1)
+    assert train.endswith(b"\n")
+    assert valid.endswith(b"line 099\n" + MARK.encode())
+    assert 0.1 * 914 <= len(valid) <= 0.1 * 914 + 9
+
+
+@pytest.mark.usefixtures("block")
+def test_one_long_line_is_cut_between_characters(write, split):
+    text = "日本語" * 50
+    train, valid = split(write("line.txt", text), valid_fraction=0.1)
+    assert train.decode() + valid.decode() == text
+    assert 45 <= len(valid) <= 48
+    train, valid = split(write("line.txt", "éab"), valid_fraction=0.7)
+    assert (train, valid) == ("é".encode(), b"ab")
+
+
+def test_keeps_every_byte_of_odd_text(write, split):
+    text = "\ufeffone\r\ntwo\0\r\n\n\nthree\u2028four\n"
+    train, valid = split(write("odd.txt", text), valid_fraction=0.3)
+    assert train + valid == text.encode()
+
+
+def test_several_files_are_several_documents(write, split):
+    train, valid = split(
+        write("a.txt", "first"), write("b.txt", f"second{MARK}"), write("c.txt", "third"), valid_fraction=0.2
+    )
+    assert train == f"first{MARK}second{MARK}".encode()
+    assert valid == f"third{MARK}".encode()
+
+
+def test_named_text_files_are_used_where_they_lie(write, tmp_path):
+    train, valid = write("a.txt", "train"), write("b.txt", "valid")
+    table = CorpusConfig(source="files", train=(train,), valid=(valid,))
+    files = prepare_corpus(table, tmp_path / "corpus")
+    assert (files.train, files.valid) == ((train,), (valid,))
+    assert not (tmp_path / "corpus").exists()
+
+
+@pytest.mark.usefixtures("block")
+def test_json_lines_become_documents(write, split):
+    stories = [f"a\nb {number} é" for number in range(10)]
+    lines = "\n".join(json.dumps({"story": story, "other": 1}) for story in stories) + "\n\n"
+    train, valid = split(write("x.jsonl", lines), field="story", valid_fraction=0.1)
+    assert (train + valid).decode() == "".join(story + MARK for story in stories)
+    assert valid.decode() == stories[-1] + MARK
+
+
+def test_json_lines_beside_a_held_out_text_file(write, tmp_path):
+    train, valid = write("a.jsonl", '{"text": "one"}\n{"text": "two"}'), write("b.txt", "valid")
+    files = prepare_corpus(CorpusConfig(source="files", train=(train,), valid=(valid,)), tmp_path / "corpus")
+    assert files.train[0].read_text() == f"one{MARK}two{MARK}"
+    assert files.valid == (valid,)
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "message"),
+    [
+        ('{"text": "a"}\n{"text": \n', LmkitError, r"x\.jsonl, line 2: not JSON"),
+        ('{"text": "a"}\n{"body": "b"}\n', UsageError, r'x\.jsonl, line 2: no text under "text"'),
+        ('{"text": 5}\n', UsageError, r'line 1: no text under "text"'),
+        ('["a"]\n', UsageError, r'line 1: no text under "text"'),
+        ("\n \n", UsageError, r"x\.jsonl has no text"),
+        (b'{"text": "a"}\n{"text": "\xff"}\n', LmkitError, r"x\.jsonl: invalid UTF-8 at byte 24"),
+    ],
+)
+def test_bad_json_lines_name_the_line(write, split, tmp_path, content, kind, message):
+    with pytest.raises(kind, match=message) as caught:
+        split(write("x.jsonl", content))
+    assert caught.value.exit_code == (2 if kind is UsageError else 1)
+    assert list((tmp_path / "corpus").iterdir()) == []
+
+
+@pytest.mark.usefixtures("block")
+@pytest.mark.parametrize(
+    ("content", "offset", "replaced"),
+    [
+        (b"abc\xffdef\nghi\n", 3, "abc\ufffddef\nghi\n"),
+        (b"abcdef" * 3 + b"\xc3(\n.", 18, "abcdef" * 3 + "\ufffd(\n."),
+        (b"abcde\xe2\x82", 5, "abcde\ufffd"),  # cut in a character, over the border of a block
+    ],
+)
+def test_invalid_utf8_names_the_byte_or_is_replaced(write, split, tmp_path, content, offset, replaced):
+    path = write("bad.txt", content)
+    with pytest.raises(LmkitError, match=rf"bad\.txt: invalid UTF-8 at byte {offset}$") as caught:
+        split(path)
+    assert caught.value.exit_code == 1
+    assert list((tmp_path / "corpus").iterdir()) == []
+    train, valid = split(path, errors="replace")
+    assert (train + valid).decode() == replaced
+
+
+def test_missing_and_empty_files_are_wrong_use(write, split, tmp_path):
+    with pytest.raises(UsageError, match=r"corpus\.train: .*nowhere\.txt is not a file"):
+        split(tmp_path / "nowhere.txt")
+    with pytest.raises(UsageError, match=r"corpus\.train: .*is not a file"):
+        split(tmp_path)
+    with pytest.raises(UsageError, match=r"corpus\.train: .*empty\.txt is empty"):
+        split(write("empty.txt", ""))
+    with pytest.raises(UsageError, match=r"corpus\.valid: .*empty\.txt is empty"):
+        split(write("a.txt", "text"), valid=(tmp_path / "empty.txt",))
+    with pytest.raises(UsageError, match=r"too short to hold out"):
+        split(write("a.txt", "x"))
+
+
+def test_stories_are_made_with_others_held_out(tmp_path):
+    table = CorpusConfig(source="synth", size_mb=0.1, seed=3, valid_fraction=0.2)
+    files = prepare_corpus(table, tmp_path)
+    train, valid = files.train[0].read_text(), files.valid[0].read_text()
+    assert 100_000 <= len(train) < 105_000
+    assert 20_000 <= len(valid) < 25_000
+    assert not set(train.split(MARK)[:-1]) & set(valid.split(MARK)[:-1])
+
+
+def test_downloads_go_to_the_shared_folder(tmp_path, monkeypatch):
+    calls = []
+
+    def fake(dataset, folder, *, progress):
+        calls.append((dataset, folder))
+        return [folder / "train", folder / "valid"]
+
+    monkeypatch.setattr(corpora, "download", fake)
+    table = CorpusConfig(source="tinystories", folder=tmp_path / "shared")
+    files = prepare_corpus(table, tmp_path / "run")
+    assert calls == [(corpora.DATASETS["tinystories"], tmp_path / "shared")]
+    assert files.train == (tmp_path / "shared" / "train",)
