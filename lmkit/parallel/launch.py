@@ -28,6 +28,10 @@ GRACE_S = 3.0
 """After the first failure: how long the other ranks get to report theirs, and again to end after SIGTERM."""
 
 
+_STOPPING = (signal.SIGTERM, signal.SIGINT)
+_STOPPED = tuple(code for number in _STOPPING for code in (-number, 128 + number))
+
+
 class RankFailed(LmkitError):
     """A rank ended without an error that could be forwarded: a signal, an exit code, or a foreign exception."""
 
@@ -132,9 +136,9 @@ class _Rank:
             self.error = RankFailed(content.strip().splitlines()[-1])
 
     def failed(self, received: Sequence[int]) -> bool:
-        """Whether it ended badly; ending because of a signal that was passed on is no failure."""
-        asked = {code for number in received for code in (-number, 128 + number)}
-        return self.error is not None or self.process.exitcode not in {None, 0} | asked
+        """Whether it ended badly; ending as stopping signals do, once one was passed on, is no failure."""
+        fine = {None, 0, *(_STOPPED if received else ())}
+        return self.error is not None or self.process.exitcode not in fine
 
     def as_error(self) -> LmkitError:
         """The failure with the rank's name in front."""
@@ -195,7 +199,7 @@ def _signals_passed_on(ranks: Sequence[_Rank]) -> Iterator[list[int]]:
         for rank in ranks:
             rank.signal(number)
 
-    previous = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    previous = {number: signal.signal(number, pass_on) for number in _STOPPING}
     try:
         yield received
     finally:
