@@ -9,15 +9,14 @@ from __future__ import annotations
 _VISIBLE = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
 _HIDDEN = [byte for byte in range(256) if byte not in _VISIBLE]
 
-CHARACTER_OF_BYTE = {byte: chr(byte) for byte in _VISIBLE} | {
-    byte: chr(256 + i) for i, byte in enumerate(_HIDDEN)
-}
-_BYTE_OF_CHARACTER = {character: byte for byte, character in CHARACTER_OF_BYTE.items()}
+_CHARACTERS = {byte: chr(256 + i) for i, byte in enumerate(_HIDDEN)}
+_BYTES = {ord(character): chr(byte) for byte, character in _CHARACTERS.items()}
+_BYTES |= dict.fromkeys(_HIDDEN, "\uffff")  # no part of the alphabet, and not of Latin-1
 
 
 def to_characters(token: bytes) -> str:
     """b" the" -> "Ġthe"."""
-    return "".join(CHARACTER_OF_BYTE[byte] for byte in token)
+    return token.decode("latin-1").translate(_CHARACTERS)
 
 
 def to_bytes(characters: str) -> bytes:
@@ -26,7 +25,4 @@ def to_bytes(characters: str) -> bytes:
     Raises:
         ValueError: a character outside the alphabet.
     """
-    try:
-        return bytes(_BYTE_OF_CHARACTER[character] for character in characters)
-    except KeyError as error:
-        raise ValueError(f"{error.args[0]!r} stands for no byte") from None
+    return characters.translate(_BYTES).encode("latin-1")

@@ -26,6 +26,7 @@ ErrorMode = Literal["strict", "replace"]
 _BEFORE_SPACE = re.compile(rb"[\x21-\x7e](?=[ \n])")
 _AFTER_LETTER = regex.compile(r"(?<=[\p{L}\p{N}])(?=[^\p{L}\p{N}])")
 _LONGEST_CHARACTER = 4  # bytes of UTF-8
+_TRIES = 16  # the last places in a window; some may lie in special tokens
 
 
 class Chunk(NamedTuple):
@@ -86,7 +87,7 @@ def last_cut(data: bytes, specials: SpecialTokens) -> int:
     while True:
         low = max(0, limit - window)
         for cuts in (_cuts_before_space(data, low, limit), _cuts_after_letter(data, low, limit)):
-            for cut in reversed(cuts):
+            for cut in cuts[: -_TRIES - 1 : -1]:
                 if not specials.would_be_cut(data, cut):
                     return cut
         if low == 0:
@@ -100,9 +101,11 @@ def _cuts_before_space(data: bytes, low: int, high: int) -> list[int]:
 
 def _cuts_after_letter(data: bytes, low: int, high: int) -> list[int]:
     # Bytes that are not UTF-8 become surrogates, which are neither letters nor numbers, and come back unchanged.
-    text = data[low:high].decode("utf-8", "surrogateescape")
-    cuts = [match.start() for match in _AFTER_LETTER.finditer(text)]
-    return [low + len(text[:cut].encode("utf-8", "surrogateescape")) for cut in cuts[-1:]]
+    # To the very end, not to `high`: half a character there would look like a surrogate behind a letter.
+    text = data[low:].decode("utf-8", "surrogateescape")
+    last_few = [match.start() for match in _AFTER_LETTER.finditer(text)][-2 * _TRIES :]
+    cuts = [low + len(text[:cut].encode("utf-8", "surrogateescape")) for cut in last_few]
+    return [cut for cut in cuts if cut <= high]
 
 
 def valid_utf8(chunk: Chunk, name: str, errors: ErrorMode) -> bytes:

@@ -64,7 +64,7 @@ def to_json(tokenizer: Tokenizer) -> str:
             "merges": [[to_characters(left), to_characters(right)] for left, right in tokenizer.merges],
         },
     }
-    return json.dumps(content, ensure_ascii=False, indent=1)
+    return json.dumps(content, ensure_ascii=False)
 
 
 def save_json(tokenizer: Tokenizer, path: Path) -> None:

@@ -262,8 +262,6 @@ class _Learner:
                 (2 * rank[has_left]) << _TOKEN_BITS | left[has_left],
             )
         )
-        if not len(groups):
-            return
 
         def tokens(group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             new = (group >> _TOKEN_BITS + 1) + first_new
@@ -289,6 +287,8 @@ class _Learner:
             groups: which pair that is: any integers below 2**32, equal where the pair is.
             tokens: group -> (left, right); their lowest 20 bits count.
         """
+        if not len(places):
+            return self._num_pairs
         keys = groups << _SLOT_BITS | places
         keys.sort()
         groups, places = keys >> _SLOT_BITS, keys & (1 << _SLOT_BITS) - 1

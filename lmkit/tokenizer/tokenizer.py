@@ -12,8 +12,9 @@ from typing import Any, Literal
 from lmkit.errors import LmkitError
 from lmkit.tokenizer import files
 from lmkit.tokenizer.bpe import MergeTable
-from lmkit.tokenizer.chunk_encoder import ChunkEncoder, NumpyEncoder
+from lmkit.tokenizer.chunk_encoder import ChunkEncoder
 from lmkit.tokenizer.chunks import exact_chunks
+from lmkit.tokenizer.native import chunk_encoder
 from lmkit.tokenizer.pattern import split_words
 from lmkit.tokenizer.special_tokens import END_OF_TEXT, SpecialTokens
 
@@ -60,7 +61,7 @@ class Tokenizer:
         for text, token_id in self.special_ids.items():
             self.vocab[token_id] = text.encode()
         self._specials = SpecialTokens(self.special_ids)
-        self._merge_table = MergeTable(
+        self.merge_table = MergeTable(
             [ordinary[bytes([byte])] for byte in range(256)],
             [(ordinary[left], ordinary[right], ordinary[left + right]) for left, right in self.merges],
         )
@@ -135,7 +136,7 @@ class Tokenizer:
 
     def chunk_encoder(self) -> ChunkEncoder:
         """Return a new encoder of large pieces of bytes, for one thread."""
-        return NumpyEncoder(self._merge_table)
+        return chunk_encoder(self.merge_table)
 
     @property
     def specials(self) -> SpecialTokens:
@@ -152,7 +153,7 @@ class Tokenizer:
         for word in split_words(text):
             found = known.get(word)
             if found is None:
-                found = self._merge_table.merge_word(word.encode())
+                found = self.merge_table.merge_word(word.encode())
                 if len(known) < _MOST_REMEMBERED_WORDS:
                     known[word] = found
             ids += found
@@ -172,7 +173,7 @@ class Tokenizer:
     def _encode_escaped(self, data: bytes) -> list[int]:
         ids: list[int] = []
         for word in split_words(data.decode("utf-8", "surrogateescape")):
-            ids += self._merge_table.merge_word(word.encode("utf-8", "surrogateescape"))
+            ids += self.merge_table.merge_word(word.encode("utf-8", "surrogateescape"))
         return ids
 
     # ---- decoding

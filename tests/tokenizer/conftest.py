@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ def textbook_merges(text: str, num_merges: int, special_tokens: tuple[str, ...] 
     while len(merges) < num_merges:
         pairs: Counter[tuple[bytes, bytes]] = Counter()
         for word, tokens in words.items():
-            for pair in zip(tokens, tokens[1:], strict=False):
+            for pair in pairwise(tokens):
                 pairs[pair] += counts[word]
         if not pairs:
             break

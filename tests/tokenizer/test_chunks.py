@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmkit.errors import LmkitError, UsageError
+from lmkit.tokenizer.chunks import Chunk, exact_chunks, last_cut, read_blocks, valid_utf8
+from lmkit.tokenizer.pattern import split_words
+from lmkit.tokenizer.special_tokens import SpecialTokens
+
+SPECIAL = "<|a b|>"
+PIECES = ["a", "é", "日", "1", " ", "  ", "\n", "\u3000", "'s", "'", ".", "😀", SPECIAL, "<|a", " b|>", "|>"]
+
+
+def words(text: str) -> list[str]:
+    result = []
+    for i, part in enumerate(text.split(SPECIAL)):
+        result += ([SPECIAL] if i else []) + split_words(part)
+    return result
+
+
+def blocks(data: bytes, size: int) -> list[bytes]:
+    return [data[i : i + size] for i in range(0, len(data), size)]
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.lists(st.sampled_from(PIECES), max_size=200).map("".join), st.integers(1, 50), st.integers(16, 64))
+def test_pieces_have_the_words_of_the_whole(text: str, block: int, size: int) -> None:
+    data = text.encode()
+    chunks = list(exact_chunks(blocks(data, block), SpecialTokens({SPECIAL: 0}), size=size))
+    assert b"".join(chunk.data for chunk in chunks) == data
+    assert [data[chunk.offset :][: len(chunk.data)] for chunk in chunks] == [chunk.data for chunk in chunks]
+    assert [word for chunk in chunks for word in words(chunk.data.decode())] == words(text)
+
+
+@pytest.mark.parametrize("text", ["word " * 4000, "日本語、" * 4000, "a.b.c." * 3000, "x\n" * 9000])
+def test_ordinary_text_of_any_script_is_cut_to_size(text: str) -> None:
+    data = text.encode()
+    sizes = [
+        len(chunk.data) for chunk in exact_chunks(blocks(data, 512), SpecialTokens({SPECIAL: 0}), size=1024)
+    ]
+    assert max(sizes) <= 1536
+    assert len(sizes) > len(data) // 1536
+
+
+@pytest.mark.parametrize("character", ["a", " ", "\n", "日", "\u3000"])
+def test_one_enormous_word_is_not_searched_again_and_again(character: str) -> None:
+    data = (character * 2_000_000).encode()
+    start = time.process_time()
+    chunks = exact_chunks(blocks(data, 1 << 12), SpecialTokens({}), size=1 << 12)
+    assert [len(chunk.data) for chunk in chunks] == [len(data)]
+    # Looking at everything after each of the blocks would take minutes.
+    assert time.process_time() - start < 30
+
+
+def test_a_special_token_at_the_end_may_not_be_whole_yet() -> None:
+    specials = SpecialTokens({SPECIAL: 0})
+    assert last_cut(b"one two <|a", specials) == 3
+    assert last_cut(b"one two <|a b|> three", specials) == 7
+
+
+def test_fault_20_invalid_utf8_names_the_byte() -> None:
+    with pytest.raises(LmkitError, match=r"text\.txt: invalid UTF-8 at byte 103"):
+        valid_utf8(Chunk(0, 100, b"abc\xffdef"), "text.txt", "strict")
+    assert valid_utf8(Chunk(0, 100, b"abc\xffdef"), "text.txt", "replace") == "abc\ufffddef".encode()
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(
+        st.sampled_from([b"a", b" ", b"\n", b"\xff", b"\xe6\x97", b"\xa5", b"\xf0\x9f", b"1", b"."]),
+        max_size=80,
+    )
+)
+def test_fault_20_replacement_does_not_depend_on_where_chunks_end(parts: list[bytes]) -> None:
+    data = b"".join(parts)
+    chunks = exact_chunks(blocks(data, 5), SpecialTokens({}), size=16)
+    assert (
+        b"".join(valid_utf8(chunk, "", "replace") for chunk in chunks)
+        == data.decode("utf-8", "replace").encode()
+    )
+
+
+def test_fault_21_utf8_cut_at_the_end() -> None:
+    with pytest.raises(LmkitError, match="invalid UTF-8 at byte 4"):
+        valid_utf8(Chunk(0, 0, "abc 日".encode()[:-1]), "text.txt", "strict")
+
+
+def test_fault_17_missing_file_or_folder(tmp_path: Path) -> None:
+    for path in (tmp_path / "nothing.txt", tmp_path):
+        with pytest.raises(UsageError, match=str(path)):
+            list(read_blocks(path))
+
+
+def test_random_cuts_never_lie_inside_a_character() -> None:
+    rng = random.Random(0)
+    text = "".join(rng.choice("aé日𝒜 .\u0301\n") for _ in range(20_000))
+    for chunk in exact_chunks(blocks(text.encode(), 100), SpecialTokens({}), size=300):
+        chunk.data.decode()

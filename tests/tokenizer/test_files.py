@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from lmkit.errors import LmkitError, UsageError
+from lmkit.tokenizer import Tokenizer
+from lmkit.tokenizer.byte_alphabet import to_bytes, to_characters
+
+
+def test_round_trip(trained: Tokenizer, tmp_path: Path) -> None:
+    trained.save(tmp_path / "tokenizer.json")
+    loaded = Tokenizer.load(tmp_path / "tokenizer.json")
+    assert (loaded.vocab, loaded.merges, loaded.special_ids) == (
+        trained.vocab,
+        trained.merges,
+        trained.special_ids,
+    )
+    assert loaded.sha256 == trained.sha256
+
+
+def test_hugging_face_loads_it_and_agrees(trained: Tokenizer, tmp_path: Path, real_text: str) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    trained.save(tmp_path / "tokenizer.json")
+    other = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    text = real_text + "<|endoftext|><|pad|> <|two words|>\n\n<|pad|>  x"
+    assert other.encode(text).ids == trained.encode(text)
+    assert other.decode(trained.encode(text), skip_special_tokens=False) == text
+    assert other.get_vocab_size() == trained.vocab_size
+
+
+def test_a_file_that_hugging_face_has_written_loads(trained: Tokenizer, tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    trained.save(tmp_path / "ours.json")
+    tokenizers.Tokenizer.from_file(str(tmp_path / "ours.json")).save(str(tmp_path / "theirs.json"))
+    loaded = Tokenizer.load(tmp_path / "theirs.json")
+    assert loaded.sha256 == trained.sha256
+
+
+def test_gpt2_files(trained: Tokenizer, tmp_path: Path, real_text: str) -> None:
+    trained.save_gpt2(tmp_path)
+    loaded = Tokenizer.load_gpt2(tmp_path / "vocab.json", tmp_path / "merges.txt")
+    assert loaded.special_ids == trained.special_ids
+    assert loaded.encode(real_text) == trained.encode(real_text)
+    assert (tmp_path / "merges.txt").read_text("utf-8").startswith("#version: 0.2\n")
+
+
+def test_gpt2_files_with_their_own_order_of_bytes(tmp_path: Path) -> None:
+    """GPT-2 numbers the visible bytes first, and its end-of-text token is in the vocabulary."""
+    visible = sorted(range(256), key=lambda byte: (ord(to_characters(bytes([byte]))), byte))
+    vocab = {to_characters(bytes([byte])): i for i, byte in enumerate(visible)}
+    vocab |= {"Ġt": 256, "he": 257, "Ġthe": 258, "<|endoftext|>": 259}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab), "utf-8")
+    (tmp_path / "merges.txt").write_text("#version: 0.2\nĠ t\nh e\nĠt he\n", "utf-8")
+    tokenizer = Tokenizer.load_gpt2(tmp_path / "vocab.json", tmp_path / "merges.txt")
+    assert tokenizer.special_ids == {"<|endoftext|>": 259}
+    assert tokenizer.encode(" the he!<|endoftext|>") == [258, vocab["Ġ"], 257, vocab["!"], 259]
+    assert tokenizer.encode(" the" * 5000) == [258] * 5000
+
+
+def test_a_merge_that_begins_like_a_comment(tmp_path: Path) -> None:
+    vocab = {i: bytes([i]) for i in range(256)} | {256: b"#v"}
+    tokenizer = Tokenizer(vocab=vocab, merges=[(b"#", b"v")], special_tokens=())
+    tokenizer.save_gpt2(tmp_path)
+    assert Tokenizer.load_gpt2(tmp_path / "vocab.json", tmp_path / "merges.txt").merges == [(b"#", b"v")]
+
+
+def test_fault_31_cut_at_any_byte(tmp_path: Path) -> None:
+    vocab = {i: bytes([i]) for i in range(256)} | {256: b"he", 257: "é".encode()}
+    tokenizer = Tokenizer(
+        vocab=vocab, merges=[(b"h", b"e"), (b"\xc3", b"\xa9")], special_tokens=("<|endoftext|>",)
+    )
+    path = tmp_path / "tokenizer.json"
+    tokenizer.save(path)
+    whole = path.read_bytes()
+    rng = random.Random(0)
+    for size in [0, 1, len(whole) - 1, *rng.sample(range(len(whole)), 300)]:
+        path.write_bytes(whole[:size])
+        with pytest.raises(LmkitError, match=r"tokenizer\.json") as error:
+            Tokenizer.load(path)
+        assert error.value.exit_code == 1
+    path.write_bytes(whole)
+    assert Tokenizer.load(path).sha256 == tokenizer.sha256
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[]", "{}", '{"model": 3}', '{"model": {"type": "BPE"}, "pre_tokenizer": null, "added_tokens": []}'],
+)
+def test_fault_31_other_content(tmp_path: Path, content: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(content, "utf-8")
+    with pytest.raises(LmkitError, match=r"tokenizer\.json"):
+        Tokenizer.load(tmp_path / "tokenizer.json")
+
+
+def test_another_kind_of_tokenizer_is_refused(trained: Tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    trained.save(path)
+    content = json.loads(path.read_text("utf-8"))
+    content["pre_tokenizer"]["add_prefix_space"] = True
+    path.write_text(json.dumps(content), "utf-8")
+    with pytest.raises(UsageError, match="not a byte-level BPE"):
+        Tokenizer.load(path)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"none\.json"):
+        Tokenizer.load(tmp_path / "none.json")
+
+
+def test_the_alphabet_is_a_bijection() -> None:
+    every = bytes(range(256))
+    assert to_bytes(to_characters(every)) == every
+    assert to_characters(b" the\n") == "ĠtheĊ"
+    for character in (" ", "\u0000", "日", "\u00ad"):
+        with pytest.raises(ValueError):  # noqa: PT011
+            to_bytes(character)

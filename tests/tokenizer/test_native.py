@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import ctypes
+import logging
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lmkit.tokenizer import Tokenizer, native
+from lmkit.tokenizer.chunk_encoder import NumpyEncoder
+
+
+@pytest.fixture
+def code() -> ctypes.CDLL:
+    compiled = native.library()
+    if compiled is None:
+        pytest.skip("no C compiler on this machine")
+    return compiled
+
+
+@pytest.fixture
+def uncached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A machine on which nothing was compiled yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    native.library.cache_clear()
+    yield tmp_path
+    native.library.cache_clear()
+
+
+def test_equal_to_numpy_on_a_megabyte_of_random_words(
+    code: ctypes.CDLL, trained: Tokenizer, real_text: str
+) -> None:
+    rng = random.Random(0)
+    pieces = [real_text[i : i + rng.randint(1, 40)] for i in rng.choices(range(len(real_text)), k=50_000)]
+    data = "".join(pieces).encode()
+    spans = trained.specials.find(data)
+    fast, slow = native.NativeEncoder(code, trained.merge_table), NumpyEncoder(trained.merge_table)
+    np.testing.assert_array_equal(fast.encode(data, spans), slow.encode(data, spans))
+
+
+def test_starts_over_when_it_knows_too_many_words(code: ctypes.CDLL, trained: Tokenizer) -> None:
+    rng = np.random.default_rng(0)
+    encoder = native.NativeEncoder(code, trained.merge_table)
+    for _ in range(4):  # 240,000 words each; half a million is the most it keeps
+        letters = rng.integers(97, 123, (240_000, 7), np.uint8)
+        letters[:, 0] = ord(" ")
+        data = letters.tobytes()
+        assert trained.decode_bytes(encoder.encode(data).tolist()) == data
+
+
+def test_encoders_in_threads_do_not_meet(code: ctypes.CDLL, trained: Tokenizer, real_text: str) -> None:
+    data = real_text.encode()
+    spans = trained.specials.find(data)
+
+    def encode() -> bytes:
+        return native.NativeEncoder(code, trained.merge_table).encode(data, spans).tobytes()
+
+    with ThreadPoolExecutor(4) as pool:
+        assert len({job.result() for job in [pool.submit(encode) for _ in range(8)]}) == 1
+
+
+def test_compiled_once_and_kept(code: ctypes.CDLL, uncached: Path) -> None:
+    assert native.library() is not None
+    kept = list((uncached / "lmkit").iterdir())
+    assert len(kept) == 1
+    written = kept[0].stat().st_mtime_ns
+    native.library.cache_clear()
+    assert native.library() is not None
+    assert [path.stat().st_mtime_ns for path in (uncached / "lmkit").iterdir()] == [written]
+
+
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
+def test_without_a_compiler_numpy_encodes_and_says_so(
+    uncached: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    trained: Tokenizer,
+    compiler: str,
+) -> None:
+    monkeypatch.setenv("CC", compiler)
+    with caplog.at_level(logging.WARNING, "lmkit"):
+        first = native.chunk_encoder(trained.merge_table)
+        second = native.chunk_encoder(trained.merge_table)
+    assert isinstance(first, NumpyEncoder)
+    assert isinstance(second, NumpyEncoder)
+    assert len(caplog.records) == 1
+    assert "encoding in numpy" in caplog.text
+    assert list((uncached / "lmkit").iterdir()) == []

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmkit.tokenizer import Tokenizer
+
+SMALL = {i: bytes([i]) for i in range(256)} | {256: b"he", 257: b"hel"}
+MERGES = [(b"h", b"e"), (b"he", b"l")]
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=st.text())
+def test_fault_24_every_text_round_trips(trained: Tokenizer, text: str) -> None:
+    assert trained.decode(trained.encode(text)) == text
+
+
+@pytest.mark.parametrize("text", ["\0", "a\0b", "\ufeffBOM", "one\r\ntwo\r\n", "\r", "\x1c\x85"])
+def test_fault_24_nul_bom_crlf(trained: Tokenizer, text: str) -> None:
+    assert trained.decode(trained.encode(text)) == text
+    assert trained.decode(trained.encode(text * 5000)) == text * 5000
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.binary())
+def test_every_byte_string_round_trips(trained: Tokenizer, data: bytes) -> None:
+    assert trained.decode_bytes(trained.encode_bytes(data)) == data
+
+
+def test_bytes_that_are_utf8_have_the_ids_of_the_text(trained: Tokenizer, real_text: str) -> None:
+    text = real_text[-3000:]
+    assert trained.encode_bytes(text.encode()) == trained.encode(text)
+
+
+@pytest.mark.parametrize("length", [100, 4096, 4097, 50_000])
+def test_short_and_long_texts_take_different_ways_to_the_same_ids(
+    trained: Tokenizer, real_text: str, length: int
+) -> None:
+    text = real_text[-length:] if length <= 4097 else real_text[:length]
+    ids = trained.encode(text)
+    assert trained.decode(ids) == text
+    parts = re.split("(?<=[a-z])(?= )", text)  # always a place to cut
+    assert ids == [token_id for part in parts for token_id in trained.encode(part)]
+
+
+def test_encode_iterable_leaves_no_trace_of_where_strings_end(trained: Tokenizer, real_text: str) -> None:
+    text = real_text[-20_000:] + " \n\n  x<|endoftext|><|pad|>\n\n\n"
+    rng = random.Random(0)
+    cuts = sorted(rng.sample(range(len(text)), 3000))
+    pieces = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
+    assert list(trained.encode_iterable(pieces)) == trained.encode(text)
+    assert list(trained.encode_iterable(text.splitlines(keepends=True))) == trained.encode(text)
+    assert list(trained.encode_iterable([])) == []
+
+
+def test_encode_iterable_is_lazy(trained: Tokenizer) -> None:
+    asked = 0
+
+    def endless() -> Iterator[str]:
+        nonlocal asked
+        while True:
+            asked += 1
+            yield "some words and more " * 100
+
+    ids = trained.encode_iterable(endless())
+    list(itertools.islice(ids, 1000))
+    assert asked * 2000 < 200_000
+
+
+def test_special_tokens_and_allowed_special(trained: Tokenizer) -> None:
+    end, both, pad = (trained.special_ids[t] for t in ("<|endoftext|>", "<|endoftext|><|pad|>", "<|pad|>"))
+    text = "hi<|endoftext|><|pad|><|pad|>"
+    assert trained.encode(text)[-2:] == [both, pad]
+    plain = trained.encode(text, allowed_special=frozenset())
+    assert not set(plain) & set(trained.special_ids.values())
+    assert trained.decode(plain) == text
+    assert trained.encode(text, allowed_special=frozenset({"<|endoftext|>"})).count(end) == 1
+    with pytest.raises(ValueError, match="no special token 'x'"):
+        trained.encode(text, allowed_special=frozenset({"x"}))
+    assert trained.encode("a<|two words|>b")[1:-1] == [trained.special_ids["<|two words|>"]]
+    assert trained.end_of_text_id == end
+
+
+def test_the_text_between_special_tokens_is_cut_as_if_it_stood_alone(trained: Tokenizer) -> None:
+    def alone(text: str) -> list[int]:
+        return trained.encode(text)
+
+    end = trained.special_ids["<|endoftext|>"]
+    assert trained.encode("x  \n<|endoftext|>  y") == [*alone("x  \n"), end, *alone("  y")]
+
+
+def test_what_the_constructor_makes_of_special_tokens() -> None:
+    tokenizer = Tokenizer(vocab=SMALL, merges=MERGES, special_tokens=("<|b|>", "he", "a"))
+    assert tokenizer.special_ids == {"<|b|>": 258, "he": 259, "a": 260}
+    assert tokenizer.vocab_size == 261
+    assert tokenizer.encode("he hel") == [259, 32, 259, 108]
+    assert tokenizer.encode("hel", allowed_special=frozenset()) == [257]
+    given = Tokenizer(vocab=SMALL | {300: b"<|b|>"}, merges=MERGES, special_tokens=("<|b|>",))
+    assert given.special_ids == {"<|b|>": 300}
+    assert given.vocab_size == 301
+    assert given.end_of_text_id is None
+
+
+@pytest.mark.parametrize(
+    ("vocab", "merges", "special"),
+    [
+        ({i: bytes([i]) for i in range(255)}, [], ()),
+        (SMALL, [(b"x", b"y")], ()),
+        (SMALL, [(b"he", b"l")], ()),
+        (SMALL, MERGES, ("<|a|>", "<|a|>")),
+        (SMALL, MERGES, ("",)),
+    ],
+)
+def test_what_the_constructor_refuses(vocab: dict, merges: list, special: tuple) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 - the messages differ
+        Tokenizer(vocab=vocab, merges=merges, special_tokens=special)
+
+
+def test_fault_94_decoding_half_a_character(trained: Tokenizer) -> None:
+    ids = trained.encode("日")
+    assert trained.decode([0xE6, 0x97]) == "\ufffd"
+    assert trained.decode_bytes(ids) == "日".encode()
+    with pytest.raises(ValueError, match="not a token id"):
+        trained.decode([10**6])
+
+
+def test_equal_tokenizers_have_equal_hashes(trained: Tokenizer) -> None:
+    again = Tokenizer(vocab=trained.vocab, merges=trained.merges, special_tokens=trained.special_tokens)
+    assert again.sha256 == trained.sha256
+    other = Tokenizer(vocab=trained.vocab, merges=trained.merges[:-1], special_tokens=trained.special_tokens)
+    assert other.sha256 != trained.sha256
+
+
+def test_agrees_with_tiktoken(trained: Tokenizer, real_text: str) -> None:
+    tiktoken = pytest.importorskip("tiktoken")
+    from lmkit.tokenizer.pattern import PATTERN
+
+    special = set(trained.special_ids.values())
+    other = tiktoken.Encoding(
+        "lmkit",
+        pat_str=PATTERN,
+        mergeable_ranks={token: i for i, token in trained.vocab.items() if i not in special},
+        special_tokens={"<|endoftext|>": trained.special_ids["<|endoftext|>"]},
+    )
+    ours = trained.encode(real_text, allowed_special=frozenset({"<|endoftext|>"}))
+    assert ours == other.encode(real_text, allowed_special="all")

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lmkit.errors import LmkitError, UsageError
+from lmkit.tokenizer import Tokenizer, chunks, train_tokenizer
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str | bytes], Path]:
+    def write_text(content: str | bytes, name: str = "corpus.txt") -> Path:
+        path = tmp_path / name
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return path
+
+    return write_text
+
+
+def test_merges_ids_and_specials(write: Callable, real_text: str, oracle_merges: Callable) -> None:
+    text = real_text[:30_000]
+    special = ("<|endoftext|>", "<|pad|>")
+    tokenizer = train_tokenizer([write(text)], vocab_size=500, special_tokens=special)
+    merges = oracle_merges(text, 500 - 256 - 2, special)
+    assert tokenizer.merges == merges
+    assert [tokenizer.vocab[i] for i in range(256)] == [bytes([i]) for i in range(256)]
+    assert [tokenizer.vocab[256 + i] for i in range(len(merges))] == [a + b for a, b in merges]
+    assert tokenizer.special_ids == {"<|endoftext|>": 498, "<|pad|>": 499}
+
+
+@pytest.mark.parametrize("workers", [2, 3, 8])
+def test_fault_25_any_number_of_workers_and_chunks(
+    write: Callable, real_text: str, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    path = write(real_text[:150_000])
+    special = ("<|endoftext|>", "def __init__(self")  # the second holds a space, at which chunks like to end
+    alone = train_tokenizer([path], vocab_size=800, special_tokens=special, workers=1)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 700)
+    monkeypatch.setattr(chunks.exact_chunks, "__kwdefaults__", {"size": 700, "source": 0})
+    together = train_tokenizer([path], vocab_size=800, special_tokens=special, workers=workers)
+    assert together.merges == alone.merges
+    assert together.sha256 == alone.sha256
+
+
+def test_several_files_are_texts_of_their_own(write: Callable) -> None:
+    one, two = write("ab", "one.txt"), write("ab", "two.txt")
+    tokenizer = train_tokenizer([one, two], vocab_size=300)
+    assert tokenizer.merges == [(b"a", b"b")]  # not across the files: then "ba" would be a pair too
+
+
+def test_fault_17_missing_corpus(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"nothing\.txt"):
+        train_tokenizer([tmp_path / "nothing.txt"], vocab_size=300)
+
+
+def test_fault_18_empty_corpus(write: Callable) -> None:
+    with pytest.raises(UsageError, match=r"empty.*corpus\.txt"):
+        train_tokenizer([write("")], vocab_size=300)
+    with pytest.raises(UsageError, match="empty"):
+        train_tokenizer([], vocab_size=300)
+
+
+def test_fault_19_only_white_space_trains(write: Callable) -> None:
+    tokenizer = train_tokenizer([write("  \n\n \t  ")], vocab_size=258)
+    assert len(tokenizer.merges) == 1
+    assert tokenizer.decode(tokenizer.encode(" \n\n\t ")) == " \n\n\t "
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_fault_20_invalid_utf8(write: Callable, workers: int) -> None:
+    path = write(b"good text " * 200_000 + b"\xff bad")
+    with pytest.raises(LmkitError, match=r"corpus\.txt: invalid UTF-8 at byte 2000000"):
+        train_tokenizer([path], vocab_size=300, workers=workers)
+    replaced = train_tokenizer([path], vocab_size=300, workers=workers, errors="replace")
+    assert (b"\xef", b"\xbf") in replaced.merges or len(replaced.merges) == 43
+
+
+def test_fault_21_utf8_cut_at_the_end(write: Callable) -> None:
+    path = write("tail é".encode()[:-1])
+    with pytest.raises(LmkitError, match="invalid UTF-8 at byte 5"):
+        train_tokenizer([path], vocab_size=300)
+    assert train_tokenizer([path], vocab_size=258, errors="replace").merges
+
+
+def test_fault_22_no_special_token_in_the_corpus_is_one_warning(
+    write: Callable, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "lmkit"):
+        train_tokenizer([write("some text without it")], vocab_size=260)
+    assert [record.getMessage() for record in caplog.records] == [
+        "no special token (<|endoftext|>) occurs in the corpus"
+    ]
+
+
+def test_fault_27_vocabulary_too_small_states_the_minimum(write: Callable) -> None:
+    with pytest.raises(UsageError, match=re.escape("vocab_size = 257: must be 258")):
+        train_tokenizer([write("text")], vocab_size=257, special_tokens=("<|a|>", "<|b|>"))
+
+
+def test_fault_28_unreachable_vocabulary_says_the_real_size(
+    write: Callable, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "lmkit"):
+        tokenizer = train_tokenizer([write("abc<|endoftext|>")], vocab_size=1000)
+    assert tokenizer.vocab_size == 256 + 2 + 1
+    assert "the vocabulary is 259, not 1000" in caplog.text
+
+
+def test_fault_29_an_error_in_one_worker_ends_the_training(
+    write: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lmkit.tokenizer.counting import WordCounter
+
+    def fail(self: WordCounter, data: bytes) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(WordCounter, "add", fail)
+    with pytest.raises(MemoryError):
+        train_tokenizer([write("text " * 1_000_000)], vocab_size=300, workers=4)
+
+
+@pytest.mark.parametrize("special", [("",), ("<|a|>", "<|a|>"), ("x",)])
+def test_special_tokens_that_cannot_be(write: Callable, special: tuple[str, ...]) -> None:
+    with pytest.raises(UsageError):
+        train_tokenizer([write("text")], vocab_size=300, special_tokens=special)
+
+
+def test_progress_reaches_the_end(write: Callable) -> None:
+    seen: dict[str, tuple[int, int]] = {}
+    path = write("some text, some more <|endoftext|>")
+    train_tokenizer(
+        [path], vocab_size=262, progress=lambda stage, done, total: seen.update({stage: (done, total)})
+    )
+    assert seen == {"count words": (34, 34), "learn merges": (5, 5)}
+
+
+def test_nothing_is_merged_across_special_tokens(write: Callable) -> None:
+    tokenizer = train_tokenizer([write("aX<|endoftext|>Xb" * 50)], vocab_size=300)
+    assert not any(b"<" in left + right for left, right in tokenizer.merges)
+    assert isinstance(tokenizer, Tokenizer)
+    assert (b"X", b"X") not in tokenizer.merges
