@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lmkit.data import encoding
+from lmkit.data.encoding import encode_corpus
+from lmkit.data.token_files import open_tokens
+from lmkit.errors import LmkitError, UsageError
+from lmkit.tokenizer import Tokenizer, chunks, native, train_tokenizer
+
+END = "<|endoftext|>"
+
+
+@pytest.fixture(scope="module")
+def story() -> str:
+    people, things = (
+        ("Tom", "Lily", "the naïve fox", "日本の猫"),
+        ("a ball", "two apples", "it's", "\n\n  a tree"),
+    )
+    sentences = [f"{p} saw {t}. {q} didn't, and it cost {i}€!" for i, (p, t, q) in
+                 enumerate(itertools.product(people, things, people))]  # fmt: skip
+    return "".join(f"{' '.join(sentences[i:] + sentences[:i])}\n{END}\n" for i in range(len(sentences)))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory, story: str) -> Tokenizer:
+    path = tmp_path_factory.mktemp("corpus") / "story.txt"
+    path.write_text(story, "utf-8")
+    return train_tokenizer([path], vocab_size=400, special_tokens=(END, END * 2, "saw two"))
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, story: str) -> Path:
+    path = tmp_path / "corpus.txt"
+    path.write_text(story, "utf-8")
+    return path
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks.exact_chunks, "__kwdefaults__", {"size": 200, "source": 0})
+    monkeypatch.setattr(chunks.read_blocks, "__defaults__", (77,))
+
+
+def tokens(path: Path) -> list[int]:
+    return open_tokens(path).tokens.tolist()
+
+
+def test_tokens_and_description(corpus: Path, tokenizer: Tokenizer, tmp_path: Path, story: str) -> None:
+    output = tmp_path / "tokens.npy"
+    meta = encode_corpus([corpus], output, tokenizer)
+    assert tokens(output) == tokenizer.encode(story)
+    assert open_tokens(output, tokenizer_sha256=tokenizer.sha256).meta == meta
+    assert meta.num_documents == story.count(END)
+    assert meta.num_bytes == len(story.encode())
+    assert meta.source_sha256 == hashlib.sha256(story.encode()).hexdigest()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["corpus.txt", "tokens.json", "tokens.npy"]
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("workers", [1, 2, 8])
+def test_fault_25_exact_at_chunk_borders_for_any_number_of_workers(
+    corpus: Path, tokenizer: Tokenizer, tmp_path: Path, story: str, workers: int
+) -> None:
+    encode_corpus([corpus], tmp_path / "tokens.npy", tokenizer, workers=workers)
+    assert tokens(tmp_path / "tokens.npy") == tokenizer.encode(story)
+
+
+def test_without_a_compiler_the_file_is_the_same(
+    corpus: Path, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode_corpus([corpus], tmp_path / "one.npy", tokenizer)
+    monkeypatch.setattr(native, "library", lambda: None)
+    encode_corpus([corpus], tmp_path / "two.npy", tokenizer)
+    assert (tmp_path / "one.npy").read_bytes() == (tmp_path / "two.npy").read_bytes()
+
+
+def test_documents_end_with_end_of_text(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    texts = ["no end", f"an end{END}", f"an end and space{END}\n\n", ""]
+    paths = []
+    for i, text in enumerate(texts):
+        paths.append(tmp_path / f"{i}.txt")
+        paths[-1].write_text(text, "utf-8")
+    meta = encode_corpus(paths, tmp_path / "tokens.npy", tokenizer)
+    ids = tokens(tmp_path / "tokens.npy")
+    assert tokenizer.decode(ids) == f"no end{END}an end{END}an end and space{END}\n\n"
+    assert meta.num_documents == 3
+    assert meta.num_bytes == sum(len(text) for text in texts)
+
+
+def test_fault_17_missing_source(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"none\.txt"):
+        encode_corpus([tmp_path / "none.txt"], tmp_path / "tokens.npy", tokenizer)
+
+
+def test_fault_18_empty_corpus(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(UsageError, match=r"empty.*empty\.txt"):
+        encode_corpus([tmp_path / "empty.txt"], tmp_path / "tokens.npy", tokenizer)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.usefixtures("small_chunks")
+def test_fault_20_invalid_utf8(tokenizer: Tokenizer, tmp_path: Path, workers: int) -> None:
+    path = tmp_path / "bad.txt"
+    path.write_bytes(b"fine " * 1000 + b"\xe6\x97 cut" + b" fine" * 1000)
+    output = tmp_path / "tokens.npy"
+    with pytest.raises(LmkitError, match=r"bad\.txt: invalid UTF-8 at byte 5000"):
+        encode_corpus([path], output, tokenizer, workers=workers)
+    assert [p.name for p in tmp_path.iterdir()] == ["bad.txt"]
+    encode_corpus([path], output, tokenizer, workers=workers, errors="replace")
+    expected = path.read_bytes().decode("utf-8", "replace") + END
+    assert tokens(output) == tokenizer.encode(expected)
+
+
+def test_fault_29_an_error_in_one_worker_ends_the_encoding(
+    corpus: Path, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_chunks: None
+) -> None:
+    calls = itertools.count()
+    encode = encoding._Encoders.encode
+
+    def fail_once(self: encoding._Encoders, data: bytes) -> object:
+        if next(calls) == 7:
+            raise MemoryError("no room")
+        return encode(self, data)
+
+    monkeypatch.setattr(encoding._Encoders, "encode", fail_once)
+    with pytest.raises(MemoryError):
+        encode_corpus([corpus], tmp_path / "tokens.npy", tokenizer, workers=4)
+    assert [p.name for p in tmp_path.iterdir()] == ["corpus.txt"]
+    assert threading.active_count() == 1
+
+
+KILLED = """
+    import os, signal, sys
+    from pathlib import Path
+    from lmkit.data.encoding import encode_corpus
+    from lmkit.tokenizer import Tokenizer
+
+    def die(stage, done, total):
+        if done > total // 2:
+            os.kill(os.getpid(), signal.{signal})
+
+    encode_corpus([Path(sys.argv[1])], Path(sys.argv[2]), Tokenizer.load(sys.argv[3]), workers=2, progress=die)
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGINT"])
+def test_fault_39_killed_while_encoding(tokenizer: Tokenizer, tmp_path: Path, story: str, name: str) -> None:
+    corpus, output = tmp_path / "corpus.txt", tmp_path / "tokens.npy"
+    corpus.write_text(story * (3_000_000 // len(story)), "utf-8")
+    tokenizer.save(tmp_path / "tokenizer.json")
+    script = textwrap.dedent(KILLED).format(signal=name)
+    command = [sys.executable, "-c", script, str(corpus), str(output), str(tmp_path / "tokenizer.json")]
+    killed = subprocess.run(command, capture_output=True, timeout=120)
+    assert killed.returncode == -getattr(signal, name), killed.stderr
+    left = {path.name for path in tmp_path.iterdir()} - {"corpus.txt", "tokenizer.json"}
+    assert left == (set() if name == "SIGINT" else {"tokens.npy.partial"})
+    encode_corpus([corpus], output, tokenizer, workers=1)
+    first = output.read_bytes()
+    encode_corpus([corpus], tmp_path / "again.npy", tokenizer, workers=2)
+    assert (tmp_path / "again.npy").read_bytes() == first
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_fault_40_output_exists(corpus: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    output = tmp_path / "tokens.npy"
+    output.write_bytes(b"precious")
+    with pytest.raises(UsageError, match=r"tokens\.npy exists") as error:
+        encode_corpus([corpus], output, tokenizer)
+    assert "--force" in error.value.hint
+    assert output.read_bytes() == b"precious"
+    encode_corpus([corpus], output, tokenizer, force=True)
+    assert open_tokens(output).meta.num_tokens > 0
+
+
+@pytest.mark.parametrize("change", ["grow", "rewrite", "shrink"])
+def test_fault_43_corpus_changes_while_encoding(
+    corpus: Path, tokenizer: Tokenizer, tmp_path: Path, small_chunks: None, change: str
+) -> None:
+    def alter(stage: str, done: int, total: int) -> None:
+        if total // 2 < done < total // 2 + 300:
+            size = {"grow": total + 10, "rewrite": total, "shrink": total - 10}[change]
+            os.truncate(corpus, size)
+            os.utime(corpus, ns=(1, 1))
+
+    with pytest.raises(LmkitError, match=r"corpus\.txt: changed while"):
+        encode_corpus([corpus], tmp_path / "tokens.npy", tokenizer, workers=2, progress=alter)
+    assert [p.name for p in tmp_path.iterdir()] == ["corpus.txt"]
+
+
+def test_the_name_must_end_in_npy(corpus: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"ends in \.npy"):
+        encode_corpus([corpus], tmp_path / "tokens.bin", tokenizer)
+
+
+def test_progress_counts_bytes(
+    corpus: Path, tokenizer: Tokenizer, tmp_path: Path, small_chunks: None
+) -> None:
+    seen: list[tuple[str, int, int]] = []
+    encode_corpus([corpus], tmp_path / "tokens.npy", tokenizer, progress=lambda *report: seen.append(report))
+    total = corpus.stat().st_size
+    assert seen[-1] == ("encode", total, total)
+    assert [done for _, done, _ in seen] == sorted(done for _, done, _ in seen)
+    assert len(seen) > 10
+
+
+LIMITED = """
+    import resource, sys
+    from pathlib import Path
+    from lmkit.data.encoding import encode_corpus
+    from lmkit.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(sys.argv[3])
+    encode_corpus([Path(sys.argv[1])], Path(sys.argv[2]), tokenizer, workers=2, force=True)  # all code is loaded now
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    encode_corpus([Path(sys.argv[4])], Path(sys.argv[2]), tokenizer, workers=2, force=True)
+    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+
+
+def test_fault_23_one_long_line_in_bounded_memory(tokenizer: Tokenizer, tmp_path: Path, story: str) -> None:
+    """One line of 100 MB without a special token costs no more than a few chunks more than one of 4 MB."""
+    line = story.replace("\n", " ").replace(END, " ").encode()
+    line += b" " * (-len(line) % 64)
+    for name, size in (("short.txt", 4_000_000), ("long.txt", 100_000_000)):
+        with open(tmp_path / name, "wb") as file:
+            for _ in range(size // len(line)):
+                file.write(line)
+    tokenizer.save(tmp_path / "tokenizer.json")
+    paths = [str(tmp_path / name) for name in ("short.txt", "tokens.npy", "tokenizer.json", "long.txt")]
+    command = [sys.executable, "-c", textwrap.dedent(LIMITED), *paths]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    assert ended.returncode == 0, ended.stderr
+    assert int(ended.stdout) < 25  # MiB; the chunks under way are 16 MiB with their ids
+
+
+@pytest.fixture(autouse=True)
+def _no_threads_left() -> Iterator[None]:
+    before = threading.active_count()
+    yield
+    assert threading.active_count() == before
+
+
+def test_encoding_needs_no_torch(corpus: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    check: Callable = subprocess.run
+    script = "import sys, lmkit.tokenizer, lmkit.data.encoding; sys.exit('torch' in sys.modules)"
+    assert check([sys.executable, "-c", script], timeout=60).returncode == 0
