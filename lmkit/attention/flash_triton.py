@@ -63,8 +63,8 @@ def flash_triton(
     refuse_unsupported(q)
     if q.numel() == 0 or k.numel() == 0:
         return zeros_like_queries(q, k, v)
-    if scale < 0:
-        q, scale = -q, -scale  # the kernels take the maximum before they scale
+    if scale <= 0:
+        q, scale = q * scale, 1.0  # the kernels mask and take the maximum before they scale
     q, k, v = rows_in_place(q), rows_in_place(k), rows_in_place(v)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()

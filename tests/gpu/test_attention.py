@@ -1,0 +1,165 @@
+"""Attention on a GPU, every implementation of flash_triton against the float64 oracle: values and gradients."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from lmkit.attention import attention_function
+from lmkit.attention.accuracy import exact_attention, faults_of, run_attention
+from lmkit.attention.reference import reference
+from lmkit.errors import UsageError
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = [(1, 1), (127, 127), (129, 129), (1000, 300), (300, 1000), (1024, 1024)]
+
+
+@pytest.fixture(params=["portable", "auto"])
+def kernel(request):
+    """flash_triton with the portable kernels, and with whatever it picks on this chip."""
+    return partial(attention_function("flash_triton"), implementation=request.param)
+
+
+@pytest.fixture
+def portable():
+    return partial(attention_function("flash_triton"), implementation="portable")
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("queries", "keys"), LENGTHS)
+def test_bfloat16_equals_the_oracle(kernel, queries, keys, head_dim, causal, random_inputs):
+    inputs = random_inputs(queries=queries, keys=keys, head_dim=head_dim)
+    assert faults_of(kernel, reference, *inputs, causal=causal) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("head_dim", [16, 32, 40, 80, 96, 256])
+def test_every_head_dim_and_dtype(kernel, head_dim, dtype, random_inputs):
+    inputs = random_inputs(queries=129, keys=200, head_dim=head_dim, dtype=dtype)
+    assert faults_of(kernel, reference, *inputs, causal=True) == []
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_grouped_heads(kernel, kv_heads, causal, random_inputs):
+    inputs = random_inputs(batch=2, heads=8, kv_heads=kv_heads, queries=300, head_dim=128)
+    assert faults_of(kernel, reference, *inputs, causal=causal) == []
+
+
+def test_views_of_one_projection(kernel):
+    projection = torch.randn(2, 300, 3, 4, 64, device="cuda", dtype=torch.bfloat16)
+    q, k, v = (projection[:, :, i].transpose(1, 2) for i in range(3))
+    dout = torch.randn(2, 300, 4, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    assert faults_of(kernel, reference, q, k, v, dout, causal=True) == []
+
+
+def test_unaligned_views(kernel):
+    storage = torch.randn(2 * 2 * 200 * 67 + 1, device="cuda", dtype=torch.bfloat16)
+    x = storage[1:].view(2, 2, 200, 67)[
+        ..., :64
+    ]  # odd address, odd strides: no tensor descriptor can reach it
+    assert faults_of(kernel, reference, x, x.flip(2), x.flip(0), x.flip(1), causal=True) == []
+
+
+def test_tf32_is_as_exact_as_tf32_can_be(portable, random_inputs):
+    inputs = random_inputs(queries=300, dtype=torch.float32)
+    # bfloat16's own budget is the yardstick: tf32 keeps 10 bits of mantissa, bfloat16 7.
+    low = [x.bfloat16() for x in inputs]
+    exact = exact_attention(*inputs, causal=True)
+    got = run_attention(partial(portable, fp32_precision="tf32"), *inputs, causal=True)
+    rival = run_attention(reference, *low, causal=True)
+    for mine, theirs, truth in zip(got, rival, exact, strict=True):
+        assert (mine.double() - truth).norm() < 0.5 * (theirs.double() - truth).norm()
+
+
+@pytest.mark.parametrize("fault", ["logits x 8", "sink", "ramp"])
+def test_data_like_a_trained_models(kernel, fault, random_inputs):
+    q, k, v, dout = random_inputs(queries=1000, dtype=torch.bfloat16)
+    if fault == "logits x 8":
+        q = q * 8
+    elif fault == "sink":  # one key 60 nats above the rest
+        k[:, :, 3] = q.mean(dim=2) * 0 + 60.0 / 8.0
+        q = q.abs()
+    else:  # growing maxima: the running maximum changes in every tile
+        k = k + torch.linspace(0, 40, 1000, device="cuda", dtype=k.dtype)[:, None] / 64**0.5
+        q = q.abs()
+    assert faults_of(kernel, reference, q, k, v, dout, causal=True) == []
+
+
+def test_nan_reaches_exactly_the_rows_that_see_it(kernel, random_inputs):
+    q, k, v, _ = random_inputs(queries=500)
+    k[0, 0, 150] = torch.nan
+    out = kernel(q, k, v, causal=True)
+    assert out[0, 0, 150:].isnan().all()
+    assert out[0, 0, :150].isfinite().all()
+    assert out[0, 1].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_portable_backward_gives_the_same_bits(portable, dtype, random_inputs):
+    inputs = random_inputs(heads=8, kv_heads=2, queries=1000, dtype=dtype)
+    first = run_attention(portable, *inputs, causal=True)
+    for _ in range(20):
+        again = run_attention(portable, *inputs, causal=True)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_deterministic_argument_gives_the_same_bits(random_inputs):
+    kernel = partial(attention_function("flash_triton"), deterministic=True)
+    inputs = random_inputs(heads=8, queries=1000)
+    first = run_attention(kernel, *inputs, causal=True)
+    for _ in range(20):
+        again = run_attention(kernel, *inputs, causal=True)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_addresses_past_two_to_the_31(portable):
+    q, k, v = (torch.randn(1, 1, 129, 64, device="cuda", dtype=torch.float16) for _ in range(3))
+    # 70,000 heads with a stride of 40,000 elements: the last one begins at 2.8 * 10^9.
+    storage = torch.empty(70_000 * 40_000, device="cuda", dtype=torch.float16)
+    far = storage.as_strided((1, 70_000, 129, 64), (0, 40_000, 64, 1))
+    far[:, -1] = q[:, 0]
+    out = portable(far[:, -2:], k, v, causal=True)[:, -1:]
+    assert torch.equal(out, portable(q, k, v, causal=True))
+
+
+@pytest.mark.parametrize("kernel_name", ["flash_triton"])
+def test_compile_sees_no_graph_break(kernel_name, random_inputs):
+    function = attention_function(kernel_name)
+    inputs = random_inputs(queries=300)
+    compiled = torch.compile(function, fullgraph=True)
+    eager = run_attention(partial(function, deterministic=True), *inputs, causal=True)
+    traced = run_attention(partial(compiled, deterministic=True), *inputs, causal=True)
+    assert all(torch.equal(a, b) for a, b in zip(eager, traced, strict=True))
+
+
+def test_runs_inside_a_cuda_graph(portable, random_inputs):
+    q, k, v, _ = random_inputs(queries=300)
+    expected = portable(q, k, v, causal=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = portable(q, k, v, causal=True)
+    out.zero_()
+    graph.replay()
+    assert torch.equal(out, expected)
+
+
+def test_memory_is_linear_in_the_length(portable, random_inputs):
+    q, k, v, dout = random_inputs(batch=1, heads=1, queries=65_536)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run_attention(portable, q, k, v, dout, causal=True)
+    one_tensor = q.numel() * q.element_size()
+    # out, three gradients, log-sum-exp and delta, and a few temporaries; the scores would be 8 GiB.
+    assert torch.cuda.max_memory_allocated() - before < 12 * one_tensor
+
+
+def test_refusals_name_what_is_supported(random_inputs):
+    function = attention_function("flash_triton")
+    with pytest.raises(UsageError, match="head_dim 512") as caught:
+        function(*random_inputs(head_dim=512)[:3], causal=True)
+    assert "head_dim 1 to 256" in caught.value.hint
+    with pytest.raises(UsageError, match="cannot run"):
+        function(*random_inputs(head_dim=40)[:3], causal=True, implementation="hopper")

@@ -1,0 +1,230 @@
+"""The portable kernels, in Triton's interpreter, against the float64 oracle: values and gradients.
+
+float32 and float16 only: the interpreter multiplies the raw bits of bfloat16. bfloat16 is tested on the GPU.
+"""
+
+import pytest
+import torch
+
+from lmkit.attention.accuracy import faults_of, run_attention
+from lmkit.attention.reference import reference
+
+pytestmark = pytest.mark.interpreter
+
+# (queries, keys): one row, around the tile size of 32, both ways rectangular.
+LENGTHS = [(1, 1), (31, 31), (32, 32), (65, 65), (65, 20), (20, 65), (1, 40), (40, 1)]
+
+
+@pytest.fixture
+def flash_triton():
+    from lmkit.attention.flash_triton import flash_triton
+
+    return flash_triton
+
+
+@pytest.fixture
+def with_tiling():
+    """Attention through the launchers, with tile sizes of the test's choice."""
+    from lmkit.kernels.flash_backward import flash_backward
+    from lmkit.kernels.flash_forward import flash_forward
+    from lmkit.kernels.tilings import Tiling
+
+    def make(**tile):
+        tiling = Tiling(warps=4, stages=1, **tile)
+
+        class Attention(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, q, k, v, causal, scale):
+                out, lse = flash_forward(q, k, v, causal=causal, scale=scale, tiling=tiling)
+                ctx.save_for_backward(q, k, v, out, lse)
+                ctx.options = {"causal": causal, "scale": scale}
+                return out
+
+            @staticmethod
+            def backward(ctx, dout):
+                grads = flash_backward(
+                    dout, *ctx.saved_tensors, **ctx.options, dq_tiling=tiling, dkdv_tiling=tiling
+                )
+                return *grads, None, None
+
+        def attention(q, k, v, *, causal, scale=None):
+            return Attention.apply(q, k, v, causal, q.shape[3] ** -0.5 if scale is None else scale)
+
+        return attention
+
+    return make
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(("queries", "keys"), LENGTHS)
+def test_equals_the_oracle(flash_triton, queries, keys, causal, random_inputs):
+    inputs = random_inputs(queries=queries, keys=keys)
+    assert faults_of(flash_triton, reference, *inputs, causal=causal) == []
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(("rows", "columns"), [(16, 32), (32, 16), (64, 16), (16, 64)])
+def test_any_tile_shape(with_tiling, rows, columns, causal, random_inputs):
+    inputs = random_inputs(queries=70, keys=50)
+    assert faults_of(with_tiling(rows=rows, columns=columns), reference, *inputs, causal=causal) == []
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["padded", "split"])
+@pytest.mark.parametrize("head_dim", [1, 8, 24, 32, 40, 80, 96])
+def test_any_head_dim(with_tiling, head_dim, split, random_inputs):
+    inputs = random_inputs(queries=33, keys=40, head_dim=head_dim)
+    assert faults_of(with_tiling(rows=32, columns=32, split=split), reference, *inputs, causal=True) == []
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [32, 40])
+def test_tensor_descriptors(with_tiling, head_dim, causal, random_inputs):
+    inputs = random_inputs(heads=4, kv_heads=2, queries=65, keys=50, head_dim=head_dim, dtype=torch.float16)
+    attention = with_tiling(rows=32, columns=16, descriptors=True)
+    assert faults_of(attention, reference, *inputs, causal=causal) == []
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_one_specialised_walk(with_tiling, causal, random_inputs):
+    inputs = random_inputs(queries=65, keys=50, head_dim=32, dtype=torch.float16)
+    attention = with_tiling(rows=32, columns=16, descriptors=True, specialize=True)
+    assert faults_of(attention, reference, *inputs, causal=causal) == []
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_float16_stays_within_the_budget(flash_triton, causal, random_inputs):
+    inputs = random_inputs(queries=65, head_dim=64, dtype=torch.float16)
+    assert faults_of(flash_triton, reference, *inputs, causal=causal) == []
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_grouped_heads_share_their_keys(flash_triton, kv_heads, random_inputs):
+    inputs = random_inputs(batch=2, heads=4, kv_heads=kv_heads, queries=40, keys=33)
+    assert faults_of(flash_triton, reference, *inputs, causal=True) == []
+
+
+def test_views_of_one_projection_are_read_where_they_lie(flash_triton):
+    projection = torch.randn(2, 40, 3, 2, 32, generator=torch.Generator().manual_seed(0))
+    q, k, v = (projection[:, :, i].transpose(1, 2) for i in range(3))
+    dout = torch.randn(2, 40, 2, 32, generator=torch.Generator().manual_seed(1)).transpose(1, 2)
+    assert faults_of(flash_triton, reference, q, k, v, dout, causal=True) == []
+    out = flash_triton(q, k, v, causal=True)
+    assert out.transpose(
+        1, 2
+    ).is_contiguous()  # the model's next view, (batch, seq, heads * head_dim), is free
+
+
+def test_rows_with_a_stride_and_broadcast_gradients(flash_triton, random_inputs):
+    q, k, v, dout = random_inputs(queries=20, head_dim=32)
+    q = q.repeat_interleave(2, dim=3)[..., ::2]  # innermost stride 2
+    dout = dout[..., :1].expand_as(dout)  # innermost stride 0, as sum() makes it
+    assert faults_of(flash_triton, reference, q, k, v, dout, causal=True) == []
+
+
+@pytest.mark.parametrize("scale", [0.7, -0.3, 0.0])
+def test_any_scale(flash_triton, scale, random_inputs):
+    inputs = random_inputs(queries=40)
+    assert faults_of(flash_triton, reference, *inputs, causal=True, scale=scale) == []
+
+
+def test_log_sum_exp_is_natural(random_inputs):
+    from lmkit.kernels.flash_forward import flash_forward
+
+    q, k, v, _ = random_inputs(queries=40, keys=50)
+    _, lse = flash_forward(q, k, v, causal=False, scale=0.25)
+    expected = torch.logsumexp(q.double() @ k.double().transpose(-2, -1) * 0.25, dim=-1)
+    torch.testing.assert_close(lse.double(), expected, atol=1e-6, rtol=1e-6)  # a few float32 roundings
+
+
+@pytest.mark.parametrize("sizes", [{"batch": 0}, {"queries": 0, "keys": 5}, {"queries": 5, "keys": 0}])
+def test_nothing_in_gives_zeros_out(flash_triton, sizes, random_inputs):
+    q, k, v, dout = random_inputs(**sizes)
+    for got, like in zip(run_attention(flash_triton, q, k, v, dout, causal=True), (q, q, k, v), strict=True):
+        assert got.shape == like.shape
+        assert not got.any()
+
+
+def test_nan_reaches_exactly_the_rows_that_see_it(flash_triton, random_inputs):
+    q, k, v, _ = random_inputs(queries=100)
+    k[0, 0, 50] = torch.nan
+    out = flash_triton(q, k, v, causal=True)
+    assert out[0, 0, 50:].isnan().all()
+    assert out[0, 0, :50].isfinite().all()
+    assert out[0, 1].isfinite().all()
+
+
+def test_same_bits_every_time(flash_triton, random_inputs):
+    q, k, v, dout = random_inputs(heads=4, kv_heads=2, queries=65)
+    first, *others = (run_attention(flash_triton, q, k, v, dout, causal=True) for _ in range(3))
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def test_activation_checkpointing_changes_nothing(flash_triton, random_inputs):
+    from torch.utils.checkpoint import checkpoint
+
+    inputs = random_inputs(queries=33)
+
+    def recomputed(q, k, v, *, causal):
+        return checkpoint(flash_triton, q, k, v, causal=causal, use_reentrant=False)
+
+    plain, again = (run_attention(f, *inputs, causal=True) for f in (flash_triton, recomputed))
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+def test_autocast_casts_mixed_inputs(flash_triton, random_inputs):
+    q, k, v, dout = random_inputs(queries=20)
+    q.requires_grad_()
+    with torch.autocast("cpu", dtype=torch.float16):
+        out = flash_triton(q, k, v.half(), causal=True)
+    assert out.dtype == torch.float16
+    out.backward(dout.half())
+    assert q.grad.dtype == torch.float32
+
+
+def test_compile_sees_no_graph_break(flash_triton, random_inputs):
+    inputs = random_inputs(queries=33)
+    compiled = torch.compile(flash_triton, fullgraph=True, backend="aot_eager")
+    eager, traced = (run_attention(f, *inputs, causal=True) for f in (flash_triton, compiled))
+    assert all(torch.equal(a, b) for a, b in zip(eager, traced, strict=True))
+
+
+def test_operators_keep_their_promises(flash_triton, random_inputs):
+    q, k, v, _ = (x.requires_grad_() for x in random_inputs(heads=4, kv_heads=2, queries=20, keys=30))
+    torch.library.opcheck(
+        torch.ops.lmkit.flash_attention_forward.default, (q, k, v, True, 0.25, "auto", False, "ieee")
+    )
+
+
+class TestRefusals:
+    def test_bfloat16_in_the_interpreter(self, flash_triton, random_inputs):
+        from lmkit.errors import UsageError
+
+        with pytest.raises(UsageError, match="bfloat16"):
+            flash_triton(*random_inputs(dtype=torch.bfloat16)[:3], causal=True)
+
+    def test_head_dim_and_dtype_list_what_is_supported(self, flash_triton, random_inputs):
+        from lmkit.errors import UsageError
+
+        for inputs in (random_inputs(head_dim=257), random_inputs(dtype=torch.float64)):
+            with pytest.raises(UsageError) as caught:
+                flash_triton(*inputs[:3], causal=True)
+            assert "257" in caught.value.message or "float64" in caught.value.message
+            assert "head_dim 1 to 256" in caught.value.hint
+
+    def test_forced_hopper_never_falls_back(self, flash_triton, random_inputs):
+        from lmkit.errors import UsageError
+
+        with pytest.raises(UsageError, match="hopper implementation cannot run"):
+            flash_triton(*random_inputs()[:3], causal=True, implementation="hopper")
+
+    def test_unknown_implementation(self, flash_triton, random_inputs):
+        from lmkit.errors import UsageError
+
+        with pytest.raises(UsageError, match="no implementation 'cuda'"):
+            flash_triton(*random_inputs()[:3], causal=True, implementation="cuda")
+
+    def test_implementation_for_says_portable_without_a_gpu(self, random_inputs):
+        from lmkit.attention.flash_triton import implementation_for
+
+        assert implementation_for(*random_inputs()[:3], causal=True) == "portable"
