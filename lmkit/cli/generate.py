@@ -34,6 +34,9 @@ def generate(
     allow_special: Annotated[
         bool, typer.Option("--allow-special", help="Read special tokens in prompts as such, not as text.")
     ] = False,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="A tokenizer.json; else the run's.", show_default=False)
+    ] = None,
     device: DeviceOption = "auto",
     set_: SetOption = None,
     as_json: JsonOption = False,
@@ -51,14 +54,23 @@ def generate(
         generate__seed=seed,
         generate__stop_at_end=stop_at_end,
     )
-    stream = None if as_json else _write_now
+    streamed: list[str] = []
+
+    def stream(piece: str) -> None:
+        streamed.append(piece)
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+
     result = command.run(
-        run, overrides=set_ or (), flags=flags, device=device, allow_special=allow_special, stream=stream
+        run,
+        tokenizer=tokenizer,
+        overrides=set_ or (),
+        flags=flags,
+        device=device,
+        allow_special=allow_special,
+        stream=None if as_json else stream,
     )
-    if as_json:
-        show(result, as_json=True)
-
-
-def _write_now(piece: str) -> None:
-    sys.stdout.write(piece)
-    sys.stdout.flush()
+    if streamed:
+        stream("\n")
+    else:
+        show(result, as_json=as_json)

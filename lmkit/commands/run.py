@@ -1,56 +1,324 @@
 """`lmkit run`: corpus -> tokenizer -> token files -> training -> evaluation -> stories, in one run folder.
 
-Each stage has a key: a hash of the recipe tables and the upstream keys that it depends on. A finished stage whose
-key has not changed, and whose outputs are still there, is skipped. The record is `stages.json` in the run folder.
+The stages that need torch import it when they run: a run that is up to date is summarised at once.
 """
 
 from __future__ import annotations
 
+import json
+import logging
+import shutil
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from lmkit.commands.numbers import count, megabytes
+from lmkit.commands.stages import StageRecord, file_signature, stage_key
+from lmkit.data.corpora import prepare_corpus
+from lmkit.data.encoding import encode_corpus
+from lmkit.data.token_files import open_tokens
+from lmkit.errors import UsageError
+from lmkit.recipe.differences import differences
+from lmkit.recipe.load import load_recipe, recipe_to_toml
+from lmkit.recipe.schema import Recipe, required
+from lmkit.storage import FolderLock, remove_partials, write_atomic
+from lmkit.tokenizer import Tokenizer, train_tokenizer
+
+log = logging.getLogger("lmkit")
 
 Progress = Callable[[str, int, int], None]
 
 STAGES = ("corpus", "tokenizer", "encode", "train", "evaluate", "generate")
 DATA_STAGES = ("corpus", "tokenizer", "encode")
-# What may change under the same run name: it does not touch what earlier stages made.
-FREE_TABLES = ("generate", "wandb")
+# These may change under the same run name: nothing that earlier stages made depends on them.
+FREE = ("generate", "wandb", "checkpoint.resume", "data.workers", "tokenizer.workers")
 
 
 @dataclass(frozen=True)
-class RunFiles:
-    """Where a run keeps its things."""
+class RunSummary:
+    """What `lmkit run` made; sizes in bytes, speeds in tokens per second."""
 
-    folder: Path
+    folder: str
+    stages: dict[str, str]
+    corpus_bytes: int
+    vocab_size: int
+    train_tokens: int
+    valid_tokens: int
+    parameters: int
+    steps: int
+    tokens_per_second: float | None
+    loss: float
+    perplexity: float
+    bits_per_byte: float
+    files: dict[str, str]
+    story: str
 
-    @property
-    def recipe(self) -> Path:
-        return self.folder / "recipe.toml"
+    def __str__(self) -> str:
+        speed = "" if self.tokens_per_second is None else f", {self.tokens_per_second:,.0f} tokens/s"
+        lines = [
+            "",
+            self.story.strip(),
+            "",
+            f"corpus      {megabytes(self.corpus_bytes)} of text",
+            f"tokenizer   {count(self.vocab_size)} tokens",
+            f"token files {count(self.train_tokens)} to train on, {count(self.valid_tokens)} held out",
+            f"model       {count(self.parameters)} parameters, {count(self.steps)} steps{speed}",
+            f"held out    loss {self.loss:.4f}, perplexity {self.perplexity:.2f}, "
+            f"{self.bits_per_byte:.4f} bits per byte",
+            f"everything is in {self.folder}; more stories: lmkit generate {self.folder}",
+        ]
+        return "\n".join(lines)
 
-    @property
-    def stages(self) -> Path:
-        return self.folder / "stages.json"
 
-    @property
-    def corpus(self) -> Path:
-        return self.folder / "corpus"
+@dataclass(frozen=True)
+class RunPlan:
+    """What `lmkit run` would do."""
 
-    @property
-    def tokenizer(self) -> Path:
-        return self.folder / "tokenizer.json"
+    folder: str
+    stages: dict[str, str]
 
-    def tokens(self, part: str) -> Path:
-        return self.folder / "tokens" / f"{part}.npy"
+    def __str__(self) -> str:
+        return "\n".join([self.folder, *(f"  {stage:<10}{state}" for stage, state in self.stages.items())])
 
-    @property
-    def checkpoints(self) -> Path:
-        return self.folder / "checkpoints"
 
-    @property
-    def evaluation(self) -> Path:
-        return self.folder / "evaluation.json"
+def run(
+    recipe: Recipe,
+    *,
+    from_stage: str | None = None,
+    skip_data: bool = False,
+    force: bool = False,
+    progress: Progress,
+) -> RunSummary:
+    """Bring a run up to date and summarise it.
 
-    @property
-    def stories(self) -> Path:
-        return self.folder / "stories.txt"
+    Args:
+        from_stage: redo this stage and all after it.
+        skip_data: take corpus, tokenizer and token files as they are.
+        force: delete what the run folder holds and start over.
+
+    Raises:
+        UsageError: a table is missing, or the run folder was made by another recipe.
+        LmkitError: a stage failed.
+    """
+    pipeline = Pipeline(recipe, progress=progress)
+    pipeline.open(force=force, from_stage=from_stage, skip_data=skip_data)
+    done: dict[str, str] = {}
+    for stage in STAGES:
+        done[stage] = pipeline.bring_up_to_date(stage, trust=skip_data and stage in DATA_STAGES)
+    return pipeline.summary(done)
+
+
+def plan(recipe: Recipe, *, from_stage: str | None, skip_data: bool, force: bool) -> RunPlan:
+    """Say which stages `run` would do, touching nothing."""
+    pipeline = Pipeline(recipe, progress=lambda stage, done, total: None)
+    redo = False
+    stages = {}
+    for stage in STAGES:
+        trusted = skip_data and stage in DATA_STAGES
+        redo = redo or force or stage == check_stage(from_stage)
+        redo = redo or not (trusted or pipeline.is_finished(stage))
+        stages[stage] = "would run" if redo else "up to date"
+    return RunPlan(str(pipeline.folder), stages)
+
+
+def check_stage(stage: str | None) -> str | None:
+    """Refuse a stage that does not exist."""
+    if stage is not None and stage not in STAGES:
+        raise UsageError(f"--from: {stage!r} is not a stage", hint="stages: " + ", ".join(STAGES))
+    return stage
+
+
+class Pipeline:
+    """The stages of one run, each of them a method, and the record of which are done."""
+
+    def __init__(self, recipe: Recipe, *, progress: Progress) -> None:
+        self.recipe = recipe
+        self.corpus_table = required(recipe.corpus, "corpus", command="run")
+        self.tokenizer_table = required(recipe.tokenizer, "tokenizer", command="run")
+        required(recipe.model, "model", command="run")
+        required(recipe.train, "train", command="run")
+        self.progress = progress
+        self.folder = recipe.run.path
+        self.record = StageRecord(self.folder / "stages.json")
+        self.keys = self._keys()
+
+    def _keys(self) -> dict[str, str]:
+        tables = self.recipe.model_dump(mode="json")
+        for table, key in (("tokenizer", "workers"), ("data", "workers")):
+            tables[table].pop(key)  # the result does not depend on it
+        given = self.tokenizer_table.path
+        corpus = stage_key(
+            "corpus", tables["corpus"], file_signature([*self.corpus_table.train, *self.corpus_table.valid])
+        )
+        tokenizer = stage_key(
+            "tokenizer", corpus, tables["tokenizer"], file_signature([given] if given else [])
+        )
+        encode = stage_key("encode", tokenizer)
+        train = stage_key(
+            "train",
+            encode,
+            *(tables[name] for name in ("run", "data", "model", "optimizer", "train", "parallel")),
+        )
+        evaluate = stage_key("evaluate", train)
+        generate = stage_key("generate", train, tables["generate"])
+        return dict(zip(STAGES, (corpus, tokenizer, encode, train, evaluate, generate), strict=True))
+
+    def is_finished(self, stage: str) -> bool:
+        """True where the stage needs no work."""
+        return self.record.finished(stage, self.keys[stage])
+
+    def open(self, *, force: bool, from_stage: str | None, skip_data: bool) -> None:
+        """Make the run folder, or check that the one that is there belongs to this recipe."""
+        check_stage(from_stage)
+        with self._lock():
+            if force:
+                self._clear()
+            self._refuse_another_recipe()
+            remove_partials(self.folder)
+            write_atomic(self.folder / "recipe.toml", recipe_to_toml(self.recipe))
+            self.record = StageRecord(self.folder / "stages.json")
+            if from_stage is not None:
+                for stage in STAGES[STAGES.index(from_stage) :]:
+                    self.record.forget(stage)
+            if skip_data:
+                for stage in DATA_STAGES:
+                    if not self.record.made(stage):
+                        raise UsageError(
+                            f"--skip-data: {self.folder} has no finished {stage} stage",
+                            hint="run once without --skip-data",
+                        )
+
+    def _lock(self) -> FolderLock:
+        return FolderLock(self.folder)
+
+    def _clear(self) -> None:
+        for path in self.folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name != ".lock":
+                path.unlink()
+
+    def _refuse_another_recipe(self) -> None:
+        path = self.folder / "recipe.toml"
+        if not path.exists():
+            return
+        changed = differences(load_recipe(path), self.recipe, ignore=FREE)
+        if changed:
+            raise UsageError(
+                f"{path}: this run was made by another recipe: " + "; ".join(changed),
+                hint="give the new run a name (--set run.name=...), or start over with --force",
+            )
+
+    def bring_up_to_date(self, stage: str, *, trust: bool = False) -> str:
+        """Do a stage unless it is up to date; return what happened in a word or two."""
+        if trust or self.is_finished(stage):
+            log.info("%s: up to date", stage)
+            return "up to date"
+        key = self.keys[stage]
+        started = time.perf_counter()
+        if stage in DATA_STAGES:
+            with self._lock():
+                self.record.begin(stage, key)
+                outputs = getattr(self, f"_{stage}")()
+        else:
+            fresh = not self.record.begun(stage, key)
+            self.record.begin(stage, key)
+            outputs = self._train(fresh=fresh) if stage == "train" else getattr(self, f"_{stage}")()
+        self.record.finish(stage, key, outputs)
+        seconds = time.perf_counter() - started
+        log.info("%s: done in %.1f s", stage, seconds)
+        return f"{seconds:.1f} s"
+
+    def _corpus(self) -> dict[str, list[Path]]:
+        files = prepare_corpus(self.corpus_table, self.folder / "corpus", progress=self.progress)
+        return {"train": list(files.train), "valid": list(files.valid)}
+
+    def _tokenizer(self) -> dict[str, list[Path]]:
+        path = self.folder / "tokenizer.json"
+        if self.tokenizer_table.path is not None:
+            tokenizer = Tokenizer.load(self.tokenizer_table.path)
+        else:
+            tokenizer = train_tokenizer(
+                self.record.outputs("corpus")["train"],
+                vocab_size=self.tokenizer_table.vocab_size,
+                special_tokens=self.tokenizer_table.special_tokens,
+                workers=self.tokenizer_table.workers,
+                errors=self.corpus_table.errors,
+                progress=self.progress,
+            )
+        tokenizer.save(path)
+        return {"tokenizer": [path]}
+
+    def _encode(self) -> dict[str, list[Path]]:
+        tokenizer = Tokenizer.load(self.folder / "tokenizer.json")
+        outputs = {}
+        for part, sources in self.record.outputs("corpus").items():
+            path = self.folder / "tokens" / f"{part}.npy"
+            encode_corpus(
+                sources,
+                path,
+                tokenizer,
+                workers=self.recipe.data.workers,
+                errors=self.corpus_table.errors,
+                force=True,
+                progress=self.progress,
+            )
+            outputs[part] = [path]
+        return outputs
+
+    def _train(self, *, fresh: bool) -> dict[str, list[Path]]:
+        if fresh:  # checkpoints of other data or another recipe must not be resumed from
+            for name in ("checkpoints", "metrics.jsonl"):
+                path = self.folder / name
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
+        from lmkit.commands import train
+
+        result = train.run(self.recipe)
+        assert result is not None
+        path = self.folder / "training.json"
+        write_atomic(path, json.dumps(asdict(result), default=str) + "\n")
+        return {"training": [path], "checkpoints": [self.folder / "checkpoints"]}
+
+    def _evaluate(self) -> dict[str, list[Path]]:
+        from lmkit.commands import evaluate
+
+        result = evaluate.run(self.folder, device=self.recipe.run.device)
+        path = self.folder / "evaluation.json"
+        write_atomic(path, json.dumps(asdict(result), default=str) + "\n")
+        return {"evaluation": [path]}
+
+    def _generate(self) -> dict[str, list[Path]]:
+        from lmkit.commands import generate
+
+        result = generate.run(self.folder, device=self.recipe.run.device)
+        path = self.folder / "stories.txt"
+        write_atomic(path, str(result))
+        return {"stories": [path]}
+
+    def summary(self, done: dict[str, str]) -> RunSummary:
+        """Collect what the stages left in the run folder."""
+        evaluation = json.loads((self.folder / "evaluation.json").read_text("utf-8"))
+        training = json.loads((self.folder / "training.json").read_text("utf-8"))
+        train, valid = (
+            open_tokens(self.folder / "tokens" / f"{part}.npy").meta for part in ("train", "valid")
+        )
+        return RunSummary(
+            folder=str(self.folder),
+            stages=done,
+            corpus_bytes=train.num_bytes + valid.num_bytes,
+            vocab_size=train.vocab_size,
+            train_tokens=train.num_tokens,
+            valid_tokens=valid.num_tokens,
+            parameters=training["parameters"],
+            steps=training["step"],
+            tokens_per_second=training.get("tokens_per_second"),
+            loss=evaluation["loss"],
+            perplexity=evaluation["perplexity"],
+            bits_per_byte=evaluation["bits_per_byte"],
+            files={path.name: str(path) for path in sorted(self.folder.iterdir()) if path.name != ".lock"},
+            story=(self.folder / "stories.txt").read_text("utf-8"),
+        )

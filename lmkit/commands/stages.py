@@ -52,12 +52,24 @@ class StageRecord:
                 # Written atomically, so a broken record was damaged from outside: all stages are then out of date.
                 self._entries = {}
 
-    def finished(self, stage: str, key: str, outputs: Sequence[Path]) -> bool:
-        """True where the stage needs no work."""
+    def finished(self, stage: str, key: str) -> bool:
+        """True where the stage needs no work: same key, completed, and everything it made still there."""
         entry = self._entries.get(stage, {})
         return (
-            entry.get("key") == key and entry.get("done") is True and all(path.exists() for path in outputs)
+            entry.get("key") == key
+            and entry.get("done") is True
+            and all(Path(path).exists() for paths in entry["outputs"].values() for path in paths)
         )
+
+    def outputs(self, stage: str) -> dict[str, list[Path]]:
+        """What a finished stage made: role -> files."""
+        return {
+            role: [Path(path) for path in paths] for role, paths in self._entries[stage]["outputs"].items()
+        }
+
+    def made(self, stage: str) -> bool:
+        """True where the stage was completed at some time, up to date or not."""
+        return self._entries.get(stage, {}).get("done") is True
 
     def begun(self, stage: str, key: str) -> bool:
         """True where an earlier, interrupted attempt at the same work can be taken up."""
@@ -68,10 +80,16 @@ class StageRecord:
         self._entries[stage] = {"key": key, "done": False}
         self._save()
 
-    def finish(self, stage: str, key: str, seconds: float) -> None:
-        """Note that a stage is complete."""
-        self._entries[stage] = {"key": key, "done": True, "seconds": round(seconds, 3)}
+    def finish(self, stage: str, key: str, outputs: dict[str, list[Path]]) -> None:
+        """Note that a stage is complete, and what it made."""
+        files = {role: [str(path) for path in paths] for role, paths in outputs.items()}
+        self._entries[stage] = {"key": key, "done": True, "outputs": files}
         self._save()
+
+    def forget(self, stage: str) -> None:
+        """Drop a stage: it is out of date from now on."""
+        if self._entries.pop(stage, None) is not None:
+            self._save()
 
     def _save(self) -> None:
         write_atomic(self.path, json.dumps(self._entries, indent=1) + "\n")

@@ -81,13 +81,6 @@ def _vocabularies_agree(tables: Mapping[str, Any]) -> str | None:
     )
 
 
-def _warmup_fits(tables: Mapping[str, Any]) -> str | None:
-    optimizer, train = tables.get("optimizer"), tables.get("train")
-    if optimizer is None or train is None or optimizer.warmup_steps <= train.steps:
-        return None
-    return f"optimizer.warmup_steps: {optimizer.warmup_steps} is more than train.steps {train.steps}"
-
-
 def _half_precision_has_a_device(tables: Mapping[str, Any]) -> str | None:
     run, train = tables.get("run"), tables.get("train")
     if run is None or train is None or not (run.device == "cpu" and train.precision == "fp16"):
@@ -111,7 +104,6 @@ def _zero1_alone_has_bf16_weights(tables: Mapping[str, Any]) -> str | None:
 
 CHECKS: tuple[Check, ...] = (
     _vocabularies_agree,
-    _warmup_fits,
     _half_precision_has_a_device,
     _random_tokens_need_a_vocabulary,
     _zero1_alone_has_bf16_weights,

@@ -1,0 +1,85 @@
+"""`lmkit generate`: text from a trained model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lmkit.errors import UsageError
+from lmkit.generation.generate import generate
+from lmkit.generation.sampling import Sampling
+from lmkit.parallel.process_group import process_group
+from lmkit.recipe.load import load_recipe
+from lmkit.tokenizer import Tokenizer
+from lmkit.training.checkpoint_folder import MANIFEST
+from lmkit.training.checkpoints import load_model
+
+SEPARATOR = "\n\n---\n\n"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One continuation: `text` follows `prompt`; `ended` says whether the model closed the document itself."""
+
+    prompt: str
+    text: str
+    num_tokens: int
+    ended: bool
+
+
+@dataclass(frozen=True)
+class GenerateResult:
+    samples: tuple[Sample, ...]
+
+    def __str__(self) -> str:
+        return SEPARATOR.join((sample.prompt + sample.text).rstrip("\n") for sample in self.samples) + "\n"
+
+
+def run(
+    source: Path,
+    *,
+    tokenizer: Path | None = None,
+    overrides: Sequence[str] = (),
+    flags: Mapping[str, Any] | None = None,
+    device: str = "auto",
+    allow_special: bool = False,
+    stream: Callable[[str], None] | None = None,
+) -> GenerateResult:
+    """Continue the prompts of a run's [generate] table, or those given.
+
+    Args:
+        source: a run folder or a checkpoint folder.
+        tokenizer: a tokenizer.json; None takes the run's.
+        overrides, flags: as for `load_recipe`, over the run's recipe.
+        stream: called with the prompt and then with each piece of text of a single prompt as it appears.
+
+    Raises:
+        UsageError: no checkpoint, no tokenizer, or sampling options out of range.
+        LmkitError: the checkpoint is damaged.
+    """
+    folder = source.resolve().parent.parent if (source / MANIFEST).exists() else source
+    recipe_file = folder / "recipe.toml"
+    table = load_recipe(recipe_file if recipe_file.exists() else None, overrides, flags=flags).generate
+    sampling = Sampling(temperature=table.temperature, top_k=table.top_k, top_p=table.top_p)
+    with process_group(device) as ranks:
+        model, _, own_tokenizer = load_model(source, device=ranks.device)
+        path = tokenizer or own_tokenizer
+        if path is None:
+            raise UsageError(f"{source}: the run has no tokenizer.json", hint="name one with --tokenizer")
+        prompts = table.prompts
+        if stream is not None and len(prompts) == 1:
+            stream(prompts[0])
+        generations = generate(
+            model,
+            Tokenizer.load(path),
+            prompts,
+            max_new_tokens=table.max_new_tokens,
+            sampling=sampling,
+            seed=table.seed,
+            stop_at_end=table.stop_at_end,
+            allow_special=allow_special,
+            on_text=None if stream is None or len(prompts) > 1 else lambda row, piece: stream(piece),
+        )
+    return GenerateResult(tuple(Sample(g.prompt, g.text, len(g.tokens), g.ended) for g in generations))

@@ -1,0 +1,139 @@
+"""`lmkit run` from text to story, in real processes, on a corpus that takes seconds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Lmkit = Callable[..., "subprocess.CompletedProcess[str]"]
+
+RECIPE = """
+[run]
+name = "tiny"
+device = "cpu"
+threads = 1
+[corpus]
+size_mb = 0.2
+valid_fraction = 0.1
+[tokenizer]
+vocab_size = 300
+[model]
+d_model = 16
+d_ff = 32
+num_layers = 1
+num_heads = 2
+context_length = 32
+[train]
+steps = 20
+batch_size = 4
+log_interval = 1
+eval_interval = 10
+eval_batches = 2
+[generate]
+prompts = ["One day"]
+max_new_tokens = 12
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.toml"
+    path.write_text(RECIPE)
+    return path
+
+
+def losses(run: Path) -> list[float]:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [record["loss"] for record in records if record["kind"] == "train"]
+
+
+def test_text_becomes_a_story_and_a_second_run_recomputes_nothing(
+    lmkit: Lmkit, recipe: Path, tmp_path: Path
+) -> None:
+    first = lmkit("run", recipe, "--json")
+    assert first.returncode == 0, first.stderr
+    summary = json.loads(first.stdout)
+    run = tmp_path / "artifacts" / "runs" / "tiny"
+    assert summary["story"].startswith("One day")
+    assert summary["steps"] == 20
+    assert 0 < summary["bits_per_byte"] < 8
+    assert len(losses(run)) == 20
+    before = {
+        path: path.stat().st_mtime_ns for path in run.rglob("*") if path.suffix in (".npy", ".safetensors")
+    }
+
+    second = lmkit("run", recipe, "--json")
+    assert second.returncode == 0, second.stderr
+    again = json.loads(second.stdout)
+    assert set(again["stages"].values()) == {"up to date"}
+    assert again["story"] == summary["story"]
+    after = {
+        path: path.stat().st_mtime_ns for path in run.rglob("*") if path.suffix in (".npy", ".safetensors")
+    }
+    assert after == before and before
+
+    # Another prompt redoes the story alone.
+    third = lmkit("run", recipe, "--json", "--set", 'generate.prompts=["The"]')
+    states = json.loads(third.stdout)["stages"]
+    assert [stage for stage, state in states.items() if state != "up to date"] == ["generate"]
+
+    # Another model under the same name is refused, its difference named, and nothing is touched.
+    refused = lmkit("run", recipe, "--set", "model.d_model=32")
+    assert refused.returncode == 2
+    assert "model.d_model: 16 -> 32" in refused.stderr
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+    # --from redoes a stage and all after it; the same seed gives the same losses.
+    earlier = losses(run)
+    redone = lmkit("run", recipe, "--from", "train", "--json")
+    states = json.loads(redone.stdout)["stages"]
+    assert [stage for stage, state in states.items() if state != "up to date"] == [
+        "train",
+        "evaluate",
+        "generate",
+    ]
+    assert losses(run) == earlier
+
+
+def test_two_fresh_runs_have_identical_losses(lmkit: Lmkit, recipe: Path, tmp_path: Path) -> None:
+    curves = []
+    for name in ("one", "two"):
+        result = lmkit("run", recipe, "--set", f"run.name={name}")
+        assert result.returncode == 0, result.stderr
+        curves.append(losses(tmp_path / "artifacts" / "runs" / name))
+    assert curves[0] == curves[1]
+    assert len(set(curves[0])) == 20
+
+
+def test_dry_run_touches_nothing(lmkit: Lmkit, recipe: Path, tmp_path: Path) -> None:
+    result = lmkit("run", recipe, "--dry-run", "--json")
+    assert set(json.loads(result.stdout)["stages"].values()) == {"would run"}
+    assert list(tmp_path.iterdir()) == [recipe]
+
+
+def test_skip_data_needs_data(lmkit: Lmkit, recipe: Path) -> None:
+    result = lmkit("run", recipe, "--skip-data")
+    assert result.returncode == 2
+    assert "--skip-data" in result.stderr
+
+
+def test_a_changed_source_file_redoes_everything(lmkit: Lmkit, recipe: Path, tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus.txt"
+    assert lmkit("data", "synth", corpus, "--size-mb", "0.2").returncode == 0
+    files = ("--set", "corpus.source=files", "--set", f'corpus.train=["{corpus}"]')
+    assert lmkit("run", recipe, *files).returncode == 0
+    with corpus.open("a") as file:
+        file.write("Then something new happened.\n<|endoftext|>\n")
+    result = lmkit("run", recipe, *files, "--json")
+    assert result.returncode == 0, result.stderr
+    assert "up to date" not in json.loads(result.stdout)["stages"].values()
+
+
+def test_unknown_stage_is_refused(lmkit: Lmkit, recipe: Path) -> None:
+    result = lmkit("run", recipe, "--from", "trian")
+    assert result.returncode == 2
+    assert "stages: corpus, tokenizer" in result.stderr
