@@ -111,6 +111,10 @@ def test_an_excluded_token_is_never_drawn(
         assert p[likelier].sum() <= top_p + 1e-9  # sums of float64 in another order
 
 
+def test_a_draw_of_zero_passes_over_a_token_of_probability_zero() -> None:
+    assert choose(torch.tensor([[-1e9, 0.0, 0.0]]), torch.zeros(1), Sampling()).item() == 1
+
+
 def test_rows_are_drawn_independently() -> None:
     torch.manual_seed(0)
     logits, uniforms = torch.randn(9, 30), torch.rand(9)
