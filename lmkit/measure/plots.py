@@ -96,7 +96,8 @@ def grouped_bars(
     figure, axes = _new_figure(title, x_label, y_label, width=max(8.0, min(13.0, 1.5 + 0.3 * bars)))
     width = 0.84 / max(1, len(series))
     present = [value for values in series.values() for value in values if value is not None and value > 0]
-    floor = min(present) * 0.5 if log_y and present else 0.0
+    log_y = log_y and bool(present)
+    floor = min(present) * 0.5 if log_y else 0.0
     if log_y:
         axes.set_yscale("log")
     for index, (name, values) in enumerate(series.items()):
@@ -120,7 +121,7 @@ def grouped_bars(
         axes.tick_params(axis="x", labelrotation=30)
     axes.grid(visible=False, axis="x")
     axes.margins(y=0.14)  # room for the rotated values
-    if log_y and present:
+    if log_y:
         axes.set_ylim(floor, max(present) * 4)
     _add_legend(figure, axes, len(series))
     return _png(figure)

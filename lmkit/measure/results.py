@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from lmkit.measure.tables import TERMINAL_WIDTH, Column, csv_text, json_lines, terminal_table
@@ -21,6 +21,7 @@ class BenchResult:
         files: name -> content (text, or bytes of a PNG), to be stored in the output folder.
         environment: content of `environment.json`.
         notes: sentences for below the table (which limit, which baseline).
+        shown: the rows that the terminal's table shows; None: all.
     """
 
     name: str
@@ -28,12 +29,15 @@ class BenchResult:
     columns: Sequence[Column]
     files: dict[str, bytes | str]
     environment: dict[str, Any]
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
+    shown: Sequence[dict[str, Any]] | None = None
 
     def table(self) -> str:
         """The rows as text of at most 100 columns, notes below."""
         notes = (textwrap.fill(note, TERMINAL_WIDTH) for note in self.notes)
-        return terminal_table(self.rows, self.columns) + "".join(f"{note}\n" for note in notes)
+        return terminal_table(self.rows if self.shown is None else self.shown, self.columns) + "".join(
+            f"{note}\n" for note in notes
+        )
 
 
 def row_files(stem: str, rows: Sequence[dict[str, Any]]) -> dict[str, bytes | str]:

@@ -22,6 +22,7 @@ PLOTS = {
         **LABELS,
     ),
     "log bars": lambda: plots.grouped_bars(["a", "b"], {"x": [1.0, None]}, log_y=True, **LABELS),
+    "no bars": lambda: plots.grouped_bars(["a"], {"x": [None]}, log_y=True, **LABELS),
     "heat": lambda: plots.heat_map(["1", "2"], ["a"], [[0.5, None]], value_label="x", center=1.0, **LABELS),
     "plain heat": lambda: plots.heat_map(["1", "2"], ["a"], [[0.5, 3.0]], value_label="x", **LABELS),
     "empty heat": lambda: plots.heat_map(["1"], ["a"], [[None]], value_label="x", center=1.0, **LABELS),

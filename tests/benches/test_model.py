@@ -1,0 +1,108 @@
+import json
+
+import pytest
+import torch
+
+from lmkit.benches import model as bench
+from lmkit.benches.model import ModelOptions, run_bench
+from lmkit.errors import UsageError
+from lmkit.measure.limits import Limits
+from lmkit.model.accounting import flops_per_token, forward_flops_per_token
+from lmkit.model.sizes import preset_config
+
+SMALL = {"vocab_size": 64, "lengths": (8,), "batch_size": 2, "warmup": 0, "iters": 3, "warmup_study": ()}
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    """Known limits, and one thread: tiny models gain nothing from more."""
+    measured = Limits("a test", {"fp32": 1e12, "bf16": 2e12}, 1e10)
+    monkeypatch.setattr(bench, "measure_limits", lambda device, dtypes: measured)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_everything_is_measured_and_every_file_is_there():
+    options = ModelOptions(**{**SMALL, "precisions": ("fp32", "bf16"), "warmup_study": (0, 2)})
+    result = run_bench(options)
+    models = [row for row in result.rows if row["part"] == "model"]
+    assert [(row["mode"], row["precision"]) for row in models] == [
+        (mode, precision) for mode in ("forward", "fwd+bwd", "step") for precision in ("fp32", "bf16")
+    ]
+    config = preset_config("tiny", vocab_size=64, context_length=8)
+    for row in models:
+        assert row["status"] == "ok"
+        assert len(row["samples_ms"]) == 3
+        assert row["tokens_per_s"] == pytest.approx(2 * 8 / (row["median_ms"] / 1e3))
+        flops = (forward_flops_per_token if row["mode"] == "forward" else flops_per_token)(config, 8)
+        peak = {"fp32": 1e12, "bf16": 2e12}[row["precision"]]
+        assert row["mfu"] == pytest.approx(row["tokens_per_s"] * flops / peak)
+        assert "measured" in row["mfu_basis"]
+    study = [row for row in result.rows if row["part"] == "warm-up"]
+    assert [row["warmup"] for row in study] == [0, 2]
+    assert all(row["first_ms"] == row["samples_ms"][0] and row["std_ms"] > 0 for row in study)
+    assert set(result.files) == {
+        "model_results.csv",
+        "model_results.jsonl",
+        "model_time.png",
+        "model_memory.png",
+        "model_throughput.png",
+        "model_warmup.png",
+        "model_report.md",
+    }
+    assert [json.loads(line) for line in result.files["model_results.jsonl"].splitlines()] == result.rows
+    assert max(map(len, result.table().splitlines())) <= 100
+    assert "Best utilisation" in result.files["model_report.md"]
+
+
+def test_what_does_not_fit_is_a_row_and_the_others_complete(monkeypatch):
+    real = bench.TrainingStep
+
+    class Crowded(real):
+        def forward_backward(self):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+
+    monkeypatch.setattr(bench, "TrainingStep", Crowded)
+    rows = {row["mode"]: row for row in run_bench(ModelOptions(**SMALL)).rows}
+    assert rows["fwd+bwd"]["status"] == "out of memory"
+    assert rows["fwd+bwd"]["detail"] == "CUDA out of memory"
+    assert rows["forward"]["median_ms"] > 0
+    assert rows["step"]["median_ms"] > 0
+
+
+def test_a_model_larger_than_the_host_is_not_even_built(monkeypatch):
+    monkeypatch.setattr(bench, "available_memory", lambda: 1_000_000)
+    result = run_bench(ModelOptions(**{**SMALL, "warmup_study": (0,)}))
+    assert {row["status"] for row in result.rows} == {"out of memory"}
+    assert "GB free" in result.rows[0]["detail"]
+    assert "does not fit" in result.files["model_report.md"]
+
+
+def test_a_step_moves_the_weights_and_the_other_modes_do_not():
+    options = ModelOptions(**SMALL)
+    config = preset_config("tiny", vocab_size=64, context_length=8)
+    step = bench._build(config, options)
+    before = step.model.lm_head.weight.detach().clone()
+    step.forward()
+    step.forward_backward()
+    assert torch.equal(step.model.lm_head.weight, before)
+    assert step.model.lm_head.weight.grad is None
+    step.run()
+    assert not torch.equal(step.model.lm_head.weight, before)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sizes": ("huge",)},
+        {"precisions": ("int8",)},
+        {"precisions": ("fp16",)},  # on a CPU
+        {"modes": ("back",)},
+        {"compile": ("some",)},
+    ],
+)
+def test_bad_options(change):
+    with pytest.raises(UsageError):
+        run_bench(ModelOptions(**{**SMALL, **change}))
