@@ -25,7 +25,7 @@ from lmkit.training.evaluation import Evaluation
 from lmkit.training.loop import Loop, Moment
 from lmkit.training.metrics import read_metrics
 from lmkit.training.numerics import numerics
-from lmkit.training.resume import check_agreement, choose_start, is_finished, restore
+from lmkit.training.resume import check_agreement, choose_start, is_finished, restore, world_change
 from lmkit.training.run_folder import METRICS, check_writable, describe_run, draw_losses, tidy
 from lmkit.training.signals import StopSignals
 from lmkit.training.sinks import open_sink
@@ -120,7 +120,7 @@ def _train_as_rank(recipe: Recipe, stop_at_step: int | None) -> TrainResult | No
         checkpoint = None if start["checkpoint"] is None else open_checkpoint(Path(start["checkpoint"]))
         notes: list[str] = start["notes"]
         if checkpoint is not None:
-            notes += check_agreement(checkpoint, resolved, data.identity)
+            notes += check_agreement(checkpoint, resolved, data.identity) + world_change(checkpoint, ranks)
             if is_finished(checkpoint.state, resolved, stop_at_step):
                 done = _finished_before(resolved, checkpoint, data)
                 if done is not None:

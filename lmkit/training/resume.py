@@ -106,6 +106,17 @@ def check_agreement(checkpoint: Checkpoint, recipe: Recipe, data: DataIdentity |
     return tuple(f"changed since that checkpoint: {line}" for line in changed if line not in refused)
 
 
+def world_change(checkpoint: Checkpoint, ranks: Ranks) -> tuple[str, ...]:
+    """A line for people when the number of ranks is not the one that saved the checkpoint."""
+    before = checkpoint.state.world_size
+    if before == ranks.world_size:
+        return ()
+    return (
+        f"saved by {before} rank{'s' if before > 1 else ''}, going on with {ranks.world_size}: the same batches and "
+        "the same state, cut anew",
+    )
+
+
 def _is_under(line: str, keys: tuple[str, ...]) -> bool:
     """Whether a difference (`model.d_model: 64 -> 128`) concerns one of these tables or keys."""
     name = line.partition(":")[0]

@@ -32,7 +32,6 @@ TINY = (
     "train.eval_interval=4",
     "train.eval_batches=2",
     "optimizer.warmup_steps=2",
-    "checkpoint.interval=0",
 )
 
 
@@ -91,5 +90,6 @@ def tiny(settings: Callable[..., list[str]]) -> Callable[..., Recipe]:
 def processes() -> BaseContext:
     """Real processes that start in milliseconds: a server imports torch once and forks before any thread exists."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lmkit.commands.train", "lmkit.recipe.load"])
+    # torch imports its compiler when the first optimizer is made, which takes longer than these runs.
+    context.set_forkserver_preload(["lmkit.commands.train", "lmkit.recipe.load", "torch._dynamo"])
     return context

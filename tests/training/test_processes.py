@@ -1,0 +1,340 @@
+"""Runs in processes of their own: killed, signalled, several ranks.
+
+The processes come from a fork server that has imported torch already (see conftest), so that each takes a fraction
+of a second; the signals, locks, files and collectives are real.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lmkit.commands import train
+from lmkit.errors import LmkitError
+from lmkit.parallel.strategies import STRATEGIES
+from lmkit.recipe.load import load_recipe
+from lmkit.recipe.schema import Recipe
+from lmkit.training.checkpoint_folder import newest_valid, saved_steps, step_name
+from lmkit.training.checkpoints import Checkpoint, open_checkpoint
+from lmkit.training.metrics import read_metrics
+from lmkit.training.step import Step
+
+Tiny = Callable[..., Recipe]
+PATIENCE_S = 120
+
+
+def losses(recipe: Recipe, kind: str = "train") -> list[tuple[int, float]]:
+    records = read_metrics(recipe.run.path / "metrics.jsonl")
+    return [(record["step"], record["loss"]) for record in records if record["kind"] == kind]
+
+
+def newest(recipe: Recipe) -> Checkpoint:
+    choice = newest_valid(recipe.run.path / "checkpoints")
+    assert choice.path is not None
+    return open_checkpoint(choice.path)
+
+
+def saved(recipe: Recipe) -> list[int]:
+    return [item.step for item in saved_steps(recipe.run.path / "checkpoints")]
+
+
+def assert_same_tensors(left: Checkpoint, right: Checkpoint) -> None:
+    assert left.state.step == right.state.step
+    for shard in range(left.state.optimizer_shards):
+        for mine, yours in (
+            (left.model_tensors(), right.model_tensors()),
+            (left.optimizer_tensors(shard), right.optimizer_tensors(shard)),
+        ):
+            assert mine.keys() == yours.keys()
+            for name, tensor in mine.items():
+                assert torch.equal(tensor, yours[name]), name
+
+
+def live(settings: list[str], environment: dict[str, str], options: dict[str, Any], fault: str) -> None:
+    """A rank's process: everything that `lmkit train` does, from the recipe on."""
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    if fault:
+        FAULTS[fault](int(environment.get("RANK", "0")))
+    train.draw_losses = lambda *arguments, **keywords: None  # type: ignore[assignment]
+    sys.stderr = open(options.pop("log"), "a")  # noqa: SIM115
+    try:
+        train.run(load_recipe(None, settings), **options)
+    except LmkitError as error:
+        print(error.message, file=sys.stderr, flush=True)
+        os._exit(error.exit_code)
+    except KeyboardInterrupt:
+        os._exit(130)
+
+
+def _nan_loss_on_rank_1(rank: int) -> None:
+    original, calls = Step.accumulate, iter(range(1, 1000))
+
+    def accumulate(self: Step, *batch: torch.Tensor) -> torch.Tensor:
+        loss = original(self, *batch)
+        return loss * math.nan if next(calls) == 4 and rank == 1 else loss
+
+    Step.accumulate = accumulate  # type: ignore[method-assign]
+
+
+def _infinite_gradient_on_rank_1(rank: int) -> None:
+    original, calls = Step.accumulate, iter(range(1, 1000))
+
+    def accumulate(self: Step, *batch: torch.Tensor) -> torch.Tensor:
+        loss = original(self, *batch)
+        if next(calls) == 4 and rank == 1:
+            gradient = self._model.ln_final.weight.grad  # type: ignore[attr-defined]
+            gradient.fill_(math.inf)
+        return loss
+
+    Step.accumulate = accumulate  # type: ignore[method-assign]
+
+
+def _signal_itself_on_rank_1(rank: int) -> None:
+    original, calls = Step.accumulate, iter(range(1, 1000))
+
+    def accumulate(self: Step, *batch: torch.Tensor) -> torch.Tensor:
+        if next(calls) == 4 and rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, *batch)
+
+    Step.accumulate = accumulate  # type: ignore[method-assign]
+
+
+def _never_finish_step_3(rank: int) -> None:
+    original, calls = Step.accumulate, iter(range(1, 1000))
+
+    def accumulate(self: Step, *batch: torch.Tensor) -> torch.Tensor:
+        if next(calls) == 3:
+            print("hanging", file=sys.stderr, flush=True)
+            while True:
+                signal.pause()
+        return original(self, *batch)
+
+    Step.accumulate = accumulate  # type: ignore[method-assign]
+
+
+FAULTS: dict[str, Callable[[int], None]] = {
+    "nan loss on rank 1": _nan_loss_on_rank_1,
+    "infinite gradient on rank 1": _infinite_gradient_on_rank_1,
+    "SIGTERM to rank 1": _signal_itself_on_rank_1,
+    "hang in step 3": _never_finish_step_3,
+}
+
+
+class Fleet:
+    """Starts ranks and collects how they ended."""
+
+    def __init__(self, context: BaseContext, folder: Path) -> None:
+        self._context = context
+        self._folder = folder
+        self._started = 0
+        self.running: list[BaseProcess] = []
+
+    def start(
+        self, settings: list[str], *, ranks: int = 1, fault: str = "", **options: Any
+    ) -> list[BaseProcess]:
+        self._started += 1
+        self.log = self._folder / f"{self._started}.log"
+        started = []
+        for rank in range(ranks):
+            environment = (
+                {}
+                if ranks == 1
+                else {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(ranks),
+                    "LMKIT_RENDEZVOUS": f"file://{self._folder / f'meeting-{self._started}'}",
+                }
+            )
+            process = self._context.Process(  # type: ignore[attr-defined]
+                target=live, args=(settings, environment, {**options, "log": str(self.log)}, fault)
+            )
+            process.start()
+            started.append(process)
+        self.running += started
+        return started
+
+    def train(self, settings: list[str], **options: Any) -> list[int | None]:
+        """Start, wait for the end, return the exit codes."""
+        return ends(self.start(settings, **options))
+
+    def said(self) -> str:
+        return self.log.read_text() if self.log.exists() else ""
+
+    def wait_until_said(self, text: str) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while text not in self.said():
+            assert time.monotonic() < deadline, self.said()
+            time.sleep(0.01)
+
+
+def ends(processes: list[BaseProcess]) -> list[int | None]:
+    for process in processes:
+        process.join(PATIENCE_S)
+    return [process.exitcode for process in processes]
+
+
+@pytest.fixture
+def fleet(processes: BaseContext, tmp_path: Path) -> Iterator[Fleet]:
+    fleet = Fleet(processes, tmp_path)
+    yield fleet
+    for process in fleet.running:
+        if process.is_alive():
+            process.kill()
+        process.join()
+
+
+def test_fault_46_killed_at_random_20_times_and_still_the_same_run(
+    fleet: Fleet, tiny: Tiny, settings: Callable[..., list[str]]
+) -> None:
+    steps = ("train.steps=100", "train.eval_interval=0", "checkpoint.interval=1")
+    whole, battered = settings(*steps, "run.name=whole"), settings(*steps, "run.name=battered")
+    assert fleet.train(whole) == [0]
+    recipe = tiny(*steps, "run.name=battered")
+    generator = random.Random(46)
+    kills, reached = 0, 0
+    for _ in range(20):
+        (process,) = fleet.start(battered)
+        deadline = time.monotonic() + PATIENCE_S
+        while process.is_alive() and max(saved(recipe), default=0) < reached + 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        process.join(generator.uniform(0, 0.03))  # it saves all the time: this is somewhere in a save
+        if process.is_alive():
+            process.kill()
+            kills += 1
+        process.join()
+        choice = newest_valid(recipe.run.path / "checkpoints")  # one loads, whatever lies around
+        assert choice.path is not None
+        assert open_checkpoint(choice.path).state.step >= reached
+        reached = open_checkpoint(choice.path).state.step
+    assert kills >= 10, "the runs ended before they could be killed"
+    assert fleet.train(battered) == [0]
+    assert_same_tensors(newest(tiny(*steps, "run.name=whole")), newest(recipe))
+    assert losses(recipe) == losses(tiny(*steps, "run.name=whole"))
+    assert not list(recipe.run.path.rglob("*.partial"))
+    assert len(saved(recipe)) == 2
+
+
+def test_fault_62_the_lock_of_a_killed_run_does_not_stay(
+    fleet: Fleet, settings: Callable[..., list[str]]
+) -> None:
+    (process,) = fleet.start(settings(), fault="hang in step 3")
+    fleet.wait_until_said("hanging")
+    assert fleet.train(settings()) == [1]  # fault 61: while it lives, nobody else gets in
+    assert "another process" in fleet.said()
+    process.kill()
+    process.join()
+    assert fleet.train(settings()) == [0]
+
+
+def test_fault_71_a_second_signal_leaves_at_once(
+    fleet: Fleet, tiny: Tiny, settings: Callable[..., list[str]]
+) -> None:
+    assert fleet.train(settings(), stop_at_step=1) == [0]
+    (process,) = fleet.start(settings(), fault="hang in step 3")
+    fleet.wait_until_said("hanging")
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(0.2)
+    assert process.is_alive()  # the first one waits for the end of the step
+    os.kill(process.pid, signal.SIGTERM)
+    assert ends([process]) == [143]
+    assert saved(tiny()) == [1]
+    assert newest(tiny()).state.step == 1
+
+
+def test_one_and_two_ranks_have_the_same_losses(
+    fleet: Fleet, tiny: Tiny, settings: Callable[..., list[str]]
+) -> None:
+    one, two = settings("run.name=one"), settings("run.name=two")
+    assert fleet.train(one) == [0]
+    assert fleet.train(two, ranks=2) == [0, 0]
+    for kind in ("train", "valid", "final"):
+        pairs = list(zip(losses(tiny("run.name=one"), kind), losses(tiny("run.name=two"), kind), strict=True))
+        assert pairs
+        for (step, single), (_, double) in pairs:
+            # The same float32 numbers, summed in another order: a few units in the last place (6e-8 relative),
+            # which ten updates hardly amplify.
+            assert double == pytest.approx(single, rel=2e-6), (kind, step)
+
+
+@pytest.mark.parametrize("strategy", ["naive", "bucketed", "torch_ddp", "zero1"])
+def test_fault_54_two_ranks_resume_bit_for_bit(
+    strategy: str, fleet: Fleet, tiny: Tiny, settings: Callable[..., list[str]]
+) -> None:
+    assert strategy in STRATEGIES
+    chosen = f"parallel.strategy={strategy}"
+    whole, parts = settings(chosen, "run.name=whole"), settings(chosen, "run.name=parts")
+    assert fleet.train(whole, ranks=2) == [0, 0], fleet.said()
+    assert fleet.train(parts, ranks=2, stop_at_step=5) == [0, 0], fleet.said()
+    assert fleet.train(parts, ranks=2) == [0, 0], fleet.said()
+    left, right = newest(tiny(chosen, "run.name=whole")), newest(tiny(chosen, "run.name=parts"))
+    assert left.state.optimizer_shards == (2 if strategy == "zero1" else 1)
+    assert len(left.state.rng) == 2
+    assert left.state.rng == right.state.rng
+    assert_same_tensors(left, right)
+    assert losses(tiny("run.name=whole")) == losses(tiny("run.name=parts"))
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ((1, "none"), (2, "zero1")),
+        ((2, "zero1"), (1, "none")),
+        ((2, "bucketed"), (1, "none")),
+    ],
+)
+def test_fault_56_another_number_of_ranks_goes_on_with_the_same_run_and_says_so(
+    first: tuple[int, str],
+    then: tuple[int, str],
+    fleet: Fleet,
+    tiny: Tiny,
+    settings: Callable[..., list[str]],
+) -> None:
+    assert fleet.train(settings("run.name=whole")) == [0]
+    for (ranks, strategy), options in ((first, {"stop_at_step": 5}), (then, {})):
+        changed = settings("run.name=parts", f"parallel.strategy={strategy}")
+        assert fleet.train(changed, ranks=ranks, **options) == [0] * ranks, fleet.said()
+    assert f"saved by {first[0]} rank" in fleet.said()
+    for (step, expected), (_, found) in zip(
+        losses(tiny("run.name=whole")), losses(tiny("run.name=parts")), strict=True
+    ):
+        assert found == pytest.approx(expected, rel=2e-6), step  # as for one against two ranks
+
+
+@pytest.mark.parametrize("fault", ["nan loss on rank 1", "infinite gradient on rank 1"])
+def test_fault_66_and_67_all_ranks_stop_before_the_update_that_one_cannot_make(
+    fault: str, fleet: Fleet, tiny: Tiny, settings: Callable[..., list[str]]
+) -> None:
+    recipe = tiny("checkpoint.interval=3")
+    assert fleet.train(settings("checkpoint.interval=3"), ranks=2, fault=fault) == [1, 1]
+    assert fleet.said().count("step 4: loss") == 2
+    assert saved(recipe) == [3]
+    tensors = newest(recipe).model_tensors()
+    assert all(torch.isfinite(tensor).all() for tensor in tensors.values())
+
+
+def test_fault_70_a_signal_to_one_rank_makes_all_save_the_same_step(
+    fleet: Fleet, tiny: Tiny, settings: Callable[..., list[str]]
+) -> None:
+    sharded = "parallel.strategy=zero1"  # so that both ranks have to write
+    assert fleet.train(settings(sharded), ranks=2, fault="SIGTERM to rank 1") == [143, 143], fleet.said()
+    recipe = tiny(sharded)
+    assert saved(recipe) == [4]
+    assert (newest(recipe).path.name, newest(recipe).state.world_size) == (step_name(4), 2)
+    assert fleet.train(settings(sharded), ranks=2) == [0, 0]
