@@ -82,6 +82,7 @@ class Loop:
         self.moment = moment
         self._signals = signals
         self._stop_at_step = stop_at_step
+        self._began_at = moment.step
         self._saved_step = moment.step  # the checkpoint that we come from, or nothing to save at step 0
         self._speed = Speedometer()
         self._fraction = parts.clock.fraction()
@@ -185,7 +186,7 @@ class Loop:
             or (is_best and checkpoint.keep_best > 0)
         ):
             self._save()
-        elif self._saved_step == 0 and step == 1 and checkpoint.interval > 0:
+        elif step == self._began_at + 1 and checkpoint.interval > 0:
             self.parts.writer.reserve(
                 self.parts.identity,
                 model=model_weights(self.parts.model),

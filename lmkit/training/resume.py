@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lmkit.errors import UsageError
+from lmkit.parallel.process_group import Ranks
 from lmkit.recipe.differences import differences
 from lmkit.recipe.load import validate
 from lmkit.recipe.schema import Recipe
