@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from lmkit import __version__
-from lmkit.cli import data, generate, inspect, recipe, run, tokenizer, train
+from lmkit.cli import bench, data, generate, inspect, recipe, run, tokenizer, train
 from lmkit.cli.options import DebugOption
 from lmkit.errors import LmkitError
 
@@ -46,6 +46,7 @@ train.register(app)
 generate.register(app)
 app.add_typer(data.app, name="data")
 app.add_typer(tokenizer.app, name="tokenizer")
+app.add_typer(bench.app, name="bench")
 app.add_typer(recipe.app, name="recipe")
 inspect.register(app)
 

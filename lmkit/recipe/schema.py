@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from lmkit.errors import UsageError
+from lmkit.recipe.bench import BenchConfig
 from lmkit.recipe.checkpoint import CheckpointConfig
 from lmkit.recipe.corpus import CorpusConfig
 from lmkit.recipe.data import DataConfig
@@ -37,6 +38,7 @@ class Recipe(Table):
     checkpoint: CheckpointConfig = CheckpointConfig()
     generate: GenerateConfig = GenerateConfig()
     wandb: WandbConfig = WandbConfig()
+    bench: BenchConfig = BenchConfig()
 
 
 TABLES: dict[str, type[Table]] = {
@@ -51,6 +53,7 @@ TABLES: dict[str, type[Table]] = {
     "checkpoint": CheckpointConfig,
     "generate": GenerateConfig,
     "wandb": WandbConfig,
+    "bench": BenchConfig,
 }
 
 

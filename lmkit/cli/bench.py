@@ -1,0 +1,167 @@
+"""`lmkit bench`: find out how fast each part is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lmkit.cli.options import (
+    DebugOption,
+    JsonOption,
+    PrintRecipeOption,
+    RecipeArgument,
+    SetOption,
+    given,
+)
+from lmkit.cli.progress import progress_on_stderr
+from lmkit.cli.render import show
+
+app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Find out how fast each part is.",
+    epilog="Example: lmkit bench attention bench_attention_cpu",
+)  # fmt: skip
+
+OutputOption = Annotated[
+    Path | None,
+    typer.Option(help="Folder for the results; else artifacts/benches/<run.name>/<bench>.", show_default=False),
+]
+NprocOption = Annotated[
+    int, typer.Option(min=1, max=64, help="Ranks to start on this machine; leave it out under torchrun.")
+]
+
+
+@app.command(epilog="Example: lmkit bench attention bench_attention --tiers 128:64 --tiers XXL --backward")
+def attention(
+    recipe: RecipeArgument,
+    set_: SetOption = None,
+    tiers: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tiers",
+            "--custom-tiers",
+            "--custom_tiers",
+            help="Repeatable: Small ... XXL, 4k ... 128k, a length, or queries:keys.",
+            show_default=False,
+        ),
+    ] = None,
+    kernels: Annotated[
+        list[str] | None, typer.Option("--kernels", help="Repeatable.", show_default=False)
+    ] = None,
+    backward: Annotated[
+        bool | None, typer.Option("--backward/--no-backward", help="Time the backward pass too.", show_default=False)
+    ] = None,
+    warmup: Annotated[int | None, typer.Option(show_default=False)] = None,
+    iters: Annotated[int | None, typer.Option(show_default=False)] = None,
+    output: OutputOption = None,
+    print_recipe: PrintRecipeOption = False,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Attention kernels over lengths and head sizes, each checked before it is timed."""
+    flags = given(
+        bench__attention__tiers=tiers,
+        bench__attention__kernels=kernels,
+        bench__attention__backward=backward,
+        bench__attention__warmup=warmup,
+        bench__attention__iters=iters,
+    )
+    _bench("attention", recipe, set_, flags, output, print_recipe=print_recipe, as_json=as_json)
+
+
+@app.command(epilog="Example: lmkit bench model bench_model_cpu --compare-precision")
+def model(
+    recipe: RecipeArgument,
+    set_: SetOption = None,
+    sizes: Annotated[list[str] | None, typer.Option("--sizes", help="Repeatable.", show_default=False)] = None,
+    lengths: Annotated[list[int] | None, typer.Option("--lengths", help="Repeatable.", show_default=False)] = None,
+    compare_precision: Annotated[
+        bool, typer.Option("--compare-precision", help="fp32 and bf16 side by side.")
+    ] = False,
+    compile_: Annotated[
+        list[str] | None,
+        typer.Option("--compile", help="none, block or whole; repeatable.", show_default=False),
+    ] = None,
+    output: OutputOption = None,
+    print_recipe: PrintRecipeOption = False,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Forward, forward + backward and whole training steps of the named sizes."""
+    flags = given(
+        bench__model__sizes=sizes,
+        bench__model__lengths=lengths,
+        bench__model__precisions=["fp32", "bf16"] if compare_precision else None,
+        bench__model__compile=compile_,
+    )
+    _bench("model", recipe, set_, flags, output, print_recipe=print_recipe, as_json=as_json)
+
+
+@app.command(epilog="Example: lmkit bench ddp bench_ddp_cpu --nproc 2")
+def ddp(
+    recipe: RecipeArgument,
+    set_: SetOption = None,
+    nproc: NprocOption = 1,
+    output: OutputOption = None,
+    print_recipe: PrintRecipeOption = False,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Gradient synchronisation: every strategy on one model, with what its communication costs."""
+    _bench("ddp", recipe, set_, {}, output, nproc=nproc, print_recipe=print_recipe, as_json=as_json)
+
+
+@app.command("all-reduce", epilog="Example: lmkit bench all-reduce bench_ddp_cpu --nproc 2")
+def all_reduce(
+    recipe: RecipeArgument,
+    set_: SetOption = None,
+    nproc: NprocOption = 1,
+    output: OutputOption = None,
+    print_recipe: PrintRecipeOption = False,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Collectives over message sizes."""
+    _bench("all_reduce", recipe, set_, {}, output, nproc=nproc, print_recipe=print_recipe, as_json=as_json)
+
+
+@app.command(epilog="Example: lmkit bench optimizer bench_ddp_cpu --nproc 2")
+def optimizer(
+    recipe: RecipeArgument,
+    set_: SetOption = None,
+    nproc: NprocOption = 1,
+    output: OutputOption = None,
+    print_recipe: PrintRecipeOption = False,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Plain against sharded optimizer state: memory and speed."""
+    _bench("optimizer", recipe, set_, {}, output, nproc=nproc, print_recipe=print_recipe, as_json=as_json)
+
+
+def _bench(
+    name: str,
+    recipe: str,
+    overrides: list[str] | None,
+    flags: dict[str, Any],
+    output: Path | None,
+    *,
+    print_recipe: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    from lmkit.recipe.load import load_recipe, recipe_to_toml
+
+    loaded = load_recipe(recipe, overrides or (), flags=flags)
+    if print_recipe:
+        typer.echo(recipe_to_toml(loaded), nl=False)
+        return
+    from lmkit.commands import bench as commands
+
+    command: Callable[..., Any] = getattr(commands, name)
+    with progress_on_stderr() as progress:
+        result = command(loaded, output, progress=progress, **options)
+    if result is not None:  # ranks other than 0 say nothing
+        show(result, as_json=as_json)

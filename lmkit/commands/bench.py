@@ -1,0 +1,183 @@
+"""`lmkit bench ...`: run one benchmark and store what it found: rows, tables, plots, and what it was measured on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lmkit.errors import UsageError
+from lmkit.measure.results import BenchResult
+from lmkit.parallel.launch import spawn_ranks
+from lmkit.parallel.process_group import Ranks, process_group
+from lmkit.recipe.load import recipe_to_toml
+from lmkit.recipe.model import ModelConfig
+from lmkit.recipe.schema import Recipe, required
+from lmkit.storage import write_atomic
+
+Progress = Callable[[str, int, int], None]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class BenchStored:
+    """A benchmark's rows and the files that hold them."""
+
+    bench: str
+    folder: str
+    files: tuple[str, ...]
+    rows: list[dict[str, Any]]
+    table: str
+
+    def __str__(self) -> str:
+        return f"{self.table}\nwrote {self.folder}: {', '.join(self.files)}"
+
+
+def attention(recipe: Recipe, output: Path | None, progress: Progress) -> BenchStored:
+    """Attention kernels over lengths and head sizes."""
+    from lmkit.benches.attention import AttentionOptions, run_bench
+
+    table = _table(recipe.bench.attention, "attention")
+    with process_group(recipe.run.device) as ranks:
+        options = AttentionOptions(device=ranks.device.type, seed=recipe.run.seed, **table.model_dump())
+        result = run_bench(options, progress=progress)
+    return _store(result, recipe, output)
+
+
+def model(recipe: Recipe, output: Path | None, progress: Progress) -> BenchStored:
+    """Forward, backward and whole steps of the named sizes."""
+    from lmkit.benches.model import ModelOptions, run_bench
+
+    table = _table(recipe.bench.model, "model")
+    with process_group(recipe.run.device) as ranks:
+        options = ModelOptions(device=ranks.device.type, seed=recipe.run.seed, **table.model_dump())
+        result = run_bench(options, progress=progress)
+    return _store(result, recipe, output)
+
+
+def ddp(recipe: Recipe, output: Path | None, nproc: int, progress: Progress) -> BenchStored | None:
+    """Gradient synchronisation: every strategy on [model]; None on ranks other than the first."""
+    _table(recipe.bench.ddp, "ddp")
+    _model_with_vocabulary(recipe, "bench ddp")
+    return _on_ranks(_ddp_rank, recipe, output, nproc)
+
+
+def all_reduce(recipe: Recipe, output: Path | None, nproc: int, progress: Progress) -> BenchStored | None:
+    """Collectives over message sizes; None on ranks other than the first."""
+    _table(recipe.bench.all_reduce, "all_reduce")
+    return _on_ranks(_all_reduce_rank, recipe, output, nproc)
+
+
+def optimizer(recipe: Recipe, output: Path | None, nproc: int, progress: Progress) -> BenchStored | None:
+    """Plain against sharded optimizer state, on [model]; None on ranks other than the first."""
+    _table(recipe.bench.optimizer, "optimizer")
+    _model_with_vocabulary(recipe, "bench optimizer")
+    return _on_ranks(_optimizer_rank, recipe, output, nproc)
+
+
+def _table(table: T | None, name: str) -> T:
+    return required(table, f"bench.{name}", command=f"bench {name.replace('_', '-')}")
+
+
+def _model_with_vocabulary(recipe: Recipe, command: str) -> ModelConfig:
+    config = required(recipe.model, "model", command=command)
+    if config.vocab_size is None:
+        raise UsageError(
+            f"model.vocab_size: `lmkit {command}` has no tokenizer to take it from", hint="say how many tokens"
+        )
+    return config
+
+
+def _on_ranks(
+    target: Callable[[Recipe], BenchResult | None], recipe: Recipe, output: Path | None, nproc: int
+) -> BenchStored | None:
+    """Run a bench on several ranks: those of torchrun, or `nproc` of our own."""
+    result = spawn_ranks(nproc, target, (recipe,)) if nproc > 1 else target(recipe)
+    return None if result is None else _store(result, recipe, output)
+
+
+def _ddp_rank(recipe: Recipe) -> BenchResult | None:
+    from lmkit.benches.ddp import LADDER, RIVALS, ddp_rows
+    from lmkit.benches.ddp_contenders import DdpCase
+    from lmkit.benches.ddp_report import ddp_result
+
+    table = _table(recipe.bench.ddp, "ddp")
+    config = _model_with_vocabulary(recipe, "bench ddp")
+    with process_group(recipe.run.device, timeout_s=recipe.parallel.timeout_s) as ranks:
+        _need_ranks(ranks, "bench ddp")
+        case = DdpCase(recipe.run.name, config, table.rows, table.precision)
+        rows = ddp_rows(
+            case,
+            table.contenders or (*LADDER, *RIVALS),
+            ranks,
+            rounds=table.rounds,
+            steps_per_sample=table.steps_per_sample,
+        )
+        sweep = [f"bucketed {mb:g} MB" for mb in table.bucket_sweep_mb]
+        swept = (
+            ddp_rows(
+                case,
+                ("one rank", "none", *sweep),
+                ranks,
+                rounds=table.rounds,
+                steps_per_sample=table.steps_per_sample,
+            )
+            if sweep
+            else []
+        )
+        return ddp_result(rows, swept, ranks) if ranks.is_first else None
+
+
+def _all_reduce_rank(recipe: Recipe) -> BenchResult | None:
+    from lmkit.benches.all_reduce import all_reduce_rows
+    from lmkit.benches.ddp_report import all_reduce_result
+
+    table = _table(recipe.bench.all_reduce, "all_reduce")
+    with process_group(recipe.run.device, timeout_s=recipe.parallel.timeout_s) as ranks:
+        _need_ranks(ranks, "bench all-reduce")
+        rows = all_reduce_rows(
+            ranks, sizes_mb=table.sizes_mb, dtypes=table.dtypes, repeats=table.repeats
+        )
+        return all_reduce_result(rows, ranks) if ranks.is_first else None
+
+
+def _optimizer_rank(recipe: Recipe) -> BenchResult | None:
+    from lmkit.benches.ddp_contenders import DdpCase
+    from lmkit.benches.ddp_report import optimizer_result
+    from lmkit.benches.optimizer import CONTENDERS, optimizer_rows
+
+    table = _table(recipe.bench.optimizer, "optimizer")
+    config = _model_with_vocabulary(recipe, "bench optimizer")
+    with process_group(recipe.run.device, timeout_s=recipe.parallel.timeout_s) as ranks:
+        _need_ranks(ranks, "bench optimizer")
+        rows = optimizer_rows(
+            DdpCase(recipe.run.name, config, table.rows, table.precision),
+            ranks,
+            names=table.contenders or CONTENDERS,
+            rounds=table.rounds,
+            steps_per_sample=table.steps_per_sample,
+        )
+        return optimizer_result(rows, ranks) if ranks.is_first else None
+
+
+def _need_ranks(ranks: Ranks, command: str) -> None:
+    if ranks.world_size < 2:
+        raise UsageError(
+            f"lmkit {command}: there is one process, and nothing to synchronise",
+            hint=f"start ranks: lmkit {command} RECIPE --nproc 2, or torchrun --nproc-per-node 2 -m lmkit {command} ...",
+        )
+
+
+def _store(result: BenchResult, recipe: Recipe, output: Path | None) -> BenchStored:
+    """Write a result's files, its environment and the recipe that makes it again."""
+    folder = output or recipe.run.folder.parent / "benches" / recipe.run.name / result.name
+    files = {
+        **result.files,
+        "environment.json": json.dumps(result.environment, indent=1) + "\n",
+        "recipe.toml": recipe_to_toml(recipe),
+    }
+    for name, content in files.items():
+        write_atomic(folder / name, content)
+    return BenchStored(result.name, str(folder), tuple(files), result.rows, result.table())

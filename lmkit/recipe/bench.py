@@ -1,0 +1,104 @@
+"""`[bench.*]`: what each benchmark measures. Every value has a default that takes minutes on a CPU or less."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from lmkit.recipe.parallel import StrategyName
+from lmkit.recipe.table import Count, PositiveFloat, PositiveInt, Table
+
+Precision = Literal["fp32", "bf16", "fp16"]
+Sizes = Literal["tiny", "small", "medium", "large", "xl", "2.7b"]
+
+
+class BenchAttentionConfig(Table):
+    dtype: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
+    batch: PositiveInt = 4
+    heads: PositiveInt = 12
+    kv_heads: PositiveInt = 12
+    head_dim: PositiveInt = 64
+    causal: bool = True
+    backward: bool = False
+    """Also forward + backward, and backward alone."""
+    tiers: tuple[str, ...] = ("Small", "Medium", "Large", "XL")
+    """Names (Small 128 ... XXL 2048, 4k ... 128k), lengths, or rectangles queries:keys."""
+    kernels: tuple[str, ...] = ()
+    """Registry names, `sdpa:cudnn|flash|efficient`, `flash_triton:portable|hopper|deterministic`, each with an
+    optional `+compile`; empty: what is usual on the device."""
+    grid_head_dims: tuple[PositiveInt, ...] = ()
+    grid_lengths: tuple[PositiveInt, ...] = ()
+    baseline: str = "vectorized"
+    projection_layout: bool = False
+    """q, k, v as strided views of one projection instead of contiguous tensors."""
+    warmup: Count = 10
+    iters: PositiveInt = 50
+    cold_cache: bool = False
+    max_seconds: PositiveFloat = 20.0
+    """Of timing per case and direction; whole rounds only."""
+
+
+class BenchModelConfig(Table):
+    sizes: tuple[Sizes, ...] = ("tiny",)
+    lengths: tuple[PositiveInt, ...] = (256,)
+    precisions: tuple[Precision, ...] = ("fp32",)
+    compile: tuple[Literal["none", "block", "whole"], ...] = ("none",)
+    modes: tuple[Literal["forward", "fwd+bwd", "step"], ...] = ("forward", "fwd+bwd", "step")
+    attention: str = "sdpa"
+    activation_checkpointing: bool = False
+    tie_embeddings: bool = False
+    vocab_size: PositiveInt = 10_000
+    batch_size: PositiveInt = 4
+    warmup: Count = 5
+    iters: PositiveInt = 10
+    warmup_study: tuple[Count, ...] = (0, 1, 2, 5)
+    max_seconds: PositiveFloat = 60.0
+
+
+class BenchRanksConfig(Table):
+    """What `bench ddp` and `bench optimizer` have in common; the model comes from [model]."""
+
+    rows: PositiveInt = 4
+    """Sequences per rank and step."""
+    precision: Precision = "fp32"
+    contenders: tuple[str, ...] = ()
+    """Strategies and rivals; empty: the whole ladder."""
+    rounds: PositiveInt = 10
+    """Interleaved samples of each contender; fewer than 6 give no interval."""
+    steps_per_sample: PositiveInt = 4
+
+
+class BenchDdpConfig(BenchRanksConfig):
+    bucket_sweep_mb: tuple[PositiveFloat, ...] = (1, 10, 100, 1000)
+    """Bucket sizes in MiB to compare; empty: no sweep."""
+
+
+class BenchAllReduceConfig(Table):
+    sizes_mb: tuple[PositiveFloat, ...] = (1, 4, 16, 25, 64)
+    """Of the whole buffer, in 10^6 bytes."""
+    dtypes: tuple[Literal["fp32", "bf16"], ...] = ("fp32", "bf16")
+    repeats: PositiveInt = 10
+
+
+class BenchTokenizerConfig(Table):
+    vocab_sizes: tuple[Annotated[int, Field(ge=257)], ...] = (10_000,)
+    repeats: PositiveInt = 5
+    workers: tuple[PositiveInt, ...] = (1, 2)
+
+
+class BenchLmMatrixConfig(Table):
+    kernels: tuple[str, ...] = ("vectorized", "sdpa")
+    strategies: tuple[StrategyName, ...] = ("none",)
+    timed_steps: PositiveInt = 20
+    warmup_steps: Count = 3
+
+
+class BenchConfig(Table):
+    attention: BenchAttentionConfig | None = None
+    model: BenchModelConfig | None = None
+    lm_matrix: BenchLmMatrixConfig | None = None
+    ddp: BenchDdpConfig | None = None
+    all_reduce: BenchAllReduceConfig | None = None
+    optimizer: BenchRanksConfig | None = None
+    tokenizer: BenchTokenizerConfig | None = None
