@@ -18,7 +18,14 @@ _PRONOUNS = {
     "girl": {"he": "she", "him": "her", "his": "her", "himself": "herself"},
     "boy": {"he": "he", "him": "him", "his": "his", "himself": "himself"},
 }
-_ELDERS = (("mom", "girl"), ("dad", "boy"), ("grandma", "girl"), ("grandpa", "boy"))
+_ELDERS = (
+    ("mom", "girl"),
+    ("dad", "boy"),
+    ("grandma", "girl"),
+    ("grandpa", "boy"),
+    ("aunt", "girl"),
+    ("uncle", "boy"),
+)
 
 
 class Facts(dict[str, str]):
@@ -56,9 +63,7 @@ def _draw_people(facts: Facts, random: Random) -> None:
             facts[prefix + slot] = pronoun
         is_animal = random() < (0.25 if role == "hero" else 0.5)
         names = people.ANIMAL_NAMES if is_animal else people.GIRLS if gender == "girl" else people.BOYS
-        name = _pick(names, random)
-        while name == facts.get("hero"):
-            name = _pick(names, random)
+        name = _pick_other(names, facts, random)
         facts[f"{role}_surname"] = _pick(people.SURNAMES, random)
         trait = facts[f"{role}_trait"] = _pick(people.TRAITS, random)
         facts[f"{role}_look"] = _pick(people.LOOKS, random)
@@ -70,16 +75,13 @@ def _draw_people(facts: Facts, random: Random) -> None:
 
     look = facts["elder_look"] = _pick(people.ELDER_LOOKS, random)
     noun, gender = _pick(_ELDERS, random)
-    if random() < 0.4:
-        noun, gender = ("aunt", "girl") if random() < 0.5 else ("uncle", "boy")
-        own_name = _pick(people.GIRLS if gender == "girl" else people.BOYS, random)
-        while own_name in (facts["hero"], facts["pal"]):
-            own_name = _pick(people.GIRLS if gender == "girl" else people.BOYS, random)
-        facts["elder"] = f"{noun.capitalize()} {own_name}"
-        facts["elder_full"] = f"{look} {facts['elder']}"
-    else:
+    if noun in ("mom", "dad"):
         facts["elder"] = noun.capitalize()
         facts["elder_full"] = f"{facts['his']} {look} {noun}"
+    else:
+        names = people.GIRLS if gender == "girl" else people.BOYS
+        facts["elder"] = f"{noun.capitalize()} {_pick_other(names, facts, random)}"
+        facts["elder_full"] = f"{look} {facts['elder']}"
     for slot, pronoun in _PRONOUNS[gender].items():
         facts["elder_" + slot] = pronoun
 
@@ -88,8 +90,10 @@ def _draw_people(facts: Facts, random: Random) -> None:
             f"{_pick(people.QUIRK_VERBS, random)} {facts[pronoun]} {_pick(people.QUIRK_PARTS, random)}"
         )
 
+    look = _pick(things.GOODS_LOOKS, random)
     job = _pick(people.JOBS, random)
     facts["job"], facts["shop"], facts["goods"], facts["job_do"], facts["job_did"] = job
+    facts["goods"] = f"{look} {facts['goods']}"
     gender = "girl" if random() < 0.5 else "boy"
     facts["neighbor"] = ("Mrs. " if gender == "girl" else "Mr. ") + _pick(people.SURNAMES, random)
     for slot, pronoun in _PRONOUNS[gender].items():
@@ -113,6 +117,7 @@ def _draw_things(facts: Facts, random: Random) -> None:
     for role, row, color, shape in zip(("thing", "gift", "other"), rows, colors, shapes, strict=True):
         facts[role], facts[f"{role}_do"], facts[f"{role}_did"], facts[f"{role}_how"] = row
         facts[f"{role}_color"] = color
+        facts[f"a_{role}_color"] = with_article(color)
         facts[f"color_{role}"] = f"{color} {row[0]}"
         facts[f"whole_{role}"] = f"{shape} {color} {row[0]}"
         facts[f"a_{role}"] = with_article(facts[f"whole_{role}"])
@@ -124,14 +129,19 @@ def _draw_things(facts: Facts, random: Random) -> None:
     facts["whole_wear"] = f"{color} {cloth} {garment}"
     facts["plain_food"], *parts = _pick(things.FOODS, random)
     facts["food"] = f"{_pick(things.FOOD_LOOKS, random)} {facts['plain_food']}"
-    facts["part1"], facts["part2"], facts["part3"] = _sample(parts, 3, random)
+    for number, part in enumerate(_sample(parts, 3, random), start=1):
+        facts[f"part{number}"] = f"{_pick(things.PART_LOOKS, random)} {part}"
     facts["tool"] = f"{_pick(things.TOOL_LOOKS, random)} {_pick(things.TOOL_KINDS, random)}"
     facts["a_tool"] = with_article(facts["tool"])
-    facts["treasure"] = _pick(things.TREASURES, random)
+    facts["treasure"] = f"{_pick(things.TREASURE_LOOKS, random)} {_pick(things.TREASURES, random)}"
     facts["building"], facts["material"], facts["ruin"], facts["support"] = _pick(things.BUILDINGS, random)
     facts["breakable"], facts["broke"] = _pick(things.BREAKABLES, random)
+    for slot, looks in (("building", things.BUILDING_LOOKS), ("breakable", things.BREAKABLE_LOOKS)):
+        facts[f"whole_{slot}"] = f"{_pick(looks, random)} {facts[slot]}"
+        facts[f"a_{slot}"] = with_article(facts[f"whole_{slot}"])
     facts["plant"], facts["harvest"] = _pick(things.PLANTS, random)
     facts["plant_color"] = _pick(things.COLORS, random)
+    facts["a_plant_color"] = with_article(facts["plant_color"])
 
 
 def _draw_places(facts: Facts, random: Random) -> None:
@@ -145,8 +155,10 @@ def _draw_places(facts: Facts, random: Random) -> None:
         facts[f"in_whole_{role}"] = f"{preposition} the {look} {noun}"
         for number, spot in enumerate(_sample(spots, 4, random), start=1):
             before, article, thing = spot.split(" ", 2)
-            article = "a" if article == "an" else article
-            facts[f"{role}{number}"] = f"{before} {article} {_pick(places.SPOT_LOOKS, random)} {thing}"
+            thing = f"{_pick(places.SPOT_LOOKS, random)} {thing}"
+            facts[f"{role}{number}"] = (
+                f"{before} {f'the {thing}' if article == 'the' else with_article(thing)}"
+            )
     facts["town"] = f"{_pick(places.TOWN_FIRST, random)} {_pick(places.TOWN_LAST, random)}"
     facts["house"] = f"{_pick(things.COLORS, random)} {_pick(places.HOUSE_KINDS, random)}"
     facts["whole_house"] = f"{_pick(places.HOUSE_LOOKS, random)} {facts['house']}"
@@ -179,6 +191,14 @@ def with_article(phrase: str) -> str:
 
 def _pick(choices: Sequence[Item], random: Random) -> Item:
     return choices[int(random() * len(choices))]
+
+
+def _pick_other(names: Sequence[str], facts: Facts, random: Random) -> str:
+    """Return a name that neither the hero nor the friend has."""
+    name = _pick(names, random)
+    while name in (facts.get("hero"), facts.get("pal")):
+        name = _pick(names, random)
+    return name
 
 
 def _sample(choices: Sequence[Item], count: int, random: Random) -> list[Item]:

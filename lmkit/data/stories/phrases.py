@@ -7,6 +7,85 @@ story after story, and a model could write by copying.
 from __future__ import annotations
 
 _SYNONYMS = """
+Whoosh: Whoosh, Bang, Oh
+It was there, and it was so: It was there, and it was so; Up it rose, so; There it stood, so
+Half for you and half for me: Half for you and half for me, We will share it, One part is yours
+stayed for the night: stayed for the night, slept there, was the guest
+lay in bed and remembered: lay in bed and remembered, could not forget, dreamed of, saw again and again
+knew how it felt to be: knew how it felt to be, had once been, did not like anybody to be
+Why are you so: Why are you so, What makes you so, Tell me why you are
+Then the stars came out over: Then the stars came out over, Soon the moon shone on, Night came to
+I want to go back to: I want to go back to, I wish I were with, Please call
+And it all began with a: And it all began with a, All that for a, Once it was only a
+and off they went to: and off they went to, and both ran toward, and they were on the way to
+You know what I always say: You know what I always say, Have you forgotten, You must know
+I should not have done that: I should not have done that, That was mean of me, I feel ashamed
+How can I thank you: How can I thank you, What can I do for you, How did you do that
+Do you know the way to: Do you know the way to, Which way is it to, How far is it to
+will have a birthday: will have a birthday, will be a year older, will want a cake
+who had just come to: who had just come to, who was new in, who had moved to
+were the best of friends: were the best of friends, shared everything, were never bored
+we will race to: we will race to, let us run to, we shall see who comes first to
+Nothing was as good as to: Nothing was as good as to, It was so much better to, It had been lovely to
+to come along to: to come along to, to be on time at, to go to
+the sun went down behind: the sun went down behind, the sun sank behind, it grew dark around
+more than anything in the: more than anything in the, more than all other things in the
+kept it on at night: kept it on at night, never took it off, washed it every week
+it was the birthday of: it was the birthday of, there was a party for
+in the window of the: in the window of the, on a shelf in the, behind the glass of the
+had to get it back: had to get it back, wanted it back, could not leave it there
+did its work, and: did its work, and; was strong enough, and; helped, and
+a new family in: a new family in, somebody who had moved to
+a deep breath: a deep breath, one step forward, a sip of water
+Not one cloud hung above: Not one cloud hung above, A blue sky stretched over, Birds sang all over
+It was so hot that: It was so hot that, The sun burned so much that
+It was late in: It was late in, Everybody slept in, It was dark and quiet in
+It blew so hard that: It blew so hard that, The gusts were so strong that
+Gray clouds hung over: Gray clouds hung over, The sun hid behind, No sound came from
+At the end they sold: At the end they sold, That day they sold, By noon they had sold
+At sunset the sky over: At sunset the sky over, Late in the day the sky above, Behind the roofs of
+A light breeze came from: A light breeze came from, A cool wind blew past, Smoke rose behind
+I wish I had a: I wish I had a, Oh for a, I would be happy with a
+and that helped a little: and that helped a little, and soon it was not so bad, and they ate it in bed
+We will find a way: We will find a way, It will be all right, There is always a way
+I wish that everything were: I wish that everything were, Make all things, Let the whole town be
+Did you hear that: Did you hear that, What is that, Listen! What was that
+you may still see: you may still see, look for, nobody can miss
+was as blue as: was as blue as, shone like, was as clear as
+used a piece of: used a piece of, cut a corner from, took a thread from
+too when I was: too when I was, at first when I was, often when I was
+to race with me: to race with me, to win, for a race
+saw how hungry the: saw how hungry the, saw how thin the, felt sorry for the
+a new face: a new face, a stranger, somebody new
+rang a bell, and: rang a bell, and; clapped, and; whistled, and
+must be near it: must be near it, is not far from there, cannot be far
+looked for the way: looked for the way, tried the path, felt around
+it rained on the: it rained on the, water ran over the, milk was spilled on the
+help you find: help you find, help you look for, go with you and find
+had never been so: had never been so, was more than, had every reason to be
+had landed there, and: had landed there, and; was right there, and; had rolled there, and
+for both of them: for both of them, and gave away half of it, and shared it
+could run faster than: could run faster than, had longer legs than, always won against
+come with you: come with you, come along, be your captain
+called them to the: called them to the, brought them back to the, rang for them at the
+by the name of: by the name of, who was called
+talked to the: talked to the, told the, whispered to the
+With the last wish: With the last wish, With a sigh, Right away
+Not far from the: Not far from the, Two doors from the, Down the road from the
+At lunch there was: At lunch there was, At noon they ate, For lunch they cooked
+One, two, three! The: One, two, three! The; Hey ho! The; With a pop the
+It will be a: It will be a, One day it will be a, From it comes a
+For that we need: For that we need, Bring me, First we must find
+Are we still friends: Are we still friends, Can you forgive me, Will you play with me again
+we came from there: we came from there, that is the way, we were here before
+thunder rolled over: thunder rolled over, lightning struck near
+and they danced around: and they danced around, and they sang near, and they raced past
+and the way led: and the way led, and the road went
+and behind it the: and behind it the, and next to it the, and not far from it the
+all the color: all the color, every bit of it
+You are a true: You are a true, You are my best, I never had such a
+If you want to: If you want to, When you try to, Before you can
+I want a hundred: I want a hundred, Give me all the, I wish for a room full of
 wanted to: wanted to, hoped to, wished to, longed to
 found: found, discovered
 found out: found out, discovered
@@ -45,7 +124,6 @@ waited and waited: waited and waited, waited a long time, waited with a spoon
 felt much better: felt much better, sat up in bed, was well the next day
 took a bite of: took a bite of, tasted, ate
 the biggest: the biggest, the finest, the tallest
-all by: all by, without help and only with
 nobody may help me: nobody may help me, nobody may touch it, I need no help
 on top of: on top of, beside, in the middle of
 grew and grew: grew and grew, became taller, looked better and better
@@ -67,7 +145,7 @@ nothing to see: nothing to see, nothing there, only earth
 Be patient: Be patient, Just wait, Give it time
 will never grow: will never grow, is surely dead, is only a stone
 is asleep: is asleep, is shy, needs a song, is thirsty
-Where is: Where is, What about, How is
+Where is: Where is, What about
 pulled the weeds: pulled the weeds, chased the snails away, loosened the earth
 wanted to eat: wanted to eat, began to eat, came to nibble at
 a green leaf came up: a green leaf came up, something green came up, the earth opened
@@ -87,7 +165,6 @@ Nobody can beat me: Nobody can beat me, I always win, They are all too slow for 
 You are much too slow: You are much too slow, A snail is faster than you, You would need all day
 talked about it: talked about it, bragged about it, told everybody so
 The winner would get: The winner would get, The first one there would get, They ran for
-far ahead: far ahead, far in front, in the lead
 I have time to: I have time to, Now I can, Why not
 fell asleep: fell asleep, began to snore, slept at once
 was tired: was tired, was out of breath, felt weak
@@ -95,7 +172,6 @@ it was too late: it was too late, that did not help, it was no use
 had won: had won, had earned, already held
 You were great: You were great, You ran well, Well done
 had hurt: had hurt, had broken, could not move
-wanted to play: wanted to play, would have liked to play, hoped to play
 needs me: needs me, needs help, is all alone
 Who will: Who will, Who can, Who is going to
 had to chase it out: had to chase it out, lured it out, carried it out
@@ -123,7 +199,7 @@ and then one more: and then one more, and another, then two, and did not look ba
 held the hand of: held the hand of, stayed close to
 And what was it: And what was it, And what did they see, And the truth
 and nothing more: and nothing more, that was all, what a surprise
-Is that all: Is that all, And for that I was afraid, How silly I was
+Is that all: Is that all, Is it only that, Was it nothing more
 could not get out: could not get out, called for help, was too weak to move, shook all over
 with sad eyes: with sad eyes, and did not move, and hoped for help
 pulled and pulled: pulled and pulled, pushed with both hands, tried everything
@@ -135,7 +211,6 @@ I will never forget you: I will never forget you, You saved my life, Now we are 
 where its mother waited: where its mother waited, where its brothers were, and looked back once
 Stay close to: Stay close to, Do not go farther than, Always stay near
 all alone: all alone, alone, quite alone
-had never been: had never been, did not want to be, knew nobody
 It got dark: It got dark, Night fell, It grew cold
 everything looked the same: everything looked the same, there was no path, nothing helped
 I want to go home to: I want to go home to, I came from, I must go back to
@@ -147,7 +222,6 @@ was waiting with: was waiting with, stood there with, had made
 Never do that again: Never do that again, I looked everywhere, You must be hungry
 could not sleep: could not sleep, lay awake, turned from side to side
 when it got dark: when it got dark, when the lamp went out, when all was quiet
-What was that: What was that, Who was there, Again and again
 a strange sound: a strange sound, a low sound, a noise
 It must be: It must be, I bet it is, What if it is
 who wants: who wants, who is after, who came for
@@ -177,7 +251,7 @@ is too: is too, looks too, seems too
 to say something: to say something, to go over, to say hello
 I know how: I know how, I can show you how, My mother taught me how
 Do you want to: Do you want to, Would you like to, Shall we
-Come with me: Come with me, Do not sit here alone, Get up
+Come with me: Come with me, Follow me, Let us go
 for the first time: for the first time, at last, all day
 Today we will have: Today we will have, What a day for, Let us have
 sang a song about: sang a song about, talked about, made up a joke about
@@ -201,7 +275,7 @@ hugged: hugged, embraced, cuddled, squeezed
 waved at: waved at, nodded to, winked at
 sat down: sat down, settled down, knelt down
 held the: held the, gripped the, clutched the
-wonderful: wonderful, lovely, marvelous, splendid, delicious
+wonderful: wonderful, lovely, marvelous, splendid
 whole: whole, entire
 Maybe: Maybe, Perhaps
 next to: next to, close to, right by
@@ -212,6 +286,7 @@ was gone: was gone, was missing, had vanished
 fell apart: fell apart, fell to pieces, broke down
 for a moment: for a moment, for a while, for a second, for a minute
 ran: ran, rushed, dashed
+ran down: ran down, rolled down
 wanted: wanted, wished for, longed for
 Oops: Oops, Whoops, Oh no
 Poof: Poof, Whoosh, Zap
@@ -258,7 +333,6 @@ I do not know: I do not know, How should I know, Who can say
 every time: every time, each time, whenever
 I did it: I did it, It was my fault, I have to tell you something
 It was me: It was me, I did it, It was my fault
-about the: about the, because of the
 Thank you for telling me the truth: Thank you for telling me the truth, You were honest with me, That was hard to say
 is worth more: is worth more, matters more, is dearer to me
 I am also proud of you: I am also proud of you, I love you, you were honest
@@ -268,7 +342,6 @@ To say sorry: To say sorry, To make up for it, After that
 very much: very much, badly, more than anything
 dreamed of: dreamed of, thought of, could not forget
 It cost: It cost, The price was, One had to pay
-counted: counted, looked through
 needed: needed, lacked
 needed help: needed help, had too much work, looked for somebody
 It was hard work: It was hard work, That was not easy, It took a long time
@@ -297,7 +370,6 @@ a spoon: a spoon, a button, an egg, an empty bottle
 hit something hard: hit something hard, struck wood, went clank, would not go deeper
 a chest full of: a chest full of, a box of, a bag with
 pulled out: pulled out, dug out, lifted out
-gave half of: gave half of, shared, gave much of
 something special: something special, a real surprise, the best present
 always wanted: always wanted, long wanted, often dreamed of
 would not see it: would not see it, would be surprised, knew nothing of it
@@ -312,8 +384,6 @@ too.: too., as well.
 again.: again., once more., anew.
 past: past, by, around
 When: When, As
-should: should, ought to
-should not: should not, ought not to
 went on: went on, kept going, continued
 far away: far away, a mile away, a long way off
 First: First, At first
@@ -324,7 +394,6 @@ another: another, one more
 
 # verb: adverbs that may stand before it
 _ADVERBS = """
-looked: quickly, slowly, shyly, proudly
 took: quickly, gladly, quietly, eagerly
 took the: quickly, gladly, quietly, eagerly
 put: quickly, carefully, gently, proudly
@@ -334,11 +403,10 @@ gave: gladly, kindly, shyly, gently, proudly
 carried: proudly, carefully, slowly, gladly
 sat: quietly, calmly
 waited: calmly, quietly, nervously
-helped: gladly, kindly, often
 played: happily, often, gladly
 clapped: loudly, gladly, wildly
 packed: quickly, neatly, carefully, gladly
-dug: eagerly, slowly, deeply
+dug: eagerly, slowly
 read: slowly, silently
 brought: kindly, proudly, gladly, soon
 closed: slowly, firmly
@@ -353,7 +421,7 @@ dried: gently, slowly
 # noun: adjectives that may stand before it
 _ADJECTIVES = """
 letter: folded, secret, sealed, long, short, crumpled
-coins: copper, bright, round, heavy
+coins: bright, round, heavy
 map: torn, dusty, folded, faded, secret
 seed: tiny, round, hard, shiny, flat
 basket: round, deep, heavy, woven
@@ -362,7 +430,7 @@ leaf: tiny, round, shiny, tender
 bag: paper, leather, heavy, torn, cotton
 song: merry, silly, sweet, short
 mouth: wide, little, muddy
-pot: deep, round, heavy, shiny, copper
+pot: deep, round, heavy, shiny
 chest: heavy, wooden, rusty, locked, dusty
 hole: deep, small, round, narrow
 shelf: dusty, high, low, wooden
@@ -381,8 +449,12 @@ stories: funny, long
 
 
 def _read(table: str) -> dict[str, tuple[str, ...]]:
-    rows = (line.split(":") for line in table.strip().splitlines())
-    return {phrase: tuple(word.strip() for word in words.split(",")) for phrase, words in rows}
+    rows = (line.split(": ") for line in table.strip().splitlines())
+    # A comma separates the words, a semicolon those that have commas of their own.
+    return {
+        phrase: tuple(word.strip() for word in words.split(";" if ";" in words else ","))
+        for phrase, words in rows
+    }
 
 
 def _phrases() -> dict[str, tuple[str, ...]]:

@@ -5,7 +5,7 @@ from lmkit.data.stories.tables import table, word_list
 # noun, preposition, four spots, something to see there
 PLACES = table("""
 park, in, under a bench, behind the swings, beside the fountain, near the slide, children on the swings
-forest, in, under a fallen log, behind a mossy rock, inside a hollow tree, among the ferns, rays of light
+forest, in, under a fallen log, behind a rock, inside a hollow tree, among the ferns, rays of light
 beach, on, under a striped towel, behind the sand dunes, beside a tide pool, near the pier, waves with white tops
 farm, on, under the hay, behind the barn, beside the tractor, near the well, cows in the field
 market, at, under a fruit stand, behind the barrels, beside the flower cart, near the gate, heaps of tomatoes
@@ -25,8 +25,8 @@ harbor, at, under a fishing net, behind the crates, beside an anchor, near the l
 museum, at, under a glass case, behind a statue, beside the mummy, near the painting, bones of a dinosaur
 bakery, in, under the counter, behind the oven, beside the flour sacks, near the window, loaves of bread
 barn, in, under the wagon, behind the hay bales, beside the saddle, near the horses, swallows in the roof
-attic, in, under a sheet, behind the trunk, beside a broken chair, near the tiny window, dust in the light
-cave, in, under a flat stone, behind a dark corner, beside the waterfall, near the entrance, bats on the ceiling
+attic, in, under a sheet, behind the trunk, beside a chair, near the tiny window, dust in the light
+cave, in, under a stone, behind a corner, beside the waterfall, near the entrance, bats on the ceiling
 desert, in, under a thorny bush, behind a dune, beside a cactus, near the dry well, sand in every direction
 mountain, on, under a ledge, behind a pine tree, beside the spring, near the hut, snow on the peaks
 fair, at, under the merry-go-round, behind the popcorn stand, beside the tent, near the big wheel, colored lights
@@ -34,30 +34,43 @@ valley, in, under a hedge, behind the mill, beside the brook, near the crossroad
 island, on, under a palm tree, behind the driftwood, beside the lagoon, near the wrecked ship, parrots in the trees
 """)
 
-PLACE_LOOKS = word_list("quiet old big lovely busy green famous little lonely pretty")
+PLACE_LOOKS = word_list("""
+quiet old big lovely busy green famous little lonely pretty wide sunny shady distant cozy peaceful crowded
+empty
+""")
 
-SPOT_LOOKS = word_list("dusty old big little wet mossy broken crooked quiet sunny shady far")
+SPOT_LOOKS = word_list("""
+dusty old big little wet mossy broken crooked quiet sunny shady far narrow cracked painted cold clean
+round rusty low
+""")
 
 TOWN_FIRST = word_list("""
 Apple Berry Birch Bright Cherry Clover Elm Fern Green High Honey Little Long Maple Misty Mossy North Oak
-Pine Quiet River Rose Sandy Silver Stony Sunny Sweet White Willow Windy
+Pine Quiet River Rose Sandy Silver Stony Sunny Sweet White Willow Windy Amber Copper Crystal Dusty Eagle
+Fox Golden Hazel Iron Lemon Mint Moon Plum Robin Snowy Star Thorn Velvet Violet Wind
 """)
 
-TOWN_LAST = word_list("Hill Valley Village Town Bay Creek Falls Meadow")
+TOWN_LAST = word_list("""
+Hill Valley Village Town Bay Creek Falls Meadow Harbor Ridge Springs Grove Crossing Corner Heights Hollow
+""")
 
 HOUSE_LOOKS = word_list("""
-small tall cozy wooden brick stone round crooked narrow pretty sunny dusty tidy simple
+small tall cozy grand quiet funny round crooked narrow pretty sunny dusty tidy simple large lonely shabby
+warm humble bright noisy strange
 """)
 
-HOUSE_KINDS = word_list("house cottage cabin hut farmhouse home shack bungalow")
+HOUSE_KINDS = word_list("""
+house cottage cabin hut farmhouse home shack bungalow lodge villa mansion
+""")
 
 LANDMARK_LOOKS = word_list("""
-old red stone tall white crooked broken great mossy lonely wooden haunted iron
+old red stone tall white crooked broken great mossy lonely wooden haunted iron black leaning round ancient
+empty little
 """)
 
 LANDMARK_KINDS = word_list("""
-mill tower bridge barn chimney windmill gate well church statue wall oak pine signpost fountain silo archway
-watchtower
+mill tower bridge barn chimney windmill gate well church statue wall oak pine signpost fountain silo
+archway watchtower chapel lamp mailbox stable greenhouse hedge
 """)
 
 WEATHER = {

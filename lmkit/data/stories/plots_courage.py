@@ -37,11 +37,11 @@ afraid_truth
 afraid_after
 - After that, <hero> was never {scared} of {fear} again.
 - "You were {very} brave," {replied} <elder> and {gave} {him} {a_gift}.
-- Now <hero> {laughed} about {fear}.
+- Now <hero> only laughed about {fear}.
 lesson:afraid
-- being brave means to try although you are {scared}
-- most things are less scary when you look closely
-- friends make you brave
+- being brave means to [try|go on] although you are {scared}
+- most things are [less scary|kinder|smaller] when you look closely
+- [friends|good words|{pal} and {elder}] make you brave
 
 plot:rescue
 - <when> <arrive> <rescue_hear> <rescue_see> // <with_pal> <rescue_plan> <rescue_try> <rescue_free>
@@ -86,8 +86,8 @@ rescue_back
 - And who brought the {thing} back? The {beast_look} {beast} from {beast_home}!
 lesson:rescue
 - even small animals can be good friends
-- one good deed brings another
-- you should help those who are in trouble
+- one good deed brings [another|luck|two more]
+- you should help [those who are in trouble|the weak|{lone_beast}]
 
 plot:astray
 - <when> <astray_warn> <astray_follow> <astray_far> <fright> // <astray_dark> <meet_pal> <astray_ask>
@@ -107,7 +107,7 @@ astray_far
 - <hero> could not see {landmark} anymore. <he> was lost <in_far>.
 astray_dark
 - It got dark <in_far>. <hero> sat down {far1} and put on {his} <wear>.
-- <hero> {searched} the way {far1} and {far2}, but everything looked the same.
+- <hero> looked for the way {far1} and {far2}, but everything looked the same.
 - "{elder}! {elder}!" {he} called, but only {lone_beast} {beast_cried}.
 astray_ask
 - "I want to go home to {town}," {said} <hero>, "but I do not know the way."
@@ -127,9 +127,9 @@ astray_elder
 - <elder> hugged <hero> and {gave} <pal> some <food>.
 - "I will never go to the <far> alone again," <hero_said>, and <elder> {gave} {him} some <food>.
 lesson:astray
-- you should stay close to home
-- it is good to listen to <elder>
-- you should ask for help when you are lost
+- you should stay close to [home|{landmark}|your house]
+- it is [good|wise] to listen to {elder}
+- you should ask [for help|{pal}|somebody] when you are lost
 
 plot:noise
 - <noise_bed> <noise_hear> <fright> <noise_guess> // <with_pal> <noise_call> <noise_go> <noise_find>
@@ -170,9 +170,9 @@ noise_sleep
 - <hero> {laughed}, hugged {his} <thing>, and fell asleep.
 - {Noise}, {noise}, it went again. But now <hero> was not {scared} anymore.
 lesson:noise
-- many scary things are harmless
-- it is best to look before you worry
-- nothing is scary when a friend is near
+- [many|most|all] scary [things|sounds|noises] are harmless
+- it is best to [look|ask|get up] before you worry
+- nothing is scary when [a friend|{pal}|somebody] is near
 
 plot:wish
 - <when> <arrive> <wish_find> <wish_offer> <wish_one> // <wish_bad> <with_pal> <wish_pal> <gloom> //
@@ -210,9 +210,9 @@ wish_end
 - Poof! The {beast} {beast_moved} back to {beast_home}, and all was well.
 - And there was <pal>, who {thing_did} the <thing> {thing_how}.
 lesson:wish
-- you should be careful what you wish for
+- you should be careful [what you wish for|with magic|with big words]
 - enough is as good as a feast
-- the best things cannot be wished for
+- the best things cannot be [wished for|bought|had by magic]
 
 plot:newcomer
 - <new_hear> <when> <new_see> <meet_new> <new_alone> // <new_mean> <new_hero> <new_ask> <new_play> //
@@ -252,9 +252,9 @@ new_show
 - <hero> showed <pal> {place_sight} and {a_beast} {place3}.
 - <pal> was not {sad} anymore. {Pal_he} {laughed} for the first time in {town}.
 lesson:newcomer
-- one kind word can make a friend
-- nobody should be alone
-- new friends are waiting everywhere
+- one kind word can [make a friend|change a day|help a lot]
+- nobody should be alone[ in {town}|]
+- new friends are waiting [everywhere|in every place|{place1}]
 
 plot:picnic
 - <with_pal> <when> <picnic_pack> <picnic_walk> <picnic_sit> // <picnic_rain> <gloom> <picnic_idea> //
@@ -263,9 +263,9 @@ plot:picnic
 - <with_pal> <picnic_pack> <picnic_walk> <picnic_thief> <picnic_chase> // <picnic_rain> <picnic_idea>
   <picnic_fun>
 picnic_pack
-- <hero> packed <food>, {part1} and {a_thing} into a {gift_color} basket.
-- "Today we will have a picnic!" {said} <hero> and put <food> into a {gift_color} basket.
-- <elder> packed a {gift_color} basket with <food>, {part1} and {a_thing}.
+- <hero> packed <food>, {part1} and {a_thing} into {a_gift_color} basket.
+- "Today we will have a picnic!" {said} <hero> and put <food> into {a_gift_color} basket.
+- <elder> packed {a_gift_color} basket with <food>, {part1} and {a_thing}.
 picnic_walk
 - They <walked> past {landmark} to the <place>, where they saw {place_sight}.
 - <hero> carried the {gift_color} basket to the <place>.
@@ -292,7 +292,7 @@ picnic_fun
 - <pal> told a story about {a_beast}, and <hero> {thing_did} the <thing> {thing_how}.
 - They ate what was left and {laughed} about the {beast}.
 lesson:picnic
-- a good friend can save a bad day
-- things can be fun even when they go wrong
-- it is better to laugh than to cry
+- a good friend can save a bad [day|{day}|picnic]
+- things can be fun even when [they go wrong|it rains|the food is gone]
+- it is better to laugh than to [cry|be angry|complain]
 """

@@ -15,7 +15,7 @@ cook_start
 cook_missing
 - There were {part1} and {part2} in the kitchen, but no {part3}.
 - "We have {part1}, and we have {part2}," <hero_said>. "But I see no {part3}."
-- <elder> {searched} every shelf. There was no {part3} left!
+- <elder> went through every shelf. There was no {part3} left!
 - But {lone_beast} had eaten all of the {part3}.
 cook_go
 - So <hero> put on {his} <wear> and <walked> to the {shop} of <neighbor>.
@@ -33,7 +33,7 @@ cook_pal
 - "I have {part3} at home," <pal_said>. "Wait here!"
 - <pal> <walked> home and came back with a bag full of {part3}.
 cook_mix
-- They put the {part1} and the {part2} into a {thing_color} pot, and <hero> stirred.
+- They put the {part1} and the {part2} into {a_thing_color} pot, and <hero> stirred.
 - <hero> cut the {part1}, <elder> added the {part2}, and the {part3} came last.
 - First came the {part1}. {then} came the {part2}. The <house> smelled wonderful.
 cook_oops
@@ -53,9 +53,9 @@ cook_sick
 - <hero> <walked> to <pal> with the <food>. <pal> ate it and felt much better.
 - <pal> took a bite of the <food>. "Now I am well again," {pal_he} {replied}.
 lesson:cook
-- food tastes best when you share it
-- many hands make light work
-- good things take time
+- [food|{plain_food}] tastes best when you share it
+- [many|four|six] hands make light work
+- good [things take|cooking takes|food takes] time
 
 plot:build
 - <with_pal> <when> <arrive> <build_plan> <build_work> <build_work_more> // <build_ruin> <gloom>
@@ -63,24 +63,24 @@ plot:build
 - <when> <build_plan_alone> <build_work> <build_ruin> <gloom> // <meet_pal> <build_offer> <build_again>
   <build_strong> <build_done> <thanks>
 build_plan
-- "Let us build a {building}!" <hero_said>, and <pal> fetched {material}.
-- <hero> and <pal> wanted to build the biggest {building} in {town}.
-- "We need {material} for a {building}," <pal_said>.
+- "Let us build {a_building}!" <hero_said>, and <pal> fetched {material}.
+- <hero> and <pal> wanted to build the biggest <building> in {town}.
+- "We need {material} for {a_building}," <pal_said>.
 build_plan_alone
-- <hero> wanted to build a {building} <in_place>, all by {himself}.
-- <hero> carried {material} to the <place>. "I will build a {building}, and nobody may help me!"
+- <hero> wanted to build {a_building} <in_place>, all by {himself}.
+- <hero> carried {material} to the <place>. "I will build {a_building}, and nobody may help me!"
 build_work
-- <he> worked with {material} all {time}, until the {building} was as tall as {landmark}.
-- <hero> put {a_thing} on top of the {building}.
-- The {building} grew and grew, and {he} painted it {thing_color}.
+- <he> worked with {material} all {time}, until the <building> was as tall as {landmark}.
+- <hero> put {a_thing} on top of the <building>.
+- The <building> grew and grew, and {he} painted it {thing_color}.
 build_work_more
 - <pal> brought more {material}, and <hero> sang a song about {place_sight}.
 - <hero> built the left side, and <pal> built the right side.
-- <pal> put a {gift_color} flag on the {building}.
+- <pal> put {a_gift_color} flag on the <building>.
 build_ruin
-- But then {ruin} came, and the {building} fell apart.
-- {suddenly} there was {ruin}. Crash! No more {building}.
-- That {time} {ruin} hit the {building}, and only {material} was left.
+- But then {ruin} came, and the <building> fell apart.
+- {suddenly} there was {ruin}. Crash! No more <building>.
+- That {time} {ruin} hit the <building>, and only {material} was left.
 build_again
 - "We can build it again," <pal_said>. "{Proverb}."
 - <pal> picked up the {material}. "This time we will use {support}."
@@ -89,17 +89,17 @@ build_offer
 - "May I help you? I know how to use {support}," <pal_said>.
 - "Two can build better than one," <pal_said>.
 build_strong
-- They used {support}, and now the {building} stood firm.
+- They used {support}, and now the <building> stood firm.
 - <elder> came with {support}, and together they began again.
-- With {support} the new {building} was much stronger.
+- With {support} the new <building> was much stronger.
 build_done
-- When {ruin} came again, the {building} did not fall.
-- {finally} the {building} was done, and <hero> put the <thing> on top.
-- All of {town} came to see the {building} <in_place>.
+- When {ruin} came again, the <building> did not fall.
+- {finally} the <building> was done, and <hero> put the <thing> on top.
+- All of {town} came to see the <building> <in_place>.
 lesson:build
-- you can always begin again
-- two build better than one
-- what falls down can be built again
+- you can [always|almost always] begin again
+- two [build|work|can do it] better than one
+- [what falls down|a {building}] can be built again
 
 plot:grow
 - <grow_seed> <grow_plant> <grow_wait> // <with_pal> <grow_doubt> <grow_care> <grow_danger> // <grow_done>
@@ -107,13 +107,13 @@ plot:grow
 - <with_pal> <when> <grow_seed> <grow_plant> <grow_doubt> // <grow_wait> <grow_danger> <grow_care>
   <grow_done> <grow_share>
 grow_seed
-- <neighbor> {gave} <hero> a {plant_color} seed. "It will be a {plant}," {neighbor_he} {replied}.
-- <hero> found a {plant_color} seed {place1}. "That is a {plant} seed," <elder_said>.
-- <elder> bought <hero> a {plant} seed in a {plant_color} bag.
+- <neighbor> {gave} <hero> {a_plant_color} seed. "It will be a {plant}," {neighbor_he} {replied}.
+- <hero> found {a_plant_color} seed {place1}. "That is a {plant} seed," <elder_said>.
+- <elder> bought <hero> a {plant} seed in {a_plant_color} bag.
 grow_plant
 - <hero> dug a hole behind the <house> and put the {plant} seed in.
 - <he> planted the {plant} next to {landmark}.
-- <hero> put the seed into a {plant_color} pot and gave it some water.
+- <hero> put the seed into {a_plant_color} pot and gave it some water.
 grow_wait
 - The next {time} <hero> <walked> to the {plant}. There was nothing to see.
 - <hero> waited for {number} days, but no {plant} came up.
@@ -129,19 +129,19 @@ grow_care
 grow_danger
 - One {day} {lone_beast} wanted to eat the {plant}. <hero> gave it some {beast_food} instead.
 - {suddenly} {a_beast} {beast_moved} toward the {plant}. "Stop!" <hero_said>.
-- {then} came a {weather_look} night, and <hero> put {his} <wear> around the {plant}.
+- {then} came {a_weather} night, and <hero> put {his} <wear> around the {plant}.
 grow_done
-- {finally} a green leaf came up, and after {number} weeks it gave {harvest}!
-- One {time} the {plant} was as tall as <hero>. It gave {harvest}.
-- After {number} weeks the {plant} gave {harvest}.
+- {finally} a green leaf came up, and after {number} weeks it bore {harvest}!
+- One {time} the {plant} was as tall as <hero>. It bore {harvest}.
+- After {number} weeks the {plant} bore {harvest}.
 grow_share
 - <hero> gave some to <pal>, some to <elder> and some to <neighbor>.
 - "You were right," <pal_said>. "Your {plant} is wonderful."
-- <hero> {gave} <pal> a {plant} seed in a {plant_color} bag.
+- <hero> {gave} <pal> a {plant} seed in {a_plant_color} bag.
 lesson:grow
-- good things grow slowly
-- you must be patient
-- a little care every day works wonders
+- [good things grow|a {plant} grows|most things grow] slowly
+- you must [be patient|wait and hope|give things time]
+- a little [care|water|love] every day works wonders
 
 plot:learn
 - <learn_wish> <learn_first> <gloom> <with_pal> <learn_tip> // <learn_again> <learn_again_more> //
@@ -187,9 +187,9 @@ learn_show
 - <elder> and <neighbor> came to the <place> to see how <hero> {skill_did}.
 - Now <hero> teaches {lone_beast} to {skill}.
 lesson:learn
-- practice makes you better
-- you should never give up
-- everybody falls before they can {skill}
+- practice makes you [better|strong|proud]
+- you should never [give up|lose hope|stop trying]
+- everybody [falls|fails|has to try] before they can {skill}
 
 plot:race
 - <with_pal> <race_boast> <race_day> <race_start> // <race_ahead> <race_stop> <race_slow> // <race_end>
@@ -209,7 +209,7 @@ race_day
 - <when_short> all of {town} came to {landmark}. The prize was {a_gift}.
 race_start
 - "One, two, three, go!" called <neighbor>. <hero> raced past {landmark}.
-- <elder> waved a <wear>, and off they went to the <place>.
+- <elder> waved {a_wear}, and off they went to the <place>.
 - <neighbor> rang a bell, and <hero> and <pal> ran.
 race_ahead
 - Soon <hero> was far ahead and saw {place_sight}.
@@ -231,9 +231,9 @@ race_after
 - "You were great, {pal}," <hero_said>. <pal> let {him} {gift_do} the {gift} too.
 - <hero> was {sad}, but <pal> {laughed}. "Come, let us {gift_do} the <gift> together."
 lesson:race
-- slow and steady wins the race
-- you should not boast
-- it is not wise to laugh at others
+- slow and steady [wins the race|gets there first|is fast enough]
+- you should not [boast|brag|sleep in a race]
+- it is [not wise|unkind] to laugh at [others|{pal}|slow people]
 
 plot:help
 - <when> <help_see> <help_busy> <with_pal> <help_think> // <help_one> <help_two> <help_three> //
@@ -271,9 +271,9 @@ help_back
 - The next {day} <hero> lost {his} <thing>, and it was <neighbor> who found it {place2}.
 - When <hero> was ill, <neighbor> brought {him} {goods} and <food>.
 lesson:help
-- kindness comes back to you
-- it feels good to help
-- neighbors should look after each other
+- kindness [comes back to you|never gets lost|costs nothing]
+- it feels [good|better than any game] to help
+- neighbors should [look after|help|care for] each other
 
 plot:letter
 - <letter_job> <letter_warn> <letter_go> <with_pal> // <letter_stop> <letter_lost> <gloom> <letter_found> //
@@ -282,8 +282,8 @@ plot:letter
   <letter_there> <letter_home>
 letter_job
 - "Please take this {thing_color} letter to {neighbor} the {job}," <elder_said>.
-- <elder> {gave} <hero> a {thing_color} letter for <neighbor>, who worked at the {shop}.
-- <hero> had to bring some <food> and a {thing_color} letter to <neighbor>.
+- <elder> {gave} <hero> {a_thing_color} letter for <neighbor>, who worked at the {shop}.
+- <hero> had to bring some <food> and {a_thing_color} letter to <neighbor>.
 letter_warn
 - "Do not stop <in_place>, and be there by {number} o'clock!"
 - "Go past {landmark} and do not talk to strangers," {elder_he} added.
@@ -318,6 +318,6 @@ letter_home
 - <hero> told <elder> about the {beast}, the letter and <neighbor>.
 lesson:letter
 - a promise is a promise
-- you should finish what you began
-- you can be trusted with big things
+- you should [finish|end] what you [began|started|promised]
+- you can be trusted with [big things|a letter|everything]
 """

@@ -32,7 +32,7 @@ lost_search_more
 lost_clue
 - {suddenly} {lone_beast} {beast_cried} {place4}.
 - {then} <pal> saw something {thing_color} {place4}.
-- A {beast_look} {beast} {beast_moved} past them with something {thing_color} in its mouth.
+- {A_beast} {beast_moved} past them with something {thing_color} in its mouth.
 - "Shh! Something {thing_color} is moving {place4}," whispered <pal>.
 lost_found
 - It was the <thing>! {A_beast} had taken it to {beast_home}.
@@ -40,9 +40,9 @@ lost_found
 - And there {place4} lay the <thing>. "{wow}!" <hero_said>.
 - <hero> gave the <beast> some {beast_food}, and the <beast> gave back the <thing>.
 lesson:lost
-- you must take care of the things you love
-- four eyes find more than two
-- it is good to ask a friend for help
+- you [must|should] take [good |]care of [the things you love|what you own|your toys|a {thing}]
+- [four|six] eyes [find more than two|see more|are better than two]
+- it is [good|wise] to ask [a friend|others|{pal}] for help
 
 plot:share
 - <with_pal> <when> <thing_play> <share_ask> <share_no> <pal_gloom> // <share_alone> <shame> <share_elder>
@@ -70,7 +70,7 @@ share_alone
 share_elder
 - "A {thing} cannot laugh with you," <elder_said>. "{pal} can."
 - <elder> took half of the <food> and gave it to <hero>. "See? It tastes better when we share."
-- "Would you rather have a <thing> or a friend?" asked <elder>.
+- "Would you rather have {a_thing} or a friend?" asked <elder>.
 share_yes
 - "Here, {pal}," <hero_said>. "You may {thing_do} it first."
 - <hero> put the <thing> into {pal_his} arms. "It is your turn."
@@ -80,9 +80,9 @@ share_both
 - First <pal> {thing_did} <thing_how>, then <hero> did, and nobody was {sad}.
 - They took turns until the {time} was over.
 lesson:share
-- sharing makes a thing twice as good
-- a friend is worth more than a {thing}
-- toys are no fun when you play alone
+- [sharing|giving] makes [a thing|a {thing}|every toy] twice as [good|nice|much fun]
+- a [friend|playmate] is worth more than a {thing}
+- [toys are|a {thing} is] no fun when you [play alone|do not share|keep everything]
 
 plot:broken
 - <when> <broken_rule> <with_pal> <broken_play> <broken_oops> <fright> // <broken_hide> <broken_ask>
@@ -92,52 +92,53 @@ plot:broken
 - <broken_rule> <when> <meet_pal> <broken_play> <broken_oops> // <broken_ask> <broken_lie> <broken_guilt>
   <broken_truth> <broken_elder>
 broken_rule
-- <elder> had {a_other} and a {gift_color} {breakable}. "Never touch the {breakable}," {elder_he} {replied}.
-- In the <house> stood a {gift_color} {breakable} that belonged to <elder>.
-- <elder> {liked} {elder_his} {gift_color} {breakable} more than anything in the <house>.
+- <elder> had {a_other} and {a_gift_color} <breakable>. "Never touch the <breakable>," {elder_he} {replied}.
+- In the <house> stood {a_gift_color} <breakable> that belonged to <elder>.
+- <elder> {liked} {elder_his} {gift_color} <breakable> more than anything in the <house>.
 broken_play
-- <hero> and <pal> played {game} next to the {gift_color} {breakable}.
-- <hero> {thing_did} {his} <thing> [inside|in the kitchen|in the hall], close to the {breakable}.
+- <hero> and <pal> played {game} next to the {gift_color} <breakable>.
+- <hero> {thing_did} {his} <thing> [inside|in the kitchen|in the hall], close to the <breakable>.
 - "Let us play {game} in the <house>," <hero_said>.
 broken_oops
-- {suddenly} <hero> bumped into the {gift_color} {breakable}, and it {broke}.
-- The <thing> hit the {breakable}. Crash! It {broke}.
-- <hero> {laughed} and turned around too fast. The {breakable} {broke}.
+- {suddenly} <hero> bumped into the {gift_color} <breakable>, and it {broke}.
+- The <thing> hit the <breakable>. Crash! It {broke}.
+- <hero> {laughed} and turned around too fast. The <breakable> {broke}.
 broken_hide
-- <hero> hid the {breakable} [under the bed|in a box|behind the stove|under {his} <wear>].
-- <he> covered the {gift_color} {breakable} with {his} <wear>.
+- <hero> hid the <breakable> [under the bed|in a box|behind the stove|under {his} <wear>].
+- <he> covered the {gift_color} <breakable> with {his} <wear>.
 broken_hint
 - "You should tell {elder}," <pal_said>.
 - "{Proverb}, remember?" <pal_said>.
 broken_ask
-- {then} <elder> came home. "Where is my {gift_color} {breakable}?" {elder_he} asked.
-- "What happened to the {breakable}?" asked <elder>.
-- <elder> looked at the empty place where the {gift_color} {breakable} had been.
+- {then} <elder> came home. "Where is my {gift_color} <breakable>?" {elder_he} asked.
+- "What happened to the <breakable>?" asked <elder>.
+- <elder> looked at the empty place where the {gift_color} <breakable> had been.
 broken_lie
 - "{A_beast} did it," <hero_said>.
 - "{pal} did it," <hero_said>, and {his} face turned red.
 - <hero> looked at {his} feet. "I do not know," {he} {said}.
 broken_guilt
-- That {time} <hero> could not sleep. <he> saw the {breakable} every time {he} closed {his} eyes.
+- That {time} <hero> could not sleep. <he> saw the <breakable> every time {he} closed {his} eyes.
 - <hero> did not want to play {game}, and {he} did not want any <food>.
 - <pal> looked at <hero> and shook {pal_his} head.
 broken_truth
-- {finally} <hero> {said}, "I did it, {elder}. I broke your {breakable}."
-- "It was me," <hero_said>. "I played {game}, and your {gift_color} {breakable} {broke}."
-- <hero> took a deep breath and told <elder> the truth about the {breakable}.
+- {finally} <hero> {said}, "I did it, {elder}. I broke your <breakable>."
+- "It was me," <hero_said>. "I played {game}, and your {gift_color} <breakable> {broke}."
+- <hero> took a deep breath and told <elder> the truth about the <breakable>.
 broken_elder
-- <elder> was {sad} about the {breakable}, but {elder_he} hugged <hero>. "Thank you for telling me the
+- <elder> was {sad} about the <breakable>, but {elder_he} hugged <hero>. "Thank you for telling me the
   truth."
-- "A {breakable} is only a {breakable}," <elder_said>. "The truth is worth more."
+- "A <breakable> is only a <breakable>," <elder_said>. "The truth is worth more."
 - "I am {sad}, but I am also proud of you," <elder_said>.
 broken_mend
-- Together they mended the {gift_color} {breakable} with glue.
-- <hero> and <pal> made a new {breakable} for <elder>, a {other_color} one.
+- Together they mended the {gift_color} <breakable> with glue.
+- <hero> and <pal> made a new <breakable> for <elder>, {a_other_color} one.
 - To say sorry, <hero> helped to {chore1} and to {chore2}.
 lesson:broken
-- it is always better to tell the truth
-- a lie only makes things worse
-- everybody makes mistakes, but it is brave to say so
+- it is [always|almost always] better to tell the truth[ about a {breakable}|]
+- a lie only makes [things|it|everything] worse
+- everybody [makes mistakes|breaks a {breakable} sometimes], but [it is brave|few are brave enough] to say
+  so
 
 plot:earn
 - <earn_see> <earn_price> <gloom> <ask_elder> // <earn_offer> <earn_work> <earn_work_more> <earn_paid> //
@@ -186,9 +187,9 @@ earn_choice
 - On the way to the {shop} {he} met <pal>, who had nothing to eat. <hero> bought <food> for both of them.
 - <hero> bought the <gift>, and {he} and <pal> {gift_did} <gift_how>.
 lesson:earn
-- hard work brings sweet rewards
-- what you earn yourself is worth the most
-- little by little, you can reach any goal
+- [hard|good] work [brings sweet rewards|is worth it|pays for a {gift}]
+- [what you earn yourself|a {gift} of your own] is worth the most
+- [little by little|coin by coin], you can [reach any goal|buy a {gift}]
 
 plot:swap
 - <with_pal> <swap_want> <swap_trade> <swap_try> <swap_regret> // <swap_pal> <swap_back> <glad>
@@ -218,9 +219,9 @@ swap_back
 - They swapped again, and <hero> {thing_did} {his} <thing> {thing_how}.
 - They {laughed}. <pal> took the {gift}, and <hero> took the {thing}.
 lesson:swap
-- the best things are often the ones you already have
-- other toys only look better from far away
-- you should be happy with what you have
+- the best things are [often|mostly] the ones you [already have|know well]
+- other toys only look better [from far away|for an hour|in the shop]
+- [you should be happy|it is wise to be content] with [what you have|a {thing}]
 
 plot:treasure
 - <with_pal> <treasure_map> <treasure_clue> // <treasure_go> <treasure_first> <treasure_beast> //
@@ -229,14 +230,14 @@ plot:treasure
   <treasure_dig> <treasure_found> <treasure_share>
 treasure_map
 - <when_short> <hero> found an old map {place1}, inside {a_thing}.
-- <hero> opened {a_other} in the <house>, and an old map fell out.
-- A {beast_look} {beast} dropped an old map <in_place>, right at the feet of <hero>.
+- <hero> moved {a_other} in the <house>, and an old map fell out.
+- {A_beast} dropped an old map <in_place>, right at the feet of <hero>.
 treasure_ask
 - "{wow}, a map! May I come with you?" asked <pal>.
 - "I can read maps," <pal_said>. "Let us go together."
 treasure_clue
 - The map said: "Go to the <far> and take {number} steps."
-- On the map there was a {thing_color} cross <in_far>, {far1}.
+- On the map there was {a_thing_color} cross <in_far>, {far1}.
 - "Look {far1} <in_far>," said the map in {thing_color} letters.
 treasure_go
 - <hero> and <pal> <walked> to the <far>, to see {far_sight}.
@@ -255,16 +256,16 @@ treasure_dig
 - {Far1} the {tool} hit something hard.
 treasure_found
 - It was a chest full of {treasure}!
-- {finally} they pulled out a {thing_color} chest with {treasure} in it.
+- {finally} they pulled out {a_thing_color} chest with {treasure} in it.
 - They opened the lid and saw {number} {treasure} and {a_gift}.
 treasure_share
 - <hero> gave half of the {treasure} to <pal> and the <gift> to <elder>.
 - "Half for you and half for me," <hero_said>, and <pal> {laughed}.
 - They brought the {treasure} to {town} and gave some to <neighbor>.
 lesson:treasure
-- you should never give up too soon
-- a treasure is best when it is shared
-- clever friends can find anything
+- you should [never give up too soon|look twice|read a map with care]
+- a treasure is best when it is [shared|for two|given away]
+- clever [friends|people|eyes] can find [anything|{treasure}]
 
 plot:gift
 - <with_pal> <gift_day> <gift_plan> <gift_make> // <gift_trouble> <gloom> <gift_help> // <gift_party>
@@ -280,7 +281,7 @@ gift_plan
 - <elder> had always wanted {a_gift}, so <hero> and <pal> made a plan.
 gift_none
 - But <hero> had no coins for {a_gift}, only {a_thing}.
-- <hero> {searched} the whole <house>, but {he} found only {a_thing}.
+- <hero> went through the whole <house>, but {he} found only {a_thing}.
 gift_help_pal
 - "{elder} wants {a_gift}," <hero_said>. "I know how to make one," <pal_said>.
 - "Why not make {a_gift}?" asked <pal>. "I will help you."
@@ -304,9 +305,9 @@ gift_open
 - "You made this {gift} for me?" asked <elder>, and {elder_his} eyes were wet.
 - <elder> {gift_did} the <gift> {gift_how} all {time}.
 lesson:gift
-- a gift from the heart is the best gift
-- it is the thought that counts
-- a present need not be perfect
+- a [gift|{gift}|present] from the heart is the best [gift|of all|one]
+- it is the [thought|love|work] that counts
+- a [present|{gift}] need not be [perfect|new|big]
 
 plot:trade
 - <with_pal> <trade_want> <trade_one> <trade_two> <trade_three> // <glad> <trade_end>
@@ -327,11 +328,11 @@ trade_three
 - <neighbor> had always wanted to {other_do} a {other}. "Your <other> for my <gift>?"
 - At the {shop} <neighbor> saw the <other>. "I will give you {a_gift} for it," {neighbor_he} {replied}.
 trade_end
-- And so the <thing> had become {part1}, the {part1} a <other>, and the {other} {a_gift}!
-- <hero> <walked> home to <elder> with {a_gift}. "And it all began with a <thing>!" {he} {said}.
+- And so the <thing> had become {part1}, the {part1} {a_other}, and the {other} {a_gift}!
+- <hero> <walked> home to <elder> with {a_gift}. "And it all began with {a_thing}!" {he} {said}.
 - <elder> {gift_did} the <gift> {gift_how} and {laughed}.
 lesson:trade
-- everybody needs something different
-- a small thing can become a big thing
-- a fair trade makes two people happy
+- [everybody|each of us] needs something different
+- a small thing can become a [big thing|{gift}]
+- a fair trade makes [two people|both sides|everybody] happy
 """

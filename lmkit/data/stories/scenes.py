@@ -22,26 +22,27 @@ opening
 
 who
 - <once> there was {a_hero} [named|called|by the name of] {hero} {hero_surname}. {He} lived in {a_house}
-  near {landmark}, with {elder_full}.
-- <once> {a_hero} named {hero} lived with {elder_full} in [a small|a quiet|the oldest|the last] street of
-  {town}.
+  [near|behind|beside|across from|not far from] {landmark}, with {elder_full}.
+- <once> {a_hero} [named|called] {hero} lived with {elder_full} in [a small|a quiet|the oldest|the last|a
+  green|a narrow] [street|corner|part] of {town}.
 - In [the town of |old |far |lovely |]{town} there lived {a_hero} [called|named] {hero} {hero_surname}.
   [{elder} and {hero}|The {hero_look} {hero_kind}] had {a_house} [by|near|behind|beside|across from]
   {landmark}.
 - {hero} {hero_surname} was {a_hero} from {town}. {He} [shared|lived in|slept in|grew up in] {a_house} with
-  {elder_full}.
-- There was once {a_house} in {town}, and in it lived {elder_full} with [the|a] {hero_look} {hero_kind},
-  {hero}.
+  {elder_full}[, {neighbor} and {a_thing}| and {a_other}|].
+- There [was once|is|stands] {a_house} in {town}, and in it [lived|lives|you can meet] {elder_full} with
+  [the|a] {hero_look} {hero_kind} [called|named] {hero}.
 - [Near|Behind|Close to|Next to|Below] {landmark} in {town} [stood|was|one could see] {a_house}. {A_hero}
   named {hero} [lived|grew up|had a room] there with {elder_full}.
-- This is [the|a] story of {hero} {hero_surname}, {a_hero}, and of a {weather_look} {day} in {town}.
-- Do you know {hero} {hero_surname} from {town}? {He} is {a_hero}, and {he} lives with {elder_full} in the
-  {whole_house} near {landmark}.
+- This is [the|a] story of {hero} {hero_surname}, {a_hero}, and of [{a_weather} {day} in
+  {town}|{a_thing}|{elder_full}].
+- Do you know {hero} {hero_surname} from {town}? {He} is {a_hero}, and {he} [lives|stays|has a room] with
+  {elder_full} in the {whole_house} near {landmark}.
 
 manner
 - Whenever {hero} was [thinking|working|happy|tired|reading|bored], {he} {hero_quirk}.
 - {He} spoke in {a_hero_voice} and [often|always|sometimes] {hero_quirk}.
-- Everyone [in {town}|near {landmark}|at the {shop}] knew how {hero_trait} <hero> was.
+- Everyone [in {town}|near {landmark}|at the {shop}] knew how {hero_trait} {hero} was.
 - "You are {very} {hero_trait}, {hero}," <elder> [often|always|sometimes] {replied} [at breakfast|in the
   {whole_house}|near {landmark}].
 - {hero} {liked} to play {game} <in_place>[ with {neighbor}| near the {place}| on {day}s|].
@@ -79,7 +80,7 @@ when
 
 when_start
 - One {weather_look} {day} {time},
-- On a {weather_look} {day},
+- On {a_weather} {day},
 - One {weather_look} {time},
 - One {day},
 - It was {a_weather} {time}, and
@@ -185,6 +186,14 @@ other
 beast
 - {beast}
 - {beast_look} {beast}
+building
+- {building}
+- {whole_building}
+- {whole_building}
+breakable
+- {breakable}
+- {whole_breakable}
+- {whole_breakable}
 house
 - {house}
 - {whole_house}
@@ -215,13 +224,13 @@ thing_how
 - it with {elder}
 - the <thing> {thing_how}
 - it in {his} <wear>
-- it {thing_how} for {neighbor}
+- it {thing_how} with {neighbor}
 gift_how
 - it {gift_how}
 - it {gift_how} near {landmark}
 - it with {elder}
 - the <gift> {gift_how}
-- it for {neighbor}
+- it with {neighbor}
 
 hero_said
 - {said} <hero>
@@ -251,8 +260,8 @@ with_pal
 - [Next door|Near {landmark}|Not far from the <house>|Behind the {shop}] lived {pal}, {a_pal}, who {liked}
   [to play {game}|<food>].
 - <hero> [did everything|played {game}|shared everything|went everywhere|ate <food>] with {pal}, {a_pal}.
-- {A_pal} [named|called] {pal} was {his} friend, and they [met|played {game}|ate <food>|sang] every {time}
-  [<in_place>|near {landmark}].
+- {A_pal} [named|called] {pal} was {his} friend, and <hero> and {pal} [met|played {game}|ate <food>|sang]
+  every {time} [<in_place>|near {landmark}].
 - The friend of <hero> was {pal}, {a_pal} who {pal_quirk} [a lot|every {time}|all the time].
 - {pal}, {a_pal}, [came to|knocked at|waited at] the <house> every {time} [to play {game}|to see {hero}|with
   {goods} from the {shop}].
@@ -309,7 +318,7 @@ glad
   on the cheek].
 - "{wow}!" <hero_said>. "[What a {day}|This is wonderful|I am so {happy}|I must tell {elder}]!"
 - Nobody in {town} was as {happy} as <hero>[ on that {day}|].
-- {His} heart felt as light as [a feather|a cloud|a leaf|the wind].
+- {His} heart felt as light as [a feather|a cloud|a leaf|the wind], and {he} [hugged|thanked|kissed] <pal>.
 - "{wow}!" <hero_said>, and <pal> {laughed} too.
 - <pal> {laughed}, <hero> {laughed}, and they danced around [{landmark}|the <house>|the {place}].
 
@@ -325,7 +334,7 @@ gloom
 fright
 - <hero> was {very} {scared}[ and {hero_quirk}|].
 - {His} knees [shook|trembled|knocked], and {he} [held on to|hid under|pulled at] {his} <wear>.
-- "I am {scared}," whispered <hero>[ to {himself}|. "I want to go back to {elder}."|].
+- "I am {scared}," whispered <hero>[ to {himself}.|. "I want to go back to {elder}."|.]
 - <hero> hid behind [a tree|{his} <wear>|both hands].
 - {His} heart went [boom|thump|bang|knock], [boom|thump|bang|knock], [boom|thump|bang|knock].
 - "{elder}!" {said} <hero>, but <elder> was far away.
@@ -406,13 +415,13 @@ moral
 ever_after
 - From that {day} on, <hero> and <pal> [played {game} every {time}|were the best of friends|met near
   {landmark} every {time}|often ate <food> together].
-- And if you [visit|come to|pass through] {town} on {a_weather} {day}, [you may still see {his}
-  {whole_wear}|ask for <hero>|look out for <pal>].
+- [Visit|Come to|Pass through] {town} on {a_weather} {day}, and [you may still see {his} {whole_wear}|ask
+  for <hero>|look out for <pal>].
 - <hero> and <pal> still [talk|think|laugh|sing] about that {weather_look} {day}[ <in_place>|].
 - After that, <hero> was as {hero_trait} as [ever|before], and <pal> was just as {pal_trait}.
 - And {hero}, {pal} and {elder} [ate|shared|finished] <food> [together|in the <house>|near {landmark}]. The
   end.
-- And {hero} and {pal} [lived happily|were {happy}|stayed friends] in {town}. [The end.|]
+- And {hero} and {pal} [lived happily|were {happy}|stayed friends] in {town}.[ The end.|]
 - {neighbor} the {job} still tells [this story|about <hero>|about <pal>] to [everybody who comes to|the
   people in|the children at] the {shop}.
 """

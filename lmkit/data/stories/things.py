@@ -27,7 +27,7 @@ shovel, dig with, dug with, in the dirt
 lantern, light, lit, after dark
 telescope, look through, looked through, at the stars
 camera, take pictures with, took pictures with, of the clouds
-umbrella, open, opened, in the rain
+parasol, open, opened, in the rain
 bell, ring, rang, before dinner
 flute, play, played, softly at night
 guitar, play, played, for the neighbors
@@ -254,18 +254,27 @@ clink, spoons in the drawer
 
 COLORS = word_list("""
 red blue green yellow purple orange pink brown white black golden silver gray striped spotted violet
+crimson turquoise cream maroon beige teal copper ivory
 """)
 
 SHAPES = word_list("""
 little big shiny soft old new pretty tiny bright smooth special lovely funny fancy fine plain round heavy
-neat dusty simple odd huge strong
+neat dusty simple odd huge strong wide narrow light long short sturdy cheap rare fast square curved dull
 """)
 
-FOOD_LOOKS = word_list("warm fresh sweet tasty creamy crunchy spicy steaming leftover homemade")
+FOOD_LOOKS = word_list("""
+warm fresh sweet tasty creamy crunchy spicy steaming leftover homemade hot cold salty buttery tender
+bubbling
+""")
 
-TOOL_LOOKS = word_list("long thick wooden strong rusty tall small sharp heavy bent")
+TOOL_LOOKS = word_list("""
+long thick wooden strong rusty tall small sharp heavy bent light dusty short curved smooth wet
+""")
 
-TOOL_KINDS = word_list("stick rope plank net rake ladder saw pole bucket hook shovel branch chain stool")
+TOOL_KINDS = word_list("""
+stick rope plank net rake ladder saw pole bucket hook shovel branch chain stool spade crowbar broom hammer
+stake strap
+""")
 
 GAMES = phrase_list("""
 hide and seek, tag, pirates, leapfrog, catch, checkers, hopscotch, tug of war, knights, store, school,
@@ -281,3 +290,9 @@ TRAPS = phrase_list("""
 stuck in the mud, caught in a net, trapped under a branch, tangled in a string, stuck in a pipe, caught in
 the brambles, trapped in a deep hole, stuck on a high ledge, locked in a crate, caught between two rocks
 """)
+
+PART_LOOKS = word_list("fresh good cheap white dark fine ripe local")
+GOODS_LOOKS = word_list("fine cheap good new pretty fresh plain lovely")
+BUILDING_LOOKS = word_list("tall grand crooked strong simple mighty fancy giant narrow")
+BREAKABLE_LOOKS = word_list("thin tall precious shiny heavy tiny dusty painted")
+TREASURE_LOOKS = word_list("rare shiny dusty precious golden funny ancient tiny")

@@ -34,8 +34,12 @@ tiptoe, tiptoed
 """)
 
 # A proverb begins with a word that fits what happened and goes on with one of each of these.
-PROVERB_NOUNS = word_list("hands hearts friends words feet eyes")
+PROVERB_NOUNS = word_list("""
+hands hearts friends words feet eyes minds dreams hopes souls ears steps
+""")
 PROVERB_ENDS = phrase_list("""
 find the way, open every door, never go hungry, mend the world, shine in the dark, carry far, make warm
-homes, climb any hill, sleep well at night, outlast the storm
+homes, climb any hill, sleep well at night, outlast the storm, reach the stars, melt the ice, turn no one
+away, find their home, bloom in winter, win the day, bring good luck, heal old wounds, move mountains,
+wake the sun
 """)
