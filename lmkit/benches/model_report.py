@@ -45,7 +45,7 @@ def report_files(
         rows, "peak_gb", "Peak memory", "peak memory (GB = 10^9 bytes)", log_y=False
     )
     files["model_throughput.png"] = _bars(
-        rows, "tokens_per_s", "Throughput", "tokens per second (log scale)", log_y=True
+        rows, "tokens_per_s", "Throughput", "tokens per second (log scale)", log_y=True, spec=",.0f"
     )
     if options["warmup_study"]:
         files["model_warmup.png"] = _warmup_bars(rows)
@@ -57,7 +57,7 @@ def _models(rows: Rows) -> Rows:
     return [row for row in rows if row["part"] == "model"]
 
 
-def _bars(rows: Rows, key: str, title: str, y_label: str, *, log_y: bool) -> bytes:
+def _bars(rows: Rows, key: str, title: str, y_label: str, *, log_y: bool, spec: str = ".3g") -> bytes:
     chosen = _models(rows)
     groups = list(dict.fromkeys(f"{row['size']}\n{row['length']}" for row in chosen))
     series: dict[str, list[float | None]] = {}
@@ -74,6 +74,7 @@ def _bars(rows: Rows, key: str, title: str, y_label: str, *, log_y: bool) -> byt
         x_label="model size and sequence length (tokens)",
         y_label=y_label,
         log_y=log_y,
+        spec=spec,
     )
 
 

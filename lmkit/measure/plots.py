@@ -100,10 +100,21 @@ def grouped_bars(
     floor = min(present) * 0.5 if log_y else 0.0
     if log_y:
         axes.set_yscale("log")
+    highest = max(present, default=0.0)
     for index, (name, values) in enumerate(series.items()):
         color = COLORS[index % len(COLORS)]
+        hatch = "///" if index >= len(COLORS) else None
         left = [group + (index - (len(series) - 1) / 2) * width for group in range(len(groups))]
-        axes.bar(left, [value or 0.0 for value in values], width * 0.94, label=name, color=color)
+        axes.bar(
+            left,
+            [value or 0.0 for value in values],
+            width * 0.94,
+            label=name,
+            color=color,
+            hatch=hatch,
+            edgecolor="white",
+            linewidth=0,
+        )
         whiskers = (errors or {}).get(name, [None] * len(values))
         for x, value, whisker in zip(left, values, whiskers, strict=True):
             if value is None:
@@ -115,6 +126,7 @@ def grouped_bars(
                     [x], [value], yerr=[[whisker[0]], [whisker[1]]], color="#303030", linewidth=0.9, capsize=2
                 )
                 top += whisker[1]
+                highest = max(highest, top)
             _label_bar(axes, x, top, format(value, spec))
     axes.set_xticks(range(len(groups)), groups)
     if max((len(group) for group in groups), default=0) * len(groups) > 90:
@@ -122,7 +134,7 @@ def grouped_bars(
     axes.grid(visible=False, axis="x")
     axes.margins(y=0.14)  # room for the rotated values
     if log_y:
-        axes.set_ylim(floor, max(present) * 4)
+        axes.set_ylim(floor, highest * 4)
     _add_legend(figure, axes, len(series))
     return _png(figure)
 

@@ -1,0 +1,335 @@
+"""`lmkit bench lm-matrix`: short real trainings over attention kernels x gradient strategies.
+
+All strategies of a kernel are alive at once and take turns, one epoch each per round, so that their epochs pair.
+Every training starts from the same weights and sees the same batches: their loss curves are comparable too.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lmkit.attention import ATTENTION
+from lmkit.benches.lm_matrix_report import COLUMNS, report_files
+from lmkit.benches.training_step import TrainingStep
+from lmkit.data.batches import TokenBatches
+from lmkit.data.synth import generate_stories
+from lmkit.data.token_files import open_tokens
+from lmkit.errors import LmkitError, UsageError
+from lmkit.measure.environment import describe_environment
+from lmkit.measure.limits import measure_limits, model_flops_utilization
+from lmkit.measure.memory import GB, track_peak
+from lmkit.measure.results import BenchResult
+from lmkit.measure.statistics import paired_ratio, spread
+from lmkit.model.accounting import count_parameters, flops_per_token
+from lmkit.parallel.launch import spawn_ranks
+from lmkit.parallel.process_group import Ranks, process_group
+from lmkit.parallel.strategies import STRATEGIES, SyncOptions
+from lmkit.recipe.model import ModelConfig
+
+Progress = Callable[[str, int, int], None]
+STORY_BYTES = 500_000
+BYTE_VOCABULARY = 256
+
+
+@dataclass(frozen=True)
+class LmMatrixOptions:
+    """What `lmkit bench lm-matrix` trains.
+
+    Attributes:
+        kernels: names of the attention registry.
+        strategies: names of `STRATEGIES`; with one rank they communicate nothing, so "none" is the one that counts.
+        nproc: ranks; under torchrun its world size counts instead.
+        num_layers ... tie_embeddings: the model; its vocabulary must hold the tokens' ids.
+        batch_size: sequences per step, over all ranks.
+        steps_per_epoch, warmup_epochs, timed_epochs: an epoch is what a sample times.
+        tokens: a token file; None trains on the bytes of built-in stories.
+        lr: constant.
+    """
+
+    device: str = "cpu"
+    kernels: tuple[str, ...] = ("vectorized", "flash_torch", "sdpa")
+    strategies: tuple[str, ...] = ("none",)
+    nproc: int = 1
+    num_layers: int = 2
+    d_model: int = 64
+    d_ff: int = 192
+    num_heads: int = 4
+    context_length: int = 64
+    vocab_size: int = BYTE_VOCABULARY
+    tie_embeddings: bool = False
+    compile: str = "none"
+    activation_checkpointing: bool = False
+    precision: str = "fp32"
+    batch_size: int = 8
+    steps_per_epoch: int = 5
+    warmup_epochs: int = 1
+    timed_epochs: int = 6
+    bucket_mb: float = 25.0
+    tokens: Path | None = None
+    lr: float = 3e-4
+    seed: int = 0
+
+
+def run_bench(options: LmMatrixOptions, *, progress: Progress | None = None) -> BenchResult | None:
+    """Train the matrix; rows, the `lm_matrix_*` files and what they were measured on.
+
+    With `nproc` > 1 it starts its own ranks; under torchrun it is one of them, and only rank 0 gets a result.
+
+    Raises:
+        UsageError: an unknown kernel or strategy, a batch that the ranks do not divide, a vocabulary too small.
+        LmkitError: a training failed on several ranks (memory included: the others would wait for ever).
+    """
+    _check(options)
+    if options.nproc > 1 and "WORLD_SIZE" not in os.environ:
+        outcome = spawn_ranks(options.nproc, _run_rank, (options, None))
+    else:
+        outcome = _run_rank(options, progress)
+    if outcome is None:
+        return None
+    rows, limits = outcome
+    environment = describe_environment() | {"limits": limits}
+    bases = dict.fromkeys(row["mfu_basis"] for row in rows if "mfu_basis" in row)
+    notes = (
+        *(f"MFU: share of the {basis}" for basis in bases),
+        f"speedup: {options.strategies[0]} / strategy of the same kernel, paired epochs of "
+        f"{options.steps_per_epoch} steps; kernels are compared by their medians",
+        "GB (10^9): peak of one rank, weights and optimizer included",
+    )
+    files = report_files(rows, _jsonable(options), environment, notes)
+    return BenchResult("lm-matrix", rows, COLUMNS, files, environment, notes)
+
+
+def _jsonable(options: LmMatrixOptions) -> dict[str, Any]:
+    return {**asdict(options), "tokens": options.tokens.name if options.tokens else None}
+
+
+def _check(options: LmMatrixOptions) -> None:
+    for name, known in (("kernels", ATTENTION), ("strategies", STRATEGIES)):
+        for value in getattr(options, name):
+            if value not in known:
+                raise UsageError(
+                    f"bench lm-matrix: {name}: no {value!r}", hint="there are: " + ", ".join(known)
+                )
+    if options.tokens is None and options.vocab_size < BYTE_VOCABULARY:
+        raise UsageError(
+            f"bench lm-matrix: vocab_size {options.vocab_size} is smaller than the {BYTE_VOCABULARY} byte values",
+            hint=f"give {BYTE_VOCABULARY} or more, or a token file",
+        )
+
+
+def _run_rank(
+    options: LmMatrixOptions, progress: Progress | None
+) -> tuple[list[dict[str, Any]], dict[str, Any]] | None:
+    """(rows, limits) on rank 0, None elsewhere."""
+    with process_group(options.device) as ranks:
+        tokens = _load_tokens(options)
+        # Rank 0 measures while the others wait for it at the first collective.
+        limits = measure_limits(ranks.device, [options.precision]) if ranks.is_first else None
+        rows: list[dict[str, Any]] = []
+        for done, kernel in enumerate(options.kernels):
+            if progress is not None and ranks.is_first:
+                progress(f"kernel {kernel}", done, len(options.kernels))
+            rows += _train_kernel(kernel, options, tokens, ranks)
+            _release_memory(ranks)
+        if progress is not None and ranks.is_first:
+            progress("kernels", len(options.kernels), len(options.kernels))
+        if limits is None:
+            return None
+        for row in rows:
+            if row["status"] == "ok":
+                rate = row["tokens_per_s"] / ranks.world_size * row.pop("flops_per_token")
+                mfu = model_flops_utilization(rate, ranks.device, options.precision, limits)
+                row |= {"mfu": mfu.share, "mfu_basis": mfu.basis}
+        return rows, limits.as_dict()
+
+
+def _load_tokens(options: LmMatrixOptions) -> np.ndarray:
+    """The token file, memory-mapped, or the bytes of stories: real text with something to learn, offline."""
+    if options.tokens is not None:
+        return open_tokens(options.tokens).tokens
+    text, length = [], 0
+    for story in islice(generate_stories(options.seed), STORY_BYTES):
+        text.append(story.encode())
+        length += len(text[-1])
+        if length >= STORY_BYTES:
+            break
+    return np.frombuffer(b"\n".join(text), dtype=np.uint8).astype(np.uint16)
+
+
+def _config(kernel: str, options: LmMatrixOptions) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=options.vocab_size,
+        context_length=options.context_length,
+        d_model=options.d_model,
+        d_ff=options.d_ff,
+        num_layers=options.num_layers,
+        num_heads=options.num_heads,
+        tie_embeddings=options.tie_embeddings,
+        activation_checkpointing=options.activation_checkpointing,
+        attention=kernel,  # type: ignore[arg-type]  # checked in _check
+        compile=options.compile,  # type: ignore[arg-type]  # pydantic refuses others
+    )
+
+
+class _Training:
+    """One cell of the matrix while it runs."""
+
+    def __init__(
+        self, strategy: str, options: LmMatrixOptions, config: ModelConfig, tokens: np.ndarray, ranks: Ranks
+    ):
+        batches = TokenBatches(
+            tokens,
+            batch_size=options.batch_size,
+            context_length=options.context_length,
+            seed=options.seed,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+        )
+        before = _allocated(ranks)
+        self._ranks = ranks
+        self._steps = options.steps_per_epoch
+        self._step = TrainingStep(
+            config,
+            ranks,
+            batches,
+            precision=options.precision,
+            strategy=strategy,
+            options=SyncOptions(bucket_mb=options.bucket_mb),
+            seed=options.seed,
+            lr=options.lr,
+        )
+        self.losses: list[float] = []
+        self.samples_ms: list[float] = []
+        self._step_once()  # the optimizer's state exists from here on
+        self._own_bytes = _kept_bytes(self._step, ranks, before)
+        self._peak_bytes = 0
+
+    def run_epoch(self, *, timed: bool) -> None:
+        """`steps_per_epoch` steps; ms per step becomes a sample if `timed`."""
+        _synchronize(self._ranks)
+        with track_peak(self._ranks.device) as peak:
+            began = time.perf_counter()
+            losses = [self._step.run() for _ in range(self._steps)]
+            _synchronize(self._ranks)
+            elapsed_ms = (time.perf_counter() - began) * 1e3
+        # What the other trainings keep on the device is not this one's.
+        self._peak_bytes = max(self._peak_bytes, self._own_bytes + peak.extra_bytes)
+        self.losses += [loss.item() for loss in losses]
+        if timed:
+            self.samples_ms.append(elapsed_ms / self._steps)
+
+    def _step_once(self) -> None:
+        self.losses.append(self._step.run().item())
+
+    @property
+    def peak_gb(self) -> float:
+        return self._peak_bytes / GB
+
+
+def _train_kernel(
+    kernel: str, options: LmMatrixOptions, tokens: np.ndarray, ranks: Ranks
+) -> list[dict[str, Any]]:
+    """One row per strategy. Their epochs are interleaved, in an order that turns from round to round."""
+    config = _config(kernel, options)
+    rows = {
+        strategy: {
+            "kernel": kernel,
+            "strategy": strategy,
+            "ranks": ranks.world_size,
+            "precision": options.precision,
+            "compile": options.compile,
+            "parameters": count_parameters(config).total,
+            "status": "ok",
+            "detail": "",
+        }
+        for strategy in options.strategies
+    }
+    trainings: dict[str, _Training] = {}
+    for strategy in options.strategies:
+        try:
+            trainings[strategy] = _Training(strategy, options, config, tokens, ranks)
+        except torch.OutOfMemoryError as error:
+            if ranks.world_size > 1:
+                raise LmkitError(
+                    f"{kernel} x {strategy}: out of memory on rank {ranks.rank}",
+                    hint="lower batch_size, or leave this kernel out",
+                ) from error
+            rows[strategy] |= {"status": "out of memory", "detail": str(error).split(". ")[0]}
+            _release_memory(ranks)
+        except UsageError as error:
+            rows[strategy] |= {"status": "unsupported", "detail": error.message}
+    order = list(trainings)
+    for epoch in range(options.warmup_epochs + options.timed_epochs):
+        for strategy in order:
+            trainings[strategy].run_epoch(timed=epoch >= options.warmup_epochs)
+        order = order[1:] + order[:1]  # the same on every rank
+    for strategy, training in trainings.items():
+        rows[strategy] |= _measured_fields(training, trainings.get(options.strategies[0]), config, options)
+    return list(rows.values())
+
+
+def _measured_fields(
+    training: _Training, baseline: _Training | None, config: ModelConfig, options: LmMatrixOptions
+) -> dict[str, Any]:
+    times = spread(training.samples_ms)
+    fields: dict[str, Any] = {
+        "median_ms": times.median,
+        "mean_ms": times.mean,
+        "p10_ms": times.p10,
+        "p90_ms": times.p90,
+        "spread": times.relative,
+        "epochs": times.count,
+        "tokens_per_s": options.batch_size * options.context_length / (times.median * 1e-3),
+        "flops_per_token": flops_per_token(config, options.context_length),
+        "peak_gb": training.peak_gb,
+        "first_loss": training.losses[0],
+        "final_loss": training.losses[-1],
+    }
+    if baseline is not None:
+        ratio = paired_ratio(training.samples_ms, baseline.samples_ms)
+        fields |= {
+            "speedup": ratio.speedup,
+            "speedup_low": ratio.low,
+            "speedup_high": ratio.high,
+            "verdict": ratio.verdict,
+        }
+    return fields | {"samples_ms": training.samples_ms, "losses": training.losses}
+
+
+def _allocated(ranks: Ranks) -> int:
+    return torch.cuda.memory_allocated(ranks.device) if ranks.device.type == "cuda" else 0
+
+
+def _kept_bytes(step: TrainingStep, ranks: Ranks, before: int) -> int:
+    """What a training keeps from step to step.
+
+    On a CPU the resident set would also tell what earlier trainings left in the allocator, so weights and
+    optimizer state are added up instead; a strategy's own buffers are missing there.
+    """
+    if ranks.device.type == "cuda":
+        return _allocated(ranks) - before
+    state = [value for slots in step.optimizer.state.values() for value in slots.values()]
+    tensors = [*step.model.parameters(), *(value for value in state if isinstance(value, torch.Tensor))]
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _synchronize(ranks: Ranks) -> None:
+    if ranks.device.type == "cuda":
+        torch.cuda.synchronize(ranks.device)
+
+
+def _release_memory(ranks: Ranks) -> None:
+    torch.compiler.reset()
+    gc.collect()
+    if ranks.device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,185 @@
+"""The lm-matrix's rows as files: CSV, JSON lines, pictures per matrix and per kernel, and the Markdown report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lmkit.measure.plots import grouped_bars, loss_curve, table_picture
+from lmkit.measure.results import row_files
+from lmkit.measure.tables import Column, markdown_table
+
+Rows = Sequence[dict[str, Any]]
+
+COLUMNS = (
+    Column("kernel", "kernel"),
+    Column("strategy", "strategy"),
+    Column("median_ms", "ms per step", ".2f", instead="status"),
+    Column("spread", "spread", ".0%"),
+    Column("tokens_per_s", "tokens/s", ",.0f"),
+    Column("mfu", "MFU", ".1%"),
+    Column("peak_gb", "GB", ".3f"),
+    Column("speedup", "speedup", ".3f"),
+    Column("final_loss", "last loss", ".4f"),
+)
+
+
+def report_files(
+    rows: Rows, options: dict[str, Any], environment: dict[str, Any], notes: Sequence[str]
+) -> dict[str, bytes | str]:
+    """name -> content of every file of the bench."""
+    files = row_files("lm_matrix_results", list(rows))
+    files["lm_matrix_time.png"] = _matrix_bars(
+        rows, "median_ms", "Time per training step", "time (ms)", ".3g"
+    )
+    files["lm_matrix_memory.png"] = _matrix_bars(
+        rows, "peak_gb", "Peak memory of one rank", "peak memory (GB = 10^9 bytes)", ".3g"
+    )
+    files["lm_matrix_throughput.png"] = _matrix_bars(
+        rows, "tokens_per_s", "Training throughput", "tokens per second, all ranks", ",.0f"
+    )
+    files["lm_matrix_convergence.png"] = loss_curve(
+        {
+            f"{row['kernel']}, {row['strategy']}": list(enumerate(row["losses"], 1))
+            for row in rows
+            if row["status"] == "ok"
+        },
+        title="Convergence: same start, same batches",
+        x_label="optimizer step",
+    )
+    for kernel in dict.fromkeys(row["kernel"] for row in rows):
+        chosen = [row for row in rows if row["kernel"] == kernel]
+        files[f"{kernel}_lm_matrix_throughput.png"] = _kernel_bars(chosen, kernel)
+        files[f"lm_matrix_table_{kernel}.png"] = table_picture(
+            [column.header for column in COLUMNS[1:]],
+            [[column.text(row) for column in COLUMNS[1:]] for row in chosen],
+            title=f"lm-matrix: {kernel}",
+        )
+    files["lm_matrix_report.md"] = _report(rows, options, environment, notes, sorted(files))
+    return files
+
+
+def _names(rows: Rows, key: str) -> list[str]:
+    return list(dict.fromkeys(row[key] for row in rows))
+
+
+def _matrix_bars(rows: Rows, key: str, title: str, y_label: str, spec: str) -> bytes:
+    kernels, strategies = _names(rows, "kernel"), _names(rows, "strategy")
+    found = {(row["kernel"], row["strategy"]): row.get(key) for row in rows}
+    return grouped_bars(
+        kernels,
+        {strategy: [found.get((kernel, strategy)) for kernel in kernels] for strategy in strategies},
+        title=f"{title} ({_ranks(rows)})",
+        x_label="attention kernel",
+        y_label=y_label,
+        spec=spec,
+        missing="none",
+    )
+
+
+def _kernel_bars(rows: Rows, kernel: str) -> bytes:
+    tokens = {row["strategy"]: row.get("tokens_per_s") for row in rows}
+    whiskers: list[tuple[float, float] | None] = []
+    for row in rows:
+        if row.get("tokens_per_s") is None:
+            whiskers.append(None)
+            continue
+        per_ms = row["tokens_per_s"] * row["median_ms"]
+        whiskers.append(
+            (row["tokens_per_s"] - per_ms / row["p90_ms"], per_ms / row["p10_ms"] - row["tokens_per_s"])
+        )
+    return grouped_bars(
+        list(tokens),
+        {kernel: list(tokens.values())},
+        errors={kernel: whiskers},
+        title=f"{kernel}: training throughput ({_ranks(rows)}; whiskers p10 to p90)",
+        x_label="gradient strategy",
+        y_label="tokens per second, all ranks",
+        spec=",.0f",
+        missing="none",
+    )
+
+
+def _ranks(rows: Rows) -> str:
+    count = rows[0]["ranks"] if rows else 1
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
+def _report(
+    rows: Rows,
+    options: dict[str, Any],
+    environment: dict[str, Any],
+    notes: Sequence[str],
+    files: Sequence[str],
+) -> str:
+    limits = environment["limits"]
+    rates = ", ".join(f"{rate} TFLOP/s {dtype}" for dtype, rate in limits["matmul_tflops"].items())
+    shape = (
+        f"{options['num_layers']} layers, d_model {options['d_model']}, d_ff {options['d_ff']}, "
+        f"{options['num_heads']} heads, context {options['context_length']}, vocabulary {options['vocab_size']}, "
+        f"{options['precision']}, compile {options['compile']}, batch {options['batch_size']} over {_ranks(rows)}"
+    )
+    source = options["tokens"] or "built-in stories, byte by byte"
+    lines = [
+        "# lm-matrix: attention kernels x gradient strategies",
+        "",
+        f"{shape}; trained on {source}; on {limits['device']}, torch {environment['packages']['torch']}, "
+        f"{environment['time_utc']}.",
+        "",
+        f"Measured limits of this machine in this run: matmul {rates}; copy {limits['copy_gb_per_s']} GB/s.",
+        "",
+        "## What was found",
+        "",
+        *(f"- {finding}" for finding in findings(rows)),
+        "",
+        "## Results",
+        "",
+        markdown_table(rows, COLUMNS),
+        *notes,
+        "",
+    ]
+    failed = [row for row in rows if row["status"] != "ok"]
+    lines += [f"- {row['kernel']} x {row['strategy']}: {row['status']} ({row['detail']})" for row in failed]
+    lines += ["", *(f"![{name}]({name})" for name in files if name.endswith(".png"))]
+    return "\n".join(lines) + "\n"
+
+
+def findings(rows: Rows) -> list[str]:
+    """The sentences that the rows support."""
+    trained = [row for row in rows if row["status"] == "ok"]
+    if not trained:
+        return ["Nothing ran."]
+    best = max(trained, key=lambda row: row["tokens_per_s"])
+    found = [
+        f"Fastest: {best['kernel']} with {best['strategy']}, {best['tokens_per_s']:,.0f} tokens/s "
+        f"({best['mfu']:.1%} MFU)."
+    ]
+    for kernel in _names(trained, "kernel"):
+        chosen = [row for row in trained if row["kernel"] == kernel]
+        baseline = chosen[0]["strategy"]
+        better = [row for row in chosen[1:] if row.get("verdict") == "faster"]
+        if better:
+            top = max(better, key=lambda row: row["speedup"])
+            found.append(
+                f"{kernel}: {top['strategy']} is {top['speedup']:.3f} times as fast as {baseline} "
+                f"(95% {top['speedup_low']:.3f} to {top['speedup_high']:.3f})."
+            )
+        elif len(chosen) > 1:
+            found.append(f"{kernel}: no strategy is measurably faster than {baseline}.")
+    synced = [row for row in trained if row["strategy"] != "none" or row["ranks"] == 1]
+    if len(synced) > 1:
+        first = synced[0]["losses"]
+        apart = max(
+            abs(mine - theirs) / abs(theirs)
+            for row in synced[1:]
+            for mine, theirs in zip(row["losses"], first, strict=True)
+        )
+        found.append(
+            f"Convergence: the loss curves of {len(synced)} trainings differ by at most {apart:.2g} of the loss, "
+            f"which falls from {synced[0]['first_loss']:.3f} to {synced[0]['final_loss']:.3f}."
+        )
+    least = min(trained, key=lambda row: row["peak_gb"])
+    found.append(
+        f"Least memory: {least['kernel']} with {least['strategy']}, {least['peak_gb']:.3f} GB on a rank."
+    )
+    return found

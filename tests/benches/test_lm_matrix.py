@@ -1,0 +1,122 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from lmkit.benches import lm_matrix as bench
+from lmkit.benches.lm_matrix import LmMatrixOptions, run_bench
+from lmkit.errors import UsageError
+from lmkit.measure.limits import Limits
+
+SMALL = {
+    "num_layers": 1,
+    "d_model": 32,
+    "d_ff": 64,
+    "num_heads": 2,
+    "context_length": 32,
+    "batch_size": 4,
+    "steps_per_epoch": 2,
+    "timed_epochs": 6,
+    "lr": 3e-3,
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Tiny models gain nothing from threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def _limits_at_hand(monkeypatch):
+    measured = Limits("a test", {"fp32": 1e12}, 1e10)
+    monkeypatch.setattr(bench, "measure_limits", lambda device, dtypes: measured)
+
+
+@pytest.mark.usefixtures("_limits_at_hand")
+def test_kernels_train_alike_and_every_file_is_there():
+    kernels = ("reference", "vectorized", "flash_torch", "sdpa")
+    result = run_bench(LmMatrixOptions(kernels=kernels, strategies=("none", "flat"), **SMALL))
+    assert [(row["kernel"], row["strategy"]) for row in result.rows] == [
+        (kernel, strategy) for kernel in kernels for strategy in ("none", "flat")
+    ]
+    first = result.rows[0]["losses"]
+    assert len(first) == 1 + 2 * (1 + 6)  # the first step, then warm-up and timed epochs
+    assert first[-1] < first[0] - 0.5  # it learns
+    for row in result.rows:
+        assert row["status"] == "ok"
+        assert len(row["samples_ms"]) == 6
+        assert row["tokens_per_s"] == pytest.approx(4 * 32 / (row["median_ms"] / 1e3))
+        # fp32 sums in another order; 15 steps of AdamW let that grow, to far less than a wrong gradient would
+        assert row["losses"] == pytest.approx(first, rel=1e-3)
+    assert set(result.files) == {
+        "lm_matrix_results.csv",
+        "lm_matrix_results.jsonl",
+        "lm_matrix_time.png",
+        "lm_matrix_memory.png",
+        "lm_matrix_throughput.png",
+        "lm_matrix_convergence.png",
+        "lm_matrix_report.md",
+        *(f"{kernel}_lm_matrix_throughput.png" for kernel in kernels),
+        *(f"lm_matrix_table_{kernel}.png" for kernel in kernels),
+    }
+    assert [json.loads(line) for line in result.files["lm_matrix_results.jsonl"].splitlines()] == result.rows
+    assert max(map(len, result.table().splitlines())) <= 100
+    report = result.files["lm_matrix_report.md"]
+    assert "Fastest" in report
+    assert "Convergence" in report
+
+
+def test_two_ranks_train_as_one():
+    """The same global batch on one and on two ranks: the mean of the two ranks' gradients is one rank's."""
+    options = {**SMALL, "timed_epochs": 1, "warmup_epochs": 0, "kernels": ("sdpa",), "steps_per_epoch": 4}
+    alone = run_bench(LmMatrixOptions(strategies=("none",), **options))
+    together = run_bench(LmMatrixOptions(strategies=("none", "naive", "zero1"), nproc=2, **options))
+    by_strategy = {row["strategy"]: row for row in together.rows}
+    assert {row["ranks"] for row in together.rows} == {2}
+    naive, none = by_strategy["naive"]["losses"], by_strategy["none"]["losses"]
+    assert by_strategy["zero1"]["losses"] == pytest.approx(naive, rel=1e-4)  # fp32 sums in another order
+    assert none != pytest.approx(naive, rel=1e-4)  # without communication rank 0 learns from its half alone
+    # Rank 0 shows the loss of its half of the batch: near the whole batch's, not equal to it.
+    assert naive == pytest.approx(alone.rows[0]["losses"], rel=0.05)
+
+
+@pytest.mark.usefixtures("_limits_at_hand")
+def test_what_does_not_fit_is_a_row_and_the_others_complete(monkeypatch):
+    real = bench.TrainingStep
+
+    def build(config, *args, **kwargs):
+        if config.attention == "reference":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+        return real(config, *args, **kwargs)
+
+    monkeypatch.setattr(bench, "TrainingStep", build)
+    result = run_bench(LmMatrixOptions(kernels=("reference", "sdpa"), **SMALL))
+    assert [row["status"] for row in result.rows] == ["out of memory", "ok"]
+    assert "out of memory" in result.table()
+    assert "reference x none: out of memory" in result.files["lm_matrix_report.md"]
+
+
+@pytest.mark.usefixtures("_limits_at_hand")
+def test_it_trains_on_a_token_file(monkeypatch):
+    asked = []
+
+    class File:
+        tokens = np.zeros(1000, dtype=np.uint16)
+
+    monkeypatch.setattr(bench, "open_tokens", lambda path: asked.append(path) or File)
+    options = LmMatrixOptions(kernels=("sdpa",), tokens=bench.Path("corpus/train.npy"), **SMALL)
+    result = run_bench(options)
+    assert asked == [options.tokens]
+    assert result.rows[0]["final_loss"] < 3  # always the same token: soon known
+    assert "trained on train.npy" in result.files["lm_matrix_report.md"]
+
+
+@pytest.mark.parametrize("change", [{"kernels": ("fast",)}, {"strategies": ("ddp2",)}, {"vocab_size": 100}])
+def test_bad_options(change):
+    with pytest.raises(UsageError, match="bench lm-matrix"):
+        run_bench(LmMatrixOptions(**{**SMALL, **change}))
