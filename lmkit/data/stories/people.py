@@ -90,7 +90,8 @@ thin husky silvery lazy
 QUIRK_VERBS = word_list("scratched rubbed touched tapped pulled pinched stroked poked")
 
 QUIRK_PARTS = phrase_list("""
-nose, left ear, right ear, chin, elbow, head, left knee, right knee, cheek, neck, belly, left foot, right foot, forehead
+nose, left ear, right ear, chin, elbow, head, left knee, right knee, cheek, neck, belly, left foot, right foot,
+forehead
 """)
 
 WALK_HOW = word_list("bravely proudly calmly gladly boldly eagerly quietly shyly politely dreamily")

@@ -6,13 +6,15 @@ import re
 
 from lmkit.data.stories.cast import Random, draw_facts
 from lmkit.data.stories.grammar import Grammar
+from lmkit.data.stories.openings import OPENING
 from lmkit.data.stories.phrases import PHRASES
 from lmkit.data.stories.plots_courage import COURAGE
 from lmkit.data.stories.plots_deeds import DEEDS
 from lmkit.data.stories.plots_things import THINGS
+from lmkit.data.stories.references import REFERENCES
 from lmkit.data.stories.scenes import SCENES
 
-GRAMMAR = Grammar([*SCENES, THINGS, DEEDS, COURAGE], PHRASES)
+GRAMMAR = Grammar([OPENING, REFERENCES, *SCENES, THINGS, DEEDS, COURAGE], PHRASES)
 PLOTS = tuple(name.removeprefix("plot:") for name in GRAMMAR.names("plot:"))
 
 # "One rainy day,~ They went": after such a start a sentence goes on in lower case, unless with a name.
