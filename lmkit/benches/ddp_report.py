@@ -51,7 +51,9 @@ OPTIMIZER_COLUMNS = (
     Column("before_mb", "before step MB", ",.0f"),
     Column("after_mb", "after step MB", ",.0f"),
 )
-OPTIMIZER_NOTES = ("state: what the optimizer holds on this rank, MB (10^6 bytes); the rest: the CUDA allocator's",)
+OPTIMIZER_NOTES = (
+    "state: what the optimizer holds on this rank, MB (10^6 bytes); the rest: the CUDA allocator's",
+)
 
 
 def ddp_result(rows: Rows, sweep: Rows, ranks: Ranks) -> BenchResult:
@@ -63,7 +65,9 @@ def ddp_result(rows: Rows, sweep: Rows, ranks: Ranks) -> BenchResult:
             if row.get(source) is not None:
                 row[key] = row[source] / 1e6
     environment = describe_environment() | {"world_size": ranks.world_size}
-    everything = [row | {"part": "ladder"} for row in rows] + [row | {"part": "bucket sweep"} for row in sweep]
+    everything = [row | {"part": "ladder"} for row in rows] + [
+        row | {"part": "bucket sweep"} for row in sweep
+    ]
     timed = [row for row in rows if "step_ms" in row]
     names = [row["contender"] for row in timed]
     files: dict[str, bytes | str] = {
@@ -101,7 +105,9 @@ def all_reduce_result(rows: Rows, ranks: Ranks) -> BenchResult:
     series: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         row["spread"] = (row["p90_us"] - row["p10_us"]) / row["median_us"]
-        series.setdefault(f"{row['operation']} {row['dtype']}", []).append((row["bytes"] / 1e6, row["bus_gb_per_s"]))
+        series.setdefault(f"{row['operation']} {row['dtype']}", []).append(
+            (row["bytes"] / 1e6, row["bus_gb_per_s"])
+        )
     files: dict[str, bytes | str] = {
         **row_files("all_reduce_results", rows),
         "all_reduce_bandwidth.png": line_plot(

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from lmkit import __version__
-from lmkit.cli import bench, data, generate, inspect, recipe, run, tokenizer, train
+from lmkit.cli import bench, data, generate, inspect, profile, recipe, run, tokenizer, train
 from lmkit.cli.options import DebugOption
 from lmkit.errors import LmkitError
 
@@ -47,6 +47,7 @@ generate.register(app)
 app.add_typer(data.app, name="data")
 app.add_typer(tokenizer.app, name="tokenizer")
 app.add_typer(bench.app, name="bench")
+app.add_typer(profile.app, name="profile")
 app.add_typer(recipe.app, name="recipe")
 inspect.register(app)
 

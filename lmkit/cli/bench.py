@@ -26,7 +26,9 @@ app = typer.Typer(
 
 OutputOption = Annotated[
     Path | None,
-    typer.Option(help="Folder for the results; else artifacts/benches/<run.name>/<bench>.", show_default=False),
+    typer.Option(
+        help="Folder for the results; else artifacts/benches/<run.name>/<bench>.", show_default=False
+    ),
 ]
 NprocOption = Annotated[
     int, typer.Option(min=1, max=64, help="Ranks to start on this machine; leave it out under torchrun.")
@@ -51,7 +53,8 @@ def attention(
         list[str] | None, typer.Option("--kernels", help="Repeatable.", show_default=False)
     ] = None,
     backward: Annotated[
-        bool | None, typer.Option("--backward/--no-backward", help="Time the backward pass too.", show_default=False)
+        bool | None,
+        typer.Option("--backward/--no-backward", help="Time the backward pass too.", show_default=False),
     ] = None,
     warmup: Annotated[int | None, typer.Option(show_default=False)] = None,
     iters: Annotated[int | None, typer.Option(show_default=False)] = None,
@@ -75,8 +78,12 @@ def attention(
 def model(
     recipe: RecipeArgument,
     set_: SetOption = None,
-    sizes: Annotated[list[str] | None, typer.Option("--sizes", help="Repeatable.", show_default=False)] = None,
-    lengths: Annotated[list[int] | None, typer.Option("--lengths", help="Repeatable.", show_default=False)] = None,
+    sizes: Annotated[
+        list[str] | None, typer.Option("--sizes", help="Repeatable.", show_default=False)
+    ] = None,
+    lengths: Annotated[
+        list[int] | None, typer.Option("--lengths", help="Repeatable.", show_default=False)
+    ] = None,
     compare_precision: Annotated[
         bool, typer.Option("--compare-precision", help="fp32 and bf16 side by side.")
     ] = False,

@@ -85,7 +85,8 @@ def _model_with_vocabulary(recipe: Recipe, command: str) -> ModelConfig:
     config = required(recipe.model, "model", command=command)
     if config.vocab_size is None:
         raise UsageError(
-            f"model.vocab_size: `lmkit {command}` has no tokenizer to take it from", hint="say how many tokens"
+            f"model.vocab_size: `lmkit {command}` has no tokenizer to take it from",
+            hint="say how many tokens",
         )
     return config
 
@@ -137,9 +138,7 @@ def _all_reduce_rank(recipe: Recipe) -> BenchResult | None:
     table = _table(recipe.bench.all_reduce, "all_reduce")
     with process_group(recipe.run.device, timeout_s=recipe.parallel.timeout_s) as ranks:
         _need_ranks(ranks, "bench all-reduce")
-        rows = all_reduce_rows(
-            ranks, sizes_mb=table.sizes_mb, dtypes=table.dtypes, repeats=table.repeats
-        )
+        rows = all_reduce_rows(ranks, sizes_mb=table.sizes_mb, dtypes=table.dtypes, repeats=table.repeats)
         return all_reduce_result(rows, ranks) if ranks.is_first else None
 
 
