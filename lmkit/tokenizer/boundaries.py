@@ -67,12 +67,16 @@ def byte_classes(data: bytes) -> np.ndarray:
 
 
 def _give_last_space_to_next_word(text: np.ndarray, classes: np.ndarray, begins: np.ndarray) -> None:
-    space_before = classes[:-1] == CharacterClass.SPACE
-    word = np.flatnonzero(space_before & begins[1:] & (classes[1:] < CharacterClass.SPACE)) + 1
-    last = word - 1  # the last byte, then the first byte, of the last whitespace character
-    begins[word[text[last] == _SPACE]] = False
+    # A word behind whitespace, seen from the byte before it; masks are cheaper than lists of places.
+    behind_space = begins[1:] & (classes[:-1] == CharacterClass.SPACE) & (classes[1:] < CharacterClass.SPACE)
+    joins = behind_space & (text[:-1] == _SPACE)
+    begins[1:] ^= joins
+    begins[:-1] |= joins
+    behind_space ^= joins
+    last = np.flatnonzero(behind_space)  # the last byte of a whitespace character, soon its first
+    wide = np.flatnonzero(text[last] >= 0x80)
     for _ in range(3):
-        last -= text[last] & 0xC0 == 0x80
+        last[wide] -= text[last[wide]] & 0xC0 == 0x80
     begins[last] = True
 
 

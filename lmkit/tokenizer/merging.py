@@ -41,7 +41,7 @@ _TOKEN_BITS = 20
 _SLOT_BITS = 31
 _LONGEST_STEP = 128  # pairs
 _WORK_PER_STEP = 3000  # occurrences; beyond, the arrays are long enough for numpy
-_BUCKETS = 256  # neighbours share buckets; a shared one only raises the bound
+_BUCKETS = 64  # neighbours share buckets; a shared one only raises the bound
 _NOT_IN_STEP = 1 << 20
 
 
@@ -159,7 +159,7 @@ class _Learner:
                 chosen.append(candidate)
                 work += int(self._first[pair + 1] - self._first[pair])
             elif count >= self._floor:
-                heapq.heappush(self._heap, candidate._replace(negative_count=-count))
+                heapq.heappush(self._heap, _Candidate(-count, candidate.left, candidate.right, pair))
         return chosen
 
     def _refill_heap(self) -> bool:
@@ -303,7 +303,7 @@ class _Learner:
         self._first[first:end] = used + edges
         self._first[end] = used + len(places)
         self._places[used : used + len(places)] = places
-        sizes = np.diff(edges, append=len(places))
+        sizes = self._first[first + 1 : end + 1] - self._first[first:end]
         self._pair_at[places] = np.repeat(np.arange(first, end, dtype=np.int32), sizes)
         self._num_pairs = end
         return first

@@ -1,8 +1,9 @@
 """Numbers for words: the same word gets the same number, 0, 1, 2... in order of first appearance.
 
-A dict does that at some 60 ns a word. Here a whole chunk of words is looked up at once: a word of up to 15 bytes is
-two integers, its bytes padded with zeros and its length in the topmost byte, and those are compared exactly, in an
-open-addressing table of numpy arrays. Words of up to 31 bytes take four integers, longer ones (one in 600) a dict.
+A dict does that at some 60 ns a word. Here a whole chunk of words is looked up at once. A word of up to 7 bytes (7 of
+8 words) is one integer, its bytes padded with zeros and its length in the topmost byte, and those are compared
+exactly, in an open-addressing table of numpy arrays. Words of up to 15 bytes take two integers, of up to 31 four,
+and the few that are longer a dict.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 _INTEGER = 8  # bytes
+_LENGTH_SHIFT = np.uint64(8 * (_INTEGER - 1))
 _MASKS = np.array([(1 << (8 * n)) - 1 for n in range(_INTEGER)] + [(1 << 64) - 1], np.uint64)  # first n bytes
 _MULTIPLIERS = np.array(
     [0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], np.uint64
@@ -33,18 +35,26 @@ class _IntegerTable:
         self._numbers = np.zeros(capacity, np.int32)
         self._used = 0
 
-    def look_up(self, words: list[np.ndarray], next_number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Number the words; those not seen before get `next_number` and up.
+    def look_up(
+        self, integers: np.ndarray, starts: np.ndarray, lengths: np.ndarray, next_number: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Number the words that are short enough; those not seen before get `next_number` and up.
+
+        Args:
+            integers: of `_integers_at_every_byte`.
 
         Returns:
-            The number of each word, and the indices in `words` of the first of each new word, in order of number.
+            The number of each word (anything for one that is too long), and the indices of the first of each new
+            word, in order of number.
         """
+        words = _as_integers(integers, starts, lengths, self.width)
         slot = self._slots(words)
-        numbers = self._numbers[slot]
+        numbers = self._numbers.take(slot, mode="clip")  # nothing to clip, but faster than with a check
         # An empty slot holds zeros, which are no word: its length would be 0.
         missed = np.flatnonzero(~self._holds(slot, words))
+        missed = missed[lengths[missed] <= self.longest]
         slot = slot[missed]
-        new = []
+        new = [missed[:0]]
         while len(missed):  # walk on to the next slot until the word, or a free slot, turns up
             free = self._keys[-1][slot] == 0
             new.append(missed[free])
@@ -53,7 +63,7 @@ class _IntegerTable:
             found = self._holds(slot, [key[missed] for key in words])
             numbers[missed[found]] = self._numbers[slot[found]]
             missed, slot = missed[~found], slot[~found]
-        fresh = np.sort(np.concatenate(new)) if new else missed
+        fresh = np.sort(np.concatenate(new))
         if not len(fresh):
             return numbers, fresh
         first, which = _distinct([key[fresh] for key in words])
@@ -73,9 +83,9 @@ class _IntegerTable:
         return total.view(np.int64)
 
     def _holds(self, slot: np.ndarray, words: list[np.ndarray]) -> np.ndarray:
-        equal = self._keys[0][slot] == words[0]
+        equal = self._keys[0].take(slot, mode="clip") == words[0]
         for key, word in zip(self._keys[1:], words[1:], strict=True):
-            equal &= key[slot] == word
+            equal &= key.take(slot, mode="clip") == word
         return equal
 
     def _insert(self, words: list[np.ndarray], numbers: np.ndarray) -> None:
@@ -134,43 +144,37 @@ class WordTable:
     """
 
     def __init__(self, capacity: int = 1 << 17) -> None:
-        self._short = _IntegerTable(2, capacity)
-        self._middle = _IntegerTable(4, max(1 << 10, capacity >> 3))
+        self._tables = [
+            _IntegerTable(1, capacity),
+            _IntegerTable(2, capacity),
+            _IntegerTable(4, capacity >> 3),
+        ]
         self._long: dict[bytes, int] = {}
         self.num_words = 0
 
     def look_up(self, data: bytes, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, NewWords]:
         """Return the numbers, int32, of the words data[start : start + length], and the words that are new."""
-        numbers = np.empty(len(starts), np.int32)
         integers = _integers_at_every_byte(data)
-        text = np.frombuffer(data, np.uint8)
         new = []
-
-        is_short = lengths <= self._short.longest
-        rest = np.flatnonzero(~is_short)
-        here = slice(None) if not len(rest) else np.flatnonzero(is_short)
-        new.append(self._look_up_integers(self._short, integers, starts, lengths, here, numbers))
-        is_middle = lengths[rest] <= self._middle.longest
-        new.append(self._look_up_integers(self._middle, integers, starts, lengths, rest[is_middle], numbers))
-        new.append(self._look_up_long(data, starts, lengths, rest[~is_middle], numbers))
-
+        numbers = np.zeros(0, np.int32)
+        rest: np.ndarray | None = None  # the words that are too long for the tables so far; None: all of them
+        for table in self._tables:
+            some = slice(None) if rest is None else rest
+            found, first = table.look_up(integers, starts[some], lengths[some], self.num_words)
+            self.num_words += len(first)
+            if rest is None:
+                numbers = found
+                new.append(first)
+                rest = np.flatnonzero(lengths > table.longest)
+            else:
+                numbers[rest] = found
+                new.append(rest[first])
+                rest = rest[lengths[rest] > table.longest]
+        assert rest is not None
+        new.append(self._look_up_long(data, starts, lengths, rest, numbers))
         which = np.concatenate(new)
+        text = np.frombuffer(data, np.uint8)
         return numbers, NewWords(joined(text, starts[which], lengths[which]), lengths[which])
-
-    def _look_up_integers(
-        self,
-        table: _IntegerTable,
-        integers: np.ndarray,
-        starts: np.ndarray,
-        lengths: np.ndarray,
-        here: np.ndarray | slice,
-        numbers: np.ndarray,
-    ) -> np.ndarray:
-        keys = _as_integers(integers, starts[here], lengths[here], table.width)
-        found, first = table.look_up(keys, self.num_words)
-        numbers[here] = found
-        self.num_words += len(first)
-        return first if isinstance(here, slice) else here[first]
 
     def _look_up_long(
         self, data: bytes, starts: np.ndarray, lengths: np.ndarray, here: np.ndarray, numbers: np.ndarray
@@ -205,12 +209,13 @@ def _integers_at_every_byte(data: bytes) -> np.ndarray:
 def _as_integers(
     integers: np.ndarray, starts: np.ndarray, lengths: np.ndarray, width: int
 ) -> list[np.ndarray]:
-    keys = [integers[starts] & _MASKS[np.minimum(lengths, _INTEGER)]]
+    """Return the words as `width` integers each; what that is for a word that is too long does not matter."""
+    keys = [integers[starts] & _MASKS.take(lengths, mode="clip")]
     for i in range(1, width):
         key = np.zeros(len(starts), np.uint64)
-        reaches = np.flatnonzero(lengths > _INTEGER * i)  # few words do
-        length = np.minimum(lengths[reaches] - _INTEGER * i, _INTEGER)
-        key[reaches] = integers[starts[reaches] + _INTEGER * i] & _MASKS[length]
+        reaches = np.flatnonzero(lengths > _INTEGER * i)
+        mask = _MASKS.take(lengths[reaches] - _INTEGER * i, mode="clip")
+        key[reaches] = integers[starts[reaches] + _INTEGER * i] & mask
         keys.append(key)
-    keys[-1] |= lengths.astype(np.uint64) << np.uint64(56)
+    keys[-1] |= lengths.view(np.uint64) << _LENGTH_SHIFT
     return keys
