@@ -49,7 +49,7 @@ def draw_facts(random: Random) -> Facts:
         for slot, choices in table.items():
             facts[slot] = _pick(choices, random)
     facts["walk_how"] = _pick(people.WALK_HOW, random)
-    facts["walk"], facts["walked"] = _pick(voice.WALKS, random)
+    facts["walked"] = _pick(voice.WALKED, random)
     return facts
 
 
@@ -140,8 +140,7 @@ def _draw_things(facts: Facts, random: Random) -> None:
         facts[f"whole_{slot}"] = f"{_pick(looks, random)} {facts[slot]}"
         facts[f"a_{slot}"] = with_article(facts[f"whole_{slot}"])
     facts["plant"], facts["harvest"] = _pick(things.PLANTS, random)
-    facts["plant_color"] = _pick(things.COLORS, random)
-    facts["a_plant_color"] = with_article(facts["plant_color"])
+    facts["a_plant_color"] = with_article(_pick(things.COLORS, random))
 
 
 def _draw_places(facts: Facts, random: Random) -> None:

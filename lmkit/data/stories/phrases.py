@@ -45,22 +45,16 @@ feet: bare, cold, dusty, tired
 leaf: tiny, round, shiny, tender
 bag: paper, leather, heavy, torn, cotton
 song: merry, silly, sweet, short
-mouth: wide, little, muddy
 pot: deep, round, heavy, shiny
 chest: heavy, wooden, rusty, locked, dusty
-hole: deep, small, round, narrow
-shelf: dusty, high, low, wooden
 plan: secret, clever, simple, bold
 lid: heavy, rusty, creaky
 cross: crooked, thick, faded
-boot: torn, smelly, muddy
 flag: paper, little, torn, ragged
 chair: creaky, wooden, broken, low
-glue: sticky, strong, thick
 tree: tall, bent
 kitchen: warm, little, tidy, bright
 winner: lucky, proud, final
-stories: funny, long
 """
 
 

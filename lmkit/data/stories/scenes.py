@@ -40,12 +40,6 @@ thing_play
 - "Look how I {thing_do} my {thing}!" <hero_said>.
 - <hero> took out {his} <thing> and {thing_did} <thing_how>.
 
-go_home
-- <hero> <walked> home to the <house>.
-- <hero> <walked> back to <elder>.
-- They <walked> home past {landmark}.
-- Hand in hand, <hero> and <pal> <walked> back to {town}.
-
 ask_elder
 - "What [is wrong|happened|is the matter], {hero}?" asked <elder>.
 - <elder> saw {his} [face|eyes|tears] and asked, "Why are you so {sad}, {hero}?"

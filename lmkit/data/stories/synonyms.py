@@ -13,7 +13,6 @@ knew how it felt to be: knew how it felt to be, had once been, did not like anyb
 Why are you so: Why are you so, What makes you so, Tell me why you are
 Then the stars came out over: Then the stars came out over, Soon the moon shone on, Night came to
 I want to go back to: I want to go back to, I wish I were with, Please call
-And it all began with a: And it all began with a, All that for a, Once it was only a
 and off they went to: and off they went to, and both ran toward, and they were on the way to
 You know what I always say: You know what I always say, Have you forgotten, You must know
 I should not have done that: I should not have done that, That was mean of me, I feel ashamed
@@ -105,12 +104,10 @@ together: together, side by side
 because: because, since
 But: But, Yet
 Never mind: Never mind, That can happen, No harm done
-But where: But where, And where
 had eaten all: had eaten all, had taken all, had run off with all
 every shelf: every shelf, every drawer, the whole kitchen
 Do you have: Do you have, Can you spare, May I have
 asked for: asked for, begged for, hoped for
-on the way back: on the way back, on the way home
 On the way back: On the way back, On the way home, Halfway home
 a bag full of: a bag of, a jar of, two bags of, a lot of
 came last: came last, went in last, was the last thing
@@ -174,7 +171,6 @@ Who will: Who will, Who can, Who is going to
 had to chase it out: had to chase it out, lured it out, carried it out
 was clean: was clean, was tidy, looked like new, shone
 What can I give you: What can I give you, How can I pay you, What would you like for it
-when nobody: when nobody, while nobody
 Please take: Please take, Could you bring, I want you to carry
 and be there by: and be there by, and hurry, they close at, come home by
 do not talk to strangers: do not talk to strangers, stay on the path, do not run
@@ -290,7 +286,6 @@ Poof: Poof, Whoosh, Zap
 brought: brought, carried
 road: road, lane, street
 worked: worked, toiled
-trick: trick, secret
 toy: toy, treasure, possession
 Once more: Once more, Again, Once again
 bring: bring, take, carry
@@ -314,7 +309,6 @@ had taken it to: had taken it to, had hidden it in, had dragged it to, had broug
 May I: May I, Can I, Could I
 may I: may I, can I, could I
 have a turn: have a turn, try it once, play with it too
-is mine: is mine, belongs to me, is not for you
 Go away: Go away, Leave me alone, Stay back
 but it was no fun without: but it was no fun without, but it felt wrong without
 It tastes better when we share: It tastes better when we share, See how good that is, Half is enough for me
@@ -336,13 +330,11 @@ I am also proud of you: I am also proud of you, I love you, you were honest
 Together: Together, Side by side, That same day
 with glue: with glue, with thick glue, with clay and paint, piece by piece
 To say sorry: To say sorry, To make up for it, After that
-very much: very much, badly, more than anything
 dreamed of: dreamed of, thought of, could not forget
 It cost: It cost, The price was, One had to pay
 needed: needed, lacked
 needed help: needed help, had too much work, looked for somebody
 It was hard work: It was hard work, That was not easy, It took a long time
-very dirty: very dirty, wet and dirty, full of dust
 Well done: Well done, Good work, You earned this, Many thanks
 Now the: Now the, From then on the, And so the
 On the way to: On the way to, Near, Not far from

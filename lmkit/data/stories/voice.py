@@ -1,6 +1,6 @@
 """How a story is told: words that it chooses once and keeps."""
 
-from lmkit.data.stories.tables import phrase_list, table, word_list
+from lmkit.data.stories.tables import phrase_list, word_list
 
 # Words that stay the same within one story: its voice.
 VOICE = {
@@ -20,18 +20,7 @@ VOICE = {
     "finally": ("Finally", "At last", "In the end", "After a long time"),
     "very": ("very", "so", "really", "truly", "quite"),
 }
-WALKS = table("""
-walk, walked
-run, ran
-hurry, hurried
-skip, skipped
-march, marched
-stroll, strolled
-race, raced
-wander, wandered
-rush, rushed
-tiptoe, tiptoed
-""")
+WALKED = word_list("walked ran hurried skipped marched strolled raced wandered rushed tiptoed")
 
 # A proverb begins with a word that fits what happened and goes on with one of each of these.
 PROVERB_NOUNS = word_list("""
