@@ -10,8 +10,11 @@ class Accumulates:
     """Gives a strategy `no_sync`, and its hooks the answer to "is this pass to be communicated?"."""
 
     _accumulating = False
+    _accumulated = False
+    """Whether `no_sync` was ever used."""
 
     def no_sync(self) -> AbstractContextManager[None]:
+        self._accumulated = True
         return self._without_communication()
 
     @contextmanager

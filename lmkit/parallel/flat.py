@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lmkit.parallel.packing import ReducingBucket, group_by_kind, pack_gradients
+from lmkit.parallel.packing import ReducingBucket, gradients_of, group_by_kind, pack_gradients
 from lmkit.parallel.reduction import wire_dtype_for
 from lmkit.parallel.replicated import ReplicatedSync
 
@@ -16,7 +16,8 @@ class FlatSync(ReplicatedSync):
     def _reduce(self) -> None:
         buckets = []
         for parameters in group_by_kind(self.parameters):
-            packed = pack_gradients(parameters, wire_dtype_for(parameters[0].dtype, self.options.wire_dtype))
+            wire_dtype = wire_dtype_for(parameters[0].dtype, self.options.wire_dtype)
+            packed = pack_gradients(parameters, gradients_of(parameters), wire_dtype)
             buckets.append(ReducingBucket(packed, self._averager.all_reduce(packed.flat)))
         for bucket in buckets:
             bucket.wait()

@@ -14,43 +14,48 @@ from lmkit.parallel.reduction import PendingMean
 
 @dataclass
 class PackedGradients:
-    """Gradients of `parameters`, packed into `flat`; `views[i]` is where the i-th one lies, in its shape."""
+    """Gradients packed into `flat`; `views[i]` is where `gradients[i]` lies, in its shape.
 
-    parameters: Sequence[nn.Parameter]
+    Attributes:
+        in_place: the views are the parameters' gradients now.
+    """
+
     flat: torch.Tensor
-    views: Sequence[torch.Tensor]
+    views: list[torch.Tensor]
+    gradients: list[torch.Tensor]
+    in_place: bool
 
     def unpack(self) -> None:
         """Copy back what travelled in another dtype; nothing to do where `grad` is the view itself."""
-        gradients = gradients_of(self.parameters)
-        apart = [(g, view) for g, view in zip(gradients, self.views, strict=True) if g is not view]
-        if apart:
-            torch._foreach_copy_([gradient for gradient, _ in apart], [view for _, view in apart])
+        if not self.in_place:
+            torch._foreach_copy_(self.gradients, self.views)
 
 
-def pack_gradients(parameters: Sequence[nn.Parameter], wire_dtype: torch.dtype) -> PackedGradients:
-    """Put the gradients into one new tensor of `wire_dtype` with a single copy kernel.
+def pack_gradients(
+    parameters: Sequence[nn.Parameter], gradients: list[torch.Tensor], wire_dtype: torch.dtype
+) -> PackedGradients:
+    """Put the parameters' gradients into one new tensor of `wire_dtype` with a single copy kernel.
 
     Where the dtype is the gradients' own, `grad` then points at the view: what the collective writes there is
     the gradient, and nothing is copied back. One contiguous gradient alone is its own flat tensor.
-    All parameters have gradients, on one device and of one dtype.
+    All are on one device and of one dtype.
     """
-    gradients = gradients_of(parameters)
     first = gradients[0]
-    if len(gradients) == 1 and first.dtype == wire_dtype and first.is_contiguous():
-        return PackedGradients(parameters, first.view(-1), gradients)
+    same_dtype = first.dtype == wire_dtype
+    if len(gradients) == 1 and same_dtype and first.is_contiguous():
+        return PackedGradients(first.view(-1), gradients, gradients, in_place=True)
     flat = torch.empty(sum(gradient.numel() for gradient in gradients), dtype=wire_dtype, device=first.device)
-    views = _unflatten_dense_tensors(flat, gradients)
+    views = list(_unflatten_dense_tensors(flat, gradients))
     torch._foreach_copy_(views, gradients)
-    if first.dtype == wire_dtype:
+    if same_dtype:
         for parameter, view in zip(parameters, views, strict=True):
             parameter.grad = view
-    return PackedGradients(parameters, flat, views)
+    return PackedGradients(flat, views, gradients, in_place=same_dtype)
 
 
 def gradients_of(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
     """Every parameter's gradient; all of them must have one."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    gradients = [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
     assert len(gradients) == len(parameters)
     return gradients
 
@@ -63,13 +68,28 @@ def group_by_kind(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]
     return list(groups.values())
 
 
-@dataclass
 class ReducingBucket:
     """A packed bucket whose reduction is under way."""
 
-    packed: PackedGradients
-    pending: PendingMean
+    def __init__(self, packed: PackedGradients, pending: PendingMean) -> None:
+        self._packed = packed
+        self._pending = pending
+        self._version = packed.flat._version
 
     def wait(self) -> None:
-        self.pending.wait()
-        self.packed.unpack()
+        """Make the bucket's gradients the mean.
+
+        Raises:
+            ValueError: a gradient was changed after its bucket had been sent.
+        """
+        if self._packed.in_place and self._packed.flat._version != self._version:
+            raise ValueError(
+                "a gradient was added to after it had been sent to the other ranks: call "
+                "zero_grad(set_to_none=True) after every step, and no_sync() for passes that only accumulate"
+            )
+        self._pending.wait()
+        self._packed.unpack()
+
+    def abandon(self) -> None:
+        """Let the collective end; its result is not wanted."""
+        self._pending.work.wait()

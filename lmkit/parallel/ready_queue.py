@@ -8,13 +8,15 @@ import torch
 
 
 class ReadyQueue:
-    """Calls `launch(i)` once every member of buckets 0 to i is ready: strictly in the order of the index.
+    """Launches buckets strictly in the order of their index.
 
     Ranks whose gradients come in different orders would otherwise pair different collectives, and hang or mix
-    up gradients. A bucket that is ready early waits for those before it.
+    up gradients. A bucket that is ready early waits for those before it. Either every gradient is counted
+    (`mark`), or buckets are looked at now and then (`launch_while`).
 
     Args:
         members: how many members each bucket has.
+        launch: called with a bucket's index.
         abandon: called when a new backward pass begins while an earlier one is unfinished: it broke off with an
             exception, and what was launched for it must be forgotten.
     """
@@ -28,24 +30,37 @@ class ReadyQueue:
         self._backward: int | None = None
         self.reset()
 
-    def mark(self, bucket: int) -> None:
-        """One more member of `bucket` is ready. Called inside a backward pass."""
+    @property
+    def launched(self) -> int:
+        """How many buckets were launched in this step."""
+        return self._next
+
+    def begin(self) -> bool:
+        """Called inside a backward pass: whether it is a new one."""
         backward = torch._C._current_graph_task_id()  # its number; autograd tells it nowhere else
-        if self._backward not in (None, backward):
+        if self._backward == backward:
+            return False
+        if self._backward is not None:
             self._abandon()
             self.reset()
         self._backward = backward
+        return True
+
+    def mark(self, bucket: int) -> None:
+        """One more member of `bucket` is ready."""
         self._waiting[bucket] -= 1
         assert self._waiting[bucket] >= 0, "a member was marked twice"
-        while self._next < len(self._members) and self._waiting[self._next] == 0:
+        self.launch_while(lambda index: self._waiting[index] == 0)
+
+    def launch_while(self, is_ready: Callable[[int], bool]) -> None:
+        """Launch the next buckets for as long as they are ready."""
+        while self._next < len(self._members) and is_ready(self._next):
             self._next += 1  # first, so that a launch that raises is not repeated
             self._launch(self._next - 1)
 
     def launch_rest(self) -> None:
         """Launch what is left, complete or not, and start over."""
-        while self._next < len(self._members):
-            self._next += 1
-            self._launch(self._next - 1)
+        self.launch_while(lambda index: True)
         self.reset()
 
     def reset(self) -> None:

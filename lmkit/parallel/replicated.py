@@ -47,7 +47,7 @@ class ReplicatedSync(Accumulates):
     def finish(self) -> None:
         if self.ranks.world_size == 1:
             return
-        unused = [index for index, parameter in enumerate(self.parameters) if parameter.grad is None]
+        unused = self._without_gradient()
         for index in unused:
             self.parameters[index].grad = torch.zeros_like(self.parameters[index])
         self._reduce()
@@ -70,6 +70,10 @@ class ReplicatedSync(Accumulates):
 
     def _install(self) -> None:
         """Hook into the model, where a strategy needs to."""
+
+    def _without_gradient(self) -> list[int]:
+        """The numbers of the parameters that this rank has no gradient for."""
+        return [index for index, parameter in enumerate(self.parameters) if parameter.grad is None]
 
     def _reduce(self) -> None:
         """Make every parameter's `grad` (all present here) the mean over the ranks."""

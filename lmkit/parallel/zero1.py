@@ -147,6 +147,7 @@ class Zero1(Accumulates):
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         if self._accumulating:
             return
+        self._queue.begin()
         self._queue.mark(self._bucket_of[parameter])
         self._marked.add(parameter)
 

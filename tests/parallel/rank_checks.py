@@ -108,15 +108,15 @@ def assert_close_models(mine: nn.Module, oracle: nn.Module, tolerance: float) ->
         assert difference <= tolerance, f"{name} is off by {difference:.3g}"
 
 
-def check_joined_batch(ranks: Ranks, strategy: str, make: Callable) -> None:
+def check_joined_batch(ranks: Ranks, strategy: str, make: Callable, accumulation: int) -> None:
     oracle = seeded_model(0, ranks)
     before = {name: value.clone() for name, value in oracle.state_dict().items()}
     expected = joined_run(
-        oracle, world_size=ranks.world_size, steps=4, accumulation=2, max_norm=0.7, make=make
+        oracle, world_size=ranks.world_size, steps=4, accumulation=accumulation, max_norm=0.7, make=make
     )
     model = seeded_model(ranks.rank, ranks)  # rank 0's values must win
     sync = build(strategy, ranks)
-    norms, _ = train(sync, model, ranks, steps=4, accumulation=2, max_norm=0.7, make=make)
+    norms, _ = train(sync, model, ranks, steps=4, accumulation=accumulation, max_norm=0.7, make=make)
     assert norms == pytest.approx(expected, rel=1e-9)
     assert min(expected) > 0.7, "clipping must have been at work"
     assert_close_models(model, oracle, FLOAT64_TOLERANCE)
@@ -125,6 +125,66 @@ def check_joined_batch(ranks: Ranks, strategy: str, make: Callable) -> None:
     assert torch.equal(state["never"], before["never"])
     assert torch.equal(state["frozen.weight"], before["frozen.weight"])
     assert not torch.equal(state["embedding.weight"], before["embedding.weight"])
+
+
+def check_zeroed_gradients(ranks: Ranks, strategy: str) -> None:
+    """zero_grad(set_to_none=False): gradients are there before they are complete, and must not leave early."""
+    oracle, model = seeded_model(0, ranks), seeded_model(0, ranks)
+    # Without weight decay: a gradient of zero and none at all are then the same to SGD.
+    make = partial(torch.optim.SGD, lr=0.05)
+    joined_run(oracle, world_size=ranks.world_size, steps=4, accumulation=1, max_norm=1e9, make=plain(make))
+    sync = build(strategy, ranks)
+    call = sync.attach(model)
+    optimizer = sync.build_optimizer(plain(make), groups_of(model))
+    for step in range(4):
+        call.loss(*batch(step, ranks.rank, 0), ranks.rank).backward()
+        sync.finish()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    sync.wait_for_weights()
+    assert_close_models(model, oracle, FLOAT64_TOLERANCE)
+
+
+def plain(make: Callable) -> Callable:
+    """The groups without their options."""
+    return lambda groups: make([{"params": group["params"]} for group in groups])
+
+
+def check_late_gradients_are_refused(ranks: Ranks) -> None:
+    """What changes a gradient after its bucket was sent would make the ranks differ: never silently."""
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)]).to(ranks.device)
+    sync = build("bucketed", ranks)
+    sync.attach(model)
+    x = torch.randn(2, 8, device=ranks.device)
+    for _ in range(2):
+        model(x).sum().backward()
+        sync.finish()
+        model.zero_grad(set_to_none=True)
+    model(x).sum().backward()
+    model[-1].bias.grad.add_(1.0)
+    with pytest.raises(ValueError, match="added to after it had been sent"):
+        sync.finish()
+    sync.reset()
+
+
+def check_accumulation_that_starts_later(ranks: Ranks) -> None:
+    """The first steps communicate every pass, the next ones do not: the hooks follow."""
+    for strategy in ("overlap", "bucketed"):
+        oracle, model = seeded_model(0, ranks), seeded_model(0, ranks)
+        optimizer = adamw(groups_of(oracle))
+        sync = build(strategy, ranks)
+        call = sync.attach(model)
+        mine = sync.build_optimizer(adamw, groups_of(model))
+        for step in range(6):
+            passes = 1 if step < 3 else 3
+            for rank in range(ranks.world_size):
+                for micro in range(passes):
+                    loss = oracle.loss(*batch(step, rank, micro), rank)
+                    (loss / (ranks.world_size * passes)).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            one_step(sync, call, mine, ranks, step, accumulation=passes)
+        assert_close_models(model, oracle, FLOAT64_TOLERANCE)
 
 
 def check_unused_gradients_are_none(ranks: Ranks, strategy: str) -> None:
@@ -441,8 +501,15 @@ def check_zero1_weights_are_whole_when_read(ranks: Ranks) -> None:
 
 
 CHECKS: dict[str, Callable[[Ranks], None]] = {
-    **{f"joined batch: {s}": partial(check_joined_batch, strategy=s, make=adamw) for s in STRATEGIES},
-    "joined batch: zero1, SGD": partial(check_joined_batch, strategy="zero1", make=sgd),
+    **{
+        f"joined batch: {s}, {a} passes": partial(check_joined_batch, strategy=s, make=adamw, accumulation=a)
+        for s in STRATEGIES
+        for a in (1, 2)
+    },
+    "joined batch: zero1, SGD": partial(check_joined_batch, strategy="zero1", make=sgd, accumulation=2),
+    **{f"gradients kept and zeroed: {s}": partial(check_zeroed_gradients, strategy=s) for s in STRATEGIES},
+    "late gradients are refused": check_late_gradients_are_refused,
+    "accumulation that starts later": check_accumulation_that_starts_later,
     **{
         f"unused gradients are None: {s}": partial(check_unused_gradients_are_none, strategy=s)
         for s in STRATEGIES
