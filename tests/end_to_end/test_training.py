@@ -1,0 +1,179 @@
+"""`lmkit train` as a user starts it: alone, with --nproc, under torchrun; what it says, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lmkit.data.token_files import TokenFileWriter
+from lmkit.training.checkpoint_folder import newest_valid, saved_steps
+
+Lmkit = Callable[..., "subprocess.CompletedProcess[str]"]
+ROOT = Path(__file__).parents[2]
+
+RECIPE = """
+[run]
+folder = "runs"
+device = "cpu"
+threads = 1
+[data]
+train = "train.npy"
+valid = "valid.npy"
+[model]
+d_model = 16
+d_ff = 32
+num_layers = 1
+num_heads = 2
+context_length = 8
+[train]
+steps = 10
+batch_size = 8
+accumulation = 2
+log_interval = 1
+eval_interval = 5
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    ids = np.random.default_rng(3).integers(0, 64, 2000)
+    for name, part in (("train", ids[:1500]), ("valid", ids[1500:])):
+        path = tmp_path / f"{name}.npy"
+        with TokenFileWriter(path, vocab_size=64, tokenizer_sha256="a" * 64) as writer:
+            writer.append(part)
+            writer.finish(num_documents=1, num_bytes=3 * len(part), source_sha256="b" * 64)
+    path = tmp_path / "tiny.toml"
+    path.write_text(RECIPE)
+    return path
+
+
+def losses(run: Path) -> list[float]:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [record["loss"] for record in records if record["kind"] == "train"]
+
+
+def weights(run: Path) -> bytes:
+    choice = newest_valid(run / "checkpoints")
+    assert choice.path is not None
+    return (choice.path / "model.safetensors").read_bytes()
+
+
+def assert_one_line_and_a_hint(done: subprocess.CompletedProcess[str]) -> None:
+    lines = done.stderr.strip().splitlines()
+    assert lines[-2].startswith("error: ")
+    assert lines[-1].startswith("hint: ")
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_fault_54_stopping_and_going_on_is_the_same_run(lmkit: Lmkit, recipe: Path, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    whole = lmkit("train", recipe, "--name", "whole", "--json")
+    assert whole.returncode == 0, whole.stderr
+    result = json.loads(whole.stdout)  # one object, nothing else
+    assert (result["status"], result["step"]) == ("finished", 10)
+    assert result["folder"] == "runs/whole"
+    assert "\x1b" not in whole.stderr
+    assert "tokens/s" in whole.stderr
+
+    first = lmkit("train", recipe, "--name", "parts", "--stop-at-step", "5")
+    assert first.returncode == 0, first.stderr
+    assert "stopped early at step 5 of 10" in first.stdout
+    second = lmkit("train", recipe, "--name", "parts", NO_COLOR="1")
+    assert second.returncode == 0, second.stderr
+    assert "resuming from runs/parts/checkpoints/step-00000005" in second.stderr
+    assert losses(runs / "whole") == losses(runs / "parts")
+    assert weights(runs / "whole") == weights(runs / "parts")
+
+    # fault 65, and nothing that was written names this machine
+    third = lmkit("train", recipe, "--name", "parts")
+    assert third.returncode == 0
+    assert third.stdout.startswith("nothing to do")
+    for path in (runs / "whole").rglob("*"):
+        if path.suffix in (".json", ".jsonl", ".toml"):
+            assert str(tmp_path) not in path.read_text()
+
+    refused = lmkit("train", recipe, "--name", "parts", "--set", "model.d_model=32")
+    assert refused.returncode == 2
+    assert "model.d_model: 16 -> 32" in refused.stderr
+    assert_one_line_and_a_hint(refused)
+
+    evaluated = lmkit("evaluate", "runs/whole", "--json")
+    assert evaluated.returncode == 0, evaluated.stderr
+    # One rank, one thread, the same windows: the same number.
+    assert json.loads(evaluated.stdout)["loss"] == result["valid_loss"]
+
+
+def test_two_ranks_by_nproc_and_by_torchrun_are_the_same_run(
+    lmkit: Lmkit, recipe: Path, tmp_path: Path
+) -> None:
+    own = lmkit("train", recipe, "--name", "own", "--nproc", "2", "--json")
+    assert own.returncode == 0, own.stderr
+    assert json.loads(own.stdout)["step"] == 10
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    elastic = subprocess.run(
+        [*command, "-m", "lmkit", "train", recipe, "--name", "elastic", "--json"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert elastic.returncode == 0, elastic.stderr
+    assert json.loads(elastic.stdout)["step"] == 10  # rank 0 alone speaks
+    assert losses(tmp_path / "runs" / "own") == losses(tmp_path / "runs" / "elastic")
+    assert weights(tmp_path / "runs" / "own") == weights(tmp_path / "runs" / "elastic")
+
+
+def start(recipe: Path, *arguments: str) -> subprocess.Popen[str]:
+    """A run of many steps in a process group of its own, up to its first progress line."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lmkit", "train", str(recipe), "--steps", "100000", *arguments],
+        cwd=recipe.parent,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("step "):
+            return process
+    raise AssertionError(f"ended before its first step: {process.wait()}")
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "arguments"),
+    [(signal.SIGTERM, 143, ()), (signal.SIGINT, 130, ()), (signal.SIGTERM, 143, ("--nproc", "2"))],
+)
+def test_fault_69_a_signal_saves_once_and_gives_the_exit_code(
+    number: int, code: int, arguments: tuple[str, ...], recipe: Path, lmkit: Lmkit
+) -> None:
+    process = start(recipe, *arguments)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == code, err
+    assert out == ""
+    assert "Traceback" not in err
+    (only,) = saved_steps(recipe.parent / "runs" / "run" / "checkpoints")
+    assert f"step {only.step} is saved" in err
+    resumed = lmkit("train", recipe, "--steps", "100000", "--stop-at-step", str(only.step + 1))
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"(resumed at step {only.step})" in resumed.stdout
+
+
+def test_fault_50_an_output_on_a_file_is_wrong_use(lmkit: Lmkit, recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("in the way")
+    done = lmkit("train", recipe)
+    assert done.returncode == 2
+    assert "cannot write there" in done.stderr
+    assert_one_line_and_a_hint(done)
