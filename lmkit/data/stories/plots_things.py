@@ -65,7 +65,7 @@ share_no
 - "You will only break my {thing}," <hero_said>.
 share_alone
 - <hero> {thing_did} the <thing> alone, but it was no fun without <pal>.
-- {then} <hero> {thing_did} <thing_how> again, but nobody {laughed}.
+- {then} <hero> {thing_did} <thing_how>, but nobody {laughed}.
 - Now <hero> had the <thing> all to {himself}, and still {he} was {sad}.
 share_elder
 - "A {thing} cannot laugh with you," <elder_said>. "{pal} can."
