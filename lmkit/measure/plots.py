@@ -130,7 +130,8 @@ def grouped_bars(
             _label_bar(axes, x, top, format(value, spec))
     axes.set_xticks(range(len(groups)), groups)
     if max((len(group) for group in groups), default=0) * len(groups) > 90:
-        axes.tick_params(axis="x", labelrotation=30)
+        for label in axes.get_xticklabels():
+            label.set(rotation=30, ha="right", rotation_mode="anchor")
     axes.grid(visible=False, axis="x")
     axes.margins(y=0.14)  # room for the rotated values
     if log_y:

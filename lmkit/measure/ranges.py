@@ -10,9 +10,10 @@ variable `LMKIT_RANGES` and `enable_ranges_from_environment`. The switch is proc
 
 from __future__ import annotations
 
+import importlib.util
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal
 
 from lmkit.errors import UsageError
@@ -36,6 +37,13 @@ def ranges_are_on() -> bool:
     return _open_range is not None
 
 
+def nvtx_is_available() -> bool:
+    """Whether NVTX ranges can be marked: torch.cuda.nvtx raises on a CPU build of torch, where `nvtx` stands in."""
+    import torch
+
+    return torch.version.cuda is not None or importlib.util.find_spec("nvtx") is not None
+
+
 def enable_ranges(kind: RangeKind) -> None:
     """Let `range_` record from now on: NVTX ranges (Nsight Systems) or torch.profiler's (kineto).
 
@@ -44,6 +52,26 @@ def enable_ranges(kind: RangeKind) -> None:
     """
     global _open_range
     _open_range = _nvtx_opener() if kind == "nvtx" else _kineto_opener()
+
+
+def observe_ranges(observer: Callable[[str, bool], None]) -> None:
+    """Let every range call `observer(name, True)` when it opens and `observer(name, False)` when it closes."""
+    global _open_range
+
+    @contextmanager
+    def open_range(name: str) -> Iterator[None]:
+        observer(name, True)
+        try:
+            yield
+        finally:
+            observer(name, False)
+
+    def open_unless_compiling(name: str) -> AbstractContextManager:
+        import torch
+
+        return nullcontext() if torch.compiler.is_compiling() else open_range(name)
+
+    _open_range = open_unless_compiling
 
 
 def disable_ranges() -> None:
@@ -82,17 +110,16 @@ def _kineto_opener() -> Callable[[str], AbstractContextManager]:
 def _nvtx_opener() -> Callable[[str], AbstractContextManager]:
     import torch
 
+    if not nvtx_is_available():
+        raise UsageError(
+            "NVTX ranges need a CUDA build of torch or the nvtx package",
+            hint="pip install 'nvtx==0.2.10', or profile with --engine kineto",
+        )
     if torch.version.cuda is not None:
         push, pop = torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop
     else:
-        # torch.cuda.nvtx raises on a CPU build of torch.
-        try:
-            import nvtx  # type: ignore[import-not-found]
-        except ModuleNotFoundError:
-            raise UsageError(
-                "NVTX ranges need a CUDA build of torch or the nvtx package",
-                hint="pip install 'nvtx==0.2.10', or profile with --engine kineto",
-            ) from None
+        import nvtx  # type: ignore[import-not-found]
+
         push, pop = nvtx.push_range, nvtx.pop_range
 
     class NvtxRange:

@@ -17,6 +17,7 @@ from lmkit.errors import UsageError
 from lmkit.measure.ranges import disable_ranges, enable_ranges
 from lmkit.profiling.trace import Call, DeviceWork, Range, Trace
 
+_RANGES_OF_TORCH = ("ProfilerStep", "Optimizer.")
 _WORK_KINDS = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
 # Triton launches through the driver, PyTorch through the runtime: both count.
 _CALL_CATEGORIES = ("cuda_runtime", "cuda_driver")
@@ -120,7 +121,7 @@ def parse_chrome_trace(document: dict[str, Any], source: str) -> Trace:
     return Trace(
         engine="kineto",
         source=source,
-        ranges=[entry for entry in ranges if not entry.name.startswith("ProfilerStep")],
+        ranges=[entry for entry in ranges if not entry.name.startswith(_RANGES_OF_TORCH)],
         calls=calls if recorded_gpu else None,
         work=work if recorded_gpu else None,
         ops=_self_times(operators.values()),

@@ -1,13 +1,13 @@
-import sys
-
 import pytest
 import torch
 
 from lmkit.errors import UsageError
+from lmkit.measure import ranges
 from lmkit.measure.ranges import (
     disable_ranges,
     enable_ranges,
     enable_ranges_from_environment,
+    observe_ranges,
     range_,
     ranges_are_on,
 )
@@ -51,6 +51,14 @@ def test_torch_compile_sees_no_graph_break_on_or_off():
         torch.compiler.reset()
 
 
+def test_an_observer_hears_ranges_open_and_close_also_by_an_exception():
+    heard = []
+    observe_ranges(lambda name, opens: heard.append((name, opens)))
+    with range_("outer"), pytest.raises(KeyError), range_("inner"):
+        raise KeyError
+    assert heard == [("outer", True), ("inner", True), ("inner", False), ("outer", False)]
+
+
 def test_nvtx_pushes_and_pops_in_order(monkeypatch):
     """On a CPU build torch.cuda.nvtx raises, so the calls are recorded by a stand-in."""
     log = []
@@ -65,7 +73,7 @@ def test_nvtx_pushes_and_pops_in_order(monkeypatch):
 
 def test_nvtx_without_cuda_and_without_the_package_is_refused(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setitem(sys.modules, "nvtx", None)
+    monkeypatch.setattr(ranges.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match="NVTX") as caught:
         enable_ranges("nvtx")
     assert "kineto" in caught.value.hint

@@ -1,0 +1,199 @@
+"""From allocations and frees to what was alive when, and for what: peaks by phase and category."""
+
+from __future__ import annotations
+
+import bisect
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+CATEGORIES = ("parameters", "gradients", "optimizer state", "activations", "temporary")
+BUILD, FORWARD = "build", "forward"
+
+
+@dataclass(frozen=True)
+class Block:
+    """One allocation. `freed` is None if it outlived the recording. Times are in us on the recorder's clock."""
+
+    address: int
+    size: int
+    allocated: float
+    freed: float | None
+
+    def is_alive(self, time: float) -> bool:
+        return self.allocated <= time and (self.freed is None or time < self.freed)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A named stretch of the run."""
+
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Census:
+    """Where the tensors that have a name were at one moment: address -> category."""
+
+    time: float
+    owners: Mapping[int, str]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What a recorder saw. `pickled` is the snapshot that https://pytorch.org/memory_viz opens."""
+
+    blocks: Sequence[Block]
+    phases: Sequence[Phase]
+    censuses: Sequence[Census]
+    pickled: bytes
+    source: str
+
+
+@dataclass(frozen=True)
+class PhasePeak:
+    """The moment of a phase (all instances of the name together) at which most bytes were alive."""
+
+    phase: str
+    bytes: int
+    by_category: dict[str, int]
+
+
+@dataclass(frozen=True)
+class MemoryProfile:
+    """Bytes over time.
+
+    Attributes:
+        times: us since the start; one entry per allocation or free.
+        alive: category -> bytes alive after each of `times`.
+        peaks: per phase, in the order of their first appearance.
+        peak: over the whole run.
+    """
+
+    times: list[float]
+    alive: dict[str, list[int]]
+    peaks: list[PhasePeak]
+    peak: PhasePeak
+    largest: list[tuple[int, str, str]] = field(default_factory=list)
+
+
+def blocks_of(events: Sequence[tuple[float, int, int]]) -> list[Block]:
+    """Match (time, address, size) events, positive sizes allocating and negative ones freeing.
+
+    A free of something that was allocated before the recording is dropped.
+    """
+    open_at: dict[int, tuple[float, int]] = {}
+    blocks = []
+    for time, address, size in events:
+        if size > 0:
+            open_at[address] = (time, size)
+        elif address in open_at:
+            allocated, whole = open_at.pop(address)
+            blocks.append(Block(address, whole, allocated, time))
+    blocks += [Block(address, size, allocated, None) for address, (allocated, size) in open_at.items()]
+    return sorted(blocks, key=lambda block: block.allocated)
+
+
+def categorize(blocks: Sequence[Block], censuses: Sequence[Census], phases: Sequence[Phase]) -> list[str]:
+    """The category of every block.
+
+    Parameters, gradients and optimizer state are what the censuses found at the block's address while it was
+    alive; of the rest, what the forward pass leaves behind for backward is activations; all else is temporary.
+    """
+    ordered = sorted(censuses, key=lambda census: census.time)
+    census_times = [census.time for census in ordered]
+    addresses = [sorted(census.owners) for census in ordered]
+    forwards = [phase for phase in phases if phase.name == FORWARD]
+    categories = []
+    for block in blocks:
+        first = bisect.bisect_left(census_times, block.allocated)
+        last = len(ordered) if block.freed is None else bisect.bisect_left(census_times, block.freed)
+        owner = next(
+            (
+                ordered[index].owners[address]
+                for index in range(first, last)
+                if (address := _first_inside(addresses[index], block)) is not None
+            ),
+            None,
+        )
+        if owner is None:
+            kept = any(
+                phase.start <= block.allocated <= phase.end and block.is_alive(phase.end)
+                for phase in forwards
+            )
+            owner = "activations" if kept else "temporary"
+        categories.append(owner)
+    return categories
+
+
+def _first_inside(addresses: Sequence[int], block: Block) -> int | None:
+    """The lowest of the sorted addresses that lies in the block (a tensor may start inside an allocation)."""
+    index = bisect.bisect_left(addresses, block.address)
+    inside = index < len(addresses) and addresses[index] < block.address + block.size
+    return addresses[index] if inside else None
+
+
+def profile_memory(recording: Recording) -> MemoryProfile:
+    """Bytes alive by category over time, and the peak of every phase."""
+    categories = categorize(recording.blocks, recording.censuses, recording.phases)
+    changes: list[tuple[float, int, str]] = []
+    for block, category in zip(recording.blocks, categories, strict=True):
+        changes.append((block.allocated, block.size, category))
+        if block.freed is not None:
+            changes.append((block.freed, -block.size, category))
+    changes.sort(key=lambda change: (change[0], change[1]))  # at the same time: frees first
+    start = changes[0][0] if changes else 0.0
+    times: list[float] = []
+    alive: dict[str, list[int]] = {category: [] for category in CATEGORIES}
+    now: dict[str, int] = defaultdict(int)
+    for time, size, category in changes:
+        now[category] += size
+        times.append(time - start)
+        for name in CATEGORIES:
+            alive[name].append(now[name])
+    totals = [sum(column) for column in zip(*alive.values(), strict=True)]
+    return MemoryProfile(
+        times=times,
+        alive=alive,
+        peaks=_phase_peaks(recording.phases, times, alive, totals, start),
+        peak=_peak_within("whole run", range(len(totals)), alive, totals),
+        largest=_largest(recording, categories),
+    )
+
+
+def _phase_peaks(
+    phases: Sequence[Phase],
+    times: Sequence[float],
+    alive: Mapping[str, Sequence[int]],
+    totals: Sequence[int],
+    start: float,
+) -> list[PhasePeak]:
+    peaks: dict[str, PhasePeak] = {}
+    for phase in phases:
+        # What is alive when the phase begins counts: the last change before it.
+        first = max(0, bisect.bisect_right(times, phase.start - start) - 1)
+        last = bisect.bisect_right(times, phase.end - start)
+        found = _peak_within(phase.name, range(first, last), alive, totals)
+        if phase.name not in peaks or found.bytes > peaks[phase.name].bytes:
+            peaks[phase.name] = found
+    return list(peaks.values())
+
+
+def _peak_within(
+    name: str, moments: range, alive: Mapping[str, Sequence[int]], totals: Sequence[int]
+) -> PhasePeak:
+    if not moments:
+        return PhasePeak(name, 0, dict.fromkeys(CATEGORIES, 0))
+    top = max(moments, key=lambda moment: totals[moment])
+    return PhasePeak(name, totals[top], {category: alive[category][top] for category in CATEGORIES})
+
+
+def _largest(recording: Recording, categories: Sequence[str], count: int = 10) -> list[tuple[int, str, str]]:
+    """(bytes, category, phase) of the largest blocks."""
+    found = []
+    for block, category in zip(recording.blocks, categories, strict=True):
+        inside = [phase for phase in recording.phases if phase.start <= block.allocated <= phase.end]
+        found.append((block.size, category, inside[-1].name if inside else "-"))
+    return sorted(found, reverse=True)[:count]

@@ -1,0 +1,264 @@
+"""`lmkit profile memory`: record every allocation of a few training steps; peaks by phase and category.
+
+On a GPU PyTorch's allocator keeps the history; on a CPU torch.profiler reports its allocations. Phases are the
+ranges that the trainer marks anyway.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lmkit.benches.training_step import TrainingStep
+from lmkit.measure.environment import describe_environment
+from lmkit.measure.memory import GIB
+from lmkit.measure.plots import stacked_areas
+from lmkit.measure.ranges import disable_ranges, observe_ranges, range_
+from lmkit.measure.results import BenchResult, row_files
+from lmkit.measure.tables import Column, markdown_table
+from lmkit.profiling.allocations import (
+    BUILD,
+    CATEGORIES,
+    Census,
+    MemoryProfile,
+    Phase,
+    PhasePeak,
+    Recording,
+    blocks_of,
+    profile_memory,
+)
+from lmkit.profiling.steps import StepsOptions, build_step, describe_steps
+
+HISTORY_ENTRIES = 2_000_000
+PICTURE_POINTS = 3000
+COLUMNS = (
+    Column("phase", "phase"),
+    Column("peak_gib", "peak GiB", ".4f"),
+    *(Column(category.replace(" ", "_") + "_gib", category, ".4f") for category in CATEGORIES),
+)
+
+
+def run_profile(options: StepsOptions) -> BenchResult:
+    """Build the model and run `options.warmup + options.steps` steps under observation.
+
+    Files: `memory_timeline.png`, `memory_snapshot.pickle` (for https://pytorch.org/memory_viz),
+    `memory_peaks.jsonl`, `memory_peaks.csv`, `memory_report.md`.
+    """
+    recording = record(options)
+    profile = profile_memory(recording)
+    rows = [_row(peak) for peak in [*profile.peaks, profile.peak]]
+    environment = describe_environment()
+    title = describe_steps(options)
+    notes = (f"GiB = 2^30 bytes, of {recording.source}",)
+    files = row_files("memory_peaks", rows)
+    files["memory_timeline.png"] = _picture(profile, title)
+    files["memory_snapshot.pickle"] = recording.pickled
+    files["memory_report.md"] = _report(rows, profile, title, environment, notes)
+    return BenchResult("memory", rows, COLUMNS, files, environment, notes)
+
+
+def record(options: StepsOptions) -> Recording:
+    """Every allocation from before the model exists until after the last step."""
+    return _record_on_gpu(options) if options.device.startswith("cuda") else _record_on_cpu(options)
+
+
+class _Observer:
+    """Listens to the ranges: phases by `clock`, and at the end of each a census of the tensors that have names."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._open: list[tuple[str, float]] = []
+        self.step: TrainingStep | None = None
+        self.phases: list[Phase] = []
+        self.censuses: list[Census] = []
+
+    def __call__(self, name: str, opens: bool) -> None:
+        if opens:
+            self._open.append((name, self._clock()))
+            return
+        _, start = self._open.pop()
+        end = self._clock()
+        self.phases.append(Phase(name, start, end))
+        self.take_census(end)
+
+    def take_census(self, moment: float) -> None:
+        if self.step is not None:
+            self.censuses.append(Census(moment, _owners(self.step)))
+
+
+def _owners(step: TrainingStep) -> dict[int, str]:
+    """Address of the memory -> category, of parameters, gradients and optimizer state."""
+    owners: dict[int, str] = {}
+    for slots in step.optimizer.state.values():
+        for value in slots.values():
+            if isinstance(value, torch.Tensor):
+                owners[value.untyped_storage().data_ptr()] = "optimizer state"
+    for parameter in step.model.parameters():
+        if parameter.grad is not None:
+            owners[parameter.grad.untyped_storage().data_ptr()] = "gradients"
+        owners[parameter.untyped_storage().data_ptr()] = "parameters"
+    return owners
+
+
+@contextmanager
+def _observed(observer: _Observer) -> Iterator[None]:
+    observe_ranges(observer)
+    try:
+        yield
+    finally:
+        disable_ranges()
+
+
+def _run(options: StepsOptions, observer: _Observer) -> None:
+    with _observed(observer):
+        with range_(BUILD):
+            observer.step = build_step(options)
+        for _ in range(options.warmup + options.steps):
+            observer.step.run()
+
+
+def _unix_us() -> float:
+    # Events carry whole us: stand a little apart from them, so that none falls on the wrong side of a border.
+    time.sleep(50e-6)
+    return time.time_ns() / 1e3
+
+
+def _record_on_gpu(options: StepsOptions) -> Recording:
+    memory = torch.cuda.memory
+    observer = _Observer(_unix_us)
+    memory._record_memory_history(enabled="all", context="all", stacks="python", max_entries=HISTORY_ENTRIES)
+    try:
+        _run(options, observer)
+        torch.cuda.synchronize()
+        snapshot = memory._snapshot()
+    finally:
+        memory._record_memory_history(enabled=None)
+    signs = {"alloc": 1, "free_completed": -1}
+    events = [
+        (entry["time_us"], entry["addr"], signs[entry["action"]] * entry["size"])
+        for entry in snapshot["device_traces"][torch.device(options.device).index or 0]
+        if entry["action"] in signs
+    ]
+    return Recording(
+        blocks_of(events), observer.phases, observer.censuses, pickle.dumps(snapshot), "the CUDA allocator"
+    )
+
+
+def _record_on_cpu(options: StepsOptions) -> Recording:
+    """Phases and allocations both carry the profiler's clock: phases are found again by their annotations."""
+    order: list[str] = []
+    annotations: list[Any] = []
+
+    class Annotating(_Observer):
+        def __call__(self, name: str, opens: bool) -> None:
+            if opens:
+                annotation = torch.profiler.record_function(f"phase {len(order)}")
+                order.append(name)
+                annotation.__enter__()
+                annotations.append((annotation, len(order) - 1))
+                return
+            annotation, number = annotations.pop()
+            self.take_census(number)
+            annotation.__exit__(None, None, None)
+
+    observer = Annotating(lambda: 0.0)
+    with tempfile.TemporaryDirectory(prefix="lmkit-memory-") as folder:
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        ) as profiler:
+            _run(options, observer)
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        document = json.loads(path.read_bytes())
+    events: list[tuple[float, int, int]] = []
+    spans: dict[int, tuple[float, float]] = {}
+    for event in document["traceEvents"]:
+        if event.get("name") == "[memory]" and event["args"].get("Device Type") == 0:
+            events.append((event["ts"], event["args"]["Addr"], event["args"]["Bytes"]))
+        elif event.get("cat") == "user_annotation" and event["name"].startswith("phase "):
+            spans[int(event["name"].split()[1])] = (event["ts"], event["ts"] + event["dur"])
+    events.sort(key=lambda event: event[0])
+    phases = [Phase(order[number], *spans[number]) for number in sorted(spans)]
+    censuses = [Census(spans[int(census.time)][1], census.owners) for census in observer.censuses]
+    return Recording(blocks_of(events), phases, censuses, _as_snapshot(events), "the CPU allocator")
+
+
+def _as_snapshot(events: list[tuple[float, int, int]]) -> bytes:
+    """CPU allocations in the shape of a CUDA snapshot, so that the same viewer opens them."""
+    entries: list[dict[str, Any]] = [
+        {
+            "action": "alloc" if size > 0 else "free_completed",
+            "addr": address,
+            "size": abs(size),
+            "stream": 0,
+            "time_us": int(moment),
+            "frames": [],
+        }
+        for moment, address, size in events
+    ]
+    return pickle.dumps({"segments": [], "device_traces": [entries], "allocator_settings": {}})
+
+
+def _row(peak: PhasePeak) -> dict[str, Any]:
+    by_category = {name.replace(" ", "_") + "_gib": size / GIB for name, size in peak.by_category.items()}
+    return {"phase": peak.phase, "peak_gib": peak.bytes / GIB, **by_category}
+
+
+def _picture(profile: MemoryProfile, title: str) -> bytes:
+    stride = max(1, len(profile.times) // PICTURE_POINTS)
+    return stacked_areas(
+        [moment / 1e3 for moment in profile.times[::stride]],
+        {name: [size / GIB for size in sizes[::stride]] for name, sizes in profile.alive.items()},
+        title=f"Memory in use: {title}",
+        x_label="time (ms)",
+        y_label="memory (GiB = 2^30 bytes)",
+    )
+
+
+def _report(
+    rows: list[dict[str, Any]],
+    profile: MemoryProfile,
+    title: str,
+    environment: dict[str, Any],
+    notes: tuple[str, ...],
+) -> str:
+    top = profile.peak
+    leading = max(top.by_category, key=lambda name: top.by_category[name])
+    share = top.by_category[leading] / top.bytes if top.bytes else 0.0
+    after = next(
+        (peak.phase for peak in profile.peaks if peak.bytes == top.bytes and peak.phase != "step"), "-"
+    )
+    largest = [
+        {"gib": size / GIB, "category": category, "phase": phase} for size, category, phase in profile.largest
+    ]
+    columns = (Column("gib", "GiB", ".4f"), Column("category", "category"), Column("phase", "allocated in"))
+    return "\n".join(
+        [
+            f"# Memory: {title}",
+            "",
+            f"torch {environment['packages']['torch']}, {environment['time_utc']}.",
+            "",
+            f"The peak, {top.bytes / GIB:.4f} GiB, is reached in {after}; {leading} are {share:.0%} of it.",
+            "",
+            "![memory_timeline.png](memory_timeline.png)",
+            "",
+            "## Peak of each phase, and what it consists of (GiB)",
+            "",
+            markdown_table(rows, COLUMNS),
+            *notes,
+            "",
+            "## Largest allocations",
+            "",
+            markdown_table(largest, columns),
+            "`memory_snapshot.pickle` opens in https://pytorch.org/memory_viz.",
+            "",
+        ]
+    )

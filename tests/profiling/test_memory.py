@@ -1,0 +1,53 @@
+import pickle
+
+import pytest
+import torch
+
+from lmkit.measure.memory import GIB
+from lmkit.measure.ranges import ranges_are_on
+from lmkit.model.accounting import count_parameters
+from lmkit.profiling.memory import run_profile
+from lmkit.profiling.steps import StepsOptions
+from lmkit.recipe.model import ModelConfig
+
+MODEL = ModelConfig(vocab_size=128, context_length=32, d_model=64, d_ff=128, num_layers=2, num_heads=4)
+
+
+@pytest.fixture(scope="module")
+def result():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield run_profile(StepsOptions(MODEL, steps=1, warmup=1, batch_size=2))
+    torch.set_num_threads(before)
+
+
+def test_categories_have_the_sizes_that_arithmetic_gives(result):
+    weights = count_parameters(MODEL).total * 4 / GIB
+    rows = {row["phase"]: row for row in result.rows}
+    assert {"build", "data", "forward", "backward", "clip", "optimizer", "step", "whole run"} == set(rows) - {
+        "sync"
+    }
+    # Allocations are rounded up to 64 bytes or so, and RoPE's tables are not parameters.
+    assert rows["step"]["parameters_gib"] == pytest.approx(weights, rel=0.02)
+    assert rows["clip"]["gradients_gib"] == pytest.approx(weights, rel=0.02)
+    assert rows["data"]["optimizer_state_gib"] == pytest.approx(2 * weights, rel=0.02)
+    assert rows["build"]["gradients_gib"] == 0
+    assert rows["forward"]["activations_gib"] > 0
+    assert rows["data"]["activations_gib"] == 0
+    assert rows["whole run"]["peak_gib"] == max(row["peak_gib"] for row in result.rows)
+    assert not ranges_are_on()
+
+
+def test_files(result):
+    assert set(result.files) == {
+        "memory_peaks.jsonl",
+        "memory_peaks.csv",
+        "memory_timeline.png",
+        "memory_snapshot.pickle",
+        "memory_report.md",
+    }
+    (events,) = pickle.loads(result.files["memory_snapshot.pickle"])["device_traces"]
+    assert {event["action"] for event in events} == {"alloc", "free_completed"}
+    assert result.files["memory_timeline.png"][:4] == b"\x89PNG"
+    assert max(map(len, result.table().splitlines())) <= 100
+    assert "The peak" in result.files["memory_report.md"]
