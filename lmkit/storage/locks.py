@@ -32,7 +32,7 @@ class FolderLock:
             os.close(descriptor)
             raise LmkitError(
                 f"{self.path.parent}: another process is working in this folder",
-                hint="wait for it to end, or choose another name with --set run.name=...",
+                hint="wait for it to end, or work in another folder (--set run.name=... for a run)",
             ) from None
         self._descriptor = descriptor
         return self
