@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lmkit.benches.ddp import release_memory
+from lmkit.benches.ddp_clock import SteadyStateClock
 from lmkit.measure.statistics import spread
 from lmkit.measure.timing import time_variants
 from lmkit.parallel.agreement import agree
@@ -23,6 +24,7 @@ from lmkit.parallel.traffic import Traffic
 MEGABYTE = 10**6
 SIZES_MB = (1, 4, 16, 25, 64, 256, 1000)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+CALLS_PER_SAMPLE = 4
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")
 
 
@@ -51,7 +53,8 @@ def all_reduce_rows(
                 device=ranks.device,
                 repeats=repeats,
                 warmup=3,
-                kind="wall" if ranks.device.type == "cpu" else "device",
+                # A fixed number of calls: a clock that adapts them on each rank would leave ranks waiting.
+                clock=SteadyStateClock(ranks.device, CALLS_PER_SAMPLE),
                 prepare={operation: (lambda: agree(ranks)) for operation in operations},
             )
             for operation, timing in timings.items():

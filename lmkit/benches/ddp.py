@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lmkit.benches.ddp_clock import SteadyStateClock
+from lmkit.benches.ddp_clock import SteadyStateClock, without_garbage_collection
 from lmkit.benches.ddp_contenders import SOLO, Contender, DdpCase, baseline_of, contender
 from lmkit.measure.statistics import median, paired_ratio, spread
 from lmkit.measure.timing import time_variants
@@ -63,7 +63,10 @@ def ddp_rows(
             facts[name] = {"status": "out of memory"}
         else:
             contenders[name], facts[name] = built
-    samples = _time_together(contenders, ranks, rounds, steps_per_sample) if contenders else {}
+    samples = {}
+    if contenders:
+        with without_garbage_collection():
+            samples = _time_together(contenders, ranks, rounds, steps_per_sample)
     rows = [
         {"case": case.name, "contender": name, "world_size": 1 if name in SOLO else ranks.world_size}
         | facts[name]
@@ -130,7 +133,10 @@ def _communication_alone(name: str, built: Contender | None, ranks: Ranks, repea
         return None
     built.backward()
     clock = SteadyStateClock(ranks.device, 1)
-    samples = [clock.sample_ms(built.communicate, 1, before=[lambda: agree(ranks)]) for _ in range(repeats)]
+    with without_garbage_collection():
+        samples = [
+            clock.sample_ms(built.communicate, 1, before=[lambda: agree(ranks)]) for _ in range(repeats)
+        ]
     built.optimizer.zero_grad(set_to_none=True)
     return median(samples)
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from lmkit.benches.ddp import release_memory
-from lmkit.benches.ddp_clock import SteadyStateClock
+from lmkit.benches.ddp_clock import SteadyStateClock, without_garbage_collection
 from lmkit.benches.ddp_contenders import Contender, DdpCase, contender
 from lmkit.measure.statistics import spread
 from lmkit.measure.timing import time_variants
@@ -39,7 +39,8 @@ def optimizer_rows(
     for name in names:
         release_memory(ranks.device)
         built, row = _measure_memory(name, case, ranks)
-        samples = _time_alone(built, ranks, rounds, steps_per_sample)
+        with without_garbage_collection():
+            samples = _time_alone(built, ranks, rounds, steps_per_sample)
         summary = spread(samples)
         rows.append(
             row
