@@ -164,6 +164,7 @@ def _consumers(descriptors, buffers, barriers, problem, scale_log2, dk_scale, dv
         do = do_tiles.index(slot).reshape([QUERIES, D])
         mbarrier.wait(q_full.index(slot), phase)
         score_job = issue_product(k, q.permute((1, 0)), SCORES)
+        lse = lse_tiles.index(slot).load(COLUMN)
         if HALF_P:  # short of registers: have dK of the previous step out of the way first
             dk = warpgroup_mma_wait(1, deps=[dk])
             named_barrier_arrive(FIRST_NAMED_BARRIER + (step + STAGES - 1) % STAGES, SLOT_THREADS)
@@ -174,7 +175,6 @@ def _consumers(descriptors, buffers, barriers, problem, scale_log2, dk_scale, dv
         else:
             scores, dk = warpgroup_mma_wait(1, deps=[score_job, dk])
             named_barrier_arrive(FIRST_NAMED_BARRIER + (step + STAGES - 1) % STAGES, SLOT_THREADS)
-        lse = lse_tiles.index(slot).load(COLUMN)
         exponent = scores * scale_log2 - gl.expand_dims(lse, 0)  # (128 keys, QUERIES): transposed
         if CAUSAL:
             # query >= key, and keys past the end see nobody (P might overflow there, and inf * 0 is not 0)
@@ -188,9 +188,9 @@ def _consumers(descriptors, buffers, barriers, problem, scale_log2, dk_scale, dv
         p_operand = gl.convert_layout(p.to(DTYPE), OPERAND)
         if HALF_P:
             p = p.to(gl.float16)
+        delta = delta_tiles.index(slot).load(COLUMN)
         dv_job = warpgroup_mma(p_operand, do, dv, is_async=True)
         dp, p = warpgroup_mma_wait(1, deps=[dp_job, p])
-        delta = delta_tiles.index(slot).load(COLUMN)
         dp = dp - gl.expand_dims(delta, 0)
         if HALF_P:
             ds = multiply_half(p, dp, DTYPE)
@@ -198,9 +198,11 @@ def _consumers(descriptors, buffers, barriers, problem, scale_log2, dk_scale, dv
             ds = (p * dp).to(DTYPE)
         ds_operand = gl.convert_layout(ds, OPERAND)
         if ADD_DQ:
-            tma.store_wait(0)  # the copy engine has read the previous dQ out of its tile
             ds_tile.store(ds)
             fence_async_shared()
+            # By the barrier the copy engine has read the previous dQ out of its tile. (A store_wait that no barrier follows
+            # directly makes Triton add one.)
+            tma.store_wait(0)
             partition_barrier()
             dq_job = issue_product(ds_tile.permute((1, 0)), k, DQ)
             dk = warpgroup_mma(ds_operand, q, dk, is_async=True)

@@ -129,3 +129,21 @@ def in_thread_order(tile):
     columns: gl.constexpr = tile.shape[1]
     patches = tile.reshape([rows // 16, 2, 8, columns // 8, 4, 2])
     return patches.permute((0, 3, 2, 4, 1, 5)).reshape([rows * columns // 32, 32])
+
+
+@gluon.jit
+def exp2_unfused(scores, scale, reference):
+    """The same with scores * scale rounded before the subtraction: exactly 1 where reference is that rounded product.
+
+    A fused multiply-add keeps the product's rounding error, 2^-24 of it, which is an exponent of 60 for scores of 1e9.
+    """
+    layout: gl.constexpr = scores.type.layout
+    references = gl.zeros([scores.shape[0], scores.shape[1]], gl.float32, layout) + gl.expand_dims(reference, 1)
+    return gl.inline_asm_elementwise(
+        "{ .reg .f32 t; mul.rn.f32 t, $1, $2; sub.rn.f32 t, t, $3; ex2.approx.ftz.f32 $0, t; }",
+        "=f,f,f,f",
+        [scores, scale, references],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )
