@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from lmkit.errors import LmkitError
+from lmkit.recipe.model import ModelConfig
+from lmkit.training.state import TrainingState, capture_rng, parse_state, restore_rng
+
+CPU = torch.device("cpu")
+
+
+def make_state() -> TrainingState:
+    return TrainingState(
+        lmkit="0",
+        step=7,
+        seconds=0.25,
+        tokens=448,
+        valid_loss=1.25,
+        world_size=1,
+        strategy="none",
+        optimizer_shards=1,
+        rng=(capture_rng(CPU),),
+        model=ModelConfig(vocab_size=300),
+        recipe={"run": {"seed": 1}},
+        recipe_sha256="0" * 64,
+    )
+
+
+def test_generators_go_on_where_they_were() -> None:
+    torch.manual_seed(3)
+    torch.rand(5)
+    state = capture_rng(CPU)
+    expected = torch.rand(4)
+    torch.manual_seed(99)
+    restore_rng(state, CPU)
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_json_round_trip() -> None:
+    state = make_state()
+    assert parse_state(state.model_dump_json().encode(), path="state.json") == state
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"null", b"[]", b"{}", b"\xff", b'{"step": true}', b"[" * 50_000], ids=range(7)
+)
+def test_anything_else_is_one_error_with_the_file_in_it(text: bytes) -> None:
+    with pytest.raises(LmkitError, match=r"^state\.json: [^\n]*$"):
+        parse_state(text, path="state.json")
+
+
+def test_mutated_states_load_or_end_in_an_error_of_ours() -> None:
+    whole = make_state().model_dump_json().encode()
+    generator = random.Random(1)
+    for _ in range(500):
+        damaged = bytearray(whole)
+        for _ in range(generator.randrange(1, 4)):
+            damaged[generator.randrange(len(whole))] = generator.randrange(256)
+        try:
+            parse_state(bytes(damaged), path="state.json")
+        except LmkitError:
+            continue
