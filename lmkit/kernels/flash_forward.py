@@ -104,7 +104,6 @@ def forward_kernel(
     CUT: tl.constexpr,  # some tiles are cut by the diagonal or by the end of the keys
     PRECISION: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
-    SPECIALIZE: tl.constexpr,
 ):
     num_tiles = tl.cdiv(num_queries, ROWS)
     tile = tl.program_id(0) % num_tiles
@@ -152,19 +151,16 @@ def forward_kernel(
     if CAUSAL:
         end = tl.minimum(num_keys, row + ROWS)
         whole = tl.minimum(whole, (row + 1) // COLUMNS * COLUMNS)
-    if SPECIALIZE and CUT:
-        whole = 0  # the compiler can specialise one loop only: every tile goes through the masked one
-    else:
-        acc, acc_rest, total, largest = walk_over_keys(
-            acc, acc_rest, total, largest, q, q_rest, k_source, v_source, k_stride_row, v_stride_row,
-            batch, kv_head, row, 0, whole, num_keys, scale_log2,
-            HEAD_DIM, MAIN, REST, ROWS, COLUMNS, CAUSAL, False, PRECISION, DESCRIPTORS, SPECIALIZE,
-        )  # fmt: skip
+    acc, acc_rest, total, largest = walk_over_keys(
+        acc, acc_rest, total, largest, q, q_rest, k_source, v_source, k_stride_row, v_stride_row,
+        batch, kv_head, row, 0, whole, num_keys, scale_log2,
+        HEAD_DIM, MAIN, REST, ROWS, COLUMNS, CAUSAL, False, PRECISION, DESCRIPTORS,
+    )  # fmt: skip
     if CUT:
         acc, acc_rest, total, largest = walk_over_keys(
             acc, acc_rest, total, largest, q, q_rest, k_source, v_source, k_stride_row, v_stride_row,
             batch, kv_head, row, whole, end, num_keys, scale_log2,
-            HEAD_DIM, MAIN, REST, ROWS, COLUMNS, CAUSAL, True, PRECISION, DESCRIPTORS, SPECIALIZE,
+            HEAD_DIM, MAIN, REST, ROWS, COLUMNS, CAUSAL, True, PRECISION, DESCRIPTORS,
         )  # fmt: skip
 
     rows = row + tl.arange(0, ROWS)
@@ -205,10 +201,9 @@ def walk_over_keys(
     MASKED: tl.constexpr,  # these tiles are cut by the diagonal or by the end of the keys
     PRECISION: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
-    SPECIALIZE: tl.constexpr,
 ):
     rows = row + tl.arange(0, ROWS)
-    for column in tl.range(begin, end, COLUMNS, warp_specialize=SPECIALIZE):
+    for column in range(begin, end, COLUMNS):
         column = tl.multiple_of(column, COLUMNS)
         k = load_tile(
             k_source,

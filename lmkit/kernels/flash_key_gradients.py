@@ -109,7 +109,6 @@ def dkdv_kernel(
     CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
-    SPECIALIZE: tl.constexpr,
 ):
     num_tiles = tl.cdiv(num_keys, COLUMNS)
     tile = (
@@ -207,12 +206,12 @@ def dkdv_kernel(
             dk, dk_rest, dv, dv_rest = walk_over_queries(
                 dk, dk_rest, dv, dv_rest, k, k_rest, v, v_rest, q_head, dout_head, q_stride_row, dout_stride_row,
                 lse_pointer + statistics, delta_pointer + statistics, batch, head, column, begin, whole, num_queries,
-                scale_log2, HEAD_DIM, MAIN, REST, ROWS, COLUMNS, True, PRECISION, DESCRIPTORS, False,
+                scale_log2, HEAD_DIM, MAIN, REST, ROWS, COLUMNS, True, PRECISION, DESCRIPTORS,
             )  # fmt: skip
         dk, dk_rest, dv, dv_rest = walk_over_queries(
             dk, dk_rest, dv, dv_rest, k, k_rest, v, v_rest, q_head, dout_head, q_stride_row, dout_stride_row,
             lse_pointer + statistics, delta_pointer + statistics, batch, head, column, whole, num_queries,
-            num_queries, scale_log2, HEAD_DIM, MAIN, REST, ROWS, COLUMNS, False, PRECISION, DESCRIPTORS, SPECIALIZE,
+            num_queries, scale_log2, HEAD_DIM, MAIN, REST, ROWS, COLUMNS, False, PRECISION, DESCRIPTORS,
         )  # fmt: skip
 
     store_tile(dk_pointer, dk * scale, dk_stride_row, column, num_keys, COLUMNS, 0, MAIN, HEAD_DIM)
@@ -255,10 +254,9 @@ def walk_over_queries(
     MASKED: tl.constexpr,  # these tiles are cut by the diagonal
     PRECISION: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
-    SPECIALIZE: tl.constexpr,
 ):
     columns = column + tl.arange(0, COLUMNS)
-    for row in tl.range(begin, end, ROWS, warp_specialize=SPECIALIZE):
+    for row in range(begin, end, ROWS):
         row = tl.multiple_of(row, ROWS)
         q = load_tile(
             q_source, q_stride_row, batch, head, row, num_queries, ROWS, 0, MAIN, HEAD_DIM, True, DESCRIPTORS

@@ -111,7 +111,6 @@ def dq_kernel(
     CUT: tl.constexpr,  # some tiles are cut by the diagonal or by the end of the keys
     PRECISION: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
-    SPECIALIZE: tl.constexpr,
 ):
     num_tiles = tl.cdiv(num_queries, ROWS)
     tile = tl.program_id(0) % num_tiles
@@ -216,13 +215,13 @@ def dq_kernel(
     dq, dq_rest = walk_over_keys(
         dq, dq_rest, q, q_rest, dout, dout_rest, lse_log2, delta, k_source, v_source, k_stride_row, v_stride_row,
         batch, kv_head, row, 0, whole, num_keys, scale_log2,
-        HEAD_DIM, MAIN, REST, ROWS, COLUMNS, CAUSAL, False, PRECISION, DESCRIPTORS, SPECIALIZE,
+        HEAD_DIM, MAIN, REST, ROWS, COLUMNS, CAUSAL, False, PRECISION, DESCRIPTORS,
     )  # fmt: skip
     if CUT:
         dq, dq_rest = walk_over_keys(
             dq, dq_rest, q, q_rest, dout, dout_rest, lse_log2, delta, k_source, v_source, k_stride_row, v_stride_row,
             batch, kv_head, row, whole, end, num_keys, scale_log2,
-            HEAD_DIM, MAIN, REST, ROWS, COLUMNS, CAUSAL, True, PRECISION, DESCRIPTORS, SPECIALIZE,
+            HEAD_DIM, MAIN, REST, ROWS, COLUMNS, CAUSAL, True, PRECISION, DESCRIPTORS,
         )  # fmt: skip
 
     store_tile(dq_pointer, dq * scale, dq_stride_row, row, num_queries, ROWS, 0, MAIN, HEAD_DIM)
@@ -260,10 +259,9 @@ def walk_over_keys(
     MASKED: tl.constexpr,  # these tiles are cut by the diagonal or by the end of the keys
     PRECISION: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
-    SPECIALIZE: tl.constexpr,
 ):
     rows = row + tl.arange(0, ROWS)
-    for column in tl.range(begin, end, COLUMNS, warp_specialize=SPECIALIZE):
+    for column in range(begin, end, COLUMNS):
         column = tl.multiple_of(column, COLUMNS)
         k = load_tile(
             k_source,

@@ -40,7 +40,6 @@ def kernel_constants(head_dim: int, causal: bool, precision: str, tiling: Tiling
         "CAUSAL": causal,
         "PRECISION": precision,
         "DESCRIPTORS": tiling.descriptors,
-        "SPECIALIZE": tiling.specialize,
         "num_warps": tiling.warps,
         "num_stages": tiling.stages,
     }

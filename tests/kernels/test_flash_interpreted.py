@@ -85,13 +85,6 @@ def test_tensor_descriptors(with_tiling, head_dim, causal, random_inputs):
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_one_specialised_walk(with_tiling, causal, random_inputs):
-    inputs = random_inputs(queries=65, keys=50, head_dim=32, dtype=torch.float16)
-    attention = with_tiling(rows=32, columns=16, descriptors=True, specialize=True)
-    assert faults_of(attention, reference, *inputs, causal=causal) == []
-
-
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_float16_stays_within_the_budget(flash_triton, causal, random_inputs):
     inputs = random_inputs(queries=65, head_dim=64, dtype=torch.float16)
     assert faults_of(flash_triton, reference, *inputs, causal=causal) == []

@@ -1,0 +1,77 @@
+"""The portable kernels compile for the chips that we name, without a GPU, and keep their values in registers."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter is on: nothing is compiled", allow_module_level=True)
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from lmkit.kernels.flash_forward import forward_kernel
+from lmkit.kernels.flash_key_gradients import dkdv_kernel
+from lmkit.kernels.flash_query_gradient import dq_kernel
+from lmkit.kernels.launching import kernel_constants
+from lmkit.kernels.tilings import candidate_tilings
+from lmkit.kernels.tuning import Case
+
+KERNELS = {"flash_forward": forward_kernel, "query_gradient": dq_kernel, "key_gradients": dkdv_kernel}
+TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+READ_BY_ROWS = {"q_source", "dout_source"}
+
+
+def compile_kernel(case, tiling, capability):
+    """The compiled kernel, as a launch on long, aligned, causal inputs would ask for it."""
+    kernel, dtype = KERNELS[case.kernel], TYPES[case.dtype]
+    constants = dict(kernel_constants(case.head_dim, case.causal, case.precision, tiling))
+    options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
+    constants["group"] = 1
+    if "CUT" in kernel.arg_names:
+        constants["CUT"] = True
+    signature, attributes = {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name.endswith("_source") and tiling.descriptors:
+            rows = tiling.rows if name in READ_BY_ROWS else tiling.columns
+            signature[name] = f"tensordesc<{dtype}[1, 1, {rows}, {constants['MAIN']}]>"
+        elif name in ("lse_pointer", "delta_pointer"):
+            signature[name] = "*fp32"
+        elif name.endswith(("_source", "_pointer")):
+            signature[name] = "*" + dtype
+        elif name.startswith("scale"):
+            signature[name] = "fp32"
+        else:
+            signature[name] = "i32"
+        if signature[name].startswith("*") or "stride" in name or name.startswith("num_"):
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, signature, places, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def local_memory(compiled, folder):
+    """Bytes of stack per thread: what did not fit into registers."""
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    report = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"STACK:(\d+)", report).group(1))
+
+
+@pytest.mark.parametrize("capability", [80, 90], ids=["sm_80", "sm_90"])
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_first_candidate_stays_in_registers(kernel, head_dim, capability, tmp_path):
+    case = Case(kernel, head_dim, True, torch.bfloat16, "ieee", 8192, aligned=capability >= 90)
+    tiling = candidate_tilings(case, (capability // 10, capability % 10))[0]
+    # 64 bytes: a few values that live across the two walks, stored and loaded once.
+    assert local_memory(compile_kernel(case, tiling, capability), tmp_path) <= 64
