@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 FEWEST_PAIRS = 6
 """With fewer pairs no 95% interval of a median exists: even (min, max) of five covers only 94%."""
@@ -121,20 +122,64 @@ def paired_ratio(
 
     if len(candidate) != len(baseline) or not candidate:
         raise ValueError(f"need equally many samples of both, got {len(candidate)} and {len(baseline)}")
-    if min(candidate) <= 0 or min(baseline) <= 0:
-        raise ValueError("times must be positive")
+    _refuse_bad_times(candidate, baseline)
     ratios = np.asarray(baseline, dtype=np.float64) / np.asarray(candidate, dtype=np.float64)  # (rounds,)
     chosen = np.random.default_rng(seed).integers(0, len(ratios), size=(resamples, len(ratios)))
     medians = np.median(ratios[chosen], axis=1)  # (resamples,)
+    return _judge(float(np.median(ratios)), medians, len(ratios), confidence, smallest_difference)
+
+
+def unpaired_ratio(
+    candidate: Sequence[float],
+    baseline: Sequence[float],
+    *,
+    confidence: float = 0.95,
+    smallest_difference: float = SMALLEST_DIFFERENCE,
+    resamples: int = 2000,
+    seed: int = 0,
+) -> PairedRatio:
+    """Compare samples of two separate runs: the ratio of their medians, each resampled by itself.
+
+    What differs between runs as a whole (clocks, neighbours, memory layout) is not in the interval, so
+    `smallest_difference` should be what two runs of the same thing differ by.
+
+    Raises:
+        ValueError: a list is empty, or holds a time that is not positive.
+    """
+    import numpy as np
+
+    if not candidate or not baseline:
+        raise ValueError("need samples of both")
+    _refuse_bad_times(candidate, baseline)
+    generator = np.random.default_rng(seed)
+
+    def resampled_medians(samples: Sequence[float]) -> Any:
+        values = np.asarray(samples, dtype=np.float64)
+        return np.median(values[generator.integers(0, len(values), size=(resamples, len(values)))], axis=1)
+
+    ratios = resampled_medians(baseline) / resampled_medians(candidate)  # (resamples,)
+    fewest = min(len(candidate), len(baseline))
+    return _judge(median(baseline) / median(candidate), ratios, fewest, confidence, smallest_difference)
+
+
+def _refuse_bad_times(*samples: Sequence[float]) -> None:
+    if any(min(times) <= 0 for times in samples):
+        raise ValueError("times must be positive")
+
+
+def _judge(
+    speedup: float, resampled: Any, pairs: int, confidence: float, smallest_difference: float
+) -> PairedRatio:
+    import numpy as np
+
     tail = (1.0 - confidence) / 2.0
-    speedup = float(np.median(ratios))
-    low, high = (float(edge) for edge in np.quantile(medians, [tail, 1.0 - tail]))
-    if len(ratios) < FEWEST_PAIRS:
+    low, high = (float(edge) for edge in np.quantile(resampled, [tail, 1.0 - tail]))
+    if pairs < FEWEST_PAIRS:
         verdict = "too few repeats"
     elif low > 1.0 and speedup >= 1.0 + smallest_difference:
         verdict = "faster"
-    elif high < 1.0 and speedup <= 1.0 - smallest_difference:
+    elif high < 1.0 and speedup <= 1.0 / (1.0 + smallest_difference):
         verdict = "slower"
     else:
         verdict = "no difference"
-    return PairedRatio(speedup, low, high, len(ratios), confidence, verdict)
+    return PairedRatio(speedup, low, high, pairs, confidence, verdict)

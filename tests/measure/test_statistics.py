@@ -9,6 +9,7 @@ from lmkit.measure.statistics import (
     paired_ratio,
     quantile,
     spread,
+    unpaired_ratio,
 )
 
 
@@ -80,6 +81,20 @@ def test_few_repeats_give_no_verdict():
 
 def test_a_certain_but_tiny_difference_is_no_difference():
     assert paired_ratio([10.0] * 50, [10.02] * 50).verdict == "no difference"
+
+
+def test_separate_runs_are_compared_by_their_medians():
+    rng = random.Random(1)
+    slow = [10.0 * rng.lognormvariate(0.0, 0.03) for _ in range(60)]
+    fast = [8.0 * rng.lognormvariate(0.0, 0.03) for _ in range(40)]
+    result = unpaired_ratio(fast, slow)
+    assert result.verdict == "faster"
+    assert result.low < 10.0 / 8.0 < result.high
+    assert unpaired_ratio(slow, fast).verdict == "slower"
+    assert unpaired_ratio(slow[:30], slow[30:]).verdict == "no difference"
+    assert unpaired_ratio(fast, slow, smallest_difference=0.5).verdict == "no difference"
+    with pytest.raises(ValueError, match="samples"):
+        unpaired_ratio([], slow)
 
 
 @pytest.mark.parametrize(("candidate", "baseline"), [([1.0], [1.0, 2.0]), ([], []), ([0.0], [1.0])])
