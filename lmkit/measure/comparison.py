@@ -12,7 +12,19 @@ from lmkit.measure.tables import Column, Row
 SAMPLES = "samples_ms"
 # Results, though they are text or whole numbers: they do not say which measurement a row is.
 RESULT_KEYS = frozenset(
-    ["status", "detail", "verdict", "repeats", "epochs", "calls_per_sample", "clock", "mfu_basis", "best_sdpa", "versus_sdpa_verdict", "implementation"]
+    [
+        "status",
+        "detail",
+        "verdict",
+        "repeats",
+        "epochs",
+        "calls_per_sample",
+        "clock",
+        "mfu_basis",
+        "best_sdpa",
+        "versus_sdpa_verdict",
+        "implementation",
+    ]
 )
 COLUMNS = (
     Column("what", "what"),
