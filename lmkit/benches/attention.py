@@ -10,18 +10,25 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lmkit.attention import ATTENTION, attention_function
+from lmkit.benches.attention_cases import DTYPES, AttentionOptions, Case, build_cases, make_inputs
 from lmkit.benches.attention_gate import Gate, Inputs
 from lmkit.benches.attention_report import COLUMNS, report_files
+from lmkit.benches.attention_variants import (
+    COMPILED,
+    CPU_KERNELS,
+    GPU_KERNELS,
+    SDPA_REFUSALS,
+    build_variant,
+    check_kernel_name,
+    implementation_of,
+)
 from lmkit.errors import UsageError
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.limits import Limits, measure_limits
@@ -30,103 +37,8 @@ from lmkit.measure.results import BenchResult
 from lmkit.measure.timing import Timing, Work, time_variants
 
 Progress = Callable[[str, int, int], None]
-
-TIERS: dict[str, int] = {
-    "Small": 128,
-    "Medium": 256,
-    "Large": 512,
-    "XL": 1024,
-    "XXL": 2048,
-    "4k": 4096,
-    "8k": 8192,
-    "16k": 16384,
-    "32k": 32768,
-    "64k": 65536,
-    "128k": 131072,
-}
-DEFAULT_TIERS = ("Small", "Medium", "Large", "XL", "XXL", "4k", "8k", "16k")
-DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-SDPA_BACKENDS = {
-    "sdpa:cudnn": SDPBackend.CUDNN_ATTENTION,
-    "sdpa:flash": SDPBackend.FLASH_ATTENTION,
-    "sdpa:efficient": SDPBackend.EFFICIENT_ATTENTION,
-}
-FLASH_TRITON_VARIANTS: dict[str, dict[str, Any]] = {
-    "flash_triton:portable": {"implementation": "portable"},
-    "flash_triton:hopper": {"implementation": "hopper"},
-    "flash_triton:deterministic": {"deterministic": True},
-}
-SDPA_REFUSALS = ("No available kernel", "No viable backend")  # of a pinned backend, on a GPU and on a CPU
-COMPILED = "+compile"
-CPU_KERNELS = ("reference", "vectorized", "vectorized+compile", "flash_torch", "sdpa")
-GPU_KERNELS = (
-    "reference",
-    "vectorized",
-    "vectorized+compile",
-    "flash_torch",
-    "flash_triton",
-    "sdpa:cudnn",
-    "sdpa:flash",
-)
 # Bytes per score that a kernel holds at once, in elements: scores, masked copy, probabilities.
 SCORE_COPIES = {"reference": 3, "vectorized": 3}
-
-
-@dataclass(frozen=True)
-class AttentionOptions:
-    """What `lmkit bench attention` measures.
-
-    Attributes:
-        tiers: names of `TIERS`, lengths ("4096") or rectangles queries:keys ("128:64").
-        kernels: registry names, "sdpa:cudnn|flash|efficient", "flash_triton:portable|hopper|deterministic", each
-            with an optional "+compile"; empty: what is usual on the device.
-        grid_head_dims, grid_lengths: the head_dim x length sweep; either empty: none.
-        backward: also forward + backward, and backward alone.
-        baseline: the kernel that speed-ups are relative to.
-        projection_layout: q, k, v as strided views of one (batch, seq, 3, heads, head_dim) tensor, as a model's
-            projection makes them, instead of contiguous ones.
-        cold_cache: overwrite the L2 cache before every sample.
-        max_seconds: of timing per case and direction; whole rounds only.
-    """
-
-    device: str = "cpu"
-    dtype: str = "fp32"
-    batch: int = 4
-    heads: int = 12
-    kv_heads: int = 12
-    head_dim: int = 64
-    causal: bool = True
-    backward: bool = False
-    tiers: tuple[str, ...] = DEFAULT_TIERS
-    kernels: tuple[str, ...] = ()
-    grid_head_dims: tuple[int, ...] = ()
-    grid_lengths: tuple[int, ...] = ()
-    baseline: str = "vectorized"
-    projection_layout: bool = False
-    warmup: int = 10
-    iters: int = 50
-    cold_cache: bool = False
-    max_seconds: float = 20.0
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class Case:
-    """One shape. `part` is "tiers" or "grid"; `tier` its name, such as "XXL" or "128:64"."""
-
-    part: str
-    tier: str
-    num_queries: int
-    num_keys: int
-    head_dim: int
-
-    def forward_flops(self, options: AttentionOptions) -> float:
-        """Two matrix products, 2 FLOPs per multiply-add; causal counts the visible triangle (FlashAttention-2)."""
-        area = float(self.num_queries) * self.num_keys
-        if options.causal:
-            square = min(self.num_queries, self.num_keys)
-            area = square * square / 2.0 + max(0, self.num_queries - self.num_keys) * self.num_keys
-        return 4.0 * options.batch * options.heads * area * self.head_dim
 
 
 def run_bench(options: AttentionOptions, *, progress: Progress | None = None) -> BenchResult:
@@ -162,73 +74,6 @@ def run_bench(options: AttentionOptions, *, progress: Progress | None = None) ->
     )
     files = report_files(rows, asdict(options), environment, notes)
     return BenchResult("attention", rows, COLUMNS, files, environment, notes)
-
-
-def build_cases(options: AttentionOptions) -> list[Case]:
-    """The tiers in the order given, then the grid.
-
-    Raises:
-        UsageError: a tier that is neither a name, a length nor queries:keys.
-    """
-    cases = []
-    for tier in options.tiers:
-        num_queries, num_keys = parse_tier(tier)
-        cases.append(Case("tiers", tier, num_queries, num_keys, options.head_dim))
-    for head_dim in options.grid_head_dims:
-        cases += [Case("grid", str(length), length, length, head_dim) for length in options.grid_lengths]
-    return cases
-
-
-def parse_tier(text: str) -> tuple[int, int]:
-    """(num_queries, num_keys) of "XXL", "2048" or "128:64".
-
-    Raises:
-        UsageError: anything else.
-    """
-    if text in TIERS:
-        return TIERS[text], TIERS[text]
-    queries, colon, keys = text.partition(":")
-    if queries.isdecimal() and int(queries) > 0 and (not colon or (keys.isdecimal() and int(keys) > 0)):
-        return int(queries), int(keys if colon else queries)
-    raise UsageError(
-        f"bench attention: {text!r} is not a tier",
-        hint=f"use {', '.join(TIERS)}, a length such as 4096, or queries:keys such as 128:64",
-    )
-
-
-def check_kernel_name(name: str) -> None:
-    """Raises UsageError unless `build_variant` knows the name."""
-    known = [*ATTENTION, *FLASH_TRITON_VARIANTS, *SDPA_BACKENDS]
-    if name.removesuffix(COMPILED) not in known:
-        raise UsageError(
-            f"bench attention: no kernel {name!r}",
-            hint=f"there are {', '.join(known)}, each with an optional {COMPILED}",
-        )
-
-
-def build_variant(name: str, dtype: str) -> Callable[..., Tensor]:
-    """The attention function behind a variant's name ("vectorized+compile", "sdpa:cudnn").
-
-    Args:
-        dtype: a name of `DTYPES`; "tf32" has to be asked for where a kernel multiplies by itself.
-
-    Raises:
-        UsageError: the kernel needs something that is not installed.
-    """
-    kernel = name.removesuffix(COMPILED)
-    if kernel in SDPA_BACKENDS:
-        function: Callable[..., Tensor] = partial(_pinned_sdpa, SDPA_BACKENDS[kernel])
-    else:
-        function = attention_function(kernel.partition(":")[0])
-    if kernel.startswith("flash_triton"):
-        precision = {"fp32_precision": "tf32"} if dtype == "tf32" else {}
-        function = partial(function, **FLASH_TRITON_VARIANTS.get(kernel, {}), **precision)
-    return torch.compile(function, dynamic=False) if name.endswith(COMPILED) else function
-
-
-def _pinned_sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
-    with sdpa_kernel(backend):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def _measure_case(
@@ -295,7 +140,7 @@ def _measure_direction(
                 for direction in directions:
                     rows[direction, name] |= {
                         "peak_gb": peak.extra_bytes / GB,
-                        "implementation": _implementation(name, inputs),
+                        "implementation": implementation_of(name, inputs),
                     }
     gate = None  # its tensors are not part of what is measured
     _release_memory(options.device)
@@ -330,16 +175,6 @@ def _time(
     )
 
 
-def _implementation(name: str, inputs: Inputs) -> str | None:
-    """Which of its implementations a `flash_triton` variant took; None for kernels that have only one."""
-    if not name.startswith("flash_triton"):
-        return None
-    from lmkit.attention.flash_triton import implementation_for
-
-    forced = FLASH_TRITON_VARIANTS.get(name.removesuffix(COMPILED), {}).get("implementation")
-    return forced or implementation_for(inputs.q, inputs.k, inputs.v, causal=inputs.causal)
-
-
 def _call(function: Callable[..., Tensor], inputs: Inputs, backward: bool) -> object:
     if not backward:
         with torch.no_grad():
@@ -360,28 +195,6 @@ def _split_backward(function: Callable[..., Tensor], inputs: Inputs) -> tuple[Wo
         return torch.autograd.grad(outputs.pop(), leaves, inputs.dout)
 
     return forward, backward
-
-
-def make_inputs(case: Case, options: AttentionOptions, *, backward: bool) -> Inputs:
-    """Random normal tensors of a case; the same for the same seed and shape."""
-    generator = torch.Generator(device=options.device).manual_seed(options.seed)
-    dtype = DTYPES[options.dtype]
-
-    def normal(heads: int, length: int) -> Tensor:
-        if options.projection_layout:
-            shape = (options.batch, length, heads, case.head_dim)
-            whole = torch.randn(shape, generator=generator, device=options.device).to(dtype)
-            return whole.transpose(1, 2)  # (batch, heads, length, head_dim), strided
-        shape = (options.batch, heads, length, case.head_dim)
-        return torch.randn(shape, generator=generator, device=options.device).to(dtype)
-
-    return Inputs(
-        q=normal(options.heads, case.num_queries),
-        k=normal(options.kv_heads, case.num_keys),
-        v=normal(options.kv_heads, case.num_keys),
-        dout=normal(options.heads, case.num_queries) if backward else None,
-        causal=options.causal,
-    )
 
 
 def _shared_fields(options: AttentionOptions) -> dict[str, Any]:

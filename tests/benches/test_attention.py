@@ -8,7 +8,9 @@ import torch
 from lmkit.attention import ATTENTION
 from lmkit.attention.vectorized import vectorized
 from lmkit.benches import attention as bench
-from lmkit.benches.attention import AttentionOptions, Case, build_cases, make_inputs, parse_tier, run_bench
+from lmkit.benches import attention_variants as variants
+from lmkit.benches.attention import run_bench
+from lmkit.benches.attention_cases import AttentionOptions, Case, build_cases, make_inputs, parse_tier
 from lmkit.benches.attention_gate import Gate, exact_in_blocks
 from lmkit.errors import UsageError
 from lmkit.measure.limits import Limits
@@ -70,9 +72,9 @@ def _kernels_of_this_file(monkeypatch):
     """Registers the functions above as attention kernels."""
     functions = (zeros, scaled, mask_too_wide, last_tile_skipped, one_head_forgotten, gradient_dropped)
     by_name = {function.__name__: function for function in (*functions, out_of_memory, unsupported, broken)}
-    original = bench.attention_function
-    monkeypatch.setattr(bench, "ATTENTION", {**ATTENTION, **dict.fromkeys(by_name, "here")})
-    monkeypatch.setattr(bench, "attention_function", lambda name: by_name.get(name) or original(name))
+    original = variants.attention_function
+    monkeypatch.setattr(variants, "ATTENTION", {**ATTENTION, **dict.fromkeys(by_name, "here")})
+    monkeypatch.setattr(variants, "attention_function", lambda name: by_name.get(name) or original(name))
 
 
 @pytest.fixture
@@ -212,7 +214,7 @@ def test_the_gate_lets_every_honest_kernel_pass(dtype):
     assert not inputs.q.is_contiguous()
     gate = Gate(inputs)
     for name in ("reference", "vectorized", "flash_torch", "sdpa"):
-        assert gate.faults_of(bench.build_variant(name, dtype)) == []
+        assert gate.faults_of(variants.build_variant(name, dtype)) == []
 
 
 def test_flops_by_hand():

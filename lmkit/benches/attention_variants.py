@@ -1,0 +1,84 @@
+"""The attention bench's variants: registry kernels, their implementations, pinned SDPA backends, compiled or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lmkit.attention import ATTENTION, attention_function
+from lmkit.benches.attention_gate import Inputs
+from lmkit.errors import UsageError
+
+SDPA_BACKENDS = {
+    "sdpa:cudnn": SDPBackend.CUDNN_ATTENTION,
+    "sdpa:flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa:efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+FLASH_TRITON_VARIANTS: dict[str, dict[str, Any]] = {
+    "flash_triton:portable": {"implementation": "portable"},
+    "flash_triton:hopper": {"implementation": "hopper"},
+    "flash_triton:deterministic": {"deterministic": True},
+}
+SDPA_REFUSALS = ("No available kernel", "No viable backend")  # of a pinned backend, on a GPU and on a CPU
+COMPILED = "+compile"
+CPU_KERNELS = ("reference", "vectorized", "vectorized+compile", "flash_torch", "sdpa")
+GPU_KERNELS = (
+    "reference",
+    "vectorized",
+    "vectorized+compile",
+    "flash_torch",
+    "flash_triton",
+    "sdpa:cudnn",
+    "sdpa:flash",
+)
+
+
+def check_kernel_name(name: str) -> None:
+    """Raises UsageError unless `build_variant` knows the name."""
+    known = [*ATTENTION, *FLASH_TRITON_VARIANTS, *SDPA_BACKENDS]
+    if name.removesuffix(COMPILED) not in known:
+        raise UsageError(
+            f"bench attention: no kernel {name!r}",
+            hint=f"there are {', '.join(known)}, each with an optional {COMPILED}",
+        )
+
+
+def build_variant(name: str, dtype: str) -> Callable[..., Tensor]:
+    """The attention function behind a variant's name ("vectorized+compile", "sdpa:cudnn").
+
+    Args:
+        dtype: a name of `DTYPES`; "tf32" has to be asked for where a kernel multiplies by itself.
+
+    Raises:
+        UsageError: the kernel needs something that is not installed.
+    """
+    kernel = name.removesuffix(COMPILED)
+    if kernel in SDPA_BACKENDS:
+        function: Callable[..., Tensor] = partial(_pinned_sdpa, SDPA_BACKENDS[kernel])
+    else:
+        function = attention_function(kernel.partition(":")[0])
+    if kernel.startswith("flash_triton"):
+        precision = {"fp32_precision": "tf32"} if dtype == "tf32" else {}
+        function = partial(function, **FLASH_TRITON_VARIANTS.get(kernel, {}), **precision)
+    return torch.compile(function, dynamic=False) if name.endswith(COMPILED) else function
+
+
+def _pinned_sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+    with sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def implementation_of(name: str, inputs: Inputs) -> str | None:
+    """Which of its implementations a `flash_triton` variant took; None for kernels that have only one."""
+    if not name.startswith("flash_triton"):
+        return None
+    from lmkit.attention.flash_triton import implementation_for
+
+    forced = FLASH_TRITON_VARIANTS.get(name.removesuffix(COMPILED), {}).get("implementation")
+    return forced or implementation_for(inputs.q, inputs.k, inputs.v, causal=inputs.causal)
