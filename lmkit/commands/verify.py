@@ -1,0 +1,242 @@
+"""`lmkit verify`: is what lies on the disk whole? And does resuming give the very same run?"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lmkit.commands import train as train_command
+from lmkit.data.token_files import open_tokens
+from lmkit.errors import LmkitError, UsageError
+from lmkit.parallel.process_group import Ranks
+from lmkit.recipe.load import load_recipe
+from lmkit.recipe.schema import Recipe, required
+from lmkit.recipe.tokenizer import TokenizerConfig
+from lmkit.recipe.wandb import WandbConfig
+from lmkit.storage.atomic import PARTIAL_SUFFIX
+from lmkit.tokenizer import Tokenizer
+from lmkit.training.assembly import make_batches, open_data, resolve
+from lmkit.training.checkpoint_folder import MANIFEST, REPLACED_SUFFIX, STATE, saved_steps, step_name, verify
+from lmkit.training.checkpoints import CHECKPOINTS, TOKENIZER, Checkpoint, open_checkpoint
+from lmkit.training.metrics import read_metrics
+from lmkit.training.run_folder import ENVIRONMENT, METRICS, RECIPE
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at, and what was found."""
+
+    subject: str
+    ok: bool
+    found: str
+
+    def __str__(self) -> str:
+        return f"{'ok   ' if self.ok else 'WRONG'}  {self.subject}: {self.found}"
+
+
+@dataclass(frozen=True)
+class VerifyResult:
+    """All checks; `ok` if every one of them is."""
+
+    path: str
+    checks: tuple[Check, ...]
+    ok: bool
+
+    def __str__(self) -> str:
+        wrong = sum(not check.ok for check in self.checks)
+        verdict = "all is well" if self.ok else f"{wrong} of {len(self.checks)} checks failed"
+        return "\n".join([*map(str, self.checks), f"{self.path}: {verdict}"])
+
+
+def run(path: Path) -> VerifyResult:
+    """Check a run folder, a checkpoint, a token file, a tokenizer, a recipe or a metrics file; reads all of it.
+
+    Raises:
+        UsageError: there is nothing, or nothing that lmkit makes.
+    """
+    return _result(str(path), list(_checks_of(path)))
+
+
+def _checks_of(path: Path) -> Iterator[Check]:
+    if not path.exists():
+        raise UsageError(
+            f"{path}: no such file or folder", hint="name a run folder, or a file that lmkit made"
+        )
+    if path.is_dir():
+        if (path / MANIFEST).exists() or (path / STATE).exists():
+            yield _check(path, _checkpoint)
+        elif (path / RECIPE).exists() or (path / CHECKPOINTS).is_dir():
+            yield from _checks_of_run(path)
+        else:
+            raise UsageError(f"{path}: neither a run folder nor a checkpoint", hint=f"a run has a {RECIPE}")
+        return
+    look = _FILES.get(path.suffix)
+    if look is None:
+        raise UsageError(
+            f"{path}: not a kind of file that can be verified", hint="known: " + ", ".join(sorted(_FILES))
+        )
+    yield _check(path, look)
+
+
+def _checks_of_run(folder: Path) -> Iterator[Check]:
+    for name, look in ((RECIPE, _recipe), (ENVIRONMENT, _json), (METRICS, _metrics)):
+        yield _check(folder / name, look)
+    if (folder / TOKENIZER).exists():
+        yield _check(folder / TOKENIZER, _tokenizer)
+    for tokens in sorted(folder.glob("tokens/*.npy")):
+        yield _check(tokens, _token_file)
+    checkpoints = saved_steps(folder / CHECKPOINTS)
+    if not checkpoints:
+        yield Check(str(folder / CHECKPOINTS), ok=False, found="no checkpoint")
+    for saved in checkpoints:
+        yield _check(saved.path, _checkpoint)
+    for suffix in (PARTIAL_SUFFIX, REPLACED_SUFFIX):
+        for left in sorted(folder.rglob(f"*{suffix}")):
+            yield Check(str(left), ok=False, found="half written: a run is at work, or was killed")
+
+
+def _check(path: Path, look: Callable[[Path], str]) -> Check:
+    try:
+        return Check(str(path), ok=True, found=look(path))
+    except LmkitError as error:
+        return Check(str(path), ok=False, found=error.message.removeprefix(f"{path}: "))
+    except OSError as error:
+        return Check(str(path), ok=False, found=(error.strerror or str(error)).lower())
+
+
+def _checkpoint(path: Path) -> str:
+    entries = verify(path)
+    state = open_checkpoint(path).state
+    size = sum(entry.bytes for entry in entries.values()) / 1e6
+    return f"step {state.step}, {len(entries)} files, {size:.1f} MB, all checksums right"
+
+
+def _token_file(path: Path) -> str:
+    meta = open_tokens(path).meta
+    return f"{meta.num_tokens:,} tokens below {meta.vocab_size:,}, {meta.num_documents:,} documents"
+
+
+def _tokenizer(path: Path) -> str:
+    tokenizer = Tokenizer.load(path)
+    return f"{tokenizer.vocab_size:,} tokens, sha256 {tokenizer.sha256[:12]}"
+
+
+def _recipe(path: Path) -> str:
+    tables = load_recipe(path).model_fields_set
+    return f"valid, tables: {', '.join(sorted(tables))}"
+
+
+def _json(path: Path) -> str:
+    try:
+        json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        raise LmkitError(f"{path}: not JSON") from None
+    return "readable"
+
+
+def _metrics(path: Path) -> str:
+    records, lines = read_metrics(path), path.read_bytes().count(b"\n")
+    if len(records) != lines:
+        raise LmkitError(f"{path}: {lines - len(records)} of {lines} lines are no records")
+    return f"{lines} records"
+
+
+_FILES: Mapping[str, Callable[[Path], str]] = {
+    ".npy": _token_file,
+    ".json": _tokenizer,
+    ".toml": _recipe,
+    ".jsonl": _metrics,
+}
+
+
+def verify_resume(recipe: Recipe, *, steps: int = 5) -> VerifyResult:
+    """Train 2 x `steps` in one go and in two halves, and compare weights, optimizer, generators and next batch.
+
+    Everything happens in a temporary folder, on one rank, with the recipe's own schedule; `train.max_minutes` is
+    left out, for clocks do not repeat.
+
+    Raises:
+        UsageError: the recipe cannot be trained.
+    """
+    train = required(recipe.train, "train", command="verify resume")
+    half = min(steps, train.steps // 2)
+    if half < 1:
+        raise UsageError("train.steps: resuming needs at least 2 steps", hint="raise train.steps")
+    with tempfile.TemporaryDirectory(prefix="lmkit-verify-") as folder:
+        whole, parts = (_moved(recipe, Path(folder), name) for name in ("whole", "parts"))
+        train_command.run(whole, stop_at_step=2 * half)
+        train_command.run(parts, stop_at_step=half)
+        train_command.run(parts, stop_at_step=2 * half)
+        left, right = (_hashes(moved, 2 * half) for moved in (whole, parts))
+    checks = [
+        Check(what, left[what] == right[what], f"{left[what][:12]} in one go, {right[what][:12]} resumed")
+        for what in left
+    ]
+    return _result(f"{2 * half} steps = {half} + {half}", checks)
+
+
+def _moved(recipe: Recipe, folder: Path, name: str) -> Recipe:
+    """The recipe, run elsewhere but on the same data."""
+    assert recipe.train is not None
+    tokens, tokenizer = recipe.run.path / "tokens", recipe.run.path / TOKENIZER
+    data = recipe.data.model_copy(
+        update={
+            "train": recipe.data.train or tokens / "train.npy",
+            "valid": recipe.data.valid or (tokens / "valid.npy" if (tokens / "valid.npy").exists() else None),
+        }
+    )
+    table = recipe.tokenizer
+    if tokenizer.exists() and (table is None or table.path is None):
+        table = (table or TokenizerConfig()).model_copy(update={"path": tokenizer})
+    return recipe.model_copy(
+        update={
+            "run": recipe.run.model_copy(update={"folder": folder, "name": name}),
+            "data": data,
+            "tokenizer": table,
+            "train": recipe.train.model_copy(update={"max_minutes": None}),
+            "checkpoint": recipe.checkpoint.model_copy(update={"resume": "auto", "interval": 0}),
+            "wandb": WandbConfig(),
+        }
+    )
+
+
+def _hashes(recipe: Recipe, step: int) -> dict[str, str]:
+    checkpoint = open_checkpoint(recipe.run.path / CHECKPOINTS / step_name(step))
+    data = open_data(recipe)
+    inputs, targets = make_batches(resolve(recipe, data), data, Ranks()).batch(checkpoint.state.step)
+    return {
+        "weights": _tensors_sha256(checkpoint.model_tensors()),
+        "optimizer": _tensors_sha256(_all_optimizer_tensors(checkpoint)),
+        "random generators": _sha256(str(checkpoint.state.rng).encode()),
+        "next batch": _tensors_sha256({"inputs": inputs, "targets": targets}),
+    }
+
+
+def _all_optimizer_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    return {
+        f"{rank}/{name}": tensor
+        for rank, shard in enumerate(checkpoint.all_optimizer_shards())
+        for name, tensor in shard.items()
+    }
+
+
+def _tensors_sha256(tensors: Mapping[str, torch.Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _result(path: str, checks: list[Check]) -> VerifyResult:
+    return VerifyResult(path, tuple(checks), ok=all(check.ok for check in checks))

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmkit.commands import train, verify
+from lmkit.errors import UsageError
+from lmkit.recipe.schema import Recipe
+from lmkit.training import resume
+from lmkit.training.optimizer_state import load_optimizer_tensors
+
+Tiny = Callable[..., Recipe]
+
+
+@pytest.fixture(autouse=True)
+def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "draw_losses", lambda *arguments, **options: None)
+
+
+@pytest.fixture
+def run_folder(tiny: Tiny) -> Path:
+    train.run(tiny("checkpoint.interval=5"))
+    return tiny().run.path
+
+
+def wrong(path: Path) -> list[str]:
+    return [f"{check.subject}: {check.found}" for check in verify.run(path).checks if not check.ok]
+
+
+def test_a_whole_run_is_well_and_says_so_line_by_line(
+    run_folder: Path, token_files: tuple[Path, Path]
+) -> None:
+    result = verify.run(run_folder)
+    assert result.ok, str(result)
+    lines = str(result).splitlines()
+    assert len(lines) == len(result.checks) + 1
+    assert lines[-1].endswith("all is well")
+    assert any("step-00000005: step 5, 3 files" in line for line in lines)
+    for path in (run_folder / "checkpoints" / "step-00000010", token_files[0], run_folder / "recipe.toml"):
+        assert verify.run(path).ok
+
+
+def test_everything_that_is_wrong_is_named(run_folder: Path) -> None:
+    (run_folder / "environment.json").write_text("{")
+    (run_folder / "recipe.toml").write_text("[train]\nstep = 3\n")
+    with open(run_folder / "metrics.jsonl", "a") as file:
+        file.write("half a li\n")
+    (run_folder / "tokenizer.json").write_text("{}")
+    model = run_folder / "checkpoints" / "step-00000010" / "model.safetensors"
+    model.write_bytes(model.read_bytes()[:-1])
+    (run_folder / "checkpoints" / "step-00000011.partial").mkdir()
+    found = wrong(run_folder)
+    for part in (
+        "environment.json: not JSON",
+        "did you mean steps",
+        "1 of",
+        "tokenizer.json",
+        "step-00000010",
+        "step-00000011.partial: half written",
+    ):
+        assert any(part in line for line in found), (part, found)
+    assert len(found) == 6
+    assert not verify.run(run_folder).ok
+
+
+def test_what_lmkit_does_not_make_is_wrong_use(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("x")
+    for path in (tmp_path, tmp_path / "notes.txt", tmp_path / "nothing"):
+        with pytest.raises(UsageError):
+            verify.run(path)
+
+
+def test_resuming_is_exact_and_would_be_seen_if_it_were_not(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = verify.verify_resume(tiny(), steps=2)
+    assert result.ok, str(result)
+    assert [check.subject for check in result.checks] == [
+        "weights", "optimizer", "random generators", "next batch",
+    ]  # fmt: skip
+
+    def forget_the_moments(optimizer: Any, model: Any, shards: Any, layout: Any, *, origin: str) -> None:
+        forgetful = [{name: tensor * 0 for name, tensor in shard.items()} for shard in shards]
+        load_optimizer_tensors(optimizer, model, forgetful, layout, origin=origin)
+
+    monkeypatch.setattr(resume, "load_optimizer_tensors", forget_the_moments)
+    broken = verify.verify_resume(tiny(), steps=2)
+    assert [check.subject for check in broken.checks if not check.ok] == ["weights", "optimizer"]
