@@ -39,7 +39,7 @@ ALL_REDUCE_COLUMNS = (
     Column("bus_gb_per_s", "bus GB/s", ".2f"),
 )
 ALL_REDUCE_NOTES = (
-    "bus GB/s (10^9 bytes): bytes a rank must send, all-reduce 2 (W-1)/W and the others (W-1)/W of the buffer, over time",
+    "bus GB/s (10^9 bytes): what a rank must send, all-reduce 2 (W-1)/W and the others (W-1)/W of the buffer, / time",
 )
 OPTIMIZER_COLUMNS = (
     Column("contender", "contender"),

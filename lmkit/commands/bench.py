@@ -165,7 +165,7 @@ def _need_ranks(ranks: Ranks, command: str) -> None:
     if ranks.world_size < 2:
         raise UsageError(
             f"lmkit {command}: there is one process, and nothing to synchronise",
-            hint=f"start ranks: lmkit {command} RECIPE --nproc 2, or torchrun --nproc-per-node 2 -m lmkit {command} ...",
+            hint=f"start ranks: lmkit {command} RECIPE --nproc 2, or torchrun --nproc-per-node 2 -m lmkit ...",
         )
 
 

@@ -1,0 +1,115 @@
+"""The quickstart, in full, judged against its bars: time, memory, loss against a word bigram, and the story."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+MOST_MINUTES = 3.0
+MOST_GB = 2.0
+BIGRAM_SHARE = 0.85  # of the bits per byte of an interpolated word bigram trained on the same text
+KNOWN_WORDS = 0.95
+COPIED_SHARE = 0.30
+COPIED_RUN = 8  # words in a row
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def words_of(text: str) -> list[str]:
+    return re.findall(r"[a-z]+(?:'[a-z]+)?", text.lower())
+
+
+def copied_share(words: list[str], corpus: list[str]) -> float:
+    """Share of the words that lie in a run of `COPIED_RUN` words which the corpus has too."""
+    wanted = {tuple(words[i : i + COPIED_RUN]) for i in range(len(words) - COPIED_RUN + 1)}
+    hits = set()
+    beginnings = {run[0] for run in wanted}
+    for start in range(len(corpus) - COPIED_RUN + 1):
+        if corpus[start] in beginnings and (run := tuple(corpus[start : start + COPIED_RUN])) in wanted:
+            hits.add(run)
+    covered = set()
+    for i in range(len(words) - COPIED_RUN + 1):
+        if tuple(words[i : i + COPIED_RUN]) in hits:
+            covered.update(range(i, i + COPIED_RUN))
+    return len(covered) / len(words)
+
+
+def test_copying_is_measured() -> None:
+    corpus = [f"w{i}" for i in range(100)]
+    fresh = [f"x{i}" for i in range(10)]
+    assert copied_share(fresh + corpus[20:30], corpus) == 0.5
+    assert copied_share(fresh + corpus[20:27], corpus) == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_quickstart_meets_its_bars(tmp_path: Path) -> None:
+    started = time.monotonic()
+    result = subprocess.run(
+        [sys.executable, "-m", "lmkit", "run", "quickstart", "--json"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    minutes = (time.monotonic() - started) / 60
+    gigabytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e9
+    summary = json.loads(result.stdout)
+
+    again = time.monotonic()
+    subprocess.run(
+        [sys.executable, "-m", "lmkit", "run", "quickstart"],
+        cwd=tmp_path,
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+    rerun_seconds = time.monotonic() - again
+
+    run = tmp_path / summary["folder"]
+    train, valid = (run / "corpus" / f"{part}.txt" for part in ("train", "valid"))
+    baseline = load(Path(__file__).parent.parent / "data" / "bigram_baseline.py")
+    model = baseline.BigramModel(train.read_text("utf-8"))
+    bigram = model.bits_per_byte(valid.read_text("utf-8"))
+
+    generated = subprocess.run(
+        [sys.executable, "-m", "lmkit", "generate", str(run), "--max-new-tokens", "600", "--no-stop-at-end"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    words = words_of(generated.stdout.replace("<|endoftext|>", " "))[:200]
+    corpus = words_of(train.read_text("utf-8"))
+    vocabulary = set(corpus)
+    known = sum(word in vocabulary for word in words) / len(words)
+    copied = copied_share(words, corpus)
+
+    print(
+        f"\n{os.cpu_count()} CPUs: {minutes:.2f} minutes, {gigabytes:.2f} GB, rerun {rerun_seconds:.1f} s; "
+        f"{summary['bits_per_byte']:.4f} bits per byte, bigram {bigram:.4f} "
+        f"(ratio {summary['bits_per_byte'] / bigram:.3f}); words known {known:.1%}, copied {copied:.1%}"
+    )
+    assert len(words) == 200
+    assert minutes <= MOST_MINUTES
+    assert gigabytes <= MOST_GB
+    assert rerun_seconds < 5
+    assert summary["bits_per_byte"] <= BIGRAM_SHARE * bigram
+    assert known >= KNOWN_WORDS
+    assert copied <= COPIED_SHARE
