@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from lmkit.model.compilation import compile_model
 from lmkit.model.transformer import TransformerLM
@@ -106,6 +105,9 @@ def make_adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
 
 def make_redundancy_free_adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """PyTorch's ZeRO-1: whole parameters dealt out to the ranks, broadcast after the step."""
+    # Its package compiles deprecated TorchScript when it is imported, with a warning: only where it is asked for.
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
     parameters = [parameter for group in groups for parameter in group["params"]]
     return ZeroRedundancyOptimizer(
         parameters,
@@ -170,9 +172,9 @@ def _options(name: str, detail: str) -> SyncOptions:
                 options = replace(options, weights="bf16")
             case ["urgent", *words]:
                 options = replace(options, high_priority=True)
-            case [number, "MB", *words]:
+            case [number, "MB", *words] if number.replace(".", "", 1).isdecimal():
                 options = replace(options, bucket_mb=float(number))
-            case [number, "CTAs", *words]:
+            case [number, "CTAs", *words] if number.isdecimal():
                 options = replace(options, max_ctas=int(number))
             case _:
                 raise ValueError(f"no contender called {name!r}")

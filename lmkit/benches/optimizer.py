@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from lmkit.benches.ddp import release_memory
 from lmkit.benches.ddp_clock import SteadyStateClock, without_garbage_collection
@@ -64,8 +63,10 @@ def state_bytes(built: Contender) -> int:
     optimizer = built.optimizer
     if isinstance(optimizer, ShardedOptimizer):
         states = optimizer.state_dict()["state"]
-    elif isinstance(optimizer, ZeroRedundancyOptimizer):
-        states = optimizer.optim.state  # of the parameters that were dealt to this rank
+    elif hasattr(
+        optimizer, "optim"
+    ):  # PyTorch's ZeroRedundancyOptimizer: of the parameters dealt to this rank
+        states = optimizer.optim.state
     else:
         states = optimizer.state
     return sum(

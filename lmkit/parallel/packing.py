@@ -74,7 +74,9 @@ class ReducingBucket:
     def __init__(self, packed: PackedGradients, pending: PendingMean) -> None:
         self._packed = packed
         self._pending = pending
-        self._version = packed.flat._version
+        # A gradient that is its own flat tensor may share its storage, and with it the count of changes, with
+        # others (slices of one matrix product); it is sent when its own hook says that it is complete.
+        self._version = packed.flat._version if packed.in_place and len(packed.gradients) > 1 else None
 
     def wait(self) -> None:
         """Make the bucket's gradients the mean.
@@ -82,7 +84,7 @@ class ReducingBucket:
         Raises:
             ValueError: a gradient was changed after its bucket had been sent.
         """
-        if self._packed.in_place and self._packed.flat._version != self._version:
+        if self._version is not None and self._packed.flat._version != self._version:
             raise ValueError(
                 "a gradient was added to after it had been sent to the other ranks: call "
                 "zero_grad(set_to_none=True) after every step, and no_sync() for passes that only accumulate"

@@ -11,14 +11,19 @@ VOCABULARY, WIDTH = 13, 6
 
 
 class Layer(nn.Module):
+    """`up` and `gate` are multiplied as one matrix: their gradients are slices of one tensor."""
+
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.up = nn.Linear(width, hidden)
+        self.gate = nn.Linear(width, hidden, bias=False)
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
+        joint = nn.functional.linear(self.norm(x), torch.cat((self.up.weight, self.gate.weight)))
+        up, gate = joint.chunk(2, dim=-1)
+        return x + self.down(torch.tanh(up + self.up.bias) * gate)
 
 
 class HardModel(nn.Module):

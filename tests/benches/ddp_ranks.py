@@ -1,0 +1,33 @@
+"""What the ranks run in test_ddp.py: the three data-parallel benches, tiny, in one process group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lmkit.benches import ddp
+from lmkit.benches.all_reduce import all_reduce_rows
+from lmkit.benches.ddp_contenders import DdpCase
+from lmkit.benches.optimizer import optimizer_rows
+from lmkit.parallel.process_group import process_group
+from lmkit.recipe.model import ModelConfig
+
+CASE = DdpCase(
+    "tiny",
+    ModelConfig(vocab_size=64, context_length=16, d_model=64, d_ff=128, num_layers=2, num_heads=2),
+    rows=2,
+)
+NAMES = (*ddp.LADDER, *ddp.SHARDED, "torch_ddp + ZeRO", "bucketed bf16 wire", "bucketed 0.05 MB")
+
+
+def measure_all() -> dict[str, list[dict[str, Any]]]:
+    torch.set_num_threads(1)
+    with process_group("cpu", timeout_s=60) as ranks:
+        ladder = ddp.ddp_rows(CASE, NAMES, ranks, rounds=6, steps_per_sample=1)
+        return {
+            "ladder": ladder,
+            "compared": [ddp.compare(ladder, "naive", "naive")],
+            "all_reduce": all_reduce_rows(ranks, sizes_mb=(0.01, 0.1), repeats=2),
+            "optimizer": optimizer_rows(CASE, ranks, rounds=2, steps_per_sample=1),
+        }

@@ -1,0 +1,147 @@
+"""The data-parallel benches on two gloo ranks: the numbers that must be exact are; times are only there."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lmkit.benches.ddp_clock import SteadyStateClock, without_garbage_collection
+from lmkit.benches.ddp_contenders import DdpCase, baseline_of, contender
+from lmkit.parallel.launch import spawn_ranks
+from lmkit.parallel.process_group import Ranks
+
+HERE = str(Path(__file__).parent)
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, list[dict]]:
+    sys.path.insert(0, HERE)  # spawned ranks inherit it
+    try:
+        return spawn_ranks(2, importlib.import_module("ddp_ranks").measure_all)
+    finally:
+        sys.path.remove(HERE)
+
+
+@pytest.fixture(scope="module")
+def ladder(measured) -> dict[str, dict]:
+    return {row["contender"]: row for row in measured["ladder"]}
+
+
+def test_every_contender_has_a_row_with_samples(ladder):
+    for name, row in ladder.items():
+        assert row["status"] == "ok", name
+        assert len(row["samples_ms"]) == 6
+        assert row["p10_ms"] <= row["step_ms"] <= row["p90_ms"]
+        ranks = 1 if name.startswith("one rank") else 2
+        assert row["tokens_per_s"] == pytest.approx(ranks * 2 * 16 / row["step_ms"] * 1e3)
+
+
+def test_losses_of_synchronised_contenders_agree(ladder):
+    """Rank 0's loss after three steps: the same training, whoever sums the gradients."""
+    expected = ladder["naive"]["loss"]
+    for name in ("flat", "overlap", "bucketed", "torch_ddp", "zero1"):
+        # bf16 products round differently once weights differ in the last bit: 1e-3 of a loss of 4.7.
+        assert ladder[name]["loss"] == pytest.approx(expected, abs=1e-3), name
+    assert ladder["none"]["loss"] != pytest.approx(expected, abs=1e-6)
+
+
+def test_bytes_agree_with_the_formula(ladder):
+    for name, row in ladder.items():
+        if row["world_size"] == 1 or name == "none":
+            assert row["link_bytes"] == 0
+            continue
+        # Flags (one int32 a parameter) and padding (up to 128 elements a rank and bucket) come on top.
+        assert (
+            0 <= row["link_bytes"] - row["expected_link_bytes"] < 0.05 * row["expected_link_bytes"] + 512
+        ), name
+    parameters = ladder["naive"]["parameter_bytes"]
+    assert ladder["bucketed"]["expected_link_bytes"] == 2 * 0.5 * parameters
+    assert ladder["bucketed bf16 wire"]["expected_link_bytes"] == 0.5 * parameters
+    assert ladder["zero1 bf16"]["expected_link_bytes"] == 0.5 * parameters
+    assert ladder["naive"]["calls_per_step"] > ladder["bucketed 0.05 MB"]["calls_per_step"]
+    assert ladder["bucketed 0.05 MB"]["calls_per_step"] > ladder["bucketed"]["calls_per_step"]
+
+
+def test_baselines_are_those_of_the_same_weights(ladder):
+    assert baseline_of("zero1 bf16 100 MB") == "one rank, bf16 weights"
+    assert baseline_of("bucketed bf16 wire") == "one rank"
+    assert 0 < ladder["zero1 bf16"]["scaling_low"] <= ladder["zero1 bf16"]["scaling"]
+    assert "exposed_ms" in ladder["bucketed"]
+    assert "exposed_ms" not in ladder["one rank"]
+    assert ladder["bucketed"]["communication_alone_ms"] > 0
+
+
+def test_a_contender_against_itself_is_even(measured):
+    assert measured["compared"][0]["ratio"] == 1.0
+
+
+def test_collectives_have_bandwidths(measured):
+    rows = measured["all_reduce"]
+    assert {row["operation"] for row in rows} == {"all_reduce", "reduce_scatter", "all_gather"}
+    for row in rows:
+        passes = 2 if row["operation"] == "all_reduce" else 1
+        seconds = row["median_us"] / 1e6
+        assert row["bus_gb_per_s"] == pytest.approx(passes * 0.5 * row["bytes"] / seconds / 1e9)
+
+
+def test_sharded_state_is_one_share(measured):
+    shares = {row["contender"]: row["state_share"] for row in measured["optimizer"]}
+    assert shares["bucketed"] == 1.0
+    assert 0.5 <= shares["zero1"] < 0.51
+    assert 0.5 <= shares["zero1 bf16"] < 0.51
+
+
+def test_out_of_memory_is_a_row(monkeypatch):
+    from lmkit.benches import ddp
+    from lmkit.recipe.model import ModelConfig
+
+    def full(name, case, ranks):
+        raise torch.OutOfMemoryError("no room")
+
+    sizes = {
+        "vocab_size": 64,
+        "context_length": 8,
+        "d_model": 16,
+        "d_ff": 16,
+        "num_layers": 1,
+        "num_heads": 1,
+    }
+    case = DdpCase("tiny", ModelConfig(**sizes), rows=1)
+    monkeypatch.setattr(
+        ddp, "contender", lambda *given: full(*given) if given[0] == "flat" else contender(*given)
+    )
+    rows = ddp.ddp_rows(case, ("one rank", "flat"), Ranks(), rounds=1, steps_per_sample=1)
+    assert [row["status"] for row in rows] == ["ok", "out of memory"]
+
+
+@pytest.mark.parametrize("name", ["naiv", "bucketed many MB", "torch_ddp fast"])
+def test_unknown_contenders_are_refused(name):
+    case = DdpCase("tiny", None, rows=1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"no (contender|strategy) called"):
+        contender(name, case, Ranks())
+
+
+def test_the_clock_leaves_out_the_first_step():
+    """One step of lead-in, then three timed ones; preparations come before all of them."""
+    calls: list[str] = []
+    clock = SteadyStateClock(torch.device("cpu"), 3)
+    clock.sample_ms(lambda: calls.append("step"), 1, before=[lambda: calls.append("prepare")])
+    assert calls == ["prepare", "step", "step", "step", "step"]
+
+
+def test_the_collector_comes_back_after_an_error():
+    states = []
+
+    def fail() -> None:
+        with without_garbage_collection():
+            states.append(gc.isenabled())
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert [*states, gc.isenabled()] == [False, True]
