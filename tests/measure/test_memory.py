@@ -28,6 +28,16 @@ def test_the_peak_of_an_earlier_block_is_forgotten():
     assert peak.extra_bytes < 24 * MIB
 
 
+def test_small_tensors_count_though_the_heap_had_room_for_them():
+    """Freed memory that the C library keeps would otherwise be taken again without any growth."""
+    hoard = [torch.ones(20_000) for _ in range(400)]  # 32 MB in pieces that come from the heap
+    del hoard
+    with track_peak("cpu") as peak:
+        again = [torch.ones(20_000) for _ in range(400)]
+        del again
+    assert peak.extra_bytes == pytest.approx(400 * 80_000, rel=0.2)
+
+
 def test_the_peak_is_there_after_an_exception():
     peaks = []
 
