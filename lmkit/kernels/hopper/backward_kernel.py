@@ -87,8 +87,12 @@ def _producer(descriptors, buffers, barriers, problem, scale_log2, dk_scale, dv_
     first_head = (flat_key_head % key_heads) * group
     lowest, tiles, start = _query_tiles(key_tile, num_query_tiles, QUERIES, CAUSAL)
     mbarrier.expect(kv_full, 2 * KEYS * D * element_bytes)
-    tma.async_copy_global_to_shared(k_desc, [batch, flat_key_head % key_heads, key_tile * KEYS, 0], kv_full, k_tile)
-    tma.async_copy_global_to_shared(v_desc, [batch, flat_key_head % key_heads, key_tile * KEYS, 0], kv_full, v_tile)
+    tma.async_copy_global_to_shared(
+        k_desc, [batch, flat_key_head % key_heads, key_tile * KEYS, 0], kv_full, k_tile
+    )
+    tma.async_copy_global_to_shared(
+        v_desc, [batch, flat_key_head % key_heads, key_tile * KEYS, 0], kv_full, v_tile
+    )
     head = first_head
     tile = start
     for step in range(gl.maximum(tiles * group, 1)):
@@ -230,11 +234,21 @@ def _consumers(descriptors, buffers, barriers, problem, scale_log2, dk_scale, dv
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["num_queries", "num_keys", "padded", "heads", "group", "num_query_tiles", "num_key_tiles"])
+@gluon.jit(
+    do_not_specialize=[
+        "num_queries",
+        "num_keys",
+        "padded",
+        "heads",
+        "group",
+        "num_query_tiles",
+        "num_key_tiles",
+    ]
+)
 def key_value_gradient_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc,
                               num_queries, num_keys, padded, heads, group, num_query_tiles, num_key_tiles, scale_log2, dk_scale, dv_scale,
                               QUERIES: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr,
-                              ADD_DQ: gl.constexpr, HALF_P: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
+                              ADD_DQ: gl.constexpr, HALF_P: gl.constexpr):  # fmt: skip
     """One block per (key tile, key head of the batch). Allocates and starts the partitions.
 
     Descriptors: (batch, heads, sequence, D) in boxes of (1, 1, QUERIES or 128, D); lse_desc and delta_desc flat float32,

@@ -53,7 +53,9 @@ from lmkit.kernels.hopper.versions import partition_barrier
 ROWS = gl.constexpr(64)  # query rows of one consumer: the height of a wgmma
 KEYS = gl.constexpr(128)  # keys of a block
 BOTH_CONSUMERS = gl.constexpr(256)  # threads
-LOWEST_REFERENCE = gl.constexpr(-1.0e30)  # finite: a row whose first block is masked keeps 2^(-inf - reference) = 0
+LOWEST_REFERENCE = gl.constexpr(
+    -1.0e30
+)  # finite: a row whose first block is masked keeps 2^(-inf - reference) = 0
 LN2 = gl.constexpr(0.6931471805599453)
 
 
@@ -128,7 +130,9 @@ def _consumer(index: gl.constexpr, descriptors, buffers, barriers, problem, lse,
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16]
     )
-    OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
+    )
     PROBABILITIES: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     PING_PONG: gl.constexpr = CONSUMERS == 2
@@ -147,7 +151,9 @@ def _consumer(index: gl.constexpr, descriptors, buffers, barriers, problem, lse,
         own_blocks = blocks
         if CAUSAL and CONSUMERS == 3:
             own_blocks = gl.minimum(blocks, gl.cdiv(first_row + ROWS, KEYS))
-            if own_blocks < blocks:  # one block lies wholly above this consumer's diagonal: hand it back unread
+            if (
+                own_blocks < blocks
+            ):  # one block lies wholly above this consumer's diagonal: hand it back unread
                 mbarrier.wait(k_full.index(block % STAGES), (block // STAGES) & 1)
                 mbarrier.arrive(k_empty.index(block % STAGES), count=1)
                 mbarrier.wait(v_full.index(block % STAGES), (block // STAGES) & 1)
@@ -244,7 +250,7 @@ def _consumer(index: gl.constexpr, descriptors, buffers, barriers, problem, lse,
 @gluon.jit(do_not_specialize=["num_queries", "num_keys", "heads", "group", "num_tiles", "num_heads"])
 def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse, num_queries, num_keys, heads, group, num_tiles, num_heads, scale_log2,
                    D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr,
-                   CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
+                   CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr):  # fmt: skip
     """Allocates the slots and barriers and starts the three partitions.
 
     Descriptors are rank 4, (batch, heads, sequence, D): q and o in boxes of (1, 1, 64, D), k and v of (1, 1, 128, D).

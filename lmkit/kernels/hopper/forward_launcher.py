@@ -7,12 +7,16 @@ import torch
 import triton
 
 from lmkit.kernels.hopper.forward_kernel import forward_kernel
+from lmkit.kernels.hopper.launches import Launch
 from lmkit.kernels.hopper.tensors import describe, empty_in_order_of
 
 ROWS = 64  # query rows of a consumer
 KEYS = 128
 # Registers a thread at launch, and a consumer's after it has taken the producer's share, by the number of consumers
 REGISTERS = {2: (168, 240), 3: (128, 160)}
+
+
+_launch = Launch(forward_kernel, num_warps=4, launch_pdl=True)
 
 
 @dataclass(frozen=True)
@@ -26,8 +30,8 @@ class ForwardConfig:
 HEAD_DIM_128 = ForwardConfig(consumers=2, stages=2)
 HEAD_DIM_64 = ForwardConfig(consumers=3, stages=3)
 # Tiles of 192 queries reach too far beyond the diagonal, or the end, of a short sequence.
-HEAD_DIM_64_SHORT = ForwardConfig(consumers=2, stages=3)
-SHORT_CAUSAL = 3072  # queries
+HEAD_DIM_64_SHORT = ForwardConfig(consumers=2, stages=4)
+SHORT_CAUSAL = 2048  # queries
 SHORT_FULL = 768
 
 
@@ -49,34 +53,22 @@ def forward(
     batch, heads, num_queries, head_dim = q.shape
     num_keys = k.shape[2]
     config = choose_config(head_dim, num_queries, causal)
-    out = empty_in_order_of(q)
-    lse = torch.empty((batch, heads, num_queries), device=q.device, dtype=torch.float32)
-    num_tiles = triton.cdiv(num_queries, ROWS * config.consumers)
     registers, consumer_registers = REGISTERS[config.consumers]
+    num_tiles = triton.cdiv(num_queries, ROWS * config.consumers)
     units = batch * heads * ((num_tiles + 1) // 2 if causal else num_tiles)
-    blocks = min(units, torch.cuda.get_device_properties(q.device).multi_processor_count)
     rows, keys = (1, 1, ROWS, head_dim), (1, 1, KEYS, head_dim)
-    forward_kernel[(blocks,)](
-        describe(q, rows),
-        describe(k, keys),
-        describe(v, keys),
-        describe(out, rows),
-        lse,
-        num_queries,
-        num_keys,
-        heads,
-        heads // k.shape[1],
-        num_tiles,
-        batch * heads,
-        scale * math.log2(math.e),
-        D=head_dim,
-        STAGES=config.stages,
-        CAUSAL=causal,
-        TAIL=num_keys % KEYS != 0,
-        CONSUMERS=config.consumers,
-        REGISTERS=consumer_registers,
-        num_warps=4,
-        maxnreg=registers,
-        launch_pdl=True,
-    )
+    with torch.cuda.device(q.device):
+        out = empty_in_order_of(q)
+        lse = torch.empty((batch, heads, num_queries), device=q.device, dtype=torch.float32)
+        _launch(
+            (min(units, torch.cuda.get_device_properties(q.device).multi_processor_count), 1),
+            q.dtype,
+            (
+                *(describe(q, rows), describe(k, keys), describe(v, keys), describe(out, rows), lse),
+                *(num_queries, num_keys, heads, heads // k.shape[1], num_tiles, batch * heads),
+                scale * math.log2(math.e),
+            ),
+            (head_dim, config.stages, causal, num_keys % KEYS != 0, config.consumers, consumer_registers),
+            maxnreg=registers,
+        )
     return out, lse

@@ -98,7 +98,7 @@ def multiply_half(half, tile, dtype: gl.constexpr):
     """float16 * float32 -> dtype with one rounding, in pairs. (Written with a cast, the compiler converts one element at a time
     on the special-function unit.)"""
     if dtype == gl.bfloat16:
-        return gl.inline_asm_elementwise(
+        product = gl.inline_asm_elementwise(
             "{ .reg .b16 l, h; .reg .f32 a, b; mov.b32 {l, h}, $1; cvt.f32.f16 a, l; cvt.f32.f16 b, h; "
             "mul.rn.f32 a, a, $2; mul.rn.f32 b, b, $3; cvt.rn.bf16x2.f32 $0, b, a; }",
             "=r,r,f,f",
@@ -108,7 +108,7 @@ def multiply_half(half, tile, dtype: gl.constexpr):
             pack=2,
         )
     else:
-        return gl.inline_asm_elementwise(
+        product = gl.inline_asm_elementwise(
             "{ .reg .b16 l, h; .reg .f32 a, b; mov.b32 {l, h}, $1; cvt.f32.f16 a, l; cvt.f32.f16 b, h; "
             "mul.rn.f32 a, a, $2; mul.rn.f32 b, b, $3; cvt.rn.f16x2.f32 $0, b, a; }",
             "=r,r,f,f",
@@ -117,6 +117,7 @@ def multiply_half(half, tile, dtype: gl.constexpr):
             is_pure=True,
             pack=2,
         )
+    return product
 
 
 @gluon.jit
@@ -138,7 +139,9 @@ def exp2_unfused(scores, scale, reference):
     A fused multiply-add keeps the product's rounding error, 2^-24 of it, which is an exponent of 60 for scores of 1e9.
     """
     layout: gl.constexpr = scores.type.layout
-    references = gl.zeros([scores.shape[0], scores.shape[1]], gl.float32, layout) + gl.expand_dims(reference, 1)
+    references = gl.zeros([scores.shape[0], scores.shape[1]], gl.float32, layout) + gl.expand_dims(
+        reference, 1
+    )
     return gl.inline_asm_elementwise(
         "{ .reg .f32 t; mul.rn.f32 t, $1, $2; sub.rn.f32 t, t, $3; ex2.approx.ftz.f32 $0, t; }",
         "=f,f,f,f",

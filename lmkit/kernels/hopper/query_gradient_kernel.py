@@ -93,12 +93,14 @@ def _consumers(descriptors, buffers, barriers, problem, pointers, scale_log2, sc
     q_tile, do_tile, k_tiles, v_tiles = buffers
     q_full, k_full, v_full = barriers
     num_queries, num_keys, padded, heads, group, num_query_tiles = problem
-    lse_in, lse_out, delta_out, out, out_batch_stride, out_head_stride, out_row_stride = pointers
+    lse_in, lse_out, delta_out, out, out_batch, out_head, out_row = pointers
     DTYPE: gl.constexpr = q_desc.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, KEYS, 16]
     )
-    DQ: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, D, 16])
+    DQ: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, D, 16]
+    )
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=DQ, k_width=2)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     # 16-byte loads of O, a row's elements within one warp
@@ -107,12 +109,14 @@ def _consumers(descriptors, buffers, barriers, problem, pointers, scale_log2, sc
     flat_head = (batch * heads + head).to(gl.int64)
     blocks = count_key_blocks(tile, num_keys, QUERIES, KEYS, CAUSAL)
     rows = tile * QUERIES + gl.arange(0, QUERIES, ROW)
-    lse = LOG2E * gl.load(lse_in + flat_head * num_queries + rows, mask=rows < num_queries, other=float("inf"))
+    lse = LOG2E * gl.load(
+        lse_in + flat_head * num_queries + rows, mask=rows < num_queries, other=float("inf")
+    )
     gl.store(lse_out + flat_head * padded + rows, lse - shift)
     out_rows = tile * QUERIES + gl.arange(0, QUERIES, gl.SliceLayout(1, OUT))
     out_columns = gl.arange(0, D, gl.SliceLayout(0, OUT))
-    out_pointers = out + batch.to(gl.int64) * out_batch_stride + head.to(gl.int64) * out_head_stride
-    out_offsets = gl.expand_dims(out_rows.to(gl.int64) * out_row_stride, 1) + gl.expand_dims(out_columns, 0)
+    out_pointers = out + 8 * (batch * out_batch + head * out_head)
+    out_offsets = gl.expand_dims(8 * (out_rows * out_row), 1) + gl.expand_dims(out_columns, 0)
     o = gl.load(out_pointers + out_offsets, mask=gl.expand_dims(out_rows < num_queries, 1), other=0.0)
     q = q_tile.reshape([QUERIES, D])
     do = do_tile.reshape([QUERIES, D])
@@ -152,13 +156,26 @@ def _consumers(descriptors, buffers, barriers, problem, pointers, scale_log2, sc
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["num_queries", "num_keys", "padded", "heads", "group", "num_query_tiles"])
-def query_gradient_kernel(q_desc, k_desc, v_desc, do_desc, dq_desc, lse_in, lse_out, delta_out, out, out_batch_stride,
-                          out_head_stride, out_row_stride, num_queries, num_keys, padded, heads, group, num_query_tiles,
+@gluon.jit(
+    do_not_specialize=[
+        "out_batch",
+        "out_head",
+        "out_row",
+        "num_queries",
+        "num_keys",
+        "padded",
+        "heads",
+        "group",
+        "num_query_tiles",
+    ]
+)
+def query_gradient_kernel(q_desc, k_desc, v_desc, do_desc, dq_desc, lse_in, lse_out, delta_out, out, out_batch: gl.int64,
+                          out_head: gl.int64, out_row: gl.int64, num_queries, num_keys, padded, heads, group, num_query_tiles,
                           scale_log2, scale, shift, D: gl.constexpr, K_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-                          TAIL: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
+                          TAIL: gl.constexpr):  # fmt: skip
     """One block per (query tile, head of the batch). Allocates and starts the partitions.
 
+    out_batch, out_head, out_row: strides of out in units of 8 elements (so that 16-byte loads are known to be aligned).
     lse_in: (heads of the batch, num_queries), natural; lse_out, delta_out: (heads of the batch, padded), lse in log2 units
     less `shift`.
     """
@@ -183,7 +200,7 @@ def query_gradient_kernel(q_desc, k_desc, v_desc, do_desc, dq_desc, lse_in, lse_
     buffers = (q_tile, do_tile, k_tiles, v_tiles)
     barriers = (q_full, k_full, v_full)
     problem = (num_queries, num_keys, padded, heads, group, num_query_tiles)
-    pointers = (lse_in, lse_out, delta_out, out, out_batch_stride, out_head_stride, out_row_stride)
+    pointers = (lse_in, lse_out, delta_out, out, out_batch, out_head, out_row)
     gl.warp_specialize(
         [
             (_consumers, (descriptors, buffers, barriers, problem, pointers, scale_log2, scale, shift, D, K_STAGES, CAUSAL, TAIL)),

@@ -14,7 +14,12 @@ FIRST_NAMED_BARRIER = gl.constexpr(9)
 def named_barrier_wait(barrier, num_threads: gl.constexpr):
     """Waits until `num_threads` threads (the caller's own included) have reached this barrier."""
     gl.inline_asm_elementwise(
-        f"bar.sync $1, {num_threads}; mov.b32 $0, 0;", "=r,r", [gl.to_tensor(barrier)], dtype=gl.int32, is_pure=False, pack=1
+        f"bar.sync $1, {num_threads}; mov.b32 $0, 0;",
+        "=r,r",
+        [gl.to_tensor(barrier)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
     )
 
 
@@ -22,7 +27,12 @@ def named_barrier_wait(barrier, num_threads: gl.constexpr):
 def named_barrier_arrive(barrier, num_threads: gl.constexpr):
     """Counts the caller's threads in and goes on at once."""
     gl.inline_asm_elementwise(
-        f"bar.arrive $1, {num_threads}; mov.b32 $0, 0;", "=r,r", [gl.to_tensor(barrier)], dtype=gl.int32, is_pure=False, pack=1
+        f"bar.arrive $1, {num_threads}; mov.b32 $0, 0;",
+        "=r,r",
+        [gl.to_tensor(barrier)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
     )
 
 

@@ -17,10 +17,11 @@ def count_tiles(num_tiles, num_heads, CAUSAL: gl.constexpr):
         all_pairs = num_heads * (num_tiles // 2)
         units = all_pairs + num_heads * (num_tiles % 2)
         pairs = gl.cdiv(gl.maximum(all_pairs - gl.program_id(0), 0), blocks)
-        return pairs + gl.cdiv(gl.maximum(units - gl.program_id(0), 0), blocks), pairs
+        tiles = pairs + gl.cdiv(gl.maximum(units - gl.program_id(0), 0), blocks)
     else:
         tiles = gl.cdiv(gl.maximum(num_tiles * num_heads - gl.program_id(0), 0), blocks)
-        return tiles, tiles
+        pairs = tiles
+    return tiles, pairs
 
 
 @gluon.jit
@@ -37,10 +38,11 @@ def locate_tile(turn, num_tiles, num_heads, pairs, CAUSAL: gl.constexpr):
         if turn >= 2 * pairs:
             head = gl.program_id(0) + (turn - pairs) * gl.num_programs(0) - num_heads * pairs_per_head
             tile = pairs_per_head
-        return tile, head
     else:
         unit = gl.program_id(0) + turn * gl.num_programs(0)
-        return unit % num_tiles, unit // num_tiles
+        head = unit // num_tiles
+        tile = unit % num_tiles
+    return tile, head
 
 
 @gluon.jit
