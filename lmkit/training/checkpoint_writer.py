@@ -16,6 +16,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -57,11 +58,12 @@ class CheckpointWriter:
         self._ranks = ranks
         self._retention = retention
         self._copies = _HostCopies(ranks.device)
-        self._thread: threading.Thread | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="lmkit-checkpoint-writer")
+        self._writing: Future[None] | None = None
+        self._step = 0
         self._copied = threading.Event()
         self._copied.set()
         self._abandoned = threading.Event()
-        self._error: LmkitError | None = None
         self.stall_seconds = 0.0
         """How long the loop has waited for saving so far: here and in `release_weights`."""
 
@@ -69,7 +71,7 @@ class CheckpointWriter:
         """Make host memory ready in the background, so that the first save is as fast as the others."""
         self.wait()
         part = self._own_part(state, model, optimizer)
-        self._start(state, lambda: self._copies.reserve(part))
+        self._start(state.step, lambda: self._copies.reserve(part))
 
     def save(self, state: TrainingState, *, model: Tensors, optimizer: Tensors) -> None:
         """Begin to save. Every rank calls it at the same step.
@@ -83,7 +85,7 @@ class CheckpointWriter:
         part = self._own_part(state, model, optimizer)
         self._copies.mark()
         self._copied.clear()
-        self._start(state, lambda: self._write(state, part))
+        self._start(state.step, lambda: self._write(state, part))
         self.stall_seconds += time.perf_counter() - started
 
     def release_weights(self) -> None:
@@ -93,21 +95,26 @@ class CheckpointWriter:
             self._copied.wait()
             self._copies.order_after_copies()
         self.stall_seconds += time.perf_counter() - started
-        self._raise_error()
+        if self._writing is not None and self._writing.done():
+            self.wait()
 
     def wait(self) -> None:
         """Return once nothing is being written any more."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        self._raise_error()
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        try:
+            writing.result()
+        except OSError as error:
+            raise LmkitError(
+                f"{self._folder / step_name(self._step)}: cannot be saved: {_reason(error)}",
+                hint="earlier checkpoints are intact; make room, then train again to go on from the newest",
+            ) from error
 
     def abandon(self) -> None:
-        """Another rank is lost: stop waiting for its part; what is half written is removed."""
+        """The run ends with an error: finish what is being written, but wait for no part of a lost rank."""
         self._abandoned.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self._thread.shutdown()
 
     def _own_part(self, state: TrainingState, model: Tensors, optimizer: Tensors) -> dict[str, torch.Tensor]:
         """What this rank writes."""
@@ -116,38 +123,16 @@ class CheckpointWriter:
             part.update(_prefixed("optimizer", optimizer))
         return part
 
-    def _start(self, state: TrainingState, work: Callable[[], None]) -> None:
-        name = "lmkit-checkpoint-writer"
-        self._thread = threading.Thread(target=self._guarded, args=(state.step, work), name=name)
-        self._thread.start()
-
-    def _guarded(self, step: int, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except LmkitError as error:
-            self._error = error
-        except OSError as error:
-            self._error = LmkitError(
-                f"{self._folder / step_name(step)}: cannot be saved: {_reason(error)}",
-                hint="earlier checkpoints are intact; make room, then train again to go on from the newest",
-            )
-        except Exception as error:  # noqa: BLE001 (the border of a thread: raised again in the loop, as a defect of ours)
-            self._error = LmkitError(
-                f"{self._folder / step_name(step)}: saving failed: {error!r}", hint="please report this"
-            )
-            self._error.__cause__ = error
-        finally:
-            self._copied.set()
-
-    def _raise_error(self) -> None:
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+    def _start(self, step: int, work: Callable[[], None]) -> None:
+        self._step = step
+        self._writing = self._thread.submit(work)
 
     def _write(self, state: TrainingState, live: dict[str, torch.Tensor]) -> None:
         """In the thread: copy, let the loop go on, write this rank's part."""
-        copies = self._copies.fill(live)
-        self._copied.set()
+        try:
+            copies = self._copies.fill(live)
+        finally:
+            self._copied.set()
         self._copies.synchronize()
         _refuse_nonfinite(copies, state.step)
         partial = self._folder / (step_name(state.step) + PARTIAL_SUFFIX)

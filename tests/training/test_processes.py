@@ -93,11 +93,10 @@ def _infinite_gradient_on_rank_1(rank: int) -> None:
     original, calls = Step.accumulate, iter(range(1, 1000))
 
     def accumulate(self: Step, *batch: torch.Tensor) -> torch.Tensor:
-        loss = original(self, *batch)
-        if next(calls) == 4 and rank == 1:
-            gradient = self._model.ln_final.weight.grad  # type: ignore[attr-defined]
-            gradient.fill_(math.inf)
-        return loss
+        if next(calls) == 4 and rank == 1:  # before the gradient is handed to the ranks' average
+            weight = self._model.ln_final.weight  # type: ignore[attr-defined]
+            weight.register_hook(lambda gradient: gradient + math.inf)
+        return original(self, *batch)
 
     Step.accumulate = accumulate  # type: ignore[method-assign]
 
