@@ -1,16 +1,24 @@
-"""`lmkit env`: what is here, and what works with it."""
+"""`lmkit env`, `lmkit verify`, `lmkit compare`: what is here, is it whole, and did it change."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated
+
 import typer
 
-from lmkit.cli.options import DebugOption, JsonOption
+from lmkit.cli.options import DebugOption, JsonOption, SetOption
 from lmkit.cli.render import show
+from lmkit.errors import UsageError
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command to the root."""
+    """Add the commands to the root."""
     app.command(epilog="Example: lmkit env --json")(env)
+    app.command(epilog="Example: lmkit compare before/ after/")(compare)
+    app.command(epilog="Examples: lmkit verify artifacts/runs/quickstart; lmkit verify resume quickstart")(
+        verify
+    )
 
 
 def env(as_json: JsonOption = False, debug: DebugOption = False) -> None:
@@ -18,3 +26,56 @@ def env(as_json: JsonOption = False, debug: DebugOption = False) -> None:
     from lmkit.commands import env as command
 
     show(command.run(), as_json=as_json)
+
+
+def compare(
+    before: Annotated[Path, typer.Argument(help="A result folder of a bench, or its .jsonl file.")],
+    after: Annotated[Path, typer.Argument(help="The other one.")],
+    threshold: Annotated[float, typer.Option(min=0, help="Smallest relative difference that counts.")] = 0.05,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Compare two results of one bench, row by row; exit code 1 if anything became slower or fails."""
+    from lmkit.commands import compare as command
+
+    result = command.run(before, after, threshold=threshold)
+    show(result, as_json=as_json)
+    if result.worse:
+        raise typer.Exit(1)
+
+
+def verify(
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="A run folder, checkpoint, token file, tokenizer or recipe; or the word `resume`, then a recipe."
+        ),
+    ],
+    recipe: Annotated[
+        str | None, typer.Argument(help="After `resume`: what to train.", show_default=False)
+    ] = None,
+    set_: SetOption = None,
+    steps: Annotated[int, typer.Option(min=1, help="resume: 2N steps are compared with N + N.")] = 5,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Check that files are whole, or (`resume`) that 2N steps equal N + N bit for bit; exit code 1 if not."""
+    if (target == "resume") != (recipe is not None):
+        raise UsageError(
+            "lmkit verify: takes a path, or `resume` and a recipe",
+            hint="for example: lmkit verify resume quickstart",
+        )
+    if recipe is None:
+        from lmkit.commands import verify as command
+
+        result = command.run(Path(target))
+    else:
+        from lmkit.recipe.load import load_recipe
+
+        loaded = load_recipe(recipe, set_ or ())
+        from lmkit.commands import verify as command
+
+        result = command.verify_resume(loaded, steps=steps)
+    show(result, as_json=as_json)
+    if not result.ok:
+        raise typer.Exit(1)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from lmkit.cli.options import DebugOption, JsonOption, SetOption
+from lmkit.cli.options import DebugOption, JsonOption, RecipeArgument, SetOption
 from lmkit.cli.render import show
 
 app = typer.Typer(
@@ -16,47 +16,84 @@ app = typer.Typer(
 )  # fmt: skip
 
 OutputOption = Annotated[Path, typer.Option(help="Folder for the recording and its summary.")]
+StepsOption = Annotated[int, typer.Option(min=1, max=1000, help="Training steps to record.")]
+RECORDINGS = (".sqlite", ".nsys-rep", ".json", ".json.gz")
 
 
 @app.command(
-    epilog="Examples: lmkit profile nsys -- lmkit train quickstart --stop-at-step 20; lmkit profile nsys old.sqlite"
+    epilog="Examples: lmkit profile nsys quickstart; lmkit profile nsys old.sqlite; "
+    "lmkit profile nsys -- lmkit train quickstart --stop-at-step 20"
 )
 def nsys(
     target: Annotated[
-        list[str], typer.Argument(help="A .sqlite or .nsys-rep file, or `--` and a command to run.")
+        list[str],
+        typer.Argument(
+            help="A recipe, a .sqlite or .nsys-rep file, or `--` and a command with its arguments."
+        ),
     ],
-    output: OutputOption = Path("artifacts/profiles/nsys"),
+    set_: SetOption = None,
     engine: Annotated[
-        Literal["auto", "nsys"],
-        typer.Option(help="auto: `lmkit train RECIPE` is profiled with kineto where nsys is missing."),
+        Literal["auto", "nsys", "kineto"],
+        typer.Option(help="auto: a recipe is profiled with kineto where nsys is missing."),
     ] = "auto",
+    steps: StepsOption = 5,
+    output: OutputOption = Path("artifacts/profiles/nsys"),
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Run a command under Nsight Systems and summarise it, or summarise a recording."""
+    """Profile a recipe's training steps or any command with Nsight Systems, or summarise a recording."""
+    if len(target) == 1 and not target[0].endswith(RECORDINGS):
+        from lmkit.recipe.load import load_recipe
+
+        recipe = load_recipe(target[0], set_ or ())
+        from lmkit.commands import profile as commands
+
+        show(commands.steps(recipe, output, engine=engine, number=steps), as_json=as_json)
+        return
     from lmkit.commands import profile as commands
 
-    show(commands.nsys(target, output, engine=engine), as_json=as_json)
+    if len(target) == 1:
+        show(commands.recording(Path(target[0]), output), as_json=as_json)
+    else:
+        show(commands.command(target, output), as_json=as_json)
 
 
 @app.command(epilog="Example: lmkit profile kineto quickstart --steps 5")
 def kineto(
     target: Annotated[str, typer.Argument(help="A recipe, or a .json[.gz] trace of torch.profiler.")],
     set_: SetOption = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps to record.")] = 5,
+    steps: StepsOption = 5,
     output: OutputOption = Path("artifacts/profiles/kineto"),
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Record training steps with torch.profiler, on a CPU too, and summarise them."""
-    from lmkit.recipe.load import load_recipe
-
-    if target.endswith((".json", ".json.gz")):
+    """Profile a recipe's training steps with torch.profiler, on a CPU too, or summarise a recording."""
+    if target.endswith(RECORDINGS):
         from lmkit.commands import profile as commands
 
-        show(commands.trace(Path(target), output), as_json=as_json)
+        show(commands.recording(Path(target), output), as_json=as_json)
         return
+    from lmkit.recipe.load import load_recipe
+
     recipe = load_recipe(target, set_ or ())
     from lmkit.commands import profile as commands
 
-    show(commands.kineto(recipe, output, steps=steps), as_json=as_json)
+    show(commands.steps(recipe, output, engine="kineto", number=steps), as_json=as_json)
+
+
+@app.command(epilog="Example: lmkit profile memory quickstart")
+def memory(
+    recipe: RecipeArgument,
+    set_: SetOption = None,
+    steps: StepsOption = 2,
+    output: OutputOption = Path("artifacts/profiles/memory"),
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Peak memory of training steps by phase and category, with a picture and a snapshot for memory_viz."""
+    from lmkit.recipe.load import load_recipe
+
+    loaded = load_recipe(recipe, set_ or ())
+    from lmkit.commands import profile as commands
+
+    show(commands.memory(loaded, output, number=steps), as_json=as_json)
