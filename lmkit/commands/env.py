@@ -60,9 +60,12 @@ def _flash_triton(has_triton: bool, gpus: list[dict[str, Any]]) -> str:
         return "no: triton is not installed"
     if not gpus:
         return "no: needs a CUDA GPU"
-    from lmkit.kernels import hopper
+    import torch
 
-    reason = hopper.unavailable_reason()
+    from lmkit.attention.flash_triton import hopper_refusal
+
+    probe = torch.empty(1, 1, 1, 128, dtype=torch.bfloat16, device="cuda")  # a request the Hopper kernels take
+    reason = hopper_refusal(probe, probe, probe, True)
     return "Hopper kernels, portable for what they do not cover" if reason is None else f"portable ({reason})"
 
 
