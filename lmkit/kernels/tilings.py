@@ -1,4 +1,4 @@
-"""The tile sizes that are worth trying for a case, and those that ship because we measured them.
+"""The tile sizes that are worth trying for a case, and those that ship because they were measured.
 
 What the candidates follow from (compiled for sm_90 and looked at; see `artifacts/h200/attention`): 64 query rows to
 4 warps or 128 to 8 keep the accumulators in registers; the copy engine (descriptors) saves the registers of the
@@ -66,7 +66,7 @@ ALIGNED: dict[tuple[str, int], tuple[Tiling, ...]] = {
         T(32, 128, 4, 3, True), T(32, 128, 8, 3, True),
     ),
     ("key_gradients", 128): (
-        T(64, 128, 8, 3, True), T(32, 128, 8, 3, True), T(32, 64, 4, 3, True), T(64, 128, 8, 2, True),
+        T(32, 128, 8, 3, True), T(64, 128, 8, 3, True), T(32, 64, 4, 3, True), T(64, 128, 8, 2, True),
         T(32, 64, 4, 2, True),
     ),
     ("key_gradients", 256): (T(32, 64, 8, 2, True), T(32, 64, 8, 2)),
@@ -89,10 +89,13 @@ SPLIT: dict[str, tuple[Tiling, ...]] = {
 }  # fmt: skip
 
 # float32 on the plain FMA units: few, because the unrolled products take seconds to compile.
-FLOAT32_EXACT: dict[str, tuple[Tiling, ...]] = {
-    "flash_forward": (T(64, 32, 8, 2), T(128, 32, 16, 2), T(64, 64, 16, 2), T(32, 32, 4, 2)),
-    "query_gradient": (T(64, 32, 8, 2), T(32, 32, 8, 2)),
-    "key_gradients": (T(32, 64, 8, 2), T(32, 32, 8, 2)),
+FLOAT32_EXACT: dict[tuple[str, int], tuple[Tiling, ...]] = {
+    ("flash_forward", 64): (T(64, 32, 8, 2), T(128, 32, 16, 2), T(64, 64, 16, 2), T(32, 32, 4, 2)),
+    ("query_gradient", 64): (T(64, 32, 8, 2), T(32, 32, 8, 2)),
+    ("key_gradients", 64): (T(32, 64, 8, 2), T(32, 32, 8, 2)),
+    ("flash_forward", 256): (T(64, 64, 16, 2),),
+    ("query_gradient", 256): (T(32, 32, 8, 2),),
+    ("key_gradients", 256): (T(32, 32, 8, 2),),
 }
 
 FLOAT32_TENSOR_CORES: dict[str, tuple[Tiling, ...]] = {
@@ -102,11 +105,21 @@ FLOAT32_TENSOR_CORES: dict[str, tuple[Tiling, ...]] = {
 }
 
 
+# Where no candidate fits: 16 to 64 KiB of shared memory with any head_dim and dtype.
+LAST_RESORT = T(16, 16, 4, 1)
+
+# Compute capability -> case (`Case.name`) -> the measured choice. An entry of the cache file can move here.
+SHIPPED: dict[tuple[int, int], dict[str, Tiling]] = {
+    (9, 0): {"flash_forward/bfloat16/D64/causal/8192/aligned": T(64, 128, 4, 2, True)},
+}
+
+
 def candidate_tilings(case: Case, capability: tuple[int, int]) -> tuple[Tiling, ...]:
     """At most six tilings worth trying; the first is a safe default."""
     if case.dtype == torch.float32:
-        table = FLOAT32_EXACT if case.precision == "ieee" else FLOAT32_TENSOR_CORES
-        return table[case.kernel]
+        if case.precision == "ieee":
+            return FLOAT32_EXACT[case.kernel, 64 if case.head_dim <= 64 else 256]
+        return FLOAT32_TENSOR_CORES[case.kernel]
     if 64 < case.head_dim <= 96 or 128 < case.head_dim <= 192:
         candidates = SPLIT[case.kernel]
     else:
@@ -116,8 +129,3 @@ def candidate_tilings(case: Case, capability: tuple[int, int]) -> tuple[Tiling, 
         return candidates
     # Without the copy engine: the same tiles through pointers.
     return tuple(dict.fromkeys(replace(tiling, descriptors=False) for tiling in candidates))
-
-
-def shipped_tiling(case: Case, capability: tuple[int, int]) -> Tiling | None:
-    """The measured choice for this chip, if there is one."""
-    return None

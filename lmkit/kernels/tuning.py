@@ -16,8 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
-from lmkit.kernels.tilings import CANDIDATES_VERSION, Tiling, candidate_tilings, shipped_tiling
-from lmkit.storage.atomic import write_atomic
+from lmkit.kernels.tilings import CANDIDATES_VERSION, LAST_RESORT, SHIPPED, Tiling, candidate_tilings
 
 LENGTH_BUCKETS = (512, 2048, 8192)  # keys; longer sequences share the last bucket's successor
 INTERPRETER_TILING = Tiling(rows=32, columns=32, warps=4, stages=1)
@@ -66,36 +65,32 @@ class TilingChoices:
             tiling = INTERPRETER_TILING
         else:
             capability = torch.cuda.get_device_capability(device)
-            shipped = shipped_tiling(case, capability)
+            shipped = SHIPPED.get(capability, {}).get(case.name())
+            candidates = candidate_tilings(case, capability)
             if shipped is None and torch.cuda.is_current_stream_capturing():
-                return candidate_tilings(case, capability)[
-                    0
-                ]  # not remembered: a later call may still measure
-            tiling = shipped or self.measure(case, device, launch)
+                return candidates[0]  # not remembered: a later call may still measure
+            tiling = shipped or self.measure(case, candidates, cache_file(device), launch)
         self.chosen[key] = tiling
         return tiling
 
-    def measure(self, case: Case, device: torch.device, launch: Callable[[Tiling], None]) -> Tiling:
+    def measure(
+        self, case: Case, candidates: tuple[Tiling, ...], path: Path, launch: Callable[[Tiling], None]
+    ) -> Tiling:
         """Reads the choice from the cache file, or times the candidates and writes it there."""
-        path = cache_file(device)
         entries = read_entries(path)
         if case.name() in entries:
             return Tiling(**entries[case.name()])
         times: dict[Tiling, float] = {}
-        for tiling in candidate_tilings(case, torch.cuda.get_device_capability(device)):
+        for tiling in candidates:
             try:
-                times[tiling] = triton.testing.do_bench(
-                    lambda tiling=tiling: launch(tiling), warmup=5, rep=20, return_mode="median"
-                )
+                times[tiling] = milliseconds(launch, tiling)
             except triton.runtime.errors.OutOfResources:
                 continue  # does not fit this chip's shared memory or registers
-        best = min(times, key=times.__getitem__)
-        logger.info("tuned %s: %s, %.3f ms", case.name(), best, times[best])
-        path.parent.mkdir(parents=True, exist_ok=True)
-        entries = read_entries(path) | {
-            case.name(): asdict(best)
-        }  # another process may have written meanwhile
-        write_atomic(path, json.dumps(entries, indent=1, sort_keys=True).encode())
+        best = min(times, key=times.__getitem__, default=LAST_RESORT)
+        logger.info("tuned %s: %s of %d that fit", case.name(), best, len(times))
+        write_entries(
+            path, read_entries(path) | {case.name(): asdict(best)}
+        )  # another process may have written
         return best
 
 
@@ -110,14 +105,30 @@ def cache_file(device: torch.device) -> Path:
 
 
 def read_entries(path: Path) -> dict[str, dict]:
-    """The cache file's content; a file that is missing or damaged counts as empty."""
+    """The cache file's content; a file that is missing, closed to us or damaged counts as empty."""
     try:
         return json.loads(path.read_text())
-    except FileNotFoundError:
+    except OSError:  # not there yet, or not ours to read
         return {}
     except json.JSONDecodeError:
         logger.warning("%s is damaged; the tilings are measured again", path.name)
         return {}
+
+
+def write_entries(path: Path, entries: dict[str, dict]) -> None:
+    """Replaces the cache file. Every process writes to a name of its own first: ranks tune at the same time."""
+    mine = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        mine.write_text(json.dumps(entries, indent=1, sort_keys=True))
+        os.replace(mine, path)
+    except OSError as error:  # a home that cannot be written to costs time at the next start, nothing else
+        logger.warning("the tilings are not kept: %s", error)
+
+
+def milliseconds(launch: Callable[[Tiling], None], tiling: Tiling) -> float:
+    """The median time of one launch."""
+    return triton.testing.do_bench(lambda: launch(tiling), warmup=5, rep=20, return_mode="median")
 
 
 def choose_tiling(

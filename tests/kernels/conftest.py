@@ -1,4 +1,3 @@
-import importlib.util
 import os
 
 import pytest
@@ -33,9 +32,3 @@ def random_inputs():
         return tuple(torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
 
     return make
-
-
-@pytest.fixture
-def triton_installed():
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("Triton is not installed")

@@ -1,0 +1,123 @@
+"""Choosing tile sizes: the candidates are few, the choice is made once, kept on disk, and survives a damaged file."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+from triton.runtime.errors import OutOfResources
+
+from lmkit.kernels import tuning
+from lmkit.kernels.launching import head_parts
+from lmkit.kernels.tilings import LAST_RESORT, SHIPPED, Tiling, candidate_tilings
+from lmkit.kernels.tuning import Case, TilingChoices, length_bucket, read_entries
+
+KERNELS = ["flash_forward", "query_gradient", "key_gradients"]
+CASE = Case("flash_forward", 64, True, torch.bfloat16, "ieee", 2048, aligned=False)
+FAST, SLOW = Tiling(64, 64, 4, 2), Tiling(128, 64, 8, 2)
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """The tilings that were timed, in order; SLOW takes 2 ms, FAST 1 ms."""
+    calls = []
+
+    def milliseconds(launch, tiling):
+        calls.append(tiling)
+        launch(tiling)
+        return {FAST: 1.0, SLOW: 2.0}[tiling]
+
+    monkeypatch.setattr(tuning, "milliseconds", milliseconds)
+    return calls
+
+
+def test_fastest_candidate_is_kept_on_disk(measured, tmp_path):
+    path = tmp_path / "cache" / "tilings.json"
+    launched = []
+    assert TilingChoices().measure(CASE, (SLOW, FAST), path, launched.append) == FAST
+    assert launched == measured == [SLOW, FAST]
+    # Another process: nothing is timed again.
+    assert TilingChoices().measure(CASE, (SLOW, FAST), path, launched.append) == FAST
+    assert len(measured) == 2
+    assert [entry.name for entry in path.parent.iterdir()] == ["tilings.json"]
+
+
+def test_entries_of_other_cases_survive(measured, tmp_path):
+    path = tmp_path / "tilings.json"
+    other = Case("query_gradient", 64, True, torch.bfloat16, "ieee", 2048, aligned=False)
+    TilingChoices().measure(CASE, (FAST,), path, lambda tiling: None)
+    TilingChoices().measure(other, (SLOW,), path, lambda tiling: None)
+    assert set(read_entries(path)) == {CASE.name(), other.name()}
+
+
+def test_damaged_file_is_measured_again(measured, tmp_path):
+    path = tmp_path / "tilings.json"
+    path.write_text('{"flash_forward')
+    assert TilingChoices().measure(CASE, (FAST,), path, lambda tiling: None) == FAST
+    assert CASE.name() in read_entries(path)
+
+
+def test_folder_that_cannot_be_written_costs_only_a_warning(measured, tmp_path, caplog):
+    (tmp_path / "file").write_text("not a folder")
+    path = tmp_path / "file" / "tilings.json"
+    assert TilingChoices().measure(CASE, (FAST,), path, lambda tiling: None) == FAST
+    assert "not kept" in caplog.text
+
+
+def test_tilings_that_do_not_fit_are_passed_over(monkeypatch, tmp_path):
+    def milliseconds(launch, tiling):
+        raise OutOfResources(300_000, 232_448, "shared memory")
+
+    monkeypatch.setattr(tuning, "milliseconds", milliseconds)
+    chosen = TilingChoices().measure(CASE, (FAST, SLOW), tmp_path / "tilings.json", lambda tiling: None)
+    assert chosen == LAST_RESORT
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_case_has_one_to_six_distinct_candidates(kernel, capability, dtype):
+    for head_dim in range(1, 257):
+        for precision in ("ieee", "tf32"):
+            case = Case(kernel, head_dim, True, dtype, precision, 2048, aligned=dtype == torch.bfloat16)
+            candidates = candidate_tilings(case, capability)
+            assert 1 <= len(candidates) == len(set(candidates)) <= 6
+            if capability < (9, 0) or dtype == torch.float32:
+                assert not any(tiling.descriptors for tiling in candidates)
+
+
+def test_shipped_choices_are_candidates():
+    for capability, choices in SHIPPED.items():
+        for name, tiling in choices.items():
+            kernel, dtype, head_dim, mask, bucket, reach = name.split("/")
+            precision = "tf32" if dtype.endswith("-tf32") else "ieee"
+            case = Case(
+                kernel,
+                int(head_dim[1:]),
+                mask == "causal",
+                getattr(torch, dtype.removesuffix("-tf32")),
+                precision,
+                int(bucket),
+                reach == "aligned",
+            )
+            assert case.name() == name
+            assert tiling in candidate_tilings(case, capability)
+
+
+def test_lengths_fall_into_few_buckets():
+    assert [length_bucket(n) for n in (1, 512, 513, 8192, 8193, 10**6)] == [
+        512,
+        512,
+        2048,
+        8192,
+        16384,
+        16384,
+    ]
+
+
+@pytest.mark.parametrize("head_dim", range(1, 257))
+def test_parts_of_a_head_cover_it(head_dim):
+    for split in (False, True):
+        main, rest = head_parts(head_dim, split)
+        assert main + rest >= head_dim
+        assert all(part == 0 or (part >= 16 and part & (part - 1) == 0) for part in (main, rest))
+    assert sum(head_parts(head_dim, True)) <= sum(head_parts(head_dim, False))
