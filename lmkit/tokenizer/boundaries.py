@@ -75,7 +75,7 @@ def _give_last_space_to_next_word(text: np.ndarray, classes: np.ndarray, begins:
     behind_space ^= joins
     last = np.flatnonzero(behind_space)  # the last byte of a whitespace character, soon its first
     wide = np.flatnonzero(text[last] >= 0x80)
-    for _ in range(3):
+    for _ in range(2):  # no whitespace character has more than three bytes
         last[wide] -= text[last[wide]] & 0xC0 == 0x80
     begins[last] = True
 

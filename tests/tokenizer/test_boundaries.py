@@ -78,6 +78,13 @@ def test_contractions_in_every_position() -> None:
         )
 
 
+def test_special_tokens_are_no_part_of_contractions_or_of_words_around_them() -> None:
+    for special in ("so", "l", " ", "'", "ve", "日"):
+        specials = SpecialTokens({special: 0})
+        for text in ("it'so", "'ll", "we'll've", "a  b", "'s's", "日 日本", "x 's"):
+            assert words_by_starts(text.encode(), specials) == expected_words(text, special), (special, text)
+
+
 def test_the_classes_table_covers_what_lies_beyond_its_search() -> None:
     classes = character_classes()
     rng = random.Random(0)
