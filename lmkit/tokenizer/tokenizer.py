@@ -60,6 +60,8 @@ class Tokenizer:
         self.special_ids = _special_ids(self.vocab, ordinary, self.special_tokens)
         for text, token_id in self.special_ids.items():
             self.vocab[token_id] = text.encode()
+        self.vocab_size = max(self.vocab) + 1
+        """One more than the largest id: the rows that an embedding needs."""
         self._specials = SpecialTokens(self.special_ids)
         self.merge_table = MergeTable(
             [ordinary[bytes([byte])] for byte in range(256)],
@@ -67,11 +69,6 @@ class Tokenizer:
         )
         self._word_ids: dict[str, list[int]] = {}
         self._chunk_encoder_lock = threading.Lock()
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id: the rows that an embedding needs."""
-        return max(self.vocab) + 1
 
     @property
     def end_of_text_id(self) -> int | None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import doctest
 import itertools
 import random
 import re
@@ -13,6 +14,13 @@ from lmkit.tokenizer import Tokenizer
 
 SMALL = {i: bytes([i]) for i in range(256)} | {256: b"he", 257: b"hel"}
 MERGES = [(b"h", b"e"), (b"he", b"l")]
+
+
+def test_the_examples_in_the_docstrings() -> None:
+    from lmkit.tokenizer import tokenizer
+
+    assert doctest.testmod(tokenizer).attempted == 3
+    assert doctest.testmod(tokenizer).failed == 0
 
 
 @settings(max_examples=300, deadline=None)
