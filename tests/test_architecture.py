@@ -124,25 +124,31 @@ def test_light_packages_import_nothing_heavy_when_loaded() -> None:
     assert wrong == []
 
 
+# Where the rule has to give way, and why.
+EXCEPTIONS_TO_THE_RULE = {
+    "measure/ranges.py": "profiling is on or off for a whole process",
+    "parallel/launch.py": "at the border of a process any error must become a report",
+}
+
+
 def test_nothing_swallows_every_error_or_keeps_global_state() -> None:
     wrong = []
     for path in _modules():
+        name = path.relative_to(PACKAGE).as_posix()
         for node in ast.walk(_parse(path)):
-            if isinstance(node, ast.ExceptHandler) and (
+            catches_all = isinstance(node, ast.ExceptHandler) and (
                 node.type is None or (isinstance(node.type, ast.Name) and node.type.id == "Exception")
-            ):
-                wrong.append(f"{path.relative_to(PACKAGE.parent)}:{node.lineno} catches everything")
-            if isinstance(node, ast.Global):
-                wrong.append(f"{path.relative_to(PACKAGE.parent)}:{node.lineno} has global state")
+            )
+            if (catches_all or isinstance(node, ast.Global)) and name not in EXCEPTIONS_TO_THE_RULE:
+                wrong.append(f"{name}:{node.lineno}")
     assert wrong == []
 
 
 def test_registries_agree_with_the_recipe() -> None:
     from typing import get_args
 
-    from lmkit.parallel.strategies import STRATEGIES
-
     from lmkit.attention import ATTENTION
+    from lmkit.parallel.strategies import STRATEGIES
     from lmkit.recipe.aliases import ATTENTION as ATTENTION_ALIASES
     from lmkit.recipe.aliases import STRATEGIES as STRATEGY_ALIASES
     from lmkit.recipe.model import AttentionName
