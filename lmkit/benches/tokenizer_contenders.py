@@ -45,6 +45,11 @@ Timed = Callable[[], Any]
 """What is timed; everything it needs is ready."""
 
 
+def _documents(path: str) -> list[str]:
+    """The texts between the end-of-text tokens, line ends untouched."""
+    return Path(path).read_bytes().decode().split(END_OF_TEXT)
+
+
 # ---- training
 
 
@@ -75,8 +80,8 @@ def train_rustbpe(job: Job) -> Timed:
     rustbpe = importlib.import_module("rustbpe")  # by name: it has no types, and is rarely installed
 
     def train() -> None:
-        documents = Path(job.text).read_text("utf-8").split(END_OF_TEXT)  # it knows no special tokens
-        rustbpe.Tokenizer().train_from_iterator(iter(documents), job.vocab_size - 1, pattern=PATTERN)
+        documents = iter(_documents(job.text))  # it knows no special tokens
+        rustbpe.Tokenizer().train_from_iterator(documents, job.vocab_size - 1, pattern=PATTERN)
 
     return train
 
@@ -110,9 +115,8 @@ def encode_huggingface(job: Job) -> Timed:
     end: Any = tokenizer.token_to_id(END_OF_TEXT)
 
     def encode() -> None:
-        documents = Path(job.text).read_text("utf-8").split(END_OF_TEXT)
         ids: list[int] = []
-        for i, document in enumerate(tokenizer.encode_batch_fast(documents)):
+        for i, document in enumerate(tokenizer.encode_batch_fast(_documents(job.text))):
             ids += [end, *document.ids] if i else document.ids
         np.array(ids, np.uint32).tofile(job.output)
 
