@@ -1,0 +1,204 @@
+"""The Hopper kernels against float64, on shapes, layouts and values that break careless kernels.
+
+Budgets: the result's rounding to 16 bits alone costs 1.7e-3 (bf16) of ‖reference‖; rounding P, dS and O on the way
+brings a good kernel to 2.0e-3 to 2.8e-3 on normal inputs, cuDNN as well. 4e-3 passes those and fails zeros (1), a scale
+2% off (1e-2 and more), a mask one off (1e-2 at these lengths) and a skipped tile.
+"""
+
+import math
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+
+BUDGET = 4e-3
+LENGTHS = [
+    (1, 1),
+    (127, 127),
+    (129, 129),
+    (1000, 1000),
+    (300, 1000),
+    (1000, 300),
+    (64, 2048),
+    (2048, 64),
+    (2500, 2500),
+]
+
+
+@pytest.fixture(scope="module")
+def hopper():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("not a Hopper GPU")
+    from lmkit.kernels import hopper
+
+    return hopper
+
+
+def draw(*shape, dtype=torch.bfloat16):
+    return torch.randn(*shape, device="cuda", dtype=dtype)
+
+
+def poison():
+    """Fills what the allocator hands out next with NaN, so that unwritten outputs show."""
+    torch.full((32 << 20,), math.nan, device="cuda")
+
+
+def reference(q, k, v, causal, scale):
+    group = q.shape[1] // k.shape[1]
+    q, k, v = q.double(), k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
+    scores = q @ k.mT * scale
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], device=scores.device, dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(hidden, -math.inf)
+    return torch.softmax(scores, -1) @ v, torch.logsumexp(scores, -1)
+
+
+def reference_gradients(dout, q, k, v, causal, scale):
+    leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+    out, _ = reference(*leaves, causal, scale)
+    return torch.autograd.grad(out, leaves, dout.double())
+
+
+def error(result, expected):
+    """‖result - expected‖ / ‖expected‖ over what is finite in the expectation; infinite where finiteness differs."""
+    finite = torch.isfinite(expected)
+    if not torch.equal(torch.isfinite(result), finite):
+        return math.inf
+    difference = (result.double() - expected)[finite].norm()
+    return (difference / expected[finite].norm().clamp_min(1e-6)).item()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("queries", "keys"), LENGTHS)
+def test_forward(hopper, queries, keys, head_dim, causal, dtype):
+    q, k, v = (draw(2, 3, n, head_dim, dtype=dtype) for n in (queries, keys, keys))
+    assert hopper.unsupported_reason(q, k, v, causal=causal) is None
+    poison()
+    out, lse = hopper.forward(q, k, v, causal=causal, scale=head_dim**-0.5)
+    expected, expected_lse = reference(q, k, v, causal, head_dim**-0.5)
+    assert error(out, expected) < BUDGET
+    assert (lse.double() - expected_lse).abs().max() < 1e-4  # float32 sums of 2^(fused products)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("queries", "keys"), LENGTHS)
+def test_backward(hopper, queries, keys, head_dim, causal, deterministic, dtype):
+    q, k, v = (draw(2, 3, n, head_dim, dtype=dtype) for n in (queries, keys, keys))
+    dout = draw(2, 3, queries, head_dim, dtype=dtype)
+    out, lse = hopper.forward(q, k, v, causal=causal, scale=head_dim**-0.5)
+    poison()
+    results = hopper.backward(
+        dout, q, k, v, out, lse, causal=causal, scale=head_dim**-0.5, deterministic=deterministic
+    )
+    for result, expected in zip(
+        results, reference_gradients(dout, q, k, v, causal, head_dim**-0.5), strict=True
+    ):
+        if keys == 1:  # dQ and dK are exactly 0 in exact arithmetic: only rounding of delta is left
+            assert (result.double() - expected).abs().max() < 0.05
+        else:
+            assert error(result, expected) < BUDGET
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_slices_of_a_fused_projection_with_shared_key_heads(hopper, head_dim, causal):
+    x = draw(2, 777, 16, head_dim)  # 8 query heads, 2 key heads, 2 value heads, and room
+    q, k, v = x[:, :, :8].transpose(1, 2), x[:, :, 8:10].transpose(1, 2), x[:, :, 10:12].transpose(1, 2)
+    dout = draw(2, 777, 8, head_dim).transpose(1, 2)
+    out, lse = hopper.forward(q, k, v, causal=causal, scale=0.1)
+    assert out.stride(1) == head_dim  # heads side by side, as q's are
+    assert error(out, reference(q, k, v, causal, 0.1)[0]) < BUDGET
+    expected = reference_gradients(dout, q, k, v, causal, 0.1)
+    for deterministic in (False, True):
+        results = hopper.backward(
+            dout, q, k, v, out, lse, causal=causal, scale=0.1, deterministic=deterministic
+        )
+        assert max(map(error, results, expected)) < BUDGET
+
+
+def adversary(name, q, k, v, scale):
+    """Inputs whose row maxima are not where a static reference expects them, or that are not finite."""
+    length = q.shape[2]
+    ramp = torch.linspace(0, 60, length, device="cuda")
+    if name == "logits times 8":
+        q *= 8
+    elif name == "sink":
+        k[:, :, 0] = 0
+        k[:, :, 0, 0] = 60 / scale / 8
+        q[..., 0] = 8
+    elif name.startswith("ramp"):
+        k[..., 0] = (ramp if name == "ramp up" else ramp.flip(0)).to(k.dtype) / scale / 8
+        q[..., 0] = 8
+    elif name == "cliffs":  # 600 nats between neighbouring blocks
+        k[..., 0] = 10 * ramp.flip(0).to(k.dtype) / scale / 8
+        q[..., 0] = 8
+    elif name == "times 1e4":
+        q *= 1e4
+        k *= 1e4
+        v *= 1e4
+    elif name == "NaN key":
+        k[:, :, length // 3] = math.nan
+    elif name == "NaN query":
+        q[:, :, length // 3] = math.nan
+    elif name == "NaN value":
+        v[:, :, length // 3] = math.nan
+    elif name == "infinite key":
+        k[:, :, length // 3] = -math.inf
+    elif name == "infinite query":
+        q[:, :, length // 3] = -math.inf
+
+
+NAMES = ["logits times 8", "sink", "ramp up", "ramp down", "cliffs", "times 1e4", "NaN key", "NaN query", "NaN value",
+         "infinite key", "infinite query"]  # fmt: skip
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", NAMES)
+def test_forward_on_hard_values(hopper, name, head_dim, causal):
+    if causal and name == "NaN value":
+        pytest.skip("a dense reference spreads 0 * NaN to rows that do not see the value")
+    scale = head_dim**-0.5
+    q, k, v = draw(1, 4, 2500, head_dim), draw(1, 4, 2500, head_dim), draw(1, 4, 2500, head_dim)
+    adversary(name, q, k, v, scale)
+    out, _ = hopper.forward(q, k, v, causal=causal, scale=scale)
+    assert error(out, reference(q, k, v, causal, scale)[0]) < BUDGET
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_deterministic_backward_repeats_every_bit(hopper, head_dim, causal):
+    q, k, v, dout = (draw(2, 8, 2048, head_dim) for _ in range(4))
+    out, lse = hopper.forward(q, k, v, causal=causal, scale=0.1)
+    runs = [
+        hopper.backward(dout, q, k, v, out, lse, causal=causal, scale=0.1, deterministic=True)
+        for _ in range(20)
+    ]
+    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
+
+
+def test_more_than_2_to_31_elements(hopper):
+    q = torch.randn(40000, 14, 64, 64, device="cuda", dtype=torch.bfloat16)  # 560,000 heads, 2.3e9 elements
+    out, lse = hopper.forward(q, q, q, causal=True, scale=0.125)
+    gradients = hopper.backward(q, q, q, q, out, lse, causal=True, scale=0.125, deterministic=False)
+    last = q[-1:, -2:]
+    assert error(out[-1:, -2:], reference(last, last, last, True, 0.125)[0]) < BUDGET
+    expected = reference_gradients(last, last, last, last, True, 0.125)
+    assert max(error(g[-1:, -2:], e) for g, e in zip(gradients, expected, strict=True)) < BUDGET
+
+
+def test_unsupported_requests_say_why(hopper):
+    q = draw(1, 2, 64, 80)
+    assert "head_dim is 80" in hopper.unsupported_reason(q, q, q, causal=True)
+    q = draw(1, 2, 64, 64)
+    assert "dtypes" in hopper.unsupported_reason(q.float(), q, q, causal=True)
+    assert "strides" in hopper.unsupported_reason(draw(1, 2, 64, 65)[..., 1:], q, q, causal=True)
+    assert "no queries" in hopper.unsupported_reason(q[:, :, :0], q, q, causal=True)

@@ -1,0 +1,156 @@
+"""Every shipped Hopper configuration compiles for sm_90 without a GPU, within its registers and unserialised.
+
+Gluon kernels cannot be interpreted, so on a machine without a Hopper GPU this is all that can be known about them. It is
+not little: a spill in the main loop, or ptxas giving up the overlap of the tensor cores' products (its notes C7510 to
+C7519), costs more speed than any other mistake, and both show here.
+"""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="the Hopper kernels need triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
+
+from lmkit.kernels.hopper.backward_kernel import key_value_gradient_kernel  # noqa: E402
+from lmkit.kernels.hopper.backward_launcher import CONFIGS  # noqa: E402
+from lmkit.kernels.hopper.backward_launcher import REGISTERS as BACKWARD_REGISTERS  # noqa: E402
+from lmkit.kernels.hopper.forward_kernel import forward_kernel  # noqa: E402
+from lmkit.kernels.hopper.forward_launcher import (  # noqa: E402
+    HEAD_DIM_64,
+    HEAD_DIM_64_SHORT,
+    HEAD_DIM_128,
+    REGISTERS,
+)
+from lmkit.kernels.hopper.query_gradient_kernel import query_gradient_kernel  # noqa: E402
+from lmkit.kernels.hopper.tensors import shared_layout  # noqa: E402
+
+HOPPER = GPUTarget("cuda", 90, 32)
+PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+TYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+# Spilled bytes a thread, as measured (all outside of the main loops or at their rim); what is not listed spills nothing.
+# Keys: kernel, head_dim, causal, tail, consumers or whether dQ is added up.
+STATED_SPILLS = {
+    ("key_value", 64, False, False, True): 16,
+    ("key_value", 64, False, True, True): 16,
+    ("key_value", 64, True, False, True): 12,
+    ("key_value", 64, True, True, True): 16,
+    ("key_value", 128, True, False, True): 4,
+    ("key_value", 128, True, True, True): 4,
+}
+MOST_SPILLS = 64
+
+
+def descriptor(box, dtype):
+    return f"tensordesc<{TYPE_NAMES[dtype]}[{', '.join(map(str, box))}],{shared_layout(box, dtype)!r}>"
+
+
+def compile_kernel(kernel, types, constants, num_warps, registers):
+    """The PTX of a kernel whose parameters have these types, then these constants, in order."""
+    names = kernel.arg_names
+    assert len(names) == len(types) + len(constants)
+    signature = dict(zip(names, [*types, *["constexpr"] * len(constants)], strict=True))
+    first = len(types)
+    values = {(first + i,): value for i, value in enumerate(constants)}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types) if kind.startswith("*")}
+    source = GluonASTSource(kernel, signature, values, aligned)
+    options = {"num_warps": num_warps, "maxnreg": registers}
+    return triton.compile(source, target=HOPPER, options=options).asm["ptx"]
+
+
+def compile_forward(head_dim, config, causal, tail, dtype):
+    rows, keys = descriptor((1, 1, 64, head_dim), dtype), descriptor((1, 1, 128, head_dim), dtype)
+    registers, consumer_registers = REGISTERS[config.consumers]
+    types = [rows, keys, keys, rows, "*fp32", *["i32"] * 6, "fp32"]
+    constants = (head_dim, config.stages, causal, tail, config.consumers, consumer_registers)
+    return compile_kernel(forward_kernel, types, constants, 4, registers)
+
+
+def compile_key_value_gradient(head_dim, causal, tail, add_dq, dtype):
+    config = CONFIGS[head_dim]
+    rows, keys = descriptor((1, 1, config.queries, head_dim), dtype), descriptor((1, 1, 128, head_dim), dtype)
+    flat = descriptor((config.queries,), torch.float32)
+    dq_sum = descriptor((config.queries * head_dim // 32, 32), torch.float32)
+    types = [rows, keys, keys, rows, flat, flat, keys, keys, dq_sum, *["i32"] * 7, *["fp32"] * 3]
+    constants = (config.queries, head_dim, causal, tail, add_dq, config.half_p)
+    return compile_kernel(key_value_gradient_kernel, types, constants, 8, BACKWARD_REGISTERS)
+
+
+def compile_query_gradient(head_dim, causal, tail, dtype):
+    tile = descriptor((1, 1, 128, head_dim), dtype)
+    pointers = ["*fp32", "*fp32", "*fp32", f"*{TYPE_NAMES[dtype]}", "i64", "i64", "i64"]
+    types = [*[tile] * 5, *pointers, *["i32"] * 6, *["fp32"] * 3]
+    constants = (head_dim, CONFIGS[head_dim].dq_k_stages, causal, tail)
+    return compile_kernel(query_gradient_kernel, types, constants, 8, BACKWARD_REGISTERS)
+
+
+def assemble(ptx, folder):
+    """(spilled bytes a thread, notes about serialised products) from ptxas."""
+    path = folder / "kernel.ptx"
+    path.write_text(ptx)
+    command = [str(PTXAS), "-v", "-arch=sm_90a", str(path), "-o", str(folder / "kernel.cubin")]
+    report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spills = [int(stored) for stored in re.findall(r"(\d+) bytes spill stores", report)]
+    assert spills, report
+    return max(spills), re.findall(r"C751\d", report)
+
+
+FORWARD = [
+    pytest.param(
+        head_dim, config, causal, tail, id=f"{head_dim}-{config.consumers}x{config.stages}-{causal}-{tail}"
+    )
+    for head_dim, config in ((64, HEAD_DIM_64), (64, HEAD_DIM_64_SHORT), (128, HEAD_DIM_128))
+    for causal, tail in ((False, False), (False, True), (True, False))
+]
+BACKWARD = [
+    pytest.param(head_dim, causal, tail, id=f"{head_dim}-{causal}-{tail}")
+    for head_dim in (64, 128)
+    for causal in (False, True)
+    for tail in (False, True)
+]
+
+
+@pytest.mark.parametrize(("head_dim", "config", "causal", "tail"), FORWARD)
+def test_forward(head_dim, config, causal, tail, tmp_path):
+    spills, serialised = assemble(compile_forward(head_dim, config, causal, tail, torch.bfloat16), tmp_path)
+    assert not serialised
+    assert spills <= STATED_SPILLS.get(("forward", head_dim, causal, tail, config.consumers), 0)
+
+
+@pytest.mark.parametrize("add_dq", [True, False], ids=["adding", "deterministic"])
+@pytest.mark.parametrize(("head_dim", "causal", "tail"), BACKWARD)
+def test_key_value_gradient(head_dim, causal, tail, add_dq, tmp_path):
+    ptx = compile_key_value_gradient(head_dim, causal, tail, add_dq, torch.bfloat16)
+    spills, serialised = assemble(ptx, tmp_path)
+    assert not serialised
+    assert spills <= STATED_SPILLS.get(("key_value", head_dim, causal, tail, add_dq), 0)
+
+
+@pytest.mark.parametrize(("head_dim", "causal", "tail"), BACKWARD)
+def test_query_gradient(head_dim, causal, tail, tmp_path):
+    spills, serialised = assemble(compile_query_gradient(head_dim, causal, tail, torch.bfloat16), tmp_path)
+    assert not serialised
+    assert spills <= STATED_SPILLS.get(("query", head_dim, causal, tail), 0)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_float16(head_dim, tmp_path):
+    config = HEAD_DIM_64 if head_dim == 64 else HEAD_DIM_128
+    for ptx in (
+        compile_forward(head_dim, config, True, False, torch.float16),
+        compile_key_value_gradient(head_dim, True, False, True, torch.float16),
+        compile_query_gradient(head_dim, True, False, torch.float16),
+    ):
+        spills, serialised = assemble(ptx, tmp_path)
+        assert spills <= MOST_SPILLS
+        assert not serialised
+
+
+def test_stated_spills_are_small():
+    assert max(STATED_SPILLS.values(), default=0) <= MOST_SPILLS
