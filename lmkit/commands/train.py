@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lmkit.errors import UsageError
+from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.ranges import enable_ranges_from_environment
 from lmkit.model.accounting import count_parameters
 from lmkit.parallel.launch import spawn_ranks
@@ -109,7 +109,17 @@ def run(recipe: Recipe, *, stop_at_step: int | None = None, nproc: int = 1) -> T
 
 
 def _train_as_rank(recipe: Recipe, stop_at_step: int | None) -> TrainResult | None:
-    """One rank's whole life."""
+    """One rank's whole life. A full disk or a file that vanished is the user's to mend, wherever it is met."""
+    try:
+        return _live(recipe, stop_at_step)
+    except OSError as error:
+        raise LmkitError(
+            f"{error.filename or recipe.run.path}: {(error.strerror or str(error)).lower()}",
+            hint="check the disk; checkpoints that were saved are intact, and training again goes on from them",
+        ) from error
+
+
+def _live(recipe: Recipe, stop_at_step: int | None) -> TrainResult | None:
     enable_ranges_from_environment()
     backend = None if recipe.parallel.backend in ("auto", "nccl") else recipe.parallel.backend
     group = process_group(recipe.run.device, backend=backend, timeout_s=recipe.parallel.timeout_s)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import resource
 import shutil
 import signal
 from collections.abc import Callable
@@ -210,6 +211,20 @@ def test_fault_50_an_output_that_cannot_be_written_is_refused_before_training(
     for folder in (tmp_path / "file" / "runs", Path("/proc/nothing/here")):
         with pytest.raises(UsageError, match="cannot write there"):
             train_here(tiny(f'run.folder="{folder}"'))
+
+
+@pytest.mark.parametrize("limit", [100, 2000])
+def test_fault_49_a_limit_on_file_sizes_is_one_error_whichever_file_meets_it(limit: int, tiny: Tiny) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        with pytest.raises(LmkitError, match=r"file too large$"):
+            train_here(tiny())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert saved(tiny()) == []
+    assert not list(tiny().run.path.rglob("*.partial"))
+    assert train_here(tiny()).status == "finished"
 
 
 def test_fault_55_a_changed_learning_rate_goes_on_and_says_so(
