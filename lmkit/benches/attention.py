@@ -271,12 +271,13 @@ def _too_large_for_host(name: str, case: Case, options: AttentionOptions) -> str
 
 @contextmanager
 def _matmul_precision(dtype: str) -> Iterator[None]:
-    before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "tf32" if dtype == "tf32" else "ieee"
+    # Not `matmul.fp32_precision`: torch refuses to compile where that and the older switch disagree.
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
     try:
         yield
     finally:
-        torch.backends.cuda.matmul.fp32_precision = before
+        torch.set_float32_matmul_precision(before)
 
 
 def _release_memory(device: str) -> None:

@@ -103,8 +103,8 @@ def measure_matmul_peak(device: torch.device | str, dtype: str) -> float:
     device = torch.device(device)
     on_gpu = device.type == "cuda"
     torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype, torch.float32)
-    precision_before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "tf32" if dtype == "tf32" else "ieee"
+    precision_before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
     try:
         sizes = (4096, 8192) if on_gpu else (512, 1024)
         variants = {}
@@ -115,7 +115,7 @@ def measure_matmul_peak(device: torch.device | str, dtype: str) -> float:
             variants[str(size)] = _matmul_call(left, right, product)
         timings = time_variants(variants, device=device, repeats=10, warmup=2, max_seconds=2.0)
     finally:
-        torch.backends.cuda.matmul.fp32_precision = precision_before
+        torch.set_float32_matmul_precision(precision_before)
     return max(2.0 * size**3 / (timings[str(size)].spread.minimum * 1e-3) for size in sizes)
 
 

@@ -50,9 +50,9 @@ def test_the_rate_counts_two_flops_per_multiply_add(monkeypatch):
 
 
 def test_precision_setting_is_restored():
-    before = torch.backends.cuda.matmul.fp32_precision
+    before = torch.get_float32_matmul_precision()
     measure_matmul_peak("cpu", "tf32")
-    assert torch.backends.cuda.matmul.fp32_precision == before
+    assert torch.get_float32_matmul_precision() == before
 
 
 def test_utilization_names_its_basis(monkeypatch):
