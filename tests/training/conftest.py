@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import sys
 from collections.abc import Callable, Iterator
 from multiprocessing.context import BaseContext
 from pathlib import Path
@@ -11,9 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+from lmkit.commands import train
 from lmkit.data.token_files import TokenFileWriter
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.schema import Recipe
+
+sys.path.insert(0, str(Path(__file__).parent))  # for run_folders.py, here and in processes that tests start
 
 VOCABULARY = 64
 
@@ -41,6 +45,20 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+draw_losses = train.draw_losses
+
+
+@pytest.fixture(autouse=True)
+def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """matplotlib takes longer than these runs; `pictures` puts it back."""
+    monkeypatch.setattr(train, "draw_losses", lambda *arguments, **options: None)
+
+
+@pytest.fixture
+def pictures(_no_pictures: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "draw_losses", draw_losses)
 
 
 @pytest.fixture(scope="session")

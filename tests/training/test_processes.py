@@ -20,34 +20,25 @@ from typing import Any
 
 import pytest
 import torch
+from run_folders import losses, saved
 
 from lmkit.commands import train
 from lmkit.errors import LmkitError
 from lmkit.parallel.strategies import STRATEGIES
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.schema import Recipe
-from lmkit.training.checkpoint_folder import newest_valid, saved_steps, step_name
+from lmkit.training.checkpoint_folder import newest_valid, step_name
 from lmkit.training.checkpoints import Checkpoint, open_checkpoint
-from lmkit.training.metrics import read_metrics
 from lmkit.training.step import Step
 
 Tiny = Callable[..., Recipe]
 PATIENCE_S = 120
 
 
-def losses(recipe: Recipe, kind: str = "train") -> list[tuple[int, float]]:
-    records = read_metrics(recipe.run.path / "metrics.jsonl")
-    return [(record["step"], record["loss"]) for record in records if record["kind"] == kind]
-
-
 def newest(recipe: Recipe) -> Checkpoint:
     choice = newest_valid(recipe.run.path / "checkpoints")
     assert choice.path is not None
     return open_checkpoint(choice.path)
-
-
-def saved(recipe: Recipe) -> list[int]:
-    return [item.step for item in saved_steps(recipe.run.path / "checkpoints")]
 
 
 def assert_same_tensors(left: Checkpoint, right: Checkpoint) -> None:

@@ -15,11 +15,6 @@ from lmkit.training.optimizer_state import load_optimizer_tensors
 Tiny = Callable[..., Recipe]
 
 
-@pytest.fixture(autouse=True)
-def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train, "draw_losses", lambda *arguments, **options: None)
-
-
 @pytest.fixture
 def run_folder(tiny: Tiny) -> Path:
     train.run(tiny("checkpoint.interval=5"))

@@ -1,0 +1,134 @@
+"""Runs that are stopped: by numbers that are not finite, by signals, by the disk."""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from run_folders import assert_same_state, losses, newest, saved, train_here
+
+from lmkit.errors import LmkitError, UsageError
+from lmkit.recipe.schema import Recipe
+from lmkit.training import loop as loop_module
+from lmkit.training.step import Step
+
+Tiny = Callable[..., Recipe]
+
+
+def test_fault_50_an_output_that_cannot_be_written_is_refused_before_training(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*arguments: Any) -> None:
+        raise AssertionError("a model was trained")
+
+    monkeypatch.setattr(Step, "accumulate", never)
+    (tmp_path / "file").write_text("not a folder")
+    for folder in (tmp_path / "file" / "runs", Path("/proc/nothing/here")):
+        with pytest.raises(UsageError, match="cannot write there"):
+            train_here(tiny(f'run.folder="{folder}"'))
+
+
+@pytest.mark.parametrize("limit", [100, 2000])
+def test_fault_49_a_limit_on_file_sizes_is_one_error_whichever_file_meets_it(limit: int, tiny: Tiny) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        with pytest.raises(LmkitError, match=r"file too large$"):
+            train_here(tiny())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert saved(tiny()) == []
+    assert not list(tiny().run.path.rglob("*.partial"))
+    assert train_here(tiny()).status == "finished"
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
+    """Make the loss of some steps (counted from 1) NaN."""
+    original, calls = Step.accumulate, iter(range(1, 1000))
+
+    def accumulate(self: Step, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss = original(self, inputs, targets)
+        return loss * math.nan if next(calls) in steps else loss
+
+    monkeypatch.setattr(Step, "accumulate", accumulate)
+
+
+def test_fault_66_and_68_nan_stops_the_run_and_the_good_checkpoint_stays(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = tiny("checkpoint.interval=3", "checkpoint.keep_last=1")
+    spoil(monkeypatch, {10})
+    with pytest.raises(LmkitError, match=r"step 10: loss nan.* not finite"):
+        train_here(recipe)
+    assert saved(recipe) == [9]
+    tensors = newest(recipe).model_tensors()
+    assert all(torch.isfinite(tensor).all() for tensor in tensors.values())
+
+
+def test_nan_steps_can_be_skipped_up_to_a_limit(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = tiny('train.nonfinite="skip"', "train.max_skips=2")
+    spoil(monkeypatch, {3, 4, 8})
+    assert train_here(recipe).status == "finished"
+    assert [step for step, _ in losses(recipe, "skip")] == [3, 4, 8]
+    assert [step for step, _ in losses(recipe)] == [1, 2, 5, 6, 7, 9, 10]
+    spoil(monkeypatch, {3, 4, 5})
+    with pytest.raises(LmkitError, match=r"3 times in a row, train\.max_skips is 2"):
+        train_here(tiny('train.nonfinite="skip"', "train.max_skips=2", "run.name=worse"))
+
+
+def stop_by_signal(monkeypatch: pytest.MonkeyPatch, number: int, where: str) -> None:
+    """Send this process a signal in the middle of step 3, of an evaluation, or of a save."""
+    if where == "step":
+        original, calls = Step.accumulate, iter(range(1, 1000))
+
+        def accumulate(self: Step, *batch: torch.Tensor) -> torch.Tensor:
+            if next(calls) == 3:
+                os.kill(os.getpid(), number)
+            return original(self, *batch)
+
+        monkeypatch.setattr(Step, "accumulate", accumulate)
+    elif where == "evaluation":
+        evaluate_ = loop_module.evaluate
+
+        def evaluating(*arguments: Any, **options: Any):
+            os.kill(os.getpid(), number)
+            return evaluate_(*arguments, **options)
+
+        monkeypatch.setattr(loop_module, "evaluate", evaluating)
+    else:
+        save, saves = loop_module.CheckpointWriter.save, iter(range(1, 1000))
+
+        def saving(self: Any, *arguments: Any, **options: Any) -> None:
+            save(self, *arguments, **options)
+            if next(saves) == 1:
+                os.kill(os.getpid(), number)
+
+        monkeypatch.setattr(loop_module.CheckpointWriter, "save", saving)
+
+
+@pytest.mark.parametrize(("where", "step"), [("step", 3), ("evaluation", 4), ("save", 6)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_fault_69_a_signal_finishes_the_step_and_saves_once(
+    where: str, step: int, number: int, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, recipe = tiny("run.name=whole"), tiny("run.name=stopped", "checkpoint.interval=5")
+    train_here(whole)
+    with monkeypatch.context() as patch:
+        stop_by_signal(patch, number, where)
+        with pytest.raises(SystemExit if number == signal.SIGTERM else KeyboardInterrupt) as caught:
+            train_here(recipe)
+    if number == signal.SIGTERM:
+        assert caught.value.code == 143  # type: ignore[union-attr]
+    # In a save (of step 5) the signal is seen during the step after it.
+    assert saved(recipe) == ([5, 6] if where == "save" else [step])
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert train_here(recipe).resumed_from == step
+    assert_same_state(newest(whole), newest(recipe))
+    assert losses(whole) == losses(recipe)

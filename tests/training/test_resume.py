@@ -1,0 +1,227 @@
+"""Going on: the same run bit for bit, from the newest good checkpoint, or refused."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from run_folders import assert_same_state, losses, newest, train_here
+
+from lmkit.errors import LmkitError, UsageError
+from lmkit.recipe.schema import Recipe
+from lmkit.storage import FolderLock
+from lmkit.training.checkpoint_folder import MODEL, step_name, verify
+from lmkit.training.checkpoints import load_model
+
+Tiny = Callable[..., Recipe]
+
+
+@pytest.mark.parametrize("stop", [1, 5, 9])
+def test_fault_54_10_steps_are_5_and_5_bit_for_bit(stop: int, tiny: Tiny) -> None:
+    whole, parts = tiny("run.name=whole"), tiny("run.name=parts")
+    train_here(whole)
+    first = train_here(parts, stop_at_step=stop)
+    assert (first.status, first.step) == ("stopped early", stop)
+    second = train_here(parts)
+    assert (second.status, second.resumed_from) == ("finished", stop)
+    assert_same_state(newest(whole), newest(parts))
+    assert losses(whole) == losses(parts)
+    assert losses(whole, "valid") == losses(parts, "valid")
+    assert losses(whole, "final") == losses(parts, "final")
+
+
+def test_fault_44_and_45_a_damaged_newest_checkpoint_is_passed_over_and_named(
+    tiny: Tiny, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, recipe = tiny("run.name=whole"), tiny("checkpoint.interval=3", "run.name=damaged")
+    train_here(whole)
+    train_here(recipe, stop_at_step=6)
+    path = recipe.run.path / "checkpoints" / step_name(6) / MODEL
+    damaged = bytearray(path.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    path.write_bytes(damaged)
+    capsys.readouterr()
+    assert train_here(recipe).resumed_from == 3
+    said = capsys.readouterr().err
+    assert f"skipped {path}: checksum error" in said
+    assert f"resuming from {path.parent.parent / step_name(3)}" in said
+    assert_same_state(newest(whole), newest(recipe))
+    verify(newest(recipe).path)
+
+
+def test_fault_46_leftovers_of_a_killed_session_are_removed(
+    tiny: Tiny, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tiny()
+    train_here(recipe, stop_at_step=2)
+    half = recipe.run.path / "checkpoints" / (step_name(3) + ".partial")
+    half.mkdir()
+    (half / MODEL).write_text("half")
+    (recipe.run.path / "recipe.toml.partial").write_text("half")
+    train_here(recipe)
+    assert "removed" in capsys.readouterr().err
+    assert not list(recipe.run.path.rglob("*.partial"))
+
+
+def test_fault_55_a_changed_learning_rate_goes_on_and_says_so(
+    tiny: Tiny, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_here(tiny(), stop_at_step=5)
+    capsys.readouterr()
+    result = train_here(tiny("optimizer.lr=0.0005", "train.accumulation=1"))
+    assert result.resumed_from == 5
+    said = capsys.readouterr().err
+    assert "optimizer.lr: 0.001 -> 0.0005" in said
+    assert "train.accumulation: 2 -> 1" in said
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "model.d_model=32",
+        "model.num_layers=2",
+        "model.vocab_size=80",
+        "run.seed=3",
+        "train.batch_size=16",
+        'train.precision="bf16"',
+        "model.rope_theta=500.0",
+    ],
+)
+def test_fault_55_a_change_that_would_not_continue_the_run_is_refused_with_the_difference(
+    change: str, tiny: Tiny
+) -> None:
+    train_here(tiny(), stop_at_step=1)
+    before = newest(tiny()).path.stat().st_mtime_ns
+    with pytest.raises(UsageError) as caught:
+        train_here(tiny(change))
+    key, _, value = change.partition("=")
+    assert key in caught.value.message
+    assert f"-> {value.strip(chr(34))}" in caught.value.message
+    assert newest(tiny()).path.stat().st_mtime_ns == before
+
+
+def test_another_token_file_is_refused(tiny: Tiny, token_files: tuple[Path, Path], tmp_path: Path) -> None:
+    train_here(tiny(), stop_at_step=1)
+    for suffix in (".npy", ".json"):
+        shutil.copy(token_files[0].with_suffix(suffix), tmp_path / f"other{suffix}")
+    same = tiny(f'data.train="{tmp_path / "other.npy"}"')
+    train_here(same, stop_at_step=2)  # the same content elsewhere is the same data
+    sidecar = tmp_path / "other.json"
+    sidecar.write_text(sidecar.read_text().replace("b" * 64, "c" * 64))
+    with pytest.raises(UsageError, match=r"data\.train: another token file"):
+        train_here(same)
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 4])
+def test_fault_57_a_malicious_pickle_is_never_executed(protocol: int, tiny: Tiny, tmp_path: Path) -> None:
+    import pickle
+
+    sentinel = tmp_path / "executed"
+    payload = pickle.dumps(_Touch(sentinel), protocol=protocol)
+    recipe = tiny()
+    train_here(recipe, stop_at_step=1)
+    checkpoint = newest(recipe).path
+    for name in [path.name for path in checkpoint.iterdir()]:
+        evil = tmp_path / f"evil-{name}"
+        shutil.copytree(checkpoint, evil)
+        (evil / name).write_bytes(payload)
+        for attempt in (
+            lambda path=evil: load_model(path),
+            lambda path=evil: train_here(tiny("run.name=other", f'checkpoint.resume="{path}"')),
+        ):
+            try:
+                attempt()
+            except LmkitError:
+                continue
+            # Generating needs no optimizer state, so its file is not even opened.
+            assert name.startswith("optimizer")
+    assert not sentinel.exists()
+
+
+class _Touch:
+    """Unpickling it creates a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+def test_fault_60_a_missing_optimizer_shard_is_an_error_when_asked_for_by_name(tiny: Tiny) -> None:
+    recipe = tiny()
+    train_here(recipe, stop_at_step=1)
+    checkpoint = newest(recipe).path
+    (shard,) = checkpoint.glob("optimizer-*")
+    shard.unlink()
+    with pytest.raises(LmkitError, match=f"{shard.name}.*missing"):
+        train_here(tiny("run.name=other", f'checkpoint.resume="{checkpoint}"'))
+    with pytest.raises(LmkitError, match="no good checkpoint"):
+        train_here(recipe)
+
+
+def test_fault_61_two_runs_in_one_folder(tiny: Tiny) -> None:
+    recipe = tiny()
+    with FolderLock(recipe.run.path), pytest.raises(LmkitError, match="another process"):
+        train_here(recipe)
+    train_here(recipe, stop_at_step=1)
+
+
+def test_fault_65_resuming_a_finished_run_does_nothing(tiny: Tiny) -> None:
+    recipe = tiny()
+    first = train_here(recipe)
+    metrics = (recipe.run.path / "metrics.jsonl").read_bytes()
+    again = train_here(recipe)
+    assert again.status == "nothing to do"
+    assert str(again).startswith("nothing to do")
+    assert (again.valid_loss, again.loss, again.step) == (first.valid_loss, first.loss, 10)
+    assert (recipe.run.path / "metrics.jsonl").read_bytes() == metrics
+    assert train_here(recipe, stop_at_step=5).status == "nothing to do"
+
+
+def test_an_evaluation_that_was_cut_short_is_made_up_for(tiny: Tiny) -> None:
+    recipe = tiny()
+    first = train_here(recipe)
+    path = recipe.run.path / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    assert '"final"' in lines[-1]
+    path.write_text("".join(lines[:-1]))
+    again = train_here(recipe)
+    assert again.valid_loss == first.valid_loss
+    assert len(losses(recipe, "final")) == 1
+
+
+def test_more_steps_go_on_from_a_finished_run(tiny: Tiny) -> None:
+    train_here(tiny())
+    result = train_here(tiny("train.steps=12"))
+    assert (result.status, result.resumed_from, result.step) == ("finished", 10, 12)
+
+
+def test_resume_auto_with_nothing_there_starts_fresh_and_says_so(
+    tiny: Tiny, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_here(tiny(), stop_at_step=1)
+    assert "no checkpoint yet: starting from scratch" in capsys.readouterr().err
+
+
+def test_resume_never_refuses_a_folder_with_checkpoints(tiny: Tiny) -> None:
+    never = tiny("checkpoint.resume=never")
+    train_here(never, stop_at_step=1)
+    with pytest.raises(UsageError, match="never"):
+        train_here(never)
+
+
+def test_resume_from_a_named_checkpoint(tiny: Tiny) -> None:
+    recipe = tiny("checkpoint.interval=5", "checkpoint.keep_last=9")
+    train_here(recipe)
+    older = recipe.run.path / "checkpoints" / step_name(5)
+    with pytest.raises(UsageError, match="older than"):
+        train_here(tiny(f'checkpoint.resume="{older}"'))
+    branch = tiny("run.name=branch", f'checkpoint.resume="{older}"')
+    assert train_here(branch).resumed_from == 5
+    assert_same_state(newest(recipe), newest(branch))
+    with pytest.raises(UsageError, match="not a checkpoint folder"):
+        train_here(tiny("run.name=x", 'checkpoint.resume="nowhere"'))
