@@ -42,19 +42,18 @@ def plan_buckets(
 def fill_buckets(
     in_ready_order: Sequence[nn.Parameter], capacity: int, wire_dtype: str = "fp32"
 ) -> list[list[nn.Parameter]]:
-    """Fill buckets of at most `capacity` bytes in `wire_dtype`, one device and dtype each.
+    """Fill buckets until each has at least `capacity` bytes in `wire_dtype`; one device and dtype each.
 
-    A parameter larger than that gets a bucket of its own. Buckets are listed by when their last one is ready.
+    The parameter that reaches the capacity closes its bucket (as in PyTorch's reducer): many collectives cost
+    the host more than slightly larger ones cost the link. Listed by when each bucket's last parameter is ready.
     """
     closed: list[list[nn.Parameter]] = []
     filling: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
     for parameter in in_ready_order:
-        kind = (parameter.device, parameter.dtype)
-        bucket = filling.setdefault(kind, [])
-        if bucket and sum(_bytes(p, wire_dtype) for p in (*bucket, parameter)) > capacity:
-            closed.append(bucket)
-            bucket = filling[kind] = []
+        bucket = filling.setdefault((parameter.device, parameter.dtype), [])
         bucket.append(parameter)
+        if sum(_bytes(p, wire_dtype) for p in bucket) >= capacity:
+            closed.append(filling.pop((parameter.device, parameter.dtype)))
     closed.extend(filling.values())
     ready_at = {parameter: position for position, parameter in enumerate(in_ready_order)}
     return sorted(closed, key=lambda bucket: ready_at[bucket[-1]])

@@ -1,0 +1,155 @@
+"""How parameters are dealt into buckets, and in which order buckets leave: no ranks needed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lmkit.parallel import bucketed
+from lmkit.parallel.bucketed import fill_buckets, plan_buckets
+from lmkit.parallel.ready_queue import ReadyQueue
+from lmkit.parallel.zero1_layout import BucketLayout, ShardLayout, consolidate, shard_size_of, take_shards
+
+
+def parameters(*sizes: int, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in sizes]
+
+
+def sizes_of(buckets: list[list[nn.Parameter]]) -> list[list[int]]:
+    return [[parameter.numel() for parameter in bucket] for bucket in buckets]
+
+
+def test_the_parameter_that_reaches_the_capacity_closes_its_bucket():
+    given = parameters(10, 20, 30, 5, 100, 7)
+    assert sizes_of(fill_buckets(given, capacity=4 * 30)) == [[10, 20], [30], [5, 100], [7]]
+    assert sizes_of(fill_buckets(given, capacity=2 * 30, wire_dtype="bf16")) == [
+        [10, 20],
+        [30],
+        [5, 100],
+        [7],
+    ]
+
+
+def test_dtypes_never_share_a_bucket():
+    wide, narrow = parameters(4, 4, 4), parameters(4, 4, dtype=torch.bfloat16)
+    mixed = [wide[0], narrow[0], wide[1], narrow[1], wide[2]]
+    buckets = fill_buckets(mixed, capacity=4 * 8)
+    assert [{p.dtype for p in bucket} for bucket in buckets] == [
+        {torch.float32},
+        {torch.bfloat16},
+        {torch.float32},
+    ]
+    # Launched in this order, so it must be the order in which they become complete.
+    ends = [max(next(i for i, p in enumerate(mixed) if p is q) for q in bucket) for bucket in buckets]
+    assert ends == sorted(ends)
+
+
+def test_the_last_bucket_is_small(monkeypatch):
+    monkeypatch.setattr(bucketed, "LAST_BUCKET_BYTES", 4 * 12)
+    assert sizes_of(plan_buckets(parameters(50, 50, 50, 5, 5), 4 * 1000)) == [[50, 50, 50], [5, 5]]
+    assert sizes_of(plan_buckets(parameters(50, 50, 50), 4 * 1000)) == [[50, 50], [50]], "the very last alone"
+    assert sizes_of(plan_buckets(parameters(5, 5), 4 * 1000)) == [[5, 5]]
+
+
+def launched_by(order: list[int], members: list[int]) -> list[int]:
+    launched: list[int] = []
+    queue = ReadyQueue(members, launched.append, launched.clear)
+    for bucket in order:
+        queue.mark(bucket)
+    return launched
+
+
+def test_buckets_leave_in_order_however_they_become_ready():
+    assert launched_by([2, 1, 1, 0], [1, 2, 1]) == [0, 1, 2]
+    assert launched_by([1, 1, 2], [1, 2, 1]) == []
+    assert launched_by([0, 2], [1, 2, 1]) == [0]
+
+
+def test_the_rest_is_launched_once_and_the_queue_starts_over():
+    launched: list[int] = []
+    queue = ReadyQueue([1, 1, 1], launched.append, launched.clear)
+    queue.mark(0)
+    queue.launch_rest()
+    assert launched == [0, 1, 2]
+    queue.mark(0)
+    assert launched == [0, 1, 2, 0]
+
+
+def test_a_backward_pass_that_broke_off_is_noticed():
+    abandoned: list[bool] = []
+    weight = nn.Parameter(torch.ones(2))
+    queue = ReadyQueue([2], lambda index: None, lambda: abandoned.append(True))
+    begun: list[bool] = []
+    weight.register_post_accumulate_grad_hook(lambda p: begun.append(queue.begin()))
+    weight.sum().backward()
+    assert (begun, abandoned) == ([True], [])
+    weight.sum().backward()  # another pass, and nobody finished the first
+    assert (begun, abandoned) == ([True, True], [True])
+    queue.launch_rest()
+    weight.sum().backward()
+    assert abandoned == [True]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("elements", [1, 127, 128, 513, 100_000])
+def test_shards_are_equal_and_aligned(world_size, elements):
+    size = shard_size_of(elements, world_size)
+    assert size % 128 == 0
+    assert elements <= size * world_size < elements + 128 * world_size
+
+
+def state_of(rank: int, layout: ShardLayout, whole: dict[str, torch.Tensor]) -> dict:
+    per_parameter = {name: {"exp_avg": value, "step": torch.tensor(3.0)} for name, value in whole.items()}
+    return {"rank": rank, "layout": layout.as_json(), "state": take_shards(per_parameter, layout, rank)}
+
+
+def layout_for(world_size: int, buckets: list[dict[str, int]]) -> ShardLayout:
+    return ShardLayout(
+        world_size,
+        tuple(
+            BucketLayout(
+                0, tuple(sizes), tuple(sizes.values()), shard_size_of(sum(sizes.values()), world_size)
+            )
+            for sizes in buckets
+        ),
+    )
+
+
+def test_state_survives_any_change_of_ranks_and_buckets():
+    whole = {"a": torch.randn(300), "b": torch.randn(5), "c": torch.randn(1)}
+    four = layout_for(4, [{"a": 300, "b": 5}, {"c": 1}])
+    states = [state_of(rank, four, whole) for rank in range(4)]
+    assert [len(state["state"]["0"]["exp_avg"]) for state in states] == [128, 128, 128, 128]
+    for name, value in whole.items():
+        assert torch.equal(consolidate(states)[name]["exp_avg"], value)
+        assert consolidate(states)[name]["step"] == 3.0
+    three = layout_for(3, [{"c": 1, "b": 5}, {"a": 300}])
+    moved = consolidate(states)
+    again = [
+        {"rank": rank, "layout": three.as_json(), "state": take_shards(moved, three, rank)}
+        for rank in range(3)
+    ]
+    for name, value in whole.items():
+        assert torch.equal(consolidate(again)[name]["exp_avg"], value)
+
+
+def test_states_that_do_not_belong_together_are_refused():
+    whole = {"a": torch.randn(300)}
+    two, other = layout_for(2, [{"a": 300}]), layout_for(2, [{"a": 300}, {"b": 1}])
+    states = [state_of(rank, two, whole) for rank in range(2)]
+    with pytest.raises(ValueError, match=r"ranks 0 to 1 in order, got \[0\]"):
+        consolidate(states[:1])
+    with pytest.raises(ValueError, match=r"got \[1, 0\]"):
+        consolidate(states[::-1])
+    with pytest.raises(ValueError, match="different layouts"):
+        consolidate([states[0], {**states[1], "layout": other.as_json()}])
+    with pytest.raises(ValueError, match="no optimizer state for b"):
+        take_shards(consolidate(states), layout_for(2, [{"a": 300, "b": 1}]), 0)
+
+
+def test_layouts_survive_json():
+    import json
+
+    layout = layout_for(2, [{"a": 300, "b": 5}, {"c": 1}])
+    assert ShardLayout.from_json(json.loads(json.dumps(layout.as_json()))) == layout
