@@ -9,11 +9,14 @@ import numpy as np
 
 from lmkit.tokenizer.boundaries import word_starts
 from lmkit.tokenizer.bpe import MergeTable
+from lmkit.tokenizer.pattern import split_words
 from lmkit.tokenizer.special_tokens import Span
 from lmkit.tokenizer.word_table import WordTable, joined
 
 _MOST_WORDS = 1 << 20  # then the tables start over: memory stays bounded on endless text
 _MOST_TOKENS = 1 << 23
+_SHORT_TEXT = 1 << 12  # bytes: up to here a dict of words beats setting up array operations
+_MOST_KNOWN = 1 << 16  # words of short texts
 _LONGEST_IN_CROWD = 256  # bytes; longer words are merged one by one
 
 
@@ -30,6 +33,7 @@ class NumpyEncoder:
 
     def __init__(self, merges: MergeTable) -> None:
         self._merges = merges
+        self._known: dict[str, list[int]] = {}
         self._start_over()
 
     def _start_over(self) -> None:
@@ -42,8 +46,8 @@ class NumpyEncoder:
         self._num_tokens = 0
 
     def encode(self, data: bytes, specials: Sequence[Span] = ()) -> np.ndarray:
-        if not data:
-            return np.zeros(0, np.int32)
+        if len(data) <= _SHORT_TEXT or not data:
+            return self._encode_short(data, specials)
         if self._num_words > _MOST_WORDS or self._num_tokens > _MOST_TOKENS:
             self._start_over()
         starts = word_starts(data, specials)
@@ -59,6 +63,22 @@ class NumpyEncoder:
         return np.insert(
             tokens, ends[special - np.arange(len(special))], [span.token_id for span in specials]
         )
+
+    def _encode_short(self, data: bytes, specials: Sequence[Span]) -> np.ndarray:
+        ids: list[int] = []
+        end = 0
+        for start, stop, token_id in [*specials, (len(data), len(data), None)]:
+            for word in split_words(data[end:start].decode()):
+                found = self._known.get(word)
+                if found is None:
+                    found = self._merges.merge_word(word.encode())
+                    if len(self._known) < _MOST_KNOWN:
+                        self._known[word] = found
+                ids += found
+            if token_id is not None:
+                ids.append(token_id)
+            end = stop
+        return np.array(ids, np.int32)
 
     def _encode_words(
         self, data: bytes, starts: np.ndarray, lengths: np.ndarray

@@ -42,10 +42,6 @@ class SpecialTokens:
             raise ValueError(f"no special token {unknown[0]!r}; known: {', '.join(map(repr, self.ids))}")
         return SpecialTokens({text: self.ids[text] for text in allowed})
 
-    def any_in(self, text: str) -> bool:
-        """Tell whether a special token occurs in `text`."""
-        return any(token in text for token in self.ids)
-
     def find(self, data: bytes) -> list[Span]:
         """Return the special tokens in `data`, ascending and disjoint.
 

@@ -13,14 +13,12 @@ from lmkit.errors import LmkitError
 from lmkit.tokenizer import files
 from lmkit.tokenizer.bpe import MergeTable
 from lmkit.tokenizer.chunk_encoder import ChunkEncoder
-from lmkit.tokenizer.chunks import exact_chunks
+from lmkit.tokenizer.chunks import CHUNK_BYTES, exact_chunks
 from lmkit.tokenizer.native import chunk_encoder
 from lmkit.tokenizer.pattern import split_words
 from lmkit.tokenizer.special_tokens import END_OF_TEXT, SpecialTokens
 
-_SHORT_TEXT = 4096  # characters: up to here a dict of words beats setting up array operations
 _STREAM_BYTES = 1 << 16
-_MOST_REMEMBERED_WORDS = 1 << 16
 
 AllowedSpecial = Literal["all"] | frozenset[str]
 
@@ -67,7 +65,6 @@ class Tokenizer:
             [ordinary[bytes([byte])] for byte in range(256)],
             [(ordinary[left], ordinary[right], ordinary[left + right]) for left, right in self.merges],
         )
-        self._word_ids: dict[str, list[int]] = {}
         self._chunk_encoder_lock = threading.Lock()
 
     @property
@@ -91,19 +88,7 @@ class Tokenizer:
             ValueError: `allowed_special` names something that is not a special token of this tokenizer, or `text`
                 holds a lone surrogate, which has no UTF-8.
         """
-        specials = self._allowed(allowed_special)
-        if len(text) > _SHORT_TEXT:
-            return self._encode_long(text.encode(), specials)
-        if not specials.any_in(text):
-            return self._encode_words(text)
-        data = text.encode()
-        ids: list[int] = []
-        end = 0
-        for span in specials.find(data):
-            ids += self._encode_words(data[end : span.start].decode())
-            ids.append(span.token_id)
-            end = span.end
-        return ids + self._encode_words(data[end:].decode())
+        return self._encode_utf8(text.encode(), self._allowed(allowed_special))
 
     def encode_bytes(self, data: bytes, *, allowed_special: AllowedSpecial = "all") -> list[int]:
         """Return the ids of any bytes. Where they are not UTF-8, each invalid byte counts as a punctuation mark.
@@ -113,7 +98,7 @@ class Tokenizer:
         """
         specials = self._allowed(allowed_special)
         if data.isascii() or _is_utf8(data):
-            return self._encode_long(data, specials)
+            return self._encode_utf8(data, specials)
         ids: list[int] = []
         end = 0
         for span in specials.find(data):
@@ -129,7 +114,7 @@ class Tokenizer:
         """
         blocks = (text.encode() for text in texts)
         for chunk in exact_chunks(blocks, self._specials, size=_STREAM_BYTES):
-            yield from self._encode_long(chunk.data, self._specials)
+            yield from self._encode_utf8(chunk.data, self._specials)
 
     def chunk_encoder(self) -> ChunkEncoder:
         """Return a new encoder of large pieces of bytes, for one thread."""
@@ -143,25 +128,14 @@ class Tokenizer:
     def _allowed(self, allowed: AllowedSpecial) -> SpecialTokens:
         return self._specials if allowed == "all" else self._specials.only(allowed)
 
-    def _encode_words(self, text: str) -> list[int]:
-        """Encode a short text without special tokens: every word costs one look-up in a dict."""
-        ids: list[int] = []
-        known = self._word_ids
-        for word in split_words(text):
-            found = known.get(word)
-            if found is None:
-                found = self.merge_table.merge_word(word.encode())
-                if len(known) < _MOST_REMEMBERED_WORDS:
-                    known[word] = found
-            ids += found
-        return ids
-
-    def _encode_long(self, data: bytes, specials: SpecialTokens) -> list[int]:
-        ids: list[int] = []
+    def _encode_utf8(self, data: bytes, specials: SpecialTokens) -> list[int]:
         with self._chunk_encoder_lock:
+            if len(data) <= CHUNK_BYTES:
+                return self._chunk_encoder.encode(data, specials.find(data)).tolist()
+            ids: list[int] = []
             for chunk in exact_chunks([data], specials):
                 ids += self._chunk_encoder.encode(chunk.data, specials.find(chunk.data)).tolist()
-        return ids
+            return ids
 
     @functools.cached_property
     def _chunk_encoder(self) -> ChunkEncoder:

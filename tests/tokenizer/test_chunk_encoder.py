@@ -19,9 +19,13 @@ PIECES = [
 ]  # fmt: skip
 
 
-@pytest.fixture(params=["numpy", "native"])
-def make_encoder(request: pytest.FixtureRequest, trained: Tokenizer) -> Iterator[Callable[[], ChunkEncoder]]:
-    if request.param == "numpy":
+@pytest.fixture(params=["numpy", "numpy, short texts", "native"])
+def make_encoder(
+    request: pytest.FixtureRequest, trained: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[], ChunkEncoder]]:
+    if request.param != "native":
+        if request.param == "numpy":
+            monkeypatch.setattr(chunk_encoder, "_SHORT_TEXT", 0)  # array operations even for the smallest
         yield lambda: NumpyEncoder(trained.merge_table)
         return
     code = native.library()

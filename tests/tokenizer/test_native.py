@@ -52,6 +52,25 @@ def test_starts_over_when_it_knows_too_many_words(code: ctypes.CDLL, trained: To
         assert trained.decode_bytes(encoder.encode(data).tolist()) == data
 
 
+def test_words_with_equal_hashes_are_told_apart(code: ctypes.CDLL, trained: Tokenizer) -> None:
+    """Words of 16 bytes with the hash of one another, forged by running `mix` of encode.c on their first halves."""
+
+    def mix(x: np.ndarray) -> np.ndarray:
+        product = x * np.uint64(0x9E3779B97F4A7C15)
+        return product ^ product >> np.uint64(32)
+
+    letters = np.frombuffer(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ", np.uint8)
+    first_halves = letters[np.random.default_rng(0).integers(0, 52, (3_000_000, 8))].view(np.uint64)[:, 0]
+    word = np.frombuffer(b"abcdefghijklmnop", np.uint64)
+    second_halves = mix(first_halves) ^ mix(word[:1]) ^ word[1]
+    is_letter = np.isin(second_halves.view(np.uint8).reshape(-1, 8), letters).all(axis=1)
+    forged = np.stack((first_halves, second_halves), axis=1)[is_letter]
+    assert len(forged) > 0
+    text = word.tobytes() + b"".join(b"." + pair.tobytes() for pair in forged)
+    encoder = native.NativeEncoder(code, trained.merge_table)
+    assert trained.decode_bytes(encoder.encode(text).tolist()) == text
+
+
 def test_encoders_in_threads_do_not_meet(code: ctypes.CDLL, trained: Tokenizer, real_text: str) -> None:
     data = real_text.encode()
     spans = trained.specials.find(data)
