@@ -20,6 +20,7 @@ try:
     from lmkit.kernels.flash_backward import flash_backward
     from lmkit.kernels.flash_forward import flash_forward
     from lmkit.kernels.interpreter import INTERPRETED
+    from lmkit.kernels.launching import empty_in_order_of
 except ModuleNotFoundError as error:
     if (error.name or "").split(".")[0] != "triton":
         raise
@@ -197,8 +198,13 @@ def save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) ->
 class FlashAttention(torch.autograd.Function):
     """The eager road: launches the kernels directly."""
 
-    forward = staticmethod(forward)
-    setup_context = staticmethod(save_for_backward)
+    # One method with ctx, not `forward` beside `setup_context`: that would bind the signature anew in every call,
+    # which costs more host time than the launch.
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        output = forward(*inputs)
+        save_for_backward(ctx, inputs, output)
+        return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -224,7 +230,7 @@ def forward_operator(
 
 @forward_operator.register_fake
 def forward_shapes(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return empty_in_order_of(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @torch.library.custom_op("lmkit::flash_attention_backward", mutates_args=())
@@ -249,7 +255,7 @@ def backward_operator(
 def backward_shapes(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    return empty_in_order_of(q), empty_in_order_of(k), empty_in_order_of(v)
 
 
 def backward_of_operator(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

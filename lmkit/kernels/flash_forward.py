@@ -12,7 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lmkit.kernels.launching import descriptors_reach, head_strides, kernel_constants, source
+from lmkit.kernels.launching import (
+    count_tiles,
+    descriptors_reach,
+    empty_in_order_of,
+    head_strides,
+    kernel_constants,
+    source,
+)
 from lmkit.kernels.tiles import LN_2, LOG2_E, dot_over_parts, head_start, load_tile, store_tile
 from lmkit.kernels.tilings import Tiling
 from lmkit.kernels.tuning import choose_tiling
@@ -40,12 +47,12 @@ def flash_forward(
         out, strided as q, and lse: (batch, heads, num_queries) float32, log(sum(exp(score))), natural logarithm.
     """
     batch, heads, num_queries, head_dim = q.shape
-    out = torch.empty_like(q)
+    out = empty_in_order_of(q)
     lse = torch.empty((batch, heads, num_queries), dtype=torch.float32, device=q.device)
 
     def launch(tiling: Tiling) -> None:
         constants = kernel_constants(head_dim, causal, precision, tiling)
-        forward_kernel[(triton.cdiv(num_queries, tiling.rows) * batch * heads,)](
+        forward_kernel[(count_tiles(num_queries, tiling.rows) * batch * heads,)](
             source(q, tiling.rows, constants),
             source(k, tiling.columns, constants),
             source(v, tiling.columns, constants),

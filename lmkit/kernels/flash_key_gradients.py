@@ -5,12 +5,18 @@ after the other: no two programs write to the same place. It works on transposed
 and dS^T feed the next products from registers.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lmkit.kernels.launching import descriptors_reach, head_strides, kernel_constants, source
+from lmkit.kernels.launching import (
+    count_tiles,
+    descriptors_reach,
+    empty_in_order_of,
+    head_strides,
+    kernel_constants,
+    source,
+)
 from lmkit.kernels.tiles import LOG2_E, dot_over_parts, head_start, load_tile, store_tile
 from lmkit.kernels.tilings import Tiling
 from lmkit.kernels.tuning import choose_tiling
@@ -32,11 +38,11 @@ def key_gradients(
     """(dk, dv), strided as k and v. delta comes from `query_gradient`; the others as of `flash_backward`."""
     batch, heads, num_queries, head_dim = q.shape
     kv_heads, num_keys = k.shape[1:3]
-    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    dk, dv = empty_in_order_of(k), empty_in_order_of(v)
 
     def launch(tiling: Tiling) -> None:
         constants = kernel_constants(head_dim, causal, precision, tiling)
-        dkdv_kernel[(triton.cdiv(num_keys, tiling.columns) * batch * kv_heads,)](
+        dkdv_kernel[(count_tiles(num_keys, tiling.columns) * batch * kv_heads,)](
             source(q, tiling.rows, constants),
             source(k, tiling.columns, constants),
             source(v, tiling.columns, constants),

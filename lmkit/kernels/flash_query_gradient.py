@@ -9,7 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lmkit.kernels.launching import descriptors_reach, head_strides, kernel_constants, source
+from lmkit.kernels.launching import (
+    count_tiles,
+    descriptors_reach,
+    empty_in_order_of,
+    head_strides,
+    kernel_constants,
+    source,
+)
 from lmkit.kernels.tiles import LOG2_E, dot_over_parts, head_start, load_tile, store_tile
 from lmkit.kernels.tilings import Tiling
 from lmkit.kernels.tuning import choose_tiling
@@ -31,12 +38,12 @@ def query_gradient(
     """(dq, delta): dq strided as q, delta (batch, heads, num_queries) float32. Arguments as of `flash_backward`."""
     batch, heads, num_queries, head_dim = q.shape
     kv_heads, num_keys = k.shape[1:3]
-    dq = torch.empty_like(q)
+    dq = empty_in_order_of(q)
     delta = torch.empty_like(lse)
 
     def launch(tiling: Tiling) -> None:
         constants = kernel_constants(head_dim, causal, precision, tiling)
-        dq_kernel[(triton.cdiv(num_queries, tiling.rows) * batch * heads,)](
+        dq_kernel[(count_tiles(num_queries, tiling.rows) * batch * heads,)](
             source(q, tiling.rows, constants),
             source(k, tiling.columns, constants),
             source(v, tiling.columns, constants),

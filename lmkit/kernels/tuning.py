@@ -9,8 +9,9 @@ import json
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import triton
@@ -24,9 +25,8 @@ INTERPRETER_TILING = Tiling(rows=32, columns=32, warps=4, stages=1)
 logger = logging.getLogger("lmkit")
 
 
-@dataclass(frozen=True)
-class Case:
-    """What a choice depends on."""
+class Case(NamedTuple):
+    """What a choice depends on. A plain tuple: it is hashed in every launch."""
 
     kernel: str
     head_dim: int
