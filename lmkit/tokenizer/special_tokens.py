@@ -50,7 +50,7 @@ class SpecialTokens:
         """
         ahead = [span for token, token_id in self._tokens if (span := _next_span(data, token, token_id, 0))]
         spans = []
-        while ahead:
+        while len(ahead) > 1:
             found = min(ahead, key=lambda span: span.start)  # the first of equals, which is the longest
             spans.append(found)
             moved = [
@@ -60,6 +60,12 @@ class SpecialTokens:
                 for span in ahead
             ]
             ahead = [span for span in moved if span is not None]
+        if ahead:  # only one of them occurs any more, as in most texts from the beginning
+            (start, end, token_id) = ahead[0]
+            token, size = data[start:end], end - start
+            while start >= 0:
+                spans.append(Span(start, start + size, token_id))
+                start = data.find(token, start + size)
         return spans
 
     def would_be_cut(self, data: bytes, at: int) -> bool:
