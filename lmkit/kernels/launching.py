@@ -64,7 +64,7 @@ def descriptors_reach(*tensors: Tensor) -> bool:
 
 
 def count_tiles(length: int, size: int) -> int:
-    """How many tiles of `size` cover `length` (`triton.cdiv` costs 4 us of host time)."""
+    """How many tiles of `size` cover `length` (`triton.cdiv` costs microseconds of host time)."""
     return -(-length // size)
 
 
