@@ -3,8 +3,8 @@
 What the candidates follow from (compiled for sm_90 and looked at; see `artifacts/h200/attention`): 64 query rows to
 4 warps or 128 to 8 keep the accumulators in registers; the copy engine (descriptors) saves the registers of the
 addresses and needs 16-byte alignment and 16-bit values; splitting a head of 80 as 64 + 16 saves products, padding
-it to 128 lets the copy engine work. Tilings that spill more than a little were left out. Triton 3.6's automatic warp specialisation
-hung in these kernels on an H200, so none asks for it.
+it to 128 lets the copy engine work. Tilings that spill more than a little were left out. Triton 3.6's automatic
+warp specialisation hung in these kernels on an H200, so none asks for it.
 """
 
 from __future__ import annotations
