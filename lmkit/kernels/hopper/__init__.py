@@ -4,8 +4,9 @@
 * `forward(q, k, v, causal=..., scale=...)` -> (out, lse);
 * `backward(dout, q, k, v, out, lse, causal=..., scale=..., deterministic=...)` -> (dq, dk, dv).
 
-Shapes are (batch, heads, seq, head_dim) with any strides the copy engine takes; causal means query i sees keys j <= i.
-Read `forward_kernel.py` first; `backward_kernel.py` and `query_gradient_kernel.py` build on its ideas.
+Shapes are (batch, heads, seq, head_dim) with any strides the copy engine takes; causal means query i sees
+keys j <= i. Read `forward_kernel.py` first; `backward_kernel.py` and `query_gradient_kernel.py` build on
+its ideas.
 """
 
 from lmkit.kernels.hopper.backward_launcher import backward

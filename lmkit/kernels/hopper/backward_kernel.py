@@ -4,21 +4,27 @@ With P = exp(scale Q K^T - lse) and delta = rowsum(dO * O) (FlashAttention-2, Da
 
     dV = P^T dO,   dP = dO V^T,   dS = P * (dP - delta),   dK = scale dS^T Q,   dQ = scale dS K
 
-Who does what: K and V stay in shared memory; one **producer** warp streams Q and dO tiles with their lse and delta;
-two **consumer** warp groups own 64 keys each. They compute the transposes, S^T = K Q^T and dP^T = V dO^T: so P^T and dS^T
-come out as the register operands that dV += P^T dO and dK += dS^T Q need, and lse, delta lie along columns.
-Only dS goes through shared memory, because dQ sums over the keys of both warp groups.
+Who does what: K and V stay in shared memory; one **producer** warp streams Q and dO tiles with their lse
+and delta; two **consumer** warp groups own 64 keys each. They compute the transposes, S^T = K Q^T and dP^T
+= V dO^T: so P^T and dS^T come out as the register operands that dV += P^T dO and dK += dS^T Q need, and
+lse, delta lie along columns. Only dS goes through shared memory, because dQ sums over the keys of both warp
+groups.
 
-The order inside a step keeps the tensor cores busy during the exponentials: S and dP are issued together; while dP runs, P
-is computed; while dV runs, dS; while dK runs, dQ is handed on; the wait for dK happens in the next step, behind its S.
+The order inside a step keeps the tensor cores busy during the exponentials: S and dP are issued together;
+while dP runs, P is computed; while dV runs, dS; while dK runs, dQ is handed on; the wait for dK happens in
+the next step, behind its S.
 
-dQ: tiles of different keys add up. ADD_DQ: the copy engine adds float32 tiles to a scratch in global memory (order of
-arrival, so not reproducible); blocks start at different query tiles so that they do not queue for the same rows.
-Otherwise dQ is left to `query_gradient_kernel`, and every bit is reproducible.
+dQ: tiles of different keys add up. ADD_DQ: the copy engine adds float32 tiles to a scratch in global memory
+(order of arrival, so not reproducible); blocks start at different query tiles so that they do not queue for
+the same rows. Otherwise dQ is left to `query_gradient_kernel`, and every bit is reproducible.
 
-Barriers: `full` mbarriers as in the forward kernel. Slots are given back through named barriers (the producer joins
-256 consumer threads), because `mbarrier.arrive` would cost the consumers two barriers of their own.
+Barriers: `full` mbarriers as in the forward kernel. Slots are given back through named barriers (the
+producer joins 256 consumer threads), because `mbarrier.arrive` would cost the consumers two barriers of
+their own.
 """
+
+# ruff: noqa: RUF059, SIM108 (all partitions share one argument list; none needs all of it;
+# compile-time branches read better in full)
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -51,14 +57,14 @@ NEVER = gl.constexpr(1 << 30)  # a first column that no query reaches
 def _query_tiles(key_tile, num_query_tiles, QUERIES: gl.constexpr, CAUSAL: gl.constexpr):
     """(lowest query tile that sees these keys, number of them, the one to start with).
 
-    Blocks that run at the same time mostly differ in key_tile: starting at the diagonal (causal) or at as many tiles
-    down (full) spreads them over the queries, so their additions to dQ meet at different rows.
+    Blocks that run at the same time mostly differ in key_tile: starting at the diagonal (causal) or at as
+    many tiles down (full) spreads them over the queries, so their additions to dQ meet at different rows.
     """
     lowest = 0
     start = (key_tile * (KEYS // QUERIES)) % num_query_tiles
     if CAUSAL:
-        # Keys that no query sees (more keys than queries) take the last tile, wholly masked: a loop that may run zero
-        # times makes ptxas serialise the products (C7515)
+        # Keys that no query sees (more keys than queries) take the last tile, wholly masked: a loop that
+        # may run zero times makes ptxas serialise the products (C7515)
         lowest = gl.minimum(key_tile * (KEYS // QUERIES), num_query_tiles - 1)
         start = lowest
     return lowest, num_query_tiles - lowest, start
@@ -73,8 +79,9 @@ def _next_query_tile(tile, head, lowest, start, num_query_tiles):
 
 
 @gluon.jit
-def _producer(descriptors, buffers, barriers, problem, scale_log2, dk_scale, dv_scale, QUERIES: gl.constexpr, D: gl.constexpr,
-              CAUSAL: gl.constexpr, TAIL: gl.constexpr, ADD_DQ: gl.constexpr, HALF_P: gl.constexpr):  # fmt: skip
+def _producer(descriptors, buffers, barriers, problem, scale_log2, dk_scale, dv_scale,
+              QUERIES: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr,
+              ADD_DQ: gl.constexpr, HALF_P: gl.constexpr):  # fmt: skip
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc = descriptors
     q_tiles, do_tiles, k_tile, v_tile, lse_tiles, delta_tiles, ds_tile, dq_tile = buffers
     q_full, do_full, kv_full = barriers
@@ -125,9 +132,11 @@ def _producer(descriptors, buffers, barriers, problem, scale_log2, dk_scale, dv_
 
 
 @gluon.jit
-def _consumers(descriptors, buffers, barriers, problem, scale_log2, dk_scale, dv_scale, QUERIES: gl.constexpr, D: gl.constexpr,
-               CAUSAL: gl.constexpr, TAIL: gl.constexpr, ADD_DQ: gl.constexpr, HALF_P: gl.constexpr):  # fmt: skip
-    """Both warp groups in one partition of eight warps: rows 0-63 of each (128, N) tile are the first group's."""
+def _consumers(descriptors, buffers, barriers, problem, scale_log2, dk_scale, dv_scale,
+               QUERIES: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr,
+               ADD_DQ: gl.constexpr, HALF_P: gl.constexpr):  # fmt: skip
+    """Both warp groups in one partition of eight warps: rows 0-63 of each (128, N) tile are the first
+    group's."""
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc = descriptors
     q_tiles, do_tiles, k_tile, v_tile, lse_tiles, delta_tiles, ds_tile, dq_tile = buffers
     q_full, do_full, kv_full = barriers
@@ -182,7 +191,8 @@ def _consumers(descriptors, buffers, barriers, problem, scale_log2, dk_scale, dv
         exponent = scores * scale_log2 - gl.expand_dims(lse, 0)  # (128 keys, QUERIES): transposed
         if CAUSAL:
             # query >= key, and keys past the end see nobody (P might overflow there, and inf * 0 is not 0)
-            # Only at the diagonal; but with D = 128 this branch makes ptxas serialise the products (C7512): always, then
+            # Only at the diagonal; but with D = 128 this branch makes ptxas serialise the products (C7512):
+            # always, then
             if D == 128 or TAIL or tile * QUERIES < (key_tile + 1) * KEYS:
                 first_query = gl.where(keys < num_keys, keys - tile * QUERIES, NEVER)
                 exponent = keep_columns_from(exponent, first_query, -float("inf"))
@@ -204,8 +214,8 @@ def _consumers(descriptors, buffers, barriers, problem, scale_log2, dk_scale, dv
         if ADD_DQ:
             ds_tile.store(ds)
             fence_async_shared()
-            # By the barrier the copy engine has read the previous dQ out of its tile. (A store_wait that no barrier follows
-            # directly makes Triton add one.)
+            # By the barrier the copy engine has read the previous dQ out of its tile. (A store_wait that no
+            # barrier follows directly makes Triton add one.)
             tma.store_wait(0)
             partition_barrier()
             dq_job = issue_product(ds_tile.permute((1, 0)), k, DQ)
@@ -246,18 +256,20 @@ def _consumers(descriptors, buffers, barriers, problem, scale_log2, dk_scale, dv
     ]
 )
 def key_value_gradient_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc,
-                              num_queries, num_keys, padded, heads, group, num_query_tiles, num_key_tiles, scale_log2, dk_scale, dv_scale,
+                              num_queries, num_keys, padded, heads, group, num_query_tiles, num_key_tiles,
+                              scale_log2, dk_scale, dv_scale,
                               QUERIES: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr,
                               ADD_DQ: gl.constexpr, HALF_P: gl.constexpr):  # fmt: skip
     """One block per (key tile, key head of the batch). Allocates and starts the partitions.
 
-    Descriptors: (batch, heads, sequence, D) in boxes of (1, 1, QUERIES or 128, D); lse_desc and delta_desc flat float32,
-    `padded` rows a head, lse in log2 units with +inf past num_queries; dq_desc float32, rows of 32 (see in_thread_order).
-    TAIL: num_keys is no multiple of 128.
+    Descriptors: (batch, heads, sequence, D) in boxes of (1, 1, QUERIES or 128, D); lse_desc and delta_desc
+    flat float32, `padded` rows a head, lse in log2 units with +inf past num_queries; dq_desc float32, rows
+    of 32 (see in_thread_order). TAIL: num_keys is no multiple of 128.
 
-    HALF_P saves the registers that D = 64 lacks (steps of 128 queries) and keeps P for dS in float16, four times finer than the
-    bf16 that dV takes. So that small P do not underflow, lse comes less a `shift` (15): P is 2^15 times itself, at most
-    2^15, and so are dV, dS and all that follows; dk_scale, dv_scale (and the finishing pass) take it out again.
+    HALF_P saves the registers that D = 64 lacks (steps of 128 queries) and keeps P for dS in float16, four
+    times finer than the bf16 that dV takes. So that small P do not underflow, lse comes less a `shift`
+    (15): P is 2^15 times itself, at most 2^15, and so are dV, dS and all that follows; dk_scale, dv_scale
+    (and the finishing pass) take it out again.
     """
     gdc_wait()
     gdc_launch_dependents()
@@ -290,8 +302,10 @@ def key_value_gradient_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_d
     problem = (num_queries, num_keys, padded, heads, group, num_query_tiles, num_key_tiles)
     gl.warp_specialize(
         [
-            (_consumers, (descriptors, buffers, barriers, problem, scale_log2, dk_scale, dv_scale, QUERIES, D, CAUSAL, TAIL, ADD_DQ, HALF_P)),
-            (_producer, (descriptors, buffers, barriers, problem, scale_log2, dk_scale, dv_scale, QUERIES, D, CAUSAL, TAIL, ADD_DQ, HALF_P)),
+            (_consumers, (descriptors, buffers, barriers, problem, scale_log2, dk_scale, dv_scale,
+                         QUERIES, D, CAUSAL, TAIL, ADD_DQ, HALF_P)),
+            (_producer, (descriptors, buffers, barriers, problem, scale_log2, dk_scale, dv_scale,
+                         QUERIES, D, CAUSAL, TAIL, ADD_DQ, HALF_P)),
         ],
         [1],
         [24],

@@ -1,4 +1,5 @@
-"""Launches the backward kernels: the fast way adds dQ up in the order of arrival, the deterministic way computes it apart."""
+"""Launches the backward kernels: the fast way adds dQ up in the order of arrival, the deterministic way
+computes it apart."""
 
 import math
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ import triton
 from lmkit.kernels.hopper.backward_kernel import key_value_gradient_kernel
 from lmkit.kernels.hopper.backward_passes import ROWS as PASS_ROWS
 from lmkit.kernels.hopper.backward_passes import finish_kernel, prepare_kernel
+from lmkit.kernels.hopper.devices import selected
 from lmkit.kernels.hopper.launches import Launch
 from lmkit.kernels.hopper.query_gradient_kernel import query_gradient_kernel
 from lmkit.kernels.hopper.tensors import describe, empty_in_order_of, tma_strides
@@ -29,7 +31,8 @@ _launch_query_gradient = Launch(query_gradient_kernel, num_warps=8, maxnreg=REGI
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """What differs between head sizes: query rows of a step, P for dS in float16, slots for K in the dQ kernel."""
+    """What differs between head sizes: query rows of a step, P for dS in float16, slots for K in the dQ
+    kernel."""
 
     queries: int
     half_p: bool
@@ -76,7 +79,7 @@ def backward(
     )  # float16 dS has no range to spare
     unshift = 2.0**-shift
     rows, keys = (1, 1, config.queries, head_dim), (1, 1, KEYS, head_dim)
-    with torch.cuda.device(q.device):
+    with selected(q.device):
         dq, dk, dv = empty_in_order_of(q), empty_in_order_of(k), empty_in_order_of(v)
         lse_log2, delta = torch.empty((2, flat_heads * padded), device=q.device, dtype=torch.float32)
         # Where nothing is added up, the kernel still wants a descriptor of the sum

@@ -1,7 +1,8 @@
-"""The two small kernels around the fast backward: what must be ready before it, and dQ's way from float32 to 16 bits.
+"""The two small kernels around the fast backward: what must be ready before it, and dQ's way from float32
+to 16 bits.
 
-Strides come in units of 8 elements, so that 16-byte accesses are known to be aligned. Heads go along the grid's first
-axis, the only one that takes more than 65,535.
+Strides come in units of 8 elements, so that 16-byte accesses are known to be aligned. Heads go along the
+grid's first axis, the only one that takes more than 65,535.
 """
 
 import triton
@@ -11,10 +12,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 ROWS = 32  # query rows of one program
 
 
-@triton.jit(do_not_specialize=["num_queries", "padded", "heads", "shift", "out_batch", "out_head", "out_row", "dout_batch", "dout_head", "dout_row"])  # fmt: skip
-def prepare_kernel(out, dout, lse_in, lse_out, delta_out, dq_sum, num_queries, padded, heads, shift, out_batch: tl.int64, out_head: tl.int64, out_row: tl.int64,
-                   dout_batch: tl.int64, dout_head: tl.int64, dout_row: tl.int64, D: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
-    """delta = rowsum(dO * O); lse in log2 units, +inf past the last query (there P = 0), less `shift`: zeros for the sum of dQ."""
+@triton.jit(do_not_specialize=["num_queries", "padded", "heads", "shift", "out_batch", "out_head", "out_row",
+                               "dout_batch", "dout_head", "dout_row"])  # fmt: skip
+def prepare_kernel(out, dout, lse_in, lse_out, delta_out, dq_sum, num_queries, padded, heads, shift,
+                   out_batch: tl.int64, out_head: tl.int64, out_row: tl.int64,
+                   dout_batch: tl.int64, dout_head: tl.int64, dout_row: tl.int64,
+                   D: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    """delta = rowsum(dO * O); lse in log2 units less `shift`, +inf past the last query (there P = 0); and
+    zeros for the sum of dQ."""
     gdc_wait()
     gdc_launch_dependents()
     flat_head = tl.program_id(0).to(tl.int64)
@@ -41,9 +46,10 @@ def prepare_kernel(out, dout, lse_in, lse_out, delta_out, dq_sum, num_queries, p
 
 
 @triton.jit(do_not_specialize=["num_queries", "padded", "heads", "dq_batch", "dq_head", "dq_row"])
-def finish_kernel(dq_sum, dq, num_queries, padded, heads, dq_batch: tl.int64, dq_head: tl.int64, dq_row: tl.int64, scale, D: tl.constexpr,
-                  ROWS: tl.constexpr):  # fmt: skip
-    """dQ = scale * sum, rounded once. The sum comes in patches of 16 x 8 as `fragments.in_thread_order` lays them."""
+def finish_kernel(dq_sum, dq, num_queries, padded, heads, dq_batch: tl.int64, dq_head: tl.int64,
+                  dq_row: tl.int64, scale, D: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    """dQ = scale * sum, rounded once. The sum comes in patches of 16 x 8 as `fragments.in_thread_order`
+    lays them."""
     gdc_wait()
     gdc_launch_dependents()
     flat_head = tl.program_id(0).to(tl.int64)

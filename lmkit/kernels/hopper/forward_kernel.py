@@ -1,24 +1,32 @@
-"""Attention forward on Hopper: O = softmax(Q K^T scale) V and the log-sum-exp, in one persistent, warp-specialised kernel.
+"""Attention forward on Hopper: O = softmax(Q K^T scale) V and the log-sum-exp, in one persistent,
+warp-specialised kernel.
 
 Who does what (FlashAttention-3, Shah et al. 2024, Sections 3.1 and 3.2):
 
-* one **producer** warp copies Q, K and V tiles into shared memory with the tensor memory accelerator (TMA), as far
-  ahead as there are free slots;
-* two **consumer** warp groups own 64 query rows each. In step j a consumer issues S_j = Q K_j^T and, right behind,
-  O += P_{j-1} V_{j-1}; while the second product runs it turns S_j into P_j. P stays in registers;
-* the consumers take turns (ping-pong): one issues its products while the other computes exponentials.
+* one **producer** warp copies Q, K and V tiles into shared memory with the tensor memory accelerator (TMA),
+  as far ahead as there are free slots;
+* two or three **consumer** warp groups own 64 query rows each. In step j a consumer issues S_j = Q K_j^T and,
+  right behind, O += P_{j-1} V_{j-1}; while the second product runs it turns S_j into P_j. P stays in
+  registers;
+* of two consumers, one issues its products while the other computes exponentials (ping-pong); three find
+  enough to overlap without taking turns.
 
-Barriers, each with its reason: `full` mbarriers tell consumers that a tile has landed (TMA counts its bytes), `empty`
-ones tell the producer that a slot may be overwritten; the two named barriers are the ping-pong's tokens.
+Barriers, each with its reason: `full` mbarriers tell consumers that a tile has landed (TMA counts its
+bytes), `empty` ones tell the producer that a slot may be overwritten; the two named barriers are the
+ping-pong's tokens.
 
-Softmax without a running maximum. The usual online softmax takes the maximum of every block, and with it shuffles and a
-rescaling of O. Here the row maximum of the first block is the REFERENCE of the row: P = 2^(score - reference), the row sum l
-and O all carry that factor, which cancels in O / l, so any reference gives the exact softmax as long as nothing overflows.
-One warp vote per block guards that: when a thread's part of the block's row sum passes RESCUE_ABOVE, or is NaN,
-the warp lifts its rows' references to their new maxima, rescales O and l, and computes this block's P again from the scores,
-which are still in registers. It costs nothing on ordinary data (two compares and a vote a block), one block's exponentials on a
-block that jumps, and it is exact on all data: there is no overflow that the next instruction could not still undo.
+Softmax without a running maximum. The usual online softmax takes the maximum of every block, and with it
+shuffles and a rescaling of O. Here the row maximum of the first block is the REFERENCE of the row: P =
+2^(score - reference), the row sum l and O all carry that factor, which cancels in O / l, so any reference
+gives the exact softmax as long as nothing overflows. One vote per block guards that: when a thread's part of
+the block's row sum passes `lift_above`, or is NaN, the consumer computes the block's scores once more (its K
+has not been given back yet), lifts its rows' references to the new maxima and rescales O and l. Ordinary data
+pay two compares and a barrier a block, data that jump one more product and its exponentials where they jump,
+and the result is exact on all of them: nothing that overflowed has yet reached O or l.
 """
+
+# ruff: noqa: RUF059, SIM102 (all partitions share one argument list; none needs all of it;
+# compile-time conditions stand apart from those of the run)
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -53,16 +61,15 @@ from lmkit.kernels.hopper.versions import partition_barrier
 ROWS = gl.constexpr(64)  # query rows of one consumer: the height of a wgmma
 KEYS = gl.constexpr(128)  # keys of a block
 BOTH_CONSUMERS = gl.constexpr(256)  # threads
-LOWEST_REFERENCE = gl.constexpr(
-    -1.0e30
-)  # finite: a row whose first block is masked keeps 2^(-inf - reference) = 0
+# Finite, so that a row whose first block is masked keeps 2^(-inf - reference) = 0
+LOWEST_REFERENCE = gl.constexpr(-1.0e30)
 LN2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.constexpr_function
-def rescue_above(dtype):
-    """Limit of a thread's part of a block's row sum, as a PTX number: 2^60 leaves O and l room for 2^60 such blocks (bf16 P has
-    float32's range), 2^12 keeps P within float16."""
+def lift_above(dtype):
+    """Limit of a thread's part of a block's row sum, as a PTX number: 2^60 leaves O and l room for 2^60
+    such blocks (bf16 P has float32's range), 2^12 keeps P within float16."""
     return "0f45800000" if dtype == gl.float16 else "0f5D800000"
 
 
@@ -120,7 +127,8 @@ def _lift(scores, scale_log2, reference, sums, acc):
 @gluon.jit
 def _consumer(index: gl.constexpr, descriptors, buffers, barriers, problem, lse, scale_log2, D: gl.constexpr,
               STAGES: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr, CONSUMERS: gl.constexpr):  # fmt: skip
-    """One warp group: 64 rows of every tile. `block` counts key blocks over all tiles: slot and phase follow from it."""
+    """One warp group: 64 rows of every tile. `block` counts key blocks over all tiles: slot and phase
+    follow from it."""
     q_desc, k_desc, v_desc, o_desc = descriptors
     q_tiles, k_tiles, v_tiles, o_tiles = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
@@ -151,9 +159,8 @@ def _consumer(index: gl.constexpr, descriptors, buffers, barriers, problem, lse,
         own_blocks = blocks
         if CAUSAL and CONSUMERS == 3:
             own_blocks = gl.minimum(blocks, gl.cdiv(first_row + ROWS, KEYS))
-            if (
-                own_blocks < blocks
-            ):  # one block lies wholly above this consumer's diagonal: hand it back unread
+            # One block may lie wholly above this consumer's diagonal: hand it back unread
+            if own_blocks < blocks:
                 mbarrier.wait(k_full.index(block % STAGES), (block // STAGES) & 1)
                 mbarrier.arrive(k_empty.index(block % STAGES), count=1)
                 mbarrier.wait(v_full.index(block % STAGES), (block // STAGES) & 1)
@@ -207,15 +214,16 @@ def _consumer(index: gl.constexpr, descriptors, buffers, barriers, problem, lse,
             scores = warpgroup_mma_wait(1, deps=[score_job])
             p = gl.exp2(scores * scale_log2 - gl.expand_dims(reference, 1))
             block_sums = sum_within_threads(p)
-            # Waiting for the next operands HERE matters: the loop in it is a border between basic blocks, which keeps ptxas
-            # from moving the wait for O += P V above the exponentials that should overlap with it.
+            # Waiting for the next operands HERE matters: the loop in it is a border between basic blocks,
+            # which keeps ptxas from moving the wait for O += P V above the exponentials that should overlap
+            # with it.
             mbarrier.wait(
                 k_full.index((block + 1) % STAGES), ((block + 1) // STAGES) & 1, pred=i + 1 < own_blocks
             )
             mbarrier.wait(v_full.index(slot), (block // STAGES) & 1)
             # the softmax's results as dependencies: they are computed before this wait, not after
             acc, p, block_sums = warpgroup_mma_wait(0, deps=[out_job, p, block_sums])
-            if any_exceeds(block_sums, rescue_above(DTYPE), my_vote, index) != 0:
+            if any_exceeds(block_sums, lift_above(DTYPE), my_vote, index) != 0:
                 scores = warpgroup_mma_wait(0, deps=[issue_product(q, k.permute((1, 0)), SCORES)])
                 p, block_sums, reference, sums, acc = _lift(scores, scale_log2, reference, sums, acc)
             mbarrier.arrive(v_empty.index(previous), count=1)
@@ -248,14 +256,16 @@ def _consumer(index: gl.constexpr, descriptors, buffers, barriers, problem, lse,
 
 
 @gluon.jit(do_not_specialize=["num_queries", "num_keys", "heads", "group", "num_tiles", "num_heads"])
-def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse, num_queries, num_keys, heads, group, num_tiles, num_heads, scale_log2,
+def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse, num_queries, num_keys, heads, group, num_tiles,
+                   num_heads, scale_log2,
                    D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr,
                    CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr):  # fmt: skip
     """Allocates the slots and barriers and starts the three partitions.
 
-    Descriptors are rank 4, (batch, heads, sequence, D): q and o in boxes of (1, 1, 64, D), k and v of (1, 1, 128, D).
-    lse: float32 (num_heads, num_queries), natural logarithm. group: query heads per key head. num_heads: over the batch.
-    scale_log2: scale * log2(e). TAIL: num_keys is no multiple of 128. REGISTERS: a consumer's, after it took the producer's share.
+    Descriptors are rank 4, (batch, heads, sequence, D): q and o in boxes of (1, 1, 64, D), k and v of (1,
+    1, 128, D). lse: float32 (num_heads, num_queries), natural logarithm. group: query heads per key head.
+    num_heads: over the batch. scale_log2: scale * log2(e). TAIL: num_keys is no multiple of 128. REGISTERS:
+    a consumer's, after it took the producer's share.
     """
     gdc_wait()
     gdc_launch_dependents()
@@ -287,9 +297,12 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse, num_queries, num_keys, h
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consumer, (0, descriptors, buffers, barriers, problem, lse, scale_log2, D, STAGES, CAUSAL, TAIL, CONSUMERS)),
-                (_consumer, (1, descriptors, buffers, barriers, problem, lse, scale_log2, D, STAGES, CAUSAL, TAIL, CONSUMERS)),
-                (_producer, (descriptors, buffers, barriers, problem, lse, scale_log2, D, STAGES, CAUSAL, TAIL, CONSUMERS)),
+                (_consumer, (0, descriptors, buffers, barriers, problem, lse, scale_log2,
+                             D, STAGES, CAUSAL, TAIL, CONSUMERS)),
+                (_consumer, (1, descriptors, buffers, barriers, problem, lse, scale_log2,
+                             D, STAGES, CAUSAL, TAIL, CONSUMERS)),
+                (_producer, (descriptors, buffers, barriers, problem, lse, scale_log2,
+                             D, STAGES, CAUSAL, TAIL, CONSUMERS)),
             ],
             [4, 1],
             [REGISTERS, 24],
@@ -297,10 +310,14 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse, num_queries, num_keys, h
     else:
         gl.warp_specialize(
             [
-                (_consumer, (0, descriptors, buffers, barriers, problem, lse, scale_log2, D, STAGES, CAUSAL, TAIL, CONSUMERS)),
-                (_consumer, (1, descriptors, buffers, barriers, problem, lse, scale_log2, D, STAGES, CAUSAL, TAIL, CONSUMERS)),
-                (_consumer, (2, descriptors, buffers, barriers, problem, lse, scale_log2, D, STAGES, CAUSAL, TAIL, CONSUMERS)),
-                (_producer, (descriptors, buffers, barriers, problem, lse, scale_log2, D, STAGES, CAUSAL, TAIL, CONSUMERS)),
+                (_consumer, (0, descriptors, buffers, barriers, problem, lse, scale_log2,
+                             D, STAGES, CAUSAL, TAIL, CONSUMERS)),
+                (_consumer, (1, descriptors, buffers, barriers, problem, lse, scale_log2,
+                             D, STAGES, CAUSAL, TAIL, CONSUMERS)),
+                (_consumer, (2, descriptors, buffers, barriers, problem, lse, scale_log2,
+                             D, STAGES, CAUSAL, TAIL, CONSUMERS)),
+                (_producer, (descriptors, buffers, barriers, problem, lse, scale_log2,
+                             D, STAGES, CAUSAL, TAIL, CONSUMERS)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 24],

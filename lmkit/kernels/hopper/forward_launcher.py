@@ -6,13 +6,15 @@ from dataclasses import dataclass
 import torch
 import triton
 
+from lmkit.kernels.hopper.devices import num_multiprocessors, selected
 from lmkit.kernels.hopper.forward_kernel import forward_kernel
 from lmkit.kernels.hopper.launches import Launch
 from lmkit.kernels.hopper.tensors import describe, empty_in_order_of
 
 ROWS = 64  # query rows of a consumer
 KEYS = 128
-# Registers a thread at launch, and a consumer's after it has taken the producer's share, by the number of consumers
+# Registers a thread at launch, and a consumer's after it has taken the producer's share, by the number of
+# consumers
 REGISTERS = {2: (168, 240), 3: (128, 160)}
 
 
@@ -45,10 +47,11 @@ def choose_config(head_dim: int, num_queries: int, causal: bool) -> ForwardConfi
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """softmax(q k^T scale) v and the log-sum-exp of the scores (float32 (batch, heads, num_queries), natural).
+    """softmax(q k^T scale) v and the log-sum-exp of the scores (float32 (batch, heads, num_queries),
+    natural).
 
-    q: (batch, heads, num_queries, head_dim); k, v: (batch, key_heads, num_keys, head_dim). Whether the kernel can run is
-    `unsupported_reason`'s to say; here it is taken for granted.
+    q: (batch, heads, num_queries, head_dim); k, v: (batch, key_heads, num_keys, head_dim). Whether the
+    kernel can run is `unsupported_reason`'s to say; here it is taken for granted.
     """
     batch, heads, num_queries, head_dim = q.shape
     num_keys = k.shape[2]
@@ -57,11 +60,11 @@ def forward(
     num_tiles = triton.cdiv(num_queries, ROWS * config.consumers)
     units = batch * heads * ((num_tiles + 1) // 2 if causal else num_tiles)
     rows, keys = (1, 1, ROWS, head_dim), (1, 1, KEYS, head_dim)
-    with torch.cuda.device(q.device):
+    with selected(q.device):
         out = empty_in_order_of(q)
         lse = torch.empty((batch, heads, num_queries), device=q.device, dtype=torch.float32)
         _launch(
-            (min(units, torch.cuda.get_device_properties(q.device).multi_processor_count), 1),
+            (min(units, num_multiprocessors(q.device)), 1),
             q.dtype,
             (
                 *(describe(q, rows), describe(k, keys), describe(v, keys), describe(out, rows), lse),

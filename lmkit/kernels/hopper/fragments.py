@@ -1,8 +1,9 @@
 """Masks, sums and packing on the register fragments of a tensor-core accumulator.
 
-A warp group holds a (64, N) accumulator so that a thread's columns are 8 j + 2 q + e, with q the thread's place in its
-quad and j, e known at compile time. Splitting the columns that way makes masks compare with immediates: only one value
-per row and thread is needed (a plain vector of column numbers cost 50 to 70 spilled registers).
+A warp group holds a (64, N) accumulator so that a thread's columns are 8 j + 2 q + e, with q the thread's
+place in its quad and j, e known at compile time. Splitting the columns that way makes masks compare with
+immediates: only one value per row and thread is needed (a plain vector of column numbers cost 50 to 70
+spilled registers).
 """
 
 from triton.experimental import gluon
@@ -32,7 +33,8 @@ def keep_columns_up_to(tile, last_column, fill: gl.constexpr):
 
 @gluon.jit
 def sum_within_threads(tile):
-    """(rows, N) -> (rows, 4): each thread adds up its own columns, no shuffles; a later sum over axis 1 finishes."""
+    """(rows, N) -> (rows, 4): each thread adds up its own columns, no shuffles; a later sum over axis 1
+    finishes."""
     split = tile.reshape([tile.shape[0], tile.shape[1] // 8, 4, 2])
     return gl.sum(gl.sum(split, 3), 1)
 
@@ -46,9 +48,11 @@ def scale_rows(tile, factor):
 
 @gluon.jit
 def pack_pairs(tile, dtype: gl.constexpr):
-    """(rows, N) float32 -> (rows, N / 2) int32 of two rounded 16-bit numbers each, as the tensor cores want them.
+    """(rows, N) float32 -> (rows, N / 2) int32 of two rounded 16-bit numbers each, as the tensor cores want
+    them.
 
-    Carried across a branch or a loop as 16-bit numbers, the compiler takes them apart and together again (64 PRMT a step).
+    Carried across a branch or a loop as 16-bit numbers, the compiler takes them apart and together again
+    (64 PRMT a step).
     """
     low, high = gl.split(tile.reshape([tile.shape[0], tile.shape[1] // 2, 2]))
     convert: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
@@ -74,7 +78,8 @@ def unpack_pairs(packed, dtype: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def keep_columns_from(tile, first_column, fill: gl.constexpr):
-    """`fill` where the column is before `first_column` (one number a row): keep_columns_up_to's mirror image."""
+    """`fill` where the column is before `first_column` (one number a row): keep_columns_up_to's mirror
+    image."""
     rows: gl.constexpr = tile.shape[0]
     columns: gl.constexpr = tile.shape[1]
     layout: gl.constexpr = tile.type.layout
@@ -95,8 +100,8 @@ def keep_columns_from(tile, first_column, fill: gl.constexpr):
 
 @gluon.jit
 def multiply_half(half, tile, dtype: gl.constexpr):
-    """float16 * float32 -> dtype with one rounding, in pairs. (Written with a cast, the compiler converts one element at a time
-    on the special-function unit.)"""
+    """float16 * float32 -> dtype with one rounding, in pairs. (Written with a cast, the compiler converts
+    one element at a time on the special-function unit.)"""
     if dtype == gl.bfloat16:
         product = gl.inline_asm_elementwise(
             "{ .reg .b16 l, h; .reg .f32 a, b; mov.b32 {l, h}, $1; cvt.f32.f16 a, l; cvt.f32.f16 b, h; "
@@ -122,10 +127,10 @@ def multiply_half(half, tile, dtype: gl.constexpr):
 
 @gluon.jit
 def in_thread_order(tile):
-    """(M, N) float32 accumulator -> (M N / 32, 32): the same numbers so that the four that a thread holds of a 16 x 8 patch
-    lie together, and the 32 threads' side by side. Stored to shared memory that is 16 bytes a thread without bank
-    conflicts (in rows and columns it was an 8-way conflict, as long as the tensor cores' whole step). `finish_kernel`
-    puts them back."""
+    """(M, N) float32 accumulator -> (M N / 32, 32): the same numbers so that the four that a thread holds
+    of a 16 x 8 patch lie together, and the 32 threads' side by side. Stored to shared memory that is 16
+    bytes a thread without bank conflicts (in rows and columns it was an 8-way conflict, as long as the
+    tensor cores' whole step). `finish_kernel` puts them back."""
     rows: gl.constexpr = tile.shape[0]
     columns: gl.constexpr = tile.shape[1]
     patches = tile.reshape([rows // 16, 2, 8, columns // 8, 4, 2])
@@ -134,9 +139,11 @@ def in_thread_order(tile):
 
 @gluon.jit
 def exp2_unfused(scores, scale, reference):
-    """The same with scores * scale rounded before the subtraction: exactly 1 where reference is that rounded product.
+    """The same with scores * scale rounded before the subtraction: exactly 1 where reference is that
+    rounded product.
 
-    A fused multiply-add keeps the product's rounding error, 2^-24 of it, which is an exponent of 60 for scores of 1e9.
+    A fused multiply-add keeps the product's rounding error, 2^-24 of it, which is an exponent of 60 for
+    scores of 1e9.
     """
     layout: gl.constexpr = scores.type.layout
     references = gl.zeros([scores.shape[0], scores.shape[1]], gl.float32, layout) + gl.expand_dims(

@@ -1,13 +1,16 @@
-"""The deterministic half of the backward: dQ of one tile of 128 queries, and delta = rowsum(dO * O) for the other half.
+"""The deterministic half of the backward: dQ of one tile of 128 queries, and delta = rowsum(dO * O) for the
+other half.
 
-dQ = scale dS K sums over all keys. Here one block sees them all, in a fixed order, so every bit is reproducible and no
-float32 scratch is needed; the price is computing S and dP twice (7 products in all instead of 5). Q and dO stay in
-shared memory, K and V stream past; S = Q K^T and dP = dO V^T have queries along rows, so dS feeds dQ += dS K straight
-from registers and nothing is exchanged between the warp groups.
+dQ = scale dS K sums over all keys. Here one block sees them all, in a fixed order, so every bit is
+reproducible and no float32 scratch is needed; the price is computing S and dP twice (7 products in all
+instead of 5). Q and dO stay in shared memory, K and V stream past; S = Q K^T and dP = dO V^T have queries
+along rows, so dS feeds dQ += dS K straight from registers and nothing is exchanged between the warp groups.
 
-delta and lse (in log2 units, padded with +inf) are written out for `key_value_gradient_kernel`, which runs next.
-Partitions, slots and barriers as there.
+delta and lse (in log2 units, padded with +inf) are written out for `key_value_gradient_kernel`, which runs
+next. Partitions, slots and barriers as there.
 """
+
+# ruff: noqa: RUF059 (all partitions share one argument list; none needs all of it)
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -169,15 +172,16 @@ def _consumers(descriptors, buffers, barriers, problem, pointers, scale_log2, sc
         "num_query_tiles",
     ]
 )
-def query_gradient_kernel(q_desc, k_desc, v_desc, do_desc, dq_desc, lse_in, lse_out, delta_out, out, out_batch: gl.int64,
-                          out_head: gl.int64, out_row: gl.int64, num_queries, num_keys, padded, heads, group, num_query_tiles,
+def query_gradient_kernel(q_desc, k_desc, v_desc, do_desc, dq_desc, lse_in, lse_out, delta_out, out,
+                          out_batch: gl.int64, out_head: gl.int64, out_row: gl.int64,
+                          num_queries, num_keys, padded, heads, group, num_query_tiles,
                           scale_log2, scale, shift, D: gl.constexpr, K_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
                           TAIL: gl.constexpr):  # fmt: skip
     """One block per (query tile, head of the batch). Allocates and starts the partitions.
 
-    out_batch, out_head, out_row: strides of out in units of 8 elements (so that 16-byte loads are known to be aligned).
-    lse_in: (heads of the batch, num_queries), natural; lse_out, delta_out: (heads of the batch, padded), lse in log2 units
-    less `shift`.
+    out_batch, out_head, out_row: strides of out in units of 8 elements (so that 16-byte loads are known to
+    be aligned). lse_in: (heads of the batch, num_queries), natural; lse_out, delta_out: (heads of the
+    batch, padded), lse in log2 units less `shift`.
     """
     gdc_wait()
     gdc_launch_dependents()
@@ -203,8 +207,10 @@ def query_gradient_kernel(q_desc, k_desc, v_desc, do_desc, dq_desc, lse_in, lse_
     pointers = (lse_in, lse_out, delta_out, out, out_batch, out_head, out_row)
     gl.warp_specialize(
         [
-            (_consumers, (descriptors, buffers, barriers, problem, pointers, scale_log2, scale, shift, D, K_STAGES, CAUSAL, TAIL)),
-            (_producer, (descriptors, buffers, barriers, problem, pointers, scale_log2, scale, shift, D, K_STAGES, CAUSAL, TAIL)),
+            (_consumers, (descriptors, buffers, barriers, problem, pointers, scale_log2, scale, shift,
+                         D, K_STAGES, CAUSAL, TAIL)),
+            (_producer, (descriptors, buffers, barriers, problem, pointers, scale_log2, scale, shift,
+                         D, K_STAGES, CAUSAL, TAIL)),
         ],
         [1],
         [24],

@@ -2,6 +2,7 @@
 
 import torch
 
+from lmkit.kernels.hopper.devices import capability
 from lmkit.kernels.hopper.tensors import tma_strides
 from lmkit.kernels.hopper.versions import INSTALLED_MINOR, SUPPORTED_MINORS
 
@@ -16,7 +17,7 @@ def unsupported_reason(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cau
         return f"triton {INSTALLED_MINOR[0]}.{INSTALLED_MINOR[1]} is not one of {_listed(SUPPORTED_MINORS)}"
     if not (q.is_cuda and k.device == v.device == q.device):
         return f"q, k, v are on {q.device}, {k.device}, {v.device}, not on one CUDA device"
-    if torch.cuda.get_device_capability(q.device) != CAPABILITY:
+    if capability(q.device) != CAPABILITY:
         return f"{torch.cuda.get_device_name(q.device)} is not a Hopper GPU (compute capability 9.0)"
     if not (q.dtype == k.dtype == v.dtype and q.dtype in DTYPES):
         return f"dtypes are {q.dtype}, {k.dtype}, {v.dtype}; bfloat16 or float16 is supported"

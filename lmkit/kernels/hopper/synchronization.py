@@ -1,7 +1,8 @@
 """Hardware barriers and votes that Gluon has no function for, as inline PTX.
 
-Named barriers (`bar.sync` waits, `bar.arrive` only announces) hand a token from one warp group to another without
-the partition-wide barrier that Triton puts around `mbarrier.arrive`. Triton itself uses the lower numbers; 9 to 15 are ours.
+Named barriers (`bar.sync` waits, `bar.arrive` only announces) hand a token from one warp group to another
+without the partition-wide barrier that Triton puts around `mbarrier.arrive`. Triton itself uses the lower
+numbers; 9 to 15 are ours.
 """
 
 from triton.experimental import gluon
@@ -51,10 +52,11 @@ def declare_vote(name: gl.constexpr):
 
 @gluon.jit
 def any_exceeds(values, limit: gl.constexpr, barrier: gl.constexpr, name: gl.constexpr):
-    """1 for the whole warp group where one element of `values` is above `limit` (a PTX number) or NaN, else 0.
+    """1 for the whole warp group where one element of `values` is above `limit` (a PTX number) or NaN, else
+    0.
 
-    One barrier that votes (`barrier.red`), where Triton would reduce the tensor through shared memory and two barriers.
-    Each of the 128 threads must hold exactly two elements.
+    One barrier that votes (`barrier.red`), where Triton would reduce the tensor through shared memory and
+    two barriers. Each of the 128 threads must hold exactly two elements.
     """
     gl.inline_asm_elementwise(
         "{ .reg .pred a, b;"

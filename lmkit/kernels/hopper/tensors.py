@@ -1,4 +1,5 @@
-"""Tensors as the copy engine wants them: rank-4 descriptors over any strides it can take, and outputs in like order."""
+"""Tensors as the copy engine wants them: rank-4 descriptors over any strides it can take, and outputs in
+like order."""
 
 import functools
 
@@ -11,9 +12,11 @@ GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.fl
 
 
 def tma_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Strides for a descriptor of this (batch, heads, seq, head_dim) tensor; None where the copy engine cannot take them.
+    """Strides for a descriptor of this (batch, heads, seq, head_dim) tensor; None where the copy engine
+    cannot take them.
 
-    A dimension of size 1 may have any stride, also an unaligned one: it is replaced, no address depends on it.
+    A dimension of size 1 may have any stride, also an unaligned one: it is replaced, no address depends on
+    it.
     """
     unit = ALIGNMENT_BYTES // tensor.element_size()
     batch, head, row, column = tensor.stride()
@@ -36,7 +39,8 @@ def shared_layout(box: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLay
 
 def describe(tensor: torch.Tensor, box: tuple[int, ...]) -> TensorDescriptor:
     """A descriptor for copies of boxes of this shape, of a tensor whose strides suit (see tma_strides)."""
-    # Made without its constructor: that checks once more what tma_strides has checked, 5 us a descriptor, 9 a backward
+    # Made without its constructor: that checks once more what tma_strides has checked, 5 us a descriptor, 9
+    # a backward
     descriptor = TensorDescriptor.__new__(TensorDescriptor)
     descriptor.base = tensor
     descriptor.shape = tensor.shape
@@ -48,8 +52,9 @@ def describe(tensor: torch.Tensor, box: tuple[int, ...]) -> TensorDescriptor:
 
 
 def empty_in_order_of(tensor: torch.Tensor) -> torch.Tensor:
-    """An uninitialised dense tensor of the same shape, its memory in (batch, seq, heads, head_dim) order if that is how the
-    given one lies (a slice of a fused projection does), else in (batch, heads, seq, head_dim) order."""
+    """An uninitialised dense tensor of the same shape, its memory in (batch, seq, heads, head_dim) order if
+    that is how the given one lies (a slice of a fused projection does), else in (batch, heads, seq,
+    head_dim) order."""
     batch, heads, length, head_dim = tensor.shape
     if tensor.stride(1) < tensor.stride(2):
         return tensor.new_empty((batch, length, heads, head_dim)).transpose(1, 2)

@@ -1,8 +1,9 @@
 """Which query tiles a persistent block works on, and how many key blocks each of them meets.
 
-A causal tile costs more the further down it is. Persistent blocks stay in step when every unit of work costs the same,
-so a causal unit is the PAIR of tiles (last - u, u) of one head: always num_tiles + 1 key blocks. With an odd number
-of tiles the middle ones are left over; they are dealt out singly after all pairs.
+A causal tile costs more the further down it is. Persistent blocks stay in step when every unit of work
+costs the same, so a causal unit is the PAIR of tiles (last - u, u) of one head: always num_tiles + 1 key
+blocks. With an odd number of tiles the middle ones are left over; they are dealt out singly after all
+pairs.
 """
 
 from triton.experimental import gluon

@@ -1,7 +1,9 @@
-"""What differs between the Triton minors that the Hopper kernels support; nothing else in this package looks at versions.
+"""What differs between the Triton minors that the Hopper kernels support; nothing else in this package
+looks at versions.
 
-Gluon is Triton's explicit dialect and still moves between minors: 3.7 renamed `thread_barrier` to `barrier`. The TMA
-reduction is not exported for Hopper by either, so the builder's own operation is wrapped here.
+Gluon is Triton's explicit dialect and still moves between minors: 3.7 renamed `thread_barrier` to
+`barrier`. The TMA reduction is not exported for Hopper by either, so the builder's own operation is wrapped
+here.
 """
 
 import triton
@@ -18,7 +20,8 @@ partition_barrier = gl.thread_barrier if INSTALLED_MINOR == (3, 6) else gl.barri
 
 @builtin
 def tma_add_to_global(descriptor, coordinates, source, _semantic=None):
-    """Adds a tile of shared memory to global memory in the copy engine (`cp.reduce.async.bulk.tensor.add`)."""
+    """Adds a tile of shared memory to global memory in the copy engine
+    (`cp.reduce.async.bulk.tensor.add`)."""
     coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
     kind = triton_ir.DESCRIPTOR_REDUCE_KIND.ADD
     _semantic.builder.create_async_tma_reduce(kind, descriptor.handle, coordinates, source.handle)

@@ -1,8 +1,8 @@
 """Every shipped Hopper configuration compiles for sm_90 without a GPU, within its registers and unserialised.
 
-Gluon kernels cannot be interpreted, so on a machine without a Hopper GPU this is all that can be known about them. It is
-not little: a spill in the main loop, or ptxas giving up the overlap of the tensor cores' products (its notes C7510 to
-C7519), costs more speed than any other mistake, and both show here.
+Gluon kernels cannot be interpreted, so on a machine without a Hopper GPU this is all that can be known
+about them. It is not little: a spill in the main loop, or ptxas giving up the overlap of the tensor cores'
+products (its notes C7510 to C7519), costs more speed than any other mistake, and both show here.
 """
 
 import re
@@ -34,8 +34,8 @@ HOPPER = GPUTarget("cuda", 90, 32)
 PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
 TYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
-# Spilled bytes a thread, as measured (all outside of the main loops or at their rim); what is not listed spills nothing.
-# Keys: kernel, head_dim, causal, tail, consumers or whether dQ is added up.
+# Spilled bytes a thread, as measured (all outside of the main loops or at their rim); what is not listed
+# spills nothing. Keys: kernel, head_dim, causal, tail, consumers or whether dQ is added up.
 STATED_SPILLS = {
     ("key_value", 64, False, False, True): 16,
     ("key_value", 64, False, True, True): 16,
