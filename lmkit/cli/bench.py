@@ -106,6 +106,56 @@ def model(
     _bench("model", recipe, set_, flags, output, print_recipe=print_recipe, as_json=as_json)
 
 
+@app.command("lm-matrix", epilog="Example: lmkit bench lm-matrix lm_matrix_cpu --nproc 2")
+def lm_matrix(
+    recipe: RecipeArgument,
+    set_: SetOption = None,
+    kernels: Annotated[
+        list[str] | None, typer.Option("--kernels", help="Repeatable.", show_default=False)
+    ] = None,
+    strategies: Annotated[
+        list[str] | None,
+        typer.Option("--strategies", "--wrappers", help="Repeatable.", show_default=False),
+    ] = None,
+    timed_epochs: Annotated[
+        int | None, typer.Option("--timed-epochs", help="Samples per cell.", show_default=False)
+    ] = None,
+    batch_size: Annotated[int | None, typer.Option(show_default=False)] = None,
+    num_layers: Annotated[int | None, typer.Option(show_default=False)] = None,
+    d_model: Annotated[int | None, typer.Option(show_default=False)] = None,
+    context_length: Annotated[int | None, typer.Option(show_default=False)] = None,
+    nproc: NprocOption = 1,
+    output: OutputOption = None,
+    print_recipe: PrintRecipeOption = False,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Short real trainings over attention kernels x gradient strategies."""
+    flags = given(
+        bench__lm_matrix__kernels=kernels,
+        bench__lm_matrix__strategies=strategies,
+        bench__lm_matrix__timed_epochs=timed_epochs,
+        bench__lm_matrix__batch_size=batch_size,
+        bench__lm_matrix__num_layers=num_layers,
+        bench__lm_matrix__d_model=d_model,
+        bench__lm_matrix__context_length=context_length,
+    )
+    _bench("lm_matrix", recipe, set_, flags, output, nproc=nproc, print_recipe=print_recipe, as_json=as_json)
+
+
+@app.command(epilog="Example: lmkit bench tokenizer bench_tokenizer")
+def tokenizer(
+    recipe: RecipeArgument,
+    set_: SetOption = None,
+    output: OutputOption = None,
+    print_recipe: PrintRecipeOption = False,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Tokenizer training and encoding beside the rivals that are installed."""
+    _bench("tokenizer", recipe, set_, {}, output, print_recipe=print_recipe, as_json=as_json)
+
+
 @app.command(epilog="Example: lmkit bench ddp bench_ddp_cpu --nproc 2")
 def ddp(
     recipe: RecipeArgument,

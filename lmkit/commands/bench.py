@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,8 @@ from lmkit.recipe.load import recipe_to_toml
 from lmkit.recipe.model import ModelConfig
 from lmkit.recipe.schema import Recipe, required
 from lmkit.storage import write_atomic
+
+log = logging.getLogger("lmkit")
 
 Progress = Callable[[str, int, int], None]
 T = TypeVar("T")
@@ -54,6 +58,42 @@ def model(recipe: Recipe, output: Path | None, progress: Progress) -> BenchStore
     with process_group(recipe.run.device) as ranks:
         options = ModelOptions(device=ranks.device.type, seed=recipe.run.seed, **table.model_dump())
         result = run_bench(options, progress=progress)
+    return _store(result, recipe, output)
+
+
+def lm_matrix(recipe: Recipe, output: Path | None, nproc: int, progress: Progress) -> BenchStored | None:
+    """Short real trainings over kernels x strategies; None on ranks other than the first."""
+    from lmkit.benches.lm_matrix import LmMatrixOptions, run_bench
+
+    table = _table(recipe.bench.lm_matrix, "lm_matrix")
+    options = LmMatrixOptions(
+        device=recipe.run.device, nproc=nproc, seed=recipe.run.seed, **table.model_dump()
+    )
+    result = run_bench(options, progress=progress)
+    return None if result is None else _store(result, recipe, output)
+
+
+def tokenizer(recipe: Recipe, output: Path | None, progress: Progress) -> BenchStored:
+    """Training and encoding beside Hugging Face tokenizers, tiktoken and rustbpe where they are installed."""
+    from lmkit.benches.tokenizer import Case, bench_tokenizer
+    from lmkit.benches.tokenizer_contenders import CONTENDERS
+    from lmkit.data.synth import write_stories
+
+    table = _table(recipe.bench.tokenizer, "tokenizer")
+    with tempfile.TemporaryDirectory(prefix="lmkit-bench-") as folder:
+        texts = [(path, path.stem) for path in table.texts]
+        if not texts:
+            stories = Path(folder) / "stories.txt"
+            write_stories(stories, size_mb=table.synth_mb, seed=recipe.run.seed, progress=progress)
+            texts = [(stories, "stories")]
+        cases = [
+            Case(task, text, name, workers, vocab_size, tuple(n for t, n in CONTENDERS if t == task))
+            for text, name in texts
+            for task in table.tasks
+            for vocab_size in table.vocab_sizes
+            for workers in table.workers
+        ]
+        result = bench_tokenizer(cases, rounds=table.rounds, report=log.info)
     return _store(result, recipe, output)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
+from lmkit.recipe.model import AttentionName
 from lmkit.recipe.parallel import StrategyName
 from lmkit.recipe.table import Count, PositiveFloat, PositiveInt, Table
 
@@ -82,16 +84,38 @@ class BenchAllReduceConfig(Table):
 
 
 class BenchTokenizerConfig(Table):
+    texts: tuple[Path, ...] = ()
+    """Text files; empty: `synth_mb` of generated stories."""
+    synth_mb: PositiveFloat = 20.0
+    tasks: tuple[Literal["train", "encode"], ...] = ("train", "encode")
     vocab_sizes: tuple[Annotated[int, Field(ge=257)], ...] = (10_000,)
-    repeats: PositiveInt = 5
     workers: tuple[PositiveInt, ...] = (1, 2)
+    rounds: PositiveInt = 5
 
 
 class BenchLmMatrixConfig(Table):
-    kernels: tuple[str, ...] = ("vectorized", "sdpa")
+    kernels: tuple[AttentionName, ...] = ("vectorized", "flash_torch", "sdpa")
     strategies: tuple[StrategyName, ...] = ("none",)
-    timed_steps: PositiveInt = 20
-    warmup_steps: Count = 3
+    num_layers: PositiveInt = 2
+    d_model: PositiveInt = 64
+    d_ff: PositiveInt = 192
+    num_heads: PositiveInt = 4
+    context_length: PositiveInt = 64
+    vocab_size: PositiveInt = 256
+    tie_embeddings: bool = False
+    compile: Literal["none", "block", "whole"] = "none"
+    activation_checkpointing: bool = False
+    precision: Precision = "fp32"
+    batch_size: PositiveInt = 8
+    """Sequences per step over all ranks."""
+    steps_per_epoch: PositiveInt = 5
+    """An epoch is what one sample times."""
+    warmup_epochs: Count = 1
+    timed_epochs: PositiveInt = 6
+    bucket_mb: PositiveFloat = 25.0
+    tokens: Path | None = None
+    """A token file; left out: the bytes of generated stories."""
+    lr: PositiveFloat = 3e-4
 
 
 class BenchConfig(Table):

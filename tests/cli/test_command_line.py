@@ -29,6 +29,8 @@ COMMANDS = (
     ("bench", "attention"),
     ("bench", "model"),
     ("bench", "ddp"),
+    ("bench", "lm-matrix"),
+    ("bench", "tokenizer"),
     ("bench", "all-reduce"),
     ("bench", "optimizer"),
     ("profile",),
