@@ -1,0 +1,1 @@
+"""Corpora -> token files -> batches."""
