@@ -132,7 +132,7 @@ def contender(name: str, case: DdpCase, ranks: Ranks) -> Contender:
     """Build a contender on every rank (those of `SOLO` on rank 0 alone).
 
     Names: "one rank", "one rank, bf16 weights", a strategy, a strategy with options ("bucketed 100 MB",
-    "bucketed bf16 wire", "bucketed 8 CTAs", "zero1 bf16"), or a rival of PyTorch's: "torch_ddp" (gradients as
+    "bucketed bf16 wire", "zero1 bf16"), or a rival of PyTorch's: "torch_ddp" (gradients as
     views of the buckets), "torch_ddp default", "torch_ddp static", "torch_ddp + ZeRO".
 
     Raises:
@@ -161,7 +161,7 @@ def contender(name: str, case: DdpCase, ranks: Ranks) -> Contender:
 
 
 def _options(name: str, detail: str) -> SyncOptions:
-    """Read "100 MB 8 CTAs bf16 wire urgent" and the like."""
+    """Read "100 MB bf16 wire" and the like."""
     options = SyncOptions()
     words = detail.split()
     while words:
@@ -170,12 +170,8 @@ def _options(name: str, detail: str) -> SyncOptions:
                 options = replace(options, wire_dtype="bf16")
             case ["bf16", *words]:
                 options = replace(options, weights="bf16")
-            case ["urgent", *words]:
-                options = replace(options, high_priority=True)
             case [number, "MB", *words] if number.replace(".", "", 1).isdecimal():
                 options = replace(options, bucket_mb=float(number))
-            case [number, "CTAs", *words] if number.isdecimal():
-                options = replace(options, max_ctas=int(number))
             case _:
                 raise ValueError(f"no contender called {name!r}")
     return options

@@ -21,7 +21,7 @@ LAST_BUCKET_BYTES = 1 * MIB
 
 
 class BucketedSync(OverlapSync):
-    """As `overlap`, with parameters of about `bucket_mb` per call. Heeds `bucket_mb`, `wire_dtype`, `max_ctas`."""
+    """As `overlap`, with parameters of about `bucket_mb` per call. Heeds `bucket_mb` and `wire_dtype`."""
 
     def _plan_buckets(self, in_ready_order: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
         return plan_buckets(in_ready_order, int(self.options.bucket_mb * MIB), self.options.wire_dtype)

@@ -10,7 +10,7 @@ from lmkit.parallel.replicated import ReplicatedSync
 class FlatSync(ReplicatedSync):
     """One collective per device and dtype. Needs room for a second copy of the gradients while it packs.
 
-    Heeds `wire_dtype` (for fp32 gradients) and `max_ctas`.
+    Heeds `wire_dtype` (for fp32 gradients).
     """
 
     def _reduce(self) -> None:

@@ -6,7 +6,7 @@ from lmkit.parallel.replicated import ReplicatedSync
 
 
 class NaiveSync(ReplicatedSync):
-    """Pays the latency of a collective once per parameter and overlaps nothing. Heeds `max_ctas`."""
+    """Pays the latency of a collective once per parameter and overlaps nothing. Heeds no options."""
 
     def _reduce(self) -> None:
         for parameter in self.parameters:

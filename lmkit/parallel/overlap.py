@@ -20,7 +20,7 @@ class OverlapSync(ReplicatedSync):
     """One asynchronous all-reduce per parameter, from hooks (the buckets here hold one parameter each).
 
     The order in which gradients become ready is recorded in the first step; rank 0's order then holds on all
-    ranks. Heeds `max_ctas`.
+    ranks. Heeds no options.
     """
 
     def _install(self) -> None:

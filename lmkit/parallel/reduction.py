@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 from lmkit.parallel.process_group import Ranks
-from lmkit.parallel.strategies import SyncOptions
 from lmkit.parallel.traffic import Traffic
 
 # torch 2.13 renamed these two and warns about the old names.
@@ -42,47 +41,36 @@ class PendingMean:
 
 
 class Averager:
-    """Starts averaging collectives for one strategy and counts them.
+    """Starts averaging collectives for one strategy and counts them."""
 
-    Args:
-        options: `max_ctas` and `high_priority` give the collectives their own NCCL communicator.
-    """
-
-    def __init__(self, ranks: Ranks, traffic: Traffic, options: SyncOptions | None = None) -> None:
+    def __init__(self, ranks: Ranks, traffic: Traffic) -> None:
         self._ranks = ranks
         self._traffic = traffic
         self._has_nccl = "nccl" in str(dist.get_backend_config())
-        self._own_group: dist.ProcessGroup | None = None
-        options = options or SyncOptions()
-        if self._has_nccl and (options.max_ctas is not None or options.high_priority):
-            nccl = dist.ProcessGroupNCCL.Options(is_high_priority_stream=options.high_priority)
-            if options.max_ctas is not None:
-                nccl.config.max_ctas = options.max_ctas
-            self._own_group = dist.new_group(backend="nccl", pg_options=nccl)
 
     def all_reduce(self, flat: torch.Tensor) -> PendingMean:
         """Start averaging `flat` in place."""
         self._traffic.count_all_reduce(flat.nbytes, self._ranks.world_size)
-        op, divide_by, group = self._way_for(flat)
-        return PendingMean(dist.all_reduce(flat, op=op, group=group, async_op=True), flat, divide_by)
+        op, divide_by = self._mean_of(flat)
+        return PendingMean(dist.all_reduce(flat, op=op, async_op=True), flat, divide_by)
 
     def reduce_scatter(self, flat: torch.Tensor) -> PendingMean:
         """Start averaging `flat` (world_size * n,); the result is this rank's part (n,), a view of `flat`."""
         self._traffic.count_scatter_or_gather(flat.nbytes, self._ranks.world_size)
         part = flat.chunk(self._ranks.world_size)[self._ranks.rank]
-        op, divide_by, group = self._way_for(flat)
-        work = _reduce_scatter(part, flat, op=op, group=group, async_op=True)
+        op, divide_by = self._mean_of(flat)
+        work = _reduce_scatter(part, flat, op=op, async_op=True)
         return PendingMean(work, part, divide_by, source=flat)
 
     def all_gather(self, flat: torch.Tensor) -> dist.Work:
         """Start filling `flat` (world_size * n,) with every rank's part; this rank's part is there already."""
         self._traffic.count_scatter_or_gather(flat.nbytes, self._ranks.world_size)
         part = flat.chunk(self._ranks.world_size)[self._ranks.rank]
-        work: dist.Work = _all_gather(flat, part, group=self._way_for(flat)[2], async_op=True)
+        work: dist.Work = _all_gather(flat, part, async_op=True)
         return work
 
-    def _way_for(self, flat: torch.Tensor) -> tuple[dist.ReduceOp.RedOpType, int, dist.ProcessGroup | None]:
-        """(operation, divisor, group): gloo has no AVG, so there the sum is divided when it is waited for."""
+    def _mean_of(self, flat: torch.Tensor) -> tuple[dist.ReduceOp.RedOpType, int]:
+        """(operation, divisor): gloo has no AVG, so there the sum is divided when it is waited for."""
         if self._has_nccl and flat.device.type == "cuda":
-            return dist.ReduceOp.AVG, 1, self._own_group
-        return dist.ReduceOp.SUM, self._ranks.world_size, None
+            return dist.ReduceOp.AVG, 1
+        return dist.ReduceOp.SUM, self._ranks.world_size

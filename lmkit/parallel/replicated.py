@@ -36,7 +36,7 @@ class ReplicatedSync(Accumulates):
         if self.ranks.world_size > 1:
             check_same_model(model, self.ranks, fingerprint)
             broadcast_model(model, self.ranks)
-            self._averager = Averager(self.ranks, self.traffic, options=self.options)
+            self._averager = Averager(self.ranks, self.traffic)
             self._install()
         return model
 

@@ -52,15 +52,11 @@ class SyncOptions:
         bucket_mb: how much is reduced in one call, in MiB (2^20 bytes).
         wire_dtype: in what numbers gradients travel and are summed.
         weights: `zero1` only; "bf16" casts the model's parameters and keeps fp32 masters in the shards.
-        max_ctas: at most this many blocks per NCCL call (None: NCCL decides); each takes an SM from compute.
-        high_priority: NCCL's kernels go before compute kernels that wait for an SM.
     """
 
     bucket_mb: float = 25.0
     wire_dtype: Literal["fp32", "bf16"] = "fp32"
     weights: Literal["fp32", "bf16"] = "fp32"
-    max_ctas: int | None = None
-    high_priority: bool = False
 
     def __post_init__(self) -> None:
         if self.bucket_mb <= 0:

@@ -31,7 +31,7 @@ from lmkit.parallel.zero1_layout import BucketLayout, ShardLayout, shard_size_of
 
 
 class Zero1(Accumulates):
-    """Heeds `bucket_mb`, `wire_dtype` (gradients of fp32 weights), `weights` and `max_ctas`.
+    """Heeds `bucket_mb`, `wire_dtype` (gradients of fp32 weights) and `weights`.
 
     `build_optimizer` moves the parameters into flat buckets and, with `weights="bf16"`, casts fp32 parameters:
     call it after the model is on its device and before the first forward pass. Parameters in no group are left
@@ -51,7 +51,7 @@ class Zero1(Accumulates):
         if self.ranks.world_size > 1:
             check_same_model(model, self.ranks, fingerprint)
             broadcast_model(model, self.ranks)
-            self._averager = Averager(self.ranks, self.traffic, options=self.options)
+            self._averager = Averager(self.ranks, self.traffic)
         self._model = model
         return model
 
