@@ -72,18 +72,6 @@ def required(table: T | None, name: str, *, command: str) -> T:
 Check = Callable[[Mapping[str, Any]], "str | None"]
 
 
-def _vocabularies_agree(tables: Mapping[str, Any]) -> str | None:
-    tokenizer, model = tables.get("tokenizer"), tables.get("model")
-    if tokenizer is None or model is None or model.vocab_size is None or tokenizer.path is not None:
-        return None
-    if model.vocab_size >= tokenizer.vocab_size:
-        return None
-    return (
-        f"model.vocab_size: {model.vocab_size} is smaller than tokenizer.vocab_size {tokenizer.vocab_size}; "
-        "leave it out to take the tokenizer's"
-    )
-
-
 def _half_precision_has_a_device(tables: Mapping[str, Any]) -> str | None:
     run, train = tables.get("run"), tables.get("train")
     if run is None or train is None or not (run.device == "cpu" and train.precision == "fp16"):
@@ -106,7 +94,6 @@ def _zero1_alone_has_bf16_weights(tables: Mapping[str, Any]) -> str | None:
 
 
 CHECKS: tuple[Check, ...] = (
-    _vocabularies_agree,
     _half_precision_has_a_device,
     _random_tokens_need_a_vocabulary,
     _zero1_alone_has_bf16_weights,

@@ -91,7 +91,7 @@ def test_every_mistake_is_reported_at_once(tmp_path: Path) -> None:
     message = refusal(
         tmp_path,
         '[train]\nsteps = "x"\nprecision = "bf61"\n[optimizer]\nlr = -1\n[corpsu]\n[run]\nnane = "a"\n'
-        "[model]\nvocab_size = 300\n[tokenizer]\nvocab_size = 400\n",
+        "[parallel]\nstrategy = 'flat'\nweights = 'bf16'\n",
     )
     for expected in (
         "train.steps",
@@ -99,7 +99,7 @@ def test_every_mistake_is_reported_at_once(tmp_path: Path) -> None:
         "optimizer.lr",
         "did you mean corpus?",
         "did you mean name?",
-        "model.vocab_size: 300",  # a check across tables, beside mistakes in other tables
+        "parallel.weights: \"bf16\" needs",  # a check across tables, beside mistakes in other tables
     ):
         assert expected in message
 
