@@ -74,7 +74,8 @@ def test_text_becomes_a_story_and_a_second_run_recomputes_nothing(
     after = {
         path: path.stat().st_mtime_ns for path in run.rglob("*") if path.suffix in (".npy", ".safetensors")
     }
-    assert after == before and before
+    assert after == before
+    assert before
 
     # Another prompt redoes the story alone.
     third = lmkit("run", recipe, "--json", "--set", 'generate.prompts=["The"]')

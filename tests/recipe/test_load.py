@@ -99,7 +99,7 @@ def test_every_mistake_is_reported_at_once(tmp_path: Path) -> None:
         "optimizer.lr",
         "did you mean corpus?",
         "did you mean name?",
-        "parallel.weights: \"bf16\" needs",  # a check across tables, beside mistakes in other tables
+        'parallel.weights: "bf16" needs',  # a check across tables, beside mistakes in other tables
     ):
         assert expected in message
 
