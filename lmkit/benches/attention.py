@@ -120,7 +120,8 @@ def _measure_direction(
         try:
             gate = gate or Gate(inputs, rounding=2.0**-9 if options.dtype == "tf32" else None)
             function = build_variant(name, options.dtype)
-            faults = gate.faults_of(function)
+            rounds_scores = name.removesuffix(COMPILED) in SCORE_COPIES
+            faults = gate.faults_of(function, rounds_scores=rounds_scores)
             with track_peak(options.device) as peak:
                 _call(function, inputs, backward)
         except torch.OutOfMemoryError as error:

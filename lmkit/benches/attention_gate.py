@@ -73,6 +73,16 @@ def exact_in_blocks(inputs: Inputs) -> tuple[Tensor, ...]:
     return (out,) if inputs.dout is None else (out, dq, dk[None, None], dv[None, None])
 
 
+def largest_score(inputs: Inputs) -> float:
+    """The largest |q . k| * scale of inputs with one key head, in blocks."""
+    k = inputs.k[0, 0].float()  # (num_keys, head_dim)
+    if not inputs.q.numel() or not k.numel():
+        return 0.0
+    block = max(1, BLOCK_ELEMENTS // k.shape[0])
+    blocks = inputs.q[0].float().flatten(0, 1).split(block)  # each (block, head_dim)
+    return max(float((q @ k.T).abs().max()) for q in blocks) * inputs.q.shape[3] ** -0.5
+
+
 class Gate:
     """The oracle of one case: computed once, asked about every variant.
 
@@ -86,12 +96,17 @@ class Gate:
         batch, kv_heads = inputs.k.shape[:2]
         self._spots = sorted({(0, 0), (batch - 1, kv_heads - 1)})
         self._exact = [exact_in_blocks(inputs.of_key_head(*spot)) for spot in self._spots]
+        self._largest_score = max(largest_score(inputs.of_key_head(*spot)) for spot in self._spots)
         self._rival = run_attention(sdpa, inputs.q, inputs.k, inputs.v, inputs.dout, causal=inputs.causal)
 
-    def faults_of(self, function: Callable[..., Tensor]) -> list[str]:
+    def faults_of(self, function: Callable[..., Tensor], *, rounds_scores: bool = False) -> list[str]:
         """What `function` gets wrong on this case, one line each; empty: it may be timed.
 
         Budget: `ALLOWANCE` times the error of PyTorch's kernel on the same inputs, plus one rounding.
+
+        Args:
+            rounds_scores: the kernel keeps the scores in the inputs' dtype. A score s is then off by up to s times
+                the rounding, and so, relatively, is its probability: the worst row may be that much further off.
         """
         inputs = self._inputs
         got = run_attention(function, inputs.q, inputs.k, inputs.v, inputs.dout, causal=inputs.causal)
@@ -115,6 +130,8 @@ class Gate:
                 budget = max(budget, allowed.overall)
                 for measure in ("overall", "worst_row"):
                     value, limit = getattr(error, measure), ALLOWANCE * getattr(allowed, measure) + floor
+                    if rounds_scores and measure == "worst_row":
+                        limit += self._rounding * self._largest_score
                     if not value <= limit:
                         faults.append(f"{name}: {measure} error {value:.2g} at {spot}, allowed {limit:.2g}")
             # The heads between the spots: as close to PyTorch's as two kernels within the budget can be.

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lmkit.attention import attention_function
+from lmkit.measure.ranges import range_
 from lmkit.model.linear import Linear
 from lmkit.model.rms_norm import RMSNorm
 from lmkit.model.rope import rotate
@@ -59,7 +60,8 @@ class SelfAttention(nn.Module):
         q, k = rotate(qk, rotations).split((self.num_heads, self.kv_heads), dim=2)
         # (batch, heads, seq, head_dim) as views: no copy.
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        out = self.attention(q, k, v, causal=True) if cache is None else cache.attend(q, k, v)
+        with range_("attention"):
+            out = self.attention(q, k, v, causal=True) if cache is None else cache.attend(q, k, v)
         return self.output_proj(out.transpose(1, 2).flatten(2))
 
 

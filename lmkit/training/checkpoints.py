@@ -168,10 +168,17 @@ def load_model(
 
 
 def plain_model(checkpoint: Checkpoint, *, device: torch.device | str) -> TransformerLM:
-    """The model of a checkpoint, neither compiled nor wrapped, in eval mode."""
+    """The model of a checkpoint, neither compiled nor wrapped, in eval mode.
+
+    One that was trained with `flash_triton` runs with `sdpa` on a CPU, and the log says so.
+    """
     from lmkit.model.transformer import TransformerLM
 
-    model = TransformerLM(checkpoint.state.model, device=device)
+    config = checkpoint.state.model
+    if config.attention == "flash_triton" and torch.device(device).type == "cpu":
+        log.warning("trained with attention flash_triton, which needs a GPU: using sdpa on this CPU")
+        config = config.model_copy(update={"attention": "sdpa"})
+    model = TransformerLM(config, device=device)
     load_weights(model, checkpoint.model_tensors(), origin=checkpoint.path / MODEL)
     return model.eval()
 

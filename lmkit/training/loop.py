@@ -117,7 +117,7 @@ class Loop:
         """Steps until the end; True if a signal ended them."""
         batch = None if self._is_done() else self._next_batch()
         while batch is not None:
-            with watch.step(self.moment.step + 1):
+            with range_("step"), watch.step(self.moment.step + 1):
                 lr = self.parts.learning_rate(self.moment.step, self._fraction)
                 loss = self.parts.step.accumulate(*batch)
                 upcoming = self._next_batch(ahead=1)  # while a GPU still computes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ from lmkit.errors import UsageError
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.schema import Recipe
 from lmkit.training import loop as loop_module
-from lmkit.training.checkpoints import load_model
+from lmkit.training.checkpoints import load_model, plain_model
 from lmkit.training.metrics import read_metrics
 
 Tiny = Callable[..., Recipe]
@@ -188,3 +189,18 @@ def test_what_is_lacking_is_named(tiny: Tiny) -> None:
         train_here(tiny('data.train="missing.npy"'))
     with pytest.raises(UsageError, match=r"model\.vocab_size: 63"):
         train_here(tiny("model.vocab_size=63"))
+
+
+def test_a_model_of_gpu_kernels_runs_on_a_cpu_and_says_so(
+    tiny: Tiny, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("lmkit"), "propagate", True)  # the command line turns it off
+    recipe = tiny()
+    train_here(recipe)
+    checkpoint = newest(recipe)
+    config = checkpoint.state.model.model_copy(update={"attention": "flash_triton"})
+    state = checkpoint.state.model_copy(update={"model": config})
+    ids = torch.arange(8)[None]
+    expected = plain_model(checkpoint, device="cpu")(ids)
+    assert torch.equal(plain_model(dataclasses.replace(checkpoint, state=state), device="cpu")(ids), expected)
+    assert "flash_triton" in caplog.text
