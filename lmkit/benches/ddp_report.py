@@ -78,6 +78,7 @@ def ddp_result(rows: Rows, sweep: Rows, ranks: Ranks) -> BenchResult:
             title=f"Training throughput on {ranks.world_size} ranks",
             x_label="contender",
             y_label="tokens per second",
+            spec=",.0f",
         ),
         "ddp_exposed.png": grouped_bars(
             [row["contender"] for row in timed if "exposed_ms" in row],
