@@ -22,6 +22,9 @@ from lmkit.parallel.process_group import Ranks, absent_ranks
 ROLL_CALL_S = 2.0
 """How long survivors wait for one another's sign before they call the others lost."""
 
+GLOO_SIGNS = ("gloo/", "pair closure")
+"""In gloo's errors: its source path, or "Application timeout caused pair closure" where a pending pair is told."""
+
 
 class RankLost(LmkitError):
     """Communication broke off: another rank died, hangs, or left with an error of its own."""
@@ -72,8 +75,8 @@ class StepWatch:
 
 
 def is_communication_error(error: RuntimeError) -> bool:
-    """Whether a collective raised it (gloo raises plain RuntimeErrors; its source path is in the text)."""
-    return isinstance(error, dist.DistError) or "gloo/" in str(error)
+    """Whether a collective raised it (gloo raises plain RuntimeErrors; their text tells)."""
+    return isinstance(error, dist.DistError) or any(sign in str(error) for sign in GLOO_SIGNS)
 
 
 def rank_lost(ranks: Ranks, step: int, error: RuntimeError) -> RankLost:

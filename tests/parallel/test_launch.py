@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from lmkit.errors import LmkitError, UsageError
-from lmkit.parallel.failures import RankLost
+from lmkit.parallel.failures import RankLost, is_communication_error
 from lmkit.parallel.launch import RankFailed, spawn_ranks
 from lmkit.parallel.process_group import process_group
 
@@ -162,3 +162,15 @@ def test_a_rank_that_never_comes_is_named(monkeypatch, tmp_path):
         process_group("cpu", timeout_s=1),
     ):
         raise AssertionError("unreachable")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1", True),
+        ("Application timeout caused pair closure", True),
+        ("mat1 and mat2 shapes cannot be multiplied", False),
+    ],
+)
+def test_errors_of_communication_are_told_from_others(text, expected):
+    assert is_communication_error(RuntimeError(text)) is expected
