@@ -65,6 +65,13 @@ def run_command_line(arguments: Sequence[str]) -> int:
             raise
         _print_error(error)
         return error.exit_code
+    except OSError as error:  # a path that cannot be written or read, a full disk: the user's to mend
+        if settings.get("debug"):
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        reason = (error.strerror or str(error)).lower()
+        _print_error(LmkitError(f"{where}{reason}", hint="check the path, its permissions and the disk"))
+        return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT

@@ -11,6 +11,7 @@ import typer
 from lmkit.cli.options import DebugOption, ErrorsOption, ForceOption, JsonOption, WorkersOption
 from lmkit.cli.progress import progress_on_stderr
 from lmkit.cli.render import show
+from lmkit.errors import LmkitError
 
 app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Train, use, look at and export tokenizers.",
@@ -63,8 +64,11 @@ def encode(
     """Print the token ids of a text, or of stdin."""
     from lmkit.commands import tokenizer as command
 
-    for line in command.encode_lines(tokenizer, [text] if text is not None else sys.stdin):
-        sys.stdout.write(line)
+    try:
+        for line in command.encode_lines(tokenizer, [text] if text is not None else sys.stdin):
+            sys.stdout.write(line)
+    except UnicodeError:
+        raise LmkitError("the text is not UTF-8", hint="convert it first, for example with iconv") from None
 
 
 @app.command(epilog='Example: lmkit tokenizer decode tokenizer.json "262 1011 13"')

@@ -47,12 +47,19 @@ def _rows(path: Path) -> list[dict[str, Any]]:
         text = file.read_text("utf-8")
     except OSError as error:
         raise UsageError(f"{file}: {(error.strerror or str(error)).lower()}", hint="check the path") from None
+    except UnicodeDecodeError:
+        raise LmkitError(f"{file}: not UTF-8 text", hint="results of a bench are JSON lines") from None
     rows = []
     for number, line in enumerate(text.splitlines(), start=1):
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except ValueError:
+            row = None
+        if not isinstance(row, dict):
             raise LmkitError(
-                f"{file}: line {number} is not JSON", hint="results of a bench are JSON lines"
-            ) from None
+                f"{file}: line {number} is not a JSON object", hint="results of a bench are JSON lines"
+            )
+        rows.append(row)
+    if not rows:
+        raise UsageError(f"{file}: holds no results", hint="results of a bench are JSON lines")
     return rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,8 @@ def synth(output: Path, *, size_mb: float, seed: int, force: bool, progress: Pro
     """Generate a corpus of short stories."""
     from lmkit.data.synth import write_stories
 
+    if not math.isfinite(size_mb):
+        raise UsageError(f"--size-mb: {size_mb} is not a size", hint="for example --size-mb 20")
     refuse_existing(output, force=force)
     write_stories(output, size_mb=size_mb, seed=seed, progress=progress)
     return Synthesised(str(output), output.stat().st_size)

@@ -61,19 +61,26 @@ def run(
     """
     folder = source.resolve().parent.parent if (source / MANIFEST).exists() else source
     recipe_file = folder / "recipe.toml"
-    table = load_recipe(recipe_file if recipe_file.exists() else None, overrides, flags=flags).generate
+    for override in overrides:
+        if not override.strip().startswith("generate."):
+            raise UsageError(
+                f"--set {override}: only [generate] can change here", hint="the other tables made the model"
+            )
+    recipe = load_recipe(recipe_file if recipe_file.exists() else None, overrides, flags=flags)
+    table = recipe.generate
     sampling = Sampling(temperature=table.temperature, top_k=table.top_k, top_p=table.top_p)
     with process_group(device) as ranks:
         model, _, own_tokenizer = load_model(source, device=ranks.device)
-        path = tokenizer or own_tokenizer
+        path = tokenizer or own_tokenizer or (recipe.tokenizer.path if recipe.tokenizer else None)
         if path is None:
             raise UsageError(f"{source}: the run has no tokenizer.json", hint="name one with --tokenizer")
+        loaded = Tokenizer.load(path)
         prompts = table.prompts
         if stream is not None and len(prompts) == 1:
             stream(prompts[0])
         generations = generate(
             model,
-            Tokenizer.load(path),
+            loaded,
             prompts,
             max_new_tokens=table.max_new_tokens,
             sampling=sampling,

@@ -15,5 +15,7 @@ def refuse_existing(output: Path, *, force: bool) -> None:
     """
     if output.is_dir():
         raise UsageError(f"{output}: is a folder", hint="name a file")
+    if output.exists() and not output.is_file():
+        raise UsageError(f"{output}: is not a regular file", hint="name another file")
     if output.exists() and not force:
         raise UsageError(f"{output}: exists already", hint="choose another name, or replace it with --force")

@@ -58,7 +58,7 @@ def validate_recipe(source: str, overrides: Sequence[str]) -> RecipeIsValid:
     """Load a recipe; raises UsageError with every mistake."""
     recipe = load_recipe(source, overrides)
     present = tuple(name for name in type(recipe).model_fields if name in recipe.model_fields_set)
-    return RecipeIsValid(str(find_recipe(source)), present)
+    return RecipeIsValid(source, present)
 
 
 @dataclass(frozen=True)

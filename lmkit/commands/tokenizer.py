@@ -38,7 +38,16 @@ def train(
     force: bool,
     progress: Callable[[str, int, int], None],
 ) -> TokenizerTrained:
-    """Train a tokenizer on text files and save it."""
+    """Train a tokenizer on text files and save it.
+
+    Raises:
+        UsageError: the output is not named *.json (a forgotten output must not replace the last source).
+    """
+    if output.suffix != ".json":
+        raise UsageError(
+            f"{output}: a tokenizer file ends in .json",
+            hint="name the output last, for example tokenizer.json",
+        )
     refuse_existing(output, force=force)
     tokenizer = train_tokenizer(
         list(sources),

@@ -46,7 +46,8 @@ def load_recipe(
         _apply(raw, override)
     for dotted, value in (flags or {}).items():
         _put(raw, dotted.split("."), value, origin=f"--{dotted}")
-    return validate(raw, origin=str(path or "--set"))
+    options = "your options" if overrides or flags else ""
+    return validate(raw, origin=" with ".join(filter(None, (str(source or ""), options))) or "recipe")
 
 
 def find_recipe(source: str | Path) -> Path:

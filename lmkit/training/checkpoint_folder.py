@@ -223,6 +223,6 @@ def newest_valid(folder: Path) -> Choice:
     if skipped:
         raise LmkitError(
             f"{folder}: no good checkpoint: " + "; ".join(skipped),
-            hint="delete these folders to start afresh, or name another checkpoint: --resume <folder>",
+            hint="copy the checkpoint again, or name another one; to train afresh, delete these folders",
         )
     return Choice(None, ())
