@@ -1,8 +1,5 @@
 """The root command, and how errors become one line, one hint and an exit code."""
 
-from __future__ import annotations
-
-import logging
 import signal
 import sys
 from collections.abc import Sequence
@@ -54,7 +51,6 @@ inspect.register(app)
 
 def run_command_line(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code: 0 done, 1 failed, 2 wrong use, 130 interrupted."""
-    _log_to_stderr()
     settings: dict[str, bool] = {}  # filled by --debug, wherever it stands on the line
     try:
         typer.main.get_command(app)(args=list(arguments), prog_name="lmkit", obj=settings)
@@ -76,22 +72,6 @@ def run_command_line(arguments: Sequence[str]) -> int:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     return 0
-
-
-def _log_to_stderr() -> None:
-    """Library code speaks through the logger "lmkit"; here it gets its voice: plain lines, warnings marked."""
-    log = logging.getLogger("lmkit")
-    log.setLevel(logging.INFO)
-    log.propagate = False
-    handler = logging.StreamHandler()
-    handler.setFormatter(_Line())
-    log.handlers = [handler]
-
-
-class _Line(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
-        return f"{record.levelname.lower()}: {text}" if record.levelno >= logging.WARNING else text
 
 
 def _print_error(error: LmkitError) -> None:

@@ -1,7 +1,5 @@
 """`lmkit bench`: find out how fast each part is."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any

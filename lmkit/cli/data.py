@@ -1,7 +1,5 @@
 """`lmkit data`: make, fetch, encode and look at data."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

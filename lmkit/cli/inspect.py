@@ -1,7 +1,5 @@
 """`lmkit env`, `lmkit verify`, `lmkit compare`: what is here, is it whole, and did it change."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

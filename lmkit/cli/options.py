@@ -7,16 +7,17 @@ from typing import Annotated, Any, Literal
 import typer
 
 
-def _remember_debug(context: typer.Context, value: bool) -> None:
+def _prepare(context: typer.Context, value: bool) -> None:
+    """Runs once the options of a command are parsed, so not for `--help`."""
     if value:
         context.find_root().ensure_object(dict)["debug"] = True
+    if context.parent is not None:  # a command, not the root: it is about to run
+        from lmkit.cli.log import log_to_stderr
+
+        log_to_stderr()
 
 
 RecipeArgument = Annotated[str, typer.Argument(help="A .toml file, or the name of a shipped recipe.")]
-OptionalRecipe = Annotated[
-    str | None,
-    typer.Argument(help="A .toml file, or the name of a shipped recipe.", show_default=False),
-]
 SetOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -36,9 +37,7 @@ DryRunOption = Annotated[
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace what is already there.")]
 DebugOption = Annotated[
     bool,
-    typer.Option(
-        "--debug", callback=_remember_debug, expose_value=False, help="Show the traceback of an error."
-    ),
+    typer.Option("--debug", callback=_prepare, expose_value=False, help="Show the traceback of an error."),
 ]
 WorkersOption = Annotated[
     int | None, typer.Option(min=0, max=1024, help="Workers; 0 is one per CPU.", show_default=False)

@@ -1,7 +1,5 @@
 """`lmkit profile`: find out why it is slow."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Literal
 

@@ -1,7 +1,5 @@
 """`lmkit recipe`: look at recipes and check them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

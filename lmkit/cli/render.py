@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import sys
 from typing import Any
 
@@ -11,6 +9,9 @@ from typing import Any
 def show(result: Any, *, as_json: bool) -> None:
     """Print a command's result object: `str(result)`, or its fields as JSON."""
     if as_json:
+        import dataclasses
+        import json
+
         sys.stdout.write(json.dumps(_plain(dataclasses.asdict(result)), allow_nan=False) + "\n")
     else:
         text = str(result)

@@ -1,7 +1,5 @@
 """`lmkit run`: from text to a model that writes."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

@@ -1,7 +1,5 @@
 """`lmkit tokenizer`: train, use, look at and export tokenizers."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Annotated

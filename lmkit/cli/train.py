@@ -1,7 +1,5 @@
 """`lmkit train` and `lmkit evaluate`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 
