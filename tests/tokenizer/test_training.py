@@ -32,7 +32,7 @@ def test_merges_ids_and_specials(write: Callable, real_text: str, oracle_merges:
     assert tokenizer.special_ids == {"<|endoftext|>": 498, "<|pad|>": 499}
 
 
-@pytest.mark.parametrize("workers", [2, 3, 8])
+@pytest.mark.parametrize("workers", [2, 3, 4, 8])
 def test_fault_25_any_number_of_workers_and_chunks(
     write: Callable, real_text: str, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
