@@ -12,6 +12,7 @@ from typing import Any, Literal
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.ranges import enable_ranges_from_environment
 from lmkit.model.accounting import count_parameters
+from lmkit.parallel.failures import losses_named
 from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.process_group import Ranks, process_group
 from lmkit.recipe.schema import Recipe, required
@@ -123,7 +124,12 @@ def _live(recipe: Recipe, stop_at_step: int | None) -> TrainResult | None:
     enable_ranges_from_environment()
     backend = None if recipe.parallel.backend in ("auto", "nccl") else recipe.parallel.backend
     group = process_group(recipe.run.device, backend=backend, timeout_s=recipe.parallel.timeout_s)
-    with group as ranks, numerics(recipe.run, ranks), ExitStack() as held:
+    with (
+        group as ranks,
+        losses_named(ranks, "between steps"),
+        numerics(recipe.run, ranks),
+        ExitStack() as held,
+    ):
         data = open_data(recipe)
         resolved = resolve(recipe, data)
         start = decided_by_first(ranks, "start", lambda: _open_folder(resolved, held))

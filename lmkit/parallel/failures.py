@@ -64,14 +64,22 @@ class StepWatch:
         if self._clock is not None:
             self._clock.arm(number)
         try:
-            yield
-        except RuntimeError as error:
-            if self._ranks.world_size == 1 or not is_communication_error(error):
-                raise
-            raise rank_lost(self._ranks, number, error) from error
+            with losses_named(self._ranks, f"step {number}"):
+                yield
         finally:
             if self._clock is not None:
                 self._clock.disarm()
+
+
+@contextmanager
+def losses_named(ranks: Ranks, moment: str) -> Iterator[None]:
+    """Turn a collective that breaks inside into a `RankLost` that names this rank, the moment, and who is missing."""
+    try:
+        yield
+    except RuntimeError as error:
+        if ranks.world_size == 1 or not is_communication_error(error):
+            raise
+        raise rank_lost(ranks, moment, error) from error
 
 
 def is_communication_error(error: RuntimeError) -> bool:
@@ -79,23 +87,23 @@ def is_communication_error(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or any(sign in str(error) for sign in GLOO_SIGNS)
 
 
-def rank_lost(ranks: Ranks, step: int, error: RuntimeError) -> RankLost:
-    """Call the roll, and say in one line who is missing at which step."""
+def rank_lost(ranks: Ranks, moment: str, error: RuntimeError) -> RankLost:
+    """Call the roll, and say in one line who is missing, and when that was."""
     timed_out = "imed out" in str(error) or "imeout" in str(error)
-    absent = _roll_call(ranks, step)
+    absent = _roll_call(ranks)
     who = f"rank {', '.join(map(str, absent))}" if absent else "another rank"
     what = f"did not answer within {ranks.timeout_s:g} s" if timed_out else "broke the connection"
     return RankLost(
-        f"rank {ranks.rank}, step {step}: {who} {what}",
+        f"rank {ranks.rank}, {moment}: {who} {what}",
         hint="look for that rank's own error or signal; a slow rank needs a longer timeout",
     )
 
 
-def _roll_call(ranks: Ranks, step: int) -> list[int]:
+def _roll_call(ranks: Ranks) -> list[int]:
     """Ranks that do not also report a broken collective: they died or hang. Empty if the store is gone too."""
     assert ranks.store is not None
     try:
-        ranks.store.set(f"survivor/{ranks.rank}", str(step))
+        ranks.store.set(f"survivor/{ranks.rank}", "yes")
         return absent_ranks(ranks.store, "survivor", ranks.world_size, ROLL_CALL_S)
     except dist.DistNetworkError:
         return []  # the store lived in the rank that died

@@ -14,7 +14,7 @@ from rank_model import batch, groups_of, sgd
 
 from lmkit.errors import LmkitError, UsageError
 from lmkit.parallel.agreement import agree
-from lmkit.parallel.failures import StepWatch
+from lmkit.parallel.failures import StepWatch, losses_named
 from lmkit.parallel.process_group import process_group
 from lmkit.parallel.strategies import build_strategy
 
@@ -46,6 +46,14 @@ def train_until_fault(fault: str, strategy: str, timeout_s: float) -> str:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
     return "finished"
+
+
+def lose_a_rank_before_the_first_step() -> None:
+    """Rank 1 is killed where no step is under way, while rank 0 waits for it."""
+    with process_group("cpu", timeout_s=20) as ranks, losses_named(ranks, "between steps"):
+        if ranks.rank == 1:
+            happen("kill")
+        torch.distributed.barrier()
 
 
 def happen(fault: str) -> None:

@@ -50,6 +50,12 @@ def test_a_rank_that_fails_in_backward_ends_the_job(faults, capfd, fault, strate
         assert "ZeroDivisionError" in capfd.readouterr().err, "the traceback must not be lost"
 
 
+def test_a_rank_that_dies_between_steps_ends_the_job_without_a_traceback(faults, capfd):
+    with pytest.raises(RankFailed, match=r"^rank 1 was killed by SIGKILL$"):
+        spawn_ranks(2, faults.lose_a_rank_before_the_first_step)
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_a_refusal_by_all_ranks_keeps_its_type_and_hint(faults):
     with pytest.raises(UsageError, match=r"rank 0: recipe.toml: unknown key") as caught:
         spawn_ranks(2, faults.refuse, ("unknown key",))
