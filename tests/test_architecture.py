@@ -14,6 +14,7 @@ LAYERS = (
     "__main__",
     "cli",
     "commands",
+    "reports",
     "profiling",
     "benches",
     "training",

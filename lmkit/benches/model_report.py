@@ -24,7 +24,7 @@ COLUMNS = (
     Column("mfu", "MFU", ".1%"),
     Column("peak_gb", "GB", ".2f"),
 )
-_WARMUP_COLUMNS = (
+WARMUP_COLUMNS = (
     Column("size", "size"),
     Column("compile", "compile"),
     Column("warmup", "warm-up steps", "d"),
@@ -134,7 +134,7 @@ def _report(
             f"{options['iters']} whole steps of a fresh model after so many unmeasured ones; the first line is the "
             "first thing that this process ran.",
             "",
-            markdown_table(study, _WARMUP_COLUMNS),
+            markdown_table(study, WARMUP_COLUMNS),
         ]
     failed = [row for row in rows if row["status"] != "ok"]
     if failed:

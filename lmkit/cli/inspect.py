@@ -1,4 +1,4 @@
-"""`lmkit env`, `lmkit verify`, `lmkit compare`: what is here, is it whole, and did it change."""
+"""`lmkit env`, `verify`, `compare`, `report`: what is here, is it whole, did it change, and what does it say."""
 
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +14,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands to the root."""
     app.command(epilog="Example: lmkit env --json")(env)
     app.command(epilog="Example: lmkit compare before/ after/")(compare)
+    app.command(epilog="Examples: lmkit report; lmkit report artifacts/benches --output write_ups")(report)
     app.command(epilog="Examples: lmkit verify artifacts/runs/quickstart; lmkit verify resume quickstart")(
         verify
     )
@@ -40,6 +41,29 @@ def compare(
     show(result, as_json=as_json)
     if result.worse:
         raise typer.Exit(1)
+
+
+def report(
+    folder: Annotated[
+        Path, typer.Argument(help="Where the results of benches and profiles lie, at any depth.")
+    ] = Path("artifacts"),
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the write-ups.  [default: FOLDER/reports]", show_default=False),
+    ] = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check", help="Write nothing; exit code 1 if a write-up does not say what the rows say."
+        ),
+    ] = False,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Make the write-ups again from measured rows: profiling, attention, data parallelism, optimizer sharding."""
+    from lmkit.commands import report as command
+
+    show(command.run(folder, output, check=check), as_json=as_json)
 
 
 def verify(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmkit.errors import LmkitError, UsageError
+from lmkit.errors import UsageError
 from lmkit.measure.comparison import COLUMNS, compare_rows
 from lmkit.measure.tables import terminal_table
+from lmkit.reports.results import read_rows
 
 
 @dataclass(frozen=True)
@@ -43,23 +43,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
             names = ", ".join(file.name for file in found) or "none"
             raise UsageError(f"{path}: needs one .jsonl file, has {names}", hint="name the file itself")
         file = found[0]
-    try:
-        text = file.read_text("utf-8")
-    except OSError as error:
-        raise UsageError(f"{file}: {(error.strerror or str(error)).lower()}", hint="check the path") from None
-    except UnicodeDecodeError:
-        raise LmkitError(f"{file}: not UTF-8 text", hint="results of a bench are JSON lines") from None
-    rows = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        if not isinstance(row, dict):
-            raise LmkitError(
-                f"{file}: line {number} is not a JSON object", hint="results of a bench are JSON lines"
-            )
-        rows.append(row)
+    rows = read_rows(file)
     if not rows:
         raise UsageError(f"{file}: holds no results", hint="results of a bench are JSON lines")
     return rows

@@ -1,0 +1,72 @@
+"""`lmkit report`: the write-ups, made again from the rows that benches and profiles left."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from lmkit.errors import LmkitError
+from lmkit.reports import attention, data_parallelism, optimizer_sharding, profiling
+from lmkit.reports.results import find_results
+from lmkit.reports.writing import Place
+from lmkit.storage import write_atomic
+
+WRITE_UPS = {
+    "attention.md": attention.write_up,
+    "data_parallelism.md": data_parallelism.write_up,
+    "optimizer_sharding.md": optimizer_sharding.write_up,
+    "profiling.md": profiling.write_up,
+}
+
+
+@dataclass(frozen=True)
+class Reported:
+    """`written`: paths of the write-ups (none when checking); `without_results`: those that no row speaks about."""
+
+    folder: str
+    sources: tuple[str, ...]
+    written: tuple[str, ...]
+    without_results: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [f"read {len(self.sources)} results below {self.folder}"]
+        lines += [f"wrote {name}" for name in self.written]
+        lines += [f"no rows for {name}" for name in self.without_results]
+        return "\n".join(lines)
+
+
+def run(folder: Path, output: Path | None, *, check: bool = False) -> Reported:
+    """Write every write-up that the rows below `folder` support into `output` (default: its `reports`).
+
+    With `check`, nothing is written: the files must say already what they would.
+
+    Raises:
+        UsageError: no folder, or no result in it.
+        LmkitError: a result is damaged, or (`check`) a write-up is stale.
+    """
+    found = find_results(folder)
+    target = output or folder / "reports"
+    place = Place(folder.resolve(), target.resolve())
+    written, missing, stale = [], [], []
+    for name, write_up in WRITE_UPS.items():
+        try:
+            text = write_up(found, place)
+        except KeyError as error:
+            raise LmkitError(
+                f"{folder}: a row for {name} has no field {error}", hint="run the bench that wrote it again"
+            ) from None
+        path = target / name
+        if text is None:
+            missing.append(name)
+        elif not check:
+            write_atomic(path, text)
+            written.append(str(path))
+        elif not path.is_file() or path.read_text("utf-8") != text:
+            stale.append(str(path))
+    if stale:
+        raise LmkitError(
+            f"{', '.join(stale)}: does not say what the rows below {folder} say",
+            hint=f"lmkit report {folder} writes it again",
+        )
+    sources = tuple(results.path.as_posix() for results in found)
+    return Reported(str(folder), sources, tuple(written), tuple(missing))

@@ -1,0 +1,151 @@
+"""The FlashAttention write-up: how fast each kernel is, beside what, and what limits it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lmkit.measure.tables import Column, markdown_table
+from lmkit.reports.results import Results, of_kind
+from lmkit.reports.writing import Place, bullets, document, grouped, pictures, pivot, section
+
+Rows = list[dict[str, Any]]
+
+_SINGLE = (
+    Column("case", "case"),
+    Column("kernel", "kernel"),
+    Column("median_ms", "ms", ".4g"),
+    Column("tflops", "TFLOP/s", ".3g"),
+    Column("versus_sdpa", "x best backend", ".2f"),
+    Column("peak_gb", "GB", ".3g"),
+)
+
+
+def write_up(found: Sequence[Results], place: Place) -> str | None:
+    """The report on all attention rows; None if there are none."""
+    chosen = of_kind(found, "attention")
+    if not chosen:
+        return None
+    return document(
+        "# FlashAttention",
+        "Attention written naively stores a length x length matrix of scores: its time and memory grow with the "
+        "square of the length, and most of that time goes into moving the matrix. FlashAttention computes the "
+        "same result tile by tile with a running softmax, so that memory grows linearly and the time is that of "
+        "the matrix products.",
+        "Every kernel was compared with a float64 oracle before it was timed; kernels take turns in every round, "
+        "and a time is the median over rounds. TFLOP/s count 4 x batch x heads x queries x keys x head_dim for "
+        "the forward pass, half of it when causal, and 2.5 times that for the backward pass. GB are 10^9 bytes "
+        "on top of the inputs.",
+        "The limit is the rate of a large matrix product measured in the same run: what a kernel misses of it goes "
+        "into the softmax, whose exponentials run on other units, and into filling and emptying the pipeline of "
+        "every program, which weighs more at short lengths and under a causal mask.",
+        *(part for results in chosen for part in _one(results, place)),
+    )
+
+
+def _one(results: Results, place: Place) -> list[str]:
+    rows = results.rows
+    parts = section(results, place, results.path.parent.as_posix())
+    parts += bullets(findings(rows))
+    for direction, members in grouped([row for row in rows if _timed(row)], _direction).items():
+        parts.append(f"### {direction}: TFLOP/s (in brackets: times as fast as the best PyTorch backend)")
+        alone = []
+        for shape, same_shape in grouped(members, _set_and_shape).items():
+            square = [row for row in same_shape if row["num_queries"] == row["num_keys"]]
+            if len({row["num_keys"] for row in square}) > 1:
+                parts += [
+                    shape,
+                    pivot(square, _name, lambda row: row["num_keys"], _rate, corner="kernel \\ length"),
+                ]
+                alone += [row for row in same_shape if row not in square]
+            else:
+                alone += same_shape
+        if alone:
+            parts.append(markdown_table([row | {"case": _case(row)} for row in alone], _SINGLE))
+    failed = [row for row in rows if not _timed(row)]
+    if failed:
+        parts.append("### Not timed")
+        parts += bullets(_failures(failed))
+    return parts + pictures(
+        results,
+        place,
+        "attention_sweep_forward",
+        "attention_sweep_backward",
+        "attention_sweep_scaling",
+        "attention_sweep_heatmap",
+        "forward_causal",
+    )
+
+
+def findings(rows: Rows) -> list[str]:
+    """What the rows support: the range against PyTorch, the highest rate, where memory ends."""
+    found = []
+    compared = [
+        row for row in rows if _timed(row) and row.get("versus_sdpa") and row["kernel"] == "flash_triton"
+    ]
+    for direction, members in grouped(compared, _direction).items():
+        slowest, fastest = (pick(members, key=lambda row: row["versus_sdpa"]) for pick in (min, max))
+        found.append(
+            f"{direction}: flash_triton is {slowest['versus_sdpa']:.2f} ({_case(slowest)}) to "
+            f"{fastest['versus_sdpa']:.2f} ({_case(fastest)}) times as fast as the best PyTorch backend, "
+            f"over {len(members)} cases."
+        )
+        rated = [row for row in members if row.get("share_of_matmul")]
+        if rated:
+            top = max(rated, key=lambda row: row["tflops"])
+            found.append(
+                f"{direction}: its highest rate is {top['tflops']:.0f} TFLOP/s ({_case(top)}), "
+                f"{top['share_of_matmul']:.0%} of the matrix product's rate in the same run."
+            )
+    ended = [row for row in rows if row["status"] == "out of memory"]
+    for kernel, members in grouped(ended, lambda row: str(row["kernel"])).items():
+        first = min(members, key=lambda row: row["num_keys"])
+        found.append(f"{kernel} runs out of memory at {first['num_keys']:,} tokens ({_case(first)}).")
+    return found
+
+
+def _failures(rows: Rows) -> list[str]:
+    by_reason = grouped(rows, lambda row: (row["kernel"], row["direction"], row["status"]))
+    return [
+        f"{kernel}, {direction}: {status} at " + ", ".join(sorted({_case(row) for row in members}))
+        for (kernel, direction, status), members in by_reason.items()
+    ]
+
+
+def _timed(row: dict[str, Any]) -> bool:
+    return row.get("median_ms") is not None
+
+
+def _direction(row: dict[str, Any]) -> str:
+    return str(row["direction"])
+
+
+def _name(row: dict[str, Any]) -> str:
+    return str(row["kernel"])
+
+
+def _shape(row: dict[str, Any]) -> str:
+    heads = (
+        f"{row['heads']} heads"
+        if row["kv_heads"] == row["heads"]
+        else f"{row['heads']}:{row['kv_heads']} heads"
+    )
+    mask = "causal" if row["causal"] else "full"
+    layout = "" if row["layout"] == "contiguous" else f", {row['layout']}"
+    return f"head_dim {row['head_dim']}, {heads}, {mask}, {row['dtype']}{layout}"
+
+
+def _set_and_shape(row: dict[str, Any]) -> str:
+    return f"{row['set']}: {_shape(row)}" if row.get("set") else _shape(row)
+
+
+def _case(row: dict[str, Any]) -> str:
+    length = f"{row['num_keys']:,}"
+    if row["num_queries"] != row["num_keys"]:
+        length = f"{row['num_queries']:,} x {length}"
+    return f"{length} tokens, batch {row['batch']}, {_shape(row)}"
+
+
+def _rate(row: dict[str, Any]) -> str:
+    ratio = row.get("versus_sdpa")
+    return f"{row['tflops']:.3g}" + (f" ({ratio:.2f}x)" if ratio else "")

@@ -1,0 +1,130 @@
+"""The data-parallelism write-up: what synchronising gradients costs, accounted for byte by byte."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lmkit.benches.ddp_report import ALL_REDUCE_COLUMNS, ALL_REDUCE_NOTES, DDP_COLUMNS, DDP_NOTES
+from lmkit.measure.tables import markdown_table
+from lmkit.reports.results import Results, of_kind
+from lmkit.reports.writing import Place, bullets, document, grouped, pictures, section
+
+Rows = list[dict[str, Any]]
+
+
+def write_up(found: Sequence[Results], place: Place) -> str | None:
+    """The report on all rows of `bench ddp` and `bench all-reduce`; None if there are none."""
+    ladders, collectives = of_kind(found, "ddp"), of_kind(found, "all-reduce")
+    if not ladders and not collectives:
+        return None
+    return document(
+        "# Data parallelism",
+        "Every rank computes the gradients of its own rows of the batch; before the optimizer step they are "
+        "averaged over the ranks. The strategies differ in how many calls they make (one per parameter, one for "
+        "everything, one per bucket) and when: after the backward pass, or beside it.",
+        "An all-reduce of n bytes over W ranks makes each rank send at least 2 (W-1)/W n bytes: the tables hold "
+        "what was sent beside that formula. *Alone* is a step's communication with nothing beside it, *exposed* "
+        "what the step takes longer than the same step without communication: overlap hides the difference. "
+        "Contenders take turns in every round; a sample is that of the slowest rank.",
+        *(part for results in ladders for part in _ladder(results, place)),
+        *(part for results in collectives for part in _collectives(results, place)),
+    )
+
+
+def _ladder(results: Results, place: Place) -> list[str]:
+    parts = section(results, place, results.path.parent.as_posix())
+    for (part, case), rows in grouped(results.rows, lambda row: (row.get("part"), row["case"])).items():
+        parts.append(f"### {case}" + (f" ({part})" if part else ""))
+        parts += bullets(findings(rows))
+        parts.append(markdown_table([_with_units(row) for row in rows], DDP_COLUMNS))
+    parts += DDP_NOTES
+    return parts + pictures(
+        results, place, "ddp_throughput", "ddp_exposed", "ddp_bucket_sweep", "ddp_overlap", "overlap"
+    )
+
+
+def _with_units(row: dict[str, Any]) -> dict[str, Any]:
+    converted = dict(row)
+    for key, source in (("link_mb", "link_bytes"), ("expected_mb", "expected_link_bytes")):
+        if row.get(source) is not None:
+            converted[key] = row[source] / 1e6
+    if row.get("step_ms"):
+        converted["spread"] = (row["p90_ms"] - row["p10_ms"]) / row["step_ms"]
+    return converted
+
+
+def findings(rows: Rows) -> list[str]:
+    """What one ladder supports: the fastest, what overlap hid, the bytes, the bucket size, memory."""
+    timed = {row["contender"]: row for row in rows if row.get("step_ms")}
+    found = []
+    synced = [row for name, row in timed.items() if row["world_size"] > 1 and name != "none"]
+    full_precision = [row for row in synced if "bf16" not in row["contender"]]
+    if full_precision:
+        best = min(full_precision, key=lambda row: row["step_ms"])
+        scaling = (
+            f", {best['scaling']:.1%} of linear scaling (95% {best['scaling_low']:.1%} to "
+            f"{best['scaling_high']:.1%})"
+            if best.get("scaling")
+            else ""
+        )
+        found.append(
+            f"Fastest with fp32 gradients: {best['contender']}, {best['step_ms']:.2f} ms a step{scaling}."
+        )
+    naive, bucketed = timed.get("naive"), timed.get("bucketed")
+    if naive and bucketed and naive.get("exposed_ms") and bucketed.get("exposed_ms") is not None:
+        found.append(
+            f"Overlap: {bucketed['exposed_ms']:.2f} ms of bucketed's communication show in the step, "
+            f"{bucketed['exposed_ms'] / naive['exposed_ms']:.2f} of naive's {naive['exposed_ms']:.2f} ms."
+        )
+    alone = [row for row in synced if row.get("communication_alone_ms") and row.get("exposed_ms") is not None]
+    if alone:
+        hidden = max(alone, key=_hidden)
+        found.append(
+            f"Most hidden: {hidden['contender']}, whose {hidden['communication_alone_ms']:.2f} ms of communication "
+            f"(alone) leave {hidden['exposed_ms']:.2f} ms exposed: {_hidden(hidden):.0%} hidden."
+        )
+    counted = [row for row in synced if row.get("expected_link_bytes") and row.get("link_bytes")]
+    if counted:
+        apart = max(abs(row["link_bytes"] / row["expected_link_bytes"] - 1) for row in counted)
+        found.append(
+            f"Bytes: what {len(counted)} contenders sent differs from the formula by at most {apart:.2%}."
+        )
+    sizes = sorted(
+        (
+            row
+            for row in synced
+            if row["contender"].startswith("bucketed") and row["contender"].endswith(" MB")
+        ),
+        key=lambda row: row["step_ms"],
+    )
+    if len(sizes) > 1:
+        found.append(
+            f"Bucket size: {sizes[0]['contender'].removeprefix('bucketed ')} is best "
+            f"({sizes[0]['step_ms']:.2f} ms, {sizes[0]['calls_per_step']} calls), "
+            f"{sizes[-1]['contender'].removeprefix('bucketed ')} worst "
+            f"({sizes[-1]['step_ms']:.2f} ms, {sizes[-1]['calls_per_step']} calls)."
+        )
+    if bucketed and bucketed.get("peak_overhead") is not None:
+        found.append(f"Memory: bucketed peaks at {bucketed['peak_overhead']:+.1%} of one rank's.")
+    return found
+
+
+def _hidden(row: dict[str, Any]) -> float:
+    return 1.0 - float(row["exposed_ms"]) / float(row["communication_alone_ms"])
+
+
+def _collectives(results: Results, place: Place) -> list[str]:
+    parts = section(results, place, f"Collectives: {results.path.parent.as_posix()}")
+    largest = max(results.rows, key=lambda row: row["bus_gb_per_s"])
+    smallest = min(results.rows, key=lambda row: row["median_us"])
+    parts += bullets(
+        [
+            f"Highest bus bandwidth: {largest['operation']} of {largest['bytes'] / 1e6:,.1f} MB {largest['dtype']} "
+            f"on {largest['world_size']} ranks, {largest['bus_gb_per_s']:.1f} GB/s.",
+            f"A call takes at least {smallest['median_us']:.0f} us ({smallest['operation']}, "
+            f"{smallest['bytes']:,} bytes): with many small calls that is what counts.",
+        ]
+    )
+    parts.append(markdown_table(results.rows, ALL_REDUCE_COLUMNS))
+    return [*parts, *ALL_REDUCE_NOTES, *pictures(results, place, "all_reduce_bandwidth")]

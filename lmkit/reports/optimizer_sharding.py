@@ -1,0 +1,111 @@
+"""The optimizer-sharding write-up: how much memory ZeRO-1 frees, and what it costs or gains in time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lmkit.benches.ddp_report import DDP_COLUMNS, OPTIMIZER_COLUMNS, OPTIMIZER_NOTES
+from lmkit.measure.tables import Column, markdown_table
+from lmkit.reports.results import Results, of_kind
+from lmkit.reports.writing import Place, bullets, document, grouped, pictures, section
+
+Rows = list[dict[str, Any]]
+
+_SHARDED = ("zero1", "torch_ddp + ZeRO")
+_SPEED = (
+    *(column for column in DDP_COLUMNS if column.key in ("contender", "step_ms", "tokens_per_s", "scaling")),
+    Column("peak_gb", "peak GB", ".2f"),
+)
+
+
+def write_up(found: Sequence[Results], place: Place) -> str | None:
+    """The report on `bench optimizer` and on the sharded contenders of `bench ddp`; None without either."""
+    memory = of_kind(found, "optimizer")
+    speed = [
+        results
+        for results in of_kind(found, "ddp")
+        if any(row["contender"].startswith(_SHARDED) for row in results.rows)
+    ]
+    if not memory and not speed:
+        return None
+    return document(
+        "# Optimizer state sharding (ZeRO-1)",
+        "AdamW keeps two fp32 numbers per parameter, and every data-parallel rank keeps the same ones. ZeRO-1 "
+        "gives each of W ranks 1/W of them: gradients are reduce-scattered, so that a rank gets the average of its "
+        "share only, it updates that share, and the new weights are gathered. A reduce-scatter and an all-gather "
+        "together move the bytes of one all-reduce, so nothing is paid on the link; the optimizer's own time is "
+        "divided by W. With bf16 weights and fp32 master weights in the shard, half the bytes travel.",
+        "GB are 10^9 bytes, of one rank.",
+        *(part for results in memory for part in _memory(results, place)),
+        *(part for results in speed for part in _speed(results, place)),
+    )
+
+
+def _memory(results: Results, place: Place) -> list[str]:
+    parts = section(results, place, f"Memory: {results.path.parent.as_posix()}")
+    for case, rows in grouped(results.rows, lambda row: str(row["case"])).items():
+        parts.append(f"### {case}")
+        parts += bullets(memory_findings(rows))
+        parts.append(markdown_table(rows, OPTIMIZER_COLUMNS))
+    return [*parts, *OPTIMIZER_NOTES, *pictures(results, place, "optimizer_state")]
+
+
+def memory_findings(rows: Rows) -> list[str]:
+    """The share of the state that is left, and the peak against the unsharded optimizer's."""
+    found = []
+    plain = next((row for row in rows if not row["contender"].startswith(_SHARDED)), None)
+    for row in rows:
+        if row["contender"].startswith("zero1"):
+            ideal = 1 / row["world_size"]
+            found.append(
+                f"{row['contender']}: {row['state_bytes'] / 1e6:,.1f} MB of state on a rank, "
+                f"{row['state_share']:.2%} of the whole ({ideal:.2%} plus padding is the least possible)."
+            )
+            if plain and plain.get("peak_bytes") and row.get("peak_bytes"):
+                found.append(
+                    f"{row['contender']}: a step peaks at {row['peak_bytes'] / 1e9:.2f} GB, "
+                    f"{row['peak_bytes'] / plain['peak_bytes'] - 1:+.1%} of {plain['contender']}'s "
+                    f"{plain['peak_bytes'] / 1e9:.2f} GB."
+                )
+    return found
+
+
+def _speed(results: Results, place: Place) -> list[str]:
+    parts = section(results, place, f"Speed: {results.path.parent.as_posix()}")
+    for (part, case), rows in grouped(results.rows, lambda row: (row.get("part"), row["case"])).items():
+        chosen = [row for row in rows if row["contender"].startswith((*_SHARDED, "one rank", "bucketed"))]
+        if not any(row["contender"].startswith("zero1") for row in chosen):
+            continue
+        parts.append(f"### {case}" + (f" ({part})" if part else ""))
+        parts += bullets(speed_findings(chosen))
+        with_peak = [
+            row | {"peak_gb": row["peak_bytes"] / 1e9} if row.get("peak_bytes") else row for row in chosen
+        ]
+        parts.append(markdown_table(with_peak, _SPEED))
+    return parts
+
+
+def speed_findings(rows: Rows) -> list[str]:
+    """Each sharded contender beside PyTorch's ZeroRedundancyOptimizer and beside one rank; medians."""
+    timed = {row["contender"]: row for row in rows if row.get("step_ms")}
+    rival = timed.get("torch_ddp + ZeRO")
+    found = []
+    for name, row in timed.items():
+        if not name.startswith("zero1"):
+            continue
+        parts = []
+        if rival:
+            parts.append(
+                f"{rival['step_ms'] / row['step_ms']:.3f} times as fast as torch DDP + ZeroRedundancyOptimizer"
+            )
+        if row.get("scaling"):
+            parts.append(
+                f"{row['scaling']:.1%} of linear scaling (95% {row['scaling_low']:.1%} to {row['scaling_high']:.1%})"
+            )
+        bucketed = timed.get("bucketed")
+        if bucketed and bucketed.get("peak_bytes") and row.get("peak_bytes"):
+            parts.append(f"{row['peak_bytes'] / bucketed['peak_bytes'] - 1:+.1%} of bucketed's peak memory")
+        if parts:
+            found.append(f"{name}: " + ", ".join(parts) + ".")
+    return found

@@ -1,0 +1,154 @@
+"""The profiling write-up: where a model's time and memory go, from whole passes down to kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lmkit.benches import lm_matrix_report, model_report
+from lmkit.measure.tables import Column, markdown_table
+from lmkit.reports.results import Results, of_kind
+from lmkit.reports.writing import Place, bullets, document, pictures, section
+
+Rows = list[dict[str, Any]]
+
+_RANGES = (
+    Column("name", "range"),
+    Column("instances", "count", "d"),
+    Column("wall_ms", "wall ms", ".3f"),
+    Column("dispatch_ms", "CPU in CUDA calls ms", ".3f"),
+    Column("dispatch_share", "dispatch share", ".1%"),
+    Column("gpu_ms", "GPU ms", ".3f"),
+    Column("launches", "launches", ".0f"),
+)
+_KERNELS = (
+    Column("name", "kernel"),
+    Column("calls", "calls", "d"),
+    Column("total_ms", "ms", ".3f"),
+    Column("share", "share", ".1%"),
+)
+_MEMORY = (
+    Column("phase", "phase"),
+    Column("peak_gib", "peak GiB", ".3f"),
+    Column("parameters_gib", "parameters", ".3f"),
+    Column("gradients_gib", "gradients", ".3f"),
+    Column("optimizer_state_gib", "optimizer state", ".3f"),
+    Column("activations_gib", "activations", ".3f"),
+    Column("temporary_gib", "temporary", ".3f"),
+)
+
+
+def write_up(found: Sequence[Results], place: Place) -> str | None:
+    """The report on model benches, the lm-matrix, traces and memory profiles; None if there are none."""
+    models, matrices = of_kind(found, "model"), of_kind(found, "lm-matrix")
+    traces, memories = of_kind(found, "profile"), of_kind(found, "memory")
+    if not (models or matrices or traces or memories):
+        return None
+    return document(
+        "# Profiling",
+        "First the stop watch, for whole passes of models; then, inside a step, how long the CPU is busy asking "
+        "the GPU and how long the GPU is busy answering: a step whose dispatch share is near 100% waits for "
+        "Python, and larger batches, compilation or CUDA graphs help more than faster kernels. Last, what the "
+        "memory is full of when it is fullest.",
+        *(part for results in models for part in _models(results, place)),
+        *(part for results in matrices for part in _matrix(results, place)),
+        *(part for results in traces for part in _trace(results, place)),
+        *_memory(memories, place),
+    )
+
+
+def _models(results: Results, place: Place) -> list[str]:
+    parts = section(results, place, f"Model passes: {results.path.parent.as_posix()}")
+    parts += bullets(model_report.findings(results.rows))
+    parts.append(
+        markdown_table([row for row in results.rows if row["part"] == "model"], model_report.COLUMNS)
+    )
+    study = [row for row in results.rows if row["part"] == "warm-up"]
+    if study:
+        parts += ["### Warm-up", markdown_table(study, model_report.WARMUP_COLUMNS)]
+    return parts + pictures(results, place, "model_time", "model_memory", "model_throughput", "model_warmup")
+
+
+def _matrix(results: Results, place: Place) -> list[str]:
+    parts = section(results, place, f"Kernels x strategies: {results.path.parent.as_posix()}")
+    parts += bullets(lm_matrix_report.findings(results.rows))
+    parts.append(markdown_table(results.rows, lm_matrix_report.COLUMNS))
+    return parts + pictures(
+        results, place, "lm_matrix_throughput", "lm_matrix_time", "lm_matrix_memory", "lm_matrix_convergence"
+    )
+
+
+def _trace(results: Results, place: Place) -> list[str]:
+    summary = results.rows[0]
+    parts = section(results, place, f"Trace: {results.path.parent.as_posix()}")
+    parts += bullets(trace_findings(summary))
+    if summary["ranges"]:
+        parts += ["Medians of one instance of each range:", markdown_table(summary["ranges"], _RANGES)]
+    if summary["top_kernels"]:
+        kernels = [row | {"name": f"`{row['name'][:60]}`"} for row in summary["top_kernels"][:8]]
+        parts.append(markdown_table(kernels, _KERNELS))
+    return parts + pictures(results, place, "profile_ranges")
+
+
+def trace_findings(summary: dict[str, Any]) -> list[str]:
+    """Launches, busy shares and communication, as far as they were recorded."""
+    found = [f"{summary['engine']}, {summary['window']}: {summary['window_ms']:.2f} ms."]
+    if summary["launches_per_step"] is not None:
+        forward = summary["launches_per_forward"]
+        of_forward = f", {forward:.0f} of them in the forward pass" if forward is not None else ""
+        found.append(f"{summary['launches_per_step']:.0f} kernel launches per step{of_forward}.")
+    elif summary["launches_per_forward"] is not None:
+        found.append(f"{summary['launches_per_forward']:.0f} kernel launches per forward pass.")
+    busy, dispatch = summary["gpu_busy_share"], summary["dispatch_share"]
+    if busy is not None and dispatch is not None:
+        if busy > 0.9:
+            bound = "the GPU is the limit"
+        else:
+            bound = "the GPU waits for the CPU" if dispatch > busy else "neither is busy all the time"
+        found.append(
+            f"The GPU is busy {busy:.1%} of the time, the CPU in CUDA calls {dispatch:.1%}: {bound}."
+        )
+    if summary["communication_ms"]:
+        found.append(
+            f"{summary['communication_ms']:.2f} ms of communication kernels, "
+            f"{summary['communication_overlap_share']:.0%} of them beside compute."
+        )
+    return [*found, *summary["warnings"]]
+
+
+def _memory(memories: Sequence[Results], place: Place) -> list[str]:
+    if not memories:
+        return []
+    parts = ["## Memory"]
+    if len(memories) > 1:
+        peaks = [_peak(results.rows) | {"run": _link(results, place)} for results in memories]
+        parts.append(markdown_table(peaks, (Column("run", "profile"), *_MEMORY)))
+    for results in memories:
+        parts += section(results, place, results.path.parent.as_posix(), level=3)
+        parts += bullets([memory_finding(results.rows)])
+        parts.append(markdown_table(results.rows, _MEMORY))
+        parts += pictures(results, place, "memory_timeline")
+    return parts
+
+
+def memory_finding(rows: Rows) -> str:
+    """What the memory is full of at the peak."""
+    peak = _peak(rows)
+    categories = {column.header: peak[column.key] for column in _MEMORY[2:]}
+    largest = max(categories, key=lambda name: float(categories[name]))
+    return (
+        f"The peak, {peak['peak_gib']:.2f} GiB (2^30 bytes), is reached in {peak['phase']}; "
+        f"{largest} are {categories[largest] / peak['peak_gib']:.0%} of it."
+    )
+
+
+def _peak(rows: Rows) -> dict[str, Any]:
+    """The row of the phase in which the whole run peaks."""
+    named = [row for row in rows if row["phase"] not in ("step", "whole run")]
+    return max(named or rows, key=lambda row: float(row["peak_gib"]))
+
+
+def _link(results: Results, place: Place) -> str:
+    folder: Path = results.path.parent
+    return f"[{folder.as_posix()}]({place.link(folder)})"

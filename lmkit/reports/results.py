@@ -1,0 +1,141 @@
+"""Results on disk, whoever wrote them: every row under a folder, sorted by what it measured."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from lmkit.errors import LmkitError, UsageError
+
+Kind = Literal["attention", "lm-matrix", "model", "ddp", "all-reduce", "optimizer", "memory", "profile"]
+
+# A row is recognised by the fields that only its bench writes; the first match counts.
+_FIELDS: tuple[tuple[Kind, frozenset[str]], ...] = (
+    ("attention", frozenset({"kernel", "direction", "num_queries", "num_keys"})),
+    ("lm-matrix", frozenset({"kernel", "strategy", "ranks"})),
+    ("model", frozenset({"size", "mode", "precision", "length"})),
+    ("all-reduce", frozenset({"operation", "bytes", "bus_gb_per_s"})),
+    ("optimizer", frozenset({"contender", "state_bytes"})),
+    ("ddp", frozenset({"contender", "case", "world_size"})),
+    ("memory", frozenset({"phase", "peak_gib"})),
+    ("profile", frozenset({"engine", "window", "ranges", "top_kernels"})),
+)
+
+
+@dataclass(frozen=True)
+class Results:
+    """The rows of one kind in one file.
+
+    Attributes:
+        path: the file, below the folder that was searched.
+        environment: content of the `environment.json` beside it, {} without one.
+        pictures: names of the PNG files beside it.
+    """
+
+    kind: Kind
+    path: Path
+    rows: list[dict[str, Any]]
+    environment: dict[str, Any]
+    pictures: tuple[str, ...] = ()
+
+    @property
+    def machine(self) -> str:
+        """One line on what it was measured on, as far as `environment.json` says."""
+        gpus = [gpu["name"] for gpu in self.environment.get("gpus", ())]
+        cpu = self.environment.get("cpu", {}).get("name", "")
+        parts = [f"{len(gpus)} x {gpus[0]}" if gpus else f"a CPU ({cpu})" if cpu else "an unnamed machine"]
+        version = self.environment.get("packages", {}).get("torch")
+        if version:
+            parts.append(f"torch {version}")
+        if self.environment.get("time_utc"):
+            parts.append(self.environment["time_utc"][:10])
+        return ", ".join(parts)
+
+
+def find_results(folder: Path) -> list[Results]:
+    """Every file of rows below a folder, in the order of their paths.
+
+    JSON lines whose rows belong to no bench (a training run's metrics, say) are passed over.
+
+    Raises:
+        UsageError: the folder is missing, or holds no result.
+        LmkitError: a file is not JSON lines.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"{folder}: is not a folder", hint="name the folder that holds results of benches")
+    found = [results for path in _files(folder) for results in _read(path, folder)]
+    if not found:
+        raise UsageError(
+            f"{folder}: holds no results of a bench or a profile", hint="for example: lmkit bench attention"
+        )
+    return found
+
+
+def of_kind(found: Sequence[Results], *kinds: Kind) -> list[Results]:
+    """Those of the given kinds, in their order."""
+    return [results for results in found if results.kind in kinds]
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """The JSON objects of a file of JSON lines.
+
+    Raises:
+        UsageError: it cannot be read.
+        LmkitError: a line is something else (the message says which).
+    """
+    try:
+        text = file.read_text("utf-8")
+    except OSError as error:
+        raise UsageError(f"{file}: {(error.strerror or str(error)).lower()}", hint="check the path") from None
+    except UnicodeDecodeError:
+        raise LmkitError(f"{file}: not UTF-8 text", hint="results of a bench are JSON lines") from None
+    rows = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if not isinstance(row, dict):
+            raise LmkitError(
+                f"{file}: line {number} is not a JSON object", hint="results of a bench are JSON lines"
+            )
+        rows.append(row)
+    return rows
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for parent, folders, names in os.walk(folder):
+        folders.sort()
+        for name in sorted(names):
+            if name.endswith(".jsonl") or name == "profile_summary.json":
+                yield Path(parent) / name
+
+
+def _read(path: Path, root: Path) -> Iterator[Results]:
+    rows = [_read_object(path)] if path.name == "profile_summary.json" else read_rows(path)
+    by_kind: dict[Kind, list[dict[str, Any]]] = {}
+    for row in rows:
+        kind = next((name for name, fields in _FIELDS if fields <= row.keys()), None)
+        if kind is not None:
+            by_kind.setdefault(kind, []).append(row)
+    beside = path.parent / "environment.json"
+    environment = _read_object(beside) if by_kind and beside.is_file() else {}
+    pictures = tuple(sorted(picture.name for picture in path.parent.glob("*.png")))
+    for kind, chosen in by_kind.items():
+        yield Results(kind, path.relative_to(root), chosen, environment, pictures)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise LmkitError(
+            f"{path}: not a JSON file ({error})", hint="run the command that wrote it again"
+        ) from None
+    if not isinstance(content, dict):
+        raise LmkitError(f"{path}: not a JSON object", hint="run the command that wrote it again")
+    return content

@@ -1,0 +1,82 @@
+"""What the write-ups share: headings, pictures, and numbers in sentences."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lmkit.reports.results import Results
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a write-up lies and where the results lie, for its links."""
+
+    root: Path
+    output: Path
+
+    def link(self, file: Path) -> str:
+        """From the write-up to a file below the root."""
+        return Path(os.path.relpath(self.root / file, self.output)).as_posix()
+
+
+def section(results: Results, place: Place, title: str, *, level: int = 2) -> list[str]:
+    """A heading, what it was measured on, and the file that holds the rows."""
+    source = f"[{results.path.as_posix()}]({place.link(results.path)})"
+    return [f"{'#' * level} {title}", f"Measured on {results.machine}. Rows, raw samples included: {source}."]
+
+
+def pictures(results: Results, place: Place, *stems: str) -> list[str]:
+    """Markdown for those of the named pictures that lie beside the rows."""
+    return [
+        f"![{name[:-4].replace('_', ' ')}]({place.link(results.path.parent / name)})"
+        for stem in stems
+        for name in results.pictures
+        if name == f"{stem}.png"
+    ]
+
+
+def bullets(sentences: Iterable[str]) -> list[str]:
+    """One paragraph: a list, or nothing."""
+    listed = [f"- {sentence}" for sentence in sentences]
+    return ["\n".join(listed)] if listed else []
+
+
+def document(*parts: str | Iterable[str]) -> str:
+    """Paragraphs, joined by empty lines."""
+    paragraphs: list[str] = []
+    for part in parts:
+        paragraphs += [part] if isinstance(part, str) else part
+    return "\n\n".join(paragraph.strip("\n") for paragraph in paragraphs if paragraph.strip()) + "\n"
+
+
+def grouped(
+    rows: Sequence[dict[str, Any]], key: Callable[[dict[str, Any]], T]
+) -> dict[T, list[dict[str, Any]]]:
+    """Rows by key, both in the order in which they came."""
+    groups: dict[T, list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
+
+
+def pivot(
+    rows: Sequence[dict[str, Any]],
+    row_key: Callable[[dict[str, Any]], str],
+    column_key: Callable[[dict[str, Any]], Any],
+    cell: Callable[[dict[str, Any]], str],
+    *,
+    corner: str = "",
+) -> str:
+    """A Markdown table: a line per `row_key`, a column per `column_key` (ascending), `cell` where they meet."""
+    columns = sorted({column_key(row) for row in rows})
+    lines = [[corner, *map(str, columns)], [":-"] + ["-:"] * len(columns)]
+    for name, members in grouped(rows, row_key).items():
+        cells = {column_key(row): cell(row) for row in members}
+        lines.append([name, *(cells.get(column, "-") for column in columns)])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -1,0 +1,248 @@
+"""The write-ups say what the rows say, all of it, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmkit.commands.report import run
+from lmkit.errors import LmkitError, UsageError
+from lmkit.reports.results import find_results
+
+ENVIRONMENT = {
+    "gpus": [{"name": "Some GPU"}, {"name": "Some GPU"}],
+    "packages": {"torch": "9.9.9"},
+    "time_utc": "2031-02-03T04:05:06",
+}
+
+
+def attention_row(kernel: str, length: int, **changes: Any) -> dict[str, Any]:
+    return {
+        "kernel": kernel,
+        "direction": "forward",
+        "num_queries": length,
+        "num_keys": length,
+        "head_dim": 64,
+        "heads": 12,
+        "kv_heads": 12,
+        "batch": 4,
+        "causal": True,
+        "dtype": "bf16",
+        "layout": "contiguous",
+        "status": "ok",
+        "detail": "",
+        "median_ms": 0.5,
+        "tflops": 123.0,
+        "share_of_matmul": 0.25,
+        "peak_gb": 0.1,
+    } | changes
+
+
+def ddp_row(contender: str, step_ms: float, **changes: Any) -> dict[str, Any]:
+    return {
+        "part": "ladder",
+        "case": "toy",
+        "contender": contender,
+        "world_size": 2,
+        "status": "ok",
+        "calls_per_step": 7,
+        "link_bytes": 1010.0,
+        "expected_link_bytes": 1000.0,
+        "communication_alone_ms": 4.0,
+        "step_ms": step_ms,
+        "p10_ms": step_ms * 0.9,
+        "p90_ms": step_ms * 1.1,
+        "tokens_per_s": 1e6 / step_ms,
+        "scaling": 0.875,
+        "scaling_low": 0.861,
+        "scaling_high": 0.889,
+        "exposed_ms": step_ms - 10.0,
+        "peak_bytes": 3_000_000_000,
+        "peak_overhead": 0.031,
+    } | changes
+
+
+def optimizer_row(contender: str, state: int, peak: int) -> dict[str, Any]:
+    return {
+        "case": "toy",
+        "contender": contender,
+        "world_size": 2,
+        "state_bytes": state,
+        "state_share": state / 800_000_000,
+        "peak_bytes": peak,
+        "step_ms": 5.0,
+        "tokens_per_s": 1000.0,
+        "state_mb": state / 1e6,
+    }
+
+
+def store(folder: Path, name: str, rows: list[dict[str, Any]]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "environment.json").write_text(json.dumps(ENVIRONMENT))
+
+
+@pytest.fixture
+def artifacts(tmp_path: Path) -> Path:
+    store(
+        tmp_path / "a" / "attention",
+        "sweep.jsonl",
+        [
+            attention_row("sdpa:cudnn", 1024),
+            attention_row("flash_triton", 1024, versus_sdpa=1.04, tflops=354.0),
+            attention_row("flash_triton", 2048, versus_sdpa=1.19, tflops=423.0, share_of_matmul=0.61),
+            attention_row("vectorized", 2048, status="out of memory", median_ms=None, tflops=None),
+        ],
+    )
+    store(
+        tmp_path / "ddp",
+        "ladder.jsonl",
+        [
+            ddp_row("one rank", 9.0, world_size=1),
+            ddp_row("naive", 14.0),
+            ddp_row("bucketed", 11.0),
+            ddp_row("torch_ddp + ZeRO", 12.0),
+            ddp_row("zero1", 10.5, peak_bytes=2_400_000_000),
+        ],
+    )
+    store(
+        tmp_path / "optimizer",
+        "state.jsonl",
+        [
+            optimizer_row("bucketed", 800_000_000, 2_000_000_000),
+            optimizer_row("zero1", 400_000_128, 1_500_000_000),
+        ],
+    )
+    store(
+        tmp_path / "memory",
+        "memory_peaks.jsonl",
+        [
+            {"phase": "forward", "peak_gib": 2.0}
+            | dict.fromkeys(("parameters_gib", "gradients_gib", "optimizer_state_gib", "temporary_gib"), 0.25)
+            | {"activations_gib": 1.0},
+            {"phase": "whole run", "peak_gib": 2.0},
+        ],
+    )
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    return tmp_path
+
+
+def text_of(folder: Path, name: str) -> str:
+    return (folder / "reports" / name).read_text()
+
+
+def test_four_write_ups_from_rows_at_any_depth(artifacts: Path) -> None:
+    reported = run(artifacts, None)
+    assert sorted(path.name for path in (artifacts / "reports").iterdir()) == [
+        "attention.md",
+        "data_parallelism.md",
+        "optimizer_sharding.md",
+        "profiling.md",
+    ]
+    assert len(reported.written) == 4
+    assert reported.sources == (
+        "a/attention/sweep.jsonl",
+        "ddp/ladder.jsonl",
+        "memory/memory_peaks.jsonl",
+        "optimizer/state.jsonl",
+    ), "a training run's metrics are not results of a bench"
+
+
+def test_attention_states_range_rate_and_out_of_memory(artifacts: Path) -> None:
+    run(artifacts, None)
+    text = text_of(artifacts, "attention.md")
+    assert "2 x Some GPU, torch 9.9.9, 2031-02-03" in text
+    assert "| flash_triton | 354 (1.04x) | 423 (1.19x) |" in text
+    assert "is 1.04 (1,024 tokens" in text
+    assert "423 TFLOP/s (2,048 tokens, batch 4, head_dim 64, 12 heads, causal, bf16), 61% of" in text
+    assert "vectorized runs out of memory at 2,048 tokens" in text
+
+
+def test_data_parallelism_accounts_for_communication(artifacts: Path) -> None:
+    run(artifacts, None)
+    text = text_of(artifacts, "data_parallelism.md")
+    assert "Fastest with fp32 gradients: zero1, 10.50 ms a step, 87.5% of linear scaling" in text
+    assert "1.00 ms of bucketed's communication show in the step, 0.25 of naive's 4.00 ms" in text
+    assert "zero1, whose 4.00 ms of communication (alone) leave 0.50 ms exposed: 88% hidden" in text
+    assert "4 contenders sent differs from the formula by at most 1.00%" in text
+
+
+def test_optimizer_sharding_states_memory_and_speed(artifacts: Path) -> None:
+    run(artifacts, None)
+    text = text_of(artifacts, "optimizer_sharding.md")
+    assert "400.0 MB of state on a rank, 50.00% of the whole (50.00% plus padding" in text
+    assert "peaks at 1.50 GB, -25.0% of bucketed's 2.00 GB" in text
+    assert "1.143 times as fast as torch DDP + ZeroRedundancyOptimizer" in text
+    assert "-20.0% of bucketed's peak memory" in text
+
+
+def test_profiling_names_phase_and_category_of_the_peak(artifacts: Path) -> None:
+    run(artifacts, None)
+    text = text_of(artifacts, "profiling.md")
+    assert "The peak, 2.00 GiB (2^30 bytes), is reached in forward; activations are 50% of it." in text
+
+
+def test_links_lead_to_the_rows_from_any_output_folder(artifacts: Path, tmp_path: Path) -> None:
+    output = tmp_path / "elsewhere" / "deep"
+    run(artifacts, output)
+    text = (output / "attention.md").read_text()
+    target = text.split("](")[1].split(")")[0]
+    assert (output / target).resolve() == (artifacts / "a" / "attention" / "sweep.jsonl").resolve()
+
+
+def test_check_passes_until_a_row_changes(artifacts: Path) -> None:
+    run(artifacts, None)
+    run(artifacts, None, check=True)
+    rows = (artifacts / "ddp" / "ladder.jsonl").read_text()
+    (artifacts / "ddp" / "ladder.jsonl").write_text(rows.replace('"step_ms": 11.0', '"step_ms": 11.5'))
+    with pytest.raises(LmkitError, match=r"data_parallelism\.md.*does not say what the rows"):
+        run(artifacts, None, check=True)
+    assert "11.00 |" in text_of(artifacts, "data_parallelism.md"), "checking writes nothing"
+
+
+def test_write_ups_without_rows_are_left_out(tmp_path: Path) -> None:
+    store(tmp_path, "sweep.jsonl", [attention_row("sdpa", 128)])
+    reported = run(tmp_path, None)
+    assert reported.without_results == ("data_parallelism.md", "optimizer_sharding.md", "profiling.md")
+    assert [path.name for path in (tmp_path / "reports").iterdir()] == ["attention.md"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{]\n", "line 1 is not a JSON object"),
+        ("[1]\n", "line 1 is not a JSON object"),
+        (json.dumps(attention_row("sdpa", 128)) + "\n{", "line 2 is not a JSON object"),
+    ],
+)
+def test_a_damaged_file_is_named_with_its_line(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(content)
+    with pytest.raises(LmkitError, match=rf"rows\.jsonl: {message}"):
+        run(tmp_path, None)
+
+
+def test_a_row_without_a_field_is_an_error_of_one_line(tmp_path: Path) -> None:
+    row = attention_row("sdpa", 128)
+    del row["status"]
+    store(tmp_path, "rows.jsonl", [row])
+    with pytest.raises(LmkitError, match=r"a row for attention\.md has no field 'status'"):
+        run(tmp_path, None)
+
+
+def test_a_folder_without_results_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="holds no results"):
+        run(tmp_path, None)
+    with pytest.raises(UsageError, match="is not a folder"):
+        run(tmp_path / "missing", None)
+
+
+def test_every_picture_that_is_shown_exists(artifacts: Path) -> None:
+    (artifacts / "ddp" / "ddp_exposed.png").write_bytes(b"png")
+    found = find_results(artifacts)
+    assert [r.pictures for r in found if r.kind == "ddp"] == [("ddp_exposed.png",)]
+    run(artifacts, None)
+    assert text_of(artifacts, "data_parallelism.md").count("![") == 1
