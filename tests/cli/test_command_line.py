@@ -24,6 +24,7 @@ COMMANDS = (
     ("generate",),
     ("env",),
     ("compare",),
+    ("report",),
     ("verify",),
     ("bench",),
     ("bench", "attention"),
