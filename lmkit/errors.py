@@ -4,6 +4,10 @@ Code deep inside the library raises these (or `ValueError` in the public Python 
 turns them into text. Anything else that escapes is a defect of ours and keeps its traceback.
 """
 
+from __future__ import annotations
+
+import re
+
 
 class LmkitError(Exception):
     """Something failed while running (exit code 1).
@@ -30,6 +34,20 @@ class UsageError(LmkitError):
     """Wrong use or a wrong recipe (exit code 2): nothing was started."""
 
     exit_code = 2
+
+
+def out_of_memory(error: BaseException) -> LmkitError | None:
+    """The error for people where memory ran out, on the host or on a GPU; None where something else happened."""
+    text = str(error)
+    if not isinstance(error, MemoryError) and not (
+        "out of memory" in text or "can't allocate memory" in text
+    ):
+        return None
+    detail = next((part for part in re.split(r"\. |: |\n", text) if "allocate" in part), "").strip()
+    return LmkitError(
+        f"out of memory{': ' + detail if detail else ''}",
+        hint="make the batch, the context or the model smaller",
+    )
 
 
 def _printable(text: str) -> str:

@@ -3,14 +3,17 @@
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from lmkit import __version__
 from lmkit.cli import bench, data, generate, inspect, profile, recipe, run, tokenizer, train
 from lmkit.cli.options import DebugOption
-from lmkit.errors import LmkitError
+from lmkit.errors import LmkitError, UsageError, out_of_memory
+
+# The base of Typer's errors about arguments; its newer versions have no public name for it.
+_WrongArguments: type[Any] = typer.BadParameter.__base__  # type: ignore[assignment]
 
 app = typer.Typer(
     name="lmkit",
@@ -53,9 +56,13 @@ def run_command_line(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code: 0 done, 1 failed, 2 wrong use, 130 interrupted."""
     settings: dict[str, bool] = {}  # filled by --debug, wherever it stands on the line
     try:
-        typer.main.get_command(app)(args=list(arguments), prog_name="lmkit", obj=settings)
+        code = typer.main.get_command(app).main(
+            args=list(arguments), prog_name="lmkit", obj=settings, standalone_mode=False
+        )
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 1
+    except _WrongArguments as error:
+        return _explain(error)
     except LmkitError as error:
         if settings.get("debug"):
             raise
@@ -68,10 +75,33 @@ def run_command_line(arguments: Sequence[str]) -> int:
         reason = (error.strerror or str(error)).lower()
         _print_error(LmkitError(f"{where}{reason}", hint="check the path, its permissions and the disk"))
         return 1
+    except (MemoryError, RuntimeError) as error:
+        explained = out_of_memory(error)
+        if explained is None or settings.get("debug"):
+            raise
+        _print_error(explained)
+        return explained.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
-    return 0
+    return code if isinstance(code, int) else 0  # typer.Exit's code, or what the command returned
+
+
+def _explain(error: Any) -> int:
+    """What is wrong with the arguments, and as the hint how the command is used."""
+    text, context = error.format_message(), error.ctx
+    if context is not None and text == context.get_help():  # a group without a command
+        print(text, file=sys.stderr)
+        return UsageError.exit_code
+    where = "lmkit" if context is None else context.command_path
+    usage = (
+        "" if context is None else " ".join(context.get_usage().split()).replace("Usage:", "usage:") + "; "
+    )
+    wrong = UsageError(
+        f"{where}: {text[:1].lower()}{text[1:].rstrip('.')}", hint=f"{usage}more with {where} --help"
+    )
+    _print_error(wrong)
+    return wrong.exit_code
 
 
 def _print_error(error: LmkitError) -> None:

@@ -69,16 +69,19 @@ def encode(
         raise LmkitError("the text is not UTF-8", hint="convert it first, for example with iconv") from None
 
 
-@app.command(epilog='Example: lmkit tokenizer decode tokenizer.json "262 1011 13"')
+@app.command(epilog="Example: lmkit tokenizer decode tokenizer.json 262 1011 13")
 def decode(
     tokenizer: TokenizerArgument,
-    ids: Annotated[str | None, typer.Argument(help="Left out: read from stdin.", show_default=False)] = None,
+    ids: Annotated[
+        list[str] | None, typer.Argument(help="Left out: read from stdin.", show_default=False)
+    ] = None,
     debug: DebugOption = False,
 ) -> None:
-    """Print the text of token ids separated by spaces or commas."""
+    """Print the text of token ids, also of ids separated by commas."""
     from lmkit.commands import tokenizer as command
 
-    sys.stdout.buffer.write(command.decode(tokenizer, ids if ids is not None else sys.stdin.read()))
+    numbers = " ".join(ids) if ids else sys.stdin.buffer.read().decode("utf-8", "replace")
+    sys.stdout.buffer.write(command.decode(tokenizer, numbers))
     sys.stdout.buffer.flush()
 
 

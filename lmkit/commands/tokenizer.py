@@ -77,9 +77,10 @@ def decode(path: Path, numbers: str) -> bytes:
     tokenizer = Tokenizer.load(path)
     ids = []
     for word in numbers.replace(",", " ").split():
-        if not word.isdecimal() or int(word) >= tokenizer.vocab_size:
+        # A length limit first: Python refuses to read numbers of thousands of digits.
+        if not word.isdecimal() or len(word) > 20 or int(word) >= tokenizer.vocab_size:
             raise UsageError(
-                f"{word!r} is not a token id of {path}", hint=f"ids are 0 to {tokenizer.vocab_size - 1}"
+                f"{word[:20]!r} is not a token id of {path}", hint=f"ids are 0 to {tokenizer.vocab_size - 1}"
             )
         ids.append(int(word))
     return tokenizer.decode_bytes(ids)

@@ -9,15 +9,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lmkit.errors import LmkitError, UsageError
+from lmkit.data.batches import BatchSource
+from lmkit.errors import LmkitError, UsageError, out_of_memory
 from lmkit.measure.ranges import enable_ranges_from_environment
 from lmkit.model.accounting import count_parameters
 from lmkit.parallel.failures import losses_named
 from lmkit.parallel.launch import spawn_ranks
-from lmkit.parallel.process_group import Ranks, process_group
+from lmkit.parallel.process_group import Ranks, local_device, process_group
 from lmkit.recipe.schema import Recipe, required
 from lmkit.storage import FolderLock
-from lmkit.training.assembly import Data, assemble, make_batches, open_data, resolve, resolved_tables
+from lmkit.training.assembly import (
+    Data,
+    assemble,
+    check_device,
+    make_batches,
+    open_data,
+    resolve,
+    resolved_tables,
+)
 from lmkit.training.checkpoint_folder import saved_steps
 from lmkit.training.checkpoints import CHECKPOINTS, Checkpoint, open_checkpoint
 from lmkit.training.console import duration
@@ -110,7 +119,8 @@ def run(recipe: Recipe, *, stop_at_step: int | None = None, nproc: int = 1) -> T
 
 
 def _train_as_rank(recipe: Recipe, stop_at_step: int | None) -> TrainResult | None:
-    """One rank's whole life. A full disk or a file that vanished is the user's to mend, wherever it is met."""
+    """One rank's whole life. A full disk, a file that vanished or too little memory is the user's to mend, wherever
+    it is met."""
     try:
         return _live(recipe, stop_at_step)
     except OSError as error:
@@ -118,6 +128,11 @@ def _train_as_rank(recipe: Recipe, stop_at_step: int | None) -> TrainResult | No
             f"{error.filename or recipe.run.path}: {(error.strerror or str(error)).lower()}",
             hint="check the disk; checkpoints that were saved are intact, and training again goes on from them",
         ) from error
+    except (MemoryError, RuntimeError) as error:
+        explained = out_of_memory(error)
+        if explained is None:
+            raise
+        raise explained from error
 
 
 def _live(recipe: Recipe, stop_at_step: int | None) -> TrainResult | None:
@@ -132,6 +147,8 @@ def _live(recipe: Recipe, stop_at_step: int | None) -> TrainResult | None:
     ):
         data = open_data(recipe)
         resolved = resolve(recipe, data)
+        check_device(resolved, ranks.device)
+        batches = make_batches(resolved, data, ranks)  # before anything is written: it may be refused
         start = decided_by_first(ranks, "start", lambda: _open_folder(resolved, held))
         checkpoint = None if start["checkpoint"] is None else open_checkpoint(Path(start["checkpoint"]))
         notes: list[str] = start["notes"]
@@ -143,7 +160,7 @@ def _live(recipe: Recipe, stop_at_step: int | None) -> TrainResult | None:
                     return done if ranks.is_first else None
         if ranks.is_first:
             describe_run(recipe.run.path, recipe)
-        return _train(resolved, ranks, data, checkpoint, notes, stop_at_step)
+        return _train(resolved, ranks, data, batches, checkpoint, notes, stop_at_step)
 
 
 def _open_folder(recipe: Recipe, held: ExitStack) -> dict[str, Any]:
@@ -164,6 +181,7 @@ def _train(
     recipe: Recipe,
     ranks: Ranks,
     data: Data,
+    batches: BatchSource,
     checkpoint: Checkpoint | None,
     notes: list[str],
     stop_at_step: int | None,
@@ -173,9 +191,8 @@ def _train(
     try:
         for note in notes:
             sink.note(note)
-        parts = assemble(
-            recipe, ranks, data, sink, used_seconds=checkpoint.state.seconds if checkpoint else 0.0
-        )
+        used_seconds = checkpoint.state.seconds if checkpoint else 0.0
+        parts = assemble(recipe, ranks, data, batches, sink, used_seconds=used_seconds)
         moment = Moment() if checkpoint is None else restore(checkpoint, parts)
         with StopSignals() as signals:
             loop = Loop(parts, moment, signals, stop_at_step=stop_at_step)
@@ -267,7 +284,9 @@ def plan(recipe: Recipe, *, nproc: int = 1) -> TrainPlan:
     data = open_data(recipe)
     resolved = resolve(recipe, data)
     model, train = resolved_tables(resolved)
-    make_batches(resolved, data, Ranks(world_size=nproc))
+    device = local_device(recipe.run.device, local_rank=nproc - 1)
+    check_device(resolved, device)
+    make_batches(resolved, data, Ranks(world_size=nproc, device=device))
     start = choose_start(resolved)
     if start.checkpoint is not None:
         check_agreement(open_checkpoint(start.checkpoint), resolved, data.identity)

@@ -23,6 +23,7 @@ from lmkit.storage import atomic_path, write_atomic
 
 FORMAT = 1
 _AGAIN = "make it again with: lmkit data encode"
+_MAX_SIDECAR_BYTES = 1 << 16
 _CHECK_TOKENS = 1 << 24  # looked at in one go when ids are checked
 
 
@@ -167,25 +168,46 @@ def open_tokens(
 
 
 def _read_meta(path: Path) -> TokenMeta:
-    sidecar = sidecar_path(path)
+    if path.is_dir():
+        raise UsageError(f"{path}: is a folder, not a token file", hint="name a .npy file in it")
     if not path.is_file():
         raise UsageError(f"{path}: no such token file", hint="make one with: lmkit data encode")
-    try:
-        content = json.loads(sidecar.read_bytes())
-        meta = TokenMeta(**content)
-    except FileNotFoundError:
-        raise LmkitError(f"{sidecar}: missing; it describes {path.name}", hint=_AGAIN) from None
-    except (TypeError, ValueError) as error:
-        raise LmkitError(f"{sidecar}: damaged ({error})", hint=_AGAIN) from error
-    if meta.format != FORMAT:
+    if path.suffix != ".npy":
+        raise UsageError(f"{path}: a token file ends in .npy", hint="make one with: lmkit data encode")
+    sidecar = sidecar_path(path)
+    content = _read_object(sidecar, describes=path.name)
+    if content.get("format", FORMAT) != FORMAT:
         raise LmkitError(
-            f"{sidecar}: format {meta.format}, but this lmkit reads {FORMAT}", hint="upgrade lmkit"
+            f"{sidecar}: format {content['format']!r}, but this lmkit reads {FORMAT}", hint="upgrade lmkit"
         )
-    for field in dataclasses.fields(meta):
-        value: Any = getattr(meta, field.name)
-        if type(value).__name__ != field.type:
-            raise LmkitError(f"{sidecar}: {field.name} is {value!r}", hint=_AGAIN)
+    kinds = {field.name: field.type for field in dataclasses.fields(TokenMeta)}
+    wrong = [f"{name} is missing" for name in kinds if name not in content and name != "format"]
+    wrong += [f"unknown key {name!r}" for name in content if name not in kinds]
+    wrong += [
+        f"{name} is {value!r}" for name, value in content.items() if type(value).__name__ != kinds.get(name)
+    ]
+    if wrong:
+        raise LmkitError(f"{sidecar}: {wrong[0]}", hint=_AGAIN)
+    meta = TokenMeta(**content)
+    if not 0 < meta.vocab_size <= 1 << 32:
+        raise LmkitError(f"{sidecar}: vocab_size is {meta.vocab_size}", hint=_AGAIN)
     return meta
+
+
+def _read_object(sidecar: Path, *, describes: str) -> dict[str, Any]:
+    try:
+        with open(sidecar, "rb") as file:
+            text = file.read(_MAX_SIDECAR_BYTES + 1)
+        content = json.loads(text) if len(text) <= _MAX_SIDECAR_BYTES else None
+    except FileNotFoundError:
+        raise LmkitError(f"{sidecar}: missing; it describes {describes}", hint=_AGAIN) from None
+    except IsADirectoryError:
+        raise LmkitError(f"{sidecar}: is a folder; it has to describe {describes}", hint=_AGAIN) from None
+    except (ValueError, RecursionError):
+        raise LmkitError(f"{sidecar}: not JSON; it has to describe {describes}", hint=_AGAIN) from None
+    if not isinstance(content, dict):
+        raise LmkitError(f"{sidecar}: no description of {describes}", hint=_AGAIN)
+    return content
 
 
 def _map(path: Path, meta: TokenMeta) -> np.ndarray:

@@ -55,7 +55,7 @@ def process_group(
         LmkitError: the port is taken, or not every rank arrived in time.
     """
     settings = _read_environment()
-    place = _local_device(device, settings.local_rank)
+    place = local_device(device, settings.local_rank)
     if settings.world_size == 1:
         yield Ranks(device=place, timeout_s=timeout_s)
         return
@@ -114,6 +114,11 @@ def _read_environment() -> _Environment:
             f"environment: RANK={rank} does not fit WORLD_SIZE={world_size}",
             hint="use torchrun (or --nproc N), which set both",
         )
+    if not own and not 0 <= _integer("MASTER_PORT") < 1 << 16:
+        raise UsageError(
+            f"environment: MASTER_PORT={os.environ['MASTER_PORT']} is not a port",
+            hint="use torchrun, which sets it",
+        )
     local_rank = _integer("LOCAL_RANK") if "LOCAL_RANK" in os.environ else rank
     return _Environment(rank, world_size, local_rank, own or "env://")
 
@@ -125,7 +130,12 @@ def _integer(name: str) -> int:
     return int(text)
 
 
-def _local_device(device: str | torch.device, local_rank: int) -> torch.device:
+def local_device(device: str | torch.device, local_rank: int) -> torch.device:
+    """The device of a rank; see `process_group`.
+
+    Raises:
+        UsageError: it asks for a GPU that is not there.
+    """
     if str(device) == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     place = torch.device(device)
@@ -133,6 +143,11 @@ def _local_device(device: str | torch.device, local_rank: int) -> torch.device:
         return place
     count = torch.cuda.device_count()
     index = local_rank if place.index is None else place.index
+    if not count:
+        raise UsageError(
+            "device: cuda was asked for, and this machine shows no GPU",
+            hint="take the CPU: --device cpu, or auto, which takes a GPU where there is one",
+        )
     if index >= count:
         raise UsageError(
             f"device: local rank {local_rank} asks for GPU {index}, and this machine shows {count}",

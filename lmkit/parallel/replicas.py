@@ -18,7 +18,7 @@ def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def check_same_model(model: nn.Module, ranks: Ranks, fingerprint: str = "") -> None:
-    """Compare names, shapes, dtypes and what is frozen (and `fingerprint`, the recipe say) with rank 0's.
+    """Compare names, shapes, dtypes and what is frozen (and `fingerprint`, of recipe and data) with rank 0's.
 
     Raises:
         LmkitError: on every rank, naming the ranks that differ.
@@ -28,7 +28,7 @@ def check_same_model(model: nn.Module, ranks: Ranks, fingerprint: str = "") -> N
         for named in (model.named_parameters(remove_duplicate=False), model.named_buffers())
         for name, tensor in named
     )
-    for what, text in (("model", described), ("recipe", fingerprint)):
+    for what, text in (("model", described), ("recipe or data", fingerprint)):
         digest = torch.tensor(list(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)
         digest = digest.to(ranks.device)
         digests = [torch.empty_like(digest) for _ in range(ranks.world_size)]
@@ -37,7 +37,7 @@ def check_same_model(model: nn.Module, ranks: Ranks, fingerprint: str = "") -> N
         if differing:
             raise LmkitError(
                 f"rank {', '.join(map(str, differing))}: {what} differs from rank 0's",
-                hint="start every rank with the same recipe, overrides and version of lmkit",
+                hint="start every rank with the same recipe, overrides, token files and version of lmkit",
             )
 
 

@@ -81,8 +81,10 @@ def load_json(path: Path) -> dict[str, Any]:
         added = {token["id"]: token["content"] for token in content["added_tokens"]}
         vocab = {i: to_bytes(token) for token, i in model["vocab"].items() if added.get(i) != token}
         vocab |= {i: text.encode() for i, text in added.items()}
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise LmkitError(f"{path}: not a whole tokenizer.json ({error})", hint=_DAMAGED) from error
+    except KeyError as error:
+        raise LmkitError(f"{path}: not a whole tokenizer.json: no key {error}", hint=_DAMAGED) from error
+    except (TypeError, AttributeError, ValueError) as error:
+        raise LmkitError(f"{path}: not a tokenizer.json: a value of another kind", hint=_DAMAGED) from error
     return {"vocab": vocab, "merges": merges, "special_tokens": tuple(added.values())}
 
 
@@ -165,6 +167,8 @@ def _parse(path: Path) -> dict[str, Any]:
         content = json.loads(_read(path))
     except json.JSONDecodeError as error:
         raise LmkitError(f"{path}: not JSON (byte {error.pos} or so)", hint=_DAMAGED) from error
+    except RecursionError as error:
+        raise LmkitError(f"{path}: nested too deeply for a tokenizer", hint=_DAMAGED) from error
     if not isinstance(content, dict):
         raise LmkitError(f"{path}: not a JSON object", hint=_DAMAGED)
     return content

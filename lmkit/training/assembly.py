@@ -121,6 +121,17 @@ def resolve(recipe: Recipe, data: Data) -> Recipe:
     return recipe
 
 
+def check_device(recipe: Recipe, device: torch.device) -> None:
+    """Refuse what the device cannot do.
+
+    Raises:
+        UsageError: fp16 on a CPU.
+    """
+    _, train = resolved_tables(recipe)
+    if train.precision == "fp16" and device.type == "cpu":
+        raise UsageError('train.precision: "fp16" needs a GPU', hint='use "bf16" or "fp32"')
+
+
 def make_batches(recipe: Recipe, data: Data, ranks: Ranks) -> BatchSource:
     """The source of this rank's batches.
 
@@ -218,7 +229,9 @@ def learning_rate(recipe: Recipe) -> Callable[[int, float | None], float]:
     return rate
 
 
-def assemble(recipe: Recipe, ranks: Ranks, data: Data, sink: Sink, *, used_seconds: float) -> Parts:
+def assemble(
+    recipe: Recipe, ranks: Ranks, data: Data, batches: BatchSource, sink: Sink, *, used_seconds: float
+) -> Parts:
     """Make everything that the loop needs, weights freshly initialised and equal on all ranks.
 
     Args:
@@ -226,13 +239,9 @@ def assemble(recipe: Recipe, ranks: Ranks, data: Data, sink: Sink, *, used_secon
         used_seconds: what earlier sessions of the run took.
 
     Raises:
-        UsageError: the recipe does not fit the device or the number of ranks.
-        LmkitError: the ranks have different recipes.
+        LmkitError: the ranks have different recipes or data.
     """
     model_config, train = resolved_tables(recipe)
-    if train.precision == "fp16" and ranks.device.type == "cpu":
-        raise UsageError('train.precision: "fp16" needs a GPU', hint='use "bf16" or "fp32"')
-    batches = make_batches(recipe, data, ranks)
     model = TransformerLM(model_config, device=ranks.device)
     compile_model(model, model_config.compile)
     sync = build_strategy(
@@ -244,7 +253,7 @@ def assemble(recipe: Recipe, ranks: Ranks, data: Data, sink: Sink, *, used_secon
             weights=recipe.parallel.weights,
         ),
     )
-    call = sync.attach(model, fingerprint=recipe_sha256(recipe))
+    call = sync.attach(model, fingerprint=f"{recipe_sha256(recipe)} {data.identity}")
     optimizer = sync.build_optimizer(
         _optimizer_maker(recipe), decay_groups(model.parameters(), recipe.optimizer.weight_decay)
     )

@@ -11,6 +11,7 @@ from lmkit.measure.plots import loss_curve
 from lmkit.recipe.load import recipe_to_toml
 from lmkit.recipe.schema import Recipe
 from lmkit.storage import remove_partials, write_atomic
+from lmkit.storage.atomic import PARTIAL_SUFFIX
 from lmkit.training.checkpoint_folder import clean_leftovers
 from lmkit.training.checkpoints import CHECKPOINTS
 from lmkit.training.metrics import read_metrics
@@ -29,8 +30,9 @@ def check_writable(folder: Path) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(folder / ".writable", b"")
-        (folder / ".writable").unlink()
+        trial = folder / f".writable{PARTIAL_SUFFIX}"  # a name that `tidy` removes, should a kill leave it
+        trial.touch()
+        trial.unlink()
     except OSError as error:
         raise UsageError(
             f"{folder}: cannot write there: {(error.strerror or str(error)).lower()}",

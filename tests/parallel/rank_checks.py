@@ -317,7 +317,7 @@ def check_different_models_are_refused(ranks: Ranks) -> None:
     for strategy in STRATEGIES:
         with pytest.raises(LmkitError, match=r"rank 1: model differs from rank 0's"):
             build(strategy, ranks).attach(model)
-        with pytest.raises(LmkitError, match=r"rank 1: recipe differs from rank 0's"):
+        with pytest.raises(LmkitError, match=r"rank 1: recipe or data differs from rank 0's"):
             build(strategy, ranks).attach(
                 nn.Linear(3, 3).to(ranks.device), fingerprint=f"lr = {ranks.rank == 1}"
             )
