@@ -22,7 +22,7 @@ def kernel(request):
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize(("queries", "keys"), LENGTHS)
-def test_equals_the_oracle(kernel, queries, keys, causal, random_inputs):
+def test_fault_82_any_lengths_equal_the_oracle(kernel, queries, keys, causal, random_inputs):
     inputs = random_inputs(queries=queries, keys=keys, head_dim=16)
     assert faults_of(kernel, reference, *inputs, causal=causal) == []
 
@@ -41,7 +41,7 @@ def test_grouped_heads_share_their_keys(kernel, kv_heads, causal, random_inputs)
     assert faults_of(kernel, reference, *inputs, causal=causal) == []
 
 
-def test_strided_inputs(kernel, random_inputs):
+def test_fault_84_strided_inputs(kernel, random_inputs):
     # As a model makes them: slices of one projection, (batch, seq, 3, heads, head_dim).
     projection = torch.randn(2, 65, 3, 4, 32, generator=torch.Generator().manual_seed(0))
     q, k, v = (projection[:, :, i].transpose(1, 2) for i in range(3))
@@ -61,7 +61,7 @@ def test_explicit_scale(kernel, random_inputs):
     ids=["no batch", "no queries", "no keys"],
 )
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_nothing_in_gives_zeros_out(kernel, sizes, causal, random_inputs):
+def test_fault_84_nothing_in_gives_zeros_out(kernel, sizes, causal, random_inputs):
     q, k, v, dout = random_inputs(**sizes)
     out, dq, dk, dv = run_attention(kernel, q, k, v, dout, causal=causal)
     for got, like in ((out, q), (dq, q), (dk, k), (dv, v)):

@@ -80,7 +80,7 @@ def test_resumes_after_a_cut_connection(fetch, site):
     assert site.requests[1]["If-Range"] == '"v1"'
 
 
-def test_resumes_at_the_next_call(fetch, site, tmp_path):
+def test_fault_42_a_transfer_that_broke_off_goes_on_at_the_next_call(fetch, site, tmp_path):
     site.cuts = [1_000_000] + [0] * 20
     with pytest.raises(LmkitError, match=r"train\.txt: .*tried 6 times") as caught:
         fetch()
@@ -116,7 +116,7 @@ def test_a_part_of_a_weakly_tagged_file_is_never_continued(fetch, site):
     assert ranges(site)[:2] == [None, None]
 
 
-def test_a_short_body_is_no_file(fetch, site, tmp_path):
+def test_fault_42_a_short_body_is_no_file(fetch, site, tmp_path):
     site.announce_length = len(TRAIN) + 5
     with pytest.raises(LmkitError, match=r"3000000 of 3000005 bytes|416"):
         fetch()
@@ -124,7 +124,7 @@ def test_a_short_body_is_no_file(fetch, site, tmp_path):
 
 
 @pytest.mark.parametrize("by_redirect", [False, True])
-def test_a_wrong_digest_is_refused_and_nothing_is_left(fetch, site, tmp_path, by_redirect):
+def test_fault_42_a_wrong_digest_is_refused_and_nothing_is_left(fetch, site, tmp_path, by_redirect):
     wrong = f'"{"0" * 64}"'
     if by_redirect:
         site.redirect_headers = {"X-Linked-Etag": wrong}

@@ -57,7 +57,7 @@ def with_tiling():
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize(("queries", "keys"), LENGTHS)
-def test_equals_the_oracle(flash_triton, queries, keys, causal, random_inputs):
+def test_fault_82_any_lengths_equal_the_oracle(flash_triton, queries, keys, causal, random_inputs):
     inputs = random_inputs(queries=queries, keys=keys)
     assert faults_of(flash_triton, reference, *inputs, causal=causal) == []
 
@@ -96,7 +96,7 @@ def test_grouped_heads_share_their_keys(flash_triton, kv_heads, random_inputs):
     assert faults_of(flash_triton, reference, *inputs, causal=True) == []
 
 
-def test_views_of_one_projection_are_read_where_they_lie(flash_triton):
+def test_fault_84_views_of_one_projection_are_read_where_they_lie(flash_triton):
     projection = torch.randn(2, 40, 3, 2, 32, generator=torch.Generator().manual_seed(0))
     q, k, v = (projection[:, :, i].transpose(1, 2) for i in range(3))
     dout = torch.randn(2, 40, 2, 32, generator=torch.Generator().manual_seed(1)).transpose(1, 2)
@@ -130,7 +130,7 @@ def test_log_sum_exp_is_natural(random_inputs):
 
 
 @pytest.mark.parametrize("sizes", [{"batch": 0}, {"queries": 0, "keys": 5}, {"queries": 5, "keys": 0}])
-def test_nothing_in_gives_zeros_out(flash_triton, sizes, random_inputs):
+def test_fault_84_nothing_in_gives_zeros_out(flash_triton, sizes, random_inputs):
     q, k, v, dout = random_inputs(**sizes)
     for got, like in zip(run_attention(flash_triton, q, k, v, dout, causal=True), (q, q, k, v), strict=True):
         assert got.shape == like.shape
@@ -196,7 +196,7 @@ class TestRefusals:
         with pytest.raises(UsageError, match="bfloat16"):
             flash_triton(*random_inputs(dtype=torch.bfloat16)[:3], causal=True)
 
-    def test_head_dim_and_dtype_list_what_is_supported(self, flash_triton, random_inputs):
+    def test_fault_83_head_dim_and_dtype_list_what_is_supported(self, flash_triton, random_inputs):
         from lmkit.errors import UsageError
 
         for inputs in (random_inputs(head_dim=257), random_inputs(dtype=torch.float64)):

@@ -40,7 +40,7 @@ def test_rank_0_returns_its_result(faults):
         ("hang", "bucketed", RankLost, "rank 0, step 2: rank 1 did not answer within 3 s"),
     ],
 )
-def test_a_rank_that_fails_in_backward_ends_the_job(faults, capfd, fault, strategy, kind, message):
+def test_fault_72_and_73_a_rank_that_fails_in_backward_ends_the_job(faults, capfd, fault, strategy, kind, message):
     start = time.monotonic()
     with pytest.raises(kind) as caught:
         spawn_ranks(2, faults.train_until_fault, (fault, strategy, 3.0))
@@ -134,7 +134,7 @@ def test_a_single_process_needs_no_group(monkeypatch):
         ),
     ],
 )
-def test_half_an_environment_is_refused(monkeypatch, environment, message):
+def test_fault_77_half_an_environment_is_refused(monkeypatch, environment, message):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
@@ -144,7 +144,7 @@ def test_half_an_environment_is_refused(monkeypatch, environment, message):
     assert "torchrun" in caught.value.hint
 
 
-def test_a_taken_port_is_an_error_with_a_hint(monkeypatch):
+def test_fault_78_a_taken_port_is_an_error_with_a_hint(monkeypatch):
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
