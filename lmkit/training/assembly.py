@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from lmkit import __version__
+from lmkit.attention import attention_function
 from lmkit.data.batches import BatchSource, RandomTokens, TokenBatches
 from lmkit.data.token_files import TokenFile, open_tokens
 from lmkit.errors import UsageError
@@ -37,7 +38,7 @@ from lmkit.training.metrics import Sink
 from lmkit.training.optimizer_state import optimizer_layout
 from lmkit.training.retention import Retention
 from lmkit.training.state import DataIdentity, TrainingState, capture_rng
-from lmkit.training.step import Step, TrainableModel
+from lmkit.training.step import PRECISIONS, Step, TrainableModel
 
 _TOKENS_AT_ONCE = 1 << 24
 
@@ -122,12 +123,18 @@ def resolve(recipe: Recipe, data: Data) -> Recipe:
 
 
 def check_device(recipe: Recipe, device: torch.device) -> None:
-    """Refuse what the device cannot do.
+    """Refuse what the device cannot do, before anything is written or built.
 
     Raises:
-        UsageError: fp16 on a CPU.
+        UsageError: fp16 on a CPU; an attention kernel that is not installed or does not run there.
     """
-    _, train = resolved_tables(recipe)
+    model, train = resolved_tables(recipe)
+    attention_function(model.attention)
+    if model.attention == "flash_triton":
+        from lmkit.attention.flash_triton import refuse_unsupported
+
+        one_query = torch.empty(1, 1, 1, model.head_dim, dtype=PRECISIONS[train.precision], device=device)
+        refuse_unsupported(one_query)
     if train.precision == "fp16" and device.type == "cpu":
         raise UsageError('train.precision: "fp16" needs a GPU', hint='use "bf16" or "fp32"')
 
