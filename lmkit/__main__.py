@@ -14,7 +14,12 @@ def main() -> None:
     """Run the command line and exit with its code."""
     from lmkit.cli.app import run_command_line
 
-    sys.exit(run_command_line(sys.argv[1:]))
+    code = run_command_line(sys.argv[1:])
+    if "lmkit.parallel.process_group" in sys.modules and "RANK" in os.environ:
+        from lmkit.parallel.leaving import leave
+
+        leave(code)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

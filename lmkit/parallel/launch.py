@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -22,12 +23,16 @@ from typing import Any
 
 from lmkit.errors import LmkitError, UsageError
 from lmkit.parallel.failures import RankLost
+from lmkit.parallel.leaving import leave
 from lmkit.parallel.process_group import RENDEZVOUS_VARIABLE
+from lmkit.storage import FolderLock
 
 GRACE_S = 3.0
 """After the first failure: how long the other ranks get to report theirs, and again to end after SIGTERM."""
 
 
+_MEETING = "lmkit-ranks-"
+_YOUNG_S = 10.0  # of a folder that may have been made, but not locked yet
 _STOPPING = (signal.SIGTERM, signal.SIGINT)
 _STOPPED = tuple(code for number in _STOPPING for code in (-number, 128 + number))
 
@@ -51,7 +56,8 @@ def spawn_ranks(nproc: int, target: Callable[..., Any], args: Sequence[Any] = ()
     """
     if nproc < 1:
         raise UsageError(f"--nproc: {nproc} is not a number of ranks", hint="give 1 or more")
-    with tempfile.TemporaryDirectory(prefix="lmkit-ranks-") as folder:
+    _remove_abandoned_meetings()
+    with tempfile.TemporaryDirectory(prefix=_MEETING) as folder, FolderLock(folder):
         ranks = [
             _Rank(number, nproc, Path(folder) / "rendezvous", target, tuple(args)) for number in range(nproc)
         ]
@@ -68,6 +74,17 @@ def spawn_ranks(nproc: int, target: Callable[..., Any], args: Sequence[Any] = ()
     if received:
         raise KeyboardInterrupt if received[0] == signal.SIGINT else SystemExit(128 + received[0])
     return ranks[0].result
+
+
+def _remove_abandoned_meetings() -> None:
+    """Delete the folders in which the ranks of launchers met that were killed: nobody holds their locks any more."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_MEETING}*"):
+        try:
+            if time.time() - folder.stat().st_mtime > _YOUNG_S:
+                with FolderLock(folder):
+                    shutil.rmtree(folder)
+        except (OSError, LmkitError):
+            continue  # somebody else's, in use, or just being removed by its owner
 
 
 class _Rank:
@@ -161,17 +178,25 @@ def _run_rank(
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _end_with_parent()
     os.environ.update(environment)
+    leave(_report_result(reports, target, args))
+
+
+def _report_result(reports: Connection, target: Callable[..., Any], args: tuple[Any, ...]) -> int:
+    """Run the target, tell the parent how it went, and return the exit code."""
     try:
         result = target(*args)
-        reports.send(("result", result if environment["RANK"] == "0" else None))
+        reports.send(("result", result if os.environ["RANK"] == "0" else None))
     except LmkitError as error:
         reports.send(("error", error))
-        sys.exit(error.exit_code)
+        return error.exit_code
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:
-        sys.exit(130)
+        return 130
     except Exception:  # noqa: BLE001 (the border of a process: the traceback travels to the parent as text)
         reports.send(("traceback", traceback.format_exc()))
-        sys.exit(1)
+        return 1
+    return 0
 
 
 def _end_with_parent() -> None:
