@@ -1,201 +1,312 @@
 """`lmkit bench attention`: cases (tiers, head_dim x length grid) x variants (kernels, eager or compiled).
 
 One road: every variant of a case first passes the gate (`attention_gate`), then has its peak memory taken, then
-all that passed are timed together in interleaved rounds. What does not fit, is not supported or is wrong becomes
-a row that says so.
+all that passed are timed together in interleaved rounds (`attention_clock`). What does not fit, is not supported,
+takes too long or is wrong becomes a row that says so.
 """
 
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
-from functools import partial
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lmkit.benches.attention_cases import DTYPES, AttentionOptions, Case, build_cases, make_inputs
-from lmkit.benches.attention_gate import Gate, Inputs
+from lmkit.attention.accuracy import run_attention
+from lmkit.benches.attention_cases import DATA, DTYPES, AttentionOptions, Case, build_cases, make_inputs
+from lmkit.benches.attention_clock import time_fields, time_functions
+from lmkit.benches.attention_gate import FULL_CHECK_LENGTH, Gate
 from lmkit.benches.attention_report import COLUMNS, report_files
 from lmkit.benches.attention_variants import (
     COMPILED,
     CPU_KERNELS,
+    GPU_GRID_KERNELS,
     GPU_KERNELS,
+    GRID_KERNELS,
+    KEEP_SCORES,
     SDPA_REFUSALS,
+    arithmetic_of,
     build_variant,
     check_kernel_name,
     implementation_of,
+    precision_of,
 )
+from lmkit.benches.journal import Journal
 from lmkit.errors import UsageError
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.limits import Limits, measure_limits
 from lmkit.measure.memory import GB, available_memory, track_peak
 from lmkit.measure.results import BenchResult
-from lmkit.measure.timing import Timing, Work, time_variants
 
 Progress = Callable[[str, int, int], None]
-# Bytes per score that a kernel holds at once, in elements: scores, masked copy, probabilities.
-SCORE_COPIES = {"reference": 3, "vectorized": 3}
+Rows = list[dict[str, Any]]
+SCORE_COPIES = 3  # scores, masked copy, probabilities: what a kernel that keeps scores holds at once
+MEMORY_STEP = 1024  # tokens; how finely the longest sequence that fits is looked for
 
 
-def run_bench(options: AttentionOptions, *, progress: Progress | None = None) -> BenchResult:
+def run_bench(
+    options: AttentionOptions,
+    *,
+    progress: Progress | None = None,
+    journal: Journal | None = None,
+) -> BenchResult:
     """Measure every case x variant; rows, the `attention_sweep_*` files and what they were measured on.
 
+    Args:
+        journal: where rows go as they come.
+
     Raises:
-        UsageError: an unknown tier, kernel or dtype, or heads that do not fit together.
+        UsageError: an unknown tier, kernel, dtype or kind of data, or heads that do not fit together.
     """
     cases = build_cases(options)
-    kernels = options.kernels or (GPU_KERNELS if options.device.startswith("cuda") else CPU_KERNELS)
-    for name in kernels:
-        check_kernel_name(name)
-    if options.dtype not in DTYPES:
-        raise UsageError(f"bench attention: no dtype {options.dtype!r}", hint="one of " + ", ".join(DTYPES))
-    if options.heads % options.kv_heads:
-        raise UsageError(
-            f"bench attention: heads {options.heads} is no multiple of kv_heads {options.kv_heads}",
-            hint="give every key/value head the same number of query heads",
-        )
-    limits = measure_limits(options.device, [options.dtype])
+    on_gpu = options.device.startswith("cuda")
+    kernels = options.kernels or (GPU_KERNELS if on_gpu else CPU_KERNELS)
+    rivals = GPU_GRID_KERNELS if on_gpu else GRID_KERNELS
+    grid_kernels = options.grid_kernels or tuple(dict.fromkeys((options.baseline, *rivals)))
+    _check(options, (*kernels, *grid_kernels))
+    precisions = dict.fromkeys(precision_of(name, options.dtype) for name in (*kernels, *grid_kernels))
+    limits = measure_limits(options.device, precisions)
     environment = describe_environment() | {"limits": limits.as_dict()}
-    rows: list[dict[str, Any]] = []
+    sweep = _Sweep(options, limits)
+    rows: Rows = []
     for done, case in enumerate(cases):
         if progress is not None:
-            progress(f"{case.part} {case.tier} head_dim {case.head_dim}", done, len(cases))
-        rows += _measure_case(case, kernels, options, limits)
+            progress("attention", done, len(cases))
+        found = sweep.measure(case, grid_kernels if case.part == "grid" else kernels)
+        rows += found
+        if journal is not None:
+            journal.add(found)
+    rows += sweep.longest_that_fit(rows)
     if progress is not None:
-        progress("cases", len(cases), len(cases))
+        progress("attention", len(cases), len(cases))
+    peaks = ", ".join(f"{rate / 1e12:.3g} {name}" for name, rate in limits.matmul_flops.items())
     notes = (
-        f"speedup: {options.baseline} / variant, median of paired rounds; '% peak': of the "
-        f"{limits.matmul_flops[options.dtype] / 1e12:.3g} TFLOP/s {options.dtype} matmul measured here",
+        f"speedup: {options.baseline} / variant, median of paired rounds; '% peak': of the matmul TFLOP/s measured "
+        f"here ({peaks})",
         "spread: (p90 - p10) / median; GB (10^9): peak on top of the inputs, output included",
     )
     files = report_files(rows, asdict(options), environment, notes)
     return BenchResult("attention", rows, COLUMNS, files, environment, notes)
 
 
-def _measure_case(
-    case: Case, kernels: Sequence[str], options: AttentionOptions, limits: Limits
-) -> list[dict[str, Any]]:
-    """All rows of one shape: forward, and with `backward` forward+backward and backward alone."""
-    # Every shape is compiled anew: torch.compile would fall back to eager after 8 recompilations, silently.
-    torch.compiler.reset()
-    with _matmul_precision(options.dtype):
-        rows = _measure_direction(case, kernels, options, limits, backward=False)
-        if options.backward:
-            rows += _measure_direction(case, kernels, options, limits, backward=True)
-    _release_memory(options.device)
-    return rows
-
-
-def _measure_direction(
-    case: Case,
-    kernels: Sequence[str],
-    options: AttentionOptions,
-    limits: Limits,
-    *,
-    backward: bool,
-) -> list[dict[str, Any]]:
-    directions = ("fwd+bwd", "backward") if backward else ("forward",)
-    rows = {
-        (direction, name): {**asdict(case), "direction": direction, "kernel": name, **_shared_fields(options)}
-        for direction in directions
-        for name in kernels
-    }
-
-    def mark(name: str, status: str, detail: str) -> None:
-        for direction in directions:
-            rows[direction, name] |= {"status": status, "detail": detail}
-
-    inputs = make_inputs(case, options, backward=backward)
-    gate = None
-    runnable: dict[str, Callable[..., Tensor]] = {}
+def _check(options: AttentionOptions, kernels: Sequence[str]) -> None:
     for name in kernels:
-        too_large = _too_large_for_host(name, case, options)
-        if too_large:
-            mark(name, "out of memory", too_large)
-            continue
-        try:
-            gate = gate or Gate(inputs, rounding=2.0**-9 if options.dtype == "tf32" else None)
-            function = build_variant(name, options.dtype)
-            rounds_scores = name.removesuffix(COMPILED) in SCORE_COPIES
-            faults = gate.faults_of(function, rounds_scores=rounds_scores)
-            with track_peak(options.device) as peak:
-                _call(function, inputs, backward)
-        except torch.OutOfMemoryError as error:
-            mark(name, "out of memory", str(error).split(". ")[0])
+        check_kernel_name(name)
+    if options.dtype not in DTYPES:
+        raise UsageError(f"bench attention: no dtype {options.dtype!r}", hint="one of " + ", ".join(DTYPES))
+    if options.data not in DATA:
+        raise UsageError(f"bench attention: no data {options.data!r}", hint="one of " + ", ".join(DATA))
+    if options.heads % options.kv_heads:
+        raise UsageError(
+            f"bench attention: heads {options.heads} is no multiple of kv_heads {options.kv_heads}",
+            hint="give every key/value head the same number of query heads",
+        )
+
+
+class _Sweep:
+    """What the cases of one run share: options, limits, which kernels were checked in full, how long calls took."""
+
+    def __init__(self, options: AttentionOptions, limits: Limits) -> None:
+        self._options = options
+        self._limits = limits
+        self._checked: dict[tuple[str, int, bool], list[str]] = {}  # (kernel, head_dim, backward) -> faults
+        self._calls: dict[tuple[str, int, str], tuple[float, float]] = {}  # last (FLOPs, ms) measured
+
+    def measure(self, case: Case, kernels: Sequence[str]) -> Rows:
+        """All rows of one shape: forward, and with `backward` forward+backward and backward alone.
+
+        The grid is forward only: its picture shows nothing else.
+        """
+        # Every shape is compiled anew: torch.compile would fall back to eager after 8 recompilations, silently.
+        torch.compiler.reset()
+        with _matmul_precision(self._options.dtype):
+            rows = self._measure_direction(case, kernels, backward=False)
+            if self._options.backward and case.part != "grid":
+                rows += self._measure_direction(case, kernels, backward=True)
+        _release_memory(self._options.device)
+        return rows
+
+    def _measure_direction(self, case: Case, kernels: Sequence[str], *, backward: bool) -> Rows:
+        options = self._options
+        directions = ("fwd+bwd", "backward") if backward else ("forward",)
+        rows = {
+            (direction, name): {
+                **asdict(case),
+                "direction": direction,
+                "kernel": name,
+                **_shared_fields(options),
+                "precision": precision_of(name, options.dtype),
+            }
+            for direction in directions
+            for name in kernels
+        }
+
+        def mark(name: str, fields: dict[str, Any]) -> None:
+            for direction in directions:
+                rows[direction, name] |= fields
+
+        inputs = make_inputs(case, options, backward=backward)
+        gate = None
+        runnable: dict[str, Callable[..., Tensor]] = {}
+        for name in kernels:
+            refusal = self._refusal(name, case, directions[0])
+            if refusal is not None:
+                mark(name, refusal)
+                continue
+            try:
+                gate = gate or Gate(inputs)
+                function = build_variant(name, options.dtype)
+                fields = self._check_and_weigh(name, function, gate, case, backward)
+            except torch.OutOfMemoryError as error:
+                mark(name, {"status": "out of memory", "detail": str(error).split(". ")[0]})
+            except (UsageError, ValueError, NotImplementedError) as error:
+                mark(name, {"status": "unsupported", "detail": str(error)})
+            except torch.AcceleratorError:
+                raise  # the device is lost for this process: nothing after it could be trusted
+            except RuntimeError as error:
+                refused = any(words in str(error) for words in SDPA_REFUSALS)
+                status = "unsupported" if refused else "failed"
+                mark(name, {"status": status, "detail": str(error).splitlines()[0]})
+            else:
+                mark(name, fields)
+                if fields["status"] == "ok":
+                    runnable[name] = function
+        gate = None  # its tensors are not part of what is measured
+        _release_memory(options.device)
+        for direction in directions if runnable else ():
+            timings = time_functions(runnable, inputs, options, direction)
+            for name in timings:
+                flops = case.flops(options, direction)
+                rows[direction, name] |= time_fields(name, timings, flops, options, self._limits)
+                self._calls[name, case.head_dim, direction] = (flops, timings[name].median_ms)
+        return list(rows.values())
+
+    def _check_and_weigh(
+        self, name: str, function: Callable[..., Tensor], gate: Gate, case: Case, backward: bool
+    ) -> dict[str, Any]:
+        """Status, errors, time of the first call and peak memory of a variant.
+
+        Raises:
+            Whatever the variant raises.
+        """
+        options = self._options
+        arithmetic = arithmetic_of(name, options.dtype)
+        faults = [] if COMPILED in name else self._faults_when_short(name, function, case, backward)
+        began = time.perf_counter()
+        probed = gate.probe.run(function)
+        _wait(options.device)
+        first_call = time.perf_counter() - began
+        faults += gate.faults_at_spots(probed, arithmetic)
+        fields: dict[str, Any] = {f"error_{tensor}": error for tensor, error in gate.errors(probed).items()}
+        del probed
+        with track_peak(options.device) as peak:
+            results = gate.inputs.run(function)
+        faults += gate.faults_beside_pytorch(results, arithmetic)
+        return fields | {
+            "status": "wrong result" if faults else "ok",
+            "detail": "; ".join(faults),
+            "peak_gb": peak.extra_bytes / GB,
+            "first_call_s": first_call,
+            "implementation": implementation_of(name, gate.inputs),
+        }
+
+    def _faults_when_short(
+        self, name: str, function: Callable[..., Tensor], case: Case, backward: bool
+    ) -> list[str]:
+        """What float64 finds on every row of a case short enough for that; asked once per kernel and head_dim.
+
+        Not for compiled variants: another shape would be another compilation.
+        """
+        key = (name, case.head_dim, backward)
+        if max(case.num_queries, case.num_keys) <= FULL_CHECK_LENGTH:
+            self._checked[key] = []  # the gate of this very case looks at every row
+        elif key not in self._checked:
+            short = replace(
+                case,
+                num_queries=min(case.num_queries, FULL_CHECK_LENGTH),
+                num_keys=min(case.num_keys, FULL_CHECK_LENGTH),
+            )
+            gate = Gate(make_inputs(short, self._options, backward=backward))
+            arithmetic = arithmetic_of(name, self._options.dtype)
+            faults = gate.faults_at_spots(gate.probe.run(function), arithmetic)
+            self._checked[key] = [f"at {short.num_queries}:{short.num_keys}, {fault}" for fault in faults]
+        return list(self._checked[key])
+
+    def _refusal(self, name: str, case: Case, direction: str) -> dict[str, Any] | None:
+        """Status and detail of a variant that is not even tried; None: try it."""
+        options = self._options
+        flops_before, ms_before = self._calls.get((name, case.head_dim, direction), (0.0, 0.0))
+        if flops_before:
+            seconds = ms_before * 1e-3 * case.flops(options, direction) / flops_before
+            if seconds > max(options.longest_call_seconds, ms_before * 1e-3):
+                limit = options.longest_call_seconds
+                return {
+                    "status": "skipped",
+                    "detail": f"about {seconds:.2g} s a call, longest_call_seconds is {limit:g}",
+                }
+        # On a CPU nothing raises: Linux kills the process instead. So ask first, for kernels that hold all scores.
+        free = available_memory() if not options.device.startswith("cuda") else None
+        if free is None or name.removesuffix(COMPILED) not in KEEP_SCORES:
+            return None
+        scores = options.batch * options.heads * case.num_queries * case.num_keys
+        needed = SCORE_COPIES * scores * DTYPES[options.dtype].itemsize
+        if needed <= 0.8 * free:
+            return None
+        return {
+            "status": "out of memory",
+            "detail": f"needs {needed / GB:.1f} GB, {free / GB:.1f} GB free",
+        }
+
+    def longest_that_fit(self, rows: Rows) -> Rows:
+        """For each kernel that ran out of the GPU's memory in a square tier: the longest forward pass that fits."""
+        if not self._options.device.startswith("cuda"):
+            return []
+        found = []
+        forward = [
+            row
+            for row in rows
+            if row["part"] == "tiers"
+            and row["direction"] == "forward"
+            and row["num_queries"] == row["num_keys"]
+        ]
+        for name in dict.fromkeys(row["kernel"] for row in forward if COMPILED not in row["kernel"]):
+            mine = [row for row in forward if row["kernel"] == name]
+            too_long = min((row["num_keys"] for row in mine if row["status"] == "out of memory"), default=0)
+            fits = max((row["num_keys"] for row in mine if row["status"] == "ok"), default=0)
+            if fits and too_long:
+                found.append(self._longest_between(name, fits, too_long))
+        return found
+
+    def _longest_between(self, name: str, fits: int, too_long: int) -> dict[str, Any]:
+        options = self._options
+        function = build_variant(name, options.dtype)
+        peak_gb = 0.0
+        while too_long - fits > MEMORY_STEP:
+            length = (fits + too_long) // 2 // MEMORY_STEP * MEMORY_STEP
+            case = Case("memory limit", str(length), length, length, options.head_dim)
+            try:
+                inputs = make_inputs(case, options, backward=False)
+                with track_peak(options.device) as peak:
+                    run_attention(function, inputs.q, inputs.k, inputs.v, None, causal=inputs.causal)
+                fits, peak_gb = length, peak.extra_bytes / GB
+            except torch.OutOfMemoryError:
+                too_long = length
             _release_memory(options.device)
-        except (UsageError, ValueError, NotImplementedError) as error:
-            mark(name, "unsupported", str(error))
-        except torch.AcceleratorError:
-            raise  # the device is lost for this process: nothing after it could be trusted
-        except RuntimeError as error:
-            refused = any(words in str(error) for words in SDPA_REFUSALS)
-            mark(name, "unsupported" if refused else "failed", str(error).splitlines()[0])
-        else:
-            mark(name, "wrong result" if faults else "ok", "; ".join(faults))
-            if not faults:
-                runnable[name] = function
-                for direction in directions:
-                    rows[direction, name] |= {
-                        "peak_gb": peak.extra_bytes / GB,
-                        "implementation": implementation_of(name, inputs),
-                    }
-    gate = None  # its tensors are not part of what is measured
-    _release_memory(options.device)
-    for direction in directions if runnable else ():
-        timings = _time(runnable, inputs, options, direction)
-        flops = case.forward_flops(options) * {"forward": 1.0, "backward": 2.5, "fwd+bwd": 3.5}[direction]
-        for name, timing in timings.items():
-            rows[direction, name] |= _time_fields(name, timings, timing, flops, options, limits)
-    return list(rows.values())
-
-
-def _time(
-    runnable: dict[str, Callable[..., Tensor]], inputs: Inputs, options: AttentionOptions, direction: str
-) -> dict[str, Timing]:
-    calls: dict[str, Work] = {}
-    prepare: dict[str, Work] = {}
-    for name, function in runnable.items():
-        if direction == "backward":
-            prepare[name], calls[name] = _split_backward(function, inputs)
-        else:
-            calls[name] = partial(_call, function, inputs, direction == "fwd+bwd")
-    return time_variants(
-        calls,
-        prepare=prepare,
-        device=options.device,
-        repeats=options.iters,
-        warmup=options.warmup,
-        cold_cache=options.cold_cache,
-        min_sample_ms=0.5,
-        max_seconds=options.max_seconds,
-        seed=options.seed,
-    )
-
-
-def _call(function: Callable[..., Tensor], inputs: Inputs, backward: bool) -> object:
-    if not backward:
-        with torch.no_grad():
-            return function(inputs.q, inputs.k, inputs.v, causal=inputs.causal)
-    leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
-    return torch.autograd.grad(function(*leaves, causal=inputs.causal), leaves, inputs.dout)
-
-
-def _split_backward(function: Callable[..., Tensor], inputs: Inputs) -> tuple[Work, Work]:
-    """(forward that keeps its graph, backward that consumes it): the graph is built anew for every sample."""
-    leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
-    outputs: list[Tensor] = []
-
-    def forward() -> None:
-        outputs.append(function(*leaves, causal=inputs.causal))
-
-    def backward() -> object:
-        return torch.autograd.grad(outputs.pop(), leaves, inputs.dout)
-
-    return forward, backward
+        return {
+            **asdict(Case("memory limit", str(fits), fits, fits, options.head_dim)),
+            "direction": "forward",
+            "kernel": name,
+            **_shared_fields(options),
+            "precision": precision_of(name, options.dtype),
+            "status": "longest that fits",
+            "detail": f"{too_long} tokens do not",
+            "peak_gb": peak_gb or None,
+        }
 
 
 def _shared_fields(options: AttentionOptions) -> dict[str, Any]:
@@ -206,68 +317,8 @@ def _shared_fields(options: AttentionOptions) -> dict[str, Any]:
         "causal": options.causal,
         "dtype": options.dtype,
         "layout": "projection" if options.projection_layout else "contiguous",
+        "data": options.data,
     }
-
-
-def _time_fields(
-    name: str,
-    timings: dict[str, Timing],
-    timing: Timing,
-    flops: float,
-    options: AttentionOptions,
-    limits: Limits,
-) -> dict[str, Any]:
-    spread = timing.spread
-    rate = flops / (spread.median * 1e-3)
-    fields: dict[str, Any] = {
-        "median_ms": spread.median,
-        "mean_ms": spread.mean,
-        "p10_ms": spread.p10,
-        "p90_ms": spread.p90,
-        "spread": spread.relative,
-        "repeats": spread.count,
-        "tflops": rate / 1e12,
-        "share_of_matmul": rate / limits.matmul_flops[options.dtype],
-    }
-    if options.baseline in timings:
-        ratio = timing.versus(timings[options.baseline])
-        fields |= {
-            "speedup": ratio.speedup,
-            "speedup_low": ratio.low,
-            "speedup_high": ratio.high,
-            "verdict": ratio.verdict,
-        }
-    rivals = {rival: other for rival, other in timings.items() if rival.split(":")[0] == "sdpa"}
-    if rivals and name not in rivals:
-        best = min(rivals, key=lambda rival: rivals[rival].median_ms)
-        ratio = timing.versus(rivals[best])
-        fields |= {
-            "best_sdpa": best,
-            "versus_sdpa": ratio.speedup,
-            "versus_sdpa_low": ratio.low,
-            "versus_sdpa_high": ratio.high,
-            "versus_sdpa_verdict": ratio.verdict,
-        }
-    return fields | {
-        "clock": timing.clock,
-        "cache": timing.cache,
-        "calls_per_sample": timing.calls_per_sample,
-        "samples_ms": list(timing.samples_ms),
-    }
-
-
-def _too_large_for_host(name: str, case: Case, options: AttentionOptions) -> str:
-    """On a CPU nothing raises: Linux kills the process instead. So ask first, for kernels that hold all scores."""
-    copies = SCORE_COPIES.get(name.removesuffix(COMPILED))
-    free = available_memory() if not options.device.startswith("cuda") else None
-    if copies is None or free is None:
-        return ""
-    scores = options.batch * options.heads * case.num_queries * case.num_keys * DTYPES[options.dtype].itemsize
-    return (
-        f"needs {copies * scores / GB:.1f} GB, {free / GB:.1f} GB free"
-        if copies * scores > 0.8 * free
-        else ""
-    )
 
 
 @contextmanager
@@ -279,6 +330,11 @@ def _matmul_precision(dtype: str) -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def _wait(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
 
 
 def _release_memory(device: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,9 @@ TIERS: dict[str, int] = {
     "128k": 131072,
 }
 DEFAULT_TIERS = ("Small", "Medium", "Large", "XL", "XXL", "4k", "8k", "16k")
+DATA = ("normal", "logits x 8", "sink", "late sink", "ramp up", "ramp down")
+"""Kinds of input: `normal`, and what trained models make of it (a key 60 nats above the rest, growing maxima)."""
+_NATS = 60.0
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -34,14 +38,18 @@ class AttentionOptions:
     Attributes:
         tiers: names of `TIERS`, lengths ("4096") or rectangles queries:keys ("128:64").
         kernels: registry names, "sdpa:cudnn|flash|efficient", "flash_triton:portable|hopper|deterministic", each
-            with an optional "+compile"; empty: what is usual on the device.
-        grid_head_dims, grid_lengths: the head_dim x length sweep; either empty: none.
+            with an optional "+compile"; "flash_triton:tf32" multiplies fp32 inputs in tf32; empty: what is usual
+            on the device.
+        grid_head_dims, grid_lengths: the head_dim x length sweep, forward only; either empty: none.
+        grid_kernels: of the sweep; empty: the baseline, ours and PyTorch's.
         backward: also forward + backward, and backward alone.
         baseline: the kernel that speed-ups are relative to.
         projection_layout: q, k, v as strided views of one (batch, seq, 3, heads, head_dim) tensor, as a model's
             projection makes them, instead of contiguous ones.
+        data: one of `DATA`.
         cold_cache: overwrite the L2 cache before every sample.
-        max_seconds: of timing per case and direction; whole rounds only.
+        max_seconds: of timing per case and direction, shared by the variants: slow ones sit out rounds.
+        longest_call_seconds: a variant that a shorter case shows to need longer than this for a call is skipped.
     """
 
     device: str = "cpu"
@@ -56,18 +64,21 @@ class AttentionOptions:
     kernels: tuple[str, ...] = ()
     grid_head_dims: tuple[int, ...] = ()
     grid_lengths: tuple[int, ...] = ()
+    grid_kernels: tuple[str, ...] = ()
     baseline: str = "vectorized"
     projection_layout: bool = False
+    data: str = "normal"
     warmup: int = 10
     iters: int = 50
     cold_cache: bool = False
-    max_seconds: float = 20.0
+    max_seconds: float = 2.0
+    longest_call_seconds: float = 0.5
     seed: int = 0
 
 
 @dataclass(frozen=True)
 class Case:
-    """One shape. `part` is "tiers" or "grid"; `tier` its name, such as "XXL" or "128:64"."""
+    """One shape. `part` is "tiers", "grid" or "memory limit"; `tier` its name, such as "XXL" or "128:64"."""
 
     part: str
     tier: str
@@ -82,6 +93,10 @@ class Case:
             square = min(self.num_queries, self.num_keys)
             area = square * square / 2.0 + max(0, self.num_queries - self.num_keys) * self.num_keys
         return 4.0 * options.batch * options.heads * area * self.head_dim
+
+    def flops(self, options: AttentionOptions, direction: str) -> float:
+        """Of "forward", "backward" (five products where the forward pass has two) or "fwd+bwd"."""
+        return self.forward_flops(options) * {"forward": 1.0, "backward": 2.5, "fwd+bwd": 3.5}[direction]
 
 
 def build_cases(options: AttentionOptions) -> list[Case]:
@@ -117,7 +132,7 @@ def parse_tier(text: str) -> tuple[int, int]:
 
 
 def make_inputs(case: Case, options: AttentionOptions, *, backward: bool) -> Inputs:
-    """Random normal tensors of a case; the same for the same seed and shape."""
+    """Random tensors of a case, of the kind `options.data`; the same for the same seed and shape."""
     generator = torch.Generator(device=options.device).manual_seed(options.seed)
     dtype = DTYPES[options.dtype]
 
@@ -129,10 +144,30 @@ def make_inputs(case: Case, options: AttentionOptions, *, backward: bool) -> Inp
         shape = (options.batch, heads, length, case.head_dim)
         return torch.randn(shape, generator=generator, device=options.device).to(dtype)
 
+    q, k = normal(options.heads, case.num_queries), normal(options.kv_heads, case.num_keys)
+    _shape_scores(q, k, options.data)
     return Inputs(
-        q=normal(options.heads, case.num_queries),
-        k=normal(options.kv_heads, case.num_keys),
+        q=q,
+        k=k,
         v=normal(options.kv_heads, case.num_keys),
         dout=normal(options.heads, case.num_queries) if backward else None,
         causal=options.causal,
     )
+
+
+def _shape_scores(q: Tensor, k: Tensor, data: str) -> None:
+    """Changes q and k in place so that the scores look as `data` says; the values stay exact in 16 bits."""
+    if data == "normal":
+        return
+    if data == "logits x 8":
+        q.mul_(8.0)
+        return
+    # Along the first dimension every query is 8, so that a key's first element alone lifts its scores.
+    per_nat = math.sqrt(q.shape[-1]) / 8.0
+    q[..., 0] = 8.0
+    if data in ("sink", "late sink"):
+        k[..., 0] = 0.0
+        k[:, :, 3 if data == "sink" else k.shape[2] // 2, 0] = _NATS * per_nat
+    else:
+        ramp = torch.linspace(0.0, _NATS * per_nat, k.shape[2], device=k.device).to(k.dtype)
+        k[..., 0] = ramp if data == "ramp up" else ramp.flip(0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lmkit.attention import ATTENTION, attention_function
-from lmkit.benches.attention_gate import Inputs
+from lmkit.benches.attention_cases import DTYPES
+from lmkit.benches.attention_gate import EXACT, TF32, Arithmetic, Inputs, scores_kept_in
 from lmkit.errors import UsageError
 
 SDPA_BACKENDS = {
@@ -24,10 +25,14 @@ FLASH_TRITON_VARIANTS: dict[str, dict[str, Any]] = {
     "flash_triton:portable": {"implementation": "portable"},
     "flash_triton:hopper": {"implementation": "hopper"},
     "flash_triton:deterministic": {"deterministic": True},
+    "flash_triton:tf32": {"fp32_precision": "tf32"},
 }
+KEEP_SCORES = ("reference", "vectorized")  # in memory, in the dtype of the inputs
 SDPA_REFUSALS = ("No available kernel", "No viable backend")  # of a pinned backend, on a GPU and on a CPU
 COMPILED = "+compile"
 CPU_KERNELS = ("reference", "vectorized", "vectorized+compile", "flash_torch", "sdpa")
+GRID_KERNELS = ("flash_torch", "sdpa")
+GPU_GRID_KERNELS = ("flash_triton", "sdpa:cudnn")
 GPU_KERNELS = (
     "reference",
     "vectorized",
@@ -65,8 +70,22 @@ def build_variant(name: str, dtype: str) -> Callable[..., Tensor]:
         function = attention_function(kernel.partition(":")[0])
     if kernel.startswith("flash_triton"):
         precision = {"fp32_precision": "tf32"} if dtype == "tf32" else {}
-        function = partial(function, **FLASH_TRITON_VARIANTS.get(kernel, {}), **precision)
+        function = partial(function, **precision | FLASH_TRITON_VARIANTS.get(kernel, {}))
     return torch.compile(function, dynamic=False) if name.endswith(COMPILED) else function
+
+
+def precision_of(name: str, dtype: str) -> str:
+    """What a row is labelled with: the bench's dtype, or tf32 for a variant that multiplies float32 so."""
+    return "tf32" if dtype == "fp32" and name.removesuffix(COMPILED).endswith(":tf32") else dtype
+
+
+@cache
+def arithmetic_of(name: str, dtype: str) -> Arithmetic:
+    """What the gate has to forgive a variant, beyond the rounding that every kernel of its dtype does."""
+    if precision_of(name, dtype) == "tf32":
+        return TF32
+    keeps_scores = name.removesuffix(COMPILED) in KEEP_SCORES and DTYPES[dtype].itemsize == 2
+    return scores_kept_in(DTYPES[dtype]) if keeps_scores else EXACT
 
 
 def _pinned_sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from lmkit.measure.statistics import PairedRatio, Spread, median, paired_ratio, spread
+from lmkit.measure.statistics import FEWEST_PAIRS, PairedRatio, Spread, median, paired_ratio, spread
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +41,8 @@ class Timing:
     """The samples of one variant, in ms per call.
 
     Attributes:
-        samples_ms: one entry per round, in the order of the rounds.
+        samples_ms: one entry per round that the variant took part in, in the order of the rounds.
+        rounds: the numbers of those rounds.
         clock: which clock, in words: "cuda events", "perf_counter", or a test's own.
         cache: "warm" (the same buffers call after call) or "cold" (caches overwritten before every sample).
         calls_per_sample: how many calls each sample averages over.
@@ -49,6 +50,7 @@ class Timing:
 
     name: str
     samples_ms: tuple[float, ...]
+    rounds: tuple[int, ...]
     clock: str
     cache: str
     calls_per_sample: int
@@ -63,7 +65,12 @@ class Timing:
 
     def versus(self, baseline: Timing, *, confidence: float = 0.95) -> PairedRatio:
         """Paired comparison with a variant of the same `time_variants` call; above 1 this one is faster."""
-        return paired_ratio(self.samples_ms, baseline.samples_ms, confidence=confidence)
+        mine = dict(zip(self.rounds, self.samples_ms, strict=True))
+        theirs = dict(zip(baseline.rounds, baseline.samples_ms, strict=True))
+        both = [number for number in mine if number in theirs]  # never empty: all take part in round 0
+        return paired_ratio(
+            [mine[number] for number in both], [theirs[number] for number in both], confidence=confidence
+        )
 
 
 class Clock(Protocol):
@@ -107,7 +114,9 @@ class CudaEventClock:
     """CUDA events around calls that were all queued before the first of them could start."""
 
     name = "cuda events"
-    _LONGEST_HOLD_MS = 50.0
+    # Every sample of every variant waits this long at most. What takes longer to dispatch than this is bound by the
+    # host, and its gaps are part of what a user gets.
+    _LONGEST_HOLD_MS = 5.0
 
     def __init__(self, device: torch.device) -> None:
         import torch
@@ -148,9 +157,9 @@ class CudaEventClock:
                 self._torch.cuda.synchronize(self._device)
                 self._torch.cuda._sleep(int(self._hold_ms * self._cycles_per_ms))
                 elapsed_ms = self._enclose(all_calls)
-                if dispatch_ms <= self._hold_ms or self._hold_ms >= self._LONGEST_HOLD_MS:
+                if dispatch_ms <= self._hold_ms or dispatch_ms > self._LONGEST_HOLD_MS:
                     return elapsed_ms
-                self._hold_ms = min(1.5 * dispatch_ms, self._LONGEST_HOLD_MS)
+                self._hold_ms = 1.5 * dispatch_ms
 
 
 def clock_for(device: torch.device | str, kind: ClockKind) -> Clock:
@@ -176,6 +185,7 @@ def time_variants(
     cold_cache: bool = False,
     min_sample_ms: float = 0.0,
     max_seconds: float = math.inf,
+    share_seconds: bool = False,
     seed: int = 0,
     clock: Clock | None = None,
 ) -> dict[str, Timing]:
@@ -192,11 +202,15 @@ def time_variants(
             5 us kernel or a 100 ns function needs on a clock that is not finer.
         max_seconds: no further round starts after this many seconds of rounds; at least one is made. Whole rounds
             only, so that samples stay paired.
+        share_seconds: give every variant an equal share of `max_seconds` instead: one that is too slow for it
+            sits out rounds (it joins every second, fourth, eighth ... one, so that any two still meet) and is
+            warmed up less often. For variants that differ by orders of magnitude; not for calls that other ranks
+            wait for.
         seed: of the order of the variants within each round.
         clock: overrides `kind` (tests).
 
     Returns:
-        name -> Timing, in the order of `variants`, all with the same number of samples.
+        name -> Timing, in the order of `variants`, all with the same number of samples unless `share_seconds`.
 
     Raises:
         ValueError: no variants, or `repeats` < 1.
@@ -208,37 +222,67 @@ def time_variants(
         raise ValueError(f"repeats must be at least 1, not {repeats}")
     clock = clock or clock_for(device, kind)
     flush = [cache_flusher(device)] if cold_cache else []
+    share = max_seconds / len(variants) if share_seconds else math.inf
     before: dict[str, list[Work]] = {}
     calls: dict[str, int] = {}
+    every: dict[str, int] = {}  # the variant joins rounds 0, every, 2 * every ...
     for name, work in variants.items():
         preparations = [prepare[name]] if prepare and name in prepare else []
+        began = time.monotonic()
         for _ in range(warmup):
             for call in (*preparations, work):
                 call()
+            if time.monotonic() - began > share / 2:
+                break
         before[name] = preparations + flush
         calls[name] = 1 if before[name] else _calls_per_sample(clock, work, min_sample_ms)
+        every[name] = 1
+        if share < math.inf:
+            began = time.monotonic()
+            clock.sample_ms(work, calls[name], before=before[name])
+            every[name] = _stride(repeats, time.monotonic() - began, share, max_seconds)
 
     order = list(variants)
     shuffle = random.Random(seed).shuffle
     samples: dict[str, list[float]] = {name: [] for name in variants}
-    deadline = time.monotonic() + max_seconds
-    for _ in range(repeats):
+    rounds: dict[str, list[int]] = {name: [] for name in variants}
+    deadline = time.monotonic() + (math.inf if share_seconds else max_seconds)
+    for number in range(repeats):
         shuffle(order)
         for name in order:
+            if number % every[name]:
+                continue
             elapsed = clock.sample_ms(variants[name], calls[name], before=before[name])
             samples[name].append(elapsed / calls[name])
+            rounds[name].append(number)
         if time.monotonic() > deadline:
             break
     return {
         name: Timing(
             name=name,
             samples_ms=tuple(samples[name]),
+            rounds=tuple(rounds[name]),
             clock=clock.name,
             cache="cold" if cold_cache else "warm",
             calls_per_sample=calls[name],
         )
         for name in variants
     }
+
+
+def _stride(repeats: int, sample_seconds: float, share: float, most: float) -> int:
+    """The power of two n for which every n-th round of `repeats` fits into `share` seconds.
+
+    A verdict needs `FEWEST_PAIRS` rounds: a variant gets those beyond its share, as long as they fit into `most`.
+    """
+    stride = 1
+    while stride < repeats:
+        rounds = math.ceil(repeats / stride)
+        needed = math.ceil(repeats / (2 * stride)) < FEWEST_PAIRS
+        if rounds * sample_seconds <= (most if needed else share):
+            break
+        stride *= 2
+    return stride
 
 
 def _calls_per_sample(clock: Clock, work: Work, min_sample_ms: float) -> int:

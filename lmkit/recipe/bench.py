@@ -28,17 +28,24 @@ class BenchAttentionConfig(Table):
     """Names (Small 128 ... XXL 2048, 4k ... 128k), lengths, or rectangles queries:keys."""
     kernels: tuple[str, ...] = ()
     """Registry names, `sdpa:cudnn|flash|efficient`, `flash_triton:portable|hopper|deterministic`, each with an
-    optional `+compile`; empty: what is usual on the device."""
+    optional `+compile`; `flash_triton:tf32` multiplies fp32 inputs in tf32; empty: what is usual on the device."""
     grid_head_dims: tuple[PositiveInt, ...] = ()
     grid_lengths: tuple[PositiveInt, ...] = ()
+    """The head_dim x length sweep, forward only."""
+    grid_kernels: tuple[str, ...] = ()
+    """Of the sweep; empty: the baseline, ours and PyTorch's."""
     baseline: str = "vectorized"
     projection_layout: bool = False
     """q, k, v as strided views of one projection instead of contiguous tensors."""
+    data: Literal["normal", "logits x 8", "sink", "late sink", "ramp up", "ramp down"] = "normal"
+    """Kind of input: random normal, or what trained models make of it."""
     warmup: Count = 10
     iters: PositiveInt = 50
     cold_cache: bool = False
-    max_seconds: PositiveFloat = 20.0
-    """Of timing per case and direction; whole rounds only."""
+    max_seconds: PositiveFloat = 2.0
+    """Of timing per case and direction, shared by the kernels: slow ones sit out rounds."""
+    longest_call_seconds: PositiveFloat = 0.5
+    """A kernel that a shorter case shows to need longer than this for one call is skipped."""
 
 
 class BenchModelConfig(Table):

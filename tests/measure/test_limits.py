@@ -43,7 +43,7 @@ def test_measured_rates_are_possible_for_a_cpu():
 def test_the_rate_counts_two_flops_per_multiply_add(monkeypatch):
     from lmkit.measure import limits
 
-    fixed = Timing("fixed", (3.0, 1.0, 2.0), "fake", "warm", 1)  # the best counts: it is a limit
+    fixed = Timing("fixed", (3.0, 1.0, 2.0), (0, 1, 2), "fake", "warm", 1)  # the best counts: it is a limit
     monkeypatch.setattr(limits, "time_variants", lambda variants, **_: dict.fromkeys(variants, fixed))
     assert measure_matmul_peak("cpu", "fp32") == 2.0 * 1024**3 / 1e-3
     assert measure_copy_bandwidth("cpu") == 2.0 * 2**27 / 1e-3

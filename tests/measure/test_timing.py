@@ -113,6 +113,30 @@ def test_the_time_limit_ends_with_a_whole_round():
     assert [len(timing.samples_ms) for timing in timings.values()] == [1, 1, 1]
 
 
+def test_a_slow_variant_sits_out_rounds_and_still_meets_the_others(monkeypatch):
+    machine = FakeMachine()
+    monkeypatch.setattr(time, "monotonic", lambda: machine.seconds)  # shares are counted on the host's clock
+    durations = {"fast": 1.0, "slow": 200.0, "slower": 900.0}
+    timings = time_variants(
+        {name: machine.work(name, duration) for name, duration in durations.items()},
+        repeats=32,
+        warmup=10,
+        max_seconds=3.0,  # one second each; what a verdict needs may take three
+        share_seconds=True,
+        clock=machine.clock,
+    )
+    counts = {name: len(timing.samples_ms) for name, timing in timings.items()}
+    assert counts == {"fast": 32, "slow": 8, "slower": 2}  # every, every 4th (1.6 s), every 16th round
+    assert timings["slow"].rounds == (0, 4, 8, 12, 16, 20, 24, 28)
+    assert timings["slower"].rounds == (0, 16)
+    ratio = timings["fast"].versus(timings["slow"])
+    assert (ratio.pairs, ratio.verdict) == (8, "faster")
+    assert ratio.speedup == pytest.approx(200.0)
+    assert timings["slower"].versus(timings["slow"]).pairs == 2
+    # Warm-up ends after half a share: ten calls of the fast one, three of 200 ms, one of 900 ms.
+    assert [machine.calls.count(name) for name in durations] == [10 + 1 + 32, 3 + 1 + 8, 1 + 1 + 2]
+
+
 @pytest.mark.parametrize(("variants", "repeats"), [({}, 3), ({"a": int}, 0)])
 def test_refuses(variants, repeats):
     with pytest.raises(ValueError, match=r"variants|repeats"):

@@ -1,0 +1,35 @@
+"""Rows as they come: what a long bench has measured so far, should it be killed before it writes its files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lmkit.measure.tables import json_lines
+
+
+@dataclass(frozen=True)
+class Journal:
+    """JSON lines that grow; several processes may write to one.
+
+    Whoever stores the finished results removes the file. Its name ends in `.partial`, which git ignores.
+    """
+
+    path: Path
+
+    def start(self) -> None:
+        """Forget what an earlier, killed run left."""
+        self.path.unlink(missing_ok=True)
+
+    def add(self, rows: Sequence[dict[str, Any]]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json_lines(rows))  # one write: lines of several processes do not mix
+
+    def rows(self) -> list[dict[str, Any]]:
+        if not self.path.exists():
+            return []
+        return [json.loads(line) for line in self.path.read_text("utf-8").splitlines()]
