@@ -7,6 +7,7 @@ that was never disturbed, bit for bit, and nothing may lie around that does not 
 
 from __future__ import annotations
 
+import getpass
 import itertools
 import json
 import os
@@ -255,8 +256,15 @@ def soak(folder: Path, kills: int) -> dict[str, Any]:
             ".lock", "recipe.toml", "environment.json", "metrics.jsonl", "checkpoints", "loss.png",
         }  # fmt: skip
         assert len(list((run / "checkpoints").iterdir())) == 2
+    # The meeting places of killed launchers go when the next one starts; a finished run has nothing else to do then.
+    assert start(recipe, "battered", log).wait(PATIENCE_S) == 0
+    left = {path.name for path in (folder / "temporary").iterdir()}
+    assert left <= {f"torchinductor_{getpass.getuser()}"}, left  # torch's cache
     return {
         "kills": len(lives),
+        "kills_before_the_first_new_checkpoint": sum(
+            life["at_the_kill"] == life["newest_checkpoint_before"] for life in lives
+        ),
         "moments": Counter(life["moment"] for life in lives),
         "victims": Counter(life["killed"][0] if len(life["killed"]) == 1 else "all" for life in lives),
         "checkpoint_half_written": sum(life["half_written"] for life in lives),
@@ -265,7 +273,6 @@ def soak(folder: Path, kills: int) -> dict[str, Any]:
         "losses_compared": len(losses(calm)),
         "losses_equal": True,
         "files_equal": files,
-        "left_in_temporary_folder": sorted(path.name for path in (folder / "temporary").iterdir()),
         "wall_s": round(time.monotonic() - began),
         "lives": lives,
         "environment": describe_environment(),

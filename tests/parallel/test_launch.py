@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ from lmkit.errors import LmkitError, UsageError
 from lmkit.parallel.failures import RankLost, is_communication_error
 from lmkit.parallel.launch import RankFailed, spawn_ranks
 from lmkit.parallel.process_group import process_group
+from lmkit.storage import FolderLock
 
 # From the fault to the error: detection, roll call and grace periods; far below the 30 s that are allowed.
 PATIENCE_S = 30.0
@@ -40,7 +42,9 @@ def test_rank_0_returns_its_result(faults):
         ("hang", "bucketed", RankLost, "rank 0, step 2: rank 1 did not answer within 3 s"),
     ],
 )
-def test_fault_72_and_73_a_rank_that_fails_in_backward_ends_the_job(faults, capfd, fault, strategy, kind, message):
+def test_fault_72_and_73_a_rank_that_fails_in_backward_ends_the_job(
+    faults, capfd, fault, strategy, kind, message
+):
     start = time.monotonic()
     with pytest.raises(kind) as caught:
         spawn_ranks(2, faults.train_until_fault, (fault, strategy, 3.0))
@@ -54,6 +58,20 @@ def test_a_rank_that_dies_between_steps_ends_the_job_without_a_traceback(faults,
     with pytest.raises(RankFailed, match=r"^rank 1 was killed by SIGKILL$"):
         spawn_ranks(2, faults.lose_a_rank_before_the_first_step)
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_what_a_killed_launcher_left_goes_at_the_next_start(faults, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    abandoned, in_use, young = (tmp_path / f"lmkit-ranks-{name}" for name in ("abandoned", "in-use", "young"))
+    for folder in (abandoned, in_use, young, tmp_path / "others"):
+        folder.mkdir()
+        (folder / "rendezvous").write_text("x")
+        if folder != young:
+            os.utime(folder, (0, 0))
+    with FolderLock(in_use):
+        os.utime(in_use, (0, 0))
+        spawn_ranks(2, faults.return_rank_and_sum)
+    assert {path.name for path in tmp_path.iterdir()} == {in_use.name, young.name, "others"}
 
 
 def test_a_refusal_by_all_ranks_keeps_its_type_and_hint(faults):
