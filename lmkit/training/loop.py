@@ -13,7 +13,7 @@ from lmkit.data.batches import BatchSource
 from lmkit.errors import LmkitError
 from lmkit.measure.ranges import range_
 from lmkit.model.transformer import TransformerLM
-from lmkit.parallel.failures import StepWatch
+from lmkit.parallel.failures import StepWatch, losses_named
 from lmkit.parallel.process_group import Ranks
 from lmkit.recipe.checkpoint import CheckpointConfig
 from lmkit.recipe.train import TrainConfig
@@ -28,6 +28,10 @@ from lmkit.training.state import TrainingState, capture_rng
 from lmkit.training.step import Outcome, Step
 
 Ending = Literal["finished", "stopped early"]
+
+
+class Diverged(LmkitError):
+    """A loss or gradient is not finite on some rank; raised on all of them, at the same step."""
 
 
 @dataclass
@@ -105,6 +109,9 @@ class Loop:
                 stopped = self._run_steps(watch)
             self.parts.writer.wait()
             completed = True
+        except Diverged:
+            self.parts.writer.wait()  # a checkpoint from before is good, and all ranks are there to finish it
+            raise
         finally:
             if not completed:
                 self.parts.writer.abandon()
@@ -129,7 +136,8 @@ class Loop:
                 )
                 self._count(outcome)
                 self._fraction = self.parts.clock.fraction()
-            stopped = self._after_step(outcome, lr)
+            with losses_named(self.parts.ranks, f"after step {self.moment.step}"):
+                stopped = self._after_step(outcome, lr)
             if stopped:
                 return True
             batch = None if self._is_done() else upcoming
@@ -155,18 +163,30 @@ class Loop:
             return
         moment.skipped_in_a_row += 1
         train, loss = self.parts.train, outcome.loss.item()
-        what = f"step {moment.step}: loss {loss}, gradient norm {outcome.grad_norm.item()}"
+        what = f"step {moment.step}: {self._what_is_not_finite(outcome)}"
         if train.nonfinite == "stop":
-            raise LmkitError(
-                f"{what}: not finite on at least one rank; weights are untouched",
+            raise Diverged(
+                f"{what}: not finite; weights are untouched",
                 hint='lower optimizer.lr, or go on without such steps: --set train.nonfinite="skip"',
             )
         if moment.skipped_in_a_row > train.max_skips:
-            raise LmkitError(
+            raise Diverged(
                 f"{what}: not finite {moment.skipped_in_a_row} times in a row, train.max_skips is {train.max_skips}",
                 hint="lower optimizer.lr",
             )
         self.parts.sink.record({"kind": "skip", "step": moment.step, "loss": loss})
+
+    def _what_is_not_finite(self, outcome: Outcome) -> str:
+        """The losses that are not, by rank; else the norm of the gradient, in which one rank's spoils everyone's."""
+        own = f"loss {outcome.loss.item():.4f}, gradient norm {outcome.grad_norm.item()}"
+        if self.parts.ranks.world_size == 1:
+            return own
+        losses = [torch.empty_like(outcome.loss) for _ in range(self.parts.ranks.world_size)]
+        dist.all_gather(losses, outcome.loss)
+        bad = [
+            f"{loss.item()} on rank {rank}" for rank, loss in enumerate(losses) if not torch.isfinite(loss)
+        ]
+        return f"loss {', '.join(bad)}" if bad else own
 
     def _after_step(self, outcome: Outcome, lr: float) -> bool:
         """Log, evaluate and save as due; True if the run has to stop for a signal."""
@@ -239,7 +259,8 @@ class Loop:
         """
         if self.parts.held_out is None:
             return None
-        evaluation = self._evaluate("final", None)
+        with losses_named(self.parts.ranks, f"after step {self.moment.step}"):
+            evaluation = self._evaluate("final", None)
         if evaluation is None:
             leave(self._signals.received)
         return evaluation

@@ -9,10 +9,13 @@ from __future__ import annotations
 import math
 import os
 import random
+import re
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -27,6 +30,7 @@ from lmkit.errors import LmkitError
 from lmkit.parallel.strategies import STRATEGIES
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.schema import Recipe
+from lmkit.training import checkpoint_writer, loop
 from lmkit.training.checkpoint_folder import newest_valid, step_name
 from lmkit.training.checkpoints import Checkpoint, open_checkpoint
 from lmkit.training.step import Step
@@ -57,8 +61,10 @@ def live(settings: list[str], environment: dict[str, str], options: dict[str, An
     """A rank's process: everything that `lmkit train` does, from the recipe on."""
     os.environ.update(environment)
     torch.set_num_threads(1)
+    rank = int(environment.get("RANK", "0"))
     if fault:
-        FAULTS[fault](int(environment.get("RANK", "0")))
+        _tell_whether_a_refused_update_changed_weights(rank)
+        FAULTS[fault](rank)
     train.draw_losses = lambda *arguments, **keywords: None  # type: ignore[assignment]
     sys.stderr = open(options.pop("log"), "a")  # noqa: SIM115
     try:
@@ -70,7 +76,24 @@ def live(settings: list[str], environment: dict[str, str], options: dict[str, An
         os._exit(130)
 
 
+REFUSED = threading.Event()
+"""Set in a rank's process once an update was refused there."""
+
+
+def _save_no_sooner_than_an_update_is_refused(rank: int) -> None:
+    """The shard of the checkpoint before is still on its way when the run stops."""
+    original = checkpoint_writer.write_tensors
+
+    def write_tensors(path: Path, tensors: Any) -> Any:
+        assert REFUSED.wait(PATIENCE_S)
+        return original(path, tensors)
+
+    if rank == 1:
+        checkpoint_writer.write_tensors = write_tensors  # type: ignore[assignment]
+
+
 def _nan_loss_on_rank_1(rank: int) -> None:
+    _save_no_sooner_than_an_update_is_refused(rank)
     original, calls = Step.accumulate, iter(range(1, 1000))
 
     def accumulate(self: Step, *batch: torch.Tensor) -> torch.Tensor:
@@ -81,6 +104,7 @@ def _nan_loss_on_rank_1(rank: int) -> None:
 
 
 def _infinite_gradient_on_rank_1(rank: int) -> None:
+    _save_no_sooner_than_an_update_is_refused(rank)
     original, calls = Step.accumulate, iter(range(1, 1000))
 
     def accumulate(self: Step, *batch: torch.Tensor) -> torch.Tensor:
@@ -103,6 +127,75 @@ def _signal_itself_on_rank_1(rank: int) -> None:
     Step.accumulate = accumulate  # type: ignore[method-assign]
 
 
+def _tell_whether_a_refused_update_changed_weights(rank: int) -> None:
+    original = Step.update
+
+    def update(self: Step, loss: torch.Tensor, **options: Any) -> Any:
+        weights = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        before = [weight.detach().clone() for weight in weights]
+        outcome = original(self, loss, **options)
+        if outcome.nonfinite:
+            same = all(torch.equal(old, new) for old, new in zip(before, weights, strict=True))
+            print(f"rank {rank}: weights {'untouched' if same else 'CHANGED'}", file=sys.stderr, flush=True)
+            REFUSED.set()
+        return outcome
+
+    Step.update = update  # type: ignore[method-assign]
+
+
+def _in_backward_of_step_3(rank: int, happen: Callable[[], None]) -> None:
+    original, calls = Step.accumulate, iter(range(1, 1000))
+
+    def accumulate(self: Step, *batch: torch.Tensor) -> torch.Tensor:
+        if next(calls) == 3 and rank == 1:
+            weight = self._model.ln_final.weight  # type: ignore[attr-defined]
+            weight.register_hook(lambda gradient: happen())
+        return original(self, *batch)
+
+    Step.accumulate = accumulate  # type: ignore[method-assign]
+
+
+def _in_the_evaluation_after_step_4(rank: int, happen: Callable[[], None]) -> None:
+    original = loop.evaluate
+
+    def evaluate(*arguments: Any, **options: Any) -> Any:
+        if rank == 1:
+            happen()
+        return original(*arguments, **options)
+
+    loop.evaluate = evaluate  # type: ignore[assignment]
+
+
+def _in_the_save_of_step_3(rank: int, happen: Callable[[], None]) -> None:
+    original = checkpoint_writer.write_tensors
+
+    def write_tensors(path: Path, tensors: Any) -> Any:
+        if rank == 1:
+            happen()
+        return original(path, tensors)
+
+    checkpoint_writer.write_tensors = write_tensors  # type: ignore[assignment]
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _hang() -> None:
+    threading.Event().wait()
+
+
+def _raise() -> None:
+    raise ZeroDivisionError("in the middle of backward")
+
+
+PLACES: dict[str, Callable[[int, Callable[[], None]], None]] = {
+    "in backward": _in_backward_of_step_3,
+    "in evaluation": _in_the_evaluation_after_step_4,
+    "in a save": _in_the_save_of_step_3,
+}
+
+
 def _never_finish_step_3(rank: int) -> None:
     original, calls = Step.accumulate, iter(range(1, 1000))
 
@@ -121,6 +214,11 @@ FAULTS: dict[str, Callable[[int], None]] = {
     "infinite gradient on rank 1": _infinite_gradient_on_rank_1,
     "SIGTERM to rank 1": _signal_itself_on_rank_1,
     "hang in step 3": _never_finish_step_3,
+    **{
+        f"rank 1 {what} {where}": partial(place, happen=happen)
+        for what, happen in (("dies", _die), ("hangs", _hang), ("raises", _raise))
+        for where, place in PLACES.items()
+    },
 }
 
 
@@ -134,7 +232,13 @@ class Fleet:
         self.running: list[BaseProcess] = []
 
     def start(
-        self, settings: list[str], *, ranks: int = 1, fault: str = "", **options: Any
+        self,
+        settings: list[str],
+        *,
+        ranks: int = 1,
+        fault: str = "",
+        of_rank_1: Sequence[str] = (),
+        **options: Any,
     ) -> list[BaseProcess]:
         self._started += 1
         self.log = self._folder / f"{self._started}.log"
@@ -151,7 +255,13 @@ class Fleet:
                 }
             )
             process = self._context.Process(  # type: ignore[attr-defined]
-                target=live, args=(settings, environment, {**options, "log": str(self.log)}, fault)
+                target=live,
+                args=(
+                    [*settings, *(of_rank_1 if rank == 1 else ())],
+                    environment,
+                    {**options, "log": str(self.log)},
+                    fault,
+                ),
             )
             process.start()
             started.append(process)
@@ -311,9 +421,14 @@ def test_fault_56_another_number_of_ranks_goes_on_with_the_same_run_and_says_so(
 def test_fault_66_and_67_all_ranks_stop_before_the_update_that_one_cannot_make(
     fault: str, fleet: Fleet, tiny: Tiny, settings: Callable[..., list[str]]
 ) -> None:
-    recipe = tiny("checkpoint.interval=3")
-    assert fleet.train(settings("checkpoint.interval=3"), ranks=2, fault=fault) == [1, 1]
+    sharded = ("checkpoint.interval=3", "parallel.strategy=zero1")  # so that both ranks have to write
+    recipe = tiny(*sharded)
+    assert fleet.train(settings(*sharded), ranks=2, fault=fault) == [1, 1], fleet.said()
+    culprit = "step 4: loss nan on rank 1: not finite" if "nan" in fault else "gradient norm inf: not finite"
+    assert fleet.said().count(culprit) == 2, fleet.said()
     assert fleet.said().count("step 4: loss") == 2
+    for rank in (0, 1):
+        assert f"rank {rank}: weights untouched" in fleet.said()
     assert saved(recipe) == [3]
     tensors = newest(recipe).model_tensors()
     assert all(torch.isfinite(tensor).all() for tensor in tensors.values())
@@ -328,3 +443,84 @@ def test_fault_70_a_signal_to_one_rank_makes_all_save_the_same_step(
     assert saved(recipe) == [4]
     assert (newest(recipe).path.name, newest(recipe).state.world_size) == (step_name(4), 2)
     assert fleet.train(settings(sharded), ranks=2) == [0, 0]
+
+
+# What the survivor says: its own rank, the step, and who is missing. gloo notices a death at once, a hang at the
+# timeout; a part of a checkpoint that does not come is noticed by whoever waits for it.
+LOST = {
+    "in backward": r"rank 0, step 3: rank 1 {what}",
+    "in evaluation": r"rank 0, after step 4: rank 1 {what}",
+    "in a save": r"rank 0, (after )?step \d: rank 1 {what}|step-00000003: rank 1 did not deliver its part",
+}
+
+
+@pytest.mark.parametrize("where", LOST)
+def test_fault_72_a_rank_that_dies_ends_the_other_which_names_it_and_the_step(
+    where: str, fleet: Fleet, tiny: Tiny, settings: Callable[..., list[str]]
+) -> None:
+    sharded = ("parallel.strategy=zero1", "checkpoint.interval=3")
+    began = time.monotonic()
+    fault = f"rank 1 dies {where}"
+    assert fleet.train(settings(*sharded), ranks=2, fault=fault) == [1, -signal.SIGKILL], fleet.said()
+    assert time.monotonic() - began < 30
+    assert re.search(LOST[where].format(what="broke the connection"), fleet.said()), fleet.said()
+    assert "Traceback" not in fleet.said()
+    assert fleet.train(settings(*sharded), ranks=2) == [0, 0], fleet.said()
+    assert newest(tiny(*sharded)).state.step == 10
+
+
+@pytest.mark.parametrize("where", LOST)
+def test_fault_73_a_rank_that_hangs_is_named_with_the_step_at_the_timeout(
+    where: str, fleet: Fleet, tiny: Tiny, settings: Callable[..., list[str]]
+) -> None:
+    options = ("parallel.strategy=zero1", "checkpoint.interval=3", "parallel.timeout_s=8")
+    waiting, hanging = fleet.start(settings(*options), ranks=2, fault=f"rank 1 hangs {where}")
+    began = time.monotonic()
+    assert ends([waiting]) == [1], fleet.said()
+    # A slow start, eight seconds, and the roll call of two; never the 600 s that are the default.
+    assert time.monotonic() - began < 60
+    assert re.search(LOST[where].format(what="did not answer within 8 s"), fleet.said()), fleet.said()
+    assert "Traceback" not in fleet.said()
+    assert hanging.is_alive() or where == "in a save"  # the loop of rank 1 went on, and lost rank 0
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ("model.d_ff=48", "model differs"),
+        ("model.num_layers=2", "model differs"),
+        ("optimizer.lr=0.5", "recipe or data differs"),
+        ("run.seed=9", "recipe or data differs"),
+    ],
+)
+def test_fault_74_another_model_or_recipe_on_one_rank_is_an_error_at_the_start(
+    change: str, what: str, fleet: Fleet, tiny: Tiny, settings: Callable[..., list[str]]
+) -> None:
+    assert fleet.train(settings(), ranks=2, of_rank_1=[change]) == [1, 1], fleet.said()
+    assert fleet.said().count(f"rank 1: {what} from rank 0's") == 2, fleet.said()
+    assert losses(tiny()) == []
+    assert saved(tiny()) == []
+
+
+def test_fault_75_evaluation_batches_that_do_not_divide_by_the_ranks(
+    fleet: Fleet, tiny: Tiny, settings: Callable[..., list[str]]
+) -> None:
+    """Three batches on two ranks, and at the end all 23, of which the last is shorter."""
+    uneven = ("train.eval_batches=3", "train.steps=4")
+    assert fleet.train(settings(*uneven, "run.name=one")) == [0], fleet.said()
+    assert fleet.train(settings(*uneven, "run.name=two"), ranks=2) == [0, 0], fleet.said()
+    for kind in ("valid", "final"):
+        ((_, single),) = losses(tiny("run.name=one"), kind)
+        ((_, double),) = losses(tiny("run.name=two"), kind)
+        assert double == pytest.approx(single, rel=2e-6)  # as above: sums in another order
+
+
+def test_an_exception_on_one_rank_inside_backward_is_no_hang_and_the_next_run_is_clean(
+    fleet: Fleet, tiny: Tiny, settings: Callable[..., list[str]]
+) -> None:
+    assert fleet.train(settings(), ranks=2, fault="rank 1 raises in backward") == [1, 1], fleet.said()
+    assert "rank 0, step 3: rank 1 broke the connection" in fleet.said()
+    assert "ZeroDivisionError: in the middle of backward" in fleet.said()
+    assert fleet.train(settings(), ranks=2) == [0, 0], fleet.said()
+    assert fleet.train(settings("run.name=fresh"), ranks=2) == [0, 0], fleet.said()
+    assert losses(tiny()) == losses(tiny("run.name=fresh"))
