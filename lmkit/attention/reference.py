@@ -5,6 +5,7 @@ import math
 from torch import Tensor
 
 from lmkit.attention.inputs import causal_mask, prepare_inputs
+from lmkit.measure.ranges import range_
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None) -> Tensor:
@@ -17,8 +18,12 @@ def reference(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | N
     k = k.repeat_interleave(group, dim=1)  # (batch, heads, num_keys, head_dim)
     v = v.repeat_interleave(group, dim=1)  # (batch, heads, num_keys, head_dim)
 
-    scores = q @ k.transpose(-2, -1) * scale  # (batch, heads, num_queries, num_keys)
-    if causal:
-        visible = causal_mask(q.shape[2], k.shape[2], q.device)
-        scores = scores.masked_fill(~visible, -math.inf)
-    return scores.softmax(dim=-1).to(v.dtype) @ v  # (batch, heads, num_queries, head_dim)
+    with range_("attention.scores"):
+        scores = q @ k.transpose(-2, -1) * scale  # (batch, heads, num_queries, num_keys)
+        if causal:
+            visible = causal_mask(q.shape[2], k.shape[2], q.device)
+            scores = scores.masked_fill(~visible, -math.inf)
+    with range_("attention.softmax"):
+        weights = scores.softmax(dim=-1).to(v.dtype)  # (batch, heads, num_queries, num_keys)
+    with range_("attention.values"):
+        return weights @ v  # (batch, heads, num_queries, head_dim)

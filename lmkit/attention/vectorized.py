@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lmkit.attention.inputs import causal_mask, prepare_inputs
+from lmkit.measure.ranges import range_
 
 
 def vectorized(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None) -> Tensor:
@@ -22,13 +23,15 @@ def vectorized(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | 
     rows = q.reshape(
         batch, kv_heads, group * num_queries, head_dim
     )  # (batch, kv_heads, group * num_queries, head_dim)
-    scores = (
-        torch.matmul(rows, k.transpose(-2, -1)) * scale
-    )  # (batch, kv_heads, group * num_queries, num_keys)
-    if causal:
-        visible = causal_mask(num_queries, num_keys, q.device)
-        scores = scores.unflatten(2, (group, num_queries)).masked_fill(~visible, -math.inf).flatten(2, 3)
-    out = torch.matmul(
-        scores.softmax(dim=-1).to(v.dtype), v
-    )  # (batch, kv_heads, group * num_queries, head_dim)
+    with range_("attention.scores"):
+        scores = (
+            torch.matmul(rows, k.transpose(-2, -1)) * scale
+        )  # (batch, kv_heads, group * num_queries, num_keys)
+        if causal:
+            visible = causal_mask(num_queries, num_keys, q.device)
+            scores = scores.unflatten(2, (group, num_queries)).masked_fill(~visible, -math.inf).flatten(2, 3)
+    with range_("attention.softmax"):
+        weights = scores.softmax(dim=-1).to(v.dtype)
+    with range_("attention.values"):
+        out = torch.matmul(weights, v)  # (batch, kv_heads, group * num_queries, head_dim)
     return out.reshape(batch, heads, num_queries, head_dim)

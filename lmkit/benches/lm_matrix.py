@@ -2,14 +2,19 @@
 
 All strategies of a kernel are alive at once and take turns, one epoch each per round, so that their epochs pair.
 Every training starts from the same weights and sees the same batches: their loss curves are comparable too.
+
+A training that does not fit in memory becomes a row. On several ranks the others of its kind may wait inside a
+collective for the rank that ran out, so all ranks are ended and started again without that cell; rows of finished
+kernels are kept in the journal.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -19,6 +24,7 @@ import numpy as np
 import torch
 
 from lmkit.attention import ATTENTION
+from lmkit.benches.journal import Journal
 from lmkit.benches.lm_matrix_report import COLUMNS, report_files
 from lmkit.benches.training_step import TrainingStep
 from lmkit.data.batches import TokenBatches
@@ -26,11 +32,12 @@ from lmkit.data.synth import generate_stories
 from lmkit.data.token_files import open_tokens
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.environment import describe_environment
-from lmkit.measure.limits import measure_limits, model_flops_utilization
+from lmkit.measure.limits import Limits, measure_limits, model_flops_utilization
 from lmkit.measure.memory import GB, track_peak
 from lmkit.measure.results import BenchResult
 from lmkit.measure.statistics import paired_ratio, spread
 from lmkit.model.accounting import count_parameters, flops_per_token
+from lmkit.parallel.failures import StepWatch
 from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.process_group import Ranks, process_group
 from lmkit.parallel.strategies import STRATEGIES, SyncOptions
@@ -80,20 +87,36 @@ class LmMatrixOptions:
     seed: int = 0
 
 
-def run_bench(options: LmMatrixOptions, *, progress: Progress | None = None) -> BenchResult | None:
+Outcome = tuple[list[dict[str, Any]], dict[str, Any]]  # rows, limits
+
+
+class CellOutOfMemory(LmkitError):
+    """A rank ran out of memory in one cell of the matrix; the cell's row is in the journal."""
+
+
+def run_bench(
+    options: LmMatrixOptions, *, progress: Progress | None = None, journal: Journal | None = None
+) -> BenchResult | None:
     """Train the matrix; rows, the `lm_matrix_*` files and what they were measured on.
 
     With `nproc` > 1 it starts its own ranks; under torchrun it is one of them, and only rank 0 gets a result.
 
+    Args:
+        journal: where the rows of finished kernels go as they come.
+
     Raises:
         UsageError: an unknown kernel or strategy, a batch that the ranks do not divide, a vocabulary too small.
-        LmkitError: a training failed on several ranks (memory included: the others would wait for ever).
+        CellOutOfMemory: under torchrun, which starts no ranks again: leave that cell out, or use `nproc`.
+        LmkitError: a training failed on several ranks in another way.
     """
     _check(options)
     if options.nproc > 1 and "WORLD_SIZE" not in os.environ:
-        outcome = spawn_ranks(options.nproc, _run_rank, (options, None))
+        with tempfile.TemporaryDirectory(prefix="lmkit-matrix-") as folder:
+            outcome: Outcome | None = _run_own_ranks(
+                options, journal or Journal(Path(folder) / "rows.partial")
+            )
     else:
-        outcome = _run_rank(options, progress)
+        outcome = _run_rank(options, progress, journal)
     if outcome is None:
         return None
     rows, limits = outcome
@@ -127,30 +150,53 @@ def _check(options: LmMatrixOptions) -> None:
         )
 
 
-def _run_rank(
-    options: LmMatrixOptions, progress: Progress | None
-) -> tuple[list[dict[str, Any]], dict[str, Any]] | None:
-    """(rows, limits) on rank 0, None elsewhere."""
+def _run_own_ranks(options: LmMatrixOptions, journal: Journal) -> Outcome:
+    """Start ranks until no further cell runs out of memory: at most once per cell."""
+    while True:
+        known = len(journal.rows())
+        try:
+            return spawn_ranks(options.nproc, _run_rank, (options, None, journal))
+        except CellOutOfMemory:
+            if len(journal.rows()) == known:  # nothing learnt: it would only happen again
+                raise
+
+
+def _run_rank(options: LmMatrixOptions, progress: Progress | None, journal: Journal | None) -> Outcome | None:
+    """(rows, limits) on rank 0, None elsewhere. What the journal holds already is not trained again."""
     with process_group(options.device) as ranks:
         tokens = _load_tokens(options)
         # Rank 0 measures while the others wait for it at the first collective.
         limits = measure_limits(ranks.device, [options.precision]) if ranks.is_first else None
-        rows: list[dict[str, Any]] = []
+        known = {(row["kernel"], row["strategy"]): row for row in (journal.rows() if journal else ())}
         for done, kernel in enumerate(options.kernels):
             if progress is not None and ranks.is_first:
                 progress(f"kernel {kernel}", done, len(options.kernels))
-            rows += _train_kernel(kernel, options, tokens, ranks)
+            missing = [strategy for strategy in options.strategies if (kernel, strategy) not in known]
+            rows = _train_kernel(kernel, missing, options, tokens, ranks, journal) if missing else []
+            torch.compiler.reset()
             _release_memory(ranks)
+            if limits is not None:
+                for row in rows:
+                    row |= _utilization(row, options, ranks, limits)
+                if journal is not None:
+                    journal.add(rows)
+            known |= {(kernel, row["strategy"]): row for row in rows}
         if progress is not None and ranks.is_first:
             progress("kernels", len(options.kernels), len(options.kernels))
         if limits is None:
             return None
-        for row in rows:
-            if row["status"] == "ok":
-                rate = row["tokens_per_s"] / ranks.world_size * row.pop("flops_per_token")
-                mfu = model_flops_utilization(rate, ranks.device, options.precision, limits)
-                row |= {"mfu": mfu.share, "mfu_basis": mfu.basis}
-        return rows, limits.as_dict()
+        ordered = [known[kernel, name] for kernel in options.kernels for name in options.strategies]
+        return ordered, limits.as_dict()
+
+
+def _utilization(
+    row: dict[str, Any], options: LmMatrixOptions, ranks: Ranks, limits: Limits
+) -> dict[str, Any]:
+    if row["status"] != "ok":
+        return {}
+    rate = row["tokens_per_s"] / ranks.world_size * row.pop("flops_per_token")
+    mfu = model_flops_utilization(rate, ranks.device, options.precision, limits)
+    return {"mfu": mfu.share, "mfu_basis": mfu.basis}
 
 
 def _load_tokens(options: LmMatrixOptions) -> np.ndarray:
@@ -237,9 +283,18 @@ class _Training:
 
 
 def _train_kernel(
-    kernel: str, options: LmMatrixOptions, tokens: np.ndarray, ranks: Ranks
+    kernel: str,
+    strategies: Sequence[str],
+    options: LmMatrixOptions,
+    tokens: np.ndarray,
+    ranks: Ranks,
+    journal: Journal | None,
 ) -> list[dict[str, Any]]:
-    """One row per strategy. Their epochs are interleaved, in an order that turns from round to round."""
+    """One row per strategy. Their epochs are interleaved, in an order that turns from round to round.
+
+    Raises:
+        CellOutOfMemory: on several ranks (its row is in the journal then).
+    """
     config = _config(kernel, options)
     rows = {
         strategy: {
@@ -252,27 +307,44 @@ def _train_kernel(
             "status": "ok",
             "detail": "",
         }
-        for strategy in options.strategies
+        for strategy in strategies
     }
     trainings: dict[str, _Training] = {}
-    for strategy in options.strategies:
-        try:
-            trainings[strategy] = _Training(strategy, options, config, tokens, ranks)
-        except torch.OutOfMemoryError as error:
-            if ranks.world_size > 1:
-                raise LmkitError(
-                    f"{kernel} x {strategy}: out of memory on rank {ranks.rank}",
-                    hint="lower batch_size, or leave this kernel out",
-                ) from error
-            rows[strategy] |= {"status": "out of memory", "detail": str(error).split(". ")[0]}
-            _release_memory(ranks)
-        except UsageError as error:
-            rows[strategy] |= {"status": "unsupported", "detail": error.message}
-    order = list(trainings)
-    for epoch in range(options.warmup_epochs + options.timed_epochs):
-        for strategy in order:
-            trainings[strategy].run_epoch(timed=epoch >= options.warmup_epochs)
-        order = order[1:] + order[:1]  # the same on every rank
+
+    def give_up(strategy: str, error: torch.OutOfMemoryError) -> None:
+        trainings.pop(strategy, None)
+        beside = f", beside {len(trainings)} other trainings" if trainings else ""
+        rows[strategy] |= {"status": "out of memory", "detail": str(error).split(". ")[0] + beside}
+        if ranks.world_size > 1:
+            if journal is not None:
+                journal.add([rows[strategy]])
+            raise CellOutOfMemory(
+                f"{kernel} x {strategy}: out of memory on rank {ranks.rank}",
+                hint="lower batch_size, leave it out, or let --nproc start the ranks",
+            ) from error
+
+    with StepWatch(ranks) as watch:  # a rank whose neighbour gave up says that it lost it
+        for strategy in strategies:
+            try:
+                with watch.step(0):
+                    trainings[strategy] = _Training(strategy, options, config, tokens, ranks)
+            except torch.OutOfMemoryError as error:
+                give_up(strategy, error)
+            except UsageError as error:
+                rows[strategy] |= {"status": "unsupported", "detail": error.message}
+            if strategy not in trainings:
+                _release_memory(ranks)
+        order = list(trainings)
+        for epoch in range(options.warmup_epochs + options.timed_epochs):
+            for strategy in order:
+                try:
+                    with watch.step(epoch + 1):
+                        trainings[strategy].run_epoch(timed=epoch >= options.warmup_epochs)
+                except torch.OutOfMemoryError as error:
+                    give_up(strategy, error)
+                if strategy not in trainings:
+                    _release_memory(ranks)
+            order = [name for name in (*order[1:], *order[:1]) if name in trainings]  # the same on every rank
     for strategy, training in trainings.items():
         rows[strategy] |= _measured_fields(training, trainings.get(options.strategies[0]), config, options)
     return list(rows.values())
@@ -329,7 +401,6 @@ def _synchronize(ranks: Ranks) -> None:
 
 
 def _release_memory(ranks: Ranks) -> None:
-    torch.compiler.reset()
     gc.collect()
     if ranks.device.type == "cuda":
         torch.cuda.empty_cache()

@@ -7,12 +7,13 @@ on the wall clock: what a user waits for, dispatch included. What does not fit b
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
+from lmkit.benches.journal import Journal
 from lmkit.benches.model_report import COLUMNS, report_files
 from lmkit.benches.training_step import TrainingStep
 from lmkit.data.batches import RandomTokens
@@ -34,6 +35,8 @@ from lmkit.parallel.process_group import Ranks
 from lmkit.recipe.model import ModelConfig
 
 Progress = Callable[[str, int, int], None]
+Variant = tuple[str, str]  # mode, precision
+STUDY_STEPS = 10
 MODES = ("forward", "fwd+bwd", "step")
 PRECISIONS = ("fp32", "bf16", "fp16")
 COMPILE = ("none", "block", "whole")
@@ -72,8 +75,13 @@ class ModelOptions:
     seed: int = 0
 
 
-def run_bench(options: ModelOptions, *, progress: Progress | None = None) -> BenchResult:
+def run_bench(
+    options: ModelOptions, *, progress: Progress | None = None, journal: Journal | None = None
+) -> BenchResult:
     """Measure everything; rows, the `model_*` files and what they were measured on.
+
+    Args:
+        journal: where rows go as they come.
 
     Raises:
         UsageError: an unknown size, precision, mode or compile mode.
@@ -91,10 +99,15 @@ def run_bench(options: ModelOptions, *, progress: Progress | None = None) -> Ben
         config = _config(options.sizes[0], options.lengths[0], how, options)
         for warmup in options.warmup_study:
             rows.append(_study_warmup(config, options.sizes[0], warmup, options))
+    if journal is not None:
+        journal.add(rows)
     for done, (size, length, how) in enumerate(models):
         if progress is not None:
             progress(f"{size} at {length}, compile {how}", done, len(models))
-        rows += _measure_model(_config(size, length, how, options), size, options, limits, before)
+        found = _measure_model(_config(size, length, how, options), size, options, limits, before)
+        rows += found
+        if journal is not None:
+            journal.add(found)
     if progress is not None:
         progress("models", len(models), len(models))
     bases = dict.fromkeys(row["mfu_basis"] for row in rows if "mfu_basis" in row)
@@ -175,7 +188,7 @@ def _measure_model(
         }
         for variant in variants
     }
-    calls: dict[str, Work] = {}
+    calls: dict[Variant, Work] = {}
     step: TrainingStep | None = None
     failure = _does_not_fit(config, options)
     for variant in variants:
@@ -197,25 +210,41 @@ def _measure_model(
             _release_memory(options.device)
         else:
             rows[variant]["peak_gb"] = (peak.peak_bytes - before) / GB
-            calls[" ".join(variant)] = call
-    if calls:
-        timings = time_variants(
-            calls,
-            device=options.device,
-            kind="wall",
-            repeats=options.iters,
-            warmup=options.warmup,
-            max_seconds=options.max_seconds,
-            seed=options.seed,
-        )
-        for variant in variants:
-            if " ".join(variant) in timings:
-                samples = timings[" ".join(variant)].samples_ms
-                rows[variant] |= _time_fields(samples, config, variant, options, limits)
+            calls[variant] = call
+    for variant, samples_ms in _time_in_turns(calls, rows, options).items():
+        rows[variant] |= _time_fields(samples_ms, config, variant, options, limits)
     calls.clear()
     step = None
     _release_memory(options.device)
     return list(rows.values())
+
+
+def _time_in_turns(
+    calls: dict[Variant, Work], rows: Mapping[Variant, dict[str, Any]], options: ModelOptions
+) -> dict[Variant, tuple[float, ...]]:
+    """Samples in ms. What fits alone may not fit in turns: then the largest variant, the last one, gives way."""
+    while calls:
+        try:
+            timings = time_variants(
+                {" ".join(variant): call for variant, call in calls.items()},
+                device=options.device,
+                kind="wall",
+                repeats=options.iters,
+                warmup=options.warmup,
+                max_seconds=options.max_seconds,
+                seed=options.seed,
+            )
+        except torch.OutOfMemoryError as error:
+            last = list(calls)[-1]
+            rows[last] |= {
+                "status": "out of memory",
+                "detail": f"in turns with {len(calls) - 1} other modes: {str(error).split('. ')[0]}",
+            }
+            del calls[last]
+        else:
+            return {variant: timings[" ".join(variant)].samples_ms for variant in calls}
+        _release_memory(options.device)
+    return {}
 
 
 def _call(step: TrainingStep, mode: str, precision: str) -> Work:
@@ -275,7 +304,7 @@ def _study_warmup(config: ModelConfig, size: str, warmup: int, options: ModelOpt
         step = _build(config, options)
         for _ in range(warmup):
             step.run()
-        samples = [clock.sample_ms(step.run, 1, before=()) for _ in range(options.iters)]
+        samples = [clock.sample_ms(step.run, 1, before=()) for _ in range(STUDY_STEPS)]
     except torch.OutOfMemoryError as error:
         return row | {"status": "out of memory", "detail": str(error).split(". ")[0]}
     finally:

@@ -131,8 +131,8 @@ def _report(
         lines += [
             "## Warm-up",
             "",
-            f"{options['iters']} whole steps of a fresh model after so many unmeasured ones; the first line is the "
-            "first thing that this process ran.",
+            "Whole steps of a fresh model after so many unmeasured ones; the first line is the first thing that this "
+            "process ran.",
             "",
             markdown_table(study, WARMUP_COLUMNS),
         ]

@@ -34,12 +34,12 @@ def compare(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Compare two results of one bench, row by row; exit code 1 if anything became slower or fails."""
+    """Compare two results of one bench, row by row; exit code 1 unless something was compared and nothing is worse."""
     from lmkit.commands import compare as command
 
     result = command.run(before, after, threshold=threshold)
     show(result, as_json=as_json)
-    if result.worse:
+    if not result.is_fine:
         raise typer.Exit(1)
 
 

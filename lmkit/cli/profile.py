@@ -15,6 +15,10 @@ app = typer.Typer(
 
 OutputOption = Annotated[Path, typer.Option(help="Folder for the recording and its summary.")]
 StepsOption = Annotated[int, typer.Option(min=1, max=1000, help="Training steps to record.")]
+ModeOption = Annotated[
+    Literal["forward", "fwd+bwd", "step"],
+    typer.Option(help="Of a recipe: whole steps, or forward (and backward) passes alone."),
+]
 RECORDINGS = (".sqlite", ".nsys-rep", ".json", ".json.gz")
 
 
@@ -34,19 +38,20 @@ def nsys(
         Literal["auto", "nsys", "kineto"],
         typer.Option(help="auto: a recipe is profiled with kineto where nsys is missing."),
     ] = "auto",
+    mode: ModeOption = "step",
     steps: StepsOption = 5,
     output: OutputOption = Path("artifacts/profiles/nsys"),
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Profile a recipe's training steps or any command with Nsight Systems, or summarise a recording."""
-    if len(target) == 1 and not target[0].endswith(RECORDINGS):
+    if len(target) == 1 and not _is_recording(target[0]):
         from lmkit.recipe.load import load_recipe
 
         recipe = load_recipe(target[0], set_ or ())
         from lmkit.commands import profile as commands
 
-        show(commands.steps(recipe, output, engine=engine, number=steps), as_json=as_json)
+        show(commands.steps(recipe, output, engine=engine, mode=mode, number=steps), as_json=as_json)
         return
     from lmkit.commands import profile as commands
 
@@ -60,13 +65,14 @@ def nsys(
 def kineto(
     target: Annotated[str, typer.Argument(help="A recipe, or a .json[.gz] trace of torch.profiler.")],
     set_: SetOption = None,
+    mode: ModeOption = "step",
     steps: StepsOption = 5,
     output: OutputOption = Path("artifacts/profiles/kineto"),
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Profile a recipe's training steps with torch.profiler, on a CPU too, or summarise a recording."""
-    if target.endswith(RECORDINGS):
+    if _is_recording(target):
         from lmkit.commands import profile as commands
 
         show(commands.recording(Path(target), output), as_json=as_json)
@@ -76,13 +82,14 @@ def kineto(
     recipe = load_recipe(target, set_ or ())
     from lmkit.commands import profile as commands
 
-    show(commands.steps(recipe, output, engine="kineto", number=steps), as_json=as_json)
+    show(commands.steps(recipe, output, engine="kineto", mode=mode, number=steps), as_json=as_json)
 
 
 @app.command(epilog="Example: lmkit profile memory quickstart")
 def memory(
     recipe: RecipeArgument,
     set_: SetOption = None,
+    mode: ModeOption = "step",
     steps: StepsOption = 2,
     output: OutputOption = Path("artifacts/profiles/memory"),
     as_json: JsonOption = False,
@@ -94,4 +101,23 @@ def memory(
     loaded = load_recipe(recipe, set_ or ())
     from lmkit.commands import profile as commands
 
-    show(commands.memory(loaded, output, number=steps), as_json=as_json)
+    show(commands.memory(loaded, output, mode=mode, number=steps), as_json=as_json)
+
+
+def _is_recording(target: str) -> bool:
+    """Whether it names a recording by its ending; else it is taken for a recipe.
+
+    Raises:
+        UsageError: it is a file of another kind.
+    """
+    if target.endswith(RECORDINGS):
+        return True
+    if Path(target).is_file() and not target.endswith(".toml"):
+        from lmkit.errors import UsageError
+
+        raise UsageError(
+            f"{target}: neither a recipe (.toml) nor a recording ({', '.join(RECORDINGS)})",
+            hint="torch.profiler writes .json[.gz], Nsight Systems .nsys-rep and .sqlite; "
+            "a command is profiled with: lmkit profile nsys -- sh -c COMMAND",
+        )
+    return False

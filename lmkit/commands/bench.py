@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lmkit.benches.journal import Journal
 from lmkit.errors import UsageError
 from lmkit.measure.results import BenchResult
 from lmkit.parallel.launch import spawn_ranks
@@ -20,6 +22,7 @@ from lmkit.recipe.schema import Recipe, required
 from lmkit.storage import write_atomic
 
 log = logging.getLogger("lmkit")
+JOURNAL = "rows.jsonl.partial"
 
 Progress = Callable[[str, int, int], None]
 T = TypeVar("T")
@@ -46,7 +49,7 @@ def attention(recipe: Recipe, output: Path | None, progress: Progress) -> BenchS
     table = _table(recipe.bench.attention, "attention")
     with process_group(recipe.run.device) as ranks:
         options = AttentionOptions(device=ranks.device.type, seed=recipe.run.seed, **table.model_dump())
-        result = run_bench(options, progress=progress)
+        result = run_bench(options, progress=progress, journal=_journal(recipe, "attention", output))
     return _store(result, recipe, output)
 
 
@@ -55,9 +58,10 @@ def model(recipe: Recipe, output: Path | None, progress: Progress) -> BenchStore
     from lmkit.benches.model import ModelOptions, run_bench
 
     table = _table(recipe.bench.model, "model")
+    journal = _journal(recipe, "model", output)
     with process_group(recipe.run.device) as ranks:
         options = ModelOptions(device=ranks.device.type, seed=recipe.run.seed, **table.model_dump())
-        result = run_bench(options, progress=progress)
+        result = run_bench(options, progress=progress, journal=journal)
     return _store(result, recipe, output)
 
 
@@ -69,7 +73,7 @@ def lm_matrix(recipe: Recipe, output: Path | None, nproc: int, progress: Progres
     options = LmMatrixOptions(
         device=recipe.run.device, nproc=nproc, seed=recipe.run.seed, **table.model_dump()
     )
-    result = run_bench(options, progress=progress)
+    result = run_bench(options, progress=progress, journal=_journal(recipe, "lm-matrix", output))
     return None if result is None else _store(result, recipe, output)
 
 
@@ -209,9 +213,21 @@ def _need_ranks(ranks: Ranks, command: str) -> None:
         )
 
 
+def _folder(recipe: Recipe, bench: str, output: Path | None) -> Path:
+    return output or recipe.run.folder.parent / "benches" / recipe.run.name / bench
+
+
+def _journal(recipe: Recipe, bench: str, output: Path | None) -> Journal:
+    """Where a long bench keeps its rows until it stores its files: what a killed one had measured is not lost."""
+    journal = Journal(_folder(recipe, bench, output) / JOURNAL)
+    if os.environ.get("RANK", "0") == "0":
+        journal.start()
+    return journal
+
+
 def _store(result: BenchResult, recipe: Recipe, output: Path | None) -> BenchStored:
     """Write a result's files, its environment and the recipe that makes it again."""
-    folder = output or recipe.run.folder.parent / "benches" / recipe.run.name / result.name
+    folder = _folder(recipe, result.name, output)
     files = {
         **result.files,
         "environment.json": json.dumps(result.environment, indent=1) + "\n",
@@ -219,4 +235,5 @@ def _store(result: BenchResult, recipe: Recipe, output: Path | None) -> BenchSto
     }
     for name, content in files.items():
         write_atomic(folder / name, content)
+    (folder / JOURNAL).unlink(missing_ok=True)
     return BenchStored(result.name, str(folder), tuple(files), result.rows, result.table())

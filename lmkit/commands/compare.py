@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,25 +15,44 @@ from lmkit.reports.results import read_rows
 
 @dataclass(frozen=True)
 class Compared:
-    """`worse`: how many measurements became slower, fail now, or are missing."""
+    """What became of every measurement.
+
+    Attributes:
+        compared: how many have a verdict on their times: measured in both, often enough.
+        worse: how many became slower, fail now, or are missing.
+    """
 
     rows: list[dict[str, Any]]
+    compared: int
     worse: int
 
     def __str__(self) -> str:
-        verdict = f"{self.worse} of {len(self.rows)} became worse" if self.worse else "nothing became worse"
+        if self.worse:
+            verdict = f"{self.worse} of {len(self.rows)} became worse"
+        elif self.compared:
+            verdict = f"nothing became worse ({self.compared} of {len(self.rows)} compared)"
+        else:
+            verdict = "nothing was compared: no measurement has samples enough in both"
         return terminal_table(self.rows, COLUMNS) + verdict
+
+    @property
+    def is_fine(self) -> bool:
+        """Something was compared, and nothing became worse."""
+        return self.compared > 0 and self.worse == 0
 
 
 def run(before: Path, after: Path, *, threshold: float) -> Compared:
     """Compare the rows of two result files or folders.
 
     Raises:
-        UsageError: there is no result file, or several and it is not clear which.
+        UsageError: there is no result file, or several and it is not clear which; a threshold that is no number.
         LmkitError: a file is not JSON lines.
     """
+    if not math.isfinite(threshold):
+        raise UsageError(f"--threshold: {threshold} is not a share", hint="0.05 lets 5% pass")
     comparison = compare_rows(_rows(before), _rows(after), smallest_difference=threshold)
-    return Compared(comparison.rows, comparison.worse)
+    compared = sum(row["verdict"] in ("faster", "slower", "no difference") for row in comparison.rows)
+    return Compared(comparison.rows, compared, comparison.worse)
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from lmkit.errors import LmkitError
 from lmkit.measure.environment import describe_environment
 from lmkit.parallel.process_group import process_group
 from lmkit.profiling.run import ProfileResult, profile_any_command, profile_steps, summarize_file
-from lmkit.profiling.steps import StepsOptions
+from lmkit.profiling.steps import Mode, StepsOptions
 from lmkit.recipe.schema import Recipe, required
 from lmkit.storage import write_atomic
 
@@ -57,20 +57,20 @@ def recording(path: Path, output: Path) -> Profiled:
 
 
 def steps(
-    recipe: Recipe, output: Path, *, engine: Literal["auto", "nsys", "kineto"], number: int
+    recipe: Recipe, output: Path, *, engine: Literal["auto", "nsys", "kineto"], mode: Mode, number: int
 ) -> Profiled:
-    """Record training steps of a recipe's [model] and [train], on random tokens."""
+    """Record training steps (or passes) of a recipe's [model] and [train], on random tokens."""
     with process_group(recipe.run.device) as ranks:
-        options = _options(recipe, ranks.device.type, number)
+        options = _options(recipe, ranks.device.type, mode, number)
     return _stored(profile_steps(options, output, engine=engine), output, what=recipe.run.name)
 
 
-def memory(recipe: Recipe, output: Path, *, number: int) -> Profiled:
-    """Peak memory of training steps by phase and category, with a picture and a snapshot for memory_viz."""
+def memory(recipe: Recipe, output: Path, *, mode: Mode, number: int) -> Profiled:
+    """Peak memory of training steps (or passes) by phase and category, a picture, a snapshot for memory_viz."""
     from lmkit.profiling.memory import run_profile
 
     with process_group(recipe.run.device) as ranks:
-        options = _options(recipe, ranks.device.type, number)
+        options = _options(recipe, ranks.device.type, mode, number)
     result = run_profile(options)
     files = {**result.files, "environment.json": json.dumps(result.environment, indent=1) + "\n"}
     for name, content in files.items():
@@ -78,7 +78,7 @@ def memory(recipe: Recipe, output: Path, *, number: int) -> Profiled:
     return Profiled(str(output), tuple(files), {"peaks": result.rows}, result.table())
 
 
-def _options(recipe: Recipe, device: str, number: int) -> StepsOptions:
+def _options(recipe: Recipe, device: str, mode: Mode, number: int) -> StepsOptions:
     model = required(recipe.model, "model", command="profile")
     train = required(recipe.train, "train", command="profile")
     vocab_size = model.vocab_size or (recipe.tokenizer.vocab_size if recipe.tokenizer else None)
@@ -87,6 +87,7 @@ def _options(recipe: Recipe, device: str, number: int) -> StepsOptions:
         device=device,
         precision=train.precision,
         batch_size=train.batch_size // train.accumulation,
+        mode=mode,
         steps=number,
         seed=recipe.run.seed,
     )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lmkit.measure.ranges import range_
 from lmkit.model.block import LayerCache, TransformerBlock
 from lmkit.model.embedding import Embedding
 from lmkit.model.linear import Linear
@@ -123,6 +124,6 @@ class TransformerLM(nn.Module):
             ids: (batch, seq)
             targets: (batch, seq), the token that follows each of `ids`.
         """
-        return linear_cross_entropy(
-            self.hidden_states(ids), self.lm_head.weight, targets, slice_loss=self.slice_loss
-        )
+        hidden = self.hidden_states(ids)  # (batch, seq, d_model)
+        with range_("loss"):
+            return linear_cross_entropy(hidden, self.lm_head.weight, targets, slice_loss=self.slice_loss)

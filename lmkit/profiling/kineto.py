@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import tempfile
+import zlib
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,10 @@ from lmkit.measure.ranges import disable_ranges, enable_ranges
 from lmkit.profiling.trace import Call, DeviceWork, Range, Trace
 
 _RANGES_OF_TORCH = ("ProfilerStep", "Optimizer.")
+_WHAT_IS_READ = (
+    "give the kineto_trace.json.gz of `lmkit profile kineto RECIPE`, or what torch.profiler's "
+    "export_chrome_trace wrote"
+)
 _WORK_KINDS = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
 # Triton launches through the driver, PyTorch through the runtime: both count.
 _CALL_CATEGORIES = ("cuda_runtime", "cuda_driver")
@@ -36,7 +41,7 @@ def profile_work(
 ) -> KinetoRun:
     """Run `work` `warmup` times unrecorded and `steps` times recorded, our ranges switched on.
 
-    `work` marks its own ranges; a "step" range around one call makes the summary's window.
+    `work` marks its own ranges; a "step" (or "pass") range around one call makes the summary's window.
     """
     on_gpu = torch.device(device).type == "cuda"
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -72,14 +77,17 @@ def read_chrome_trace(path: Path) -> Trace:
         UsageError: missing, or not such a file.
     """
     if not path.is_file():
-        raise UsageError(f"{path.name}: no such file", hint="give a chrome trace that torch.profiler wrote")
+        raise UsageError(f"{path.name}: no such file", hint=_WHAT_IS_READ)
     content = path.read_bytes()
     try:
         document = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
         return parse_chrome_trace(document, path.name)
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    except OSError as error:  # gzip says so of what is not compressed
+        raise UsageError(f"{path.name}: cannot be read: {error}", hint=_WHAT_IS_READ) from error
+    except (KeyError, TypeError, AttributeError, EOFError, zlib.error, ValueError) as error:
+        what = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise UsageError(
-            f"{path.name}: not a trace of torch.profiler ({error})", hint="give its chrome trace"
+            f"{path.name}: not a trace of torch.profiler ({what})", hint=_WHAT_IS_READ
         ) from error
 
 

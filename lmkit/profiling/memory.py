@@ -24,6 +24,7 @@ from lmkit.measure.plots import stacked_areas
 from lmkit.measure.ranges import disable_ranges, observe_ranges, range_
 from lmkit.measure.results import BenchResult, row_files
 from lmkit.measure.tables import Column, markdown_table
+from lmkit.model.accounting import count_parameters
 from lmkit.profiling.allocations import (
     BUILD,
     CATEGORIES,
@@ -35,7 +36,7 @@ from lmkit.profiling.allocations import (
     blocks_of,
     profile_memory,
 )
-from lmkit.profiling.steps import StepsOptions, build_step, describe_steps
+from lmkit.profiling.steps import StepsOptions, build_step, describe_steps, work_of
 
 HISTORY_ENTRIES = 2_000_000
 PICTURE_POINTS = 3000
@@ -47,14 +48,14 @@ COLUMNS = (
 
 
 def run_profile(options: StepsOptions) -> BenchResult:
-    """Build the model and run `options.warmup + options.steps` steps under observation.
+    """Build the model and run `options.warmup + options.steps` steps (or passes) under observation.
 
     Files: `memory_timeline.png`, `memory_snapshot.pickle` (for https://pytorch.org/memory_viz),
     `memory_peaks.jsonl`, `memory_peaks.csv`, `memory_report.md`.
     """
     recording = record(options)
     profile = profile_memory(recording)
-    rows = [_row(peak) for peak in [*profile.peaks, profile.peak]]
+    rows = [_workload(options) | _row(peak) for peak in [*profile.peaks, profile.peak]]
     environment = describe_environment()
     title = describe_steps(options)
     notes = (f"GiB = 2^30 bytes, of {recording.source}",)
@@ -121,8 +122,9 @@ def _run(options: StepsOptions, observer: _Observer) -> None:
     with _observed(observer):
         with range_(BUILD):
             observer.step = build_step(options)
+        work = work_of(observer.step, options)
         for _ in range(options.warmup + options.steps):
-            observer.step.run()
+            work()
 
 
 def _unix_us() -> float:
@@ -207,6 +209,19 @@ def _as_snapshot(events: list[tuple[float, int, int]]) -> bytes:
     return pickle.dumps({"segments": [], "device_traces": [entries], "allocator_settings": {}})
 
 
+def _workload(options: StepsOptions) -> dict[str, Any]:
+    model = options.model
+    return {
+        "model": model.preset or f"{model.num_layers} x {model.d_model}",
+        "parameters": count_parameters(model).total,
+        "context_length": model.context_length,
+        "batch_size": options.batch_size,
+        "pass": options.mode,
+        "dtype": options.precision,
+        "attention": model.attention,
+    }
+
+
 def _row(peak: PhasePeak) -> dict[str, Any]:
     by_category = {name.replace(" ", "_") + "_gib": size / GIB for name, size in peak.by_category.items()}
     return {"phase": peak.phase, "peak_gib": peak.bytes / GIB, **by_category}
@@ -234,7 +249,12 @@ def _report(
     leading = max(top.by_category, key=lambda name: top.by_category[name])
     share = top.by_category[leading] / top.bytes if top.bytes else 0.0
     after = next(
-        (peak.phase for peak in profile.peaks if peak.bytes == top.bytes and peak.phase != "step"), "-"
+        (
+            peak.phase
+            for peak in profile.peaks
+            if peak.bytes == top.bytes and peak.phase not in ("step", "pass")
+        ),
+        "-",
     )
     largest = [
         {"gib": size / GIB, "category": category, "phase": phase} for size, category, phase in profile.largest

@@ -14,6 +14,8 @@ from lmkit.measure.ranges import ENVIRONMENT_VARIABLE
 from lmkit.profiling.nsys_database import read_nsys_database
 from lmkit.profiling.trace import Trace
 
+MISSING = "nsys (Nsight Systems) is not on the PATH"
+INSTALL = "install it (Debian: nsight-systems in non-free)"
 REPORT, DATABASE, STREAM = ".nsys-rep", ".sqlite", ".qdstrm"
 
 
@@ -23,18 +25,15 @@ def find_nsys() -> Path | None:
     return Path(found) if found else None
 
 
-def require_nsys() -> Path:
-    """`find_nsys`, or a refusal.
+def require_nsys(*, otherwise: str) -> Path:
+    """`find_nsys`, or a refusal whose hint ends with what the user can do `otherwise`.
 
     Raises:
         UsageError: nsys is not installed.
     """
     nsys = find_nsys()
     if nsys is None:
-        raise UsageError(
-            "nsys (Nsight Systems) is not on the PATH",
-            hint="install it (Debian: nsight-systems in non-free), or use --engine kineto",
-        )
+        raise UsageError(MISSING, hint=f"{INSTALL}, or {otherwise}")
     return nsys
 
 
@@ -67,7 +66,7 @@ def profile_command(command: Sequence[str], folder: Path, *, name: str = "profil
         UsageError: nsys is not installed.
         LmkitError: the command ended well but nsys wrote no report, or the export failed.
     """
-    nsys = require_nsys()
+    nsys = require_nsys(otherwise="profile a recipe's steps without it: lmkit profile kineto RECIPE")
     folder.mkdir(parents=True, exist_ok=True)
     output = folder / name
     arguments = build_command(nsys, command, output)
@@ -118,7 +117,8 @@ def export_report(report: Path) -> Path:
         UsageError: nsys is not installed.
         LmkitError: nsys could not read the report.
     """
-    nsys, database = require_nsys(), report.with_suffix(DATABASE)
+    database = report.with_suffix(DATABASE)
+    nsys = require_nsys(otherwise=f"where it is installed: nsys export --type sqlite {report.name}")
     command = [
         str(nsys),
         "export",

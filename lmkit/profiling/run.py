@@ -6,7 +6,7 @@ import gzip
 import json
 import logging
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -14,8 +14,8 @@ from lmkit.errors import UsageError
 from lmkit.measure.plots import grouped_bars
 from lmkit.measure.ranges import nvtx_is_available
 from lmkit.profiling.kineto import profile_work, read_chrome_trace
-from lmkit.profiling.nsys import find_nsys, profile_command, read_nsys_file
-from lmkit.profiling.steps import StepsOptions, build_step, describe_steps
+from lmkit.profiling.nsys import INSTALL, MISSING, find_nsys, profile_command, read_nsys_file
+from lmkit.profiling.steps import StepsOptions, build_work, describe_steps
 from lmkit.profiling.summary import Summary, summarize
 from lmkit.profiling.trace import Trace
 
@@ -47,8 +47,7 @@ def choose_engine(engine: Engine) -> Literal["nsys", "kineto"]:
     if engine == "kineto":
         return "kineto"
     if find_nsys() is None:
-        missing = "nsys (Nsight Systems) is not on the PATH"
-        hint = "install it (Debian: nsight-systems in non-free), or use --engine kineto"
+        missing, hint = MISSING, f"{INSTALL}, or use --engine kineto"
     elif not nvtx_is_available():
         missing = "nsys needs NVTX ranges, and this torch is a CPU build without them"
         hint = "pip install 'nvtx==0.2.10', or use --engine kineto"
@@ -64,10 +63,9 @@ def profile_steps(options: StepsOptions, folder: Path, *, engine: Engine = "auto
     """Profile a few training steps. nsys runs them in a process of its own and writes into `folder`."""
     if choose_engine(engine) == "nsys":
         command = [sys.executable, "-m", "lmkit.profiling.steps", options.as_json()]
-        return profile_any_command(command, folder, skip_steps=0)
-    step = build_step(options)
+        return profile_any_command(command, folder, skip_steps=0, what=describe_steps(options))
     run = profile_work(
-        step.run,
+        build_work(options),
         steps=options.steps,
         warmup=options.warmup,
         device=options.device,
@@ -78,8 +76,13 @@ def profile_steps(options: StepsOptions, folder: Path, *, engine: Engine = "auto
     return ProfileResult(result.summary, {**result.files, "kineto_trace.json.gz": trace})
 
 
-def profile_any_command(command: list[str], folder: Path, *, skip_steps: int = 1) -> ProfileResult:
+def profile_any_command(
+    command: list[str], folder: Path, *, skip_steps: int = 1, what: str = ""
+) -> ProfileResult:
     """Run a command under nsys. If it fails, its exit code is in the result, with what was recorded until then.
+
+    Args:
+        what: the summary's source; the file's name if empty.
 
     Raises:
         UsageError: nsys is not installed.
@@ -87,7 +90,8 @@ def profile_any_command(command: list[str], folder: Path, *, skip_steps: int = 1
     run = profile_command(command, folder)
     if run.database is None:
         return ProfileResult(None, {}, run.exit_code)
-    result = render(read_nsys_file(run.database), skip_steps=skip_steps)
+    trace = read_nsys_file(run.database)
+    result = render(replace(trace, source=what or trace.source), skip_steps=skip_steps)
     return ProfileResult(result.summary, result.files, run.exit_code)
 
 
@@ -116,16 +120,19 @@ def render(trace: Trace, *, skip_steps: int = 1) -> ProfileResult:
 
 def _picture(summary: Summary) -> bytes:
     names = [entry.name for entry in summary.ranges]
+    unit = summary.window.rpartition(" x ")[2] if summary.steps else "recording"
     series: dict[str, list[float | None]] = {"wall": [entry.wall_ms for entry in summary.ranges]}
     if summary.launches is not None:
-        series["CPU in CUDA calls"] = [entry.dispatch_ms for entry in summary.ranges]
+        series["CPU asking the GPU"] = [entry.dispatch_ms for entry in summary.ranges]
+        series["CPU waiting for it"] = [entry.wait_ms for entry in summary.ranges]
     if summary.kernels is not None:
         series["GPU work it caused"] = [entry.gpu_ms for entry in summary.ranges]
     return grouped_bars(
         names,
         series,
-        title=f"Where the time of a step goes ({summary.engine}, medians)",
+        title=f"Where the time of a {unit} goes ({summary.engine}, medians per range)",
         x_label="range",
         y_label="time (ms)",
         missing="none",
+        spec=".4g",
     )

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from lmkit.benches.training_step import TrainingStep
 from lmkit.data.batches import RandomTokens
 from lmkit.errors import UsageError
-from lmkit.measure.ranges import enable_ranges_from_environment
+from lmkit.measure.ranges import enable_ranges_from_environment, range_
 from lmkit.parallel.process_group import Ranks
 from lmkit.recipe.model import ModelConfig
+
+Mode = Literal["forward", "fwd+bwd", "step"]
 
 
 @dataclass(frozen=True)
@@ -27,13 +29,15 @@ class StepsOptions:
 
     Attributes:
         model: with `vocab_size` set.
-        steps, warmup: recorded steps, and unrecorded ones before them (compilation, allocator).
+        mode: "step", or a pass alone: "forward" (without gradients) or "fwd+bwd" (gradients are dropped).
+        steps, warmup: recorded steps (or passes), and unrecorded ones before them (compilation, allocator).
     """
 
     model: ModelConfig
     device: str = "cpu"
     precision: str = "fp32"
     batch_size: int = 4
+    mode: Mode = "step"
     steps: int = 5
     warmup: int = 3
     seed: int = 0
@@ -52,7 +56,7 @@ def describe_steps(options: StepsOptions) -> str:
     model = options.model
     name = model.preset or f"{model.num_layers} layers, d_model {model.d_model}"
     return (
-        f"{name}, context {model.context_length}, batch {options.batch_size}, {options.precision}, "
+        f"{name}, {options.mode}, context {model.context_length}, batch {options.batch_size}, {options.precision}, "
         f"attention {model.attention}, compile {model.compile}"
     )
 
@@ -78,16 +82,38 @@ def build_step(options: StepsOptions) -> TrainingStep:
     )
 
 
+def build_work(options: StepsOptions) -> Callable[[], object]:
+    """A call that runs one step or pass and waits for it.
+
+    A step waits by itself (the ranks agree before the weights move). A pass is put into a range of its own, "pass",
+    that waits for the device: the range around a forward pass alone ends when the device has been told what to do.
+    """
+    return work_of(build_step(options), options)
+
+
+def work_of(step: TrainingStep, options: StepsOptions) -> Callable[[], object]:
+    """`build_work` on a step that is there already."""
+    if options.mode == "step":
+        return step.run
+    run = step.forward if options.mode == "forward" else step.forward_backward
+
+    def one_pass() -> None:
+        with range_("pass"):
+            run().item()
+
+    return one_pass
+
+
 def main(arguments: Sequence[str]) -> None:
     """Run the steps that the JSON argument describes, marked with the ranges that LMKIT_RANGES asks for."""
     (text,) = arguments
     options = options_from_json(text)
-    step = build_step(options)
+    work = build_work(options)
     for _ in range(options.warmup):
-        step.run()
+        work()
     enable_ranges_from_environment()
     for _ in range(options.steps):
-        step.run()
+        work()
     if options.device.startswith("cuda"):
         torch.cuda.synchronize()
 

@@ -1,4 +1,9 @@
-"""One summary for all engines: launches, GPU busy and idle share, CPU dispatch against GPU work per range."""
+"""One summary for all engines: launches, GPU busy and idle share, CPU dispatch against GPU work per range.
+
+The CPU's time in CUDA calls is split in two: calls that ask the GPU for work (dispatch), and calls that wait for it
+to finish (synchronisations, blocking copies). A step that dispatches all the time is bound by the CPU; one that waits
+is bound by the GPU.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +20,10 @@ from lmkit.profiling.trace import Call, DeviceWork, Interval, Range, Trace, clip
 
 # Backward's kernels are launched by the autograd engine's own thread, and a step contains a backward: these ranges
 # own what any thread of their process launches while they are open. All others own their thread's launches only.
-ANY_THREAD = frozenset({"step", "backward", "fwd+bwd"})
+ANY_THREAD = frozenset({"step", "pass", "backward", "fwd+bwd"})
 STEP, FORWARD = "step", "forward"
+WINDOW_RANGES = (STEP, "pass", "fwd+bwd", FORWARD)
+"""What the window counts: the first of these that was recorded."""
 TOP = 15
 NS_PER_MS = 1e6
 
@@ -27,7 +34,8 @@ class RangeSummary:
 
     Attributes:
         wall_ms: from its start to its end on the CPU.
-        dispatch_ms: union of its CUDA API calls: how long the CPU was busy asking the GPU.
+        dispatch_ms: union of its CUDA API calls that ask for work: how long the CPU was busy launching.
+        wait_ms: union of those that wait for the GPU.
         gpu_ms: union of the device work that those calls caused, whenever it ran.
         launches: kernel launches.
     """
@@ -36,6 +44,7 @@ class RangeSummary:
     instances: int
     wall_ms: float
     dispatch_ms: float | None
+    wait_ms: float | None
     gpu_ms: float | None
     launches: float | None
 
@@ -57,7 +66,10 @@ class NamedTime:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a profile says. Fields are None where the recording has no such table (a CPU, an old nsys)."""
+    """What a profile says. Fields are None where the recording has no such table (a CPU, an old nsys).
+
+    `steps` counts the ranges of the window: steps, or passes where only those were recorded (see `window`).
+    """
 
     engine: str
     source: str
@@ -71,6 +83,7 @@ class Summary:
     gpu_busy_share: float | None
     gpu_idle_share: float | None
     dispatch_share: float | None
+    wait_share: float | None
     communication_ms: float | None
     communication_overlap_share: float | None
     ranges: tuple[RangeSummary, ...]
@@ -112,14 +125,14 @@ class Summary:
     def _facts(self) -> list[tuple[str, Any, str]]:
         return [
             (f"window ({self.window})", f"{self.window_ms:.2f} ms", ""),
-            ("steps", self.steps, "d"),
             ("kernel launches in the window", self.launches, "d"),
             ("kernels recorded in the window", self.kernels, "d"),
             ("launches per forward", self.launches_per_forward, ".0f"),
             ("launches per step", self.launches_per_step, ".0f"),
             ("GPU busy", self.gpu_busy_share, ".1%"),
             ("GPU idle", self.gpu_idle_share, ".1%"),
-            ("CPU in CUDA calls", self.dispatch_share, ".1%"),
+            ("CPU asking the GPU (dispatch)", self.dispatch_share, ".1%"),
+            ("CPU waiting for the GPU", self.wait_share, ".1%"),
             ("communication kernels (ms)", self.communication_ms, ".3f"),
             ("of that beside compute", self.communication_overlap_share, ".1%"),
         ]
@@ -131,6 +144,7 @@ _RANGE_COLUMNS = (
     Column("wall_ms", "wall ms", ".3f"),
     Column("dispatch_ms", "dispatch ms", ".3f"),
     Column("dispatch_share", "dispatch", ".1%"),
+    Column("wait_ms", "waiting ms", ".3f"),
     Column("gpu_ms", "GPU ms", ".3f"),
     Column("launches", "launches", ".0f"),
 )
@@ -144,19 +158,24 @@ _NAMED_COLUMNS = (
 def summarize(trace: Trace, *, skip_steps: int = 1) -> Summary:
     """Reduce a recording to its summary.
 
-    The window is from the start of the first step range that counts to the end of the last (without steps: from
-    the first event to the last). Shares are of the window; device shares are means over the devices.
+    The window is from the start of the first step range that counts to the end of the last (without steps: of the
+    forward and backward passes; without these: from the first event to the last). Shares are of the window; device
+    shares are means over the devices.
 
     Args:
         skip_steps: so many steps at the start do not count (compilation, allocator, caches), if more were recorded.
     """
-    steps = sorted((entry for entry in trace.ranges if base_name(entry.name) == STEP), key=lambda r: r.start)
-    counted = steps[skip_steps:] if len(steps) > skip_steps else steps
+    counted = _counted(trace.ranges, skip_steps)
     start, end, window = _window(trace, counted)
     calls = None if trace.calls is None else [call for call in trace.calls if start <= call.start < end]
+    lost = counted and trace.calls and not calls
+    if (
+        lost
+    ):  # an nsys older than the driver records the beginning only: nothing is known here, not nothing done
+        calls = None
     caused = None if calls is None else {(call.process, call.correlation) for call in calls}
     work = None
-    if trace.work is not None:
+    if trace.work is not None and not lost:
         # What the window's calls caused may run a little later; what ran inside counts as well.
         work = [
             item
@@ -164,9 +183,10 @@ def summarize(trace: Trace, *, skip_steps: int = 1) -> Summary:
             if start <= item.start < end or (caused and (item.process, item.correlation) in caused)
         ]
     ranges = [entry for entry in trace.ranges if start <= entry.start and entry.end <= end]
-    per_range = _summarize_ranges(ranges, calls, work)
+    waits = _waits(calls, work)
+    per_range = _summarize_ranges(ranges, calls, waits, work)
     by_base = {base_name(entry.name): entry for entry in per_range}
-    busy = _busy_share(work, start, end)
+    busy = _busy_share(None if lost else trace.work, start, end)
     communication, overlapped = _communication(work)
     return Summary(
         engine=trace.engine,
@@ -180,24 +200,37 @@ def summarize(trace: Trace, *, skip_steps: int = 1) -> Summary:
         launches_per_step=by_base[STEP].launches if STEP in by_base else None,
         gpu_busy_share=busy,
         gpu_idle_share=None if busy is None else 1.0 - busy,
-        dispatch_share=_dispatch_share(calls, start, end),
+        dispatch_share=_share_of_calls(calls, start, end, without=waits),
+        wait_share=_share_of_calls(None if calls is None else waits, start, end),
         communication_ms=communication,
         communication_overlap_share=overlapped,
         ranges=tuple(per_range),
         top_kernels=_top((item.name, item.end - item.start) for item in work or ()),
         top_ops=_top_ops(trace.ops),
-        warnings=(*trace.notes, *_warnings(trace, per_range)),
+        warnings=(*trace.notes, *_warnings(trace, window if lost else "")),
     )
 
 
 def base_name(name: str) -> str:
-    """ "lmkit.step" and "step" are the same range."""
-    return name.rpartition(".")[2]
+    """ "lmkit.step" and "step" are the same range ("Optimizer.step#AdamW.step", torch's own, is not)."""
+    return name.removeprefix("lmkit.")
+
+
+def _counted(ranges: Sequence[Range], skip: int) -> list[Range]:
+    """The ranges that make up the window, in order; the first `skip` do not count if there are more."""
+    for unit in WINDOW_RANGES:
+        found = sorted(
+            (entry for entry in ranges if base_name(entry.name) == unit), key=lambda entry: entry.start
+        )
+        if found:
+            return found[skip:] if len(found) > skip else found
+    return []
 
 
 def _window(trace: Trace, steps: Sequence[Range]) -> tuple[int, int, str]:
     if steps:
-        return min(step.start for step in steps), max(step.end for step in steps), f"{len(steps)} steps"
+        what = f"{len(steps)} x {base_name(steps[0].name)}"
+        return min(step.start for step in steps), max(step.end for step in steps), what
     intervals = [(entry.start, entry.end) for entry in trace.ranges]
     intervals += [(call.start, call.end) for call in trace.calls or ()]
     intervals += [(item.start, item.end) for item in trace.work or ()]
@@ -206,8 +239,20 @@ def _window(trace: Trace, steps: Sequence[Range]) -> tuple[int, int, str]:
     return min(start for start, _ in intervals), max(end for _, end in intervals) + 1, "everything"
 
 
+def _waits(calls: Sequence[Call] | None, work: Sequence[DeviceWork] | None) -> set[Call]:
+    """The calls that return only when the GPU has finished."""
+    copies: dict[tuple[int, int], list[DeviceWork]] = defaultdict(list)
+    for item in work or ():
+        if item.kind == "memcpy":
+            copies[item.process, item.correlation].append(item)
+    return {call for call in calls or () if call.waits_for(copies.get((call.process, call.correlation), ()))}
+
+
 def _summarize_ranges(
-    ranges: Sequence[Range], calls: Sequence[Call] | None, work: Sequence[DeviceWork] | None
+    ranges: Sequence[Range],
+    calls: Sequence[Call] | None,
+    waits: set[Call],
+    work: Sequence[DeviceWork] | None,
 ) -> list[RangeSummary]:
     """One entry per name, in the order in which the names first appear."""
     calls_of: dict[int, list[Call]] = defaultdict(list)
@@ -218,7 +263,7 @@ def _summarize_ranges(
     for item in work or ():
         work_of[item.process, item.correlation].append(item)
 
-    instances: dict[str, list[tuple[float, float, float, int]]] = {}
+    instances: dict[str, list[tuple[float, float, float, float, int]]] = {}
     for entry in sorted(ranges, key=lambda entry: entry.start):
         of_process = calls_of[entry.process]
         first = bisect.bisect_left(starts.get(entry.process, []), entry.start)
@@ -229,7 +274,8 @@ def _summarize_ranges(
         instances.setdefault(entry.name, []).append(
             (
                 (entry.end - entry.start) / NS_PER_MS,
-                total((call.start, call.end) for call in inside) / NS_PER_MS,
+                total((call.start, call.end) for call in inside if call not in waits) / NS_PER_MS,
+                total((call.start, call.end) for call in inside if call in waits) / NS_PER_MS,
                 total((item.start, item.end) for item in caused) / NS_PER_MS,
                 sum(call.is_launch for call in inside),
             )
@@ -240,8 +286,9 @@ def _summarize_ranges(
             instances=len(values),
             wall_ms=median([value[0] for value in values]),
             dispatch_ms=None if calls is None else median([value[1] for value in values]),
-            gpu_ms=None if calls is None or work is None else median([value[2] for value in values]),
-            launches=None if calls is None else median([value[3] for value in values]),
+            wait_ms=None if calls is None else median([value[2] for value in values]),
+            gpu_ms=None if calls is None or work is None else median([value[3] for value in values]),
+            launches=None if calls is None else median([value[4] for value in values]),
         )
         for name, values in instances.items()
     ]
@@ -258,13 +305,17 @@ def _busy_share(work: Sequence[DeviceWork] | None, start: int, end: int) -> floa
     return sum(shares) / len(shares)
 
 
-def _dispatch_share(calls: Sequence[Call] | None, start: int, end: int) -> float | None:
-    """Mean over the processes of the time that some thread spends in CUDA calls."""
+def _share_of_calls(
+    calls: Iterable[Call] | None, start: int, end: int, *, without: Iterable[Call] = ()
+) -> float | None:
+    """Mean over the processes of the time that some thread spends in these calls."""
     if calls is None or end <= start:
         return None
+    left_out = set(without)
     by_process: dict[int, list[Interval]] = defaultdict(list)
     for call in calls:
-        by_process[call.process].append((call.start, call.end))
+        if call not in left_out:
+            by_process[call.process].append((call.start, call.end))
     shares = [total(clip(intervals, start, end)) / (end - start) for intervals in by_process.values()]
     return sum(shares) / len(shares) if shares else 0.0
 
@@ -304,7 +355,7 @@ def _largest(spent: dict[str, tuple[int, int]]) -> tuple[NamedTime, ...]:
     )
 
 
-def _warnings(trace: Trace, ranges: Sequence[RangeSummary]) -> list[str]:
+def _warnings(trace: Trace, lost_window: str) -> list[str]:
     """Where the recording contradicts itself: an nsys older than the driver loses kernels, silently."""
     if trace.calls is None or trace.work is None:
         return []
@@ -316,10 +367,9 @@ def _warnings(trace: Trace, ranges: Sequence[RangeSummary]) -> list[str]:
             f"{launches} kernel launches but {kernels} recorded kernels: the profiler lost events (is it older than "
             "the driver?); GPU times are too low"
         )
-    silent = [entry.name for entry in ranges if base_name(entry.name) in ANY_THREAD and not entry.launches]
-    if launches and silent:
+    if lost_window:
         found.append(
-            f"no launch was recorded inside {', '.join(silent)} although there are launches elsewhere: "
-            "the profiler lost events"
+            f"no CUDA call was recorded in the window ({lost_window}) and {len(trace.calls)} elsewhere: the profiler "
+            "lost events (is it older than the driver?)"
         )
     return found

@@ -35,6 +35,13 @@ class Call:
         """Whether it starts exactly one kernel (a graph launch starts many)."""
         return self.name.startswith(("cudaLaunchKernel", "cuLaunchKernel", "cudaLaunchCooperativeKernel"))
 
+    def waits_for(self, work: Sequence[DeviceWork]) -> bool:
+        """Whether the call returns when the GPU has finished, not when it has been asked: a synchronisation, or a
+        copy (its `work`) to memory that the program may touch at once."""
+        if "Synchronize" in self.name:
+            return True
+        return "emcpy" in self.name and any(item.end <= self.end for item in work)
+
 
 @dataclass(frozen=True)
 class DeviceWork:

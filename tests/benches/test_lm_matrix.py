@@ -1,10 +1,13 @@
+import importlib
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from lmkit.benches import lm_matrix as bench
+from lmkit.benches.journal import Journal
 from lmkit.benches.lm_matrix import LmMatrixOptions, run_bench
 from lmkit.errors import UsageError
 from lmkit.measure.limits import Limits
@@ -86,7 +89,7 @@ def test_two_ranks_train_as_one():
 
 
 @pytest.mark.usefixtures("_limits_at_hand")
-def test_what_does_not_fit_is_a_row_and_the_others_complete(monkeypatch):
+def test_fault_85_what_does_not_fit_is_a_row_and_the_others_complete(monkeypatch):
     real = bench.TrainingStep
 
     def build(config, *args, **kwargs):
@@ -101,6 +104,41 @@ def test_what_does_not_fit_is_a_row_and_the_others_complete(monkeypatch):
     assert "reference x none: out of memory" in result.files["lm_matrix_report.md"]
 
 
+def test_fault_85_one_of_two_ranks_out_of_memory_is_a_row_and_the_others_complete(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))  # spawned ranks inherit it
+    monkeypatch.setattr(bench, "_run_rank", importlib.import_module("matrix_ranks").crowded_rank)
+    journal = Journal(tmp_path / "rows.partial")
+    options = {**SMALL, "kernels": ("sdpa", "reference"), "strategies": ("naive", "flat"), "nproc": 2}
+    options |= {"timed_epochs": 1, "warmup_epochs": 0}
+    result = run_bench(LmMatrixOptions(**options), journal=journal)
+    assert [(row["kernel"], row["strategy"], row["status"]) for row in result.rows] == [
+        ("sdpa", "naive", "ok"),
+        ("sdpa", "flat", "ok"),
+        ("reference", "naive", "ok"),
+        ("reference", "flat", "out of memory"),
+    ]
+    assert result.rows[3]["detail"] == "CUDA out of memory, beside 1 other trainings"
+    assert len(journal.rows()) == 4  # sdpa was not trained again
+
+
+@pytest.mark.usefixtures("_limits_at_hand")
+def test_fault_85_what_fits_at_first_but_not_later_is_a_row_too(monkeypatch):
+    real = bench.TrainingStep
+
+    class Growing(real):
+        runs = 0
+
+        def run(self):
+            Growing.runs += 1
+            if Growing.runs == 8:  # in the second timed epoch of a single training
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+            return super().run()
+
+    monkeypatch.setattr(bench, "TrainingStep", Growing)
+    result = run_bench(LmMatrixOptions(kernels=("reference", "sdpa"), **SMALL))
+    assert [row["status"] for row in result.rows] == ["out of memory", "ok"]
+
+
 @pytest.mark.usefixtures("_limits_at_hand")
 def test_it_trains_on_a_token_file(monkeypatch):
     asked = []
@@ -109,7 +147,7 @@ def test_it_trains_on_a_token_file(monkeypatch):
         tokens = np.zeros(1000, dtype=np.uint16)
 
     monkeypatch.setattr(bench, "open_tokens", lambda path: asked.append(path) or File)
-    options = LmMatrixOptions(kernels=("sdpa",), tokens=bench.Path("corpus/train.npy"), **SMALL)
+    options = LmMatrixOptions(kernels=("sdpa",), tokens=Path("corpus/train.npy"), **SMALL)
     result = run_bench(options)
     assert asked == [options.tokens]
     assert result.rows[0]["final_loss"] < 3  # always the same token: soon known

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lmkit.benches import model as bench
+from lmkit.benches.journal import Journal
 from lmkit.benches.model import ModelOptions, run_bench
 from lmkit.errors import UsageError
 from lmkit.measure.limits import Limits
@@ -43,6 +44,7 @@ def test_everything_is_measured_and_every_file_is_there():
     study = [row for row in result.rows if row["part"] == "warm-up"]
     assert [row["warmup"] for row in study] == [0, 2]
     assert all(row["first_ms"] == row["samples_ms"][0] and row["std_ms"] > 0 for row in study)
+    assert {len(row["samples_ms"]) for row in study} == {10}
     assert set(result.files) == {
         "model_results.csv",
         "model_results.jsonl",
@@ -57,7 +59,7 @@ def test_everything_is_measured_and_every_file_is_there():
     assert "Best utilisation" in result.files["model_report.md"]
 
 
-def test_what_does_not_fit_is_a_row_and_the_others_complete(monkeypatch):
+def test_fault_85_what_does_not_fit_is_a_row_and_the_others_complete(monkeypatch):
     real = bench.TrainingStep
 
     class Crowded(real):
@@ -72,7 +74,32 @@ def test_what_does_not_fit_is_a_row_and_the_others_complete(monkeypatch):
     assert rows["step"]["median_ms"] > 0
 
 
-def test_a_model_larger_than_the_host_is_not_even_built(monkeypatch):
+def test_fault_85_what_fits_alone_but_not_in_turns_is_a_row_too(monkeypatch):
+    real, turns = bench.time_variants, []
+
+    def crowded(calls, **options):
+        turns.append(list(calls))
+        if "step fp32" in calls:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+        return real(calls, **options)
+
+    monkeypatch.setattr(bench, "time_variants", crowded)
+    rows = {row["mode"]: row for row in run_bench(ModelOptions(**SMALL)).rows}
+    assert turns == [["forward fp32", "fwd+bwd fp32", "step fp32"], ["forward fp32", "fwd+bwd fp32"]]
+    assert rows["step"]["status"] == "out of memory"
+    assert "in turns with 2 other modes" in rows["step"]["detail"]
+    assert rows["forward"]["median_ms"] > 0
+    assert rows["fwd+bwd"]["median_ms"] > 0
+
+
+def test_rows_are_in_the_journal_as_they_come(tmp_path):
+    journal = Journal(tmp_path / "new folder" / "rows.partial")
+    journal.start()
+    result = run_bench(ModelOptions(**{**SMALL, "warmup_study": (0,)}), journal=journal)
+    assert journal.rows() == result.rows
+
+
+def test_fault_85_a_model_larger_than_the_host_is_not_even_built(monkeypatch):
     monkeypatch.setattr(bench, "available_memory", lambda: 1_000_000)
     result = run_bench(ModelOptions(**{**SMALL, "warmup_study": (0,)}))
     assert {row["status"] for row in result.rows} == {"out of memory"}

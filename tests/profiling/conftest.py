@@ -14,6 +14,7 @@ STRINGS = [
     "step",
     "gemm",
     "ncclAllReduce",
+    "cudaGraphLaunch_v10000",
 ]
 
 

@@ -8,7 +8,7 @@ import torch
 from lmkit.errors import UsageError
 from lmkit.measure.ranges import range_, ranges_are_on
 from lmkit.profiling.kineto import parse_chrome_trace, profile_work, read_chrome_trace
-from lmkit.profiling.summary import summarize
+from lmkit.profiling.summary import base_name, summarize
 
 
 def event(category, name, start, duration, *, tid=1, pid=10, **args):
@@ -49,6 +49,53 @@ def test_a_gpu_trace_worked_by_hand():
     assert summary.warnings == ()
 
 
+def test_the_range_that_torch_puts_around_an_optimizer_step_is_no_step():
+    """torch names it "Optimizer.step#AdamW.step", inside our own step."""
+    events = [
+        event("user_annotation", "step", 0, 1000),
+        event("user_annotation", "Optimizer.step#AdamW.step", 800, 100),
+        event("user_annotation", "Optimizer.step#AdamW.step", 950, 20),
+    ]
+    summary = summarize(parse_chrome_trace({"traceEvents": events}, "t.json"), skip_steps=0)
+    assert (summary.steps, summary.window, summary.window_ms) == (1, "1 x step", 1.0)
+    assert [entry.name for entry in summary.ranges] == ["step"]
+    assert base_name("lmkit.step") == base_name("step") == "step"
+    assert base_name("Optimizer.step#AdamW.step") != "step"
+
+
+def test_waiting_for_the_gpu_is_not_dispatch():
+    """In the 1000 us of a step the CPU launches for 100, waits in a synchronisation for 300, and in a copy to the
+    host, which returns when the copy is done, for 200. A copy that only was asked for (20) is dispatch."""
+    events = [
+        event("user_annotation", "step", 0, 1000),
+        event("cuda_runtime", "cudaLaunchKernel", 100, 100, correlation=1),
+        event("cuda_runtime", "cudaMemcpyAsync", 210, 20, correlation=4),
+        event("cuda_runtime", "cudaStreamSynchronize", 300, 300, correlation=2),
+        event("cuda_runtime", "cudaMemcpyAsync", 700, 200, correlation=3),
+        event("kernel", "gemm", 150, 430, pid=0, tid=7, correlation=1, device=0),
+        event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 580, 10, pid=0, tid=7, correlation=4, device=0),
+        event(
+            "gpu_memcpy", "Memcpy DtoH (Device -> Pageable)", 880, 10, pid=0, tid=7, correlation=3, device=0
+        ),
+    ]
+    summary = summarize(parse_chrome_trace({"traceEvents": events}, "t.json"))
+    assert summary.dispatch_share == pytest.approx(0.120)
+    assert summary.wait_share == pytest.approx(0.500)
+    (step,) = summary.ranges
+    assert (step.dispatch_ms, step.wait_ms) == (pytest.approx(0.120), pytest.approx(0.500))
+    assert step.dispatch_share == pytest.approx(0.120)
+
+
+def test_without_steps_the_passes_make_the_window():
+    events = [
+        event("user_annotation", name, start, 100)
+        for start in (0, 200, 400)
+        for name in ("forward", "attention")
+    ]
+    summary = summarize(parse_chrome_trace({"traceEvents": events}, "t.json"))
+    assert (summary.window, summary.window_ms) == ("2 x forward", 0.3)  # 200 to 500: the first is the warm-up
+
+
 @pytest.mark.parametrize("suffix", [".json", ".json.gz"])
 def test_files_are_read(tmp_path, suffix):
     path = tmp_path / f"trace{suffix}"
@@ -57,12 +104,18 @@ def test_files_are_read(tmp_path, suffix):
     assert summarize(read_chrome_trace(path)).launches == 3
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"\xff", b'{"traceEvents": [{"ph": "X"}]}'])
-def test_other_files_are_refused(tmp_path, content):
-    path = tmp_path / "trace.json"
-    path.write_bytes(content)
-    with pytest.raises(UsageError, match=r"trace\.json"):
-        read_chrome_trace(path)
+BAD = [b"", b"{}", b"[1]", b"7", b"\xff", b'{"traceEvents": [{"ph": "X"}]}', b'{"traceEvents": [1]}']
+
+
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+@pytest.mark.parametrize("content", BAD)
+def test_other_files_are_refused(tmp_path, name, content):
+    path = tmp_path / name
+    for wrong in (content, gzip.compress(content), gzip.compress(content)[:-9]):
+        path.write_bytes(wrong)
+        with pytest.raises(UsageError, match=r"trace\.json") as caught:
+            read_chrome_trace(path)
+        assert "lmkit profile kineto RECIPE" in caught.value.hint
 
 
 def test_recording_on_a_cpu():

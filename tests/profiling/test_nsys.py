@@ -61,7 +61,7 @@ def test_a_command_is_run_exported_and_summarised(install_fake, tmp_path, capfd)
     assert (out, err.strip()) == ("", "hello")  # standard output is for results
 
 
-def test_the_exit_code_of_a_failing_command_passes_through(install_fake, tmp_path):
+def test_fault_89_the_exit_code_of_a_failing_command_passes_through(install_fake, tmp_path):
     install_fake()
     assert profile_command([sys.executable, "-c", "raise SystemExit(7)"], tmp_path / "out").exit_code == 7
 
@@ -83,12 +83,18 @@ def test_a_failing_export_says_why(install_fake, tmp_path):
         read_nsys_file(report)
 
 
-def test_without_nsys_kineto_is_offered(monkeypatch, tmp_path):
+def test_fault_87_without_nsys_the_hint_says_what_can_be_done_instead(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert find_nsys() is None
     with pytest.raises(UsageError, match="nsys") as caught:
         profile_command(["true"], tmp_path / "out")
-    assert "kineto" in caught.value.hint
+    assert "lmkit profile kineto RECIPE" in caught.value.hint
+    report = tmp_path / "old.nsys-rep"
+    report.write_text("x")
+    with pytest.raises(UsageError, match="nsys") as caught:
+        read_nsys_file(report)
+    assert "nsys export --type sqlite old.nsys-rep" in caught.value.hint
+    assert "--engine" not in caught.value.hint
 
 
 @pytest.mark.parametrize("name", ["a.txt", "absent.nsys-rep", "absent.sqlite"])

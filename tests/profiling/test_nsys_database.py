@@ -18,8 +18,9 @@ def test_the_answers_of_a_recording_worked_by_hand(two_steps):
     # 200-350 and 500-790 (gemm 500-700, copy 700-710, nccl 610-790) of 1000
     assert summary.gpu_busy_share == pytest.approx((150 + 290) / 1000)
     assert summary.gpu_idle_share == pytest.approx(1 - 0.44)
-    # 10 + 10 + 20 + 5 + 10 of 1000
+    # 10 + 10 + 20 + 5 + 10 of 1000; nothing waits, the copy is asynchronous
     assert summary.dispatch_share == pytest.approx(0.055)
+    assert summary.wait_share == 0.0
     assert summary.communication_ms == pytest.approx(0.180)
     assert summary.communication_overlap_share == pytest.approx((700 - 610 + 10) / 180)  # gemm, then the copy
     by_name = {entry.name: entry for entry in summary.ranges}
@@ -74,7 +75,7 @@ def test_gpu_shares_are_means_over_the_devices(nsys_database):
     assert summarize(read_nsys_database(nsys_database.path)).gpu_busy_share == pytest.approx(0.75)
 
 
-def test_without_gpu_tables_the_fields_are_null(nsys_database):
+def test_fault_88_without_gpu_tables_the_fields_are_null(nsys_database):
     nsys_database.range(0, 5_000_000, text="step")
     nsys_database.range(0, 9_000_000, text="ignored: a mark", event_type=34)
     nsys_database.range(0, None, text="ignored: never closed")
@@ -86,11 +87,12 @@ def test_without_gpu_tables_the_fields_are_null(nsys_database):
         "gpu_busy_share",
         "gpu_idle_share",
         "dispatch_share",
+        "wait_share",
         "communication_ms",
     ):
         assert getattr(summary, field) is None
     (step,) = summary.ranges
-    assert (step.wall_ms, step.dispatch_ms, step.gpu_ms, step.launches) == (5.0, None, None, None)
+    assert (step.wall_ms, step.dispatch_ms, step.wait_ms, step.gpu_ms, step.launches) == (5.0, *[None] * 4)
     assert summary.as_dict()["gpu_busy_share"] is None
     assert "not recorded" in summary.text()
     assert "no CUDA tables" in summary.warnings[0]
@@ -121,14 +123,28 @@ def test_kernels_of_a_cuda_graph_are_not_missing_launches(two_steps):
     assert summarize(read_nsys_database(two_steps.path)).warnings == ()
 
 
-def test_steps_without_launches_are_warned_of(nsys_database):
+def test_steps_without_launches_are_unknown_not_empty(nsys_database):
     """As in files of an nsys that is older than the driver: the first launches are there, the rest is lost."""
     nsys_database.call("cudaLaunchKernel_v7000", 10, 20, 1)
     nsys_database.kernel("gemm", 50, 60, 1)
     nsys_database.range(1000, 2000, text="lmkit.step")
     summary = summarize(read_nsys_database(nsys_database.path))
     assert "lost events" in summary.warnings[0]
-    assert "lmkit.step" in summary.warnings[0]
+    assert "1 x step" in summary.warnings[0]
+    assert (summary.launches, summary.kernels, summary.gpu_busy_share, summary.dispatch_share) == (None,) * 4
+    (step,) = summary.ranges
+    assert (step.wall_ms, step.launches, step.gpu_ms) == (0.001, None, None)
+
+
+def test_a_step_that_only_launches_a_graph_has_lost_nothing(nsys_database):
+    nsys_database.call("cudaLaunchKernel_v7000", 10, 20, 1)
+    nsys_database.kernel("gemm", 50, 60, 1)
+    nsys_database.range(1000, 2000, text="lmkit.step")
+    nsys_database.call("cudaGraphLaunch_v10000", 1100, 1200, 2)
+    nsys_database.kernel("gemm", 1300, 1400, 2, node=7)
+    summary = summarize(read_nsys_database(nsys_database.path))
+    assert (summary.launches, summary.kernels, summary.warnings) == (0, 1, ())
+    assert summary.dispatch_share == pytest.approx(0.1)
 
 
 def test_text_and_markdown(two_steps):

@@ -14,7 +14,7 @@ from lmkit.recipe.model import ModelConfig
 
 MODEL = ModelConfig(vocab_size=64, context_length=16, d_model=32, d_ff=64, num_layers=1, num_heads=2)
 OPTIONS = StepsOptions(MODEL, steps=2, warmup=1, batch_size=2)
-RANGES = ["step", "data", "forward", "attention", "backward", "sync", "clip", "optimizer"]
+RANGES = ["step", "data", "forward", "attention", "loss", "backward", "sync", "clip", "optimizer"]
 
 
 @pytest.fixture(autouse=True)
