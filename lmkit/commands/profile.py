@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -70,7 +70,8 @@ def memory(recipe: Recipe, output: Path, *, mode: Mode, number: int) -> Profiled
     from lmkit.profiling.memory import run_profile
 
     with process_group(recipe.run.device) as ranks:
-        options = _options(recipe, ranks.device.type, mode, number)
+        # The first step counts here: that is where the optimizer's state appears.
+        options = replace(_options(recipe, ranks.device.type, mode, number), warmup=0)
     result = run_profile(options)
     files = {**result.files, "environment.json": json.dumps(result.environment, indent=1) + "\n"}
     for name, content in files.items():

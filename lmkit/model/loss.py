@@ -54,6 +54,8 @@ def linear_cross_entropy(
         targets: (...) int64 ids below vocab_size
         slice_loss: `cross_entropy_slice`, or that function compiled.
     """
+    if not torch.is_grad_enabled():
+        weight = weight.detach()  # else its gradient would be formed: a parameter asks for it all the same
     return _LinearCrossEntropy.apply(hidden.flatten(0, -2), weight, targets.flatten(), slice_loss)
 
 

@@ -91,3 +91,20 @@ def test_a_frozen_head_gets_no_gradient() -> None:
     linear_cross_entropy(hidden, weight, targets).backward()
     assert weight.grad is None
     assert hidden.grad is not None
+
+
+def test_without_gradients_the_only_product_is_that_of_the_logits() -> None:
+    """Evaluation would pay for the head's gradient otherwise: `ctx.needs_input_grad` is true under no_grad too."""
+    weight = torch.nn.Parameter(torch.randn(10, 8))
+    hidden, targets = torch.randn(6, 8), torch.randint(10, (6,))
+
+    def products(enable: bool) -> list[str]:
+        with (
+            torch.set_grad_enabled(enable),
+            torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler,
+        ):
+            linear_cross_entropy(hidden.requires_grad_(enable), weight, targets)
+        return sorted(event.name for event in profiler.events() if event.name in ("aten::mm", "aten::addmm_"))
+
+    assert products(False) == ["aten::mm"]
+    assert products(True) == ["aten::addmm_", "aten::mm", "aten::mm"]
