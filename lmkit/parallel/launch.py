@@ -26,14 +26,11 @@ from lmkit.parallel.failures import RankLost
 from lmkit.parallel.leaving import leave
 from lmkit.parallel.process_group import RENDEZVOUS_VARIABLE
 from lmkit.storage import FolderLock
-from lmkit.storage import FolderLock
 
 GRACE_S = 3.0
 """After the first failure: how long the other ranks get to report theirs, and again to end after SIGTERM."""
 
 
-_MEETING = "lmkit-ranks-"
-_YOUNG_S = 10.0  # of a folder that may have been made, but not locked yet
 _MEETING = "lmkit-ranks-"
 _YOUNG_S = 10.0  # of a folder that may have been made, but not locked yet
 _STOPPING = (signal.SIGTERM, signal.SIGINT)
@@ -77,17 +74,6 @@ def spawn_ranks(nproc: int, target: Callable[..., Any], args: Sequence[Any] = ()
     if received:
         raise KeyboardInterrupt if received[0] == signal.SIGINT else SystemExit(128 + received[0])
     return ranks[0].result
-
-
-def _remove_abandoned_meetings() -> None:
-    """Delete the folders in which the ranks of launchers met that were killed: nobody holds their locks any more."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_MEETING}*"):
-        try:
-            if time.time() - folder.stat().st_mtime > _YOUNG_S:
-                with FolderLock(folder):
-                    shutil.rmtree(folder)
-        except (OSError, LmkitError):
-            continue  # somebody else's, in use, or just being removed by its owner
 
 
 def _remove_abandoned_meetings() -> None:
