@@ -68,6 +68,7 @@ class TokenFileWriter:
 
     Raises:
         ValueError: `path` does not end in `.npy`.
+        UsageError: the description would replace a JSON file of another kind (the tokenizer, say).
     """
 
     def __init__(self, path: Path, *, vocab_size: int, tokenizer_sha256: str) -> None:
@@ -82,6 +83,7 @@ class TokenFileWriter:
         self._stack = ExitStack()
 
     def __enter__(self) -> TokenFileWriter:
+        _refuse_to_replace_another_json(sidecar_path(self._path), self._path.name)
         partial = self._stack.enter_context(atomic_path(self._path))
         self._file = self._stack.enter_context(open(partial, "wb"))
         self._write_header()
@@ -138,6 +140,18 @@ class TokenFileWriter:
         self._path.unlink(missing_ok=True)  # an old file must not stand beside a new description
         write_atomic(sidecar_path(self._path), json.dumps(dataclasses.asdict(self._meta), indent=2) + "\n")
         self._stack.__exit__(None, None, None)
+
+
+def _refuse_to_replace_another_json(sidecar: Path, token_file: str) -> None:
+    try:
+        content = _read_object(sidecar, describes=token_file)
+    except LmkitError:  # not there, or damaged: nothing is lost
+        return
+    if "tokenizer_sha256" not in content:
+        raise UsageError(
+            f"{sidecar}: exists; the description of {token_file} would replace it",
+            hint="give the token file another name",
+        )
 
 
 def open_tokens(
@@ -198,7 +212,7 @@ def _read_object(sidecar: Path, *, describes: str) -> dict[str, Any]:
     try:
         with open(sidecar, "rb") as file:
             text = file.read(_MAX_SIDECAR_BYTES + 1)
-        content = json.loads(text) if len(text) <= _MAX_SIDECAR_BYTES else None
+        content = json.loads(text) if len(text) <= _MAX_SIDECAR_BYTES else {}
     except FileNotFoundError:
         raise LmkitError(f"{sidecar}: missing; it describes {describes}", hint=_AGAIN) from None
     except IsADirectoryError:
