@@ -68,8 +68,8 @@ def all_reduce_rows(
 
 def _work(operation: str, flat: torch.Tensor, ranks: Ranks) -> Callable[[], object]:
     averager = Averager(ranks, Traffic())
-    start: Callable[[torch.Tensor], Any] = getattr(averager, operation)
-    return lambda: start(flat).wait()
+    start: Callable[[Any], Any] = getattr(averager, operation)
+    return lambda: start([flat] if operation == "all_reduce" else flat).wait()
 
 
 def _row(operation: str, dtype: str, num_bytes: int, ranks: Ranks, samples_ms: list[float]) -> dict[str, Any]:

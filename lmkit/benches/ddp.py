@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from lmkit.benches.ddp_clock import SteadyStateClock, without_garbage_collection
-from lmkit.benches.ddp_contenders import SOLO, Contender, DdpCase, baseline_of, contender
+from lmkit.benches.ddp_contenders import SOLO, Contender, DdpCase, baseline_of, contender, parse_name
 from lmkit.measure.statistics import median, paired_ratio, spread
 from lmkit.measure.timing import time_variants
 from lmkit.parallel.agreement import agree
@@ -52,7 +52,12 @@ def ddp_rows(
 
     Returns:
         One row per contender, with its samples; a contender that ran out of memory has `status` "out of memory".
+
+    Raises:
+        UsageError: no contender of that name.
     """
+    for name in names:
+        parse_name(name)  # a misspelt one is told before the first is measured
     contenders: dict[str, Contender | None] = {}
     facts: dict[str, dict[str, Any]] = {}
     for number, name in enumerate(names):

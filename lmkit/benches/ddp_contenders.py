@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
+from lmkit.errors import UsageError
 from lmkit.model.compilation import compile_model
 from lmkit.model.transformer import TransformerLM
 from lmkit.parallel.process_group import Ranks
-from lmkit.parallel.strategies import GradientSync, SyncOptions, build_strategy
+from lmkit.parallel.strategies import STRATEGIES, GradientSync, SyncOptions, build_strategy
 from lmkit.parallel.torch_ddp import TorchDDP
 from lmkit.recipe.model import ModelConfig
 
@@ -66,7 +67,7 @@ class Contender:
         tokens = self._tokens[self._next % len(self._tokens)]
         self._next += 1
         loss = self.backward(tokens)
-        self.sync.finish()
+        self.sync.finish(wait=False)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss
@@ -128,6 +129,9 @@ def baseline_of(name: str) -> str:
     return SOLO[1] if "bf16" in name.replace("bf16 wire", "").split() else SOLO[0]
 
 
+TORCH_VARIANTS = ("", "default", "static", "+ ZeRO")
+
+
 def contender(name: str, case: DdpCase, ranks: Ranks) -> Contender:
     """Build a contender on every rank (those of `SOLO` on rank 0 alone).
 
@@ -136,32 +140,48 @@ def contender(name: str, case: DdpCase, ranks: Ranks) -> Contender:
     views of the buckets), "torch_ddp default", "torch_ddp static", "torch_ddp + ZeRO".
 
     Raises:
-        ValueError: no such contender.
+        UsageError: no such contender.
     """
     make: Callable = make_adamw
-    weights: Literal["fp32", "bf16"] = "bf16" if baseline_of(name) == SOLO[1] else "fp32"
+    strategy, detail, options = parse_name(name)
     if name in SOLO:
         alone = Ranks(device=ranks.device)
-        kind = "zero1" if weights == "bf16" else "none"
-        sync = build_strategy(kind, alone, SyncOptions(weights=weights))
-        return Contender(case, alone, sync, make, weights=weights)
-    strategy, _, detail = name.partition(" ")
+        sync = build_strategy("zero1" if options.weights == "bf16" else "none", alone, options)
+        return Contender(case, alone, sync, make, weights=options.weights)
     if strategy == "torch_ddp":
         if detail == "+ ZeRO":
             make = make_redundancy_free_adamw
-        elif detail not in ("", "default", "static"):
-            raise ValueError(f"no contender called {name!r}")
         views, static = detail != "default", detail == "static"
-        sync = TorchDDP(ranks, SyncOptions(), view_gradients=views, static_graph=static)
-        return Contender(case, ranks, sync, make, weights=weights)
-    options = _options(name, detail)
-    weights = options.weights
-    sync = build_strategy(strategy, ranks, options)
-    return Contender(case, ranks, sync, make, weights=weights)
+        sync = TorchDDP(ranks, options, view_gradients=views, static_graph=static)
+        return Contender(case, ranks, sync, make, weights=options.weights)
+    return Contender(case, ranks, build_strategy(strategy, ranks, options), make, weights=options.weights)
 
 
-def _options(name: str, detail: str) -> SyncOptions:
-    """Read "100 MB bf16 wire" and the like."""
+def parse_name(name: str) -> tuple[str, str, SyncOptions]:
+    """(strategy, the words after it, options) of a contender.
+
+    Raises:
+        UsageError: no such contender.
+    """
+    if name in SOLO:
+        return name, "", SyncOptions(weights="bf16" if name == SOLO[1] else "fp32")
+    strategy, _, detail = name.partition(" ")
+    options = _options(detail) if strategy != "torch_ddp" else SyncOptions()
+    if (
+        strategy not in STRATEGIES
+        or options is None
+        or (strategy == "torch_ddp" and detail not in TORCH_VARIANTS)
+    ):
+        rivals = ", ".join(f"torch_ddp {variant}" for variant in TORCH_VARIANTS if variant)
+        raise UsageError(
+            f"contenders: there is no {name!r}",
+            hint=f"{', '.join((*SOLO, *STRATEGIES))}; {rivals}; or with options: bucketed 100 MB, zero1 bf16",
+        )
+    return strategy, detail, options
+
+
+def _options(detail: str) -> SyncOptions | None:
+    """Read "100 MB bf16 wire" and the like; None if it says something else."""
     options = SyncOptions()
     words = detail.split()
     while words:
@@ -170,8 +190,8 @@ def _options(name: str, detail: str) -> SyncOptions:
                 options = replace(options, wire_dtype="bf16")
             case ["bf16", *words]:
                 options = replace(options, weights="bf16")
-            case [number, "MB", *words] if number.replace(".", "", 1).isdecimal():
+            case [number, "MB", *words] if number.replace(".", "", 1).isdecimal() and float(number) > 0:
                 options = replace(options, bucket_mb=float(number))
             case _:
-                raise ValueError(f"no contender called {name!r}")
+                return None
     return options

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lmkit.benches.ddp import release_memory
 from lmkit.benches.ddp_clock import SteadyStateClock, without_garbage_collection
-from lmkit.benches.ddp_contenders import Contender, DdpCase, contender
+from lmkit.benches.ddp_contenders import Contender, DdpCase, contender, parse_name
 from lmkit.measure.statistics import spread
 from lmkit.measure.timing import time_variants
 from lmkit.parallel.agreement import agree
@@ -34,6 +34,8 @@ def optimizer_rows(
     CUDA allocator has handed out (None on a CPU) after model and optimizer were made, after the backward pass
     and synchronisation (before the step), and after the step.
     """
+    for name in names:
+        parse_name(name)
     rows = []
     for name in names:
         release_memory(ranks.device)
@@ -86,7 +88,7 @@ def _measure_memory(name: str, case: DdpCase, ranks: Ranks) -> tuple[Contender, 
     if ranks.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(ranks.device)
     built.backward()
-    built.sync.finish()
+    built.sync.finish(wait=False)
     before_step = _allocated(ranks.device)
     built.optimizer.step()
     after_step = _allocated(ranks.device)

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from lmkit.measure.ranges import range_
 from lmkit.model.block import LayerCache, TransformerBlock
 from lmkit.model.embedding import Embedding
-from lmkit.model.linear import Linear
-from lmkit.model.loss import SliceLoss, cross_entropy_slice, linear_cross_entropy
+from lmkit.model.head import Head
+from lmkit.model.loss import SliceLoss, cross_entropy_slice
 from lmkit.model.rms_norm import RMSNorm
 from lmkit.model.rope import RotaryTable
 from lmkit.recipe.model import ModelConfig
@@ -85,7 +85,7 @@ class TransformerLM(nn.Module):
             checkpointing=config.activation_checkpointing,
         )
         self.ln_final = RMSNorm(config.d_model, eps=config.norm_eps, device=device, dtype=dtype)
-        self.lm_head = Linear(config.d_model, config.vocab_size, device=device, dtype=dtype)
+        self.lm_head = Head(config.d_model, config.vocab_size, device=device, dtype=dtype)
         if config.tie_embeddings:
             self.token_embeddings.weight = self.lm_head.weight
         self.rope = RotaryTable(
@@ -126,4 +126,4 @@ class TransformerLM(nn.Module):
         """
         hidden = self.hidden_states(ids)  # (batch, seq, d_model)
         with range_("loss"):
-            return linear_cross_entropy(hidden, self.lm_head.weight, targets, slice_loss=self.slice_loss)
+            return self.lm_head(hidden, targets, slice_loss=self.slice_loss)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from lmkit.parallel.replicated import ReplicatedSync
+from lmkit.parallel.unused import UsedAnywhere
 
 
 class NaiveSync(ReplicatedSync):
     """Pays the latency of a collective once per parameter and overlaps nothing. Heeds no options."""
 
-    def _reduce(self) -> None:
+    def _reduce(self, unused: Sequence[int], *, wait: bool) -> Sequence[int]:
         for parameter in self.parameters:
             assert parameter.grad is not None
-            self._averager.all_reduce(parameter.grad).wait()
+            self._averager.all_reduce([parameter.grad]).wait()
+        return UsedAnywhere(unused, len(self.parameters), self.ranks, self.traffic).unused_everywhere()

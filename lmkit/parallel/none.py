@@ -15,5 +15,5 @@ class NoSync(ReplicatedSync):
         self.parameters = trainable_parameters(model)
         return model
 
-    def finish(self) -> None:
+    def finish(self, *, wait: bool = True) -> None:
         """Gradients stay this rank's own."""

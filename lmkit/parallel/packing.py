@@ -37,13 +37,10 @@ def pack_gradients(
     """Put the parameters' gradients into one new tensor of `wire_dtype` with a single copy kernel.
 
     Where the dtype is the gradients' own, `grad` then points at the view: what the collective writes there is
-    the gradient, and nothing is copied back. One contiguous gradient alone is its own flat tensor.
-    All are on one device and of one dtype.
+    the gradient, and nothing is copied back. All are on one device and of one dtype.
     """
     first = gradients[0]
     same_dtype = first.dtype == wire_dtype
-    if len(gradients) == 1 and same_dtype and first.is_contiguous():
-        return PackedGradients(first.view(-1), gradients, gradients, in_place=True)
     flat = torch.empty(sum(gradient.numel() for gradient in gradients), dtype=wire_dtype, device=first.device)
     views = list(_unflatten_dense_tensors(flat, gradients))
     torch._foreach_copy_(views, gradients)
@@ -69,28 +66,21 @@ def group_by_kind(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]
 
 
 class ReducingBucket:
-    """A packed bucket whose reduction is under way."""
+    """Gradients whose mean is under way.
 
-    def __init__(self, packed: PackedGradients, pending: PendingMean) -> None:
-        self._packed = packed
+    Args:
+        pending: the reduction, of the gradients themselves or of `packed`.
+    """
+
+    def __init__(self, pending: PendingMean, packed: PackedGradients | None = None) -> None:
         self._pending = pending
-        # A gradient that is its own flat tensor may share its storage, and with it the count of changes, with
-        # others (slices of one matrix product); it is sent when its own hook says that it is complete.
-        self._version = packed.flat._version if packed.in_place and len(packed.gradients) > 1 else None
+        self._packed = packed
 
     def wait(self) -> None:
-        """Make the bucket's gradients the mean.
-
-        Raises:
-            ValueError: a gradient was changed after its bucket had been sent.
-        """
-        if self._version is not None and self._packed.flat._version != self._version:
-            raise ValueError(
-                "a gradient was added to after it had been sent to the other ranks: call "
-                "zero_grad(set_to_none=True) after every step, and no_sync() for passes that only accumulate"
-            )
+        """Make the bucket's gradients the mean (on GPUs: for the current stream)."""
         self._pending.wait()
-        self._packed.unpack()
+        if self._packed is not None:
+            self._packed.unpack()
 
     def abandon(self) -> None:
         """Let the collective end; its result is not wanted."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from lmkit.parallel.reduction import Averager
 from lmkit.parallel.replicas import broadcast_model, check_same_model, trainable_parameters
 from lmkit.parallel.strategies import MakeOptimizer, SyncOptions
 from lmkit.parallel.traffic import Traffic
-from lmkit.parallel.unused import unused_everywhere
 
 
 class ReplicatedSync(Accumulates):
@@ -44,14 +43,13 @@ class ReplicatedSync(Accumulates):
         return make(list(groups))
 
     @torch.no_grad()
-    def finish(self) -> None:
+    def finish(self, *, wait: bool = True) -> None:
         if self.ranks.world_size == 1:
             return
         unused = self._without_gradient()
         for index in unused:
             self.parameters[index].grad = torch.zeros_like(self.parameters[index])
-        self._reduce()
-        for index in unused_everywhere(unused, len(self.parameters), self.ranks, self.traffic):
+        for index in self._reduce(unused, wait=wait):
             self.parameters[index].grad = None
 
     @torch.no_grad()
@@ -75,6 +73,15 @@ class ReplicatedSync(Accumulates):
         """The numbers of the parameters that this rank has no gradient for."""
         return [index for index, parameter in enumerate(self.parameters) if parameter.grad is None]
 
-    def _reduce(self) -> None:
-        """Make every parameter's `grad` (all present here) the mean over the ranks."""
+    def _reduce(self, unused: Sequence[int], *, wait: bool) -> Sequence[int]:
+        """Make every parameter's `grad` (all present here) the mean over the ranks.
+
+        Args:
+            unused: the numbers of the parameters that this rank has only zeros for.
+            wait: whether all of it must be done; otherwise what it leaves must be waited for in `clip_gradients` and
+                in the optimizer's step.
+
+        Returns:
+            Those that no rank had a gradient for.
+        """
         raise NotImplementedError

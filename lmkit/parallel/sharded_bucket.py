@@ -67,7 +67,10 @@ class ShardedBucket:
         """Pack the parameters' gradients (all present; they are released) and start averaging them."""
         first = self.parameters[0]
         flat = torch.empty(self.weights.numel(), dtype=self._wire_dtype, device=first.device)
-        flat[self.layout.num_elements :].zero_()  # the padding must not carry what the allocator left there
+        if flat.numel() > self.layout.num_elements:
+            flat[
+                self.layout.num_elements :
+            ].zero_()  # the padding must not carry what the allocator left there
         torch._foreach_copy_(self._parts(flat), gradients_of(self.parameters))
         for parameter in self.parameters:
             parameter.grad = None
@@ -77,9 +80,10 @@ class ShardedBucket:
             self._pending = self._averager.reduce_scatter(flat)
 
     def wait_reduced(self) -> None:
-        """On return `master.grad` is this rank's part of the mean gradient."""
+        """On return (on GPUs: for the current stream) `master.grad` is this rank's part of the mean gradient."""
         if self._pending is not None:
-            self.master.grad = self._pending.wait().to(self.master.dtype)
+            (shard,) = self._pending.wait()
+            self.master.grad = shard.to(self.master.dtype)
             self._pending = None
 
     def drop_reduced(self) -> None:

@@ -59,23 +59,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
         kept = [
             (tensor, tensor.clone()) for bucket, where in self.keep for tensor in self._slices(bucket, where)
         ]
-        gradients = [[bucket.master.grad for bucket in part] for part in self._parts]
-        for part in self._parts:
-            _set_gradients(part, [None] * len(part))
-        for part, own in zip(self._parts, gradients, strict=True):
-            _set_gradients(part, own)
-            self.inner.step()
-            _set_gradients(part, [None] * len(part))
-            if kept:
-                continue
+        arrived = {bucket: bucket.master.grad for bucket in self._in_layout_order}
+        for bucket in arrived:
+            bucket.master.grad = None
+        # What the forward pass reads last was reduced first: stepping it covers the reduction of what came last.
+        *earlier, last = self._parts
+        for part in (last, *earlier):
             for bucket in part:
-                bucket.start_gather()
-        if kept:
-            for tensor, before in kept:
-                tensor.copy_(before)
-            for part in self._parts:
-                for bucket in part:
-                    bucket.start_gather()
+                bucket.master.grad = arrived[bucket]
+                bucket.wait_reduced()
+            self.inner.step()
+            for bucket in part:
+                bucket.master.grad = None
+            if part is not last and not kept:
+                _gather(part)
+        for tensor, before in kept:
+            tensor.copy_(before)
+        for part in self._parts if kept else [last]:
+            _gather(part)
         self.keep = []
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -151,9 +152,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return [tensor[where] for tensor in (bucket.master, *per_element)]
 
 
-def _set_gradients(buckets: Sequence[ShardedBucket], gradients: Sequence[torch.Tensor | None]) -> None:
-    for bucket, gradient in zip(buckets, gradients, strict=True):
-        bucket.master.grad = gradient
+def _gather(buckets: Sequence[ShardedBucket]) -> None:
+    for bucket in buckets:
+        bucket.start_gather()
 
 
 def _without_params(group: dict[str, Any]) -> dict[str, Any]:

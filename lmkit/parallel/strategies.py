@@ -10,7 +10,7 @@ A training step on every rank, whatever the strategy:
         last = micro == len(batches) - 1
         with nullcontext() if last else sync.no_sync():   # decided before the forward
             (call.loss(inputs, targets) / len(batches)).backward()
-    sync.finish()                                    # gradients are the mean over ranks from here on
+    sync.finish(wait=False)                          # clipping and the optimizer wait for what they read
     norm = sync.clip_gradients(max_norm)             # the same value on every rank; not finite on one: on all
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -85,9 +85,14 @@ class GradientSync(Protocol):
     def no_sync(self) -> AbstractContextManager[None]:
         """Gradients of the forward and backward passes inside only accumulate. Enter it before the forward."""
 
-    def finish(self) -> None:
+    def finish(self, *, wait: bool = True) -> None:
         """Call after the last backward of a step: on return every gradient is the mean over the ranks
-        (on GPUs: for whatever is then launched on the current stream)."""
+        (on GPUs: for whatever is then launched on the current stream).
+
+        With `wait=False` the last gradients may still be on their way: `clip_gradients`, and the step of the
+        optimizer that `build_optimizer` made, wait for what they read, and have something to do meanwhile. Only for
+        who reads gradients through nothing else.
+        """
 
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
         """Scale the reduced gradients to a global norm of at most `max_norm`; return the norm before that.

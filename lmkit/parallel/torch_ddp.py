@@ -68,7 +68,7 @@ class TorchDDP(ReplicatedSync):
     def no_sync(self) -> AbstractContextManager[None]:
         return self._ddp.no_sync() if self._ddp is not None else nullcontext()
 
-    def finish(self) -> None:
+    def finish(self, *, wait: bool = True) -> None:
         """DDP has finished at the end of the backward pass; only count what its reducer did."""
         if self._ddp is None:
             return

@@ -26,7 +26,7 @@ from lmkit.parallel.sharded_bucket import ShardedBucket
 from lmkit.parallel.sharded_optimizer import ShardedOptimizer
 from lmkit.parallel.strategies import MakeOptimizer, SyncOptions
 from lmkit.parallel.traffic import Traffic
-from lmkit.parallel.unused import unused_everywhere
+from lmkit.parallel.unused import UsedAnywhere
 from lmkit.parallel.zero1_layout import BucketLayout, ShardLayout, shard_size_of
 
 
@@ -86,7 +86,7 @@ class Zero1(Accumulates):
         return self._optimizer
 
     @torch.no_grad()
-    def finish(self) -> None:
+    def finish(self, *, wait: bool = True) -> None:
         """As the Protocol says; the gradients are then in the optimizer's shards, not in `parameter.grad`."""
         parameters = list(self._bucket_of)
         unused = [i for i, p in enumerate(parameters) if p not in self._marked and p.grad is None]
@@ -95,14 +95,19 @@ class Zero1(Accumulates):
         self._queue.launch_rest()
         self._marked.clear()
         if self.ranks.world_size > 1:
-            unused = unused_everywhere(unused, len(parameters), self.ranks, self.traffic)
-        for bucket in self._buckets:
-            bucket.wait_reduced()
+            unused = UsedAnywhere(unused, len(parameters), self.ranks, self.traffic).unused_everywhere()
+        if wait:
+            self._wait_for_gradients()
         assert self._optimizer is not None
         self._optimizer.keep = [self._place_of(parameters[index]) for index in unused]
 
+    def _wait_for_gradients(self) -> None:
+        for bucket in self._buckets:
+            bucket.wait_reduced()
+
     @torch.no_grad()
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
+        self._wait_for_gradients()
         shards = [bucket.master.grad for bucket in self._buckets if bucket.master.grad is not None]
         square = nn.utils.get_total_norm(shards).square()
         if self.ranks.world_size > 1:

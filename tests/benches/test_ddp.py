@@ -5,13 +5,16 @@ from __future__ import annotations
 import gc
 import importlib
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from lmkit.benches import ddp, optimizer
 from lmkit.benches.ddp_clock import SteadyStateClock, without_garbage_collection
 from lmkit.benches.ddp_contenders import DdpCase, baseline_of, contender
+from lmkit.errors import UsageError
 from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.process_group import Ranks
 
@@ -97,7 +100,6 @@ def test_sharded_state_is_one_share(measured):
 
 
 def test_out_of_memory_is_a_row(monkeypatch):
-    from lmkit.benches import ddp
     from lmkit.recipe.model import ModelConfig
 
     def full(name, case, ranks):
@@ -119,11 +121,15 @@ def test_out_of_memory_is_a_row(monkeypatch):
     assert [row["status"] for row in rows] == ["ok", "out of memory"]
 
 
-@pytest.mark.parametrize("name", ["naiv", "bucketed many MB", "torch_ddp fast"])
-def test_unknown_contenders_are_refused(name):
+@pytest.mark.parametrize(
+    "name", ["naiv", "bucketed many MB", "bucketed 0 MB", "torch_ddp fast", "one rank bf16", ""]
+)
+def test_unknown_contenders_are_refused_before_anything_runs(name):
     case = DdpCase("tiny", None, rows=1)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"no (contender|strategy) called"):
-        contender(name, case, Ranks())
+    for rows in (ddp.ddp_rows, partial(optimizer.optimizer_rows, rounds=1)):
+        with pytest.raises(UsageError, match="contenders: there is no") as refused:
+            rows(case, ranks=Ranks(), names=("one rank", name))
+        assert "bucketed 100 MB" in refused.value.hint
 
 
 def test_the_clock_leaves_out_the_first_step():

@@ -18,6 +18,8 @@ from rank_model import HardModel, adamw, batch, groups_of, joined_run, sgd
 from torch import nn
 
 from lmkit.errors import LmkitError
+from lmkit.optim.adamw import AdamW
+from lmkit.parallel import overlap
 from lmkit.parallel.agreement import agree
 from lmkit.parallel.process_group import Ranks, process_group
 from lmkit.parallel.strategies import GradientSync, SyncOptions, build_strategy
@@ -150,21 +152,75 @@ def plain(make: Callable) -> Callable:
     return lambda groups: make([{"params": group["params"]} for group in groups])
 
 
-def check_late_gradients_are_refused(ranks: Ranks) -> None:
-    """What changes a gradient after its bucket was sent would make the ranks differ: never silently."""
-    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)]).to(ranks.device)
-    sync = build("bucketed", ranks)
+class EveryParameterUsed(nn.Module):
+    """Where nothing is unused, the embedding's gradient is the last and may come late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(13, 6)
+        self.layers = nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)], nn.Linear(6, 13))
+        self.double()
+
+    def loss(self, ids: torch.Tensor, targets: torch.Tensor, rank: int) -> torch.Tensor:
+        device = self.embedding.weight.device
+        return nn.functional.cross_entropy(self.layers(self.embedding(ids.to(device))), targets.to(device))
+
+
+def check_late_gradients(ranks: Ranks, strategy: str, make: Callable, clips: bool) -> None:
+    """`finish(wait=False)`: the optimizer steps what has arrived and then the rest; the weights are the same."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(overlap, "LATE_BYTES", 0)
+        torch.manual_seed(0)
+        oracle, model = EveryParameterUsed().to(ranks.device), EveryParameterUsed().to(ranks.device)
+        model.load_state_dict(oracle.state_dict())
+        norm = 0.2 if clips else float("inf")
+        norms = joined_run(
+            oracle, world_size=ranks.world_size, steps=5, accumulation=1, max_norm=norm, make=plain(make)
+        )
+        assert not clips or min(norms) > norm, "clipping must have been at work"
+        sync = build(strategy, ranks)
+        call = sync.attach(model)
+        optimizer = sync.build_optimizer(plain(make), groups_of(model))
+        calls = []
+        optimizer.register_step_post_hook(lambda *_: calls.append(1))
+        for step in range(5):
+            call.loss(*batch(step, ranks.rank, 0), ranks.rank).backward()
+            sync.finish(wait=False)
+            if clips:
+                sync.clip_gradients(norm)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        sync.wait_for_weights()
+        assert_close_models(model, oracle, FLOAT64_TOLERANCE)
+        assert_same_on_all_ranks(model, ranks)
+        # The first step settles the order and waits for everything; clipping leaves nothing to wait for.
+        in_two_parts = strategy in ("overlap", "bucketed") and not clips
+        assert len(calls) == (5 + 4 if in_two_parts else 5)
+
+
+def check_leftover_gradients(ranks: Ranks, which: int) -> None:
+    """One parameter's gradient stays from the step before, and every pass adds to it: it must not leave early.
+
+    Its place in its bucket (beginning, middle, end) decides who could notice.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(6)]).to(ranks.device, torch.float64)
+    weights = list(model.parameters())[::-1]  # the order of their gradients
+    sync = build("bucketed", ranks, SyncOptions(bucket_mb=3 * 64 * 8 / 2**20))
     sync.attach(model)
-    x = torch.randn(2, 8, device=ranks.device)
-    for _ in range(2):
-        model(x).sum().backward()
+    kept = torch.zeros_like(weights[which])
+    for step in range(4):
+        torch.manual_seed(100 * step + ranks.rank)
+        x = torch.randn(2, 8, dtype=torch.float64, device=ranks.device)
+        (own,) = torch.autograd.grad(model(x).square().sum(), [weights[which]])
+        dist.all_reduce(own)
+        model(x).square().sum().backward()
         sync.finish()
-        model.zero_grad(set_to_none=True)
-    model(x).sum().backward()
-    model[-1].bias.grad.add_(1.0)
-    with pytest.raises(ValueError, match="added to after it had been sent"):
-        sync.finish()
-    sync.reset()
+        kept += own / ranks.world_size
+        assert torch.allclose(weights[which].grad, kept, rtol=FLOAT64_TOLERANCE)
+        for position, weight in enumerate(weights):
+            if position != which:
+                weight.grad = None
 
 
 def check_accumulation_that_starts_later(ranks: Ranks) -> None:
@@ -340,7 +396,8 @@ def check_traffic(ranks: Ranks) -> None:
             sync.finish()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        assert sync.traffic.calls == calls + 1, strategy
+        # Who used what is told by a call of its own, or rides on the last bucket.
+        assert sync.traffic.calls == calls + (strategy in ("naive", "flat", "zero1")), strategy
         moved = (
             2 if strategy == "zero1" else 1
         )  # gradients one way, weights the other, each half an all-reduce
@@ -497,7 +554,15 @@ CHECKS: dict[str, Callable[[Ranks], None]] = {
     },
     "joined batch: zero1, SGD": partial(check_joined_batch, strategy="zero1", make=sgd, accumulation=2),
     **{f"gradients kept and zeroed: {s}": partial(check_zeroed_gradients, strategy=s) for s in STRATEGIES},
-    "late gradients are refused": check_late_gradients_are_refused,
+    **{
+        f"late gradients: {s}, {name}, {'clipped' if clips else 'as they are'}": partial(
+            check_late_gradients, strategy=s, make=make, clips=clips
+        )
+        for s in ("flat", "overlap", "bucketed", "zero1")
+        for name, make in (("PyTorch's AdamW", adamw), ("our AdamW", AdamW))
+        for clips in (True, False)
+    },
+    **{f"leftover gradient: number {n}": partial(check_leftover_gradients, which=n) for n in (0, 1, 2, 4, 5)},
     "accumulation that starts later": check_accumulation_that_starts_later,
     **{
         f"unused gradients are None: {s}": partial(check_unused_gradients_are_none, strategy=s)
