@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,7 +24,15 @@ from lmkit.recipe.wandb import WandbConfig
 from lmkit.storage.atomic import PARTIAL_SUFFIX
 from lmkit.tokenizer import Tokenizer
 from lmkit.training.assembly import make_batches, open_data, resolve
-from lmkit.training.checkpoint_folder import MANIFEST, REPLACED_SUFFIX, STATE, saved_steps, step_name, verify
+from lmkit.training.checkpoint_folder import (
+    MANIFEST,
+    MODEL,
+    REPLACED_SUFFIX,
+    STATE,
+    saved_steps,
+    step_name,
+    verify,
+)
 from lmkit.training.checkpoints import CHECKPOINTS, TOKENIZER, Checkpoint, open_checkpoint
 from lmkit.training.metrics import read_metrics
 from lmkit.training.run_folder import ENVIRONMENT, METRICS, RECIPE
@@ -69,28 +79,46 @@ def _checks_of(path: Path) -> Iterator[Check]:
             f"{path}: no such file or folder", hint="name a run folder, or a file that lmkit made"
         )
     if path.is_dir():
-        if (path / MANIFEST).exists() or (path / STATE).exists():
-            yield _check(path, _checkpoint)
-        elif (path / RECIPE).exists() or (path / CHECKPOINTS).is_dir():
-            yield from _checks_of_run(path)
-        else:
-            raise UsageError(f"{path}: neither a run folder nor a checkpoint", hint=f"a run has a {RECIPE}")
-        return
-    look = _FILES.get(path.suffix)
-    if look is None:
+        yield from _checks_of_folder(path)
+    elif path.name == MANIFEST or (path.parent / MANIFEST).exists():
+        yield _check(path.parent, _checkpoint)  # a file of a checkpoint is judged by the manifest beside it
+    elif path.suffix == ".json" and path.with_suffix(".npy").exists():
+        yield _check(path.with_suffix(".npy"), _token_file)
+    elif path.name == ENVIRONMENT:
+        yield _check(path, _json)
+    elif path.suffix in _FILES:
+        yield _check(path, _FILES[path.suffix])
+    else:
         raise UsageError(
-            f"{path}: not a kind of file that can be verified", hint="known: " + ", ".join(sorted(_FILES))
+            f"{path}: not a kind of file that can be verified",
+            hint=f"known: {', '.join(sorted(_FILES))}, run folders and checkpoints",
         )
-    yield _check(path, look)
+
+
+def _checks_of_folder(folder: Path) -> Iterator[Check]:
+    if (folder / MANIFEST).exists() or (folder / STATE).exists() or (folder / MODEL).exists():
+        yield _check(folder, _checkpoint)
+    elif (folder / RECIPE).exists() or (folder / CHECKPOINTS).is_dir():
+        yield from _checks_of_run(folder)
+    elif saved := saved_steps(folder):
+        for step in saved:
+            yield _check(step.path, _checkpoint)
+    else:
+        raise UsageError(
+            f"{folder}: neither a run folder nor a checkpoint",
+            hint=f"a run folder has a {RECIPE}, a checkpoint a {MANIFEST}",
+        )
 
 
 def _checks_of_run(folder: Path) -> Iterator[Check]:
     for name, look in ((RECIPE, _recipe), (ENVIRONMENT, _json), (METRICS, _metrics)):
         yield _check(folder / name, look)
+    tokenizer = _check(folder / TOKENIZER, _tokenizer)
     if (folder / TOKENIZER).exists():
-        yield _check(folder / TOKENIZER, _tokenizer)
+        yield tokenizer
+    sha256 = Tokenizer.load(folder / TOKENIZER).sha256 if tokenizer.ok else None
     for tokens in sorted(folder.glob("tokens/*.npy")):
-        yield _check(tokens, _token_file)
+        yield _check(tokens, partial(_token_file, tokenizer_sha256=sha256))
     checkpoints = saved_steps(folder / CHECKPOINTS)
     if not checkpoints:
         yield Check(str(folder / CHECKPOINTS), ok=False, found="no checkpoint")
@@ -102,10 +130,12 @@ def _checks_of_run(folder: Path) -> Iterator[Check]:
 
 
 def _check(path: Path, look: Callable[[Path], str]) -> Check:
+    if not path.exists():
+        return Check(str(path), ok=False, found="missing")
     try:
         return Check(str(path), ok=True, found=look(path))
     except LmkitError as error:
-        return Check(str(path), ok=False, found=error.message.removeprefix(f"{path}: "))
+        return Check(str(path), ok=False, found=re.sub(f"^{re.escape(str(path))}(: |/| )", "", error.message))
     except OSError as error:
         return Check(str(path), ok=False, found=(error.strerror or str(error)).lower())
 
@@ -117,9 +147,10 @@ def _checkpoint(path: Path) -> str:
     return f"step {state.step}, {len(entries)} files, {size:.1f} MB, all checksums right"
 
 
-def _token_file(path: Path) -> str:
-    meta = open_tokens(path).meta
-    return f"{meta.num_tokens:,} tokens below {meta.vocab_size:,}, {meta.num_documents:,} documents"
+def _token_file(path: Path, tokenizer_sha256: str | None = None) -> str:
+    meta = open_tokens(path, tokenizer_sha256=tokenizer_sha256).meta
+    made = "" if tokenizer_sha256 is None else f", made with {TOKENIZER}"
+    return f"{meta.num_tokens:,} tokens below {meta.vocab_size:,}, {meta.num_documents:,} documents{made}"
 
 
 def _tokenizer(path: Path) -> str:
@@ -129,7 +160,7 @@ def _tokenizer(path: Path) -> str:
 
 def _recipe(path: Path) -> str:
     tables = load_recipe(path).model_fields_set
-    return f"valid, tables: {', '.join(sorted(tables))}"
+    return f"valid, tables: {', '.join(sorted(tables)) or 'none'}"
 
 
 def _json(path: Path) -> str:
@@ -141,9 +172,11 @@ def _json(path: Path) -> str:
 
 
 def _metrics(path: Path) -> str:
-    records, lines = read_metrics(path), path.read_bytes().count(b"\n")
-    if len(records) != lines:
-        raise LmkitError(f"{path}: {lines - len(records)} of {lines} lines are no records")
+    records = len(read_metrics(path))
+    with open(path, "rb") as file:
+        lines = sum(1 for _ in file)
+    if records != lines:
+        raise LmkitError(f"{path}: {lines - records} of {lines} lines are no whole records")
     return f"{lines} records"
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from lmkit.cli.app import run_command_line
 
 Lmkit = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -88,3 +91,88 @@ def test_errors_name_options_where_options_were_given(lmkit: Lmkit) -> None:
 
 def test_a_trained_model_keeps_its_tables(lmkit: Lmkit) -> None:
     refused(lmkit("generate", "run", "--set", "model.d_model=64"), 2, "only [generate]")
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Everything that may stand where a file of lmkit's is wanted."""
+    folder = tmp_path_factory.mktemp("zoo")
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        Path("text.txt").write_text("one fish two fish red fish blue fish\n" * 50)
+        assert run_command_line(["tokenizer", "train", "text.txt", "good.json", "--vocab-size", "260"]) == 0
+        refused = run_command_line(["data", "encode", "text.txt", "good.npy", "--tokenizer", "good.json"])
+        assert refused == 2  # its description would replace the tokenizer
+        assert run_command_line(["data", "encode", "text.txt", "whole.npy", "--tokenizer", "good.json"]) == 0
+    finally:
+        os.chdir(before)
+    for suffix in ("", ".npy", ".json", ".toml", ".jsonl"):
+        (folder / f"empty{suffix}").touch()
+        (folder / f"folder{suffix}").mkdir()
+        (folder / f"noise{suffix}").write_bytes(bytes(range(256)) * 9)
+        (folder / f"dangling{suffix}").symlink_to("nothing")
+        (folder / f"circular{suffix}").symlink_to(f"circular{suffix}")
+    for name, description in (
+        ("alone", None),
+        ("list", "[1]"),
+        ("deep", "[" * 50_000),
+        ("strange", '{"a": 1}'),
+        ("words", '"x"'),
+    ):
+        shutil.copy(folder / "whole.npy", folder / f"{name}.npy")
+        if description is not None:
+            (folder / f"{name}.json").write_text(description)
+    return folder
+
+
+# Wording that is Python's and not for people.
+FOREIGN = ("Traceback", "codec", "__init__", "Errno", "NoneType", "argument after", "unexpected keyword")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("data", "inspect"),
+        ("tokenizer", "inspect"),
+        ("tokenizer", "export", "PATH", "gpt2"),
+        ("verify",),
+        ("generate",),
+        ("evaluate",),
+        ("train",),
+        ("recipe", "validate"),
+        ("data", "encode", "text.txt", "out.npy", "--tokenizer"),
+        ("data", "encode", "PATH", "out.npy", "--tokenizer", "good.json"),
+        ("compare", "PATH", "PATH"),
+    ],
+    ids=" ".join,
+)
+def test_every_wrong_kind_of_path_is_one_error_and_one_hint(
+    command: tuple[str, ...], zoo: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(zoo)
+    names = [path.name for path in zoo.iterdir()]
+    before = sorted(zoo.iterdir())
+    seen = set()
+    for name in [*names, "missing", "missing.npy", "missing.json", "", ".", "/dev/null"]:
+        arguments = [name if part == "PATH" else part for part in command]
+        code = run_command_line(arguments if "PATH" in command else [*command, name])
+        out, err = capsys.readouterr()
+        for wording in FOREIGN:
+            assert wording not in out + err, (name, out + err)
+        seen.add(code)
+        if code == 0:
+            for made in ("gpt2", "out.npy", "out.json"):
+                path = zoo / made
+                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+            continue
+        if command[0] in ("verify", "compare") and code == 1 and out:  # a verdict
+            assert err == ""
+            continue
+        lines = err.splitlines()
+        assert [line.split(":")[0] for line in lines[-2:]] == ["error", "hint"], (name, err)
+        assert all(line.startswith("warning: ") for line in lines[:-2]), (name, err)
+        assert code in (1, 2)
+        assert out == "", name
+        assert sorted(zoo.iterdir()) == before, name
+    assert {1, 2} & seen

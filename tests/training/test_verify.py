@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from lmkit.commands import train, verify
 from lmkit.errors import UsageError
 from lmkit.recipe.schema import Recipe
+from lmkit.tokenizer import Tokenizer
 from lmkit.training import resume
 from lmkit.training.optimizer_state import load_optimizer_tensors
 
@@ -59,6 +61,40 @@ def test_everything_that_is_wrong_is_named(run_folder: Path) -> None:
         assert any(part in line for line in found), (part, found)
     assert len(found) == 6
     assert not verify.run(run_folder).ok
+
+
+def test_any_file_of_a_checkpoint_or_of_a_token_file_stands_for_the_whole(
+    run_folder: Path, token_files: tuple[Path, Path]
+) -> None:
+    checkpoint = run_folder / "checkpoints" / "step-00000010"
+    size = (checkpoint / "model.safetensors").stat().st_size
+    (checkpoint / "model.safetensors").write_bytes(b"")
+    for path in checkpoint.iterdir():
+        assert wrong(path) == [f"{checkpoint}: model.safetensors: 0 bytes instead of {size}"], path
+    assert len(wrong(run_folder / "checkpoints")) == 1
+    assert verify.run(token_files[0].with_suffix(".json")).ok
+    assert verify.run(run_folder / "environment.json").ok
+
+
+def test_token_files_of_another_tokenizer_are_named(run_folder: Path, token_files: tuple[Path, Path]) -> None:
+    Tokenizer(vocab={i: bytes([i]) for i in range(256)}, merges=[], special_tokens=()).save(
+        run_folder / "tokenizer.json"
+    )
+    (run_folder / "tokens").mkdir()
+    for path in (token_files[0], token_files[0].with_suffix(".json")):
+        shutil.copy(path, run_folder / "tokens")
+    (found,) = wrong(run_folder)
+    assert "tokens/train.npy: was made with tokenizer aaaa" in found
+
+
+def test_what_is_missing_or_half_written_in_a_run_is_named(run_folder: Path) -> None:
+    (run_folder / "environment.json").unlink()
+    metrics = run_folder / "metrics.jsonl"
+    metrics.write_bytes(metrics.read_bytes()[:-20])
+    assert [line.partition(": ")[2] for line in wrong(run_folder)] == [
+        "missing",
+        f"1 of {len(metrics.read_bytes().splitlines())} lines are no whole records",
+    ]
 
 
 def test_what_lmkit_does_not_make_is_wrong_use(tmp_path: Path) -> None:
