@@ -20,7 +20,7 @@ from torch import Tensor
 from lmkit.attention.accuracy import run_attention
 from lmkit.benches.attention_cases import DATA, DTYPES, AttentionOptions, Case, build_cases, make_inputs
 from lmkit.benches.attention_clock import time_fields, time_functions
-from lmkit.benches.attention_gate import FULL_CHECK_LENGTH, Gate
+from lmkit.benches.attention_gate import FULL_CHECK_LENGTH, Gate, Inputs
 from lmkit.benches.attention_report import COLUMNS, report_files
 from lmkit.benches.attention_variants import (
     COMPILED,
@@ -42,6 +42,7 @@ from lmkit.measure.environment import describe_environment
 from lmkit.measure.limits import Limits, measure_limits
 from lmkit.measure.memory import GB, available_memory, track_peak
 from lmkit.measure.results import BenchResult
+from lmkit.measure.timing import Timing
 
 Progress = Callable[[str, int, int], None]
 Rows = list[dict[str, Any]]
@@ -162,13 +163,14 @@ class _Sweep:
                 gate = gate or Gate(inputs)
                 function = build_variant(name, options.dtype)
                 fields = self._check_and_weigh(name, function, gate, case, backward)
-            except torch.OutOfMemoryError as error:
-                mark(name, {"status": "out of memory", "detail": str(error).split(". ")[0]})
             except (UsageError, ValueError, NotImplementedError) as error:
                 mark(name, {"status": "unsupported", "detail": str(error)})
-            except torch.AcceleratorError:
-                raise  # the device is lost for this process: nothing after it could be trusted
             except RuntimeError as error:
+                if is_out_of_memory(error):
+                    mark(name, {"status": "out of memory", "detail": str(error).split(". ")[0]})
+                    continue
+                if isinstance(error, torch.AcceleratorError):
+                    raise  # the device is lost for this process: nothing after it could be trusted
                 refused = any(words in str(error) for words in SDPA_REFUSALS)
                 status = "unsupported" if refused else "failed"
                 mark(name, {"status": status, "detail": str(error).splitlines()[0]})
@@ -178,14 +180,36 @@ class _Sweep:
                     runnable[name] = function
         gate = None  # its tensors are not part of what is measured
         _release_memory(options.device)
-        for direction in directions if runnable else ():
-            timings = time_functions(runnable, inputs, options, direction)
+        for direction in directions:
+            timings = self._time_what_fits(runnable, inputs, direction, rows)
             for name in timings:
                 flops = case.flops(options, direction)
                 rows[direction, name] |= time_fields(name, timings, flops, options, self._limits)
                 # The fastest: what a busy moment does to a sample says nothing about the next length.
                 self._calls[name, case.head_dim, direction] = (flops, min(timings[name].samples_ms))
         return list(rows.values())
+
+    def _time_what_fits(
+        self,
+        functions: dict[str, Callable[..., Tensor]],
+        inputs: Inputs,
+        direction: str,
+        rows: dict[tuple[str, str], dict[str, Any]],
+    ) -> dict[str, Timing]:
+        """Timings in turns. What fits alone may not fit beside the others: then the largest gives way."""
+        left = dict(functions)
+        while left:
+            try:
+                return time_functions(left, inputs, self._options, direction)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                largest = max(left, key=lambda name: rows[direction, name]["peak_gb"])
+                del left[largest]
+                message = f"in turns with {len(left)} others: {str(error).split('. ')[0]}"
+                rows[direction, largest] |= {"status": "out of memory", "detail": message}
+            _release_memory(self._options.device)
+        return {}
 
     def _check_and_weigh(
         self, name: str, function: Callable[..., Tensor], gate: Gate, case: Case, backward: bool
@@ -295,7 +319,9 @@ class _Sweep:
                 with track_peak(options.device) as peak:
                     run_attention(function, inputs.q, inputs.k, inputs.v, None, causal=inputs.causal)
                 fits, peak_gb = length, peak.extra_bytes / GB
-            except torch.OutOfMemoryError:
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
                 too_long = length
             _release_memory(options.device)
         return {
@@ -308,6 +334,13 @@ class _Sweep:
             "detail": f"{too_long} tokens do not",
             "peak_gb": peak_gb or None,
         }
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Also where not the allocator ran out but the driver, which needs some for every kernel that it loads."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, torch.AcceleratorError) and "out of memory" in str(error)
+    )
 
 
 def _shared_fields(options: AttentionOptions) -> dict[str, Any]:

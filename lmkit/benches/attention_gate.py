@@ -67,7 +67,7 @@ def cut_to_tf32(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Where a precision rounds: the operands of every matrix product, and the scores (and their gradient)."""
+    """Where a precision rounds: operands of matrix products; scores, probabilities and the latters' gradient."""
 
     operands: Callable[[Tensor], Tensor] = _as_it_is
     scores: Callable[[Tensor], Tensor] = _as_it_is
@@ -80,7 +80,7 @@ much; cutting always errs towards zero, so that no average removes it.)"""
 
 
 def scores_kept_in(dtype: torch.dtype) -> Arithmetic:
-    """The arithmetic of a kernel that writes the scores to memory in `dtype`."""
+    """The arithmetic of a kernel that writes scores and probabilities to memory in `dtype`."""
 
     def rounded(x: Tensor) -> Tensor:
         return x.to(dtype).double()
@@ -113,7 +113,7 @@ def exact_at(inputs: Inputs, rows: Tensor, arithmetic: Arithmetic = EXACT) -> tu
             scores = score(q @ k.T * scale)  # (block, num_keys)
             if inputs.causal:
                 scores.masked_fill_(key_index[None, :] > rows[part, None], -torch.inf)
-            p = scores.softmax(dim=-1)
+            p = score(scores.softmax(dim=-1))
             out[0, head, part] = operand(p) @ v
             if inputs.dout is None:
                 continue

@@ -124,8 +124,9 @@ class CudaEventClock:
         self._torch = torch
         self._device = device
         # How long the stream is held; grows to what the slowest variant's dispatch needs, and is then the same
-        # for all variants, so that none of them meets a cooler chip.
-        self._hold_ms = 0.1
+        # for all variants, so that none of them meets a cooler chip. A millisecond is enough for most single calls:
+        # a sample that finds it too short is taken again, which costs more where calls are slow.
+        self._hold_ms = 1.0
         cycles = 2_000_000
         with torch.cuda.device(device):
             torch.cuda._sleep(cycles)

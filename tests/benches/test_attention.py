@@ -1,6 +1,7 @@
 import csv
 import io
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from lmkit.benches.attention_gate import EXACT, TF32, Gate, Inputs, cut_to_tf32,
 from lmkit.benches.journal import Journal
 from lmkit.errors import UsageError
 from lmkit.measure.limits import Limits
+from lmkit.measure.memory import PeakMemory
 
 SMALL = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "iters": 6, "warmup": 1, "max_seconds": 1.0}
 
@@ -255,10 +257,11 @@ def test_labels_and_budgets_of_precisions():
 
 
 @pytest.mark.parametrize("name", ["vectorized", "reference"])
-def test_kernels_that_keep_bfloat16_scores_pass_and_no_others_get_their_budget(name):
+@pytest.mark.parametrize("length", [300, 2048])
+def test_kernels_that_keep_bfloat16_scores_pass_and_no_others_get_their_budget(name, length):
     """Scores of 30 and more are off by 0.1 in bfloat16: far more than PyTorch's kernel is."""
-    options = AttentionOptions(dtype="bf16", data="logits x 8", **{**SMALL, "head_dim": 64})
-    gate = Gate(make_inputs(Case("tiers", "", 300, 300, 64), options, backward=True))
+    options = AttentionOptions(dtype="bf16", data="logits x 8", **{**SMALL, "head_dim": 64, "heads": 2})
+    gate = Gate(make_inputs(Case("tiers", "", length, length, 64), options, backward=True))
     function = variants.build_variant(name, "bf16")
     assert judge(gate, function, variants.arithmetic_of(name, "bf16")) == []
     assert judge(gate, function, EXACT)
@@ -289,6 +292,33 @@ def test_what_does_not_fit_or_fails_is_a_row_and_the_others_complete():
         assert rows["sdpa", tier]["speedup"] > 0
     report = result.files["attention_sweep_report.md"]
     assert "out_of_memory runs out of memory at 16 tokens" in report
+
+
+@pytest.mark.usefixtures("_limits_at_hand")
+def test_a_kernel_that_fits_alone_but_not_in_turns_is_a_row_and_the_others_are_timed(monkeypatch):
+    real_time = bench.time_functions
+
+    def crowded(functions, inputs, options, direction):
+        if direction == "backward" and "reference" in functions:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 51 GiB. GPU 0 has less")
+        return real_time(functions, inputs, options, direction)
+
+    monkeypatch.setattr(bench, "time_functions", crowded)
+    monkeypatch.setattr(bench, "track_peak", lambda device: nullcontext(PeakMemory(0, next(peaks))))
+    peaks = iter([1, 1, 1, 9])  # bytes: sdpa and reference forward, then with backward
+    options = AttentionOptions(tiers=("32",), kernels=("sdpa", "reference"), backward=True, **SMALL)
+    rows = rows_by(run_bench(options), "kernel", "direction")
+    assert rows["reference", "fwd+bwd"]["status"] == "ok"
+    assert rows["reference", "backward"]["status"] == "out of memory"
+    assert rows["reference", "backward"]["detail"] == "in turns with 1 others: CUDA out of memory"
+    assert rows["sdpa", "backward"]["median_ms"] > 0
+
+
+def test_a_driver_without_memory_counts_as_out_of_memory_and_a_lost_device_does_not():
+    assert bench.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB"))
+    assert bench.is_out_of_memory(torch.AcceleratorError("CUDA error: out of memory"))
+    assert not bench.is_out_of_memory(torch.AcceleratorError("CUDA error: an illegal memory access"))
+    assert not bench.is_out_of_memory(RuntimeError("out of memory"))  # somebody's words, not the device's
 
 
 @pytest.mark.usefixtures("_limits_at_hand")
@@ -392,10 +422,11 @@ def test_exact_at_equals_autograd_in_float64(causal, chosen, monkeypatch):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)  # both are float64
 
 
+@pytest.mark.parametrize("length", [40, 2048])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_the_gate_lets_every_honest_kernel_pass(dtype):
-    options = AttentionOptions(dtype=dtype, projection_layout=True, **SMALL)
-    inputs = make_inputs(Case("tiers", "", 40, 40, 16), options, backward=True)
+def test_the_gate_lets_every_honest_kernel_pass(dtype, length):
+    options = AttentionOptions(dtype=dtype, projection_layout=True, **{**SMALL, "heads": 2, "head_dim": 64})
+    inputs = make_inputs(Case("tiers", "", length, length, 64), options, backward=True)
     assert not inputs.q.is_contiguous()
     gate = Gate(inputs)
     for name in ("reference", "vectorized", "flash_torch", "sdpa"):

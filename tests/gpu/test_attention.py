@@ -11,7 +11,11 @@ from lmkit.attention.reference import reference
 from lmkit.errors import UsageError
 from lmkit.kernels.tuning import TilingChoices
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # torch's own compiler imports what torch itself calls deprecated
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+]
 
 # No length but the last is a multiple of 16 or 1, for which kernels are compiled anew: compiling is what takes time.
 LENGTHS = [(127, 127), (129, 129), (1000, 300), (300, 1000)]

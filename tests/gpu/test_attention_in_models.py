@@ -8,7 +8,11 @@ from lmkit.model.transformer import TransformerLM
 from lmkit.optim.adamw import AdamW
 from lmkit.recipe.model import ModelConfig
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # torch's own compiler imports what torch itself calls deprecated
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+]
 STEPS = 50
 VOCABULARY = 256
 
@@ -50,9 +54,9 @@ def loss_curve(attention, dtype):
     return torch.stack(losses)
 
 
-# float32: sums in different orders, 1e-7 each, which 50 steps of AdamW magnify (measured on a CPU: 5e-7 nats).
-# bfloat16: 4e-3 each, of which the mean over 2000 tokens leaves less than a hundredth of a nat.
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.02}
+# float32: sums in different orders, 1e-7 each, which 50 steps of AdamW magnify a little (measured on an H200: 5e-7
+# nats). bfloat16: roundings of 4e-3, of which the mean over 2000 tokens leaves little (measured: 8e-4 nats).
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
