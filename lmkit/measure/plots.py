@@ -84,12 +84,15 @@ def grouped_bars(
     errors: Mapping[str, Sequence[tuple[float, float] | None]] | None = None,
     log_y: bool = False,
     missing: str = "OOM",
+    reasons: Mapping[str, Sequence[str]] | None = None,
     spec: str = ".3g",
 ) -> bytes:
-    """For every group one bar per series, its value above it; None draws `missing` instead of a bar.
+    """For every group one bar per series, its value above it; None draws a word instead of a bar.
 
     Args:
         series: name -> one value per group.
+        missing: the word.
+        reasons: name -> one word per group, in place of `missing`.
         errors: name -> one (below, above) per group, lengths of the whiskers in the unit of the value.
     """
     bars = len(groups) * len(series)
@@ -116,9 +119,10 @@ def grouped_bars(
             linewidth=0,
         )
         whiskers = (errors or {}).get(name, [None] * len(values))
-        for x, value, whisker in zip(left, values, whiskers, strict=True):
+        words = (reasons or {}).get(name, [missing] * len(values))
+        for x, value, whisker, word in zip(left, values, whiskers, words, strict=True):
             if value is None:
-                _label_bar(axes, x, floor, missing, color)
+                _label_bar(axes, x, floor, word, color)
                 continue
             top = value
             if whisker is not None:
@@ -170,10 +174,11 @@ def heat_map(
 
     Args:
         values: values[row][column].
-        center: the value of the neutral colour (1.0 for ratios: red below, blue above); None for a plain scale.
+        center: the neutral value of positive ratios, 1.0: red below, blue above, as far for a half as for a double;
+            None for a plain scale.
     """
     import numpy as np
-    from matplotlib.colors import TwoSlopeNorm
+    from matplotlib.colors import LogNorm
 
     width = max(6.0, 2.8 + 0.8 * len(columns))
     figure, axes = _new_figure(title, x_label, y_label, width=width, height=max(3.0, 1.9 + 0.48 * len(rows)))
@@ -183,8 +188,8 @@ def heat_map(
     if center is None or not present:
         image = axes.imshow(grid, aspect="auto", cmap="viridis")
     else:
-        reach = max(1e-9, *(abs(value - center) for value in present))
-        norm = TwoSlopeNorm(center, center - reach, center + reach)
+        reach = max(1.01, *(max(value / center, center / value) for value in present))
+        norm = LogNorm(center / reach, center * reach)
         image = axes.imshow(grid, aspect="auto", cmap="RdBu", norm=norm)
     axes.set_facecolor("#D0D0D0")
     for row_index, row in enumerate(values):
@@ -197,7 +202,14 @@ def heat_map(
     axes.set_xticks(range(len(columns)), columns)
     axes.set_yticks(range(len(rows)), rows)
     if present:
-        figure.colorbar(image, ax=axes, label=value_label)
+        bar = figure.colorbar(image, ax=axes, label=value_label)
+        if center is not None:
+            lowest, highest = min(center, *present), max(center * 1.01, *present)
+            bar.ax.set_ylim(lowest, highest)
+            doublings = [center * 2.0**power for power in range(-10, 20)]
+            ticks = [tick for tick in doublings if lowest <= tick <= highest]  # not powers of ten
+            bar.set_ticks(ticks, labels=[format(tick, "g") for tick in ticks])
+            bar.minorticks_off()
     return _png(figure)
 
 

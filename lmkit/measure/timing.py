@@ -116,7 +116,7 @@ class CudaEventClock:
     name = "cuda events"
     # Every sample of every variant waits this long at most. What takes longer to dispatch than this is bound by the
     # host, and its gaps are part of what a user gets.
-    _LONGEST_HOLD_MS = 5.0
+    _LONGEST_HOLD_MS = 10.0
 
     def __init__(self, device: torch.device) -> None:
         import torch

@@ -22,8 +22,14 @@ PLOTS = {
         **LABELS,
     ),
     "log bars": lambda: plots.grouped_bars(["a", "b"], {"x": [1.0, None]}, log_y=True, **LABELS),
+    "reasons": lambda: plots.grouped_bars(
+        ["a", "b"], {"x": [1.0, None]}, reasons={"x": ["ok", "too slow"]}, **LABELS
+    ),
     "no bars": lambda: plots.grouped_bars(["a"], {"x": [None]}, log_y=True, **LABELS),
     "heat": lambda: plots.heat_map(["1", "2"], ["a"], [[0.5, None]], value_label="x", center=1.0, **LABELS),
+    "large ratios": lambda: plots.heat_map(
+        ["1", "2"], ["a"], [[0.5, 46.0]], value_label="x", center=1.0, **LABELS
+    ),
     "plain heat": lambda: plots.heat_map(["1", "2"], ["a"], [[0.5, 3.0]], value_label="x", **LABELS),
     "empty heat": lambda: plots.heat_map(["1"], ["a"], [[None]], value_label="x", center=1.0, **LABELS),
     "areas": lambda: plots.stacked_areas([0, 1, 2], {"p": [1, 1, 1], "q": [0, 2, 1]}, **LABELS),
