@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import re
 
+LONGEST = 2000
+"""Characters of a message: a damaged file may hold a name of a megabyte."""
+
 
 class LmkitError(Exception):
     """Something failed while running (exit code 1).
@@ -51,7 +54,8 @@ def out_of_memory(error: BaseException) -> LmkitError | None:
 
 
 def _printable(text: str) -> str:
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+    shown = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text[:LONGEST])
+    return shown if len(text) <= LONGEST else shown + "..."
 
 
 def _rebuild(kind: type[LmkitError], message: str, hint: str) -> LmkitError:

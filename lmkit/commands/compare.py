@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmkit.errors import UsageError
-from lmkit.measure.comparison import COLUMNS, compare_rows
+from lmkit.errors import LmkitError, UsageError
+from lmkit.measure.comparison import COLUMNS, SAMPLES, compare_rows
 from lmkit.measure.tables import terminal_table
 from lmkit.reports.results import read_rows
 
@@ -55,6 +55,13 @@ def run(before: Path, after: Path, *, threshold: float) -> Compared:
     return Compared(comparison.rows, compared, comparison.worse)
 
 
+def _are_times(samples: Any) -> bool:
+    return samples is None or (
+        isinstance(samples, list)
+        and all(isinstance(sample, int | float) and 0 < sample < math.inf for sample in samples)
+    )
+
+
 def _rows(path: Path) -> list[dict[str, Any]]:
     file = path
     if path.is_dir():
@@ -66,4 +73,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     rows = read_rows(file)
     if not rows:
         raise UsageError(f"{file}: holds no results", hint="results of a bench are JSON lines")
+    for number, row in enumerate(rows, start=1):
+        if not _are_times(row.get(SAMPLES, [])):
+            raise LmkitError(f"{file}: {SAMPLES} of row {number} are no times", hint="measure again")
     return rows

@@ -39,6 +39,17 @@ def file_signature(paths: Sequence[Path]) -> list[tuple[str, int, int]]:
     return signature
 
 
+def _is_entry(entry: Any) -> bool:
+    """Whether it is what `begin` or `finish` writes."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("key"), str):
+        return False
+    outputs = entry.get("outputs", {} if entry.get("done") is False else None)
+    return isinstance(outputs, dict) and all(
+        isinstance(paths, list) and all(isinstance(path, str) and "\0" not in path for path in paths)
+        for paths in outputs.values()
+    )
+
+
 class StageRecord:
     """What is known of the stages of one run; every change is on disk before the call returns."""
 
@@ -47,10 +58,12 @@ class StageRecord:
         self._entries: dict[str, dict[str, Any]] = {}
         if path.exists():
             try:
-                self._entries = json.loads(path.read_text("utf-8"))
-            except ValueError:
-                # Written atomically, so a broken record was damaged from outside: all stages are then out of date.
-                self._entries = {}
+                content = json.loads(path.read_text("utf-8"))
+            except (ValueError, RecursionError):
+                content = None
+            # Written atomically, so what is broken was damaged from outside: that stage is then out of date.
+            entries = content.items() if isinstance(content, dict) else ()
+            self._entries = {stage: entry for stage, entry in entries if _is_entry(entry)}
 
     def finished(self, stage: str, key: str) -> bool:
         """True where the stage needs no work: same key, completed, and everything it made still there."""

@@ -33,7 +33,7 @@ from lmkit.training.console import duration
 from lmkit.training.decisions import decided_by_first
 from lmkit.training.evaluation import Evaluation
 from lmkit.training.loop import Loop, Moment
-from lmkit.training.metrics import read_metrics
+from lmkit.training.metrics import Record, read_metrics
 from lmkit.training.numerics import numerics
 from lmkit.training.resume import check_agreement, choose_start, is_finished, restore, world_change
 from lmkit.training.run_folder import METRICS, check_writable, describe_run, draw_losses, tidy
@@ -221,7 +221,7 @@ def _finished_before(recipe: Recipe, checkpoint: Checkpoint, data: Data) -> Trai
     _, train = resolved_tables(recipe)
     state = checkpoint.state
     records = read_metrics(recipe.run.path / METRICS)
-    final = next((r for r in reversed(records) if r["kind"] == "final" and r["step"] == state.step), None)
+    final = next((r for r in reversed(records) if _is_final(r, state.step)), None)
     if final is None and data.valid is not None and state.step >= train.steps:
         return None
     last = next((r for r in reversed(records) if r["kind"] == "train"), {})
@@ -237,6 +237,14 @@ def _finished_before(recipe: Recipe, checkpoint: Checkpoint, data: Data) -> Trai
         evaluation=None
         if final is None
         else Evaluation(**{key: final[key] for key in Evaluation.__dataclass_fields__}),
+    )
+
+
+def _is_final(record: Record, step: int) -> bool:
+    return (
+        record["kind"] == "final"
+        and record["step"] == step
+        and Evaluation.__dataclass_fields__.keys() <= record.keys()
     )
 
 

@@ -217,7 +217,7 @@ def _json_documents(path: Path, table: CorpusConfig) -> Iterator[tuple[int, byte
                 continue
             try:
                 record = json.loads(text)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise LmkitError(
                     f"{path}, line {number}: not JSON ({error})", hint="every line must hold one JSON object"
                 ) from None

@@ -40,7 +40,7 @@ class RemoteFile:
     name: str
     remote: str
     max_bytes: int
-    """More than this is not unpacked: a small archive must not fill the disk."""
+    """More than this is neither fetched nor unpacked: a small archive must not fill the disk."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def download(
                 url = f"{(base_url or dataset.base_url).rstrip('/')}/{file.remote}"
                 fetched = path.with_name(file.remote) if file.remote.endswith(".gz") else path
                 if fetched == path or not _is_complete(fetched):
-                    _fetch(url, fetched, progress or _silent, retry_wait_s)
+                    _fetch(url, fetched, file.max_bytes, progress or _silent, retry_wait_s)
                 if fetched != path:
                     _unpack(fetched, path, file.max_bytes, progress or _silent)
             paths.append(path)
@@ -111,7 +111,7 @@ def _is_complete(path: Path) -> bool:
     recorded = _digest_path(path)
     if not (path.exists() and recorded.exists()):
         return False
-    if sha256_file(path) != recorded.read_text("utf-8").split()[0]:
+    if not recorded.read_bytes().startswith(sha256_file(path).encode() + b" "):
         raise LmkitError(
             f"{path}: the content does not have the digest in {recorded.name}",
             hint="delete both files to fetch the dataset again",
@@ -119,9 +119,9 @@ def _is_complete(path: Path) -> bool:
     return True
 
 
-def _fetch(url: str, path: Path, progress: Progress, retry_wait_s: float) -> None:
+def _fetch(url: str, path: Path, max_bytes: int, progress: Progress, retry_wait_s: float) -> None:
     """Bring one file to `path`, whole and checked, with its recorded digest."""
-    transfer = _Transfer(url, path, progress)
+    transfer = _Transfer(url, path, max_bytes, progress)
     failure = ""
     for attempt in range(_ATTEMPTS):
         if attempt:
@@ -149,12 +149,16 @@ class _ShortBodyError(Exception):
     """The connection ended before the announced length."""
 
 
+_VERSION_KINDS = {"validator": str, "size": int, "sha256": str}
+
+
 class _Transfer:
     """One file on its way: `<name>.partial` and, beside it, which version of the file on the server it is from."""
 
-    def __init__(self, url: str, path: Path, progress: Progress) -> None:
+    def __init__(self, url: str, path: Path, max_bytes: int, progress: Progress) -> None:
         self.url = url
         self.path = path
+        self.max_bytes = max_bytes
         self.progress = progress
         self.partial = path.with_name(path.name + ".partial")
         self.version_path = path.with_name(path.name + ".partial.version.json")
@@ -181,7 +185,7 @@ class _Transfer:
                 if first != start:
                     raise _ShortBodyError("the server sent another part than it was asked for")
             else:
-                start, total = 0, int(response.headers.get("Content-Length") or 0)
+                start, total = 0, _content_length(response.headers)
                 self._note_version(response.headers, total, getattr(request, "linked_digest", ""))
             self._append(response, start, total)
 
@@ -209,8 +213,14 @@ class _Transfer:
         with open(self.partial, "r+b" if start else "wb") as file:
             file.seek(start)
             while block := response.read(_BLOCK):
-                file.write(block)
                 done += len(block)
+                if done > self.max_bytes:
+                    self.discard()
+                    raise LmkitError(
+                        f"{self.url}: more than {self.max_bytes} bytes",
+                        hint="this is not the expected file; what was fetched is removed",
+                    )
+                file.write(block)
                 self.progress(f"download {self.path.name}", done, total)
             file.flush()
             os.fsync(file.fileno())
@@ -218,7 +228,18 @@ class _Transfer:
             raise _ShortBodyError(f"the connection ended after {done} of {total} bytes")
 
     def _version(self) -> dict[str, Any]:
-        return json.loads(self.version_path.read_text("utf-8")) if self.version_path.exists() else {}
+        """What `_note_version` wrote; {}, so that the transfer begins again, where that is missing or damaged."""
+        try:
+            version = json.loads(self.version_path.read_text("utf-8"))
+        except (FileNotFoundError, ValueError, RecursionError):
+            return {}
+        whole = (
+            isinstance(version, dict)
+            and {key: type(value) for key, value in version.items()} == _VERSION_KINDS
+            and version["validator"].isascii()
+            and version["validator"].isprintable()
+        )
+        return version if whole else {}
 
     def _note_version(self, headers: Message, total: int, linked_digest: str) -> None:
         etag = headers.get("ETag", "")
@@ -249,8 +270,16 @@ def _sha256_in(etag: str) -> str:
     return match[1] if match else ""
 
 
+def _content_length(headers: Message) -> int:
+    """What the server announces; 0 where it does not say."""
+    text = headers.get("Content-Length") or "0"
+    if not re.fullmatch(r"\d{1,18}", text):
+        raise _ShortBodyError("the server sent a length that is no number")
+    return int(text)
+
+
 def _content_range(headers: Mapping[str, str] | Message) -> tuple[int, int]:
-    match = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", headers.get("Content-Range") or "")
+    match = re.fullmatch(r"bytes (\d{1,18})-\d{1,18}/(\d{1,18}|\*)", headers.get("Content-Range") or "")
     if match is None:
         raise _ShortBodyError("the server sent a part without saying which")
     return int(match[1]), 0 if match[2] == "*" else int(match[2])

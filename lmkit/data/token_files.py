@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,10 @@ from lmkit.storage import atomic_path, write_atomic
 FORMAT = 1
 _AGAIN = "make it again with: lmkit data encode"
 _MAX_SIDECAR_BYTES = 1 << 16
+_MAGIC = b"\x93NUMPY\x01\x00"
+_HEADER = re.compile(
+    rb"\{'descr': '([<>|]\w{1,8})', 'fortran_order': False, 'shape': \((\d{1,19}),\), \} *\n"
+)
 _CHECK_TOKENS = 1 << 24  # looked at in one go when ids are checked
 
 
@@ -205,6 +210,8 @@ def _read_meta(path: Path) -> TokenMeta:
     meta = TokenMeta(**content)
     if not 0 < meta.vocab_size <= 1 << 32:
         raise LmkitError(f"{sidecar}: vocab_size is {meta.vocab_size}", hint=_AGAIN)
+    if meta.num_documents < 0 or meta.num_bytes < 0:
+        raise LmkitError(f"{sidecar}: num_documents or num_bytes is negative", hint=_AGAIN)
     return meta
 
 
@@ -225,30 +232,35 @@ def _read_object(sidecar: Path, *, describes: str) -> dict[str, Any]:
 
 
 def _map(path: Path, meta: TokenMeta) -> np.ndarray:
-    try:
-        with open(path, "rb") as file:
-            version = npy.read_magic(file)
-            read_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-            shape, _, dtype = read_header(file)
-            offset = file.tell()
-            size = os.fstat(file.fileno()).st_size
-    except ValueError as error:
-        raise LmkitError(f"{path}: not a whole .npy file ({error})", hint=_AGAIN) from error
-    if dtype != token_dtype(meta.vocab_size) or len(shape) != 1:
-        # An array of objects would be unpickled: code from a stranger. It is never read.
+    expected = token_dtype(meta.vocab_size)
+    dtype, length, offset, size = _read_header(path)
+    if dtype != expected.str:
+        raise LmkitError(f"{path}: holds {dtype}, not {expected.str}", hint=_AGAIN)
+    if length != meta.num_tokens or size != offset + length * expected.itemsize:
+        held = (size - offset) // expected.itemsize
         raise LmkitError(
-            f"{path}: holds {dtype} of shape {shape}, not a row of {token_dtype(meta.vocab_size)}",
+            f"{path}: {held} tokens in the file, {length} in its header, {meta.num_tokens} in its description",
             hint=_AGAIN,
         )
-    if shape != (meta.num_tokens,) or size != offset + meta.num_tokens * dtype.itemsize:
-        held = (size - offset) // dtype.itemsize
-        raise LmkitError(
-            f"{path}: {held} tokens in the file, {shape[0]} in its header, {meta.num_tokens} in its description",
-            hint=_AGAIN,
-        )
-    if meta.num_tokens == 0:
+    if length == 0:
         raise LmkitError(f"{path}: no tokens in it", hint="encode a text that is not empty")
-    return np.memmap(path, dtype, "r", offset, shape)
+    return np.memmap(path, expected, "r", offset, (length,))
+
+
+def _read_header(path: Path) -> tuple[str, int, int, int]:
+    """Return dtype, number of tokens, where they begin, and the size of the file.
+
+    numpy's own reader evaluates the header as Python, with other errors for every kind of damage, and could be asked
+    to unpickle an array of objects. Only the one form is read here in which numpy writes a flat array of numbers.
+    """
+    with open(path, "rb") as file:
+        start = file.read(len(_MAGIC) + 2)
+        header = file.read(int.from_bytes(start[-2:], "little"))
+        offset, size = file.tell(), os.fstat(file.fileno()).st_size
+    match = _HEADER.fullmatch(header) if start.startswith(_MAGIC) else None
+    if match is None:
+        raise LmkitError(f"{path}: not a .npy file with one row of whole numbers", hint=_AGAIN)
+    return match[1].decode(), int(match[2]), offset, size
 
 
 def _check_ids(path: Path, tokens: np.ndarray, vocab_size: int) -> None:

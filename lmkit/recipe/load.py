@@ -80,8 +80,12 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path}: {error.strerror}", hint="check the path and its permissions") from None
     try:
         return tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        detail = str(error) or "nested too deeply"
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # not only TOMLDecodeError: a number may have too many digits
+        known = isinstance(error, tomllib.TOMLDecodeError)
+        detail = str(error) if known else "nested too deeply, or a number is too long"
         raise UsageError(f"{path}: {detail}", hint='strings need quotes: name = "story"') from None
 
 
@@ -144,7 +148,7 @@ def _toml_value(text: str) -> Any:
     """Read the right side of `--set`: TOML, or a bare word as a string."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
 
 
@@ -167,6 +171,8 @@ def validate(raw: dict[str, Any], *, origin: str) -> Recipe:
             mistakes.extend(_describe(name, detail) for detail in error.errors(include_url=False))
         except UsageError as error:
             mistakes.append(f"{name}: {error.message}")
+        except RecursionError:
+            mistakes.append(f"{name}: nested too deeply")
     # A table that the recipe leaves out counts with its defaults, but not one that has mistakes.
     candidates = {
         name: tables.get(name, Recipe.model_fields[name].default)

@@ -7,6 +7,7 @@ then no shorter piece of one is a whole JSON document, and a cut file is always 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 _DAMAGED = "the file is damaged or cut: make it again, or copy it again"
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+_MOST_IDS = 1 << 24  # an embedding needs a row for each, used or not
 _MERGES_HEADER = "#version: 0.2"
 
 
@@ -31,6 +33,7 @@ def to_json(tokenizer: Tokenizer) -> str:
     Raises:
         UsageError: a special token reads like an ordinary one in the byte alphabet of the format.
     """
+    spelled = {token: to_characters(token) for token in tokenizer.vocab.values()}
     content = {
         "version": "1.0",
         "truncation": None,
@@ -60,8 +63,8 @@ def to_json(tokenizer: Tokenizer) -> str:
             "fuse_unk": False,
             "byte_fallback": False,
             "ignore_merges": False,
-            "vocab": _vocabulary(tokenizer),
-            "merges": [[to_characters(left), to_characters(right)] for left, right in tokenizer.merges],
+            "vocab": _vocabulary(tokenizer, spelled),
+            "merges": [[spelled[left], spelled[right]] for left, right in tokenizer.merges],
         },
     }
     return json.dumps(content, ensure_ascii=False)
@@ -78,14 +81,18 @@ def load_json(path: Path) -> dict[str, Any]:
         model = content["model"]
         _check_kind(content, model, path)
         merges = [_pair(merge) for merge in model["merges"]]
-        added = {token["id"]: token["content"] for token in content["added_tokens"]}
-        vocab = {i: to_bytes(token) for token, i in model["vocab"].items() if added.get(i) != token}
-        vocab |= {i: text.encode() for i, text in added.items()}
+        added = [(token["content"], token["id"]) for token in content["added_tokens"]]
+        ordinary = [item for item in model["vocab"].items() if item not in added]
+        vocab = _by_id(
+            [*((to_bytes(token), i) for token, i in ordinary), *((t.encode(), i) for t, i in added)]
+        )
+    except _WrongId as error:
+        raise LmkitError(f"{path}: {error}", hint=_DAMAGED) from error
     except KeyError as error:
         raise LmkitError(f"{path}: not a whole tokenizer.json: no key {error}", hint=_DAMAGED) from error
     except (TypeError, AttributeError, ValueError) as error:
         raise LmkitError(f"{path}: not a tokenizer.json: a value of another kind", hint=_DAMAGED) from error
-    return {"vocab": vocab, "merges": merges, "special_tokens": tuple(added.values())}
+    return {"vocab": vocab, "merges": merges, "special_tokens": tuple(text for text, _ in added)}
 
 
 def _check_kind(content: dict[str, Any], model: dict[str, Any], path: Path) -> None:
@@ -120,8 +127,9 @@ def _pair(merge: str | list[str]) -> tuple[bytes, bytes]:
 
 
 def save_gpt2(tokenizer: Tokenizer, folder: Path) -> None:
-    lines = [f"{to_characters(left)} {to_characters(right)}" for left, right in tokenizer.merges]
-    write_atomic(folder / "vocab.json", json.dumps(_vocabulary(tokenizer), ensure_ascii=False))
+    spelled = {token: to_characters(token) for token in tokenizer.vocab.values()}
+    lines = [f"{spelled[left]} {spelled[right]}" for left, right in tokenizer.merges]
+    write_atomic(folder / "vocab.json", json.dumps(_vocabulary(tokenizer, spelled), ensure_ascii=False))
     write_atomic(folder / "merges.txt", "\n".join([_MERGES_HEADER, *lines]) + "\n")
 
 
@@ -136,24 +144,42 @@ def load_gpt2(vocab_json: Path, merges_txt: Path) -> dict[str, Any]:
     made = {to_characters(left + right) for left, right in merges} | {
         to_characters(bytes([b])) for b in range(256)
     }
-    vocab, special_tokens = {}, []
-    for token, token_id in content.items():
-        if not isinstance(token_id, int):
-            raise LmkitError(f"{vocab_json}: the id of {token!r} is not a number", hint=_DAMAGED)
-        if token in made:
-            vocab[token_id] = to_bytes(token)
-        else:
-            vocab[token_id] = token.encode()
-            special_tokens.append(token)
-    return {"vocab": vocab, "merges": merges, "special_tokens": tuple(special_tokens)}
+    try:
+        vocab = _by_id(
+            (to_bytes(token) if token in made else token.encode(), i) for token, i in content.items()
+        )
+    except ValueError as error:
+        raise LmkitError(f"{vocab_json}: {error}", hint=_DAMAGED) from error
+    special_tokens = tuple(token for token in content if token not in made)
+    return {"vocab": vocab, "merges": merges, "special_tokens": special_tokens}
 
 
 # ---- both
 
 
-def _vocabulary(tokenizer: Tokenizer) -> dict[str, int]:
+class _WrongId(ValueError):
+    """A token without an id of its own."""
+
+
+def _by_id(tokens: Iterable[tuple[bytes, Any]]) -> dict[int, bytes]:
+    """Return id -> token.
+
+    Raises:
+        _WrongId: an id is none, or is there twice.
+    """
+    vocab: dict[int, bytes] = {}
+    for token, token_id in tokens:
+        if type(token_id) is not int or not 0 <= token_id < _MOST_IDS:
+            raise _WrongId(f"{token!r} has {token_id!r} instead of an id below {_MOST_IDS}")
+        if token_id in vocab:
+            raise _WrongId(f"{token!r} and {vocab[token_id]!r} have the same id, {token_id}")
+        vocab[token_id] = token
+    return vocab
+
+
+def _vocabulary(tokenizer: Tokenizer, spelled: dict[bytes, str]) -> dict[str, int]:
     special = {token_id: text for text, token_id in tokenizer.special_ids.items()}
-    tokens = {special.get(i) or to_characters(token): i for i, token in tokenizer.vocab.items()}
+    tokens = {special.get(i) or spelled[token]: i for i, token in tokenizer.vocab.items()}
     if len(tokens) < len(tokenizer.vocab):
         raise UsageError(
             "a special token reads like an ordinary token in tokenizer.json",
@@ -167,8 +193,10 @@ def _parse(path: Path) -> dict[str, Any]:
         content = json.loads(_read(path))
     except json.JSONDecodeError as error:
         raise LmkitError(f"{path}: not JSON (byte {error.pos} or so)", hint=_DAMAGED) from error
-    except RecursionError as error:
-        raise LmkitError(f"{path}: nested too deeply for a tokenizer", hint=_DAMAGED) from error
+    except (RecursionError, ValueError) as error:  # a ValueError: a number of thousands of digits
+        raise LmkitError(
+            f"{path}: nested too deeply for a tokenizer, or a number too long", hint=_DAMAGED
+        ) from error
     if not isinstance(content, dict):
         raise LmkitError(f"{path}: not a JSON object", hint=_DAMAGED)
     return content

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lmkit.errors import LmkitError, UsageError
+from lmkit.model.accounting import count_parameters
 from lmkit.recipe.model import ModelConfig
 from lmkit.training.checkpoint_folder import (
     MANIFEST,
@@ -175,12 +176,26 @@ def plain_model(checkpoint: Checkpoint, *, device: torch.device | str) -> Transf
     from lmkit.model.transformer import TransformerLM
 
     config = checkpoint.state.model
+    tensors = checkpoint.model_tensors()
+    _check_size(config, tensors, origin=checkpoint.path)
     if config.attention == "flash_triton" and torch.device(device).type == "cpu":
         log.warning("trained with attention flash_triton, which needs a GPU: using sdpa on this CPU")
         config = config.model_copy(update={"attention": "sdpa"})
     model = TransformerLM(config, device=device)
-    load_weights(model, checkpoint.model_tensors(), origin=checkpoint.path / MODEL)
+    load_weights(model, tensors, origin=checkpoint.path / MODEL)
     return model.eval()
+
+
+def _check_size(config: ModelConfig, tensors: Mapping[str, torch.Tensor], *, origin: Path) -> None:
+    """Refuse before memory is taken for a model that the weights cannot fill."""
+    if config.vocab_size is None:
+        raise LmkitError(f"{origin / STATE}: model.vocab_size is missing", hint="use another checkpoint")
+    wanted, saved = count_parameters(config).total, sum(tensor.numel() for tensor in tensors.values())
+    if wanted != saved:
+        raise LmkitError(
+            f"{origin / MODEL}: holds {saved} parameters, the model in {STATE} has {wanted}",
+            hint="copy the whole checkpoint folder again, or use another one",
+        )
 
 
 def run_tokenizer(checkpoint: Path) -> Path | None:

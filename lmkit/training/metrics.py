@@ -111,13 +111,24 @@ def read_metrics(path: Path) -> list[Record]:
                 record = json.loads(line)
             except (ValueError, RecursionError):
                 continue
-            if (
-                isinstance(record, dict)
-                and isinstance(record.get("kind"), str)
-                and type(record.get("step")) is int
-            ):
+            if _is_record(record):
                 records.append(record)
     return records
+
+
+_LOSSES = ("train", "valid", "final")
+
+
+def _is_record(record: Any) -> bool:
+    """Whether it is one that `record` could have written: a kind, a step, and plain values."""
+    return (
+        isinstance(record, dict)
+        and isinstance(record.get("kind"), str)
+        and type(record.get("step")) is int
+        and 0 <= record["step"] < 1 << 63
+        and not any(isinstance(value, dict | list) for value in record.values())
+        and (record["kind"] not in _LOSSES or isinstance(record.get("loss"), float | None))
+    )
 
 
 def peak_memory_bytes(device: torch.device) -> int:

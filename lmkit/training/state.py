@@ -95,10 +95,20 @@ def capture_rng(device: torch.device) -> RngState:
 
 
 def restore_rng(state: RngState, device: torch.device) -> None:
-    """Put this rank's generators back."""
-    torch.set_rng_state(_decode(state.cpu))
-    if device.type == "cuda" and state.cuda is not None:
-        torch.cuda.set_rng_state(_decode(state.cuda), device)
+    """Put this rank's generators back.
+
+    Raises:
+        LmkitError: what was saved is no state of this generator.
+    """
+    try:
+        torch.set_rng_state(_decode(state.cpu))
+        if device.type == "cuda" and state.cuda is not None:
+            torch.cuda.set_rng_state(_decode(state.cuda), device)
+    except (ValueError, RuntimeError) as error:
+        raise LmkitError(
+            "the checkpoint's random generators cannot be restored",
+            hint="it was saved by another version of PyTorch, or changed; use another checkpoint",
+        ) from error
 
 
 def _encode(state: torch.Tensor) -> str:

@@ -99,7 +99,7 @@ class _Trap:
 def test_fault_36_an_array_of_objects_is_refused_and_its_pickle_not_run(path: Path, tmp_path: Path) -> None:
     sentinel = tmp_path / "sentinel"
     np.save(path, np.array([_Trap(sentinel)] * 3000, object), allow_pickle=True)
-    with pytest.raises(LmkitError, match="holds object"):
+    with pytest.raises(LmkitError, match=r"holds \|O, not <u2"):
         open_tokens(path)
     assert not sentinel.exists()
     pickle.loads(pickle.dumps(_Trap(sentinel)))  # the trap itself works
