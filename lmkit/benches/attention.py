@@ -73,7 +73,7 @@ def run_bench(
     precisions = dict.fromkeys(precision_of(name, options.dtype) for name in (*kernels, *grid_kernels))
     limits = measure_limits(options.device, precisions)
     environment = describe_environment() | {"limits": limits.as_dict()}
-    sweep = _Sweep(options, limits)
+    sweep = Sweep(options, limits)
     rows: Rows = []
     for done, case in enumerate(cases):
         if progress is not None:
@@ -109,7 +109,7 @@ def _check(options: AttentionOptions, kernels: Sequence[str]) -> None:
         )
 
 
-class _Sweep:
+class Sweep:
     """What the cases of one run share: options, limits, which kernels were checked in full, how long calls took."""
 
     def __init__(self, options: AttentionOptions, limits: Limits) -> None:
@@ -118,23 +118,25 @@ class _Sweep:
         self._checked: dict[tuple[str, int, bool], list[str]] = {}  # (kernel, head_dim, backward) -> faults
         self._calls: dict[tuple[str, int, str], tuple[float, float]] = {}  # last (FLOPs, ms) measured
 
-    def measure(self, case: Case, kernels: Sequence[str]) -> Rows:
-        """All rows of one shape: forward, and with `backward` forward+backward and backward alone.
+    def measure(
+        self, case: Case, kernels: Sequence[str], gradients: Sequence[str] = ("fwd+bwd", "backward")
+    ) -> Rows:
+        """All rows of one shape: forward, and with the option `backward` those of `gradients`.
 
         The grid is forward only: its picture shows nothing else.
         """
         # Every shape is compiled anew: torch.compile would fall back to eager after 8 recompilations, silently.
         torch.compiler.reset()
         with _matmul_precision(self._options.dtype):
-            rows = self._measure_direction(case, kernels, backward=False)
+            rows = self._measure_directions(case, kernels, ("forward",))
             if self._options.backward and case.part != "grid":
-                rows += self._measure_direction(case, kernels, backward=True)
+                rows += self._measure_directions(case, kernels, gradients)
         _release_memory(self._options.device)
         return rows
 
-    def _measure_direction(self, case: Case, kernels: Sequence[str], *, backward: bool) -> Rows:
+    def _measure_directions(self, case: Case, kernels: Sequence[str], directions: Sequence[str]) -> Rows:
         options = self._options
-        directions = ("fwd+bwd", "backward") if backward else ("forward",)
+        backward = "forward" not in directions
         rows = {
             (direction, name): {
                 **asdict(case),

@@ -357,14 +357,14 @@ def test_a_long_case_alone_has_its_kernels_checked_at_a_short_length_first(monke
 
 @pytest.mark.usefixtures("_limits_at_hand", "_kernels_of_this_file")
 def test_rows_are_in_the_journal_when_the_run_dies(tmp_path, monkeypatch):
-    real_measure = bench._Sweep.measure
+    real_measure = bench.Sweep.measure
 
     def dies_at_40(self, case, kernels):
         if case.tier == "40":
             raise KeyboardInterrupt
         return real_measure(self, case, kernels)
 
-    monkeypatch.setattr(bench._Sweep, "measure", dies_at_40)
+    monkeypatch.setattr(bench.Sweep, "measure", dies_at_40)
     journal = Journal(tmp_path / "rows.jsonl.partial")
     with pytest.raises(KeyboardInterrupt):
         run_bench(AttentionOptions(tiers=("32", "40"), kernels=("sdpa",), **SMALL), journal=journal)
@@ -379,7 +379,7 @@ def test_the_longest_length_that_fits_is_found_between_two_tiers(monkeypatch):
         return q
 
     monkeypatch.setattr(bench, "build_variant", lambda name, dtype: picky)
-    sweep = bench._Sweep(AttentionOptions(**{**SMALL, "head_dim": 2}), None)
+    sweep = bench.Sweep(AttentionOptions(**{**SMALL, "head_dim": 2}), None)
     found = sweep._longest_between("vectorized", 4096, 8192)
     assert (found["num_keys"], found["status"]) == (4096, "longest that fits")
     assert found["detail"] == "5120 tokens do not"
