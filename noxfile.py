@@ -58,5 +58,22 @@ def quickstart(session: nox.Session) -> None:
 
 @nox.session
 def soak(session: nox.Session) -> None:
-    """Minutes of training on two ranks while processes are killed at random."""
-    _python(session, "pytest", "-m", "slow", "tests/end_to_end/test_soak.py", "-s", *session.posargs)
+    """Minutes of training on two ranks while processes are killed at random; keeps a record."""
+    record = "artifacts/cpu/soak/record.json"
+    _python(
+        session,
+        "pytest",
+        "-m",
+        "slow",
+        "tests/end_to_end/test_soak.py",
+        "-s",
+        *session.posargs,
+        LMKIT_SOAK_RECORD=record,
+    )
+
+
+@nox.session
+def fuzz(session: nox.Session) -> None:
+    """10,000 damaged files of every format that lmkit reads; keeps the figures."""
+    settings = {"LMKIT_FUZZ_CASES": "10000", "LMKIT_FUZZ_RECORD": "artifacts/cpu/fuzz/summary.jsonl"}
+    _python(session, "pytest", "tests/fuzz/test_fuzz.py", "-s", *session.posargs, **settings)

@@ -127,7 +127,7 @@ def _is_record(record: Any) -> bool:
         and type(record.get("step")) is int
         and 0 <= record["step"] < 1 << 63
         and not any(isinstance(value, dict | list) for value in record.values())
-        and (record["kind"] not in _LOSSES or isinstance(record.get("loss"), float | None))
+        and (record["kind"] not in _LOSSES or isinstance(record.get("loss", "missing"), float | None))
     )
 
 
