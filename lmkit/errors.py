@@ -48,8 +48,8 @@ def out_of_memory(error: BaseException) -> LmkitError | None:
         return None
     detail = next((part for part in re.split(r"\. |: |\n", text) if "allocate" in part), "").strip()
     return LmkitError(
-        f"out of memory{': ' + detail if detail else ''}",
-        hint="make the batch, the context or the model smaller",
+        f"out of memory{': ' + detail.strip() if detail else ''}",
+        hint="give it more memory, or less to do at once: a smaller batch, context or model, fewer workers",
     )
 
 

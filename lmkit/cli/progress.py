@@ -1,4 +1,4 @@
-"""Progress on stderr: a bar on a terminal, a line now and then elsewhere."""
+"""Progress on stderr: a bar on a terminal that may show one, a line now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
+
+from lmkit.measure.terminal import wants_plain_text
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -20,11 +22,11 @@ class Progress(Protocol):
 @contextmanager
 def progress_on_stderr() -> Iterator[Progress]:
     """Yield a `Progress` that draws on stderr while the block runs."""
-    if sys.stderr.isatty():
-        with _bar() as report:
-            yield report
-    else:
+    if wants_plain_text(sys.stderr):
         yield _lines()
+        return
+    with _bar() as report:
+        yield report
 
 
 @contextmanager

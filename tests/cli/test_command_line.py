@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -152,6 +153,32 @@ def test_fault_14_no_escape_codes_without_a_terminal(lmkit: Lmkit) -> None:
     for arguments in (("--help",), ("recipe", "show", "quickstart"), ("trian",), ("train", "nowhere")):
         result = lmkit(*arguments)
         assert "\x1b" not in result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    ("setting", "colourful"), [({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False), ({}, True)]
+)
+def test_fault_14_a_terminal_shows_no_escape_codes_where_they_are_not_wanted(
+    setting: dict[str, str], colourful: bool, tmp_path: Path
+) -> None:
+    ours, theirs = pty.openpty()
+    environment = {key: value for key, value in os.environ.items() if key != "NO_COLOR"}
+    command = [sys.executable, "-m", "lmkit", "data", "synth", "stories.txt", "--size-mb", "0.2"]
+    environment |= {"TERM": "xterm", **setting}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        shown = b"".join(iter(lambda: _read(ours), b""))
+    os.close(ours)
+    assert process.returncode == 0
+    assert b"wrote stories.txt" in shown
+    assert (b"\x1b" in shown) == colourful
+
+
+def _read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 1 << 16)
+    except OSError:  # Linux's way to say that nobody writes any more
+        return b""
 
 
 def test_fault_15_json_is_one_object(lmkit: Lmkit) -> None:
