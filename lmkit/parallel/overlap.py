@@ -16,7 +16,7 @@ from lmkit.parallel.late_step import LateStep
 from lmkit.parallel.packing import ReducingBucket, gradients_of, pack_gradients
 from lmkit.parallel.process_group import Ranks
 from lmkit.parallel.ready_queue import ReadyQueue
-from lmkit.parallel.replicated import ReplicatedSync
+from lmkit.parallel.replicated import ReplicatedSync, norm_of_gradients
 from lmkit.parallel.strategies import MakeOptimizer, SyncOptions
 
 LATE_BYTES = 32 * 2**20
@@ -149,10 +149,13 @@ class OverlapSync(ReplicatedSync):
             LateStep(optimizer, self._late_parameters, self._wait_for_flying)
         return optimizer
 
-    @torch.no_grad()
-    def clip_gradients(self, max_norm: float) -> torch.Tensor:
+    def _gradient_norm(self) -> torch.Tensor:
+        late = set(self._late_parameters())
+        norm = norm_of_gradients(p for p in self.parameters if p not in late)  # while the late ones travel
+        if not late:
+            return norm
         self._wait_for_flying()
-        return super().clip_gradients(max_norm)
+        return torch.linalg.vector_norm(torch.stack((norm, norm_of_gradients(late))))
 
     def _settle_order(self, mine: list[int]) -> None:
         """Take rank 0's order for all ranks; what got no gradient there goes last."""

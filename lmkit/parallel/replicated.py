@@ -54,11 +54,13 @@ class ReplicatedSync(Accumulates):
 
     @torch.no_grad()
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
-        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
+        norm = self._gradient_norm()
         if math.isfinite(max_norm):
             nn.utils.clip_grads_with_norm_(self.parameters, max_norm, norm)
         return norm
+
+    def _gradient_norm(self) -> torch.Tensor:
+        return norm_of_gradients(self.parameters)
 
     def wait_for_weights(self) -> None:
         """Every rank steps all weights itself."""
@@ -85,3 +87,8 @@ class ReplicatedSync(Accumulates):
             Those that no rank had a gradient for.
         """
         raise NotImplementedError
+
+
+def norm_of_gradients(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+    """The joint Euclidean norm of the gradients that are there."""
+    return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])

@@ -107,9 +107,13 @@ class Zero1(Accumulates):
 
     @torch.no_grad()
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
-        self._wait_for_gradients()
-        shards = [bucket.master.grad for bucket in self._buckets if bucket.master.grad is not None]
-        square = nn.utils.get_total_norm(shards).square()
+        norms, shards = [], []
+        for bucket in self._buckets:
+            bucket.wait_reduced()  # the last ones travel while the norms of the first are made
+            if bucket.master.grad is not None:
+                shards.append(bucket.master.grad)
+                norms.append(torch.linalg.vector_norm(bucket.master.grad))
+        square = torch.linalg.vector_norm(torch.stack(norms)).square()
         if self.ranks.world_size > 1:
             self.traffic.count_all_reduce(square.nbytes, self.ranks.world_size)
             dist.all_reduce(square)
