@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 PARTIAL_SUFFIX = ".partial"
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
@@ -25,8 +27,10 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
         fsync_file(partial)
         os.replace(partial, final)
         fsync_folder(final.parent)
-    except BaseException:
+    except BaseException as error:
         partial.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None and error.errno in _NO_ROOM:
+            error.filename = str(final)  # the kernel does not say which file did not fit
         raise
 
 
