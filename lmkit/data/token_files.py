@@ -200,7 +200,7 @@ def _read_meta(path: Path) -> TokenMeta:
             f"{sidecar}: format {content['format']!r}, but this lmkit reads {FORMAT}", hint="upgrade lmkit"
         )
     kinds = {field.name: field.type for field in dataclasses.fields(TokenMeta)}
-    wrong = [f"{name} is missing" for name in kinds if name not in content and name != "format"]
+    wrong = [f"{name} is missing" for name in kinds if name not in content]
     wrong += [f"unknown key {name!r}" for name in content if name not in kinds]
     wrong += [
         f"{name} is {value!r}" for name, value in content.items() if type(value).__name__ != kinds.get(name)

@@ -153,7 +153,8 @@ def assert_inside(written: Any, loaded: Any, where: str) -> None:
         for one, other in zip(written, loaded, strict=True):
             assert_inside(one, other, where)
     else:
-        same = loaded == written and isinstance(loaded, bool) == isinstance(written, bool)
+        expected = float(written) if isinstance(loaded, float) else written
+        same = loaded == expected and isinstance(loaded, bool) == isinstance(written, bool)
         assert same or (isinstance(written, str) and loaded == str(Path(written))), f"{where}: {loaded!r}"
 
 

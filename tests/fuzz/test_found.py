@@ -176,3 +176,16 @@ def test_an_archive_writes_to_its_own_name_whatever_name_it_holds(tmp_path: Path
     (folder / "a.gz.sha256").write_text(f"{hashlib.sha256(named).hexdigest()}  a.gz\n")
     assert download(ZIPPED, folder, retry_wait_s=0)[0].read_bytes() == b"text"
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
+
+
+def test_a_description_of_tokens_must_name_its_format(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.npy"
+    with TokenFileWriter(path, vocab_size=100, tokenizer_sha256="a") as writer:
+        writer.append(np.array([1, 2, 3]))
+        writer.finish(num_documents=1, num_bytes=3, source_sha256="b")
+    sidecar = path.with_suffix(".json")
+    content = json.loads(sidecar.read_text())
+    for key in content:
+        sidecar.write_text(json.dumps({other: value for other, value in content.items() if other != key}))
+        with pytest.raises(LmkitError, match=f"{key} is missing"):
+            open_tokens(path)

@@ -22,8 +22,8 @@ from lmkit.training.tensor_files import FileEntry
 
 RUNS_CODE = {
     "pickle.load", "pickle.loads", "pickle.Unpickler", "torch.load", "torch.jit.load", "torch.hub.load",
-    "joblib.load", "marshal.load", "marshal.loads", "shelve.open", "dill.load", "yaml.load", "eval", "exec", "runpy.run_path",
-    "np.load", "np.fromfile",
+    "joblib.load", "marshal.load", "marshal.loads", "shelve.open", "dill.load", "yaml.load", "eval", "exec",
+    "runpy.run_path", "np.load", "np.fromfile",
 }  # fmt: skip
 UNPACKS = {"extractall", "extract", "unpack_archive"}
 KNOWN = {
