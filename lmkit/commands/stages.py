@@ -50,6 +50,13 @@ def _is_entry(entry: Any) -> bool:
     )
 
 
+def _exists(path: str) -> bool:
+    try:
+        return Path(path).exists()
+    except OSError:  # a name that is too long, say
+        return False
+
+
 class StageRecord:
     """What is known of the stages of one run; every change is on disk before the call returns."""
 
@@ -71,7 +78,7 @@ class StageRecord:
         return (
             entry.get("key") == key
             and entry.get("done") is True
-            and all(Path(path).exists() for paths in entry["outputs"].values() for path in paths)
+            and all(_exists(path) for paths in entry["outputs"].values() for path in paths)
         )
 
     def outputs(self, stage: str) -> dict[str, list[Path]]:

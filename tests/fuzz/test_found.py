@@ -117,6 +117,12 @@ def test_a_broken_record_of_stages_means_that_nothing_is_done(content: str, tmp_
     assert not record.finished("corpus", "k")
 
 
+def test_a_stage_whose_output_has_an_impossible_name_is_not_finished(tmp_path: Path) -> None:
+    entry = {"key": "k", "done": True, "outputs": {"train": ["A" * 100_000]}}
+    (tmp_path / "stages.json").write_text(json.dumps({"corpus": entry}))
+    assert not StageRecord(tmp_path / "stages.json").finished("corpus", "k")
+
+
 def test_metrics_that_could_not_be_written_or_drawn_again_are_passed_over(tmp_path: Path) -> None:
     good = {"kind": "train", "step": 1, "loss": 2.0}
     bad = [
