@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import json
 import random
+import tarfile
 
 import pytest
 
@@ -207,6 +209,42 @@ def test_a_bad_archive_leaves_no_text(fetch, site, tmp_path, archive, message):
         fetch(ZIPPED)
     assert "toy_train.txt" not in names(tmp_path / "data")
     assert not any(name.endswith(".partial") for name in names(tmp_path / "data"))
+
+
+def test_fault_41_nothing_in_an_archive_decides_where_it_is_unpacked(fetch, site, tmp_path):
+    """gzip members carry a name, a tar archive paths and links: all of it is content, and lands in the one text."""
+    outside = tmp_path / "outside.txt"
+    outside.write_text("precious")
+    named = io.BytesIO()
+    with gzip.GzipFile("../outside.txt", "wb", fileobj=named) as file:
+        file.write(VALID)
+    site.files["valid.txt.gz"] = named.getvalue()
+    tarred = io.BytesIO()
+    with tarfile.open(fileobj=tarred, mode="w") as archive:
+        for name in ("../outside.txt", str(outside)):
+            member = tarfile.TarInfo(name)
+            member.size = 4
+            archive.addfile(member, io.BytesIO(b"evil"))
+        link = tarfile.TarInfo("toy_valid.txt")
+        link.type, link.linkname = tarfile.SYMTYPE, "../outside.txt"
+        archive.addfile(link)
+    site.files["train.txt.gz"] = gzip.compress(tarred.getvalue())
+    train, valid = fetch(ZIPPED)
+    assert outside.read_text() == "precious"
+    assert (train.read_bytes(), valid.read_bytes()) == (tarred.getvalue(), VALID)
+    assert not any(path.is_symlink() for path in (tmp_path / "data").iterdir())
+    assert {path.name for path in tmp_path.iterdir()} == {"data", "outside.txt"}
+
+
+def test_fault_41_a_link_in_the_way_is_replaced_and_not_followed(fetch, tmp_path):
+    outside = tmp_path / "outside.txt"
+    outside.write_text("precious")
+    (tmp_path / "data").mkdir()
+    for name in ("toy_train.txt", "toy_train.txt.partial", "toy_valid.txt.sha256"):
+        (tmp_path / "data" / name).symlink_to(outside)
+    train, _ = fetch()
+    assert train.read_bytes() == TRAIN
+    assert outside.read_text() == "precious"
 
 
 def test_a_killed_transfer_leaves_what_the_next_call_needs(fetch, site, monkeypatch):

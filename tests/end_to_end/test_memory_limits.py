@@ -1,0 +1,92 @@
+"""Little memory under the real commands (`ulimit -v`): bounded where it has to be, one line where it cannot be."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Limited = Callable[..., "subprocess.CompletedProcess[str]"]
+LINE_BYTES = 200_000_000
+# Address space of Python, numpy with its BLAS threads, and two workers; a copy of the line would not fit beside it.
+ROOM_KB = 270_000
+
+
+@pytest.fixture
+def limited(tmp_path: Path) -> Limited:
+    """Runs lmkit with that many kilobytes of address space."""
+
+    def run(kilobytes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+        script = f'ulimit -v {kilobytes}; exec {sys.executable} -m lmkit "$@"'
+        return subprocess.run(
+            ["sh", "-c", script, "lmkit", *arguments],
+            cwd=tmp_path,
+            # Threads and the arenas of malloc take address space by the number of CPUs.
+            env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return run
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path, limited: Limited) -> str:
+    (tmp_path / "small.txt").write_text("one fish two fish red fish blue fish " * 50)
+    done = limited(1_000_000, "tokenizer", "train", "small.txt", "t.json", "--vocab-size", "270")
+    assert done.returncode == 0, done.stderr
+    return "t.json"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux enforces a limit on address space")
+def test_fault_23_one_line_of_200_mb_in_bounded_memory(
+    limited: Limited, tokenizer: str, tmp_path: Path
+) -> None:
+    line = b"one fish two fish, red fish blue fish; it's a fish of 12 colours " * 1000
+    with open(tmp_path / "line.txt", "wb") as file:
+        for _ in range(-(-LINE_BYTES // len(line))):
+            file.write(line)
+    workers = ("--workers", "2")
+    encoded = limited(ROOM_KB, "data", "encode", "line.txt", "x.npy", "--tokenizer", tokenizer, *workers)
+    assert encoded.returncode == 0, encoded.stderr
+    trained = limited(ROOM_KB, "tokenizer", "train", "line.txt", "y.json", "--vocab-size", "280", *workers)
+    assert trained.returncode == 0, trained.stderr
+    # The limit is real: as much as the line itself more, and it would be reached.
+    taken = subprocess.run(
+        [
+            "sh",
+            "-c",
+            f"ulimit -v {ROOM_KB}; OMP_NUM_THREADS=1 exec {sys.executable} -c 'import numpy; bytearray({LINE_BYTES})'",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "MemoryError" in taken.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux enforces a limit on address space")
+def test_fault_29_a_worker_that_runs_out_of_memory_ends_the_command_in_one_line(
+    limited: Limited, tokenizer: str, tmp_path: Path
+) -> None:
+    """One word of 20 MB cannot be cut into chunks: it takes more than there is."""
+    letters = random.Random(29).choices(b"abcdefgh", k=20_000_000)
+    (tmp_path / "word.txt").write_bytes(bytes(letters))
+    before = sorted(tmp_path.iterdir())
+    for command in (
+        ("data", "encode", "word.txt", "x.npy", "--tokenizer", tokenizer),
+        ("tokenizer", "train", "word.txt", "y.json", "--vocab-size", "280"),
+    ):
+        done = limited(ROOM_KB, *command, "--workers", "2")
+        assert done.returncode == 1, done.stderr
+        error, hint = done.stderr.splitlines()[-2:]
+        assert error.startswith("error: out of memory")
+        assert hint.startswith("hint: ")
+        assert "Traceback" not in done.stderr
+        assert sorted(tmp_path.iterdir()) == before
