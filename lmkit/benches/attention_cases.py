@@ -36,6 +36,8 @@ class AttentionOptions:
     """What `lmkit bench attention` measures.
 
     Attributes:
+        suite: "sweep": what the other options say; "acceptance": the cases and targets of `attention_acceptance`, of
+            which only device, warmup, iters, max_seconds and seed can be chosen.
         tiers: names of `TIERS`, lengths ("4096") or rectangles queries:keys ("128:64").
         kernels: registry names, "sdpa:cudnn|flash|efficient", "flash_triton:portable|hopper|deterministic", each
             with an optional "+compile"; "flash_triton:tf32" multiplies fp32 inputs in tf32; empty: what is usual
@@ -53,6 +55,7 @@ class AttentionOptions:
     """
 
     device: str = "cpu"
+    suite: str = "sweep"
     dtype: str = "fp32"
     batch: int = 4
     heads: int = 12

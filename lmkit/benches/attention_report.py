@@ -74,7 +74,7 @@ def _bars(rows: Rows, options: dict[str, Any], direction: str) -> bytes:
     values, whiskers, reasons = {}, {}, {}
     for kernel in kernels:
         places = [by_place[kernel, tier] for tier in tiers]
-        reasons[kernel] = [_SHORT_STATUS.get(place["status"], place["status"]) for place in places]
+        reasons[kernel] = [_SHORT_STATUS.get(place["status"], str(place["status"])) for place in places]
         values[kernel] = [place.get("median_ms") for place in places]
         whiskers[kernel] = [
             (place["median_ms"] - place["p10_ms"], place["p90_ms"] - place["median_ms"])

@@ -16,6 +16,8 @@ Sizes = Literal["tiny", "small", "medium", "large", "xl", "2.7b"]
 
 
 class BenchAttentionConfig(Table):
+    suite: Literal["sweep", "acceptance"] = "sweep"
+    """`acceptance`: fixed cases with their targets; of the rest only warmup, iters and max_seconds count."""
     dtype: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
     batch: PositiveInt = 4
     heads: PositiveInt = 12

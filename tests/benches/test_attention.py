@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from lmkit.attention import ATTENTION
 from lmkit.attention.vectorized import vectorized
 from lmkit.benches import attention as bench
+from lmkit.benches import attention_sweep as sweeping
 from lmkit.benches import attention_variants as variants
 from lmkit.benches.attention import run_bench
 from lmkit.benches.attention_cases import AttentionOptions, Case, build_cases, make_inputs, parse_tier
@@ -296,15 +297,15 @@ def test_what_does_not_fit_or_fails_is_a_row_and_the_others_complete():
 
 @pytest.mark.usefixtures("_limits_at_hand")
 def test_a_kernel_that_fits_alone_but_not_in_turns_is_a_row_and_the_others_are_timed(monkeypatch):
-    real_time = bench.time_functions
+    real_time = sweeping.time_functions
 
     def crowded(functions, inputs, options, direction):
         if direction == "backward" and "reference" in functions:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 51 GiB. GPU 0 has less")
         return real_time(functions, inputs, options, direction)
 
-    monkeypatch.setattr(bench, "time_functions", crowded)
-    monkeypatch.setattr(bench, "track_peak", lambda device: nullcontext(PeakMemory(0, next(peaks))))
+    monkeypatch.setattr(sweeping, "time_functions", crowded)
+    monkeypatch.setattr(sweeping, "track_peak", lambda device: nullcontext(PeakMemory(0, next(peaks))))
     peaks = iter([1, 1, 1, 9])  # bytes: sdpa and reference forward, then with backward
     options = AttentionOptions(tiers=("32",), kernels=("sdpa", "reference"), backward=True, **SMALL)
     rows = rows_by(run_bench(options), "kernel", "direction")
@@ -315,15 +316,15 @@ def test_a_kernel_that_fits_alone_but_not_in_turns_is_a_row_and_the_others_are_t
 
 
 def test_a_driver_without_memory_counts_as_out_of_memory_and_a_lost_device_does_not():
-    assert bench.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB"))
-    assert bench.is_out_of_memory(torch.AcceleratorError("CUDA error: out of memory"))
-    assert not bench.is_out_of_memory(torch.AcceleratorError("CUDA error: an illegal memory access"))
-    assert not bench.is_out_of_memory(RuntimeError("out of memory"))  # somebody's words, not the device's
+    assert sweeping.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB"))
+    assert sweeping.is_out_of_memory(torch.AcceleratorError("CUDA error: out of memory"))
+    assert not sweeping.is_out_of_memory(torch.AcceleratorError("CUDA error: an illegal memory access"))
+    assert not sweeping.is_out_of_memory(RuntimeError("out of memory"))  # somebody's words, not the device's
 
 
 @pytest.mark.usefixtures("_limits_at_hand")
 def test_host_memory_is_asked_for_before_the_kernel_kills_the_process(monkeypatch):
-    monkeypatch.setattr(bench, "available_memory", lambda: 10_000)
+    monkeypatch.setattr(sweeping, "available_memory", lambda: 10_000)
     result = run_bench(AttentionOptions(tiers=("64",), kernels=("vectorized", "sdpa"), **SMALL))
     rows = rows_by(result, "kernel")
     assert rows["vectorized",]["status"] == "out of memory"
@@ -346,8 +347,10 @@ def test_a_kernel_whose_next_length_would_take_too_long_is_skipped():
 @pytest.mark.usefixtures("_limits_at_hand", "_kernels_of_this_file")
 def test_a_long_case_alone_has_its_kernels_checked_at_a_short_length_first(monkeypatch):
     checked = []
-    real_gate = bench.Gate
-    monkeypatch.setattr(bench, "Gate", lambda inputs: checked.append(inputs.q.shape[2]) or real_gate(inputs))
+    real_gate = sweeping.Gate
+    monkeypatch.setattr(
+        sweeping, "Gate", lambda inputs: checked.append(inputs.q.shape[2]) or real_gate(inputs)
+    )
     options = AttentionOptions(tiers=("1100", "1101"), kernels=("sdpa", "mask_too_wide"), **SMALL)
     rows = rows_by(run_bench(options), "tier", "kernel")
     assert checked == [1100, 1024, 1024, 1101]  # each kernel once
@@ -357,14 +360,14 @@ def test_a_long_case_alone_has_its_kernels_checked_at_a_short_length_first(monke
 
 @pytest.mark.usefixtures("_limits_at_hand", "_kernels_of_this_file")
 def test_rows_are_in_the_journal_when_the_run_dies(tmp_path, monkeypatch):
-    real_measure = bench.Sweep.measure
+    real_measure = sweeping.Sweep.measure
 
     def dies_at_40(self, case, kernels):
         if case.tier == "40":
             raise KeyboardInterrupt
         return real_measure(self, case, kernels)
 
-    monkeypatch.setattr(bench.Sweep, "measure", dies_at_40)
+    monkeypatch.setattr(sweeping.Sweep, "measure", dies_at_40)
     journal = Journal(tmp_path / "rows.jsonl.partial")
     with pytest.raises(KeyboardInterrupt):
         run_bench(AttentionOptions(tiers=("32", "40"), kernels=("sdpa",), **SMALL), journal=journal)
@@ -378,8 +381,8 @@ def test_the_longest_length_that_fits_is_found_between_two_tiers(monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate much. More")
         return q
 
-    monkeypatch.setattr(bench, "build_variant", lambda name, dtype: picky)
-    sweep = bench.Sweep(AttentionOptions(**{**SMALL, "head_dim": 2}), None)
+    monkeypatch.setattr(sweeping, "build_variant", lambda name, dtype: picky)
+    sweep = sweeping.Sweep(AttentionOptions(**{**SMALL, "head_dim": 2}), None)
     found = sweep._longest_between("vectorized", 4096, 8192)
     assert (found["num_keys"], found["status"]) == (4096, "longest that fits")
     assert found["detail"] == "5120 tokens do not"

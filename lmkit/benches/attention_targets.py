@@ -1,0 +1,308 @@
+"""What the attention kernels are to reach on a Hopper GPU, and tables of where the acceptance suite's rows stand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lmkit.measure.plots import grouped_bars
+from lmkit.measure.tables import Column, markdown_table
+
+Row = dict[str, Any]
+Rows = Sequence[Row]
+
+OURS, DETERMINISTIC, CUDNN, FLASH = (
+    "flash_triton",
+    "flash_triton:deterministic",
+    "sdpa:cudnn",
+    "sdpa:flash",
+)
+GRADIENTS = ("error_dq", "error_dk", "error_dv")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A bar and a goal.
+
+    Attributes:
+        measured: the figure that the rows support, always the worst of the cases it covers; None: no row.
+        at_most: smaller is better.
+    """
+
+    name: str
+    must: float
+    aim: float | None
+    measured: Callable[[Rows], float | None]
+    unit: str = "x"
+    at_most: bool = False
+
+    def verdict(self, figure: float | None) -> str:
+        """ "aim", "met", "missed" or "not measured"."""
+        if figure is None:
+            return "not measured"
+        sign = -1.0 if self.at_most else 1.0
+        if self.aim is not None and sign * figure >= sign * self.aim:
+            return "aim"
+        return "met" if sign * figure >= sign * self.must else "missed"
+
+
+def _chosen(rows: Rows, **fields: Any) -> list[Row]:
+    """Rows with these values, of what was timed."""
+    return [
+        row
+        for row in rows
+        if row.get("median_ms") and all(row.get(key) == value for key, value in fields.items())
+    ]
+
+
+def _core(
+    direction: str, *, head_dims: Sequence[int] = (64, 128), masks: Sequence[bool] = (False, True),
+    shortest: int = 1024, longest: int = 16384, kernel: str = OURS,
+) -> Callable[[Rows], float | None]:  # fmt: skip
+    """The smallest ratio to the best PyTorch backend in the core cases."""
+
+    def measured(rows: Rows) -> float | None:
+        ratios = [
+            row["versus_sdpa"]
+            for row in _chosen(rows, direction=direction, kernel=kernel)
+            if row["set"].startswith("core")
+            and row["head_dim"] in head_dims
+            and row["causal"] in masks
+            and shortest <= row["num_keys"] <= longest
+        ]
+        return min(ratios, default=None)
+
+    return measured
+
+
+def _smallest(key: str, **fields: Any) -> Callable[[Rows], float | None]:
+    return lambda rows: min((row[key] for row in _chosen(rows, **fields) if row.get(key)), default=None)
+
+
+def _against_compiled(rows: Rows) -> float | None:
+    ours = _chosen(rows, set="headline", kernel=OURS)
+    compiled = _chosen(rows, set="headline", kernel="vectorized+compile")
+    return compiled[0]["median_ms"] / ours[0]["median_ms"] if ours and compiled else None
+
+
+def _times_of(rows: Rows, name: str) -> dict[tuple[int, str], float]:
+    return {
+        (row["head_dim"], row["direction"]): row["median_ms"] for row in _chosen(rows, set=name, kernel=OURS)
+    }
+
+
+def _between(slower: str, faster: str) -> Callable[[Rows], float | None]:
+    """The largest ratio of our times in two sets, over head_dim and direction."""
+
+    def measured(rows: Rows) -> float | None:
+        above, below = _times_of(rows, slower), _times_of(rows, faster)
+        return max((above[key] / below[key] for key in above if key in below), default=None)
+
+    return measured
+
+
+def _on_trained_data(rows: Rows) -> float | None:
+    """Our lowest rate on data like a trained model's, in units of that on normal data."""
+    chosen = _chosen(rows, set="data", kernel=OURS)
+    normal = {(row["head_dim"], row["direction"]): row["tflops"] for row in chosen if row["data"] == "normal"}
+    return min(
+        (
+            row["tflops"] / normal[row["head_dim"], row["direction"]]
+            for row in chosen
+            if row["data"] != "normal" and (row["head_dim"], row["direction"]) in normal
+        ),
+        default=None,
+    )
+
+
+def _error_ratio(*keys: str) -> Callable[[Rows], float | None]:
+    """Our largest error in units of cuDNN's on the same inputs, over the core cases."""
+
+    def measured(rows: Rows) -> float | None:
+        def by_case(kernel: str) -> dict[tuple[Any, ...], Row]:
+            chosen = [row for row in _chosen(rows, kernel=kernel) if row["set"].startswith("core")]
+            return {(row["set"], row["num_keys"], row["direction"]): row for row in chosen}
+
+        theirs = by_case(CUDNN)
+        return max(
+            (
+                row[key] / theirs[case][key]
+                for case, row in by_case(OURS).items()
+                for key in keys
+                if key in row and case in theirs
+            ),
+            default=None,
+        )
+
+    return measured
+
+
+def _longest(rows: Rows) -> float | None:
+    """The most tokens of a sequence that went through forward and backward."""
+    lengths = [
+        {row["num_keys"] for row in _chosen(rows, kernel=OURS, direction=d)} for d in ("forward", "backward")
+    ]
+    return max(lengths[0] & lengths[1], default=None)
+
+
+def _first_call(rows: Rows) -> float | None:
+    """The most seconds that the first calls of one (head_dim, mask, dtype) took, forward and backward together."""
+    seconds: dict[tuple[Any, ...], float] = {}
+    for row in _chosen(rows, kernel=OURS):
+        if row["set"].startswith(("core", "head_dim")):
+            key = (row["head_dim"], row["causal"], row["dtype"])
+            seconds[key] = seconds.get(key, 0.0) + row["first_call_s"]
+    return max(seconds.values(), default=None)
+
+
+TARGETS = (
+    *(
+        Target(f"forward, D={head_dim}, 2k and longer, {'causal' if causal else 'full'}", must, aim,
+               _core("forward", head_dims=(head_dim,), masks=(causal,), shortest=2048))
+        for head_dim, causal, must, aim in (
+            (128, False, 1.08, 1.15), (128, True, 1.15, 1.28), (64, False, 1.10, 1.30), (64, True, 1.06, 1.20)
+        )
+    ),
+    Target("forward at 1k", 1.03, 1.15, _core("forward", longest=1024)),
+    Target("backward, D=128, 2k and longer", 0.95, 1.10, _core("backward", head_dims=(128,), shortest=2048)),
+    Target("backward, D=64, 2k and longer", 1.02, 1.20, _core("backward", head_dims=(64,), shortest=2048)),
+    Target("backward at 1k", 1.00, 1.12, _core("backward", longest=1024)),
+    Target("deterministic backward, 4k and longer", 0.80, 0.95,
+           _core("backward", shortest=4096, kernel=DETERMINISTIC)),
+    Target("16 heads, D=64, 16384 tokens, causal, forward and backward", 4.1, 3.5,
+           _smallest("median_ms", set="course", kernel=OURS, direction="fwd+bwd"), " ms", at_most=True),
+    Target("batch 4, 12 heads, D=64, 8192 tokens, causal forward: against vectorized", 25, 32,
+           _smallest("speedup", set="headline", kernel=OURS)),
+    Target("the same against vectorized+compile", 10, 13, _against_compiled),
+    Target("the same in float32 against vectorized float32", 3, None,
+           _smallest("speedup", set="float32", kernel=OURS)),
+    Target("the same in tf32 against vectorized float32", 6.5, None,
+           _smallest("speedup", set="float32", kernel="flash_triton:tf32")),
+    *(
+        Target(f"D={head_dim}, 4096 tokens, causal, {direction}", 0.75, 1.0,
+               _smallest("versus_sdpa", set=f"head_dim {head_dim}", kernel=OURS, direction=direction))
+        for head_dim in (32, 80, 96, 256) for direction in ("forward", "backward")
+    ),
+    Target("GQA 4:1, D=128, 4096 tokens, causal: time over that of repeated heads", 1.0, None,
+           _between("grouped heads", "repeated heads"), at_most=True),
+    Target("views of one projection: time over that of contiguous inputs", 1.03, None,
+           _between("projection", "contiguous"), at_most=True),
+    Target("large logits, sinks, ramps: rate over that on normal data", 0.9, None, _on_trained_data),
+    Target("forward error over cuDNN's", 1.2, None, _error_ratio("error_out"), at_most=True),
+    Target("backward error over cuDNN's", 1.2, None, _error_ratio(*GRADIENTS), at_most=True),
+    Target("longest sequence, 12 heads, D=64, forward and backward", 131_072, None, _longest, " tokens"),
+    Target("first calls (compilation, tuning) of one head_dim and mask, all lengths", 30, None,
+           _first_call, " s", at_most=True),
+)  # fmt: skip
+
+
+def against_targets(rows: Rows) -> list[Row]:
+    """For every target: `target`, `must`, `aim`, `measured` (text), `verdict`."""
+    entries = []
+    for target in TARGETS:
+        figure = target.measured(rows)
+        sign = "<= " if target.at_most else ">= "
+
+        def text(value: float | None, target: Target = target) -> str:
+            if value is None:
+                return "-"
+            return (f"{value:,.0f}" if value >= 1000 else f"{value:.3g}") + target.unit
+
+        verdict = target.verdict(figure)
+        entries.append(
+            {
+                "target": target.name,
+                "must": sign + text(target.must),
+                "aim": sign + text(target.aim) if target.aim is not None else "",
+                "measured": f"**{text(figure)}**" if verdict == "missed" else text(figure),
+                "verdict": verdict,
+            }
+        )
+    return entries
+
+
+_TARGET_COLUMNS = tuple(Column(key, key) for key in ("target", "must", "aim", "measured", "verdict"))
+_OTHER_COLUMNS = (
+    Column("set", "case"),
+    Column("shape", "shape"),
+    Column("direction", "direction"),
+    Column("kernel", "kernel"),
+    Column("median_ms", "ms", ".4g", instead="status"),
+    Column("tflops", "TFLOP/s", ".3g"),
+    Column("speedup", "x baseline", ".2f"),
+    Column("versus_sdpa", "x best backend", ".2f"),
+    Column("peak_gb", "GB", ".3g"),
+)
+
+
+def rate_table(rows: Rows, direction: str) -> str:
+    """TFLOP/s of the core cases by length; in brackets the ratio to the best PyTorch backend of the same rounds."""
+    core = [row for row in _chosen(rows, direction=direction) if row["set"].startswith("core")]
+    lengths = sorted({row["num_keys"] for row in core})
+    lines = []
+    for head_dim in (128, 64):
+        for mask in (False, True):
+            kernels = (OURS, DETERMINISTIC) if direction == "backward" else (OURS,)
+            for kernel in (*kernels, CUDNN, FLASH):
+                found = {
+                    row["num_keys"]: row
+                    for row in core
+                    if row["head_dim"] == head_dim and row["causal"] is mask and row["kernel"] == kernel
+                }
+                label = f"D={head_dim} {'causal' if mask else 'full'}, {kernel}"
+                line: Row = {"case": label}
+                for length, row in found.items():
+                    ratio = row.get("versus_sdpa")
+                    line[str(length)] = f"{row['tflops']:.0f}" + (f" ({ratio:.2f}x)" if ratio else "")
+                lines.append(line)
+    columns = [Column("case", direction), *(Column(str(n), f"{n // 1024}k") for n in lengths)]
+    return markdown_table(lines, columns)
+
+
+def tables(rows: Rows) -> str:
+    """The acceptance report's tables as Markdown, from the rows alone."""
+    others = [row | {"shape": _shape(row)} for row in rows if not row["set"].startswith("core")]
+    failed = [row for row in rows if row["status"] != "ok"]
+    parts = [
+        "# Attention: acceptance",
+        "TFLOP/s count 4 B H S^2 D, half if causal, 2.5 times that for the backward pass. Ratios are medians over "
+        "paired rounds; a target's figure is the worst of its cases.",
+        "## Against the targets",
+        markdown_table(against_targets(rows), _TARGET_COLUMNS),
+        "## Core cases: bf16, 16k tokens, heads x head_dim = 2048",
+        *(rate_table(rows, direction) for direction in ("forward", "backward")),
+        "## The other cases",
+        markdown_table(others, _OTHER_COLUMNS),
+    ]
+    if failed:
+        parts.append("## Not measured")
+        parts.append(
+            "\n".join(
+                f"- {row['set']}, {_shape(row)}, {row['direction']}, {row['kernel']}: {row['status']} "
+                f"({row['detail']})"
+                for row in failed
+            )
+        )
+    return "\n\n".join(part.strip("\n") for part in parts) + "\n"
+
+
+def _shape(row: Row) -> str:
+    heads = f"{row['heads']}" if row["heads"] == row["kv_heads"] else f"{row['heads']}:{row['kv_heads']}"
+    extra = "" if row["data"] == "normal" else f", {row['data']}"
+    return f"{row['batch']} x {row['num_keys']}, {heads} heads, D={row['head_dim']}{extra}"
+
+
+def forward_picture(rows: Rows) -> bytes:
+    """PNG: causal forward rates of the core cases, ours beside PyTorch's backends."""
+    chosen = [row for row in _chosen(rows, direction="forward", causal=True) if row["set"].startswith("core")]
+    places = sorted({(row["head_dim"], row["num_keys"]) for row in chosen})
+    names = {FLASH: "PyTorch flash", CUDNN: "PyTorch cuDNN", OURS: "lmkit"}
+    by_place = {(row["kernel"], row["head_dim"], row["num_keys"]): row["tflops"] for row in chosen}
+    return grouped_bars(
+        [f"D={head_dim}\n{length // 1024}k" for head_dim, length in places],
+        {name: [by_place.get((kernel, *place)) for place in places] for kernel, name in names.items()},
+        title="Causal attention forward, bf16 (16k tokens, heads x head_dim = 2048)",
+        x_label="head_dim, sequence length (tokens)",
+        y_label="TFLOP/s",
+    )
