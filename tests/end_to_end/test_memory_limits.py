@@ -58,12 +58,10 @@ def test_fault_23_one_line_of_200_mb_in_bounded_memory(
     trained = limited(ROOM_KB, "tokenizer", "train", "line.txt", "y.json", "--vocab-size", "280", *workers)
     assert trained.returncode == 0, trained.stderr
     # The limit is real: as much as the line itself more, and it would be reached.
+    copy = f"import numpy; bytearray({LINE_BYTES})"
     taken = subprocess.run(
-        [
-            "sh",
-            "-c",
-            f"ulimit -v {ROOM_KB}; OMP_NUM_THREADS=1 exec {sys.executable} -c 'import numpy; bytearray({LINE_BYTES})'",
-        ],
+        ["sh", "-c", f"ulimit -v {ROOM_KB}; exec {sys.executable} -c '{copy}'"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,

@@ -45,6 +45,15 @@ def test_two_ranks(on_two_ranks, name):
     read_outcome(on_two_ranks, name)
 
 
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "none"])
+def test_fault_76_unused_frozen_and_shared_parameters_are_trained_as_by_torch_ddp(on_two_ranks, strategy):
+    """The checks' model has all three; every strategy, torch_ddp among them, equals training on the joined batch."""
+    names = [name for name in CHECKS if name.startswith("joined batch") and f"{strategy}," in name]
+    assert names
+    for name in names + [f"unused gradients are None: {strategy}"] * (strategy != "zero1"):
+        read_outcome(on_two_ranks, name)
+
+
 @pytest.mark.parametrize("name", FOUR_RANKS)
 def test_four_ranks(on_four_ranks, name):
     read_outcome(on_four_ranks, name)

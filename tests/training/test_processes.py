@@ -33,6 +33,7 @@ from lmkit.recipe.schema import Recipe
 from lmkit.training import checkpoint_writer, loop
 from lmkit.training.checkpoint_folder import newest_valid, step_name
 from lmkit.training.checkpoints import Checkpoint, open_checkpoint
+from lmkit.training.retention import Retention
 from lmkit.training.step import Step
 
 Tiny = Callable[..., Recipe]
@@ -196,6 +197,17 @@ PLACES: dict[str, Callable[[int, Callable[[], None]], None]] = {
 }
 
 
+def _killed_before_the_second_pruning(rank: int) -> None:
+    original, calls = Retention.prune, iter(range(1, 1000))
+
+    def prune(self: Retention) -> list[Path]:
+        if next(calls) == 2:
+            _die()
+        return original(self)
+
+    Retention.prune = prune  # type: ignore[method-assign]
+
+
 def _never_finish_step_3(rank: int) -> None:
     original, calls = Step.accumulate, iter(range(1, 1000))
 
@@ -214,6 +226,7 @@ FAULTS: dict[str, Callable[[int], None]] = {
     "infinite gradient on rank 1": _infinite_gradient_on_rank_1,
     "SIGTERM to rank 1": _signal_itself_on_rank_1,
     "hang in step 3": _never_finish_step_3,
+    "killed before the second pruning": _killed_before_the_second_pruning,
     **{
         f"rank 1 {what} {where}": partial(place, happen=happen)
         for what, happen in (("dies", _die), ("hangs", _hang), ("raises", _raise))
@@ -328,6 +341,20 @@ def test_fault_46_killed_at_random_20_times_and_still_the_same_run(
     assert losses(recipe) == losses(tiny(*steps, "run.name=whole"))
     assert not list(recipe.run.path.rglob("*.partial"))
     assert len(saved(recipe)) == 2
+
+
+def test_fault_47_killed_between_the_rename_and_pruning_it_resumes(
+    fleet: Fleet, tiny: Tiny, settings: Callable[..., list[str]]
+) -> None:
+    often = ("checkpoint.interval=3", "checkpoint.keep_last=1")
+    assert fleet.train(settings(*often, "run.name=whole")) == [0]
+    assert fleet.train(settings(*often), fault="killed before the second pruning") == [-signal.SIGKILL]
+    assert saved(tiny()) == [3, 6]  # the newer one has its name, the older one is still there
+    assert fleet.train(settings(*often)) == [0], fleet.said()
+    assert "resuming from" in fleet.said()
+    assert step_name(6) in fleet.said()
+    assert saved(tiny()) == [10]
+    assert_same_tensors(newest(tiny("run.name=whole")), newest(tiny()))
 
 
 def test_fault_62_the_lock_of_a_killed_run_does_not_stay(
