@@ -10,6 +10,7 @@ from lmkit.measure.results import row_files
 from lmkit.measure.tables import Column, markdown_table
 
 Rows = Sequence[dict[str, Any]]
+SAME_CURVE = 0.005
 
 COLUMNS = (
     Column("kernel", "kernel"),
@@ -38,14 +39,10 @@ def report_files(
     files["lm_matrix_throughput.png"] = _matrix_bars(
         rows, "tokens_per_s", "Training throughput", "tokens per second, all ranks", ",.0f"
     )
+    curves = _coinciding_curves(rows)
+    alike = f": {next(iter(curves))}" if len(curves) == 1 else ""
     files["lm_matrix_convergence.png"] = loss_curve(
-        {
-            f"{row['kernel']}, {row['strategy']}": list(enumerate(row["losses"], 1))
-            for row in rows
-            if row["status"] == "ok"
-        },
-        title="Convergence: same start, same batches",
-        x_label="optimizer step",
+        curves, title=f"Convergence, same start and batches{alike}", x_label="optimizer step"
     )
     for kernel in dict.fromkeys(row["kernel"] for row in rows):
         chosen = [row for row in rows if row["kernel"] == kernel]
@@ -57,6 +54,35 @@ def report_files(
         )
     files["lm_matrix_report.md"] = _report(rows, options, environment, notes, sorted(files))
     return files
+
+
+def _coinciding_curves(rows: Rows) -> dict[str, list[tuple[float, float]]]:
+    """One curve for all trainings whose losses the eye could not tell apart (`SAME_CURVE`), named after the first."""
+    groups: list[list[dict[str, Any]]] = []
+    for row in rows:
+        if row["status"] != "ok":
+            continue
+        for group in groups:
+            if _apart(row["losses"], group[0]["losses"]) < SAME_CURVE:
+                group.append(row)
+                break
+        else:
+            groups.append([row])
+    curves = {}
+    for group in groups:
+        name = f"{group[0]['kernel']}, {group[0]['strategy']}"
+        if len(group) > 1:
+            apart = max(_apart(row["losses"], group[0]["losses"]) for row in group)
+            name = f"{len(group)} trainings, {apart:.1g} of the loss apart"
+            if len(groups) > 1:
+                name += f" ({', '.join(_names(group, 'strategy'))})"
+        curves[name] = [(float(step), loss) for step, loss in enumerate(group[0]["losses"], 1)]
+    return curves
+
+
+def _apart(losses: Sequence[float], others: Sequence[float]) -> float:
+    """The largest relative difference of two curves."""
+    return max(abs(mine - theirs) / abs(theirs) for mine, theirs in zip(losses, others, strict=True))
 
 
 def _names(rows: Rows, key: str) -> list[str]:
@@ -154,7 +180,25 @@ def findings(rows: Rows) -> list[str]:
         f"Fastest: {best['kernel']} with {best['strategy']}, {best['tokens_per_s']:,.0f} tokens/s "
         f"({best['mfu']:.1%} MFU)."
     ]
-    for kernel in _names(trained, "kernel"):
+    kernels = {
+        kernel: min((row for row in trained if row["kernel"] == kernel), key=lambda row: row["median_ms"])
+        for kernel in _names(trained, "kernel")
+    }
+    ordered = sorted(kernels.values(), key=lambda row: row["median_ms"])
+    if len(ordered) > 1:
+        found.append(
+            "Kernels, each with its fastest strategy: "
+            + ", ".join(f"{row['kernel']} {row['median_ms']:.2f} ms" for row in ordered)
+            + " per step."
+        )
+    alone = [row for row in trained if row["ranks"] == 1 and row.get("speedup") and row["speedup"] != 1.0]
+    if alone:
+        least, most = (pick(row["speedup"] for row in alone) for pick in (min, max))
+        found.append(
+            "With one rank no strategy communicates, and all but zero1 do the same work: speedups of "
+            f"{least:.3f} to {most:.3f} are what their own bookkeeping costs, and noise."
+        )
+    for kernel in _names([row for row in trained if row["ranks"] > 1], "kernel"):
         chosen = [row for row in trained if row["kernel"] == kernel]
         baseline = chosen[0]["strategy"]
         better = [row for row in chosen[1:] if row.get("verdict") == "faster"]
@@ -168,12 +212,7 @@ def findings(rows: Rows) -> list[str]:
             found.append(f"{kernel}: no strategy is measurably faster than {baseline}.")
     synced = [row for row in trained if row["strategy"] != "none" or row["ranks"] == 1]
     if len(synced) > 1:
-        first = synced[0]["losses"]
-        apart = max(
-            abs(mine - theirs) / abs(theirs)
-            for row in synced[1:]
-            for mine, theirs in zip(row["losses"], first, strict=True)
-        )
+        apart = max(_apart(row["losses"], synced[0]["losses"]) for row in synced[1:])
         found.append(
             f"Convergence: the loss curves of {len(synced)} trainings differ by at most {apart:.2g} of the loss, "
             f"which falls from {synced[0]['first_loss']:.3f} to {synced[0]['final_loss']:.3f}."

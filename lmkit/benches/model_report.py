@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lmkit.measure.plots import grouped_bars
+from lmkit.measure.plots import grouped_bars, line_panels
 from lmkit.measure.results import row_files
 from lmkit.measure.tables import Column, markdown_table
 
@@ -40,12 +40,12 @@ def report_files(
 ) -> dict[str, bytes | str]:
     """name -> content of every file of the bench."""
     files = row_files("model_results", list(rows))
-    files["model_time.png"] = _bars(rows, "median_ms", "Time of a pass", "time (ms, log scale)", log_y=True)
-    files["model_memory.png"] = _bars(
+    files["model_time.png"] = _panels(rows, "median_ms", "Time of a pass", "time (ms, log scale)")
+    files["model_memory.png"] = _panels(
         rows, "peak_gb", "Peak memory", "peak memory (GB = 10^9 bytes)", log_y=False
     )
-    files["model_throughput.png"] = _bars(
-        rows, "tokens_per_s", "Throughput", "tokens per second (log scale)", log_y=True, spec=",.0f"
+    files["model_throughput.png"] = _panels(
+        rows, "tokens_per_s", "Throughput", "tokens per second (log scale)"
     )
     if options["warmup_study"]:
         files["model_warmup.png"] = _warmup_bars(rows)
@@ -57,24 +57,20 @@ def _models(rows: Rows) -> Rows:
     return [row for row in rows if row["part"] == "model"]
 
 
-def _bars(rows: Rows, key: str, title: str, y_label: str, *, log_y: bool, spec: str = ".3g") -> bytes:
-    chosen = _models(rows)
-    groups = list(dict.fromkeys(f"{row['size']}\n{row['length']}" for row in chosen))
-    series: dict[str, list[float | None]] = {}
-    for row in chosen:
-        name = f"{row['mode']}, {row['precision']}" + (
-            f", compile {row['compile']}" if row["compile"] != "none" else ""
-        )
-        place = groups.index(f"{row['size']}\n{row['length']}")
-        series.setdefault(name, [None] * len(groups))[place] = row.get(key)
-    return grouped_bars(
-        groups,
-        series,
-        title=title,
-        x_label="model size and sequence length (tokens)",
-        y_label=y_label,
-        log_y=log_y,
-        spec=spec,
+def _panels(rows: Rows, key: str, title: str, y_label: str, *, log_y: bool = True) -> bytes:
+    """A panel per mode; what does not fit leaves a gap."""
+    panels: dict[str, dict[tuple[str, str], list[tuple[float, float]]]] = {}
+    notes: dict[str, str] = {}
+    for row in _models(rows):
+        kind = row["precision"] + (f", compile {row['compile']}" if row["compile"] != "none" else "")
+        points = panels.setdefault(row["mode"], {}).setdefault((row["size"], kind), [])
+        if row.get(key) is not None:
+            points.append((row["length"], row[key]))
+        elif row["status"] != "ok":
+            why = f"{row['status']}: {row['size']} at {row['length']}, {kind}"
+            notes[row["mode"]] = "\n".join([*notes.get(row["mode"], "").splitlines(), why])
+    return line_panels(
+        panels, title=title, x_label="sequence length (tokens)", y_label=y_label, log_y=log_y, notes=notes
     )
 
 
@@ -153,22 +149,17 @@ def findings(rows: Rows) -> list[str]:
     """The sentences that the rows support."""
     found = []
     timed = [row for row in _models(rows) if row.get("median_ms")]
-    if timed:
-        best = max(timed, key=lambda row: row["mfu"])
+    for precision in dict.fromkeys(row["precision"] for row in timed):
+        best = max((row for row in timed if row["precision"] == precision), key=lambda row: row["mfu"])
         found.append(
-            f"Best utilisation: {best['size']} at {best['length']}, {best['precision']}, compile {best['compile']}, "
+            f"Best utilisation in {precision}: {best['size']} at {best['length']}, compile {best['compile']}, "
             f"{best['mode']}: {best['mfu']:.1%} MFU ({best['mfu_basis']}), {best['tokens_per_s']:,.0f} tokens/s."
         )
-    by_case = {
-        (row["size"], row["length"], row["compile"], row["mode"], row["precision"]): row["median_ms"]
+    times = {
+        (row["mode"], row["precision"], row["compile"], row["size"], row["length"]): row["median_ms"]
         for row in timed
     }
-    for (size, length, how, mode, precision), time_ms in by_case.items():
-        slow = by_case.get((size, length, how, mode, "fp32"))
-        if mode == "step" and precision != "fp32" and slow:
-            found.append(
-                f"{size} at {length}, compile {how}: a step in {precision} takes {time_ms / slow:.2f} of fp32's time."
-            )
+    found += _precision_findings(times) + _length_findings(times) + _optimizer_findings(times)
     study = [row for row in rows if row["part"] == "warm-up" and row.get("mean_ms")]
     if len(study) > 1:
         ratio = study[0]["mean_ms"] / study[-1]["median_ms"]
@@ -181,3 +172,63 @@ def findings(rows: Rows) -> list[str]:
         f"{size} at {length} tokens does not fit in memory in at least one mode." for size, length in unfit
     ]
     return found
+
+
+Times = dict[tuple[str, str, str, str, int], float]  # (mode, precision, compile, size, length) -> ms
+
+
+def _precision_findings(times: Times) -> list[str]:
+    """What 16 bits save, from the least to the most."""
+    found = []
+    for precision in dict.fromkeys(key[1] for key in times if key[1] != "fp32"):
+        ratios = {
+            f"{size} at {length}": time_ms / times["step", "fp32", how, size, length]
+            for (mode, own, how, size, length), time_ms in times.items()
+            if mode == "step" and own == precision and ("step", "fp32", how, size, length) in times
+        }
+        if ratios:
+            most, least = (
+                max(ratios, key=lambda name: ratios[name]),
+                min(ratios, key=lambda name: ratios[name]),
+            )
+            found.append(
+                f"A step in {precision} takes {ratios[least]:.2f} ({least}) to {ratios[most]:.2f} ({most}) of fp32's "
+                "time."
+            )
+    return found
+
+
+def _length_findings(times: Times) -> list[str]:
+    """Time that does not grow with the work is not the device's."""
+    found = []
+    for precision, how in dict.fromkeys(key[1:3] for key in times if key[0] == "step"):
+        growths = []
+        for size in dict.fromkeys(key[3] for key in times if key[:3] == ("step", precision, how)):
+            lengths = sorted(key[4] for key in times if key[:4] == ("step", precision, how, size))
+            first, last = (
+                times["step", precision, how, size, length] for length in (lengths[0], lengths[-1])
+            )
+            if lengths[-1] > lengths[0] and last / first < 0.5 * lengths[-1] / lengths[0]:
+                growths.append(f"{last / first:.2f} ({size}, {lengths[0]} to {lengths[-1]})")
+        if growths:
+            found.append(
+                f"Steps in {precision}, compile {how}, that grow far less than their tokens: {', '.join(growths)} times "
+                "as long. At their short end something else takes the time: the CPU's dispatch, or the optimizer."
+            )
+    return found
+
+
+def _optimizer_findings(times: Times) -> list[str]:
+    """A step less forward and backward: clipping and the optimizer."""
+    shares = {
+        f"{size} at {length}, {precision}": 1 - times["fwd+bwd", precision, how, size, length] / time_ms
+        for (mode, precision, how, size, length), time_ms in times.items()
+        if mode == "step" and ("fwd+bwd", precision, how, size, length) in times
+    }
+    if not shares:
+        return []
+    most = max(shares, key=lambda name: shares[name])
+    return [
+        f"Clipping and the optimizer take up to {max(0.0, shares[most]):.0%} of a step ({most}): what a step takes "
+        "longer than forward and backward."
+    ]

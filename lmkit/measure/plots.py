@@ -18,6 +18,7 @@ DPI = 130
 # Okabe and Ito's colours, which colour-blind readers can tell apart, in an order with contrast between neighbours.
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#7F7F7F", "#000000", "#F0E442")
 MARKERS = "osD^vPX*<"
+STYLES = ("-", "--", "-.", ":")
 
 Points = Sequence[tuple[float, float]]
 
@@ -55,19 +56,76 @@ def line_plot(
     return _png(figure)
 
 
+def line_panels(
+    panels: Mapping[str, Mapping[tuple[str, str], Points]],
+    *,
+    title: str,
+    x_label: str,
+    y_label: str,
+    log_y: bool = False,
+    notes: Mapping[str, str] | None = None,
+) -> bytes:
+    """Panels side by side with one y axis, a line per (group, kind): the group has a colour, the kind a style.
+
+    The x axis is logarithmic and labelled at the points' own values. A line without points is in the legend only;
+    `notes` (panel -> text for its upper left corner) can say why.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(max(6.0, 1.4 + 3.7 * len(panels)), 4.8), dpi=DPI, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=11)
+    names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
+    groups = list(dict.fromkeys(group for group, _ in names))
+    kinds = list(dict.fromkeys(kind for _, kind in names))
+    ticks = sorted({x for lines in panels.values() for points in lines.values() for x, _ in points})
+    row = figure.subplots(1, max(1, len(panels)), sharey=True, squeeze=False)[0]
+    for axes, (panel, lines) in zip(row, panels.items(), strict=False):
+        _dress(axes, panel, x_label, "")
+        for (group, kind), points in lines.items():
+            ordered = sorted(points)
+            axes.plot(
+                [x for x, _ in ordered],
+                [y for _, y in ordered],
+                label=f"{group}, {kind}",
+                color=COLORS[groups.index(group) % len(COLORS)],
+                linestyle=STYLES[kinds.index(kind) % len(STYLES)],
+                marker=MARKERS[kinds.index(kind) % len(MARKERS)],
+                markersize=4.5,
+                linewidth=1.5,
+            )
+        if notes and panel in notes:
+            axes.text(
+                0.03, 0.97, notes[panel], transform=axes.transAxes, va="top", fontsize=7.5, color="#555555"
+            )
+        if log_y and any(lines.values()):
+            axes.set_yscale("log")
+        if ticks:
+            _label_log2_ticks(axes, ticks)
+            axes.set_xlim(ticks[0] / 1.3, ticks[-1] * 1.3)
+    row[0].set_ylabel(y_label)
+    if not log_y:
+        row[0].set_ylim(bottom=0)
+    lines_drawn, labels = row[0].get_legend_handles_labels()
+    figure.legend(
+        lines_drawn, labels, loc="outside lower center", ncols=min(len(names), 5), fontsize=8, frameon=False
+    )
+    return _png(figure)
+
+
 def loss_curve(
     series: Mapping[str, Points], *, title: str, x_label: str = "step", y_label: str = "loss (nats per token)"
 ) -> bytes:
     """Training curves: thin lines without markers, one per name."""
     figure, axes = _new_figure(title, x_label, y_label)
-    styles = ("-", "--", "-.", ":")
     for index, (name, points) in enumerate(series.items()):
         axes.plot(
             [x for x, _ in points],
             [y for _, y in points],
             label=name,
             color=COLORS[index % len(COLORS)],
-            linestyle=styles[(index // len(COLORS) + index) % len(styles)],  # equal curves stay visible
+            linestyle=STYLES[(index // len(COLORS) + index) % len(STYLES)],  # equal curves stay visible
             linewidth=1.4,
         )
     _add_legend(figure, axes, len(series))
@@ -268,6 +326,11 @@ def _new_figure(
     figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
+    _dress(axes, title, x_label, y_label)
+    return figure, axes
+
+
+def _dress(axes: Axes, title: str, x_label: str, y_label: str) -> None:
     axes.set_title(title, fontsize=11)
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
@@ -275,7 +338,6 @@ def _new_figure(
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    return figure, axes
 
 
 def _label_log2_ticks(axes: Axes, values: Sequence[float]) -> None:

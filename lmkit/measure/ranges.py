@@ -113,12 +113,12 @@ def _nvtx_opener() -> Callable[[str], AbstractContextManager]:
     if not nvtx_is_available():
         raise UsageError(
             "NVTX ranges need a CUDA build of torch or the nvtx package",
-            hint="pip install 'nvtx==0.2.10', or profile with --engine kineto",
+            hint="pip install 'nvtx==0.2.10', or profile a recipe without it: lmkit profile kineto RECIPE",
         )
     if torch.version.cuda is not None:
         push, pop = torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop
     else:
-        import nvtx  # type: ignore[import-not-found]
+        import nvtx
 
         push, pop = nvtx.push_range, nvtx.pop_range
 

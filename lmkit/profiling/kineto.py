@@ -8,7 +8,7 @@ import tempfile
 import zlib
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ import torch
 
 from lmkit.errors import UsageError
 from lmkit.measure.ranges import disable_ranges, enable_ranges
+from lmkit.measure.statistics import median
+from lmkit.measure.timing import clock_for
 from lmkit.profiling.trace import Call, DeviceWork, Range, Trace
 
 _RANGES_OF_TORCH = ("ProfilerStep", "Optimizer.")
@@ -39,7 +41,10 @@ class KinetoRun:
 def profile_work(
     work: Callable[[], object], *, steps: int, warmup: int, device: torch.device | str, source: str
 ) -> KinetoRun:
-    """Run `work` `warmup` times unrecorded and `steps` times recorded, our ranges switched on.
+    """Run `work` `warmup` times, `steps` times under a stop watch and `steps` times recorded, our ranges switched on.
+
+    The stop watch tells what the profiler adds: it makes every operation of the CPU slower, and a GPU that keeps up
+    looks idle then.
 
     `work` marks its own ranges; a "step" (or "pass") range around one call makes the summary's window.
     """
@@ -49,7 +54,8 @@ def profile_work(
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     for _ in range(warmup):
         work()
-    _synchronize(device)
+    clock = clock_for(device, "wall")
+    undisturbed_ms = median([clock.sample_ms(work, 1, before=()) for _ in range(steps)])
     enable_ranges("kineto")
     try:
         with torch.profiler.profile(activities=activities) as profiler:
@@ -62,7 +68,8 @@ def profile_work(
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         content = path.read_bytes()
-    return KinetoRun(parse_chrome_trace(json.loads(content), source), content)
+    trace = parse_chrome_trace(json.loads(content), source)
+    return KinetoRun(replace(trace, undisturbed_ms=undisturbed_ms), content)
 
 
 def _synchronize(device: torch.device | str) -> None:

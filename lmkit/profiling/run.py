@@ -119,20 +119,25 @@ def render(trace: Trace, *, skip_steps: int = 1) -> ProfileResult:
 
 
 def _picture(summary: Summary) -> bytes:
-    names = [entry.name for entry in summary.ranges]
     unit = summary.window.rpartition(" x ")[2] if summary.steps else "recording"
-    series: dict[str, list[float | None]] = {"wall": [entry.wall_ms for entry in summary.ranges]}
+
+    def per_unit(field: str) -> list[float | None]:
+        """A layer's attention happens many times in a step: they are added up."""
+        values = [(getattr(entry, field), entry.instances) for entry in summary.ranges]
+        return [None if value is None else value * count / max(1, summary.steps) for value, count in values]
+
+    series = {"wall": per_unit("wall_ms")}
     if summary.launches is not None:
-        series["CPU asking the GPU"] = [entry.dispatch_ms for entry in summary.ranges]
-        series["CPU waiting for it"] = [entry.wait_ms for entry in summary.ranges]
+        series["CPU asking the GPU"] = per_unit("dispatch_ms")
+        series["CPU waiting for it"] = per_unit("wait_ms")
     if summary.kernels is not None:
-        series["GPU work it caused"] = [entry.gpu_ms for entry in summary.ranges]
+        series["GPU work it caused"] = per_unit("gpu_ms")
     return grouped_bars(
-        names,
+        [entry.name for entry in summary.ranges],
         series,
-        title=f"Where the time of a {unit} goes ({summary.engine}, medians per range)",
+        title=f"Where the time of a {unit} goes ({summary.engine}; ranges lie inside one another)",
         x_label="range",
         y_label="time (ms)",
         missing="none",
-        spec=".4g",
+        spec=".2f",
     )

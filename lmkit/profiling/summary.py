@@ -68,13 +68,15 @@ class NamedTime:
 class Summary:
     """What a profile says. Fields are None where the recording has no such table (a CPU, an old nsys).
 
-    `steps` counts the ranges of the window: steps, or passes where only those were recorded (see `window`).
+    `steps` counts the ranges of the window: steps, or passes where only those were recorded (see `window`);
+    `undisturbed_ms` is what one of them takes without the profiler.
     """
 
     engine: str
     source: str
     window: str
     window_ms: float
+    undisturbed_ms: float | None
     steps: int
     launches: int | None
     kernels: int | None
@@ -125,6 +127,7 @@ class Summary:
     def _facts(self) -> list[tuple[str, Any, str]]:
         return [
             (f"window ({self.window})", f"{self.window_ms:.2f} ms", ""),
+            ("one of them without the profiler (ms)", self.undisturbed_ms, ".2f"),
             ("kernel launches in the window", self.launches, "d"),
             ("kernels recorded in the window", self.kernels, "d"),
             ("launches per forward", self.launches_per_forward, ".0f"),
@@ -193,6 +196,7 @@ def summarize(trace: Trace, *, skip_steps: int = 1) -> Summary:
         source=trace.source,
         window=window,
         window_ms=(end - start) / NS_PER_MS,
+        undisturbed_ms=trace.undisturbed_ms,
         steps=len(counted),
         launches=None if calls is None else sum(call.is_launch for call in calls),
         kernels=None if work is None else sum(item.kind == "kernel" for item in work),
@@ -207,7 +211,11 @@ def summarize(trace: Trace, *, skip_steps: int = 1) -> Summary:
         ranges=tuple(per_range),
         top_kernels=_top((item.name, item.end - item.start) for item in work or ()),
         top_ops=_top_ops(trace.ops),
-        warnings=(*trace.notes, *_warnings(trace, window if lost else "")),
+        warnings=(
+            *trace.notes,
+            *_warnings(trace, window if lost else ""),
+            *_slowed_down(trace, (end - start) / NS_PER_MS, len(counted)),
+        ),
     )
 
 
@@ -353,6 +361,19 @@ def _largest(spent: dict[str, tuple[int, int]]) -> tuple[NamedTime, ...]:
         NamedTime(name, calls, duration / NS_PER_MS, duration / everything)
         for name, (calls, duration) in ordered
     )
+
+
+def _slowed_down(trace: Trace, window_ms: float, steps: int) -> list[str]:
+    """What the profiler costs, where it matters."""
+    if trace.undisturbed_ms is None or not steps:
+        return []
+    factor = window_ms / steps / trace.undisturbed_ms
+    if factor < 1.1:
+        return []
+    return [
+        f"the profiler makes the work {factor:.2f} times as long: the CPU's times are too long by about that, and "
+        "the GPU looks idler than it is (divide its ms by the undisturbed time instead)"
+    ]
 
 
 def _warnings(trace: Trace, lost_window: str) -> list[str]:

@@ -69,6 +69,7 @@ class Trace:
         engine: "nsys" or "kineto".
         source: name of the file or of what was run; no folders.
         ops: CPU operators (kineto only): name -> (calls, self time in ns).
+        undisturbed_ms: one step (or pass) of the same work without the profiler, median; None if nobody measured it.
         notes: what the reader of the summary has to know about this recording.
     """
 
@@ -78,6 +79,7 @@ class Trace:
     calls: Sequence[Call] | None
     work: Sequence[DeviceWork] | None
     ops: dict[str, tuple[int, int]] = field(default_factory=dict)
+    undisturbed_ms: float | None = None
     notes: tuple[str, ...] = ()
 
 

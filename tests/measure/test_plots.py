@@ -14,6 +14,15 @@ LABELS = {"title": "t", "x_label": "sequence length (tokens)", "y_label": "time 
 PLOTS = {
     "lines": lambda: plots.line_plot(POINTS, log_x=True, log_y=True, **LABELS),
     "lines from zero": lambda: plots.line_plot(POINTS, from_zero=True, **LABELS),
+    "panels": lambda: plots.line_panels(
+        {
+            "forward": {("small", "bf16"): POINTS["ours"], ("xl", "bf16"): []},
+            "step": {("xl", "fp32"): POINTS["ours"]},
+        },
+        log_y=True,
+        **LABELS,
+    ),
+    "panel of nothing": lambda: plots.line_panels({"step": {("xl", "bf16"): []}}, **LABELS),
     "loss": lambda: plots.loss_curve(POINTS, title="t"),
     "bars": lambda: plots.grouped_bars(
         ["a", "b"],

@@ -1,6 +1,7 @@
 import gzip
 import json
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -86,6 +87,13 @@ def test_waiting_for_the_gpu_is_not_dispatch():
     assert step.dispatch_share == pytest.approx(0.120)
 
 
+def test_a_profiler_that_slows_the_work_down_says_so():
+    trace = parse_chrome_trace(GPU_TRACE, "t.json")  # one step of 1 ms
+    (warning,) = summarize(replace(trace, undisturbed_ms=0.5)).warnings
+    assert "2.00 times as long" in warning
+    assert summarize(replace(trace, undisturbed_ms=0.95)).warnings == ()
+
+
 def test_without_steps_the_passes_make_the_window():
     events = [
         event("user_annotation", name, start, 100)
@@ -130,12 +138,13 @@ def test_recording_on_a_cpu():
             time.sleep(0.002)
 
     run = profile_work(work, steps=3, warmup=2, device="cpu", source="a test")
-    assert calls == [False, False, True, True, True]
+    assert calls == [False] * 2 + [False] * 3 + [True] * 3  # warm-up, stop watch, profiler
     assert not ranges_are_on()
     summary = summarize(run.trace)
     assert summary.steps == 2
     by_name = {entry.name: entry for entry in summary.ranges}
     assert by_name["step"].wall_ms >= 2.0
+    assert summary.undisturbed_ms >= 2.0
     assert by_name["forward"].wall_ms < by_name["step"].wall_ms
     assert summary.gpu_busy_share is None
     assert "aten::mm" in {entry.name for entry in summary.top_ops}
