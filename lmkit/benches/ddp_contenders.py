@@ -129,7 +129,9 @@ def baseline_of(name: str) -> str:
     return SOLO[1] if "bf16" in name.replace("bf16 wire", "").split() else SOLO[0]
 
 
-TORCH_VARIANTS = ("", "default", "static", "+ ZeRO")
+TORCH_VARIANTS = ("default", "static", "+ ZeRO")
+TORCH_BUCKET_MB = 25.0  # the default of its own
+TORCH_BUCKET_MB = 25.0
 
 
 def contender(name: str, case: DdpCase, ranks: Ranks) -> Contender:
@@ -137,7 +139,8 @@ def contender(name: str, case: DdpCase, ranks: Ranks) -> Contender:
 
     Names: "one rank", "one rank, bf16 weights", a strategy, a strategy with options ("bucketed 100 MB",
     "bucketed bf16 wire", "zero1 bf16"), or a rival of PyTorch's: "torch_ddp" (gradients as
-    views of the buckets), "torch_ddp default", "torch_ddp static", "torch_ddp + ZeRO".
+    views of the buckets; 25 MB each, unless "torch_ddp 50 MB" says so), "torch_ddp default", "torch_ddp static",
+    "torch_ddp + ZeRO".
 
     Raises:
         UsageError: no such contender.
@@ -166,23 +169,20 @@ def parse_name(name: str) -> tuple[str, str, SyncOptions]:
     if name in SOLO:
         return name, "", SyncOptions(weights="bf16" if name == SOLO[1] else "fp32")
     strategy, _, detail = name.partition(" ")
-    options = _options(detail) if strategy != "torch_ddp" else SyncOptions()
-    if (
-        strategy not in STRATEGIES
-        or options is None
-        or (strategy == "torch_ddp" and detail not in TORCH_VARIANTS)
-    ):
-        rivals = ", ".join(f"torch_ddp {variant}" for variant in TORCH_VARIANTS if variant)
+    is_torch = strategy == "torch_ddp"
+    options = SyncOptions(bucket_mb=TORCH_BUCKET_MB) if is_torch else SyncOptions()
+    read = options if is_torch and detail in TORCH_VARIANTS else _options(detail, options)
+    if strategy not in STRATEGIES or read is None or (read.weights == "bf16" and strategy != "zero1"):
+        known = (*SOLO, *STRATEGIES, *(f"torch_ddp {variant}" for variant in TORCH_VARIANTS))
         raise UsageError(
             f"contenders: there is no {name!r}",
-            hint=f"{', '.join((*SOLO, *STRATEGIES))}; {rivals}; or with options: bucketed 100 MB, zero1 bf16",
+            hint=f"{', '.join(known)}; or with options: bucketed 100 MB, zero1 bf16, flat bf16 wire",
         )
-    return strategy, detail, options
+    return strategy, detail, read
 
 
-def _options(detail: str) -> SyncOptions | None:
-    """Read "100 MB bf16 wire" and the like; None if it says something else."""
-    options = SyncOptions()
+def _options(detail: str, options: SyncOptions) -> SyncOptions | None:
+    """`options` changed as "100 MB bf16 wire" and the like say; None if it says something else."""
     words = detail.split()
     while words:
         match words:

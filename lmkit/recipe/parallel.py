@@ -12,7 +12,7 @@ StrategyName = Literal["none", "naive", "flat", "overlap", "bucketed", "torch_dd
 class ParallelConfig(Table):
     strategy: StrategyName = "bucketed"
     """With one rank every strategy is `none`."""
-    bucket_mb: PositiveFloat = 25.0
+    bucket_mb: PositiveFloat = 50.0
     """Bucket size in MiB (`bucketed`, `torch_ddp`, `zero1`)."""
     wire_dtype: Literal["fp32", "bf16"] = "fp32"
     """What travels between ranks (`flat`, `bucketed`)."""

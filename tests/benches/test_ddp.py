@@ -122,7 +122,7 @@ def test_out_of_memory_is_a_row(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["naiv", "bucketed many MB", "bucketed 0 MB", "torch_ddp fast", "one rank bf16", ""]
+    "name", ["naiv", "bucketed many MB", "bucketed 0 MB", "torch_ddp fast", "one rank bf16", "naive bf16", ""]
 )
 def test_unknown_contenders_are_refused_before_anything_runs(name):
     case = DdpCase("tiny", None, rows=1)  # type: ignore[arg-type]
