@@ -6,13 +6,13 @@ from typing import Annotated
 
 from pydantic import Field
 
-from lmkit.recipe.table import Count, NonNegativeFloat, PositiveInt, Table
+from lmkit.recipe.table import Count, NonNegativeFloat, Table
 
 
 class GenerateConfig(Table):
     prompts: tuple[str, ...] = ("",)
     """An empty prompt starts from end-of-text: a new document."""
-    max_new_tokens: PositiveInt = 256
+    max_new_tokens: Annotated[int, Field(gt=0, le=1_000_000_000)] = 256
     temperature: NonNegativeFloat = 0.8
     """0 is greedy."""
     top_k: Count = 0

@@ -200,6 +200,8 @@ def _describe(table: str, detail: Any) -> str:
     if kind == "extra_forbidden":
         owner = _owner(keys)
         return f"unknown key {path}{did_you_mean(keys[-1], owner.model_fields if owner else ())}"
+    if kind == "json_invalid":  # `validate` writes the JSON itself: only lone surrogates can spoil it
+        return f"{path}: holds text that is not UTF-8"
     if kind == "value_error":
         return f"{path}: {detail['ctx']['error']}"
     if kind == "literal_error":

@@ -6,17 +6,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from lmkit.recipe.table import Count, NonNegativeFloat, PositiveFloat, Table
+from lmkit.recipe.table import Count, NonNegativeFloat, Table
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(Table):
-    lr: PositiveFloat = 1e-3
+    lr: Annotated[float, Field(gt=0, le=1e6)] = 1e-3
     """The highest learning rate, reached at the end of the warm-up."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
-    eps: PositiveFloat = 1e-8
-    weight_decay: NonNegativeFloat = 0.1
+    eps: Annotated[float, Field(gt=0, le=1e6)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0, le=1e6)] = 0.1
     """Applied to matrices only, not to norm gains."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup_steps: Count = 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from lmkit.recipe.table import PositiveFloat, Table
 
@@ -19,5 +21,5 @@ class ParallelConfig(Table):
     weights: Literal["fp32", "bf16"] = "fp32"
     """`zero1`: fp32 weights, or bf16 weights with fp32 master copies in the shards."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    timeout_s: PositiveFloat = 600.0
+    timeout_s: Annotated[float, Field(gt=0, le=1e8)] = 600.0
     """A rank that does not answer for this long ends the job."""

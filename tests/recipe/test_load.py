@@ -87,6 +87,23 @@ def test_faults_05_06_07_11_27_wrong_values(
     assert shown in message
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        "optimizer.lr=1e300",
+        "optimizer.weight_decay=1e300",
+        "parallel.timeout_s=1e300",
+        "generate.max_new_tokens=9000000000000000000",
+        'generate.prompts=["\udcff"]',
+    ],
+)
+def test_values_that_nothing_could_compute_with_are_refused(override: str) -> None:
+    key = override.partition("=")[0]
+    with pytest.raises(UsageError, match=key.partition(".")[0]) as caught:
+        load_recipe(None, [override])
+    assert key in caught.value.message or "not UTF-8" in caught.value.message
+
+
 def test_every_mistake_is_reported_at_once(tmp_path: Path) -> None:
     message = refusal(
         tmp_path,
