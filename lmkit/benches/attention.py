@@ -72,7 +72,8 @@ def run_bench(
         "spread: (p90 - p10) / median; GB (10^9): peak on top of the inputs, output included",
     )
     files = report_files(rows, asdict(options), environment, notes)
-    return BenchResult("attention", rows, COLUMNS, files, environment, notes)
+    shown = [row for row in rows if row["part"] != "grid"]  # that one is a picture, and a table in the report
+    return BenchResult("attention", rows, COLUMNS, files, environment, notes, shown)
 
 
 def _check(options: AttentionOptions, kernels: Sequence[str]) -> None:
