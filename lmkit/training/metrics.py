@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import resource
 import sys
 from collections.abc import Sequence
@@ -137,8 +136,3 @@ def peak_memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
-
-
-def wants_plain_text(stream: IO[str]) -> bool:
-    """Whether no escape codes may be written: not a terminal, a dumb one, or NO_COLOR is set (no-color.org)."""
-    return not stream.isatty() or bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
