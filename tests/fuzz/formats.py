@@ -95,6 +95,7 @@ class Format(ABC):
 
     def try_undamaged(self, folder: Path) -> None:
         """What is good must load."""
+        shutil.rmtree(folder, ignore_errors=True)
         for name, data in self.good.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(data)
