@@ -65,6 +65,8 @@ def trials(base: AttentionOptions) -> Iterator[Trial]:
                 yield Trial(name, length, kernels, options(head_dim, length, causal=causal))
     for head_dim in (32, 80, 96, 256):
         yield Trial(f"head_dim {head_dim}", 4096, (OURS, CUDNN, FLASH), options(head_dim))
+    for head_dim in (64, 128):
+        yield Trial("float16", 4096, (OURS, CUDNN), options(head_dim, dtype="fp16"))
     for name, kv_heads in (("repeated heads", 16), ("grouped heads", 4)):
         yield Trial(name, 4096, (OURS, CUDNN), options(128, kv_heads=kv_heads))
     for head_dim in (64, 128):
@@ -94,7 +96,7 @@ def run_acceptance(
             "bench attention: the acceptance suite needs a GPU",
             hint='leave out suite = "acceptance", or take the recipe bench_attention_cpu',
         )
-    limits = measure_limits(base.device, ("bf16", "fp32", "tf32"))
+    limits = measure_limits(base.device, ("bf16", "fp16", "fp32", "tf32"))
     environment = describe_environment() | {"limits": limits.as_dict()}
     rows: Rows = []
     todo = list(trials(base))

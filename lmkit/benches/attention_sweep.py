@@ -8,6 +8,7 @@ long or is wrong becomes a row that says so.
 from __future__ import annotations
 
 import gc
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -274,9 +275,10 @@ class Sweep:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Also where not the allocator ran out but the driver, which needs some for every kernel that it loads."""
-    return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, torch.AcceleratorError) and "out of memory" in str(error)
+    """Also where not the allocator ran out but the driver, which needs some for every kernel that it loads: torch,
+    its compiler and Triton each word that in their own way."""
+    return isinstance(error, torch.OutOfMemoryError) or bool(
+        re.search(r"CUDA\b.*: out of memory", str(error).partition("\n")[0])
     )
 
 

@@ -153,7 +153,7 @@ def _first_call(rows: Rows) -> float | None:
     """The most seconds that the first calls of one (head_dim, mask, dtype) took, forward and backward together."""
     seconds: dict[tuple[Any, ...], float] = {}
     for row in _chosen(rows, kernel=OURS):
-        if row["set"].startswith(("core", "head_dim")):
+        if row["set"].startswith(("core", "head_dim", "float16")):
             key = (row["head_dim"], row["causal"], row["dtype"])
             seconds[key] = seconds.get(key, 0.0) + row["first_call_s"]
     return max(seconds.values(), default=None)

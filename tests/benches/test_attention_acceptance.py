@@ -138,7 +138,7 @@ def test_the_suite_writes_its_files_and_says_what_it_missed(monkeypatch):
             return found
 
     monkeypatch.setattr(acceptance, "Sweep", FakeSweep)
-    measured = Limits("a test", {"bf16": 1e15, "fp32": 1e14, "tf32": 4e14}, 1e12)
+    measured = Limits("a test", {"bf16": 1e15, "fp16": 1e15, "fp32": 1e14, "tf32": 4e14}, 1e12)
     monkeypatch.setattr(acceptance, "measure_limits", lambda device, dtypes: measured)
     monkeypatch.setattr(acceptance, "_host_time_rows", host_time_rows)
     result = run_bench(BASE)
