@@ -105,7 +105,7 @@ def read_metrics(path: Path) -> list[Record]:
         return []
     records = []
     with open(path, "rb") as file:
-        for line in file:
+        while line := file.readline(_LONGEST_LINE):
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError):
@@ -115,6 +115,7 @@ def read_metrics(path: Path) -> list[Record]:
     return records
 
 
+_LONGEST_LINE = 1 << 20  # bytes; the rest of a longer one is looked at as another line
 _LOSSES = ("train", "valid", "final")
 
 

@@ -132,6 +132,8 @@ def test_metrics_that_could_not_be_written_or_drawn_again_are_passed_over(tmp_pa
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in [*bad, good]))
     assert read_metrics(path) == [good]
+    path.write_bytes(bytes(5_000_000) + b"\n" + json.dumps(good).encode())  # no line is read in one piece
+    assert read_metrics(path) == [good]
 
 
 @pytest.mark.parametrize("saved", ["", "AAAA", "no base64: \x00", "é"])
