@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
@@ -63,11 +63,19 @@ class Sweep:
         with _matmul_precision(self._options.dtype):
             rows = self._measure_directions(case, kernels, ("forward",))
             if self._options.backward and case.part != "grid":
-                rows += self._measure_directions(case, kernels, gradients)
+                too_large = {row["kernel"] for row in rows if row["status"] == "out of memory"}
+                rows += self._measure_directions(case, kernels, gradients, too_large)
         _release_memory(self._options.device)
         return rows
 
-    def _measure_directions(self, case: Case, kernels: Sequence[str], directions: Sequence[str]) -> Rows:
+    def _measure_directions(
+        self,
+        case: Case,
+        kernels: Sequence[str],
+        directions: Sequence[str],
+        too_large: Collection[str] = (),
+    ) -> Rows:
+        """Rows of directions that share their inputs. `too_large`: kernels whose forward pass did not fit."""
         options = self._options
         backward = "forward" not in directions
         rows = {
@@ -86,11 +94,18 @@ class Sweep:
             for direction in directions:
                 rows[direction, name] |= fields
 
-        inputs = make_inputs(case, options, backward=backward)
+        try:
+            inputs = make_inputs(case, options, backward=backward)
+        except torch.OutOfMemoryError as error:
+            for name in kernels:
+                mark(name, {"status": "out of memory", "detail": f"inputs: {str(error).split('. ')[0]}"})
+            return list(rows.values())
         gate = None
         runnable: dict[str, Callable[..., Tensor]] = {}
         for name in kernels:
             refusal = self._refusal(name, case, directions[0])
+            if name in too_large:
+                refusal = {"status": "out of memory", "detail": "the forward pass alone does not fit"}
             if refusal is not None:
                 mark(name, refusal)
                 continue

@@ -295,6 +295,33 @@ def test_what_does_not_fit_or_fails_is_a_row_and_the_others_complete():
     assert "out_of_memory runs out of memory at 16 tokens" in report
 
 
+@pytest.mark.usefixtures("_limits_at_hand", "_kernels_of_this_file")
+def test_inputs_that_do_not_fit_are_rows_and_a_forward_pass_that_does_not_settles_the_backward_pass(
+    monkeypatch,
+):
+    real_inputs = sweeping.make_inputs
+
+    def too_long(case, options, *, backward):
+        if case.num_keys > 32:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 51 GiB. GPU 0 has less")
+        return real_inputs(case, options, backward=backward)
+
+    monkeypatch.setattr(sweeping, "make_inputs", too_long)
+    options = AttentionOptions(
+        tiers=("64", "32"),
+        kernels=("sdpa", "out_of_memory"),
+        backward=True,
+        longest_call_seconds=1e9,
+        **SMALL,
+    )
+    rows = rows_by(run_bench(options), "tier", "kernel", "direction")
+    for direction in ("forward", "fwd+bwd", "backward"):
+        assert rows["64", "sdpa", direction]["status"] == "out of memory"
+        assert rows["32", "sdpa", direction]["median_ms"] > 0
+    assert rows["64", "sdpa", "forward"]["detail"] == "inputs: CUDA out of memory"
+    assert rows["32", "out_of_memory", "backward"]["detail"] == "the forward pass alone does not fit"
+
+
 @pytest.mark.usefixtures("_limits_at_hand")
 def test_a_kernel_that_fits_alone_but_not_in_turns_is_a_row_and_the_others_are_timed(monkeypatch):
     real_time = sweeping.time_functions
