@@ -77,3 +77,9 @@ def fuzz(session: nox.Session) -> None:
     """10,000 damaged files of every format that lmkit reads; keeps the figures."""
     settings = {"LMKIT_FUZZ_CASES": "10000", "LMKIT_FUZZ_RECORD": "artifacts/cpu/fuzz/summary.jsonl"}
     _python(session, "pytest", "tests/fuzz/test_fuzz.py", "-s", *session.posargs, **settings)
+
+
+@nox.session
+def saving(session: nox.Session) -> None:
+    """How long training stands still for a checkpoint of 162 million parameters, against a plain torch.save."""
+    _python(session, "pytest", "-m", "slow", "tests/end_to_end/test_saving.py", "-s", *session.posargs)
