@@ -9,16 +9,17 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from lmkit.commands.numbers import count, megabytes
 from lmkit.commands.stages import StageRecord, file_signature, stage_key
 from lmkit.data.corpora import prepare_corpus
 from lmkit.data.encoding import encode_corpus
 from lmkit.data.token_files import open_tokens
-from lmkit.errors import UsageError
+from lmkit.errors import LmkitError, UsageError
 from lmkit.recipe.differences import differences
 from lmkit.recipe.load import load_recipe, recipe_to_toml
 from lmkit.recipe.schema import Recipe, required
@@ -299,10 +300,22 @@ class Pipeline:
         write_atomic(path, str(result))
         return {"stories": [path]}
 
+    def _read(self, name: str, keys: Sequence[str]) -> dict[str, Any]:
+        """What a stage wrote about itself."""
+        path = self.folder / f"{name}.json"
+        try:
+            content = json.loads(path.read_bytes())
+        except (OSError, ValueError, RecursionError):
+            content = None
+        if not isinstance(content, dict) or not all(key in content for key in keys):
+            stage = {"training": "train", "evaluation": "evaluate"}[name]
+            raise LmkitError(f"{path}: missing or damaged", hint=f"make it again with --from {stage}")
+        return content
+
     def summary(self, done: dict[str, str]) -> RunSummary:
         """Collect what the stages left in the run folder."""
-        evaluation = json.loads((self.folder / "evaluation.json").read_text("utf-8"))
-        training = json.loads((self.folder / "training.json").read_text("utf-8"))
+        evaluation = self._read("evaluation", ("loss", "perplexity", "bits_per_byte"))
+        training = self._read("training", ("parameters", "step"))
         train, valid = (
             open_tokens(self.folder / "tokens" / f"{part}.npy").meta for part in ("train", "valid")
         )
@@ -320,5 +333,5 @@ class Pipeline:
             perplexity=evaluation["perplexity"],
             bits_per_byte=evaluation["bits_per_byte"],
             files={path.name: str(path) for path in sorted(self.folder.iterdir()) if path.name != ".lock"},
-            story=(self.folder / "stories.txt").read_text("utf-8"),
+            story=(self.folder / "stories.txt").read_text("utf-8", "replace"),
         )

@@ -88,6 +88,15 @@ def test_text_becomes_a_story_and_a_second_run_recomputes_nothing(
     assert "model.d_model: 16 -> 32" in refused.stderr
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
+    # What a stage wrote about itself was damaged since: one line says how to make it again.
+    evaluation = run / "evaluation.json"
+    evaluation.write_text(evaluation.read_text()[:20])
+    damaged = lmkit("run", recipe)
+    assert damaged.returncode == 1
+    assert "evaluation.json: missing or damaged" in damaged.stderr
+    assert "--from evaluate" in damaged.stderr
+    assert "Traceback" not in damaged.stderr
+
     # --from redoes a stage and all after it; the same seed gives the same losses.
     earlier = losses(run)
     redone = lmkit("run", recipe, "--from", "train", "--json")
