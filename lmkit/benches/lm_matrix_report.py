@@ -7,6 +7,7 @@ from typing import Any
 
 from lmkit.measure.plots import grouped_bars, loss_curve, table_picture
 from lmkit.measure.results import row_files
+from lmkit.measure.statistics import paired_ratio
 from lmkit.measure.tables import Column, markdown_table
 
 Rows = Sequence[dict[str, Any]]
@@ -172,7 +173,10 @@ def _report(
 
 def findings(rows: Rows) -> list[str]:
     """The sentences that the rows support."""
-    trained = [row for row in rows if row["status"] == "ok"]
+    # On several ranks "none" leaves every rank with a model of its own: a bound of the others, and no way to train.
+    trained = [
+        row for row in rows if row["status"] == "ok" and (row["ranks"] == 1 or row["strategy"] != "none")
+    ]
     if not trained:
         return ["Nothing ran."]
     best = max(trained, key=lambda row: row["tokens_per_s"])
@@ -191,34 +195,54 @@ def findings(rows: Rows) -> list[str]:
             + ", ".join(f"{row['kernel']} {row['median_ms']:.2f} ms" for row in ordered)
             + " per step."
         )
-    alone = [row for row in trained if row["ranks"] == 1 and row.get("speedup") and row["speedup"] != 1.0]
-    if alone:
-        least, most = (pick(row["speedup"] for row in alone) for pick in (min, max))
-        found.append(
-            "With one rank no strategy communicates, and all but zero1 do the same work: speedups of "
-            f"{least:.3f} to {most:.3f} are what their own bookkeeping costs, and noise."
-        )
-    for kernel in _names([row for row in trained if row["ranks"] > 1], "kernel"):
-        chosen = [row for row in trained if row["kernel"] == kernel]
-        baseline = chosen[0]["strategy"]
-        better = [row for row in chosen[1:] if row.get("verdict") == "faster"]
-        if better:
-            top = max(better, key=lambda row: row["speedup"])
-            found.append(
-                f"{kernel}: {top['strategy']} is {top['speedup']:.3f} times as fast as {baseline} "
-                f"(95% {top['speedup_low']:.3f} to {top['speedup_high']:.3f})."
+    if trained[0]["ranks"] == 1:
+        found += _bookkeeping_finding(trained)
+    else:
+        for kernel in kernels:
+            found += _strategy_findings(
+                [row for row in rows if row["kernel"] == kernel and row["status"] == "ok"]
             )
-        elif len(chosen) > 1:
-            found.append(f"{kernel}: no strategy is measurably faster than {baseline}.")
-    synced = [row for row in trained if row["strategy"] != "none" or row["ranks"] == 1]
-    if len(synced) > 1:
-        apart = max(_apart(row["losses"], synced[0]["losses"]) for row in synced[1:])
+    if len(trained) > 1:
+        first = trained[0]
+        apart = max(_apart(row["losses"], first["losses"]) for row in trained[1:])
         found.append(
-            f"Convergence: the loss curves of {len(synced)} trainings differ by at most {apart:.2g} of the loss, "
-            f"which falls from {synced[0]['first_loss']:.3f} to {synced[0]['final_loss']:.3f}."
+            f"Convergence: the loss curves of {len(trained)} trainings differ by at most {apart:.2g} of the loss, "
+            f"which falls from {first['first_loss']:.3f} to {first['final_loss']:.3f}."
         )
     least = min(trained, key=lambda row: row["peak_gb"])
     found.append(
         f"Least memory: {least['kernel']} with {least['strategy']}, {least['peak_gb']:.3f} GB on a rank."
     )
     return found
+
+
+def _bookkeeping_finding(trained: Rows) -> list[str]:
+    speedups = [row["speedup"] for row in trained if row.get("speedup") and row["speedup"] != 1.0]
+    if not speedups:
+        return []
+    return [
+        "With one rank no strategy communicates, and all but zero1 do the same work: speedups of "
+        f"{min(speedups):.3f} to {max(speedups):.3f} are what their own bookkeeping costs, and noise."
+    ]
+
+
+def _strategy_findings(rows: Rows) -> list[str]:
+    """The strategies of one kernel beside the simplest one, `naive`, and beside no communication at all."""
+    by_name = {row["strategy"]: row for row in rows}
+    naive = by_name.get("naive")
+    synced = [row for row in rows if row["strategy"] not in ("none", "naive")]
+    if not rows or naive is None or not synced:
+        return []
+    kernel = naive["kernel"]
+    best = min(synced, key=lambda row: row["median_ms"])
+    ratio = paired_ratio(best["samples_ms"], naive["samples_ms"])
+    if ratio.verdict == "faster":
+        interval = f"95% {ratio.low:.3f} to {ratio.high:.3f}"
+        said = f"{best['strategy']} is {ratio.speedup:.3f} times as fast as naive ({interval})"
+    else:
+        said = f"no strategy is measurably faster than naive ({best['strategy']}: {ratio})"
+    none = by_name.get("none")
+    if none is not None:
+        share = none["median_ms"] / best["median_ms"]
+        said += f"; {best['strategy']} reaches {share:.0%} of the speed without communication"
+    return [f"{kernel}: {said}."]

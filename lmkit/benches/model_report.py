@@ -212,8 +212,9 @@ def _length_findings(times: Times) -> list[str]:
                 growths.append(f"{last / first:.2f} ({size}, {lengths[0]} to {lengths[-1]})")
         if growths:
             found.append(
-                f"Steps in {precision}, compile {how}, that grow far less than their tokens: {', '.join(growths)} times "
-                "as long. At their short end something else takes the time: the CPU's dispatch, or the optimizer."
+                f"Steps in {precision}, compile {how}, that grow far less than their tokens: {', '.join(growths)} "
+                "times as long. At their short end something else takes the time: the CPU's dispatch, or the "
+                "optimizer."
             )
     return found
 

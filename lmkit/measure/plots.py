@@ -49,7 +49,7 @@ def line_plot(
     if log_x:
         _label_log2_ticks(axes, sorted({x for points in series.values() for x, _ in points}))
     if log_y:
-        axes.set_yscale("log")
+        _set_log_y(axes, [y for points in series.values() for _, y in points])
     elif from_zero:
         axes.set_ylim(bottom=0)
     _add_legend(figure, axes, len(series))
@@ -100,7 +100,7 @@ def line_panels(
                 0.03, 0.97, notes[panel], transform=axes.transAxes, va="top", fontsize=7.5, color="#555555"
             )
         if log_y and any(lines.values()):
-            axes.set_yscale("log")
+            _set_log_y(axes, [y for each in panels.values() for points in each.values() for _, y in points])
         if ticks:
             _label_log2_ticks(axes, ticks)
             axes.set_xlim(ticks[0] / 1.3, ticks[-1] * 1.3)
@@ -347,6 +347,19 @@ def _label_log2_ticks(axes: Axes, values: Sequence[float]) -> None:
     axes.minorticks_off()
     if len(values) > 8:
         axes.tick_params(axis="x", labelrotation=30)
+
+
+def _set_log_y(axes: Axes, values: Sequence[float]) -> None:
+    """A log axis with enough numbers on it: within a decade or so also at 2 and 5, as 20 or 5,000."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.set_yscale("log")
+    positive = [value for value in values if value > 0]
+    if not positive or max(positive) > 50 * min(positive):
+        return
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _add_legend(figure: Figure, axes: Axes, entries: int) -> None:

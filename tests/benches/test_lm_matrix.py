@@ -9,6 +9,7 @@ import torch
 from lmkit.benches import lm_matrix as bench
 from lmkit.benches.journal import Journal
 from lmkit.benches.lm_matrix import LmMatrixOptions, run_bench
+from lmkit.benches.lm_matrix_report import _coinciding_curves, findings
 from lmkit.errors import UsageError
 from lmkit.measure.limits import Limits
 
@@ -152,6 +153,54 @@ def test_it_trains_on_a_token_file(monkeypatch):
     assert asked == [options.tokens]
     assert result.rows[0]["final_loss"] < 3  # always the same token: soon known
     assert "trained on train.npy" in result.files["lm_matrix_report.md"]
+
+
+def cell(strategy, ms, *, kernel="sdpa", ranks=2, last=3.0):
+    return {
+        "kernel": kernel,
+        "strategy": strategy,
+        "ranks": ranks,
+        "status": "ok",
+        "samples_ms": [ms + 0.01 * i for i in range(8)],
+        "median_ms": ms,
+        "tokens_per_s": 1000 / ms,
+        "mfu": 0.1,
+        "peak_gb": 1.0,
+        "losses": [4.0, last],
+        "first_loss": 4.0,
+        "final_loss": last,
+        "speedup": 10.0 / ms,
+    }
+
+
+def test_findings_on_several_ranks_call_nothing_fastest_that_does_not_synchronise():
+    rows = [cell("none", 8.0, last=3.5), cell("naive", 12.0), cell("bucketed", 10.0)]
+    found = findings(rows)
+    assert "Fastest: sdpa with bucketed" in found[0]
+    (compared,) = [line for line in found if line.startswith("sdpa:")]
+    assert "bucketed is 1.2" in compared
+    assert "reaches 80% of the speed without communication" in compared
+    assert "2 trainings differ by at most 0 of the loss" in " ".join(found)
+
+
+def test_findings_on_one_rank_do_not_compare_strategies_that_do_nothing():
+    rows = [
+        cell("none", 10.0, ranks=1),
+        cell("flat", 9.8, ranks=1),
+        cell("flat", 9.0, kernel="fast", ranks=1),
+    ]
+    found = findings(rows)
+    assert "Kernels, each with its fastest strategy: fast 9.00 ms, sdpa 9.80 ms per step." in found
+    assert any("With one rank no strategy communicates" in line for line in found)
+    assert not any(line.startswith("sdpa:") for line in found)
+
+
+def test_curves_that_coincide_are_one():
+    rows = [cell("none", 8.0, last=3.5), cell("naive", 12.0), cell("flat", 10.0, last=3.0001)]
+    assert list(_coinciding_curves(rows)) == [
+        "sdpa, none",
+        "2 trainings, 3e-05 of the loss apart (naive, flat)",
+    ]
 
 
 @pytest.mark.parametrize("change", [{"kernels": ("fast",)}, {"strategies": ("ddp2",)}, {"vocab_size": 100}])

@@ -6,6 +6,7 @@ import torch
 from lmkit.benches import model as bench
 from lmkit.benches.journal import Journal
 from lmkit.benches.model import ModelOptions, run_bench
+from lmkit.benches.model_report import findings
 from lmkit.errors import UsageError
 from lmkit.measure.limits import Limits
 from lmkit.model.accounting import flops_per_token, forward_flops_per_token
@@ -133,3 +134,28 @@ def test_a_step_moves_the_weights_and_the_other_modes_do_not():
 def test_bad_options(change):
     with pytest.raises(UsageError):
         run_bench(ModelOptions(**{**SMALL, **change}))
+
+
+def passing(mode, precision, length, ms, *, size="small"):
+    row = {"part": "model", "size": size, "length": length, "precision": precision, "compile": "none"}
+    numbers = {"median_ms": ms, "mfu": 1 / ms, "mfu_basis": "a peak", "tokens_per_s": length / ms}
+    return row | {"mode": mode, "status": "ok"} | numbers
+
+
+def test_findings_name_what_the_rows_show():
+    rows = [
+        passing("fwd+bwd", "bf16", 256, 9.0),
+        passing("step", "bf16", 256, 12.0),
+        passing("step", "bf16", 1024, 15.0),
+        passing("step", "fp32", 256, 24.0),
+        passing("step", "fp32", 1024, 96.0),
+    ]
+    text = "\n".join(findings(rows))
+    assert "Best utilisation in bf16: small at 256, compile none, fwd+bwd" in text
+    assert "Best utilisation in fp32: small at 256" in text
+    assert "A step in bf16 takes 0.16 (small at 1024) to 0.50 (small at 256) of fp32's time." in text
+    assert (
+        "Steps in bf16, compile none, that grow far less than their tokens: 1.25 (small, 256 to 1024)" in text
+    )
+    assert "Steps in fp32" not in text  # four times the tokens, four times the time
+    assert "up to 25% of a step (small at 256, bf16)" in text
