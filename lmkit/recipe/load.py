@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,12 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+
+_MOST_BYTES = 1 << 20
+# tomllib takes time that grows with the square of a dotted key's length: minutes for a key of 100 kB.
+_PART = r"""(?:[\w-]+|"[^"\n]*"|'[^'\n]*')"""
+_LONG_KEY = re.compile(rf"""(?<![\w"'-])(?:{_PART}[ \t]*\.[ \t]*){{50}}""")
 
 
 def load_recipe(
@@ -71,19 +78,20 @@ def read_toml(path: Path) -> dict[str, Any]:
         UsageError: not readable, not UTF-8, or not TOML (with line and column).
     """
     try:
-        text = path.read_bytes().decode("utf-8")
+        with open(path, "rb") as file:
+            data = file.read(_MOST_BYTES + 1)
+        text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UsageError(
             f"{path}: not UTF-8 at byte {error.start}", hint="save the recipe as UTF-8 text"
         ) from None
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}", hint="check the path and its permissions") from None
+    if len(data) > _MOST_BYTES or _LONG_KEY.search(text):
+        raise UsageError(f"{path}: too large, or a key of too many parts", hint="this is no recipe")
     try:
         return tomllib.loads(text)
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # not only TOMLDecodeError: a number may have too many digits
+    except (ValueError, RecursionError) as error:  # a ValueError: a number of thousands of digits
         known = isinstance(error, tomllib.TOMLDecodeError)
         detail = str(error) if known else "nested too deeply, or a number is too long"
         raise UsageError(f"{path}: {detail}", hint='strings need quotes: name = "story"') from None

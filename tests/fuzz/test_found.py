@@ -29,7 +29,10 @@ from lmkit.training.state import RngState, restore_rng
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("model." + ".".join("a" * 3000) + " = 1", "model: nested too deeply"),
+        ("model = " + "{a = " * 400 + "1" + "}" * 400, "nested too deeply"),
+        (".".join(["a"] * 100_000) + " = 1", "a key of too many parts"),
+        ("x = {" + ".".join(['"a b"'] * 100_000) + " = 1}", "a key of too many parts"),
+        ("# " + "A" * 2_000_000, "too large"),
         ("x = " + "[" * 100_000, "nested too deeply"),
         ("[train]\nsteps = " + "9" * 5000, "a number is too long"),
         ("[train]\nsteps = 9223372036854775808", "train.steps: input should be less than or equal"),
