@@ -10,8 +10,9 @@ from lmkit.recipe.model import ModelConfig
 
 pytestmark = [
     pytest.mark.gpu,
-    # torch's own compiler imports what torch itself calls deprecated
+    # torch's own compiler does what torch itself calls deprecated
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
 ]
 STEPS = 50
 VOCABULARY = 256
