@@ -20,7 +20,10 @@ def generate(
     prompt: Annotated[
         list[str] | None,
         typer.Option(
-            "--prompt", "-p", help="Repeatable; an empty one starts a new document.", show_default=False
+            "--prompt",
+            "-p",
+            help="Repeatable. An empty one starts a new document; of one beyond the context the end is read.",
+            show_default=False,
         ),
     ] = None,
     max_new_tokens: Annotated[int | None, typer.Option(show_default=False)] = None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +12,9 @@ from lmkit.parallel.process_group import process_group
 from lmkit.recipe.load import validate
 from lmkit.training.assembly import held_out_of, resolved_tables
 from lmkit.training.checkpoint_folder import STATE
-from lmkit.training.checkpoints import Checkpoint, find_checkpoint, open_checkpoint, plain_model
+from lmkit.training.checkpoints import Checkpoint, newest_checkpoint, plain_model
 from lmkit.training.evaluation import evaluate
 from lmkit.training.numerics import numerics
-
-log = logging.getLogger("lmkit")
 
 
 @dataclass(frozen=True)
@@ -51,11 +48,7 @@ def run(path: Path, *, tokens: Path | None = None, device: str = "auto") -> Eval
         UsageError: there is no checkpoint or no token file, or the file was made with another tokenizer.
         LmkitError: something is damaged.
     """
-    choice = find_checkpoint(path)
-    for reason in choice.skipped:
-        log.warning("skipped %s", reason)
-    assert choice.path is not None
-    checkpoint = open_checkpoint(choice.path)
+    checkpoint = newest_checkpoint(path)
     recipe = validate(checkpoint.state.recipe, origin=str(checkpoint.path / STATE))
     model_config, train = resolved_tables(recipe)
     file = tokens or recipe.data.valid or _run_folder(checkpoint) / "tokens" / "valid.npy"

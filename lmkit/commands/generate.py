@@ -14,7 +14,7 @@ from lmkit.parallel.process_group import process_group
 from lmkit.recipe.load import load_recipe
 from lmkit.tokenizer import Tokenizer
 from lmkit.training.checkpoint_folder import MANIFEST
-from lmkit.training.checkpoints import load_model
+from lmkit.training.checkpoints import newest_checkpoint, plain_model, run_tokenizer
 
 SEPARATOR = "\n\n---\n\n"
 
@@ -56,7 +56,7 @@ def run(
         stream: called with the prompt and then with each piece of text of a single prompt as it appears.
 
     Raises:
-        UsageError: no checkpoint, no tokenizer, or sampling options out of range.
+        UsageError: no checkpoint, no tokenizer or another than the model's, or sampling options out of range.
         LmkitError: the checkpoint is damaged.
     """
     folder = source.resolve().parent.parent if (source / MANIFEST).exists() else source
@@ -70,11 +70,22 @@ def run(
     table = recipe.generate
     sampling = Sampling(temperature=table.temperature, top_k=table.top_k, top_p=table.top_p)
     with process_group(device) as ranks:
-        model, _, own_tokenizer = load_model(source, device=ranks.device)
-        path = tokenizer or own_tokenizer or (recipe.tokenizer.path if recipe.tokenizer else None)
+        checkpoint = newest_checkpoint(source)
+        path = (
+            tokenizer
+            or run_tokenizer(checkpoint.path)
+            or (recipe.tokenizer.path if recipe.tokenizer else None)
+        )
         if path is None:
             raise UsageError(f"{source}: the run has no tokenizer.json", hint="name one with --tokenizer")
         loaded = Tokenizer.load(path)
+        trained_on = checkpoint.state.data
+        if trained_on is not None and trained_on.tokenizer_sha256 != loaded.sha256:
+            raise UsageError(
+                f"{path}: is tokenizer {loaded.sha256}, but the model learnt that of {trained_on.tokenizer_sha256}",
+                hint="use the tokenizer that its token files were made with",
+            )
+        model = plain_model(checkpoint, device=ranks.device)
         prompts = table.prompts
         if stream is not None and len(prompts) == 1:
             stream(prompts[0])

@@ -68,7 +68,7 @@ def open_data(recipe: Recipe) -> Data:
     """Open the token files that the recipe names, or those in the run folder.
 
     Raises:
-        UsageError: the training file is missing.
+        UsageError: the training file is missing, or was made with another tokenizer than the run's.
         LmkitError: a file is damaged.
     """
     if recipe.data.source == "random":
@@ -87,6 +87,7 @@ def open_data(recipe: Recipe) -> Data:
         )
     opened = Data(open_tokens(train), open_tokens(valid) if valid.exists() else None)
     _check_same_tokenizer(opened, train, valid)
+    _check_tokenizer(recipe, opened, train)
     return opened
 
 
@@ -99,6 +100,24 @@ def _check_same_tokenizer(data: Data, train: Path, valid: Path) -> None:
             f"{valid}: encoded with tokenizer {theirs[:12]}, but {train} with {ours[:12]}",
             hint="encode both with the same tokenizer",
         )
+
+
+def _check_tokenizer(recipe: Recipe, data: Data, train: Path) -> None:
+    """What the model learns has to be what `lmkit generate` will read and write with the run's tokenizer."""
+    path = _tokenizer_path(recipe)
+    if data.train is None or not path.exists():
+        return
+    ours, theirs = data.train.meta.tokenizer_sha256, Tokenizer.load(path).sha256
+    if ours != theirs:
+        raise UsageError(
+            f"{train}: made with tokenizer {ours}, but {path} is {theirs}",
+            hint="encode the text again, or name the tokenizer that it was encoded with",
+        )
+
+
+def _tokenizer_path(recipe: Recipe) -> Path:
+    given = recipe.tokenizer.path if recipe.tokenizer is not None else None
+    return given or recipe.run.path / TOKENIZER
 
 
 def resolve(recipe: Recipe, data: Data) -> Recipe:
@@ -165,20 +184,18 @@ def _document_starts(recipe: Recipe, file: TokenFile) -> np.ndarray:
     """Position 0, and the one behind every end-of-text token.
 
     Raises:
-        UsageError: the tokenizer is not at hand, has no such token, or is not the token file's.
+        UsageError: the tokenizer is not at hand, or has no such token.
     """
-    given = recipe.tokenizer.path if recipe.tokenizer is not None else None
-    path = given or recipe.run.path / TOKENIZER
+    path = _tokenizer_path(recipe)
     if not path.exists():
         raise UsageError(
             f'{path}: missing; data.sampling = "documents" asks it for the end-of-text token',
             hint='name it with --set tokenizer.path=..., or use sampling = "windows"',
         )
     tokenizer = Tokenizer.load(path)
-    if tokenizer.end_of_text_id is None or tokenizer.sha256 != file.meta.tokenizer_sha256:
+    if tokenizer.end_of_text_id is None:
         raise UsageError(
-            f"{path}: has no end-of-text token, or did not make the token file",
-            hint='use the tokenizer that the file was encoded with, or sampling = "windows"',
+            f"{path}: has no end-of-text token, which ends a document", hint='use data.sampling = "windows"'
         )
     blocks = range(0, len(file.tokens), _TOKENS_AT_ONCE)
     ends = [

@@ -148,6 +148,19 @@ def find_checkpoint(path: Path) -> Choice:
     return newest_valid(folder)
 
 
+def newest_checkpoint(path: Path) -> Checkpoint:
+    """Open what `find_checkpoint` finds; newer ones that are damaged are named in the log.
+
+    Raises:
+        UsageError, LmkitError: as `find_checkpoint` and `open_checkpoint`.
+    """
+    choice = find_checkpoint(path)
+    for reason in choice.skipped:
+        log.warning("skipped %s", reason)
+    assert choice.path is not None
+    return open_checkpoint(choice.path)
+
+
 def load_model(
     path: Path, *, device: torch.device | str = "cpu"
 ) -> tuple[TransformerLM, ModelConfig, Path | None]:
@@ -160,11 +173,7 @@ def load_model(
         UsageError: there is no checkpoint.
         LmkitError: it is damaged, or of a newer format.
     """
-    choice = find_checkpoint(path)
-    for reason in choice.skipped:
-        log.warning("skipped %s", reason)
-    assert choice.path is not None
-    checkpoint = open_checkpoint(choice.path)
+    checkpoint = newest_checkpoint(path)
     return plain_model(checkpoint, device=device), checkpoint.state.model, run_tokenizer(checkpoint.path)
 
 

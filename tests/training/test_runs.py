@@ -7,16 +7,18 @@ import json
 import logging
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from run_folders import assert_same_state, losses, newest, saved, train_here
 
-from lmkit.commands import evaluate, train
+from lmkit.commands import evaluate, generate, train
 from lmkit.errors import UsageError
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.schema import Recipe
+from lmkit.tokenizer import Tokenizer
 from lmkit.training import loop as loop_module
 from lmkit.training.checkpoints import load_model, plain_model
 from lmkit.training.metrics import read_metrics
@@ -189,6 +191,29 @@ def test_what_is_lacking_is_named(tiny: Tiny) -> None:
         train_here(tiny('data.train="missing.npy"'))
     with pytest.raises(UsageError, match=r"model\.vocab_size: 63"):
         train_here(tiny("model.vocab_size=63"))
+
+
+def test_fault_32_a_tokenizer_that_did_not_make_the_tokens_is_refused_with_both_hashes(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    train_here(tiny(), stop_at_step=1)  # on tokens of tokenizer aaa...
+    other = Tokenizer(vocab={i: bytes([i]) for i in range(256)}, merges=[], special_tokens=())
+    given = tmp_path / "other.json"
+    other.save(given)
+    attempts = [
+        lambda: train_here(tiny("run.name=new", f'tokenizer.path="{given}"')),
+        lambda: generate.run(tiny().run.path, tokenizer=given),
+    ]
+    for attempt in attempts:
+        with pytest.raises(UsageError) as caught:
+            attempt()
+        assert other.sha256 in caught.value.message
+        assert "a" * 64 in caught.value.message
+    assert not (tiny().run.folder / "new").exists()
+    other.save(tiny().run.path / "tokenizer.json")
+    for attempt in (lambda: train_here(tiny()), lambda: generate.run(tiny().run.path)):
+        with pytest.raises(UsageError, match=other.sha256):
+            attempt()
 
 
 def test_a_model_of_gpu_kernels_runs_on_a_cpu_and_says_so(
