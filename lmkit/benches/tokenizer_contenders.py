@@ -41,6 +41,8 @@ class Job:
     output: str = ""
 
 
+_IDS_AT_ONCE = 1 << 20
+
 Timed = Callable[[], Any]
 """What is timed; everything it needs is ready."""
 
@@ -201,13 +203,14 @@ def _hash_of_ids(job: Job) -> str:
     if job.task == "train":
         return ""
     output = Path(job.output)
-    digest = hashlib.sha256()
-    if output.suffix == ".npy":
-        digest.update(np.load(output, mmap_mode="r").astype("<u4").tobytes())
-    else:
+    parts = [output]
+    if job.contender == "tiktoken" and job.workers > 1:
         parts = [Path(f"{output}.{i}") for i in range(job.workers)]
-        for part in parts if job.contender == "tiktoken" and job.workers > 1 else [output]:
-            digest.update(part.read_bytes())
+    digest = hashlib.sha256()
+    for part in parts:
+        ids = np.load(part, mmap_mode="r") if part.suffix == ".npy" else np.memmap(part, "<u4", "r")
+        for start in range(0, len(ids), _IDS_AT_ONCE):  # memory is watched to the end of the process
+            digest.update(ids[start : start + _IDS_AT_ONCE].astype("<u4").tobytes())
     return digest.hexdigest()
 
 

@@ -1,17 +1,14 @@
-"""Text files -> one token file: read, cut into exact chunks, encode in threads, write in order.
+"""Text files -> one token file: every worker reads a chunk, encodes it, and writes its ids when its turn comes.
 
-Threads are enough, for the encoder leaves the interpreter's lock alone while it works. Every chunk is encoded by
-itself and the results are joined in the order of the text, so the file is the same for any number of workers.
+Every chunk is encoded by itself and the ids are written in the order of the text, so the file is the same for any
+number of workers.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import queue
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +20,8 @@ from lmkit.tokenizer import END_OF_TEXT, Progress, Tokenizer
 from lmkit.tokenizer.chunk_encoder import ChunkEncoder
 from lmkit.tokenizer.chunks import Chunk, ErrorMode, exact_chunks, read_blocks, valid_utf8
 from lmkit.tokenizer.training import usable_cpus
+from lmkit.tokenizer.workers import share_out
 
-_CHUNKS_AHEAD = 2  # per worker: enough that none waits for the writer
 _TAIL_BYTES = 4096  # of a source, in which its last end-of-text token is looked for
 
 
@@ -60,27 +57,29 @@ def encode_corpus(
         raise UsageError(f"{output} exists", hint="overwrite it with --force")
     if output.parent.is_dir():
         remove_partials(output.parent)
-    reader = _Reader(sources, tokenizer)
+    reader = _Reader(sources, tokenizer, errors)
     if reader.total_bytes == 0:
         names = ", ".join(str(path) for path in sources) or "no files"
         raise UsageError(f"the corpus is empty: {names}", hint="give at least one file with text in it")
-    workers = workers or usable_cpus()
-    encoders = _Encoders(tokenizer, workers)
-
-    def encode(chunk: Chunk) -> np.ndarray:
-        return encoders.encode(valid_utf8(chunk, str(sources[chunk.source]), errors))
-
     end_of_text = tokenizer.end_of_text_id
     num_documents = done_bytes = 0
     with TokenFileWriter(
         output, vocab_size=tokenizer.vocab_size, tokenizer_sha256=tokenizer.sha256
     ) as writer:
-        for chunk, ids in _in_order(encode, reader.chunks(), workers):
+
+        def encode(encoder: ChunkEncoder) -> Callable[[Chunk], np.ndarray]:
+            return lambda chunk: encoder.encode(chunk.data, tokenizer.specials)
+
+        def write(chunk: Chunk, ids: np.ndarray) -> None:
+            nonlocal num_documents, done_bytes
             writer.append(ids)
-            done_bytes += len(chunk.data)
             num_documents += int(np.count_nonzero(ids == end_of_text)) if end_of_text is not None else 0
+            done_bytes += chunk.num_bytes
             if progress is not None:
-                progress("encode", min(done_bytes, reader.total_bytes), reader.total_bytes)
+                progress("encode", done_bytes, reader.total_bytes)
+
+        encoders = [tokenizer.chunk_encoder() for _ in range(workers or usable_cpus())]
+        share_out(reader.chunks(), [encode(encoder) for encoder in encoders], write)
         return writer.finish(
             num_documents=num_documents if end_of_text is not None else len(sources),
             num_bytes=reader.total_bytes,
@@ -91,9 +90,10 @@ def encode_corpus(
 class _Reader:
     """Yields the chunks of all sources, hashes what it reads, and sees to it that nobody changes it meanwhile."""
 
-    def __init__(self, sources: Sequence[Path], tokenizer: Tokenizer) -> None:
+    def __init__(self, sources: Sequence[Path], tokenizer: Tokenizer, errors: ErrorMode) -> None:
         self._sources = list(sources)
         self._tokenizer = tokenizer
+        self._errors = errors
         self._states = [_state(path) for path in self._sources]
         self._digest = hashlib.sha256()
         self.total_bytes = sum(size for size, _ in self._states)
@@ -102,14 +102,15 @@ class _Reader:
         separator = END_OF_TEXT.encode() if self._tokenizer.end_of_text_id is not None else b""
         for number, path in enumerate(self._sources):
             tail = _Tail()
-            yield from exact_chunks(self._blocks(path, tail), self._tokenizer.specials, source=number)
+            for chunk in exact_chunks(self._blocks(path, tail), self._tokenizer.specials, source=number):
+                yield valid_utf8(chunk, str(path), self._errors)
             size, _ = self._states[number]
             if _state(path) != self._states[number] or tail.num_bytes != size:
                 raise LmkitError(
                     f"{path}: changed while it was being encoded", hint="run again when it is complete"
                 )
             if separator and size and not tail.data.rstrip().endswith(separator):
-                yield Chunk(number, size, separator)
+                yield Chunk(number, size, 0, separator)
 
     def sha256(self) -> str:
         return self._digest.hexdigest()
@@ -140,44 +141,3 @@ def _state(path: Path) -> tuple[int, int]:
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}", hint="give the path of a text file") from error
     return status.st_size, status.st_mtime_ns
-
-
-class _Encoders:
-    """One encoder per worker: an encoder learns words as it goes, and serves one thread at a time."""
-
-    def __init__(self, tokenizer: Tokenizer, workers: int) -> None:
-        self._specials = tokenizer.specials
-        self._idle: queue.SimpleQueue[ChunkEncoder] = queue.SimpleQueue()
-        for _ in range(workers):
-            self._idle.put(tokenizer.chunk_encoder())
-
-    def encode(self, data: bytes) -> np.ndarray:
-        encoder = self._idle.get()
-        try:
-            return encoder.encode(data, self._specials.find(data))
-        finally:
-            self._idle.put(encoder)
-
-
-def _in_order(
-    work: Callable[[Chunk], np.ndarray], chunks: Iterable[Chunk], workers: int
-) -> Iterator[tuple[Chunk, np.ndarray]]:
-    """Yield every chunk with its result, in order, while at most a few chunks per worker are under way."""
-    if workers == 1:
-        for chunk in chunks:
-            yield chunk, work(chunk)
-        return
-    with ThreadPoolExecutor(workers) as pool:
-        under_way: deque[tuple[Chunk, Future[np.ndarray]]] = deque()
-        try:
-            for chunk in chunks:
-                under_way.append((chunk, pool.submit(work, chunk)))
-                if len(under_way) > _CHUNKS_AHEAD * workers:
-                    first, ids = under_way.popleft()
-                    yield first, ids.result()
-            while under_way:
-                first, ids = under_way.popleft()
-                yield first, ids.result()
-        finally:
-            for _, ids in under_way:
-                ids.cancel()

@@ -10,7 +10,7 @@ import numpy as np
 from lmkit.tokenizer.boundaries import word_starts
 from lmkit.tokenizer.bpe import MergeTable
 from lmkit.tokenizer.pattern import split_words
-from lmkit.tokenizer.special_tokens import Span
+from lmkit.tokenizer.special_tokens import Span, SpecialTokens
 from lmkit.tokenizer.word_table import WordTable, joined
 
 _MOST_WORDS = 1 << 20  # then the tables start over: memory stays bounded on endless text
@@ -23,8 +23,8 @@ _LONGEST_IN_CROWD = 256  # bytes; longer words are merged one by one
 class ChunkEncoder(Protocol):
     """Turns chunks of text into ids. Keeps what it learns about words: use one per thread."""
 
-    def encode(self, data: bytes, specials: Sequence[Span] = ()) -> np.ndarray:
-        """Return the ids of `data`, valid UTF-8 with special tokens at `specials`, as int32."""
+    def encode(self, data: bytes, specials: SpecialTokens) -> np.ndarray:
+        """Return the ids of `data`, valid UTF-8 in which `specials` count as special tokens, as int32."""
         ...
 
 
@@ -45,29 +45,28 @@ class NumpyEncoder:
         self._num_words = 0
         self._num_tokens = 0
 
-    def encode(self, data: bytes, specials: Sequence[Span] = ()) -> np.ndarray:
+    def encode(self, data: bytes, specials: SpecialTokens) -> np.ndarray:
+        spans = specials.find(data)
         if len(data) <= _SHORT_TEXT or not data:
-            return self._encode_short(data, specials)
+            return self._encode_short(data, spans)
         if self._num_words > _MOST_WORDS or self._num_tokens > _MOST_TOKENS:
             self._start_over()
-        starts = word_starts(data, specials)
+        starts = word_starts(data, spans)
         lengths = np.diff(starts, append=len(data))
-        if not specials:
+        if not spans:
             return self._encode_words(data, starts, lengths)[0]
-        special = np.searchsorted(starts, [span.start for span in specials])
+        special = np.searchsorted(starts, [span.start for span in spans])
         ordinary = np.ones(len(starts), np.bool_)
         ordinary[special] = False
         tokens, sizes = self._encode_words(data, starts[ordinary], lengths[ordinary])
         # Special token number i stands behind the tokens of the words before it.
         ends = np.concatenate(([0], np.cumsum(sizes)))
-        return np.insert(
-            tokens, ends[special - np.arange(len(special))], [span.token_id for span in specials]
-        )
+        return np.insert(tokens, ends[special - np.arange(len(special))], [span.token_id for span in spans])
 
-    def _encode_short(self, data: bytes, specials: Sequence[Span]) -> np.ndarray:
+    def _encode_short(self, data: bytes, spans: Sequence[Span]) -> np.ndarray:
         ids: list[int] = []
         end = 0
-        for start, stop, token_id in [*specials, (len(data), len(data), None)]:
+        for start, stop, token_id in [*spans, (len(data), len(data), None)]:
             for word in split_words(data[end:start].decode()):
                 found = self._known.get(word)
                 if found is None:

@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 import regex
 
 from lmkit.errors import LmkitError, UsageError
+from lmkit.tokenizer.native import is_utf8
 from lmkit.tokenizer.special_tokens import SpecialTokens
 
 CHUNK_BYTES = 1 << 20
@@ -30,11 +31,12 @@ _TRIES = 16  # the last places in a window; some may lie in special tokens
 
 
 class Chunk(NamedTuple):
-    """Some text and where it stands: byte `offset` of source number `source`."""
+    """Some text and where it stands: `num_bytes` bytes from byte `offset` of source number `source`."""
 
     source: int
     offset: int
-    data: bytes
+    num_bytes: int
+    data: bytes  # these bytes, or what `valid_utf8` made of them
 
 
 def read_blocks(path: Path, size: int = CHUNK_BYTES) -> Iterator[bytes]:
@@ -72,22 +74,22 @@ def exact_chunks(
             # One enormous word. Looking again only when the text has doubled keeps the search linear.
             waiting, wanted = [data], 2 * length
             continue
-        yield Chunk(source, offset, data[:cut])
+        yield Chunk(source, offset, cut, data[:cut])
         offset += cut
         waiting, length, wanted = [data[cut:]], length - cut, size
     if length:
-        yield Chunk(source, offset, b"".join(waiting))
+        yield Chunk(source, offset, length, b"".join(waiting))
 
 
 def last_cut(data: bytes, specials: SpecialTokens) -> int:
     """Return the last offset in `data` at which it may be cut though more text follows; 0 if there is none."""
     # A special token, or a character, may have begun at the end of `data` and not be whole yet.
     limit = len(data) - max(specials.longest, _LONGEST_CHARACTER)
-    window = 1 << 12
+    window = 1 << 8
     while True:
         low = max(0, limit - window)
-        for cuts in (_cuts_before_space(data, low, limit), _cuts_after_letter(data, low, limit)):
-            for cut in cuts[: -_TRIES - 1 : -1]:
+        for cuts in (_cuts_before_space, _cuts_after_letter):
+            for cut in cuts(data, low, limit)[: -_TRIES - 1 : -1]:
                 if not specials.would_be_cut(data, cut):
                     return cut
         if low == 0:
@@ -108,21 +110,21 @@ def _cuts_after_letter(data: bytes, low: int, high: int) -> list[int]:
     return [cut for cut in cuts if cut <= high]
 
 
-def valid_utf8(chunk: Chunk, name: str, errors: ErrorMode) -> bytes:
-    """Return the bytes of `chunk`, which are UTF-8 or are made so by U+FFFD.
+def valid_utf8(chunk: Chunk, name: str, errors: ErrorMode) -> Chunk:
+    """Return `chunk` if it is UTF-8; else what U+FFFD makes of it, if `errors` allows that.
 
     Raises:
         LmkitError: they are not UTF-8 and `errors` is "strict"; names the byte offset.
     """
-    if chunk.data.isascii():
-        return chunk.data
+    if is_utf8(chunk.data):
+        return chunk
+    if errors == "replace":
+        return chunk._replace(data=chunk.data.decode("utf-8", "replace").encode())
     try:
         chunk.data.decode()
     except UnicodeDecodeError as error:
-        if errors == "replace":
-            return chunk.data.decode("utf-8", "replace").encode()
         raise LmkitError(
             f"{name}: invalid UTF-8 at byte {chunk.offset + error.start}",
             hint="fix the file, or replace what is invalid by U+FFFD with --errors replace",
         ) from None
-    return chunk.data
+    return chunk

@@ -44,7 +44,7 @@ def bytes_per_token(tokenizer: Tokenizer, path: Path) -> float | None:
     encoder = tokenizer.chunk_encoder()
     num_bytes = num_tokens = 0
     for chunk in exact_chunks(read_blocks(path), tokenizer.specials):
-        data = valid_utf8(chunk, str(path), "replace")
-        num_bytes += len(chunk.data)
-        num_tokens += len(encoder.encode(data, tokenizer.specials.find(data)))
+        num_bytes += chunk.num_bytes
+        data = valid_utf8(chunk, str(path), "replace").data
+        num_tokens += len(encoder.encode(data, tokenizer.specials))
     return num_bytes / num_tokens if num_tokens else None

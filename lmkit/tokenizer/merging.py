@@ -31,7 +31,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lmkit.errors import LmkitError
-from lmkit.tokenizer.counting import WordCounts
+from lmkit.tokenizer.word_counter import WordCounts
 
 NUM_BYTES = 256
 MAX_VOCABULARY = (1 << 20) - 1

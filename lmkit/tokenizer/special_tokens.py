@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import struct
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
@@ -41,6 +43,11 @@ class SpecialTokens:
         if unknown:
             raise ValueError(f"no special token {unknown[0]!r}; known: {', '.join(map(repr, self.ids))}")
         return SpecialTokens({text: self.ids[text] for text in allowed})
+
+    @functools.cached_property
+    def packed(self) -> bytes:
+        """All of them for compiled code: the id and the size (int32) of each, then its bytes; longest first."""
+        return b"".join(struct.pack("=ii", token_id, len(token)) + token for token, token_id in self._tokens)
 
     def find(self, data: bytes) -> list[Span]:
         """Return the special tokens in `data`, ascending and disjoint.

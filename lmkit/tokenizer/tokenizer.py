@@ -14,7 +14,7 @@ from lmkit.tokenizer import files
 from lmkit.tokenizer.bpe import MergeTable
 from lmkit.tokenizer.chunk_encoder import ChunkEncoder
 from lmkit.tokenizer.chunks import CHUNK_BYTES, exact_chunks
-from lmkit.tokenizer.native import chunk_encoder
+from lmkit.tokenizer.native import chunk_encoder, is_utf8
 from lmkit.tokenizer.pattern import split_words
 from lmkit.tokenizer.special_tokens import END_OF_TEXT, SpecialTokens
 
@@ -67,6 +67,12 @@ class Tokenizer:
         )
         self._chunk_encoder_lock = threading.Lock()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # For pickle: a new one from the same content. Locks and compiled encoders stay behind.
+        return functools.partial(
+            Tokenizer, vocab=self.vocab, merges=self.merges, special_tokens=self.special_tokens
+        ), ()
+
     @property
     def end_of_text_id(self) -> int | None:
         return self.special_ids.get(END_OF_TEXT)
@@ -97,7 +103,7 @@ class Tokenizer:
             ValueError: as `encode`.
         """
         specials = self._allowed(allowed_special)
-        if data.isascii() or _is_utf8(data):
+        if is_utf8(data):
             return self._encode_utf8(data, specials)
         ids: list[int] = []
         end = 0
@@ -131,10 +137,10 @@ class Tokenizer:
     def _encode_utf8(self, data: bytes, specials: SpecialTokens) -> list[int]:
         with self._chunk_encoder_lock:
             if len(data) <= CHUNK_BYTES:
-                return self._chunk_encoder.encode(data, specials.find(data)).tolist()
+                return self._chunk_encoder.encode(data, specials).tolist()
             ids: list[int] = []
             for chunk in exact_chunks([data], specials):
-                ids += self._chunk_encoder.encode(chunk.data, specials.find(chunk.data)).tolist()
+                ids += self._chunk_encoder.encode(chunk.data, specials).tolist()
             return ids
 
     @functools.cached_property
@@ -236,11 +242,3 @@ def _special_ids(
             token_id, next_free = next_free, next_free + 1
         ids[text] = token_id
     return ids
-
-
-def _is_utf8(data: bytes) -> bool:
-    try:
-        data.decode()
-    except UnicodeDecodeError:
-        return False
-    return True

@@ -1,10 +1,12 @@
-/* Encoding a chunk of text, in C: the same steps as chunk_encoder.py, one word after the other.
+/* Words of a text in C: finding them, and the two things that are done with them.
  *
- *   for every word (word_end):  look it up in the table of known words;
- *                               if it is new, merge its bytes (merge_word) and remember the tokens;
- *                               copy its tokens to the output.
+ *   for every word between special tokens (next_special, word_end):
+ *       encoding:  copy its tokens to the output; a new word's bytes are merged, and the tokens remembered (Encoder).
+ *       counting:  add one to its count (Counter).
  *
- * No globals, no I/O. One engine serves one thread. native.py compiles and calls this.
+ * Both keep what they know of words in a Table. The same results as chunk_encoder.NumpyEncoder and
+ * word_counter.NumpyCounter, one word after the other. No globals, no I/O; one Encoder or Counter serves one thread.
+ * native.py compiles and calls this.
  */
 #include <stdint.h>
 #include <stdlib.h>
@@ -13,49 +15,104 @@
 enum { OTHER, LETTER, NUMBER, SPACE };          /* pattern.CharacterClass */
 enum { NEVER = INT32_MAX };                     /* the rank of a pair that is not merged */
 enum { SHORT_WORD = 64 };                       /* bytes; beyond, merging uses a heap */
-enum { LONGEST_REMEMBERED = 1 << 12 };          /* bytes */
+enum { LONGEST_REMEMBERED = 1 << 12 };          /* bytes, when encoding */
 enum { FIRST_CAPACITY = 1 << 14, MOST_WORDS = 1 << 19, MOST_BYTES = 1 << 25 };
 
-typedef struct {
-    uint64_t pair;                              /* left << 32 | right, plus 1; 0: free */
-    int32_t rank, merged;
-} Merge;
+/* ---- special tokens */
 
-/* A known word. Up to 15 bytes it is its own key: the bytes, padded with zeros, and the length in the topmost byte.
- * A longer one has a hash of its bytes in key[0], and its bytes in the arena. */
+/* What SpecialTokens.packed holds: for each its id and its size (int32), then its bytes; longest first. */
 typedef struct {
-    uint64_t key[2];
-    int32_t tokens;                             /* how many; 0: a free slot */
-    int32_t first;                              /* the token itself if there is one, else where they begin in the arena */
-    int64_t text;                               /* where the bytes begin in the arena */
-} Word;
+    const uint8_t *packed, *packed_end;
+    uint8_t begins[256];                        /* whether a special token begins with this byte */
+    int only;                                   /* the one byte with which they all begin, or -1 */
+} Specials;
 
 typedef struct {
-    int32_t *data;
-    int64_t used, capacity;
-} Tokens;
+    const uint8_t *begin, *end;
+    int32_t id;
+} Span;
 
-typedef struct {
-    uint8_t *data;
-    int64_t used, capacity;
-} Bytes;
+static Specials specials_from(const uint8_t *packed, int64_t size)
+{
+    Specials specials = {.packed = packed, .packed_end = packed + size, .only = -1};
+    int32_t header[2], number = 0;
+    for (const uint8_t *entry = packed; entry < packed + size; entry += sizeof header + header[1]) {
+        memcpy(header, entry, sizeof header);
+        uint8_t first = entry[sizeof header];
+        number += !specials.begins[first];
+        specials.begins[first] = 1;
+        specials.only = number == 1 ? first : -1;
+    }
+    return specials;
+}
 
-typedef struct {
-    const uint8_t *classes;                     /* of every code point; borrowed */
-    int32_t byte_ids[256];
-    Merge *merges;
-    uint64_t merges_mask;
-    Word *words;
-    int64_t num_words, capacity;
-    Tokens tokens;
-    Bytes texts;
-    Tokens scratch;                             /* the tokens of the word being merged */
-} Engine;
+/* The first special token between p and end, of several that begin at one place the longest; empty and at end if there
+ * is none. */
+static Span next_special(const Specials *specials, const uint8_t *p, const uint8_t *end)
+{
+    for (; p < end && specials->packed < specials->packed_end; p++) {
+        if (specials->only >= 0) {
+            if (!(p = memchr(p, specials->only, end - p)))
+                break;
+        } else if (!specials->begins[*p])
+            continue;
+        int32_t header[2];
+        for (const uint8_t *entry = specials->packed; entry < specials->packed_end; entry += sizeof header + header[1]) {
+            memcpy(header, entry, sizeof header);
+            if (header[1] <= end - p && !memcmp(p, entry + sizeof header, header[1]))
+                return (Span){p, p + header[1], header[0]};
+        }
+    }
+    return (Span){end, end, -1};
+}
+
+/* ---- UTF-8 */
+
+/* The 8 bytes at p as an integer, the first one lowest. */
+static inline uint64_t eight_bytes(const uint8_t *p)
+{
+    uint64_t x = 0;
+    for (int i = 0; i < 8; i++)                 /* compiled to one load */
+        x |= (uint64_t)p[i] << 8 * i;
+    return x;
+}
+
+/* The number of bytes of the character at p, 0 if it is not valid (Unicode 15, table 3-7). */
+static int character_size(const uint8_t *p, const uint8_t *end)
+{
+    int size = p[0] < 0x80 ? 1 : p[0] < 0xC2 ? 0 : p[0] < 0xE0 ? 2 : p[0] < 0xF0 ? 3 : p[0] < 0xF5 ? 4 : 0;
+    if (size > end - p)
+        return 0;
+    for (int i = 1; i < size; i++)
+        if ((p[i] & 0xC0) != 0x80)
+            return 0;
+    if ((p[0] == 0xE0 && p[1] < 0xA0) || (p[0] == 0xED && p[1] > 0x9F)      /* too long for what it is; a surrogate */
+        || (p[0] == 0xF0 && p[1] < 0x90) || (p[0] == 0xF4 && p[1] > 0x8F))  /* too long; beyond U+10FFFF */
+        return 0;
+    return size;
+}
+
+/* Whether `size` bytes are valid UTF-8. */
+int lmkit_is_utf8(const uint8_t *data, int64_t size)
+{
+    const uint8_t *p = data, *end = data + size;
+    while (p < end) {
+        if (end - p >= 8 && !(eight_bytes(p) & 0x8080808080808080u)) {
+            p += 8;
+            continue;
+        }
+        int bytes = character_size(p, end);
+        if (!bytes)
+            return 0;
+        p += bytes;
+    }
+    return 1;
+}
 
 /* ---- words: GPT-2's pattern */
 
 /* The class of the character at p (valid UTF-8), and how many bytes it has. */
-static inline int class_at(const Engine *engine, const uint8_t *p, int *size)
+static inline int class_at(const uint8_t *classes, const uint8_t *p, int *size)
 {
     uint32_t c = p[0];
     if (c < 0x80) {
@@ -70,14 +127,29 @@ static inline int class_at(const Engine *engine, const uint8_t *p, int *size)
         *size = 4;
         c = (c & 0x07) << 18 | (p[1] & 0x3F) << 12 | (p[2] & 0x3F) << 6 | (p[3] & 0x3F);
     }
-    return engine->classes[c];
+    return classes[c];
+}
+
+/* How many of the 8 bytes at p are ASCII letters, up to the first that is none: one step instead of eight branches that
+ * cannot be foretold. */
+static inline int leading_letters(const uint8_t *p)
+{
+    const uint64_t each = 0x0101010101010101u;
+    uint64_t x = eight_bytes(p);
+    uint64_t lower = (x | 0x20 * each) & 0x7F * each;   /* adding to bytes below 128 carries into no neighbour */
+    uint64_t letters = (lower + (128 - 'a') * each) & ~(lower + (127 - 'z') * each) & ~x & 128 * each;
+    uint64_t others = letters ^ 128 * each;
+    return others ? __builtin_ctzll(others) / 8 : 8;
 }
 
 /* The end of the run of characters of one class that begins at p. */
-static const uint8_t *run_end(const Engine *engine, const uint8_t *p, const uint8_t *end, int kind)
+static const uint8_t *run_end(const uint8_t *classes, const uint8_t *p, const uint8_t *end, int kind)
 {
     int size;
-    while (p < end && class_at(engine, p, &size) == kind)
+    if (kind == LETTER)
+        for (int letters = 8; letters == 8 && end - p >= 8; p += letters)
+            letters = leading_letters(p);
+    while (p < end && class_at(classes, p, &size) == kind)
         p += size;
     return p;
 }
@@ -94,23 +166,44 @@ static const uint8_t *contraction_end(const uint8_t *p, const uint8_t *end)
 
 /* The end of the word that begins at p; the text between special tokens ends at end. The branches are the pattern's:
  * '(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+ */
-static const uint8_t *word_end(const Engine *engine, const uint8_t *p, const uint8_t *end)
+static const uint8_t *word_end(const uint8_t *classes, const uint8_t *p, const uint8_t *end)
 {
     int size;
     const uint8_t *after;
     if (*p == '\'' && (after = contraction_end(p, end)))
         return after;
     const uint8_t *q = p + (*p == ' ' && p + 1 < end);
-    int kind = class_at(engine, q, &size);
+    int kind = class_at(classes, q, &size);
     if (kind != SPACE)
-        return run_end(engine, q + size, end, kind);
+        return run_end(classes, q + size, end, kind);
     const uint8_t *last = p;                    /* white space: the last character of it belongs to what follows */
-    for (q = p; q < end && class_at(engine, q, &size) == SPACE; q += size)
+    for (q = p; q < end && class_at(classes, q, &size) == SPACE; q += size)
         last = q;
     return q == end || last == p ? q : last;
 }
 
-/* ---- merges */
+/* ---- known words */
+
+/* Up to 15 bytes a word is its own key: the bytes, padded with zeros, and the size in the topmost byte. A longer one has
+ * a hash of its bytes in key[0], and 16 above the size in key[1]. */
+typedef struct {
+    uint64_t key[2];                            /* key[1] is 0 in a free slot */
+    int64_t text;                               /* where the bytes begin in the table's texts */
+    union {
+        int64_t count;                          /* counting */
+        struct {                                /* encoding: the token if there is one, else where they begin */
+            int32_t num_tokens, first;
+        };
+    };
+} Word;
+
+/* Open addressing; at most half of the slots are taken. */
+typedef struct {
+    Word *words;
+    int64_t num_words, capacity;
+    uint8_t *texts;                             /* the bytes of all words, in order of appearance */
+    int64_t text_size, text_room;
+} Table;
 
 static inline uint64_t mix(uint64_t x)
 {
@@ -118,23 +211,134 @@ static inline uint64_t mix(uint64_t x)
     return x ^ x >> 32;
 }
 
-static inline const Merge *find_merge(const Engine *engine, int32_t left, int32_t right)
+/* The first `size` (at most 8) bytes at p as an integer; nothing is read at or beyond end. */
+static inline uint64_t integer_at(const uint8_t *p, int64_t size, const uint8_t *end)
+{
+    uint64_t x = 0;
+    memcpy(&x, p, end - p >= 8 ? 8 : end - p);
+    return size >= 8 ? x : x & (((uint64_t)1 << 8 * size) - 1);
+}
+
+static inline void key_of(const uint8_t *word, int64_t size, const uint8_t *end, uint64_t key[2])
+{
+    if (size <= 15) {
+        key[0] = integer_at(word, size, end);
+        key[1] = (size > 8 ? integer_at(word + 8, size - 8, end) : 0) | (uint64_t)size << 56;
+        return;
+    }
+    uint64_t hash = 0;
+    for (int64_t i = 0; i < size; i += 8)
+        hash = mix(hash ^ integer_at(word + i, size - i, end)) + i;
+    key[0] = hash;
+    key[1] = (uint64_t)16 << 56 | (uint64_t)size;
+}
+
+/* In bytes; 0 for a free slot. */
+static inline int64_t word_size(const Word *word)
+{
+    int64_t size = word->key[1] >> 56;
+    return size <= 15 ? size : (int64_t)(word->key[1] << 8 >> 8);
+}
+
+/* The slot in which a word is, or which is free for it. */
+static inline Word *find_word(const Table *table, const uint64_t key[2], const uint8_t *word, int64_t size)
+{
+    uint64_t mask = table->capacity - 1, slot = mix(key[0] ^ key[1] * 0xC2B2AE3D27D4EB4Fu) & mask;
+    for (;; slot = (slot + 1) & mask) {
+        Word *known = &table->words[slot];
+        if (!known->key[1])
+            return known;
+        if (known->key[0] == key[0] && known->key[1] == key[1]
+            && (size <= 15 || !memcmp(table->texts + known->text, word, size)))
+            return known;
+    }
+}
+
+/* Give the table `capacity` slots, a power of two; -1 without memory. */
+static int resize(Table *table, int64_t capacity)
+{
+    Table old = *table;
+    Word *words = malloc(capacity * sizeof(Word));
+    if (!words)
+        return -1;
+    for (int64_t i = 0; i < capacity; i++)      /* not calloc: its pages are read before they are written, two faults */
+        words[i].key[1] = 0;
+    table->words = words;
+    table->capacity = capacity;
+    for (int64_t i = 0; i < old.capacity; i++) {
+        const Word *word = &old.words[i];
+        if (word->key[1])
+            *find_word(table, word->key, old.texts + word->text, word_size(word)) = *word;
+    }
+    free(old.words);
+    return 0;
+}
+
+/* Make room for `more` items of `width` bytes behind the `used` ones; -1 without memory. */
+static int reserve(void **data, int64_t *room, int64_t used, int64_t more, int64_t width)
+{
+    if (used + more <= *room)
+        return 0;
+    int64_t wanted = 2 * (used + more);
+    void *grown = realloc(*data, wanted * width);
+    if (!grown)
+        return -1;
+    *data = grown;
+    *room = wanted;
+    return 0;
+}
+
+/* Put a new word where find_word found a free slot. Returns its slot, which may be another one; NULL without memory. */
+static Word *add_word(Table *table, Word *slot, const uint64_t key[2], const uint8_t *word, int64_t size)
+{
+    if (reserve((void **)&table->texts, &table->text_room, table->text_size, size, 1))
+        return NULL;
+    if (2 * (table->num_words + 1) > table->capacity) {
+        if (resize(table, 2 * table->capacity))
+            return NULL;
+        slot = find_word(table, key, word, size);
+    }
+    *slot = (Word){.key = {key[0], key[1]}, .text = table->text_size};
+    memcpy(table->texts + table->text_size, word, size);
+    table->text_size += size;
+    table->num_words++;
+    return slot;
+}
+
+/* ---- merges */
+
+typedef struct {
+    uint64_t pair;                              /* left << 32 | right, plus 1; 0: free */
+    int32_t rank, merged;
+} Merge;
+
+typedef struct {
+    const uint8_t *classes;                     /* of every code point; borrowed */
+    int32_t byte_ids[256];
+    Merge *merges;
+    uint64_t merges_mask;
+    Table known;
+    int32_t *tokens;                            /* of the known words that have more than one */
+    int64_t num_tokens, token_room;
+} Encoder;
+
+static inline const Merge *find_merge(const Encoder *encoder, int32_t left, int32_t right)
 {
     uint64_t pair = ((uint64_t)(uint32_t)left << 32 | (uint32_t)right) + 1;
-    uint64_t slot = mix(pair) & engine->merges_mask;
-    while (engine->merges[slot].pair && engine->merges[slot].pair != pair)
-        slot = (slot + 1) & engine->merges_mask;
-    return &engine->merges[slot];               /* a free slot has rank NEVER */
+    uint64_t slot = mix(pair) & encoder->merges_mask;
+    while (encoder->merges[slot].pair && encoder->merges[slot].pair != pair)
+        slot = (slot + 1) & encoder->merges_mask;
+    return &encoder->merges[slot];               /* a free slot has rank NEVER */
 }
 
 /* Merge at most SHORT_WORD bytes by looking for the best pair again and again; returns the number of tokens. */
-static int64_t merge_short(const Engine *engine, const uint8_t *word, int64_t size, int32_t *token)
+static int64_t merge_short(const Encoder *encoder, const uint8_t *word, int64_t size, int32_t *token)
 {
     int32_t rank[SHORT_WORD], merged[SHORT_WORD];
     for (int64_t i = 0; i < size; i++)
-        token[i] = engine->byte_ids[word[i]];
+        token[i] = encoder->byte_ids[word[i]];
     for (int64_t i = 0; i + 1 < size; i++) {
-        const Merge *merge = find_merge(engine, token[i], token[i + 1]);
+        const Merge *merge = find_merge(encoder, token[i], token[i + 1]);
         rank[i] = merge->rank;
         merged[i] = merge->merged;
     }
@@ -153,7 +357,7 @@ static int64_t merge_short(const Engine *engine, const uint8_t *word, int64_t si
             merged[i] = merged[i + 1];
         }
         for (int64_t i = best > 0 ? best - 1 : 0; i <= best && i + 1 < size; i++) {
-            const Merge *merge = find_merge(engine, token[i], token[i + 1]);
+            const Merge *merge = find_merge(encoder, token[i], token[i + 1]);
             rank[i] = merge->rank;
             merged[i] = merge->merged;
         }
@@ -186,7 +390,7 @@ static uint64_t heap_pop(uint64_t *heap, int64_t *size)
 
 /* The same for a word of any length in n log n: a linked list of tokens, and a heap of pairs whose stale entries are
  * skipped. Returns the number of tokens, -1 without memory. */
-static int64_t merge_long(const Engine *engine, const uint8_t *word, int64_t size, int32_t *token)
+static int64_t merge_long(const Encoder *encoder, const uint8_t *word, int64_t size, int32_t *token)
 {
     int32_t *next = malloc(sizeof(int32_t) * size), *previous = malloc(sizeof(int32_t) * size);
     uint64_t *heap = malloc(sizeof(uint64_t) * 3 * size);   /* a pair at every place, and two more for every merge */
@@ -196,12 +400,12 @@ static int64_t merge_long(const Engine *engine, const uint8_t *word, int64_t siz
     }
     int64_t heap_size = 0, left = 0;
     for (int64_t i = 0; i < size; i++) {
-        token[i] = engine->byte_ids[word[i]];
+        token[i] = encoder->byte_ids[word[i]];
         next[i] = i + 1;
         previous[i] = i - 1;
     }
     for (int64_t i = 0; i + 1 < size; i++) {
-        int32_t rank = find_merge(engine, token[i], token[i + 1])->rank;
+        int32_t rank = find_merge(encoder, token[i], token[i + 1])->rank;
         if (rank != NEVER)
             heap_push(heap, &heap_size, (uint64_t)rank << 32 | (uint64_t)i);
     }
@@ -210,7 +414,7 @@ static int64_t merge_long(const Engine *engine, const uint8_t *word, int64_t siz
         int32_t i = (int32_t)entry, second = next[i];
         if (token[i] < 0 || second == size)
             continue;
-        const Merge *merge = find_merge(engine, token[i], token[second]);
+        const Merge *merge = find_merge(encoder, token[i], token[second]);
         if (merge->rank != (int32_t)(entry >> 32))
             continue;
         token[i] = merge->merged;
@@ -222,7 +426,7 @@ static int64_t merge_long(const Engine *engine, const uint8_t *word, int64_t siz
             int32_t from = side ? i : previous[i];
             if (from < 0 || next[from] == size)
                 continue;
-            int32_t rank = find_merge(engine, token[from], token[next[from]])->rank;
+            int32_t rank = find_merge(encoder, token[from], token[next[from]])->rank;
             if (rank != NEVER)
                 heap_push(heap, &heap_size, (uint64_t)rank << 32 | (uint32_t)from);
         }
@@ -233,206 +437,200 @@ static int64_t merge_long(const Engine *engine, const uint8_t *word, int64_t siz
     return left;
 }
 
-/* ---- known words */
+/* ---- encoding */
 
-/* The first `size` (at most 8) bytes at p as an integer; nothing is read at or beyond end. */
-static inline uint64_t integer_at(const uint8_t *p, int64_t size, const uint8_t *end)
+/* Write the tokens of a word that is merged anew to out, which has room for one per byte; returns how many, -1 without
+ * memory. */
+static int64_t merge_word(const Encoder *encoder, const uint8_t *word, int64_t size, int32_t *out)
 {
-    uint64_t x = 0;
-    memcpy(&x, p, end - p >= 8 ? 8 : end - p);
-    return size >= 8 ? x : x & (((uint64_t)1 << 8 * size) - 1);
+    return size <= SHORT_WORD ? merge_short(encoder, word, size, out) : merge_long(encoder, word, size, out);
 }
 
-static inline void key_of(const uint8_t *word, int64_t size, const uint8_t *end, uint64_t key[2])
+static int64_t encode_new_word(Encoder *encoder, Word *slot, const uint64_t key[2], const uint8_t *word, int64_t size,
+                               int32_t *out)
 {
-    if (size <= 15) {
-        key[0] = integer_at(word, size, end);
-        key[1] = (size > 8 ? integer_at(word + 8, size - 8, end) : 0) | (uint64_t)size << 56;
-        return;
-    }
-    uint64_t hash = 0;
-    for (int64_t i = 0; i < size; i += 8)
-        hash = mix(hash ^ integer_at(word + i, size - i, end)) + i;
-    key[0] = hash;
-    key[1] = (uint64_t)16 << 56 | (uint64_t)size;
-}
-
-static inline uint64_t slot_of(const Engine *engine, const uint64_t key[2])
-{
-    return mix(key[0] ^ key[1] * 0xC2B2AE3D27D4EB4Fu) & (engine->capacity - 1);
-}
-
-static int make_words(Engine *engine, int64_t capacity)
-{
-    Word *old = engine->words, *words = calloc(capacity, sizeof(Word));
-    int64_t old_capacity = old ? engine->capacity : 0;
-    if (!words)
+    int64_t count = merge_word(encoder, word, size, out);
+    if (count < 0 || reserve((void **)&encoder->tokens, &encoder->token_room, encoder->num_tokens, count, sizeof *out)
+        || !(slot = add_word(&encoder->known, slot, key, word, size)))
         return -1;
-    engine->words = words;
-    engine->capacity = capacity;
-    for (int64_t i = 0; i < old_capacity; i++) {
-        if (!old[i].tokens)
-            continue;
-        uint64_t slot = slot_of(engine, old[i].key);
-        while (words[slot].tokens)
-            slot = (slot + 1) & (capacity - 1);
-        words[slot] = old[i];
-    }
-    free(old);
-    return 0;
-}
-
-/* Make room for `more` items of `width` bytes. */
-static int reserve(void **data, int64_t *capacity, int64_t used, int64_t more, int64_t width)
-{
-    if (used + more <= *capacity)
-        return 0;
-    int64_t wanted = 2 * (used + more);
-    void *grown = realloc(*data, wanted * width);
-    if (!grown)
-        return -1;
-    *data = grown;
-    *capacity = wanted;
-    return 0;
-}
-
-/* Put the tokens of a word, merged anew, into engine->scratch; returns how many. */
-static int64_t merge_word(Engine *engine, const uint8_t *word, int64_t size)
-{
-    Tokens *scratch = &engine->scratch;
-    if (reserve((void **)&scratch->data, &scratch->capacity, 0, size, sizeof(int32_t)))
-        return -1;
-    return size <= SHORT_WORD ? merge_short(engine, word, size, scratch->data)
-                              : merge_long(engine, word, size, scratch->data);
-}
-
-/* Fill the free slot `known` with a word and its tokens, which are in engine->scratch. */
-static int remember(Engine *engine, Word *known, const uint64_t key[2], const uint8_t *word, int64_t size, int64_t count)
-{
-    Tokens *tokens = &engine->tokens;
-    Bytes *texts = &engine->texts;
-    if (reserve((void **)&tokens->data, &tokens->capacity, tokens->used, count, sizeof(int32_t))
-        || reserve((void **)&texts->data, &texts->capacity, texts->used, size, 1))
-        return -1;
-    known->key[0] = key[0];
-    known->key[1] = key[1];
-    known->tokens = (int32_t)count;
-    known->first = engine->scratch.data[0];
+    slot->num_tokens = (int32_t)count;
+    slot->first = *out;
     if (count > 1) {
-        known->first = (int32_t)tokens->used;
-        memcpy(tokens->data + tokens->used, engine->scratch.data, count * sizeof(int32_t));
-        tokens->used += count;
+        slot->first = (int32_t)encoder->num_tokens;
+        memcpy(encoder->tokens + encoder->num_tokens, out, count * sizeof *out);
+        encoder->num_tokens += count;
     }
-    if (size > 15) {
-        known->text = texts->used;
-        memcpy(texts->data + texts->used, word, size);
-        texts->used += size;
-    }
-    if (2 * ++engine->num_words > engine->capacity)
-        return make_words(engine, 2 * engine->capacity);
-    return 0;
-}
-
-static inline int is_word(const Engine *engine, const Word *known, const uint64_t key[2], const uint8_t *word, int64_t size)
-{
-    return known->key[0] == key[0] && known->key[1] == key[1]
-        && (size <= 15 || !memcmp(engine->texts.data + known->text, word, size));
+    return count;
 }
 
 /* Write the tokens of one word to out; returns how many, -1 without memory. */
-static inline int64_t encode_word(Engine *engine, const uint8_t *word, int64_t size, const uint8_t *end, int32_t *out)
+static inline int64_t encode_word(Encoder *encoder, const uint8_t *word, int64_t size, const uint8_t *end, int32_t *out)
 {
-    if (size > LONGEST_REMEMBERED) {
-        int64_t count = merge_word(engine, word, size);
-        if (count > 0)
-            memcpy(out, engine->scratch.data, count * sizeof(int32_t));
-        return count;
-    }
+    if (size > LONGEST_REMEMBERED)
+        return merge_word(encoder, word, size, out);
     uint64_t key[2];
     key_of(word, size, end, key);
-    uint64_t slot = slot_of(engine, key);
-    Word *known;
-    while ((known = &engine->words[slot])->tokens) {
-        if (is_word(engine, known, key, word, size)) {
-            if (known->tokens == 1)
-                *out = known->first;
-            else
-                memcpy(out, engine->tokens.data + known->first, known->tokens * sizeof(int32_t));
-            return known->tokens;
-        }
-        slot = (slot + 1) & (engine->capacity - 1);
-    }
-    int64_t count = merge_word(engine, word, size);
-    if (count < 0)
-        return -1;
-    memcpy(out, engine->scratch.data, count * sizeof(int32_t));
-    return remember(engine, known, key, word, size, count) ? -1 : count;
+    Word *known = find_word(&encoder->known, key, word, size);
+    if (!known->key[1])
+        return encode_new_word(encoder, known, key, word, size, out);
+    if (known->num_tokens == 1)
+        *out = known->first;
+    else
+        memcpy(out, encoder->tokens + known->first, known->num_tokens * sizeof *out);
+    return known->num_tokens;
 }
 
-/* ---- called from Python */
-
-void lmkit_free(Engine *engine)
+void lmkit_encoder_free(Encoder *encoder)
 {
-    if (!engine)
+    if (!encoder)
         return;
-    free(engine->merges), free(engine->words);
-    free(engine->tokens.data), free(engine->texts.data), free(engine->scratch.data);
-    free(engine);
+    free(encoder->merges), free(encoder->known.words), free(encoder->known.texts), free(encoder->tokens);
+    free(encoder);
 }
 
-/* A new engine; NULL without memory. `classes` is borrowed: it must outlive the engine. */
-Engine *lmkit_new(const uint8_t *classes, const int32_t *byte_ids, const int32_t *left, const int32_t *right,
-                  const int32_t *merged, int64_t num_merges)
+/* A new encoder; NULL without memory. `classes` is borrowed: it must outlive the encoder. */
+Encoder *lmkit_encoder_new(const uint8_t *classes, const int32_t *byte_ids, const int32_t *left, const int32_t *right,
+                           const int32_t *merged, int64_t num_merges)
 {
     uint64_t capacity = 16;
     while (capacity < 4 * (uint64_t)num_merges)
         capacity *= 2;
-    Engine *engine = calloc(1, sizeof(Engine));
-    if (!engine)
+    Encoder *encoder = calloc(1, sizeof(Encoder));
+    if (!encoder)
         return NULL;
-    engine->classes = classes;
-    memcpy(engine->byte_ids, byte_ids, sizeof engine->byte_ids);
-    engine->merges_mask = capacity - 1;
-    engine->merges = malloc(capacity * sizeof(Merge));
-    if (!engine->merges || make_words(engine, FIRST_CAPACITY)) {
-        lmkit_free(engine);
+    encoder->classes = classes;
+    memcpy(encoder->byte_ids, byte_ids, sizeof encoder->byte_ids);
+    encoder->merges_mask = capacity - 1;
+    encoder->merges = malloc(capacity * sizeof(Merge));
+    if (!encoder->merges || resize(&encoder->known, FIRST_CAPACITY)) {
+        lmkit_encoder_free(encoder);
         return NULL;
     }
     for (uint64_t i = 0; i < capacity; i++)
-        engine->merges[i] = (Merge){0, NEVER, 0};
+        encoder->merges[i] = (Merge){0, NEVER, 0};
     for (int64_t i = 0; i < num_merges; i++) {
-        Merge *slot = (Merge *)find_merge(engine, left[i], right[i]);
+        Merge *slot = (Merge *)find_merge(encoder, left[i], right[i]);
         if (!slot->pair)                        /* a pair that is listed twice keeps its first rank */
             *slot = (Merge){((uint64_t)(uint32_t)left[i] << 32 | (uint32_t)right[i]) + 1, (int32_t)i, merged[i]};
     }
-    return engine;
+    return encoder;
 }
 
-/* Encode `size` bytes of valid UTF-8 that hold `num_specials` special tokens (start, end, id), ascending. `out` has room
- * for `size` ids. Returns how many there are; -1 without memory. */
-int64_t lmkit_encode(Engine *engine, const uint8_t *data, int64_t size, const int64_t *specials, int64_t num_specials,
-                     int32_t *out)
+/* Encode `size` bytes of valid UTF-8; out has room for as many ids. Returns how many there are; -1 without memory. */
+int64_t lmkit_encode(Encoder *encoder, const uint8_t *data, int64_t size, const uint8_t *packed_specials,
+                     int64_t packed_size, int32_t *out)
 {
     const uint8_t *p = data, *end = data + size;
     int32_t *const begin = out;
-    if (engine->num_words > MOST_WORDS || engine->tokens.used + engine->texts.used > MOST_BYTES) {
-        memset(engine->words, 0, engine->capacity * sizeof(Word));
-        engine->num_words = engine->tokens.used = engine->texts.used = 0;
+    const Specials specials = specials_from(packed_specials, packed_size);
+    Table *known = &encoder->known;
+    if (known->num_words > MOST_WORDS || encoder->num_tokens + known->text_size > MOST_BYTES) {
+        memset(known->words, 0, known->capacity * sizeof(Word));
+        known->num_words = known->text_size = encoder->num_tokens = 0;
     }
-    for (int64_t i = 0; i <= num_specials; i++) {
-        const uint8_t *stop = i < num_specials ? data + specials[3 * i] : end;
-        while (p < stop) {
-            const uint8_t *after = word_end(engine, p, stop);
-            int64_t count = encode_word(engine, p, after - p, end, out);
+    while (p < end) {
+        Span special = next_special(&specials, p, end);
+        for (const uint8_t *after; p < special.begin; p = after) {
+            after = word_end(encoder->classes, p, special.begin);
+            int64_t count = encode_word(encoder, p, after - p, end, out);
             if (count < 0)
                 return -1;
             out += count;
-            p = after;
         }
-        if (i < num_specials) {
-            *out++ = (int32_t)specials[3 * i + 2];
-            p = data + specials[3 * i + 1];
-        }
+        if (special.begin < end)
+            *out++ = special.id;
+        p = special.end;
     }
     return out - begin;
+}
+
+/* ---- counting */
+
+typedef struct {
+    const uint8_t *classes;                     /* of every code point; borrowed */
+    Table known;
+    int64_t num_special;
+} Counter;
+
+static inline int count_word(Counter *counter, const uint8_t *word, int64_t size, const uint8_t *end, int64_t count)
+{
+    uint64_t key[2];
+    key_of(word, size, end, key);
+    Word *known = find_word(&counter->known, key, word, size);
+    if (!known->key[1] && !(known = add_word(&counter->known, known, key, word, size)))
+        return -1;
+    known->count += count;
+    return 0;
+}
+
+void lmkit_counter_free(Counter *counter)
+{
+    if (!counter)
+        return;
+    free(counter->known.words), free(counter->known.texts);
+    free(counter);
+}
+
+/* A new counter; NULL without memory. `classes` is borrowed: it must outlive the counter. */
+Counter *lmkit_counter_new(const uint8_t *classes)
+{
+    Counter *counter = calloc(1, sizeof(Counter));
+    if (!counter || resize(&counter->known, FIRST_CAPACITY)) {
+        free(counter);
+        return NULL;
+    }
+    counter->classes = classes;
+    return counter;
+}
+
+/* Count the words in `size` bytes of valid UTF-8; -1 without memory. */
+int lmkit_count(Counter *counter, const uint8_t *data, int64_t size, const uint8_t *packed_specials, int64_t packed_size)
+{
+    const uint8_t *p = data, *end = data + size;
+    const Specials specials = specials_from(packed_specials, packed_size);
+    while (p < end) {
+        Span special = next_special(&specials, p, end);
+        for (const uint8_t *after; p < special.begin; p = after) {
+            after = word_end(counter->classes, p, special.begin);
+            if (count_word(counter, p, after - p, end, 1))
+                return -1;
+        }
+        counter->num_special += special.begin < end;
+        p = special.end;
+    }
+    return 0;
+}
+
+/* Add to `counter` what another one has counted; -1 without memory. */
+int lmkit_count_together(Counter *counter, const Counter *other)
+{
+    const Table *words = &other->known;
+    for (int64_t i = 0; i < words->capacity; i++) {
+        const Word *word = &words->words[i];
+        int64_t size = word_size(word);
+        if (size && count_word(counter, words->texts + word->text, size, words->texts + words->text_size, word->count))
+            return -1;
+    }
+    counter->num_special += other->num_special;
+    return 0;
+}
+
+/* How many distinct words there are, how many bytes they have, and how many special tokens were seen. */
+void lmkit_counter_sizes(const Counter *counter, int64_t sizes[3])
+{
+    sizes[0] = counter->known.num_words;
+    sizes[1] = counter->known.text_size;
+    sizes[2] = counter->num_special;
+}
+
+/* Write all words, joined, to text; and where each begins there, in no order, with its count. */
+void lmkit_counter_words(const Counter *counter, uint8_t *text, int64_t *begins, int64_t *counts)
+{
+    const Table *words = &counter->known;
+    memcpy(text, words->texts, words->text_size);
+    for (int64_t i = 0; i < words->capacity; i++)
+        if (words->words[i].key[1]) {
+            *begins++ = words->words[i].text;
+            *counts++ = words->words[i].count;
+        }
 }

@@ -11,13 +11,15 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from lmkit.data import encoding
 from lmkit.data.encoding import encode_corpus
 from lmkit.data.token_files import open_tokens
 from lmkit.errors import LmkitError, UsageError
 from lmkit.tokenizer import Tokenizer, chunks, native, train_tokenizer
+from lmkit.tokenizer.chunk_encoder import NumpyEncoder
+from lmkit.tokenizer.special_tokens import SpecialTokens
 
 END = "<|endoftext|>"
 
@@ -69,7 +71,7 @@ def test_tokens_and_description(corpus: Path, tokenizer: Tokenizer, tmp_path: Pa
 
 
 @pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("workers", [1, 2, 8])
+@pytest.mark.parametrize("workers", [1, 2, 3, 8])
 def test_fault_25_exact_at_chunk_borders_for_any_number_of_workers(
     corpus: Path, tokenizer: Tokenizer, tmp_path: Path, story: str, workers: int
 ) -> None:
@@ -128,14 +130,14 @@ def test_fault_29_an_error_in_one_worker_ends_the_encoding(
     corpus: Path, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_chunks: None
 ) -> None:
     calls = itertools.count()
-    encode = encoding._Encoders.encode
 
-    def fail_once(self: encoding._Encoders, data: bytes) -> object:
-        if next(calls) == 7:
-            raise MemoryError("no room")
-        return encode(self, data)
+    class Failing(NumpyEncoder):
+        def encode(self, data: bytes, specials: SpecialTokens) -> np.ndarray:
+            if next(calls) == 7:
+                raise MemoryError("no room")
+            return super().encode(data, specials)
 
-    monkeypatch.setattr(encoding._Encoders, "encode", fail_once)
+    monkeypatch.setattr(tokenizer, "chunk_encoder", lambda: Failing(tokenizer.merge_table))
     with pytest.raises(MemoryError):
         encode_corpus([corpus], tmp_path / "tokens.npy", tokenizer, workers=4)
     assert [p.name for p in tmp_path.iterdir()] == ["corpus.txt"]

@@ -34,6 +34,7 @@ def test_pieces_have_the_words_of_the_whole(text: str, block: int, size: int) ->
     data = text.encode()
     chunks = list(exact_chunks(blocks(data, block), SpecialTokens({SPECIAL: 0}), size=size))
     assert b"".join(chunk.data for chunk in chunks) == data
+    assert all(chunk.num_bytes == len(chunk.data) for chunk in chunks)
     assert [data[chunk.offset :][: len(chunk.data)] for chunk in chunks] == [chunk.data for chunk in chunks]
     assert [word for chunk in chunks for word in words(chunk.data.decode())] == words(text)
 
@@ -66,8 +67,9 @@ def test_a_special_token_at_the_end_may_not_be_whole_yet() -> None:
 
 def test_fault_20_invalid_utf8_names_the_byte() -> None:
     with pytest.raises(LmkitError, match=r"text\.txt: invalid UTF-8 at byte 103"):
-        valid_utf8(Chunk(0, 100, b"abc\xffdef"), "text.txt", "strict")
-    assert valid_utf8(Chunk(0, 100, b"abc\xffdef"), "text.txt", "replace") == "abc\ufffddef".encode()
+        valid_utf8(Chunk(0, 100, 7, b"abc\xffdef"), "text.txt", "strict")
+    replaced = valid_utf8(Chunk(0, 100, 7, b"abc\xffdef"), "text.txt", "replace")
+    assert replaced == Chunk(0, 100, 7, "abc\ufffddef".encode())
 
 
 @settings(max_examples=300, deadline=None)
@@ -81,14 +83,14 @@ def test_fault_20_replacement_does_not_depend_on_where_chunks_end(parts: list[by
     data = b"".join(parts)
     chunks = exact_chunks(blocks(data, 5), SpecialTokens({}), size=16)
     assert (
-        b"".join(valid_utf8(chunk, "", "replace") for chunk in chunks)
+        b"".join(valid_utf8(chunk, "", "replace").data for chunk in chunks)
         == data.decode("utf-8", "replace").encode()
     )
 
 
 def test_fault_21_utf8_cut_at_the_end() -> None:
     with pytest.raises(LmkitError, match="invalid UTF-8 at byte 4"):
-        valid_utf8(Chunk(0, 0, "abc 日".encode()[:-1]), "text.txt", "strict")
+        valid_utf8(Chunk(0, 0, 6, "abc 日".encode()[:-1]), "text.txt", "strict")
 
 
 def test_fault_17_missing_file_or_folder(tmp_path: Path) -> None:

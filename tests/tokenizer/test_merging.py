@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmkit.tokenizer.counting import WordCounter, WordCounts
 from lmkit.tokenizer.merging import learn_merges
 from lmkit.tokenizer.special_tokens import SpecialTokens
+from lmkit.tokenizer.word_counter import NumpyCounter, WordCounts
 
 
 def merges_of(text: str, num_merges: int) -> list[tuple[bytes, bytes]]:
-    counter = WordCounter(SpecialTokens({}))
+    counter = NumpyCounter(SpecialTokens({}))
     counter.add(text.encode())
     tokens = [bytes([b]) for b in range(256)]
     pairs = []

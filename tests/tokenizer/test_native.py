@@ -12,6 +12,10 @@ import pytest
 
 from lmkit.tokenizer import Tokenizer, native
 from lmkit.tokenizer.chunk_encoder import NumpyEncoder
+from lmkit.tokenizer.special_tokens import SpecialTokens
+from lmkit.tokenizer.word_counter import NumpyCounter
+
+NO_SPECIALS = SpecialTokens({})
 
 
 @pytest.fixture
@@ -37,9 +41,9 @@ def test_equal_to_numpy_on_a_megabyte_of_random_words(
     rng = random.Random(0)
     pieces = [real_text[i : i + rng.randint(1, 40)] for i in rng.choices(range(len(real_text)), k=50_000)]
     data = "".join(pieces).encode()
-    spans = trained.specials.find(data)
     fast, slow = native.NativeEncoder(code, trained.merge_table), NumpyEncoder(trained.merge_table)
-    np.testing.assert_array_equal(fast.encode(data, spans), slow.encode(data, spans))
+    expected = slow.encode(data, trained.specials)
+    np.testing.assert_array_equal(fast.encode(data, trained.specials), expected)
 
 
 def test_starts_over_when_it_knows_too_many_words(code: ctypes.CDLL, trained: Tokenizer) -> None:
@@ -49,11 +53,11 @@ def test_starts_over_when_it_knows_too_many_words(code: ctypes.CDLL, trained: To
         letters = rng.integers(97, 123, (240_000, 7), np.uint8)
         letters[:, 0] = ord(" ")
         data = letters.tobytes()
-        assert trained.decode_bytes(encoder.encode(data).tolist()) == data
+        assert trained.decode_bytes(encoder.encode(data, NO_SPECIALS).tolist()) == data
 
 
 def test_words_with_equal_hashes_are_told_apart(code: ctypes.CDLL, trained: Tokenizer) -> None:
-    """Words of 16 bytes with the hash of one another, forged by running `mix` of encode.c on their first halves."""
+    """Words of 16 bytes with the hash of one another, forged by running `mix` of words.c on their first halves."""
 
     def mix(x: np.ndarray) -> np.ndarray:
         product = x * np.uint64(0x9E3779B97F4A7C15)
@@ -68,15 +72,14 @@ def test_words_with_equal_hashes_are_told_apart(code: ctypes.CDLL, trained: Toke
     assert len(forged) > 0
     text = word.tobytes() + b"".join(b"." + pair.tobytes() for pair in forged)
     encoder = native.NativeEncoder(code, trained.merge_table)
-    assert trained.decode_bytes(encoder.encode(text).tolist()) == text
+    assert trained.decode_bytes(encoder.encode(text, NO_SPECIALS).tolist()) == text
 
 
 def test_encoders_in_threads_do_not_meet(code: ctypes.CDLL, trained: Tokenizer, real_text: str) -> None:
     data = real_text.encode()
-    spans = trained.specials.find(data)
 
     def encode() -> bytes:
-        return native.NativeEncoder(code, trained.merge_table).encode(data, spans).tobytes()
+        return native.NativeEncoder(code, trained.merge_table).encode(data, trained.specials).tobytes()
 
     with ThreadPoolExecutor(4) as pool:
         assert len({job.result() for job in [pool.submit(encode) for _ in range(8)]}) == 1
@@ -106,6 +109,39 @@ def test_without_a_compiler_numpy_encodes_and_says_so(
         second = native.chunk_encoder(trained.merge_table)
     assert isinstance(first, NumpyEncoder)
     assert isinstance(second, NumpyEncoder)
+    assert isinstance(native.word_counter(trained.specials), NumpyCounter)
     assert len(caplog.records) == 1
-    assert "encoding in numpy" in caplog.text
+    assert "encodes and counts in numpy" in caplog.text
     assert list((uncached / "lmkit").iterdir()) == []
+
+
+def _is_utf8_to_python(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def test_utf8_is_what_python_says(code: ctypes.CDLL) -> None:
+    """Every pair of bytes, alone and inside text; the borders of table 3-7; and damaged real characters."""
+    tails = [b"", b"\x80", b"\xbf", b"\x80\x80", b"\xbf\xbf", b"\x80\x80\x80", b"a"]
+    for first in range(256):
+        for second in range(256):
+            head = bytes((first, second))
+            for data in (head, *(head + tail for tail in tails)) if first >= 0xC0 else (head,):
+                assert native.is_utf8(data) == _is_utf8_to_python(data), data
+                data = b"some text." + data + b" and more text"
+                assert native.is_utf8(data) == _is_utf8_to_python(data), data
+    rng = random.Random(0)
+    text = "".join(chr(rng.choice([65, 0xE9, 0x7FF, 0x800, 0xD7FF, 0xE000, 0xFFFF, 0x10000, 0x10FFFF]))
+                   for _ in range(60)).encode()  # fmt: skip
+    verdicts = set()
+    for _ in range(3000):
+        data = bytearray(text)
+        data[rng.randrange(len(data))] = rng.randrange(256)
+        verdicts.add(native.is_utf8(bytes(data)))
+        assert native.is_utf8(bytes(data)) == _is_utf8_to_python(bytes(data))
+    assert verdicts == {True, False}
+    assert native.is_utf8(b"")
+    assert native.is_utf8(text)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import doctest
 import itertools
+import pickle
 import random
 import re
 from collections.abc import Iterator
@@ -158,3 +159,11 @@ def test_agrees_with_tiktoken(trained: Tokenizer, real_text: str) -> None:
     )
     ours = trained.encode(real_text, allowed_special=frozenset({"<|endoftext|>"}))
     assert ours == other.encode(real_text, allowed_special="all")
+
+
+def test_a_pickled_tokenizer_is_the_same(trained: Tokenizer, real_text: str) -> None:
+    trained.encode("so that it holds an encoder")
+    copy = pickle.loads(pickle.dumps(trained))
+    assert copy.sha256 == trained.sha256
+    assert copy.special_ids == trained.special_ids
+    assert copy.encode(real_text) == trained.encode(real_text)

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+import itertools
 import logging
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from lmkit.errors import LmkitError, UsageError
-from lmkit.tokenizer import Tokenizer, chunks, train_tokenizer
+from lmkit.tokenizer import Tokenizer, chunks, counting, native, train_tokenizer
+from lmkit.tokenizer.word_counter import NumpyCounter
 
 
 @pytest.fixture
@@ -19,6 +22,11 @@ def write(tmp_path: Path) -> Callable[[str | bytes], Path]:
         return path
 
     return write_text
+
+
+def _make_chunks_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks.exact_chunks, "__kwdefaults__", {"size": 700, "source": 0})
+    monkeypatch.setattr(chunks.read_blocks, "__defaults__", (500,))
 
 
 def test_merges_ids_and_specials(write: Callable, real_text: str, oracle_merges: Callable) -> None:
@@ -32,15 +40,17 @@ def test_merges_ids_and_specials(write: Callable, real_text: str, oracle_merges:
     assert tokenizer.special_ids == {"<|endoftext|>": 498, "<|pad|>": 499}
 
 
-@pytest.mark.parametrize("workers", [2, 3, 4, 8])
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("workers", [2, 3, 8])
 def test_fault_25_any_number_of_workers_and_chunks(
-    write: Callable, real_text: str, monkeypatch: pytest.MonkeyPatch, workers: int
+    write: Callable, real_text: str, monkeypatch: pytest.MonkeyPatch, workers: int, compiled: bool
 ) -> None:
     path = write(real_text[:150_000])
     special = ("<|endoftext|>", "def __init__(self")  # the second holds a space, at which chunks like to end
     alone = train_tokenizer([path], vocab_size=800, special_tokens=special, workers=1)
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", 700)
-    monkeypatch.setattr(chunks.exact_chunks, "__kwdefaults__", {"size": 700, "source": 0})
+    if not compiled:
+        monkeypatch.setattr(native, "library", lambda: None)
+    _make_chunks_small(monkeypatch)
     together = train_tokenizer([path], vocab_size=800, special_tokens=special, workers=workers)
     assert together.merges == alone.merges
     assert together.sha256 == alone.sha256
@@ -113,14 +123,21 @@ def test_fault_28_unreachable_vocabulary_says_the_real_size(
 def test_fault_29_an_error_in_one_worker_ends_the_training(
     write: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lmkit.tokenizer.counting import WordCounter
+    counts = itertools.count()
 
-    def fail(self: WordCounter, data: bytes) -> None:
-        raise MemoryError("no room")
+    class Failing(NumpyCounter):
+        def add(self, data: bytes) -> None:
+            if next(counts) == 3:
+                raise MemoryError("no room")
+            super().add(data)
 
-    monkeypatch.setattr(WordCounter, "add", fail)
+    monkeypatch.setattr(counting, "word_counter", Failing)
+    _make_chunks_small(monkeypatch)
+    threads = threading.active_count()
     with pytest.raises(MemoryError):
-        train_tokenizer([write("text " * 1_000_000)], vocab_size=300, workers=4)
+        train_tokenizer([write("text " * 20_000)], vocab_size=300, workers=4)
+    assert threading.active_count() == threads
+    assert next(counts) < 100  # of 140 chunks: the others did not work to the end
 
 
 @pytest.mark.parametrize("special", [("",), ("<|a|>", "<|a|>"), ("x",)])

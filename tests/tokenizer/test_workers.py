@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from lmkit.tokenizer.workers import share_out
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 8])
+def test_results_are_finished_in_order_whoever_is_slow(workers: int) -> None:
+    """The first item is held back until the others have been worked on: they must wait for it."""
+    done = threading.Barrier(min(workers, 3))
+    finished = []
+
+    def work(item: int) -> int:
+        if item < done.parties:
+            done.wait()  # all of these are under way at once
+        return item * item
+
+    share_out(range(100), [work] * workers, lambda item, result: finished.append((item, result)))
+    assert finished == [(i, i * i) for i in range(100)]
+
+
+def test_one_worker_is_the_calling_thread() -> None:
+    threads = []
+    share_out("ab", [lambda item: threads.append(threading.current_thread())], lambda item, result: None)
+    assert threads == [threading.main_thread()] * 2
+
+
+@pytest.mark.parametrize("where", ["items", "work", "finish"])
+@pytest.mark.parametrize("workers", [1, 2, 8])
+def test_an_error_anywhere_ends_all_threads(where: str, workers: int) -> None:
+    finished = []
+
+    def items() -> Iterator[int]:
+        for i in range(1000):
+            if where == "items" and i == 50:
+                raise KeyError(i)
+            yield i
+
+    def work(item: int) -> int:
+        if where == "work" and item == 50:
+            raise KeyError(item)
+        return item
+
+    def finish(item: int, result: int) -> None:
+        if where == "finish" and item == 50:
+            raise KeyError(item)
+        finished.append(item)
+
+    before = threading.active_count()
+    with pytest.raises(KeyError, match="50"):
+        share_out(items(), [work] * workers, finish)
+    assert threading.active_count() == before
+    assert finished == list(range(len(finished)))
+    assert len(finished) <= 50
+
+
+def test_threads_work_side_by_side() -> None:
+    both = threading.Barrier(2, timeout=60)
+    share_out(range(2), [lambda item: both.wait()] * 2, lambda item, result: None)
