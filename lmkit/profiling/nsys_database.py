@@ -50,6 +50,11 @@ def _read(database: sqlite3.Connection, source: str) -> Trace:
     notes = []
     if calls is None and not has_work:
         notes.append("no CUDA tables in this file: nothing ran on a GPU while it was traced")
+    if "NVTX_EVENTS" not in tables:
+        notes.append(
+            "no NVTX ranges in this file: the command marked none, or nsys lost them (nsys up to 2023.4 sees those "
+            "of the nvtx package 0.2.10, not of 0.2.17; with several processes it loses some runs' altogether)"
+        )
     return Trace(
         engine="nsys",
         source=source,

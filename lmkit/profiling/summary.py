@@ -225,13 +225,15 @@ def base_name(name: str) -> str:
 
 
 def _counted(ranges: Sequence[Range], skip: int) -> list[Range]:
-    """The ranges that make up the window, in order; the first `skip` do not count if there are more."""
+    """The ranges that make up the window, in order; the first `skip` of a process do not count if it has more."""
     for unit in WINDOW_RANGES:
-        found = sorted(
-            (entry for entry in ranges if base_name(entry.name) == unit), key=lambda entry: entry.start
-        )
-        if found:
-            return found[skip:] if len(found) > skip else found
+        of_process: dict[int, list[Range]] = defaultdict(list)
+        for entry in sorted(ranges, key=lambda entry: entry.start):
+            if base_name(entry.name) == unit:
+                of_process[entry.process].append(entry)
+        counted = [entry for own in of_process.values() for entry in (own[skip:] or own)]
+        if counted:
+            return sorted(counted, key=lambda entry: entry.start)
     return []
 
 

@@ -49,6 +49,21 @@ def test_all_steps_count_if_asked(two_steps):
     )
 
 
+def test_the_first_step_of_every_process_is_its_warm_up(nsys_database):
+    for process in (77, 78):
+        for begin in (0, 1000, 2000):
+            nsys_database.range(begin + process, begin + 900, text="step", tid=(process << 24) | 1)
+    summary = summarize(read_nsys_database(nsys_database.path))
+    assert (summary.steps, summary.window_ms) == (4, (2900 - 1077) / 1e6)
+
+
+def test_a_recording_without_ranges_says_so(nsys_database):
+    nsys_database.call("cudaLaunchKernel_v7000", 10, 20, 1)
+    nsys_database.kernel("gemm", 50, 60, 1)
+    (warning,) = summarize(read_nsys_database(nsys_database.path)).warnings
+    assert "no NVTX ranges" in warning
+
+
 def test_a_thread_local_range_does_not_count_another_threads_launches(nsys_database):
     nsys_database.range(0, 1000, text="forward")
     nsys_database.call("cudaLaunchKernel_v7000", 10, 20, 1)
