@@ -149,12 +149,15 @@ def test_generator_states_that_are_none(saved: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "samples", [["a"], [1.0, None], [0.0], [-1.0], "abc", [float("inf")], [[1.0]], {"a": 1}]
+    "samples", [["a"], [1.0, None], [0.0], [-1.0], "abc", [float("inf")], [[1.0]], {"a": 1}, [10**400]]
 )
 def test_samples_that_are_no_times(samples: Any, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"kernel": "a", "samples_ms": samples}) + "\n")
-    with pytest.raises(LmkitError, match="samples_ms of row 1 are no times"):
+    with pytest.raises(LmkitError, match="samples_ms of row 1 is no time"):
+        compare.run(path, path, threshold=0.05)
+    path.write_text(json.dumps({"kernel": "a", "median_ms": 10**400, "samples_ms": [1.0]}) + "\n")
+    with pytest.raises(LmkitError, match="median_ms of row 1 is no time"):
         compare.run(path, path, threshold=0.05)
 
 
