@@ -93,6 +93,36 @@ def test_a_trained_model_keeps_its_tables(lmkit: Lmkit) -> None:
     refused(lmkit("generate", "run", "--set", "model.d_model=64"), 2, "only [generate]")
 
 
+RECIPES = {
+    1: b"[train\nsteps = 1\n",
+    2: b"[train]\nsteps = 1\nsteps = 2\n",
+    3: b'[run]\nname = "\xff"\n',
+    4: b"[model]\ncontxt_length = 128\n",
+    5: b'[train]\nsteps = "12"\n',
+    6: b"[train]\nsteps = true\n",
+    7: b"[optimizer]\nlr = nan\n",
+    8: b'[run]\nname = "bare"\n',
+    11: b"[model]\nd_model = 100\nnum_heads = 3\n[train]\nsteps = 1\n",
+}
+
+
+@pytest.mark.parametrize("fault", RECIPES)
+def test_faults_01_to_11_mistakes_in_a_recipe_reach_the_terminal_as_one_line(
+    fault: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("wrong.toml").write_bytes(RECIPES[fault])
+    for command in (["train"], ["run"], ["verify", "resume"], ["bench", "model"], ["profile", "kineto"]):
+        assert run_command_line([*command, "wrong.toml"]) == 2, command
+        out, err = capsys.readouterr()
+        error, hint = err.splitlines()
+        assert out == ""
+        # The file is named, and where only a table is missing, the table.
+        assert error.startswith("error: wrong.toml: ") or (fault == 8 and "[" in error), error
+        assert hint.startswith("hint: ")
+        assert [path.name for path in tmp_path.iterdir()] == ["wrong.toml"]
+
+
 @pytest.fixture(scope="module")
 def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Everything that may stand where a file of lmkit's is wanted."""

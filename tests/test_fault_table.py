@@ -1,0 +1,60 @@
+"""The table of faults in README.md: every number has its tests, and they exist under that number."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+HERE = Path(__file__).parent
+NUMBERS = range(1, 95)
+ROW = re.compile(r"^\| (\d*) \| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)
+TEST = re.compile(r"`([\w/]+\.py)::(\w+)`")
+
+Row = tuple[str, str, list[tuple[str, str]]]
+
+
+def rows() -> list[Row]:
+    """(number or nothing, what happens, tests as (file, function))."""
+    text = (HERE / "README.md").read_text("utf-8")
+    return [(number, what, TEST.findall(tests)) for number, what, tests in ROW.findall(text)]
+
+
+def functions(file: str) -> set[str]:
+    """Names of all test functions of a file, methods included."""
+    tree = ast.parse((HERE / file).read_text("utf-8"))
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+def carries(number: int, name: str) -> bool:
+    """`test_fault_07_...`, `test_faults_05_06_07_...`, `test_fault_66_and_67_...`, `test_faults_01_to_11_...`."""
+    numbers = re.match(r"test_faults?_(\d+(?:_(?:and_|to_)?\d+)*)", name)
+    if numbers is None:
+        return False
+    found = [int(part) for part in re.findall(r"\d+", numbers[1])]
+    return number in found or ("_to_" in numbers[1] and found[0] <= number <= found[-1])
+
+
+def test_every_number_is_there_once_and_in_order() -> None:
+    assert [int(number) for number, _, _ in rows() if number] == list(NUMBERS)
+
+
+def test_every_test_that_the_table_names_exists_and_carries_the_number() -> None:
+    for number, what, tests in rows():
+        assert tests, f"{number} {what}: no test"
+        for file, name in tests:
+            assert (HERE / file).is_file(), f"{number}: {file}"
+            assert name in functions(file), f"{number}: {file} has no {name}"
+            assert not number or carries(int(number), name), f"{name} does not carry {number}"
+
+
+def test_every_numbered_test_has_a_number_of_the_table() -> None:
+    numbered = {
+        name
+        for path in HERE.rglob("test_*.py")
+        for name in functions(str(path.relative_to(HERE)))
+        if re.match(r"test_faults?_\d", name)
+    }
+    assert len(numbered) >= len(NUMBERS)
+    for name in numbered:
+        assert any(carries(number, name) for number in NUMBERS), name
