@@ -85,3 +85,11 @@ def test_empty_text(make_encoder: Callable, trained: Tokenizer) -> None:
         trained.special_ids["<|pad|>"],
         trained.special_ids["<|endoftext|>"],
     ]
+
+
+def test_ids_stay_when_more_is_encoded(make_encoder: Callable, trained: Tokenizer) -> None:
+    encoder = make_encoder()
+    first = encoder.encode(b"the first of two texts", trained.specials)
+    kept = first.tolist()
+    encoder.encode(b"another one, longer than the first", trained.specials)
+    assert first.tolist() == kept

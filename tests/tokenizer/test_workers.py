@@ -61,3 +61,19 @@ def test_an_error_anywhere_ends_all_threads(where: str, workers: int) -> None:
 def test_threads_work_side_by_side() -> None:
     both = threading.Barrier(2, timeout=60)
     share_out(range(2), [lambda item: both.wait()] * 2, lambda item, result: None)
+
+
+@pytest.mark.timeout(60)
+def test_who_waits_for_the_turn_of_one_that_failed_is_set_free() -> None:
+    failing = threading.Event()
+
+    def work(item: int) -> int:
+        assert failing.wait(60)
+        return item
+
+    def fail(item: int) -> int:
+        failing.set()
+        raise KeyError(item)
+
+    with pytest.raises(KeyError):  # the first thread, which is asked first, waits for the second's turn
+        share_out(range(1000), [work, fail], lambda item, result: None)
