@@ -191,7 +191,8 @@ def grouped_bars(
                 highest = max(highest, top)
             _label_bar(axes, x, top, format(value, spec))
     axes.set_xticks(range(len(groups)), groups)
-    if max((len(group) for group in groups), default=0) * len(groups) > 90:
+    longest = max((len(line) for group in groups for line in group.split("\n")), default=0)
+    if longest * len(groups) > 90:
         for label in axes.get_xticklabels():
             label.set(rotation=30, ha="right", rotation_mode="anchor")
     axes.grid(visible=False, axis="x")
