@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from lmkit.benches.ddp import compare
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.plots import grouped_bars, line_plot
 from lmkit.measure.results import BenchResult, row_files
@@ -25,10 +26,38 @@ DDP_COLUMNS = (
     Column("link_mb", "MB sent", ",.1f"),
     Column("expected_mb", "formula", ",.1f"),
 )
+LADDER_COLUMNS = (
+    Column("contender", "contender", instead="status"),
+    Column("step_ms", "ms/step", ".2f", "status"),
+    Column("middle", "p10-p90"),
+    Column("tokens_per_s", "tokens/s", ",.0f"),
+    Column("scaling_interval", "scaling [95%]"),
+    Column("exposed_ms", "exposed ms", ".2f"),
+    Column("communication_alone_ms", "alone ms", ".2f"),
+    Column("hidden", "hidden", ".0%"),
+    Column("peak_gb", "peak GB", ".2f"),
+    Column("peak_overhead", "memory", "+.1%"),
+    Column("calls_per_step", "calls", ",d"),
+    Column("link_mb", "MB sent", ",.1f"),
+    Column("expected_mb", "formula", ",.1f"),
+)
+RIVALS_OF = {
+    "bucketed": ("torch_ddp", "torch_ddp default", "torch_ddp static", "torch_ddp 50 MB"),
+    "flat": ("torch_ddp", "torch_ddp default", "torch_ddp static"),
+    "zero1": ("torch_ddp + ZeRO",),
+}
+"""Strategy -> the rivals in PyTorch that it is compared with."""
 DDP_NOTES = (
     "scaling: one rank's step time over this one's, same rows per rank; spread: (p90 - p10) / median",
     "exposed: step time over that of the same step without communication (none)",
     "memory: peak over one rank's; MB (10^6 bytes) sent per rank and step, beside 2 (W-1)/W of the gradients",
+)
+COMPARISON_COLUMNS = (
+    Column("candidate", "ours"),
+    Column("baseline", "against"),
+    Column("ratio", "times as fast", ".3f"),
+    Column("low", "95% from", ".3f"),
+    Column("high", "to", ".3f"),
 )
 ALL_REDUCE_COLUMNS = (
     Column("operation", "operation"),
@@ -58,12 +87,7 @@ OPTIMIZER_NOTES = (
 
 def ddp_result(rows: Rows, sweep: Rows, ranks: Ranks) -> BenchResult:
     """The ladder, and the bucket sweep beside it."""
-    for row in (*rows, *sweep):
-        if "step_ms" in row:
-            row["spread"] = (row["p90_ms"] - row["p10_ms"]) / row["step_ms"]
-        for key, source in (("link_mb", "link_bytes"), ("expected_mb", "expected_link_bytes")):
-            if row.get(source) is not None:
-                row[key] = row[source] / 1e6
+    rows, sweep = [_with_units(row) for row in rows], [_with_units(row) for row in sweep]
     environment = describe_environment() | {"world_size": ranks.world_size}
     everything = [row | {"part": "ladder"} for row in rows] + [
         row | {"part": "bucket sweep"} for row in sweep
@@ -90,15 +114,77 @@ def ddp_result(rows: Rows, sweep: Rows, ranks: Ranks) -> BenchResult:
     }
     swept = [row for row in sweep if str(row["contender"]).startswith("bucketed") and "step_ms" in row]
     if swept:
-        files["ddp_bucket_sweep.png"] = line_plot(
-            {"bucketed": [(float(row["contender"].split()[1]), row["step_ms"]) for row in swept]},
-            title="Step time over bucket size",
-            x_label="bucket size (MiB)",
-            y_label="ms per step",
-            log_x=True,
-        )
-    files["ddp_report.md"] = _report("Data parallelism", everything, DDP_COLUMNS, DDP_NOTES, files)
+        files["ddp_bucket_sweep.png"] = sweep_picture(swept)
+    pictures = [f"![{name}]({name})" for name in files if name.endswith(".png")]
+    files["ddp_report.md"] = (
+        "\n\n".join(["# Data parallelism", ladder_markdown(everything), *DDP_NOTES, *pictures]) + "\n"
+    )
     return BenchResult("ddp", everything, DDP_COLUMNS, files, environment, DDP_NOTES)
+
+
+def ladder_markdown(rows: Rows) -> str:
+    """Every case of rows of `ddp_rows` as a table, with our strategies against their rivals in PyTorch below it.
+
+    Rows with a `part` (which reading or sweep they are of) are kept apart by it: only rows of one part took turns.
+    """
+    cases: dict[tuple[str, str], Rows] = {}
+    for row in rows:
+        cases.setdefault((str(row.get("part", "")), row["case"]), []).append(_with_units(row))
+    paragraphs = []
+    for (part, case), members in cases.items():
+        rounds = max((len(row.get("samples_ms", ())) for row in members), default=0)
+        world_size = max(row["world_size"] for row in members)
+        paragraphs.append(f"### {case}, {world_size} ranks{f': {part}' if part else ''} ({rounds} rounds)")
+        paragraphs.append(markdown_table(members, LADDER_COLUMNS).rstrip())
+        compared = comparisons(members)
+        if compared:
+            paragraphs.append(markdown_table(compared, COMPARISON_COLUMNS).rstrip())
+    return "\n\n".join(paragraphs)
+
+
+def comparisons(rows: Rows) -> Rows:
+    """How many times as fast our strategies are as their rivals, by the ratios of the same rounds."""
+    timed = [row["contender"] for row in rows if "samples_ms" in row]
+    return [
+        compare(rows, ours, rival)
+        for ours in timed
+        for rival in RIVALS_OF.get(ours.partition(" ")[0], ())
+        if rival in timed
+    ]
+
+
+def sweep_picture(rows: Rows) -> bytes:
+    """Step time over bucket size of "bucketed N MB" rows (a PNG)."""
+    sized = [row for row in rows if row["contender"].endswith(" MB")]
+    return line_plot(
+        {"bucketed": [(float(row["contender"].split()[1]), row["step_ms"]) for row in sized]},
+        title="Step time over bucket size",
+        x_label="bucket size (MiB)",
+        y_label="ms per step",
+        log_x=True,
+    )
+
+
+def _with_units(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with what only people need: megabytes, intervals as text."""
+    shown = dict(row)
+    for key, source, unit in (
+        ("link_mb", "link_bytes", 1e6),
+        ("expected_mb", "expected_link_bytes", 1e6),
+        ("peak_gb", "peak_bytes", 1e9),
+    ):
+        if row.get(source) is not None:
+            shown[key] = row[source] / unit
+    if row.get("step_ms"):
+        shown["spread"] = (row["p90_ms"] - row["p10_ms"]) / row["step_ms"]
+        shown["middle"] = f"{row['p10_ms']:.2f}-{row['p90_ms']:.2f}"
+    if row.get("scaling"):
+        shown["scaling_interval"] = (
+            f"{row['scaling']:.1%} [{row['scaling_low']:.1%}, {row['scaling_high']:.1%}]"
+        )
+    if row.get("communication_alone_ms") and row.get("exposed_ms") is not None:
+        shown["hidden"] = 1.0 - row["exposed_ms"] / row["communication_alone_ms"]
+    return shown
 
 
 def all_reduce_result(rows: Rows, ranks: Ranks) -> BenchResult:

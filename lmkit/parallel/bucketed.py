@@ -52,7 +52,7 @@ def fill_buckets(
     for parameter in in_ready_order:
         bucket = filling.setdefault((parameter.device, parameter.dtype), [])
         bucket.append(parameter)
-        if sum(_bytes(p, wire_dtype) for p in bucket) >= capacity:
+        if sum(bytes_of(p, wire_dtype) for p in bucket) >= capacity:
             closed.append(filling.pop((parameter.device, parameter.dtype)))
     closed.extend(filling.values())
     ready_at = {parameter: position for position, parameter in enumerate(in_ready_order)}
@@ -62,11 +62,12 @@ def fill_buckets(
 def _tail_length(parameters: Sequence[nn.Parameter], wire_dtype: str) -> int:
     total = 0
     for length, parameter in enumerate(reversed(parameters)):
-        total += _bytes(parameter, wire_dtype)
+        total += bytes_of(parameter, wire_dtype)
         if total > LAST_BUCKET_BYTES:
             return max(1, length)
     return len(parameters)
 
 
-def _bytes(parameter: nn.Parameter, wire_dtype: str) -> int:
+def bytes_of(parameter: nn.Parameter, wire_dtype: str) -> int:
+    """What its gradient takes on the wire."""
     return parameter.numel() * wire_dtype_for(parameter.dtype, wire_dtype).itemsize

@@ -64,20 +64,31 @@ class ShardedBucket:
         return slice(max(start, 0), max(min(stop, self.layout.shard_size), 0))
 
     def reduce(self) -> None:
-        """Pack the parameters' gradients (all present; they are released) and start averaging them."""
-        first = self.parameters[0]
-        flat = torch.empty(self.weights.numel(), dtype=self._wire_dtype, device=first.device)
-        if flat.numel() > self.layout.num_elements:
-            flat[
-                self.layout.num_elements :
-            ].zero_()  # the padding must not carry what the allocator left there
-        torch._foreach_copy_(self._parts(flat), gradients_of(self.parameters))
+        """Start averaging the parameters' gradients (all present; they are released)."""
+        flat = self._pack(gradients_of(self.parameters))
         for parameter in self.parameters:
             parameter.grad = None
         if self._averager is None:
             self.master.grad = flat.to(self.master.dtype)
         else:
             self._pending = self._averager.reduce_scatter(flat)
+
+    def _pack(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        """All of them in one padded tensor; a single one that needs neither cast nor padding is that tensor."""
+        first = gradients[0]
+        if (
+            first.numel() == self.weights.numel()
+            and first.dtype == self._wire_dtype
+            and first.is_contiguous()
+        ):
+            return first.view(-1)
+        flat = torch.empty(self.weights.numel(), dtype=self._wire_dtype, device=first.device)
+        if flat.numel() > self.layout.num_elements:
+            flat[
+                self.layout.num_elements :
+            ].zero_()  # the padding must not carry what the allocator left there
+        torch._foreach_copy_(self._parts(flat), gradients)
+        return flat
 
     def wait_reduced(self) -> None:
         """On return (on GPUs: for the current stream) `master.grad` is this rank's part of the mean gradient."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lmkit.parallel.accumulation import Accumulates
-from lmkit.parallel.bucketed import MIB, fill_buckets
+from lmkit.parallel.bucketed import MIB, bytes_of, fill_buckets
 from lmkit.parallel.lazy_weights import LazyWeights
 from lmkit.parallel.process_group import Ranks
 from lmkit.parallel.ready_queue import ReadyQueue
@@ -140,7 +140,15 @@ class Zero1(Accumulates):
     ) -> list[list[nn.Parameter]]:
         """Buckets of one parameter group: last layers first, each up to `bucket_mb` of weights."""
         in_ready_order = sorted(parameters, key=lambda parameter: -position[parameter])
-        return fill_buckets(in_ready_order, int(self.options.bucket_mb * MIB), self.options.weights)
+        capacity = int(self.options.bucket_mb * MIB)
+        buckets = []
+        for bucket in fill_buckets(in_ready_order, capacity, self.options.weights):
+            *others, last = bucket
+            if others and bytes_of(last, self.options.weights) >= capacity:
+                buckets.append(others)  # what fills a bucket alone (an embedding) needs no packing
+                bucket = [last]
+            buckets.append(bucket)
+        return buckets
 
     def _make_bucket(self, parameters: list[nn.Parameter], layout: BucketLayout) -> ShardedBucket:
         weight_dtype = wire_dtype_for(parameters[0].dtype, self.options.weights)

@@ -530,6 +530,37 @@ def check_zero1_resumes(ranks: Ranks, weights: str) -> None:
         assert torch.equal(value, third[0].state_dict()[name]), name
 
 
+def check_zero1_single_parameters(ranks: Ranks) -> None:
+    """Parameters that fill buckets of their own, without padding: their gradients are reduced where they lie."""
+    torch.manual_seed(0)
+    oracle, model = (
+        nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)).to(ranks.device, torch.float64)
+        for _ in range(2)
+    )
+    model.load_state_dict(oracle.state_dict())
+    sync = Zero1(ranks, SyncOptions(bucket_mb=64 * 64 * 8 / 2**20))
+    call = sync.attach(model)
+    optimizer, reference = sync.build_optimizer(adamw, groups_of(model)), adamw(groups_of(oracle))
+    alone = [bucket.sizes for bucket in optimizer.layout.buckets if bucket.sizes == (64 * 64,)]
+    assert len(alone) == 2
+    for step in range(3):
+        for rank in range(ranks.world_size):
+            x = torch.randn(
+                4, 64, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64
+            )
+            (oracle(x.to(ranks.device)).square().mean() / ranks.world_size).backward()
+            if rank == ranks.rank:
+                call(x.to(ranks.device)).square().mean().backward()
+        reference.step()
+        reference.zero_grad(set_to_none=True)
+        sync.finish(wait=step == 1)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    sync.wait_for_weights()
+    assert_close_models(model, oracle, FLOAT64_TOLERANCE)
+    assert_same_on_all_ranks(model, ranks)
+
+
 def check_zero1_weights_are_whole_when_read(ranks: Ranks) -> None:
     """Layers that are bypassed, evaluation and saving all see the step's result, not a half-gathered weight."""
     model = seeded_model(0, ranks)
@@ -592,5 +623,6 @@ CHECKS: dict[str, Callable[[Ranks], None]] = {
     "zero1 bf16 master": check_zero1_bf16_master,
     "zero1 resumes: fp32": partial(check_zero1_resumes, weights="fp32"),
     "zero1 resumes: bf16": partial(check_zero1_resumes, weights="bf16"),
+    "zero1 single parameters": check_zero1_single_parameters,
     "zero1 weights are whole when read": check_zero1_weights_are_whole_when_read,
 }

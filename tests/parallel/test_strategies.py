@@ -19,7 +19,17 @@ FOUR_RANKS = [
     name
     for name in CHECKS
     if (name.startswith("joined batch") and name.endswith("2 passes"))
-    or name.startswith(("zero1 equals", "zero1 state", "zero1 weights", "traffic"))
+    or name.startswith(
+        (
+            "late gradients: bucketed",
+            "late gradients: zero1",
+            "zero1 single",
+            "zero1 equals",
+            "zero1 state",
+            "zero1 weights",
+            "traffic",
+        )
+    )
 ]
 
 
