@@ -241,6 +241,7 @@ class _Training:
             rank=ranks.rank,
             world_size=ranks.world_size,
         )
+        _settle(ranks)
         before = _allocated(ranks)
         self._ranks = ranks
         self._steps = options.steps_per_epoch
@@ -257,12 +258,13 @@ class _Training:
         self.losses: list[float] = []
         self.samples_ms: list[float] = []
         self._step_once()  # the optimizer's state exists from here on
+        _settle(ranks)
         self._own_bytes = _kept_bytes(self._step, ranks, before)
         self._peak_bytes = 0
 
     def run_epoch(self, *, timed: bool) -> None:
         """`steps_per_epoch` steps; ms per step becomes a sample if `timed`."""
-        _synchronize(self._ranks)
+        _settle(self._ranks)
         with track_peak(self._ranks.device) as peak:
             began = time.perf_counter()
             losses = [self._step.run() for _ in range(self._steps)]
@@ -393,6 +395,14 @@ def _kept_bytes(step: TrainingStep, ranks: Ranks, before: int) -> int:
     state = [value for slots in step.optimizer.state.values() for value in slots.values()]
     tensors = [*step.model.parameters(), *(value for value in state if isinstance(value, torch.Tensor))]
     return sum(tensor.nbytes for tensor in tensors)
+
+
+def _settle(ranks: Ranks) -> None:
+    """Wait, and let the allocator see that the wait is over: what a communication stream has used is counted as
+    allocated until the next allocation after its end, and would be put down to another training."""
+    _synchronize(ranks)
+    if ranks.device.type == "cuda":
+        torch.empty(1, device=ranks.device)
 
 
 def _synchronize(ranks: Ranks) -> None:
