@@ -224,6 +224,14 @@ def test_a_single_forgotten_tile_in_the_middle_of_a_long_case_is_found():
     assert judge(long_gate("fp32", backward=False), forgetful)
 
 
+def test_rows_are_measured_by_their_own_size():
+    """Of 3000 keys the last 16 are missing: 7% of the last rows, which are a hundredth of the first ones' size."""
+    options = AttentionOptions(dtype="bf16", **SMALL)
+    gate = Gate(make_inputs(Case("tiers", "", 3000, 3000, 16), options, backward=False))
+    (fault,) = judge(gate, last_tile_skipped)
+    assert fault.startswith("out: worst_row")
+
+
 def long_gate(dtype, *, backward):
     options = AttentionOptions(dtype=dtype, **SMALL)
     return Gate(make_inputs(Case("tiers", "", 1100, 1100, 16), options, backward=backward))
