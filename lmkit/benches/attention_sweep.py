@@ -52,11 +52,18 @@ class Sweep:
         self._calls: dict[tuple[str, int, str], tuple[float, float]] = {}  # last (FLOPs, ms) measured
 
     def measure(
-        self, case: Case, kernels: Sequence[str], gradients: Sequence[str] = ("fwd+bwd", "backward")
+        self,
+        case: Case,
+        kernels: Sequence[str],
+        gradients: Sequence[str] = ("fwd+bwd", "backward"),
+        backward_only: Sequence[str] = (),
     ) -> Rows:
         """All rows of one shape: forward, and with the option `backward` those of `gradients`.
 
         The grid is forward only: its picture shows nothing else.
+
+        Args:
+            backward_only: further kernels, whose forward pass is that of another.
         """
         # Every shape is compiled anew: torch.compile would fall back to eager after 8 recompilations, silently.
         torch.compiler.reset()
@@ -64,7 +71,7 @@ class Sweep:
             rows = self._measure_directions(case, kernels, ("forward",))
             if self._options.backward and case.part != "grid":
                 too_large = {row["kernel"] for row in rows if row["status"] == "out of memory"}
-                rows += self._measure_directions(case, kernels, gradients, too_large)
+                rows += self._measure_directions(case, (*kernels, *backward_only), gradients, too_large)
         _release_memory(self._options.device)
         return rows
 

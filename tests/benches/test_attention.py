@@ -399,10 +399,10 @@ def test_a_long_case_alone_has_its_kernels_checked_at_a_short_length_first(monke
 def test_rows_are_in_the_journal_when_the_run_dies(tmp_path, monkeypatch):
     real_measure = sweeping.Sweep.measure
 
-    def dies_at_40(self, case, kernels):
+    def dies_at_40(self, case, *arguments):
         if case.tier == "40":
             raise KeyboardInterrupt
-        return real_measure(self, case, kernels)
+        return real_measure(self, case, *arguments)
 
     monkeypatch.setattr(sweeping.Sweep, "measure", dies_at_40)
     journal = Journal(tmp_path / "rows.jsonl.partial")

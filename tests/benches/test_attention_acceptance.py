@@ -26,7 +26,7 @@ def rows_of(trial, *, ratio=1.5, speedup=60.0, milliseconds=2.0):
     options = trial.options
     directions = ("forward", *(trial.gradients if options.backward else ()))
     for direction in directions:
-        for kernel in trial.kernels:
+        for kernel in (*trial.kernels, *(trial.backward_only if direction != "forward" else ())):
             yield {
                 "set": trial.name,
                 "num_queries": trial.length,
@@ -130,8 +130,8 @@ def test_the_suite_writes_its_files_and_says_what_it_missed(monkeypatch):
         def __init__(self, options, limits):
             self.options = options
 
-        def measure(self, case, kernels, gradients):
-            trial = acceptance.Trial("", case.num_keys, kernels, self.options, gradients)
+        def measure(self, case, kernels, gradients, backward_only):
+            trial = acceptance.Trial("", case.num_keys, kernels, self.options, gradients, backward_only)
             found = list(rows_of(trial, ratio=1.0))
             for row in found:
                 del row["set"]
