@@ -34,7 +34,7 @@ def compare(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Compare two results of one bench, row by row; exit code 1 unless something was compared and nothing is worse."""
+    """Compare two results of one bench, row by row; exit code 1 if something is worse or nothing was compared."""
     from lmkit.commands import compare as command
 
     result = command.run(before, after, threshold=threshold)

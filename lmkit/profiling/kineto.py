@@ -58,7 +58,8 @@ def profile_work(
     undisturbed_ms = median([clock.sample_ms(work, 1, before=()) for _ in range(steps)])
     enable_ranges("kineto")
     try:
-        with torch.profiler.profile(activities=activities) as profiler:
+        # acc_events: with one cycle it changes nothing but a warning that older versions of torch print.
+        with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
             for _ in range(steps):
                 work()
             _synchronize(device)

@@ -174,7 +174,7 @@ def _record_on_cpu(options: StepsOptions) -> Recording:
     observer = Annotating(lambda: 0.0)
     with tempfile.TemporaryDirectory(prefix="lmkit-memory-") as folder:
         with torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
         ) as profiler:
             _run(options, observer)
         path = Path(folder) / "trace.json"

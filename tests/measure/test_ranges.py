@@ -34,7 +34,9 @@ def test_off_by_default_and_transparent():
 
 def test_kineto_sees_the_ranges_only_when_on():
     def names() -> list[str]:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True
+        ) as profiler:
             double(torch.ones(2))
         return [event.key for event in profiler.key_averages()]
 

@@ -101,7 +101,9 @@ def test_without_gradients_the_only_product_is_that_of_the_logits() -> None:
     def products(enable: bool) -> list[str]:
         with (
             torch.set_grad_enabled(enable),
-            torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler,
+            torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True
+            ) as profiler,
         ):
             linear_cross_entropy(hidden.requires_grad_(enable), weight, targets)
         return sorted(event.name for event in profiler.events() if event.name in ("aten::mm", "aten::addmm_"))

@@ -112,7 +112,9 @@ def test_a_command_that_dies_before_nsys_records_anything(monkeypatch, tmp_path)
 def test_the_workload_survives_its_way_to_another_process(monkeypatch):
     assert options_from_json(OPTIONS.as_json()) == OPTIONS
     monkeypatch.setenv("LMKIT_RANGES", "kineto")
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True
+    ) as profiler:
         main([OPTIONS.as_json()])
     disable_ranges()
     steps = [event for event in profiler.events() if event.name == "step"]
