@@ -42,6 +42,8 @@ from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.process_group import Ranks, process_group
 from lmkit.parallel.strategies import STRATEGIES, SyncOptions
 from lmkit.recipe.model import ModelConfig
+from lmkit.recipe.run import RunConfig
+from lmkit.training.numerics import numerics
 
 Progress = Callable[[str, int, int], None]
 STORY_BYTES = 500_000
@@ -61,6 +63,7 @@ class LmMatrixOptions:
         steps_per_epoch, warmup_epochs, timed_epochs: an epoch is what a sample times.
         tokens: a token file; None trains on the bytes of built-in stories.
         lr: constant.
+        threads: of torch, in every rank; 0 shares the CPUs out.
     """
 
     device: str = "cpu"
@@ -85,6 +88,8 @@ class LmMatrixOptions:
     tokens: Path | None = None
     lr: float = 3e-4
     seed: int = 0
+    threads: int = 0
+    deterministic: bool = False
 
 
 Outcome = tuple[list[dict[str, Any]], dict[str, Any]]  # rows, limits
@@ -163,7 +168,8 @@ def _run_own_ranks(options: LmMatrixOptions, journal: Journal) -> Outcome:
 
 def _run_rank(options: LmMatrixOptions, progress: Progress | None, journal: Journal | None) -> Outcome | None:
     """(rows, limits) on rank 0, None elsewhere. What the journal holds already is not trained again."""
-    with process_group(options.device) as ranks:
+    run = RunConfig(seed=options.seed, threads=options.threads, deterministic=options.deterministic)
+    with process_group(options.device) as ranks, numerics(run, ranks):
         tokens = _load_tokens(options)
         # Rank 0 measures while the others wait for it at the first collective.
         limits = measure_limits(ranks.device, [options.precision]) if ranks.is_first else None

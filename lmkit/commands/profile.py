@@ -91,6 +91,8 @@ def _options(recipe: Recipe, device: str, mode: Mode, number: int) -> StepsOptio
         mode=mode,
         steps=number,
         seed=recipe.run.seed,
+        threads=recipe.run.threads,
+        deterministic=recipe.run.deterministic,
     )
 
 

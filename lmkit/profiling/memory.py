@@ -36,7 +36,7 @@ from lmkit.profiling.allocations import (
     blocks_of,
     profile_memory,
 )
-from lmkit.profiling.steps import StepsOptions, build_step, describe_steps, work_of
+from lmkit.profiling.steps import StepsOptions, as_the_recipe_says, build_step, describe_steps, work_of
 
 HISTORY_ENTRIES = 2_000_000
 PICTURE_POINTS = 3000
@@ -53,7 +53,8 @@ def run_profile(options: StepsOptions) -> BenchResult:
     Files: `memory_timeline.png`, `memory_snapshot.pickle` (for https://pytorch.org/memory_viz),
     `memory_peaks.jsonl`, `memory_peaks.csv`, `memory_report.md`.
     """
-    recording = record(options)
+    with as_the_recipe_says(options):
+        recording = record(options)
     profile = profile_memory(recording)
     rows = [_workload(options) | _row(peak) for peak in [*profile.peaks, profile.peak]]
     environment = describe_environment()

@@ -15,7 +15,7 @@ from lmkit.measure.plots import grouped_bars
 from lmkit.measure.ranges import nvtx_is_available
 from lmkit.profiling.kineto import profile_work, read_chrome_trace
 from lmkit.profiling.nsys import INSTALL, MISSING, find_nsys, profile_command, read_nsys_file
-from lmkit.profiling.steps import StepsOptions, build_work, describe_steps
+from lmkit.profiling.steps import StepsOptions, as_the_recipe_says, build_work, describe_steps
 from lmkit.profiling.summary import Summary, summarize
 from lmkit.profiling.trace import Trace
 
@@ -64,13 +64,14 @@ def profile_steps(options: StepsOptions, folder: Path, *, engine: Engine = "auto
     if choose_engine(engine) == "nsys":
         command = [sys.executable, "-m", "lmkit.profiling.steps", options.as_json()]
         return profile_any_command(command, folder, skip_steps=0, what=describe_steps(options))
-    run = profile_work(
-        build_work(options),
-        steps=options.steps,
-        warmup=options.warmup,
-        device=options.device,
-        source=describe_steps(options),
-    )
+    with as_the_recipe_says(options):
+        run = profile_work(
+            build_work(options),
+            steps=options.steps,
+            warmup=options.warmup,
+            device=options.device,
+            source=describe_steps(options),
+        )
     result = render(run.trace, skip_steps=0)
     trace = gzip.compress(run.chrome_trace, mtime=0)
     return ProfileResult(result.summary, {**result.files, "kineto_trace.json.gz": trace})

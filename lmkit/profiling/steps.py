@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,6 +20,8 @@ from lmkit.errors import UsageError
 from lmkit.measure.ranges import enable_ranges_from_environment, range_
 from lmkit.parallel.process_group import Ranks
 from lmkit.recipe.model import ModelConfig
+from lmkit.recipe.run import RunConfig
+from lmkit.training.numerics import numerics
 
 Mode = Literal["forward", "fwd+bwd", "step"]
 
@@ -30,6 +33,7 @@ class StepsOptions:
     Attributes:
         model: with `vocab_size` set.
         mode: "step", or a pass alone: "forward" (without gradients) or "fwd+bwd" (gradients are dropped).
+        threads, deterministic: as in `[run]` of a recipe.
         steps, warmup: recorded steps (or passes), and unrecorded ones before them (compilation, allocator).
     """
 
@@ -41,6 +45,8 @@ class StepsOptions:
     steps: int = 5
     warmup: int = 3
     seed: int = 0
+    threads: int = 0
+    deterministic: bool = False
 
     def as_json(self) -> str:
         return json.dumps({**self.__dict__, "model": self.model.model_dump(mode="json")})
@@ -82,6 +88,12 @@ def build_step(options: StepsOptions) -> TrainingStep:
     )
 
 
+def as_the_recipe_says(options: StepsOptions) -> AbstractContextManager[None]:
+    """Threads and determinism of the recipe while the block runs."""
+    run = RunConfig(seed=options.seed, threads=options.threads, deterministic=options.deterministic)
+    return numerics(run, Ranks(device=torch.device(options.device)))
+
+
 def build_work(options: StepsOptions) -> Callable[[], object]:
     """A call that runs one step or pass and waits for it.
 
@@ -108,14 +120,15 @@ def main(arguments: Sequence[str]) -> None:
     """Run the steps that the JSON argument describes, marked with the ranges that LMKIT_RANGES asks for."""
     (text,) = arguments
     options = options_from_json(text)
-    work = build_work(options)
-    for _ in range(options.warmup):
-        work()
-    enable_ranges_from_environment()
-    for _ in range(options.steps):
-        work()
-    if options.device.startswith("cuda"):
-        torch.cuda.synchronize()
+    with as_the_recipe_says(options):
+        work = build_work(options)
+        for _ in range(options.warmup):
+            work()
+        enable_ranges_from_environment()
+        for _ in range(options.steps):
+            work()
+        if options.device.startswith("cuda"):
+            torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

@@ -141,6 +141,18 @@ def test_fault_85_what_fits_at_first_but_not_later_is_a_row_too(monkeypatch):
 
 
 @pytest.mark.usefixtures("_limits_at_hand")
+def test_the_threads_of_the_recipe_are_obeyed(monkeypatch):
+    seen = []
+    real = bench.TrainingStep.run
+    monkeypatch.setattr(
+        bench.TrainingStep, "run", lambda step: seen.append(torch.get_num_threads()) or real(step)
+    )
+    run_bench(LmMatrixOptions(kernels=("sdpa",), **{**SMALL, "timed_epochs": 1}, threads=3))
+    assert set(seen) == {3}
+    assert torch.get_num_threads() == 1
+
+
+@pytest.mark.usefixtures("_limits_at_hand")
 def test_it_trains_on_a_token_file(monkeypatch):
     asked = []
 

@@ -2,14 +2,17 @@ import json
 import logging
 import os
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
+from lmkit.benches.training_step import TrainingStep
 from lmkit.errors import UsageError
 from lmkit.measure.ranges import disable_ranges, observe_ranges, range_
 from lmkit.measure.timing import time_variants
 from lmkit.profiling import run as profiling
+from lmkit.profiling.memory import run_profile as run_memory_profile
 from lmkit.profiling.run import choose_engine, profile_any_command, profile_steps, summarize_file
 from lmkit.profiling.steps import StepsOptions, build_step, main, options_from_json
 from lmkit.recipe.model import ModelConfig
@@ -119,6 +122,19 @@ def test_the_workload_survives_its_way_to_another_process(monkeypatch):
     disable_ranges()
     steps = [event for event in profiler.events() if event.name == "step"]
     assert len(steps) == OPTIONS.steps  # not the warm-up
+
+
+def test_the_threads_of_the_recipe_are_obeyed(tmp_path, monkeypatch):
+    seen = []
+    real = TrainingStep.run
+    monkeypatch.setattr(TrainingStep, "run", lambda step: seen.append(torch.get_num_threads()) or real(step))
+    options = replace(OPTIONS, threads=3)
+    before = torch.get_num_threads()
+    profile_steps(options, tmp_path, engine="kineto")
+    run_memory_profile(options)
+    main([options.as_json()])
+    assert set(seen) == {3} != {before}
+    assert torch.get_num_threads() == before
 
 
 def test_a_model_without_vocabulary_is_refused():
