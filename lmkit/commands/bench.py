@@ -6,7 +6,8 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ from lmkit.recipe.load import recipe_to_toml
 from lmkit.recipe.model import ModelConfig
 from lmkit.recipe.schema import Recipe, required
 from lmkit.storage import write_atomic
+from lmkit.training.numerics import numerics
 
 log = logging.getLogger("lmkit")
 JOURNAL = "rows.jsonl.partial"
@@ -47,7 +49,7 @@ def attention(recipe: Recipe, output: Path | None, progress: Progress) -> BenchS
     from lmkit.benches.attention import AttentionOptions, run_bench
 
     table = _table(recipe.bench.attention, "attention")
-    with process_group(recipe.run.device) as ranks:
+    with _ranks(recipe) as ranks:
         options = AttentionOptions(device=ranks.device.type, seed=recipe.run.seed, **table.model_dump())
         result = run_bench(options, progress=progress, journal=_journal(recipe, "attention", output))
     return _store(result, recipe, output)
@@ -59,7 +61,7 @@ def model(recipe: Recipe, output: Path | None, progress: Progress) -> BenchStore
 
     table = _table(recipe.bench.model, "model")
     journal = _journal(recipe, "model", output)
-    with process_group(recipe.run.device) as ranks:
+    with _ranks(recipe) as ranks:
         options = ModelOptions(device=ranks.device.type, seed=recipe.run.seed, **table.model_dump())
         result = run_bench(options, progress=progress, journal=journal)
     return _store(result, recipe, output)
@@ -70,8 +72,14 @@ def lm_matrix(recipe: Recipe, output: Path | None, nproc: int, progress: Progres
     from lmkit.benches.lm_matrix import LmMatrixOptions, run_bench
 
     table = _table(recipe.bench.lm_matrix, "lm_matrix")
+    run = recipe.run
     options = LmMatrixOptions(
-        device=recipe.run.device, nproc=nproc, seed=recipe.run.seed, **table.model_dump()
+        device=run.device,
+        nproc=nproc,
+        seed=run.seed,
+        threads=run.threads,
+        deterministic=run.deterministic,
+        **table.model_dump(),
     )
     result = run_bench(options, progress=progress, journal=_journal(recipe, "lm-matrix", output))
     return None if result is None else _store(result, recipe, output)
@@ -121,6 +129,14 @@ def optimizer(recipe: Recipe, output: Path | None, nproc: int, progress: Progres
     return _on_ranks(_optimizer_rank, recipe, output, nproc)
 
 
+@contextmanager
+def _ranks(recipe: Recipe) -> Iterator[Ranks]:
+    """This process's place among the ranks, with the threads and the determinism that the recipe asks for."""
+    group = process_group(recipe.run.device, timeout_s=recipe.parallel.timeout_s)
+    with group as ranks, numerics(recipe.run, ranks):
+        yield ranks
+
+
 def _table(table: T | None, name: str) -> T:
     return required(table, f"bench.{name}", command=f"bench {name.replace('_', '-')}")
 
@@ -150,7 +166,7 @@ def _ddp_rank(recipe: Recipe) -> BenchResult | None:
 
     table = _table(recipe.bench.ddp, "ddp")
     config = _model_with_vocabulary(recipe, "bench ddp")
-    with process_group(recipe.run.device, timeout_s=recipe.parallel.timeout_s) as ranks:
+    with _ranks(recipe) as ranks:
         _need_ranks(ranks, "bench ddp")
         case = DdpCase(recipe.run.name, config, table.rows, table.precision)
         rows = ddp_rows(
@@ -180,7 +196,7 @@ def _all_reduce_rank(recipe: Recipe) -> BenchResult | None:
     from lmkit.benches.ddp_report import all_reduce_result
 
     table = _table(recipe.bench.all_reduce, "all_reduce")
-    with process_group(recipe.run.device, timeout_s=recipe.parallel.timeout_s) as ranks:
+    with _ranks(recipe) as ranks:
         _need_ranks(ranks, "bench all-reduce")
         rows = all_reduce_rows(ranks, sizes_mb=table.sizes_mb, dtypes=table.dtypes, repeats=table.repeats)
         return all_reduce_result(rows, ranks) if ranks.is_first else None
@@ -193,7 +209,7 @@ def _optimizer_rank(recipe: Recipe) -> BenchResult | None:
 
     table = _table(recipe.bench.optimizer, "optimizer")
     config = _model_with_vocabulary(recipe, "bench optimizer")
-    with process_group(recipe.run.device, timeout_s=recipe.parallel.timeout_s) as ranks:
+    with _ranks(recipe) as ranks:
         _need_ranks(ranks, "bench optimizer")
         rows = optimizer_rows(
             DdpCase(recipe.run.name, config, table.rows, table.precision),

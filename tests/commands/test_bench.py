@@ -1,0 +1,36 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lmkit.commands import bench
+from lmkit.recipe.load import load_recipe
+
+
+@pytest.mark.parametrize("name", ["attention", "model"])
+def test_the_threads_of_the_recipe_are_obeyed(monkeypatch, tmp_path, name):
+    """A recipe with `run.threads = 3` is measured with three."""
+    seen = []
+
+    def run_bench(options, **_):
+        seen.append(torch.get_num_threads())
+        raise KeyboardInterrupt
+
+    module = __import__(f"lmkit.benches.{name}", fromlist=["run_bench"])
+    monkeypatch.setattr(module, "run_bench", run_bench)
+    recipe = load_recipe(f"bench_{name}_cpu", ["run.threads=3"])
+    before = torch.get_num_threads()
+    with pytest.raises(KeyboardInterrupt):
+        getattr(bench, name)(recipe, tmp_path, lambda *_: None)
+    assert seen == [3]
+    assert torch.get_num_threads() == before
+
+
+def test_the_lm_matrix_is_told_what_the_run_says(monkeypatch, tmp_path):
+    from lmkit.benches import lm_matrix
+
+    monkeypatch.setattr(lm_matrix, "run_bench", lambda options, **_: SimpleNamespace(options=options))
+    monkeypatch.setattr(bench, "_store", lambda result, recipe, output: result.options)
+    recipe = load_recipe("lm_matrix_cpu", ["run.threads=3", "run.deterministic=true", "run.seed=7"])
+    options = bench.lm_matrix(recipe, tmp_path, 2, lambda *_: None)
+    assert (options.threads, options.deterministic, options.seed, options.nproc) == (3, True, 7, 2)
