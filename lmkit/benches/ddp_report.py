@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lmkit.benches.ddp import compare
+from lmkit.benches.ddp_overlap import StepTimeline, overlap_picture
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.plots import grouped_bars, line_plot
 from lmkit.measure.results import BenchResult, row_files
@@ -85,8 +86,8 @@ OPTIMIZER_NOTES = (
 )
 
 
-def ddp_result(rows: Rows, sweep: Rows, ranks: Ranks) -> BenchResult:
-    """The ladder, and the bucket sweep beside it."""
+def ddp_result(rows: Rows, sweep: Rows, ranks: Ranks, overlap: StepTimeline | None = None) -> BenchResult:
+    """The ladder, the bucket sweep beside it, and a picture of a step of `bucketed` where one was traced."""
     rows, sweep = [_with_units(row) for row in rows], [_with_units(row) for row in sweep]
     environment = describe_environment() | {"world_size": ranks.world_size}
     everything = [row | {"part": "ladder"} for row in rows] + [
@@ -115,6 +116,8 @@ def ddp_result(rows: Rows, sweep: Rows, ranks: Ranks) -> BenchResult:
     swept = [row for row in sweep if str(row["contender"]).startswith("bucketed") and "step_ms" in row]
     if swept:
         files["ddp_bucket_sweep.png"] = sweep_picture(swept)
+    if overlap is not None:
+        files["ddp_overlap.png"] = overlap_picture(overlap, "bucketed")
     pictures = [f"![{name}]({name})" for name in files if name.endswith(".png")]
     files["ddp_report.md"] = (
         "\n\n".join(["# Data parallelism", ladder_markdown(everything), *DDP_NOTES, *pictures]) + "\n"

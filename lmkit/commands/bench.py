@@ -162,6 +162,7 @@ def _on_ranks(
 def _ddp_rank(recipe: Recipe) -> BenchResult | None:
     from lmkit.benches.ddp import LADDER, RIVALS, ddp_rows
     from lmkit.benches.ddp_contenders import DdpCase
+    from lmkit.benches.ddp_overlap import record_step
     from lmkit.benches.ddp_report import ddp_result
 
     table = _table(recipe.bench.ddp, "ddp")
@@ -188,7 +189,9 @@ def _ddp_rank(recipe: Recipe) -> BenchResult | None:
             if sweep
             else []
         )
-        return ddp_result(rows, swept, ranks) if ranks.is_first else None
+        fits = any(row["contender"] == "bucketed" and row["status"] == "ok" for row in rows)
+        overlap = record_step("bucketed", case, ranks) if fits and ranks.device.type == "cuda" else None
+        return ddp_result(rows, swept, ranks, overlap) if ranks.is_first else None
 
 
 def _all_reduce_rank(recipe: Recipe) -> BenchResult | None:

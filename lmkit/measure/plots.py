@@ -285,6 +285,19 @@ def stacked_areas(
     return _png(figure)
 
 
+def timeline(rows: Mapping[str, Sequence[tuple[float, float]]], *, title: str, x_label: str) -> bytes:
+    """One row of bars per name, each bar from its start to its end: what ran when."""
+    figure, axes = _new_figure(title, x_label, "", width=10.0, height=1.2 + 0.6 * len(rows))
+    for index, (_, intervals) in enumerate(rows.items()):
+        bars = [(start, end - start) for start, end in intervals]
+        axes.broken_barh(bars, (index - 0.35, 0.7), facecolors=COLORS[index % len(COLORS)], linewidth=0)
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    axes.margins(x=0.01)
+    return _png(figure)
+
+
 def table_picture(headers: Sequence[str], rows: Sequence[Sequence[str]], *, title: str) -> bytes:
     """A table as a picture: header shaded, lines striped, columns as wide as their text."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg

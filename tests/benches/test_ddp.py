@@ -14,6 +14,8 @@ import torch
 from lmkit.benches import ddp, optimizer
 from lmkit.benches.ddp_clock import SteadyStateClock, without_garbage_collection
 from lmkit.benches.ddp_contenders import DdpCase, baseline_of, contender
+from lmkit.benches.ddp_overlap import overlap_picture, read_step
+from lmkit.benches.ddp_report import comparisons, ladder_markdown
 from lmkit.errors import UsageError
 from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.process_group import Ranks
@@ -151,3 +153,46 @@ def test_the_collector_comes_back_after_an_error():
     with pytest.raises(ZeroDivisionError):
         fail()
     assert [*states, gc.isenabled()] == [False, True]
+
+
+def kernel(name: str, start: float, end: float) -> dict:
+    return {"ph": "X", "cat": "kernel", "name": name, "ts": start, "dur": end - start}
+
+
+def test_a_trace_is_read_as_what_ran_beside_what():
+    """Three steps of 100 us, shifted by 1000: two kernels that touch, one collective half beside them, one after."""
+    events = [
+        {"ph": "M", "name": "process_name"},
+        {"ph": "X", "cat": "cpu_op", "name": "nccl", "ts": 0, "dur": 9},
+    ]
+    for step in range(3):
+        at = 1000 + 100 * step
+        events += [kernel("matmul", at, at + 30), kernel("norm", at + 30, at + 60)]
+        events += [
+            kernel("ncclDevKernel_AllReduce", at + 40, at + 80),
+            kernel("ncclDevKernel_AllReduce", at + 90, at + 100),
+        ]
+    step = read_step(events, 3)
+    assert step is not None
+    assert step.compute == [(0.0, 0.06)]
+    assert step.communication == [(0.04, 0.08), (0.09, 0.1)]
+    assert step.communication_ms == pytest.approx(0.05)
+    assert step.beside_compute_ms == pytest.approx(0.02)
+    assert overlap_picture(step, "bucketed").startswith(b"\x89PNG")
+    assert read_step(events[:2], 3) is None
+    with pytest.raises(ValueError, match="5 collectives in 3 steps"):
+        read_step(events[:-1], 3)
+
+
+def test_the_report_sets_strategies_beside_their_rivals():
+    def row(name: str, times: list[float]) -> dict:
+        times_of_row = {"step_ms": times[0], "p10_ms": min(times), "p90_ms": max(times), "samples_ms": times}
+        return {"case": "small", "contender": name, "world_size": 2, "status": "ok"} | times_of_row
+
+    rows = [row("bucketed", [2.0] * 6), row("torch_ddp", [3.0] * 6), row("zero1", [2.0] * 6)]
+    assert [(c["candidate"], c["baseline"], c["ratio"]) for c in comparisons(rows)] == [
+        ("bucketed", "torch_ddp", 1.5)
+    ]
+    text = ladder_markdown(rows)
+    assert "### small, 2 ranks (6 rounds)" in text
+    assert "| bucketed | torch_ddp | 1.500 | 1.500 | 1.500 |" in text
