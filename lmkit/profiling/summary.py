@@ -69,7 +69,8 @@ class Summary:
     """What a profile says. Fields are None where the recording has no such table (a CPU, an old nsys).
 
     `steps` counts the ranges of the window: steps, or passes where only those were recorded (see `window`);
-    `undisturbed_ms` is what one of them takes without the profiler.
+    `undisturbed_ms` is what one of them takes without the profiler, `undisturbed_gpu_share` the share of that which
+    its GPU work fills.
     """
 
     engine: str
@@ -84,6 +85,7 @@ class Summary:
     launches_per_step: float | None
     gpu_busy_share: float | None
     gpu_idle_share: float | None
+    undisturbed_gpu_share: float | None
     dispatch_share: float | None
     wait_share: float | None
     communication_ms: float | None
@@ -134,6 +136,7 @@ class Summary:
             ("launches per step", self.launches_per_step, ".0f"),
             ("GPU busy", self.gpu_busy_share, ".1%"),
             ("GPU idle", self.gpu_idle_share, ".1%"),
+            ("GPU work / time without the profiler", self.undisturbed_gpu_share, ".1%"),
             ("CPU asking the GPU (dispatch)", self.dispatch_share, ".1%"),
             ("CPU waiting for the GPU", self.wait_share, ".1%"),
             ("communication kernels (ms)", self.communication_ms, ".3f"),
@@ -204,6 +207,7 @@ def summarize(trace: Trace, *, skip_steps: int = 1) -> Summary:
         launches_per_step=by_base[STEP].launches if STEP in by_base else None,
         gpu_busy_share=busy,
         gpu_idle_share=None if busy is None else 1.0 - busy,
+        undisturbed_gpu_share=_undisturbed_share(trace, counted, by_base),
         dispatch_share=_share_of_calls(calls, start, end, without=waits),
         wait_share=_share_of_calls(None if calls is None else waits, start, end),
         communication_ms=communication,
@@ -365,6 +369,16 @@ def _largest(spent: dict[str, tuple[int, int]]) -> tuple[NamedTime, ...]:
     )
 
 
+def _undisturbed_share(
+    trace: Trace, counted: Sequence[Range], by_base: dict[str, RangeSummary]
+) -> float | None:
+    """GPU work of a step or pass per its time without the profiler. (Above 1 with several devices at work.)"""
+    if trace.undisturbed_ms is None or not counted:
+        return None
+    work_ms = by_base[base_name(counted[0].name)].gpu_ms
+    return None if work_ms is None else work_ms / trace.undisturbed_ms
+
+
 def _slowed_down(trace: Trace, window_ms: float, steps: int) -> list[str]:
     """What the profiler costs, where it matters."""
     if trace.undisturbed_ms is None or not steps:
@@ -374,7 +388,7 @@ def _slowed_down(trace: Trace, window_ms: float, steps: int) -> list[str]:
         return []
     return [
         f"the profiler makes the work {factor:.2f} times as long: the CPU's times are too long by about that, and "
-        "the GPU looks idler than it is (divide its ms by the undisturbed time instead)"
+        "the GPU looks idler than it is"
     ]
 
 

@@ -17,8 +17,9 @@ _RANGES = (
     Column("name", "range"),
     Column("instances", "count", "d"),
     Column("wall_ms", "wall ms", ".3f"),
-    Column("dispatch_ms", "CPU in CUDA calls ms", ".3f"),
+    Column("dispatch_ms", "CPU asking the GPU ms", ".3f"),
     Column("dispatch_share", "dispatch share", ".1%"),
+    Column("wait_ms", "CPU waiting ms", ".3f"),
     Column("gpu_ms", "GPU ms", ".3f"),
     Column("launches", "launches", ".0f"),
 )
@@ -48,9 +49,9 @@ def write_up(found: Sequence[Results], place: Place) -> str | None:
     return document(
         "# Profiling",
         "First the stop watch, for whole passes of models; then, inside a step, how long the CPU is busy asking "
-        "the GPU and how long the GPU is busy answering: a step whose dispatch share is near 100% waits for "
-        "Python, and larger batches, compilation or CUDA graphs help more than faster kernels. Last, what the "
-        "memory is full of when it is fullest.",
+        "the GPU, how long it waits for it, and how long the GPU is busy answering: where the GPU's work fills "
+        "less than the step and the CPU never waits, larger batches, compilation or CUDA graphs help more than "
+        "faster kernels. Last, what the memory is full of when it is fullest.",
         *(part for results in models for part in _models(results, place)),
         *(part for results in matrices for part in _matrix(results, place)),
         *(part for results in traces for part in _trace(results, place)),
@@ -100,14 +101,22 @@ def trace_findings(summary: dict[str, Any]) -> list[str]:
         found.append(f"{summary['launches_per_step']:.0f} kernel launches per step{of_forward}.")
     elif summary["launches_per_forward"] is not None:
         found.append(f"{summary['launches_per_forward']:.0f} kernel launches per forward pass.")
-    busy, dispatch = summary["gpu_busy_share"], summary["dispatch_share"]
+    busy, dispatch, waits = (summary[f"{name}_share"] for name in ("gpu_busy", "dispatch", "wait"))
     if busy is not None and dispatch is not None:
-        if busy > 0.9:
-            bound = "the GPU is the limit"
-        else:
-            bound = "the GPU waits for the CPU" if dispatch > busy else "neither is busy all the time"
+        # A profiler slows the CPU down: what the GPU's work fills of an undisturbed step tells more.
+        undisturbed = summary["undisturbed_gpu_share"]
+        fills = busy if undisturbed is None else undisturbed
+        bound = "the GPU is the limit" if fills > 0.9 else "the GPU waits for the CPU"
         found.append(
-            f"The GPU is busy {busy:.1%} of the time, the CPU in CUDA calls {dispatch:.1%}: {bound}."
+            f"The GPU is busy {busy:.1%} of the time, the CPU asks it for work {dispatch:.1%} and waits for it "
+            f"{waits:.1%} of the time"
+            + (
+                f"; without the profiler one takes {summary['undisturbed_ms']:.2f} ms, of which the GPU's work fills "
+                f"{undisturbed:.1%}"
+                if undisturbed is not None
+                else ""
+            )
+            + f": {bound}."
         )
     if summary["communication_ms"]:
         found.append(

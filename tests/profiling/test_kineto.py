@@ -91,6 +91,9 @@ def test_a_profiler_that_slows_the_work_down_says_so():
     trace = parse_chrome_trace(GPU_TRACE, "t.json")  # one step of 1 ms
     (warning,) = summarize(replace(trace, undisturbed_ms=0.5)).warnings
     assert "2.00 times as long" in warning
+    # 150 + 300 us of kernels that the step's calls caused
+    assert summarize(replace(trace, undisturbed_ms=0.5)).undisturbed_gpu_share == pytest.approx(0.9)
+    assert summarize(trace).undisturbed_gpu_share is None
     assert summarize(replace(trace, undisturbed_ms=0.95)).warnings == ()
 
 
