@@ -8,6 +8,7 @@ Eager calls go through an `autograd.Function`. Under torch.compile the same two 
 opaque to the compiler: no graph break.
 """
 
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -43,7 +44,7 @@ def flash_triton(
     scale: float | None = None,
     implementation: Implementation = "auto",
     deterministic: bool | None = None,
-    fp32_precision: Literal["ieee", "tf32"] = "ieee",
+    fp32_precision: Literal["bf16x6", "ieee", "tf32"] = "bf16x6",
 ) -> Tensor:
     """Exact attention in one pass over the keys, memory linear in the sequence lengths, forward and backward.
 
@@ -54,8 +55,9 @@ def flash_triton(
         implementation: "auto" takes "hopper" where it applies, else "portable". A forced name never falls back.
         deterministic: whether the backward pass gives the same bits on every run (the portable one always does);
             None follows `torch.use_deterministic_algorithms`.
-        fp32_precision: how float32 inputs are multiplied: "ieee" exactly, "tf32" on tensor cores with 10 bits of
-            mantissa, several times faster.
+        fp32_precision: how float32 inputs are multiplied. "bf16x6": every value as the sum of three bfloat16, the six
+            largest of their nine products on tensor cores; as exact as "ieee", which multiplies float32 by
+            float32, and several times faster. "tf32": 10 bits of mantissa, faster again.
 
     Raises:
         UsageError: this head_dim, dtype or device is not supported, or a forced implementation cannot run.
@@ -67,12 +69,24 @@ def flash_triton(
     if scale <= 0:
         q, scale = q * scale, 1.0  # the kernels mask and take the maximum before they scale
     q, k, v = rows_in_place(q), rows_in_place(k), rows_in_place(v)
+    if q.dtype != torch.float32:
+        fp32_precision = "ieee"  # one way to multiply, hence one compiled kernel
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     if torch.compiler.is_compiling():
         return forward_operator(q, k, v, causal, scale, implementation, deterministic, fp32_precision)[0]
     name = resolve(implementation, q, k, v, causal)
     return FlashAttention.apply(q, k, v, causal, scale, name, deterministic, fp32_precision)[0]
+
+
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Compute capability. Asked for once in eager calls: torch asks the driver each time, for microseconds."""
+    if torch.compiler.is_compiling():  # the compiler traces torch's function, and warns of caches
+        return torch.cuda.get_device_capability(device)
+    return _known_capability(device)
+
+
+_known_capability = cache(torch.cuda.get_device_capability)
 
 
 def implementation_for(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, deterministic: bool = False) -> str:
@@ -84,7 +98,7 @@ def hopper_refusal(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str | None:
     """Why the Hopper kernels cannot take this call; None if they can."""
     if not q.is_cuda:
         return "the tensors are not on a CUDA device"
-    capability = torch.cuda.get_device_capability(q.device)
+    capability = capability_of(q.device)
     if capability != (9, 0):
         return "the device is sm_{}{}, not sm_90".format(*capability)
     from lmkit.kernels import hopper  # Gluon: costs its import only on the chip that it is written for
@@ -131,7 +145,7 @@ def refuse_unsupported(q: Tensor) -> None:
             f"flash_triton: device {q.device.type} is not supported",
             hint=supported + "; TRITON_INTERPRET=1 runs it slowly on a CPU; or choose flash_torch or sdpa",
         )
-    elif torch.cuda.get_device_capability(q.device) < (8, 0):
+    elif capability_of(q.device) < (8, 0):
         raise UsageError(f"flash_triton: {torch.cuda.get_device_name(q.device)} is too old", hint=supported)
 
 

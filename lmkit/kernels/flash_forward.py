@@ -13,14 +13,16 @@ import triton.language as tl
 from torch import Tensor
 
 from lmkit.kernels.launching import (
+    Launch,
     count_tiles,
     descriptors_reach,
     empty_in_order_of,
     head_strides,
     kernel_constants,
+    selected,
     source,
 )
-from lmkit.kernels.tiles import LN_2, LOG2_E, dot_over_parts, head_start, load_tile, store_tile
+from lmkit.kernels.tiles import LN_2, LOG2_E, dot_over_parts, head_start, in_registers, load_tile, store_tile
 from lmkit.kernels.tilings import Tiling
 from lmkit.kernels.tuning import choose_tiling
 
@@ -40,7 +42,7 @@ def flash_forward(
     Args:
         q: (batch, heads, num_queries, head_dim), k and v: (batch, kv_heads, num_keys, head_dim); stride 1 along
             head_dim, any other strides; num_keys > 0.
-        precision: how float32 is multiplied: "ieee" (exact products) or "tf32" (tensor cores, 10-bit mantissa).
+        precision: how float32 is multiplied: "ieee", "bf16x6" or "tf32"; see `flash_triton`.
         tiling: None takes the one that ships or was measured for this case.
 
     Returns:
@@ -52,33 +54,28 @@ def flash_forward(
 
     def launch(tiling: Tiling) -> None:
         constants = kernel_constants(head_dim, causal, precision, tiling)
-        forward_kernel[(count_tiles(num_queries, tiling.rows) * batch * heads,)](
-            source(q, tiling.rows, constants),
-            source(k, tiling.columns, constants),
-            source(v, tiling.columns, constants),
-            out,
-            lse,
-            *head_strides(q),
-            *head_strides(k),
-            *head_strides(v),
-            *head_strides(out),
-            heads,
-            heads // k.shape[1],
-            num_queries,
-            k.shape[2],
-            scale * LOG2_E.value,
-            CUT=causal or k.shape[2] % tiling.columns != 0,
-            **constants,
+        launch_forward(
+            count_tiles(num_queries, tiling.rows) * batch * heads,
+            (
+                *(source(q, tiling.rows, constants), source(k, tiling.columns, constants)),
+                *(source(v, tiling.columns, constants), out, lse),
+            ),
+            (
+                *(*head_strides(q), *head_strides(k), *head_strides(v), *head_strides(out)),
+                *(heads, heads // k.shape[1], num_queries, k.shape[2], scale * LOG2_E.value),
+            ),
+            constants | {"CUT": causal or k.shape[2] % tiling.columns != 0},
         )
 
-    if tiling is None:
-        aligned = descriptors_reach(q, k, v)
-        tiling = choose_tiling("flash_forward", q, k, causal, precision, aligned, launch)
-    launch(tiling)
+    with selected(q.device):
+        if tiling is None:
+            aligned = descriptors_reach(q, k, v)
+            tiling = choose_tiling("flash_forward", q, k, causal, precision, aligned, launch)
+        launch(tiling)
     return out, lse
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads"])  # one compilation, however many heads
 def forward_kernel(
     q_source,  # pointers, or tensor descriptors
     k_source,
@@ -111,6 +108,7 @@ def forward_kernel(
     CUT: tl.constexpr,  # some tiles are cut by the diagonal or by the end of the keys
     PRECISION: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
+    REGISTERS: tl.constexpr,
 ):
     num_tiles = tl.cdiv(num_queries, ROWS)
     tile = tl.program_id(0) % num_tiles
@@ -146,6 +144,9 @@ def forward_kernel(
             True,
             DESCRIPTORS,
         )  # (ROWS, REST)
+
+    if REGISTERS:
+        q = in_registers(q, row, num_queries, ROWS)
 
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
@@ -244,7 +245,9 @@ def walk_over_keys(
         new_largest = tl.maximum(largest, tl.max(scores, 1) * scale_log2)
         p = tl.exp2(scores * scale_log2 - new_largest[:, None])
         shrink = tl.exp2(largest - new_largest)
-        total = total * shrink + tl.sum(p, 1)
+        # Before the product the sum frees registers early, after it the tensor cores hide it: measured by head size.
+        if MAIN <= 128:
+            added = tl.sum(p, 1)
         acc = acc * shrink[:, None]
 
         v = load_tile(
@@ -270,5 +273,11 @@ def walk_over_keys(
             )  # fmt: skip
             acc_rest = acc_rest * shrink[:, None]
             acc_rest = tl.dot(p, v_rest, acc_rest, input_precision=PRECISION)
+        if MAIN > 128:
+            added = tl.sum(p, 1)
+        total = total * shrink + added
         largest = new_largest
     return acc, acc_rest, total, largest
+
+
+launch_forward = Launch(forward_kernel)

@@ -10,14 +10,16 @@ import triton.language as tl
 from torch import Tensor
 
 from lmkit.kernels.launching import (
+    Launch,
     count_tiles,
     descriptors_reach,
     empty_in_order_of,
     head_strides,
     kernel_constants,
+    selected,
     source,
 )
-from lmkit.kernels.tiles import LOG2_E, dot_over_parts, head_start, load_tile, store_tile
+from lmkit.kernels.tiles import LOG2_E, dot_over_parts, head_start, in_registers, load_tile, store_tile
 from lmkit.kernels.tilings import Tiling
 from lmkit.kernels.tuning import choose_tiling
 
@@ -42,38 +44,31 @@ def key_gradients(
 
     def launch(tiling: Tiling) -> None:
         constants = kernel_constants(head_dim, causal, precision, tiling)
-        dkdv_kernel[(count_tiles(num_keys, tiling.columns) * batch * kv_heads,)](
-            source(q, tiling.rows, constants),
-            source(k, tiling.columns, constants),
-            source(v, tiling.columns, constants),
-            source(dout, tiling.rows, constants),
-            lse,
-            delta,
-            dk,
-            dv,
-            *head_strides(q),
-            *head_strides(k),
-            *head_strides(v),
-            *head_strides(dout),
-            *head_strides(dk),
-            *head_strides(dv),
-            kv_heads,
-            heads // kv_heads,
-            num_queries,
-            num_keys,
-            scale,
-            scale * LOG2_E.value,
-            **constants,
-        )
+        for of_keys, of_values in ((True, False), (False, True)) if tiling.apart else ((True, True),):
+            launch_dkdv(
+                count_tiles(num_keys, tiling.columns) * batch * kv_heads,
+                (
+                    *(source(q, tiling.rows, constants), source(k, tiling.columns, constants)),
+                    *(source(v, tiling.columns, constants), source(dout, tiling.rows, constants)),
+                    *(lse, delta, dk, dv),
+                ),
+                (
+                    *(*head_strides(q), *head_strides(k), *head_strides(v)),
+                    *(*head_strides(dout), *head_strides(dk), *head_strides(dv)),
+                    *(kv_heads, heads // kv_heads, num_queries, num_keys, scale, scale * LOG2_E.value),
+                ),
+                constants | {"OF_KEYS": of_keys, "OF_VALUES": of_values},
+            )
 
-    if tiling is None:
-        aligned = descriptors_reach(q, k, v, dout)
-        tiling = choose_tiling("key_gradients", q, k, causal, precision, aligned, launch)
-    launch(tiling)
+    with selected(q.device):
+        if tiling is None:
+            aligned = descriptors_reach(q, k, v, dout)
+            tiling = choose_tiling("key_gradients", q, k, causal, precision, aligned, launch)
+        launch(tiling)
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["kv_heads"])  # one compilation, however many heads
 def dkdv_kernel(
     q_source,  # pointers, or tensor descriptors
     k_source,
@@ -113,8 +108,11 @@ def dkdv_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     CAUSAL: tl.constexpr,
+    OF_KEYS: tl.constexpr,  # sum dK
+    OF_VALUES: tl.constexpr,  # sum dV
     PRECISION: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
+    REGISTERS: tl.constexpr,
 ):
     num_tiles = tl.cdiv(num_keys, COLUMNS)
     tile = (
@@ -189,6 +187,10 @@ def dkdv_kernel(
             True,
             DESCRIPTORS,
         )  # (COLUMNS, REST)
+    if REGISTERS:
+        k = in_registers(k, column, num_keys, COLUMNS)
+        v = in_registers(v, column, num_keys, COLUMNS)
+
     dk = tl.zeros((COLUMNS, MAIN), tl.float32)
     dv = tl.zeros((COLUMNS, MAIN), tl.float32)
     dk_rest = tl.zeros((COLUMNS, REST if REST > 0 else 16), tl.float32)
@@ -212,21 +214,25 @@ def dkdv_kernel(
             dk, dk_rest, dv, dv_rest = walk_over_queries(
                 dk, dk_rest, dv, dv_rest, k, k_rest, v, v_rest, q_head, dout_head, q_stride_row, dout_stride_row,
                 lse_pointer + statistics, delta_pointer + statistics, batch, head, column, begin, whole, num_queries,
-                scale_log2, HEAD_DIM, MAIN, REST, ROWS, COLUMNS, True, PRECISION, DESCRIPTORS,
+                scale_log2, HEAD_DIM, MAIN, REST, ROWS, COLUMNS, True, OF_KEYS, OF_VALUES, PRECISION, DESCRIPTORS,
             )  # fmt: skip
         dk, dk_rest, dv, dv_rest = walk_over_queries(
             dk, dk_rest, dv, dv_rest, k, k_rest, v, v_rest, q_head, dout_head, q_stride_row, dout_stride_row,
             lse_pointer + statistics, delta_pointer + statistics, batch, head, column, whole, num_queries,
-            num_queries, scale_log2, HEAD_DIM, MAIN, REST, ROWS, COLUMNS, False, PRECISION, DESCRIPTORS,
+            num_queries, scale_log2, HEAD_DIM, MAIN, REST, ROWS, COLUMNS, False, OF_KEYS, OF_VALUES, PRECISION,
+            DESCRIPTORS,
         )  # fmt: skip
 
-    store_tile(dk_pointer, dk * scale, dk_stride_row, column, num_keys, COLUMNS, 0, MAIN, HEAD_DIM)
-    store_tile(dv_pointer, dv, dv_stride_row, column, num_keys, COLUMNS, 0, MAIN, HEAD_DIM)
-    if REST > 0:
-        store_tile(
-            dk_pointer, dk_rest * scale, dk_stride_row, column, num_keys, COLUMNS, MAIN, REST, HEAD_DIM
-        )
-        store_tile(dv_pointer, dv_rest, dv_stride_row, column, num_keys, COLUMNS, MAIN, REST, HEAD_DIM)
+    if OF_KEYS:
+        store_tile(dk_pointer, dk * scale, dk_stride_row, column, num_keys, COLUMNS, 0, MAIN, HEAD_DIM)
+        if REST > 0:
+            store_tile(
+                dk_pointer, dk_rest * scale, dk_stride_row, column, num_keys, COLUMNS, MAIN, REST, HEAD_DIM
+            )
+    if OF_VALUES:
+        store_tile(dv_pointer, dv, dv_stride_row, column, num_keys, COLUMNS, 0, MAIN, HEAD_DIM)
+        if REST > 0:
+            store_tile(dv_pointer, dv_rest, dv_stride_row, column, num_keys, COLUMNS, MAIN, REST, HEAD_DIM)
 
 
 @triton.jit
@@ -258,6 +264,8 @@ def walk_over_queries(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     MASKED: tl.constexpr,  # these tiles are cut by the diagonal
+    OF_KEYS: tl.constexpr,
+    OF_VALUES: tl.constexpr,
     PRECISION: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
 ):
@@ -308,15 +316,22 @@ def walk_over_queries(
         delta = tl.load(delta_pointer + rows, mask=rows < num_queries, other=0.0)
 
         scores = dot_over_parts(k, k_rest, q, q_rest, REST, PRECISION)  # (COLUMNS, ROWS), transposed
-        dp = dot_over_parts(v, v_rest, dout, dout_rest, REST, PRECISION)  # (COLUMNS, ROWS), transposed
+        if OF_KEYS:
+            dp = dot_over_parts(v, v_rest, dout, dout_rest, REST, PRECISION)  # (COLUMNS, ROWS), transposed
         p = tl.exp2(scores * scale_log2 - lse_log2[None, :])
         if MASKED:
             p = tl.where(rows[None, :] >= columns[:, None], p, 0.0)
-        p_low = p.to(dout.dtype)
-        dv = tl.dot(p_low, dout, dv, input_precision=PRECISION)
-        ds = (p * (dp - delta[None, :])).to(q.dtype)  # (COLUMNS, ROWS), transposed
-        dk = tl.dot(ds, q, dk, input_precision=PRECISION)
-        if REST > 0:
-            dv_rest = tl.dot(p_low, dout_rest, dv_rest, input_precision=PRECISION)
-            dk_rest = tl.dot(ds, q_rest, dk_rest, input_precision=PRECISION)
+        if OF_VALUES:
+            p_low = p.to(dout.dtype)
+            dv = tl.dot(p_low, dout, dv, input_precision=PRECISION)
+            if REST > 0:
+                dv_rest = tl.dot(p_low, dout_rest, dv_rest, input_precision=PRECISION)
+        if OF_KEYS:
+            ds = (p * (dp - delta[None, :])).to(q.dtype)  # (COLUMNS, ROWS), transposed
+            dk = tl.dot(ds, q, dk, input_precision=PRECISION)
+            if REST > 0:
+                dk_rest = tl.dot(ds, q_rest, dk_rest, input_precision=PRECISION)
     return dk, dk_rest, dv, dv_rest
+
+
+launch_dkdv = Launch(dkdv_kernel)

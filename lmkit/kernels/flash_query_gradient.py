@@ -10,14 +10,16 @@ import triton.language as tl
 from torch import Tensor
 
 from lmkit.kernels.launching import (
+    Launch,
     count_tiles,
     descriptors_reach,
     empty_in_order_of,
     head_strides,
     kernel_constants,
+    selected,
     source,
 )
-from lmkit.kernels.tiles import LOG2_E, dot_over_parts, head_start, load_tile, store_tile
+from lmkit.kernels.tiles import LOG2_E, dot_over_parts, head_start, in_registers, load_tile, store_tile
 from lmkit.kernels.tilings import Tiling
 from lmkit.kernels.tuning import choose_tiling
 
@@ -43,39 +45,30 @@ def query_gradient(
 
     def launch(tiling: Tiling) -> None:
         constants = kernel_constants(head_dim, causal, precision, tiling)
-        dq_kernel[(count_tiles(num_queries, tiling.rows) * batch * heads,)](
-            source(q, tiling.rows, constants),
-            source(k, tiling.columns, constants),
-            source(v, tiling.columns, constants),
-            out,
-            source(dout, tiling.rows, constants),
-            lse,
-            delta,
-            dq,
-            *head_strides(q),
-            *head_strides(k),
-            *head_strides(v),
-            *head_strides(out),
-            *head_strides(dout),
-            *head_strides(dq),
-            heads,
-            heads // kv_heads,
-            num_queries,
-            num_keys,
-            scale,
-            scale * LOG2_E.value,
-            CUT=causal or num_keys % tiling.columns != 0,
-            **constants,
+        launch_dq(
+            count_tiles(num_queries, tiling.rows) * batch * heads,
+            (
+                *(source(q, tiling.rows, constants), source(k, tiling.columns, constants)),
+                *(source(v, tiling.columns, constants), out, source(dout, tiling.rows, constants)),
+                *(lse, delta, dq),
+            ),
+            (
+                *(*head_strides(q), *head_strides(k), *head_strides(v)),
+                *(*head_strides(out), *head_strides(dout), *head_strides(dq)),
+                *(heads, heads // kv_heads, num_queries, num_keys, scale, scale * LOG2_E.value),
+            ),
+            constants | {"CUT": causal or num_keys % tiling.columns != 0},
         )
 
-    if tiling is None:
-        aligned = descriptors_reach(q, k, v, dout)
-        tiling = choose_tiling("query_gradient", q, k, causal, precision, aligned, launch)
-    launch(tiling)
+    with selected(q.device):
+        if tiling is None:
+            aligned = descriptors_reach(q, k, v, dout)
+            tiling = choose_tiling("query_gradient", q, k, causal, precision, aligned, launch)
+        launch(tiling)
     return dq, delta
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads"])  # one compilation, however many heads
 def dq_kernel(
     q_source,  # pointers, or tensor descriptors
     k_source,
@@ -118,6 +111,7 @@ def dq_kernel(
     CUT: tl.constexpr,  # some tiles are cut by the diagonal or by the end of the keys
     PRECISION: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
+    REGISTERS: tl.constexpr,
 ):
     num_tiles = tl.cdiv(num_queries, ROWS)
     tile = tl.program_id(0) % num_tiles
@@ -210,6 +204,10 @@ def dq_kernel(
             True,
             DESCRIPTORS,
         )  # (ROWS, REST)
+    if REGISTERS:
+        q = in_registers(q, row, num_queries, ROWS)
+        dout = in_registers(dout, row, num_queries, ROWS)
+
     dq = tl.zeros((ROWS, MAIN), tl.float32)
     dq_rest = tl.zeros((ROWS, REST if REST > 0 else 16), tl.float32)
 
@@ -323,3 +321,6 @@ def walk_over_keys(
         if REST > 0:
             dq_rest = tl.dot(ds, k_rest, dq_rest, input_precision=PRECISION)
     return dq, dq_rest
+
+
+launch_dq = Launch(dq_kernel)

@@ -1,8 +1,10 @@
-"""How the launchers hand tensors and constants to the kernels."""
+"""How the launchers hand tensors and constants to the kernels, and how they launch them cheaply."""
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -38,8 +40,9 @@ def kernel_constants(head_dim: int, causal: bool, precision: str, tiling: Tiling
         "ROWS": tiling.rows,
         "COLUMNS": tiling.columns,
         "CAUSAL": causal,
-        "PRECISION": precision,
+        "PRECISION": "ieee" if INTERPRETED else precision,  # NumPy multiplies exactly, whatever was asked for
         "DESCRIPTORS": tiling.descriptors,
+        "REGISTERS": tiling.registers,
         "num_warps": tiling.warps,
         "num_stages": tiling.stages,
     }
@@ -49,7 +52,61 @@ def source(x: Tensor, rows: int, constants: dict[str, Any]) -> Tensor | TensorDe
     """What a kernel reads tiles of `rows` rows of x from: x itself, or a descriptor for the copy engine."""
     if not constants["DESCRIPTORS"]:
         return x
-    return TensorDescriptor(x, x.shape, x.stride(), [1, 1, rows, constants["MAIN"]])
+    # Made without its constructor, which checks what `descriptors_reach` has checked: 4 us a tensor.
+    descriptor = TensorDescriptor.__new__(TensorDescriptor)
+    descriptor.base = x
+    descriptor.shape = x.shape
+    descriptor.strides = x.stride()
+    descriptor.block_shape = [1, 1, rows, constants["MAIN"]]
+    descriptor.padding = "zero"
+    return descriptor
+
+
+class Launch:
+    """A kernel whose warm launches skip Triton's inspection of every argument (20 us).
+
+    What Triton compiles depends on the dtypes, the constants and on which numbers and addresses are multiples of
+    16. A call with the numbers of an earlier one, the usual case, finds its compiled variant by them.
+    """
+
+    MOST_VARIANTS = 4096  # a length that grows with every call must not fill the memory
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.compiled: dict[tuple, tuple[Any, tuple]] = {}
+
+    def __call__(
+        self, programs: int, tensors: tuple[Tensor | TensorDescriptor, ...], numbers: tuple, constants: dict
+    ) -> None:
+        """Launches on the current device and stream.
+
+        Args:
+            tensors, numbers: the kernel's arguments in order, tensors first.
+            constants: its compile-time arguments by name.
+        """
+        if INTERPRETED:
+            self.kernel[(programs,)](*tensors, *numbers, **constants)
+            return
+        bases = [x if isinstance(x, Tensor) else x.base for x in tensors]
+        addresses = [base.data_ptr() % 16 == 0 for base in bases]
+        variant = (bases[0].device.index, bases[0].dtype, *numbers, *addresses, *constants.values())
+        known = self.compiled.get(variant)
+        if known is not None:
+            compiled, trailing = known
+            compiled[(programs, 1, 1)](*tensors, *numbers, *trailing)
+            return
+        compiled = self.kernel[(programs,)](*tensors, *numbers, **constants)
+        if len(self.compiled) >= self.MOST_VARIANTS:
+            self.compiled.clear()
+        trailing = tuple(constants[name] for name in self.kernel.arg_names[len(tensors) + len(numbers) :])
+        self.compiled[variant] = compiled, trailing
+
+
+def selected(device: torch.device) -> AbstractContextManager:
+    """Makes the tensors' device the one that kernels are launched on; for free where it is already."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 def descriptors_reach(*tensors: Tensor) -> bool:
@@ -73,6 +130,8 @@ def empty_in_order_of(x: Tensor) -> Tensor:
 
     A slice of a fused projection does; then the model's next view of the output needs no copy.
     """
+    if x.is_contiguous():
+        return torch.empty_like(x)
     batch, heads, length, head_dim = x.shape
     if x.stride(1) < x.stride(2):
         return x.new_empty((batch, length, heads, head_dim)).transpose(1, 2)

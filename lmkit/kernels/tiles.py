@@ -85,3 +85,13 @@ def dot_over_parts(a, a_rest, b, b_rest, REST: tl.constexpr, PRECISION: tl.const
     if REST > 0:
         product = tl.dot(a_rest, tl.trans(b_rest), product, input_precision=PRECISION)
     return product
+
+
+@triton.jit
+def in_registers(tile, row, num_rows, ROWS: tl.constexpr):
+    """The tile again, but computed: that is how to say which memory a product's left operand comes from.
+
+    Hopper's matrix instruction reads a loaded left operand from shared memory, a computed one from registers.
+    In narrow tiles the bandwidth of shared memory is what limits.
+    """
+    return tl.where((row + tl.arange(0, ROWS) < num_rows)[:, None], tile, 0.0)

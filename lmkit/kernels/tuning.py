@@ -17,7 +17,7 @@ import torch
 import triton
 from torch import Tensor
 
-from lmkit.kernels.tilings import CANDIDATES_VERSION, LAST_RESORT, SHIPPED, Tiling, candidate_tilings
+from lmkit.kernels.tilings import CANDIDATES_VERSION, LAST_RESORT, Tiling, candidate_tilings, shipped_tiling
 
 LENGTH_BUCKETS = (512, 2048, 8192)  # keys; longer sequences share the last bucket's successor
 INTERPRETER_TILING = Tiling(rows=32, columns=32, warps=4, stages=1)
@@ -39,7 +39,9 @@ class Case(NamedTuple):
     def name(self) -> str:
         """The key in the cache file."""
         mask = "causal" if self.causal else "full"
-        dtype = str(self.dtype).removeprefix("torch.") + ("-tf32" if self.precision == "tf32" else "")
+        dtype = str(self.dtype).removeprefix("torch.")
+        if self.dtype == torch.float32:
+            dtype += f"-{self.precision}"
         reach = "aligned" if self.aligned else "strided"
         return f"{self.kernel}/{dtype}/D{self.head_dim}/{mask}/{self.bucket}/{reach}"
 
@@ -65,7 +67,7 @@ class TilingChoices:
             tiling = INTERPRETER_TILING
         else:
             capability = torch.cuda.get_device_capability(device)
-            shipped = SHIPPED.get(capability, {}).get(case.name())
+            shipped = shipped_tiling(case, capability)
             candidates = candidate_tilings(case, capability)
             if shipped is None and torch.cuda.is_current_stream_capturing():
                 return candidates[0]  # not remembered: a later call may still measure

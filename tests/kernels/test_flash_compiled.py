@@ -20,7 +20,7 @@ from lmkit.kernels.flash_forward import forward_kernel
 from lmkit.kernels.flash_key_gradients import dkdv_kernel
 from lmkit.kernels.flash_query_gradient import dq_kernel
 from lmkit.kernels.launching import kernel_constants
-from lmkit.kernels.tilings import candidate_tilings
+from lmkit.kernels.tilings import SHIPPED, candidate_tilings
 from lmkit.kernels.tuning import Case
 
 KERNELS = {"flash_forward": forward_kernel, "query_gradient": dq_kernel, "key_gradients": dkdv_kernel}
@@ -36,6 +36,8 @@ def compile_kernel(case, tiling, capability):
     constants["group"] = 1
     if "CUT" in kernel.arg_names:
         constants["CUT"] = True
+    if "OF_KEYS" in kernel.arg_names:
+        constants |= {"OF_KEYS": True, "OF_VALUES": not tiling.apart}
     signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):
         if name in constants:
@@ -74,3 +76,13 @@ def test_first_candidate_stays_in_registers(kernel, capability, head_dim, tmp_pa
     tiling = candidate_tilings(case, (capability // 10, capability % 10))[0]
     # 64 bytes: a few values that live across the two walks, stored and loaded once.
     assert local_memory(compile_kernel(case, tiling, capability), tmp_path) <= 64
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in SHIPPED[9, 0] if re.search("(bfloat16/D(64|128|256)|float32/D64)/causal", n)]
+)
+def test_shipped_tilings_stay_in_registers(name, tmp_path):
+    kernel, dtype, head_dim, _ = name.split("/")
+    precision = "bf16x6" if dtype == "float32" else "ieee"
+    case = Case(kernel, int(head_dim[1:]), True, getattr(torch, dtype), precision, 8192, dtype == "bfloat16")
+    assert local_memory(compile_kernel(case, SHIPPED[9, 0][name], 90), tmp_path) <= 64

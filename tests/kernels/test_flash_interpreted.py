@@ -69,6 +69,15 @@ def test_any_tile_shape(with_tiling, rows, columns, causal, random_inputs):
     assert faults_of(with_tiling(rows=rows, columns=columns), reference, *inputs, causal=causal) == []
 
 
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(("rows", "columns"), [(16, 32), (32, 16), (64, 16)])
+@pytest.mark.parametrize("keys", [20, 64, 70])
+def test_gradients_apart_and_tiles_in_registers(with_tiling, rows, columns, keys, causal, random_inputs):
+    inputs = random_inputs(heads=4, kv_heads=2, queries=70, keys=keys, head_dim=24)
+    attention = with_tiling(rows=rows, columns=columns, split=True, registers=True, apart=True)
+    assert faults_of(attention, reference, *inputs, causal=causal) == []
+
+
 @pytest.mark.parametrize("split", [False, True], ids=["padded", "split"])
 @pytest.mark.parametrize("head_dim", [1, 8, 24, 32, 40, 80, 96])
 def test_any_head_dim(with_tiling, head_dim, split, random_inputs):

@@ -8,7 +8,7 @@ from triton.runtime.errors import OutOfResources
 
 from lmkit.kernels import tuning
 from lmkit.kernels.launching import head_parts
-from lmkit.kernels.tilings import LAST_RESORT, SHIPPED, Tiling, candidate_tilings
+from lmkit.kernels.tilings import LAST_RESORT, SHIPPED, Tiling, candidate_tilings, shipped_tiling
 from lmkit.kernels.tuning import Case, TilingChoices, length_bucket, read_entries
 
 KERNELS = ["flash_forward", "query_gradient", "key_gradients"]
@@ -77,7 +77,7 @@ def test_tilings_that_do_not_fit_are_passed_over(monkeypatch, tmp_path):
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_case_has_one_to_six_distinct_candidates(kernel, capability, dtype):
     for head_dim in range(1, 257):
-        for precision in ("ieee", "tf32"):
+        for precision in ("bf16x6", "ieee", "tf32"):
             case = Case(kernel, head_dim, True, dtype, precision, 2048, aligned=dtype == torch.bfloat16)
             candidates = candidate_tilings(case, capability)
             assert 1 <= len(candidates) == len(set(candidates)) <= 6
@@ -88,19 +88,30 @@ def test_every_case_has_one_to_six_distinct_candidates(kernel, capability, dtype
 def test_shipped_choices_are_candidates():
     for capability, choices in SHIPPED.items():
         for name, tiling in choices.items():
-            kernel, dtype, head_dim, mask, bucket, reach = name.split("/")
-            precision = "tf32" if dtype.endswith("-tf32") else "ieee"
+            kernel, dtype, head_dim, mask = name.split("/")
             case = Case(
                 kernel,
                 int(head_dim[1:]),
                 mask == "causal",
-                getattr(torch, dtype.removesuffix("-tf32")),
-                precision,
-                int(bucket),
-                reach == "aligned",
+                getattr(torch, dtype),
+                "bf16x6" if dtype == "float32" else "ieee",
+                1024,
+                aligned=dtype != "float32",
             )
-            assert case.name() == name
+            assert shipped_tiling(case, capability) == tiling
             assert tiling in candidate_tilings(case, capability)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_usual_heads_are_tuned_before_they_are_shipped(kernel, head_dim):
+    for causal in (False, True):
+        for dtype in (torch.float16, torch.bfloat16, torch.float32):
+            precision = "bf16x6" if dtype == torch.float32 else "ieee"
+            case = Case(kernel, head_dim, causal, dtype, precision, 512, aligned=dtype != torch.float32)
+            assert shipped_tiling(case, (9, 0)) is not None
+    assert shipped_tiling(Case(kernel, 64, True, torch.float32, "tf32", 512, False), (9, 0)) is None
+    assert shipped_tiling(Case(kernel, 64, True, torch.bfloat16, "ieee", 512, False), (9, 0)) is None
 
 
 def test_lengths_fall_into_few_buckets():
