@@ -78,7 +78,7 @@ def error(result, expected):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize(("queries", "keys"), LENGTHS)
 def test_forward(hopper, queries, keys, head_dim, causal, dtype):
     q, k, v = (draw(2, 3, n, head_dim, dtype=dtype) for n in (queries, keys, keys))
@@ -93,7 +93,7 @@ def test_forward(hopper, queries, keys, head_dim, causal, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize(("queries", "keys"), LENGTHS)
 def test_backward(hopper, queries, keys, head_dim, causal, deterministic, dtype):
     q, k, v = (draw(2, 3, n, head_dim, dtype=dtype) for n in (queries, keys, keys))
@@ -112,8 +112,26 @@ def test_backward(hopper, queries, keys, head_dim, causal, deterministic, dtype)
             assert error(result, expected) < BUDGET
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(("queries", "keys"), [(640, 640), (300, 1000), (1000, 300)])
+def test_shared_key_heads(hopper, queries, keys, head_dim, causal, deterministic):
+    # 22 heads of few tiles, of which 16 or more start together: also a last, smaller company
+    q, k, v = draw(2, 44, queries, head_dim), draw(2, 11, keys, head_dim), draw(2, 11, keys, head_dim)
+    dout = draw(2, 44, queries, head_dim)
+    out, lse = hopper.forward(q, k, v, causal=causal, scale=head_dim**-0.5)
+    assert error(out, reference(q, k, v, causal, head_dim**-0.5)[0]) < BUDGET
+    poison()
+    results = hopper.backward(
+        dout, q, k, v, out, lse, causal=causal, scale=head_dim**-0.5, deterministic=deterministic
+    )
+    expected = reference_gradients(dout, q, k, v, causal, head_dim**-0.5)
+    assert max(map(error, results, expected)) < BUDGET
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_slices_of_a_fused_projection_with_shared_key_heads(hopper, head_dim, causal):
     x = draw(2, 777, 16, head_dim)  # 8 query heads, 2 key heads, 2 value heads, and room
     q, k, v = x[:, :, :8].transpose(1, 2), x[:, :, 8:10].transpose(1, 2), x[:, :, 10:12].transpose(1, 2)
@@ -166,7 +184,7 @@ NAMES = ["logits times 8", "sink", "ramp up", "ramp down", "cliffs", "times 1e4"
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("name", NAMES)
 def test_forward_on_hard_values(hopper, name, head_dim, causal):
     if causal and name == "NaN value":
@@ -179,7 +197,7 @@ def test_forward_on_hard_values(hopper, name, head_dim, causal):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_deterministic_backward_repeats_every_bit(hopper, head_dim, causal):
     q, k, v, dout = (draw(2, 8, 2048, head_dim) for _ in range(4))
     out, lse = hopper.forward(q, k, v, causal=causal, scale=0.1)

@@ -45,6 +45,7 @@ from lmkit.kernels.hopper.synchronization import (
     named_barrier_arrive,
     named_barrier_wait,
 )
+from lmkit.kernels.hopper.tiles import locate_longest_first
 from lmkit.kernels.hopper.versions import partition_barrier, tma_add_to_global
 
 KEYS = gl.constexpr(128)  # keys of a block, 64 for each consumer
@@ -85,11 +86,10 @@ def _producer(descriptors, buffers, barriers, problem, scale_log2, dk_scale, dv_
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc = descriptors
     q_tiles, do_tiles, k_tile, v_tile, lse_tiles, delta_tiles, ds_tile, dq_tile = buffers
     q_full, do_full, kv_full = barriers
-    num_queries, num_keys, padded, heads, group, num_query_tiles, num_key_tiles = problem
+    num_queries, num_keys, padded, batches, heads, group, together, num_query_tiles, num_key_tiles = problem
     element_bytes: gl.constexpr = q_desc.dtype.primitive_bitwidth // 8
-    key_tile = gl.program_id(0) % num_key_tiles
-    flat_key_head = gl.program_id(0) // num_key_tiles
     key_heads = heads // group
+    key_tile, flat_key_head = locate_longest_first(num_key_tiles, batches * key_heads, together)
     batch = flat_key_head // key_heads
     first_head = (flat_key_head % key_heads) * group
     lowest, tiles, start = _query_tiles(key_tile, num_query_tiles, QUERIES, CAUSAL)
@@ -140,7 +140,7 @@ def _consumers(descriptors, buffers, barriers, problem, scale_log2, dk_scale, dv
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc = descriptors
     q_tiles, do_tiles, k_tile, v_tile, lse_tiles, delta_tiles, ds_tile, dq_tile = buffers
     q_full, do_full, kv_full = barriers
-    num_queries, num_keys, padded, heads, group, num_query_tiles, num_key_tiles = problem
+    num_queries, num_keys, padded, batches, heads, group, together, num_query_tiles, num_key_tiles = problem
     DTYPE: gl.constexpr = q_desc.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, QUERIES, 16]
@@ -156,9 +156,8 @@ def _consumers(descriptors, buffers, barriers, problem, scale_log2, dk_scale, dv
         instr_shape=[16, D if QUERIES == 128 else D // 2, 16],
     )
     COLUMN: gl.constexpr = gl.SliceLayout(0, SCORES)
-    key_tile = gl.program_id(0) % num_key_tiles
-    flat_key_head = gl.program_id(0) // num_key_tiles
     key_heads = heads // group
+    key_tile, flat_key_head = locate_longest_first(num_key_tiles, batches * key_heads, together)
     batch = flat_key_head // key_heads
     first_head = (flat_key_head % key_heads) * group
     lowest, tiles, start = _query_tiles(key_tile, num_query_tiles, QUERIES, CAUSAL)
@@ -249,18 +248,21 @@ def _consumers(descriptors, buffers, barriers, problem, scale_log2, dk_scale, dv
         "num_queries",
         "num_keys",
         "padded",
+        "batches",
         "heads",
         "group",
+        "together",
         "num_query_tiles",
         "num_key_tiles",
     ]
 )
 def key_value_gradient_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc,
-                              num_queries, num_keys, padded, heads, group, num_query_tiles, num_key_tiles,
-                              scale_log2, dk_scale, dv_scale,
+                              num_queries, num_keys, padded, batches, heads, group, together, num_query_tiles,
+                              num_key_tiles, scale_log2, dk_scale, dv_scale,
                               QUERIES: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr,
                               ADD_DQ: gl.constexpr, HALF_P: gl.constexpr):  # fmt: skip
-    """One block per (key tile, key head of the batch). Allocates and starts the partitions.
+    """One block per (key tile, key head of the batch), `together` heads at a time (see locate_longest_first).
+    Allocates and starts the partitions.
 
     Descriptors: (batch, heads, sequence, D) in boxes of (1, 1, QUERIES or 128, D); lse_desc and delta_desc
     flat float32, `padded` rows a head, lse in log2 units with +inf past num_queries; dq_desc float32, rows
@@ -299,7 +301,7 @@ def key_value_gradient_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_d
     descriptors = (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc)
     buffers = (q_tiles, do_tiles, k_tile, v_tile, lse_tiles, delta_tiles, ds_tile, dq_tile)
     barriers = (q_full, do_full, kv_full)
-    problem = (num_queries, num_keys, padded, heads, group, num_query_tiles, num_key_tiles)
+    problem = (num_queries, num_keys, padded, batches, heads, group, together, num_query_tiles, num_key_tiles)
     gl.warp_specialize(
         [
             (_consumers, (descriptors, buffers, barriers, problem, scale_log2, dk_scale, dv_scale,

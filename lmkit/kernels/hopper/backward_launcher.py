@@ -1,7 +1,9 @@
 """Launches the backward kernels: the fast way adds dQ up in the order of arrival, the deterministic way
 computes it apart."""
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,38 +13,44 @@ from lmkit.kernels.hopper.backward_kernel import key_value_gradient_kernel
 from lmkit.kernels.hopper.backward_passes import ROWS as PASS_ROWS
 from lmkit.kernels.hopper.backward_passes import finish_kernel, prepare_kernel
 from lmkit.kernels.hopper.devices import selected
-from lmkit.kernels.hopper.launches import Launch
+from lmkit.kernels.hopper.forward_launcher import PREPARED_CALLS
+from lmkit.kernels.hopper.launches import Boxes, PreparedLaunch
 from lmkit.kernels.hopper.query_gradient_kernel import query_gradient_kernel
-from lmkit.kernels.hopper.tensors import describe, empty_in_order_of, tma_strides
+from lmkit.kernels.hopper.tensors import box_strides, strides_in_order_of, suits_copy_engine
+from lmkit.kernels.hopper.wide_gradient_kernel import wide_gradient_kernel
 
-KEYS = 128
 PADDING = 128  # rows of lse, delta and the sum of dQ are padded to whole tiles
-REGISTERS = 168
+REGISTERS = 168  # a thread at launch
+WIDE_REGISTERS = 240  # of wide_gradient_kernel's second warp group, after it took the producer's share
 HALF_P_SHIFT = 15.0  # binary places, see key_value_gradient_kernel
-
-
-_launch_prepare = Launch(prepare_kernel, num_warps=4, launch_pdl=True)
-_launch_finish = Launch(finish_kernel, num_warps=4, launch_pdl=True)
-_launch_key_value_gradient = Launch(
-    key_value_gradient_kernel, num_warps=8, maxnreg=REGISTERS, launch_pdl=True
-)
-_launch_query_gradient = Launch(query_gradient_kernel, num_warps=8, maxnreg=REGISTERS, launch_pdl=True)
+# Causal blocks of as many heads start together, longest first (tiles.locate_longest_first), as have this many
+# tokens: enough to fill the gaps at the end, few enough that what they share stays in L2.
+TOKENS_TOGETHER = 16384
 
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """What differs between head sizes: query rows of a step, P for dS in float16, slots for K in the dQ
-    kernel."""
+    """What differs between head sizes.
+
+    queries, keys: of a step of the dK/dV kernel; half_p: its P for dS in float16. query_*: keys and slots
+    of the dQ kernel. wide: dK and dV are `wide_gradient_kernel`'s, always deterministic.
+    """
 
     queries: int
+    keys: int
     half_p: bool
-    dq_k_stages: int
+    query_keys: int
+    query_k_stages: int
+    query_v_stages: int
+    wide: bool = False
 
 
 CONFIGS = {
-    64: BackwardConfig(queries=128, half_p=True, dq_k_stages=3),
-    128: BackwardConfig(queries=64, half_p=False, dq_k_stages=2),
-}
+    64: BackwardConfig(queries=128, keys=128, half_p=True, query_keys=128, query_k_stages=3, query_v_stages=2),
+    128: BackwardConfig(queries=64, keys=128, half_p=False, query_keys=128, query_k_stages=2, query_v_stages=2),
+    256: BackwardConfig(queries=64, keys=64, half_p=False, query_keys=64, query_k_stages=2, query_v_stages=1,
+                        wide=True),
+}  # fmt: skip
 
 
 def backward(
@@ -62,76 +70,121 @@ def backward(
     Shapes as there; dk and dv sum over the query heads that share a key head. A dout that the copy engine
     cannot take (an expanded one, say) is copied first.
     """
-    if tma_strides(dout) is None:
+    if not suits_copy_engine(dout):
         dout = dout.contiguous()
-    batch, heads, num_queries, head_dim = q.shape
-    _, key_heads, num_keys, _ = k.shape
+    with selected(q.device):
+        dq_strides, dk_strides, dv_strides, scratch_size, start = _prepare(
+            *(q.shape, q.stride(), k.shape, k.stride(), v.stride(), out.stride(), dout.stride()),
+            *(q.dtype, q.device, causal, scale, deterministic),
+        )
+        dq = torch.empty_strided(q.shape, dq_strides, dtype=q.dtype, device=q.device)
+        dk = torch.empty_strided(k.shape, dk_strides, dtype=q.dtype, device=q.device)
+        dv = torch.empty_strided(k.shape, dv_strides, dtype=q.dtype, device=q.device)
+        scratch = torch.empty(scratch_size, dtype=torch.float32, device=q.device)
+        start(
+            *(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), dout.data_ptr()),
+            *(dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), scratch.data_ptr()),
+        )
+    return dq, dk, dv
+
+
+@functools.lru_cache(maxsize=PREPARED_CALLS)
+def _prepare(
+    q_shape: tuple[int, ...],
+    q_strides: tuple[int, ...],
+    k_shape: tuple[int, ...],
+    k_strides: tuple[int, ...],
+    v_strides: tuple[int, ...],
+    out_strides: tuple[int, ...],
+    dout_strides: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    causal: bool,
+    scale: float,
+    deterministic: bool,
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int, Callable[..., None]]:
+    """(strides of dq, dk, dv; float32 numbers of scratch; what launches the kernels) for calls of this kind."""
+    batch, heads, num_queries, head_dim = q_shape
+    _, key_heads, num_keys, _ = k_shape
     config = CONFIGS[head_dim]
     group = heads // key_heads
     flat_heads = batch * heads
     padded = triton.cdiv(num_queries, PADDING) * PADDING
-    num_key_tiles = triton.cdiv(num_keys, KEYS)
     num_query_tiles = triton.cdiv(num_queries, config.queries)
-    tail = num_keys % KEYS != 0
+    num_key_tiles = triton.cdiv(num_keys, config.keys)
     scale_log2 = scale * math.log2(math.e)
     shift = (
-        HALF_P_SHIFT if config.half_p and q.dtype == torch.bfloat16 else 0.0
+        HALF_P_SHIFT if config.half_p and dtype == torch.bfloat16 else 0.0
     )  # float16 dS has no range to spare
     unshift = 2.0**-shift
-    rows, keys = (1, 1, config.queries, head_dim), (1, 1, KEYS, head_dim)
-    with selected(q.device):
-        dq, dk, dv = empty_in_order_of(q), empty_in_order_of(k), empty_in_order_of(v)
-        lse_log2, delta = torch.empty((2, flat_heads * padded), device=q.device, dtype=torch.float32)
-        # Where nothing is added up, the kernel still wants a descriptor of the sum
-        sum_rows = PADDING if deterministic else flat_heads * padded
-        dq_sum = torch.empty((sum_rows, head_dim), device=q.device, dtype=torch.float32)
-        if deterministic:
-            _launch_query_gradient(
-                (flat_heads * padded // PADDING, 1),
-                q.dtype,
-                (
-                    *(describe(tensor, keys) for tensor in (q, k, v, dout, dq)),
-                    *(lse, lse_log2, delta, out, *_strides(out)),
-                    *(num_queries, num_keys, padded, heads, group, padded // PADDING),
-                    *(scale_log2, scale, shift),
-                ),
-                (head_dim, config.dq_k_stages, causal, tail),
-            )
+    # Without a mask all blocks are equally long: one head after the other
+    together = max(1, TOKENS_TOGETHER // max(num_queries, num_keys)) if causal else 1
+    dq_strides = strides_in_order_of(q_shape, q_strides)
+    dk_strides, dv_strides = strides_in_order_of(k_shape, k_strides), strides_in_order_of(k_shape, v_strides)
+    shared = (num_queries, num_keys, padded, batch, heads, group, together)
+    options = {"maxnreg": REGISTERS, "launch_pdl": True}
+    adds_dq = not (deterministic or config.wide)
+
+    def queries(strides, rows):
+        return Boxes(q_shape, box_strides(q_shape, strides, dtype.itemsize), dtype, (1, 1, rows, head_dim))
+
+    def keys(strides, rows):
+        return Boxes(k_shape, box_strides(k_shape, strides, dtype.itemsize), dtype, (1, 1, rows, head_dim))
+
+    def eighths(strides):
+        return tuple(stride // 8 for stride in box_strides(q_shape, strides, dtype.itemsize)[:3])
+
+    # The scratch: lse in log2 units, delta, and where dQ is added up its sum
+    plane = flat_heads * padded
+    delta_offset, sum_offset = 4 * plane, 8 * plane  # bytes; a plane is a multiple of 512 bytes
+    sum_rows = plane * head_dim // 32 if adds_dq else config.queries * head_dim // 32  # or what one box needs
+    rows = Boxes((plane,), (1,), torch.float32, (config.queries,))
+    dq_sum = Boxes((sum_rows, 32), (32, 1), torch.float32, (config.queries * head_dim // 32, 32))
+    inputs = [queries(q_strides, config.queries), keys(k_strides, config.keys), keys(v_strides, config.keys),
+              queries(dout_strides, config.queries), rows, rows]  # fmt: skip
+    outputs = [keys(dk_strides, config.keys), keys(dv_strides, config.keys)]
+    key_grid = (batch * key_heads * num_key_tiles, 1)
+    if config.wide:
+        launch_keys = PreparedLaunch(
+            wide_gradient_kernel, key_grid, [*inputs, *outputs],
+            (*shared, num_query_tiles, num_key_tiles, scale_log2, scale),
+            (head_dim, causal, WIDE_REGISTERS), num_warps=4, **options)  # fmt: skip
+    else:
+        launch_keys = PreparedLaunch(
+            key_value_gradient_kernel, key_grid, [*inputs, *outputs, dq_sum],
+            (*shared, num_query_tiles, num_key_tiles, scale_log2, scale * unshift, unshift),
+            (config.queries, head_dim, causal, num_keys % config.keys != 0, adds_dq, config.half_p),
+            num_warps=8, **options)  # fmt: skip
+    if adds_dq:
+        pass_grid = (flat_heads, padded // PASS_ROWS)
+        launch_prepare = PreparedLaunch(
+            prepare_kernel, pass_grid, [dtype, dtype, *[torch.float32] * 4],
+            (num_queries, padded, heads, shift, *eighths(out_strides), *eighths(dout_strides)),
+            (head_dim, PASS_ROWS), num_warps=4, launch_pdl=True)  # fmt: skip
+        launch_finish = PreparedLaunch(
+            finish_kernel, pass_grid, [torch.float32, dtype],
+            (num_queries, padded, heads, *eighths(dq_strides), scale * unshift),
+            (head_dim, PASS_ROWS), num_warps=4, launch_pdl=True)  # fmt: skip
+    else:
+        launch_queries = PreparedLaunch(
+            query_gradient_kernel, (plane // PADDING, 1),
+            [queries(q_strides, PADDING), keys(k_strides, config.query_keys), keys(v_strides, config.query_keys),
+             queries(dout_strides, PADDING), queries(dq_strides, PADDING), *[torch.float32] * 3, dtype],
+            (*eighths(out_strides), *shared, padded // PADDING, scale_log2, scale, shift),
+            (head_dim, config.query_keys, config.query_k_stages, config.query_v_stages, causal,
+             num_keys % config.query_keys != 0), num_warps=8, **options)  # fmt: skip
+
+    def start(q, k, v, out, lse, dout, dq, dk, dv, lse_log2):
+        delta, total = lse_log2 + delta_offset, lse_log2 + sum_offset
+        if adds_dq:
+            launch_prepare(out, dout, lse, lse_log2, delta, total)
+            launch_keys(q, k, v, dout, lse_log2, delta, dk, dv, total)
+            launch_finish(total, dq)
         else:
-            _launch_prepare(
-                (flat_heads, padded // PASS_ROWS),
-                q.dtype,
-                (
-                    *(out, dout, lse, lse_log2, delta, dq_sum),
-                    *(num_queries, padded, heads, shift, *_strides(out), *_strides(dout)),
-                ),
-                (head_dim, PASS_ROWS),
-            )
-        _launch_key_value_gradient(
-            (batch * key_heads * num_key_tiles, 1),
-            q.dtype,
-            (
-                *(describe(q, rows), describe(k, keys), describe(v, keys), describe(dout, rows)),
-                *(describe(lse_log2, (config.queries,)), describe(delta, (config.queries,))),
-                *(describe(dk, keys), describe(dv, keys)),
-                describe(dq_sum.view(-1, 32), (config.queries * head_dim // 32, 32)),
-                *(num_queries, num_keys, padded, heads, group, num_query_tiles, num_key_tiles),
-                *(scale_log2, scale * unshift, unshift),
-            ),
-            (config.queries, head_dim, causal, tail, not deterministic, config.half_p),
-        )
-        if not deterministic:
-            _launch_finish(
-                (flat_heads, padded // PASS_ROWS),
-                q.dtype,
-                (dq_sum, dq, num_queries, padded, heads, *_strides(dq), scale * unshift),
-                (head_dim, PASS_ROWS),
-            )
-    return dq, dk, dv
+            launch_queries(q, k, v, dout, dq, lse, lse_log2, delta, out)
+            if config.wide:
+                launch_keys(q, k, v, dout, lse_log2, delta, dk, dv)
+            else:
+                launch_keys(q, k, v, dout, lse_log2, delta, dk, dv, total)
 
-
-def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """(batch, head, row) strides in units of 8 elements."""
-    strides = tma_strides(tensor)
-    assert strides is not None, f"strides {tensor.stride()} do not suit"
-    return tuple(stride // 8 for stride in strides[:3])
+    return dq_strides, dk_strides, dv_strides, 2 * plane + 32 * sum_rows, start

@@ -23,9 +23,15 @@ the block's row sum passes `lift_above`, or is NaN, the consumer computes the bl
 has not been given back yet), lifts its rows' references to the new maxima and rescales O and l. Ordinary data
 pay two compares and a barrier a block, data that jump one more product and its exponentials where they jump,
 and the result is exact on all of them: nothing that overflowed has yet reached O or l.
+
+What the static reference costs is one rounding: the largest P of a row is not exactly 1, so where one key takes
+most of a row, the 16-bit rounding of its P shows in O (2.3e-3 where an online softmax has 1.7e-3), and through
+delta in dQ and dK. SUM_ROUNDED divides O by the sum of the rounded P instead, where it cancels; the log-sum-exp
+keeps the exact sum. That is 128 instructions a block of 128 keys: 1 to 2% at D = 256, but 8 to 12% at D = 128 and
+14 to 19% at D = 64, where issue slots are short.
 """
 
-# ruff: noqa: RUF059, SIM102 (all partitions share one argument list; none needs all of it;
+# ruff: noqa: RUF059, SIM102, SIM108 (all partitions share one argument list; none needs all of it;
 # compile-time conditions stand apart from those of the run)
 
 from triton.experimental import gluon
@@ -43,6 +49,7 @@ from lmkit.kernels.hopper.fragments import (
     exp2_unfused,
     keep_columns_up_to,
     pack_pairs,
+    rounded_sums_within_threads,
     scale_rows,
     sum_within_threads,
     unpack_pairs,
@@ -59,7 +66,6 @@ from lmkit.kernels.hopper.tiles import count_key_blocks, count_tiles, locate_til
 from lmkit.kernels.hopper.versions import partition_barrier
 
 ROWS = gl.constexpr(64)  # query rows of one consumer: the height of a wgmma
-KEYS = gl.constexpr(128)  # keys of a block
 BOTH_CONSUMERS = gl.constexpr(256)  # threads
 # Finite, so that a row whose first block is masked keeps 2^(-inf - reference) = 0
 LOWEST_REFERENCE = gl.constexpr(-1.0e30)
@@ -74,8 +80,9 @@ def lift_above(dtype):
 
 
 @gluon.jit
-def _producer(descriptors, buffers, barriers, problem, lse, scale_log2, D: gl.constexpr, STAGES: gl.constexpr,
-              CAUSAL: gl.constexpr, TAIL: gl.constexpr, CONSUMERS: gl.constexpr):  # fmt: skip
+def _producer(descriptors, buffers, barriers, problem, lse, scale_log2, D: gl.constexpr,
+              KEYS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr,
+              CONSUMERS: gl.constexpr, OWN_O: gl.constexpr, SUM_ROUNDED: gl.constexpr):  # fmt: skip
     """The copying warp. K before Q in the first turn: the consumers' last step with the old Q hides both."""
     q_desc, k_desc, v_desc, o_desc = descriptors
     q_tiles, k_tiles, v_tiles, o_tiles = buffers
@@ -116,17 +123,18 @@ def _producer(descriptors, buffers, barriers, problem, lse, scale_log2, D: gl.co
 
 
 @gluon.jit
-def _lift(scores, scale_log2, reference, sums, acc):
-    """New references: the maxima so far. Returns P and its sums under them, and everything older rescaled."""
+def _lift(scores, scale_log2, reference):
+    """New references: the maxima so far. Returns P and its sums under them, and the factor for everything older."""
     highest = gl.maximum(gl.max(scores, 1) * scale_log2, reference)
     factor = gl.exp2(reference - highest)
     p = exp2_unfused(scores, scale_log2, highest)
-    return p, sum_within_threads(p), highest, scale_rows(sums, factor), scale_rows(acc, factor)
+    return p, sum_within_threads(p), highest, factor
 
 
 @gluon.jit
 def _consumer(index: gl.constexpr, descriptors, buffers, barriers, problem, lse, scale_log2, D: gl.constexpr,
-              STAGES: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr, CONSUMERS: gl.constexpr):  # fmt: skip
+              KEYS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr,
+              CONSUMERS: gl.constexpr, OWN_O: gl.constexpr, SUM_ROUNDED: gl.constexpr):  # fmt: skip
     """One warp group: 64 rows of every tile. `block` counts key blocks over all tiles: slot and phase
     follow from it."""
     q_desc, k_desc, v_desc, o_desc = descriptors
@@ -157,10 +165,13 @@ def _consumer(index: gl.constexpr, descriptors, buffers, barriers, problem, lse,
         blocks = count_key_blocks(tile, num_keys, TILE, KEYS, CAUSAL)
         first_row = tile * TILE + index * ROWS
         own_blocks = blocks
-        if CAUSAL and CONSUMERS == 3:
+        if CAUSAL and TILE > KEYS:
             own_blocks = gl.minimum(blocks, gl.cdiv(first_row + ROWS, KEYS))
             # One block may lie wholly above this consumer's diagonal: hand it back unread
             if own_blocks < blocks:
+                if PING_PONG:  # one turn a block, also for this one
+                    named_barrier_wait(my_turn, BOTH_CONSUMERS)
+                    named_barrier_arrive(other_turn, BOTH_CONSUMERS)
                 mbarrier.wait(k_full.index(block % STAGES), (block // STAGES) & 1)
                 mbarrier.arrive(k_empty.index(block % STAGES), count=1)
                 mbarrier.wait(v_full.index(block % STAGES), (block // STAGES) & 1)
@@ -192,6 +203,7 @@ def _consumer(index: gl.constexpr, descriptors, buffers, barriers, problem, lse,
         reference = gl.maximum(gl.max(scores, 1) * scale_log2, LOWEST_REFERENCE)
         p = exp2_unfused(scores, scale_log2, reference)
         sums = sum_within_threads(p)
+        rounded = gl.zeros_like(sums)
         packed = pack_pairs(p, DTYPE)
         mbarrier.wait(k_full.index((block + 1) % STAGES), ((block + 1) // STAGES) & 1, pred=own_blocks > 1)
         mbarrier.wait(v_full.index(slot), phase)
@@ -211,6 +223,8 @@ def _consumer(index: gl.constexpr, descriptors, buffers, barriers, problem, lse,
             out_job = warpgroup_mma(probabilities, v, acc, is_async=True)
             if PING_PONG:
                 named_barrier_arrive(other_turn, BOTH_CONSUMERS)
+            if SUM_ROUNDED:
+                rounded = rounded + rounded_sums_within_threads(packed, DTYPE, sums)
             scores = warpgroup_mma_wait(1, deps=[score_job])
             p = gl.exp2(scores * scale_log2 - gl.expand_dims(reference, 1))
             block_sums = sum_within_threads(p)
@@ -225,31 +239,42 @@ def _consumer(index: gl.constexpr, descriptors, buffers, barriers, problem, lse,
             acc, p, block_sums = warpgroup_mma_wait(0, deps=[out_job, p, block_sums])
             if any_exceeds(block_sums, lift_above(DTYPE), my_vote, index) != 0:
                 scores = warpgroup_mma_wait(0, deps=[issue_product(q, k.permute((1, 0)), SCORES)])
-                p, block_sums, reference, sums, acc = _lift(scores, scale_log2, reference, sums, acc)
+                p, block_sums, reference, factor = _lift(scores, scale_log2, reference)
+                sums, acc = scale_rows(sums, factor), scale_rows(acc, factor)
+                rounded = scale_rows(rounded, factor)
             mbarrier.arrive(v_empty.index(previous), count=1)
             mbarrier.arrive(k_empty.index(slot), count=1)
             sums = sums + block_sums
             packed = pack_pairs(p, DTYPE)
             block += 1
 
-        mbarrier.arrive(q_empty.index(index), count=1)
+        if OWN_O:
+            mbarrier.arrive(q_empty.index(index), count=1)
         slot = (block - 1) % STAGES
         v = v_tiles.index(slot).reshape([KEYS, D])
         out_job = warpgroup_mma(unpack_pairs(packed, DTYPE, PROBABILITIES), v, acc, is_async=True)
         row_sum = gl.convert_layout(gl.sum(sums, 1), ROW)
+        rounded_sum = row_sum
+        if SUM_ROUNDED:
+            rounded = rounded + rounded_sums_within_threads(packed, DTYPE, sums)
+            rounded_sum = gl.convert_layout(gl.sum(rounded, 1), ROW)
         acc = warpgroup_mma_wait(0, deps=[out_job])
         mbarrier.arrive(v_empty.index(slot), count=1)
-        out = scale_rows(acc, 1.0 / row_sum)
+        out = scale_rows(acc, 1.0 / rounded_sum)
         row_lse = (reference + gl.log2(row_sum)) * LN2
         gl.store(lse + flat_head.to(gl.int64) * num_queries + rows, row_lse, mask=rows < num_queries)
-        # O leaves through its own tile, so that the next Q may land during this epilogue
-        tma.store_wait(0)
+        # Through a tile of its own, O leaves while the next Q lands; where there is no room for one, through Q's
+        if OWN_O:
+            tma.store_wait(0)
         o_tiles.index(index).reshape([ROWS, D]).store(out.to(DTYPE))
         fence_async_shared()
         partition_barrier()
         tma.async_copy_shared_to_global(
             o_desc, [flat_head // heads, flat_head % heads, first_row, 0], o_tiles.index(index)
         )
+        if not OWN_O:
+            tma.store_wait(0)
+            mbarrier.arrive(q_empty.index(index), count=1)
     tma.store_wait(0)
     if PING_PONG and index == 0:
         named_barrier_wait(my_turn, BOTH_CONSUMERS)  # takes the token that consumer 1 gave last
@@ -258,20 +283,25 @@ def _consumer(index: gl.constexpr, descriptors, buffers, barriers, problem, lse,
 @gluon.jit(do_not_specialize=["num_queries", "num_keys", "heads", "group", "num_tiles", "num_heads"])
 def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse, num_queries, num_keys, heads, group, num_tiles,
                    num_heads, scale_log2,
-                   D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr,
-                   CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr):  # fmt: skip
+                   D: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+                   TAIL: gl.constexpr, CONSUMERS: gl.constexpr, OWN_O: gl.constexpr, SUM_ROUNDED: gl.constexpr,
+                   REGISTERS: gl.constexpr):  # fmt: skip
     """Allocates the slots and barriers and starts the three partitions.
 
     Descriptors are rank 4, (batch, heads, sequence, D): q and o in boxes of (1, 1, 64, D), k and v of (1,
-    1, 128, D). lse: float32 (num_heads, num_queries), natural logarithm. group: query heads per key head.
-    num_heads: over the batch. scale_log2: scale * log2(e). TAIL: num_keys is no multiple of 128. REGISTERS:
-    a consumer's, after it took the producer's share.
+    1, KEYS, D). lse: float32 (num_heads, num_queries), natural logarithm. group: query heads per key head.
+    num_heads: over the batch. scale_log2: scale * log2(e). TAIL: num_keys is no multiple of KEYS. OWN_O: O
+    leaves through tiles of its own, otherwise through Q's. SUM_ROUNDED: O is divided by the sum of P as rounded
+    for the product (see the module). REGISTERS: a consumer's, after it took the producer's share.
     """
     gdc_wait()
     gdc_launch_dependents()
     dtype: gl.constexpr = q_desc.dtype
     q_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, D], q_desc.layout)
-    o_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, D], o_desc.layout)
+    if OWN_O:
+        o_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, D], o_desc.layout)
+    else:
+        o_tiles = q_tiles
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, KEYS, D], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, KEYS, D], v_desc.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
@@ -298,11 +328,11 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse, num_queries, num_keys, h
         gl.warp_specialize(
             [
                 (_consumer, (0, descriptors, buffers, barriers, problem, lse, scale_log2,
-                             D, STAGES, CAUSAL, TAIL, CONSUMERS)),
+                             D, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O, SUM_ROUNDED)),
                 (_consumer, (1, descriptors, buffers, barriers, problem, lse, scale_log2,
-                             D, STAGES, CAUSAL, TAIL, CONSUMERS)),
+                             D, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O, SUM_ROUNDED)),
                 (_producer, (descriptors, buffers, barriers, problem, lse, scale_log2,
-                             D, STAGES, CAUSAL, TAIL, CONSUMERS)),
+                             D, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O, SUM_ROUNDED)),
             ],
             [4, 1],
             [REGISTERS, 24],
@@ -311,13 +341,13 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse, num_queries, num_keys, h
         gl.warp_specialize(
             [
                 (_consumer, (0, descriptors, buffers, barriers, problem, lse, scale_log2,
-                             D, STAGES, CAUSAL, TAIL, CONSUMERS)),
+                             D, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O, SUM_ROUNDED)),
                 (_consumer, (1, descriptors, buffers, barriers, problem, lse, scale_log2,
-                             D, STAGES, CAUSAL, TAIL, CONSUMERS)),
+                             D, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O, SUM_ROUNDED)),
                 (_consumer, (2, descriptors, buffers, barriers, problem, lse, scale_log2,
-                             D, STAGES, CAUSAL, TAIL, CONSUMERS)),
+                             D, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O, SUM_ROUNDED)),
                 (_producer, (descriptors, buffers, barriers, problem, lse, scale_log2,
-                             D, STAGES, CAUSAL, TAIL, CONSUMERS)),
+                             D, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O, SUM_ROUNDED)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 24],

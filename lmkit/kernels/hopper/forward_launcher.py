@@ -1,5 +1,6 @@
-"""Launches the forward kernel: configuration, descriptors, grid."""
+"""Launches the forward kernel: configuration, tensors, grid."""
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -8,27 +9,29 @@ import triton
 
 from lmkit.kernels.hopper.devices import num_multiprocessors, selected
 from lmkit.kernels.hopper.forward_kernel import forward_kernel
-from lmkit.kernels.hopper.launches import Launch
-from lmkit.kernels.hopper.tensors import describe, empty_in_order_of
+from lmkit.kernels.hopper.launches import Boxes, PreparedLaunch
+from lmkit.kernels.hopper.tensors import box_strides, strides_in_order_of
 
 ROWS = 64  # query rows of a consumer
-KEYS = 128
 # Registers a thread at launch, and a consumer's after it has taken the producer's share, by the number of
 # consumers
 REGISTERS = {2: (168, 240), 3: (128, 160)}
-
-
-_launch = Launch(forward_kernel, num_warps=4, launch_pdl=True)
+PREPARED_CALLS = 1024  # kept; a model has a few
 
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """Consumers (64 query rows each) and slots for K and for V."""
+    """Consumers (64 query rows each), slots for K and for V, and keys of a block; whether O has a tile of its
+    own or leaves through Q's (which keeps the next Q waiting); whether O is divided by the sum of the rounded P."""
 
     consumers: int
     stages: int
+    keys: int = 128
+    own_o: bool = True
+    sum_rounded: bool = False
 
 
+HEAD_DIM_256 = ForwardConfig(consumers=2, stages=2, keys=64, own_o=False, sum_rounded=True)
 HEAD_DIM_128 = ForwardConfig(consumers=2, stages=2)
 HEAD_DIM_64 = ForwardConfig(consumers=3, stages=3)
 # Tiles of 192 queries reach too far beyond the diagonal, or the end, of a short sequence.
@@ -39,8 +42,8 @@ SHORT_FULL = 768
 
 def choose_config(head_dim: int, num_queries: int, causal: bool) -> ForwardConfig:
     """The fastest of the shipped configurations, as measured on an H200."""
-    if head_dim == 128:
-        return HEAD_DIM_128
+    if head_dim > 64:
+        return HEAD_DIM_256 if head_dim == 256 else HEAD_DIM_128
     return HEAD_DIM_64_SHORT if num_queries < (SHORT_CAUSAL if causal else SHORT_FULL) else HEAD_DIM_64
 
 
@@ -53,25 +56,49 @@ def forward(
     q: (batch, heads, num_queries, head_dim); k, v: (batch, key_heads, num_keys, head_dim). Whether the
     kernel can run is `unsupported_reason`'s to say; here it is taken for granted.
     """
-    batch, heads, num_queries, head_dim = q.shape
-    num_keys = k.shape[2]
+    shape = q.shape
+    with selected(q.device):
+        out_strides, launch = _prepare(
+            shape, q.stride(), k.shape, k.stride(), v.stride(), q.dtype, q.device, causal, scale
+        )
+        out = torch.empty_strided(shape, out_strides, dtype=q.dtype, device=q.device)
+        lse = torch.empty(shape[:3], dtype=torch.float32, device=q.device)
+        launch(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr())
+    return out, lse
+
+
+@functools.lru_cache(maxsize=PREPARED_CALLS)
+def _prepare(q_shape, q_strides, k_shape, k_strides, v_strides, dtype, device, causal, scale):
+    """(strides of the output, launch) for calls of this kind."""
+    batch, heads, num_queries, head_dim = q_shape
+    num_keys = k_shape[2]
     config = choose_config(head_dim, num_queries, causal)
     registers, consumer_registers = REGISTERS[config.consumers]
     num_tiles = triton.cdiv(num_queries, ROWS * config.consumers)
     units = batch * heads * ((num_tiles + 1) // 2 if causal else num_tiles)
-    rows, keys = (1, 1, ROWS, head_dim), (1, 1, KEYS, head_dim)
-    with selected(q.device):
-        out = empty_in_order_of(q)
-        lse = torch.empty((batch, heads, num_queries), device=q.device, dtype=torch.float32)
-        _launch(
-            (min(units, num_multiprocessors(q.device)), 1),
-            q.dtype,
-            (
-                *(describe(q, rows), describe(k, keys), describe(v, keys), describe(out, rows), lse),
-                *(num_queries, num_keys, heads, heads // k.shape[1], num_tiles, batch * heads),
-                scale * math.log2(math.e),
-            ),
-            (head_dim, config.stages, causal, num_keys % KEYS != 0, config.consumers, consumer_registers),
-            maxnreg=registers,
-        )
-    return out, lse
+    rows, keys = (1, 1, ROWS, head_dim), (1, 1, config.keys, head_dim)
+    out_strides = strides_in_order_of(q_shape, q_strides)
+
+    def boxes(shape, strides, box):
+        return Boxes(shape, box_strides(shape, strides, dtype.itemsize), dtype, box)
+
+    launch = PreparedLaunch(
+        forward_kernel,
+        (min(units, num_multiprocessors(device)), 1),
+        [
+            *(boxes(q_shape, q_strides, rows), boxes(k_shape, k_strides, keys)),
+            *(boxes(k_shape, v_strides, keys), boxes(q_shape, out_strides, rows), torch.float32),
+        ],
+        (
+            *(num_queries, num_keys, heads, heads // k_shape[1], num_tiles, batch * heads),
+            scale * math.log2(math.e),
+        ),
+        (
+            *(head_dim, config.keys, config.stages, causal, num_keys % config.keys != 0, config.consumers),
+            *(config.own_o, config.sum_rounded, consumer_registers),
+        ),
+        num_warps=4,
+        maxnreg=registers,
+        launch_pdl=True,
+    )
+    return out_strides, launch

@@ -138,6 +138,16 @@ def in_thread_order(tile):
 
 
 @gluon.jit
+def from_thread_order(tile, like):
+    """What `in_thread_order` stored to shared memory, as a tensor shaped and laid out as `like`."""
+    rows: gl.constexpr = like.shape[0]
+    columns: gl.constexpr = like.shape[1]
+    layout: gl.constexpr = in_thread_order(like).type.layout
+    patches = tile.load(layout).reshape([rows // 16, columns // 8, 8, 4, 2, 2])
+    return gl.convert_layout(patches.permute((0, 4, 2, 1, 3, 5)).reshape([rows, columns]), like.type.layout)
+
+
+@gluon.jit
 def exp2_unfused(scores, scale, reference):
     """The same with scores * scale rounded before the subtraction: exactly 1 where reference is that
     rounded product.
@@ -157,3 +167,28 @@ def exp2_unfused(scores, scale, reference):
         is_pure=True,
         pack=1,
     )
+
+
+@gluon.jit
+def rounded_sums_within_threads(packed, dtype: gl.constexpr, like):
+    """`sum_within_threads`, in the layout of `like`, of the 16-bit numbers that `pack_pairs` packed."""
+    if dtype == gl.bfloat16:
+        low, high = gl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
+            "=&f,=f,r",
+            [packed],
+            dtype=(gl.float32, gl.float32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        low, high = gl.inline_asm_elementwise(
+            "{ .reg .b16 l, h; mov.b32 {l, h}, $2; cvt.f32.f16 $0, l; cvt.f32.f16 $1, h; }",
+            "=&f,=f,r",
+            [packed],
+            dtype=(gl.float32, gl.float32),
+            is_pure=True,
+            pack=1,
+        )
+    sums = gl.sum((low + high).reshape([packed.shape[0], packed.shape[1] // 4, 4]), 1)
+    return gl.convert_layout(sums, like.type.layout)

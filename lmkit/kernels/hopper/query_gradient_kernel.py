@@ -31,25 +31,27 @@ from lmkit.kernels.hopper.synchronization import (
     named_barrier_arrive,
     named_barrier_wait,
 )
-from lmkit.kernels.hopper.tiles import count_key_blocks
+from lmkit.kernels.hopper.tiles import count_key_blocks, locate_longest_first
 from lmkit.kernels.hopper.versions import partition_barrier
 
 QUERIES = gl.constexpr(128)  # query rows of a block, 64 for each consumer
-KEYS = gl.constexpr(128)
-V_STAGES = gl.constexpr(2)
 SLOT_THREADS = gl.constexpr(288)
 LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
 def _producer(descriptors, buffers, barriers, problem, pointers, scale_log2, scale, shift, D: gl.constexpr,
-              K_STAGES: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr):  # fmt: skip
+              KEYS: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+              TAIL: gl.constexpr):  # fmt: skip
     q_desc, k_desc, v_desc, do_desc, dq_desc = descriptors
     q_tile, do_tile, k_tiles, v_tiles = buffers
     q_full, k_full, v_full = barriers
-    num_queries, num_keys, padded, heads, group, num_query_tiles = problem
+    num_queries, num_keys, padded, batches, heads, group, together, num_query_tiles = problem
     element_bytes: gl.constexpr = q_desc.dtype.primitive_bitwidth // 8
-    tile, batch, head = _locate(num_query_tiles, heads)
+    place, flat_head = locate_longest_first(num_query_tiles, batches * heads, together)
+    tile = num_query_tiles - 1 - place  # the last tile has the most keys
+    batch = flat_head // heads
+    head = flat_head % heads
     key_head = head // group
     blocks = count_key_blocks(tile, num_keys, QUERIES, KEYS, CAUSAL)
     mbarrier.expect(q_full, 2 * QUERIES * D * element_bytes)
@@ -82,20 +84,13 @@ def _producer(descriptors, buffers, barriers, problem, pointers, scale_log2, sca
 
 
 @gluon.jit
-def _locate(num_query_tiles, heads):
-    """(query tile, batch, head) of this block; the tiles with the most keys come first."""
-    tile = num_query_tiles - 1 - gl.program_id(0) % num_query_tiles
-    flat_head = gl.program_id(0) // num_query_tiles
-    return tile, flat_head // heads, flat_head % heads
-
-
-@gluon.jit
 def _consumers(descriptors, buffers, barriers, problem, pointers, scale_log2, scale, shift, D: gl.constexpr,
-               K_STAGES: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr):  # fmt: skip
+               KEYS: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+               TAIL: gl.constexpr):  # fmt: skip
     q_desc, k_desc, v_desc, do_desc, dq_desc = descriptors
     q_tile, do_tile, k_tiles, v_tiles = buffers
     q_full, k_full, v_full = barriers
-    num_queries, num_keys, padded, heads, group, num_query_tiles = problem
+    num_queries, num_keys, padded, batches, heads, group, together, num_query_tiles = problem
     lse_in, lse_out, delta_out, out, out_batch, out_head, out_row = pointers
     DTYPE: gl.constexpr = q_desc.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(
@@ -108,8 +103,11 @@ def _consumers(descriptors, buffers, barriers, problem, pointers, scale_log2, sc
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     # 16-byte loads of O, a row's elements within one warp
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [8, 1], [1, 0])
-    tile, batch, head = _locate(num_query_tiles, heads)
-    flat_head = (batch * heads + head).to(gl.int64)
+    place, flat_head = locate_longest_first(num_query_tiles, batches * heads, together)
+    tile = num_query_tiles - 1 - place  # the last tile has the most keys
+    batch = flat_head // heads
+    head = flat_head % heads
+    flat_head = flat_head.to(gl.int64)
     blocks = count_key_blocks(tile, num_keys, QUERIES, KEYS, CAUSAL)
     rows = tile * QUERIES + gl.arange(0, QUERIES, ROW)
     lse = LOG2E * gl.load(
@@ -167,17 +165,21 @@ def _consumers(descriptors, buffers, barriers, problem, pointers, scale_log2, sc
         "num_queries",
         "num_keys",
         "padded",
+        "batches",
         "heads",
         "group",
+        "together",
         "num_query_tiles",
     ]
 )
 def query_gradient_kernel(q_desc, k_desc, v_desc, do_desc, dq_desc, lse_in, lse_out, delta_out, out,
                           out_batch: gl.int64, out_head: gl.int64, out_row: gl.int64,
-                          num_queries, num_keys, padded, heads, group, num_query_tiles,
-                          scale_log2, scale, shift, D: gl.constexpr, K_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+                          num_queries, num_keys, padded, batches, heads, group, together, num_query_tiles,
+                          scale_log2, scale, shift, D: gl.constexpr, KEYS: gl.constexpr,
+                          K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
                           TAIL: gl.constexpr):  # fmt: skip
-    """One block per (query tile, head of the batch). Allocates and starts the partitions.
+    """One block per (query tile, head of the batch), `together` heads at a time (see locate_longest_first).
+    Allocates and starts the partitions.
 
     out_batch, out_head, out_row: strides of out in units of 8 elements (so that 16-byte loads are known to
     be aligned). lse_in: (heads of the batch, num_queries), natural; lse_out, delta_out: (heads of the
@@ -203,14 +205,14 @@ def query_gradient_kernel(q_desc, k_desc, v_desc, do_desc, dq_desc, lse_in, lse_
     descriptors = (q_desc, k_desc, v_desc, do_desc, dq_desc)
     buffers = (q_tile, do_tile, k_tiles, v_tiles)
     barriers = (q_full, k_full, v_full)
-    problem = (num_queries, num_keys, padded, heads, group, num_query_tiles)
+    problem = (num_queries, num_keys, padded, batches, heads, group, together, num_query_tiles)
     pointers = (lse_in, lse_out, delta_out, out, out_batch, out_head, out_row)
     gl.warp_specialize(
         [
             (_consumers, (descriptors, buffers, barriers, problem, pointers, scale_log2, scale, shift,
-                         D, K_STAGES, CAUSAL, TAIL)),
+                         D, KEYS, K_STAGES, V_STAGES, CAUSAL, TAIL)),
             (_producer, (descriptors, buffers, barriers, problem, pointers, scale_log2, scale, shift,
-                         D, K_STAGES, CAUSAL, TAIL)),
+                         D, KEYS, K_STAGES, V_STAGES, CAUSAL, TAIL)),
         ],
         [1],
         [24],

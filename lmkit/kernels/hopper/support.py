@@ -3,10 +3,10 @@
 import torch
 
 from lmkit.kernels.hopper.devices import capability
-from lmkit.kernels.hopper.tensors import tma_strides
+from lmkit.kernels.hopper.tensors import suits_copy_engine
 from lmkit.kernels.hopper.versions import INSTALLED_MINOR, SUPPORTED_MINORS
 
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
 CAPABILITY = (9, 0)
 
@@ -22,13 +22,13 @@ def unsupported_reason(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cau
     if not (q.dtype == k.dtype == v.dtype and q.dtype in DTYPES):
         return f"dtypes are {q.dtype}, {k.dtype}, {v.dtype}; bfloat16 or float16 is supported"
     if not (q.shape[-1] == k.shape[-1] == v.shape[-1] and q.shape[-1] in HEAD_DIMS):
-        return f"head_dim is {q.shape[-1]}; 64 and 128 are supported"
+        return f"head_dim is {q.shape[-1]}; 64, 128 and 256 are supported"
     if k.shape != v.shape or q.shape[0] != k.shape[0] or k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         return f"shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)} do not belong together"
     if q.numel() == 0 or k.numel() == 0:
         return "there are no queries or no keys"
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tma_strides(tensor) is None:
+        if not suits_copy_engine(tensor):
             return f"strides {tensor.stride()} of {name} do not suit the copy engine (16-byte multiples, unit last)"
     return None
 

@@ -18,17 +18,19 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from lmkit.kernels.hopper.backward_kernel import key_value_gradient_kernel  # noqa: E402
-from lmkit.kernels.hopper.backward_launcher import CONFIGS  # noqa: E402
+from lmkit.kernels.hopper.backward_launcher import CONFIGS, WIDE_REGISTERS  # noqa: E402
 from lmkit.kernels.hopper.backward_launcher import REGISTERS as BACKWARD_REGISTERS  # noqa: E402
 from lmkit.kernels.hopper.forward_kernel import forward_kernel  # noqa: E402
 from lmkit.kernels.hopper.forward_launcher import (  # noqa: E402
     HEAD_DIM_64,
     HEAD_DIM_64_SHORT,
     HEAD_DIM_128,
+    HEAD_DIM_256,
     REGISTERS,
 )
 from lmkit.kernels.hopper.query_gradient_kernel import query_gradient_kernel  # noqa: E402
 from lmkit.kernels.hopper.tensors import shared_layout  # noqa: E402
+from lmkit.kernels.hopper.wide_gradient_kernel import wide_gradient_kernel  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
@@ -37,7 +39,10 @@ TYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp3
 # Spilled bytes a thread, as measured (all outside of the main loops or at their rim); what is not listed
 # spills nothing. Keys: kernel, head_dim, causal, tail, consumers or whether dQ is added up.
 STATED_SPILLS = {
-    ("key_value", 64, False, False, True): 16,
+    ("forward", 256, False, False, 2): 4,
+    ("forward", 256, False, True, 2): 4,
+    ("forward", 256, True, False, 2): 4,
+    ("key_value", 64, False, False, True): 20,
     ("key_value", 64, False, True, True): 16,
     ("key_value", 64, True, False, True): 12,
     ("key_value", 64, True, True, True): 16,
@@ -65,10 +70,11 @@ def compile_kernel(kernel, types, constants, num_warps, registers):
 
 
 def compile_forward(head_dim, config, causal, tail, dtype):
-    rows, keys = descriptor((1, 1, 64, head_dim), dtype), descriptor((1, 1, 128, head_dim), dtype)
+    rows, keys = descriptor((1, 1, 64, head_dim), dtype), descriptor((1, 1, config.keys, head_dim), dtype)
     registers, consumer_registers = REGISTERS[config.consumers]
     types = [rows, keys, keys, rows, "*fp32", *["i32"] * 6, "fp32"]
-    constants = (head_dim, config.stages, causal, tail, config.consumers, consumer_registers)
+    constants = (head_dim, config.keys, config.stages, causal, tail, config.consumers, config.own_o)
+    constants += (config.sum_rounded, consumer_registers)
     return compile_kernel(forward_kernel, types, constants, 4, registers)
 
 
@@ -77,17 +83,26 @@ def compile_key_value_gradient(head_dim, causal, tail, add_dq, dtype):
     rows, keys = descriptor((1, 1, config.queries, head_dim), dtype), descriptor((1, 1, 128, head_dim), dtype)
     flat = descriptor((config.queries,), torch.float32)
     dq_sum = descriptor((config.queries * head_dim // 32, 32), torch.float32)
-    types = [rows, keys, keys, rows, flat, flat, keys, keys, dq_sum, *["i32"] * 7, *["fp32"] * 3]
+    types = [rows, keys, keys, rows, flat, flat, keys, keys, dq_sum, *["i32"] * 9, *["fp32"] * 3]
     constants = (config.queries, head_dim, causal, tail, add_dq, config.half_p)
     return compile_kernel(key_value_gradient_kernel, types, constants, 8, BACKWARD_REGISTERS)
 
 
 def compile_query_gradient(head_dim, causal, tail, dtype):
-    tile = descriptor((1, 1, 128, head_dim), dtype)
+    config = CONFIGS[head_dim]
+    rows = descriptor((1, 1, 128, head_dim), dtype)
+    keys = descriptor((1, 1, config.query_keys, head_dim), dtype)
     pointers = ["*fp32", "*fp32", "*fp32", f"*{TYPE_NAMES[dtype]}", "i64", "i64", "i64"]
-    types = [*[tile] * 5, *pointers, *["i32"] * 6, *["fp32"] * 3]
-    constants = (head_dim, CONFIGS[head_dim].dq_k_stages, causal, tail)
+    types = [rows, keys, keys, rows, rows, *pointers, *["i32"] * 8, *["fp32"] * 3]
+    stages = (config.query_k_stages, config.query_v_stages)
+    constants = (head_dim, config.query_keys, *stages, causal, tail)
     return compile_kernel(query_gradient_kernel, types, constants, 8, BACKWARD_REGISTERS)
+
+
+def compile_wide_gradient(causal, dtype):
+    tile, flat = descriptor((1, 1, 64, 256), dtype), descriptor((64,), torch.float32)
+    types = [*[tile] * 4, flat, flat, tile, tile, *["i32"] * 9, *["fp32"] * 2]
+    return compile_kernel(wide_gradient_kernel, types, (256, causal, WIDE_REGISTERS), 4, BACKWARD_REGISTERS)
 
 
 def assemble(ptx, folder):
@@ -105,12 +120,22 @@ FORWARD = [
     pytest.param(
         head_dim, config, causal, tail, id=f"{head_dim}-{config.consumers}x{config.stages}-{causal}-{tail}"
     )
-    for head_dim, config in ((64, HEAD_DIM_64), (64, HEAD_DIM_64_SHORT), (128, HEAD_DIM_128))
+    for head_dim, config in (
+        (64, HEAD_DIM_64),
+        (64, HEAD_DIM_64_SHORT),
+        (128, HEAD_DIM_128),
+        (256, HEAD_DIM_256),
+    )
     for causal, tail in ((False, False), (False, True), (True, False))
 ]
 BACKWARD = [
     pytest.param(head_dim, causal, tail, id=f"{head_dim}-{causal}-{tail}")
     for head_dim in (64, 128)
+    for causal in (False, True)
+    for tail in (False, True)
+]
+BACKWARD_256 = [
+    pytest.param(256, causal, tail, id=f"256-{causal}-{tail}")
     for causal in (False, True)
     for tail in (False, True)
 ]
@@ -132,19 +157,28 @@ def test_key_value_gradient(head_dim, causal, tail, add_dq, tmp_path):
     assert spills <= STATED_SPILLS.get(("key_value", head_dim, causal, tail, add_dq), 0)
 
 
-@pytest.mark.parametrize(("head_dim", "causal", "tail"), BACKWARD)
+@pytest.mark.parametrize("causal", [False, True])
+def test_wide_gradient(causal, tmp_path):
+    spills, serialised = assemble(compile_wide_gradient(causal, torch.bfloat16), tmp_path)
+    assert not serialised
+    assert spills == 0
+
+
+@pytest.mark.parametrize(("head_dim", "causal", "tail"), [*BACKWARD, *BACKWARD_256])
 def test_query_gradient(head_dim, causal, tail, tmp_path):
     spills, serialised = assemble(compile_query_gradient(head_dim, causal, tail, torch.bfloat16), tmp_path)
     assert not serialised
     assert spills <= STATED_SPILLS.get(("query", head_dim, causal, tail), 0)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_float16(head_dim, tmp_path):
-    config = HEAD_DIM_64 if head_dim == 64 else HEAD_DIM_128
+    config = {64: HEAD_DIM_64, 128: HEAD_DIM_128, 256: HEAD_DIM_256}[head_dim]
     for ptx in (
         compile_forward(head_dim, config, True, False, torch.float16),
-        compile_key_value_gradient(head_dim, True, False, True, torch.float16),
+        compile_wide_gradient(True, torch.float16)
+        if head_dim == 256
+        else compile_key_value_gradient(head_dim, True, False, True, torch.float16),
         compile_query_gradient(head_dim, True, False, torch.float16),
     ):
         spills, serialised = assemble(ptx, tmp_path)
