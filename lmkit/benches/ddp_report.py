@@ -35,6 +35,7 @@ LADDER_COLUMNS = (
     Column("scaling_interval", "scaling [95%]"),
     Column("exposed_ms", "exposed ms", ".2f"),
     Column("communication_alone_ms", "alone ms", ".2f"),
+    Column("alone_gb_per_s", "alone GB/s", ".0f"),
     Column("hidden", "hidden", ".0%"),
     Column("peak_gb", "peak GB", ".2f"),
     Column("peak_overhead", "memory", "+.1%"),
@@ -48,6 +49,10 @@ RIVALS_OF = {
     "zero1": ("torch_ddp + ZeRO",),
 }
 """Strategy -> the rivals in PyTorch that it is compared with."""
+LADDER_NOTES = (
+    "alone: a step's reduction with nothing beside it; alone GB/s: what a rank sends, over that time; hidden: the share "
+    "of it that does not lengthen the step (below 0: what the reduction costs the compute beside it)",
+)
 DDP_NOTES = (
     "scaling: one rank's step time over this one's, same rows per rank; spread: (p90 - p10) / median",
     "exposed: step time over that of the same step without communication (none)",
@@ -120,7 +125,8 @@ def ddp_result(rows: Rows, sweep: Rows, ranks: Ranks, overlap: StepTimeline | No
         files["ddp_overlap.png"] = overlap_picture(overlap, "bucketed")
     pictures = [f"![{name}]({name})" for name in files if name.endswith(".png")]
     files["ddp_report.md"] = (
-        "\n\n".join(["# Data parallelism", ladder_markdown(everything), *DDP_NOTES, *pictures]) + "\n"
+        "\n\n".join(["# Data parallelism", ladder_markdown(everything), *DDP_NOTES, *LADDER_NOTES, *pictures])
+        + "\n"
     )
     return BenchResult("ddp", everything, DDP_COLUMNS, files, environment, DDP_NOTES)
 
@@ -187,6 +193,7 @@ def _with_units(row: dict[str, Any]) -> dict[str, Any]:
         )
     if row.get("communication_alone_ms") and row.get("exposed_ms") is not None:
         shown["hidden"] = 1.0 - row["exposed_ms"] / row["communication_alone_ms"]
+        shown["alone_gb_per_s"] = row["link_bytes"] / row["communication_alone_ms"] / 1e6
     return shown
 
 
