@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.lib import format as npy
 
 from lmkit.tokenizer import END_OF_TEXT, Tokenizer, train_tokenizer
 from lmkit.tokenizer.chunks import exact_chunks
@@ -208,9 +209,15 @@ def _hash_of_ids(job: Job) -> str:
         parts = [Path(f"{output}.{i}") for i in range(job.workers)]
     digest = hashlib.sha256()
     for part in parts:
-        ids = np.load(part, mmap_mode="r") if part.suffix == ".npy" else np.memmap(part, "<u4", "r")
-        for start in range(0, len(ids), _IDS_AT_ONCE):  # memory is watched to the end of the process
-            digest.update(ids[start : start + _IDS_AT_ONCE].astype("<u4").tobytes())
+        with open(
+            part, "rb"
+        ) as file:  # neither whole nor mapped: memory is watched to the end of the process
+            dtype = np.dtype("<u4")
+            if part.suffix == ".npy":
+                npy.read_magic(file)
+                _, _, dtype = npy.read_array_header_1_0(file)
+            while len(ids := np.fromfile(file, dtype, _IDS_AT_ONCE)):
+                digest.update(ids.astype("<u4").tobytes())
     return digest.hexdigest()
 
 

@@ -16,7 +16,7 @@ enum { OTHER, LETTER, NUMBER, SPACE };          /* pattern.CharacterClass */
 enum { NEVER = INT32_MAX };                     /* the rank of a pair that is not merged */
 enum { SHORT_WORD = 64 };                       /* bytes; beyond, merging uses a heap */
 enum { LONGEST_REMEMBERED = 1 << 12 };          /* bytes, when encoding */
-enum { FIRST_CAPACITY = 1 << 14, MOST_WORDS = 1 << 19, MOST_BYTES = 1 << 25 };
+enum { FIRST_CAPACITY = 1 << 14, MOST_WORDS = 1 << 18, MOST_BYTES = 1 << 25 };
 
 /* ---- special tokens */
 

@@ -49,7 +49,7 @@ def test_equal_to_numpy_on_a_megabyte_of_random_words(
 def test_starts_over_when_it_knows_too_many_words(code: ctypes.CDLL, trained: Tokenizer) -> None:
     rng = np.random.default_rng(0)
     encoder = native.NativeEncoder(code, trained.merge_table)
-    for _ in range(4):  # 240,000 words each; half a million is the most it keeps
+    for _ in range(4):  # 240,000 words each; a quarter of a million is the most it keeps
         letters = rng.integers(97, 123, (240_000, 7), np.uint8)
         letters[:, 0] = ord(" ")
         data = letters.tobytes()
