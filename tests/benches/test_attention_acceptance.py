@@ -118,6 +118,16 @@ def test_what_gave_a_wrong_result_counts_for_nothing_and_is_listed(rows):
     assert "head_dim 256, 4 x 4096, 8 heads, D=256, backward, flash_triton: wrong result (dq:" in tables(rows)
 
 
+def test_errors_on_hard_data_are_those_of_hard_data(rows):
+    for row in rows:
+        if row["kernel"] == OURS and row["data"] == "logits x 8":
+            row["error_out"] *= 1.5
+    missed = [name for name, verdict in verdicts(rows).items() if verdict == "missed"]
+    assert missed == ["the same on large logits, sinks, ramps, forward"]
+    easy = [row for row in rows if row["data"] == "normal"]
+    assert verdicts(easy)["the same on large logits, sinks, ramps, forward"] == "not measured"
+
+
 def test_rates_stand_beside_their_ratio(rows):
     table = rate_table(rows, "backward")
     assert "| backward | 1k | 2k | 4k | 8k | 16k |" in table
