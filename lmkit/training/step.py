@@ -102,7 +102,8 @@ class Step:
             before_update: called when it is certain that the weights are about to change.
         """
         with range_("sync"):
-            self._sync.finish()
+            # Unscaling reads gradients itself; clipping waits for what it reads.
+            self._sync.finish(wait=self.loss_scale is not None)
         with range_("clip"):
             if self.loss_scale is not None:
                 self.loss_scale.unscale_(self._held_parameters())
