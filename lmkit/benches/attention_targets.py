@@ -217,8 +217,8 @@ TARGETS = (
 )  # fmt: skip
 
 
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+def _number(value: float, spec: str = ".3g") -> str:
+    return f"{value:,.0f}" if value >= 1000 else format(value, spec)
 
 
 def against_targets(rows: Rows) -> list[Row]:
@@ -229,7 +229,7 @@ def against_targets(rows: Rows) -> list[Row]:
         sign = "<= " if target.at_most else ">= "
 
         verdict = target.verdict(figure)
-        measured = "-" if figure is None else _number(figure) + target.unit
+        measured = "-" if figure is None else _number(figure, "#.3g").rstrip(".") + target.unit
         entries.append(
             {
                 "target": target.name,

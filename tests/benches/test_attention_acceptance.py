@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +10,7 @@ from lmkit.benches.attention_cases import AttentionOptions
 from lmkit.benches.attention_targets import (
     BARE,
     OURS,
+    TARGET_COLUMNS,
     TARGETS,
     Target,
     against_targets,
@@ -17,6 +19,7 @@ from lmkit.benches.attention_targets import (
 )
 from lmkit.errors import UsageError
 from lmkit.measure.limits import Limits
+from lmkit.measure.tables import markdown_table
 
 BASE = AttentionOptions(device="cuda", suite="acceptance")
 
@@ -161,6 +164,19 @@ def test_the_suite_writes_its_files_and_says_what_it_missed(monkeypatch):
     assert f"{met} of {len(TARGETS)} targets met" in table
     assert max(map(len, table.splitlines())) <= 100
     assert "…" not in table  # no name is cut
+
+
+def test_the_committed_report_shows_the_committed_rows():
+    folder = Path(__file__).resolve().parents[2] / "artifacts/h200/attention"
+    rows = [json.loads(line) for line in (folder / "acceptance.jsonl").read_text().splitlines()]
+    report = (folder / "report.md").read_text()
+    assert (folder / "acceptance.md").read_text() == tables(rows)
+    for table in (
+        markdown_table(against_targets(rows), TARGET_COLUMNS),
+        rate_table(rows, "forward"),
+        rate_table(rows, "backward"),
+    ):
+        assert table in report
 
 
 def test_the_suite_needs_a_gpu():
