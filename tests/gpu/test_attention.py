@@ -67,6 +67,11 @@ def test_every_head_dim_and_dtype(head_dim, dtype, random_inputs):
     assert faults_of(attention_function("flash_triton"), reference, *inputs, causal=True) == []
 
 
+def test_portable_kernels_where_hopper_has_its_own(portable, random_inputs):
+    inputs = random_inputs(queries=129, keys=200, head_dim=256)
+    assert faults_of(portable, reference, *inputs, causal=True) == []
+
+
 @pytest.mark.parametrize(
     ("kv_heads", "causal"), [(1, True), (2, False), (2, True)], ids=["1 causal", "2 full", "2 causal"]
 )
