@@ -8,6 +8,7 @@ is bound by the GPU.
 from __future__ import annotations
 
 import bisect
+import re
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -121,7 +122,7 @@ class Summary:
             parts.append(table(rows, _RANGE_COLUMNS))
         for named, kind in ((self.top_kernels, "kernel"), (self.top_ops, "CPU operator (self time)")):
             if named:
-                rows = [asdict(entry) | {"name": entry.name[:60]} for entry in named]
+                rows = [asdict(entry) | {"name": short_name(entry.name)} for entry in named]
                 parts.append(table(rows, [Column("name", kind), *_NAMED_COLUMNS]))
         parts += [textwrap.fill(f"warning: {warning}", TERMINAL_WIDTH) + "\n" for warning in self.warnings]
         return "\n".join(parts)
@@ -159,6 +160,11 @@ _NAMED_COLUMNS = (
     Column("total_ms", "ms", ".3f"),
     Column("share", "share", ".1%"),
 )
+
+
+def short_name(kernel: str) -> str:
+    """At most 60 characters of a kernel's name, without the C++ namespaces that all of PyTorch's share."""
+    return re.sub(r"^void |at::native::|\(anonymous namespace\)::", "", kernel)[:60]
 
 
 def summarize(trace: Trace, *, skip_steps: int = 1) -> Summary:

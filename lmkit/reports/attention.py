@@ -7,11 +7,12 @@ from typing import Any
 
 from lmkit.measure.tables import Column, markdown_table
 from lmkit.reports.results import Results, of_kind
-from lmkit.reports.writing import Place, bullets, document, grouped, pictures, pivot, section
+from lmkit.reports.writing import Place, bullets, document, grouped, pictures, pivot, section, titles
 
 Rows = list[dict[str, Any]]
 
 _SINGLE = (
+    Column("set", "of the set"),
     Column("case", "case"),
     Column("kernel", "kernel"),
     Column("median_ms", "ms", ".4g"),
@@ -19,6 +20,14 @@ _SINGLE = (
     Column("versus_sdpa", "x best backend", ".2f"),
     Column("peak_gb", "GB", ".3g"),
 )
+_FIRST_CALLS = (
+    Column("kernel", "kernel"),
+    Column("direction", "direction"),
+    Column("case", "case"),
+    Column("first_call_s", "s", ".2f"),
+    Column("detail", "how"),
+)
+_HOST_TIMES = (Column("kernel", "call"), Column("case", "case"), Column("median_us", "us", ".1f"))
 
 
 def write_up(found: Sequence[Results], place: Place) -> str | None:
@@ -39,13 +48,13 @@ def write_up(found: Sequence[Results], place: Place) -> str | None:
         "The limit is the rate of a large matrix product measured in the same run: what a kernel misses of it goes "
         "into the softmax, whose exponentials run on other units, and into filling and emptying the pipeline of "
         "every program, which weighs more at short lengths and under a causal mask.",
-        *(part for results in chosen for part in _one(results, place)),
+        *(part for results in chosen for part in _one(results, place, titles(chosen)[results.path])),
     )
 
 
-def _one(results: Results, place: Place) -> list[str]:
+def _one(results: Results, place: Place, title: str) -> list[str]:
     rows = results.rows
-    parts = section(results, place, results.path.parent.as_posix())
+    parts = section(results, place, title)
     parts += bullets(findings(rows))
     for direction, members in grouped([row for row in rows if _timed(row)], _direction).items():
         parts.append(f"### {direction}: TFLOP/s (in brackets: times as fast as the best PyTorch backend)")
@@ -61,8 +70,11 @@ def _one(results: Results, place: Place) -> list[str]:
             else:
                 alone += same_shape
         if alone:
-            parts.append(markdown_table([row | {"case": _case(row)} for row in alone], _SINGLE))
-    failed = [row for row in rows if not _timed(row)]
+            # Only the acceptance rows are divided into sets.
+            columns = _SINGLE if any(row.get("set") for row in alone) else _SINGLE[1:]
+            parts.append(markdown_table([row | {"case": _case(row)} for row in alone], columns))
+    parts += _calls(rows)
+    failed = [row for row in rows if row["status"] != "ok"]
     if failed:
         parts.append("### Not timed")
         parts += bullets(_failures(failed))
@@ -77,6 +89,22 @@ def _one(results: Results, place: Place) -> list[str]:
     )
 
 
+def _calls(rows: Rows) -> list[str]:
+    """What a first call costs (it compiles), and how long the CPU is busy with a later one."""
+    first = [row for row in rows if row["status"] == "ok" and row.get("median_ms") is None]
+    host = [row for row in rows if row.get("median_ms") is not None and not _timed(row)]
+    parts = []
+    if first:
+        parts += [
+            "### First calls",
+            markdown_table([row | {"case": _case(row)} for row in first], _FIRST_CALLS),
+        ]
+    if host:
+        with_units = [row | {"case": _case(row), "median_us": row["median_ms"] * 1e3} for row in host]
+        parts += ["### CPU time of a call", markdown_table(with_units, _HOST_TIMES)]
+    return parts
+
+
 def findings(rows: Rows) -> list[str]:
     """What the rows support: the range against PyTorch, the highest rate, where memory ends."""
     found = []
@@ -85,10 +113,10 @@ def findings(rows: Rows) -> list[str]:
     ]
     for direction, members in grouped(compared, _direction).items():
         slowest, fastest = (pick(members, key=lambda row: row["versus_sdpa"]) for pick in (min, max))
+        least = f"{slowest['versus_sdpa']:.2f} ({_case(slowest)}) to " if len(members) > 1 else ""
         found.append(
-            f"{direction}: flash_triton is {slowest['versus_sdpa']:.2f} ({_case(slowest)}) to "
-            f"{fastest['versus_sdpa']:.2f} ({_case(fastest)}) times as fast as the best PyTorch backend, "
-            f"over {len(members)} cases."
+            f"{direction}: flash_triton is {least}{fastest['versus_sdpa']:.2f} ({_case(fastest)}) times as fast "
+            f"as the best PyTorch backend" + (f", over {len(members)} cases." if least else ".")
         )
         rated = [row for row in members if row.get("share_of_matmul")]
         if rated:
@@ -105,15 +133,16 @@ def findings(rows: Rows) -> list[str]:
 
 
 def _failures(rows: Rows) -> list[str]:
-    by_reason = grouped(rows, lambda row: (row["kernel"], row["direction"], row["status"]))
+    by_reason = grouped(rows, lambda row: (row["kernel"], row["status"], row["batch"], _shape(row)))
     return [
-        f"{kernel}, {direction}: {status} at " + ", ".join(sorted({_case(row) for row in members}))
-        for (kernel, direction, status), members in by_reason.items()
+        f"{kernel}: {status} at {', '.join(dict.fromkeys(map(_length, members)))} tokens, batch {batch}, {shape} "
+        f"({', '.join(dict.fromkeys(map(_direction, members)))})"
+        for (kernel, status, batch, shape), members in by_reason.items()
     ]
 
 
 def _timed(row: dict[str, Any]) -> bool:
-    return row.get("median_ms") is not None
+    return row.get("tflops") is not None
 
 
 def _direction(row: dict[str, Any]) -> str:
@@ -139,11 +168,13 @@ def _set_and_shape(row: dict[str, Any]) -> str:
     return f"{row['set']}: {_shape(row)}" if row.get("set") else _shape(row)
 
 
-def _case(row: dict[str, Any]) -> str:
+def _length(row: dict[str, Any]) -> str:
     length = f"{row['num_keys']:,}"
-    if row["num_queries"] != row["num_keys"]:
-        length = f"{row['num_queries']:,} x {length}"
-    return f"{length} tokens, batch {row['batch']}, {_shape(row)}"
+    return length if row["num_queries"] == row["num_keys"] else f"{row['num_queries']:,} x {length}"
+
+
+def _case(row: dict[str, Any]) -> str:
+    return f"{_length(row)} tokens, batch {row['batch']}, {_shape(row)}"
 
 
 def _rate(row: dict[str, Any]) -> str:

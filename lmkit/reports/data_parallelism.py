@@ -8,9 +8,21 @@ from typing import Any
 from lmkit.benches.ddp_report import ALL_REDUCE_COLUMNS, ALL_REDUCE_NOTES, DDP_COLUMNS, DDP_NOTES
 from lmkit.measure.tables import markdown_table
 from lmkit.reports.results import Results, of_kind
-from lmkit.reports.writing import Place, bullets, document, grouped, pictures, section
+from lmkit.reports.writing import Place, bullets, document, grouped, pictures, section, titles
 
 Rows = list[dict[str, Any]]
+
+_PICTURES = (
+    "ddp_throughput",
+    "ddp_exposed",
+    "ddp_bucket_sweep",
+    "ddp_overlap",
+    "bucket_sweep",
+    "overlap",
+    "overlap_zero1_bf16",
+)
+# They communicate after the backward pass: there is nothing beside which they could hide.
+_NOTHING_BESIDE = ("naive", "flat")
 
 
 def write_up(found: Sequence[Results], place: Place) -> str | None:
@@ -27,21 +39,27 @@ def write_up(found: Sequence[Results], place: Place) -> str | None:
         "what was sent beside that formula. *Alone* is a step's communication with nothing beside it, *exposed* "
         "what the step takes longer than the same step without communication: overlap hides the difference. "
         "Contenders take turns in every round; a sample is that of the slowest rank.",
-        *(part for results in ladders for part in _ladder(results, place)),
+        *_ladders(ladders, place),
         *(part for results in collectives for part in _collectives(results, place)),
     )
 
 
-def _ladder(results: Results, place: Place) -> list[str]:
-    parts = section(results, place, results.path.parent.as_posix())
+def _ladders(ladders: Sequence[Results], place: Place) -> list[str]:
+    parts = list(DDP_NOTES) if ladders else []
+    for members in grouped(ladders, lambda results: results.path.parent).values():
+        for results in members:
+            parts += _ladder(results, place, titles(ladders)[results.path])
+        parts += pictures(members[-1], place, *_PICTURES)
+    return parts
+
+
+def _ladder(results: Results, place: Place, title: str) -> list[str]:
+    parts = section(results, place, title)
     for (part, case), rows in grouped(results.rows, lambda row: (row.get("part"), row["case"])).items():
         parts.append(f"### {case}" + (f" ({part})" if part else ""))
         parts += bullets(findings(rows))
         parts.append(markdown_table([_with_units(row) for row in rows], DDP_COLUMNS))
-    parts += DDP_NOTES
-    return parts + pictures(
-        results, place, "ddp_throughput", "ddp_exposed", "ddp_bucket_sweep", "ddp_overlap", "overlap"
-    )
+    return parts
 
 
 def _with_units(row: dict[str, Any]) -> dict[str, Any]:
@@ -63,7 +81,7 @@ def findings(rows: Rows) -> list[str]:
     if full_precision:
         best = min(full_precision, key=lambda row: row["step_ms"])
         scaling = (
-            f", {best['scaling']:.1%} of linear scaling (95% {best['scaling_low']:.1%} to "
+            f", {best['scaling']:.1%} of linear scaling (95% interval {best['scaling_low']:.1%} to "
             f"{best['scaling_high']:.1%})"
             if best.get("scaling")
             else ""
@@ -77,7 +95,13 @@ def findings(rows: Rows) -> list[str]:
             f"Overlap: {bucketed['exposed_ms']:.2f} ms of bucketed's communication show in the step, "
             f"{bucketed['exposed_ms'] / naive['exposed_ms']:.2f} of naive's {naive['exposed_ms']:.2f} ms."
         )
-    alone = [row for row in synced if row.get("communication_alone_ms") and row.get("exposed_ms") is not None]
+    alone = [
+        row
+        for row in synced
+        if row["contender"] not in _NOTHING_BESIDE
+        and row.get("communication_alone_ms")
+        and row.get("exposed_ms") is not None
+    ]
     if alone:
         hidden = max(alone, key=_hidden)
         found.append(

@@ -8,7 +8,7 @@ from typing import Any
 from lmkit.benches.ddp_report import DDP_COLUMNS, OPTIMIZER_COLUMNS, OPTIMIZER_NOTES
 from lmkit.measure.tables import Column, markdown_table
 from lmkit.reports.results import Results, of_kind
-from lmkit.reports.writing import Place, bullets, document, grouped, pictures, section
+from lmkit.reports.writing import Place, bullets, document, grouped, pictures, section, titles
 
 Rows = list[dict[str, Any]]
 
@@ -38,7 +38,7 @@ def write_up(found: Sequence[Results], place: Place) -> str | None:
         "divided by W. With bf16 weights and fp32 master weights in the shard, half the bytes travel.",
         "GB are 10^9 bytes, of one rank.",
         *(part for results in memory for part in _memory(results, place)),
-        *(part for results in speed for part in _speed(results, place)),
+        *(part for results in speed for part in _speed(results, place, titles(speed)[results.path])),
     )
 
 
@@ -71,10 +71,14 @@ def memory_findings(rows: Rows) -> list[str]:
     return found
 
 
-def _speed(results: Results, place: Place) -> list[str]:
-    parts = section(results, place, f"Speed: {results.path.parent.as_posix()}")
+def _speed(results: Results, place: Place, title: str) -> list[str]:
+    parts = section(results, place, f"Speed: {title}")
     for (part, case), rows in grouped(results.rows, lambda row: (row.get("part"), row["case"])).items():
-        chosen = [row for row in rows if row["contender"].startswith((*_SHARDED, "one rank", "bucketed"))]
+        chosen = [
+            row
+            for row in rows
+            if row["contender"].startswith((*_SHARDED, "one rank")) or row["contender"] == "bucketed"
+        ]
         if not any(row["contender"].startswith("zero1") for row in chosen):
             continue
         parts.append(f"### {case}" + (f" ({part})" if part else ""))
@@ -101,7 +105,8 @@ def speed_findings(rows: Rows) -> list[str]:
             )
         if row.get("scaling"):
             parts.append(
-                f"{row['scaling']:.1%} of linear scaling (95% {row['scaling_low']:.1%} to {row['scaling_high']:.1%})"
+                f"{row['scaling']:.1%} of linear scaling (95% interval {row['scaling_low']:.1%} to "
+                f"{row['scaling_high']:.1%})"
             )
         bucketed = timed.get("bucketed")
         if bucketed and bucketed.get("peak_bytes") and row.get("peak_bytes"):

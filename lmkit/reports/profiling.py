@@ -8,6 +8,7 @@ from typing import Any
 
 from lmkit.benches import lm_matrix_report, model_report
 from lmkit.measure.tables import Column, markdown_table
+from lmkit.profiling.summary import short_name
 from lmkit.reports.results import Results, of_kind
 from lmkit.reports.writing import Place, bullets, document, pictures, section
 
@@ -87,14 +88,14 @@ def _trace(results: Results, place: Place) -> list[str]:
     if summary["ranges"]:
         parts += ["Medians of one instance of each range:", markdown_table(summary["ranges"], _RANGES)]
     if summary["top_kernels"]:
-        kernels = [row | {"name": f"`{row['name'][:60]}`"} for row in summary["top_kernels"][:8]]
+        kernels = [row | {"name": f"`{short_name(row['name'])}`"} for row in summary["top_kernels"][:8]]
         parts.append(markdown_table(kernels, _KERNELS))
     return parts + pictures(results, place, "profile_ranges")
 
 
 def trace_findings(summary: dict[str, Any]) -> list[str]:
     """Launches, busy shares and communication, as far as they were recorded."""
-    found = [f"{summary['engine']}, {summary['window']}: {summary['window_ms']:.2f} ms."]
+    found = [f"Recorded by {summary['engine']}: {summary['window']} in {summary['window_ms']:.2f} ms."]
     if summary["launches_per_step"] is not None:
         forward = summary["launches_per_forward"]
         of_forward = f", {forward:.0f} of them in the forward pass" if forward is not None else ""
@@ -107,23 +108,22 @@ def trace_findings(summary: dict[str, Any]) -> list[str]:
         undisturbed = summary["undisturbed_gpu_share"]
         fills = busy if undisturbed is None else undisturbed
         bound = "the GPU is the limit" if fills > 0.9 else "the GPU waits for the CPU"
+        alone = (
+            ""
+            if undisturbed is None
+            else f"; without the profiler a {summary['window'].rpartition(' ')[2]} takes "
+            f"{summary['undisturbed_ms']:.2f} ms, of which the GPU's work fills {undisturbed:.1%}"
+        )
         found.append(
             f"The GPU is busy {busy:.1%} of the time, the CPU asks it for work {dispatch:.1%} and waits for it "
-            f"{waits:.1%} of the time"
-            + (
-                f"; without the profiler one takes {summary['undisturbed_ms']:.2f} ms, of which the GPU's work fills "
-                f"{undisturbed:.1%}"
-                if undisturbed is not None
-                else ""
-            )
-            + f": {bound}."
+            f"{waits:.1%} of the time{alone}: {bound}."
         )
     if summary["communication_ms"]:
         found.append(
             f"{summary['communication_ms']:.2f} ms of communication kernels, "
             f"{summary['communication_overlap_share']:.0%} of them beside compute."
         )
-    return [*found, *summary["warnings"]]
+    return [*found, *(f"Caution: {warning}." for warning in summary["warnings"])]
 
 
 def _memory(memories: Sequence[Results], place: Place) -> list[str]:
@@ -148,7 +148,7 @@ def memory_finding(rows: Rows) -> str:
     largest = max(categories, key=lambda name: float(categories[name]))
     return (
         f"The peak, {peak['peak_gib']:.2f} GiB (2^30 bytes), is reached in {peak['phase']}; "
-        f"{largest} are {categories[largest] / peak['peak_gib']:.0%} of it."
+        f"the largest part of it is {largest}: {categories[largest] / peak['peak_gib']:.0%}."
     )
 
 

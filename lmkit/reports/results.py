@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,10 +110,15 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
 
 def _files(folder: Path) -> Iterator[Path]:
     for parent, folders, names in os.walk(folder):
-        folders.sort()
-        for name in sorted(names):
+        folders.sort(key=_natural)
+        for name in sorted(names, key=_natural):
             if name.endswith(".jsonl") or name == "profile_summary.json":
                 yield Path(parent) / name
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sorts numbers in names by their value: step_512 before step_2048."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _read(path: Path, root: Path) -> Iterator[Results]:

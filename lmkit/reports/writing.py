@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 from lmkit.reports.results import Results
 
 T = TypeVar("T")
+Row = TypeVar("Row")
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,17 @@ def section(results: Results, place: Place, title: str, *, level: int = 2) -> li
     """A heading, what it was measured on, and the file that holds the rows."""
     source = f"[{results.path.as_posix()}]({place.link(results.path)})"
     return [f"{'#' * level} {title}", f"Measured on {results.machine}. Rows, raw samples included: {source}."]
+
+
+def titles(chosen: Sequence[Results]) -> dict[Path, str]:
+    """What to call each file of rows: its folder, or where several files share one, its path without the ending."""
+    folders = Counter(results.path.parent for results in chosen)
+    return {
+        results.path: (
+            results.path.parent if folders[results.path.parent] == 1 else results.path.with_suffix("")
+        ).as_posix()
+        for results in chosen
+    }
 
 
 def pictures(results: Results, place: Place, *stems: str) -> list[str]:
@@ -55,11 +68,9 @@ def document(*parts: str | Iterable[str]) -> str:
     return "\n\n".join(paragraph.strip("\n") for paragraph in paragraphs if paragraph.strip()) + "\n"
 
 
-def grouped(
-    rows: Sequence[dict[str, Any]], key: Callable[[dict[str, Any]], T]
-) -> dict[T, list[dict[str, Any]]]:
+def grouped(rows: Sequence[Row], key: Callable[[Row], T]) -> dict[T, list[Row]]:
     """Rows by key, both in the order in which they came."""
-    groups: dict[T, list[dict[str, Any]]] = {}
+    groups: dict[T, list[Row]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row)
     return groups

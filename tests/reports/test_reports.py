@@ -162,6 +162,35 @@ def test_attention_states_range_rate_and_out_of_memory(artifacts: Path) -> None:
     assert "vectorized runs out of memory at 2,048 tokens" in text
 
 
+def test_attention_keeps_first_calls_and_cpu_time_apart_from_what_failed(tmp_path: Path) -> None:
+    untimed = {"median_ms": None, "tflops": None, "share_of_matmul": None}
+    store(
+        tmp_path,
+        "rows.jsonl",
+        [
+            attention_row("flash_triton", 128, **untimed, first_call_s=1.25, detail="caches empty"),
+            attention_row("bare Function", 128, median_ms=0.0151, tflops=None, share_of_matmul=None),
+            *(
+                attention_row(
+                    "reference", length, **untimed | {"status": "out of memory"}, direction=direction
+                )
+                for direction in ("forward", "backward")
+                for length in (8192, 16384)
+            ),
+        ],
+    )
+    run(tmp_path, None)
+    text = text_of(tmp_path, "attention.md")
+    case = "128 tokens, batch 4, head_dim 64, 12 heads, causal, bf16"
+    assert f"| flash_triton | forward | {case} | 1.25 | caches empty |" in text
+    assert f"| bare Function | {case} | 15.1 |" in text
+    _, _, failed = text.partition("### Not timed\n\n")
+    assert failed.splitlines() == [
+        "- reference: out of memory at 8,192, 16,384 tokens, batch 4, head_dim 64, 12 heads, causal, bf16 "
+        "(forward, backward)"
+    ]
+
+
 def test_data_parallelism_accounts_for_communication(artifacts: Path) -> None:
     run(artifacts, None)
     text = text_of(artifacts, "data_parallelism.md")
@@ -169,6 +198,22 @@ def test_data_parallelism_accounts_for_communication(artifacts: Path) -> None:
     assert "1.00 ms of bucketed's communication show in the step, 0.25 of naive's 4.00 ms" in text
     assert "zero1, whose 4.00 ms of communication (alone) leave 0.50 ms exposed: 88% hidden" in text
     assert "4 contenders sent differs from the formula by at most 1.00%" in text
+
+
+def test_files_of_one_folder_have_titles_of_their_own_and_share_notes_and_pictures(artifacts: Path) -> None:
+    store(artifacts / "ddp", "again.jsonl", [ddp_row("bucketed", 11.0)])
+    (artifacts / "ddp" / "overlap.png").write_bytes(b"png")
+    run(artifacts, None)
+    text = text_of(artifacts, "data_parallelism.md")
+    assert [line for line in text.splitlines() if line.startswith("## ")] == ["## ddp/again", "## ddp/ladder"]
+    assert text.count("exposed: step time over") == 1
+    assert text.count("overlap.png") == 1
+
+
+def test_what_follows_the_backward_pass_hides_nothing(tmp_path: Path) -> None:
+    store(tmp_path, "rows.jsonl", [ddp_row("flat", 10.1), ddp_row("bucketed", 12.0)])
+    run(tmp_path, None)
+    assert "Most hidden: bucketed," in text_of(tmp_path, "data_parallelism.md")
 
 
 def test_optimizer_sharding_states_memory_and_speed(artifacts: Path) -> None:
@@ -183,7 +228,10 @@ def test_optimizer_sharding_states_memory_and_speed(artifacts: Path) -> None:
 def test_profiling_names_phase_and_category_of_the_peak(artifacts: Path) -> None:
     run(artifacts, None)
     text = text_of(artifacts, "profiling.md")
-    assert "The peak, 2.00 GiB (2^30 bytes), is reached in forward; activations are 50% of it." in text
+    assert (
+        "The peak, 2.00 GiB (2^30 bytes), is reached in forward; the largest part of it is activations: 50%."
+        in text
+    )
 
 
 def test_links_lead_to_the_rows_from_any_output_folder(artifacts: Path, tmp_path: Path) -> None:
@@ -231,6 +279,12 @@ def test_a_row_without_a_field_is_an_error_of_one_line(tmp_path: Path) -> None:
     store(tmp_path, "rows.jsonl", [row])
     with pytest.raises(LmkitError, match=r"a row for attention\.md has no field 'status'"):
         run(tmp_path, None)
+
+
+def test_numbers_in_names_are_sorted_by_value(tmp_path: Path) -> None:
+    for folder in ("step_512", "step_2048", "b"):
+        store(tmp_path / folder, "rows.jsonl", [attention_row("sdpa", 128)])
+    assert [r.path.parent.name for r in find_results(tmp_path)] == ["b", "step_512", "step_2048"]
 
 
 def test_a_folder_without_results_is_refused(tmp_path: Path) -> None:
