@@ -113,10 +113,14 @@ class Summary:
 
     def _render(self, table: Any) -> str:
         facts = [
-            {"what": label, "value": "not recorded" if value is None else format(value, spec)}
+            {"what": label, "value": format(value, spec)}
             for label, value, spec in self._facts()
+            if value is not None
         ]
         parts = [table(facts, [Column("what", "what"), Column("value", "value")])]
+        missing = ", ".join(label for label, value, _ in self._facts() if value is None)
+        if missing:
+            parts.append(textwrap.fill(f"not recorded: {missing}", TERMINAL_WIDTH) + "\n")
         if self.ranges:
             rows = [asdict(entry) | {"dispatch_share": entry.dispatch_share} for entry in self.ranges]
             parts.append(table(rows, _RANGE_COLUMNS))
