@@ -67,7 +67,7 @@ class RunSummary:
             f"model       {count(self.parameters)} parameters, {count(self.steps)} steps{speed}",
             f"held out    loss {self.loss:.4f}, perplexity {self.perplexity:.2f}, "
             f"{self.bits_per_byte:.4f} bits per byte",
-            f"everything is in {self.folder}; more stories: lmkit generate {self.folder}",
+            f"everything is in {self.folder}; another story: lmkit generate {self.folder} --seed 1",
         ]
         return "\n".join(lines)
 

@@ -19,7 +19,7 @@ def shipped_recipes() -> dict[str, Path]:
 
 
 def headline(path: Path) -> str:
-    """The first comment line of a recipe: what it is for."""
+    """The first comment line of a recipe: what it is for, short enough for one line of `lmkit recipe list`."""
     for line in path.read_text("utf-8").splitlines():
         if line.startswith("#"):
             return line.lstrip("# ").strip()

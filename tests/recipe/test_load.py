@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lmkit.commands.recipe import list_recipes
 from lmkit.errors import UsageError
+from lmkit.measure.tables import TERMINAL_WIDTH
 from lmkit.recipe.load import load_recipe, recipe_to_toml, validate
 from lmkit.recipe.schema import TABLES, Recipe, required
 from lmkit.recipe.shipped import shipped_recipes
@@ -32,6 +34,12 @@ def test_shipped_recipes_are_valid_and_survive_a_round_trip(name: str) -> None:
     import tomli
 
     assert validate(tomli.loads(text), origin=name) == recipe
+
+
+def test_the_list_of_recipes_fits_a_terminal_in_whole_sentences() -> None:
+    for line in str(list_recipes()).splitlines():
+        assert len(line) <= TERMINAL_WIDTH
+        assert line.endswith(".")
 
 
 @pytest.mark.parametrize(
