@@ -50,8 +50,8 @@ RIVALS_OF = {
 }
 """Strategy -> the rivals in PyTorch that it is compared with."""
 LADDER_NOTES = (
-    "alone: a step's reduction with nothing beside it; alone GB/s: what a rank sends, over that time; hidden: the share "
-    "of it that does not lengthen the step (below 0: what the reduction costs the compute beside it)",
+    "alone: a step's reduction with nothing beside it; alone GB/s: what a rank sends, over that time; hidden: the "
+    "share of it that does not lengthen the step (below 0: what the reduction costs the compute beside it)",
 )
 DDP_NOTES = (
     "scaling: one rank's step time over this one's, same rows per rank; spread: (p90 - p10) / median",
@@ -93,7 +93,6 @@ OPTIMIZER_NOTES = (
 
 def ddp_result(rows: Rows, sweep: Rows, ranks: Ranks, overlap: StepTimeline | None = None) -> BenchResult:
     """The ladder, the bucket sweep beside it, and a picture of a step of `bucketed` where one was traced."""
-    rows, sweep = [_with_units(row) for row in rows], [_with_units(row) for row in sweep]
     environment = describe_environment() | {"world_size": ranks.world_size}
     everything = [row | {"part": "ladder"} for row in rows] + [
         row | {"part": "bucket sweep"} for row in sweep
@@ -118,9 +117,9 @@ def ddp_result(rows: Rows, sweep: Rows, ranks: Ranks, overlap: StepTimeline | No
             y_label="ms per step",
         ),
     }
-    swept = [row for row in sweep if str(row["contender"]).startswith("bucketed") and "step_ms" in row]
-    if swept:
-        files["ddp_bucket_sweep.png"] = sweep_picture(swept)
+    swept = [row for row in sweep if str(row["contender"]).startswith("bucketed")]
+    if any("step_ms" in row for row in swept):
+        files["ddp_bucket_sweep.png"] = sweep_picture([row for row in swept if "step_ms" in row])
     if overlap is not None:
         files["ddp_overlap.png"] = overlap_picture(overlap, "bucketed")
     pictures = [f"![{name}]({name})" for name in files if name.endswith(".png")]
@@ -128,7 +127,8 @@ def ddp_result(rows: Rows, sweep: Rows, ranks: Ranks, overlap: StepTimeline | No
         "\n\n".join(["# Data parallelism", ladder_markdown(everything), *DDP_NOTES, *LADDER_NOTES, *pictures])
         + "\n"
     )
-    return BenchResult("ddp", everything, DDP_COLUMNS, files, environment, DDP_NOTES)
+    shown = [with_units(row) for row in [*rows, *swept]]  # not what the sweep measured again to compare with
+    return BenchResult("ddp", everything, DDP_COLUMNS, files, environment, DDP_NOTES, shown)
 
 
 def ladder_markdown(rows: Rows) -> str:
@@ -138,7 +138,7 @@ def ladder_markdown(rows: Rows) -> str:
     """
     cases: dict[tuple[str, str], Rows] = {}
     for row in rows:
-        cases.setdefault((str(row.get("part", "")), row["case"]), []).append(_with_units(row))
+        cases.setdefault((str(row.get("part", "")), row["case"]), []).append(with_units(row))
     paragraphs = []
     for (part, case), members in cases.items():
         rounds = max((len(row.get("samples_ms", ())) for row in members), default=0)
@@ -174,8 +174,11 @@ def sweep_picture(rows: Rows) -> bytes:
     )
 
 
-def _with_units(row: dict[str, Any]) -> dict[str, Any]:
-    """The row with what only people need: megabytes, intervals as text."""
+def with_units(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with what only people need: megabytes, intervals as text.
+
+    Not for storage: by text, `lmkit compare` tells what a row measured.
+    """
     shown = dict(row)
     for key, source, unit in (
         ("link_mb", "link_bytes", 1e6),

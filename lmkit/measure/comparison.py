@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lmkit.measure.statistics import unpaired_ratio
+from lmkit.measure.statistics import median, unpaired_ratio
 from lmkit.measure.tables import Column, Row
 
-SAMPLES = "samples_ms"
+SAMPLES = (("samples_ms", 1.0), ("samples_s", 1e3))  # key, factor to milliseconds
 # Results, though they are text or whole numbers: they do not say which measurement a row is.
 RESULT_KEYS = frozenset(
     [
@@ -19,6 +19,7 @@ RESULT_KEYS = frozenset(
         "repeats",
         "epochs",
         "calls_per_sample",
+        "calls_per_step",
         "clock",
         "mfu_basis",
         "best_sdpa",
@@ -86,8 +87,12 @@ def _varying_keys(keys: Sequence[tuple[tuple[str, Any], ...]]) -> set[str]:
     return {name for name, found in values.items() if len(found) > 1}
 
 
+def _samples_ms(row: Row) -> list[float]:
+    return next(([sample * factor for sample in row[key]] for key, factor in SAMPLES if row.get(key)), [])
+
+
 def _compare(old: Row | None, new: Row | None, smallest_difference: float) -> dict[str, Any]:
-    before, after = (row.get(SAMPLES) if row else None for row in (old, new))
+    before, after = (_samples_ms(row) if row else [] for row in (old, new))
     if old is None or new is None:
         return {"verdict": "new" if old is None else "missing"}
     if not before or not after:
@@ -95,8 +100,8 @@ def _compare(old: Row | None, new: Row | None, smallest_difference: float) -> di
         return {"verdict": "not measured" if same else "stopped working" if before else "works now"}
     ratio = unpaired_ratio(after, before, smallest_difference=smallest_difference)
     return {
-        "before_ms": old.get("median_ms"),
-        "after_ms": new.get("median_ms"),
+        "before_ms": median(before),
+        "after_ms": median(after),
         "speedup": ratio.speedup,
         "low": ratio.low,
         "high": ratio.high,

@@ -1,8 +1,8 @@
 """`bucketed`: gradients fill buckets in the order in which they become ready; a full bucket is reduced at once.
 
-Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", without the buckets' memory:
-the gradients of a bucket are averaged where they lie, by one grouped call of the backend, so there is no flat tensor to
-allocate, to fill or to copy from. Only gradients that travel in another dtype are packed (and unpacked).
+Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", without the buckets'
+memory: the gradients of a bucket are averaged where they lie, by one grouped call of the backend, so there is no flat
+tensor to allocate, to fill or to copy from. Only gradients that travel in another dtype are packed (and unpacked).
 """
 
 from __future__ import annotations

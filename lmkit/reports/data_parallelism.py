@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lmkit.benches.ddp_report import ALL_REDUCE_COLUMNS, ALL_REDUCE_NOTES, DDP_COLUMNS, DDP_NOTES
+from lmkit.benches.ddp_report import ALL_REDUCE_COLUMNS, ALL_REDUCE_NOTES, DDP_COLUMNS, DDP_NOTES, with_units
 from lmkit.measure.tables import markdown_table
 from lmkit.reports.results import Results, of_kind
 from lmkit.reports.writing import Place, bullets, document, grouped, pictures, section, titles
@@ -58,18 +58,8 @@ def _ladder(results: Results, place: Place, title: str) -> list[str]:
     for (part, case), rows in grouped(results.rows, lambda row: (row.get("part"), row["case"])).items():
         parts.append(f"### {case}" + (f" ({part})" if part else ""))
         parts += bullets(findings(rows))
-        parts.append(markdown_table([_with_units(row) for row in rows], DDP_COLUMNS))
+        parts.append(markdown_table([with_units(row) for row in rows], DDP_COLUMNS))
     return parts
-
-
-def _with_units(row: dict[str, Any]) -> dict[str, Any]:
-    converted = dict(row)
-    for key, source in (("link_mb", "link_bytes"), ("expected_mb", "expected_link_bytes")):
-        if row.get(source) is not None:
-            converted[key] = row[source] / 1e6
-    if row.get("step_ms"):
-        converted["spread"] = (row["p90_ms"] - row["p10_ms"]) / row["step_ms"]
-    return converted
 
 
 def findings(rows: Rows) -> list[str]:

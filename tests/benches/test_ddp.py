@@ -15,8 +15,9 @@ from lmkit.benches import ddp, optimizer
 from lmkit.benches.ddp_clock import SteadyStateClock, without_garbage_collection
 from lmkit.benches.ddp_contenders import DdpCase, baseline_of, contender
 from lmkit.benches.ddp_overlap import overlap_picture, read_step
-from lmkit.benches.ddp_report import comparisons, ladder_markdown
+from lmkit.benches.ddp_report import comparisons, ddp_result, ladder_markdown
 from lmkit.errors import UsageError
+from lmkit.measure.comparison import compare_rows
 from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.process_group import Ranks
 
@@ -182,6 +183,30 @@ def test_a_trace_is_read_as_what_ran_beside_what():
     assert read_step(events[:2], 3) is None
     with pytest.raises(ValueError, match="5 collectives in 3 steps"):
         read_step(events[:-1], 3)
+
+
+def test_two_runs_of_the_ladder_can_be_compared():
+    def result(step_ms: float, calls: int):
+        def row(name: str) -> dict:
+            times = {"step_ms": step_ms, "p10_ms": step_ms - 1, "p90_ms": step_ms + 1}
+            of_one_rank = {"scaling": 10 / step_ms, "scaling_low": 0.1, "scaling_high": 1.0}
+            row = {
+                "case": "small",
+                "contender": name,
+                "world_size": 2,
+                "status": "ok",
+                "calls_per_step": calls,
+            }
+            return row | times | of_one_rank | {"tokens_per_s": 1.0, "samples_ms": [step_ms] * 20}
+
+        ranks = Ranks(rank=0, local_rank=0, world_size=2, device=torch.device("cpu"))
+        return ddp_result([row("none"), row("bucketed")], [row("none"), row("bucketed 1 MB")], ranks)
+
+    before, after = result(20.0, 5), result(10.0, 4)
+    compared = compare_rows(before.rows, after.rows)
+    assert [row["verdict"] for row in compared.rows] == ["faster"] * 4
+    assert [(row["before_ms"], row["after_ms"]) for row in compared.rows] == [(20, 10)] * 4
+    assert [line.split()[0] for line in before.table().splitlines()[2:5]] == ["none", "bucketed", "bucketed"]
 
 
 def test_the_report_sets_strategies_beside_their_rivals():

@@ -56,6 +56,12 @@ def test_rows_are_matched_by_what_was_measured_in_any_order():
     assert comparison.worse == 0
 
 
+def test_samples_in_seconds_are_compared_in_milliseconds():
+    before = {"contender": "ours", "samples_s": [0.5] * 6}
+    (row,) = compare_rows([before], [before | {"samples_s": [0.25] * 6}]).rows
+    assert (row["before_ms"], row["after_ms"], row["verdict"]) == (500, 250, "faster")
+
+
 def test_the_same_file_twice():
     rows = [row("a", 10)]
     assert [entry["verdict"] for entry in compare_rows(rows, rows).rows] == ["no difference"]
