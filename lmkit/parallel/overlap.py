@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from lmkit.optim.clipping import gradient_norm
 from lmkit.parallel.late_step import LateStep
 from lmkit.parallel.packing import ReducingBucket, gradients_of, pack_gradients
 from lmkit.parallel.process_group import Ranks
 from lmkit.parallel.ready_queue import ReadyQueue
-from lmkit.parallel.replicated import ReplicatedSync, norm_of_gradients
+from lmkit.parallel.replicated import ReplicatedSync, present_gradients
 from lmkit.parallel.strategies import MakeOptimizer, SyncOptions
 
 LATE_BYTES = 32 * 2**20
@@ -151,11 +152,13 @@ class OverlapSync(ReplicatedSync):
 
     def _gradient_norm(self) -> torch.Tensor:
         late = set(self._late_parameters())
-        norm = norm_of_gradients(p for p in self.parameters if p not in late)  # while the late ones travel
+        norm = gradient_norm(
+            present_gradients(p for p in self.parameters if p not in late)
+        )  # while those travel
         if not late:
             return norm
         self._wait_for_flying()
-        return torch.linalg.vector_norm(torch.stack((norm, norm_of_gradients(late))))
+        return torch.linalg.vector_norm(torch.stack((norm, gradient_norm(present_gradients(late)))))
 
     def _settle_order(self, mine: list[int]) -> None:
         """Take rank 0's order for all ranks; what got no gradient there goes last."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from lmkit.optim.clipping import gradient_norm, scale_gradients_
 from lmkit.parallel.accumulation import Accumulates
 from lmkit.parallel.process_group import Ranks
 from lmkit.parallel.reduction import Averager
@@ -55,12 +55,11 @@ class ReplicatedSync(Accumulates):
     @torch.no_grad()
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
         norm = self._gradient_norm()
-        if math.isfinite(max_norm):
-            nn.utils.clip_grads_with_norm_(self.parameters, max_norm, norm)
+        scale_gradients_(present_gradients(self.parameters), norm, max_norm)
         return norm
 
     def _gradient_norm(self) -> torch.Tensor:
-        return norm_of_gradients(self.parameters)
+        return gradient_norm(present_gradients(self.parameters))
 
     def wait_for_weights(self) -> None:
         """Every rank steps all weights itself."""
@@ -89,6 +88,6 @@ class ReplicatedSync(Accumulates):
         raise NotImplementedError
 
 
-def norm_of_gradients(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
-    """The joint Euclidean norm of the gradients that are there."""
-    return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+def present_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    """The gradients that are there."""
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -7,7 +7,6 @@ where it is first read. With bf16 weights a parameter costs 2 + 2 bytes on the w
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lmkit.optim.clipping import scale_gradients_
 from lmkit.parallel.accumulation import Accumulates
 from lmkit.parallel.bucketed import MIB, bytes_of, fill_buckets
 from lmkit.parallel.lazy_weights import LazyWeights
@@ -118,8 +118,7 @@ class Zero1(Accumulates):
             self.traffic.count_all_reduce(square.nbytes, self.ranks.world_size)
             dist.all_reduce(square)
         norm = square.sqrt()
-        if math.isfinite(max_norm):
-            torch._foreach_mul_(shards, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        scale_gradients_(shards, norm, max_norm)
         return norm
 
     def wait_for_weights(self) -> None:
