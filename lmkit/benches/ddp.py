@@ -29,8 +29,6 @@ Progress = Callable[[str, int, int], None]
 
 LADDER = ("one rank", "none", "naive", "flat", "overlap", "bucketed", "torch_ddp", "zero1")
 RIVALS = ("torch_ddp default", "torch_ddp static", "torch_ddp + ZeRO")
-SHARDED = ("one rank, bf16 weights", "zero1 bf16")
-SWEEP_MB = (1, 10, 100, 1000)
 
 
 def ddp_rows(

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmkit.benches.tokenizer_contenders import CONTENDERS, Job, as_argument
+from lmkit.benches.tokenizer_contenders import Job, as_argument
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.memory import process_tree_memory
@@ -261,16 +261,3 @@ def _is_installed(contender: str) -> bool:
 def _missing(cases: Sequence[Case]) -> list[str]:
     names = {name for case in cases for name in case.contenders}
     return sorted(name for name in names if not _is_installed(name))
-
-
-def default_cases(
-    texts: dict[str, Path], *, train_vocabularies: Sequence[int], encode_vocabulary: int
-) -> list[Case]:
-    """Training with two workers and encoding with one and two, on every text, against everybody."""
-    trainers = tuple(name for task, name in CONTENDERS if task == "train")
-    encoders = tuple(name for task, name in CONTENDERS if task == "encode")
-    cases = []
-    for name, path in texts.items():
-        cases += [Case("train", path, name, 2, vocab_size, trainers) for vocab_size in train_vocabularies]
-        cases += [Case("encode", path, name, workers, encode_vocabulary, encoders) for workers in (1, 2)]
-    return cases

@@ -22,7 +22,7 @@ def generate(
         typer.Option(
             "--prompt",
             "-p",
-            help="Repeatable. An empty one starts a new document; of one beyond the context the end is read.",
+            help="Repeatable. An empty one starts a new document; of a very long one only the end is read.",
             show_default=False,
         ),
     ] = None,

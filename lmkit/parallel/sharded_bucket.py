@@ -84,9 +84,8 @@ class ShardedBucket:
             return first.view(-1)
         flat = torch.empty(self.weights.numel(), dtype=self._wire_dtype, device=first.device)
         if flat.numel() > self.layout.num_elements:
-            flat[
-                self.layout.num_elements :
-            ].zero_()  # the padding must not carry what the allocator left there
+            padding = flat[self.layout.num_elements :]
+            padding.zero_()  # it must not carry what the allocator left there
         torch._foreach_copy_(self._parts(flat), gradients)
         return flat
 

@@ -187,7 +187,7 @@ def summarize(trace: Trace, *, skip_steps: int = 1) -> Summary:
     lost = counted and trace.calls and not calls
     if (
         lost
-    ):  # an nsys older than the driver records the beginning only: nothing is known here, not nothing done
+    ):  # an nsys older than the driver records only the beginning: nothing is known here, not nothing done
         calls = None
     caused = None if calls is None else {(call.process, call.correlation) for call in calls}
     work = None

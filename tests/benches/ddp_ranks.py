@@ -18,7 +18,14 @@ CASE = DdpCase(
     ModelConfig(vocab_size=64, context_length=16, d_model=64, d_ff=128, num_layers=2, num_heads=2),
     rows=2,
 )
-NAMES = (*ddp.LADDER, *ddp.SHARDED, "torch_ddp + ZeRO", "bucketed bf16 wire", "bucketed 0.05 MB")
+NAMES = (
+    *ddp.LADDER,
+    "one rank, bf16 weights",
+    "zero1 bf16",
+    "torch_ddp + ZeRO",
+    "bucketed bf16 wire",
+    "bucketed 0.05 MB",
+)
 
 
 def measure_all() -> dict[str, list[dict[str, Any]]]:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lmkit.benches import tokenizer as bench
-from lmkit.benches.tokenizer import Case, bench_tokenizer, default_cases, measure
+from lmkit.benches.tokenizer import Case, bench_tokenizer, measure
 from lmkit.errors import LmkitError, UsageError
 
 
@@ -46,13 +46,3 @@ def test_a_contender_that_fails_is_named(text: Path, tmp_path: Path) -> None:
         measure([Case("train", bad, "bad", 1, 300, ("lmkit",))], rounds=1)
     with pytest.raises(UsageError, match=r"none\.txt"):
         measure([Case("train", tmp_path / "none.txt", "none", 1, 300, ("lmkit",))], rounds=1)
-
-
-def test_default_cases(text: Path) -> None:
-    cases = default_cases({"words": text}, train_vocabularies=[300, 400], encode_vocabulary=300)
-    assert [(case.task, case.workers, case.vocab_size) for case in cases] == [
-        ("train", 2, 300),
-        ("train", 2, 400),
-        ("encode", 1, 300),
-        ("encode", 2, 300),
-    ]
