@@ -38,11 +38,10 @@ def count_words(
 
     def chunks() -> Iterator[Chunk]:
         for number, path in enumerate(paths):
-            for chunk in exact_chunks(read_blocks(path), specials, source=number):
-                yield valid_utf8(chunk, str(path), errors)
+            yield from exact_chunks(read_blocks(path), specials, source=number)
 
     def count(counter: WordCounter) -> Callable[[Chunk], None]:
-        return lambda chunk: counter.add(chunk.data)
+        return lambda chunk: counter.add(valid_utf8(chunk, str(paths[chunk.source]), errors).data)
 
     def report(chunk: Chunk, _: None) -> None:
         nonlocal done_bytes

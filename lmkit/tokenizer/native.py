@@ -113,12 +113,11 @@ class NativeCounter:
         self._code.lmkit_counter_sizes(self._counter, sizes.ctypes.data)
         num_words, num_bytes, num_special = sizes.tolist()
         text = np.empty(num_bytes, np.uint8)
-        begins, counts = np.empty(num_words, np.int64), np.empty(num_words, np.int64)
+        lengths, counts = np.empty(num_words, np.int64), np.empty(num_words, np.int64)
         self._code.lmkit_counter_words(
-            self._counter, text.ctypes.data, begins.ctypes.data, counts.ctypes.data
+            self._counter, text.ctypes.data, lengths.ctypes.data, counts.ctypes.data
         )
-        order = np.argsort(begins)
-        return WordCounts(text, np.diff(begins[order], append=num_bytes), counts[order], num_special)
+        return WordCounts(text, lengths, counts, num_special)
 
     def __del__(self) -> None:
         counter = getattr(self, "_counter", None)

@@ -187,7 +187,7 @@ static const uint8_t *word_end(const uint8_t *classes, const uint8_t *p, const u
 /* Up to 15 bytes a word is its own key: the bytes, padded with zeros, and the size in the topmost byte. A longer one has
  * a hash of its bytes in key[0], and 16 above the size in key[1]. */
 typedef struct {
-    uint64_t key[2];                            /* key[1] is 0 in a free slot */
+    uint64_t key[2];
     int64_t text;                               /* where the bytes begin in the table's texts */
     union {
         int64_t count;                          /* counting */
@@ -197,11 +197,15 @@ typedef struct {
     };
 } Word;
 
-/* Open addressing; at most half of the slots are taken. */
+/* The words stand in the order of their appearance: the frequent ones together in front, where a cache keeps them. They are
+ * found by open addressing in `slots`, at most half of which are taken: the upper half of the word's hash, and its
+ * number plus one; 0 is a free slot. */
 typedef struct {
+    uint64_t *slots;
+    int64_t capacity;
     Word *words;
-    int64_t num_words, capacity;
-    uint8_t *texts;                             /* the bytes of all words, in order of appearance */
+    int64_t num_words, word_room;
+    uint8_t *texts;                             /* the bytes of all words */
     int64_t text_size, text_room;
 } Table;
 
@@ -233,45 +237,67 @@ static inline void key_of(const uint8_t *word, int64_t size, const uint8_t *end,
     key[1] = (uint64_t)16 << 56 | (uint64_t)size;
 }
 
-/* In bytes; 0 for a free slot. */
+/* In bytes. */
 static inline int64_t word_size(const Word *word)
 {
     int64_t size = word->key[1] >> 56;
     return size <= 15 ? size : (int64_t)(word->key[1] << 8 >> 8);
 }
 
-/* The slot in which a word is, or which is free for it. */
+static inline uint64_t hash_of(const uint64_t key[2])
+{
+    return mix(key[0] ^ key[1] * 0xC2B2AE3D27D4EB4Fu);
+}
+
+/* NULL for a word that is not in the table. */
 static inline Word *find_word(const Table *table, const uint64_t key[2], const uint8_t *word, int64_t size)
 {
-    uint64_t mask = table->capacity - 1, slot = mix(key[0] ^ key[1] * 0xC2B2AE3D27D4EB4Fu) & mask;
-    for (;; slot = (slot + 1) & mask) {
-        Word *known = &table->words[slot];
-        if (!known->key[1])
-            return known;
+    uint64_t mask = table->capacity - 1, hash = hash_of(key), entry;
+    for (uint64_t slot = hash & mask; (entry = table->slots[slot]); slot = (slot + 1) & mask) {
+        if ((entry ^ hash) >> 32)
+            continue;
+        Word *known = &table->words[(uint32_t)entry - 1];
         if (known->key[0] == key[0] && known->key[1] == key[1]
             && (size <= 15 || !memcmp(table->texts + known->text, word, size)))
             return known;
     }
+    return NULL;
+}
+
+/* Make a word findable by its number. */
+static void take_slot(Table *table, int64_t number)
+{
+    uint64_t mask = table->capacity - 1, hash = hash_of(table->words[number].key), slot = hash & mask;
+    while (table->slots[slot])
+        slot = (slot + 1) & mask;
+    table->slots[slot] = hash >> 32 << 32 | (uint64_t)(number + 1);
 }
 
 /* Give the table `capacity` slots, a power of two; -1 without memory. */
 static int resize(Table *table, int64_t capacity)
 {
-    Table old = *table;
-    Word *words = malloc(capacity * sizeof(Word));
-    if (!words)
+    uint64_t *slots = malloc(capacity * sizeof *slots);
+    if (!slots)
         return -1;
-    for (int64_t i = 0; i < capacity; i++)      /* not calloc: its pages are read before they are written, two faults */
-        words[i].key[1] = 0;
-    table->words = words;
+    memset(slots, 0, capacity * sizeof *slots); /* not calloc: its pages are read before they are written, two faults */
+    free(table->slots);
+    table->slots = slots;
     table->capacity = capacity;
-    for (int64_t i = 0; i < old.capacity; i++) {
-        const Word *word = &old.words[i];
-        if (word->key[1])
-            *find_word(table, word->key, old.texts + word->text, word_size(word)) = *word;
-    }
-    free(old.words);
+    for (int64_t i = 0; i < table->num_words; i++)
+        take_slot(table, i);
     return 0;
+}
+
+/* Forget all words, but keep the memory. */
+static void clear(Table *table)
+{
+    memset(table->slots, 0, table->capacity * sizeof *table->slots);
+    table->num_words = table->text_size = 0;
+}
+
+static void free_table(Table *table)
+{
+    free(table->slots), free(table->words), free(table->texts);
 }
 
 /* Make room for `more` items of `width` bytes behind the `used` ones; -1 without memory. */
@@ -288,21 +314,20 @@ static int reserve(void **data, int64_t *room, int64_t used, int64_t more, int64
     return 0;
 }
 
-/* Put a new word where find_word found a free slot. Returns its slot, which may be another one; NULL without memory. */
-static Word *add_word(Table *table, Word *slot, const uint64_t key[2], const uint8_t *word, int64_t size)
+/* Put a new word into the table, with neither count nor tokens; NULL without memory. */
+static Word *add_word(Table *table, const uint64_t key[2], const uint8_t *word, int64_t size)
 {
-    if (reserve((void **)&table->texts, &table->text_room, table->text_size, size, 1))
+    if (table->num_words == UINT32_MAX - 1
+        || reserve((void **)&table->texts, &table->text_room, table->text_size, size, 1)
+        || reserve((void **)&table->words, &table->word_room, table->num_words, 1, sizeof(Word))
+        || (2 * (table->num_words + 1) > table->capacity && resize(table, 2 * table->capacity)))
         return NULL;
-    if (2 * (table->num_words + 1) > table->capacity) {
-        if (resize(table, 2 * table->capacity))
-            return NULL;
-        slot = find_word(table, key, word, size);
-    }
-    *slot = (Word){.key = {key[0], key[1]}, .text = table->text_size};
+    Word *added = &table->words[table->num_words];
+    *added = (Word){.key = {key[0], key[1]}, .text = table->text_size};
     memcpy(table->texts + table->text_size, word, size);
     table->text_size += size;
-    table->num_words++;
-    return slot;
+    take_slot(table, table->num_words++);
+    return added;
 }
 
 /* ---- merges */
@@ -446,17 +471,17 @@ static int64_t merge_word(const Encoder *encoder, const uint8_t *word, int64_t s
     return size <= SHORT_WORD ? merge_short(encoder, word, size, out) : merge_long(encoder, word, size, out);
 }
 
-static int64_t encode_new_word(Encoder *encoder, Word *slot, const uint64_t key[2], const uint8_t *word, int64_t size,
-                               int32_t *out)
+static int64_t encode_new_word(Encoder *encoder, const uint64_t key[2], const uint8_t *word, int64_t size, int32_t *out)
 {
+    Word *added;
     int64_t count = merge_word(encoder, word, size, out);
     if (count < 0 || reserve((void **)&encoder->tokens, &encoder->token_room, encoder->num_tokens, count, sizeof *out)
-        || !(slot = add_word(&encoder->known, slot, key, word, size)))
+        || !(added = add_word(&encoder->known, key, word, size)))
         return -1;
-    slot->num_tokens = (int32_t)count;
-    slot->first = *out;
+    added->num_tokens = (int32_t)count;
+    added->first = *out;
     if (count > 1) {
-        slot->first = (int32_t)encoder->num_tokens;
+        added->first = (int32_t)encoder->num_tokens;
         memcpy(encoder->tokens + encoder->num_tokens, out, count * sizeof *out);
         encoder->num_tokens += count;
     }
@@ -470,9 +495,9 @@ static inline int64_t encode_word(Encoder *encoder, const uint8_t *word, int64_t
         return merge_word(encoder, word, size, out);
     uint64_t key[2];
     key_of(word, size, end, key);
-    Word *known = find_word(&encoder->known, key, word, size);
-    if (!known->key[1])
-        return encode_new_word(encoder, known, key, word, size, out);
+    const Word *known = find_word(&encoder->known, key, word, size);
+    if (!known)
+        return encode_new_word(encoder, key, word, size, out);
     if (known->num_tokens == 1)
         *out = known->first;
     else
@@ -484,7 +509,8 @@ void lmkit_encoder_free(Encoder *encoder)
 {
     if (!encoder)
         return;
-    free(encoder->merges), free(encoder->known.words), free(encoder->known.texts), free(encoder->tokens);
+    free(encoder->merges), free(encoder->tokens);
+    free_table(&encoder->known);
     free(encoder);
 }
 
@@ -525,8 +551,8 @@ int64_t lmkit_encode(Encoder *encoder, const uint8_t *data, int64_t size, const 
     const Specials specials = specials_from(packed_specials, packed_size);
     Table *known = &encoder->known;
     if (known->num_words > MOST_WORDS || encoder->num_tokens + known->text_size > MOST_BYTES) {
-        memset(known->words, 0, known->capacity * sizeof(Word));
-        known->num_words = known->text_size = encoder->num_tokens = 0;
+        clear(known);
+        encoder->num_tokens = 0;
     }
     while (p < end) {
         Span special = next_special(&specials, p, end);
@@ -552,14 +578,14 @@ typedef struct {
     int64_t num_special;
 } Counter;
 
-static inline int count_word(Counter *counter, const uint8_t *word, int64_t size, const uint8_t *end, int64_t count)
+static inline int count_word(Counter *counter, const uint8_t *word, int64_t size, const uint8_t *end)
 {
     uint64_t key[2];
     key_of(word, size, end, key);
     Word *known = find_word(&counter->known, key, word, size);
-    if (!known->key[1] && !(known = add_word(&counter->known, known, key, word, size)))
+    if (!known && !(known = add_word(&counter->known, key, word, size)))
         return -1;
-    known->count += count;
+    known->count++;
     return 0;
 }
 
@@ -567,7 +593,7 @@ void lmkit_counter_free(Counter *counter)
 {
     if (!counter)
         return;
-    free(counter->known.words), free(counter->known.texts);
+    free_table(&counter->known);
     free(counter);
 }
 
@@ -592,7 +618,7 @@ int lmkit_count(Counter *counter, const uint8_t *data, int64_t size, const uint8
         Span special = next_special(&specials, p, end);
         for (const uint8_t *after; p < special.begin; p = after) {
             after = word_end(counter->classes, p, special.begin);
-            if (count_word(counter, p, after - p, end, 1))
+            if (count_word(counter, p, after - p, end))
                 return -1;
         }
         counter->num_special += special.begin < end;
@@ -605,11 +631,14 @@ int lmkit_count(Counter *counter, const uint8_t *data, int64_t size, const uint8
 int lmkit_count_together(Counter *counter, const Counter *other)
 {
     const Table *words = &other->known;
-    for (int64_t i = 0; i < words->capacity; i++) {
+    for (int64_t i = 0; i < words->num_words; i++) {
         const Word *word = &words->words[i];
+        const uint8_t *text = words->texts + word->text;
         int64_t size = word_size(word);
-        if (size && count_word(counter, words->texts + word->text, size, words->texts + words->text_size, word->count))
+        Word *known = find_word(&counter->known, word->key, text, size);
+        if (!known && !(known = add_word(&counter->known, word->key, text, size)))
             return -1;
+        known->count += word->count;
     }
     counter->num_special += other->num_special;
     return 0;
@@ -623,14 +652,13 @@ void lmkit_counter_sizes(const Counter *counter, int64_t sizes[3])
     sizes[2] = counter->num_special;
 }
 
-/* Write all words, joined, to text; and where each begins there, in no order, with its count. */
-void lmkit_counter_words(const Counter *counter, uint8_t *text, int64_t *begins, int64_t *counts)
+/* Write all words, joined, to text, and the size and count of each; in order of their first appearance. */
+void lmkit_counter_words(const Counter *counter, uint8_t *text, int64_t *sizes, int64_t *counts)
 {
     const Table *words = &counter->known;
     memcpy(text, words->texts, words->text_size);
-    for (int64_t i = 0; i < words->capacity; i++)
-        if (words->words[i].key[1]) {
-            *begins++ = words->words[i].text;
-            *counts++ = words->words[i].count;
-        }
+    for (int64_t i = 0; i < words->num_words; i++) {
+        sizes[i] = word_size(&words->words[i]);
+        counts[i] = words->words[i].count;
+    }
 }
