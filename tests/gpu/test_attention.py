@@ -155,7 +155,9 @@ def test_addresses_past_two_to_the_31(portable):
     far = storage.as_strided((1, 70_000, 129, 64), (0, 40_000, 64, 1))
     far[:, -1] = q[:, 0]
     out = portable(far, k, v, causal=True)[:, -1:]
-    assert torch.equal(out, portable(q, k, v, causal=True))
+    # The same bits come of the same tiles only: with a batch stride of 0 this call, too, goes without descriptors.
+    near = q.as_strided(q.shape, (0, *q.stride()[1:]))
+    assert torch.equal(out, portable(near, k, v, causal=True))
 
 
 @pytest.mark.parametrize("kernel_name", ["flash_triton"])
