@@ -68,7 +68,7 @@ def encode_corpus(
     ) as writer:
 
         def encode(encoder: ChunkEncoder) -> Callable[[Chunk], np.ndarray]:
-            return lambda chunk: encoder.encode(chunk.data, tokenizer.specials)
+            return lambda chunk: encoder.encode(reader.text_of(chunk), tokenizer.specials)
 
         def write(chunk: Chunk, ids: np.ndarray) -> None:
             nonlocal num_documents, done_bytes
@@ -102,8 +102,7 @@ class _Reader:
         separator = END_OF_TEXT.encode() if self._tokenizer.end_of_text_id is not None else b""
         for number, path in enumerate(self._sources):
             tail = _Tail()
-            for chunk in exact_chunks(self._blocks(path, tail), self._tokenizer.specials, source=number):
-                yield valid_utf8(chunk, str(path), self._errors)
+            yield from exact_chunks(self._blocks(path, tail), self._tokenizer.specials, source=number)
             size, _ = self._states[number]
             if _state(path) != self._states[number] or tail.num_bytes != size:
                 raise LmkitError(
@@ -111,6 +110,10 @@ class _Reader:
                 )
             if separator and size and not tail.data.rstrip().endswith(separator):
                 yield Chunk(number, size, 0, separator)
+
+    def text_of(self, chunk: Chunk) -> bytes:
+        """Return the chunk's text as valid UTF-8; any thread may ask."""
+        return valid_utf8(chunk, str(self._sources[chunk.source]), self._errors).data
 
     def sha256(self) -> str:
         return self._digest.hexdigest()
