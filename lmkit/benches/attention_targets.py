@@ -166,6 +166,12 @@ def _first_call(rows: Rows) -> float | None:
     return max(seconds.values(), default=None)
 
 
+def _wrong_results(rows: Rows) -> int | None:
+    """Our timings that the gate refused: the other lines count only what was timed."""
+    ours = [row for row in rows if row["kernel"].startswith(OURS)]
+    return sum(row["status"] == "wrong result" for row in ours) if ours else None
+
+
 def _host_time(rows: Rows) -> float | None:
     """Host microseconds of a forward call, less those of an autograd Function that launches one trivial kernel."""
     found = {row["kernel"]: row["median_ms"] * 1e3 for row in _chosen(rows, set="host time")}
@@ -211,6 +217,7 @@ TARGETS = (
            _error_ratio(*OUTPUT, normal=False), at_most=True),
     Target("the same on large logits, sinks, ramps, backward", 1.2, None,
            _error_ratio(*GRADIENTS, normal=False), at_most=True),
+    Target("results that the gate refused", 0, None, _wrong_results, at_most=True, unit=""),
     Target("longest sequence, forward and backward", 131_072, None, _longest, " tokens"),
     Target("first calls of one head_dim and mask, all lengths", 30, None, _first_call, " s", at_most=True),
     Target("host time of a warm call beyond a bare Function's", 30, None, _host_time, " us", at_most=True),
@@ -229,7 +236,11 @@ def against_targets(rows: Rows) -> list[Row]:
         sign = "<= " if target.at_most else ">= "
 
         verdict = target.verdict(figure)
-        measured = "-" if figure is None else _number(figure, "#.3g").rstrip(".") + target.unit
+        measured = (
+            "-"
+            if figure is None
+            else _number(figure, "d" if isinstance(figure, int) else "#.3g").rstrip(".") + target.unit
+        )
         entries.append(
             {
                 "target": target.name,
