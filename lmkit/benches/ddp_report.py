@@ -82,12 +82,13 @@ OPTIMIZER_COLUMNS = (
     Column("tokens_per_s", "tokens/s", ",.0f"),
     Column("state_mb", "state MB", ",.1f"),
     Column("state_share", "of plain", ".1%"),
-    Column("init_mb", "after init MB", ",.0f"),
-    Column("before_mb", "before step MB", ",.0f"),
-    Column("after_mb", "after step MB", ",.0f"),
+    Column("init_mb", "init MB", ",.0f"),
+    Column("before_mb", "before MB", ",.0f"),
+    Column("after_mb", "after MB", ",.0f"),
 )
 OPTIMIZER_NOTES = (
-    "state: what the optimizer holds on this rank, MB (10^6 bytes); the rest: the CUDA allocator's",
+    "state: what the optimizer holds on this rank, MB (10^6 bytes); init, before, after: what the CUDA allocator "
+    "holds when all is built, before an optimizer step and after it",
 )
 
 
@@ -206,7 +207,7 @@ def all_reduce_result(rows: Rows, ranks: Ranks) -> BenchResult:
     for row in rows:
         row["spread"] = (row["p90_us"] - row["p10_us"]) / row["median_us"]
         series.setdefault(f"{row['operation']} {row['dtype']}", []).append(
-            (row["bytes"] / 1e6, row["bus_gb_per_s"])
+            (round(row["bytes"] / 1e6, 1), row["bus_gb_per_s"])  # equal shares may be some bytes short
         )
     files: dict[str, bytes | str] = {
         **row_files("all_reduce_results", rows),
@@ -241,6 +242,7 @@ def optimizer_result(rows: Rows, ranks: Ranks) -> BenchResult:
             title=f"Optimizer state on each of {ranks.world_size} ranks",
             x_label="contender",
             y_label="MB (10^6 bytes)",
+            spec=",.0f",
         ),
     }
     files["optimizer_report.md"] = _report(

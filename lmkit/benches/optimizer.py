@@ -65,9 +65,8 @@ def state_bytes(built: Contender) -> int:
     optimizer = built.optimizer
     if isinstance(optimizer, ShardedOptimizer):
         states = optimizer.state_dict()["state"]
-    elif hasattr(
-        optimizer, "optim"
-    ):  # PyTorch's ZeroRedundancyOptimizer: of the parameters dealt to this rank
+    elif hasattr(optimizer, "optim"):
+        # PyTorch's ZeroRedundancyOptimizer: of the parameters dealt to this rank.
         states = optimizer.optim.state
     else:
         states = optimizer.state

@@ -185,9 +185,8 @@ def summarize(trace: Trace, *, skip_steps: int = 1) -> Summary:
     start, end, window = _window(trace, counted)
     calls = None if trace.calls is None else [call for call in trace.calls if start <= call.start < end]
     lost = counted and trace.calls and not calls
-    if (
-        lost
-    ):  # an nsys older than the driver records only the beginning: nothing is known here, not nothing done
+    if lost:
+        # An nsys older than the driver records only the beginning: nothing is known here, not nothing done.
         calls = None
     caused = None if calls is None else {(call.process, call.correlation) for call in calls}
     work = None
