@@ -161,7 +161,8 @@ def _shape(row: dict[str, Any]) -> str:
     )
     mask = "causal" if row["causal"] else "full"
     layout = "" if row["layout"] == "contiguous" else f", {row['layout']}"
-    return f"head_dim {row['head_dim']}, {heads}, {mask}, {row['dtype']}{layout}"
+    data = "" if row.get("data", "normal") == "normal" else f", {row['data']}"
+    return f"head_dim {row['head_dim']}, {heads}, {mask}, {row['dtype']}{layout}{data}"
 
 
 def _set_and_shape(row: dict[str, Any]) -> str:

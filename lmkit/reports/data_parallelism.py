@@ -94,10 +94,15 @@ def findings(rows: Rows) -> list[str]:
     ]
     if alone:
         hidden = max(alone, key=_hidden)
-        found.append(
-            f"Most hidden: {hidden['contender']}, whose {hidden['communication_alone_ms']:.2f} ms of communication "
-            f"(alone) leave {hidden['exposed_ms']:.2f} ms exposed: {_hidden(hidden):.0%} hidden."
-        )
+        if _hidden(hidden) <= 0:
+            found.append(
+                "Nothing is hidden: every step takes longer by more than its communication alone does."
+            )
+        else:
+            found.append(
+                f"Most hidden: {hidden['contender']}, whose {hidden['communication_alone_ms']:.2f} ms of "
+                f"communication (alone) leave {hidden['exposed_ms']:.2f} ms exposed: {_hidden(hidden):.0%} hidden."
+            )
     counted = [row for row in synced if row.get("expected_link_bytes") and row.get("link_bytes")]
     if counted:
         apart = max(abs(row["link_bytes"] / row["expected_link_bytes"] - 1) for row in counted)

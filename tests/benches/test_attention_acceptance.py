@@ -182,3 +182,15 @@ def test_the_committed_report_shows_the_committed_rows():
 def test_the_suite_needs_a_gpu():
     with pytest.raises(UsageError, match="needs a GPU"):
         run_bench(AttentionOptions(device="cpu", suite="acceptance"))
+
+
+def test_a_refused_result_misses_a_target():
+    def measured(*statuses):
+        rows = [{"kernel": OURS, "status": status, "set": "data"} for status in statuses]
+        return next(e for e in against_targets(rows) if e["target"] == "results that the gate refused")
+
+    assert (measured("ok", "ok")["measured"], measured("ok")["verdict"]) == ("0", "met")
+    assert (measured("ok", "wrong result")["measured"], measured("wrong result")["verdict"]) == (
+        "**1**",
+        "missed",
+    )

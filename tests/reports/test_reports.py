@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +215,30 @@ def test_what_follows_the_backward_pass_hides_nothing(tmp_path: Path) -> None:
     store(tmp_path, "rows.jsonl", [ddp_row("flat", 10.1), ddp_row("bucketed", 12.0)])
     run(tmp_path, None)
     assert "Most hidden: bucketed," in text_of(tmp_path, "data_parallelism.md")
+
+
+def test_nothing_hidden_is_said_in_words(tmp_path: Path) -> None:
+    store(tmp_path, "rows.jsonl", [ddp_row("bucketed", 14.0) | {"exposed_ms": 6.0}])
+    run(tmp_path, None)
+    text = text_of(tmp_path, "data_parallelism.md")
+    assert "Nothing is hidden" in text
+    assert "Most hidden" not in text
+
+
+def test_attention_on_other_data_is_named(tmp_path: Path) -> None:
+    kinds = [
+        attention_row("flash_triton", 128) | {"set": "data", "data": data} for data in ("normal", "sink")
+    ]
+    store(tmp_path, "rows.jsonl", kinds)
+    run(tmp_path, None)
+    cases = [line for line in text_of(tmp_path, "attention.md").splitlines() if line.startswith("| data |")]
+    assert ["sink" in line for line in cases] == [False, True]
+
+
+def test_committed_write_ups_say_what_the_committed_rows_say(tmp_path: Path) -> None:
+    own = shutil.ignore_patterns("runs", "benches", "profiles", "data")  # of whoever works here, not in git
+    shutil.copytree(Path(__file__).resolve().parents[2] / "artifacts", tmp_path / "artifacts", ignore=own)
+    run(tmp_path / "artifacts", None, check=True)
 
 
 def test_optimizer_sharding_states_memory_and_speed(artifacts: Path) -> None:
