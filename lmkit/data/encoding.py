@@ -15,7 +15,6 @@ import numpy as np
 
 from lmkit.data.token_files import TokenFileWriter, TokenMeta
 from lmkit.errors import LmkitError, UsageError
-from lmkit.storage import remove_partials
 from lmkit.tokenizer import END_OF_TEXT, Progress, Tokenizer
 from lmkit.tokenizer.chunk_encoder import ChunkEncoder
 from lmkit.tokenizer.chunks import Chunk, ErrorMode, exact_chunks, read_blocks, valid_utf8
@@ -55,8 +54,6 @@ def encode_corpus(
         raise UsageError(f"{output}: a token file ends in .npy", hint=f"name it {output.with_suffix('.npy')}")
     if output.exists() and not force:
         raise UsageError(f"{output} exists", hint="overwrite it with --force")
-    if output.parent.is_dir():
-        remove_partials(output.parent)
     reader = _Reader(sources, tokenizer, errors)
     if reader.total_bytes == 0:
         names = ", ".join(str(path) for path in sources) or "no files"

@@ -176,6 +176,16 @@ def test_fault_39_killed_while_encoding(tokenizer: Tokenizer, tmp_path: Path, st
     assert not list(tmp_path.glob("*.partial"))
 
 
+def test_what_others_are_writing_in_the_folder_stays(
+    corpus: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """A download that is to be resumed, or another encoding that runs at the same time."""
+    foreign = tmp_path / "valid.npy.partial"
+    foreign.write_bytes(b"half")
+    encode_corpus([corpus], tmp_path / "train.npy", tokenizer, workers=1)
+    assert foreign.read_bytes() == b"half"
+
+
 def test_fault_40_output_exists(corpus: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
     output = tmp_path / "tokens.npy"
     output.write_bytes(b"precious")
