@@ -271,7 +271,8 @@ def key_value_gradient_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_d
     HALF_P saves the registers that D = 64 lacks (steps of 128 queries) and keeps P for dS in float16, four
     times finer than the bf16 that dV takes. So that small P do not underflow, lse comes less a `shift`
     (15): P is 2^15 times itself, at most 2^15, and so are dV, dS and all that follows; dk_scale, dv_scale
-    (and the finishing pass) take it out again.
+    (and the finishing pass) take it out again. What is below 2^-39 all the same adds nothing to dK and dQ, so a
+    key that nobody attends to by more (2^-29 and below: with less precision) has a dK of zero.
     """
     gdc_wait()
     gdc_launch_dependents()
