@@ -79,9 +79,10 @@ class TilingChoices:
         self, case: Case, candidates: tuple[Tiling, ...], path: Path, launch: Callable[[Tiling], None]
     ) -> Tiling:
         """Reads the choice from the cache file, or times the candidates and writes it there."""
-        entries = read_entries(path)
-        if case.name() in entries:
-            return Tiling(**entries[case.name()])
+        kept = read_entries(path).get(case.name())
+        for tiling in (*candidates, LAST_RESORT):
+            if asdict(tiling) == kept:  # nothing else is taken from a file
+                return tiling
         times: dict[Tiling, float] = {}
         for tiling in candidates:
             try:
@@ -109,12 +110,15 @@ def cache_file(device: torch.device) -> Path:
 def read_entries(path: Path) -> dict[str, dict]:
     """The cache file's content; a file that is missing, closed to us or damaged counts as empty."""
     try:
-        return json.loads(path.read_text())
+        entries = json.loads(path.read_bytes())
     except OSError:  # not there yet, or not ours to read
         return {}
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
+        entries = None
+    if not isinstance(entries, dict):
         logger.warning("%s is damaged; the tilings are measured again", path.name)
         return {}
+    return entries
 
 
 def write_entries(path: Path, entries: dict[str, dict]) -> None:

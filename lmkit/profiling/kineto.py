@@ -21,6 +21,7 @@ from lmkit.measure.timing import clock_for
 from lmkit.profiling.trace import Call, DeviceWork, Range, Trace
 
 _RANGES_OF_TORCH = ("ProfilerStep", "Optimizer.")
+_MOST_BYTES = 2 << 30  # of a trace, unpacked: minutes of training; a packed file could claim any size
 _WHAT_IS_READ = (
     "give the kineto_trace.json.gz of `lmkit profile kineto RECIPE`, or what torch.profiler's "
     "export_chrome_trace wrote"
@@ -86,10 +87,12 @@ def read_chrome_trace(path: Path) -> Trace:
     """
     if not path.is_file():
         raise UsageError(f"{path.name}: no such file", hint=_WHAT_IS_READ)
-    content = path.read_bytes()
     try:
-        document = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
-        return parse_chrome_trace(document, path.name)
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise UsageError(f"{path.name}: more than {_MOST_BYTES >> 20} MiB of JSON", hint=_WHAT_IS_READ)
+        return parse_chrome_trace(json.loads(content), path.name)
     except OSError as error:  # gzip says so of what is not compressed
         raise UsageError(f"{path.name}: cannot be read: {error}", hint=_WHAT_IS_READ) from error
     except (KeyError, TypeError, AttributeError, EOFError, zlib.error, ValueError) as error:

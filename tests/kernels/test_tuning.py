@@ -1,5 +1,8 @@
 """Choosing tile sizes: the candidates are few, the choice is made once, kept on disk, and survives a damaged file."""
 
+import json
+from dataclasses import asdict
+
 import pytest
 import torch
 
@@ -49,11 +52,25 @@ def test_entries_of_other_cases_survive(measured, tmp_path):
     assert set(read_entries(path)) == {CASE.name(), other.name()}
 
 
-def test_damaged_file_is_measured_again(measured, tmp_path):
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"flash_forward',
+        b"\xff\xfe",
+        b"[1]",
+        b"[" * 100_000,
+        json.dumps({CASE.name(): {"rows": 64, "columns": 64}}).encode(),
+        json.dumps({CASE.name(): asdict(Tiling(1 << 20, 64, 4, 2))}).encode(),
+        json.dumps({CASE.name(): "fast"}).encode(),
+    ],
+    ids=["cut", "binary", "list", "deep", "other shape", "no candidate", "no object"],
+)
+def test_damaged_file_is_measured_again(measured, tmp_path, content):
     path = tmp_path / "tilings.json"
-    path.write_text('{"flash_forward')
+    path.write_bytes(content)
     assert TilingChoices().measure(CASE, (FAST,), path, lambda tiling: None) == FAST
-    assert CASE.name() in read_entries(path)
+    assert measured == [FAST]
+    assert read_entries(path)[CASE.name()] == asdict(FAST)
 
 
 def test_folder_that_cannot_be_written_costs_only_a_warning(measured, tmp_path, caplog):

@@ -8,6 +8,7 @@ import torch
 
 from lmkit.errors import UsageError
 from lmkit.measure.ranges import range_, ranges_are_on
+from lmkit.profiling import kineto
 from lmkit.profiling.kineto import parse_chrome_trace, profile_work, read_chrome_trace
 from lmkit.profiling.summary import base_name, summarize
 
@@ -127,6 +128,14 @@ def test_other_files_are_refused(tmp_path, name, content):
         with pytest.raises(UsageError, match=r"trace\.json") as caught:
             read_chrome_trace(path)
         assert "lmkit profile kineto RECIPE" in caught.value.hint
+
+
+def test_a_packed_file_of_any_size_is_read_in_bounded_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(kineto, "_MOST_BYTES", 1 << 20)
+    path = tmp_path / "trace.json.gz"
+    path.write_bytes(gzip.compress(b" " * (64 << 20)))
+    with pytest.raises(UsageError, match="more than 1 MiB"):
+        read_chrome_trace(path)
 
 
 def test_recording_on_a_cpu():
