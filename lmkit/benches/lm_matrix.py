@@ -84,7 +84,7 @@ class LmMatrixOptions:
     steps_per_epoch: int = 5
     warmup_epochs: int = 1
     timed_epochs: int = 6
-    bucket_mb: float = 25.0
+    bucket_mb: float = 50.0
     tokens: Path | None = None
     lr: float = 3e-4
     seed: int = 0

@@ -121,7 +121,7 @@ class BenchLmMatrixConfig(Table):
     """An epoch is what one sample times."""
     warmup_epochs: Count = 1
     timed_epochs: PositiveInt = 6
-    bucket_mb: PositiveFloat = 25.0
+    bucket_mb: PositiveFloat = 50.0
     tokens: Path | None = None
     """A token file; left out: the bytes of generated stories."""
     lr: PositiveFloat = 3e-4
