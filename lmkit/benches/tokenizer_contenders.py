@@ -209,15 +209,14 @@ def _hash_of_ids(job: Job) -> str:
         parts = [Path(f"{output}.{i}") for i in range(job.workers)]
     digest = hashlib.sha256()
     for part in parts:
-        with open(
-            part, "rb"
-        ) as file:  # neither whole nor mapped: memory is watched to the end of the process
+        # Neither whole nor mapped: memory is watched to the end of the process.
+        with open(part, "rb") as file:
             dtype = np.dtype("<u4")
             if part.suffix == ".npy":
                 npy.read_magic(file)
                 _, _, dtype = npy.read_array_header_1_0(file)
-            while len(ids := np.fromfile(file, dtype, _IDS_AT_ONCE)):
-                digest.update(ids.astype("<u4").tobytes())
+            while ids := file.read(_IDS_AT_ONCE * dtype.itemsize):
+                digest.update(np.frombuffer(ids, dtype).astype("<u4").tobytes())
     return digest.hexdigest()
 
 
