@@ -282,6 +282,9 @@ class _Training:
         if timed:
             self.samples_ms.append(elapsed_ms / self._steps)
 
+    def wait_for_weights(self) -> None:
+        self._step.wait_for_weights()
+
     def _step_once(self) -> None:
         self.losses.append(self._step.run().item())
 
@@ -354,6 +357,7 @@ def _train_kernel(
                     _release_memory(ranks)
             order = [name for name in (*order[1:], *order[:1]) if name in trainings]  # the same on every rank
     for strategy, training in trainings.items():
+        training.wait_for_weights()  # or their memory is given back only while the next kernel's is being measured
         rows[strategy] |= _measured_fields(training, trainings.get(options.strategies[0]), config, options)
     return list(rows.values())
 

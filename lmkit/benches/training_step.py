@@ -78,6 +78,11 @@ class TrainingStep:
             self._step.update(loss, lr=self._lr, stop=False, before_update=_nothing)
         return loss
 
+    def wait_for_weights(self) -> None:
+        """Wait for weights that are still being gathered after a step: what they hold on the device is theirs until
+        somebody has waited."""
+        self._sync.wait_for_weights()
+
     def forward(self) -> Tensor:
         """A forward pass with loss and without a graph, on the batch at hand."""
         inputs, targets = self._batch_at_hand()
