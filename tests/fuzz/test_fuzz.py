@@ -21,6 +21,8 @@ sys.path.insert(0, str(HERE))  # for the modules beside this one, here and in th
 
 import mutations  # noqa: E402
 
+from lmkit.measure.environment import git_state  # noqa: E402
+
 CASES = int(os.environ.get("LMKIT_FUZZ_CASES", "100"))
 RECORD = os.environ.get("LMKIT_FUZZ_RECORD")
 MOST_MB = 1000
@@ -46,6 +48,7 @@ def work(folder: Path, first: int, cases: int, *names: str) -> subprocess.Comple
 
 @pytest.mark.timeout(0 if CASES > 1000 else 300)
 def test_damaged_files_end_in_a_clean_error_or_a_right_load(tmp_path: Path) -> None:
+    git = git_state()  # of the code that runs, before the record itself changes the checkout
     summaries: list[dict[str, Any]] = []
     for names in (
         [(name,) for name in NAMES] if CASES > 1000 else [NAMES]
@@ -56,7 +59,7 @@ def test_damaged_files_end_in_a_clean_error_or_a_right_load(tmp_path: Path) -> N
         summaries += [json.loads(line) for line in done.stdout.splitlines()]
     if RECORD:
         Path(RECORD).parent.mkdir(parents=True, exist_ok=True)
-        Path(RECORD).write_text("".join(json.dumps(summary) + "\n" for summary in summaries))
+        Path(RECORD).write_text("".join(json.dumps({**summary, "git": git}) + "\n" for summary in summaries))
     assert [summary["format"] for summary in summaries] == list(NAMES)
     for summary in summaries:
         name = summary["format"]
