@@ -10,11 +10,11 @@ from lmkit.data.token_files import open_tokens
 from lmkit.errors import UsageError
 from lmkit.parallel.process_group import process_group
 from lmkit.recipe.load import validate
-from lmkit.training.assembly import held_out_of, resolved_tables
 from lmkit.training.checkpoint_folder import STATE
 from lmkit.training.checkpoints import Checkpoint, newest_checkpoint, plain_model
 from lmkit.training.evaluation import evaluate
 from lmkit.training.numerics import numerics
+from lmkit.training.run_data import held_out_of, resolved_tables
 
 
 @dataclass(frozen=True)

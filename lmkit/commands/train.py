@@ -18,15 +18,7 @@ from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.process_group import Ranks, local_device, process_group
 from lmkit.recipe.schema import Recipe, required
 from lmkit.storage import FolderLock
-from lmkit.training.assembly import (
-    Data,
-    assemble,
-    check_device,
-    make_batches,
-    open_data,
-    resolve,
-    resolved_tables,
-)
+from lmkit.training.assembly import assemble, check_device
 from lmkit.training.checkpoint_folder import saved_steps
 from lmkit.training.checkpoints import CHECKPOINTS, Checkpoint, open_checkpoint
 from lmkit.training.console import duration
@@ -36,6 +28,7 @@ from lmkit.training.loop import Loop, Moment
 from lmkit.training.metrics import Record, read_metrics
 from lmkit.training.numerics import numerics
 from lmkit.training.resume import check_agreement, choose_start, is_finished, restore, world_change
+from lmkit.training.run_data import Data, make_batches, open_data, resolve, resolved_tables
 from lmkit.training.run_folder import METRICS, check_writable, describe_run, draw_losses, tidy
 from lmkit.training.signals import StopSignals
 from lmkit.training.sinks import open_sink

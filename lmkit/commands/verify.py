@@ -23,7 +23,6 @@ from lmkit.recipe.tokenizer import TokenizerConfig
 from lmkit.recipe.wandb import WandbConfig
 from lmkit.storage.atomic import PARTIAL_SUFFIX
 from lmkit.tokenizer import Tokenizer
-from lmkit.training.assembly import make_batches, open_data, resolve
 from lmkit.training.checkpoint_folder import (
     MANIFEST,
     MODEL,
@@ -35,6 +34,7 @@ from lmkit.training.checkpoint_folder import (
 )
 from lmkit.training.checkpoints import CHECKPOINTS, TOKENIZER, Checkpoint, open_checkpoint
 from lmkit.training.metrics import read_metrics
+from lmkit.training.run_data import make_batches, open_data, resolve
 from lmkit.training.run_folder import ENVIRONMENT, METRICS, RECIPE
 
 

@@ -1,20 +1,16 @@
-"""Recipe -> the objects that the loop drives: data, model, optimizer, schedule."""
+"""Resolved recipe -> the objects that the loop drives: model, optimizer, schedule, checkpoint writer."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 
 from lmkit import __version__
 from lmkit.attention import attention_function
-from lmkit.data.batches import BatchSource, RandomTokens, TokenBatches
-from lmkit.data.token_files import TokenFile, open_tokens
+from lmkit.data.batches import BatchSource
 from lmkit.errors import UsageError
 from lmkit.measure.environment import device_name
 from lmkit.measure.limits import known_peak
@@ -26,119 +22,17 @@ from lmkit.optim.schedules import SCHEDULES
 from lmkit.parallel.process_group import Ranks
 from lmkit.parallel.strategies import SyncOptions, build_strategy
 from lmkit.recipe.model import ModelConfig
-from lmkit.recipe.schema import Recipe, required
-from lmkit.recipe.train import TrainConfig
-from lmkit.tokenizer import Tokenizer
+from lmkit.recipe.schema import Recipe
 from lmkit.training.checkpoint_writer import CheckpointWriter
-from lmkit.training.checkpoints import CHECKPOINTS, TOKENIZER
+from lmkit.training.checkpoints import CHECKPOINTS
 from lmkit.training.clock import TrainingClock
-from lmkit.training.evaluation import HeldOut
 from lmkit.training.loop import Parts
 from lmkit.training.metrics import Sink
 from lmkit.training.optimizer_state import optimizer_layout
 from lmkit.training.retention import Retention
-from lmkit.training.state import DataIdentity, TrainingState, capture_rng
+from lmkit.training.run_data import Data, make_held_out, resolved_tables
+from lmkit.training.state import TrainingState, capture_rng
 from lmkit.training.step import PRECISIONS, Step, TrainableModel
-
-_TOKENS_AT_ONCE = 1 << 24
-
-
-@dataclass(frozen=True)
-class Data:
-    """The token files of a run; neither, for random tokens."""
-
-    train: TokenFile | None
-    valid: TokenFile | None
-
-    @property
-    def identity(self) -> DataIdentity | None:
-        """What a resumed run must find again."""
-        if self.train is None:
-            return None
-        meta = self.train.meta
-        return DataIdentity(
-            num_tokens=meta.num_tokens,
-            vocab_size=meta.vocab_size,
-            source_sha256=meta.source_sha256,
-            tokenizer_sha256=meta.tokenizer_sha256,
-        )
-
-
-def open_data(recipe: Recipe) -> Data:
-    """Open the token files that the recipe names, or those in the run folder.
-
-    Raises:
-        UsageError: the training file is missing, or was made with another tokenizer than the run's.
-        LmkitError: a file is damaged.
-    """
-    if recipe.data.source == "random":
-        return Data(None, None)
-    tokens = recipe.run.path / "tokens"
-    train = recipe.data.train or tokens / "train.npy"
-    valid = recipe.data.valid or tokens / "valid.npy"
-    if not train.exists():
-        raise UsageError(
-            f"{train}: no token file to train on",
-            hint="make one with `lmkit run` or `lmkit data encode`, or name one: --set data.train=...",
-        )
-    if recipe.data.valid is not None and not valid.exists():
-        raise UsageError(
-            f"data.valid: {valid} does not exist", hint="leave it out to train without evaluation"
-        )
-    opened = Data(open_tokens(train), open_tokens(valid) if valid.exists() else None)
-    _check_same_tokenizer(opened, train, valid)
-    _check_tokenizer(recipe, opened, train)
-    return opened
-
-
-def _check_same_tokenizer(data: Data, train: Path, valid: Path) -> None:
-    if data.train is None or data.valid is None:
-        return
-    ours, theirs = data.train.meta.tokenizer_sha256, data.valid.meta.tokenizer_sha256
-    if ours != theirs:
-        raise UsageError(
-            f"{valid}: encoded with tokenizer {theirs[:12]}, but {train} with {ours[:12]}",
-            hint="encode both with the same tokenizer",
-        )
-
-
-def _check_tokenizer(recipe: Recipe, data: Data, train: Path) -> None:
-    """What the model learns has to be what `lmkit generate` will read and write with the run's tokenizer."""
-    path = _tokenizer_path(recipe)
-    if data.train is None or not path.exists():
-        return
-    ours, theirs = data.train.meta.tokenizer_sha256, Tokenizer.load(path).sha256
-    if ours != theirs:
-        raise UsageError(
-            f"{train}: made with tokenizer {ours}, but {path} is {theirs}",
-            hint="encode the text again, or name the tokenizer that it was encoded with",
-        )
-
-
-def _tokenizer_path(recipe: Recipe) -> Path:
-    given = recipe.tokenizer.path if recipe.tokenizer is not None else None
-    return given or recipe.run.path / TOKENIZER
-
-
-def resolve(recipe: Recipe, data: Data) -> Recipe:
-    """Fill in the vocabulary size from the token file.
-
-    Raises:
-        UsageError: the recipe's is smaller than the token file's.
-    """
-    model = required(recipe.model, "model", command="train")
-    required(recipe.train, "train", command="train")
-    if data.train is None:
-        return recipe
-    needed = data.train.meta.vocab_size
-    if model.vocab_size is None:
-        return recipe.model_copy(update={"model": model.model_copy(update={"vocab_size": needed})})
-    if model.vocab_size < needed:
-        raise UsageError(
-            f"model.vocab_size: {model.vocab_size} is smaller than the token file's {needed}",
-            hint="leave it out to take the token file's",
-        )
-    return recipe
 
 
 def check_device(recipe: Recipe, device: torch.device) -> None:
@@ -156,76 +50,6 @@ def check_device(recipe: Recipe, device: torch.device) -> None:
         refuse_unsupported(one_query)
     if train.precision == "fp16" and device.type == "cpu":
         raise UsageError('train.precision: "fp16" needs a GPU', hint='use "bf16" or "fp32"')
-
-
-def make_batches(recipe: Recipe, data: Data, ranks: Ranks) -> BatchSource:
-    """The source of this rank's batches.
-
-    Raises:
-        UsageError: ranks x accumulation does not divide the batch, or the file is too short.
-    """
-    model, train = resolved_tables(recipe)
-    shared = {
-        "batch_size": train.batch_size,
-        "context_length": model.context_length,
-        "seed": recipe.run.seed,
-        "rank": ranks.rank,
-        "world_size": ranks.world_size,
-        "accumulation": train.accumulation,
-    }
-    if data.train is None:
-        assert model.vocab_size is not None
-        return RandomTokens(model.vocab_size, **shared)
-    starts = _document_starts(recipe, data.train) if recipe.data.sampling == "documents" else None
-    return TokenBatches(data.train.tokens, **shared, document_starts=starts)
-
-
-def _document_starts(recipe: Recipe, file: TokenFile) -> np.ndarray:
-    """Position 0, and the one behind every end-of-text token.
-
-    Raises:
-        UsageError: the tokenizer is not at hand, or has no such token.
-    """
-    path = _tokenizer_path(recipe)
-    if not path.exists():
-        raise UsageError(
-            f'{path}: missing; data.sampling = "documents" asks it for the end-of-text token',
-            hint='name it with --set tokenizer.path=..., or use sampling = "windows"',
-        )
-    tokenizer = Tokenizer.load(path)
-    if tokenizer.end_of_text_id is None:
-        raise UsageError(
-            f"{path}: has no end-of-text token, which ends a document", hint='use data.sampling = "windows"'
-        )
-    blocks = range(0, len(file.tokens), _TOKENS_AT_ONCE)
-    ends = [
-        start + np.flatnonzero(file.tokens[start : start + _TOKENS_AT_ONCE] == tokenizer.end_of_text_id)
-        for start in blocks
-    ]
-    return np.concatenate([np.zeros(1, dtype=np.int64), *(end + 1 for end in ends)])
-
-
-def resolved_tables(recipe: Recipe) -> tuple[ModelConfig, TrainConfig]:
-    """The [model] and [train] tables of a resolved recipe."""
-    assert recipe.model is not None
-    assert recipe.model.vocab_size is not None
-    assert recipe.train is not None
-    return recipe.model, recipe.train
-
-
-def make_held_out(recipe: Recipe, data: Data) -> HeldOut | None:
-    """What to evaluate on, in batches of one micro-batch; None without held-out tokens."""
-    model, train = resolved_tables(recipe)
-    if data.valid is None:
-        return None
-    return held_out_of(data.valid, model, rows=train.batch_size // train.accumulation)
-
-
-def held_out_of(file: TokenFile, model: ModelConfig, *, rows: int) -> HeldOut:
-    """A token file as held-out data."""
-    meta = file.meta
-    bytes_per_token = meta.num_bytes / meta.num_tokens if meta.num_bytes else None
-    return HeldOut(file.tokens, bytes_per_token, model.context_length, rows)
 
 
 def learning_rate(recipe: Recipe) -> Callable[[int, float | None], float]:

@@ -48,7 +48,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Parts:
-    """What the loop drives; made by `lmkit.commands.train`.
+    """What the loop drives; made by `lmkit.training.assembly`.
 
     Attributes:
         model: the plain model: evaluated and saved. `step` holds what calls it in training.

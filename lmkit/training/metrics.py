@@ -3,7 +3,8 @@
 A record is one JSON object with a `kind`:
 
 - `train`: step, loss (of this step's whole batch, nats per token), lr, grad_norm, tokens (so far),
-  tokens_per_second, mfu, memory_bytes (peak), seconds (trained so far), eta_seconds.
+  tokens_per_second, mfu, memory_bytes (peak), seconds (trained so far), progress (share of the schedule),
+  eta_seconds.
 - `valid` and `final`: step, loss, perplexity, bits_per_byte, tokens (evaluated on); `final` is over all of the
   held-out tokens.
 - `checkpoint`: step, stall_seconds (what saving has cost the loop so far).
