@@ -61,7 +61,7 @@ def attention(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Attention kernels over lengths and head sizes, each checked before it is timed."""
+    """Attention kernels over lengths, checked, then timed."""
     flags = given(
         bench__attention__tiers=tiers,
         bench__attention__kernels=kernels,
@@ -94,7 +94,7 @@ def model(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Forward, forward + backward and whole training steps of the named sizes."""
+    """Forward, backward and whole training steps of named sizes."""
     flags = given(
         bench__model__sizes=sizes,
         bench__model__lengths=lengths,
@@ -128,7 +128,7 @@ def lm_matrix(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Short real trainings over attention kernels x gradient strategies."""
+    """Short trainings: attention kernels x gradient strategies."""
     flags = given(
         bench__lm_matrix__kernels=kernels,
         bench__lm_matrix__strategies=strategies,
@@ -150,7 +150,7 @@ def tokenizer(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Tokenizer training and encoding beside the rivals that are installed."""
+    """Tokenizer training and encoding beside installed rivals."""
     _bench("tokenizer", recipe, set_, {}, output, print_recipe=print_recipe, as_json=as_json)
 
 
@@ -164,7 +164,7 @@ def ddp(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Gradient synchronisation: every strategy on one model, with what its communication costs."""
+    """Gradient synchronisation: all strategies, and what they cost."""
     _bench("ddp", recipe, set_, {}, output, nproc=nproc, print_recipe=print_recipe, as_json=as_json)
 
 

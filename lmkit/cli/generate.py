@@ -43,7 +43,7 @@ def generate(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Write text with a trained model; sampling options default to the run's [generate] table."""
+    """Write text with a trained model. Sampling options default to the run's [generate] table."""
     from lmkit.commands import generate as command
 
     flags = given(

@@ -34,7 +34,7 @@ def compare(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Compare two results of one bench, row by row; exit code 1 if something is worse or nothing was compared."""
+    """Compare two results of one bench, row by row. Exit code 1 if something is worse or nothing was compared."""
     from lmkit.commands import compare as command
 
     result = command.run(before, after, threshold=threshold)
@@ -60,7 +60,7 @@ def report(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Make the write-ups again from measured rows: profiling, attention, data parallelism, optimizer sharding."""
+    """Make the write-ups again from measured rows. Profiling, attention, data parallelism, optimizer sharding."""
     from lmkit.commands import report as command
 
     show(command.run(folder, output, check=check), as_json=as_json)
@@ -81,7 +81,11 @@ def verify(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Check that files are whole, or (`resume`) that 2N steps equal N + N bit for bit; exit code 1 if not."""
+    """Check that files are whole, or that resuming is exact.
+
+    `lmkit verify resume RECIPE` trains 2N steps and N + N, which must agree bit for bit. Exit code 1 if something is
+    wrong.
+    """
     if (target == "resume") != (recipe is not None):
         raise UsageError(
             "lmkit verify: takes a path, or `resume` and a recipe",

@@ -44,7 +44,10 @@ def nsys(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Profile a recipe's training steps or any command with Nsight Systems, or summarise a recording."""
+    """Training steps or any command, with Nsight Systems.
+
+    A recording that is there already (.sqlite, .nsys-rep) is summarised.
+    """
     if len(target) == 1 and not _is_recording(target[0]):
         from lmkit.recipe.load import load_recipe
 
@@ -71,7 +74,10 @@ def kineto(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Profile a recipe's training steps with torch.profiler, on a CPU too, or summarise a recording."""
+    """Training steps with torch.profiler, on a CPU too.
+
+    A recording that is there already (.json, .json.gz) is summarised.
+    """
     if _is_recording(target):
         from lmkit.commands import profile as commands
 
@@ -95,7 +101,10 @@ def memory(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Peak memory of training steps by phase and category, with a picture and a snapshot for memory_viz."""
+    """Peak memory of training steps by phase and category.
+
+    Draws a picture, and keeps a snapshot for memory_viz.
+    """
     from lmkit.recipe.load import load_recipe
 
     loaded = load_recipe(recipe, set_ or ())

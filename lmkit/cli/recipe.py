@@ -24,7 +24,7 @@ def list_(as_json: JsonOption = False, debug: DebugOption = False) -> None:
 
 @app.command("show", epilog="Example: lmkit recipe show quickstart --set train.steps=100")
 def show_(recipe: RecipeArgument, set_: SetOption = None, debug: DebugOption = False) -> None:
-    """Print a recipe with every key resolved, and the model's real size."""
+    """Print a recipe with every key, and the model's real size."""
     from lmkit.commands import recipe as command
     from lmkit.recipe.load import load_recipe
 

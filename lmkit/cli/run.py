@@ -44,7 +44,10 @@ def run(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Corpus, tokenizer, token files, training, evaluation and a story: every stage that is not up to date."""
+    """From text to a model that writes: every stage not up to date.
+
+    Corpus, tokenizer, token files, training, evaluation and a story.
+    """
     from lmkit.recipe.load import load_recipe, recipe_to_toml
 
     loaded = load_recipe(recipe, set_ or ())

@@ -49,7 +49,10 @@ def train(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Train a model on token files; goes on from the newest checkpoint of the run folder."""
+    """Train a model, or go on from its newest checkpoint.
+
+    Reads the token files and checkpoints of the run folder.
+    """
     from lmkit.recipe.load import load_recipe, recipe_to_toml
 
     flags = given(train__steps=steps, run__device=device, run__name=name, checkpoint__resume=resume)

@@ -15,7 +15,7 @@ class RunConfig(Table):
     """Names the folder `<folder>/<name>`; letters, digits, `.`, `_`, `-`."""
     folder: Path = Path("artifacts/runs")
     seed: Count = 0
-    """Initial weights, order of batches and dropout of the whole run follow from it."""
+    """Initial weights and the order of batches follow from it."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes CUDA where there is one, else the CPU; `cuda` without one is refused."""
     deterministic: bool = False

@@ -1,0 +1,1 @@
+"""The write-ups of `lmkit report`, made from stored rows alone."""

@@ -149,8 +149,8 @@ def from_thread_order(tile, like):
 
 @gluon.jit
 def exp2_unfused(scores, scale, reference):
-    """The same with scores * scale rounded before the subtraction: exactly 1 where reference is that
-    rounded product.
+    """2^(scores * scale - reference) with the product rounded before the subtraction: exactly 1 where reference
+    is that rounded product.
 
     A fused multiply-add keeps the product's rounding error, 2^-24 of it, which is an exponent of 60 for
     scores of 1e9.

@@ -18,7 +18,7 @@ def tma_strides(
     them.
 
     A dimension of size 1 may have any stride, also an unaligned one: it is replaced, no address depends on
-    it. The base address is `is_aligned`'s to check.
+    it. The base address is `suits_copy_engine`'s to check.
     """
     unit = ALIGNMENT_BYTES // element_size
     outer = [stride if size > 1 else unit for size, stride in zip(shape[:3], strides[:3], strict=True)]
