@@ -35,9 +35,9 @@ class KVCache:
         shape = (
             config.num_layers,
             batch,
-            config.num_kv_heads or config.num_heads,
+            config.kv_heads,
             config.context_length,
-            config.d_model // config.num_heads,
+            config.head_dim,
         )
         # Zeros, since what lies beyond a row's length is masked by a probability of 0, and 0 x nan is nan.
         self.keys = torch.zeros(shape, device=device, dtype=dtype)

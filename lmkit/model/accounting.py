@@ -26,7 +26,7 @@ def count_parameters(config: ModelConfig) -> ParameterCounts:
     if config.vocab_size is None:
         raise ValueError("vocab_size is not set: the tokenizer decides it")
     d = config.d_model
-    d_kv = (config.num_kv_heads or config.num_heads) * (d // config.num_heads)
+    d_kv = config.kv_heads * config.head_dim
     attention = 2 * d * d + 2 * d * d_kv  # q and output, k and v
     feed_forward = 3 * d * config.d_ff  # w1, w2, w3
     norms = 2 * d

@@ -39,8 +39,8 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.num_heads = config.num_heads
-        self.kv_heads = config.num_kv_heads or config.num_heads
-        self.head_dim = config.d_model // config.num_heads
+        self.kv_heads = config.kv_heads
+        self.head_dim = config.head_dim
         self.attention = attention_function(config.attention)
         d_kv = self.kv_heads * self.head_dim
         self.q_proj = Linear(config.d_model, config.d_model, device=device, dtype=dtype)
@@ -53,9 +53,8 @@ class SelfAttention(nn.Module):
         # One matrix product for q, k and v, and one rotation for q and k: fewer and larger operations. The matrices
         # stay apart as parameters; joining them costs little beside the product.
         joint = torch.cat((self.q_proj.weight, self.k_proj.weight, self.v_proj.weight))
-        heads = F.linear(x, joint).unflatten(
-            -1, (-1, self.head_dim)
-        )  # (batch, seq, heads + 2 kv_heads, head_dim)
+        heads = F.linear(x, joint)  # (batch, seq, (heads + 2 kv_heads) * head_dim)
+        heads = heads.unflatten(-1, (-1, self.head_dim))  # (batch, seq, heads + 2 kv_heads, head_dim)
         qk, v = heads.split((self.num_heads + self.kv_heads, self.kv_heads), dim=2)
         q, k = rotate(qk, rotations).split((self.num_heads, self.kv_heads), dim=2)
         # (batch, heads, seq, head_dim) as views: no copy.

@@ -89,7 +89,7 @@ class TransformerLM(nn.Module):
         if config.tie_embeddings:
             self.token_embeddings.weight = self.lm_head.weight
         self.rope = RotaryTable(
-            head_dim=config.d_model // config.num_heads,
+            head_dim=config.head_dim,
             context_length=config.context_length,
             theta=config.rope_theta,
             device=device,
