@@ -21,6 +21,8 @@ class LmkitError(Exception):
     """
 
     exit_code = 1
+    is_consequence = False
+    """Whether an error of another process explains this one and should be read instead."""
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         # A file name or a key may hold line breaks or escape codes: they are shown, not obeyed.

@@ -10,6 +10,7 @@ import typer
 from lmkit import __version__
 from lmkit.cli import bench, data, generate, inspect, profile, recipe, run, tokenizer, train
 from lmkit.cli.options import DebugOption
+from lmkit.cli.ranks import speak_for_ranks
 from lmkit.errors import LmkitError, UsageError, out_of_memory
 
 # The base of Typer's errors about arguments; its newer versions have no public name for it.
@@ -105,6 +106,7 @@ def _explain(error: Any) -> int:
 
 
 def _print_error(error: LmkitError) -> None:
+    error = speak_for_ranks(error)
     print(f"error: {error.message}", file=sys.stderr)
     if error.hint:
         print(f"hint: {error.hint}", file=sys.stderr)

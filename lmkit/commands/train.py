@@ -28,7 +28,7 @@ from lmkit.training.loop import Loop, Moment
 from lmkit.training.metrics import Record, read_metrics
 from lmkit.training.numerics import numerics
 from lmkit.training.resume import check_agreement, choose_start, is_finished, restore, world_change
-from lmkit.training.run_data import Data, make_batches, open_data, resolve, resolved_tables
+from lmkit.training.run_data import Data, check_token_files, make_batches, open_data, resolve, resolved_tables
 from lmkit.training.run_folder import METRICS, check_writable, describe_run, draw_losses, tidy
 from lmkit.training.signals import StopSignals
 from lmkit.training.sinks import open_sink
@@ -99,6 +99,7 @@ def run(recipe: Recipe, *, stop_at_step: int | None = None, nproc: int = 1) -> T
     """
     required(recipe.model, "model", command="train")
     required(recipe.train, "train", command="train")
+    check_token_files(recipe)  # before ranks start and meet, which takes seconds
     if nproc > 1:
         if "RANK" in os.environ:
             raise UsageError("--nproc: torchrun has started the ranks already", hint="leave one of them out")
@@ -107,7 +108,7 @@ def run(recipe: Recipe, *, stop_at_step: int | None = None, nproc: int = 1) -> T
     if "TORCHELASTIC_RUN_ID" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import record
 
-        train = record(train)  # lets torchrun show the error of the rank that failed first
+        train = record(train)  # lets torchrun show the traceback of what is no LmkitError
     return train(recipe, stop_at_step)
 
 

@@ -29,6 +29,8 @@ GLOO_SIGNS = ("gloo/", "pair closure")
 class RankLost(LmkitError):
     """Communication broke off: another rank died, hangs, or left with an error of its own."""
 
+    is_consequence = True
+
 
 class StepWatch:
     """Gives every step a name in the errors of communication, and on GPUs an end.

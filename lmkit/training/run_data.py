@@ -47,27 +47,54 @@ def open_data(recipe: Recipe) -> Data:
     """Open the token files that the recipe names, or those in the run folder.
 
     Raises:
-        UsageError: the training file is missing, or was made with another tokenizer than the run's.
+        UsageError: a file is missing, or was made with another tokenizer than the run's.
         LmkitError: a file is damaged.
     """
     if recipe.data.source == "random":
         return Data(None, None)
-    tokens = recipe.run.path / "tokens"
-    train = recipe.data.train or tokens / "train.npy"
-    valid = recipe.data.valid or tokens / "valid.npy"
-    if not train.exists():
-        raise UsageError(
-            f"{train}: no token file to train on",
-            hint="make one with `lmkit run` or `lmkit data encode`, or name one: --set data.train=...",
-        )
-    if recipe.data.valid is not None and not valid.exists():
-        raise UsageError(
-            f"data.valid: {valid} does not exist", hint="leave it out to train without evaluation"
-        )
+    check_token_files(recipe)
+    train, valid = _token_paths(recipe)
     opened = Data(open_tokens(train), open_tokens(valid) if valid.exists() else None)
     _check_same_tokenizer(opened, train, valid)
     _check_tokenizer(recipe, opened, train)
     return opened
+
+
+def check_token_files(recipe: Recipe) -> None:
+    """Refuse a recipe whose token files are not there; reads none of them.
+
+    Raises:
+        UsageError: names the file, the key that it belongs to, and how it is made.
+    """
+    if recipe.data.source == "random":
+        return
+    train, valid = _token_paths(recipe)
+    if not train.exists():
+        raise UsageError(
+            f"{train}: no such token file to train on (key data.train)", hint=_how_to_make(recipe, train)
+        )
+    if recipe.data.valid is not None and not valid.exists():
+        raise UsageError(
+            f"{valid}: no such token file to evaluate on (key data.valid)",
+            hint="leave the key out to train without evaluation",
+        )
+
+
+def _token_paths(recipe: Recipe) -> tuple[Path, Path]:
+    tokens = recipe.run.path / "tokens"
+    return recipe.data.train or tokens / "train.npy", recipe.data.valid or tokens / "valid.npy"
+
+
+def _how_to_make(recipe: Recipe, tokens: Path) -> str:
+    encode = f"lmkit data encode TEXT {tokens} --tokenizer TOKENIZER.json"
+    if recipe.data.train is not None:
+        return f"make it with: {encode}"
+    if recipe.corpus is None:  # nothing that `lmkit run` could begin with
+        return f"make it with: {encode}; or name another: --set data.train=FILE.npy"
+    return (
+        f"make it with: lmkit run RECIPE --set run.name={recipe.run.name}; "
+        "or name one that is there: --set data.train=FILE.npy"
+    )
 
 
 def _check_same_tokenizer(data: Data, train: Path, valid: Path) -> None:
