@@ -31,7 +31,8 @@ else:
 _MOST_BYTES = 1 << 20
 # tomllib takes time that grows with the square of a dotted key's length: minutes for a key of 100 kB.
 _PART = r"""(?:[\w-]+|"[^"\n]*"|'[^'\n]*')"""
-_LONG_KEY = re.compile(rf"""(?<![\w"'-])(?:{_PART}[ \t]*\.[ \t]*){{50}}""")
+_MOST_PARTS = 50
+_LONG_KEY = re.compile(rf"""(?<![\w"'-])(?:{_PART}[ \t]*\.[ \t]*){{{_MOST_PARTS}}}""")
 
 
 def load_recipe(
@@ -80,6 +81,10 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         with open(path, "rb") as file:
             data = file.read(_MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
+            raise UsageError(
+                f"{path}: larger than a recipe can be ({_MOST_BYTES >> 20} MiB)", hint="is it another file?"
+            )
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UsageError(
@@ -87,14 +92,22 @@ def read_toml(path: Path) -> dict[str, Any]:
         ) from None
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}", hint="check the path and its permissions") from None
-    if len(data) > _MOST_BYTES or _LONG_KEY.search(text):
-        raise UsageError(f"{path}: too large, or a key of too many parts", hint="this is no recipe")
+    if long_key := _LONG_KEY.search(text):
+        line = text.count("\n", 0, long_key.start()) + 1
+        raise UsageError(
+            f"{path}: a key of more than {_MOST_PARTS} parts (at line {line})",
+            hint="a key of a recipe has two or three: bench.ddp.rows",
+        )
     try:
         return tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # a ValueError: a number of thousands of digits
-        known = isinstance(error, tomllib.TOMLDecodeError)
-        detail = str(error) if known else "nested too deeply, or a number is too long"
-        raise UsageError(f"{path}: {detail}", hint='strings need quotes: name = "story"') from None
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{path}: {error}", hint='strings need quotes: name = "story"') from None
+    except ValueError:  # Python refuses to read a number of thousands of digits
+        raise UsageError(f"{path}: a number is too long", hint="no key takes so many digits") from None
+    except RecursionError:
+        raise UsageError(
+            f"{path}: nested too deeply", hint="a recipe has tables of keys: [train], then steps = 100"
+        ) from None
 
 
 def _apply(raw: dict[str, Any], override: str) -> None:

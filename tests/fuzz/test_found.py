@@ -30,9 +30,9 @@ from lmkit.training.state import RngState, restore_rng
     ("text", "says"),
     [
         ("model = " + "{a = " * 400 + "1" + "}" * 400, "nested too deeply"),
-        (".".join(["a"] * 100_000) + " = 1", "a key of too many parts"),
-        ("x = {" + ".".join(['"a b"'] * 100_000) + " = 1}", "a key of too many parts"),
-        ("# " + "A" * 2_000_000, "too large"),
+        (".".join(["a"] * 100_000) + " = 1", "a key of more than 50 parts (at line 1)"),
+        ("x = {" + ".".join(['"a b"'] * 100_000) + " = 1}", "a key of more than 50 parts (at line 1)"),
+        ("# " + "A" * 2_000_000, "larger than a recipe can be (1 MiB)"),
         ("x = " + "[" * 100_000, "nested too deeply"),
         ("[train]\nsteps = " + "9" * 5000, "a number is too long"),
         ("[train]\nsteps = 9223372036854775808", "train.steps: input should be less than or equal"),
