@@ -1,7 +1,7 @@
 """The acceptance suite of the attention kernels: fixed cases on one GPU, and how they stand against their targets.
 
 `lmkit bench attention bench_attention_acceptance` measures them, ours beside PyTorch's backends in the same rounds,
-and writes `acceptance.jsonl`, `acceptance.csv`, the tables as `acceptance.md` and the picture `forward_causal.png`.
+and writes `acceptance.jsonl`, `acceptance.csv`, the tables as `acceptance.md` and the picture `forward.png`.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def run_acceptance(
     """
     if not base.device.startswith("cuda"):
         raise UsageError(
-            "bench attention: the acceptance suite needs a GPU",
+            'bench.attention.suite: "acceptance" needs a GPU',
             hint='leave out suite = "acceptance", or take the recipe bench_attention_cpu',
         )
     limits = measure_limits(base.device, ("bf16", "fp16", "fp32", "tf32"))
@@ -115,7 +115,7 @@ def run_acceptance(
     rows += _host_time_rows()
     files = row_files("acceptance", rows)
     files["acceptance.md"] = tables(rows)
-    files["forward_causal.png"] = forward_picture(rows)
+    files["forward.png"] = forward_picture(rows)
     standing = against_targets(rows)
     open_ones = [entry for entry in standing if entry["verdict"] in ("missed", "not measured")]
     notes = (f"{len(standing) - len(open_ones)} of {len(standing)} targets met",)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lmkit.measure.plots import grouped_bars
+from lmkit.measure.plots import line_panels
 from lmkit.measure.tables import Column, markdown_table
 
 Row = dict[str, Any]
@@ -326,15 +326,20 @@ def _shape(row: Row) -> str:
 
 
 def forward_picture(rows: Rows) -> bytes:
-    """PNG: causal forward rates of the core cases, ours beside PyTorch's backends."""
-    chosen = [row for row in _chosen(rows, direction="forward", causal=True) if row["set"].startswith("core")]
-    places = sorted({(row["head_dim"], row["num_keys"]) for row in chosen})
-    names = {FLASH: "PyTorch flash", CUDNN: "PyTorch cuDNN", OURS: "lmkit"}
-    by_place = {(row["kernel"], row["head_dim"], row["num_keys"]): row["tflops"] for row in chosen}
-    return grouped_bars(
-        [f"D={head_dim}\n{length // 1024}k" for head_dim, length in places],
-        {name: [by_place.get((kernel, *place)) for place in places] for kernel, name in names.items()},
-        title="Causal attention forward, bf16 (16k tokens, heads x head_dim = 2048)",
-        x_label="head_dim, sequence length (tokens)",
+    """PNG: forward rates of the core cases over the length, ours beside PyTorch's backends, a panel per head_dim."""
+    names = {OURS: "lmkit", CUDNN: "PyTorch cuDNN", FLASH: "PyTorch flash"}
+    panels: dict[str, dict[tuple[str, str], list[tuple[float, float]]]] = {}
+    for head_dim in (64, 128):
+        for causal in (True, False):
+            for kernel, name in names.items():
+                found = _chosen(rows, direction="forward", head_dim=head_dim, causal=causal, kernel=kernel)
+                points = [(row["num_keys"], row["tflops"]) for row in found if row["set"].startswith("core")]
+                if points:
+                    line = (name, "causal" if causal else "full")
+                    panels.setdefault(f"head_dim {head_dim}", {})[line] = points
+    return line_panels(
+        panels,
+        title="Attention forward, bf16 (16k tokens, heads x head_dim = 2048)",
+        x_label="sequence length (tokens)",
         y_label="TFLOP/s",
     )

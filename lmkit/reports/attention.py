@@ -85,7 +85,7 @@ def _one(results: Results, place: Place, title: str) -> list[str]:
         "attention_sweep_backward",
         "attention_sweep_scaling",
         "attention_sweep_heatmap",
-        "forward_causal",
+        "forward",
     )
 
 

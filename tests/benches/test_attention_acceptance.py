@@ -155,7 +155,7 @@ def test_the_suite_writes_its_files_and_says_what_it_missed(monkeypatch):
     monkeypatch.setattr(acceptance, "measure_limits", lambda device, dtypes: measured)
     monkeypatch.setattr(acceptance, "_host_time_rows", host_time_rows)
     result = run_bench(BASE)
-    assert set(result.files) == {"acceptance.jsonl", "acceptance.csv", "acceptance.md", "forward_causal.png"}
+    assert set(result.files) == {"acceptance.jsonl", "acceptance.csv", "acceptance.md", "forward.png"}
     assert [json.loads(line) for line in result.files["acceptance.jsonl"].splitlines()] == result.rows
     assert {row["set"] for row in result.rows} == {trial.name for trial in trials(BASE)} | {"host time"}
     met = sum(verdict in ("aim", "met") for verdict in verdicts(result.rows).values())
