@@ -8,17 +8,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from lmkit.errors import UsageError
 from lmkit.model.compilation import compile_model
 from lmkit.model.transformer import TransformerLM
+from lmkit.optim.adamw import decay_groups
 from lmkit.parallel.process_group import Ranks
 from lmkit.parallel.strategies import STRATEGIES, GradientSync, SyncOptions, build_strategy
 from lmkit.parallel.torch_ddp import TorchDDP
 from lmkit.recipe.model import ModelConfig
 
 ADAMW: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8}
+WEIGHT_DECAY = 0.1
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Contender:
         self.model = TransformerLM(case.model, device=ranks.device)
         compile_model(self.model, case.model.compile)
         self._call = sync.attach(self.model)
-        self.optimizer = sync.build_optimizer(make, decay_groups(self.model))
+        self.optimizer = sync.build_optimizer(make, decay_groups(self.model.parameters(), WEIGHT_DECAY))
         self._autocast = case.precision == "bf16" and weights == "fp32"
         generator = torch.Generator().manual_seed(1000 + ranks.rank)
         shape = (4, case.rows, case.model.context_length + 1)
@@ -90,15 +91,6 @@ class Contender:
         return torch.autocast(self.ranks.device.type, torch.bfloat16) if self._autocast else nullcontext()
 
 
-def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Matrices decay, vectors do not."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.1},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-
-
 def make_adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """The same optimizer for all contenders: PyTorch's fused AdamW."""
     return torch.optim.AdamW(groups, fused=True, **ADAMW)
@@ -115,7 +107,7 @@ def make_redundancy_free_adamw(groups: list[dict[str, Any]]) -> torch.optim.Opti
         optimizer_class=torch.optim.AdamW,
         parameters_as_bucket_view=True,
         fused=True,
-        weight_decay=0.1,
+        weight_decay=WEIGHT_DECAY,
         **ADAMW,
     )
 
@@ -131,16 +123,14 @@ def baseline_of(name: str) -> str:
 
 TORCH_VARIANTS = ("default", "static", "+ ZeRO")
 TORCH_BUCKET_MB = 25.0  # the default of its own
-TORCH_BUCKET_MB = 25.0
 
 
 def contender(name: str, case: DdpCase, ranks: Ranks) -> Contender:
     """Build a contender on every rank (those of `SOLO` on rank 0 alone).
 
     Names: "one rank", "one rank, bf16 weights", a strategy, a strategy with options ("bucketed 100 MB",
-    "bucketed bf16 wire", "zero1 bf16"), or a rival of PyTorch's: "torch_ddp" (gradients as
-    views of the buckets; 25 MB each, unless "torch_ddp 50 MB" says so), "torch_ddp default", "torch_ddp static",
-    "torch_ddp + ZeRO".
+    "bucketed bf16 wire", "zero1 bf16"), or a rival of PyTorch's: "torch_ddp" (gradients as views of the buckets; 25
+    MiB each, unless "torch_ddp 50 MB" says otherwise), "torch_ddp default", "torch_ddp static", "torch_ddp + ZeRO".
 
     Raises:
         UsageError: no such contender.
