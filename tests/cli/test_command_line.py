@@ -124,9 +124,10 @@ def test_fault_10_wrong_override(lmkit: Lmkit) -> None:
 def test_fault_11_shape_is_refused_before_torch_loads(lmkit: Lmkit, tmp_path: Path) -> None:
     recipe = tmp_path / "heads.toml"
     recipe.write_text("[model]\nd_model = 100\nnum_heads = 3\n[train]\nsteps = 1\n")
-    # A torch that cannot be imported stands in for "before torch is imported".
-    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')\n")
-    is_one_error(lmkit("train", recipe, PYTHONPATH=str(tmp_path)), "d_model 100", "num_heads 3")
+    # A torch that cannot be imported stands in for "before torch is imported"; `-m` puts the current folder first.
+    (tmp_path / "torch.py").write_text("raise RuntimeError('torch was imported')\n")
+    is_one_error(lmkit("train", recipe), "d_model 100", "num_heads 3")
+    assert "torch was imported" in lmkit("env").stderr  # it would have been noticed
 
 
 def test_fault_12_unknown_command_with_suggestion(lmkit: Lmkit) -> None:

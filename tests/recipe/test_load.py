@@ -66,6 +66,13 @@ def test_fault_03_not_utf8(tmp_path: Path) -> None:
     assert "byte 8" in refusal(tmp_path, b'name = "\xff"')
 
 
+def test_a_recipe_that_exists_but_cannot_be_read(tmp_path: Path) -> None:
+    memory = tmp_path / "recipe.toml"
+    memory.symlink_to("/proc/self/mem")  # whoever reads its first page, root too, gets an input/output error
+    with pytest.raises(UsageError, match=r"recipe\.toml: .*error"):
+        load_recipe(memory)
+
+
 def test_fault_04_unknown_key_with_did_you_mean(tmp_path: Path) -> None:
     message = refusal(tmp_path, "[model]\ncontxt_length = 128\n")
     assert "model.contxt_length" in message
@@ -82,6 +89,7 @@ def test_fault_04_unknown_key_with_did_you_mean(tmp_path: Path) -> None:
         (7, "[optimizer]\nlr = nan\n", "optimizer.lr", "nan"),
         (7, "[optimizer]\nlr = inf\n", "optimizer.lr", "inf"),
         (7, "[optimizer]\nlr = -0.1\n", "optimizer.lr", "-0.1"),
+        (7, "[model]\nrope_theta = inf\n", "model.rope_theta", "inf"),
         (11, "[model]\nd_model = 100\nnum_heads = 3\n", "model", "d_model 100"),
         (11, "[model]\nd_model = 96\nnum_heads = 6\nnum_kv_heads = 4\n", "model", "num_kv_heads 4"),
         (27, "[tokenizer]\nvocab_size = 256\n", "tokenizer", "257"),
