@@ -182,11 +182,15 @@ def _read(terminal: int) -> bytes:
         return b""
 
 
-def test_fault_15_json_is_one_object(lmkit: Lmkit) -> None:
+def test_fault_15_json_is_one_object(lmkit: Lmkit, tmp_path: Path) -> None:
     result = lmkit("recipe", "validate", "quickstart", "--json")
     assert result.returncode == 0
     assert json.loads(result.stdout)["tables"]
     assert json.loads(lmkit("env", "--json").stdout)["versions"]["lmkit"]
+    (tmp_path / "text.txt").write_text("no document ends here " * 50)
+    warned = lmkit("tokenizer", "train", "text.txt", "t.json", "--vocab-size", "260", "--json")
+    assert json.loads(warned.stdout)["vocab_size"] == 260
+    assert "warning: no special token" in warned.stderr
 
 
 def test_fault_16_ctrl_c_is_130(tmp_path: Path) -> None:
