@@ -80,11 +80,15 @@ def _check(options: AttentionOptions, kernels: Sequence[str]) -> None:
     for name in kernels:
         check_kernel_name(name)
     if options.dtype not in DTYPES:
-        raise UsageError(f"bench attention: no dtype {options.dtype!r}", hint="one of " + ", ".join(DTYPES))
+        raise UsageError(
+            f"bench.attention.dtype: there is no {options.dtype!r}", hint="one of " + ", ".join(DTYPES)
+        )
     if options.data not in DATA:
-        raise UsageError(f"bench attention: no data {options.data!r}", hint="one of " + ", ".join(DATA))
+        raise UsageError(
+            f"bench.attention.data: there is no {options.data!r}", hint="one of " + ", ".join(DATA)
+        )
     if options.heads % options.kv_heads:
         raise UsageError(
-            f"bench attention: heads {options.heads} is no multiple of kv_heads {options.kv_heads}",
+            f"bench.attention.heads: {options.heads} is no multiple of kv_heads, {options.kv_heads}",
             hint="give every key/value head the same number of query heads",
         )

@@ -129,7 +129,7 @@ def parse_tier(text: str) -> tuple[int, int]:
     if queries.isdecimal() and int(queries) > 0 and (not colon or (keys.isdecimal() and int(keys) > 0)):
         return int(queries), int(keys if colon else queries)
     raise UsageError(
-        f"bench attention: {text!r} is not a tier",
+        f"bench.attention.tiers: {text!r} is not a tier",
         hint=f"use {', '.join(TIERS)}, a length such as 4096, or queries:keys such as 128:64",
     )
 

@@ -49,7 +49,7 @@ def check_kernel_name(name: str) -> None:
     known = [*ATTENTION, *FLASH_TRITON_VARIANTS, *SDPA_BACKENDS]
     if name.removesuffix(COMPILED) not in known:
         raise UsageError(
-            f"bench attention: no kernel {name!r}",
+            f"bench.attention.kernels: there is no {name!r}",
             hint=f"there are {', '.join(known)}, each with an optional {COMPILED}",
         )
 

@@ -146,11 +146,11 @@ def _check(options: LmMatrixOptions) -> None:
         for value in getattr(options, name):
             if value not in known:
                 raise UsageError(
-                    f"bench lm-matrix: {name}: no {value!r}", hint="there are: " + ", ".join(known)
+                    f"bench.lm_matrix.{name}: there is no {value!r}", hint="there are: " + ", ".join(known)
                 )
     if options.tokens is None and options.vocab_size < BYTE_VOCABULARY:
         raise UsageError(
-            f"bench lm-matrix: vocab_size {options.vocab_size} is smaller than the {BYTE_VOCABULARY} byte values",
+            f"bench.lm_matrix.vocab_size: {options.vocab_size} is smaller than the {BYTE_VOCABULARY} byte values",
             hint=f"give {BYTE_VOCABULARY} or more, or a token file",
         )
 

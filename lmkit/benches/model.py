@@ -125,9 +125,11 @@ def _check(options: ModelOptions) -> None:
     for name, allowed in (("precisions", PRECISIONS), ("compile", COMPILE), ("modes", MODES)):
         for value in getattr(options, name):
             if value not in allowed:
-                raise UsageError(f"bench model: {name}: no {value!r}", hint="one of " + ", ".join(allowed))
+                raise UsageError(
+                    f"bench.model.{name}: there is no {value!r}", hint="one of " + ", ".join(allowed)
+                )
     if "fp16" in options.precisions and not options.device.startswith("cuda"):
-        raise UsageError("bench model: fp16 needs a GPU", hint="use fp32 or bf16")
+        raise UsageError('bench.model.precisions: "fp16" needs a GPU', hint="use fp32 or bf16")
     for size in options.sizes:
         preset_config(size, vocab_size=options.vocab_size, context_length=max(options.lengths))
 

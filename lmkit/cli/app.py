@@ -22,6 +22,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     add_completion=False,
+    context_settings={"max_content_width": 100},
     epilog="Begin with: lmkit run quickstart",
 )
 

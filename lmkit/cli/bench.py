@@ -9,8 +9,11 @@ import typer
 from lmkit.cli.options import (
     DebugOption,
     JsonOption,
+    KernelsOption,
+    NprocOption,
     PrintRecipeOption,
     RecipeArgument,
+    ResultsOption,
     SetOption,
     given,
 )
@@ -21,16 +24,6 @@ app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Find out how fast each part is.",
     epilog="Example: lmkit bench attention bench_attention_cpu",
 )  # fmt: skip
-
-OutputOption = Annotated[
-    Path | None,
-    typer.Option(
-        help="Folder for the results; else artifacts/benches/<run.name>/<bench>.", show_default=False
-    ),
-]
-NprocOption = Annotated[
-    int, typer.Option(min=1, max=64, help="Ranks to start on this machine; leave it out under torchrun.")
-]
 
 
 @app.command(epilog="Example: lmkit bench attention bench_attention --tiers 128:64 --tiers XXL --backward")
@@ -43,20 +36,20 @@ def attention(
             "--tiers",
             "--custom-tiers",
             "--custom_tiers",
-            help="Repeatable: Small ... XXL, 4k ... 128k, a length, or queries:keys.",
+            help="Small ... XXL, 4k ... 128k, a length, or queries:keys; repeatable.",
             show_default=False,
         ),
     ] = None,
-    kernels: Annotated[
-        list[str] | None, typer.Option("--kernels", help="Repeatable.", show_default=False)
-    ] = None,
+    kernels: KernelsOption = None,
     backward: Annotated[
         bool | None,
         typer.Option("--backward/--no-backward", help="Time the backward pass too.", show_default=False),
     ] = None,
-    warmup: Annotated[int | None, typer.Option(show_default=False)] = None,
-    iters: Annotated[int | None, typer.Option(show_default=False)] = None,
-    output: OutputOption = None,
+    warmup: Annotated[
+        int | None, typer.Option(help="Calls before those that are timed.", show_default=False)
+    ] = None,
+    iters: Annotated[int | None, typer.Option(help="Timed calls at most.", show_default=False)] = None,
+    output: ResultsOption = None,
     print_recipe: PrintRecipeOption = False,
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -77,10 +70,11 @@ def model(
     recipe: RecipeArgument,
     set_: SetOption = None,
     sizes: Annotated[
-        list[str] | None, typer.Option("--sizes", help="Repeatable.", show_default=False)
+        list[str] | None,
+        typer.Option("--sizes", help="tiny, small ... 2.7b; repeatable.", show_default=False),
     ] = None,
     lengths: Annotated[
-        list[int] | None, typer.Option("--lengths", help="Repeatable.", show_default=False)
+        list[int] | None, typer.Option("--lengths", help="Context lengths; repeatable.", show_default=False)
     ] = None,
     compare_precision: Annotated[
         bool, typer.Option("--compare-precision", help="fp32 and bf16 side by side.")
@@ -89,7 +83,7 @@ def model(
         list[str] | None,
         typer.Option("--compile", help="none, block or whole; repeatable.", show_default=False),
     ] = None,
-    output: OutputOption = None,
+    output: ResultsOption = None,
     print_recipe: PrintRecipeOption = False,
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -108,22 +102,29 @@ def model(
 def lm_matrix(
     recipe: RecipeArgument,
     set_: SetOption = None,
-    kernels: Annotated[
-        list[str] | None, typer.Option("--kernels", help="Repeatable.", show_default=False)
-    ] = None,
+    kernels: KernelsOption = None,
     strategies: Annotated[
         list[str] | None,
-        typer.Option("--strategies", "--wrappers", help="Repeatable.", show_default=False),
+        typer.Option(
+            "--strategies",
+            "--wrappers",
+            help="Gradient strategies by name; repeatable.",
+            show_default=False,
+        ),
     ] = None,
     timed_epochs: Annotated[
         int | None, typer.Option("--timed-epochs", help="Samples per cell.", show_default=False)
     ] = None,
-    batch_size: Annotated[int | None, typer.Option(show_default=False)] = None,
-    num_layers: Annotated[int | None, typer.Option(show_default=False)] = None,
-    d_model: Annotated[int | None, typer.Option(show_default=False)] = None,
-    context_length: Annotated[int | None, typer.Option(show_default=False)] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Sequences per step, over all ranks.", show_default=False)
+    ] = None,
+    num_layers: Annotated[int | None, typer.Option(help="Of the model.", show_default=False)] = None,
+    d_model: Annotated[int | None, typer.Option(help="Of the model.", show_default=False)] = None,
+    context_length: Annotated[
+        int | None, typer.Option(help="Tokens per sequence.", show_default=False)
+    ] = None,
     nproc: NprocOption = 1,
-    output: OutputOption = None,
+    output: ResultsOption = None,
     print_recipe: PrintRecipeOption = False,
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -145,7 +146,7 @@ def lm_matrix(
 def tokenizer(
     recipe: RecipeArgument,
     set_: SetOption = None,
-    output: OutputOption = None,
+    output: ResultsOption = None,
     print_recipe: PrintRecipeOption = False,
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -159,7 +160,7 @@ def ddp(
     recipe: RecipeArgument,
     set_: SetOption = None,
     nproc: NprocOption = 1,
-    output: OutputOption = None,
+    output: ResultsOption = None,
     print_recipe: PrintRecipeOption = False,
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -173,7 +174,7 @@ def all_reduce(
     recipe: RecipeArgument,
     set_: SetOption = None,
     nproc: NprocOption = 1,
-    output: OutputOption = None,
+    output: ResultsOption = None,
     print_recipe: PrintRecipeOption = False,
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -187,7 +188,7 @@ def optimizer(
     recipe: RecipeArgument,
     set_: SetOption = None,
     nproc: NprocOption = 1,
-    output: OutputOption = None,
+    output: ResultsOption = None,
     print_recipe: PrintRecipeOption = False,
     as_json: JsonOption = False,
     debug: DebugOption = False,

@@ -19,7 +19,7 @@ app = typer.Typer(
 def synth(
     output: Annotated[Path, typer.Argument(help="The text file to write.")],
     size_mb: Annotated[float, typer.Option(min=0.001, help="Size in 10^6 bytes.")] = 20.0,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Another one, other stories.")] = 0,
     force: ForceOption = False,
     as_json: JsonOption = False,
     debug: DebugOption = False,

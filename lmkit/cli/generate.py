@@ -26,12 +26,12 @@ def generate(
             show_default=False,
         ),
     ] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(show_default=False)] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Of each text.", show_default=False)] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.", show_default=False)] = None,
     top_k: Annotated[int | None, typer.Option(help="0 keeps all.", show_default=False)] = None,
-    top_p: Annotated[float | None, typer.Option(show_default=False)] = None,
-    seed: Annotated[int | None, typer.Option(show_default=False)] = None,
-    stop_at_end: Annotated[bool | None, typer.Option(show_default=False)] = None,
+    top_p: Annotated[float | None, typer.Option(help="1 keeps all.", show_default=False)] = None,
+    seed: Annotated[int | None, typer.Option(help="Another one, another text.", show_default=False)] = None,
+    stop_at_end: Annotated[bool | None, typer.Option(help="Stop at end-of-text.", show_default=False)] = None,
     allow_special: Annotated[
         bool, typer.Option("--allow-special", help="Read special tokens in prompts as such, not as text.")
     ] = False,
@@ -43,7 +43,10 @@ def generate(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Write text with a trained model. Sampling options default to the run's [generate] table."""
+    """Write text with a trained model.
+
+    Options that are left out are taken from the run's [generate] table.
+    """
     from lmkit.commands import generate as command
 
     flags = given(

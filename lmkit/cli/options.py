@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
@@ -45,8 +46,35 @@ WorkersOption = Annotated[
 DeviceOption = Annotated[
     Literal["auto", "cpu", "cuda"], typer.Option(help="`auto` takes CUDA where there is one.")
 ]
+NprocOption = Annotated[
+    int, typer.Option(min=1, max=64, help="Ranks to start on this machine; leave it out under torchrun.")
+]
 ErrorsOption = Annotated[
     Literal["strict", "replace"], typer.Option(help="Invalid UTF-8: stop, or replace it by U+FFFD.")
+]
+
+# Of the benches:
+ResultsOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--output",
+        help="Folder for the results; else artifacts/benches/<run.name>/<bench>.",
+        show_default=False,
+    ),
+]
+KernelsOption = Annotated[
+    list[str] | None,
+    typer.Option("--kernels", help="Attention kernels by name; repeatable.", show_default=False),
+]
+
+# Of the profiles:
+RecordingOption = Annotated[Path, typer.Option("--output", help="Folder for the recording and its summary.")]
+RecordedStepsOption = Annotated[
+    int, typer.Option("--steps", min=1, max=1000, help="Training steps to record.")
+]
+ModeOption = Annotated[
+    Literal["forward", "fwd+bwd", "step"],
+    typer.Option(help="Of a recipe: whole steps, or forward (and backward) passes alone."),
 ]
 
 

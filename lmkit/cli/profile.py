@@ -5,7 +5,15 @@ from typing import Annotated, Literal
 
 import typer
 
-from lmkit.cli.options import DebugOption, JsonOption, RecipeArgument, SetOption
+from lmkit.cli.options import (
+    DebugOption,
+    JsonOption,
+    ModeOption,
+    RecipeArgument,
+    RecordedStepsOption,
+    RecordingOption,
+    SetOption,
+)
 from lmkit.cli.render import show
 
 app = typer.Typer(
@@ -13,12 +21,6 @@ app = typer.Typer(
     epilog="Example: lmkit profile kineto quickstart",
 )  # fmt: skip
 
-OutputOption = Annotated[Path, typer.Option(help="Folder for the recording and its summary.")]
-StepsOption = Annotated[int, typer.Option(min=1, max=1000, help="Training steps to record.")]
-ModeOption = Annotated[
-    Literal["forward", "fwd+bwd", "step"],
-    typer.Option(help="Of a recipe: whole steps, or forward (and backward) passes alone."),
-]
 RECORDINGS = (".sqlite", ".nsys-rep", ".json", ".json.gz")
 
 
@@ -39,8 +41,8 @@ def nsys(
         typer.Option(help="auto: a recipe is profiled with kineto where nsys is missing."),
     ] = "auto",
     mode: ModeOption = "step",
-    steps: StepsOption = 5,
-    output: OutputOption = Path("artifacts/profiles/nsys"),
+    steps: RecordedStepsOption = 5,
+    output: RecordingOption = Path("artifacts/profiles/nsys"),
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -69,8 +71,8 @@ def kineto(
     target: Annotated[str, typer.Argument(help="A recipe, or a .json[.gz] trace of torch.profiler.")],
     set_: SetOption = None,
     mode: ModeOption = "step",
-    steps: StepsOption = 5,
-    output: OutputOption = Path("artifacts/profiles/kineto"),
+    steps: RecordedStepsOption = 5,
+    output: RecordingOption = Path("artifacts/profiles/kineto"),
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -96,8 +98,8 @@ def memory(
     recipe: RecipeArgument,
     set_: SetOption = None,
     mode: ModeOption = "step",
-    steps: StepsOption = 2,
-    output: OutputOption = Path("artifacts/profiles/memory"),
+    steps: RecordedStepsOption = 2,
+    output: RecordingOption = Path("artifacts/profiles/memory"),
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:

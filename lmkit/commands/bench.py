@@ -146,7 +146,7 @@ def _model_with_vocabulary(recipe: Recipe, command: str) -> ModelConfig:
     if config.vocab_size is None:
         raise UsageError(
             f"model.vocab_size: `lmkit {command}` has no tokenizer to take it from",
-            hint="say how many tokens",
+            hint="for example --set model.vocab_size=10000",
         )
     return config
 

@@ -52,7 +52,7 @@ def download(dataset: str, folder: Path, *, progress: Progress) -> Downloaded:
     from lmkit.data.download import download as fetch
 
     if dataset not in DATASETS:
-        raise UsageError(f"unknown dataset {dataset!r}", hint="known: " + ", ".join(DATASETS))
+        raise UsageError(f"{dataset}: no such dataset", hint="known: " + ", ".join(DATASETS))
     return Downloaded(tuple(str(path) for path in fetch(DATASETS[dataset], folder, progress=progress)))
 
 

@@ -138,7 +138,10 @@ def _fetch(url: str, path: Path, max_bytes: int, progress: Progress, retry_wait_
                 raise LmkitError(f"{url}: {failure}", hint="is the address right?") from None
         except (OSError, http.client.HTTPException, _ShortBodyError) as error:
             if isinstance(error, OSError) and error.filename is not None:  # the disk, not the network
-                raise LmkitError(f"{error.filename}: {error.strerror}", hint="free some space") from None
+                raise LmkitError(
+                    f"{error.filename}: {(error.strerror or str(error)).lower()}",
+                    hint="check the disk and the permissions",
+                ) from None
             failure = str(getattr(error, "reason", error)) or type(error).__name__
     else:
         raise LmkitError(f"{url}: {failure} (tried {_ATTEMPTS} times)", hint=_AGAIN)

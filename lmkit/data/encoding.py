@@ -53,7 +53,7 @@ def encode_corpus(
     if output.suffix != ".npy":
         raise UsageError(f"{output}: a token file ends in .npy", hint=f"name it {output.with_suffix('.npy')}")
     if output.exists() and not force:
-        raise UsageError(f"{output} exists", hint="overwrite it with --force")
+        raise UsageError(f"{output}: exists already", hint="choose another name, or replace it with --force")
     reader = _Reader(sources, tokenizer, errors)
     if reader.total_bytes == 0:
         names = ", ".join(str(path) for path in sources) or "no files"

@@ -86,20 +86,18 @@ def read_chrome_trace(path: Path) -> Trace:
         UsageError: missing, or not such a file.
     """
     if not path.is_file():
-        raise UsageError(f"{path.name}: no such file", hint=_WHAT_IS_READ)
+        raise UsageError(f"{path}: no such file", hint=_WHAT_IS_READ)
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             content = file.read(_MOST_BYTES + 1)
         if len(content) > _MOST_BYTES:
-            raise UsageError(f"{path.name}: more than {_MOST_BYTES >> 20} MiB of JSON", hint=_WHAT_IS_READ)
+            raise UsageError(f"{path}: more than {_MOST_BYTES >> 20} MiB of JSON", hint=_WHAT_IS_READ)
         return parse_chrome_trace(json.loads(content), path.name)
     except OSError as error:  # gzip says so of what is not compressed
-        raise UsageError(f"{path.name}: cannot be read: {error}", hint=_WHAT_IS_READ) from error
+        raise UsageError(f"{path}: cannot be read: {error}", hint=_WHAT_IS_READ) from error
     except (KeyError, TypeError, AttributeError, EOFError, zlib.error, ValueError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else str(error)
-        raise UsageError(
-            f"{path.name}: not a trace of torch.profiler ({what})", hint=_WHAT_IS_READ
-        ) from error
+        raise UsageError(f"{path}: not a trace of torch.profiler ({what})", hint=_WHAT_IS_READ) from error
 
 
 def parse_chrome_trace(document: dict[str, Any], source: str) -> Trace:

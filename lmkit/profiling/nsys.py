@@ -147,6 +147,6 @@ def read_nsys_file(path: Path) -> Trace:
         return read_nsys_database(path)
     if path.suffix == REPORT:
         if not path.is_file():
-            raise UsageError(f"{path.name}: no such file", hint="give an .sqlite or .nsys-rep file")
+            raise UsageError(f"{path}: no such file", hint="give a .sqlite or .nsys-rep file")
         return read_nsys_database(export_report(path))
-    raise UsageError(f"{path.name}: neither .sqlite nor .nsys-rep", hint="give a file of Nsight Systems")
+    raise UsageError(f"{path}: neither .sqlite nor .nsys-rep", hint="give a file of Nsight Systems")

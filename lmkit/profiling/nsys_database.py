@@ -23,27 +23,23 @@ def read_nsys_database(path: Path) -> Trace:
         LmkitError: a table lacks a column that is needed.
     """
     if not path.is_file():
-        raise UsageError(
-            f"{path.name}: no such file", hint="give an .sqlite or .nsys-rep file of Nsight Systems"
-        )
+        raise UsageError(f"{path}: no such file", hint="give a .sqlite or .nsys-rep file of Nsight Systems")
     with closing(sqlite3.connect(path.resolve().as_uri() + "?mode=ro", uri=True)) as database:
         try:
             return _read(database, path.name)
         except sqlite3.OperationalError as error:
             raise LmkitError(
-                f"{path.name}: {error}", hint="export it again: nsys export --type sqlite REPORT.nsys-rep"
+                f"{path}: {error}", hint="export it again: nsys export --type sqlite REPORT.nsys-rep"
             ) from error
         except sqlite3.DatabaseError as error:
-            raise UsageError(
-                f"{path.name}: {error}", hint="give an .sqlite file that nsys exported"
-            ) from error
+            raise UsageError(f"{path}: {error}", hint="give a .sqlite file that nsys exported") from error
 
 
 def _read(database: sqlite3.Connection, source: str) -> Trace:
     tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     if "StringIds" not in tables:
         raise UsageError(
-            f"{source}: not an export of Nsight Systems", hint="give an .sqlite file that nsys exported"
+            f"{source}: not an export of Nsight Systems", hint="give a .sqlite file that nsys exported"
         )
     has_work = any(f"CUPTI_ACTIVITY_KIND_{kind}" in tables for kind in _KINDS)
     calls = _read_calls(database) if "CUPTI_ACTIVITY_KIND_RUNTIME" in tables else None

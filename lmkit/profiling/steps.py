@@ -75,7 +75,8 @@ def build_step(options: StepsOptions) -> TrainingStep:
     """
     if options.model.vocab_size is None:
         raise UsageError(
-            "model.vocab_size: profiling uses random tokens; say how many there are", hint="set it"
+            "model.vocab_size: profiling uses random tokens; say how many there are",
+            hint="for example --set model.vocab_size=10000",
         )
     batches = RandomTokens(
         options.model.vocab_size,

@@ -189,7 +189,7 @@ def test_what_others_are_writing_in_the_folder_stays(
 def test_fault_40_output_exists(corpus: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
     output = tmp_path / "tokens.npy"
     output.write_bytes(b"precious")
-    with pytest.raises(UsageError, match=r"tokens\.npy exists") as error:
+    with pytest.raises(UsageError, match=r"tokens\.npy: exists already") as error:
         encode_corpus([corpus], output, tokenizer)
     assert "--force" in error.value.hint
     assert output.read_bytes() == b"precious"

@@ -84,7 +84,7 @@ def test_token_files_of_another_tokenizer_are_named(run_folder: Path, token_file
     for path in (token_files[0], token_files[0].with_suffix(".json")):
         shutil.copy(path, run_folder / "tokens")
     (found,) = wrong(run_folder)
-    assert "tokens/train.npy: was made with tokenizer aaaa" in found
+    assert "tokens/train.npy: made with tokenizer aaaa" in found
 
 
 def test_what_is_missing_or_half_written_in_a_run_is_named(run_folder: Path) -> None:
