@@ -221,7 +221,19 @@ def _never_finish_step_3(rank: int) -> None:
     Step.accumulate = accumulate  # type: ignore[method-assign]
 
 
+def _draw_in_every_step(rank: int) -> None:
+    """As dropout would, on every rank another number of times."""
+    original = Step.accumulate
+
+    def accumulate(self: Step, *batch: torch.Tensor) -> torch.Tensor:
+        torch.rand(rank + 1)
+        return original(self, *batch)
+
+    Step.accumulate = accumulate  # type: ignore[method-assign]
+
+
 FAULTS: dict[str, Callable[[int], None]] = {
+    "no fault: random numbers are drawn": _draw_in_every_step,
     "nan loss on rank 1": _nan_loss_on_rank_1,
     "infinite gradient on rank 1": _infinite_gradient_on_rank_1,
     "SIGTERM to rank 1": _signal_itself_on_rank_1,
@@ -407,13 +419,14 @@ def test_fault_54_two_ranks_resume_bit_for_bit(
     assert strategy in STRATEGIES
     chosen = f"parallel.strategy={strategy}"
     whole, parts = settings(chosen, "run.name=whole"), settings(chosen, "run.name=parts")
-    assert fleet.train(whole, ranks=2) == [0, 0], fleet.said()
-    assert fleet.train(parts, ranks=2, stop_at_step=5) == [0, 0], fleet.said()
-    assert fleet.train(parts, ranks=2) == [0, 0], fleet.said()
+    options = {"ranks": 2, "fault": "no fault: random numbers are drawn"}
+    assert fleet.train(whole, **options) == [0, 0], fleet.said()
+    assert fleet.train(parts, **options, stop_at_step=5) == [0, 0], fleet.said()
+    assert fleet.train(parts, **options) == [0, 0], fleet.said()
     left, right = newest(tiny(chosen, "run.name=whole")), newest(tiny(chosen, "run.name=parts"))
     assert left.state.optimizer_shards == (2 if strategy == "zero1" else 1)
-    assert len(left.state.rng) == 2
     assert left.state.rng == right.state.rng
+    assert len(set(left.state.rng)) == 2  # each rank has its own
     assert_same_tensors(left, right)
     assert losses(tiny("run.name=whole")) == losses(tiny("run.name=parts"))
 
