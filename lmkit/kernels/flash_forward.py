@@ -1,10 +1,22 @@
 """The forward pass of FlashAttention-2 in portable Triton (Dao 2023, algorithm 1).
 
 One program computes one tile of queries of one head. It walks over the tiles of keys that the tile may see with
-an online softmax: first those that it sees whole, without any mask, then the few that the diagonal or the end of
-the keys cuts. Under a causal mask the tiles past the diagonal are never touched.
+an online softmax; for every key tile, with S = Q K^T:
 
-The softmax works in base 2: exp(s * scale - m) = 2^(s * scale * log2(e) - m * log2(e)).
+    largest' = max(largest, rowmax(S) * scale)           P = exp(S * scale - largest')
+    total    = total * exp(largest - largest') + rowsum(P)
+    acc      = acc * exp(largest - largest') + P V
+
+and at the end out = acc / total, lse = largest + log(total). First come the key tiles that it sees whole,
+without any mask, then the few that the diagonal or the end of the keys cuts. Under a causal mask the tiles past
+the diagonal are never touched. Everything is in base 2: exp(s * scale) = 2^(s * scale * log2(e)), one
+instruction.
+
+The program's warps (4 to 16, see `tilings`) hold acc, largest and total in registers, in float32; K and V
+stream through shared memory, where Triton keeps `stages` tiles of each in flight. The barriers are Triton's.
+Shared memory: these tiles, and q unless it is read from registers; at head_dim 128 in bfloat16, tiles of 64
+keys and three stages take 2 * 3 * 64 * 128 * 2 bytes = 96 KiB, so that two programs share a multiprocessor of a
+Hopper GPU (227 KiB).
 """
 
 import torch
@@ -22,7 +34,19 @@ from lmkit.kernels.launching import (
     selected,
     source,
 )
-from lmkit.kernels.tiles import LN_2, LOG2_E, dot_over_parts, head_start, in_registers, load_tile, store_tile
+from lmkit.kernels.query_tiles import bound_keys, locate_query_tile, visible_keys
+from lmkit.kernels.tiles import (
+    LN_2,
+    LOG2_E,
+    dot_over_parts,
+    in_registers,
+    load_main,
+    load_rest,
+    store_main,
+    store_rest,
+    view_head,
+    zeros_of_rest,
+)
 from lmkit.kernels.tilings import Tiling
 from lmkit.kernels.tuning import choose_tiling
 
@@ -57,8 +81,8 @@ def flash_forward(
         launch_forward(
             count_tiles(num_queries, tiling.rows) * batch * heads,
             (
-                *(source(q, tiling.rows, constants), source(k, tiling.columns, constants)),
-                *(source(v, tiling.columns, constants), out, lse),
+                *(source(q, tiling.rows, tiling), source(k, tiling.columns, tiling)),
+                *(source(v, tiling.columns, tiling), out, lse),
             ),
             (
                 *(*head_strides(q), *head_strides(k), *head_strides(v), *head_strides(out)),
@@ -77,108 +101,58 @@ def flash_forward(
 
 @triton.jit(do_not_specialize=["heads"])  # one compilation, however many heads
 def forward_kernel(
-    q_source,  # pointers, or tensor descriptors
-    k_source,
-    v_source,
-    out_pointer,
-    lse_pointer,
-    q_stride_batch,
-    q_stride_head,
-    q_stride_row,
-    k_stride_batch,
-    k_stride_head,
-    k_stride_row,
-    v_stride_batch,
-    v_stride_head,
-    v_stride_row,
-    out_stride_batch,
-    out_stride_head,
-    out_stride_row,
+    q_source, k_source, v_source,  # pointers, or tensor descriptors
+    out_pointer, lse_pointer,
+    q_stride_batch, q_stride_head, q_stride_row,
+    k_stride_batch, k_stride_head, k_stride_row,
+    v_stride_batch, v_stride_head, v_stride_row,
+    out_stride_batch, out_stride_head, out_stride_row,
     heads,
     group,  # query heads to a key head
-    num_queries,
-    num_keys,
-    scale_log2,
-    HEAD_DIM: tl.constexpr,
-    MAIN: tl.constexpr,
-    REST: tl.constexpr,
+    num_queries, num_keys,
+    scale_log2,  # scale * log2(e)
+    HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,  # see `tiles`
     ROWS: tl.constexpr,  # queries of a tile
     COLUMNS: tl.constexpr,  # keys of a tile
     CAUSAL: tl.constexpr,
     CUT: tl.constexpr,  # some tiles are cut by the diagonal or by the end of the keys
     PRECISION: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    REGISTERS: tl.constexpr,
-):
-    num_tiles = tl.cdiv(num_queries, ROWS)
-    tile = tl.program_id(0) % num_tiles
-    batch_head = tl.program_id(0) // num_tiles
-    batch, head = batch_head // heads, batch_head % heads
-    kv_head = head // group
-    if CAUSAL:
-        tile = num_tiles - 1 - tile  # the longest first: the short ones fill the gaps at the end
-    row = tile * ROWS
+    REGISTERS: tl.constexpr,  # q is read from registers (see `in_registers`)
+):  # fmt: skip
+    row, batch_head, batch, head, kv_head = locate_query_tile(heads, group, num_queries, ROWS, CAUSAL)
+    q_view = view_head(q_source, q_stride_batch, q_stride_head, q_stride_row, batch, head, num_queries)
+    k_view = view_head(k_source, k_stride_batch, k_stride_head, k_stride_row, batch, kv_head, num_keys)
+    v_view = view_head(v_source, v_stride_batch, v_stride_head, v_stride_row, batch, kv_head, num_keys)
+    out_view = view_head(
+        out_pointer, out_stride_batch, out_stride_head, out_stride_row, batch, head, num_queries
+    )
 
-    if not DESCRIPTORS:
-        q_source = head_start(q_source, batch, head, q_stride_batch, q_stride_head)
-        k_source = head_start(k_source, batch, kv_head, k_stride_batch, k_stride_head)
-        v_source = head_start(v_source, batch, kv_head, v_stride_batch, v_stride_head)
-    out_pointer = head_start(out_pointer, batch, head, out_stride_batch, out_stride_head)
-
-    q = load_tile(
-        q_source, q_stride_row, batch, head, row, num_queries, ROWS, 0, MAIN, HEAD_DIM, True, DESCRIPTORS
-    )  # (ROWS, MAIN)
-    q_rest = q
-    if REST > 0:
-        q_rest = load_tile(
-            q_source,
-            q_stride_row,
-            batch,
-            head,
-            row,
-            num_queries,
-            ROWS,
-            MAIN,
-            REST,
-            HEAD_DIM,
-            True,
-            DESCRIPTORS,
-        )  # (ROWS, REST)
-
+    q = load_main(q_view, row, ROWS, MAIN, HEAD_DIM, True)  # (ROWS, MAIN)
+    q_rest = load_rest(q_view, row, ROWS, MAIN, REST, HEAD_DIM, True, q)  # (ROWS, REST)
     if REGISTERS:
         q = in_registers(q, row, num_queries, ROWS)
 
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, MAIN), tl.float32)
-    acc_rest = tl.zeros((ROWS, REST if REST > 0 else 16), tl.float32)
+    acc_rest = zeros_of_rest(ROWS, REST)
 
-    # Keys before `whole` are seen by every query of the tile, keys at and after `end` by none.
-    end = num_keys
-    whole = num_keys // COLUMNS * COLUMNS
-    if CAUSAL:
-        end = tl.minimum(num_keys, row + ROWS)
-        whole = tl.minimum(whole, (row + 1) // COLUMNS * COLUMNS)
+    whole, end = bound_keys(row, num_keys, ROWS, COLUMNS, CAUSAL)
     acc, acc_rest, total, largest = walk_over_keys(
-        acc, acc_rest, total, largest, q, q_rest, k_source, v_source, k_stride_row, v_stride_row,
-        batch, kv_head, row, 0, whole, num_keys, scale_log2,
-        HEAD_DIM, MAIN, REST, ROWS, COLUMNS, CAUSAL, False, PRECISION, DESCRIPTORS,
+        acc, acc_rest, total, largest, q, q_rest, k_view, v_view, row, 0, whole, scale_log2,
+        HEAD_DIM, MAIN, REST, ROWS, COLUMNS, CAUSAL, False, PRECISION,
     )  # fmt: skip
     if CUT:
         acc, acc_rest, total, largest = walk_over_keys(
-            acc, acc_rest, total, largest, q, q_rest, k_source, v_source, k_stride_row, v_stride_row,
-            batch, kv_head, row, whole, end, num_keys, scale_log2,
-            HEAD_DIM, MAIN, REST, ROWS, COLUMNS, CAUSAL, True, PRECISION, DESCRIPTORS,
+            acc, acc_rest, total, largest, q, q_rest, k_view, v_view, row, whole, end, scale_log2,
+            HEAD_DIM, MAIN, REST, ROWS, COLUMNS, CAUSAL, True, PRECISION,
         )  # fmt: skip
 
     rows = row + tl.arange(0, ROWS)
     lse = (largest + tl.log2(total)) * LN_2  # back to the natural logarithm
     tl.store(lse_pointer + batch_head.to(tl.int64) * num_queries + rows, lse, mask=rows < num_queries)
-    out = acc / total[:, None]
-    store_tile(out_pointer, out, out_stride_row, row, num_queries, ROWS, 0, MAIN, HEAD_DIM)
-    if REST > 0:
-        out_rest = acc_rest / total[:, None]
-        store_tile(out_pointer, out_rest, out_stride_row, row, num_queries, ROWS, MAIN, REST, HEAD_DIM)
+    store_main(out_view, acc / total[:, None], row, ROWS, MAIN, HEAD_DIM)
+    store_rest(out_view, acc_rest / total[:, None], row, ROWS, MAIN, REST, HEAD_DIM)
 
 
 @triton.jit
@@ -189,16 +163,11 @@ def walk_over_keys(
     largest,  # (ROWS,) running maximum of the scaled scores
     q,
     q_rest,
-    k_source,
-    v_source,
-    k_stride_row,
-    v_stride_row,
-    batch,
-    kv_head,
+    k_view,
+    v_view,
     row,
-    begin,
-    end,
-    num_keys,
+    begin,  # keys from here, a multiple of COLUMNS,
+    end,  # up to here
     scale_log2,
     HEAD_DIM: tl.constexpr,
     MAIN: tl.constexpr,
@@ -208,37 +177,16 @@ def walk_over_keys(
     CAUSAL: tl.constexpr,
     MASKED: tl.constexpr,  # these tiles are cut by the diagonal or by the end of the keys
     PRECISION: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
 ):
+    """The online softmax over these keys: (acc, acc_rest, total, largest), carried on."""
     rows = row + tl.arange(0, ROWS)
     for column in range(begin, end, COLUMNS):
         column = tl.multiple_of(column, COLUMNS)
-        k = load_tile(
-            k_source,
-            k_stride_row,
-            batch,
-            kv_head,
-            column,
-            num_keys,
-            COLUMNS,
-            0,
-            MAIN,
-            HEAD_DIM,
-            MASKED,
-            DESCRIPTORS,
-        )  # (COLUMNS, MAIN)
-        k_rest = k
-        if REST > 0:
-            k_rest = load_tile(
-                k_source, k_stride_row, batch, kv_head, column, num_keys, COLUMNS, MAIN, REST, HEAD_DIM, MASKED,
-                DESCRIPTORS,
-            )  # fmt: skip
+        k = load_main(k_view, column, COLUMNS, MAIN, HEAD_DIM, MASKED)  # (COLUMNS, MAIN)
+        k_rest = load_rest(k_view, column, COLUMNS, MAIN, REST, HEAD_DIM, MASKED, k)  # (COLUMNS, REST)
         scores = dot_over_parts(q, q_rest, k, k_rest, REST, PRECISION)  # (ROWS, COLUMNS)
         if MASKED:
-            columns = column + tl.arange(0, COLUMNS)
-            visible = (columns < num_keys)[None, :]
-            if CAUSAL:
-                visible = visible & (rows[:, None] >= columns[None, :])
+            visible = visible_keys(rows, column, k_view.length, COLUMNS, CAUSAL)
             scores = tl.where(visible, scores, float("-inf"))
         # The scaled maximum is the state. Key 0 is in the first tile and every query sees it: `largest` is finite
         # from then on, unless the data are not.
@@ -250,27 +198,11 @@ def walk_over_keys(
             added = tl.sum(p, 1)
         acc = acc * shrink[:, None]
 
-        v = load_tile(
-            v_source,
-            v_stride_row,
-            batch,
-            kv_head,
-            column,
-            num_keys,
-            COLUMNS,
-            0,
-            MAIN,
-            HEAD_DIM,
-            MASKED,
-            DESCRIPTORS,
-        )  # (COLUMNS, MAIN)
+        v = load_main(v_view, column, COLUMNS, MAIN, HEAD_DIM, MASKED)  # (COLUMNS, MAIN)
         p = p.to(v.dtype)
         acc = tl.dot(p, v, acc, input_precision=PRECISION)
         if REST > 0:
-            v_rest = load_tile(
-                v_source, v_stride_row, batch, kv_head, column, num_keys, COLUMNS, MAIN, REST, HEAD_DIM, MASKED,
-                DESCRIPTORS,
-            )  # fmt: skip
+            v_rest = load_rest(v_view, column, COLUMNS, MAIN, REST, HEAD_DIM, MASKED, v)  # (COLUMNS, REST)
             acc_rest = acc_rest * shrink[:, None]
             acc_rest = tl.dot(p, v_rest, acc_rest, input_precision=PRECISION)
         if MAIN > 128:

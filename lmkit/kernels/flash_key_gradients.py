@@ -1,8 +1,17 @@
 """The gradients of keys and values in FlashAttention-2, in portable Triton; see `flash_backward` for the whole.
 
-One program owns a tile of keys and walks over the tiles of queries that see it, of all heads of its group one
-after the other: no two programs write to the same place. It works on transposed scores, S^T = K Q^T, so that P^T
-and dS^T feed the next products from registers.
+One program owns a tile of keys of one key head and walks over the tiles of queries that see it, of all query
+heads of the group one after the other: no two programs write to the same place. Under a causal mask it begins
+at the diagonal: first the query tiles that the diagonal cuts, then those that see all of its keys. It works on
+transposed scores, so that P^T and dS^T feed the next products from registers:
+
+    P^T = exp(K Q^T * scale - lse)        dP^T = V dO^T        dS^T = P^T * (dP^T - delta)
+    dV += P^T dO                          dK += dS^T Q
+
+and scales dK once at the end. dK and dV stay in registers, in float32; Q and dO stream through shared memory,
+`stages` tiles of each in flight, beside K and V (unless these are read from registers). The barriers are
+Triton's. Where registers do not suffice for both sums (a tiling with `apart`), the kernel runs twice, once
+OF_KEYS and once OF_VALUES.
 """
 
 import triton
@@ -19,7 +28,17 @@ from lmkit.kernels.launching import (
     selected,
     source,
 )
-from lmkit.kernels.tiles import LOG2_E, dot_over_parts, head_start, in_registers, load_tile, store_tile
+from lmkit.kernels.tiles import (
+    LOG2_E,
+    dot_over_parts,
+    in_registers,
+    load_main,
+    load_rest,
+    store_main,
+    store_rest,
+    view_head,
+    zeros_of_rest,
+)
 from lmkit.kernels.tilings import Tiling
 from lmkit.kernels.tuning import choose_tiling
 
@@ -48,8 +67,8 @@ def key_gradients(
             launch_dkdv(
                 count_tiles(num_keys, tiling.columns) * batch * kv_heads,
                 (
-                    *(source(q, tiling.rows, constants), source(k, tiling.columns, constants)),
-                    *(source(v, tiling.columns, constants), source(dout, tiling.rows, constants)),
+                    *(source(q, tiling.rows, tiling), source(k, tiling.columns, tiling)),
+                    *(source(v, tiling.columns, tiling), source(dout, tiling.rows, tiling)),
                     *(lse, delta, dk, dv),
                 ),
                 (
@@ -70,131 +89,52 @@ def key_gradients(
 
 @triton.jit(do_not_specialize=["kv_heads"])  # one compilation, however many heads
 def dkdv_kernel(
-    q_source,  # pointers, or tensor descriptors
-    k_source,
-    v_source,
-    dout_source,
+    q_source, k_source, v_source, dout_source,  # pointers, or tensor descriptors
     lse_pointer,
-    delta_pointer,
-    dk_pointer,
-    dv_pointer,
-    q_stride_batch,
-    q_stride_head,
-    q_stride_row,
-    k_stride_batch,
-    k_stride_head,
-    k_stride_row,
-    v_stride_batch,
-    v_stride_head,
-    v_stride_row,
-    dout_stride_batch,
-    dout_stride_head,
-    dout_stride_row,
-    dk_stride_batch,
-    dk_stride_head,
-    dk_stride_row,
-    dv_stride_batch,
-    dv_stride_head,
-    dv_stride_row,
+    delta_pointer,  # written by dq_kernel
+    dk_pointer, dv_pointer,
+    q_stride_batch, q_stride_head, q_stride_row,
+    k_stride_batch, k_stride_head, k_stride_row,
+    v_stride_batch, v_stride_head, v_stride_row,
+    dout_stride_batch, dout_stride_head, dout_stride_row,
+    dk_stride_batch, dk_stride_head, dk_stride_row,
+    dv_stride_batch, dv_stride_head, dv_stride_row,
     kv_heads,
-    group,
-    num_queries,
-    num_keys,
+    group,  # query heads to a key head
+    num_queries, num_keys,
     scale,
-    scale_log2,
-    HEAD_DIM: tl.constexpr,
-    MAIN: tl.constexpr,
-    REST: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    scale_log2,  # scale * log2(e)
+    HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,  # see `tiles`
+    ROWS: tl.constexpr,  # queries of a tile
+    COLUMNS: tl.constexpr,  # keys of a tile
     CAUSAL: tl.constexpr,
     OF_KEYS: tl.constexpr,  # sum dK
     OF_VALUES: tl.constexpr,  # sum dV
     PRECISION: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    REGISTERS: tl.constexpr,
-):
+    REGISTERS: tl.constexpr,  # k and v are read from registers (see `in_registers`)
+):  # fmt: skip
     num_tiles = tl.cdiv(num_keys, COLUMNS)
-    tile = (
-        tl.program_id(0) % num_tiles
-    )  # under a causal mask the first keys are seen by most queries: longest first
+    tile = tl.program_id(0) % num_tiles  # longest first: under a causal mask most queries see the first keys
     batch_head = tl.program_id(0) // num_tiles
     batch, kv_head = batch_head // kv_heads, batch_head % kv_heads
     column = tile * COLUMNS
+    k_view = view_head(k_source, k_stride_batch, k_stride_head, k_stride_row, batch, kv_head, num_keys)
+    v_view = view_head(v_source, v_stride_batch, v_stride_head, v_stride_row, batch, kv_head, num_keys)
+    dk_view = view_head(dk_pointer, dk_stride_batch, dk_stride_head, dk_stride_row, batch, kv_head, num_keys)
+    dv_view = view_head(dv_pointer, dv_stride_batch, dv_stride_head, dv_stride_row, batch, kv_head, num_keys)
 
-    if not DESCRIPTORS:
-        k_source = head_start(k_source, batch, kv_head, k_stride_batch, k_stride_head)
-        v_source = head_start(v_source, batch, kv_head, v_stride_batch, v_stride_head)
-    dk_pointer = head_start(dk_pointer, batch, kv_head, dk_stride_batch, dk_stride_head)
-    dv_pointer = head_start(dv_pointer, batch, kv_head, dv_stride_batch, dv_stride_head)
-
-    k = load_tile(
-        k_source,
-        k_stride_row,
-        batch,
-        kv_head,
-        column,
-        num_keys,
-        COLUMNS,
-        0,
-        MAIN,
-        HEAD_DIM,
-        True,
-        DESCRIPTORS,
-    )  # (COLUMNS, MAIN)
-    v = load_tile(
-        v_source,
-        v_stride_row,
-        batch,
-        kv_head,
-        column,
-        num_keys,
-        COLUMNS,
-        0,
-        MAIN,
-        HEAD_DIM,
-        True,
-        DESCRIPTORS,
-    )  # (COLUMNS, MAIN)
-    k_rest = k
-    v_rest = v
-    if REST > 0:
-        k_rest = load_tile(
-            k_source,
-            k_stride_row,
-            batch,
-            kv_head,
-            column,
-            num_keys,
-            COLUMNS,
-            MAIN,
-            REST,
-            HEAD_DIM,
-            True,
-            DESCRIPTORS,
-        )  # (COLUMNS, REST)
-        v_rest = load_tile(
-            v_source,
-            v_stride_row,
-            batch,
-            kv_head,
-            column,
-            num_keys,
-            COLUMNS,
-            MAIN,
-            REST,
-            HEAD_DIM,
-            True,
-            DESCRIPTORS,
-        )  # (COLUMNS, REST)
+    k = load_main(k_view, column, COLUMNS, MAIN, HEAD_DIM, True)  # (COLUMNS, MAIN)
+    v = load_main(v_view, column, COLUMNS, MAIN, HEAD_DIM, True)  # (COLUMNS, MAIN)
+    k_rest = load_rest(k_view, column, COLUMNS, MAIN, REST, HEAD_DIM, True, k)  # (COLUMNS, REST)
+    v_rest = load_rest(v_view, column, COLUMNS, MAIN, REST, HEAD_DIM, True, v)  # (COLUMNS, REST)
     if REGISTERS:
         k = in_registers(k, column, num_keys, COLUMNS)
         v = in_registers(v, column, num_keys, COLUMNS)
 
     dk = tl.zeros((COLUMNS, MAIN), tl.float32)
     dv = tl.zeros((COLUMNS, MAIN), tl.float32)
-    dk_rest = tl.zeros((COLUMNS, REST if REST > 0 else 16), tl.float32)
-    dv_rest = tl.zeros((COLUMNS, REST if REST > 0 else 16), tl.float32)
+    dk_rest = zeros_of_rest(COLUMNS, REST)
+    dv_rest = zeros_of_rest(COLUMNS, REST)
 
     # Queries before `begin` see none of these keys; from `whole` on they see all of them.
     begin = 0
@@ -204,59 +144,49 @@ def dkdv_kernel(
         whole = tl.minimum(tl.cdiv(column + COLUMNS - 1, ROWS) * ROWS, tl.cdiv(num_queries, ROWS) * ROWS)
     for member in range(group):
         head = kv_head * group + member
+        # where this head's lse and delta begin
         statistics = (batch.to(tl.int64) * kv_heads * group + head) * num_queries
-        q_head = q_source
-        dout_head = dout_source
-        if not DESCRIPTORS:
-            q_head = head_start(q_source, batch, head, q_stride_batch, q_stride_head)
-            dout_head = head_start(dout_source, batch, head, dout_stride_batch, dout_stride_head)
+        q_view = view_head(q_source, q_stride_batch, q_stride_head, q_stride_row, batch, head, num_queries)
+        dout_view = view_head(
+            dout_source, dout_stride_batch, dout_stride_head, dout_stride_row, batch, head, num_queries
+        )
         if CAUSAL:
             dk, dk_rest, dv, dv_rest = walk_over_queries(
-                dk, dk_rest, dv, dv_rest, k, k_rest, v, v_rest, q_head, dout_head, q_stride_row, dout_stride_row,
-                lse_pointer + statistics, delta_pointer + statistics, batch, head, column, begin, whole, num_queries,
-                scale_log2, HEAD_DIM, MAIN, REST, ROWS, COLUMNS, True, OF_KEYS, OF_VALUES, PRECISION, DESCRIPTORS,
+                dk, dk_rest, dv, dv_rest, k, k_rest, v, v_rest, q_view, dout_view,
+                lse_pointer + statistics, delta_pointer + statistics, column, begin, whole, scale_log2,
+                HEAD_DIM, MAIN, REST, ROWS, COLUMNS, True, OF_KEYS, OF_VALUES, PRECISION,
             )  # fmt: skip
         dk, dk_rest, dv, dv_rest = walk_over_queries(
-            dk, dk_rest, dv, dv_rest, k, k_rest, v, v_rest, q_head, dout_head, q_stride_row, dout_stride_row,
-            lse_pointer + statistics, delta_pointer + statistics, batch, head, column, whole, num_queries,
-            num_queries, scale_log2, HEAD_DIM, MAIN, REST, ROWS, COLUMNS, False, OF_KEYS, OF_VALUES, PRECISION,
-            DESCRIPTORS,
+            dk, dk_rest, dv, dv_rest, k, k_rest, v, v_rest, q_view, dout_view,
+            lse_pointer + statistics, delta_pointer + statistics, column, whole, num_queries, scale_log2,
+            HEAD_DIM, MAIN, REST, ROWS, COLUMNS, False, OF_KEYS, OF_VALUES, PRECISION,
         )  # fmt: skip
 
     if OF_KEYS:
-        store_tile(dk_pointer, dk * scale, dk_stride_row, column, num_keys, COLUMNS, 0, MAIN, HEAD_DIM)
-        if REST > 0:
-            store_tile(
-                dk_pointer, dk_rest * scale, dk_stride_row, column, num_keys, COLUMNS, MAIN, REST, HEAD_DIM
-            )
+        store_main(dk_view, dk * scale, column, COLUMNS, MAIN, HEAD_DIM)
+        store_rest(dk_view, dk_rest * scale, column, COLUMNS, MAIN, REST, HEAD_DIM)
     if OF_VALUES:
-        store_tile(dv_pointer, dv, dv_stride_row, column, num_keys, COLUMNS, 0, MAIN, HEAD_DIM)
-        if REST > 0:
-            store_tile(dv_pointer, dv_rest, dv_stride_row, column, num_keys, COLUMNS, MAIN, REST, HEAD_DIM)
+        store_main(dv_view, dv, column, COLUMNS, MAIN, HEAD_DIM)
+        store_rest(dv_view, dv_rest, column, COLUMNS, MAIN, REST, HEAD_DIM)
 
 
 @triton.jit
 def walk_over_queries(
-    dk,  # (COLUMNS, MAIN)
+    dk,  # (COLUMNS, MAIN) sum of dS^T Q
     dk_rest,  # (COLUMNS, REST)
-    dv,
-    dv_rest,
+    dv,  # (COLUMNS, MAIN) sum of P^T dO
+    dv_rest,  # (COLUMNS, REST)
     k,
     k_rest,
     v,
     v_rest,
-    q_source,
-    dout_source,
-    q_stride_row,
-    dout_stride_row,
+    q_view,
+    dout_view,
     lse_pointer,  # of this head
     delta_pointer,
-    batch,
-    head,
     column,
-    begin,
-    end,
-    num_queries,
+    begin,  # queries from here, a multiple of ROWS,
+    end,  # up to here
     scale_log2,
     HEAD_DIM: tl.constexpr,
     MAIN: tl.constexpr,
@@ -267,49 +197,16 @@ def walk_over_queries(
     OF_KEYS: tl.constexpr,
     OF_VALUES: tl.constexpr,
     PRECISION: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
 ):
+    """Adds what these queries give: (dk, dk_rest, dv, dv_rest), dk not yet scaled."""
+    num_queries = q_view.length
     columns = column + tl.arange(0, COLUMNS)
     for row in range(begin, end, ROWS):
         row = tl.multiple_of(row, ROWS)
-        q = load_tile(
-            q_source, q_stride_row, batch, head, row, num_queries, ROWS, 0, MAIN, HEAD_DIM, True, DESCRIPTORS
-        )  # (ROWS, MAIN)
-        dout = load_tile(
-            dout_source,
-            dout_stride_row,
-            batch,
-            head,
-            row,
-            num_queries,
-            ROWS,
-            0,
-            MAIN,
-            HEAD_DIM,
-            True,
-            DESCRIPTORS,
-        )  # (ROWS, MAIN)
-        q_rest = q
-        dout_rest = dout
-        if REST > 0:
-            q_rest = load_tile(
-                q_source,
-                q_stride_row,
-                batch,
-                head,
-                row,
-                num_queries,
-                ROWS,
-                MAIN,
-                REST,
-                HEAD_DIM,
-                True,
-                DESCRIPTORS,
-            )  # (ROWS, REST)
-            dout_rest = load_tile(
-                dout_source, dout_stride_row, batch, head, row, num_queries, ROWS, MAIN, REST, HEAD_DIM, True,
-                DESCRIPTORS,
-            )  # fmt: skip
+        q = load_main(q_view, row, ROWS, MAIN, HEAD_DIM, True)  # (ROWS, MAIN)
+        dout = load_main(dout_view, row, ROWS, MAIN, HEAD_DIM, True)  # (ROWS, MAIN)
+        q_rest = load_rest(q_view, row, ROWS, MAIN, REST, HEAD_DIM, True, q)  # (ROWS, REST)
+        dout_rest = load_rest(dout_view, row, ROWS, MAIN, REST, HEAD_DIM, True, dout)  # (ROWS, REST)
         rows = row + tl.arange(0, ROWS)
         # Rows past the end get lse = infinity, so that p = 0 there: no other mask is needed for them.
         lse_log2 = tl.load(lse_pointer + rows, mask=rows < num_queries, other=float("inf")) * LOG2_E

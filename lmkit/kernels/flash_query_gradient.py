@@ -1,7 +1,16 @@
 """The gradient of the queries in FlashAttention-2, in portable Triton; see `flash_backward` for the whole.
 
-One program owns a tile of queries and walks over the tiles of keys that it sees, as the forward pass does. It also
-computes delta = rowsum(dO * O), which the gradients of keys and values need.
+One program owns a tile of queries and walks over the tiles of keys that it sees, as the forward pass does:
+first those seen whole, then those cut by the diagonal or by the end of the keys. Of every key tile it computes
+
+    P = exp(Q K^T * scale - lse)        dP = dO V^T        dS = P * (dP - delta)        dQ += dS K
+
+and scales dQ once at the end. With lse from the forward pass nothing has to be corrected afterwards: there is
+no running maximum. Before the walk it computes delta = rowsum(dO * O), for itself and for
+`flash_key_gradients`, which runs next.
+
+dQ stays in registers, in float32; K and V stream through shared memory, `stages` tiles of each in flight,
+beside Q and dO (unless these are read from registers). The barriers are Triton's.
 """
 
 import torch
@@ -19,7 +28,18 @@ from lmkit.kernels.launching import (
     selected,
     source,
 )
-from lmkit.kernels.tiles import LOG2_E, dot_over_parts, head_start, in_registers, load_tile, store_tile
+from lmkit.kernels.query_tiles import bound_keys, locate_query_tile, visible_keys
+from lmkit.kernels.tiles import (
+    LOG2_E,
+    dot_over_parts,
+    in_registers,
+    load_main,
+    load_rest,
+    store_main,
+    store_rest,
+    view_head,
+    zeros_of_rest,
+)
 from lmkit.kernels.tilings import Tiling
 from lmkit.kernels.tuning import choose_tiling
 
@@ -48,8 +68,8 @@ def query_gradient(
         launch_dq(
             count_tiles(num_queries, tiling.rows) * batch * heads,
             (
-                *(source(q, tiling.rows, constants), source(k, tiling.columns, constants)),
-                *(source(v, tiling.columns, constants), out, source(dout, tiling.rows, constants)),
+                *(source(q, tiling.rows, tiling), source(k, tiling.columns, tiling)),
+                *(source(v, tiling.columns, tiling), out, source(dout, tiling.rows, tiling)),
                 *(lse, delta, dq),
             ),
             (
@@ -70,173 +90,84 @@ def query_gradient(
 
 @triton.jit(do_not_specialize=["heads"])  # one compilation, however many heads
 def dq_kernel(
-    q_source,  # pointers, or tensor descriptors
-    k_source,
-    v_source,
+    q_source, k_source, v_source,  # pointers, or tensor descriptors
     out_pointer,
-    dout_source,
+    dout_source,  # as q_source
     lse_pointer,
     delta_pointer,  # written here, read by dkdv_kernel
     dq_pointer,
-    q_stride_batch,
-    q_stride_head,
-    q_stride_row,
-    k_stride_batch,
-    k_stride_head,
-    k_stride_row,
-    v_stride_batch,
-    v_stride_head,
-    v_stride_row,
-    out_stride_batch,
-    out_stride_head,
-    out_stride_row,
-    dout_stride_batch,
-    dout_stride_head,
-    dout_stride_row,
-    dq_stride_batch,
-    dq_stride_head,
-    dq_stride_row,
+    q_stride_batch, q_stride_head, q_stride_row,
+    k_stride_batch, k_stride_head, k_stride_row,
+    v_stride_batch, v_stride_head, v_stride_row,
+    out_stride_batch, out_stride_head, out_stride_row,
+    dout_stride_batch, dout_stride_head, dout_stride_row,
+    dq_stride_batch, dq_stride_head, dq_stride_row,
     heads,
-    group,
-    num_queries,
-    num_keys,
+    group,  # query heads to a key head
+    num_queries, num_keys,
     scale,
-    scale_log2,
-    HEAD_DIM: tl.constexpr,
-    MAIN: tl.constexpr,
-    REST: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    scale_log2,  # scale * log2(e)
+    HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,  # see `tiles`
+    ROWS: tl.constexpr,  # queries of a tile
+    COLUMNS: tl.constexpr,  # keys of a tile
     CAUSAL: tl.constexpr,
     CUT: tl.constexpr,  # some tiles are cut by the diagonal or by the end of the keys
     PRECISION: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    REGISTERS: tl.constexpr,
-):
-    num_tiles = tl.cdiv(num_queries, ROWS)
-    tile = tl.program_id(0) % num_tiles
-    batch_head = tl.program_id(0) // num_tiles
-    batch, head = batch_head // heads, batch_head % heads
-    kv_head = head // group
-    if CAUSAL:
-        tile = num_tiles - 1 - tile  # the longest first
-    row = tile * ROWS
-
-    if not DESCRIPTORS:
-        q_source = head_start(q_source, batch, head, q_stride_batch, q_stride_head)
-        k_source = head_start(k_source, batch, kv_head, k_stride_batch, k_stride_head)
-        v_source = head_start(v_source, batch, kv_head, v_stride_batch, v_stride_head)
-        dout_source = head_start(dout_source, batch, head, dout_stride_batch, dout_stride_head)
-    out_pointer = head_start(out_pointer, batch, head, out_stride_batch, out_stride_head)
-    dq_pointer = head_start(dq_pointer, batch, head, dq_stride_batch, dq_stride_head)
+    REGISTERS: tl.constexpr,  # q and dout are read from registers (see `in_registers`)
+):  # fmt: skip
+    row, batch_head, batch, head, kv_head = locate_query_tile(heads, group, num_queries, ROWS, CAUSAL)
+    q_view = view_head(q_source, q_stride_batch, q_stride_head, q_stride_row, batch, head, num_queries)
+    k_view = view_head(k_source, k_stride_batch, k_stride_head, k_stride_row, batch, kv_head, num_keys)
+    v_view = view_head(v_source, v_stride_batch, v_stride_head, v_stride_row, batch, kv_head, num_keys)
+    dout_view = view_head(
+        dout_source, dout_stride_batch, dout_stride_head, dout_stride_row, batch, head, num_queries
+    )
+    out_view = view_head(
+        out_pointer, out_stride_batch, out_stride_head, out_stride_row, batch, head, num_queries
+    )
+    dq_view = view_head(dq_pointer, dq_stride_batch, dq_stride_head, dq_stride_row, batch, head, num_queries)
 
     # delta = rowsum(dO * O)
-    dout = load_tile(
-        dout_source,
-        dout_stride_row,
-        batch,
-        head,
-        row,
-        num_queries,
-        ROWS,
-        0,
-        MAIN,
-        HEAD_DIM,
-        True,
-        DESCRIPTORS,
-    )  # (ROWS, MAIN)
-    out = load_tile(
-        out_pointer, out_stride_row, batch, head, row, num_queries, ROWS, 0, MAIN, HEAD_DIM, True, False
-    )  # (ROWS, MAIN)
+    dout = load_main(dout_view, row, ROWS, MAIN, HEAD_DIM, True)  # (ROWS, MAIN)
+    out = load_main(out_view, row, ROWS, MAIN, HEAD_DIM, True)  # (ROWS, MAIN)
     delta = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)  # (ROWS,)
-    dout_rest = dout
+    dout_rest = load_rest(dout_view, row, ROWS, MAIN, REST, HEAD_DIM, True, dout)  # (ROWS, REST)
     if REST > 0:
-        dout_rest = load_tile(
-            dout_source,
-            dout_stride_row,
-            batch,
-            head,
-            row,
-            num_queries,
-            ROWS,
-            MAIN,
-            REST,
-            HEAD_DIM,
-            True,
-            DESCRIPTORS,
-        )  # (ROWS, REST)
-        out_rest = load_tile(
-            out_pointer,
-            out_stride_row,
-            batch,
-            head,
-            row,
-            num_queries,
-            ROWS,
-            MAIN,
-            REST,
-            HEAD_DIM,
-            True,
-            False,
-        )  # (ROWS, REST)
+        out_rest = load_rest(out_view, row, ROWS, MAIN, REST, HEAD_DIM, True, out)  # (ROWS, REST)
         delta += tl.sum(dout_rest.to(tl.float32) * out_rest.to(tl.float32), 1)
     rows = row + tl.arange(0, ROWS)
-    statistics = batch_head.to(tl.int64) * num_queries
+    statistics = batch_head.to(tl.int64) * num_queries  # where this head's lse and delta begin
     tl.store(delta_pointer + statistics + rows, delta, mask=rows < num_queries)
+    # Rows past the end get lse = infinity, so that p = 0 there: no other mask is needed for them.
     lse_log2 = tl.load(lse_pointer + statistics + rows, mask=rows < num_queries, other=float("inf")) * LOG2_E
 
-    q = load_tile(
-        q_source, q_stride_row, batch, head, row, num_queries, ROWS, 0, MAIN, HEAD_DIM, True, DESCRIPTORS
-    )  # (ROWS, MAIN)
-    q_rest = q
-    if REST > 0:
-        q_rest = load_tile(
-            q_source,
-            q_stride_row,
-            batch,
-            head,
-            row,
-            num_queries,
-            ROWS,
-            MAIN,
-            REST,
-            HEAD_DIM,
-            True,
-            DESCRIPTORS,
-        )  # (ROWS, REST)
+    q = load_main(q_view, row, ROWS, MAIN, HEAD_DIM, True)  # (ROWS, MAIN)
+    q_rest = load_rest(q_view, row, ROWS, MAIN, REST, HEAD_DIM, True, q)  # (ROWS, REST)
     if REGISTERS:
         q = in_registers(q, row, num_queries, ROWS)
         dout = in_registers(dout, row, num_queries, ROWS)
 
     dq = tl.zeros((ROWS, MAIN), tl.float32)
-    dq_rest = tl.zeros((ROWS, REST if REST > 0 else 16), tl.float32)
+    dq_rest = zeros_of_rest(ROWS, REST)
 
-    # Keys before `whole` are seen by every query of the tile, keys at and after `end` by none.
-    end = num_keys
-    whole = num_keys // COLUMNS * COLUMNS
-    if CAUSAL:
-        end = tl.minimum(num_keys, row + ROWS)
-        whole = tl.minimum(whole, (row + 1) // COLUMNS * COLUMNS)
+    whole, end = bound_keys(row, num_keys, ROWS, COLUMNS, CAUSAL)
     dq, dq_rest = walk_over_keys(
-        dq, dq_rest, q, q_rest, dout, dout_rest, lse_log2, delta, k_source, v_source, k_stride_row, v_stride_row,
-        batch, kv_head, row, 0, whole, num_keys, scale_log2,
-        HEAD_DIM, MAIN, REST, ROWS, COLUMNS, CAUSAL, False, PRECISION, DESCRIPTORS,
+        dq, dq_rest, q, q_rest, dout, dout_rest, lse_log2, delta, k_view, v_view, row, 0, whole, scale_log2,
+        HEAD_DIM, MAIN, REST, ROWS, COLUMNS, CAUSAL, False, PRECISION,
     )  # fmt: skip
     if CUT:
         dq, dq_rest = walk_over_keys(
-            dq, dq_rest, q, q_rest, dout, dout_rest, lse_log2, delta, k_source, v_source, k_stride_row, v_stride_row,
-            batch, kv_head, row, whole, end, num_keys, scale_log2,
-            HEAD_DIM, MAIN, REST, ROWS, COLUMNS, CAUSAL, True, PRECISION, DESCRIPTORS,
+            dq, dq_rest, q, q_rest, dout, dout_rest, lse_log2, delta, k_view, v_view, row, whole, end, scale_log2,
+            HEAD_DIM, MAIN, REST, ROWS, COLUMNS, CAUSAL, True, PRECISION,
         )  # fmt: skip
 
-    store_tile(dq_pointer, dq * scale, dq_stride_row, row, num_queries, ROWS, 0, MAIN, HEAD_DIM)
-    if REST > 0:
-        store_tile(dq_pointer, dq_rest * scale, dq_stride_row, row, num_queries, ROWS, MAIN, REST, HEAD_DIM)
+    store_main(dq_view, dq * scale, row, ROWS, MAIN, HEAD_DIM)
+    store_rest(dq_view, dq_rest * scale, row, ROWS, MAIN, REST, HEAD_DIM)
 
 
 @triton.jit
 def walk_over_keys(
-    dq,  # (ROWS, MAIN)
+    dq,  # (ROWS, MAIN) sum of dS K
     dq_rest,  # (ROWS, REST)
     q,
     q_rest,
@@ -244,16 +175,11 @@ def walk_over_keys(
     dout_rest,
     lse_log2,  # (ROWS,)
     delta,  # (ROWS,)
-    k_source,
-    v_source,
-    k_stride_row,
-    v_stride_row,
-    batch,
-    kv_head,
+    k_view,
+    v_view,
     row,
-    begin,
-    end,
-    num_keys,
+    begin,  # keys from here, a multiple of COLUMNS,
+    end,  # up to here
     scale_log2,
     HEAD_DIM: tl.constexpr,
     MAIN: tl.constexpr,
@@ -263,59 +189,20 @@ def walk_over_keys(
     CAUSAL: tl.constexpr,
     MASKED: tl.constexpr,  # these tiles are cut by the diagonal or by the end of the keys
     PRECISION: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
 ):
+    """Adds what these keys give: (dq, dq_rest), not yet scaled."""
     rows = row + tl.arange(0, ROWS)
     for column in range(begin, end, COLUMNS):
         column = tl.multiple_of(column, COLUMNS)
-        k = load_tile(
-            k_source,
-            k_stride_row,
-            batch,
-            kv_head,
-            column,
-            num_keys,
-            COLUMNS,
-            0,
-            MAIN,
-            HEAD_DIM,
-            MASKED,
-            DESCRIPTORS,
-        )  # (COLUMNS, MAIN)
-        v = load_tile(
-            v_source,
-            v_stride_row,
-            batch,
-            kv_head,
-            column,
-            num_keys,
-            COLUMNS,
-            0,
-            MAIN,
-            HEAD_DIM,
-            MASKED,
-            DESCRIPTORS,
-        )  # (COLUMNS, MAIN)
-        k_rest = k
-        v_rest = v
-        if REST > 0:
-            k_rest = load_tile(
-                k_source, k_stride_row, batch, kv_head, column, num_keys, COLUMNS, MAIN, REST, HEAD_DIM, MASKED,
-                DESCRIPTORS,
-            )  # fmt: skip
-            v_rest = load_tile(
-                v_source, v_stride_row, batch, kv_head, column, num_keys, COLUMNS, MAIN, REST, HEAD_DIM, MASKED,
-                DESCRIPTORS,
-            )  # fmt: skip
+        k = load_main(k_view, column, COLUMNS, MAIN, HEAD_DIM, MASKED)  # (COLUMNS, MAIN)
+        v = load_main(v_view, column, COLUMNS, MAIN, HEAD_DIM, MASKED)  # (COLUMNS, MAIN)
+        k_rest = load_rest(k_view, column, COLUMNS, MAIN, REST, HEAD_DIM, MASKED, k)  # (COLUMNS, REST)
+        v_rest = load_rest(v_view, column, COLUMNS, MAIN, REST, HEAD_DIM, MASKED, v)  # (COLUMNS, REST)
         scores = dot_over_parts(q, q_rest, k, k_rest, REST, PRECISION)  # (ROWS, COLUMNS)
         dp = dot_over_parts(dout, dout_rest, v, v_rest, REST, PRECISION)  # (ROWS, COLUMNS)
         p = tl.exp2(scores * scale_log2 - lse_log2[:, None])
         if MASKED:
-            columns = column + tl.arange(0, COLUMNS)
-            visible = (columns < num_keys)[None, :]
-            if CAUSAL:
-                visible = visible & (rows[:, None] >= columns[None, :])
-            p = tl.where(visible, p, 0.0)
+            p = tl.where(visible_keys(rows, column, k_view.length, COLUMNS, CAUSAL), p, 0.0)
         ds = (p * (dp - delta[:, None])).to(k.dtype)  # (ROWS, COLUMNS)
         dq = tl.dot(ds, k, dq, input_precision=PRECISION)
         if REST > 0:

@@ -41,23 +41,22 @@ def kernel_constants(head_dim: int, causal: bool, precision: str, tiling: Tiling
         "COLUMNS": tiling.columns,
         "CAUSAL": causal,
         "PRECISION": "ieee" if INTERPRETED else precision,  # NumPy multiplies exactly, whatever was asked for
-        "DESCRIPTORS": tiling.descriptors,
         "REGISTERS": tiling.registers,
         "num_warps": tiling.warps,
         "num_stages": tiling.stages,
     }
 
 
-def source(x: Tensor, rows: int, constants: dict[str, Any]) -> Tensor | TensorDescriptor:
+def source(x: Tensor, rows: int, tiling: Tiling) -> Tensor | TensorDescriptor:
     """What a kernel reads tiles of `rows` rows of x from: x itself, or a descriptor for the copy engine."""
-    if not constants["DESCRIPTORS"]:
+    if not tiling.descriptors:
         return x
     # Made without its constructor, which checks what `descriptors_reach` has checked: 4 us a tensor.
     descriptor = TensorDescriptor.__new__(TensorDescriptor)
     descriptor.base = x
     descriptor.shape = x.shape
     descriptor.strides = x.stride()
-    descriptor.block_shape = [1, 1, rows, constants["MAIN"]]
+    descriptor.block_shape = [1, 1, rows, head_parts(x.shape[3], split=False)[0]]
     descriptor.padding = "zero"
     return descriptor
 
@@ -89,7 +88,9 @@ class Launch:
             return
         bases = [x if isinstance(x, Tensor) else x.base for x in tensors]
         addresses = [base.data_ptr() % 16 == 0 for base in bases]
-        variant = (bases[0].device.index, bases[0].dtype, *numbers, *addresses, *constants.values())
+        # The first is read through what all are read through: pointers, or descriptors.
+        read_by, device, dtype = type(tensors[0]), bases[0].device.index, bases[0].dtype
+        variant = (read_by, device, dtype, *numbers, *addresses, *constants.values())
         known = self.compiled.get(variant)
         if known is not None:
             compiled, trailing = known
