@@ -6,9 +6,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+
+from lmkit.measure.ranges import range_
 
 Lmkit = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -32,3 +35,9 @@ def lmkit(tmp_path: Path) -> Lmkit:
         )
 
     return run
+
+
+@pytest.fixture
+def ranges_are_on() -> Callable[[], bool]:
+    """Whether `range_` records anything now."""
+    return lambda: not isinstance(range_("probe"), nullcontext)

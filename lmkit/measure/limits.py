@@ -73,7 +73,6 @@ class Utilization:
     """A share of a peak, and which peak it is a share of (goes into the table's header or footnote)."""
 
     share: float
-    peak_flops: float
     basis: str
 
 
@@ -146,8 +145,6 @@ def model_flops_utilization(
     name = device_name(device)
     peak = known_peak(name, dtype)
     if peak is not None:
-        return Utilization(
-            flops_per_s / peak, peak, f"dense {dtype} peak of {name}, {peak / 1e12:.0f} TFLOP/s"
-        )
+        return Utilization(flops_per_s / peak, f"dense {dtype} peak of {name}, {peak / 1e12:.0f} TFLOP/s")
     peak = limits.matmul_flops[dtype]
-    return Utilization(flops_per_s / peak, peak, f"measured {dtype} matmul rate, {peak / 1e12:.3g} TFLOP/s")
+    return Utilization(flops_per_s / peak, f"measured {dtype} matmul rate, {peak / 1e12:.3g} TFLOP/s")

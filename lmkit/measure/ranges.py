@@ -32,11 +32,6 @@ def range_(name: str) -> AbstractContextManager:
     return _open_range(name)
 
 
-def ranges_are_on() -> bool:
-    """Whether `range_` records anything in this process."""
-    return _open_range is not None
-
-
 def nvtx_is_available() -> bool:
     """Whether NVTX ranges can be marked: torch.cuda.nvtx raises on a CPU build of torch, where `nvtx` stands in."""
     import torch

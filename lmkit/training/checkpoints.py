@@ -161,22 +161,6 @@ def newest_checkpoint(path: Path) -> Checkpoint:
     return open_checkpoint(choice.path)
 
 
-def load_model(
-    path: Path, *, device: torch.device | str = "cpu"
-) -> tuple[TransformerLM, ModelConfig, Path | None]:
-    """Load the model of a run folder (its newest good checkpoint) or of one checkpoint folder.
-
-    Returns:
-        The model in eval mode, its configuration, and the run's tokenizer.json where there is one.
-
-    Raises:
-        UsageError: there is no checkpoint.
-        LmkitError: it is damaged, or of a newer format.
-    """
-    checkpoint = newest_checkpoint(path)
-    return plain_model(checkpoint, device=device), checkpoint.state.model, run_tokenizer(checkpoint.path)
-
-
 def plain_model(checkpoint: Checkpoint, *, device: torch.device | str) -> TransformerLM:
     """The model of a checkpoint, neither compiled nor wrapped, in eval mode.
 

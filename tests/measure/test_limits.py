@@ -58,7 +58,7 @@ def test_precision_setting_is_restored():
 def test_utilization_names_its_basis(monkeypatch):
     measured = Limits("x", {"bf16": 100e12}, 1e12)
     on_cpu = model_flops_utilization(50e12, "cpu", "bf16", measured)
-    assert (on_cpu.share, on_cpu.peak_flops) == (0.5, 100e12)
+    assert on_cpu.share == 0.5
     assert on_cpu.basis == "measured bf16 matmul rate, 100 TFLOP/s"
     monkeypatch.setattr("lmkit.measure.environment.device_name", lambda device: "NVIDIA H200")
     on_h200 = model_flops_utilization(494.5e12, "cpu", "bf16", measured)

@@ -9,7 +9,6 @@ from lmkit.measure.ranges import (
     enable_ranges_from_environment,
     observe_ranges,
     range_,
-    ranges_are_on,
 )
 from lmkit.measure.timing import time_variants
 
@@ -25,7 +24,7 @@ def double(x: torch.Tensor) -> torch.Tensor:
         return x * 2
 
 
-def test_off_by_default_and_transparent():
+def test_off_by_default_and_transparent(ranges_are_on):
     assert not ranges_are_on()
     assert double(torch.ones(2)).tolist() == [2.0, 2.0]
     with pytest.raises(KeyError), range_("an exception passes"):
@@ -73,7 +72,7 @@ def test_nvtx_pushes_and_pops_in_order(monkeypatch):
     assert log == ["push outer", "push inner", "pop", "pop"]
 
 
-def test_nvtx_without_cuda_and_without_the_package_is_refused(monkeypatch):
+def test_nvtx_without_cuda_and_without_the_package_is_refused(monkeypatch, ranges_are_on):
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(ranges.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match="NVTX") as caught:
@@ -82,7 +81,7 @@ def test_nvtx_without_cuda_and_without_the_package_is_refused(monkeypatch):
     assert not ranges_are_on()
 
 
-def test_the_environment_switches(monkeypatch):
+def test_the_environment_switches(monkeypatch, ranges_are_on):
     monkeypatch.delenv("LMKIT_RANGES", raising=False)
     enable_ranges_from_environment()
     assert not ranges_are_on()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lmkit.errors import UsageError
-from lmkit.measure.ranges import range_, ranges_are_on
+from lmkit.measure.ranges import range_
 from lmkit.profiling import kineto
 from lmkit.profiling.kineto import parse_chrome_trace, profile_work, read_chrome_trace
 from lmkit.profiling.summary import base_name, summarize
@@ -138,7 +138,7 @@ def test_a_packed_file_of_any_size_is_read_in_bounded_memory(tmp_path, monkeypat
         read_chrome_trace(path)
 
 
-def test_recording_on_a_cpu():
+def test_recording_on_a_cpu(ranges_are_on):
     weight = torch.randn(64, 64)
     calls = []
 
@@ -164,7 +164,7 @@ def test_recording_on_a_cpu():
     assert json.loads(run.chrome_trace)["traceEvents"]
 
 
-def test_ranges_are_off_again_after_a_failure():
+def test_ranges_are_off_again_after_a_failure(ranges_are_on):
     def work() -> None:
         raise KeyError
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from lmkit.measure.memory import GIB
-from lmkit.measure.ranges import ranges_are_on
 from lmkit.model.accounting import count_parameters
 from lmkit.profiling.memory import run_profile
 from lmkit.profiling.steps import StepsOptions
@@ -21,7 +20,7 @@ def result():
     torch.set_num_threads(before)
 
 
-def test_categories_have_the_sizes_that_arithmetic_gives(result):
+def test_categories_have_the_sizes_that_arithmetic_gives(result, ranges_are_on):
     weights = count_parameters(MODEL).total * 4 / GIB
     rows = {row["phase"]: row for row in result.rows}
     work = {"data", "forward", "attention", "loss", "backward", "clip", "optimizer"}

@@ -14,7 +14,7 @@ from lmkit.errors import LmkitError, UsageError
 from lmkit.recipe.schema import Recipe
 from lmkit.storage import FolderLock
 from lmkit.training.checkpoint_folder import MODEL, step_name, verify
-from lmkit.training.checkpoints import load_model
+from lmkit.training.checkpoints import newest_checkpoint, plain_model
 
 Tiny = Callable[..., Recipe]
 
@@ -129,7 +129,7 @@ def test_fault_57_a_malicious_pickle_is_never_executed(protocol: int, tiny: Tiny
         shutil.copytree(checkpoint, evil)
         (evil / name).write_bytes(payload)
         for attempt in (
-            lambda path=evil: load_model(path),
+            lambda path=evil: plain_model(newest_checkpoint(path), device="cpu"),
             lambda path=evil: train_here(tiny("run.name=other", f'checkpoint.resume="{path}"')),
         ):
             try:

@@ -20,7 +20,7 @@ from lmkit.recipe.load import load_recipe
 from lmkit.recipe.schema import Recipe
 from lmkit.tokenizer import Tokenizer
 from lmkit.training import loop as loop_module
-from lmkit.training.checkpoints import load_model, plain_model
+from lmkit.training.checkpoints import newest_checkpoint, plain_model, run_tokenizer
 from lmkit.training.metrics import read_metrics
 
 Tiny = Callable[..., Recipe]
@@ -159,19 +159,19 @@ def test_loading_a_model_and_evaluating_it(tiny: Tiny) -> None:
     recipe = tiny()
     result = train_here(recipe)
     for path in (recipe.run.path, newest(recipe).path):
-        model, config, tokenizer = load_model(path)
-        assert not model.training
-        assert config.vocab_size == 64
-        assert tokenizer is None
+        checkpoint = newest_checkpoint(path)
+        assert checkpoint.state.model.vocab_size == 64
+        assert not plain_model(checkpoint, device="cpu").training
+        assert run_tokenizer(checkpoint.path) is None
         found = evaluate.run(path)
         assert (found.loss, found.tokens) == (result.valid_loss, 700)
         assert found.bits_per_byte == result.bits_per_byte
     (recipe.run.path / "tokenizer.json").write_text("{}")
-    assert load_model(newest(recipe).path)[2] is not None
+    assert run_tokenizer(newest(recipe).path) == (recipe.run.path / "tokenizer.json").resolve()
     with pytest.raises(UsageError, match="no such folder"):
-        load_model(recipe.run.path / "nothing")
+        newest_checkpoint(recipe.run.path / "nothing")
     with pytest.raises(UsageError, match="holds no checkpoint"):
-        load_model(recipe.run.folder)
+        newest_checkpoint(recipe.run.folder)
 
 
 def test_a_plan_writes_nothing(tiny: Tiny) -> None:
@@ -187,7 +187,7 @@ def test_a_plan_writes_nothing(tiny: Tiny) -> None:
 def test_what_is_lacking_is_named(tiny: Tiny) -> None:
     with pytest.raises(UsageError, match=r"\[train\]"):
         train_here(load_recipe(None, ["model.d_model=16", "model.num_heads=2"]))
-    with pytest.raises(UsageError, match="no token file"):
+    with pytest.raises(UsageError, match=r"^missing\.npy: no such token file .*data\.train"):
         train_here(tiny('data.train="missing.npy"'))
     with pytest.raises(UsageError, match=r"model\.vocab_size: 63"):
         train_here(tiny("model.vocab_size=63"))
