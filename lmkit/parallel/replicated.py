@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lmkit.optim.clipping import gradient_norm, scale_gradients_
+from lmkit.optim.clipping import clip_for, gradient_norm
 from lmkit.parallel.accumulation import Accumulates
 from lmkit.parallel.process_group import Ranks
 from lmkit.parallel.reduction import Averager
@@ -29,6 +29,7 @@ class ReplicatedSync(Accumulates):
         self.options = options
         self.traffic = Traffic()
         self.parameters: list[nn.Parameter] = []
+        self._optimizer: torch.optim.Optimizer | None = None
 
     def attach(self, model: nn.Module, *, fingerprint: str = "") -> nn.Module:
         self.parameters = trainable_parameters(model)
@@ -40,7 +41,8 @@ class ReplicatedSync(Accumulates):
         return model
 
     def build_optimizer(self, make: MakeOptimizer, groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
-        return make(list(groups))
+        self._optimizer = make(list(groups))
+        return self._optimizer
 
     @torch.no_grad()
     def finish(self, *, wait: bool = True) -> None:
@@ -55,7 +57,7 @@ class ReplicatedSync(Accumulates):
     @torch.no_grad()
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
         norm = self._gradient_norm()
-        scale_gradients_(present_gradients(self.parameters), norm, max_norm)
+        clip_for(self._optimizer, present_gradients(self.parameters), norm, max_norm)
         return norm
 
     def _gradient_norm(self) -> torch.Tensor:

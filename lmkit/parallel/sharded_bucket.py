@@ -42,6 +42,7 @@ class ShardedBucket:
         self._wire_dtype = wire_dtype
         self._pending: PendingMean | None = None
         self._gathering: dist.Work | None = None
+        self._casts = True
         first = self.parameters[0]
         whole = torch.zeros(ranks.world_size * layout.shard_size, dtype=first.dtype, device=first.device)
         for parameter, part in zip(self.parameters, self._parts(whole), strict=True):
@@ -52,6 +53,11 @@ class ShardedBucket:
         self.shard = self.shard_of(self.weights)
         self.has_own_master = self.weights is not whole
         self.master = self.shard_of(whole).clone() if self.has_own_master else self.shard
+
+    def leave_casts(self) -> None:
+        """The optimizer takes gradients in the dtype in which they travelled, and writes `shard` from the master."""
+        self._casts = False
+        self.master.grad_dtype = None  # any
 
     def shard_of(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's part of a flat tensor of the bucket, as a view."""
@@ -69,7 +75,7 @@ class ShardedBucket:
         for parameter in self.parameters:
             parameter.grad = None
         if self._averager is None:
-            self.master.grad = flat.to(self.master.dtype)
+            self._take_gradient(flat)
         else:
             self._pending = self._averager.reduce_scatter(flat)
 
@@ -93,8 +99,11 @@ class ShardedBucket:
         """On return (on GPUs: for the current stream) `master.grad` is this rank's part of the mean gradient."""
         if self._pending is not None:
             (shard,) = self._pending.wait()
-            self.master.grad = shard.to(self.master.dtype)
+            self._take_gradient(shard)
             self._pending = None
+
+    def _take_gradient(self, shard: torch.Tensor) -> None:
+        self.master.grad = shard.to(self.master.dtype) if self._casts else shard
 
     def drop_reduced(self) -> None:
         """Forget the mean gradient, also one that is under way."""
@@ -103,10 +112,13 @@ class ShardedBucket:
             self._pending = None
         self.master.grad = None
 
-    def start_gather(self) -> None:
-        """Write the stepped shard into the weights and start collecting the others'."""
+    def write_shard(self) -> None:
+        """The master was changed: the weights of this rank's shard follow it."""
         if self.has_own_master:
             self.shard.copy_(self.master)
+
+    def start_gather(self) -> None:
+        """Start collecting the other ranks' shards of the weights."""
         if self._averager is not None:
             self._gathering = self._averager.all_gather(self.weights)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lmkit.optim.adamw import AdamW
 from lmkit.parallel.sharded_bucket import ShardedBucket
 from lmkit.parallel.strategies import MakeOptimizer
 from lmkit.parallel.zero1_layout import ShardLayout, StateDict, consolidate, take_shards
@@ -20,7 +21,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     `param_groups` are the given groups, one to one, with the shards in place of the parameters: a schedule sets
     "lr" there as usual. The optimizer must treat elements independently of one another (AdamW, SGD, Adam,
-    RMSprop do; LAMB and Muon, which look at whole matrices, do not), and skip what has no gradient.
+    RMSprop do; LAMB and Muon, which look at whole matrices, do not), and skip what has no gradient. Our AdamW also
+    saves the passes around it: it reads gradients in the dtype in which they travelled, and writes weights beside
+    their masters.
 
     Args:
         make: makes the optimizer from parameter groups.
@@ -46,6 +49,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.state = self.inner.state
         self.layout = layout
         self._rank = rank
+        self._writes_shards = isinstance(self.inner, AdamW)
+        if isinstance(self.inner, AdamW):
+            self.inner.copies = {bucket.master: bucket.shard for bucket in buckets if bucket.has_own_master}
+            for bucket in buckets:
+                bucket.leave_casts()
         self._in_layout_order = sorted(buckets, key=lambda bucket: layout.buckets.index(bucket.layout))
         self._parts = _split_evenly(buckets, STEP_PARTS)
         self.keep: list[tuple[ShardedBucket, slice]] = []
@@ -72,15 +80,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for bucket in part:
                 bucket.master.grad = None
             if part is not last and not kept:
-                _gather(part)
+                self._gather(part, is_written=self._writes_shards)
         for tensor, before in kept:
             tensor.copy_(before)
         for part in self._parts if kept else [last]:
-            _gather(part)
+            self._gather(part, is_written=self._writes_shards and not kept)
         self.keep = []
+
+    def _gather(self, buckets: Sequence[ShardedBucket], *, is_written: bool) -> None:
+        for bucket in buckets:
+            if not is_written:
+                bucket.write_shard()
+            bucket.start_gather()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Release all gradients, of shards and of parameters."""
+        self.inner.zero_grad()
         for bucket in self._in_layout_order:
             bucket.drop_reduced()
             for parameter in bucket.parameters:
@@ -134,6 +149,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             master = saved.pop("master", None)
             if master is not None:
                 bucket.master.copy_(master)
+                bucket.write_shard()
                 bucket.start_gather()
                 bucket.wait_gathered()
             if saved:
@@ -150,11 +166,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         states = self.inner.state.get(bucket.master, {}).values()
         per_element = [value for value in states if isinstance(value, torch.Tensor) and value.ndim == 1]
         return [tensor[where] for tensor in (bucket.master, *per_element)]
-
-
-def _gather(buckets: Sequence[ShardedBucket]) -> None:
-    for bucket in buckets:
-        bucket.start_gather()
 
 
 def _without_params(group: dict[str, Any]) -> dict[str, Any]:

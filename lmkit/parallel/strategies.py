@@ -99,6 +99,7 @@ class GradientSync(Protocol):
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
         """Scale the reduced gradients to a global norm of at most `max_norm`; return the norm before that.
 
+        Our AdamW scales them when its step reads them: `parameter.grad` then stays as it is.
         The norm is a tensor on the device: nothing here waits for the GPU. It is the same on every rank.
         `max_norm=inf` only measures.
         """

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lmkit.optim.clipping import scale_gradients_
+from lmkit.optim.clipping import clip_for
 from lmkit.parallel.accumulation import Accumulates
 from lmkit.parallel.bucketed import MIB, bytes_of, fill_buckets
 from lmkit.parallel.lazy_weights import LazyWeights
@@ -110,15 +110,17 @@ class Zero1(Accumulates):
         norms, shards = [], []
         for bucket in self._buckets:
             bucket.wait_reduced()  # the last ones travel while the norms of the first are made
-            if bucket.master.grad is not None:
-                shards.append(bucket.master.grad)
-                norms.append(torch.linalg.vector_norm(bucket.master.grad))
+            gradient = bucket.master.grad
+            if gradient is not None:
+                shards.append(gradient)
+                wide = torch.promote_types(gradient.dtype, torch.float32)
+                norms.append(torch.linalg.vector_norm(gradient, dtype=wide))
         square = torch.linalg.vector_norm(torch.stack(norms)).square()
         if self.ranks.world_size > 1:
             self.traffic.count_all_reduce(square.nbytes, self.ranks.world_size)
             dist.all_reduce(square)
         norm = square.sqrt()
-        scale_gradients_(shards, norm, max_norm)
+        clip_for(None if self._optimizer is None else self._optimizer.inner, shards, norm, max_norm)
         return norm
 
     def wait_for_weights(self) -> None:

@@ -142,6 +142,50 @@ def test_mixed_dtypes_and_a_closure() -> None:
         torch.testing.assert_close(param.detach().float(), torch.full((4,), 0.9), rtol=2**-8, atol=0)
 
 
+def test_a_factor_counts_until_the_gradients_are_dropped() -> None:
+    ours, theirs = parameters(), parameters()
+    mine, other = AdamW(ours, **SETTINGS), AdamW(theirs, **SETTINGS)
+    for grads, factor in zip(recorded(4), (0.25, None, 3.0, 1e-3), strict=True):
+        mine.gradient_factor = None if factor is None else torch.tensor(factor)
+        for param, twin, grad in zip(ours, theirs, grads, strict=True):
+            param.grad = grad.clone()
+            twin.grad = grad * (1.0 if factor is None else factor)
+        mine.step()
+        other.step()
+        assert all(torch.equal(param.grad, grad) for param, grad in zip(ours, grads, strict=True))
+        mine.zero_grad()
+        assert mine.gradient_factor is None
+    assert all(torch.equal(param, twin) for param, twin in zip(ours, theirs, strict=True))
+
+
+def test_bf16_gradients_and_copies_of_float32_parameters() -> None:
+    ours, theirs = parameters(), parameters()
+    mine, other = AdamW(ours, **SETTINGS), AdamW(theirs, **SETTINGS)
+    mine.copies = {param: torch.zeros_like(param, dtype=torch.bfloat16) for param in ours[1:]}
+    for grads in recorded(3):
+        for param, twin, grad in zip(ours, theirs, grads, strict=True):
+            param.grad_dtype = None
+            param.grad = grad.bfloat16()
+            twin.grad = param.grad.float()
+        mine.step()
+        other.step()
+    assert all(torch.equal(param, twin) for param, twin in zip(ours, theirs, strict=True))
+    assert all(torch.equal(copied, param.bfloat16()) for param, copied in mine.copies.items())
+
+
+def test_a_copy_of_the_optimizer_steps_its_own_parameters() -> None:
+    params = parameters()
+    first = AdamW(params, **SETTINGS)
+    run(first, recorded(3))
+    second = copy.deepcopy(first)
+    before = [param.detach().clone() for param in params]
+    run(second, recorded(4)[3:])
+    assert all(torch.equal(param, value) for param, value in zip(params, before, strict=True))
+    run(first, recorded(4)[3:])
+    for mine, yours in zip(params, second.param_groups[0]["params"], strict=True):
+        assert torch.equal(mine, yours)
+
+
 def test_decay_groups_are_matrices_and_vectors() -> None:
     params = parameters()
     params[2].requires_grad_(False)

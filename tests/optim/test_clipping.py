@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from lmkit.optim.clipping import gradient_norm, scale_gradients_
+from lmkit.optim.adamw import AdamW
+from lmkit.optim.clipping import clip_for, gradient_norm, scale_gradients_
 
 
 def parameters(scale: float, dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
@@ -58,3 +59,22 @@ def test_a_gradient_that_is_not_finite_shows_in_the_norm() -> None:
 def test_a_norm_that_is_not_positive_is_refused(max_norm: float) -> None:
     with pytest.raises(ValueError, match="max_norm must be positive"):
         clip(parameters(1.0), max_norm)
+
+
+@pytest.mark.parametrize("max_norm", [1e-3, 1e9, float("inf")])
+def test_our_adamw_clips_as_it_reads(max_norm: float) -> None:
+    """The same step as after scaling in place; SGD, and who has no optimizer, has its gradients scaled."""
+    ours, theirs = parameters(1.0), parameters(1.0)
+    mine, other = AdamW(ours), AdamW(theirs)
+    grads = [param.grad for param in ours if param.grad is not None]
+    kept = [grad.clone() for grad in grads]
+    clip_for(mine, grads, gradient_norm(grads), max_norm)
+    assert all(torch.equal(grad, before) for grad, before in zip(grads, kept, strict=True))
+    clip(theirs, max_norm)
+    mine.step()
+    other.step()
+    assert all(torch.equal(param, twin) for param, twin in zip(ours, theirs, strict=True))
+    for optimizer in (torch.optim.SGD(ours, lr=0.1), None):
+        scaled = [grad.clone() for grad in kept]
+        clip_for(optimizer, scaled, gradient_norm(scaled), max_norm)
+        assert all(torch.equal(grad, param.grad) for grad, param in zip(scaled, theirs[:-1], strict=True))

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
+from lmkit.optim.adamw import AdamW
+
 VOCABULARY, WIDTH = 13, 6
 
 
@@ -73,6 +75,10 @@ def groups_of(model: nn.Module) -> list[dict]:
 
 def adamw(groups: Iterable[dict]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(list(groups), lr=0.02, betas=(0.9, 0.95), eps=1e-6)
+
+
+def our_adamw(groups: Iterable[dict]) -> torch.optim.Optimizer:
+    return AdamW(list(groups), lr=0.02, betas=(0.9, 0.95), eps=1e-6)
 
 
 def sgd(groups: Iterable[dict]) -> torch.optim.Optimizer:

@@ -1,0 +1,194 @@
+"""AdamW in one pass: every weight, gradient and moment is read once, and weights and moments are written once.
+
+`lmkit.optim.adamw` states the same update as a sequence of PyTorch operations, each of which goes through memory.
+Here one launch updates any number of tensors: a table on the device says where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lmkit.kernels.launching import count_tiles, selected
+from lmkit.optim.adamw import Scalars
+
+BLOCK = 2048  # elements per program
+WARPS = 8
+VECTOR_BYTES = 16  # what a thread loads at once, from multiples of it
+COLUMNS = tl.constexpr(8)
+
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+"""Of tensors that the kernel takes; it calculates in float32."""
+
+
+@triton.jit
+def adamw_kernel(
+    table_pointer,  # (tensors, COLUMNS) int64, see AdamWLaunch
+    owner_pointer,  # (programs,) int32: the tensor that a program works on
+    factor_pointer,  # one float32 that gradients are multiplied by, or None
+    beta1,
+    rest1,  # 1 - beta1
+    beta2,
+    rest2,  # 1 - beta2
+    kept,
+    eps,
+    rate,
+    WEIGHT: tl.constexpr,  # dtype of weights and moments
+    GRADIENT: tl.constexpr,
+    COPY: tl.constexpr,  # None: there is none
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0)
+    row = table_pointer + tl.load(owner_pointer + program).to(tl.int64) * COLUMNS
+    block = program - tl.load(row + 6)  # of this tensor; 64 bits, as the table
+    numbers = (beta1, rest1, beta2, rest2, kept, eps, rate)
+    factor = 1.0
+    if factor_pointer is not None:
+        factor = tl.load(factor_pointer)
+    if block < tl.load(row + 7):
+        update_block(row, block * BLOCK, factor, numbers, WEIGHT, GRADIENT, COPY, BLOCK, WHOLE=True)
+    else:
+        update_block(row, block * BLOCK, factor, numbers, WEIGHT, GRADIENT, COPY, BLOCK, WHOLE=False)
+
+
+@triton.jit
+def update_block(
+    row,
+    start,  # the first element
+    factor,
+    numbers,
+    WEIGHT: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    COPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,  # addresses are multiples of VECTOR_BYTES, and the tensor does not end in this block
+):
+    beta1, rest1, beta2, rest2, kept, eps, rate = numbers
+    left = tl.minimum(tl.load(row + 5) - start, BLOCK).to(tl.int32)
+    inside = None if WHOLE else tl.arange(0, BLOCK) < left
+    weight = elements(row, 0, WEIGHT, start, BLOCK, WHOLE)
+    gradient = elements(row, 1, GRADIENT, start, BLOCK, WHOLE)
+    mean = elements(row, 2, WEIGHT, start, BLOCK, WHOLE)
+    square = elements(row, 3, WEIGHT, start, BLOCK, WHOLE)
+    g = tl.load(gradient, mask=inside).to(tl.float32) * factor
+    m = tl.load(mean, mask=inside).to(tl.float32)
+    v = tl.load(square, mask=inside).to(tl.float32)
+    w = tl.load(weight, mask=inside).to(tl.float32)
+    m = beta1 * m + rest1 * g
+    v = beta2 * v + rest2 * (g * g)
+    w = kept * w + rate * tl.div_rn(m, tl.sqrt_rn(v) + eps)
+    tl.store(mean, m.to(WEIGHT), mask=inside)
+    tl.store(square, v.to(WEIGHT), mask=inside)
+    tl.store(weight, w.to(WEIGHT), mask=inside)
+    if COPY is not None:
+        tl.store(elements(row, 4, COPY, start, BLOCK, WHOLE), w.to(COPY), mask=inside)
+
+
+@triton.jit
+def elements(row, column, TYPE: tl.constexpr, start, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
+    """Pointers to BLOCK elements of the array in this column, from `start` on."""
+    first = tl.load(row + column).to(tl.pointer_type(TYPE)) + start
+    if WHOLE:
+        first = tl.multiple_of(first, 16)
+    return first + tl.arange(0, BLOCK)
+
+
+class AdamWLaunch:
+    """Launches the updates of one list of tensors; keeps the table of their addresses on their device.
+
+    The table goes there again when an address has changed: rarely, because the allocator gives gradients the same
+    places in every step. The CPU does not wait for the GPU.
+    """
+
+    def __init__(self) -> None:
+        self._addresses: list[list[int]] = []
+        self._sizes: list[int] = []
+        self._programs = 0
+
+    def __call__(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        means: Sequence[Tensor],
+        squares: Sequence[Tensor],
+        copies: Sequence[Tensor],
+        scalars: Scalars,
+        factor: Tensor | None,
+    ) -> None:
+        """Update on the current stream of the tensors' device.
+
+        Args:
+            params, grads, means, squares: contiguous; every list of one dtype of TYPES, the moments' the parameters'.
+            copies: get the new parameters in their own dtype; as many as `params`, or none.
+            factor: multiplies every gradient; a float32 scalar on the device.
+
+        Raises:
+            ValueError: the tensors of one parameter differ in size, device or (moments) dtype.
+        """
+        arrays = [params, grads, means, squares, *([copies] if copies else [])]
+        addresses = [[tensor.data_ptr() for tensor in array] for array in arrays]
+        sizes = [param.numel() for param in params]
+        device = params[0].device
+        with selected(device):
+            if addresses != self._addresses or sizes != self._sizes:
+                _check(arrays)
+                self._place(addresses, sizes, device)
+            if self._programs == 0:
+                return
+            beta1, beta2, *others = scalars
+            numbers = (beta1, 1 - beta1, beta2, 1 - beta2, *others)
+            adamw_kernel[(self._programs,)](
+                self._table,
+                self._owners,
+                factor,
+                *map(float, numbers),  # integers would be compiled into the kernel, each into one of its own
+                WEIGHT=TYPES[params[0].dtype],
+                GRADIENT=TYPES[grads[0].dtype],
+                COPY=TYPES[copies[0].dtype] if copies else None,
+                BLOCK=BLOCK,
+                num_warps=WARPS,
+                # No fused multiply-add: in another block or shard the same element gets the same bits.
+                enable_fp_fusion=False,
+            )
+
+    def _place(self, addresses: list[list[int]], sizes: list[int], device: torch.device) -> None:
+        """Make the table. Its columns: addresses of weight, gradient, both moments and copy; elements; the number of
+        the first program that works on the tensor; how many of its programs can do WHOLE blocks."""
+        programs = [count_tiles(size, BLOCK) for size in sizes]
+        firsts = [0, *accumulate(programs)]
+        whole = [
+            0 if any(address % VECTOR_BYTES for address in of_tensor) else size // BLOCK
+            for size, *of_tensor in zip(sizes, *addresses, strict=True)
+        ]
+        self._programs = firsts[-1]
+        if self._programs:
+            copies = addresses[4] if len(addresses) == 5 else [0] * len(sizes)
+            rows = zip(*addresses[:4], copies, sizes, firsts[:-1], whole, strict=True)
+            self._table = _send(torch.tensor(list(rows), dtype=torch.int64), device)
+            if sizes != self._sizes:
+                owners = torch.arange(len(sizes), dtype=torch.int32)
+                self._owners = _send(owners.repeat_interleave(torch.tensor(programs)), device)
+        self._addresses, self._sizes = addresses, sizes
+
+
+def _check(arrays: Sequence[Sequence[Tensor]]) -> None:
+    """What the kernel could not survive, or would read as something else."""
+    for param, *others in zip(*arrays, strict=True):
+        for other in others:
+            if other.numel() != param.numel() or other.device != param.device:
+                raise ValueError(
+                    f"a parameter of {param.numel()} elements on {param.device} has a gradient, state or copy of "
+                    f"{other.numel()} on {other.device}"
+                )
+        if any(moment.dtype != param.dtype for moment in others[1:3]):
+            raise ValueError(f"the moments of a parameter of {param.dtype} are of another dtype")
+
+
+def _send(numbers: Tensor, device: torch.device) -> Tensor:
+    """To the device, in the order of the current stream; from pinned memory, for which the CPU need not wait."""
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers

@@ -1,0 +1,338 @@
+"""What the one-pass AdamW must do, on any device: run by Triton's interpreter on CPUs, and on GPUs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from itertools import pairwise
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lmkit.kernels.adamw as kernel
+from lmkit.optim import adamw
+from lmkit.optim.adamw import AdamW
+
+# Empty, one element, a part of a block, a whole one, several and a part, more than one dimension.
+SIZES = [(0,), (1,), (7, 5), (kernel.BLOCK,), (2 * kernel.BLOCK + 3,), (64, 64)]
+SETTINGS = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+
+def parameters(device: str, sizes: Sequence[tuple[int, ...]] = SIZES, dtype: torch.dtype = torch.float32):
+    torch.manual_seed(1)
+    return [nn.Parameter(torch.randn(size, dtype=dtype).to(device)) for size in sizes]
+
+
+def gradients(step: int, sizes: Sequence[tuple[int, ...]] = SIZES) -> list[Tensor]:
+    """Of sizes from 1e-6 to 10, some entries zero."""
+    torch.manual_seed(100 + step)
+    scales = [10 ** (torch.rand(()) * 7 - 6) for _ in sizes]
+    return [
+        torch.randn(size) * scale * (torch.rand(size) > 0.1)
+        for size, scale in zip(sizes, scales, strict=True)
+    ]
+
+
+def give(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad.to(param)
+
+
+def steps(optimizer: torch.optim.Optimizer, which: range, sizes: Sequence[tuple[int, ...]] = SIZES) -> None:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for step in which:
+        for group in optimizer.param_groups:
+            group["lr"] = 3e-3 * (1 + step % 7)
+        give(params, gradients(step, sizes))
+        optimizer.step()
+
+
+def counted_launches():
+    """Counts the updates that take the kernel."""
+    return mock.patch.object(
+        kernel.AdamWLaunch, "__call__", autospec=True, side_effect=kernel.AdamWLaunch.__call__
+    )
+
+
+def check_equals_the_formula(device: str) -> None:
+    """In float64: m, v and w, each to the float32 rounding of a few operations a step."""
+    params = parameters(device)
+    optimizer = AdamW(params, **SETTINGS)
+    expected = [param.detach().double().cpu() for param in params]
+    m, v = [torch.zeros_like(w) for w in expected], [torch.zeros_like(w) for w in expected]
+    with counted_launches() as launches:
+        for t in range(1, 11):
+            lr = (3e-3, 0, 1)[t % 3]  # whole numbers, too
+            optimizer.param_groups[0]["lr"] = lr
+            give(params, gradients(t))
+            optimizer.step()
+            for i, grad in enumerate(gradients(t)):
+                g = grad.double()
+                m[i] = 0.9 * m[i] + 0.1 * g
+                v[i] = 0.95 * v[i] + 0.05 * g**2
+                update = (m[i] / (1 - 0.9**t)) / ((v[i] / (1 - 0.95**t)).sqrt() + 1e-8)
+                expected[i] = expected[i] - lr * 0.1 * expected[i] - lr * update
+    assert launches.call_count == 10
+    for i, param in enumerate(params):
+        state = optimizer.state[param]
+        # Ten steps of at most five roundings of 2^-24 each; a sum of gradients of either sign cancels: hence atol.
+        largest = max((float(gradients(t)[i].abs().max()) for t in range(1, 11) if param.numel()), default=0)
+        torch.testing.assert_close(state["exp_avg"].cpu().double(), m[i], rtol=3e-6, atol=3e-6 * largest)
+        torch.testing.assert_close(state["exp_avg_sq"].cpu().double(), v[i], rtol=3e-6, atol=0)
+        torch.testing.assert_close(param.detach().cpu().double(), expected[i], rtol=3e-6, atol=3e-6)
+
+
+def check_equals_torch_and_the_operations(device: str) -> None:
+    """1e-6 over a thousand steps, as promised, from PyTorch's AdamW and from our own in several operations."""
+    sizes = [(7, 5), (40,), (3, 4, 2), (1,)]
+    ours, theirs, operations = (parameters(device, sizes) for _ in range(3))
+    with counted_launches() as launches:
+        steps(AdamW(ours, **SETTINGS), range(1000), sizes)
+        steps(torch.optim.AdamW(theirs, **SETTINGS), range(1000), sizes)
+        with mock.patch.object(adamw, "ONE_PASS_DEVICES", set()):
+            steps(AdamW(operations, **SETTINGS), range(1000), sizes)
+    assert launches.call_count == 1000
+    for others in (theirs, operations):
+        for mine, other, start in zip(ours, others, parameters(device, sizes), strict=True):
+            assert (mine - start).abs().max() > 0.1  # they have moved
+            # Not the same bits: the operations fuse multiply-adds, where the device has them, and PyTorch's first
+            # moment is m + (1 - beta1) (g - m).
+            torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-6)
+
+
+def check_any_cut_gives_the_same_bits(device: str) -> None:
+    """Shards of any size, aligned or not, in any company: an element's result is the same."""
+    torch.manual_seed(0)
+    size = 2 * kernel.BLOCK + 1234
+    start = torch.randn(size)
+    cuts = [0, 1, 130, kernel.BLOCK + 2, kernel.BLOCK + 2, size]
+    whole, parts = start.clone().to(device), start.clone().to(device)
+    shards = [parts[a:b] for a, b in pairwise(cuts)]
+    at_once, in_shards = AdamW([whole], **SETTINGS), AdamW(shards, **SETTINGS)
+    for step in range(4):
+        grad = gradients(step, [(size,)])[0].to(device)
+        whole.grad = grad
+        for shard, (a, b) in zip(shards, pairwise(cuts), strict=True):
+            shard.grad = grad[a:b]
+        at_once.step()
+        in_shards.step()
+    assert not torch.equal(whole.cpu(), start)
+    assert torch.equal(whole, parts)
+
+
+def check_nothing_else_is_touched(device: str) -> None:
+    buffers = [torch.full((kernel.BLOCK + 50,), 7.0, device=device) for _ in range(2)]
+    param, grad = (buffer[16:-17] for buffer in buffers)
+    param.grad = grad
+    optimizer = AdamW([param], **SETTINGS)
+    optimizer.step()
+    assert (param != 7).all()
+    assert (buffers[0][:16] == 7).all()
+    assert (buffers[0][-17:] == 7).all()
+    assert (buffers[1] == 7).all(), "gradients stay as they are"
+
+
+def check_far_elements(device: str) -> None:
+    """Offsets of more than 31 bits: the table says that a tensor began long before, so that this is its end."""
+    far = 3 * 2**31 // kernel.BLOCK
+    start = far * kernel.BLOCK
+    values = [torch.randn(kernel.BLOCK + 5).abs().to(device) for _ in range(4)]
+    expected = [value.clone() for value in values]
+    launch, plain = kernel.AdamWLaunch(), kernel.AdamWLaunch()
+    scalars = adamw.Scalars(0.9, 0.95, 0.999, 1e-8, -0.01)
+    send = kernel._send
+
+    def move_far_away(numbers: Tensor, device: torch.device) -> Tensor:
+        if numbers.dim() == 2:
+            numbers = numbers.clone()
+            numbers[:, :4] -= 4 * start
+            numbers[:, 5] += start
+            numbers[:, 6] -= far
+            numbers[:, 7] += far
+        return send(numbers, device)
+
+    with mock.patch.object(kernel, "_send", move_far_away):
+        launch(*([value] for value in values), [], scalars, None)
+    plain(*([value] for value in expected), [], scalars, None)
+    assert all(torch.equal(mine, other) for mine, other in zip(values, expected, strict=True))
+    assert not torch.equal(values[0], values[2])
+
+
+def check_gradients_and_copies_of_another_dtype(device: str) -> None:
+    """bf16 gradients count as their value in float32; copies are the new weights, rounded."""
+    ours, theirs = parameters(device), parameters(device)
+    mine, other = AdamW(ours, **SETTINGS), AdamW(theirs, **SETTINGS)
+    mine.copies = {param: torch.zeros_like(param, dtype=torch.bfloat16) for param in ours[1:]}
+    for step in range(3):
+        for param, twin, grad in zip(ours, theirs, gradients(step), strict=True):
+            param.grad_dtype = None
+            param.grad = grad.to(device, torch.bfloat16)
+            twin.grad = param.grad.float()
+        mine.step()
+        other.step()
+    for param, twin in zip(ours, theirs, strict=True):
+        assert torch.equal(param, twin)
+    for param, rounded in mine.copies.items():
+        if device == "cpu":  # the interpreter cuts off what it should round
+            torch.testing.assert_close(rounded.float(), param.detach(), rtol=2**-7, atol=0)
+        else:
+            assert torch.equal(rounded, param.bfloat16())
+
+
+def check_narrow_parameters(device: str) -> None:
+    """bf16 and float16 weights and moments: calculated in float32, rounded once."""
+    for dtype, resolution in ((torch.bfloat16, 2**-7), (torch.float16, 2**-10)):
+        params = parameters(device, dtype=dtype)
+        wide = [nn.Parameter(param.detach().float()) for param in params]
+        narrow_optimizer, wide_optimizer = AdamW(params, **SETTINGS), AdamW(wide, **SETTINGS)
+        torch.manual_seed(2)
+        for param, twin in zip(params, wide, strict=True):
+            param.grad = torch.randn(param.shape).to(param)
+            twin.grad = param.grad.float()
+        with counted_launches() as launches:
+            narrow_optimizer.step()
+            wide_optimizer.step()
+        assert launches.call_count == 2
+        for param, twin in zip(params, wide, strict=True):
+            torch.testing.assert_close(param.float(), twin, rtol=resolution, atol=0)
+
+
+def check_a_factor_is_a_scaled_gradient(device: str) -> None:
+    ours, theirs = parameters(device), parameters(device)
+    mine, other = AdamW(ours, **SETTINGS), AdamW(theirs, **SETTINGS)
+    for step in range(3):
+        factor = torch.tensor(0.3 + step, device=device)
+        give(ours, gradients(step))
+        give(theirs, gradients(step))
+        for param in theirs:
+            param.grad *= factor
+        mine.gradient_factor = factor
+        mine.step()
+        other.step()
+        assert all(
+            torch.equal(param.grad.cpu(), grad) for param, grad in zip(ours, gradients(step), strict=True)
+        )
+        mine.zero_grad()
+        assert mine.gradient_factor is None
+    for param, twin in zip(ours, theirs, strict=True):
+        assert torch.equal(param, twin)
+
+
+def check_other_steps_groups_and_missing_gradients(device: str) -> None:
+    """Against PyTorch's: parameters that have seen other numbers of steps, groups with other settings."""
+
+    def groups(params: Sequence[Tensor]) -> list[dict]:
+        other = {"lr": 1e-2, "betas": (0.0, 0.5), "eps": 1e-3, "weight_decay": 0.0}
+        return [{"params": params[:4]}, {"params": params[4:], **other}]
+
+    ours, theirs = parameters(device), parameters(device)
+    mine, other = AdamW(groups(ours), **SETTINGS), torch.optim.AdamW(groups(theirs), **SETTINGS)
+    for step in range(9):
+        for params in (ours, theirs):
+            give(params, gradients(step))
+            for i, param in enumerate(params):
+                if i and (step + i) % 3 == 0:
+                    param.grad = None
+        mine.step()
+        other.step()
+    assert {int(mine.state[param]["step"]) for param in ours} == {6, 9}
+    for param, twin in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(param, twin, rtol=1e-6, atol=1e-6)
+
+
+def check_what_is_not_contiguous_or_wide_takes_the_operations(device: str) -> None:
+    torch.manual_seed(3)
+    for base in (torch.randn(8, 6).to(device).T, torch.randn(5, dtype=torch.float64).to(device)):
+        ours, theirs = nn.Parameter(base.clone()), nn.Parameter(base.clone())
+        assert ours.stride() == base.stride()
+        ours.grad = torch.randn(base.shape).to(base)
+        theirs.grad = ours.grad.clone()
+        with counted_launches() as launches:
+            AdamW([ours], **SETTINGS).step()
+        assert launches.call_count == 0
+        torch.optim.AdamW([theirs], **SETTINGS).step()
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    # A gradient may change its layout from one step to the next.
+    param = nn.Parameter(torch.randn(6, 6).to(device))
+    expected = nn.Parameter(param.detach().clone())
+    mine, other = AdamW([param], **SETTINGS), torch.optim.AdamW([expected], **SETTINGS)
+    grad = torch.randn(6, 6).to(device)
+    for layout in (grad, grad.T, grad):
+        param.grad, expected.grad = layout, layout.clone()
+        mine.step()
+        other.step()
+    torch.testing.assert_close(param, expected, rtol=1e-6, atol=1e-6)
+
+
+def check_resumes_bit_for_bit(device: str) -> None:
+    whole, halves = parameters(device), parameters(device)
+    steps(AdamW(whole, **SETTINGS), range(7))
+    first = AdamW(halves, **SETTINGS)
+    steps(first, range(3))
+    second = AdamW(halves, lr=9.0, weight_decay=9.0)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    steps(second, range(3, 7))
+    for one, two in zip(whole, halves, strict=True):
+        assert torch.equal(one, two)
+    twins = copy.deepcopy(second)  # has tables of its own
+    steps(twins, range(7, 8))
+    for group in twins.param_groups:
+        assert not any(torch.equal(a, b) for a, b in zip(group["params"], halves, strict=True) if b.numel())
+
+
+def check_the_table_moves_with_the_tensors(device: str) -> None:
+    """It is sent again when a gradient, a moment or a parameter lies elsewhere, and only then."""
+    params, expected = parameters(device), parameters(device)
+    mine, other = AdamW(params, **SETTINGS), torch.optim.AdamW(expected, **SETTINGS)
+
+    def step(number: int, *, in_place: bool) -> int:
+        for some in (params, expected):
+            for param, grad in zip(some, gradients(number), strict=True):
+                if in_place:
+                    param.grad.copy_(grad)
+                else:
+                    param.grad = grad.to(device, copy=True)
+        with mock.patch.object(kernel, "_send", side_effect=kernel._send) as sent:
+            mine.step()
+        other.step()
+        return sent.call_count
+
+    assert step(0, in_place=False) == 2  # with the list of who works on what
+    assert step(1, in_place=True) == 0
+    kept = [param.grad for param in params]  # or the new ones might get the old ones' places
+    assert step(2, in_place=False) == 1
+    state = mine.state[params[3]]
+    state["exp_avg"] = state["exp_avg"].clone()
+    assert step(3, in_place=True) == 1
+    moved = params[2].data
+    params[2].data = moved.clone()
+    assert step(4, in_place=True) == 1
+    assert len(kept) == len(params)
+    for param, twin in zip(params, expected, strict=True):
+        torch.testing.assert_close(param, twin, rtol=1e-6, atol=1e-6)
+
+
+def check_one_launch_for_other_sizes(device: str) -> None:
+    launch, scalars = kernel.AdamWLaunch(), adamw.Scalars(0.9, 0.95, 0.999, 1e-8, -0.01)
+    for sizes in ([3, 5], [0, 0], [kernel.BLOCK + 1, 2], [2, kernel.BLOCK + 1]):
+        tensors = [[torch.ones(size, device=device) for size in sizes] for _ in range(4)]
+        launch(*tensors, [], scalars, None)
+        assert all((weight != 1).all() for weight in tensors[0])
+
+
+def check_state_of_another_size_is_refused(device: str) -> None:
+    param = nn.Parameter(torch.ones(10, device=device))
+    param.grad = torch.ones(10, device=device)
+    for name, wrong in (("exp_avg", torch.zeros(9, device=device)), ("exp_avg_sq", torch.zeros(10).half())):
+        optimizer = AdamW([param], **SETTINGS)
+        optimizer.step()
+        optimizer.state[param][name] = wrong.to(device)
+        with pytest.raises(ValueError, match=r"9 on|another dtype"):
+            optimizer.step()
+
+
+CHECKS = {
+    name.removeprefix("check_"): check for name, check in globals().items() if name.startswith("check_")
+}
