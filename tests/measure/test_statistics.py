@@ -84,7 +84,7 @@ def test_the_interval_of_a_median_by_hand():
     assert median_interval(samples, confidence=0.9999) == (0.0, 9.0)
     assert median_interval([4.0, 2.0]) == (2.0, 4.0)
     assert median_interval([4.0]) == (4.0, 4.0)
-    # 5000 samples, standard deviation of the rank sqrt(5000) / 2 = 35: 1.96 of that on either side
+    # 5000 samples, standard deviation of the rank sqrt(5000) / 2 = 35: 1.96 of that on either side, to a whole rank
     low, high = median_interval([float(value) for value in range(5000)])
     assert (2499.5 - low, high - 2499.5) == (pytest.approx(69.3, abs=1.5), pytest.approx(69.3, abs=1.5))
     with pytest.raises(ValueError, match="sample"):

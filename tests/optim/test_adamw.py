@@ -108,7 +108,7 @@ def test_state_has_torchs_names_and_loads_both_ways() -> None:
     run(mine, gradients)
     run(yours, gradients)
     for one, two in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-6)  # the promise, as above
 
 
 def test_parameters_without_gradient_stay_and_count_their_own_steps() -> None:
@@ -121,7 +121,7 @@ def test_parameters_without_gradient_stay_and_count_their_own_steps() -> None:
         mine.step()
         yours.step()
     for one, two in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-6)  # the promise, as above
     assert int(mine.state[ours[0]]["step"]) == 9
     assert int(mine.state[ours[1]]["step"]) == 6
 
@@ -138,7 +138,7 @@ def test_mixed_dtypes_and_a_closure() -> None:
 
     assert optimizer.step(closure).item() == 8.0
     for param in params:
-        # The first step of Adam moves each weight by lr, whatever its gradient.
+        # The first step of Adam moves each weight by lr, whatever its gradient; bf16 rounds 0.9 by up to 2^-9.
         torch.testing.assert_close(param.detach().float(), torch.full((4,), 0.9), rtol=2**-8, atol=0)
 
 

@@ -29,7 +29,7 @@ def test_equals_torch(scale: float) -> None:
     expected = torch.nn.utils.clip_grad_norm_(theirs, 1.5)
     torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)  # float32, other order of sums
     for mine, yours in zip(ours[:-1], theirs[:-1], strict=True):
-        torch.testing.assert_close(mine.grad, yours.grad, rtol=1e-6, atol=0)
+        torch.testing.assert_close(mine.grad, yours.grad, rtol=1e-6, atol=0)  # scaled by that norm
     assert ours[-1].grad is None
 
 
@@ -38,6 +38,7 @@ def test_the_norm_of_bfloat16_is_summed_in_float32() -> None:
     exact = torch.cat([param.grad.double().flatten() for param in params[:-1]]).norm()
     norm = clip(params, 1e9)
     assert norm.dtype == torch.float32
+    # Rounding of float32 sums; sums in bfloat16 would be off by percents.
     assert norm.item() == pytest.approx(exact.item(), rel=1e-6)
 
 
