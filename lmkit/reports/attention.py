@@ -7,19 +7,21 @@ from typing import Any
 
 from lmkit.measure.tables import Column, markdown_table
 from lmkit.reports.results import Results, of_kind
-from lmkit.reports.writing import Place, bullets, document, grouped, pictures, pivot, section, titles
+from lmkit.reports.writing import (
+    Place,
+    bullets,
+    document,
+    full_table,
+    grouped,
+    in_short,
+    pictures,
+    pivot,
+    section,
+    titles,
+)
 
 Rows = list[dict[str, Any]]
 
-_SINGLE = (
-    Column("set", "of the set"),
-    Column("case", "case"),
-    Column("kernel", "kernel"),
-    Column("median_ms", "ms", ".4g"),
-    Column("tflops", "TFLOP/s", ".3g"),
-    Column("versus_sdpa", "x best backend", ".2f"),
-    Column("peak_gb", "GB", ".3g"),
-)
 _FIRST_CALLS = (
     Column("kernel", "kernel"),
     Column("direction", "direction"),
@@ -48,6 +50,7 @@ def write_up(found: Sequence[Results], place: Place) -> str | None:
         "The limit is the rate of a large matrix product measured in the same run: what a kernel misses of it goes "
         "into the softmax, whose exponentials run on other units, and into filling and emptying the pipeline of "
         "every program, which weighs more at short lengths and under a causal mask.",
+        *in_short((titles(chosen)[results.path], findings(results.rows)) for results in chosen),
         *(part for results in chosen for part in _one(results, place, titles(chosen)[results.path])),
     )
 
@@ -70,9 +73,10 @@ def _one(results: Results, place: Place, title: str) -> list[str]:
             else:
                 alone += same_shape
         if alone:
-            # Only the acceptance rows are divided into sets.
-            columns = _SINGLE if any(row.get("set") for row in alone) else _SINGLE[1:]
-            parts.append(markdown_table([row | {"case": _case(row)} for row in alone], columns))
+            parts.append(pivot(alone, _set_and_case, _name, _rate, corner="case \\ kernel"))
+    for report in ("acceptance.md", "attention_sweep_report.md"):
+        if results.path.stem in (report[:-3], report.replace("_report.md", "_results")):
+            parts += full_table(results, place, report)
     parts += _calls(rows)
     failed = [row for row in rows if row["status"] != "ok"]
     if failed:
@@ -172,6 +176,11 @@ def _set_and_shape(row: dict[str, Any]) -> str:
 def _length(row: dict[str, Any]) -> str:
     length = f"{row['num_keys']:,}"
     return length if row["num_queries"] == row["num_keys"] else f"{row['num_queries']:,} x {length}"
+
+
+def _set_and_case(row: dict[str, Any]) -> str:
+    """Only the acceptance rows are divided into sets."""
+    return f"{row['set']}: {_case(row)}" if row.get("set") else _case(row)
 
 
 def _case(row: dict[str, Any]) -> str:

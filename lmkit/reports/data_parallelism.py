@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lmkit.benches.ddp_report import ALL_REDUCE_COLUMNS, ALL_REDUCE_NOTES, DDP_COLUMNS, DDP_NOTES, with_units
+from lmkit.benches.ddp_report import ALL_REDUCE_NOTES, DDP_COLUMNS, DDP_NOTES, with_units
 from lmkit.measure.tables import markdown_table
+from lmkit.reports.readings import by_folder, comparison, heading, ladders
 from lmkit.reports.results import Results, of_kind
-from lmkit.reports.writing import Place, bullets, document, grouped, pictures, section, titles
+from lmkit.reports.writing import Place, bullets, document, full_table, in_short, pictures, pivot, section
 
 Rows = list[dict[str, Any]]
 
@@ -27,8 +28,8 @@ _NOTHING_BESIDE = ("naive", "flat")
 
 def write_up(found: Sequence[Results], place: Place) -> str | None:
     """The report on all rows of `bench ddp` and `bench all-reduce`; None if there are none."""
-    ladders, collectives = of_kind(found, "ddp"), of_kind(found, "all-reduce")
-    if not ladders and not collectives:
+    folders, collectives = by_folder(of_kind(found, "ddp")), of_kind(found, "all-reduce")
+    if not folders and not collectives:
         return None
     return document(
         "# Data parallelism",
@@ -39,27 +40,42 @@ def write_up(found: Sequence[Results], place: Place) -> str | None:
         "what was sent beside that formula. *Alone* is a step's communication with nothing beside it, *exposed* "
         "what the step takes longer than the same step without communication: overlap hides the difference. "
         "Contenders take turns in every round; a sample is that of the slowest rank.",
-        *_ladders(ladders, place),
+        *in_short((_title(members), _newest_findings(members)) for members in folders),
+        *(DDP_NOTES if folders else ()),
+        *(part for members in folders for part in _folder(members, place)),
         *(part for results in collectives for part in _collectives(results, place)),
     )
 
 
-def _ladders(ladders: Sequence[Results], place: Place) -> list[str]:
-    parts = list(DDP_NOTES) if ladders else []
-    for members in grouped(ladders, lambda results: results.path.parent).values():
-        for results in members:
-            parts += _ladder(results, place, titles(ladders)[results.path])
-        parts += pictures(members[-1], place, *_PICTURES)
-    return parts
+def _folder(members: Sequence[Results], place: Place) -> list[str]:
+    """The models of one folder; of those that several files hold, the newest rows, then all readings side by side."""
+    parts = section(members[-1], place, _title(members))
+    if len(members) > 1:
+        parts.append(
+            f"{len(members)} readings ({', '.join(results.path.stem for results in members)}); of each model "
+            "the newest is shown."
+        )
+    for ladder in ladders(members):
+        for part, rows in ladder.parts.items():
+            parts.append(f"### {heading(ladder, part)}")
+            parts += bullets(findings(rows))
+            parts.append(markdown_table([with_units(row) for row in rows], DDP_COLUMNS))
+        parts += comparison(ladder)
+    return parts + pictures(members[-1], place, *_PICTURES)
 
 
-def _ladder(results: Results, place: Place, title: str) -> list[str]:
-    parts = section(results, place, title)
-    for (part, case), rows in grouped(results.rows, lambda row: (row.get("part"), row["case"])).items():
-        parts.append(f"### {case}" + (f" ({part})" if part else ""))
-        parts += bullets(findings(rows))
-        parts.append(markdown_table([with_units(row) for row in rows], DDP_COLUMNS))
-    return parts
+def _title(members: Sequence[Results]) -> str:
+    return members[-1].path.parent.as_posix()
+
+
+def _newest_findings(members: Sequence[Results]) -> list[str]:
+    """What the newest rows of every model of a folder say first."""
+    return [
+        f"{ladder.case}: {found[0]}"
+        for ladder in ladders(members)
+        for rows in ladder.parts.values()
+        if (found := findings(rows))
+    ]
 
 
 def findings(rows: Rows) -> list[str]:
@@ -145,5 +161,14 @@ def _collectives(results: Results, place: Place) -> list[str]:
             f"{smallest['bytes']:,} bytes): with many small calls that is what counts.",
         ]
     )
-    parts.append(markdown_table(results.rows, ALL_REDUCE_COLUMNS))
+    parts.append(
+        pivot(
+            results.rows,
+            lambda row: f"{row['operation']}, {row['dtype']}, {row['world_size']} ranks",
+            lambda row: round(row["bytes"] / 1e6, 1),
+            lambda row: f"{row['bus_gb_per_s']:.1f} ({row['median_us']:,.0f})",
+            corner="bus GB/s (us) \\ MB",
+        )
+    )
+    parts += full_table(results, place, "all_reduce_report.md")
     return [*parts, *ALL_REDUCE_NOTES, *pictures(results, place, "all_reduce_bandwidth")]

@@ -7,8 +7,9 @@ from typing import Any
 
 from lmkit.benches.ddp_report import DDP_COLUMNS, OPTIMIZER_COLUMNS, OPTIMIZER_NOTES
 from lmkit.measure.tables import Column, markdown_table
+from lmkit.reports.readings import by_folder, comparison, heading, ladders
 from lmkit.reports.results import Results, of_kind
-from lmkit.reports.writing import Place, bullets, document, grouped, pictures, section, titles
+from lmkit.reports.writing import Place, bullets, document, grouped, in_short, pictures, section
 
 Rows = list[dict[str, Any]]
 
@@ -22,11 +23,13 @@ _SPEED = (
 def write_up(found: Sequence[Results], place: Place) -> str | None:
     """The report on `bench optimizer` and on the sharded contenders of `bench ddp`; None without either."""
     memory = of_kind(found, "optimizer")
-    speed = [
-        results
-        for results in of_kind(found, "ddp")
-        if any(row["contender"].startswith(_SHARDED) for row in results.rows)
-    ]
+    speed = by_folder(
+        [
+            results
+            for results in of_kind(found, "ddp")
+            if any(row["contender"].startswith(_SHARDED) for row in results.rows)
+        ]
+    )
     if not memory and not speed:
         return None
     return document(
@@ -37,8 +40,14 @@ def write_up(found: Sequence[Results], place: Place) -> str | None:
         "together move the bytes of one all-reduce, so nothing is paid on the link; the optimizer's own time is "
         "divided by W. With bf16 weights and fp32 master weights in the shard, half the bytes travel.",
         "GB are 10^9 bytes, of one rank.",
+        *in_short(
+            [
+                *((results.path.parent.as_posix(), memory_findings(results.rows)) for results in memory),
+                *((_title(members), _newest_findings(members)) for members in speed),
+            ]
+        ),
         *(part for results in memory for part in _memory(results, place)),
-        *(part for results in speed for part in _speed(results, place, titles(speed)[results.path])),
+        *(part for members in speed for part in _speed(members, place)),
     )
 
 
@@ -71,23 +80,47 @@ def memory_findings(rows: Rows) -> list[str]:
     return found
 
 
-def _speed(results: Results, place: Place, title: str) -> list[str]:
-    parts = section(results, place, f"Speed: {title}")
-    for (part, case), rows in grouped(results.rows, lambda row: (row.get("part"), row["case"])).items():
-        chosen = [
-            row
-            for row in rows
-            if row["contender"].startswith((*_SHARDED, "one rank")) or row["contender"] == "bucketed"
-        ]
-        if not any(row["contender"].startswith("zero1") for row in chosen):
-            continue
-        parts.append(f"### {case}" + (f" ({part})" if part else ""))
-        parts += bullets(speed_findings(chosen))
-        with_peak = [
-            row | {"peak_gb": row["peak_bytes"] / 1e9} if row.get("peak_bytes") else row for row in chosen
-        ]
-        parts.append(markdown_table(with_peak, _SPEED))
+def _speed(members: Sequence[Results], place: Place) -> list[str]:
+    """What sharding does to the speed of every model of a folder; the newest rows of each."""
+    parts = section(members[-1], place, f"Speed: {_title(members)}")
+    for ladder in ladders(members):
+        for part, rows in ladder.parts.items():
+            chosen = _sharded_and_beside(rows)
+            if not any(row["contender"].startswith("zero1") for row in chosen):
+                continue
+            parts.append(f"### {heading(ladder, part)}")
+            parts += bullets(speed_findings(chosen))
+            with_peak = [
+                row | {"peak_gb": row["peak_bytes"] / 1e9} if row.get("peak_bytes") else row for row in chosen
+            ]
+            parts.append(markdown_table(with_peak, _SPEED))
+        everything = [row for rows in ladder.readings.values() for row in rows]
+        parts += comparison(ladder, [row["contender"] for row in _sharded_and_beside(everything)])
     return parts
+
+
+def _title(members: Sequence[Results]) -> str:
+    return members[-1].path.parent.as_posix()
+
+
+def _sharded_and_beside(rows: Rows) -> Rows:
+    """The sharded contenders, and what they are compared with."""
+    return [
+        row
+        for row in rows
+        if row["contender"].startswith((*_SHARDED, "one rank")) or row["contender"] == "bucketed"
+    ]
+
+
+def _newest_findings(members: Sequence[Results]) -> list[str]:
+    """What the newest rows of every model of a folder say; the sharded contender with bf16 weights first."""
+    found = [
+        f"{ladder.case}, {finding}"
+        for ladder in ladders(members)
+        for rows in ladder.parts.values()
+        for finding in speed_findings(_sharded_and_beside(rows))
+    ]
+    return sorted(found, key=lambda finding: "bf16" not in finding)
 
 
 def speed_findings(rows: Rows) -> list[str]:

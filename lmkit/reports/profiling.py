@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from lmkit.benches import lm_matrix_report, model_report
 from lmkit.measure.tables import Column, markdown_table
 from lmkit.profiling.summary import short_name
 from lmkit.reports.results import Results, of_kind
-from lmkit.reports.writing import Place, bullets, document, pictures, section
+from lmkit.reports.writing import Place, bullets, document, full_table, in_short, pictures, pivot, section
 
 Rows = list[dict[str, Any]]
 
@@ -53,6 +53,14 @@ def write_up(found: Sequence[Results], place: Place) -> str | None:
         "the GPU, how long it waits for it, and how long the GPU is busy answering: where the GPU's work fills "
         "less than the step and the CPU never waits, larger batches, compilation or CUDA graphs help more than "
         "faster kernels. Last, what the memory is full of when it is fullest.",
+        *in_short(
+            [
+                *((_place(results), model_report.findings(results.rows)) for results in models),
+                *((_place(results), lm_matrix_report.findings(results.rows)) for results in matrices),
+                *((_place(results), [" ".join(trace_findings(results.rows[0])[1:3])]) for results in traces),
+                *((_place(results), [memory_finding(results.rows)]) for results in _fullest(memories)),
+            ]
+        ),
         *(part for results in models for part in _models(results, place)),
         *(part for results in matrices for part in _matrix(results, place)),
         *(part for results in traces for part in _trace(results, place)),
@@ -61,29 +69,82 @@ def write_up(found: Sequence[Results], place: Place) -> str | None:
 
 
 def _models(results: Results, place: Place) -> list[str]:
-    parts = section(results, place, f"Model passes: {results.path.parent.as_posix()}")
+    parts = section(results, place, f"Model passes: {_place(results)}")
     parts += bullets(model_report.findings(results.rows))
-    parts.append(
-        markdown_table([row for row in results.rows if row["part"] == "model"], model_report.COLUMNS)
-    )
+    parts += _model_tables([row for row in results.rows if row["part"] == "model"])
+    parts += full_table(results, place, "model_report.md")
     study = [row for row in results.rows if row["part"] == "warm-up"]
     if study:
         parts += ["### Warm-up", markdown_table(study, model_report.WARMUP_COLUMNS)]
     return parts + pictures(results, place, "model_time", "model_memory", "model_throughput", "model_warmup")
 
 
+def _model_tables(rows: Rows) -> list[str]:
+    """A line per size, precision and mode, a column per context length."""
+    compiled = len({row["compile"] for row in rows}) > 1
+
+    def name(row: dict[str, Any]) -> str:
+        how = f", compile {row['compile']}" if compiled else ""
+        return f"{row['size']}, {row['precision']}{how}"
+
+    def passed(row: dict[str, Any]) -> str:
+        if row["status"] != "ok":
+            return str(row["status"])
+        return f"{row['median_ms']:.2f}" + (f" ({row['mfu']:.0%})" if row.get("mfu") is not None else "")
+
+    last = rows[-1]["mode"]  # a whole step, where it was measured: what needs most
+    return [
+        "Median milliseconds by context length (in brackets the MFU):",
+        pivot(rows, lambda row: f"{name(row)}, {row['mode']}", _length, passed, corner="pass \\ length"),
+        f"Peak GB (10^9 bytes) of {last} by context length:",
+        pivot(
+            [row for row in rows if row["mode"] == last],
+            name,
+            _length,
+            lambda row: str(row["status"]) if row.get("peak_gb") is None else f"{row['peak_gb']:.2f}",
+            corner="model \\ length",
+        ),
+    ]
+
+
+def _length(row: dict[str, Any]) -> int:
+    return int(row["length"])
+
+
 def _matrix(results: Results, place: Place) -> list[str]:
-    parts = section(results, place, f"Kernels x strategies: {results.path.parent.as_posix()}")
+    parts = section(results, place, f"Kernels x strategies: {_place(results)}")
     parts += bullets(lm_matrix_report.findings(results.rows))
-    parts.append(markdown_table(results.rows, lm_matrix_report.COLUMNS))
+    parts += [
+        f"Median milliseconds of a step (in brackets: times as fast as {results.rows[0]['strategy']}, paired):",
+        _by_strategy(results.rows, _step),
+        "Peak GB (10^9 bytes) of one rank:",
+        _by_strategy(results.rows, lambda row: f"{row['peak_gb']:.2f}" if row.get("peak_gb") else "-"),
+        *full_table(results, place, "lm_matrix_report.md"),
+    ]
     return parts + pictures(
         results, place, "lm_matrix_throughput", "lm_matrix_time", "lm_matrix_memory", "lm_matrix_convergence"
     )
 
 
+def _by_strategy(rows: Rows, cell: Callable[[dict[str, Any]], str]) -> str:
+    return pivot(
+        rows,
+        lambda row: str(row["kernel"]),
+        lambda row: str(row["strategy"]),
+        cell,
+        corner="kernel \\ strategy",
+    )
+
+
+def _step(row: dict[str, Any]) -> str:
+    if row["status"] != "ok":
+        return str(row["status"])
+    return f"{row['median_ms']:.2f}" + (f" ({row['speedup']:.2f}x)" if row.get("speedup") else "")
+
+
 def _trace(results: Results, place: Place) -> list[str]:
     summary = results.rows[0]
-    parts = section(results, place, f"Trace: {results.path.parent.as_posix()}")
+    parts = section(results, place, f"Trace: {_place(results)}")
     parts += bullets(trace_findings(summary))
     if summary["ranges"]:
         parts += ["Medians of one instance of each range:", markdown_table(summary["ranges"], _RANGES)]
@@ -134,11 +195,19 @@ def _memory(memories: Sequence[Results], place: Place) -> list[str]:
         peaks = [_peak(results.rows) | {"run": _link(results, place)} for results in memories]
         parts.append(markdown_table(peaks, (Column("run", "profile"), *_MEMORY)))
     for results in memories:
-        parts += section(results, place, results.path.parent.as_posix(), level=3)
+        parts += section(results, place, _place(results), level=3)
         parts += bullets([memory_finding(results.rows)])
-        parts.append(markdown_table(results.rows, _MEMORY))
+        if results in _fullest(memories):
+            parts.append(markdown_table(results.rows, _MEMORY))
+        else:
+            parts += full_table(results, place, "memory_report.md")
         parts += pictures(results, place, "memory_timeline")
     return parts
+
+
+def _fullest(memories: Sequence[Results]) -> list[Results]:
+    """The one profile with the highest peak; none where there are none."""
+    return sorted(memories, key=lambda results: float(_peak(results.rows)["peak_gib"]))[-1:]
 
 
 def memory_finding(rows: Rows) -> str:
@@ -156,6 +225,11 @@ def _peak(rows: Rows) -> dict[str, Any]:
     """The row of the phase in which the whole run peaks."""
     named = [row for row in rows if row["phase"] not in ("step", "whole run")]
     return max(named or rows, key=lambda row: float(row["peak_gib"]))
+
+
+def _place(results: Results) -> str:
+    """The folder of the rows: what a section is called."""
+    return results.path.parent.as_posix()
 
 
 def _link(results: Results, place: Place) -> str:

@@ -33,6 +33,19 @@ def section(results: Results, place: Place, title: str, *, level: int = 2) -> li
     return [f"{'#' * level} {title}", f"Measured on {results.machine}. Rows, raw samples included: {source}."]
 
 
+def in_short(sections: Iterable[tuple[str, Sequence[str]]]) -> list[str]:
+    """The head of a write-up: of every section its title and what it found first."""
+    return bullets(f"**{title}**: {found[0]}" for title, found in sections if found)
+
+
+def full_table(results: Results, place: Place, report: str) -> list[str]:
+    """Where the table of every row lies, of which a write-up shows a part; nothing where the bench left none."""
+    file = results.path.parent / report
+    if not (place.root / file).is_file():
+        return []
+    return [f"Every row in one table: [{file.as_posix()}]({place.link(file)})."]
+
+
 def titles(chosen: Sequence[Results]) -> dict[Path, str]:
     """What to call each file of rows: its folder, or where several files share one, its path without the ending."""
     folders = Counter(results.path.parent for results in chosen)
@@ -84,8 +97,13 @@ def pivot(
     *,
     corner: str = "",
 ) -> str:
-    """A Markdown table: a line per `row_key`, a column per `column_key` (ascending), `cell` where they meet."""
-    columns = sorted({column_key(row) for row in rows})
+    """A Markdown table: a line per `row_key`, a column per `column_key`, `cell` where they meet.
+
+    Columns that are numbers ascend; others come in the order in which they are met.
+    """
+    columns = list(dict.fromkeys(map(column_key, rows)))
+    if all(isinstance(column, int | float) for column in columns):
+        columns.sort()
     lines = [[corner, *map(str, columns)], [":-"] + ["-:"] * len(columns)]
     for name, members in grouped(rows, row_key).items():
         cells = {column_key(row): cell(row) for row in members}

@@ -201,12 +201,26 @@ def test_data_parallelism_accounts_for_communication(artifacts: Path) -> None:
     assert "4 contenders sent differs from the formula by at most 1.00%" in text
 
 
-def test_files_of_one_folder_have_titles_of_their_own_and_share_notes_and_pictures(artifacts: Path) -> None:
-    store(artifacts / "ddp", "again.jsonl", [ddp_row("bucketed", 11.0)])
+def test_of_several_readings_in_a_folder_the_newest_counts_and_all_stand_side_by_side(
+    artifacts: Path,
+) -> None:
+    again = [
+        ddp_row("naive", 13.0),
+        ddp_row("bucketed", 11.5, scaling=0.75),
+        ddp_row("flat", 12.0, case="other"),
+    ]
+    store(artifacts / "ddp", "reading2.jsonl", again)
+    (artifacts / "ddp" / "ladder.jsonl").rename(artifacts / "ddp" / "reading1.jsonl")
     (artifacts / "ddp" / "overlap.png").write_bytes(b"png")
     run(artifacts, None)
     text = text_of(artifacts, "data_parallelism.md")
-    assert [line for line in text.splitlines() if line.startswith("## ")] == ["## ddp/again", "## ddp/ladder"]
+    headings = [line for line in text.splitlines() if line.startswith("#")]
+    assert headings == ["# Data parallelism", "## ddp", "### toy (ladder, reading2)", "### other (ladder)"]
+    assert "| bucketed | 11.50 | 20.0% |" in text
+    assert "| bucketed | 11.00 | 20.0% |" not in text
+    assert "| contender \\ reading | reading1 | reading2 |" in text
+    assert "| bucketed | 11.00 (87.5%) | 11.50 (75.0%) |" in text
+    assert "| zero1 | " not in text  # measured once, in the older reading
     assert text.count("exposed: step time over") == 1
     assert text.count("overlap.png") == 1
 
@@ -231,7 +245,7 @@ def test_attention_on_other_data_is_named(tmp_path: Path) -> None:
     ]
     store(tmp_path, "rows.jsonl", kinds)
     run(tmp_path, None)
-    cases = [line for line in text_of(tmp_path, "attention.md").splitlines() if line.startswith("| data |")]
+    cases = [line for line in text_of(tmp_path, "attention.md").splitlines() if line.startswith("| data: ")]
     assert ["sink" in line for line in cases] == [False, True]
 
 
@@ -257,6 +271,57 @@ def test_profiling_names_phase_and_category_of_the_peak(artifacts: Path) -> None
         "The peak, 2.00 GiB (2^30 bytes), is reached in forward; the largest part of it is activations: 50%."
         in text
     )
+
+
+def model_row(length: int, mode: str, **changes: Any) -> dict[str, Any]:
+    return {
+        "part": "model",
+        "size": "tiny",
+        "length": length,
+        "precision": "fp32",
+        "compile": "none",
+        "mode": mode,
+        "status": "ok",
+        "median_ms": length / 100,
+        "tokens_per_s": 100.0,
+        "mfu": 0.25,
+        "mfu_basis": "some peak",
+        "peak_gb": 1.5,
+    } | changes
+
+
+def test_models_are_a_line_per_pass_and_a_column_per_length(tmp_path: Path) -> None:
+    full = {"status": "out of memory", "median_ms": None, "tokens_per_s": None, "mfu": None, "peak_gb": None}
+    rows = [model_row(length, mode) for length in (1024, 256) for mode in ("forward", "step")]
+    store(tmp_path / "model", "model_results.jsonl", [*rows, model_row(4096, "step", **full)])
+    run(tmp_path, None)
+    assert "Every row" not in text_of(tmp_path, "profiling.md")
+    (tmp_path / "model" / "model_report.md").write_text("all of them")
+    run(tmp_path, None)
+    lines = text_of(tmp_path, "profiling.md").splitlines()
+    assert "| pass \\ length | 256 | 1024 | 4096 |" in lines
+    assert "| tiny, fp32, forward | 2.56 (25%) | 10.24 (25%) | - |" in lines
+    assert "| tiny, fp32, step | 2.56 (25%) | 10.24 (25%) | out of memory |" in lines
+    assert "| tiny, fp32 | 1.50 | 1.50 | out of memory |" in lines
+    assert "Every row in one table: [model/model_report.md](../model/model_report.md)." in lines
+    assert lines[4].startswith("- **model**: Best utilisation")
+
+
+def test_the_matrix_is_a_matrix(tmp_path: Path) -> None:
+    rows = [
+        {"kernel": kernel, "strategy": strategy, "ranks": 2, "status": "ok", "detail": "", "median_ms": ms}
+        | {"tokens_per_s": 1e3, "mfu": 0.1, "mfu_basis": "x", "speedup": 20 / ms, "peak_gb": 3.0}
+        | {"samples_ms": [ms] * 3, "losses": [2.0, 1.0], "p10_ms": ms, "p90_ms": ms, "spread": 0.0}
+        for kernel in ("sdpa", "reference")
+        for strategy, ms in (("none", 20.0), ("flat", 25.0))
+    ]
+    rows[-1] |= {"status": "out of memory"}
+    store(tmp_path, "lm_matrix_results.jsonl", rows)
+    run(tmp_path, None)
+    lines = text_of(tmp_path, "profiling.md").splitlines()
+    assert "| kernel \\ strategy | none | flat |" in lines
+    assert "| sdpa | 20.00 (1.00x) | 25.00 (0.80x) |" in lines
+    assert "| reference | 20.00 (1.00x) | out of memory |" in lines
 
 
 def test_links_lead_to_the_rows_from_any_output_folder(artifacts: Path, tmp_path: Path) -> None:
