@@ -12,7 +12,7 @@ import torch
 from lmkit.errors import UsageError
 from lmkit.model.compilation import compile_model
 from lmkit.model.transformer import TransformerLM
-from lmkit.optim.adamw import decay_groups
+from lmkit.optim.adamw import AdamW, decay_groups
 from lmkit.parallel.process_group import Ranks
 from lmkit.parallel.strategies import STRATEGIES, GradientSync, SyncOptions, build_strategy
 from lmkit.parallel.torch_ddp import TorchDDP
@@ -92,8 +92,13 @@ class Contender:
 
 
 def make_adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """The same optimizer for all contenders: PyTorch's fused AdamW."""
+    """PyTorch's fused AdamW, the same for all who differ in how they reduce gradients."""
     return torch.optim.AdamW(groups, fused=True, **ADAMW)
+
+
+def make_our_adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """The optimizer that `zero1` is made to work with; its rival has what PyTorch recommends with it."""
+    return AdamW(groups, **ADAMW)
 
 
 def make_redundancy_free_adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -135,8 +140,8 @@ def contender(name: str, case: DdpCase, ranks: Ranks) -> Contender:
     Raises:
         UsageError: no such contender.
     """
-    make: Callable = make_adamw
     strategy, detail, options = parse_name(name)
+    make: Callable = make_our_adamw if strategy == "zero1" or options.weights == "bf16" else make_adamw
     if name in SOLO:
         alone = Ranks(device=ranks.device)
         sync = build_strategy("zero1" if options.weights == "bf16" else "none", alone, options)

@@ -92,6 +92,21 @@ OPTIMIZER_NOTES = (
 )
 
 
+UPDATE_COLUMNS = (
+    Column("way", "AdamW"),
+    Column("update_ms", "update ms", ".3f"),
+    Column("gb_per_s", "GB/s", ",.1f"),
+    Column("host_ms", "host ms", ".3f"),
+    Column("times_as_fast", "times torch fused", ".3f"),
+    Column("low", "95% from", ".3f"),
+    Column("high", "to", ".3f"),
+)
+UPDATE_NOTES = (
+    "update: of all the model's fp32 parameters, alone; GB/s (10^9 bytes): the 28 bytes a parameter that an update "
+    "must move, over its time; host: how long the CPU is busy with it",
+)
+
+
 def ddp_result(rows: Rows, sweep: Rows, ranks: Ranks, overlap: StepTimeline | None = None) -> BenchResult:
     """The ladder, the bucket sweep beside it, and a picture of a step of `bucketed` where one was traced."""
     environment = describe_environment() | {"world_size": ranks.world_size}
@@ -224,8 +239,8 @@ def all_reduce_result(rows: Rows, ranks: Ranks) -> BenchResult:
     return BenchResult("all_reduce", rows, ALL_REDUCE_COLUMNS, files, environment, ALL_REDUCE_NOTES)
 
 
-def optimizer_result(rows: Rows, ranks: Ranks) -> BenchResult:
-    """Memory and speed of sharded optimizer state."""
+def optimizer_result(rows: Rows, updates: Rows, ranks: Ranks) -> BenchResult:
+    """Memory and speed of sharded optimizer state, and of the update alone (`adamw_update.update_rows`)."""
     for row in rows:
         row["state_mb"] = row["state_bytes"] / 1e6
         for key, source in (
@@ -245,11 +260,19 @@ def optimizer_result(rows: Rows, ranks: Ranks) -> BenchResult:
             spec=",.0f",
         ),
     }
-    files["optimizer_report.md"] = _report(
-        "Optimizer state sharding", rows, OPTIMIZER_COLUMNS, OPTIMIZER_NOTES, files
+    files |= row_files("adamw_update_results", updates)
+    files["optimizer_report.md"] = (
+        _report("Optimizer state sharding", rows, OPTIMIZER_COLUMNS, OPTIMIZER_NOTES, files)
+        + "\n"
+        + _report("AdamW's update alone", updates, UPDATE_COLUMNS, UPDATE_NOTES, {})
     )
     environment = describe_environment() | {"world_size": ranks.world_size}
-    return BenchResult("optimizer", rows, OPTIMIZER_COLUMNS, files, environment, OPTIMIZER_NOTES)
+    notes = (*OPTIMIZER_NOTES, "AdamW's update alone: " + "; ".join(map(_in_words, updates)))
+    return BenchResult("optimizer", rows, OPTIMIZER_COLUMNS, files, environment, notes)
+
+
+def _in_words(update: dict[str, Any]) -> str:
+    return f"{update['way']} {update['update_ms']:.3f} ms ({update["gb_per_s"]:,.1f} GB/s)"
 
 
 def _report(

@@ -206,6 +206,7 @@ def _all_reduce_rank(recipe: Recipe) -> BenchResult | None:
 
 
 def _optimizer_rank(recipe: Recipe) -> BenchResult | None:
+    from lmkit.benches.adamw_update import update_rows
     from lmkit.benches.ddp_contenders import DdpCase
     from lmkit.benches.ddp_report import optimizer_result
     from lmkit.benches.optimizer import CONTENDERS, optimizer_rows
@@ -221,7 +222,8 @@ def _optimizer_rank(recipe: Recipe) -> BenchResult | None:
             rounds=table.rounds,
             steps_per_sample=table.steps_per_sample,
         )
-        return optimizer_result(rows, ranks) if ranks.is_first else None
+        updates = update_rows(config, ranks, rounds=table.rounds)
+        return optimizer_result(rows, updates, ranks) if ranks.is_first else None
 
 
 def _need_ranks(ranks: Ranks, command: str) -> None:

@@ -116,7 +116,7 @@ class AdamW(torch.optim.Optimizer):
                 if kind.fits_one_pass:
                     self._update_in_one_pass(updates, scalars)
                 else:
-                    for sweep in _sweeps(updates):
+                    for sweep in sweeps(updates):
                         self._update_by_operations(sweep, scalars)
         return loss
 
@@ -125,7 +125,7 @@ class AdamW(torch.optim.Optimizer):
         self.gradient_factor = None
         super().zero_grad(set_to_none)
 
-    def _advance(self, params: list[Tensor]) -> dict[_Kind, list[_Update]]:
+    def _advance(self, params: list[Tensor]) -> dict[_Kind, list[Update]]:
         """Count the step; sort what has a gradient by what can be updated together (all of it, as a rule)."""
         updates, steps = [], []
         for param in params:
@@ -138,17 +138,15 @@ class AdamW(torch.optim.Optimizer):
                 state["exp_avg"] = torch.zeros_like(param)
                 state["exp_avg_sq"] = torch.zeros_like(param)
             steps.append(state["step"])
-            updates.append(
-                _Update(param, grad, state["exp_avg"], state["exp_avg_sq"], self.copies.get(param))
-            )
+            updates.append(Update(param, grad, state["exp_avg"], state["exp_avg_sq"], self.copies.get(param)))
         if steps:
             torch._foreach_add_(steps, 1)
-        alike: dict[_Kind, list[_Update]] = {}
+        alike: dict[_Kind, list[Update]] = {}
         for update, step in zip(updates, steps, strict=True):
             alike.setdefault(_kind(update, int(step)), []).append(update)
         return alike
 
-    def _update_by_operations(self, updates: list[_Update], scalars: Scalars) -> None:
+    def _update_by_operations(self, updates: list[Update], scalars: Scalars) -> None:
         """One update of parameters that share device, dtypes and step count."""
         params, given, means, squares, copies = _columns(updates)
         grads = [grad.to(param.dtype) for grad, param in zip(given, params, strict=True)]
@@ -165,7 +163,7 @@ class AdamW(torch.optim.Optimizer):
         if copies:
             torch._foreach_copy_(copies, params)
 
-    def _update_in_one_pass(self, updates: list[_Update], scalars: Scalars) -> None:
+    def _update_in_one_pass(self, updates: list[Update], scalars: Scalars) -> None:
         """The same by one launch of a kernel."""
         from lmkit.kernels.adamw import AdamWLaunch
 
@@ -181,7 +179,7 @@ class AdamW(torch.optim.Optimizer):
         self._launches[which](*columns, scalars, factor)
 
 
-class _Update(NamedTuple):
+class Update(NamedTuple):
     """The tensors of one parameter's update."""
 
     param: Tensor
@@ -208,14 +206,14 @@ class _Kind(NamedTuple):
 
 
 def _columns(
-    updates: list[_Update],
+    updates: list[Update],
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
     """Parameters, gradients, moments and copies (an empty list where there are none) of updates of one kind."""
     params, grads, means, squares, copies = map(list, zip(*updates, strict=True))
     return params, grads, means, squares, [copy for copy in copies if copy is not None]
 
 
-def _kind(update: _Update, step: int) -> _Kind:
+def _kind(update: Update, step: int) -> _Kind:
     param, grad, mean, square, copy = update
     return _Kind(
         step,
@@ -240,10 +238,10 @@ def _scalars(group: dict[str, Any], step: int) -> Scalars:
     )
 
 
-def _sweeps(updates: list[_Update]) -> Iterator[list[_Update]]:
+def sweeps(updates: list[Update]) -> Iterator[list[Update]]:
     """Cut updates on one device into runs of about SWEEP_ELEMENTS."""
     limit = SWEEP_ELEMENTS.get(updates[0].param.device.type, SWEEP_ELEMENTS["cuda"])
-    sweep: list[_Update] = []
+    sweep: list[Update] = []
     elements = 0
     for update in updates:
         if sweep and elements + update.param.numel() > limit:

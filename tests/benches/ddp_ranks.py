@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from lmkit.benches import ddp
+from lmkit.benches.adamw_update import update_rows
 from lmkit.benches.all_reduce import all_reduce_rows
 from lmkit.benches.ddp_contenders import DdpCase
 from lmkit.benches.optimizer import optimizer_rows
@@ -37,4 +38,5 @@ def measure_all() -> dict[str, list[dict[str, Any]]]:
             "compared": [ddp.compare(ladder, "naive", "naive")],
             "all_reduce": all_reduce_rows(ranks, sizes_mb=(0.01, 0.1), repeats=2),
             "optimizer": optimizer_rows(CASE, ranks, rounds=2, steps_per_sample=1),
+            "update": update_rows(CASE.model, ranks, rounds=6),
         }

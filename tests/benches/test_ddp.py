@@ -15,7 +15,7 @@ from lmkit.benches import ddp, optimizer
 from lmkit.benches.ddp_clock import SteadyStateClock, without_garbage_collection
 from lmkit.benches.ddp_contenders import DdpCase, baseline_of, contender
 from lmkit.benches.ddp_overlap import overlap_picture, read_step
-from lmkit.benches.ddp_report import comparisons, ddp_result, ladder_markdown
+from lmkit.benches.ddp_report import comparisons, ddp_result, ladder_markdown, optimizer_result
 from lmkit.errors import UsageError
 from lmkit.measure.comparison import compare_rows
 from lmkit.parallel.launch import spawn_ranks
@@ -100,6 +100,20 @@ def test_sharded_state_is_one_share(measured):
     assert shares["bucketed"] == 1.0
     assert 0.5 <= shares["zero1"] < 0.51
     assert 0.5 <= shares["zero1 bf16"] < 0.51
+
+
+def test_the_update_alone_is_measured_and_reported(measured):
+    rows = {row["way"]: row for row in measured["update"]}
+    assert list(rows) == ["operations", "torch fused", "torch foreach"]  # no kernel of ours on a CPU
+    for row in rows.values():
+        assert row["parameters"] == measured["optimizer"][0]["parameters"]
+        assert row["gb_per_s"] == pytest.approx(28 * row["parameters"] / row["update_ms"] / 1e6)
+        assert row["low"] <= row["times_as_fast"] <= row["high"]
+    assert rows["torch fused"]["times_as_fast"] == 1.0
+    result = optimizer_result(measured["optimizer"], measured["update"], Ranks(world_size=2))
+    assert "| torch foreach |" in result.files["optimizer_report.md"]
+    assert result.files["adamw_update_results.jsonl"].count("\n") == 3
+    assert "AdamW's update alone: operations" in " ".join(result.table().split())
 
 
 def test_out_of_memory_is_a_row(monkeypatch):
