@@ -1,24 +1,27 @@
-"""Pictures as PNG bytes: lines, grouped bars, heat maps, loss curves, a table as a picture.
-
-matplotlib's object API on the Agg canvas: no display, no global figure list. Callers store the bytes.
-"""
+"""Pictures as PNG bytes: lines, grouped bars, heat maps, loss curves, a table as a picture. Callers store them."""
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from lmkit.measure.figures import (
+    COLORS,
+    DPI,
+    MARKERS,
+    STYLES,
+    add_legend,
+    dress,
+    label_log2_ticks,
+    new_figure,
+    png,
+    set_log_y,
+    write_numbers_out,
+)
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-DPI = 130
-# Okabe and Ito's colours, which colour-blind readers can tell apart, in an order with contrast between neighbours.
-COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#7F7F7F", "#000000", "#F0E442")
-MARKERS = "osD^vPX*<"
-STYLES = ("-", "--", "-.", ":")
 
 Points = Sequence[tuple[float, float]]
 
@@ -34,7 +37,7 @@ def line_plot(
     from_zero: bool = False,
 ) -> bytes:
     """One line with markers per name, through its (x, y) points; labels carry the units."""
-    figure, axes = _new_figure(title, x_label, y_label)
+    figure, axes = new_figure(title, x_label, y_label)
     for index, (name, points) in enumerate(series.items()):
         ordered = sorted(points)
         axes.plot(
@@ -47,13 +50,15 @@ def line_plot(
             linewidth=1.6,
         )
     if log_x:
-        _label_log2_ticks(axes, sorted({x for points in series.values() for x, _ in points}))
+        label_log2_ticks(axes, sorted({x for points in series.values() for x, _ in points}))
     if log_y:
-        _set_log_y(axes, [y for points in series.values() for _, y in points])
-    elif from_zero:
-        axes.set_ylim(bottom=0)
-    _add_legend(figure, axes, len(series))
-    return _png(figure)
+        set_log_y(axes, [y for points in series.values() for _, y in points])
+    else:
+        write_numbers_out(axes)
+        if from_zero:
+            axes.set_ylim(bottom=0)
+    add_legend(figure, axes, len(series))
+    return png(figure)
 
 
 def line_panels(
@@ -82,7 +87,7 @@ def line_panels(
     ticks = sorted({x for lines in panels.values() for points in lines.values() for x, _ in points})
     row = figure.subplots(1, max(1, len(panels)), sharey=True, squeeze=False)[0]
     for axes, (panel, lines) in zip(row, panels.items(), strict=False):
-        _dress(axes, panel, x_label, "")
+        dress(axes, panel, x_label, "")
         for (group, kind), points in lines.items():
             ordered = sorted(points)
             axes.plot(
@@ -100,25 +105,26 @@ def line_panels(
                 0.03, 0.97, notes[panel], transform=axes.transAxes, va="top", fontsize=7.5, color="#555555"
             )
         if log_y and any(lines.values()):
-            _set_log_y(axes, [y for each in panels.values() for points in each.values() for _, y in points])
+            set_log_y(axes, [y for each in panels.values() for points in each.values() for _, y in points])
         if ticks:
-            _label_log2_ticks(axes, ticks)
+            label_log2_ticks(axes, ticks)
             axes.set_xlim(ticks[0] / 1.3, ticks[-1] * 1.3)
     row[0].set_ylabel(y_label)
     if not log_y:
+        write_numbers_out(row[0])
         row[0].set_ylim(bottom=0)
     lines_drawn, labels = row[0].get_legend_handles_labels()
     figure.legend(
         lines_drawn, labels, loc="outside lower center", ncols=min(len(names), 5), fontsize=8, frameon=False
     )
-    return _png(figure)
+    return png(figure)
 
 
 def loss_curve(
     series: Mapping[str, Points], *, title: str, x_label: str = "step", y_label: str = "loss (nats per token)"
 ) -> bytes:
     """Training curves: thin lines without markers, one per name."""
-    figure, axes = _new_figure(title, x_label, y_label)
+    figure, axes = new_figure(title, x_label, y_label)
     for index, (name, points) in enumerate(series.items()):
         axes.plot(
             [x for x, _ in points],
@@ -128,8 +134,8 @@ def loss_curve(
             linestyle=STYLES[(index // len(COLORS) + index) % len(STYLES)],  # equal curves stay visible
             linewidth=1.4,
         )
-    _add_legend(figure, axes, len(series))
-    return _png(figure)
+    add_legend(figure, axes, len(series))
+    return png(figure)
 
 
 def grouped_bars(
@@ -154,7 +160,7 @@ def grouped_bars(
         errors: name -> one (below, above) per group, lengths of the whiskers in the unit of the value.
     """
     bars = len(groups) * len(series)
-    figure, axes = _new_figure(title, x_label, y_label, width=max(8.0, min(13.0, 1.5 + 0.3 * bars)))
+    figure, axes = new_figure(title, x_label, y_label, width=max(8.0, min(13.0, 1.5 + 0.3 * bars)))
     width = 0.84 / max(1, len(series))
     present = [value for values in series.values() for value in values if value is not None and value > 0]
     log_y = log_y and bool(present)
@@ -183,13 +189,14 @@ def grouped_bars(
                 _label_bar(axes, x, floor, word, color)
                 continue
             top = value
+            text = _bar_text(value, spec)
             if whisker is not None:
                 axes.errorbar(
                     [x], [value], yerr=[[whisker[0]], [whisker[1]]], color="#303030", linewidth=0.9, capsize=2
                 )
                 top += whisker[1]
                 highest = max(highest, top)
-            _label_bar(axes, x, top, format(value, spec))
+            _label_bar(axes, x, top, text)
     axes.set_xticks(range(len(groups)), groups)
     longest = max((len(line) for group in groups for line in group.split("\n")), default=0)
     if longest * len(groups) > 90:
@@ -199,8 +206,18 @@ def grouped_bars(
     axes.margins(y=0.14)  # room for the rotated values
     if log_y:
         axes.set_ylim(floor, highest * 4)
-    _add_legend(figure, axes, len(series))
-    return _png(figure)
+    else:
+        write_numbers_out(axes)
+    add_legend(figure, axes, len(series))
+    return png(figure)
+
+
+def _bar_text(value: float, spec: str) -> str:
+    """The value without an exponent; nothing where it would read as zero, which the missing bar says too."""
+    text = format(value, spec)
+    if "e+" in text:
+        text = format(value, ",.0f")
+    return text if text.strip("0.,") else ""
 
 
 def _label_bar(axes: Axes, x: float, top: float, text: str, color: str = "black") -> None:
@@ -240,7 +257,7 @@ def heat_map(
     from matplotlib.colors import LogNorm
 
     width = max(6.0, 2.8 + 0.8 * len(columns))
-    figure, axes = _new_figure(title, x_label, y_label, width=width, height=max(3.0, 1.9 + 0.48 * len(rows)))
+    figure, axes = new_figure(title, x_label, y_label, width=width, height=max(3.0, 1.9 + 0.48 * len(rows)))
     axes.grid(visible=False)
     grid = [[math.nan if value is None else value for value in row] for row in values]
     present = [value for row in values for value in row if value is not None]
@@ -269,25 +286,25 @@ def heat_map(
             ticks = [tick for tick in doublings if lowest <= tick <= highest]  # not powers of ten
             bar.set_ticks(ticks, labels=[format(tick, "g") for tick in ticks])
             bar.minorticks_off()
-    return _png(figure)
+    return png(figure)
 
 
 def stacked_areas(
     x: Sequence[float], layers: Mapping[str, Sequence[float]], *, title: str, x_label: str, y_label: str
 ) -> bytes:
     """Areas stacked on one another: what makes up a total over time."""
-    figure, axes = _new_figure(title, x_label, y_label, width=9.5)
+    figure, axes = new_figure(title, x_label, y_label, width=9.5)
     colors = [COLORS[index % len(COLORS)] for index in range(len(layers))]
     axes.stackplot(x, list(layers.values()), labels=list(layers), colors=colors, step="post", alpha=0.85)
     axes.set_ylim(bottom=0)
     axes.margins(x=0)
-    _add_legend(figure, axes, len(layers))
-    return _png(figure)
+    add_legend(figure, axes, len(layers))
+    return png(figure)
 
 
 def timeline(rows: Mapping[str, Sequence[tuple[float, float]]], *, title: str, x_label: str) -> bytes:
     """One row of bars per name, each bar from its start to its end: what ran when."""
-    figure, axes = _new_figure(title, x_label, "", width=10.0, height=1.2 + 0.6 * len(rows))
+    figure, axes = new_figure(title, x_label, "", width=10.0, height=1.2 + 0.6 * len(rows))
     for index, (_, intervals) in enumerate(rows.items()):
         bars = [(start, end - start) for start, end in intervals]
         axes.broken_barh(bars, (index - 0.35, 0.7), facecolors=COLORS[index % len(COLORS)], linewidth=0)
@@ -295,7 +312,7 @@ def timeline(rows: Mapping[str, Sequence[tuple[float, float]]], *, title: str, x
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
     axes.margins(x=0.01)
-    return _png(figure)
+    return png(figure)
 
 
 def table_picture(headers: Sequence[str], rows: Sequence[Sequence[str]], *, title: str) -> bytes:
@@ -328,61 +345,4 @@ def table_picture(headers: Sequence[str], rows: Sequence[Sequence[str]], *, titl
             cell.set_text_props(fontweight="bold")
         elif line % 2 == 0:
             cell.set_facecolor("#F5F5F5")
-    return _png(figure)
-
-
-def _new_figure(
-    title: str, x_label: str, y_label: str, *, width: float = 8.0, height: float = 4.8
-) -> tuple[Figure, Axes]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    _dress(axes, title, x_label, y_label)
-    return figure, axes
-
-
-def _dress(axes: Axes, title: str, x_label: str, y_label: str) -> None:
-    axes.set_title(title, fontsize=11)
-    axes.set_xlabel(x_label)
-    axes.set_ylabel(y_label)
-    axes.grid(visible=True, color="#E2E2E2", linewidth=0.7)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-
-
-def _label_log2_ticks(axes: Axes, values: Sequence[float]) -> None:
-    """A log axis labelled at the measured values themselves: 1024, not 10^3."""
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(list(values), [format(value, "g") for value in values])
-    axes.minorticks_off()
-    if len(values) > 8:
-        axes.tick_params(axis="x", labelrotation=30)
-
-
-def _set_log_y(axes: Axes, values: Sequence[float]) -> None:
-    """A log axis with enough numbers on it: within a decade or so also at 2 and 5, as 20 or 5,000."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    axes.set_yscale("log")
-    positive = [value for value in values if value > 0]
-    if not positive or max(positive) > 50 * min(positive):
-        return
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
-
-
-def _add_legend(figure: Figure, axes: Axes, entries: int) -> None:
-    """Below the axes, where it never covers data; a single series needs none."""
-    if entries > 1:
-        figure.legend(loc="outside lower center", ncols=min(entries, 4), fontsize=8, frameon=False)
-
-
-def _png(figure: Figure) -> bytes:
-    out = io.BytesIO()
-    figure.savefig(out, format="png", metadata={"Software": None})  # no version string: same rows, same bytes
-    return out.getvalue()
+    return png(figure)

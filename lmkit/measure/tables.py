@@ -91,21 +91,22 @@ def _escape(text: str) -> str:
 
 
 def terminal_table(rows: Sequence[Row], columns: Sequence[Column], *, width: int = TERMINAL_WIDTH) -> str:
-    """Aligned text that is never wider than `width` characters: the widest text columns are cut with an ellipsis.
-
-    Raises:
-        ValueError: the table does not fit even with every text column cut to 4 characters.
-    """
+    """Aligned text of at most `width` characters: where that is too little, headers and text are cut with an
+    ellipsis, the widest first; numbers never, which may make it wider."""
     cells = [[column.header for column in columns]] + [
         [column.text(row) for column in columns] for row in rows
     ]
     right = [_is_numeric(rows, column) for column in columns]
     widths = [max(len(line[index]) for line in cells) for index in range(len(columns))]
+    least = [
+        max([4, *(len(line[index]) for line in cells[1:] if is_number)])
+        for index, is_number in enumerate(right)
+    ]
     gap = 2
     while sum(widths) + gap * (len(columns) - 1) > width:
-        cuttable = [index for index in range(len(columns)) if not right[index] and widths[index] > 4]
+        cuttable = [index for index in range(len(columns)) if widths[index] > least[index]]
         if not cuttable:
-            raise ValueError(f"a table of {len(columns)} columns does not fit into {width} characters")
+            break
         widths[max(cuttable, key=lambda index: widths[index])] -= 1
 
     def line_of(texts: Sequence[str]) -> str:

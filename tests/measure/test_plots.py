@@ -55,3 +55,22 @@ def test_a_picture_comes_out_the_same_twice(name):
     assert pixels.shape[1] > 400
     assert np.unique(pixels[..., :3].reshape(-1, 3), axis=0).shape[0] > 10
     assert PLOTS[name]() == png
+
+
+def test_numbers_are_written_out_and_bars_of_nothing_have_none(monkeypatch):
+    monkeypatch.setattr(plots, "png", lambda figure: figure)
+    figure = plots.grouped_bars(["a", "b", "c"], {"x": [1_750_000.0, 0.0, None]}, **LABELS)
+    (axes,) = figure.axes
+    assert [text.get_text() for text in axes.texts] == ["1,750,000", "", "OOM"]
+    figure.canvas.draw()
+    ticks = [label.get_text() for label in axes.get_yticklabels()]
+    assert "1,000,000" in ticks
+    assert axes.yaxis.get_offset_text().get_text() == ""
+
+
+def test_a_log_axis_over_decades_names_every_one(monkeypatch):
+    monkeypatch.setattr(plots, "png", lambda figure: figure)
+    lines = {("small", "bf16"): [(128.0, 0.5), (256.0, 40_000.0)]}
+    figure = plots.line_panels({"step": lines, "forward": lines}, log_y=True, **LABELS)
+    shown = [tick for tick in figure.axes[0].get_yticks() if 1 <= tick <= 10_000]
+    assert shown == [1, 10, 100, 1000, 10_000]

@@ -59,8 +59,14 @@ def test_terminal_is_never_too_wide():
     assert max(map(len, lines)) == 100
     assert "…" in lines[2]
     assert lines[2].endswith("12345.68")  # numbers are never cut
-    with pytest.raises(ValueError, match="does not fit"):
-        terminal_table([{"v": 1e30}], [Column("v", "v", ".1f")], width=10)
+
+
+def test_where_only_numbers_are_left_headers_are_cut_and_no_number():
+    columns = [Column(f"n{i}", "quite a long header", ".1f") for i in range(4)]
+    head, _, line = terminal_table([{f"n{i}": 12345.6 for i in range(4)}], columns, width=40).splitlines()
+    assert (head.count("quite a"), head.count("…"), len(head)) == (4, 4, 40)
+    assert line.split() == ["12345.6"] * 4
+    assert "1" * 30 in terminal_table([{"v": int("1" * 30)}], [Column("v", "v", "d")], width=10)
 
 
 def test_csv_keeps_full_precision_and_drops_samples():
