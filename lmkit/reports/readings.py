@@ -76,7 +76,8 @@ def comparison(ladder: Ladder, chosen: Sequence[str] | None = None) -> list[str]
     order = list(dict.fromkeys(row["contender"] for members in ladder.readings.values() for row in members))
     repeated.sort(key=lambda row: order.index(row["contender"]))
     return [
-        "What was measured more than once, each time by the version of its day on a machine of its own: ms a step (in brackets the scaling):",
+        "What was measured more than once, each time by the version of its day on a machine of its own: ms a step "
+        "(in brackets the scaling):",
         pivot(
             repeated,
             lambda row: str(row["contender"]),
