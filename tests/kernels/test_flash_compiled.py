@@ -85,4 +85,5 @@ def test_shipped_tilings_stay_in_registers(name, tmp_path):
     kernel, dtype, head_dim, _ = name.split("/")
     precision = "bf16x6" if dtype == "float32" else "ieee"
     case = Case(kernel, int(head_dim[1:]), True, getattr(torch, dtype), precision, 8192, dtype == "bfloat16")
-    assert local_memory(compile_kernel(case, SHIPPED[9, 0][name], 90), tmp_path) <= 64
+    # Triton 3.6 leaves up to 64 bytes and 3.7 up to 80 (float32); with twice the rows it is more than 600.
+    assert local_memory(compile_kernel(case, SHIPPED[9, 0][name], 90), tmp_path) <= 128
