@@ -94,7 +94,7 @@ def test_fault_47_a_kill_between_rename_and_prune_leaves_a_folder_that_resumes(t
     assert steps_in(tmp_path) == [2, 3]
 
 
-def test_a_kill_while_one_step_is_replaced_loses_neither(tmp_path: Path) -> None:
+def test_fault_47_a_kill_while_one_step_is_replaced_loses_neither(tmp_path: Path) -> None:
     old = make_checkpoint(tmp_path, 1, text="old")
     os.replace(old, tmp_path / (step_name(1) + ".replaced"))  # killed before the second rename
     assert clean_leftovers(tmp_path) == []

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import resource
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import torch
 from lmkit.errors import LmkitError
 from lmkit.parallel.process_group import Ranks
 from lmkit.recipe.model import ModelConfig
-from lmkit.training.checkpoint_folder import newest_valid, saved_steps, step_name
+from lmkit.training.checkpoint_folder import MANIFEST, newest_valid, saved_steps, step_name
 from lmkit.training.checkpoint_writer import CheckpointWriter
 from lmkit.training.checkpoints import open_checkpoint
 from lmkit.training.retention import Retention
@@ -65,6 +66,35 @@ def test_saves_the_moment_of_the_call_not_what_training_made_of_it(tmp_path: Pat
         assert torch.equal(checkpoint.optimizer_tensors()["w.exp_avg"], optimizer["w.exp_avg"])
         assert checkpoint.state == make_state(step)
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_checkpoint_lies_on_the_disk_before_it_gets_its_name(tmp_path: Path, tensors, monkeypatch) -> None:
+    """No test can cut the power; the order in which things are made to last can be watched."""
+    model, optimizer = tensors
+    events: list[tuple[str, int]] = []
+    fsync, replace = os.fsync, os.replace
+
+    def watched_fsync(descriptor: int) -> None:
+        events.append(("synced", os.fstat(descriptor).st_ino))
+        fsync(descriptor)
+
+    def watched_replace(source: Path, target: Path) -> None:
+        events.append(("named", source.stat().st_ino))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(os, "replace", watched_replace)
+    writer = make_writer(tmp_path)
+    writer.save(make_state(1), model=model, optimizer=optimizer)
+    writer.wait()
+    final = tmp_path / step_name(1)
+    *synced, manifest, entries, named, name = events
+    others = {path.stat().st_ino for path in final.iterdir() if path.name != MANIFEST}
+    assert set(synced) == {("synced", file) for file in others}
+    assert len(others) == 3
+    assert manifest == ("synced", (final / MANIFEST).stat().st_ino)
+    assert (entries, named) == (("synced", final.stat().st_ino), ("named", final.stat().st_ino))
+    assert name == ("synced", tmp_path.stat().st_ino)
 
 
 def test_fault_53_keep_1_writes_before_it_deletes(tmp_path: Path, tensors, monkeypatch) -> None:
