@@ -272,7 +272,7 @@ def optimizer_result(rows: Rows, updates: Rows, ranks: Ranks) -> BenchResult:
 
 
 def _in_words(update: dict[str, Any]) -> str:
-    return f"{update['way']} {update['update_ms']:.3f} ms ({update["gb_per_s"]:,.1f} GB/s)"
+    return f"{update['way']} {update['update_ms']:.3f} ms ({update['gb_per_s']:,.1f} GB/s)"
 
 
 def _report(
