@@ -31,7 +31,7 @@ def saved(recipe: Recipe) -> list[int]:
 
 
 def assert_same_state(left: Checkpoint, right: Checkpoint) -> None:
-    """Bit for bit: weights, optimizer state, generators."""
+    """Bit for bit: weights, optimizer state, generators, and where the run stands."""
     for mine, yours in (
         (left.model_tensors(), right.model_tensors()),
         (left.optimizer_tensors(), right.optimizer_tensors()),
@@ -40,4 +40,5 @@ def assert_same_state(left: Checkpoint, right: Checkpoint) -> None:
         for name, tensor in mine.items():
             assert torch.equal(tensor, yours[name]), name
     assert left.state.rng == right.state.rng
-    assert (left.state.step, left.state.tokens) == (right.state.step, right.state.tokens)
+    for field in ("step", "tokens", "skipped_in_a_row", "valid_loss", "best_loss", "loss_scale"):
+        assert getattr(left.state, field) == getattr(right.state, field), field
