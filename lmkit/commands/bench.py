@@ -69,7 +69,8 @@ def model(recipe: Recipe, output: Path | None, progress: Progress) -> BenchStore
 
 def lm_matrix(recipe: Recipe, output: Path | None, nproc: int, progress: Progress) -> BenchStored | None:
     """Short real trainings over kernels x strategies; None on ranks other than the first."""
-    from lmkit.benches.lm_matrix import LmMatrixOptions, run_bench
+    from lmkit.benches.lm_matrix import run_bench
+    from lmkit.benches.lm_matrix_cells import LmMatrixOptions
 
     table = _table(recipe.bench.lm_matrix, "lm_matrix")
     run = recipe.run

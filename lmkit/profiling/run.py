@@ -15,8 +15,9 @@ from lmkit.measure.plots import grouped_bars
 from lmkit.measure.ranges import nvtx_is_available
 from lmkit.profiling.kineto import profile_work, read_chrome_trace
 from lmkit.profiling.nsys import INSTALL, MISSING, find_nsys, profile_command, read_nsys_file
+from lmkit.profiling.reduction import summarize
 from lmkit.profiling.steps import StepsOptions, as_the_recipe_says, build_work, describe_steps
-from lmkit.profiling.summary import Summary, summarize
+from lmkit.profiling.summary import Summary
 from lmkit.profiling.trace import Trace
 
 Engine = Literal["auto", "nsys", "kineto"]

@@ -7,15 +7,16 @@ from typing import Any
 import torch
 
 from lmkit.benches import lm_matrix as bench
+from lmkit.benches import lm_matrix_cells as cells
 from lmkit.benches.journal import Journal
 from lmkit.parallel.process_group import Ranks
 
 run_rank = bench._run_rank
 
 
-def crowded_rank(options: bench.LmMatrixOptions, progress: Any, journal: Journal) -> Any:
+def crowded_rank(options: cells.LmMatrixOptions, progress: Any, journal: Journal) -> Any:
     """Rank 1 alone runs out of memory in reference x flat, while rank 0 waits for its gradients."""
-    real = bench.TrainingStep
+    real = cells.TrainingStep
 
     class Crowded(real):
         def __init__(self, config, ranks: Ranks, batches, **options) -> None:
@@ -30,5 +31,5 @@ def crowded_rank(options: bench.LmMatrixOptions, progress: Any, journal: Journal
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
             return super().run()
 
-    bench.TrainingStep = Crowded  # this process is ours alone
+    cells.TrainingStep = Crowded  # this process is ours alone
     return run_rank(options, progress, journal)

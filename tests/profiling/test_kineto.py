@@ -10,7 +10,7 @@ from lmkit.errors import UsageError
 from lmkit.measure.ranges import range_
 from lmkit.profiling import kineto
 from lmkit.profiling.kineto import parse_chrome_trace, profile_work, read_chrome_trace
-from lmkit.profiling.summary import base_name, summarize
+from lmkit.profiling.reduction import base_name, summarize
 
 
 def event(category, name, start, duration, *, tid=1, pid=10, **args):

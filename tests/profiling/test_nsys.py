@@ -8,7 +8,7 @@ import pytest
 from lmkit.errors import LmkitError, UsageError
 from lmkit.profiling import nsys
 from lmkit.profiling.nsys import build_command, find_nsys, profile_command, read_nsys_file
-from lmkit.profiling.summary import summarize
+from lmkit.profiling.reduction import summarize
 
 FAKE = """#!{python}
 import os, shutil, subprocess, sys

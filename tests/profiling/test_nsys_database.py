@@ -2,7 +2,7 @@ import pytest
 
 from lmkit.errors import LmkitError, UsageError
 from lmkit.profiling.nsys_database import read_nsys_database
-from lmkit.profiling.summary import summarize
+from lmkit.profiling.reduction import summarize
 
 
 def test_the_answers_of_a_recording_worked_by_hand(two_steps):
