@@ -18,13 +18,23 @@ dQ: tiles of different keys add up. ADD_DQ: the copy engine adds float32 tiles t
 (order of arrival, so not reproducible); blocks start at different query tiles so that they do not queue for
 the same rows. Otherwise dQ is left to `query_gradient_kernel`, and every bit is reproducible.
 
-Barriers: `full` mbarriers as in the forward kernel. Slots are given back through named barriers (the
-producer joins 256 consumer threads), because `mbarrier.arrive` would cost the consumers two barriers of
-their own.
+Barriers. Slots are given back through named barriers, because `mbarrier.arrive` would cost the consumers two
+barriers of their own. `step` counts query tiles; its slot is step % STAGES, its round step // STAGES.
+
+| barrier | who arrives | who waits, for which phase |
+|-|-|-|
+| kv_full | the producer's `expect`, then TMA's bytes of K and V | both consumers, phase 0, once |
+| q_full [slot] | the producer's `expect`, then the bytes of Q and lse | both consumers, round & 1 |
+| do_full [slot] | the producer's `expect`, then the bytes of dO and delta | both consumers, round & 1 |
+| named, Q_FREE + slot | both consumers, one step late, when dK of the slot's step is done | the producer |
+| named, DO_FREE + slot | both consumers, when dV of the slot's step is done | the producer |
+
+Shared memory, of 227 KiB: K, V, two slots of Q and of dO; with ADD_DQ dS and a float32 tile of dQ, too. At
+D = 128 (steps of 64 queries) 129 KiB, 177 with ADD_DQ; at D = 64 (steps of 128) 98 and 162. Registers: launched
+with 168 a thread; the consumers take 240, the producer keeps 24.
 """
 
-# ruff: noqa: RUF059, SIM108 (all partitions share one argument list; none needs all of it;
-# compile-time branches read better in full)
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -38,161 +48,195 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from lmkit.kernels.hopper.copies import fetch_rows
 from lmkit.kernels.hopper.fragments import in_thread_order, keep_columns_from, multiply_half
-from lmkit.kernels.hopper.products import issue_product
+from lmkit.kernels.hopper.products import accumulator_layout, issue_product, operand_layout
 from lmkit.kernels.hopper.synchronization import (
     FIRST_NAMED_BARRIER,
+    SLOT_THREADS,
+    allocate_mbarriers,
+    await_last_slots,
+    await_slot,
     named_barrier_arrive,
-    named_barrier_wait,
 )
 from lmkit.kernels.hopper.tiles import locate_longest_first
 from lmkit.kernels.hopper.versions import partition_barrier, tma_add_to_global
 
 KEYS = gl.constexpr(128)  # keys of a block, 64 for each consumer
 STAGES = gl.constexpr(2)  # slots for Q and for dO
-SLOT_THREADS = gl.constexpr(288)  # 256 of the consumers, 32 of the producer
+Q_FREE = gl.constexpr(FIRST_NAMED_BARRIER.value)  # named barriers, one a slot
+DO_FREE = gl.constexpr(FIRST_NAMED_BARRIER.value + STAGES.value)
 NEVER = gl.constexpr(1 << 30)  # a first column that no query reaches
 
 
+class Descriptors(NamedTuple):
+    """Of global memory: (batch, heads, sequence, D); lse and delta flat; dq the scratch that is added to."""
+
+    q: tma.tensor_descriptor
+    k: tma.tensor_descriptor
+    v: tma.tensor_descriptor
+    do: tma.tensor_descriptor
+    lse: tma.tensor_descriptor
+    delta: tma.tensor_descriptor
+    dk: tma.tensor_descriptor
+    dv: tma.tensor_descriptor
+    dq: tma.tensor_descriptor
+
+
+class Tiles(NamedTuple):
+    """In shared memory; q, do, lse, delta by slots; ds and dq of no use without ADD_DQ."""
+
+    q: gl.shared_memory_descriptor
+    do: gl.shared_memory_descriptor
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    lse: gl.shared_memory_descriptor
+    delta: gl.shared_memory_descriptor
+    ds: gl.shared_memory_descriptor
+    dq: gl.shared_memory_descriptor
+
+
+class Barriers(NamedTuple):
+    """mbarriers: one a slot, one a slot, one for both K and V (see the module)."""
+
+    q_full: gl.shared_memory_descriptor
+    do_full: gl.shared_memory_descriptor
+    kv_full: gl.shared_memory_descriptor
+
+
+class Problem(NamedTuple):
+    """The sizes of a call."""
+
+    num_queries: gl.tensor
+    num_keys: gl.tensor
+    padded: gl.tensor  # rows of a head's lse, delta and sum of dQ
+    batches: gl.tensor
+    heads: gl.tensor  # query heads of one batch item
+    group: gl.tensor  # query heads to a key head
+    together: gl.tensor  # heads whose blocks start together (see locate_longest_first)
+    num_query_tiles: gl.tensor
+    num_key_tiles: gl.tensor
+
+
+class Work(NamedTuple):
+    """What one block does: a tile of keys, and the query tiles that see it, of `group` heads."""
+
+    batch: gl.tensor
+    key_head: gl.tensor
+    key_tile: gl.tensor
+    first_head: gl.tensor  # the group's first query head
+    lowest: gl.tensor  # lowest query tile of a head
+    count: gl.tensor  # query tiles of a head
+    start: gl.tensor  # the query tile to begin with
+
+
 @gluon.jit
-def _query_tiles(key_tile, num_query_tiles, QUERIES: gl.constexpr, CAUSAL: gl.constexpr):
-    """(lowest query tile that sees these keys, number of them, the one to start with).
+def _locate_work(problem, QUERIES: gl.constexpr, CAUSAL: gl.constexpr):
+    """This block's work.
 
     Blocks that run at the same time mostly differ in key_tile: starting at the diagonal (causal) or at as
     many tiles down (full) spreads them over the queries, so their additions to dQ meet at different rows.
     """
+    key_heads = problem.heads // problem.group
+    num_heads = problem.batches * key_heads
+    key_tile, flat_key_head = locate_longest_first(problem.num_key_tiles, num_heads, problem.together)
+    batch = flat_key_head // key_heads
+    key_head = flat_key_head % key_heads
+    first_head = key_head * problem.group
     lowest = 0
-    start = (key_tile * (KEYS // QUERIES)) % num_query_tiles
+    start = (key_tile * (KEYS // QUERIES)) % problem.num_query_tiles
     if CAUSAL:
         # Keys that no query sees (more keys than queries) take the last tile, wholly masked: a loop that
         # may run zero times makes ptxas serialise the products (C7515)
-        lowest = gl.minimum(key_tile * (KEYS // QUERIES), num_query_tiles - 1)
+        lowest = gl.minimum(key_tile * (KEYS // QUERIES), problem.num_query_tiles - 1)
         start = lowest
-    return lowest, num_query_tiles - lowest, start
+    return Work(batch, key_head, key_tile, first_head, lowest, problem.num_query_tiles - lowest, start)
 
 
 @gluon.jit
-def _next_query_tile(tile, head, lowest, start, num_query_tiles):
+def _next_query_tile(tile, head, work, num_query_tiles):
     """One tile down, round the corner at the end; back at `start` the next query head of the group begins."""
     tile += 1
-    tile = gl.where(tile == num_query_tiles, lowest, tile)
-    return tile, gl.where(tile == start, head + 1, head)
+    tile = gl.where(tile == num_query_tiles, work.lowest, tile)
+    return tile, gl.where(tile == work.start, head + 1, head)
 
 
 @gluon.jit
-def _producer(descriptors, buffers, barriers, problem, scale_log2, dk_scale, dv_scale,
+def _producer(descriptors, tiles, barriers, problem, scale_log2, dk_scale, dv_scale,
               QUERIES: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr,
               ADD_DQ: gl.constexpr, HALF_P: gl.constexpr):  # fmt: skip
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc = descriptors
-    q_tiles, do_tiles, k_tile, v_tile, lse_tiles, delta_tiles, ds_tile, dq_tile = buffers
-    q_full, do_full, kv_full = barriers
-    num_queries, num_keys, padded, batches, heads, group, together, num_query_tiles, num_key_tiles = problem
-    element_bytes: gl.constexpr = q_desc.dtype.primitive_bitwidth // 8
-    key_heads = heads // group
-    key_tile, flat_key_head = locate_longest_first(num_key_tiles, batches * key_heads, together)
-    batch = flat_key_head // key_heads
-    first_head = (flat_key_head % key_heads) * group
-    lowest, tiles, start = _query_tiles(key_tile, num_query_tiles, QUERIES, CAUSAL)
-    mbarrier.expect(kv_full, 2 * KEYS * D * element_bytes)
-    tma.async_copy_global_to_shared(
-        k_desc, [batch, flat_key_head % key_heads, key_tile * KEYS, 0], kv_full, k_tile
-    )
-    tma.async_copy_global_to_shared(
-        v_desc, [batch, flat_key_head % key_heads, key_tile * KEYS, 0], kv_full, v_tile
-    )
-    head = first_head
-    tile = start
-    for step in range(gl.maximum(tiles * group, 1)):
+    """The copying warp: K and V once, then Q and dO tile after tile."""
+    work = _locate_work(problem, QUERIES, CAUSAL)
+    batch = work.batch
+    mbarrier.expect(barriers.kv_full, 2 * descriptors.k.block_type.nbytes)
+    key_box = [batch, work.key_head, work.key_tile * KEYS, 0]
+    tma.async_copy_global_to_shared(descriptors.k, key_box, barriers.kv_full, tiles.k)
+    tma.async_copy_global_to_shared(descriptors.v, key_box, barriers.kv_full, tiles.v)
+    head = work.first_head
+    tile = work.start
+    steps = gl.maximum(work.count * problem.group, 1)
+    for step in range(steps):
         slot = step % STAGES
-        row = (batch * heads + head) * padded + tile * QUERIES
-        # A Q slot is given back one step late (dK is waited for behind the next S), hence the - 1
-        if step >= STAGES - 1:
-            named_barrier_wait(FIRST_NAMED_BARRIER + slot, SLOT_THREADS)
-        mbarrier.expect(q_full.index(slot), QUERIES * (D * element_bytes + 4))
-        tma.async_copy_global_to_shared(
-            q_desc, [batch, head, tile * QUERIES, 0], q_full.index(slot), q_tiles.index(slot)
-        )
-        tma.async_copy_global_to_shared(lse_desc, [row], q_full.index(slot), lse_tiles.index(slot))
-        if step >= STAGES:
-            named_barrier_wait(FIRST_NAMED_BARRIER + STAGES + slot, SLOT_THREADS)
-        mbarrier.expect(do_full.index(slot), QUERIES * (D * element_bytes + 4))
-        tma.async_copy_global_to_shared(
-            do_desc, [batch, head, tile * QUERIES, 0], do_full.index(slot), do_tiles.index(slot)
-        )
-        tma.async_copy_global_to_shared(delta_desc, [row], do_full.index(slot), delta_tiles.index(slot))
-        tile, head = _next_query_tile(tile, head, lowest, start, num_query_tiles)
-    step = gl.maximum(tiles * group, 1)
-    # Every arrival of the consumers finds its partner before this warp leaves
-    for i in gl.static_range(STAGES - 1):
-        if step + i >= STAGES - 1:
-            named_barrier_wait(FIRST_NAMED_BARRIER + (step + i) % STAGES, SLOT_THREADS)
-    for i in gl.static_range(STAGES):
-        if step + i >= STAGES:
-            named_barrier_wait(FIRST_NAMED_BARRIER + STAGES + (step + i) % STAGES, SLOT_THREADS)
+        row = (batch * problem.heads + head) * problem.padded + tile * QUERIES
+        await_slot(Q_FREE, step, STAGES, 1)  # dK is waited for behind the next S
+        fetch_rows(descriptors.q, batch, head, tile * QUERIES, tiles.q,
+                   descriptors.lse, row, tiles.lse, barriers.q_full, slot)  # fmt: skip
+        await_slot(DO_FREE, step, STAGES, 0)
+        fetch_rows(descriptors.do, batch, head, tile * QUERIES, tiles.do,
+                   descriptors.delta, row, tiles.delta, barriers.do_full, slot)  # fmt: skip
+        tile, head = _next_query_tile(tile, head, work, problem.num_query_tiles)
+    await_last_slots(Q_FREE, steps, STAGES, 1)
+    await_last_slots(DO_FREE, steps, STAGES, 0)
 
 
 @gluon.jit
-def _consumers(descriptors, buffers, barriers, problem, scale_log2, dk_scale, dv_scale,
+def _consumers(descriptors, tiles, barriers, problem, scale_log2, dk_scale, dv_scale,
                QUERIES: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr,
                ADD_DQ: gl.constexpr, HALF_P: gl.constexpr):  # fmt: skip
     """Both warp groups in one partition of eight warps: rows 0-63 of each (128, N) tile are the first
     group's."""
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc = descriptors
-    q_tiles, do_tiles, k_tile, v_tile, lse_tiles, delta_tiles, ds_tile, dq_tile = buffers
-    q_full, do_full, kv_full = barriers
-    num_queries, num_keys, padded, batches, heads, group, together, num_query_tiles, num_key_tiles = problem
-    DTYPE: gl.constexpr = q_desc.dtype
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, QUERIES, 16]
-    )
-    GRADIENT: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, D, 16]
-    )
-    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=GRADIENT, k_width=2)
+    DTYPE: gl.constexpr = descriptors.q.dtype
+    SCORES: gl.constexpr = accumulator_layout(QUERIES, 8)
+    GRADIENT: gl.constexpr = accumulator_layout(D, 8)
+    OPERAND: gl.constexpr = operand_layout(GRADIENT)
     # dQ has QUERIES rows: 64 are one warp group's height, then the groups share its columns
-    DQ: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0],
-        warps_per_cta=[8, 1] if QUERIES == 128 else [4, 2],
-        instr_shape=[16, D if QUERIES == 128 else D // 2, 16],
-    )
+    DQ: gl.constexpr = accumulator_layout(D, 8) if QUERIES == 128 else accumulator_layout(D // 2, 4, 2)
     COLUMN: gl.constexpr = gl.SliceLayout(0, SCORES)
-    key_heads = heads // group
-    key_tile, flat_key_head = locate_longest_first(num_key_tiles, batches * key_heads, together)
-    batch = flat_key_head // key_heads
-    first_head = (flat_key_head % key_heads) * group
-    lowest, tiles, start = _query_tiles(key_tile, num_query_tiles, QUERIES, CAUSAL)
-    k = k_tile.reshape([KEYS, D])
-    v = v_tile.reshape([KEYS, D])
-    keys = key_tile * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, SCORES))
+    num_keys = problem.num_keys
+    work = _locate_work(problem, QUERIES, CAUSAL)
+    batch = work.batch
+    k = tiles.k.reshape([KEYS, D])
+    v = tiles.v.reshape([KEYS, D])
+    keys = work.key_tile * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, SCORES))
     dv = gl.zeros([KEYS, D], gl.float32, GRADIENT)
     dk = warpgroup_mma_init(gl.zeros([KEYS, D], gl.float32, GRADIENT))
-    mbarrier.wait(kv_full, 0)
-    head = first_head
-    tile = start
-    for step in range(gl.maximum(tiles * group, 1)):
+    mbarrier.wait(barriers.kv_full, 0)
+    head = work.first_head
+    tile = work.start
+    for step in range(gl.maximum(work.count * problem.group, 1)):
         slot = step % STAGES
         phase = (step // STAGES) & 1
-        q = q_tiles.index(slot).reshape([QUERIES, D])
-        do = do_tiles.index(slot).reshape([QUERIES, D])
-        mbarrier.wait(q_full.index(slot), phase)
+        q = tiles.q.index(slot).reshape([QUERIES, D])
+        do = tiles.do.index(slot).reshape([QUERIES, D])
+        mbarrier.wait(barriers.q_full.index(slot), phase)
         score_job = issue_product(k, q.permute((1, 0)), SCORES)
-        lse = lse_tiles.index(slot).load(COLUMN)
+        lse = tiles.lse.index(slot).load(COLUMN)
         if HALF_P:  # short of registers: have dK of the previous step out of the way first
             dk = warpgroup_mma_wait(1, deps=[dk])
-            named_barrier_arrive(FIRST_NAMED_BARRIER + (step + STAGES - 1) % STAGES, SLOT_THREADS)
-        mbarrier.wait(do_full.index(slot), phase)
+            named_barrier_arrive(Q_FREE + (step + STAGES - 1) % STAGES, SLOT_THREADS)
+        mbarrier.wait(barriers.do_full.index(slot), phase)
         dp_job = issue_product(v, do.permute((1, 0)), SCORES)
         if HALF_P:
             scores = warpgroup_mma_wait(1, deps=[score_job])
         else:
             scores, dk = warpgroup_mma_wait(1, deps=[score_job, dk])
-            named_barrier_arrive(FIRST_NAMED_BARRIER + (step + STAGES - 1) % STAGES, SLOT_THREADS)
+            named_barrier_arrive(Q_FREE + (step + STAGES - 1) % STAGES, SLOT_THREADS)
         exponent = scores * scale_log2 - gl.expand_dims(lse, 0)  # (128 keys, QUERIES): transposed
         if CAUSAL:
-            # query >= key, and keys past the end see nobody (P might overflow there, and inf * 0 is not 0)
-            # Only at the diagonal; but with D = 128 this branch makes ptxas serialise the products (C7512):
-            # always, then
-            if D == 128 or TAIL or tile * QUERIES < (key_tile + 1) * KEYS:
+            # Query i sees keys j <= i; keys past the end see nobody (P might overflow there, and inf * 0 is not 0).
+            # Needed at the diagonal only, but at D = 128 the branch makes ptxas serialise the products (C7512):
+            # there always.
+            if D == 128 or TAIL or tile * QUERIES < (work.key_tile + 1) * KEYS:
                 first_query = gl.where(keys < num_keys, keys - tile * QUERIES, NEVER)
                 exponent = keep_columns_from(exponent, first_query, -float("inf"))
         elif TAIL:
@@ -201,36 +245,33 @@ def _consumers(descriptors, buffers, barriers, problem, scale_log2, dk_scale, dv
         p_operand = gl.convert_layout(p.to(DTYPE), OPERAND)
         if HALF_P:
             p = p.to(gl.float16)
-        delta = delta_tiles.index(slot).load(COLUMN)
+        delta = tiles.delta.index(slot).load(COLUMN)
         dv_job = warpgroup_mma(p_operand, do, dv, is_async=True)
         dp, p = warpgroup_mma_wait(1, deps=[dp_job, p])
         dp = dp - gl.expand_dims(delta, 0)
-        if HALF_P:
-            ds = multiply_half(p, dp, DTYPE)
-        else:
-            ds = (p * dp).to(DTYPE)
+        ds = multiply_half(p, dp, DTYPE) if HALF_P else (p * dp).to(DTYPE)
         ds_operand = gl.convert_layout(ds, OPERAND)
         if ADD_DQ:
-            ds_tile.store(ds)
+            tiles.ds.store(ds)
             fence_async_shared()
             # By the barrier the copy engine has read the previous dQ out of its tile. (A store_wait that no
             # barrier follows directly makes Triton add one.)
             tma.store_wait(0)
             partition_barrier()
-            dq_job = issue_product(ds_tile.permute((1, 0)), k, DQ)
+            dq_job = issue_product(tiles.ds.permute((1, 0)), k, DQ)
             dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
             dq, dv, p_operand = warpgroup_mma_wait(1, deps=[dq_job, dv_job, p_operand])
-            named_barrier_arrive(FIRST_NAMED_BARRIER + STAGES + slot, SLOT_THREADS)
-            dq_tile.store(in_thread_order(dq))
+            named_barrier_arrive(DO_FREE + slot, SLOT_THREADS)
+            tiles.dq.store(in_thread_order(dq))
             fence_async_shared()
             partition_barrier()
-            first_row = (batch * heads + head) * padded + tile * QUERIES
-            tma_add_to_global(dq_desc, [first_row * (D // 32), 0], dq_tile)
+            first_row = (batch * problem.heads + head) * problem.padded + tile * QUERIES
+            tma_add_to_global(descriptors.dq, [first_row * (D // 32), 0], tiles.dq)
         else:
             dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
             dv, p_operand = warpgroup_mma_wait(1, deps=[dv_job, p_operand])
-            named_barrier_arrive(FIRST_NAMED_BARRIER + STAGES + slot, SLOT_THREADS)
-        tile, head = _next_query_tile(tile, head, lowest, start, num_query_tiles)
+            named_barrier_arrive(DO_FREE + slot, SLOT_THREADS)
+        tile, head = _next_query_tile(tile, head, work, problem.num_query_tiles)
     dk = warpgroup_mma_wait(0, deps=[dk])
     # K and V have served: their tiles stage dK and dV on the way out
     partition_barrier()
@@ -238,24 +279,14 @@ def _consumers(descriptors, buffers, barriers, problem, scale_log2, dk_scale, dv
     k.store((dk * dk_scale).to(DTYPE))
     fence_async_shared()
     partition_barrier()
-    tma.async_copy_shared_to_global(dv_desc, [batch, flat_key_head % key_heads, key_tile * KEYS, 0], v_tile)
-    tma.async_copy_shared_to_global(dk_desc, [batch, flat_key_head % key_heads, key_tile * KEYS, 0], k_tile)
+    key_box = [batch, work.key_head, work.key_tile * KEYS, 0]
+    tma.async_copy_shared_to_global(descriptors.dv, key_box, tiles.v)
+    tma.async_copy_shared_to_global(descriptors.dk, key_box, tiles.k)
     tma.store_wait(0)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "num_queries",
-        "num_keys",
-        "padded",
-        "batches",
-        "heads",
-        "group",
-        "together",
-        "num_query_tiles",
-        "num_key_tiles",
-    ]
-)
+@gluon.jit(do_not_specialize=["num_queries", "num_keys", "padded", "batches", "heads", "group", "together",
+                              "num_query_tiles", "num_key_tiles"])  # fmt: skip
 def key_value_gradient_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc,
                               num_queries, num_keys, padded, batches, heads, group, together, num_query_tiles,
                               num_key_tiles, scale_log2, dk_scale, dv_scale,
@@ -274,8 +305,8 @@ def key_value_gradient_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_d
     (and the finishing pass) take it out again. What is below 2^-39 all the same adds nothing to dK and dQ, so a
     key that nobody attends to by more (2^-29 and below: with less precision) has a dK of zero.
     """
-    gdc_wait()
-    gdc_launch_dependents()
+    gdc_wait()  # for what the kernel before this one wrote
+    gdc_launch_dependents()  # the next kernel may start, and waits in its turn
     dtype: gl.constexpr = q_desc.dtype
     q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, QUERIES, D], q_desc.layout)
     do_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, QUERIES, D], do_desc.layout)
@@ -283,15 +314,14 @@ def key_value_gradient_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_d
     v_tile = gl.allocate_shared_memory(dtype, [1, 1, KEYS, D], v_desc.layout)
     lse_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], lse_desc.layout)
     delta_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], delta_desc.layout)
+    ds_tile = lse_tiles  # never used
+    dq_tile = lse_tiles
     if ADD_DQ:
         ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, QUERIES], dtype)
         ds_tile = gl.allocate_shared_memory(dtype, [KEYS, QUERIES], ds_layout)
         dq_tile = gl.allocate_shared_memory(gl.float32, [QUERIES * D // 32, 32], dq_desc.layout)
-    else:
-        ds_tile = lse_tiles
-        dq_tile = lse_tiles
-    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    q_full = allocate_mbarriers(STAGES)
+    do_full = allocate_mbarriers(STAGES)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
@@ -299,15 +329,19 @@ def key_value_gradient_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_d
     mbarrier.init(kv_full, count=1)
     fence_async_shared()
     partition_barrier()
-    descriptors = (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc)
-    buffers = (q_tiles, do_tiles, k_tile, v_tile, lse_tiles, delta_tiles, ds_tile, dq_tile)
-    barriers = (q_full, do_full, kv_full)
-    problem = (num_queries, num_keys, padded, batches, heads, group, together, num_query_tiles, num_key_tiles)
+    descriptors = Descriptors(
+        q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc
+    )
+    tiles = Tiles(q_tiles, do_tiles, k_tile, v_tile, lse_tiles, delta_tiles, ds_tile, dq_tile)
+    barriers = Barriers(q_full, do_full, kv_full)
+    problem = Problem(
+        num_queries, num_keys, padded, batches, heads, group, together, num_query_tiles, num_key_tiles
+    )
     gl.warp_specialize(
         [
-            (_consumers, (descriptors, buffers, barriers, problem, scale_log2, dk_scale, dv_scale,
+            (_consumers, (descriptors, tiles, barriers, problem, scale_log2, dk_scale, dv_scale,
                          QUERIES, D, CAUSAL, TAIL, ADD_DQ, HALF_P)),
-            (_producer, (descriptors, buffers, barriers, problem, scale_log2, dk_scale, dv_scale,
+            (_producer, (descriptors, tiles, barriers, problem, scale_log2, dk_scale, dv_scale,
                          QUERIES, D, CAUSAL, TAIL, ADD_DQ, HALF_P)),
         ],
         [1],

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from lmkit.kernels.tiles import LOG2_E
+
 ROWS = 32  # query rows of one program
 
 
@@ -20,8 +22,8 @@ def prepare_kernel(out, dout, lse_in, lse_out, delta_out, dq_sum, num_queries, p
                    D: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """delta = rowsum(dO * O); lse in log2 units less `shift`, +inf past the last query (there P = 0); and
     zeros for the sum of dQ."""
-    gdc_wait()
-    gdc_launch_dependents()
+    gdc_wait()  # for what the kernel before this one wrote
+    gdc_launch_dependents()  # the next kernel may start, and waits in its turn
     flat_head = tl.program_id(0).to(tl.int64)
     batch = flat_head // heads
     head = flat_head % heads
@@ -41,7 +43,7 @@ def prepare_kernel(out, dout, lse_in, lse_out, delta_out, dq_sum, num_queries, p
     )
     tl.store(delta_out + flat_head * padded + rows, tl.sum(o.to(tl.float32) * do.to(tl.float32), 1))
     lse = tl.load(lse_in + flat_head * num_queries + rows, mask=valid, other=float("inf"))
-    tl.store(lse_out + flat_head * padded + rows, lse * 1.4426950408889634 - shift)
+    tl.store(lse_out + flat_head * padded + rows, lse * LOG2_E - shift)
     tl.store(dq_sum + (flat_head * padded + wide) * D + columns, tl.zeros([ROWS, D], tl.float32))
 
 
@@ -50,8 +52,8 @@ def finish_kernel(dq_sum, dq, num_queries, padded, heads, dq_batch: tl.int64, dq
                   dq_row: tl.int64, scale, D: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """dQ = scale * sum, rounded once. The sum comes in patches of 16 x 8 as `fragments.in_thread_order`
     lays them."""
-    gdc_wait()
-    gdc_launch_dependents()
+    gdc_wait()  # for what the kernel before this one wrote
+    gdc_launch_dependents()  # the next kernel may start, and waits in its turn
     flat_head = tl.program_id(0).to(tl.int64)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, D)

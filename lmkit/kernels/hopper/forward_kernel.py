@@ -3,36 +3,53 @@ warp-specialised kernel.
 
 Who does what (FlashAttention-3, Shah et al. 2024, Sections 3.1 and 3.2):
 
-* one **producer** warp copies Q, K and V tiles into shared memory with the tensor memory accelerator (TMA),
-  as far ahead as there are free slots;
-* two or three **consumer** warp groups own 64 query rows each. In step j a consumer issues S_j = Q K_j^T and,
-  right behind, O += P_{j-1} V_{j-1}; while the second product runs it turns S_j into P_j. P stays in
-  registers;
-* of two consumers, one issues its products while the other computes exponentials (ping-pong); three find
-  enough to overlap without taking turns.
+* one **producer** warp copies Q, K and V tiles into shared memory with the tensor memory accelerator (TMA), as far
+  ahead as there are free slots;
+* two or three **consumer** warp groups own 64 query rows each. In step j a consumer issues S_j = Q K_j^T and, right
+  behind, O += P_{j-1} V_{j-1}; while the second product runs it turns S_j into P_j. P stays in registers;
+* of two consumers, one issues its products while the other computes exponentials (ping-pong); three find enough to
+  overlap without taking turns.
 
-Barriers, each with its reason: `full` mbarriers tell consumers that a tile has landed (TMA counts its
-bytes), `empty` ones tell the producer that a slot may be overwritten; the two named barriers are the
-ping-pong's tokens.
+The kernel is persistent: one block of threads a multiprocessor, which works through the tiles that `tiles`
+deals out to it. Of each tile it takes the key blocks from the last that the tile sees down to the first, so
+that the masked one comes first. K and V go round in STAGES slots: `block` counts key blocks over all tiles,
+block % STAGES is its slot, block // STAGES its round.
+
+Barriers. A `full` mbarrier completes a phase when TMA has delivered the bytes of a tile, an `empty` one when
+the consumers, one arrival each, have given the slot back. Phases are numbered 0, 1, 0, 1...: consumers wait for
+the parity of their round, the producer for the opposite one, which lets its first round through.
+
+| barrier | who arrives | who waits, for which phase |
+|-|-|-|
+| k_full, v_full [slot] | the producer's `expect`, then TMA's bytes | every consumer, round & 1 |
+| k_empty, v_empty [slot] | every consumer, when it is done with the tile | the producer, (round & 1) ^ 1 |
+| q_full [consumer] | the producer's `expect`, then TMA's bytes | that consumer, turn & 1 |
+| q_empty [consumer] | that consumer, after its last S; without OWN_O, after O | the producer, (turn & 1) ^ 1 |
+| named, 9 + consumer | the other of two consumers (`bar.arrive`) | that consumer, before it issues products |
+| named, 9 + CONSUMERS + consumer | the 128 threads of that consumer, with their votes | the same threads |
+
+Shared memory, of 227 KiB: at D = 128 two tiles of Q and two of O with 16 KiB each, two slots for K and two for
+V with 32 KiB each: 192 KiB. D = 64 takes 144 KiB (160 with two consumers and four slots), D = 256, whose O
+leaves through Q's tiles, 192. Registers: launched with 168 a thread (128 for three consumers); the consumers
+take 240 (160), the producer keeps 24.
 
 Softmax without a running maximum. The usual online softmax takes the maximum of every block, and with it
-shuffles and a rescaling of O. Here the row maximum of the first block is the REFERENCE of the row: P =
-2^(score - reference), the row sum l and O all carry that factor, which cancels in O / l, so any reference
-gives the exact softmax as long as nothing overflows. One vote per block guards that: when a thread's part of
-the block's row sum passes `lift_above`, or is NaN, the consumer computes the block's scores once more (its K
-has not been given back yet), lifts its rows' references to the new maxima and rescales O and l. Ordinary data
-pay two compares and a barrier a block, data that jump one more product and its exponentials where they jump,
-and the result is exact on all of them: nothing that overflowed has yet reached O or l.
+shuffles and a rescaling of O. Here the row maximum of the first block is the REFERENCE of the row: P = 2^(score
+- reference), the row sum l and O all carry that factor, which cancels in O / l, so any reference gives the
+exact softmax as long as nothing overflows. One vote per block guards that: when a thread's part of the block's
+row sum passes `lift_above`, or is NaN, the consumer computes the block's scores once more (its K has not been
+given back yet), lifts its rows' references to the new maxima and rescales O and l. Ordinary data pay two
+compares and a barrier a block, data that jump one more product and its exponentials where they jump, and the
+result is exact on all of them: nothing that overflowed has yet reached O or l.
 
 What the static reference costs is one rounding: the largest P of a row is not exactly 1, so where one key takes
 most of a row, the 16-bit rounding of its P shows in O (2.3e-3 where an online softmax has 1.7e-3), and through
 delta in dQ and dK. SUM_ROUNDED divides O by the sum of the rounded P instead, where it cancels; the log-sum-exp
-keeps the exact sum. That is 128 instructions a block of 128 keys: 1 to 2% at D = 256, but 8 to 12% at D = 128 and
-14 to 19% at D = 64, where issue slots are short.
+keeps the exact sum. That is 128 instructions a block of 128 keys: 1 to 2% at D = 256, but 8 to 12% at D = 128
+and 14 to 19% at D = 64, where issue slots are short.
 """
 
-# ruff: noqa: RUF059, SIM102, SIM108 (all partitions share one argument list; none needs all of it;
-# compile-time conditions stand apart from those of the run)
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -45,18 +62,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from lmkit.kernels.hopper.copies import fetch_tile
 from lmkit.kernels.hopper.fragments import (
     exp2_unfused,
-    keep_columns_up_to,
+    hide_keys,
     pack_pairs,
     rounded_sums_within_threads,
     scale_rows,
     sum_within_threads,
     unpack_pairs,
 )
-from lmkit.kernels.hopper.products import issue_product
+from lmkit.kernels.hopper.products import accumulator_layout, issue_product, operand_layout
 from lmkit.kernels.hopper.synchronization import (
     FIRST_NAMED_BARRIER,
+    allocate_mbarriers,
     any_exceeds,
     declare_vote,
     named_barrier_arrive,
@@ -64,12 +83,52 @@ from lmkit.kernels.hopper.synchronization import (
 )
 from lmkit.kernels.hopper.tiles import count_key_blocks, count_tiles, locate_tile
 from lmkit.kernels.hopper.versions import partition_barrier
+from lmkit.kernels.tiles import LN_2
 
 ROWS = gl.constexpr(64)  # query rows of one consumer: the height of a wgmma
 BOTH_CONSUMERS = gl.constexpr(256)  # threads
 # Finite, so that a row whose first block is masked keeps 2^(-inf - reference) = 0
 LOWEST_REFERENCE = gl.constexpr(-1.0e30)
-LN2 = gl.constexpr(0.6931471805599453)
+
+
+class Descriptors(NamedTuple):
+    """Of global memory: (batch, heads, sequence, D)."""
+
+    q: tma.tensor_descriptor
+    k: tma.tensor_descriptor
+    v: tma.tensor_descriptor
+    o: tma.tensor_descriptor
+
+
+class Tiles(NamedTuple):
+    """In shared memory: (consumer or slot, 1, 1, rows, D)."""
+
+    q: gl.shared_memory_descriptor
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    o: gl.shared_memory_descriptor
+
+
+class Barriers(NamedTuple):
+    """mbarriers: two a consumer for Q, two a slot for K and two for V (see the module)."""
+
+    q_full: gl.shared_memory_descriptor
+    q_empty: gl.shared_memory_descriptor
+    k_full: gl.shared_memory_descriptor
+    k_empty: gl.shared_memory_descriptor
+    v_full: gl.shared_memory_descriptor
+    v_empty: gl.shared_memory_descriptor
+
+
+class Problem(NamedTuple):
+    """The sizes of a call."""
+
+    num_queries: gl.tensor
+    num_keys: gl.tensor
+    heads: gl.tensor  # query heads of one batch item
+    group: gl.tensor  # query heads to a key head
+    num_tiles: gl.tensor  # of a head: 64 queries times the consumers
+    num_heads: gl.tensor  # query heads of the whole batch
 
 
 @gluon.constexpr_function
@@ -80,51 +139,53 @@ def lift_above(dtype):
 
 
 @gluon.jit
-def _producer(descriptors, buffers, barriers, problem, lse, scale_log2, D: gl.constexpr,
+def _producer(descriptors, tiles, barriers, problem, lse, scale_log2, D: gl.constexpr,
               KEYS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr,
               CONSUMERS: gl.constexpr, OWN_O: gl.constexpr, SUM_ROUNDED: gl.constexpr):  # fmt: skip
     """The copying warp. K before Q in the first turn: the consumers' last step with the old Q hides both."""
-    q_desc, k_desc, v_desc, o_desc = descriptors
-    q_tiles, k_tiles, v_tiles, o_tiles = buffers
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    num_queries, num_keys, heads, group, num_tiles, num_heads = problem
     TILE: gl.constexpr = ROWS * CONSUMERS
-    element_bytes: gl.constexpr = q_desc.dtype.primitive_bitwidth // 8
     block = 0
-    turns, pairs = count_tiles(num_tiles, num_heads, CAUSAL)
+    turns, pairs = count_tiles(problem.num_tiles, problem.num_heads, CAUSAL)
     for turn in range(turns):
-        tile, flat_head = locate_tile(turn, num_tiles, num_heads, pairs, CAUSAL)
-        batch = flat_head // heads
-        head = flat_head % heads
-        key_head = head // group
-        blocks = count_key_blocks(tile, num_keys, TILE, KEYS, CAUSAL)
+        tile, flat_head = locate_tile(turn, problem.num_tiles, problem.num_heads, pairs, CAUSAL)
+        batch = flat_head // problem.heads
+        head = flat_head % problem.heads
+        key_head = head // problem.group
+        blocks = count_key_blocks(tile, problem.num_keys, TILE, KEYS, CAUSAL)
         for i in range(blocks):
             first_key = (blocks - 1 - i) * KEYS  # from the diagonal back: the masked block comes first
             slot = block % STAGES
             free = ((block // STAGES) & 1) ^ 1
-            mbarrier.wait(k_empty.index(slot), free)
-            mbarrier.expect(k_full.index(slot), KEYS * D * element_bytes)
-            tma.async_copy_global_to_shared(
-                k_desc, [batch, key_head, first_key, 0], k_full.index(slot), k_tiles.index(slot)
-            )
+            mbarrier.wait(barriers.k_empty.index(slot), free)
+            fetch_tile(descriptors.k, batch, key_head, first_key, barriers.k_full, tiles.k, slot)
             if i == 0:
                 for c in gl.static_range(CONSUMERS):
-                    mbarrier.wait(q_empty.index(c), (turn & 1) ^ 1)
-                    mbarrier.expect(q_full.index(c), ROWS * D * element_bytes)
-                    tma.async_copy_global_to_shared(
-                        q_desc, [batch, head, tile * TILE + c * ROWS, 0], q_full.index(c), q_tiles.index(c)
-                    )
-            mbarrier.wait(v_empty.index(slot), free)
-            mbarrier.expect(v_full.index(slot), KEYS * D * element_bytes)
-            tma.async_copy_global_to_shared(
-                v_desc, [batch, key_head, first_key, 0], v_full.index(slot), v_tiles.index(slot)
-            )
+                    mbarrier.wait(barriers.q_empty.index(c), (turn & 1) ^ 1)
+                    first_row = tile * TILE + c * ROWS
+                    fetch_tile(descriptors.q, batch, head, first_row, barriers.q_full, tiles.q, c)
+            mbarrier.wait(barriers.v_empty.index(slot), free)
+            fetch_tile(descriptors.v, batch, key_head, first_key, barriers.v_full, tiles.v, slot)
             block += 1
 
 
 @gluon.jit
+def _take_turn(index: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Ping-pong: waits until the other of two consumers has issued its products. Three do not take turns."""
+    if CONSUMERS == 2:
+        named_barrier_wait(FIRST_NAMED_BARRIER + index, BOTH_CONSUMERS)
+
+
+@gluon.jit
+def _pass_turn(index: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Lets the other of two consumers issue its products."""
+    if CONSUMERS == 2:
+        named_barrier_arrive(FIRST_NAMED_BARRIER + 1 - index, BOTH_CONSUMERS)
+
+
+@gluon.jit
 def _lift(scores, scale_log2, reference):
-    """New references: the maxima so far. Returns P and its sums under them, and the factor for everything older."""
+    """(P, its sums, the references that it is under, the factor for everything older): references become the maxima
+    so far."""
     highest = gl.maximum(gl.max(scores, 1) * scale_log2, reference)
     factor = gl.exp2(reference - highest)
     p = exp2_unfused(scores, scale_log2, highest)
@@ -132,36 +193,26 @@ def _lift(scores, scale_log2, reference):
 
 
 @gluon.jit
-def _consumer(index: gl.constexpr, descriptors, buffers, barriers, problem, lse, scale_log2, D: gl.constexpr,
+def _consumer(index: gl.constexpr, descriptors, tiles, barriers, problem, lse, scale_log2, D: gl.constexpr,
               KEYS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr,
               CONSUMERS: gl.constexpr, OWN_O: gl.constexpr, SUM_ROUNDED: gl.constexpr):  # fmt: skip
     """One warp group: 64 rows of every tile. `block` counts key blocks over all tiles: slot and phase
     follow from it."""
-    q_desc, k_desc, v_desc, o_desc = descriptors
-    q_tiles, k_tiles, v_tiles, o_tiles = buffers
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    num_queries, num_keys, heads, group, num_tiles, num_heads = problem
     TILE: gl.constexpr = ROWS * CONSUMERS
-    DTYPE: gl.constexpr = q_desc.dtype
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16]
-    )
-    OUT: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
-    )
-    PROBABILITIES: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
+    DTYPE: gl.constexpr = descriptors.q.dtype
+    SCORES: gl.constexpr = accumulator_layout(KEYS)
+    OUT: gl.constexpr = accumulator_layout(D)
+    PROBABILITIES: gl.constexpr = operand_layout(OUT)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    PING_PONG: gl.constexpr = CONSUMERS == 2
-    my_turn: gl.constexpr = FIRST_NAMED_BARRIER + index
-    other_turn: gl.constexpr = FIRST_NAMED_BARRIER + 1 - index
     my_vote: gl.constexpr = FIRST_NAMED_BARRIER + CONSUMERS + index
+    num_keys = problem.num_keys
     declare_vote(index)
     block = 0
-    if PING_PONG and index == 1:
-        named_barrier_arrive(other_turn, BOTH_CONSUMERS)  # consumer 0 goes first
-    turns, pairs = count_tiles(num_tiles, num_heads, CAUSAL)
+    if index == 1:
+        _pass_turn(index, CONSUMERS)  # consumer 0 goes first
+    turns, pairs = count_tiles(problem.num_tiles, problem.num_heads, CAUSAL)
     for turn in range(turns):
-        tile, flat_head = locate_tile(turn, num_tiles, num_heads, pairs, CAUSAL)
+        tile, flat_head = locate_tile(turn, problem.num_tiles, problem.num_heads, pairs, CAUSAL)
         blocks = count_key_blocks(tile, num_keys, TILE, KEYS, CAUSAL)
         first_row = tile * TILE + index * ROWS
         own_blocks = blocks
@@ -169,44 +220,37 @@ def _consumer(index: gl.constexpr, descriptors, buffers, barriers, problem, lse,
             own_blocks = gl.minimum(blocks, gl.cdiv(first_row + ROWS, KEYS))
             # One block may lie wholly above this consumer's diagonal: hand it back unread
             if own_blocks < blocks:
-                if PING_PONG:  # one turn a block, also for this one
-                    named_barrier_wait(my_turn, BOTH_CONSUMERS)
-                    named_barrier_arrive(other_turn, BOTH_CONSUMERS)
-                mbarrier.wait(k_full.index(block % STAGES), (block // STAGES) & 1)
-                mbarrier.arrive(k_empty.index(block % STAGES), count=1)
-                mbarrier.wait(v_full.index(block % STAGES), (block // STAGES) & 1)
-                mbarrier.arrive(v_empty.index(block % STAGES), count=1)
+                _take_turn(index, CONSUMERS)  # one turn a block, also for this one
+                _pass_turn(index, CONSUMERS)
+                mbarrier.wait(barriers.k_full.index(block % STAGES), (block // STAGES) & 1)
+                mbarrier.arrive(barriers.k_empty.index(block % STAGES), count=1)
+                mbarrier.wait(barriers.v_full.index(block % STAGES), (block // STAGES) & 1)
+                mbarrier.arrive(barriers.v_empty.index(block % STAGES), count=1)
                 block += 1
         rows = first_row + gl.arange(0, ROWS, ROW)
 
         # First block, alone in flight. It is the only one that meets the diagonal or the end of the keys.
-        mbarrier.wait(q_full.index(index), turn & 1)
-        q = q_tiles.index(index).reshape([ROWS, D])
+        mbarrier.wait(barriers.q_full.index(index), turn & 1)
+        q = tiles.q.index(index).reshape([ROWS, D])
         slot = block % STAGES
         phase = (block // STAGES) & 1
-        mbarrier.wait(k_full.index(slot), phase)
-        if PING_PONG:
-            if PING_PONG:
-                named_barrier_wait(my_turn, BOTH_CONSUMERS)
-        k = k_tiles.index(slot).reshape([KEYS, D])
+        mbarrier.wait(barriers.k_full.index(slot), phase)
+        _take_turn(index, CONSUMERS)
+        k = tiles.k.index(slot).reshape([KEYS, D])
         score_job = issue_product(q, k.permute((1, 0)), SCORES)
-        if PING_PONG:
-            if PING_PONG:
-                named_barrier_arrive(other_turn, BOTH_CONSUMERS)
-        scores = warpgroup_mma_wait(0, deps=[score_job])  # (64 rows, 128 keys)
-        mbarrier.arrive(k_empty.index(slot), count=1)
-        first_key = (own_blocks - 1) * KEYS
-        if CAUSAL:
-            scores = keep_columns_up_to(scores, gl.minimum(rows, num_keys - 1) - first_key, -float("inf"))
-        elif TAIL:
-            scores = keep_columns_up_to(scores, rows * 0 + (num_keys - 1 - first_key), -float("inf"))
-        reference = gl.maximum(gl.max(scores, 1) * scale_log2, LOWEST_REFERENCE)
+        _pass_turn(index, CONSUMERS)
+        scores = warpgroup_mma_wait(0, deps=[score_job])  # (64 queries, KEYS)
+        mbarrier.arrive(barriers.k_empty.index(slot), count=1)
+        scores = hide_keys(scores, rows, (own_blocks - 1) * KEYS, num_keys, CAUSAL, TAIL)
+        reference = gl.maximum(gl.max(scores, 1) * scale_log2, LOWEST_REFERENCE)  # (64,)
         p = exp2_unfused(scores, scale_log2, reference)
-        sums = sum_within_threads(p)
+        sums = sum_within_threads(p)  # (64, 4)
         rounded = gl.zeros_like(sums)
-        packed = pack_pairs(p, DTYPE)
-        mbarrier.wait(k_full.index((block + 1) % STAGES), ((block + 1) // STAGES) & 1, pred=own_blocks > 1)
-        mbarrier.wait(v_full.index(slot), phase)
+        packed = pack_pairs(p, DTYPE)  # (64, KEYS / 2)
+        mbarrier.wait(
+            barriers.k_full.index((block + 1) % STAGES), ((block + 1) // STAGES) & 1, pred=own_blocks > 1
+        )
+        mbarrier.wait(barriers.v_full.index(slot), phase)
         acc = gl.zeros([ROWS, D], gl.float32, OUT)
         block += 1
 
@@ -215,14 +259,12 @@ def _consumer(index: gl.constexpr, descriptors, buffers, barriers, problem, lse,
             previous = (block - 1) % STAGES
             # K of this block and V of the previous one were waited for at the end of the previous step
             probabilities = unpack_pairs(packed, DTYPE, PROBABILITIES)
-            if PING_PONG:
-                named_barrier_wait(my_turn, BOTH_CONSUMERS)
-            k = k_tiles.index(slot).reshape([KEYS, D])
-            v = v_tiles.index(previous).reshape([KEYS, D])
+            _take_turn(index, CONSUMERS)
+            k = tiles.k.index(slot).reshape([KEYS, D])
+            v = tiles.v.index(previous).reshape([KEYS, D])
             score_job = issue_product(q, k.permute((1, 0)), SCORES)
             out_job = warpgroup_mma(probabilities, v, acc, is_async=True)
-            if PING_PONG:
-                named_barrier_arrive(other_turn, BOTH_CONSUMERS)
+            _pass_turn(index, CONSUMERS)
             if SUM_ROUNDED:
                 rounded = rounded + rounded_sums_within_threads(packed, DTYPE, sums)
             scores = warpgroup_mma_wait(1, deps=[score_job])
@@ -232,9 +274,11 @@ def _consumer(index: gl.constexpr, descriptors, buffers, barriers, problem, lse,
             # which keeps ptxas from moving the wait for O += P V above the exponentials that should overlap
             # with it.
             mbarrier.wait(
-                k_full.index((block + 1) % STAGES), ((block + 1) // STAGES) & 1, pred=i + 1 < own_blocks
+                barriers.k_full.index((block + 1) % STAGES),
+                ((block + 1) // STAGES) & 1,
+                pred=i + 1 < own_blocks,
             )
-            mbarrier.wait(v_full.index(slot), (block // STAGES) & 1)
+            mbarrier.wait(barriers.v_full.index(slot), (block // STAGES) & 1)
             # the softmax's results as dependencies: they are computed before this wait, not after
             acc, p, block_sums = warpgroup_mma_wait(0, deps=[out_job, p, block_sums])
             if any_exceeds(block_sums, lift_above(DTYPE), my_vote, index) != 0:
@@ -242,16 +286,16 @@ def _consumer(index: gl.constexpr, descriptors, buffers, barriers, problem, lse,
                 p, block_sums, reference, factor = _lift(scores, scale_log2, reference)
                 sums, acc = scale_rows(sums, factor), scale_rows(acc, factor)
                 rounded = scale_rows(rounded, factor)
-            mbarrier.arrive(v_empty.index(previous), count=1)
-            mbarrier.arrive(k_empty.index(slot), count=1)
+            mbarrier.arrive(barriers.v_empty.index(previous), count=1)
+            mbarrier.arrive(barriers.k_empty.index(slot), count=1)
             sums = sums + block_sums
             packed = pack_pairs(p, DTYPE)
             block += 1
 
         if OWN_O:
-            mbarrier.arrive(q_empty.index(index), count=1)
+            mbarrier.arrive(barriers.q_empty.index(index), count=1)
         slot = (block - 1) % STAGES
-        v = v_tiles.index(slot).reshape([KEYS, D])
+        v = tiles.v.index(slot).reshape([KEYS, D])
         out_job = warpgroup_mma(unpack_pairs(packed, DTYPE, PROBABILITIES), v, acc, is_async=True)
         row_sum = gl.convert_layout(gl.sum(sums, 1), ROW)
         rounded_sum = row_sum
@@ -259,25 +303,28 @@ def _consumer(index: gl.constexpr, descriptors, buffers, barriers, problem, lse,
             rounded = rounded + rounded_sums_within_threads(packed, DTYPE, sums)
             rounded_sum = gl.convert_layout(gl.sum(rounded, 1), ROW)
         acc = warpgroup_mma_wait(0, deps=[out_job])
-        mbarrier.arrive(v_empty.index(slot), count=1)
+        mbarrier.arrive(barriers.v_empty.index(slot), count=1)
         out = scale_rows(acc, 1.0 / rounded_sum)
-        row_lse = (reference + gl.log2(row_sum)) * LN2
-        gl.store(lse + flat_head.to(gl.int64) * num_queries + rows, row_lse, mask=rows < num_queries)
+        row_lse = (reference + gl.log2(row_sum)) * LN_2
+        written = rows < problem.num_queries
+        gl.store(lse + flat_head.to(gl.int64) * problem.num_queries + rows, row_lse, mask=written)
         # Through a tile of its own, O leaves while the next Q lands; where there is no room for one, through Q's
         if OWN_O:
             tma.store_wait(0)
-        o_tiles.index(index).reshape([ROWS, D]).store(out.to(DTYPE))
+        tiles.o.index(index).reshape([ROWS, D]).store(out.to(DTYPE))
         fence_async_shared()
         partition_barrier()
         tma.async_copy_shared_to_global(
-            o_desc, [flat_head // heads, flat_head % heads, first_row, 0], o_tiles.index(index)
+            descriptors.o,
+            [flat_head // problem.heads, flat_head % problem.heads, first_row, 0],
+            tiles.o.index(index),
         )
         if not OWN_O:
             tma.store_wait(0)
-            mbarrier.arrive(q_empty.index(index), count=1)
+            mbarrier.arrive(barriers.q_empty.index(index), count=1)
     tma.store_wait(0)
-    if PING_PONG and index == 0:
-        named_barrier_wait(my_turn, BOTH_CONSUMERS)  # takes the token that consumer 1 gave last
+    if index == 0:
+        _take_turn(index, CONSUMERS)  # takes the token that consumer 1 gave last
 
 
 @gluon.jit(do_not_specialize=["num_queries", "num_keys", "heads", "group", "num_tiles", "num_heads"])
@@ -294,22 +341,21 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse, num_queries, num_keys, h
     leaves through tiles of its own, otherwise through Q's. SUM_ROUNDED: O is divided by the sum of P as rounded
     for the product (see the module). REGISTERS: a consumer's, after it took the producer's share.
     """
-    gdc_wait()
-    gdc_launch_dependents()
+    gdc_wait()  # for what the kernel before this one wrote
+    gdc_launch_dependents()  # the next kernel may start, and waits in its turn
     dtype: gl.constexpr = q_desc.dtype
     q_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, D], q_desc.layout)
+    o_tiles = q_tiles
     if OWN_O:
         o_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, D], o_desc.layout)
-    else:
-        o_tiles = q_tiles
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, KEYS, D], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, KEYS, D], v_desc.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    q_full = allocate_mbarriers(CONSUMERS)
+    q_empty = allocate_mbarriers(CONSUMERS)
+    k_full = allocate_mbarriers(STAGES)
+    k_empty = allocate_mbarriers(STAGES)
+    v_full = allocate_mbarriers(STAGES)
+    v_empty = allocate_mbarriers(STAGES)
     for i in gl.static_range(CONSUMERS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
@@ -320,18 +366,18 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse, num_queries, num_keys, h
         mbarrier.init(v_empty.index(i), count=CONSUMERS)
     fence_async_shared()
     partition_barrier()
-    descriptors = (q_desc, k_desc, v_desc, o_desc)
-    buffers = (q_tiles, k_tiles, v_tiles, o_tiles)
-    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
-    problem = (num_queries, num_keys, heads, group, num_tiles, num_heads)
+    descriptors = Descriptors(q_desc, k_desc, v_desc, o_desc)
+    tiles = Tiles(q_tiles, k_tiles, v_tiles, o_tiles)
+    barriers = Barriers(q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    problem = Problem(num_queries, num_keys, heads, group, num_tiles, num_heads)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consumer, (0, descriptors, buffers, barriers, problem, lse, scale_log2,
+                (_consumer, (0, descriptors, tiles, barriers, problem, lse, scale_log2,
                              D, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O, SUM_ROUNDED)),
-                (_consumer, (1, descriptors, buffers, barriers, problem, lse, scale_log2,
+                (_consumer, (1, descriptors, tiles, barriers, problem, lse, scale_log2,
                              D, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O, SUM_ROUNDED)),
-                (_producer, (descriptors, buffers, barriers, problem, lse, scale_log2,
+                (_producer, (descriptors, tiles, barriers, problem, lse, scale_log2,
                              D, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O, SUM_ROUNDED)),
             ],
             [4, 1],
@@ -340,13 +386,13 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse, num_queries, num_keys, h
     else:
         gl.warp_specialize(
             [
-                (_consumer, (0, descriptors, buffers, barriers, problem, lse, scale_log2,
+                (_consumer, (0, descriptors, tiles, barriers, problem, lse, scale_log2,
                              D, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O, SUM_ROUNDED)),
-                (_consumer, (1, descriptors, buffers, barriers, problem, lse, scale_log2,
+                (_consumer, (1, descriptors, tiles, barriers, problem, lse, scale_log2,
                              D, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O, SUM_ROUNDED)),
-                (_consumer, (2, descriptors, buffers, barriers, problem, lse, scale_log2,
+                (_consumer, (2, descriptors, tiles, barriers, problem, lse, scale_log2,
                              D, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O, SUM_ROUNDED)),
-                (_producer, (descriptors, buffers, barriers, problem, lse, scale_log2,
+                (_producer, (descriptors, tiles, barriers, problem, lse, scale_log2,
                              D, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O, SUM_ROUNDED)),
             ],
             [4, 4, 1],

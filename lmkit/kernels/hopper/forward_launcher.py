@@ -8,11 +8,12 @@ import torch
 import triton
 
 from lmkit.kernels.hopper.devices import num_multiprocessors, selected
+from lmkit.kernels.hopper.forward_kernel import ROWS as CONSUMER_ROWS
 from lmkit.kernels.hopper.forward_kernel import forward_kernel
 from lmkit.kernels.hopper.launches import Boxes, PreparedLaunch
 from lmkit.kernels.hopper.tensors import box_strides, strides_in_order_of
 
-ROWS = 64  # query rows of a consumer
+ROWS = CONSUMER_ROWS.value
 # Registers a thread at launch, and a consumer's after it has taken the producer's share, by the number of
 # consumers
 REGISTERS = {2: (168, 240), 3: (128, 160)}

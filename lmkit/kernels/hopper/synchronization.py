@@ -7,8 +7,18 @@ numbers; 9 to 15 are ours.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 FIRST_NAMED_BARRIER = gl.constexpr(9)
+SLOT_THREADS = gl.constexpr(
+    288
+)  # that meet where a slot is given back: two consumer warp groups and the producer
+
+
+@gluon.jit
+def allocate_mbarriers(COUNT: gl.constexpr):
+    """(COUNT, 1) mbarriers in shared memory, to be initialised."""
+    return gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
 
 
 @gluon.jit
@@ -35,6 +45,24 @@ def named_barrier_arrive(barrier, num_threads: gl.constexpr):
         is_pure=False,
         pack=1,
     )
+
+
+@gluon.jit
+def await_slot(first_barrier: gl.constexpr, step, SLOTS: gl.constexpr, LATE: gl.constexpr):
+    """The producer's wait until the slot of `step` may be filled (the first round finds all of them free).
+
+    Two consumer warp groups give slots back by arriving at named barrier first_barrier + slot: that of step s in step
+    s + LATE. (LATE = 1: step 0 gives back a slot that was not used yet, so the producer waits one step earlier.)
+    """
+    if step >= SLOTS - LATE:
+        named_barrier_wait(first_barrier + step % SLOTS, SLOT_THREADS)
+
+
+@gluon.jit
+def await_last_slots(first_barrier: gl.constexpr, steps, SLOTS: gl.constexpr, LATE: gl.constexpr):
+    """The producer's waits after its last step: every arrival of the consumers finds its partner before it leaves."""
+    for i in gl.static_range(SLOTS - LATE):
+        await_slot(first_barrier, steps + i, SLOTS, LATE)
 
 
 @gluon.jit
