@@ -1,1 +1,4 @@
-"""Attention kernels: portable Triton here, Gluon for Hopper GPUs in `hopper`. No autograd: see `lmkit.attention`."""
+"""Attention kernels: portable Triton here, Gluon for Hopper GPUs in `hopper`. No autograd: see `lmkit.attention`.
+
+`adamw` is the optimizer's: see `lmkit.optim.adamw`.
+"""
