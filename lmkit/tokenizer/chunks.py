@@ -19,8 +19,9 @@ from lmkit.errors import LmkitError, UsageError
 from lmkit.tokenizer.native import is_utf8
 from lmkit.tokenizer.special_tokens import SpecialTokens
 
-CHUNK_BYTES = 1 << 20
-"""Long enough to amortise a few dozen numpy calls, short enough that the arrays of a chunk stay in cache."""
+CHUNK_BYTES = 1 << 18
+"""Long enough to amortise a few dozen numpy calls; short enough that the arrays of a chunk stay in cache, that malloc
+hands out the memory of the chunk before, and that no worker waits long for another at the end."""
 
 ErrorMode = Literal["strict", "replace"]
 

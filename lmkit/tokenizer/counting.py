@@ -37,20 +37,19 @@ def count_words(
     done_bytes = 0
 
     def chunks() -> Iterator[Chunk]:
+        nonlocal done_bytes
         for number, path in enumerate(paths):
-            yield from exact_chunks(read_blocks(path), specials, source=number)
+            for chunk in exact_chunks(read_blocks(path), specials, source=number):
+                yield chunk
+                done_bytes += chunk.num_bytes  # all but one chunk per worker are done by now
+                if progress is not None:
+                    progress("count words", done_bytes, total_bytes)
 
     def count(counter: WordCounter) -> Callable[[Chunk], None]:
         return lambda chunk: counter.add(valid_utf8(chunk, str(paths[chunk.source]), errors).data)
 
-    def report(chunk: Chunk, _: None) -> None:
-        nonlocal done_bytes
-        done_bytes += chunk.num_bytes
-        if progress is not None:
-            progress("count words", done_bytes, total_bytes)
-
     counters = [word_counter(specials) for _ in range(workers)]
-    share_out(chunks(), [count(counter) for counter in counters], report)
+    share_out(chunks(), [count(counter) for counter in counters])
     first, *others = counters
     for other in others:
         first.absorb(other)

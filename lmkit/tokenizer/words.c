@@ -8,15 +8,20 @@
  * word_counter.NumpyCounter, one word after the other. No globals, no I/O; one Encoder or Counter serves one thread.
  * native.py compiles and calls this.
  */
+#define _DEFAULT_SOURCE                         /* madvise */
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
 
 enum { OTHER, LETTER, NUMBER, SPACE };          /* pattern.CharacterClass */
 enum { NEVER = INT32_MAX };                     /* the rank of a pair that is not merged */
 enum { SHORT_WORD = 64 };                       /* bytes; beyond, merging uses a heap */
 enum { LONGEST_REMEMBERED = 1 << 12 };          /* bytes, when encoding */
 enum { FIRST_CAPACITY = 1 << 14, MOST_WORDS = 1 << 18, MOST_BYTES = 1 << 25 };
+enum { HUGE_PAGE = 1 << 21 };                   /* bytes */
 
 /* ---- special tokens */
 
@@ -273,10 +278,25 @@ static void take_slot(Table *table, int64_t number)
     table->slots[slot] = hash >> 32 << 32 | (uint64_t)(number + 1);
 }
 
+/* New memory, free()d as usual; NULL without it. What is large is asked for in huge pages: touching a table for the first
+ * time is then a dozen page faults instead of thousands, with which the threads of a process hold each other up. */
+static void *allocate(int64_t size)
+{
+    if (size < HUGE_PAGE)
+        return malloc(size);
+    size = (size + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
+    void *memory = aligned_alloc(HUGE_PAGE, size);
+#ifdef MADV_HUGEPAGE
+    if (memory)
+        madvise(memory, size, MADV_HUGEPAGE);   /* a wish: where it is refused, pages are small */
+#endif
+    return memory;
+}
+
 /* Give the table `capacity` slots, a power of two; -1 without memory. */
 static int resize(Table *table, int64_t capacity)
 {
-    uint64_t *slots = malloc(capacity * sizeof *slots);
+    uint64_t *slots = allocate(capacity * sizeof *slots);
     if (!slots)
         return -1;
     memset(slots, 0, capacity * sizeof *slots); /* not calloc: its pages are read before they are written, two faults */
@@ -306,9 +326,12 @@ static int reserve(void **data, int64_t *room, int64_t used, int64_t more, int64
     if (used + more <= *room)
         return 0;
     int64_t wanted = 2 * (used + more);
-    void *grown = realloc(*data, wanted * width);
+    void *grown = allocate(wanted * width);
     if (!grown)
         return -1;
+    if (used)
+        memcpy(grown, *data, used * width);
+    free(*data);
     *data = grown;
     *room = wanted;
     return 0;

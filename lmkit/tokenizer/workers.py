@@ -13,17 +13,22 @@ R = TypeVar("R")
 
 
 def share_out(
-    items: Iterable[T], workers: Sequence[Callable[[T], R]], finish: Callable[[T, R], None]
+    items: Iterable[T],
+    workers: Sequence[Callable[[T], R]],
+    finish: Callable[[T, R], None] | None = None,
 ) -> None:
     """Pass every item to one of the workers, and every result to `finish`, in the order of the items.
 
     Each worker has a thread, which takes the next item, works on it, and finishes it when its turn comes; one worker
     does it all in the calling thread. So `items` and `finish` are never entered by two threads at a time, and
-    one result per worker at most waits for its turn. An error anywhere ends all threads before it is raised.
+    one result per worker at most waits for its turn. Without `finish` nobody waits, and results are dropped.
+    An error anywhere ends all threads before it is raised.
     """
     if len(workers) == 1:
         for item in items:
-            finish(item, workers[0](item))
+            result = workers[0](item)
+            if finish is not None:
+                finish(item, result)
         return
     line = _Line(items, finish)
 
@@ -47,7 +52,7 @@ def share_out(
 class _Line(Generic[T, R]):
     """Items leave at the front, one at a time, and are finished in the same order."""
 
-    def __init__(self, items: Iterable[T], finish: Callable[[T, R], None]) -> None:
+    def __init__(self, items: Iterable[T], finish: Callable[[T, R], None] | None) -> None:
         self._items = enumerate(items)
         self._finish = finish
         self._taking = threading.Lock()
@@ -62,6 +67,8 @@ class _Line(Generic[T, R]):
 
     def finish(self, number: int, item: T, result: R) -> None:
         """Wait until all items before this one are finished, then finish it; do nothing once closed."""
+        if self._finish is None:
+            return
         with self._finishing:
             self._finishing.wait_for(lambda: self._closed or self._num_finished == number)
             if not self._closed:

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -21,6 +24,30 @@ def test_results_are_finished_in_order_whoever_is_slow(workers: int) -> None:
 
     share_out(range(100), [work] * workers, lambda item, result: finished.append((item, result)))
     assert finished == [(i, i * i) for i in range(100)]
+
+
+@pytest.mark.parametrize("workers", [1, 2, 8])
+def test_without_finish_every_item_is_worked_on_once(workers: int) -> None:
+    done: list[int] = []
+    share_out(range(100), [done.append] * workers)
+    assert sorted(done) == list(range(100))
+
+
+@pytest.mark.timeout(60)
+def test_without_finish_nobody_waits() -> None:
+    """The first item is held back until all others have been worked on, by the other thread alone."""
+    others = threading.Event()
+    done = []
+
+    def work(item: int) -> None:
+        if item == 0:
+            assert others.wait(60)
+        done.append(item)
+        if len(done) == 99:
+            others.set()
+
+    share_out(range(100), [work] * 2)
+    assert done == [*range(1, 100), 0]
 
 
 def test_one_worker_is_the_calling_thread() -> None:
@@ -61,6 +88,19 @@ def test_an_error_anywhere_ends_all_threads(where: str, workers: int) -> None:
 def test_threads_work_side_by_side() -> None:
     both = threading.Barrier(2, timeout=60)
     share_out(range(2), [lambda item: both.wait()] * 2, lambda item, result: None)
+
+
+def test_the_command_line_keeps_numpy_from_spinning_on_a_core_of_the_workers() -> None:
+    code = (
+        "import os, sys; from lmkit.__main__ import main; sys.argv = ['lmkit', '--version']\n"
+        "try: main()\n"
+        "except SystemExit: print(os.environ['OPENBLAS_THREAD_TIMEOUT'], 'numpy' in sys.modules)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "OPENBLAS_THREAD_TIMEOUT"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split()[-2:] == ["4", "False"]  # set, and before numpy reads it
 
 
 @pytest.mark.timeout(60)
