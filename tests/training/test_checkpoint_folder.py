@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,25 @@ def test_fault_47_a_kill_while_one_step_is_replaced_loses_neither(tmp_path: Path
     make_checkpoint(tmp_path, 1, text="new")  # the same step again
     assert "new" in (old / MODEL).read_text()
     assert [path.name for path in tmp_path.iterdir()] == [step_name(1)]
+    shutil.copytree(old, tmp_path / (step_name(1) + ".replaced"))  # killed after the second rename
+    assert [path.name for path in clean_leftovers(tmp_path)] == [step_name(1) + ".replaced"]
+    assert [path.name for path in tmp_path.iterdir()] == [step_name(1)]
+    verify(old)
+
+
+def test_what_lies_under_a_passing_name_is_in_nobodys_way(tmp_path: Path) -> None:
+    for step in (1, 2):
+        make_checkpoint(tmp_path, step)
+        for suffix in (".partial", ".replaced"):
+            shutil.copytree(tmp_path / step_name(step), tmp_path / (step_name(step) + suffix))
+    Retention(tmp_path, keep_last=1, keep_best=0).prune()
+    assert not (tmp_path / (step_name(1) + ".partial")).exists()
+    shutil.rmtree(tmp_path / (step_name(2) + ".partial"))
+    make_checkpoint(tmp_path, 2, text="new")
+    assert "new" in (tmp_path / step_name(2) / MODEL).read_text()
+    clean_leftovers(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [step_name(1), step_name(2)]
+    verify(tmp_path / step_name(1))
 
 
 def test_fault_51_all_corrupt_lists_each(tmp_path: Path) -> None:
