@@ -47,14 +47,18 @@ def steps_in(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("name", [MODEL, SHARD, STATE, MANIFEST])
-@pytest.mark.parametrize("keep", [0, 1, 0.5, -1], ids=["empty", "one byte", "half", "all but one byte"])
+@pytest.mark.parametrize(
+    "keep", [None, 0, 1, 0.5, -1], ids=["gone", "empty", "one byte", "half", "all but one byte"]
+)
 def test_fault_44_a_cut_file_falls_back_to_the_checkpoint_before(
-    name: str, keep: float, tmp_path: Path
+    name: str, keep: float | None, tmp_path: Path
 ) -> None:
     good, newest = make_checkpoint(tmp_path, 1), make_checkpoint(tmp_path, 2)
     whole = (newest / name).read_bytes()
-    cut = int(len(whole) * keep) if isinstance(keep, float) else keep
-    (newest / name).write_bytes(whole[:cut])
+    if keep is None:
+        (newest / name).unlink()
+    else:
+        (newest / name).write_bytes(whole[: int(len(whole) * keep) if isinstance(keep, float) else keep])
     choice = newest_valid(tmp_path)
     assert choice.path == good
     assert len(choice.skipped) == 1
@@ -200,6 +204,14 @@ def test_a_manifest_of_another_shape_is_damage(text: str, tmp_path: Path) -> Non
     folder = make_checkpoint(tmp_path, 1)
     (folder / MANIFEST).write_text(text)
     with pytest.raises(DamagedCheckpoint):
+        read_manifest(folder)
+
+
+def test_a_manifest_larger_than_any_is_not_read(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, 1)
+    with open(folder / MANIFEST, "r+b") as file:
+        file.truncate(1 << 40)  # a hole: reading it would take all memory there is
+    with pytest.raises(DamagedCheckpoint, match="larger than any manifest"):
         read_manifest(folder)
 
 

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import itertools
 import os
 import resource
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ import torch
 from lmkit.errors import LmkitError
 from lmkit.parallel.process_group import Ranks
 from lmkit.recipe.model import ModelConfig
+from lmkit.training import checkpoint_writer
 from lmkit.training.checkpoint_folder import MANIFEST, newest_valid, saved_steps, step_name
 from lmkit.training.checkpoint_writer import CheckpointWriter
 from lmkit.training.checkpoints import open_checkpoint
@@ -217,6 +221,19 @@ def test_an_error_in_the_background_surfaces_before_the_next_update(
 
 def _broken(self: Retention) -> list[Path]:
     raise ZeroDivisionError
+
+
+def test_the_stall_is_the_time_in_save_and_in_release_weights(tmp_path: Path, tensors, monkeypatch) -> None:
+    model, optimizer = tensors
+    writer = make_writer(tmp_path)
+    ticks = itertools.count()
+    clock = SimpleNamespace(perf_counter=lambda: float(next(ticks)), monotonic=time.monotonic)
+    monkeypatch.setattr(checkpoint_writer, "time", clock)
+    for step in (1, 2):
+        writer.save(make_state(step), model=model, optimizer=optimizer)
+        writer.release_weights()
+    writer.wait()
+    assert writer.stall_seconds == 4  # a tick in each call
 
 
 def test_reserved_memory_is_used_and_does_not_change_what_is_saved(tmp_path: Path, tensors) -> None:
