@@ -12,8 +12,8 @@ if sys.path and os.path.abspath(sys.path[0] or os.curdir) == _PACKAGE_FOLDER:
 
 def main() -> None:
     """Run the command line and exit with its code."""
-    # The threads of numpy's OpenBLAS wait for work by spinning, a tenth of a second from the import on, on a core that
-    # the tokenizer's threads need. Set before numpy is imported: after 2**4 ticks of the clock they sleep.
+    # The threads of numpy's OpenBLAS wait for work by spinning, a tenth of a second from the import on, on a core
+    # that the tokenizer's threads need. Set before numpy is imported: after 2**4 ticks of the clock they sleep.
     os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
     from lmkit.cli.app import run_command_line
 
