@@ -192,6 +192,8 @@ class CheckpointWriter:
             rng.append(RngState.model_validate(part["rng"]))
             if part["entry"] is not None:
                 entries[shard_name(rank, shards)] = FileEntry(*part["entry"])
+            post.forget("part", rank)
+        post.forget("folder", 0)  # whoever had to see it has sent its part since
         complete = state.model_copy(update={"rng": tuple(rng)})
         entries[STATE] = write_text(partial / STATE, complete.model_dump_json(indent=1) + "\n")
         write_manifest(partial, entries)
@@ -278,7 +280,12 @@ class _HostCopies:
 
 
 class _Post:
-    """Small JSON messages between the writer threads of all ranks, about the checkpoint of one step."""
+    """Small JSON messages between the writer threads of all ranks, about the checkpoint of one step.
+
+    A part is 7 kB, the state of a rank's random generator: messages that were read are forgotten, or a store that
+    outlives many checkpoints would fill the memory. (The file in which the ranks of `--nproc` meet is a log that only
+    grows; it goes when they end.)
+    """
 
     def __init__(self, ranks: Ranks, step: int, abandoned: threading.Event) -> None:
         self._ranks = ranks
@@ -302,6 +309,11 @@ class _Post:
                     hint="look for that rank's own error; earlier checkpoints are intact",
                 )
         return json.loads(self._ranks.store.get(key))
+
+    def forget(self, topic: str, sender: int) -> None:
+        """Take a message that everybody has read out of the store."""
+        if self._ranks.store is not None:
+            self._ranks.store.delete_key(self._key(topic, sender))
 
     def _key(self, topic: str, sender: int) -> str:
         return f"checkpoint/{self._step}/{topic}/{sender}"

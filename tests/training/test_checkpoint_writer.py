@@ -246,3 +246,18 @@ def test_reserved_memory_is_used_and_does_not_change_what_is_saved(tmp_path: Pat
     writer.wait()
     assert {name: buffer.data_ptr() for name, buffer in writer._copies._buffers.items()} == reserved
     assert torch.equal(open_checkpoint(tmp_path / step_name(1)).model_tensors()["w"], model["w"])
+
+
+def test_ranks_leave_no_messages_in_their_store(tmp_path: Path, tensors) -> None:
+    model, optimizer = tensors
+    store = torch.distributed.HashStore()
+    ranks = [Ranks(rank=rank, world_size=2, store=store, timeout_s=60) for rank in (0, 1)]
+    writers = [CheckpointWriter(tmp_path, r, Retention(tmp_path, keep_last=9, keep_best=0)) for r in ranks]
+    for step in (1, 2, 3):
+        for writer in writers:
+            state = make_state(step, world_size=2, optimizer_shards=2)
+            writer.save(state, model=model, optimizer=optimizer)
+        for writer in writers:
+            writer.wait()
+        assert len(open_checkpoint(tmp_path / step_name(step)).state.rng) == 2
+        assert store.num_keys() == 0
