@@ -165,7 +165,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _update_in_one_pass(self, updates: list[Update], scalars: Scalars) -> None:
         """The same by one launch of a kernel."""
-        from lmkit.kernels.adamw import AdamWLaunch
+        from lmkit.kernels.adamw import AdamWLaunch  # Triton is imported, and needed, only here
 
         columns = _columns(updates)
         which = tuple(map(id, columns[0]))  # parameters live as long as their optimizer

@@ -509,6 +509,30 @@ def check_zero1_bf16_unused(ranks: Ranks) -> None:
     assert_same_on_all_ranks(model, ranks)
 
 
+def check_zero1_bf16_wire(ranks: Ranks) -> None:
+    """fp32 weights, gradients that travel as bf16: our AdamW reads them so, PyTorch's gets them cast."""
+    after = []
+    for make in (our_adamw, adamw):
+        model = seeded_model(0, ranks, torch.float32)
+        sync = Zero1(ranks, SyncOptions(bucket_mb=0.0003, wire_dtype="bf16"))
+        sync.attach(model)
+        optimizer = sync.build_optimizer(make, groups_of(model))
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        for step in range(5):
+            torch.manual_seed(10 * step + ranks.rank)
+            feed(sync, parameters, [torch.randn(p.shape).to(p) for p in parameters])
+            sync.clip_gradients(1.0)
+            expected = torch.bfloat16 if make is our_adamw else torch.float32
+            assert {bucket.master.grad.dtype for bucket in sync._buckets} == {expected}
+            optimizer.step()
+            optimizer.zero_grad()
+        sync.wait_for_weights()
+        assert_same_on_all_ranks(model, ranks)
+        after.append(model)
+    assert_close_models(*after, 1e-6)  # as the two optimizers agree on one device
+    assert not torch.equal(after[0].shift, seeded_model(0, ranks, torch.float32).shift)
+
+
 def check_zero1_resumes(ranks: Ranks, weights: str, make: Callable) -> None:
     """3 + 2 steps from saved state are the 5 steps, bit for bit, weights and masters."""
     options = SyncOptions(bucket_mb=0.0003, weights=weights)
@@ -650,6 +674,7 @@ CHECKS: dict[str, Callable[[Ranks], None]] = {
         for name, make in (("AdamW", adamw), ("our AdamW", our_adamw))
     },
     "zero1 bf16 unused": check_zero1_bf16_unused,
+    "zero1 bf16 wire": check_zero1_bf16_wire,
     **{
         f"zero1 resumes: {weights}, {name}": partial(check_zero1_resumes, weights=weights, make=make)
         for name, make in (("AdamW", adamw), ("our AdamW", our_adamw))
