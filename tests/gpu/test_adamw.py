@@ -1,5 +1,6 @@
 """The one-pass AdamW on a GPU: the checks of the interpreter, and what only a device can show."""
 
+import copy
 import importlib
 import sys
 from pathlib import Path
@@ -74,7 +75,7 @@ def test_the_current_stream_is_obeyed(optimizer):
     params = params_of(optimizer)
     expected = [nn.Parameter(param.detach().clone()) for param in params]
     twin = checks.AdamW(expected, **checks.SETTINGS)
-    twin.load_state_dict(optimizer.state_dict())
+    twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     side = torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
