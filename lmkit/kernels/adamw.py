@@ -68,6 +68,7 @@ def update_block(
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,  # addresses are multiples of VECTOR_BYTES, and the tensor does not end in this block
 ):
+    """The formula of `AdamW` for BLOCK elements of one tensor, or as many as it has left."""
     beta1, rest1, beta2, rest2, kept, eps, rate = numbers
     left = tl.minimum(tl.load(row + 5) - start, BLOCK).to(tl.int32)
     inside = None if WHOLE else tl.arange(0, BLOCK) < left
@@ -75,6 +76,7 @@ def update_block(
     gradient = elements(row, 1, GRADIENT, start, BLOCK, WHOLE)
     mean = elements(row, 2, WEIGHT, start, BLOCK, WHOLE)
     square = elements(row, 3, WEIGHT, start, BLOCK, WHOLE)
+    copy = None if COPY is None else elements(row, 4, COPY, start, BLOCK, WHOLE)
     g = tl.load(gradient, mask=inside).to(tl.float32) * factor
     m = tl.load(mean, mask=inside).to(tl.float32)
     v = tl.load(square, mask=inside).to(tl.float32)
@@ -86,7 +88,7 @@ def update_block(
     tl.store(square, v.to(WEIGHT), mask=inside)
     tl.store(weight, w.to(WEIGHT), mask=inside)
     if COPY is not None:
-        tl.store(elements(row, 4, COPY, start, BLOCK, WHOLE), w.to(COPY), mask=inside)
+        tl.store(copy, w.to(COPY), mask=inside)
 
 
 @triton.jit

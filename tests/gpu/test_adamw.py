@@ -35,9 +35,8 @@ def params_of(optimizer):
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Synchronization debug mode:UserWarning"
-)  # it is a prototype, PyTorch says
+# The mode is a prototype, PyTorch says.
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_a_step_never_waits_for_the_gpu(optimizer):
     """Not when gradients have moved and the table is sent again, either; and not with a clipping factor."""
     from lmkit.optim.clipping import clip_for, gradient_norm
