@@ -55,13 +55,12 @@ def label_log2_ticks(axes: Axes, values: Sequence[float]) -> None:
 
 
 def set_log_y(axes: Axes, values: Sequence[float]) -> None:
-    """A log axis with enough numbers on it: every decade, and within one or so also 2 and 5, as 20 or 5,000."""
+    """A log axis with enough numbers on it: within a decade or so also at 2 and 5, as 20 or 5,000."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axes.set_yscale("log")
     positive = [value for value in values if value > 0]
     if not positive or max(positive) > 50 * min(positive):
-        axes.yaxis.set_major_locator(LogLocator(numticks=20))
         return
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     write_numbers_out(axes)
