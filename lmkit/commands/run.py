@@ -113,21 +113,23 @@ def run(
 def plan(recipe: Recipe, *, from_stage: str | None, skip_data: bool, force: bool) -> RunPlan:
     """Say which stages `run` would do, touching nothing."""
     pipeline = Pipeline(recipe, progress=lambda stage, done, total: None)
+    check_stage(from_stage)
+    if skip_data:
+        pipeline.check_data(force=force, from_stage=from_stage)
     redo = False
     stages = {}
     for stage in STAGES:
         trusted = skip_data and stage in DATA_STAGES
-        redo = redo or force or stage == check_stage(from_stage)
+        redo = redo or force or stage == from_stage
         redo = redo or not (trusted or pipeline.is_finished(stage))
         stages[stage] = "would run" if redo else "up to date"
     return RunPlan(str(pipeline.folder), stages)
 
 
-def check_stage(stage: str | None) -> str | None:
+def check_stage(stage: str | None) -> None:
     """Refuse a stage that does not exist."""
     if stage is not None and stage not in STAGES:
         raise UsageError(f"--from: {stage!r} is not a stage", hint="stages: " + ", ".join(STAGES))
-    return stage
 
 
 class Pipeline:
@@ -172,6 +174,8 @@ class Pipeline:
     def open(self, *, force: bool, from_stage: str | None, skip_data: bool) -> None:
         """Make the run folder, or check that the one that is there belongs to this recipe."""
         check_stage(from_stage)
+        if skip_data:
+            self.check_data(force=force, from_stage=from_stage)
         with self._lock():
             if force:
                 self._clear()
@@ -182,13 +186,18 @@ class Pipeline:
             if from_stage is not None:
                 for stage in STAGES[STAGES.index(from_stage) :]:
                     self.record.forget(stage)
-            if skip_data:
-                for stage in DATA_STAGES:
-                    if not self.record.made(stage):
-                        raise UsageError(
-                            f"--skip-data: {self.folder} has no finished {stage} stage",
-                            hint="run once without --skip-data",
-                        )
+
+    def check_data(self, *, force: bool, from_stage: str | None) -> None:
+        """Refuse --skip-data where there is nothing to take, before anything is made or deleted."""
+        if force or from_stage in DATA_STAGES:
+            other = "--force deletes" if force else f"--from {from_stage} makes again"
+            raise UsageError(f"--skip-data: {other} the data that it takes", hint="leave one of them out")
+        for stage in DATA_STAGES:
+            if not self.record.made(stage):
+                raise UsageError(
+                    f"--skip-data: {self.folder} has no finished {stage} stage",
+                    hint="run once without --skip-data",
+                )
 
     def _lock(self) -> FolderLock:
         return FolderLock(self.folder)

@@ -47,7 +47,7 @@ class ModelConfig(Table):
         if self.num_heads % self.kv_heads:
             raise ValueError(f"num_heads {self.num_heads} is not divisible by num_kv_heads {self.kv_heads}")
         if self.head_dim % 2:
-            raise ValueError(f"head_dim d_model / num_heads = {self.head_dim} is odd: RoPE rotates pairs")
+            raise ValueError(f"d_model / num_heads = {self.head_dim} is odd, and RoPE rotates pairs")
         return self
 
     @property

@@ -1,0 +1,56 @@
+"""What `lmkit run` refuses, it refuses before anything is made or deleted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmkit.commands import run as command
+from lmkit.errors import UsageError
+from lmkit.recipe.load import load_recipe
+from lmkit.recipe.schema import Recipe
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    return load_recipe("quickstart", [f'run.folder="{tmp_path}"'])
+
+
+def made_by_hand(recipe: Recipe) -> Path:
+    """A run folder whose data stages are done, with a file of theirs."""
+    run = command.Pipeline(recipe, progress=lambda *_: None)
+    tokens = run.folder / "tokens" / "train.npy"
+    tokens.parent.mkdir(parents=True)
+    tokens.write_bytes(b"tokens")
+    for stage in command.DATA_STAGES:
+        run.record.finish(stage, run.keys[stage], {"train": [tokens]})
+    return tokens
+
+
+def nothing_else(**changes: Any) -> dict[str, Any]:
+    return {"from_stage": None, "skip_data": True, "force": False} | changes
+
+
+def test_skip_data_without_data_makes_no_folder(recipe: Recipe) -> None:
+    for refuse in (command.plan, lambda *a, **b: command.run(*a, **b, progress=lambda *_: None)):
+        with pytest.raises(UsageError, match="no finished corpus stage"):
+            refuse(recipe, **nothing_else())
+    assert not recipe.run.path.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"), [({"force": True}, "--force deletes"), ({"from_stage": "encode"}, "--from encode")]
+)
+def test_skip_data_and_what_would_remove_the_data_exclude_each_other(
+    recipe: Recipe, change: dict[str, Any], says: str
+) -> None:
+    tokens = made_by_hand(recipe)
+    before = (recipe.run.path / "stages.json").read_bytes()
+    for refuse in (command.plan, lambda *a, **b: command.run(*a, **b, progress=lambda *_: None)):
+        with pytest.raises(UsageError, match=f"--skip-data: {says}"):
+            refuse(recipe, **nothing_else(**change))
+    assert tokens.read_bytes() == b"tokens"
+    assert (recipe.run.path / "stages.json").read_bytes() == before
+    assert command.plan(recipe, **nothing_else()).stages["encode"] == "up to date"
