@@ -1,4 +1,4 @@
-"""Hardware barriers and votes that Gluon has no function for, as inline PTX.
+"""Barriers between partitions: named barriers and votes, for which Gluon has no function, as inline PTX.
 
 Named barriers (`bar.sync` waits, `bar.arrive` only announces) hand a token from one warp group to another
 without the partition-wide barrier that Triton puts around `mbarrier.arrive`. Triton itself uses the lower
@@ -10,9 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 FIRST_NAMED_BARRIER = gl.constexpr(9)
-SLOT_THREADS = gl.constexpr(
-    288
-)  # that meet where a slot is given back: two consumer warp groups and the producer
+SLOT_THREADS = gl.constexpr(288)  # two consumer warp groups, which give a slot back, and the producer
 
 
 @gluon.jit
@@ -24,21 +22,19 @@ def allocate_mbarriers(COUNT: gl.constexpr):
 @gluon.jit
 def named_barrier_wait(barrier, num_threads: gl.constexpr):
     """Waits until `num_threads` threads (the caller's own included) have reached this barrier."""
-    gl.inline_asm_elementwise(
-        f"bar.sync $1, {num_threads}; mov.b32 $0, 0;",
-        "=r,r",
-        [gl.to_tensor(barrier)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    _named_barrier("bar.sync", barrier, num_threads)
 
 
 @gluon.jit
 def named_barrier_arrive(barrier, num_threads: gl.constexpr):
     """Counts the caller's threads in and goes on at once."""
+    _named_barrier("bar.arrive", barrier, num_threads)
+
+
+@gluon.jit
+def _named_barrier(instruction: gl.constexpr, barrier, num_threads: gl.constexpr):
     gl.inline_asm_elementwise(
-        f"bar.arrive $1, {num_threads}; mov.b32 $0, 0;",
+        f"{instruction} $1, {num_threads}; mov.b32 $0, 0;",
         "=r,r",
         [gl.to_tensor(barrier)],
         dtype=gl.int32,
@@ -80,8 +76,7 @@ def declare_vote(name: gl.constexpr):
 
 @gluon.jit
 def any_exceeds(values, limit: gl.constexpr, barrier: gl.constexpr, name: gl.constexpr):
-    """1 for the whole warp group where one element of `values` is above `limit` (a PTX number) or NaN, else
-    0.
+    """1 for the whole warp group where one element of `values` is above `limit` (a PTX number) or NaN, else 0.
 
     One barrier that votes (`barrier.red`), where Triton would reduce the tensor through shared memory and
     two barriers. Each of the 128 threads must hold exactly two elements.
