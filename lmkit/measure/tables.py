@@ -91,23 +91,24 @@ def _escape(text: str) -> str:
 
 
 def terminal_table(rows: Sequence[Row], columns: Sequence[Column], *, width: int = TERMINAL_WIDTH) -> str:
-    """Aligned text of at most `width` characters: where that is too little, headers and text are cut with an
-    ellipsis, the widest first; numbers never, which may make it wider."""
+    """Aligned text of at most `width` characters: where that is too little, headers are cut with an ellipsis, then
+    text, the widest first; numbers never, which may make it wider."""
     cells = [[column.header for column in columns]] + [
         [column.text(row) for column in columns] for row in rows
     ]
     right = [_is_numeric(rows, column) for column in columns]
     widths = [max(len(line[index]) for line in cells) for index in range(len(columns))]
-    least = [
-        max([4, *(len(line[index]) for line in cells[1:] if is_number)])
-        for index, is_number in enumerate(right)
-    ]
     gap = 2
-    while sum(widths) + gap * (len(columns) - 1) > width:
-        cuttable = [index for index in range(len(columns)) if widths[index] > least[index]]
-        if not cuttable:
-            break
-        widths[max(cuttable, key=lambda index: widths[index])] -= 1
+    room = width - gap * (len(columns) - 1)
+    content = [max((len(line[index]) for line in cells[1:]), default=0) for index in range(len(columns))]
+    _shrink(
+        widths, [max(8, longest) for longest in content], room
+    )  # headers first, while they can be guessed
+    _shrink(
+        widths,
+        [max(4, longest) if number else 4 for longest, number in zip(content, right, strict=True)],
+        room,
+    )
 
     def line_of(texts: Sequence[str]) -> str:
         parts = []
@@ -118,6 +119,15 @@ def terminal_table(rows: Sequence[Row], columns: Sequence[Column], *, width: int
 
     rule = (" " * gap).join("-" * cell_width for cell_width in widths)
     return "\n".join([line_of(cells[0]), rule, *(line_of(line) for line in cells[1:])]) + "\n"
+
+
+def _shrink(widths: list[int], least: Sequence[int], room: int) -> None:
+    """Take from the widest until the sum fits, from none below its least."""
+    while sum(widths) > room:
+        wider = [index for index in range(len(widths)) if widths[index] > least[index]]
+        if not wider:
+            return
+        widths[max(wider, key=lambda index: widths[index])] -= 1
 
 
 def _is_numeric(rows: Sequence[Row], column: Column) -> bool:

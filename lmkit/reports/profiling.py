@@ -57,7 +57,7 @@ def write_up(found: Sequence[Results], place: Place) -> str | None:
             [
                 *((_place(results), model_report.findings(results.rows)) for results in models),
                 *((_place(results), lm_matrix_report.findings(results.rows)) for results in matrices),
-                *((_place(results), [" ".join(trace_findings(results.rows[0])[1:3])]) for results in traces),
+                *((_place(results), [_headline(results.rows[0])]) for results in traces),
                 *((_place(results), [memory_finding(results.rows)]) for results in _fullest(memories)),
             ]
         ),
@@ -203,6 +203,12 @@ def _memory(memories: Sequence[Results], place: Place) -> list[str]:
             parts += full_table(results, place, "memory_report.md")
         parts += pictures(results, place, "memory_timeline")
     return parts
+
+
+def _headline(summary: dict[str, Any]) -> str:
+    """Launches and who waits for whom; of a recording that knows neither, how long it took."""
+    said = [finding for finding in trace_findings(summary) if not finding.startswith("Caution")]
+    return " ".join(said[1:3] or said)
 
 
 def _fullest(memories: Sequence[Results]) -> list[Results]:

@@ -61,6 +61,13 @@ def test_terminal_is_never_too_wide():
     assert lines[2].endswith("12345.68")  # numbers are never cut
 
 
+def test_headers_are_cut_before_text_is():
+    columns = [Column("name", "name"), Column("n", "a header of many words", ".1f")]
+    head, _, line = terminal_table([{"name": "vectorized", "n": 1.5}], columns, width=24).splitlines()
+    assert line.split() == ["vectorized", "1.5"]
+    assert head.split() == ["name", "a", "header", "o…"]
+
+
 def test_where_only_numbers_are_left_headers_are_cut_and_no_number():
     columns = [Column(f"n{i}", "quite a long header", ".1f") for i in range(4)]
     head, _, line = terminal_table([{f"n{i}": 12345.6 for i in range(4)}], columns, width=40).splitlines()
