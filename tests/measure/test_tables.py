@@ -65,7 +65,7 @@ def test_headers_are_cut_before_text_is():
     columns = [Column("name", "name"), Column("n", "a header of many words", ".1f")]
     head, _, line = terminal_table([{"name": "vectorized", "n": 1.5}], columns, width=24).splitlines()
     assert line.split() == ["vectorized", "1.5"]
-    assert head.split() == ["name", "a", "header", "o…"]
+    assert head == "name        a header of…"
 
 
 def test_where_only_numbers_are_left_headers_are_cut_and_no_number():
