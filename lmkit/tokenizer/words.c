@@ -20,7 +20,8 @@ enum { OTHER, LETTER, NUMBER, SPACE };          /* pattern.CharacterClass */
 enum { NEVER = INT32_MAX };                     /* the rank of a pair that is not merged */
 enum { SHORT_WORD = 64 };                       /* bytes; beyond, merging uses a heap */
 enum { LONGEST_REMEMBERED = 1 << 12 };          /* bytes, when encoding */
-enum { FIRST_CAPACITY = 1 << 14, MOST_WORDS = 1 << 18, MOST_BYTES = 1 << 25 };
+enum { FIRST_CAPACITY = 1 << 14 };              /* slots */
+enum { MOST_WORDS = 250000, MOST_BYTES = 1 << 25 };  /* when encoding; with 2^18 words the tables would double */
 enum { HUGE_PAGE = 1 << 21 };                   /* bytes */
 
 /* ---- special tokens */
@@ -497,6 +498,10 @@ static int64_t merge_word(const Encoder *encoder, const uint8_t *word, int64_t s
 static int64_t encode_new_word(Encoder *encoder, const uint64_t key[2], const uint8_t *word, int64_t size, int32_t *out)
 {
     Word *added;
+    if (encoder->known.num_words == MOST_WORDS || encoder->num_tokens + encoder->known.text_size > MOST_BYTES) {
+        clear(&encoder->known);
+        encoder->num_tokens = 0;
+    }
     int64_t count = merge_word(encoder, word, size, out);
     if (count < 0 || reserve((void **)&encoder->tokens, &encoder->token_room, encoder->num_tokens, count, sizeof *out)
         || !(added = add_word(&encoder->known, key, word, size)))
@@ -572,11 +577,6 @@ int64_t lmkit_encode(Encoder *encoder, const uint8_t *data, int64_t size, const 
     const uint8_t *p = data, *end = data + size;
     int32_t *const begin = out;
     const Specials specials = specials_from(packed_specials, packed_size);
-    Table *known = &encoder->known;
-    if (known->num_words > MOST_WORDS || encoder->num_tokens + known->text_size > MOST_BYTES) {
-        clear(known);
-        encoder->num_tokens = 0;
-    }
     while (p < end) {
         Span special = next_special(&specials, p, end);
         for (const uint8_t *after; p < special.begin; p = after) {

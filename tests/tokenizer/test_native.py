@@ -75,6 +75,17 @@ def test_words_with_equal_hashes_are_told_apart(code: ctypes.CDLL, trained: Toke
     assert trained.decode_bytes(encoder.encode(text, NO_SPECIALS).tolist()) == text
 
 
+def test_more_words_than_an_encoder_remembers(code: ctypes.CDLL, trained: Tokenizer) -> None:
+    """It forgets them all in the middle of a text; encoders that see few words each say what is right."""
+    thirds = [b"".join(b" %d" % i for i in range(start, start + 100_000)) for start in (0, 100_000, 200_000)]
+    encoder = native.NativeEncoder(code, trained.merge_table)
+    expected = np.concatenate(
+        [native.NativeEncoder(code, trained.merge_table).encode(third, trained.specials) for third in thirds]
+    )
+    for _ in range(2):
+        np.testing.assert_array_equal(encoder.encode(b"".join(thirds), trained.specials), expected)
+
+
 def test_encoders_in_threads_do_not_meet(code: ctypes.CDLL, trained: Tokenizer, real_text: str) -> None:
     data = real_text.encode()
 
