@@ -15,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from lmkit.kernels.launching import count_tiles, selected
-from lmkit.optim.adamw import Scalars
 
 BLOCK = 2048  # elements per program
 WARPS = 8
@@ -119,7 +118,7 @@ class AdamWLaunch:
         means: Sequence[Tensor],
         squares: Sequence[Tensor],
         copies: Sequence[Tensor],
-        scalars: Scalars,
+        scalars: tuple[float, float, float, float, float],
         factor: Tensor | None,
     ) -> None:
         """Update on the current stream of the tensors' device.
@@ -127,6 +126,7 @@ class AdamWLaunch:
         Args:
             params, grads, means, squares: contiguous; every list of one dtype of TYPES, the moments' the parameters'.
             copies: get the new parameters in their own dtype; as many as `params`, or none.
+            scalars: beta1, beta2, kept, eps and rate, as `lmkit.optim.adamw.Scalars` explains them.
             factor: multiplies every gradient; a float32 scalar on the device.
 
         Raises:
