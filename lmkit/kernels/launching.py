@@ -16,6 +16,7 @@ if INTERPRETED:
     let_scalars_index()
 
 
+@cache  # asked for in every launch
 def head_parts(head_dim: int, split: bool) -> tuple[int, int]:
     """(main, rest): the powers of two that a head is held in; rest = 0 if it is one part.
 
