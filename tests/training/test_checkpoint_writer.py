@@ -242,6 +242,7 @@ def test_reserved_memory_is_used_and_does_not_change_what_is_saved(tmp_path: Pat
     writer.reserve(make_state(0), model=model, optimizer=optimizer)
     writer.wait()
     reserved = {name: buffer.data_ptr() for name, buffer in writer._copies._buffers.items()}
+    assert set(reserved) == {"model/w", "optimizer/w.exp_avg", "optimizer/w.step"}
     writer.save(make_state(1), model=model, optimizer=optimizer)
     writer.wait()
     assert {name: buffer.data_ptr() for name, buffer in writer._copies._buffers.items()} == reserved

@@ -426,6 +426,11 @@ def test_fault_54_two_ranks_resume_bit_for_bit(
     assert fleet.train(parts, **options) == [0, 0], fleet.said()
     left, right = newest(tiny(chosen, "run.name=whole")), newest(tiny(chosen, "run.name=parts"))
     assert left.state.optimizer_shards == (2 if strategy == "zero1" else 1)
+    shards = [
+        f"optimizer-0000{i}-of-0000{left.state.optimizer_shards}" for i in range(left.state.optimizer_shards)
+    ]
+    tensors = {path.stem for path in left.path.glob("*.safetensors")}
+    assert tensors == {"model", *shards}  # each written by one rank
     assert left.state.rng == right.state.rng
     assert len(set(left.state.rng)) == 2  # each rank has its own
     assert_same_tensors(left, right)

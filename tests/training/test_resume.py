@@ -225,3 +225,5 @@ def test_resume_from_a_named_checkpoint(tiny: Tiny) -> None:
     assert_same_state(newest(recipe), newest(branch))
     with pytest.raises(UsageError, match="not a checkpoint folder"):
         train_here(tiny("run.name=x", 'checkpoint.resume="nowhere"'))
+    last = recipe.run.path / "checkpoints" / step_name(10)
+    assert train_here(tiny("train.steps=11", f'checkpoint.resume="{last}"')).resumed_from == 10
