@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import resource
@@ -262,3 +263,29 @@ def test_ranks_leave_no_messages_in_their_store(tmp_path: Path, tensors) -> None
             writer.wait()
         assert len(open_checkpoint(tmp_path / step_name(step)).state.rng) == 2
         assert store.num_keys() == 0
+
+
+def test_fault_48_a_rank_whose_disk_is_full_is_named_by_the_first(
+    tmp_path: Path, tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = tensors
+    store = torch.distributed.HashStore()
+    ranks = [Ranks(rank=rank, world_size=2, store=store, timeout_s=60) for rank in (0, 1)]
+    writers = [CheckpointWriter(tmp_path, r, Retention(tmp_path, keep_last=9, keep_best=0)) for r in ranks]
+    original, full = checkpoint_writer.write_tensors, step_name(2) + ".partial"
+
+    def write_tensors(path: Path, part: dict[str, torch.Tensor]) -> object:
+        if path.parent.name == full and "00001-of" in path.name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return original(path, part)
+
+    monkeypatch.setattr(checkpoint_writer, "write_tensors", write_tensors)
+    for step in (1, 2):
+        for writer in writers:
+            writer.save(make_state(step, world_size=2, optimizer_shards=2), model=model, optimizer=optimizer)
+    with pytest.raises(LmkitError, match="rank 1 cannot save its part: no space left on device"):
+        writers[0].wait()
+    with pytest.raises(LmkitError, match="step-00000002: cannot be saved: no space left on device"):
+        writers[1].wait()
+    assert [path.name for path in tmp_path.iterdir()] == [step_name(1)]
+    assert newest_valid(tmp_path).path == tmp_path / step_name(1)
