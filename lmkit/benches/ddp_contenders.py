@@ -155,8 +155,11 @@ def contender(name: str, case: DdpCase, ranks: Ranks) -> Contender:
     return Contender(case, ranks, build_strategy(strategy, ranks, options), make, weights=options.weights)
 
 
-def parse_name(name: str) -> tuple[str, str, SyncOptions]:
+def parse_name(name: str, bench: str = "ddp") -> tuple[str, str, SyncOptions]:
     """(strategy, the words after it, options) of a contender.
+
+    Args:
+        bench: the command whose recipe table names it, for the error.
 
     Raises:
         UsageError: no such contender.
@@ -170,7 +173,7 @@ def parse_name(name: str) -> tuple[str, str, SyncOptions]:
     if strategy not in STRATEGIES or read is None or (read.weights == "bf16" and strategy != "zero1"):
         known = (*SOLO, *STRATEGIES, *(f"torch_ddp {variant}" for variant in TORCH_VARIANTS))
         raise UsageError(
-            f"contenders: there is no {name!r}",
+            f"bench.{bench}.contenders: there is no {name!r}",
             hint=f"{', '.join(known)}; or with options: bucketed 100 MB, zero1 bf16, flat bf16 wire",
         )
     return strategy, detail, read

@@ -257,7 +257,7 @@ def optimizer_result(rows: Rows, updates: Rows, ranks: Ranks) -> BenchResult:
             title=f"Optimizer state on each of {ranks.world_size} ranks",
             x_label="contender",
             y_label="MB (10^6 bytes)",
-            spec=",.0f",
+            spec=",.1f",
         ),
     }
     files |= row_files("adamw_update_results", updates)

@@ -35,7 +35,7 @@ def optimizer_rows(
     and synchronisation (before the step), and after the step.
     """
     for name in names:
-        parse_name(name)
+        parse_name(name, "optimizer")
     rows = []
     for name in names:
         release_memory(ranks.device)

@@ -193,10 +193,10 @@ def _parse(path: Path) -> dict[str, Any]:
         content = json.loads(_read(path))
     except json.JSONDecodeError as error:
         raise LmkitError(f"{path}: not JSON (byte {error.pos} or so)", hint=_DAMAGED) from error
-    except (RecursionError, ValueError) as error:  # a ValueError: a number of thousands of digits
-        raise LmkitError(
-            f"{path}: nested too deeply for a tokenizer, or a number too long", hint=_DAMAGED
-        ) from error
+    except RecursionError as error:
+        raise LmkitError(f"{path}: nested too deeply for a tokenizer", hint=_DAMAGED) from error
+    except ValueError as error:  # Python reads no number of thousands of digits
+        raise LmkitError(f"{path}: a number is too long", hint=_DAMAGED) from error
     if not isinstance(content, dict):
         raise LmkitError(f"{path}: not a JSON object", hint=_DAMAGED)
     return content

@@ -143,8 +143,11 @@ def test_out_of_memory_is_a_row(monkeypatch):
 )
 def test_unknown_contenders_are_refused_before_anything_runs(name):
     case = DdpCase("tiny", None, rows=1)  # type: ignore[arg-type]
-    for rows in (ddp.ddp_rows, partial(optimizer.optimizer_rows, rounds=1)):
-        with pytest.raises(UsageError, match="contenders: there is no") as refused:
+    for bench, rows in {
+        "ddp": ddp.ddp_rows,
+        "optimizer": partial(optimizer.optimizer_rows, rounds=1),
+    }.items():
+        with pytest.raises(UsageError, match=rf"^bench\.{bench}\.contenders: there is no") as refused:
             rows(case, ranks=Ranks(), names=("one rank", name))
         assert "bucketed 100 MB" in refused.value.hint
 
