@@ -232,8 +232,10 @@ class Pipeline:
                 self.record.begin(stage, key)
                 outputs = getattr(self, f"_{stage}")()
         else:
-            fresh = not self.record.begun(stage, key)
-            self.record.begin(stage, key)
+            # `lmkit train` may have taken the run further since: what is resumed is for the checkpoint to say.
+            before = self.keys[STAGES[STAGES.index(stage) - 1]]
+            fresh = not self.record.begun(stage, before)
+            self.record.begin(stage, key, before)
             outputs = self._train(fresh=fresh) if stage == "train" else getattr(self, f"_{stage}")()
         self.record.finish(stage, key, outputs)
         seconds = time.perf_counter() - started
@@ -278,7 +280,7 @@ class Pipeline:
         return outputs
 
     def _train(self, *, fresh: bool) -> dict[str, list[Path]]:
-        if fresh:  # checkpoints of other data or another recipe must not be resumed from
+        if fresh:  # checkpoints of other data must not be resumed from
             for name in ("checkpoints", "metrics.jsonl"):
                 path = self.folder / name
                 if path.is_dir():

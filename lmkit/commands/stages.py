@@ -91,19 +91,24 @@ class StageRecord:
         """True where the stage was completed at some time, up to date or not."""
         return self._entries.get(stage, {}).get("done") is True
 
-    def begun(self, stage: str, key: str) -> bool:
-        """True where an earlier, interrupted attempt at the same work can be taken up."""
-        return self._entries.get(stage, {}).get("key") == key
+    def begun(self, stage: str, before: str) -> bool:
+        """True where an earlier attempt, finished or not, started from the same results of the stage before.
 
-    def begin(self, stage: str, key: str) -> None:
+        Args:
+            before: the key of the stage before.
+        """
+        return self._entries.get(stage, {}).get("before") == before
+
+    def begin(self, stage: str, key: str, before: str = "") -> None:
         """Note that work on a stage starts."""
-        self._entries[stage] = {"key": key, "done": False}
+        self._entries[stage] = {"key": key, "before": before, "done": False}
         self._save()
 
     def finish(self, stage: str, key: str, outputs: dict[str, list[Path]]) -> None:
         """Note that a stage is complete, and what it made."""
         files = {role: [str(path) for path in paths] for role, paths in outputs.items()}
-        self._entries[stage] = {"key": key, "done": True, "outputs": files}
+        before = self._entries.get(stage, {}).get("before", "")
+        self._entries[stage] = {"key": key, "before": before, "done": True, "outputs": files}
         self._save()
 
     def forget(self, stage: str) -> None:

@@ -109,6 +109,25 @@ def test_text_becomes_a_story_and_a_second_run_recomputes_nothing(
     assert losses(run) == earlier
 
 
+def test_what_train_added_to_a_run_is_kept(lmkit: Lmkit, recipe: Path, tmp_path: Path) -> None:
+    assert lmkit("run", recipe).returncode == 0
+    assert lmkit("train", recipe, "--steps", "30").returncode == 0
+    run = tmp_path / "artifacts" / "runs" / "tiny"
+    longer = losses(run)
+    result = lmkit("run", run / "recipe.toml", "--json")
+    assert result.returncode == 0, result.stderr
+    summary = json.loads(result.stdout)
+    assert summary["steps"] == 30
+    assert [stage for stage, state in summary["stages"].items() if state != "up to date"] == [
+        "train",  # has nothing to do
+        "evaluate",
+        "generate",
+    ]
+    assert losses(run) == longer
+    assert len(longer) == 30
+    assert (run / "checkpoints" / "step-00000030").exists()
+
+
 def test_two_fresh_runs_have_identical_losses(lmkit: Lmkit, recipe: Path, tmp_path: Path) -> None:
     curves = []
     for name in ("one", "two"):
