@@ -14,7 +14,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands to the root."""
     app.command(epilog="Example: lmkit env --json")(env)
     app.command(epilog="Example: lmkit compare before/ after/")(compare)
-    app.command(epilog="Examples: lmkit report; lmkit report artifacts/benches --output write_ups")(report)
+    app.command(epilog="Examples: lmkit report; lmkit report artifacts/profiles --output write_ups")(report)
     app.command(epilog="Examples: lmkit verify artifacts/runs/quickstart; lmkit verify resume quickstart")(
         verify
     )
@@ -46,7 +46,7 @@ def compare(
 def report(
     folder: Annotated[
         Path, typer.Argument(help="Where the results of benches and profiles lie, at any depth.")
-    ] = Path("artifacts"),
+    ] = Path("artifacts/benches"),
     output: Annotated[
         Path | None,
         typer.Option(help="Folder of the write-ups.  [default: FOLDER/reports]", show_default=False),
@@ -60,7 +60,7 @@ def report(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Make the write-ups again from measured rows. Profiling, attention, data parallelism, optimizer sharding."""
+    """Make write-ups from measured rows. Profiling, attention, data parallelism, optimizer sharding."""
     from lmkit.commands import report as command
 
     show(command.run(folder, output, check=check), as_json=as_json)

@@ -64,9 +64,10 @@ def run(folder: Path, output: Path | None, *, check: bool = False) -> Reported:
         elif not path.is_file() or path.read_text("utf-8") != text:
             stale.append(str(path))
     if stale:
+        elsewhere = "" if output is None else f" --output {output}"
         raise LmkitError(
             f"{', '.join(stale)}: does not say what the rows below {folder} say",
-            hint=f"lmkit report {folder} writes it again",
+            hint=f"lmkit report {folder}{elsewhere} writes it again",
         )
     sources = tuple(results.path.as_posix() for results in found)
     return Reported(str(folder), sources, tuple(written), tuple(missing))

@@ -26,6 +26,8 @@ _FIELDS: tuple[tuple[Kind, frozenset[str]], ...] = (
     ("profile", frozenset({"engine", "window", "ranges", "top_kernels"})),
 )
 
+_GET_SOME = "or run a bench: lmkit bench attention bench_attention_cpu"
+
 
 @dataclass(frozen=True)
 class Results:
@@ -67,11 +69,11 @@ def find_results(folder: Path) -> list[Results]:
         LmkitError: a file is not JSON lines.
     """
     if not folder.is_dir():
-        raise UsageError(f"{folder}: is not a folder", hint="name the folder that holds results of benches")
+        raise UsageError(f"{folder}: is not a folder", hint=f"name one that holds results, {_GET_SOME}")
     found = [results for path in _files(folder) for results in _read(path, folder)]
     if not found:
         raise UsageError(
-            f"{folder}: holds no results of a bench or a profile", hint="for example: lmkit bench attention"
+            f"{folder}: holds no results of a bench or a profile", hint=f"name another, {_GET_SOME}"
         )
     return found
 

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from lmkit.cli.app import run_command_line
 from lmkit.commands.report import run
 from lmkit.errors import LmkitError, UsageError
+from lmkit.recipe.load import load_recipe
 from lmkit.reports.results import find_results
 
 ENVIRONMENT = {
@@ -249,10 +251,25 @@ def test_attention_on_other_data_is_named(tmp_path: Path) -> None:
     assert ["sink" in line for line in cases] == [False, True]
 
 
-def test_committed_write_ups_say_what_the_committed_rows_say(tmp_path: Path) -> None:
-    own = shutil.ignore_patterns("runs", "benches", "profiles", "data")  # of whoever works here, not in git
-    shutil.copytree(Path(__file__).resolve().parents[2] / "artifacts", tmp_path / "artifacts", ignore=own)
-    run(tmp_path / "artifacts", None, check=True)
+def test_committed_write_ups_say_what_the_committed_rows_say() -> None:
+    """`lmkit report artifacts/h200 --output artifacts/reports` writes them again."""
+    committed = Path(__file__).resolve().parents[2] / "artifacts"
+    run(committed / "h200", committed / "reports", check=True)
+
+
+def test_by_default_the_rows_that_benches_write_and_nothing_committed(
+    artifacts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "project"
+    store(root / "artifacts" / "h200", "sweep.jsonl", [attention_row("sdpa", 128)])
+    own = load_recipe("bench_attention_cpu").run.folder.parent / "benches"
+    shutil.copytree(artifacts / "ddp", root / own / "mine")
+    monkeypatch.chdir(root)
+    assert run_command_line(["report"]) == 0
+    assert {path.relative_to(root).as_posix() for path in root.rglob("*.md")} == {
+        "artifacts/benches/reports/data_parallelism.md",
+        "artifacts/benches/reports/optimizer_sharding.md",
+    }
 
 
 def test_optimizer_sharding_states_memory_and_speed(artifacts: Path) -> None:
@@ -339,6 +356,9 @@ def test_check_passes_until_a_row_changes(artifacts: Path) -> None:
     (artifacts / "ddp" / "ladder.jsonl").write_text(rows.replace('"step_ms": 11.0', '"step_ms": 11.5'))
     with pytest.raises(LmkitError, match=r"data_parallelism\.md.*does not say what the rows"):
         run(artifacts, None, check=True)
+    with pytest.raises(LmkitError) as stale:
+        run(artifacts, artifacts / "reports", check=True)
+    assert stale.value.hint == f"lmkit report {artifacts} --output {artifacts / 'reports'} writes it again"
     assert "11.00 |" in text_of(artifacts, "data_parallelism.md"), "checking writes nothing"
 
 
