@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lmkit.benches.ddp import release_memory
 from lmkit.benches.ddp_clock import SteadyStateClock
+from lmkit.measure.memory import release_memory
 from lmkit.measure.statistics import spread
 from lmkit.measure.timing import time_variants
 from lmkit.parallel.agreement import agree

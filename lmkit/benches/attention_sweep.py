@@ -7,8 +7,6 @@ long or is wrong becomes a row that says so.
 
 from __future__ import annotations
 
-import gc
-import re
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,7 +31,7 @@ from lmkit.benches.attention_variants import (
 )
 from lmkit.errors import UsageError
 from lmkit.measure.limits import Limits
-from lmkit.measure.memory import GB, available_memory, track_peak
+from lmkit.measure.memory import GB, available_memory, is_out_of_memory, release_memory, track_peak
 from lmkit.measure.timing import Timing
 
 Rows = list[dict[str, Any]]
@@ -72,7 +70,7 @@ class Sweep:
             if self._options.backward and case.part != "grid":
                 too_large = {row["kernel"] for row in rows if row["status"] == "out of memory"}
                 rows += self._measure_directions(case, (*kernels, *backward_only), gradients, too_large)
-        _release_memory(self._options.device)
+        release_memory(self._options.device)
         return rows
 
     def _measure_directions(
@@ -164,7 +162,7 @@ class Sweep:
                 del left[largest]
                 message = f"in turns with {len(left)} others: {str(error).split('. ')[0]}"
                 rows[direction, largest] |= {"status": "out of memory", "detail": message}
-            _release_memory(self._options.device)
+            release_memory(self._options.device)
         return {}
 
     def _check_and_weigh(
@@ -282,7 +280,7 @@ class Sweep:
                 if not is_out_of_memory(error):
                     raise
                 too_long = length
-            _release_memory(options.device)
+            release_memory(options.device)
         return {
             **asdict(Case("memory limit", str(fits), fits, fits, options.head_dim)),
             "direction": "forward",
@@ -293,14 +291,6 @@ class Sweep:
             "detail": f"{too_long} tokens do not",
             "peak_gb": peak_gb or None,
         }
-
-
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Also where not the allocator ran out but the driver, which needs some for every kernel that it loads: torch,
-    its compiler and Triton each word that in their own way."""
-    return isinstance(error, torch.OutOfMemoryError) or bool(
-        re.search(r"CUDA\b.*: out of memory", str(error).partition("\n")[0])
-    )
 
 
 def _shared_fields(options: AttentionOptions) -> dict[str, Any]:
@@ -335,9 +325,3 @@ def _timed_run(
     if device.startswith("cuda"):
         torch.cuda.synchronize()
     return results, time.perf_counter() - began
-
-
-def _release_memory(device: str) -> None:
-    gc.collect()
-    if device.startswith("cuda"):
-        torch.cuda.empty_cache()

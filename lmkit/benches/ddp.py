@@ -10,7 +10,6 @@ Definitions, all per round and then summarised by medians with a 95% interval ov
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ import torch.distributed as dist
 
 from lmkit.benches.ddp_clock import SteadyStateClock, without_garbage_collection
 from lmkit.benches.ddp_contenders import SOLO, Contender, DdpCase, baseline_of, contender, parse_name
+from lmkit.measure.memory import release_memory
 from lmkit.measure.statistics import median, paired_ratio, spread
 from lmkit.measure.timing import time_variants
 from lmkit.parallel.agreement import agree
@@ -244,10 +244,3 @@ def _from_first_rank(facts: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     carrier: list[Any] = [facts]
     dist.broadcast_object_list(carrier, src=0, device=torch.device("cpu"))
     return carrier[0]
-
-
-def release_memory(device: torch.device) -> None:
-    """Give freed blocks back, so that the next case starts from an empty pool."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

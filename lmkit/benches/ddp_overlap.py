@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from lmkit.benches.ddp import release_memory
 from lmkit.benches.ddp_contenders import DdpCase, contender
+from lmkit.measure.memory import release_memory
 from lmkit.measure.plots import timeline
 from lmkit.parallel.agreement import agree
 from lmkit.parallel.process_group import Ranks

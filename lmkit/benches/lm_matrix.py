@@ -27,7 +27,6 @@ from lmkit.benches.lm_matrix_cells import (
     BYTE_VOCABULARY,
     CellOutOfMemory,
     LmMatrixOptions,
-    release_memory,
     train_kernel,
 )
 from lmkit.benches.lm_matrix_report import COLUMNS, report_files
@@ -36,6 +35,7 @@ from lmkit.data.token_files import open_tokens
 from lmkit.errors import UsageError
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.limits import Limits, measure_limits, model_flops_utilization
+from lmkit.measure.memory import release_memory
 from lmkit.measure.results import BenchResult
 from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.process_group import Ranks, process_group
@@ -129,7 +129,7 @@ def _run_rank(options: LmMatrixOptions, progress: Progress | None, journal: Jour
             missing = [strategy for strategy in options.strategies if (kernel, strategy) not in known]
             rows = train_kernel(kernel, missing, options, tokens, ranks, journal) if missing else []
             torch.compiler.reset()
-            release_memory(ranks)
+            release_memory(ranks.device)
             if limits is not None:
                 for row in rows:
                     row |= _utilization(row, options, ranks, limits)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from lmkit.benches.journal import Journal
 from lmkit.benches.training_step import TrainingStep
 from lmkit.data.batches import TokenBatches
 from lmkit.errors import LmkitError, UsageError
-from lmkit.measure.memory import GB, track_peak
+from lmkit.measure.memory import GB, release_memory, track_peak
 from lmkit.measure.statistics import paired_ratio, spread
 from lmkit.model.accounting import count_parameters, flops_per_token
 from lmkit.parallel.failures import StepWatch
@@ -124,7 +123,7 @@ def train_kernel(
             except UsageError as error:
                 rows[strategy] |= {"status": "unsupported", "detail": error.message}
             if strategy not in trainings:
-                release_memory(ranks)
+                release_memory(ranks.device)
         order = list(trainings)
         for epoch in range(options.warmup_epochs + options.timed_epochs):
             for strategy in order:
@@ -134,7 +133,7 @@ def train_kernel(
                 except torch.OutOfMemoryError as error:
                     give_up(strategy, error)
                 if strategy not in trainings:
-                    release_memory(ranks)
+                    release_memory(ranks.device)
             order = [name for name in (*order[1:], *order[:1]) if name in trainings]  # the same on every rank
     for strategy, training in trainings.items():
         training.wait_for_weights()  # or their memory is given back only while the next kernel's is being measured
@@ -273,9 +272,3 @@ def _settle(ranks: Ranks) -> None:
 def _synchronize(ranks: Ranks) -> None:
     if ranks.device.type == "cuda":
         torch.cuda.synchronize(ranks.device)
-
-
-def release_memory(ranks: Ranks) -> None:
-    gc.collect()
-    if ranks.device.type == "cuda":
-        torch.cuda.empty_cache()

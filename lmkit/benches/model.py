@@ -6,7 +6,6 @@ on the wall clock: what a user waits for, dispatch included. What does not fit b
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -20,7 +19,7 @@ from lmkit.data.batches import RandomTokens
 from lmkit.errors import UsageError
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.limits import Limits, measure_limits, model_flops_utilization
-from lmkit.measure.memory import GB, available_memory, process_memory, track_peak
+from lmkit.measure.memory import GB, available_memory, process_memory, release_memory, track_peak
 from lmkit.measure.results import BenchResult
 from lmkit.measure.statistics import spread
 from lmkit.measure.timing import WallClock, Work, clock_for, time_variants
@@ -209,7 +208,7 @@ def _measure_model(
                 failure = rows[variant]["detail"]
             else:
                 step.optimizer.zero_grad(set_to_none=True)
-            _release_memory(options.device)
+            release_memory(options.device)
         else:
             rows[variant]["peak_gb"] = (peak.peak_bytes - before) / GB
             calls[variant] = call
@@ -217,7 +216,7 @@ def _measure_model(
         rows[variant] |= _time_fields(samples_ms, config, variant, options, limits)
     calls.clear()
     step = None
-    _release_memory(options.device)
+    release_memory(options.device)
     return list(rows.values())
 
 
@@ -245,7 +244,7 @@ def _time_in_turns(
             del calls[last]
         else:
             return {variant: timings[" ".join(variant)].samples_ms for variant in calls}
-        _release_memory(options.device)
+        release_memory(options.device)
     return {}
 
 
@@ -311,7 +310,7 @@ def _study_warmup(config: ModelConfig, size: str, warmup: int, options: ModelOpt
         return row | {"status": "out of memory", "detail": str(error).split(". ")[0]}
     finally:
         step = None  # type: ignore[assignment]
-        _release_memory(options.device)
+        release_memory(options.device)
     times = spread(samples)
     deviation = (sum((sample - times.mean) ** 2 for sample in samples) / max(1, len(samples) - 1)) ** 0.5
     return row | {
@@ -337,9 +336,3 @@ def _memory_now(device: str) -> int:
     if device.startswith("cuda"):
         return torch.cuda.memory_allocated(device)
     return process_memory().rss_bytes
-
-
-def _release_memory(device: str) -> None:
-    gc.collect()
-    if device.startswith("cuda"):
-        torch.cuda.empty_cache()

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lmkit.benches.ddp import release_memory
 from lmkit.benches.ddp_clock import SteadyStateClock, without_garbage_collection
 from lmkit.benches.ddp_contenders import Contender, DdpCase, contender, parse_name
+from lmkit.measure.memory import release_memory
 from lmkit.measure.statistics import spread
 from lmkit.measure.timing import time_variants
 from lmkit.parallel.agreement import agree

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -161,6 +163,25 @@ def _kib_fields(path: Path) -> dict[str, int]:
         if value.endswith(" kB"):
             fields[name] = int(value.split()[0])
     return fields
+
+
+def release_memory(device: torch.device | str) -> None:
+    """Give freed memory back, so that the next measurement starts from an empty pool."""
+    import torch
+
+    gc.collect()
+    if torch.device(device).type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Also where not the allocator ran out but the driver, which needs some for every kernel that it loads: torch,
+    its compiler and Triton each word that in their own way."""
+    import torch
+
+    return isinstance(error, torch.OutOfMemoryError) or bool(
+        re.search(r"CUDA\b.*: out of memory", str(error).partition("\n")[0])
+    )
 
 
 def available_memory() -> int | None:

@@ -4,7 +4,7 @@ import os
 import pytest
 import torch
 
-from lmkit.measure.memory import process_memory, process_tree_memory, track_peak
+from lmkit.measure.memory import is_out_of_memory, process_memory, process_tree_memory, track_peak
 
 MIB = 2**20
 
@@ -87,3 +87,12 @@ def test_the_tree_includes_children():
         release.set()
         child.join()
     assert during.pss_bytes - before.pss_bytes > 40 * MIB
+
+
+def test_a_driver_without_memory_counts_as_out_of_memory_and_a_lost_device_does_not():
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB"))
+    assert is_out_of_memory(torch.AcceleratorError("CUDA error: out of memory"))
+    assert is_out_of_memory(RuntimeError("Triton Error [CUDA]: out of memory"))
+    assert is_out_of_memory(RuntimeError("CUDA driver error: out of memory"))
+    assert not is_out_of_memory(torch.AcceleratorError("CUDA error: an illegal memory access"))
+    assert not is_out_of_memory(RuntimeError("out of memory"))  # somebody's words, not the device's
