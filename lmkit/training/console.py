@@ -39,9 +39,13 @@ class PlainConsole:
 
 
 class BarConsole:
-    """A bar with the newest numbers; notes and evaluations scroll above it."""
+    """A bar with the newest numbers; notes and evaluations scroll above it.
 
-    def __init__(self, total_steps: int) -> None:
+    Args:
+        first_step: where it begins: the step that a session goes on from.
+    """
+
+    def __init__(self, total_steps: int, *, first_step: int = 0) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
@@ -54,7 +58,9 @@ class BarConsole:
             console=Console(stderr=True),
             transient=True,
         )
-        self._task = self._progress.add_task("train", total=1.0, numbers="")
+        self._task = self._progress.add_task(
+            "train", total=1.0, completed=first_step / total_steps, numbers=f"step {first_step}/{total_steps}"
+        )
         self._progress.start()
 
     def record(self, record: Record) -> None:
@@ -71,9 +77,11 @@ class BarConsole:
         self._progress.stop()
 
 
-def console(total_steps: int) -> PlainConsole | BarConsole:
-    """The display that fits stderr."""
-    return PlainConsole(total_steps) if wants_plain_text(sys.stderr) else BarConsole(total_steps)
+def console(total_steps: int, *, first_step: int = 0) -> PlainConsole | BarConsole:
+    """The display that fits stderr, of a session that goes on from `first_step`."""
+    if wants_plain_text(sys.stderr):
+        return PlainConsole(total_steps)
+    return BarConsole(total_steps, first_step=first_step)
 
 
 def describe(record: Record, total_steps: int) -> str:

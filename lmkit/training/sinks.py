@@ -20,7 +20,10 @@ def open_sink(recipe: Recipe, ranks: Ranks, *, after_step: int) -> Fanout:
         return Fanout([])
     assert recipe.train is not None
     folder = recipe.run.path
-    sinks: list[Sink] = [MetricsFile(folder / METRICS, after_step=after_step), console(recipe.train.steps)]
+    sinks: list[Sink] = [
+        MetricsFile(folder / METRICS, after_step=after_step),
+        console(recipe.train.steps, first_step=after_step),
+    ]
     if recipe.wandb.enabled:
         sinks.append(WandbSink(recipe, folder))
     return Fanout(sinks)

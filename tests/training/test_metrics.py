@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import random
+import re
 import sys
 import threading
 import types
@@ -13,10 +14,13 @@ from typing import Any
 import pytest
 
 from lmkit.errors import LmkitError
+from lmkit.parallel.process_group import Ranks
+from lmkit.recipe.load import load_recipe
 from lmkit.recipe.schema import Recipe
 from lmkit.training import wandb_sink
 from lmkit.training.console import PlainConsole, console, describe, duration
 from lmkit.training.metrics import Fanout, MetricsFile, read_metrics
+from lmkit.training.sinks import open_sink
 from lmkit.training.wandb_sink import WandbSink
 
 
@@ -130,6 +134,20 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     bar.record({"kind": "valid", "step": 50, "loss": 1.0, "perplexity": 2.7, "bits_per_byte": 0.5})
     bar.close()
     assert "0.5000 bits per byte" in terminal.getvalue()
+
+
+def test_the_bar_of_a_resumed_run_begins_where_the_run_stands(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    recipe = load_recipe("quickstart", [f"run.folder={tmp_path.as_posix()}", "train.steps=100"])
+    recipe.run.path.mkdir(parents=True)
+    open_sink(recipe, Ranks(), after_step=40).close()
+    assert re.search(r"40%.* step 40/100", terminal.getvalue())
 
 
 class FakeWandb(types.ModuleType):
