@@ -16,7 +16,10 @@ from lmkit.training.loop import Moment, Parts
 from lmkit.training.optimizer_state import load_optimizer_tensors
 from lmkit.training.state import DataIdentity, TrainingState, restore_rng
 
-MUST_AGREE = ("run.seed", "model", "data.source", "data.sampling", "train.batch_size", "train.precision")
+BATCHES = ("data.source", "data.sampling")
+"""What of [data] decides which batches come. The rest of it says where files lie; they are compared by content."""
+
+MUST_AGREE = ("run.seed", "model", *BATCHES, "train.batch_size", "train.precision")
 """What a resumed run may not change: the weights would not fit, or steps would not follow from one another.
 Everything else may change (a new learning rate, more steps, other intervals, more ranks), and is reported."""
 
@@ -24,7 +27,7 @@ MAY_CHANGE_WITHIN = ("model.preset", "model.attention", "model.activation_checkp
 """Inside those tables: other ways to compute the same function."""
 
 UNREPORTED = ("run.name", "run.folder", "checkpoint", "generate", "wandb", "corpus", "tokenizer", "data")
-"""Not worth a line when they differ. The data is compared by content."""
+"""Not worth a line when they differ, `BATCHES` apart."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +90,11 @@ def check_agreement(checkpoint: Checkpoint, recipe: Recipe, data: DataIdentity |
     """
     path = checkpoint.path / STATE
     old = validate(checkpoint.state.recipe, origin=str(path))
-    changed = differences(old, recipe, ignore=UNREPORTED) + tuple(
-        line for line in differences(old, recipe) if line.startswith("data.s")
-    )
+    changed = [
+        line
+        for line in differences(old, recipe)
+        if _is_under(line, BATCHES) or not _is_under(line, UNREPORTED)
+    ]
     refused = [
         line for line in changed if _is_under(line, MUST_AGREE) and not _is_under(line, MAY_CHANGE_WITHIN)
     ]
@@ -142,7 +147,6 @@ def restore(checkpoint: Checkpoint, parts: Parts) -> Moment:
         step=state.step,
         tokens=state.tokens,
         skipped_in_a_row=state.skipped_in_a_row,
-        valid_loss=state.valid_loss,
         best_loss=state.best_loss,
     )
 
