@@ -18,6 +18,5 @@ PositiveInt = Annotated[int, Field(gt=0, le=_LARGEST)]
 Count = Annotated[int, Field(ge=0, le=_LARGEST)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
 Workers = Annotated[int, Field(ge=0, le=1024)]
 """A number of worker threads or processes; 0 means one per usable CPU."""

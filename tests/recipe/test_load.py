@@ -36,6 +36,12 @@ def test_shipped_recipes_are_valid_and_survive_a_round_trip(name: str) -> None:
     assert validate(tomli.loads(text), origin=name) == recipe
 
 
+def test_no_two_shipped_recipes_share_a_run_name() -> None:
+    """Nor, therefore, a folder of runs or of results."""
+    names = [load_recipe(name).run.name for name in shipped_recipes()]
+    assert sorted(set(names)) == sorted(names)
+
+
 def test_the_list_of_recipes_fits_a_terminal_in_whole_sentences() -> None:
     for line in str(list_recipes()).splitlines():
         assert len(line) <= TERMINAL_WIDTH
