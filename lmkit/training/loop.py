@@ -23,7 +23,7 @@ from lmkit.training.clock import Speedometer, TrainingClock
 from lmkit.training.evaluation import Evaluation, HeldOut, evaluate
 from lmkit.training.metrics import Sink, peak_memory_bytes
 from lmkit.training.optimizer_state import optimizer_tensors
-from lmkit.training.signals import StopSignals, leave
+from lmkit.training.signals import StopSignals, end_as_stopped
 from lmkit.training.state import TrainingState, capture_rng
 from lmkit.training.step import Outcome, Step
 
@@ -117,7 +117,7 @@ class Loop:
                 self.parts.writer.abandon()
         if stopped:
             self.parts.sink.note(f"stopped by a signal; step {self.moment.step} is saved")
-            leave(self._signals.received)
+            end_as_stopped(self._signals.received)
         return "finished" if self._is_over() else "stopped early"
 
     def _run_steps(self, watch: StepWatch) -> bool:
@@ -262,7 +262,7 @@ class Loop:
         with losses_named(self.parts.ranks, f"after step {self.moment.step}"):
             evaluation = self._evaluate("final", None)
         if evaluation is None:
-            leave(self._signals.received)
+            end_as_stopped(self._signals.received)
         return evaluation
 
     def _evaluate(self, kind: str, max_batches: int | None) -> Evaluation | None:

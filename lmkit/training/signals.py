@@ -38,7 +38,7 @@ class StopSignals:
         self.received = number
 
 
-def leave(received: int | None) -> None:
+def end_as_stopped(received: int | None) -> None:
     """End as a stopped process does: KeyboardInterrupt (130) after SIGINT, SystemExit(143) otherwise.
 
     Otherwise includes None: another rank got the signal.
