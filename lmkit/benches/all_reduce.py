@@ -21,6 +21,8 @@ from lmkit.parallel.process_group import Ranks
 from lmkit.parallel.reduction import Averager
 from lmkit.parallel.traffic import Traffic
 
+Progress = Callable[[str, int, int], None]
+
 MEGABYTE = 10**6
 SIZES_MB = (1, 4, 16, 25, 64, 256, 1000)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -35,6 +37,7 @@ def all_reduce_rows(
     dtypes: Sequence[str] = ("fp32", "bf16"),
     operations: Sequence[str] = OPERATIONS,
     repeats: int = 10,
+    progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
     """One row per operation, dtype and size (MB = 10^6 bytes of the whole buffer); every rank calls this.
 
@@ -43,6 +46,8 @@ def all_reduce_rows(
     rows = []
     for size_mb in sizes_mb:
         for dtype_name in dtypes:
+            if progress is not None and ranks.is_first:
+                progress("all-reduce", len(rows) // len(operations), len(sizes_mb) * len(dtypes))
             dtype = DTYPES[dtype_name]
             unit = 128 * ranks.world_size
             count = max(unit, int(size_mb * MEGABYTE) // dtype.itemsize // unit * unit)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ def ddp_rows(
     facts: dict[str, dict[str, Any]] = {}
     for number, name in enumerate(names):
         if progress is not None and ranks.is_first:
-            progress(f"{case.name}: {name}", number, len(names))
+            progress("building", number, len(names))
         built = _build_and_measure(name, case, ranks, max(3, warmup))
         if built is None:
             facts[name] = {"status": "out of memory"}
@@ -69,7 +70,7 @@ def ddp_rows(
     samples = {}
     if contenders:
         with without_garbage_collection():
-            samples = _time_together(contenders, ranks, rounds, steps_per_sample)
+            samples = _time_together(contenders, ranks, rounds, steps_per_sample, progress)
     rows = [
         {"case": case.name, "contender": name, "world_size": 1 if name in SOLO else ranks.world_size}
         | facts[name]
@@ -148,15 +149,26 @@ def _communication_alone(name: str, built: Contender | None, ranks: Ranks, repea
 
 
 def _time_together(
-    contenders: dict[str, Contender | None], ranks: Ranks, rounds: int, steps_per_sample: int
+    contenders: dict[str, Contender | None],
+    ranks: Ranks,
+    rounds: int,
+    steps_per_sample: int,
+    progress: Progress | None,
 ) -> dict[str, list[float]]:
     """Interleaved samples in ms per step, the slowest rank's of every round."""
+    samples_before = count()
+
+    def prepare() -> None:
+        if progress is not None and ranks.is_first:
+            progress("timing", next(samples_before), rounds * len(contenders))
+        agree(ranks)
+
     timings = time_variants(
         {name: (built.step if built is not None else _wait) for name, built in contenders.items()},
         device=ranks.device,
         repeats=rounds,
         warmup=0,
-        prepare={name: (lambda: agree(ranks)) for name in contenders},
+        prepare=dict.fromkeys(contenders, prepare),
         clock=SteadyStateClock(ranks.device, steps_per_sample),
     )
     slowest: dict[str, list[float]] = {}

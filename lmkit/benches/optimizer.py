@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from lmkit.parallel.agreement import agree
 from lmkit.parallel.process_group import Ranks
 from lmkit.parallel.sharded_optimizer import ShardedOptimizer
 
+Progress = Callable[[str, int, int], None]
+
 CONTENDERS = ("bucketed", "zero1", "zero1 bf16", "torch_ddp + ZeRO")
 
 
@@ -27,6 +29,7 @@ def optimizer_rows(
     names: Sequence[str] = CONTENDERS,
     rounds: int = 10,
     steps_per_sample: int = 4,
+    progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
     """One row per contender, measured one after the other in memory and together in time where they fit.
 
@@ -37,7 +40,9 @@ def optimizer_rows(
     for name in names:
         parse_name(name, "optimizer")
     rows = []
-    for name in names:
+    for number, name in enumerate(names):
+        if progress is not None and ranks.is_first:
+            progress("optimizer", number, len(names))
         release_memory(ranks.device)
         built, row = _measure_memory(name, case, ranks)
         with without_garbage_collection():

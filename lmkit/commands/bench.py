@@ -17,6 +17,7 @@ from lmkit.errors import UsageError
 from lmkit.measure.results import BenchResult
 from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.process_group import Ranks, process_group
+from lmkit.parallel.relay import relayed
 from lmkit.recipe.load import recipe_to_toml
 from lmkit.recipe.model import ModelConfig
 from lmkit.recipe.schema import Recipe, required
@@ -114,20 +115,20 @@ def ddp(recipe: Recipe, output: Path | None, nproc: int, progress: Progress) -> 
     """Gradient synchronisation: every strategy on [model]; None on ranks other than the first."""
     _table(recipe.bench.ddp, "ddp")
     _model_with_vocabulary(recipe, "bench ddp")
-    return _on_ranks(_ddp_rank, recipe, output, nproc)
+    return _on_ranks(_ddp_rank, recipe, output, nproc, progress)
 
 
 def all_reduce(recipe: Recipe, output: Path | None, nproc: int, progress: Progress) -> BenchStored | None:
     """Collectives over message sizes; None on ranks other than the first."""
     _table(recipe.bench.all_reduce, "all_reduce")
-    return _on_ranks(_all_reduce_rank, recipe, output, nproc)
+    return _on_ranks(_all_reduce_rank, recipe, output, nproc, progress)
 
 
 def optimizer(recipe: Recipe, output: Path | None, nproc: int, progress: Progress) -> BenchStored | None:
     """Plain against sharded optimizer state, on [model]; None on ranks other than the first."""
     _table(recipe.bench.optimizer, "optimizer")
     _model_with_vocabulary(recipe, "bench optimizer")
-    return _on_ranks(_optimizer_rank, recipe, output, nproc)
+    return _on_ranks(_optimizer_rank, recipe, output, nproc, progress)
 
 
 @contextmanager
@@ -153,14 +154,22 @@ def _model_with_vocabulary(recipe: Recipe, command: str) -> ModelConfig:
 
 
 def _on_ranks(
-    target: Callable[[Recipe], BenchResult | None], recipe: Recipe, output: Path | None, nproc: int
+    target: Callable[[Recipe, Progress], BenchResult | None],
+    recipe: Recipe,
+    output: Path | None,
+    nproc: int,
+    progress: Progress,
 ) -> BenchStored | None:
     """Run a bench on several ranks: those of torchrun, or `nproc` of our own."""
-    result = spawn_ranks(nproc, target, (recipe,)) if nproc > 1 else target(recipe)
+    if nproc > 1:
+        with relayed(progress) as from_ranks:
+            result = spawn_ranks(nproc, target, (recipe, from_ranks))
+    else:
+        result = target(recipe, progress)
     return None if result is None else _store(result, recipe, output)
 
 
-def _ddp_rank(recipe: Recipe) -> BenchResult | None:
+def _ddp_rank(recipe: Recipe, progress: Progress) -> BenchResult | None:
     from lmkit.benches.ddp import LADDER, RIVALS, ddp_rows
     from lmkit.benches.ddp_contenders import DdpCase
     from lmkit.benches.ddp_overlap import record_step
@@ -177,6 +186,7 @@ def _ddp_rank(recipe: Recipe) -> BenchResult | None:
             ranks,
             rounds=table.rounds,
             steps_per_sample=table.steps_per_sample,
+            progress=progress,
         )
         sweep = [f"bucketed {mb:g} MB" for mb in table.bucket_sweep_mb]
         swept = (
@@ -186,6 +196,7 @@ def _ddp_rank(recipe: Recipe) -> BenchResult | None:
                 ranks,
                 rounds=table.rounds,
                 steps_per_sample=table.steps_per_sample,
+                progress=lambda stage, done, total: progress(f"bucket sizes, {stage}", done, total),
             )
             if sweep
             else []
@@ -195,18 +206,24 @@ def _ddp_rank(recipe: Recipe) -> BenchResult | None:
         return ddp_result(rows, swept, ranks, overlap) if ranks.is_first else None
 
 
-def _all_reduce_rank(recipe: Recipe) -> BenchResult | None:
+def _all_reduce_rank(recipe: Recipe, progress: Progress) -> BenchResult | None:
     from lmkit.benches.all_reduce import all_reduce_rows
     from lmkit.benches.ddp_report import all_reduce_result
 
     table = _table(recipe.bench.all_reduce, "all_reduce")
     with _ranks(recipe) as ranks:
         _need_ranks(ranks, "bench all-reduce")
-        rows = all_reduce_rows(ranks, sizes_mb=table.sizes_mb, dtypes=table.dtypes, repeats=table.repeats)
+        rows = all_reduce_rows(
+            ranks,
+            sizes_mb=table.sizes_mb,
+            dtypes=table.dtypes,
+            repeats=table.repeats,
+            progress=progress,
+        )
         return all_reduce_result(rows, ranks) if ranks.is_first else None
 
 
-def _optimizer_rank(recipe: Recipe) -> BenchResult | None:
+def _optimizer_rank(recipe: Recipe, progress: Progress) -> BenchResult | None:
     from lmkit.benches.adamw_update import update_rows
     from lmkit.benches.ddp_contenders import DdpCase
     from lmkit.benches.ddp_report import optimizer_result
@@ -222,6 +239,7 @@ def _optimizer_rank(recipe: Recipe) -> BenchResult | None:
             names=table.contenders or CONTENDERS,
             rounds=table.rounds,
             steps_per_sample=table.steps_per_sample,
+            progress=progress,
         )
         updates = update_rows(config, ranks, rounds=table.rounds)
         return optimizer_result(rows, updates, ranks) if ranks.is_first else None

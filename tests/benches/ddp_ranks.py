@@ -32,11 +32,17 @@ NAMES = (
 def measure_all() -> dict[str, list[dict[str, Any]]]:
     torch.set_num_threads(1)
     with process_group("cpu", timeout_s=60) as ranks:
-        ladder = ddp.ddp_rows(CASE, NAMES, ranks, rounds=6, steps_per_sample=1)
+        reports: list[tuple[str, int, int]] = []
+
+        def progress(*report: Any) -> None:
+            reports.append(report)
+
+        ladder = ddp.ddp_rows(CASE, NAMES, ranks, rounds=6, steps_per_sample=1, progress=progress)
         return {
             "ladder": ladder,
             "compared": [ddp.compare(ladder, "naive", "naive")],
             "all_reduce": all_reduce_rows(ranks, sizes_mb=(0.01, 0.1), repeats=2),
-            "optimizer": optimizer_rows(CASE, ranks, rounds=2, steps_per_sample=1),
+            "optimizer": optimizer_rows(CASE, ranks, rounds=2, steps_per_sample=1, progress=progress),
+            "progress": [{"stage": stage, "done": done, "total": total} for stage, done, total in reports],
             "update": update_rows(CASE.model, ranks, rounds=6),
         }

@@ -116,6 +116,17 @@ def test_the_update_alone_is_measured_and_reported(measured):
     assert "AdamW's update alone: operations" in " ".join(result.table().split())
 
 
+def test_progress_counts_contenders_and_then_samples(measured, ladder):
+    def reported(stage):
+        return [(row["done"], row["total"]) for row in measured["progress"] if row["stage"] == stage]
+
+    contenders, samples = len(ladder), 6 * len(ladder)
+    assert reported("building") == [(number, contenders) for number in range(contenders)]
+    assert reported("timing") == [(number, samples) for number in range(samples)]
+    names = len(measured["optimizer"])
+    assert reported("optimizer") == [(number, names) for number in range(names)]
+
+
 def test_out_of_memory_is_a_row(monkeypatch):
     from lmkit.recipe.model import ModelConfig
 

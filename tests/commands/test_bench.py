@@ -34,3 +34,28 @@ def test_the_lm_matrix_is_told_what_the_run_says(monkeypatch, tmp_path):
     recipe = load_recipe("lm_matrix_cpu", ["run.threads=3", "run.deterministic=true", "run.seed=7"])
     options = bench.lm_matrix(recipe, tmp_path, 2, lambda *_: None)
     assert (options.threads, options.deterministic, options.seed, options.nproc) == (3, True, 7, 2)
+
+
+@pytest.mark.parametrize("name", ["ddp", "all_reduce", "optimizer"])
+def test_benches_on_ranks_are_told_where_to_report(monkeypatch, tmp_path, name):
+    reports = []
+
+    def rows(*_, progress, **__):
+        progress("half", 1, 2)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "_need_ranks", lambda ranks, command: None)
+    monkeypatch.setattr(f"lmkit.benches.{name}.{name}_rows", rows)
+    with pytest.raises(KeyboardInterrupt):
+        getattr(bench, name)(
+            load_recipe("bench_ddp_cpu"), tmp_path, 1, lambda *report: reports.append(report)
+        )
+    assert reports == [("half", 1, 2)]
+
+
+def test_what_the_first_rank_reports_is_shown_by_the_process_that_started_it(tmp_path):
+    reports = []
+    sizes = ["bench.all_reduce.sizes_mb=[0.01, 0.02]", "bench.all_reduce.dtypes=['fp32']"]
+    recipe = load_recipe("bench_ddp_cpu", [*sizes, "bench.all_reduce.repeats=1"])
+    bench.all_reduce(recipe, tmp_path, 2, lambda *report: reports.append(report))
+    assert reports == [("all-reduce", 0, 2), ("all-reduce", 1, 2)]
