@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from lmkit.benches.ddp_contenders import DdpCase, contender
+from lmkit.measure.intervals import clip, overlap, total, union
 from lmkit.measure.memory import release_memory
 from lmkit.measure.plots import timeline
 from lmkit.parallel.agreement import agree
@@ -36,16 +37,12 @@ class StepTimeline:
     @property
     def communication_ms(self) -> float:
         """How long a collective was running."""
-        return sum(end - start for start, end in self.communication)
+        return total(self.communication)
 
     @property
     def beside_compute_ms(self) -> float:
         """How much of that while another kernel was running too."""
-        return sum(
-            max(0.0, min(end, other_end) - max(start, other_start))
-            for start, end in self.communication
-            for other_start, other_end in self.compute
-        )
+        return overlap(self.communication, self.compute)
 
 
 def record_step(name: str, case: DdpCase, ranks: Ranks) -> StepTimeline | None:
@@ -90,11 +87,10 @@ def read_step(events: Sequence[dict[str, Any]], steps: int) -> StepTimeline | No
     begin, finish = (max(end for _, end in collectives[: n * per_step]) for n in (1, 2))
 
     def inside(communicates: bool) -> list[Interval]:
-        return _joined(
-            ((max(start, begin) - begin) / 1e3, (min(end, finish) - begin) / 1e3)
-            for kind, start, end in spans
-            if kind is communicates and end > begin and start < finish
-        )
+        of_kind = [(start, end) for kind, start, end in spans if kind is communicates]
+        return [
+            ((start - begin) / 1e3, (end - begin) / 1e3) for start, end in union(clip(of_kind, begin, finish))
+        ]
 
     return StepTimeline(compute=inside(False), communication=inside(True))
 
@@ -107,14 +103,3 @@ def overlap_picture(step: StepTimeline, name: str) -> bytes:
         f"{step.beside_compute_ms:.2f} of them beside compute",
         x_label="ms on the GPU",
     )
-
-
-def _joined(intervals: Iterable[Interval]) -> list[Interval]:
-    """In order, without overlaps among themselves."""
-    joined: list[Interval] = []
-    for start, end in sorted(intervals):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
-        else:
-            joined.append((start, end))
-    return joined

@@ -56,7 +56,7 @@ def track_peak(device: torch.device | str = "cpu") -> Iterator[PeakMemory]:
         try:
             yield peak
         finally:
-            peak.peak_bytes = torch.cuda.max_memory_allocated(device)
+            peak.peak_bytes = peak_memory(device)
         return
     _return_freed_pages()
     was_reset = _reset_peak_rss()
@@ -66,6 +66,13 @@ def track_peak(device: torch.device | str = "cpu") -> Iterator[PeakMemory]:
         yield peak
     finally:
         peak.peak_bytes = _peak_rss()
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most in use at any moment so far: of the CUDA allocator on a GPU, else of the process (RSS)."""
+    import torch
+
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _peak_rss()
 
 
 def _return_freed_pages() -> None:

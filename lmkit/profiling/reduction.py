@@ -6,9 +6,10 @@ import bisect
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
+from lmkit.measure.intervals import clip, overlap, total
 from lmkit.measure.statistics import median
 from lmkit.profiling.summary import NamedTime, RangeSummary, Summary
-from lmkit.profiling.trace import Call, DeviceWork, Interval, Range, Trace, clip, overlap, total
+from lmkit.profiling.trace import Call, DeviceWork, Interval, Range, Trace
 
 # Backward's kernels are launched by the autograd engine's own thread, and a step contains a backward: these ranges
 # own what any thread of their process launches while they are open. All others own their thread's launches only.
@@ -72,7 +73,7 @@ def summarize(trace: Trace, *, skip_steps: int = 1) -> Summary:
         communication_overlap_share=overlapped,
         ranges=tuple(per_range),
         top_kernels=_top((item.name, item.end - item.start) for item in work or ()),
-        top_ops=_top_ops(trace.ops),
+        top_ops=_largest(trace.ops),
         warnings=(
             *trace.notes,
             *_warnings(trace, window if lost else ""),
@@ -212,10 +213,6 @@ def _top(pairs: Iterable[tuple[str, int]]) -> tuple[NamedTime, ...]:
     for name, duration in pairs:
         spent[name].append(duration)
     return _largest({name: (len(durations), sum(durations)) for name, durations in spent.items()})
-
-
-def _top_ops(ops: dict[str, tuple[int, int]]) -> tuple[NamedTime, ...]:
-    return _largest(ops)
 
 
 def _largest(spent: dict[str, tuple[int, int]]) -> tuple[NamedTime, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 Interval = tuple[int, int]
@@ -81,30 +81,3 @@ class Trace:
     ops: dict[str, tuple[int, int]] = field(default_factory=dict)
     undisturbed_ms: float | None = None
     notes: tuple[str, ...] = ()
-
-
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Disjoint sorted intervals that cover the same time."""
-    merged: list[Interval] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def total(intervals: Iterable[Interval]) -> int:
-    """Length of the union."""
-    return sum(end - start for start, end in union(intervals))
-
-
-def overlap(some: Iterable[Interval], others: Iterable[Interval]) -> int:
-    """Length of the time that both cover: |A| + |B| - |A or B|."""
-    some, others = union(some), union(others)
-    return total(some) + total(others) - total([*some, *others])
-
-
-def clip(intervals: Iterable[Interval], start: int, end: int) -> list[Interval]:
-    """The parts inside [start, end]."""
-    return [(max(a, start), min(b, end)) for a, b in intervals if a < end and b > start]

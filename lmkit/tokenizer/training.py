@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from lmkit.errors import UsageError
+from lmkit.measure.environment import usable_cpus
 from lmkit.tokenizer.chunks import ErrorMode
 from lmkit.tokenizer.counting import Progress, count_words
 from lmkit.tokenizer.merging import MAX_VOCABULARY, NUM_BYTES, learn_merges
@@ -68,11 +68,6 @@ def train_tokenizer(
             "the corpus has no more pairs to merge: the vocabulary is %d, not %d", reached, vocab_size
         )
     return _tokenizer(merges, special_tokens)
-
-
-def usable_cpus() -> int:
-    """CPUs this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _check(vocab_size: int, special_tokens: tuple[str, ...]) -> None:

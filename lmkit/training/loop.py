@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from lmkit.data.batches import BatchSource
 from lmkit.errors import LmkitError
+from lmkit.measure.memory import peak_memory
 from lmkit.measure.ranges import range_
 from lmkit.model.transformer import TransformerLM
 from lmkit.parallel.failures import StepWatch, losses_named
@@ -21,7 +22,7 @@ from lmkit.training.checkpoint_writer import CheckpointWriter
 from lmkit.training.checkpoints import model_weights
 from lmkit.training.clock import Speedometer, TrainingClock
 from lmkit.training.evaluation import Evaluation, HeldOut, evaluate
-from lmkit.training.metrics import Sink, peak_memory_bytes
+from lmkit.training.metrics import Sink
 from lmkit.training.optimizer_state import optimizer_tensors
 from lmkit.training.signals import StopSignals, end_as_stopped
 from lmkit.training.state import TrainingState, capture_rng
@@ -244,7 +245,7 @@ class Loop:
                 "tokens": moment.tokens,
                 "tokens_per_second": speed,
                 "mfu": share,
-                "memory_bytes": peak_memory_bytes(parts.ranks.device),
+                "memory_bytes": peak_memory(parts.ranks.device),
                 "seconds": parts.clock.seconds,
                 "progress": self._progress(),
                 "eta_seconds": steps_left if time_left is None else min(steps_left, time_left),

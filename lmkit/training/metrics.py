@@ -15,13 +15,9 @@ from __future__ import annotations
 
 import json
 import math
-import resource
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
-
-import torch
 
 from lmkit.errors import LmkitError
 from lmkit.storage import write_atomic
@@ -130,11 +126,3 @@ def _is_record(record: Any) -> bool:
         and not any(isinstance(value, dict | list) for value in record.values())
         and (record["kind"] not in _LOSSES or isinstance(record.get("loss", "missing"), float | None))
     )
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory in use so far: of the CUDA allocator on a GPU, else of the process (RSS)."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
