@@ -14,14 +14,13 @@ import torch.distributed as dist
 
 from lmkit.benches.ddp_clock import SteadyStateClock
 from lmkit.measure.memory import release_memory
+from lmkit.measure.progress import Progress
 from lmkit.measure.statistics import spread
 from lmkit.measure.timing import time_variants
 from lmkit.parallel.agreement import agree
 from lmkit.parallel.process_group import Ranks
 from lmkit.parallel.reduction import Averager
 from lmkit.parallel.traffic import Traffic
-
-Progress = Callable[[str, int, int], None]
 
 MEGABYTE = 10**6
 SIZES_MB = (1, 4, 16, 25, 64, 256, 1000)
@@ -43,7 +42,7 @@ def all_reduce_rows(
 
     Times are the slowest rank's, per round; random data.
     """
-    rows = []
+    rows: list[dict[str, Any]] = []
     for size_mb in sizes_mb:
         for dtype_name in dtypes:
             if progress is not None and ranks.is_first:

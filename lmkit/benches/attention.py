@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from lmkit.benches.attention_acceptance import run_acceptance
@@ -21,9 +21,8 @@ from lmkit.benches.journal import Journal
 from lmkit.errors import UsageError
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.limits import measure_limits
+from lmkit.measure.progress import Progress
 from lmkit.measure.results import BenchResult
-
-Progress = Callable[[str, int, int], None]
 
 
 def run_bench(

@@ -11,7 +11,7 @@ Definitions, all per round and then summarised by medians with a 95% interval ov
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
@@ -21,12 +21,11 @@ import torch.distributed as dist
 from lmkit.benches.ddp_clock import SteadyStateClock, without_garbage_collection
 from lmkit.benches.ddp_contenders import SOLO, Contender, DdpCase, baseline_of, contender, parse_name
 from lmkit.measure.memory import release_memory
+from lmkit.measure.progress import Progress
 from lmkit.measure.statistics import median, paired_ratio, spread
 from lmkit.measure.timing import time_variants
 from lmkit.parallel.agreement import agree
 from lmkit.parallel.process_group import Ranks
-
-Progress = Callable[[str, int, int], None]
 
 LADDER = ("one rank", "none", "naive", "flat", "overlap", "bucketed", "torch_ddp", "zero1")
 RIVALS = ("torch_ddp default", "torch_ddp static", "torch_ddp + ZeRO")

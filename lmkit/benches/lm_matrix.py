@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -36,6 +35,7 @@ from lmkit.errors import UsageError
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.limits import Limits, measure_limits, model_flops_utilization
 from lmkit.measure.memory import release_memory
+from lmkit.measure.progress import Progress
 from lmkit.measure.results import BenchResult
 from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.process_group import Ranks, process_group
@@ -43,7 +43,6 @@ from lmkit.parallel.strategies import STRATEGIES
 from lmkit.recipe.run import RunConfig
 from lmkit.training.numerics import numerics
 
-Progress = Callable[[str, int, int], None]
 STORY_BYTES = 500_000
 Outcome = tuple[list[dict[str, Any]], dict[str, Any]]  # rows, limits
 

@@ -6,7 +6,7 @@ on the wall clock: what a user waits for, dispatch included. What does not fit b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from lmkit.errors import UsageError
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.limits import Limits, measure_limits, model_flops_utilization
 from lmkit.measure.memory import GB, available_memory, process_memory, release_memory, track_peak
+from lmkit.measure.progress import Progress
 from lmkit.measure.results import BenchResult
 from lmkit.measure.statistics import spread
 from lmkit.measure.timing import WallClock, Work, clock_for, time_variants
@@ -33,7 +34,6 @@ from lmkit.model.sizes import preset_config
 from lmkit.parallel.process_group import Ranks
 from lmkit.recipe.model import ModelConfig
 
-Progress = Callable[[str, int, int], None]
 Variant = tuple[str, str]  # mode, precision
 STUDY_STEPS = 10
 MODES = ("forward", "fwd+bwd", "step")

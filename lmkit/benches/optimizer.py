@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,13 +11,12 @@ import torch.distributed as dist
 from lmkit.benches.ddp_clock import SteadyStateClock, without_garbage_collection
 from lmkit.benches.ddp_contenders import Contender, DdpCase, contender, parse_name
 from lmkit.measure.memory import release_memory
+from lmkit.measure.progress import Progress
 from lmkit.measure.statistics import spread
 from lmkit.measure.timing import time_variants
 from lmkit.parallel.agreement import agree
 from lmkit.parallel.process_group import Ranks
 from lmkit.parallel.sharded_optimizer import ShardedOptimizer
-
-Progress = Callable[[str, int, int], None]
 
 CONTENDERS = ("bucketed", "zero1", "zero1 bf16", "torch_ddp + ZeRO")
 

@@ -6,17 +6,11 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
+from lmkit.measure.progress import Progress
 from lmkit.measure.terminal import wants_plain_text
 
 SECONDS_BETWEEN_LINES = 10.0
-
-
-class Progress(Protocol):
-    """What long-running library functions report to: a stage's name, how much is done, and of how much."""
-
-    def __call__(self, stage: str, done: int, total: int, /) -> None: ...
 
 
 @contextmanager

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lmkit.benches.journal import Journal
+from lmkit.commands.outputs import wrote
 from lmkit.errors import UsageError
+from lmkit.measure.progress import Progress
 from lmkit.measure.results import BenchResult
 from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.process_group import Ranks, process_group
@@ -26,8 +28,6 @@ from lmkit.training.numerics import numerics
 
 log = logging.getLogger("lmkit")
 JOURNAL = "rows.jsonl.partial"
-
-Progress = Callable[[str, int, int], None]
 T = TypeVar("T")
 
 
@@ -42,7 +42,7 @@ class BenchStored:
     table: str
 
     def __str__(self) -> str:
-        return f"{self.table}\nwrote {self.folder}: {', '.join(self.files)}"
+        return f"{self.table}\n{wrote(self.folder, self.files)}"
 
 
 def attention(recipe: Recipe, output: Path | None, progress: Progress) -> BenchStored:

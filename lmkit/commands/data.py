@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -11,8 +11,8 @@ from typing import Literal
 from lmkit.commands.numbers import count, megabytes
 from lmkit.commands.outputs import refuse_existing
 from lmkit.errors import UsageError
+from lmkit.measure.progress import Progress
 
-Progress = Callable[[str, int, int], None]
 ErrorMode = Literal["strict", "replace"]
 
 PREVIEW_TOKENS = 64

@@ -9,7 +9,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from lmkit.data.corpora import prepare_corpus
 from lmkit.data.encoding import encode_corpus
 from lmkit.data.token_files import open_tokens
 from lmkit.errors import LmkitError, UsageError
+from lmkit.measure.progress import Progress
 from lmkit.recipe.differences import differences
 from lmkit.recipe.load import load_recipe, recipe_to_toml
 from lmkit.recipe.schema import Recipe, required
@@ -27,8 +28,6 @@ from lmkit.storage import FolderLock, remove_partials, write_atomic
 from lmkit.tokenizer import Tokenizer, train_tokenizer
 
 log = logging.getLogger("lmkit")
-
-Progress = Callable[[str, int, int], None]
 
 STAGES = ("corpus", "tokenizer", "encode", "train", "evaluate", "generate")
 DATA_STAGES = ("corpus", "tokenizer", "encode")
@@ -217,7 +216,7 @@ class Pipeline:
         if changed:
             raise UsageError(
                 f"{path}: this run was made by another recipe: " + "; ".join(changed),
-                hint="give the new run a name (--set run.name=...), or start over with --force",
+                hint=f"go on with its own: lmkit run {path}; or name a new run (--set run.name=...), or --force",
             )
 
     def bring_up_to_date(self, stage: str, *, trust: bool = False) -> str:

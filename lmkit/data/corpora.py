@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -12,10 +12,9 @@ from typing import BinaryIO
 from lmkit.data.download import DATASETS, download
 from lmkit.data.synth import write_stories
 from lmkit.errors import LmkitError, UsageError
+from lmkit.measure.progress import Progress
 from lmkit.recipe.corpus import CorpusConfig
 from lmkit.storage import atomic_path
-
-Progress = Callable[[str, int, int], None]
 
 END_OF_DOCUMENT = b"<|endoftext|>"
 

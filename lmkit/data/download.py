@@ -16,16 +16,15 @@ import time
 import urllib.error
 import urllib.request
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from email.message import Message
 from pathlib import Path
 from typing import IO, Any
 
 from lmkit.errors import LmkitError
+from lmkit.measure.progress import Progress
 from lmkit.storage import FolderLock, atomic_path, sha256_file, write_atomic
-
-Progress = Callable[[str, int, int], None]
 
 _BLOCK = 1 << 20
 _ATTEMPTS = 6

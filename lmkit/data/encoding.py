@@ -16,7 +16,8 @@ import numpy as np
 from lmkit.data.token_files import TokenFileWriter, TokenMeta
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.environment import usable_cpus
-from lmkit.tokenizer import END_OF_TEXT, Progress, Tokenizer
+from lmkit.measure.progress import Progress
+from lmkit.tokenizer import END_OF_TEXT, Tokenizer
 from lmkit.tokenizer.chunk_encoder import ChunkEncoder
 from lmkit.tokenizer.chunks import Chunk, ErrorMode, exact_chunks, read_blocks, valid_utf8
 from lmkit.tokenizer.workers import share_out

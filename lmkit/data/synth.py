@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from lmkit.data.stories.story import tell_story
+from lmkit.measure.progress import Progress
 from lmkit.storage import atomic_path
 
 END_OF_DOCUMENT = "<|endoftext|>\n"
-
-Progress = Callable[[str, int, int], None]
 
 _PROGRESS_EVERY = 1 << 20
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 
-Progress = Callable[[str, int, int], None]
+from lmkit.measure.progress import Progress
 
 
 @contextmanager

@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from lmkit.measure.progress import Progress
 from lmkit.tokenizer.chunks import Chunk, ErrorMode, exact_chunks, read_blocks, valid_utf8
 from lmkit.tokenizer.native import word_counter
 from lmkit.tokenizer.special_tokens import SpecialTokens
 from lmkit.tokenizer.word_counter import WordCounter, WordCounts
 from lmkit.tokenizer.workers import share_out
-
-Progress = Callable[[str, int, int], None]
-"""Called with the name of a stage, how much of it is done, and how much there is (bytes or steps)."""
 
 
 def count_words(

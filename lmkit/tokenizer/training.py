@@ -8,8 +8,9 @@ from pathlib import Path
 
 from lmkit.errors import UsageError
 from lmkit.measure.environment import usable_cpus
+from lmkit.measure.progress import Progress
 from lmkit.tokenizer.chunks import ErrorMode
-from lmkit.tokenizer.counting import Progress, count_words
+from lmkit.tokenizer.counting import count_words
 from lmkit.tokenizer.merging import MAX_VOCABULARY, NUM_BYTES, learn_merges
 from lmkit.tokenizer.special_tokens import END_OF_TEXT, SpecialTokens
 from lmkit.tokenizer.tokenizer import Tokenizer
