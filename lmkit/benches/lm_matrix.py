@@ -23,7 +23,6 @@ import torch
 from lmkit.attention import ATTENTION
 from lmkit.benches.journal import Journal
 from lmkit.benches.lm_matrix_cells import (
-    BYTE_VOCABULARY,
     CellOutOfMemory,
     LmMatrixOptions,
     train_kernel,
@@ -41,6 +40,7 @@ from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.process_group import Ranks, process_group
 from lmkit.parallel.strategies import STRATEGIES
 from lmkit.recipe.run import RunConfig
+from lmkit.recipe.vocabulary import NUM_BYTES
 from lmkit.training.numerics import numerics
 
 STORY_BYTES = 500_000
@@ -96,10 +96,10 @@ def _check(options: LmMatrixOptions) -> None:
                 raise UsageError(
                     f"bench.lm_matrix.{name}: there is no {value!r}", hint="there are: " + ", ".join(known)
                 )
-    if options.tokens is None and options.vocab_size < BYTE_VOCABULARY:
+    if options.tokens is None and options.vocab_size < NUM_BYTES:
         raise UsageError(
-            f"bench.lm_matrix.vocab_size: {options.vocab_size} is smaller than the {BYTE_VOCABULARY} byte values",
-            hint=f"give {BYTE_VOCABULARY} or more, or a token file",
+            f"bench.lm_matrix.vocab_size: {options.vocab_size} is smaller than the {NUM_BYTES} byte values",
+            hint=f"give {NUM_BYTES} or more, or a token file",
         )
 
 

@@ -22,8 +22,7 @@ from lmkit.parallel.failures import StepWatch
 from lmkit.parallel.process_group import Ranks
 from lmkit.parallel.strategies import SyncOptions
 from lmkit.recipe.model import ModelConfig
-
-BYTE_VOCABULARY = 256
+from lmkit.recipe.vocabulary import NUM_BYTES
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class LmMatrixOptions:
     d_ff: int = 192
     num_heads: int = 4
     context_length: int = 64
-    vocab_size: int = BYTE_VOCABULARY
+    vocab_size: int = NUM_BYTES
     tie_embeddings: bool = False
     compile: str = "none"
     activation_checkpointing: bool = False

@@ -14,9 +14,10 @@ from lmkit.data.synth import write_stories
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.progress import Progress
 from lmkit.recipe.corpus import CorpusConfig
+from lmkit.recipe.vocabulary import END_OF_TEXT
 from lmkit.storage import atomic_path
 
-END_OF_DOCUMENT = b"<|endoftext|>"
+END_OF_DOCUMENT = END_OF_TEXT.encode()
 
 _BLOCK = 1 << 20
 # Another stream of stories than any seed a user would give to the training part.

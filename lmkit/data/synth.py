@@ -8,9 +8,8 @@ from collections.abc import Iterator
 
 from lmkit.data.stories.story import tell_story
 from lmkit.measure.progress import Progress
+from lmkit.recipe.vocabulary import END_OF_TEXT
 from lmkit.storage import atomic_path
-
-END_OF_DOCUMENT = "<|endoftext|>\n"
 
 _PROGRESS_EVERY = 1 << 20
 
@@ -28,7 +27,7 @@ def write_stories(
     written = reported = 0
     with atomic_path(path) as partial, open(partial, "w", encoding="ascii", newline="") as file:
         for story in generate_stories(seed):
-            written += file.write(story) + file.write(END_OF_DOCUMENT)
+            written += file.write(story) + file.write(END_OF_TEXT + "\n")
             if progress is not None and (written >= reported + _PROGRESS_EVERY or written >= wanted):
                 progress("stories", min(written, wanted), wanted)
                 reported = written

@@ -8,13 +8,11 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from lmkit.recipe.table import Table, Workers
-
-END_OF_TEXT = "<|endoftext|>"
-NUM_BYTES = 256
+from lmkit.recipe.vocabulary import END_OF_TEXT, MAX_VOCABULARY, NUM_BYTES
 
 
 class TokenizerConfig(Table):
-    vocab_size: Annotated[int, Field(gt=0, le=1 << 20)] = 10_000
+    vocab_size: Annotated[int, Field(gt=0, le=MAX_VOCABULARY)] = 10_000
     """256 bytes + merges + special tokens."""
     special_tokens: tuple[str, ...] = (END_OF_TEXT,)
     """Never split, never merged across; `<|endoftext|>` ends every document."""

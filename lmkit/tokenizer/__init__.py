@@ -1,6 +1,6 @@
 """Byte-level BPE: train it, encode and decode with it, read and write its files. Free of torch."""
 
-from lmkit.tokenizer.special_tokens import END_OF_TEXT
+from lmkit.recipe.vocabulary import END_OF_TEXT
 from lmkit.tokenizer.tokenizer import Tokenizer
 from lmkit.tokenizer.training import train_tokenizer
 

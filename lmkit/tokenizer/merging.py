@@ -31,10 +31,8 @@ from typing import NamedTuple
 import numpy as np
 
 from lmkit.errors import LmkitError
+from lmkit.recipe.vocabulary import MAX_VOCABULARY, NUM_BYTES
 from lmkit.tokenizer.word_counter import WordCounts
-
-NUM_BYTES = 256
-MAX_VOCABULARY = (1 << 20) - 1
 
 _NO_TOKEN = MAX_VOCABULARY  # in separators, and in slots that a merge has emptied
 _TOKEN_BITS = 20

@@ -7,8 +7,6 @@ import struct
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-END_OF_TEXT = "<|endoftext|>"
-
 
 class Span(NamedTuple):
     """Where a special token stands in a piece of bytes: data[start:end]."""

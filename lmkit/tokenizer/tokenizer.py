@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lmkit.errors import LmkitError
+from lmkit.recipe.vocabulary import END_OF_TEXT
 from lmkit.tokenizer import files
 from lmkit.tokenizer.bpe import MergeTable
 from lmkit.tokenizer.chunk_encoder import ChunkEncoder
 from lmkit.tokenizer.chunks import CHUNK_BYTES, exact_chunks
 from lmkit.tokenizer.native import chunk_encoder, is_utf8
 from lmkit.tokenizer.pattern import split_words
-from lmkit.tokenizer.special_tokens import END_OF_TEXT, SpecialTokens
+from lmkit.tokenizer.special_tokens import SpecialTokens
 
 _STREAM_BYTES = 1 << 16
 

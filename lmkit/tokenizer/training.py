@@ -9,10 +9,11 @@ from pathlib import Path
 from lmkit.errors import UsageError
 from lmkit.measure.environment import usable_cpus
 from lmkit.measure.progress import Progress
+from lmkit.recipe.vocabulary import END_OF_TEXT, MAX_VOCABULARY, NUM_BYTES
 from lmkit.tokenizer.chunks import ErrorMode
 from lmkit.tokenizer.counting import count_words
-from lmkit.tokenizer.merging import MAX_VOCABULARY, NUM_BYTES, learn_merges
-from lmkit.tokenizer.special_tokens import END_OF_TEXT, SpecialTokens
+from lmkit.tokenizer.merging import learn_merges
+from lmkit.tokenizer.special_tokens import SpecialTokens
 from lmkit.tokenizer.tokenizer import Tokenizer
 
 _log = logging.getLogger("lmkit")

@@ -16,7 +16,7 @@ import pytest
 from lmkit.data.stories.cast import draw_facts
 from lmkit.data.stories.grammar import Grammar
 from lmkit.data.stories.story import GRAMMAR, PLOTS, PROVERB_LOOKS, tell_story
-from lmkit.data.synth import END_OF_DOCUMENT, generate_stories, write_stories
+from lmkit.data.synth import generate_stories, write_stories
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_the_size_is_reached_with_whole_stories(tmp_path):
     write_stories(tmp_path / "s", size_mb=2.5, seed=1, progress=lambda *facts: seen.append(facts))
     text = (tmp_path / "s").read_text("ascii")
     assert 2_500_000 <= len(text) < 2_500_000 + 5_000
-    assert text.endswith(END_OF_DOCUMENT)
+    assert text.endswith("<|endoftext|>\n")
     assert [stage for stage, _, _ in seen] == ["stories"] * len(seen)
     assert seen[-1] == ("stories", 2_500_000, 2_500_000)
     assert 2 <= len(seen) <= 5

@@ -1,0 +1,10 @@
+"""What every vocabulary is made of: recipes promise it, the tokenizer keeps it. (Nothing heavy is loaded here.)"""
+
+from __future__ import annotations
+
+END_OF_TEXT = "<|endoftext|>"
+"""The special token that ends every document."""
+NUM_BYTES = 256
+"""The first tokens of every vocabulary: one per byte."""
+MAX_VOCABULARY = (1 << 20) - 1
+"""The merge search packs an id into 20 bits and needs one value for "no token"."""
