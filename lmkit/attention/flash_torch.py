@@ -69,9 +69,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tupl
             scores = tile_scores(q_tile, k, rows, columns, causal, scale)  # (..., tile, key tile)
             new_largest = torch.maximum(largest, scores.amax(dim=-1, keepdim=True))
             p = torch.exp(scores - new_largest)
-            shrink = torch.exp(
-                largest - new_largest
-            )  # what was summed so far was relative to the old maximum
+            # What was summed so far was relative to the old maximum.
+            shrink = torch.exp(largest - new_largest)
             total = total * shrink + p.sum(dim=-1, keepdim=True)
             weighted = weighted * shrink + p @ v[..., columns, :].to(p.dtype)
             largest = new_largest

@@ -20,13 +20,10 @@ def vectorized(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | 
     group = heads // kv_heads if kv_heads else 1
 
     # The group's heads become further rows of one matrix: one product per key head.
-    rows = q.reshape(
-        batch, kv_heads, group * num_queries, head_dim
-    )  # (batch, kv_heads, group * num_queries, head_dim)
+    rows = q.reshape(batch, kv_heads, group * num_queries, head_dim)
     with range_("attention.scores"):
-        scores = (
-            torch.matmul(rows, k.transpose(-2, -1)) * scale
-        )  # (batch, kv_heads, group * num_queries, num_keys)
+        # (batch, kv_heads, group * num_queries, num_keys)
+        scores = torch.matmul(rows, k.transpose(-2, -1)) * scale
         if causal:
             visible = causal_mask(num_queries, num_keys, q.device)
             scores = scores.unflatten(2, (group, num_queries)).masked_fill(~visible, -math.inf).flatten(2, 3)

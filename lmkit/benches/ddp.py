@@ -94,9 +94,8 @@ def _build_and_measure(
     try:
         if on_gpu:
             torch.cuda.synchronize(ranks.device)
-            release_memory(
-                ranks.device
-            )  # or what an earlier contender left would be freed on this one's account
+            # Or what an earlier contender left would be freed on this one's account.
+            release_memory(ranks.device)
             torch.cuda.reset_peak_memory_stats(ranks.device)
             start = torch.cuda.memory_allocated(ranks.device)
         if mine:

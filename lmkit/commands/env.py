@@ -64,9 +64,8 @@ def _flash_triton(has_triton: bool, gpus: list[dict[str, Any]]) -> str:
 
     from lmkit.attention.flash_triton import hopper_refusal
 
-    probe = torch.empty(
-        1, 1, 1, 128, dtype=torch.bfloat16, device="cuda"
-    )  # a request the Hopper kernels take
+    # A request that the Hopper kernels take.
+    probe = torch.empty(1, 1, 1, 128, dtype=torch.bfloat16, device="cuda")
     reason = hopper_refusal(probe, probe, probe, True)
     return "Hopper kernels, portable for what they do not cover" if reason is None else f"portable ({reason})"
 

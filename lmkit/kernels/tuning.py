@@ -91,9 +91,8 @@ class TilingChoices:
                 continue  # does not fit this chip's shared memory or registers
         best = min(times, key=times.__getitem__, default=LAST_RESORT)
         logger.info("tuned %s: %s of %d that fit", case.name(), best, len(times))
-        write_entries(
-            path, read_entries(path) | {case.name(): asdict(best)}
-        )  # another process may have written
+        # Read again: another process may have written.
+        write_entries(path, read_entries(path) | {case.name(): asdict(best)})
         return best
 
 

@@ -101,9 +101,8 @@ def terminal_table(rows: Sequence[Row], columns: Sequence[Column], *, width: int
     gap = 2
     room = width - gap * (len(columns) - 1)
     content = [max((len(line[index]) for line in cells[1:]), default=0) for index in range(len(columns))]
-    _shrink(
-        widths, [max(8, longest) for longest in content], room
-    )  # headers first, while they can be guessed
+    # Headers first, while they can be guessed.
+    _shrink(widths, [max(8, longest) for longest in content], room)
     _shrink(
         widths,
         [max(4, longest) if number else 4 for longest, number in zip(content, right, strict=True)],

@@ -152,9 +152,8 @@ class OverlapSync(ReplicatedSync):
 
     def _gradient_norm(self) -> torch.Tensor:
         late = set(self._late_parameters())
-        norm = gradient_norm(
-            present_gradients(p for p in self.parameters if p not in late)
-        )  # while those travel
+        # While the late ones travel.
+        norm = gradient_norm(present_gradients(p for p in self.parameters if p not in late))
         if not late:
             return norm
         self._wait_for_flying()

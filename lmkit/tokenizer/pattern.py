@@ -19,9 +19,8 @@ split_words = regex.compile(PATTERN).findall
 """str -> list of words. Every character lands in exactly one word."""
 
 NUM_CODE_POINTS = 0x110000
-_FIRST_BEYOND_LETTERS = (
-    0x40000  # planes 4 to 16 hold no letters, numbers or spaces: unassigned, tags, private use
-)
+# Planes 4 to 16 hold no letters, numbers or spaces: unassigned, tags, private use.
+_FIRST_BEYOND_LETTERS = 0x40000
 
 
 class CharacterClass(IntEnum):

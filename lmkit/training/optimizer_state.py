@@ -71,13 +71,8 @@ def load_optimizer_tensors(
         else:
             whole = grouped[0] if layout is None else consolidate(_shard_states(grouped, layout, groups=0))
             _load_into_whole(optimizer, model, whole)
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        RuntimeError,
-    ) as error:  # layouts are free-form JSON
+    # Layouts are free-form JSON.
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise LmkitError(
             f"{origin}: optimizer state: {error}", hint="the checkpoint belongs to another model or optimizer"
         ) from error

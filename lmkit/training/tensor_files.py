@@ -29,9 +29,8 @@ _DTYPE_CODES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_BLOCK = (
-    1 << 24
-)  # bytes handed to write() and to the hash at a time: large enough to release the GIL for long
+# Bytes handed to write() and to the hash at a time: large enough to release the GIL for long.
+_BLOCK = 1 << 24
 
 
 @dataclass(frozen=True)

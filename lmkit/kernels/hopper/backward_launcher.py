@@ -113,9 +113,8 @@ def _prepare(
     num_query_tiles = triton.cdiv(num_queries, config.queries)
     num_key_tiles = triton.cdiv(num_keys, config.keys)
     scale_log2 = scale * math.log2(math.e)
-    shift = (
-        HALF_P_SHIFT if config.half_p and dtype == torch.bfloat16 else 0.0
-    )  # float16 dS has no range to spare
+    # float16 dS has no range to spare.
+    shift = HALF_P_SHIFT if config.half_p and dtype == torch.bfloat16 else 0.0
     unshift = 2.0**-shift
     # Without a mask all blocks are equally long: one head after the other
     together = max(1, TOKENS_TOGETHER // max(num_queries, num_keys)) if causal else 1
