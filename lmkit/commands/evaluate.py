@@ -32,8 +32,9 @@ class EvaluateResult:
     def __str__(self) -> str:
         bits = "" if self.bits_per_byte is None else f", {self.bits_per_byte:.4f} bits per byte"
         return (
-            f"{self.checkpoint} on {self.tokens_file} ({self.tokens:,} tokens): "
-            f"loss {self.loss:.4f}, perplexity {self.perplexity:.2f}{bits}"
+            f"checkpoint  {self.checkpoint}\n"
+            f"tokens      {self.tokens:,} of {self.tokens_file}\n"
+            f"result      loss {self.loss:.4f}, perplexity {self.perplexity:.2f}{bits}"
         )
 
 

@@ -1,10 +1,13 @@
-"""Explicit outputs are never overwritten by accident."""
+"""What commands write: explicit outputs are never overwritten by accident, and what was written is said."""
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 from lmkit.errors import UsageError
+from lmkit.measure.tables import TERMINAL_WIDTH
 
 
 def refuse_existing(output: Path, *, force: bool) -> None:
@@ -19,3 +22,15 @@ def refuse_existing(output: Path, *, force: bool) -> None:
         raise UsageError(f"{output}: is not a regular file", hint="name another file")
     if output.exists() and not force:
         raise UsageError(f"{output}: exists already", hint="choose another name, or replace it with --force")
+
+
+def wrote(folder: str, files: Sequence[str]) -> str:
+    """`wrote FOLDER: a, b, ...` in lines that fit a terminal; no name is broken."""
+    return textwrap.fill(
+        ", ".join(files),
+        TERMINAL_WIDTH,
+        initial_indent=f"wrote {folder}: ",
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

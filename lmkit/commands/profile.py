@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from lmkit.commands.outputs import wrote
 from lmkit.errors import LmkitError
 from lmkit.measure.environment import describe_environment
 from lmkit.parallel.process_group import process_group
@@ -28,7 +29,7 @@ class Profiled:
     text: str
 
     def __str__(self) -> str:
-        return f"{self.text}\nwrote {self.folder}: {', '.join(self.files)}"
+        return f"{self.text}\n{wrote(self.folder, self.files)}"
 
 
 class CommandFailed(LmkitError):

@@ -272,8 +272,9 @@ class TrainPlan:
     def __str__(self) -> str:
         data = "random tokens" if self.train_tokens is None else f"{self.train_tokens:,} tokens"
         return (
-            f"{self.folder}: {self.parameters:,} parameters, {self.steps:,} steps of {self.tokens_per_step:,} tokens "
-            f"from {data}, on {self.ranks} rank{'s' if self.ranks > 1 else ''}; {self.start}"
+            f"{self.folder}: {self.start}\n"
+            f"{self.parameters:,} parameters, {self.steps:,} steps of {self.tokens_per_step:,} tokens "
+            f"from {data}, on {self.ranks} rank{'s' if self.ranks > 1 else ''}"
         )
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from lmkit.commands import run as command
 from lmkit.errors import UsageError
-from lmkit.recipe.load import load_recipe
+from lmkit.recipe.load import load_recipe, recipe_to_toml
 from lmkit.recipe.schema import Recipe
 
 
@@ -31,6 +31,16 @@ def made_by_hand(recipe: Recipe) -> Path:
 
 def nothing_else(**changes: Any) -> dict[str, Any]:
     return {"from_stage": None, "skip_data": True, "force": False} | changes
+
+
+def test_a_run_that_train_took_further_is_refused_with_the_command_that_goes_on(recipe: Recipe) -> None:
+    own = recipe.run.path / "recipe.toml"
+    recipe.run.path.mkdir(parents=True)
+    longer = load_recipe("quickstart", [f'run.folder="{recipe.run.folder}"', "train.steps=1260"])
+    own.write_text(recipe_to_toml(longer))
+    with pytest.raises(UsageError, match=r"train\.steps: 1260 -> \d+$") as refused:
+        command.run(recipe, progress=lambda *_: None)
+    assert f"lmkit run {own};" in (refused.value.hint or "")
 
 
 def test_skip_data_without_data_makes_no_folder(recipe: Recipe) -> None:
