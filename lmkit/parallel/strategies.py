@@ -27,6 +27,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import nn
 
+from lmkit.errors import UsageError
 from lmkit.parallel.process_group import Ranks
 from lmkit.parallel.traffic import Traffic
 
@@ -116,10 +117,10 @@ def build_strategy(name: str, ranks: Ranks, options: SyncOptions | None = None) 
     """Make the strategy called `name` (one of STRATEGIES).
 
     Raises:
-        ValueError: no such strategy, or a `wire_dtype`/`weights` that this strategy cannot honour.
+        UsageError: no such strategy.
     """
     if name not in STRATEGIES:
-        raise ValueError(f"no strategy called {name!r}; there are {', '.join(STRATEGIES)}")
+        raise UsageError(f"no strategy is called {name!r}", hint="there are: " + ", ".join(STRATEGIES))
     module, _, attribute = STRATEGIES[name].partition(":")
     make = getattr(importlib.import_module(module), attribute)
     strategy: GradientSync = make(ranks, options or SyncOptions())

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lmkit.errors import UsageError
 from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.process_group import Ranks
 from lmkit.parallel.strategies import STRATEGIES, SyncOptions, build_strategy
@@ -99,8 +100,9 @@ def test_every_strategy_works_alone(rank_modules):
 
 
 def test_unknown_strategies_and_options_are_refused():
-    with pytest.raises(ValueError, match="no strategy called 'bucketted'; there are none, naive, flat"):
+    with pytest.raises(UsageError, match="no strategy is called 'bucketted'") as caught:
         build_strategy("bucketted", Ranks())
+    assert caught.value.hint.startswith("there are: none, naive, flat")
     with pytest.raises(ValueError, match="bucket_mb must be positive"):
         SyncOptions(bucket_mb=0)
     with pytest.raises(ValueError, match="wire_dtype must be fp32 or bf16, got 'fp8'"):
