@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from contextlib import nullcontext
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -38,6 +39,7 @@ from lmkit.measure.progress import Progress
 from lmkit.measure.results import BenchResult
 from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.process_group import Ranks, process_group
+from lmkit.parallel.relay import relayed
 from lmkit.parallel.strategies import STRATEGIES
 from lmkit.recipe.run import RunConfig
 from lmkit.recipe.vocabulary import NUM_BYTES
@@ -65,9 +67,8 @@ def run_bench(
     _check(options)
     if options.nproc > 1 and "WORLD_SIZE" not in os.environ:
         with tempfile.TemporaryDirectory(prefix="lmkit-matrix-") as folder:
-            outcome: Outcome | None = _run_own_ranks(
-                options, journal or Journal(Path(folder) / "rows.partial")
-            )
+            kept = journal or Journal(Path(folder) / "rows.partial")
+            outcome: Outcome | None = _run_own_ranks(options, progress, kept)
     else:
         outcome = _run_rank(options, progress, journal)
     if outcome is None:
@@ -103,12 +104,13 @@ def _check(options: LmMatrixOptions) -> None:
         )
 
 
-def _run_own_ranks(options: LmMatrixOptions, journal: Journal) -> Outcome:
+def _run_own_ranks(options: LmMatrixOptions, progress: Progress | None, journal: Journal) -> Outcome:
     """Start ranks until no further cell runs out of memory: at most once per cell."""
     while True:
         known = len(journal.rows())
         try:
-            return spawn_ranks(options.nproc, _run_rank, (options, None, journal))
+            with nullcontext() if progress is None else relayed(progress) as from_ranks:
+                return spawn_ranks(options.nproc, _run_rank, (options, from_ranks, journal))
         except CellOutOfMemory:
             if len(journal.rows()) == known:  # nothing learnt: it would only happen again
                 raise
@@ -124,7 +126,7 @@ def _run_rank(options: LmMatrixOptions, progress: Progress | None, journal: Jour
         known = {(row["kernel"], row["strategy"]): row for row in (journal.rows() if journal else ())}
         for done, kernel in enumerate(options.kernels):
             if progress is not None and ranks.is_first:
-                progress(f"kernel {kernel}", done, len(options.kernels))
+                progress("kernels", done, len(options.kernels))
             missing = [strategy for strategy in options.strategies if (kernel, strategy) not in known]
             rows = train_kernel(kernel, missing, options, tokens, ranks, journal) if missing else []
             torch.compiler.reset()

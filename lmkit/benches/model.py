@@ -102,7 +102,7 @@ def run_bench(
         journal.add(rows)
     for done, (size, length, how) in enumerate(models):
         if progress is not None:
-            progress(f"{size} at {length}, compile {how}", done, len(models))
+            progress("models", done, len(models))
         found = _measure_model(_config(size, length, how, options), size, options, limits, before)
         rows += found
         if journal is not None:

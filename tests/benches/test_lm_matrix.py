@@ -113,7 +113,12 @@ def test_fault_85_one_of_two_ranks_out_of_memory_is_a_row_and_the_others_complet
     journal = Journal(tmp_path / "rows.partial")
     options = {**SMALL, "kernels": ("sdpa", "reference"), "strategies": ("naive", "flat"), "nproc": 2}
     options |= {"timed_epochs": 1, "warmup_epochs": 0}
-    result = run_bench(LmMatrixOptions(**options), journal=journal)
+    reports: list[tuple[str, int, int]] = []
+    result = run_bench(
+        LmMatrixOptions(**options), progress=lambda *report: reports.append(report), journal=journal
+    )
+    # Ranks start again after the cell that did not fit.
+    assert reports == [("kernels", done, 2) for done in (0, 1, 0, 1, 2)]
     assert [(row["kernel"], row["strategy"], row["status"]) for row in result.rows] == [
         ("sdpa", "naive", "ok"),
         ("sdpa", "flat", "ok"),
