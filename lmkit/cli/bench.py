@@ -118,8 +118,8 @@ def lm_matrix(
     batch_size: Annotated[
         int | None, typer.Option(help="Sequences per step, over all ranks.", show_default=False)
     ] = None,
-    num_layers: Annotated[int | None, typer.Option(help="Of the model.", show_default=False)] = None,
-    d_model: Annotated[int | None, typer.Option(help="Of the model.", show_default=False)] = None,
+    num_layers: Annotated[int | None, typer.Option(help="Blocks of the model.", show_default=False)] = None,
+    d_model: Annotated[int | None, typer.Option(help="Width of the model.", show_default=False)] = None,
     context_length: Annotated[
         int | None, typer.Option(help="Tokens per sequence.", show_default=False)
     ] = None,

@@ -26,11 +26,27 @@ def generate(
             show_default=False,
         ),
     ] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Of each text.", show_default=False)] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy.", show_default=False)] = None,
-    top_k: Annotated[int | None, typer.Option(help="0 keeps all.", show_default=False)] = None,
-    top_p: Annotated[float | None, typer.Option(help="1 keeps all.", show_default=False)] = None,
-    seed: Annotated[int | None, typer.Option(help="Another one, another text.", show_default=False)] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(help="Tokens of each text, at most.", show_default=False)
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="How daring; 0 takes the likeliest token.", show_default=False)
+    ] = None,
+    top_k: Annotated[
+        int | None,
+        typer.Option(help="Choose among that many likeliest tokens; 0: among all.", show_default=False),
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Choose among the likeliest with that share of the probability; 1: among all.",
+            show_default=False,
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(help="Of the choice of tokens: another one, another text.", show_default=False),
+    ] = None,
     stop_at_end: Annotated[bool | None, typer.Option(help="Stop at end-of-text.", show_default=False)] = None,
     allow_special: Annotated[
         bool, typer.Option("--allow-special", help="Read special tokens in prompts as such, not as text.")
