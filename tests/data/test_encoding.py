@@ -150,8 +150,12 @@ KILLED = """
     from lmkit.data.encoding import encode_corpus
     from lmkit.tokenizer import Tokenizer
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background inherit that it is ignored
+    sent = []  # once: workers report on until the signal is dealt with, and a second one ends the cleaning up
+
     def die(stage, done, total):
-        if done > total // 2:
+        if done > total // 2 and not sent:
+            sent.append(True)
             os.kill(os.getpid(), signal.{signal})
 
     encode_corpus([Path(sys.argv[1])], Path(sys.argv[2]), Tokenizer.load(sys.argv[3]), workers=2, progress=die)
