@@ -8,10 +8,12 @@ One kernel sums dQ over the keys, the other dK and dV over the queries. Each sum
 order: no atomics, the same bits every time, for the price of computing S and dP twice (seven products, not five).
 """
 
+import torch
 from torch import Tensor
 
-from lmkit.kernels.flash_key_gradients import key_gradients
-from lmkit.kernels.flash_query_gradient import query_gradient
+from lmkit.kernels.flash_key_gradients import prepare_key_gradients
+from lmkit.kernels.flash_query_gradient import prepare_query_gradient
+from lmkit.kernels.launching import Calls, Start, empty_in_order_of
 from lmkit.kernels.tilings import Tiling
 
 
@@ -36,10 +38,46 @@ def flash_backward(
             others as there. All have stride 1 along head_dim.
         dq_tiling, dkdv_tiling: None takes those that ship or were measured for this case.
     """
-    dq, delta = query_gradient(
-        dout, q, k, v, out, lse, causal=causal, scale=scale, precision=precision, tiling=dq_tiling
+    dq, dk, dv, delta = (
+        empty_in_order_of(q),
+        empty_in_order_of(k),
+        empty_in_order_of(v),
+        torch.empty_like(lse),
     )
-    dk, dv = key_gradients(
-        dout, q, k, v, lse, delta, causal=causal, scale=scale, precision=precision, tiling=dkdv_tiling
-    )
+    options = (causal, scale, precision, dq_tiling, dkdv_tiling)
+    backward_calls((q, k, v, out, dout, lse), (delta, dq, dk, dv), options)
     return dq, dk, dv
+
+
+def prepare_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    causal: bool,
+    scale: float,
+    precision: str,
+    dq_tiling: Tiling | None,
+    dkdv_tiling: Tiling | None,
+) -> Start:
+    """What computes dq, dk and dv in calls of this kind, from the pointers of the ten tensors."""
+    options = (causal, scale, precision)
+    start_queries = prepare_query_gradient(q, k, v, out, dout, lse, delta, dq, *options, dq_tiling)
+    start_keys = prepare_key_gradients(q, k, v, dout, lse, delta, dk, dv, *options, dkdv_tiling)
+
+    def start(
+        q: int, k: int, v: int, out: int, dout: int, lse: int, delta: int, dq: int, dk: int, dv: int
+    ) -> None:
+        start_queries(q, k, v, out, dout, lse, delta, dq)
+        start_keys(q, k, v, dout, lse, delta, dk, dv)  # after the queries', which leave delta
+
+    return start
+
+
+backward_calls = Calls(prepare_backward)

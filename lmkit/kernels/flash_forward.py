@@ -25,13 +25,14 @@ import triton.language as tl
 from torch import Tensor
 
 from lmkit.kernels.launching import (
-    Launch,
+    Calls,
+    Start,
     count_tiles,
-    descriptors_reach,
     empty_in_order_of,
     head_strides,
     kernel_constants,
-    selected,
+    prepare_launch,
+    prepare_tuned,
     source,
 )
 from lmkit.kernels.query_tiles import bound_keys, locate_query_tile, visible_keys
@@ -48,7 +49,6 @@ from lmkit.kernels.tiles import (
     zeros_of_rest,
 )
 from lmkit.kernels.tilings import Tiling
-from lmkit.kernels.tuning import choose_tiling
 
 
 def flash_forward(
@@ -72,13 +72,31 @@ def flash_forward(
     Returns:
         out, strided as q, and lse: (batch, heads, num_queries) float32, log(sum(exp(score))), natural logarithm.
     """
-    batch, heads, num_queries, head_dim = q.shape
     out = empty_in_order_of(q)
-    lse = torch.empty((batch, heads, num_queries), dtype=torch.float32, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    forward_calls((q, k, v), (out, lse), (causal, scale, precision, tiling))
+    return out, lse
 
-    def launch(tiling: Tiling) -> None:
+
+def prepare_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    precision: str,
+    tiling: Tiling | None,
+) -> Start:
+    """What computes out and lse in calls of this kind, from the pointers of the five tensors."""
+    batch, heads, num_queries, head_dim = q.shape
+    kv_heads, num_keys = k.shape[1:3]
+
+    def prepare(tiling: Tiling) -> Start:
         constants = kernel_constants(head_dim, causal, precision, tiling)
-        launch_forward(
+        return prepare_launch(
+            forward_kernel,
             count_tiles(num_queries, tiling.rows) * batch * heads,
             (
                 *(source(q, tiling.rows, tiling), source(k, tiling.columns, tiling)),
@@ -86,17 +104,15 @@ def flash_forward(
             ),
             (
                 *(*head_strides(q), *head_strides(k), *head_strides(v), *head_strides(out)),
-                *(heads, heads // k.shape[1], num_queries, k.shape[2], scale * LOG2_E.value),
+                *(heads, heads // kv_heads, num_queries, num_keys, scale * LOG2_E.value),
             ),
-            constants | {"CUT": causal or k.shape[2] % tiling.columns != 0},
+            constants | {"CUT": causal or num_keys % tiling.columns != 0},
         )
 
-    with selected(q.device):
-        if tiling is None:
-            aligned = descriptors_reach(q, k, v)
-            tiling = choose_tiling("flash_forward", q, k, causal, precision, aligned, launch)
-        launch(tiling)
-    return out, lse
+    tensors, read = (q, k, v, out, lse), (q, k, v)
+    return prepare_tuned(
+        "flash_forward", prepare, tensors, read=read, causal=causal, precision=precision, tiling=tiling
+    )
 
 
 @triton.jit(do_not_specialize=["heads"])  # one compilation, however many heads
@@ -212,4 +228,4 @@ def walk_over_keys(
     return acc, acc_rest, total, largest
 
 
-launch_forward = Launch(forward_kernel)
+forward_calls = Calls(prepare_forward)

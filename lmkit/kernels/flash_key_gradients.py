@@ -19,13 +19,12 @@ import triton.language as tl
 from torch import Tensor
 
 from lmkit.kernels.launching import (
-    Launch,
+    Start,
     count_tiles,
-    descriptors_reach,
-    empty_in_order_of,
     head_strides,
     kernel_constants,
-    selected,
+    prepare_launch,
+    prepare_tuned,
     source,
 )
 from lmkit.kernels.tiles import (
@@ -40,51 +39,59 @@ from lmkit.kernels.tiles import (
     zeros_of_rest,
 )
 from lmkit.kernels.tilings import Tiling
-from lmkit.kernels.tuning import choose_tiling
 
 
-def key_gradients(
-    dout: Tensor,
+def prepare_key_gradients(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    dout: Tensor,
     lse: Tensor,
     delta: Tensor,
-    *,
+    dk: Tensor,
+    dv: Tensor,
     causal: bool,
     scale: float,
-    precision: str = "ieee",
-    tiling: Tiling | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(dk, dv), strided as k and v. delta comes from `query_gradient`; the others as of `flash_backward`."""
+    precision: str,
+    tiling: Tiling | None,
+) -> Start:
+    """What computes dk and dv in calls of this kind, from the pointers of the eight tensors."""
     batch, heads, num_queries, head_dim = q.shape
     kv_heads, num_keys = k.shape[1:3]
-    dk, dv = empty_in_order_of(k), empty_in_order_of(v)
 
-    def launch(tiling: Tiling) -> None:
+    def prepare_sums(tiling: Tiling, of_keys: bool, of_values: bool) -> Start:
         constants = kernel_constants(head_dim, causal, precision, tiling)
-        for of_keys, of_values in ((True, False), (False, True)) if tiling.apart else ((True, True),):
-            launch_dkdv(
-                count_tiles(num_keys, tiling.columns) * batch * kv_heads,
-                (
-                    *(source(q, tiling.rows, tiling), source(k, tiling.columns, tiling)),
-                    *(source(v, tiling.columns, tiling), source(dout, tiling.rows, tiling)),
-                    *(lse, delta, dk, dv),
-                ),
-                (
-                    *(*head_strides(q), *head_strides(k), *head_strides(v)),
-                    *(*head_strides(dout), *head_strides(dk), *head_strides(dv)),
-                    *(kv_heads, heads // kv_heads, num_queries, num_keys, scale, scale * LOG2_E.value),
-                ),
-                constants | {"OF_KEYS": of_keys, "OF_VALUES": of_values},
-            )
+        return prepare_launch(
+            dkdv_kernel,
+            count_tiles(num_keys, tiling.columns) * batch * kv_heads,
+            (
+                *(source(q, tiling.rows, tiling), source(k, tiling.columns, tiling)),
+                *(source(v, tiling.columns, tiling), source(dout, tiling.rows, tiling)),
+                *(lse, delta, dk, dv),
+            ),
+            (
+                *(*head_strides(q), *head_strides(k), *head_strides(v)),
+                *(*head_strides(dout), *head_strides(dk), *head_strides(dv)),
+                *(kv_heads, heads // kv_heads, num_queries, num_keys, scale, scale * LOG2_E.value),
+            ),
+            constants | {"OF_KEYS": of_keys, "OF_VALUES": of_values},
+        )
 
-    with selected(q.device):
-        if tiling is None:
-            aligned = descriptors_reach(q, k, v, dout)
-            tiling = choose_tiling("key_gradients", q, k, causal, precision, aligned, launch)
-        launch(tiling)
-    return dk, dv
+    def prepare(tiling: Tiling) -> Start:
+        if not tiling.apart:
+            return prepare_sums(tiling, True, True)
+        sum_keys, sum_values = prepare_sums(tiling, True, False), prepare_sums(tiling, False, True)
+
+        def start(*pointers: int) -> None:
+            sum_keys(*pointers)
+            sum_values(*pointers)
+
+        return start
+
+    tensors, read = (q, k, v, dout, lse, delta, dk, dv), (q, k, v, dout)
+    return prepare_tuned(
+        "key_gradients", prepare, tensors, read=read, causal=causal, precision=precision, tiling=tiling
+    )
 
 
 @triton.jit(do_not_specialize=["kv_heads"])  # one compilation, however many heads
@@ -229,6 +236,3 @@ def walk_over_queries(
             if REST > 0:
                 dk_rest = tl.dot(ds, q_rest, dk_rest, input_precision=PRECISION)
     return dk, dk_rest, dv, dv_rest
-
-
-launch_dkdv = Launch(dkdv_kernel)

@@ -13,19 +13,17 @@ dQ stays in registers, in float32; K and V stream through shared memory, `stages
 beside Q and dO (unless these are read from registers). The barriers are Triton's.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from lmkit.kernels.launching import (
-    Launch,
+    Start,
     count_tiles,
-    descriptors_reach,
-    empty_in_order_of,
     head_strides,
     kernel_constants,
-    selected,
+    prepare_launch,
+    prepare_tuned,
     source,
 )
 from lmkit.kernels.query_tiles import bound_keys, locate_query_tile, visible_keys
@@ -41,31 +39,30 @@ from lmkit.kernels.tiles import (
     zeros_of_rest,
 )
 from lmkit.kernels.tilings import Tiling
-from lmkit.kernels.tuning import choose_tiling
 
 
-def query_gradient(
-    dout: Tensor,
+def prepare_query_gradient(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     out: Tensor,
+    dout: Tensor,
     lse: Tensor,
-    *,
+    delta: Tensor,
+    dq: Tensor,
     causal: bool,
     scale: float,
-    precision: str = "ieee",
-    tiling: Tiling | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(dq, delta): dq strided as q, delta (batch, heads, num_queries) float32. Arguments as of `flash_backward`."""
+    precision: str,
+    tiling: Tiling | None,
+) -> Start:
+    """What computes delta and dq in calls of this kind, from the pointers of the eight tensors."""
     batch, heads, num_queries, head_dim = q.shape
     kv_heads, num_keys = k.shape[1:3]
-    dq = empty_in_order_of(q)
-    delta = torch.empty_like(lse)
 
-    def launch(tiling: Tiling) -> None:
+    def prepare(tiling: Tiling) -> Start:
         constants = kernel_constants(head_dim, causal, precision, tiling)
-        launch_dq(
+        return prepare_launch(
+            dq_kernel,
             count_tiles(num_queries, tiling.rows) * batch * heads,
             (
                 *(source(q, tiling.rows, tiling), source(k, tiling.columns, tiling)),
@@ -80,12 +77,10 @@ def query_gradient(
             constants | {"CUT": causal or num_keys % tiling.columns != 0},
         )
 
-    with selected(q.device):
-        if tiling is None:
-            aligned = descriptors_reach(q, k, v, dout)
-            tiling = choose_tiling("query_gradient", q, k, causal, precision, aligned, launch)
-        launch(tiling)
-    return dq, delta
+    tensors, read = (q, k, v, out, dout, lse, delta, dq), (q, k, v, dout)
+    return prepare_tuned(
+        "query_gradient", prepare, tensors, read=read, causal=causal, precision=precision, tiling=tiling
+    )
 
 
 @triton.jit(do_not_specialize=["heads"])  # one compilation, however many heads
@@ -208,6 +203,3 @@ def walk_over_keys(
         if REST > 0:
             dq_rest = tl.dot(ds, k_rest, dq_rest, input_precision=PRECISION)
     return dq, dq_rest
-
-
-launch_dq = Launch(dq_kernel)

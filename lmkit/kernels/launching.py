@@ -1,5 +1,6 @@
 """How the launchers hand tensors and constants to the kernels, and how they launch them cheaply."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
@@ -10,10 +11,15 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lmkit.kernels.interpreter import INTERPRETED, let_scalars_index
+from lmkit.kernels.prepared import PreparedLaunch
 from lmkit.kernels.tilings import Tiling
+from lmkit.kernels.tuning import choose_tiling
+from lmkit.kernels.versions import INSTALLED_MINOR, SUPPORTED_MINORS
 
 if INTERPRETED:
     let_scalars_index()
+
+PREPARES = not INTERPRETED and INSTALLED_MINOR in SUPPORTED_MINORS
 
 
 @cache  # asked for in every launch
@@ -52,56 +58,104 @@ def source(x: Tensor, rows: int, tiling: Tiling) -> Tensor | TensorDescriptor:
     """What a kernel reads tiles of `rows` rows of x from: x itself, or a descriptor for the copy engine."""
     if not tiling.descriptors:
         return x
-    # Made without its constructor, which checks what `descriptors_reach` has checked: 4 us a tensor.
-    descriptor = TensorDescriptor.__new__(TensorDescriptor)
-    descriptor.base = x
-    descriptor.shape = x.shape
-    descriptor.strides = x.stride()
-    descriptor.block_shape = [1, 1, rows, head_parts(x.shape[3], split=False)[0]]
-    descriptor.padding = "zero"
-    return descriptor
+    main, _ = head_parts(x.shape[3], split=False)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, main])
 
 
-class Launch:
-    """A kernel whose warm launches skip Triton's inspection of every argument (20 us).
+Start = Callable[..., None]  # launches, on the pointers that it is called with
 
-    What Triton compiles depends on the dtypes, the constants and on which numbers and addresses are multiples of
-    16. A call with the numbers of an earlier one, the usual case, finds its compiled variant by them.
+
+def prepare_launch(
+    kernel: Any,
+    programs: int,
+    tensors: tuple[Tensor | TensorDescriptor, ...],
+    numbers: tuple,
+    constants: dict,
+) -> Start:
+    """What launches the kernel with these arguments, but for the tensors' pointers: it is called with new ones.
+
+    Where nothing can be prepared (see PREPARES), it launches on these very tensors.
+
+    Args:
+        tensors, numbers: the kernel's arguments in order, tensors first.
+        constants: its compile-time arguments and Triton's options, by name.
+    """
+    if not PREPARES:
+        return lambda *pointers: kernel[(programs,)](*tensors, *numbers, **constants)
+    names = kernel.arg_names[len(tensors) + len(numbers) :]
+    values = tuple(constants[name] for name in names)
+    options = {name: value for name, value in constants.items() if name not in names}
+    return PreparedLaunch(kernel, (programs, 1), tensors, numbers, values, **options)
+
+
+def prepare_tuned(
+    name: str,
+    prepare: Callable[[Tiling], Start],
+    tensors: tuple[Tensor, ...],
+    *,
+    read: tuple[Tensor, ...],
+    causal: bool,
+    precision: str,
+    tiling: Tiling | None,
+) -> Start:
+    """`prepare(tiling)`, or with None the one for the tiling that ships or measures best.
+
+    Args:
+        name: the kernel's, for `tuning`.
+        tensors: whose pointers the kernel is measured on.
+        read: those that it loads tiles from, q and k first.
+    """
+    prepare = cache(prepare)
+    if tiling is None:
+        pointers = [x.data_ptr() for x in tensors]
+        q, k, *_ = read
+
+        def launch(tiling: Tiling) -> None:
+            prepare(tiling)(*pointers)
+
+        tiling = choose_tiling(name, q, k, causal, precision, descriptors_reach(*read), launch)
+    return prepare(tiling)
+
+
+class Calls:
+    """Calls of a function that launches kernels, prepared once for each kind of call.
+
+    What launches the kernels may depend on the inputs' shapes, strides, dtypes and device, on which addresses are
+    multiples of 16, and on the options: that is a kind. Everything else about a call is its pointers.
     """
 
-    MOST_VARIANTS = 4096  # a length that grows with every call must not fill the memory
+    MOST_KINDS = 1024  # a length that grows with every call must not fill the memory
 
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
-        self.compiled: dict[tuple, tuple[Any, tuple]] = {}
+    def __init__(self, prepare: Callable[..., Start]) -> None:
+        """`prepare(*inputs, *outputs, *options)` gives what launches on the pointers of inputs and outputs."""
+        self.prepare = prepare
+        self.prepared: dict[tuple, Start] = {}
 
-    def __call__(
-        self, programs: int, tensors: tuple[Tensor | TensorDescriptor, ...], numbers: tuple, constants: dict
-    ) -> None:
-        """Launches on the current device and stream.
+    def __call__(self, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], options: tuple) -> None:
+        """Launches on the inputs' device, on its current stream.
 
         Args:
-            tensors, numbers: the kernel's arguments in order, tensors first.
-            constants: its compile-time arguments by name.
+            inputs: tensors of any layout. outputs: tensors whose layout follows from the inputs'.
+            options: hashable.
         """
-        if INTERPRETED:
-            self.kernel[(programs,)](*tensors, *numbers, **constants)
-            return
-        bases = [x if isinstance(x, Tensor) else x.base for x in tensors]
-        addresses = [base.data_ptr() % 16 == 0 for base in bases]
-        # The first is read through what all are read through: pointers, or descriptors.
-        read_by, device, dtype = type(tensors[0]), bases[0].device.index, bases[0].dtype
-        variant = (read_by, device, dtype, *numbers, *addresses, *constants.values())
-        known = self.compiled.get(variant)
-        if known is not None:
-            compiled, trailing = known
-            compiled[(programs, 1, 1)](*tensors, *numbers, *trailing)
-            return
-        compiled = self.kernel[(programs,)](*tensors, *numbers, **constants)
-        if len(self.compiled) >= self.MOST_VARIANTS:
-            self.compiled.clear()
-        trailing = tuple(constants[name] for name in self.kernel.arg_names[len(tensors) + len(numbers) :])
-        self.compiled[variant] = compiled, trailing
+        device = inputs[0].device
+        pointers = [x.data_ptr() for x in inputs]
+        pointers += [x.data_ptr() for x in outputs]
+        together = 0
+        for pointer in pointers:
+            together |= pointer
+        aligned = together % 16 == 0 or tuple(pointer % 16 == 0 for pointer in pointers)
+        kind = (device, aligned, *options, *[(x.shape, x.stride(), x.dtype) for x in inputs])
+        start = self.prepared.get(kind)
+        with selected(device):
+            if start is None:
+                start = self.prepare(*inputs, *outputs, *options)
+                # What is chosen during a capture is not measured (see `tuning`): a later call may do better
+                if PREPARES and not torch.cuda.is_current_stream_capturing():
+                    if len(self.prepared) >= self.MOST_KINDS:
+                        self.prepared.clear()
+                    self.prepared[kind] = start
+            start(*pointers)
 
 
 def selected(device: torch.device) -> AbstractContextManager:

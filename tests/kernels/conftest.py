@@ -1,3 +1,4 @@
+import itertools
 import os
 
 import pytest
@@ -32,3 +33,85 @@ def random_inputs():
         return tuple(torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
 
     return make
+
+
+class StandInGpu:
+    """What Triton asks of a driver, for one H200 that is not there.
+
+    Kernels are compiled up to PTX, loading one gives a number, launches are written down.
+    """
+
+    def __init__(self, target, launcher, minor):
+        self.launches = []
+        self._minor = minor
+        self.launcher_cls = launcher
+        self.utils = self
+        self._target = target
+        self._numbers = itertools.count(1)
+
+    def get_current_target(self):
+        return self._target
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 7
+
+    def get_device_properties(self, device):
+        return {"max_shared_mem": 227 * 1024}
+
+    def load_binary(self, name, binary, shared, device):
+        number = next(self._numbers)  # one for each variant that was compiled
+        return number, (name, number), 128, 0, 1024
+
+    def fill_tma_descriptor(self, pointer, *fields):
+        return (
+            "descriptor",
+            pointer,
+            *(tuple(x) if isinstance(x, (list, torch.Size)) else x for x in fields),
+        )
+
+    fill_tma_descriptor_tiled = fill_tma_descriptor  # its name in Triton 3.7
+
+    def build_signature_metadata(self, signature):
+        return signature
+
+    def launch(self, *everything):
+        """The C launcher. All is written down but the profiler's hooks, which prepared launches do without.
+
+        A tensor counts as its pointer.
+        """
+        grid, (stream, function, *flags), rest = everything[:3], everything[3:7], everything[7:]
+        if self._minor == (3, 6):
+            scratch, metadata, arguments = rest[:2], rest[2], rest[6:]
+        else:
+            metadata, scratch, arguments = rest[0], rest[4:6], rest[8]
+        arguments = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments]
+        self.launches.append((grid, stream, function, flags, scratch, metadata, arguments))
+
+
+@pytest.fixture
+def stand_in_gpu(monkeypatch, tmp_path_factory):
+    """Triton believes that there is an H200; nothing runs. `launches` lists what the C launcher was given."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    if INTERPRETED:
+        pytest.skip("the interpreter is on: nothing is compiled")
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia import compiler, driver
+
+    from lmkit.kernels.versions import INSTALLED_MINOR
+
+    gpu = StandInGpu(GPUTarget("cuda", 90, 32), driver.CudaLauncher, INSTALLED_MINOR)
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path_factory.getbasetemp() / "kernels"))
+    monkeypatch.setattr(compiler.CUDABackend, "make_cubin", lambda *arguments: b"")  # nobody runs it
+    if INSTALLED_MINOR == (3, 6):  # compiles a C launcher for each kernel
+        monkeypatch.setattr(driver, "compile_module_from_src", lambda **source: gpu)
+        monkeypatch.setattr(driver, "library_dirs", list)
+    else:  # has one C launcher, with types of its own
+        monkeypatch.setattr(driver, "PyKernelArg", lambda **fields: fields)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(triton.runtime.driver, "_active", gpu)
+    return gpu

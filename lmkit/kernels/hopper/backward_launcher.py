@@ -14,7 +14,7 @@ from lmkit.kernels.hopper.backward_passes import ROWS as PASS_ROWS
 from lmkit.kernels.hopper.backward_passes import finish_kernel, prepare_kernel
 from lmkit.kernels.hopper.devices import selected
 from lmkit.kernels.hopper.forward_launcher import PREPARED_CALLS
-from lmkit.kernels.hopper.launches import Boxes, PreparedLaunch
+from lmkit.kernels.hopper.launches import Boxes, prepare_launch
 from lmkit.kernels.hopper.query_gradient_kernel import query_gradient_kernel
 from lmkit.kernels.hopper.tensors import box_strides, strides_in_order_of, suits_copy_engine
 from lmkit.kernels.hopper.wide_gradient_kernel import wide_gradient_kernel
@@ -144,28 +144,28 @@ def _prepare(
     outputs = [keys(dk_strides, config.keys), keys(dv_strides, config.keys)]
     key_grid = (batch * key_heads * num_key_tiles, 1)
     if config.wide:
-        launch_keys = PreparedLaunch(
+        launch_keys = prepare_launch(
             wide_gradient_kernel, key_grid, [*inputs, *outputs],
             (*shared, num_query_tiles, num_key_tiles, scale_log2, scale),
             (head_dim, causal, WIDE_REGISTERS), num_warps=4, **options)  # fmt: skip
     else:
-        launch_keys = PreparedLaunch(
+        launch_keys = prepare_launch(
             key_value_gradient_kernel, key_grid, [*inputs, *outputs, dq_sum],
             (*shared, num_query_tiles, num_key_tiles, scale_log2, scale * unshift, unshift),
             (config.queries, head_dim, causal, num_keys % config.keys != 0, adds_dq, config.half_p),
             num_warps=8, **options)  # fmt: skip
     if adds_dq:
         pass_grid = (flat_heads, padded // PASS_ROWS)
-        launch_prepare = PreparedLaunch(
+        launch_prepare = prepare_launch(
             prepare_kernel, pass_grid, [dtype, dtype, *[torch.float32] * 4],
             (num_queries, padded, heads, shift, *eighths(out_strides), *eighths(dout_strides)),
             (head_dim, PASS_ROWS), num_warps=4, launch_pdl=True)  # fmt: skip
-        launch_finish = PreparedLaunch(
+        launch_finish = prepare_launch(
             finish_kernel, pass_grid, [torch.float32, dtype],
             (num_queries, padded, heads, *eighths(dq_strides), scale * unshift),
             (head_dim, PASS_ROWS), num_warps=4, launch_pdl=True)  # fmt: skip
     else:
-        launch_queries = PreparedLaunch(
+        launch_queries = prepare_launch(
             query_gradient_kernel, (plane // PADDING, 1),
             [queries(q_strides, PADDING), keys(k_strides, config.query_keys), keys(v_strides, config.query_keys),
              queries(dout_strides, PADDING), queries(dq_strides, PADDING), *[torch.float32] * 3, dtype],

@@ -10,7 +10,7 @@ import triton
 from lmkit.kernels.hopper.devices import num_multiprocessors, selected
 from lmkit.kernels.hopper.forward_kernel import ROWS as CONSUMER_ROWS
 from lmkit.kernels.hopper.forward_kernel import forward_kernel
-from lmkit.kernels.hopper.launches import Boxes, PreparedLaunch
+from lmkit.kernels.hopper.launches import Boxes, prepare_launch
 from lmkit.kernels.hopper.tensors import box_strides, strides_in_order_of
 
 ROWS = CONSUMER_ROWS.value
@@ -83,7 +83,7 @@ def _prepare(q_shape, q_strides, k_shape, k_strides, v_strides, dtype, device, c
     def boxes(shape, strides, box):
         return Boxes(shape, box_strides(shape, strides, dtype.itemsize), dtype, box)
 
-    launch = PreparedLaunch(
+    launch = prepare_launch(
         forward_kernel,
         (min(units, num_multiprocessors(device)), 1),
         [

@@ -4,7 +4,7 @@ import torch
 
 from lmkit.kernels.hopper.devices import capability
 from lmkit.kernels.hopper.tensors import suits_copy_engine
-from lmkit.kernels.hopper.versions import INSTALLED_MINOR, SUPPORTED_MINORS
+from lmkit.kernels.versions import INSTALLED_MINOR, SUPPORTED_MINORS
 
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)

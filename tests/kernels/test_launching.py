@@ -1,0 +1,210 @@
+"""Prepared launches are Triton's own: the same variant of the kernel, the same grid, the same arguments.
+
+On a GPU that is not there (see `stand_in_gpu`): what reaches the C launcher is compared with what an ordinary launch,
+`kernel[grid](...)`, of the same call hands to it.
+"""
+
+import weakref
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from lmkit.kernels import flash_backward, flash_forward, flash_key_gradients, flash_query_gradient, launching
+from lmkit.kernels.launching import Calls, empty_in_order_of
+from lmkit.kernels.tilings import Tiling
+
+POINTERS = Tiling(rows=32, columns=16, warps=4, stages=1)
+COPIED = Tiling(rows=64, columns=32, warps=4, stages=2, descriptors=True)
+KERNELS = (
+    flash_forward.forward_kernel,
+    flash_query_gradient.dq_kernel,
+    flash_key_gradients.dkdv_kernel,
+)
+
+
+CALLS = (flash_forward.forward_calls, flash_backward.backward_calls)
+
+
+@pytest.fixture(autouse=True)
+def _forget(stand_in_gpu, monkeypatch):
+    """No kernel and no call is known at the start, and none stays known."""
+    for calls in CALLS:
+        monkeypatch.setattr(calls, "prepared", {})
+    yield
+    for kernel in KERNELS:
+        kernel.device_caches.clear()  # what was compiled for the GPU that is not there
+
+
+def inputs(
+    *,
+    queries=64,
+    keys=64,
+    heads=4,
+    kv_heads=2,
+    head_dim=32,
+    dtype=torch.bfloat16,
+    layout="dense",
+    skip=0,
+    cut=0,
+):
+    """(q, k, v, dout). layout: "dense", "fused" (slices of one projection) or "odd" (row strides of no use to 16-byte
+    loads). skip: elements before each tensor, which make its address odd. cut: rows left out at the end."""
+
+    def make(heads, length):
+        if layout == "dense":
+            memory = torch.zeros(heads * length * head_dim + skip, dtype=dtype)[skip:]
+            return memory.view(1, heads, length, head_dim)
+        width = 3 * heads * head_dim + (layout == "odd")
+        memory = torch.zeros(length * width + skip, dtype=dtype)[skip:].view(1, length, width)
+        return memory[..., : heads * head_dim].view(1, length, heads, head_dim).transpose(1, 2)
+
+    tensors = make(heads, queries), make(kv_heads, keys), make(kv_heads, keys), make(heads, queries)
+    return tuple(x[:, :, : x.shape[2] - cut] for x in tensors)
+
+
+def forward(q, k, v, dout, causal=True, tiling=POINTERS):
+    """The forward pass on tensors that stay the same however often it is called."""
+    outputs = (empty_in_order_of(q), torch.empty(q.shape[:3]))
+    return lambda: flash_forward.forward_calls((q, k, v), outputs, (causal, 0.125, "ieee", tiling))
+
+
+def backward(q, k, v, dout, causal=True, tiling=POINTERS):
+    """The same for the backward pass."""
+    out, lse = empty_in_order_of(q), torch.empty(q.shape[:3])
+    outputs = (torch.empty_like(lse), *(empty_in_order_of(x) for x in (q, k, v)))
+    options = (causal, 0.125, "ieee", tiling, tiling)
+    return lambda: flash_backward.backward_calls((q, k, v, out, dout, lse), outputs, options)
+
+
+def launches_of(call, gpu):
+    """What reaches the C launcher."""
+    del gpu.launches[:]
+    call()
+    assert gpu.launches
+    return list(gpu.launches)
+
+
+def ordinary(call, gpu, monkeypatch):
+    """The same when Triton launches, and nothing is known."""
+    with monkeypatch.context() as patch:
+        patch.setattr(launching, "PREPARES", False)
+        for calls in CALLS:
+            patch.setattr(calls, "prepared", {})
+        return launches_of(call, gpu)
+
+
+@pytest.mark.parametrize("run", [forward, backward])
+@pytest.mark.parametrize(
+    "tiling", [POINTERS, COPIED, Tiling(32, 16, 4, 1, apart=True)], ids=["pointers", "copied", "apart"]
+)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_prepared_launches_are_tritons_own(run, tiling, causal, stand_in_gpu, monkeypatch):
+    call = run(*inputs(), causal=causal, tiling=tiling)
+    expected = ordinary(call, stand_in_gpu, monkeypatch)
+    assert len(expected) == (1 if run is forward else 3 if tiling.apart else 2)
+    assert launches_of(call, stand_in_gpu) == expected  # prepared
+    assert launches_of(call, stand_in_gpu) == expected  # known
+
+
+# What changes between the calls of one process; every one of them alone, against the first.
+CHANGES = {
+    "as before": {},
+    "longer": {"queries": 96, "keys": 96},
+    "the first rows of longer ones": {"cut": 16},
+    "no multiple of 16": {"queries": 63, "keys": 63},
+    "one query": {"queries": 1},
+    "more keys": {"keys": 100},
+    "one head a key head": {"kv_heads": 4},
+    "one head": {"heads": 1, "kv_heads": 1},
+    "another head_dim": {"head_dim": 40},
+    "float16": {"dtype": torch.float16},
+    "float32": {"dtype": torch.float32},
+    "slices of a projection": {"layout": "fused"},
+    "odd strides": {"layout": "odd"},
+    "odd addresses": {"skip": 1},
+    "addresses of 8 bytes": {"skip": 4},
+    "odd addresses and strides": {"skip": 1, "layout": "odd"},
+}
+
+
+@pytest.mark.parametrize("run", [forward, backward])
+def test_whatever_changes_between_calls_the_launch_is_tritons_own(run, stand_in_gpu, monkeypatch):
+    calls = {name: run(*inputs(**change)) for name, change in CHANGES.items()}
+    expected = {name: ordinary(call, stand_in_gpu, monkeypatch) for name, call in calls.items()}
+    variants = {str([function for _, _, function, *_ in launches]) for launches in expected.values()}
+    assert len(variants) > len(CHANGES) // 2  # or the changes would not be seen
+    for _ in range(2):  # prepared, then known
+        for name, call in calls.items():
+            assert launches_of(call, stand_in_gpu) == expected[name], name
+
+
+@pytest.mark.parametrize("skipped", range(4))
+def test_one_odd_address_is_enough(skipped, stand_in_gpu, monkeypatch):
+    even, odd = inputs(), inputs(skip=1)
+    mixed = [odd[i] if i == skipped else even[i] for i in range(4)]
+    for tensors in (even, mixed, even, mixed):
+        call = backward(*tensors)
+        assert launches_of(call, stand_in_gpu) == ordinary(call, stand_in_gpu, monkeypatch)
+
+
+def test_other_tensors_of_the_same_kind_are_launched_on_without_preparing(stand_in_gpu, monkeypatch):
+    first, second = forward(*inputs()), forward(*inputs())
+    expected = ordinary(second, stand_in_gpu, monkeypatch)
+    assert launches_of(first, stand_in_gpu) != expected  # other pointers
+    monkeypatch.setattr(flash_forward.forward_calls, "prepare", None)
+    assert launches_of(second, stand_in_gpu) == expected
+
+
+def test_options_are_part_of_the_kind(stand_in_gpu, monkeypatch):
+    tensors = inputs()
+    for options in ({"causal": True}, {"causal": False}, {"tiling": COPIED}, {"causal": True}):
+        call = forward(*tensors, **options)
+        assert launches_of(call, stand_in_gpu) == ordinary(call, stand_in_gpu, monkeypatch)
+
+
+def test_kinds_are_forgotten_when_there_are_too_many(stand_in_gpu, monkeypatch):
+    monkeypatch.setattr(Calls, "MOST_KINDS", 2)
+    calls = [forward(*inputs(queries=queries)) for queries in (16, 32, 48, 16)]
+    for call in calls:
+        assert launches_of(call, stand_in_gpu) == ordinary(call, stand_in_gpu, monkeypatch)
+        assert len(flash_forward.forward_calls.prepared) <= 2
+
+
+@pytest.mark.parametrize("run", [forward, backward])
+def test_no_tensor_is_kept_alive(run, stand_in_gpu):
+    tensors = inputs()
+    kept = [weakref.ref(x) for x in tensors]
+    call = run(*tensors)
+    call()
+    del tensors, call
+    assert not any(ref() is not None for ref in kept)
+
+
+def test_nothing_is_kept_from_a_capture(stand_in_gpu, monkeypatch):
+    call = forward(*inputs())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert launches_of(call, stand_in_gpu) == ordinary(call, stand_in_gpu, monkeypatch)
+    assert not flash_forward.forward_calls.prepared
+
+
+def test_candidates_are_measured_on_the_callers_tensors(stand_in_gpu, monkeypatch):
+    """Each is prepared once, however often it is timed; then the winner runs."""
+    tensors = inputs()
+    asked = []
+
+    def choose(kernel, q, k, causal, precision, aligned, launch):
+        asked.append((kernel, q is tensors[0], k is tensors[1], causal, precision, aligned))
+        for tiling in (POINTERS, COPIED, COPIED):
+            launch(tiling)
+        return COPIED
+
+    monkeypatch.setattr(launching, "choose_tiling", choose)
+    call = forward(*tensors, tiling=None)
+    launched = launches_of(call, stand_in_gpu)
+    assert asked == [("flash_forward", True, True, True, "ieee", True)]
+    assert len(launched) == 4
+    assert launched[1] == launched[2] == launched[3] != launched[0]
+    assert launches_of(call, stand_in_gpu) == launched[3:]  # nobody is asked again
+    assert len(asked) == 1
