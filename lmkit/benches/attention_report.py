@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from lmkit.benches.attention_gate import FULL_CHECK_LENGTH, SAMPLED_ROWS
+from lmkit.measure.limits import limits_sentence
 from lmkit.measure.plots import grouped_bars, heat_map, line_plot
-from lmkit.measure.results import row_files
+from lmkit.measure.results import Rows, picture_lines, row_files
 from lmkit.measure.tables import Column, markdown_table
 
 STEM = "attention_sweep"
-Rows = Sequence[dict[str, Any]]
 
 COLUMNS = (
     Column("tier", "tier"),
@@ -160,9 +160,7 @@ def _report(
         f"{_describe(options)}, on {limits['device']}, torch {environment['packages']['torch']}, "
         f"{environment['time_utc']}.",
         "",
-        "Measured limits of this machine in this run: matmul "
-        + ", ".join(f"{rate} TFLOP/s {dtype}" for dtype, rate in limits["matmul_tflops"].items())
-        + f"; copy {limits['copy_gb_per_s']} GB/s (10^9 bytes read plus written).",
+        f"{limits_sentence(limits)} (10^9 bytes read plus written).",
         "",
         f"Every variant was compared before it was timed: with a float64 oracle on two heads (up to "
         f"{FULL_CHECK_LENGTH} tokens every row, beyond that a sample of {SAMPLED_ROWS} rows and the gradients that "
@@ -203,7 +201,7 @@ def _report(
         ]
         lines.append("")
     lines += [*notes, ""]
-    lines += [f"![{name}]({name})" for name in files if name.endswith(".png")]
+    lines += picture_lines(files)
     return "\n".join(lines) + "\n"
 
 

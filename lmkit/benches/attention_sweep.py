@@ -32,9 +32,9 @@ from lmkit.benches.attention_variants import (
 from lmkit.errors import UsageError
 from lmkit.measure.limits import Limits
 from lmkit.measure.memory import GB, available_memory, is_out_of_memory, release_memory, track_peak
+from lmkit.measure.results import Rows
 from lmkit.measure.timing import Timing
 
-Rows = list[dict[str, Any]]
 SCORE_COPIES = 3  # scores, masked copy, probabilities: what a kernel that keeps scores holds at once
 MEMORY_STEP = 1024  # tokens; how finely the longest sequence that fits is looked for
 

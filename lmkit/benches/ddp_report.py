@@ -9,11 +9,9 @@ from lmkit.benches.ddp import compare
 from lmkit.benches.ddp_overlap import StepTimeline, overlap_picture
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.plots import grouped_bars, line_plot
-from lmkit.measure.results import BenchResult, row_files
+from lmkit.measure.results import BenchResult, Rows, picture_lines, row_files
 from lmkit.measure.tables import Column, markdown_table
 from lmkit.parallel.process_group import Ranks
-
-Rows = list[dict[str, Any]]
 
 DDP_COLUMNS = (
     Column("contender", "contender", instead="status"),
@@ -138,7 +136,7 @@ def ddp_result(rows: Rows, sweep: Rows, ranks: Ranks, overlap: StepTimeline | No
         files["ddp_bucket_sweep.png"] = sweep_picture([row for row in swept if "step_ms" in row])
     if overlap is not None:
         files["ddp_overlap.png"] = overlap_picture(overlap, "bucketed")
-    pictures = [f"![{name}]({name})" for name in files if name.endswith(".png")]
+    pictures = picture_lines(files)
     files["ddp_report.md"] = (
         "\n\n".join(["# Data parallelism", ladder_markdown(everything), *DDP_NOTES, *LADDER_NOTES, *pictures])
         + "\n"
@@ -278,5 +276,5 @@ def _in_words(update: dict[str, Any]) -> str:
 def _report(
     title: str, rows: Rows, columns: Sequence[Column], notes: Sequence[str], files: dict[str, bytes | str]
 ) -> str:
-    pictures = [f"![{name}]({name})" for name in files if name.endswith(".png")]
+    pictures = picture_lines(files)
     return "\n\n".join([f"# {title}", markdown_table(rows, columns).rstrip(), *notes, *pictures]) + "\n"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from lmkit.measure.limits import limits_sentence
 from lmkit.measure.plots import grouped_bars, loss_curve, table_picture
-from lmkit.measure.results import row_files
+from lmkit.measure.results import Rows, picture_lines, row_files
 from lmkit.measure.statistics import paired_ratio
 from lmkit.measure.tables import Column, markdown_table
 
-Rows = Sequence[dict[str, Any]]
 SAME_CURVE = 0.005
 
 COLUMNS = (
@@ -140,7 +140,6 @@ def _report(
     files: Sequence[str],
 ) -> str:
     limits = environment["limits"]
-    rates = ", ".join(f"{rate} TFLOP/s {dtype}" for dtype, rate in limits["matmul_tflops"].items())
     shape = (
         f"{options['num_layers']} layers, d_model {options['d_model']}, d_ff {options['d_ff']}, "
         f"{options['num_heads']} heads, context {options['context_length']}, vocabulary {options['vocab_size']}, "
@@ -153,7 +152,7 @@ def _report(
         f"{shape}; trained on {source}; on {limits['device']}, torch {environment['packages']['torch']}, "
         f"{environment['time_utc']}.",
         "",
-        f"Measured limits of this machine in this run: matmul {rates}; copy {limits['copy_gb_per_s']} GB/s.",
+        f"{limits_sentence(limits)}.",
         "",
         "## What was found",
         "",
@@ -167,7 +166,7 @@ def _report(
     ]
     failed = [row for row in rows if row["status"] != "ok"]
     lines += [f"- {row['kernel']} x {row['strategy']}: {row['status']} ({row['detail']})" for row in failed]
-    lines += ["", *(f"![{name}]({name})" for name in files if name.endswith(".png"))]
+    lines += ["", *picture_lines(files)]
     return "\n".join(lines) + "\n"
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from lmkit.measure.limits import limits_sentence
 from lmkit.measure.plots import grouped_bars, line_panels
-from lmkit.measure.results import row_files
+from lmkit.measure.results import Rows, picture_lines, row_files
 from lmkit.measure.tables import Column, markdown_table
-
-Rows = Sequence[dict[str, Any]]
 
 COLUMNS = (
     Column("size", "size"),
@@ -105,14 +104,13 @@ def _report(
     files: Sequence[str],
 ) -> str:
     limits = environment["limits"]
-    rates = ", ".join(f"{rate} TFLOP/s {dtype}" for dtype, rate in limits["matmul_tflops"].items())
     lines = [
         "# Model benchmark",
         "",
         f"Batch {options['batch_size']}, vocabulary {options['vocab_size']}, attention {options['attention']}, on "
         f"{limits['device']}, torch {environment['packages']['torch']}, {environment['time_utc']}.",
         "",
-        f"Measured limits of this machine in this run: matmul {rates}; copy {limits['copy_gb_per_s']} GB/s.",
+        f"{limits_sentence(limits)}.",
         "",
         "## What was found",
         "",
@@ -141,7 +139,7 @@ def _report(
         ]
         lines.append("")
     lines += [*notes, ""]
-    lines += [f"![{name}]({name})" for name in files if name.endswith(".png")]
+    lines += picture_lines(files)
     return "\n".join(lines) + "\n"
 
 

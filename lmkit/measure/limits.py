@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lmkit.measure.timing import time_variants
 
@@ -66,6 +66,12 @@ class Limits:
             "matmul_tflops": {name: round(rate / 1e12, 4) for name, rate in self.matmul_flops.items()},
             "copy_gb_per_s": round(self.copy_bytes_per_s / 1e9, 2),
         }
+
+
+def limits_sentence(limits: Mapping[str, Any]) -> str:
+    """What `Limits.as_dict` says, for a report; without the full stop."""
+    rates = ", ".join(f"{rate} TFLOP/s {dtype}" for dtype, rate in limits["matmul_tflops"].items())
+    return f"Measured limits of this machine in this run: matmul {rates}; copy {limits['copy_gb_per_s']} GB/s"
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lmkit.measure.tables import TERMINAL_WIDTH, Column, csv_text, json_lines, terminal_table
+
+Rows = list[dict[str, Any]]
+"""One dict per measurement, JSON types only."""
 
 
 @dataclass(frozen=True)
@@ -16,7 +19,7 @@ class BenchResult:
 
     Attributes:
         name: the bench, as in `lmkit bench <name>`.
-        rows: one dict per measurement, JSON types only; what did not fit is a row with `status` "out of memory".
+        rows: what did not fit is a row with `status` "out of memory".
         columns: how to show the rows in a terminal.
         files: name -> content (text, or bytes of a PNG), to be stored in the output folder.
         environment: content of `environment.json`.
@@ -25,7 +28,7 @@ class BenchResult:
     """
 
     name: str
-    rows: list[dict[str, Any]]
+    rows: Rows
     columns: Sequence[Column]
     files: dict[str, bytes | str]
     environment: dict[str, Any]
@@ -38,6 +41,11 @@ class BenchResult:
         return terminal_table(self.rows if self.shown is None else self.shown, self.columns) + "".join(
             f"{note}\n" for note in notes
         )
+
+
+def picture_lines(files: Iterable[str]) -> list[str]:
+    """Markdown that shows those of the files, all beside the report, that are pictures."""
+    return [f"![{name}]({name})" for name in files if name.endswith(".png")]
 
 
 def row_files(stem: str, rows: Sequence[dict[str, Any]]) -> dict[str, bytes | str]:

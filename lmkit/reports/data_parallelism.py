@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from lmkit.benches.ddp_report import ALL_REDUCE_NOTES, DDP_COLUMNS, DDP_NOTES, with_units
+from lmkit.measure.results import Rows
 from lmkit.measure.tables import markdown_table
 from lmkit.reports.readings import by_folder, comparison, heading, ladders
 from lmkit.reports.results import Results, of_kind
 from lmkit.reports.writing import Place, bullets, document, full_table, in_short, pictures, pivot, section
-
-Rows = list[dict[str, Any]]
 
 _PICTURES = (
     "ddp_throughput",

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from lmkit.benches.ddp_report import DDP_COLUMNS, OPTIMIZER_COLUMNS, OPTIMIZER_NOTES
+from lmkit.measure.results import Rows
 from lmkit.measure.tables import Column, markdown_table
 from lmkit.reports.readings import by_folder, comparison, heading, ladders
 from lmkit.reports.results import Results, of_kind
 from lmkit.reports.writing import Place, bullets, document, grouped, in_short, pictures, section
-
-Rows = list[dict[str, Any]]
 
 _SHARDED = ("zero1", "torch_ddp + ZeRO")
 _SPEED = (

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from lmkit.benches import lm_matrix_report, model_report
+from lmkit.measure.results import Rows
 from lmkit.measure.tables import Column, markdown_table
 from lmkit.profiling.summary import short_name
 from lmkit.reports.results import Results, of_kind
 from lmkit.reports.writing import Place, bullets, document, full_table, in_short, pictures, pivot, section
-
-Rows = list[dict[str, Any]]
 
 _RANGES = (
     Column("name", "range"),

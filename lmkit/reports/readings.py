@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from lmkit.measure.results import Rows
 from lmkit.reports.results import Results
 from lmkit.reports.writing import grouped, pivot
-
-Rows = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
