@@ -462,14 +462,14 @@ class Stages(Format):
     def read(self, folder: Path, random: Random) -> None:
         record = StageRecord(folder / "stages.json")
         for stage in ("corpus", "tokenizer", "encode", "train"):
-            record.begun(stage, "key")
+            record.begun(stage, "before")
             record.finished(stage, "key")
             if record.made(stage):
                 assert all(
                     isinstance(path, Path) for paths in record.outputs(stage).values() for path in paths
                 )
-        record.begin("train", "key")
-        assert StageRecord(folder / "stages.json").begun("train", "key")
+        record.begin("train", "key", "before")
+        assert StageRecord(folder / "stages.json").begun("train", "before")
 
 
 class Corpus(Format):
