@@ -75,7 +75,7 @@ def flash_triton(
         deterministic = torch.are_deterministic_algorithms_enabled()
     if torch.compiler.is_compiling():
         return forward_operator(q, k, v, causal, scale, implementation, deterministic, fp32_precision)[0]
-    name = resolve(implementation, q, k, v, causal)
+    name = resolve(implementation, q, k, v)
     return FlashAttention.apply(q, k, v, causal, scale, name, deterministic, fp32_precision)[0]
 
 
@@ -89,12 +89,12 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 _known_capability = cache(torch.cuda.get_device_capability)
 
 
-def implementation_for(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, deterministic: bool = False) -> str:
+def implementation_for(q: Tensor, k: Tensor, v: Tensor) -> str:
     """The implementation that `flash_triton` would run on these inputs: "hopper" or "portable"."""
-    return "portable" if hopper_refusal(q, k, v, causal) else "hopper"
+    return "portable" if hopper_refusal(q, k, v) else "hopper"
 
 
-def hopper_refusal(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str | None:
+def hopper_refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Why the Hopper kernels cannot take this call; None if they can."""
     if not q.is_cuda:
         return "the tensors are not on a CUDA device"
@@ -103,14 +103,14 @@ def hopper_refusal(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str | None:
         return "the device is sm_{}{}, not sm_90".format(*capability)
     from lmkit.kernels import hopper  # Gluon: costs its import only on the chip that it is written for
 
-    return hopper.unsupported_reason(q, k, v, causal=causal)
+    return hopper.unsupported_reason(q, k, v)
 
 
-def resolve(implementation: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str:
+def resolve(implementation: str, q: Tensor, k: Tensor, v: Tensor) -> str:
     """Turns "auto" into a name; refuses a forced one that cannot run."""
     if implementation == "portable":
         return implementation
-    reason = hopper_refusal(q, k, v, causal)
+    reason = hopper_refusal(q, k, v)
     if implementation == "auto":
         return "portable" if reason else "hopper"
     if implementation != "hopper":
@@ -238,7 +238,7 @@ def forward_operator(
     fp32_precision: str,
 ) -> tuple[Tensor, Tensor]:
     """The compiled road: `forward`, opaque to the compiler; the implementation is resolved when it runs."""
-    name = resolve(implementation, q, k, v, causal)
+    name = resolve(implementation, q, k, v)
     return forward(q, k, v, causal, scale, name, deterministic, fp32_precision)
 
 
@@ -261,7 +261,7 @@ def backward_operator(
     deterministic: bool,
     fp32_precision: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    name = resolve(implementation, q, k, v, causal)
+    name = resolve(implementation, q, k, v)
     return backward(dout, q, k, v, out, lse, causal, scale, name, deterministic, fp32_precision)
 
 

@@ -100,4 +100,4 @@ def implementation_of(name: str, inputs: Inputs) -> str | None:
     from lmkit.attention.flash_triton import implementation_for
 
     forced = FLASH_TRITON_VARIANTS.get(name.removesuffix(COMPILED), {}).get("implementation")
-    return forced or implementation_for(inputs.q, inputs.k, inputs.v, causal=inputs.causal)
+    return forced or implementation_for(inputs.q, inputs.k, inputs.v)

@@ -66,7 +66,7 @@ def _flash_triton(has_triton: bool, gpus: list[dict[str, Any]]) -> str:
 
     # A request that the Hopper kernels take.
     probe = torch.empty(1, 1, 1, 128, dtype=torch.bfloat16, device="cuda")
-    reason = hopper_refusal(probe, probe, probe, True)
+    reason = hopper_refusal(probe, probe, probe)
     return "Hopper kernels, portable for what they do not cover" if reason is None else f"portable ({reason})"
 
 

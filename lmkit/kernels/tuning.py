@@ -1,8 +1,8 @@
 """Which tile sizes a kernel runs with: shipped where we measured, otherwise tried out once and remembered on disk.
 
 A case is (kernel, head_dim, causal, dtype, precision, bucket of the length, aligned); it has at most six
-candidates. The winner goes to `<user cache>/lmkit/tilings-<device>-triton<version>.json`; deleting that file is
-safe. Nothing is tried out while a CUDA graph is being captured, nor in Triton's interpreter.
+candidates. The winner goes to `<user cache>/lmkit/tilings-<device>-triton<version>-v<CANDIDATES_VERSION>.json`;
+deleting that file is safe. Nothing is tried out while a CUDA graph is being captured, nor in Triton's interpreter.
 """
 
 import json
@@ -26,7 +26,7 @@ logger = logging.getLogger("lmkit")
 
 
 class Case(NamedTuple):
-    """What a choice depends on. A plain tuple: it is hashed in every launch."""
+    """What a choice depends on."""
 
     kernel: str
     head_dim: int

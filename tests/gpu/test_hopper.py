@@ -82,7 +82,7 @@ def error(result, expected):
 @pytest.mark.parametrize(("queries", "keys"), LENGTHS)
 def test_forward(hopper, queries, keys, head_dim, causal, dtype):
     q, k, v = (draw(2, 3, n, head_dim, dtype=dtype) for n in (queries, keys, keys))
-    assert hopper.unsupported_reason(q, k, v, causal=causal) is None
+    assert hopper.unsupported_reason(q, k, v) is None
     poison()
     out, lse = hopper.forward(q, k, v, causal=causal, scale=head_dim**-0.5)
     expected, expected_lse = reference(q, k, v, causal, head_dim**-0.5)
@@ -221,8 +221,8 @@ def test_more_than_2_to_31_elements(hopper):
 
 def test_unsupported_requests_say_why(hopper):
     q = draw(1, 2, 64, 80)
-    assert "head_dim is 80" in hopper.unsupported_reason(q, q, q, causal=True)
+    assert "head_dim is 80" in hopper.unsupported_reason(q, q, q)
     q = draw(1, 2, 64, 64)
-    assert "dtypes" in hopper.unsupported_reason(q.float(), q, q, causal=True)
-    assert "strides" in hopper.unsupported_reason(draw(1, 2, 64, 65)[..., 1:], q, q, causal=True)
-    assert "no queries" in hopper.unsupported_reason(q[:, :, :0], q, q, causal=True)
+    assert "dtypes" in hopper.unsupported_reason(q.float(), q, q)
+    assert "strides" in hopper.unsupported_reason(draw(1, 2, 64, 65)[..., 1:], q, q)
+    assert "no queries" in hopper.unsupported_reason(q[:, :, :0], q, q)

@@ -1,6 +1,6 @@
 """FlashAttention for Hopper GPUs (H100, H200) in Gluon: warp-specialised, TMA, asynchronous tensor cores.
 
-* `unsupported_reason(q, k, v, causal=...)`: None, or why these kernels cannot take the request;
+* `unsupported_reason(q, k, v)`: None, or why these kernels cannot take the request;
 * `forward(q, k, v, causal=..., scale=...)` -> (out, lse);
 * `backward(dout, q, k, v, out, lse, causal=..., scale=..., deterministic=...)` -> (dq, dk, dv).
 

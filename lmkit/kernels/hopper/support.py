@@ -11,7 +11,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 CAPABILITY = (9, 0)
 
 
-def unsupported_reason(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> str | None:
+def unsupported_reason(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
     """Why these kernels cannot run on q, k, v ((batch, heads, seq, head_dim) each), or None if they can."""
     if INSTALLED_MINOR not in SUPPORTED_MINORS:
         return f"triton {INSTALLED_MINOR[0]}.{INSTALLED_MINOR[1]} is not one of {_listed(SUPPORTED_MINORS)}"

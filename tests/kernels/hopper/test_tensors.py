@@ -43,4 +43,4 @@ def test_outputs_lie_as_inputs_do(natural):
 
 def test_tensors_on_the_cpu_are_refused():
     q = torch.zeros(1, 1, 8, 64, dtype=torch.bfloat16)
-    assert "CUDA" in hopper.unsupported_reason(q, q, q, causal=True)
+    assert "CUDA" in hopper.unsupported_reason(q, q, q)
