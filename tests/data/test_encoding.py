@@ -150,7 +150,6 @@ KILLED = """
     from lmkit.data.encoding import encode_corpus
     from lmkit.tokenizer import Tokenizer
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background inherit that it is ignored
     sent = []  # once: workers report on until the signal is dealt with, and a second one ends the cleaning up
 
     def die(stage, done, total):
