@@ -146,7 +146,7 @@ def local_device(device: str | torch.device, local_rank: int) -> torch.device:
     if not count:
         raise UsageError(
             "device: cuda was asked for, and this machine shows no GPU",
-            hint="take the CPU with --device cpu (benches: --set run.device=cpu), or auto, which takes a GPU where there is one",
+            hint="take the CPU with --device cpu (benches: --set run.device=cpu), or auto, which looks",
         )
     if index >= count:
         raise UsageError(

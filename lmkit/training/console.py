@@ -58,9 +58,8 @@ class BarConsole:
             console=Console(stderr=True),
             transient=True,
         )
-        self._task = self._progress.add_task(
-            "train", total=1.0, completed=first_step / total_steps, numbers=f"step {first_step}/{total_steps}"
-        )
+        self._task = self._progress.add_task("train", total=1.0, numbers=f"step {first_step}/{total_steps}")
+        self._progress.update(self._task, completed=first_step / total_steps)
         self._progress.start()
 
     def record(self, record: Record) -> None:
