@@ -8,16 +8,12 @@ day and calls Triton's C launcher. Hooks of Triton's profiler do not see these c
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 import triton
 
 from lmkit.kernels.versions import encoded_type, raw_launch, tensor_map_encoder
-
-# Looking into a compiled kernel costs more than its launch, and many launches share one kernel.
-_raw_launch = lru_cache(maxsize=1024)(raw_launch)
 
 
 class PreparedLaunch:
@@ -58,8 +54,7 @@ class PreparedLaunch:
             )
             self._tensors.append(((*element, shape, strides, 0), (*shape, *strides)))  # 0: zeros outside
         self._rest = (*scalars, *constants)
-        self._grid = (*grid, 1)
-        self._launch = _raw_launch(compiled)
+        self._launch = raw_launch(compiled, (*grid, 1))
         self._encode = tensor_map_encoder()
         self._device = torch.cuda.current_device()
         self._current_stream = triton.runtime.driver.active.get_current_stream
@@ -74,4 +69,4 @@ class PreparedLaunch:
                 arguments.append(encode(pointer, *fixed))
                 arguments.extend(shape_and_strides)
         arguments.extend(self._rest)
-        self._launch(self._grid, self._current_stream(self._device), arguments)
+        self._launch(self._current_stream(self._device), arguments)

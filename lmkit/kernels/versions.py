@@ -5,6 +5,7 @@
 
 import inspect
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import triton
@@ -26,26 +27,32 @@ def encoded_type(element_type: int) -> int:
     return TMA_DTYPE_DEVICE_TO_HOST[element_type]
 
 
-def raw_launch(compiled) -> Callable[[tuple[int, int, int], int, list], None]:
-    """(grid, stream, arguments) -> None: Triton's C launcher for a compiled kernel, below the layers that cost time.
+def raw_launch(compiled: Any, grid: tuple[int, int, int]) -> Callable[[int, list], None]:
+    """(stream, arguments) -> None: Triton's C launcher for a compiled kernel, below the layers that cost time.
 
     Arguments are the kernel's, descriptors as encoded, each followed by its shape and strides.
     """
     launcher = compiled.run  # loads the kernel, too
     function, packed, pdl = compiled.function, compiled.packed_metadata, launcher.launch_pdl
     assert launcher.global_scratch_size == launcher.profile_scratch_size == 0, "no memory is passed for these"
-    launch = launcher.launch
-    if inspect.isfunction(launch):  # the layer that encodes descriptors
-        launch = inspect.getclosurevars(launch).nonlocals["launcher"]
+    launch = _c_launcher(launcher)
     if INSTALLED_MINOR == (3, 6):
 
-        def start(grid, stream, arguments):
+        def start(stream, arguments):
             launch(*grid, stream, function, False, pdl, None, None, packed, None, None, None, *arguments)
     else:
         annotations, signature = launcher.arg_annotations, launcher.kernel_signature
 
-        def start(grid, stream, arguments):
+        def start(stream, arguments):
             launch(*grid, stream, function, False, pdl, packed, None, None, None, None, None, annotations,
                    signature, arguments)  # fmt: skip
 
     return start
+
+
+@lru_cache(maxsize=1024)  # looking into a function costs more than a launch, and many launches share a kernel
+def _c_launcher(launcher: Any) -> Callable[..., None]:
+    launch = launcher.launch
+    if inspect.isfunction(launch):  # the layer that encodes descriptors
+        launch = inspect.getclosurevars(launch).nonlocals["launcher"]
+    return launch
