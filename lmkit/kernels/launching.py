@@ -22,6 +22,7 @@ if INTERPRETED:
 PREPARES = not INTERPRETED and INSTALLED_MINOR in SUPPORTED_MINORS
 
 
+@cache  # `next_power_of_2` costs a microsecond, and every new length asks
 def head_parts(head_dim: int, split: bool) -> tuple[int, int]:
     """(main, rest): the powers of two that a head is held in; rest = 0 if it is one part.
 
@@ -35,6 +36,7 @@ def head_parts(head_dim: int, split: bool) -> tuple[int, int]:
     return (padded, 0) if rest == padded // 2 else (padded // 2, rest)
 
 
+@cache
 def kernel_constants(head_dim: int, causal: bool, precision: str, tiling: Tiling) -> dict[str, Any]:
     """The compile-time arguments that all kernels share."""
     main, rest = head_parts(head_dim, tiling.split and not tiling.descriptors)
