@@ -38,3 +38,11 @@ def agree(ranks: Ranks, *, stop: bool = False, nonfinite: bool | torch.Tensor = 
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
     stop_anywhere, nonfinite_anywhere = flags.tolist()
     return Agreement(stop=bool(stop_anywhere), nonfinite=bool(nonfinite_anywhere))
+
+
+def on_any_rank(ranks: Ranks, *facts: bool) -> tuple[bool, ...]:
+    """Which of these hold on at least one rank. Every rank asks at the same point and gets the same answer."""
+    flags = torch.tensor(facts, dtype=torch.int32)
+    if ranks.world_size > 1:
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    return tuple(bool(flag) for flag in flags.tolist())

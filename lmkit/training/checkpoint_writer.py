@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_futures
 from datetime import timedelta
 from pathlib import Path
 
@@ -24,6 +25,8 @@ import torch
 
 from lmkit.errors import LmkitError
 from lmkit.measure.ranges import range_
+from lmkit.parallel.agreement import on_any_rank
+from lmkit.parallel.failures import RankLost
 from lmkit.parallel.process_group import Ranks
 from lmkit.storage.atomic import PARTIAL_SUFFIX
 from lmkit.training.checkpoint_folder import (
@@ -40,6 +43,7 @@ from lmkit.training.tensor_files import FileEntry, write_tensors, write_text
 
 Tensors = Mapping[str, torch.Tensor]
 _POLL_S = 0.02
+"""How often a thread looks for a message, and the loop for the other ranks while it waits."""
 
 
 class CheckpointWriter:
@@ -65,7 +69,7 @@ class CheckpointWriter:
         self._copied.set()
         self._abandoned = threading.Event()
         self.stall_seconds = 0.0
-        """How long the loop has waited for saving so far: here and in `release_weights`."""
+        """How long the loop has waited for saving so far."""
 
     def reserve(self, state: TrainingState, *, model: Tensors, optimizer: Tensors) -> None:
         """Make host memory ready in the background, so that the first save is as fast as the others."""
@@ -110,6 +114,33 @@ class CheckpointWriter:
                 f"{self._folder / step_name(self._step)}: cannot be saved: {_reason(error)}",
                 hint="earlier checkpoints are intact; make room, then train again to go on from the newest",
             ) from error
+
+    def wait_for_all(self) -> None:
+        """Return once no rank is writing any more. Every rank calls it at the same step.
+
+        The ranks look at one another until then. One that dies breaks their collective at once; by the part of the
+        checkpoint that it owes, it would be missed only at the timeout.
+
+        Raises:
+            RankLost: another rank cannot save, and says why.
+        """
+        started = time.perf_counter()
+        writing = [] if self._writing is None else [self._writing]
+        patience = 0.0
+        while True:
+            done, busy = wait_for_futures(writing, timeout=patience)
+            failed = any(future.exception() is not None for future in done)
+            busy_somewhere, failed_somewhere = on_any_rank(self._ranks, bool(busy), failed)
+            if failed_somewhere or not busy_somewhere:
+                break
+            patience = _POLL_S
+        self.stall_seconds += time.perf_counter() - started
+        if failed_somewhere and not failed:
+            raise RankLost(
+                f"rank {self._ranks.rank}, saving step {self._step}: another rank cannot write its part",
+                hint="look for that rank's own error; earlier checkpoints are intact",
+            )
+        self.wait()
 
     def abandon(self) -> None:
         """The run ends with an error: finish what is being written, but wait for no part of a lost rank."""

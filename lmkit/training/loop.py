@@ -108,10 +108,10 @@ class Loop:
         try:
             with StepWatch(self.parts.ranks) as watch:
                 stopped = self._run_steps(watch)
-            self.parts.writer.wait()
+            self._await_save()
             completed = True
         except Diverged:
-            self.parts.writer.wait()  # a checkpoint from before is good, and all ranks are there to finish it
+            self._await_save()  # a checkpoint from before is good, and all ranks are there to finish it
             raise
         finally:
             if not completed:
@@ -297,6 +297,7 @@ class Loop:
         parts, moment = self.parts, self.moment
         if moment.step == self._saved_step:
             return
+        parts.writer.wait_for_all()
         scale = parts.step.loss_scale
         state = parts.identity.model_copy(
             update={
@@ -316,6 +317,10 @@ class Loop:
         parts.sink.record(
             {"kind": "checkpoint", "step": moment.step, "stall_seconds": parts.writer.stall_seconds}
         )
+
+    def _await_save(self) -> None:
+        with losses_named(self.parts.ranks, f"after step {self.moment.step}"):
+            self.parts.writer.wait_for_all()
 
     def _optimizer_tensors(self) -> dict[str, torch.Tensor]:
         return optimizer_tensors(self.parts.optimizer, self.parts.model)
