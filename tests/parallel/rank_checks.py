@@ -37,7 +37,7 @@ def run_all(names: list[str], device: str = "cpu") -> dict[str, list[str]]:
     """Run the named checks; name -> what failed, per rank ("" where nothing did)."""
     torch.set_num_threads(1)
     outcome: dict[str, list[str]] = {}
-    with process_group(device, timeout_s=30) as ranks:
+    with process_group(device, timeout_s=240) as ranks:
         for name in names:
             try:
                 CHECKS[name](ranks)

@@ -6,33 +6,39 @@ import os
 import signal
 import sys
 import threading
+from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from rank_checks import SMALL_BUCKETS, seeded_model
 from rank_model import batch, groups_of, sgd
 
 from lmkit.errors import LmkitError, UsageError
 from lmkit.parallel.agreement import agree
 from lmkit.parallel.failures import StepWatch, losses_named
-from lmkit.parallel.process_group import process_group
+from lmkit.parallel.process_group import Ranks, process_group
 from lmkit.parallel.strategies import build_strategy
 
 FAULT_STEP = 2
+HANG_S = 1.0
+"""How long rank 0 waits for rank 1 once that hangs."""
+PATIENT_S = 10_000.0
+"""The timeout of all else: ranks that come late, as on a slow machine, are no fault. Pytest ends a test sooner."""
 
 
 def return_rank_and_sum() -> tuple[int, int]:
     """What only rank 0 returns is what the parent gets."""
-    with process_group("cpu", timeout_s=20) as ranks:
+    with process_group("cpu", timeout_s=PATIENT_S) as ranks:
         total = torch.tensor(ranks.rank + 1)
-        torch.distributed.all_reduce(total)
+        dist.all_reduce(total)
         return ranks.rank, int(total)
 
 
-def train_until_fault(fault: str, strategy: str, timeout_s: float) -> str:
+def train_until_fault(fault: str, strategy: str) -> str:
     """Three good steps with synchronisation; in the third, something happens to rank 1 inside backward."""
     torch.set_num_threads(1)
-    with process_group("cpu", timeout_s=timeout_s) as ranks, StepWatch(ranks) as watch:
+    with process_group("cpu", timeout_s=PATIENT_S) as ranks, StepWatch(ranks) as watch:
         model = seeded_model(0, ranks)
         sync = build_strategy(strategy, ranks, SMALL_BUCKETS)
         call = sync.attach(model)
@@ -41,6 +47,8 @@ def train_until_fault(fault: str, strategy: str, timeout_s: float) -> str:
             with watch.step(step):
                 if step == FAULT_STEP and ranks.rank == 1:
                     model.layers[1].up.weight.register_hook(lambda gradient: happen(fault))
+                elif step == FAULT_STEP and fault == "hang":
+                    lose_patience(ranks)
                 call.loss(*batch(step, ranks.rank, 0), ranks.rank).backward()
                 sync.finish()
                 optimizer.step()
@@ -50,10 +58,16 @@ def train_until_fault(fault: str, strategy: str, timeout_s: float) -> str:
 
 def lose_a_rank_before_the_first_step() -> None:
     """Rank 1 is killed where no step is under way, while rank 0 waits for it."""
-    with process_group("cpu", timeout_s=20) as ranks, losses_named(ranks, "between steps"):
+    with process_group("cpu", timeout_s=PATIENT_S) as ranks, losses_named(ranks, "between steps"):
         if ranks.rank == 1:
             happen("kill")
-        torch.distributed.barrier()
+        dist.barrier()
+
+
+def lose_patience(ranks: Ranks) -> None:
+    """From now on whoever does not answer this rank within `HANG_S` is lost."""
+    object.__setattr__(ranks, "timeout_s", HANG_S)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=HANG_S))
 
 
 def happen(fault: str) -> None:
@@ -77,7 +91,7 @@ def wait_for_signal(ready: str, stop_all: bool) -> str:
     stopped: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: stopped.append(number))
     signal.signal(signal.SIGINT, lambda number, frame: stopped.append(number))
-    with process_group("cpu", timeout_s=20) as ranks:
+    with process_group("cpu", timeout_s=PATIENT_S) as ranks:
         for step in range(10**6):
             agreed = agree(ranks, stop=bool(stopped) and (stop_all or ranks.rank == 1))
             if step == 3:

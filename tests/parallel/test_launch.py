@@ -15,13 +15,14 @@ from pathlib import Path
 import pytest
 
 from lmkit.errors import LmkitError, UsageError
-from lmkit.parallel.failures import RankLost, is_communication_error
+from lmkit.parallel import launch
+from lmkit.parallel.failures import ROLL_CALL_S, RankLost, is_communication_error
 from lmkit.parallel.launch import RankFailed, spawn_ranks
 from lmkit.parallel.process_group import process_group
 from lmkit.storage import FolderLock
 
-# From the fault to the error: detection, roll call and grace periods; far below the 30 s that are allowed.
-PATIENCE_S = 30.0
+# Only to end a test that hangs: how long ranks take to start depends on the machine.
+PATIENCE_S = 240.0
 
 
 @pytest.fixture
@@ -39,19 +40,25 @@ def test_rank_0_returns_its_result(faults):
         ("kill", "zero1", RankFailed, "rank 1 was killed by SIGKILL"),
         ("exception", "bucketed", RankFailed, "rank 1: ZeroDivisionError: in the middle of backward"),
         ("error", "flat", LmkitError, "rank 1: the data is bad"),
-        ("hang", "bucketed", RankLost, "rank 0, step 2: rank 1 did not answer within 3 s"),
+        ("hang", "bucketed", RankLost, "rank 0, step 2: rank 1 did not answer within 1 s"),
     ],
 )
 def test_fault_72_and_73_a_rank_that_fails_in_backward_ends_the_job(
-    faults, capfd, fault, strategy, kind, message
+    faults, capfd, monkeypatch, fault, strategy, kind, message
 ):
-    start = time.monotonic()
+    """A death ends the job by the broken connection: before the timeout of the ranks, pytest's would end this."""
+    if fault != "hang":  # all ranks end by themselves, on a slow machine later
+        monkeypatch.setattr(launch, "GRACE_S", PATIENCE_S)
     with pytest.raises(kind) as caught:
-        spawn_ranks(2, faults.train_until_fault, (fault, strategy, 3.0))
+        spawn_ranks(2, faults.train_until_fault, (fault, strategy))
     assert caught.value.message == message
-    assert time.monotonic() - start < PATIENCE_S
     if fault == "exception":
         assert "ZeroDivisionError" in capfd.readouterr().err, "the traceback must not be lost"
+
+
+def test_the_waits_after_a_death_are_far_below_the_30_seconds_that_are_promised():
+    """The roll call of the survivors, their time to report, and to end after SIGTERM."""
+    assert ROLL_CALL_S + 2 * launch.GRACE_S < 15
 
 
 def test_a_rank_that_dies_between_steps_ends_the_job_without_a_traceback(faults, capfd):
@@ -66,8 +73,8 @@ def test_what_a_killed_launcher_left_goes_at_the_next_start(faults, tmp_path, mo
     for folder in (abandoned, in_use, young, tmp_path / "others"):
         folder.mkdir()
         (folder / "rendezvous").write_text("x")
-        if folder != young:
-            os.utime(folder, (0, 0))
+        made = time.time() + 3600 if folder == young else 0  # it stays young however long this takes
+        os.utime(folder, (made, made))
     with FolderLock(in_use):
         os.utime(in_use, (0, 0))
         spawn_ranks(2, faults.return_rank_and_sum)
@@ -94,9 +101,10 @@ def test_signals_stop_all_ranks_at_the_same_step(faults, tmp_path, number, to_on
     ready = tmp_path / "ready"
     program = (
         "import sys; sys.path.insert(0, sys.argv[1]); import rank_faults\n"
-        "from lmkit.parallel.launch import spawn_ranks\n"
+        "from lmkit.parallel import launch\n"
         "if __name__ == '__main__':\n"
-        "    spawn_ranks(2, rank_faults.wait_for_signal, (sys.argv[2], sys.argv[3] == 'all'))\n"
+        f"    launch.GRACE_S = {PATIENCE_S}\n"  # all ranks end by themselves, on a slow machine later
+        "    launch.spawn_ranks(2, rank_faults.wait_for_signal, (sys.argv[2], sys.argv[3] == 'all'))\n"
     )
     script = tmp_path / "program.py"
     script.write_text(program)

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from functools import partial
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -23,10 +24,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from run_folders import losses, saved
 
 from lmkit.commands import train
 from lmkit.errors import LmkitError
+from lmkit.parallel.process_group import Ranks
 from lmkit.parallel.strategies import STRATEGIES
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.schema import Recipe
@@ -34,10 +37,14 @@ from lmkit.training import checkpoint_writer, loop
 from lmkit.training.checkpoint_folder import newest_valid, step_name
 from lmkit.training.checkpoints import Checkpoint, open_checkpoint
 from lmkit.training.retention import Retention
+from lmkit.training.signals import StopSignals
 from lmkit.training.step import Step
 
 Tiny = Callable[..., Recipe]
-PATIENCE_S = 120
+PATIENCE_S = 240
+"""Only to end a test that hangs: far above what a slow machine needs, far below the ranks' timeout of 600 s."""
+HANG_S = 2.0
+"""How long rank 0 waits for rank 1 once that hangs."""
 
 
 def newest(recipe: Recipe) -> Checkpoint:
@@ -65,6 +72,7 @@ def live(settings: list[str], environment: dict[str, str], options: dict[str, An
     rank = int(environment.get("RANK", "0"))
     if fault:
         _tell_whether_a_refused_update_changed_weights(rank)
+        _tell_the_ranks()
         FAULTS[fault](rank)
     train.draw_losses = lambda *arguments, **keywords: None  # type: ignore[assignment]
     sys.stderr = open(options.pop("log"), "a")  # noqa: SIM115
@@ -144,41 +152,56 @@ def _tell_whether_a_refused_update_changed_weights(rank: int) -> None:
     Step.update = update  # type: ignore[method-assign]
 
 
-def _in_backward_of_step_3(rank: int, happen: Callable[[], None]) -> None:
+Happening = Callable[[int], None]
+"""What happens to rank 1, and to rank 0 at the same place."""
+
+RANKS: list[Ranks] = []
+"""This process's place, once its loop runs."""
+
+
+def _tell_the_ranks() -> None:
+    original = loop.Loop.run
+
+    def run(self: loop.Loop) -> loop.Ending:
+        RANKS.append(self.parts.ranks)
+        return original(self)
+
+    loop.Loop.run = run  # type: ignore[method-assign]
+
+
+def _in_backward_of_step_3(rank: int, happen: Happening) -> None:
     original, calls = Step.accumulate, iter(range(1, 1000))
 
     def accumulate(self: Step, *batch: torch.Tensor) -> torch.Tensor:
-        if next(calls) == 3 and rank == 1:
+        if next(calls) == 3:
             weight = self._model.ln_final.weight  # type: ignore[attr-defined]
-            weight.register_hook(lambda gradient: happen())
+            weight.register_hook(lambda gradient: happen(rank))
         return original(self, *batch)
 
     Step.accumulate = accumulate  # type: ignore[method-assign]
 
 
-def _in_the_evaluation_after_step_4(rank: int, happen: Callable[[], None]) -> None:
+def _in_the_evaluation_after_step_4(rank: int, happen: Happening) -> None:
     original = loop.evaluate
 
     def evaluate(*arguments: Any, **options: Any) -> Any:
-        if rank == 1:
-            happen()
+        happen(rank)
         return original(*arguments, **options)
 
     loop.evaluate = evaluate  # type: ignore[assignment]
 
 
-def _in_the_save_of_step_3(rank: int, happen: Callable[[], None]) -> None:
+def _in_the_save_of_step_3(rank: int, happen: Happening) -> None:
     original = checkpoint_writer.write_tensors
 
     def write_tensors(path: Path, tensors: Any) -> Any:
-        if rank == 1:
-            happen()
+        happen(rank)
         return original(path, tensors)
 
     checkpoint_writer.write_tensors = write_tensors  # type: ignore[assignment]
 
 
-def _in_the_save_of_step_3_while_step_6_waits_for_it(rank: int, happen: Callable[[], None]) -> None:
+def _in_the_save_of_step_3_while_step_6_waits_for_it(rank: int, happen: Happening) -> None:
     """No collective of a step is under way then, which would notice."""
     begin, saves, next_save = loop.Loop._save, iter(range(1, 1000)), threading.Event()
 
@@ -187,27 +210,38 @@ def _in_the_save_of_step_3_while_step_6_waits_for_it(rank: int, happen: Callable
             next_save.set()
         begin(self)
 
-    def happen_late() -> None:
+    def happen_late(rank: int) -> None:
         assert next_save.wait(PATIENCE_S)
-        happen()
+        happen(rank)
 
     loop.Loop._save = save  # type: ignore[method-assign]
     _in_the_save_of_step_3(rank, happen_late)
 
 
-def _die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+def _die(rank: int) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _hang() -> None:
-    threading.Event().wait()
+def _hang(rank: int) -> None:
+    """Rank 1 hangs, and from here on rank 0 waits `HANG_S` for it. From the start on it would lose a rank that is late.
+    """
+    if rank == 1:
+        threading.Event().wait()
+    (ranks,) = RANKS
+    object.__setattr__(ranks, "timeout_s", HANG_S)
+    if (
+        threading.current_thread() is threading.main_thread()
+    ):  # what writes a checkpoint waits in no collective
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=HANG_S))
 
 
-def _raise() -> None:
-    raise ZeroDivisionError("in the middle of backward")
+def _raise(rank: int) -> None:
+    if rank == 1:
+        raise ZeroDivisionError("in the middle of backward")
 
 
-PLACES: dict[str, Callable[[int, Callable[[], None]], None]] = {
+PLACES: dict[str, Callable[[int, Happening], None]] = {
     "in backward": _in_backward_of_step_3,
     "in evaluation": _in_the_evaluation_after_step_4,
     "in a save": _in_the_save_of_step_3,
@@ -215,18 +249,37 @@ PLACES: dict[str, Callable[[int, Callable[[], None]], None]] = {
 }
 
 
+def _go_no_further_than_step_4_of_this_life(rank: int) -> None:
+    """However late the kill comes, there are steps left for the next one."""
+    original, calls = Step.accumulate, iter(range(1, 1000))
+
+    def accumulate(self: Step, *batch: torch.Tensor) -> torch.Tensor:
+        if next(calls) == 5:
+            threading.Event().wait()
+        return original(self, *batch)
+
+    Step.accumulate = accumulate  # type: ignore[method-assign]
+
+
 def _killed_before_the_second_pruning(rank: int) -> None:
     original, calls = Retention.prune, iter(range(1, 1000))
 
     def prune(self: Retention) -> list[Path]:
         if next(calls) == 2:
-            _die()
+            os.kill(os.getpid(), signal.SIGKILL)
         return original(self)
 
     Retention.prune = prune  # type: ignore[method-assign]
 
 
 def _never_finish_step_3(rank: int) -> None:
+    note = StopSignals._note
+
+    def noting(self: StopSignals, *signal: Any) -> None:
+        note(self, *signal)
+        print("noted", file=sys.stderr, flush=True)
+
+    StopSignals._note = noting  # type: ignore[method-assign]
     original, calls = Step.accumulate, iter(range(1, 1000))
 
     def accumulate(self: Step, *batch: torch.Tensor) -> torch.Tensor:
@@ -256,6 +309,7 @@ FAULTS: dict[str, Callable[[int], None]] = {
     "infinite gradient on rank 1": _infinite_gradient_on_rank_1,
     "SIGTERM to rank 1": _signal_itself_on_rank_1,
     "hang in step 3": _never_finish_step_3,
+    "at most four steps": _go_no_further_than_step_4_of_this_life,
     "killed before the second pruning": _killed_before_the_second_pruning,
     **{
         f"rank 1 {what} {where}": partial(place, happen=happen)
@@ -349,24 +403,22 @@ def test_fault_46_killed_at_random_20_times_and_still_the_same_run(
     assert fleet.train(whole) == [0]
     recipe = tiny(*steps, "run.name=battered")
     generator = random.Random(46)
-    kills, reached = 0, 0
+    reached = 0
     for _ in range(20):
-        (process,) = fleet.start(battered)
+        (process,) = fleet.start(battered, fault="at most four steps")
         deadline = time.monotonic() + PATIENCE_S
         while process.is_alive() and max(saved(recipe), default=0) < reached + 2:
             assert time.monotonic() < deadline
             time.sleep(0.001)
         process.join(generator.uniform(0, 0.03))  # it saves all the time: this is somewhere in a save
-        if process.is_alive():
-            process.kill()
-            kills += 1
+        process.kill()
         process.join()
+        assert process.exitcode == -signal.SIGKILL
         choice = newest_valid(recipe.run.path / "checkpoints")  # one loads, whatever lies around
         assert choice.path is not None
         assert choice.skipped == ()  # nothing half written ever has a final name
         assert open_checkpoint(choice.path).state.step >= reached
         reached = open_checkpoint(choice.path).state.step
-    assert kills >= 10, "the runs ended before they could be killed"
     assert fleet.train(battered) == [0]
     assert_same_tensors(newest(tiny(*steps, "run.name=whole")), newest(recipe))
     assert losses(recipe) == losses(tiny(*steps, "run.name=whole"))
@@ -408,7 +460,7 @@ def test_fault_71_a_second_signal_leaves_at_once(
     fleet.wait_until_said("hanging")
     assert process.pid is not None
     os.kill(process.pid, signal.SIGTERM)
-    process.join(0.2)
+    fleet.wait_until_said("noted")  # a second one that comes before is the same to the system
     assert process.is_alive()  # the first one waits for the end of the step
     os.kill(process.pid, signal.SIGTERM)
     assert ends([process]) == [143]
@@ -525,10 +577,8 @@ def test_fault_72_a_rank_that_dies_ends_the_other_which_names_it_and_the_step(
     where: str, fleet: Fleet, tiny: Tiny, settings: Callable[..., list[str]]
 ) -> None:
     sharded = ("parallel.strategy=zero1", "checkpoint.interval=3")
-    began = time.monotonic()
     fault = f"rank 1 dies {where}"
     assert fleet.train(settings(*sharded), ranks=2, fault=fault) == [1, -signal.SIGKILL], fleet.said()
-    assert time.monotonic() - began < 30
     assert re.search(LOST[where].format(what="broke the connection"), fleet.said()), fleet.said()
     assert "Traceback" not in fleet.said()
     assert fleet.train(settings(*sharded), ranks=2) == [0, 0], fleet.said()
@@ -539,13 +589,10 @@ def test_fault_72_a_rank_that_dies_ends_the_other_which_names_it_and_the_step(
 def test_fault_73_a_rank_that_hangs_is_named_with_the_step_at_the_timeout(
     where: str, fleet: Fleet, tiny: Tiny, settings: Callable[..., list[str]]
 ) -> None:
-    options = ("parallel.strategy=zero1", "checkpoint.interval=3", "parallel.timeout_s=8")
+    options = ("parallel.strategy=zero1", "checkpoint.interval=3")
     waiting, hanging = fleet.start(settings(*options), ranks=2, fault=f"rank 1 hangs {where}")
-    began = time.monotonic()
     assert ends([waiting]) == [1], fleet.said()
-    # A slow start, eight seconds, and the roll call of two; never the 600 s that are the default.
-    assert time.monotonic() - began < 60
-    assert re.search(LOST[where].format(what="did not answer within 8 s"), fleet.said()), fleet.said()
+    assert re.search(LOST[where].format(what="did not answer within 2 s"), fleet.said()), fleet.said()
     assert "Traceback" not in fleet.said()
     assert hanging.is_alive() or where.startswith("in a save")  # the loop of rank 1 went on, and lost rank 0
 
