@@ -224,8 +224,7 @@ def _die(rank: int) -> None:
 
 
 def _hang(rank: int) -> None:
-    """Rank 1 hangs, and from here on rank 0 waits `HANG_S` for it. From the start on it would lose a rank that is late.
-    """
+    """Rank 1 hangs; from here on, and not from the start, when a rank may be late, rank 0 waits only `HANG_S`."""
     if rank == 1:
         threading.Event().wait()
     (ranks,) = RANKS
