@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -31,9 +31,13 @@ class MergeTable:
         table = np.array(merges, np.int32).reshape(-1, 3)
         self.left, self.right, self.merged = np.ascontiguousarray(table.T)
 
+    def pairs(self) -> Iterator[tuple[int, int]]:
+        """Yield (left id, right id) of each merge, in order of learning."""
+        return zip(self.left.tolist(), self.right.tolist(), strict=True)
+
     @functools.cached_property
     def _ranks(self) -> dict[tuple[int, int], int]:
-        pairs = list(zip(self.left.tolist(), self.right.tolist(), strict=True))
+        pairs = list(self.pairs())
         # A pair that is listed twice keeps its first rank.
         return dict(zip(reversed(pairs), reversed(range(len(pairs))), strict=True))
 

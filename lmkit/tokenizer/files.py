@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from json.encoder import encode_basestring
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,6 @@ def to_json(tokenizer: Tokenizer) -> str:
     Raises:
         UsageError: a special token reads like an ordinary one in the byte alphabet of the format.
     """
-    spelled = {token: to_characters(token) for token in tokenizer.vocab.values()}
     content = {
         "version": "1.0",
         "truncation": None,
@@ -63,11 +63,16 @@ def to_json(tokenizer: Tokenizer) -> str:
             "fuse_unk": False,
             "byte_fallback": False,
             "ignore_merges": False,
-            "vocab": _vocabulary(tokenizer, spelled),
-            "merges": [[spelled[left], spelled[right]] for left, right in tokenizer.merges],
         },
     }
-    return json.dumps(content, ensure_ascii=False)
+    # The two long parts are put together by hand, every token quoted once: every encoding waits for the hash of this
+    # text, and json.dumps takes twice as long.
+    quoted = {token_id: encode_basestring(name) for token_id, name in _names(tokenizer).items()}
+    vocab = ", ".join([f"{name}: {token_id}" for token_id, name in quoted.items()])
+    pairs = tokenizer.merge_table.pairs()
+    merges = ", ".join([f"[{quoted[left]}, {quoted[right]}]" for left, right in pairs])
+    all_but_these = json.dumps(content, ensure_ascii=False).removesuffix("}}")
+    return f'{all_but_these}, "vocab": {{{vocab}}}, "merges": [{merges}]}}}}'
 
 
 def save_json(tokenizer: Tokenizer, path: Path) -> None:
@@ -127,9 +132,10 @@ def _pair(merge: str | list[str]) -> tuple[bytes, bytes]:
 
 
 def save_gpt2(tokenizer: Tokenizer, folder: Path) -> None:
-    spelled = {token: to_characters(token) for token in tokenizer.vocab.values()}
-    lines = [f"{spelled[left]} {spelled[right]}" for left, right in tokenizer.merges]
-    write_atomic(folder / "vocab.json", json.dumps(_vocabulary(tokenizer, spelled), ensure_ascii=False))
+    names = _names(tokenizer)
+    vocab = {name: token_id for token_id, name in names.items()}
+    lines = [f"{names[left]} {names[right]}" for left, right in tokenizer.merge_table.pairs()]
+    write_atomic(folder / "vocab.json", json.dumps(vocab, ensure_ascii=False))
     write_atomic(folder / "merges.txt", "\n".join([_MERGES_HEADER, *lines]) + "\n")
 
 
@@ -177,15 +183,20 @@ def _by_id(tokens: Iterable[tuple[bytes, Any]]) -> dict[int, bytes]:
     return vocab
 
 
-def _vocabulary(tokenizer: Tokenizer, spelled: dict[bytes, str]) -> dict[str, int]:
+def _names(tokenizer: Tokenizer) -> dict[int, str]:
+    """Return how each token is written in a file, by id: special tokens as they are, others in the byte alphabet.
+
+    Raises:
+        UsageError: two would be written alike.
+    """
     special = {token_id: text for text, token_id in tokenizer.special_ids.items()}
-    tokens = {special.get(i) or spelled[token]: i for i, token in tokenizer.vocab.items()}
-    if len(tokens) < len(tokenizer.vocab):
+    names = {i: special.get(i) or to_characters(token) for i, token in tokenizer.vocab.items()}
+    if len(set(names.values())) < len(names):
         raise UsageError(
             "a special token reads like an ordinary token in tokenizer.json",
             hint="choose another special token",
         )
-    return tokens
+    return names
 
 
 def _parse(path: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import pytest
 from lmkit.errors import LmkitError, UsageError
 from lmkit.tokenizer import Tokenizer
 from lmkit.tokenizer.byte_alphabet import to_bytes, to_characters
+from lmkit.tokenizer.files import to_json
 
 
 def test_round_trip(trained: Tokenizer, tmp_path: Path) -> None:
@@ -20,6 +21,24 @@ def test_round_trip(trained: Tokenizer, tmp_path: Path) -> None:
         trained.special_ids,
     )
     assert loaded.sha256 == trained.sha256
+
+
+def test_the_text_is_that_of_json_dumps_and_stays_the_same() -> None:
+    """Token files and checkpoints record its hash."""
+    vocab = {i: bytes([i]) for i in range(256)} | {256: b'"\\', 257: b' "\\'}
+    merges = [(b'"', b"\\"), (b" ", b'"\\')]
+    tokenizer = Tokenizer(vocab=vocab, merges=merges, special_tokens=('<|"end"|>\n',))
+    text = to_json(tokenizer)
+    assert json.dumps(json.loads(text), ensure_ascii=False) == text
+    assert tokenizer.sha256 == "4c41a5e0b2f61009398d17ebc3b685d9f3beb14cf160df7e5a19cff2921a3c46"
+
+
+def test_a_special_token_that_reads_like_an_ordinary_one_is_refused() -> None:
+    vocab = {i: bytes([i]) for i in range(256)} | {256: b" the"}
+    tokenizer = Tokenizer(vocab=vocab, merges=[], special_tokens=("Ġthe",))
+    assert tokenizer.encode(" theĠthe") != []
+    with pytest.raises(UsageError, match="reads like an ordinary token"):
+        to_json(tokenizer)
 
 
 def test_hugging_face_loads_it_and_agrees(trained: Tokenizer, tmp_path: Path, real_text: str) -> None:
