@@ -175,7 +175,7 @@ def _run(job: Job) -> dict[str, Any]:
 def _run_watched(job: Job) -> tuple[dict[str, Any], int]:
     """Run the job once; also return the peak PSS of all its processes, in bytes (loading included)."""
     process = _start(job)
-    peak = 0
+    peak = process_tree_memory(process.pid).pss_bytes
     ended = threading.Event()
 
     def watch() -> None:

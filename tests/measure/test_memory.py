@@ -67,25 +67,25 @@ def test_missing_process():
         process_memory(child.pid)
 
 
-def _hold_memory(ready, release) -> None:
+def _hold_memory(parent) -> None:
     block = bytearray(b"x" * (48 * MIB))
-    ready.set()
-    release.wait()
+    parent.send("ready")
+    parent.recv()
     del block
 
 
 def test_the_tree_includes_children():
     context = multiprocessing.get_context("spawn")
-    ready, release = context.Event(), context.Event()
-    child = context.Process(target=_hold_memory, args=(ready, release))
+    ours, theirs = context.Pipe()
+    child = context.Process(target=_hold_memory, args=(theirs,))
     before = process_tree_memory()
     child.start()
-    try:
-        assert ready.wait(60)
+    theirs.close()  # so that a child that dies ends the wait
+    with ours:
+        assert ours.recv() == "ready"
         during = process_tree_memory()
-    finally:
-        release.set()
-        child.join()
+        ours.send("end")
+    child.join()
     assert during.pss_bytes - before.pss_bytes > 40 * MIB
 
 

@@ -56,7 +56,7 @@ def test_fault_72_and_73_a_rank_that_fails_in_backward_ends_the_job(
         assert "ZeroDivisionError" in capfd.readouterr().err, "the traceback must not be lost"
 
 
-def test_the_waits_after_a_death_are_far_below_the_30_seconds_that_are_promised():
+def test_fault_72_the_waits_after_a_death_are_far_below_the_30_seconds_that_are_promised():
     """The roll call of the survivors, their time to report, and to end after SIGTERM."""
     assert ROLL_CALL_S + 2 * launch.GRACE_S < 15
 
