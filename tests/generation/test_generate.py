@@ -66,6 +66,48 @@ def test_equals_the_loop_without_cache_far_beyond_the_context(
         assert len({tuple(text) for text in got}) == 4
 
 
+def test_a_context_of_one_token_sees_the_last_alone(make_model: MakeModel, tokenizer: Tokenizer) -> None:
+    model = make_model(context_length=1)
+    (got,) = rows(model, [[7]], max_new_tokens=12, sampling=Sampling(), seed=5)
+    expected = [7]
+    for uniform in torch.rand(12, generator=torch.Generator().manual_seed(5)):
+        with torch.no_grad():
+            logits = model(torch.tensor([expected[-1:]]))[:, -1]
+        expected.append(choose(logits, uniform[None], Sampling()).item())
+    assert got == expected[1:]
+    assert len(set(got)) > 2
+    prompted = generate(model, tokenizer, ["abc"], max_new_tokens=3, sampling=Sampling(0.0))
+    assert (
+        prompted[0].text
+        == generate(model, tokenizer, ["c"], max_new_tokens=3, sampling=Sampling(0.0))[0].text
+    )
+
+
+def test_nothing_is_recorded_for_a_backward_pass(make_model: MakeModel) -> None:
+    model = make_model()
+    recorded = []
+    model.ln_final.register_forward_hook(lambda _, __, out: recorded.append(out.requires_grad))
+    rows(model, [[1, 2], [3]], max_new_tokens=30, sampling=Sampling())  # beyond the context, too
+    assert len(recorded) > 30
+    assert not any(recorded)
+
+
+def test_a_row_that_ended_does_not_spoil_the_others(make_model: MakeModel) -> None:
+    """What a text that has ended would go on with is of no interest: not a number, say."""
+    model = make_model()
+    stop = rows(model, [[1, 2, 3], [4]], max_new_tokens=1, sampling=Sampling(), seed=1)[0][0]
+    original = model.forward
+
+    def forward(ids: torch.Tensor, cache: object) -> torch.Tensor:
+        logits = original(ids, cache)  # type: ignore[arg-type]
+        logits[0] = float("nan")
+        return logits
+
+    model.forward = forward  # type: ignore[assignment]
+    got = rows(model, [[1, 2, 3], [4]], max_new_tokens=5, sampling=Sampling(), seed=1, stop_id=stop)
+    assert got == [[stop], plain_loop(make_model(), [4], 5, Sampling(), seed=2, stop_id=stop)]
+
+
 def test_a_row_that_stops_early_leaves_the_others_alone(make_model: MakeModel) -> None:
     model = make_model()
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]

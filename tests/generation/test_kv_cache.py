@@ -57,6 +57,32 @@ def test_rows_that_rest_do_not_change_the_others(make_model: Callable[..., Trans
     assert cache.lengths == [16, 8]
 
 
+def test_under_autocast_the_cache_keeps_its_own_dtype(make_model: Callable[..., TransformerLM]) -> None:
+    model = make_model(num_kv_heads=2).float()
+    text = torch.randint(260, (1, 9))
+    exact = model(text)[0].detach()
+    for dtype in (torch.float32, torch.bfloat16):
+        cache = KVCache(model.config, batch=1, dtype=dtype)
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            logits = [model(text[:, :6], cache.start([0], [6]))[0]]
+            logits += [model(text[:, i : i + 1], cache.extend([0]))[0] for i in range(6, 9)]
+        # 8 bits of mantissa, some twenty roundings deep: a percent or two of the norm.
+        assert (torch.cat(logits).float() - exact).norm() < 0.05 * exact.norm()
+        assert cache.keys.dtype == cache.values.dtype == dtype
+
+
+def test_lengths_out_of_range_are_refused(make_model: Callable[..., TransformerLM]) -> None:
+    cache = KVCache(make_model().config, batch=2)
+    for length in (0, 17):
+        with pytest.raises(AssertionError):
+            cache.start([0], [length])
+    cache.start([0, 1], [16, 3])
+    with pytest.raises(AssertionError):
+        cache.extend([0, 1])
+    with pytest.raises(AssertionError):
+        cache.extend([1]).positions(2)
+
+
 def test_the_cache_is_as_small_as_the_key_heads(make_model: Callable[..., TransformerLM]) -> None:
     config = make_model(num_kv_heads=2).config
     assert KVCache(config, batch=3).keys.shape == (2, 3, 2, 16, 8)

@@ -53,6 +53,13 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p(top_p: float, kept: list[in
     torch.testing.assert_close(shares(Sampling(1.0, 0, top_p)), expected(kept), rtol=0, atol=2e-4)
 
 
+def test_a_set_that_reaches_p_exactly_is_large_enough() -> None:
+    uniforms = (torch.arange(1000) + 0.5) / 1000
+    logits = torch.tensor([0.0, -200.0, 0.0]).expand(1000, -1)  # exactly one half each
+    assert set(choose(logits, uniforms, Sampling(1.0, 0, 0.5)).tolist()) == {0}
+    assert set(choose(logits, uniforms, Sampling(1.0, 0, 0.5 + 1e-9)).tolist()) == {0, 2}
+
+
 def test_top_p_looks_at_what_temperature_and_top_k_left() -> None:
     # Of the best two at temperature 1, token 1 alone has 0.62.
     torch.testing.assert_close(shares(Sampling(1.0, 2, 0.6)), expected([1]))

@@ -33,6 +33,31 @@ def test_value_and_gradients_equal_the_plain_way() -> None:
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
 
 
+def test_the_sum_over_many_slices_loses_nothing_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4096 slices of one token: a bfloat16 sum would stand still once it is 256 times what is added."""
+    monkeypatch.setitem(loss_module.SLICE_ELEMENTS, "cpu", 1)
+    hidden = torch.ones(4096, 2)
+    weight = torch.zeros(3, 2, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = linear_cross_entropy(hidden, weight, torch.zeros(4096, dtype=torch.int64))
+    loss.backward()
+    # ln 3; 4096 roundings of a float32, all in one direction at worst.
+    assert loss.item() == pytest.approx(1.0986123, rel=4096 * 2**-24)
+    # 1/3 - 1 and 1/3 in bfloat16, 2^-9 off.
+    expected = torch.tensor([[-2 / 3], [1 / 3], [1 / 3]]).expand(3, 2)
+    torch.testing.assert_close(weight.grad, expected, rtol=2**-8, atol=0)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    """It would be wrong without a word: what backward computes is no graph."""
+    hidden, weight, targets = inputs(torch.float64)
+    (grad,) = torch.autograd.grad(
+        linear_cross_entropy(hidden, weight, targets).square(), hidden, create_graph=True
+    )
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
 @pytest.mark.usefixtures("slice_elements")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_keeps_loss_and_sums_in_float32(dtype: torch.dtype) -> None:
@@ -98,7 +123,8 @@ def test_without_gradients_the_only_product_is_that_of_the_logits() -> None:
     weight = torch.nn.Parameter(torch.randn(10, 8))
     hidden, targets = torch.randn(6, 8), torch.randint(10, (6,))
 
-    def products(enable: bool) -> list[str]:
+    def products(enable: bool, *, frozen: bool = False) -> list[str]:
+        weight.requires_grad_(not frozen)
         with (
             torch.set_grad_enabled(enable),
             torch.profiler.profile(
@@ -110,3 +136,5 @@ def test_without_gradients_the_only_product_is_that_of_the_logits() -> None:
 
     assert products(False) == ["aten::mm"]
     assert products(True) == ["aten::addmm_", "aten::mm", "aten::mm"]
+    assert products(True, frozen=True) == ["aten::mm", "aten::mm"]
+    assert products(False, frozen=True) == ["aten::mm"]

@@ -31,7 +31,16 @@ def test_counts_are_those_of_the_model(tied: bool, kv_heads: int | None) -> None
     counts = count_parameters(config)
     assert counts.total == sum(parameter.numel() for parameter in model.parameters())
     assert counts.multiplying == counts.total - (0 if tied else model.token_embeddings.weight.numel())
-    assert training_memory(config).total == 16 * counts.total
+    memory = training_memory(config)
+    assert (memory.weights, memory.gradients, memory.optimizer) == tuple(
+        times * counts.total for times in (4, 4, 8)
+    )
+    assert memory.total == 16 * counts.total
+
+
+def test_nothing_is_counted_without_a_vocabulary() -> None:
+    with pytest.raises(ValueError, match="vocab_size is not set"):
+        count_parameters(ModelConfig())
 
 
 def test_flops_of_the_matrix_products_are_counted() -> None:
@@ -64,8 +73,9 @@ def test_flops_of_the_matrix_products_are_counted() -> None:
     ],
 )
 def test_presets(name: str, sizes: tuple[int, int, int, int]) -> None:
-    config = preset_config(name, vocab_size=50_257, context_length=1024, attention="reference")
+    config = preset_config(name, vocab_size=1003, context_length=1024, attention="reference")
     assert (config.d_model, config.d_ff, config.num_layers, config.num_heads) == sizes
+    assert (config.vocab_size, config.context_length) == (1003, 1024)
     assert config.attention == "reference"
     with torch.device("meta"):
         model = TransformerLM(config)

@@ -279,6 +279,39 @@ def test_initial_weights_have_the_promised_spread() -> None:
     assert abs(loss.item() - math.log(500)) < 0.3  # near-uniform predictions at the start
 
 
+def test_a_tied_matrix_starts_as_a_head() -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 500, "d_model": 128, "d_ff": 256, "num_layers": 1, "num_heads": 4}
+    model = TransformerLM(ModelConfig(**sizes, tie_embeddings=True))
+    assert model.lm_head.weight.std().item() == pytest.approx(0.9866 * math.sqrt(2 / 628), rel=0.03)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_device_and_dtype_reach_every_tensor(tied: bool) -> None:
+    config = ModelConfig(
+        vocab_size=61, context_length=8, d_model=16, d_ff=24, num_heads=2, tie_embeddings=tied
+    )
+    model = TransformerLM(config, device="meta", dtype=torch.bfloat16)
+    assert {(p.device.type, p.dtype) for p in model.parameters()} == {("meta", torch.bfloat16)}
+    assert [(b.device.type, b.dtype) for b in model.buffers()] == [("meta", torch.float32)]  # of rotations
+
+
+def test_a_model_without_memory_gets_the_same_first_values_later(make_model: MakeModel) -> None:
+    config = make_model().config
+    torch.manual_seed(3)
+    expected = TransformerLM(config).state_dict()
+    model = TransformerLM(config, device="meta").to_empty(device="cpu")
+    torch.manual_seed(3)
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    ids = torch.randint(61, (1, 9))
+    reference = TransformerLM(config)
+    reference.load_state_dict(expected)
+    assert torch.equal(model(ids), reference(ids))  # the table of rotations too
+
+
 def test_the_same_seed_gives_the_same_model(make_model: MakeModel) -> None:
     one, same, other = make_model(seed=1), make_model(seed=1), make_model(seed=2)
     for name, value in one.state_dict().items():

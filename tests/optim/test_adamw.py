@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
+from torch import Tensor
 
 from lmkit.optim import adamw as adamw_module
-from lmkit.optim.adamw import AdamW, decay_groups
+from lmkit.optim.adamw import AdamW, Scalars, Update, decay_groups, sweeps
 
 SHAPES = [(7, 5), (40,), (3, 4, 2), (1,)]
 SETTINGS = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -198,9 +200,121 @@ def test_decay_groups_are_matrices_and_vectors() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"lr": -1.0}, {"lr": float("nan")}, {"betas": (1.0, 0.9)}, {"eps": 0.0}, {"weight_decay": -0.1}],
+    [
+        {"lr": -1.0},
+        {"lr": float("nan")},
+        {"betas": (1.0, 0.9)},
+        {"betas": (0.9, -0.1)},
+        {"betas": (float("nan"), 0.9)},
+        {"eps": 0.0},
+        {"weight_decay": -0.1},
+        {"weight_decay": float("nan")},
+    ],
     ids=str,
 )
 def test_settings_out_of_range_are_refused(settings: dict) -> None:
     with pytest.raises(ValueError, match=next(iter(settings))):
         AdamW(parameters(), **settings)
+
+
+def test_settings_at_the_border_and_those_that_nobody_gave() -> None:
+    settings = {"lr": 0.0, "betas": (0.0, 0.0), "eps": 1e-30, "weight_decay": 0.0}
+    given, left_out = AdamW(parameters(), **settings), AdamW(parameters())
+    assert {key: given.param_groups[0][key] for key in settings} == settings
+    assert {key: left_out.param_groups[0][key] for key in settings} == {
+        "lr": 1e-3,
+        "betas": (0.9, 0.95),
+        "eps": 1e-8,
+        "weight_decay": 0.1,
+    }
+
+
+def test_gradients_are_dropped_or_zeroed() -> None:
+    params = parameters()
+    optimizer = AdamW(params)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.zero_grad(set_to_none=False)
+    assert all(param.grad is not None and not param.grad.any() for param in params)
+    optimizer.zero_grad()
+    assert all(param.grad is None for param in params)
+
+
+def test_factor_and_copies_outlive_loaded_state() -> None:
+    params = parameters()
+    optimizer = AdamW(params, **SETTINGS)
+    optimizer.copies = {params[0]: torch.zeros_like(params[0])}
+    optimizer.gradient_factor = torch.tensor(0.5)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert list(optimizer.copies) == params[:1]
+    assert optimizer.gradient_factor is not None
+    unpickled = pickle.loads(pickle.dumps(optimizer))  # torch pickles settings and state alone
+    assert (unpickled.gradient_factor, unpickled.copies) == (None, {})
+
+
+def test_sweeps_hold_as_much_as_fits_and_at_least_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(adamw_module.SWEEP_ELEMENTS, "cpu", 10)
+
+    def sizes(*elements: int) -> list[list[int]]:
+        updates = [Update(*[torch.zeros(n)] * 4, None) for n in elements]
+        return [[update.param.numel() for update in sweep] for sweep in sweeps(updates)]
+
+    assert sizes(4, 6, 1, 9, 1) == [[4, 6], [1, 9], [1]]
+    assert sizes(11, 3, 12, 8) == [[11], [3], [12], [8]]
+    assert sizes(25) == [[25]]
+
+
+def test_what_can_be_updated_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel reads contiguous tensors of at most 32 bits; a stand-in for it notes what it gets on a CPU."""
+
+    def parameter(dtype: torch.dtype = torch.float32, grad_dtype: torch.dtype | None = None) -> Tensor:
+        param = torch.nn.Parameter(torch.ones(3, 4, dtype=dtype))
+        param.grad_dtype = None
+        param.grad = torch.ones(3, 4, dtype=grad_dtype or dtype)
+        return param
+
+    params = {
+        "float32": parameter(),
+        "bfloat16": parameter(torch.bfloat16),
+        "float32, bfloat16 gradient": parameter(grad_dtype=torch.bfloat16),
+        "float32, float16 copy": parameter(),
+        "float64": parameter(torch.float64),
+        "float64 gradient": parameter(grad_dtype=torch.float64),
+        "float64 copy": parameter(),
+        "transposed": torch.nn.Parameter(torch.ones(4, 3).t()),
+        "transposed gradient": parameter(),
+        "transposed mean": parameter(),
+        "transposed square": parameter(),
+    }
+    params["transposed"].grad = torch.ones(3, 4)
+    params["transposed gradient"].grad = torch.ones(4, 3).t()
+    optimizer = AdamW(params.values(), lr=0.1, weight_decay=0.0)
+    optimizer.copies = {
+        params["float32, float16 copy"]: torch.zeros(3, 4, dtype=torch.float16),
+        params["float64 copy"]: torch.zeros(3, 4, dtype=torch.float64),
+    }
+    for name, key in (("transposed mean", "exp_avg"), ("transposed square", "exp_avg_sq")):
+        state = {"step": torch.zeros(()), "exp_avg": torch.zeros(3, 4), "exp_avg_sq": torch.zeros(3, 4)}
+        optimizer.state[params[name]] = {**state, key: torch.zeros(4, 3).t()}
+    names = {param: name for name, param in params.items()}
+    in_one_pass: list[list[str]] = []
+
+    def note(self: AdamW, updates: list[Update], scalars: Scalars) -> None:
+        in_one_pass.append([names[update.param] for update in updates])
+
+    monkeypatch.setattr(AdamW, "_update_in_one_pass", note)
+    optimizer.step()
+    assert in_one_pass == []  # a CPU has no such kernel
+    assert all(not torch.equal(param, torch.ones(3, 4).to(param)) for param in params.values())
+    monkeypatch.setattr(adamw_module, "ONE_PASS_DEVICES", {"cpu"})
+    before = {name: param.detach().clone() for name, param in params.items()}
+    optimizer.step()
+    # Each call gets what is alike.
+    assert in_one_pass == [
+        ["float32"],
+        ["bfloat16"],
+        ["float32, bfloat16 gradient"],
+        ["float32, float16 copy"],
+    ]
+    moved = [name for name, param in params.items() if not torch.equal(param, before[name])]
+    assert moved == list(params)[4:]

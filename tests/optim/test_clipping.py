@@ -22,11 +22,13 @@ def clip(params: list[torch.nn.Parameter], max_norm: float) -> torch.Tensor:
     return norm
 
 
-@pytest.mark.parametrize("scale", [0.01, 1.0, 1e4])
-def test_equals_torch(scale: float) -> None:
+@pytest.mark.parametrize(
+    ("scale", "max_norm"), [(0.01, 1.5), (1.0, 1.5), (1e4, 1.5), (1e-6, 1e-6), (0.0, 1.0)]
+)
+def test_equals_torch(scale: float, max_norm: float) -> None:
     ours, theirs = parameters(scale), parameters(scale)
-    norm = clip(ours, 1.5)
-    expected = torch.nn.utils.clip_grad_norm_(theirs, 1.5)
+    norm = clip(ours, max_norm)
+    expected = torch.nn.utils.clip_grad_norm_(theirs, max_norm)
     torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)  # float32, other order of sums
     for mine, yours in zip(ours[:-1], theirs[:-1], strict=True):
         torch.testing.assert_close(mine.grad, yours.grad, rtol=1e-6, atol=0)  # scaled by that norm
@@ -48,6 +50,13 @@ def test_infinity_measures_only_and_nothing_is_harmless() -> None:
     assert clip(params, float("inf")) > 1
     assert all(torch.equal(param.grad, grad) for param, grad in zip(params, before, strict=False))
     assert clip([], 1.0).item() == 0.0
+    params[0].grad[1, 1] = float("inf")
+    before = [param.grad.clone() for param in params[:-1]]
+    clip(params, float("inf"))  # a factor of inf / inf would spoil the others
+    assert all(torch.equal(param.grad, grad) for param, grad in zip(params, before, strict=False))
+    optimizer = AdamW(params)
+    clip_for(optimizer, before, gradient_norm(before), float("inf"))
+    assert optimizer.gradient_factor is None
 
 
 def test_a_gradient_that_is_not_finite_shows_in_the_norm() -> None:

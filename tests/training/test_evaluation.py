@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from lmkit.model.transformer import TransformerLM
+from lmkit.parallel.agreement import Agreement
 from lmkit.parallel.process_group import Ranks
 from lmkit.recipe.model import ModelConfig
+from lmkit.training import evaluation
 from lmkit.training.evaluation import HeldOut, evaluate, summarise
 
 CONFIG = ModelConfig(vocab_size=64, context_length=8, d_model=16, d_ff=32, num_layers=1, num_heads=2)
@@ -58,12 +61,75 @@ def test_some_batches_are_those_at_the_start(model: TransformerLM) -> None:
     assert result.loss == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_nothing_is_recorded_and_the_mode_comes_back(model: TransformerLM, training: bool) -> None:
+    seen = []
+    model.ln_final.register_forward_hook(
+        lambda module, *_: seen.append((module.training, torch.is_grad_enabled()))
+    )
+    model.train(training)
+    evaluate(model, HeldOut(tokens(60), None, 8, rows=3), Ranks(), precision="fp32")
+    assert set(seen) == {(False, False)}
+    assert model.training == training
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_products_run_in_the_precision_asked_for(model: TransformerLM) -> None:
+    narrow = model.float()
+    held_out = HeldOut(tokens(60), None, 8, rows=3)
+    exact, rounded = (evaluate(narrow, held_out, Ranks(), precision=name) for name in ("fp32", "bf16"))
+    assert exact is not None
+    assert rounded is not None
+    assert rounded.loss != exact.loss
+    assert rounded.loss == pytest.approx(exact.loss, rel=0.01)  # 8 bits, a few roundings deep
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_ranks_share_the_batches_and_the_sums(
+    model: TransformerLM, world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seven batches (the last one a short row): batch b belongs to rank b mod world_size. What each rank brings to
+    the sum is noted; all go on with the sum."""
+    ids = tokens(6 * 3 * 8 + 6)
+    held_out = HeldOut(ids, 3.0, 8, rows=3)
+    sums: list[torch.Tensor] = []
+    asked: list[int] = []
+
+    def all_reduce(tensor: torch.Tensor) -> None:
+        sums.append(tensor.clone())
+        tensor.copy_(torch.tensor([50.0, 25.0]))
+
+    monkeypatch.setattr(evaluation, "dist", SimpleNamespace(all_reduce=all_reduce))
+    monkeypatch.setattr(evaluation, "agree", lambda ranks, *, stop: Agreement(stop=stop, nonfinite=False))
+    for rank in range(world_size):
+
+        def ask(rank: int = rank) -> bool:
+            asked.append(rank)
+            return False
+
+        ranks = Ranks(rank=rank, world_size=world_size)
+        result = evaluate(model, held_out, ranks, precision="fp32", asked_to_stop=ask)
+        assert result == summarise(2.0, 25, 3.0)
+    expected, count = plain_loss(model, ids)
+    nats, targets = torch.stack(sums).sum(0).tolist()
+    assert targets == count
+    assert nats / targets == pytest.approx(expected, rel=1e-6)
+    shares = [0] * world_size
+    for batch in range(7):
+        shares[batch % world_size] += 24 if batch < 6 else 5
+    assert [int(each[1]) for each in sums] == shares
+    rounds = math.ceil(7 / world_size)  # also a rank without a batch in the last round takes part in it
+    assert asked == [rank for rank in range(world_size) for _ in range(rounds)]
+
+
 def test_bits_per_byte_by_hand() -> None:
     # A loss of 2 ln 2 nats is 2 bits per token; with 4 bytes per token that is half a bit per byte.
     result = summarise(2 * math.log(2), 10, bytes_per_token=4.0)
     assert result.bits_per_byte == pytest.approx(0.5)
     assert result.perplexity == pytest.approx(4.0)
+    assert result.tokens == 10
     assert summarise(1e4, 10, None).perplexity == math.inf
+    assert summarise(699.0, 10, None).perplexity == pytest.approx(math.exp(699.0))
 
 
 def test_stops_when_asked_and_leaves_the_model_in_training_mode(model: TransformerLM) -> None:

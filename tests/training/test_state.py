@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import json
 import random
+import re
 
 import pytest
 import torch
 
 from lmkit.errors import LmkitError
 from lmkit.recipe.model import ModelConfig
-from lmkit.training.state import TrainingState, capture_rng, parse_state, restore_rng
+from lmkit.training.state import RngState, TrainingState, capture_rng, parse_state, restore_rng
 
 CPU = torch.device("cpu")
 
@@ -50,6 +52,52 @@ def test_json_round_trip() -> None:
 def test_anything_else_is_one_error_with_the_file_in_it(text: bytes) -> None:
     with pytest.raises(LmkitError, match=r"^state\.json: [^\n]*$"):
         parse_state(text, path="state.json")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("format", 0),
+        ("step", -1),
+        ("seconds", -0.5),
+        ("time_fraction", -0.5),
+        ("tokens", -1),
+        ("skipped_in_a_row", -1),
+        ("world_size", 0),
+        ("optimizer_shards", 0),
+        ("rng", []),
+        ("loss_scale.scale", 0.0),
+        ("loss_scale.good_steps", -1),
+        ("data.num_tokens", -1),
+        ("data.vocab_size", 0),
+    ],
+)
+def test_a_number_out_of_range_is_named_by_its_whole_key(key: str, value: object) -> None:
+    content = make_state().model_dump(mode="json")
+    content |= {
+        "loss_scale": {"scale": 4.0, "good_steps": 3},
+        "data": {"num_tokens": 9, "vocab_size": 5, "source_sha256": "a", "tokenizer_sha256": "b"},
+    }
+    assert parse_state(json.dumps(content).encode(), path="state.json").skipped_in_a_row == 0
+    *tables, name = key.split(".")
+    table = content
+    for part in tables:
+        table = table[part]
+    table[name] = value
+    table["zzz"] = 1  # a later mistake
+    with pytest.raises(LmkitError, match=rf"^state\.json: {re.escape(key)}: ") as refused:
+        parse_state(json.dumps(content).encode(), path="state.json")
+    assert "older one" in refused.value.hint
+
+
+@pytest.mark.parametrize(
+    "cpu", ["", "AAAA", "not base64", "A" * 6744], ids=["empty", "short", "no base64", "long"]
+)
+def test_generators_that_cannot_be_restored_are_one_error(cpu: str) -> None:
+    before = torch.get_rng_state()
+    with pytest.raises(LmkitError, match="cannot be restored"):
+        restore_rng(RngState(cpu=cpu), CPU)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_mutated_states_load_or_end_in_an_error_of_ours() -> None:

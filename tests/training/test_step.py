@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 from lmkit.model.transformer import TransformerLM
-from lmkit.optim.adamw import AdamW
+from lmkit.optim.adamw import AdamW, decay_groups
+from lmkit.parallel.none import NoSync
 from lmkit.parallel.process_group import Ranks
-from lmkit.parallel.strategies import build_strategy
+from lmkit.parallel.strategies import SyncOptions
 from lmkit.recipe.model import ModelConfig
 from lmkit.training.loss_scale import GROWTH_INTERVAL, INITIAL, LossScale
 from lmkit.training.step import Step
@@ -16,21 +19,40 @@ from lmkit.training.step import Step
 CONFIG = ModelConfig(vocab_size=64, context_length=8, d_model=16, d_ff=32, num_layers=1, num_heads=2)
 
 
+class NotedSync(NoSync):
+    """Synchronises nothing, and notes what it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__(Ranks(), SyncOptions())
+        self.notes: list[str] = []
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.notes.append("no_sync")
+        yield
+        self.notes.append("sync")
+
+    def finish(self, *, wait: bool = True) -> None:
+        self.notes.append(f"finish, wait={wait}")
+
+
 class Job:
     """A model, its optimizer and its step, in float64 so that order of summation hardly matters."""
 
-    def __init__(self, *, grad_clip: float = 0.0) -> None:
+    def __init__(
+        self, *, grad_clip: float = 0.0, precision: str = "fp32", dtype: torch.dtype = torch.float64
+    ) -> None:
         torch.manual_seed(5)
-        self.model = TransformerLM(CONFIG, dtype=torch.float64)
-        sync = build_strategy("none", Ranks())
-        call = sync.attach(self.model)
-        self.optimizer = sync.build_optimizer(AdamW, [{"params": list(self.model.parameters())}])
+        self.model = TransformerLM(CONFIG, dtype=dtype)
+        self.sync = NotedSync()
+        call = self.sync.attach(self.model)
+        self.optimizer = self.sync.build_optimizer(AdamW, decay_groups(self.model.parameters(), 0.1))
         self.step = Step(
             call,  # type: ignore[arg-type]
             self.optimizer,
-            sync,
+            self.sync,
             Ranks(),
-            precision="fp32",
+            precision=precision,
             grad_clip=grad_clip,
         )
 
@@ -73,7 +95,13 @@ def test_an_update_moves_the_weights_and_drops_the_gradients() -> None:
     assert events == ["released"]
     assert any(not torch.equal(value, before[name]) for name, value in job.weights().items())
     assert all(parameter.grad is None for parameter in job.model.parameters())
-    assert job.optimizer.param_groups[0]["lr"] == 0.01
+    assert [group["lr"] for group in job.optimizer.param_groups] == [0.01, 0.01]
+
+
+def test_only_the_last_micro_batch_synchronises() -> None:
+    job = Job()
+    update(job, job.step.accumulate(*make_batch(4)))
+    assert job.sync.notes == ["no_sync", "sync"] * 3 + ["finish, wait=False"]
 
 
 def test_clipping_reports_the_norm_before_it() -> None:
@@ -118,6 +146,96 @@ def test_a_wish_to_stop_comes_back_and_the_step_is_still_made() -> None:
     outcome, _ = update(job, job.step.accumulate(*make_batch(2)), stop=True)
     assert outcome.stop
     assert outcome.applied
+    outcome, _ = update(job, job.step.accumulate(*make_batch(2)) * math.nan, stop=True)
+    assert outcome.stop
+    assert not outcome.applied
+    assert not update(job, job.step.accumulate(*make_batch(2)))[0].stop
+
+
+class Watched(torch.nn.Module):
+    """A model that notes what its products run in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3))
+        self.seen: list[torch.dtype | None] = []
+
+    def loss(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        enabled = torch.is_autocast_enabled("cpu")
+        self.seen.append(torch.get_autocast_dtype("cpu") if enabled else None)
+        return self.weight.sum() * 1e-3
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("fp32", None), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
+def test_products_run_in_the_precision_of_the_recipe(precision: str, dtype: torch.dtype | None) -> None:
+    model, sync = Watched(), NotedSync()
+    sync.attach(model)
+    optimizer = sync.build_optimizer(AdamW, [{"params": [model.weight]}])
+    step = Step(model, optimizer, sync, Ranks(), precision=precision, grad_clip=0.0)
+    step.accumulate(*make_batch(2))
+    assert model.seen == [dtype, dtype]
+
+
+def test_fp16_trains_as_without_a_loss_scale() -> None:
+    """Gradients are scaled while they are formed; norm, clipping and update see them as they are."""
+    plain, scaled = Job(dtype=torch.float32), Job(dtype=torch.float32, precision="fp16")
+    norms = []
+    for job in (plain, scaled):
+        loss = job.step.accumulate(*make_batch(2))
+        if job is scaled:
+            norm = torch.nn.utils.get_total_norm([p.grad for p in job.model.parameters()]).item()
+            assert norm == pytest.approx(INITIAL * norms[0], rel=0.02)  # 11 bits, a few roundings deep
+        norms.append(update(job, loss)[0].grad_norm.item())
+    assert norms[1] == pytest.approx(norms[0], rel=0.02)
+    assert scaled.sync.notes[-1] == "finish, wait=True"  # unscaling reads the gradients
+    assert scaled.step.loss_scale is not None
+    assert scaled.step.loss_scale.state().good_steps == 1
+    before = Job(dtype=torch.float32).weights()
+    for name, weight in plain.weights().items():
+        # Adam's first step is lr times the gradient's sign: it differs where a gradient is next to nothing.
+        moved, moved_too = weight - before[name], scaled.weights()[name] - before[name]
+        assert (moved - moved_too).norm() < 0.1 * moved.norm(), name
+
+
+def test_an_overflow_of_the_loss_scale_is_left_out_and_no_failure_until_it_cannot_shrink() -> None:
+    job = Job(dtype=torch.float32, precision="fp16")
+    before, scale = job.weights(), job.step.loss_scale
+    assert scale is not None
+    outcomes = []
+    for value in (4.0, 2.0, 1.0):
+        scale.scale = value
+        loss = job.step.accumulate(*make_batch(2))
+        assert job.model.ln_final.weight.grad is not None
+        job.model.ln_final.weight.grad[3] = math.inf
+        outcome, events = update(job, loss)
+        assert events == []
+        assert all(parameter.grad is None for parameter in job.model.parameters())
+        outcomes.append((scale.scale, outcome.applied, outcome.nonfinite))
+    assert outcomes == [(2.0, False, False), (1.0, False, False), (1.0, False, True)]
+    assert all(torch.equal(weight, before[name]) for name, weight in job.weights().items())
+
+
+def test_the_loss_scale_counts_good_steps_without_a_break() -> None:
+    scale = LossScale()
+    for _ in range(GROWTH_INTERVAL - 1):
+        scale.keep()
+    scale.shrink()
+    resumed = LossScale()
+    resumed.restore(scale.state())
+    for number in range(1, GROWTH_INTERVAL):
+        scale.keep()
+        if number == 7:
+            resumed.restore(scale.state())
+        elif number > 7:
+            resumed.keep()
+    assert scale.scale == resumed.scale == INITIAL / 2
+    scale.keep()
+    resumed.keep()
+    assert scale.scale == resumed.scale == INITIAL
+    scale.keep()
+    assert (scale.scale, scale.state().good_steps) == (INITIAL, 1)  # counted anew
 
 
 def test_loss_scale_halves_on_overflow_grows_after_long_and_gives_up_at_one() -> None:
