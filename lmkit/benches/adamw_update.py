@@ -10,6 +10,7 @@ import torch
 
 from lmkit.benches.ddp_clock import without_garbage_collection
 from lmkit.benches.ddp_contenders import ADAMW, WEIGHT_DECAY
+from lmkit.measure.progress import Progress
 from lmkit.measure.statistics import median, paired_ratio
 from lmkit.measure.timing import time_variants
 from lmkit.model.transformer import TransformerLM
@@ -24,7 +25,9 @@ BASELINE = "torch fused"
 HOST_REPEATS = 10
 
 
-def update_rows(model: ModelConfig, ranks: Ranks, *, rounds: int = 10) -> list[dict[str, Any]]:
+def update_rows(
+    model: ModelConfig, ranks: Ranks, *, rounds: int = 10, progress: Progress | None = None
+) -> list[dict[str, Any]]:
     """One row per way, for the model's parameters in fp32 on this rank's device; rank 0's rows count.
 
     The ways take turns on the same weights and gradients, each with moments of its own. `update_ms` is time on the
@@ -43,14 +46,21 @@ def update_rows(model: ModelConfig, ranks: Ranks, *, rounds: int = 10) -> list[d
     if ranks.device.type == "cuda":
         makers = {"one pass": AdamW, **makers}
     ways = {name: make([dict(group) for group in groups], **ADAMW) for name, make in makers.items()}
+
+    def tell(number: int) -> None:
+        if progress is not None and ranks.is_first:
+            progress("update alone", number, rounds)
+
     with without_garbage_collection():
         timings = time_variants(
             {name: optimizer.step for name, optimizer in ways.items()},
             device=ranks.device,
             repeats=rounds,
             min_sample_ms=20.0,  # enough calls that the device, not the CPU, sets their pace
+            before_round=tell,
         )
         host = {name: _host_ms(optimizer, ranks.device) for name, optimizer in ways.items()}
+    tell(rounds)
     elements = sum(parameter.numel() for parameter in parameters)
     baseline = timings[BASELINE].samples_ms
     rows = []

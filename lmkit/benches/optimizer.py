@@ -58,6 +58,8 @@ def optimizer_rows(
             }
         )
         del built
+    if progress is not None and ranks.is_first:
+        progress("optimizer", len(names), len(names))
     plain = rows[0]["state_bytes"]
     for row in rows:
         row["state_share"] = row["state_bytes"] / plain

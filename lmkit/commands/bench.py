@@ -241,7 +241,7 @@ def _optimizer_rank(recipe: Recipe, progress: Progress) -> BenchResult | None:
             steps_per_sample=table.steps_per_sample,
             progress=progress,
         )
-        updates = update_rows(config, ranks, rounds=table.rounds)
+        updates = update_rows(config, ranks, rounds=table.rounds, progress=progress)
         return optimizer_result(rows, updates, ranks) if ranks.is_first else None
 
 

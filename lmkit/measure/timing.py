@@ -191,6 +191,7 @@ def time_variants(
     share_seconds: bool = False,
     seed: int = 0,
     clock: Clock | None = None,
+    before_round: Callable[[int], object] | None = None,
 ) -> dict[str, Timing]:
     """Measure every variant `repeats` times, interleaved.
 
@@ -211,6 +212,7 @@ def time_variants(
             wait for.
         seed: of the order of the variants within each round.
         clock: overrides `kind` (tests).
+        before_round: called with the number of each round before it begins, untimed: to report progress.
 
     Returns:
         name -> Timing, in the order of `variants`, all with the same number of samples unless `share_seconds`.
@@ -251,6 +253,8 @@ def time_variants(
     rounds: dict[str, list[int]] = {name: [] for name in variants}
     deadline = time.monotonic() + (math.inf if share_seconds else max_seconds)
     for number in range(repeats):
+        if before_round is not None:
+            before_round(number)
         shuffle(order)
         for name in order:
             if number % every[name]:

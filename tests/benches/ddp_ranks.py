@@ -31,7 +31,7 @@ NAMES = (
 
 def measure_all() -> dict[str, list[dict[str, Any]]]:
     torch.set_num_threads(1)
-    with process_group("cpu", timeout_s=60) as ranks:
+    with process_group("cpu", timeout_s=240) as ranks:
         reports: list[tuple[str, int, int]] = []
 
         def progress(*report: Any) -> None:
@@ -43,6 +43,6 @@ def measure_all() -> dict[str, list[dict[str, Any]]]:
             "compared": [ddp.compare(ladder, "naive", "naive")],
             "all_reduce": all_reduce_rows(ranks, sizes_mb=(0.01, 0.1), repeats=2),
             "optimizer": optimizer_rows(CASE, ranks, rounds=2, steps_per_sample=1, progress=progress),
+            "update": update_rows(CASE.model, ranks, rounds=6, progress=progress),
             "progress": [{"stage": stage, "done": done, "total": total} for stage, done, total in reports],
-            "update": update_rows(CASE.model, ranks, rounds=6),
         }

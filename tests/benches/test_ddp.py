@@ -116,7 +116,7 @@ def test_the_update_alone_is_measured_and_reported(measured):
     assert "AdamW's update alone: operations" in " ".join(result.table().split())
 
 
-def test_progress_counts_contenders_and_then_samples(measured, ladder):
+def test_progress_counts_contenders_samples_and_rounds(measured, ladder):
     def reported(stage):
         return [(row["done"], row["total"]) for row in measured["progress"] if row["stage"] == stage]
 
@@ -124,7 +124,8 @@ def test_progress_counts_contenders_and_then_samples(measured, ladder):
     assert reported("building") == [(number, contenders) for number in range(contenders)]
     assert reported("timing") == [(number, samples) for number in range(samples)]
     names = len(measured["optimizer"])
-    assert reported("optimizer") == [(number, names) for number in range(names)]
+    assert reported("optimizer") == [(number, names) for number in range(names + 1)]
+    assert reported("update alone") == [(number, 6) for number in range(7)]
 
 
 def test_out_of_memory_is_a_row(monkeypatch):
