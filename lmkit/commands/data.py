@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from lmkit.commands.numbers import count, megabytes
-from lmkit.commands.outputs import refuse_existing
+from lmkit.commands.outputs import enumeration, refuse_existing, statement
 from lmkit.errors import UsageError
 from lmkit.measure.progress import Progress
 
@@ -24,7 +24,7 @@ class Synthesised:
     num_bytes: int
 
     def __str__(self) -> str:
-        return f"wrote {self.output}: {megabytes(self.num_bytes)} of stories"
+        return statement(f"wrote {self.output}", f"{megabytes(self.num_bytes)} of stories")
 
 
 def synth(output: Path, *, size_mb: float, seed: int, force: bool, progress: Progress) -> Synthesised:
@@ -65,9 +65,10 @@ class Encoded:
 
     def __str__(self) -> str:
         ratio = self.num_bytes / max(self.num_tokens, 1)
-        return (
-            f"wrote {self.output}: {count(self.num_tokens)} tokens, {count(self.num_documents)} documents, "
-            f"{ratio:.2f} bytes per token"
+        return statement(
+            f"wrote {self.output}",
+            f"{count(self.num_tokens)} tokens, {count(self.num_documents)} documents, "
+            f"{ratio:.2f} bytes per token",
         )
 
 
@@ -110,12 +111,16 @@ class TokenFileFacts:
 
     def __str__(self) -> str:
         ratio = self.num_bytes / max(self.num_tokens, 1)
-        return (
-            f"{self.path}: {count(self.num_tokens)} tokens ({self.dtype}), {count(self.num_documents)} documents, "
-            f"{ratio:.2f} bytes per token\n"
-            f"vocabulary {count(self.vocab_size)}, tokenizer {self.tokenizer_sha256[:12]}\n"
-            f"begins: {self.preview}"
-        )
+        lines = [
+            statement(
+                self.path,
+                f"{count(self.num_tokens)} tokens ({self.dtype}), {count(self.num_documents)} documents, "
+                f"{ratio:.2f} bytes per token",
+            ),
+            f"vocabulary {count(self.vocab_size)}, tokenizer {self.tokenizer_sha256[:12]}",
+            enumeration("begins", [self.preview]),
+        ]
+        return "\n".join(lines)
 
 
 def inspect(path: Path, tokenizer_path: Path | None) -> TokenFileFacts:

@@ -19,11 +19,10 @@ class EnvironmentFacts:
     features: dict[str, str]
 
     def __str__(self) -> str:
-        versions = "  ".join(f"{name} {version}" for name, version in self.versions.items())
-        lines = [versions, f"CPU: {self.cpu}", f"GPUs: {', '.join(self.gpus) or 'none'}"]
-        width = max(map(len, self.features))
-        lines += [f"{name:<{width}}  {state}" for name, state in self.features.items()]
-        return "\n".join(lines)
+        gpus = ", ".join(self.gpus) or "none"
+        facts = {**self.versions, "CPU": self.cpu, "GPUs": gpus, **self.features}
+        width = max(map(len, facts))
+        return "\n".join(f"{name:<{width}}  {fact}" for name, fact in facts.items())
 
 
 def run() -> EnvironmentFacts:

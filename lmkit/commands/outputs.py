@@ -26,11 +26,25 @@ def refuse_existing(output: Path, *, force: bool) -> None:
 
 def wrote(folder: str, files: Sequence[str]) -> str:
     """`wrote FOLDER: a, b, ...` in lines that fit a terminal; no name is broken."""
-    return textwrap.fill(
-        ", ".join(files),
+    return enumeration(f"wrote {folder}", files)
+
+
+def enumeration(what: str, items: Sequence[str]) -> str:
+    """`what: a, b, ...` in lines that fit a terminal, broken between words."""
+    text = ", ".join(items)
+    head = f"{what}: "
+    first_line = "" if len(head + text.partition(" ")[0]) <= TERMINAL_WIDTH else f"{what}:\n"
+    return first_line + textwrap.fill(
+        text,
         TERMINAL_WIDTH,
-        initial_indent=f"wrote {folder}: ",
+        initial_indent="  " if first_line else head,
         subsequent_indent="  ",
         break_long_words=False,
         break_on_hyphens=False,
     )
+
+
+def statement(what: str, facts: str) -> str:
+    """`what: facts`; the facts in a line of their own where a terminal is too narrow for both."""
+    line = f"{what}: {facts}"
+    return line if len(line) <= TERMINAL_WIDTH else f"{what}:\n  {facts}"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lmkit.commands.outputs import refuse_existing
+from lmkit.commands.outputs import enumeration, refuse_existing, statement
 from lmkit.recipe.load import find_recipe, load_recipe, recipe_to_toml
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.shipped import headline, shipped_recipes
@@ -51,7 +51,7 @@ class RecipeIsValid:
     tables: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{self.recipe}: valid, tables: {', '.join(self.tables)}"
+        return enumeration(f"{self.recipe}: valid, tables", self.tables or ["none"])
 
 
 def validate_recipe(source: str, overrides: Sequence[str]) -> RecipeIsValid:
@@ -64,14 +64,25 @@ def validate_recipe(source: str, overrides: Sequence[str]) -> RecipeIsValid:
 @dataclass(frozen=True)
 class RecipeCopied:
     output: str
+    command: str
+    """Of lmkit, that takes such a recipe."""
 
     def __str__(self) -> str:
-        return f"wrote {self.output}; run it with: lmkit run {self.output}"
+        use = statement("use it with", f"lmkit {self.command} {self.output}")
+        return f"wrote {self.output}\n{use}"
 
 
 def copy_recipe(source: str, output: Path, *, force: bool) -> RecipeCopied:
     """Copy a recipe file as it stands, comments included."""
     path = find_recipe(source)
     refuse_existing(output, force=force)
+    command = _command(load_recipe(path))
     write_atomic(output, path.read_bytes())
-    return RecipeCopied(str(output))
+    return RecipeCopied(str(output), command)
+
+
+def _command(recipe: Recipe) -> str:
+    if recipe.corpus is not None:
+        return "run"
+    benches = [name for name in type(recipe.bench).model_fields if getattr(recipe.bench, name) is not None]
+    return f"bench {benches[0].replace('_', '-')}" if benches else "profile kineto"

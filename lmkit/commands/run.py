@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lmkit.commands.numbers import count, megabytes
+from lmkit.commands.outputs import statement
 from lmkit.commands.stages import StageRecord, file_signature, stage_key
 from lmkit.data.corpora import prepare_corpus
 from lmkit.data.encoding import encode_corpus
@@ -66,7 +67,8 @@ class RunSummary:
             f"model       {count(self.parameters)} parameters, {count(self.steps)} steps{speed}",
             f"held out    loss {self.loss:.4f}, perplexity {self.perplexity:.2f}, "
             f"{self.bits_per_byte:.4f} bits per byte",
-            f"everything is in {self.folder}; another story: lmkit generate {self.folder} --seed 1",
+            f"everything is in {self.folder}",
+            statement("another story", f"lmkit generate {self.folder} --seed 1"),
         ]
         return "\n".join(lines)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from lmkit.commands.numbers import count
-from lmkit.commands.outputs import refuse_existing
+from lmkit.commands.outputs import enumeration, refuse_existing, statement
 from lmkit.errors import UsageError
 from lmkit.recipe.tokenizer import TokenizerConfig
 from lmkit.tokenizer import Tokenizer, train_tokenizer
@@ -25,7 +25,9 @@ class TokenizerTrained:
     sha256: str
 
     def __str__(self) -> str:
-        return f"wrote {self.output}: vocabulary {count(self.vocab_size)}, sha256 {self.sha256[:12]}"
+        return statement(
+            f"wrote {self.output}", f"vocabulary {count(self.vocab_size)}, sha256 {self.sha256[:12]}"
+        )
 
 
 def train(
@@ -98,10 +100,10 @@ class TokenizerFacts:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.path}: vocabulary {count(self.vocab_size)}, {count(self.num_merges)} merges, "
-            f"special tokens {', '.join(self.special_tokens) or 'none'}",
+            statement(self.path, f"vocabulary {count(self.vocab_size)}, {count(self.num_merges)} merges"),
+            enumeration("special tokens", self.special_tokens or ["none"]),
             f"sha256 {self.sha256}",
-            "longest tokens: " + ", ".join(map(repr, self.longest_tokens)),
+            enumeration("longest tokens", [repr(token) for token in self.longest_tokens]),
         ]
         if self.bytes_per_token is not None:
             lines.append(f"compression: {self.bytes_per_token:.3f} bytes per token")

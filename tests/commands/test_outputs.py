@@ -5,8 +5,13 @@ from __future__ import annotations
 import pytest
 
 from lmkit.commands.bench import BenchStored
+from lmkit.commands.data import Encoded, Synthesised, TokenFileFacts
+from lmkit.commands.env import EnvironmentFacts
 from lmkit.commands.evaluate import EvaluateResult
 from lmkit.commands.profile import Profiled
+from lmkit.commands.recipe import RecipeCopied, RecipeIsValid
+from lmkit.commands.run import RunSummary
+from lmkit.commands.tokenizer import TokenizerFacts, TokenizerTrained
 from lmkit.measure.tables import TERMINAL_WIDTH
 
 FOLDER = "artifacts/benches/attention-cpu/attention"
@@ -38,3 +43,54 @@ def test_an_evaluation_fits_too() -> None:
     assert max(map(len, text.splitlines())) <= TERMINAL_WIDTH
     for part in (result.checkpoint, result.tokens_file, "123,456,789", "1.2500", "3.49", "0.5000"):
         assert part in text
+
+
+LONG = "a-folder-for-all-experiments/of-the-second-year/with-stories-of-many-kinds"
+NUMBER = 123_456_789_012
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        Synthesised(f"{LONG}/stories.txt", NUMBER),
+        Encoded(f"{LONG}/tokens.npy", NUMBER, NUMBER, 3 * NUMBER),
+        TokenFileFacts(
+            f"{LONG}/tokens.npy", "uint16", NUMBER, NUMBER, 3 * NUMBER, 50_257, "a" * 64, "word " * 64
+        ),
+        TokenizerTrained(f"{LONG}/tokenizer.json", 50_257, "a" * 64),
+        TokenizerFacts(
+            f"{LONG}/tokenizer.json",
+            50_257,
+            50_000,
+            ("<|endoftext|>",) * 9,
+            (" extraordinarily",) * 10,
+            "a" * 64,
+            4.5,
+        ),
+        RecipeIsValid(f"{LONG}/mine.toml", ("checkpoint",) * 12),
+        RecipeCopied(f"{LONG}/mine.toml", "run"),
+        RunSummary(
+            LONG,
+            {},
+            NUMBER,
+            50_257,
+            NUMBER,
+            NUMBER,
+            NUMBER,
+            NUMBER,
+            123_456.5,
+            9.5,
+            1234.5,
+            12.5,
+            {},
+            "The end.",
+        ),
+        EnvironmentFacts({f"package-{i}": "2.10.0+cu128" for i in range(12)}, "a CPU", (), {"ranks": "gloo"}),
+    ],
+    ids=lambda result: type(result).__name__,
+)
+def test_results_with_long_names_and_numbers_fit_too(result: object) -> None:
+    lines = str(result).splitlines()
+    assert max(map(len, lines)) <= TERMINAL_WIDTH
+    path = next((value for value in vars(result).values() if LONG in str(value)), "package-11  2.10.0+cu128")
+    assert str(path) in str(result)  # in one piece, to be copied
