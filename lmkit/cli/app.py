@@ -23,7 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
     context_settings={"max_content_width": 100},
-    epilog="Begin with: lmkit run quickstart",
+    epilog="Begin with: lmkit run quickstart. More about each command: lmkit COMMAND --help",
 )
 
 

@@ -36,7 +36,7 @@ def attention(
             "--tiers",
             "--custom-tiers",
             "--custom_tiers",
-            help="Small ... XXL, 4k ... 128k, a length, or queries:keys; repeatable.",
+            help="Sequence lengths: Small ... XXL, 4k ... 128k, a number, or queries:keys; repeatable.",
             show_default=False,
         ),
     ] = None,
@@ -48,7 +48,7 @@ def attention(
     warmup: Annotated[
         int | None, typer.Option(help="Calls before those that are timed.", show_default=False)
     ] = None,
-    iters: Annotated[int | None, typer.Option(help="Timed calls at most.", show_default=False)] = None,
+    iters: Annotated[int | None, typer.Option(help="Timed calls, at most.", show_default=False)] = None,
     output: ResultsOption = None,
     print_recipe: PrintRecipeOption = False,
     as_json: JsonOption = False,
@@ -71,13 +71,15 @@ def model(
     set_: SetOption = None,
     sizes: Annotated[
         list[str] | None,
-        typer.Option("--sizes", help="tiny, small ... 2.7b; repeatable.", show_default=False),
+        typer.Option(
+            "--sizes", help="tiny, small, medium, large, xl or 2.7b; repeatable.", show_default=False
+        ),
     ] = None,
     lengths: Annotated[
         list[int] | None, typer.Option("--lengths", help="Context lengths; repeatable.", show_default=False)
     ] = None,
     compare_precision: Annotated[
-        bool, typer.Option("--compare-precision", help="fp32 and bf16 side by side.")
+        bool, typer.Option("--compare-precision", help="Measure fp32 and bf16 side by side.")
     ] = False,
     compile_: Annotated[
         list[str] | None,
@@ -108,7 +110,7 @@ def lm_matrix(
         typer.Option(
             "--strategies",
             "--wrappers",
-            help="Gradient strategies by name; repeatable.",
+            help="naive, flat, overlap, bucketed, zero1, torch_ddp or none; repeatable.",
             show_default=False,
         ),
     ] = None,
@@ -179,7 +181,7 @@ def all_reduce(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Collectives over message sizes."""
+    """all-reduce, reduce-scatter and all-gather over message sizes."""
     _bench("all_reduce", recipe, set_, {}, output, nproc=nproc, print_recipe=print_recipe, as_json=as_json)
 
 

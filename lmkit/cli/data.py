@@ -19,7 +19,7 @@ app = typer.Typer(
 def synth(
     output: Annotated[Path, typer.Argument(help="The text file to write.")],
     size_mb: Annotated[float, typer.Option(min=0.001, help="Size in 10^6 bytes.")] = 20.0,
-    seed: Annotated[int, typer.Option(min=0, help="Another one, other stories.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Another seed, other stories.")] = 0,
     force: ForceOption = False,
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -34,7 +34,7 @@ def synth(
 
 @app.command(epilog="Example: lmkit data download tinystories")
 def download(
-    dataset: Annotated[str, typer.Argument(help="tinystories or owt")],
+    dataset: Annotated[str, typer.Argument(help="tinystories, or owt (a sample of OpenWebText).")],
     folder: Annotated[Path, typer.Option(help="Where to keep it.")] = Path("artifacts/data"),
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -49,9 +49,9 @@ def download(
 
 @app.command(epilog="Example: lmkit data encode stories.txt tokens.npy --tokenizer tokenizer.json")
 def encode(
-    sources: Annotated[list[Path], typer.Argument(help="Text files.")],
+    sources: Annotated[list[Path], typer.Argument(help="Text files, one or more.")],
     output: Annotated[Path, typer.Argument(help="The token file (.npy) to write.")],
-    tokenizer: Annotated[Path, typer.Option(help="A tokenizer.json.")],
+    tokenizer: Annotated[Path, typer.Option(help="A tokenizer.json: lmkit tokenizer train makes one.")],
     workers: WorkersOption = None,
     errors: ErrorsOption = "strict",
     force: ForceOption = False,

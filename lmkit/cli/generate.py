@@ -22,7 +22,7 @@ def generate(
         typer.Option(
             "--prompt",
             "-p",
-            help="Repeatable. An empty one starts a new document; of a very long one only the end is read.",
+            help="Text to continue; repeatable. Empty: a new document. Only the end of a very long one is read.",
             show_default=False,
         ),
     ] = None,
@@ -34,25 +34,31 @@ def generate(
     ] = None,
     top_k: Annotated[
         int | None,
-        typer.Option(help="Choose among that many likeliest tokens; 0: among all.", show_default=False),
+        typer.Option(
+            help="Choose among this many of the likeliest tokens; 0: among all.", show_default=False
+        ),
     ] = None,
     top_p: Annotated[
         float | None,
         typer.Option(
-            help="Choose among the likeliest with that share of the probability; 1: among all.",
+            help="Choose among the likeliest tokens that together have this probability; 1: among all.",
             show_default=False,
         ),
     ] = None,
     seed: Annotated[
         int | None,
-        typer.Option(help="Of the choice of tokens: another one, another text.", show_default=False),
+        typer.Option(help="Another seed, another text.", show_default=False),
     ] = None,
-    stop_at_end: Annotated[bool | None, typer.Option(help="Stop at end-of-text.", show_default=False)] = None,
+    stop_at_end: Annotated[
+        bool | None,
+        typer.Option(help="End where the model ends the document, or write on.", show_default=False),
+    ] = None,
     allow_special: Annotated[
-        bool, typer.Option("--allow-special", help="Read special tokens in prompts as such, not as text.")
+        bool,
+        typer.Option("--allow-special", help="Read <|endoftext|> in a prompt as that token, not as text."),
     ] = False,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="A tokenizer.json; else the run's.", show_default=False)
+        Path | None, typer.Option(help="A tokenizer.json; left out: the run's.", show_default=False)
     ] = None,
     device: DeviceOption = "auto",
     set_: SetOption = None,

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from lmkit.cli.options import DebugOption, JsonOption, SetOption
+from lmkit.cli.options import DebugOption, JsonOption, SetOption, examples
 from lmkit.cli.render import show
 from lmkit.errors import UsageError
 
@@ -14,8 +14,8 @@ def register(app: typer.Typer) -> None:
     """Add the commands to the root."""
     app.command(epilog="Example: lmkit env --json")(env)
     app.command(epilog="Example: lmkit compare before/ after/")(compare)
-    app.command(epilog="Examples: lmkit report; lmkit report artifacts/profiles --output write_ups")(report)
-    app.command(epilog="Examples: lmkit verify artifacts/runs/quickstart; lmkit verify resume quickstart")(
+    app.command(epilog=examples("lmkit report", "lmkit report artifacts/profiles --output write_ups"))(report)
+    app.command(epilog=examples("lmkit verify artifacts/runs/quickstart", "lmkit verify resume quickstart"))(
         verify
     )
 
@@ -29,12 +29,15 @@ def env(as_json: JsonOption = False, debug: DebugOption = False) -> None:
 
 def compare(
     before: Annotated[Path, typer.Argument(help="A result folder of a bench, or its .jsonl file.")],
-    after: Annotated[Path, typer.Argument(help="The other one.")],
+    after: Annotated[Path, typer.Argument(help="The newer one, likewise.")],
     threshold: Annotated[float, typer.Option(min=0, help="Smallest relative difference that counts.")] = 0.05,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Compare two results of one bench, row by row. Exit code 1 if something is worse or nothing was compared."""
+    """Compare two results of one bench, row by row.
+
+    Exit code 1 if something is worse or nothing was compared.
+    """
     from lmkit.commands import compare as command
 
     result = command.run(before, after, threshold=threshold)
@@ -60,7 +63,10 @@ def report(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Make write-ups from measured rows. Profiling, attention, data parallelism, optimizer sharding."""
+    """Make write-ups of measured results.
+
+    Of profiling, attention, data parallelism and optimizer sharding, as far as there are results.
+    """
     from lmkit.commands import report as command
 
     show(command.run(folder, output, check=check), as_json=as_json)
@@ -77,7 +83,7 @@ def verify(
         str | None, typer.Argument(help="After `resume`: what to train.", show_default=False)
     ] = None,
     set_: SetOption = None,
-    steps: Annotated[int, typer.Option(min=1, help="resume: 2N steps are compared with N + N.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="After `resume`: N.")] = 5,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:

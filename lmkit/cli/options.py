@@ -18,7 +18,9 @@ def _prepare(context: typer.Context, value: bool) -> None:
         log_to_stderr()
 
 
-RecipeArgument = Annotated[str, typer.Argument(help="A .toml file, or the name of a shipped recipe.")]
+RecipeArgument = Annotated[
+    str, typer.Argument(help="A .toml file, or a name that `lmkit recipe list` shows.")
+]
 SetOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -41,16 +43,23 @@ DebugOption = Annotated[
     typer.Option("--debug", callback=_prepare, expose_value=False, help="Show the traceback of an error."),
 ]
 WorkersOption = Annotated[
-    int | None, typer.Option(min=0, max=1024, help="Workers; 0 is one per CPU.", show_default=False)
+    int | None,
+    typer.Option(
+        min=0, max=1024, help="Threads that do the work; 0 or left out: one per CPU.", show_default=False
+    ),
 ]
 DeviceOption = Annotated[
     Literal["auto", "cpu", "cuda"], typer.Option(help="`auto` takes CUDA where there is one.")
 ]
 NprocOption = Annotated[
-    int, typer.Option(min=1, max=64, help="Ranks to start on this machine; leave it out under torchrun.")
+    int,
+    typer.Option(
+        min=1, max=64, help="Ranks (processes) to start on this machine; leave it out under torchrun."
+    ),
 ]
 ErrorsOption = Annotated[
-    Literal["strict", "replace"], typer.Option(help="Invalid UTF-8: stop, or replace it by U+FFFD.")
+    Literal["strict", "replace"],
+    typer.Option(help="Bytes that are not UTF-8: stop there, or read them as U+FFFD."),
 ]
 
 # Of the benches:
@@ -64,7 +73,9 @@ ResultsOption = Annotated[
 ]
 KernelsOption = Annotated[
     list[str] | None,
-    typer.Option("--kernels", help="Attention kernels by name; repeatable.", show_default=False),
+    typer.Option(
+        "--kernels", help="An attention kernel that `lmkit env` lists; repeatable.", show_default=False
+    ),
 ]
 
 # Of the profiles:
@@ -76,6 +87,11 @@ ModeOption = Annotated[
     Literal["forward", "fwd+bwd", "step"],
     typer.Option(help="Of a recipe: whole steps, or forward (and backward) passes alone."),
 ]
+
+
+def examples(*lines: str) -> str:
+    """The end of a command's help: examples, a line each."""
+    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
 
 
 def given(**flags: Any) -> dict[str, Any]:

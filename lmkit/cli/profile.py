@@ -13,11 +13,12 @@ from lmkit.cli.options import (
     RecordedStepsOption,
     RecordingOption,
     SetOption,
+    examples,
 )
 from lmkit.cli.render import show
 
 app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Find out why it is slow.",
+    no_args_is_help=True, rich_markup_mode=None, help="Find out where time and memory go.",
     epilog="Example: lmkit profile kineto quickstart",
 )  # fmt: skip
 
@@ -25,8 +26,11 @@ RECORDINGS = (".sqlite", ".nsys-rep", ".json", ".json.gz")
 
 
 @app.command(
-    epilog="Examples: lmkit profile nsys quickstart; lmkit profile nsys old.sqlite; "
-    "lmkit profile nsys -- lmkit train quickstart --stop-at-step 20"
+    epilog=examples(
+        "lmkit profile nsys quickstart",
+        "lmkit profile nsys old.sqlite",
+        "lmkit profile nsys -- lmkit train quickstart --stop-at-step 20",
+    )
 )
 def nsys(
     target: Annotated[
@@ -46,9 +50,9 @@ def nsys(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Training steps or any command, with Nsight Systems.
+    """Time of training steps, or of any command, with Nsight Systems.
 
-    A recording that is there already (.sqlite, .nsys-rep) is summarised.
+    A recording that you have already (.sqlite, .nsys-rep) is summarised.
     """
     if len(target) == 1 and not _is_recording(target[0]):
         from lmkit.recipe.load import load_recipe
@@ -76,9 +80,9 @@ def kineto(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Training steps with torch.profiler, on a CPU too.
+    """Time of training steps with torch.profiler, on a CPU too.
 
-    A recording that is there already (.json, .json.gz) is summarised.
+    A recording that you have already (.json, .json.gz) is summarised.
     """
     if _is_recording(target):
         from lmkit.commands import profile as commands
@@ -105,7 +109,7 @@ def memory(
 ) -> None:
     """Peak memory of training steps by phase and category.
 
-    Draws a picture, and keeps a snapshot for memory_viz.
+    Draws a picture, and keeps a snapshot for pytorch.org/memory_viz.
     """
     from lmkit.recipe.load import load_recipe
 

@@ -25,28 +25,36 @@ def run(
     recipe: RecipeArgument,
     set_: SetOption = None,
     skip_data: Annotated[
-        bool, typer.Option("--skip-data", help="Take the corpus, tokenizer and token files as they are.")
+        bool,
+        typer.Option(
+            "--skip-data",
+            help="Take the corpus, tokenizer and token files as they are.",
+        ),
     ] = False,
     from_stage: Annotated[
         str | None,
         typer.Option(
             "--from",
             metavar="STAGE",
-            help="Redo this stage and all after it: corpus, tokenizer, encode, train, evaluate, generate.",
+            help="Do this stage and all after it again.",
             show_default=False,
         ),
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Start over, also under another recipe's name.")
+        bool,
+        typer.Option(
+            "--force", help="Delete what the run folder holds, whichever recipe made it, and start over."
+        ),
     ] = False,
     print_recipe: PrintRecipeOption = False,
     dry_run: DryRunOption = False,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """From text to a model that writes: every stage not up to date.
+    """From text to a model that writes, in one command.
 
-    Corpus, tokenizer, token files, training, evaluation and a story.
+    The stages are corpus, tokenizer, encode (token files), train, evaluate and generate (a story). Those that are up
+    to date are not done again; a training that was interrupted goes on.
     """
     from lmkit.recipe.load import load_recipe, recipe_to_toml
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from lmkit.cli.options import DebugOption, ErrorsOption, ForceOption, JsonOption, WorkersOption
+from lmkit.cli.options import DebugOption, ErrorsOption, ForceOption, JsonOption, WorkersOption, examples
 from lmkit.cli.progress import progress_on_stderr
 from lmkit.cli.render import show
 from lmkit.errors import LmkitError
@@ -21,7 +21,7 @@ TokenizerArgument = Annotated[Path, typer.Argument(help="A tokenizer.json.")]
 
 @app.command(epilog="Example: lmkit tokenizer train stories.txt tokenizer.json --vocab-size 4096")
 def train(
-    sources: Annotated[list[Path], typer.Argument(help="Text files.")],
+    sources: Annotated[list[Path], typer.Argument(help="Text files, one or more.")],
     output: Annotated[Path, typer.Argument(help="The tokenizer.json to write.")],
     vocab_size: Annotated[int, typer.Option(help="256 bytes + merges + special tokens.")] = 10_000,
     special: Annotated[
@@ -52,11 +52,14 @@ def train(
 
 
 @app.command(
-    epilog='Examples: lmkit tokenizer encode tokenizer.json "Once upon"; cat f | lmkit tokenizer encode t.json'
+    epilog=examples(
+        'lmkit tokenizer encode tokenizer.json "Once upon"',
+        "cat stories.txt | lmkit tokenizer encode tokenizer.json",
+    )
 )
 def encode(
     tokenizer: TokenizerArgument,
-    text: Annotated[str | None, typer.Argument(help="Left out: read from stdin.", show_default=False)] = None,
+    text: Annotated[str | None, typer.Argument(help="Left out: stdin is read.", show_default=False)] = None,
     debug: DebugOption = False,
 ) -> None:
     """Print the token ids of a text, or of stdin."""
@@ -73,11 +76,11 @@ def encode(
 def decode(
     tokenizer: TokenizerArgument,
     ids: Annotated[
-        list[str] | None, typer.Argument(help="Left out: read from stdin.", show_default=False)
+        list[str] | None, typer.Argument(help="Numbers; left out: stdin is read.", show_default=False)
     ] = None,
     debug: DebugOption = False,
 ) -> None:
-    """Print the text of token ids, also of ids separated by commas."""
+    """Print the text of token ids, with blanks or commas between them."""
     from lmkit.commands import tokenizer as command
 
     numbers = " ".join(ids) if ids else sys.stdin.buffer.read().decode("utf-8", "replace")
@@ -103,12 +106,12 @@ def inspect(
 @app.command(epilog="Example: lmkit tokenizer export tokenizer.json gpt2-files")
 def export(
     tokenizer: TokenizerArgument,
-    folder: Annotated[Path, typer.Argument(help="Gets vocab.json and merges.txt, as GPT-2 has them.")],
+    folder: Annotated[Path, typer.Argument(help="Gets vocab.json and merges.txt.")],
     force: ForceOption = False,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Write GPT-2's vocab.json and merges.txt."""
+    """Write a tokenizer as GPT-2's two files, for other libraries."""
     from lmkit.commands import tokenizer as command
 
     show(command.export(tokenizer, folder, force=force), as_json=as_json)

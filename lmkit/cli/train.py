@@ -14,6 +14,7 @@ from lmkit.cli.options import (
     PrintRecipeOption,
     RecipeArgument,
     SetOption,
+    examples,
     given,
 )
 from lmkit.cli.render import show
@@ -22,8 +23,9 @@ from lmkit.cli.render import show
 def register(app: typer.Typer) -> None:
     """Add the commands to the root."""
     app.command(
-        epilog="Examples: lmkit train quickstart --nproc 2; "
-        "torchrun --nproc-per-node 2 -m lmkit train quickstart"
+        epilog=examples(
+            "lmkit train quickstart --nproc 2", "torchrun --nproc-per-node 2 -m lmkit train quickstart"
+        )
     )(train)
     app.command(epilog="Example: lmkit evaluate artifacts/runs/quickstart")(evaluate)
 
@@ -31,18 +33,26 @@ def register(app: typer.Typer) -> None:
 def train(
     recipe: RecipeArgument,
     set_: SetOption = None,
-    steps: Annotated[int | None, typer.Option(help="train.steps", show_default=False)] = None,
-    device: Annotated[
-        str | None, typer.Option(help="run.device: auto, cpu, cuda", show_default=False)
+    steps: Annotated[
+        int | None, typer.Option(help="Optimizer steps in all (train.steps).", show_default=False)
     ] = None,
-    name: Annotated[str | None, typer.Option(help="run.name", show_default=False)] = None,
+    device: Annotated[
+        str | None, typer.Option(help="auto, cpu or cuda (run.device).", show_default=False)
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Of the run and its folder (run.name).", show_default=False)
+    ] = None,
     resume: Annotated[
         str | None,
-        typer.Option(help="checkpoint.resume: auto, never, or a checkpoint folder", show_default=False),
+        typer.Option(help="auto, never, or a checkpoint folder (checkpoint.resume).", show_default=False),
     ] = None,
     stop_at_step: Annotated[
         int | None,
-        typer.Option(min=1, help="End early after this step; the schedule stays.", show_default=False),
+        typer.Option(
+            min=1,
+            help="End after this step; the learning rate falls as if it went on to the last.",
+            show_default=False,
+        ),
     ] = None,
     nproc: NprocOption = 1,
     print_recipe: PrintRecipeOption = False,
@@ -52,7 +62,7 @@ def train(
 ) -> None:
     """Train a model, or go on from its newest checkpoint.
 
-    Reads the token files and checkpoints of the run folder.
+    Needs token files: those that `lmkit run` made in the run folder, or those that [data] of the recipe names.
     """
     from lmkit.recipe.load import load_recipe, recipe_to_toml
 

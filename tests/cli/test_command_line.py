@@ -78,8 +78,15 @@ def test_help_has_an_example_and_imports_nothing_heavy(command: tuple[str, ...])
         f"heavy = [name for name in {HEAVY!r} if name in sys.modules]\n"
         "print(heavy, file=sys.stderr)\nsys.exit(code)\n"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "COLUMNS": "100"},
+    )
     assert result.stderr == "[]\n"
+    assert max(map(len, result.stdout.splitlines())) <= 100
     assert "lmkit" in result.stdout.splitlines()[-1] or "lmkit" in result.stdout.splitlines()[-2]
 
 
