@@ -30,6 +30,11 @@ def test_rows_of_training_and_encoding(text: Path) -> None:
     assert rows["encode", "lmkit"]["peak_pss_mb"] > 0  # of so short a job a look or two, perhaps early ones
     assert rows["encode a prompt", "lmkit"]["microseconds"] < 1e5
     assert set(result.files) == {"results.jsonl", "results.csv", "report.md"}
+    table = result.table()
+    assert max(map(len, table.splitlines())) <= 100
+    assert "…" not in table
+    assert "lmkit (numpy)" in table
+    assert "A prompt of 202 characters, warm, lmkit: " in table
 
 
 def test_encoders_that_disagree_are_not_timed(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
