@@ -53,10 +53,19 @@ class _Candidate(NamedTuple):
 
 
 class _Occurrences(NamedTuple):
-    """Where the pairs of a step occur, grouped by pair."""
+    """Where the pairs of a step occur, grouped by pair, and what stands around: before, first + second, after."""
 
-    slot: np.ndarray  # of the left token
     rank: np.ndarray  # which pair of the step, ascending
+    before: np.ndarray  # slot
+    first: np.ndarray
+    second: np.ndarray
+    after: np.ndarray
+    pair_before: np.ndarray  # the pair (before, first); 0: none
+    pair_after: np.ndarray  # the pair (second, after); 0: none
+    weight: np.ndarray  # how often the word occurs
+
+    def at(self, index: np.ndarray | slice) -> _Occurrences:
+        return _Occurrences(*(array[index] for array in self))
 
 
 def learn_merges(
@@ -89,14 +98,20 @@ class _Learner:
         self._token_order = [_inverted(bytes([b])) for b in range(NUM_BYTES)]
 
         # Slots: | separator | word | separator | word | ... | separator |
-        word_of_byte = np.repeat(np.arange(len(words.lengths)), words.lengths)
-        self._token = np.full(num_slots, _NO_TOKEN, np.int32)
-        self._token[np.arange(len(words.text)) + word_of_byte + 1] = words.text
-        self._weight = np.concatenate(([0], np.repeat(words.counts, words.lengths + 1)))
-        self._next = np.arange(1, num_slots + 1, dtype=np.int32)
-        self._previous = np.arange(-1, num_slots - 1, dtype=np.int32)
-        self._next[-1], self._previous[0] = num_slots - 1, 0
-        self._pair_at = np.zeros(num_slots, np.int32)  # the pair that begins here; 0: none
+        in_word = np.ones(num_slots, np.bool_)
+        in_word[0] = False
+        in_word[np.cumsum(words.lengths + 1)] = False
+        # One record a slot: what is read of it together, and of its neighbours, shares a line of the cache.
+        fields = ("token", "next", "previous", "pair_at")
+        slots = np.zeros(num_slots, [(field, np.int32) for field in fields])
+        self._token, self._next, self._previous, self._pair_at = (slots[field] for field in fields)
+        self._token[:] = _NO_TOKEN
+        self._token[in_word] = words.text
+        self._next[:-1] = np.arange(1, num_slots, dtype=np.int32)
+        self._next[-1] = num_slots - 1
+        self._previous[1:] = np.arange(num_slots - 1, dtype=np.int32)
+        # self._pair_at: the pair that begins here; 0: none
+        self._weight = np.repeat(words.counts, words.lengths + 1)  # none for the last separator
 
         # Pairs: number -> tokens, count, and places[first[pair] : first[pair + 1]], some of them out of date.
         self._num_pairs = 1
@@ -107,9 +122,8 @@ class _Learner:
         self._step_rank = np.full(1 << 16, _NOT_IN_STEP, np.int32)
         self._places = np.empty(2 * num_slots, np.int32)
 
-        starts = np.flatnonzero((self._token[:-1] != _NO_TOKEN) & (self._token[1:] != _NO_TOKEN))
-        left, right = self._token[starts].astype(np.int64), self._token[starts + 1]
-        self._add_pairs(starts, left << _TOKEN_BITS | right, lambda group: (group >> _TOKEN_BITS, group))
+        starts = np.flatnonzero(in_word[:-1] & in_word[1:])
+        self._add_pairs(starts, self._token[starts].astype(np.int64) << _TOKEN_BITS | self._token[starts + 1])
 
         # The heap holds every pair whose count is at least `floor`; the others wait until it is empty.
         self._heap: list[_Candidate] = []
@@ -121,22 +135,18 @@ class _Learner:
         chosen = self._next_candidates(min(self._step_size, limit))
         if not chosen:
             return False
-        found = self._occurrences(chosen)
-        if len(chosen) > 1:
-            keep = min(self._conflict_free(chosen, found), self._certain(chosen, found))
-            whole = keep == len(chosen)
-            self._step_size = min(_LONGEST_STEP, 2 * len(chosen)) if whole else keep + keep // 2 + 1
+        pairs = np.array([candidate.pair for candidate in chosen])
+        found = self._occurrences(pairs)
+        keep = min(self._conflict_free(pairs, found), self._certain(pairs, found))
+        self._step_size = min(_LONGEST_STEP, 2 * keep + 2)
+        if keep < len(pairs):
             for candidate in chosen[keep:]:
                 heapq.heappush(self._heap, candidate)
-            chosen = chosen[:keep]
-            size = int(np.searchsorted(found.rank, keep))
-            found = _Occurrences(found.slot[:size], found.rank[:size])
-        elif len(found.slot) < _WORK_PER_STEP:
-            self._step_size = 2
-        pair = chosen[0].pair
-        if len(chosen) == 1 and self._left[pair] == self._right[pair]:
+            pairs = pairs[:keep]
+            found = found.at(slice(int(np.searchsorted(found.rank, keep))))
+        if keep == 1 and self._left[pairs[0]] == self._right[pairs[0]]:
             found = self._every_other_of_runs(found)
-        self._merge(chosen, found)
+        self._merge(pairs, found)
         return True
 
     # ---- choosing
@@ -152,10 +162,10 @@ class _Learner:
                 continue
             candidate = heapq.heappop(self._heap)
             pair = candidate.pair
-            count = int(self._count[pair])
+            count = self._count.item(pair)
             if count == -candidate.negative_count:
                 chosen.append(candidate)
-                work += int(self._first[pair + 1] - self._first[pair])
+                work += self._first.item(pair + 1) - self._first.item(pair)
             elif count >= self._floor:
                 heapq.heappush(self._heap, _Candidate(-count, candidate.left, candidate.right, pair))
         return chosen
@@ -169,142 +179,125 @@ class _Learner:
         ceiling = self._floor
         self._floor = max(1, min(ceiling, top + 1) * 5 // 8)
         waiting = np.flatnonzero((counts >= self._floor) & (counts < ceiling))
-        self._heap = [self._candidate(pair) for pair in waiting.tolist()]
+        self._heap = self._candidates(waiting)
         heapq.heapify(self._heap)
         return True
 
-    def _candidate(self, pair: int) -> _Candidate:
-        left, right = self._token_order[self._left[pair]], self._token_order[self._right[pair]]
-        return _Candidate(-int(self._count[pair]), left, right, pair)
+    def _candidates(self, pairs: np.ndarray) -> list[_Candidate]:
+        order = self._token_order
+        columns = -self._count[pairs], self._left[pairs], self._right[pairs], pairs
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        return [_Candidate(count, order[left], order[right], pair) for count, left, right, pair in rows]
 
-    def _occurrences(self, chosen: list[_Candidate]) -> _Occurrences:
-        pairs = np.array([candidate.pair for candidate in chosen])
-        slot = np.concatenate([self._places[self._first[pair] : self._first[pair + 1]] for pair in pairs])
-        rank = np.repeat(np.arange(len(pairs)), self._first[pairs + 1] - self._first[pairs])
-        current = self._pair_at[slot] == pairs[rank]
-        return _Occurrences(slot[current], rank[current])
+    def _occurrences(self, pairs: np.ndarray) -> _Occurrences:
+        begin, end = self._first[pairs], self._first[pairs + 1]
+        places = [self._places[i:j] for i, j in zip(begin.tolist(), end.tolist(), strict=True)]
+        first = _as_index(np.concatenate(places))
+        current = np.flatnonzero(self._pair_at[first] == np.repeat(pairs, end - begin))
+        first = first[current]
+        rank = np.repeat(np.arange(len(pairs)), end - begin)[current]
+        before, second = _as_index(self._previous[first]), _as_index(self._next[first])
+        return _Occurrences(
+            rank=rank,
+            before=before,
+            first=first,
+            second=second,
+            after=_as_index(self._next[second]),
+            pair_before=_as_index(self._pair_at[before]),
+            pair_after=_as_index(self._pair_at[second]),
+            weight=self._weight[first],
+        )
 
-    def _conflict_free(self, chosen: list[_Candidate], found: _Occurrences) -> int:
+    def _conflict_free(self, pairs: np.ndarray, found: _Occurrences) -> int:
         """Return how many of the chosen pairs, at least one, overlap none before them (nor themselves)."""
-        pairs = [candidate.pair for candidate in chosen]
-        self._step_rank[pairs] = np.arange(len(chosen))
-        before = self._step_rank[self._pair_at[self._previous[found.slot]]]
-        after = self._step_rank[self._pair_at[self._next[found.slot]]]
+        self._step_rank[pairs] = np.arange(len(pairs))
+        overlapping = self._step_rank[found.pair_before]  # the other one of the two sees it behind itself
         self._step_rank[pairs] = _NOT_IN_STEP
         # Two pairs that overlap: the later one of the two has to wait.
-        first_to_wait = min(int(np.maximum(found.rank, other).min()) for other in (before, after))
-        return max(1, min(len(chosen), first_to_wait))
+        first_to_wait = int(np.maximum(found.rank, overlapping).min())
+        return max(1, min(len(pairs), first_to_wait))
 
-    def _certain(self, chosen: list[_Candidate], found: _Occurrences) -> int:
+    def _certain(self, pairs: np.ndarray, found: _Occurrences) -> int:
         """Return how many of the chosen pairs, at least one, no newly created pair can overtake."""
-        before = self._token[self._previous[found.slot]]
-        after = self._token[self._next[self._next[found.slot]]]
-        weight = self._weight[found.slot]
-        bucket = found.rank * _BUCKETS
-        num_buckets = len(chosen) * _BUCKETS
-        bound = np.bincount(
-            np.concatenate((bucket + (before & _BUCKETS - 1), bucket + (after & _BUCKETS - 1) + num_buckets)),
-            np.concatenate((weight * (before != _NO_TOKEN), weight * (after != _NO_TOKEN))),
-            2 * num_buckets,
-        )  # float64: exact up to 2**53 occurrences
-        most = np.maximum.accumulate(bound.reshape(2, len(chosen), _BUCKETS).max(axis=(0, 2)))
-        counts = np.array([-candidate.negative_count for candidate in chosen])
-        overtaken = np.flatnonzero(most[:-1] >= counts[1:])
-        return int(overtaken[0]) + 1 if len(overtaken) else len(chosen)
+        neighbour = self._token[np.concatenate((found.before, found.after))]
+        group = np.concatenate((found.rank, found.rank + len(pairs))) * _BUCKETS + (neighbour & _BUCKETS - 1)
+        weight = np.concatenate((found.weight, found.weight)) * (neighbour != _NO_TOKEN)
+        # float64: exact up to 2**53 occurrences
+        bound = np.bincount(group, weight, 2 * len(pairs) * _BUCKETS)
+        most = np.maximum.accumulate(bound.reshape(2, len(pairs), _BUCKETS).max(axis=(0, 2)))
+        overtaken = np.flatnonzero(most[:-1] >= self._count[pairs[1:]])
+        return int(overtaken[0]) + 1 if len(overtaken) else len(pairs)
 
     def _every_other_of_runs(self, found: _Occurrences) -> _Occurrences:
         """Of "aaaa" keep the first "aa" and the third, not the one in between."""
-        slot = np.sort(found.slot)
-        index = np.arange(len(slot))
-        begins_run = np.concatenate(([True], self._next[slot[:-1]] != slot[1:]))
+        found = found.at(np.argsort(found.first))
+        index = np.arange(len(found.first))
+        begins_run = np.concatenate(([True], found.second[:-1] != found.first[1:]))
         run_start = np.maximum.accumulate(np.where(begins_run, index, 0))
-        slot = slot[(index - run_start) % 2 == 0]
-        return _Occurrences(slot, np.zeros(len(slot), np.int64))
+        return found.at((index - run_start) % 2 == 0)
 
     # ---- merging
 
-    def _merge(self, chosen: list[_Candidate], found: _Occurrences) -> None:
+    def _merge(self, pairs: np.ndarray, found: _Occurrences) -> None:
         first_new = NUM_BYTES + len(self.merges)
-        for candidate in chosen:
-            self.merges.append((int(self._left[candidate.pair]), int(self._right[candidate.pair])))
-            self._token_order.append(candidate.left[:-1] + candidate.right)
-        slot, second = found.slot, self._next[found.slot]
-        self._token[slot] = first_new + found.rank
+        for left_id, right_id in zip(self._left[pairs].tolist(), self._right[pairs].tolist(), strict=True):
+            self.merges.append((left_id, right_id))
+            self._token_order.append(self._token_order[left_id][:-1] + self._token_order[right_id])
+        first, second, after = found.first, found.second, found.after
+        self._token[first] = first_new + found.rank
         self._token[second] = _NO_TOKEN
 
-        # The pairs that reached into the occurrences are gone: (second, what follows) and (what precedes, first).
-        weight = self._weight[slot]
-        before = self._previous[slot]
-        alone = self._token[before] != _NO_TOKEN  # else it was the second of a merge: already counted there
-        np.subtract.at(self._count, self._pair_at[second], weight)
-        np.subtract.at(self._count, self._pair_at[before[alone]], weight[alone])
-        self._count[[candidate.pair for candidate in chosen]] = 0
+        left, right = self._token[found.before], self._token[after]
+
+        # The pairs that reached into the occurrences are gone: (second, after) and (before, first), unless that was
+        # the second of another merge: then it was counted there.
+        np.subtract.at(self._count, found.pair_after, found.weight)
+        np.subtract.at(self._count, found.pair_before, found.weight * (left != _NO_TOKEN))
+        self._count[pairs] = 0
         self._count[0] = 0
 
-        after = self._next[second]
-        self._next[slot] = after
-        self._previous[after] = slot
-        self._pair_at[slot] = 0
+        self._next[first] = after
+        self._previous[after] = first
+        self._pair_at[first] = 0
         self._pair_at[second] = 0
-        self._add_pairs_around(slot, found.rank, first_new)
 
-    def _add_pairs_around(self, slot: np.ndarray, rank: np.ndarray, first_new: int) -> None:
-        before, after = self._previous[slot], self._next[slot]
-        left, right = self._token[before], self._token[after]
-        has_right = right != _NO_TOKEN
-        has_left = left < first_new  # two new tokens side by side are one pair: the left one's
+        # The new pairs. Two new tokens side by side are one pair: the left one's.
+        has_left, has_right = np.flatnonzero(left < first_new), np.flatnonzero(right != _NO_TOKEN)
         # A group is (new token, which side of the pair it is on, the other token).
-        groups = np.concatenate(
-            (
-                (2 * rank[has_right] + 1) << _TOKEN_BITS | right[has_right],
-                (2 * rank[has_left]) << _TOKEN_BITS | left[has_left],
-            )
-        )
+        group = 2 * found.rank << _TOKEN_BITS
+        groups = np.concatenate(((group | right | 1 << _TOKEN_BITS)[has_right], (group | left)[has_left]))
+        added = self._add_pairs(np.concatenate((first[has_right], found.before[has_left])), groups)
+        for candidate in self._candidates(added[self._count[added] >= self._floor]):
+            heapq.heappush(self._heap, candidate)
 
-        def tokens(group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            new = (group >> _TOKEN_BITS + 1) + first_new
-            other = group & _NO_TOKEN
-            new_is_left = group >> _TOKEN_BITS & 1
-            return np.where(new_is_left, new, other), np.where(new_is_left, other, new)
-
-        first = self._add_pairs(np.concatenate((slot[has_right], before[has_left])), groups, tokens)
-        high = np.flatnonzero(self._count[first : self._num_pairs] >= self._floor) + first
-        for pair in high.tolist():
-            heapq.heappush(self._heap, self._candidate(pair))
-
-    def _add_pairs(
-        self,
-        places: np.ndarray,
-        groups: np.ndarray,
-        tokens: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]],
-    ) -> int:
-        """Add one pair for each distinct group of places; return the number of the first.
+    def _add_pairs(self, places: np.ndarray, groups: np.ndarray) -> np.ndarray:
+        """Add one pair for each distinct group of places; return their numbers.
 
         Args:
             places: slots at which a new pair begins.
             groups: which pair that is: any integers below 2**32, equal where the pair is.
-            tokens: group -> (left, right); their lowest 20 bits count.
         """
         if not len(places):
-            return self._num_pairs
+            return places
         keys = groups << _SLOT_BITS | places
         keys.sort()
         groups, places = keys >> _SLOT_BITS, keys & (1 << _SLOT_BITS) - 1
         edges = np.flatnonzero(np.concatenate(([True], groups[1:] != groups[:-1])))
         first, end = self._num_pairs, self._num_pairs + len(edges)
-        used = int(self._first[first])
+        used = self._first.item(first)
         self._make_room(end + 1, used + len(places))
-        left, right = tokens(groups[edges])
-        self._left[first:end] = left & _NO_TOKEN
-        self._right[first:end] = right & _NO_TOKEN
-        self._count[first:end] = np.add.reduceat(self._weight[places], edges)
         self._first[first:end] = used + edges
         self._first[end] = used + len(places)
         self._places[used : used + len(places)] = places
+        numbers = np.arange(first, end)
         sizes = self._first[first + 1 : end + 1] - self._first[first:end]
-        self._pair_at[places] = np.repeat(np.arange(first, end, dtype=np.int32), sizes)
+        self._pair_at[places] = np.repeat(numbers.astype(np.int32), sizes)
+        example = places[edges]
+        self._left[first:end] = self._token[example]
+        self._right[first:end] = self._token[self._next[example]]
+        self._count[first:end] = np.add.reduceat(self._weight[places], edges)
         self._num_pairs = end
-        return first
+        return numbers
 
     def _make_room(self, num_pairs: int, num_places: int) -> None:
         if num_pairs > len(self._count):
@@ -315,6 +308,11 @@ class _Learner:
             self._step_rank = np.full(len(self._count), _NOT_IN_STEP, np.int32)
         if num_places > len(self._places):
             self._places = _grown(self._places, num_places)
+
+
+def _as_index(numbers: np.ndarray) -> np.ndarray:
+    """Return the numbers as int64, with which numpy indexes fastest; the large arrays hold them as int32."""
+    return numbers.astype(np.int64)
 
 
 def _inverted(token: bytes) -> str:
