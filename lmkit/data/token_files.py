@@ -142,9 +142,9 @@ class TokenFileWriter:
         if self._meta is None:
             self._stack.__exit__(RuntimeError, abandoned, None)
             raise abandoned
-        self._path.unlink(missing_ok=True)  # an old file must not stand beside a new description
-        write_atomic(sidecar_path(self._path), json.dumps(dataclasses.asdict(self._meta), indent=2) + "\n")
-        self._stack.__exit__(None, None, None)
+        with self._stack:
+            self._path.unlink(missing_ok=True)  # an old file must not stand beside a new description
+            write_atomic(sidecar_path(self._path), json.dumps(dataclasses.asdict(self._meta), indent=2) + "\n")
 
 
 def _refuse_to_replace_another_json(sidecar: Path, token_file: str) -> None:

@@ -69,6 +69,14 @@ def test_the_stream_never_changes(tokens):
     # Frozen values: a resumed run must meet the batches of the run it continues, in any later version.
     starts = token_batches(tokens, batch_size=6).batch(2)[0][0, :, 0].tolist()
     assert starts == [852, 179, 726, 352, 447, 352]
+    ids = random_tokens(tokens, batch_size=2).batch(2)[0][0].tolist()
+    assert ids == [[320, 205, 298, 391, 270, 269, 405], [262, 487, 178, 154, 488, 353, 125]]
+
+
+def test_every_document_can_be_drawn(tokens):
+    batches = token_batches(tokens, batch_size=300, document_starts=np.array([5, 50, 500]))
+    starts = batches.batch(0)[0][..., 0].flatten().tolist()
+    assert min(starts.count(start) for start in (5, 50, 500)) > 60  # uniform: expected 100 each, sd 8
 
 
 def test_windows_start_at_documents(tokens):
@@ -96,6 +104,8 @@ def test_fault_38_a_file_shorter_than_the_context_is_refused_by_name(tmp_path):
         token_batches(short)
     with pytest.raises(UsageError, match=r"short\.npy"):
         evaluation_windows(short, CONTEXT, 2)
+    with pytest.raises(UsageError, match=r"^token file: 7 tokens"):
+        token_batches(np.arange(CONTEXT, dtype=np.uint16))
     assert token_batches(np.arange(CONTEXT + 1, dtype=np.uint16)).batch(0)[1].max() == CONTEXT
 
 
@@ -104,8 +114,15 @@ def test_an_indivisible_batch_is_refused(tokens):
         token_batches(tokens, world_size=5)
     with pytest.raises(UsageError, match=r"train\.batch_size = 24"):
         random_tokens(tokens, world_size=8, accumulation=2)
-    with pytest.raises(ValueError, match="rank 2"):
-        token_batches(tokens, world_size=2, rank=2)
+    with pytest.raises(UsageError, match=r"4 ranks x 4 accumulation steps") as refused:
+        token_batches(tokens, world_size=4, accumulation=4)
+    assert refused.value.hint == "use a multiple of 16"
+    for rank in (2, -1):
+        with pytest.raises(ValueError, match=f"rank {rank}"):
+            token_batches(tokens, world_size=2, rank=rank)
+    for wrong in ({"batch_size": 0}, {"accumulation": 0}, {"batch_size": -24}):
+        with pytest.raises(ValueError, match="must be at least 1"):
+            token_batches(tokens, **wrong)
 
 
 def test_random_tokens_cover_the_vocabulary():
@@ -131,3 +148,6 @@ def test_evaluation_stops_after_max_batches(tokens):
     assert len(batches) == 3
     assert batches[2][1].max() == 6 * CONTEXT
     assert list(evaluation_windows(tokens, CONTEXT, 2, max_batches=0)) == []
+    short_row = np.arange(4 * CONTEXT + 3)  # two batches and two tokens
+    assert len(list(evaluation_windows(short_row, CONTEXT, 2, max_batches=2))) == 2
+    assert len(list(evaluation_windows(short_row, CONTEXT, 2, max_batches=3))) == 3

@@ -9,8 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lmkit.data import token_files
 from lmkit.data.token_files import TokenFileWriter, TokenMeta, open_tokens, sidecar_path
 from lmkit.errors import LmkitError, UsageError
+from lmkit.storage import write_atomic
 
 
 def write(path: Path, ids: list[int], vocab_size: int = 1000) -> TokenMeta:
@@ -115,14 +117,119 @@ def test_fault_37_id_beyond_the_vocabulary_with_its_position(path: Path) -> None
     assert open_tokens(path, check_ids=False).tokens[2993] == 1000
 
 
+@pytest.mark.parametrize("piece", [100, 3000, 10_000])
+def test_fault_37_in_a_file_that_is_checked_piece_by_piece(
+    path: Path, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_files, "_CHECK_TOKENS", piece)
+    open_tokens(path)
+    with open(path, "r+b") as file:
+        file.seek(-2 * 7, os.SEEK_END)
+        file.write(np.array([999, 1000, 60_000], np.uint16).tobytes())
+    with pytest.raises(LmkitError, match="token 1000 at position 2994,"):
+        open_tokens(path)
+
+
 @pytest.mark.parametrize(
-    "change", [{"num_tokens": "3000"}, {"format": True}, {"extra": 1}, {"num_tokens": None}]
+    ("change", "said"),
+    [
+        ({"num_tokens": "3000"}, "num_tokens is '3000'"),
+        ({"format": True}, "format is True"),
+        ({"extra": 1}, "unknown key 'extra'"),
+        ({"num_tokens": None}, "num_tokens is None"),
+        ({"vocab_size": 0}, "vocab_size is 0"),
+        ({"vocab_size": 2**32 + 1}, "vocab_size is 4294967297"),
+        ({"num_documents": -1}, "is negative"),
+        ({"num_bytes": -1}, "is negative"),
+        ({"format": 0}, "format 0"),
+    ],
+    ids=str,
 )
-def test_a_damaged_description(path: Path, change: dict) -> None:
+def test_a_damaged_description(path: Path, change: dict, said: str) -> None:
     content = json.loads(sidecar_path(path).read_text()) | change
     sidecar_path(path).write_text(json.dumps(content))
-    with pytest.raises(LmkitError, match=r"tokens\.json"):
+    with pytest.raises(LmkitError, match=rf"tokens\.json: .*{said}"):
         open_tokens(path)
+
+
+def test_nothing_in_a_description_is_nothing_damaged(path: Path) -> None:
+    content = json.loads(sidecar_path(path).read_text()) | {"num_documents": 0, "num_bytes": 0}
+    sidecar_path(path).write_text(json.dumps(content))
+    assert open_tokens(path).meta.num_documents == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("[]", "no description"), ("3", "no description"), ("[" * 60_000, "not JSON"), ("{", "not JSON")],
+    ids=["list", "number", "deep", "cut"],
+)
+def test_a_description_of_another_kind(path: Path, text: str, said: str) -> None:
+    sidecar_path(path).write_text(text)
+    with pytest.raises(
+        LmkitError, match=rf"tokens\.json: {said} of tokens\.npy|tokens\.json: {said}; it has"
+    ):
+        open_tokens(path)
+
+
+def test_a_description_is_not_read_beyond_what_it_can_hold(path: Path) -> None:
+    whole = sidecar_path(path).read_text()
+    sidecar_path(path).write_text(whole + " " * (1 << 16))
+    with pytest.raises(LmkitError, match=r"tokens\.json: \w+ is missing"):
+        open_tokens(path)
+    sidecar_path(path).write_text(whole.ljust(1 << 16))
+    open_tokens(path)
+
+
+def test_folders_and_other_files_in_place_of_a_token_file(path: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is a folder, not a token file"):
+        open_tokens(tmp_path)
+    other = tmp_path / "tokens.bin"
+    other.write_bytes(path.read_bytes())
+    with pytest.raises(UsageError, match=r"tokens\.bin: a token file ends in \.npy"):
+        open_tokens(other)
+    sidecar_path(path).unlink()
+    sidecar_path(path).mkdir()
+    with pytest.raises(LmkitError, match=r"tokens\.json: is a folder"):
+        open_tokens(path)
+
+
+def test_a_header_of_another_version_of_the_format_is_refused(path: Path) -> None:
+    whole = bytearray(path.read_bytes())
+    whole[6] = 3  # the same header, but utf-8 in numpy's words, and four bytes of length
+    path.write_bytes(whole)
+    with pytest.raises(LmkitError, match=r"tokens\.npy: not a \.npy file"):
+        open_tokens(path)
+
+
+def test_a_description_replaces_its_like_and_nothing_else(tmp_path: Path) -> None:
+    write(tmp_path / "tokens.npy", [1, 2, 3])
+    write(tmp_path / "tokens.npy", [4, 5])
+    assert open_tokens(tmp_path / "tokens.npy").tokens.tolist() == [4, 5]
+    (tmp_path / "notes.json").write_text('{"precious": 1}')
+    with pytest.raises(
+        UsageError, match=r"notes\.json: exists; the description of notes\.npy would replace it"
+    ):
+        write(tmp_path / "notes.npy", [1])
+    assert (tmp_path / "notes.json").read_text() == '{"precious": 1}'
+    assert not (tmp_path / "notes.npy").exists()
+
+
+@pytest.mark.parametrize("described", [True, False])
+def test_an_old_file_never_stands_beside_a_new_description(
+    path: Path, described: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever happens between the two, nobody reads the old ids by the new description, and no part is left."""
+
+    def fail(*arguments: object) -> None:
+        if described:
+            write_atomic(*arguments)  # type: ignore[arg-type]
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(token_files, "write_atomic", fail)
+    with pytest.raises(OSError, match="full"):
+        write(path, [7] * 3000, vocab_size=8)
+    assert json.loads(sidecar_path(path).read_text())["vocab_size"] == (8 if described else 1000)
+    assert list(path.parent.iterdir()) == [sidecar_path(path)]
 
 
 def test_a_description_cut_at_any_byte(path: Path) -> None:
