@@ -8,6 +8,7 @@ import pytest
 
 from lmkit.data import corpora
 from lmkit.data.corpora import prepare_corpus
+from lmkit.data.synth import write_stories
 from lmkit.errors import LmkitError, UsageError
 from lmkit.recipe.corpus import CorpusConfig
 
@@ -76,18 +77,57 @@ def test_one_long_line_is_cut_between_characters(write, split):
     assert (train, valid) == (b"a", "éab".encode())
 
 
+@pytest.mark.usefixtures("block")
+@pytest.mark.parametrize("fraction", [0.05, 0.25, 0.3, 0.5, 0.61, 0.75, 0.9, 0.99])
+@pytest.mark.parametrize("text", ["a😀b😀😀c", "aéé日本é", "ab"])
+def test_a_line_of_any_characters_is_cut_between_two_of_them(write, split, text, fraction):
+    train, valid = split(write("line.txt", text), valid_fraction=fraction)
+    assert train.decode() + valid.decode() == text
+    # As many bytes as were asked for, and what else belongs to their first character.
+    wanted = len(text.encode()) * fraction
+    assert wanted <= len(valid) < wanted + 4 or len(train) == 1
+
+
+@pytest.mark.usefixtures("block")
+def test_documents_need_no_line_break_behind_them(write, split):
+    documents = [f"document {number}\nwith two lines<|endoftext|>".encode() for number in range(20)]
+    train, valid = split(write("text.txt", b"".join(documents)), valid_fraction=0.1)
+    assert train == b"".join(documents[:18])
+    assert valid == b"".join(documents[18:])
+
+
 def test_keeps_every_byte_of_odd_text(write, split):
     text = "\ufeffone\r\ntwo\0\r\n\n\nthree\u2028four\n"
     train, valid = split(write("odd.txt", text), valid_fraction=0.3)
     assert train + valid == text.encode()
 
 
+@pytest.mark.usefixtures("block")
 def test_several_files_are_several_documents(write, split):
     train, valid = split(
-        write("a.txt", "first"), write("b.txt", f"second{MARK}"), write("c.txt", "third"), valid_fraction=0.2
+        write("a.txt", "first"),
+        write("b.txt", f"second{MARK}"),
+        write("empty.txt", ""),
+        write("c.txt", "third<|endoftext|>"),
+        write("d.jsonl", '{"text": "fourth"}'),
+        write("e.txt", f"fifth{MARK}, but more"),
+        write("f.txt", "sixth"),
+        valid_fraction=0.1,
     )
-    assert train == f"first{MARK}second{MARK}".encode()
-    assert valid == f"third{MARK}".encode()
+    assert train == (
+        f"first{MARK}second{MARK}third<|endoftext|>fourth{MARK}fifth{MARK}, but more{MARK}".encode()
+    )
+    assert valid == f"sixth{MARK}".encode()
+
+
+def test_progress_counts_the_bytes_of_all_files(write, tmp_path, monkeypatch):
+    monkeypatch.setattr(corpora, "_BLOCK", 7)
+    paths = (write("a.txt", "ten bytes\n"), write("b.jsonl", '{"text": "one"}\n{"text": "two"}\n'))
+    seen = []
+    prepare_corpus(
+        CorpusConfig(source="files", train=paths), tmp_path, progress=lambda *report: seen.append(report)
+    )
+    assert seen == [("corpus", done, 42) for done in (7, 10, 26, 42)]
 
 
 def test_named_text_files_are_used_where_they_lie(write, tmp_path):
@@ -107,6 +147,21 @@ def test_json_lines_become_documents(write, split):
     assert valid.decode() == stories[-1] + MARK
 
 
+def test_text_beside_json_lines_is_joined_with_them(write, tmp_path):
+    train = write("a.txt", "zero"), write("b.jsonl", '{"text": "one"}')
+    table = CorpusConfig(source="files", train=train, valid=(write("c.txt", "valid"),))
+    files = prepare_corpus(table, tmp_path / "corpus")
+    assert files.train == (tmp_path / "corpus" / "train.txt",)
+    assert files.train[0].read_text() == f"zero{MARK}one{MARK}"
+
+
+def test_what_is_no_text_in_json_lines_is_replaced_where_that_is_asked_for(write, split):
+    lines = b'{"text": "a\xffb"}\n{"text": "c\\ud800d"}\n{"text": "e"}\n'
+    train, valid = split(write("x.jsonl", lines), errors="replace", valid_fraction=0.05)
+    assert train.decode() == f"a\ufffdb{MARK}c?d{MARK}"
+    assert valid.decode() == f"e{MARK}"
+
+
 def test_json_lines_beside_a_held_out_text_file(write, tmp_path):
     train, valid = write("a.jsonl", '{"text": "one"}\n{"text": "two"}'), write("b.txt", "valid")
     files = prepare_corpus(CorpusConfig(source="files", train=(train,), valid=(valid,)), tmp_path / "corpus")
@@ -119,6 +174,7 @@ def test_json_lines_beside_a_held_out_text_file(write, tmp_path):
     [
         ('{"text": "a"}\n{"text": \n', LmkitError, r"x\.jsonl, line 2: not JSON"),
         ('{"text": "a"}\n{"body": "b"}\n', UsageError, r'x\.jsonl, line 2: no text under "text"'),
+        ('{"text": "a"}\n' + "[" * 100_000 + "\n", LmkitError, r"x\.jsonl, line 2: not JSON"),
         ('{"text": 5}\n', UsageError, r'line 1: no text under "text"'),
         ('["a"]\n', UsageError, r'line 1: no text under "text"'),
         ("\n \n", UsageError, r"x\.jsonl has no text"),
@@ -162,6 +218,8 @@ def test_missing_and_empty_files_are_wrong_use(write, split, tmp_path):
         split(write("a.txt", "text"), valid=(tmp_path / "empty.txt",))
     with pytest.raises(UsageError, match=r"too short to hold out"):
         split(write("a.txt", "x"))
+    with pytest.raises(UsageError, match=r"too short to hold out"):
+        split(write("a.txt", "😀"))
 
 
 def test_stories_are_made_with_others_held_out(tmp_path):
@@ -171,6 +229,11 @@ def test_stories_are_made_with_others_held_out(tmp_path):
     assert 100_000 <= len(train) < 105_000
     assert 20_000 <= len(valid) < 25_000
     assert not set(train.split(MARK)[:-1]) & set(valid.split(MARK)[:-1])
+    write_stories(tmp_path / "same.txt", size_mb=0.1, seed=3)
+    assert (tmp_path / "same.txt").read_text() == train
+    other = prepare_corpus(table.model_copy(update={"seed": 4}), tmp_path / "other")
+    assert other.train[0].read_text() != train
+    assert other.valid[0].read_text() != valid
 
 
 def test_downloads_go_to_the_shared_folder(tmp_path, monkeypatch):
