@@ -24,6 +24,11 @@ class FileServer:
         """The next answers are these errors."""
         self.ranges = True
         self.announce_length: int | None = None
+        """Instead of the true length of a body; 0: none is announced."""
+        self.part_shift = 0
+        """How far beside the part that was asked for an answer begins."""
+        self.total = ""
+        """Instead of the length of the whole file in `Content-Range`."""
         self.requests: list[dict[str, str]] = []
         self.url = ""
 
@@ -57,9 +62,12 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in site.headers.items():
             self.send_header(name, value)
         if start:
-            self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
+            start += site.part_shift
+            total = site.total or len(content)
+            self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{total}")
         body = content[start:]
-        self.send_header("Content-Length", str(site.announce_length or len(body)))
+        if site.announce_length != 0:
+            self.send_header("Content-Length", str(site.announce_length or len(body)))
         self.end_headers()
         self.wfile.write(body[: site.cuts.pop(0)] if site.cuts else body)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import http.client
 import io
 import json
 import random
@@ -101,6 +102,132 @@ def test_starts_over_when_the_file_has_changed(fetch, site):
     site.headers = {"ETag": '"v2"'}
     site.cuts = []
     assert fetch()[0].read_bytes() == TRAIN[::-1]
+
+
+def test_pauses_grow_between_attempts(site, tmp_path, monkeypatch):
+    pauses = []
+    monkeypatch.setattr(module.time, "sleep", pauses.append)
+    site.statuses = [503] * 6
+    with pytest.raises(LmkitError, match=r"HTTP status 503 \(tried 6 times\)"):
+        download(DATASET, tmp_path, base_url=site.url, retry_wait_s=0.5)
+    assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0]
+
+
+def test_another_part_than_was_asked_for_is_not_taken(fetch, site):
+    site.cuts = [1_000_000]
+    site.part_shift = 5
+    with pytest.raises(LmkitError, match="another part than it was asked for"):
+        fetch()
+    site.part_shift = 0
+    assert fetch()[0].read_bytes() == TRAIN
+
+
+def test_a_server_may_leave_lengths_unsaid(fetch, site):
+    site.announce_length = 0
+    seen = []
+    train, valid = fetch(progress=lambda *facts: seen.append(facts))
+    assert (train.read_bytes(), valid.read_bytes()) == (TRAIN, VALID)
+    assert {total for _, _, total in seen} == {0}
+
+
+def test_the_rest_of_a_file_of_unsaid_length_is_taken(fetch, site):
+    site.total = "*"
+    site.cuts = [1_000_000]
+    assert fetch()[0].read_bytes() == TRAIN
+    assert ranges(site)[:2] == [None, "bytes=1000000-"]
+
+
+def test_a_transfer_killed_at_its_end_is_not_made_again(fetch, site, tmp_path, monkeypatch):
+    monkeypatch.setattr(module._Transfer, "finish", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        fetch()
+    monkeypatch.undo()
+    site.requests.clear()
+    assert fetch()[0].read_bytes() == TRAIN
+    assert len(site.requests) == 1  # of the other file
+
+
+@pytest.mark.parametrize(
+    "noted",
+    [
+        "",
+        "[]",
+        "{}",
+        "[" * 100_000,
+        '{"validator": 1, "size": 3000000, "sha256": ""}',
+        '{"validator": "\\"v1\\"", "size": "3000000", "sha256": ""}',
+        '{"validator": "\\"v1\\"", "size": 3000000}',
+        '{"validator": "\\u2603", "size": 3000000, "sha256": ""}',
+        '{"validator": "v1\\r\\nCookie: 1", "size": 3000000, "sha256": ""}',
+        None,
+    ],
+)
+def test_without_a_whole_note_of_its_version_a_part_is_dropped(fetch, site, tmp_path, noted):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "toy_train.txt.partial").write_bytes(b"x" * 1000)
+    if noted is not None:
+        (folder / "toy_train.txt.partial.version.json").write_text(noted)
+    assert fetch()[0].read_bytes() == TRAIN
+    assert ranges(site)[0] is None
+
+
+def test_a_tag_that_is_no_digest_is_only_a_tag(fetch, site):
+    site.headers = {"ETag": f'"{"0" * 63}"'}
+    assert fetch()[0].read_bytes() == TRAIN
+
+
+@pytest.mark.parametrize(("spare", "fits"), [(0, True), (-1, False)])
+def test_no_more_is_fetched_than_a_file_may_have(fetch, site, tmp_path, spare, fits):
+    dataset = Dataset("", RemoteFile("toy_train.txt", "train.txt", len(TRAIN) + spare), DATASET.valid)
+    if fits:
+        assert fetch(dataset)[0].read_bytes() == TRAIN
+        return
+    with pytest.raises(LmkitError, match="more than 2999999 bytes"):
+        fetch(dataset)
+    assert names(tmp_path / "data") == set()
+
+
+@pytest.mark.parametrize(("spare", "fits"), [(0, True), (-1, False)])
+def test_no_more_is_unpacked_than_a_file_may_have(fetch, site, spare, fits):
+    zeros = bytes(3_000_000)  # the archive is much smaller
+    site.files["train.txt.gz"] = gzip.compress(zeros)
+    train = RemoteFile("toy_train.txt", "train.txt.gz", len(zeros) + spare)
+    dataset = Dataset("", train, ZIPPED.valid)
+    if fits:
+        assert fetch(dataset)[0].read_bytes() == zeros
+        return
+    with pytest.raises(LmkitError, match="unpacks to more than 2999999 bytes"):
+        fetch(dataset)
+
+
+def test_an_archive_whose_unpacking_was_killed_is_not_fetched_again(fetch, site):
+    def progress(stage, _done, _total):
+        if stage.startswith("unpack"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fetch(ZIPPED, progress=progress)
+    site.requests.clear()
+    assert fetch(ZIPPED)[0].read_bytes() == TRAIN
+    assert len(site.requests) == 1  # of the other file
+
+
+def test_a_disk_that_refuses_is_named_at_once(fetch, site, tmp_path):
+    (tmp_path / "data" / "toy_train.txt.partial").mkdir(parents=True)
+    with pytest.raises(LmkitError, match=r"toy_train\.txt\.partial: is a directory") as caught:
+        fetch()
+    assert "disk" in caught.value.hint
+    assert len(site.requests) == 1
+
+
+def test_an_error_without_words_is_told_by_its_kind(fetch, monkeypatch):
+    def fail(self):
+        raise http.client.HTTPException
+
+    monkeypatch.setattr(module._Transfer, "run", fail)
+    with pytest.raises(LmkitError, match=r"HTTPException \(tried 6 times\)"):
+        fetch()
 
 
 @pytest.mark.parametrize("headers", [{"ETag": '"v1"'}, {"ETag": 'W/"v1"'}, {}, {"Last-Modified": "Mon, 01"}])
