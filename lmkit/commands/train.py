@@ -143,7 +143,7 @@ def _live(recipe: Recipe, stop_at_step: int | None) -> TrainResult | None:
         resolved = resolve(recipe, data)
         check_device(resolved, ranks.device)
         batches = make_batches(resolved, data, ranks)  # before anything is written: it may be refused
-        start = decided_by_first(ranks, "start", lambda: _open_folder(resolved, held))
+        start = decided_by_first(ranks, lambda: _open_folder(resolved, held))
         checkpoint = None if start["checkpoint"] is None else open_checkpoint(Path(start["checkpoint"]))
         notes: list[str] = start["notes"]
         if checkpoint is not None:

@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ from lmkit.storage import FolderLock
 
 GRACE_S = 3.0
 """After the first failure: how long the other ranks get to report theirs, and again to end after SIGTERM."""
-
+STOP_S = 75.0
+"""After a stopping signal: how long the other ranks get once one has ended. The first may upload for a minute."""
 
 _MEETING = "lmkit-ranks-"
 _YOUNG_S = 10.0  # of a folder that may have been made, but not locked yet
@@ -46,7 +48,7 @@ def spawn_ranks(nproc: int, target: Callable[..., Any], args: Sequence[Any] = ()
 
     `target` and `args` must be picklable; the target opens `process_group(...)` itself. SIGTERM and SIGINT to
     this process are passed on to every rank once each; when the ranks have then ended, SystemExit(143) or
-    KeyboardInterrupt is raised here.
+    KeyboardInterrupt is raised here, also if some lost contact to others that were gone already.
 
     Raises:
         LmkitError: the error of the first rank that failed, named in the message (its type is kept, so a
@@ -57,14 +59,19 @@ def spawn_ranks(nproc: int, target: Callable[..., Any], args: Sequence[Any] = ()
     if nproc < 1:
         raise UsageError(f"--nproc: {nproc} is not a number of ranks", hint="give 1 or more")
     _remove_abandoned_meetings()
-    with tempfile.TemporaryDirectory(prefix=_MEETING) as folder, FolderLock(folder):
+    # Another launcher may delete it too, between the end of the lock and of the folder.
+    meeting = tempfile.TemporaryDirectory(prefix=_MEETING, ignore_cleanup_errors=True)
+    with meeting as folder, FolderLock(folder):
         ranks = [
             _Rank(number, nproc, Path(folder) / "rendezvous", target, tuple(args)) for number in range(nproc)
         ]
         with _signals_passed_on(ranks) as received:
             try:
                 for rank in ranks:
-                    rank.start()
+                    if not received:
+                        rank.start()
+                        for number in received:  # it came meanwhile
+                            rank.signal(number)
                 _wait_for_all(ranks, received)
             finally:
                 _end(ranks)
@@ -111,7 +118,8 @@ class _Rank:
         )
 
     def start(self) -> None:
-        # Blocked signals are inherited: a Ctrl-C while the child starts must not kill it half-way.
+        # Blocked signals are inherited: a Ctrl-C while the child starts must not kill it half-way, with a traceback.
+        resource_tracker.ensure_running()  # which unblocks, so not between these lines
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self.process.start()
@@ -126,6 +134,8 @@ class _Rank:
     @property
     def waitables(self) -> list[Any]:
         """What to wait for: the report while it may come (the pipe outlives the child), then the end."""
+        if self.process.pid is None:
+            return []
         if self._listening:
             return [self._reports]
         return [self.process.sentinel] if self.running else []
@@ -157,6 +167,11 @@ class _Rank:
         fine = {None, 0, *(_STOPPED if received else ())}
         return self.error is not None or self.process.exitcode not in fine
 
+    @property
+    def ended_as_told(self) -> bool:
+        """Whether it ended as a signal makes a process end, before anybody lost patience with it."""
+        return self.process.exitcode in _STOPPED and not self.ended_by_us
+
     def as_error(self) -> LmkitError:
         """The failure with the rank's name in front."""
         if self.error is not None:
@@ -173,9 +188,6 @@ def _run_rank(
 ) -> None:
     """The child: own process group (Ctrl-C reaches the parent alone), then the target, then a report."""
     os.setpgid(0, 0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # drops what came while it was blocked
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     _end_with_parent()
     os.environ.update(environment)
     leave(_report_result(reports, target, args))
@@ -183,7 +195,11 @@ def _run_rank(
 
 def _report_result(reports: Connection, target: Callable[..., Any], args: tuple[Any, ...]) -> int:
     """Run the target, tell the parent how it went, and return the exit code."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
+        signal.pthread_sigmask(
+            signal.SIG_UNBLOCK, {signal.SIGINT}
+        )  # one that came during the start arrives here
         result = target(*args)
         reports.send(("result", result if os.environ["RANK"] == "0" else None))
     except LmkitError as error:
@@ -213,7 +229,8 @@ def _end_with_parent() -> None:
 
 @contextmanager
 def _signals_passed_on(ranks: Sequence[_Rank]) -> Iterator[list[int]]:
-    """Pass SIGTERM and SIGINT on to every running rank; yields the list of what was received."""
+    """Pass SIGTERM and SIGINT on to every running rank; yields the list of what was received. A rank that is told
+    before it has handlers of its own just ends."""
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received  # only the main thread may handle signals; its handler is not ours to replace
@@ -233,7 +250,7 @@ def _signals_passed_on(ranks: Sequence[_Rank]) -> Iterator[list[int]]:
 
 
 def _wait_for_all(ranks: Sequence[_Rank], received: Sequence[int]) -> None:
-    """Until every rank ended, or GRACE_S after the first failure."""
+    """Until every rank ended, GRACE_S after the first failure, or STOP_S after the first end when told to stop."""
     deadline: float | None = None
     while waiting := [item for rank in ranks for item in rank.waitables]:
         left = None if deadline is None else deadline - time.monotonic()
@@ -244,6 +261,8 @@ def _wait_for_all(ranks: Sequence[_Rank], received: Sequence[int]) -> None:
             rank.receive()
         if deadline is None and any(rank.failed(received) for rank in ranks):
             deadline = time.monotonic() + GRACE_S
+        elif deadline is None and received and not all(rank.running for rank in ranks):
+            deadline = time.monotonic() + STOP_S
 
 
 def _end(ranks: Sequence[_Rank]) -> None:
@@ -259,8 +278,10 @@ def _end(ranks: Sequence[_Rank]) -> None:
 
 
 def _first_failure(ranks: Sequence[_Rank], received: Sequence[int]) -> LmkitError | None:
-    """The error that explains the others: a rank that lost contact only saw the consequence."""
+    """The error that explains the others: a rank that lost contact saw the consequence of an error, or of a stop."""
     failed = [rank for rank in ranks if rank.failed(received)]
     errors = [rank.as_error() for rank in failed if rank.error is not None or not rank.ended_by_us]
     reasons = [error for error in errors if not isinstance(error, RankLost)]
+    if not reasons and received and any(rank.ended_as_told for rank in ranks):
+        return None
     return next(iter(reasons or errors), None)

@@ -7,6 +7,7 @@ The settings come from the environment that `torchrun` (any rendezvous backend, 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from lmkit.errors import LmkitError, UsageError
 
+_LOOK_S = 0.02
 RENDEZVOUS_VARIABLE = "LMKIT_RENDEZVOUS"
 """Set by `spawn_ranks`: the file:// URL where the ranks of one machine meet (no port that could be taken)."""
 
@@ -196,14 +198,15 @@ def _await_all(store: dist.Store, settings: _Environment, timeout_s: float) -> N
 def absent_ranks(store: dist.Store, sign: str, world_size: int, patience_s: float) -> list[int]:
     """The ranks that have not set `<sign>/<rank>` in the store within `patience_s`.
 
+    It looks now and then, because no signal reaches a rank that waits inside the store.
+
     Raises:
         torch.distributed.DistNetworkError: the store itself is gone.
     """
-    keys = [f"{sign}/{rank}" for rank in range(world_size)]
-    try:
-        store.wait(keys, timedelta(seconds=patience_s))
-    except dist.DistNetworkError:
-        raise
-    except RuntimeError:  # each kind of store has its own type for "not there in time"
-        return [rank for rank, key in enumerate(keys) if not store.check([key])]
-    return []
+    deadline = time.monotonic() + patience_s
+    absent = list(range(world_size))
+    while True:
+        absent = [rank for rank in absent if not store.check([f"{sign}/{rank}"])]
+        if not absent or time.monotonic() > deadline:
+            return absent
+        time.sleep(_LOOK_S)

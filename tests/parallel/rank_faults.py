@@ -70,6 +70,16 @@ def lose_patience(ranks: Ranks) -> None:
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=HANG_S))
 
 
+def heed_no_signal_on_rank_0() -> None:
+    """Rank 0 has the launcher told to stop; rank 1 ends by that, and rank 0, which does not, loses it."""
+    with process_group("cpu", timeout_s=PATIENT_S) as ranks, losses_named(ranks, "between steps"):
+        if ranks.rank == 1:
+            threading.Event().wait()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.kill(os.getppid(), signal.SIGTERM)
+        dist.barrier()
+
+
 def happen(fault: str) -> None:
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)

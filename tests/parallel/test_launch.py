@@ -131,6 +131,68 @@ def test_signals_stop_all_ranks_at_the_same_step(faults, tmp_path, number, to_on
             os.kill(pid, 0)
 
 
+LATE = """
+import multiprocessing, signal, sys, threading, time
+from lmkit.parallel.launch import spawn_ranks
+from lmkit.parallel.process_group import process_group
+
+if multiprocessing.current_process().name == "rank 1":  # the other one waits for it meanwhile
+    while signal.SIGINT not in signal.sigpending():
+        time.sleep(0.01)
+
+def work():
+    with process_group("cpu"):
+        threading.Event().wait()
+
+if __name__ == "__main__":
+    try:
+        spawn_ranks(2, work)
+    except KeyboardInterrupt:
+        sys.exit(130)
+"""
+
+
+def test_ctrl_c_while_a_rank_still_loads_its_modules_ends_all(tmp_path):
+    script = tmp_path / "late.py"
+    script.write_text(LATE)
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, script], stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        try:
+            while not any(
+                b"here/0" in path.read_bytes() for path in tmp_path.glob("lmkit-ranks-*/rendezvous")
+            ):
+                assert process.poll() is None
+                time.sleep(0.01)
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=PATIENCE_S)
+        finally:
+            process.kill()
+    assert (process.returncode, errors) == (130, "")
+
+
+def test_a_signal_before_all_ranks_are_started_starts_no_more(faults, monkeypatch):
+    started, start = [], launch._Rank.start
+
+    def starting(rank):
+        started.append(rank.number)
+        start(rank)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(launch._Rank, "start", starting)
+    with pytest.raises(SystemExit) as caught:
+        spawn_ranks(2, faults.return_rank_and_sum)
+    assert caught.value.code == 143
+    assert started == [0]
+
+
+def test_a_rank_that_loses_one_that_was_told_to_stop_is_no_failure(faults):
+    with pytest.raises(SystemExit) as caught:
+        spawn_ranks(2, faults.heed_no_signal_on_rank_0)
+    assert caught.value.code == 143
+
+
 def wait_for_text(path: Path, process: subprocess.Popen) -> str:
     """The file's content once it is there; polls, because a file is all that the ranks can leave."""
     pause = threading.Event()

@@ -291,6 +291,10 @@ def _never_finish_step_3(rank: int) -> None:
     Step.accumulate = accumulate  # type: ignore[method-assign]
 
 
+def _first_rank_dies_at_the_start(rank: int) -> None:
+    train._open_folder = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+
+
 def _draw_in_every_step(rank: int) -> None:
     """As dropout would, on every rank another number of times."""
     original = Step.accumulate
@@ -307,6 +311,7 @@ FAULTS: dict[str, Callable[[int], None]] = {
     "nan loss on rank 1": _nan_loss_on_rank_1,
     "infinite gradient on rank 1": _infinite_gradient_on_rank_1,
     "SIGTERM to rank 1": _signal_itself_on_rank_1,
+    "rank 0 dies at the start": _first_rank_dies_at_the_start,
     "hang in step 3": _never_finish_step_3,
     "at most four steps": _go_no_further_than_step_4_of_this_life,
     "killed before the second pruning": _killed_before_the_second_pruning,
@@ -582,6 +587,13 @@ def test_fault_72_a_rank_that_dies_ends_the_other_which_names_it_and_the_step(
     assert "Traceback" not in fleet.said()
     assert fleet.train(settings(*sharded), ranks=2) == [0, 0], fleet.said()
     assert newest(tiny(*sharded)).state.step == 10
+
+
+def test_fault_72_a_first_rank_that_dies_while_it_looks_where_to_begin_ends_the_other(
+    fleet: Fleet, settings: Callable[..., list[str]]
+) -> None:
+    assert fleet.train(settings(), ranks=2, fault="rank 0 dies at the start") == [-signal.SIGKILL, 1]
+    assert fleet.said() == "rank 1, between steps: rank 0 broke the connection\n"
 
 
 @pytest.mark.parametrize("where", LOST)
