@@ -41,6 +41,20 @@ def test_generators_go_on_where_they_were() -> None:
     assert torch.equal(torch.rand(4), expected)
 
 
+def test_a_gpus_generator_goes_on_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", 1)
+    states = {device: torch.arange(16, dtype=torch.uint8)}
+    monkeypatch.setattr(torch.cuda, "get_rng_state", states.__getitem__)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, place: states.update({place: state}))
+    state = capture_rng(device)
+    states[device] = torch.zeros(16, dtype=torch.uint8)
+    restore_rng(state, device)
+    assert torch.equal(states[device], torch.arange(16, dtype=torch.uint8))
+    restore_rng(capture_rng(CPU), device)  # saved where there was no GPU: it goes on with what it has
+    restore_rng(state, CPU)
+    assert torch.equal(states[device], torch.arange(16, dtype=torch.uint8))
+
+
 def test_json_round_trip() -> None:
     state = make_state()
     assert parse_state(state.model_dump_json().encode(), path="state.json") == state

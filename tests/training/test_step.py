@@ -62,8 +62,8 @@ class Job:
 
 def make_batch(accumulation: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(6)
-    ids = torch.randint(64, (2, 8, 8), generator=generator)  # inputs and targets, (rows, seq)
-    inputs, targets = ids.view(2, accumulation, 8 // accumulation, 8)
+    ids = torch.randint(64, (2, 12, 8), generator=generator)  # inputs and targets, (rows, seq)
+    inputs, targets = ids.view(2, accumulation, 12 // accumulation, 8)
     return inputs, targets
 
 
@@ -100,8 +100,9 @@ def test_an_update_moves_the_weights_and_drops_the_gradients() -> None:
 
 def test_only_the_last_micro_batch_synchronises() -> None:
     job = Job()
-    update(job, job.step.accumulate(*make_batch(4)))
-    assert job.sync.notes == ["no_sync", "sync"] * 3 + ["finish, wait=False"]
+    job.model.ln_final.register_forward_hook(lambda *_: job.sync.notes.append("forward"))
+    update(job, job.step.accumulate(*make_batch(3)))
+    assert job.sync.notes == ["no_sync", "forward", "sync"] * 2 + ["forward", "finish, wait=False"]
 
 
 def test_clipping_reports_the_norm_before_it() -> None:
@@ -255,6 +256,7 @@ def test_loss_scale_halves_on_overflow_grows_after_long_and_gives_up_at_one() ->
     scale.scale = 4.0
     scale.unscale_([parameter, torch.nn.Parameter(torch.zeros(1))])
     assert parameter.grad.tolist() == [0.5, 1.0, 2.0]
+    scale.unscale_([torch.nn.Parameter(torch.zeros(1))])  # a shard may hold nothing that has a gradient
     restored = LossScale()
     restored.restore(scale.state())
     assert restored.state() == scale.state()
