@@ -57,7 +57,7 @@ class _Occurrences(NamedTuple):
 
     rank: np.ndarray  # which pair of the step, ascending
     before: np.ndarray  # slot
-    first: np.ndarray
+    first: np.ndarray  # of one pair, ascending
     second: np.ndarray
     after: np.ndarray
     pair_before: np.ndarray  # the pair (before, first); 0: none
@@ -102,7 +102,7 @@ class _Learner:
         in_word[0] = False
         in_word[np.cumsum(words.lengths + 1)] = False
         # One record a slot: what is read of it together, and of its neighbours, shares a line of the cache.
-        fields = ("token", "next", "previous", "pair_at")
+        fields = ("token", "next", "previous", "pair_at")  # pair_at: the pair that begins here; 0: none
         slots = np.zeros(num_slots, [(field, np.int32) for field in fields])
         self._token, self._next, self._previous, self._pair_at = (slots[field] for field in fields)
         self._token[:] = _NO_TOKEN
@@ -110,7 +110,6 @@ class _Learner:
         self._next[:-1] = np.arange(1, num_slots, dtype=np.int32)
         self._next[-1] = num_slots - 1
         self._previous[1:] = np.arange(num_slots - 1, dtype=np.int32)
-        # self._pair_at: the pair that begins here; 0: none
         self._weight = np.repeat(words.counts, words.lengths + 1)  # none for the last separator
 
         # Pairs: number -> tokens, count, and places[first[pair] : first[pair + 1]], some of them out of date.
@@ -137,7 +136,7 @@ class _Learner:
             return False
         pairs = np.array([candidate.pair for candidate in chosen])
         found = self._occurrences(pairs)
-        keep = min(self._conflict_free(pairs, found), self._certain(pairs, found))
+        keep = min(self._conflict_free(pairs, found), self._certain(pairs, found)) if len(pairs) > 1 else 1
         self._step_size = min(_LONGEST_STEP, 2 * keep + 2)
         if keep < len(pairs):
             for candidate in chosen[keep:]:
@@ -230,7 +229,6 @@ class _Learner:
 
     def _every_other_of_runs(self, found: _Occurrences) -> _Occurrences:
         """Of "aaaa" keep the first "aa" and the third, not the one in between."""
-        found = found.at(np.argsort(found.first))
         index = np.arange(len(found.first))
         begins_run = np.concatenate(([True], found.second[:-1] != found.first[1:]))
         run_start = np.maximum.accumulate(np.where(begins_run, index, 0))
@@ -246,7 +244,6 @@ class _Learner:
         first, second, after = found.first, found.second, found.after
         self._token[first] = first_new + found.rank
         self._token[second] = _NO_TOKEN
-
         left, right = self._token[found.before], self._token[after]
 
         # The pairs that reached into the occurrences are gone: (second, after) and (before, first), unless that was
