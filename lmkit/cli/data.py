@@ -39,7 +39,7 @@ def download(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Download a dataset, from where it was interrupted."""
+    """Download a dataset; an interrupted download goes on where it stopped."""
     from lmkit.commands import data as command
 
     with progress_on_stderr() as progress:

@@ -55,7 +55,9 @@ def generate(
     ] = None,
     allow_special: Annotated[
         bool,
-        typer.Option("--allow-special", help="Read <|endoftext|> in a prompt as that token, not as text."),
+        typer.Option(
+            "--allow-special", help="Read <|endoftext|> and its like in a prompt as tokens, not as text."
+        ),
     ] = False,
     tokenizer: Annotated[
         Path | None, typer.Option(help="A tokenizer.json; left out: the run's.", show_default=False)
