@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from lmkit.cli import ranks
+from lmkit.cli.ranks import speak_for_ranks
+from lmkit.errors import LmkitError
+from lmkit.parallel.failures import RankLost
 
 Lmkit = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -81,9 +88,10 @@ def test_under_torchrun_an_error_of_all_ranks_is_said_once_and_its_summary_holds
     torchrun: Lmkit,
 ) -> None:
     result = torchrun("lmkit train quickstart --set run.name=two")
-    message = "rank 0: artifacts/runs/two/tokens/train.npy: no such token file to train on (key data.train)"
-    assert lines(result, "error: ") == [f"error: {message}"]
-    assert lines(result, "  traceback : ")[-1] == f"  traceback : {message}"
+    (error,) = lines(result, "error: ")
+    message = "artifacts/runs/two/tokens/train.npy: no such token file to train on (key data.train)"
+    assert re.fullmatch(rf"error: rank [01]: {re.escape(message)}", error)  # rank 0's, unless that comes late
+    assert lines(result, "  traceback : ")[-1] == error.replace("error", "  traceback ")
     assert "lmkit/commands" not in result.stderr
 
 
@@ -113,3 +121,47 @@ def test_under_torchrun_the_cause_is_said_and_not_the_connection_it_broke(
     (tmp_path / "leaving.py").write_text(LEAVING)
     result = torchrun(f"exec {sys.executable} leaving.py")
     assert lines(result, "error: ") == ["error: rank 1: tokens.npy: is cut"]
+
+
+@pytest.fixture
+def as_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Path]:
+    """Makes this process a rank under torchrun that loses patience at once; returns its error file."""
+    monkeypatch.setattr(ranks, "PATIENCE_S", 0)
+    monkeypatch.setattr(ranks, "END_S", 0)
+
+    def become(rank: int) -> Path:
+        path = tmp_path / "attempt_0" / str(rank) / "error.json"
+        path.parent.mkdir(parents=True)
+        for name in ("RANK", "LOCAL_RANK"):
+            monkeypatch.setenv(name, str(rank))
+        settings = {"WORLD_SIZE": "3", "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_ERROR_FILE": str(path)}
+        for name, value in settings.items():
+            monkeypatch.setenv(name, value)
+        return path
+
+    return become
+
+
+def test_however_late_the_ranks_come_one_speaks(as_rank: Callable[[int], Path]) -> None:
+    told = as_rank(1)
+    assert speak_for_ranks(LmkitError("no tokens")).message == "rank 1: no tokens"
+    assert json.loads(told.read_text())["message"]["message"] == "rank 1: no tokens"
+    for rank in (0, 2):
+        told = as_rank(rank)
+        with pytest.raises(SystemExit):
+            speak_for_ranks(LmkitError("no tokens"))
+        assert not told.exists()
+
+
+def test_a_lost_connection_is_not_said_where_its_cause_will_be(
+    as_rank: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cause = as_rank(1)
+    monkeypatch.setattr(ranks, "_is_first_to_speak", lambda folder: pytest.fail("it waits its time first"))
+    monkeypatch.setattr(ranks, "PATIENCE_S", 0.1)
+    with pytest.raises(pytest.fail.Exception):
+        speak_for_ranks(LmkitError("no tokens"))
+    assert not cause.exists()
+    as_rank(0)
+    with pytest.raises(SystemExit):
+        speak_for_ranks(RankLost("rank 0, step 1: rank 1 broke the connection"))
