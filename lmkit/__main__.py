@@ -18,6 +18,11 @@ def main() -> None:
     from lmkit.cli.app import run_command_line
 
     code = run_command_line(sys.argv[1:])
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read it has left; at its end Python would flush again, and complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = code or 1
     if "lmkit.parallel.process_group" in sys.modules and "RANK" in os.environ:
         from lmkit.parallel.leaving import leave
 

@@ -144,17 +144,34 @@ def test_fault_12_unknown_command_with_suggestion(lmkit: Lmkit) -> None:
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("command", ["lmkit recipe show quickstart", "lmkit run --help"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "lmkit recipe show quickstart",
+        "lmkit run --help",
+        "lmkit recipe list",
+        "lmkit env --json",
+        "lmkit --version",
+    ],
+)
 def test_fault_13_stdout_closed_early(command: str, tmp_path: Path) -> None:
     # The reader is gone before the first byte: every write fails.
     arguments = [sys.executable, "-m", *command.split()]
     reader, writer = os.pipe()
     os.close(reader)
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
     process = subprocess.run(
-        arguments, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=tmp_path, check=False
+        arguments,
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+        check=False,
     )
     os.close(writer)
     assert process.stderr == ""
+    assert process.returncode == 1
 
 
 def test_fault_14_no_escape_codes_without_a_terminal(lmkit: Lmkit) -> None:
@@ -206,7 +223,7 @@ def test_fault_16_ctrl_c_is_130(tmp_path: Path) -> None:
         while not list(tmp_path.glob("*.partial")):  # the work has begun
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=240)
     assert process.returncode == 130
     assert "Traceback" not in errors
     assert list(tmp_path.iterdir()) == []
