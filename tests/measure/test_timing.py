@@ -166,16 +166,18 @@ def test_errors_of_a_variant_reach_the_caller():
 
 
 def test_real_clock_on_a_real_machine():
-    """Spinning for a stated time is measured as that time; generous, for machines that are busy otherwise."""
+    """Spinning for a stated time is measured as no less, and all samples together as no more than has passed."""
 
     def spin() -> None:
         end = time.perf_counter() + 0.004
         while time.perf_counter() < end:
             pass
 
+    began = time.perf_counter()
     timing = time_variants({"spin": spin}, repeats=9, warmup=1)["spin"]
-    assert timing.spread.minimum >= 4.0  # never less than the truth
-    assert timing.median_ms < 40.0  # ten times the truth: only a clock in the wrong unit fails this
+    passed_ms = 1e3 * (time.perf_counter() - began)
+    assert timing.spread.minimum >= 4.0
+    assert sum(timing.samples_ms) <= passed_ms
 
 
 def test_cpu_flush_touches_more_than_a_cache():

@@ -75,8 +75,9 @@ def test_kineto_profiles_the_trainers_own_step(tmp_path):
 
 
 def test_ranges_that_are_off_are_far_below_half_a_percent_of_a_step():
-    """Both are measured here, so the machine's speed cancels. The model is small, to be quick: with 1.3 ms a step its
-    ranges (some 0.2 us each) were 0.14% of it where a step of the quickstart's takes 190 ms and spends 0.001%."""
+    """Both are measured here, so the machine's speed cancels, and so does what else it does: the least of 40 times.
+    The model is small, to be quick: with 1.3 ms a step its ranges (some 0.2 us each) were 0.14% of it where a step of
+    the quickstart's takes 190 ms and spends 0.001%."""
     step = build_step(OPTIONS)
     opened = []
     observe_ranges(lambda name, opens: opened.append(name) if opens else None)
@@ -89,7 +90,7 @@ def test_ranges_that_are_off_are_far_below_half_a_percent_of_a_step():
                 pass
 
     timings = time_variants({"ranges": as_many_ranges, "step": step.run}, repeats=40, warmup=3, kind="wall")
-    assert timings["ranges"].median_ms / 100 < 0.005 * timings["step"].median_ms
+    assert timings["ranges"].spread.minimum / 100 < 0.005 * timings["step"].spread.minimum
     assert len(opened) == len(RANGES)
 
 
