@@ -1,17 +1,15 @@
 """`--nproc N`: start the ranks of one machine without torchrun, and end all of them when one fails.
 
 Every rank is a fresh interpreter (spawn: a fork after torch was loaded can deadlock) with the environment that
-`process_group` reads. The ranks meet through a file, so no port can be taken.
+`process_group` reads, and meets the others in this process (`lmkit.parallel.meeting`).
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -19,22 +17,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 from lmkit.errors import LmkitError, UsageError
 from lmkit.parallel.failures import RankLost
 from lmkit.parallel.leaving import leave
-from lmkit.parallel.process_group import RENDEZVOUS_VARIABLE
-from lmkit.storage import FolderLock
+from lmkit.parallel.meeting import RENDEZVOUS_VARIABLE, hosted_store
 
 GRACE_S = 3.0
 """After the first failure: how long the other ranks get to report theirs, and again to end after SIGTERM."""
 STOP_S = 75.0
 """After a stopping signal: how long the other ranks get once one has ended. The first may upload for a minute."""
 
-_MEETING = "lmkit-ranks-"
-_YOUNG_S = 10.0  # of a folder that may have been made, but not locked yet
 _STOPPING = (signal.SIGTERM, signal.SIGINT)
 _STOPPED = tuple(code for number in _STOPPING for code in (-number, 128 + number))
 
@@ -58,13 +52,8 @@ def spawn_ranks(nproc: int, target: Callable[..., Any], args: Sequence[Any] = ()
     """
     if nproc < 1:
         raise UsageError(f"--nproc: {nproc} is not a number of ranks", hint="give 1 or more")
-    _remove_abandoned_meetings()
-    # Another launcher may delete it too, between the end of the lock and of the folder.
-    meeting = tempfile.TemporaryDirectory(prefix=_MEETING, ignore_cleanup_errors=True)
-    with meeting as folder, FolderLock(folder):
-        ranks = [
-            _Rank(number, nproc, Path(folder) / "rendezvous", target, tuple(args)) for number in range(nproc)
-        ]
+    with hosted_store() as address:
+        ranks = [_Rank(number, nproc, address, target, tuple(args)) for number in range(nproc)]
         with _signals_passed_on(ranks) as received:
             try:
                 for rank in ranks:
@@ -83,22 +72,11 @@ def spawn_ranks(nproc: int, target: Callable[..., Any], args: Sequence[Any] = ()
     return ranks[0].result
 
 
-def _remove_abandoned_meetings() -> None:
-    """Delete the folders in which the ranks of launchers met that were killed: nobody holds their locks any more."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_MEETING}*"):
-        try:
-            if time.time() - folder.stat().st_mtime > _YOUNG_S:
-                with FolderLock(folder):
-                    shutil.rmtree(folder)
-        except (OSError, LmkitError):
-            continue  # somebody else's, in use, or just being removed by its owner
-
-
 class _Rank:
     """The parent's view of one rank."""
 
     def __init__(
-        self, number: int, nproc: int, rendezvous: Path, target: Callable[..., Any], args: tuple[Any, ...]
+        self, number: int, nproc: int, meeting: str, target: Callable[..., Any], args: tuple[Any, ...]
     ) -> None:
         context = multiprocessing.get_context("spawn")
         self.number = number
@@ -111,7 +89,7 @@ class _Rank:
             "RANK": str(number),
             "LOCAL_RANK": str(number),
             "WORLD_SIZE": str(nproc),
-            RENDEZVOUS_VARIABLE: f"file://{rendezvous}",
+            RENDEZVOUS_VARIABLE: meeting,
         }
         self.process = context.Process(
             target=_run_rank, args=(environment, self._child_end, target, args), name=f"rank {number}"

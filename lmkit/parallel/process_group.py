@@ -18,10 +18,9 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from lmkit.errors import LmkitError, UsageError
+from lmkit.parallel.meeting import RENDEZVOUS_VARIABLE, join_store
 
 _LOOK_S = 0.02
-RENDEZVOUS_VARIABLE = "LMKIT_RENDEZVOUS"
-"""Set by `spawn_ranks`: the file:// URL where the ranks of one machine meet (no port that could be taken)."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ class _Environment:
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
-    url: str = ""
+    meeting: str | None = None
 
 
 def _read_environment() -> _Environment:
@@ -122,7 +121,7 @@ def _read_environment() -> _Environment:
             hint="use torchrun, which sets it",
         )
     local_rank = _integer("LOCAL_RANK") if "LOCAL_RANK" in os.environ else rank
-    return _Environment(rank, world_size, local_rank, own or "env://")
+    return _Environment(rank, world_size, local_rank, own)
 
 
 def _integer(name: str) -> int:
@@ -159,16 +158,15 @@ def local_device(device: str | torch.device, local_rank: int) -> torch.device:
 
 
 def _meet(settings: _Environment, timeout_s: float) -> dist.Store:
-    """Open the store that all ranks share: torchrun's, or the file that `spawn_ranks` named."""
+    """Open the store that all ranks share: torchrun's, or the one of `spawn_ranks`."""
     where = os.environ.get("MASTER_ADDR", "") + ":" + os.environ.get("MASTER_PORT", "")
+    timeout = timedelta(seconds=timeout_s)
     try:
-        store, _, _ = next(
-            iter(
-                rendezvous(
-                    settings.url, settings.rank, settings.world_size, timeout=timedelta(seconds=timeout_s)
-                )
-            )
-        )
+        if settings.meeting is not None:
+            store = join_store(settings.meeting, timeout_s)
+        else:
+            rendezvous_of_env = rendezvous("env://", settings.rank, settings.world_size, timeout=timeout)
+            store, _, _ = next(iter(rendezvous_of_env))
     except dist.DistError as error:
         if "EADDRINUSE" in str(error) or "address already in use" in str(error):
             raise LmkitError(
@@ -179,7 +177,7 @@ def _meet(settings: _Environment, timeout_s: float) -> dist.Store:
             f"rank {settings.rank}: no meeting of {settings.world_size} ranks within {timeout_s:g} s",
             hint="check that every rank was started, with the same address, port and world size",
         ) from error
-    store.set_timeout(timedelta(seconds=timeout_s))
+    store.set_timeout(timeout)
     _await_all(store, settings, timeout_s)
     return store
 

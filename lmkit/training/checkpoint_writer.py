@@ -314,8 +314,7 @@ class _Post:
     """Small JSON messages between the writer threads of all ranks, about the checkpoint of one step.
 
     A part is 7 kB, the state of a rank's random generator: messages that were read are forgotten, or a store that
-    outlives many checkpoints would fill the memory. (The file in which the ranks of `--nproc` meet is a log that only
-    grows; it goes when they end.)
+    outlives many checkpoints would fill the memory.
     """
 
     def __init__(self, ranks: Ranks, step: int, abandoned: threading.Event) -> None:

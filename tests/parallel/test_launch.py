@@ -7,9 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -18,8 +16,8 @@ from lmkit.errors import LmkitError, UsageError
 from lmkit.parallel import launch
 from lmkit.parallel.failures import ROLL_CALL_S, RankLost, is_communication_error
 from lmkit.parallel.launch import RankFailed, spawn_ranks
+from lmkit.parallel.meeting import RENDEZVOUS_VARIABLE, hosted_store, join_store
 from lmkit.parallel.process_group import process_group
-from lmkit.storage import FolderLock
 
 # Only to end a test that hangs: how long ranks take to start depends on the machine.
 PATIENCE_S = 240.0
@@ -67,21 +65,8 @@ def test_a_rank_that_dies_between_steps_ends_the_job_without_a_traceback(faults,
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_what_a_killed_launcher_left_goes_at_the_next_start(faults, tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    abandoned, in_use, young = (tmp_path / f"lmkit-ranks-{name}" for name in ("abandoned", "in-use", "young"))
-    for folder in (abandoned, in_use, young, tmp_path / "others"):
-        folder.mkdir()
-        (folder / "rendezvous").write_text("x")
-        made = time.time() + 3600 if folder == young else 0  # it stays young however long this takes
-        os.utime(folder, (made, made))
-    with FolderLock(in_use):
-        os.utime(in_use, (0, 0))
-        spawn_ranks(2, faults.return_rank_and_sum)
-    assert {path.name for path in tmp_path.iterdir()} == {in_use.name, young.name, "others"}
-
-
-def test_a_refusal_by_all_ranks_keeps_its_type_and_hint(faults):
+def test_a_refusal_by_all_ranks_keeps_its_type_and_hint(faults, monkeypatch):
+    monkeypatch.setattr(launch, "GRACE_S", PATIENCE_S)  # rank 0 may come late
     with pytest.raises(UsageError, match=r"rank 0: recipe.toml: unknown key") as caught:
         spawn_ranks(2, faults.refuse, ("unknown key",))
     assert caught.value.hint == "correct it"
@@ -134,6 +119,7 @@ def test_signals_stop_all_ranks_at_the_same_step(faults, tmp_path, number, to_on
 LATE = """
 import multiprocessing, signal, sys, threading, time
 from lmkit.parallel.launch import spawn_ranks
+from lmkit.parallel.meeting import RENDEZVOUS_VARIABLE, hosted_store, join_store
 from lmkit.parallel.process_group import process_group
 
 if multiprocessing.current_process().name == "rank 1":  # the other one waits for it meanwhile
@@ -141,6 +127,7 @@ if multiprocessing.current_process().name == "rank 1":  # the other one waits fo
         time.sleep(0.01)
 
 def work():
+    print("loaded", flush=True)
     with process_group("cpu"):
         threading.Event().wait()
 
@@ -155,16 +142,12 @@ if __name__ == "__main__":
 def test_ctrl_c_while_a_rank_still_loads_its_modules_ends_all(tmp_path):
     script = tmp_path / "late.py"
     script.write_text(LATE)
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen(
-        [sys.executable, script], stderr=subprocess.PIPE, text=True, env=environment
+        [sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         try:
-            while not any(
-                b"here/0" in path.read_bytes() for path in tmp_path.glob("lmkit-ranks-*/rendezvous")
-            ):
-                assert process.poll() is None
-                time.sleep(0.01)
+            assert process.stdout is not None
+            assert process.stdout.readline() == "loaded\n"  # by rank 0
             process.send_signal(signal.SIGINT)
             _, errors = process.communicate(timeout=PATIENCE_S)
         finally:
@@ -247,15 +230,27 @@ def test_fault_78_a_taken_port_is_an_error_with_a_hint(monkeypatch):
     assert "--master-port" in caught.value.hint
 
 
-def test_a_rank_that_never_comes_is_named(monkeypatch, tmp_path):
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("LMKIT_RENDEZVOUS", f"file://{tmp_path}/meeting")
-    with (
-        pytest.raises(LmkitError, match="rank 0: rank 1 did not come within 1 s"),
-        process_group("cpu", timeout_s=1),
-    ):
-        raise AssertionError("unreachable")
+def test_a_rank_that_never_comes_is_named(monkeypatch):
+    with hosted_store() as address:
+        for name, value in {"RANK": "0", "WORLD_SIZE": "2", RENDEZVOUS_VARIABLE: address}.items():
+            monkeypatch.setenv(name, value)
+        with (
+            pytest.raises(LmkitError, match="rank 0: rank 1 did not come within 1 s"),
+            process_group("cpu", timeout_s=1),
+        ):
+            raise AssertionError("unreachable")
+
+
+def test_only_this_machine_reaches_the_meeting_of_its_ranks():
+    with hosted_store() as address:
+        host, _, port = address.rpartition(":")
+        assert host == "127.0.0.1"
+        join_store(address, 60).set("key", "value")
+        assert join_store(address, 60).get("key") == b"value"
+        with (
+            socket.socket() as other
+        ):  # the same port of another address is free: not all of them are listened at
+            other.bind(("127.0.0.2", int(port)))
 
 
 @pytest.mark.parametrize(

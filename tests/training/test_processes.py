@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from multiprocessing.context import BaseContext
@@ -29,6 +30,7 @@ from run_folders import losses, saved
 
 from lmkit.commands import train
 from lmkit.errors import LmkitError
+from lmkit.parallel.meeting import RENDEZVOUS_VARIABLE, hosted_store
 from lmkit.parallel.process_group import Ranks
 from lmkit.parallel.strategies import STRATEGIES
 from lmkit.recipe.load import load_recipe
@@ -326,9 +328,10 @@ FAULTS: dict[str, Callable[[int], None]] = {
 class Fleet:
     """Starts ranks and collects how they ended."""
 
-    def __init__(self, context: BaseContext, folder: Path) -> None:
+    def __init__(self, context: BaseContext, folder: Path, meetings: ExitStack) -> None:
         self._context = context
         self._folder = folder
+        self._meetings = meetings
         self._started = 0
         self.running: list[BaseProcess] = []
 
@@ -344,6 +347,7 @@ class Fleet:
         self._started += 1
         self.log = self._folder / f"{self._started}.log"
         started = []
+        meeting = self._meetings.enter_context(hosted_store())
         for rank in range(ranks):
             environment = (
                 {}
@@ -352,7 +356,7 @@ class Fleet:
                     "RANK": str(rank),
                     "LOCAL_RANK": str(rank),
                     "WORLD_SIZE": str(ranks),
-                    "LMKIT_RENDEZVOUS": f"file://{self._folder / f'meeting-{self._started}'}",
+                    RENDEZVOUS_VARIABLE: meeting,
                 }
             )
             process = self._context.Process(  # type: ignore[attr-defined]
@@ -391,12 +395,13 @@ def ends(processes: list[BaseProcess]) -> list[int | None]:
 
 @pytest.fixture
 def fleet(processes: BaseContext, tmp_path: Path) -> Iterator[Fleet]:
-    fleet = Fleet(processes, tmp_path)
-    yield fleet
-    for process in fleet.running:
-        if process.is_alive():
-            process.kill()
-        process.join()
+    with ExitStack() as meetings:
+        fleet = Fleet(processes, tmp_path, meetings)
+        yield fleet
+        for process in fleet.running:
+            if process.is_alive():
+                process.kill()
+            process.join()
 
 
 def test_fault_46_killed_at_random_20_times_and_still_the_same_run(
