@@ -93,6 +93,21 @@ def test_fault_85_what_fits_alone_but_not_in_turns_is_a_row_too(monkeypatch):
     assert rows["fwd+bwd"]["median_ms"] > 0
 
 
+def test_fault_85_a_step_that_does_not_fit_is_a_row_of_the_warm_up_study_too(monkeypatch):
+    class Crowded(bench.TrainingStep):
+        def run(self):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+
+    monkeypatch.setattr(bench, "TrainingStep", Crowded)
+    rows = run_bench(ModelOptions(**{**SMALL, "modes": ("forward",), "warmup_study": (0, 2)})).rows
+    assert [(row["part"], row["status"]) for row in rows] == [
+        ("warm-up", "out of memory"),
+        ("warm-up", "out of memory"),
+        ("model", "ok"),
+    ]
+    assert rows[0]["detail"] == "CUDA out of memory"
+
+
 def test_rows_are_in_the_journal_as_they_come(tmp_path):
     journal = Journal(tmp_path / "new folder" / "rows.partial")
     journal.start()
