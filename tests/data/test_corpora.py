@@ -68,6 +68,12 @@ def test_a_book_is_cut_at_a_line(write, split):
 
 
 @pytest.mark.usefixtures("block")
+def test_a_last_line_of_one_character_can_be_held_out(write, split):
+    train, valid = split(write("book.txt", "first\n2\n"), valid_fraction=0.9)
+    assert (train, valid) == (b"first\n", b"2\n")
+
+
+@pytest.mark.usefixtures("block")
 def test_one_long_line_is_cut_between_characters(write, split):
     text = "日本語" * 50
     train, valid = split(write("line.txt", text), valid_fraction=0.1)
@@ -110,13 +116,11 @@ def test_several_files_are_several_documents(write, split):
         write("empty.txt", ""),
         write("c.txt", "third<|endoftext|>"),
         write("d.jsonl", '{"text": "fourth"}'),
-        write("e.txt", f"fifth{MARK}, but more"),
+        write("e.txt", f"fifth{MARK}!"),
         write("f.txt", "sixth"),
         valid_fraction=0.1,
     )
-    assert train == (
-        f"first{MARK}second{MARK}third<|endoftext|>fourth{MARK}fifth{MARK}, but more{MARK}".encode()
-    )
+    assert train == (f"first{MARK}second{MARK}third<|endoftext|>fourth{MARK}fifth{MARK}!{MARK}".encode())
     assert valid == f"sixth{MARK}".encode()
 
 
