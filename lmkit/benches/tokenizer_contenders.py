@@ -97,9 +97,7 @@ def encode_ours(job: Job) -> Timed:
 
     tokenizer = Tokenizer.load(job.tokenizer)
     tokenizer.chunk_encoder()  # compiles, if that was never done on this machine
-    return lambda: encode_corpus(
-        [Path(job.text)], Path(job.output), tokenizer, workers=job.workers, force=True
-    )
+    return lambda: encode_corpus([Path(job.text)], Path(job.output), tokenizer, workers=job.workers)
 
 
 def encode_ours_numpy(job: Job) -> Timed:
@@ -187,6 +185,8 @@ CONTENDERS: dict[tuple[str, str], Callable[[Job], Timed]] = {
 def run(job: Job) -> dict[str, Any]:
     """Do the job; return seconds, CPU seconds of all threads and processes, and a hash of the ids."""
     work = CONTENDERS[job.task, job.contender](job)
+    for output in _outputs(job):
+        output.unlink(missing_ok=True)  # nobody is to pay for replacing what was written before
     cpu = _cpu_seconds()
     start = time.perf_counter()
     work()
@@ -203,12 +203,8 @@ def _hash_of_ids(job: Job) -> str:
     """The same for the same ids, whoever wrote them and in however many parts; "" for training."""
     if job.task == "train":
         return ""
-    output = Path(job.output)
-    parts = [output]
-    if job.contender == "tiktoken" and job.workers > 1:
-        parts = [Path(f"{output}.{i}") for i in range(job.workers)]
     digest = hashlib.sha256()
-    for part in parts:
+    for part in _outputs(job):
         # Neither whole nor mapped: memory is watched to the end of the process.
         with open(part, "rb") as file:
             dtype = np.dtype("<u4")
@@ -218,6 +214,15 @@ def _hash_of_ids(job: Job) -> str:
             while ids := file.read(_IDS_AT_ONCE * dtype.itemsize):
                 digest.update(np.frombuffer(ids, dtype).astype("<u4").tobytes())
     return digest.hexdigest()
+
+
+def _outputs(job: Job) -> list[Path]:
+    """The files of ids, in the order of the text."""
+    if job.task == "train":
+        return []
+    if job.contender == "tiktoken" and job.workers > 1:
+        return [Path(f"{job.output}.{i}") for i in range(job.workers)]
+    return [Path(job.output)]
 
 
 def as_argument(job: Job) -> str:

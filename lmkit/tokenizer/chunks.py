@@ -16,12 +16,8 @@ from typing import Literal, NamedTuple
 import regex
 
 from lmkit.errors import LmkitError, UsageError
-from lmkit.tokenizer.native import is_utf8
+from lmkit.tokenizer.native import chunk_bytes, is_utf8
 from lmkit.tokenizer.special_tokens import SpecialTokens
-
-CHUNK_BYTES = 1 << 18
-"""Long enough to amortise a few dozen numpy calls; short enough that the arrays of a chunk stay in cache, that malloc
-hands out the memory of the chunk before, and that no worker waits long for another at the end."""
 
 ErrorMode = Literal["strict", "replace"]
 
@@ -40,30 +36,30 @@ class Chunk(NamedTuple):
     data: bytes  # these bytes, or what `valid_utf8` made of them
 
 
-def read_blocks(path: Path, size: int = CHUNK_BYTES) -> Iterator[bytes]:
-    """Yield the content of a file, `size` bytes at a time.
+def read_blocks(path: Path, size: int | None = None) -> Iterator[bytes]:
+    """Yield the content of a file, `size` bytes at a time (`chunk_bytes`).
 
     Raises:
         UsageError: there is no such file, or it cannot be read.
     """
     try:
         with open(path, "rb", buffering=0) as file:
-            while block := file.read(size):
+            while block := file.read(size or chunk_bytes()):
                 yield block
     except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
         raise UsageError(f"{path}: {error.strerror}", hint="give the path of a text file") from error
 
 
 def exact_chunks(
-    blocks: Iterable[bytes], specials: SpecialTokens, *, size: int = CHUNK_BYTES, source: int = 0
+    blocks: Iterable[bytes], specials: SpecialTokens, *, size: int | None = None, source: int = 0
 ) -> Iterator[Chunk]:
-    """Regroup a stream of bytes into chunks of about `size` bytes that can be encoded apart.
+    """Regroup a stream of bytes into chunks of about `size` bytes (`chunk_bytes`) that can be encoded apart.
 
     Memory: `size` plus the longest stretch of text without a place to cut (one word, usually).
     """
     waiting: list[bytes] = []
     length = offset = 0
-    wanted = size
+    wanted = size = size or chunk_bytes()
     for block in blocks:
         waiting.append(block)
         length += len(block)

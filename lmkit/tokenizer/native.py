@@ -43,6 +43,15 @@ def word_counter(specials: SpecialTokens) -> WordCounter:
     return NumpyCounter(specials) if code is None else NativeCounter(code, specials)
 
 
+def chunk_bytes() -> int:
+    """Return how many bytes of text to encode or count at a time.
+
+    In C so few that a chunk stays in cache, that malloc hands out the memory of the chunk before, and that no worker
+    waits long for another at the end; in numpy enough to amortise dozens of calls, between which one thread runs.
+    """
+    return 1 << 20 if library() is None else 1 << 18
+
+
 def is_utf8(data: bytes) -> bool:
     """Tell whether `data` is valid UTF-8."""
     code = library()

@@ -14,8 +14,8 @@ from lmkit.recipe.vocabulary import END_OF_TEXT
 from lmkit.tokenizer import files
 from lmkit.tokenizer.bpe import MergeTable
 from lmkit.tokenizer.chunk_encoder import ChunkEncoder
-from lmkit.tokenizer.chunks import CHUNK_BYTES, exact_chunks
-from lmkit.tokenizer.native import chunk_encoder, is_utf8
+from lmkit.tokenizer.chunks import exact_chunks
+from lmkit.tokenizer.native import chunk_bytes, chunk_encoder, is_utf8
 from lmkit.tokenizer.pattern import split_words
 from lmkit.tokenizer.special_tokens import SpecialTokens
 
@@ -137,7 +137,7 @@ class Tokenizer:
 
     def _encode_utf8(self, data: bytes, specials: SpecialTokens) -> list[int]:
         with self._chunk_encoder_lock:
-            if len(data) <= CHUNK_BYTES:
+            if len(data) <= chunk_bytes():
                 return self._chunk_encoder.encode(data, specials).tolist()
             ids: list[int] = []
             for chunk in exact_chunks([data], specials):

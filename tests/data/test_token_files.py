@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pickle
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +51,18 @@ def test_fault_30_ids_are_never_wrapped(tmp_path: Path, vocab_size: int, dtype: 
         with pytest.raises(ValueError, match=f"0 to {vocab_size - 1}"):
             write(tmp_path / "wrong.npy", [wrong, wrong], vocab_size)
     assert not (tmp_path / "wrong.npy").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux is asked to begin to write")
+def test_the_disk_is_asked_early_for_every_part_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, start, size, advice: asked.append((start, size)))
+    monkeypatch.setattr(token_files, "_WRITE_BACK_BYTES", 1000)
+    with TokenFileWriter(tmp_path / "t.npy", vocab_size=9, tokenizer_sha256="abc") as writer:
+        for _ in range(7):
+            writer.append(np.zeros(200, np.int32))
+        writer.finish(num_documents=1, num_bytes=5, source_sha256="def")
+    assert asked == [(0, 1200), (1200, 1200)]
 
 
 def test_fault_32_another_tokenizer(path: Path) -> None:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmkit.errors import LmkitError, UsageError
+from lmkit.tokenizer import native
 from lmkit.tokenizer.chunks import Chunk, exact_chunks, last_cut, read_blocks, valid_utf8
 from lmkit.tokenizer.pattern import split_words
 from lmkit.tokenizer.special_tokens import SpecialTokens
@@ -104,3 +105,14 @@ def test_random_cuts_never_lie_inside_a_character() -> None:
     text = "".join(rng.choice("aé日𝒜 .\u0301\n") for _ in range(20_000))
     for chunk in exact_chunks(blocks(text.encode(), 100), SpecialTokens({}), size=300):
         chunk.data.decode()
+
+
+def test_chunks_are_larger_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "long.txt"
+    path.write_bytes(b"some words " * 300_000)
+    compiled = native.library() is not None
+    sizes = [chunk.num_bytes for chunk in exact_chunks(read_blocks(path), SpecialTokens({}))]
+    assert max(sizes) == pytest.approx(1 << (18 if compiled else 20), rel=0.01)  # to the next cut
+    monkeypatch.setattr(native, "library", lambda: None)
+    sizes = [chunk.num_bytes for chunk in exact_chunks(read_blocks(path), SpecialTokens({}))]
+    assert max(sizes) == pytest.approx(1 << 20, rel=0.01)
