@@ -124,7 +124,7 @@ class TokenFileWriter:
         return self._meta
 
     def _begin_write_back(self) -> None:
-        """Have the disk take what was written since the last time, so that the fsync at the end has little to wait for.
+        """Have the disk take what was written since the last time: the fsync at the end then has little to wait for.
 
         Told that pages are not needed, Linux begins to write them, and forgets those that it wrote before; pages as
         new as these it keeps. Nobody waits here, and a failure is reported by the fsync.
