@@ -160,7 +160,9 @@ class TokenFileWriter:
             raise abandoned
         with self._stack:
             self._path.unlink(missing_ok=True)  # an old file must not stand beside a new description
-            write_atomic(sidecar_path(self._path), json.dumps(dataclasses.asdict(self._meta), indent=2) + "\n")
+            write_atomic(
+                sidecar_path(self._path), json.dumps(dataclasses.asdict(self._meta), indent=2) + "\n"
+            )
 
 
 def _refuse_to_replace_another_json(sidecar: Path, token_file: str) -> None:
