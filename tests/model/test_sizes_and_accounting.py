@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from lmkit.errors import UsageError
 from lmkit.model.accounting import (
@@ -55,7 +56,7 @@ def test_flops_of_the_matrix_products_are_counted() -> None:
         attention="vectorized",
     )
     model = TransformerLM(config)
-    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False) as counter:
         model(torch.randint(97, (2, 32)))
     gains = (2 * config.num_layers + 1) * config.d_model
     assert counter.get_total_flops() == 2 * 32 * (forward_flops_per_token(config, 32) - 2 * gains)
