@@ -57,13 +57,16 @@ def test_rows_that_rest_do_not_change_the_others(make_model: Callable[..., Trans
     assert cache.lengths == [16, 8]
 
 
-def test_under_autocast_the_cache_keeps_its_own_dtype(make_model: Callable[..., TransformerLM]) -> None:
-    model = make_model(num_kv_heads=2).float()
+@pytest.mark.parametrize("autocast", [True, False])
+def test_the_cache_keeps_its_own_dtype(make_model: Callable[..., TransformerLM], autocast: bool) -> None:
+    """Weights of float32 under autocast, or weights of bfloat16 themselves."""
+    model = make_model(num_kv_heads=2)
     text = torch.randint(260, (1, 9))
     exact = model(text)[0].detach()
+    model = model.float() if autocast else model.bfloat16()
     for dtype in (torch.float32, torch.bfloat16):
         cache = KVCache(model.config, batch=1, dtype=dtype)
-        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             logits = [model(text[:, :6], cache.start([0], [6]))[0]]
             logits += [model(text[:, i : i + 1], cache.extend([0]))[0] for i in range(6, 9)]
         # 8 bits of mantissa, some twenty roundings deep: a percent or two of the norm.
