@@ -326,9 +326,10 @@ def test_unpacks_archives_and_removes_them(fetch, site, tmp_path):
         (gzip.compress(bytes(5_000_000)), "more than 4000000 bytes"),
         (gzip.compress(TRAIN)[:-1000], "end-of-stream"),
         (b"not gzip at all", "Not a gzipped file"),
-        (gzip.compress(TRAIN)[:2000] + bytes(100) + gzip.compress(TRAIN)[2100:], "."),
+        (gzip.compress(TRAIN)[:2000] + bytes(100) + gzip.compress(TRAIN)[2100:], "CRC check failed"),
+        (gzip.compress(TRAIN)[:10] + b"\xff" * 100, "invalid block type"),
     ],
-    ids=["bomb", "cut", "other", "damaged"],
+    ids=["bomb", "cut", "other", "damaged", "no deflate"],
 )
 def test_a_bad_archive_leaves_no_text(fetch, site, tmp_path, archive, message):
     site.files["train.txt.gz"] = archive

@@ -55,3 +55,7 @@ def test_blocks_share_one_graph(make_model: Callable[..., TransformerLM], how: s
     for _ in range(2):
         model.loss(torch.randint(61, (2, 9)), torch.randint(61, (2, 9)))
     assert len(seen) == graphs
+    if graphs:
+        products = sum("linear" in str(node.target) for node in seen[0].graph.nodes)
+        in_a_block = 5  # q, k and v in one; output; three of the feed-forward network
+        assert products == in_a_block * (1 if how == "block" else 3)

@@ -78,12 +78,14 @@ def test_autocast_keeps_loss_and_sums_in_float32(dtype: torch.dtype) -> None:
         assert (got.double() - truth).abs().max() <= budget
 
 
-def test_a_confident_float16_model_keeps_its_gradients() -> None:
-    """1 / tokens inside float16 would push them below the smallest number before the loss scale lifts them."""
+@pytest.mark.parametrize("tokens", [1, 4096])
+def test_a_confident_float16_model_keeps_its_gradients(tokens: int) -> None:
+    """Inside float16, 1 / tokens would push them below the smallest number before the loss scale lifts them, and the
+    loss scale itself is beyond the largest."""
     torch.manual_seed(0)
-    hidden = torch.randn(4096, 8, requires_grad=True)
+    hidden = torch.randn(tokens, 8, requires_grad=True)
     weight = (torch.randn(64, 8) * 0.01).requires_grad_()
-    targets = torch.randint(64, (4096,))
+    targets = torch.randint(64, (tokens,))
     with torch.autocast("cpu", dtype=torch.float16):
         loss = linear_cross_entropy(hidden, weight, targets)
     (ours,) = torch.autograd.grad(loss * 65536.0, hidden)
