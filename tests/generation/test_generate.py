@@ -83,6 +83,15 @@ def test_a_context_of_one_token_sees_the_last_alone(make_model: MakeModel, token
     )
 
 
+def test_generates_under_autocast(make_model: MakeModel) -> None:
+    model = make_model().float()
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        likeliest = model(torch.tensor([[1, 2, 3]]))[0, -1].argmax().item()
+        got = rows(model, [[1, 2, 3], [4]], max_new_tokens=30, sampling=Sampling(0.0))
+    assert got[0][0] == likeliest
+    assert [len(text) for text in got] == [30, 30]
+
+
 def test_nothing_is_recorded_for_a_backward_pass(make_model: MakeModel) -> None:
     model = make_model()
     recorded = []

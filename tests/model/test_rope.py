@@ -65,6 +65,11 @@ def test_the_compiled_arithmetic_equals_the_complex_product() -> None:
     torch.testing.assert_close(compiled(x, rope(16)), rotate(x, rope(16)), rtol=1e-6, atol=1e-6)
 
 
+def test_a_channel_without_a_partner_is_refused() -> None:
+    with pytest.raises(ValueError, match="head_dim 5 is odd"):
+        RotaryTable(head_dim=5, context_length=8, theta=10_000.0)
+
+
 def test_a_sequence_beyond_the_context_is_refused() -> None:
     rope = RotaryTable(head_dim=4, context_length=8, theta=10_000.0)
     with pytest.raises(ValueError, match="9 tokens is longer than the context of 8"):

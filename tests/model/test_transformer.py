@@ -197,6 +197,19 @@ def test_activation_checkpointing_recomputes_the_same_gradients(make_model: Make
     assert len(calls) == 3  # nothing to recompute for
 
 
+def test_activation_checkpointing_works_with_frozen_embeddings(make_model: MakeModel) -> None:
+    """The first block's input then asks for no gradient, but its weights do."""
+    ids, targets = torch.randint(61, (2, 9)), torch.randint(61, (2, 9))
+    found = []
+    for checkpointing in (False, True):
+        model = make_model(activation_checkpointing=checkpointing)
+        model.token_embeddings.weight.requires_grad_(False)
+        model.loss(ids, targets).backward()
+        assert model.token_embeddings.weight.grad is None
+        found.append([parameter.grad for parameter in model.layers.parameters()])
+    assert all(torch.equal(*grads) and grads[0].any() for grads in zip(*found, strict=True))
+
+
 def test_every_parameter_has_a_gradient_of_its_own(make_model: MakeModel) -> None:
     grads = gradients(make_model(), torch.randint(61, (2, 9)), torch.randint(61, (2, 9)))
     assert all(grad.abs().max() > 0 for grad in grads.values())
