@@ -173,11 +173,11 @@ def _run_rank(
 
 def _report_result(reports: Connection, target: Callable[..., Any], args: tuple[Any, ...]) -> int:
     """Run the target, tell the parent how it went, and return the exit code."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # As SIGTERM does, it ends a rank that has no handler of its own, wherever that is: Python's exception would not
+    # reach one that waits in C++, and in the middle of an import it turns into other errors.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # one that came during the start arrives here
     try:
-        signal.pthread_sigmask(
-            signal.SIG_UNBLOCK, {signal.SIGINT}
-        )  # one that came during the start arrives here
         result = target(*args)
         reports.send(("result", result if os.environ["RANK"] == "0" else None))
     except LmkitError as error:

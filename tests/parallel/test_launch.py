@@ -155,6 +155,12 @@ def test_ctrl_c_while_a_rank_still_loads_its_modules_ends_all(tmp_path):
     assert (process.returncode, errors) == (130, "")
 
 
+def test_ctrl_c_in_the_middle_of_an_import_is_no_error_of_the_import(faults, capfd):
+    with pytest.raises(KeyboardInterrupt):
+        spawn_ranks(2, faults.turn_ctrl_c_into_another_error)
+    assert capfd.readouterr().err == ""
+
+
 def test_a_signal_before_all_ranks_are_started_starts_no_more(faults, monkeypatch):
     started, start = [], launch._Rank.start
 
