@@ -29,6 +29,8 @@ GRACE_S = 3.0
 STOP_S = 75.0
 """After a stopping signal: how long the other ranks get once one has ended. The first may upload for a minute."""
 
+_LOOK_S = 1.0
+"""A signal that the system gave to another thread of this process wakes nobody: it is seen at the next look."""
 _STOPPING = (signal.SIGTERM, signal.SIGINT)
 _STOPPED = tuple(code for number in _STOPPING for code in (-number, 128 + number))
 
@@ -231,8 +233,8 @@ def _wait_for_all(ranks: Sequence[_Rank], received: Sequence[int]) -> None:
     """Until every rank ended, GRACE_S after the first failure, or STOP_S after the first end when told to stop."""
     deadline: float | None = None
     while waiting := [item for rank in ranks for item in rank.waitables]:
-        left = None if deadline is None else deadline - time.monotonic()
-        if left is not None and left <= 0:
+        left = _LOOK_S if deadline is None else min(_LOOK_S, deadline - time.monotonic())
+        if left <= 0:
             return
         wait(waiting, left)
         for rank in ranks:
