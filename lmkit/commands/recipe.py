@@ -85,4 +85,6 @@ def _command(recipe: Recipe) -> str:
     if recipe.corpus is not None:
         return "run"
     benches = [name for name in type(recipe.bench).model_fields if getattr(recipe.bench, name) is not None]
-    return f"bench {benches[0].replace('_', '-')}" if benches else "profile kineto"
+    if benches:
+        return f"bench {benches[0].replace('_', '-')}"
+    return "profile kineto" if recipe.data.train is None else "train"

@@ -122,7 +122,7 @@ class CheckpointWriter:
         checkpoint that it owes, it would be missed only at the timeout.
 
         Raises:
-            RankLost: another rank cannot save, and says why.
+            RankLost: another rank cannot save; that rank's own error says why.
         """
         started = time.perf_counter()
         writing = [] if self._writing is None else [self._writing]

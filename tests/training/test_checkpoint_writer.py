@@ -6,6 +6,7 @@ import os
 import resource
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from lmkit.errors import LmkitError
+from lmkit.parallel.failures import RankLost
 from lmkit.parallel.process_group import Ranks
 from lmkit.recipe.model import ModelConfig
 from lmkit.training import checkpoint_writer
@@ -289,3 +291,29 @@ def test_fault_48_a_rank_whose_disk_is_full_is_named_by_the_first(
         writers[1].wait()
     assert [path.name for path in tmp_path.iterdir()] == [step_name(1)]
     assert newest_valid(tmp_path).path == tmp_path / step_name(1)
+
+
+def test_a_rank_does_not_wait_for_its_own_part_once_another_cannot_save(
+    tmp_path: Path, tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = tensors
+    writer, may_write, original = make_writer(tmp_path), threading.Event(), checkpoint_writer.write_tensors
+
+    def write_tensors(path: Path, part: dict[str, torch.Tensor]) -> object:
+        assert may_write.wait(60)
+        return original(path, part)
+
+    told: list[tuple[bool, ...]] = []
+
+    def on_any_rank(ranks: Ranks, *facts: bool) -> tuple[bool, ...]:
+        told.append(facts)
+        return (True, len(told) == 2)  # another rank writes at the first look, and has failed at the second
+
+    monkeypatch.setattr(checkpoint_writer, "write_tensors", write_tensors)
+    monkeypatch.setattr(checkpoint_writer, "on_any_rank", on_any_rank)
+    writer.save(make_state(7), model=model, optimizer=optimizer)
+    with pytest.raises(RankLost, match="rank 0, saving step 7: another rank cannot write its part"):
+        writer.wait_for_all()
+    assert told == [(True, False)] * 2
+    may_write.set()
+    writer.wait()
