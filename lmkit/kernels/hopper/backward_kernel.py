@@ -2,7 +2,11 @@
 
 With P = exp(scale Q K^T - lse) and delta = rowsum(dO * O) (FlashAttention-2, Dao 2023, Algorithm 2):
 
-    dV = P^T dO,   dP = dO V^T,   dS = P * (dP - delta),   dK = scale dS^T Q,   dQ = scale dS K
+    dV = P^T dO,   dP = dO V^T,   dS = scale P * (dP - delta),   dK = dS^T Q,   dQ = dS K
+
+The scale comes before dS is rounded to 16 bits, where it costs nothing: a multiply-add in place of the subtraction
+of delta, which carries the scale already. That is also cuDNN's order: where few roundings make up a gradient's
+error, the two differ only if they round the same numbers.
 
 Who does what: K and V stay in shared memory; one **producer** warp streams Q and dO tiles with their lse
 and delta; two **consumer** warp groups own 64 keys each. They compute the transposes, S^T = K Q^T and dP^T
@@ -49,7 +53,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lmkit.kernels.hopper.copies import fetch_rows
-from lmkit.kernels.hopper.fragments import in_thread_order, keep_columns_from, multiply_half
+from lmkit.kernels.hopper.fragments import (
+    in_thread_order,
+    keep_columns_from,
+    keep_pairs,
+    multiply_pairs,
+    pack_pairs,
+    unpack_pairs,
+)
 from lmkit.kernels.hopper.products import accumulator_layout, issue_product, operand_layout
 from lmkit.kernels.hopper.synchronization import (
     FIRST_NAMED_BARRIER,
@@ -162,9 +173,9 @@ def _next_query_tile(tile, head, work, num_query_tiles):
 
 
 @gluon.jit
-def _producer(descriptors, tiles, barriers, problem, scale_log2, dk_scale, dv_scale,
+def _producer(descriptors, tiles, barriers, problem, scale_log2, scale,
               QUERIES: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr,
-              ADD_DQ: gl.constexpr, HALF_P: gl.constexpr):  # fmt: skip
+              ADD_DQ: gl.constexpr, PACKED_P: gl.constexpr):  # fmt: skip
     """The copying warp: K and V once, then Q and dO tile after tile."""
     work = _locate_work(problem, QUERIES, CAUSAL)
     batch = work.batch
@@ -190,9 +201,9 @@ def _producer(descriptors, tiles, barriers, problem, scale_log2, dk_scale, dv_sc
 
 
 @gluon.jit
-def _consumers(descriptors, tiles, barriers, problem, scale_log2, dk_scale, dv_scale,
+def _consumers(descriptors, tiles, barriers, problem, scale_log2, scale,
                QUERIES: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr,
-               ADD_DQ: gl.constexpr, HALF_P: gl.constexpr):  # fmt: skip
+               ADD_DQ: gl.constexpr, PACKED_P: gl.constexpr):  # fmt: skip
     """Both warp groups in one partition of eight warps: rows 0-63 of each (128, N) tile are the first
     group's."""
     DTYPE: gl.constexpr = descriptors.q.dtype
@@ -221,12 +232,12 @@ def _consumers(descriptors, tiles, barriers, problem, scale_log2, dk_scale, dv_s
         mbarrier.wait(barriers.q_full.index(slot), phase)
         score_job = issue_product(k, q.permute((1, 0)), SCORES)
         lse = tiles.lse.index(slot).load(COLUMN)
-        if HALF_P:  # short of registers: have dK of the previous step out of the way first
+        if PACKED_P:  # short of registers: have dK of the previous step out of the way first
             dk = warpgroup_mma_wait(1, deps=[dk])
             named_barrier_arrive(Q_FREE + (step + STAGES - 1) % STAGES, SLOT_THREADS)
         mbarrier.wait(barriers.do_full.index(slot), phase)
         dp_job = issue_product(v, do.permute((1, 0)), SCORES)
-        if HALF_P:
+        if PACKED_P:
             scores = warpgroup_mma_wait(1, deps=[score_job])
         else:
             scores, dk = warpgroup_mma_wait(1, deps=[score_job, dk])
@@ -242,15 +253,26 @@ def _consumers(descriptors, tiles, barriers, problem, scale_log2, dk_scale, dv_s
         elif TAIL:
             exponent = gl.where(gl.expand_dims(keys < num_keys, 1), exponent, -float("inf"))
         p = gl.exp2(exponent)
-        p_operand = gl.convert_layout(p.to(DTYPE), OPERAND)
-        if HALF_P:
-            p = p.to(gl.float16)
+        if PACKED_P:
+            packed = pack_pairs(p, DTYPE)
+            kept = keep_pairs(p, DTYPE)
+            p_operand = unpack_pairs(packed, DTYPE, OPERAND)
+        else:
+            p_operand = gl.convert_layout(p.to(DTYPE), OPERAND)
         delta = tiles.delta.index(slot).load(COLUMN)
         dv_job = warpgroup_mma(p_operand, do, dv, is_async=True)
-        dp, p = warpgroup_mma_wait(1, deps=[dp_job, p])
-        dp = dp - gl.expand_dims(delta, 0)
-        ds = multiply_half(p, dp, DTYPE) if HALF_P else (p * dp).to(DTYPE)
-        ds_operand = gl.convert_layout(ds, OPERAND)
+        # P among the dependencies: the exponentials come before this wait, not after
+        if PACKED_P:
+            dp, packed, kept = warpgroup_mma_wait(1, deps=[dp_job, packed, kept])
+            dp = dp * scale - gl.expand_dims(delta, 0)
+            ds_pairs = multiply_pairs(packed, kept, dp, DTYPE)
+            ds = unpack_pairs(ds_pairs, DTYPE, SCORES)
+            ds_operand = unpack_pairs(ds_pairs, DTYPE, OPERAND)
+        else:
+            dp, p = warpgroup_mma_wait(1, deps=[dp_job, p])
+            dp = dp * scale - gl.expand_dims(delta, 0)
+            ds = (p * dp).to(DTYPE)
+            ds_operand = gl.convert_layout(ds, OPERAND)
         if ADD_DQ:
             tiles.ds.store(ds)
             fence_async_shared()
@@ -275,8 +297,8 @@ def _consumers(descriptors, tiles, barriers, problem, scale_log2, dk_scale, dv_s
     dk = warpgroup_mma_wait(0, deps=[dk])
     # K and V have served: their tiles stage dK and dV on the way out
     partition_barrier()
-    v.store((dv * dv_scale).to(DTYPE))
-    k.store((dk * dk_scale).to(DTYPE))
+    v.store(dv.to(DTYPE))
+    k.store(dk.to(DTYPE))
     fence_async_shared()
     partition_barrier()
     key_box = [batch, work.key_head, work.key_tile * KEYS, 0]
@@ -289,21 +311,20 @@ def _consumers(descriptors, tiles, barriers, problem, scale_log2, dk_scale, dv_s
                               "num_query_tiles", "num_key_tiles"])  # fmt: skip
 def key_value_gradient_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc,
                               num_queries, num_keys, padded, batches, heads, group, together, num_query_tiles,
-                              num_key_tiles, scale_log2, dk_scale, dv_scale,
+                              num_key_tiles, scale_log2, scale,
                               QUERIES: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr,
-                              ADD_DQ: gl.constexpr, HALF_P: gl.constexpr):  # fmt: skip
+                              ADD_DQ: gl.constexpr, PACKED_P: gl.constexpr):  # fmt: skip
     """One block per (key tile, key head of the batch), `together` heads at a time (see locate_longest_first).
     Allocates and starts the partitions.
 
     Descriptors: (batch, heads, sequence, D) in boxes of (1, 1, QUERIES or 128, D); lse_desc and delta_desc
-    flat float32, `padded` rows a head, lse in log2 units with +inf past num_queries; dq_desc float32, rows
-    of 32 (see in_thread_order). TAIL: num_keys is no multiple of 128.
+    flat float32, `padded` rows a head, lse in log2 units with +inf past num_queries, delta times scale;
+    dq_desc float32, rows of 32 (see in_thread_order). TAIL: num_keys is no multiple of 128.
 
-    HALF_P saves the registers that D = 64 lacks (steps of 128 queries) and keeps P for dS in float16, four
-    times finer than the bf16 that dV takes. So that small P do not underflow, lse comes less a `shift`
-    (15): P is 2^15 times itself, at most 2^15, and so are dV, dS and all that follows; dk_scale, dv_scale
-    (and the finishing pass) take it out again. What is below 2^-39 all the same adds nothing to dK and dQ, so a
-    key that nobody attends to by more (2^-29 and below: with less precision) has a dK of zero.
+    PACKED_P saves the registers that D = 64 lacks (steps of 128 queries): dV takes P with 16 bits, and of P for dS
+    only what these do not hold is kept beside them, half a register a number (`fragments.keep_pairs`). With bfloat16
+    that is 24 of float32's 32 bits, its exponent among them: dK of a key that hardly anybody attends to is as precise
+    as any.
     """
     gdc_wait()  # for what the kernel before this one wrote
     gdc_launch_dependents()  # the next kernel may start, and waits in its turn
@@ -339,10 +360,10 @@ def key_value_gradient_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_d
     )
     gl.warp_specialize(
         [
-            (_consumers, (descriptors, tiles, barriers, problem, scale_log2, dk_scale, dv_scale,
-                         QUERIES, D, CAUSAL, TAIL, ADD_DQ, HALF_P)),
-            (_producer, (descriptors, tiles, barriers, problem, scale_log2, dk_scale, dv_scale,
-                         QUERIES, D, CAUSAL, TAIL, ADD_DQ, HALF_P)),
+            (_consumers, (descriptors, tiles, barriers, problem, scale_log2, scale,
+                         QUERIES, D, CAUSAL, TAIL, ADD_DQ, PACKED_P)),
+            (_producer, (descriptors, tiles, barriers, problem, scale_log2, scale,
+                         QUERIES, D, CAUSAL, TAIL, ADD_DQ, PACKED_P)),
         ],
         [1],
         [24],

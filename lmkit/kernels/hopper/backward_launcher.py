@@ -22,7 +22,6 @@ from lmkit.kernels.hopper.wide_gradient_kernel import wide_gradient_kernel
 PADDING = 128  # rows of lse, delta and the sum of dQ are padded to whole tiles
 REGISTERS = 168  # a thread at launch
 WIDE_REGISTERS = 240  # of wide_gradient_kernel's second warp group, after it took the producer's share
-HALF_P_SHIFT = 15.0  # binary places, see key_value_gradient_kernel
 # Causal blocks of as many heads start together, longest first (tiles.locate_longest_first), as have this many
 # tokens: enough to fill the gaps at the end, few enough that what they share stays in L2.
 TOKENS_TOGETHER = 16384
@@ -32,13 +31,13 @@ TOKENS_TOGETHER = 16384
 class BackwardConfig:
     """What differs between head sizes.
 
-    queries, keys: of a step of the dK/dV kernel; half_p: its P for dS in float16. query_*: keys and slots
-    of the dQ kernel. wide: dK and dV are `wide_gradient_kernel`'s, always deterministic.
+    queries, keys: of a step of the dK/dV kernel; packed_p: see there. query_*: keys and slots of the dQ
+    kernel. wide: dK and dV are `wide_gradient_kernel`'s, always deterministic.
     """
 
     queries: int
     keys: int
-    half_p: bool
+    packed_p: bool
     query_keys: int
     query_k_stages: int
     query_v_stages: int
@@ -46,9 +45,9 @@ class BackwardConfig:
 
 
 CONFIGS = {
-    64: BackwardConfig(queries=128, keys=128, half_p=True, query_keys=128, query_k_stages=3, query_v_stages=2),
-    128: BackwardConfig(queries=64, keys=128, half_p=False, query_keys=128, query_k_stages=2, query_v_stages=2),
-    256: BackwardConfig(queries=64, keys=64, half_p=False, query_keys=64, query_k_stages=2, query_v_stages=1,
+    64: BackwardConfig(queries=128, keys=128, packed_p=True, query_keys=128, query_k_stages=3, query_v_stages=2),
+    128: BackwardConfig(queries=64, keys=128, packed_p=False, query_keys=128, query_k_stages=2, query_v_stages=2),
+    256: BackwardConfig(queries=64, keys=64, packed_p=False, query_keys=64, query_k_stages=2, query_v_stages=1,
                         wide=True),
 }  # fmt: skip
 
@@ -113,9 +112,6 @@ def _prepare(
     num_query_tiles = triton.cdiv(num_queries, config.queries)
     num_key_tiles = triton.cdiv(num_keys, config.keys)
     scale_log2 = scale * math.log2(math.e)
-    # float16 dS has no range to spare.
-    shift = HALF_P_SHIFT if config.half_p and dtype == torch.bfloat16 else 0.0
-    unshift = 2.0**-shift
     # Without a mask all blocks are equally long: one head after the other
     together = max(1, TOKENS_TOGETHER // max(num_queries, num_keys)) if causal else 1
     dq_strides = strides_in_order_of(q_shape, q_strides)
@@ -151,25 +147,25 @@ def _prepare(
     else:
         launch_keys = prepare_launch(
             key_value_gradient_kernel, key_grid, [*inputs, *outputs, dq_sum],
-            (*shared, num_query_tiles, num_key_tiles, scale_log2, scale * unshift, unshift),
-            (config.queries, head_dim, causal, num_keys % config.keys != 0, adds_dq, config.half_p),
+            (*shared, num_query_tiles, num_key_tiles, scale_log2, scale),
+            (config.queries, head_dim, causal, num_keys % config.keys != 0, adds_dq, config.packed_p),
             num_warps=8, **options)  # fmt: skip
     if adds_dq:
         pass_grid = (flat_heads, padded // PASS_ROWS)
         launch_prepare = prepare_launch(
             prepare_kernel, pass_grid, [dtype, dtype, *[torch.float32] * 4],
-            (num_queries, padded, heads, shift, *eighths(out_strides), *eighths(dout_strides)),
+            (num_queries, padded, heads, scale, *eighths(out_strides), *eighths(dout_strides)),
             (head_dim, PASS_ROWS), num_warps=4, launch_pdl=True)  # fmt: skip
         launch_finish = prepare_launch(
             finish_kernel, pass_grid, [torch.float32, dtype],
-            (num_queries, padded, heads, *eighths(dq_strides), scale * unshift),
+            (num_queries, padded, heads, *eighths(dq_strides)),
             (head_dim, PASS_ROWS), num_warps=4, launch_pdl=True)  # fmt: skip
     else:
         launch_queries = prepare_launch(
             query_gradient_kernel, (plane // PADDING, 1),
             [queries(q_strides, PADDING), keys(k_strides, config.query_keys), keys(v_strides, config.query_keys),
              queries(dout_strides, PADDING), queries(dq_strides, PADDING), *[torch.float32] * 3, dtype],
-            (*eighths(out_strides), *shared, padded // PADDING, scale_log2, scale, shift),
+            (*eighths(out_strides), *shared, padded // PADDING, scale_log2, scale),
             (head_dim, config.query_keys, config.query_k_stages, config.query_v_stages, causal,
              num_keys % config.query_keys != 0), num_warps=8, **options)  # fmt: skip
 

@@ -14,14 +14,14 @@ from lmkit.kernels.tiles import LOG2_E
 ROWS = 32  # query rows of one program
 
 
-@triton.jit(do_not_specialize=["num_queries", "padded", "heads", "shift", "out_batch", "out_head", "out_row",
+@triton.jit(do_not_specialize=["num_queries", "padded", "heads", "scale", "out_batch", "out_head", "out_row",
                                "dout_batch", "dout_head", "dout_row"])  # fmt: skip
-def prepare_kernel(out, dout, lse_in, lse_out, delta_out, dq_sum, num_queries, padded, heads, shift,
+def prepare_kernel(out, dout, lse_in, lse_out, delta_out, dq_sum, num_queries, padded, heads, scale,
                    out_batch: tl.int64, out_head: tl.int64, out_row: tl.int64,
                    dout_batch: tl.int64, dout_head: tl.int64, dout_row: tl.int64,
                    D: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
-    """delta = rowsum(dO * O); lse in log2 units less `shift`, +inf past the last query (there P = 0); and
-    zeros for the sum of dQ."""
+    """delta = scale rowsum(dO * O); lse in log2 units, +inf past the last query (there P = 0); and zeros for the
+    sum of dQ."""
     gdc_wait()  # for what the kernel before this one wrote
     gdc_launch_dependents()  # the next kernel may start, and waits in its turn
     flat_head = tl.program_id(0).to(tl.int64)
@@ -41,17 +41,16 @@ def prepare_kernel(out, dout, lse_in, lse_out, delta_out, dq_sum, num_queries, p
         mask=valid[:, None],
         other=0.0,
     )
-    tl.store(delta_out + flat_head * padded + rows, tl.sum(o.to(tl.float32) * do.to(tl.float32), 1))
+    tl.store(delta_out + flat_head * padded + rows, scale * tl.sum(o.to(tl.float32) * do.to(tl.float32), 1))
     lse = tl.load(lse_in + flat_head * num_queries + rows, mask=valid, other=float("inf"))
-    tl.store(lse_out + flat_head * padded + rows, lse * LOG2_E - shift)
+    tl.store(lse_out + flat_head * padded + rows, lse * LOG2_E)
     tl.store(dq_sum + (flat_head * padded + wide) * D + columns, tl.zeros([ROWS, D], tl.float32))
 
 
 @triton.jit(do_not_specialize=["num_queries", "padded", "heads", "dq_batch", "dq_head", "dq_row"])
 def finish_kernel(dq_sum, dq, num_queries, padded, heads, dq_batch: tl.int64, dq_head: tl.int64,
-                  dq_row: tl.int64, scale, D: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
-    """dQ = scale * sum, rounded once. The sum comes in patches of 16 x 8 as `fragments.in_thread_order`
-    lays them."""
+                  dq_row: tl.int64, D: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    """dQ from its sum, rounded once. The sum comes in patches of 16 x 8 as `fragments.in_thread_order` lays them."""
     gdc_wait()  # for what the kernel before this one wrote
     gdc_launch_dependents()  # the next kernel may start, and waits in its turn
     flat_head = tl.program_id(0).to(tl.int64)
@@ -64,4 +63,4 @@ def finish_kernel(dq_sum, dq, num_queries, padded, heads, dq_batch: tl.int64, dq
     target = (
         dq + 8 * ((flat_head // heads) * dq_batch + (flat_head % heads) * dq_head + wide * dq_row) + columns
     )
-    tl.store(target, (total * scale).to(dq.dtype.element_ty), mask=(rows < num_queries)[:, None])
+    tl.store(target, total.to(dq.dtype.element_ty), mask=(rows < num_queries)[:, None])

@@ -118,41 +118,29 @@ def exp2_unfused(scores, scale, reference):
 
 
 @gluon.jit
-def multiply_half(half, tile, dtype: gl.constexpr):
-    """float16 * float32 -> dtype with one rounding, in pairs.
-
-    (Written with a cast, the compiler converts one element at a time on the special-function unit.)
-    """
-    convert: gl.constexpr = _pair_type(dtype)
-    return gl.inline_asm_elementwise(
-        "{ .reg .b16 l, h; .reg .f32 a, b; mov.b32 {l, h}, $1; cvt.f32.f16 a, l; cvt.f32.f16 b, h; "
-        f"mul.rn.f32 a, a, $2; mul.rn.f32 b, b, $3; cvt.rn.{convert}.f32 $0, b, a; }}",
-        "=r,r,f,f",
-        [half, tile],
-        dtype=dtype.value,
-        is_pure=True,
-        pack=2,
-    )
-
-
-@gluon.constexpr_function
-def _pair_type(dtype):
-    """What PTX calls two numbers of this type in one register."""
-    return "bf16x2" if dtype == gl.bfloat16 else "f16x2"
-
-
-@gluon.jit
 def pack_pairs(tile, dtype: gl.constexpr):
     """(rows, N) float32 -> (rows, N / 2) int32 of two rounded 16-bit numbers each, as the tensor cores want them.
 
     Numbers of 16 bits that a branch or a loop carries the compiler takes apart and puts together again (64 PRMT
     a step).
     """
-    low, high = gl.split(tile.reshape([tile.shape[0], tile.shape[1] // 2, 2]))
+    low, high = _pairs(tile)
     convert: gl.constexpr = _pair_type(dtype)
     return gl.inline_asm_elementwise(
         f"cvt.rn.{convert}.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
     )
+
+
+@gluon.jit
+def _pairs(tile):
+    """(rows, N) -> twice (rows, N / 2), within threads: the even columns, the odd ones."""
+    return gl.split(tile.reshape([tile.shape[0], tile.shape[1] // 2, 2]))
+
+
+@gluon.constexpr_function
+def _pair_type(dtype):
+    """What PTX calls two numbers of this type in one register."""
+    return "bf16x2" if dtype == gl.bfloat16 else "f16x2"
 
 
 @gluon.jit
@@ -163,6 +151,62 @@ def unpack_pairs(packed, dtype: gl.constexpr, layout: gl.constexpr):
         "mov.b32 $0, $1;", "=r,r,r", [both], dtype=dtype.value, is_pure=True, pack=2
     )
     return gl.convert_layout(halves, layout)
+
+
+@gluon.jit
+def keep_pairs(tile, dtype: gl.constexpr):
+    """(rows, N) float32, none negative -> (rows, N / 2) int32: what `multiply_pairs` needs beside `pack_pairs` of the
+    same tile, a register a pair where the tile itself takes two.
+
+    bfloat16: the number of the odd column, its last byte replaced by the third byte of the even column's. float16:
+    the number of the even column.
+    """
+    low, high = _pairs(tile)
+    if dtype == gl.bfloat16:
+        kept = gl.inline_asm_elementwise(
+            "prmt.b32 $0, $2, $1, 0x3215;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
+        )
+    else:
+        kept = low.to(gl.int32, bitcast=True)
+    return kept
+
+
+@gluon.jit
+def multiply_pairs(packed, kept, tile, dtype: gl.constexpr):
+    """(rows, N / 2) int32: the tile of which `pack_pairs` made `packed` and `keep_pairs` made `kept`, times `tile`,
+    (rows, N) float32, rounded once to `dtype` and packed.
+
+    bfloat16: of every number 24 of its 32 bits count. float16: all of the even columns, the 16 rounded bits of the
+    odd ones.
+    """
+    low, high = _pairs(tile)
+    convert: gl.constexpr = _pair_type(dtype)
+    take_apart: gl.constexpr = _take_apart(dtype)
+    return gl.inline_asm_elementwise(
+        f"{{ {take_apart} mul.rn.f32 a, a, $3; mul.rn.f32 b, b, $4; cvt.rn.{convert}.f32 $0, b, a; }}",
+        "=r,r,r,f,f",
+        [packed, kept, low, high],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.constexpr_function
+def _take_apart(dtype):
+    """PTX that declares float32 registers a and b and puts the even and the odd column's number there, from $1
+    (packed) and $2 (kept).
+
+    bfloat16: the kept byte goes behind a's upper half as a signed one, because that half was rounded to nearest. (At
+    an exact tie a may be off by a unit of that half: one number in 130,000.) b keeps it as its last byte, where it
+    does no harm.
+    """
+    if dtype == gl.bfloat16:
+        return (
+            ".reg .b32 s, t; .reg .f32 a, b; prmt.b32 t, $2, 0, 0x8804; shl.b32 s, $1, 16; add.u32 s, s, t; "
+            "mov.b32 a, s; mov.b32 b, $2;"
+        )
+    return ".reg .b16 l, h; .reg .f32 a, b; mov.b32 {l, h}, $1; mov.b32 a, $2; cvt.f32.f16 b, h;"
 
 
 @gluon.jit

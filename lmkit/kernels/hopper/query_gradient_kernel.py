@@ -1,7 +1,7 @@
-"""The deterministic half of the backward: dQ of one tile of 128 queries, and delta = rowsum(dO * O) for the
-other half.
+"""The deterministic half of the backward: dQ of one tile of 128 queries, and delta = scale rowsum(dO * O) for
+the other half.
 
-dQ = scale dS K sums over all keys. Here one block sees them all, in a fixed order, so every bit is
+dQ = dS K sums over all keys. Here one block sees them all, in a fixed order, so every bit is
 reproducible and no float32 scratch is needed; the price is computing S and dP twice (7 products in all
 instead of 5). Q and dO stay in shared memory, K and V stream past; S = Q K^T and dP = dO V^T have queries
 along rows, so dS feeds dQ += dS K straight from registers and nothing is exchanged between the warp groups.
@@ -119,7 +119,7 @@ def _locate(problem):
 
 
 @gluon.jit
-def _producer(descriptors, tiles, barriers, problem, pointers, scale_log2, scale, shift, D: gl.constexpr,
+def _producer(descriptors, tiles, barriers, problem, pointers, scale_log2, scale, D: gl.constexpr,
               KEYS: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
               TAIL: gl.constexpr):  # fmt: skip
     """The copying warp: Q and dO once, then K and V, from the last block that the tile sees to the first."""
@@ -146,7 +146,7 @@ def _producer(descriptors, tiles, barriers, problem, pointers, scale_log2, scale
 
 
 @gluon.jit
-def _consumers(descriptors, tiles, barriers, problem, pointers, scale_log2, scale, shift, D: gl.constexpr,
+def _consumers(descriptors, tiles, barriers, problem, pointers, scale_log2, scale, D: gl.constexpr,
                KEYS: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
                TAIL: gl.constexpr):  # fmt: skip
     """Both warp groups in one partition of eight warps: rows 0-63 of each (128, N) tile are the first group's."""
@@ -168,7 +168,7 @@ def _consumers(descriptors, tiles, barriers, problem, pointers, scale_log2, scal
     lse = LOG2_E * gl.load(
         pointers.lse_in + flat_head * num_queries + rows, mask=rows < num_queries, other=float("inf")
     )
-    gl.store(pointers.lse_out + flat_head * problem.padded + rows, lse - shift)
+    gl.store(pointers.lse_out + flat_head * problem.padded + rows, lse)
     out_rows = tile * QUERIES + gl.arange(0, QUERIES, gl.SliceLayout(1, OUT))
     out_columns = gl.arange(0, D, gl.SliceLayout(0, OUT))
     out_pointers = pointers.out + 8 * (batch * pointers.out_batch + head * pointers.out_head)
@@ -178,7 +178,7 @@ def _consumers(descriptors, tiles, barriers, problem, pointers, scale_log2, scal
     do = tiles.do.reshape([QUERIES, D])
     dq = warpgroup_mma_init(gl.zeros([QUERIES, D], gl.float32, DQ))
     mbarrier.wait(barriers.q_full, 0)
-    delta = gl.convert_layout(gl.sum(o.to(gl.float32) * do.load(OUT).to(gl.float32), 1), ROW)
+    delta = scale * gl.convert_layout(gl.sum(o.to(gl.float32) * do.load(OUT).to(gl.float32), 1), ROW)
     gl.store(pointers.delta_out + flat_head * problem.padded + rows, delta)
     for step in range(blocks):
         first_key = (blocks - 1 - step) * KEYS
@@ -197,12 +197,12 @@ def _consumers(descriptors, tiles, barriers, problem, pointers, scale_log2, scal
         p = gl.exp2(hide_keys(exponent, rows, first_key, problem.num_keys, CAUSAL, TAIL))
         dp, p = warpgroup_mma_wait(0, deps=[dp_job, p])
         named_barrier_arrive(V_FREE + v_slot, SLOT_THREADS)
-        ds = (p * (dp - gl.expand_dims(delta, 1))).to(DTYPE)
+        ds = (p * (dp * scale - gl.expand_dims(delta, 1))).to(DTYPE)
         dq = warpgroup_mma(gl.convert_layout(ds, OPERAND), k, dq, is_async=True)
     dq = warpgroup_mma_wait(0, deps=[dq])
     # Q has served: its tile stages dQ on the way out
     partition_barrier()
-    send_through(tiles.q, (dq * scale).to(DTYPE), descriptors.dq, batch, head, tile)
+    send_through(tiles.q, dq.to(DTYPE), descriptors.dq, batch, head, tile)
 
 
 @gluon.jit(do_not_specialize=["out_batch", "out_head", "out_row", "num_queries", "num_keys", "padded", "batches",
@@ -210,7 +210,7 @@ def _consumers(descriptors, tiles, barriers, problem, pointers, scale_log2, scal
 def query_gradient_kernel(q_desc, k_desc, v_desc, do_desc, dq_desc, lse_in, lse_out, delta_out, out,
                           out_batch: gl.int64, out_head: gl.int64, out_row: gl.int64,
                           num_queries, num_keys, padded, batches, heads, group, together, num_query_tiles,
-                          scale_log2, scale, shift, D: gl.constexpr, KEYS: gl.constexpr,
+                          scale_log2, scale, D: gl.constexpr, KEYS: gl.constexpr,
                           K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
                           TAIL: gl.constexpr):  # fmt: skip
     """One block per (query tile, head of the batch), `together` heads at a time (see locate_longest_first).
@@ -218,7 +218,7 @@ def query_gradient_kernel(q_desc, k_desc, v_desc, do_desc, dq_desc, lse_in, lse_
 
     out_batch, out_head, out_row: strides of out in units of 8 elements (so that 16-byte loads are known to
     be aligned). lse_in: (heads of the batch, num_queries), natural; lse_out, delta_out: (heads of the
-    batch, padded), lse in log2 units less `shift`.
+    batch, padded), lse in log2 units, delta times scale.
     """
     gdc_wait()  # for what the kernel before this one wrote
     gdc_launch_dependents()  # the next kernel may start, and waits in its turn
@@ -244,9 +244,9 @@ def query_gradient_kernel(q_desc, k_desc, v_desc, do_desc, dq_desc, lse_in, lse_
     pointers = Pointers(lse_in, lse_out, delta_out, out, out_batch, out_head, out_row)
     gl.warp_specialize(
         [
-            (_consumers, (descriptors, tiles, barriers, problem, pointers, scale_log2, scale, shift,
+            (_consumers, (descriptors, tiles, barriers, problem, pointers, scale_log2, scale,
                          D, KEYS, K_STAGES, V_STAGES, CAUSAL, TAIL)),
-            (_producer, (descriptors, tiles, barriers, problem, pointers, scale_log2, scale, shift,
+            (_producer, (descriptors, tiles, barriers, problem, pointers, scale_log2, scale,
                          D, KEYS, K_STAGES, V_STAGES, CAUSAL, TAIL)),
         ],
         [1],

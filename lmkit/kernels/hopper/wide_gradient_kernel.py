@@ -114,7 +114,7 @@ def _locate(problem, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def _producer(
-    descriptors, tiles, barriers, problem, scale_log2, dk_scale, D: gl.constexpr, CAUSAL: gl.constexpr
+    descriptors, tiles, barriers, problem, scale_log2, scale, D: gl.constexpr, CAUSAL: gl.constexpr
 ):
     """The copying warp: K and V once, then Q and dO tile after tile."""
     key_tile, batch, key_head, count = _locate(problem, CAUSAL)
@@ -140,7 +140,7 @@ def _producer(
 
 
 @gluon.jit
-def _value_consumer(descriptors, tiles, barriers, problem, scale_log2, dk_scale,
+def _value_consumer(descriptors, tiles, barriers, problem, scale_log2, scale,
                     D: gl.constexpr, CAUSAL: gl.constexpr):  # fmt: skip
     """P for both warp groups, and dV."""
     DTYPE: gl.constexpr = descriptors.q.dtype
@@ -184,7 +184,7 @@ def _value_consumer(descriptors, tiles, barriers, problem, scale_log2, dk_scale,
 
 
 @gluon.jit
-def _key_consumer(descriptors, tiles, barriers, problem, scale_log2, dk_scale,
+def _key_consumer(descriptors, tiles, barriers, problem, scale_log2, scale,
                   D: gl.constexpr, CAUSAL: gl.constexpr):  # fmt: skip
     """dS from the other warp group's P, and dK."""
     DTYPE: gl.constexpr = descriptors.q.dtype
@@ -208,7 +208,7 @@ def _key_consumer(descriptors, tiles, barriers, problem, scale_log2, dk_scale,
         mbarrier.wait(barriers.q_full.index(slot), phase)
         delta = tiles.delta.index(slot).load(gl.SliceLayout(0, SCORES))
         dp = warpgroup_mma_wait(0, deps=[dp_job])
-        dp = dp - gl.expand_dims(delta, 0)
+        dp = dp * scale - gl.expand_dims(delta, 0)
         named_barrier_wait(P_READY + slot, P_THREADS)
         p = from_thread_order(tiles.p.index(slot), dp)
         named_barrier_arrive(P_FREE + slot, P_THREADS)
@@ -217,19 +217,19 @@ def _key_consumer(descriptors, tiles, barriers, problem, scale_log2, dk_scale,
         named_barrier_arrive(SLOT_FREE + slot, SLOT_THREADS)
     # V has served this warp group, its only reader: its tile stages dK on the way out
     partition_barrier()
-    send_through(tiles.v, (dk * dk_scale).to(DTYPE), descriptors.dk, batch, key_head, key_tile)
+    send_through(tiles.v, dk.to(DTYPE), descriptors.dk, batch, key_head, key_tile)
 
 
 @gluon.jit(do_not_specialize=["num_queries", "num_keys", "padded", "batches", "heads", "group", "together",
                               "num_query_tiles", "num_key_tiles"])  # fmt: skip
 def wide_gradient_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc,
                          num_queries, num_keys, padded, batches, heads, group, together, num_query_tiles,
-                         num_key_tiles, scale_log2, dk_scale,
+                         num_key_tiles, scale_log2, scale,
                          D: gl.constexpr, CAUSAL: gl.constexpr, REGISTERS: gl.constexpr):  # fmt: skip
     """One block per (tile of 64 keys, key head of the batch). Allocates and starts the partitions.
 
     Descriptors: (batch, heads, sequence, D) in boxes of (1, 1, 64, D); lse_desc and delta_desc flat float32
-    in boxes of 64, `padded` rows a head, lse in log2 units with +inf past num_queries.
+    in boxes of 64, `padded` rows a head, lse in log2 units with +inf past num_queries, delta times scale.
     """
     gdc_wait()  # for what the kernel before this one wrote
     gdc_launch_dependents()  # the next kernel may start, and waits in its turn
@@ -261,9 +261,9 @@ def wide_gradient_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, 
     )
     gl.warp_specialize(
         [
-            (_value_consumer, (descriptors, tiles, barriers, problem, scale_log2, dk_scale, D, CAUSAL)),
-            (_key_consumer, (descriptors, tiles, barriers, problem, scale_log2, dk_scale, D, CAUSAL)),
-            (_producer, (descriptors, tiles, barriers, problem, scale_log2, dk_scale, D, CAUSAL)),
+            (_value_consumer, (descriptors, tiles, barriers, problem, scale_log2, scale, D, CAUSAL)),
+            (_key_consumer, (descriptors, tiles, barriers, problem, scale_log2, scale, D, CAUSAL)),
+            (_producer, (descriptors, tiles, barriers, problem, scale_log2, scale, D, CAUSAL)),
         ],
         [4, 1],
         [REGISTERS, 24],

@@ -44,11 +44,9 @@ STATED_SPILLS = {
     ("forward", 256, False, True, 2): 4,
     ("forward", 256, True, False, 2): 4,
     ("key_value", 64, False, False, True): 20,
-    ("key_value", 64, False, True, True): 20,
+    ("key_value", 64, False, True, True): 12,
     ("key_value", 64, True, False, True): 12,
-    ("key_value", 64, True, True, True): 16,
-    ("key_value", 128, True, False, True): 4,
-    ("key_value", 128, True, True, True): 4,
+    ("key_value", 64, True, True, True): 4,
 }
 MOST_SPILLS = 64
 
@@ -84,8 +82,8 @@ def compile_key_value_gradient(head_dim, causal, tail, add_dq, dtype):
     rows, keys = descriptor((1, 1, config.queries, head_dim), dtype), descriptor((1, 1, 128, head_dim), dtype)
     flat = descriptor((config.queries,), torch.float32)
     dq_sum = descriptor((config.queries * head_dim // 32, 32), torch.float32)
-    types = [rows, keys, keys, rows, flat, flat, keys, keys, dq_sum, *["i32"] * 9, *["fp32"] * 3]
-    constants = (config.queries, head_dim, causal, tail, add_dq, config.half_p)
+    types = [rows, keys, keys, rows, flat, flat, keys, keys, dq_sum, *["i32"] * 9, *["fp32"] * 2]
+    constants = (config.queries, head_dim, causal, tail, add_dq, config.packed_p)
     return compile_kernel(key_value_gradient_kernel, types, constants, 8, BACKWARD_REGISTERS)
 
 
@@ -94,7 +92,7 @@ def compile_query_gradient(head_dim, causal, tail, dtype):
     rows = descriptor((1, 1, 128, head_dim), dtype)
     keys = descriptor((1, 1, config.query_keys, head_dim), dtype)
     pointers = ["*fp32", "*fp32", "*fp32", f"*{TYPE_NAMES[dtype]}", "i64", "i64", "i64"]
-    types = [rows, keys, keys, rows, rows, *pointers, *["i32"] * 8, *["fp32"] * 3]
+    types = [rows, keys, keys, rows, rows, *pointers, *["i32"] * 8, *["fp32"] * 2]
     stages = (config.query_k_stages, config.query_v_stages)
     constants = (head_dim, config.query_keys, *stages, causal, tail)
     return compile_kernel(query_gradient_kernel, types, constants, 8, BACKWARD_REGISTERS)
