@@ -134,8 +134,9 @@ def contender(name: str, case: DdpCase, ranks: Ranks) -> Contender:
     """Build a contender on every rank (those of `SOLO` on rank 0 alone).
 
     Names: "one rank", "one rank, bf16 weights", a strategy, a strategy with options ("bucketed 100 MB",
-    "bucketed bf16 wire", "zero1 bf16"), or a rival of PyTorch's: "torch_ddp" (gradients as views of the buckets; 25
-    MiB each, unless "torch_ddp 50 MB" says otherwise), "torch_ddp default", "torch_ddp static", "torch_ddp + ZeRO".
+    "bucketed bf16 wire", "zero1 bf16", "zero1 bf16 collective"), or a rival of PyTorch's: "torch_ddp" (gradients as
+    views of the buckets; 25 MiB each, unless "torch_ddp 50 MB" says otherwise), "torch_ddp default", "torch_ddp
+    static", "torch_ddp + ZeRO".
 
     Raises:
         UsageError: no such contender.
@@ -188,6 +189,8 @@ def _options(detail: str, options: SyncOptions) -> SyncOptions | None:
                 options = replace(options, wire_dtype="bf16")
             case ["bf16", *words]:
                 options = replace(options, weights="bf16")
+            case ["collective", *words]:
+                options = replace(options, gather="collective")
             case [number, "MB", *words] if number.replace(".", "", 1).isdecimal() and float(number) > 0:
                 options = replace(options, bucket_mb=float(number))
             case _:

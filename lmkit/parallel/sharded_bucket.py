@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from lmkit.parallel.packing import gradients_of
 from lmkit.parallel.process_group import Ranks
 from lmkit.parallel.reduction import Averager, PendingMean
+from lmkit.parallel.weight_gather import Arrival, WeightGather
 from lmkit.parallel.zero1_layout import BucketLayout
 
 
@@ -18,6 +18,7 @@ class ShardedBucket:
     """Moves its parameters into one flat tensor, of which the optimizer on this rank updates one shard.
 
     Args:
+        gather: where the weights lie, and how the shards come together; None if this rank is alone.
         weight_dtype: what the parameters become; if it is not theirs, the shard gets a master copy in theirs.
         wire_dtype: in which gradients are reduced.
 
@@ -31,6 +32,7 @@ class ShardedBucket:
         layout: BucketLayout,
         ranks: Ranks,
         averager: Averager | None,
+        gather: WeightGather | None,
         *,
         weight_dtype: torch.dtype,
         wire_dtype: torch.dtype,
@@ -41,17 +43,23 @@ class ShardedBucket:
         self._averager = averager
         self._wire_dtype = wire_dtype
         self._pending: PendingMean | None = None
-        self._gathering: dist.Work | None = None
+        self._arriving: Arrival | None = None
         self._casts = True
         first = self.parameters[0]
-        whole = torch.zeros(ranks.world_size * layout.shard_size, dtype=first.dtype, device=first.device)
+        num_elements = ranks.world_size * layout.shard_size
+        allocate = torch.zeros if gather is None else gather.allocate
+        self.weights = allocate(num_elements, dtype=weight_dtype, device=first.device)
+        self.has_own_master = weight_dtype != first.dtype
+        whole = self.weights
+        if self.has_own_master:
+            whole = torch.zeros(num_elements, dtype=first.dtype, device=first.device)
         for parameter, part in zip(self.parameters, self._parts(whole), strict=True):
             part.copy_(parameter.detach())
-        self.weights = whole if weight_dtype == first.dtype else whole.to(weight_dtype)
+        if self.has_own_master:
+            self.weights.copy_(whole)
         for parameter, part in zip(self.parameters, self._parts(self.weights), strict=True):
             parameter.data = part
         self.shard = self.shard_of(self.weights)
-        self.has_own_master = self.weights is not whole
         self.master = self.shard_of(whole).clone() if self.has_own_master else self.shard
 
     def leave_casts(self) -> None:
@@ -71,6 +79,7 @@ class ShardedBucket:
 
     def reduce(self) -> None:
         """Start averaging the parameters' gradients (all present; they are released)."""
+        self.wait_gathered()  # nothing is left to wait for, unless no layer that ran read these weights
         flat = self._pack(gradients_of(self.parameters))
         for parameter in self.parameters:
             parameter.grad = None
@@ -117,16 +126,11 @@ class ShardedBucket:
         if self.has_own_master:
             self.shard.copy_(self.master)
 
-    def start_gather(self) -> None:
-        """Start collecting the other ranks' shards of the weights."""
-        if self._averager is not None:
-            self._gathering = self._averager.all_gather(self.weights)
-
     def wait_gathered(self) -> None:
         """On return (on GPUs: for the current stream) the parameters are whole."""
-        if self._gathering is not None:
-            self._gathering.wait()
-            self._gathering = None
+        if self._arriving is not None:
+            self._arriving.wait()
+            self._arriving = None
 
     def take_weights(self) -> None:
         """The weights were changed from outside (loaded): the master follows them."""
@@ -137,3 +141,11 @@ class ShardedBucket:
         """The parameters' places in a flat tensor, in their shapes."""
         parts = flat[: self.layout.num_elements].split(self.layout.sizes)
         return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
+
+
+def start_gather(buckets: Sequence[ShardedBucket], gather: WeightGather | None) -> None:
+    """Start collecting the other ranks' shards of the buckets' weights."""
+    if gather is not None:
+        arrivals = gather.start([bucket.weights for bucket in buckets])
+        for bucket, arriving in zip(buckets, arrivals, strict=True):
+            bucket._arriving = arriving

@@ -55,11 +55,15 @@ class SyncOptions:
             host is the bottleneck (small layers, not compiled) give more: 1000.
         wire_dtype: in what numbers gradients travel and are summed.
         weights: `zero1` only; "bf16" casts the model's parameters and keeps fp32 masters in the shards.
+        gather: `zero1` only; how a rank gets the weights that the others stepped. "auto": it reads them from the
+            other GPUs' memory where all ranks are on one host and its GPUs reach one another, which leaves all
+            multiprocessors to the compute that hides it; elsewhere, and with "collective", by the backend.
     """
 
     bucket_mb: float = 50.0
     wire_dtype: Literal["fp32", "bf16"] = "fp32"
     weights: Literal["fp32", "bf16"] = "fp32"
+    gather: Literal["auto", "collective"] = "auto"
 
     def __post_init__(self) -> None:
         if self.bucket_mb <= 0:
@@ -67,6 +71,8 @@ class SyncOptions:
         for name in ("wire_dtype", "weights"):
             if getattr(self, name) not in ("fp32", "bf16"):
                 raise ValueError(f"{name} must be fp32 or bf16, got {getattr(self, name)!r}")
+        if self.gather not in ("auto", "collective"):
+            raise ValueError(f"gather must be auto or collective, got {self.gather!r}")
 
 
 class GradientSync(Protocol):

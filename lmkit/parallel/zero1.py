@@ -18,6 +18,7 @@ from lmkit.optim.clipping import clip_for
 from lmkit.parallel.accumulation import Accumulates
 from lmkit.parallel.bucketed import MIB, bytes_of, fill_buckets
 from lmkit.parallel.lazy_weights import LazyWeights
+from lmkit.parallel.peer_memory import PeerMemory, can_share_memory
 from lmkit.parallel.process_group import Ranks
 from lmkit.parallel.ready_queue import ReadyQueue
 from lmkit.parallel.reduction import Averager, wire_dtype_for
@@ -27,11 +28,12 @@ from lmkit.parallel.sharded_optimizer import ShardedOptimizer
 from lmkit.parallel.strategies import MakeOptimizer, SyncOptions
 from lmkit.parallel.traffic import Traffic
 from lmkit.parallel.unused import UsedAnywhere
+from lmkit.parallel.weight_gather import CollectiveGather, PeerGather, WeightGather, aligned
 from lmkit.parallel.zero1_layout import BucketLayout, ShardLayout, shard_size_of
 
 
 class Zero1(Accumulates):
-    """Heeds `bucket_mb`, `wire_dtype` (gradients of fp32 weights) and `weights`.
+    """Heeds `bucket_mb`, `wire_dtype` (gradients of fp32 weights), `weights` and `gather`.
 
     `build_optimizer` moves the parameters into flat buckets and, with `weights="bf16"`, casts fp32 parameters:
     call it after the model is on its device and before the first forward pass. Parameters in no group are left
@@ -46,6 +48,8 @@ class Zero1(Accumulates):
         self._buckets: list[ShardedBucket] = []
         self._optimizer: ShardedOptimizer | None = None
         self._lazy: LazyWeights | None = None
+        self.reads_peers = False
+        """Whether weights are gathered by reading the other GPUs' memory; known once there is an optimizer."""
 
     def attach(self, model: nn.Module, *, fingerprint: str = "") -> nn.Module:
         if self.ranks.world_size > 1:
@@ -67,11 +71,14 @@ class Zero1(Accumulates):
         ]
         # Launched in the order in which they become complete: when their first layer's gradients are there.
         planned.sort(key=lambda item: -min(position[parameter] for parameter in item[1]))
+        buckets = []
         for number, parameters in planned:
             sizes = tuple(parameter.numel() for parameter in parameters)
             shard_size = shard_size_of(sum(sizes), self.ranks.world_size)
             layout = BucketLayout(number, tuple(_plain(names[p]) for p in parameters), sizes, shard_size)
-            self._buckets.append(self._make_bucket(parameters, layout))
+            buckets.append((parameters, layout))
+        gather = self._make_gather(buckets)
+        self._buckets = [self._make_bucket(parameters, layout, gather) for parameters, layout in buckets]
         self._bucket_of = {p: i for i, bucket in enumerate(self._buckets) for p in bucket.parameters}
         self._queue = ReadyQueue(
             [len(bucket.parameters) for bucket in self._buckets], self._launch, self._forget
@@ -81,7 +88,7 @@ class Zero1(Accumulates):
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
         self._lazy = lazy = LazyWeights(self._model, self._buckets)
         layouts = ShardLayout(self.ranks.world_size, tuple(bucket.layout for bucket in self._buckets))
-        self._optimizer = ShardedOptimizer(make, given, self._buckets[::-1], layouts, self.ranks.rank)
+        self._optimizer = ShardedOptimizer(make, given, self._buckets[::-1], layouts, self.ranks.rank, gather)
         self._optimizer.register_step_post_hook(lambda *_: lazy.after_step())
         return self._optimizer
 
@@ -151,13 +158,32 @@ class Zero1(Accumulates):
             buckets.append(bucket)
         return buckets
 
-    def _make_bucket(self, parameters: list[nn.Parameter], layout: BucketLayout) -> ShardedBucket:
-        weight_dtype = wire_dtype_for(parameters[0].dtype, self.options.weights)
+    def _make_gather(self, buckets: Sequence[tuple[list[nn.Parameter], BucketLayout]]) -> WeightGather | None:
+        if self._averager is None:
+            return None
+        one_device = {parameters[0].device for parameters, _ in buckets} == {self.ranks.device}
+        self.reads_peers = self.options.gather == "auto" and can_share_memory(self.ranks) and one_device
+        if self.reads_peers:
+            num_bytes = sum(
+                aligned(self.ranks.world_size * layout.shard_size * self._weight_dtype(parameters).itemsize)
+                for parameters, layout in buckets
+            )
+            return PeerGather(PeerMemory(num_bytes, self.ranks), self.ranks, self.traffic)
+        return CollectiveGather(self._averager)
+
+    def _weight_dtype(self, parameters: list[nn.Parameter]) -> torch.dtype:
+        return wire_dtype_for(parameters[0].dtype, self.options.weights)
+
+    def _make_bucket(
+        self, parameters: list[nn.Parameter], layout: BucketLayout, gather: WeightGather | None
+    ) -> ShardedBucket:
+        weight_dtype = self._weight_dtype(parameters)
         return ShardedBucket(
             parameters,
             layout,
             self.ranks,
             self._averager,
+            gather,
             weight_dtype=weight_dtype,
             wire_dtype=wire_dtype_for(weight_dtype, self.options.wire_dtype),
         )

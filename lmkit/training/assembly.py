@@ -99,6 +99,7 @@ def assemble(
             bucket_mb=recipe.parallel.bucket_mb,
             wire_dtype=recipe.parallel.wire_dtype,
             weights=recipe.parallel.weights,
+            gather=recipe.parallel.gather,
         ),
     )
     call = sync.attach(model, fingerprint=f"{recipe_sha256(recipe)} {data.identity}")

@@ -6,6 +6,8 @@ outcome by name.
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,7 +21,7 @@ from torch import nn
 
 from lmkit.errors import LmkitError
 from lmkit.optim.adamw import AdamW
-from lmkit.parallel import overlap
+from lmkit.parallel import overlap, zero1
 from lmkit.parallel.agreement import agree
 from lmkit.parallel.process_group import Ranks, process_group
 from lmkit.parallel.strategies import GradientSync, SyncOptions, build_strategy
@@ -396,13 +398,16 @@ def check_traffic(ranks: Ranks) -> None:
             sync.finish()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+        # Where peers' memory is read, each of the step's three parts (a bucket each) is announced with a float.
+        announced = 3 if strategy == "zero1" and sync.reads_peers else 0
         # Who used what is told by a call of its own, or rides on the last bucket.
-        assert sync.traffic.calls == calls + (strategy in ("naive", "flat", "zero1")), strategy
+        assert sync.traffic.calls == calls + announced + (strategy in ("naive", "flat", "zero1")), strategy
+        small = flags + 4 * announced
         moved = (
             2 if strategy == "zero1" else 1
-        )  # gradients one way, weights the other, each half an all-reduce
-        assert sync.traffic.payload_bytes == moved * gradient_bytes + flags, strategy
-        assert sync.traffic.link_bytes == pytest.approx(2 * share * (gradient_bytes + flags)), strategy
+        )  # gradients one way, weights the other: half an all-reduce each
+        assert sync.traffic.payload_bytes == moved * gradient_bytes + small, strategy
+        assert sync.traffic.link_bytes == pytest.approx(2 * share * (gradient_bytes + small)), strategy
 
 
 def feed(sync: GradientSync, parameters: list[nn.Parameter], gradients: list[torch.Tensor]) -> None:
@@ -410,6 +415,66 @@ def feed(sync: GradientSync, parameters: list[nn.Parameter], gradients: list[tor
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient.clone()
     sync.finish()
+
+
+class FileMemory:
+    """What `PeerMemory` is to GPUs, for processes on one CPU: a file of every rank, mapped by all."""
+
+    def __init__(self, num_bytes: int, ranks: Ranks) -> None:
+        folder = [tempfile.mkdtemp()]
+        dist.broadcast_object_list(folder)
+        self.of_rank = [
+            torch.from_file(f"{folder[0]}/{rank}", shared=True, size=num_bytes, dtype=torch.uint8)
+            for rank in range(ranks.world_size)
+        ]
+        dist.barrier()  # everybody has opened them
+        if ranks.is_first:
+            shutil.rmtree(folder[0])
+
+
+def check_by_the_other_gather(ranks: Ranks, check: Callable[[Ranks], None]) -> None:
+    """CPU ranks gather by reading one another's memory; GPU ranks, which do that by themselves, by all-gathers."""
+    is_cpu = ranks.device.type == "cpu"
+    made = []
+
+    def make(num_bytes: int, ranks: Ranks) -> FileMemory:
+        made.append(FileMemory(num_bytes, ranks))
+        return made[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zero1, "can_share_memory", lambda ranks: is_cpu)
+        patch.setattr(zero1, "PeerMemory", make)
+        check(ranks)
+    assert bool(made) == is_cpu
+
+
+def check_peers_wait_for_one_another(ranks: Ranks) -> None:
+    """Ranks that are late, each in turn and anywhere in a step, change no bit of what is gathered from memory."""
+    late_by = torch.Generator().manual_seed(ranks.rank)
+
+    def fall_behind(*_: object) -> None:
+        if ranks.device.type == "cuda":
+            torch.cuda._sleep(int(torch.randint(2_000_000, (), generator=late_by)))  # up to 1 ms
+
+    def run(gather: str) -> list[torch.Tensor]:
+        model = seeded_model(0, ranks, torch.float32)
+        sync = Zero1(ranks, SyncOptions(bucket_mb=0.0003, gather=gather))
+        call = sync.attach(model)
+        optimizer = sync.build_optimizer(adamw, groups_of(model))
+        for module in model.modules():
+            module.register_forward_pre_hook(fall_behind)
+            module.register_full_backward_pre_hook(fall_behind)
+        optimizer.register_step_pre_hook(fall_behind)
+        seen = []
+        for step in range(15):
+            one_step(sync, call, optimizer, ranks, step)
+            if step % 5 == 4:
+                sync.wait_for_weights()
+                seen.extend(parameter.detach().clone() for parameter in model.parameters())
+        return seen
+
+    for mine, oracle in zip(run("auto"), run("collective"), strict=True):
+        assert torch.equal(mine, oracle)
 
 
 def check_zero1_equals_unsharded(ranks: Ranks, make: Callable) -> None:
@@ -624,7 +689,7 @@ def check_zero1_weights_are_whole_when_read(ranks: Ranks) -> None:
     assert_close_models(model, oracle, FLOAT64_TOLERANCE)
 
 
-CHECKS: dict[str, Callable[[Ranks], None]] = {
+_CHECKS: dict[str, Callable[[Ranks], None]] = {
     **{
         f"joined batch: {s}, {a} passes": partial(check_joined_batch, strategy=s, make=adamw, accumulation=a)
         for s in STRATEGIES
@@ -682,4 +747,11 @@ CHECKS: dict[str, Callable[[Ranks], None]] = {
     },
     "zero1 single parameters": check_zero1_single_parameters,
     "zero1 weights are whole when read": check_zero1_weights_are_whole_when_read,
+    "peers wait for one another": check_peers_wait_for_one_another,
+}
+
+CHECKS = _CHECKS | {
+    f"by the other gather: {name}": partial(check_by_the_other_gather, check=check)
+    for name, check in _CHECKS.items()
+    if "zero1" in name or name in ("traffic", "peers wait for one another")
 }

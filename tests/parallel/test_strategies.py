@@ -29,6 +29,7 @@ FOUR_RANKS = [
             "zero1 state",
             "zero1 weights",
             "traffic",
+            "by the other gather",
         )
     )
 ]

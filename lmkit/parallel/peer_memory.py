@@ -1,0 +1,65 @@
+"""Memory that the GPUs of one host read from one another, without a kernel on either side."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from lmkit.errors import LmkitError
+from lmkit.parallel.process_group import Ranks
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class PeerMemory:
+    """`num_bytes` on every rank's GPU, which all ranks have in their address space (PyTorch's symmetric memory).
+
+    A copy from another rank's memory is done by a copy engine: it moves 370 GB/s over NVLink on an H200 and holds no
+    multiprocessor, where NCCL's kernels hold some 24. Making one is collective. PyTorch calls the interface alpha.
+
+    Attributes:
+        of_rank: the memory of every rank as it is seen from here, (num_bytes,) uint8 each. This rank's is zeroed.
+
+    Raises:
+        LmkitError: the driver or the container does not let the processes share memory.
+    """
+
+    def __init__(self, num_bytes: int, ranks: Ranks) -> None:
+        from torch.distributed import _symmetric_memory as symmetric_memory
+
+        assert dist.group.WORLD is not None
+        try:
+            # From PyTorch's own pool, so that `memory_allocated` and the peaks of the benches include it.
+            with torch.cuda.use_mem_pool(symmetric_memory.get_mem_pool(ranks.device)):
+                own = torch.zeros(num_bytes, dtype=torch.uint8, device=ranks.device)
+            shared = symmetric_memory.rendezvous(own, dist.group.WORLD)
+        except RuntimeError as error:
+            raise LmkitError(
+                f"rank {ranks.rank}: the GPUs cannot share memory: {str(error).splitlines()[0]}",
+                hint='set parallel.gather = "collective"',
+            ) from error
+        self.of_rank = [
+            own if rank == ranks.rank else shared.get_buffer(rank, (num_bytes,), torch.uint8)
+            for rank in range(ranks.world_size)
+        ]
+
+
+def can_share_memory(ranks: Ranks) -> bool:
+    """Whether all ranks run on GPUs of one host that reach one another. Collective; the same on every rank."""
+    if ranks.device.type != "cuda":
+        return False
+    boot = _BOOT_ID.read_text() if _BOOT_ID.exists() else ""
+    # Device numbers mean the same in all processes only if they see the same devices.
+    mine = (boot, os.environ.get("CUDA_VISIBLE_DEVICES"), ranks.device.index)
+    everyone: list[tuple] = [()] * ranks.world_size
+    dist.all_gather_object(everyone, mine)
+    indices = [index for _, _, index in everyone]
+    return (
+        bool(boot)
+        and len({place[:2] for place in everyone}) == 1
+        and len(set(indices)) == ranks.world_size
+        and all(torch.cuda.can_device_access_peer(a, b) for a in indices for b in indices if a != b)
+    )
