@@ -17,7 +17,7 @@
 #endif
 
 enum { OTHER, LETTER, NUMBER, SPACE };          /* pattern.CharacterClass */
-enum { NEVER = INT32_MAX };                     /* the rank of a pair that is not merged */
+static const uint64_t NO_MERGE = UINT64_MAX;    /* of a pair that is not merged */
 enum { SHORT_WORD = 64 };                       /* bytes; beyond, merging uses a heap */
 enum { LONGEST_REMEMBERED = 1 << 12 };          /* bytes, when encoding */
 enum { FIRST_CAPACITY = 1 << 14 };              /* slots */
@@ -358,7 +358,7 @@ static Word *add_word(Table *table, const uint64_t key[2], const uint8_t *word, 
 
 typedef struct {
     uint64_t pair;                              /* left << 32 | right, plus 1; 0: free */
-    int32_t rank, merged;
+    uint64_t merge;                             /* rank << 32 | the merged token: the lowest comes first */
 } Merge;
 
 typedef struct {
@@ -371,45 +371,53 @@ typedef struct {
     int64_t num_tokens, token_room;
 } Encoder;
 
-static inline const Merge *find_merge(const Encoder *encoder, int32_t left, int32_t right)
+/* Where a pair is, or would be. */
+static inline Merge *merge_slot(const Encoder *encoder, uint64_t pair)
 {
-    uint64_t pair = ((uint64_t)(uint32_t)left << 32 | (uint32_t)right) + 1;
     uint64_t slot = mix(pair) & encoder->merges_mask;
     while (encoder->merges[slot].pair && encoder->merges[slot].pair != pair)
         slot = (slot + 1) & encoder->merges_mask;
-    return &encoder->merges[slot];               /* a free slot has rank NEVER */
+    return &encoder->merges[slot];
+}
+
+/* As Merge has it. */
+static inline uint64_t pair_of(int32_t left, int32_t right)
+{
+    return ((uint64_t)(uint32_t)left << 32 | (uint32_t)right) + 1;
+}
+
+static inline uint64_t find_merge(const Encoder *encoder, int32_t left, int32_t right)
+{
+    return merge_slot(encoder, pair_of(left, right))->merge;    /* a free slot has NO_MERGE */
 }
 
 /* Merge at most SHORT_WORD bytes by looking for the best pair again and again; returns the number of tokens. */
 static int64_t merge_short(const Encoder *encoder, const uint8_t *word, int64_t size, int32_t *token)
 {
-    int32_t rank[SHORT_WORD], merged[SHORT_WORD];
+    uint64_t merge[SHORT_WORD];                 /* of each token with the next */
     for (int64_t i = 0; i < size; i++)
         token[i] = encoder->byte_ids[word[i]];
-    for (int64_t i = 0; i + 1 < size; i++) {
-        const Merge *merge = find_merge(encoder, token[i], token[i + 1]);
-        rank[i] = merge->rank;
-        merged[i] = merge->merged;
-    }
+    for (int64_t i = 0; i + 1 < size; i++)
+        merge[i] = find_merge(encoder, token[i], token[i + 1]);
     while (size > 1) {
         int64_t best = 0;
-        for (int64_t i = 1; i + 1 < size; i++)
-            if (rank[i] < rank[best])
-                best = i;
-        if (rank[best] == NEVER)
+        uint64_t lowest = merge[0];
+        for (int64_t i = 1; i + 1 < size; i++) {    /* without branches: which is lowest cannot be foretold */
+            best = merge[i] < lowest ? i : best;
+            lowest = merge[i] < lowest ? merge[i] : lowest;
+        }
+        if (lowest == NO_MERGE)
             break;
-        token[best] = merged[best];
+        token[best] = (int32_t)lowest;
         size--;
         for (int64_t i = best + 1; i < size; i++) {
             token[i] = token[i + 1];
-            rank[i] = rank[i + 1];              /* the last one is read beyond the pairs, and never used */
-            merged[i] = merged[i + 1];
+            merge[i] = merge[i + 1];            /* the last one is read beyond the pairs, and never used */
         }
-        for (int64_t i = best > 0 ? best - 1 : 0; i <= best && i + 1 < size; i++) {
-            const Merge *merge = find_merge(encoder, token[i], token[i + 1]);
-            rank[i] = merge->rank;
-            merged[i] = merge->merged;
-        }
+        if (best > 0)
+            merge[best - 1] = find_merge(encoder, token[best - 1], token[best]);
+        if (best + 1 < size)
+            merge[best] = find_merge(encoder, token[best], token[best + 1]);
     }
     return size;
 }
@@ -454,19 +462,19 @@ static int64_t merge_long(const Encoder *encoder, const uint8_t *word, int64_t s
         previous[i] = i - 1;
     }
     for (int64_t i = 0; i + 1 < size; i++) {
-        int32_t rank = find_merge(encoder, token[i], token[i + 1])->rank;
-        if (rank != NEVER)
-            heap_push(heap, &heap_size, (uint64_t)rank << 32 | (uint64_t)i);
+        uint64_t merge = find_merge(encoder, token[i], token[i + 1]);
+        if (merge != NO_MERGE)
+            heap_push(heap, &heap_size, merge >> 32 << 32 | (uint64_t)i);
     }
     while (heap_size) {
         uint64_t entry = heap_pop(heap, &heap_size);
         int32_t i = (int32_t)entry, second = next[i];
         if (token[i] < 0 || second == size)
             continue;
-        const Merge *merge = find_merge(encoder, token[i], token[second]);
-        if (merge->rank != (int32_t)(entry >> 32))
+        uint64_t merge = find_merge(encoder, token[i], token[second]);
+        if (merge >> 32 != entry >> 32)
             continue;
-        token[i] = merge->merged;
+        token[i] = (int32_t)merge;
         token[second] = -1;
         next[i] = next[second];
         if (next[i] < size)
@@ -475,9 +483,9 @@ static int64_t merge_long(const Encoder *encoder, const uint8_t *word, int64_t s
             int32_t from = side ? i : previous[i];
             if (from < 0 || next[from] == size)
                 continue;
-            int32_t rank = find_merge(encoder, token[from], token[next[from]])->rank;
-            if (rank != NEVER)
-                heap_push(heap, &heap_size, (uint64_t)rank << 32 | (uint32_t)from);
+            merge = find_merge(encoder, token[from], token[next[from]]);
+            if (merge != NO_MERGE)
+                heap_push(heap, &heap_size, merge >> 32 << 32 | (uint32_t)from);
         }
     }
     for (int64_t i = 0; i < size; i = next[i])
@@ -561,11 +569,11 @@ Encoder *lmkit_encoder_new(const uint8_t *classes, const int32_t *byte_ids, cons
         return NULL;
     }
     for (uint64_t i = 0; i < capacity; i++)
-        encoder->merges[i] = (Merge){0, NEVER, 0};
+        encoder->merges[i] = (Merge){0, NO_MERGE};
     for (int64_t i = 0; i < num_merges; i++) {
-        Merge *slot = (Merge *)find_merge(encoder, left[i], right[i]);
+        Merge *slot = merge_slot(encoder, pair_of(left[i], right[i]));
         if (!slot->pair)                        /* a pair that is listed twice keeps its first rank */
-            *slot = (Merge){((uint64_t)(uint32_t)left[i] << 32 | (uint32_t)right[i]) + 1, (int32_t)i, merged[i]};
+            *slot = (Merge){pair_of(left[i], right[i]), (uint64_t)i << 32 | (uint32_t)merged[i]};
     }
     return encoder;
 }

@@ -11,6 +11,8 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 R = TypeVar("R")
 
+_AHEAD = 2  # results per worker that may wait for an earlier one
+
 
 def share_out(
     items: Iterable[T],
@@ -19,10 +21,11 @@ def share_out(
 ) -> None:
     """Pass every item to one of the workers, and every result to `finish`, in the order of the items.
 
-    Each worker has a thread, which takes the next item, works on it, and finishes it when its turn comes; one worker
-    does it all in the calling thread. So `items` and `finish` are never entered by two threads at a time, and
-    one result per worker at most waits for its turn. Without `finish` nobody waits, and results are dropped.
-    An error anywhere ends all threads before it is raised.
+    Each worker has a thread, which takes the next item, works on it, hands in the result, and goes on: items differ,
+    and nobody is to wait for a slow one. Whoever hands in the result that is due finishes it and what waited for it;
+    one worker does it all in the calling thread. So `items` and `finish` are never entered by two threads at a time,
+    and a few results per worker at most wait (`_AHEAD`). Without `finish` results are dropped. An error anywhere ends
+    all threads before it is raised.
     """
     if len(workers) == 1:
         for item in items:
@@ -30,7 +33,7 @@ def share_out(
             if finish is not None:
                 finish(item, result)
         return
-    line = _Line(items, finish)
+    line = _Line(items, finish, _AHEAD * len(workers))
 
     def run(worker: Callable[[T], R]) -> None:
         try:
@@ -52,11 +55,13 @@ def share_out(
 class _Line(Generic[T, R]):
     """Items leave at the front, one at a time, and are finished in the same order."""
 
-    def __init__(self, items: Iterable[T], finish: Callable[[T, R], None] | None) -> None:
+    def __init__(self, items: Iterable[T], finish: Callable[[T, R], None] | None, most_waiting: int) -> None:
         self._items = enumerate(items)
         self._finish = finish
+        self._most_waiting = most_waiting
         self._taking = threading.Lock()
-        self._finishing = threading.Condition()
+        self._changed = threading.Condition()  # guards all below
+        self._results: dict[int, tuple[T, R]] = {}
         self._num_finished = 0
         self._closed = False
 
@@ -66,17 +71,23 @@ class _Line(Generic[T, R]):
             return None if self._closed else next(self._items, None)
 
     def finish(self, number: int, item: T, result: R) -> None:
-        """Wait until all items before this one are finished, then finish it; do nothing once closed."""
+        """Hand in a result, and finish all that are due."""
         if self._finish is None:
             return
-        with self._finishing:
-            self._finishing.wait_for(lambda: self._closed or self._num_finished == number)
-            if not self._closed:
-                self._finish(item, result)
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or number < self._num_finished + self._most_waiting)
+            self._results[number] = item, result
+        while True:
+            with self._changed:
+                due = None if self._closed else self._results.pop(self._num_finished, None)
+            if due is None:  # not here yet, or being finished by a thread that will see to this one too
+                return
+            self._finish(*due)
+            with self._changed:
                 self._num_finished += 1
-                self._finishing.notify_all()
+                self._changed.notify_all()
 
     def close(self) -> None:
-        with self._finishing:
+        with self._changed:
             self._closed = True
-            self._finishing.notify_all()
+            self._changed.notify_all()

@@ -3,7 +3,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from lmkit.tokenizer import Tokenizer, native
+from lmkit.tokenizer.bpe import MergeTable
 from lmkit.tokenizer.chunk_encoder import NumpyEncoder
 from lmkit.tokenizer.special_tokens import SpecialTokens
 from lmkit.tokenizer.word_counter import NumpyCounter
@@ -44,6 +45,24 @@ def test_equal_to_numpy_on_a_megabyte_of_random_words(
     fast, slow = native.NativeEncoder(code, trained.merge_table), NumpyEncoder(trained.merge_table)
     expected = slow.encode(data, trained.specials)
     np.testing.assert_array_equal(fast.encode(data, trained.specials), expected)
+
+
+def test_long_words_are_merged_in_order_of_rank(
+    code: ctypes.CDLL, trained: Tokenizer, real_text: str, oracle_encode: Callable
+) -> None:
+    """Beyond 64 bytes a heap finds the best pair, and what it holds of pairs that are gone must be passed over."""
+    letters = "".join(character for character in real_text if character.isascii() and character.isalpha())
+    encoder = native.NativeEncoder(code, trained.merge_table)
+    for start in range(0, 4000, 200):
+        word = letters[start : start + 200]
+        expected = oracle_encode(word, trained.vocab, trained.merges, trained.special_tokens)
+        assert encoder.encode(word.encode(), NO_SPECIALS).tolist() == expected
+
+
+def test_a_pair_that_is_listed_twice_keeps_its_first_rank(code: ctypes.CDLL) -> None:
+    a, b, c = b"abc"
+    merges = MergeTable(range(256), [(a, b, 256), (b, c, 257), (a, b, 256)])
+    assert native.NativeEncoder(code, merges).encode(b"abc", NO_SPECIALS).tolist() == [256, c]
 
 
 def test_starts_over_when_it_knows_too_many_words(code: ctypes.CDLL, trained: Tokenizer) -> None:

@@ -26,6 +26,50 @@ def test_results_are_finished_in_order_whoever_is_slow(workers: int) -> None:
     assert finished == [(i, i * i) for i in range(100)]
 
 
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("workers", [2, 3, 8])
+def test_who_is_ahead_goes_on_but_not_far(workers: int) -> None:
+    """The first item is held back until the others are as far ahead as they may be: two results per thread wait."""
+    most_ahead = 2 * workers + workers - 2  # these wait, the first is at work, and the others wait to hand in more
+    far_ahead = threading.Event()
+    finished: list[int] = []
+    ahead = []
+
+    def work(item: int) -> int:
+        ahead.append(item - len(finished))
+        if item == most_ahead:
+            far_ahead.set()
+        if item == 0:
+            assert far_ahead.wait(60)
+        return item
+
+    share_out(range(200), [work] * workers, lambda item, result: finished.append(result))
+    assert finished == list(range(200))
+    assert max(ahead) == most_ahead
+
+
+@pytest.mark.timeout(120)
+def test_one_thread_finishes_at_a_time() -> None:
+    """The second result is handed in while the first is being finished, and its thread goes on to the third item."""
+    finishing, going_on = threading.Event(), threading.Event()
+    inside = threading.Lock()
+
+    def work(item: int) -> None:
+        if item == 1:
+            assert finishing.wait(60)
+        elif item == 2:
+            going_on.set()
+
+    def finish(item: int, result: None) -> None:
+        assert inside.acquire(blocking=False)
+        if item == 0:
+            finishing.set()
+            assert going_on.wait(60)
+        inside.release()
+
+    share_out(range(10), [work] * 2, finish)
+
+
 @pytest.mark.parametrize("workers", [1, 2, 8])
 def test_without_finish_every_item_is_worked_on_once(workers: int) -> None:
     done: list[int] = []
