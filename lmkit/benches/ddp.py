@@ -25,7 +25,7 @@ from lmkit.measure.progress import Progress
 from lmkit.measure.statistics import median, paired_ratio, spread
 from lmkit.measure.timing import time_variants
 from lmkit.parallel.agreement import agree
-from lmkit.parallel.process_group import Ranks
+from lmkit.parallel.process_group import Ranks, let_go_of_collectives
 
 LADDER = ("one rank", "none", "naive", "flat", "overlap", "bucketed", "torch_ddp", "zero1")
 RIVALS = ("torch_ddp default", "torch_ddp static", "torch_ddp + ZeRO")
@@ -95,6 +95,7 @@ def _build_and_measure(
         if on_gpu:
             torch.cuda.synchronize(ranks.device)
             # Or what an earlier contender left would be freed on this one's account.
+            let_go_of_collectives(ranks)
             release_memory(ranks.device)
             torch.cuda.reset_peak_memory_stats(ranks.device)
             start = torch.cuda.memory_allocated(ranks.device)

@@ -19,7 +19,7 @@ from lmkit.measure.memory import GB, release_memory, track_peak
 from lmkit.measure.statistics import paired_ratio, spread
 from lmkit.model.accounting import count_parameters, flops_per_token
 from lmkit.parallel.failures import StepWatch
-from lmkit.parallel.process_group import Ranks
+from lmkit.parallel.process_group import Ranks, let_go_of_collectives
 from lmkit.parallel.strategies import SyncOptions
 from lmkit.recipe.model import ModelConfig
 from lmkit.recipe.vocabulary import NUM_BYTES
@@ -261,9 +261,10 @@ def _kept_bytes(step: TrainingStep, ranks: Ranks, before: int) -> int:
 
 
 def _settle(ranks: Ranks) -> None:
-    """Wait, and let the allocator see that the wait is over: what a communication stream has used is counted as
-    allocated until the next allocation after its end, and would be put down to another training."""
+    """Wait, and let the backend and the allocator see that the wait is over: what a collective has used is counted as
+    allocated until they have, and would be put down to another training."""
     _synchronize(ranks)
+    let_go_of_collectives(ranks)
     if ranks.device.type == "cuda":
         torch.empty(1, device=ranks.device)
 

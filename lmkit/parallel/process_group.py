@@ -182,6 +182,17 @@ def _meet(settings: _Environment, timeout_s: float) -> dist.Store:
     return store
 
 
+def let_go_of_collectives(ranks: Ranks) -> None:
+    """Return when the backend holds no tensor of a collective that has ended.
+
+    NCCL's keeps them until a thread of its own has looked, which it does ten times a second: an account of memory
+    that begins sooner has what others worked on in it, and then loses it. Call it after a synchronisation.
+    """
+    if ranks.world_size > 1 and ranks.device.type == "cuda":
+        assert dist.group.WORLD is not None
+        dist.group.WORLD._wait_for_pending_works()
+
+
 def _await_all(store: dist.Store, settings: _Environment, timeout_s: float) -> None:
     """Wait for every rank's sign, so that a rank that never came is named."""
     store.set(f"here/{settings.rank}", "yes")
