@@ -123,14 +123,16 @@ def ddp_result(rows: Rows, sweep: Rows, ranks: Ranks, overlap: StepTimeline | No
             y_label="tokens per second",
             spec=",.0f",
         ),
-        "ddp_exposed.png": grouped_bars(
-            [row["contender"] for row in timed if "exposed_ms" in row],
-            {"exposed": [row["exposed_ms"] for row in timed if "exposed_ms" in row]},
+    }
+    exposed = {row["contender"]: row["exposed_ms"] for row in timed if "exposed_ms" in row}
+    if exposed:  # `none` was among the contenders
+        files["ddp_exposed.png"] = grouped_bars(
+            list(exposed),
+            {"exposed": list(exposed.values())},
             title="Communication that compute does not hide",
             x_label="contender",
             y_label="ms per step",
-        ),
-    }
+        )
     swept = [row for row in sweep if str(row["contender"]).startswith("bucketed")]
     if any("step_ms" in row for row in swept):
         files["ddp_bucket_sweep.png"] = sweep_picture([row for row in swept if "step_ms" in row])

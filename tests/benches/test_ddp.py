@@ -214,6 +214,22 @@ def test_a_trace_is_read_as_what_ran_beside_what():
         read_step(events[:-1], 3)
 
 
+def test_without_none_there_is_no_picture_of_what_is_exposed():
+    timed = {
+        "status": "ok",
+        "step_ms": 10.0,
+        "p10_ms": 9.0,
+        "p90_ms": 11.0,
+        "tokens_per_s": 1.0,
+        "samples_ms": [10.0],
+    }
+    row = {"case": "small", "contender": "bucketed", "world_size": 2} | timed
+    ranks = Ranks(rank=0, local_rank=0, world_size=2, device=torch.device("cpu"))
+    without, beside_none = (ddp_result([made], [], ranks).files for made in (row, row | {"exposed_ms": 1.0}))
+    assert "ddp_exposed.png" not in without and "ddp_exposed.png" not in str(without["ddp_report.md"])
+    assert "ddp_exposed.png" in beside_none and "ddp_exposed.png" in str(beside_none["ddp_report.md"])
+
+
 def test_two_runs_of_the_ladder_can_be_compared():
     def result(step_ms: float, calls: int):
         def row(name: str) -> dict:
