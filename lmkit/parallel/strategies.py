@@ -56,8 +56,8 @@ class SyncOptions:
         wire_dtype: in what numbers gradients travel and are summed.
         weights: `zero1` only; "bf16" casts the model's parameters and keeps fp32 masters in the shards.
         gather: `zero1` only; how a rank gets the weights that the others stepped. "auto": it reads them from the
-            other GPUs' memory where all ranks are on one host and its GPUs reach one another, which leaves all
-            multiprocessors to the compute that hides it; elsewhere, and with "collective", by the backend.
+            other GPUs' memory where all ranks are on one host and its GPUs reach one another; elsewhere, and with
+            "collective", the backend gathers.
     """
 
     bucket_mb: float = 50.0
