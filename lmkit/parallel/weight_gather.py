@@ -48,7 +48,7 @@ class PeerGather:
 
     NCCL's kernels take multiprocessors from the products that they run beside, and a product that has a block of
     threads for each then needs a second round. Copy engines take none, which shows where gathering reaches into the
-    forward pass: 1% of a step of 1.3 billion fp32 weights on two H200, 0.4% with bf16 weights, nothing at 162 million.
+    forward pass: 1% of a step of 1.3 billion fp32 weights on two H200, 0.4% with bf16 weights, none at 162 million.
 
     A rank may read when every rank has written: all join a reduction of four bytes first. A rank may write again
     when every rank has read: each averages a bucket's next gradients only after it has read the bucket's weights
