@@ -26,7 +26,7 @@ the parity of their round, the producer for the opposite one, which lets its fir
 | q_full [consumer] | the producer's `expect`, then TMA's bytes | that consumer, turn & 1 |
 | q_empty [consumer] | that consumer, after its last S; without OWN_O, after O | the producer, (turn & 1) ^ 1 |
 | named, 9 + consumer | the other of two consumers (`bar.arrive`) | that consumer, before it issues products |
-| named, 9 + CONSUMERS + consumer | the 128 threads of that consumer, with their votes | the same threads |
+| named, 9 + CONSUMERS + consumer | the 128 threads of that consumer, at each of its votes | the same threads |
 
 Shared memory, of 227 KiB: at D = 128 two tiles of Q and two of O with 16 KiB each, two slots for K and two for
 V with 32 KiB each: 192 KiB. D = 64 takes 144 KiB (160 with two consumers and four slots), D = 256, whose O
@@ -36,17 +36,27 @@ take 240 (160), the producer keeps 24.
 Softmax without a running maximum. The usual online softmax takes the maximum of every block, and with it
 shuffles and a rescaling of O. Here the row maximum of the first block is the REFERENCE of the row: P = 2^(score
 - reference), the row sum l and O all carry that factor, which cancels in O / l, so any reference gives the
-exact softmax as long as nothing overflows. One vote per block guards that: when a thread's part of the block's
-row sum passes `lift_above`, or is NaN, the consumer computes the block's scores once more (its K has not been
-given back yet), lifts its rows' references to the new maxima and rescales O and l. Ordinary data pay two
-compares and a barrier a block, data that jump one more product and its exponentials where they jump, and the
-result is exact on all of them: nothing that overflowed has yet reached O or l.
+exact softmax as long as nothing overflows. A vote guards that: when a thread's part of the block's row sum
+passes `lift_above`, or is NaN, the consumer computes the block's scores once more (its K has not been given back
+yet), lifts its rows' references to the new maxima and rescales O and l. Ordinary data pay two compares and a
+barrier a block, data that jump one more product and its exponentials where they jump, and the result is exact on
+all of them: nothing that overflowed has yet reached O or l.
 
-What the static reference costs is one rounding: the largest P of a row is not exactly 1, so where one key takes
-most of a row, the 16-bit rounding of its P shows in O (2.3e-3 where an online softmax has 1.7e-3), and through
-delta in dQ and dK. SUM_ROUNDED divides O by the sum of the rounded P instead, where it cancels; the log-sum-exp
-keeps the exact sum. That is 128 instructions a block of 128 keys: 1 to 2% at D = 256, but 8 to 12% at D = 128
-and 14 to 19% at D = 64, where issue slots are short.
+Peaks. The static reference costs one rounding: the largest P of a row is not exactly 1, so where one key takes
+most of a row, the 16-bit rounding of its P would show in O (2.3e-3 where an online softmax has 1.7e-3), and
+through delta in dQ and dK. So O is divided by a sum that holds the largest P as rounded, where that cancels; the
+log-sum-exp keeps the exact one. Only blocks with a peak, where a thread's part of the row sum passes
+FOLLOW_ABOVE, look for their largest P: some 50 instructions. That is the limit of the vote that every block
+takes; a block that passes it votes once more, on `lift_above`. So blocks without peaks execute nothing more. (To
+add up all P as rounded costs every block 128 instructions: 8 to 19% of the speed at D = 64 and 128.)
+
+Without FOLLOW_PEAKS (one configuration: D = 64 causal from 2048 to 4095 queries, where following cost 4% of the
+speed) the largest P keeps that error. With logits x 8 its output has 1.34 of cuDNN's and dK 1.20, with logits x 16
+1.40 and 1.44 and a dK that the bench's gate refuses (measured at 4096 queries, causal).
+
+The first vote stands between the exponentials and the waits for the next tiles. Taken behind those waits it left
+ptxas free to move the exponentials there too, out of the products' shadow: 7 to 14% of the speed, in whichever
+kernels it chose to.
 """
 
 from typing import NamedTuple
@@ -64,10 +74,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lmkit.kernels.hopper.copies import fetch_tile
 from lmkit.kernels.hopper.fragments import (
+    count_visible_keys,
     exp2_unfused,
     hide_keys,
     pack_pairs,
-    rounded_sums_within_threads,
+    rounding_of_largest,
     scale_rows,
     sum_within_threads,
     unpack_pairs,
@@ -89,6 +100,15 @@ ROWS = gl.constexpr(64)  # query rows of one consumer: the height of a wgmma
 BOTH_CONSUMERS = gl.constexpr(256)  # threads
 # Finite, so that a row whose first block is masked keeps 2^(-inf - reference) = 0
 LOWEST_REFERENCE = gl.constexpr(-1.0e30)
+# Limit of a thread's part of a block's row sum, as a PTX number: 2^9, below every `lift_above`. Rows that stay below
+# it have up to 1.12 of cuDNN's error (measured: logits x 3 at D = 64).
+FOLLOW_ABOVE = gl.constexpr("0f44000000")
+# The maximum of few keys says little about a row: of rows that see one key of their first block, 2 of 100 would find
+# a peak in every block of normal data, and all who share the multiprocessor would wait for them. A reference that is
+# higher by a whole power of two leaves the largest P as exact as 1. Measured on normal causal data: D = 64 gains 1.4%
+# at 16k but loses 0.4% at 4k, and 1.7% at 2k, where nobody follows peaks now; D = 128 gains up to 0.7%.
+FEW_KEYS = gl.constexpr(4)
+MARGIN_OF_FEW = gl.constexpr(6.0)  # powers of two
 
 
 class Descriptors(NamedTuple):
@@ -138,10 +158,16 @@ def lift_above(dtype):
     return "0f45800000" if dtype == gl.float16 else "0f5D800000"
 
 
+@gluon.constexpr_function
+def look_above(dtype, follow_peaks):
+    """Limit of the vote that every block takes, as a PTX number; without peaks to follow that of the lift."""
+    return FOLLOW_ABOVE.value if follow_peaks else lift_above(dtype)
+
+
 @gluon.jit
 def _producer(descriptors, tiles, barriers, problem, lse, scale_log2, D: gl.constexpr,
               KEYS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr,
-              CONSUMERS: gl.constexpr, OWN_O: gl.constexpr, SUM_ROUNDED: gl.constexpr):  # fmt: skip
+              CONSUMERS: gl.constexpr, OWN_O: gl.constexpr, FOLLOW_PEAKS: gl.constexpr):  # fmt: skip
     """The copying warp. K before Q in the first turn: the consumers' last step with the old Q hides both."""
     TILE: gl.constexpr = ROWS * CONSUMERS
     block = 0
@@ -195,7 +221,7 @@ def _lift(scores, scale_log2, reference):
 @gluon.jit
 def _consumer(index: gl.constexpr, descriptors, tiles, barriers, problem, lse, scale_log2, D: gl.constexpr,
               KEYS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr,
-              CONSUMERS: gl.constexpr, OWN_O: gl.constexpr, SUM_ROUNDED: gl.constexpr):  # fmt: skip
+              CONSUMERS: gl.constexpr, OWN_O: gl.constexpr, FOLLOW_PEAKS: gl.constexpr):  # fmt: skip
     """One warp group: 64 rows of every tile. `block` counts key blocks over all tiles: slot and phase
     follow from it."""
     TILE: gl.constexpr = ROWS * CONSUMERS
@@ -243,9 +269,12 @@ def _consumer(index: gl.constexpr, descriptors, tiles, barriers, problem, lse, s
         mbarrier.arrive(barriers.k_empty.index(slot), count=1)
         scores = hide_keys(scores, rows, (own_blocks - 1) * KEYS, num_keys, CAUSAL, TAIL)
         reference = gl.maximum(gl.max(scores, 1) * scale_log2, LOWEST_REFERENCE)  # (64,)
+        if FOLLOW_PEAKS:
+            visible = count_visible_keys(rows, (own_blocks - 1) * KEYS, num_keys, KEYS, CAUSAL, TAIL)
+            reference += gl.where(visible <= FEW_KEYS, MARGIN_OF_FEW, 0.0)
         p = exp2_unfused(scores, scale_log2, reference)
         sums = sum_within_threads(p)  # (64, 4)
-        rounded = gl.zeros_like(sums)
+        surplus = gl.zeros_like(sums)  # of the blocks' largest P, by their rounding
         packed = pack_pairs(p, DTYPE)  # (64, KEYS / 2)
         mbarrier.wait(
             barriers.k_full.index((block + 1) % STAGES), ((block + 1) // STAGES) & 1, pred=own_blocks > 1
@@ -265,11 +294,11 @@ def _consumer(index: gl.constexpr, descriptors, tiles, barriers, problem, lse, s
             score_job = issue_product(q, k.permute((1, 0)), SCORES)
             out_job = warpgroup_mma(probabilities, v, acc, is_async=True)
             _pass_turn(index, CONSUMERS)
-            if SUM_ROUNDED:
-                rounded = rounded + rounded_sums_within_threads(packed, DTYPE, sums)
             scores = warpgroup_mma_wait(1, deps=[score_job])
             p = gl.exp2(scores * scale_log2 - gl.expand_dims(reference, 1))
             block_sums = sum_within_threads(p)
+            # The vote HERE keeps the exponentials here: it needs all of them, and ptxas moves no barrier.
+            peaks = any_exceeds(block_sums, look_above(DTYPE, FOLLOW_PEAKS), my_vote, index)
             # Waiting for the next operands HERE matters: the loop in it is a border between basic blocks,
             # which keeps ptxas from moving the wait for O += P V above the exponentials that should overlap
             # with it.
@@ -281,11 +310,14 @@ def _consumer(index: gl.constexpr, descriptors, tiles, barriers, problem, lse, s
             mbarrier.wait(barriers.v_full.index(slot), (block // STAGES) & 1)
             # the softmax's results as dependencies: they are computed before this wait, not after
             acc, p, block_sums = warpgroup_mma_wait(0, deps=[out_job, p, block_sums])
-            if any_exceeds(block_sums, lift_above(DTYPE), my_vote, index) != 0:
-                scores = warpgroup_mma_wait(0, deps=[issue_product(q, k.permute((1, 0)), SCORES)])
-                p, block_sums, reference, factor = _lift(scores, scale_log2, reference)
-                sums, acc = scale_rows(sums, factor), scale_rows(acc, factor)
-                rounded = scale_rows(rounded, factor)
+            if peaks != 0:
+                if not FOLLOW_PEAKS or any_exceeds(block_sums, lift_above(DTYPE), my_vote, index) != 0:
+                    scores = warpgroup_mma_wait(0, deps=[issue_product(q, k.permute((1, 0)), SCORES)])
+                    p, block_sums, reference, factor = _lift(scores, scale_log2, reference)
+                    sums, acc = scale_rows(sums, factor), scale_rows(acc, factor)
+                    surplus = scale_rows(surplus, factor)
+                else:  # a lifted row's largest P is exactly 1
+                    surplus = surplus + rounding_of_largest(p, DTYPE, sums)
             mbarrier.arrive(barriers.v_empty.index(previous), count=1)
             mbarrier.arrive(barriers.k_empty.index(slot), count=1)
             sums = sums + block_sums
@@ -299,9 +331,8 @@ def _consumer(index: gl.constexpr, descriptors, tiles, barriers, problem, lse, s
         out_job = warpgroup_mma(unpack_pairs(packed, DTYPE, PROBABILITIES), v, acc, is_async=True)
         row_sum = gl.convert_layout(gl.sum(sums, 1), ROW)
         rounded_sum = row_sum
-        if SUM_ROUNDED:
-            rounded = rounded + rounded_sums_within_threads(packed, DTYPE, sums)
-            rounded_sum = gl.convert_layout(gl.sum(rounded, 1), ROW)
+        if FOLLOW_PEAKS:
+            rounded_sum = gl.convert_layout(gl.sum(sums + surplus, 1), ROW)
         acc = warpgroup_mma_wait(0, deps=[out_job])
         mbarrier.arrive(barriers.v_empty.index(slot), count=1)
         out = scale_rows(acc, 1.0 / rounded_sum)
@@ -331,15 +362,15 @@ def _consumer(index: gl.constexpr, descriptors, tiles, barriers, problem, lse, s
 def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse, num_queries, num_keys, heads, group, num_tiles,
                    num_heads, scale_log2,
                    D: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-                   TAIL: gl.constexpr, CONSUMERS: gl.constexpr, OWN_O: gl.constexpr, SUM_ROUNDED: gl.constexpr,
+                   TAIL: gl.constexpr, CONSUMERS: gl.constexpr, OWN_O: gl.constexpr, FOLLOW_PEAKS: gl.constexpr,
                    REGISTERS: gl.constexpr):  # fmt: skip
     """Allocates the slots and barriers and starts the three partitions.
 
     Descriptors are rank 4, (batch, heads, sequence, D): q and o in boxes of (1, 1, 64, D), k and v of (1,
     1, KEYS, D). lse: float32 (num_heads, num_queries), natural logarithm. group: query heads per key head.
     num_heads: over the batch. scale_log2: scale * log2(e). TAIL: num_keys is no multiple of KEYS. OWN_O: O
-    leaves through tiles of its own, otherwise through Q's. SUM_ROUNDED: O is divided by the sum of P as rounded
-    for the product (see the module). REGISTERS: a consumer's, after it took the producer's share.
+    leaves through tiles of its own, otherwise through Q's. FOLLOW_PEAKS: O is divided by a sum that holds the
+    largest P as rounded (see the module). REGISTERS: a consumer's, after it took the producer's share.
     """
     gdc_wait()  # for what the kernel before this one wrote
     gdc_launch_dependents()  # the next kernel may start, and waits in its turn
@@ -374,11 +405,11 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse, num_queries, num_keys, h
         gl.warp_specialize(
             [
                 (_consumer, (0, descriptors, tiles, barriers, problem, lse, scale_log2,
-                             D, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O, SUM_ROUNDED)),
+                             D, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O, FOLLOW_PEAKS)),
                 (_consumer, (1, descriptors, tiles, barriers, problem, lse, scale_log2,
-                             D, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O, SUM_ROUNDED)),
+                             D, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O, FOLLOW_PEAKS)),
                 (_producer, (descriptors, tiles, barriers, problem, lse, scale_log2,
-                             D, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O, SUM_ROUNDED)),
+                             D, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O, FOLLOW_PEAKS)),
             ],
             [4, 1],
             [REGISTERS, 24],
@@ -387,13 +418,13 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse, num_queries, num_keys, h
         gl.warp_specialize(
             [
                 (_consumer, (0, descriptors, tiles, barriers, problem, lse, scale_log2,
-                             D, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O, SUM_ROUNDED)),
+                             D, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O, FOLLOW_PEAKS)),
                 (_consumer, (1, descriptors, tiles, barriers, problem, lse, scale_log2,
-                             D, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O, SUM_ROUNDED)),
+                             D, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O, FOLLOW_PEAKS)),
                 (_consumer, (2, descriptors, tiles, barriers, problem, lse, scale_log2,
-                             D, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O, SUM_ROUNDED)),
+                             D, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O, FOLLOW_PEAKS)),
                 (_producer, (descriptors, tiles, barriers, problem, lse, scale_log2,
-                             D, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O, SUM_ROUNDED)),
+                             D, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O, FOLLOW_PEAKS)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 24],

@@ -24,6 +24,18 @@ def hide_keys(scores, rows, first_key, num_keys, CAUSAL: gl.constexpr, TAIL: gl.
 
 
 @gluon.jit
+def count_visible_keys(
+    rows, first_key, num_keys, KEYS: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr
+):
+    """How many of the KEYS keys from `first_key` on a query of `rows` sees (none: 0 or less)."""
+    if CAUSAL:
+        return gl.minimum(gl.minimum(rows + 1, num_keys) - first_key, KEYS)
+    if TAIL:
+        return rows * 0 + (num_keys - first_key)
+    return rows * 0 + KEYS
+
+
+@gluon.jit
 def keep_columns_up_to(tile, last_column, fill: gl.constexpr):
     """`fill` where the column is beyond `last_column` (one number a row, may be negative)."""
     split, last, column = _split_columns(tile, last_column)
@@ -64,28 +76,38 @@ def sum_within_threads(tile):
 
 
 @gluon.jit
-def rounded_sums_within_threads(packed, dtype: gl.constexpr, like):
-    """`sum_within_threads`, in the layout of `like`, of the 16-bit numbers that `pack_pairs` packed."""
-    if dtype == gl.bfloat16:
-        low, high = gl.inline_asm_elementwise(
-            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
-            "=&f,=f,r",
-            [packed],
-            dtype=(gl.float32, gl.float32),
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        low, high = gl.inline_asm_elementwise(
-            "{ .reg .b16 l, h; mov.b32 {l, h}, $2; cvt.f32.f16 $0, l; cvt.f32.f16 $1, h; }",
-            "=&f,=f,r",
-            [packed],
-            dtype=(gl.float32, gl.float32),
-            is_pure=True,
-            pack=1,
-        )
-    sums = gl.sum((low + high).reshape([packed.shape[0], packed.shape[1] // 4, 4]), 1)
-    return gl.convert_layout(sums, like.type.layout)
+def rounding_of_largest(p, dtype: gl.constexpr, like):
+    """(rows, 64 or 128), none negative -> (rows, 4) in the layout of `like`: what rounding to `dtype` adds to the
+    largest of each thread's own numbers of a row.
+
+    Compared as integers, which order as float32 does where nothing is negative: Hopper has a three-way maximum of
+    these, half an instruction a number.
+    """
+    rows: gl.constexpr = p.shape[0]
+    columns: gl.constexpr = p.shape[1]
+    rest, other = gl.split(p.to(gl.int32, bitcast=True).reshape([rows, columns // 8, 4, 2]))
+    if columns == 128:
+        rest, other = _largest_of_three(rest, other)
+    rest, other = _largest_of_three(rest, other)
+    rest, other = _largest_of_three(rest, other)
+    rest, other = _largest_of_three(rest, other)
+    largest = gl.maximum(rest, other).reshape([rows, 4]).to(gl.float32, bitcast=True)
+    return gl.convert_layout(largest.to(dtype).to(gl.float32) - largest, like.type.layout)
+
+
+@gluon.jit
+def _largest_of_three(rest, other):
+    """(rows, n, 4) twice -> (rows, n / 2, 4) twice, with the same largest of each row and place between them."""
+    a, b = _halves(rest)
+    c, other = _halves(other)
+    return gl.maximum(gl.maximum(a, b), c), other
+
+
+@gluon.jit
+def _halves(tile):
+    """(rows, n, 4) -> twice (rows, n / 2, 4), within threads."""
+    pairs = tile.reshape([tile.shape[0], tile.shape[1] // 2, 2, 4])
+    return gl.split(pairs.permute((0, 1, 3, 2)))
 
 
 @gluon.jit
