@@ -21,7 +21,7 @@ static const uint64_t NO_MERGE = UINT64_MAX;    /* of a pair that is not merged 
 enum { SHORT_WORD = 64 };                       /* bytes; beyond, merging uses a heap */
 enum { LONGEST_REMEMBERED = 1 << 12 };          /* bytes, when encoding */
 enum { FIRST_CAPACITY = 1 << 14 };              /* slots */
-enum { MOST_WORDS = 250000, MOST_BYTES = 1 << 25 };  /* when encoding; with 2^18 words the tables would double */
+enum { MOST_WORDS = 349525, MOST_BYTES = 1 << 25 };  /* when encoding; with more words the slots would double */
 enum { HUGE_PAGE = 1 << 21 };                   /* bytes */
 
 /* ---- special tokens */
@@ -191,28 +191,20 @@ static const uint8_t *word_end(const uint8_t *classes, const uint8_t *p, const u
 /* ---- known words */
 
 /* Up to 15 bytes a word is its own key: the bytes, padded with zeros, and the size in the topmost byte. A longer one has
- * a hash of its bytes in key[0], and 16 above the size in key[1]. */
+ * a hash of its bytes in key[0], and 16 above the size in key[1]; its bytes follow. Behind that stands what is known of
+ * the word: when counting its count (int64_t), when encoding how many tokens it has, and the tokens (int32_t). */
 typedef struct {
     uint64_t key[2];
-    int64_t text;                               /* where the bytes begin in the table's texts */
-    union {
-        int64_t count;                          /* counting */
-        struct {                                /* encoding: the token if there is one, else where they begin */
-            int32_t num_tokens, first;
-        };
-    };
 } Word;
 
 /* The words stand in the order of their appearance: the frequent ones together in front, where a cache keeps them. They are
- * found by open addressing in `slots`, at most half of which are taken: the upper half of the word's hash, and its
- * number plus one; 0 is a free slot. */
+ * found by open addressing in `slots`, at most two thirds of which are taken: the hash of a word in the upper half,
+ * and in the lower where it begins, in units of 8 bytes, plus one; 0 is a free slot. */
 typedef struct {
     uint64_t *slots;
-    int64_t capacity;
-    Word *words;
-    int64_t num_words, word_room;
-    uint8_t *texts;                             /* the bytes of all words */
-    int64_t text_size, text_room;
+    int64_t capacity, num_words;
+    uint8_t *words;
+    int64_t size, room;                         /* of words, in bytes */
 } Table;
 
 static inline uint64_t mix(uint64_t x)
@@ -250,9 +242,26 @@ static inline int64_t word_size(const Word *word)
     return size <= 15 ? size : (int64_t)(word->key[1] << 8 >> 8);
 }
 
-static inline uint64_t hash_of(const uint64_t key[2])
+static inline const uint8_t *word_text(const Word *word)
 {
-    return mix(key[0] ^ key[1] * 0xC2B2AE3D27D4EB4Fu);
+    return (const uint8_t *)(word_size(word) <= 15 ? word : word + 1);
+}
+
+/* The bytes that a word of `size` bytes takes with `known` bytes of knowledge, in whole units of 8. */
+static inline int64_t bytes_with(int64_t size, int64_t known)
+{
+    return sizeof(Word) + (size <= 15 ? 0 : (size + 7) & ~(int64_t)7) + ((known + 7) & ~(int64_t)7);
+}
+
+/* What is known of a word. */
+static inline void *knowledge(const Word *word)
+{
+    return (uint8_t *)word + bytes_with(word_size(word), 0);
+}
+
+static inline uint32_t hash_of(const uint64_t key[2])
+{
+    return (uint32_t)mix(key[0] ^ key[1] * 0xC2B2AE3D27D4EB4Fu);
 }
 
 /* NULL for a word that is not in the table. */
@@ -260,23 +269,21 @@ static inline Word *find_word(const Table *table, const uint64_t key[2], const u
 {
     uint64_t mask = table->capacity - 1, hash = hash_of(key), entry;
     for (uint64_t slot = hash & mask; (entry = table->slots[slot]); slot = (slot + 1) & mask) {
-        if ((entry ^ hash) >> 32)
+        if (entry >> 32 != hash)
             continue;
-        Word *known = &table->words[(uint32_t)entry - 1];
-        if (known->key[0] == key[0] && known->key[1] == key[1]
-            && (size <= 15 || !memcmp(table->texts + known->text, word, size)))
+        Word *known = (Word *)(table->words + 8 * (int64_t)((uint32_t)entry - 1));
+        if (known->key[0] == key[0] && known->key[1] == key[1] && (size <= 15 || !memcmp(known + 1, word, size)))
             return known;
     }
     return NULL;
 }
 
-/* Make a word findable by its number. */
-static void take_slot(Table *table, int64_t number)
+static void take_slot(Table *table, uint64_t entry)
 {
-    uint64_t mask = table->capacity - 1, hash = hash_of(table->words[number].key), slot = hash & mask;
+    uint64_t mask = table->capacity - 1, slot = entry >> 32 & mask;
     while (table->slots[slot])
         slot = (slot + 1) & mask;
-    table->slots[slot] = hash >> 32 << 32 | (uint64_t)(number + 1);
+    table->slots[slot] = entry;
 }
 
 /* New memory, free()d as usual; NULL without it. What is large is asked for in huge pages: touching a table for the first
@@ -297,15 +304,32 @@ static void *allocate(int64_t size)
 /* Give the table `capacity` slots, a power of two; -1 without memory. */
 static int resize(Table *table, int64_t capacity)
 {
-    uint64_t *slots = allocate(capacity * sizeof *slots);
-    if (!slots)
+    Table resized = *table;
+    resized.capacity = capacity;
+    resized.slots = allocate(capacity * sizeof *resized.slots);
+    if (!resized.slots)
         return -1;
-    memset(slots, 0, capacity * sizeof *slots); /* not calloc: its pages are read before they are written, two faults */
+    /* Not calloc: its pages are read before they are written, two faults. */
+    memset(resized.slots, 0, capacity * sizeof *resized.slots);
+    for (int64_t i = 0; i < table->capacity; i++)
+        if (table->slots[i])
+            take_slot(&resized, table->slots[i]);
     free(table->slots);
-    table->slots = slots;
-    table->capacity = capacity;
-    for (int64_t i = 0; i < table->num_words; i++)
-        take_slot(table, i);
+    *table = resized;
+    return 0;
+}
+
+/* Give the table `room` bytes for its words; -1 without memory. */
+static int extend(Table *table, int64_t room)
+{
+    uint8_t *words = allocate(room);
+    if (!words)
+        return -1;
+    if (table->size)
+        memcpy(words, table->words, table->size);
+    free(table->words);
+    table->words = words;
+    table->room = room;
     return 0;
 }
 
@@ -313,44 +337,28 @@ static int resize(Table *table, int64_t capacity)
 static void clear(Table *table)
 {
     memset(table->slots, 0, table->capacity * sizeof *table->slots);
-    table->num_words = table->text_size = 0;
+    table->num_words = table->size = 0;
 }
 
 static void free_table(Table *table)
 {
-    free(table->slots), free(table->words), free(table->texts);
+    free(table->slots), free(table->words);
 }
 
-/* Make room for `more` items of `width` bytes behind the `used` ones; -1 without memory. */
-static int reserve(void **data, int64_t *room, int64_t used, int64_t more, int64_t width)
+/* Put a new word into the table, with room for `known` bytes of knowledge behind it; NULL without memory. */
+static Word *add_word(Table *table, const uint64_t key[2], const uint8_t *word, int64_t size, int64_t known)
 {
-    if (used + more <= *room)
-        return 0;
-    int64_t wanted = 2 * (used + more);
-    void *grown = allocate(wanted * width);
-    if (!grown)
-        return -1;
-    if (used)
-        memcpy(grown, *data, used * width);
-    free(*data);
-    *data = grown;
-    *room = wanted;
-    return 0;
-}
-
-/* Put a new word into the table, with neither count nor tokens; NULL without memory. */
-static Word *add_word(Table *table, const uint64_t key[2], const uint8_t *word, int64_t size)
-{
-    if (table->num_words == UINT32_MAX - 1
-        || reserve((void **)&table->texts, &table->text_room, table->text_size, size, 1)
-        || reserve((void **)&table->words, &table->word_room, table->num_words, 1, sizeof(Word))
-        || (2 * (table->num_words + 1) > table->capacity && resize(table, 2 * table->capacity)))
+    int64_t end = table->size + bytes_with(size, known);
+    if (end / 8 >= UINT32_MAX || (end > table->room && extend(table, 2 * end))
+        || (3 * (table->num_words + 1) > 2 * table->capacity && resize(table, 2 * table->capacity)))
         return NULL;
-    Word *added = &table->words[table->num_words];
-    *added = (Word){.key = {key[0], key[1]}, .text = table->text_size};
-    memcpy(table->texts + table->text_size, word, size);
-    table->text_size += size;
-    take_slot(table, table->num_words++);
+    Word *added = (Word *)(table->words + table->size);
+    *added = (Word){{key[0], key[1]}};
+    if (size > 15)
+        memcpy(added + 1, word, size);
+    take_slot(table, (uint64_t)hash_of(key) << 32 | (uint64_t)(table->size / 8 + 1));
+    table->size = end;
+    table->num_words++;
     return added;
 }
 
@@ -367,8 +375,6 @@ typedef struct {
     Merge *merges;
     uint64_t merges_mask;
     Table known;
-    int32_t *tokens;                            /* of the known words that have more than one */
-    int64_t num_tokens, token_room;
 } Encoder;
 
 /* Where a pair is, or would be. */
@@ -505,22 +511,18 @@ static int64_t merge_word(const Encoder *encoder, const uint8_t *word, int64_t s
 
 static int64_t encode_new_word(Encoder *encoder, const uint64_t key[2], const uint8_t *word, int64_t size, int32_t *out)
 {
-    Word *added;
-    if (encoder->known.num_words == MOST_WORDS || encoder->num_tokens + encoder->known.text_size > MOST_BYTES) {
-        clear(&encoder->known);
-        encoder->num_tokens = 0;
-    }
-    int64_t count = merge_word(encoder, word, size, out);
-    if (count < 0 || reserve((void **)&encoder->tokens, &encoder->token_room, encoder->num_tokens, count, sizeof *out)
-        || !(added = add_word(&encoder->known, key, word, size)))
+    Table *known = &encoder->known;
+    int64_t count = merge_word(encoder, word, size, out), bytes = (1 + count) * sizeof *out;
+    if (count < 0)
         return -1;
-    added->num_tokens = (int32_t)count;
-    added->first = *out;
-    if (count > 1) {
-        added->first = (int32_t)encoder->num_tokens;
-        memcpy(encoder->tokens + encoder->num_tokens, out, count * sizeof *out);
-        encoder->num_tokens += count;
-    }
+    if (known->num_words == MOST_WORDS || known->size + bytes_with(size, bytes) > MOST_BYTES)
+        clear(known);
+    Word *added = add_word(known, key, word, size, bytes);
+    if (!added)
+        return -1;
+    int32_t *tokens = knowledge(added);
+    *tokens = (int32_t)count;
+    memcpy(tokens + 1, out, count * sizeof *out);
     return count;
 }
 
@@ -534,18 +536,20 @@ static inline int64_t encode_word(Encoder *encoder, const uint8_t *word, int64_t
     const Word *known = find_word(&encoder->known, key, word, size);
     if (!known)
         return encode_new_word(encoder, key, word, size, out);
-    if (known->num_tokens == 1)
-        *out = known->first;
+    const int32_t *tokens = knowledge(known);
+    int64_t count = *tokens++;
+    if (count == 1)
+        *out = *tokens;
     else
-        memcpy(out, encoder->tokens + known->first, known->num_tokens * sizeof *out);
-    return known->num_tokens;
+        memcpy(out, tokens, count * sizeof *out);
+    return count;
 }
 
 void lmkit_encoder_free(Encoder *encoder)
 {
     if (!encoder)
         return;
-    free(encoder->merges), free(encoder->tokens);
+    free(encoder->merges);
     free_table(&encoder->known);
     free(encoder);
 }
@@ -564,7 +568,8 @@ Encoder *lmkit_encoder_new(const uint8_t *classes, const int32_t *byte_ids, cons
     memcpy(encoder->byte_ids, byte_ids, sizeof encoder->byte_ids);
     encoder->merges_mask = capacity - 1;
     encoder->merges = malloc(capacity * sizeof(Merge));
-    if (!encoder->merges || resize(&encoder->known, FIRST_CAPACITY)) {
+    /* All the memory that words may take at once: what is not used costs nothing, and nothing is copied later. */
+    if (!encoder->merges || resize(&encoder->known, FIRST_CAPACITY) || extend(&encoder->known, MOST_BYTES)) {
         lmkit_encoder_free(encoder);
         return NULL;
     }
@@ -609,14 +614,17 @@ typedef struct {
     int64_t num_special;
 } Counter;
 
-static inline int count_word(Counter *counter, const uint8_t *word, int64_t size, const uint8_t *end)
+/* Add to the count of a word; -1 without memory. */
+static inline int count_word(Counter *counter, const uint64_t key[2], const uint8_t *word, int64_t size, int64_t count)
 {
-    uint64_t key[2];
-    key_of(word, size, end, key);
     Word *known = find_word(&counter->known, key, word, size);
-    if (!known && !(known = add_word(&counter->known, key, word, size)))
+    if (known) {
+        *(int64_t *)knowledge(known) += count;
+        return 0;
+    }
+    if (!(known = add_word(&counter->known, key, word, size, sizeof count)))
         return -1;
-    known->count++;
+    *(int64_t *)knowledge(known) = count;
     return 0;
 }
 
@@ -649,7 +657,9 @@ int lmkit_count(Counter *counter, const uint8_t *data, int64_t size, const uint8
         Span special = next_special(&specials, p, end);
         for (const uint8_t *after; p < special.begin; p = after) {
             after = word_end(counter->classes, p, special.begin);
-            if (count_word(counter, p, after - p, end))
+            uint64_t key[2];
+            key_of(p, after - p, end, key);
+            if (count_word(counter, key, p, after - p, 1))
                 return -1;
         }
         counter->num_special += special.begin < end;
@@ -658,19 +668,25 @@ int lmkit_count(Counter *counter, const uint8_t *data, int64_t size, const uint8
     return 0;
 }
 
+/* The first word, NULL if there is none, and the word behind another one, NULL if that is the last. */
+static const Word *first_word(const Table *table)
+{
+    return table->num_words ? (const Word *)table->words : NULL;
+}
+
+static const Word *next_word(const Table *table, const Word *word)
+{
+    const uint8_t *next = (const uint8_t *)word + bytes_with(word_size(word), sizeof(int64_t));
+    return next < table->words + table->size ? (const Word *)next : NULL;
+}
+
 /* Add to `counter` what another one has counted; -1 without memory. */
 int lmkit_count_together(Counter *counter, const Counter *other)
 {
     const Table *words = &other->known;
-    for (int64_t i = 0; i < words->num_words; i++) {
-        const Word *word = &words->words[i];
-        const uint8_t *text = words->texts + word->text;
-        int64_t size = word_size(word);
-        Word *known = find_word(&counter->known, word->key, text, size);
-        if (!known && !(known = add_word(&counter->known, word->key, text, size)))
+    for (const Word *word = first_word(words); word; word = next_word(words, word))
+        if (count_word(counter, word->key, word_text(word), word_size(word), *(int64_t *)knowledge(word)))
             return -1;
-        known->count += word->count;
-    }
     counter->num_special += other->num_special;
     return 0;
 }
@@ -678,8 +694,11 @@ int lmkit_count_together(Counter *counter, const Counter *other)
 /* How many distinct words there are, how many bytes they have, and how many special tokens were seen. */
 void lmkit_counter_sizes(const Counter *counter, int64_t sizes[3])
 {
-    sizes[0] = counter->known.num_words;
-    sizes[1] = counter->known.text_size;
+    const Table *words = &counter->known;
+    sizes[0] = words->num_words;
+    sizes[1] = 0;
+    for (const Word *word = first_word(words); word; word = next_word(words, word))
+        sizes[1] += word_size(word);
     sizes[2] = counter->num_special;
 }
 
@@ -687,9 +706,10 @@ void lmkit_counter_sizes(const Counter *counter, int64_t sizes[3])
 void lmkit_counter_words(const Counter *counter, uint8_t *text, int64_t *sizes, int64_t *counts)
 {
     const Table *words = &counter->known;
-    memcpy(text, words->texts, words->text_size);
-    for (int64_t i = 0; i < words->num_words; i++) {
-        sizes[i] = word_size(&words->words[i]);
-        counts[i] = words->words[i].count;
+    for (const Word *word = first_word(words); word; word = next_word(words, word)) {
+        *sizes = word_size(word);
+        *counts++ = *(int64_t *)knowledge(word);
+        memcpy(text, word_text(word), *sizes);
+        text += *sizes++;
     }
 }

@@ -68,7 +68,7 @@ def test_a_pair_that_is_listed_twice_keeps_its_first_rank(code: ctypes.CDLL) -> 
 def test_starts_over_when_it_knows_too_many_words(code: ctypes.CDLL, trained: Tokenizer) -> None:
     rng = np.random.default_rng(0)
     encoder = native.NativeEncoder(code, trained.merge_table)
-    for _ in range(4):  # 240,000 words each; a quarter of a million is the most it keeps
+    for _ in range(4):  # 240,000 words each; 349,525 are the most it keeps
         letters = rng.integers(97, 123, (240_000, 7), np.uint8)
         letters[:, 0] = ord(" ")
         data = letters.tobytes()
@@ -96,7 +96,7 @@ def test_words_with_equal_hashes_are_told_apart(code: ctypes.CDLL, trained: Toke
 
 def test_more_words_than_an_encoder_remembers(code: ctypes.CDLL, trained: Tokenizer) -> None:
     """It forgets them all in the middle of a text; encoders that see few words each say what is right."""
-    thirds = [b"".join(b" %d" % i for i in range(start, start + 100_000)) for start in (0, 100_000, 200_000)]
+    thirds = [b"".join(b" %d" % i for i in range(start, start + 150_000)) for start in (0, 150_000, 300_000)]
     encoder = native.NativeEncoder(code, trained.merge_table)
     expected = np.concatenate(
         [native.NativeEncoder(code, trained.merge_table).encode(third, trained.specials) for third in thirds]

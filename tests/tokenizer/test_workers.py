@@ -30,7 +30,9 @@ def test_results_are_finished_in_order_whoever_is_slow(workers: int) -> None:
 @pytest.mark.parametrize("workers", [2, 3, 8])
 def test_who_is_ahead_goes_on_but_not_far(workers: int) -> None:
     """The first item is held back until the others are as far ahead as they may be: two results per thread wait."""
-    most_ahead = 2 * workers + workers - 2  # these wait, the first is at work, and the others wait to hand in more
+    most_ahead = (
+        2 * workers + workers - 2
+    )  # these wait, the first is at work, and the others wait to hand in more
     far_ahead = threading.Event()
     finished: list[int] = []
     ahead = []
