@@ -7,11 +7,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.torch_version import TorchVersion
 
 from lmkit.errors import LmkitError
 from lmkit.parallel.process_group import Ranks
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+FIRST_TORCH = "2.11"  # PyTorch's interface before that is another, and was not tried
 
 
 class PeerMemory:
@@ -49,7 +51,7 @@ class PeerMemory:
 
 def can_share_memory(ranks: Ranks) -> bool:
     """Whether all ranks run on GPUs of one host that reach one another. Collective; the same on every rank."""
-    if ranks.device.type != "cuda":
+    if ranks.device.type != "cuda" or TorchVersion(torch.__version__) < FIRST_TORCH:
         return False
     boot = _BOOT_ID.read_text() if _BOOT_ID.exists() else ""
     # Device numbers mean the same in all processes only if they see the same devices.
