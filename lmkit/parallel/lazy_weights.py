@@ -66,7 +66,6 @@ class LazyWeights:
 
     @torch.no_grad()
     def _take_loaded(self) -> None:
-        self.wait_all()
         for bucket in self._buckets:
             bucket.take_weights()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch.torch_version import TorchVersion
 
 from lmkit.errors import LmkitError
+from lmkit.measure.memory import is_out_of_memory
 from lmkit.parallel.process_group import Ranks
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -33,14 +35,17 @@ class PeerMemory:
         from torch.distributed import _symmetric_memory as symmetric_memory
 
         assert dist.group.WORLD is not None
+        gc.collect()  # on all ranks: memory that one of them could use again, and another not yet, would not match
         try:
             # From PyTorch's own pool, so that `memory_allocated` and the peaks of the benches include it.
             with torch.cuda.use_mem_pool(symmetric_memory.get_mem_pool(ranks.device)):
                 own = torch.zeros(num_bytes, dtype=torch.uint8, device=ranks.device)
             shared = symmetric_memory.rendezvous(own, dist.group.WORLD)
         except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise torch.OutOfMemoryError(str(error)) from error
             raise LmkitError(
-                f"rank {ranks.rank}: the GPUs cannot share memory: {str(error).splitlines()[0]}",
+                f"rank {ranks.rank}: the GPUs cannot share memory: {str(error).partition(chr(10))[0]}",
                 hint='set parallel.gather = "collective"',
             ) from error
         self.of_rank = [

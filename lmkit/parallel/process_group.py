@@ -188,7 +188,7 @@ def let_go_of_collectives(ranks: Ranks) -> None:
     NCCL's keeps them until a thread of its own has looked, which it does ten times a second: an account of memory
     that begins sooner has what others worked on in it, and then loses it. Call it after a synchronisation.
     """
-    if ranks.world_size > 1 and ranks.device.type == "cuda":
+    if ranks.world_size > 1 and ranks.device.type == "cuda" and "nccl" in str(dist.get_backend_config()):
         assert dist.group.WORLD is not None
         dist.group.WORLD._wait_for_pending_works()
 

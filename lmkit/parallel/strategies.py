@@ -113,7 +113,11 @@ class GradientSync(Protocol):
 
     def wait_for_weights(self) -> None:
         """Call before parameters are read other than through the model's call, `loss` or `state_dict`: `zero1`
-        may still be gathering them after `optimizer.step()`."""
+        may still be gathering them after `optimizer.step()`.
+
+        It says nothing of the other ranks, which may still be reading this one's: load or change weights on all
+        ranks, and after a barrier behind this call where a rank could read them in between.
+        """
 
     def reset(self) -> None:
         """Forget a step that broke off (an exception in backward), so that the next one starts clean."""

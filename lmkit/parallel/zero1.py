@@ -1,7 +1,7 @@
 """`zero1`: optimizer state sharded over the ranks (Rajbhandari et al. 2020, "ZeRO", stage 1; P_os).
 
 A bucket's gradients are reduce-scattered while the backward pass goes on; every rank steps its shard, exactly
-1/W of all elements (plus padding), and the weights are all-gathered behind the next forward pass, each waited for
+1/W of all elements (plus padding), and the weights are gathered behind the next forward pass, each waited for
 where it is first read. With bf16 weights a parameter costs 2 + 2 bytes on the wire instead of 8.
 """
 

@@ -60,7 +60,7 @@ class _Line(Generic[T, R]):
         self._finish = finish
         self._most_waiting = most_waiting
         self._taking = threading.Lock()
-        self._changed = threading.Condition()  # guards all below
+        self._changed = threading.Condition()  # guards all below, but that `take` only looks at `_closed`
         self._results: dict[int, tuple[T, R]] = {}
         self._num_finished = 0
         self._closed = False

@@ -34,13 +34,13 @@ leaves through Q's tiles, 192. Registers: launched with 168 a thread (128 for th
 take 240 (160), the producer keeps 24.
 
 Softmax without a running maximum. The usual online softmax takes the maximum of every block, and with it
-shuffles and a rescaling of O. Here the row maximum of the first block is the REFERENCE of the row: P = 2^(score
-- reference), the row sum l and O all carry that factor, which cancels in O / l, so any reference gives the
-exact softmax as long as nothing overflows. A vote guards that: when a thread's part of the block's row sum
-passes `lift_above`, or is NaN, the consumer computes the block's scores once more (its K has not been given back
-yet), lifts its rows' references to the new maxima and rescales O and l. Ordinary data pay two compares and a
-barrier a block, data that jump one more product and its exponentials where they jump, and the result is exact on
-all of them: nothing that overflowed has yet reached O or l.
+shuffles and a rescaling of O. Here the row maximum of the first block (or 6 above it, see FEW_KEYS) is the
+REFERENCE of the row: P = 2^(score - reference), the row sum l and O all carry that factor, which cancels in
+O / l, so any reference gives the exact softmax as long as nothing overflows. A vote guards that: when a thread's
+part of the block's row sum passes `lift_above`, or is NaN, the consumer computes the block's scores once more
+(its K has not been given back yet), lifts its rows' references to the new maxima and rescales O and l. Ordinary
+data pay two compares and a barrier a block, data that jump one more product and its exponentials where they
+jump, and the result is exact on all of them: nothing that overflowed has yet reached O or l.
 
 Peaks. The static reference costs one rounding: the largest P of a row is not exactly 1, so where one key takes
 most of a row, the 16-bit rounding of its P would show in O (2.3e-3 where an online softmax has 1.7e-3), and
