@@ -34,9 +34,8 @@ class LazyWeights:
         self._outside_layers = {id(bucket) for p, bucket in bucket_of.items() if p not in in_layers}
         self._called: set[nn.Module] = set()
         model.register_state_dict_pre_hook(lambda *_: self.wait_all())
-        model.register_load_state_dict_pre_hook(
-            lambda *_: self.wait_all()
-        )  # what arrives later would overwrite it
+        # Before loading, or what arrives later would overwrite what was loaded.
+        model.register_load_state_dict_pre_hook(lambda *_: self.wait_all())
         model.register_load_state_dict_post_hook(lambda *_: self._take_loaded())
 
     def after_step(self) -> None:

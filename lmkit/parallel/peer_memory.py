@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import secrets
 from pathlib import Path
 
 import torch
@@ -28,7 +29,7 @@ class PeerMemory:
         of_rank: the memory of every rank as it is seen from here, (num_bytes,) uint8 each. This rank's is zeroed.
 
     Raises:
-        LmkitError: the driver or the container does not let the processes share memory.
+        LmkitError: the driver or the container does not let the processes share memory, or see `check_pairing`.
     """
 
     def __init__(self, num_bytes: int, ranks: Ranks) -> None:
@@ -52,6 +53,33 @@ class PeerMemory:
             own if rank == ranks.rank else shared.get_buffer(rank, (num_bytes,), torch.uint8)
             for rank in range(ranks.world_size)
         ]
+        check_pairing(self.of_rank, ranks)
+
+
+def check_pairing(of_rank: list[torch.Tensor], ranks: Ranks) -> None:
+    """Refuse memory in which a rank does not see what the owners have just written into theirs. Collective.
+
+    PyTorch's pool hands freed memory out again and remembers with what it was shared: ranks that freed theirs at
+    different times could each see another piece than is meant.
+
+    Raises:
+        LmkitError: on every rank.
+    """
+    mine = secrets.token_bytes(8)
+    of_rank[ranks.rank][:8] = torch.tensor(list(mine), dtype=torch.uint8)
+    if ranks.device.type == "cuda":
+        torch.cuda.synchronize(ranks.device)  # it is written when the others are told of it
+    written: list[bytes] = [b""] * ranks.world_size
+    dist.all_gather_object(written, mine)
+    seen = [bytes(memory[:8].clone().tolist()) for memory in of_rank]
+    right = [False] * ranks.world_size
+    dist.all_gather_object(right, seen == written)
+    of_rank[ranks.rank][:8] = 0
+    if not all(right):
+        raise LmkitError(
+            f"rank {ranks.rank}: the ranks see different pieces of one another's GPU memory",
+            hint='set parallel.gather = "collective"',
+        )
 
 
 def can_share_memory(ranks: Ranks) -> bool:

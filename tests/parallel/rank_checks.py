@@ -23,6 +23,7 @@ from lmkit.errors import LmkitError
 from lmkit.optim.adamw import AdamW
 from lmkit.parallel import overlap, zero1
 from lmkit.parallel.agreement import agree
+from lmkit.parallel.peer_memory import check_pairing
 from lmkit.parallel.process_group import Ranks, process_group
 from lmkit.parallel.strategies import GradientSync, SyncOptions, build_strategy
 from lmkit.parallel.torch_ddp import TorchDDP
@@ -432,6 +433,17 @@ class FileMemory:
             shutil.rmtree(folder[0])
 
 
+def check_memory_that_is_mixed_up_is_refused(ranks: Ranks) -> None:
+    """On all ranks, also those that see the right one: here only rank 0 sees another piece than its neighbour's."""
+    of_rank = FileMemory(64, ranks).of_rank
+    check_pairing(of_rank, ranks)
+    assert not of_rank[ranks.rank].any()
+    if ranks.is_first:
+        of_rank[1] = torch.zeros_like(of_rank[1])
+    with pytest.raises(LmkitError, match="different pieces"):
+        check_pairing(of_rank, ranks)
+
+
 def check_by_the_other_gather(ranks: Ranks, check: Callable[[Ranks], None]) -> None:
     """CPU ranks gather by reading one another's memory; GPU ranks, which do that by themselves, by all-gathers."""
     is_cpu = ranks.device.type == "cpu"
@@ -748,6 +760,7 @@ _CHECKS: dict[str, Callable[[Ranks], None]] = {
     "zero1 single parameters": check_zero1_single_parameters,
     "zero1 weights are whole when read": check_zero1_weights_are_whole_when_read,
     "peers wait for one another": check_peers_wait_for_one_another,
+    "memory that is mixed up is refused": check_memory_that_is_mixed_up_is_refused,
 }
 
 CHECKS = _CHECKS | {
