@@ -30,6 +30,7 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 MODEL = "model.safetensors"
 REPLACED_SUFFIX = ".replaced"
+UPGRADE = "upgrade lmkit: pip install --upgrade lmkit"
 _STEP_NAME = re.compile(r"step-(\d{8,12})")
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _MAX_MANIFEST_BYTES = 1 << 24
@@ -153,7 +154,7 @@ def read_manifest(folder: Path) -> dict[str, FileEntry]:
     if not isinstance(content.get("format"), int) or content["format"] > FORMAT:
         raise NewerFormat(
             f"{path}: checkpoint format {content.get('format')}, this lmkit knows {FORMAT}",
-            hint="upgrade lmkit: pip install --upgrade lmkit",
+            hint=UPGRADE,
         )
     return {name: _entry(path, name, fields) for name, fields in _files(path, content).items()}
 

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-from lmkit.training.checkpoint_folder import (
-    STATE,
-    DamagedCheckpoint,
-    NewerFormat,
-    remove_folder,
-    saved_steps,
-    verify,
-)
+from lmkit.errors import LmkitError
+from lmkit.training.checkpoint_folder import STATE, DamagedCheckpoint, remove_folder, saved_steps, verify
+from lmkit.training.state import parse_state
 from lmkit.training.tensor_files import read_verified
 
 
@@ -31,7 +25,7 @@ class Retention:
         self._keep_last = keep_last
         self._keep_best = keep_best
         self._losses: dict[int, float | None] = {}  # of the good ones seen so far
-        self._foreign: set[int] = set()  # of a newer format: not ours to judge
+        self._foreign: set[int] = set()  # of a format that we do not know: not ours to judge
 
     def remember(self, step: int, valid_loss: float | None) -> None:
         """Count this checkpoint as good: it was just written and synced."""
@@ -55,10 +49,11 @@ class Retention:
         if step not in self._losses:
             try:
                 entries = verify(path)
-            except NewerFormat:
-                self._foreign.add(step)
-                return False
+                state = parse_state(read_verified(path / STATE, entries[STATE]), path=path / STATE)
             except DamagedCheckpoint:
                 return False
-            self._losses[step] = json.loads(read_verified(path / STATE, entries[STATE]))["valid_loss"]
+            except LmkitError:  # whole, but of a later version
+                self._foreign.add(step)
+                return False
+            self._losses[step] = state.valid_loss
         return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from typing import Annotated, Any
+from typing import Annotated, Any, Final, Literal
 
 import torch
 from pydantic import Field, ValidationError
@@ -11,6 +11,9 @@ from pydantic import Field, ValidationError
 from lmkit.errors import LmkitError
 from lmkit.recipe.model import ModelConfig
 from lmkit.recipe.table import Count, NonNegativeFloat, PositiveFloat, PositiveInt, Table
+from lmkit.training.checkpoint_folder import UPGRADE, NewerFormat
+
+FORMAT: Final = 1
 
 
 class RngState(Table):
@@ -42,7 +45,8 @@ class TrainingState(Table):
     The position in the data is `step` itself: a batch is a pure function of (seed, step).
     """
 
-    format: PositiveInt = 1
+    format: Literal[1] = FORMAT
+    """Of this file; the manifest has one of its own, for the folder."""
     lmkit: str
     step: Count
     seconds: NonNegativeFloat
@@ -76,15 +80,21 @@ def parse_state(text: bytes, *, path: object) -> TrainingState:
     """Read `state.json`.
 
     Raises:
+        NewerFormat: written by a later lmkit.
         LmkitError: not a valid state.
     """
     try:
         return TrainingState.model_validate_json(text)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key = ".".join(str(part) for part in first["loc"])
+        wrong = error.errors(include_url=False)
+        found = next((mistake["input"] for mistake in wrong if mistake["loc"] == ("format",)), FORMAT)
+        if isinstance(found, int) and found > FORMAT:
+            raise NewerFormat(
+                f"{path}: state format {found}, this lmkit knows {FORMAT}", hint=UPGRADE
+            ) from None
+        key = ".".join(str(part) for part in wrong[0]["loc"])
         raise LmkitError(
-            f"{path}: {key}: {first['msg']}", hint="the checkpoint is damaged; use an older one"
+            f"{path}: {key}: {wrong[0]['msg']}", hint="the checkpoint is damaged; use an older one"
         ) from None
 
 

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from test_checkpoint_writer import make_state
 
 from lmkit.errors import LmkitError
 from lmkit.training import checkpoint_folder
@@ -25,6 +26,7 @@ from lmkit.training.checkpoint_folder import (
     verify,
     write_manifest,
 )
+from lmkit.training.checkpoints import open_checkpoint
 from lmkit.training.retention import Retention
 from lmkit.training.tensor_files import write_text
 
@@ -36,10 +38,16 @@ def make_checkpoint(folder: Path, step: int, *, loss: float | None = None, text:
     partial = folder / (step_name(step) + ".partial")
     partial.mkdir(parents=True)
     content = {MODEL: f"model {text} {step}" * 50, SHARD: f"optimizer {step}" * 50}
-    content[STATE] = json.dumps({"step": step, "valid_loss": loss})
+    content[STATE] = make_state(step, valid_loss=loss).model_dump_json()
     write_manifest(partial, {name: write_text(partial / name, body) for name, body in content.items()})
     publish(partial, folder / step_name(step))
     return folder / step_name(step)
+
+
+def rewrite(folder: Path, name: str, body: str) -> None:
+    """Change a file of a checkpoint as another version would have written it: with a manifest that fits."""
+    entries = read_manifest(folder)
+    write_manifest(folder, {**entries, name: write_text(folder / name, body)})
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -177,6 +185,20 @@ def test_fault_58_a_newer_format_asks_for_an_upgrade_and_is_never_deleted(tmp_pa
         newest_valid(tmp_path)
     assert "upgrade" in caught.value.hint
     make_checkpoint(tmp_path, 3)
+    Retention(tmp_path, keep_last=1, keep_best=0).prune()
+    assert steps_in(tmp_path) == [2, 3]
+
+
+def test_fault_58_a_newer_state_asks_for_an_upgrade_and_is_never_deleted(tmp_path: Path) -> None:
+    for step in (1, 3):
+        make_checkpoint(tmp_path, step)
+    newer = make_checkpoint(tmp_path, 2)
+    content = json.loads((newer / STATE).read_text())
+    content |= {"format": 2, "unheard_of": True}
+    rewrite(newer, STATE, json.dumps(content))
+    with pytest.raises(NewerFormat, match=rf"^{newer / STATE}: state format 2, this lmkit knows 1$") as caught:
+        open_checkpoint(newer)
+    assert "upgrade" in caught.value.hint
     Retention(tmp_path, keep_last=1, keep_best=0).prune()
     assert steps_in(tmp_path) == [2, 3]
 

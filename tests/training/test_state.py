@@ -72,6 +72,7 @@ def test_anything_else_is_one_error_with_the_file_in_it(text: bytes) -> None:
     ("key", "value"),
     [
         ("format", 0),
+        ("format", "2"),
         ("step", -1),
         ("seconds", -0.5),
         ("time_fraction", -0.5),
