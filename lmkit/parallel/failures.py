@@ -20,7 +20,7 @@ from lmkit.errors import LmkitError
 from lmkit.parallel.process_group import Ranks, absent_ranks
 
 ROLL_CALL_S = 2.0
-"""How long survivors wait for one another's sign before they call the others lost."""
+"""How long survivors wait for one another's sign before they call the others silent."""
 
 GLOO_SIGNS = ("gloo/", "pair closure")
 """In gloo's errors: its source path, or "Application timeout caused pair closure" where a pending pair is told."""
@@ -90,25 +90,26 @@ def is_communication_error(error: RuntimeError) -> bool:
 
 
 def rank_lost(ranks: Ranks, moment: str, error: RuntimeError) -> RankLost:
-    """Call the roll, and say in one line who is missing, and when that was."""
+    """Call the roll, and say in one line what broke, when, and who is silent. A silent rank may be slow only."""
     timed_out = "imed out" in str(error) or "imeout" in str(error)
-    absent = _roll_call(ranks)
-    who = f"rank {', '.join(map(str, absent))}" if absent else "another rank"
-    what = f"did not answer within {ranks.timeout_s:g} s" if timed_out else "broke the connection"
+    what = f"no answer within {ranks.timeout_s:g} s" if timed_out else "the connection broke"
     return RankLost(
-        f"rank {ranks.rank}, {moment}: {who} {what}",
-        hint="look for that rank's own error or signal; a slow rank needs a longer timeout",
+        f"rank {ranks.rank}, {moment}: {what}; {_roll_call(ranks)}",
+        hint="look for the error or signal of a rank that is lost; a slow one needs a longer timeout",
     )
 
 
-def _roll_call(ranks: Ranks) -> list[int]:
-    """Ranks that do not also report a broken collective: they died or hang. Empty if the store is gone too."""
+def _roll_call(ranks: Ranks) -> str:
+    """Which ranks do not report a broken collective too: they died, hang, or have not noticed yet."""
     assert ranks.store is not None
     try:
         ranks.store.set(f"survivor/{ranks.rank}", "yes")
-        return absent_ranks(ranks.store, "survivor", ranks.world_size, ROLL_CALL_S)
+        silent = absent_ranks(ranks.store, "survivor", ranks.world_size, ROLL_CALL_S)
     except dist.DistNetworkError:
-        return []  # the store lived in the rank that died
+        return "the place where the ranks met is gone too"  # it may have been in the rank that died
+    if not silent:
+        return "all ranks are still there"
+    return f"no sign of rank {', '.join(map(str, silent))} in {ROLL_CALL_S:g} s more"
 
 
 class _Clock(threading.Thread):

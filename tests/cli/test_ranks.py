@@ -164,4 +164,4 @@ def test_a_lost_connection_is_not_said_where_its_cause_will_be(
     assert not cause.exists()
     as_rank(0)
     with pytest.raises(SystemExit):
-        speak_for_ranks(RankLost("rank 0, step 1: rank 1 broke the connection"))
+        speak_for_ranks(RankLost("rank 0, step 1: the connection broke; no sign of rank 1 in 2 s more"))

@@ -11,13 +11,14 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from lmkit.errors import LmkitError, UsageError
-from lmkit.parallel import launch
-from lmkit.parallel.failures import ROLL_CALL_S, RankLost, is_communication_error
+from lmkit.parallel import failures, launch
+from lmkit.parallel.failures import ROLL_CALL_S, RankLost, is_communication_error, losses_named
 from lmkit.parallel.launch import RankFailed, spawn_ranks
 from lmkit.parallel.meeting import RENDEZVOUS_VARIABLE, hosted_store, join_store
-from lmkit.parallel.process_group import process_group
+from lmkit.parallel.process_group import Ranks, process_group
 
 # Only to end a test that hangs: how long ranks take to start depends on the machine.
 PATIENCE_S = 240.0
@@ -38,7 +39,7 @@ def test_rank_0_returns_its_result(faults):
         ("kill", "zero1", RankFailed, "rank 1 was killed by SIGKILL"),
         ("exception", "bucketed", RankFailed, "rank 1: ZeroDivisionError: in the middle of backward"),
         ("error", "flat", LmkitError, "rank 1: the data is bad"),
-        ("hang", "bucketed", RankLost, "rank 0, step 2: rank 1 did not answer within 1 s"),
+        ("hang", "bucketed", RankLost, "rank 0, step 2: no answer within 1 s; no sign of rank 1 in 2 s more"),
     ],
 )
 def test_fault_72_and_73_a_rank_that_fails_in_backward_ends_the_job(
@@ -57,6 +58,39 @@ def test_fault_72_and_73_a_rank_that_fails_in_backward_ends_the_job(
 def test_fault_72_the_waits_after_a_death_are_far_below_the_30_seconds_that_are_promised():
     """The roll call of the survivors, their time to report, and to end after SIGTERM."""
     assert ROLL_CALL_S + 2 * launch.GRACE_S < 15
+
+
+@pytest.mark.parametrize(
+    ("error", "what"),
+    [
+        ("[gloo/transport/tcp/pair.cc:534] Connection closed by peer", "the connection broke"),
+        ("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 7000ms", "no answer within 7 s"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("survivors", "who"),
+    [
+        ((), "no sign of rank 1, 2 in 0.1 s more"),
+        ((2,), "no sign of rank 1 in 0.1 s more"),
+        ((1, 2), "all ranks are still there"),
+        (None, "the place where the ranks met is gone too"),
+    ],
+)
+def test_fault_72_and_73_survivors_say_what_they_know(monkeypatch, error, what, survivors, who):
+    """And not that a silent rank is lost: it may not have noticed yet."""
+    monkeypatch.setattr(failures, "ROLL_CALL_S", 0.1)
+    store = GoneStore() if survivors is None else dist.HashStore()
+    for rank in survivors or ():
+        store.set(f"survivor/{rank}", "yes")
+    ranks = Ranks(rank=0, world_size=3, timeout_s=7.0, store=store)
+    with pytest.raises(RankLost) as caught, losses_named(ranks, "step 5"):
+        raise RuntimeError(error)
+    assert caught.value.message == f"rank 0, step 5: {what}; {who}"
+
+
+class GoneStore:
+    def set(self, key, value):
+        raise dist.DistNetworkError("Broken pipe")
 
 
 def test_a_rank_that_dies_between_steps_ends_the_job_without_a_traceback(faults, capfd):
@@ -120,7 +154,7 @@ LATE = """
 import multiprocessing, signal, sys, threading, time
 from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.meeting import RENDEZVOUS_VARIABLE, hosted_store, join_store
-from lmkit.parallel.process_group import process_group
+from lmkit.parallel.process_group import Ranks, process_group
 
 if multiprocessing.current_process().name == "rank 1":  # the other one waits for it meanwhile
     while signal.SIGINT not in signal.sigpending():
@@ -176,16 +210,34 @@ def test_a_signal_before_all_ranks_are_started_starts_no_more(faults, monkeypatc
     assert started == [0]
 
 
+def test_a_signal_that_another_thread_takes_is_heeded(faults, tmp_path):
+    """As it happens to one that is sent while the launcher is stopped: the thread that waits is not woken."""
+    ready, to_all = tmp_path / "ready", True
+
+    def signal_itself():
+        for rank in range(2):
+            wait_for_text(Path(f"{ready}.pid{rank}"))
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+    thread = threading.Thread(target=signal_itself)
+    thread.start()
+    with pytest.raises(SystemExit) as caught:
+        spawn_ranks(2, faults.wait_for_signal, (str(ready), to_all))
+    thread.join()
+    assert caught.value.code == 143
+    assert len({Path(f"{ready}.step{rank}").read_text() for rank in range(2)}) == 1
+
+
 def test_a_rank_that_loses_one_that_was_told_to_stop_is_no_failure(faults):
     with pytest.raises(SystemExit) as caught:
         spawn_ranks(2, faults.heed_no_signal_on_rank_0)
     assert caught.value.code == 143
 
 
-def wait_for_text(path: Path, process: subprocess.Popen) -> str:
+def wait_for_text(path: Path, process: subprocess.Popen | None = None) -> str:
     """The file's content once it is there; polls, because a file is all that the ranks can leave."""
     pause = threading.Event()
-    while process.poll() is None:
+    while process is None or process.poll() is None:
         if path.exists() and (text := path.read_text()):
             return text
         pause.wait(0.01)
