@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lmkit.optim.clipping import gradient_norm
+from lmkit.parallel.gradient_hooks import on_gradient
 from lmkit.parallel.late_step import LateStep
 from lmkit.parallel.packing import ReducingBucket, gradients_of, pack_gradients
 from lmkit.parallel.process_group import Ranks
@@ -58,8 +58,12 @@ class OverlapSync(ReplicatedSync):
 
     def _watch_every_gradient(self) -> None:
         self._watches_all = True
-        bucket_of = {parameter: index for index, bucket in enumerate(self._buckets) for parameter in bucket}
-        self._set_hooks({p: partial(self._on_gradient, index) for p, index in bucket_of.items()})
+        self._remove_hooks()
+        self._handles = [
+            on_gradient(parameter, self._on_gradient, index)
+            for index, bucket in enumerate(self._buckets)
+            for parameter in bucket
+        ]
 
     def _watch_bucket_ends(self) -> None:
         """A hook per bucket (and one where the pass begins) instead of one per gradient: each costs the host
@@ -68,12 +72,12 @@ class OverlapSync(ReplicatedSync):
         """
         self._watches_all = False
         watched = [self._buckets[0][0], *(bucket[-1] for bucket in self._buckets)] if self._buckets else []
-        self._set_hooks(dict.fromkeys(watched, self._on_watched))
+        self._remove_hooks()
+        self._handles = [on_gradient(parameter, self._on_watched) for parameter in dict.fromkeys(watched)]
 
-    def _set_hooks(self, hooks: dict[nn.Parameter, Callable[[nn.Parameter], None]]) -> None:
+    def _remove_hooks(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles = [p.register_post_accumulate_grad_hook(hook) for p, hook in hooks.items()]
 
     # The hooks. Autograd records nothing inside a backward pass; a no_grad there would only cost time.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import secrets
 from pathlib import Path
@@ -24,6 +23,8 @@ class PeerMemory:
 
     A copy from another rank's memory is done by a copy engine: it moves 370 GB/s over NVLink on an H200 and holds no
     multiprocessor, where NCCL's kernels hold some 24. Making one is collective. PyTorch calls the interface alpha.
+    What was cut from this rank's memory, such as weights, may outlive this object; then the next
+    `torch.cuda.empty_cache` after its end gives the memory back.
 
     Attributes:
         of_rank: the memory of every rank as it is seen from here, (num_bytes,) uint8 each. This rank's is zeroed.
@@ -36,10 +37,13 @@ class PeerMemory:
         from torch.distributed import _symmetric_memory as symmetric_memory
 
         assert dist.group.WORLD is not None
-        gc.collect()  # on all ranks: memory that one of them could use again, and another not yet, would not match
         try:
-            # From PyTorch's own pool, so that `memory_allocated` and the peaks of the benches include it.
-            with torch.cuda.use_mem_pool(symmetric_memory.get_mem_pool(ranks.device)):
+            # A pool, so that `memory_allocated` and the peaks of the benches include it; with the settings of
+            # PyTorch's pool for all of a process, but not that one: it hands freed memory out again, with what that
+            # was shared with, and ranks that freed theirs at different times would see different pieces.
+            allocator = symmetric_memory.get_mempool_allocator(ranks.device)
+            self._pool = torch.cuda.MemPool(allocator, use_on_oom=False, no_split=True)
+            with torch.cuda.use_mem_pool(self._pool):
                 own = torch.zeros(num_bytes, dtype=torch.uint8, device=ranks.device)
             shared = symmetric_memory.rendezvous(own, dist.group.WORLD)
         except RuntimeError as error:
@@ -59,8 +63,8 @@ class PeerMemory:
 def check_pairing(of_rank: list[torch.Tensor], ranks: Ranks) -> None:
     """Refuse memory in which a rank does not see what the owners have just written into theirs. Collective.
 
-    PyTorch's pool hands freed memory out again and remembers with what it was shared: ranks that freed theirs at
-    different times could each see another piece than is meant.
+    Nothing else would tell: ranks would train on with one another's old weights. `PeerMemory` takes care that it does
+    not happen, on an interface that may change.
 
     Raises:
         LmkitError: on every rank.

@@ -17,6 +17,7 @@ from torch import nn
 from lmkit.optim.clipping import clip_for
 from lmkit.parallel.accumulation import Accumulates
 from lmkit.parallel.bucketed import MIB, bytes_of, fill_buckets
+from lmkit.parallel.gradient_hooks import on_gradient
 from lmkit.parallel.lazy_weights import LazyWeights
 from lmkit.parallel.peer_memory import PeerMemory, can_share_memory
 from lmkit.parallel.process_group import Ranks
@@ -85,7 +86,7 @@ class Zero1(Accumulates):
         )
         self._marked: set[nn.Parameter] = set()
         for parameter in self._bucket_of:
-            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+            on_gradient(parameter, self._on_gradient)
         self._lazy = lazy = LazyWeights(self._model, self._buckets)
         layouts = ShardLayout(self.ranks.world_size, tuple(bucket.layout for bucket in self._buckets))
         self._optimizer = ShardedOptimizer(make, given, self._buckets[::-1], layouts, self.ranks.rank, gather)

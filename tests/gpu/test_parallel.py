@@ -1,10 +1,12 @@
-"""The strategies on two GPUs over NCCL: the same checks as on gloo ranks."""
+"""The strategies on two GPUs over NCCL: the same checks as on gloo ranks, and what only GPUs can show."""
 
 from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import torch
 from lmkit.parallel.launch import spawn_ranks
 
 CHECKS_FOLDER = str(Path(__file__).parents[1] / "parallel")
+MIB = 2**20
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,18 +23,19 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def outcome() -> dict[str, list[str]]:
-    """name of a check -> what failed, per rank."""
+def rank_checks() -> Iterator[ModuleType]:
     sys.path.insert(0, CHECKS_FOLDER)  # spawned ranks inherit it
-    try:
-        checks = importlib.import_module("rank_checks")
-        return spawn_ranks(2, checks.run_all, (list(checks.CHECKS), "cuda"))
-    finally:
-        sys.path.remove(CHECKS_FOLDER)
+    yield importlib.import_module("rank_checks")
+    sys.path.remove(CHECKS_FOLDER)
 
 
-def test_all_checks_ran_and_passed(outcome):
-    checks = importlib.import_module("rank_checks").CHECKS
+def test_all_checks_ran_and_passed(rank_checks):
+    outcome = spawn_ranks(2, rank_checks.run_all, (list(rank_checks.CHECKS), "cuda"))
     failed = {name: texts for name, texts in outcome.items() if any(texts)}
     assert not failed, "\n".join(f"{name}:\n{text}" for name, texts in failed.items() for text in texts)
-    assert set(outcome) == set(checks)
+    assert set(outcome) == set(rank_checks.CHECKS)
+
+
+def test_memory_that_was_shared_comes_back(rank_checks):
+    """Also where weights outlive the object that shared them."""
+    assert spawn_ranks(2, rank_checks.memory_that_peers_leave, (256 * MIB, 4)) < 256 * MIB

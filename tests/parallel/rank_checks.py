@@ -6,9 +6,11 @@ outcome by name.
 
 from __future__ import annotations
 
+import gc
 import shutil
 import tempfile
 import traceback
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -23,8 +25,8 @@ from lmkit.errors import LmkitError
 from lmkit.optim.adamw import AdamW
 from lmkit.parallel import overlap, zero1
 from lmkit.parallel.agreement import agree
-from lmkit.parallel.peer_memory import check_pairing
-from lmkit.parallel.process_group import Ranks, process_group
+from lmkit.parallel.peer_memory import PeerMemory, check_pairing
+from lmkit.parallel.process_group import Ranks, let_go_of_collectives, process_group
 from lmkit.parallel.strategies import GradientSync, SyncOptions, build_strategy
 from lmkit.parallel.torch_ddp import TorchDDP
 from lmkit.parallel.zero1 import Zero1
@@ -418,6 +420,28 @@ def feed(sync: GradientSync, parameters: list[nn.Parameter], gradients: list[tor
     sync.finish()
 
 
+def memory_that_peers_leave(num_bytes: int, times: int) -> int:
+    """Bytes missing on the GPU after that many were shared, written to when nothing but the weights was left of them,
+    and dropped. Run on every rank, by itself."""
+    with process_group("cuda", timeout_s=60) as ranks:
+
+        def share() -> None:
+            weights = PeerMemory(num_bytes, ranks).of_rank[ranks.rank][: num_bytes // 2]
+            weights += 7
+            assert bool((weights == 7).all())
+
+        def free_bytes() -> int:
+            torch.cuda.empty_cache()
+            agree(ranks)  # memory is free when no rank has it mapped
+            return torch.cuda.mem_get_info(ranks.device)[0]
+
+        share()  # what CUDA loads for it, and keeps
+        before = free_bytes()
+        for _ in range(times):
+            share()
+        return before - free_bytes()
+
+
 class FileMemory:
     """What `PeerMemory` is to GPUs, for processes on one CPU: a file of every rank, mapped by all."""
 
@@ -487,6 +511,64 @@ def check_peers_wait_for_one_another(ranks: Ranks) -> None:
 
     for mine, oracle in zip(run("auto"), run("collective"), strict=True):
         assert torch.equal(mine, oracle)
+
+
+def check_forgotten(ranks: Ranks, strategy: str) -> None:
+    """Nothing of a training is left when nobody holds it, whatever hooks it had."""
+    model = seeded_model(0, ranks)
+    sync = build(strategy, ranks)
+    _, optimizer = train(sync, model, ranks, steps=3)
+    forgotten = [weakref.ref(thing) for thing in (model, sync, optimizer, *model.parameters())]
+    del model, sync, optimizer
+    gc.collect()
+    if ranks.device.type == "cuda":
+        torch.cuda.synchronize(ranks.device)
+    let_go_of_collectives(ranks)
+    assert [reference() for reference in forgotten] == [None] * len(forgotten)
+
+
+def check_zero1_after_others_were_dropped(ranks: Ranks) -> None:
+    """One rank forgets what it shared at once, the others later: what is shared next is the right piece all the same.
+
+    Memory that is used again by some ranks only would be another piece than is meant.
+    """
+
+    def start() -> tuple:
+        model = seeded_model(0, ranks, torch.float32)
+        sync = Zero1(ranks, SMALL_BUCKETS)
+        return model, sync, sync.attach(model), sync.build_optimizer(our_adamw, groups_of(model))
+
+    oracle = seeded_model(0, ranks, torch.float32)
+    train(
+        Zero1(ranks, SyncOptions(bucket_mb=0.0003, gather="collective")),
+        oracle,
+        ranks,
+        steps=3,
+        make=our_adamw,
+    )
+    gc.disable()
+    try:
+        runs = []
+        for number in range(6):
+            runs.append(start())
+            if number % 2 == 0:
+                one_step(*runs[-1][1:], ranks, 0)
+            if ranks.rank == number % ranks.world_size:
+                forgotten = weakref.ref(runs[-1][1])
+                runs.clear()
+                gc.collect()
+                assert forgotten() is None
+        del runs
+        model, sync, call, optimizer = start()
+        for step in range(3):
+            one_step(sync, call, optimizer, ranks, step)
+            if ranks.rank == step:
+                gc.collect()
+    finally:
+        gc.enable()
+    sync.wait_for_weights()
+    assert_close_models(model, oracle, 0.0)
+    assert_same_on_all_ranks(model, ranks)
 
 
 def check_zero1_equals_unsharded(ranks: Ranks, make: Callable) -> None:
@@ -739,12 +821,14 @@ _CHECKS: dict[str, Callable[[Ranks], None]] = {
         for s in STRATEGIES
     },
     "agreement": check_agreement,
+    **{f"forgotten: {s}": partial(check_forgotten, strategy=s) for s in STRATEGIES if s != "torch_ddp"},
     "different models are refused": check_different_models_are_refused,
     "traffic": check_traffic,
     **{
         f"zero1 equals unsharded: {name}": partial(check_zero1_equals_unsharded, make=make)
         for name, make in (("AdamW", adamw), ("our AdamW", our_adamw), ("SGD", sgd))
     },
+    "zero1 after others were dropped": check_zero1_after_others_were_dropped,
     "zero1 state is one share": check_zero1_state_is_one_share,
     **{
         f"zero1 bf16 master: {name}": partial(check_zero1_bf16_master, make=make)
