@@ -23,12 +23,14 @@ def list_(as_json: JsonOption = False, debug: DebugOption = False) -> None:
 
 
 @app.command("show", epilog="Example: lmkit recipe show quickstart --set train.steps=100")
-def show_(recipe: RecipeArgument, set_: SetOption = None, debug: DebugOption = False) -> None:
-    """Print a recipe with every key, and the model's real size."""
+def show_(
+    recipe: RecipeArgument, set_: SetOption = None, as_json: JsonOption = False, debug: DebugOption = False
+) -> None:
+    """Print a recipe with every key and what it means, and the model's real size."""
     from lmkit.commands import recipe as command
     from lmkit.recipe.load import load_recipe
 
-    typer.echo(command.show_recipe(load_recipe(recipe, set_ or ())), nl=False)
+    show(command.show_recipe(load_recipe(recipe, set_ or ())), as_json=as_json)
 
 
 @app.command(epilog="Example: lmkit recipe validate my.toml")

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lmkit.commands.outputs import enumeration, refuse_existing, statement
-from lmkit.recipe.load import find_recipe, load_recipe, recipe_to_toml
+from lmkit.recipe.load import find_recipe, load_recipe
+from lmkit.recipe.reference import annotated_toml
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.shipped import headline, shipped_recipes
 from lmkit.storage import write_atomic
@@ -27,22 +29,37 @@ def list_recipes() -> RecipeList:
     return RecipeList({name: headline(path) for name, path in shipped_recipes().items()})
 
 
-def show_recipe(recipe: Recipe) -> str:
-    """The resolved recipe as TOML, the model's parameter count in a comment above it."""
-    return _size_comment(recipe) + recipe_to_toml(recipe)
+@dataclass(frozen=True)
+class RecipeShown:
+    """A resolved recipe.
+
+    Attributes:
+        parameters: of its model, and how many of them multiply each token; None where it does not say the vocabulary.
+        text: TOML, with what every key means.
+    """
+
+    tables: dict[str, Any]
+    parameters: int | None
+    multiplying: int | None
+    text: str
+
+    def __str__(self) -> str:
+        if self.parameters is None:
+            return self.text
+        return f"# parameters: {self.parameters:,} ({self.multiplying:,} multiply each token)\n{self.text}"
 
 
-def _size_comment(recipe: Recipe) -> str:
+def show_recipe(recipe: Recipe) -> RecipeShown:
+    """The resolved recipe with every key explained, and the model's size."""
+    tables, text = recipe.model_dump(mode="json"), annotated_toml(recipe)
     model = recipe.model
-    if model is None:
-        return ""
-    vocab_size = model.vocab_size or (recipe.tokenizer.vocab_size if recipe.tokenizer else None)
-    if vocab_size is None:
-        return ""
+    vocab_size = recipe.tokenizer.vocab_size if recipe.tokenizer else None
+    if model is None or (model.vocab_size or vocab_size) is None:
+        return RecipeShown(tables, None, None, text)
     from lmkit.model.accounting import count_parameters
 
-    counts = count_parameters(model.model_copy(update={"vocab_size": vocab_size}))
-    return f"# parameters: {counts.total:,} ({counts.multiplying:,} multiply each token)\n"
+    counts = count_parameters(model.model_copy(update={"vocab_size": model.vocab_size or vocab_size}))
+    return RecipeShown(tables, counts.total, counts.multiplying, text)
 
 
 @dataclass(frozen=True)

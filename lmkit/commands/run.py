@@ -152,11 +152,14 @@ class Pipeline:
         for table, key in (("tokenizer", "workers"), ("data", "workers")):
             tables[table].pop(key)  # the result does not depend on it
         given = self.tokenizer_table.path
-        corpus = stage_key(
-            "corpus", tables["corpus"], file_signature([*self.corpus_table.train, *self.corpus_table.valid])
-        )
+        texts = file_signature(self.corpus_table.train, key="corpus.train")
+        texts += file_signature(self.corpus_table.valid, key="corpus.valid")
+        corpus = stage_key("corpus", tables["corpus"], texts)
         tokenizer = stage_key(
-            "tokenizer", corpus, tables["tokenizer"], file_signature([given] if given else [])
+            "tokenizer",
+            corpus,
+            tables["tokenizer"],
+            file_signature([given] if given else [], key="tokenizer.path"),
         )
         encode = stage_key("encode", tokenizer)
         train = stage_key(

@@ -22,8 +22,9 @@ def stage_key(name: str, *inputs: Any) -> str:
     return hashlib.sha256(json.dumps([name, *inputs], sort_keys=True).encode()).hexdigest()
 
 
-def file_signature(paths: Sequence[Path]) -> list[tuple[str, int, int]]:
-    """Name, size and modification time of files: changes when they do, without reading them.
+def file_signature(paths: Sequence[Path], *, key: str) -> list[tuple[str, int, int]]:
+    """Name, size and modification time of the files that a recipe's `key` names: changes when they do, without
+    reading them.
 
     Raises:
         UsageError: a file is missing.
@@ -32,7 +33,7 @@ def file_signature(paths: Sequence[Path]) -> list[tuple[str, int, int]]:
     for path in paths:
         if not path.is_file():
             raise UsageError(
-                f"{path}: no such file", hint="check corpus.train, corpus.valid and tokenizer.path"
+                f"{path}: no such file (key {key})", hint="paths in a recipe begin at the folder you are in"
             )
         facts = path.stat()
         signature.append((str(path), facts.st_size, facts.st_mtime_ns))

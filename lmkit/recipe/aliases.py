@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 KEYS: dict[tuple[str, str], str] = {
@@ -27,9 +28,16 @@ STRATEGIES = {
     "sharded_optimizer": "zero1",
 }
 
-VALUES: dict[tuple[str, str], dict[str, str]] = {
+VALUES: dict[tuple[str, ...], dict[str, str]] = {
     ("model", "attention"): ATTENTION,
     ("parallel", "strategy"): STRATEGIES,
+    ("bench", "attention", "kernels"): ATTENTION,
+    ("bench", "attention", "grid_kernels"): ATTENTION,
+    ("bench", "attention", "baseline"): ATTENTION,
+    ("bench", "model", "attention"): ATTENTION,
+    ("bench", "lm_matrix", "kernels"): ATTENTION,
+    ("bench", "lm_matrix", "strategies"): STRATEGIES,
+    ("bench", "ddp", "contenders"): STRATEGIES,
 }
 
 
@@ -44,8 +52,28 @@ def canonical(raw: dict[str, Any]) -> dict[str, Any]:
     model = tables.get("model")
     if isinstance(model, dict) and isinstance(model.get("use_flash"), bool) and "attention" not in model:
         model["attention"] = "flash_triton" if model.pop("use_flash") else "vectorized"
-    for (table_name, key), names in VALUES.items():
-        table = tables.get(table_name)
-        if isinstance(table, dict) and isinstance(table.get(key), str):
-            table[key] = names.get(table[key], table[key])
+    for path, names in VALUES.items():
+        _rename(tables, path, names)
     return tables
+
+
+def _rename(table: dict[str, Any], path: Sequence[str], names: dict[str, str]) -> None:
+    """Replace the old names in the value at `path`, in place; tables on the way to it are copied."""
+    key = path[0]
+    value = table.get(key)
+    if len(path) > 1:
+        if isinstance(value, dict):
+            table[key] = dict(value)
+            _rename(table[key], path[1:], names)
+    elif isinstance(value, list):
+        table[key] = [_renamed(item, names) for item in value]
+    elif key in table:
+        table[key] = _renamed(value, names)
+
+
+def _renamed(value: Any, names: dict[str, str]) -> Any:
+    """Today's name, with the `+compile` that may follow it; what is no old name as it is."""
+    if not isinstance(value, str):
+        return value
+    name, plus, variant = value.partition("+")
+    return names.get(name, name) + plus + variant

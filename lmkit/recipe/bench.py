@@ -19,11 +19,17 @@ class BenchAttentionConfig(Table):
     suite: Literal["sweep", "acceptance"] = "sweep"
     """`acceptance`: fixed cases with their targets; of the rest only warmup, iters and max_seconds count."""
     dtype: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
+    """Of q, k and v; tf32: fp32 inputs, multiplied in tf32."""
     batch: PositiveInt = 4
+    """Sequences."""
     heads: PositiveInt = 12
+    """Of the queries."""
     kv_heads: PositiveInt = 12
+    """Of keys and values; fewer than heads: grouped-query attention."""
     head_dim: PositiveInt = 64
+    """Of the tiers."""
     causal: bool = True
+    """Query i sees keys j <= i; false: all keys."""
     backward: bool = False
     """Also forward + backward, and backward alone."""
     tiers: tuple[str, ...] = ("Small", "Medium", "Large", "XL")
@@ -32,18 +38,23 @@ class BenchAttentionConfig(Table):
     """Registry names, `sdpa:cudnn|flash|efficient`, `flash_triton:portable|hopper|deterministic`, each with an
     optional `+compile`; `flash_triton:tf32` multiplies fp32 inputs in tf32; empty: what is usual on the device."""
     grid_head_dims: tuple[PositiveInt, ...] = ()
+    """The head_dim x length sweep, forward only; empty: none."""
     grid_lengths: tuple[PositiveInt, ...] = ()
-    """The head_dim x length sweep, forward only."""
+    """As many lengths for each of them."""
     grid_kernels: tuple[str, ...] = ()
     """Of the sweep; empty: the baseline, ours and PyTorch's."""
     baseline: str = "vectorized"
+    """The kernel that speed-ups are relative to."""
     projection_layout: bool = False
     """q, k, v as strided views of one projection instead of contiguous tensors."""
     data: Literal["normal", "logits x 8", "sink", "late sink", "ramp up", "ramp down"] = "normal"
     """Kind of input: random normal, or what trained models make of it."""
     warmup: Count = 10
+    """Calls before those that are timed."""
     iters: PositiveInt = 50
+    """Timed calls, at most."""
     cold_cache: bool = False
+    """Overwrite the L2 cache before every sample."""
     max_seconds: PositiveFloat = 2.0
     """Of timing per case and direction, shared by the kernels: slow ones sit out rounds."""
     longest_call_seconds: PositiveFloat = 0.5
@@ -52,19 +63,29 @@ class BenchAttentionConfig(Table):
 
 class BenchModelConfig(Table):
     sizes: tuple[Sizes, ...] = ("tiny",)
+    """Presets of [model]."""
     lengths: tuple[PositiveInt, ...] = (256,)
+    """Tokens per sequence."""
     precisions: tuple[Precision, ...] = ("fp32",)
+    """Each is measured."""
     compile: tuple[Literal["none", "block", "whole"], ...] = ("none",)
+    """Each is measured."""
     modes: tuple[Literal["forward", "fwd+bwd", "step"], ...] = ("forward", "fwd+bwd", "step")
+    """`step`: forward, backward, clipping and AdamW."""
     attention: str = "sdpa"
+    """The attention kernel, one for all."""
     activation_checkpointing: bool = False
     tie_embeddings: bool = False
     vocab_size: PositiveInt = 10_000
     batch_size: PositiveInt = 4
     warmup: Count = 5
+    """Steps before those that are timed."""
     iters: PositiveInt = 10
+    """Timed steps, at most."""
     warmup_study: tuple[Count, ...] = (0, 1, 2, 5)
+    """Numbers of warm-up steps to compare, on the first model; empty: none."""
     max_seconds: PositiveFloat = 60.0
+    """Of timing per model; whole rounds only."""
 
 
 class BenchRanksConfig(Table):
@@ -78,6 +99,7 @@ class BenchRanksConfig(Table):
     rounds: PositiveInt = 10
     """Interleaved samples of each contender; fewer than 6 give no interval."""
     steps_per_sample: PositiveInt = 4
+    """Training steps that one sample times."""
 
 
 class BenchDdpConfig(BenchRanksConfig):
@@ -89,22 +111,31 @@ class BenchAllReduceConfig(Table):
     sizes_mb: tuple[PositiveFloat, ...] = (1, 4, 16, 25, 64)
     """Of the whole buffer, in 10^6 bytes."""
     dtypes: tuple[Literal["fp32", "bf16"], ...] = ("fp32", "bf16")
+    """Of the buffer."""
     repeats: PositiveInt = 10
+    """Samples of each size."""
 
 
 class BenchTokenizerConfig(Table):
     texts: tuple[Path, ...] = ()
     """Text files; empty: `synth_mb` of generated stories."""
     synth_mb: PositiveFloat = 20.0
+    """Size of the generated stories, in 10^6 bytes."""
     tasks: tuple[Literal["train", "encode"], ...] = ("train", "encode")
+    """What is timed."""
     vocab_sizes: tuple[Annotated[int, Field(ge=257)], ...] = (10_000,)
+    """256 bytes + merges + `<|endoftext|>`."""
     workers: tuple[PositiveInt, ...] = (1, 2)
+    """Threads to compare."""
     rounds: PositiveInt = 5
+    """Interleaved samples of each contender."""
 
 
 class BenchLmMatrixConfig(Table):
     kernels: tuple[AttentionName, ...] = ("vectorized", "flash_torch", "sdpa")
+    """Attention kernels, the rows of the matrix."""
     strategies: tuple[StrategyName, ...] = ("none",)
+    """Of gradient synchronisation, the columns of the matrix."""
     num_layers: PositiveInt = 2
     d_model: PositiveInt = 64
     d_ff: PositiveInt = 192
@@ -120,11 +151,14 @@ class BenchLmMatrixConfig(Table):
     steps_per_epoch: PositiveInt = 5
     """An epoch is what one sample times."""
     warmup_epochs: Count = 1
+    """Before those that are timed."""
     timed_epochs: PositiveInt = 6
+    """Samples of each cell; fewer than 6 give no interval."""
     bucket_mb: PositiveFloat = 50.0
     tokens: Path | None = None
     """A token file; left out: the bytes of generated stories."""
     lr: PositiveFloat = 3e-4
+    """Constant."""
 
 
 class BenchConfig(Table):

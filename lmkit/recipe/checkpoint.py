@@ -13,6 +13,7 @@ class CheckpointConfig(Table):
     interval: int = 0
     """> 0: save every N steps; <= 0: only at the end. The last step is always saved."""
     keep_last: Annotated[int, Field(ge=1)] = 2
+    """Checkpoints to keep; older ones are deleted once a newer one is whole."""
     keep_best: Count = 0
     """Also keep this many checkpoints with the lowest validation loss."""
     resume: str = "auto"

@@ -26,8 +26,9 @@ class CorpusConfig(Table):
     valid: tuple[Path, ...] = ()
     """Held-out files (`files`); without them the last `valid_fraction` of the documents is held out."""
     valid_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    """The part held out where no files are named for it."""
     field: str = "text"
-    """The key of a JSON line that holds the text."""
+    """The key of a JSON line that holds the text (`files`)."""
     errors: Literal["strict", "replace"] = "strict"
     """Invalid UTF-8: stop with the byte offset, or replace it by U+FFFD."""
 

@@ -17,8 +17,8 @@ from pydantic import ValidationError
 
 from lmkit.errors import UsageError
 from lmkit.recipe.aliases import canonical
-from lmkit.recipe.model import fill_preset
-from lmkit.recipe.schema import CHECKS, TABLES, Recipe
+from lmkit.recipe.model import fill_preset, forget_sizes
+from lmkit.recipe.schema import CHECKS, TABLES, Recipe, table_type
 from lmkit.recipe.shipped import shipped_recipes
 from lmkit.recipe.table import Table
 
@@ -40,6 +40,8 @@ def load_recipe(
 ) -> Recipe:
     """Read, override and validate a recipe. Order: defaults < file < overrides < flags.
 
+    An override of `model.preset` replaces the sizes that the file gives.
+
     Args:
         source: a file, the name of a shipped recipe, or None for nothing but defaults and overrides.
         overrides: `table.key=value` strings; the value is read as TOML, a bare word is a string.
@@ -50,6 +52,8 @@ def load_recipe(
     """
     path = None if source is None else find_recipe(source)
     raw = {} if path is None else read_toml(path)
+    if isinstance(raw.get("model"), dict) and any(_names(override, "model.preset") for override in overrides):
+        forget_sizes(raw["model"])
     for override in overrides:
         _apply(raw, override)
     for dotted, value in (flags or {}).items():
@@ -110,6 +114,10 @@ def read_toml(path: Path) -> dict[str, Any]:
         ) from None
 
 
+def _names(override: str, dotted: str) -> bool:
+    return override.partition("=")[0].strip() == dotted
+
+
 def _apply(raw: dict[str, Any], override: str) -> None:
     """Set one `table.key=value` in `raw`."""
     dotted, equals, text = override.partition("=")
@@ -134,35 +142,22 @@ def _put(raw: dict[str, Any], keys: Sequence[str], value: Any, *, origin: str) -
 
 def check_path(keys: Sequence[str], *, flag: str) -> None:
     """Refuse a dotted path that no recipe can have."""
-    fields: Iterable[str] = TABLES
-    model: type[Table] | None = None
+    owner: type[Table] | None = Recipe
     for depth, key in enumerate(keys):
-        known = list(TABLES) if depth == 0 else list(fields)
+        known = list(owner.model_fields) if owner else []
         if key not in known and ".".join(keys) not in _alias_paths():
             inside = f" in [{'.'.join(keys[:depth])}]" if depth else ""
             raise UsageError(
                 f"{flag}: unknown key {key!r}{inside}{did_you_mean(key, known)}",
                 hint="known: " + ", ".join(known),
             )
-        model = _table_type(model, key)
-        fields = model.model_fields if model else ()
+        owner = table_type(owner, key) if owner else None
 
 
 def _alias_paths() -> set[str]:
     from lmkit.recipe.aliases import KEYS
 
     return {f"{table}.{old}" for table, old in KEYS} | {"model.use_flash"}
-
-
-def _table_type(parent: type[Table] | None, key: str) -> type[Table] | None:
-    """The schema of table `key` under `parent` (None: the root), or None where the key is a value."""
-    if parent is None:
-        return TABLES.get(key)
-    field = parent.model_fields.get(key)
-    if field is None:
-        return None
-    options = getattr(field.annotation, "__args__", (field.annotation,))
-    return next((kind for kind in options if isinstance(kind, type) and issubclass(kind, Table)), None)
 
 
 def _toml_value(text: str) -> Any:
@@ -204,9 +199,20 @@ def validate(raw: dict[str, Any], *, origin: str) -> Recipe:
     if mistakes:
         raise UsageError(
             f"{origin}: " + "; ".join(mistakes),
-            hint="`lmkit recipe show quickstart` prints a whole recipe with every key",
+            hint=f"every key and what it takes: lmkit recipe show {_example_with(mistakes[0])}",
         )
     return Recipe(**tables)  # type: ignore[arg-type]
+
+
+def _example_with(mistake: str) -> str:
+    """A shipped recipe that shows the keys of the table that the mistake is in."""
+    bench = re.search(r"\bbench\.(\w+)", mistake)
+    if bench is None:
+        return "quickstart"
+    header = f"[bench.{bench[1]}]"
+    return next(
+        (name for name, path in shipped_recipes().items() if header in path.read_text("utf-8")), "quickstart"
+    )
 
 
 def _refuse_dates(value: object) -> Any:
@@ -234,9 +240,9 @@ def _describe(table: str, detail: Any) -> str:
 
 
 def _owner(keys: Sequence[str]) -> type[Table] | None:
-    table: type[Table] | None = None
+    table: type[Table] | None = Recipe
     for key in keys[:-1]:
-        table = _table_type(table, key)
+        table = table_type(table, key) if table else None
     return table
 
 

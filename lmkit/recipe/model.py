@@ -24,21 +24,33 @@ AttentionName = Literal["reference", "vectorized", "flash_torch", "flash_triton"
 
 class ModelConfig(Table):
     preset: Literal["tiny", "small", "medium", "large", "xl", "2.7b"] | None = None
+    """Fills in d_model, d_ff, num_layers and num_heads where the recipe leaves them out."""
     vocab_size: PositiveInt | None = None
-    """Left out: the tokenizer's."""
+    """Left out: that of the token file."""
     context_length: PositiveInt = 256
+    """Tokens that the model sees at once."""
     d_model: PositiveInt = 192
+    """Width of the residual stream."""
     d_ff: PositiveInt = 512
+    """Width inside the feed-forward part (SwiGLU: three matrices of d_model x d_ff)."""
     num_layers: PositiveInt = 4
+    """Blocks."""
     num_heads: PositiveInt = 6
+    """Attention heads; each has d_model / num_heads dimensions."""
     num_kv_heads: PositiveInt | None = None
     """Grouped-query attention (Ainslie et al. 2023) when smaller than `num_heads`; left out: equal to it."""
     rope_theta: PositiveFloat = 10_000.0
+    """Base of the wavelengths of rotary position embeddings (Su et al. 2021)."""
     norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+    """Added to the mean square in RMSNorm."""
     tie_embeddings: bool = False
+    """One matrix for the input embedding and the head."""
     attention: AttentionName = "sdpa"
+    """The kernel; `lmkit env` says which run here."""
     activation_checkpointing: bool = False
+    """Compute activations again in backward instead of keeping them: less memory, more time."""
     compile: Literal["none", "block", "whole"] = "none"
+    """torch.compile, of one block (starts soon) or of the whole stack."""
 
     @model_validator(mode="after")
     def _heads_divide(self) -> ModelConfig:
@@ -58,6 +70,12 @@ class ModelConfig(Table):
     @property
     def head_dim(self) -> int:
         return self.d_model // self.num_heads
+
+
+def forget_sizes(table: dict[str, Any]) -> None:
+    """Take out what a preset would fill in: for a preset that is to count more than the recipe it is given to."""
+    for key in {key for sizes in PRESETS.values() for key in sizes}:
+        table.pop(key, None)
 
 
 def fill_preset(table: dict[str, Any]) -> dict[str, Any]:

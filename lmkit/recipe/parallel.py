@@ -23,5 +23,6 @@ class ParallelConfig(Table):
     gather: Literal["auto", "collective"] = "auto"
     """`zero1`: weights are read from the other GPUs' memory where these reach one another, or by the backend."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """`auto`: nccl on GPUs, gloo on CPUs."""
     timeout_s: Annotated[float, Field(gt=0, le=1e8)] = 600.0
     """A rank that does not answer for this long ends the job."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from lmkit.errors import UsageError
 from lmkit.recipe.bench import BenchConfig
@@ -57,6 +57,15 @@ TABLES: dict[str, type[Table]] = {
 }
 
 
+def table_type(parent: type[Table], key: str) -> type[Table] | None:
+    """The schema of the table `key` in `parent`, or None where there is no such key or it is a value."""
+    field = parent.model_fields.get(key)
+    if field is None:
+        return None
+    options = get_args(field.annotation) or (field.annotation,)
+    return next((kind for kind in options if isinstance(kind, type) and issubclass(kind, Table)), None)
+
+
 def required(table: T | None, name: str, *, command: str) -> T:
     """Return the table, or refuse: `command` cannot work without it."""
     if table is None:
@@ -93,7 +102,17 @@ def _zero1_alone_has_bf16_weights(tables: Mapping[str, Any]) -> str | None:
     return f'parallel.weights: "bf16" needs strategy = "zero1", not "{parallel.strategy}"'
 
 
+def _model_holds_the_vocabulary(tables: Mapping[str, Any]) -> str | None:
+    corpus, tokenizer, model = (tables.get(name) for name in ("corpus", "tokenizer", "model"))
+    if corpus is None or tokenizer is None or tokenizer.path is not None or model is None:
+        return None
+    if model.vocab_size is None or model.vocab_size >= tokenizer.vocab_size:
+        return None
+    return f"model.vocab_size: {model.vocab_size} is less than the tokenizer's {tokenizer.vocab_size}; leave it out"
+
+
 CHECKS: tuple[Check, ...] = (
+    _model_holds_the_vocabulary,
     _half_precision_has_a_device,
     _random_tokens_need_a_vocabulary,
     _zero1_alone_has_bf16_weights,

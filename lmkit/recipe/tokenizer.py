@@ -17,6 +17,7 @@ class TokenizerConfig(Table):
     special_tokens: tuple[str, ...] = (END_OF_TEXT,)
     """Never split, never merged across; `<|endoftext|>` ends every document."""
     workers: Workers = 0
+    """Threads that train it; 0: one per CPU. The result does not depend on it."""
     path: Path | None = None
     """Use this tokenizer.json instead of training one."""
 

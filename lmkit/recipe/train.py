@@ -23,6 +23,7 @@ class TrainConfig(Table):
     grad_clip: NonNegativeFloat = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
     log_interval: PositiveInt = 10
+    """Every so many steps one is logged; the first and the last always are."""
     eval_interval: Count = 200
     """Steps between evaluations on held-out data; 0: only at the end."""
     eval_batches: Count = 20

@@ -9,5 +9,8 @@ from lmkit.recipe.table import Table
 
 class WandbConfig(Table):
     enabled: bool = False
+    """Log there too; metrics.jsonl is always written."""
     project: str = "lmkit"
+    """Where the run appears."""
     mode: Literal["online", "offline"] = "online"
+    """`offline` writes files for `wandb sync`."""

@@ -200,6 +200,47 @@ def test_presets_fill_what_is_left_out() -> None:
     assert (model.d_model, model.d_ff, model.num_layers, model.num_heads) == (768, 3072, 2, 12)
 
 
+def test_a_preset_on_the_command_line_replaces_the_sizes_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text("[model]\nd_model = 64\nnum_layers = 3\ncontext_length = 99\n")
+    model = load_recipe(path, ["model.num_layers=2", "model.preset=small"]).model
+    assert model is not None
+    assert (model.d_model, model.d_ff, model.num_layers, model.num_heads) == (768, 3072, 2, 12)
+    assert model.context_length == 99
+    path.write_text('[model]\npreset = "small"\nd_model = 96\n')  # in a file both were meant
+    model = load_recipe(path).model
+    assert model is not None
+    assert (model.d_model, model.num_heads) == (96, 12)
+
+
+@pytest.mark.parametrize("name", ["../up", "", "a b", ".hidden", "x" * 101, "a\n"])
+def test_a_run_is_named_as_a_folder_can_be(name: str) -> None:
+    with pytest.raises(UsageError, match=r"run\.name: .* is no name: 1 to 100 letters, digits"):
+        load_recipe(None, flags={"run.name": name})
+
+
+def test_a_vocabulary_that_the_model_cannot_hold_is_refused_before_the_corpus_is_made() -> None:
+    with pytest.raises(UsageError, match=r"model\.vocab_size: 1000 is less than the tokenizer's 2048"):
+        load_recipe("quickstart", ["model.vocab_size=1000"])
+    assert load_recipe("quickstart", ["model.vocab_size=2048"]).model is not None
+    # A tokenizer from a file has the size that the file says.
+    assert load_recipe("quickstart", ["model.vocab_size=1000", "tokenizer.path=t.json"]).model is not None
+
+
+@pytest.mark.parametrize(
+    ("override", "example"),
+    [
+        ("train.steps=ten", "quickstart"),
+        ("bench.ddp.rows=x", "bench_ddp"),
+        ("bench.lm_matrix.lr=0", "lm_matrix"),
+    ],
+)
+def test_the_hint_leads_to_a_recipe_with_such_keys(override: str, example: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        load_recipe(None, [override])
+    assert caught.value.hint == f"every key and what it takes: lmkit recipe show {example}"
+
+
 @pytest.mark.parametrize(
     ("override", "table", "key", "value"),
     [
@@ -211,8 +252,30 @@ def test_presets_fill_what_is_left_out() -> None:
         ("checkpoint.checkpointing_interval=7", "checkpoint", "interval", 7),
     ],
 )
-def test_older_spellings(override: str, table: str, key: str, value: object) -> None:
+def test_older_spellings_of_a_key_or_value(override: str, table: str, key: str, value: object) -> None:
     assert getattr(getattr(load_recipe(None, [override]), table), key) == value
+
+
+@pytest.mark.parametrize(
+    ("bench", "key", "given", "value"),
+    [
+        (
+            "attention",
+            "kernels",
+            ["vectorized_torch+compile", "sdpa:cudnn"],
+            ("vectorized+compile", "sdpa:cudnn"),
+        ),
+        ("attention", "grid_kernels", ["flash_attention_triton"], ("flash_triton",)),
+        ("attention", "baseline", "scaled_dot_prod_attention", "reference"),
+        ("model", "attention", "vectorized_torch", "vectorized"),
+        ("lm_matrix", "kernels", ["scaled_dot_prod_attention", "sdpa"], ("reference", "sdpa")),
+        ("lm_matrix", "strategies", ["Local No DDP", "Bucketed Overlapping DDP"], ("none", "bucketed")),
+        ("ddp", "contenders", ["pytorch", "zero1 bf16"], ("torch_ddp", "zero1 bf16")),
+    ],
+)
+def test_older_spellings_in_benches(bench: str, key: str, given: object, value: object) -> None:
+    recipe = load_recipe(None, flags={f"bench.{bench}.{key}": given})
+    assert getattr(getattr(recipe.bench, bench), key) == value
 
 
 def test_recipes_are_frozen() -> None:

@@ -1,0 +1,64 @@
+"""A recipe written out for people: every key, explained, and still a recipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lmkit.recipe.load import load_recipe
+from lmkit.recipe.reference import annotated_toml, meanings
+from lmkit.recipe.schema import Recipe, table_type
+from lmkit.recipe.shipped import shipped_recipes
+from lmkit.recipe.table import Table
+
+
+def every_table() -> dict[str, type[Table]]:
+    found = {}
+    for name in Recipe.model_fields:
+        table = table_type(Recipe, name)
+        assert table is not None
+        found[name] = table
+        for part in table.model_fields:
+            inner = table_type(table, part)
+            if inner is not None:
+                found[f"{name}.{part}"] = inner
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name in every_table() if name != "bench"])
+def test_every_key_says_what_it_means(name: str) -> None:
+    tables = every_table()
+    known = set(meanings(tables[name]))
+    if name.startswith("bench."):  # what is called as in these tables means the same
+        known |= {key for table in ("model", "train", "parallel") for key in meanings(tables[table])}
+    assert set(tables[name].model_fields) <= known
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_what_is_shown_is_the_recipe(name: str, tmp_path: Path) -> None:
+    text = annotated_toml(load_recipe(name))
+    shown = tmp_path / "shown.toml"
+    shown.write_text(text)
+    assert load_recipe(shown) == load_recipe(name)
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_a_key_is_shown_with_value_choices_and_meaning() -> None:
+    lines = annotated_toml(load_recipe("quickstart", ['generate.prompts=["a\\nb", "# c"]'])).splitlines()
+    (precision,) = (line for line in lines if line.startswith("precision"))
+    assert precision.startswith('precision = "fp32"  ')
+    assert "# fp32, bf16 or fp16. Of the matrix products" in precision
+    (unset,) = (line for line in lines if "max_minutes" in line)
+    assert unset.startswith("# max_minutes =  ")
+    assert "# not set. End after this much" in unset
+    assert any(line.startswith('prompts = ["a\\nb", "# c"]') for line in lines)
+    assert lines[-2].startswith("# Tables that it does not have: [bench.attention],")
+
+
+def test_long_arrays_are_broken_between_items(tmp_path: Path) -> None:
+    given = load_recipe(None, flags={"generate.prompts": [f"prompt number {i}" for i in range(9)]})
+    text = annotated_toml(given)
+    assert max(map(len, text.splitlines())) <= 100
+    (tmp_path / "shown.toml").write_text(text)
+    assert load_recipe(tmp_path / "shown.toml") == given
