@@ -36,6 +36,9 @@ from lmkit.recipe.model import ModelConfig
 
 Variant = tuple[str, str]  # mode, precision
 STUDY_STEPS = 10
+UPDATE_BYTES = 32
+"""Of a parameter in fp32, at least: clipping reads the gradient (4); AdamW reads weight, gradient and both moments
+(16) and writes all but the gradient (12)."""
 MODES = ("forward", "fwd+bwd", "step")
 PRECISIONS = ("fp32", "bf16", "fp16")
 COMPILE = ("none", "block", "whole")
@@ -112,6 +115,7 @@ def run_bench(
     bases = dict.fromkeys(row["mfu_basis"] for row in rows if "mfu_basis" in row)
     notes = (
         *(f"MFU: share of the {basis}" for basis in bases),
+        "matmul: share of the rate of large matrix products measured in this run",
         "ms: median of interleaved rounds, host included; spread: (p90 - p10) / median",
         "GB (10^9): peak over what was in use before the bench, weights included",
     )
@@ -271,17 +275,24 @@ def _time_fields(
     count = forward_flops_per_token if mode == "forward" else flops_per_token
     rate = tokens_per_s * count(config, config.context_length)
     mfu = model_flops_utilization(rate, options.device, precision, limits)
+    floor = (
+        {"optimizer_floor_ms": count_parameters(config).total * UPDATE_BYTES / limits.copy_bytes_per_s * 1e3}
+        if mode == "step"
+        else {}
+    )
     return {
         "median_ms": times.median,
         "mean_ms": times.mean,
         "p10_ms": times.p10,
         "p90_ms": times.p90,
-        "spread": times.relative,
+        "spread": times.relative if times.count > 1 else None,
         "repeats": times.count,
         "tokens_per_s": tokens_per_s,
         "tflops": rate / 1e12,
         "mfu": mfu.share,
         "mfu_basis": mfu.basis,
+        "share_of_matmul": rate / limits.matmul_flops[precision],
+        **floor,
         "samples_ms": list(samples_ms),
     }
 

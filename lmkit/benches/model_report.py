@@ -8,6 +8,7 @@ from typing import Any
 from lmkit.measure.limits import limits_sentence
 from lmkit.measure.plots import grouped_bars, line_panels
 from lmkit.measure.results import Rows, picture_lines, row_files
+from lmkit.measure.statistics import FEWEST_PAIRS
 from lmkit.measure.tables import Column, markdown_table
 
 COLUMNS = (
@@ -21,6 +22,7 @@ COLUMNS = (
     Column("spread", "spread", ".0%"),
     Column("tokens_per_s", "tokens/s", ",.0f"),
     Column("mfu", "MFU", ".1%"),
+    Column("share_of_matmul", "matmul", ".1%"),
     Column("peak_gb", "GB", ".2f"),
 )
 WARMUP_COLUMNS = (
@@ -157,7 +159,11 @@ def findings(rows: Rows) -> list[str]:
         (row["mode"], row["precision"], row["compile"], row["size"], row["length"]): row["median_ms"]
         for row in timed
     }
-    found += _precision_findings(times) + _length_findings(times) + _optimizer_findings(times)
+    floors = {
+        (row["size"], row["length"]): row["optimizer_floor_ms"] for row in timed if row["mode"] == "step"
+    }
+    found += _precision_findings(times) + _length_findings(times) + _optimizer_findings(times, floors)
+    found += _sample_findings(timed)
     study = [row for row in rows if row["part"] == "warm-up" and row.get("mean_ms")]
     if len(study) > 1:
         ratio = study[0]["mean_ms"] / study[-1]["median_ms"]
@@ -217,17 +223,30 @@ def _length_findings(times: Times) -> list[str]:
     return found
 
 
-def _optimizer_findings(times: Times) -> list[str]:
-    """A step less forward and backward: clipping and the optimizer."""
-    shares = {
-        f"{size} at {length}, {precision}": 1 - times["fwd+bwd", precision, how, size, length] / time_ms
-        for (mode, precision, how, size, length), time_ms in times.items()
-        if mode == "step" and ("fwd+bwd", precision, how, size, length) in times
+def _optimizer_findings(times: Times, floors: dict[tuple[str, int], float]) -> list[str]:
+    """A step less forward and backward: clipping and the optimizer, against what moving their bytes takes."""
+    extra = {
+        key: time_ms - times["fwd+bwd", key[1], key[2], key[3], key[4]]
+        for key, time_ms in times.items()
+        if key[0] == "step" and ("fwd+bwd", *key[1:]) in times
     }
-    if not shares:
+    most = max(extra, key=lambda key: extra[key] / times[key], default=None)
+    if most is None or extra[most] <= 0:
         return []
-    most = max(shares, key=lambda name: shares[name])
+    _, precision, _, size, length = most
     return [
-        f"Clipping and the optimizer take up to {max(0.0, shares[most]):.0%} of a step ({most}): what a step takes "
-        "longer than forward and backward."
+        f"Clipping and the optimizer take up to {extra[most] / times[most]:.0%} of a step ({size} at {length}, "
+        f"{precision}), {extra[most]:.2f} ms; moving their bytes takes {floors[size, length]:.2f} ms at the copy "
+        "bandwidth measured in this run."
+    ]
+
+
+def _sample_findings(timed: Rows) -> list[str]:
+    """Whether the rows can be told from one another."""
+    few = [row for row in timed if row["repeats"] < FEWEST_PAIRS]
+    if not few:
+        return []
+    return [
+        f"{len(few)} of {len(timed)} rows have fewer than {FEWEST_PAIRS} samples, the fewest "
+        f"{min(row['repeats'] for row in few)}: their seconds were used up, and small differences mean nothing."
     ]

@@ -77,7 +77,7 @@ def summarize(trace: Trace, *, skip_steps: int = 1) -> Summary:
         warnings=(
             *trace.notes,
             *_warnings(trace, window if lost else ""),
-            *_slowed_down(trace, (end - start) / NS_PER_MS, len(counted)),
+            *_slowed_down(trace, counted),
         ),
     )
 
@@ -234,16 +234,16 @@ def _undisturbed_share(
     return None if work_ms is None else work_ms / trace.undisturbed_ms
 
 
-def _slowed_down(trace: Trace, window_ms: float, steps: int) -> list[str]:
-    """What the profiler costs, where it matters."""
-    if trace.undisturbed_ms is None or not steps:
+def _slowed_down(trace: Trace, counted: Sequence[Range]) -> list[str]:
+    """What the profiler costs, where it matters: medians of both, so that one step that was held up is no factor."""
+    if trace.undisturbed_ms is None or not counted:
         return []
-    factor = window_ms / steps / trace.undisturbed_ms
+    factor = median([(entry.end - entry.start) / NS_PER_MS for entry in counted]) / trace.undisturbed_ms
     if factor < 1.1:
         return []
+    gpu = ", and the GPU looks idler than it is" if trace.work else ""
     return [
-        f"the profiler makes the work {factor:.2f} times as long: the CPU's times are too long by about that, and "
-        "the GPU looks idler than it is"
+        f"the profiler makes the work {factor:.2f} times as long: the CPU's times are too long by about that{gpu}"
     ]
 
 

@@ -42,6 +42,9 @@ def test_everything_is_measured_and_every_file_is_there():
         peak = {"fp32": 1e12, "bf16": 2e12}[row["precision"]]
         assert row["mfu"] == pytest.approx(row["tokens_per_s"] * flops / peak)
         assert "measured" in row["mfu_basis"]
+        assert row["share_of_matmul"] == pytest.approx(row["mfu"])  # no data sheet has this chip
+        floor = {"step": pytest.approx(32 * row["parameters"] / 1e10 * 1e3)}
+        assert row.get("optimizer_floor_ms") == floor.get(row["mode"])
     study = [row for row in result.rows if row["part"] == "warm-up"]
     assert [row["warmup"] for row in study] == [0, 2]
     assert all(row["first_ms"] == row["samples_ms"][0] and row["std_ms"] > 0 for row in study)
@@ -151,10 +154,19 @@ def test_bad_options(change):
         run_bench(ModelOptions(**{**SMALL, **change}))
 
 
+def test_a_single_sample_has_no_spread_and_few_are_said_to_be_few():
+    result = run_bench(ModelOptions(**{**SMALL, "modes": ("forward",), "iters": 50, "max_seconds": 0.0}))
+    (row,) = result.rows
+    assert (row["repeats"], row["spread"]) == (1, None)
+    assert result.table().splitlines()[2].split()[7] == "-"
+    assert "1 of 1 rows have fewer than 6 samples, the fewest 1" in result.files["model_report.md"]
+
+
 def passing(mode, precision, length, ms, *, size="small"):
     row = {"part": "model", "size": size, "length": length, "precision": precision, "compile": "none"}
     numbers = {"median_ms": ms, "mfu": 1 / ms, "mfu_basis": "a peak", "tokens_per_s": length / ms}
-    return row | {"mode": mode, "status": "ok"} | numbers
+    floor = {"optimizer_floor_ms": 0.5, "repeats": 6}
+    return row | {"mode": mode, "status": "ok"} | numbers | floor
 
 
 def test_findings_name_what_the_rows_show():
@@ -173,4 +185,8 @@ def test_findings_name_what_the_rows_show():
         "Steps in bf16, compile none, that grow far less than their tokens: 1.25 (small, 256 to 1024)" in text
     )
     assert "Steps in fp32" not in text  # four times the tokens, four times the time
-    assert "up to 25% of a step (small at 256, bf16)" in text
+    assert (
+        "up to 25% of a step (small at 256, bf16), 3.00 ms; moving their bytes takes 0.50 ms at the copy"
+        in text
+    )
+    assert "samples" not in text

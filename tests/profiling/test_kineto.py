@@ -92,10 +92,21 @@ def test_a_profiler_that_slows_the_work_down_says_so():
     trace = parse_chrome_trace(GPU_TRACE, "t.json")  # one step of 1 ms
     (warning,) = summarize(replace(trace, undisturbed_ms=0.5)).warnings
     assert "2.00 times as long" in warning
+    assert "the GPU looks idler" in warning
     # 150 + 300 us of kernels that the step's calls caused
     assert summarize(replace(trace, undisturbed_ms=0.5)).undisturbed_gpu_share == pytest.approx(0.9)
     assert summarize(trace).undisturbed_gpu_share is None
     assert summarize(replace(trace, undisturbed_ms=0.95)).warnings == ()
+
+
+def test_one_step_that_was_held_up_does_not_make_the_profiler_slow():
+    events = [event("user_annotation", "step", start, 100) for start in (0, 200, 400)]
+    events.append(event("user_annotation", "step", 600, 90_000))
+    trace = parse_chrome_trace({"traceEvents": events}, "t.json")
+    assert summarize(replace(trace, undisturbed_ms=0.1)).warnings == trace.notes
+    slowed = summarize(replace(trace, undisturbed_ms=0.05)).warnings[-1]
+    assert "2.00 times as long" in slowed
+    assert "GPU" not in slowed  # there was none
 
 
 def test_without_steps_the_passes_make_the_window():

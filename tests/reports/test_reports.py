@@ -303,6 +303,8 @@ def model_row(length: int, mode: str, **changes: Any) -> dict[str, Any]:
         "tokens_per_s": 100.0,
         "mfu": 0.25,
         "mfu_basis": "some peak",
+        "optimizer_floor_ms": 0.5,
+        "repeats": 6,
         "peak_gb": 1.5,
     } | changes
 
