@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from lmkit.benches.ddp_clock import SteadyStateClock, without_garbage_collection
 from lmkit.benches.ddp_contenders import SOLO, Contender, DdpCase, baseline_of, contender, parse_name
-from lmkit.measure.memory import release_memory
+from lmkit.measure.memory import claim_workspaces, release_memory
 from lmkit.measure.progress import Progress
 from lmkit.measure.statistics import median, paired_ratio, spread
 from lmkit.measure.timing import time_variants
@@ -56,6 +56,7 @@ def ddp_rows(
     """
     for name in names:
         parse_name(name)  # a misspelt one is told before the first is measured
+    claim_workspaces(ranks.device)
     contenders: dict[str, Contender | None] = {}
     facts: dict[str, dict[str, Any]] = {}
     for number, name in enumerate(names):

@@ -15,7 +15,7 @@ from lmkit.benches.journal import Journal
 from lmkit.benches.training_step import TrainingStep
 from lmkit.data.batches import TokenBatches
 from lmkit.errors import LmkitError, UsageError
-from lmkit.measure.memory import GB, release_memory, track_peak
+from lmkit.measure.memory import GB, claim_workspaces, release_memory, track_peak
 from lmkit.measure.statistics import paired_ratio, spread
 from lmkit.model.accounting import count_parameters, flops_per_token
 from lmkit.parallel.failures import StepWatch
@@ -85,6 +85,7 @@ def train_kernel(
         CellOutOfMemory: on several ranks (its row is in the journal then).
     """
     config = _config(kernel, options)
+    claim_workspaces(ranks.device)
     rows = {
         strategy: {
             "kernel": kernel,
