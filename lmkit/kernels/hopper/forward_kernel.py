@@ -37,10 +37,10 @@ Softmax without a running maximum. The usual online softmax takes the maximum of
 shuffles and a rescaling of O. Here the row maximum of the first block (or 6 above it, see FEW_KEYS) is the
 REFERENCE of the row: P = 2^(score - reference), the row sum l and O all carry that factor, which cancels in
 O / l, so any reference gives the exact softmax as long as nothing overflows. A vote guards that: when a thread's
-part of the block's row sum passes `lift_above`, or is NaN, the consumer computes the block's scores once more
-(its K has not been given back yet), lifts its rows' references to the new maxima and rescales O and l. Ordinary
-data pay two compares and a barrier a block, data that jump one more product and its exponentials where they
-jump, and the result is exact on all of them: nothing that overflowed has yet reached O or l.
+part of the block's row sum passes `lift_above`, or is NaN, the block LIFTS: the consumer computes its scores once
+more (its K has not been given back yet), raises its rows' references to the new maxima and rescales O and l.
+Ordinary data pay two compares and a barrier a block, data that jump one more product and its exponentials where
+they jump, and the result is exact on all of them: nothing that overflowed has yet reached O or l.
 
 Peaks. The static reference costs one rounding: the largest P of a row is not exactly 1, so where one key takes
 most of a row, the 16-bit rounding of its P would show in O (2.3e-3 where an online softmax has 1.7e-3), and
@@ -50,9 +50,11 @@ FOLLOW_ABOVE, look for their largest P: some 50 instructions. That is the limit 
 takes; a block that passes it votes once more, on `lift_above`. So blocks without peaks execute nothing more. (To
 add up all P as rounded costs every block 128 instructions: 8 to 19% of the speed at D = 64 and 128.)
 
-Without FOLLOW_PEAKS (one configuration: D = 64 causal from 2048 to 4095 queries, where following cost 4% of the
-speed) the largest P keeps that error. With logits x 8 its output has 1.34 of cuDNN's and dK 1.20, with logits x 16
-1.40 and 1.44 and a dK that the bench's gate refuses (measured at 4096 queries, causal).
+Small code. Every consumer has a copy of its code, and code that never runs costs speed too, by the instruction
+caches: 85 such instructions in each of three consumers took 3.4% of D = 64 causal at 2k, 1.3% at 16k. Hence the two
+nested loops of `_consumer`: the first block of a tile and a block that lifts do the same, so they are one piece of
+code, the outer loop, and the inner loop holds nothing that ordinary data skip but the search for peaks. That made
+93 KB 78 KB at D = 64 causal, and it 3 to 6% faster from 2k on (D = 64 full 2 to 4%, D = 128 causal 3 to 4%).
 
 The first vote stands between the exponentials and the waits for the next tiles. Taken behind those waits it left
 ptxas free to move the exponentials there too, out of the products' shadow: 7 to 14% of the speed, in whichever
@@ -105,8 +107,8 @@ LOWEST_REFERENCE = gl.constexpr(-1.0e30)
 FOLLOW_ABOVE = gl.constexpr("0f44000000")
 # The maximum of few keys says little about a row: of rows that see one key of their first block, 2 of 100 would find
 # a peak in every block of normal data, and all who share the multiprocessor would wait for them. A reference that is
-# higher by a whole power of two leaves the largest P as exact as 1. Measured on normal causal data: D = 64 gains 1.4%
-# at 16k but loses 0.4% at 4k, and 1.7% at 2k, where nobody follows peaks now; D = 128 gains up to 0.7%.
+# higher by a whole power of two leaves the largest P as exact as 1. Measured on causal data before the two loops: D =
+# 64 gains 0.6% at 16k and loses 0.7% at 2k and 4k, with logits x 2 it gains 5%; D = 128 gains up to 0.7%.
 FEW_KEYS = gl.constexpr(4)
 MARGIN_OF_FEW = gl.constexpr(6.0)  # powers of two
 
@@ -158,16 +160,10 @@ def lift_above(dtype):
     return "0f45800000" if dtype == gl.float16 else "0f5D800000"
 
 
-@gluon.constexpr_function
-def look_above(dtype, follow_peaks):
-    """Limit of the vote that every block takes, as a PTX number; without peaks to follow that of the lift."""
-    return FOLLOW_ABOVE.value if follow_peaks else lift_above(dtype)
-
-
 @gluon.jit
 def _producer(descriptors, tiles, barriers, problem, lse, scale_log2, D: gl.constexpr,
               KEYS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr,
-              CONSUMERS: gl.constexpr, OWN_O: gl.constexpr, FOLLOW_PEAKS: gl.constexpr):  # fmt: skip
+              CONSUMERS: gl.constexpr, OWN_O: gl.constexpr):  # fmt: skip
     """The copying warp. K before Q in the first turn: the consumers' last step with the old Q hides both."""
     TILE: gl.constexpr = ROWS * CONSUMERS
     block = 0
@@ -209,21 +205,44 @@ def _pass_turn(index: gl.constexpr, CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
-def _lift(scores, scale_log2, reference):
-    """(P, its sums, the references that it is under, the factor for everything older): references become the maxima
-    so far."""
+def _await_tile(full, block, STAGES: gl.constexpr, wanted=True):
+    """Waits for K or V of this block, whose `full` barriers these are, if it is `wanted`."""
+    mbarrier.wait(full.index(block % STAGES), (block // STAGES) & 1, pred=wanted)
+
+
+@gluon.jit
+def _hand_back_unread(barriers, block, STAGES: gl.constexpr):
+    """Gives back the slots of a block that this consumer does not see."""
+    _await_tile(barriers.k_full, block, STAGES)
+    mbarrier.arrive(barriers.k_empty.index(block % STAGES), count=1)
+    _await_tile(barriers.v_full, block, STAGES)
+    mbarrier.arrive(barriers.v_empty.index(block % STAGES), count=1)
+
+
+@gluon.jit
+def _raise_references(
+    scores, scale_log2, reference, rows, first_key, num_keys, CAUSAL: gl.constexpr, TAIL: gl.constexpr
+):
+    """(the rows' maxima so far, or MARGIN_OF_FEW above: their new references; the factor for all that stands under
+    the old ones)."""
     highest = gl.maximum(gl.max(scores, 1) * scale_log2, reference)
-    factor = gl.exp2(reference - highest)
-    p = exp2_unfused(scores, scale_log2, highest)
-    return p, sum_within_threads(p), highest, factor
+    visible = count_visible_keys(rows, first_key, num_keys, scores.shape[1], CAUSAL, TAIL)
+    highest += gl.where(visible <= FEW_KEYS, MARGIN_OF_FEW, 0.0)
+    return highest, gl.exp2(reference - highest)
 
 
 @gluon.jit
 def _consumer(index: gl.constexpr, descriptors, tiles, barriers, problem, lse, scale_log2, D: gl.constexpr,
               KEYS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr,
-              CONSUMERS: gl.constexpr, OWN_O: gl.constexpr, FOLLOW_PEAKS: gl.constexpr):  # fmt: skip
+              CONSUMERS: gl.constexpr, OWN_O: gl.constexpr):  # fmt: skip
     """One warp group: 64 rows of every tile. `block` counts key blocks over all tiles: slot and phase
-    follow from it."""
+    follow from it.
+
+    Two loops, one inside the other, go through the blocks of a tile. The outer one takes blocks that set references,
+    S alone in flight: the first, and those that lift. The inner one takes the blocks after it, S beside O += P V of
+    the block before, and ends with the tile or at a block that lifts. Of that nothing counts yet but the last O +=
+    P V, and K and V are still there: the outer loop begins it anew.
+    """
     TILE: gl.constexpr = ROWS * CONSUMERS
     DTYPE: gl.constexpr = descriptors.q.dtype
     SCORES: gl.constexpr = accumulator_layout(KEYS)
@@ -244,85 +263,92 @@ def _consumer(index: gl.constexpr, descriptors, tiles, barriers, problem, lse, s
         own_blocks = blocks
         if CAUSAL and TILE > KEYS:
             own_blocks = gl.minimum(blocks, gl.cdiv(first_row + ROWS, KEYS))
-            # One block may lie wholly above this consumer's diagonal: hand it back unread
-            if own_blocks < blocks:
+            if own_blocks < blocks:  # one may lie wholly above this consumer's diagonal
                 _take_turn(index, CONSUMERS)  # one turn a block, also for this one
                 _pass_turn(index, CONSUMERS)
-                mbarrier.wait(barriers.k_full.index(block % STAGES), (block // STAGES) & 1)
-                mbarrier.arrive(barriers.k_empty.index(block % STAGES), count=1)
-                mbarrier.wait(barriers.v_full.index(block % STAGES), (block // STAGES) & 1)
-                mbarrier.arrive(barriers.v_empty.index(block % STAGES), count=1)
+                _hand_back_unread(barriers, block, STAGES)
                 block += 1
         rows = first_row + gl.arange(0, ROWS, ROW)
 
-        # First block, alone in flight. It is the only one that meets the diagonal or the end of the keys.
+        nothing = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
+        acc = gl.zeros([ROWS, D], gl.float32, OUT)
+        sums = sum_within_threads(nothing)  # (64, 4)
+        surplus = sums  # of the blocks' largest P, by their rounding
+        reference = gl.full([ROWS], LOWEST_REFERENCE, gl.float32, ROW)
+        packed = pack_pairs(nothing, DTYPE)  # P of the block before, (64, KEYS / 2)
         mbarrier.wait(barriers.q_full.index(index), turn & 1)
         q = tiles.q.index(index).reshape([ROWS, D])
-        slot = block % STAGES
-        phase = (block // STAGES) & 1
-        mbarrier.wait(barriers.k_full.index(slot), phase)
-        _take_turn(index, CONSUMERS)
-        k = tiles.k.index(slot).reshape([KEYS, D])
-        score_job = issue_product(q, k.permute((1, 0)), SCORES)
-        _pass_turn(index, CONSUMERS)
-        scores = warpgroup_mma_wait(0, deps=[score_job])  # (64 queries, KEYS)
-        mbarrier.arrive(barriers.k_empty.index(slot), count=1)
-        scores = hide_keys(scores, rows, (own_blocks - 1) * KEYS, num_keys, CAUSAL, TAIL)
-        reference = gl.maximum(gl.max(scores, 1) * scale_log2, LOWEST_REFERENCE)  # (64,)
-        if FOLLOW_PEAKS:
-            visible = count_visible_keys(rows, (own_blocks - 1) * KEYS, num_keys, KEYS, CAUSAL, TAIL)
-            reference += gl.where(visible <= FEW_KEYS, MARGIN_OF_FEW, 0.0)
-        p = exp2_unfused(scores, scale_log2, reference)
-        sums = sum_within_threads(p)  # (64, 4)
-        surplus = gl.zeros_like(sums)  # of the blocks' largest P, by their rounding
-        packed = pack_pairs(p, DTYPE)  # (64, KEYS / 2)
-        mbarrier.wait(
-            barriers.k_full.index((block + 1) % STAGES), ((block + 1) // STAGES) & 1, pred=own_blocks > 1
-        )
-        mbarrier.wait(barriers.v_full.index(slot), phase)
-        acc = gl.zeros([ROWS, D], gl.float32, OUT)
-        block += 1
-
-        for i in range(1, own_blocks):
+        _await_tile(barriers.k_full, block, STAGES)
+        # It is at least 1. Told so, the compiler sees that nobody multiplies the zeros of `packed`, and keeps none.
+        own_blocks = gl.maximum(own_blocks, 1)
+        i = 0
+        while i < own_blocks:
+            # A block that sets references. Only the first meets the diagonal or the end of the keys, and few keys;
+            # for a block that lifts mask and margin do nothing.
             slot = block % STAGES
-            previous = (block - 1) % STAGES
-            # K of this block and V of the previous one were waited for at the end of the previous step
-            probabilities = unpack_pairs(packed, DTYPE, PROBABILITIES)
-            _take_turn(index, CONSUMERS)
+            phase = (block // STAGES) & 1
+            if i == 0:  # a block that lifts had its turn in the inner loop
+                _take_turn(index, CONSUMERS)
             k = tiles.k.index(slot).reshape([KEYS, D])
-            v = tiles.v.index(previous).reshape([KEYS, D])
             score_job = issue_product(q, k.permute((1, 0)), SCORES)
-            out_job = warpgroup_mma(probabilities, v, acc, is_async=True)
-            _pass_turn(index, CONSUMERS)
-            scores = warpgroup_mma_wait(1, deps=[score_job])
-            p = gl.exp2(scores * scale_log2 - gl.expand_dims(reference, 1))
-            block_sums = sum_within_threads(p)
-            # The vote HERE keeps the exponentials here: it needs all of them, and ptxas moves no barrier.
-            peaks = any_exceeds(block_sums, look_above(DTYPE, FOLLOW_PEAKS), my_vote, index)
-            # Waiting for the next operands HERE matters: the loop in it is a border between basic blocks,
-            # which keeps ptxas from moving the wait for O += P V above the exponentials that should overlap
-            # with it.
-            mbarrier.wait(
-                barriers.k_full.index((block + 1) % STAGES),
-                ((block + 1) // STAGES) & 1,
-                pred=i + 1 < own_blocks,
-            )
-            mbarrier.wait(barriers.v_full.index(slot), (block // STAGES) & 1)
-            # the softmax's results as dependencies: they are computed before this wait, not after
-            acc, p, block_sums = warpgroup_mma_wait(0, deps=[out_job, p, block_sums])
-            if peaks != 0:
-                if not FOLLOW_PEAKS or any_exceeds(block_sums, lift_above(DTYPE), my_vote, index) != 0:
-                    scores = warpgroup_mma_wait(0, deps=[issue_product(q, k.permute((1, 0)), SCORES)])
-                    p, block_sums, reference, factor = _lift(scores, scale_log2, reference)
-                    sums, acc = scale_rows(sums, factor), scale_rows(acc, factor)
-                    surplus = scale_rows(surplus, factor)
-                else:  # a lifted row's largest P is exactly 1
-                    surplus = surplus + rounding_of_largest(p, DTYPE, sums)
-            mbarrier.arrive(barriers.v_empty.index(previous), count=1)
+            if i == 0:
+                _pass_turn(index, CONSUMERS)
+            scores = warpgroup_mma_wait(0, deps=[score_job])  # (64 queries, KEYS)
             mbarrier.arrive(barriers.k_empty.index(slot), count=1)
-            sums = sums + block_sums
+            first_key = (own_blocks - 1 - i) * KEYS
+            scores = hide_keys(scores, rows, first_key, num_keys, CAUSAL, TAIL)
+            reference, factor = _raise_references(
+                scores, scale_log2, reference, rows, first_key, num_keys, CAUSAL, TAIL
+            )
+            p = exp2_unfused(scores, scale_log2, reference)
+            sums = scale_rows(sums, factor) + sum_within_threads(p)
+            surplus = scale_rows(surplus, factor)
+            if i > 0:  # O is still 0 at the first
+                acc = scale_rows(acc, factor)
             packed = pack_pairs(p, DTYPE)
+            more = i + 1 < own_blocks
+            _await_tile(barriers.k_full, block + 1, STAGES, more)
+            mbarrier.wait(barriers.v_full.index(slot), phase)
             block += 1
+            i += 1
+
+            # Its successors. K of the block and V of the previous one were waited for at the end of the step before.
+            lifts = 0
+            while (i < own_blocks) & (lifts == 0):
+                slot = block % STAGES
+                previous = (block - 1) % STAGES
+                probabilities = unpack_pairs(packed, DTYPE, PROBABILITIES)
+                _take_turn(index, CONSUMERS)
+                k = tiles.k.index(slot).reshape([KEYS, D])
+                v = tiles.v.index(previous).reshape([KEYS, D])
+                score_job = issue_product(q, k.permute((1, 0)), SCORES)
+                out_job = warpgroup_mma(probabilities, v, acc, is_async=True)
+                _pass_turn(index, CONSUMERS)
+                scores = warpgroup_mma_wait(1, deps=[score_job])
+                p = gl.exp2(scores * scale_log2 - gl.expand_dims(reference, 1))
+                block_sums = sum_within_threads(p)
+                # The vote HERE keeps the exponentials here: it needs all of them, and ptxas moves no barrier.
+                peaks = any_exceeds(block_sums, FOLLOW_ABOVE, my_vote, index)
+                # Waiting for the next operands HERE matters: the loop in it is a border between basic blocks,
+                # which keeps ptxas from moving the wait for O += P V above the exponentials that should overlap
+                # with it.
+                more = i + 1 < own_blocks
+                _await_tile(barriers.k_full, block + 1, STAGES, more)
+                _await_tile(barriers.v_full, block, STAGES)
+                # the softmax's results as dependencies: they are computed before this wait, not after
+                acc, p, block_sums = warpgroup_mma_wait(0, deps=[out_job, p, block_sums])
+                mbarrier.arrive(barriers.v_empty.index(previous), count=1)
+                lifts = peaks
+                if peaks != 0:
+                    lifts = any_exceeds(block_sums, lift_above(DTYPE), my_vote, index)
+                    if lifts == 0:  # a lifted row's largest P is exactly 1
+                        surplus = surplus + rounding_of_largest(p, DTYPE, sums)
+                if lifts == 0:
+                    mbarrier.arrive(barriers.k_empty.index(slot), count=1)
+                    sums = sums + block_sums
+                    packed = pack_pairs(p, DTYPE)
+                    block += 1
+                    i += 1
 
         if OWN_O:
             mbarrier.arrive(barriers.q_empty.index(index), count=1)
@@ -330,9 +356,7 @@ def _consumer(index: gl.constexpr, descriptors, tiles, barriers, problem, lse, s
         v = tiles.v.index(slot).reshape([KEYS, D])
         out_job = warpgroup_mma(unpack_pairs(packed, DTYPE, PROBABILITIES), v, acc, is_async=True)
         row_sum = gl.convert_layout(gl.sum(sums, 1), ROW)
-        rounded_sum = row_sum
-        if FOLLOW_PEAKS:
-            rounded_sum = gl.convert_layout(gl.sum(sums + surplus, 1), ROW)
+        rounded_sum = gl.convert_layout(gl.sum(sums + surplus, 1), ROW)
         acc = warpgroup_mma_wait(0, deps=[out_job])
         mbarrier.arrive(barriers.v_empty.index(slot), count=1)
         out = scale_rows(acc, 1.0 / rounded_sum)
@@ -362,15 +386,15 @@ def _consumer(index: gl.constexpr, descriptors, tiles, barriers, problem, lse, s
 def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse, num_queries, num_keys, heads, group, num_tiles,
                    num_heads, scale_log2,
                    D: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-                   TAIL: gl.constexpr, CONSUMERS: gl.constexpr, OWN_O: gl.constexpr, FOLLOW_PEAKS: gl.constexpr,
+                   TAIL: gl.constexpr, CONSUMERS: gl.constexpr, OWN_O: gl.constexpr,
                    REGISTERS: gl.constexpr):  # fmt: skip
     """Allocates the slots and barriers and starts the three partitions.
 
     Descriptors are rank 4, (batch, heads, sequence, D): q and o in boxes of (1, 1, 64, D), k and v of (1,
     1, KEYS, D). lse: float32 (num_heads, num_queries), natural logarithm. group: query heads per key head.
     num_heads: over the batch. scale_log2: scale * log2(e). TAIL: num_keys is no multiple of KEYS. OWN_O: O
-    leaves through tiles of its own, otherwise through Q's. FOLLOW_PEAKS: O is divided by a sum that holds the
-    largest P as rounded (see the module). REGISTERS: a consumer's, after it took the producer's share.
+    leaves through tiles of its own, otherwise through Q's. REGISTERS: a consumer's, after it took the producer's
+    share.
     """
     gdc_wait()  # for what the kernel before this one wrote
     gdc_launch_dependents()  # the next kernel may start, and waits in its turn
@@ -405,11 +429,11 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse, num_queries, num_keys, h
         gl.warp_specialize(
             [
                 (_consumer, (0, descriptors, tiles, barriers, problem, lse, scale_log2,
-                             D, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O, FOLLOW_PEAKS)),
+                             D, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O)),
                 (_consumer, (1, descriptors, tiles, barriers, problem, lse, scale_log2,
-                             D, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O, FOLLOW_PEAKS)),
+                             D, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O)),
                 (_producer, (descriptors, tiles, barriers, problem, lse, scale_log2,
-                             D, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O, FOLLOW_PEAKS)),
+                             D, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O)),
             ],
             [4, 1],
             [REGISTERS, 24],
@@ -418,13 +442,13 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse, num_queries, num_keys, h
         gl.warp_specialize(
             [
                 (_consumer, (0, descriptors, tiles, barriers, problem, lse, scale_log2,
-                             D, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O, FOLLOW_PEAKS)),
+                             D, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O)),
                 (_consumer, (1, descriptors, tiles, barriers, problem, lse, scale_log2,
-                             D, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O, FOLLOW_PEAKS)),
+                             D, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O)),
                 (_consumer, (2, descriptors, tiles, barriers, problem, lse, scale_log2,
-                             D, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O, FOLLOW_PEAKS)),
+                             D, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O)),
                 (_producer, (descriptors, tiles, barriers, problem, lse, scale_log2,
-                             D, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O, FOLLOW_PEAKS)),
+                             D, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 24],

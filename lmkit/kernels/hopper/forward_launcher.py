@@ -23,36 +23,30 @@ PREPARED_CALLS = 1024  # kept; a model has a few
 @dataclass(frozen=True)
 class ForwardConfig:
     """Consumers (64 query rows each), slots for K and for V, and keys of a block; whether O has a tile of its
-    own or leaves through Q's (which keeps the next Q waiting); whether the rounding of the largest P of a row is
-    followed (see `forward_kernel`)."""
+    own or leaves through Q's (which keeps the next Q waiting)."""
 
     consumers: int
     stages: int
     keys: int = 128
     own_o: bool = True
-    follow_peaks: bool = True
 
 
 HEAD_DIM_256 = ForwardConfig(consumers=2, stages=2, keys=64, own_o=False)
 HEAD_DIM_128 = ForwardConfig(consumers=2, stages=2)
 HEAD_DIM_64 = ForwardConfig(consumers=3, stages=3)
-# Looking for peaks takes 4.3% of the speed of causal D = 64 at 2k, 3.0% at 4k, 0.8% at 16k.
-HEAD_DIM_64_MEDIUM = ForwardConfig(consumers=3, stages=3, follow_peaks=False)
 # Tiles of 192 queries reach too far beyond the diagonal, or the end, of a short sequence.
 HEAD_DIM_64_SHORT = ForwardConfig(consumers=2, stages=4)
 SHORT_CAUSAL = 2048  # queries
-MEDIUM_CAUSAL = 4096
 SHORT_FULL = 768
 
 
 def choose_config(head_dim: int, num_queries: int, causal: bool) -> ForwardConfig:
-    """The fastest of the shipped configurations, as measured on an H200, among those that follow peaks, unless that
-    costs more than 3% of the speed."""
+    """The fastest of the shipped configurations, as measured on an H200."""
     if head_dim > 64:
         return HEAD_DIM_256 if head_dim == 256 else HEAD_DIM_128
     if num_queries < (SHORT_CAUSAL if causal else SHORT_FULL):
         return HEAD_DIM_64_SHORT
-    return HEAD_DIM_64_MEDIUM if causal and num_queries < MEDIUM_CAUSAL else HEAD_DIM_64
+    return HEAD_DIM_64
 
 
 def forward(
@@ -103,7 +97,7 @@ def _prepare(q_shape, q_strides, k_shape, k_strides, v_strides, dtype, device, c
         ),
         (
             *(head_dim, config.keys, config.stages, causal, num_keys % config.keys != 0, config.consumers),
-            *(config.own_o, config.follow_peaks, consumer_registers),
+            *(config.own_o, consumer_registers),
         ),
         num_warps=4,
         maxnreg=registers,

@@ -80,11 +80,16 @@ def any_exceeds(values, limit: gl.constexpr, barrier: gl.constexpr, name: gl.con
 
     One barrier that votes (`barrier.red`), where Triton would reduce the tensor through shared memory and
     two barriers. Each of the 128 threads must hold exactly two elements.
+
+    The second vote, of each warp, changes no outcome. It tells ptxas that a warp's threads agree, which it does not
+    conclude from the barrier: a loop that ends by the first alone counts as one that threads leave one by one. (The
+    forward's loops then spilled 36 bytes and kept their counters in each thread's registers.)
     """
     gl.inline_asm_elementwise(
         "{ .reg .pred a, b;"
         f" setp.gtu.f32 a, $1, {limit}; setp.gtu.f32 b, $2, {limit}; or.pred a, a, b;"
-        f" barrier.cta.red.or.pred a, {barrier}, 128, a; selp.b32 vote_{name}, 1, 0, a; mov.b32 $0, 0; }}",
+        f" barrier.cta.red.or.pred a, {barrier}, 128, a; vote.sync.any.pred a, a, 0xffffffff;"
+        f" selp.b32 vote_{name}, 1, 0, a; mov.b32 $0, 0; }}",
         "=r,f,f",
         [values],
         dtype=gl.int16,

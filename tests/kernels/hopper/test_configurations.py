@@ -6,7 +6,6 @@ pytest.importorskip("triton", reason="the Hopper kernels need triton")
 
 from lmkit.kernels.hopper.forward_launcher import (
     HEAD_DIM_64,
-    HEAD_DIM_64_MEDIUM,
     HEAD_DIM_64_SHORT,
     HEAD_DIM_128,
     HEAD_DIM_256,
@@ -19,9 +18,7 @@ from lmkit.kernels.hopper.forward_launcher import (
     [
         (1, True, HEAD_DIM_64_SHORT),
         (2047, True, HEAD_DIM_64_SHORT),
-        (2048, True, HEAD_DIM_64_MEDIUM),
-        (4095, True, HEAD_DIM_64_MEDIUM),
-        (4096, True, HEAD_DIM_64),
+        (2048, True, HEAD_DIM_64),
         (767, False, HEAD_DIM_64_SHORT),
         (768, False, HEAD_DIM_64),
         (2048, False, HEAD_DIM_64),
@@ -36,9 +33,3 @@ def test_head_dim_64_goes_by_length_and_mask(num_queries, causal, config):
 @pytest.mark.parametrize(("head_dim", "config"), [(128, HEAD_DIM_128), (256, HEAD_DIM_256)])
 def test_wider_heads_have_one_configuration(head_dim, config, num_queries, causal):
     assert choose_config(head_dim, num_queries, causal) == config
-
-
-def test_only_medium_lengths_do_not_follow_peaks():
-    others = (HEAD_DIM_64, HEAD_DIM_64_SHORT, HEAD_DIM_128, HEAD_DIM_256)
-    assert all(config.follow_peaks for config in others)
-    assert not HEAD_DIM_64_MEDIUM.follow_peaks
