@@ -41,6 +41,11 @@ class UsageError(LmkitError):
     exit_code = 2
 
 
+def reason(error: OSError) -> str:
+    """What the operating system says, as the rest of a line: `no such file or directory`."""
+    return (error.strerror or str(error)).lower()
+
+
 def out_of_memory(error: BaseException) -> LmkitError | None:
     """The error for people where memory ran out, on the host or on a GPU; None where something else happened."""
     text = str(error)

@@ -11,7 +11,7 @@ from lmkit import __version__
 from lmkit.cli import bench, data, generate, inspect, profile, recipe, run, tokenizer, train
 from lmkit.cli.options import DebugOption
 from lmkit.cli.ranks import speak_for_ranks
-from lmkit.errors import LmkitError, UsageError, out_of_memory
+from lmkit.errors import LmkitError, UsageError, out_of_memory, reason
 
 # The base of Typer's errors about arguments; its newer versions have no public name for it.
 _WrongArguments: type[Any] = typer.BadParameter.__base__  # type: ignore[assignment]
@@ -74,8 +74,9 @@ def run_command_line(arguments: Sequence[str]) -> int:
         if settings.get("debug"):
             raise
         where = f"{error.filename}: " if error.filename else ""
-        reason = (error.strerror or str(error)).lower()
-        _print_error(LmkitError(f"{where}{reason}", hint="check the path, its permissions and the disk"))
+        _print_error(
+            LmkitError(f"{where}{reason(error)}", hint="check the path, its permissions and the disk")
+        )
         return 1
     except (MemoryError, RuntimeError) as error:
         explained = out_of_memory(error)

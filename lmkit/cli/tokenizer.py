@@ -1,4 +1,4 @@
-"""`lmkit tokenizer`: train, use, look at and export tokenizers."""
+"""`lmkit tokenizer`: train, use, look at, import and export tokenizers."""
 
 import sys
 from pathlib import Path
@@ -12,7 +12,7 @@ from lmkit.cli.render import show
 from lmkit.errors import LmkitError
 
 app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Train, use, look at and export tokenizers.",
+    no_args_is_help=True, rich_markup_mode=None, help="Train, use, look at, import and export tokenizers.",
     epilog="Example: lmkit tokenizer train stories.txt tokenizer.json --vocab-size 4096",
 )  # fmt: skip
 
@@ -101,6 +101,20 @@ def inspect(
     from lmkit.commands import tokenizer as command
 
     show(command.inspect(tokenizer, text), as_json=as_json)
+
+
+@app.command("import", epilog="Example: lmkit tokenizer import gpt2-files tokenizer.json")
+def import_(
+    folder: Annotated[Path, typer.Argument(help="Holds vocab.json and merges.txt.")],
+    output: Annotated[Path, typer.Argument(help="The tokenizer.json to write.")],
+    force: ForceOption = False,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Make a tokenizer.json of GPT-2's two files."""
+    from lmkit.commands import tokenizer as command
+
+    show(command.import_gpt2(folder, output, force=force), as_json=as_json)
 
 
 @app.command(epilog="Example: lmkit tokenizer export tokenizer.json gpt2-files")

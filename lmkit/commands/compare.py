@@ -45,12 +45,18 @@ def run(before: Path, after: Path, *, threshold: float) -> Compared:
     """Compare the rows of two result files or folders.
 
     Raises:
-        UsageError: there is no result file, or several and it is not clear which; a threshold that is no number.
+        UsageError: there is no result file, or several and it is not clear which; nothing was measured in both; a
+            threshold that is no number.
         LmkitError: a file is not JSON lines.
     """
     if not math.isfinite(threshold):
         raise UsageError(f"--threshold: {threshold} is not a share", hint="0.05 lets 5% pass")
     comparison = compare_rows(_rows(before), _rows(after), smallest_difference=threshold)
+    if all(row["verdict"] in ("new", "missing") for row in comparison.rows):
+        raise UsageError(
+            f"{after}: no measurement of {before} is in it",
+            hint="compare two results of the same bench and recipe",
+        )
     compared = sum(row["verdict"] in ("faster", "slower", "no difference") for row in comparison.rows)
     return Compared(comparison.rows, compared, comparison.worse)
 

@@ -1,4 +1,4 @@
-"""`lmkit tokenizer train|encode|decode|inspect|export`."""
+"""`lmkit tokenizer train|encode|decode|inspect|import|export`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from lmkit.tokenizer import Tokenizer, train_tokenizer
 
 LONGEST_TOKENS = 10
 IDS_PER_LINE = 1024
+GPT2_FILES = ("vocab.json", "merges.txt")
 
 
 @dataclass(frozen=True)
-class TokenizerTrained:
+class TokenizerWritten:
     output: str
     vocab_size: int
     sha256: str
@@ -39,18 +40,13 @@ def train(
     errors: Literal["strict", "replace"],
     force: bool,
     progress: Callable[[str, int, int], None],
-) -> TokenizerTrained:
+) -> TokenizerWritten:
     """Train a tokenizer on text files and save it.
 
     Raises:
         UsageError: the output is not named *.json (a forgotten output must not replace the last source).
     """
-    if output.suffix != ".json":
-        raise UsageError(
-            f"{output}: a tokenizer file ends in .json",
-            hint="name the output last, for example tokenizer.json",
-        )
-    refuse_existing(output, force=force)
+    _check_output(output, force=force)
     tokenizer = train_tokenizer(
         list(sources),
         vocab_size=table.vocab_size,
@@ -60,7 +56,16 @@ def train(
         progress=progress,
     )
     tokenizer.save(output)
-    return TokenizerTrained(str(output), tokenizer.vocab_size, tokenizer.sha256)
+    return TokenizerWritten(str(output), tokenizer.vocab_size, tokenizer.sha256)
+
+
+def _check_output(output: Path, *, force: bool) -> None:
+    if output.suffix != ".json":
+        raise UsageError(
+            f"{output}: a tokenizer file ends in .json",
+            hint="name the output last, for example tokenizer.json",
+        )
+    refuse_existing(output, force=force)
 
 
 def encode_lines(path: Path, texts: Iterable[str]) -> Iterator[str]:
@@ -136,8 +141,20 @@ class TokenizerExported:
 
 def export(path: Path, folder: Path, *, force: bool) -> TokenizerExported:
     """Write GPT-2's two files."""
-    files = (folder / "vocab.json", folder / "merges.txt")
+    files = tuple(folder / name for name in GPT2_FILES)
     for file in files:
         refuse_existing(file, force=force)
     Tokenizer.load(path).save_gpt2(folder)
     return TokenizerExported(tuple(map(str, files)))
+
+
+def import_gpt2(folder: Path, output: Path, *, force: bool) -> TokenizerWritten:
+    """Make one tokenizer.json of GPT-2's two files.
+
+    Raises:
+        UsageError: a file is missing, or the output is not named *.json. LmkitError: a file is damaged.
+    """
+    _check_output(output, force=force)
+    tokenizer = Tokenizer.load_gpt2(*(folder / name for name in GPT2_FILES))
+    tokenizer.save(output)
+    return TokenizerWritten(str(output), tokenizer.vocab_size, tokenizer.sha256)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lmkit.data.batches import BatchSource
-from lmkit.errors import LmkitError, UsageError, out_of_memory
+from lmkit.errors import LmkitError, UsageError, out_of_memory, reason
 from lmkit.measure.ranges import enable_ranges_from_environment
 from lmkit.model.accounting import count_parameters
 from lmkit.parallel.failures import losses_named
@@ -119,7 +119,7 @@ def _train_as_rank(recipe: Recipe, stop_at_step: int | None) -> TrainResult | No
         return _live(recipe, stop_at_step)
     except OSError as error:
         raise LmkitError(
-            f"{error.filename or recipe.run.path}: {(error.strerror or str(error)).lower()}",
+            f"{error.filename or recipe.run.path}: {reason(error)}",
             hint="check the disk; checkpoints that were saved are intact, and training again goes on from them",
         ) from error
     except (MemoryError, RuntimeError) as error:

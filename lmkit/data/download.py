@@ -22,7 +22,7 @@ from email.message import Message
 from pathlib import Path
 from typing import IO, Any
 
-from lmkit.errors import LmkitError
+from lmkit.errors import LmkitError, reason
 from lmkit.measure.progress import Progress
 from lmkit.storage import FolderLock, atomic_path, sha256_file, write_atomic
 
@@ -138,7 +138,7 @@ def _fetch(url: str, path: Path, max_bytes: int, progress: Progress, retry_wait_
         except (OSError, http.client.HTTPException, _ShortBodyError) as error:
             if isinstance(error, OSError) and error.filename is not None:  # the disk, not the network
                 raise LmkitError(
-                    f"{error.filename}: {(error.strerror or str(error)).lower()}",
+                    f"{error.filename}: {reason(error)}",
                     hint="check the disk and the permissions",
                 ) from None
             failure = str(getattr(error, "reason", error)) or type(error).__name__

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from lmkit.data.token_files import TokenFileWriter, TokenMeta
-from lmkit.errors import LmkitError, UsageError
+from lmkit.errors import LmkitError, UsageError, reason
 from lmkit.measure.environment import usable_cpus
 from lmkit.measure.progress import Progress
 from lmkit.tokenizer import END_OF_TEXT, Tokenizer
@@ -140,5 +140,5 @@ def _state(path: Path) -> tuple[int, int]:
     try:
         status = os.stat(path)
     except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}", hint="give the path of a text file") from error
+        raise UsageError(f"{path}: {reason(error)}", hint="give the path of a text file") from error
     return status.st_size, status.st_mtime_ns

@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from lmkit.errors import UsageError
+from lmkit.errors import UsageError, reason
 from lmkit.recipe.aliases import canonical
 from lmkit.recipe.model import fill_preset, forget_sizes
 from lmkit.recipe.schema import CHECKS, TABLES, Recipe, table_type
@@ -95,7 +95,7 @@ def read_toml(path: Path) -> dict[str, Any]:
             f"{path}: not UTF-8 at byte {error.start}", hint="save the recipe as UTF-8 text"
         ) from None
     except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}", hint="check the path and its permissions") from None
+        raise UsageError(f"{path}: {reason(error)}", hint="check the path and its permissions") from None
     if long_key := _LONG_KEY.search(text):
         line = text.count("\n", 0, long_key.start()) + 1
         raise UsageError(

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 import regex
 
-from lmkit.errors import LmkitError, UsageError
+from lmkit.errors import LmkitError, UsageError, reason
 from lmkit.tokenizer.native import chunk_bytes, is_utf8
 from lmkit.tokenizer.special_tokens import SpecialTokens
 
@@ -47,7 +47,7 @@ def read_blocks(path: Path, size: int | None = None) -> Iterator[bytes]:
             while block := file.read(size or chunk_bytes()):
                 yield block
     except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
-        raise UsageError(f"{path}: {error.strerror}", hint="give the path of a text file") from error
+        raise UsageError(f"{path}: {reason(error)}", hint="give the path of a text file") from error
 
 
 def exact_chunks(

@@ -12,7 +12,7 @@ from json.encoder import encode_basestring
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lmkit.errors import LmkitError, UsageError
+from lmkit.errors import LmkitError, UsageError, reason
 from lmkit.storage import write_atomic
 from lmkit.tokenizer.byte_alphabet import to_bytes, to_characters
 
@@ -217,6 +217,9 @@ def _read(path: Path) -> str:
     try:
         return path.read_bytes().decode()
     except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
-        raise UsageError(f"{path}: {error.strerror}", hint="give the path of a tokenizer file") from error
+        raise UsageError(
+            f"{path}: {reason(error)}",
+            hint="a tokenizer is one file, tokenizer.json; lmkit tokenizer import makes it of GPT-2's two",
+        ) from error
     except UnicodeDecodeError as error:
         raise LmkitError(f"{path}: not UTF-8 at byte {error.start}", hint=_DAMAGED) from error

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from lmkit.errors import UsageError
+from lmkit.errors import UsageError, reason
 from lmkit.measure.environment import usable_cpus
 from lmkit.measure.progress import Progress
 from lmkit.recipe.vocabulary import END_OF_TEXT, MAX_VOCABULARY, NUM_BYTES
@@ -94,7 +94,7 @@ def _size(path: Path) -> int:
     try:
         return path.stat().st_size
     except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}", hint="give the path of a text file") from error
+        raise UsageError(f"{path}: {reason(error)}", hint="give the path of a text file") from error
 
 
 def _tokenizer(merges: Sequence[tuple[int, int]], special_tokens: tuple[str, ...]) -> Tokenizer:

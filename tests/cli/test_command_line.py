@@ -49,6 +49,7 @@ COMMANDS = (
     ("tokenizer", "encode"),
     ("tokenizer", "decode"),
     ("tokenizer", "inspect"),
+    ("tokenizer", "import"),
     ("tokenizer", "export"),
     ("recipe",),
     ("recipe", "list"),

@@ -37,6 +37,16 @@ def test_a_forgotten_output_does_not_replace_the_corpus(lmkit: Lmkit, text: Path
     assert text.read_bytes() == before
 
 
+def test_gpt2_files_go_out_and_come_back(lmkit: Lmkit, text: Path) -> None:
+    assert lmkit("tokenizer", "train", text, "one.json", "--vocab-size", "280").returncode == 0
+    assert lmkit("tokenizer", "export", "one.json", "gpt2").returncode == 0
+    refused(lmkit("tokenizer", "inspect", "gpt2"), 2, "gpt2: is a directory")
+    refused(lmkit("tokenizer", "import", "gpt2", "one.json"), 2, "exists already")
+    refused(lmkit("tokenizer", "import", "nowhere", "two.json"), 2, "nowhere/vocab.json: no such file")
+    assert lmkit("tokenizer", "import", "gpt2", "two.json").returncode == 0
+    assert (text.parent / "two.json").read_bytes() == (text.parent / "one.json").read_bytes()
+
+
 def test_only_regular_files_are_replaced(lmkit: Lmkit, tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"  # stands for a device, which a failing test must not destroy
     os.mkfifo(pipe)

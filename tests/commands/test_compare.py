@@ -27,6 +27,14 @@ def test_nothing_compared_is_not_nothing_worse(tmp_path):
     assert "nothing became worse (1 of 1 compared)" in str(result)
 
 
+def test_results_of_different_benches_are_refused(tmp_path):
+    before = store(tmp_path / "before.jsonl", [1.0] * 6)
+    after = tmp_path / "after.jsonl"
+    after.write_text(json.dumps({"strategy": "flat", "status": "ok", "samples_ms": [1.0] * 6}) + "\n")
+    with pytest.raises(UsageError, match=r"after\.jsonl: no measurement of .*before\.jsonl is in it"):
+        run(before, after, threshold=0.05)
+
+
 @pytest.mark.parametrize("threshold", [math.nan, math.inf])
 def test_a_threshold_is_a_number(tmp_path, threshold):
     path = store(tmp_path / "a.jsonl", [1.0] * 6)

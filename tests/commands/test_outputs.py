@@ -11,7 +11,7 @@ from lmkit.commands.evaluate import EvaluateResult
 from lmkit.commands.profile import Profiled
 from lmkit.commands.recipe import RecipeCopied, RecipeIsValid
 from lmkit.commands.run import RunSummary
-from lmkit.commands.tokenizer import TokenizerFacts, TokenizerTrained
+from lmkit.commands.tokenizer import TokenizerFacts, TokenizerWritten
 from lmkit.measure.tables import TERMINAL_WIDTH
 
 FOLDER = "artifacts/benches/attention-cpu/attention"
@@ -57,7 +57,7 @@ NUMBER = 123_456_789_012
         TokenFileFacts(
             f"{LONG}/tokens.npy", "uint16", NUMBER, NUMBER, 3 * NUMBER, 50_257, "a" * 64, "word " * 64
         ),
-        TokenizerTrained(f"{LONG}/tokenizer.json", 50_257, "a" * 64),
+        TokenizerWritten(f"{LONG}/tokenizer.json", 50_257, "a" * 64),
         TokenizerFacts(
             f"{LONG}/tokenizer.json",
             50_257,
