@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -62,6 +62,16 @@ class PhasePeak:
 
 
 @dataclass(frozen=True)
+class Largest:
+    """Blocks of one size, for one thing, from one phase; `count` of them over the whole run."""
+
+    bytes: int
+    category: str
+    phase: str
+    count: int
+
+
+@dataclass(frozen=True)
 class MemoryProfile:
     """Bytes over time.
 
@@ -70,13 +80,14 @@ class MemoryProfile:
         alive: category -> bytes alive after each of `times`.
         peaks: per phase, in the order of their first appearance.
         peak: over the whole run.
+        largest: blocks, the largest first.
     """
 
     times: list[float]
     alive: dict[str, list[int]]
     peaks: list[PhasePeak]
     peak: PhasePeak
-    largest: list[tuple[int, str, str]] = field(default_factory=list)
+    largest: list[Largest] = field(default_factory=list)
 
 
 def blocks_of(events: Sequence[tuple[float, int, int]]) -> list[Block]:
@@ -190,10 +201,12 @@ def _peak_within(
     return PhasePeak(name, totals[top], {category: alive[category][top] for category in CATEGORIES})
 
 
-def _largest(recording: Recording, categories: Sequence[str], count: int = 10) -> list[tuple[int, str, str]]:
-    """(bytes, category, phase) of the largest blocks."""
-    found = []
+def _largest(recording: Recording, categories: Sequence[str], count: int = 10) -> list[Largest]:
+    """The largest blocks; equal ones of one phase are one line."""
+    times: Counter[tuple[int, str, str]] = Counter()
     for block, category in zip(recording.blocks, categories, strict=True):
-        inside = [phase for phase in recording.phases if phase.start <= block.allocated <= phase.end]
-        found.append((block.size, category, inside[-1].name if inside else "-"))
-    return sorted(found, reverse=True)[:count]
+        around = [phase for phase in recording.phases if phase.start <= block.allocated <= phase.end]
+        # Phases lie inside one another ("loss" in "forward" in "step"): the innermost says most.
+        phase = min(around, key=lambda phase: phase.end - phase.start).name if around else "-"
+        times[block.size, category, phase] += 1
+    return [Largest(*block, times[block]) for block in sorted(times, reverse=True)[:count]]

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -258,10 +259,13 @@ def _report(
         ),
         "-",
     )
-    largest = [
-        {"gib": size / GIB, "category": category, "phase": phase} for size, category, phase in profile.largest
-    ]
-    columns = (Column("gib", "GiB", ".4f"), Column("category", "category"), Column("phase", "allocated in"))
+    largest = [asdict(block) | {"gib": block.bytes / GIB} for block in profile.largest]
+    columns = (
+        Column("gib", "GiB", ".4f"),
+        Column("count", "count", "d"),
+        Column("category", "category"),
+        Column("phase", "allocated in"),
+    )
     return "\n".join(
         [
             f"# Memory: {title}",

@@ -1,4 +1,13 @@
-from lmkit.profiling.allocations import Block, Census, Phase, Recording, blocks_of, categorize, profile_memory
+from lmkit.profiling.allocations import (
+    Block,
+    Census,
+    Largest,
+    Phase,
+    Recording,
+    blocks_of,
+    categorize,
+    profile_memory,
+)
 
 PHASES = [
     Phase("build", 0, 10),
@@ -77,7 +86,20 @@ def test_peaks_by_hand():
     }
     assert profile.alive["gradients"][-1] == 0
     assert profile.times[0] == 0.0
-    assert profile.largest[0] == (200, "optimizer state", "optimizer")
+    assert profile.largest[0] == Largest(200, "optimizer state", "optimizer", 1)
+
+
+def test_the_largest_are_counted_and_belong_to_the_innermost_phase():
+    """A recorder on a GPU lists phases as they close, the inner one first; one on a CPU as they open."""
+    events = [(2, 10, 8), (3, 10, -8), (12, 10, 8), (13, 10, -8), (21, 10, 8), (25, 20, 4)]
+    phases = [Phase("loss", 1, 9), Phase("loss", 11, 19), Phase("forward", 0, 20), Phase("step", 0, 24)]
+    for order in (phases, phases[::-1]):
+        profile = profile_memory(Recording(blocks_of(events), order, [], b"", "a test"))
+        assert [(found.bytes, found.phase, found.count) for found in profile.largest] == [
+            (8, "step", 1),
+            (8, "loss", 2),
+            (4, "-", 1),
+        ]
 
 
 def test_the_larger_of_two_instances_counts():
