@@ -1,6 +1,7 @@
 """Entry points: `lmkit`, `python -m lmkit`, `torchrun -m lmkit`, and the literal `torchrun lmkit ...`."""
 
 import os
+import signal
 import sys
 
 # `python lmkit` (which is what `torchrun lmkit` runs) puts the package folder itself first on sys.path, where our
@@ -15,9 +16,12 @@ def main() -> None:
     # The threads of numpy's OpenBLAS wait for work by spinning, a tenth of a second from the import on, on a core
     # that the tokenizer's threads need. Set before numpy is imported: after 2**4 ticks of the clock they sleep.
     os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
-    from lmkit.cli.app import run_command_line
+    try:
+        from lmkit.cli.app import run_command_line
 
-    code = run_command_line(sys.argv[1:])
+        code = run_command_line(sys.argv[1:])
+    except KeyboardInterrupt:  # before or after the command itself, for which `run_command_line` has a code
+        code = 128 + signal.SIGINT
     try:
         sys.stdout.flush()
     except BrokenPipeError:  # whoever read it has left; at its end Python would flush again, and complain

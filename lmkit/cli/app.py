@@ -1,6 +1,5 @@
 """The root command, and how errors become one line, one hint and an exit code."""
 
-import signal
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -84,9 +83,6 @@ def run_command_line(arguments: Sequence[str]) -> int:
             raise
         _print_error(explained)
         return explained.exit_code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
     return code if isinstance(code, int) else 0  # typer.Exit's code, or what the command returned
 
 

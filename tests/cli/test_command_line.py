@@ -230,6 +230,12 @@ def test_fault_16_ctrl_c_is_130(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_fault_16_ctrl_c_while_it_starts_is_130_too(lmkit: Lmkit, tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt\n")  # `-m` puts the current folder first
+    result = lmkit("env")
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
+
+
 def test_debug_shows_the_traceback_wherever_it_stands(lmkit: Lmkit) -> None:
     for arguments in (("--debug", "train", "nowhere"), ("train", "nowhere", "--debug")):
         assert "Traceback" in lmkit(*arguments).stderr
