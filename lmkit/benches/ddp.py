@@ -26,6 +26,7 @@ from lmkit.measure.statistics import median, paired_ratio, spread
 from lmkit.measure.timing import time_variants
 from lmkit.parallel.agreement import agree
 from lmkit.parallel.process_group import Ranks, let_go_of_collectives
+from lmkit.parallel.zero1 import Zero1
 
 LADDER = ("one rank", "none", "naive", "flat", "overlap", "bucketed", "torch_ddp", "zero1")
 RIVALS = ("torch_ddp default", "torch_ddp static", "torch_ddp + ZeRO")
@@ -122,12 +123,15 @@ def _build_and_measure(
 
 def _traffic_facts(built: Contender, ranks: Ranks) -> dict[str, Any]:
     traffic = built.sync.traffic
-    return {
+    facts: dict[str, Any] = {
         "calls_per_step": traffic.calls,
         "payload_bytes": traffic.payload_bytes,
         "link_bytes": traffic.link_bytes,
         "parameter_bytes": sum(p.nbytes for p in built.model.parameters() if p.requires_grad),
     }
+    if isinstance(built.sync, Zero1) and built.ranks.world_size > 1:
+        facts["gather"] = "reads peers" if built.sync.reads_peers else "collective"
+    return facts
 
 
 def _communication_alone(name: str, built: Contender | None, ranks: Ranks, repeats: int = 5) -> float | None:

@@ -69,6 +69,9 @@ def test_bytes_agree_with_the_formula(ladder):
     assert ladder["bucketed"]["expected_link_bytes"] == 2 * 0.5 * parameters
     assert ladder["bucketed bf16 wire"]["expected_link_bytes"] == 0.5 * parameters
     assert ladder["zero1 bf16"]["expected_link_bytes"] == 0.5 * parameters
+    assert {name: row["gather"] for name, row in ladder.items() if "gather" in row} == dict.fromkeys(
+        ("zero1", "zero1 bf16"), "collective"
+    )
     assert ladder["naive"]["calls_per_step"] > ladder["bucketed 0.05 MB"]["calls_per_step"]
     assert ladder["bucketed 0.05 MB"]["calls_per_step"] > ladder["bucketed"]["calls_per_step"]
 

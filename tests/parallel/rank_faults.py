@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rank_checks import SMALL_BUCKETS, seeded_model
 from rank_model import batch, groups_of, sgd
+from rank_training import SMALL_BUCKETS, seeded_model
 
 from lmkit.errors import LmkitError, UsageError
 from lmkit.parallel.agreement import agree
