@@ -63,7 +63,7 @@ def run_command_line(arguments: Sequence[str]) -> int:
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 1
     except _WrongArguments as error:
-        return _explain(error)
+        return _explain(error, arguments)
     except LmkitError as error:
         if settings.get("debug"):
             raise
@@ -86,13 +86,13 @@ def run_command_line(arguments: Sequence[str]) -> int:
     return code if isinstance(code, int) else 0  # typer.Exit's code, or what the command returned
 
 
-def _explain(error: Any) -> int:
+def _explain(error: Any, arguments: Sequence[str]) -> int:
     """What is wrong with the arguments, and as the hint how the command is used."""
     text, context = error.format_message(), error.ctx
     if context is not None and text == context.get_help():  # a group without a command
         print(text, file=sys.stderr)
         return UsageError.exit_code
-    where = "lmkit" if context is None else context.command_path
+    where = _command_in(arguments) if context is None else context.command_path
     usage = (
         "" if context is None else " ".join(context.get_usage().split()).replace("Usage:", "usage:") + "; "
     )
@@ -101,6 +101,16 @@ def _explain(error: Any) -> int:
     )
     _print_error(wrong)
     return wrong.exit_code
+
+
+def _command_in(arguments: Sequence[str]) -> str:
+    """The command that is meant, where the parser does not say: `lmkit data synth` of `data synth x.txt --seed`."""
+    words, commands = ["lmkit"], typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    for word in arguments:
+        if word in commands:
+            words.append(word)
+            commands = getattr(commands[word], "commands", {})
+    return " ".join(words)
 
 
 def _print_error(error: LmkitError) -> None:

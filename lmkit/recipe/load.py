@@ -28,6 +28,16 @@ else:
     import tomli as tomllib
 
 
+# pydantic's kinds of mistakes -> what is wanted, where its own words are not TOML's
+_WANTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "a string",
+    "tuple_type": "an array",
+    "model_type": "a table",
+}
 _MOST_BYTES = 1 << 20
 # tomllib takes time that grows with the square of a dotted key's length: minutes for a key of 100 kB.
 _PART = r"""(?:[\w-]+|"[^"\n]*"|'[^'\n]*')"""
@@ -235,8 +245,12 @@ def _describe(table: str, detail: Any) -> str:
         expected = detail["ctx"]["expected"]
         names = [part.strip("' ") for part in expected.replace(" or ", ", ").split(", ")]
         return f"{path}: {_shown(value)} is not one of {', '.join(names)}{did_you_mean(str(value), names)}"
-    message = detail["msg"][0].lower() + detail["msg"][1:]
-    return f"{path}: {message}, got {_shown(value)}"
+    if kind in ("missing", "too_long"):  # of an array with a fixed number of items
+        return f"{table}.{detail['loc'][0]}: has too {'few' if kind == 'missing' else 'many'} items: {_shown(value)}"
+    wanted = _WANTED.get(kind, detail["msg"].removeprefix("Input should be "))
+    if kind == "tuple_type" and isinstance(value, str):
+        wanted += f", as in [{_shown(value)}]"
+    return f"{path}: must be {wanted}, got {_shown(value)}"
 
 
 def _owner(keys: Sequence[str]) -> type[Table] | None:

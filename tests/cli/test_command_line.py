@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from lmkit.cli.app import run_command_line
+
 Lmkit = Callable[..., "subprocess.CompletedProcess[str]"]
 
 HEAVY = ("torch", "numpy", "triton", "matplotlib", "wandb", "pydantic", "rich")
@@ -228,6 +230,23 @@ def test_fault_16_ctrl_c_is_130(tmp_path: Path) -> None:
     assert process.returncode == 130
     assert "Traceback" not in errors
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "command"),
+    [
+        ("train quickstart --set", "lmkit train"),
+        ("--debug data synth train --seed", "lmkit data synth"),
+        ("bench model x --lengths", "lmkit bench model"),
+    ],
+)
+def test_an_option_without_its_value_names_the_command(
+    arguments: str, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command_line(arguments.split()) == 2
+    error, hint = capsys.readouterr().err.splitlines()
+    assert error == f"error: {command}: option '{arguments.split()[-1]}' requires an argument"
+    assert hint == f"hint: more with {command} --help"
 
 
 def test_fault_16_ctrl_c_while_it_starts_is_130_too(lmkit: Lmkit, tmp_path: Path) -> None:

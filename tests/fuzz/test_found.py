@@ -35,7 +35,7 @@ from lmkit.training.state import RngState, restore_rng
         ("# " + "A" * 2_000_000, "larger than a recipe can be (1 MiB)"),
         ("x = " + "[" * 100_000, "nested too deeply"),
         ("[train]\nsteps = " + "9" * 5000, "a number is too long"),
-        ("[train]\nsteps = 9223372036854775808", "train.steps: input should be less than or equal"),
+        ("[train]\nsteps = 9223372036854775808", "train.steps: must be less than or equal"),
         ("[train]\n" + "s" * 100_000 + " = 1", "unknown key train.sss"),
     ],
 )

@@ -110,6 +110,28 @@ def test_faults_05_06_07_11_27_wrong_values(
 
 
 @pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.steps=ten", 'train.steps: must be a whole number, got "ten"'),
+        ("train.steps=1.5", "train.steps: must be a whole number, got 1.5"),
+        ("optimizer.lr=fast", 'optimizer.lr: must be a number, got "fast"'),
+        ("optimizer.lr=0", "optimizer.lr: must be greater than 0, got 0"),
+        ("run.deterministic=yes", 'run.deterministic: must be true or false, got "yes"'),
+        ("run.name=3", "run.name: must be a string, got 3"),
+        ("corpus.train=my.txt", 'corpus.train: must be an array, as in ["my.txt"], got "my.txt"'),
+        ("generate.prompts=[1]", "generate.prompts.0: must be a string, got 1"),
+        ("optimizer.betas=[0.9]", "optimizer.betas: has too few items: [0.9]"),
+        ("optimizer.betas=[0.9, 0.9, 0.9]", "optimizer.betas: has too many items: [0.9, 0.9, 0.9]"),
+        ("bench.ddp=3", "bench.ddp: must be a table, got 3"),
+    ],
+)
+def test_wrong_values_are_explained_in_toml_s_words(override: str, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        load_recipe(None, [override])
+    assert caught.value.message == f"your options: {message}"
+
+
+@pytest.mark.parametrize(
     "override",
     [
         "optimizer.lr=1e300",
