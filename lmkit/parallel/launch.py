@@ -6,6 +6,7 @@ Every rank is a fresh interpreter (spawn: a fork after torch was loaded can dead
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
@@ -25,7 +26,8 @@ from lmkit.parallel.leaving import leave
 from lmkit.parallel.meeting import RENDEZVOUS_VARIABLE, hosted_store
 
 GRACE_S = 3.0
-"""After the first failure: how long the other ranks get to report theirs, and again to end after SIGTERM."""
+"""After the first failure: how long the other ranks get to report theirs, and again to end after SIGTERM. After a
+second stopping signal: how long they get to leave."""
 STOP_S = 75.0
 """After a stopping signal: how long the other ranks get once one has ended. The first may upload for a minute."""
 
@@ -230,7 +232,8 @@ def _signals_passed_on(ranks: Sequence[_Rank]) -> Iterator[list[int]]:
 
 
 def _wait_for_all(ranks: Sequence[_Rank], received: Sequence[int]) -> None:
-    """Until every rank ended, GRACE_S after the first failure, or STOP_S after the first end when told to stop."""
+    """Until every rank ended, GRACE_S after the first failure or a second stopping signal, or STOP_S after the first
+    end when told to stop."""
     deadline: float | None = None
     while waiting := [item for rank in ranks for item in rank.waitables]:
         left = _LOOK_S if deadline is None else min(_LOOK_S, deadline - time.monotonic())
@@ -243,6 +246,8 @@ def _wait_for_all(ranks: Sequence[_Rank], received: Sequence[int]) -> None:
             deadline = time.monotonic() + GRACE_S
         elif deadline is None and received and not all(rank.running for rank in ranks):
             deadline = time.monotonic() + STOP_S
+        if len(received) > 1:  # the ranks leave at once, unless they cannot
+            deadline = min(deadline or math.inf, time.monotonic() + GRACE_S)
 
 
 def _end(ranks: Sequence[_Rank]) -> None:

@@ -163,6 +163,7 @@ def one_life(
     """Start, kill at the wanted moment, wait for the end of all; say what was hit."""
     before = newest_step(run)
     started = time.monotonic()
+    first_checkpoint_s = None
     process = start(recipe, run.name, log)
     if kill.moment == "starting":
         moment = started + generator.uniform(0.2, 1.0) * startup_s
@@ -172,7 +173,10 @@ def one_life(
                 break
     else:
         for _ in patiently(process, log):
-            if newest_step(run) >= before + STEPS_PER_LIFE:
+            step = newest_step(run)
+            if first_checkpoint_s is None and step > before:
+                first_checkpoint_s = round(time.monotonic() - started, 2)
+            if step >= before + STEPS_PER_LIFE:
                 break
         time.sleep(generator.uniform(0, 0.2))
         if kill.moment == "saving":
@@ -195,6 +199,7 @@ def one_life(
         "at_the_kill": step,
         "half_written": saving,
         "exit_code": process.returncode,
+        "first_checkpoint_s": first_checkpoint_s,
         "seconds": round(time.monotonic() - started, 1),
     }
 
@@ -235,6 +240,8 @@ def soak(folder: Path, kills: int) -> dict[str, Any]:
         good = newest_valid(battered / "checkpoints")
         life["newest_good"] = 0 if good.path is None else int(good.path.name[5:])
         life["damaged"] = len(good.skipped)
+        if life["first_checkpoint_s"] is not None:  # a start takes so long now, beside other work
+            startup_s = life["first_checkpoint_s"]
         assert life["newest_good"] >= life["at_the_kill"], life  # what had its name is whole
         lives.append(life)
         print(number + 1, json.dumps(life), flush=True)

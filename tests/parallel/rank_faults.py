@@ -80,6 +80,15 @@ def heed_no_signal_on_rank_0() -> None:
         dist.barrier()
 
 
+def stay_whatever_the_signal(ready: str) -> None:
+    """As a rank that was stopped, or waits where no handler runs; tells that it was told."""
+    rank = os.environ["RANK"]
+    signal.signal(signal.SIGTERM, lambda number, frame: Path(f"{ready}.told{rank}").write_text("to stop"))
+    Path(f"{ready}.pid{rank}").write_text(str(os.getpid()))
+    while True:
+        signal.pause()
+
+
 def turn_ctrl_c_into_another_error() -> None:
     """As a module does that is half imported when it is interrupted."""
     os.kill(os.getppid(), signal.SIGINT)

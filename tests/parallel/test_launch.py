@@ -228,6 +228,26 @@ def test_a_signal_that_another_thread_takes_is_heeded(faults, tmp_path):
     assert len({Path(f"{ready}.step{rank}").read_text() for rank in range(2)}) == 1
 
 
+def test_fault_71_a_second_signal_ends_ranks_that_do_not_leave(faults, tmp_path):
+    ready = tmp_path / "ready"
+
+    def signal_twice():
+        for told in ("pid", "told"):  # a second one that comes before is the same to the system
+            for rank in range(2):
+                wait_for_text(Path(f"{ready}.{told}{rank}"))
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=signal_twice)
+    thread.start()
+    with pytest.raises(SystemExit) as caught:
+        spawn_ranks(2, faults.stay_whatever_the_signal, (str(ready),))
+    thread.join()
+    assert caught.value.code == 143
+    for rank in range(2):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(Path(f"{ready}.pid{rank}").read_text()), 0)
+
+
 def test_a_rank_that_loses_one_that_was_told_to_stop_is_no_failure(faults):
     with pytest.raises(SystemExit) as caught:
         spawn_ranks(2, faults.heed_no_signal_on_rank_0)

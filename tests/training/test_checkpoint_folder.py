@@ -196,7 +196,9 @@ def test_fault_58_a_newer_state_asks_for_an_upgrade_and_is_never_deleted(tmp_pat
     content = json.loads((newer / STATE).read_text())
     content |= {"format": 2, "unheard_of": True}
     rewrite(newer, STATE, json.dumps(content))
-    with pytest.raises(NewerFormat, match=rf"^{newer / STATE}: state format 2, this lmkit knows 1$") as caught:
+    with pytest.raises(
+        NewerFormat, match=rf"^{newer / STATE}: state format 2, this lmkit knows 1$"
+    ) as caught:
         open_checkpoint(newer)
     assert "upgrade" in caught.value.hint
     Retention(tmp_path, keep_last=1, keep_best=0).prune()

@@ -37,7 +37,7 @@ from lmkit.recipe.load import load_recipe
 from lmkit.recipe.schema import Recipe
 from lmkit.training import checkpoint_writer, loop
 from lmkit.training.checkpoint_folder import newest_valid, step_name
-from lmkit.training.checkpoints import Checkpoint, open_checkpoint
+from lmkit.training.checkpoints import Checkpoint, open_checkpoint, plain_model
 from lmkit.training.retention import Retention
 from lmkit.training.signals import StopSignals
 from lmkit.training.step import Step
@@ -243,6 +243,16 @@ def _hang(rank: int) -> None:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=HANG_S))
 
 
+def _signal(rank: int) -> None:
+    if rank == 1 and not SIGNALLED.is_set():
+        SIGNALLED.set()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+SIGNALLED = threading.Event()
+"""Set in a rank's process once it was told to stop."""
+
+
 def _raise(rank: int) -> None:
     if rank == 1:
         raise ZeroDivisionError("in the middle of backward")
@@ -299,6 +309,19 @@ def _never_finish_step_3(rank: int) -> None:
     Step.accumulate = accumulate  # type: ignore[method-assign]
 
 
+def _wait_in_cpp_in_step_3(rank: int) -> None:
+    """As for a rank that hangs, or a GPU: no handler of Python's runs until that returns."""
+    original, calls = Step.accumulate, iter(range(1, 1000))
+
+    def accumulate(self: Step, *batch: torch.Tensor) -> torch.Tensor:
+        if next(calls) == 3:
+            print("hanging", file=sys.stderr, flush=True)
+            dist.HashStore().wait(["never"], timedelta(seconds=TIMEOUT_S))
+        return original(self, *batch)
+
+    Step.accumulate = accumulate  # type: ignore[method-assign]
+
+
 def _first_rank_dies_at_the_start(rank: int) -> None:
     train._open_folder = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
 
@@ -321,6 +344,9 @@ FAULTS: dict[str, Callable[[int], None]] = {
     "SIGTERM to rank 1": _signal_itself_on_rank_1,
     "rank 0 dies at the start": _first_rank_dies_at_the_start,
     "hang in step 3": _never_finish_step_3,
+    "wait in C++ in step 3": _wait_in_cpp_in_step_3,
+    "SIGTERM to rank 1 in evaluation": partial(_in_the_evaluation_after_step_4, happen=_signal),
+    "SIGTERM to rank 1 in a save": partial(_in_the_save_of_step_3, happen=_signal),
     "at most four steps": _go_no_further_than_step_4_of_this_life,
     "killed before the second pruning": _killed_before_the_second_pruning,
     **{
@@ -483,6 +509,35 @@ def test_fault_71_a_second_signal_leaves_at_once(
     assert newest(tiny()).state.step == 1
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="sees in /proc that a signal was taken")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_fault_71_a_second_signal_leaves_at_once_where_python_has_no_say(
+    number: int, fleet: Fleet, tiny: Tiny, settings: Callable[..., list[str]]
+) -> None:
+    assert fleet.train(settings(), stop_at_step=1) == [0]
+    (process,) = fleet.start(settings(), fault="wait in C++ in step 3")
+    fleet.wait_until_said("hanging")
+    for _ in range(2):
+        assert process.is_alive()
+        os.kill(process.pid or 0, number)
+        wait_until_taken(process)
+    assert ends([process]) == [128 + number]
+    assert saved(tiny()) == [1]
+
+
+def wait_until_taken(process: BaseProcess) -> None:
+    """No signal waits any more: a second one would be the same to the system."""
+    deadline = time.monotonic() + PATIENCE_S
+    while process.is_alive():
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        if not any(
+            int(mask, 16) for mask in re.findall(r"^(?:SigPnd|ShdPnd):\s*(\w+)$", status, re.MULTILINE)
+        ):
+            return
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_one_and_two_ranks_have_the_same_losses(
     fleet: Fleet, tiny: Tiny, settings: Callable[..., list[str]]
 ) -> None:
@@ -519,7 +574,9 @@ def test_fault_54_two_ranks_resume_bit_for_bit(
     assert left.state.rng == right.state.rng
     assert len(set(left.state.rng)) == 2  # each rank has its own
     assert_same_tensors(left, right)
-    assert losses(tiny("run.name=whole")) == losses(tiny("run.name=parts"))
+    for kind in ("train", "valid", "final"):
+        assert losses(tiny("run.name=whole"), kind) == losses(tiny("run.name=parts"), kind) != []
+    plain_model(left, device="cpu")  # fault 59, for what each strategy wraps a model in
 
 
 @pytest.mark.parametrize(
@@ -565,15 +622,24 @@ def test_fault_66_and_67_all_ranks_stop_before_the_update_that_one_cannot_make(
     assert all(torch.isfinite(tensor).all() for tensor in tensors.values())
 
 
-def test_fault_70_a_signal_to_one_rank_makes_all_save_the_same_step(
-    fleet: Fleet, tiny: Tiny, settings: Callable[..., list[str]]
+@pytest.mark.parametrize("where", ["", " in evaluation", " in a save"])
+def test_fault_69_and_70_a_signal_to_one_rank_makes_all_save_the_same_step(
+    where: str, fleet: Fleet, tiny: Tiny, settings: Callable[..., list[str]]
 ) -> None:
-    sharded = "parallel.strategy=zero1"  # so that both ranks have to write
-    assert fleet.train(settings(sharded), ranks=2, fault="SIGTERM to rank 1") == [143, 143], fleet.said()
-    recipe = tiny(sharded)
-    assert saved(recipe) == [3]
-    assert (newest(recipe).path.name, newest(recipe).state.world_size) == (step_name(3), 2)
-    assert fleet.train(settings(sharded), ranks=2) == [0, 0]
+    sharded = ["parallel.strategy=zero1"]  # so that both ranks have to write
+    if where == " in a save":
+        sharded.append("checkpoint.interval=3")
+    assert fleet.train(settings(*sharded, "run.name=whole"), ranks=2) == [0, 0], fleet.said()
+    assert fleet.train(settings(*sharded), ranks=2, fault="SIGTERM to rank 1" + where) == [143, 143], (
+        fleet.said()
+    )
+    recipe = tiny(*sharded)
+    last = saved(recipe)[-1]
+    # A save goes on beside the steps that follow: which of them meets the signal is up to the machine.
+    assert {"": [3], " in evaluation": [4], " in a save": [3, last]}[where] == saved(recipe)
+    assert (newest(recipe).path.name, newest(recipe).state.world_size) == (step_name(last), 2)
+    assert fleet.train(settings(*sharded), ranks=2) == [0, 0]
+    assert_same_tensors(newest(tiny("run.name=whole")), newest(recipe))
 
 
 # What the survivor says: its own rank, the step, and who is missing. gloo notices a death at once, a hang at the
