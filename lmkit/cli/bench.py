@@ -8,6 +8,7 @@ import typer
 
 from lmkit.cli.options import (
     DebugOption,
+    ForceOption,
     JsonOption,
     KernelsOption,
     NprocOption,
@@ -50,6 +51,7 @@ def attention(
     ] = None,
     iters: Annotated[int | None, typer.Option(help="Timed calls, at most.", show_default=False)] = None,
     output: ResultsOption = None,
+    force: ForceOption = False,
     print_recipe: PrintRecipeOption = False,
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -62,7 +64,7 @@ def attention(
         bench__attention__warmup=warmup,
         bench__attention__iters=iters,
     )
-    _bench("attention", recipe, set_, flags, output, print_recipe=print_recipe, as_json=as_json)
+    _bench("attention", recipe, set_, flags, output, force=force, print_recipe=print_recipe, as_json=as_json)
 
 
 @app.command(epilog="Example: lmkit bench model bench_model_cpu --compare-precision")
@@ -86,6 +88,7 @@ def model(
         typer.Option("--compile", help="none, block or whole; repeatable.", show_default=False),
     ] = None,
     output: ResultsOption = None,
+    force: ForceOption = False,
     print_recipe: PrintRecipeOption = False,
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -97,7 +100,7 @@ def model(
         bench__model__precisions=["fp32", "bf16"] if compare_precision else None,
         bench__model__compile=compile_,
     )
-    _bench("model", recipe, set_, flags, output, print_recipe=print_recipe, as_json=as_json)
+    _bench("model", recipe, set_, flags, output, force=force, print_recipe=print_recipe, as_json=as_json)
 
 
 @app.command("lm-matrix", epilog="Example: lmkit bench lm-matrix lm_matrix_cpu --nproc 2")
@@ -127,6 +130,7 @@ def lm_matrix(
     ] = None,
     nproc: NprocOption = 1,
     output: ResultsOption = None,
+    force: ForceOption = False,
     print_recipe: PrintRecipeOption = False,
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -141,7 +145,17 @@ def lm_matrix(
         bench__lm_matrix__d_model=d_model,
         bench__lm_matrix__context_length=context_length,
     )
-    _bench("lm_matrix", recipe, set_, flags, output, nproc=nproc, print_recipe=print_recipe, as_json=as_json)
+    _bench(
+        "lm_matrix",
+        recipe,
+        set_,
+        flags,
+        output,
+        nproc=nproc,
+        force=force,
+        print_recipe=print_recipe,
+        as_json=as_json,
+    )
 
 
 @app.command(epilog="Example: lmkit bench tokenizer bench_tokenizer")
@@ -149,12 +163,13 @@ def tokenizer(
     recipe: RecipeArgument,
     set_: SetOption = None,
     output: ResultsOption = None,
+    force: ForceOption = False,
     print_recipe: PrintRecipeOption = False,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Tokenizer training and encoding beside installed rivals."""
-    _bench("tokenizer", recipe, set_, {}, output, print_recipe=print_recipe, as_json=as_json)
+    _bench("tokenizer", recipe, set_, {}, output, force=force, print_recipe=print_recipe, as_json=as_json)
 
 
 @app.command(epilog="Example: lmkit bench ddp bench_ddp_cpu --nproc 2")
@@ -163,12 +178,15 @@ def ddp(
     set_: SetOption = None,
     nproc: NprocOption = 1,
     output: ResultsOption = None,
+    force: ForceOption = False,
     print_recipe: PrintRecipeOption = False,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Gradient synchronisation: all strategies, and what they cost."""
-    _bench("ddp", recipe, set_, {}, output, nproc=nproc, print_recipe=print_recipe, as_json=as_json)
+    _bench(
+        "ddp", recipe, set_, {}, output, nproc=nproc, force=force, print_recipe=print_recipe, as_json=as_json
+    )
 
 
 @app.command("all-reduce", epilog="Example: lmkit bench all-reduce bench_ddp_cpu --nproc 2")
@@ -177,12 +195,23 @@ def all_reduce(
     set_: SetOption = None,
     nproc: NprocOption = 1,
     output: ResultsOption = None,
+    force: ForceOption = False,
     print_recipe: PrintRecipeOption = False,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """all-reduce, reduce-scatter and all-gather over message sizes."""
-    _bench("all_reduce", recipe, set_, {}, output, nproc=nproc, print_recipe=print_recipe, as_json=as_json)
+    _bench(
+        "all_reduce",
+        recipe,
+        set_,
+        {},
+        output,
+        nproc=nproc,
+        force=force,
+        print_recipe=print_recipe,
+        as_json=as_json,
+    )
 
 
 @app.command(epilog="Example: lmkit bench optimizer bench_ddp_cpu --nproc 2")
@@ -191,12 +220,23 @@ def optimizer(
     set_: SetOption = None,
     nproc: NprocOption = 1,
     output: ResultsOption = None,
+    force: ForceOption = False,
     print_recipe: PrintRecipeOption = False,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Plain against sharded optimizer state: memory and speed."""
-    _bench("optimizer", recipe, set_, {}, output, nproc=nproc, print_recipe=print_recipe, as_json=as_json)
+    _bench(
+        "optimizer",
+        recipe,
+        set_,
+        {},
+        output,
+        nproc=nproc,
+        force=force,
+        print_recipe=print_recipe,
+        as_json=as_json,
+    )
 
 
 def _bench(
@@ -206,6 +246,7 @@ def _bench(
     flags: dict[str, Any],
     output: Path | None,
     *,
+    force: bool,
     print_recipe: bool,
     as_json: bool,
     **options: Any,
@@ -218,6 +259,7 @@ def _bench(
         return
     from lmkit.commands import bench as commands
 
+    commands.refuse_results(output, force=force)
     command: Callable[..., Any] = getattr(commands, name)
     with progress_on_stderr() as progress:
         result = command(loaded, output, progress=progress, **options)

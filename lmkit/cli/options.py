@@ -67,7 +67,7 @@ ResultsOption = Annotated[
     Path | None,
     typer.Option(
         "--output",
-        help="Folder for the results; else artifacts/benches/<run.name>/<bench>.",
+        help="Folder for the results; else artifacts/benches/<run.name>/<bench>, which each run replaces.",
         show_default=False,
     ),
 ]

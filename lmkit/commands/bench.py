@@ -28,6 +28,7 @@ from lmkit.training.numerics import numerics
 
 log = logging.getLogger("lmkit")
 JOURNAL = "rows.jsonl.partial"
+RECIPE = "recipe.toml"
 T = TypeVar("T")
 
 
@@ -129,6 +130,16 @@ def optimizer(recipe: Recipe, output: Path | None, nproc: int, progress: Progres
     _table(recipe.bench.optimizer, "optimizer")
     _model_with_vocabulary(recipe, "bench optimizer")
     return _on_ranks(_optimizer_rank, recipe, output, nproc, progress)
+
+
+def refuse_results(output: Path | None, *, force: bool) -> None:
+    """Refuse a folder that was asked for and has results already: they took minutes, or a machine that is gone.
+
+    Raises:
+        UsageError: it has, and `force` is false.
+    """
+    if output is not None and (output / RECIPE).exists() and not force:
+        raise UsageError(f"{output}: holds results already", hint="name another folder, or add --force")
 
 
 @contextmanager
@@ -271,7 +282,7 @@ def _store(result: BenchResult, recipe: Recipe, output: Path | None) -> BenchSto
     files = {
         **result.files,
         "environment.json": json.dumps(result.environment, indent=1) + "\n",
-        "recipe.toml": recipe_to_toml(recipe),
+        RECIPE: recipe_to_toml(recipe),
     }
     for name, content in files.items():
         write_atomic(folder / name, content)

@@ -70,6 +70,24 @@ def test_text_that_is_not_utf8(lmkit: Lmkit, text: Path) -> None:
     refused(lmkit("tokenizer", "encode", "t.json", "\udcff"), 1, "not UTF-8")
 
 
+@pytest.mark.parametrize("bench", ["attention", "model", "ddp", "tokenizer"])
+def test_results_are_not_replaced_by_accident(
+    bench: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measured(recipe: object, output: object, **options: object) -> None:
+        (tmp_path / "measured").touch()
+
+    monkeypatch.setattr(f"lmkit.commands.bench.{bench}", measured)
+    (tmp_path / "recipe.toml").touch()
+    recipe = {"attention": "bench_attention_cpu", "model": "bench_model_cpu"}.get(bench, f"bench_{bench}")
+    command = ["bench", bench, recipe, "--output", str(tmp_path)]
+    assert run_command_line(command) == 2
+    assert "holds results already" in capsys.readouterr().err
+    assert not (tmp_path / "measured").exists()
+    assert run_command_line([*command, "--force"]) == 0
+    assert (tmp_path / "measured").exists()
+
+
 def test_compare_refuses_what_is_no_result(lmkit: Lmkit, tmp_path: Path) -> None:
     for name, content in (("empty", b""), ("binary", b"\xff\xfe"), ("list", b"[1]\n"), ("words", b"hello\n")):
         path = tmp_path / f"{name}.jsonl"
