@@ -56,8 +56,13 @@ def test_fault_80_cuda_without_a_gpu_is_refused_and_auto_takes_the_cpu(
     auto = lmkit("train", recipe, "--device", "auto", "--json", **hidden)
     assert auto.returncode == 0, auto.stderr
     assert json.loads(auto.stdout)["status"] == "finished"
-    refused = lmkit("generate", "runs/run", "--device", "cuda", "--tokenizer", "none.json", **hidden)
-    assert_refused(refused, "cuda was asked for", "no GPU")
+    for command in (
+        ("generate", "runs/run", "--device", "cuda", "--tokenizer", "none.json"),
+        ("bench", "attention", "bench_attention_cpu", "--set", "run.device=cuda"),
+        ("bench", "model", "bench_model_cpu", "--set", "run.device=cuda"),
+        ("profile", "kineto", recipe, "--set", "run.device=cuda"),
+    ):
+        assert_refused(lmkit(*command, **hidden), "cuda was asked for", "no GPU")
 
 
 def test_fault_81_without_triton_flash_triton_is_refused_and_all_else_works(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from run_folders import losses, saved, train_here
 
 from lmkit.errors import LmkitError
 from lmkit.parallel.process_group import Ranks
@@ -230,3 +231,18 @@ def test_fault_79_a_missing_wandb_is_one_warning(
     drive(WandbSink(tiny(), tmp_path))
     assert "not installed" in caplog.text
     assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("fail_at", ["missing", "init", "log", "finish", "hang"])
+def test_fault_79_training_goes_on_without_wandb(
+    fail_at: str, tiny: Tiny, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    train_here(tiny("run.name=alone"))
+    monkeypatch.setitem(sys.modules, "wandb", None if fail_at == "missing" else FakeWandb(fail_at))
+    monkeypatch.setattr(wandb_sink, "FINISH_TIMEOUT_S", 0.05)
+    recipe = tiny("wandb.enabled=true", 'wandb.mode="offline"')
+    assert train_here(recipe).status == "finished"
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["W&B is off"]
+    for kind in ("train", "valid", "final"):
+        assert losses(recipe, kind) == losses(tiny("run.name=alone"), kind) != []
+    assert saved(recipe) == saved(tiny("run.name=alone"))
