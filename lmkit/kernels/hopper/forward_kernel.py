@@ -50,8 +50,8 @@ FOLLOW_ABOVE, look for their largest P: some 50 instructions. That is the limit 
 takes; a block that passes it votes once more, on `lift_above`. So blocks without peaks execute nothing more. (To
 add up all P as rounded costs every block 128 instructions: 8 to 19% of the speed at D = 64 and 128.)
 
-Small code. Every consumer has a copy of its code, and code that never runs costs speed too, by the instruction
-caches: 85 such instructions in each of three consumers took 3.4% of D = 64 causal at 2k, 1.3% at 16k. Hence the two
+Small code. Every consumer has a copy of its code, and code that never runs costs speed too: 85 such instructions in
+each of three consumers took 3.4% of D = 64 causal at 2k, 1.3% at 16k (instruction caches, it seems). Hence the two
 nested loops of `_consumer`: the first block of a tile and a block that lifts do the same, so they are one piece of
 code, the outer loop, and the inner loop holds nothing that ordinary data skip but the search for peaks. At D = 64
 causal that is 78 KB instead of 93, and 308 instructions a block instead of 319: 3 to 6% faster from 2k on (D = 64
