@@ -22,6 +22,11 @@ from lmkit.profiling.trace import Call, DeviceWork, Range, Trace
 
 _RANGES_OF_TORCH = ("ProfilerStep", "Optimizer.")
 _MOST_BYTES = 2 << 30  # of a trace, unpacked: minutes of training; a packed file could claim any size
+_BLOCK_BYTES = 1 << 24
+_MOST_NS = 1 << 63
+_NOT_A_TRACE = (
+    KeyError, TypeError, AttributeError, EOFError, zlib.error, ValueError, OverflowError, RecursionError,
+)  # fmt: skip
 _WHAT_IS_READ = (
     "give the kineto_trace.json.gz of `lmkit profile kineto RECIPE`, or what torch.profiler's "
     "export_chrome_trace wrote"
@@ -89,13 +94,17 @@ def read_chrome_trace(path: Path) -> Trace:
         raise UsageError(f"{path}: no such file", hint=_WHAT_IS_READ)
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            content = file.read(_MOST_BYTES + 1)
+            content = bytearray()
+            while len(content) <= _MOST_BYTES and (
+                block := file.read(_BLOCK_BYTES)
+            ):  # one read takes all at once
+                content += block
         if len(content) > _MOST_BYTES:
             raise UsageError(f"{path}: more than {_MOST_BYTES >> 20} MiB of JSON", hint=_WHAT_IS_READ)
         return parse_chrome_trace(json.loads(content), path.name)
     except OSError as error:  # gzip says so of what is not compressed
         raise UsageError(f"{path}: cannot be read: {error}", hint=_WHAT_IS_READ) from error
-    except (KeyError, TypeError, AttributeError, EOFError, zlib.error, ValueError) as error:
+    except _NOT_A_TRACE as error:
         what = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise UsageError(f"{path}: not a trace of torch.profiler ({what})", hint=_WHAT_IS_READ) from error
 
@@ -104,7 +113,8 @@ def parse_chrome_trace(document: dict[str, Any], source: str) -> Trace:
     """Chrome's times are in us with fractions; ours in whole ns.
 
     Raises:
-        KeyError: no `traceEvents`.
+        KeyError: no `traceEvents`, or an event lacks something.
+        TypeError, ValueError, OverflowError: something is of another type, or no time.
     """
     ranges: list[Range] = []
     calls: list[Call] = []
@@ -112,25 +122,28 @@ def parse_chrome_trace(document: dict[str, Any], source: str) -> Trace:
     operators: dict[tuple[int, int], list[tuple[int, int, str]]] = defaultdict(list)
     # Device events carry the device as their process; their launching process is the trace's own.
     host = next(
-        (e["pid"] for e in document["traceEvents"] if e.get("cat") in ("user_annotation", "cpu_op")), 0
+        (_key(e["pid"]) for e in document["traceEvents"] if e.get("cat") in ("user_annotation", "cpu_op")), 0
     )
     for event in document["traceEvents"]:
         if event.get("ph") != "X":
             continue
-        category, name = event.get("cat"), event["name"]
-        start = round(event["ts"] * 1000)
-        end = start + round(event["dur"] * 1000)
+        category, name = event.get("cat"), _name(event["name"])
+        start = _ns(event["ts"])
+        end = start + _ns(event["dur"])
+        if end < start:
+            raise ValueError(f"{name} lasts {event['dur']} us")
         arguments = event.get("args", {})
         if category == "user_annotation":
-            ranges.append(Range(name, start, end, host, event["tid"]))
+            ranges.append(Range(name, start, end, host, _key(event["tid"])))
         elif category == "cpu_op":
-            operators[event["pid"], event["tid"]].append((start, end, name))
+            operators[_key(event["pid"]), _key(event["tid"])].append((start, end, name))
         elif category in _CALL_CATEGORIES:
-            calls.append(Call(name, start, end, host, event["tid"], arguments.get("correlation", 0)))
+            correlation = _key(arguments.get("correlation", 0))
+            calls.append(Call(name, start, end, host, _key(event["tid"]), correlation))
         elif category in _WORK_KINDS:
             kind = _WORK_KINDS[category]
             label = name if kind == "kernel" else kind
-            device, correlation = arguments.get("device", 0), arguments.get("correlation", 0)
+            device, correlation = _key(arguments.get("device", 0)), _key(arguments.get("correlation", 0))
             in_graph = bool(arguments.get("graph node id"))
             work.append(DeviceWork(label, kind, start, end, host, device, correlation, in_graph))
     recorded_gpu = bool(calls or work)
@@ -144,6 +157,28 @@ def parse_chrome_trace(document: dict[str, Any], source: str) -> Trace:
         ops=_self_times(operators.values()),
         notes=notes,
     )
+
+
+def _ns(us: float) -> int:
+    ns = round(us * 1000)
+    if abs(ns) >= _MOST_NS:
+        raise ValueError(f"{us} us is no time")
+    return ns
+
+
+def _name(value: str) -> str:
+    """Text that can be written: a name with half a surrogate pair is a ValueError."""
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no name")
+    value.encode()
+    return value
+
+
+def _key(value: int) -> int:
+    """A process, thread, device or correlation: numbers, but torch's profiler calls some threads by name."""
+    if not isinstance(value, int | str):
+        raise TypeError(f"{value!r} is no number")
+    return value
 
 
 def _self_times(threads: Any) -> dict[str, tuple[int, int]]:

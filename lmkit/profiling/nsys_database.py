@@ -31,7 +31,7 @@ def read_nsys_database(path: Path) -> Trace:
             raise LmkitError(
                 f"{path}: {error}", hint="export it again: nsys export --type sqlite REPORT.nsys-rep"
             ) from error
-        except sqlite3.DatabaseError as error:
+        except (sqlite3.DatabaseError, TypeError) as error:
             raise UsageError(f"{path}: {error}", hint="give a .sqlite file that nsys exported") from error
 
 
@@ -67,7 +67,10 @@ def _read_ranges(database: sqlite3.Connection) -> list[Range]:
         "WHERE eventType IN (?, ?) AND end IS NOT NULL ORDER BY start",
         (PUSH_POP, START_END),
     )
-    return [Range(name, start, end, tid >> THREAD_BITS, tid) for name, start, end, tid in rows]
+    return [
+        Range(_text(name), *_span(start, end), _whole(tid) >> THREAD_BITS, tid)
+        for name, start, end, tid in rows
+    ]
 
 
 def _read_calls(database: sqlite3.Connection) -> list[Call]:
@@ -76,7 +79,7 @@ def _read_calls(database: sqlite3.Connection) -> list[Call]:
         "JOIN StringIds ON id = nameId ORDER BY start"
     )
     return [
-        Call(name, start, end, tid >> THREAD_BITS, tid, correlation)
+        Call(_text(name), *_span(start, end), _whole(tid) >> THREAD_BITS, tid, _whole(correlation))
         for name, start, end, tid, correlation in rows
     ]
 
@@ -92,7 +95,35 @@ def _read_work(database: sqlite3.Connection, tables: set[str]) -> list[DeviceWor
         name, join = ("value", "JOIN StringIds ON id = shortName") if kind == "kernel" else (f"'{kind}'", "")
         query = f"SELECT {name}, start, end, globalPid, deviceId, correlationId, {graph} FROM {table} {join}"
         found += [
-            DeviceWork(name, kind, start, end, pid >> THREAD_BITS, device, correlation or 0, node is not None)
+            DeviceWork(
+                _text(name),
+                kind,
+                *_span(start, end),
+                _whole(pid) >> THREAD_BITS,
+                _whole(device),
+                _whole(correlation or 0),
+                node is not None,
+            )
             for name, start, end, pid, device, correlation, node in database.execute(query)
         ]
     return sorted(found, key=lambda item: item.start)
+
+
+def _span(start: object, end: object) -> tuple[int, int]:
+    first, last = _whole(start), _whole(end)
+    if last < first:
+        raise TypeError(f"something ends at {last} ns that began at {first} ns")
+    return first, last
+
+
+def _whole(value: object) -> int:
+    """SQLite keeps any type in any column."""
+    if type(value) is not int:
+        raise TypeError(f"{value!r} stands where a whole number should")
+    return value
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} stands where a name should")
+    return value

@@ -15,6 +15,7 @@ import logging
 import re
 import shutil
 import socketserver
+import sqlite3
 import sys
 import threading
 from abc import ABC, abstractmethod
@@ -35,6 +36,10 @@ from lmkit.data.download import Dataset, RemoteFile, download
 from lmkit.data.token_files import TokenFileWriter, open_tokens
 from lmkit.errors import LmkitError
 from lmkit.optim.adamw import AdamW
+from lmkit.profiling.kineto import read_chrome_trace
+from lmkit.profiling.nsys_database import read_nsys_database
+from lmkit.profiling.reduction import summarize
+from lmkit.profiling.trace import Trace
 from lmkit.recipe.aliases import canonical
 from lmkit.recipe.corpus import CorpusConfig
 from lmkit.recipe.load import load_recipe, recipe_to_toml, validate
@@ -443,6 +448,120 @@ class Results(Format):
         str(compared)
 
 
+class ChromeTrace(Format):
+    """A profile of torch.profiler, as `lmkit profile summarize` reads it."""
+
+    name = "chrome trace"
+    damages = (
+        ("trace.json", mutations.damage_json),
+        ("trace.json", mutations.damage_json),
+        ("trace.json", mutations.damage),
+    )
+
+    def make(self, folder: Path) -> Files:
+        def event(category: str, name: str, start: float, duration: float, **more: Any) -> dict[str, Any]:
+            plain = {
+                "ph": "X",
+                "cat": category,
+                "name": name,
+                "ts": start,
+                "dur": duration,
+                "pid": 10,
+                "tid": 1,
+            }
+            return plain | more
+
+        events = [{"ph": "M", "name": "process_name", "pid": 10}]
+        for start in (0.0, 1000.5):
+            events += [
+                event("user_annotation", "step", start, 1000),
+                event("user_annotation", "forward", start + 100, 200.25),
+                event("cpu_op", "aten::linear", start + 100, 100),
+                event("cpu_op", "aten::mm", start + 120, 60),
+                event(
+                    "cuda_runtime", "cudaLaunchKernel", start + 130, 10, args={"correlation": int(start) + 1}
+                ),
+                event(
+                    "kernel",
+                    "gemm",
+                    start + 150,
+                    100,
+                    pid=0,
+                    args={"correlation": int(start) + 1, "device": 0},
+                ),
+                event("gpu_memset", "Memset", start + 950, 50, pid=0, args={"correlation": 9, "device": 0}),
+            ]
+        return {"trace.json": json.dumps({"traceEvents": events}).encode()}
+
+    def read(self, folder: Path, random: Random) -> None:
+        trace = read_chrome_trace(folder / "trace.json")
+        events = json.loads((folder / "trace.json").read_bytes())["traceEvents"]
+        complete = [event for event in events if event.get("ph") == "X"]
+        kinds = ("kernel", "gpu_memcpy", "gpu_memset")
+        assert len(trace.work or ()) == sum(event.get("cat") in kinds for event in complete)
+        assert sum(calls for calls, _ in trace.ops.values()) == sum(
+            event.get("cat") == "cpu_op" for event in complete
+        )
+        assert_sound(trace)
+
+
+def assert_sound(trace: Trace) -> None:
+    for entry in (*trace.ranges, *(trace.calls or ()), *(trace.work or ())):
+        assert isinstance(entry.name, str)
+        assert type(entry.start) is type(entry.end) is int
+        assert entry.start <= entry.end
+    summary = summarize(trace)
+    json.dumps(summary.as_dict(), allow_nan=False)
+    summary.markdown().encode()
+    summary.text()
+
+
+class NsysDatabase(Format):
+    """A profile of Nsight Systems. SQLite keeps any type in any column."""
+
+    name = "nsys database"
+    damages = (
+        ("report.sqlite", mutations.damage_sqlite),
+        ("report.sqlite", mutations.damage_sqlite),
+        ("report.sqlite", mutations.damage),
+    )
+
+    def make(self, folder: Path) -> Files:
+        path, thread = folder / "report.sqlite", 77 << 24 | 1
+        with contextlib.closing(sqlite3.connect(path)) as database:
+            database.executescript(
+                "CREATE TABLE StringIds (id INTEGER PRIMARY KEY, value TEXT);"
+                "CREATE TABLE NVTX_EVENTS (start INTEGER, end INTEGER, eventType INTEGER, text TEXT, textId INTEGER,"
+                " globalTid INTEGER);"
+                "CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME (start INTEGER, end INTEGER, globalTid INTEGER,"
+                " correlationId INTEGER, nameId INTEGER);"
+                "CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL (start INTEGER, end INTEGER, deviceId INTEGER,"
+                " correlationId INTEGER, globalPid INTEGER, shortName INTEGER, graphNodeId INTEGER);"
+                "INSERT INTO StringIds VALUES (1, 'cudaLaunchKernel'), (2, 'gemm'), (3, 'step');"
+            )
+            for start in (0, 1000):
+                database.execute(
+                    "INSERT INTO NVTX_EVENTS VALUES (?, ?, 59, NULL, 3, ?)", (start, start + 900, thread)
+                )
+                database.execute(
+                    "INSERT INTO NVTX_EVENTS VALUES (?, ?, 59, 'forward', NULL, ?)",
+                    (start + 10, start + 90, thread),
+                )
+                database.execute(
+                    "INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?, ?, ?, ?, 1)",
+                    (start + 20, start + 30, thread, start + 1),
+                )
+                database.execute(
+                    "INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES (?, ?, 0, ?, ?, 2, NULL)",
+                    (start + 40, start + 200, start + 1, 77 << 24),
+                )
+            database.commit()
+        return {"report.sqlite": path.read_bytes()}
+
+    def read(self, folder: Path, random: Random) -> None:
+        assert_sound(read_nsys_database(folder / "report.sqlite"))
+
+
 class Stages(Format):
     name = "stages.json"
     damages = (
@@ -673,7 +792,7 @@ FORMATS: dict[str, Callable[[Path], Format]] = {
     form.name: form  # type: ignore[type-abstract]
     for form in (
         RecipeFile, TokenizerFile, Gpt2Files, TokenFiles, Manifest, CheckpointFiles, ForgedCheckpoint,
-        MetricsLines, Results,
+        MetricsLines, Results, ChromeTrace, NsysDatabase,
         Stages, Corpus, VerifiedRun, InterruptedDownload, FinishedDownload, ServerAnswers,
         Archive,
     )

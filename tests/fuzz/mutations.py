@@ -5,12 +5,16 @@ Every function takes a `random.Random` first and returns changed bytes; equal se
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gzip
 import json
 import pickle
 import re
+import sqlite3
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -330,3 +334,45 @@ def damage_archive(random: Random, data: bytes) -> bytes:
     """Archives that are whole: a bomb, several in one, one whose header names a file elsewhere, one with a tail."""
     named = data[:3] + b"\x08" + data[4:10] + b"../../stolen\0" + data[10:]
     return random.choice((bomb(), data * 2, data * 10, named, data + bytes(100), data + b"x"))
+
+
+# ---- SQLite
+
+
+def damage_sqlite(random: Random, data: bytes) -> bytes:
+    """Put odd values into cells of a database that stays one, or take rows, columns or tables away."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "damaged"
+        path.write_bytes(data)
+        with contextlib.closing(sqlite3.connect(path)) as database:
+            database.execute("PRAGMA synchronous = OFF")
+            for _ in range(random.choice((1, 1, 2, 4))):
+                _change_database(random, database)
+        return path.read_bytes()
+
+
+def _change_database(random: Random, database: sqlite3.Connection) -> None:
+    tables = [name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+    if not tables:
+        return
+    table = random.choice(tables)
+    column = random.choice([row[1] for row in database.execute(f"PRAGMA table_info({table})")])
+    kind = random.choice(("set", "set", "set", "delete", "rename", "drop"))
+    with contextlib.suppress(
+        sqlite3.Error, OverflowError, UnicodeEncodeError
+    ):  # a key that is no number, say
+        if kind == "set":
+            value = random.choice((*_CELLS, odd_value(random)))
+            value = str(value) if isinstance(value, list | dict) else value
+            row = f"SELECT rowid FROM {table} ORDER BY rowid LIMIT 1 OFFSET {random.randrange(4)}"
+            database.execute(f"UPDATE {table} SET {column} = ? WHERE rowid IN ({row})", (value,))
+        elif kind == "delete":
+            database.execute(f"DELETE FROM {table} WHERE rowid % 2 = {random.randrange(2)}")
+        elif kind == "rename":
+            database.execute(f"ALTER TABLE {table} RENAME COLUMN {column} TO other")
+        else:
+            database.execute(f"DROP TABLE {table}")
+    database.commit()
+
+
+_CELLS: tuple[Any, ...] = (b"", b"\xff\xfe", PICKLE, 2.5, -(1 << 63), (1 << 63) - 1, "12", "no number", None)

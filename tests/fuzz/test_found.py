@@ -6,6 +6,8 @@ import base64
 import gzip
 import hashlib
 import json
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,18 @@ from lmkit.data.corpora import prepare_corpus
 from lmkit.data.download import Dataset, RemoteFile, download
 from lmkit.data.token_files import TokenFileWriter, open_tokens
 from lmkit.errors import LONGEST, LmkitError, UsageError
+from lmkit.profiling.run import summarize_file
 from lmkit.recipe.corpus import CorpusConfig
 from lmkit.recipe.load import load_recipe
 from lmkit.tokenizer import Tokenizer
 from lmkit.training.metrics import read_metrics
 from lmkit.training.state import RngState, restore_rng
+
+
+def _trace(**changes: Any) -> str:
+    """One event of torch.profiler with a mistake in it."""
+    event = {"ph": "X", "cat": "user_annotation", "name": "step", "ts": 0, "dur": 1, "pid": 1, "tid": 1}
+    return json.dumps({"traceEvents": [event | changes]})
 
 
 @pytest.mark.parametrize(
@@ -203,3 +212,49 @@ def test_a_description_of_tokens_must_name_its_format(tmp_path: Path) -> None:
         sidecar.write_text(json.dumps({other: value for other, value in content.items() if other != key}))
         with pytest.raises(LmkitError, match=f"{key} is missing"):
             open_tokens(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"traceEvents": ' + "[" * 100_000, "recursion"),
+        (_trace(ts=1e400), "infinity"),
+        (_trace(ts=1e300), "is no time"),
+        (_trace(dur=-1), "lasts -1 us"),
+        (_trace(name=7), "7 is no name"),
+        (_trace(name="\ud800"), "surrogates"),
+        (_trace(tid=[1]), "[1] is no number"),
+    ],
+)
+def test_traces_of_torch_profiler(text: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=r"trace\.json: not a trace of torch.profiler \(") as caught:
+        summarize_file(path)
+    assert says in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        (("zero", 9, 77 << 24), "'zero' stands where a whole number should"),
+        ((0, 9, None), "None stands where a whole number should"),
+        ((9, 0, 77 << 24), "something ends at 0 ns that began at 9 ns"),
+        ((0, 9, b"\xff"), "stands where a whole number should"),
+    ],
+)
+def test_databases_of_nsys_with_other_types_in_their_columns(
+    row: tuple[Any, ...], says: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "report.sqlite"
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("CREATE TABLE StringIds (id INTEGER PRIMARY KEY, value TEXT)")
+        database.execute(
+            "CREATE TABLE NVTX_EVENTS (start INTEGER, end INTEGER, globalTid INTEGER, text TEXT, textId INTEGER,"
+            " eventType INTEGER)"
+        )
+        database.execute("INSERT INTO NVTX_EVENTS VALUES (?, ?, ?, 'step', NULL, 59)", row)
+        database.commit()
+    with pytest.raises(UsageError, match=r"report\.sqlite: ") as caught:
+        summarize_file(path)
+    assert says in caught.value.message

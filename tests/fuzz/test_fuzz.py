@@ -29,8 +29,8 @@ MOST_MB = 1000
 NAMES = (
     "recipe", "tokenizer.json", "gpt2 vocab.json + merges.txt", "token file", "manifest", "checkpoint",
     "forged checkpoint",
-    "metrics.jsonl", "bench results", "stages.json", "corpus .jsonl and .txt", "lmkit verify", "partial download",
-    "finished download", "server answers", "gzip archive",
+    "metrics.jsonl", "bench results", "chrome trace", "nsys database", "stages.json", "corpus .jsonl and .txt",
+    "lmkit verify", "partial download", "finished download", "server answers", "gzip archive",
 )  # fmt: skip
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="measures memory through /proc")
