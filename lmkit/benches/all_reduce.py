@@ -79,10 +79,11 @@ def _work(operation: str, flat: torch.Tensor, ranks: Ranks) -> Callable[[], obje
 def _row(operation: str, dtype: str, num_bytes: int, ranks: Ranks, samples_ms: list[float]) -> dict[str, Any]:
     summary = spread(samples_ms)
     passes = 2 if operation == "all_reduce" else 1
+    assert dist.group.WORLD is not None
     link_bytes = passes * (ranks.world_size - 1) / ranks.world_size * num_bytes
     return {
         "operation": operation,
-        "backend": "nccl" if ranks.device.type == "cuda" else "gloo",
+        "backend": dist.group.WORLD._get_backend(ranks.device).name(),
         "world_size": ranks.world_size,
         "dtype": dtype,
         "bytes": num_bytes,

@@ -14,11 +14,12 @@ from typing import Any, TypeVar
 
 from lmkit.benches.journal import Journal
 from lmkit.commands.outputs import wrote
+from lmkit.commands.ranks import ranks_of
 from lmkit.errors import UsageError
 from lmkit.measure.progress import Progress
 from lmkit.measure.results import BenchResult
 from lmkit.parallel.launch import spawn_ranks
-from lmkit.parallel.process_group import Ranks, process_group
+from lmkit.parallel.process_group import Ranks
 from lmkit.parallel.relay import relayed
 from lmkit.recipe.load import recipe_to_toml
 from lmkit.recipe.model import ModelConfig
@@ -145,8 +146,7 @@ def refuse_results(output: Path | None, *, force: bool) -> None:
 @contextmanager
 def _ranks(recipe: Recipe) -> Iterator[Ranks]:
     """This process's place among the ranks, with the threads and the determinism that the recipe asks for."""
-    group = process_group(recipe.run.device, timeout_s=recipe.parallel.timeout_s)
-    with group as ranks, numerics(recipe.run, ranks):
+    with ranks_of(recipe) as ranks, numerics(recipe.run, ranks):
         yield ranks
 
 

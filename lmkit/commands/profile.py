@@ -12,7 +12,7 @@ from typing import Any, Literal
 from lmkit.commands.outputs import wrote
 from lmkit.errors import LmkitError
 from lmkit.measure.environment import describe_environment
-from lmkit.parallel.process_group import process_group
+from lmkit.parallel.process_group import local_device
 from lmkit.profiling.run import ProfileResult, profile_any_command, profile_steps, summarize_file
 from lmkit.profiling.steps import Mode, StepsOptions
 from lmkit.recipe.schema import Recipe, required
@@ -61,8 +61,7 @@ def steps(
     recipe: Recipe, output: Path, *, engine: Literal["auto", "nsys", "kineto"], mode: Mode, number: int
 ) -> Profiled:
     """Record training steps (or passes) of a recipe's [model] and [train], on random tokens."""
-    with process_group(recipe.run.device) as ranks:
-        options = _options(recipe, ranks.device.type, mode, number)
+    options = _options(recipe, mode, number)
     return _stored(profile_steps(options, output, engine=engine), output, what=recipe.run.name)
 
 
@@ -70,9 +69,8 @@ def memory(recipe: Recipe, output: Path, *, mode: Mode, number: int) -> Profiled
     """Peak memory of training steps (or passes) by phase and category, a picture, a snapshot for memory_viz."""
     from lmkit.profiling.memory import run_profile
 
-    with process_group(recipe.run.device) as ranks:
-        # The first step counts here: that is where the optimizer's state appears.
-        options = replace(_options(recipe, ranks.device.type, mode, number), warmup=0)
+    # The first step counts here: that is where the optimizer's state appears.
+    options = replace(_options(recipe, mode, number), warmup=0)
     result = run_profile(options)
     files = {**result.files, "environment.json": json.dumps(result.environment, indent=1) + "\n"}
     for name, content in files.items():
@@ -80,13 +78,13 @@ def memory(recipe: Recipe, output: Path, *, mode: Mode, number: int) -> Profiled
     return Profiled(str(output), tuple(files), {"peaks": result.rows}, result.table())
 
 
-def _options(recipe: Recipe, device: str, mode: Mode, number: int) -> StepsOptions:
+def _options(recipe: Recipe, mode: Mode, number: int) -> StepsOptions:
     model = required(recipe.model, "model", command="profile")
     train = required(recipe.train, "train", command="profile")
     vocab_size = model.vocab_size or (recipe.tokenizer.vocab_size if recipe.tokenizer else None)
     return StepsOptions(
         model=model.model_copy(update={"vocab_size": vocab_size}),
-        device=device,
+        device=local_device(recipe.run.device, local_rank=0).type,
         precision=train.precision,
         batch_size=train.batch_size // train.accumulation,
         mode=mode,

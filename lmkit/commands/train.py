@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from lmkit.commands.ranks import ranks_of
 from lmkit.data.batches import BatchSource
 from lmkit.errors import LmkitError, UsageError, out_of_memory, reason
 from lmkit.measure.ranges import enable_ranges_from_environment
 from lmkit.model.accounting import count_parameters
 from lmkit.parallel.failures import losses_named
 from lmkit.parallel.launch import spawn_ranks
-from lmkit.parallel.process_group import Ranks, local_device, process_group
+from lmkit.parallel.process_group import Ranks, local_device
 from lmkit.recipe.schema import Recipe, required
 from lmkit.storage import FolderLock
 from lmkit.training.assembly import assemble, check_device
@@ -131,10 +132,8 @@ def _train_as_rank(recipe: Recipe, stop_at_step: int | None) -> TrainResult | No
 
 def _live(recipe: Recipe, stop_at_step: int | None) -> TrainResult | None:
     enable_ranges_from_environment()
-    backend = None if recipe.parallel.backend in ("auto", "nccl") else recipe.parallel.backend
-    group = process_group(recipe.run.device, backend=backend, timeout_s=recipe.parallel.timeout_s)
     with (
-        group as ranks,
+        ranks_of(recipe) as ranks,
         losses_named(ranks, "between steps"),
         numerics(recipe.run, ranks),
         ExitStack() as held,

@@ -103,8 +103,13 @@ def _zero1_alone_has_bf16_weights(tables: Mapping[str, Any]) -> str | None:
 
 
 def _model_holds_the_vocabulary(tables: Mapping[str, Any]) -> str | None:
-    corpus, tokenizer, model = (tables.get(name) for name in ("corpus", "tokenizer", "model"))
-    if corpus is None or tokenizer is None or tokenizer.path is not None or model is None:
+    names = ("corpus", "tokenizer", "data", "model")
+    corpus, tokenizer, data, model = (tables.get(name) for name in names)
+    if corpus is None or tokenizer is None or data is None or model is None:
+        return None
+    if (
+        tokenizer.path is not None or data.train is not None or data.source == "random"
+    ):  # trained on other tokens
         return None
     if model.vocab_size is None or model.vocab_size >= tokenizer.vocab_size:
         return None

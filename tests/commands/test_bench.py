@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lmkit.commands import bench
+from lmkit.errors import UsageError
 from lmkit.recipe.load import load_recipe
 
 
@@ -51,6 +52,27 @@ def test_benches_on_ranks_are_told_where_to_report(monkeypatch, tmp_path, name):
             load_recipe("bench_ddp_cpu"), tmp_path, 1, lambda *report: reports.append(report)
         )
     assert reports == [("half", 1, 2)]
+
+
+@pytest.mark.parametrize(("asked", "given"), [("auto", None), ("gloo", "gloo")])
+def test_the_backend_of_the_recipe_is_measured(monkeypatch, tmp_path, asked, given):
+    seen = []
+
+    def group(device, **settings):
+        seen.append((device, settings["backend"]))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lmkit.commands.ranks.process_group", group)
+    recipe = load_recipe("bench_ddp_cpu", [f"parallel.backend={asked}"])
+    with pytest.raises(KeyboardInterrupt):
+        bench.all_reduce(recipe, tmp_path, 1, lambda *_: None)
+    assert seen == [("cpu", given)]
+
+
+def test_nccl_between_cpus_is_refused(tmp_path):
+    recipe = load_recipe("bench_ddp_cpu", ["parallel.backend=nccl"])
+    with pytest.raises(UsageError, match=r"parallel\.backend: .nccl. works between GPUs"):
+        bench.all_reduce(recipe, tmp_path, 1, lambda *_: None)
 
 
 def test_what_the_first_rank_reports_is_shown_by_the_process_that_started_it(tmp_path):

@@ -245,8 +245,8 @@ def test_a_vocabulary_that_the_model_cannot_hold_is_refused_before_the_corpus_is
     with pytest.raises(UsageError, match=r"model\.vocab_size: 1000 is less than the tokenizer's 2048"):
         load_recipe("quickstart", ["model.vocab_size=1000"])
     assert load_recipe("quickstart", ["model.vocab_size=2048"]).model is not None
-    # A tokenizer from a file has the size that the file says.
-    assert load_recipe("quickstart", ["model.vocab_size=1000", "tokenizer.path=t.json"]).model is not None
+    for other_tokens in ("tokenizer.path=t.json", "data.train=t.npy", "data.source=random"):
+        assert load_recipe("quickstart", ["model.vocab_size=1000", other_tokens]).model is not None
 
 
 @pytest.mark.parametrize(
