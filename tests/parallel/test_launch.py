@@ -88,6 +88,30 @@ def test_fault_72_and_73_survivors_say_what_they_know(monkeypatch, error, what, 
     assert caught.value.message == f"rank 0, step 5: {what}; {who}"
 
 
+HANGING = """
+import threading, torch
+from lmkit.parallel.failures import StepWatch
+from lmkit.parallel.process_group import Ranks
+
+with StepWatch(Ranks(rank=3, world_size=4, device=torch.device("cuda", 3), timeout_s=2)) as watch:
+    for step in range(3):
+        with watch.step(step):
+            pass
+    threading.Event().wait(3)  # between steps nothing is awaited
+    print("idle", flush=True)
+    with watch.step(7):
+        threading.Event().wait()
+"""
+
+
+def test_fault_73_on_gpus_a_clock_ends_a_rank_whose_step_hangs():
+    """No exception reaches a thread that waits for a GPU; the clock needs none to be tested."""
+    done = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "idle\n")
+    hangs = "unfinished after 2 s, this rank or one that it waits for hangs"
+    assert done.stderr == f"error: rank 3, step 7: {hangs}\n"
+
+
 class GoneStore:
     def set(self, key, value):
         raise dist.DistNetworkError("Broken pipe")
