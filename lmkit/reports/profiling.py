@@ -9,6 +9,7 @@ from typing import Any
 from lmkit.benches import lm_matrix_report, model_report
 from lmkit.measure.results import Rows
 from lmkit.measure.tables import Column, markdown_table
+from lmkit.profiling.reduction import base_name
 from lmkit.profiling.summary import short_name
 from lmkit.reports.results import Results, of_kind
 from lmkit.reports.writing import Place, bullets, document, full_table, in_short, pictures, pivot, section
@@ -62,6 +63,7 @@ def write_up(found: Sequence[Results], place: Place) -> str | None:
         ),
         *(part for results in models for part in _models(results, place)),
         *(part for results in matrices for part in _matrix(results, place)),
+        *_traces_compared(traces),
         *(part for results in traces for part in _trace(results, place)),
         *_memory(memories, place),
     )
@@ -141,6 +143,55 @@ def _step(row: dict[str, Any]) -> str:
     return f"{row['median_ms']:.2f}" + (f" ({row['speedup']:.2f}x)" if row.get("speedup") else "")
 
 
+def _traces_compared(traces: Sequence[Results]) -> list[str]:
+    """A line per figure, a column per trace: what a pass, another kernel or compilation changes."""
+    if len(traces) < 2:
+        return []
+    figures = {_place(results): _figures(results.rows[0]) for results in traces}
+    most_first = sorted(figures.values(), key=len, reverse=True)
+    names = dict.fromkeys(name for found in most_first for name in found)
+    cells = [
+        {"figure": name, "trace": trace, "text": found.get(name, "-")}
+        for name in names
+        for trace, found in figures.items()
+    ]
+    return [
+        "## Traces side by side",
+        "One step or pass; time in ms, ranges that happen several times in it added up.",
+        pivot(
+            cells,
+            lambda cell: str(cell["figure"]),
+            lambda cell: str(cell["trace"]),
+            lambda cell: str(cell["text"]),
+            corner="figure \\ trace",
+        ),
+    ]
+
+
+def _figures(summary: dict[str, Any]) -> dict[str, str]:
+    """Label -> text, as far as recorded."""
+    unit = summary["window"].rpartition(" ")[2]
+    of_unit: dict[str, Any] = next(
+        (entry for entry in summary["ranges"] if base_name(entry["name"]) == unit), {}
+    )
+    known = [
+        ("kernel launches of a forward pass", summary["launches_per_forward"], ".0f"),
+        ("kernel launches of a step", summary["launches_per_step"], ".0f"),
+        ("without the profiler", summary["undisturbed_ms"], ".2f"),
+        ("share of that which the GPU's work fills", summary["undisturbed_gpu_share"], ".1%"),
+        ("under the profiler", of_unit.get("wall_ms"), ".2f"),
+        ("GPU busy under the profiler", summary["gpu_busy_share"], ".1%"),
+        ("CPU asking the GPU", summary["dispatch_share"], ".1%"),
+        ("CPU waiting for the GPU", summary["wait_share"], ".1%"),
+    ]
+    for entry in summary["ranges"]:
+        times = entry["instances"] / max(1, summary["steps"])
+        spent = None if entry["gpu_ms"] is None else entry["gpu_ms"] * times
+        name = "all" if entry is of_unit else base_name(entry["name"])
+        known.append((f"GPU work: {name}", spent, ".2f"))
+    return {label: format(value, spec) for label, value, spec in known if value is not None}
+
+
 def _trace(results: Results, place: Place) -> list[str]:
     summary = results.rows[0]
     parts = section(results, place, f"Trace: {_place(results)}")
@@ -193,6 +244,7 @@ def _memory(memories: Sequence[Results], place: Place) -> list[str]:
     if len(memories) > 1:
         peaks = [_peak(results.rows) | {"run": _link(results, place)} for results in memories]
         parts.append(markdown_table(peaks, (Column("run", "profile"), *_MEMORY)))
+        parts += bullets(growth_findings([results.rows for results in memories]))
     for results in memories:
         parts += section(results, place, _place(results), level=3)
         parts += bullets([memory_finding(results.rows)])
@@ -224,6 +276,34 @@ def memory_finding(rows: Rows) -> str:
         f"The peak, {peak['peak_gib']:.2f} GiB (2^30 bytes), is reached in {peak['phase']}; "
         f"the largest part of it is {largest}: {categories[largest] / peak['peak_gib']:.0%}."
     )
+
+
+def growth_findings(profiles: Sequence[Rows]) -> list[str]:
+    """What a longer context costs, where one model was profiled at several."""
+    alike: dict[tuple[Any, ...], dict[int, Rows]] = {}
+    for rows in profiles:
+        first = rows[0]
+        if "context_length" in first:
+            same = tuple(first[key] for key in ("model", "pass", "batch_size", "dtype", "attention"))
+            alike.setdefault(same, {})[first["context_length"]] = rows
+    found = []
+    for (model, mode, batch, *_), by_length in alike.items():
+        short, long = min(by_length), max(by_length)
+        if short == long:
+            continue
+        peaks = [float(_peak(by_length[length])["peak_gib"]) for length in (short, long)]
+        kept = [_kept_by_forward(by_length[length]) for length in (short, long)]
+        per_token = (kept[1] - kept[0]) * 1024 / (long - short) / batch
+        keeps = f"what forward keeps for backward from {kept[0]:.1f} to {kept[1]:.1f} GiB, {per_token:.2f} MiB per token"
+        found.append(
+            f"{model}, {mode}: from {short} to {long} tokens of context the peak grows from {peaks[0]:.1f} to "
+            f"{peaks[1]:.1f} GiB{'; ' + keeps if mode != 'forward' else ''}."
+        )
+    return found
+
+
+def _kept_by_forward(rows: Rows) -> float:
+    return max((float(row["activations_gib"]) for row in rows if row["phase"] == "forward"), default=0.0)
 
 
 def _peak(rows: Rows) -> dict[str, Any]:

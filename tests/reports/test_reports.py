@@ -290,6 +290,65 @@ def test_profiling_names_phase_and_category_of_the_peak(artifacts: Path) -> None
     )
 
 
+def summary(unit: str, **changes: Any) -> dict[str, Any]:
+    shares = dict.fromkeys(("gpu_busy_share", "dispatch_share", "wait_share", "undisturbed_gpu_share"), 0.5)
+    entries = [
+        {"name": unit, "instances": 2, "wall_ms": 9.0, "gpu_ms": 6.0},
+        {"name": "lmkit.attention", "instances": 8, "wall_ms": 1.0, "gpu_ms": 0.25},
+    ]
+    return {
+        "engine": "kineto",
+        "window": f"2 x {unit}",
+        "window_ms": 20.0,
+        "undisturbed_ms": 8.0,
+        "steps": 2,
+        "launches_per_forward": 12.0,
+        "launches_per_step": None,
+        "communication_ms": 0.0,
+        "ranges": entries,
+        "top_kernels": [],
+        "warnings": [],
+        **shares,
+    } | changes
+
+
+def test_traces_stand_side_by_side(tmp_path: Path) -> None:
+    for name, made in (("pass", summary("pass")), ("step", summary("step", launches_per_step=40.0))):
+        store(tmp_path / name, "unused.jsonl", [])
+        (tmp_path / name / "profile_summary.json").write_text(json.dumps(made))
+    run(tmp_path, None)
+    lines = text_of(tmp_path, "profiling.md").splitlines()
+    assert "| figure \\ trace | pass | step |" in lines
+    assert "| kernel launches of a step | - | 40 |" in lines
+    assert "| GPU work: all | 6.00 | 6.00 |" in lines
+    assert "| GPU work: attention | 1.00 | 1.00 |" in lines  # four of 0.25 ms in each
+
+
+def test_memory_says_what_a_longer_context_costs(tmp_path: Path) -> None:
+    for mode in ("step", "forward"):
+        for length, kept in ((128, 1.0), (1152, 5.0)):
+            shared = {
+                "model": "toy",
+                "context_length": length,
+                "batch_size": 2,
+                "pass": mode,
+                "dtype": "bf16",
+            }
+            sizes = dict.fromkeys(
+                ("parameters_gib", "gradients_gib", "optimizer_state_gib", "temporary_gib"), 0.0
+            )
+            phase = {"attention": "sdpa", "phase": "forward", "peak_gib": kept + 2, "activations_gib": kept}
+            store(tmp_path / f"{mode}_{length}", "memory_peaks.jsonl", [shared | sizes | phase])
+    run(tmp_path, None)
+    text = text_of(tmp_path, "profiling.md")
+    # 4 GiB more for 1024 positions of 2 sequences
+    assert (
+        "- toy, step: from 128 to 1152 tokens of context the peak grows from 3.0 to 7.0 GiB; what forward keeps for "
+        "backward from 1.0 to 5.0 GiB, 2.00 MiB per token.\n" in text
+    )
+    assert "- toy, forward: from 128 to 1152 tokens of context the peak grows from 3.0 to 7.0 GiB.\n" in text
+
+
 def model_row(length: int, mode: str, **changes: Any) -> dict[str, Any]:
     return {
         "part": "model",
