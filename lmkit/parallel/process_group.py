@@ -183,14 +183,18 @@ def _meet(settings: _Environment, timeout_s: float) -> dist.Store:
 
 
 def let_go_of_collectives(ranks: Ranks) -> None:
-    """Return when the backend holds no tensor of a collective that has ended.
+    """Return when the backend holds no tensor of a collective that has ended. A collective itself; call it after a
+    synchronisation.
 
-    NCCL's keeps them until a thread of its own has looked, which it does ten times a second: an account of memory
-    that begins sooner has what others worked on in it, and then loses it. Call it after a synchronisation.
+    NCCL's keeps them until a thread of its own has looked, which it does ten times a second, and where only the
+    collective's future was waited for, as PyTorch's DDP does, until the next collective: an account of memory that
+    begins sooner has what others worked on in it, and then loses it.
     """
     if ranks.world_size > 1 and ranks.device.type == "cuda" and "nccl" in str(dist.get_backend_config()):
         assert dist.group.WORLD is not None
-        dist.group.WORLD._wait_for_pending_works()
+        dist.group.WORLD._wait_for_pending_works()  # the thread puts the tensors aside ...
+        dist.all_reduce(torch.zeros(1, device=ranks.device))  # ... and the next collective drops them
+        torch.cuda.synchronize(ranks.device)
 
 
 def _await_all(store: dist.Store, settings: _Environment, timeout_s: float) -> None:

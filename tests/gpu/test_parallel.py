@@ -40,3 +40,7 @@ def test_memory_that_was_shared_comes_back(rank_checks):
     """Also where weights outlive the object that shared them."""
     target = importlib.import_module("rank_zero1_checks").memory_that_peers_leave
     assert spawn_ranks(2, target, (256 * MIB, 4)) < 256 * MIB
+
+
+def test_memory_of_ended_collectives_is_let_go(rank_checks):
+    assert spawn_ranks(2, rank_checks.memory_that_collectives_keep, (64 * MIB,)) == 0

@@ -364,6 +364,23 @@ def check_forgotten(ranks: Ranks, strategy: str) -> None:
     assert [reference() for reference in forgotten] == [None] * len(forgotten)
 
 
+def memory_that_collectives_keep(num_bytes: int) -> int:
+    """Bytes that stay allocated for a collective that has ended and whose future alone was waited for, as PyTorch's
+    DDP does. Run on every rank, by itself."""
+    with process_group("cuda", timeout_s=60) as ranks:
+
+        def reduce() -> None:
+            tensor = torch.ones(num_bytes, dtype=torch.uint8, device=ranks.device)
+            dist.all_reduce(tensor, async_op=True).get_future().wait()
+            torch.cuda.synchronize(ranks.device)
+
+        let_go_of_collectives(ranks)
+        before = torch.cuda.memory_allocated(ranks.device)
+        reduce()
+        let_go_of_collectives(ranks)
+        return torch.cuda.memory_allocated(ranks.device) - before
+
+
 _CHECKS: dict[str, Callable[[Ranks], None]] = {
     **{
         f"joined batch: {s}, {a} passes": partial(check_joined_batch, strategy=s, make=adamw, accumulation=a)
