@@ -87,8 +87,7 @@ def run(
             )
         model = plain_model(checkpoint, device=ranks.device)
         prompts = table.prompts
-        if stream is not None and len(prompts) == 1:
-            stream(prompts[0])
+        speak = None if stream is None or len(prompts) > 1 else _PromptFirst(prompts[0], stream)
         generations = generate(
             model,
             loaded,
@@ -98,6 +97,20 @@ def run(
             seed=table.seed,
             stop_at_end=table.stop_at_end,
             allow_special=allow_special,
-            on_text=None if stream is None or len(prompts) > 1 else lambda row, piece: stream(piece),
+            on_text=speak,
         )
+        if speak is not None:
+            speak(0, "")  # the model may have ended the text at once
     return GenerateResult(tuple(Sample(g.prompt, g.text, len(g.tokens), g.ended) for g in generations))
+
+
+class _PromptFirst:
+    """Streams the prompt before the first piece of text: whatever is wrong with it has been said by then."""
+
+    def __init__(self, prompt: str, stream: Callable[[str], None]) -> None:
+        self._prompt = prompt
+        self._stream = stream
+
+    def __call__(self, row: int, piece: str) -> None:
+        said, self._prompt = self._prompt + piece, ""
+        self._stream(said)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from lmkit.cli.app import run_command_line
+from lmkit.commands import generate
 from lmkit.storage import FolderLock
 from lmkit.tokenizer import Tokenizer
 from lmkit.training import checkpoint_folder
@@ -224,11 +225,27 @@ def test_fault_61_two_runs_in_one_folder_at_the_terminal(terminal: Terminal) -> 
         terminal.refuses(1, "train tiny.toml --steps 6", "runs/run: another process")
 
 
+def test_fault_90_the_warning_of_a_long_prompt_stands_before_the_text(
+    terminal: Terminal, caplog: pytest.LogCaptureFixture
+) -> None:
+    said: list[tuple[str, int]] = []
+    prompt = 'generate.prompts=["one fish two fish"]'
+    generate.run(
+        Path("runs/run"),
+        tokenizer=Path("tok.json"),
+        overrides=[prompt, "generate.max_new_tokens=1"],
+        stream=lambda piece: said.append((piece, len(caplog.records))),
+    )
+    assert said[0][0].startswith("one fish two fish")
+    assert "".join(piece for piece, _ in said).count("one fish") == 1
+    assert {warnings for _, warnings in said} == {1}
+
+
 def test_fault_93_sampling_out_of_range_at_the_terminal(terminal: Terminal) -> None:
-    generate = "generate runs/run --tokenizer tok.json"
+    command = "generate runs/run --tokenizer tok.json"
     for option, key in (
         ("--temperature -1", "temperature"),
         ("--top-p 0", "top_p"),
         ("--top-p nan", "top_p"),
     ):
-        terminal.refuses(2, f"{generate} {option}", f"generate.{key}")
+        terminal.refuses(2, f"{command} {option}", f"generate.{key}")
