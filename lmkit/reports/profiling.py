@@ -294,10 +294,11 @@ def growth_findings(profiles: Sequence[Rows]) -> list[str]:
         peaks = [float(_peak(by_length[length])["peak_gib"]) for length in (short, long)]
         kept = [_kept_by_forward(by_length[length]) for length in (short, long)]
         per_token = (kept[1] - kept[0]) * 1024 / (long - short) / batch
-        keeps = f"what forward keeps for backward from {kept[0]:.1f} to {kept[1]:.1f} GiB, {per_token:.2f} MiB per token"
+        grows = f"from {kept[0]:.1f} to {kept[1]:.1f} GiB, {per_token:.2f} MiB per token"
+        keeps = f"; what forward keeps for backward {grows}" if mode != "forward" else ""
         found.append(
             f"{model}, {mode}: from {short} to {long} tokens of context the peak grows from {peaks[0]:.1f} to "
-            f"{peaks[1]:.1f} GiB{'; ' + keeps if mode != 'forward' else ''}."
+            f"{peaks[1]:.1f} GiB{keeps}."
         )
     return found
 
