@@ -125,6 +125,10 @@ def lm_matrix(
     ] = None,
     num_layers: Annotated[int | None, typer.Option(help="Blocks of the model.", show_default=False)] = None,
     d_model: Annotated[int | None, typer.Option(help="Width of the model.", show_default=False)] = None,
+    d_ff: Annotated[
+        int | None, typer.Option(help="Width inside its feed-forward part.", show_default=False)
+    ] = None,
+    num_heads: Annotated[int | None, typer.Option(help="Its attention heads.", show_default=False)] = None,
     context_length: Annotated[
         int | None, typer.Option(help="Tokens per sequence.", show_default=False)
     ] = None,
@@ -143,6 +147,8 @@ def lm_matrix(
         bench__lm_matrix__batch_size=batch_size,
         bench__lm_matrix__num_layers=num_layers,
         bench__lm_matrix__d_model=d_model,
+        bench__lm_matrix__d_ff=d_ff,
+        bench__lm_matrix__num_heads=num_heads,
         bench__lm_matrix__context_length=context_length,
     )
     _bench(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from lmkit.recipe.model import AttentionName
+from lmkit.recipe.model import AttentionName, check_heads
 from lmkit.recipe.parallel import StrategyName
 from lmkit.recipe.table import Count, PositiveFloat, PositiveInt, Table
 
@@ -72,7 +72,7 @@ class BenchModelConfig(Table):
     """Each is measured."""
     modes: tuple[Literal["forward", "fwd+bwd", "step"], ...] = ("forward", "fwd+bwd", "step")
     """`step`: forward, backward, clipping and AdamW."""
-    attention: str = "sdpa"
+    attention: AttentionName = "sdpa"
     """The attention kernel, one for all."""
     activation_checkpointing: bool = False
     tie_embeddings: bool = False
@@ -159,6 +159,11 @@ class BenchLmMatrixConfig(Table):
     """A token file; left out: the bytes of generated stories."""
     lr: PositiveFloat = 3e-4
     """Constant."""
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> BenchLmMatrixConfig:
+        check_heads(self.d_model, self.num_heads)
+        return self
 
 
 class BenchConfig(Table):

@@ -54,12 +54,9 @@ class ModelConfig(Table):
 
     @model_validator(mode="after")
     def _heads_divide(self) -> ModelConfig:
-        if self.d_model % self.num_heads:
-            raise ValueError(f"d_model {self.d_model} is not divisible by num_heads {self.num_heads}")
+        check_heads(self.d_model, self.num_heads)
         if self.num_heads % self.kv_heads:
             raise ValueError(f"num_heads {self.num_heads} is not divisible by num_kv_heads {self.kv_heads}")
-        if self.head_dim % 2:
-            raise ValueError(f"d_model / num_heads = {self.head_dim} is odd, and RoPE rotates pairs")
         return self
 
     @property
@@ -70,6 +67,14 @@ class ModelConfig(Table):
     @property
     def head_dim(self) -> int:
         return self.d_model // self.num_heads
+
+
+def check_heads(d_model: int, num_heads: int) -> None:
+    """Raises ValueError: a model of this width cannot have so many heads."""
+    if d_model % num_heads:
+        raise ValueError(f"d_model {d_model} is not divisible by num_heads {num_heads}")
+    if d_model // num_heads % 2:
+        raise ValueError(f"d_model / num_heads = {d_model // num_heads} is odd, and RoPE rotates pairs")
 
 
 def forget_sizes(table: dict[str, Any]) -> None:

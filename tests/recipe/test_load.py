@@ -123,6 +123,16 @@ def test_faults_05_06_07_11_27_wrong_values(
         ("optimizer.betas=[0.9]", "optimizer.betas: has too few items: [0.9]"),
         ("optimizer.betas=[0.9, 0.9, 0.9]", "optimizer.betas: has too many items: [0.9, 0.9, 0.9]"),
         ("bench.ddp=3", "bench.ddp: must be a table, got 3"),
+        ("bench.lm_matrix.d_model=33", "bench.lm_matrix: d_model 33 is not divisible by num_heads 4"),
+        (
+            "bench.lm_matrix.d_model=36",
+            "bench.lm_matrix: d_model / num_heads = 9 is odd, and RoPE rotates pairs",
+        ),
+        (
+            "bench.model.attention=sdp",
+            'bench.model.attention: "sdp" is not one of reference, vectorized, flash_torch, flash_triton, sdpa '
+            "(did you mean sdpa?)",
+        ),
     ],
 )
 def test_wrong_values_are_explained_in_toml_s_words(override: str, message: str) -> None:
