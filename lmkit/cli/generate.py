@@ -1,13 +1,12 @@
 """`lmkit generate`."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from lmkit.cli.options import DebugOption, DeviceOption, JsonOption, SetOption, given
-from lmkit.cli.render import show
+from lmkit.cli.render import show, write
 
 
 def register(app: typer.Typer) -> None:
@@ -86,8 +85,7 @@ def generate(
 
     def stream(piece: str) -> None:
         streamed.append(piece)
-        sys.stdout.write(piece)
-        sys.stdout.flush()
+        write(piece)
 
     result = command.run(
         run,

@@ -5,6 +5,10 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+_CONTROLS = dict.fromkeys([*range(0x20), *range(0x7F, 0xA0)], "\N{REPLACEMENT CHARACTER}") | {
+    ord(harmless): harmless for harmless in "\t\n\r"
+}
+
 
 def show(result: Any, *, as_json: bool) -> None:
     """Print a command's result object: `str(result)`, or its fields as JSON."""
@@ -15,7 +19,14 @@ def show(result: Any, *, as_json: bool) -> None:
         sys.stdout.write(json.dumps(_plain(dataclasses.asdict(result)), allow_nan=False) + "\n")
     else:
         text = str(result)
-        sys.stdout.write(text if text.endswith("\n") else text + "\n")
+        write(text if text.endswith("\n") else text + "\n")
+
+
+def write(text: str) -> None:
+    """Text to stdout, at once. A terminal gets U+FFFD for the control characters that would drive it: a model that
+    has learnt little writes them all, and another's checkpoint may mean them."""
+    sys.stdout.write(text.translate(_CONTROLS) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
 
 
 def _plain(value: Any) -> Any:
