@@ -32,7 +32,7 @@ from lmkit.training.checkpoint_folder import (
     step_name,
     verify,
 )
-from lmkit.training.checkpoints import CHECKPOINTS, TOKENIZER, Checkpoint, open_checkpoint
+from lmkit.training.checkpoints import CHECKPOINTS, TOKENIZER, Checkpoint, check_weights, open_checkpoint
 from lmkit.training.metrics import read_metrics
 from lmkit.training.run_data import make_batches, open_data, resolve
 from lmkit.training.run_folder import ENVIRONMENT, METRICS, RECIPE
@@ -142,9 +142,13 @@ def _check(path: Path, look: Callable[[Path], str]) -> Check:
 
 def _checkpoint(path: Path) -> str:
     entries = verify(path)
-    state = open_checkpoint(path).state
+    checkpoint = open_checkpoint(path)
+    check_weights(checkpoint)
     size = sum(entry.bytes for entry in entries.values()) / 1e6
-    return f"step {state.step}, {len(entries)} files, {size:.1f} MB, all checksums right"
+    return (
+        f"step {checkpoint.state.step}, {len(entries)} files, {size:.1f} MB, all checksums right, "
+        "the weights are the model's"
+    )
 
 
 def _token_file(path: Path, tokenizer_sha256: str | None = None) -> str:

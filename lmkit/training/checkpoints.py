@@ -26,7 +26,7 @@ from lmkit.training.checkpoint_folder import (
 )
 from lmkit.training.optimizer_state import plain_name
 from lmkit.training.state import TrainingState, parse_state
-from lmkit.training.tensor_files import FileEntry, parse_tensors, read_verified
+from lmkit.training.tensor_files import FileEntry, parse_tensors, read_verified, tensor_shapes
 
 if TYPE_CHECKING:
     from lmkit.model.transformer import TransformerLM
@@ -177,6 +177,22 @@ def plain_model(checkpoint: Checkpoint, *, device: torch.device | str) -> Transf
     model = TransformerLM(config, device=device)
     load_weights(model, tensors, origin=checkpoint.path / MODEL)
     return model.eval()
+
+
+def check_weights(checkpoint: Checkpoint) -> None:
+    """Refuse weights that are not those of the checkpoint's model; reads their names and shapes only.
+
+    Raises:
+        UsageError, LmkitError: as `load_weights`, and another number of parameters.
+    """
+    from lmkit.model.transformer import TransformerLM
+
+    path, config = checkpoint.path, checkpoint.state.model
+    shapes = tensor_shapes(path / MODEL)
+    tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    _check_size(config, tensors, origin=path)
+    model = TransformerLM(config.model_copy(update={"attention": "sdpa"}), device="meta")
+    load_weights(model, tensors, origin=path / MODEL)
 
 
 def _check_size(config: ModelConfig, tensors: Mapping[str, torch.Tensor], *, origin: Path) -> None:

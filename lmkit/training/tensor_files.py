@@ -126,3 +126,16 @@ def parse_tensors(data: bytes, *, path: Path) -> dict[str, torch.Tensor]:
         return safetensors.torch.load(data)
     except (safetensors.SafetensorError, KeyError, ValueError, AssertionError) as error:
         raise LmkitError(f"{path}: not a safetensors file ({error})", hint=_DAMAGED) from error
+
+
+def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes in a safetensors file; reads its header only.
+
+    Raises:
+        LmkitError: not in that format.
+    """
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    except safetensors.SafetensorError as error:
+        raise LmkitError(f"{path}: not a safetensors file ({error})", hint=_DAMAGED) from error

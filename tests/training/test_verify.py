@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,9 @@ from lmkit.errors import UsageError
 from lmkit.recipe.schema import Recipe
 from lmkit.tokenizer import Tokenizer
 from lmkit.training import resume
+from lmkit.training.checkpoint_folder import STATE, read_manifest, write_manifest
 from lmkit.training.optimizer_state import load_optimizer_tensors
+from lmkit.training.tensor_files import write_text
 
 Tiny = Callable[..., Recipe]
 
@@ -74,6 +77,30 @@ def test_any_file_of_a_checkpoint_or_of_a_token_file_stands_for_the_whole(
     assert len(wrong(run_folder / "checkpoints")) == 1
     assert verify.run(token_files[0].with_suffix(".json")).ok
     assert verify.run(run_folder / "environment.json").ok
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"num_layers": 2}, "holds 4656 parameters, the model in state.json has"),
+        ({"num_layers": 10**9}, "holds 4656 parameters, the model in state.json has"),
+        (
+            {"num_layers": 2, "d_ff": 5},
+            "weights of another model: layers.0.ffn.w1.weight: saved 32x16, model 5x16",
+        ),
+    ],
+)
+def test_weights_of_another_model_are_named_whatever_the_manifest_says(
+    change: dict[str, int], says: str, run_folder: Path
+) -> None:
+    checkpoint = run_folder / "checkpoints" / "step-00000010"
+    entries = read_manifest(checkpoint)
+    state = json.loads((checkpoint / STATE).read_text())
+    state["model"] |= change
+    write_manifest(checkpoint, {**entries, STATE: write_text(checkpoint / STATE, json.dumps(state))})
+    (found,) = wrong(run_folder)
+    assert found.startswith(f"{checkpoint}: model.safetensors: ")
+    assert says in found
 
 
 def test_token_files_of_another_tokenizer_are_named(run_folder: Path, token_files: tuple[Path, Path]) -> None:
