@@ -81,17 +81,18 @@ def _warmup_bars(rows: Rows) -> bytes:
     series: dict[str, list[float | None]] = {}
     errors: dict[str, list[tuple[float, float] | None]] = {}
     for row in chosen:
-        name = f"{row['size']}, compile {row['compile']}: mean"
+        name = f"{row['size']}, compile {row['compile']}"
         place = groups.index(str(row["warmup"]))
         series.setdefault(name, [None] * len(groups))[place] = row.get("mean_ms")
         if row.get("mean_ms") is not None:
             below = min(row["std_ms"], 0.95 * row["mean_ms"])
             errors.setdefault(name, [None] * len(groups))[place] = (below, row["std_ms"])
+    whom = f" to {next(iter(series))}" if len(series) == 1 else ""  # several have a legend
     return grouped_bars(
         groups,
         series,
         errors={name: errors.get(name, [None] * len(groups)) for name in series},
-        title="What too little warm-up does (whole steps; whiskers: one standard deviation)",
+        title=f"What too little warm-up does{whom} (whole steps; whiskers: one standard deviation)",
         x_label="unmeasured steps before the measured ones",
         y_label="mean time of a step (ms, log scale)",
         log_y=True,

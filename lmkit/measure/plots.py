@@ -165,8 +165,6 @@ def grouped_bars(
     present = [value for values in series.values() for value in values if value is not None and value > 0]
     log_y = log_y and bool(present)
     floor = min(present) * 0.5 if log_y else 0.0
-    if log_y:
-        axes.set_yscale("log")
     highest = max(present, default=0.0)
     for index, (name, values) in enumerate(series.items()):
         color = COLORS[index % len(COLORS)]
@@ -205,6 +203,7 @@ def grouped_bars(
     axes.grid(visible=False, axis="x")
     axes.margins(y=0.14)  # room for the rotated values
     if log_y:
+        set_log_y(axes, [floor, highest * 4])
         axes.set_ylim(floor, highest * 4)
     else:
         write_numbers_out(axes)

@@ -66,3 +66,13 @@ def test_numbers_are_written_out_and_bars_of_nothing_have_none(monkeypatch):
     ticks = [label.get_text() for label in axes.get_yticklabels()]
     assert "1,000,000" in ticks
     assert axes.yaxis.get_offset_text().get_text() == ""
+
+
+def test_bars_on_a_log_axis_within_a_decade_have_plain_numbers(monkeypatch):
+    monkeypatch.setattr(plots, "png", lambda figure: figure)
+    figure = plots.grouped_bars(["a", "b"], {"x": [21.5, 22.6]}, log_y=True, **LABELS)
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    low, high = axes.get_ylim()
+    shown = [label.get_text() for label in axes.get_yticklabels() if low <= label.get_position()[1] <= high]
+    assert shown == ["20", "50"]
