@@ -24,6 +24,7 @@ class StopSignals:
         self._before: dict[int, Any] = {}
         self._bell: int | None = None
         self._bell_before = -1
+        self._counting: threading.Thread | None = None
 
     def __enter__(self) -> StopSignals:
         for number in _SIGNALS:
@@ -31,17 +32,20 @@ class StopSignals:
         reading, self._bell = os.pipe()
         os.set_blocking(self._bell, False)
         self._bell_before = signal.set_wakeup_fd(self._bell, warn_on_full_buffer=False)
-        threading.Thread(
+        self._counting = threading.Thread(
             target=_leave_at_the_second, args=(reading,), name="lmkit-signals", daemon=True
-        ).start()
+        )
+        self._counting.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._bell is not None
+        assert self._counting is not None
         signal.set_wakeup_fd(self._bell_before)
         os.close(self._bell)  # which ends the thread
+        self._counting.join()
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
