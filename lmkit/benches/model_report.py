@@ -92,7 +92,7 @@ def _warmup_bars(rows: Rows) -> bytes:
         groups,
         series,
         errors={name: errors.get(name, [None] * len(groups)) for name in series},
-        title=f"What too little warm-up does{whom} (whole steps; whiskers: one standard deviation)",
+        title=f"What too little warm-up does{whom} (steps; whiskers: standard deviation)",
         x_label="unmeasured steps before the measured ones",
         y_label="mean time of a step (ms, log scale)",
         log_y=True,

@@ -6,6 +6,7 @@ matplotlib's object API on the Agg canvas: no display, no global figure list.
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,7 @@ def new_figure(
     figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    dress(axes, title, x_label, y_label)
+    dress(axes, textwrap.fill(title, int(11.5 * width)), x_label, y_label)  # as many characters fit an inch
     return figure, axes
 
 

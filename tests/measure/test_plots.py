@@ -76,3 +76,14 @@ def test_bars_on_a_log_axis_within_a_decade_have_plain_numbers(monkeypatch):
     low, high = axes.get_ylim()
     shown = [label.get_text() for label in axes.get_yticklabels() if low <= label.get_position()[1] <= high]
     assert shown == ["20", "50"]
+
+
+def test_a_long_title_stays_inside_the_picture(monkeypatch):
+    monkeypatch.setattr(plots, "png", lambda figure: figure)
+    title = "Memory in use: 24 layers, d_model 1024, fwd+bwd, context 16384, batch 16, bf16, attention flash_triton, "
+    title += "compile block"
+    figure = plots.stacked_areas([0, 1], {"p": [1, 1]}, **{**LABELS, "title": title})
+    figure.canvas.draw()
+    box = figure.axes[0].title.get_window_extent()
+    assert box.x0 >= 0
+    assert box.x1 <= figure.bbox.width
