@@ -31,7 +31,7 @@ def new_figure(
     figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    dress(axes, textwrap.fill(title, int(11.5 * width)), x_label, y_label)  # as many characters fit an inch
+    dress(axes, textwrap.fill(title, int(11 * width)), x_label, y_label)  # as many characters fit an inch
     return figure, axes
 
 
