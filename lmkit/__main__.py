@@ -1,7 +1,6 @@
 """Entry points: `lmkit`, `python -m lmkit`, `torchrun -m lmkit`, and the literal `torchrun lmkit ...`."""
 
 import os
-import signal
 import sys
 
 # `python lmkit` (which is what `torchrun lmkit` runs) puts the package folder itself first on sys.path, where our
@@ -10,12 +9,32 @@ _PACKAGE_FOLDER = os.path.dirname(os.path.abspath(__file__))
 if sys.path and os.path.abspath(sys.path[0] or os.curdir) == _PACKAGE_FOLDER:
     sys.path[0] = os.path.dirname(_PACKAGE_FOLDER)
 
+import signal  # noqa: E402
+from types import FrameType  # noqa: E402
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Ctrl-C: a KeyboardInterrupt; the end at once while torch is imported, which takes seconds: parts of it catch
+    the exception, and go on without what they wanted."""
+    while frame is not None:
+        if (
+            frame.f_code.co_name == "<module>"
+            and frame.f_globals.get("__name__", "").partition(".")[0] == "torch"
+        ):
+            os._exit(128 + number)
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
 
 def main() -> None:
     """Run the command line and exit with its code."""
     # The threads of numpy's OpenBLAS wait for work by spinning, a tenth of a second from the import on, on a core
     # that the tokenizer's threads need. Set before numpy is imported: after 2**4 ticks of the clock they sleep.
     os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
+    if (
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    ):  # else whoever started it wants it ignored
+        signal.signal(signal.SIGINT, _interrupt)
     try:
         from lmkit.cli.app import run_command_line
 

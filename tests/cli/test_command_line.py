@@ -249,8 +249,15 @@ def test_an_option_without_its_value_names_the_command(
     assert hint == f"hint: more with {command} --help"
 
 
-def test_fault_16_ctrl_c_while_it_starts_is_130_too(lmkit: Lmkit, tmp_path: Path) -> None:
-    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt\n")  # `-m` puts the current folder first
+@pytest.mark.parametrize(
+    ("module", "then"), [("typer", "raise"), ("torch", "print('went on without what it wanted')")]
+)
+def test_fault_16_ctrl_c_during_an_import_is_130_too(
+    module: str, then: str, lmkit: Lmkit, tmp_path: Path
+) -> None:
+    interrupt = "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\n    signal.pause()\n"
+    # `-m` puts the current folder first.
+    (tmp_path / f"{module}.py").write_text(f"{interrupt}except KeyboardInterrupt:\n    {then}\n")
     result = lmkit("env")
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
 
