@@ -36,7 +36,7 @@ class StepTimeline:
 
     @property
     def communication_ms(self) -> float:
-        """How long a collective was running."""
+        """How long a collective was running, waiting for other ranks included."""
         return total(self.communication)
 
     @property
@@ -101,5 +101,5 @@ def overlap_picture(step: StepTimeline, name: str) -> bytes:
         {"compute": step.compute, "communication": step.communication},
         title=f"{name}: {step.communication_ms:.2f} ms of communication in a step, "
         f"{step.beside_compute_ms:.2f} of them beside compute",
-        x_label="ms on the GPU",
+        x_label="ms on the GPU; communication includes waiting for other ranks",
     )
