@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,26 +83,26 @@ def validate_recipe(source: str, overrides: Sequence[str]) -> RecipeIsValid:
 class RecipeCopied:
     output: str
     command: str
-    """Of lmkit, that takes such a recipe."""
+    """The command line that uses it."""
 
     def __str__(self) -> str:
-        use = statement("use it with", f"lmkit {self.command} {self.output}")
-        return f"wrote {self.output}\n{use}"
+        return f"wrote {self.output}\n{statement('use it with', self.command)}"
 
 
 def copy_recipe(source: str, output: Path, *, force: bool) -> RecipeCopied:
     """Copy a recipe file as it stands, comments included."""
     path = find_recipe(source)
     refuse_existing(output, force=force)
-    command = _command(load_recipe(path))
+    words = _command(load_recipe(path), shlex.quote(str(output)))
     write_atomic(output, path.read_bytes())
-    return RecipeCopied(str(output), command)
+    return RecipeCopied(str(output), f"lmkit {words}")
 
 
-def _command(recipe: Recipe) -> str:
+def _command(recipe: Recipe, file: str) -> str:
     if recipe.corpus is not None:
-        return "run"
+        return f"run {file}"
     benches = [name for name in type(recipe.bench).model_fields if getattr(recipe.bench, name) is not None]
     if benches:
-        return f"bench {benches[0].replace('_', '-')}"
-    return "profile kineto" if recipe.data.train is None else "train"
+        ranks = " --nproc 2" if benches[0] in ("ddp", "all_reduce", "optimizer") else ""
+        return f"bench {benches[0].replace('_', '-')} {file}{ranks}"
+    return f"profile kineto {file}" if recipe.data.train is None else f"train {file}"

@@ -68,7 +68,7 @@ NUMBER = 123_456_789_012
             4.5,
         ),
         RecipeIsValid(f"{LONG}/mine.toml", ("checkpoint",) * 12),
-        RecipeCopied(f"{LONG}/mine.toml", "run"),
+        RecipeCopied(f"{LONG}/mine.toml", f"lmkit run {LONG}/mine.toml"),
         RunSummary(
             LONG,
             {},
