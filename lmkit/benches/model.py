@@ -22,7 +22,7 @@ from lmkit.measure.limits import Limits, measure_limits, model_flops_utilization
 from lmkit.measure.memory import GB, available_memory, process_memory, release_memory, track_peak
 from lmkit.measure.progress import Progress
 from lmkit.measure.results import BenchResult
-from lmkit.measure.statistics import spread
+from lmkit.measure.statistics import paired_ratio, spread
 from lmkit.measure.timing import WallClock, Work, clock_for, time_variants
 from lmkit.model.accounting import (
     count_parameters,
@@ -218,6 +218,8 @@ def _measure_model(
             calls[variant] = call
     for variant, samples_ms in _time_in_turns(calls, rows, options).items():
         rows[variant] |= _time_fields(samples_ms, config, variant, options, limits)
+    for (mode, precision), row in rows.items():
+        row |= versus_fp32(row, rows.get((mode, "fp32"))) if precision != "fp32" else {}
     calls.clear()
     step = None
     release_memory(options.device)
@@ -294,6 +296,19 @@ def _time_fields(
         "share_of_matmul": rate / limits.matmul_flops[precision],
         **floor,
         "samples_ms": list(samples_ms),
+    }
+
+
+def versus_fp32(row: Mapping[str, Any], baseline: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The paired comparison with the same mode in fp32, which took part in the same rounds; nothing without both."""
+    if baseline is None or not row.get("samples_ms") or not baseline.get("samples_ms"):
+        return {}
+    ratio = paired_ratio(row["samples_ms"], baseline["samples_ms"])
+    return {
+        "versus_fp32": ratio.speedup,
+        "versus_fp32_low": ratio.low,
+        "versus_fp32_high": ratio.high,
+        "versus_fp32_verdict": ratio.verdict,
     }
 
 

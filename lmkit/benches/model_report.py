@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,17 @@ COLUMNS = (
     Column("mfu", "MFU", ".1%"),
     Column("share_of_matmul", "matmul", ".1%"),
     Column("peak_gb", "GB", ".2f"),
+)
+PRECISION_COLUMNS = (
+    Column("size", "size"),
+    Column("length", "length", "d"),
+    Column("compile", "compile"),
+    Column("mode", "mode"),
+    Column("precision", "precision"),
+    Column("versus_fp32", "times as fast as fp32", ".2f"),
+    Column("versus_fp32_low", "95% from", ".2f"),
+    Column("versus_fp32_high", "to", ".2f"),
+    Column("versus_fp32_verdict", "verdict"),
 )
 WARMUP_COLUMNS = (
     Column("size", "size"),
@@ -92,7 +104,7 @@ def _warmup_bars(rows: Rows) -> bytes:
         groups,
         series,
         errors={name: errors.get(name, [None] * len(groups)) for name in series},
-        title=f"What too little warm-up does{whom} (steps; whiskers: standard deviation)",
+        title=f"What too little warm-up does{whom} (whiskers: standard deviation)",
         x_label="unmeasured steps before the measured ones",
         y_label="mean time of a step (ms, log scale)",
         log_y=True,
@@ -123,6 +135,15 @@ def _report(
         "",
         markdown_table(_models(rows), COLUMNS),
     ]
+    compared = [row for row in _models(rows) if row.get("versus_fp32") is not None]
+    if compared:
+        lines += [
+            "## Precisions, paired",
+            "",
+            "Medians of the ratios within a round; six rounds are the fewest that make a verdict.",
+            "",
+            markdown_table(compared, PRECISION_COLUMNS),
+        ]
     study = [row for row in rows if row["part"] == "warm-up"]
     if study:
         lines += [
@@ -163,7 +184,7 @@ def findings(rows: Rows) -> list[str]:
     floors = {
         (row["size"], row["length"]): row["optimizer_floor_ms"] for row in timed if row["mode"] == "step"
     }
-    found += _precision_findings(times) + _length_findings(times) + _optimizer_findings(times, floors)
+    found += _precision_findings(timed) + _length_findings(times) + _optimizer_findings(times, floors)
     found += _sample_findings(timed)
     study = [row for row in rows if row["part"] == "warm-up" and row.get("mean_ms")]
     if len(study) > 1:
@@ -182,24 +203,21 @@ def findings(rows: Rows) -> list[str]:
 Times = dict[tuple[str, str, str, str, int], float]  # (mode, precision, compile, size, length) -> ms
 
 
-def _precision_findings(times: Times) -> list[str]:
-    """What 16 bits save, from the least to the most."""
+def _precision_findings(timed: Rows) -> list[str]:
+    """What 16 bits save in a step, from the most to the least, and how sure that is."""
     found = []
-    for precision in dict.fromkeys(key[1] for key in times if key[1] != "fp32"):
-        ratios = {
-            f"{size} at {length}": time_ms / times["step", "fp32", how, size, length]
-            for (mode, own, how, size, length), time_ms in times.items()
-            if mode == "step" and own == precision and ("step", "fp32", how, size, length) in times
-        }
-        if ratios:
-            most, least = (
-                max(ratios, key=lambda name: ratios[name]),
-                min(ratios, key=lambda name: ratios[name]),
-            )
-            found.append(
-                f"A step in {precision} takes {ratios[least]:.2f} ({least}) to {ratios[most]:.2f} ({most}) of fp32's "
-                "time."
-            )
+    steps = [row for row in timed if row["mode"] == "step" and row.get("versus_fp32") is not None]
+    for precision in dict.fromkeys(row["precision"] for row in steps):
+        own = sorted(
+            (row for row in steps if row["precision"] == precision), key=lambda row: -row["versus_fp32"]
+        )
+        most, least = own[0], own[-1]
+        verdicts = Counter(row["versus_fp32_verdict"] for row in own)
+        found.append(
+            f"A step in {precision} is {most['versus_fp32']:.2f} ({most['size']} at {most['length']}) to "
+            f"{least['versus_fp32']:.2f} ({least['size']} at {least['length']}) times as fast as in fp32; verdicts "
+            f"of the paired rounds: {', '.join(f'{verdict} {count}' for verdict, count in verdicts.most_common())}."
+        )
     return found
 
 

@@ -23,6 +23,7 @@ RESULT_KEYS = frozenset(
         "clock",
         "mfu_basis",
         "best_sdpa",
+        "versus_fp32_verdict",
         "versus_sdpa_verdict",
         "implementation",
     ]

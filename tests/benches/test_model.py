@@ -5,7 +5,7 @@ import torch
 
 from lmkit.benches import model as bench
 from lmkit.benches.journal import Journal
-from lmkit.benches.model import ModelOptions, run_bench
+from lmkit.benches.model import ModelOptions, run_bench, versus_fp32
 from lmkit.benches.model_report import findings
 from lmkit.errors import UsageError
 from lmkit.measure.limits import Limits
@@ -45,6 +45,12 @@ def test_everything_is_measured_and_every_file_is_there():
         assert row["share_of_matmul"] == pytest.approx(row["mfu"])  # no data sheet has this chip
         floor = {"step": pytest.approx(32 * row["parameters"] / 1e10 * 1e3)}
         assert row.get("optimizer_floor_ms") == floor.get(row["mode"])
+        compared = (
+            [row[f"versus_fp32{end}"] for end in ("", "_low", "_high")] if "versus_fp32" in row else None
+        )
+        assert (compared is None) == (row["precision"] == "fp32")
+        assert compared is None or compared[1] <= compared[0] <= compared[2]
+    assert "## Precisions, paired" in result.files["model_report.md"]
     study = [row for row in result.rows if row["part"] == "warm-up"]
     assert [row["warmup"] for row in study] == [0, 2]
     assert all(row["first_ms"] == row["samples_ms"][0] and row["std_ms"] > 0 for row in study)
@@ -162,6 +168,22 @@ def test_a_single_sample_has_no_spread_and_few_are_said_to_be_few():
     assert "1 of 1 rows have fewer than 6 samples, the fewest 1" in result.files["model_report.md"]
 
 
+def test_precisions_are_compared_round_by_round():
+    fp32 = {"samples_ms": [10.0, 20.0, 30.0, 40.0, 50.0, 60.0]}
+    bf16 = {"samples_ms": [5.0, 10.0, 15.0, 20.0, 25.0, 30.0]}
+    assert versus_fp32(bf16, fp32) == {
+        "versus_fp32": 2.0,
+        "versus_fp32_low": 2.0,
+        "versus_fp32_high": 2.0,
+        "versus_fp32_verdict": "faster",
+    }
+    assert versus_fp32(fp32, fp32)["versus_fp32_verdict"] == "no difference"
+    assert (
+        versus_fp32({"samples_ms": [5.0]}, {"samples_ms": [10.0]})["versus_fp32_verdict"] == "too few repeats"
+    )
+    assert versus_fp32(bf16, None) == versus_fp32({"status": "out of memory"}, fp32) == {}
+
+
 def passing(mode, precision, length, ms, *, size="small"):
     row = {"part": "model", "size": size, "length": length, "precision": precision, "compile": "none"}
     numbers = {"median_ms": ms, "mfu": 1 / ms, "mfu_basis": "a peak", "tokens_per_s": length / ms}
@@ -172,15 +194,18 @@ def passing(mode, precision, length, ms, *, size="small"):
 def test_findings_name_what_the_rows_show():
     rows = [
         passing("fwd+bwd", "bf16", 256, 9.0),
-        passing("step", "bf16", 256, 12.0),
-        passing("step", "bf16", 1024, 15.0),
+        passing("step", "bf16", 256, 12.0) | {"versus_fp32": 2.0, "versus_fp32_verdict": "faster"},
+        passing("step", "bf16", 1024, 15.0) | {"versus_fp32": 6.4, "versus_fp32_verdict": "too few repeats"},
         passing("step", "fp32", 256, 24.0),
         passing("step", "fp32", 1024, 96.0),
     ]
     text = "\n".join(findings(rows))
     assert "Best utilisation in bf16: small at 256, compile none, fwd+bwd" in text
     assert "Best utilisation in fp32: small at 256" in text
-    assert "A step in bf16 takes 0.16 (small at 1024) to 0.50 (small at 256) of fp32's time." in text
+    assert (
+        "A step in bf16 is 6.40 (small at 1024) to 2.00 (small at 256) times as fast as in fp32; verdicts of the "
+        "paired rounds: too few repeats 1, faster 1." in text
+    )
     assert (
         "Steps in bf16, compile none, that grow far less than their tokens: 1.25 (small, 256 to 1024)" in text
     )
