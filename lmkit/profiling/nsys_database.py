@@ -33,6 +33,10 @@ def read_nsys_database(path: Path) -> Trace:
             ) from error
         except (sqlite3.DatabaseError, TypeError) as error:
             raise UsageError(f"{path}: {error}", hint="give a .sqlite file that nsys exported") from error
+        except UnicodeDecodeError as error:  # of SQLite's own message, which quotes the file
+            raise UsageError(
+                f"{path}: a damaged database", hint="give a .sqlite file that nsys exported"
+            ) from error
 
 
 def _read(database: sqlite3.Connection, source: str) -> Trace:

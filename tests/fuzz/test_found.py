@@ -258,3 +258,12 @@ def test_databases_of_nsys_with_other_types_in_their_columns(
     with pytest.raises(UsageError, match=r"report\.sqlite: ") as caught:
         summarize_file(path)
     assert says in caught.value.message
+
+
+def test_a_database_whose_damage_sqlite_cannot_tell(tmp_path: Path) -> None:
+    path = tmp_path / "report.sqlite"
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("CREATE TABLE StringIds (id INTEGER PRIMARY KEY, value TEXT)")
+    path.write_bytes(path.read_bytes().replace(b"CREATE", b"CRXATE").replace(b"String", b"\xabtring"))
+    with pytest.raises(UsageError, match=r"report\.sqlite: a damaged database$"):
+        summarize_file(path)
