@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -16,7 +17,7 @@ def show(result: Any, *, as_json: bool) -> None:
         import dataclasses
         import json
 
-        sys.stdout.write(json.dumps(_plain(dataclasses.asdict(result)), allow_nan=False) + "\n")
+        write(json.dumps(_plain(dataclasses.asdict(result)), allow_nan=False) + "\n")
     else:
         text = str(result)
         write(text if text.endswith("\n") else text + "\n")
@@ -25,6 +26,8 @@ def show(result: Any, *, as_json: bool) -> None:
 def write(text: str) -> None:
     """Text to stdout, at once. A terminal gets U+FFFD for the control characters that would drive it: a model that
     has learnt little writes them all, and another's checkpoint may mean them."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK") != "0":
+        return  # of torchrun's processes one speaks
     sys.stdout.write(text.translate(_CONTROLS) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 import time
 from collections.abc import Sequence
@@ -100,9 +101,14 @@ def run(
         force: delete what the run folder holds and start over.
 
     Raises:
-        UsageError: a table is missing, or the run folder was made by another recipe.
+        UsageError: a table is missing, the run folder was made by another recipe, or this is one of several ranks.
         LmkitError: a stage failed.
     """
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UsageError(
+            "lmkit run: is one process, and here are several ranks",
+            hint="make the data with lmkit run, then train on all of them: torchrun ... -m lmkit train RECIPE",
+        )
     pipeline = Pipeline(recipe, progress=progress)
     pipeline.open(force=force, from_stage=from_stage, skip_data=skip_data)
     done: dict[str, str] = {}

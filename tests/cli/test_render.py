@@ -6,7 +6,33 @@ import io
 
 import pytest
 
-from lmkit.cli.render import write
+from lmkit.cli.render import show, write
+from lmkit.commands.recipe import RecipeIsValid
+
+
+@pytest.mark.parametrize(
+    ("environment", "speaks"),
+    [
+        ({}, True),
+        ({"RANK": "1"}, True),  # somebody's leftover, not torchrun
+        ({"RANK": "0", "TORCHELASTIC_RUN_ID": "none"}, True),
+        ({"RANK": "1", "TORCHELASTIC_RUN_ID": "none"}, False),
+    ],
+)
+@pytest.mark.parametrize("as_json", [False, True])
+def test_of_torchrun_s_processes_one_speaks(
+    environment: dict[str, str],
+    speaks: bool,
+    as_json: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in ("RANK", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    show(RecipeIsValid("mine.toml", ("run",)), as_json=as_json)
+    assert ("mine.toml" in capsys.readouterr().out) == speaks
 
 
 class Terminal(io.StringIO):

@@ -64,3 +64,10 @@ def test_skip_data_and_what_would_remove_the_data_exclude_each_other(
     assert tokens.read_bytes() == b"tokens"
     assert (recipe.run.path / "stages.json").read_bytes() == before
     assert command.plan(recipe, **nothing_else()).stages["encode"] == "up to date"
+
+
+def test_several_ranks_are_refused(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="is one process, and here are several ranks"):
+        command.run(recipe, progress=lambda *_: None)
+    assert not recipe.run.path.exists()
