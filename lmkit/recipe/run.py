@@ -13,7 +13,7 @@ from lmkit.recipe.table import Count, Table
 
 class RunConfig(Table):
     name: str = "run"
-    """Names the folder `<folder>/<name>`; letters, digits, `.`, `_`, `-`."""
+    """Names the folder `<folder>/<name>`."""
     folder: Path = Path("artifacts/runs")
     """Where run folders are made."""
     seed: Count = 0
