@@ -79,7 +79,14 @@ KernelsOption = Annotated[
 ]
 
 # Of the profiles:
-RecordingOption = Annotated[Path, typer.Option("--output", help="Folder for the recording and its summary.")]
+RecordingOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--output",
+        help="Folder for the recording and its summary; else artifacts/profiles/<command>, which each replaces.",
+        show_default=False,
+    ),
+]
 RecordedStepsOption = Annotated[
     int, typer.Option("--steps", min=1, max=1000, help="Training steps to record.")
 ]

@@ -7,6 +7,7 @@ import typer
 
 from lmkit.cli.options import (
     DebugOption,
+    ForceOption,
     JsonOption,
     ModeOption,
     RecipeArgument,
@@ -16,6 +17,7 @@ from lmkit.cli.options import (
     examples,
 )
 from lmkit.cli.render import show
+from lmkit.errors import UsageError
 
 app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Find out where time and memory go.",
@@ -46,7 +48,8 @@ def nsys(
     ] = "auto",
     mode: ModeOption = "step",
     steps: RecordedStepsOption = 5,
-    output: RecordingOption = Path("artifacts/profiles/nsys"),
+    output: RecordingOption = None,
+    force: ForceOption = False,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -54,20 +57,21 @@ def nsys(
 
     A recording that you have already (.sqlite, .nsys-rep) is summarised.
     """
+    folder = _folder(output, "nsys", force=force)
     if len(target) == 1 and not _is_recording(target[0]):
         from lmkit.recipe.load import load_recipe
 
         recipe = load_recipe(target[0], set_ or ())
         from lmkit.commands import profile as commands
 
-        show(commands.steps(recipe, output, engine=engine, mode=mode, number=steps), as_json=as_json)
+        show(commands.steps(recipe, folder, engine=engine, mode=mode, number=steps), as_json=as_json)
         return
     from lmkit.commands import profile as commands
 
     if len(target) == 1:
-        show(commands.recording(Path(target[0]), output), as_json=as_json)
+        show(commands.recording(Path(target[0]), folder), as_json=as_json)
     else:
-        show(commands.command(target, output), as_json=as_json)
+        show(commands.command(target, folder), as_json=as_json)
 
 
 @app.command(epilog="Example: lmkit profile kineto quickstart --steps 5")
@@ -76,7 +80,8 @@ def kineto(
     set_: SetOption = None,
     mode: ModeOption = "step",
     steps: RecordedStepsOption = 5,
-    output: RecordingOption = Path("artifacts/profiles/kineto"),
+    output: RecordingOption = None,
+    force: ForceOption = False,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -84,17 +89,18 @@ def kineto(
 
     A recording that you have already (.json, .json.gz) is summarised.
     """
+    folder = _folder(output, "kineto", force=force)
     if _is_recording(target):
         from lmkit.commands import profile as commands
 
-        show(commands.recording(Path(target), output), as_json=as_json)
+        show(commands.recording(Path(target), folder), as_json=as_json)
         return
     from lmkit.recipe.load import load_recipe
 
     recipe = load_recipe(target, set_ or ())
     from lmkit.commands import profile as commands
 
-    show(commands.steps(recipe, output, engine="kineto", mode=mode, number=steps), as_json=as_json)
+    show(commands.steps(recipe, folder, engine="kineto", mode=mode, number=steps), as_json=as_json)
 
 
 @app.command(epilog="Example: lmkit profile memory quickstart")
@@ -103,7 +109,8 @@ def memory(
     set_: SetOption = None,
     mode: ModeOption = "step",
     steps: RecordedStepsOption = 2,
-    output: RecordingOption = Path("artifacts/profiles/memory"),
+    output: RecordingOption = None,
+    force: ForceOption = False,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -111,12 +118,27 @@ def memory(
 
     Draws a picture, and keeps a snapshot for pytorch.org/memory_viz.
     """
+    folder = _folder(output, "memory", force=force)
     from lmkit.recipe.load import load_recipe
 
     loaded = load_recipe(recipe, set_ or ())
     from lmkit.commands import profile as commands
 
-    show(commands.memory(loaded, output, mode=mode, number=steps), as_json=as_json)
+    show(commands.memory(loaded, folder, mode=mode, number=steps), as_json=as_json)
+
+
+def _folder(output: Path | None, command: str, *, force: bool) -> Path:
+    """Where the profile goes.
+
+    Raises:
+        UsageError: a folder was asked for and has a profile already.
+    """
+    if output is None:
+        return Path("artifacts/profiles") / command
+    reports = (output / "profile_report.md", output / "memory_report.md")
+    if any(report.exists() for report in reports) and not force:
+        raise UsageError(f"{output}: holds a profile already", hint="name another folder, or add --force")
+    return output
 
 
 def _is_recording(target: str) -> bool:
@@ -128,8 +150,6 @@ def _is_recording(target: str) -> bool:
     if target.endswith(RECORDINGS):
         return True
     if Path(target).is_file() and not target.endswith(".toml"):
-        from lmkit.errors import UsageError
-
         raise UsageError(
             f"{target}: neither a recipe (.toml) nor a recording ({', '.join(RECORDINGS)})",
             hint="torch.profiler writes .json[.gz], Nsight Systems .nsys-rep and .sqlite; "

@@ -88,6 +88,19 @@ def test_results_are_not_replaced_by_accident(
     assert (tmp_path / "measured").exists()
 
 
+@pytest.mark.parametrize("report", ["profile_report.md", "memory_report.md"])
+@pytest.mark.parametrize("engine", ["nsys", "kineto", "memory"])
+def test_a_profile_is_not_replaced_by_accident(
+    engine: str, report: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / report).touch()
+    command = ["profile", engine, "no-such-recipe", "--output", str(tmp_path)]
+    assert run_command_line(command) == 2
+    assert "holds a profile already" in capsys.readouterr().err
+    assert run_command_line([*command, "--force"]) == 2
+    assert "no such recipe" in capsys.readouterr().err
+
+
 def test_compare_refuses_what_is_no_result(lmkit: Lmkit, tmp_path: Path) -> None:
     for name, content in (("empty", b""), ("binary", b"\xff\xfe"), ("list", b"[1]\n"), ("words", b"hello\n")):
         path = tmp_path / f"{name}.jsonl"
