@@ -6,7 +6,7 @@
 
 Shapes are (batch, heads, seq, head_dim) with any strides the copy engine takes; causal means query i sees
 keys j <= i. Read `forward_kernel.py` first; `backward_kernel.py` and `query_gradient_kernel.py` build on
-its ideas.
+its ideas, `narrow_gradient_kernel.py` (head_dim 64, fast) and `wide_gradient_kernel.py` (256) on theirs.
 """
 
 from lmkit.kernels.hopper.backward_launcher import backward

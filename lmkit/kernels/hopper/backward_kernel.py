@@ -18,6 +18,10 @@ The order inside a step keeps the tensor cores busy during the exponentials: S a
 while dP runs, P is computed; while dV runs, dS; while dK runs, dQ is handed on; the wait for dK happens in
 the next step, behind its S.
 
+Without dQ (below) nothing is exchanged, and the two warp groups take turns: one issues S and dP, then the other, so
+that the exponentials of one meet the products of the other. With ADD_DQ its barriers keep them in step. (At D = 64
+that costs so much that the fast way is a kernel of its own, `narrow_gradient_kernel`.)
+
 dQ: tiles of different keys add up. ADD_DQ: the copy engine adds float32 tiles to a scratch in global memory
 (order of arrival, so not reproducible); blocks start at different query tiles so that they do not queue for
 the same rows. Otherwise dQ is left to `query_gradient_kernel`, and every bit is reproducible.
@@ -32,10 +36,11 @@ barriers of their own. `step` counts query tiles; its slot is step % STAGES, its
 | do_full [slot] | the producer's `expect`, then the bytes of dO and delta | both consumers, round & 1 |
 | named, Q_FREE + slot | both consumers, one step late, when dK of the slot's step is done | the producer |
 | named, DO_FREE + slot | both consumers, when dV of the slot's step is done | the producer |
+| named, TURN + consumer (not with ADD_DQ) | the other consumer, when its S and dP are issued | it, before its S |
 
 Shared memory, of 227 KiB: K, V, two slots of Q and of dO; with ADD_DQ dS and a float32 tile of dQ, too. At
-D = 128 (steps of 64 queries) 129 KiB, 177 with ADD_DQ; at D = 64 (steps of 128) 98 and 162. Registers: launched
-with 168 a thread; the consumers take 240, the producer keeps 24.
+D = 128 (steps of 64 queries) 129 KiB, 177 with ADD_DQ; at D = 64 (steps of 128) 98. Registers: launched with 168 a
+thread; the consumers take 240, the producer keeps 24.
 """
 
 from typing import NamedTuple
@@ -68,7 +73,11 @@ from lmkit.kernels.hopper.synchronization import (
     allocate_mbarriers,
     await_last_slots,
     await_slot,
+    begin_turns,
+    end_turns,
     named_barrier_arrive,
+    pass_turn,
+    take_turn,
 )
 from lmkit.kernels.hopper.tiles import locate_longest_first
 from lmkit.kernels.hopper.versions import partition_barrier, tma_add_to_global
@@ -77,6 +86,7 @@ KEYS = gl.constexpr(128)  # keys of a block, 64 for each consumer
 STAGES = gl.constexpr(2)  # slots for Q and for dO
 Q_FREE = gl.constexpr(FIRST_NAMED_BARRIER.value)  # named barriers, one a slot
 DO_FREE = gl.constexpr(FIRST_NAMED_BARRIER.value + STAGES.value)
+TURN = gl.constexpr(FIRST_NAMED_BARRIER.value + 2 * STAGES.value)  # one a warp group
 NEVER = gl.constexpr(1 << 30)  # a first column that no query reaches
 
 
@@ -142,7 +152,7 @@ class Work(NamedTuple):
 
 
 @gluon.jit
-def _locate_work(problem, QUERIES: gl.constexpr, CAUSAL: gl.constexpr):
+def locate_work(problem, QUERIES: gl.constexpr, CAUSAL: gl.constexpr):
     """This block's work.
 
     Blocks that run at the same time mostly differ in key_tile: starting at the diagonal (causal) or at as
@@ -165,7 +175,7 @@ def _locate_work(problem, QUERIES: gl.constexpr, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def _next_query_tile(tile, head, work, num_query_tiles):
+def next_query_tile(tile, head, work, num_query_tiles):
     """One tile down, round the corner at the end; back at `start` the next query head of the group begins."""
     tile += 1
     tile = gl.where(tile == num_query_tiles, work.lowest, tile)
@@ -173,31 +183,38 @@ def _next_query_tile(tile, head, work, num_query_tiles):
 
 
 @gluon.jit
-def _producer(descriptors, tiles, barriers, problem, scale_log2, scale,
-              QUERIES: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr,
-              ADD_DQ: gl.constexpr, PACKED_P: gl.constexpr):  # fmt: skip
-    """The copying warp: K and V once, then Q and dO tile after tile."""
-    work = _locate_work(problem, QUERIES, CAUSAL)
-    batch = work.batch
-    mbarrier.expect(barriers.kv_full, 2 * descriptors.k.block_type.nbytes)
-    key_box = [batch, work.key_head, work.key_tile * KEYS, 0]
-    tma.async_copy_global_to_shared(descriptors.k, key_box, barriers.kv_full, tiles.k)
-    tma.async_copy_global_to_shared(descriptors.v, key_box, barriers.kv_full, tiles.v)
+def stream_queries(descriptors, tiles, barriers, problem, work,
+                   QUERIES: gl.constexpr, Q_FREE: gl.constexpr, DO_FREE: gl.constexpr):  # fmt: skip
+    """The producer's loop: Q with lse and dO with delta, tile after tile, into slots that the consumers give back."""
     head = work.first_head
     tile = work.start
     steps = gl.maximum(work.count * problem.group, 1)
     for step in range(steps):
         slot = step % STAGES
-        row = (batch * problem.heads + head) * problem.padded + tile * QUERIES
+        row = (work.batch * problem.heads + head) * problem.padded + tile * QUERIES
         await_slot(Q_FREE, step, STAGES, 1)  # dK is waited for behind the next S
-        fetch_rows(descriptors.q, batch, head, tile * QUERIES, tiles.q,
+        fetch_rows(descriptors.q, work.batch, head, tile * QUERIES, tiles.q,
                    descriptors.lse, row, tiles.lse, barriers.q_full, slot)  # fmt: skip
         await_slot(DO_FREE, step, STAGES, 0)
-        fetch_rows(descriptors.do, batch, head, tile * QUERIES, tiles.do,
+        fetch_rows(descriptors.do, work.batch, head, tile * QUERIES, tiles.do,
                    descriptors.delta, row, tiles.delta, barriers.do_full, slot)  # fmt: skip
-        tile, head = _next_query_tile(tile, head, work, problem.num_query_tiles)
+        tile, head = next_query_tile(tile, head, work, problem.num_query_tiles)
     await_last_slots(Q_FREE, steps, STAGES, 1)
     await_last_slots(DO_FREE, steps, STAGES, 0)
+
+
+@gluon.jit
+def _producer(descriptors, tiles, barriers, problem, scale_log2, scale,
+              QUERIES: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr,
+              ADD_DQ: gl.constexpr, PACKED_P: gl.constexpr):  # fmt: skip
+    """The copying warp: K and V once, then Q and dO tile after tile."""
+    work = locate_work(problem, QUERIES, CAUSAL)
+    batch = work.batch
+    mbarrier.expect(barriers.kv_full, 2 * descriptors.k.block_type.nbytes)
+    key_box = [batch, work.key_head, work.key_tile * KEYS, 0]
+    tma.async_copy_global_to_shared(descriptors.k, key_box, barriers.kv_full, tiles.k)
+    tma.async_copy_global_to_shared(descriptors.v, key_box, barriers.kv_full, tiles.v)
+    stream_queries(descriptors, tiles, barriers, problem, work, QUERIES, Q_FREE, DO_FREE)
 
 
 @gluon.jit
@@ -210,11 +227,12 @@ def _consumers(descriptors, tiles, barriers, problem, scale_log2, scale,
     SCORES: gl.constexpr = accumulator_layout(QUERIES, 8)
     GRADIENT: gl.constexpr = accumulator_layout(D, 8)
     OPERAND: gl.constexpr = operand_layout(GRADIENT)
-    # dQ has QUERIES rows: 64 are one warp group's height, then the groups share its columns
-    DQ: gl.constexpr = accumulator_layout(D, 8) if QUERIES == 128 else accumulator_layout(D // 2, 4, 2)
+    DQ: gl.constexpr = accumulator_layout(
+        D // 2, 4, 2
+    )  # 64 rows, one warp group's height: they share its columns
     COLUMN: gl.constexpr = gl.SliceLayout(0, SCORES)
     num_keys = problem.num_keys
-    work = _locate_work(problem, QUERIES, CAUSAL)
+    work = locate_work(problem, QUERIES, CAUSAL)
     batch = work.batch
     k = tiles.k.reshape([KEYS, D])
     v = tiles.v.reshape([KEYS, D])
@@ -224,12 +242,16 @@ def _consumers(descriptors, tiles, barriers, problem, scale_log2, scale,
     mbarrier.wait(barriers.kv_full, 0)
     head = work.first_head
     tile = work.start
+    if not ADD_DQ:
+        begin_turns(TURN)
     for step in range(gl.maximum(work.count * problem.group, 1)):
         slot = step % STAGES
         phase = (step // STAGES) & 1
         q = tiles.q.index(slot).reshape([QUERIES, D])
         do = tiles.do.index(slot).reshape([QUERIES, D])
         mbarrier.wait(barriers.q_full.index(slot), phase)
+        if not ADD_DQ:
+            take_turn(TURN)
         score_job = issue_product(k, q.permute((1, 0)), SCORES)
         lse = tiles.lse.index(slot).load(COLUMN)
         if PACKED_P:  # short of registers: have dK of the previous step out of the way first
@@ -237,6 +259,8 @@ def _consumers(descriptors, tiles, barriers, problem, scale_log2, scale,
             named_barrier_arrive(Q_FREE + (step + STAGES - 1) % STAGES, SLOT_THREADS)
         mbarrier.wait(barriers.do_full.index(slot), phase)
         dp_job = issue_product(v, do.permute((1, 0)), SCORES)
+        if not ADD_DQ:
+            pass_turn(TURN)
         if PACKED_P:
             scores = warpgroup_mma_wait(1, deps=[score_job])
         else:
@@ -293,8 +317,10 @@ def _consumers(descriptors, tiles, barriers, problem, scale_log2, scale,
             dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
             dv, p_operand = warpgroup_mma_wait(1, deps=[dv_job, p_operand])
             named_barrier_arrive(DO_FREE + slot, SLOT_THREADS)
-        tile, head = _next_query_tile(tile, head, work, problem.num_query_tiles)
+        tile, head = next_query_tile(tile, head, work, problem.num_query_tiles)
     dk = warpgroup_mma_wait(0, deps=[dk])
+    if not ADD_DQ:
+        end_turns(TURN)
     # K and V have served: their tiles stage dK and dV on the way out
     partition_barrier()
     v.store(dv.to(DTYPE))
@@ -321,10 +347,10 @@ def key_value_gradient_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_d
     flat float32, `padded` rows a head, lse in log2 units with +inf past num_queries, delta times scale;
     dq_desc float32, rows of 32 (see in_thread_order). TAIL: num_keys is no multiple of 128.
 
-    PACKED_P saves the registers that D = 64 lacks (steps of 128 queries): dV takes P with 16 bits, and of P for dS
-    only what these do not hold is kept beside them, half a register a number (`fragments.keep_pairs`). With bfloat16
-    that is 24 of float32's 32 bits, its exponent among them: dK of a key that hardly anybody attends to is as precise
-    as any.
+    ADD_DQ: for D = 128 only. PACKED_P saves the registers that D = 64 lacks (steps of 128 queries): dV takes P with
+    16 bits, and of P for dS only what these do not hold is kept beside them, half a register a number
+    (`fragments.keep_pairs`). With bfloat16 that is 24 of float32's 32 bits, its exponent among them: dK of a key that
+    hardly anybody attends to is as precise as any.
     """
     gdc_wait()  # for what the kernel before this one wrote
     gdc_launch_dependents()  # the next kernel may start, and waits in its turn

@@ -15,13 +15,14 @@ from lmkit.kernels.hopper.backward_passes import finish_kernel, prepare_kernel
 from lmkit.kernels.hopper.devices import selected
 from lmkit.kernels.hopper.forward_launcher import PREPARED_CALLS
 from lmkit.kernels.hopper.launches import Boxes, prepare_launch
+from lmkit.kernels.hopper.narrow_gradient_kernel import narrow_gradient_kernel
 from lmkit.kernels.hopper.query_gradient_kernel import query_gradient_kernel
 from lmkit.kernels.hopper.tensors import box_strides, strides_in_order_of, suits_copy_engine
 from lmkit.kernels.hopper.wide_gradient_kernel import wide_gradient_kernel
 
 PADDING = 128  # rows of lse, delta and the sum of dQ are padded to whole tiles
 REGISTERS = 168  # a thread at launch
-WIDE_REGISTERS = 240  # of wide_gradient_kernel's second warp group, after it took the producer's share
+CONSUMER_REGISTERS = 240  # of a second consumer that is a partition, after it took the producer's share
 # Causal blocks of as many heads start together, longest first (tiles.locate_longest_first), as have this many
 # tokens: enough to fill the gaps at the end, few enough that what they share stays in L2.
 TOKENS_TOGETHER = 16384
@@ -32,7 +33,8 @@ class BackwardConfig:
     """What differs between head sizes.
 
     queries, keys: of a step of the dK/dV kernel; packed_p: see there. query_*: keys and slots of the dQ
-    kernel. wide: dK and dV are `wide_gradient_kernel`'s, always deterministic.
+    kernel. narrow: the fast way is `narrow_gradient_kernel`'s. wide: dK and dV are `wide_gradient_kernel`'s, always
+    deterministic.
     """
 
     queries: int
@@ -41,11 +43,13 @@ class BackwardConfig:
     query_keys: int
     query_k_stages: int
     query_v_stages: int
+    narrow: bool = False
     wide: bool = False
 
 
 CONFIGS = {
-    64: BackwardConfig(queries=128, keys=128, packed_p=True, query_keys=128, query_k_stages=3, query_v_stages=2),
+    64: BackwardConfig(queries=128, keys=128, packed_p=True, query_keys=128, query_k_stages=3, query_v_stages=2,
+                       narrow=True),
     128: BackwardConfig(queries=64, keys=128, packed_p=False, query_keys=128, query_k_stages=2, query_v_stages=2),
     256: BackwardConfig(queries=64, keys=64, packed_p=False, query_keys=64, query_k_stages=2, query_v_stages=1,
                         wide=True),
@@ -119,6 +123,7 @@ def _prepare(
     shared = (num_queries, num_keys, padded, batch, heads, group, together)
     options = {"maxnreg": REGISTERS, "launch_pdl": True}
     adds_dq = not (deterministic or config.wide)
+    narrow = adds_dq and config.narrow
 
     def queries(strides, rows):
         return Boxes(q_shape, box_strides(q_shape, strides, dtype.itemsize), dtype, (1, 1, rows, head_dim))
@@ -134,21 +139,27 @@ def _prepare(
     delta_offset, sum_offset = 4 * plane, 8 * plane  # bytes; a plane is a multiple of 512 bytes
     sum_rows = plane * head_dim // 32 if adds_dq else config.queries * head_dim // 32  # or what one box needs
     rows = Boxes((plane,), (1,), torch.float32, (config.queries,))
-    dq_sum = Boxes((sum_rows, 32), (32, 1), torch.float32, (config.queries * head_dim // 32, 32))
-    inputs = [queries(q_strides, config.queries), keys(k_strides, config.keys), keys(v_strides, config.keys),
+    parts = 2 if narrow else 1  # there each consumer copies its own keys and its own queries' dQ
+    part_keys, part_queries = config.keys // parts, config.queries // parts
+    dq_sum = Boxes((sum_rows, 32), (32, 1), torch.float32, (part_queries * head_dim // 32, 32))
+    inputs = [queries(q_strides, config.queries), keys(k_strides, part_keys), keys(v_strides, part_keys),
               queries(dout_strides, config.queries), rows, rows]  # fmt: skip
-    outputs = [keys(dk_strides, config.keys), keys(dv_strides, config.keys)]
+    outputs = [keys(dk_strides, part_keys), keys(dv_strides, part_keys)]
     key_grid = (batch * key_heads * num_key_tiles, 1)
+    key_scalars = (*shared, num_query_tiles, num_key_tiles, scale_log2, scale)
+    ragged = num_keys % config.keys != 0
     if config.wide:
         launch_keys = prepare_launch(
-            wide_gradient_kernel, key_grid, [*inputs, *outputs],
-            (*shared, num_query_tiles, num_key_tiles, scale_log2, scale),
-            (head_dim, causal, WIDE_REGISTERS), num_warps=4, **options)  # fmt: skip
+            wide_gradient_kernel, key_grid, [*inputs, *outputs], key_scalars,
+            (head_dim, causal, CONSUMER_REGISTERS), num_warps=4, **options)  # fmt: skip
+    elif narrow:
+        launch_keys = prepare_launch(
+            narrow_gradient_kernel, key_grid, [*inputs, *outputs, dq_sum], key_scalars,
+            (causal, ragged, CONSUMER_REGISTERS), num_warps=4, **options)  # fmt: skip
     else:
         launch_keys = prepare_launch(
-            key_value_gradient_kernel, key_grid, [*inputs, *outputs, dq_sum],
-            (*shared, num_query_tiles, num_key_tiles, scale_log2, scale),
-            (config.queries, head_dim, causal, num_keys % config.keys != 0, adds_dq, config.packed_p),
+            key_value_gradient_kernel, key_grid, [*inputs, *outputs, dq_sum], key_scalars,
+            (config.queries, head_dim, causal, ragged, adds_dq, config.packed_p),
             num_warps=8, **options)  # fmt: skip
     if adds_dq:
         pass_grid = (flat_heads, padded // PASS_ROWS)

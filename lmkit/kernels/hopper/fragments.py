@@ -253,3 +253,10 @@ def from_thread_order(tile, like):
     layout: gl.constexpr = in_thread_order(like).type.layout
     patches = tile.load(layout).reshape([rows // 16, columns // 8, 8, 4, 2, 2])
     return gl.convert_layout(patches.permute((0, 4, 2, 1, 3, 5)).reshape([rows, columns]), like.type.layout)
+
+
+@gluon.jit
+def left_and_right(tile):
+    """(rows, N) -> twice (rows, N / 2), within threads: the first columns, the last ones."""
+    halves = tile.reshape([tile.shape[0], 2, tile.shape[1] // 2])
+    return gl.split(halves.permute((0, 2, 1)))

@@ -11,7 +11,8 @@ delta and lse (in log2 units, padded with +inf) are written out for `key_value_g
 
 Partitions as in `backward_kernel`: a **producer** warp copies, two **consumer** warp groups own 64 queries each.
 In a step they issue S, wait for the previous step's dQ behind it, issue dP, compute P while dP runs, then dS, and
-issue dQ.
+issue dQ. At D = 64 and 128 they take turns to issue S and dP, so that the exponentials of one meet the products of
+the other.
 
 | barrier | who arrives | who waits, for which phase |
 |-|-|-|
@@ -20,6 +21,7 @@ issue dQ.
 | v_full [slot] | the producer's `expect`, then the bytes of V | both consumers, (step // V_STAGES) & 1 |
 | named, K_FREE + slot | both consumers, one step late, when dQ of the slot's step is done | the producer |
 | named, V_FREE + slot | both consumers, when dP of the slot's step is done | the producer |
+| named, TURN + consumer | the other consumer, when its S and dP are issued | this one, before its S |
 
 Shared memory, of 227 KiB: Q, dO and the slots; 112 KiB at D = 64 (3 slots of 128 keys for K, 2 for V), 192 at
 D = 128 (2 and 2), 224 at D = 256 (2 and 1, of 64 keys). Registers as in `backward_kernel`.
@@ -48,7 +50,11 @@ from lmkit.kernels.hopper.synchronization import (
     allocate_mbarriers,
     await_last_slots,
     await_slot,
+    begin_turns,
+    end_turns,
     named_barrier_arrive,
+    pass_turn,
+    take_turn,
 )
 from lmkit.kernels.hopper.tiles import count_key_blocks, locate_longest_first
 from lmkit.kernels.hopper.versions import partition_barrier
@@ -56,6 +62,7 @@ from lmkit.kernels.tiles import LOG2_E
 
 QUERIES = gl.constexpr(128)  # query rows of a block, 64 for each consumer
 K_FREE = gl.constexpr(FIRST_NAMED_BARRIER.value)  # named barriers, one a slot; V_FREE's follow
+TURN = gl.constexpr(14)  # named barriers 14 and 15: one a warp group
 
 
 class Descriptors(NamedTuple):
@@ -151,6 +158,7 @@ def _consumers(descriptors, tiles, barriers, problem, pointers, scale_log2, scal
                TAIL: gl.constexpr):  # fmt: skip
     """Both warp groups in one partition of eight warps: rows 0-63 of each (128, N) tile are the first group's."""
     V_FREE: gl.constexpr = K_FREE + K_STAGES
+    TURNS: gl.constexpr = D < 256  # not measured with the one slot for V of D = 256
     DTYPE: gl.constexpr = descriptors.q.dtype
     SCORES: gl.constexpr = accumulator_layout(KEYS, 8)
     DQ: gl.constexpr = accumulator_layout(D, 8)
@@ -180,18 +188,24 @@ def _consumers(descriptors, tiles, barriers, problem, pointers, scale_log2, scal
     mbarrier.wait(barriers.q_full, 0)
     delta = scale * gl.convert_layout(gl.sum(o.to(gl.float32) * do.load(OUT).to(gl.float32), 1), ROW)
     gl.store(pointers.delta_out + flat_head * problem.padded + rows, delta)
+    if TURNS:
+        begin_turns(TURN)
     for step in range(blocks):
         first_key = (blocks - 1 - step) * KEYS
         k_slot = step % K_STAGES
         v_slot = step % V_STAGES
         k = tiles.k.index(k_slot).reshape([KEYS, D])
         mbarrier.wait(barriers.k_full.index(k_slot), (step // K_STAGES) & 1)
+        if TURNS:
+            take_turn(TURN)
         score_job = issue_product(q, k.permute((1, 0)), SCORES)
         dq = warpgroup_mma_wait(1, deps=[dq])
         named_barrier_arrive(K_FREE + (step + K_STAGES - 1) % K_STAGES, SLOT_THREADS)
         mbarrier.wait(barriers.v_full.index(v_slot), (step // V_STAGES) & 1)
         v = tiles.v.index(v_slot).reshape([KEYS, D])
         dp_job = issue_product(do, v.permute((1, 0)), SCORES)
+        if TURNS:
+            pass_turn(TURN)
         scores = warpgroup_mma_wait(1, deps=[score_job])
         exponent = scores * scale_log2 - gl.expand_dims(lse, 1)  # (128 queries, KEYS)
         p = gl.exp2(hide_keys(exponent, rows, first_key, problem.num_keys, CAUSAL, TAIL))
@@ -200,6 +214,8 @@ def _consumers(descriptors, tiles, barriers, problem, pointers, scale_log2, scal
         ds = (p * (dp * scale - gl.expand_dims(delta, 1))).to(DTYPE)
         dq = warpgroup_mma(gl.convert_layout(ds, OPERAND), k, dq, is_async=True)
     dq = warpgroup_mma_wait(0, deps=[dq])
+    if TURNS:
+        end_turns(TURN)
     # Q has served: its tile stages dQ on the way out
     partition_barrier()
     send_through(tiles.q, dq.to(DTYPE), descriptors.dq, batch, head, tile)

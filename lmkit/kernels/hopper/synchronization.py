@@ -2,7 +2,7 @@
 
 Named barriers (`bar.sync` waits, `bar.arrive` only announces) hand a token from one warp group to another
 without the partition-wide barrier that Triton puts around `mbarrier.arrive`. Triton itself uses the lower
-numbers; 9 to 15 are ours.
+numbers, at most 0 to 4 in these kernels; 9 to 15 are ours, and in `narrow_gradient_kernel` 7 and 8, too.
 """
 
 from triton.experimental import gluon
@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 FIRST_NAMED_BARRIER = gl.constexpr(9)
 SLOT_THREADS = gl.constexpr(288)  # two consumer warp groups, which give a slot back, and the producer
+TURN_THREADS = gl.constexpr(256)  # the two warp groups that take turns
 
 
 @gluon.jit
@@ -59,6 +60,53 @@ def await_last_slots(first_barrier: gl.constexpr, steps, SLOTS: gl.constexpr, LA
     """The producer's waits after its last step: every arrival of the consumers finds its partner before it leaves."""
     for i in gl.static_range(SLOTS - LATE):
         await_slot(first_barrier, steps + i, SLOTS, LATE)
+
+
+@gluon.jit
+def begin_turns(FIRST: gl.constexpr):
+    """From here on the two warp groups of the first partition (the block's threads 0 to 255) take turns, 0 first.
+
+    Named barrier FIRST + group is a group's turn: it waits there, and the other arrives there when it passes. Both
+    run the same code, so a group is told by its threads' numbers. Each must take and pass as many turns as the other,
+    and end them.
+    """
+    ptx: gl.constexpr = f"@p bar.arrive {FIRST}, {TURN_THREADS};"
+    _as_warp_group(ptx)
+
+
+@gluon.jit
+def take_turn(FIRST: gl.constexpr):
+    """Waits until the other group has passed."""
+    ptx: gl.constexpr = f"add.u32 g, g, {FIRST}; bar.sync g, {TURN_THREADS};"
+    _as_warp_group(ptx)
+
+
+@gluon.jit
+def pass_turn(FIRST: gl.constexpr):
+    """Lets the other group go on."""
+    ptx: gl.constexpr = f"xor.b32 g, g, 1; add.u32 g, g, {FIRST}; bar.arrive g, {TURN_THREADS};"
+    _as_warp_group(ptx)
+
+
+@gluon.jit
+def end_turns(FIRST: gl.constexpr):
+    """Group 0 picks up what group 1 passed last: no barrier is left half full."""
+    ptx: gl.constexpr = f"@!p bar.sync {FIRST}, {TURN_THREADS};"
+    _as_warp_group(ptx)
+
+
+@gluon.jit
+def _as_warp_group(ptx: gl.constexpr):
+    """PTX that finds its warp group's number in g, and in p whether that is not 0."""
+    gl.inline_asm_elementwise(
+        "{ .reg .u32 g; .reg .pred p; mov.u32 g, %tid.x; shr.u32 g, g, 7; setp.ne.u32 p, g, 0; "
+        f"{ptx} mov.b32 $0, 0; }}",
+        "=r,r",
+        [gl.to_tensor(0)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit

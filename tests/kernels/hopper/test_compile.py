@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from lmkit.kernels.hopper.backward_kernel import key_value_gradient_kernel  # noqa: E402
-from lmkit.kernels.hopper.backward_launcher import CONFIGS, WIDE_REGISTERS  # noqa: E402
+from lmkit.kernels.hopper.backward_launcher import CONFIGS, CONSUMER_REGISTERS  # noqa: E402
 from lmkit.kernels.hopper.backward_launcher import REGISTERS as BACKWARD_REGISTERS  # noqa: E402
 from lmkit.kernels.hopper.forward_kernel import forward_kernel  # noqa: E402
 from lmkit.kernels.hopper.forward_launcher import (  # noqa: E402
@@ -28,6 +28,7 @@ from lmkit.kernels.hopper.forward_launcher import (  # noqa: E402
     HEAD_DIM_256,
     REGISTERS,
 )
+from lmkit.kernels.hopper.narrow_gradient_kernel import narrow_gradient_kernel  # noqa: E402
 from lmkit.kernels.hopper.query_gradient_kernel import query_gradient_kernel  # noqa: E402
 from lmkit.kernels.hopper.tensors import shared_layout  # noqa: E402
 from lmkit.kernels.hopper.wide_gradient_kernel import wide_gradient_kernel  # noqa: E402
@@ -37,13 +38,17 @@ PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
 TYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 # Spilled bytes a thread, as measured, the larger of both minors (all outside of the main loops or at
-# their rim); what is not listed spills nothing. Keys: kernel, head_dim, causal, tail, consumers or
-# whether dQ is added up.
+# their rim); what is not listed spills nothing. Keys: kernel, head_dim, causal, tail, and its consumers
+# (forward), whether dQ is added up (key_value) or the type (narrow).
 STATED_SPILLS = {
-    ("key_value", 64, False, False, True): 20,
-    ("key_value", 64, False, True, True): 12,
-    ("key_value", 64, True, False, True): 12,
-    ("key_value", 64, True, True, True): 4,
+    ("narrow", 64, False, False, torch.bfloat16): 36,
+    ("narrow", 64, False, True, torch.bfloat16): 32,
+    ("narrow", 64, True, False, torch.bfloat16): 28,
+    ("narrow", 64, True, True, torch.bfloat16): 28,
+    ("narrow", 64, False, False, torch.float16): 56,
+    ("narrow", 64, False, True, torch.float16): 48,
+    ("narrow", 64, True, False, torch.float16): 44,
+    ("narrow", 64, True, True, torch.float16): 44,
 }
 MOST_SPILLS = 64
 
@@ -84,6 +89,14 @@ def compile_key_value_gradient(head_dim, causal, tail, add_dq, dtype):
     return compile_kernel(key_value_gradient_kernel, types, constants, 8, BACKWARD_REGISTERS)
 
 
+def compile_narrow_gradient(causal, tail, dtype):
+    queries, keys = descriptor((1, 1, 128, 64), dtype), descriptor((1, 1, 64, 64), dtype)
+    flat, dq_sum = descriptor((128,), torch.float32), descriptor((128, 32), torch.float32)
+    types = [queries, keys, keys, queries, flat, flat, keys, keys, dq_sum, *["i32"] * 9, *["fp32"] * 2]
+    constants = (causal, tail, CONSUMER_REGISTERS)
+    return compile_kernel(narrow_gradient_kernel, types, constants, 4, BACKWARD_REGISTERS)
+
+
 def compile_query_gradient(head_dim, causal, tail, dtype):
     config = CONFIGS[head_dim]
     rows = descriptor((1, 1, 128, head_dim), dtype)
@@ -98,7 +111,8 @@ def compile_query_gradient(head_dim, causal, tail, dtype):
 def compile_wide_gradient(causal, dtype):
     tile, flat = descriptor((1, 1, 64, 256), dtype), descriptor((64,), torch.float32)
     types = [*[tile] * 4, flat, flat, tile, tile, *["i32"] * 9, *["fp32"] * 2]
-    return compile_kernel(wide_gradient_kernel, types, (256, causal, WIDE_REGISTERS), 4, BACKWARD_REGISTERS)
+    constants = (256, causal, CONSUMER_REGISTERS)
+    return compile_kernel(wide_gradient_kernel, types, constants, 4, BACKWARD_REGISTERS)
 
 
 def assemble(ptx, folder):
@@ -128,6 +142,16 @@ BACKWARD = [
     for causal in (False, True)
     for tail in (False, True)
 ]
+KEY_VALUE = [  # the fast way of head_dim 64 is narrow_gradient_kernel's
+    pytest.param(head_dim, causal, tail, add_dq, id=f"{head_dim}-{causal}-{tail}-{way}")
+    for head_dim, add_dq, way in (
+        (64, False, "deterministic"),
+        (128, False, "deterministic"),
+        (128, True, "adding"),
+    )
+    for causal in (False, True)
+    for tail in (False, True)
+]
 BACKWARD_256 = [
     pytest.param(256, causal, tail, id=f"256-{causal}-{tail}")
     for causal in (False, True)
@@ -142,8 +166,16 @@ def test_forward(head_dim, config, causal, tail, tmp_path):
     assert spills <= STATED_SPILLS.get(("forward", head_dim, causal, tail, config.consumers), 0)
 
 
-@pytest.mark.parametrize("add_dq", [True, False], ids=["adding", "deterministic"])
-@pytest.mark.parametrize(("head_dim", "causal", "tail"), BACKWARD)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tail", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_narrow_gradient(causal, tail, dtype, tmp_path):
+    spills, serialised = assemble(compile_narrow_gradient(causal, tail, dtype), tmp_path)
+    assert not serialised
+    assert spills <= STATED_SPILLS.get(("narrow", 64, causal, tail, dtype), 0)
+
+
+@pytest.mark.parametrize(("head_dim", "causal", "tail", "add_dq"), KEY_VALUE)
 def test_key_value_gradient(head_dim, causal, tail, add_dq, tmp_path):
     ptx = compile_key_value_gradient(head_dim, causal, tail, add_dq, torch.bfloat16)
     spills, serialised = assemble(ptx, tmp_path)
@@ -172,7 +204,7 @@ def test_float16(head_dim, tmp_path):
         compile_forward(head_dim, config, True, False, torch.float16),
         compile_wide_gradient(True, torch.float16)
         if head_dim == 256
-        else compile_key_value_gradient(head_dim, True, False, True, torch.float16),
+        else compile_key_value_gradient(head_dim, True, False, head_dim == 128, torch.float16),
         compile_query_gradient(head_dim, True, False, torch.float16),
     ):
         spills, serialised = assemble(ptx, tmp_path)

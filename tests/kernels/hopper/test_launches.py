@@ -1,4 +1,7 @@
-"""Launches that are prepared from descriptions of tensors are those that Triton makes of the tensors."""
+"""Launches that are prepared from descriptions of tensors are those that Triton makes of the tensors, and a backward
+launches the kernels of its head_dim and way."""
+
+import contextlib
 
 import pytest
 import torch
@@ -6,7 +9,9 @@ import torch
 pytest.importorskip("triton", reason="the Hopper kernels need triton")
 
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.jit import JITFunction
 
+from lmkit.kernels.hopper import backward_launcher
 from lmkit.kernels.hopper.forward_kernel import forward_kernel
 from lmkit.kernels.hopper.launches import Boxes, prepare_launch
 from lmkit.kernels.hopper.tensors import shared_layout
@@ -33,3 +38,37 @@ def test_prepared_launch_is_tritons_own(stand_in_gpu):
     forward_kernel.device_caches.clear()
     prepared, ordinary = stand_in_gpu.launches
     assert prepared == ordinary
+
+
+@pytest.fixture
+def backward(stand_in_gpu, monkeypatch):
+    """The backward as it is, on tensors of the CPU. What is prepared and compiled here belongs to this stand-in."""
+    monkeypatch.setattr(backward_launcher, "selected", lambda device: contextlib.nullcontext())
+    yield backward_launcher.backward
+    backward_launcher._prepare.cache_clear()
+    for kernel in vars(backward_launcher).values():
+        if isinstance(kernel, JITFunction):
+            kernel.device_caches.clear()
+
+
+FAST = ["prepare_kernel", "key_value_gradient_kernel", "finish_kernel"]
+DETERMINISTIC = ["query_gradient_kernel", "key_value_gradient_kernel"]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "deterministic", "kernels"),
+    [
+        (64, False, ["prepare_kernel", "narrow_gradient_kernel", "finish_kernel"]),
+        (64, True, DETERMINISTIC),
+        (128, False, FAST),
+        (128, True, DETERMINISTIC),
+        (256, False, ["query_gradient_kernel", "wide_gradient_kernel"]),
+        (256, True, ["query_gradient_kernel", "wide_gradient_kernel"]),
+    ],
+)
+def test_kernels_of_a_backward(backward, stand_in_gpu, head_dim, deterministic, kernels):
+    """What is launched also compiles with the launcher's own boxes and arguments."""
+    q, k, v, out, dout = (torch.zeros(1, 2, 200, head_dim, dtype=torch.bfloat16) for _ in range(5))
+    lse = torch.zeros(1, 2, 200)
+    backward(dout, q, k, v, out, lse, causal=True, scale=0.125, deterministic=deterministic)
+    assert [function[0] for _, _, function, *_ in stand_in_gpu.launches] == kernels

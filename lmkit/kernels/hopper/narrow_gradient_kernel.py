@@ -1,0 +1,318 @@
+"""The fast backward for head_dim 64: dK and dV of one tile of 128 keys, and its share of dQ, by two warp groups that
+need not stay in step.
+
+The mathematics, the transposes, the producer and the sum of dQ are those of `backward_kernel`. But D = 64 has twice
+the exponentials of D = 128 for the same products, and two warp groups that meet at two barriers a step, as there,
+compute them at the same time: the tensor cores wait, and then both want them.
+
+So each consumer is a **partition of its own**. It has dK and dV of 64 keys and, of each step's dQ, 64 of the 128
+queries. All that it needs of the other is dS, because dQ sums over the keys of both. dS has two buffers: its owner
+stores it, announces it and goes on; the other waits for it half a step later, behind S of its next step. So the two
+may drift apart by half a step, and one's exponentials meet the other's products.
+
+A consumer's step j, products in the order of issue:
+
+| products | what it does meanwhile |
+|-|-|
+| S(j), dK(j-1), dQ(j-1) | waits for S alone, then computes P(j); hands dQ(j-1) to the copy engine, which adds it up |
+| dP(j), dV(j) | waits for dP alone, then computes dS(j), stores and announces it |
+
+Nothing is in flight where the loop closes: in every partition but the first, ptxas would serialise it (C7512).
+
+Barriers. `step` counts query tiles; its slot is step % STAGES, its round step // STAGES.
+
+| barrier | who arrives | who waits, for which phase |
+|-|-|-|
+| kv_full | the producer's `expect`, then TMA's bytes of K and V | both consumers, phase 0, once |
+| q_full [slot] | the producer's `expect`, then the bytes of Q and lse | both consumers, round & 1 |
+| do_full [slot] | the producer's `expect`, then the bytes of dO and delta | both consumers, round & 1 |
+| named, Q_FREE + slot | both consumers, one step late, when dK of the slot's step is done | the producer |
+| named, DO_FREE + slot | both consumers, when dV of the slot's step is done | the producer |
+| named, DS_FULL + 2 consumer + step % 2 | it, when its dS is stored; once before step 0 | the other, a step late |
+| named, LAST | each consumer, when its last dQ has read K | both: then K's tiles may stage dK |
+
+Nobody announces that dS has been read: who stores dS(j) has waited for the other's dS(j-1), and that was announced
+when the other's dQ(j-2), the last to read this buffer, was done.
+
+Shared memory, of 227 KiB: 194 for K, V, two slots of Q and of dO, two buffers of dS, and a float32 tile of dQ.
+Registers: launched with 168 a thread; the consumers take 240, the producer keeps 24.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from lmkit.kernels.hopper.backward_kernel import (
+    KEYS,
+    NEVER,
+    STAGES,
+    Barriers,
+    Descriptors,
+    Problem,
+    Tiles,
+    locate_work,
+    next_query_tile,
+    stream_queries,
+)
+from lmkit.kernels.hopper.fragments import (
+    in_thread_order,
+    keep_columns_from,
+    keep_pairs,
+    left_and_right,
+    multiply_pairs,
+    pack_pairs,
+    unpack_pairs,
+)
+from lmkit.kernels.hopper.products import accumulator_layout, issue_product, operand_layout
+from lmkit.kernels.hopper.synchronization import (
+    SLOT_THREADS,
+    allocate_mbarriers,
+    named_barrier_arrive,
+    named_barrier_wait,
+)
+from lmkit.kernels.hopper.versions import partition_barrier, tma_add_to_global
+
+D = gl.constexpr(64)
+QUERIES = gl.constexpr(128)  # of a step
+HALF = gl.constexpr(64)  # keys of a consumer, and queries of its dQ
+LAST = gl.constexpr(7)  # named barriers: all from here to 15 (Triton's own are 0 to 3 with these partitions)
+Q_FREE = gl.constexpr(8)
+DO_FREE = gl.constexpr(10)
+DS_FULL = gl.constexpr(12)
+BOTH_CONSUMERS = gl.constexpr(256)  # threads
+# The second consumer begins this much later, about a third of a step. Their first tiles come at the same time, and
+# the drift that the barriers allow would come about by chance; so it is there from the start (0.6 to 1.8% faster).
+HEAD_START_NS = gl.constexpr(800)
+
+
+@gluon.jit
+def _producer(
+    descriptors, tiles, barriers, problem, scale_log2, scale, CAUSAL: gl.constexpr, TAIL: gl.constexpr
+):
+    """The copying warp: K and V once, a box for each consumer, then Q and dO tile after tile."""
+    work = locate_work(problem, QUERIES, CAUSAL)
+    mbarrier.expect(barriers.kv_full, 4 * descriptors.k.block_type.nbytes)
+    for i in gl.static_range(2):
+        key_box = [work.batch, work.key_head, work.key_tile * KEYS + i * HALF, 0]
+        tma.async_copy_global_to_shared(descriptors.k, key_box, barriers.kv_full, tiles.k.index(i))
+        tma.async_copy_global_to_shared(descriptors.v, key_box, barriers.kv_full, tiles.v.index(i))
+    stream_queries(descriptors, tiles, barriers, problem, work, QUERIES, Q_FREE, DO_FREE)
+
+
+@gluon.jit
+def _consumer(index: gl.constexpr, descriptors, tiles, barriers, problem, scale_log2, scale,
+              CAUSAL: gl.constexpr, TAIL: gl.constexpr):  # fmt: skip
+    """Warp group `index`, 0 or 1, with its 64 of the block's keys and of each step's queries."""
+    DTYPE: gl.constexpr = descriptors.q.dtype
+    SCORES: gl.constexpr = accumulator_layout(QUERIES, 4)
+    GRADIENT: gl.constexpr = accumulator_layout(D, 4)
+    OPERAND: gl.constexpr = operand_layout(GRADIENT)
+    COLUMN: gl.constexpr = gl.SliceLayout(0, SCORES)
+    # A wait for S on which lse depends, too, saves float16 24 of 80 spilled bytes; with a mask it costs 36 more
+    LSE_FIRST: gl.constexpr = gl.float16 == DTYPE and not CAUSAL
+    work = locate_work(problem, QUERIES, CAUSAL)
+    k = tiles.k.index(index).reshape([HALF, D])
+    v = tiles.v.index(index).reshape([HALF, D])
+    keys = work.key_tile * KEYS + index * HALF + gl.arange(0, HALF, gl.SliceLayout(1, SCORES))
+    dv = gl.zeros([HALF, D], gl.float32, GRADIENT)
+    dk = gl.zeros([HALF, D], gl.float32, GRADIENT)
+    # Step 0 has no step before it: its dK multiplies these zeros, its dQ whatever lies there, which nobody adds
+    ds_pairs = pack_pairs(gl.zeros([HALF, QUERIES], gl.float32, SCORES), DTYPE)
+    named_barrier_arrive(_ds_full(index, 1), BOTH_CONSUMERS)
+    mbarrier.wait(barriers.kv_full, 0)
+    if index == 1:
+        _sleep(HEAD_START_NS)
+    first_clear = (work.key_tile + 1) * KEYS  # causal: queries from here on see all keys of the tile
+    if TAIL:
+        first_clear = gl.where(first_clear > problem.num_keys, NEVER, first_clear)
+    head = work.first_head
+    tile = work.start
+    first_row = work.batch * problem.heads * problem.padded + index * HALF
+    row_before = 0  # where dQ of the step before goes
+    steps = gl.maximum(work.count * problem.group, 1)
+    for step in range(steps):
+        slot = step % STAGES
+        phase = (step // STAGES) & 1
+        q = tiles.q.index(slot).reshape([QUERIES, D])
+        do = tiles.do.index(slot).reshape([QUERIES, D])
+        mbarrier.wait(barriers.q_full.index(slot), phase)
+        score_job = issue_product(k, q.permute((1, 0)), SCORES)
+        q_before = tiles.q.index(gl.where(step == 0, 0, (step + 1) % STAGES)).reshape([QUERIES, D])
+        dk_job = warpgroup_mma(unpack_pairs(ds_pairs, DTYPE, OPERAND), q_before, dk, is_async=True)
+        lse = tiles.lse.index(slot).load(COLUMN)
+        dq_job = _issue_dq(index, tiles, step + 1)  # of step - 1, whose buffer is that of step + 1
+        if LSE_FIRST:
+            scores, lse = warpgroup_mma_wait(3, deps=[score_job, lse])
+        else:
+            scores = warpgroup_mma_wait(3, deps=[score_job])
+        exponent = scores * scale_log2 - gl.expand_dims(lse, 0)  # (64 keys, 128 queries): transposed
+        exponent = _hide_keys(exponent, keys, tile, first_clear, problem.num_keys, CAUSAL, TAIL)
+        p = gl.exp2(exponent)
+        packed = pack_pairs(p, DTYPE)
+        kept = keep_pairs(p, DTYPE)
+        # A wait is a loop, and a loop ends the basic block: ptxas leaves the exponentials in front of what follows
+        mbarrier.wait(barriers.do_full.index(slot), phase)
+        dq, dk, packed, kept = warpgroup_mma_wait(0, deps=[dq_job, dk_job, packed, kept])
+        named_barrier_arrive(Q_FREE + (step + STAGES - 1) % STAGES, SLOT_THREADS)
+        tma.store_wait(0)
+        partition_barrier()
+        tiles.dq.index(index).store(in_thread_order(dq))
+        fence_async_shared()
+        partition_barrier()
+        if step > 0:
+            _add_dq(index, descriptors, tiles, first_row + row_before)
+        row_before = head * problem.padded + tile * QUERIES
+        p_operand = unpack_pairs(packed, DTYPE, OPERAND)
+        delta = tiles.delta.index(slot).load(COLUMN)
+        dp_job = issue_product(v, do.permute((1, 0)), SCORES)
+        dv_job = warpgroup_mma(p_operand, do, dv, is_async=True)
+        dp, packed, kept = warpgroup_mma_wait(1, deps=[dp_job, packed, kept])
+        dp = dp * scale - gl.expand_dims(delta, 0)
+        ds_pairs = multiply_pairs(packed, kept, dp, DTYPE)
+        _announce_ds(index, tiles, step, unpack_pairs(ds_pairs, DTYPE, SCORES))
+        dv, p_operand = warpgroup_mma_wait(0, deps=[dv_job, p_operand])
+        named_barrier_arrive(DO_FREE + slot, SLOT_THREADS)
+        tile, head = next_query_tile(tile, head, work, problem.num_query_tiles)
+    dq_job = _issue_dq(index, tiles, steps + 1)
+    last_q = tiles.q.index((steps + 1) % STAGES).reshape([QUERIES, D])
+    dk_job = warpgroup_mma(unpack_pairs(ds_pairs, DTYPE, OPERAND), last_q, dk, is_async=True)
+    dq, dk = warpgroup_mma_wait(0, deps=[dq_job, dk_job])
+    tma.store_wait(0)
+    partition_barrier()
+    tiles.dq.index(index).store(in_thread_order(dq))
+    # K and V have served: their tiles stage dK and dV on the way out
+    v.store(dv.to(DTYPE))
+    named_barrier_wait(LAST, BOTH_CONSUMERS)  # K by the other's dQ, too
+    k.store(dk.to(DTYPE))
+    fence_async_shared()
+    partition_barrier()
+    _add_dq(index, descriptors, tiles, first_row + row_before)
+    key_box = [work.batch, work.key_head, work.key_tile * KEYS + index * HALF, 0]
+    tma.async_copy_shared_to_global(descriptors.dv, key_box, tiles.v.index(index))
+    tma.async_copy_shared_to_global(descriptors.dk, key_box, tiles.k.index(index))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _sleep(nanoseconds: gl.constexpr):
+    """Anything up to twice as long, as PTX has it."""
+    gl.inline_asm_elementwise(
+        f"nanosleep.u32 {nanoseconds}; mov.b32 $0, 0;",
+        "=r,r",
+        [gl.to_tensor(0)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _hide_keys(exponent, keys, tile, first_clear, num_keys, CAUSAL: gl.constexpr, TAIL: gl.constexpr):
+    """-inf where query i of the tile must not see key j > i, and for keys past the end (P might overflow there, and
+    inf * 0 is not 0)."""
+    if CAUSAL:
+        if tile * QUERIES < first_clear:
+            first_query = gl.where(keys < num_keys, keys - tile * QUERIES, NEVER)
+            exponent = keep_columns_from(exponent, first_query, -float("inf"))
+    elif TAIL:
+        exponent = gl.where(gl.expand_dims(keys < num_keys, 1), exponent, -float("inf"))
+    return exponent
+
+
+@gluon.jit
+def _ds_full(index, step):
+    """The barrier of consumer `index`'s dS of `step`."""
+    return DS_FULL + 2 * index + (step & 1)
+
+
+@gluon.jit
+def _ds_tile(tiles, step, index, half):
+    """dS of `step`: the keys of consumer `index`, the queries of dQ's `half`."""
+    return tiles.ds.index((step & 1) * 4 + 2 * index + half)
+
+
+@gluon.jit
+def _announce_ds(index: gl.constexpr, tiles, step, ds):
+    """Stores this consumer's dS of `step`, (64 keys, 128 queries), for both."""
+    left, right = left_and_right(ds)
+    _ds_tile(tiles, step, index, 0).store(left)
+    _ds_tile(tiles, step, index, 1).store(right)
+    fence_async_shared()
+    named_barrier_arrive(_ds_full(index, step), BOTH_CONSUMERS)
+
+
+@gluon.jit
+def _issue_dq(index: gl.constexpr, tiles, step):
+    """dQ of this consumer's 64 queries over all 128 keys, when the other has announced its dS of `step`, or of the
+    step two before."""
+    DQ: gl.constexpr = accumulator_layout(D, 4)
+    named_barrier_wait(_ds_full(1 - index, step), BOTH_CONSUMERS)
+    ds = _ds_tile(tiles, step, 0, index).permute((1, 0))
+    job = issue_product(ds, tiles.k.index(0).reshape([HALF, D]), DQ)
+    ds = _ds_tile(tiles, step, 1, index).permute((1, 0))
+    return warpgroup_mma(ds, tiles.k.index(1).reshape([HALF, D]), job, is_async=True)
+
+
+@gluon.jit
+def _add_dq(index: gl.constexpr, descriptors, tiles, row):
+    """Has the copy engine add this consumer's tile of dQ to the sum at `row`."""
+    tma_add_to_global(descriptors.dq, [row * (D // 32), 0], tiles.dq.index(index))
+
+
+@gluon.jit(do_not_specialize=["num_queries", "num_keys", "padded", "batches", "heads", "group", "together",
+                              "num_query_tiles", "num_key_tiles"])  # fmt: skip
+def narrow_gradient_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc,
+                           num_queries, num_keys, padded, batches, heads, group, together, num_query_tiles,
+                           num_key_tiles, scale_log2, scale,
+                           CAUSAL: gl.constexpr, TAIL: gl.constexpr, REGISTERS: gl.constexpr):  # fmt: skip
+    """One block per (key tile, key head of the batch), `together` heads at a time (see locate_longest_first).
+    Allocates and starts the partitions.
+
+    Descriptors as `key_value_gradient_kernel`'s, but those of K, V, dK, dV in boxes of (1, 1, 64, 64), and dq_desc in
+    boxes of 64 queries: one for each consumer. REGISTERS: a thread's of the second consumer.
+    """
+    gdc_wait()  # for what the kernel before this one wrote
+    gdc_launch_dependents()  # the next kernel may start, and waits in its turn
+    dtype: gl.constexpr = q_desc.dtype
+    q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, QUERIES, D], q_desc.layout)
+    do_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, QUERIES, D], do_desc.layout)
+    k_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, HALF, D], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, HALF, D], v_desc.layout)
+    lse_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], lse_desc.layout)
+    delta_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], delta_desc.layout)
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, HALF], dtype)
+    ds_tiles = gl.allocate_shared_memory(dtype, [8, HALF, HALF], ds_layout)  # see _ds_tile
+    dq_tiles = gl.allocate_shared_memory(gl.float32, [2, HALF * D // 32, 32], dq_desc.layout)
+    q_full = allocate_mbarriers(STAGES)
+    do_full = allocate_mbarriers(STAGES)
+    kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(do_full.index(i), count=1)
+    mbarrier.init(kv_full, count=1)
+    fence_async_shared()
+    partition_barrier()
+    descriptors = Descriptors(
+        q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc
+    )
+    tiles = Tiles(q_tiles, do_tiles, k_tiles, v_tiles, lse_tiles, delta_tiles, ds_tiles, dq_tiles)
+    barriers = Barriers(q_full, do_full, kv_full)
+    problem = Problem(
+        num_queries, num_keys, padded, batches, heads, group, together, num_query_tiles, num_key_tiles
+    )
+    gl.warp_specialize(
+        [
+            (_consumer, (0, descriptors, tiles, barriers, problem, scale_log2, scale, CAUSAL, TAIL)),
+            (_consumer, (1, descriptors, tiles, barriers, problem, scale_log2, scale, CAUSAL, TAIL)),
+            (_producer, (descriptors, tiles, barriers, problem, scale_log2, scale, CAUSAL, TAIL)),
+        ],
+        [4, 1],
+        [REGISTERS, 24],
+    )
