@@ -56,19 +56,23 @@ DETERMINISTIC = ["query_gradient_kernel", "key_value_gradient_kernel"]
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "deterministic", "kernels"),
+    ("head_dim", "deterministic", "kernels", "key_rows"),
     [
-        (64, False, ["prepare_kernel", "narrow_gradient_kernel", "finish_kernel"]),
-        (64, True, DETERMINISTIC),
-        (128, False, FAST),
-        (128, True, DETERMINISTIC),
-        (256, False, ["query_gradient_kernel", "wide_gradient_kernel"]),
-        (256, True, ["query_gradient_kernel", "wide_gradient_kernel"]),
+        (64, False, ["prepare_kernel", "narrow_gradient_kernel", "finish_kernel"], 64),
+        (64, True, DETERMINISTIC, 128),
+        (128, False, FAST, 128),
+        (128, True, DETERMINISTIC, 128),
+        (256, False, ["query_gradient_kernel", "wide_gradient_kernel"], 64),
+        (256, True, ["query_gradient_kernel", "wide_gradient_kernel"], 64),
     ],
 )
-def test_kernels_of_a_backward(backward, stand_in_gpu, head_dim, deterministic, kernels):
-    """What is launched also compiles with the launcher's own boxes and arguments."""
+def test_kernels_of_a_backward(backward, stand_in_gpu, head_dim, deterministic, kernels, key_rows):
+    """And dK and dV's kernel, the second, copies K in boxes of as many rows as it expects (Triton does not look)."""
     q, k, v, out, dout = (torch.zeros(1, 2, 200, head_dim, dtype=torch.bfloat16) for _ in range(5))
     lse = torch.zeros(1, 2, 200)
     backward(dout, q, k, v, out, lse, causal=True, scale=0.125, deterministic=deterministic)
     assert [function[0] for _, _, function, *_ in stand_in_gpu.launches] == kernels
+    key_box = next(
+        x[5] for x in stand_in_gpu.launches[1][-1] if isinstance(x, tuple) and x[1] == k.data_ptr()
+    )
+    assert key_box[:3] == (1, 1, key_rows)  # in columns of as many as the swizzle takes
