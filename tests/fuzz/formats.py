@@ -449,7 +449,7 @@ class Results(Format):
 
 
 class ChromeTrace(Format):
-    """A profile of torch.profiler, as `lmkit profile summarize` reads it."""
+    """A recording of torch.profiler, as `lmkit profile nsys FILE` reads it."""
 
     name = "chrome trace"
     damages = (
@@ -517,7 +517,7 @@ def assert_sound(trace: Trace) -> None:
 
 
 class NsysDatabase(Format):
-    """A profile of Nsight Systems. SQLite keeps any type in any column."""
+    """A recording of Nsight Systems. SQLite keeps any type in any column."""
 
     name = "nsys database"
     damages = (
