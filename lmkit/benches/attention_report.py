@@ -10,6 +10,7 @@ from lmkit.measure.limits import limits_sentence
 from lmkit.measure.plots import grouped_bars, heat_map, line_plot
 from lmkit.measure.results import Rows, picture_lines, row_files
 from lmkit.measure.tables import Column, markdown_table
+from lmkit.measure.whiskers import of_time
 
 STEM = "attention_sweep"
 
@@ -76,12 +77,7 @@ def _bars(rows: Rows, options: dict[str, Any], direction: str) -> bytes:
         places = [by_place[kernel, tier] for tier in tiers]
         reasons[kernel] = [_SHORT_STATUS.get(place["status"], str(place["status"])) for place in places]
         values[kernel] = [place.get("median_ms") for place in places]
-        whiskers[kernel] = [
-            (place["median_ms"] - place["p10_ms"], place["p90_ms"] - place["median_ms"])
-            if place.get("median_ms")
-            else None
-            for place in places
-        ]
+        whiskers[kernel] = [of_time(place) for place in places]
     labels = []
     for tier in tiers:
         length = next(row["num_keys"] for row in chosen if row["tier"] == tier)
@@ -241,4 +237,4 @@ def findings(rows: Rows, options: dict[str, Any]) -> list[str]:
             found.append(f"{kernel} runs out of memory at {min(ended)} tokens{before}.")
     wrong = _names([row for row in rows if row["status"] == "wrong result"], "kernel")
     found += [f"{kernel} gave wrong results (see below) and was not timed there." for kernel in wrong]
-    return found
+    return found or ["No tier was measured."]

@@ -11,6 +11,7 @@ from lmkit.measure.environment import describe_environment
 from lmkit.measure.plots import grouped_bars, line_plot
 from lmkit.measure.results import BenchResult, Rows, picture_lines, row_files
 from lmkit.measure.tables import Column, markdown_table
+from lmkit.measure.whiskers import of_rate, of_samples, of_time
 from lmkit.parallel.process_group import Ranks
 
 DDP_COLUMNS = (
@@ -118,20 +119,17 @@ def ddp_result(rows: Rows, sweep: Rows, ranks: Ranks, overlap: StepTimeline | No
         "ddp_throughput.png": grouped_bars(
             names,
             {"tokens/s": [row["tokens_per_s"] for row in timed]},
-            title=f"Training throughput on {ranks.world_size} ranks",
+            errors={"tokens/s": [of_rate(row, "step_ms") for row in timed]},
+            title=f"Training throughput on {ranks.world_size} ranks (whiskers p10 to p90)",
             x_label="contender",
             y_label="tokens per second",
             spec=",.0f",
         ),
     }
-    exposed = {row["contender"]: row["exposed_ms"] for row in timed if "exposed_ms" in row}
+    exposed = [row for row in timed if "exposed_ms" in row]
     if exposed:  # `none` was among the contenders
-        files["ddp_exposed.png"] = grouped_bars(
-            list(exposed),
-            {"exposed": list(exposed.values())},
-            title="Communication that compute does not hide",
-            x_label="contender",
-            y_label="ms per step",
+        files["ddp_exposed.png"] = _exposed_picture(
+            exposed, next(row for row in timed if row["contender"] == "none")
         )
     swept = [row for row in sweep if str(row["contender"]).startswith("bucketed")]
     if any("step_ms" in row for row in swept):
@@ -178,15 +176,34 @@ def comparisons(rows: Rows) -> Rows:
     ]
 
 
+def _exposed_picture(rows: Rows, bare: dict[str, Any]) -> bytes:
+    """What the rows take longer than `bare`, the same step without communication, round by round (a PNG)."""
+    whiskers = [
+        of_samples([mine - alone for mine, alone in zip(row["samples_ms"], bare["samples_ms"], strict=True)])
+        for row in rows
+    ]
+    return grouped_bars(
+        [row["contender"] for row in rows],
+        {"exposed": [row["exposed_ms"] for row in rows]},
+        errors={"exposed": whiskers},
+        title="Communication that compute does not hide (whiskers p10 to p90)",
+        x_label="contender",
+        y_label="ms per step",
+    )
+
+
 def sweep_picture(rows: Rows) -> bytes:
     """Step time over bucket size of "bucketed N MB" rows (a PNG)."""
-    sized = [row for row in rows if row["contender"].endswith(" MB")]
+    sized = {float(row["contender"].split()[1]): row for row in rows if row["contender"].endswith(" MB")}
+    whiskers = {size: whisker for size, row in sized.items() if (whisker := of_time(row, "step_ms"))}
     return line_plot(
-        {"bucketed": [(float(row["contender"].split()[1]), row["step_ms"]) for row in sized]},
-        title="Step time over bucket size",
+        {"bucketed": [(size, row["step_ms"]) for size, row in sized.items()]},
+        errors={"bucketed": whiskers},
+        title="Step time over bucket size (whiskers p10 to p90)",
         x_label="bucket size (MiB)",
         y_label="ms per step",
         log_x=True,
+        from_zero=True,  # sizes differ by percents, and should look it
     )
 
 

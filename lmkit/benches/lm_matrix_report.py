@@ -10,6 +10,7 @@ from lmkit.measure.plots import grouped_bars, loss_curve, table_picture
 from lmkit.measure.results import Rows, picture_lines, row_files
 from lmkit.measure.statistics import paired_ratio
 from lmkit.measure.tables import Column, markdown_table
+from lmkit.measure.whiskers import of_rate
 
 SAME_CURVE = 0.005
 
@@ -106,19 +107,10 @@ def _matrix_bars(rows: Rows, key: str, title: str, y_label: str, spec: str) -> b
 
 def _kernel_bars(rows: Rows, kernel: str) -> bytes:
     tokens = {row["strategy"]: row.get("tokens_per_s") for row in rows}
-    whiskers: list[tuple[float, float] | None] = []
-    for row in rows:
-        if row.get("tokens_per_s") is None:
-            whiskers.append(None)
-            continue
-        per_ms = row["tokens_per_s"] * row["median_ms"]
-        whiskers.append(
-            (row["tokens_per_s"] - per_ms / row["p90_ms"], per_ms / row["p10_ms"] - row["tokens_per_s"])
-        )
     return grouped_bars(
         list(tokens),
         {kernel: list(tokens.values())},
-        errors={kernel: whiskers},
+        errors={kernel: [of_rate(row) for row in rows]},
         title=f"{kernel}: training throughput ({_ranks(rows)}; whiskers p10 to p90)",
         x_label="gradient strategy",
         y_label="tokens per second, all ranks",
@@ -176,8 +168,12 @@ def findings(rows: Rows) -> list[str]:
     trained = [
         row for row in rows if row["status"] == "ok" and (row["ranks"] == 1 or row["strategy"] != "none")
     ]
-    if not trained:
+    if not any(row["status"] == "ok" for row in rows):
         return ["Nothing ran."]
+    if not trained:
+        return [
+            "Only `none` ran, which on several ranks trains no model: there is nothing to compare it with."
+        ]
     best = max(trained, key=lambda row: row["tokens_per_s"])
     found = [
         f"Fastest: {best['kernel']} with {best['strategy']}, {best['tokens_per_s']:,.0f} tokens/s "

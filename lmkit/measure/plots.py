@@ -35,8 +35,13 @@ def line_plot(
     log_x: bool = False,
     log_y: bool = False,
     from_zero: bool = False,
+    errors: Mapping[str, Mapping[float, tuple[float, float]]] | None = None,
 ) -> bytes:
-    """One line with markers per name, through its (x, y) points; labels carry the units."""
+    """One line with markers per name, through its (x, y) points; labels carry the units.
+
+    Args:
+        errors: name -> x -> (below, above), lengths of the whiskers in the unit of y.
+    """
     figure, axes = new_figure(title, x_label, y_label)
     for index, (name, points) in enumerate(series.items()):
         ordered = sorted(points)
@@ -49,6 +54,10 @@ def line_plot(
             markersize=5,
             linewidth=1.6,
         )
+        whiskers = (errors or {}).get(name, {})
+        for x, y in ordered:
+            if x in whiskers:
+                _draw_whisker(axes, x, y, whiskers[x])
     if log_x:
         label_log2_ticks(axes, sorted({x for points in series.values() for x, _ in points}))
     if log_y:
@@ -189,9 +198,7 @@ def grouped_bars(
             top = value
             text = _bar_text(value, spec)
             if whisker is not None:
-                axes.errorbar(
-                    [x], [value], yerr=[[whisker[0]], [whisker[1]]], color="#303030", linewidth=0.9, capsize=2
-                )
+                _draw_whisker(axes, x, value, whisker)
                 top += whisker[1]
                 highest = max(highest, top)
             _label_bar(axes, x, top, text)
@@ -217,6 +224,11 @@ def _bar_text(value: float, spec: str) -> str:
     if "e+" in text:
         text = format(value, ",.0f")
     return text if text.strip("0.,") else ""
+
+
+def _draw_whisker(axes: Axes, x: float, y: float, whisker: tuple[float, float]) -> None:
+    below, above = whisker
+    axes.errorbar([x], [y], yerr=[[below], [above]], color="#303030", linewidth=0.9, capsize=2)
 
 
 def _label_bar(axes: Axes, x: float, top: float, text: str, color: str = "black") -> None:

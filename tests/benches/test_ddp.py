@@ -17,6 +17,7 @@ from lmkit.benches.ddp_contenders import DdpCase, baseline_of, contender
 from lmkit.benches.ddp_overlap import overlap_picture, read_step
 from lmkit.benches.ddp_report import comparisons, ddp_result, ladder_markdown, optimizer_result
 from lmkit.errors import UsageError
+from lmkit.measure import plots
 from lmkit.measure.comparison import compare_rows
 from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.process_group import Ranks
@@ -226,13 +227,47 @@ def test_without_none_there_is_no_picture_of_what_is_exposed():
         "tokens_per_s": 1.0,
         "samples_ms": [10.0],
     }
-    row = {"case": "small", "contender": "bucketed", "world_size": 2} | timed
+    row, none = (
+        {"case": "small", "contender": name, "world_size": 2} | timed for name in ("bucketed", "none")
+    )
     ranks = Ranks(rank=0, local_rank=0, world_size=2, device=torch.device("cpu"))
-    without, beside_none = (ddp_result([made], [], ranks).files for made in (row, row | {"exposed_ms": 1.0}))
+    without, beside_none = (
+        ddp_result(made, [], ranks).files for made in ([row], [none, row | {"exposed_ms": 1.0}])
+    )
     assert "ddp_exposed.png" not in without
     assert "ddp_exposed.png" not in str(without["ddp_report.md"])
     assert "ddp_exposed.png" in beside_none
     assert "ddp_exposed.png" in str(beside_none["ddp_report.md"])
+
+
+def test_pictures_of_times_have_whiskers_and_the_bucket_sizes_an_axis_from_zero(monkeypatch):
+    figures = []
+    monkeypatch.setattr(plots, "png", lambda figure: figures.append(figure) or b"")
+
+    def row(name: str, times: list[float]) -> dict:
+        low, middle, high = times
+        made = {"case": "small", "contender": name, "world_size": 2, "samples_ms": times, "step_ms": middle}
+        return made | {"p10_ms": low, "p90_ms": high, "tokens_per_s": 1000 / middle}
+
+    rows = [row("none", [7.0, 8.0, 9.0]), row("bucketed", [9.0, 10.0, 20.0]) | {"exposed_ms": 2.0}]
+    sweep = [row("bucketed 1 MB", [9.0, 10.0, 12.0]), row("bucketed 10 MB", [9.9, 10.3, 11.0])]
+    ddp_result(rows, sweep, Ranks(rank=0, local_rank=0, world_size=2, device=torch.device("cpu")))
+    assert len(figures) == 3
+    throughput, exposed, swept = (
+        [
+            [tuple(end[1] for end in segment) for segment in drawn.get_segments()]
+            for drawn in figure.axes[0].collections
+        ]
+        for figure in figures
+    )
+    # From 1000 / p90 to 1000 / p10; then of 2, 2 and 11 ms from round to round; then the sizes' own.
+    assert [whisker for (whisker,) in throughput] == [
+        pytest.approx((1000 / 9, 1000 / 7)),
+        pytest.approx((1000 / 20, 1000 / 9)),
+    ]
+    assert [whisker for (whisker,) in exposed] == [pytest.approx((2.0, 9.2))]
+    assert [whisker for (whisker,) in swept] == [pytest.approx((9.0, 12.0)), pytest.approx((9.9, 11.0))]
+    assert figures[2].axes[0].get_ylim()[0] == 0
 
 
 def test_two_runs_of_the_ladder_can_be_compared():

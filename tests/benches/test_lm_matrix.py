@@ -202,6 +202,13 @@ def test_findings_on_several_ranks_call_nothing_fastest_that_does_not_synchronis
     assert "2 trainings differ by at most 0 of the loss" in " ".join(found)
 
 
+def test_findings_tell_what_trained_without_synchronising_from_what_did_not_run():
+    assert "Only `none` ran" in " ".join(findings([cell("none", 8.0)]))
+    assert findings([{"kernel": "sdpa", "strategy": "none", "ranks": 2, "status": "unsupported"}]) == [
+        "Nothing ran."
+    ]
+
+
 def test_findings_on_one_rank_do_not_compare_strategies_that_do_nothing():
     rows = [
         cell("none", 10.0, ranks=1),

@@ -13,6 +13,7 @@ LABELS = {"title": "t", "x_label": "sequence length (tokens)", "y_label": "time 
 
 PLOTS = {
     "lines": lambda: plots.line_plot(POINTS, log_x=True, log_y=True, **LABELS),
+    "lines with whiskers": lambda: plots.line_plot(POINTS, errors={"ours": {128.0: (0.02, 0.04)}}, **LABELS),
     "lines from zero": lambda: plots.line_plot(POINTS, from_zero=True, **LABELS),
     "panels": lambda: plots.line_panels(
         {
