@@ -60,7 +60,8 @@ def run_bench(
         journal: where the rows of finished kernels go as they come.
 
     Raises:
-        UsageError: an unknown kernel or strategy, a batch that the ranks do not divide, a vocabulary too small.
+        UsageError: an unknown kernel or strategy, a batch that the ranks do not divide, a context longer than the
+            text, a vocabulary too small.
         CellOutOfMemory: under torchrun, which starts no ranks again: leave that cell out, or use `nproc`.
         LmkitError: a training failed on several ranks in another way.
     """
@@ -104,6 +105,21 @@ def _check(options: LmMatrixOptions) -> None:
         )
 
 
+def _check_batches(options: LmMatrixOptions, tokens: np.ndarray, ranks: Ranks) -> None:
+    if options.batch_size % ranks.world_size:
+        raise UsageError(
+            f"bench.lm_matrix.batch_size: {options.batch_size} sequences are not divisible by "
+            f"{ranks.world_size} ranks",
+            hint=f"give a multiple of {ranks.world_size}",
+        )
+    if len(tokens) <= options.context_length:
+        raise UsageError(
+            f"bench.lm_matrix.context_length: {options.context_length} + 1 tokens are more than the text has, "
+            f"{len(tokens)}",
+            hint="give a shorter context" + ("" if options.tokens is None else ", or a longer token file"),
+        )
+
+
 def _run_own_ranks(options: LmMatrixOptions, progress: Progress | None, journal: Journal) -> Outcome:
     """Start ranks until no further cell runs out of memory: at most once per cell."""
     while True:
@@ -119,8 +135,10 @@ def _run_own_ranks(options: LmMatrixOptions, progress: Progress | None, journal:
 def _run_rank(options: LmMatrixOptions, progress: Progress | None, journal: Journal | None) -> Outcome | None:
     """(rows, limits) on rank 0, None elsewhere. What the journal holds already is not trained again."""
     run = RunConfig(seed=options.seed, threads=options.threads, deterministic=options.deterministic)
-    with process_group(options.device) as ranks, numerics(run, ranks):
+    group = process_group(options.device, backend=options.backend, timeout_s=options.timeout_s)
+    with group as ranks, numerics(run, ranks):
         tokens = _load_tokens(options)
+        _check_batches(options, tokens, ranks)
         # Rank 0 measures while the others wait for it at the first collective.
         limits = measure_limits(ranks.device, [options.precision]) if ranks.is_first else None
         known = {(row["kernel"], row["strategy"]): row for row in (journal.rows() if journal else ())}

@@ -30,6 +30,7 @@ class LmMatrixOptions:
     """What `lmkit bench lm-matrix` trains.
 
     Attributes:
+        backend, timeout_s: of `process_group`.
         kernels: names of the attention registry.
         strategies: names of `STRATEGIES`; with one rank they communicate nothing, so "none" is the one that counts.
         nproc: ranks; under torchrun its world size counts instead.
@@ -42,6 +43,8 @@ class LmMatrixOptions:
     """
 
     device: str = "cpu"
+    backend: str | None = None
+    timeout_s: float = 600.0
     kernels: tuple[str, ...] = ("vectorized", "flash_torch", "sdpa")
     strategies: tuple[str, ...] = ("none",)
     nproc: int = 1

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from lmkit.benches.journal import Journal
 from lmkit.commands.outputs import wrote
-from lmkit.commands.ranks import ranks_of
+from lmkit.commands.ranks import backend_of, ranks_of
 from lmkit.errors import UsageError
 from lmkit.measure.progress import Progress
 from lmkit.measure.results import BenchResult
@@ -79,6 +79,8 @@ def lm_matrix(recipe: Recipe, output: Path | None, nproc: int, progress: Progres
     run = recipe.run
     options = LmMatrixOptions(
         device=run.device,
+        backend=backend_of(recipe),
+        timeout_s=recipe.parallel.timeout_s,
         nproc=nproc,
         seed=run.seed,
         threads=run.threads,

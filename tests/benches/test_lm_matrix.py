@@ -229,8 +229,34 @@ def test_curves_that_coincide_are_one():
     ]
 
 
-@pytest.mark.parametrize("change", [{"kernels": ("fast",)}, {"strategies": ("ddp2",)}, {"vocab_size": 100}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"kernels": ("fast",)},
+        {"strategies": ("ddp2",)},
+        {"vocab_size": 100},
+        {"context_length": 1_000_000},
+    ],
+)
 def test_bad_options(change):
     (key,) = change
     with pytest.raises(UsageError, match=rf"^bench\.lm_matrix\.{key}: "):
         run_bench(LmMatrixOptions(**{**SMALL, **change}))
+
+
+def test_a_batch_that_the_ranks_do_not_divide_is_refused():
+    with pytest.raises(UsageError, match=r"bench\.lm_matrix\.batch_size: 3 .* 2 ranks"):
+        run_bench(LmMatrixOptions(nproc=2, **{**SMALL, "batch_size": 3}))
+
+
+def test_the_ranks_meet_as_the_options_say(monkeypatch):
+    seen = []
+
+    def group(device, **settings):
+        seen.append((device, settings))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "process_group", group)
+    with pytest.raises(KeyboardInterrupt):
+        run_bench(LmMatrixOptions(backend="gloo", timeout_s=9, **SMALL))
+    assert seen == [("cpu", {"backend": "gloo", "timeout_s": 9})]

@@ -32,9 +32,11 @@ def test_the_lm_matrix_is_told_what_the_run_says(monkeypatch, tmp_path):
 
     monkeypatch.setattr(lm_matrix, "run_bench", lambda options, **_: SimpleNamespace(options=options))
     monkeypatch.setattr(bench, "_store", lambda result, recipe, output: result.options)
-    recipe = load_recipe("lm_matrix_cpu", ["run.threads=3", "run.deterministic=true", "run.seed=7"])
+    said = ["run.threads=3", "run.deterministic=true", "run.seed=7"]
+    recipe = load_recipe("lm_matrix_cpu", [*said, "parallel.backend=gloo", "parallel.timeout_s=9"])
     options = bench.lm_matrix(recipe, tmp_path, 2, lambda *_: None)
     assert (options.threads, options.deterministic, options.seed, options.nproc) == (3, True, 7, 2)
+    assert (options.backend, options.timeout_s) == ("gloo", 9)
 
 
 @pytest.mark.parametrize("name", ["ddp", "all_reduce", "optimizer"])
@@ -69,10 +71,11 @@ def test_the_backend_of_the_recipe_is_measured(monkeypatch, tmp_path, asked, giv
     assert seen == [("cpu", given)]
 
 
-def test_nccl_between_cpus_is_refused(tmp_path):
-    recipe = load_recipe("bench_ddp_cpu", ["parallel.backend=nccl"])
+@pytest.mark.parametrize(("name", "of"), [("all_reduce", "bench_ddp_cpu"), ("lm_matrix", "lm_matrix_cpu")])
+def test_nccl_between_cpus_is_refused(tmp_path, name, of):
+    recipe = load_recipe(of, ["parallel.backend=nccl"])
     with pytest.raises(UsageError, match=r"parallel\.backend: .nccl. works between GPUs"):
-        bench.all_reduce(recipe, tmp_path, 1, lambda *_: None)
+        getattr(bench, name)(recipe, tmp_path, 1, lambda *_: None)
 
 
 def test_what_the_first_rank_reports_is_shown_by_the_process_that_started_it(tmp_path):
