@@ -22,7 +22,8 @@ from lmkit.cli.progress import progress_on_stderr
 from lmkit.cli.render import show
 
 app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Find out how fast each part is.",
+    no_args_is_help=True, rich_markup_mode=None,
+    help="Find out how fast each part is. Exit code 1 if nothing could be measured.",
     epilog="Example: lmkit bench attention bench_attention_cpu",
 )  # fmt: skip
 
@@ -271,3 +272,5 @@ def _bench(
         result = command(loaded, output, progress=progress, **options)
     if result is not None:  # ranks other than 0 say nothing
         show(result, as_json=as_json)
+        if not result.measured:
+            raise typer.Exit(1)

@@ -35,16 +35,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class BenchStored:
-    """A benchmark's rows and the files that hold them."""
+    """A benchmark's rows and the files that hold them; `measured`: whether the table shows any measurement."""
 
     bench: str
     folder: str
     files: tuple[str, ...]
     rows: list[dict[str, Any]]
     table: str
+    measured: bool
 
     def __str__(self) -> str:
-        return f"{self.table}\n{wrote(self.folder, self.files)}"
+        nothing = "" if self.measured else "nothing in this table could be measured\n"
+        return f"{self.table}{nothing}\n{wrote(self.folder, self.files)}"
 
 
 def attention(recipe: Recipe, output: Path | None, progress: Progress) -> BenchStored:
@@ -289,4 +291,4 @@ def _store(result: BenchResult, recipe: Recipe, output: Path | None) -> BenchSto
     for name, content in files.items():
         write_atomic(folder / name, content)
     (folder / JOURNAL).unlink(missing_ok=True)
-    return BenchStored(result.name, str(folder), tuple(files), result.rows, result.table())
+    return BenchStored(result.name, str(folder), tuple(files), result.rows, result.table(), result.measured)

@@ -12,6 +12,11 @@ from lmkit.measure.tables import TERMINAL_WIDTH, Column, csv_text, json_lines, t
 Rows = list[dict[str, Any]]
 """One dict per measurement, JSON types only."""
 
+NOT_MEASURED = ("unsupported", "out of memory", "skipped", "failed", "wrong result")
+"""The `status` of a row without a measurement; its `detail` says why there is none."""
+
+REASONS_SHOWN = 3
+
 
 @dataclass(frozen=True)
 class BenchResult:
@@ -35,12 +40,35 @@ class BenchResult:
     notes: tuple[str, ...] = ()
     shown: Sequence[dict[str, Any]] | None = None
 
+    @property
+    def measured(self) -> bool:
+        """Whether any row of the table has a measurement; also true of a table without rows."""
+        rows = self._table_rows()
+        return not rows or any(row.get("status") not in NOT_MEASURED for row in rows)
+
     def table(self) -> str:
-        """The rows as text of at most 100 columns, notes below."""
-        notes = (textwrap.fill(note, TERMINAL_WIDTH) for note in self.notes)
-        return terminal_table(self.rows if self.shown is None else self.shown, self.columns) + "".join(
-            f"{note}\n" for note in notes
+        """The rows as text of at most 100 columns; below them why some have no measurement, and the notes."""
+        rows = self._table_rows()
+        below = [*_reasons(rows), *self.notes]
+        return terminal_table(rows, self.columns) + "".join(
+            f"{textwrap.fill(line, TERMINAL_WIDTH)}\n" for line in below
         )
+
+    def _table_rows(self) -> Sequence[dict[str, Any]]:
+        return self.rows if self.shown is None else self.shown
+
+
+def _reasons(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Why rows have no measurement, the first few in full; a report has them all."""
+    reasons = list(
+        dict.fromkeys(
+            f"{row['status']}: {row['detail']}"
+            for row in rows
+            if row.get("status") in NOT_MEASURED and row.get("detail")
+        )
+    )
+    more = len(reasons) - REASONS_SHOWN
+    return reasons[:REASONS_SHOWN] + ([f"and {more} more of these: see the report"] if more > 0 else [])
 
 
 def picture_lines(files: Iterable[str]) -> list[str]:

@@ -3,6 +3,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lmkit.cli.app import run_command_line
 from lmkit.commands import bench
 from lmkit.errors import UsageError
 from lmkit.recipe.load import load_recipe
@@ -84,3 +85,25 @@ def test_what_the_first_rank_reports_is_shown_by_the_process_that_started_it(tmp
     recipe = load_recipe("bench_ddp_cpu", [*sizes, "bench.all_reduce.repeats=1"])
     bench.all_reduce(recipe, tmp_path, 2, lambda *report: reports.append(report))
     assert reports == [("all-reduce", 0, 2), ("all-reduce", 1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("kernels", "code"), [(["--kernels", "flash_triton:hopper"], 1), (["--kernels", "sdpa"], 0)]
+)
+def test_a_bench_that_could_measure_nothing_fails_and_says_why(tmp_path, capsys, kernels, code):
+    tiny = ["--tiers", "16", "--iters", "1", "--no-backward", "--set", "bench.attention.grid_lengths=[]"]
+    arguments = [
+        "bench",
+        "attention",
+        "bench_attention_cpu",
+        *tiny,
+        *kernels,
+        "--output",
+        str(tmp_path / "out"),
+    ]
+    assert run_command_line(arguments) == code
+    printed = capsys.readouterr().out
+    assert ("nothing in this table could be measured" in printed) == (code == 1)
+    assert ("unsupported: flash_triton" in printed) == (code == 1)
+    assert (tmp_path / "out" / "attention_sweep_report.md").exists()
+    assert "What was found\n\n- " in (tmp_path / "out" / "attention_sweep_report.md").read_text()

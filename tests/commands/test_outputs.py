@@ -20,7 +20,11 @@ RUN = "artifacts/runs/quickstart"
 
 
 @pytest.mark.parametrize(
-    "result", [BenchStored("attention", FOLDER, FILES, [], "table"), Profiled(FOLDER, FILES, {}, "table")]
+    "result",
+    [
+        BenchStored("attention", FOLDER, FILES, [], "table", measured=True),
+        Profiled(FOLDER, FILES, {}, "table"),
+    ],
 )
 def test_a_long_list_of_files_is_wrapped_between_names(result: object) -> None:
     lines = str(result).splitlines()

@@ -95,3 +95,18 @@ def test_result_shows_table_and_notes_and_names_its_files():
     )
     assert result.table().endswith("share of 700 TFLOP/s\n")
     assert set(result.files) == {"x_results.csv", "x_results.jsonl"}
+
+
+def test_the_terminal_says_why_rows_have_no_measurement():
+    why = [
+        {"kernel": f"k{n}", "ms": None, "status": "unsupported", "detail": f"k{n}: not here"}
+        for n in range(5)
+    ]
+    result = BenchResult("x", [*ROWS, *why, *why], COLUMNS, {}, {}, notes=("a note",))
+    assert result.table().endswith(
+        "unsupported: k0: not here\nunsupported: k1: not here\nunsupported: k2: not here\n"
+        "and 2 more of these: see the report\na note\n"
+    )
+    assert result.measured
+    assert BenchResult("x", ROWS, COLUMNS, {}, {}, shown=[]).measured
+    assert not BenchResult("x", ROWS, COLUMNS, {}, {}, shown=why).measured
