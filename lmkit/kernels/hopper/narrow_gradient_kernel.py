@@ -93,9 +93,7 @@ HEAD_START_NS = gl.constexpr(800)
 
 
 @gluon.jit
-def _producer(
-    descriptors, tiles, barriers, problem, scale_log2, scale, CAUSAL: gl.constexpr, TAIL: gl.constexpr
-):
+def _producer(descriptors, tiles, barriers, problem, CAUSAL: gl.constexpr):
     """The copying warp: K and V once, a box for each consumer, then Q and dO tile after tile."""
     work = locate_work(problem, QUERIES, CAUSAL)
     mbarrier.expect(barriers.kv_full, 4 * descriptors.k.block_type.nbytes)
@@ -161,9 +159,7 @@ def _consumer(index: gl.constexpr, descriptors, tiles, barriers, problem, scale_
         mbarrier.wait(barriers.do_full.index(slot), phase)
         dq, dk, packed, kept = warpgroup_mma_wait(0, deps=[dq_job, dk_job, packed, kept])
         named_barrier_arrive(Q_FREE + (step + STAGES - 1) % STAGES, SLOT_THREADS)
-        tma.store_wait(0)
-        partition_barrier()
-        tiles.dq.index(index).store(in_thread_order(dq))
+        _stage_dq(index, tiles, dq)
         fence_async_shared()
         partition_barrier()
         if step > 0:
@@ -184,9 +180,7 @@ def _consumer(index: gl.constexpr, descriptors, tiles, barriers, problem, scale_
     last_q = tiles.q.index((steps + 1) % STAGES).reshape([QUERIES, D])
     dk_job = warpgroup_mma(unpack_pairs(ds_pairs, DTYPE, OPERAND), last_q, dk, is_async=True)
     dq, dk = warpgroup_mma_wait(0, deps=[dq_job, dk_job])
-    tma.store_wait(0)
-    partition_barrier()
-    tiles.dq.index(index).store(in_thread_order(dq))
+    _stage_dq(index, tiles, dq)
     # K and V have served: their tiles stage dK and dV on the way out
     v.store(dv.to(DTYPE))
     named_barrier_wait(LAST, BOTH_CONSUMERS)  # K by the other's dQ, too
@@ -261,6 +255,14 @@ def _issue_dq(index: gl.constexpr, tiles, step):
 
 
 @gluon.jit
+def _stage_dq(index: gl.constexpr, tiles, dq):
+    """Stores this consumer's dQ into its tile, once the copy engine has read the previous one out of it."""
+    tma.store_wait(0)
+    partition_barrier()
+    tiles.dq.index(index).store(in_thread_order(dq))
+
+
+@gluon.jit
 def _add_dq(index: gl.constexpr, descriptors, tiles, row):
     """Has the copy engine add this consumer's tile of dQ to the sum at `row`."""
     tma_add_to_global(descriptors.dq, [row * (D // 32), 0], tiles.dq.index(index))
@@ -311,7 +313,7 @@ def narrow_gradient_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc
         [
             (_consumer, (0, descriptors, tiles, barriers, problem, scale_log2, scale, CAUSAL, TAIL)),
             (_consumer, (1, descriptors, tiles, barriers, problem, scale_log2, scale, CAUSAL, TAIL)),
-            (_producer, (descriptors, tiles, barriers, problem, scale_log2, scale, CAUSAL, TAIL)),
+            (_producer, (descriptors, tiles, barriers, problem, CAUSAL)),
         ],
         [4, 1],
         [REGISTERS, 24],
