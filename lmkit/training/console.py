@@ -90,17 +90,18 @@ def describe(record: Record, total_steps: int) -> str:
 
 
 def _train(record: Record, total_steps: int) -> str:
+    """At most 100 columns: 7-digit steps, millions of tokens/s and MFU included."""
     parts = [
         f"step {record['step']}/{total_steps}",
-        f"loss {record['loss']:.4f}",
-        f"lr {record['lr']:.2e}",
-        f"grad norm {record['grad_norm']:.2f}",
-        f"{record['tokens_per_second']:,.0f} tokens/s",
+        f"loss {_digits(record['loss'], 5)}",
+        f"lr {record['lr']:.1e}".replace("e-0", "e-"),
+        f"norm {_digits(record['grad_norm'], 3)}",
+        f"{_rate(record['tokens_per_second'])} tok/s",
     ]
     if record["mfu"] is not None:
         parts.append(f"MFU {100 * record['mfu']:.1f}%")
-    parts.append(f"{record['memory_bytes'] / 1e9:.2f} GB")
-    parts.append(f"{duration(record['eta_seconds'])} left")
+    parts.append(f"{_digits(record['memory_bytes'] / 1e9, 3)} GB")
+    parts.append(f"{_remaining(record['eta_seconds'])} left")
     return "  ".join(parts)
 
 
@@ -123,6 +124,28 @@ _FORMATTERS: dict[str, Callable[[dict[str, Any], int], str]] = {
     "final": _valid,
     "skip": _skip,
 }
+
+
+def _digits(value: float, digits: int) -> str:
+    """That many digits, for values from 1: with 3, `1.50`, `12.3`, `123`. NaN stays `nan`."""
+    whole = 1 + sum(abs(value) >= 10**power for power in range(1, digits))
+    return f"{value:.{digits - whole}f}"
+
+
+def _rate(value: float) -> str:
+    """`1,234`, `12.3k`, `8.77M`."""
+    if value < 1e4:
+        return f"{value:,.0f}"
+    return f"{_digits(value / 1e3, 3)}k" if value < 1e6 else f"{_digits(value / 1e6, 3)}M"
+
+
+def _remaining(seconds: float) -> str:
+    """`1:15`, `1h05m`, `124h`: an estimate needs no seconds beside hours."""
+    if seconds < 3600:
+        return duration(seconds)
+    if seconds < 36000:
+        return "{}h{:02d}m".format(*divmod(round(seconds / 60), 60))
+    return f"{seconds / 3600:.0f}h"
 
 
 def duration(seconds: float) -> str:

@@ -92,19 +92,41 @@ def test_a_full_disk_is_an_error_with_the_file_in_it() -> None:
 
 
 def test_the_progress_line_says_what_matters() -> None:
-    text = describe(train_record(10, mfu=0.412), 100)
-    for part in (
-        "step 10/100",
-        "loss 4.0000",
-        "lr 1.00e-03",
-        "grad norm 1.50",
-        "1,234 tokens/s",
-        "MFU 41.2%",
-    ):
-        assert part in text
-    assert "2.50 GB" in text
-    assert "1:15 left" in text
+    assert describe(train_record(10, mfu=0.412), 100) == (
+        "step 10/100  loss 4.0000  lr 1.0e-3  norm 1.50  1,234 tok/s  MFU 41.2%  2.50 GB  1:15 left"
+    )
     assert "MFU" not in describe(train_record(10), 100)
+    assert "lr 1.2e-12" in describe(train_record(10, lr=1.2e-12), 100)
+    assert "loss nan" in describe(train_record(10, loss=float("nan")), 100)
+
+
+LARGE = {"loss": 10.8249, "grad_norm": 98.76, "mfu": 0.5123, "memory_bytes": 140_200_000_000}
+
+
+@pytest.mark.parametrize(
+    ("tokens_per_second", "eta_seconds", "parts"),
+    [
+        (8_765_432.1, 9 * 3600 + 59 * 60 + 29, ("8.77M tok/s", "9h59m left")),
+        (876_543.2, 123 * 3600 + 45 * 60, ("877k tok/s", "124h left")),
+        (98_765.4, 3599.0, ("98.8k tok/s", "59:59 left")),
+        (9_876.4, 10 * 3600, ("9,876 tok/s", "10h left")),
+    ],
+)
+def test_a_line_fits_100_columns(
+    tokens_per_second: float, eta_seconds: float, parts: tuple[str, ...]
+) -> None:
+    large = {**LARGE, "tokens_per_second": tokens_per_second, "eta_seconds": eta_seconds}
+    text = describe(train_record(1_234_567, **large), 9_999_999)
+    assert len(text) <= 100, text
+    for part in ("step 1234567/9999999", "loss 10.825", "norm 98.8", "MFU 51.2%", "140 GB", *parts):
+        assert part in text.split("  ")
+    evaluated = {"perplexity": 50257.12, "bits_per_byte": 3.1234}
+    for kind in ("valid", "final", "skip"):
+        assert len(describe(train_record(1_234_567, **large, **evaluated, kind=kind), 9_999_999)) <= 100
+
+
+def test_durations_are_clock_times() -> None:
+    assert duration(75) == "1:15"
     assert duration(3675) == "1:01:15"
 
 
