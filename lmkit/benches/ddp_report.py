@@ -8,8 +8,10 @@ from typing import Any
 from lmkit.benches.ddp import compare
 from lmkit.benches.ddp_overlap import StepTimeline, overlap_picture
 from lmkit.measure.environment import describe_environment
+from lmkit.measure.limits import Limits, limits_sentence, model_flops_utilization
 from lmkit.measure.plots import grouped_bars, line_plot
 from lmkit.measure.results import BenchResult, Rows, picture_lines, row_files
+from lmkit.measure.statistics import spread
 from lmkit.measure.tables import Column, markdown_table
 from lmkit.measure.whiskers import of_rate, of_samples, of_time
 from lmkit.parallel.process_group import Ranks
@@ -78,7 +80,9 @@ ALL_REDUCE_NOTES = (
 OPTIMIZER_COLUMNS = (
     Column("contender", "contender"),
     Column("step_ms", "ms/step", ".2f"),
+    Column("spread", "spread", ".1%"),
     Column("tokens_per_s", "tokens/s", ",.0f"),
+    Column("mfu", "MFU", ".1%"),
     Column("state_mb", "state MB", ",.1f"),
     Column("state_share", "of plain", ".1%"),
     Column("init_mb", "init MB", ",.0f"),
@@ -88,13 +92,16 @@ OPTIMIZER_COLUMNS = (
 OPTIMIZER_NOTES = (
     "state: what the optimizer holds on this rank, MB (10^6 bytes); init, before, after: what the CUDA allocator "
     "holds when all is built, before an optimizer step and after it",
+    "spread: (p90 - p10) / median",
 )
 
 
 UPDATE_COLUMNS = (
     Column("way", "AdamW"),
     Column("update_ms", "update ms", ".3f"),
+    Column("spread", "spread", ".1%"),
     Column("gb_per_s", "GB/s", ",.1f"),
+    Column("share_of_copy", "of copy", ".0%"),
     Column("host_ms", "host ms", ".3f"),
     Column("times_as_fast", "times torch fused", ".3f"),
     Column("low", "95% from", ".3f"),
@@ -102,7 +109,8 @@ UPDATE_COLUMNS = (
 )
 UPDATE_NOTES = (
     "update: of all the model's fp32 parameters, alone; GB/s (10^9 bytes): the 28 bytes a parameter that an update "
-    "must move, over its time; host: how long the CPU is busy with it",
+    "must move, over its time; of copy: the share of a large copy's GB/s in this run (a small model fits the caches, "
+    "and an update reads more than it writes); host: how long the CPU is busy with it",
 )
 
 
@@ -256,9 +264,14 @@ def all_reduce_result(rows: Rows, ranks: Ranks) -> BenchResult:
     return BenchResult("all_reduce", rows, ALL_REDUCE_COLUMNS, files, environment, ALL_REDUCE_NOTES)
 
 
-def optimizer_result(rows: Rows, updates: Rows, ranks: Ranks) -> BenchResult:
+def optimizer_result(rows: Rows, updates: Rows, ranks: Ranks, limits: Limits) -> BenchResult:
     """Memory and speed of sharded optimizer state, and of the update alone (`adamw_update.update_rows`)."""
+    bases: set[str] = set()
     for row in rows:
+        rate = row["tokens_per_s"] / row["world_size"] * row["flops_per_token"]
+        mfu = model_flops_utilization(rate, ranks.device, row["precision"], limits)
+        row["mfu"] = mfu.share
+        bases.add(mfu.basis)
         row["state_mb"] = row["state_bytes"] / 1e6
         for key, source in (
             ("init_mb", "init_bytes"),
@@ -266,6 +279,12 @@ def optimizer_result(rows: Rows, updates: Rows, ranks: Ranks) -> BenchResult:
             ("after_mb", "after_step_bytes"),
         ):
             row[key] = None if row.get(source) is None else row[source] / 1e6
+    for row in updates:
+        row["spread"] = spread(row["samples_ms"]).relative
+        row["share_of_copy"] = row["gb_per_s"] * 1e9 / limits.copy_bytes_per_s
+    environment = describe_environment() | {"world_size": ranks.world_size, "limits": limits.as_dict()}
+    of_state = (*OPTIMIZER_NOTES, *(f"MFU: share of the {basis}" for basis in bases))
+    shown = [with_units(row) for row in rows]
     files: dict[str, bytes | str] = {
         **row_files("optimizer_results", rows),
         "optimizer_state.png": grouped_bars(
@@ -279,17 +298,23 @@ def optimizer_result(rows: Rows, updates: Rows, ranks: Ranks) -> BenchResult:
     }
     files |= row_files("adamw_update_results", updates)
     files["optimizer_report.md"] = (
-        _report("Optimizer state sharding", rows, OPTIMIZER_COLUMNS, OPTIMIZER_NOTES, files)
+        _report(
+            "Optimizer state sharding",
+            shown,
+            OPTIMIZER_COLUMNS,
+            (f"{limits_sentence(environment['limits'])}.", *of_state),
+            files,
+        )
         + "\n"
         + _report("AdamW's update alone", updates, UPDATE_COLUMNS, UPDATE_NOTES, {})
     )
-    environment = describe_environment() | {"world_size": ranks.world_size}
-    notes = (*OPTIMIZER_NOTES, "AdamW's update alone: " + "; ".join(map(_in_words, updates)))
-    return BenchResult("optimizer", rows, OPTIMIZER_COLUMNS, files, environment, notes)
+    notes = (*of_state, "AdamW's update alone: " + "; ".join(map(_in_words, updates)))
+    return BenchResult("optimizer", rows, OPTIMIZER_COLUMNS, files, environment, notes, shown)
 
 
 def _in_words(update: dict[str, Any]) -> str:
-    return f"{update['way']} {update['update_ms']:.3f} ms ({update['gb_per_s']:,.1f} GB/s)"
+    rate = f"{update['gb_per_s']:,.1f} GB/s, {update['share_of_copy']:.0%} of a copy's"
+    return f"{update['way']} {update['update_ms']:.3f} ms ({rate})"
 
 
 def _report(

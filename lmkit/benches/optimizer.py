@@ -14,6 +14,7 @@ from lmkit.measure.memory import release_memory
 from lmkit.measure.progress import Progress
 from lmkit.measure.statistics import spread
 from lmkit.measure.timing import time_variants
+from lmkit.model.accounting import flops_per_token
 from lmkit.parallel.agreement import agree
 from lmkit.parallel.process_group import Ranks
 from lmkit.parallel.sharded_optimizer import ShardedOptimizer
@@ -50,6 +51,8 @@ def optimizer_rows(
         rows.append(
             row
             | {
+                "precision": case.precision,
+                "flops_per_token": flops_per_token(case.model, case.model.context_length),
                 "step_ms": summary.median,
                 "p10_ms": summary.p10,
                 "p90_ms": summary.p90,

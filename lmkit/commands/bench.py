@@ -243,11 +243,14 @@ def _optimizer_rank(recipe: Recipe, progress: Progress) -> BenchResult | None:
     from lmkit.benches.ddp_contenders import DdpCase
     from lmkit.benches.ddp_report import optimizer_result
     from lmkit.benches.optimizer import CONTENDERS, optimizer_rows
+    from lmkit.measure.limits import measure_limits
 
     table = _table(recipe.bench.optimizer, "optimizer")
     config = _model_with_vocabulary(recipe, "bench optimizer")
     with _ranks(recipe) as ranks:
         _need_ranks(ranks, "bench optimizer")
+        # Rank 0 measures while the others wait for it at the first collective.
+        limits = measure_limits(ranks.device, [table.precision]) if ranks.is_first else None
         rows = optimizer_rows(
             DdpCase(recipe.run.name, config, table.rows, table.precision),
             ranks,
@@ -257,7 +260,7 @@ def _optimizer_rank(recipe: Recipe, progress: Progress) -> BenchResult | None:
             progress=progress,
         )
         updates = update_rows(config, ranks, rounds=table.rounds, progress=progress)
-        return optimizer_result(rows, updates, ranks) if ranks.is_first else None
+        return None if limits is None else optimizer_result(rows, updates, ranks, limits)
 
 
 def _need_ranks(ranks: Ranks, command: str) -> None:

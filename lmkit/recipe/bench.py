@@ -93,7 +93,8 @@ class BenchRanksConfig(Table):
 
     rows: PositiveInt = 4
     """Sequences per rank and step."""
-    precision: Precision = "fp32"
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Of the matrix products."""
     contenders: tuple[str, ...] = ()
     """Strategies and rivals; empty: the whole ladder."""
     rounds: PositiveInt = 10

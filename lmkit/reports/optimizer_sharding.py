@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lmkit.benches.ddp_report import DDP_COLUMNS, OPTIMIZER_COLUMNS, OPTIMIZER_NOTES
+from lmkit.benches.ddp_report import DDP_COLUMNS, OPTIMIZER_COLUMNS, OPTIMIZER_NOTES, with_units
 from lmkit.measure.results import Rows
 from lmkit.measure.tables import Column, markdown_table
 from lmkit.reports.readings import by_folder, comparison, heading, ladders
@@ -54,7 +54,11 @@ def _memory(results: Results, place: Place) -> list[str]:
     for case, rows in grouped(results.rows, lambda row: str(row["case"])).items():
         parts.append(f"### {case}")
         parts += bullets(memory_findings(rows))
-        parts.append(markdown_table(rows, OPTIMIZER_COLUMNS))
+        shown = [with_units(row) for row in rows]
+        known = [
+            column for column in OPTIMIZER_COLUMNS if any(row.get(column.key) is not None for row in shown)
+        ]
+        parts.append(markdown_table(shown, known))
     return [*parts, *OPTIMIZER_NOTES, *pictures(results, place, "optimizer_state")]
 
 

@@ -19,6 +19,8 @@ from lmkit.benches.ddp_report import comparisons, ddp_result, ladder_markdown, o
 from lmkit.errors import UsageError
 from lmkit.measure import plots
 from lmkit.measure.comparison import compare_rows
+from lmkit.measure.limits import Limits
+from lmkit.measure.statistics import spread
 from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.process_group import Ranks
 
@@ -114,10 +116,22 @@ def test_the_update_alone_is_measured_and_reported(measured):
         assert row["gb_per_s"] == pytest.approx(28 * row["parameters"] / row["update_ms"] / 1e6)
         assert row["low"] <= row["times_as_fast"] <= row["high"]
     assert rows["torch fused"]["times_as_fast"] == 1.0
-    result = optimizer_result(measured["optimizer"], measured["update"], Ranks(world_size=2))
+    limits = Limits("a test", {"bf16": 1e12}, 1e10)
+    result = optimizer_result(measured["optimizer"], measured["update"], Ranks(world_size=2), limits)
     assert "| torch foreach |" in result.files["optimizer_report.md"]
     assert result.files["adamw_update_results.jsonl"].count("\n") == 3
     assert "AdamW's update alone: operations" in " ".join(result.table().split())
+    assert max(map(len, result.table().splitlines())) <= 100
+    for row in result.rows:
+        per_rank = row["tokens_per_s"] / 2 * row["flops_per_token"]
+        assert row["mfu"] == pytest.approx(per_rank / 1e12)
+    for row in rows.values():
+        assert row["share_of_copy"] == pytest.approx(row["gb_per_s"] / 10)
+        assert row["spread"] == spread(row["samples_ms"]).relative
+    head, first = (result.table().splitlines()[line].split() for line in (0, 2))
+    plain = result.rows[0]
+    assert first[head.index("spread")] == f"{(plain['p90_ms'] - plain['p10_ms']) / plain['step_ms']:.1%}"
+    assert "copy 10.0 GB/s" in result.files["optimizer_report.md"]
 
 
 def test_progress_counts_contenders_samples_and_rounds(measured, ladder):

@@ -107,3 +107,9 @@ def test_a_bench_that_could_measure_nothing_fails_and_says_why(tmp_path, capsys,
     assert ("unsupported: flash_triton" in printed) == (code == 1)
     assert (tmp_path / "out" / "attention_sweep_report.md").exists()
     assert "What was found\n\n- " in (tmp_path / "out" / "attention_sweep_report.md").read_text()
+
+
+@pytest.mark.parametrize("table", ["ddp", "optimizer"])
+def test_a_precision_that_the_contenders_do_not_have_is_refused(table):
+    with pytest.raises(UsageError, match=rf"bench\.{table}\.precision"):
+        load_recipe("bench_ddp_cpu", [f"bench.{table}.precision=fp16"])
