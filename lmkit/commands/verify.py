@@ -32,7 +32,14 @@ from lmkit.training.checkpoint_folder import (
     step_name,
     verify,
 )
-from lmkit.training.checkpoints import CHECKPOINTS, TOKENIZER, Checkpoint, check_weights, open_checkpoint
+from lmkit.training.checkpoints import (
+    CHECKPOINTS,
+    TOKENIZER,
+    Checkpoint,
+    check_weights,
+    hint_at_run,
+    open_checkpoint,
+)
 from lmkit.training.metrics import read_metrics
 from lmkit.training.run_data import make_batches, open_data, resolve
 from lmkit.training.run_folder import ENVIRONMENT, METRICS, RECIPE
@@ -75,9 +82,8 @@ def run(path: Path) -> VerifyResult:
 
 def _checks_of(path: Path) -> Iterator[Check]:
     if not path.exists():
-        raise UsageError(
-            f"{path}: no such file or folder", hint="name a run folder, or a file that lmkit made"
-        )
+        otherwise = "name a run folder, or a file that lmkit made"
+        raise UsageError(f"{path}: no such file or folder", hint=hint_at_run(path, otherwise=otherwise))
     if path.is_dir():
         yield from _checks_of_folder(path)
     elif path.name == MANIFEST or (path.parent / MANIFEST).exists():

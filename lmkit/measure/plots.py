@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from lmkit.measure.figures import (
@@ -130,9 +130,18 @@ def line_panels(
 
 
 def loss_curve(
-    series: Mapping[str, Points], *, title: str, x_label: str = "step", y_label: str = "loss (nats per token)"
+    series: Mapping[str, Points],
+    *,
+    title: str,
+    x_label: str = "step",
+    y_label: str = "loss (nats per token)",
+    marked: Collection[str] = (),
 ) -> bytes:
-    """Training curves: thin lines without markers, one per name."""
+    """Training curves: thin lines, one per name.
+
+    Args:
+        marked: names whose every point gets a marker; the others are measured too often for that.
+    """
     figure, axes = new_figure(title, x_label, y_label)
     for index, (name, points) in enumerate(series.items()):
         axes.plot(
@@ -142,6 +151,8 @@ def loss_curve(
             color=COLORS[index % len(COLORS)],
             linestyle=STYLES[(index // len(COLORS) + index) % len(STYLES)],  # equal curves stay visible
             linewidth=1.4,
+            marker=MARKERS[index % len(MARKERS)] if name in marked else None,
+            markersize=max(1.0, min(5.5, 250 / max(1, len(points)))),  # neighbours do not touch
         )
     add_legend(figure, axes, len(series))
     return png(figure)

@@ -14,6 +14,7 @@ from torch import nn
 from lmkit.errors import LmkitError, UsageError
 from lmkit.model.accounting import count_parameters
 from lmkit.recipe.model import ModelConfig
+from lmkit.recipe.run import RunConfig
 from lmkit.training.checkpoint_folder import (
     MANIFEST,
     MODEL,
@@ -137,15 +138,20 @@ def find_checkpoint(path: Path) -> Choice:
         LmkitError: there are some, but none is good.
     """
     if not path.is_dir():
-        raise UsageError(
-            f"{path}: no such folder", hint="name a run folder (artifacts/runs/...) or a checkpoint"
-        )
+        otherwise = "name a run folder (artifacts/runs/...) or a checkpoint"
+        raise UsageError(f"{path}: no such folder", hint=hint_at_run(path, otherwise=otherwise))
     if (path / MANIFEST).exists() or (path / STATE).exists():
         return Choice(path, ())
     folder = path if path.name == CHECKPOINTS else path / CHECKPOINTS
     if not saved_steps(folder):
         raise UsageError(f"{path}: holds no checkpoint", hint="train first: lmkit train, or lmkit run")
     return newest_valid(folder)
+
+
+def hint_at_run(path: Path, *, otherwise: str) -> str:
+    """For a path that is not there: the run folder of that name, if recipes that set no `run.folder` made one."""
+    run = RunConfig().folder / path
+    return f"did you mean {run}?" if run.is_dir() else otherwise
 
 
 def newest_checkpoint(path: Path) -> Checkpoint:

@@ -20,6 +20,7 @@ METRICS = "metrics.jsonl"
 RECIPE = "recipe.toml"
 ENVIRONMENT = "environment.json"
 LOSS_PICTURE = "loss.png"
+_CURVES = {"train": "training", "valid": "held out", "final": "all held-out data"}  # kind of record -> label
 
 
 def check_writable(folder: Path) -> None:
@@ -56,12 +57,13 @@ def describe_run(folder: Path, recipe: Recipe) -> None:
 
 
 def draw_losses(folder: Path, *, title: str) -> None:
-    """Write `loss.png` from the metrics; nothing if there are none yet."""
+    """Write `loss.png` from the metrics, a marker at every evaluation; nothing if there are none yet."""
     records = read_metrics(folder / METRICS)
     series = {
         label: [(record["step"], record["loss"]) for record in records if record["kind"] == kind]
-        for label, kind in (("training", "train"), ("held out", "valid"))
+        for kind, label in _CURVES.items()
     }
     drawn = {label: points for label, points in series.items() if points}
     if drawn:
-        write_atomic(folder / LOSS_PICTURE, loss_curve(drawn, title=title))
+        picture = loss_curve(drawn, title=title, marked=(_CURVES["valid"], _CURVES["final"]))
+        write_atomic(folder / LOSS_PICTURE, picture)

@@ -25,6 +25,7 @@ PLOTS = {
     ),
     "panel of nothing": lambda: plots.line_panels({"step": {("xl", "bf16"): []}}, **LABELS),
     "loss": lambda: plots.loss_curve(POINTS, title="t"),
+    "marked loss": lambda: plots.loss_curve(POINTS, title="t", marked=list(POINTS)[:1]),
     "bars": lambda: plots.grouped_bars(
         ["a", "b"],
         {"x": [1.0, None], "y": [2.0, 3.0]},

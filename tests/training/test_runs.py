@@ -14,14 +14,16 @@ import pytest
 import torch
 from run_folders import assert_same_state, losses, newest, saved, train_here
 
-from lmkit.commands import evaluate, generate, train
+from lmkit.commands import evaluate, generate, train, verify
 from lmkit.errors import UsageError
+from lmkit.measure import plots
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.schema import Recipe
 from lmkit.tokenizer import Tokenizer
 from lmkit.training import loop as loop_module
 from lmkit.training.checkpoints import newest_checkpoint, plain_model, run_tokenizer
 from lmkit.training.metrics import read_metrics
+from lmkit.training.run_folder import draw_losses
 
 Tiny = Callable[..., Recipe]
 
@@ -61,6 +63,27 @@ def test_it_learns_and_leaves_a_whole_run_folder(tiny: Tiny, pictures: None) -> 
     assert result.bits_per_byte == pytest.approx(result.valid_loss / math.log(2) / 3)  # 3 bytes a token
     json.dumps(dataclasses.asdict(result))
     assert "finished at step 60 of 60" in str(result)
+
+
+def test_the_picture_shows_every_evaluation_and_the_final_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = [{"kind": "train", "step": step, "loss": 5.0 - step} for step in (1, 2, 3)]
+    records += [{"kind": "valid", "step": step, "loss": 5.5 - step} for step in (1, 2)]
+    records += [{"kind": "final", "step": 3, "loss": 2.25}]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n")
+    figures: list[Any] = []
+    monkeypatch.setattr(plots, "png", lambda figure: figures.append(figure) or b"")
+    draw_losses(tmp_path, title="t")
+    (axes,) = figures[0].axes
+    lines = {line.get_label(): line for line in axes.get_lines()}
+    assert {label: line.get_xydata().tolist() for label, line in lines.items()} == {
+        "training": [[1, 4], [2, 3], [3, 2]],
+        "held out": [[1, 4.5], [2, 3.5]],
+        "all held-out data": [[3, 2.25]],
+    }
+    marked = {label: line.get_marker() not in ("None", "", None) for label, line in lines.items()}
+    assert marked == {"training": False, "held out": True, "all held-out data": True}
 
 
 def test_stopping_early_does_not_change_the_schedule(tiny: Tiny) -> None:
@@ -172,6 +195,23 @@ def test_loading_a_model_and_evaluating_it(tiny: Tiny) -> None:
         newest_checkpoint(recipe.run.path / "nothing")
     with pytest.raises(UsageError, match="holds no checkpoint"):
         newest_checkpoint(recipe.run.folder)
+
+
+def test_the_name_of_a_run_where_a_path_is_needed_gives_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "artifacts" / "runs" / "mine").mkdir(parents=True)
+    hints = {}
+    for command in (newest_checkpoint, verify.run):
+        for name in ("mine", "yours", "/", "."):
+            with pytest.raises(UsageError) as caught:
+                command(Path(name))
+            hints[command, name] = caught.value.hint
+    for command in (newest_checkpoint, verify.run):
+        assert hints[command, "mine"] == f"did you mean {Path('artifacts/runs/mine')}?"
+        for name in ("yours", "/", "."):
+            assert "did you mean" not in hints[command, name]
 
 
 def test_a_plan_writes_nothing(tiny: Tiny) -> None:
