@@ -312,14 +312,36 @@ def heat_map(
 
 
 def stacked_areas(
-    x: Sequence[float], layers: Mapping[str, Sequence[float]], *, title: str, x_label: str, y_label: str
+    x: Sequence[float],
+    layers: Mapping[str, Sequence[float]],
+    *,
+    title: str,
+    x_label: str,
+    y_label: str,
+    begins: Mapping[str, float] | None = None,
 ) -> bytes:
-    """Areas stacked on one another: what makes up a total over time."""
+    """Areas stacked on one another: what makes up a total over time.
+
+    Args:
+        begins: name -> x from which on it runs: a dotted line with the name on its right.
+    """
     figure, axes = new_figure(title, x_label, y_label, width=9.5)
     colors = [COLORS[index % len(COLORS)] for index in range(len(layers))]
     axes.stackplot(x, list(layers.values()), labels=list(layers), colors=colors, step="post", alpha=0.85)
     axes.set_ylim(bottom=0)
     axes.margins(x=0)
+    for name, start in (begins or {}).items():
+        axes.axvline(start, color="#303030", linewidth=0.9, linestyle=":")
+        axes.annotate(
+            name,
+            (start, 1.0),
+            (3, -3),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            rotation=90,
+            va="top",
+            fontsize=7,
+        )
     add_legend(figure, axes, len(layers))
     return png(figure)
 

@@ -78,6 +78,7 @@ class MemoryProfile:
     Attributes:
         times: us since the start; one entry per allocation or free.
         alive: category -> bytes alive after each of `times`.
+        begins: (phase, index into `times` of the first change in it) of every phase of the recording.
         peaks: per phase, in the order of their first appearance.
         peak: over the whole run.
         largest: blocks, the largest first.
@@ -85,6 +86,7 @@ class MemoryProfile:
 
     times: list[float]
     alive: dict[str, list[int]]
+    begins: list[tuple[str, int]]
     peaks: list[PhasePeak]
     peak: PhasePeak
     largest: list[Largest] = field(default_factory=list)
@@ -168,6 +170,7 @@ def profile_memory(recording: Recording) -> MemoryProfile:
     return MemoryProfile(
         times=times,
         alive=alive,
+        begins=[(phase.name, bisect.bisect_left(times, phase.start - start)) for phase in recording.phases],
         peaks=_phase_peaks(recording.phases, times, alive, totals, start),
         peak=_peak_within("whole run", range(len(totals)), alive, totals),
         largest=_largest(recording, categories),

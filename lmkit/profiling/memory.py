@@ -62,7 +62,7 @@ def run_profile(options: StepsOptions) -> BenchResult:
     title = describe_steps(options)
     notes = (f"GiB = 2^30 bytes, of {recording.source}",)
     files = row_files("memory_peaks", rows)
-    files["memory_timeline.png"] = _picture(profile, title)
+    files["memory_timeline.png"] = _picture(profile, options)
     files["memory_snapshot.pickle"] = recording.pickled
     files["memory_report.md"] = _report(rows, profile, title, environment, notes)
     return BenchResult("memory", rows, COLUMNS, files, environment, notes)
@@ -229,16 +229,26 @@ def _row(peak: PhasePeak) -> dict[str, Any]:
     return {"phase": peak.phase, "peak_gib": peak.bytes / GIB, **by_category}
 
 
-def _picture(profile: MemoryProfile, title: str) -> bytes:
+def _picture(profile: MemoryProfile, options: StepsOptions) -> bytes:
     # Over events, not time: what a first step compiles and tunes takes seconds in which memory stands still.
     stride = max(1, len(profile.times) // PICTURE_POINTS)
     return stacked_areas(
         list(range(0, len(profile.times), stride)),
         {name: [size / GIB for size in sizes[::stride]] for name, sizes in profile.alive.items()},
-        title=f"Memory in use: {title}",
+        title=f"Memory in use: {describe_steps(options)}",
         x_label="allocations and frees since the start",
         y_label="memory (GiB = 2^30 bytes)",
+        begins=_begins(profile, options),
     )
+
+
+def _begins(profile: MemoryProfile, options: StepsOptions) -> dict[str, float]:
+    """Where on the picture's axis the model is built, and every step (or pass) begins."""
+    found = {name: float(index) for name, index in profile.begins if name == BUILD}
+    runs = [index for name, index in profile.begins if name in ("step", "pass")]
+    for number, index in enumerate(runs, 1 - options.warmup):
+        found[f"step {number}" if number > 0 else f"warm-up {number + options.warmup}"] = index
+    return found
 
 
 def _report(

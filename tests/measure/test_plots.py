@@ -44,6 +44,7 @@ PLOTS = {
     "plain heat": lambda: plots.heat_map(["1", "2"], ["a"], [[0.5, 3.0]], value_label="x", **LABELS),
     "empty heat": lambda: plots.heat_map(["1"], ["a"], [[None]], value_label="x", center=1.0, **LABELS),
     "areas": lambda: plots.stacked_areas([0, 1, 2], {"p": [1, 1, 1], "q": [0, 2, 1]}, **LABELS),
+    "areas with begins": lambda: plots.stacked_areas([0, 1, 2], {"p": [1, 2, 1]}, begins={"a": 1}, **LABELS),
     "table": lambda: plots.table_picture(["a", "b"], [["1", "2"], ["3", "4"]], title="t"),
     "empty table": lambda: plots.table_picture(["a", "b"], [], title="t"),
 }

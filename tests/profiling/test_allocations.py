@@ -69,6 +69,7 @@ def test_a_census_counts_only_while_the_block_is_alive():
 
 def test_peaks_by_hand():
     profile = profile_memory(Recording(blocks_of(EVENTS), PHASES, CENSUSES, b"", "a test"))
+    assert profile.begins == [("build", 0), ("forward", 1), ("backward", 4), ("optimizer", 6)]
     peaks = {peak.phase: peak for peak in profile.peaks}
     assert [peak.phase for peak in profile.peaks] == ["build", "forward", "backward", "optimizer"]
     assert peaks["build"].bytes == 100

@@ -5,7 +5,8 @@ import torch
 
 from lmkit.measure.memory import GIB
 from lmkit.model.accounting import count_parameters
-from lmkit.profiling.memory import run_profile
+from lmkit.profiling.allocations import MemoryProfile, PhasePeak
+from lmkit.profiling.memory import _begins, run_profile
 from lmkit.profiling.steps import StepsOptions
 from lmkit.recipe.model import ModelConfig
 
@@ -49,3 +50,10 @@ def test_files(result):
     assert result.files["memory_timeline.png"][:4] == b"\x89PNG"
     assert max(map(len, result.table().splitlines())) <= 100
     assert "The peak" in result.files["memory_report.md"]
+
+
+def test_the_picture_says_where_steps_begin():
+    phases = [("build", 0), ("step", 5), ("forward", 6), ("step", 9), ("forward", 10)]
+    profile = MemoryProfile([], {}, phases, [], PhasePeak("whole run", 0, {}))
+    options = StepsOptions(MODEL, steps=1, warmup=1)
+    assert _begins(profile, options) == {"build": 0, "warm-up 1": 5, "step 1": 9}
