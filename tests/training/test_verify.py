@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lmkit.commands import train, verify
+from lmkit.data.token_files import TokenMeta
 from lmkit.errors import UsageError
 from lmkit.recipe.schema import Recipe
 from lmkit.tokenizer import Tokenizer
@@ -38,9 +41,26 @@ def test_a_whole_run_is_well_and_says_so_line_by_line(
     lines = str(result).splitlines()
     assert len(lines) == len(result.checks) + 1
     assert lines[-1].endswith("all is well")
-    assert any("step-00000005: step 5, 3 files" in line for line in lines)
+    assert any(re.search(r"step-00000005: \d\.\d MB, checksums and weights right", line) for line in lines)
     for path in (run_folder / "checkpoints" / "step-00000010", token_files[0], run_folder / "recipe.toml"):
         assert verify.run(path).ok
+
+
+def test_lines_of_a_run_with_the_default_folder_fit_100_columns(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = Path("artifacts/runs/quickstart")
+    (run_folder / "checkpoints" / "step-00000010.partial").mkdir()
+    monkeypatch.chdir(run_folder)
+    usual.parent.mkdir(parents=True)
+    usual.symlink_to(run_folder)
+    lines = str(verify.run(usual)).splitlines()
+    assert [line for line in lines if len(line) > 100] == []
+    meta = TokenMeta("a" * 64, 50_257, 2_119_719_000, 2_717_700, 9_000_000_000, "b" * 64)
+    monkeypatch.setattr(verify, "open_tokens", lambda path, **options: SimpleNamespace(meta=meta))
+    found = verify._token_file(usual / "tokens" / "train.npy", tokenizer_sha256="a" * 64)
+    assert found == "2,119,719,000 tokens below 50,257, tokenizer ok"
+    assert len(str(verify.Check(str(usual / "tokens" / "train.npy"), True, found))) <= 100
 
 
 def test_everything_that_is_wrong_is_named(run_folder: Path) -> None:
@@ -111,7 +131,8 @@ def test_token_files_of_another_tokenizer_are_named(run_folder: Path, token_file
     for path in (token_files[0], token_files[0].with_suffix(".json")):
         shutil.copy(path, run_folder / "tokens")
     (found,) = wrong(run_folder)
-    assert "tokens/train.npy: made with tokenizer aaaa" in found
+    ours = Tokenizer.load(run_folder / "tokenizer.json").sha256
+    assert found.endswith(f"tokens/train.npy: its tokenizer is {'a' * 12}, not {ours[:12]}")
 
 
 def test_what_is_missing_or_half_written_in_a_run_is_named(run_folder: Path) -> None:
