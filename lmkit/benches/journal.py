@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lmkit.benches.rows import read_rows
 from lmkit.measure.tables import json_lines
 
 
@@ -30,6 +30,11 @@ class Journal:
             file.write(json_lines(rows))  # one write: lines of several processes do not mix
 
     def rows(self) -> list[dict[str, Any]]:
+        """What was added since the start.
+
+        Raises:
+            LmkitError: somebody else wrote to the file.
+        """
         if not self.path.exists():
             return []
-        return [json.loads(line) for line in self.path.read_text("utf-8").splitlines()]
+        return read_rows(self.path)

@@ -82,6 +82,8 @@ def _models(results: Results, place: Place) -> list[str]:
 
 def _model_tables(rows: Rows) -> list[str]:
     """A line per size, precision and mode, a column per context length."""
+    if not rows:
+        return []
     compiled = len({row["compile"] for row in rows}) > 1
 
     def name(row: dict[str, Any]) -> str:
@@ -270,6 +272,8 @@ def _fullest(memories: Sequence[Results]) -> list[Results]:
 def memory_finding(rows: Rows) -> str:
     """What the memory is full of at the peak."""
     peak = _peak(rows)
+    if not peak["peak_gib"]:
+        return "Nothing was allocated."
     categories = {column.header: peak[column.key] for column in _MEMORY[2:]}
     largest = max(categories, key=lambda name: float(categories[name]))
     return (

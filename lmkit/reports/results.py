@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from lmkit.errors import LmkitError, UsageError
-
-Kind = Literal["attention", "lm-matrix", "model", "ddp", "all-reduce", "optimizer", "memory", "profile"]
-
-# A row is recognised by the fields that only its bench writes; the first match counts.
-_FIELDS: tuple[tuple[Kind, frozenset[str]], ...] = (
-    ("attention", frozenset({"kernel", "direction", "num_queries", "num_keys"})),
-    ("lm-matrix", frozenset({"kernel", "strategy", "ranks"})),
-    ("model", frozenset({"size", "mode", "precision", "length"})),
-    ("all-reduce", frozenset({"operation", "bytes", "bus_gb_per_s"})),
-    ("optimizer", frozenset({"contender", "state_bytes"})),
-    ("ddp", frozenset({"contender", "case", "world_size"})),
-    ("memory", frozenset({"phase", "peak_gib"})),
-    ("profile", frozenset({"engine", "window", "ranges", "top_kernels"})),
-)
+from lmkit.benches.rows import Kind, kind_of, read_environment, read_rows, read_summary
+from lmkit.errors import UsageError
 
 _GET_SOME = "or run a bench: lmkit bench attention bench_attention_cpu"
 
@@ -66,7 +52,7 @@ def find_results(folder: Path) -> list[Results]:
 
     Raises:
         UsageError: the folder is missing, or holds no result.
-        LmkitError: a file is not JSON lines.
+        LmkitError: a file is not JSON lines, or a row has a field of another type.
     """
     if not folder.is_dir():
         raise UsageError(f"{folder}: is not a folder", hint=f"name one that holds results, {_GET_SOME}")
@@ -83,33 +69,6 @@ def of_kind(found: Sequence[Results], *kinds: Kind) -> list[Results]:
     return [results for results in found if results.kind in kinds]
 
 
-def read_rows(file: Path) -> list[dict[str, Any]]:
-    """The JSON objects of a file of JSON lines.
-
-    Raises:
-        UsageError: it cannot be read.
-        LmkitError: a line is something else (the message says which).
-    """
-    try:
-        text = file.read_text("utf-8")
-    except OSError as error:
-        raise UsageError(f"{file}: {(error.strerror or str(error)).lower()}", hint="check the path") from None
-    except UnicodeDecodeError:
-        raise LmkitError(f"{file}: not UTF-8 text", hint="results of a bench are JSON lines") from None
-    rows = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        if not isinstance(row, dict):
-            raise LmkitError(
-                f"{file}: line {number} is not a JSON object", hint="results of a bench are JSON lines"
-            )
-        rows.append(row)
-    return rows
-
-
 def _files(folder: Path) -> Iterator[Path]:
     for parent, folders, names in os.walk(folder):
         folders.sort(key=_natural)
@@ -124,26 +83,14 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def _read(path: Path, root: Path) -> Iterator[Results]:
-    rows = [_read_object(path)] if path.name == "profile_summary.json" else read_rows(path)
+    rows = [read_summary(path)] if path.name == "profile_summary.json" else read_rows(path)
     by_kind: dict[Kind, list[dict[str, Any]]] = {}
     for row in rows:
-        kind = next((name for name, fields in _FIELDS if fields <= row.keys()), None)
+        kind = kind_of(row)
         if kind is not None:
             by_kind.setdefault(kind, []).append(row)
     beside = path.parent / "environment.json"
-    environment = _read_object(beside) if by_kind and beside.is_file() else {}
+    environment = read_environment(beside) if by_kind and beside.is_file() else {}
     pictures = tuple(sorted(picture.name for picture in path.parent.glob("*.png")))
     for kind, chosen in by_kind.items():
         yield Results(kind, path.relative_to(root), chosen, environment, pictures)
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise LmkitError(
-            f"{path}: not a JSON file ({error})", hint="run the command that wrote it again"
-        ) from None
-    if not isinstance(content, dict):
-        raise LmkitError(f"{path}: not a JSON object", hint="run the command that wrote it again")
-    return content

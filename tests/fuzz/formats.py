@@ -28,7 +28,8 @@ from typing import Any
 import mutations
 import numpy as np
 
-from lmkit.commands import compare, train, verify
+from lmkit.benches.journal import Journal
+from lmkit.commands import compare, report, train, verify
 from lmkit.commands.recipe import show_recipe
 from lmkit.commands.stages import StageRecord
 from lmkit.data.corpora import prepare_corpus
@@ -448,6 +449,100 @@ class Results(Format):
         str(compared)
 
 
+ARTIFACTS = Path(__file__).resolve().parents[2] / "artifacts" / "h200"
+
+
+class ReportedRows(Format):
+    """Rows as `lmkit report`, `lmkit compare` and a bench that goes on read them; the first file is damaged."""
+
+    files: tuple[str, ...]
+    most_rows = 14
+    most_samples = 6
+
+    def make(self, folder: Path) -> Files:
+        victim = self.files[0]
+        structure = mutations.damage_json_lines if victim.endswith(".jsonl") else mutations.damage_json
+        self.damages = (
+            (victim, structure),
+            (victim, structure),
+            (victim, structure),
+            (victim, mutations.damage),
+        )
+        return {name: self._shortened(ARTIFACTS / name) for name in self.files}
+
+    def _shortened(self, path: Path) -> bytes:
+        if path.suffix != ".jsonl":
+            return path.read_bytes()
+        rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()[: self.most_rows]]
+        for row in rows:
+            if "samples_ms" in row:
+                row["samples_ms"] = row["samples_ms"][: self.most_samples]
+        return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+    def read(self, folder: Path, random: Random) -> None:
+        report.run(folder, None)
+        report.run(folder, None, check=True)
+        if b'"inf"' not in (folder / self.files[0]).read_bytes():
+            for written in (folder / "reports").iterdir():
+                assert not re.search(r"\b(nan|inf)\b", written.read_text("utf-8")), written
+        for name in self.files:
+            if name.endswith(".jsonl"):
+                compared = compare.run(folder / name, folder / name, threshold=0.05)
+                str(compared).encode()
+                assert compared.worse == 0
+                assert Journal(folder / name).rows()
+
+
+class AttentionRows(ReportedRows):
+    name = "attention rows"
+    files = ("attention/acceptance.jsonl",)
+
+
+class MatrixRows(ReportedRows):
+    name = "lm-matrix rows"
+    files = ("lm_matrix_x2/lm_matrix_results.jsonl",)
+
+
+class ModelRows(ReportedRows):
+    name = "model rows"
+    files = ("model/model_results.jsonl",)
+
+
+class DdpRows(ReportedRows):
+    name = "ddp rows"
+    files = ("ddp/reading7.jsonl", "ddp/reading6.jsonl")
+
+
+class AllReduceRows(ReportedRows):
+    name = "all-reduce rows"
+    files = ("all_reduce/all_reduce_results.jsonl",)
+
+
+class OptimizerRows(ReportedRows):
+    name = "optimizer rows"
+    files = ("optimizer/optimizer_results.jsonl",)
+
+
+class MemoryRows(ReportedRows):
+    name = "memory rows"
+    files = tuple(f"memory/2.7b_step_{length}/memory_peaks.jsonl" for length in (128, 2048))
+
+    def read(self, folder: Path, random: Random) -> None:
+        report.run(folder, None)  # nothing is timed: there is nothing to compare
+        for name in self.files:
+            assert Journal(folder / name).rows()
+
+
+class ProfileSummaries(ReportedRows):
+    name = "profile_summary.json"
+    files = tuple(f"profile/{name}/profile_summary.json" for name in ("medium_step", "medium_forward"))
+
+
+class Environments(ReportedRows):
+    name = "environment.json"
+    files = ("ddp_162M/environment.json", "ddp_162M/ddp_results.jsonl")
+
+
 class ChromeTrace(Format):
     """A recording of torch.profiler, as `lmkit profile nsys FILE` reads it."""
 
@@ -792,7 +887,8 @@ FORMATS: dict[str, Callable[[Path], Format]] = {
     form.name: form  # type: ignore[type-abstract]
     for form in (
         RecipeFile, TokenizerFile, Gpt2Files, TokenFiles, Manifest, CheckpointFiles, ForgedCheckpoint,
-        MetricsLines, Results, ChromeTrace, NsysDatabase,
+        MetricsLines, Results, AttentionRows, MatrixRows, ModelRows, DdpRows, AllReduceRows, OptimizerRows,
+        MemoryRows, ProfileSummaries, Environments, ChromeTrace, NsysDatabase,
         Stages, Corpus, VerifiedRun, InterruptedDownload, FinishedDownload, ServerAnswers,
         Archive,
     )

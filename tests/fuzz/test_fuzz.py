@@ -29,7 +29,9 @@ MOST_MB = 1000
 NAMES = (
     "recipe", "tokenizer.json", "gpt2 vocab.json + merges.txt", "token file", "manifest", "checkpoint",
     "forged checkpoint",
-    "metrics.jsonl", "bench results", "chrome trace", "nsys database", "stages.json", "corpus .jsonl and .txt",
+    "metrics.jsonl", "bench results", "attention rows", "lm-matrix rows", "model rows", "ddp rows", "all-reduce rows",
+    "optimizer rows", "memory rows", "profile_summary.json", "environment.json",
+    "chrome trace", "nsys database", "stages.json", "corpus .jsonl and .txt",
     "lmkit verify", "partial download", "finished download", "server answers", "gzip archive",
 )  # fmt: skip
 

@@ -125,10 +125,10 @@ def artifacts(tmp_path: Path) -> Path:
         tmp_path / "memory",
         "memory_peaks.jsonl",
         [
-            {"phase": "forward", "peak_gib": 2.0}
+            {"phase": phase, "peak_gib": 2.0}
             | dict.fromkeys(("parameters_gib", "gradients_gib", "optimizer_state_gib", "temporary_gib"), 0.25)
-            | {"activations_gib": 1.0},
-            {"phase": "whole run", "peak_gib": 2.0},
+            | {"activations_gib": 1.0}
+            for phase in ("forward", "whole run")
         ],
     )
     (tmp_path / "runs").mkdir()
@@ -391,7 +391,15 @@ def test_the_matrix_is_a_matrix(tmp_path: Path) -> None:
     rows = [
         {"kernel": kernel, "strategy": strategy, "ranks": 2, "status": "ok", "detail": "", "median_ms": ms}
         | {"tokens_per_s": 1e3, "mfu": 0.1, "mfu_basis": "x", "speedup": 20 / ms, "peak_gb": 3.0}
-        | {"samples_ms": [ms] * 3, "losses": [2.0, 1.0], "p10_ms": ms, "p90_ms": ms, "spread": 0.0}
+        | {
+            "samples_ms": [ms] * 3,
+            "losses": [2.0, 1.0],
+            "first_loss": 2.0,
+            "final_loss": 1.0,
+            "p10_ms": ms,
+            "p90_ms": ms,
+            "spread": 0.0,
+        }
         for kernel in ("sdpa", "reference")
         for strategy, ms in (("none", 20.0), ("flat", 25.0))
     ]
@@ -450,7 +458,7 @@ def test_a_row_without_a_field_is_an_error_of_one_line(tmp_path: Path) -> None:
     row = attention_row("sdpa", 128)
     del row["status"]
     store(tmp_path, "rows.jsonl", [row])
-    with pytest.raises(LmkitError, match=r"a row for attention\.md has no field 'status'"):
+    with pytest.raises(LmkitError, match=r"rows\.jsonl: line 1: status: field required"):
         run(tmp_path, None)
 
 
