@@ -196,7 +196,7 @@ def open_tokens(
     tokens = _map(path, meta)
     if tokenizer_sha256 is not None and tokenizer_sha256 != meta.tokenizer_sha256:
         raise UsageError(
-            f"{path}: its tokenizer is {meta.tokenizer_sha256[:12]}, not {tokenizer_sha256[:12]}",
+            f"{path}: made with tokenizer {meta.tokenizer_sha256}, not with {tokenizer_sha256}",
             hint="encode the text again, or use the tokenizer that the file was made with",
         )
     if check_ids:

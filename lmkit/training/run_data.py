@@ -116,7 +116,7 @@ def _check_tokenizer(recipe: Recipe, data: Data, train: Path) -> None:
     ours, theirs = data.train.meta.tokenizer_sha256, Tokenizer.load(path).sha256
     if ours != theirs:
         raise UsageError(
-            f"{train}: made with tokenizer {ours[:12]}, but {path} is {theirs[:12]}",
+            f"{train}: made with tokenizer {ours}, but {path} is {theirs}",
             hint="encode the text again, or name the tokenizer that it was encoded with",
         )
 

@@ -66,7 +66,7 @@ def test_the_disk_is_asked_early_for_every_part_once(tmp_path: Path, monkeypatch
 
 
 def test_fault_32_another_tokenizer(path: Path) -> None:
-    with pytest.raises(UsageError, match=r"its tokenizer is abc, not xyz") as error:
+    with pytest.raises(UsageError, match=r"tokenizer abc, not with xyz") as error:
         open_tokens(path, tokenizer_sha256="xyz")
     assert error.value.exit_code == 2
 

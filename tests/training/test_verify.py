@@ -131,8 +131,7 @@ def test_token_files_of_another_tokenizer_are_named(run_folder: Path, token_file
     for path in (token_files[0], token_files[0].with_suffix(".json")):
         shutil.copy(path, run_folder / "tokens")
     (found,) = wrong(run_folder)
-    ours = Tokenizer.load(run_folder / "tokenizer.json").sha256
-    assert found.endswith(f"tokens/train.npy: its tokenizer is {'a' * 12}, not {ours[:12]}")
+    assert "tokens/train.npy: made with tokenizer aaaa" in found
 
 
 def test_what_is_missing_or_half_written_in_a_run_is_named(run_folder: Path) -> None:
