@@ -287,8 +287,12 @@ def kind_of(row: dict[str, Any]) -> Kind | None:
     return next((kind for kind, fields, _ in _KINDS if fields <= row.keys()), None)
 
 
-def read_rows(file: Path) -> list[dict[str, Any]]:
+def read_rows(file: Path, *, complete: bool = True) -> list[dict[str, Any]]:
     """The JSON objects of a file of JSON lines, those of a known kind with the fields that they should have.
+
+    Args:
+        complete: whether all that a write-up needs must be there. Versions add fields: what is not needed may be
+            missing from the rows of an older one.
 
     Raises:
         UsageError: it cannot be read.
@@ -308,8 +312,8 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
         except (ValueError, RecursionError) as error:
             raise LmkitError(f"{file}: line {number} is not a JSON object ({error})", hint=_LINES) from None
         where = f"{file}: line {number}"
-        _check(row, where)
-        if kind_of(row) == "lm-matrix" and row["status"] == "ok":
+        _check(row, where, complete=complete)
+        if complete and kind_of(row) == "lm-matrix" and row["status"] == "ok":
             trained = trained or row
             for key in _AS_LONG:
                 if len(row[key]) != len(trained[key]):
@@ -328,7 +332,7 @@ def read_summary(file: Path) -> dict[str, Any]:
         LmkitError: it is something else (the message says which field).
     """
     content = _read_object(file)
-    _check(content, str(file))
+    _check(content, str(file), complete=True)
     return content
 
 
@@ -339,22 +343,26 @@ def read_environment(file: Path) -> dict[str, Any]:
         LmkitError: it is something else (the message says which field).
     """
     content = _read_object(file)
-    _validate(Environment, content, str(file))
+    _validate(Environment, content, str(file), complete=True)
     return content
 
 
-def _check(row: dict[str, Any], where: str) -> None:
-    _validate(next((table for _, fields, table in _KINDS if fields <= row.keys()), Row), row, where)
+def _check(row: dict[str, Any], where: str, *, complete: bool) -> None:
+    table = next((table for _, fields, table in _KINDS if fields <= row.keys()), Row)
+    _validate(table, row, where, complete=complete)
 
 
-def _validate(table: type[Row], row: dict[str, Any], where: str) -> None:
+def _validate(table: type[Row], row: dict[str, Any], where: str, *, complete: bool) -> None:
     try:
         found = table.model_validate(row)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        key, said = ".".join(map(str, first["loc"])), first["msg"]
-        raise LmkitError(f"{where}: {key}: {said[:1].lower()}{said[1:]}", hint=_AGAIN) from None
-    for name in found.needs():
+        mistakes = error.errors(include_url=False, include_input=False)
+        first = next((entry for entry in mistakes if complete or entry["type"] != "missing"), None)
+        if first is not None:
+            key, said = ".".join(map(str, first["loc"])), first["msg"]
+            raise LmkitError(f"{where}: {key}: {said[:1].lower()}{said[1:]}", hint=_AGAIN) from None
+        return
+    for name in found.needs() if complete else ():
         if getattr(found, name) is None:
             key = table.model_fields[name].alias or name
             raise LmkitError(f"{where}: {key}: missing or null, though the rest needs it", hint=_AGAIN)

@@ -69,7 +69,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
             names = ", ".join(file.name for file in found) or "none"
             raise UsageError(f"{path}: needs one .jsonl file, has {names}", hint="name the file itself")
         file = found[0]
-    rows = read_rows(file)
+    rows = read_rows(file, complete=False)  # perhaps those of an older version
     if not rows:
         raise UsageError(f"{file}: holds no results", hint="results of a bench are JSON lines")
     return rows
