@@ -266,17 +266,17 @@ class Environment(Row):
 
 
 # A row is recognised by the fields that only its bench writes; the first match counts.
-_KINDS: tuple[tuple[Kind, frozenset[str], type[Row]], ...] = (
-    ("attention", frozenset({"kernel", "direction", "num_queries", "num_keys"}), AttentionRow),
-    ("lm-matrix", frozenset({"kernel", "strategy", "ranks"}), LmMatrixRow),
-    ("model", frozenset({"size", "mode", "precision", "length"}), ModelRow),
-    ("all-reduce", frozenset({"operation", "bytes", "bus_gb_per_s"}), AllReduceRow),
-    ("optimizer", frozenset({"contender", "state_bytes"}), OptimizerRow),
-    ("ddp", frozenset({"contender", "case", "world_size"}), DdpRow),
-    ("memory", frozenset({"phase", "peak_gib"}), MemoryRow),
-    ("profile", frozenset({"engine", "window", "ranges", "top_kernels"}), ProfileSummary),
-)
-# Lists of two rows of a matrix are compared number by number.
+_KINDS: dict[Kind, tuple[frozenset[str], type[Row]]] = {
+    "attention": (frozenset({"kernel", "direction", "num_queries", "num_keys"}), AttentionRow),
+    "lm-matrix": (frozenset({"kernel", "strategy", "ranks"}), LmMatrixRow),
+    "model": (frozenset({"size", "mode", "precision", "length"}), ModelRow),
+    "all-reduce": (frozenset({"operation", "bytes", "bus_gb_per_s"}), AllReduceRow),
+    "optimizer": (frozenset({"contender", "state_bytes"}), OptimizerRow),
+    "ddp": (frozenset({"contender", "case", "world_size"}), DdpRow),
+    "memory": (frozenset({"phase", "peak_gib"}), MemoryRow),
+    "profile": (frozenset({"engine", "window", "ranges", "top_kernels"}), ProfileSummary),
+}
+# Of two trainings of a matrix these are compared number by number.
 _AS_LONG = ("samples_ms", "losses")
 _LINES = "results of a bench are JSON lines"
 _AGAIN = "run the command that wrote it again"
@@ -284,7 +284,7 @@ _AGAIN = "run the command that wrote it again"
 
 def kind_of(row: dict[str, Any]) -> Kind | None:
     """Which bench or profile wrote the row; None: none of those that have a write-up."""
-    return next((kind for kind, fields, _ in _KINDS if fields <= row.keys()), None)
+    return next((kind for kind, (fields, _) in _KINDS.items() if fields <= row.keys()), None)
 
 
 def read_rows(file: Path, *, complete: bool = True) -> list[dict[str, Any]]:
@@ -348,8 +348,8 @@ def read_environment(file: Path) -> dict[str, Any]:
 
 
 def _check(row: dict[str, Any], where: str, *, complete: bool) -> None:
-    table = next((table for _, fields, table in _KINDS if fields <= row.keys()), Row)
-    _validate(table, row, where, complete=complete)
+    kind = kind_of(row)
+    _validate(_KINDS[kind][1] if kind else Row, row, where, complete=complete)
 
 
 def _validate(table: type[Row], row: dict[str, Any], where: str, *, complete: bool) -> None:
