@@ -76,7 +76,7 @@ def flash_triton(
     if torch.compiler.is_compiling():
         return forward_operator(q, k, v, causal, scale, implementation, deterministic, fp32_precision)[0]
     name = resolve(implementation, q, k, v)
-    return FlashAttention.apply(q, k, v, causal, scale, name, deterministic, fp32_precision)[0]
+    return FlashAttention.apply(q, k, v, (causal, scale, name, deterministic, fp32_precision))[0]
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
@@ -101,9 +101,15 @@ def hopper_refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     capability = capability_of(q.device)
     if capability != (9, 0):
         return "the device is sm_{}{}, not sm_90".format(*capability)
-    from lmkit.kernels import hopper  # Gluon: costs its import only on the chip that it is written for
+    return hopper_kernels().unsupported_reason(q, k, v)
 
-    return hopper.unsupported_reason(q, k, v)
+
+@cache
+def hopper_kernels() -> Any:
+    """`lmkit.kernels.hopper`. Gluon costs its import only on the chip that it is written for."""
+    from lmkit.kernels import hopper
+
+    return hopper
 
 
 def resolve(implementation: str, q: Tensor, k: Tensor, v: Tensor) -> str:
@@ -151,7 +157,7 @@ def refuse_unsupported(q: Tensor) -> None:
 
 def rows_in_place(x: Tensor) -> Tensor:
     """x itself if its rows are contiguous, else a copy."""
-    return x if x.stride(3) == 1 else x.contiguous()
+    return x if x.stride()[3] == 1 else x.contiguous()
 
 
 # The two steps, and the two ways to reach them. Arguments after the tensors:
@@ -170,9 +176,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) by a resolved implementation."""
     if implementation == "hopper":
-        from lmkit.kernels import hopper
-
-        return hopper.forward(q, k, v, causal=causal, scale=scale)
+        return hopper_kernels().forward(q, k, v, causal=causal, scale=scale)
     return flash_forward(q, k, v, causal=causal, scale=scale, precision=fp32_precision)
 
 
@@ -191,9 +195,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) by a resolved implementation."""
     if implementation == "hopper":
-        from lmkit.kernels import hopper
-
-        return hopper.backward(
+        return hopper_kernels().backward(
             dout, q, k, v, out, lse, causal=causal, scale=scale, deterministic=deterministic
         )
     return flash_backward(dout, q, k, v, out, lse, causal=causal, scale=scale, precision=fp32_precision)
@@ -215,7 +217,8 @@ class FlashAttention(torch.autograd.Function):
     # One method with ctx, not `forward` beside `setup_context`: that would bind the signature anew in every call,
     # which costs more host time than the launch.
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: tuple) -> tuple[Tensor, Tensor]:
+        inputs = (q, k, v, *options)  # `apply` looks at each of its arguments: all options count as one
         output = forward(*inputs)
         save_for_backward(ctx, inputs, output)
         return output
@@ -223,7 +226,7 @@ class FlashAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dq, dk, dv = backward(rows_in_place(grads[0]), *ctx.saved_tensors, *ctx.options)
-        return dq, dk, dv, None, None, None, None, None
+        return dq, dk, dv, None
 
 
 @torch.library.custom_op("lmkit::flash_attention_forward", mutates_args=())

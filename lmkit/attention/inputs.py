@@ -25,14 +25,15 @@ def prepare_inputs(
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raises ValueError unless q, k, v are (batch, heads, seq, head_dim) that fit each other."""
-    if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
+    q_shape, k_shape = q.shape, k.shape  # each asked for once: this runs before every call
+    if len(q_shape) != 4 or len(k_shape) != 4 or k_shape != v.shape:
         raise ValueError(
             "q must be (batch, heads, num_queries, head_dim), k and v (batch, kv_heads, num_keys, head_dim); "
-            f"got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+            f"got {tuple(q_shape)}, {tuple(k_shape)} and {tuple(v.shape)}"
         )
-    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ValueError(f"q {tuple(q.shape)} and k {tuple(k.shape)} differ in batch or head_dim")
-    heads, kv_heads = q.shape[1], k.shape[1]
+    if q_shape[0] != k_shape[0] or q_shape[3] != k_shape[3]:
+        raise ValueError(f"q {tuple(q_shape)} and k {tuple(k_shape)} differ in batch or head_dim")
+    heads, kv_heads = q_shape[1], k_shape[1]
     if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
         raise ValueError(f"the {heads} query heads are no multiple of the {kv_heads} key/value heads")
     if not q.device == k.device == v.device:

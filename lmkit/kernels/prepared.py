@@ -38,11 +38,14 @@ class PreparedLaunch:
         """
         compiled = kernel.warmup(*tensors, *scalars, *constants, grid=(*grid, 1), **options)
         metas = iter(compiled.metadata.tensordesc_meta or ())
-        # For each tensor: what its descriptor is encoded from besides the pointer, and what follows it
-        self._tensors: list[tuple[tuple | None, tuple[int, ...]]] = []
+        self._arguments: list[Any] = []  # in order, with None where a call fills in a pointer or a descriptor
+        # For each tensor: its place in these, and what its descriptor is encoded from besides the pointer
+        self._places: list[tuple[int, tuple | None]] = []
         for tensor in tensors:
+            place = len(self._arguments)
+            self._arguments.append(None)
             if isinstance(tensor, torch.Tensor):
-                self._tensors.append((None, ()))
+                self._places.append((place, None))
                 continue
             shape, strides = list(tensor.shape), list(tensor.strides)
             meta = next(metas)
@@ -52,8 +55,9 @@ class PreparedLaunch:
                 encoded_type(meta["elem_type"]),
                 meta["block_size"],
             )
-            self._tensors.append(((*element, shape, strides, 0), (*shape, *strides)))  # 0: zeros outside
-        self._rest = (*scalars, *constants)
+            self._places.append((place, (*element, shape, strides, 0)))  # 0: zeros outside
+            self._arguments += [*shape, *strides]
+        self._arguments += [*scalars, *constants]
         self._launch = raw_launch(compiled, (*grid, 1))
         self._encode = tensor_map_encoder()
         self._device = torch.cuda.current_device()
@@ -61,12 +65,7 @@ class PreparedLaunch:
 
     def __call__(self, *pointers: int) -> None:
         """Launches on the device's current stream; the device must be the one it was prepared on."""
-        encode, arguments = self._encode, []
-        for pointer, (fixed, shape_and_strides) in zip(pointers, self._tensors, strict=True):
-            if fixed is None:
-                arguments.append(pointer)
-            else:
-                arguments.append(encode(pointer, *fixed))
-                arguments.extend(shape_and_strides)
-        arguments.extend(self._rest)
+        encode, arguments = self._encode, self._arguments.copy()
+        for pointer, (place, fixed) in zip(pointers, self._places, strict=True):
+            arguments[place] = pointer if fixed is None else encode(pointer, *fixed)
         self._launch(self._current_stream(self._device), arguments)

@@ -243,3 +243,6 @@ def test_unsupported_requests_say_why(hopper):
     assert "dtypes" in hopper.unsupported_reason(q.float(), q, q)
     assert "strides" in hopper.unsupported_reason(draw(1, 2, 64, 65)[..., 1:], q, q)
     assert "no queries" in hopper.unsupported_reason(q[:, :, :0], q, q)
+    wide = draw(1, 2, 64, 72)  # the same shape and strides twice: an address is looked at in every call
+    assert hopper.unsupported_reason(wide[..., 8:], wide[..., 8:], wide[..., 8:]) is None
+    assert "addresses" in hopper.unsupported_reason(wide[..., 8:], wide[..., 7:71], wide[..., 8:])

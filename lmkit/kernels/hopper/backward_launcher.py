@@ -75,15 +75,16 @@ def backward(
     """
     if not suits_copy_engine(dout):
         dout = dout.contiguous()
-    with selected(q.device):
+    q_shape, k_shape, dtype, device = q.shape, k.shape, q.dtype, q.device
+    with selected(device):
         dq_strides, dk_strides, dv_strides, scratch_size, start = _prepare(
-            *(q.shape, q.stride(), k.shape, k.stride(), v.stride(), out.stride(), dout.stride()),
-            *(q.dtype, q.device, causal, scale, deterministic),
+            *(q_shape, q.stride(), k_shape, k.stride(), v.stride(), out.stride(), dout.stride()),
+            *(dtype, device, causal, scale, deterministic),
         )
-        dq = torch.empty_strided(q.shape, dq_strides, dtype=q.dtype, device=q.device)
-        dk = torch.empty_strided(k.shape, dk_strides, dtype=q.dtype, device=q.device)
-        dv = torch.empty_strided(k.shape, dv_strides, dtype=q.dtype, device=q.device)
-        scratch = torch.empty(scratch_size, dtype=torch.float32, device=q.device)
+        dq = torch.empty_strided(q_shape, dq_strides, dtype=dtype, device=device)
+        dk = torch.empty_strided(k_shape, dk_strides, dtype=dtype, device=device)
+        dv = torch.empty_strided(k_shape, dv_strides, dtype=dtype, device=device)
+        scratch = torch.empty(scratch_size, dtype=torch.float32, device=device)
         start(
             *(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), dout.data_ptr()),
             *(dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), scratch.data_ptr()),

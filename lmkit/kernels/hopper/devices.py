@@ -5,6 +5,8 @@ import functools
 
 import torch
 
+SELECTED_ALREADY = contextlib.nullcontext()
+
 
 @functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
@@ -21,5 +23,5 @@ def num_multiprocessors(device: torch.device) -> int:
 def selected(device: torch.device) -> contextlib.AbstractContextManager:
     """Makes the device the current one, on whose stream kernels are launched; for free where it is already."""
     if device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
+        return SELECTED_ALREADY
     return torch.cuda.device(device)

@@ -58,20 +58,21 @@ def forward(
     q: (batch, heads, num_queries, head_dim); k, v: (batch, key_heads, num_keys, head_dim). Whether the
     kernel can run is `unsupported_reason`'s to say; here it is taken for granted.
     """
-    shape = q.shape
-    with selected(q.device):
-        out_strides, launch = _prepare(
-            shape, q.stride(), k.shape, k.stride(), v.stride(), q.dtype, q.device, causal, scale
+    shape, dtype, device = q.shape, q.dtype, q.device
+    with selected(device):
+        out_strides, lse_shape, lse_strides, launch = _prepare(
+            shape, q.stride(), k.shape, k.stride(), v.stride(), dtype, device, causal, scale
         )
-        out = torch.empty_strided(shape, out_strides, dtype=q.dtype, device=q.device)
-        lse = torch.empty(shape[:3], dtype=torch.float32, device=q.device)
+        out = torch.empty_strided(shape, out_strides, dtype=dtype, device=device)
+        # `torch.empty` of a shape takes nearly twice the host time
+        lse = torch.empty_strided(lse_shape, lse_strides, dtype=torch.float32, device=device)
         launch(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr())
     return out, lse
 
 
 @functools.lru_cache(maxsize=PREPARED_CALLS)
 def _prepare(q_shape, q_strides, k_shape, k_strides, v_strides, dtype, device, causal, scale):
-    """(strides of the output, launch) for calls of this kind."""
+    """(strides of the output, shape and strides of the log-sum-exp, launch) for calls of this kind."""
     batch, heads, num_queries, head_dim = q_shape
     num_keys = k_shape[2]
     config = choose_config(head_dim, num_queries, causal)
@@ -103,4 +104,4 @@ def _prepare(q_shape, q_strides, k_shape, k_strides, v_strides, dtype, device, c
         maxnreg=registers,
         launch_pdl=True,
     )
-    return out_strides, launch
+    return out_strides, q_shape[:3], (heads * num_queries, num_queries, 1), launch
