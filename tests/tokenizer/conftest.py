@@ -81,18 +81,15 @@ def oracle_encode() -> Callable[..., list[int]]:
 
 @pytest.fixture(scope="session")
 def real_text() -> str:
-    """A few hundred kilobytes of the standard library: code, prose, tables, and some text that is not ASCII."""
+    """A few hundred kilobytes of the standard library: code, docstrings, tables, and some text that is not ASCII."""
     import argparse
     import collections
-    import idlelib
     import json
     import statistics
     import typing
 
     modules = (argparse, collections, json, statistics, typing)
     texts = [Path(module.__file__).read_text("utf-8") for module in modules]
-    news = Path(idlelib.__file__).parent / "HISTORY.txt"
-    texts += [news.read_text("utf-8")] if news.exists() else []
     texts.append(
         "naïve café, Ελληνικά, 日本語のテキスト。 👩‍👩‍👧‍👦 e\u0301\u0323 ½ ٣٤٥\u00a0x\u2003y\r\nz\t\t q"
     )

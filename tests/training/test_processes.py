@@ -635,8 +635,9 @@ def test_fault_69_and_70_a_signal_to_one_rank_makes_all_save_the_same_step(
     )
     recipe = tiny(*sharded)
     last = saved(recipe)[-1]
-    # A save goes on beside the steps that follow: which of them meets the signal is up to the machine.
-    assert {"": [3], " in evaluation": [4], " in a save": [3, last]}[where] == saved(recipe)
+    # A save goes on beside the steps that follow: which of them meets the signal is up to the machine. Two are kept.
+    with_intervals = sorted({*range(3, last + 1, 3), last})[-2:]
+    assert {"": [3], " in evaluation": [4], " in a save": with_intervals}[where] == saved(recipe)
     assert (newest(recipe).path.name, newest(recipe).state.world_size) == (step_name(last), 2)
     assert fleet.train(settings(*sharded), ranks=2) == [0, 0]
     assert_same_tensors(newest(tiny("run.name=whole")), newest(recipe))
