@@ -5,12 +5,15 @@ Definitions, all per round and then summarised by medians with a 95% interval ov
 - scaling: step time of one rank alone / step time with W ranks (weak scaling: the same rows per rank);
 - exposed communication: step time - step time of the same step without communication;
 - communication alone: the time of a step's reduction with nothing beside it; what of it is not exposed was hidden;
+- host time: how long rank 0's CPU is busy with a step on a GPU that has nothing else to do; a step that takes hardly
+  longer waits for the host, and measures the host;
 - link bytes: see `lmkit.parallel.traffic`; "expected" is the formula over the model's parameters.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from itertools import count
 from typing import Any
@@ -111,6 +114,7 @@ def _build_and_measure(
         if on_gpu:
             torch.cuda.synchronize(ranks.device)
             facts["peak_bytes"] = torch.cuda.max_memory_allocated(ranks.device) - start
+            facts["host_ms"] = _host_ms(built, ranks) if built is not None else None
         facts["communication_alone_ms"] = _communication_alone(name, built, ranks) if mine else None
     except torch.OutOfMemoryError:
         full = True
@@ -132,6 +136,19 @@ def _traffic_facts(built: Contender, ranks: Ranks) -> dict[str, Any]:
     if isinstance(built.sync, Zero1) and built.ranks.world_size > 1:
         facts["gather"] = "reads peers" if built.sync.reads_peers else "collective"
     return facts
+
+
+def _host_ms(built: Contender, ranks: Ranks, repeats: int = 5) -> float:
+    """Median ms until a step has been handed to an idle GPU."""
+    samples = []
+    with without_garbage_collection():
+        for _ in range(repeats):
+            torch.cuda.synchronize(ranks.device)
+            started = time.perf_counter()
+            built.step()
+            samples.append((time.perf_counter() - started) * 1e3)
+    torch.cuda.synchronize(ranks.device)
+    return median(samples)
 
 
 def _communication_alone(name: str, built: Contender | None, ranks: Ranks, repeats: int = 5) -> float | None:

@@ -32,6 +32,7 @@ LADDER_COLUMNS = (
     Column("contender", "contender", instead="status"),
     Column("step_ms", "ms/step", ".2f", "status"),
     Column("middle", "p10-p90"),
+    Column("host_ms", "host ms", ".1f"),
     Column("tokens_per_s", "tokens/s", ",.0f"),
     Column("scaling_interval", "scaling [95%]"),
     Column("exposed_ms", "exposed ms", ".2f"),
@@ -53,6 +54,7 @@ RIVALS_OF = {
 LADDER_NOTES = (
     "alone: a step's reduction with nothing beside it; alone GB/s: what a rank sends, over that time; hidden: the "
     "share of it that does not lengthen the step (below 0: what the reduction costs the compute beside it)",
+    "host ms: how long the CPU is busy with a step on an idle GPU; near ms/step the host is what was measured",
 )
 DDP_NOTES = (
     "scaling: one rank's step time over this one's, same rows per rank; spread: (p90 - p10) / median",
@@ -150,7 +152,9 @@ def ddp_result(rows: Rows, sweep: Rows, ranks: Ranks, overlap: StepTimeline | No
         + "\n"
     )
     shown = [with_units(row) for row in [*rows, *swept]]  # not what the sweep measured again to compare with
-    return BenchResult("ddp", everything, DDP_COLUMNS, files, environment, DDP_NOTES, shown)
+    # Empty columns would take the names' room.
+    columns = [column for column in DDP_COLUMNS if any(row.get(column.key) is not None for row in shown)]
+    return BenchResult("ddp", everything, columns, files, environment, DDP_NOTES, shown)
 
 
 def ladder_markdown(rows: Rows) -> str:

@@ -147,6 +147,7 @@ class StepRow(Row):
     scaling_high: Number | None = None
     exposed_ms: Number | None = None
     communication_alone_ms: NonNegative | None = None
+    host_ms: NonNegative | None = None
     calls_per_step: Count | None = None
     link_bytes: NonNegative | None = None
     expected_link_bytes: NonNegative | None = None

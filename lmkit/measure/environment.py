@@ -10,6 +10,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from lmkit import __version__
+
 PACKAGES = ("torch", "triton", "numpy", "tokenizers", "tiktoken", "transformers")
 GPU_STATE_FIELDS = (
     "clocks.sm",
@@ -28,7 +30,7 @@ def describe_environment() -> dict[str, Any]:
 
     environment: dict[str, Any] = {
         "time_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "lmkit": importlib.metadata.version("lmkit"),
+        "lmkit": __version__,
         "git": git_state(),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
