@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from lmkit.optim.clipping import gradient_norm
-from lmkit.parallel.gradient_hooks import on_gradient
+from lmkit.parallel.gradient_watch import GradientWatch
 from lmkit.parallel.late_step import LateStep
 from lmkit.parallel.packing import ReducingBucket, gradients_of, pack_gradients
 from lmkit.parallel.process_group import Ranks
-from lmkit.parallel.ready_queue import ReadyQueue
 from lmkit.parallel.replicated import ReplicatedSync, present_gradients
 from lmkit.parallel.strategies import MakeOptimizer, SyncOptions
 
@@ -31,18 +28,18 @@ class OverlapSync(ReplicatedSync):
     ranks. Heeds no options.
     """
 
+    _watch: GradientWatch
+
     def __init__(self, ranks: Ranks, options: SyncOptions) -> None:
         super().__init__(ranks, options)
         self._flying: list[ReducingBucket] = []
 
     def _install(self) -> None:
-        self._ready_order: list[int] | None = []  # None once the order is settled
+        self._order_is_settled = False
         self._index_of = {parameter: index for index, parameter in enumerate(self.parameters)}
-        self._handles: list[RemovableHandle] = []
         self._unused: list[int] = []  # this rank has only zeros for them
         # Until the first backward has shown the true order: the last layers' gradients come first.
         self._use_buckets(self._plan_buckets(self.parameters[::-1]))
-        self._watch_every_gradient()
 
     def _plan_buckets(self, in_ready_order: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
         """Which parameters travel together, in the order of launching."""
@@ -54,54 +51,7 @@ class OverlapSync(ReplicatedSync):
     def _use_buckets(self, buckets: list[list[nn.Parameter]]) -> None:
         self._buckets = buckets
         self._last_bytes = sum(parameter.nbytes for parameter in buckets[-1]) if buckets else 0
-        self._queue = ReadyQueue([len(bucket) for bucket in buckets], self._launch, self._forget)
-
-    def _watch_every_gradient(self) -> None:
-        self._watches_all = True
-        self._remove_hooks()
-        self._handles = [
-            on_gradient(parameter, self._on_gradient, index)
-            for index, bucket in enumerate(self._buckets)
-            for parameter in bucket
-        ]
-
-    def _watch_bucket_ends(self) -> None:
-        """A hook per bucket (and one where the pass begins) instead of one per gradient: each costs the host
-        microseconds. Only where a gradient that is there is one that is complete: without accumulation, after
-        `zero_grad(set_to_none=True)`.
-        """
-        self._watches_all = False
-        watched = [self._buckets[0][0], *(bucket[-1] for bucket in self._buckets)] if self._buckets else []
-        self._remove_hooks()
-        self._handles = [on_gradient(parameter, self._on_watched) for parameter in dict.fromkeys(watched)]
-
-    def _remove_hooks(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    # The hooks. Autograd records nothing inside a backward pass; a no_grad there would only cost time.
-
-    def _on_gradient(self, bucket: int, parameter: nn.Parameter) -> None:
-        if self._accumulating:
-            return
-        self._queue.begin()
-        self._queue.mark(bucket)
-        if self._ready_order is not None:
-            self._ready_order.append(self._index_of[parameter])
-
-    def _on_watched(self, parameter: nn.Parameter) -> None:
-        if self._queue.begin() and not self._is_fresh_start(parameter):
-            self._watch_every_gradient()
-        if not self._watches_all:
-            self._queue.launch_while(self._is_complete)
-
-    def _is_fresh_start(self, first: nn.Parameter) -> bool:
-        """Whether a pass begins as the recorded one did, with no gradient but the first: others would be from
-        before, this pass would add to them, and their presence would say nothing."""
-        return first is self._buckets[0][0] and all(p is first or p.grad is None for p in self.parameters)
-
-    def _is_complete(self, index: int) -> bool:
-        return all(parameter.grad is not None for parameter in self._buckets[index])
+        self._watch = GradientWatch(buckets, self._launch, self._forget)
 
     def _launch(self, index: int) -> None:
         bucket = self._buckets[index]
@@ -117,25 +67,18 @@ class OverlapSync(ReplicatedSync):
             tensors = [*tensors, self._used]
         self._flying.append(ReducingBucket(self._averager.all_reduce(tensors), packed))
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        if self.ranks.world_size > 1 and not self._watches_all:
-            self._watch_every_gradient()
-        return super().no_sync()
-
     def _without_gradient(self) -> list[int]:
-        left = self._buckets[self._queue.launched :]
-        return [self._index_of[p] for bucket in left for p in bucket if p.grad is None]
+        return [self._index_of[parameter] for parameter in self._watch.without_gradient()]
 
     def _reduce(self, unused: Sequence[int], *, wait: bool) -> Sequence[int]:
         self._unused = list(unused)
-        self._queue.launch_rest()
+        self._watch.launch_rest()
         self._unused = []
         # The last is not waited for if it is long: a step in two parts costs the host some 0.1 ms.
-        everything = wait or unused or self._ready_order is not None or self._last_bytes < LATE_BYTES
+        everything = wait or unused or not self._order_is_settled or self._last_bytes < LATE_BYTES
         self._wait_for_flying(leave=0 if everything else 1)
-        if self._ready_order is not None:
-            self._settle_order(self._ready_order)
-            self._ready_order = None
+        if not self._order_is_settled:
+            self._settle_order([self._index_of[parameter] for parameter in self._watch.order])
         if not unused:
             return []
         share = self._used.tolist()  # of the ranks; only a rank with unused parameters waits for it
@@ -169,20 +112,19 @@ class OverlapSync(ReplicatedSync):
         mine = mine + [index for index in reversed(range(len(self.parameters))) if index not in seen]
         order = torch.tensor(mine, device=self.ranks.device)
         dist.broadcast(order, src=0)
-        self._use_buckets(self._plan_buckets([self.parameters[index] for index in order.tolist()]))
-        if self._accumulated:
-            self._watch_every_gradient()
-        else:
-            self._watch_bucket_ends()
+        in_ready_order = [self.parameters[index] for index in order.tolist()]
+        self._watch.close()
+        self._use_buckets(self._plan_buckets(in_ready_order))
+        if not self._accumulated:
+            self._watch.watch_ends(in_ready_order)
+        self._order_is_settled = True
 
     def reset(self) -> None:
         if self.ranks.world_size > 1:
             self._forget()
-            self._queue.reset()
+            self._watch.reset()
 
     def _forget(self) -> None:
         for bucket in self._flying:
             bucket.abandon()
         self._flying.clear()
-        if self._ready_order is not None:
-            self._ready_order = []

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch._utils import _unflatten_dense_tensors
 
 from lmkit.parallel.packing import gradients_of
 from lmkit.parallel.process_group import Ranks
@@ -101,7 +102,7 @@ class ShardedBucket:
         if flat.numel() > self.layout.num_elements:
             padding = flat[self.layout.num_elements :]
             padding.zero_()  # it must not carry what the allocator left there
-        torch._foreach_copy_(self._parts(flat), gradients)
+        torch._foreach_copy_(_unflatten_dense_tensors(flat, gradients), gradients)
         return flat
 
     def wait_reduced(self) -> None:

@@ -17,11 +17,10 @@ from torch import nn
 from lmkit.optim.clipping import clip_for
 from lmkit.parallel.accumulation import Accumulates
 from lmkit.parallel.bucketed import MIB, bytes_of, fill_buckets
-from lmkit.parallel.gradient_hooks import on_gradient
+from lmkit.parallel.gradient_watch import GradientWatch
 from lmkit.parallel.lazy_weights import LazyWeights
 from lmkit.parallel.peer_memory import PeerMemory, can_share_memory
 from lmkit.parallel.process_group import Ranks
-from lmkit.parallel.ready_queue import ReadyQueue
 from lmkit.parallel.reduction import Averager, wire_dtype_for
 from lmkit.parallel.replicas import broadcast_model, check_same_model
 from lmkit.parallel.sharded_bucket import ShardedBucket
@@ -49,6 +48,7 @@ class Zero1(Accumulates):
         self._buckets: list[ShardedBucket] = []
         self._optimizer: ShardedOptimizer | None = None
         self._lazy: LazyWeights | None = None
+        self._order_is_settled = False
         self.reads_peers = False
         """Whether weights are gathered by reading the other GPUs' memory; known once there is an optimizer."""
 
@@ -81,12 +81,9 @@ class Zero1(Accumulates):
         gather = self._make_gather(buckets)
         self._buckets = [self._make_bucket(parameters, layout, gather) for parameters, layout in buckets]
         self._bucket_of = {p: i for i, bucket in enumerate(self._buckets) for p in bucket.parameters}
-        self._queue = ReadyQueue(
-            [len(bucket.parameters) for bucket in self._buckets], self._launch, self._forget
+        self._watch = GradientWatch(
+            [bucket.parameters for bucket in self._buckets], self._launch, self._forget
         )
-        self._marked: set[nn.Parameter] = set()
-        for parameter in self._bucket_of:
-            on_gradient(parameter, self._on_gradient)
         self._lazy = lazy = LazyWeights(self._model, self._buckets)
         layouts = ShardLayout(self.ranks.world_size, tuple(bucket.layout for bucket in self._buckets))
         self._optimizer = ShardedOptimizer(make, given, self._buckets[::-1], layouts, self.ranks.rank, gather)
@@ -96,17 +93,22 @@ class Zero1(Accumulates):
     @torch.no_grad()
     def finish(self, *, wait: bool = True) -> None:
         """As the Protocol says; the gradients are then in the optimizer's shards, not in `parameter.grad`."""
+        assert self._watch is not None
+        assert self._optimizer is not None
         parameters = list(self._bucket_of)
-        unused = [i for i, p in enumerate(parameters) if p not in self._marked and p.grad is None]
-        for index in unused:
-            parameters[index].grad = torch.zeros_like(parameters[index])
-        self._queue.launch_rest()
-        self._marked.clear()
+        without = set(self._watch.without_gradient())
+        for parameter in without:
+            parameter.grad = torch.zeros_like(parameter)
+        self._watch.launch_rest()
+        if not self._order_is_settled:
+            self._order_is_settled = True
+            if not self._accumulated:
+                self._watch.watch_ends(list(dict.fromkeys([*self._watch.order, *parameters])))
+        unused = [number for number, parameter in enumerate(parameters) if parameter in without]
         if self.ranks.world_size > 1:
             unused = UsedAnywhere(unused, len(parameters), self.ranks, self.traffic).unused_everywhere()
         if wait:
             self._wait_for_gradients()
-        assert self._optimizer is not None
         self._optimizer.keep = [self._place_of(parameters[index]) for index in unused]
 
     def _wait_for_gradients(self) -> None:
@@ -137,12 +139,12 @@ class Zero1(Accumulates):
 
     def reset(self) -> None:
         self._forget()
-        self._queue.reset()
+        if self._watch is not None:
+            self._watch.reset()
 
     def _forget(self) -> None:
         for bucket in self._buckets:
             bucket.drop_reduced()
-        self._marked.clear()
 
     def _plan(
         self, parameters: Sequence[nn.Parameter], position: dict[nn.Parameter, int]
@@ -188,13 +190,6 @@ class Zero1(Accumulates):
             weight_dtype=weight_dtype,
             wire_dtype=wire_dtype_for(weight_dtype, self.options.wire_dtype),
         )
-
-    def _on_gradient(self, parameter: nn.Parameter) -> None:
-        if self._accumulating:
-            return
-        self._queue.begin()
-        self._queue.mark(self._bucket_of[parameter])
-        self._marked.add(parameter)
 
     def _launch(self, index: int) -> None:
         self._buckets[index].reduce()
