@@ -74,8 +74,9 @@ def trials(base: AttentionOptions) -> Iterator[Trial]:
         for name, projection in (("contiguous", False), ("projection", True)):
             yield Trial(name, 4096, (OURS,), options(head_dim, projection_layout=projection))
     for head_dim in (64, 128):
-        for data in DATA:
-            yield Trial("data", 4096, (OURS, CUDNN), options(head_dim, data=data))
+        for causal in (False, True):
+            for data in DATA:
+                yield Trial("data", 4096, (OURS, CUDNN), options(head_dim, causal=causal, data=data))
     float32 = ("vectorized", OURS, "flash_triton:tf32")
     yield Trial("float32", 8192, float32, options(64, **headline, dtype="fp32"))
     yield Trial("long", 131_072, (OURS, CUDNN), options(64, batch=1, heads=12, kv_heads=12))
@@ -99,7 +100,7 @@ def run_acceptance(
         )
     limits = measure_limits(base.device, ("bf16", "fp16", "fp32", "tf32"))
     environment = describe_environment() | {"limits": limits.as_dict()}
-    rows: Rows = []
+    rows = _host_time_rows()
     todo = list(trials(base))
     for done, trial in enumerate(todo):
         if progress is not None:
@@ -112,7 +113,6 @@ def run_acceptance(
         rows += found
         if journal is not None:
             journal.add(found)
-    rows += _host_time_rows()
     files = row_files("acceptance", rows)
     files["acceptance.md"] = tables(rows)
     files["forward.png"] = forward_picture(rows)

@@ -108,12 +108,16 @@ def _between(slower: str, faster: str) -> Callable[[Rows], float | None]:
 def _on_trained_data(rows: Rows) -> float | None:
     """Our lowest rate on data like a trained model's, in units of that on normal data."""
     chosen = _chosen(rows, set="data", kernel=OURS)
-    normal = {(row["head_dim"], row["direction"]): row["tflops"] for row in chosen if row["data"] == "normal"}
+
+    def case(row: Row) -> tuple[Any, ...]:
+        return row["head_dim"], row["causal"], row["direction"]
+
+    normal = {case(row): row["tflops"] for row in chosen if row["data"] == "normal"}
     return min(
         (
-            row["tflops"] / normal[row["head_dim"], row["direction"]]
+            row["tflops"] / normal[case(row)]
             for row in chosen
-            if row["data"] != "normal" and (row["head_dim"], row["direction"]) in normal
+            if row["data"] != "normal" and case(row) in normal
         ),
         default=None,
     )
@@ -128,7 +132,7 @@ def _error_ratio(*keys: str, normal: bool = True) -> Callable[[Rows], float | No
     def measured(rows: Rows) -> float | None:
         def by_case(kernel: str) -> dict[tuple[Any, ...], Row]:
             chosen = [row for row in _chosen(rows, kernel=kernel) if counts(row)]
-            identity = ("set", "head_dim", "num_keys", "direction", "data")
+            identity = ("set", "head_dim", "num_keys", "causal", "direction", "data")
             return {tuple(row[key] for key in identity): row for row in chosen}
 
         theirs = by_case(CUDNN)
