@@ -91,7 +91,7 @@ NEVER = gl.constexpr(1 << 30)  # a first column that no query reaches
 
 
 class Descriptors(NamedTuple):
-    """Of global memory: (batch, heads, sequence, D); lse and delta flat; dq the scratch that is added to."""
+    """Of global memory: (batch, heads, sequence, at most D); lse and delta flat; dq the scratch that is added to."""
 
     q: tma.tensor_descriptor
     k: tma.tensor_descriptor
@@ -343,9 +343,9 @@ def key_value_gradient_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_d
     """One block per (key tile, key head of the batch), `together` heads at a time (see locate_longest_first).
     Allocates and starts the partitions.
 
-    Descriptors: (batch, heads, sequence, D) in boxes of (1, 1, QUERIES or 128, D); lse_desc and delta_desc
-    flat float32, `padded` rows a head, lse in log2 units with +inf past num_queries, delta times scale;
-    dq_desc float32, rows of 32 (see in_thread_order). TAIL: num_keys is no multiple of 128.
+    Descriptors: (batch, heads, sequence, at most D) in boxes of (1, 1, QUERIES or 128, D), zeros beyond the head;
+    lse_desc and delta_desc flat float32, `padded` rows a head, lse in log2 units with +inf past num_queries, delta
+    times scale; dq_desc float32, rows of 32 (see in_thread_order). TAIL: num_keys is no multiple of 128.
 
     ADD_DQ: for D = 128 only. PACKED_P saves the registers that D = 64 lacks (steps of 128 queries): dV takes P with
     16 bits, and of P for dS only what these do not hold is kept beside them, half a register a number

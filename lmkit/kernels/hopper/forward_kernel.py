@@ -115,7 +115,7 @@ MARGIN_OF_FEW = gl.constexpr(6.0)  # powers of two
 
 
 class Descriptors(NamedTuple):
-    """Of global memory: (batch, heads, sequence, D)."""
+    """Of global memory: (batch, heads, sequence, at most D)."""
 
     q: tma.tensor_descriptor
     k: tma.tensor_descriptor
@@ -391,8 +391,8 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse, num_queries, num_keys, h
                    REGISTERS: gl.constexpr):  # fmt: skip
     """Allocates the slots and barriers and starts the three partitions.
 
-    Descriptors are rank 4, (batch, heads, sequence, D): q and o in boxes of (1, 1, 64, D), k and v of (1,
-    1, KEYS, D). lse: float32 (num_heads, num_queries), natural logarithm. group: query heads per key head.
+    Descriptors are rank 4, (batch, heads, sequence, at most D): q and o in boxes of (1, 1, 64, D), k and v of (1, 1,
+    KEYS, D), zeros beyond the head. lse: float32 (num_heads, num_queries), natural. group: query heads per key head.
     num_heads: over the batch. scale_log2: scale * log2(e). TAIL: num_keys is no multiple of KEYS. OWN_O: O
     leaves through tiles of its own, otherwise through Q's. REGISTERS: a consumer's, after it took the producer's
     share.

@@ -42,7 +42,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lmkit.kernels.hopper.copies import fetch_tile, send_through
-from lmkit.kernels.hopper.fragments import hide_keys
+from lmkit.kernels.hopper.fragments import hide_keys, inside
 from lmkit.kernels.hopper.products import accumulator_layout, issue_product, operand_layout
 from lmkit.kernels.hopper.synchronization import (
     FIRST_NAMED_BARRIER,
@@ -66,7 +66,7 @@ TURN = gl.constexpr(14)  # named barriers 14 and 15: one a warp group
 
 
 class Descriptors(NamedTuple):
-    """Of global memory: (batch, heads, sequence, D)."""
+    """Of global memory: (batch, heads, sequence, HEAD_DIM)."""
 
     q: tma.tensor_descriptor
     k: tma.tensor_descriptor
@@ -127,8 +127,8 @@ def _locate(problem):
 
 @gluon.jit
 def _producer(descriptors, tiles, barriers, problem, pointers, scale_log2, scale, D: gl.constexpr,
-              KEYS: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-              TAIL: gl.constexpr):  # fmt: skip
+              HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+              CAUSAL: gl.constexpr, TAIL: gl.constexpr):  # fmt: skip
     """The copying warp: Q and dO once, then K and V, from the last block that the tile sees to the first."""
     V_FREE: gl.constexpr = K_FREE + K_STAGES
     tile, flat_head = _locate(problem)
@@ -154,8 +154,8 @@ def _producer(descriptors, tiles, barriers, problem, pointers, scale_log2, scale
 
 @gluon.jit
 def _consumers(descriptors, tiles, barriers, problem, pointers, scale_log2, scale, D: gl.constexpr,
-               KEYS: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-               TAIL: gl.constexpr):  # fmt: skip
+               HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+               CAUSAL: gl.constexpr, TAIL: gl.constexpr):  # fmt: skip
     """Both warp groups in one partition of eight warps: rows 0-63 of each (128, N) tile are the first group's."""
     V_FREE: gl.constexpr = K_FREE + K_STAGES
     TURNS: gl.constexpr = D < 256  # not measured with the one slot for V of D = 256
@@ -181,7 +181,8 @@ def _consumers(descriptors, tiles, barriers, problem, pointers, scale_log2, scal
     out_columns = gl.arange(0, D, gl.SliceLayout(0, OUT))
     out_pointers = pointers.out + 8 * (batch * pointers.out_batch + head * pointers.out_head)
     out_offsets = gl.expand_dims(8 * (out_rows * pointers.out_row), 1) + gl.expand_dims(out_columns, 0)
-    o = gl.load(out_pointers + out_offsets, mask=gl.expand_dims(out_rows < num_queries, 1), other=0.0)
+    out_inside = inside(out_rows < num_queries, out_columns, HEAD_DIM)
+    o = gl.load(out_pointers + out_offsets, mask=out_inside, other=0.0)
     q = tiles.q.reshape([QUERIES, D])
     do = tiles.do.reshape([QUERIES, D])
     dq = warpgroup_mma_init(gl.zeros([QUERIES, D], gl.float32, DQ))
@@ -226,15 +227,15 @@ def _consumers(descriptors, tiles, barriers, problem, pointers, scale_log2, scal
 def query_gradient_kernel(q_desc, k_desc, v_desc, do_desc, dq_desc, lse_in, lse_out, delta_out, out,
                           out_batch: gl.int64, out_head: gl.int64, out_row: gl.int64,
                           num_queries, num_keys, padded, batches, heads, group, together, num_query_tiles,
-                          scale_log2, scale, D: gl.constexpr, KEYS: gl.constexpr,
+                          scale_log2, scale, D: gl.constexpr, HEAD_DIM: gl.constexpr, KEYS: gl.constexpr,
                           K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
                           TAIL: gl.constexpr):  # fmt: skip
     """One block per (query tile, head of the batch), `together` heads at a time (see locate_longest_first).
     Allocates and starts the partitions.
 
-    out_batch, out_head, out_row: strides of out in units of 8 elements (so that 16-byte loads are known to
-    be aligned). lse_in: (heads of the batch, num_queries), natural; lse_out, delta_out: (heads of the
-    batch, padded), lse in log2 units, delta times scale.
+    HEAD_DIM: of the tensors; D, the width of their boxes, may be larger. out_batch, out_head, out_row: strides of out
+    in units of 8 elements (so that 16-byte loads are known to be aligned). lse_in: (heads of the batch,
+    num_queries), natural; lse_out, delta_out: (heads of the batch, padded), lse in log2 units, delta times scale.
     """
     gdc_wait()  # for what the kernel before this one wrote
     gdc_launch_dependents()  # the next kernel may start, and waits in its turn
@@ -261,9 +262,9 @@ def query_gradient_kernel(q_desc, k_desc, v_desc, do_desc, dq_desc, lse_in, lse_
     gl.warp_specialize(
         [
             (_consumers, (descriptors, tiles, barriers, problem, pointers, scale_log2, scale,
-                         D, KEYS, K_STAGES, V_STAGES, CAUSAL, TAIL)),
+                         D, HEAD_DIM, KEYS, K_STAGES, V_STAGES, CAUSAL, TAIL)),
             (_producer, (descriptors, tiles, barriers, problem, pointers, scale_log2, scale,
-                         D, KEYS, K_STAGES, V_STAGES, CAUSAL, TAIL)),
+                         D, HEAD_DIM, KEYS, K_STAGES, V_STAGES, CAUSAL, TAIL)),
         ],
         [1],
         [24],

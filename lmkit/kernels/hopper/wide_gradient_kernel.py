@@ -1,4 +1,4 @@
-"""dK and dV of one tile of 64 keys for head_dim 256, where a warp group has registers for one of them only.
+"""dK and dV of one tile of 64 keys for D = 256, where a warp group has registers for one of them only.
 
 Accumulators of 64 x 256 fill 128 registers a thread. So the first warp group holds dV and computes S^T = K
 Q^T and P^T, the second holds dK and computes dP^T = V dO^T and dS^T: each one product from shared memory
@@ -65,7 +65,7 @@ P_THREADS = gl.constexpr(256)  # both warp groups
 
 
 class Descriptors(NamedTuple):
-    """Of global memory: (batch, heads, sequence, D); lse and delta flat."""
+    """Of global memory: (batch, heads, sequence, at most D); lse and delta flat."""
 
     q: tma.tensor_descriptor
     k: tma.tensor_descriptor
@@ -228,7 +228,7 @@ def wide_gradient_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, 
                          D: gl.constexpr, CAUSAL: gl.constexpr, REGISTERS: gl.constexpr):  # fmt: skip
     """One block per (tile of 64 keys, key head of the batch). Allocates and starts the partitions.
 
-    Descriptors: (batch, heads, sequence, D) in boxes of (1, 1, 64, D); lse_desc and delta_desc flat float32
+    Descriptors: (batch, heads, sequence, at most D) in boxes of (1, 1, 64, D); lse_desc and delta_desc flat float32
     in boxes of 64, `padded` rows a head, lse in log2 units with +inf past num_queries, delta times scale.
     """
     gdc_wait()  # for what the kernel before this one wrote
