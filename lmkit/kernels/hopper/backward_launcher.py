@@ -17,7 +17,7 @@ from lmkit.kernels.hopper.forward_launcher import PREPARED_CALLS
 from lmkit.kernels.hopper.launches import Boxes, prepare_launch
 from lmkit.kernels.hopper.narrow_gradient_kernel import narrow_gradient_kernel
 from lmkit.kernels.hopper.query_gradient_kernel import query_gradient_kernel
-from lmkit.kernels.hopper.support import width_of
+from lmkit.kernels.hopper.support import used_of, width_of
 from lmkit.kernels.hopper.tensors import box_strides, strides_in_order_of, suits_copy_engine
 from lmkit.kernels.hopper.wide_gradient_kernel import wide_gradient_kernel
 
@@ -111,7 +111,7 @@ def _prepare(
     """(strides of dq, dk, dv; float32 numbers of scratch; what launches the kernels) for calls of this kind."""
     batch, heads, num_queries, head_dim = q_shape
     _, key_heads, num_keys, _ = k_shape
-    width = width_of(head_dim)
+    width, used = width_of(head_dim), used_of(head_dim)
     config = CONFIGS[width]
     group = heads // key_heads
     flat_heads = batch * heads
@@ -154,7 +154,7 @@ def _prepare(
     if config.wide:
         launch_keys = prepare_launch(
             wide_gradient_kernel, key_grid, [*inputs, *outputs], key_scalars,
-            (width, causal, CONSUMER_REGISTERS), num_warps=4, **options)  # fmt: skip
+            (width, used, causal, CONSUMER_REGISTERS), num_warps=4, **options)  # fmt: skip
     elif narrow:
         launch_keys = prepare_launch(
             narrow_gradient_kernel, key_grid, [*inputs, *outputs, dq_sum], key_scalars,
@@ -162,7 +162,7 @@ def _prepare(
     else:
         launch_keys = prepare_launch(
             key_value_gradient_kernel, key_grid, [*inputs, *outputs, dq_sum], key_scalars,
-            (config.queries, width, causal, ragged, adds_dq, config.packed_p),
+            (config.queries, width, used, causal, ragged, adds_dq, config.packed_p),
             num_warps=8, **options)  # fmt: skip
     if adds_dq:
         pass_grid = (flat_heads, padded // PASS_ROWS)
@@ -180,7 +180,7 @@ def _prepare(
             [queries(q_strides, PADDING), keys(k_strides, config.query_keys), keys(v_strides, config.query_keys),
              queries(dout_strides, PADDING), queries(dq_strides, PADDING), *[torch.float32] * 3, dtype],
             (*eighths(out_strides), *shared, padded // PADDING, scale_log2, scale),
-            (width, head_dim, config.query_keys, config.query_k_stages, config.query_v_stages, causal,
+            (width, head_dim, used, config.query_keys, config.query_k_stages, config.query_v_stages, causal,
              num_keys % config.query_keys != 0), num_warps=8, **options)  # fmt: skip
 
     def start(q, k, v, out, lse, dout, dq, dk, dv, lse_log2):

@@ -11,7 +11,7 @@ from lmkit.kernels.hopper.devices import num_multiprocessors, selected
 from lmkit.kernels.hopper.forward_kernel import ROWS as CONSUMER_ROWS
 from lmkit.kernels.hopper.forward_kernel import forward_kernel
 from lmkit.kernels.hopper.launches import Boxes, prepare_launch
-from lmkit.kernels.hopper.support import width_of
+from lmkit.kernels.hopper.support import used_of, width_of
 from lmkit.kernels.hopper.tensors import box_strides, strides_in_order_of
 
 ROWS = CONSUMER_ROWS.value
@@ -99,8 +99,8 @@ def _prepare(q_shape, q_strides, k_shape, k_strides, v_strides, dtype, device, c
             scale * math.log2(math.e),
         ),
         (
-            *(width, config.keys, config.stages, causal, num_keys % config.keys != 0, config.consumers),
-            *(config.own_o, consumer_registers),
+            *(width, used_of(head_dim), config.keys, config.stages, causal, num_keys % config.keys != 0),
+            *(config.consumers, config.own_o, consumer_registers),
         ),
         num_warps=4,
         maxnreg=registers,

@@ -2,7 +2,8 @@
 
 Head sizes. The kernels are written for heads of 64, 128 and 256 numbers. Others take the next of these WIDTHS: the
 copy engine knows the tensors' true shape, fills the boxes up with zeros, which add nothing to any product, and leaves
-out what would be written beyond the head. The price is products with zeros, at worst half of them (136 in 256).
+out what would be written beyond the head. The price is products with zeros, at worst half of them (136 in 256). Those
+whose sum goes over the columns, S = Q K^T and dP = dO V^T, leave most of the zeros out (`used_of`).
 
 * Multiples of 8: dense tensors of such heads, the outputs among them, have the 16-byte strides that the copy engine
   takes.
@@ -27,6 +28,15 @@ CAPABILITY = (9, 0)
 def width_of(head_dim: int) -> int:
     """The width that heads of this supported size take in the kernels: columns beyond head_dim are zeros."""
     return next(width for width in WIDTHS if head_dim <= width)
+
+
+def used_of(head_dim: int) -> int:
+    """How many of `width_of(head_dim)` columns the products that sum over columns take (`products.issue_scores`).
+
+    Half of them and a power of two, at least the 16 of one step of the tensor cores.
+    """
+    half = width_of(head_dim) // 2
+    return half + next(rest for rest in (16, 32, 64, 128) if head_dim <= half + rest)
 
 
 def unsupported_reason(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:

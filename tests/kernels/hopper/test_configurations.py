@@ -11,7 +11,7 @@ from lmkit.kernels.hopper.forward_launcher import (
     HEAD_DIM_256,
     choose_config,
 )
-from lmkit.kernels.hopper.support import HEAD_DIMS, WIDTHS, width_of
+from lmkit.kernels.hopper.support import HEAD_DIMS, WIDTHS, used_of, width_of
 
 
 @pytest.mark.parametrize(
@@ -37,11 +37,25 @@ def test_wider_heads_have_one_configuration(head_dim, config, num_queries, causa
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "width"), [(40, 64), (64, 64), (72, 128), (96, 128), (128, 128), (136, 256), (256, 256)]
+    ("head_dim", "width", "used"),
+    [
+        (40, 64, 48),
+        (56, 64, 64),
+        (64, 64, 64),
+        (72, 128, 80),
+        (80, 128, 80),
+        (96, 128, 96),
+        (112, 128, 128),
+        (128, 128, 128),
+        (136, 256, 144),
+        (168, 256, 192),
+        (256, 256, 256),
+    ],
 )
-def test_heads_take_the_next_width(head_dim, width):
+def test_heads_take_the_next_width(head_dim, width, used):
     assert head_dim in HEAD_DIMS
     assert width_of(head_dim) == width
+    assert used_of(head_dim) == used
 
 
 def test_every_width_is_a_head_dim():

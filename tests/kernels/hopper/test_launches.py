@@ -25,7 +25,7 @@ def test_prepared_launch_is_tritons_own(stand_in_gpu):
     rows, keys = (1, 1, 64, 64), (1, 1, 128, 64)
     tensors = [(q, rows), (k, keys), (v, keys), (out, rows)]
     scalars = (128, 128, 4, 1, 1, 8, 0.18)
-    constants = (64, 128, 2, True, False, 2, True, 240)
+    constants = (64, 64, 128, 2, True, False, 2, True, 240)
     options = {"num_warps": 4, "maxnreg": 168, "launch_pdl": True}
 
     boxes = [Boxes(x.shape, x.stride(), x.dtype, box) for x, box in tensors]
