@@ -197,4 +197,4 @@ def test_refusals_name_what_is_supported(random_inputs):
         function(*random_inputs(head_dim=512)[:3], causal=True)
     assert "head_dim 1 to 256" in caught.value.hint
     with pytest.raises(UsageError, match="cannot run"):
-        function(*random_inputs(head_dim=40)[:3], causal=True, implementation="hopper")
+        function(*random_inputs(head_dim=20)[:3], causal=True, implementation="hopper")

@@ -66,7 +66,13 @@ from lmkit.kernels.hopper.fragments import (
     pack_pairs,
     unpack_pairs,
 )
-from lmkit.kernels.hopper.products import accumulator_layout, issue_product, operand_layout
+from lmkit.kernels.hopper.products import (
+    accumulator_layout,
+    count_scores_products,
+    issue_product,
+    issue_scores,
+    operand_layout,
+)
 from lmkit.kernels.hopper.synchronization import (
     FIRST_NAMED_BARRIER,
     SLOT_THREADS,
@@ -91,7 +97,7 @@ NEVER = gl.constexpr(1 << 30)  # a first column that no query reaches
 
 
 class Descriptors(NamedTuple):
-    """Of global memory: (batch, heads, sequence, D); lse and delta flat; dq the scratch that is added to."""
+    """Of global memory: (batch, heads, sequence, at most D); lse and delta flat; dq the scratch that is added to."""
 
     q: tma.tensor_descriptor
     k: tma.tensor_descriptor
@@ -205,7 +211,7 @@ def stream_queries(descriptors, tiles, barriers, problem, work,
 
 @gluon.jit
 def _producer(descriptors, tiles, barriers, problem, scale_log2, scale,
-              QUERIES: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr,
+              QUERIES: gl.constexpr, D: gl.constexpr, USED: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr,
               ADD_DQ: gl.constexpr, PACKED_P: gl.constexpr):  # fmt: skip
     """The copying warp: K and V once, then Q and dO tile after tile."""
     work = locate_work(problem, QUERIES, CAUSAL)
@@ -219,12 +225,13 @@ def _producer(descriptors, tiles, barriers, problem, scale_log2, scale,
 
 @gluon.jit
 def _consumers(descriptors, tiles, barriers, problem, scale_log2, scale,
-               QUERIES: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr,
+               QUERIES: gl.constexpr, D: gl.constexpr, USED: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr,
                ADD_DQ: gl.constexpr, PACKED_P: gl.constexpr):  # fmt: skip
     """Both warp groups in one partition of eight warps: rows 0-63 of each (128, N) tile are the first
     group's."""
     DTYPE: gl.constexpr = descriptors.q.dtype
     SCORES: gl.constexpr = accumulator_layout(QUERIES, 8)
+    SCORES_PRODUCTS: gl.constexpr = count_scores_products(USED, D)
     GRADIENT: gl.constexpr = accumulator_layout(D, 8)
     OPERAND: gl.constexpr = operand_layout(GRADIENT)
     DQ: gl.constexpr = accumulator_layout(
@@ -252,19 +259,19 @@ def _consumers(descriptors, tiles, barriers, problem, scale_log2, scale,
         mbarrier.wait(barriers.q_full.index(slot), phase)
         if not ADD_DQ:
             take_turn(TURN)
-        score_job = issue_product(k, q.permute((1, 0)), SCORES)
+        score_job = issue_scores(k, q, USED, SCORES)
         lse = tiles.lse.index(slot).load(COLUMN)
         if PACKED_P:  # short of registers: have dK of the previous step out of the way first
-            dk = warpgroup_mma_wait(1, deps=[dk])
+            dk = warpgroup_mma_wait(SCORES_PRODUCTS, deps=[dk])
             named_barrier_arrive(Q_FREE + (step + STAGES - 1) % STAGES, SLOT_THREADS)
         mbarrier.wait(barriers.do_full.index(slot), phase)
-        dp_job = issue_product(v, do.permute((1, 0)), SCORES)
+        dp_job = issue_scores(v, do, USED, SCORES)
         if not ADD_DQ:
             pass_turn(TURN)
         if PACKED_P:
-            scores = warpgroup_mma_wait(1, deps=[score_job])
+            scores = warpgroup_mma_wait(SCORES_PRODUCTS, deps=[score_job])
         else:
-            scores, dk = warpgroup_mma_wait(1, deps=[score_job, dk])
+            scores, dk = warpgroup_mma_wait(SCORES_PRODUCTS, deps=[score_job, dk])
             named_barrier_arrive(Q_FREE + (step + STAGES - 1) % STAGES, SLOT_THREADS)
         exponent = scores * scale_log2 - gl.expand_dims(lse, 0)  # (128 keys, QUERIES): transposed
         if CAUSAL:
@@ -338,19 +345,21 @@ def _consumers(descriptors, tiles, barriers, problem, scale_log2, scale,
 def key_value_gradient_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc,
                               num_queries, num_keys, padded, batches, heads, group, together, num_query_tiles,
                               num_key_tiles, scale_log2, scale,
-                              QUERIES: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr,
-                              ADD_DQ: gl.constexpr, PACKED_P: gl.constexpr):  # fmt: skip
+                              QUERIES: gl.constexpr, D: gl.constexpr, USED: gl.constexpr, CAUSAL: gl.constexpr,
+                              TAIL: gl.constexpr, ADD_DQ: gl.constexpr, PACKED_P: gl.constexpr):  # fmt: skip
     """One block per (key tile, key head of the batch), `together` heads at a time (see locate_longest_first).
     Allocates and starts the partitions.
 
-    Descriptors: (batch, heads, sequence, D) in boxes of (1, 1, QUERIES or 128, D); lse_desc and delta_desc
-    flat float32, `padded` rows a head, lse in log2 units with +inf past num_queries, delta times scale;
-    dq_desc float32, rows of 32 (see in_thread_order). TAIL: num_keys is no multiple of 128.
+    Descriptors: (batch, heads, sequence, at most D) in boxes of (1, 1, QUERIES or 128, D), zeros beyond the head;
+    lse_desc and delta_desc flat float32, `padded` rows a head, lse in log2 units with +inf past num_queries, delta
+    times scale; dq_desc float32, rows of 32 (see in_thread_order). TAIL: num_keys is no multiple of 128.
 
-    ADD_DQ: for D = 128 only. PACKED_P saves the registers that D = 64 lacks (steps of 128 queries): dV takes P with
-    16 bits, and of P for dS only what these do not hold is kept beside them, half a register a number
-    (`fragments.keep_pairs`). With bfloat16 that is 24 of float32's 32 bits, its exponent among them: dK of a key that
-    hardly anybody attends to is as precise as any.
+    USED: of the D columns S and dP take these (see issue_scores). ADD_DQ: for D = 128 only.
+
+    PACKED_P saves the registers that D = 64 lacks (steps of 128 queries): dV takes P with 16 bits, and of P for dS
+    only what these do not hold is kept beside them, half a register a number (`fragments.keep_pairs`). With bfloat16
+    that is 24 of float32's 32 bits, its exponent among them: dK of a key that hardly anybody attends to is as precise
+    as any.
     """
     gdc_wait()  # for what the kernel before this one wrote
     gdc_launch_dependents()  # the next kernel may start, and waits in its turn
@@ -387,9 +396,9 @@ def key_value_gradient_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_d
     gl.warp_specialize(
         [
             (_consumers, (descriptors, tiles, barriers, problem, scale_log2, scale,
-                         QUERIES, D, CAUSAL, TAIL, ADD_DQ, PACKED_P)),
+                         QUERIES, D, USED, CAUSAL, TAIL, ADD_DQ, PACKED_P)),
             (_producer, (descriptors, tiles, barriers, problem, scale_log2, scale,
-                         QUERIES, D, CAUSAL, TAIL, ADD_DQ, PACKED_P)),
+                         QUERIES, D, USED, CAUSAL, TAIL, ADD_DQ, PACKED_P)),
         ],
         [1],
         [24],

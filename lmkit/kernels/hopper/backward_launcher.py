@@ -17,6 +17,7 @@ from lmkit.kernels.hopper.forward_launcher import PREPARED_CALLS
 from lmkit.kernels.hopper.launches import Boxes, prepare_launch
 from lmkit.kernels.hopper.narrow_gradient_kernel import narrow_gradient_kernel
 from lmkit.kernels.hopper.query_gradient_kernel import query_gradient_kernel
+from lmkit.kernels.hopper.support import used_of, width_of
 from lmkit.kernels.hopper.tensors import box_strides, strides_in_order_of, suits_copy_engine
 from lmkit.kernels.hopper.wide_gradient_kernel import wide_gradient_kernel
 
@@ -30,7 +31,7 @@ TOKENS_TOGETHER = 16384
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """What differs between head sizes.
+    """What differs between the widths of heads.
 
     queries, keys: of a step of the dK/dV kernel; packed_p: see there. query_*: keys and slots of the dQ
     kernel. narrow: the fast way is `narrow_gradient_kernel`'s. wide: dK and dV are `wide_gradient_kernel`'s, always
@@ -110,7 +111,8 @@ def _prepare(
     """(strides of dq, dk, dv; float32 numbers of scratch; what launches the kernels) for calls of this kind."""
     batch, heads, num_queries, head_dim = q_shape
     _, key_heads, num_keys, _ = k_shape
-    config = CONFIGS[head_dim]
+    width, used = width_of(head_dim), used_of(head_dim)
+    config = CONFIGS[width]
     group = heads // key_heads
     flat_heads = batch * heads
     padded = triton.cdiv(num_queries, PADDING) * PADDING
@@ -127,10 +129,10 @@ def _prepare(
     narrow = adds_dq and config.narrow
 
     def queries(strides, rows):
-        return Boxes(q_shape, box_strides(q_shape, strides, dtype.itemsize), dtype, (1, 1, rows, head_dim))
+        return Boxes(q_shape, box_strides(q_shape, strides, dtype.itemsize), dtype, (1, 1, rows, width))
 
     def keys(strides, rows):
-        return Boxes(k_shape, box_strides(k_shape, strides, dtype.itemsize), dtype, (1, 1, rows, head_dim))
+        return Boxes(k_shape, box_strides(k_shape, strides, dtype.itemsize), dtype, (1, 1, rows, width))
 
     def eighths(strides):
         return tuple(stride // 8 for stride in box_strides(q_shape, strides, dtype.itemsize)[:3])
@@ -138,11 +140,11 @@ def _prepare(
     # The scratch: lse in log2 units, delta, and where dQ is added up its sum
     plane = flat_heads * padded
     delta_offset, sum_offset = 4 * plane, 8 * plane  # bytes; a plane is a multiple of 512 bytes
-    sum_rows = plane * head_dim // 32 if adds_dq else config.queries * head_dim // 32  # or what one box needs
+    sum_rows = plane * width // 32 if adds_dq else config.queries * width // 32  # or what one box needs
     rows = Boxes((plane,), (1,), torch.float32, (config.queries,))
     parts = 2 if narrow else 1  # there each consumer copies its own keys and its own queries' dQ
     part_keys, part_queries = config.keys // parts, config.queries // parts
-    dq_sum = Boxes((sum_rows, 32), (32, 1), torch.float32, (part_queries * head_dim // 32, 32))
+    dq_sum = Boxes((sum_rows, 32), (32, 1), torch.float32, (part_queries * width // 32, 32))
     inputs = [queries(q_strides, config.queries), keys(k_strides, part_keys), keys(v_strides, part_keys),
               queries(dout_strides, config.queries), rows, rows]  # fmt: skip
     outputs = [keys(dk_strides, part_keys), keys(dv_strides, part_keys)]
@@ -152,7 +154,7 @@ def _prepare(
     if config.wide:
         launch_keys = prepare_launch(
             wide_gradient_kernel, key_grid, [*inputs, *outputs], key_scalars,
-            (head_dim, causal, CONSUMER_REGISTERS), num_warps=4, **options)  # fmt: skip
+            (width, used, causal, CONSUMER_REGISTERS), num_warps=4, **options)  # fmt: skip
     elif narrow:
         launch_keys = prepare_launch(
             narrow_gradient_kernel, key_grid, [*inputs, *outputs, dq_sum], key_scalars,
@@ -160,25 +162,25 @@ def _prepare(
     else:
         launch_keys = prepare_launch(
             key_value_gradient_kernel, key_grid, [*inputs, *outputs, dq_sum], key_scalars,
-            (config.queries, head_dim, causal, ragged, adds_dq, config.packed_p),
+            (config.queries, width, used, causal, ragged, adds_dq, config.packed_p),
             num_warps=8, **options)  # fmt: skip
     if adds_dq:
         pass_grid = (flat_heads, padded // PASS_ROWS)
         launch_prepare = prepare_launch(
             prepare_kernel, pass_grid, [dtype, dtype, *[torch.float32] * 4],
             (num_queries, padded, heads, scale, *eighths(out_strides), *eighths(dout_strides)),
-            (head_dim, PASS_ROWS), num_warps=4, launch_pdl=True)  # fmt: skip
+            (width, head_dim, PASS_ROWS), num_warps=4, launch_pdl=True)  # fmt: skip
         launch_finish = prepare_launch(
             finish_kernel, pass_grid, [torch.float32, dtype],
             (num_queries, padded, heads, *eighths(dq_strides)),
-            (head_dim, PASS_ROWS), num_warps=4, launch_pdl=True)  # fmt: skip
+            (width, head_dim, PASS_ROWS), num_warps=4, launch_pdl=True)  # fmt: skip
     else:
         launch_queries = prepare_launch(
             query_gradient_kernel, (plane // PADDING, 1),
             [queries(q_strides, PADDING), keys(k_strides, config.query_keys), keys(v_strides, config.query_keys),
              queries(dout_strides, PADDING), queries(dq_strides, PADDING), *[torch.float32] * 3, dtype],
             (*eighths(out_strides), *shared, padded // PADDING, scale_log2, scale),
-            (head_dim, config.query_keys, config.query_k_stages, config.query_v_stages, causal,
+            (width, head_dim, used, config.query_keys, config.query_k_stages, config.query_v_stages, causal,
              num_keys % config.query_keys != 0), num_warps=8, **options)  # fmt: skip
 
     def start(q, k, v, out, lse, dout, dq, dk, dv, lse_log2):

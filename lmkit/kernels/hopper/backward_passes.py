@@ -2,7 +2,8 @@
 to 16 bits.
 
 Strides come in units of 8 elements, so that 16-byte accesses are known to be aligned. Heads go along the
-grid's first axis, the only one that takes more than 65,535.
+grid's first axis, the only one that takes more than 65,535. D is the width that heads take in the kernels and in the
+sum of dQ, HEAD_DIM what of it is theirs (`support.width_of`).
 """
 
 import triton
@@ -14,12 +15,21 @@ from lmkit.kernels.tiles import LOG2_E
 ROWS = 32  # query rows of one program
 
 
+@triton.jit
+def _inside(valid, columns, HEAD_DIM: tl.constexpr):
+    """(ROWS, D): which elements are of a valid row and of the first HEAD_DIM columns."""
+    kept = valid[:, None]
+    if columns.shape[0] > HEAD_DIM:
+        kept = kept & (columns < HEAD_DIM)[None, :]
+    return kept
+
+
 @triton.jit(do_not_specialize=["num_queries", "padded", "heads", "scale", "out_batch", "out_head", "out_row",
                                "dout_batch", "dout_head", "dout_row"])  # fmt: skip
 def prepare_kernel(out, dout, lse_in, lse_out, delta_out, dq_sum, num_queries, padded, heads, scale,
                    out_batch: tl.int64, out_head: tl.int64, out_row: tl.int64,
                    dout_batch: tl.int64, dout_head: tl.int64, dout_row: tl.int64,
-                   D: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+                   D: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """delta = scale rowsum(dO * O); lse in log2 units, +inf past the last query (there P = 0); and zeros for the
     sum of dQ."""
     gdc_wait()  # for what the kernel before this one wrote
@@ -30,15 +40,16 @@ def prepare_kernel(out, dout, lse_in, lse_out, delta_out, dq_sum, num_queries, p
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, D)
     valid = rows < num_queries
+    inside = _inside(valid, columns, HEAD_DIM)
     wide = rows[:, None].to(tl.int64)
     o = tl.load(
         out + 8 * (batch * out_batch + head * out_head + wide * out_row) + columns,
-        mask=valid[:, None],
+        mask=inside,
         other=0.0,
     )
     do = tl.load(
         dout + 8 * (batch * dout_batch + head * dout_head + wide * dout_row) + columns,
-        mask=valid[:, None],
+        mask=inside,
         other=0.0,
     )
     tl.store(delta_out + flat_head * padded + rows, scale * tl.sum(o.to(tl.float32) * do.to(tl.float32), 1))
@@ -49,7 +60,7 @@ def prepare_kernel(out, dout, lse_in, lse_out, delta_out, dq_sum, num_queries, p
 
 @triton.jit(do_not_specialize=["num_queries", "padded", "heads", "dq_batch", "dq_head", "dq_row"])
 def finish_kernel(dq_sum, dq, num_queries, padded, heads, dq_batch: tl.int64, dq_head: tl.int64,
-                  dq_row: tl.int64, D: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+                  dq_row: tl.int64, D: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """dQ from its sum, rounded once. The sum comes in patches of 16 x 8 as `fragments.in_thread_order` lays them."""
     gdc_wait()  # for what the kernel before this one wrote
     gdc_launch_dependents()  # the next kernel may start, and waits in its turn
@@ -63,4 +74,5 @@ def finish_kernel(dq_sum, dq, num_queries, padded, heads, dq_batch: tl.int64, dq
     target = (
         dq + 8 * ((flat_head // heads) * dq_batch + (flat_head % heads) * dq_head + wide * dq_row) + columns
     )
-    tl.store(target, total.to(dq.dtype.element_ty), mask=(rows < num_queries)[:, None])
+    inside = _inside(rows < num_queries, columns, HEAD_DIM)
+    tl.store(target, total.to(dq.dtype.element_ty), mask=inside)

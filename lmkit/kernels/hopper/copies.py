@@ -1,8 +1,8 @@
 """Tiles on their way between global and shared memory, by the copy engine (TMA).
 
-Tensors are (batch, heads, sequence, D), copied in boxes of (1, 1, rows, D); what lies outside of a tensor reads
-as zeros and is not written. A `full` mbarrier has one arrival a phase, the `expect` here: the phase completes
-when the bytes that it announces have landed.
+Tensors are (batch, heads, sequence, head_dim), copied in boxes of (1, 1, rows, D); what lies outside of a tensor,
+rows past its end and columns past its head_dim, reads as zeros and is not written. A `full` mbarrier has one
+arrival a phase, the `expect` here: the phase completes when the bytes that it announces, a whole box's, have landed.
 """
 
 from triton.experimental import gluon

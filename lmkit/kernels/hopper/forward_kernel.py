@@ -86,7 +86,7 @@ from lmkit.kernels.hopper.fragments import (
     sum_within_threads,
     unpack_pairs,
 )
-from lmkit.kernels.hopper.products import accumulator_layout, issue_product, operand_layout
+from lmkit.kernels.hopper.products import accumulator_layout, issue_scores, operand_layout
 from lmkit.kernels.hopper.synchronization import (
     FIRST_NAMED_BARRIER,
     allocate_mbarriers,
@@ -115,7 +115,7 @@ MARGIN_OF_FEW = gl.constexpr(6.0)  # powers of two
 
 
 class Descriptors(NamedTuple):
-    """Of global memory: (batch, heads, sequence, D)."""
+    """Of global memory: (batch, heads, sequence, at most D)."""
 
     q: tma.tensor_descriptor
     k: tma.tensor_descriptor
@@ -163,8 +163,8 @@ def lift_above(dtype):
 
 @gluon.jit
 def _producer(descriptors, tiles, barriers, problem, lse, scale_log2, D: gl.constexpr,
-              KEYS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr,
-              CONSUMERS: gl.constexpr, OWN_O: gl.constexpr):  # fmt: skip
+              USED: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+              TAIL: gl.constexpr, CONSUMERS: gl.constexpr, OWN_O: gl.constexpr):  # fmt: skip
     """The copying warp. K before Q in the first turn: the consumers' last step with the old Q hides both."""
     TILE: gl.constexpr = ROWS * CONSUMERS
     block = 0
@@ -234,8 +234,8 @@ def _raise_references(
 
 @gluon.jit
 def _consumer(index: gl.constexpr, descriptors, tiles, barriers, problem, lse, scale_log2, D: gl.constexpr,
-              KEYS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr,
-              CONSUMERS: gl.constexpr, OWN_O: gl.constexpr):  # fmt: skip
+              USED: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+              TAIL: gl.constexpr, CONSUMERS: gl.constexpr, OWN_O: gl.constexpr):  # fmt: skip
     """One warp group: 64 rows of every tile. `block` counts key blocks over all tiles: slot and phase
     follow from it.
 
@@ -291,7 +291,7 @@ def _consumer(index: gl.constexpr, descriptors, tiles, barriers, problem, lse, s
             if i == 0:  # a block that lifts had its turn in the inner loop
                 _take_turn(index, CONSUMERS)
             k = tiles.k.index(slot).reshape([KEYS, D])
-            score_job = issue_product(q, k.permute((1, 0)), SCORES)
+            score_job = issue_scores(q, k, USED, SCORES)
             if i == 0:
                 _pass_turn(index, CONSUMERS)
             scores = warpgroup_mma_wait(0, deps=[score_job])  # (64 queries, KEYS)
@@ -322,7 +322,7 @@ def _consumer(index: gl.constexpr, descriptors, tiles, barriers, problem, lse, s
                 _take_turn(index, CONSUMERS)
                 k = tiles.k.index(slot).reshape([KEYS, D])
                 v = tiles.v.index(previous).reshape([KEYS, D])
-                score_job = issue_product(q, k.permute((1, 0)), SCORES)
+                score_job = issue_scores(q, k, USED, SCORES)
                 out_job = warpgroup_mma(probabilities, v, acc, is_async=True)
                 _pass_turn(index, CONSUMERS)
                 scores = warpgroup_mma_wait(1, deps=[score_job])
@@ -386,16 +386,16 @@ def _consumer(index: gl.constexpr, descriptors, tiles, barriers, problem, lse, s
 @gluon.jit(do_not_specialize=["num_queries", "num_keys", "heads", "group", "num_tiles", "num_heads"])
 def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse, num_queries, num_keys, heads, group, num_tiles,
                    num_heads, scale_log2,
-                   D: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-                   TAIL: gl.constexpr, CONSUMERS: gl.constexpr, OWN_O: gl.constexpr,
+                   D: gl.constexpr, USED: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+                   CAUSAL: gl.constexpr, TAIL: gl.constexpr, CONSUMERS: gl.constexpr, OWN_O: gl.constexpr,
                    REGISTERS: gl.constexpr):  # fmt: skip
     """Allocates the slots and barriers and starts the three partitions.
 
-    Descriptors are rank 4, (batch, heads, sequence, D): q and o in boxes of (1, 1, 64, D), k and v of (1,
-    1, KEYS, D). lse: float32 (num_heads, num_queries), natural logarithm. group: query heads per key head.
+    Descriptors are rank 4, (batch, heads, sequence, at most D): q and o in boxes of (1, 1, 64, D), k and v of (1, 1,
+    KEYS, D), zeros beyond the head. lse: float32 (num_heads, num_queries), natural. group: query heads per key head.
     num_heads: over the batch. scale_log2: scale * log2(e). TAIL: num_keys is no multiple of KEYS. OWN_O: O
     leaves through tiles of its own, otherwise through Q's. REGISTERS: a consumer's, after it took the producer's
-    share.
+    share. USED: of the D columns S = Q K^T takes these (see issue_scores).
     """
     gdc_wait()  # for what the kernel before this one wrote
     gdc_launch_dependents()  # the next kernel may start, and waits in its turn
@@ -430,11 +430,11 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse, num_queries, num_keys, h
         gl.warp_specialize(
             [
                 (_consumer, (0, descriptors, tiles, barriers, problem, lse, scale_log2,
-                             D, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O)),
+                             D, USED, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O)),
                 (_consumer, (1, descriptors, tiles, barriers, problem, lse, scale_log2,
-                             D, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O)),
+                             D, USED, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O)),
                 (_producer, (descriptors, tiles, barriers, problem, lse, scale_log2,
-                             D, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O)),
+                             D, USED, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O)),
             ],
             [4, 1],
             [REGISTERS, 24],
@@ -443,13 +443,13 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse, num_queries, num_keys, h
         gl.warp_specialize(
             [
                 (_consumer, (0, descriptors, tiles, barriers, problem, lse, scale_log2,
-                             D, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O)),
+                             D, USED, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O)),
                 (_consumer, (1, descriptors, tiles, barriers, problem, lse, scale_log2,
-                             D, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O)),
+                             D, USED, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O)),
                 (_consumer, (2, descriptors, tiles, barriers, problem, lse, scale_log2,
-                             D, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O)),
+                             D, USED, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O)),
                 (_producer, (descriptors, tiles, barriers, problem, lse, scale_log2,
-                             D, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O)),
+                             D, USED, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 24],

@@ -11,6 +11,7 @@ from lmkit.kernels.hopper.devices import num_multiprocessors, selected
 from lmkit.kernels.hopper.forward_kernel import ROWS as CONSUMER_ROWS
 from lmkit.kernels.hopper.forward_kernel import forward_kernel
 from lmkit.kernels.hopper.launches import Boxes, prepare_launch
+from lmkit.kernels.hopper.support import used_of, width_of
 from lmkit.kernels.hopper.tensors import box_strides, strides_in_order_of
 
 ROWS = CONSUMER_ROWS.value
@@ -40,10 +41,10 @@ SHORT_CAUSAL = 2048  # queries
 SHORT_FULL = 768
 
 
-def choose_config(head_dim: int, num_queries: int, causal: bool) -> ForwardConfig:
-    """The fastest of the shipped configurations, as measured on an H200."""
-    if head_dim > 64:
-        return HEAD_DIM_256 if head_dim == 256 else HEAD_DIM_128
+def choose_config(width: int, num_queries: int, causal: bool) -> ForwardConfig:
+    """The fastest of the shipped configurations, as measured on an H200 with heads of 64, 128 and 256."""
+    if width > 64:
+        return HEAD_DIM_256 if width == 256 else HEAD_DIM_128
     if num_queries < (SHORT_CAUSAL if causal else SHORT_FULL):
         return HEAD_DIM_64_SHORT
     return HEAD_DIM_64
@@ -75,11 +76,12 @@ def _prepare(q_shape, q_strides, k_shape, k_strides, v_strides, dtype, device, c
     """(strides of the output, shape and strides of the log-sum-exp, launch) for calls of this kind."""
     batch, heads, num_queries, head_dim = q_shape
     num_keys = k_shape[2]
-    config = choose_config(head_dim, num_queries, causal)
+    width = width_of(head_dim)
+    config = choose_config(width, num_queries, causal)
     registers, consumer_registers = REGISTERS[config.consumers]
     num_tiles = triton.cdiv(num_queries, ROWS * config.consumers)
     units = batch * heads * ((num_tiles + 1) // 2 if causal else num_tiles)
-    rows, keys = (1, 1, ROWS, head_dim), (1, 1, config.keys, head_dim)
+    rows, keys = (1, 1, ROWS, width), (1, 1, config.keys, width)
     out_strides = strides_in_order_of(q_shape, q_strides)
 
     def boxes(shape, strides, box):
@@ -97,8 +99,8 @@ def _prepare(q_shape, q_strides, k_shape, k_strides, v_strides, dtype, device, c
             scale * math.log2(math.e),
         ),
         (
-            *(head_dim, config.keys, config.stages, causal, num_keys % config.keys != 0, config.consumers),
-            *(config.own_o, consumer_registers),
+            *(width, used_of(head_dim), config.keys, config.stages, causal, num_keys % config.keys != 0),
+            *(config.consumers, config.own_o, consumer_registers),
         ),
         num_warps=4,
         maxnreg=registers,

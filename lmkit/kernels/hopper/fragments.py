@@ -260,3 +260,12 @@ def left_and_right(tile):
     """(rows, N) -> twice (rows, N / 2), within threads: the first columns, the last ones."""
     halves = tile.reshape([tile.shape[0], 2, tile.shape[1] // 2])
     return gl.split(halves.permute((0, 2, 1)))
+
+
+@gluon.jit
+def inside(valid, columns, HEAD_DIM: gl.constexpr):
+    """(rows, N): which elements are of a valid row and of the first HEAD_DIM columns."""
+    kept = gl.expand_dims(valid, 1)
+    if columns.shape[0] > HEAD_DIM:
+        kept = kept & gl.expand_dims(columns < HEAD_DIM, 0)
+    return kept

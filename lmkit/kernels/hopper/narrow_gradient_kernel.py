@@ -1,4 +1,4 @@
-"""The fast backward for head_dim 64: dK and dV of one tile of 128 keys, and its share of dQ, by two warp groups that
+"""The fast backward for D = 64: dK and dV of one tile of 128 keys, and its share of dQ, by two warp groups that
 need not stay in step.
 
 The mathematics, the transposes, the producer and the sum of dQ are those of `backward_kernel`. But D = 64 has twice

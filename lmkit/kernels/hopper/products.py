@@ -28,3 +28,29 @@ def issue_product(a, b, LAYOUT: gl.constexpr):
     columns: gl.constexpr = b.shape[1]
     zeros = gl.zeros([rows, columns], gl.float32, LAYOUT)
     return warpgroup_mma(a, b, zeros, use_acc=False, is_async=True)
+
+
+@gluon.constexpr_function
+def count_scores_products(USED, D):
+    """How many products `issue_scores` is to those who wait for what was issued before it."""
+    return 1 if USED == D else 2
+
+
+@gluon.jit
+def issue_scores(a, b, USED: gl.constexpr, LAYOUT: gl.constexpr):
+    """`issue_product` of a and the transposed b, (rows, D) each, zeros from column USED on (see `support.used_of`).
+
+    Without these it is a product of the first half of the columns and one of what is left. (Not so in
+    `narrow_gradient_kernel`, which multiplies all columns: it would spill up to 32 bytes more.)
+    """
+    D: gl.constexpr = a.shape[1]
+    if USED == D:
+        job = issue_product(a, b.permute((1, 0)), LAYOUT)
+    else:
+        HALF: gl.constexpr = D // 2
+        REST: gl.constexpr = USED - HALF
+        job = issue_product(a.slice(0, HALF, 1), b.slice(0, HALF, 1).permute((1, 0)), LAYOUT)
+        job = warpgroup_mma(
+            a.slice(HALF, REST, 1), b.slice(HALF, REST, 1).permute((1, 0)), job, is_async=True
+        )
+    return job

@@ -42,8 +42,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lmkit.kernels.hopper.copies import fetch_tile, send_through
-from lmkit.kernels.hopper.fragments import hide_keys
-from lmkit.kernels.hopper.products import accumulator_layout, issue_product, operand_layout
+from lmkit.kernels.hopper.fragments import hide_keys, inside
+from lmkit.kernels.hopper.products import (
+    accumulator_layout,
+    count_scores_products,
+    issue_scores,
+    operand_layout,
+)
 from lmkit.kernels.hopper.synchronization import (
     FIRST_NAMED_BARRIER,
     SLOT_THREADS,
@@ -66,7 +71,7 @@ TURN = gl.constexpr(14)  # named barriers 14 and 15: one a warp group
 
 
 class Descriptors(NamedTuple):
-    """Of global memory: (batch, heads, sequence, D)."""
+    """Of global memory: (batch, heads, sequence, HEAD_DIM)."""
 
     q: tma.tensor_descriptor
     k: tma.tensor_descriptor
@@ -127,8 +132,8 @@ def _locate(problem):
 
 @gluon.jit
 def _producer(descriptors, tiles, barriers, problem, pointers, scale_log2, scale, D: gl.constexpr,
-              KEYS: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-              TAIL: gl.constexpr):  # fmt: skip
+              HEAD_DIM: gl.constexpr, USED: gl.constexpr, KEYS: gl.constexpr, K_STAGES: gl.constexpr,
+              V_STAGES: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr):  # fmt: skip
     """The copying warp: Q and dO once, then K and V, from the last block that the tile sees to the first."""
     V_FREE: gl.constexpr = K_FREE + K_STAGES
     tile, flat_head = _locate(problem)
@@ -154,13 +159,14 @@ def _producer(descriptors, tiles, barriers, problem, pointers, scale_log2, scale
 
 @gluon.jit
 def _consumers(descriptors, tiles, barriers, problem, pointers, scale_log2, scale, D: gl.constexpr,
-               KEYS: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-               TAIL: gl.constexpr):  # fmt: skip
+               HEAD_DIM: gl.constexpr, USED: gl.constexpr, KEYS: gl.constexpr, K_STAGES: gl.constexpr,
+               V_STAGES: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr):  # fmt: skip
     """Both warp groups in one partition of eight warps: rows 0-63 of each (128, N) tile are the first group's."""
     V_FREE: gl.constexpr = K_FREE + K_STAGES
     TURNS: gl.constexpr = D < 256  # not measured with the one slot for V of D = 256
     DTYPE: gl.constexpr = descriptors.q.dtype
     SCORES: gl.constexpr = accumulator_layout(KEYS, 8)
+    SCORES_PRODUCTS: gl.constexpr = count_scores_products(USED, D)
     DQ: gl.constexpr = accumulator_layout(D, 8)
     OPERAND: gl.constexpr = operand_layout(DQ)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
@@ -181,7 +187,8 @@ def _consumers(descriptors, tiles, barriers, problem, pointers, scale_log2, scal
     out_columns = gl.arange(0, D, gl.SliceLayout(0, OUT))
     out_pointers = pointers.out + 8 * (batch * pointers.out_batch + head * pointers.out_head)
     out_offsets = gl.expand_dims(8 * (out_rows * pointers.out_row), 1) + gl.expand_dims(out_columns, 0)
-    o = gl.load(out_pointers + out_offsets, mask=gl.expand_dims(out_rows < num_queries, 1), other=0.0)
+    out_inside = inside(out_rows < num_queries, out_columns, HEAD_DIM)
+    o = gl.load(out_pointers + out_offsets, mask=out_inside, other=0.0)
     q = tiles.q.reshape([QUERIES, D])
     do = tiles.do.reshape([QUERIES, D])
     dq = warpgroup_mma_init(gl.zeros([QUERIES, D], gl.float32, DQ))
@@ -198,15 +205,15 @@ def _consumers(descriptors, tiles, barriers, problem, pointers, scale_log2, scal
         mbarrier.wait(barriers.k_full.index(k_slot), (step // K_STAGES) & 1)
         if TURNS:
             take_turn(TURN)
-        score_job = issue_product(q, k.permute((1, 0)), SCORES)
-        dq = warpgroup_mma_wait(1, deps=[dq])
+        score_job = issue_scores(q, k, USED, SCORES)
+        dq = warpgroup_mma_wait(SCORES_PRODUCTS, deps=[dq])
         named_barrier_arrive(K_FREE + (step + K_STAGES - 1) % K_STAGES, SLOT_THREADS)
         mbarrier.wait(barriers.v_full.index(v_slot), (step // V_STAGES) & 1)
         v = tiles.v.index(v_slot).reshape([KEYS, D])
-        dp_job = issue_product(do, v.permute((1, 0)), SCORES)
+        dp_job = issue_scores(do, v, USED, SCORES)
         if TURNS:
             pass_turn(TURN)
-        scores = warpgroup_mma_wait(1, deps=[score_job])
+        scores = warpgroup_mma_wait(SCORES_PRODUCTS, deps=[score_job])
         exponent = scores * scale_log2 - gl.expand_dims(lse, 1)  # (128 queries, KEYS)
         p = gl.exp2(hide_keys(exponent, rows, first_key, problem.num_keys, CAUSAL, TAIL))
         dp, p = warpgroup_mma_wait(0, deps=[dp_job, p])
@@ -226,15 +233,16 @@ def _consumers(descriptors, tiles, barriers, problem, pointers, scale_log2, scal
 def query_gradient_kernel(q_desc, k_desc, v_desc, do_desc, dq_desc, lse_in, lse_out, delta_out, out,
                           out_batch: gl.int64, out_head: gl.int64, out_row: gl.int64,
                           num_queries, num_keys, padded, batches, heads, group, together, num_query_tiles,
-                          scale_log2, scale, D: gl.constexpr, KEYS: gl.constexpr,
-                          K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-                          TAIL: gl.constexpr):  # fmt: skip
+                          scale_log2, scale, D: gl.constexpr, HEAD_DIM: gl.constexpr, USED: gl.constexpr,
+                          KEYS: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+                          CAUSAL: gl.constexpr, TAIL: gl.constexpr):  # fmt: skip
     """One block per (query tile, head of the batch), `together` heads at a time (see locate_longest_first).
     Allocates and starts the partitions.
 
-    out_batch, out_head, out_row: strides of out in units of 8 elements (so that 16-byte loads are known to
-    be aligned). lse_in: (heads of the batch, num_queries), natural; lse_out, delta_out: (heads of the
-    batch, padded), lse in log2 units, delta times scale.
+    HEAD_DIM: of the tensors; D, the width of their boxes, may be larger. USED: of the D columns S and dP take these
+    (see issue_scores). out_batch, out_head, out_row: strides of out in units of 8 elements (so that 16-byte loads are
+    known to be aligned). lse_in: (heads of the batch, num_queries), natural; lse_out, delta_out: (heads of the batch,
+    padded), lse in log2 units, delta times scale.
     """
     gdc_wait()  # for what the kernel before this one wrote
     gdc_launch_dependents()  # the next kernel may start, and waits in its turn
@@ -261,9 +269,9 @@ def query_gradient_kernel(q_desc, k_desc, v_desc, do_desc, dq_desc, lse_in, lse_
     gl.warp_specialize(
         [
             (_consumers, (descriptors, tiles, barriers, problem, pointers, scale_log2, scale,
-                         D, KEYS, K_STAGES, V_STAGES, CAUSAL, TAIL)),
+                         D, HEAD_DIM, USED, KEYS, K_STAGES, V_STAGES, CAUSAL, TAIL)),
             (_producer, (descriptors, tiles, barriers, problem, pointers, scale_log2, scale,
-                         D, KEYS, K_STAGES, V_STAGES, CAUSAL, TAIL)),
+                         D, HEAD_DIM, USED, KEYS, K_STAGES, V_STAGES, CAUSAL, TAIL)),
         ],
         [1],
         [24],

@@ -1,4 +1,4 @@
-"""dK and dV of one tile of 64 keys for head_dim 256, where a warp group has registers for one of them only.
+"""dK and dV of one tile of 64 keys for D = 256, where a warp group has registers for one of them only.
 
 Accumulators of 64 x 256 fill 128 registers a thread. So the first warp group holds dV and computes S^T = K
 Q^T and P^T, the second holds dK and computes dP^T = V dO^T and dS^T: each one product from shared memory
@@ -43,7 +43,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from lmkit.kernels.hopper.backward_kernel import Problem
 from lmkit.kernels.hopper.copies import fetch_rows, send_through
 from lmkit.kernels.hopper.fragments import from_thread_order, in_thread_order, keep_columns_from
-from lmkit.kernels.hopper.products import accumulator_layout, issue_product, operand_layout
+from lmkit.kernels.hopper.products import accumulator_layout, issue_scores, operand_layout
 from lmkit.kernels.hopper.synchronization import (
     FIRST_NAMED_BARRIER,
     SLOT_THREADS,
@@ -65,7 +65,7 @@ P_THREADS = gl.constexpr(256)  # both warp groups
 
 
 class Descriptors(NamedTuple):
-    """Of global memory: (batch, heads, sequence, D); lse and delta flat."""
+    """Of global memory: (batch, heads, sequence, at most D); lse and delta flat."""
 
     q: tma.tensor_descriptor
     k: tma.tensor_descriptor
@@ -114,7 +114,15 @@ def _locate(problem, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def _producer(
-    descriptors, tiles, barriers, problem, scale_log2, scale, D: gl.constexpr, CAUSAL: gl.constexpr
+    descriptors,
+    tiles,
+    barriers,
+    problem,
+    scale_log2,
+    scale,
+    D: gl.constexpr,
+    USED: gl.constexpr,
+    CAUSAL: gl.constexpr,
 ):
     """The copying warp: K and V once, then Q and dO tile after tile."""
     key_tile, batch, key_head, count = _locate(problem, CAUSAL)
@@ -141,7 +149,7 @@ def _producer(
 
 @gluon.jit
 def _value_consumer(descriptors, tiles, barriers, problem, scale_log2, scale,
-                    D: gl.constexpr, CAUSAL: gl.constexpr):  # fmt: skip
+                    D: gl.constexpr, USED: gl.constexpr, CAUSAL: gl.constexpr):  # fmt: skip
     """P for both warp groups, and dV."""
     DTYPE: gl.constexpr = descriptors.q.dtype
     SCORES: gl.constexpr = accumulator_layout(ROWS)
@@ -159,7 +167,7 @@ def _value_consumer(descriptors, tiles, barriers, problem, scale_log2, scale,
         q = tiles.q.index(slot).reshape([ROWS, D])
         do = tiles.do.index(slot).reshape([ROWS, D])
         mbarrier.wait(barriers.q_full.index(slot), phase)
-        score_job = issue_product(k, q.permute((1, 0)), SCORES)
+        score_job = issue_scores(k, q, USED, SCORES)
         mbarrier.wait(barriers.do_full.index(slot), phase)
         lse = tiles.lse.index(slot).load(gl.SliceLayout(0, SCORES))
         scores = warpgroup_mma_wait(0, deps=[score_job])
@@ -185,7 +193,7 @@ def _value_consumer(descriptors, tiles, barriers, problem, scale_log2, scale,
 
 @gluon.jit
 def _key_consumer(descriptors, tiles, barriers, problem, scale_log2, scale,
-                  D: gl.constexpr, CAUSAL: gl.constexpr):  # fmt: skip
+                  D: gl.constexpr, USED: gl.constexpr, CAUSAL: gl.constexpr):  # fmt: skip
     """dS from the other warp group's P, and dK."""
     DTYPE: gl.constexpr = descriptors.q.dtype
     SCORES: gl.constexpr = accumulator_layout(ROWS)
@@ -204,7 +212,7 @@ def _key_consumer(descriptors, tiles, barriers, problem, scale_log2, scale,
         q = tiles.q.index(slot).reshape([ROWS, D])
         do = tiles.do.index(slot).reshape([ROWS, D])
         mbarrier.wait(barriers.do_full.index(slot), phase)
-        dp_job = issue_product(v, do.permute((1, 0)), SCORES)
+        dp_job = issue_scores(v, do, USED, SCORES)
         mbarrier.wait(barriers.q_full.index(slot), phase)
         delta = tiles.delta.index(slot).load(gl.SliceLayout(0, SCORES))
         dp = warpgroup_mma_wait(0, deps=[dp_job])
@@ -225,11 +233,13 @@ def _key_consumer(descriptors, tiles, barriers, problem, scale_log2, scale,
 def wide_gradient_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc,
                          num_queries, num_keys, padded, batches, heads, group, together, num_query_tiles,
                          num_key_tiles, scale_log2, scale,
-                         D: gl.constexpr, CAUSAL: gl.constexpr, REGISTERS: gl.constexpr):  # fmt: skip
+                         D: gl.constexpr, USED: gl.constexpr, CAUSAL: gl.constexpr,
+                         REGISTERS: gl.constexpr):  # fmt: skip
     """One block per (tile of 64 keys, key head of the batch). Allocates and starts the partitions.
 
-    Descriptors: (batch, heads, sequence, D) in boxes of (1, 1, 64, D); lse_desc and delta_desc flat float32
-    in boxes of 64, `padded` rows a head, lse in log2 units with +inf past num_queries, delta times scale.
+    Descriptors: (batch, heads, sequence, at most D) in boxes of (1, 1, 64, D); lse_desc and delta_desc flat float32
+    in boxes of 64, `padded` rows a head, lse in log2 units with +inf past num_queries, delta times scale. USED: of
+    the D columns S and dP take these (see issue_scores).
     """
     gdc_wait()  # for what the kernel before this one wrote
     gdc_launch_dependents()  # the next kernel may start, and waits in its turn
@@ -261,9 +271,9 @@ def wide_gradient_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, 
     )
     gl.warp_specialize(
         [
-            (_value_consumer, (descriptors, tiles, barriers, problem, scale_log2, scale, D, CAUSAL)),
-            (_key_consumer, (descriptors, tiles, barriers, problem, scale_log2, scale, D, CAUSAL)),
-            (_producer, (descriptors, tiles, barriers, problem, scale_log2, scale, D, CAUSAL)),
+            (_value_consumer, (descriptors, tiles, barriers, problem, scale_log2, scale, D, USED, CAUSAL)),
+            (_key_consumer, (descriptors, tiles, barriers, problem, scale_log2, scale, D, USED, CAUSAL)),
+            (_producer, (descriptors, tiles, barriers, problem, scale_log2, scale, D, USED, CAUSAL)),
         ],
         [4, 1],
         [REGISTERS, 24],

@@ -2,6 +2,7 @@
 launches the kernels of its head_dim and way."""
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ pytest.importorskip("triton", reason="the Hopper kernels need triton")
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
-from lmkit.kernels.hopper import backward_launcher
+from lmkit.kernels.hopper import backward_launcher, forward_launcher
 from lmkit.kernels.hopper.forward_kernel import forward_kernel
 from lmkit.kernels.hopper.launches import Boxes, prepare_launch
 from lmkit.kernels.hopper.tensors import shared_layout
@@ -24,7 +25,7 @@ def test_prepared_launch_is_tritons_own(stand_in_gpu):
     rows, keys = (1, 1, 64, 64), (1, 1, 128, 64)
     tensors = [(q, rows), (k, keys), (v, keys), (out, rows)]
     scalars = (128, 128, 4, 1, 1, 8, 0.18)
-    constants = (64, 128, 2, True, False, 2, True, 240)
+    constants = (64, 64, 128, 2, True, False, 2, True, 240)
     options = {"num_warps": 4, "maxnreg": 168, "launch_pdl": True}
 
     boxes = [Boxes(x.shape, x.stride(), x.dtype, box) for x, box in tensors]
@@ -41,14 +42,19 @@ def test_prepared_launch_is_tritons_own(stand_in_gpu):
 
 
 @pytest.fixture
-def backward(stand_in_gpu, monkeypatch):
-    """The backward as it is, on tensors of the CPU. What is prepared and compiled here belongs to this stand-in."""
-    monkeypatch.setattr(backward_launcher, "selected", lambda device: contextlib.nullcontext())
-    yield backward_launcher.backward
-    backward_launcher._prepare.cache_clear()
-    for kernel in vars(backward_launcher).values():
-        if isinstance(kernel, JITFunction):
-            kernel.device_caches.clear()
+def launcher(stand_in_gpu, monkeypatch):
+    """Both launchers as they are, on tensors of the CPU. What is prepared and compiled here belongs to this
+    stand-in."""
+    modules = (forward_launcher, backward_launcher)
+    for module in modules:
+        monkeypatch.setattr(module, "selected", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(forward_launcher, "num_multiprocessors", lambda device: 132)
+    yield SimpleNamespace(forward=forward_launcher.forward, backward=backward_launcher.backward)
+    for module in modules:
+        module._prepare.cache_clear()
+        for kernel in vars(module).values():
+            if isinstance(kernel, JITFunction):
+                kernel.device_caches.clear()
 
 
 FAST = ["prepare_kernel", "key_value_gradient_kernel", "finish_kernel"]
@@ -59,20 +65,51 @@ DETERMINISTIC = ["query_gradient_kernel", "key_value_gradient_kernel"]
     ("head_dim", "deterministic", "kernels", "key_rows"),
     [
         (64, False, ["prepare_kernel", "narrow_gradient_kernel", "finish_kernel"], 64),
+        (40, False, ["prepare_kernel", "narrow_gradient_kernel", "finish_kernel"], 64),
         (64, True, DETERMINISTIC, 128),
+        (80, False, FAST, 128),
+        (96, True, DETERMINISTIC, 128),
         (128, False, FAST, 128),
         (128, True, DETERMINISTIC, 128),
+        (136, False, ["query_gradient_kernel", "wide_gradient_kernel"], 64),
         (256, False, ["query_gradient_kernel", "wide_gradient_kernel"], 64),
         (256, True, ["query_gradient_kernel", "wide_gradient_kernel"], 64),
     ],
 )
-def test_kernels_of_a_backward(backward, stand_in_gpu, head_dim, deterministic, kernels, key_rows):
+def test_kernels_of_a_backward(launcher, stand_in_gpu, head_dim, deterministic, kernels, key_rows):
     """And dK and dV's kernel, the second, copies K in boxes of as many rows as it expects (Triton does not look)."""
     q, k, v, out, dout = (torch.zeros(1, 2, 200, head_dim, dtype=torch.bfloat16) for _ in range(5))
     lse = torch.zeros(1, 2, 200)
-    backward(dout, q, k, v, out, lse, causal=True, scale=0.125, deterministic=deterministic)
+    launcher.backward(dout, q, k, v, out, lse, causal=True, scale=0.125, deterministic=deterministic)
     assert [function[0] for _, _, function, *_ in stand_in_gpu.launches] == kernels
     key_box = next(
         x[5] for x in stand_in_gpu.launches[1][-1] if isinstance(x, tuple) and x[1] == k.data_ptr()
     )
     assert key_box[:3] == (1, 1, key_rows)  # in columns of as many as the swizzle takes
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 136])
+def test_descriptors_end_with_the_head(launcher, stand_in_gpu, head_dim, deterministic):
+    """What lies beyond, the copy engine fills up with zeros and does not write. (Its boxes are 64 columns wide, as
+    many as the swizzle takes; a kernel copies several, side by side.)"""
+    q, k, v, dout = (torch.zeros(2, 2, 200, head_dim, dtype=torch.bfloat16) for _ in range(4))
+    out, lse = launcher.forward(q, k, v, causal=True, scale=0.125)
+    gradients = launcher.backward(
+        dout, q, k, v, out, lse, causal=True, scale=0.125, deterministic=deterministic
+    )
+    tensors = {x.data_ptr(): x for x in (q, k, v, dout, out, *gradients)}
+    assert all(x.shape[3] == head_dim for x in tensors.values())
+    seen = set()
+    for *_, arguments in stand_in_gpu.launches:
+        described = [
+            x for x in arguments if isinstance(x, tuple) and x[0] == "descriptor" and x[1] in tensors
+        ]
+        for _, pointer, _, _, _, box, shape, strides, _ in described:
+            assert shape == (2, 2, 200, head_dim)
+            assert strides == tensors[pointer].stride()
+            assert box[3] == 64
+        seen |= {x[1] for x in described}
+    # The fast way writes dQ through a pointer
+    by_pointer = {gradients[0].data_ptr()} if head_dim <= 128 and not deterministic else set()
+    assert seen == set(tensors) - by_pointer
