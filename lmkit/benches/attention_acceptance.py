@@ -100,7 +100,9 @@ def run_acceptance(
         )
     limits = measure_limits(base.device, ("bf16", "fp16", "fp32", "tf32"))
     environment = describe_environment() | {"limits": limits.as_dict()}
-    rows = _host_time_rows()
+    rows = list(_host_time_rows())
+    if journal is not None:
+        journal.add(rows)
     todo = list(trials(base))
     for done, trial in enumerate(todo):
         if progress is not None:
