@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from lmkit.attention.inputs import prepare_inputs, zeros_like_queries
 from lmkit.errors import UsageError
@@ -224,6 +225,7 @@ class FlashAttention(torch.autograd.Function):
         return output
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dq, dk, dv = backward(rows_in_place(grads[0]), *ctx.saved_tensors, *ctx.options)
         return dq, dk, dv, None
@@ -232,7 +234,7 @@ class FlashAttention(torch.autograd.Function):
 # The compiled road: the two steps as operators, opaque to the compiler, that resolve the implementation when they
 # run. Defined by schema: `torch.library.custom_op` would look for aliases in every call, 11 us of the host.
 _OPTIONS = "bool causal, float scale, str implementation, bool deterministic, str fp32_precision"
-_LIBRARY = torch.library.Library("lmkit", "DEF")
+_LIBRARY = torch.library.Library("lmkit", "FRAGMENT")  # goes with the module, which may be loaded again
 _LIBRARY.define(f"flash_attention_forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)")
 _LIBRARY.define(
     "flash_attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
@@ -257,7 +259,7 @@ def resolve_and_forward(
     return forward(q, k, v, causal, scale, name, deterministic, fp32_precision)
 
 
-@torch.library.register_fake("lmkit::flash_attention_forward")
+@torch.library.register_fake("lmkit::flash_attention_forward", lib=_LIBRARY)
 def forward_shapes(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     return empty_in_order_of(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
@@ -280,18 +282,19 @@ def resolve_and_backward(
     return backward(dout, q, k, v, out, lse, causal, scale, name, deterministic, fp32_precision)
 
 
-@torch.library.register_fake("lmkit::flash_attention_backward")
+@torch.library.register_fake("lmkit::flash_attention_backward", lib=_LIBRARY)
 def backward_shapes(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     return empty_in_order_of(q), empty_in_order_of(k), empty_in_order_of(v)
 
 
+@once_differentiable
 def backward_of_operator(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     dq, dk, dv = backward_operator(rows_in_place(grads[0]), *ctx.saved_tensors, *ctx.options)
     return dq, dk, dv, None, None, None, None, None
 
 
 torch.library.register_autograd(
-    "lmkit::flash_attention_forward", backward_of_operator, setup_context=save_for_backward
+    "lmkit::flash_attention_forward", backward_of_operator, setup_context=save_for_backward, lib=_LIBRARY
 )

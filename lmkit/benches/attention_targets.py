@@ -357,7 +357,7 @@ def tables(rows: Rows) -> str:
 
 def _shape(row: Row) -> str:
     heads = f"{row['heads']}" if row["heads"] == row["kv_heads"] else f"{row['heads']}:{row['kv_heads']}"
-    extra = "" if row["data"] == "normal" else f", {row['data']}"
+    extra = ("" if row["causal"] else ", full") + ("" if row["data"] == "normal" else f", {row['data']}")
     return f"{row['batch']} x {row['num_keys']}, {heads} heads, D={row['head_dim']}{extra}"
 
 

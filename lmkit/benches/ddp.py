@@ -139,7 +139,7 @@ def _traffic_facts(built: Contender, ranks: Ranks) -> dict[str, Any]:
 
 
 def _host_ms(built: Contender, ranks: Ranks, repeats: int = 5) -> float:
-    """Median ms until a step has been handed to an idle GPU."""
+    """Median ms until a step has been handed to an idle GPU (which lets the host run ahead by some 1000 kernels)."""
     samples = []
     with without_garbage_collection():
         for _ in range(repeats):

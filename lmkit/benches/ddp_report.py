@@ -153,7 +153,7 @@ def ddp_result(rows: Rows, sweep: Rows, ranks: Ranks, overlap: StepTimeline | No
     )
     shown = [with_units(row) for row in [*rows, *swept]]  # not what the sweep measured again to compare with
     # Empty columns would take the names' room.
-    columns = [column for column in DDP_COLUMNS if any(row.get(column.key) is not None for row in shown)]
+    columns = [c for c in DDP_COLUMNS if c.instead or any(row.get(c.key) is not None for row in shown)]
     return BenchResult("ddp", everything, columns, files, environment, DDP_NOTES, shown)
 
 

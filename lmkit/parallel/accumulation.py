@@ -9,10 +9,11 @@ from lmkit.parallel.gradient_watch import GradientWatch
 
 
 class Accumulates:
-    """Gives a strategy `no_sync`, and tells what watches its backward passes."""
+    """Gives a strategy `no_sync`, and what launches buckets in its backward passes the answer to `is_paused`."""
 
     _watch: GradientWatch | None = None
-    """What launches buckets inside a backward pass; None where nothing is communicated there."""
+    """None where nothing is communicated inside a backward pass."""
+    _accumulating = False
     _accumulated = False
     """Whether `no_sync` was ever used."""
 
@@ -24,11 +25,11 @@ class Accumulates:
 
     @contextmanager
     def _without_communication(self) -> Iterator[None]:
-        if self._watch is None:
-            yield
-            return
-        before, self._watch.paused = self._watch.paused, True
+        before, self._accumulating = self._accumulating, True
         try:
             yield
         finally:
-            self._watch.paused = before
+            self._accumulating = before
+
+    def _is_paused(self) -> bool:
+        return self._accumulating

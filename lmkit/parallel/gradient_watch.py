@@ -22,9 +22,9 @@ class GradientWatch:
     Args:
         buckets: parameters that are launched together; each parameter is in one.
         launch, abandon: see `ReadyQueue`.
+        is_paused: whether gradients are being accumulated now, and nothing is launched.
 
     Attributes:
-        paused: gradients are being accumulated, nothing is launched.
         order: parameters as they became ready in this pass, while all are watched.
     """
 
@@ -33,20 +33,20 @@ class GradientWatch:
         buckets: Sequence[Sequence[nn.Parameter]],
         launch: Callable[[int], None],
         abandon: Callable[[], None],
+        is_paused: Callable[[], bool],
     ) -> None:
-        self.paused = False
         self.order: list[nn.Parameter] = []
         self._buckets = [list(bucket) for bucket in buckets]
         self._queue = ReadyQueue([len(bucket) for bucket in self._buckets], launch, abandon)
+        self._is_paused = is_paused
         self._handles: list[RemovableHandle] = []
-        self._first: nn.Parameter | None = None
         self.watch_all()
 
     def watch_all(self) -> None:
         """From now on: a hook on every parameter."""
         self.close()
         self.order.clear()
-        self._first = None
+        self.watches_all = True
         self._handles = [
             on_gradient(parameter, self._on_gradient, index)
             for index, bucket in enumerate(self._buckets)
@@ -62,14 +62,10 @@ class GradientWatch:
         if not in_ready_order:
             return
         self.close()
+        self.watches_all = False
         position = {parameter: number for number, parameter in enumerate(in_ready_order)}
-        self._first = in_ready_order[0]
-        watched = [self._first, *(max(bucket, key=position.__getitem__) for bucket in self._buckets)]
+        watched = [in_ready_order[0], *(max(bucket, key=position.__getitem__) for bucket in self._buckets)]
         self._handles = [on_gradient(parameter, self._on_watched) for parameter in dict.fromkeys(watched)]
-
-    @property
-    def watches_all(self) -> bool:
-        return self._first is None
 
     def close(self) -> None:
         """No hooks any more."""
@@ -94,7 +90,7 @@ class GradientWatch:
     # The hooks. Autograd records nothing inside a backward pass; a no_grad there would only cost time.
 
     def _on_gradient(self, bucket: int, parameter: nn.Parameter) -> None:
-        if self.paused:
+        if self._is_paused():
             return
         if self._queue.begin():
             self.order.clear()
@@ -102,17 +98,17 @@ class GradientWatch:
         self._queue.mark(bucket)
 
     def _on_watched(self, parameter: nn.Parameter) -> None:
+        if self._is_paused():
+            return
         if self._queue.begin() and not self._is_fresh_start(parameter):
             self.watch_all()
         if not self.watches_all:
             self._queue.launch_while(self._is_complete)
 
     def _is_fresh_start(self, parameter: nn.Parameter) -> bool:
-        """Whether the pass begins as the recorded one did, with no gradient but the first: others would be from
-        before, this pass would add to them, and their presence would say nothing."""
-        return parameter is self._first and all(
-            p is parameter or p.grad is None for bucket in self._buckets for p in bucket
-        )
+        """Whether there is no gradient but this one: others would be from before, or came unwatched; this pass would
+        add to them, and their presence would say nothing."""
+        return all(p is parameter or p.grad is None for bucket in self._buckets for p in bucket)
 
     def _is_complete(self, index: int) -> bool:
         return all(parameter.grad is not None for parameter in self._buckets[index])

@@ -51,7 +51,7 @@ class OverlapSync(ReplicatedSync):
     def _use_buckets(self, buckets: list[list[nn.Parameter]]) -> None:
         self._buckets = buckets
         self._last_bytes = sum(parameter.nbytes for parameter in buckets[-1]) if buckets else 0
-        self._watch = GradientWatch(buckets, self._launch, self._forget)
+        self._watch = GradientWatch(buckets, self._launch, self._forget, self._is_paused)
 
     def _launch(self, index: int) -> None:
         bucket = self._buckets[index]

@@ -82,7 +82,7 @@ class Zero1(Accumulates):
         self._buckets = [self._make_bucket(parameters, layout, gather) for parameters, layout in buckets]
         self._bucket_of = {p: i for i, bucket in enumerate(self._buckets) for p in bucket.parameters}
         self._watch = GradientWatch(
-            [bucket.parameters for bucket in self._buckets], self._launch, self._forget
+            [bucket.parameters for bucket in self._buckets], self._launch, self._forget, self._is_paused
         )
         self._lazy = lazy = LazyWeights(self._model, self._buckets)
         layouts = ShardLayout(self.ranks.world_size, tuple(bucket.layout for bucket in self._buckets))
@@ -101,15 +101,28 @@ class Zero1(Accumulates):
             parameter.grad = torch.zeros_like(parameter)
         self._watch.launch_rest()
         if not self._order_is_settled:
-            self._order_is_settled = True
-            if not self._accumulated:
-                self._watch.watch_ends(list(dict.fromkeys([*self._watch.order, *parameters])))
-        unused = [number for number, parameter in enumerate(parameters) if parameter in without]
+            self._settle_order(self._watch, parameters)
+        unused = [n for n, parameter in enumerate(parameters) if parameter in without] if without else []
         if self.ranks.world_size > 1:
             unused = UsedAnywhere(unused, len(parameters), self.ranks, self.traffic).unused_everywhere()
         if wait:
             self._wait_for_gradients()
         self._optimizer.keep = [self._place_of(parameters[index]) for index in unused]
+
+    def _settle_order(self, watch: GradientWatch, parameters: list[nn.Parameter]) -> None:
+        """From now on watch what ends a bucket, by rank 0's order on all ranks: of a pass that breaks off in the same
+        place everywhere the same buckets must be under way."""
+        self._order_is_settled = True
+        number_of = {parameter: number for number, parameter in enumerate(parameters)}
+        order = list(
+            dict.fromkeys([*(number_of[parameter] for parameter in watch.order), *number_of.values()])
+        )
+        if self.ranks.world_size > 1:
+            of_first = torch.tensor(order, device=self.ranks.device)
+            dist.broadcast(of_first, src=0)
+            order = of_first.tolist()
+        if not self._accumulated:
+            watch.watch_ends([parameters[number] for number in order])
 
     def _wait_for_gradients(self) -> None:
         for bucket in self._buckets:

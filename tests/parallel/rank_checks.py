@@ -7,10 +7,12 @@ outcome by name. Those of `zero1` alone are in rank_zero1_checks.py.
 from __future__ import annotations
 
 import gc
+import math
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +37,7 @@ from lmkit.optim.adamw import AdamW
 from lmkit.parallel import overlap
 from lmkit.parallel.agreement import agree
 from lmkit.parallel.process_group import Ranks, let_go_of_collectives, process_group
-from lmkit.parallel.strategies import SyncOptions
+from lmkit.parallel.strategies import SyncOptions, build_strategy
 
 
 def run_all(names: list[str], device: str = "cpu") -> dict[str, list[str]]:
@@ -167,7 +169,7 @@ def check_leftover_gradients(ranks: Ranks, which: int) -> None:
 
 def check_accumulation_that_starts_later(ranks: Ranks) -> None:
     """The first steps communicate every pass, the next ones do not: the hooks follow."""
-    for strategy in ("overlap", "bucketed"):
+    for strategy in ("overlap", "bucketed", "zero1"):
         oracle, model = seeded_model(0, ranks), seeded_model(0, ranks)
         optimizer = adamw(groups_of(oracle))
         sync = build(strategy, ranks)
@@ -182,7 +184,69 @@ def check_accumulation_that_starts_later(ranks: Ranks) -> None:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             one_step(sync, call, mine, ranks, step, accumulation=passes)
+        sync.wait_for_weights()
         assert_close_models(model, oracle, FLOAT64_TOLERANCE)
+
+
+def check_whole_steps_inside_no_sync(ranks: Ranks) -> None:
+    """`finish` ends the first steps, in which the order is settled, but not what `no_sync` holds off."""
+    for strategy in ("overlap", "bucketed", "zero1"):
+        model = seeded_model(0, ranks)
+        sync = build(strategy, ranks)
+        call = sync.attach(model)
+        with sync.no_sync():
+            optimizer = sync.build_optimizer(adamw, groups_of(model))
+            for step in range(3):
+                before = sync.traffic.calls
+                call.loss(*batch(step, ranks.rank, 0), ranks.rank).backward()
+                assert sync.traffic.calls == before, f"{strategy} communicated in step {step}"
+                sync.finish()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+        sync.wait_for_weights()
+
+
+class BreaksOff(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise ZeroDivisionError
+
+
+def check_breaking_off_after_orders_that_differ(ranks: Ranks, strategy: str) -> None:
+    """Ranks whose gradients came in different orders in the first step have the same buckets under way when a later
+    pass, in one order, breaks off in the same place: or the next collectives would not pair up."""
+    model = nn.ParameterList(torch.full((4,), value, dtype=torch.float64) for value in (2.0, 3.0, 5.0, 7.0))
+    model.to(ranks.device)
+    options = SyncOptions(bucket_mb=2 * model[0].nbytes / 2**20)  # two parameters each
+    sync = build_strategy(strategy, ranks, options)
+    sync.attach(model)
+    optimizer = sync.build_optimizer(partial(torch.optim.SGD, lr=0.0), [{"params": list(model)}])
+
+    def loss(order: Sequence[int], breaks_at: int | None = None) -> torch.Tensor:
+        product = torch.ones(4, dtype=torch.float64, device=ranks.device)
+        for number in order:
+            product = product * model[number]
+            if number == breaks_at:
+                product = BreaksOff.apply(product)
+        return product.sum()
+
+    loss((0, 1, 2, 3) if ranks.rank == 0 else (0, 1, 3, 2)).backward()
+    sync.finish()
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(ZeroDivisionError):
+        loss((0, 1, 2, 3), breaks_at=1).backward()
+    sync.reset()
+    optimizer.zero_grad()
+    sync.wait_for_weights()
+    loss((0, 1, 2, 3)).backward()
+    sync.finish()
+    expected = (4 * (105.0**2 + 70.0**2 + 42.0**2 + 30.0**2)) ** 0.5  # the products of the other three
+    assert math.isclose(float(sync.clip_gradients(float("inf"))), expected, rel_tol=1e-12)
 
 
 def check_unused_gradients_are_none(ranks: Ranks, strategy: str) -> None:
@@ -399,6 +463,13 @@ _CHECKS: dict[str, Callable[[Ranks], None]] = {
     },
     **{f"leftover gradient: number {n}": partial(check_leftover_gradients, which=n) for n in (0, 1, 2, 4, 5)},
     "accumulation that starts later": check_accumulation_that_starts_later,
+    "whole steps inside no_sync": check_whole_steps_inside_no_sync,
+    **{
+        f"breaking off after orders that differ: {s}": partial(
+            check_breaking_off_after_orders_that_differ, strategy=s
+        )
+        for s in ("overlap", "bucketed", "zero1")
+    },
     **{
         f"unused gradients are None: {s}": partial(check_unused_gradients_are_none, strategy=s)
         for s in STRATEGIES
