@@ -138,6 +138,22 @@ def test_shared_key_heads(hopper, queries, keys, head_dim, causal, deterministic
     assert max(map(error, results, expected)) < BUDGET
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", [96, 128])  # 128: the narrow kernel from 2048 queries on
+@pytest.mark.parametrize(("queries", "keys"), [(2047, 2047), (2048, 2048), (2111, 3001), (3001, 777)])
+def test_long_fast_backward_with_shared_key_heads(hopper, queries, keys, head_dim, dtype):
+    q = draw(2, 4, queries, head_dim, dtype=dtype)
+    k, v = draw(2, 2, keys, head_dim, dtype=dtype), draw(2, 2, keys, head_dim, dtype=dtype)
+    dout = draw(2, 4, queries, head_dim, dtype=dtype)
+    out, lse = hopper.forward(q, k, v, causal=False, scale=head_dim**-0.5)
+    poison()
+    results = hopper.backward(
+        dout, q, k, v, out, lse, causal=False, scale=head_dim**-0.5, deterministic=False
+    )
+    expected = reference_gradients(dout, q, k, v, False, head_dim**-0.5)
+    assert max(map(error, results, expected)) < BUDGET
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [*WIDTHS, *NARROWER])
 def test_slices_of_a_fused_projection_with_shared_key_heads(hopper, head_dim, causal):
