@@ -186,6 +186,7 @@ def grouped_bars(
     log_y = log_y and bool(present)
     floor = min(present) * 0.5 if log_y else 0.0
     highest = max(present, default=0.0)
+    longest_value = max((len(_bar_text(value, spec)) for value in present), default=0)
     for index, (name, values) in enumerate(series.items()):
         color = COLORS[index % len(COLORS)]
         hatch = "///" if index >= len(COLORS) else None
@@ -219,7 +220,7 @@ def grouped_bars(
         for label in axes.get_xticklabels():
             label.set(rotation=30, ha="right", rotation_mode="anchor")
     axes.grid(visible=False, axis="x")
-    axes.margins(y=0.14)  # room for the rotated values
+    axes.margins(y=max(0.14, 0.022 * longest_value))  # room for the rotated values
     if log_y:
         set_log_y(axes, [floor, highest * 4])
         axes.set_ylim(floor, highest * 4)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lmkit.parallel.gradient_hooks import on_gradient
+from lmkit.parallel.process_group import Ranks
 from lmkit.parallel.ready_queue import ReadyQueue
 
 
@@ -112,3 +115,18 @@ class GradientWatch:
 
     def _is_complete(self, index: int) -> bool:
         return all(parameter.grad is not None for parameter in self._buckets[index])
+
+
+def order_of_first_rank(
+    seen: Sequence[nn.Parameter], parameters: Sequence[nn.Parameter], ranks: Ranks
+) -> list[nn.Parameter]:
+    """All `parameters`: those `seen` on rank 0, in that order, then the others. A collective; the same on every rank,
+    so that ranks plan the same buckets, and have the same ones under way where a pass breaks off.
+    """
+    number_of = {parameter: number for number, parameter in enumerate(parameters)}
+    order = list(dict.fromkeys([*(number_of[parameter] for parameter in seen), *number_of.values()]))
+    if ranks.world_size > 1:
+        of_first = torch.tensor(order, device=ranks.device)
+        dist.broadcast(of_first, src=0)
+        order = of_first.tolist()
+    return [parameters[number] for number in order]

@@ -6,11 +6,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from lmkit.optim.clipping import gradient_norm
-from lmkit.parallel.gradient_watch import GradientWatch
+from lmkit.parallel.gradient_watch import GradientWatch, order_of_first_rank
 from lmkit.parallel.late_step import LateStep
 from lmkit.parallel.packing import ReducingBucket, gradients_of, pack_gradients
 from lmkit.parallel.process_group import Ranks
@@ -78,7 +77,7 @@ class OverlapSync(ReplicatedSync):
         everything = wait or unused or not self._order_is_settled or self._last_bytes < LATE_BYTES
         self._wait_for_flying(leave=0 if everything else 1)
         if not self._order_is_settled:
-            self._settle_order([self._index_of[parameter] for parameter in self._watch.order])
+            self._settle_order()
         if not unused:
             return []
         share = self._used.tolist()  # of the ranks; only a rank with unused parameters waits for it
@@ -106,13 +105,9 @@ class OverlapSync(ReplicatedSync):
         self._wait_for_flying()
         return torch.linalg.vector_norm(torch.stack((norm, gradient_norm(present_gradients(late)))))
 
-    def _settle_order(self, mine: list[int]) -> None:
-        """Take rank 0's order for all ranks; what got no gradient there goes last."""
-        seen = set(mine)
-        mine = mine + [index for index in reversed(range(len(self.parameters))) if index not in seen]
-        order = torch.tensor(mine, device=self.ranks.device)
-        dist.broadcast(order, src=0)
-        in_ready_order = [self.parameters[index] for index in order.tolist()]
+    def _settle_order(self) -> None:
+        """Plan buckets anew, in the order of rank 0's gradients; what got none there goes last."""
+        in_ready_order = order_of_first_rank(self._watch.order, self.parameters[::-1], self.ranks)
         self._watch.close()
         self._use_buckets(self._plan_buckets(in_ready_order))
         if not self._accumulated:

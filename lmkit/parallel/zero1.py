@@ -17,7 +17,7 @@ from torch import nn
 from lmkit.optim.clipping import clip_for
 from lmkit.parallel.accumulation import Accumulates
 from lmkit.parallel.bucketed import MIB, bytes_of, fill_buckets
-from lmkit.parallel.gradient_watch import GradientWatch
+from lmkit.parallel.gradient_watch import GradientWatch, order_of_first_rank
 from lmkit.parallel.lazy_weights import LazyWeights
 from lmkit.parallel.peer_memory import PeerMemory, can_share_memory
 from lmkit.parallel.process_group import Ranks
@@ -101,28 +101,16 @@ class Zero1(Accumulates):
             parameter.grad = torch.zeros_like(parameter)
         self._watch.launch_rest()
         if not self._order_is_settled:
-            self._settle_order(self._watch, parameters)
+            self._order_is_settled = True
+            in_ready_order = order_of_first_rank(self._watch.order, parameters, self.ranks)
+            if not self._accumulated:
+                self._watch.watch_ends(in_ready_order)
         unused = [n for n, parameter in enumerate(parameters) if parameter in without] if without else []
         if self.ranks.world_size > 1:
             unused = UsedAnywhere(unused, len(parameters), self.ranks, self.traffic).unused_everywhere()
         if wait:
             self._wait_for_gradients()
         self._optimizer.keep = [self._place_of(parameters[index]) for index in unused]
-
-    def _settle_order(self, watch: GradientWatch, parameters: list[nn.Parameter]) -> None:
-        """From now on watch what ends a bucket, by rank 0's order on all ranks: of a pass that breaks off in the same
-        place everywhere the same buckets must be under way."""
-        self._order_is_settled = True
-        number_of = {parameter: number for number, parameter in enumerate(parameters)}
-        order = list(
-            dict.fromkeys([*(number_of[parameter] for parameter in watch.order), *number_of.values()])
-        )
-        if self.ranks.world_size > 1:
-            of_first = torch.tensor(order, device=self.ranks.device)
-            dist.broadcast(of_first, src=0)
-            order = of_first.tolist()
-        if not self._accumulated:
-            watch.watch_ends([parameters[number] for number in order])
 
     def _wait_for_gradients(self) -> None:
         for bucket in self._buckets:
