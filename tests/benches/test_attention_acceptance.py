@@ -121,6 +121,22 @@ def test_what_gave_a_wrong_result_counts_for_nothing_and_is_listed(rows):
     assert "head_dim 256, 4 x 4096, 8 heads, D=256, backward, flash_triton: wrong result (dq:" in tables(rows)
 
 
+def test_hard_data_say_which_mask_they_are_of(rows):
+    lines = [line for line in tables(rows).splitlines() if "D=64" in line and "ramp down | forward" in line]
+    assert len(lines) == 4, "ours and the rival's, each with and without a mask"
+    assert sum(", full, ramp down" in line for line in lines) == 2
+
+
+def test_errors_of_exactly_zero_are_even_or_infinitely_apart(rows):
+    name = "the same on large logits, sinks, ramps, forward"
+    zeros = [row | {"error_out": 0.0} if row["data"] == "sink" else row for row in rows]
+    assert verdicts(zeros)[name] == "met"
+    ours = [
+        row | {"error_out": 1e-9} if row["data"] == "sink" and row["kernel"] == OURS else row for row in zeros
+    ]
+    assert verdicts(ours)[name] == "missed"
+
+
 def test_errors_on_hard_data_are_those_of_hard_data(rows):
     for row in rows:
         if row["kernel"] == OURS and row["data"] == "logits x 8":

@@ -166,6 +166,9 @@ def test_out_of_memory_is_a_row(monkeypatch):
     )
     rows = ddp.ddp_rows(case, ("one rank", "flat"), Ranks(), rounds=1, steps_per_sample=1)
     assert [row["status"] for row in rows] == ["ok", "out of memory"]
+    text = ddp_result(rows[1:], [], Ranks()).table()
+    assert "out of memory" in text, "also where no contender has a time"
+    assert "scaling" not in text.splitlines()[0], "columns without a value leave their room to the others"
 
 
 @pytest.mark.parametrize(

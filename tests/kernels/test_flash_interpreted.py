@@ -3,6 +3,8 @@
 float32 and float16 only: the interpreter multiplies the raw bits of bfloat16. bfloat16 is tested on the GPU.
 """
 
+import importlib
+
 import pytest
 import torch
 
@@ -196,6 +198,29 @@ def test_operators_keep_their_promises(flash_triton, random_inputs):
     torch.library.opcheck(
         torch.ops.lmkit.flash_attention_forward.default, (q, k, v, True, 0.25, "auto", False, "ieee")
     )
+
+
+def test_a_second_derivative_is_refused(flash_triton, random_inputs):
+    """The backward kernels have none; without a word autograd would leave its terms out."""
+    q, k, v, _ = (x.requires_grad_() for x in random_inputs(queries=20))
+    operator = torch.ops.lmkit.flash_attention_forward.default
+    for out in (
+        flash_triton(q, k, v, causal=True),
+        operator(q, k, v, True, 0.25, "auto", False, "ieee")[0],
+    ):
+        (gradient,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            gradient.sum().backward()
+
+
+def test_the_module_can_be_loaded_again(flash_triton, random_inputs):
+    """Its operators are defined anew."""
+    module = importlib.import_module("lmkit.attention.flash_triton")
+    inputs = random_inputs(queries=20)
+    again = importlib.reload(module)
+    compiled = torch.compile(again.flash_triton, fullgraph=True, backend="aot_eager")
+    eager, traced = (run_attention(f, *inputs, causal=True) for f in (flash_triton, compiled))
+    assert all(torch.equal(a, b) for a, b in zip(eager, traced, strict=True))
 
 
 class TestRefusals:
