@@ -34,7 +34,7 @@ from lmkit.parallel.zero1 import Zero1
 
 SETTLE_S = 1.5
 """How long all GPUs work, untimed, after a sample that all but one rested through. Their power had fallen, and the
-limit on it answers late: on H200s the first three samples (0.7 s) are 1% shorter than the rest, the next one is 4% longer."""
+limit on it answers late: on H200s the first samples (0.7 s) were 1% shorter than the rest, the next one 4% longer."""
 
 LADDER = ("one rank", "none", "naive", "flat", "overlap", "bucketed", "torch_ddp", "zero1")
 RIVALS = ("torch_ddp default", "torch_ddp static", "torch_ddp + ZeRO")
