@@ -84,4 +84,4 @@ class ReducingBucket:
 
     def abandon(self) -> None:
         """Let the collective end; its result is not wanted."""
-        self._pending.abandon()
+        self._pending.work.wait()

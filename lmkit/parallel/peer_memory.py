@@ -14,7 +14,6 @@ from lmkit.errors import LmkitError
 from lmkit.measure.memory import is_out_of_memory
 from lmkit.parallel.process_group import Ranks
 
-ALIGNMENT = 512  # bytes; what CUDA's allocators give
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 FIRST_TORCH = "2.11"  # PyTorch's interface before that is another, and was not tried
 
@@ -85,11 +84,6 @@ def check_pairing(of_rank: list[torch.Tensor], ranks: Ranks) -> None:
             f"rank {ranks.rank}: the ranks see different pieces of one another's GPU memory",
             hint='set parallel.gather = "collective"',
         )
-
-
-def aligned(num_bytes: int) -> int:
-    """What `num_bytes` take, so that what lies behind them is aligned."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def can_share_memory(ranks: Ranks) -> bool:

@@ -16,49 +16,42 @@ _AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ, which compares modulo 2^32
 
 
 class PeerSignals:
-    """A rank announces that its stream has come to a point; another lets its own stream wait for that.
+    """A rank announces that its stream has come to a point; the others let their streams wait for that.
 
     The driver's memory operations do both: what a stream launched before is visible to all GPUs when the number is
-    written, and a stream that waits holds no multiprocessor (a kernel that waits would take one from the products
-    beside it). Rank a's n-th announcement on a channel is the number n in a place of rank b's memory that is
-    theirs alone.
+    written, and a stream that waits holds no multiprocessor (a kernel that waits takes one from the products beside
+    it). A rank's n-th announcement is the number n, in a place of each other rank's memory that is its own.
 
     Args:
-        of_rank: every rank's memory as it is seen from here, zeroed, (num_bytes(channels, world_size),) uint8 each.
+        of_rank: every rank's memory as it is seen from here, zeroed, (num_bytes(world_size),) uint8 each.
         rank: this rank's number.
     """
 
     def __init__(self, of_rank: Sequence[torch.Tensor], rank: int) -> None:
-        world_size = len(of_rank)
+        self._memory = list(of_rank)  # alive as long as it is written to
         self._device = of_rank[rank].device
-        self._memory = list(of_rank)
-        channels = of_rank[rank].numel() // (world_size * BYTES)
-        self._count = [0] * channels
-        others = [other for other in range(world_size) if other != rank]
-
-        def place(in_memory_of: int, written_by: int, channel: int) -> int:
-            return of_rank[in_memory_of].data_ptr() + BYTES * (channel * world_size + written_by)
-
-        self._mine = [[place(other, rank, channel) for other in others] for channel in range(channels)]
-        self._theirs = [[place(rank, other, channel) for other in others] for channel in range(channels)]
+        others = [other for other in range(len(of_rank)) if other != rank]
+        self._mine = [of_rank[other].data_ptr() + BYTES * rank for other in others]
+        self._theirs = [of_rank[rank].data_ptr() + BYTES * other for other in others]
+        self._count = 0
 
     @staticmethod
-    def num_bytes(channels: int, world_size: int) -> int:
+    def num_bytes(world_size: int) -> int:
         """What every rank needs."""
-        return channels * world_size * BYTES
+        return BYTES * world_size
 
-    def announce(self, channel: int) -> None:
+    def announce(self) -> None:
         """Tell all other ranks that the current stream has come here once more."""
-        self._count[channel] += 1
+        self._count += 1
         stream = torch.cuda.current_stream(self._device).cuda_stream
-        for address in self._mine[channel]:
-            _check(_driver().cuStreamWriteValue32_v2(stream, address, self._count[channel], 0))
+        for address in self._mine:
+            _check(_driver().cuStreamWriteValue32_v2(stream, address, self._count, 0))
 
-    def await_others(self, channel: int) -> None:
+    def await_others(self) -> None:
         """Let the current stream wait until all other ranks have announced as often as this one has."""
         stream = torch.cuda.current_stream(self._device).cuda_stream
-        for address in self._theirs[channel]:
-            _check(_driver().cuStreamWaitValue32_v2(stream, address, self._count[channel], _AT_LEAST))
+        for address in self._theirs:
+            _check(_driver().cuStreamWaitValue32_v2(stream, address, self._count, _AT_LEAST))
 
 
 @cache

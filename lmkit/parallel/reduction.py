@@ -39,10 +39,6 @@ class PendingMean:
         self.source = None
         return self.results
 
-    def abandon(self) -> None:
-        """Let the collective end; its result is not wanted."""
-        self.work.wait()
-
 
 class Averager:
     """Starts averaging collectives for one strategy and counts them."""

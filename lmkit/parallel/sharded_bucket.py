@@ -10,7 +10,8 @@ from torch._utils import _unflatten_dense_tensors
 
 from lmkit.parallel.packing import gradients_of
 from lmkit.parallel.process_group import Ranks
-from lmkit.parallel.shard_exchange import Arrival, PendingShard, ShardExchange
+from lmkit.parallel.reduction import Averager, PendingMean
+from lmkit.parallel.weight_gather import Arrival, WeightGather
 from lmkit.parallel.zero1_layout import BucketLayout
 
 
@@ -18,7 +19,7 @@ class ShardedBucket:
     """Moves its parameters into one flat tensor, of which the optimizer on this rank updates one shard.
 
     Args:
-        exchange: where weights and gradients lie, and how they come together; None if this rank is alone.
+        gather: where the weights lie, and how the shards come together; None if this rank is alone.
         weight_dtype: what the parameters become; if it is not theirs, the shard gets a master copy in theirs.
         wire_dtype: in which gradients are reduced.
 
@@ -31,7 +32,8 @@ class ShardedBucket:
         parameters: Sequence[nn.Parameter],
         layout: BucketLayout,
         ranks: Ranks,
-        exchange: ShardExchange | None,
+        averager: Averager | None,
+        gather: WeightGather | None,
         *,
         weight_dtype: torch.dtype,
         wire_dtype: torch.dtype,
@@ -39,18 +41,15 @@ class ShardedBucket:
         self.parameters = list(parameters)
         self.layout = layout
         self._ranks = ranks
-        self._exchange = exchange
+        self._averager = averager
         self._wire_dtype = wire_dtype
-        self._pending: PendingShard | None = None
+        self._pending: PendingMean | None = None
         self._arriving: Arrival | None = None
         self._casts = True
         first = self.parameters[0]
         num_elements = ranks.world_size * layout.shard_size
-        allocate = torch.zeros if exchange is None else exchange.weights
+        allocate = torch.zeros if gather is None else gather.allocate
         self.weights = allocate(num_elements, dtype=weight_dtype, device=first.device)
-        self._gradients = (
-            None if exchange is None else exchange.gradients(num_elements, wire_dtype, first.device)
-        )
         self.has_own_master = weight_dtype != first.dtype
         whole = self.weights
         if self.has_own_master:
@@ -85,17 +84,13 @@ class ShardedBucket:
         flat = self._pack(gradients_of(self.parameters))
         for parameter in self.parameters:
             parameter.grad = None
-        if self._exchange is None:
+        if self._averager is None:
             self._take_gradient(flat)
         else:
-            self._pending = self._exchange.start_mean(flat)
+            self._pending = self._averager.reduce_scatter(flat)
 
     def _pack(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        """All of them in one padded tensor: the one that is kept for them, if there is one; else, if it is a single
-        one that needs neither cast nor padding, that one itself."""
-        if self._gradients is not None:
-            torch._foreach_copy_(self._parts(self._gradients), gradients)
-            return self._gradients
+        """All of them in one padded tensor; a single one that needs neither cast nor padding is that tensor."""
         first = gradients[0]
         if (
             first.numel() == self.weights.numel()
@@ -123,7 +118,7 @@ class ShardedBucket:
     def drop_reduced(self) -> None:
         """Forget the mean gradient, also one that is under way."""
         if self._pending is not None:
-            self._pending.abandon()
+            self._pending.work.wait()
             self._pending = None
         self.master.grad = None
 
@@ -149,9 +144,9 @@ class ShardedBucket:
         return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
 
 
-def start_gather(buckets: Sequence[ShardedBucket], exchange: ShardExchange | None) -> None:
+def start_gather(buckets: Sequence[ShardedBucket], gather: WeightGather | None) -> None:
     """Start collecting the other ranks' shards of the buckets' weights."""
-    if exchange is not None:
-        arrivals = exchange.start_gather([bucket.weights for bucket in buckets])
+    if gather is not None:
+        arrivals = gather.start([bucket.weights for bucket in buckets])
         for bucket, arriving in zip(buckets, arrivals, strict=True):
             bucket._arriving = arriving

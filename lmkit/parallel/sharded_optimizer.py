@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from lmkit.optim.adamw import AdamW
-from lmkit.parallel.shard_exchange import ShardExchange
 from lmkit.parallel.sharded_bucket import ShardedBucket, start_gather
 from lmkit.parallel.strategies import MakeOptimizer
+from lmkit.parallel.weight_gather import WeightGather
 from lmkit.parallel.zero1_layout import ShardLayout, StateDict, consolidate, take_shards
 
 STEP_PARTS = 4
@@ -30,7 +30,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         make: makes the optimizer from parameter groups.
         groups: the caller's groups; their "params" are replaced by the shards of the buckets.
         buckets: in the order in which the next forward pass needs them.
-        exchange: how the buckets' shards come together; None if this rank is alone.
+        gather: how the buckets' shards come together; None if this rank is alone.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         buckets: Sequence[ShardedBucket],
         layout: ShardLayout,
         rank: int,
-        exchange: ShardExchange | None,
+        gather: WeightGather | None,
     ) -> None:
         self.inner = make(
             [
@@ -52,7 +52,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.state = self.inner.state
         self.layout = layout
         self._rank = rank
-        self._exchange = exchange
+        self._gather_shards = gather
         self._writes_shards = isinstance(self.inner, AdamW)
         if isinstance(self.inner, AdamW):
             self.inner.copies = {bucket.master: bucket.shard for bucket in buckets if bucket.has_own_master}
@@ -95,7 +95,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not is_written:
             for bucket in buckets:
                 bucket.write_shard()
-        start_gather(buckets, self._exchange)
+        start_gather(buckets, self._gather_shards)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Release all gradients, of shards and of parameters."""
@@ -154,7 +154,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if master is not None:
                 bucket.master.copy_(master)
                 bucket.write_shard()
-                start_gather([bucket], self._exchange)
+                start_gather([bucket], self._gather_shards)
                 bucket.wait_gathered()
             if saved:
                 self.inner.state[bucket.master] = {

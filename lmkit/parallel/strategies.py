@@ -55,9 +55,9 @@ class SyncOptions:
             host is the bottleneck (small layers, not compiled) give more: 1000.
         wire_dtype: in what numbers gradients travel and are summed.
         weights: `zero1` only; "bf16" casts the model's parameters and keeps fp32 masters in the shards.
-        gather: `zero1` only; how a rank gets its part of the others' gradients, and the weights that they stepped.
-            "auto": it reads both from the other GPUs' memory where all ranks are on one host and its GPUs reach one
-            another; elsewhere, and with "collective", the backend reduces and gathers.
+        gather: `zero1` only; how a rank gets the weights that the others stepped. "auto": it reads them from the
+            other GPUs' memory where all ranks are on one host and its GPUs reach one another; elsewhere, and with
+            "collective", the backend gathers.
     """
 
     bucket_mb: float = 50.0

@@ -19,18 +19,17 @@ from lmkit.parallel.accumulation import Accumulates
 from lmkit.parallel.bucketed import MIB, bytes_of, fill_buckets
 from lmkit.parallel.gradient_watch import GradientWatch, order_of_first_rank
 from lmkit.parallel.lazy_weights import LazyWeights
-from lmkit.parallel.peer_exchange import PeerExchange
-from lmkit.parallel.peer_memory import PeerMemory, aligned, can_share_memory
+from lmkit.parallel.peer_memory import PeerMemory, can_share_memory
 from lmkit.parallel.peer_signals import PeerSignals
 from lmkit.parallel.process_group import Ranks
 from lmkit.parallel.reduction import Averager, wire_dtype_for
 from lmkit.parallel.replicas import broadcast_model, check_same_model
-from lmkit.parallel.shard_exchange import CollectiveExchange, ShardExchange
 from lmkit.parallel.sharded_bucket import ShardedBucket
 from lmkit.parallel.sharded_optimizer import ShardedOptimizer
 from lmkit.parallel.strategies import MakeOptimizer, SyncOptions
 from lmkit.parallel.traffic import Traffic
 from lmkit.parallel.unused import UsedAnywhere
+from lmkit.parallel.weight_gather import CollectiveGather, PeerGather, WeightGather, aligned
 from lmkit.parallel.zero1_layout import BucketLayout, ShardLayout, shard_size_of
 
 
@@ -80,17 +79,15 @@ class Zero1(Accumulates):
             shard_size = shard_size_of(sum(sizes), self.ranks.world_size)
             layout = BucketLayout(number, tuple(_plain(names[p]) for p in parameters), sizes, shard_size)
             buckets.append((parameters, layout))
-        exchange = self._make_exchange(buckets)
-        self._buckets = [self._make_bucket(parameters, layout, exchange) for parameters, layout in buckets]
+        gather = self._make_gather(buckets)
+        self._buckets = [self._make_bucket(parameters, layout, gather) for parameters, layout in buckets]
         self._bucket_of = {p: i for i, bucket in enumerate(self._buckets) for p in bucket.parameters}
         self._watch = GradientWatch(
             [bucket.parameters for bucket in self._buckets], self._launch, self._forget, self._is_paused
         )
         self._lazy = lazy = LazyWeights(self._model, self._buckets)
         layouts = ShardLayout(self.ranks.world_size, tuple(bucket.layout for bucket in self._buckets))
-        self._optimizer = ShardedOptimizer(
-            make, given, self._buckets[::-1], layouts, self.ranks.rank, exchange
-        )
+        self._optimizer = ShardedOptimizer(make, given, self._buckets[::-1], layouts, self.ranks.rank, gather)
         self._optimizer.register_step_post_hook(lambda *_: lazy.after_step())
         return self._optimizer
 
@@ -166,36 +163,36 @@ class Zero1(Accumulates):
             buckets.append(bucket)
         return buckets
 
-    def _make_exchange(
-        self, buckets: Sequence[tuple[list[nn.Parameter], BucketLayout]]
-    ) -> ShardExchange | None:
+    def _make_gather(self, buckets: Sequence[tuple[list[nn.Parameter], BucketLayout]]) -> WeightGather | None:
         if self._averager is None:
             return None
         one_device = {parameters[0].device for parameters, _ in buckets} == {self.ranks.device}
         self.reads_peers = self.options.gather == "auto" and can_share_memory(self.ranks) and one_device
-        if not self.reads_peers:
-            return CollectiveExchange(self._averager)
-        num_bytes = sum(
-            aligned(self.ranks.world_size * layout.shard_size * dtype.itemsize)
-            for parameters, layout in buckets
-            for dtype in self._dtypes(parameters)
-        )
-        signal_bytes = PeerSignals.num_bytes(2 * len(buckets), self.ranks.world_size)
-        memory = PeerMemory(num_bytes + signal_bytes, self.ranks)
-        signals = PeerSignals([of_rank[num_bytes:] for of_rank in memory.of_rank], self.ranks.rank)
-        return PeerExchange(memory, signals, self.ranks, self.traffic)
+        if self.reads_peers:
+            num_bytes = sum(
+                aligned(self.ranks.world_size * layout.shard_size * self._weight_dtype(parameters).itemsize)
+                for parameters, layout in buckets
+            )
+            memory = PeerMemory(num_bytes + PeerSignals.num_bytes(self.ranks.world_size), self.ranks)
+            signals = PeerSignals([of_rank[num_bytes:] for of_rank in memory.of_rank], self.ranks.rank)
+            return PeerGather(memory, signals, self.ranks, self.traffic)
+        return CollectiveGather(self._averager)
 
-    def _dtypes(self, parameters: list[nn.Parameter]) -> tuple[torch.dtype, torch.dtype]:
-        """Of a bucket's weights, and of its gradients as they travel."""
-        weights = wire_dtype_for(parameters[0].dtype, self.options.weights)
-        return weights, wire_dtype_for(weights, self.options.wire_dtype)
+    def _weight_dtype(self, parameters: list[nn.Parameter]) -> torch.dtype:
+        return wire_dtype_for(parameters[0].dtype, self.options.weights)
 
     def _make_bucket(
-        self, parameters: list[nn.Parameter], layout: BucketLayout, exchange: ShardExchange | None
+        self, parameters: list[nn.Parameter], layout: BucketLayout, gather: WeightGather | None
     ) -> ShardedBucket:
-        weight_dtype, wire_dtype = self._dtypes(parameters)
+        weight_dtype = self._weight_dtype(parameters)
         return ShardedBucket(
-            parameters, layout, self.ranks, exchange, weight_dtype=weight_dtype, wire_dtype=wire_dtype
+            parameters,
+            layout,
+            self.ranks,
+            self._averager,
+            gather,
+            weight_dtype=weight_dtype,
+            wire_dtype=wire_dtype_for(weight_dtype, self.options.wire_dtype),
         )
 
     def _launch(self, index: int) -> None:

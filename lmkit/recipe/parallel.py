@@ -21,8 +21,7 @@ class ParallelConfig(Table):
     weights: Literal["fp32", "bf16"] = "fp32"
     """`zero1`: fp32 weights, or bf16 weights with fp32 master copies in the shards."""
     gather: Literal["auto", "collective"] = "auto"
-    """`zero1`: gradients and weights are read from the other GPUs' memory where these reach one another, or by the
-    backend's collectives."""
+    """`zero1`: weights are read from the other GPUs' memory where these reach one another, or by the backend."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """`auto`: nccl on GPUs, gloo on CPUs."""
     timeout_s: Annotated[float, Field(gt=0, le=1e8)] = 600.0

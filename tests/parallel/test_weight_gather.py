@@ -1,4 +1,4 @@
-"""When `zero1` waits for weights that are still being gathered; on one process, with an exchange that tells."""
+"""When `zero1` waits for weights that are still being gathered; on one process, with a gather that tells."""
 
 from __future__ import annotations
 
@@ -14,20 +14,17 @@ from lmkit.parallel.zero1_layout import BucketLayout, shard_size_of
 RANKS = Ranks(world_size=2)
 
 
-class Exchange:
+class Gather:
     """Weights arrive when they are waited for: then all are 9, and `events` says so."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
         self._flats: list[torch.Tensor] = []
 
-    def weights(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.zeros(num_elements, dtype=dtype, device=device)
 
-    def gradients(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> None:
-        return None
-
-    def start_gather(self, flats: list[torch.Tensor]) -> list[Exchange]:
+    def start(self, flats: list[torch.Tensor]) -> list[Gather]:
         self._flats = list(flats)
         return [self for _ in flats]
 
@@ -36,39 +33,41 @@ class Exchange:
         for flat in self._flats:
             flat.fill_(9)
 
-    def start_mean(self, flat: torch.Tensor) -> None:
+    # Also what averages gradients.
+    def reduce_scatter(self, flat: torch.Tensor) -> None:
         self.events.append("gradients go")
 
 
 @pytest.fixture
 def parts():
-    """(model, its one bucket, the exchange), with weights on their way."""
-    model, exchange = nn.Sequential(nn.Linear(4, 4, bias=False)), Exchange()
+    """(model, its one bucket, the gather), with weights on their way."""
+    model, gather = nn.Sequential(nn.Linear(4, 4, bias=False)), Gather()
     layout = BucketLayout(0, ("0.weight",), (16,), shard_size_of(16, RANKS.world_size))
     bucket = ShardedBucket(
         list(model.parameters()),
         layout,
         RANKS,
-        exchange,  # type: ignore[arg-type]
+        gather,  # type: ignore[arg-type]
+        gather,  # type: ignore[arg-type]
         weight_dtype=torch.float32,
         wire_dtype=torch.float32,
     )
-    start_gather([bucket], exchange)  # type: ignore[arg-type]
-    return model, bucket, exchange
+    start_gather([bucket], gather)  # type: ignore[arg-type]
+    return model, bucket, gather
 
 
 def test_a_rank_sends_gradients_only_when_it_has_read_the_weights(parts):
     """Or another could step its shard while this one still reads it: no layer needs to have run."""
-    model, bucket, exchange = parts
+    model, bucket, gather = parts
     model[0].weight.grad = torch.ones(4, 4)
     bucket.reduce()
-    assert exchange.events == ["weights arrived", "gradients go"]
+    assert gather.events == ["weights arrived", "gradients go"]
 
 
 def test_weights_that_are_on_their_way_do_not_overwrite_loaded_ones(parts):
-    model, bucket, exchange = parts
+    model, bucket, gather = parts
     LazyWeights(model, [bucket])
     model.load_state_dict({"0.weight": torch.full((4, 4), 3.0)})
     model(torch.ones(1, 4))
-    assert exchange.events == ["weights arrived"]
+    assert gather.events == ["weights arrived"]
     assert torch.equal(model[0].weight, torch.full((4, 4), 3.0))
