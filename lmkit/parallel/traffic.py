@@ -10,8 +10,7 @@ class Traffic:
     """What this rank handed to collectives since the last `reset`.
 
     Attributes:
-        calls: collectives started; a tensor that is read from the other ranks' memory counts as one, the signals that
-            it is there as none.
+        calls: collectives started; a tensor that is read from the other ranks' memory counts as one.
         payload_bytes: size of the tensors that were reduced or gathered.
         link_bytes: what a bandwidth-optimal (ring) algorithm sends per rank for them: 2 (W-1)/W of an
             all-reduce's bytes, (W-1)/W of a reduce-scatter's or all-gather's

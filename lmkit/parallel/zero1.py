@@ -20,7 +20,6 @@ from lmkit.parallel.bucketed import MIB, bytes_of, fill_buckets
 from lmkit.parallel.gradient_watch import GradientWatch, order_of_first_rank
 from lmkit.parallel.lazy_weights import LazyWeights
 from lmkit.parallel.peer_memory import PeerMemory, can_share_memory
-from lmkit.parallel.peer_signals import PeerSignals
 from lmkit.parallel.process_group import Ranks
 from lmkit.parallel.reduction import Averager, wire_dtype_for
 from lmkit.parallel.replicas import broadcast_model, check_same_model
@@ -173,9 +172,7 @@ class Zero1(Accumulates):
                 aligned(self.ranks.world_size * layout.shard_size * self._weight_dtype(parameters).itemsize)
                 for parameters, layout in buckets
             )
-            memory = PeerMemory(num_bytes + PeerSignals.num_bytes(self.ranks.world_size), self.ranks)
-            signals = PeerSignals([of_rank[num_bytes:] for of_rank in memory.of_rank], self.ranks.rank)
-            return PeerGather(memory, signals, self.ranks, self.traffic)
+            return PeerGather(PeerMemory(num_bytes, self.ranks), self.ranks, self.traffic)
         return CollectiveGather(self._averager)
 
     def _weight_dtype(self, parameters: list[nn.Parameter]) -> torch.dtype:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import os
 import shutil
 import tempfile
-import time
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -32,7 +29,6 @@ from lmkit.errors import LmkitError
 from lmkit.parallel import zero1
 from lmkit.parallel.agreement import agree
 from lmkit.parallel.peer_memory import PeerMemory, check_pairing
-from lmkit.parallel.peer_signals import PeerSignals
 from lmkit.parallel.process_group import Ranks, process_group
 from lmkit.parallel.strategies import SyncOptions
 from lmkit.parallel.zero1 import Zero1
@@ -331,22 +327,6 @@ class FileMemory:
             shutil.rmtree(folder[0])
 
 
-class FileSignals(PeerSignals):
-    """The same numbers in the same places, written and awaited by the host."""
-
-    def announce(self) -> None:
-        self._count += 1
-        for address in self._mine:
-            ctypes.c_int32.from_address(address).value = self._count
-
-    def await_others(self) -> None:
-        deadline = time.monotonic() + 60
-        for address in self._theirs:
-            while ctypes.c_int32.from_address(address).value < self._count:
-                assert time.monotonic() < deadline, "a rank never announced"
-                os.sched_yield()
-
-
 def check_memory_that_is_mixed_up_is_refused(ranks: Ranks) -> None:
     """On all ranks, also those that see the right one: here only rank 0 sees another piece than its neighbour's."""
     of_rank = FileMemory(64, ranks).of_rank
@@ -370,7 +350,6 @@ def check_by_the_other_gather(ranks: Ranks, check: Callable[[Ranks], None]) -> N
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(zero1, "can_share_memory", lambda ranks: is_cpu)
         patch.setattr(zero1, "PeerMemory", make)
-        patch.setattr(zero1, "PeerSignals", FileSignals)
         check(ranks)
     assert bool(made) == is_cpu
 
