@@ -48,6 +48,7 @@ def ddp_rows(
     rounds: int = 10,
     steps_per_sample: int = 8,
     warmup: int = 3,
+    max_seconds: float = math.inf,
     progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
     """Measure contenders that fit into memory together; every rank calls this, every rank gets the rows.
@@ -56,6 +57,7 @@ def ddp_rows(
         names: see `ddp_contenders.contender`. "one rank" and "none" give the others their baselines.
         rounds: interleaved samples per contender; fewer than 6 give no interval.
         warmup: steps before the first sample; at least 3, the first of which settles the bucket order.
+        max_seconds: of timing; no further round begins after them.
 
     Returns:
         One row per contender, with its samples; a contender that ran out of memory has `status` "out of memory".
@@ -79,7 +81,7 @@ def ddp_rows(
     samples = {}
     if contenders:
         with without_garbage_collection():
-            samples = _time_together(contenders, ranks, rounds, steps_per_sample, progress)
+            samples = _time_together(contenders, ranks, rounds, steps_per_sample, max_seconds, progress)
     rows = [
         {"case": case.name, "contender": name, "world_size": 1 if name in SOLO else ranks.world_size}
         | facts[name]
@@ -179,9 +181,11 @@ def _time_together(
     ranks: Ranks,
     rounds: int,
     steps_per_sample: int,
+    max_seconds: float,
     progress: Progress | None,
 ) -> dict[str, list[float]]:
     """Interleaved samples in ms per step, the slowest rank's of every round."""
+    deadline = time.monotonic() + max_seconds
     samples_before = count()
     rested = False
 
@@ -203,6 +207,7 @@ def _time_together(
         warmup=0,
         prepare={name: partial(prepare, name) for name in contenders},
         clock=SteadyStateClock(ranks.device, steps_per_sample),
+        is_last_round=lambda: agree(ranks, stop=time.monotonic() > deadline).stop,
     )
     slowest: dict[str, list[float]] = {}
     for name, timing in timings.items():

@@ -201,6 +201,7 @@ def _ddp_rank(recipe: Recipe, progress: Progress) -> BenchResult | None:
             ranks,
             rounds=table.rounds,
             steps_per_sample=table.steps_per_sample,
+            max_seconds=table.max_seconds,
             progress=progress,
         )
         sweep = [f"bucketed {mb:g} MB" for mb in table.bucket_sweep_mb]
@@ -211,6 +212,7 @@ def _ddp_rank(recipe: Recipe, progress: Progress) -> BenchResult | None:
                 ranks,
                 rounds=table.rounds,
                 steps_per_sample=table.steps_per_sample,
+                max_seconds=table.max_seconds,
                 progress=lambda stage, done, total: progress(f"bucket sizes, {stage}", done, total),
             )
             if sweep

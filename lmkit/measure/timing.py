@@ -192,6 +192,7 @@ def time_variants(
     seed: int = 0,
     clock: Clock | None = None,
     before_round: Callable[[int], object] | None = None,
+    is_last_round: Callable[[], bool] | None = None,
 ) -> dict[str, Timing]:
     """Measure every variant `repeats` times, interleaved.
 
@@ -213,6 +214,7 @@ def time_variants(
         seed: of the order of the variants within each round.
         clock: overrides `kind` (tests).
         before_round: called with the number of each round before it begins, untimed: to report progress.
+        is_last_round: asked after each round; for ranks, which must agree where clocks (`max_seconds`) would not.
 
     Returns:
         name -> Timing, in the order of `variants`, all with the same number of samples unless `share_seconds`.
@@ -262,7 +264,7 @@ def time_variants(
             elapsed = clock.sample_ms(variants[name], calls[name], before=before[name])
             samples[name].append(elapsed / calls[name])
             rounds[name].append(number)
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline or (is_last_round is not None and is_last_round()):
             break
     return {
         name: Timing(

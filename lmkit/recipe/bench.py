@@ -106,6 +106,8 @@ class BenchRanksConfig(Table):
 class BenchDdpConfig(BenchRanksConfig):
     bucket_sweep_mb: tuple[PositiveFloat, ...] = (1, 10, 100, 1000)
     """Bucket sizes in MiB to compare; empty: no sweep."""
+    max_seconds: PositiveFloat = 600.0
+    """Of timing, of the contenders and again of the bucket sizes; whole rounds only."""
 
 
 class BenchAllReduceConfig(Table):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -40,6 +41,14 @@ def measure_all() -> dict[str, list[dict[str, Any]]]:
         ladder = ddp.ddp_rows(CASE, NAMES, ranks, rounds=6, steps_per_sample=1, progress=progress)
         return {
             "ladder": ladder,
+            "short": ddp.ddp_rows(
+                CASE,
+                ("naive", "flat"),
+                ranks,
+                rounds=6,
+                steps_per_sample=1,
+                max_seconds=0.0 if ranks.is_first else math.inf,
+            ),
             "compared": [ddp.compare(ladder, "naive", "naive")],
             "all_reduce": all_reduce_rows(ranks, sizes_mb=(0.01, 0.1), repeats=2),
             "optimizer": optimizer_rows(CASE, ranks, rounds=2, steps_per_sample=1, progress=progress),

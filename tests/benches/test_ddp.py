@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import gc
 import importlib
+import math
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from lmkit.benches import ddp, optimizer
+from lmkit.benches import ddp, ddp_clock, optimizer
 from lmkit.benches.ddp_clock import SteadyStateClock, without_garbage_collection
 from lmkit.benches.ddp_contenders import DdpCase, baseline_of, contender
 from lmkit.benches.ddp_overlap import overlap_picture, read_step
@@ -21,6 +23,7 @@ from lmkit.measure import plots
 from lmkit.measure.comparison import compare_rows
 from lmkit.measure.limits import Limits
 from lmkit.measure.statistics import spread
+from lmkit.parallel.agreement import Agreement
 from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.process_group import Ranks
 
@@ -185,12 +188,40 @@ def test_unknown_contenders_are_refused_before_anything_runs(name):
         assert "bucketed 100 MB" in refused.value.hint
 
 
-def test_the_clock_leaves_out_the_first_step():
-    """One step of lead-in, then three timed ones; preparations come before all of them."""
+def test_the_clock_leaves_out_the_first_steps(monkeypatch):
+    """Half as many steps of lead-in, then three timed ones; preparations come before all of them."""
     calls: list[str] = []
+    monkeypatch.setattr(ddp_clock.time, "perf_counter", lambda: calls.append("clock") or len(calls))
     clock = SteadyStateClock(torch.device("cpu"), 3)
     clock.sample_ms(lambda: calls.append("step"), 1, before=[lambda: calls.append("prepare")])
-    assert calls == ["prepare", "step", "step", "step", "step"]
+    assert calls == ["prepare", "step", "step", "clock", "step", "step", "step", "clock"]
+
+
+def test_ranks_end_after_the_same_round_when_time_is_up(measured):
+    """Rank 1 has all the time in the world; rank 0's is up after the first round."""
+    assert [len(row["samples_ms"]) for row in measured["short"]] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("device", "world_size", "settled"), [("cuda", 2, ["none"]), ("cuda", 1, []), ("cpu", 2, [])]
+)
+def test_gpus_that_rested_work_before_the_next_sample(monkeypatch, device, world_size, settled):
+    """All but one rest while one rank is measured alone: on GPUs the next sample of all would show it."""
+    events: list[str] = []
+    monkeypatch.setattr(ddp, "_settle", lambda built, ranks, steps: events.append(built.name))
+    monkeypatch.setattr(ddp, "agree", lambda ranks, stop=False: Agreement(stop=False, nonfinite=False))
+    monkeypatch.setattr(ddp.dist, "all_reduce", lambda samples, op: None)
+
+    def run_in_turn(variants, *, prepare, **options):
+        for name in ("one rank", "one rank, bf16 weights", "none", "bucketed"):
+            prepare[name]()
+        return {}
+
+    monkeypatch.setattr(ddp, "time_variants", run_in_turn)
+    built = {name: SimpleNamespace(name=name, step=None) for name in (*ddp.SOLO, "none", "bucketed")}
+    ranks = Ranks(device=torch.device(device), world_size=world_size)
+    ddp._time_together(built, ranks, 1, 1, math.inf, None)
+    assert events == settled
 
 
 def test_the_collector_comes_back_after_an_error():
