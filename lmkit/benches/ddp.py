@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 from typing import Any
@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from lmkit.benches.ddp_clock import SteadyStateClock, without_garbage_collection
 from lmkit.benches.ddp_contenders import SOLO, Contender, DdpCase, baseline_of, contender, parse_name
+from lmkit.benches.journal import Journal
 from lmkit.measure.memory import claim_workspaces, release_memory
 from lmkit.measure.progress import Progress
 from lmkit.measure.statistics import median, paired_ratio, spread
@@ -50,6 +51,7 @@ def ddp_rows(
     warmup: int = 3,
     max_seconds: float = math.inf,
     progress: Progress | None = None,
+    journal: Journal | None = None,
 ) -> list[dict[str, Any]]:
     """Measure contenders that fit into memory together; every rank calls this, every rank gets the rows.
 
@@ -58,6 +60,7 @@ def ddp_rows(
         rounds: interleaved samples per contender; fewer than 6 give no interval.
         warmup: steps before the first sample; at least 3, the first of which settles the bucket order.
         max_seconds: of timing; no further round begins after them.
+        journal: where the first rank keeps the rows of the rounds so far.
 
     Returns:
         One row per contender, with its samples; a contender that ran out of memory has `status` "out of memory".
@@ -78,17 +81,26 @@ def ddp_rows(
             facts[name] = {"status": "out of memory"}
         else:
             contenders[name], facts[name] = built
-    samples = {}
+
+    def rows_of(samples: dict[str, list[float]]) -> list[dict[str, Any]]:
+        rows = [
+            {"case": case.name, "contender": name, "world_size": 1 if name in SOLO else ranks.world_size}
+            | facts[name]
+            | _numbers(name, case, ranks, samples)
+            for name in names
+        ]
+        _add_memory_overhead(rows)
+        return rows
+
+    def keep(samples: dict[str, list[float]]) -> None:
+        if journal is not None and ranks.is_first:
+            journal.replace(rows_of(samples))
+
+    samples: dict[str, list[float]] = {}
     if contenders:
         with without_garbage_collection():
-            samples = _time_together(contenders, ranks, rounds, steps_per_sample, max_seconds, progress)
-    rows = [
-        {"case": case.name, "contender": name, "world_size": 1 if name in SOLO else ranks.world_size}
-        | facts[name]
-        | _numbers(name, case, ranks, samples)
-        for name in names
-    ]
-    _add_memory_overhead(rows)
+            samples = _time_together(contenders, ranks, rounds, steps_per_sample, max_seconds, progress, keep)
+    rows = rows_of(samples)
     contenders.clear()
     release_memory(ranks.device)
     return rows
@@ -183,9 +195,11 @@ def _time_together(
     steps_per_sample: int,
     max_seconds: float,
     progress: Progress | None,
+    keep: Callable[[dict[str, list[float]]], None],
 ) -> dict[str, list[float]]:
-    """Interleaved samples in ms per step, the slowest rank's of every round."""
+    """Interleaved samples in ms per step, the slowest rank's of every round; `keep` is called with those so far."""
     deadline = time.monotonic() + max_seconds
+    slowest: dict[str, list[float]] = {name: [] for name in contenders}
     samples_before = count()
     rested = False
 
@@ -200,21 +214,24 @@ def _time_together(
         rested = name in SOLO and ranks.device.type == "cuda" and ranks.world_size > 1
         agree(ranks)
 
-    timings = time_variants(
+    def after_round(own: dict[str, float]) -> bool:
+        samples = torch.tensor([own[name] for name in contenders], dtype=torch.float64)
+        if ranks.world_size > 1:
+            dist.all_reduce(samples, op=dist.ReduceOp.MAX)
+        for name, sample in zip(contenders, samples.tolist(), strict=True):
+            slowest[name].append(sample)
+        keep(slowest)
+        return agree(ranks, stop=time.monotonic() > deadline).stop
+
+    time_variants(
         {name: (built.step if built is not None else _wait) for name, built in contenders.items()},
         device=ranks.device,
         repeats=rounds,
         warmup=0,
         prepare={name: partial(prepare, name) for name in contenders},
         clock=SteadyStateClock(ranks.device, steps_per_sample),
-        is_last_round=lambda: agree(ranks, stop=time.monotonic() > deadline).stop,
+        after_round=after_round,
     )
-    slowest: dict[str, list[float]] = {}
-    for name, timing in timings.items():
-        mine = torch.tensor(timing.samples_ms, dtype=torch.float64)
-        if ranks.world_size > 1:
-            dist.all_reduce(mine, op=dist.ReduceOp.MAX)
-        slowest[name] = mine.tolist()
     return slowest
 
 
@@ -242,7 +259,7 @@ def _numbers(name: str, case: DdpCase, ranks: Ranks, samples: dict[str, list[flo
         "p10_ms": summary.p10,
         "p90_ms": summary.p90,
         "tokens_per_s": world_size * case.tokens_per_step / summary.median * 1e3,
-        "samples_ms": own,
+        "samples_ms": list(own),
     }
     baseline = samples.get(baseline_of(name))
     if baseline is not None and name not in SOLO:

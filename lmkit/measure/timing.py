@@ -192,7 +192,7 @@ def time_variants(
     seed: int = 0,
     clock: Clock | None = None,
     before_round: Callable[[int], object] | None = None,
-    is_last_round: Callable[[], bool] | None = None,
+    after_round: Callable[[dict[str, float]], bool] | None = None,
 ) -> dict[str, Timing]:
     """Measure every variant `repeats` times, interleaved.
 
@@ -214,7 +214,8 @@ def time_variants(
         seed: of the order of the variants within each round.
         clock: overrides `kind` (tests).
         before_round: called with the number of each round before it begins, untimed: to report progress.
-        is_last_round: asked after each round; for ranks, which must agree where clocks (`max_seconds`) would not.
+        after_round: called with the samples of each round, name -> ms per call; if it says so, that was the last one
+            (ranks must agree on that, and would not by their clocks, as with `max_seconds`).
 
     Returns:
         name -> Timing, in the order of `variants`, all with the same number of samples unless `share_seconds`.
@@ -258,13 +259,16 @@ def time_variants(
         if before_round is not None:
             before_round(number)
         shuffle(order)
+        of_round: dict[str, float] = {}
         for name in order:
             if number % every[name]:
                 continue
             elapsed = clock.sample_ms(variants[name], calls[name], before=before[name])
-            samples[name].append(elapsed / calls[name])
+            of_round[name] = elapsed / calls[name]
+            samples[name].append(of_round[name])
             rounds[name].append(number)
-        if time.monotonic() > deadline or (is_last_round is not None and is_last_round()):
+        enough = after_round is not None and after_round(of_round)
+        if enough or time.monotonic() > deadline:
             break
     return {
         name: Timing(

@@ -30,6 +30,13 @@ NAMES = (
 )
 
 
+class Kept:
+    """A journal that remembers all that stood in it."""
+
+    def __init__(self, contents: list[list[dict[str, Any]]]) -> None:
+        self.replace = contents.append
+
+
 def measure_all() -> dict[str, list[dict[str, Any]]]:
     torch.set_num_threads(1)
     with process_group("cpu", timeout_s=240) as ranks:
@@ -38,9 +45,13 @@ def measure_all() -> dict[str, list[dict[str, Any]]]:
         def progress(*report: Any) -> None:
             reports.append(report)
 
-        ladder = ddp.ddp_rows(CASE, NAMES, ranks, rounds=6, steps_per_sample=1, progress=progress)
+        kept: list[list[dict[str, Any]]] = []
+        ladder = ddp.ddp_rows(
+            CASE, NAMES, ranks, rounds=6, steps_per_sample=1, progress=progress, journal=Kept(kept)
+        )
         return {
             "ladder": ladder,
+            "kept": kept,
             "short": ddp.ddp_rows(
                 CASE,
                 ("naive", "flat"),

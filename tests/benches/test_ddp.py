@@ -197,6 +197,15 @@ def test_the_clock_leaves_out_the_first_steps(monkeypatch):
     assert calls == ["prepare", "step", "step", "clock", "step", "step", "step", "clock"]
 
 
+def test_rows_are_in_the_journal_round_by_round(measured):
+    """What a run that is killed in its fourth round leaves is what one of three rounds would have written."""
+    assert [len(rows[0]["samples_ms"]) for rows in measured["kept"]] == [1, 2, 3, 4, 5, 6]
+    assert measured["kept"][-1] == measured["ladder"]
+    third = {row["contender"]: row for row in measured["kept"][2]}
+    for row in measured["ladder"]:
+        assert third[row["contender"]]["samples_ms"] == row["samples_ms"][:3]
+
+
 def test_ranks_end_after_the_same_round_when_time_is_up(measured):
     """Rank 1 has all the time in the world; rank 0's is up after the first round."""
     assert [len(row["samples_ms"]) for row in measured["short"]] == [1, 1]
@@ -220,7 +229,7 @@ def test_gpus_that_rested_work_before_the_next_sample(monkeypatch, device, world
     monkeypatch.setattr(ddp, "time_variants", run_in_turn)
     built = {name: SimpleNamespace(name=name, step=None) for name in (*ddp.SOLO, "none", "bucketed")}
     ranks = Ranks(device=torch.device(device), world_size=world_size)
-    ddp._time_together(built, ranks, 1, 1, math.inf, None)
+    ddp._time_together(built, ranks, 1, 1, math.inf, None, lambda samples: None)
     assert events == settled
 
 
