@@ -5,6 +5,7 @@ Definitions, all per round and then summarised by medians with a 95% interval ov
 - scaling: step time of one rank alone / step time with W ranks (weak scaling: the same rows per rank);
 - exposed communication: step time - step time of the same step without communication;
 - communication alone: the time of a step's reduction with nothing beside it; what of it is not exposed was hidden;
+- without communication (`none`) each rank is as fast as its GPU and host: no strategy is faster than the slowest;
 - host time: how long rank 0's CPU is busy with a step on a GPU that has nothing else to do; a step that takes hardly
   longer waits for the host, and measures the host;
 - link bytes: see `lmkit.parallel.traffic`; "expected" is the formula over the model's parameters.
@@ -36,6 +37,9 @@ from lmkit.parallel.zero1 import Zero1
 SETTLE_S = 1.5
 """How long all GPUs work, untimed, after a sample that all but one rested through. Their power had fallen, and the
 limit on it answers late: on H200s the first samples (0.7 s) were 1% shorter than the rest, the next one 4% longer."""
+
+Samples = dict[str, list[list[float]]]
+"""Contender -> round -> rank: ms per step (of what one rank does alone: 0 or next to it on the others)."""
 
 LADDER = ("one rank", "none", "naive", "flat", "overlap", "bucketed", "torch_ddp", "zero1")
 RIVALS = ("torch_ddp default", "torch_ddp static", "torch_ddp + ZeRO")
@@ -82,7 +86,7 @@ def ddp_rows(
         else:
             contenders[name], facts[name] = built
 
-    def rows_of(samples: dict[str, list[float]]) -> list[dict[str, Any]]:
+    def rows_of(samples: Samples) -> list[dict[str, Any]]:
         rows = [
             {"case": case.name, "contender": name, "world_size": 1 if name in SOLO else ranks.world_size}
             | facts[name]
@@ -92,11 +96,11 @@ def ddp_rows(
         _add_memory_overhead(rows)
         return rows
 
-    def keep(samples: dict[str, list[float]]) -> None:
+    def keep(samples: Samples) -> None:
         if journal is not None and ranks.is_first:
             journal.replace(rows_of(samples))
 
-    samples: dict[str, list[float]] = {}
+    samples: Samples = {}
     if contenders:
         with without_garbage_collection():
             samples = _time_together(contenders, ranks, rounds, steps_per_sample, max_seconds, progress, keep)
@@ -195,11 +199,11 @@ def _time_together(
     steps_per_sample: int,
     max_seconds: float,
     progress: Progress | None,
-    keep: Callable[[dict[str, list[float]]], None],
-) -> dict[str, list[float]]:
-    """Interleaved samples in ms per step, the slowest rank's of every round; `keep` is called with those so far."""
+    keep: Callable[[Samples], None],
+) -> Samples:
+    """Interleaved samples; `keep` is called with those so far after each round."""
     deadline = time.monotonic() + max_seconds
-    slowest: dict[str, list[float]] = {name: [] for name in contenders}
+    samples: Samples = {name: [] for name in contenders}
     samples_before = count()
     rested = False
 
@@ -215,12 +219,13 @@ def _time_together(
         agree(ranks)
 
     def after_round(own: dict[str, float]) -> bool:
-        samples = torch.tensor([own[name] for name in contenders], dtype=torch.float64)
+        mine = torch.tensor([own[name] for name in contenders], dtype=torch.float64)
+        of_rank = [mine.clone() for _ in range(ranks.world_size)]
         if ranks.world_size > 1:
-            dist.all_reduce(samples, op=dist.ReduceOp.MAX)
-        for name, sample in zip(contenders, samples.tolist(), strict=True):
-            slowest[name].append(sample)
-        keep(slowest)
+            dist.all_gather(of_rank, mine)
+        for number, name in enumerate(contenders):
+            samples[name].append([float(each[number]) for each in of_rank])
+        keep(samples)
         return agree(ranks, stop=time.monotonic() > deadline).stop
 
     time_variants(
@@ -232,7 +237,7 @@ def _time_together(
         clock=SteadyStateClock(ranks.device, steps_per_sample),
         after_round=after_round,
     )
-    return slowest
+    return samples
 
 
 def _settle(built: Contender, ranks: Ranks, steps: int) -> None:
@@ -248,10 +253,10 @@ def _wait() -> None:
     """The other ranks' part in what one rank does alone."""
 
 
-def _numbers(name: str, case: DdpCase, ranks: Ranks, samples: dict[str, list[float]]) -> dict[str, Any]:
+def _numbers(name: str, case: DdpCase, ranks: Ranks, samples: Samples) -> dict[str, Any]:
     if name not in samples:
         return {}
-    own = samples[name]
+    own = _slowest(samples[name])
     summary = spread(own)
     world_size = 1 if name in SOLO else ranks.world_size
     numbers: dict[str, Any] = {
@@ -259,16 +264,23 @@ def _numbers(name: str, case: DdpCase, ranks: Ranks, samples: dict[str, list[flo
         "p10_ms": summary.p10,
         "p90_ms": summary.p90,
         "tokens_per_s": world_size * case.tokens_per_step / summary.median * 1e3,
-        "samples_ms": list(own),
+        "samples_ms": own,
     }
-    baseline = samples.get(baseline_of(name))
-    if baseline is not None and name not in SOLO:
-        ratio = paired_ratio(own, baseline)
+    if name == "none":  # with all others, ranks wait for one another
+        numbers["rank_ms"] = [median(of_rank) for of_rank in zip(*samples[name], strict=True)]
+    baseline = baseline_of(name)
+    if baseline in samples and name not in SOLO:
+        ratio = paired_ratio(own, _slowest(samples[baseline]))
         numbers |= {"scaling": ratio.speedup, "scaling_low": ratio.low, "scaling_high": ratio.high}
     if "none" in samples and name not in (*SOLO, "none") and baseline_of(name) == SOLO[0]:
-        exposed = [mine - bare for mine, bare in zip(own, samples["none"], strict=True)]
+        exposed = [mine - bare for mine, bare in zip(own, _slowest(samples["none"]), strict=True)]
         numbers |= {"exposed_ms": median(exposed), "exposed_share": median(exposed) / summary.median}
     return numbers
+
+
+def _slowest(rounds: Sequence[Sequence[float]]) -> list[float]:
+    """The slowest rank's sample of each round: a step of all ends when its does."""
+    return [max(of_rank) for of_rank in rounds]
 
 
 def _add_memory_overhead(rows: list[dict[str, Any]]) -> None:

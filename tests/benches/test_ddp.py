@@ -197,6 +197,17 @@ def test_the_clock_leaves_out_the_first_steps(monkeypatch):
     assert calls == ["prepare", "step", "step", "clock", "step", "step", "step", "clock"]
 
 
+def test_what_each_rank_takes_by_itself_is_told(ladder, measured):
+    alone = ladder["none"]["rank_ms"]
+    assert len(alone) == 2
+    assert 0 < min(alone) <= max(alone) <= ladder["none"]["p90_ms"]
+    assert [name for name, row in ladder.items() if "rank_ms" in row] == ["none"]
+    expected = (
+        f"Without communication the ranks take {alone[0]:.2f}, {alone[1]:.2f} ms a step, each by itself."
+    )
+    assert expected in ladder_markdown(measured["ladder"])
+
+
 def test_rows_are_in_the_journal_round_by_round(measured):
     """What a run that is killed in its fourth round leaves is what one of three rounds would have written."""
     assert [len(rows[0]["samples_ms"]) for rows in measured["kept"]] == [1, 2, 3, 4, 5, 6]
@@ -219,7 +230,6 @@ def test_gpus_that_rested_work_before_the_next_sample(monkeypatch, device, world
     events: list[str] = []
     monkeypatch.setattr(ddp, "_settle", lambda built, ranks, steps: events.append(built.name))
     monkeypatch.setattr(ddp, "agree", lambda ranks, stop=False: Agreement(stop=False, nonfinite=False))
-    monkeypatch.setattr(ddp.dist, "all_reduce", lambda samples, op: None)
 
     def run_in_turn(variants, *, prepare, **options):
         for name in ("one rank", "one rank, bf16 weights", "none", "bucketed"):
