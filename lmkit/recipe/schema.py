@@ -116,8 +116,10 @@ def _model_holds_the_vocabulary(tables: Mapping[str, Any]) -> str | None:
     return f"model.vocab_size: {model.vocab_size} is less than the tokenizer's {tokenizer.vocab_size}; leave it out"
 
 
+CHECKS_BEFORE_TOKENS: tuple[Check, ...] = (_model_holds_the_vocabulary,)
+"""Of what is still to be made: a recipe that a checkpoint keeps may not agree with them, and was right."""
+
 CHECKS: tuple[Check, ...] = (
-    _model_holds_the_vocabulary,
     _half_precision_has_a_device,
     _random_tokens_need_a_vocabulary,
     _zero1_alone_has_bf16_weights,
