@@ -220,7 +220,7 @@ def _ddp_rank(recipe: Recipe, progress: Progress) -> BenchResult | None:
         )
         fits = any(row["contender"] == "bucketed" and row["status"] == "ok" for row in rows)
         overlap = record_step("bucketed", case, ranks) if fits and ranks.device.type == "cuda" else None
-        return ddp_result(rows, swept, ranks, overlap) if ranks.is_first else None
+        return ddp_result(rows, swept, ranks, overlap, rounds=table.rounds) if ranks.is_first else None
 
 
 def _all_reduce_rank(recipe: Recipe, progress: Progress) -> BenchResult | None:
