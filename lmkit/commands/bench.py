@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lmkit.benches.journal import Journal
-from lmkit.commands.outputs import wrote
+from lmkit.commands.outputs import refuse_unwritable, wrote
 from lmkit.commands.ranks import backend_of, ranks_of
 from lmkit.errors import UsageError
 from lmkit.measure.progress import Progress
@@ -137,14 +137,16 @@ def optimizer(recipe: Recipe, output: Path | None, nproc: int, progress: Progres
     return _on_ranks(_optimizer_rank, recipe, output, nproc, progress)
 
 
-def refuse_results(output: Path | None, *, force: bool) -> None:
-    """Refuse a folder that was asked for and has results already: they took minutes, or a machine that is gone.
+def check_place(recipe: Recipe, output: Path | None, *, force: bool) -> None:
+    """Refuse a folder that cannot be written to, and one that was asked for and has results already: they took
+    minutes, or a machine that is gone.
 
     Raises:
-        UsageError: it has, and `force` is false.
+        UsageError: nothing can be written there, or it has results and `force` is false.
     """
     if output is not None and (output / RECIPE).exists() and not force:
         raise UsageError(f"{output}: holds results already", hint="name another folder, or add --force")
+    refuse_unwritable(output or _benches(recipe))
 
 
 @contextmanager
@@ -274,7 +276,12 @@ def _need_ranks(ranks: Ranks, command: str) -> None:
 
 
 def _folder(recipe: Recipe, bench: str, output: Path | None) -> Path:
-    return output or recipe.run.folder.parent / "benches" / recipe.run.name / bench
+    return output or _benches(recipe) / bench
+
+
+def _benches(recipe: Recipe) -> Path:
+    """Where the benches of a recipe lie, unless another folder is named."""
+    return recipe.run.folder.parent / "benches" / recipe.run.name
 
 
 def _journal(recipe: Recipe, bench: str, output: Path | None) -> Journal:
