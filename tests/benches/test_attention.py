@@ -504,3 +504,9 @@ def test_bad_options(change):
     (key,) = change
     with pytest.raises(UsageError, match=rf"^bench\.attention\.{key}: "):
         run_bench(AttentionOptions(**{**SMALL, "tiers": ("16",), "kernels": ("sdpa",), **change}))
+
+
+def test_the_names_of_lengths_are_explained():
+    said = bench._tiers_note(("Small", "XXL", "4k", "512", "128:64"))
+    assert said == "D: head_dim; tier: tokens (Small 128, XXL 2,048), or queries:keys"
+    assert bench._tiers_note(("4k", "128:64")) == "D: head_dim; tier: tokens, or queries:keys"
