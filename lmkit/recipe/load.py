@@ -19,7 +19,7 @@ from lmkit.errors import UsageError, reason
 from lmkit.recipe.aliases import canonical
 from lmkit.recipe.model import fill_preset, forget_sizes
 from lmkit.recipe.schema import CHECKS, CHECKS_BEFORE_TOKENS, TABLES, Recipe, table_type
-from lmkit.recipe.shipped import shipped_recipes
+from lmkit.recipe.shipped import shipped_recipes, shipped_with
 from lmkit.recipe.table import Table
 
 if sys.version_info >= (3, 11):
@@ -229,10 +229,7 @@ def _example_with(mistake: str) -> str:
     bench = re.search(r"\bbench\.(\w+)", mistake)
     if bench is None:
         return "quickstart"
-    header = f"[bench.{bench[1]}]"
-    return next(
-        (name for name, path in shipped_recipes().items() if header in path.read_text("utf-8")), "quickstart"
-    )
+    return next(iter(shipped_with(f"bench.{bench[1]}")), "quickstart")
 
 
 def _refuse_dates(value: object) -> Any:
