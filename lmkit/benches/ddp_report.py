@@ -58,6 +58,7 @@ LADDER_NOTES = (
 )
 _OF_GPUS = ("host_ms", "peak_gb", "peak_overhead", "init_mb", "before_mb", "after_mb")
 """Columns that no CPU fills."""
+_NO_INTERVAL: dict[str, Any] = {"low": None, "high": None}
 _TIME_NOTES = (
     "scaling: one rank's step time over this one's, same rows per rank; spread: (p90 - p10) / median",
     "exposed: step time over that of the same step without communication (none)",
@@ -222,10 +223,10 @@ def ladder_markdown(rows: Rows) -> str:
 def comparisons(rows: Rows) -> Rows:
     """How many times as fast our strategies are as their rivals, by the ratios of the same rounds; without an
     interval where the rounds are too few for one."""
+    by_name = {row["contender"]: row for row in rows}
     timed = [row["contender"] for row in rows if "samples_ms" in row]
-    no_interval: dict[str, Any] = {"low": None, "high": None}
     return [
-        found | (no_interval if found["verdict"] == "too few repeats" else {})
+        found if _enough_rounds(by_name[ours]) else found | _NO_INTERVAL
         for ours in timed
         for rival in RIVALS_OF.get(ours.partition(" ")[0], ())
         if rival in timed
@@ -296,6 +297,11 @@ def scaling_in_words(row: dict[str, Any]) -> str:
         f"95% interval {low:.1%} to {high:.1%}" if _enough_rounds(row) else "too few rounds for an interval"
     )
     return f"{row['scaling']:.1%} of linear scaling ({interval})"
+
+
+def _honest(row: dict[str, Any]) -> dict[str, Any]:
+    """The row, without its interval where its rounds are too few for one."""
+    return row if _enough_rounds(row) else row | _NO_INTERVAL
 
 
 def _enough_rounds(row: dict[str, Any]) -> bool:
@@ -370,7 +376,7 @@ def optimizer_result(rows: Rows, updates: Rows, ranks: Ranks, limits: Limits) ->
             files,
         )
         + "\n"
-        + _report("AdamW's update alone", updates, UPDATE_COLUMNS, UPDATE_NOTES, {})
+        + _report("AdamW's update alone", [_honest(row) for row in updates], UPDATE_COLUMNS, UPDATE_NOTES, {})
     )
     notes = (*of_state, "AdamW's update alone: " + "; ".join(map(_in_words, updates)))
     return BenchResult("optimizer", rows, columns, files, environment, notes, shown)

@@ -402,3 +402,13 @@ def test_what_only_gpus_have_is_neither_shown_nor_explained_without_them():
         for text in (plain.table(), str(plain.files["optimizer_report.md"])):
             assert word not in text
         assert word in full.table()
+
+
+@pytest.mark.parametrize(("rounds", "cells"), [(5, "| - | - |"), (6, "| 0.900 | 1.100 |")])
+def test_an_update_alone_has_an_interval_of_rounds_enough_for_one(rounds, cells):
+    row = _timed("zero1", [2.0] * 6, state_bytes=8, flops_per_token=1.0, precision="fp32")
+    update = {"way": "operations", "update_ms": 1.0, "gb_per_s": 1.0, "host_ms": 1.0, "times_as_fast": 1.0}
+    update |= {"low": 0.9, "high": 1.1, "samples_ms": [1.0] * rounds}
+    result = optimizer_result([row], [update], Ranks(world_size=2), Limits("cpu", {"fp32": 1e12}, 1e10))
+    assert cells in str(result.files["optimizer_report.md"])
+    assert '"low": 0.9' in str(result.files["adamw_update_results.jsonl"])
