@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from lmkit.benches.attention_acceptance import run_acceptance
-from lmkit.benches.attention_cases import DATA, DTYPES, AttentionOptions, build_cases
+from lmkit.benches.attention_cases import DATA, DTYPES, TIERS, AttentionOptions, build_cases
 from lmkit.benches.attention_report import COLUMNS, report_files
 from lmkit.benches.attention_sweep import Rows, Sweep
 from lmkit.benches.attention_variants import (
@@ -69,10 +69,17 @@ def run_bench(
         f"speedup: {options.baseline} / variant, median of paired rounds; '% peak': of the matmul TFLOP/s measured "
         f"here ({peaks})",
         "spread: (p90 - p10) / median; GB (10^9): peak on top of the inputs, output included",
+        _tiers_note(options.tiers),
     )
     files = report_files(rows, asdict(options), environment, notes)
     shown = [row for row in rows if row["part"] != "grid"]  # that one is a picture, and a table in the report
     return BenchResult("attention", rows, COLUMNS, files, environment, notes, shown)
+
+
+def _tiers_note(tiers: Sequence[str]) -> str:
+    """What stands in the first columns; lengths that have names, with their numbers."""
+    named = ", ".join(f"{tier} {TIERS[tier]:,}" for tier in tiers if tier in TIERS and tier[0].isalpha())
+    return f"D: head_dim; tier: tokens{f' ({named})' if named else ''}, or queries:keys"
 
 
 def _check(options: AttentionOptions, kernels: Sequence[str]) -> None:

@@ -221,7 +221,7 @@ def findings(rows: Rows, options: dict[str, Any]) -> list[str]:
             top = max(ratios, key=lambda row: row["speedup"])
             found.append(
                 f"{direction}: the largest speed-up over {options['baseline']} is {top['kernel']}'s at "
-                f"{top['tier']}, {top['speedup']:.2f}x (95% {top['speedup_low']:.2f} to {top['speedup_high']:.2f})."
+                f"{top['tier']}, {top['speedup']:.2f}x{_interval(top)}."
             )
     for kernel in _names(tiers, "kernel"):
         square = [row for row in tiers if row["kernel"] == kernel and row["num_queries"] == row["num_keys"]]
@@ -238,3 +238,10 @@ def findings(rows: Rows, options: dict[str, Any]) -> list[str]:
     wrong = _names([row for row in rows if row["status"] == "wrong result"], "kernel")
     found += [f"{kernel} gave wrong results (see below) and was not timed there." for kernel in wrong]
     return found or ["No tier was measured."]
+
+
+def _interval(row: dict[str, Any]) -> str:
+    """The 95% interval of a row's speed-up, in brackets, or that there is none."""
+    if row["verdict"] == "too few repeats":
+        return " (too few rounds for an interval)"
+    return f" (95% {row['speedup_low']:.2f} to {row['speedup_high']:.2f})"

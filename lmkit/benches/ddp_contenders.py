@@ -175,7 +175,7 @@ def parse_name(name: str, bench: str = "ddp") -> tuple[str, str, SyncOptions]:
         known = (*SOLO, *STRATEGIES, *(f"torch_ddp {variant}" for variant in TORCH_VARIANTS))
         raise UsageError(
             f"bench.{bench}.contenders: there is no {name!r}",
-            hint=f"{', '.join(known)}; or with options: bucketed 100 MB, zero1 bf16, flat bf16 wire",
+            hint=f"{'; '.join(known)}; or with options: bucketed 100 MB; zero1 bf16; flat bf16 wire",
         )
     return strategy, detail, read
 

@@ -11,7 +11,7 @@ from lmkit.measure.environment import describe_environment
 from lmkit.measure.limits import Limits, limits_sentence, model_flops_utilization
 from lmkit.measure.plots import grouped_bars, line_plot
 from lmkit.measure.results import BenchResult, Rows, picture_lines, row_files
-from lmkit.measure.statistics import spread
+from lmkit.measure.statistics import FEWEST_PAIRS, spread
 from lmkit.measure.tables import Column, markdown_table
 from lmkit.measure.whiskers import of_rate, of_samples, of_time
 from lmkit.parallel.process_group import Ranks
@@ -37,7 +37,7 @@ LADDER_COLUMNS = (
     Column("scaling_interval", "scaling [95%]"),
     Column("exposed_ms", "exposed ms", ".2f"),
     Column("communication_alone_ms", "alone ms", ".2f"),
-    Column("alone_gb_per_s", "alone GB/s", ".0f"),
+    Column("alone_gb_per_s", "alone GB/s", ".3g"),
     Column("hidden", "hidden", ".0%"),
     Column("peak_gb", "peak GB", ".2f"),
     Column("peak_overhead", "memory", "+.1%"),
@@ -56,11 +56,15 @@ LADDER_NOTES = (
     "share of it that does not lengthen the step (below 0: what the reduction costs the compute beside it)",
     "host ms: how long the CPU is busy with a step on an idle GPU; near ms/step the host is what was measured",
 )
-DDP_NOTES = (
+_OF_GPUS = ("host_ms", "peak_gb", "peak_overhead", "init_mb", "before_mb", "after_mb")
+"""Columns that no CPU fills."""
+_NO_INTERVAL: dict[str, Any] = {"low": None, "high": None}
+_TIME_NOTES = (
     "scaling: one rank's step time over this one's, same rows per rank; spread: (p90 - p10) / median",
     "exposed: step time over that of the same step without communication (none)",
-    "memory: peak over one rank's; MB (10^6 bytes) sent per rank and step, beside 2 (W-1)/W of the gradients",
 )
+_SENT_NOTE = "MB (10^6 bytes) sent per rank and step, beside 2 (W-1)/W of the gradients"
+DDP_NOTES = (*_TIME_NOTES, f"memory: peak over one rank's; {_SENT_NOTE}")
 COMPARISON_COLUMNS = (
     Column("candidate", "ours"),
     Column("baseline", "against"),
@@ -91,10 +95,12 @@ OPTIMIZER_COLUMNS = (
     Column("before_mb", "before MB", ",.0f"),
     Column("after_mb", "after MB", ",.0f"),
 )
+_STATE_NOTE = "state: what the optimizer holds on this rank, MB (10^6 bytes)"
+_SPREAD_NOTE = "spread: (p90 - p10) / median"
 OPTIMIZER_NOTES = (
-    "state: what the optimizer holds on this rank, MB (10^6 bytes); init, before, after: what the CUDA allocator "
-    "holds when all is built, before an optimizer step and after it",
-    "spread: (p90 - p10) / median",
+    f"{_STATE_NOTE}; init, before, after: what the CUDA allocator holds when all is built, before an optimizer step "
+    "and after it",
+    _SPREAD_NOTE,
 )
 
 
@@ -116,8 +122,19 @@ UPDATE_NOTES = (
 )
 
 
-def ddp_result(rows: Rows, sweep: Rows, ranks: Ranks, overlap: StepTimeline | None = None) -> BenchResult:
-    """The ladder, the bucket sweep beside it, and a picture of a step of `bucketed` where one was traced."""
+def ddp_result(
+    rows: Rows,
+    sweep: Rows,
+    ranks: Ranks,
+    overlap: StepTimeline | None = None,
+    *,
+    rounds: int | None = None,
+) -> BenchResult:
+    """The ladder, the bucket sweep beside it, and a picture of a step of `bucketed` where one was traced.
+
+    Args:
+        rounds: how many were asked for; where time was up before, the notes say so.
+    """
     environment = describe_environment() | {"world_size": ranks.world_size}
     everything = [row | {"part": "ladder"} for row in rows] + [
         row | {"part": "bucket sweep"} for row in sweep
@@ -147,14 +164,39 @@ def ddp_result(rows: Rows, sweep: Rows, ranks: Ranks, overlap: StepTimeline | No
     if overlap is not None:
         files["ddp_overlap.png"] = overlap_picture(overlap, "bucketed")
     pictures = picture_lines(files)
+    what_is_what = DDP_NOTES if _any(everything, "peak_overhead") else (*_TIME_NOTES, _SENT_NOTE)
+    notes = (*_rounds_notes(everything, rounds), *what_is_what)
+    explained = LADDER_NOTES if _any(everything, "host_ms") else LADDER_NOTES[:1]
     files["ddp_report.md"] = (
-        "\n\n".join(["# Data parallelism", ladder_markdown(everything), *DDP_NOTES, *LADDER_NOTES, *pictures])
-        + "\n"
+        "\n\n".join(["# Data parallelism", ladder_markdown(everything), *notes, *explained, *pictures]) + "\n"
     )
     shown = [with_units(row) for row in [*rows, *swept]]  # not what the sweep measured again to compare with
     # Empty columns would take the names' room.
-    columns = [c for c in DDP_COLUMNS if c.instead or any(row.get(c.key) is not None for row in shown)]
-    return BenchResult("ddp", everything, columns, files, environment, DDP_NOTES, shown)
+    columns = [column for column in DDP_COLUMNS if column.instead or _any(shown, column.key)]
+    return BenchResult("ddp", everything, columns, files, environment, notes, shown)
+
+
+def _rounds_notes(rows: Rows, asked: int | None) -> tuple[str, ...]:
+    """What few rounds mean for the numbers, where they are few."""
+    made = min((len(row["samples_ms"]) for row in rows if row.get("samples_ms")), default=FEWEST_PAIRS)
+    notes = []
+    if asked is not None and made < asked:
+        notes.append(f"{made} of {asked} rounds: then bench.ddp.max_seconds was over")
+    if made < FEWEST_PAIRS:
+        notes.append(
+            f"fewer than {FEWEST_PAIRS} rounds have no 95% interval: what differs here may be chance"
+        )
+    return tuple(notes)
+
+
+def _filled(columns: Sequence[Column], rows: Rows) -> list[Column]:
+    """Without what only GPUs have where no row has it."""
+    return [column for column in columns if column.key not in _OF_GPUS or _any(rows, column.key)]
+
+
+def _any(rows: Rows, key: str) -> bool:
+    """Whether some row has a value there."""
+    return any(row.get(key) is not None for row in rows)
 
 
 def ladder_markdown(rows: Rows) -> str:
@@ -169,8 +211,9 @@ def ladder_markdown(rows: Rows) -> str:
     for (part, case), members in cases.items():
         rounds = max((len(row.get("samples_ms", ())) for row in members), default=0)
         world_size = max(row["world_size"] for row in members)
-        paragraphs.append(f"### {case}, {world_size} ranks{f': {part}' if part else ''} ({rounds} rounds)")
-        paragraphs.append(markdown_table(members, LADDER_COLUMNS).rstrip())
+        taken = "1 round" if rounds == 1 else f"{rounds} rounds"
+        paragraphs.append(f"### {case}, {world_size} ranks{f': {part}' if part else ''} ({taken})")
+        paragraphs.append(markdown_table(members, _filled(LADDER_COLUMNS, members)).rstrip())
         alone = next((row["rank_ms"] for row in members if row.get("rank_ms")), None)
         if alone:
             each = ", ".join(f"{ms:.2f}" for ms in alone)
@@ -182,13 +225,16 @@ def ladder_markdown(rows: Rows) -> str:
 
 
 def comparisons(rows: Rows) -> Rows:
-    """How many times as fast our strategies are as their rivals, by the ratios of the same rounds."""
+    """How many times as fast our strategies are as their rivals, by the ratios of the same rounds; without an
+    interval where the rounds are too few for one."""
+    by_name = {row["contender"]: row for row in rows}
     timed = [row["contender"] for row in rows if "samples_ms" in row]
     return [
-        compare(rows, ours, rival)
+        found if _enough_rounds(by_name[ours]) else found | _NO_INTERVAL
         for ours in timed
         for rival in RIVALS_OF.get(ours.partition(" ")[0], ())
         if rival in timed
+        for found in (compare(rows, ours, rival),)
     ]
 
 
@@ -240,13 +286,31 @@ def with_units(row: dict[str, Any]) -> dict[str, Any]:
         shown["spread"] = (row["p90_ms"] - row["p10_ms"]) / row["step_ms"]
         shown["middle"] = f"{row['p10_ms']:.2f}-{row['p90_ms']:.2f}"
     if row.get("scaling"):
-        shown["scaling_interval"] = (
-            f"{row['scaling']:.1%} [{row['scaling_low']:.1%}, {row['scaling_high']:.1%}]"
-        )
+        interval = f" [{row['scaling_low']:.1%}, {row['scaling_high']:.1%}]" if _enough_rounds(row) else ""
+        shown["scaling_interval"] = f"{row['scaling']:.1%}{interval}"
     if row.get("communication_alone_ms") and row.get("exposed_ms") is not None:
         shown["hidden"] = 1.0 - row["exposed_ms"] / row["communication_alone_ms"]
         shown["alone_gb_per_s"] = row["link_bytes"] / row["communication_alone_ms"] / 1e6
     return shown
+
+
+def scaling_in_words(row: dict[str, Any]) -> str:
+    """`95.1% of linear scaling (95% interval 94.0% to 96.2%)`, of a row that has it."""
+    low, high = row["scaling_low"], row["scaling_high"]
+    interval = (
+        f"95% interval {low:.1%} to {high:.1%}" if _enough_rounds(row) else "too few rounds for an interval"
+    )
+    return f"{row['scaling']:.1%} of linear scaling ({interval})"
+
+
+def _honest(row: dict[str, Any]) -> dict[str, Any]:
+    """The row, without its interval where its rounds are too few for one."""
+    return row if _enough_rounds(row) else row | _NO_INTERVAL
+
+
+def _enough_rounds(row: dict[str, Any]) -> bool:
+    """Whether the row's rounds are enough for a 95% interval."""
+    return len(row.get("samples_ms", ())) >= FEWEST_PAIRS
 
 
 def all_reduce_result(rows: Rows, ranks: Ranks) -> BenchResult:
@@ -291,8 +355,10 @@ def optimizer_result(rows: Rows, updates: Rows, ranks: Ranks, limits: Limits) ->
         row["spread"] = spread(row["samples_ms"]).relative
         row["share_of_copy"] = row["gb_per_s"] * 1e9 / limits.copy_bytes_per_s
     environment = describe_environment() | {"world_size": ranks.world_size, "limits": limits.as_dict()}
-    of_state = (*OPTIMIZER_NOTES, *(f"MFU: share of the {basis}" for basis in bases))
+    what_is_what = OPTIMIZER_NOTES if _any(rows, "init_mb") else (_STATE_NOTE, _SPREAD_NOTE)
+    of_state = (*what_is_what, *(f"MFU: share of the {basis}" for basis in bases))
     shown = [with_units(row) for row in rows]
+    columns = _filled(OPTIMIZER_COLUMNS, shown)
     files: dict[str, bytes | str] = {
         **row_files("optimizer_results", rows),
         "optimizer_state.png": grouped_bars(
@@ -309,15 +375,15 @@ def optimizer_result(rows: Rows, updates: Rows, ranks: Ranks, limits: Limits) ->
         _report(
             "Optimizer state sharding",
             shown,
-            OPTIMIZER_COLUMNS,
+            columns,
             (f"{limits_sentence(environment['limits'])}.", *of_state),
             files,
         )
         + "\n"
-        + _report("AdamW's update alone", updates, UPDATE_COLUMNS, UPDATE_NOTES, {})
+        + _report("AdamW's update alone", [_honest(row) for row in updates], UPDATE_COLUMNS, UPDATE_NOTES, {})
     )
     notes = (*of_state, "AdamW's update alone: " + "; ".join(map(_in_words, updates)))
-    return BenchResult("optimizer", rows, OPTIMIZER_COLUMNS, files, environment, notes, shown)
+    return BenchResult("optimizer", rows, columns, files, environment, notes, shown)
 
 
 def _in_words(update: dict[str, Any]) -> str:

@@ -266,7 +266,7 @@ def _bench(
         return
     from lmkit.commands import bench as commands
 
-    commands.refuse_results(output, force=force)
+    commands.check_place(loaded, output, force=force)
     command: Callable[..., Any] = getattr(commands, name)
     with progress_on_stderr() as progress:
         result = command(loaded, output, progress=progress, **options)

@@ -131,13 +131,18 @@ def _folder(output: Path | None, command: str, *, force: bool) -> Path:
     """Where the profile goes.
 
     Raises:
-        UsageError: a folder was asked for and has a profile already.
+        UsageError: nothing can be written there, or a folder was asked for and has a profile already.
     """
+    from lmkit.commands.outputs import refuse_unwritable
+
     if output is None:
-        return Path("artifacts/profiles") / command
+        output = Path("artifacts/profiles") / command
+        refuse_unwritable(output)
+        return output
     reports = (output / "profile_report.md", output / "memory_report.md")
     if any(report.exists() for report in reports) and not force:
         raise UsageError(f"{output}: holds a profile already", hint="name another folder, or add --force")
+    refuse_unwritable(output)
     return output
 
 

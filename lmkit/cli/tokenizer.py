@@ -85,6 +85,8 @@ def decode(
 
     numbers = " ".join(ids) if ids else sys.stdin.buffer.read().decode("utf-8", "replace")
     sys.stdout.buffer.write(command.decode(tokenizer, numbers))
+    if sys.stdout.isatty():  # a file gets the bytes and no more; a prompt does not belong behind the text
+        sys.stdout.buffer.write(b"\n")
     sys.stdout.buffer.flush()
 
 

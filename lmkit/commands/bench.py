@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lmkit.benches.journal import Journal
-from lmkit.commands.outputs import wrote
+from lmkit.commands.outputs import refuse_unwritable, wrote
 from lmkit.commands.ranks import backend_of, ranks_of
 from lmkit.errors import UsageError
 from lmkit.measure.progress import Progress
@@ -138,14 +138,16 @@ def optimizer(recipe: Recipe, output: Path | None, nproc: int, progress: Progres
     return _on_ranks(_optimizer_rank, recipe, output, nproc, progress)
 
 
-def refuse_results(output: Path | None, *, force: bool) -> None:
-    """Refuse a folder that was asked for and has results already: they took minutes, or a machine that is gone.
+def check_place(recipe: Recipe, output: Path | None, *, force: bool) -> None:
+    """Refuse a folder that cannot be written to, and one that was asked for and has results already: they took
+    minutes, or a machine that is gone.
 
     Raises:
-        UsageError: it has, and `force` is false.
+        UsageError: nothing can be written there, or it has results and `force` is false.
     """
     if output is not None and (output / RECIPE).exists() and not force:
         raise UsageError(f"{output}: holds results already", hint="name another folder, or add --force")
+    refuse_unwritable(output or _benches(recipe))
 
 
 @contextmanager
@@ -222,7 +224,7 @@ def _ddp_rank(journal: Journal, recipe: Recipe, progress: Progress) -> BenchResu
         )
         fits = any(row["contender"] == "bucketed" and row["status"] == "ok" for row in rows)
         overlap = record_step("bucketed", case, ranks) if fits and ranks.device.type == "cuda" else None
-        return ddp_result(rows, swept, ranks, overlap) if ranks.is_first else None
+        return ddp_result(rows, swept, ranks, overlap, rounds=table.rounds) if ranks.is_first else None
 
 
 def _all_reduce_rank(recipe: Recipe, progress: Progress) -> BenchResult | None:
@@ -276,7 +278,12 @@ def _need_ranks(ranks: Ranks, command: str) -> None:
 
 
 def _folder(recipe: Recipe, bench: str, output: Path | None) -> Path:
-    return output or recipe.run.folder.parent / "benches" / recipe.run.name / bench
+    return output or _benches(recipe) / bench
+
+
+def _benches(recipe: Recipe) -> Path:
+    """Where the benches of a recipe lie, unless another folder is named."""
+    return recipe.run.folder.parent / "benches" / recipe.run.name
 
 
 def _journal(recipe: Recipe, bench: str, output: Path | None) -> Journal:

@@ -50,7 +50,7 @@ def run(path: Path, *, tokens: Path | None = None, device: str = "auto") -> Eval
         LmkitError: something is damaged.
     """
     checkpoint = newest_checkpoint(path)
-    recipe = validate(checkpoint.state.recipe, origin=str(checkpoint.path / STATE))
+    recipe = validate(checkpoint.state.recipe, origin=str(checkpoint.path / STATE), resolved=True)
     model_config, train = resolved_tables(recipe)
     file = tokens or recipe.data.valid or _run_folder(checkpoint) / "tokens" / "valid.npy"
     if not file.exists():

@@ -9,5 +9,5 @@ def count(number: int) -> str:
 
 
 def megabytes(num_bytes: int) -> str:
-    """Bytes as MB (10^6)."""
-    return f"{num_bytes / 1e6:.1f} MB"
+    """Bytes as MB (10^6), less than a tenth of one as kB (10^3)."""
+    return f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 1e5 else f"{num_bytes / 1e3:.1f} kB"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import tempfile
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from lmkit.errors import UsageError
+from lmkit.errors import UsageError, reason
 from lmkit.measure.tables import TERMINAL_WIDTH
 
 
@@ -22,6 +23,26 @@ def refuse_existing(output: Path, *, force: bool) -> None:
         raise UsageError(f"{output}: is not a regular file", hint="name another file")
     if output.exists() and not force:
         raise UsageError(f"{output}: exists already", hint="choose another name, or replace it with --force")
+
+
+def refuse_unwritable(folder: Path) -> None:
+    """Refuse a folder that could not be made or written to, before time is spent on what it is for.
+
+    Leaves nothing behind: a trial file lives and dies in the folder, or in the nearest above it that exists.
+
+    Raises:
+        UsageError: names what is in the way.
+    """
+    place = folder
+    try:
+        while not place.exists():
+            place = place.absolute().parent
+        tempfile.TemporaryFile(dir=place).close()
+    except OSError as error:
+        raise UsageError(
+            f"{folder}: cannot write there: {place}: {reason(error)}",
+            hint="choose another folder with --output",
+        ) from None
 
 
 def wrote(folder: str, files: Sequence[str]) -> str:

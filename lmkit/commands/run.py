@@ -118,11 +118,17 @@ def run(
 
 
 def plan(recipe: Recipe, *, from_stage: str | None, skip_data: bool, force: bool) -> RunPlan:
-    """Say which stages `run` would do, touching nothing."""
+    """Say which stages `run` would do, touching nothing.
+
+    Raises:
+        UsageError: `run` would refuse this folder.
+    """
     pipeline = Pipeline(recipe, progress=lambda stage, done, total: None)
     check_stage(from_stage)
     if skip_data:
         pipeline.check_data(force=force, from_stage=from_stage)
+    if not force:
+        pipeline.refuse_another_recipe()
     redo = False
     stages = {}
     for stage in STAGES:
@@ -189,7 +195,7 @@ class Pipeline:
         with self._lock():
             if force:
                 self._clear()
-            self._refuse_another_recipe()
+            self.refuse_another_recipe()
             remove_partials(self.folder)
             write_atomic(self.folder / "recipe.toml", recipe_to_toml(self.recipe))
             self.record = StageRecord(self.folder / "stages.json")
@@ -219,7 +225,8 @@ class Pipeline:
             elif path.name != ".lock":
                 path.unlink()
 
-    def _refuse_another_recipe(self) -> None:
+    def refuse_another_recipe(self) -> None:
+        """Refuse a run folder that holds the run of another recipe."""
         path = self.folder / "recipe.toml"
         if not path.exists():
             return

@@ -58,7 +58,7 @@ class TokenBatches:
         accumulation: int = 1,
         document_starts: np.ndarray | None = None,
     ) -> None:
-        _check_length(tokens, context_length)
+        check_length(tokens, context_length)
         self._tokens = tokens
         self._context_length = context_length
         self._seed = seed
@@ -128,7 +128,7 @@ def evaluation_windows(
     Raises:
         UsageError: the file holds fewer than `context_length + 1` tokens.
     """
-    _check_length(tokens, context_length)
+    check_length(tokens, context_length)
     return _consecutive_windows(tokens, context_length, batch_size, max_batches)
 
 
@@ -183,7 +183,12 @@ def _rank_rows(batch_size: int, rank: int, world_size: int, accumulation: int) -
     return slice(rank * rows, (rank + 1) * rows)
 
 
-def _check_length(tokens: np.ndarray, context_length: int) -> None:
+def check_length(tokens: np.ndarray, context_length: int) -> None:
+    """Refuse token ids of which not even one window and its targets can be cut.
+
+    Raises:
+        UsageError: there are fewer than `context_length + 1`; names the file.
+    """
     if len(tokens) < context_length + 1:
         raise UsageError(
             f"{_name(tokens)}: {len(tokens)} tokens, but model.context_length + 1 = {context_length + 1}",

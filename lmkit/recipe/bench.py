@@ -75,9 +75,13 @@ class BenchModelConfig(Table):
     attention: AttentionName = "sdpa"
     """The attention kernel, one for all."""
     activation_checkpointing: bool = False
+    """As in [model]."""
     tie_embeddings: bool = False
+    """As in [model]."""
     vocab_size: PositiveInt = 10_000
+    """Of the random tokens."""
     batch_size: PositiveInt = 4
+    """Sequences."""
     warmup: Count = 5
     """Steps before those that are timed."""
     iters: PositiveInt = 10
@@ -140,15 +144,25 @@ class BenchLmMatrixConfig(Table):
     strategies: tuple[StrategyName, ...] = ("none",)
     """Of gradient synchronisation, the columns of the matrix."""
     num_layers: PositiveInt = 2
+    """Blocks of the model."""
     d_model: PositiveInt = 64
+    """Width of its residual stream."""
     d_ff: PositiveInt = 192
+    """Width inside its feed-forward part."""
     num_heads: PositiveInt = 4
+    """Its attention heads; each has d_model / num_heads dimensions."""
     context_length: PositiveInt = 64
+    """Tokens per sequence."""
     vocab_size: PositiveInt = 256
+    """No less than the tokens have: the bytes of generated stories are 256."""
     tie_embeddings: bool = False
+    """As in [model]."""
     compile: Literal["none", "block", "whole"] = "none"
+    """As in [model]."""
     activation_checkpointing: bool = False
+    """As in [model]."""
     precision: Precision = "fp32"
+    """Of the matrix products (autocast)."""
     batch_size: PositiveInt = 8
     """Sequences per step over all ranks."""
     steps_per_epoch: PositiveInt = 5
@@ -158,6 +172,7 @@ class BenchLmMatrixConfig(Table):
     timed_epochs: PositiveInt = 6
     """Samples of each cell; fewer than 6 give no interval."""
     bucket_mb: PositiveFloat = 50.0
+    """Bucket size in MiB (`bucketed`, `torch_ddp`, `zero1`)."""
     tokens: Path | None = None
     """A token file; left out: the bytes of generated stories."""
     lr: PositiveFloat = 3e-4

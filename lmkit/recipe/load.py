@@ -18,8 +18,8 @@ from pydantic import ValidationError
 from lmkit.errors import UsageError, reason
 from lmkit.recipe.aliases import canonical
 from lmkit.recipe.model import fill_preset, forget_sizes
-from lmkit.recipe.schema import CHECKS, TABLES, Recipe, table_type
-from lmkit.recipe.shipped import shipped_recipes
+from lmkit.recipe.schema import CHECKS, CHECKS_BEFORE_TOKENS, TABLES, Recipe, table_type
+from lmkit.recipe.shipped import shipped_recipes, shipped_with
 from lmkit.recipe.table import Table
 
 if sys.version_info >= (3, 11):
@@ -178,8 +178,17 @@ def _toml_value(text: str) -> Any:
         return text
 
 
-def validate(raw: dict[str, Any], *, origin: str) -> Recipe:
-    """Turn a plain dictionary into a `Recipe`; `origin` names the file in errors."""
+def validate(raw: dict[str, Any], *, origin: str, resolved: bool = False) -> Recipe:
+    """Turn a plain dictionary into a `Recipe`.
+
+    Args:
+        origin: names the file in errors.
+        resolved: as a checkpoint keeps it: `model.vocab_size` is then what the tokenizer reached, which is less
+            than was asked for where the corpus had no more pairs to merge.
+
+    Raises:
+        UsageError: naming every mistake.
+    """
     raw = canonical(raw)
     if isinstance(raw.get("model"), dict):
         raw["model"] = fill_preset(raw["model"])
@@ -205,7 +214,8 @@ def validate(raw: dict[str, Any], *, origin: str) -> Recipe:
         for name in TABLES
         if name in tables or name not in raw
     }
-    mistakes.extend(complaint for check in CHECKS if (complaint := check(candidates)))
+    checks = CHECKS if resolved else (*CHECKS_BEFORE_TOKENS, *CHECKS)
+    mistakes.extend(complaint for check in checks if (complaint := check(candidates)))
     if mistakes:
         raise UsageError(
             f"{origin}: " + "; ".join(mistakes),
@@ -219,10 +229,7 @@ def _example_with(mistake: str) -> str:
     bench = re.search(r"\bbench\.(\w+)", mistake)
     if bench is None:
         return "quickstart"
-    header = f"[bench.{bench[1]}]"
-    return next(
-        (name for name, path in shipped_recipes().items() if header in path.read_text("utf-8")), "quickstart"
-    )
+    return next(iter(shipped_with(f"bench.{bench[1]}")), "quickstart")
 
 
 def _refuse_dates(value: object) -> Any:

@@ -15,6 +15,7 @@ from lmkit.recipe.model import ModelConfig
 from lmkit.recipe.optimizer import OptimizerConfig
 from lmkit.recipe.parallel import ParallelConfig
 from lmkit.recipe.run import RunConfig
+from lmkit.recipe.shipped import shipped_with
 from lmkit.recipe.table import Table
 from lmkit.recipe.tokenizer import TokenizerConfig
 from lmkit.recipe.train import TrainConfig
@@ -71,7 +72,7 @@ def required(table: T | None, name: str, *, command: str) -> T:
     if table is None:
         raise UsageError(
             f"the recipe has no [{name}] table, which `lmkit {command}` needs",
-            hint=f"add [{name}], or start from a shipped recipe: lmkit recipe list",
+            hint=f"add [{name}], or take a shipped recipe that has it: {', '.join(shipped_with(name))}",
         )
     return table
 
@@ -116,8 +117,10 @@ def _model_holds_the_vocabulary(tables: Mapping[str, Any]) -> str | None:
     return f"model.vocab_size: {model.vocab_size} is less than the tokenizer's {tokenizer.vocab_size}; leave it out"
 
 
+CHECKS_BEFORE_TOKENS: tuple[Check, ...] = (_model_holds_the_vocabulary,)
+"""Of what is still to be made: a recipe that a checkpoint keeps may not agree with them, and was right."""
+
 CHECKS: tuple[Check, ...] = (
-    _model_holds_the_vocabulary,
     _half_precision_has_a_device,
     _random_tokens_need_a_vocabulary,
     _zero1_alone_has_bf16_weights,

@@ -18,6 +18,15 @@ def shipped_recipes() -> dict[str, Path]:
     return {path.stem: path for path in sorted(shipped_folder().glob("*.toml"))}
 
 
+def shipped_with(table: str) -> list[str]:
+    """The names of the shipped recipes that have a table, `bench.ddp` say."""
+    return [
+        name
+        for name, path in shipped_recipes().items()
+        if any(line.startswith(f"[{table}]") for line in path.read_text("utf-8").splitlines())
+    ]
+
+
 def headline(path: Path) -> str:
     """The first comment line of a recipe: what it is for, short enough for one line of `lmkit recipe list`."""
     for line in path.read_text("utf-8").splitlines():

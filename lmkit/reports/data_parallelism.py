@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lmkit.benches.ddp_report import ALL_REDUCE_NOTES, DDP_COLUMNS, DDP_NOTES, with_units
+from lmkit.benches.ddp_report import ALL_REDUCE_NOTES, DDP_COLUMNS, DDP_NOTES, scaling_in_words, with_units
 from lmkit.measure.results import Rows
 from lmkit.measure.tables import markdown_table
 from lmkit.reports.readings import by_folder, comparison, heading, ladders
@@ -85,12 +85,7 @@ def findings(rows: Rows) -> list[str]:
     full_precision = [row for row in synced if "bf16" not in row["contender"]]
     if full_precision:
         best = min(full_precision, key=lambda row: row["step_ms"])
-        scaling = (
-            f", {best['scaling']:.1%} of linear scaling (95% interval {best['scaling_low']:.1%} to "
-            f"{best['scaling_high']:.1%})"
-            if best.get("scaling")
-            else ""
-        )
+        scaling = f", {scaling_in_words(best)}" if best.get("scaling") else ""
         found.append(
             f"Fastest with fp32 gradients: {best['contender']}, {best['step_ms']:.2f} ms a step{scaling}."
         )

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lmkit.benches.ddp_report import DDP_COLUMNS, OPTIMIZER_COLUMNS, OPTIMIZER_NOTES, with_units
+from lmkit.benches.ddp_report import (
+    DDP_COLUMNS,
+    OPTIMIZER_COLUMNS,
+    OPTIMIZER_NOTES,
+    scaling_in_words,
+    with_units,
+)
 from lmkit.measure.results import Rows
 from lmkit.measure.tables import Column, markdown_table
 from lmkit.reports.readings import by_folder, comparison, heading, ladders
@@ -139,10 +145,7 @@ def speed_findings(rows: Rows) -> list[str]:
                 f"{rival['step_ms'] / row['step_ms']:.3f} times as fast as torch DDP + ZeroRedundancyOptimizer"
             )
         if row.get("scaling"):
-            parts.append(
-                f"{row['scaling']:.1%} of linear scaling (95% interval {row['scaling_low']:.1%} to "
-                f"{row['scaling_high']:.1%})"
-            )
+            parts.append(scaling_in_words(row))
         bucketed = timed.get("bucketed")
         if bucketed and bucketed.get("peak_bytes") and row.get("peak_bytes"):
             parts.append(f"{row['peak_bytes'] / bucketed['peak_bytes'] - 1:+.1%} of bucketed's peak memory")

@@ -233,7 +233,8 @@ class Loop:
         moment.train_loss = loss.item()
         speed = self._speed.read()
         share = None if parts.flops_share is None else parts.flops_share * speed / parts.ranks.world_size
-        steps_left = (parts.train.steps - moment.step) * parts.tokens_per_step / speed
+        end = parts.train.steps if self._stop_at_step is None else min(self._stop_at_step, parts.train.steps)
+        steps_left = (end - moment.step) * parts.tokens_per_step / speed
         time_left = parts.clock.seconds_left
         parts.sink.record(
             {

@@ -89,7 +89,7 @@ def check_agreement(checkpoint: Checkpoint, recipe: Recipe, data: DataIdentity |
         UsageError: naming every difference.
     """
     path = checkpoint.path / STATE
-    old = validate(checkpoint.state.recipe, origin=str(path))
+    old = validate(checkpoint.state.recipe, origin=str(path), resolved=True)
     changed = [
         line
         for line in differences(old, recipe)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lmkit.data.batches import BatchSource, RandomTokens, TokenBatches
+from lmkit.data.batches import BatchSource, RandomTokens, TokenBatches, check_length
 from lmkit.data.token_files import TokenFile, open_tokens
 from lmkit.errors import UsageError
 from lmkit.parallel.process_group import Ranks
@@ -130,10 +130,12 @@ def resolve(recipe: Recipe, data: Data) -> Recipe:
     """Fill in the vocabulary size from the token file.
 
     Raises:
-        UsageError: the recipe's is smaller than the token file's.
+        UsageError: the recipe's is smaller than the token file's, or the held-out tokens are too few to evaluate on.
     """
     model = required(recipe.model, "model", command="train")
     required(recipe.train, "train", command="train")
+    if data.valid is not None:  # said now, not after the steps until the first evaluation
+        check_length(data.valid.tokens, model.context_length)
     if data.train is None:
         return recipe
     needed = data.train.meta.vocab_size

@@ -15,6 +15,7 @@ from lmkit.benches import attention_variants as variants
 from lmkit.benches.attention import run_bench
 from lmkit.benches.attention_cases import AttentionOptions, Case, build_cases, make_inputs, parse_tier
 from lmkit.benches.attention_gate import EXACT, TF32, Gate, Inputs, cut_to_tf32, exact_at, scores_kept_in
+from lmkit.benches.attention_report import findings
 from lmkit.benches.journal import Journal
 from lmkit.errors import UsageError
 from lmkit.measure.limits import Limits
@@ -504,3 +505,23 @@ def test_bad_options(change):
     (key,) = change
     with pytest.raises(UsageError, match=rf"^bench\.attention\.{key}: "):
         run_bench(AttentionOptions(**{**SMALL, "tiers": ("16",), "kernels": ("sdpa",), **change}))
+
+
+def test_the_names_of_lengths_are_explained():
+    said = bench._tiers_note(("Small", "XXL", "4k", "512", "128:64"))
+    assert said == "D: head_dim; tier: tokens (Small 128, XXL 2,048), or queries:keys"
+    assert bench._tiers_note(("4k", "128:64")) == "D: head_dim; tier: tokens, or queries:keys"
+
+
+@pytest.mark.parametrize(("iters", "said"), [(2, "too few rounds for an interval"), (6, "(95% ")])
+def test_a_speed_up_of_few_rounds_has_no_interval(iters, said):
+    few = AttentionOptions(
+        tiers=("16",), kernels=("vectorized", "sdpa"), grid_lengths=(), heads=1, kv_heads=1, head_dim=16,
+        dtype="fp32", iters=iters, backward=False, baseline="vectorized", device="cpu", max_seconds=60.0,
+    )  # fmt: skip
+    (sentence,) = [
+        line
+        for line in findings(run_bench(few).rows, {"baseline": "vectorized"})
+        if "largest speed-up" in line
+    ]
+    assert said in sentence

@@ -22,6 +22,7 @@ from lmkit.errors import UsageError
 from lmkit.measure import plots
 from lmkit.measure.comparison import compare_rows
 from lmkit.measure.limits import Limits
+from lmkit.measure.results import BenchResult
 from lmkit.measure.statistics import spread
 from lmkit.parallel.agreement import Agreement
 from lmkit.parallel.launch import spawn_ranks
@@ -373,3 +374,60 @@ def test_the_report_sets_strategies_beside_their_rivals():
     text = ladder_markdown(rows)
     assert "### small, 2 ranks (6 rounds)" in text
     assert "| bucketed | torch_ddp | 1.500 | 1.500 | 1.500 |" in text
+
+
+def _timed(name: str, times: list[float], **more: object) -> dict:
+    numbers = {"step_ms": times[0], "p10_ms": min(times), "p90_ms": max(times), "samples_ms": times}
+    known = {"case": "small", "contender": name, "world_size": 2, "status": "ok", "tokens_per_s": 1.0}
+    return known | numbers | {"scaling": 0.5, "scaling_low": 0.4, "scaling_high": 0.6} | more
+
+
+def test_few_rounds_have_no_interval_and_the_table_says_that_time_was_up():
+    def made(rounds: int) -> BenchResult:
+        rows = [_timed(name, [2.0] * rounds) for name in ("bucketed", "torch_ddp")]
+        return ddp_result(rows, [], Ranks(world_size=2), rounds=6)
+
+    short, whole = made(1), made(6)
+    report = str(short.files["ddp_report.md"])
+    assert "(1 round)" in report
+    assert "| 50.0% |" in report
+    assert "| bucketed | torch_ddp | 1.000 | - | - |" in report
+    for text in (report, " ".join(short.table().split())):
+        assert "1 of 6 rounds: then bench.ddp.max_seconds was over" in text
+        assert "fewer than 6 rounds have no 95% interval" in text
+    assert "50.0% [40.0%, 60.0%]" in str(whole.files["ddp_report.md"])
+    assert "max_seconds" not in whole.table()
+    assert "95%" not in whole.table()
+
+
+def test_what_only_gpus_have_is_neither_shown_nor_explained_without_them():
+    ranks = Ranks(world_size=2)
+    memory = {"peak_bytes": 1e9, "peak_overhead": 0.1, "host_ms": 1.0}
+    on_cpu, on_gpu = (ddp_result([_timed("bucketed", [2.0] * 6, **more)], [], ranks) for more in ({}, memory))
+    for word in ("peak GB", "host ms", "memory: peak"):
+        assert word not in str(on_cpu.files["ddp_report.md"])
+        assert word in str(on_gpu.files["ddp_report.md"])
+    assert "memory" not in on_cpu.table()
+    assert "memory: peak" in on_gpu.table()
+
+    state = {"state_bytes": 8, "state_share": 1.0, "flops_per_token": 1.0, "precision": "fp32"}
+    allocated = {"init_bytes": 1, "before_step_bytes": 2, "after_step_bytes": 3}
+    limits = Limits("cpu", {"fp32": 1e12}, 1e10)
+    plain, full = (
+        optimizer_result([_timed("bucketed", [2.0] * 6, **state, **more)], [], ranks, limits)
+        for more in ({}, allocated)
+    )
+    for word in ("init MB", "CUDA"):
+        for text in (plain.table(), str(plain.files["optimizer_report.md"])):
+            assert word not in text
+        assert word in full.table()
+
+
+@pytest.mark.parametrize(("rounds", "cells"), [(5, "| - | - |"), (6, "| 0.900 | 1.100 |")])
+def test_an_update_alone_has_an_interval_of_rounds_enough_for_one(rounds, cells):
+    row = _timed("zero1", [2.0] * 6, state_bytes=8, flops_per_token=1.0, precision="fp32")
+    update = {"way": "operations", "update_ms": 1.0, "gb_per_s": 1.0, "host_ms": 1.0, "times_as_fast": 1.0}
+    update |= {"low": 0.9, "high": 1.1, "samples_ms": [1.0] * rounds}
+    result = optimizer_result([row], [update], Ranks(world_size=2), Limits("cpu", {"fp32": 1e12}, 1e10))
+    assert cells in str(result.files["optimizer_report.md"])
+    assert '"low": 0.9' in str(result.files["adamw_update_results.jsonl"])

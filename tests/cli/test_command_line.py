@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -291,3 +292,19 @@ def test_running_the_package_as_a_folder_shadows_nothing(tmp_path: Path) -> None
         [sys.executable, str(folder), "--version"], capture_output=True, text=True, cwd=tmp_path, check=True
     )
     assert result.stdout.startswith("lmkit ")
+
+
+@pytest.mark.parametrize(("on_terminal", "printed"), [(True, b"ab\n"), (False, b"ab")])
+def test_decoded_text_ends_its_line_on_a_terminal_alone(
+    on_terminal: bool, printed: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text.txt").write_text("ab ab ab")
+    tokenizer = str(tmp_path / "tokenizer.json")
+    training = ["tokenizer", "train", str(tmp_path / "text.txt"), tokenizer, "--vocab-size", "257"]
+    assert run_command_line(training) == 0
+    raw = io.BytesIO()  # without merges, ids are bytes
+    stream = io.TextIOWrapper(raw)
+    monkeypatch.setattr(stream, "isatty", lambda: on_terminal)
+    monkeypatch.setattr("sys.stdout", stream)
+    assert run_command_line(["tokenizer", "decode", tokenizer, "97", "98"]) == 0
+    assert raw.getvalue() == printed

@@ -88,6 +88,33 @@ def test_results_are_not_replaced_by_accident(
     assert (tmp_path / "measured").exists()
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        *(f"bench {bench} bench_{bench}_cpu" for bench in ("attention", "model", "ddp")),
+        *(f"bench {bench} bench_ddp_cpu" for bench in ("all-reduce", "optimizer")),
+        "bench lm-matrix lm_matrix_cpu",
+        "bench tokenizer bench_tokenizer",
+        *(f"profile {engine} quickstart" for engine in ("nsys", "kineto", "memory")),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_refused_before_anything_is_measured(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    kind, name, recipe = command.split()
+    target = {"bench": name.replace("-", "_"), "profile": "memory" if name == "memory" else "steps"}[kind]
+    monkeypatch.setattr(f"lmkit.commands.{kind}.{target}", lambda *_, **__: pytest.fail("was measured"))
+    (tmp_path / "file").touch()
+    for folder in ("file", "file/below/it"):
+        assert run_command_line([kind, name, recipe, "--output", folder]) == 2
+        assert f"error: {folder}: cannot write there" in capsys.readouterr().err
+    (tmp_path / "artifacts").touch()  # in the way of the folder that is taken where none is named
+    assert run_command_line([kind, name, recipe]) == 2
+    assert "cannot write there" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "artifacts"}
+
+
 @pytest.mark.parametrize("report", ["profile_report.md", "memory_report.md"])
 @pytest.mark.parametrize("engine", ["nsys", "kineto", "memory"])
 def test_a_profile_is_not_replaced_by_accident(

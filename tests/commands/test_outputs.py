@@ -98,3 +98,10 @@ def test_results_with_long_names_and_numbers_fit_too(result: object) -> None:
     assert max(map(len, lines)) <= TERMINAL_WIDTH
     path = next((value for value in vars(result).values() if LONG in str(value)), "package-11  2.10.0+cu128")
     assert str(path) in str(result)  # in one piece, to be copied
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"), [(0, "0.0 kB"), (10_000, "10.0 kB"), (100_000, "0.1 MB"), (21_000_000, "21.0 MB")]
+)
+def test_a_small_file_is_not_called_nothing(num_bytes: int, text: str) -> None:
+    assert f": {text} of stories" in str(Synthesised("stories.txt", num_bytes))

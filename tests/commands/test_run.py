@@ -41,6 +41,10 @@ def test_a_run_that_train_took_further_is_refused_with_the_command_that_goes_on(
     with pytest.raises(UsageError, match=r"train\.steps: 1260 -> \d+$") as refused:
         command.run(recipe, progress=lambda *_: None)
     assert f"lmkit run {own};" in (refused.value.hint or "")
+    with pytest.raises(UsageError, match=r"train\.steps: 1260 -> \d+$"):  # what --dry-run promises
+        command.plan(recipe, **nothing_else(skip_data=False))
+    forced = command.plan(recipe, **nothing_else(skip_data=False, force=True))
+    assert set(forced.stages.values()) == {"would run"}
 
 
 def test_skip_data_without_data_makes_no_folder(recipe: Recipe) -> None:

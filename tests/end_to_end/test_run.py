@@ -162,6 +162,23 @@ def test_a_changed_source_file_redoes_everything(lmkit: Lmkit, recipe: Path, tmp
     assert "up to date" not in json.loads(result.stdout)["stages"].values()
 
 
+def test_a_corpus_too_small_for_the_vocabulary_is_trained_on_judged_and_resumed(
+    lmkit: Lmkit, recipe: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "corpus.txt").write_text("the cat sat on the mat\n" * 99)
+    files = ["--set", "corpus.source=files", "--set", 'corpus.train=["corpus.txt"]']
+    options = [*files, "--set", "tokenizer.vocab_size=1000"]
+    done = lmkit("run", recipe, *options, "--json")
+    assert done.returncode == 0, done.stderr
+    assert "not 1000" in done.stderr
+    assert json.loads(done.stdout)["vocab_size"] < 300
+    longer = lmkit("train", recipe, *options, "--steps", "21")
+    assert longer.returncode == 0, longer.stderr
+    assert "resuming from" in longer.stderr
+    judged = lmkit("evaluate", tmp_path / "artifacts" / "runs" / "tiny")
+    assert judged.returncode == 0, judged.stderr
+
+
 def test_unknown_stage_is_refused(lmkit: Lmkit, recipe: Path) -> None:
     result = lmkit("run", recipe, "--from", "trian")
     assert result.returncode == 2

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from lmkit.commands.recipe import list_recipes
 from lmkit.errors import UsageError
 from lmkit.measure.tables import TERMINAL_WIDTH
+from lmkit.recipe.bench import BenchConfig
 from lmkit.recipe.load import load_recipe, recipe_to_toml, validate
 from lmkit.recipe.schema import TABLES, Recipe, required
-from lmkit.recipe.shipped import shipped_recipes
+from lmkit.recipe.shipped import shipped_recipes, shipped_with
 
 
 def refusal(tmp_path: Path, text: str | bytes) -> str:
@@ -334,3 +335,19 @@ def test_any_content_is_loaded_or_refused_in_one_line(raw: dict[str, object]) ->
         assert "\n" not in error.message
     else:
         assert isinstance(recipe, Recipe)
+
+
+def test_who_misses_a_table_is_told_which_recipes_have_it() -> None:
+    with pytest.raises(UsageError, match=r"no \[bench\.ddp\] table") as caught:
+        required(None, "bench.ddp", command="bench ddp")
+    assert (
+        caught.value.hint == "add [bench.ddp], or take a shipped recipe that has it: bench_ddp, bench_ddp_cpu"
+    )
+    for name in TABLES:
+        tables = [f"bench.{part}" for part in BenchConfig.model_fields] if name == "bench" else [name]
+        for table in tables:
+            for recipe in shipped_with(table):
+                loaded = load_recipe(recipe)
+                assert (
+                    getattr(loaded.bench, table[6:]) if name == "bench" else getattr(loaded, name)
+                ) is not None

@@ -13,6 +13,7 @@ from lmkit.cli.app import run_command_line
 from lmkit.commands.report import run
 from lmkit.errors import LmkitError, UsageError
 from lmkit.recipe.load import load_recipe
+from lmkit.reports import data_parallelism, optimizer_sharding
 from lmkit.reports.results import find_results
 
 ENVIRONMENT = {
@@ -203,6 +204,15 @@ def test_data_parallelism_accounts_for_communication(artifacts: Path) -> None:
     assert "1.00 ms of bucketed's communication show in the step, 0.25 of naive's 4.00 ms" in text
     assert "zero1, whose 4.00 ms of communication (alone) leave 0.50 ms exposed: 88% hidden" in text
     assert "4 contenders sent differs from the formula by at most 1.00%" in text
+
+
+@pytest.mark.parametrize(
+    ("rounds", "said"), [(5, "too few rounds for an interval"), (6, "95% interval 86.1% to 88.9%")]
+)
+def test_an_interval_is_told_of_rounds_enough_for_one(rounds: int, said: str) -> None:
+    row = ddp_row("zero1", 10.5, samples_ms=[10.5] * rounds)
+    assert said in " ".join(data_parallelism.findings([row]))
+    assert said in " ".join(optimizer_sharding.speed_findings([row]))
 
 
 def test_of_several_readings_in_a_folder_the_newest_counts_and_all_stand_side_by_side(

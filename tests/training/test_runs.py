@@ -38,6 +38,22 @@ def test_two_fresh_runs_of_20_steps_have_identical_losses(tiny: Tiny) -> None:
     assert_same_state(newest(one), newest(two))
 
 
+def test_held_out_tokens_that_are_too_few_are_refused_before_the_first_step(tiny: Tiny) -> None:
+    recipe = tiny("model.context_length=800", "train.batch_size=2")  # the held-out file has 701 tokens
+    with pytest.raises(UsageError, match=r"valid\.npy: 701 tokens, but model\.context_length \+ 1 = 801"):
+        train.plan(recipe)
+    with pytest.raises(UsageError, match=r"valid\.npy: 701 tokens"):
+        train_here(recipe)
+    assert not recipe.run.path.exists()
+
+
+def test_what_is_left_is_counted_to_the_step_at_which_the_session_ends(tiny: Tiny) -> None:
+    recipe = tiny()
+    train_here(recipe, stop_at_step=3)
+    left = [r["eta_seconds"] for r in read_metrics(recipe.run.path / "metrics.jsonl") if r["kind"] == "train"]
+    assert [seconds > 0 for seconds in left] == [True, True, False]
+
+
 def test_another_seed_is_another_run(tiny: Tiny) -> None:
     one, two = tiny("run.name=one"), tiny("run.name=two", "run.seed=1")
     train_here(one, stop_at_step=2)
