@@ -220,6 +220,7 @@ def _time_together(
 
 def _settle(built: Contender, ranks: Ranks, steps: int) -> None:
     """`SETTLE_S` of steps; collective."""
+    agree(ranks)  # or the time of those who rested would run out while the first is still measured
     until = time.perf_counter() + SETTLE_S
     while not agree(ranks, stop=time.perf_counter() > until).stop:
         for _ in range(steps):

@@ -224,6 +224,31 @@ def test_gpus_that_rested_work_before_the_next_sample(monkeypatch, device, world
     assert events == settled
 
 
+@pytest.mark.parametrize("first_s", [0.0, 0.4, 60.0])
+def test_settling_begins_when_the_rank_that_was_measured_has_come(monkeypatch, first_s):
+    """On a rank that rested: the first agreement waits for rank 0, which is still in its sample."""
+    now = 100.0
+    waits = iter([first_s])
+    events: list[str] = []
+
+    def agree(ranks, *, stop=False):
+        nonlocal now
+        now += next(waits, 0.0)
+        return Agreement(stop=stop, nonfinite=False)
+
+    def step() -> None:
+        nonlocal now
+        now += 0.1
+        events.append("step")
+
+    monkeypatch.setattr(ddp, "agree", agree)
+    monkeypatch.setattr(ddp.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(ddp.torch.cuda, "synchronize", lambda device: events.append("wait"))
+    ddp._settle(SimpleNamespace(step=step), Ranks(), 2)
+    # 1.5 s in samples of two steps of 0.1 s, each waited for: a host that runs ahead would launch thousands.
+    assert events == ["step", "step", "wait"] * 8
+
+
 def test_the_collector_comes_back_after_an_error():
     states = []
 
