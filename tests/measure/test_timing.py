@@ -127,6 +127,22 @@ def test_the_time_limit_ends_with_a_whole_round():
     assert [len(timing.samples_ms) for timing in timings.values()] == [1, 1, 1]
 
 
+def test_who_is_asked_for_the_last_round_is_asked_after_each():
+    machine = FakeMachine()
+    answers = iter([False, False, True])
+
+    def is_last() -> bool:
+        machine.calls.append("asked")
+        return next(answers)
+
+    variants = {name: machine.work(name, 1.0) for name in "ab"}
+    timings = time_variants(variants, repeats=9, warmup=0, clock=machine.clock, is_last_round=is_last)
+    assert [len(timing.samples_ms) for timing in timings.values()] == [3, 3]
+    assert [number for number, call in enumerate(machine.calls) if call == "asked"] == [2, 5, 8]
+    with pytest.raises(ValueError, match="different rounds"):
+        time_variants(variants, max_seconds=1.0, clock=machine.clock, is_last_round=is_last)
+
+
 def test_a_slow_variant_sits_out_rounds_and_still_meets_the_others(monkeypatch):
     machine = FakeMachine()
     monkeypatch.setattr(time, "monotonic", lambda: machine.seconds)  # shares are counted on the host's clock
