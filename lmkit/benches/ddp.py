@@ -272,12 +272,14 @@ def expected_link_bytes(name: str, parameter_bytes: int, world_size: int) -> flo
     """The formula: what a rank must send per step, without flags and padding.
 
     An all-reduce of the gradients costs 2 (W-1)/W of their bytes, and so do reduce-scatter and all-gather together
-    (of gradients and weights, both in the weights' dtype).
+    (of gradients and weights). Gradients of fp32 weights that travel as bf16 count half.
     """
     if name == "none":
         return 0.0
-    wire_share = 0.5 if name.endswith("bf16 wire") else 1.0
-    return 2 * (world_size - 1) / world_size * parameter_bytes * wire_share
+    strategy, _, options = parse_name(name)
+    gradients = 0.5 if options.wire_dtype == "bf16" and options.weights == "fp32" else 1.0
+    weights = 1.0 if strategy == "zero1" else gradients  # the second half of an all-reduce
+    return (gradients + weights) * (world_size - 1) / world_size * parameter_bytes
 
 
 def compare(rows: Sequence[dict[str, Any]], candidate: str, baseline: str) -> dict[str, Any]:

@@ -82,6 +82,25 @@ def test_bytes_agree_with_the_formula(ladder):
     assert ladder["bucketed 0.05 MB"]["calls_per_step"] > ladder["bucketed"]["calls_per_step"]
 
 
+@pytest.mark.parametrize(
+    ("name", "per_byte"),
+    [
+        ("flat", 1.5),
+        ("none", 0.0),
+        ("torch_ddp + ZeRO", 1.5),
+        ("bucketed bf16 wire", 0.75),
+        ("bucketed bf16 wire 100 MB", 0.75),
+        ("zero1", 1.5),
+        ("zero1 bf16 wire", 0.375 + 0.75),  # gradients in half of the weights' width, one way each
+        ("zero1 bf16", 1.5),  # of weights that are bf16 already
+        ("zero1 bf16 bf16 wire", 1.5),
+    ],
+)
+def test_the_formula_heeds_what_travels_in_which_width(name, per_byte):
+    """Four ranks: three quarters of all bytes go one way."""
+    assert ddp.expected_link_bytes(name, 1000, 4) == pytest.approx(per_byte * 1000)
+
+
 def test_baselines_are_those_of_the_same_weights(ladder):
     assert baseline_of("zero1 bf16 100 MB") == "one rank, bf16 weights"
     assert baseline_of("bucketed bf16 wire") == "one rank"
