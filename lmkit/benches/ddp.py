@@ -55,9 +55,10 @@ def ddp_rows(
 
     Args:
         names: see `ddp_contenders.contender`. "one rank" and "none" give the others their baselines.
-        rounds: interleaved samples per contender; fewer than 6 give no interval.
+        rounds: interleaved samples per contender; with fewer than 6, `scaling_low` and `scaling_high` are the least
+            and the greatest ratio, and no 95% interval.
         warmup: steps before the first sample; at least 3, the first of which settles the bucket order.
-        max_seconds: of timing; no further round begins after them.
+        max_seconds: of timing; no further round begins on any rank when they are over on one.
 
     Returns:
         One row per contender, with its samples; a contender that ran out of memory has `status` "out of memory".

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lmkit.benches.ddp import compare
+from lmkit.benches.ddp import SETTLE_S, compare
 from lmkit.benches.ddp_overlap import StepTimeline, overlap_picture
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.limits import Limits, limits_sentence, model_flops_utilization
 from lmkit.measure.plots import grouped_bars, line_plot
 from lmkit.measure.results import BenchResult, Rows, picture_lines, row_files
-from lmkit.measure.statistics import spread
+from lmkit.measure.statistics import FEWEST_PAIRS, spread
 from lmkit.measure.tables import Column, markdown_table
 from lmkit.measure.whiskers import of_rate, of_samples, of_time
 from lmkit.parallel.process_group import Ranks
@@ -55,6 +55,8 @@ LADDER_NOTES = (
     "alone: a step's reduction with nothing beside it; alone GB/s: what a rank sends, over that time; hidden: the "
     "share of it that does not lengthen the step (below 0: what the reduction costs the compute beside it)",
     "host ms: how long the CPU is busy with a step on an idle GPU; near ms/step the host is what was measured",
+    "ms/step: the median of samples of the slowest rank; half as many untimed steps lead into each, and on GPUs "
+    f"{SETTLE_S:g} s of steps into the one after a sample of one rank, through which the others rested",
 )
 DDP_NOTES = (
     "scaling: one rank's step time over this one's, same rows per rank; spread: (p90 - p10) / median",
@@ -178,14 +180,20 @@ def ladder_markdown(rows: Rows) -> str:
 
 
 def comparisons(rows: Rows) -> Rows:
-    """How many times as fast our strategies are as their rivals, by the ratios of the same rounds."""
+    """How many times as fast our strategies are as their rivals, by the ratios of the same rounds; no interval where
+    these are too few."""
     timed = [row["contender"] for row in rows if "samples_ms" in row]
-    return [
+    compared = [
         compare(rows, ours, rival)
         for ours in timed
         for rival in RIVALS_OF.get(ours.partition(" ")[0], ())
         if rival in timed
     ]
+    return [_without_interval(row) if row["verdict"] == "too few repeats" else row for row in compared]
+
+
+def _without_interval(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key not in ("low", "high")}
 
 
 def _exposed_picture(rows: Rows, bare: dict[str, Any]) -> bytes:
@@ -236,9 +244,9 @@ def with_units(row: dict[str, Any]) -> dict[str, Any]:
         shown["spread"] = (row["p90_ms"] - row["p10_ms"]) / row["step_ms"]
         shown["middle"] = f"{row['p10_ms']:.2f}-{row['p90_ms']:.2f}"
     if row.get("scaling"):
-        shown["scaling_interval"] = (
-            f"{row['scaling']:.1%} [{row['scaling_low']:.1%}, {row['scaling_high']:.1%}]"
-        )
+        interval = f" [{row['scaling_low']:.1%}, {row['scaling_high']:.1%}]"
+        certain = len(row.get("samples_ms", ())) >= FEWEST_PAIRS
+        shown["scaling_interval"] = f"{row['scaling']:.1%}" + (interval if certain else "")
     if row.get("communication_alone_ms") and row.get("exposed_ms") is not None:
         shown["hidden"] = 1.0 - row["exposed_ms"] / row["communication_alone_ms"]
         shown["alone_gb_per_s"] = row["link_bytes"] / row["communication_alone_ms"] / 1e6
@@ -301,6 +309,9 @@ def optimizer_result(rows: Rows, updates: Rows, ranks: Ranks, limits: Limits) ->
         ),
     }
     files |= row_files("adamw_update_results", updates)
+    shown_updates = [
+        row if len(row["samples_ms"]) >= FEWEST_PAIRS else _without_interval(row) for row in updates
+    ]
     files["optimizer_report.md"] = (
         _report(
             "Optimizer state sharding",
@@ -310,7 +321,7 @@ def optimizer_result(rows: Rows, updates: Rows, ranks: Ranks, limits: Limits) ->
             files,
         )
         + "\n"
-        + _report("AdamW's update alone", updates, UPDATE_COLUMNS, UPDATE_NOTES, {})
+        + _report("AdamW's update alone", shown_updates, UPDATE_COLUMNS, UPDATE_NOTES, {})
     )
     notes = (*of_state, "AdamW's update alone: " + "; ".join(map(_in_words, updates)))
     return BenchResult("optimizer", rows, OPTIMIZER_COLUMNS, files, environment, notes, shown)

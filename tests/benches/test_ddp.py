@@ -17,7 +17,7 @@ from lmkit.benches import ddp, ddp_clock, optimizer
 from lmkit.benches.ddp_clock import SteadyStateClock, without_garbage_collection
 from lmkit.benches.ddp_contenders import DdpCase, baseline_of, contender
 from lmkit.benches.ddp_overlap import overlap_picture, read_step
-from lmkit.benches.ddp_report import comparisons, ddp_result, ladder_markdown, optimizer_result
+from lmkit.benches.ddp_report import comparisons, ddp_result, ladder_markdown, optimizer_result, with_units
 from lmkit.errors import UsageError
 from lmkit.measure import plots
 from lmkit.measure.comparison import compare_rows
@@ -329,6 +329,9 @@ def test_without_none_there_is_no_picture_of_what_is_exposed():
     assert "ddp_exposed.png" not in without
     assert "ddp_exposed.png" not in str(without["ddp_report.md"])
     assert "ddp_exposed.png" in beside_none
+    assert f"{ddp.SETTLE_S:g} s of steps" in str(without["ddp_report.md"]), (
+        "the legend says what is not timed"
+    )
     assert "ddp_exposed.png" in str(beside_none["ddp_report.md"])
 
 
@@ -398,3 +401,28 @@ def test_the_report_sets_strategies_beside_their_rivals():
     text = ladder_markdown(rows)
     assert "### small, 2 ranks (6 rounds)" in text
     assert "| bucketed | torch_ddp | 1.500 | 1.500 | 1.500 |" in text
+
+
+@pytest.mark.parametrize(("rounds", "interval"), [(6, " [80.0%, 95.0%]"), (5, "")])
+def test_too_few_rounds_have_no_interval(rounds, interval):
+    """Of five samples even (least, greatest) holds the median with 94% only."""
+
+    def row(name: str, step_ms: float) -> dict:
+        times = {"step_ms": step_ms, "p10_ms": step_ms, "p90_ms": step_ms, "samples_ms": [step_ms] * rounds}
+        of_one_rank = {"scaling": 0.9, "scaling_low": 0.8, "scaling_high": 0.95}
+        return {"case": "small", "contender": name, "world_size": 2, "status": "ok"} | times | of_one_rank
+
+    rows = [row("bucketed", 2.0), row("torch_ddp", 3.0)]
+    assert with_units(rows[0])["scaling_interval"] == f"90.0%{interval}"
+    edges = "1.500 | 1.500" if interval else "- | -"
+    assert f"| bucketed | torch_ddp | 1.500 | {edges} |" in ladder_markdown(rows)
+    update = {"way": "ours", "update_ms": 1.0, "gb_per_s": 1.0, "host_ms": 1.0, "times_as_fast": 1.5}
+    update |= {"low": 1.25, "high": 1.75, "samples_ms": [1.0] * rounds}
+    state = {"state_bytes": 1, "state_share": 1.0, "tokens_per_s": 1.0, "flops_per_token": 1.0}
+    limits = Limits("a test", {"bf16": 1e12}, 1e10)
+    result = optimizer_result(
+        [rows[0] | state | {"precision": "bf16"}], [update], Ranks(world_size=2), limits
+    )
+    edges = "1.250 | 1.750" if interval else "- | -"
+    assert f"| 1.500 | {edges} |" in str(result.files["optimizer_report.md"])
+    assert '"low": 1.25' in str(result.files["adamw_update_results.jsonl"]), "the rows hold what was found"
