@@ -26,6 +26,7 @@ MEGABYTE = 10**6
 SIZES_MB = (1, 4, 16, 25, 64, 256, 1000)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CALLS_PER_SAMPLE = 4
+"""Timed, after half as many that are not."""
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")
 
 
@@ -40,7 +41,7 @@ def all_reduce_rows(
 ) -> list[dict[str, Any]]:
     """One row per operation, dtype and size (MB = 10^6 bytes of the whole buffer); every rank calls this.
 
-    Times are the slowest rank's, per round; random data.
+    Times are the slowest rank's, per round, in ms per call; random data.
     """
     rows: list[dict[str, Any]] = []
     for size_mb in sizes_mb:

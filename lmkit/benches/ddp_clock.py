@@ -14,7 +14,7 @@ from lmkit.measure.timing import Work
 
 
 class SteadyStateClock:
-    """Times `steps` steps that follow half as many untimed ones without a pause between them.
+    """Times `steps` steps that follow half as many (rounded up) untimed ones without a pause between them.
 
     The untimed steps leave behind what a loop's previous step does (weights still being gathered, a host that
     runs ahead of the GPU), and the last timed one takes along as much: nothing is counted twice or left out. They are
