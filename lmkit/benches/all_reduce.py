@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lmkit.benches.ddp_clock import SteadyStateClock
+from lmkit.benches.ddp_clock import SteadyStateClock, of_slowest_rank
 from lmkit.measure.memory import release_memory
 from lmkit.measure.progress import Progress
 from lmkit.measure.statistics import spread
@@ -63,9 +63,8 @@ def all_reduce_rows(
                 prepare={operation: (lambda: agree(ranks)) for operation in operations},
             )
             for operation, timing in timings.items():
-                slowest = torch.tensor(timing.samples_ms, dtype=torch.float64)
-                dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-                rows.append(_row(operation, dtype_name, flat.nbytes, ranks, slowest.tolist()))
+                slowest = of_slowest_rank(timing.samples_ms, ranks)
+                rows.append(_row(operation, dtype_name, flat.nbytes, ranks, slowest))
             del flat, works
             release_memory(ranks.device)
     return rows

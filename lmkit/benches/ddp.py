@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lmkit.benches.ddp_clock import SteadyStateClock, without_garbage_collection
+from lmkit.benches.ddp_clock import SteadyStateClock, of_slowest_rank, without_garbage_collection
 from lmkit.benches.ddp_contenders import SOLO, Contender, DdpCase, baseline_of, contender, parse_name
 from lmkit.measure.memory import claim_workspaces, release_memory
 from lmkit.measure.progress import Progress
@@ -210,13 +210,7 @@ def _time_together(
         clock=SteadyStateClock(ranks.device, steps_per_sample),
         is_last_round=lambda: agree(ranks, stop=time.monotonic() > deadline).stop,
     )
-    slowest: dict[str, list[float]] = {}
-    for name, timing in timings.items():
-        mine = torch.tensor(timing.samples_ms, dtype=torch.float64)
-        if ranks.world_size > 1:
-            dist.all_reduce(mine, op=dist.ReduceOp.MAX)
-        slowest[name] = mine.tolist()
-    return slowest
+    return {name: of_slowest_rank(timing.samples_ms, ranks) for name, timing in timings.items()}
 
 
 def _settle(built: Contender, ranks: Ranks, steps: int) -> None:

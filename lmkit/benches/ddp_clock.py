@@ -9,8 +9,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 
 from lmkit.measure.timing import Work
+from lmkit.parallel.process_group import Ranks
 
 
 class SteadyStateClock:
@@ -52,6 +54,14 @@ class SteadyStateClock:
         for _ in range(self._steps):
             work()
         return (time.perf_counter() - start) * 1e3 / self._steps
+
+
+def of_slowest_rank(samples_ms: Sequence[float], ranks: Ranks) -> list[float]:
+    """Round by round the longest of all ranks' samples (as many on each). Collective; the same on every rank."""
+    slowest = torch.tensor(samples_ms, dtype=torch.float64)
+    if ranks.world_size > 1:
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest.tolist()
 
 
 @contextmanager

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from lmkit.benches.ddp_clock import SteadyStateClock, without_garbage_collection
+from lmkit.benches.ddp_clock import SteadyStateClock, of_slowest_rank, without_garbage_collection
 from lmkit.benches.ddp_contenders import Contender, DdpCase, contender, parse_name
 from lmkit.measure.memory import release_memory
 from lmkit.measure.progress import Progress
@@ -138,7 +137,4 @@ def _time_alone(built: Contender, ranks: Ranks, rounds: int, steps: int) -> list
         prepare={"step": lambda: agree(ranks)},
         clock=SteadyStateClock(ranks.device, steps),
     )["step"]
-    slowest = torch.tensor(timing.samples_ms, dtype=torch.float64)
-    if ranks.world_size > 1:
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return slowest.tolist()
+    return of_slowest_rank(timing.samples_ms, ranks)

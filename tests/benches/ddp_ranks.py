@@ -10,6 +10,7 @@ import torch
 from lmkit.benches import ddp
 from lmkit.benches.adamw_update import update_rows
 from lmkit.benches.all_reduce import all_reduce_rows
+from lmkit.benches.ddp_clock import of_slowest_rank
 from lmkit.benches.ddp_contenders import DdpCase
 from lmkit.benches.optimizer import optimizer_rows
 from lmkit.parallel.process_group import process_group
@@ -49,6 +50,7 @@ def measure_all() -> dict[str, list[dict[str, Any]]]:
                 steps_per_sample=1,
                 max_seconds=0.0 if ranks.is_first else math.inf,
             ),
+            "slowest": [{"samples_ms": of_slowest_rank([1.0 + ranks.rank, 3.0 - ranks.rank], ranks)}],
             "compared": [ddp.compare(ladder, "naive", "naive")],
             "all_reduce": all_reduce_rows(ranks, sizes_mb=(0.01, 0.1), repeats=2),
             "optimizer": optimizer_rows(CASE, ranks, rounds=2, steps_per_sample=1, progress=progress),

@@ -216,6 +216,12 @@ def test_the_clock_leaves_out_the_first_steps(monkeypatch):
     assert calls == ["prepare", "step", "step", "clock", "step", "step", "step", "clock"]
 
 
+def test_a_sample_is_the_slowest_ranks(measured, ladder):
+    """Round by round; and while one rank is measured alone, the other, which waits, is no faster one."""
+    assert measured["slowest"] == [{"samples_ms": [2.0, 3.0]}]
+    assert ladder["one rank"]["step_ms"] > 0.1 * ladder["none"]["step_ms"]
+
+
 def test_ranks_end_after_the_same_round_when_time_is_up(measured):
     """Rank 1 has all the time in the world; rank 0's is up after the first round."""
     assert [len(row["samples_ms"]) for row in measured["short"]] == [1, 1]
@@ -225,15 +231,16 @@ def test_ranks_end_after_the_same_round_when_time_is_up(measured):
     ("device", "world_size", "settled"), [("cuda", 2, ["none"]), ("cuda", 1, []), ("cpu", 2, [])]
 )
 def test_gpus_that_rested_work_before_the_next_sample(monkeypatch, device, world_size, settled):
-    """All but one rest while one rank is measured alone: on GPUs the next sample of all would show it."""
+    """All but one rest while one rank is measured alone: on GPUs the next sample of all would show it. Whatever
+    comes before a sample, ranks begin it together."""
     events: list[str] = []
     monkeypatch.setattr(ddp, "_settle", lambda built, ranks, steps: events.append(built.name))
-    monkeypatch.setattr(ddp, "agree", lambda ranks, stop=False: Agreement(stop=False, nonfinite=False))
-    monkeypatch.setattr(ddp.dist, "all_reduce", lambda samples, op: None)
+    monkeypatch.setattr(ddp, "agree", lambda ranks: events.append("together"))
 
     def run_in_turn(variants, *, prepare, **options):
         for name in ("one rank", "one rank, bf16 weights", "none", "bucketed"):
             prepare[name]()
+            assert events.pop() == "together"
         return {}
 
     monkeypatch.setattr(ddp, "time_variants", run_in_turn)
