@@ -114,6 +114,40 @@ def test_a_contender_against_itself_is_even(measured):
     assert measured["compared"][0]["ratio"] == 1.0
 
 
+def test_scaling_and_what_is_exposed_by_hand():
+    """Of rounds in which everything took twice as long, and one in which only `bucketed` did."""
+    samples = {
+        "one rank": [8.0, 16.0, 8.0],
+        "one rank, bf16 weights": [4.0, 8.0, 4.0],
+        "none": [9.0, 18.0, 9.0],
+        "bucketed": [10.0, 20.0, 20.0],
+        "zero1 bf16": [5.0, 10.0, 10.0],
+    }
+    case = DdpCase("tiny", SimpleNamespace(context_length=50), rows=2)  # type: ignore[arg-type]
+    ranks = Ranks(world_size=4)
+    bucketed = ddp._numbers("bucketed", case, ranks, samples)
+    assert (bucketed["scaling"], bucketed["scaling_low"], bucketed["scaling_high"]) == (0.8, 0.4, 0.8)
+    assert (bucketed["step_ms"], bucketed["exposed_ms"], bucketed["exposed_share"]) == (20.0, 2.0, 0.1)
+    assert bucketed["tokens_per_s"] == 4 * 2 * 50 / 20e-3
+    halved = ddp._numbers("zero1 bf16", case, ranks, samples)
+    assert halved["scaling"] == 0.8
+    assert "exposed_ms" not in halved, "there is no step of bf16 weights without communication"
+    alone = ddp._numbers("one rank", case, ranks, samples)
+    assert alone["tokens_per_s"] == 2 * 50 / 8e-3
+    assert "scaling" not in alone
+    assert ddp._numbers("flat", case, ranks, samples) == {}
+    rows = [{"contender": name, "samples_ms": times} for name, times in samples.items()]
+    faster = ddp.compare(rows, "one rank", "bucketed")
+    assert (faster["ratio"], faster["low"], faster["high"]) == (1.25, 1.25, 2.5)
+
+
+def test_memory_is_compared_with_one_rank_of_the_same_weights():
+    peaks = {"one rank": 100, "one rank, bf16 weights": 60, "bucketed": 110, "zero1 bf16": 45}
+    rows = [{"contender": name, "peak_bytes": peak, "world_size": 2} for name, peak in peaks.items()]
+    ddp._add_memory_overhead(rows)
+    assert [row["peak_overhead"] for row in rows] == pytest.approx([0.0, 0.0, 0.1, -0.25])
+
+
 def test_collectives_have_bandwidths(measured):
     rows = measured["all_reduce"]
     assert {row["operation"] for row in rows} == {"all_reduce", "reduce_scatter", "all_gather"}
