@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import math
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
@@ -263,6 +264,37 @@ def check_unused_gradients_are_none(ranks: Ranks, strategy: str) -> None:
         model.zero_grad(set_to_none=True)
 
 
+def check_unused_gradients_beside_late_ones(ranks: Ranks, strategy: str) -> None:
+    """`finish(wait=False)` where a rank has nothing for a parameter: who used it is known only when all have told."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(overlap, "LATE_BYTES", 0)
+        model = seeded_model(0, ranks)
+        sync = build(strategy, ranks)
+        call = sync.attach(model)
+        for step in range(3):
+            call.loss(*batch(step, ranks.rank, 0), ranks.rank).backward()
+            if ranks.rank == 1:  # the one that uses it; the others have asked long before
+                time.sleep(0.1)
+            sync.finish(wait=False)
+            sync.clip_gradients(float("inf"))
+            assert model.never.grad is None
+            assert model.sometimes.weight.grad is not None
+            model.zero_grad(set_to_none=True)
+
+
+def check_hooks_are_few_after_the_first_step(ranks: Ranks, strategy: str, buckets: int) -> None:
+    """One at the end of every bucket and one where a pass begins; none is left of those that saw the first pass."""
+    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(6)]).to(ranks.device)
+    sync = build(strategy, ranks, SyncOptions(bucket_mb=1.5 * 64 * 64 * 4 / 2**20))  # two matrices each
+    sync.attach(model)
+    sync.build_optimizer(sgd, [{"params": list(model.parameters())}])
+    for number in (6, min(buckets + 1, 6), min(buckets + 1, 6)):
+        assert sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters()) == number
+        model(torch.randn(2, 64, device=ranks.device)).sum().backward()
+        sync.finish()
+        model.zero_grad(set_to_none=True)
+
+
 def check_none_communicates_nothing(ranks: Ranks) -> None:
     model = seeded_model(ranks.rank, ranks)
     sync = build("none", ranks)
@@ -474,6 +506,18 @@ _CHECKS: dict[str, Callable[[Ranks], None]] = {
         f"unused gradients are None: {s}": partial(check_unused_gradients_are_none, strategy=s)
         for s in STRATEGIES
         if s != "zero1"
+    },
+    **{
+        f"unused gradients beside late ones: {s}": partial(
+            check_unused_gradients_beside_late_ones, strategy=s
+        )
+        for s in ("overlap", "bucketed")
+    },
+    **{
+        f"hooks are few after the first step: {s}": partial(
+            check_hooks_are_few_after_the_first_step, strategy=s, buckets=buckets
+        )
+        for s, buckets in (("overlap", 6), ("bucketed", 3), ("zero1", 3))
     },
     "none communicates nothing": check_none_communicates_nothing,
     **{f"bf16 wire: {s}": partial(check_bf16_wire, strategy=s) for s in ("flat", "bucketed")},
