@@ -202,6 +202,20 @@ def test_progress_counts_contenders_samples_and_rounds(measured, ladder):
     assert reported("update alone") == [(number, 6) for number in range(7)]
 
 
+def test_what_does_not_fit_on_one_rank_is_measured_on_none(measured):
+    assert [row["status"] for row in measured["full"]] == ["out of memory", "ok"]
+    assert len(measured["full"][1]["samples_ms"]) == 1
+
+
+def test_communication_alone_leaves_no_gradients(measured):
+    assert measured["left"] == [{"gradients": 0}]
+
+
+def test_there_are_three_steps_before_the_first_sample_however_few_are_asked_for(measured, ladder):
+    """The loss is that of the last one of them."""
+    assert [row["loss"] for row in measured["short"]] == [ladder[name]["loss"] for name in ("naive", "flat")]
+
+
 def test_out_of_memory_is_a_row(monkeypatch):
     from lmkit.recipe.model import ModelConfig
 
@@ -246,8 +260,11 @@ def test_the_clock_leaves_out_the_first_steps(monkeypatch):
     calls: list[str] = []
     monkeypatch.setattr(ddp_clock.time, "perf_counter", lambda: calls.append("clock") or len(calls))
     clock = SteadyStateClock(torch.device("cpu"), 3)
-    clock.sample_ms(lambda: calls.append("step"), 1, before=[lambda: calls.append("prepare")])
+    sample = clock.sample_ms(lambda: calls.append("step"), 2, before=[lambda: calls.append("prepare")])
     assert calls == ["prepare", "step", "step", "clock", "step", "step", "step", "clock"]
+    assert sample == 2 * 4e3 / 3, (
+        "seconds are counted in events here: 4 of them in three steps, times two calls"
+    )
 
 
 def test_a_sample_is_the_slowest_ranks(measured, ladder):
