@@ -250,6 +250,24 @@ def check_breaking_off_after_orders_that_differ(ranks: Ranks, strategy: str) -> 
     assert math.isclose(float(sync.clip_gradients(float("inf"))), expected, rel_tol=1e-12)
 
 
+def check_gradients_by_hand_after_a_step_that_broke_off(ranks: Ranks, strategy: str) -> None:
+    """No pass tells that a new step has begun: `reset` alone makes the buckets that were under way leave again."""
+    model = nn.ParameterList(torch.full((4,), value, dtype=torch.float64) for value in (2.0, 3.0, 5.0, 7.0))
+    model.to(ranks.device)
+    sync = build_strategy(strategy, ranks, SyncOptions(bucket_mb=2 * model[0].nbytes / 2**20))
+    sync.attach(model)
+    a, b, c, d = model
+    with pytest.raises(ZeroDivisionError):
+        (BreaksOff.apply(a * b) * c * d).sum().backward()
+    assert sync.traffic.calls > 0, "gradients of c and d were on their way"
+    sync.reset()
+    for parameter in model:
+        parameter.grad = torch.full_like(parameter, ranks.rank + 1.0)
+    sync.finish()
+    mean = (ranks.world_size + 1) / 2
+    assert [parameter.grad.tolist() for parameter in model] == [[mean] * 4] * 4
+
+
 def check_unused_gradients_are_none(ranks: Ranks, strategy: str) -> None:
     """PyTorch DDP's meaning: used somewhere, a gradient everywhere; used nowhere, none."""
     model = seeded_model(0, ranks)
@@ -503,6 +521,12 @@ _CHECKS: dict[str, Callable[[Ranks], None]] = {
             check_breaking_off_after_orders_that_differ, strategy=s
         )
         for s in ("overlap", "bucketed", "zero1")
+    },
+    **{
+        f"gradients by hand after a step that broke off: {s}": partial(
+            check_gradients_by_hand_after_a_step_that_broke_off, strategy=s
+        )
+        for s in ("overlap", "bucketed")
     },
     **{
         f"unused gradients are None: {s}": partial(check_unused_gradients_are_none, strategy=s)

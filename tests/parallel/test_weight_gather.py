@@ -1,14 +1,21 @@
-"""When `zero1` waits for weights that are still being gathered; on one process, with a gather that tells."""
+"""What waits for weights that are still being gathered, and for gradients that are still being averaged; on one
+process, with collectives that tell."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from lmkit.parallel.lazy_weights import LazyWeights
+from lmkit.parallel.overlap import OverlapSync
+from lmkit.parallel.packing import ReducingBucket
 from lmkit.parallel.process_group import Ranks
+from lmkit.parallel.reduction import PendingMean
 from lmkit.parallel.sharded_bucket import ShardedBucket, start_gather
+from lmkit.parallel.strategies import SyncOptions
 from lmkit.parallel.zero1_layout import BucketLayout, shard_size_of
 
 RANKS = Ranks(world_size=2)
@@ -34,8 +41,9 @@ class Gather:
             flat.fill_(9)
 
     # Also what averages gradients.
-    def reduce_scatter(self, flat: torch.Tensor) -> None:
+    def reduce_scatter(self, flat: torch.Tensor) -> PendingMean:
         self.events.append("gradients go")
+        return PendingMean(SimpleNamespace(wait=lambda: self.events.append("gradients end")), [flat[:128]])
 
 
 @pytest.fixture
@@ -71,3 +79,21 @@ def test_weights_that_are_on_their_way_do_not_overwrite_loaded_ones(parts):
     model(torch.ones(1, 4))
     assert gather.events == ["weights arrived"]
     assert torch.equal(model[0].weight, torch.full((4, 4), 3.0))
+
+
+def test_gradients_that_are_not_wanted_are_waited_for(parts):
+    """What a collective still writes to must not be handed out again."""
+    model, bucket, gather = parts
+    model[0].weight.grad = torch.ones(4, 4)
+    bucket.reduce()
+    bucket.drop_reduced()
+    assert gather.events[1:] == ["gradients go", "gradients end"]
+    assert bucket.master.grad is None
+    bucket.wait_reduced()
+    assert bucket.master.grad is None
+
+    replicated = OverlapSync(RANKS, SyncOptions())
+    replicated._flying = [ReducingBucket(gather.reduce_scatter(torch.ones(256))) for _ in range(2)]
+    replicated._forget()
+    assert gather.events[3:] == [*["gradients go"] * 2, *["gradients end"] * 2]
+    assert replicated._flying == []
