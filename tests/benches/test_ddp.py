@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lmkit.benches import ddp, ddp_clock, optimizer
+from lmkit.benches import all_reduce, ddp, ddp_clock, optimizer
 from lmkit.benches.ddp_clock import SteadyStateClock, without_garbage_collection
 from lmkit.benches.ddp_contenders import DdpCase, baseline_of, contender
 from lmkit.benches.ddp_overlap import overlap_picture, read_step
@@ -155,6 +155,20 @@ def test_collectives_have_bandwidths(measured):
         passes = 2 if row["operation"] == "all_reduce" else 1
         seconds = row["median_us"] / 1e6
         assert row["bus_gb_per_s"] == pytest.approx(passes * 0.5 * row["bytes"] / seconds / 1e9)
+
+
+@pytest.mark.parametrize("operation", all_reduce.OPERATIONS)
+def test_a_collective_is_timed_to_its_end(monkeypatch, operation):
+    events: list[str] = []
+
+    def start(given: object) -> SimpleNamespace:
+        events.append("starts")
+        return SimpleNamespace(wait=lambda: events.append("ends"))
+
+    averager = SimpleNamespace(**dict.fromkeys(all_reduce.OPERATIONS, start))
+    monkeypatch.setattr(all_reduce, "Averager", lambda ranks, traffic: averager)
+    all_reduce._work(operation, torch.zeros(256), Ranks(world_size=2))()
+    assert events == ["starts", "ends"]
 
 
 def test_sharded_state_is_one_share(measured):

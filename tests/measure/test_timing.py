@@ -86,6 +86,25 @@ def test_short_work_is_repeated_within_a_sample():
     assert timing.samples_ms == pytest.approx([0.01] * 3)
 
 
+def test_a_clock_of_whole_milliseconds_is_asked_for_enough_of_them():
+    """From a quarter of the 40 ms on, a tick more or less changes the number of calls by a tenth at most."""
+    machine = FakeMachine()
+    coarse = WallClock(now=lambda: int(machine.seconds * 1e3) / 1e3)
+    timing = time_variants({"a": machine.work("a", 0.03)}, repeats=1, min_sample_ms=40.0, clock=coarse)["a"]
+    assert timing.calls_per_sample == pytest.approx(40 / 0.03, rel=0.1)
+
+
+def test_the_wall_clock_begins_and_ends_with_an_idle_device():
+    events: list[str] = []
+    now = iter([1.0, 3.0])
+    clock = WallClock(
+        now=lambda: events.append("clock") or next(now), synchronize=lambda: events.append("idle")
+    )
+    sample = clock.sample_ms(lambda: events.append("call"), 2, before=[lambda: events.append("prepare")])
+    assert events == ["prepare", "idle", "clock", "call", "call", "idle", "clock"]
+    assert sample == 2000.0
+
+
 def test_a_cold_cache_is_flushed_before_every_sample_outside_the_clock():
     machine = FakeMachine()
     flushes = []
