@@ -46,13 +46,10 @@ class Gather:
         return PendingMean(SimpleNamespace(wait=lambda: self.events.append("gradients end")), [flat[:128]])
 
 
-@pytest.fixture
-def parts():
-    """(model, its one bucket, the gather), with weights on their way."""
-    model, gather = nn.Sequential(nn.Linear(4, 4, bias=False)), Gather()
-    layout = BucketLayout(0, ("0.weight",), (16,), shard_size_of(16, RANKS.world_size))
-    bucket = ShardedBucket(
-        list(model.parameters()),
+def bucket_of(layer: nn.Linear, gather: Gather) -> ShardedBucket:
+    layout = BucketLayout(0, ("weight",), (16,), shard_size_of(16, RANKS.world_size))
+    return ShardedBucket(
+        [layer.weight],
         layout,
         RANKS,
         gather,  # type: ignore[arg-type]
@@ -60,6 +57,13 @@ def parts():
         weight_dtype=torch.float32,
         wire_dtype=torch.float32,
     )
+
+
+@pytest.fixture
+def parts():
+    """(model, its one bucket, the gather), with weights on their way."""
+    model, gather = nn.Sequential(nn.Linear(4, 4, bias=False)), Gather()
+    bucket = bucket_of(model[0], gather)
     start_gather([bucket], gather)  # type: ignore[arg-type]
     return model, bucket, gather
 
@@ -97,3 +101,31 @@ def test_gradients_that_are_not_wanted_are_waited_for(parts):
     replicated._forget()
     assert gather.events[3:] == [*["gradients go"] * 2, *["gradients end"] * 2]
     assert replicated._flying == []
+
+
+def test_a_layer_that_the_last_pass_did_not_call_is_waited_for_right_after_the_step(parts):
+    """Something else reads its weights, and tells nobody; that an earlier pass called it says nothing."""
+    model, bucket, gather = parts
+    lazy = LazyWeights(model, [bucket])
+    model(torch.ones(1, 4))
+    gather.events.clear()
+    start_gather([bucket], gather)  # type: ignore[arg-type]
+    lazy.after_step()
+    assert gather.events == [], "the next call waits"
+    nn.functional.linear(torch.ones(1, 4), model[0].weight)
+    lazy.after_step()
+    assert gather.events == ["weights arrived"]
+
+
+def test_without_gradients_all_weights_are_waited_for_at_once():
+    """Generation may read any weight past its layer; in training a call waits for its own layer's."""
+    model, gathers = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(2)]), [Gather(), Gather()]
+    buckets = [bucket_of(layer, gather) for layer, gather in zip(model, gathers, strict=True)]
+    LazyWeights(model, buckets)
+    for bucket, gather in zip(buckets, gathers, strict=True):
+        start_gather([bucket], gather)  # type: ignore[arg-type]
+    model[0](torch.ones(1, 4))
+    assert [gather.events for gather in gathers] == [["weights arrived"], []]
+    with torch.no_grad():
+        model[0](torch.ones(1, 4))
+    assert [gather.events for gather in gathers] == [["weights arrived"], ["weights arrived"]]
