@@ -38,6 +38,7 @@ from lmkit.optim.adamw import AdamW
 from lmkit.parallel import overlap
 from lmkit.parallel.agreement import agree
 from lmkit.parallel.process_group import Ranks, let_go_of_collectives, process_group
+from lmkit.parallel.replicas import broadcast_model, check_same_model
 from lmkit.parallel.strategies import SyncOptions, build_strategy
 
 
@@ -437,6 +438,29 @@ def check_different_models_are_refused(ranks: Ranks) -> None:
             )
 
 
+def check_ties_are_part_of_the_model(ranks: Ranks) -> None:
+    """Where one rank has two parameters and another has one twice, broadcasts and gradients would not pair up."""
+    model = nn.Sequential(*[nn.Linear(3, 3, bias=False) for _ in range(3)]).to(ranks.device)
+    model[1].weight = model[0].weight
+    check_same_model(model, ranks)
+    if ranks.rank == 1:
+        model[1].weight = nn.Parameter(torch.zeros_like(model[0].weight))
+    with pytest.raises(LmkitError, match=r"rank 1: model differs from rank 0's"):
+        check_same_model(model, ranks)
+    model[1].weight = model[2 if ranks.rank == 1 else 0].weight
+    with pytest.raises(LmkitError, match=r"rank 1: model differs from rank 0's"):
+        check_same_model(model, ranks)
+
+
+def check_the_first_rank_gives_parameters_and_buffers(ranks: Ranks) -> None:
+    model = nn.BatchNorm1d(3).to(ranks.device)
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data.fill_(7 + ranks.rank)
+    broadcast_model(model, ranks)
+    assert all(bool((value == 7).all()) for value in model.state_dict().values())
+    assert len(model.state_dict()) == 5
+
+
 def check_traffic(ranks: Ranks) -> None:
     """Bytes and calls against the formula: 2 (W-1)/W of the gradients, or of them and the weights in halves."""
     share = (ranks.world_size - 1) / ranks.world_size
@@ -562,6 +586,8 @@ _CHECKS: dict[str, Callable[[Ranks], None]] = {
     "agreement": check_agreement,
     **{f"forgotten: {s}": partial(check_forgotten, strategy=s) for s in STRATEGIES if s != "torch_ddp"},
     "different models are refused": check_different_models_are_refused,
+    "ties are part of the model": check_ties_are_part_of_the_model,
+    "the first rank gives parameters and buffers": check_the_first_rank_gives_parameters_and_buffers,
     "traffic": check_traffic,
     **ZERO1_CHECKS,
 }
