@@ -51,7 +51,7 @@ def run_all(names: list[str], device: str = "cpu") -> dict[str, list[str]]:
             try:
                 CHECKS[name](ranks)
                 mine = ""
-            except Exception:  # noqa: BLE001 (whatever fails is the outcome)
+            except (Exception, pytest.fail.Exception):  # noqa: BLE001 (whatever fails is the outcome)
                 mine = traceback.format_exc()
             # By the store: after a failure the ranks' collectives may be out of step.
             ranks.store.set(f"{name}/{ranks.rank}", mine)

@@ -241,6 +241,9 @@ def check_zero1_resumes(ranks: Ranks, weights: str, make: Callable) -> None:
     steps(third, range(3, 5))
     for name, value in straight[0].state_dict().items():
         assert torch.equal(value, third[0].state_dict()[name]), name
+    first[3].param_groups[-1]["lr"] = 0.125  # as a schedule leaves it
+    second[3].load_state_dict(first[3].state_dict())
+    assert second[3].param_groups[-1]["lr"] == second[3].inner.param_groups[-1]["lr"] == 0.125
 
 
 def check_zero1_single_parameters(ranks: Ranks) -> None:

@@ -76,6 +76,22 @@ def test_the_rest_is_launched_once_and_the_queue_starts_over():
     assert launched == [0, 1, 2, 0]
 
 
+def test_a_launch_that_raises_is_not_repeated():
+    """Its collective may have begun, and the other ranks go on to the next."""
+    launched: list[int] = []
+
+    def launch(index: int) -> None:
+        launched.append(index)
+        if index == 0:
+            raise ZeroDivisionError
+
+    queue = ReadyQueue([1, 1], launch, launched.clear)
+    with pytest.raises(ZeroDivisionError):
+        queue.mark(0)
+    queue.mark(1)
+    assert launched == [0, 1]
+
+
 def test_a_backward_pass_that_broke_off_is_noticed():
     abandoned: list[bool] = []
     weight = nn.Parameter(torch.ones(2))
