@@ -438,6 +438,14 @@ def check_different_models_are_refused(ranks: Ranks) -> None:
             )
 
 
+def check_what_is_frozen_is_part_of_the_model(ranks: Ranks) -> None:
+    """Or the ranks' gradients would be of different parameters."""
+    model = nn.Linear(3, 3).to(ranks.device)
+    model.bias.requires_grad_(ranks.rank != 1)
+    with pytest.raises(LmkitError, match=r"rank 1: model differs from rank 0's"):
+        check_same_model(model, ranks)
+
+
 def check_ties_are_part_of_the_model(ranks: Ranks) -> None:
     """Where one rank has two parameters and another has one twice, broadcasts and gradients would not pair up."""
     model = nn.Sequential(*[nn.Linear(3, 3, bias=False) for _ in range(3)]).to(ranks.device)
@@ -586,6 +594,7 @@ _CHECKS: dict[str, Callable[[Ranks], None]] = {
     "agreement": check_agreement,
     **{f"forgotten: {s}": partial(check_forgotten, strategy=s) for s in STRATEGIES if s != "torch_ddp"},
     "different models are refused": check_different_models_are_refused,
+    "what is frozen is part of the model": check_what_is_frozen_is_part_of_the_model,
     "ties are part of the model": check_ties_are_part_of_the_model,
     "the first rank gives parameters and buffers": check_the_first_rank_gives_parameters_and_buffers,
     "traffic": check_traffic,

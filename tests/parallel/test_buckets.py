@@ -8,7 +8,10 @@ from torch import nn
 
 from lmkit.parallel import bucketed
 from lmkit.parallel.bucketed import fill_buckets, plan_buckets
+from lmkit.parallel.process_group import Ranks
 from lmkit.parallel.ready_queue import ReadyQueue
+from lmkit.parallel.strategies import SyncOptions
+from lmkit.parallel.zero1 import Zero1
 from lmkit.parallel.zero1_layout import BucketLayout, ShardLayout, consolidate, shard_size_of, take_shards
 
 
@@ -50,6 +53,15 @@ def test_the_last_bucket_is_small(monkeypatch):
     assert sizes_of(plan_buckets(parameters(50, 50, 50, 5, 5), 4 * 1000)) == [[50, 50, 50], [5, 5]]
     assert sizes_of(plan_buckets(parameters(50, 50, 50), 4 * 1000)) == [[50, 50], [50]], "the very last alone"
     assert sizes_of(plan_buckets(parameters(5, 5), 4 * 1000)) == [[5, 5]]
+
+
+def test_zero1_gives_what_fills_a_bucket_one_of_its_own():
+    """An embedding, which comes last: alone it is reduced where it lies."""
+    model = nn.ParameterList(parameters(100, 10, 10, 10))
+    sync = Zero1(Ranks(), SyncOptions(bucket_mb=4 * 100 / 2**20))
+    sync.attach(model)
+    optimizer = sync.build_optimizer(torch.optim.SGD, [{"params": list(model)}])
+    assert [bucket.sizes for bucket in optimizer.layout.buckets] == [(10, 10, 10), (100,)]
 
 
 def launched_by(order: list[int], members: list[int]) -> list[int]:
