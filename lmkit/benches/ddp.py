@@ -5,6 +5,7 @@ Definitions, all per round and then summarised by medians with a 95% interval ov
 - scaling: step time of one rank alone / step time with W ranks (weak scaling: the same rows per rank);
 - exposed communication: step time - step time of the same step without communication;
 - communication alone: the time of a step's reduction with nothing beside it; what of it is not exposed was hidden;
+- without communication (`none`) each rank is as fast as its GPU and host: no strategy is faster than the slowest;
 - host time: how long rank 0's CPU is busy with a step on a GPU that has nothing else to do; a step that takes hardly
   longer waits for the host, and measures the host;
 - link bytes: see `lmkit.parallel.traffic`; "expected" is the formula over the model's parameters.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 from typing import Any
@@ -22,8 +23,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lmkit.benches.ddp_clock import SteadyStateClock, of_slowest_rank, without_garbage_collection
+from lmkit.benches.ddp_clock import SteadyStateClock, without_garbage_collection
 from lmkit.benches.ddp_contenders import SOLO, Contender, DdpCase, baseline_of, contender, parse_name
+from lmkit.benches.journal import Journal
 from lmkit.measure.memory import claim_workspaces, release_memory
 from lmkit.measure.progress import Progress
 from lmkit.measure.statistics import median, paired_ratio, spread
@@ -35,6 +37,9 @@ from lmkit.parallel.zero1 import Zero1
 SETTLE_S = 1.5
 """How long all GPUs work, untimed, after a sample that all but one rested through. Their power had fallen, and the
 limit on it answers late: on H200s the first samples (0.7 s) were 1% shorter than the rest, the next one 4% longer."""
+
+Samples = dict[str, list[list[float]]]
+"""Contender -> round -> rank: ms per step (of what one rank does alone: 0 or next to it on the others)."""
 
 LADDER = ("one rank", "none", "naive", "flat", "overlap", "bucketed", "torch_ddp", "zero1")
 RIVALS = ("torch_ddp default", "torch_ddp static", "torch_ddp + ZeRO")
@@ -50,6 +55,7 @@ def ddp_rows(
     warmup: int = 3,
     max_seconds: float = math.inf,
     progress: Progress | None = None,
+    journal: Journal | None = None,
 ) -> list[dict[str, Any]]:
     """Measure contenders that fit into memory together; every rank calls this, every rank gets the rows.
 
@@ -59,6 +65,7 @@ def ddp_rows(
             and the greatest ratio, and no 95% interval.
         warmup: steps before the first sample; at least 3, the first of which settles the bucket order.
         max_seconds: of timing; no further round begins on any rank when they are over on one.
+        journal: where the first rank keeps the rows of the rounds so far.
 
     Returns:
         One row per contender, with its samples; a contender that ran out of memory has `status` "out of memory".
@@ -79,17 +86,26 @@ def ddp_rows(
             facts[name] = {"status": "out of memory"}
         else:
             contenders[name], facts[name] = built
-    samples = {}
+
+    def rows_of(samples: Samples) -> list[dict[str, Any]]:
+        rows = [
+            {"case": case.name, "contender": name, "world_size": 1 if name in SOLO else ranks.world_size}
+            | facts[name]
+            | _numbers(name, case, ranks, samples)
+            for name in names
+        ]
+        _add_memory_overhead(rows)
+        return rows
+
+    def keep(samples: Samples) -> None:
+        if journal is not None and ranks.is_first:
+            journal.replace(rows_of(samples))
+
+    samples: Samples = {}
     if contenders:
         with without_garbage_collection():
-            samples = _time_together(contenders, ranks, rounds, steps_per_sample, max_seconds, progress)
-    rows = [
-        {"case": case.name, "contender": name, "world_size": 1 if name in SOLO else ranks.world_size}
-        | facts[name]
-        | _numbers(name, case, ranks, samples)
-        for name in names
-    ]
-    _add_memory_overhead(rows)
+            samples = _time_together(contenders, ranks, rounds, steps_per_sample, max_seconds, progress, keep)
+    rows = rows_of(samples)
     contenders.clear()
     release_memory(ranks.device)
     return rows
@@ -184,9 +200,11 @@ def _time_together(
     steps_per_sample: int,
     max_seconds: float,
     progress: Progress | None,
-) -> dict[str, list[float]]:
-    """Interleaved samples in ms per step, the slowest rank's of every round."""
+    keep: Callable[[Samples], None],
+) -> Samples:
+    """Interleaved samples; `keep` is called with those so far after each round."""
     deadline = time.monotonic() + max_seconds
+    samples: Samples = {name: [] for name in contenders}
     samples_before = count()
     rested = False
 
@@ -201,16 +219,26 @@ def _time_together(
         rested = name in SOLO and ranks.device.type == "cuda" and ranks.world_size > 1
         agree(ranks)
 
-    timings = time_variants(
+    def after_round(own: dict[str, float]) -> bool:
+        mine = torch.tensor([own[name] for name in contenders], dtype=torch.float64)
+        of_rank = [mine.clone() for _ in range(ranks.world_size)]
+        if ranks.world_size > 1:
+            dist.all_gather(of_rank, mine)
+        for number, name in enumerate(contenders):
+            samples[name].append([float(each[number]) for each in of_rank])
+        keep(samples)
+        return agree(ranks, stop=time.monotonic() > deadline).stop
+
+    time_variants(
         {name: (built.step if built is not None else _wait) for name, built in contenders.items()},
         device=ranks.device,
         repeats=rounds,
         warmup=0,
         prepare={name: partial(prepare, name) for name in contenders},
         clock=SteadyStateClock(ranks.device, steps_per_sample),
-        is_last_round=lambda: agree(ranks, stop=time.monotonic() > deadline).stop,
+        after_round=after_round,
     )
-    return {name: of_slowest_rank(timing.samples_ms, ranks) for name, timing in timings.items()}
+    return samples
 
 
 def _settle(built: Contender, ranks: Ranks, steps: int) -> None:
@@ -227,10 +255,10 @@ def _wait() -> None:
     """The other ranks' part in what one rank does alone."""
 
 
-def _numbers(name: str, case: DdpCase, ranks: Ranks, samples: dict[str, list[float]]) -> dict[str, Any]:
+def _numbers(name: str, case: DdpCase, ranks: Ranks, samples: Samples) -> dict[str, Any]:
     if name not in samples:
         return {}
-    own = samples[name]
+    own = _slowest(samples[name])
     summary = spread(own)
     world_size = 1 if name in SOLO else ranks.world_size
     numbers: dict[str, Any] = {
@@ -240,14 +268,21 @@ def _numbers(name: str, case: DdpCase, ranks: Ranks, samples: dict[str, list[flo
         "tokens_per_s": world_size * case.tokens_per_step / summary.median * 1e3,
         "samples_ms": own,
     }
-    baseline = samples.get(baseline_of(name))
-    if baseline is not None and name not in SOLO:
-        ratio = paired_ratio(own, baseline)
+    if name == "none":  # with all others, ranks wait for one another
+        numbers["rank_ms"] = [median(of_rank) for of_rank in zip(*samples[name], strict=True)]
+    baseline = baseline_of(name)
+    if baseline in samples and name not in SOLO:
+        ratio = paired_ratio(own, _slowest(samples[baseline]))
         numbers |= {"scaling": ratio.speedup, "scaling_low": ratio.low, "scaling_high": ratio.high}
     if "none" in samples and name not in (*SOLO, "none") and baseline_of(name) == SOLO[0]:
-        exposed = [mine - bare for mine, bare in zip(own, samples["none"], strict=True)]
+        exposed = [mine - bare for mine, bare in zip(own, _slowest(samples["none"]), strict=True)]
         numbers |= {"exposed_ms": median(exposed), "exposed_share": median(exposed) / summary.median}
     return numbers
+
+
+def _slowest(rounds: Sequence[Sequence[float]]) -> list[float]:
+    """The slowest rank's sample of each round: a step of all ends when its does."""
+    return [max(of_rank) for of_rank in rounds]
 
 
 def _add_memory_overhead(rows: list[dict[str, Any]]) -> None:

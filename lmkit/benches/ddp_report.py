@@ -173,6 +173,10 @@ def ladder_markdown(rows: Rows) -> str:
         world_size = max(row["world_size"] for row in members)
         paragraphs.append(f"### {case}, {world_size} ranks{f': {part}' if part else ''} ({rounds} rounds)")
         paragraphs.append(markdown_table(members, LADDER_COLUMNS).rstrip())
+        alone = next((row["rank_ms"] for row in members if row.get("rank_ms")), None)
+        if alone:
+            each = ", ".join(f"{ms:.2f}" for ms in alone)
+            paragraphs.append(f"Without communication the ranks take {each} ms a step, each by itself.")
         compared = comparisons(members)
         if compared:
             paragraphs.append(markdown_table(compared, COMPARISON_COLUMNS).rstrip())

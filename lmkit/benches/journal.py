@@ -9,6 +9,7 @@ from typing import Any
 
 from lmkit.benches.rows import read_rows
 from lmkit.measure.tables import json_lines
+from lmkit.storage.atomic import write_atomic
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,10 @@ class Journal:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json_lines(rows))  # one write: lines of several processes do not mix
+
+    def replace(self, rows: Sequence[dict[str, Any]]) -> None:
+        """`rows` instead of all that was added, for a bench whose rows grow; one process at a time."""
+        write_atomic(self.path, json_lines(rows))
 
     def rows(self) -> list[dict[str, Any]]:
         """What was added since the start.

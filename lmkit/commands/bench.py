@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -121,7 +122,7 @@ def ddp(recipe: Recipe, output: Path | None, nproc: int, progress: Progress) -> 
     """Gradient synchronisation: every strategy on [model]; None on ranks other than the first."""
     _table(recipe.bench.ddp, "ddp")
     _model_with_vocabulary(recipe, "bench ddp")
-    return _on_ranks(_ddp_rank, recipe, output, nproc, progress)
+    return _on_ranks(partial(_ddp_rank, _journal(recipe, "ddp", output)), recipe, output, nproc, progress)
 
 
 def all_reduce(recipe: Recipe, output: Path | None, nproc: int, progress: Progress) -> BenchStored | None:
@@ -184,7 +185,7 @@ def _on_ranks(
     return None if result is None else _store(result, recipe, output)
 
 
-def _ddp_rank(recipe: Recipe, progress: Progress) -> BenchResult | None:
+def _ddp_rank(journal: Journal, recipe: Recipe, progress: Progress) -> BenchResult | None:
     from lmkit.benches.ddp import LADDER, RIVALS, ddp_rows
     from lmkit.benches.ddp_contenders import DdpCase
     from lmkit.benches.ddp_overlap import record_step
@@ -203,6 +204,7 @@ def _ddp_rank(recipe: Recipe, progress: Progress) -> BenchResult | None:
             steps_per_sample=table.steps_per_sample,
             max_seconds=table.max_seconds,
             progress=progress,
+            journal=journal,
         )
         sweep = [f"bucketed {mb:g} MB" for mb in table.bucket_sweep_mb]
         swept = (

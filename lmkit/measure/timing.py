@@ -192,7 +192,7 @@ def time_variants(
     seed: int = 0,
     clock: Clock | None = None,
     before_round: Callable[[int], object] | None = None,
-    is_last_round: Callable[[], bool] | None = None,
+    after_round: Callable[[dict[str, float]], bool] | None = None,
 ) -> dict[str, Timing]:
     """Measure every variant `repeats` times, interleaved.
 
@@ -214,21 +214,22 @@ def time_variants(
         seed: of the order of the variants within each round.
         clock: overrides `kind` (tests).
         before_round: called with the number of each round before it begins, untimed: to report progress.
-        is_last_round: asked after each round, in place of `max_seconds`: for ranks, whose clocks would not agree.
+        after_round: called with the samples of each round, name -> ms per call; if it says so, that was the last one
+            (for ranks, in place of `max_seconds`: their clocks would not agree).
 
     Returns:
         name -> Timing, in the order of `variants`, all with the same number of samples unless `share_seconds`.
 
     Raises:
-        ValueError: no variants, `repeats` < 1, or `is_last_round` beside `max_seconds`.
+        ValueError: no variants, `repeats` < 1, or `after_round` beside `max_seconds`.
         Whatever a variant raises (out of memory, say): the caller decides what that means.
     """
     if not variants:
         raise ValueError("nothing to time: no variants")
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1, not {repeats}")
-    if is_last_round is not None and max_seconds < math.inf:
-        raise ValueError("is_last_round and max_seconds: ranks would end after different rounds")
+    if after_round is not None and max_seconds < math.inf:
+        raise ValueError("after_round and max_seconds: ranks would end after different rounds")
     clock = clock or clock_for(device, kind)
     flush = [cache_flusher(device)] if cold_cache else []
     share = max_seconds / len(variants) if share_seconds else math.inf
@@ -260,13 +261,16 @@ def time_variants(
         if before_round is not None:
             before_round(number)
         shuffle(order)
+        of_round: dict[str, float] = {}
         for name in order:
             if number % every[name]:
                 continue
             elapsed = clock.sample_ms(variants[name], calls[name], before=before[name])
-            samples[name].append(elapsed / calls[name])
+            of_round[name] = elapsed / calls[name]
+            samples[name].append(of_round[name])
             rounds[name].append(number)
-        if time.monotonic() > deadline or (is_last_round is not None and is_last_round()):
+        enough = after_round is not None and after_round(of_round)
+        if enough or time.monotonic() > deadline:
             break
     return {
         name: Timing(

@@ -123,19 +123,20 @@ def test_scaling_and_what_is_exposed_by_hand():
         "bucketed": [10.0, 20.0, 20.0],
         "zero1 bf16": [5.0, 10.0, 10.0],
     }
+    of_ranks = {name: [[time / 2, time] for time in times] for name, times in samples.items()}
     case = DdpCase("tiny", SimpleNamespace(context_length=50), rows=2)  # type: ignore[arg-type]
     ranks = Ranks(world_size=4)
-    bucketed = ddp._numbers("bucketed", case, ranks, samples)
+    bucketed = ddp._numbers("bucketed", case, ranks, of_ranks)
     assert (bucketed["scaling"], bucketed["scaling_low"], bucketed["scaling_high"]) == (0.8, 0.4, 0.8)
     assert (bucketed["step_ms"], bucketed["exposed_ms"], bucketed["exposed_share"]) == (20.0, 2.0, 0.1)
     assert bucketed["tokens_per_s"] == 4 * 2 * 50 / 20e-3
-    halved = ddp._numbers("zero1 bf16", case, ranks, samples)
+    halved = ddp._numbers("zero1 bf16", case, ranks, of_ranks)
     assert halved["scaling"] == 0.8
     assert "exposed_ms" not in halved, "there is no step of bf16 weights without communication"
-    alone = ddp._numbers("one rank", case, ranks, samples)
+    alone = ddp._numbers("one rank", case, ranks, of_ranks)
     assert alone["tokens_per_s"] == 2 * 50 / 8e-3
     assert "scaling" not in alone
-    assert ddp._numbers("flat", case, ranks, samples) == {}
+    assert ddp._numbers("flat", case, ranks, of_ranks) == {}
     rows = [{"contender": name, "samples_ms": times} for name, times in samples.items()]
     faster = ddp.compare(rows, "one rank", "bucketed")
     assert (faster["ratio"], faster["low"], faster["high"]) == (1.25, 1.25, 2.5)
@@ -287,6 +288,26 @@ def test_a_sample_is_the_slowest_ranks(measured, ladder):
     assert ladder["one rank"]["step_ms"] > 0.1 * ladder["none"]["step_ms"]
 
 
+def test_what_each_rank_takes_by_itself_is_told(ladder, measured):
+    alone = ladder["none"]["rank_ms"]
+    assert len(alone) == 2
+    assert 0 < min(alone) <= max(alone) <= ladder["none"]["p90_ms"]
+    assert [name for name, row in ladder.items() if "rank_ms" in row] == ["none"]
+    expected = (
+        f"Without communication the ranks take {alone[0]:.2f}, {alone[1]:.2f} ms a step, each by itself."
+    )
+    assert expected in ladder_markdown(measured["ladder"])
+
+
+def test_rows_are_in_the_journal_round_by_round(measured):
+    """What a run that is killed in its fourth round leaves is what one of three rounds would have written."""
+    assert [len(rows[0]["samples_ms"]) for rows in measured["kept"]] == [1, 2, 3, 4, 5, 6]
+    assert measured["kept"][-1] == measured["ladder"]
+    third = {row["contender"]: row for row in measured["kept"][2]}
+    for row in measured["ladder"]:
+        assert third[row["contender"]]["samples_ms"] == row["samples_ms"][:3]
+
+
 def test_ranks_end_after_the_same_round_when_time_is_up(measured):
     """Rank 1 has all the time in the world; rank 0's is up after the first round."""
     assert [len(row["samples_ms"]) for row in measured["short"]] == [1, 1]
@@ -311,7 +332,7 @@ def test_gpus_that_rested_work_before_the_next_sample(monkeypatch, device, world
     monkeypatch.setattr(ddp, "time_variants", run_in_turn)
     built = {name: SimpleNamespace(name=name, step=None) for name in (*ddp.SOLO, "none", "bucketed")}
     ranks = Ranks(device=torch.device(device), world_size=world_size)
-    ddp._time_together(built, ranks, 1, 1, math.inf, None)
+    ddp._time_together(built, ranks, 1, 1, math.inf, None, lambda samples: None)
     assert events == settled
 
 

@@ -150,16 +150,17 @@ def test_who_is_asked_for_the_last_round_is_asked_after_each():
     machine = FakeMachine()
     answers = iter([False, False, True])
 
-    def is_last() -> bool:
+    def is_last(of_round: dict[str, float]) -> bool:
+        assert of_round == pytest.approx({"a": 1.0, "b": 1.0})
         machine.calls.append("asked")
         return next(answers)
 
     variants = {name: machine.work(name, 1.0) for name in "ab"}
-    timings = time_variants(variants, repeats=9, warmup=0, clock=machine.clock, is_last_round=is_last)
+    timings = time_variants(variants, repeats=9, warmup=0, clock=machine.clock, after_round=is_last)
     assert [len(timing.samples_ms) for timing in timings.values()] == [3, 3]
     assert [number for number, call in enumerate(machine.calls) if call == "asked"] == [2, 5, 8]
     with pytest.raises(ValueError, match="different rounds"):
-        time_variants(variants, max_seconds=1.0, clock=machine.clock, is_last_round=is_last)
+        time_variants(variants, max_seconds=1.0, clock=machine.clock, after_round=is_last)
 
 
 def test_a_slow_variant_sits_out_rounds_and_still_meets_the_others(monkeypatch):
