@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lmkit.benches.ddp_clock import SteadyStateClock
+from lmkit.benches.ddp_clock import SteadyStateClock, of_slowest_rank
 from lmkit.measure.memory import release_memory
 from lmkit.measure.progress import Progress
 from lmkit.measure.statistics import spread
@@ -26,6 +26,7 @@ MEGABYTE = 10**6
 SIZES_MB = (1, 4, 16, 25, 64, 256, 1000)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CALLS_PER_SAMPLE = 4
+"""Timed, after half as many that are not."""
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")
 
 
@@ -40,7 +41,7 @@ def all_reduce_rows(
 ) -> list[dict[str, Any]]:
     """One row per operation, dtype and size (MB = 10^6 bytes of the whole buffer); every rank calls this.
 
-    Times are the slowest rank's, per round; random data.
+    Times are the slowest rank's, per round, in ms per call; random data.
     """
     rows: list[dict[str, Any]] = []
     for size_mb in sizes_mb:
@@ -62,9 +63,8 @@ def all_reduce_rows(
                 prepare={operation: (lambda: agree(ranks)) for operation in operations},
             )
             for operation, timing in timings.items():
-                slowest = torch.tensor(timing.samples_ms, dtype=torch.float64)
-                dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-                rows.append(_row(operation, dtype_name, flat.nbytes, ranks, slowest.tolist()))
+                slowest = of_slowest_rank(timing.samples_ms, ranks)
+                rows.append(_row(operation, dtype_name, flat.nbytes, ranks, slowest))
             del flat, works
             release_memory(ranks.device)
     return rows

@@ -61,9 +61,10 @@ def ddp_rows(
 
     Args:
         names: see `ddp_contenders.contender`. "one rank" and "none" give the others their baselines.
-        rounds: interleaved samples per contender; fewer than 6 give no interval.
+        rounds: interleaved samples per contender; with fewer than 6, `scaling_low` and `scaling_high` are the least
+            and the greatest ratio, and no 95% interval.
         warmup: steps before the first sample; at least 3, the first of which settles the bucket order.
-        max_seconds: of timing; no further round begins after them.
+        max_seconds: of timing; no further round begins on any rank when they are over on one.
         journal: where the first rank keeps the rows of the rounds so far.
 
     Returns:
@@ -242,6 +243,7 @@ def _time_together(
 
 def _settle(built: Contender, ranks: Ranks, steps: int) -> None:
     """`SETTLE_S` of steps; collective."""
+    agree(ranks)  # or the time of those who rested would run out while the first is still measured
     until = time.perf_counter() + SETTLE_S
     while not agree(ranks, stop=time.perf_counter() > until).stop:
         for _ in range(steps):
@@ -300,12 +302,14 @@ def expected_link_bytes(name: str, parameter_bytes: int, world_size: int) -> flo
     """The formula: what a rank must send per step, without flags and padding.
 
     An all-reduce of the gradients costs 2 (W-1)/W of their bytes, and so do reduce-scatter and all-gather together
-    (of gradients and weights, both in the weights' dtype).
+    (of gradients and weights). Gradients of fp32 weights that travel as bf16 count half.
     """
     if name == "none":
         return 0.0
-    wire_share = 0.5 if name.endswith("bf16 wire") else 1.0
-    return 2 * (world_size - 1) / world_size * parameter_bytes * wire_share
+    strategy, _, options = parse_name(name)
+    gradients = 0.5 if options.wire_dtype == "bf16" and options.weights == "fp32" else 1.0
+    weights = 1.0 if strategy == "zero1" else gradients  # the second half of an all-reduce
+    return (gradients + weights) * (world_size - 1) / world_size * parameter_bytes
 
 
 def compare(rows: Sequence[dict[str, Any]], candidate: str, baseline: str) -> dict[str, Any]:

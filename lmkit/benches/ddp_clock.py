@@ -9,12 +9,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 
 from lmkit.measure.timing import Work
+from lmkit.parallel.process_group import Ranks
 
 
 class SteadyStateClock:
-    """Times `steps` steps that follow half as many untimed ones without a pause between them.
+    """Times `steps` steps that follow half as many (rounded up) untimed ones without a pause between them.
 
     The untimed steps leave behind what a loop's previous step does (weights still being gathered, a host that
     runs ahead of the GPU), and the last timed one takes along as much: nothing is counted twice or left out. They are
@@ -52,6 +54,14 @@ class SteadyStateClock:
         for _ in range(self._steps):
             work()
         return (time.perf_counter() - start) * 1e3 / self._steps
+
+
+def of_slowest_rank(samples_ms: Sequence[float], ranks: Ranks) -> list[float]:
+    """Round by round the longest of all ranks' samples (as many on each). Collective; the same on every rank."""
+    slowest = torch.tensor(samples_ms, dtype=torch.float64)
+    if ranks.world_size > 1:
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest.tolist()
 
 
 @contextmanager

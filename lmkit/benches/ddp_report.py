@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lmkit.benches.ddp import compare
+from lmkit.benches.ddp import SETTLE_S, compare
 from lmkit.benches.ddp_overlap import StepTimeline, overlap_picture
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.limits import Limits, limits_sentence, model_flops_utilization
@@ -54,7 +54,11 @@ RIVALS_OF = {
 LADDER_NOTES = (
     "alone: a step's reduction with nothing beside it; alone GB/s: what a rank sends, over that time; hidden: the "
     "share of it that does not lengthen the step (below 0: what the reduction costs the compute beside it)",
-    "host ms: how long the CPU is busy with a step on an idle GPU; near ms/step the host is what was measured",
+    "ms/step: the median of samples of the slowest rank; half as many untimed steps lead into each, and on GPUs "
+    f"{SETTLE_S:g} s of steps into the one after a sample of one rank, through which the others rested",
+)
+_HOST_NOTE = (
+    "host ms: how long the CPU is busy with a step on an idle GPU; near ms/step the host is what was measured"
 )
 _OF_GPUS = ("host_ms", "peak_gb", "peak_overhead", "init_mb", "before_mb", "after_mb")
 """Columns that no CPU fills."""
@@ -166,7 +170,7 @@ def ddp_result(
     pictures = picture_lines(files)
     what_is_what = DDP_NOTES if _any(everything, "peak_overhead") else (*_TIME_NOTES, _SENT_NOTE)
     notes = (*_rounds_notes(everything, rounds), *what_is_what)
-    explained = LADDER_NOTES if _any(everything, "host_ms") else LADDER_NOTES[:1]
+    explained = (*LADDER_NOTES, _HOST_NOTE) if _any(everything, "host_ms") else LADDER_NOTES
     files["ddp_report.md"] = (
         "\n\n".join(["# Data parallelism", ladder_markdown(everything), *notes, *explained, *pictures]) + "\n"
     )

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from lmkit.benches.ddp_clock import SteadyStateClock, without_garbage_collection
+from lmkit.benches.ddp_clock import SteadyStateClock, of_slowest_rank, without_garbage_collection
 from lmkit.benches.ddp_contenders import Contender, DdpCase, contender, parse_name
 from lmkit.measure.memory import release_memory
 from lmkit.measure.progress import Progress
@@ -31,11 +30,17 @@ def optimizer_rows(
     steps_per_sample: int = 4,
     progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
-    """One row per contender, measured one after the other in memory and together in time where they fit.
+    """One row per contender, each built, measured and dropped before the next: their times are of different minutes,
+    and no round of one pairs with a round of another (`ddp_rows` is for that). Every rank calls this.
 
-    Bytes are this rank's: `state_bytes` is what the optimizer holds (without masters), the rest is what the
-    CUDA allocator has handed out (None on a CPU) after model and optimizer were made, after the backward pass
-    and synchronisation (before the step), and after the step.
+    Bytes are this rank's: `state_bytes` is what the optimizer holds (without masters), `state_share` that over the
+    first contender's; the rest is what the CUDA allocator has handed out (None on a CPU) after model and optimizer
+    were made, after the backward pass and synchronisation (before the step), after the step, and at most during
+    these. Times are the slowest rank's, per round, in ms per step.
+
+    Raises:
+        UsageError: no contender of that name.
+        torch.OutOfMemoryError: one does not fit.
     """
     for name in names:
         parse_name(name, "optimizer")
@@ -132,7 +137,4 @@ def _time_alone(built: Contender, ranks: Ranks, rounds: int, steps: int) -> list
         prepare={"step": lambda: agree(ranks)},
         clock=SteadyStateClock(ranks.device, steps),
     )["step"]
-    slowest = torch.tensor(timing.samples_ms, dtype=torch.float64)
-    if ranks.world_size > 1:
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return slowest.tolist()
+    return of_slowest_rank(timing.samples_ms, ranks)

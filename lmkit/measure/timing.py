@@ -114,8 +114,8 @@ class CudaEventClock:
     """CUDA events around calls that were all queued before the first of them could start."""
 
     name = "cuda events"
-    # Every sample of every variant waits this long at most. What takes longer to dispatch than this is bound by the
-    # host, and its gaps are part of what a user gets.
+    # What takes longer to dispatch than this is bound by the host, and its gaps are part of what a user gets. No
+    # sample waits longer than half as long again.
     _LONGEST_HOLD_MS = 10.0
 
     def __init__(self, device: torch.device) -> None:
@@ -215,19 +215,21 @@ def time_variants(
         clock: overrides `kind` (tests).
         before_round: called with the number of each round before it begins, untimed: to report progress.
         after_round: called with the samples of each round, name -> ms per call; if it says so, that was the last one
-            (ranks must agree on that, and would not by their clocks, as with `max_seconds`).
+            (for ranks, in place of `max_seconds`: their clocks would not agree).
 
     Returns:
         name -> Timing, in the order of `variants`, all with the same number of samples unless `share_seconds`.
 
     Raises:
-        ValueError: no variants, or `repeats` < 1.
+        ValueError: no variants, `repeats` < 1, or `after_round` beside `max_seconds`.
         Whatever a variant raises (out of memory, say): the caller decides what that means.
     """
     if not variants:
         raise ValueError("nothing to time: no variants")
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1, not {repeats}")
+    if after_round is not None and max_seconds < math.inf:
+        raise ValueError("after_round and max_seconds: ranks would end after different rounds")
     clock = clock or clock_for(device, kind)
     flush = [cache_flusher(device)] if cold_cache else []
     share = max_seconds / len(variants) if share_seconds else math.inf

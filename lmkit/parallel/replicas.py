@@ -18,13 +18,14 @@ def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def check_same_model(model: nn.Module, ranks: Ranks, fingerprint: str = "") -> None:
-    """Compare names, shapes, dtypes and what is frozen (and `fingerprint`, of recipe and data) with rank 0's.
+    """Compare names, ties, shapes, dtypes and what is frozen (and `fingerprint`, of recipe and data) with rank 0's.
 
     Raises:
         LmkitError: on every rank, naming the ranks that differ.
     """
+    first_name: dict[torch.Tensor, str] = {}  # tied names are one tensor, which is sent once
     described = "\n".join(
-        f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}"
+        f"{name} {first_name.setdefault(tensor, name)} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}"
         for named in (model.named_parameters(remove_duplicate=False), model.named_buffers())
         for name, tensor in named
     )

@@ -104,7 +104,7 @@ class BenchRanksConfig(Table):
     rounds: PositiveInt = 10
     """Interleaved samples of each contender; fewer than 6 give no interval."""
     steps_per_sample: PositiveInt = 4
-    """Training steps that one sample times."""
+    """Training steps that one sample times; half as many, untimed, lead into it."""
 
 
 class BenchDdpConfig(BenchRanksConfig):

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest import mock
 
 import torch
 
 from lmkit.benches import ddp
 from lmkit.benches.adamw_update import update_rows
 from lmkit.benches.all_reduce import all_reduce_rows
-from lmkit.benches.ddp_contenders import DdpCase
+from lmkit.benches.ddp_clock import of_slowest_rank
+from lmkit.benches.ddp_contenders import Contender, DdpCase, contender
 from lmkit.benches.optimizer import optimizer_rows
-from lmkit.parallel.process_group import process_group
+from lmkit.parallel.process_group import Ranks, process_group
 from lmkit.recipe.model import ModelConfig
 
 CASE = DdpCase(
@@ -28,6 +30,25 @@ NAMES = (
     "bucketed bf16 wire",
     "bucketed 0.05 MB",
 )
+
+
+def with_rank_1_full(ranks: Ranks) -> list[dict[str, Any]]:
+    """Rank 1 alone has no room for a contender (one without a collective that the other would be left in)."""
+
+    def build(name: str, case: DdpCase, ranks: Ranks) -> Contender:
+        if name == "none" and ranks.rank == 1:
+            raise torch.OutOfMemoryError("no room")
+        return contender(name, case, ranks)
+
+    with mock.patch.object(ddp, "contender", build):
+        return ddp.ddp_rows(CASE, ("none", "naive"), ranks, rounds=1, steps_per_sample=1)
+
+
+def gradients_after_communication_alone(ranks: Ranks) -> int:
+    """What is left of them: the next pass would add to it, and keep a hook on every parameter."""
+    built = contender("bucketed", CASE, ranks)
+    assert ddp._communication_alone("bucketed", built, ranks) is not None
+    return sum(parameter.grad is not None for parameter in built.model.parameters())
 
 
 class Kept:
@@ -58,8 +79,12 @@ def measure_all() -> dict[str, list[dict[str, Any]]]:
                 ranks,
                 rounds=6,
                 steps_per_sample=1,
+                warmup=1,
                 max_seconds=0.0 if ranks.is_first else math.inf,
             ),
+            "full": with_rank_1_full(ranks),
+            "left": [{"gradients": gradients_after_communication_alone(ranks)}],
+            "slowest": [{"samples_ms": of_slowest_rank([1.0 + ranks.rank, 3.0 - ranks.rank], ranks)}],
             "compared": [ddp.compare(ladder, "naive", "naive")],
             "all_reduce": all_reduce_rows(ranks, sizes_mb=(0.01, 0.1), repeats=2),
             "optimizer": optimizer_rows(CASE, ranks, rounds=2, steps_per_sample=1, progress=progress),

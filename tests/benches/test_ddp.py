@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lmkit.benches import ddp, ddp_clock, optimizer
+from lmkit.benches import all_reduce, ddp, ddp_clock, optimizer
 from lmkit.benches.ddp_clock import SteadyStateClock, without_garbage_collection
 from lmkit.benches.ddp_contenders import DdpCase, baseline_of, contender
 from lmkit.benches.ddp_overlap import overlap_picture, read_step
@@ -83,6 +83,25 @@ def test_bytes_agree_with_the_formula(ladder):
     assert ladder["bucketed 0.05 MB"]["calls_per_step"] > ladder["bucketed"]["calls_per_step"]
 
 
+@pytest.mark.parametrize(
+    ("name", "per_byte"),
+    [
+        ("flat", 1.5),
+        ("none", 0.0),
+        ("torch_ddp + ZeRO", 1.5),
+        ("bucketed bf16 wire", 0.75),
+        ("bucketed bf16 wire 100 MB", 0.75),
+        ("zero1", 1.5),
+        ("zero1 bf16 wire", 0.375 + 0.75),  # gradients in half of the weights' width, one way each
+        ("zero1 bf16", 1.5),  # of weights that are bf16 already
+        ("zero1 bf16 bf16 wire", 1.5),
+    ],
+)
+def test_the_formula_heeds_what_travels_in_which_width(name, per_byte):
+    """Four ranks: three quarters of all bytes go one way."""
+    assert ddp.expected_link_bytes(name, 1000, 4) == pytest.approx(per_byte * 1000)
+
+
 def test_baselines_are_those_of_the_same_weights(ladder):
     assert baseline_of("zero1 bf16 100 MB") == "one rank, bf16 weights"
     assert baseline_of("bucketed bf16 wire") == "one rank"
@@ -96,6 +115,41 @@ def test_a_contender_against_itself_is_even(measured):
     assert measured["compared"][0]["ratio"] == 1.0
 
 
+def test_scaling_and_what_is_exposed_by_hand():
+    """Of rounds in which everything took twice as long, and one in which only `bucketed` did."""
+    samples = {
+        "one rank": [8.0, 16.0, 8.0],
+        "one rank, bf16 weights": [4.0, 8.0, 4.0],
+        "none": [9.0, 18.0, 9.0],
+        "bucketed": [10.0, 20.0, 20.0],
+        "zero1 bf16": [5.0, 10.0, 10.0],
+    }
+    of_ranks = {name: [[time / 2, time] for time in times] for name, times in samples.items()}
+    case = DdpCase("tiny", SimpleNamespace(context_length=50), rows=2)  # type: ignore[arg-type]
+    ranks = Ranks(world_size=4)
+    bucketed = ddp._numbers("bucketed", case, ranks, of_ranks)
+    assert (bucketed["scaling"], bucketed["scaling_low"], bucketed["scaling_high"]) == (0.8, 0.4, 0.8)
+    assert (bucketed["step_ms"], bucketed["exposed_ms"], bucketed["exposed_share"]) == (20.0, 2.0, 0.1)
+    assert bucketed["tokens_per_s"] == 4 * 2 * 50 / 20e-3
+    halved = ddp._numbers("zero1 bf16", case, ranks, of_ranks)
+    assert halved["scaling"] == 0.8
+    assert "exposed_ms" not in halved, "there is no step of bf16 weights without communication"
+    alone = ddp._numbers("one rank", case, ranks, of_ranks)
+    assert alone["tokens_per_s"] == 2 * 50 / 8e-3
+    assert "scaling" not in alone
+    assert ddp._numbers("flat", case, ranks, of_ranks) == {}
+    rows = [{"contender": name, "samples_ms": times} for name, times in samples.items()]
+    faster = ddp.compare(rows, "one rank", "bucketed")
+    assert (faster["ratio"], faster["low"], faster["high"]) == (1.25, 1.25, 2.5)
+
+
+def test_memory_is_compared_with_one_rank_of_the_same_weights():
+    peaks = {"one rank": 100, "one rank, bf16 weights": 60, "bucketed": 110, "zero1 bf16": 45}
+    rows = [{"contender": name, "peak_bytes": peak, "world_size": 2} for name, peak in peaks.items()]
+    ddp._add_memory_overhead(rows)
+    assert [row["peak_overhead"] for row in rows] == pytest.approx([0.0, 0.0, 0.1, -0.25])
+
+
 def test_collectives_have_bandwidths(measured):
     rows = measured["all_reduce"]
     assert {row["operation"] for row in rows} == {"all_reduce", "reduce_scatter", "all_gather"}
@@ -103,6 +157,20 @@ def test_collectives_have_bandwidths(measured):
         passes = 2 if row["operation"] == "all_reduce" else 1
         seconds = row["median_us"] / 1e6
         assert row["bus_gb_per_s"] == pytest.approx(passes * 0.5 * row["bytes"] / seconds / 1e9)
+
+
+@pytest.mark.parametrize("operation", all_reduce.OPERATIONS)
+def test_a_collective_is_timed_to_its_end(monkeypatch, operation):
+    events: list[str] = []
+
+    def start(given: object) -> SimpleNamespace:
+        events.append("starts")
+        return SimpleNamespace(wait=lambda: events.append("ends"))
+
+    averager = SimpleNamespace(**dict.fromkeys(all_reduce.OPERATIONS, start))
+    monkeypatch.setattr(all_reduce, "Averager", lambda ranks, traffic: averager)
+    all_reduce._work(operation, torch.zeros(256), Ranks(world_size=2))()
+    assert events == ["starts", "ends"]
 
 
 def test_sharded_state_is_one_share(measured):
@@ -150,6 +218,20 @@ def test_progress_counts_contenders_samples_and_rounds(measured, ladder):
     assert reported("update alone") == [(number, 6) for number in range(7)]
 
 
+def test_what_does_not_fit_on_one_rank_is_measured_on_none(measured):
+    assert [row["status"] for row in measured["full"]] == ["out of memory", "ok"]
+    assert len(measured["full"][1]["samples_ms"]) == 1
+
+
+def test_communication_alone_leaves_no_gradients(measured):
+    assert measured["left"] == [{"gradients": 0}]
+
+
+def test_there_are_three_steps_before_the_first_sample_however_few_are_asked_for(measured, ladder):
+    """The loss is that of the last one of them."""
+    assert [row["loss"] for row in measured["short"]] == [ladder[name]["loss"] for name in ("naive", "flat")]
+
+
 def test_out_of_memory_is_a_row(monkeypatch):
     from lmkit.recipe.model import ModelConfig
 
@@ -194,8 +276,17 @@ def test_the_clock_leaves_out_the_first_steps(monkeypatch):
     calls: list[str] = []
     monkeypatch.setattr(ddp_clock.time, "perf_counter", lambda: calls.append("clock") or len(calls))
     clock = SteadyStateClock(torch.device("cpu"), 3)
-    clock.sample_ms(lambda: calls.append("step"), 1, before=[lambda: calls.append("prepare")])
+    sample = clock.sample_ms(lambda: calls.append("step"), 2, before=[lambda: calls.append("prepare")])
     assert calls == ["prepare", "step", "step", "clock", "step", "step", "step", "clock"]
+    assert sample == 2 * 4e3 / 3, (
+        "seconds are counted in events here: 4 of them in three steps, times two calls"
+    )
+
+
+def test_a_sample_is_the_slowest_ranks(measured, ladder):
+    """Round by round; and while one rank is measured alone, the other, which waits, is no faster one."""
+    assert measured["slowest"] == [{"samples_ms": [2.0, 3.0]}]
+    assert ladder["one rank"]["step_ms"] > 0.1 * ladder["none"]["step_ms"]
 
 
 def test_what_each_rank_takes_by_itself_is_told(ladder, measured):
@@ -227,14 +318,16 @@ def test_ranks_end_after_the_same_round_when_time_is_up(measured):
     ("device", "world_size", "settled"), [("cuda", 2, ["none"]), ("cuda", 1, []), ("cpu", 2, [])]
 )
 def test_gpus_that_rested_work_before_the_next_sample(monkeypatch, device, world_size, settled):
-    """All but one rest while one rank is measured alone: on GPUs the next sample of all would show it."""
+    """All but one rest while one rank is measured alone: on GPUs the next sample of all would show it. Whatever
+    comes before a sample, ranks begin it together."""
     events: list[str] = []
     monkeypatch.setattr(ddp, "_settle", lambda built, ranks, steps: events.append(built.name))
-    monkeypatch.setattr(ddp, "agree", lambda ranks, stop=False: Agreement(stop=False, nonfinite=False))
+    monkeypatch.setattr(ddp, "agree", lambda ranks: events.append("together"))
 
     def run_in_turn(variants, *, prepare, **options):
         for name in ("one rank", "one rank, bf16 weights", "none", "bucketed"):
             prepare[name]()
+            assert events.pop() == "together"
         return {}
 
     monkeypatch.setattr(ddp, "time_variants", run_in_turn)
@@ -242,6 +335,31 @@ def test_gpus_that_rested_work_before_the_next_sample(monkeypatch, device, world
     ranks = Ranks(device=torch.device(device), world_size=world_size)
     ddp._time_together(built, ranks, 1, 1, math.inf, None, lambda samples: None)
     assert events == settled
+
+
+@pytest.mark.parametrize("first_s", [0.0, 0.4, 60.0])
+def test_settling_begins_when_the_rank_that_was_measured_has_come(monkeypatch, first_s):
+    """On a rank that rested: the first agreement waits for rank 0, which is still in its sample."""
+    now = 100.0
+    waits = iter([first_s])
+    events: list[str] = []
+
+    def agree(ranks, *, stop=False):
+        nonlocal now
+        now += next(waits, 0.0)
+        return Agreement(stop=stop, nonfinite=False)
+
+    def step() -> None:
+        nonlocal now
+        now += 0.1
+        events.append("step")
+
+    monkeypatch.setattr(ddp, "agree", agree)
+    monkeypatch.setattr(ddp.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(ddp.torch.cuda, "synchronize", lambda device: events.append("wait"))
+    ddp._settle(SimpleNamespace(step=step), Ranks(), 2)
+    # 1.5 s in samples of two steps of 0.1 s, each waited for: a host that runs ahead would launch thousands.
+    assert events == ["step", "step", "wait"] * 8
 
 
 def test_the_collector_comes_back_after_an_error():
@@ -305,6 +423,9 @@ def test_without_none_there_is_no_picture_of_what_is_exposed():
     assert "ddp_exposed.png" not in without
     assert "ddp_exposed.png" not in str(without["ddp_report.md"])
     assert "ddp_exposed.png" in beside_none
+    assert f"{ddp.SETTLE_S:g} s of steps" in str(without["ddp_report.md"]), (
+        "the legend says what is not timed"
+    )
     assert "ddp_exposed.png" in str(beside_none["ddp_report.md"])
 
 

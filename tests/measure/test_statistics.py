@@ -100,6 +100,28 @@ def test_few_repeats_give_no_verdict():
 
 def test_a_certain_but_tiny_difference_is_no_difference():
     assert paired_ratio([10.0] * 50, [10.02] * 50).verdict == "no difference"
+    assert paired_ratio([10.02] * 50, [10.0] * 50).verdict == "no difference"
+
+
+def test_an_interval_that_ends_at_one_names_no_difference():
+    ratios = [1.0, 1.1, 1.1, 1.1, 1.1, 1.1]
+    even = [1.0] * len(ratios)
+    for result in (paired_ratio(even, ratios), paired_ratio(ratios, even)):
+        assert 1.0 in (result.low, result.high)
+        assert result.verdict == "no difference"
+
+
+def test_the_interval_between_separate_runs_leaves_out_a_fortieth_on_either_side():
+    """Resampled, the median of 1 to 9 is at most 1 with 0.1%, at most 2 with 3.0%, at most 3 with 14%."""
+    nine = [float(value) for value in range(1, 10)]
+    result = unpaired_ratio([1.0], nine, resamples=20_000)
+    assert (result.low, result.speedup, result.high) == (2.0, 5.0, 8.0)
+    assert unpaired_ratio([1.0], nine, resamples=20_000, confidence=0.9).low == 3.0
+
+
+def test_the_shorter_of_two_runs_decides_whether_there_are_enough():
+    assert unpaired_ratio([1.0] * (FEWEST_PAIRS - 1), [9.0] * 60).verdict == "too few repeats"
+    assert unpaired_ratio([1.0] * 60, [9.0] * FEWEST_PAIRS).verdict == "faster"
 
 
 def test_separate_runs_are_compared_by_their_medians():

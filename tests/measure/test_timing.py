@@ -86,6 +86,25 @@ def test_short_work_is_repeated_within_a_sample():
     assert timing.samples_ms == pytest.approx([0.01] * 3)
 
 
+def test_a_clock_of_whole_milliseconds_is_asked_for_enough_of_them():
+    """From a quarter of the 40 ms on, a tick more or less changes the number of calls by a tenth at most."""
+    machine = FakeMachine()
+    coarse = WallClock(now=lambda: int(machine.seconds * 1e3) / 1e3)
+    timing = time_variants({"a": machine.work("a", 0.03)}, repeats=1, min_sample_ms=40.0, clock=coarse)["a"]
+    assert timing.calls_per_sample == pytest.approx(40 / 0.03, rel=0.1)
+
+
+def test_the_wall_clock_begins_and_ends_with_an_idle_device():
+    events: list[str] = []
+    now = iter([1.0, 3.0])
+    clock = WallClock(
+        now=lambda: events.append("clock") or next(now), synchronize=lambda: events.append("idle")
+    )
+    sample = clock.sample_ms(lambda: events.append("call"), 2, before=[lambda: events.append("prepare")])
+    assert events == ["prepare", "idle", "clock", "call", "call", "idle", "clock"]
+    assert sample == 2000.0
+
+
 def test_a_cold_cache_is_flushed_before_every_sample_outside_the_clock():
     machine = FakeMachine()
     flushes = []
@@ -125,6 +144,23 @@ def test_the_time_limit_ends_with_a_whole_round():
     variants = {name: machine.work(name, 1.0) for name in "abc"}
     timings = time_variants(variants, repeats=50, warmup=0, max_seconds=0.0, clock=machine.clock)
     assert [len(timing.samples_ms) for timing in timings.values()] == [1, 1, 1]
+
+
+def test_who_is_asked_for_the_last_round_is_asked_after_each():
+    machine = FakeMachine()
+    answers = iter([False, False, True])
+
+    def is_last(of_round: dict[str, float]) -> bool:
+        assert of_round == pytest.approx({"a": 1.0, "b": 1.0})
+        machine.calls.append("asked")
+        return next(answers)
+
+    variants = {name: machine.work(name, 1.0) for name in "ab"}
+    timings = time_variants(variants, repeats=9, warmup=0, clock=machine.clock, after_round=is_last)
+    assert [len(timing.samples_ms) for timing in timings.values()] == [3, 3]
+    assert [number for number, call in enumerate(machine.calls) if call == "asked"] == [2, 5, 8]
+    with pytest.raises(ValueError, match="different rounds"):
+        time_variants(variants, max_seconds=1.0, clock=machine.clock, after_round=is_last)
 
 
 def test_a_slow_variant_sits_out_rounds_and_still_meets_the_others(monkeypatch):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import math
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
@@ -37,6 +38,7 @@ from lmkit.optim.adamw import AdamW
 from lmkit.parallel import overlap
 from lmkit.parallel.agreement import agree
 from lmkit.parallel.process_group import Ranks, let_go_of_collectives, process_group
+from lmkit.parallel.replicas import broadcast_model, check_same_model
 from lmkit.parallel.strategies import SyncOptions, build_strategy
 
 
@@ -49,7 +51,7 @@ def run_all(names: list[str], device: str = "cpu") -> dict[str, list[str]]:
             try:
                 CHECKS[name](ranks)
                 mine = ""
-            except Exception:  # noqa: BLE001 (whatever fails is the outcome)
+            except (Exception, pytest.fail.Exception):  # noqa: BLE001 (whatever fails is the outcome)
                 mine = traceback.format_exc()
             # By the store: after a failure the ranks' collectives may be out of step.
             ranks.store.set(f"{name}/{ranks.rank}", mine)
@@ -249,6 +251,24 @@ def check_breaking_off_after_orders_that_differ(ranks: Ranks, strategy: str) -> 
     assert math.isclose(float(sync.clip_gradients(float("inf"))), expected, rel_tol=1e-12)
 
 
+def check_gradients_by_hand_after_a_step_that_broke_off(ranks: Ranks, strategy: str) -> None:
+    """No pass tells that a new step has begun: `reset` alone makes the buckets that were under way leave again."""
+    model = nn.ParameterList(torch.full((4,), value, dtype=torch.float64) for value in (2.0, 3.0, 5.0, 7.0))
+    model.to(ranks.device)
+    sync = build_strategy(strategy, ranks, SyncOptions(bucket_mb=2 * model[0].nbytes / 2**20))
+    sync.attach(model)
+    a, b, c, d = model
+    with pytest.raises(ZeroDivisionError):
+        (BreaksOff.apply(a * b) * c * d).sum().backward()
+    assert sync.traffic.calls > 0, "gradients of c and d were on their way"
+    sync.reset()
+    for parameter in model:
+        parameter.grad = torch.full_like(parameter, ranks.rank + 1.0)
+    sync.finish()
+    mean = (ranks.world_size + 1) / 2
+    assert [parameter.grad.tolist() for parameter in model] == [[mean] * 4] * 4
+
+
 def check_unused_gradients_are_none(ranks: Ranks, strategy: str) -> None:
     """PyTorch DDP's meaning: used somewhere, a gradient everywhere; used nowhere, none."""
     model = seeded_model(0, ranks)
@@ -260,6 +280,39 @@ def check_unused_gradients_are_none(ranks: Ranks, strategy: str) -> None:
         assert model.never.grad is None
         assert model.frozen.weight.grad is None
         assert model.sometimes.weight.grad is not None
+        model.zero_grad(set_to_none=True)
+
+
+def check_unused_gradients_beside_late_ones(ranks: Ranks, strategy: str) -> None:
+    """`finish(wait=False)` where a rank has nothing for a parameter: who used it is known only when all have told."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(overlap, "LATE_BYTES", 0)
+        model = seeded_model(0, ranks)
+        sync = build(strategy, ranks)
+        call = sync.attach(model)
+        there = []
+        for step in range(3):
+            call.loss(*batch(step, ranks.rank, 0), ranks.rank).backward()
+            if ranks.rank == 1:  # the one that uses it; the others have asked long before
+                time.sleep(0.1)
+            sync.finish(wait=False)
+            sync.clip_gradients(float("inf"))
+            there.append((model.never.grad is not None, model.sometimes.weight.grad is not None))
+            model.zero_grad(set_to_none=True)
+    # After the last collective: one that fails earlier would leave the others in the next.
+    assert there == [(False, True)] * 3
+
+
+def check_hooks_are_few_after_the_first_step(ranks: Ranks, strategy: str, buckets: int) -> None:
+    """One at the end of every bucket and one where a pass begins; none is left of those that saw the first pass."""
+    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(6)]).to(ranks.device)
+    sync = build(strategy, ranks, SyncOptions(bucket_mb=1.5 * 64 * 64 * 4 / 2**20))  # two matrices each
+    sync.attach(model)
+    sync.build_optimizer(sgd, [{"params": list(model.parameters())}])
+    for number in (6, min(buckets + 1, 6), min(buckets + 1, 6)):
+        assert sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters()) == number
+        model(torch.randn(2, 64, device=ranks.device)).sum().backward()
+        sync.finish()
         model.zero_grad(set_to_none=True)
 
 
@@ -385,6 +438,37 @@ def check_different_models_are_refused(ranks: Ranks) -> None:
             )
 
 
+def check_what_is_frozen_is_part_of_the_model(ranks: Ranks) -> None:
+    """Or the ranks' gradients would be of different parameters."""
+    model = nn.Linear(3, 3).to(ranks.device)
+    model.bias.requires_grad_(ranks.rank != 1)
+    with pytest.raises(LmkitError, match=r"rank 1: model differs from rank 0's"):
+        check_same_model(model, ranks)
+
+
+def check_ties_are_part_of_the_model(ranks: Ranks) -> None:
+    """Where one rank has two parameters and another has one twice, broadcasts and gradients would not pair up."""
+    model = nn.Sequential(*[nn.Linear(3, 3, bias=False) for _ in range(3)]).to(ranks.device)
+    model[1].weight = model[0].weight
+    check_same_model(model, ranks)
+    if ranks.rank == 1:
+        model[1].weight = nn.Parameter(torch.zeros_like(model[0].weight))
+    with pytest.raises(LmkitError, match=r"rank 1: model differs from rank 0's"):
+        check_same_model(model, ranks)
+    model[1].weight = model[2 if ranks.rank == 1 else 0].weight
+    with pytest.raises(LmkitError, match=r"rank 1: model differs from rank 0's"):
+        check_same_model(model, ranks)
+
+
+def check_the_first_rank_gives_parameters_and_buffers(ranks: Ranks) -> None:
+    model = nn.BatchNorm1d(3).to(ranks.device)
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data.fill_(7 + ranks.rank)
+    broadcast_model(model, ranks)
+    assert all(bool((value == 7).all()) for value in model.state_dict().values())
+    assert len(model.state_dict()) == 5
+
+
 def check_traffic(ranks: Ranks) -> None:
     """Bytes and calls against the formula: 2 (W-1)/W of the gradients, or of them and the weights in halves."""
     share = (ranks.world_size - 1) / ranks.world_size
@@ -471,9 +555,27 @@ _CHECKS: dict[str, Callable[[Ranks], None]] = {
         for s in ("overlap", "bucketed", "zero1")
     },
     **{
+        f"gradients by hand after a step that broke off: {s}": partial(
+            check_gradients_by_hand_after_a_step_that_broke_off, strategy=s
+        )
+        for s in ("overlap", "bucketed")
+    },
+    **{
         f"unused gradients are None: {s}": partial(check_unused_gradients_are_none, strategy=s)
         for s in STRATEGIES
         if s != "zero1"
+    },
+    **{
+        f"unused gradients beside late ones: {s}": partial(
+            check_unused_gradients_beside_late_ones, strategy=s
+        )
+        for s in ("overlap", "bucketed")
+    },
+    **{
+        f"hooks are few after the first step: {s}": partial(
+            check_hooks_are_few_after_the_first_step, strategy=s, buckets=buckets
+        )
+        for s, buckets in (("overlap", 6), ("bucketed", 3), ("zero1", 3))
     },
     "none communicates nothing": check_none_communicates_nothing,
     **{f"bf16 wire: {s}": partial(check_bf16_wire, strategy=s) for s in ("flat", "bucketed")},
@@ -492,6 +594,9 @@ _CHECKS: dict[str, Callable[[Ranks], None]] = {
     "agreement": check_agreement,
     **{f"forgotten: {s}": partial(check_forgotten, strategy=s) for s in STRATEGIES if s != "torch_ddp"},
     "different models are refused": check_different_models_are_refused,
+    "what is frozen is part of the model": check_what_is_frozen_is_part_of_the_model,
+    "ties are part of the model": check_ties_are_part_of_the_model,
+    "the first rank gives parameters and buffers": check_the_first_rank_gives_parameters_and_buffers,
     "traffic": check_traffic,
     **ZERO1_CHECKS,
 }

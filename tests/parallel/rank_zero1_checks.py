@@ -241,6 +241,24 @@ def check_zero1_resumes(ranks: Ranks, weights: str, make: Callable) -> None:
     steps(third, range(3, 5))
     for name, value in straight[0].state_dict().items():
         assert torch.equal(value, third[0].state_dict()[name]), name
+    first[3].param_groups[-1]["lr"] = 0.125  # as a schedule leaves it
+    second[3].load_state_dict(first[3].state_dict())
+    assert second[3].param_groups[-1]["lr"] == second[3].inner.param_groups[-1]["lr"] == 0.125
+
+
+def check_zero1_gradients_that_were_refused(ranks: Ranks) -> None:
+    """Zeroed while they still travel, they are in no later step."""
+    model = seeded_model(0, ranks)
+    sync = Zero1(ranks, SMALL_BUCKETS)
+    call = sync.attach(model)
+    optimizer = sync.build_optimizer(partial(torch.optim.SGD, lr=1.0), groups_of(model))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    call.loss(*batch(0, ranks.rank, 0), ranks.rank).backward()
+    sync.finish(wait=False)
+    optimizer.zero_grad()
+    optimizer.step()
+    after = model.state_dict()
+    assert [name for name, value in before.items() if not torch.equal(after[name], value)] == []
 
 
 def check_zero1_single_parameters(ranks: Ranks) -> None:
@@ -401,6 +419,7 @@ ZERO1_CHECKS: dict[str, Callable[[Ranks], None]] = {
         for name, make in (("AdamW", adamw), ("our AdamW", our_adamw))
         for weights in ("fp32", "bf16")
     },
+    "zero1 gradients that were refused": check_zero1_gradients_that_were_refused,
     "zero1 single parameters": check_zero1_single_parameters,
     "zero1 weights are whole when read": check_zero1_weights_are_whole_when_read,
     "peers wait for one another": check_peers_wait_for_one_another,

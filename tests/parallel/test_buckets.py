@@ -8,7 +8,10 @@ from torch import nn
 
 from lmkit.parallel import bucketed
 from lmkit.parallel.bucketed import fill_buckets, plan_buckets
+from lmkit.parallel.process_group import Ranks
 from lmkit.parallel.ready_queue import ReadyQueue
+from lmkit.parallel.strategies import SyncOptions
+from lmkit.parallel.zero1 import Zero1
 from lmkit.parallel.zero1_layout import BucketLayout, ShardLayout, consolidate, shard_size_of, take_shards
 
 
@@ -52,6 +55,15 @@ def test_the_last_bucket_is_small(monkeypatch):
     assert sizes_of(plan_buckets(parameters(5, 5), 4 * 1000)) == [[5, 5]]
 
 
+def test_zero1_gives_what_fills_a_bucket_one_of_its_own():
+    """An embedding, which comes last: alone it is reduced where it lies."""
+    model = nn.ParameterList(parameters(100, 10, 10, 10))
+    sync = Zero1(Ranks(), SyncOptions(bucket_mb=4 * 100 / 2**20))
+    sync.attach(model)
+    optimizer = sync.build_optimizer(torch.optim.SGD, [{"params": list(model)}])
+    assert [bucket.sizes for bucket in optimizer.layout.buckets] == [(10, 10, 10), (100,)]
+
+
 def launched_by(order: list[int], members: list[int]) -> list[int]:
     launched: list[int] = []
     queue = ReadyQueue(members, launched.append, launched.clear)
@@ -74,6 +86,22 @@ def test_the_rest_is_launched_once_and_the_queue_starts_over():
     assert launched == [0, 1, 2]
     queue.mark(0)
     assert launched == [0, 1, 2, 0]
+
+
+def test_a_launch_that_raises_is_not_repeated():
+    """Its collective may have begun, and the other ranks go on to the next."""
+    launched: list[int] = []
+
+    def launch(index: int) -> None:
+        launched.append(index)
+        if index == 0:
+            raise ZeroDivisionError
+
+    queue = ReadyQueue([1, 1], launch, launched.clear)
+    with pytest.raises(ZeroDivisionError):
+        queue.mark(0)
+    queue.mark(1)
+    assert launched == [0, 1]
 
 
 def test_a_backward_pass_that_broke_off_is_noticed():

@@ -1,14 +1,21 @@
-"""When `zero1` waits for weights that are still being gathered; on one process, with a gather that tells."""
+"""What waits for weights that are still being gathered, and for gradients that are still being averaged; on one
+process, with collectives that tell."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from lmkit.parallel.lazy_weights import LazyWeights
+from lmkit.parallel.overlap import OverlapSync
+from lmkit.parallel.packing import ReducingBucket
 from lmkit.parallel.process_group import Ranks
+from lmkit.parallel.reduction import PendingMean
 from lmkit.parallel.sharded_bucket import ShardedBucket, start_gather
+from lmkit.parallel.strategies import SyncOptions
 from lmkit.parallel.zero1_layout import BucketLayout, shard_size_of
 
 RANKS = Ranks(world_size=2)
@@ -34,17 +41,15 @@ class Gather:
             flat.fill_(9)
 
     # Also what averages gradients.
-    def reduce_scatter(self, flat: torch.Tensor) -> None:
+    def reduce_scatter(self, flat: torch.Tensor) -> PendingMean:
         self.events.append("gradients go")
+        return PendingMean(SimpleNamespace(wait=lambda: self.events.append("gradients end")), [flat[:128]])
 
 
-@pytest.fixture
-def parts():
-    """(model, its one bucket, the gather), with weights on their way."""
-    model, gather = nn.Sequential(nn.Linear(4, 4, bias=False)), Gather()
-    layout = BucketLayout(0, ("0.weight",), (16,), shard_size_of(16, RANKS.world_size))
-    bucket = ShardedBucket(
-        list(model.parameters()),
+def bucket_of(layer: nn.Linear, gather: Gather) -> ShardedBucket:
+    layout = BucketLayout(0, ("weight",), (16,), shard_size_of(16, RANKS.world_size))
+    return ShardedBucket(
+        [layer.weight],
         layout,
         RANKS,
         gather,  # type: ignore[arg-type]
@@ -52,6 +57,13 @@ def parts():
         weight_dtype=torch.float32,
         wire_dtype=torch.float32,
     )
+
+
+@pytest.fixture
+def parts():
+    """(model, its one bucket, the gather), with weights on their way."""
+    model, gather = nn.Sequential(nn.Linear(4, 4, bias=False)), Gather()
+    bucket = bucket_of(model[0], gather)
     start_gather([bucket], gather)  # type: ignore[arg-type]
     return model, bucket, gather
 
@@ -71,3 +83,49 @@ def test_weights_that_are_on_their_way_do_not_overwrite_loaded_ones(parts):
     model(torch.ones(1, 4))
     assert gather.events == ["weights arrived"]
     assert torch.equal(model[0].weight, torch.full((4, 4), 3.0))
+
+
+def test_gradients_that_are_not_wanted_are_waited_for(parts):
+    """What a collective still writes to must not be handed out again."""
+    model, bucket, gather = parts
+    model[0].weight.grad = torch.ones(4, 4)
+    bucket.reduce()
+    bucket.drop_reduced()
+    assert gather.events[1:] == ["gradients go", "gradients end"]
+    assert bucket.master.grad is None
+    bucket.wait_reduced()
+    assert bucket.master.grad is None
+
+    replicated = OverlapSync(RANKS, SyncOptions())
+    replicated._flying = [ReducingBucket(gather.reduce_scatter(torch.ones(256))) for _ in range(2)]
+    replicated._forget()
+    assert gather.events[3:] == [*["gradients go"] * 2, *["gradients end"] * 2]
+    assert replicated._flying == []
+
+
+def test_a_layer_that_the_last_pass_did_not_call_is_waited_for_right_after_the_step(parts):
+    """Something else reads its weights, and tells nobody; that an earlier pass called it says nothing."""
+    model, bucket, gather = parts
+    lazy = LazyWeights(model, [bucket])
+    model(torch.ones(1, 4))
+    gather.events.clear()
+    start_gather([bucket], gather)  # type: ignore[arg-type]
+    lazy.after_step()
+    assert gather.events == [], "the next call waits"
+    nn.functional.linear(torch.ones(1, 4), model[0].weight)
+    lazy.after_step()
+    assert gather.events == ["weights arrived"]
+
+
+def test_without_gradients_all_weights_are_waited_for_at_once():
+    """Generation may read any weight past its layer; in training a call waits for its own layer's."""
+    model, gathers = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(2)]), [Gather(), Gather()]
+    buckets = [bucket_of(layer, gather) for layer, gather in zip(model, gathers, strict=True)]
+    LazyWeights(model, buckets)
+    for bucket, gather in zip(buckets, gathers, strict=True):
+        start_gather([bucket], gather)  # type: ignore[arg-type]
+    model[0](torch.ones(1, 4))
+    assert [gather.events for gather in gathers] == [["weights arrived"], []]
+    with torch.no_grad():
+        model[0](torch.ones(1, 4))
+    assert [gather.events for gather in gathers] == [["weights arrived"], ["weights arrived"]]

@@ -1,0 +1,51 @@
+"""An optimizer's step in two parts, on one process: what is late arrives when it is waited for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lmkit.parallel.late_step import LateStep
+
+
+@pytest.fixture
+def run():
+    """(optimizer, early and late parameter, events); the late one's gradient is 1 until it has arrived, then 3."""
+    early, late = (nn.Parameter(torch.tensor(value)) for value in (10.0, 20.0))
+    early.grad, late.grad = torch.tensor(2.0), torch.tensor(1.0)
+    optimizer = torch.optim.SGD([early, late], lr=1.0)
+    on_its_way = [late]
+    events: list[str] = []
+
+    def wait() -> None:
+        events.append(f"arrives when early is {early.item():g}")
+        late.grad.fill_(3.0)
+        on_its_way.clear()
+
+    LateStep(optimizer, lambda: on_its_way, wait)
+    return optimizer, early, late, events
+
+
+def test_the_late_gradient_is_waited_for_behind_the_step_of_the_others(run):
+    optimizer, early, late, events = run
+    optimizer.step()
+    assert (early.item(), late.item()) == (8.0, 17.0)
+    assert events == ["arrives when early is 8"]
+
+
+def test_every_gradient_is_still_there_afterwards(run):
+    """For who reads them, or zeroes them where they lie; and the next step, with nothing late, is a plain one."""
+    optimizer, early, late, events = run
+    optimizer.step()
+    assert (early.grad.item(), late.grad.item()) == (2.0, 3.0)
+    optimizer.step()
+    assert (early.item(), late.item()) == (6.0, 14.0)
+    assert len(events) == 1
+
+
+def test_a_closure_finds_all_gradients_whole(run):
+    optimizer, early, late, events = run
+    optimizer.step(lambda: events.append(f"closure reads {late.grad.item():g}"))
+    assert events == ["arrives when early is 10", "closure reads 3"]
+    assert (early.item(), late.item()) == (8.0, 17.0)
