@@ -206,7 +206,8 @@ def _time_together(
     deadline = time.monotonic() + max_seconds
     samples: Samples = {name: [] for name in contenders}
     samples_before = count()
-    rested = False
+    may_rest = ranks.device.type == "cuda" and ranks.world_size > 1
+    rested = may_rest  # while the last contender was built
 
     def prepare(name: str) -> None:
         nonlocal rested
@@ -216,7 +217,7 @@ def _time_together(
         if rested and name not in SOLO:
             assert built is not None
             _settle(built, ranks, steps_per_sample)
-        rested = name in SOLO and ranks.device.type == "cuda" and ranks.world_size > 1
+        rested = may_rest and name in SOLO
         agree(ranks)
 
     def after_round(own: dict[str, float]) -> bool:

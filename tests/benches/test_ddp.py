@@ -315,23 +315,24 @@ def test_ranks_end_after_the_same_round_when_time_is_up(measured):
 
 
 @pytest.mark.parametrize(
-    ("device", "world_size", "settled"), [("cuda", 2, ["none"]), ("cuda", 1, []), ("cpu", 2, [])]
+    ("device", "world_size", "settled"),
+    [("cuda", 2, ["flat", "none"]), ("cuda", 1, []), ("cpu", 2, [])],
 )
 def test_gpus_that_rested_work_before_the_next_sample(monkeypatch, device, world_size, settled):
-    """All but one rest while one rank is measured alone: on GPUs the next sample of all would show it. Whatever
-    comes before a sample, ranks begin it together."""
+    """All but one rest while one rank is measured alone, and all do before the first sample: on GPUs the next sample
+    of all would show it. Whatever comes before a sample, ranks begin it together."""
     events: list[str] = []
     monkeypatch.setattr(ddp, "_settle", lambda built, ranks, steps: events.append(built.name))
     monkeypatch.setattr(ddp, "agree", lambda ranks: events.append("together"))
 
     def run_in_turn(variants, *, prepare, **options):
-        for name in ("one rank", "one rank, bf16 weights", "none", "bucketed"):
+        for name in ("flat", "one rank", "one rank, bf16 weights", "none", "bucketed"):
             prepare[name]()
             assert events.pop() == "together"
         return {}
 
     monkeypatch.setattr(ddp, "time_variants", run_in_turn)
-    built = {name: SimpleNamespace(name=name, step=None) for name in (*ddp.SOLO, "none", "bucketed")}
+    built = {name: SimpleNamespace(name=name, step=None) for name in ("flat", *ddp.SOLO, "none", "bucketed")}
     ranks = Ranks(device=torch.device(device), world_size=world_size)
     ddp._time_together(built, ranks, 1, 1, math.inf, None, lambda samples: None)
     assert events == settled
