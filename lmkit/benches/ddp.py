@@ -35,8 +35,9 @@ from lmkit.parallel.process_group import Ranks, let_go_of_collectives
 from lmkit.parallel.zero1 import Zero1
 
 SETTLE_S = 1.5
-"""How long all GPUs work, untimed, after a sample that all but one rested through. Their power had fallen, and the
-limit on it answers late: on H200s the first samples (0.7 s) were 1% shorter than the rest, the next one 4% longer."""
+"""How long all GPUs work, untimed, before the first sample and after one that all but one rested through. Their
+power had fallen, and the limit on it answers late: on H200s the first samples (0.7 s) were 1% shorter than the rest,
+the next one 4% longer."""
 
 Samples = dict[str, list[list[float]]]
 """Contender -> round -> rank: ms per step (of what one rank does alone: 0 or next to it on the others)."""

@@ -1,24 +1,25 @@
 """Checks that run inside a process group: every function `check_*` runs on every rank of one spawned group.
 
 Starting processes costs seconds, the checks milliseconds: so all of them share one group, and the tests read the
-outcome by name. Those of `zero1` alone are in rank_zero1_checks.py.
+outcome by name. Those of `zero1` alone, of passes that break off
+and of the start are in rank_zero1_checks.py, rank_break_off_checks.py and rank_start_checks.py.
 """
 
 from __future__ import annotations
 
 import gc
-import math
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from rank_break_off_checks import BREAK_OFF_CHECKS
 from rank_model import adamw, batch, groups_of, joined_run, sgd
+from rank_start_checks import START_CHECKS
 from rank_training import (
     FLOAT64_TOLERANCE,
     STRATEGIES,
@@ -33,13 +34,11 @@ from rank_training import (
 from rank_zero1_checks import ZERO1_CHECKS, check_by_the_other_gather
 from torch import nn
 
-from lmkit.errors import LmkitError
 from lmkit.optim.adamw import AdamW
 from lmkit.parallel import overlap
 from lmkit.parallel.agreement import agree
 from lmkit.parallel.process_group import Ranks, let_go_of_collectives, process_group
-from lmkit.parallel.replicas import broadcast_model, check_same_model
-from lmkit.parallel.strategies import SyncOptions, build_strategy
+from lmkit.parallel.strategies import SyncOptions
 
 
 def run_all(names: list[str], device: str = "cpu") -> dict[str, list[str]]:
@@ -144,31 +143,6 @@ def check_late_gradients(ranks: Ranks, strategy: str, make: Callable, clips: boo
         assert len(calls) == (5 + 4 if in_two_parts else 5)
 
 
-def check_leftover_gradients(ranks: Ranks, which: int) -> None:
-    """One parameter's gradient stays from the step before, and every pass adds to it: it must not leave early.
-
-    Its place in its bucket (beginning, middle, end) decides who could notice.
-    """
-    torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(6)]).to(ranks.device, torch.float64)
-    weights = list(model.parameters())[::-1]  # the order of their gradients
-    sync = build("bucketed", ranks, SyncOptions(bucket_mb=3 * 64 * 8 / 2**20))
-    sync.attach(model)
-    kept = torch.zeros_like(weights[which])
-    for step in range(4):
-        torch.manual_seed(100 * step + ranks.rank)
-        x = torch.randn(2, 8, dtype=torch.float64, device=ranks.device)
-        (own,) = torch.autograd.grad(model(x).square().sum(), [weights[which]])
-        dist.all_reduce(own)
-        model(x).square().sum().backward()
-        sync.finish()
-        kept += own / ranks.world_size
-        assert torch.allclose(weights[which].grad, kept, rtol=FLOAT64_TOLERANCE)
-        for position, weight in enumerate(weights):
-            if position != which:
-                weight.grad = None
-
-
 def check_accumulation_that_starts_later(ranks: Ranks) -> None:
     """The first steps communicate every pass, the next ones do not: the hooks follow."""
     for strategy in ("overlap", "bucketed", "zero1"):
@@ -206,67 +180,6 @@ def check_whole_steps_inside_no_sync(ranks: Ranks) -> None:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
         sync.wait_for_weights()
-
-
-class BreaksOff(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        raise ZeroDivisionError
-
-
-def check_breaking_off_after_orders_that_differ(ranks: Ranks, strategy: str) -> None:
-    """Ranks whose gradients came in different orders in the first step have the same buckets under way when a later
-    pass, in one order, breaks off in the same place: or the next collectives would not pair up."""
-    model = nn.ParameterList(torch.full((4,), value, dtype=torch.float64) for value in (2.0, 3.0, 5.0, 7.0))
-    model.to(ranks.device)
-    options = SyncOptions(bucket_mb=2 * model[0].nbytes / 2**20)  # two parameters each
-    sync = build_strategy(strategy, ranks, options)
-    sync.attach(model)
-    optimizer = sync.build_optimizer(partial(torch.optim.SGD, lr=0.0), [{"params": list(model)}])
-
-    def loss(order: Sequence[int], breaks_at: int | None = None) -> torch.Tensor:
-        product = torch.ones(4, dtype=torch.float64, device=ranks.device)
-        for number in order:
-            product = product * model[number]
-            if number == breaks_at:
-                product = BreaksOff.apply(product)
-        return product.sum()
-
-    loss((0, 1, 2, 3) if ranks.rank == 0 else (0, 1, 3, 2)).backward()
-    sync.finish()
-    optimizer.step()
-    optimizer.zero_grad()
-    with pytest.raises(ZeroDivisionError):
-        loss((0, 1, 2, 3), breaks_at=1).backward()
-    sync.reset()
-    optimizer.zero_grad()
-    sync.wait_for_weights()
-    loss((0, 1, 2, 3)).backward()
-    sync.finish()
-    expected = (4 * (105.0**2 + 70.0**2 + 42.0**2 + 30.0**2)) ** 0.5  # the products of the other three
-    assert math.isclose(float(sync.clip_gradients(float("inf"))), expected, rel_tol=1e-12)
-
-
-def check_gradients_by_hand_after_a_step_that_broke_off(ranks: Ranks, strategy: str) -> None:
-    """No pass tells that a new step has begun: `reset` alone makes the buckets that were under way leave again."""
-    model = nn.ParameterList(torch.full((4,), value, dtype=torch.float64) for value in (2.0, 3.0, 5.0, 7.0))
-    model.to(ranks.device)
-    sync = build_strategy(strategy, ranks, SyncOptions(bucket_mb=2 * model[0].nbytes / 2**20))
-    sync.attach(model)
-    a, b, c, d = model
-    with pytest.raises(ZeroDivisionError):
-        (BreaksOff.apply(a * b) * c * d).sum().backward()
-    assert sync.traffic.calls > 0, "gradients of c and d were on their way"
-    sync.reset()
-    for parameter in model:
-        parameter.grad = torch.full_like(parameter, ranks.rank + 1.0)
-    sync.finish()
-    mean = (ranks.world_size + 1) / 2
-    assert [parameter.grad.tolist() for parameter in model] == [[mean] * 4] * 4
 
 
 def check_unused_gradients_are_none(ranks: Ranks, strategy: str) -> None:
@@ -376,30 +289,6 @@ def check_mixed_dtypes(ranks: Ranks, strategy: str) -> None:
         assert_same_on_all_ranks(model, ranks)
 
 
-def check_exception_in_backward(ranks: Ranks, strategy: str, tidy: bool) -> None:
-    """Half of the hooks have run when backward raises (on every rank); the next step is as if nothing was."""
-    oracle, model = seeded_model(0, ranks), seeded_model(0, ranks)
-    joined_run(oracle, world_size=ranks.world_size, steps=2, accumulation=1, max_norm=float("inf"))
-    sync = build(strategy, ranks)
-    call = sync.attach(model)
-    optimizer = sync.build_optimizer(adamw, groups_of(model))
-    for step in range(2):
-
-        def explode(gradient: torch.Tensor) -> None:
-            raise ZeroDivisionError
-
-        handle = model.layers[1].up.weight.register_hook(explode)
-        with pytest.raises(ZeroDivisionError):
-            call.loss(*batch(step, 0, 0), 0).backward()
-        handle.remove()
-        if tidy:
-            sync.reset()
-        optimizer.zero_grad(set_to_none=True)
-        one_step(sync, call, optimizer, ranks, step)
-    sync.wait_for_weights()
-    assert_close_models(model, oracle, FLOAT64_TOLERANCE)
-
-
 def check_nonfinite_reaches_everybody(ranks: Ranks, strategy: str) -> None:
     """One rank's NaN is in every rank's norm: all can refuse the step by the same number."""
     model = seeded_model(0, ranks)
@@ -425,48 +314,6 @@ def check_agreement(ranks: Ranks) -> None:
     assert (stop.stop, stop.nonfinite) == (True, False)
     both = agree(ranks, stop=ranks.is_first, nonfinite=torch.tensor(last, device=ranks.device))
     assert (both.stop, both.nonfinite) == (True, True)
-
-
-def check_different_models_are_refused(ranks: Ranks) -> None:
-    model = nn.Linear(3, 4 if ranks.rank == 1 else 5).to(ranks.device)
-    for strategy in STRATEGIES:
-        with pytest.raises(LmkitError, match=r"rank 1: model differs from rank 0's"):
-            build(strategy, ranks).attach(model)
-        with pytest.raises(LmkitError, match=r"rank 1: recipe or data differs from rank 0's"):
-            build(strategy, ranks).attach(
-                nn.Linear(3, 3).to(ranks.device), fingerprint=f"lr = {ranks.rank == 1}"
-            )
-
-
-def check_what_is_frozen_is_part_of_the_model(ranks: Ranks) -> None:
-    """Or the ranks' gradients would be of different parameters."""
-    model = nn.Linear(3, 3).to(ranks.device)
-    model.bias.requires_grad_(ranks.rank != 1)
-    with pytest.raises(LmkitError, match=r"rank 1: model differs from rank 0's"):
-        check_same_model(model, ranks)
-
-
-def check_ties_are_part_of_the_model(ranks: Ranks) -> None:
-    """Where one rank has two parameters and another has one twice, broadcasts and gradients would not pair up."""
-    model = nn.Sequential(*[nn.Linear(3, 3, bias=False) for _ in range(3)]).to(ranks.device)
-    model[1].weight = model[0].weight
-    check_same_model(model, ranks)
-    if ranks.rank == 1:
-        model[1].weight = nn.Parameter(torch.zeros_like(model[0].weight))
-    with pytest.raises(LmkitError, match=r"rank 1: model differs from rank 0's"):
-        check_same_model(model, ranks)
-    model[1].weight = model[2 if ranks.rank == 1 else 0].weight
-    with pytest.raises(LmkitError, match=r"rank 1: model differs from rank 0's"):
-        check_same_model(model, ranks)
-
-
-def check_the_first_rank_gives_parameters_and_buffers(ranks: Ranks) -> None:
-    model = nn.BatchNorm1d(3).to(ranks.device)
-    for tensor in (*model.parameters(), *model.buffers()):
-        tensor.data.fill_(7 + ranks.rank)
-    broadcast_model(model, ranks)
-    assert all(bool((value == 7).all()) for value in model.state_dict().values())
-    assert len(model.state_dict()) == 5
 
 
 def check_traffic(ranks: Ranks) -> None:
@@ -545,21 +392,8 @@ _CHECKS: dict[str, Callable[[Ranks], None]] = {
         for name, make in (("PyTorch's AdamW", adamw), ("our AdamW", AdamW))
         for clips in (True, False)
     },
-    **{f"leftover gradient: number {n}": partial(check_leftover_gradients, which=n) for n in (0, 1, 2, 4, 5)},
     "accumulation that starts later": check_accumulation_that_starts_later,
     "whole steps inside no_sync": check_whole_steps_inside_no_sync,
-    **{
-        f"breaking off after orders that differ: {s}": partial(
-            check_breaking_off_after_orders_that_differ, strategy=s
-        )
-        for s in ("overlap", "bucketed", "zero1")
-    },
-    **{
-        f"gradients by hand after a step that broke off: {s}": partial(
-            check_gradients_by_hand_after_a_step_that_broke_off, strategy=s
-        )
-        for s in ("overlap", "bucketed")
-    },
     **{
         f"unused gradients are None: {s}": partial(check_unused_gradients_are_none, strategy=s)
         for s in STRATEGIES
@@ -581,23 +415,14 @@ _CHECKS: dict[str, Callable[[Ranks], None]] = {
     **{f"bf16 wire: {s}": partial(check_bf16_wire, strategy=s) for s in ("flat", "bucketed")},
     **{f"mixed dtypes: {s}": partial(check_mixed_dtypes, strategy=s) for s in STRATEGIES if s != "torch_ddp"},
     **{
-        f"exception in backward, {'reset' if tidy else 'no reset'}: {s}": partial(
-            check_exception_in_backward, strategy=s, tidy=tidy
-        )
-        for s in ("naive", "flat", "overlap", "bucketed", "zero1")
-        for tidy in (True, False)
-    },
-    **{
         f"NaN reaches everybody: {s}": partial(check_nonfinite_reaches_everybody, strategy=s)
         for s in STRATEGIES
     },
     "agreement": check_agreement,
     **{f"forgotten: {s}": partial(check_forgotten, strategy=s) for s in STRATEGIES if s != "torch_ddp"},
-    "different models are refused": check_different_models_are_refused,
-    "what is frozen is part of the model": check_what_is_frozen_is_part_of_the_model,
-    "ties are part of the model": check_ties_are_part_of_the_model,
-    "the first rank gives parameters and buffers": check_the_first_rank_gives_parameters_and_buffers,
     "traffic": check_traffic,
+    **BREAK_OFF_CHECKS,
+    **START_CHECKS,
     **ZERO1_CHECKS,
 }
 

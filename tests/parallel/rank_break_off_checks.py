@@ -1,0 +1,158 @@
+"""Checks of passes that break off and of gradients left from before, run as those of rank_checks.py are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_model import adamw, batch, groups_of, joined_run
+from rank_training import (
+    FLOAT64_TOLERANCE,
+    assert_close_models,
+    build,
+    one_step,
+    seeded_model,
+)
+from torch import nn
+
+from lmkit.parallel.process_group import Ranks
+from lmkit.parallel.strategies import SyncOptions, build_strategy
+
+
+class BreaksOff(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise ZeroDivisionError
+
+
+def check_leftover_gradients(ranks: Ranks, which: int) -> None:
+    """One parameter's gradient stays from the step before, and every pass adds to it: it must not leave early.
+
+    Its place in its bucket (beginning, middle, end) decides who could notice.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(6)]).to(ranks.device, torch.float64)
+    weights = list(model.parameters())[::-1]  # the order of their gradients
+    sync = build("bucketed", ranks, SyncOptions(bucket_mb=3 * 64 * 8 / 2**20))
+    sync.attach(model)
+    kept = torch.zeros_like(weights[which])
+    for step in range(4):
+        torch.manual_seed(100 * step + ranks.rank)
+        x = torch.randn(2, 8, dtype=torch.float64, device=ranks.device)
+        (own,) = torch.autograd.grad(model(x).square().sum(), [weights[which]])
+        dist.all_reduce(own)
+        model(x).square().sum().backward()
+        sync.finish()
+        kept += own / ranks.world_size
+        assert torch.allclose(weights[which].grad, kept, rtol=FLOAT64_TOLERANCE)
+        for position, weight in enumerate(weights):
+            if position != which:
+                weight.grad = None
+
+
+def check_breaking_off_after_orders_that_differ(ranks: Ranks, strategy: str) -> None:
+    """Ranks whose gradients came in different orders in the first step have the same buckets under way when a later
+    pass, in one order, breaks off in the same place: or the next collectives would not pair up."""
+    model = nn.ParameterList(torch.full((4,), value, dtype=torch.float64) for value in (2.0, 3.0, 5.0, 7.0))
+    model.to(ranks.device)
+    options = SyncOptions(bucket_mb=2 * model[0].nbytes / 2**20)  # two parameters each
+    sync = build_strategy(strategy, ranks, options)
+    sync.attach(model)
+    optimizer = sync.build_optimizer(partial(torch.optim.SGD, lr=0.0), [{"params": list(model)}])
+
+    def loss(order: Sequence[int], breaks_at: int | None = None) -> torch.Tensor:
+        product = torch.ones(4, dtype=torch.float64, device=ranks.device)
+        for number in order:
+            product = product * model[number]
+            if number == breaks_at:
+                product = BreaksOff.apply(product)
+        return product.sum()
+
+    loss((0, 1, 2, 3) if ranks.rank == 0 else (0, 1, 3, 2)).backward()
+    sync.finish()
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(ZeroDivisionError):
+        loss((0, 1, 2, 3), breaks_at=1).backward()
+    sync.reset()
+    optimizer.zero_grad()
+    sync.wait_for_weights()
+    loss((0, 1, 2, 3)).backward()
+    sync.finish()
+    expected = (4 * (105.0**2 + 70.0**2 + 42.0**2 + 30.0**2)) ** 0.5  # the products of the other three
+    assert math.isclose(float(sync.clip_gradients(float("inf"))), expected, rel_tol=1e-12)
+
+
+def check_gradients_by_hand_after_a_step_that_broke_off(ranks: Ranks, strategy: str) -> None:
+    """No pass tells that a new step has begun: `reset` alone makes the buckets that were under way leave again."""
+    model = nn.ParameterList(torch.full((4,), value, dtype=torch.float64) for value in (2.0, 3.0, 5.0, 7.0))
+    model.to(ranks.device)
+    sync = build_strategy(strategy, ranks, SyncOptions(bucket_mb=2 * model[0].nbytes / 2**20))
+    sync.attach(model)
+    a, b, c, d = model
+    with pytest.raises(ZeroDivisionError):
+        (BreaksOff.apply(a * b) * c * d).sum().backward()
+    assert sync.traffic.calls > 0, "gradients of c and d were on their way"
+    sync.reset()
+    for parameter in model:
+        parameter.grad = torch.full_like(parameter, ranks.rank + 1.0)
+    sync.finish()
+    mean = (ranks.world_size + 1) / 2
+    assert [parameter.grad.tolist() for parameter in model] == [[mean] * 4] * 4
+
+
+def check_exception_in_backward(ranks: Ranks, strategy: str, tidy: bool) -> None:
+    """Half of the hooks have run when backward raises (on every rank); the next step is as if nothing was."""
+    oracle, model = seeded_model(0, ranks), seeded_model(0, ranks)
+    joined_run(oracle, world_size=ranks.world_size, steps=2, accumulation=1, max_norm=float("inf"))
+    sync = build(strategy, ranks)
+    call = sync.attach(model)
+    optimizer = sync.build_optimizer(adamw, groups_of(model))
+    for step in range(2):
+
+        def explode(gradient: torch.Tensor) -> None:
+            raise ZeroDivisionError
+
+        handle = model.layers[1].up.weight.register_hook(explode)
+        with pytest.raises(ZeroDivisionError):
+            call.loss(*batch(step, 0, 0), 0).backward()
+        handle.remove()
+        if tidy:
+            sync.reset()
+        optimizer.zero_grad(set_to_none=True)
+        one_step(sync, call, optimizer, ranks, step)
+    sync.wait_for_weights()
+    assert_close_models(model, oracle, FLOAT64_TOLERANCE)
+
+
+BREAK_OFF_CHECKS: dict[str, Callable[[Ranks], None]] = {
+    **{f"leftover gradient: number {n}": partial(check_leftover_gradients, which=n) for n in (0, 1, 2, 4, 5)},
+    **{
+        f"breaking off after orders that differ: {s}": partial(
+            check_breaking_off_after_orders_that_differ, strategy=s
+        )
+        for s in ("overlap", "bucketed", "zero1")
+    },
+    **{
+        f"gradients by hand after a step that broke off: {s}": partial(
+            check_gradients_by_hand_after_a_step_that_broke_off, strategy=s
+        )
+        for s in ("overlap", "bucketed")
+    },
+    **{
+        f"exception in backward, {'reset' if tidy else 'no reset'}: {s}": partial(
+            check_exception_in_backward, strategy=s, tidy=tidy
+        )
+        for s in ("naive", "flat", "overlap", "bucketed", "zero1")
+        for tidy in (True, False)
+    },
+}

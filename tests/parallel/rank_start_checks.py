@@ -1,0 +1,67 @@
+"""Checks of what ranks compare and send before the first step, run as those of rank_checks.py are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from rank_training import (
+    STRATEGIES,
+    build,
+)
+from torch import nn
+
+from lmkit.errors import LmkitError
+from lmkit.parallel.process_group import Ranks
+from lmkit.parallel.replicas import broadcast_model, check_same_model
+
+
+def check_different_models_are_refused(ranks: Ranks) -> None:
+    model = nn.Linear(3, 4 if ranks.rank == 1 else 5).to(ranks.device)
+    for strategy in STRATEGIES:
+        with pytest.raises(LmkitError, match=r"rank 1: model differs from rank 0's"):
+            build(strategy, ranks).attach(model)
+        with pytest.raises(LmkitError, match=r"rank 1: recipe or data differs from rank 0's"):
+            build(strategy, ranks).attach(
+                nn.Linear(3, 3).to(ranks.device), fingerprint=f"lr = {ranks.rank == 1}"
+            )
+
+
+def check_what_is_frozen_is_part_of_the_model(ranks: Ranks) -> None:
+    """Or the ranks' gradients would be of different parameters."""
+    model = nn.Linear(3, 3).to(ranks.device)
+    model.bias.requires_grad_(ranks.rank != 1)
+    with pytest.raises(LmkitError, match=r"rank 1: model differs from rank 0's"):
+        check_same_model(model, ranks)
+
+
+def check_ties_are_part_of_the_model(ranks: Ranks) -> None:
+    """Where one rank has two parameters and another has one twice, broadcasts and gradients would not pair up."""
+    model = nn.Sequential(*[nn.Linear(3, 3, bias=False) for _ in range(3)]).to(ranks.device)
+    model[1].weight = model[0].weight
+    check_same_model(model, ranks)
+    if ranks.rank == 1:
+        model[1].weight = nn.Parameter(torch.zeros_like(model[0].weight))
+    with pytest.raises(LmkitError, match=r"rank 1: model differs from rank 0's"):
+        check_same_model(model, ranks)
+    model[1].weight = model[2 if ranks.rank == 1 else 0].weight
+    with pytest.raises(LmkitError, match=r"rank 1: model differs from rank 0's"):
+        check_same_model(model, ranks)
+
+
+def check_the_first_rank_gives_parameters_and_buffers(ranks: Ranks) -> None:
+    model = nn.BatchNorm1d(3).to(ranks.device)
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data.fill_(7 + ranks.rank)
+    broadcast_model(model, ranks)
+    assert all(bool((value == 7).all()) for value in model.state_dict().values())
+    assert len(model.state_dict()) == 5
+
+
+START_CHECKS: dict[str, Callable[[Ranks], None]] = {
+    "different models are refused": check_different_models_are_refused,
+    "what is frozen is part of the model": check_what_is_frozen_is_part_of_the_model,
+    "ties are part of the model": check_ties_are_part_of_the_model,
+    "the first rank gives parameters and buffers": check_the_first_rank_gives_parameters_and_buffers,
+}
