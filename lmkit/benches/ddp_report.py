@@ -55,7 +55,7 @@ LADDER_NOTES = (
     "alone: a step's reduction with nothing beside it; alone GB/s: what a rank sends, over that time; hidden: the "
     "share of it that does not lengthen the step (below 0: what the reduction costs the compute beside it)",
     "ms/step: the median of samples of the slowest rank; half as many untimed steps lead into each, and on GPUs "
-    f"{SETTLE_S:g} s of steps into the first and into one after a sample of one rank, through which the others rested",
+    f"{SETTLE_S:g} s of steps into the first and into one after a sample of one rank (the others rested through it)",
 )
 _HOST_NOTE = (
     "host ms: how long the CPU is busy with a step on an idle GPU; near ms/step the host is what was measured"
