@@ -65,13 +65,14 @@ def process_group(
         torch.cuda.set_device(place)
     store = _meet(settings, timeout_s)
     timeout = timedelta(seconds=timeout_s)
+    backend = backend or ("cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo")
     dist.init_process_group(
-        backend or ("cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"),
+        backend,
         store=dist.PrefixStore("collectives", store),
         rank=settings.rank,
         world_size=settings.world_size,
         timeout=timeout,
-        pg_options=_collectives_first(timeout) if place.type == "cuda" else None,
+        pg_options=_collectives_first(timeout) if place.type == "cuda" and "nccl" in backend else None,
         device_id=place if place.type == "cuda" else None,
     )
     ranks = Ranks(
