@@ -6,8 +6,9 @@ Definitions, all per round and then summarised by medians with a 95% interval ov
 - exposed communication: step time - step time of the same step without communication;
 - communication alone: the time of a step's reduction with nothing beside it; what of it is not exposed was hidden;
 - without communication (`none`) each rank is as fast as its GPU and host: no strategy is faster than the slowest;
-- host time: how long rank 0's CPU is busy with a step on a GPU that has nothing else to do; a step that takes hardly
-  longer waits for the host, and measures the host;
+- host time: how long rank 0's CPU is busy with a step on a GPU that has nothing else to do;
+- host ahead: how long a GPU still worked when its host had handed over a sample's last step, on the rank with the
+  least; near zero, the host was measured;
 - link bytes: see `lmkit.parallel.traffic`; "expected" is the formula over the model's parameters.
 """
 
@@ -18,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,8 +40,21 @@ SETTLE_S = 1.5
 power had fallen, and the limit on it answers late: on H200s the first samples (0.7 s) were 1% shorter than the rest,
 the next one 4% longer."""
 
-Samples = dict[str, list[list[float]]]
-"""Contender -> round -> rank: ms per step (of what one rank does alone: 0 or next to it on the others)."""
+
+class Sample(NamedTuple):
+    """What one rank measured.
+
+    Attributes:
+        step_ms: ms per step; of what one rank does alone 0 or next to it on the others.
+        ahead_ms: as in `SteadyStateClock`; NaN on a CPU.
+    """
+
+    step_ms: float
+    ahead_ms: float
+
+
+Samples = dict[str, list[list[Sample]]]
+"""Contender -> round -> rank."""
 
 LADDER = ("one rank", "none", "naive", "flat", "overlap", "bucketed", "torch_ddp", "zero1")
 RIVALS = ("torch_ddp default", "torch_ddp static", "torch_ddp + ZeRO")
@@ -207,6 +221,8 @@ def _time_together(
     deadline = time.monotonic() + max_seconds
     samples: Samples = {name: [] for name in contenders}
     samples_before = count()
+    clock = SteadyStateClock(ranks.device, steps_per_sample)
+    turns: list[str] = []  # contenders in the order of this round
     may_rest = ranks.device.type == "cuda" and ranks.world_size > 1
     rested = may_rest  # while the last contender was built
 
@@ -219,15 +235,21 @@ def _time_together(
             assert built is not None
             _settle(built, ranks, steps_per_sample)
         rested = may_rest and name in SOLO
+        turns.append(name)
         agree(ranks)
 
     def after_round(own: dict[str, float]) -> bool:
-        mine = torch.tensor([own[name] for name in contenders], dtype=torch.float64)
+        ahead = dict(zip(turns, clock.ahead_ms, strict=True)) if clock.ahead_ms else {}
+        turns.clear()
+        clock.ahead_ms.clear()
+        mine = torch.tensor(
+            [(own[name], ahead.get(name, math.nan)) for name in contenders], dtype=torch.float64
+        )
         of_rank = [mine.clone() for _ in range(ranks.world_size)]
         if ranks.world_size > 1:
             dist.all_gather(of_rank, mine)
         for number, name in enumerate(contenders):
-            samples[name].append([float(each[number]) for each in of_rank])
+            samples[name].append([Sample(*each[number].tolist()) for each in of_rank])
         keep(samples)
         return agree(ranks, stop=time.monotonic() > deadline).stop
 
@@ -237,7 +259,7 @@ def _time_together(
         repeats=rounds,
         warmup=0,
         prepare={name: partial(prepare, name) for name in contenders},
-        clock=SteadyStateClock(ranks.device, steps_per_sample),
+        clock=clock,
         after_round=after_round,
     )
     return samples
@@ -271,7 +293,14 @@ def _numbers(name: str, case: DdpCase, ranks: Ranks, samples: Samples) -> dict[s
         "samples_ms": own,
     }
     if name == "none":  # with all others, ranks wait for one another
-        numbers["rank_ms"] = [median(of_rank) for of_rank in zip(*samples[name], strict=True)]
+        numbers["rank_ms"] = [
+            median([sample.step_ms for sample in of_rank]) for of_rank in zip(*samples[name], strict=True)
+        ]
+    if ranks.device.type == "cuda":
+        taking_part = slice(1 if name in SOLO else None)
+        numbers["ahead_ms"] = median(
+            [min(sample.ahead_ms for sample in of_rank[taking_part]) for of_rank in samples[name]]
+        )
     baseline = baseline_of(name)
     if baseline in samples and name not in SOLO:
         ratio = paired_ratio(own, _slowest(samples[baseline]))
@@ -282,9 +311,9 @@ def _numbers(name: str, case: DdpCase, ranks: Ranks, samples: Samples) -> dict[s
     return numbers
 
 
-def _slowest(rounds: Sequence[Sequence[float]]) -> list[float]:
-    """The slowest rank's sample of each round: a step of all ends when its does."""
-    return [max(of_rank) for of_rank in rounds]
+def _slowest(rounds: Sequence[Sequence[Sample]]) -> list[float]:
+    """The slowest rank's time of each round: a step of all ends when its does."""
+    return [max(sample.step_ms for sample in of_rank) for of_rank in rounds]
 
 
 def _add_memory_overhead(rows: list[dict[str, Any]]) -> None:

@@ -23,12 +23,17 @@ class SteadyStateClock:
     several because a host that is hardly faster than the GPU needs several to get ahead, and until then any
     interruption of it lengthens the step.
     On GPUs the times are of CUDA events in the stream, on CPUs of `perf_counter`.
+
+    Attributes:
+        ahead_ms: of every sample on a GPU, how long it still worked when the host had handed over the last step. What
+            is near zero measured the host: interruptions of it, and what its caches and clocks do, were not hidden.
     """
 
     def __init__(self, device: torch.device, steps: int) -> None:
         self.name = (
             f"{'cuda events' if device.type == 'cuda' else 'perf_counter'}, steady state of {steps} steps"
         )
+        self.ahead_ms: list[float] = []
         self._device = device
         self._steps = steps
 
@@ -46,7 +51,9 @@ class SteadyStateClock:
         for _ in range(self._steps):
             work()
         end.record()
+        handed_over = time.perf_counter()
         torch.cuda.synchronize(self._device)
+        self.ahead_ms.append((time.perf_counter() - handed_over) * 1e3)
         return start.elapsed_time(end) / self._steps
 
     def _on_cpu(self, work: Work) -> float:

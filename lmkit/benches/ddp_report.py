@@ -33,6 +33,7 @@ LADDER_COLUMNS = (
     Column("step_ms", "ms/step", ".2f", "status"),
     Column("middle", "p10-p90"),
     Column("host_ms", "host ms", ".1f"),
+    Column("ahead_ms", "ahead ms", ".1f"),
     Column("tokens_per_s", "tokens/s", ",.0f"),
     Column("scaling_interval", "scaling [95%]"),
     Column("exposed_ms", "exposed ms", ".2f"),
@@ -57,10 +58,13 @@ LADDER_NOTES = (
     "ms/step: the median of samples of the slowest rank; half as many untimed steps lead into each, and on GPUs "
     f"{SETTLE_S:g} s of steps into the first and into one after a sample of one rank (the others rested through it)",
 )
-_HOST_NOTE = (
-    "host ms: how long the CPU is busy with a step on an idle GPU; near ms/step the host is what was measured"
+_HOST_NOTE = "host ms: how long the CPU is busy with a step on an idle GPU"
+_AHEAD_NOTE = (
+    "ahead ms: how long the GPU still worked when its host had handed over a sample's last step, on the rank with "
+    "the least; near 0 the host is what was measured: more steps a sample let it get ahead, and where it cannot, "
+    "more rounds of fewer steps say more"
 )
-_OF_GPUS = ("host_ms", "peak_gb", "peak_overhead", "init_mb", "before_mb", "after_mb")
+_OF_GPUS = ("host_ms", "ahead_ms", "peak_gb", "peak_overhead", "init_mb", "before_mb", "after_mb")
 """Columns that no CPU fills."""
 _NO_INTERVAL: dict[str, Any] = {"low": None, "high": None}
 _TIME_NOTES = (
@@ -170,9 +174,14 @@ def ddp_result(
     pictures = picture_lines(files)
     what_is_what = DDP_NOTES if _any(everything, "peak_overhead") else (*_TIME_NOTES, _SENT_NOTE)
     notes = (*_rounds_notes(everything, rounds), *what_is_what)
-    explained = (*LADDER_NOTES, _HOST_NOTE) if _any(everything, "host_ms") else LADDER_NOTES
+    of_host = [
+        note for key, note in (("host_ms", _HOST_NOTE), ("ahead_ms", _AHEAD_NOTE)) if _any(everything, key)
+    ]
     files["ddp_report.md"] = (
-        "\n\n".join(["# Data parallelism", ladder_markdown(everything), *notes, *explained, *pictures]) + "\n"
+        "\n\n".join(
+            ["# Data parallelism", ladder_markdown(everything), *notes, *LADDER_NOTES, *of_host, *pictures]
+        )
+        + "\n"
     )
     shown = [with_units(row) for row in [*rows, *swept]]  # not what the sweep measured again to compare with
     # Empty columns would take the names' room.

@@ -148,6 +148,7 @@ class StepRow(Row):
     exposed_ms: Number | None = None
     communication_alone_ms: NonNegative | None = None
     host_ms: NonNegative | None = None
+    ahead_ms: NonNegative | None = None
     calls_per_step: Count | None = None
     link_bytes: NonNegative | None = None
     expected_link_bytes: NonNegative | None = None

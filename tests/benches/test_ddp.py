@@ -120,7 +120,10 @@ def test_scaling_and_what_is_exposed_by_hand():
         "bucketed": [10.0, 20.0, 20.0],
         "zero1 bf16": [5.0, 10.0, 10.0],
     }
-    of_ranks = {name: [[time / 2, time] for time in times] for name, times in samples.items()}
+    of_ranks = {
+        name: [[ddp.Sample(time / 2, math.nan), ddp.Sample(time, math.nan)] for time in times]
+        for name, times in samples.items()
+    }
     case = DdpCase("tiny", SimpleNamespace(context_length=50), rows=2)  # type: ignore[arg-type]
     ranks = Ranks(world_size=4)
     bucketed = ddp._numbers("bucketed", case, ranks, of_ranks)
@@ -132,6 +135,7 @@ def test_scaling_and_what_is_exposed_by_hand():
     assert "exposed_ms" not in halved, "there is no step of bf16 weights without communication"
     alone = ddp._numbers("one rank", case, ranks, of_ranks)
     assert alone["tokens_per_s"] == 2 * 50 / 8e-3
+    assert "ahead_ms" not in alone, "on a CPU there is nobody to be ahead of"
     assert "scaling" not in alone
     assert ddp._numbers("flat", case, ranks, of_ranks) == {}
     rows = [{"contender": name, "samples_ms": times} for name, times in samples.items()]
@@ -277,6 +281,57 @@ def test_the_clock_leaves_out_the_first_steps(monkeypatch):
     assert sample == 2 * 4e3 / 3, (
         "seconds are counted in events here: 4 of them in three steps, times two calls"
     )
+
+
+def test_the_clock_tells_how_far_the_host_was_ahead(monkeypatch):
+    """The host hands over a step in 1 s, the GPU takes 3 for it: after 2 + 3 of them the host has 10 s to wait."""
+    now, done = 0.0, 0.0
+
+    def step() -> None:
+        nonlocal now, done
+        now += 1.0
+        done = max(done, now - 1.0) + 3.0
+
+    def synchronize(device: torch.device) -> None:
+        nonlocal now
+        now = max(now, done)
+
+    event = SimpleNamespace(record=lambda: None, elapsed_time=lambda end: 9e3)
+    monkeypatch.setattr(ddp_clock.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(ddp_clock.torch.cuda, "Event", lambda enable_timing: event)
+    monkeypatch.setattr(ddp_clock.torch.cuda, "synchronize", synchronize)
+    clock = SteadyStateClock(torch.device("cuda"), 3)
+    assert clock.sample_ms(step, 1, before=[]) == 3e3
+    assert clock.ahead_ms == [10e3]
+
+
+def test_how_far_hosts_are_ahead_is_of_the_contender_whose_turn_it_was(monkeypatch):
+    """Turns change from round to round; a row has the median over rounds of the rank with the least."""
+    orders = [("none", "one rank"), ("one rank", "none"), ("none", "one rank")]
+    of_sample = {"none": iter([5.0, 7.0, 6.0]), "one rank": iter([1.0, 3.0, 2.0])}
+    monkeypatch.setattr(ddp, "agree", lambda ranks, **stop: SimpleNamespace(stop=False))
+
+    def run_in_turn(variants, *, prepare, clock, after_round, **options):
+        for order in orders:
+            for name in order:
+                prepare[name]()
+                clock.ahead_ms.append(next(of_sample[name]))
+            after_round(dict.fromkeys(variants, 10.0))
+        return {}
+
+    monkeypatch.setattr(ddp, "time_variants", run_in_turn)
+    ranks = Ranks(device=torch.device("cuda"))
+    built = {name: SimpleNamespace(step=None) for name in ("one rank", "none")}
+    samples = ddp._time_together(built, ranks, 3, 1, math.inf, None, lambda samples: None)
+    assert [[sample.ahead_ms for sample in of_rank] for of_rank in samples["none"]] == [[5.0], [7.0], [6.0]]
+
+    case = SimpleNamespace(tokens_per_step=1)
+    late = [[ddp.Sample(10.0, ahead), ddp.Sample(0.0, 0.5)] for ahead in (1.0, 3.0, 2.0)]
+    for name, ahead_ms in (("none", 0.5), ("one rank", 2.0)):
+        row = ddp._numbers(name, case, Ranks(device=torch.device("cuda"), world_size=2), {name: late})
+        assert row["ahead_ms"] == ahead_ms, (
+            "the other ranks have nothing to do while one rank is measured alone"
+        )
 
 
 def test_a_sample_is_the_slowest_ranks(measured, ladder):

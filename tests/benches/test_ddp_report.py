@@ -163,9 +163,9 @@ def test_few_rounds_have_no_interval_and_the_table_says_that_time_was_up():
 
 def test_what_only_gpus_have_is_neither_shown_nor_explained_without_them():
     ranks = Ranks(world_size=2)
-    memory = {"peak_bytes": 1e9, "peak_overhead": 0.1, "host_ms": 1.0}
+    memory = {"peak_bytes": 1e9, "peak_overhead": 0.1, "host_ms": 1.0, "ahead_ms": 2.0}
     on_cpu, on_gpu = (ddp_result([_timed("bucketed", [2.0] * 6, **more)], [], ranks) for more in ({}, memory))
-    for word in ("peak GB", "host ms", "memory: peak"):
+    for word in ("peak GB", "host ms", "ahead ms", "memory: peak"):
         assert word not in str(on_cpu.files["ddp_report.md"])
         assert word in str(on_gpu.files["ddp_report.md"])
     assert "memory" not in on_cpu.table()
