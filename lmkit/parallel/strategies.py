@@ -92,7 +92,12 @@ class GradientSync(Protocol):
         """Make the optimizer for these parameter groups; under `zero1` it holds only this rank's shard."""
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Gradients of the forward and backward passes inside only accumulate. Enter it before the forward."""
+        """Gradients of the forward and backward passes inside only accumulate. Enter it before the forward.
+
+        Every backward pass of a step but the last belongs inside. Strategies that communicate during the pass
+        (`overlap`, `bucketed`, `zero1`) raise an LmkitError where the next one begins, or `no_sync` is entered, and
+        neither `finish` nor `reset` was called since.
+        """
 
     def finish(self, *, wait: bool = True) -> None:
         """Call after the last backward of a step: on return every gradient is the mean over the ranks
@@ -120,7 +125,8 @@ class GradientSync(Protocol):
         """
 
     def reset(self) -> None:
-        """Forget a step that broke off (an exception in backward), so that the next one starts clean."""
+        """Forget a step that broke off (an exception in backward), or one whose gradients are not wanted and that
+        `finish` was not called for, so that the next one starts clean. On all ranks, after the same passes."""
 
 
 def build_strategy(name: str, ranks: Ranks, options: SyncOptions | None = None) -> GradientSync:
