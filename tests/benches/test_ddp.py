@@ -359,7 +359,8 @@ def test_settling_begins_when_the_rank_that_was_measured_has_come(monkeypatch, f
     assert events == ["step", "step", "wait"] * 8
 
 
-def test_the_collector_comes_back_after_an_error():
+@pytest.mark.parametrize("was_on", [True, False])
+def test_the_collector_is_as_it_was_after_an_error(was_on):
     states = []
 
     def fail() -> None:
@@ -367,6 +368,11 @@ def test_the_collector_comes_back_after_an_error():
             states.append(gc.isenabled())
             raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError):
-        fail()
-    assert [*states, gc.isenabled()] == [False, True]
+    (gc.enable if was_on else gc.disable)()
+    try:
+        with pytest.raises(ZeroDivisionError):
+            fail()
+        states.append(gc.isenabled())
+    finally:
+        gc.enable()
+    assert states == [False, was_on]
