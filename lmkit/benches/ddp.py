@@ -24,14 +24,22 @@ import torch
 import torch.distributed as dist
 
 from lmkit.benches.ddp_clock import SteadyStateClock, without_garbage_collection
-from lmkit.benches.ddp_contenders import SOLO, Contender, DdpCase, baseline_of, contender, parse_name
+from lmkit.benches.ddp_contenders import (
+    SOLO,
+    Contender,
+    DdpCase,
+    baseline_of,
+    begin_account,
+    contender,
+    parse_name,
+)
 from lmkit.benches.journal import Journal
 from lmkit.measure.memory import claim_workspaces, release_memory
 from lmkit.measure.progress import Progress
 from lmkit.measure.statistics import median, paired_ratio, spread
 from lmkit.measure.timing import time_variants
 from lmkit.parallel.agreement import agree
-from lmkit.parallel.process_group import Ranks, let_go_of_collectives
+from lmkit.parallel.process_group import Ranks
 from lmkit.parallel.zero1 import Zero1
 
 SETTLE_S = 1.5
@@ -122,11 +130,8 @@ def _build_and_measure(
     facts: dict[str, Any] = {"status": "ok"}
     full = False
     try:
+        begin_account(ranks)
         if on_gpu:
-            torch.cuda.synchronize(ranks.device)
-            # Or what an earlier contender left would be freed on this one's account.
-            let_go_of_collectives(ranks)
-            release_memory(ranks.device)
             torch.cuda.reset_peak_memory_stats(ranks.device)
             start = torch.cuda.memory_allocated(ranks.device)
         if mine:

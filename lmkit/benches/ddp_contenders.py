@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from lmkit.errors import UsageError
+from lmkit.measure.memory import release_memory
 from lmkit.model.compilation import compile_model
 from lmkit.model.transformer import TransformerLM
 from lmkit.optim.adamw import AdamW, decay_groups
-from lmkit.parallel.process_group import Ranks
+from lmkit.parallel.process_group import Ranks, let_go_of_collectives
 from lmkit.parallel.strategies import STRATEGIES, GradientSync, SyncOptions, build_strategy
 from lmkit.parallel.torch_ddp import TorchDDP
 from lmkit.recipe.model import ModelConfig
@@ -89,6 +90,15 @@ class Contender:
 
     def _precision(self) -> AbstractContextManager:
         return torch.autocast(self.ranks.device.type, torch.bfloat16) if self._autocast else nullcontext()
+
+
+def begin_account(ranks: Ranks) -> None:
+    """Call before a contender is built whose memory counts: on return the allocator holds nothing of an earlier one
+    that would be freed on this one's account. A collective."""
+    if ranks.device.type == "cuda":
+        torch.cuda.synchronize(ranks.device)
+        let_go_of_collectives(ranks)
+    release_memory(ranks.device)
 
 
 def make_adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

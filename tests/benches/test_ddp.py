@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lmkit.benches import all_reduce, ddp, ddp_clock, optimizer
+from lmkit.benches import all_reduce, ddp, ddp_clock, ddp_contenders, optimizer
 from lmkit.benches.ddp_clock import SteadyStateClock, without_garbage_collection
 from lmkit.benches.ddp_contenders import DdpCase, baseline_of, contender
 from lmkit.benches.ddp_report import ddp_result, ladder_markdown, optimizer_result
@@ -23,8 +23,10 @@ from lmkit.measure.statistics import spread
 from lmkit.parallel.agreement import Agreement
 from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.process_group import Ranks
+from lmkit.recipe.model import ModelConfig
 
 HERE = str(Path(__file__).parent)
+TINY = ModelConfig(vocab_size=64, context_length=8, d_model=16, d_ff=16, num_layers=1, num_heads=1)
 
 
 @pytest.fixture(scope="module")
@@ -229,20 +231,10 @@ def test_there_are_three_steps_before_the_first_sample_however_few_are_asked_for
 
 
 def test_out_of_memory_is_a_row(monkeypatch):
-    from lmkit.recipe.model import ModelConfig
-
     def full(name, case, ranks):
         raise torch.OutOfMemoryError("no room")
 
-    sizes = {
-        "vocab_size": 64,
-        "context_length": 8,
-        "d_model": 16,
-        "d_ff": 16,
-        "num_layers": 1,
-        "num_heads": 1,
-    }
-    case = DdpCase("tiny", ModelConfig(**sizes), rows=1)
+    case = DdpCase("tiny", TINY, rows=1)
     monkeypatch.setattr(
         ddp, "contender", lambda *given: full(*given) if given[0] == "flat" else contender(*given)
     )
@@ -357,6 +349,34 @@ def test_settling_begins_when_the_rank_that_was_measured_has_come(monkeypatch, f
     ddp._settle(SimpleNamespace(step=step), Ranks(), 2)
     # 1.5 s in samples of two steps of 0.1 s, each waited for: a host that runs ahead would launch thousands.
     assert events == ["step", "step", "wait"] * 8
+
+
+@pytest.mark.parametrize(
+    ("device", "settles"), [("cuda", ["wait", "let go of collectives", "release"]), ("cpu", ["release"])]
+)
+def test_what_a_contender_left_is_not_on_the_next_ones_account(monkeypatch, device, settles):
+    """NCCL frees the tensors of a collective late: on the account of whoever is measured then."""
+    events: list[str] = []
+
+    def note(event: str):
+        return lambda *given, **named: events.append(event)
+
+    monkeypatch.setattr(ddp_contenders.torch.cuda, "synchronize", note("wait"))
+    monkeypatch.setattr(ddp_contenders, "let_go_of_collectives", note("let go of collectives"))
+    monkeypatch.setattr(ddp_contenders, "release_memory", note("release"))
+    monkeypatch.setattr(optimizer, "claim_workspaces", note("claim"))
+    monkeypatch.setattr(
+        optimizer, "_measure_memory", lambda *given: events.append("measure") or (None, {"state_bytes": 1})
+    )
+    monkeypatch.setattr(optimizer, "_time_alone", lambda *given: [1.0])
+    ranks = Ranks(device=torch.device(device), world_size=2)
+    optimizer.optimizer_rows(DdpCase("tiny", TINY, rows=1), ranks, names=("bucketed", "zero1"))
+    assert events == ["claim", *settles, "measure", *settles, "measure"]
+    events.clear()
+    monkeypatch.setattr(ddp, "contender", note("build"))  # what it gives fails at its first step
+    with pytest.raises(AttributeError):
+        ddp._build_and_measure("bucketed", DdpCase("tiny", TINY, rows=1), Ranks(), 3)
+    assert events == ["release", "build"]
 
 
 @pytest.mark.parametrize("was_on", [True, False])
