@@ -15,7 +15,7 @@ from lmkit.model.compilation import compile_model
 from lmkit.model.transformer import TransformerLM
 from lmkit.optim.adamw import AdamW, decay_groups
 from lmkit.parallel.process_group import Ranks, let_go_of_collectives
-from lmkit.parallel.strategies import STRATEGIES, GradientSync, SyncOptions, build_strategy
+from lmkit.parallel.strategies import HEEDS, STRATEGIES, GradientSync, SyncOptions, build_strategy
 from lmkit.parallel.torch_ddp import TorchDDP
 from lmkit.recipe.model import ModelConfig
 
@@ -179,30 +179,36 @@ def parse_name(name: str, bench: str = "ddp") -> tuple[str, str, SyncOptions]:
         return name, "", SyncOptions(weights="bf16" if name == SOLO[1] else "fp32")
     strategy, _, detail = name.partition(" ")
     is_torch = strategy == "torch_ddp"
-    options = SyncOptions(bucket_mb=TORCH_BUCKET_MB) if is_torch else SyncOptions()
-    read = options if is_torch and detail in TORCH_VARIANTS else _options(detail, options)
-    if strategy not in STRATEGIES or read is None or (read.weights == "bf16" and strategy != "zero1"):
+    defaults = SyncOptions(bucket_mb=TORCH_BUCKET_MB) if is_torch else SyncOptions()
+    named = {} if is_torch and detail in TORCH_VARIANTS else _named_options(detail)
+    if strategy not in STRATEGIES or named is None or not named.keys() <= set(HEEDS[strategy]):
         known = (*SOLO, *STRATEGIES, *(f"torch_ddp {variant}" for variant in TORCH_VARIANTS))
         raise UsageError(
             f"bench.{bench}.contenders: there is no {name!r}",
-            hint=f"{'; '.join(known)}; or with options: bucketed 100 MB; zero1 bf16; flat bf16 wire",
+            hint=f"{'; '.join(known)}; or with options that the strategy heeds: bucketed 100 MB; zero1 bf16; "
+            "flat bf16 wire",
         )
-    return strategy, detail, read
+    return strategy, detail, replace(defaults, **named)
 
 
-def _options(detail: str, options: SyncOptions) -> SyncOptions | None:
-    """`options` changed as "100 MB bf16 wire" and the like say; None if it says something else."""
+def _named_options(detail: str) -> dict[str, Any] | None:
+    """The `SyncOptions` that "100 MB bf16 wire" and the like name; None if it says something else, or one twice."""
     words = detail.split()
+    named: dict[str, Any] = {}
     while words:
+        said: dict[str, Any]
         match words:
             case ["bf16", "wire", *words]:
-                options = replace(options, wire_dtype="bf16")
+                said = {"wire_dtype": "bf16"}
             case ["bf16", *words]:
-                options = replace(options, weights="bf16")
+                said = {"weights": "bf16"}
             case ["collective", *words]:
-                options = replace(options, gather="collective")
+                said = {"gather": "collective"}
             case [number, "MB", *words] if number.replace(".", "", 1).isdecimal() and float(number) > 0:
-                options = replace(options, bucket_mb=float(number))
+                said = {"bucket_mb": float(number)}
             case _:
                 return None
-    return options
+        if said.keys() & named.keys():
+            return None
+        named |= said
+    return named

@@ -41,13 +41,24 @@ STRATEGIES: dict[str, str] = {
     "zero1": "lmkit.parallel.zero1:Zero1",
 }
 
+HEEDS: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "naive": (),
+    "flat": ("wire_dtype",),
+    "overlap": (),
+    "bucketed": ("bucket_mb", "wire_dtype"),
+    "torch_ddp": ("bucket_mb", "wire_dtype"),
+    "zero1": ("bucket_mb", "wire_dtype", "weights", "gather"),
+}
+"""Which of the `SyncOptions` make a difference to each strategy."""
+
 ParameterGroups = list[dict[str, Any]]
 MakeOptimizer = Callable[[ParameterGroups], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
 class SyncOptions:
-    """What a recipe can say about a strategy; each strategy's docstring names the options it heeds.
+    """What a recipe can say about a strategy; `HEEDS` has the options that each one heeds.
 
     Attributes:
         bucket_mb: how much is reduced in one call, in MiB (2^20 bytes). Every call costs the host some 0.1 ms, and

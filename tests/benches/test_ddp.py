@@ -15,7 +15,7 @@ import torch
 
 from lmkit.benches import all_reduce, ddp, ddp_clock, ddp_contenders, optimizer
 from lmkit.benches.ddp_clock import SteadyStateClock, without_garbage_collection
-from lmkit.benches.ddp_contenders import DdpCase, baseline_of, contender
+from lmkit.benches.ddp_contenders import DdpCase, baseline_of, contender, parse_name
 from lmkit.benches.ddp_report import ddp_result, ladder_markdown, optimizer_result
 from lmkit.errors import UsageError
 from lmkit.measure.limits import Limits
@@ -23,6 +23,7 @@ from lmkit.measure.statistics import spread
 from lmkit.parallel.agreement import Agreement
 from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.process_group import Ranks
+from lmkit.parallel.strategies import SyncOptions
 from lmkit.recipe.model import ModelConfig
 
 HERE = str(Path(__file__).parent)
@@ -246,7 +247,14 @@ def test_out_of_memory_is_a_row(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["naiv", "bucketed many MB", "bucketed 0 MB", "torch_ddp fast", "one rank bf16", "naive bf16", ""]
+    "name",
+    [
+        *("naiv", "bucketed many MB", "bucketed 0 MB", "torch_ddp fast", "one rank bf16", "naive bf16", ""),
+        # What the strategy would not heed, also where it names the default; and what is said twice.
+        *("none 100 MB", "none bf16 wire", "naive bf16 wire", "overlap bf16 wire", "overlap 25 MB"),
+        *("flat 100 MB", "flat 50 MB bf16 wire", "flat collective", "bucketed collective", "bucketed bf16"),
+        *("torch_ddp collective", "torch_ddp bf16", "torch_ddp static 50 MB", "bucketed 50 MB 100 MB"),
+    ],
 )
 def test_unknown_contenders_are_refused_before_anything_runs(name):
     case = DdpCase("tiny", None, rows=1)  # type: ignore[arg-type]
@@ -257,6 +265,20 @@ def test_unknown_contenders_are_refused_before_anything_runs(name):
         with pytest.raises(UsageError, match=rf"^bench\.{bench}\.contenders: there is no") as refused:
             rows(case, ranks=Ranks(), names=("one rank", name))
         assert "bucketed 100 MB" in refused.value.hint
+
+
+def test_a_contender_has_the_options_that_its_name_says():
+    for name, strategy, options in (
+        ("flat bf16 wire", "flat", SyncOptions(wire_dtype="bf16")),
+        ("bucketed 100 MB bf16 wire", "bucketed", SyncOptions(bucket_mb=100.0, wire_dtype="bf16")),
+        ("torch_ddp", "torch_ddp", SyncOptions(bucket_mb=25.0)),
+        ("torch_ddp 2.5 MB bf16 wire", "torch_ddp", SyncOptions(bucket_mb=2.5, wire_dtype="bf16")),
+        ("zero1 bf16 collective", "zero1", SyncOptions(weights="bf16", gather="collective")),
+        ("zero1 1000 MB bf16 wire", "zero1", SyncOptions(bucket_mb=1000.0, wire_dtype="bf16")),
+    ):
+        assert parse_name(name) == (strategy, name.partition(" ")[2], options)
+    assert parse_name("torch_ddp + ZeRO") == ("torch_ddp", "+ ZeRO", SyncOptions(bucket_mb=25.0))
+    assert parse_name("one rank, bf16 weights")[2].weights == "bf16"
 
 
 def test_the_clock_leaves_out_the_first_steps(monkeypatch):
