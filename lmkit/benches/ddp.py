@@ -309,14 +309,16 @@ def expected_link_bytes(name: str, parameter_bytes: int, world_size: int) -> flo
     """The formula: what a rank must send per step, without flags and padding.
 
     An all-reduce of the gradients costs 2 (W-1)/W of their bytes, and so do reduce-scatter and all-gather together
-    (of gradients and weights). Gradients of fp32 weights that travel as bf16 count half.
+    (of gradients and weights). Gradients of fp32 weights that travel as bf16 count half. PyTorch's ZeRO-1 reduces
+    whole gradients everywhere and then broadcasts the weights, which costs (W-1)/W of their bytes on top.
     """
     if name == "none":
         return 0.0
-    strategy, _, options = parse_name(name)
+    strategy, detail, options = parse_name(name)
     gradients = 0.5 if options.wire_dtype == "bf16" and options.weights == "fp32" else 1.0
     weights = 1.0 if strategy == "zero1" else gradients  # the second half of an all-reduce
-    return (gradients + weights) * (world_size - 1) / world_size * parameter_bytes
+    broadcast = 1.0 if detail == "+ ZeRO" else 0.0
+    return (gradients + weights + broadcast) * (world_size - 1) / world_size * parameter_bytes
 
 
 def compare(rows: Sequence[dict[str, Any]], candidate: str, baseline: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from lmkit.optim.adamw import AdamW, decay_groups
 from lmkit.parallel.process_group import Ranks, let_go_of_collectives
 from lmkit.parallel.strategies import HEEDS, STRATEGIES, GradientSync, SyncOptions, build_strategy
 from lmkit.parallel.torch_ddp import TorchDDP
+from lmkit.parallel.traffic import Traffic
 from lmkit.recipe.model import ModelConfig
 
 ADAMW: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8}
@@ -127,6 +129,13 @@ def make_redundancy_free_adamw(groups: list[dict[str, Any]]) -> torch.optim.Opti
     )
 
 
+def _count_broadcasts(traffic: Traffic, optimizer: Any, *_: Any) -> None:
+    """What PyTorch's ZeRO-1 has sent in its step: the parameters dealt to each rank, one tensor a rank."""
+    for of_device in optimizer._buckets:
+        for of_rank in of_device:
+            traffic.count_broadcast(of_rank.nbytes, optimizer.world_size)
+
+
 # What stands for one GPU runs on rank 0 alone, while the other ranks wait.
 SOLO = ("one rank", "one rank, bf16 weights")
 
@@ -162,7 +171,10 @@ def contender(name: str, case: DdpCase, ranks: Ranks) -> Contender:
             make = make_redundancy_free_adamw
         views, static = detail != "default", detail == "static"
         sync = TorchDDP(ranks, options, view_gradients=views, static_graph=static)
-        return Contender(case, ranks, sync, make, weights=options.weights)
+        built = Contender(case, ranks, sync, make, weights=options.weights)
+        if detail == "+ ZeRO":
+            built.optimizer.register_step_post_hook(partial(_count_broadcasts, sync.traffic))
+        return built
     return Contender(case, ranks, build_strategy(strategy, ranks, options), make, weights=options.weights)
 
 

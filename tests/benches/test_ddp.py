@@ -75,6 +75,7 @@ def test_bytes_agree_with_the_formula(ladder):
     assert ladder["bucketed"]["expected_link_bytes"] == 2 * 0.5 * parameters
     assert ladder["bucketed bf16 wire"]["expected_link_bytes"] == 0.5 * parameters
     assert ladder["zero1 bf16"]["expected_link_bytes"] == 0.5 * parameters
+    assert ladder["torch_ddp + ZeRO"]["expected_link_bytes"] == 3 * 0.5 * parameters
     assert {name: row["gather"] for name, row in ladder.items() if "gather" in row} == dict.fromkeys(
         ("zero1", "zero1 bf16"), "collective"
     )
@@ -87,7 +88,7 @@ def test_bytes_agree_with_the_formula(ladder):
     [
         ("flat", 1.5),
         ("none", 0.0),
-        ("torch_ddp + ZeRO", 1.5),
+        ("torch_ddp + ZeRO", 1.5 + 0.75),  # weights are broadcast after whole gradients were reduced
         ("bucketed bf16 wire", 0.75),
         ("bucketed bf16 wire 100 MB", 0.75),
         ("zero1", 1.5),
@@ -108,6 +109,13 @@ def test_baselines_are_those_of_the_same_weights(ladder):
     assert "exposed_ms" in ladder["bucketed"]
     assert "exposed_ms" not in ladder["one rank"]
     assert ladder["bucketed"]["communication_alone_ms"] > 0
+
+
+def test_what_zero_broadcasts_is_counted_as_it_was_sent(measured):
+    (seen,) = measured["broadcast"]
+    assert seen["payload_bytes"] == seen["sent"] == seen["parameter_bytes"]
+    assert seen["calls"] == 2, "one from each rank"
+    assert seen["link_bytes"] == 0.5 * seen["sent"]
 
 
 def test_a_contender_against_itself_is_even(measured):
