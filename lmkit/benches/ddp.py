@@ -25,14 +25,22 @@ import torch
 import torch.distributed as dist
 
 from lmkit.benches.ddp_clock import SteadyStateClock, without_garbage_collection
-from lmkit.benches.ddp_contenders import SOLO, Contender, DdpCase, baseline_of, contender, parse_name
+from lmkit.benches.ddp_contenders import (
+    SOLO,
+    Contender,
+    DdpCase,
+    baseline_of,
+    begin_account,
+    contender,
+    parse_name,
+)
 from lmkit.benches.journal import Journal
 from lmkit.measure.memory import claim_workspaces, release_memory
 from lmkit.measure.progress import Progress
 from lmkit.measure.statistics import median, paired_ratio, spread
 from lmkit.measure.timing import time_variants
 from lmkit.parallel.agreement import agree
-from lmkit.parallel.process_group import Ranks, let_go_of_collectives
+from lmkit.parallel.process_group import Ranks
 from lmkit.parallel.zero1 import Zero1
 
 SETTLE_S = 1.5
@@ -136,11 +144,8 @@ def _build_and_measure(
     facts: dict[str, Any] = {"status": "ok"}
     full = False
     try:
+        begin_account(ranks)
         if on_gpu:
-            torch.cuda.synchronize(ranks.device)
-            # Or what an earlier contender left would be freed on this one's account.
-            let_go_of_collectives(ranks)
-            release_memory(ranks.device)
             torch.cuda.reset_peak_memory_stats(ranks.device)
             start = torch.cuda.memory_allocated(ranks.device)
         if mine:
@@ -333,14 +338,16 @@ def expected_link_bytes(name: str, parameter_bytes: int, world_size: int) -> flo
     """The formula: what a rank must send per step, without flags and padding.
 
     An all-reduce of the gradients costs 2 (W-1)/W of their bytes, and so do reduce-scatter and all-gather together
-    (of gradients and weights). Gradients of fp32 weights that travel as bf16 count half.
+    (of gradients and weights). Gradients of fp32 weights that travel as bf16 count half. PyTorch's ZeRO-1 reduces
+    whole gradients everywhere and then broadcasts the weights, which costs (W-1)/W of their bytes on top.
     """
     if name == "none":
         return 0.0
-    strategy, _, options = parse_name(name)
+    strategy, detail, options = parse_name(name)
     gradients = 0.5 if options.wire_dtype == "bf16" and options.weights == "fp32" else 1.0
     weights = 1.0 if strategy == "zero1" else gradients  # the second half of an all-reduce
-    return (gradients + weights) * (world_size - 1) / world_size * parameter_bytes
+    broadcast = 1.0 if detail == "+ ZeRO" else 0.0
+    return (gradients + weights + broadcast) * (world_size - 1) / world_size * parameter_bytes
 
 
 def compare(rows: Sequence[dict[str, Any]], candidate: str, baseline: str) -> dict[str, Any]:

@@ -73,10 +73,13 @@ def of_slowest_rank(samples_ms: Sequence[float], ranks: Ranks) -> list[float]:
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Python's collector off: with a dozen models alive one of its pauses is longer than what is compared."""
+    """Python's collector off: with a dozen models alive one of its pauses is longer than what is compared. Afterwards
+    it is on again if it was before."""
+    was_on = gc.isenabled()
     gc.collect()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if was_on:
+            gc.enable()

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from lmkit.errors import UsageError
+from lmkit.measure.memory import release_memory
 from lmkit.model.compilation import compile_model
 from lmkit.model.transformer import TransformerLM
 from lmkit.optim.adamw import AdamW, decay_groups
-from lmkit.parallel.process_group import Ranks
-from lmkit.parallel.strategies import STRATEGIES, GradientSync, SyncOptions, build_strategy
+from lmkit.parallel.process_group import Ranks, let_go_of_collectives
+from lmkit.parallel.strategies import HEEDS, STRATEGIES, GradientSync, SyncOptions, build_strategy
 from lmkit.parallel.torch_ddp import TorchDDP
+from lmkit.parallel.traffic import Traffic
 from lmkit.recipe.model import ModelConfig
 
 ADAMW: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8}
@@ -91,6 +94,15 @@ class Contender:
         return torch.autocast(self.ranks.device.type, torch.bfloat16) if self._autocast else nullcontext()
 
 
+def begin_account(ranks: Ranks) -> None:
+    """Call before a contender is built whose memory counts: on return the allocator holds nothing of an earlier one
+    that would be freed on this one's account. A collective."""
+    if ranks.device.type == "cuda":
+        torch.cuda.synchronize(ranks.device)
+        let_go_of_collectives(ranks)
+    release_memory(ranks.device)
+
+
 def make_adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """PyTorch's fused AdamW, the same for all who differ in how they reduce gradients."""
     return torch.optim.AdamW(groups, fused=True, **ADAMW)
@@ -115,6 +127,13 @@ def make_redundancy_free_adamw(groups: list[dict[str, Any]]) -> torch.optim.Opti
         weight_decay=WEIGHT_DECAY,
         **ADAMW,
     )
+
+
+def _count_broadcasts(traffic: Traffic, optimizer: Any, *_: Any) -> None:
+    """What PyTorch's ZeRO-1 has sent in its step: the parameters dealt to each rank, one tensor a rank."""
+    for of_device in optimizer._buckets:
+        for of_rank in of_device:
+            traffic.count_broadcast(of_rank.nbytes, optimizer.world_size)
 
 
 # What stands for one GPU runs on rank 0 alone, while the other ranks wait.
@@ -152,7 +171,10 @@ def contender(name: str, case: DdpCase, ranks: Ranks) -> Contender:
             make = make_redundancy_free_adamw
         views, static = detail != "default", detail == "static"
         sync = TorchDDP(ranks, options, view_gradients=views, static_graph=static)
-        return Contender(case, ranks, sync, make, weights=options.weights)
+        built = Contender(case, ranks, sync, make, weights=options.weights)
+        if detail == "+ ZeRO":
+            built.optimizer.register_step_post_hook(partial(_count_broadcasts, sync.traffic))
+        return built
     return Contender(case, ranks, build_strategy(strategy, ranks, options), make, weights=options.weights)
 
 
@@ -169,30 +191,36 @@ def parse_name(name: str, bench: str = "ddp") -> tuple[str, str, SyncOptions]:
         return name, "", SyncOptions(weights="bf16" if name == SOLO[1] else "fp32")
     strategy, _, detail = name.partition(" ")
     is_torch = strategy == "torch_ddp"
-    options = SyncOptions(bucket_mb=TORCH_BUCKET_MB) if is_torch else SyncOptions()
-    read = options if is_torch and detail in TORCH_VARIANTS else _options(detail, options)
-    if strategy not in STRATEGIES or read is None or (read.weights == "bf16" and strategy != "zero1"):
+    defaults = SyncOptions(bucket_mb=TORCH_BUCKET_MB) if is_torch else SyncOptions()
+    named = {} if is_torch and detail in TORCH_VARIANTS else _named_options(detail)
+    if strategy not in STRATEGIES or named is None or not named.keys() <= set(HEEDS[strategy]):
         known = (*SOLO, *STRATEGIES, *(f"torch_ddp {variant}" for variant in TORCH_VARIANTS))
         raise UsageError(
             f"bench.{bench}.contenders: there is no {name!r}",
-            hint=f"{'; '.join(known)}; or with options: bucketed 100 MB; zero1 bf16; flat bf16 wire",
+            hint=f"{'; '.join(known)}; or with options that the strategy heeds: bucketed 100 MB; zero1 bf16; "
+            "flat bf16 wire",
         )
-    return strategy, detail, read
+    return strategy, detail, replace(defaults, **named)
 
 
-def _options(detail: str, options: SyncOptions) -> SyncOptions | None:
-    """`options` changed as "100 MB bf16 wire" and the like say; None if it says something else."""
+def _named_options(detail: str) -> dict[str, Any] | None:
+    """The `SyncOptions` that "100 MB bf16 wire" and the like name; None if it says something else, or one twice."""
     words = detail.split()
+    named: dict[str, Any] = {}
     while words:
+        said: dict[str, Any]
         match words:
             case ["bf16", "wire", *words]:
-                options = replace(options, wire_dtype="bf16")
+                said = {"wire_dtype": "bf16"}
             case ["bf16", *words]:
-                options = replace(options, weights="bf16")
+                said = {"weights": "bf16"}
             case ["collective", *words]:
-                options = replace(options, gather="collective")
+                said = {"gather": "collective"}
             case [number, "MB", *words] if number.replace(".", "", 1).isdecimal() and float(number) > 0:
-                options = replace(options, bucket_mb=float(number))
+                said = {"bucket_mb": float(number)}
             case _:
                 return None
-    return options
+        if said.keys() & named.keys():
+            return None
+        named |= said
+    return named

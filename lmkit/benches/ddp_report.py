@@ -57,6 +57,7 @@ LADDER_NOTES = (
     "share of it that does not lengthen the step (below 0: what the reduction costs the compute beside it)",
     "ms/step: the median of samples of the slowest rank; half as many untimed steps lead into each, and on GPUs "
     f"{SETTLE_S:g} s of steps into the first and into one after a sample of one rank (the others rested through it)",
+    "formula: 2 (W-1)/W of the gradients; PyTorch's ZeRO then broadcasts the weights, (W-1)/W of their bytes more",
 )
 _HOST_NOTE = "host ms: how long the CPU is busy with a step on an idle GPU"
 _AHEAD_NOTE = (

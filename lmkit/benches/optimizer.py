@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from lmkit.benches.ddp_clock import SteadyStateClock, of_slowest_rank, without_garbage_collection
-from lmkit.benches.ddp_contenders import Contender, DdpCase, contender, parse_name
-from lmkit.measure.memory import release_memory
+from lmkit.benches.ddp_contenders import Contender, DdpCase, begin_account, contender, parse_name
+from lmkit.measure.memory import claim_workspaces
 from lmkit.measure.progress import Progress
 from lmkit.measure.statistics import spread
 from lmkit.measure.timing import time_variants
@@ -44,11 +44,12 @@ def optimizer_rows(
     """
     for name in names:
         parse_name(name, "optimizer")
+    claim_workspaces(ranks.device)
     rows = []
     for number, name in enumerate(names):
         if progress is not None and ranks.is_first:
             progress("optimizer", number, len(names))
-        release_memory(ranks.device)
+        begin_account(ranks)
         built, row = _measure_memory(name, case, ranks)
         with without_garbage_collection():
             samples = _time_alone(built, ranks, rounds, steps_per_sample)

@@ -19,8 +19,10 @@ class Accumulates:
 
     def no_sync(self) -> AbstractContextManager[None]:
         self._accumulated = True
-        if self._watch is not None and not self._watch.watches_all:
-            self._watch.watch_all()
+        if self._watch is not None:
+            self._watch.check_nothing_is_left()
+            if not self._watch.watches_all:
+                self._watch.watch_all()
         return self._without_communication()
 
     @contextmanager

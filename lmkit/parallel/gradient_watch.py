@@ -76,6 +76,10 @@ class GradientWatch:
             handle.remove()
         self._handles = []
 
+    def check_nothing_is_left(self) -> None:
+        """Called before a pass that only accumulates; see `ReadyQueue`."""
+        self._queue.check_nothing_is_left()
+
     def without_gradient(self) -> list[nn.Parameter]:
         """After a pass: the parameters that it gave no gradient."""
         left = self._buckets[self._queue.launched :]

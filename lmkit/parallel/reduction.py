@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -30,13 +30,11 @@ class PendingMean:
     work: dist.Work
     results: list[torch.Tensor]
     divide_by: int = 1
-    source: torch.Tensor | None = field(default=None, repr=False)  # alive until the collective has read it
 
     def wait(self) -> list[torch.Tensor]:
         self.work.wait()
         if self.divide_by != 1:
             torch._foreach_div_(self.results, self.divide_by)
-        self.source = None
         return self.results
 
 
@@ -72,7 +70,7 @@ class Averager:
         part = flat.chunk(self._ranks.world_size)[self._ranks.rank]
         op, divide_by = self._mean_of(flat)
         work = _reduce_scatter(part, flat, op=op, async_op=True)
-        return PendingMean(work, [part], divide_by, source=flat)
+        return PendingMean(work, [part], divide_by)
 
     def all_gather(self, flat: torch.Tensor) -> dist.Work:
         """Start filling `flat` (world_size * n,) with every rank's part; this rank's part is there already."""

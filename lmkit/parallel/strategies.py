@@ -41,13 +41,24 @@ STRATEGIES: dict[str, str] = {
     "zero1": "lmkit.parallel.zero1:Zero1",
 }
 
+HEEDS: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "naive": (),
+    "flat": ("wire_dtype",),
+    "overlap": (),
+    "bucketed": ("bucket_mb", "wire_dtype"),
+    "torch_ddp": ("bucket_mb", "wire_dtype"),
+    "zero1": ("bucket_mb", "wire_dtype", "weights", "gather"),
+}
+"""Which of the `SyncOptions` make a difference to each strategy."""
+
 ParameterGroups = list[dict[str, Any]]
 MakeOptimizer = Callable[[ParameterGroups], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
 class SyncOptions:
-    """What a recipe can say about a strategy; each strategy's docstring names the options it heeds.
+    """What a recipe can say about a strategy; `HEEDS` has the options that each one heeds.
 
     Attributes:
         bucket_mb: how much is reduced in one call, in MiB (2^20 bytes). Every call costs the host some 0.1 ms, and
@@ -92,7 +103,12 @@ class GradientSync(Protocol):
         """Make the optimizer for these parameter groups; under `zero1` it holds only this rank's shard."""
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Gradients of the forward and backward passes inside only accumulate. Enter it before the forward."""
+        """Gradients of the forward and backward passes inside only accumulate. Enter it before the forward.
+
+        Every backward pass of a step but the last belongs inside. Strategies that communicate during the pass
+        (`overlap`, `bucketed`, `zero1`) raise an LmkitError where the next one begins, or `no_sync` is entered, and
+        neither `finish` nor `reset` was called since.
+        """
 
     def finish(self, *, wait: bool = True) -> None:
         """Call after the last backward of a step: on return every gradient is the mean over the ranks
@@ -120,7 +136,8 @@ class GradientSync(Protocol):
         """
 
     def reset(self) -> None:
-        """Forget a step that broke off (an exception in backward), so that the next one starts clean."""
+        """Forget a step that broke off (an exception in backward), or one whose gradients are not wanted and that
+        `finish` was not called for, so that the next one starts clean. On all ranks, after the same passes."""
 
 
 def build_strategy(name: str, ranks: Ranks, options: SyncOptions | None = None) -> GradientSync:

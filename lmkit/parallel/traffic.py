@@ -14,7 +14,8 @@ class Traffic:
         payload_bytes: size of the tensors that were reduced or gathered.
         link_bytes: what a bandwidth-optimal (ring) algorithm sends per rank for them: 2 (W-1)/W of an
             all-reduce's bytes, (W-1)/W of a reduce-scatter's or all-gather's
-            (Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective Communication Operations").
+            (Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective Communication Operations"), and of a
+            broadcast's on average: all ranks but one pass it on.
     """
 
     calls: int = 0
@@ -26,6 +27,9 @@ class Traffic:
 
     def count_scatter_or_gather(self, num_bytes: int, world_size: int) -> None:
         """One reduce-scatter or all-gather whose full side (all ranks' parts) has `num_bytes`."""
+        self._count(num_bytes, 1.0, world_size, 1)
+
+    def count_broadcast(self, num_bytes: int, world_size: int) -> None:
         self._count(num_bytes, 1.0, world_size, 1)
 
     def reset(self) -> None:

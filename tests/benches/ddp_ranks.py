@@ -7,6 +7,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 from lmkit.benches import ddp
 from lmkit.benches.adamw_update import update_rows
@@ -51,6 +52,23 @@ def gradients_after_communication_alone(ranks: Ranks) -> int:
     return sum(parameter.grad is not None for parameter in built.model.parameters())
 
 
+def broadcast_by_zero(ranks: Ranks) -> dict[str, float]:
+    """What PyTorch's ZeRO-1 hands to broadcasts in a step of its optimizer, beside what is counted for it."""
+    built = contender("torch_ddp + ZeRO", CASE, ranks)
+    built.backward()
+    traffic = built.sync.traffic
+    traffic.reset()
+    with mock.patch.object(dist, "broadcast", wraps=dist.broadcast) as broadcast:
+        built.optimizer.step()
+    return {
+        "sent": sum(call.kwargs["tensor"].nbytes for call in broadcast.call_args_list),
+        "calls": traffic.calls,
+        "payload_bytes": traffic.payload_bytes,
+        "link_bytes": traffic.link_bytes,
+        "parameter_bytes": sum(parameter.nbytes for parameter in built.model.parameters()),
+    }
+
+
 class Kept:
     """A journal that remembers all that stood in it."""
 
@@ -84,6 +102,7 @@ def measure_all() -> dict[str, list[dict[str, Any]]]:
             ),
             "full": with_rank_1_full(ranks),
             "left": [{"gradients": gradients_after_communication_alone(ranks)}],
+            "broadcast": [broadcast_by_zero(ranks)],
             "slowest": [{"samples_ms": of_slowest_rank([1.0 + ranks.rank, 3.0 - ranks.rank], ranks)}],
             "compared": [ddp.compare(ladder, "naive", "naive")],
             "all_reduce": all_reduce_rows(ranks, sizes_mb=(0.01, 0.1), repeats=2),

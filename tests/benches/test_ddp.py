@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lmkit.benches import all_reduce, ddp, ddp_clock, optimizer
+from lmkit.benches import all_reduce, ddp, ddp_clock, ddp_contenders, optimizer
 from lmkit.benches.ddp_clock import SteadyStateClock, without_garbage_collection
-from lmkit.benches.ddp_contenders import DdpCase, baseline_of, contender
+from lmkit.benches.ddp_contenders import DdpCase, baseline_of, contender, parse_name
 from lmkit.benches.ddp_report import ddp_result, ladder_markdown, optimizer_result
 from lmkit.errors import UsageError
 from lmkit.measure.limits import Limits
@@ -23,8 +23,11 @@ from lmkit.measure.statistics import spread
 from lmkit.parallel.agreement import Agreement
 from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.process_group import Ranks
+from lmkit.parallel.strategies import SyncOptions
+from lmkit.recipe.model import ModelConfig
 
 HERE = str(Path(__file__).parent)
+TINY = ModelConfig(vocab_size=64, context_length=8, d_model=16, d_ff=16, num_layers=1, num_heads=1)
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +75,7 @@ def test_bytes_agree_with_the_formula(ladder):
     assert ladder["bucketed"]["expected_link_bytes"] == 2 * 0.5 * parameters
     assert ladder["bucketed bf16 wire"]["expected_link_bytes"] == 0.5 * parameters
     assert ladder["zero1 bf16"]["expected_link_bytes"] == 0.5 * parameters
+    assert ladder["torch_ddp + ZeRO"]["expected_link_bytes"] == 3 * 0.5 * parameters
     assert {name: row["gather"] for name, row in ladder.items() if "gather" in row} == dict.fromkeys(
         ("zero1", "zero1 bf16"), "collective"
     )
@@ -84,7 +88,7 @@ def test_bytes_agree_with_the_formula(ladder):
     [
         ("flat", 1.5),
         ("none", 0.0),
-        ("torch_ddp + ZeRO", 1.5),
+        ("torch_ddp + ZeRO", 1.5 + 0.75),  # weights are broadcast after whole gradients were reduced
         ("bucketed bf16 wire", 0.75),
         ("bucketed bf16 wire 100 MB", 0.75),
         ("zero1", 1.5),
@@ -105,6 +109,13 @@ def test_baselines_are_those_of_the_same_weights(ladder):
     assert "exposed_ms" in ladder["bucketed"]
     assert "exposed_ms" not in ladder["one rank"]
     assert ladder["bucketed"]["communication_alone_ms"] > 0
+
+
+def test_what_zero_broadcasts_is_counted_as_it_was_sent(measured):
+    (seen,) = measured["broadcast"]
+    assert seen["payload_bytes"] == seen["sent"] == seen["parameter_bytes"]
+    assert seen["calls"] == 2, "one from each rank"
+    assert seen["link_bytes"] == 0.5 * seen["sent"]
 
 
 def test_a_contender_against_itself_is_even(measured):
@@ -233,20 +244,10 @@ def test_there_are_three_steps_before_the_first_sample_however_few_are_asked_for
 
 
 def test_out_of_memory_is_a_row(monkeypatch):
-    from lmkit.recipe.model import ModelConfig
-
     def full(name, case, ranks):
         raise torch.OutOfMemoryError("no room")
 
-    sizes = {
-        "vocab_size": 64,
-        "context_length": 8,
-        "d_model": 16,
-        "d_ff": 16,
-        "num_layers": 1,
-        "num_heads": 1,
-    }
-    case = DdpCase("tiny", ModelConfig(**sizes), rows=1)
+    case = DdpCase("tiny", TINY, rows=1)
     monkeypatch.setattr(
         ddp, "contender", lambda *given: full(*given) if given[0] == "flat" else contender(*given)
     )
@@ -258,7 +259,14 @@ def test_out_of_memory_is_a_row(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["naiv", "bucketed many MB", "bucketed 0 MB", "torch_ddp fast", "one rank bf16", "naive bf16", ""]
+    "name",
+    [
+        *("naiv", "bucketed many MB", "bucketed 0 MB", "torch_ddp fast", "one rank bf16", "naive bf16", ""),
+        # What the strategy would not heed, also where it names the default; and what is said twice.
+        *("none 100 MB", "none bf16 wire", "naive bf16 wire", "overlap bf16 wire", "overlap 25 MB"),
+        *("flat 100 MB", "flat 50 MB bf16 wire", "flat collective", "bucketed collective", "bucketed bf16"),
+        *("torch_ddp collective", "torch_ddp bf16", "torch_ddp static 50 MB", "bucketed 50 MB 100 MB"),
+    ],
 )
 def test_unknown_contenders_are_refused_before_anything_runs(name):
     case = DdpCase("tiny", None, rows=1)  # type: ignore[arg-type]
@@ -269,6 +277,20 @@ def test_unknown_contenders_are_refused_before_anything_runs(name):
         with pytest.raises(UsageError, match=rf"^bench\.{bench}\.contenders: there is no") as refused:
             rows(case, ranks=Ranks(), names=("one rank", name))
         assert "bucketed 100 MB" in refused.value.hint
+
+
+def test_a_contender_has_the_options_that_its_name_says():
+    for name, strategy, options in (
+        ("flat bf16 wire", "flat", SyncOptions(wire_dtype="bf16")),
+        ("bucketed 100 MB bf16 wire", "bucketed", SyncOptions(bucket_mb=100.0, wire_dtype="bf16")),
+        ("torch_ddp", "torch_ddp", SyncOptions(bucket_mb=25.0)),
+        ("torch_ddp 2.5 MB bf16 wire", "torch_ddp", SyncOptions(bucket_mb=2.5, wire_dtype="bf16")),
+        ("zero1 bf16 collective", "zero1", SyncOptions(weights="bf16", gather="collective")),
+        ("zero1 1000 MB bf16 wire", "zero1", SyncOptions(bucket_mb=1000.0, wire_dtype="bf16")),
+    ):
+        assert parse_name(name) == (strategy, name.partition(" ")[2], options)
+    assert parse_name("torch_ddp + ZeRO") == ("torch_ddp", "+ ZeRO", SyncOptions(bucket_mb=25.0))
+    assert parse_name("one rank, bf16 weights")[2].weights == "bf16"
 
 
 def test_the_clock_leaves_out_the_first_steps(monkeypatch):
@@ -414,7 +436,36 @@ def test_settling_begins_when_the_rank_that_was_measured_has_come(monkeypatch, f
     assert events == ["step", "step", "wait"] * 8
 
 
-def test_the_collector_comes_back_after_an_error():
+@pytest.mark.parametrize(
+    ("device", "settles"), [("cuda", ["wait", "let go of collectives", "release"]), ("cpu", ["release"])]
+)
+def test_what_a_contender_left_is_not_on_the_next_ones_account(monkeypatch, device, settles):
+    """NCCL frees the tensors of a collective late: on the account of whoever is measured then."""
+    events: list[str] = []
+
+    def note(event: str):
+        return lambda *given, **named: events.append(event)
+
+    monkeypatch.setattr(ddp_contenders.torch.cuda, "synchronize", note("wait"))
+    monkeypatch.setattr(ddp_contenders, "let_go_of_collectives", note("let go of collectives"))
+    monkeypatch.setattr(ddp_contenders, "release_memory", note("release"))
+    monkeypatch.setattr(optimizer, "claim_workspaces", note("claim"))
+    monkeypatch.setattr(
+        optimizer, "_measure_memory", lambda *given: events.append("measure") or (None, {"state_bytes": 1})
+    )
+    monkeypatch.setattr(optimizer, "_time_alone", lambda *given: [1.0])
+    ranks = Ranks(device=torch.device(device), world_size=2)
+    optimizer.optimizer_rows(DdpCase("tiny", TINY, rows=1), ranks, names=("bucketed", "zero1"))
+    assert events == ["claim", *settles, "measure", *settles, "measure"]
+    events.clear()
+    monkeypatch.setattr(ddp, "contender", note("build"))  # what it gives fails at its first step
+    with pytest.raises(AttributeError):
+        ddp._build_and_measure("bucketed", DdpCase("tiny", TINY, rows=1), Ranks(), 3)
+    assert events == ["release", "build"]
+
+
+@pytest.mark.parametrize("was_on", [True, False])
+def test_the_collector_is_as_it_was_after_an_error(was_on):
     states = []
 
     def fail() -> None:
@@ -422,6 +473,11 @@ def test_the_collector_comes_back_after_an_error():
             states.append(gc.isenabled())
             raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError):
-        fail()
-    assert [*states, gc.isenabled()] == [False, True]
+    (gc.enable if was_on else gc.disable)()
+    try:
+        with pytest.raises(ZeroDivisionError):
+            fail()
+        states.append(gc.isenabled())
+    finally:
+        gc.enable()
+    assert states == [False, was_on]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from rank_model import adamw, batch, groups_of, joined_run
 from rank_training import (
     FLOAT64_TOLERANCE,
+    STRATEGIES,
     assert_close_models,
     build,
     one_step,
@@ -20,6 +22,7 @@ from rank_training import (
 )
 from torch import nn
 
+from lmkit.errors import LmkitError
 from lmkit.parallel.process_group import Ranks
 from lmkit.parallel.strategies import SyncOptions, build_strategy
 
@@ -134,6 +137,48 @@ def check_exception_in_backward(ranks: Ranks, strategy: str, tidy: bool) -> None
     assert_close_models(model, oracle, FLOAT64_TOLERANCE)
 
 
+def check_passes_without_no_sync(ranks: Ranks, strategy: str) -> None:
+    """Who forgets `no_sync` gets the sum of both passes, or an error before a gradient is lost; never less."""
+    communicates_inside = strategy in ("overlap", "bucketed", "zero1")
+
+    def two_passes(model: nn.Module, step: int, rank: int) -> None:
+        for micro in range(2):
+            torch.manual_seed(100 * step + 10 * rank + micro)
+            x = torch.randn(4, 8, dtype=torch.float64).to(ranks.device)
+            model(x).square().mean().backward()
+
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8, bias=False) for _ in range(4)]
+    oracle = nn.Sequential(*layers).to(ranks.device, torch.float64)
+    model = copy.deepcopy(oracle)
+    sync = build(strategy, ranks, SyncOptions(bucket_mb=2 * 64 * 8 / 2**20))  # two matrices each
+    call = sync.attach(model)
+    make = partial(torch.optim.SGD, lr=0.05)
+    optimizer = sync.build_optimizer(make, [{"params": list(model.parameters())}])
+    plain = torch.optim.SGD(oracle.parameters(), lr=0.05 / ranks.world_size)
+    for step in range(3):  # before and after the order is settled
+        for rank in range(ranks.world_size):
+            two_passes(oracle, step, rank)
+        if communicates_inside:
+            with pytest.raises(LmkitError, match="began before finish") as refused:
+                two_passes(call, step, ranks.rank)
+            assert "wrap all but the last backward pass of a step in no_sync()" in refused.value.hint
+            with pytest.raises(LmkitError, match="began before finish"):
+                sync.no_sync()
+            sync.reset()
+            optimizer.zero_grad()
+            with sync.no_sync():
+                two_passes(call, step, ranks.rank)
+        else:
+            two_passes(call, step, ranks.rank)
+        sync.finish()
+        for either in (optimizer, plain):
+            either.step()
+            either.zero_grad()
+    sync.wait_for_weights()
+    assert_close_models(model, oracle, FLOAT64_TOLERANCE)
+
+
 BREAK_OFF_CHECKS: dict[str, Callable[[Ranks], None]] = {
     **{f"leftover gradient: number {n}": partial(check_leftover_gradients, which=n) for n in (0, 1, 2, 4, 5)},
     **{
@@ -155,4 +200,5 @@ BREAK_OFF_CHECKS: dict[str, Callable[[Ranks], None]] = {
         for s in ("naive", "flat", "overlap", "bucketed", "zero1")
         for tidy in (True, False)
     },
+    **{f"passes without no_sync: {s}": partial(check_passes_without_no_sync, strategy=s) for s in STRATEGIES},
 }

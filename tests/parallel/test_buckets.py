@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from lmkit.errors import LmkitError
 from lmkit.parallel import bucketed
 from lmkit.parallel.bucketed import fill_buckets, plan_buckets
 from lmkit.parallel.process_group import Ranks
@@ -104,19 +105,60 @@ def test_a_launch_that_raises_is_not_repeated():
     assert launched == [0, 1]
 
 
+class Watched:
+    """A parameter whose gradient begins a pass in a queue."""
+
+    def __init__(self) -> None:
+        self.weight = nn.Parameter(torch.ones(2))
+        self.begun: list[bool] = []
+        self.abandoned = 0
+        self.queue = ReadyQueue([2], lambda index: None, self._abandon)
+        self.weight.register_post_accumulate_grad_hook(lambda p: self.begun.append(self.queue.begin()))
+
+    def _abandon(self) -> None:
+        self.abandoned += 1
+
+    def backward(self) -> None:
+        self.weight.sum().backward()
+
+    def break_off(self) -> None:
+        """A pass that raises after the parameter's gradient has come."""
+
+        def explode(gradient: torch.Tensor) -> None:
+            raise ZeroDivisionError
+
+        hidden = torch.ones(2, requires_grad=True) * 1.0
+        hidden.register_hook(explode)
+        before = len(self.begun)
+        with pytest.raises(ZeroDivisionError):
+            (hidden + self.weight).sum().backward()
+        assert len(self.begun) == before + 1
+
+
 def test_a_backward_pass_that_broke_off_is_noticed():
-    abandoned: list[bool] = []
-    weight = nn.Parameter(torch.ones(2))
-    queue = ReadyQueue([2], lambda index: None, lambda: abandoned.append(True))
-    begun: list[bool] = []
-    weight.register_post_accumulate_grad_hook(lambda p: begun.append(queue.begin()))
-    weight.sum().backward()
-    assert (begun, abandoned) == ([True], [])
-    weight.sum().backward()  # another pass, and nobody finished the first
-    assert (begun, abandoned) == ([True, True], [True])
-    queue.launch_rest()
-    weight.sum().backward()
-    assert abandoned == [True]
+    run = Watched()
+    run.break_off()
+    run.queue.check_nothing_is_left()
+    assert (run.begun, run.abandoned) == ([True], 0)
+    run.break_off()
+    run.backward()
+    assert (run.begun, run.abandoned) == ([True] * 3, 2)
+    run.queue.launch_rest()
+    run.backward()
+    assert run.abandoned == 2
+
+
+def test_a_backward_pass_that_ended_must_be_finished_before_the_next():
+    """It did not break off: what was launched for it must not be forgotten."""
+    run = Watched()
+    run.backward()
+    for again in (run.backward, run.backward, run.queue.check_nothing_is_left):
+        with pytest.raises(LmkitError, match="began before finish") as refused:
+            again()
+        assert "wrap all but the last backward pass of a step in no_sync()" in refused.value.hint
+    run.queue.reset()
+    run.backward()
+    assert run.abandoned == 0
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

@@ -9,7 +9,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from lmkit.errors import LmkitError
 from lmkit.parallel.gradient_watch import GradientWatch
 from lmkit.parallel.process_group import Ranks
 from lmkit.parallel.strategies import SyncOptions
@@ -154,6 +156,18 @@ def test_a_pass_that_broke_off_is_abandoned_by_the_next(settled):
     settled.backward()
     assert settled.abandoned == 1
     assert settled.launches == [FIRST, SECOND]
+
+
+@pytest.mark.parametrize("make", [Chain, lambda: settle(Chain())], ids=["all watched", "ends watched"])
+def test_a_pass_inside_the_pass_is_part_of_it(make):
+    """A checkpoint of the reentrant kind runs one: nothing has broken off."""
+    chain = make()
+    a, b, c, d = chain.parameters
+    one = torch.ones((), requires_grad=True)
+    (checkpoint(lambda x: x * a * b * c, one, use_reentrant=True) * d).backward()
+    assert (chain.launches, chain.abandoned) == ([FIRST, SECOND], 0)
+    with pytest.raises(LmkitError, match="began before finish"):
+        chain.backward()
 
 
 def test_the_order_is_that_of_one_pass_however_many_there_were(chain):
@@ -314,6 +328,23 @@ def test_zero1_begins_anew_after_a_step_that_broke_off(steps_before, resets):
     run.step(ALL)
     run.step(ALL)
     assert run.hooks() == 3
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_zero1_refuses_to_lose_the_gradients_of_a_pass_without_no_sync(steps_before):
+    run = Sharded()
+    for _ in range(steps_before):
+        run.step(ALL)
+    run.backward(ALL)
+    with pytest.raises(LmkitError, match="began before finish"):
+        run.backward(ALL)
+    with pytest.raises(LmkitError, match="began before finish"):
+        run.sync.no_sync()
+    run.sync.reset()
+    for optimizer in (run.optimizer, run.oracle):
+        optimizer.zero_grad()
+    run.step(ALL)
+    run.step(ALL, ALL)
 
 
 def test_zero1_is_paused_until_the_outermost_no_sync_ends():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from lmkit.errors import UsageError
 from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.process_group import Ranks
-from lmkit.parallel.strategies import STRATEGIES, SyncOptions, build_strategy
+from lmkit.parallel.strategies import HEEDS, STRATEGIES, SyncOptions, build_strategy
 
 sys.path.insert(0, str(Path(__file__).parent))
 CHECKS = list(importlib.import_module("rank_checks").CHECKS)
@@ -108,3 +109,11 @@ def test_unknown_strategies_and_options_are_refused():
         SyncOptions(bucket_mb=0)
     with pytest.raises(ValueError, match="wire_dtype must be fp32 or bf16, got 'fp8'"):
         SyncOptions(wire_dtype="fp8")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_what_a_strategy_heeds_is_what_its_docstring_says(name):
+    module, _, attribute = STRATEGIES[name].partition(":")
+    told = re.search(r"Heeds ([^.]*)\.", getattr(importlib.import_module(module), attribute).__doc__)
+    assert tuple(re.findall(r"`(\w+)`", told[1])) == HEEDS[name]
+    assert bool(HEEDS[name]) == ("no options" not in told[1])
