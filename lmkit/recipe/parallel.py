@@ -17,7 +17,7 @@ class ParallelConfig(Table):
     bucket_mb: PositiveFloat = 50.0
     """Bucket size in MiB (`bucketed`, `torch_ddp`, `zero1`)."""
     wire_dtype: Literal["fp32", "bf16"] = "fp32"
-    """What travels between ranks (`flat`, `bucketed`)."""
+    """As what fp32 gradients travel between ranks (`flat`, `bucketed`, `torch_ddp`, `zero1` with fp32 weights)."""
     weights: Literal["fp32", "bf16"] = "fp32"
     """`zero1`: fp32 weights, or bf16 weights with fp32 master copies in the shards."""
     gather: Literal["auto", "collective"] = "auto"
