@@ -297,15 +297,17 @@ class Pipeline:
         return outputs
 
     def _train(self, *, fresh: bool) -> dict[str, list[Path]]:
+        from lmkit.commands import train
+        from lmkit.training.run_data import open_data
+
         if fresh:  # checkpoints of other data must not be resumed from
+            open_data(self.recipe)  # which refuses damaged files while the checkpoints are still there
             for name in ("checkpoints", "metrics.jsonl"):
                 path = self.folder / name
                 if path.is_dir():
                     shutil.rmtree(path)
                 else:
                     path.unlink(missing_ok=True)
-        from lmkit.commands import train
-
         result = train.run(self.recipe)
         assert result is not None
         path = self.folder / "training.json"
