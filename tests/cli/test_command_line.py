@@ -192,7 +192,7 @@ def test_fault_14_a_terminal_shows_no_escape_codes_where_they_are_not_wanted(
 ) -> None:
     ours, theirs = pty.openpty()
     environment = {key: value for key, value in os.environ.items() if key != "NO_COLOR"}
-    command = [sys.executable, "-m", "lmkit", "data", "synth", "stories.txt", "--size-mb", "0.2"]
+    command = [sys.executable, "-m", "lmkit", "data", "synth", "stories.txt", "--size-mb", "3"]
     environment |= {"TERM": "xterm", **setting}
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=theirs, stderr=theirs) as process:
         os.close(theirs)
