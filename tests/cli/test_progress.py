@@ -51,6 +51,7 @@ def test_a_stage_that_is_done_leaves_the_terminal_to_the_bar_of_training(
     with progress_on_stderr() as report:
         report("encode", 1, 2)
         report("encode", 2, 2)
+        assert terminal.getvalue().endswith("\x1b[2K")  # erased, and no thread draws it again
         bar = BarConsole(10, first_step=5)
         bar.note("a line above")
         bar.close()
