@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lmkit.commands.numbers import count, megabytes
-from lmkit.commands.outputs import statement
+from lmkit.commands.outputs import refuse_unwritable, statement
 from lmkit.commands.stages import StageRecord, file_signature, stage_key
 from lmkit.data.corpora import prepare_corpus
 from lmkit.data.encoding import encode_corpus
@@ -192,6 +192,7 @@ class Pipeline:
         check_stage(from_stage)
         if skip_data:
             self.check_data(force=force, from_stage=from_stage)
+        refuse_unwritable(self.folder, option="--set run.folder=...")
         with self._lock():
             if force:
                 self._clear()
