@@ -277,6 +277,24 @@ def test_every_wrong_kind_of_path_is_one_error_and_one_hint(
     assert {1, 2} & seen
 
 
+def test_a_file_that_cannot_be_written_has_the_name_that_was_given(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", "out/stories.txt.partial")
+
+    monkeypatch.setattr("lmkit.data.synth.write_stories", refuse)
+    assert run_command_line(["data", "synth", "out/stories.txt"]) == 1
+    assert capsys.readouterr().err.startswith("error: out/stories.txt: permission denied\n")
+
+
+def test_another_kind_of_file_in_place_of_a_tokenizer_is_asked_about(lmkit: Lmkit, text: Path) -> None:
+    result = lmkit("data", "encode", text, "tokens.npy", "--tokenizer", text)
+    refused(result, 1, "text.txt: not JSON")
+    assert "another kind of file?" in result.stderr
+    assert "lmkit tokenizer train" in result.stderr
+
+
 def test_a_run_folder_that_cannot_be_is_wrong_use_and_the_hint_names_the_key(
     lmkit: Lmkit, text: Path
 ) -> None:
