@@ -53,9 +53,11 @@ def out_of_memory(error: BaseException) -> LmkitError | None:
         "out of memory" in text or "can't allocate memory" in text
     ):
         return None
-    detail = next((part for part in re.split(r"\. |: |\n", text) if "allocate" in part), "").strip()
+    parts = re.split(r"\. |: |\n", text)
+    detail = next((part.strip() for part in parts if re.search(r"allocate.*\d", part)), "")
+    detail = re.sub(r"\b(\d{8,}) bytes", lambda size: f"{int(size[1]) / 2**30:,.1f} GiB", detail)
     return LmkitError(
-        f"out of memory{': ' + detail.strip() if detail else ''}",
+        f"out of memory{': ' + detail if detail else ''}",
         hint="give it more memory, or less to do at once: a smaller batch, context or model, fewer workers",
     )
 

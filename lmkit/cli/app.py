@@ -11,6 +11,7 @@ from lmkit.cli import bench, data, generate, inspect, profile, recipe, run, toke
 from lmkit.cli.options import DebugOption
 from lmkit.cli.ranks import speak_for_ranks
 from lmkit.errors import LmkitError, UsageError, out_of_memory, reason
+from lmkit.storage.atomic import PARTIAL_SUFFIX
 
 # The base of Typer's errors about arguments; its newer versions have no public name for it.
 _WrongArguments: type[Any] = typer.BadParameter.__base__  # type: ignore[assignment]
@@ -72,7 +73,8 @@ def run_command_line(arguments: Sequence[str]) -> int:
     except OSError as error:  # a path that cannot be written or read, a full disk: the user's to mend
         if settings.get("debug"):
             raise
-        where = f"{error.filename}: " if error.filename else ""
+        # Files are written under another name first, which nobody gave.
+        where = f"{str(error.filename).removesuffix(PARTIAL_SUFFIX)}: " if error.filename else ""
         _print_error(
             LmkitError(f"{where}{reason(error)}", hint="check the path, its permissions and the disk")
         )

@@ -268,8 +268,12 @@ def _bench(
 
     commands.check_place(loaded, output, force=force)
     command: Callable[..., Any] = getattr(commands, name)
-    with progress_on_stderr() as progress:
-        result = command(loaded, output, progress=progress, **options)
+    try:
+        with progress_on_stderr() as progress:
+            result = command(loaded, output, progress=progress, **options)
+    except commands.Interrupted as stop:  # said here, where the bar is gone
+        typer.echo(str(stop), err=True)
+        raise
     if result is not None:  # ranks other than 0 say nothing
         show(result, as_json=as_json)
         if not result.measured:

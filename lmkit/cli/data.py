@@ -39,7 +39,10 @@ def download(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Download a dataset; an interrupted download goes on where it stopped."""
+    """Download a dataset.
+
+    Started again, it goes on where it was interrupted.
+    """
     from lmkit.commands import data as command
 
     with progress_on_stderr() as progress:

@@ -6,6 +6,7 @@ Imported by commands that run, not by those that only print help: `logging` take
 from __future__ import annotations
 
 import logging
+import sys
 
 
 class _Line(logging.Formatter):
@@ -14,11 +15,19 @@ class _Line(logging.Formatter):
         return f"{record.levelname.lower()}: {text}" if record.levelno >= logging.WARNING else text
 
 
+class _Stderr(logging.StreamHandler):
+    """Writes to what stderr is at that moment: while there is a bar, lines go above it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
 def log_to_stderr() -> None:
     """Send the log to stderr."""
     log = logging.getLogger("lmkit")
     log.setLevel(logging.INFO)
     log.propagate = False
-    handler = logging.StreamHandler()
+    handler = _Stderr()
     handler.setFormatter(_Line())
     log.handlers = [handler]

@@ -25,6 +25,7 @@ def progress_on_stderr() -> Iterator[Progress]:
 
 @contextmanager
 def _bar() -> Iterator[Progress]:
+    """One bar at a time, of the stage that was reported last, until that is done."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -43,15 +44,24 @@ def _bar() -> Iterator[Progress]:
         TextColumn("left"),
         TimeRemainingColumn(),
     )
-    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
-        tasks: dict[str, int] = {}
+    bars = Bars(*columns, console=Console(stderr=True), transient=True)
 
-        def report(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=total)
-            bars.update(tasks[stage], completed=done, total=total)  # type: ignore[arg-type]
+    def report(stage: str, done: int, total: int) -> None:
+        for task in bars.tasks:
+            if task.description != stage:
+                bars.remove_task(task.id)
+        if done >= total:  # the terminal is free: what comes next may have a bar of its own, as training has
+            bars.stop()
+            return
+        if not bars.tasks:
+            bars.add_task(stage)
+        bars.update(bars.task_ids[0], completed=done, total=total)
+        bars.start()
 
+    try:
         yield report
+    finally:
+        bars.stop()
 
 
 def _lines() -> Progress:

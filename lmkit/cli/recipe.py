@@ -26,7 +26,10 @@ def list_(as_json: JsonOption = False, debug: DebugOption = False) -> None:
 def show_(
     recipe: RecipeArgument, set_: SetOption = None, as_json: JsonOption = False, debug: DebugOption = False
 ) -> None:
-    """Print a recipe with every key and what it means, and the model's real size."""
+    """Print a recipe with every key and what it means.
+
+    Also the real size of its model.
+    """
     from lmkit.commands import recipe as command
     from lmkit.recipe.load import load_recipe
 

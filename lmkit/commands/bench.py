@@ -34,6 +34,10 @@ RECIPE = "recipe.toml"
 T = TypeVar("T")
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C in a bench; its text says where the rows of finished rounds are."""
+
+
 @dataclass(frozen=True)
 class BenchStored:
     """A benchmark's rows and the files that hold them; `measured`: whether the table shows any measurement."""
@@ -55,9 +59,9 @@ def attention(recipe: Recipe, output: Path | None, progress: Progress) -> BenchS
     from lmkit.benches.attention import AttentionOptions, run_bench
 
     table = _table(recipe.bench.attention, "attention")
-    with _ranks(recipe) as ranks:
+    with _ranks(recipe) as ranks, _journal(recipe, "attention", output) as journal:
         options = AttentionOptions(device=ranks.device.type, seed=recipe.run.seed, **table.model_dump())
-        result = run_bench(options, progress=progress, journal=_journal(recipe, "attention", output))
+        result = run_bench(options, progress=progress, journal=journal)
     return _store(result, recipe, output)
 
 
@@ -66,8 +70,7 @@ def model(recipe: Recipe, output: Path | None, progress: Progress) -> BenchStore
     from lmkit.benches.model import ModelOptions, run_bench
 
     table = _table(recipe.bench.model, "model")
-    journal = _journal(recipe, "model", output)
-    with _ranks(recipe) as ranks:
+    with _ranks(recipe) as ranks, _journal(recipe, "model", output) as journal:
         options = ModelOptions(device=ranks.device.type, seed=recipe.run.seed, **table.model_dump())
         result = run_bench(options, progress=progress, journal=journal)
     return _store(result, recipe, output)
@@ -90,7 +93,8 @@ def lm_matrix(recipe: Recipe, output: Path | None, nproc: int, progress: Progres
         deterministic=run.deterministic,
         **table.model_dump(),
     )
-    result = run_bench(options, progress=progress, journal=_journal(recipe, "lm-matrix", output))
+    with _journal(recipe, "lm-matrix", output) as journal:
+        result = run_bench(options, progress=progress, journal=journal)
     return None if result is None else _store(result, recipe, output)
 
 
@@ -101,7 +105,10 @@ def tokenizer(recipe: Recipe, output: Path | None, progress: Progress) -> BenchS
     from lmkit.data.synth import write_stories
 
     table = _table(recipe.bench.tokenizer, "tokenizer")
-    with tempfile.TemporaryDirectory(prefix="lmkit-bench-") as folder:
+    with (
+        _journal(recipe, "tokenizer", output),
+        tempfile.TemporaryDirectory(prefix="lmkit-bench-") as folder,
+    ):
         texts = [(path, path.stem) for path in table.texts]
         if not texts:
             stories = Path(folder) / "stories.txt"
@@ -122,20 +129,23 @@ def ddp(recipe: Recipe, output: Path | None, nproc: int, progress: Progress) -> 
     """Gradient synchronisation: every strategy on [model]; None on ranks other than the first."""
     _table(recipe.bench.ddp, "ddp")
     _model_with_vocabulary(recipe, "bench ddp")
-    return _on_ranks(partial(_ddp_rank, _journal(recipe, "ddp", output)), recipe, output, nproc, progress)
+    with _journal(recipe, "ddp", output) as journal:
+        return _on_ranks(partial(_ddp_rank, journal), recipe, output, nproc, progress)
 
 
 def all_reduce(recipe: Recipe, output: Path | None, nproc: int, progress: Progress) -> BenchStored | None:
     """Collectives over message sizes; None on ranks other than the first."""
     _table(recipe.bench.all_reduce, "all_reduce")
-    return _on_ranks(_all_reduce_rank, recipe, output, nproc, progress)
+    with _journal(recipe, "all_reduce", output):
+        return _on_ranks(_all_reduce_rank, recipe, output, nproc, progress)
 
 
 def optimizer(recipe: Recipe, output: Path | None, nproc: int, progress: Progress) -> BenchStored | None:
     """Plain against sharded optimizer state, on [model]; None on ranks other than the first."""
     _table(recipe.bench.optimizer, "optimizer")
     _model_with_vocabulary(recipe, "bench optimizer")
-    return _on_ranks(_optimizer_rank, recipe, output, nproc, progress)
+    with _journal(recipe, "optimizer", output):
+        return _on_ranks(_optimizer_rank, recipe, output, nproc, progress)
 
 
 def check_place(recipe: Recipe, output: Path | None, *, force: bool) -> None:
@@ -286,12 +296,23 @@ def _benches(recipe: Recipe) -> Path:
     return recipe.run.folder.parent / "benches" / recipe.run.name
 
 
-def _journal(recipe: Recipe, bench: str, output: Path | None) -> Journal:
-    """Where a long bench keeps its rows until it stores its files: what a killed one had measured is not lost."""
+@contextmanager
+def _journal(recipe: Recipe, bench: str, output: Path | None) -> Iterator[Journal]:
+    """Where a long bench keeps its rows until it stores its files: what a killed one had measured is not lost.
+
+    Raises:
+        Interrupted: in place of a KeyboardInterrupt, on the first rank.
+    """
     journal = Journal(_folder(recipe, bench, output) / JOURNAL)
-    if os.environ.get("RANK", "0") == "0":
-        journal.start()
-    return journal
+    if os.environ.get("RANK", "0") != "0":
+        yield journal
+        return
+    journal.start()
+    try:
+        yield journal
+    except KeyboardInterrupt:
+        found = f"the rows so far are in {journal.path}, until a bench is started there again"
+        raise Interrupted(f"interrupted: {found if journal.path.exists() else 'no rows were kept'}") from None
 
 
 def _store(result: BenchResult, recipe: Recipe, output: Path | None) -> BenchStored:

@@ -25,10 +25,13 @@ def refuse_existing(output: Path, *, force: bool) -> None:
         raise UsageError(f"{output}: exists already", hint="choose another name, or replace it with --force")
 
 
-def refuse_unwritable(folder: Path) -> None:
+def refuse_unwritable(folder: Path, *, option: str = "--output") -> None:
     """Refuse a folder that could not be made or written to, before time is spent on what it is for.
 
     Leaves nothing behind: a trial file lives and dies in the folder, or in the nearest above it that exists.
+
+    Args:
+        option: by which another folder is chosen, for the hint.
 
     Raises:
         UsageError: names what is in the way.
@@ -41,7 +44,7 @@ def refuse_unwritable(folder: Path) -> None:
     except OSError as error:
         raise UsageError(
             f"{folder}: cannot write there: {place}: {reason(error)}",
-            hint="choose another folder with --output",
+            hint=f"choose another folder with {option}",
         ) from None
 
 

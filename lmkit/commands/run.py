@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lmkit.commands.numbers import count, megabytes
-from lmkit.commands.outputs import statement
+from lmkit.commands.outputs import refuse_unwritable, statement
 from lmkit.commands.stages import StageRecord, file_signature, stage_key
 from lmkit.data.corpora import prepare_corpus
 from lmkit.data.encoding import encode_corpus
@@ -192,6 +192,7 @@ class Pipeline:
         check_stage(from_stage)
         if skip_data:
             self.check_data(force=force, from_stage=from_stage)
+        refuse_unwritable(self.folder, option="--set run.folder=...")
         with self._lock():
             if force:
                 self._clear()
@@ -297,15 +298,17 @@ class Pipeline:
         return outputs
 
     def _train(self, *, fresh: bool) -> dict[str, list[Path]]:
+        from lmkit.commands import train
+        from lmkit.training.run_data import open_data
+
         if fresh:  # checkpoints of other data must not be resumed from
+            open_data(self.recipe)  # which refuses damaged files while the checkpoints are still there
             for name in ("checkpoints", "metrics.jsonl"):
                 path = self.folder / name
                 if path.is_dir():
                     shutil.rmtree(path)
                 else:
                     path.unlink(missing_ok=True)
-        from lmkit.commands import train
-
         result = train.run(self.recipe)
         assert result is not None
         path = self.folder / "training.json"

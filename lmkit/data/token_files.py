@@ -24,7 +24,6 @@ from lmkit.errors import LmkitError, UsageError
 from lmkit.storage import atomic_path, write_atomic
 
 FORMAT = 1
-_AGAIN = "make it again with: lmkit data encode"
 _MAX_SIDECAR_BYTES = 1 << 16
 _MAGIC = b"\x93NUMPY\x01\x00"
 _HEADER = re.compile(
@@ -91,7 +90,7 @@ class TokenFileWriter:
         self._stack = ExitStack()
 
     def __enter__(self) -> TokenFileWriter:
-        _refuse_to_replace_another_json(sidecar_path(self._path), self._path.name)
+        _refuse_to_replace_another_json(self._path)
         partial = self._stack.enter_context(atomic_path(self._path))
         self._file = self._stack.enter_context(open(partial, "wb"))
         self._write_header()
@@ -165,14 +164,14 @@ class TokenFileWriter:
             )
 
 
-def _refuse_to_replace_another_json(sidecar: Path, token_file: str) -> None:
+def _refuse_to_replace_another_json(path: Path) -> None:
     try:
-        content = _read_object(sidecar, describes=token_file)
+        content = _read_object(path)
     except LmkitError:  # not there, or damaged: nothing is lost
         return
     if "tokenizer_sha256" not in content:
         raise UsageError(
-            f"{sidecar}: exists; the description of {token_file} would replace it",
+            f"{sidecar_path(path)}: exists; the description of {path.name} would replace it",
             hint="give the token file another name",
         )
 
@@ -204,6 +203,15 @@ def open_tokens(
     return TokenFile(tokens, meta)
 
 
+def _again(path: Path) -> str:
+    """What to do about a damaged token file."""
+    folder = path.parent.parent
+    if path.parent.name == "tokens" and (folder / "stages.json").is_file():
+        # `lmkit run` made it, and takes what is there for good. Of the run, the rest stays.
+        return f"delete {path}, and lmkit run {folder / 'recipe.toml'} makes it again"
+    return f"make it again with: lmkit data encode TEXT {path} --tokenizer TOKENIZER.json --force"
+
+
 def _read_meta(path: Path) -> TokenMeta:
     if path.is_dir():
         raise UsageError(f"{path}: is a folder, not a token file", hint="name a .npy file in it")
@@ -212,7 +220,7 @@ def _read_meta(path: Path) -> TokenMeta:
     if path.suffix != ".npy":
         raise UsageError(f"{path}: a token file ends in .npy", hint="make one with: lmkit data encode")
     sidecar = sidecar_path(path)
-    content = _read_object(sidecar, describes=path.name)
+    content = _read_object(path)
     if content.get("format", FORMAT) != FORMAT:
         raise LmkitError(
             f"{sidecar}: format {content['format']!r}, but this lmkit reads {FORMAT}", hint="upgrade lmkit"
@@ -224,28 +232,32 @@ def _read_meta(path: Path) -> TokenMeta:
         f"{name} is {value!r}" for name, value in content.items() if type(value).__name__ != kinds.get(name)
     ]
     if wrong:
-        raise LmkitError(f"{sidecar}: {wrong[0]}", hint=_AGAIN)
+        raise LmkitError(f"{sidecar}: {wrong[0]}", hint=_again(path))
     meta = TokenMeta(**content)
     if not 0 < meta.vocab_size <= 1 << 32:
-        raise LmkitError(f"{sidecar}: vocab_size is {meta.vocab_size}", hint=_AGAIN)
+        raise LmkitError(f"{sidecar}: vocab_size is {meta.vocab_size}", hint=_again(path))
     if meta.num_documents < 0 or meta.num_bytes < 0:
-        raise LmkitError(f"{sidecar}: num_documents or num_bytes is negative", hint=_AGAIN)
+        raise LmkitError(f"{sidecar}: num_documents or num_bytes is negative", hint=_again(path))
     return meta
 
 
-def _read_object(sidecar: Path, *, describes: str) -> dict[str, Any]:
+def _read_object(path: Path) -> dict[str, Any]:
+    """The content of the description of a token file."""
+    sidecar = sidecar_path(path)
     try:
         with open(sidecar, "rb") as file:
             text = file.read(_MAX_SIDECAR_BYTES + 1)
         content = json.loads(text) if len(text) <= _MAX_SIDECAR_BYTES else {}
     except FileNotFoundError:
-        raise LmkitError(f"{sidecar}: missing; it describes {describes}", hint=_AGAIN) from None
+        raise LmkitError(f"{sidecar}: missing; it describes {path.name}", hint=_again(path)) from None
     except IsADirectoryError:
-        raise LmkitError(f"{sidecar}: is a folder; it has to describe {describes}", hint=_AGAIN) from None
+        raise LmkitError(
+            f"{sidecar}: is a folder; it has to describe {path.name}", hint=_again(path)
+        ) from None
     except (ValueError, RecursionError):
-        raise LmkitError(f"{sidecar}: not JSON; it has to describe {describes}", hint=_AGAIN) from None
+        raise LmkitError(f"{sidecar}: not JSON; it has to describe {path.name}", hint=_again(path)) from None
     if not isinstance(content, dict):
-        raise LmkitError(f"{sidecar}: no description of {describes}", hint=_AGAIN)
+        raise LmkitError(f"{sidecar}: no description of {path.name}", hint=_again(path))
     return content
 
 
@@ -253,12 +265,12 @@ def _map(path: Path, meta: TokenMeta) -> np.ndarray:
     expected = token_dtype(meta.vocab_size)
     dtype, length, offset, size = _read_header(path)
     if dtype != expected.str:
-        raise LmkitError(f"{path}: holds {dtype}, not {expected.str}", hint=_AGAIN)
+        raise LmkitError(f"{path}: holds {dtype}, not {expected.str}", hint=_again(path))
     if length != meta.num_tokens or size != offset + length * expected.itemsize:
         held = (size - offset) // expected.itemsize
         raise LmkitError(
             f"{path}: {held} tokens in the file, {length} in its header, {meta.num_tokens} in its description",
-            hint=_AGAIN,
+            hint=_again(path),
         )
     if length == 0:
         raise LmkitError(f"{path}: no tokens in it", hint="encode a text that is not empty")
@@ -277,7 +289,7 @@ def _read_header(path: Path) -> tuple[str, int, int, int]:
         offset, size = file.tell(), os.fstat(file.fileno()).st_size
     match = _HEADER.fullmatch(header) if start.startswith(_MAGIC) else None
     if match is None:
-        raise LmkitError(f"{path}: not a .npy file with one row of whole numbers", hint=_AGAIN)
+        raise LmkitError(f"{path}: not a .npy file with one row of whole numbers", hint=_again(path))
     return match[1].decode(), int(match[2]), offset, size
 
 
@@ -290,5 +302,5 @@ def _check_ids(path: Path, tokens: np.ndarray, vocab_size: int) -> None:
             at = int(np.argmax(part >= vocab_size))
             raise LmkitError(
                 f"{path}: token {int(part[at])} at position {start + at}, but the vocabulary has {vocab_size}",
-                hint=_AGAIN,
+                hint=_again(path),
             )

@@ -18,6 +18,7 @@ from lmkit.errors import UsageError
 from lmkit.measure.ranges import disable_ranges, enable_ranges
 from lmkit.measure.statistics import median
 from lmkit.measure.timing import clock_for
+from lmkit.profiling.quiet import quietly
 from lmkit.profiling.trace import Call, DeviceWork, Range, Trace
 
 _RANGES_OF_TORCH = ("ProfilerStep", "Optimizer.")
@@ -65,7 +66,7 @@ def profile_work(
     enable_ranges("kineto")
     try:
         # acc_events: with one cycle it changes nothing but a warning that older versions of torch print.
-        with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
+        with quietly(torch.profiler.profile(activities=activities, acc_events=True)) as profiler:
             for _ in range(steps):
                 work()
             _synchronize(device)

@@ -37,6 +37,7 @@ from lmkit.profiling.allocations import (
     blocks_of,
     profile_memory,
 )
+from lmkit.profiling.quiet import quietly
 from lmkit.profiling.steps import StepsOptions, as_the_recipe_says, build_step, describe_steps, work_of
 
 HISTORY_ENTRIES = 2_000_000
@@ -175,9 +176,10 @@ def _record_on_cpu(options: StepsOptions) -> Recording:
 
     observer = Annotating(lambda: 0.0)
     with tempfile.TemporaryDirectory(prefix="lmkit-memory-") as folder:
-        with torch.profiler.profile(
+        recorder = torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
-        ) as profiler:
+        )
+        with quietly(recorder) as profiler:
             _run(options, observer)
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))

@@ -19,7 +19,9 @@ from lmkit.tokenizer.byte_alphabet import to_bytes, to_characters
 if TYPE_CHECKING:
     from lmkit.tokenizer.tokenizer import Tokenizer
 
-_DAMAGED = "the file is damaged or cut: make it again, or copy it again"
+DAMAGED = (
+    "another kind of file? One that is damaged or cut is made again (lmkit tokenizer train) or copied again"
+)
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 _MOST_IDS = 1 << 24  # an embedding needs a row for each, used or not
 _MERGES_HEADER = "#version: 0.2"
@@ -92,11 +94,11 @@ def load_json(path: Path) -> dict[str, Any]:
             [*((to_bytes(token), i) for token, i in ordinary), *((t.encode(), i) for t, i in added)]
         )
     except _WrongId as error:
-        raise LmkitError(f"{path}: {error}", hint=_DAMAGED) from error
+        raise LmkitError(f"{path}: {error}", hint=DAMAGED) from error
     except KeyError as error:
-        raise LmkitError(f"{path}: not a whole tokenizer.json: no key {error}", hint=_DAMAGED) from error
+        raise LmkitError(f"{path}: not a whole tokenizer.json: no key {error}", hint=DAMAGED) from error
     except (TypeError, AttributeError, ValueError) as error:
-        raise LmkitError(f"{path}: not a tokenizer.json: a value of another kind", hint=_DAMAGED) from error
+        raise LmkitError(f"{path}: not a tokenizer.json: a value of another kind", hint=DAMAGED) from error
     return {"vocab": vocab, "merges": merges, "special_tokens": tuple(text for text, _ in added)}
 
 
@@ -146,7 +148,7 @@ def load_gpt2(vocab_json: Path, merges_txt: Path) -> dict[str, Any]:
     try:
         merges = [_pair(line) for line in lines if line and not line.startswith("#version")]
     except ValueError as error:
-        raise LmkitError(f"{merges_txt}: not a list of merges ({error})", hint=_DAMAGED) from error
+        raise LmkitError(f"{merges_txt}: not a list of merges ({error})", hint=DAMAGED) from error
     made = {to_characters(left + right) for left, right in merges} | {
         to_characters(bytes([b])) for b in range(256)
     }
@@ -155,7 +157,7 @@ def load_gpt2(vocab_json: Path, merges_txt: Path) -> dict[str, Any]:
             (to_bytes(token) if token in made else token.encode(), i) for token, i in content.items()
         )
     except ValueError as error:
-        raise LmkitError(f"{vocab_json}: {error}", hint=_DAMAGED) from error
+        raise LmkitError(f"{vocab_json}: {error}", hint=DAMAGED) from error
     special_tokens = tuple(token for token in content if token not in made)
     return {"vocab": vocab, "merges": merges, "special_tokens": special_tokens}
 
@@ -203,13 +205,13 @@ def _parse(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(_read(path))
     except json.JSONDecodeError as error:
-        raise LmkitError(f"{path}: not JSON (byte {error.pos} or so)", hint=_DAMAGED) from error
+        raise LmkitError(f"{path}: not JSON (byte {error.pos} or so)", hint=DAMAGED) from error
     except RecursionError as error:
-        raise LmkitError(f"{path}: nested too deeply for a tokenizer", hint=_DAMAGED) from error
+        raise LmkitError(f"{path}: nested too deeply for a tokenizer", hint=DAMAGED) from error
     except ValueError as error:  # Python reads no number of thousands of digits
-        raise LmkitError(f"{path}: a number is too long", hint=_DAMAGED) from error
+        raise LmkitError(f"{path}: a number is too long", hint=DAMAGED) from error
     if not isinstance(content, dict):
-        raise LmkitError(f"{path}: not a JSON object", hint=_DAMAGED)
+        raise LmkitError(f"{path}: not a JSON object", hint=DAMAGED)
     return content
 
 
@@ -222,4 +224,4 @@ def _read(path: Path) -> str:
             hint="a tokenizer is one file, tokenizer.json; lmkit tokenizer import makes it of GPT-2's two",
         ) from error
     except UnicodeDecodeError as error:
-        raise LmkitError(f"{path}: not UTF-8 at byte {error.start}", hint=_DAMAGED) from error
+        raise LmkitError(f"{path}: not UTF-8 at byte {error.start}", hint=DAMAGED) from error

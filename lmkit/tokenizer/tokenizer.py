@@ -211,7 +211,7 @@ class Tokenizer:
         try:
             return cls(**content)
         except ValueError as error:
-            raise LmkitError(f"{path}: {error}", hint="the file is damaged: make it again") from error
+            raise LmkitError(f"{path}: {error}", hint=files.DAMAGED) from error
 
 
 def _ordinary_ids(vocab: Mapping[int, bytes], merges: Sequence[tuple[bytes, bytes]]) -> dict[bytes, int]:

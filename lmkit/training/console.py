@@ -11,6 +11,8 @@ from lmkit.measure.terminal import wants_plain_text
 from lmkit.training.metrics import Record
 
 SECONDS_BETWEEN_LINES = 1.0
+_SHORTEST_BAR = 4
+"""Columns that rich gives a bar at least."""
 
 
 class PlainConsole:
@@ -47,14 +49,13 @@ class BarConsole:
 
     def __init__(self, total_steps: int, *, first_step: int = 0) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+        from rich.progress import BarColumn, Progress, TextColumn
+        from rich.table import Column
 
         self._total = total_steps
         self._progress = Progress(
-            TextColumn("train"),
-            BarColumn(bar_width=24),
-            TaskProgressColumn(),
-            TextColumn("{task.fields[numbers]}"),
+            BarColumn(bar_width=None, table_column=Column(max_width=24)),  # what the numbers leave
+            TextColumn("{task.fields[numbers]}", markup=False),
             console=Console(stderr=True),
             transient=True,
         )
@@ -65,6 +66,8 @@ class BarConsole:
     def record(self, record: Record) -> None:
         text = describe(record, self._total)
         if record["kind"] == "train":
+            if len(text) + 1 + _SHORTEST_BAR > self._progress.console.width:
+                text = text.replace("  ", " ")
             self._progress.update(self._task, completed=record["progress"], numbers=text)
         elif text:
             self.note(text)

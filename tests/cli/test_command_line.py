@@ -94,6 +94,17 @@ def test_help_has_an_example_and_imports_nothing_heavy(command: tuple[str, ...])
     assert "lmkit" in result.stdout.splitlines()[-1] or "lmkit" in result.stdout.splitlines()[-2]
 
 
+@pytest.mark.parametrize("group", [(), ("data",), ("tokenizer",), ("bench",), ("profile",), ("recipe",)])
+def test_what_a_command_does_is_said_in_full_on_80_columns(
+    group: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run_command_line([*group, "--help"]) == 0
+    commands = capsys.readouterr().out.partition("Commands:\n")[2]
+    assert commands
+    assert "..." not in commands
+
+
 def test_every_command_is_in_the_list_above() -> None:
     import typer
 
@@ -192,7 +203,7 @@ def test_fault_14_a_terminal_shows_no_escape_codes_where_they_are_not_wanted(
 ) -> None:
     ours, theirs = pty.openpty()
     environment = {key: value for key, value in os.environ.items() if key != "NO_COLOR"}
-    command = [sys.executable, "-m", "lmkit", "data", "synth", "stories.txt", "--size-mb", "0.2"]
+    command = [sys.executable, "-m", "lmkit", "data", "synth", "stories.txt", "--size-mb", "3"]
     environment |= {"TERM": "xterm", **setting}
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=theirs, stderr=theirs) as process:
         os.close(theirs)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from lmkit.cli.app import run_command_line
+from lmkit.errors import out_of_memory
 
 Lmkit = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -274,3 +275,50 @@ def test_every_wrong_kind_of_path_is_one_error_and_one_hint(
         assert out == "", name
         assert sorted(zoo.iterdir()) == before, name
     assert {1, 2} & seen
+
+
+def test_a_file_that_cannot_be_written_has_the_name_that_was_given(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", "out/stories.txt.partial")
+
+    monkeypatch.setattr("lmkit.data.synth.write_stories", refuse)
+    assert run_command_line(["data", "synth", "out/stories.txt"]) == 1
+    assert capsys.readouterr().err.startswith("error: out/stories.txt: permission denied\n")
+
+
+def test_another_kind_of_file_in_place_of_a_tokenizer_is_asked_about(lmkit: Lmkit, text: Path) -> None:
+    result = lmkit("data", "encode", text, "tokens.npy", "--tokenizer", text)
+    refused(result, 1, "text.txt: not JSON")
+    assert "another kind of file?" in result.stderr
+    assert "lmkit tokenizer train" in result.stderr
+
+
+def test_a_run_folder_that_cannot_be_is_wrong_use_and_the_hint_names_the_key(
+    lmkit: Lmkit, text: Path
+) -> None:
+    result = lmkit("run", "quickstart", "--set", f"run.folder={text.name}")
+    refused(result, 2, "text.txt/quickstart: cannot write there")
+    assert "choose another folder with --set run.folder=" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        (  # as PyTorch says it on a CPU
+            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
+            "allocate 40000000000000 bytes. Error code 12 (Cannot allocate memory)",
+            "out of memory: you tried to allocate 37,252.9 GiB",
+        ),
+        (  # and on a GPU
+            "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 3 GiB",
+            "out of memory: Tried to allocate 20.00 GiB",
+        ),
+        ("std::bad_alloc: out of memory", "out of memory"),
+        ("the sky falls", None),
+    ],
+)
+def test_out_of_memory_says_how_much_was_asked_for(raised: str, said: str | None) -> None:
+    error = out_of_memory(RuntimeError(raised))
+    assert (None if error is None else error.message) == said

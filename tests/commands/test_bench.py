@@ -28,6 +28,35 @@ def test_the_threads_of_the_recipe_are_obeyed(monkeypatch, tmp_path, name):
     assert torch.get_num_threads() == before
 
 
+@pytest.mark.parametrize("name", ["ddp", "all_reduce", "optimizer"])
+def test_a_bench_that_is_interrupted_before_its_first_row_says_that_there_are_none(
+    monkeypatch, tmp_path, name
+):
+    (tmp_path / bench.JOURNAL).write_text('{"of": "a run that was killed before"}')
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "_need_ranks", lambda ranks, command: None)
+    monkeypatch.setattr(f"lmkit.benches.{name}.{name}_rows", interrupted)
+    with pytest.raises(bench.Interrupted, match=r"^interrupted: no rows were kept$"):
+        getattr(bench, name)(load_recipe("bench_ddp_cpu"), tmp_path, 1, lambda *_: None)
+
+
+def test_of_several_ranks_under_torchrun_the_first_says_what_is_kept(monkeypatch, tmp_path):
+    (tmp_path / bench.JOURNAL).write_text('{"of": "the first rank, which is at work"}')
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lmkit.commands.bench._on_ranks", interrupted)
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(KeyboardInterrupt) as stop:
+        bench.ddp(load_recipe("bench_ddp_cpu"), tmp_path, 1, lambda *_: None)
+    assert not isinstance(stop.value, bench.Interrupted)
+    assert (tmp_path / bench.JOURNAL).exists()
+
+
 def test_the_lm_matrix_is_told_what_the_run_says(monkeypatch, tmp_path):
     from lmkit.benches import lm_matrix
 

@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -78,6 +79,36 @@ def test_fault_33_cut_file(path: Path) -> None:
         with pytest.raises(LmkitError, match=r"tokens\.npy") as error:
             open_tokens(path)
         assert error.value.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: os.truncate(path, 2000),
+        lambda path: path.write_bytes(b"x" * 128 + path.read_bytes()[128:]),
+        lambda path: path.write_bytes(path.read_bytes()[:-2] + b"\xff\xff"),
+        lambda path: sidecar_path(path).unlink(),
+        lambda path: sidecar_path(path).write_text("{"),
+    ],
+    ids=["cut", "header overwritten", "id out of range", "no description", "description cut"],
+)
+def test_faults_33_34_37_a_hint_names_the_command_that_makes_the_file_again(
+    damage: Callable[[Path], object], tmp_path: Path
+) -> None:
+    own, of_a_run = tmp_path / "tokens.npy", tmp_path / "run" / "tokens" / "train.npy"
+    of_a_run.parent.mkdir(parents=True)
+    (tmp_path / "run" / "stages.json").write_text("{}")
+    hints = {}
+    for path in (own, of_a_run):
+        write(path, list(range(1000)) * 3)
+        damage(path)
+        with pytest.raises(LmkitError, match=rf"{path.stem}\.(npy|json): ") as error:
+            open_tokens(path)
+        hints[path] = error.value.hint
+    assert hints == {
+        own: f"make it again with: lmkit data encode TEXT {own} --tokenizer TOKENIZER.json --force",
+        of_a_run: f"delete {of_a_run}, and lmkit run {tmp_path / 'run' / 'recipe.toml'} makes it again",
+    }
 
 
 def test_fault_34_wrong_size(path: Path) -> None:

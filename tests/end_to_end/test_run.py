@@ -109,6 +109,29 @@ def test_text_becomes_a_story_and_a_second_run_recomputes_nothing(
     assert losses(run) == earlier
 
 
+def test_fault_33_a_damaged_token_file_costs_no_checkpoint_and_the_hint_mends_it(
+    lmkit: Lmkit, recipe: Path, tmp_path: Path
+) -> None:
+    assert lmkit("run", recipe).returncode == 0
+    run = Path("artifacts/runs/tiny")
+    tokens, newest = run / "tokens" / "train.npy", tmp_path / run / "checkpoints" / "step-00000020"
+    before = newest.stat().st_mtime_ns
+    whole = (tmp_path / tokens).read_bytes()
+    (tmp_path / tokens).write_bytes(whole[:-100])
+    for command in (("train", recipe, "--steps", "21"), ("run", recipe, "--from", "train")):
+        refused = lmkit(*command)
+        assert refused.returncode == 1
+        error, hint = refused.stderr.splitlines()[-2:]
+        assert error.startswith(f"error: {tokens}: ")
+        assert hint == f"hint: delete {tokens}, and lmkit run {run / 'recipe.toml'} makes it again"
+        assert newest.stat().st_mtime_ns == before
+    (tmp_path / tokens).unlink()
+    mended = lmkit("run", run / "recipe.toml")
+    assert mended.returncode == 0, mended.stderr
+    assert (tmp_path / tokens).read_bytes() == whole
+    assert lmkit("evaluate", run).returncode == 0
+
+
 def test_what_train_added_to_a_run_is_kept(lmkit: Lmkit, recipe: Path, tmp_path: Path) -> None:
     assert lmkit("run", recipe).returncode == 0
     assert lmkit("train", recipe, "--steps", "30").returncode == 0

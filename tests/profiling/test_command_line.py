@@ -41,6 +41,12 @@ def path_without_nsys(folder: Path) -> str:
     return str(folder)
 
 
+@pytest.mark.parametrize("kind", ["kineto", "memory"])
+def test_the_terminal_has_no_lines_of_the_profilers_own(kind, lmkit, recipe):
+    result = lmkit("profile", kind, recipe, "--steps", "1", "--output", "out")
+    assert (result.returncode, result.stderr) == (0, "")
+
+
 def last_lines(result):
     error, hint = result.stderr.splitlines()[-2:]
     return error, hint

@@ -5,8 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from multiprocessing.context import BaseContext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -111,3 +113,16 @@ def processes() -> BaseContext:
     # torch imports its compiler when the first optimizer is made, which takes longer than these runs.
     context.set_forkserver_preload(["lmkit.commands.train", "lmkit.recipe.load", "torch._dynamo"])
     return context
+
+
+@pytest.fixture
+def fleet(processes: BaseContext, tmp_path: Path) -> Iterator[Any]:
+    from process_fleet import Fleet  # found by the path above
+
+    with ExitStack() as meetings:
+        fleet = Fleet(processes, tmp_path, meetings)
+        yield fleet
+        for process in fleet.running:
+            if process.is_alive():
+                process.kill()
+            process.join()

@@ -125,6 +125,27 @@ def test_a_line_fits_100_columns(
         assert len(describe(train_record(1_234_567, **large, **evaluated, kind=kind), 9_999_999)) <= 100
 
 
+@pytest.mark.parametrize(("mfu", "shortest_bar"), [(None, 8), (0.5123, 4)])
+def test_a_bar_and_its_numbers_fit_100_columns(
+    monkeypatch: pytest.MonkeyPatch, mfu: float | None, shortest_bar: int
+) -> None:
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stderr", terminal)
+    for name, value in {"TERM": "xterm", "COLUMNS": "100", "LINES": "30"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    large = {**LARGE, "mfu": mfu, "tokens_per_second": 8_765_432.1, "eta_seconds": 35_969.0}
+    bar = console(9_999_999)
+    bar.record(train_record(1_234_567, **large))
+    bar.close()
+    frames = re.split(r"[\r\n]+", re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", terminal.getvalue()))
+    (shown,) = {frame for frame in frames if "loss" in frame}
+    assert len(shown) <= 100
+    assert shown.startswith("━" * (shortest_bar - 1))
+    assert shown.endswith("9h59m left")
+
+
 def test_durations_are_clock_times() -> None:
     assert duration(75) == "1:15"
     assert duration(3675) == "1:01:15"
@@ -172,7 +193,8 @@ def test_the_bar_of_a_resumed_run_begins_where_the_run_stands(
     recipe = load_recipe("quickstart", [f"run.folder={tmp_path.as_posix()}", "train.steps=100"])
     recipe.run.path.mkdir(parents=True)
     open_sink(recipe, Ranks(), after_step=40).close()
-    assert re.search(r"40%.* step 40/100", terminal.getvalue())
+    shown = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", terminal.getvalue())
+    assert re.search(r"^━{9}╸━{14} step 40/100", shown)  # 9.5 of 24 columns are done
 
 
 class FakeWandb(types.ModuleType):

@@ -1,0 +1,62 @@
+"""Ctrl-C in the middle of a bench: a real signal to a real process."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+KEPT = "results/rows.jsonl.partial"
+SAID = f"interrupted: the rows so far are in {KEPT}, until a bench is started there again\n"
+PATIENCE_S = 240
+"""Only to end a test that hangs."""
+
+
+def interrupt(folder: Path, arguments: str, *, when: Callable[[], bool]) -> tuple[int, str, str]:
+    """Start a command, send it SIGINT when the time has come; the exit code, stdout and stderr."""
+    command = [sys.executable, "-m", "lmkit", *arguments.split(), "--output", "results"]
+    with subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            deadline = time.monotonic() + PATIENCE_S
+            while not when():
+                assert process.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=PATIENCE_S)
+        finally:
+            process.kill()
+    return process.returncode, out, err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "bench attention bench_attention_cpu",
+        # More samples than anyone waits for: it is not done before the signal comes.
+        "bench model bench_model_cpu --set bench.model.iters=100000 --set bench.model.max_seconds=60",
+        "bench ddp bench_ddp_cpu --nproc 2 --set bench.ddp.rounds=100000",
+    ],
+)
+def test_fault_16_ctrl_c_in_a_bench_is_130_and_one_line_that_says_where_its_rows_are(
+    arguments: str, tmp_path: Path
+) -> None:
+    kept = tmp_path / KEPT
+    code, out, err = interrupt(tmp_path, arguments, when=kept.exists)
+    assert (code, out) == (130, "")
+    *progress, last = err.splitlines(keepends=True)
+    assert last == SAID
+    assert all(re.fullmatch(r"[^:]+: \d+%, \d+ s left\n", line) for line in progress), (
+        err
+    )  # of a slow machine
+    rows = [json.loads(line) for line in kept.read_text().splitlines()]
+    assert {row["status"] for row in rows} == {"ok"}

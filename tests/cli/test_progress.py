@@ -1,0 +1,74 @@
+"""Bars on a terminal: what else is said and drawn there keeps its place."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from lmkit.cli.log import log_to_stderr
+from lmkit.cli.progress import progress_on_stderr
+from lmkit.training.console import BarConsole
+
+
+@pytest.fixture
+def log() -> Iterator[logging.Logger]:
+    """Whose handlers are put back."""
+    log = logging.getLogger("lmkit")
+    before = log.handlers, log.level, log.propagate
+    yield log
+    log.handlers, log.level, log.propagate = before
+
+
+def as_terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """stderr, 100 columns wide."""
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stderr", terminal)
+    for name, value in {"TERM": "xterm", "COLUMNS": "100", "LINES": "30"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    return terminal
+
+
+def test_the_log_speaks_above_a_bar(monkeypatch: pytest.MonkeyPatch, log: logging.Logger) -> None:
+    terminal = as_terminal(monkeypatch)
+    log_to_stderr()  # before there is a bar, as in a command
+    with progress_on_stderr() as report:
+        report("stories", 1, 2)
+        log.info("half of it")
+    assert re.search(r"(\n|\x1b\[2K)half of it\n", terminal.getvalue())
+
+
+def test_a_stage_that_is_done_leaves_the_terminal_to_the_bar_of_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    terminal = as_terminal(monkeypatch)
+    with progress_on_stderr() as report:
+        report("encode", 1, 2)
+        report("encode", 2, 2)
+        assert terminal.getvalue().endswith("\x1b[2K")  # erased, and no thread draws it again
+        bar = BarConsole(10, first_step=5)
+        bar.note("a line above")
+        bar.close()
+        assert "step 5/10" in terminal.getvalue()
+        after = terminal.getvalue().partition("step 5/10")[2]
+        assert "encode" not in after
+        report("stories", 1, 2)  # another one may begin
+    assert "stories" in terminal.getvalue().partition("step 5/10")[2]
+
+
+def test_there_is_one_bar_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = as_terminal(monkeypatch)
+    with progress_on_stderr() as report:
+        report("building", 1, 3)  # and no more: the last one is not reported
+        report("timing", 1, 2)
+        sys.stderr.write("from here\n")
+        report("timing", 1, 2)
+    after = terminal.getvalue().partition("from here")[2]
+    assert "timing" in after
+    assert "building" not in after

@@ -1,0 +1,125 @@
+"""Processes that are killed or told twice to stop: what they leave, and how fast they leave."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+from process_faults import PATIENCE_S
+from process_fleet import Fleet, assert_same_tensors, ends, newest
+from run_folders import losses, saved
+
+from lmkit.recipe.schema import Recipe
+from lmkit.training.checkpoint_folder import newest_valid, step_name
+from lmkit.training.checkpoints import open_checkpoint
+
+Tiny = Callable[..., Recipe]
+
+
+def test_fault_46_killed_at_random_20_times_and_still_the_same_run(
+    fleet: Fleet, tiny: Tiny, settings: Callable[..., list[str]]
+) -> None:
+    steps = ("train.steps=100", "train.eval_interval=0", "checkpoint.interval=1")
+    whole, battered = settings(*steps, "run.name=whole"), settings(*steps, "run.name=battered")
+    assert fleet.train(whole) == [0]
+    recipe = tiny(*steps, "run.name=battered")
+    generator = random.Random(46)
+    reached = 0
+    for _ in range(20):
+        (process,) = fleet.start(battered, fault="at most four steps")
+        deadline = time.monotonic() + PATIENCE_S
+        while process.is_alive() and max(saved(recipe), default=0) < reached + 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        process.join(generator.uniform(0, 0.03))  # it saves all the time: this is somewhere in a save
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        choice = newest_valid(recipe.run.path / "checkpoints")  # one loads, whatever lies around
+        assert choice.path is not None
+        assert choice.skipped == ()  # nothing half written ever has a final name
+        assert open_checkpoint(choice.path).state.step >= reached
+        reached = open_checkpoint(choice.path).state.step
+    assert fleet.train(battered) == [0]
+    assert_same_tensors(newest(tiny(*steps, "run.name=whole")), newest(recipe))
+    assert losses(recipe) == losses(tiny(*steps, "run.name=whole"))
+    assert not list(recipe.run.path.rglob("*.partial"))
+    assert len(saved(recipe)) == 2
+
+
+def test_fault_47_killed_between_the_rename_and_pruning_it_resumes(
+    fleet: Fleet, tiny: Tiny, settings: Callable[..., list[str]]
+) -> None:
+    often = ("checkpoint.interval=3", "checkpoint.keep_last=1")
+    assert fleet.train(settings(*often, "run.name=whole")) == [0]
+    assert fleet.train(settings(*often), fault="killed before the second pruning") == [-signal.SIGKILL]
+    assert saved(tiny()) == [3, 6]  # the newer one has its name, the older one is still there
+    assert fleet.train(settings(*often)) == [0], fleet.said()
+    assert "resuming from" in fleet.said()
+    assert step_name(6) in fleet.said()
+    assert saved(tiny()) == [10]
+    assert_same_tensors(newest(tiny("run.name=whole")), newest(tiny()))
+
+
+def test_fault_62_the_lock_of_a_killed_run_does_not_stay(
+    fleet: Fleet, settings: Callable[..., list[str]]
+) -> None:
+    (process,) = fleet.start(settings(), fault="hang in step 3")
+    fleet.wait_until_said("hanging")
+    assert fleet.train(settings()) == [1]  # fault 61: while it lives, nobody else gets in
+    assert "another process" in fleet.said()
+    process.kill()
+    process.join()
+    assert fleet.train(settings()) == [0]
+
+
+def test_fault_71_a_second_signal_leaves_at_once(
+    fleet: Fleet, tiny: Tiny, settings: Callable[..., list[str]]
+) -> None:
+    assert fleet.train(settings(), stop_at_step=1) == [0]
+    (process,) = fleet.start(settings(), fault="hang in step 3")
+    fleet.wait_until_said("hanging")
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGTERM)
+    fleet.wait_until_said("noted")  # a second one that comes before is the same to the system
+    assert process.is_alive()  # the first one waits for the end of the step
+    os.kill(process.pid, signal.SIGTERM)
+    assert ends([process]) == [143]
+    assert saved(tiny()) == [1]
+    assert newest(tiny()).state.step == 1
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="sees in /proc that a signal was taken")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_fault_71_a_second_signal_leaves_at_once_where_python_has_no_say(
+    number: int, fleet: Fleet, tiny: Tiny, settings: Callable[..., list[str]]
+) -> None:
+    assert fleet.train(settings(), stop_at_step=1) == [0]
+    (process,) = fleet.start(settings(), fault="wait in C++ in step 3")
+    fleet.wait_until_said("hanging")
+    for _ in range(2):
+        assert process.is_alive()
+        os.kill(process.pid or 0, number)
+        wait_until_taken(process)
+    assert ends([process]) == [128 + number]
+    assert saved(tiny()) == [1]
+
+
+def wait_until_taken(process: BaseProcess) -> None:
+    """No signal waits any more: a second one would be the same to the system."""
+    deadline = time.monotonic() + PATIENCE_S
+    while process.is_alive():
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        if not any(
+            int(mask, 16) for mask in re.findall(r"^(?:SigPnd|ShdPnd):\s*(\w+)$", status, re.MULTILINE)
+        ):
+            return
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
