@@ -16,6 +16,7 @@ from lmkit.benches.ddp_contenders import DdpCase, contender
 from lmkit.measure.intervals import clip, overlap, total, union
 from lmkit.measure.memory import release_memory
 from lmkit.measure.plots import timeline
+from lmkit.measure.quiet import quietly
 from lmkit.parallel.agreement import agree
 from lmkit.parallel.process_group import Ranks
 
@@ -58,7 +59,7 @@ def record_step(name: str, case: DdpCase, ranks: Ranks) -> StepTimeline | None:
     torch.cuda.synchronize(ranks.device)
     agree(ranks)
     tracing = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
-    with tracing if ranks.is_first else nullcontext() as profiler:
+    with quietly(tracing) if ranks.is_first else nullcontext() as profiler:
         for _ in range(STEPS):
             built.step()
         torch.cuda.synchronize(ranks.device)

@@ -22,6 +22,7 @@ from lmkit.benches.training_step import TrainingStep
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.memory import GIB
 from lmkit.measure.plots import stacked_areas
+from lmkit.measure.quiet import quietly
 from lmkit.measure.ranges import disable_ranges, observe_ranges, range_
 from lmkit.measure.results import BenchResult, row_files
 from lmkit.measure.tables import Column, markdown_table
@@ -37,7 +38,6 @@ from lmkit.profiling.allocations import (
     blocks_of,
     profile_memory,
 )
-from lmkit.profiling.quiet import quietly
 from lmkit.profiling.steps import StepsOptions, as_the_recipe_says, build_step, describe_steps, work_of
 
 HISTORY_ENTRIES = 2_000_000
