@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lmkit.benches.ddp_clock import SteadyStateClock, of_slowest_rank
+from lmkit.benches.journal import Journal
 from lmkit.measure.memory import release_memory
 from lmkit.measure.progress import Progress
 from lmkit.measure.statistics import spread
@@ -38,10 +39,11 @@ def all_reduce_rows(
     operations: Sequence[str] = OPERATIONS,
     repeats: int = 10,
     progress: Progress | None = None,
+    journal: Journal | None = None,
 ) -> list[dict[str, Any]]:
     """One row per operation, dtype and size (MB = 10^6 bytes of the whole buffer); every rank calls this.
 
-    Times are the slowest rank's, per round, in ms per call; random data.
+    Times are the slowest rank's, per round, in ms per call; random data. The first rank keeps them in `journal`.
     """
     rows: list[dict[str, Any]] = []
     for size_mb in sizes_mb:
@@ -65,6 +67,8 @@ def all_reduce_rows(
             for operation, timing in timings.items():
                 slowest = of_slowest_rank(timing.samples_ms, ranks)
                 rows.append(_row(operation, dtype_name, flat.nbytes, ranks, slowest))
+            if journal is not None and ranks.is_first:
+                journal.add(rows[-len(operations) :])
             del flat, works
             release_memory(ranks.device)
     return rows

@@ -9,6 +9,7 @@ import torch
 
 from lmkit.benches.ddp_clock import SteadyStateClock, of_slowest_rank, without_garbage_collection
 from lmkit.benches.ddp_contenders import Contender, DdpCase, begin_account, contender, parse_name
+from lmkit.benches.journal import Journal
 from lmkit.measure.memory import claim_workspaces
 from lmkit.measure.progress import Progress
 from lmkit.measure.statistics import spread
@@ -29,6 +30,7 @@ def optimizer_rows(
     rounds: int = 10,
     steps_per_sample: int = 4,
     progress: Progress | None = None,
+    journal: Journal | None = None,
 ) -> list[dict[str, Any]]:
     """One row per contender, each built, measured and dropped before the next: their times are of different minutes,
     and no round of one pairs with a round of another (`ddp_rows` is for that). Every rank calls this.
@@ -36,7 +38,7 @@ def optimizer_rows(
     Bytes are this rank's: `state_bytes` is what the optimizer holds (without masters), `state_share` that over the
     first contender's; the rest is what the CUDA allocator has handed out (None on a CPU) after model and optimizer
     were made, after the backward pass and synchronisation (before the step), after the step, and at most during
-    these. Times are the slowest rank's, per round, in ms per step.
+    these. Times are the slowest rank's, per round, in ms per step. The first rank keeps the rows in `journal`.
 
     Raises:
         UsageError: no contender of that name.
@@ -45,7 +47,7 @@ def optimizer_rows(
     for name in names:
         parse_name(name, "optimizer")
     claim_workspaces(ranks.device)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for number, name in enumerate(names):
         if progress is not None and ranks.is_first:
             progress("optimizer", number, len(names))
@@ -57,6 +59,7 @@ def optimizer_rows(
         rows.append(
             row
             | {
+                "state_share": row["state_bytes"] / (rows[0] if rows else row)["state_bytes"],
                 "precision": case.precision,
                 "flops_per_token": flops_per_token(case.model, case.model.context_length),
                 "step_ms": summary.median,
@@ -66,12 +69,11 @@ def optimizer_rows(
                 "samples_ms": samples,
             }
         )
+        if journal is not None and ranks.is_first:
+            journal.add(rows[-1:])
         del built
     if progress is not None and ranks.is_first:
         progress("optimizer", len(names), len(names))
-    plain = rows[0]["state_bytes"]
-    for row in rows:
-        row["state_share"] = row["state_bytes"] / plain
     return rows
 
 

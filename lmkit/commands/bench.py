@@ -136,16 +136,16 @@ def ddp(recipe: Recipe, output: Path | None, nproc: int, progress: Progress) -> 
 def all_reduce(recipe: Recipe, output: Path | None, nproc: int, progress: Progress) -> BenchStored | None:
     """Collectives over message sizes; None on ranks other than the first."""
     _table(recipe.bench.all_reduce, "all_reduce")
-    with _journal(recipe, "all_reduce", output):
-        return _on_ranks(_all_reduce_rank, recipe, output, nproc, progress)
+    with _journal(recipe, "all_reduce", output) as journal:
+        return _on_ranks(partial(_all_reduce_rank, journal), recipe, output, nproc, progress)
 
 
 def optimizer(recipe: Recipe, output: Path | None, nproc: int, progress: Progress) -> BenchStored | None:
     """Plain against sharded optimizer state, on [model]; None on ranks other than the first."""
     _table(recipe.bench.optimizer, "optimizer")
     _model_with_vocabulary(recipe, "bench optimizer")
-    with _journal(recipe, "optimizer", output):
-        return _on_ranks(_optimizer_rank, recipe, output, nproc, progress)
+    with _journal(recipe, "optimizer", output) as journal:
+        return _on_ranks(partial(_optimizer_rank, journal), recipe, output, nproc, progress)
 
 
 def check_place(recipe: Recipe, output: Path | None, *, force: bool) -> None:
@@ -237,7 +237,7 @@ def _ddp_rank(journal: Journal, recipe: Recipe, progress: Progress) -> BenchResu
         return ddp_result(rows, swept, ranks, overlap, rounds=table.rounds) if ranks.is_first else None
 
 
-def _all_reduce_rank(recipe: Recipe, progress: Progress) -> BenchResult | None:
+def _all_reduce_rank(journal: Journal, recipe: Recipe, progress: Progress) -> BenchResult | None:
     from lmkit.benches.all_reduce import all_reduce_rows
     from lmkit.benches.ddp_report import all_reduce_result
 
@@ -250,11 +250,12 @@ def _all_reduce_rank(recipe: Recipe, progress: Progress) -> BenchResult | None:
             dtypes=table.dtypes,
             repeats=table.repeats,
             progress=progress,
+            journal=journal,
         )
         return all_reduce_result(rows, ranks) if ranks.is_first else None
 
 
-def _optimizer_rank(recipe: Recipe, progress: Progress) -> BenchResult | None:
+def _optimizer_rank(journal: Journal, recipe: Recipe, progress: Progress) -> BenchResult | None:
     from lmkit.benches.adamw_update import update_rows
     from lmkit.benches.ddp_contenders import DdpCase
     from lmkit.benches.ddp_report import optimizer_result
@@ -274,6 +275,7 @@ def _optimizer_rank(recipe: Recipe, progress: Progress) -> BenchResult | None:
             rounds=table.rounds,
             steps_per_sample=table.steps_per_sample,
             progress=progress,
+            journal=journal,
         )
         updates = update_rows(config, ranks, rounds=table.rounds, progress=progress)
         return None if limits is None else optimizer_result(rows, updates, ranks, limits)

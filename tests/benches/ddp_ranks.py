@@ -70,10 +70,10 @@ def broadcast_by_zero(ranks: Ranks) -> dict[str, float]:
 
 
 class Kept:
-    """A journal that remembers all that stood in it."""
+    """A journal that remembers all that stood in it, or was added."""
 
     def __init__(self, contents: list[list[dict[str, Any]]]) -> None:
-        self.replace = contents.append
+        self.add = self.replace = contents.append
 
 
 def measure_all() -> dict[str, list[dict[str, Any]]]:
@@ -85,6 +85,7 @@ def measure_all() -> dict[str, list[dict[str, Any]]]:
             reports.append(report)
 
         kept: list[list[dict[str, Any]]] = []
+        added: dict[str, list[list[dict[str, Any]]]] = {"all_reduce": [], "optimizer": []}
         ladder = ddp.ddp_rows(
             CASE, NAMES, ranks, rounds=6, steps_per_sample=1, progress=progress, journal=Kept(kept)
         )
@@ -105,8 +106,13 @@ def measure_all() -> dict[str, list[dict[str, Any]]]:
             "broadcast": [broadcast_by_zero(ranks)],
             "slowest": [{"samples_ms": of_slowest_rank([1.0 + ranks.rank, 3.0 - ranks.rank], ranks)}],
             "compared": [ddp.compare(ladder, "naive", "naive")],
-            "all_reduce": all_reduce_rows(ranks, sizes_mb=(0.01, 0.1), repeats=2),
-            "optimizer": optimizer_rows(CASE, ranks, rounds=2, steps_per_sample=1, progress=progress),
+            "all_reduce": all_reduce_rows(
+                ranks, sizes_mb=(0.01, 0.1), repeats=2, journal=Kept(added["all_reduce"])
+            ),
+            "optimizer": optimizer_rows(
+                CASE, ranks, rounds=2, steps_per_sample=1, progress=progress, journal=Kept(added["optimizer"])
+            ),
+            "added": added,
             "update": update_rows(CASE.model, ranks, rounds=6, progress=progress),
             "progress": [{"stage": stage, "done": done, "total": total} for stage, done, total in reports],
         }

@@ -382,6 +382,14 @@ def test_rows_are_in_the_journal_round_by_round(measured):
         assert third[row["contender"]]["samples_ms"] == row["samples_ms"][:3]
 
 
+@pytest.mark.parametrize(("bench", "at_once"), [("all_reduce", 3), ("optimizer", 1)])
+def test_rows_are_in_the_journal_as_they_come(measured, bench, at_once):
+    """The collectives of one size and dtype, one contender."""
+    added = measured["added"][bench]
+    assert [len(rows) for rows in added] == [at_once] * (len(measured[bench]) // at_once)
+    assert [row for rows in added for row in rows] == measured[bench]
+
+
 def test_ranks_end_after_the_same_round_when_time_is_up(measured):
     """Rank 1 has all the time in the world; rank 0's is up after the first round."""
     assert [len(row["samples_ms"]) for row in measured["short"]] == [1, 1]
