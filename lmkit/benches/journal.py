@@ -25,6 +25,9 @@ class Journal:
         """Forget what an earlier, killed run left."""
         self.path.unlink(missing_ok=True)
 
+    def has_rows(self) -> bool:
+        return self.path.exists() and self.path.stat().st_size > 0
+
     def add(self, rows: Sequence[dict[str, Any]]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:

@@ -314,7 +314,7 @@ def _journal(recipe: Recipe, bench: str, output: Path | None) -> Iterator[Journa
         yield journal
     except KeyboardInterrupt:
         found = f"the rows so far are in {journal.path}, until a bench is started there again"
-        raise Interrupted(f"interrupted: {found if journal.path.exists() else 'no rows were kept'}") from None
+        raise Interrupted(f"interrupted: {found if journal.has_rows() else 'no rows were kept'}") from None
 
 
 def _store(result: BenchResult, recipe: Recipe, output: Path | None) -> BenchStored:

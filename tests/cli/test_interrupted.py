@@ -51,7 +51,9 @@ def test_fault_16_ctrl_c_in_a_bench_is_130_and_one_line_that_says_where_its_rows
     arguments: str, tmp_path: Path
 ) -> None:
     kept = tmp_path / KEPT
-    code, out, err = interrupt(tmp_path, arguments, when=kept.exists)
+    code, out, err = interrupt(
+        tmp_path, arguments, when=lambda: kept.exists() and kept.stat().st_size > 0
+    )  # it is there before its first row is
     assert (code, out) == (130, "")
     *progress, last = err.splitlines(keepends=True)
     assert last == SAID

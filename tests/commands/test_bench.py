@@ -28,13 +28,17 @@ def test_the_threads_of_the_recipe_are_obeyed(monkeypatch, tmp_path, name):
     assert torch.get_num_threads() == before
 
 
+@pytest.mark.parametrize("began", [False, True])
 @pytest.mark.parametrize("name", ["ddp", "all_reduce", "optimizer"])
 def test_a_bench_that_is_interrupted_before_its_first_row_says_that_there_are_none(
-    monkeypatch, tmp_path, name
+    monkeypatch, tmp_path, name, began
 ):
+    """Also where the file of the rows was opened already."""
     (tmp_path / bench.JOURNAL).write_text('{"of": "a run that was killed before"}')
 
-    def interrupted(*_, **__):
+    def interrupted(*_, journal, **__):
+        if began:
+            journal.path.touch()
         raise KeyboardInterrupt
 
     monkeypatch.setattr(bench, "_need_ranks", lambda ranks, command: None)
