@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -21,6 +22,22 @@ def pytest_configure() -> None:
     # A job that a shell starts in the background ignores SIGINT, and so would every process that a test interrupts.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def as_terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[], io.StringIO]:
+    """Makes stderr a terminal, 100 columns wide. To be called: what a fixture sets it to, pytest sets back."""
+
+    def begin() -> io.StringIO:
+        terminal = io.StringIO()
+        terminal.isatty = lambda: True  # type: ignore[method-assign]
+        monkeypatch.setattr(sys, "stderr", terminal)
+        for name, value in {"TERM": "xterm", "COLUMNS": "100", "LINES": "30"}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("NO_COLOR", raising=False)
+        return terminal
+
+    return begin
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import math
 import sys
@@ -13,8 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lmkit.benches import all_reduce, ddp, ddp_clock, ddp_contenders, optimizer
-from lmkit.benches.ddp_clock import SteadyStateClock, without_garbage_collection
+from lmkit.benches import all_reduce, ddp, ddp_contenders, optimizer
 from lmkit.benches.ddp_contenders import DdpCase, baseline_of, contender, parse_name
 from lmkit.benches.ddp_report import ddp_result, ladder_markdown, optimizer_result
 from lmkit.errors import UsageError
@@ -293,40 +291,6 @@ def test_a_contender_has_the_options_that_its_name_says():
     assert parse_name("one rank, bf16 weights")[2].weights == "bf16"
 
 
-def test_the_clock_leaves_out_the_first_steps(monkeypatch):
-    """Half as many steps of lead-in, then three timed ones; preparations come before all of them."""
-    calls: list[str] = []
-    monkeypatch.setattr(ddp_clock.time, "perf_counter", lambda: calls.append("clock") or len(calls))
-    clock = SteadyStateClock(torch.device("cpu"), 3)
-    sample = clock.sample_ms(lambda: calls.append("step"), 2, before=[lambda: calls.append("prepare")])
-    assert calls == ["prepare", "step", "step", "clock", "step", "step", "step", "clock"]
-    assert sample == 2 * 4e3 / 3, (
-        "seconds are counted in events here: 4 of them in three steps, times two calls"
-    )
-
-
-def test_the_clock_tells_how_far_the_host_was_ahead(monkeypatch):
-    """The host hands over a step in 1 s, the GPU takes 3 for it: after 2 + 3 of them the host has 10 s to wait."""
-    now, done = 0.0, 0.0
-
-    def step() -> None:
-        nonlocal now, done
-        now += 1.0
-        done = max(done, now - 1.0) + 3.0
-
-    def synchronize(device: torch.device) -> None:
-        nonlocal now
-        now = max(now, done)
-
-    event = SimpleNamespace(record=lambda: None, elapsed_time=lambda end: 9e3)
-    monkeypatch.setattr(ddp_clock.time, "perf_counter", lambda: now)
-    monkeypatch.setattr(ddp_clock.torch.cuda, "Event", lambda enable_timing: event)
-    monkeypatch.setattr(ddp_clock.torch.cuda, "synchronize", synchronize)
-    clock = SteadyStateClock(torch.device("cuda"), 3)
-    assert clock.sample_ms(step, 1, before=[]) == 3e3
-    assert clock.ahead_ms == [10e3]
-
-
 def test_how_far_hosts_are_ahead_is_of_the_contender_whose_turn_it_was(monkeypatch):
     """Turns change from round to round; a row has the median over rounds of the rank with the least."""
     orders = [("none", "one rank"), ("one rank", "none"), ("none", "one rank")]
@@ -470,22 +434,3 @@ def test_what_a_contender_left_is_not_on_the_next_ones_account(monkeypatch, devi
     with pytest.raises(AttributeError):
         ddp._build_and_measure("bucketed", DdpCase("tiny", TINY, rows=1), Ranks(), 3)
     assert events == ["release", "build"]
-
-
-@pytest.mark.parametrize("was_on", [True, False])
-def test_the_collector_is_as_it_was_after_an_error(was_on):
-    states = []
-
-    def fail() -> None:
-        with without_garbage_collection():
-            states.append(gc.isenabled())
-            raise ZeroDivisionError
-
-    (gc.enable if was_on else gc.disable)()
-    try:
-        with pytest.raises(ZeroDivisionError):
-            fail()
-        states.append(gc.isenabled())
-    finally:
-        gc.enable()
-    assert states == [False, was_on]

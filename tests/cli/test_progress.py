@@ -6,7 +6,7 @@ import io
 import logging
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -24,19 +24,8 @@ def log() -> Iterator[logging.Logger]:
     log.handlers, log.level, log.propagate = before
 
 
-def as_terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
-    """stderr, 100 columns wide."""
-    terminal = io.StringIO()
-    terminal.isatty = lambda: True  # type: ignore[method-assign]
-    monkeypatch.setattr(sys, "stderr", terminal)
-    for name, value in {"TERM": "xterm", "COLUMNS": "100", "LINES": "30"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    return terminal
-
-
-def test_the_log_speaks_above_a_bar(monkeypatch: pytest.MonkeyPatch, log: logging.Logger) -> None:
-    terminal = as_terminal(monkeypatch)
+def test_the_log_speaks_above_a_bar(as_terminal: Callable[[], io.StringIO], log: logging.Logger) -> None:
+    terminal = as_terminal()
     log_to_stderr()  # before there is a bar, as in a command
     with progress_on_stderr() as report:
         report("stories", 1, 2)
@@ -45,9 +34,9 @@ def test_the_log_speaks_above_a_bar(monkeypatch: pytest.MonkeyPatch, log: loggin
 
 
 def test_a_stage_that_is_done_leaves_the_terminal_to_the_bar_of_training(
-    monkeypatch: pytest.MonkeyPatch,
+    as_terminal: Callable[[], io.StringIO],
 ) -> None:
-    terminal = as_terminal(monkeypatch)
+    terminal = as_terminal()
     with progress_on_stderr() as report:
         report("encode", 1, 2)
         report("encode", 2, 2)
@@ -62,8 +51,8 @@ def test_a_stage_that_is_done_leaves_the_terminal_to_the_bar_of_training(
     assert "stories" in terminal.getvalue().partition("step 5/10")[2]
 
 
-def test_there_is_one_bar_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = as_terminal(monkeypatch)
+def test_there_is_one_bar_at_a_time(as_terminal: Callable[[], io.StringIO]) -> None:
+    terminal = as_terminal()
     with progress_on_stderr() as report:
         report("building", 1, 3)  # and no more: the last one is not reported
         report("timing", 1, 2)

@@ -127,14 +127,9 @@ def test_a_line_fits_100_columns(
 
 @pytest.mark.parametrize(("mfu", "shortest_bar"), [(None, 8), (0.5123, 4)])
 def test_a_bar_and_its_numbers_fit_100_columns(
-    monkeypatch: pytest.MonkeyPatch, mfu: float | None, shortest_bar: int
+    as_terminal: Callable[[], io.StringIO], mfu: float | None, shortest_bar: int
 ) -> None:
-    terminal = io.StringIO()
-    terminal.isatty = lambda: True  # type: ignore[method-assign]
-    monkeypatch.setattr(sys, "stderr", terminal)
-    for name, value in {"TERM": "xterm", "COLUMNS": "100", "LINES": "30"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("NO_COLOR", raising=False)
+    terminal = as_terminal()
     large = {**LARGE, "mfu": mfu, "tokens_per_second": 8_765_432.1, "eta_seconds": 35_969.0}
     bar = console(9_999_999)
     bar.record(train_record(1_234_567, **large))
