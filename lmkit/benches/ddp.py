@@ -183,7 +183,7 @@ def _traffic_facts(built: Contender, ranks: Ranks) -> dict[str, Any]:
 
 
 def _host_ms(built: Contender, ranks: Ranks, repeats: int = 5) -> float:
-    """Median ms until a step has been handed to an idle GPU (which lets the host run ahead by some 1000 kernels)."""
+    """Median ms until a step has been handed to an idle GPU (whose queue takes thousands of launches)."""
     samples = []
     with without_garbage_collection():
         for _ in range(repeats):

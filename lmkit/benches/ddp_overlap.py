@@ -21,7 +21,9 @@ from lmkit.parallel.agreement import agree
 from lmkit.parallel.process_group import Ranks
 
 Interval = tuple[float, float]
-WARMUP, STEPS = 5, 3
+WARMUP = 5
+STEPS = 16
+"""Traced: tracing begins with a host that is not ahead of its GPU, and shows its gaps until it is."""
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
@@ -48,7 +50,8 @@ class StepTimeline:
 
 
 def record_step(name: str, case: DdpCase, ranks: Ranks) -> StepTimeline | None:
-    """Trace steps of a contender (every rank calls this, on GPUs); the second of them, None on other ranks than 0.
+    """Trace steps of a contender (every rank calls this, on GPUs); the last but one of them, None on other ranks
+    than 0.
 
     Rank 0 alone is traced. That slows down its host, so it is the one that the others wait for: what its collectives
     take is not spent waiting.
@@ -74,8 +77,8 @@ def record_step(name: str, case: DdpCase, ranks: Ranks) -> StepTimeline | None:
 
 
 def read_step(events: Sequence[dict[str, Any]], steps: int) -> StepTimeline | None:
-    """The second of `steps` steps in the events of a Chrome trace (times in us); None if it has no collective (the
-    profiler may not be allowed to see kernels).
+    """The last but one of `steps` steps in the events of a Chrome trace (times in us); None if it has no collective
+    (the profiler may not be allowed to see kernels).
 
     Raises:
         ValueError: the steps did not make equally many collectives.
@@ -91,7 +94,7 @@ def read_step(events: Sequence[dict[str, Any]], steps: int) -> StepTimeline | No
     if len(collectives) % steps:
         raise ValueError(f"{len(collectives)} collectives in {steps} steps: not the same number in each")
     per_step = len(collectives) // steps
-    begin, finish = (max(end for _, end in collectives[: n * per_step]) for n in (1, 2))
+    begin, finish = (max(end for _, end in collectives[: n * per_step]) for n in (steps - 2, steps - 1))
 
     def inside(communicates: bool) -> list[Interval]:
         of_kind = [(start, end) for kind, start, end in spans if kind is communicates]

@@ -51,6 +51,7 @@ def describe_environment() -> dict[str, Any]:
         environment["driver"] = _nvidia_smi("driver_version")[0].get("driver_version")
         environment["gpus"] = [_describe_gpu(index) for index in range(torch.cuda.device_count())]
         environment["gpu_state"] = gpu_state()
+        environment["launch_queues"] = os.environ.get("CUDA_SCALE_LAUNCH_QUEUES", "1x")
     return environment
 
 

@@ -22,6 +22,7 @@ from lmkit.errors import LmkitError, UsageError
 from lmkit.parallel.meeting import RENDEZVOUS_VARIABLE, join_store
 
 _LOOK_S = 0.02
+_LAUNCH_QUEUES = "CUDA_SCALE_LAUNCH_QUEUES"
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,11 @@ def process_group(
         LmkitError: the port is taken, or not every rank arrived in time.
     """
     settings = _read_environment()
-    place = local_device(device, settings.local_rank)
     if settings.world_size == 1:
-        yield Ranks(device=place, timeout_s=timeout_s)
+        yield Ranks(device=local_device(device, settings.local_rank), timeout_s=timeout_s)
         return
+    _deepen_launch_queues()
+    place = local_device(device, settings.local_rank)
     if place.type == "cuda":
         torch.cuda.set_device(place)
     store = _meet(settings, timeout_s)
@@ -91,6 +93,16 @@ def process_group(
         raise
     finally:
         dist.destroy_process_group()
+
+
+def _deepen_launch_queues() -> None:
+    """Let the host get 4,000 launches ahead of its GPU instead of 1,000, unless the environment says how many.
+
+    The driver reads the variable when it starts, so this comes before the first question about GPUs. A rank whose
+    host falls behind holds up all ranks, and the room is what a host can be slow for before its GPU runs dry: a step
+    of 162 million parameters is 700 launches, so 1,000 are one step and a half.
+    """
+    os.environ.setdefault(_LAUNCH_QUEUES, "4x")
 
 
 def _collectives_first(timeout: timedelta) -> Any:

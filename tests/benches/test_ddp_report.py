@@ -20,28 +20,29 @@ def kernel(name: str, start: float, end: float) -> dict:
 
 
 def test_a_trace_is_read_as_what_ran_beside_what():
-    """Three steps of 100 us, shifted by 1000: two kernels that touch, one collective half beside them, one after."""
+    """Four steps of 100 us, shifted by 1000: two kernels that touch, one collective half beside them, one after. Of
+    the third, the last but one, the second kernel is longer."""
     events = [
         {"ph": "M", "name": "process_name"},
         {"ph": "X", "cat": "cpu_op", "name": "nccl", "ts": 0, "dur": 9},
     ]
-    for step in range(3):
+    for step in range(4):
         at = 1000 + 100 * step
-        events += [kernel("matmul", at, at + 30), kernel("norm", at + 30, at + 60)]
+        events += [kernel("matmul", at, at + 30), kernel("norm", at + 30, at + (70 if step == 2 else 60))]
         events += [
             kernel("ncclDevKernel_AllReduce", at + 40, at + 80),
             kernel("ncclDevKernel_AllReduce", at + 90, at + 100),
         ]
-    step = read_step(events, 3)
+    step = read_step(events, 4)
     assert step is not None
-    assert step.compute == [(0.0, 0.06)]
+    assert step.compute == [(0.0, 0.07)]
     assert step.communication == [(0.04, 0.08), (0.09, 0.1)]
     assert step.communication_ms == pytest.approx(0.05)
-    assert step.beside_compute_ms == pytest.approx(0.02)
+    assert step.beside_compute_ms == pytest.approx(0.03)
     assert overlap_picture(step, "bucketed").startswith(b"\x89PNG")
-    assert read_step(events[:2], 3) is None
-    with pytest.raises(ValueError, match="5 collectives in 3 steps"):
-        read_step(events[:-1], 3)
+    assert read_step(events[:2], 4) is None
+    with pytest.raises(ValueError, match="7 collectives in 4 steps"):
+        read_step(events[:-1], 4)
 
 
 def test_without_none_there_is_no_picture_of_what_is_exposed():

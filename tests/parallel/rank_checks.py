@@ -376,6 +376,22 @@ def memory_that_collectives_keep(num_bytes: int) -> int:
         return torch.cuda.memory_allocated(ranks.device) - before
 
 
+def launches_ahead() -> int:
+    """How many kernels fit behind one that is at work until the host has to wait for it. Run on every rank."""
+    with process_group("cuda", timeout_s=60) as ranks:
+        number = torch.zeros(1, device=ranks.device)
+        number.add_(1)  # loaded and compiled
+        torch.cuda.synchronize(ranks.device)
+        at_work = torch.cuda.Event()
+        torch.cuda._sleep(4_000_000_000)  # cycles: some 2 s
+        at_work.record()
+        launched = 0
+        while not at_work.query():
+            number.add_(1)
+            launched += 1
+        return launched
+
+
 _CHECKS: dict[str, Callable[[Ranks], None]] = {
     **{
         f"joined batch: {s}, {a} passes": partial(check_joined_batch, strategy=s, make=adamw, accumulation=a)

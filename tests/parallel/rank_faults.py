@@ -35,6 +35,12 @@ def return_rank_and_sum() -> tuple[int, int]:
         return ranks.rank, int(total)
 
 
+def launch_queues() -> str | None:
+    """What the driver will read when it starts."""
+    with process_group("cpu", timeout_s=PATIENT_S):
+        return os.environ.get("CUDA_SCALE_LAUNCH_QUEUES")
+
+
 def train_until_fault(fault: str, strategy: str) -> str:
     """Three good steps with synchronisation; in the third, something happens to rank 1 inside backward."""
     torch.set_num_threads(1)

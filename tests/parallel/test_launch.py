@@ -291,8 +291,20 @@ def wait_for_text(path: Path, process: subprocess.Popen | None = None) -> str:
 def test_a_single_process_needs_no_group(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
+    before = dict(os.environ)
     with process_group("cpu") as ranks:
         assert (ranks.rank, ranks.world_size, ranks.is_first) == (0, 1, True)
+        assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "4x"), ("1x", "1x")])
+def test_ranks_ask_the_driver_for_long_launch_queues_unless_told_otherwise(
+    faults, monkeypatch, given, expected
+):
+    monkeypatch.delenv("CUDA_SCALE_LAUNCH_QUEUES", raising=False)
+    if given is not None:
+        monkeypatch.setenv("CUDA_SCALE_LAUNCH_QUEUES", given)
+    assert spawn_ranks(2, faults.launch_queues) == expected
 
 
 @pytest.mark.parametrize(
