@@ -12,6 +12,8 @@ from typing import Any
 
 from lmkit import __version__
 
+LAUNCH_QUEUES_VARIABLE = "CUDA_SCALE_LAUNCH_QUEUES"
+"""How many launches a GPU's driver takes before the CPU has to wait: "4x" four times its default."""
 PACKAGES = ("torch", "triton", "numpy", "tokenizers", "tiktoken", "transformers")
 GPU_STATE_FIELDS = (
     "clocks.sm",
@@ -51,7 +53,7 @@ def describe_environment() -> dict[str, Any]:
         environment["driver"] = _nvidia_smi("driver_version")[0].get("driver_version")
         environment["gpus"] = [_describe_gpu(index) for index in range(torch.cuda.device_count())]
         environment["gpu_state"] = gpu_state()
-        environment["launch_queues"] = os.environ.get("CUDA_SCALE_LAUNCH_QUEUES", "1x")
+        environment["launch_queues"] = os.environ.get(LAUNCH_QUEUES_VARIABLE, "1x")
     return environment
 
 

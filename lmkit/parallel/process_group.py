@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from lmkit.errors import LmkitError, UsageError
+from lmkit.measure.environment import LAUNCH_QUEUES_VARIABLE
 from lmkit.parallel.meeting import RENDEZVOUS_VARIABLE, join_store
 
 _LOOK_S = 0.02
-_LAUNCH_QUEUES = "CUDA_SCALE_LAUNCH_QUEUES"
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def _deepen_launch_queues() -> None:
     host falls behind holds up all ranks, and the room is what a host can be slow for before its GPU runs dry: a step
     of 162 million parameters is 700 launches, so 1,000 are one step and a half.
     """
-    os.environ.setdefault(_LAUNCH_QUEUES, "4x")
+    os.environ.setdefault(LAUNCH_QUEUES_VARIABLE, "4x")
 
 
 def _collectives_first(timeout: timedelta) -> Any:
