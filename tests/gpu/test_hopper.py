@@ -140,7 +140,9 @@ def test_shared_key_heads(hopper, queries, keys, head_dim, causal, deterministic
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_dim", [96, 128])
-@pytest.mark.parametrize(("queries", "keys"), [(2047, 2047), (2048, 2048), (2111, 3001), (3001, 777)])
+@pytest.mark.parametrize(
+    ("queries", "keys"), [(2047, 2047), (2048, 2048), (2111, 3001), (3001, 2049), (3001, 777)]
+)
 def test_long_fast_backward_with_shared_key_heads(hopper, queries, keys, head_dim, dtype):
     q = draw(2, 4, queries, head_dim, dtype=dtype)
     k, v = draw(2, 2, keys, head_dim, dtype=dtype), draw(2, 2, keys, head_dim, dtype=dtype)

@@ -7,7 +7,8 @@
 Shapes are (batch, heads, seq, head_dim) with any strides the copy engine takes, head_dim a multiple of 8 from 40
 to 256 (`support.py` says why); causal means query i sees keys j <= i. Inside, heads are D = 64, 128 or 256 wide and
 filled up with zeros. Read `forward_kernel.py` first; `backward_kernel.py` and `query_gradient_kernel.py` build on its
-ideas, `narrow_gradient_kernel.py` (D = 64, fast) and `wide_gradient_kernel.py` (256) on theirs.
+ideas, `narrow_gradient_kernel.py` (fast: D = 64, and 128 where it is long and unmasked) and
+`wide_gradient_kernel.py` (256) on theirs.
 """
 
 from lmkit.kernels.hopper.backward_launcher import backward

@@ -19,8 +19,9 @@ while dP runs, P is computed; while dV runs, dS; while dK runs, dQ is handed on;
 the next step, behind its S.
 
 Without dQ (below) nothing is exchanged, and the two warp groups take turns: one issues S and dP, then the other, so
-that the exponentials of one meet the products of the other. With ADD_DQ its barriers keep them in step. (At D = 64
-that costs so much that the fast way is a kernel of its own, `narrow_gradient_kernel`.)
+that the exponentials of one meet the products of the other. With ADD_DQ its barriers keep them in step. (At D = 64,
+and at 128 in long sequences without a mask, that costs so much that the fast way is a kernel of its own,
+`narrow_gradient_kernel`.)
 
 dQ: tiles of different keys add up. ADD_DQ: the copy engine adds float32 tiles to a scratch in global memory
 (order of arrival, so not reproducible); blocks start at different query tiles so that they do not queue for

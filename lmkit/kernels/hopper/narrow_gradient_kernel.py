@@ -1,14 +1,15 @@
-"""The fast backward for D = 64: dK and dV of one tile of 128 keys, and its share of dQ, by two warp groups that
-need not stay in step.
+"""The fast backward for D = 64, and for D = 128 where `backward_launcher.takes_narrow` says so: dK and dV of one tile
+of 128 keys, and its share of dQ, by two warp groups that need not stay in step.
 
-The mathematics, the transposes, the producer and the sum of dQ are those of `backward_kernel`. But D = 64 has twice
-the exponentials of D = 128 for the same products, and two warp groups that meet at two barriers a step, as there,
+The mathematics, the transposes, the producer and the sum of dQ are those of `backward_kernel`. But there two warp
+groups meet at two barriers a step. At D = 64, which has twice the exponentials of D = 128 for the same products, they
 compute them at the same time: the tensor cores wait, and then both want them.
 
-So each consumer is a **partition of its own**. It has dK and dV of 64 keys and, of each step's dQ, 64 of the 128
-queries. All that it needs of the other is dS, because dQ sums over the keys of both. dS has two buffers: its owner
-stores it, announces it and goes on; the other waits for it half a step later, behind S of its next step. So the two
-may drift apart by half a step, and one's exponentials meet the other's products.
+So each consumer is a **partition of its own**. It has dK and dV of 64 keys and a part of each step's dQ, 64 x 64: at
+D = 64, in steps of 128 queries, 64 of them; at D = 128, in steps of 64, half of the columns. All that it needs of the
+other is dS, because dQ sums over the keys of both. dS has two buffers: its owner stores it, announces it and goes on;
+the other waits for it half a step later, behind S of its next step. So the two may drift apart by half a step, and
+one's exponentials meet the other's products.
 
 A consumer's step j, products in the order of issue:
 
@@ -34,7 +35,8 @@ Barriers. `step` counts query tiles; its slot is step % STAGES, its round step /
 Nobody announces that dS has been read: who stores dS(j) has waited for the other's dS(j-1), and that was announced
 when the other's dQ(j-2), the last to read this buffer, was done.
 
-Shared memory, of 227 KiB: 194 for K, V, two slots of Q and of dO, two buffers of dS, and a float32 tile of dQ.
+Shared memory, of 227 KiB: 194 (D = 128: 193) for K, V, two slots of Q and of dO, two buffers of dS, and a float32
+tile of each consumer's part of dQ.
 Registers: launched with 168 a thread; the consumers take 240, the producer keeps 24.
 """
 
@@ -79,22 +81,22 @@ from lmkit.kernels.hopper.synchronization import (
 )
 from lmkit.kernels.hopper.versions import partition_barrier, tma_add_to_global
 
-D = gl.constexpr(64)
-QUERIES = gl.constexpr(128)  # of a step
-HALF = gl.constexpr(64)  # keys of a consumer, and queries of its dQ
+HALF = gl.constexpr(64)  # keys of a consumer, and queries and columns of its part of dQ
 LAST = gl.constexpr(7)  # named barriers: all from here to 15 (Triton's own are 0 to 3 with these partitions)
 Q_FREE = gl.constexpr(8)
 DO_FREE = gl.constexpr(10)
 DS_FULL = gl.constexpr(12)
 BOTH_CONSUMERS = gl.constexpr(256)  # threads
 # The second consumer begins this much later, about a third of a step. Their first tiles come at the same time, and
-# the drift that the barriers allow would come about by chance; so it is there from the start (0.6 to 1.8% faster).
+# the drift that the barriers allow would come about by chance; so it is there from the start (D = 64: 0.6 to 1.8%
+# faster; D = 128 was measured with it alone).
 HEAD_START_NS = gl.constexpr(800)
 
 
 @gluon.jit
 def _producer(descriptors, tiles, barriers, problem, CAUSAL: gl.constexpr):
     """The copying warp: K and V once, a box for each consumer, then Q and dO tile after tile."""
+    QUERIES: gl.constexpr = descriptors.q.block_type.shape[2]
     work = locate_work(problem, QUERIES, CAUSAL)
     mbarrier.expect(barriers.kv_full, 4 * descriptors.k.block_type.nbytes)
     for i in gl.static_range(2):
@@ -107,14 +109,17 @@ def _producer(descriptors, tiles, barriers, problem, CAUSAL: gl.constexpr):
 @gluon.jit
 def _consumer(index: gl.constexpr, descriptors, tiles, barriers, problem, scale_log2, scale,
               CAUSAL: gl.constexpr, TAIL: gl.constexpr):  # fmt: skip
-    """Warp group `index`, 0 or 1, with its 64 of the block's keys and of each step's queries."""
+    """Warp group `index`, 0 or 1, with its 64 of the block's keys and its part of each step's dQ."""
     DTYPE: gl.constexpr = descriptors.q.dtype
+    QUERIES: gl.constexpr = descriptors.q.block_type.shape[2]
+    D: gl.constexpr = descriptors.q.block_type.shape[3]
     SCORES: gl.constexpr = accumulator_layout(QUERIES, 4)
     GRADIENT: gl.constexpr = accumulator_layout(D, 4)
     OPERAND: gl.constexpr = operand_layout(GRADIENT)
     COLUMN: gl.constexpr = gl.SliceLayout(0, SCORES)
-    # A wait for S on which lse depends, too, saves float16 24 of 80 spilled bytes; with a mask it costs 36 more
-    LSE_FIRST: gl.constexpr = gl.float16 == DTYPE and not CAUSAL
+    # A wait for S on which lse depends, too: D = 128 was measured so; at 64 it saves float16 24 of 80 spilled bytes,
+    # but with a mask it costs 36 more
+    LSE_FIRST: gl.constexpr = D == 128 or (gl.float16 == DTYPE and not CAUSAL)
     work = locate_work(problem, QUERIES, CAUSAL)
     k = tiles.k.index(index).reshape([HALF, D])
     v = tiles.v.index(index).reshape([HALF, D])
@@ -132,7 +137,9 @@ def _consumer(index: gl.constexpr, descriptors, tiles, barriers, problem, scale_
         first_clear = gl.where(first_clear > problem.num_keys, NEVER, first_clear)
     head = work.first_head
     tile = work.start
-    first_row = work.batch * problem.heads * problem.padded + index * HALF
+    first_row = work.batch * problem.heads * problem.padded
+    if D == 64:
+        first_row += index * HALF  # of the consumer's part of dQ
     row_before = 0  # where dQ of the step before goes
     steps = gl.maximum(work.count * problem.group, 1)
     for step in range(steps):
@@ -180,11 +187,14 @@ def _consumer(index: gl.constexpr, descriptors, tiles, barriers, problem, scale_
     last_q = tiles.q.index((steps + 1) % STAGES).reshape([QUERIES, D])
     dk_job = warpgroup_mma(unpack_pairs(ds_pairs, DTYPE, OPERAND), last_q, dk, is_async=True)
     dq, dk = warpgroup_mma_wait(0, deps=[dq_job, dk_job])
-    _stage_dq(index, tiles, dq)
+    if D == 64:  # here or below: each as it was measured
+        _stage_dq(index, tiles, dq)
     # K and V have served: their tiles stage dK and dV on the way out
     v.store(dv.to(DTYPE))
     named_barrier_wait(LAST, BOTH_CONSUMERS)  # K by the other's dQ, too
     k.store(dk.to(DTYPE))
+    if D == 128:
+        _stage_dq(index, tiles, dq)
     fence_async_shared()
     partition_barrier()
     _add_dq(index, descriptors, tiles, first_row + row_before)
@@ -211,6 +221,7 @@ def _sleep(nanoseconds: gl.constexpr):
 def _hide_keys(exponent, keys, tile, first_clear, num_keys, CAUSAL: gl.constexpr, TAIL: gl.constexpr):
     """-inf where query i of the tile must not see key j > i, and for keys past the end (P might overflow there, and
     inf * 0 is not 0)."""
+    QUERIES: gl.constexpr = exponent.shape[1]
     if CAUSAL:
         if tile * QUERIES < first_clear:
             first_query = gl.where(keys < num_keys, keys - tile * QUERIES, NEVER)
@@ -227,45 +238,67 @@ def _ds_full(index, step):
 
 
 @gluon.jit
-def _ds_tile(tiles, step, index, half):
-    """dS of `step`: the keys of consumer `index`, the queries of dQ's `half`."""
-    return tiles.ds.index((step & 1) * 4 + 2 * index + half)
+def _ds_tile(tiles, step, index, part):
+    """dS of `step`, (64 keys, 64 queries): the keys of consumer `index`, the queries of this `part` of the step."""
+    PARTS: gl.constexpr = tiles.ds.shape[0] // 4
+    return tiles.ds.index((step & 1) * (2 * PARTS) + PARTS * index + part)
 
 
 @gluon.jit
 def _announce_ds(index: gl.constexpr, tiles, step, ds):
-    """Stores this consumer's dS of `step`, (64 keys, 128 queries), for both."""
-    left, right = left_and_right(ds)
-    _ds_tile(tiles, step, index, 0).store(left)
-    _ds_tile(tiles, step, index, 1).store(right)
+    """Stores this consumer's dS of `step`, (64 keys, QUERIES), for both."""
+    if ds.shape[1] == 128:
+        left, right = left_and_right(ds)
+        _ds_tile(tiles, step, index, 0).store(left)
+        _ds_tile(tiles, step, index, 1).store(right)
+    else:
+        _ds_tile(tiles, step, index, 0).store(ds)
     fence_async_shared()
     named_barrier_arrive(_ds_full(index, step), BOTH_CONSUMERS)
 
 
 @gluon.jit
 def _issue_dq(index: gl.constexpr, tiles, step):
-    """dQ of this consumer's 64 queries over all 128 keys, when the other has announced its dS of `step`, or of the
-    step two before."""
-    DQ: gl.constexpr = accumulator_layout(D, 4)
+    """This consumer's part of dQ over all 128 keys, when the other has announced its dS of `step`, or of the step two
+    before."""
+    DQ: gl.constexpr = accumulator_layout(HALF, 4)
     named_barrier_wait(_ds_full(1 - index, step), BOTH_CONSUMERS)
-    ds = _ds_tile(tiles, step, 0, index).permute((1, 0))
-    job = issue_product(ds, tiles.k.index(0).reshape([HALF, D]), DQ)
-    ds = _ds_tile(tiles, step, 1, index).permute((1, 0))
-    return warpgroup_mma(ds, tiles.k.index(1).reshape([HALF, D]), job, is_async=True)
+    ds, k = _dq_factors(index, tiles, step, 0)
+    job = issue_product(ds, k, DQ)
+    ds, k = _dq_factors(index, tiles, step, 1)
+    return warpgroup_mma(ds, k, job, is_async=True)
+
+
+@gluon.jit
+def _dq_factors(index: gl.constexpr, tiles, step, owner: gl.constexpr):
+    """What consumer `index` multiplies for its part of dQ and the keys of consumer `owner`: (64 queries, 64 keys) of
+    dS and (64 keys, 64) of K."""
+    D: gl.constexpr = tiles.k.shape[4]
+    k = tiles.k.index(owner).reshape([HALF, D])
+    if D == 64:
+        ds = _ds_tile(tiles, step, owner, index)
+    else:
+        ds = _ds_tile(tiles, step, owner, 0)
+        k = k.slice(index * HALF, HALF, dim=1)
+    return ds.permute((1, 0)), k
 
 
 @gluon.jit
 def _stage_dq(index: gl.constexpr, tiles, dq):
-    """Stores this consumer's dQ into its tile, once the copy engine has read the previous one out of it."""
+    """Stores this consumer's part of dQ into its tile, once the copy engine has read the previous one out of it."""
     tma.store_wait(0)
     partition_barrier()
-    tiles.dq.index(index).store(in_thread_order(dq))
+    tile = tiles.dq.index(index)
+    tile.store(in_thread_order(dq).reshape(tile.shape))
 
 
 @gluon.jit
 def _add_dq(index: gl.constexpr, descriptors, tiles, row):
-    """Has the copy engine add this consumer's tile of dQ to the sum at `row`."""
-    tma_add_to_global(descriptors.dq, [row * (D // 32), 0], tiles.dq.index(index))
+    """Has the copy engine add this consumer's part of dQ to the sum: its queries begin at `row`, and at D = 128 its
+    columns are those of consumer `index`."""
+    D: gl.constexpr = tiles.k.shape[4]
+    place = [row * (D // 32), 0] if D == 64 else [row // 16, index * (HALF // 2), 0]
+    tma_add_to_global(descriptors.dq, place, tiles.dq.index(index))
 
 
 @gluon.jit(do_not_specialize=["num_queries", "num_keys", "padded", "batches", "heads", "group", "together",
@@ -277,12 +310,16 @@ def narrow_gradient_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc
     """One block per (key tile, key head of the batch), `together` heads at a time (see locate_longest_first).
     Allocates and starts the partitions.
 
-    Descriptors as `key_value_gradient_kernel`'s, but those of K, V, dK, dV in boxes of (1, 1, 64, 64), and dq_desc in
-    boxes of 64 queries: one for each consumer. REGISTERS: a thread's of the second consumer.
+    Descriptors as `key_value_gradient_kernel`'s, with boxes of 128 queries of 64 numbers or 64 of 128, but those of
+    K, V, dK, dV in boxes of 64 keys, and dq_desc in boxes of a consumer's part: at D = 64 (128, 32); at D = 128
+    (4, 32, 32) of the sum as (queries / 16, 64, 32). REGISTERS: a thread's of the second consumer.
     """
     gdc_wait()  # for what the kernel before this one wrote
     gdc_launch_dependents()  # the next kernel may start, and waits in its turn
     dtype: gl.constexpr = q_desc.dtype
+    QUERIES: gl.constexpr = q_desc.block_type.shape[2]
+    D: gl.constexpr = q_desc.block_type.shape[3]
+    dq_shape: gl.constexpr = [2] + dq_desc.block_type.shape  # noqa: RUF005 (Gluon knows no stars)
     q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, QUERIES, D], q_desc.layout)
     do_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, QUERIES, D], do_desc.layout)
     k_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, HALF, D], k_desc.layout)
@@ -290,8 +327,8 @@ def narrow_gradient_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc
     lse_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], lse_desc.layout)
     delta_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], delta_desc.layout)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, HALF], dtype)
-    ds_tiles = gl.allocate_shared_memory(dtype, [8, HALF, HALF], ds_layout)  # see _ds_tile
-    dq_tiles = gl.allocate_shared_memory(gl.float32, [2, HALF * D // 32, 32], dq_desc.layout)
+    ds_tiles = gl.allocate_shared_memory(dtype, [4 * QUERIES // HALF, HALF, HALF], ds_layout)  # see _ds_tile
+    dq_tiles = gl.allocate_shared_memory(gl.float32, dq_shape, dq_desc.layout)
     q_full = allocate_mbarriers(STAGES)
     do_full = allocate_mbarriers(STAGES)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())

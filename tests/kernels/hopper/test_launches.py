@@ -58,14 +58,15 @@ def launcher(stand_in_gpu, monkeypatch):
 
 
 FAST = ["prepare_kernel", "key_value_gradient_kernel", "finish_kernel"]
+NARROW = ["prepare_kernel", "narrow_gradient_kernel", "finish_kernel"]
 DETERMINISTIC = ["query_gradient_kernel", "key_value_gradient_kernel"]
 
 
 @pytest.mark.parametrize(
     ("head_dim", "deterministic", "kernels", "key_rows"),
     [
-        (64, False, ["prepare_kernel", "narrow_gradient_kernel", "finish_kernel"], 64),
-        (40, False, ["prepare_kernel", "narrow_gradient_kernel", "finish_kernel"], 64),
+        (64, False, NARROW, 64),
+        (40, False, NARROW, 64),
         (64, True, DETERMINISTIC, 128),
         (80, False, FAST, 128),
         (96, True, DETERMINISTIC, 128),
@@ -86,6 +87,49 @@ def test_kernels_of_a_backward(launcher, stand_in_gpu, head_dim, deterministic, 
         x[5] for x in stand_in_gpu.launches[1][-1] if isinstance(x, tuple) and x[1] == k.data_ptr()
     )
     assert key_box[:3] == (1, 1, key_rows)  # in columns of as many as the swizzle takes
+
+
+def rows(box, of_a_head):
+    """Box, shape and strides of the sum of dQ, 2 x 2 heads, in rows of 32 numbers."""
+    return (box, 32), (2 * 2 * of_a_head, 32), (32, 1)
+
+
+def half_columns(padded):
+    """The same where a box is half the columns of 64 of the `padded` queries."""
+    return (4, 32, 32), (2 * 2 * padded // 16, 64, 32), (64 * 32, 32, 1)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "num_queries", "num_keys", "causal", "deterministic", "kernels", "sum_of_dq"),
+    [
+        (128, 2048, 2048, False, False, NARROW, half_columns(2048)),
+        (128, 2049, 3000, False, False, NARROW, half_columns(2176)),
+        (128, 2047, 2048, False, False, FAST, rows(256, 2048 * 4)),
+        (128, 2048, 2047, False, False, FAST, rows(256, 2048 * 4)),
+        (128, 2048, 2048, True, False, FAST, rows(256, 2048 * 4)),
+        (96, 2048, 2048, False, False, FAST, rows(256, 2048 * 4)),
+        (128, 2048, 2048, False, True, DETERMINISTIC, rows(256, 64)),  # not used
+        (64, 2048, 100, False, False, NARROW, rows(128, 2048 * 2)),
+    ],
+)
+def test_long_backward_without_a_mask(
+    launcher, stand_in_gpu, head_dim, num_queries, num_keys, causal, deterministic, kernels, sum_of_dq
+):
+    """At head_dim 128 it is the narrow kernel's, and the sum of dQ, the last descriptor, is described as it takes
+    it: box, shape, strides."""
+    q, out, dout = (torch.zeros(2, 2, num_queries, head_dim, dtype=torch.bfloat16) for _ in range(3))
+    k, v = (torch.zeros(2, 2, num_keys, head_dim, dtype=torch.bfloat16) for _ in range(2))
+    lse = torch.zeros(2, 2, num_queries)
+    launcher.backward(dout, q, k, v, out, lse, causal=causal, scale=0.125, deterministic=deterministic)
+    assert [function[0] for _, _, function, *_ in stand_in_gpu.launches] == kernels
+    described = [x for x in stand_in_gpu.launches[1][-1] if isinstance(x, tuple)]
+    assert described[-1][5:8] == sum_of_dq
+
+
+def test_long_backward_in_float16_keeps_its_kernel(launcher, stand_in_gpu):
+    q = torch.zeros(1, 2, 2048, 128, dtype=torch.float16)
+    launcher.backward(q, q, q, q, q, torch.zeros(1, 2, 2048), causal=False, scale=0.1, deterministic=False)
+    assert [function[0] for _, _, function, *_ in stand_in_gpu.launches] == FAST
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
