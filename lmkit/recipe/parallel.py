@@ -10,6 +10,9 @@ from lmkit.recipe.table import PositiveFloat, Table
 
 StrategyName = Literal["none", "naive", "flat", "overlap", "bucketed", "torch_ddp", "zero1"]
 
+CASTING_STRATEGIES: tuple[StrategyName, ...] = ("flat", "bucketed", "torch_ddp", "zero1")
+"""Those that heed `wire_dtype`."""
+
 
 class ParallelConfig(Table):
     strategy: StrategyName = "bucketed"

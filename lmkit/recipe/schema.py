@@ -13,7 +13,7 @@ from lmkit.recipe.data import DataConfig
 from lmkit.recipe.generate import GenerateConfig
 from lmkit.recipe.model import ModelConfig
 from lmkit.recipe.optimizer import OptimizerConfig
-from lmkit.recipe.parallel import ParallelConfig
+from lmkit.recipe.parallel import CASTING_STRATEGIES, ParallelConfig
 from lmkit.recipe.run import RunConfig
 from lmkit.recipe.shipped import shipped_with
 from lmkit.recipe.table import Table
@@ -103,6 +103,14 @@ def _zero1_alone_has_bf16_weights(tables: Mapping[str, Any]) -> str | None:
     return f'parallel.weights: "bf16" needs strategy = "zero1", not "{parallel.strategy}"'
 
 
+def _wire_dtype_has_a_strategy(tables: Mapping[str, Any]) -> str | None:
+    parallel = tables.get("parallel")
+    if parallel is None or parallel.wire_dtype == "fp32" or parallel.strategy in CASTING_STRATEGIES:
+        return None
+    known = ", ".join(CASTING_STRATEGIES)
+    return f'parallel.wire_dtype: "{parallel.strategy}" sends gradients as they are; "bf16" is for {known}'
+
+
 def _model_holds_the_vocabulary(tables: Mapping[str, Any]) -> str | None:
     names = ("corpus", "tokenizer", "data", "model")
     corpus, tokenizer, data, model = (tables.get(name) for name in names)
@@ -124,4 +132,5 @@ CHECKS: tuple[Check, ...] = (
     _half_precision_has_a_device,
     _random_tokens_need_a_vocabulary,
     _zero1_alone_has_bf16_weights,
+    _wire_dtype_has_a_strategy,
 )

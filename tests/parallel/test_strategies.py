@@ -13,6 +13,7 @@ from lmkit.errors import UsageError
 from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.process_group import Ranks
 from lmkit.parallel.strategies import HEEDS, STRATEGIES, SyncOptions, build_strategy
+from lmkit.recipe.parallel import CASTING_STRATEGIES
 
 sys.path.insert(0, str(Path(__file__).parent))
 CHECKS = list(importlib.import_module("rank_checks").CHECKS)
@@ -117,3 +118,7 @@ def test_what_a_strategy_heeds_is_what_its_docstring_says(name):
     told = re.search(r"Heeds ([^.]*)\.", getattr(importlib.import_module(module), attribute).__doc__)
     assert tuple(re.findall(r"`(\w+)`", told[1])) == HEEDS[name]
     assert bool(HEEDS[name]) == ("no options" not in told[1])
+
+
+def test_a_recipe_may_ask_those_for_a_wire_dtype_that_heed_it():
+    assert tuple(name for name in STRATEGIES if "wire_dtype" in HEEDS[name]) == CASTING_STRATEGIES

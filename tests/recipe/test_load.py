@@ -163,7 +163,7 @@ def test_every_mistake_is_reported_at_once(tmp_path: Path) -> None:
     message = refusal(
         tmp_path,
         '[train]\nsteps = "x"\nprecision = "bf61"\n[optimizer]\nlr = -1\n[corpsu]\n[run]\nnane = "a"\n'
-        "[parallel]\nstrategy = 'flat'\nweights = 'bf16'\n",
+        "[parallel]\nstrategy = 'naive'\nweights = 'bf16'\nwire_dtype = 'bf16'\n",
     )
     for expected in (
         "train.steps",
@@ -172,6 +172,7 @@ def test_every_mistake_is_reported_at_once(tmp_path: Path) -> None:
         "did you mean corpus?",
         "did you mean name?",
         'parallel.weights: "bf16" needs',  # a check across tables, beside mistakes in other tables
+        'parallel.wire_dtype: "naive" sends gradients as they are; "bf16" is for flat, bucketed, torch_ddp, zero1',
     ):
         assert expected in message
 
