@@ -74,7 +74,7 @@ def train(
     from lmkit.commands import train as command
 
     if dry_run:
-        show(command.plan(loaded, nproc=nproc), as_json=as_json)
+        show(command.plan(loaded, stop_at_step=stop_at_step, nproc=nproc), as_json=as_json)
         return
     result = command.run(loaded, stop_at_step=stop_at_step, nproc=nproc)
     if result is not None:  # ranks other than 0 say nothing

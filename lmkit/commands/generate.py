@@ -14,7 +14,7 @@ from lmkit.parallel.process_group import process_group
 from lmkit.recipe.load import load_recipe
 from lmkit.tokenizer import Tokenizer
 from lmkit.training.checkpoint_folder import MANIFEST
-from lmkit.training.checkpoints import newest_checkpoint, plain_model, run_tokenizer
+from lmkit.training.checkpoints import CHECKPOINTS, newest_checkpoint, plain_model, run_tokenizer
 
 SEPARATOR = "\n\n---\n\n"
 
@@ -50,7 +50,7 @@ def run(
     """Continue the prompts of a run's [generate] table, or those given.
 
     Args:
-        source: a run folder or a checkpoint folder.
+        source: a run folder, the checkpoints in it, or one of them.
         tokenizer: a tokenizer.json; None takes the run's.
         overrides, flags: as for `load_recipe`, over the run's recipe.
         stream: called with the prompt and then with each piece of text of a single prompt as it appears.
@@ -59,7 +59,11 @@ def run(
         UsageError: no checkpoint, no tokenizer or another than the model's, or sampling options out of range.
         LmkitError: the checkpoint is damaged.
     """
-    folder = source.resolve().parent.parent if (source / MANIFEST).exists() else source
+    folder = source
+    if (source / MANIFEST).exists():
+        folder = source.resolve().parent.parent
+    elif source.name == CHECKPOINTS:
+        folder = source.resolve().parent
     recipe_file = folder / "recipe.toml"
     for override in overrides:
         if not override.strip().startswith("generate."):

@@ -221,10 +221,8 @@ class Pipeline:
 
     def _clear(self) -> None:
         for path in self.folder.iterdir():
-            if path.is_dir():
-                shutil.rmtree(path)
-            elif path.name != ".lock":
-                path.unlink()
+            if path.name != ".lock":
+                _delete(path)
 
     def refuse_another_recipe(self) -> None:
         """Refuse a run folder that holds the run of another recipe."""
@@ -304,11 +302,7 @@ class Pipeline:
         if fresh:  # checkpoints of other data must not be resumed from
             open_data(self.recipe)  # which refuses damaged files while the checkpoints are still there
             for name in ("checkpoints", "metrics.jsonl"):
-                path = self.folder / name
-                if path.is_dir():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink(missing_ok=True)
+                _delete(self.folder / name)
         result = train.run(self.recipe)
         assert result is not None
         path = self.folder / "training.json"
@@ -366,3 +360,11 @@ class Pipeline:
             files={path.name: str(path) for path in sorted(self.folder.iterdir()) if path.name != ".lock"},
             story=(self.folder / "stories.txt").read_text("utf-8", "replace"),
         )
+
+
+def _delete(path: Path) -> None:
+    """Remove a file or a folder, if there is one; of a link to a folder elsewhere, the link."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

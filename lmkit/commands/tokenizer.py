@@ -85,7 +85,7 @@ def decode(path: Path, numbers: str) -> bytes:
     ids = []
     for word in numbers.replace(",", " ").split():
         # A length limit first: Python refuses to read numbers of thousands of digits.
-        if not word.isdecimal() or len(word) > 20 or int(word) >= tokenizer.vocab_size:
+        if not word.isdecimal() or len(word) > 20 or int(word) not in tokenizer.vocab:
             raise UsageError(
                 f"{word[:20]!r} is not a token id of {path}", hint=f"ids are 0 to {tokenizer.vocab_size - 1}"
             )

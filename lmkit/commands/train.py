@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from lmkit.commands.outputs import refuse_unwritable
 from lmkit.commands.ranks import ranks_of
 from lmkit.data.batches import BatchSource
 from lmkit.errors import LmkitError, UsageError, out_of_memory, reason
@@ -34,6 +36,8 @@ from lmkit.training.run_folder import METRICS, check_writable, describe_run, dra
 from lmkit.training.signals import StopSignals
 from lmkit.training.sinks import open_sink
 
+log = logging.getLogger("lmkit")
+
 Status = Literal["finished", "stopped early", "nothing to do"]
 
 
@@ -46,7 +50,7 @@ class TrainResult:
         loss: of the last logged training step. valid_loss, perplexity, bits_per_byte: on all held-out tokens,
             after the last step only.
         tokens: seen by the optimizer in the whole run. tokens_per_second: of this session, evaluation left out.
-        checkpoint: the newest one.
+        checkpoint: the newest of the run; one that was damaged, and gone on from before, does not count.
     """
 
     folder: str
@@ -145,12 +149,17 @@ def _live(recipe: Recipe, stop_at_step: int | None) -> TrainResult | None:
         start = decided_by_first(ranks, lambda: _open_folder(resolved, held))
         checkpoint = None if start["checkpoint"] is None else open_checkpoint(Path(start["checkpoint"]))
         notes: list[str] = start["notes"]
-        if checkpoint is not None:
-            notes += check_agreement(checkpoint, resolved, data.identity) + world_change(checkpoint, ranks)
+        if checkpoint is None:
+            notes.append("no checkpoint yet: starting from scratch")
+        else:
+            changes = check_agreement(checkpoint, resolved, data.identity) + world_change(checkpoint, ranks)
             if is_finished(checkpoint.state, resolved, stop_at_step):
                 done = _finished_before(resolved, checkpoint, data)
                 if done is not None:
+                    for note in notes if ranks.is_first else ():
+                        log.warning(note)
                     return done if ranks.is_first else None
+            notes += [f"resuming from {checkpoint.path}", *changes]
         if ranks.is_first:
             describe_run(recipe.run.path, recipe)
         return _train(resolved, ranks, data, batches, checkpoint, notes, stop_at_step)
@@ -211,13 +220,12 @@ def _train(
 
 def _finished_before(recipe: Recipe, checkpoint: Checkpoint, data: Data) -> TrainResult | None:
     """The result of a run that has nothing left to do; None if its last evaluation was cut short."""
-    _, train = resolved_tables(recipe)
     state = checkpoint.state
     records = read_metrics(recipe.run.path / METRICS)
     final = next((r for r in reversed(records) if _is_final(r, state.step)), None)
-    if final is None and data.valid is not None and state.step >= train.steps:
+    if final is None and data.valid is not None and is_finished(state, recipe, None):
         return None
-    last = next((r for r in reversed(records) if r["kind"] == "train"), {})
+    last = next((r for r in reversed(records) if r["kind"] == "train" and r["step"] <= state.step), {})
     return _result(
         recipe,
         status="nothing to do",
@@ -241,11 +249,13 @@ def _is_final(record: Record, step: int) -> bool:
     )
 
 
-def _result(recipe: Recipe, *, evaluation: Evaluation | None, **facts: Any) -> TrainResult:
+def _result(recipe: Recipe, *, step: int, evaluation: Evaluation | None, **facts: Any) -> TrainResult:
     model, train = resolved_tables(recipe)
-    saved = saved_steps(recipe.run.path / CHECKPOINTS)
+    # A later one than where the run stands is one that could not be gone on from.
+    saved = [saved for saved in saved_steps(recipe.run.path / CHECKPOINTS) if saved.step <= step]
     return TrainResult(
         folder=str(recipe.run.path),
+        step=step,
         steps=train.steps,
         parameters=count_parameters(model).total,
         valid_loss=None if evaluation is None else evaluation.loss,
@@ -267,18 +277,24 @@ class TrainPlan:
     train_tokens: int | None
     ranks: int
     start: str
+    notes: tuple[str, ...]
+    stop_at_step: int | None
 
     def __str__(self) -> str:
+        stop = "" if self.stop_at_step is None else f", stopping after step {self.stop_at_step:,}"
         data = "random tokens" if self.train_tokens is None else f"{self.train_tokens:,} tokens"
         return (
-            f"{self.folder}: {self.start}\n"
+            "".join(f"{note}\n" for note in self.notes) + f"{self.folder}: {self.start}\n"
             f"{self.parameters:,} parameters, {self.steps:,} steps of {self.tokens_per_step:,} tokens "
-            f"from {data}, on {self.ranks} rank{'s' if self.ranks > 1 else ''}"
+            f"from {data}, on {self.ranks} rank{'s' if self.ranks > 1 else ''}{stop}"
         )
 
 
-def plan(recipe: Recipe, *, nproc: int = 1) -> TrainPlan:
+def plan(recipe: Recipe, *, stop_at_step: int | None = None, nproc: int = 1) -> TrainPlan:
     """Check what `run` would check, and say what it would do; writes nothing.
+
+    Args:
+        stop_at_step, nproc: as of `run`.
 
     Raises:
         UsageError: as `run`.
@@ -288,10 +304,19 @@ def plan(recipe: Recipe, *, nproc: int = 1) -> TrainPlan:
     model, train = resolved_tables(resolved)
     device = local_device(recipe.run.device, local_rank=nproc - 1)
     check_device(resolved, device)
-    make_batches(resolved, data, Ranks(world_size=nproc, device=device))
-    start = choose_start(resolved)
-    if start.checkpoint is not None:
-        check_agreement(open_checkpoint(start.checkpoint), resolved, data.identity)
+    ranks = Ranks(world_size=nproc, device=device)
+    make_batches(resolved, data, ranks)
+    refuse_unwritable(recipe.run.path, option="--set run.folder=...")
+    begin = choose_start(resolved)
+    notes, start = begin.notes, "starting from scratch"
+    if begin.checkpoint is not None:
+        start = f"resuming from {begin.checkpoint}"
+        checkpoint = open_checkpoint(begin.checkpoint)
+        notes += check_agreement(checkpoint, resolved, data.identity) + world_change(checkpoint, ranks)
+        if is_finished(checkpoint.state, resolved, stop_at_step):
+            is_done = _finished_before(resolved, checkpoint, data) is not None
+            what = "nothing to do" if is_done else "only the last evaluation is left"
+            start = f"{what}: already at step {checkpoint.state.step}"
     return TrainPlan(
         folder=str(recipe.run.path),
         parameters=count_parameters(model).total,
@@ -299,5 +324,7 @@ def plan(recipe: Recipe, *, nproc: int = 1) -> TrainPlan:
         tokens_per_step=train.batch_size * model.context_length,
         train_tokens=None if data.train is None else data.train.meta.num_tokens,
         ranks=nproc,
-        start=start.notes[-1] if start.notes else "starting from scratch",
+        start=start,
+        notes=notes,
+        stop_at_step=stop_at_step,
     )

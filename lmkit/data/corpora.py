@@ -60,8 +60,8 @@ def prepare_corpus(table: CorpusConfig, folder: Path, *, progress: Progress | No
     if not table.valid:
         return _split(table, folder, progress)
     return CorpusFiles(
-        _plain_text(table.train, table, folder / "train.txt", progress),
-        _plain_text(table.valid, table, folder / "valid.txt", progress),
+        _plain_text("corpus.train", table.train, table, folder / "train.txt", progress),
+        _plain_text("corpus.valid", table.valid, table, folder / "valid.txt", progress),
     )
 
 
@@ -81,13 +81,13 @@ def _check_files(key: str, paths: Sequence[Path]) -> None:
 
 
 def _plain_text(
-    paths: tuple[Path, ...], table: CorpusConfig, joined: Path, progress: Progress | None
+    key: str, paths: tuple[Path, ...], table: CorpusConfig, joined: Path, progress: Progress | None
 ) -> tuple[Path, ...]:
     """Return the files themselves if all are text, else one text file made of them."""
     if not any(path.suffix == ".jsonl" for path in paths):
         return paths
     with atomic_path(joined) as partial, open(partial, "wb") as file:
-        _write_documents(paths, table, file, progress)
+        _write_documents(key, paths, table, file, progress)
     return (joined,)
 
 
@@ -96,7 +96,7 @@ def _split(table: CorpusConfig, folder: Path, progress: Progress | None) -> Corp
     # One file first, then cut in two: where the cut belongs is known only when the size is.
     with atomic_path(train) as partial:
         with open(partial, "wb") as file:
-            _write_documents(table.train, table, file, progress)
+            _write_documents("corpus.train", table.train, table, file, progress)
         with open(partial, "r+b") as file, atomic_path(valid) as held_out, open(held_out, "wb") as target:
             cut = _find_cut(file, table)
             file.seek(cut)
@@ -164,7 +164,7 @@ def _first_border(file: BinaryIO, mark: bytes, start: int, size: int) -> int | N
 
 
 def _write_documents(
-    paths: Sequence[Path], table: CorpusConfig, file: BinaryIO, progress: Progress | None
+    key: str, paths: Sequence[Path], table: CorpusConfig, file: BinaryIO, progress: Progress | None
 ) -> None:
     """Write the text of all files, one after the other, with `<|endoftext|>` between and behind JSON documents."""
     total = sum(path.stat().st_size for path in paths)
@@ -181,7 +181,7 @@ def _write_documents(
         if len(paths) > 1 and ending and END_OF_DOCUMENT not in ending:
             file.write(END_OF_DOCUMENT + b"\n")  # two files are two documents
     if not written:
-        raise UsageError(f"corpus.train: {paths[0]} has no text", hint="a corpus needs some text")
+        raise UsageError(f"{key}: {paths[0]} has no text", hint="a corpus needs some text")
 
 
 def _text_pieces(path: Path, errors: str) -> Iterator[tuple[int, bytes]]:

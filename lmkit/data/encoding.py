@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from lmkit.data.token_files import TokenFileWriter, TokenMeta
+from lmkit.data.token_files import TokenFileWriter, TokenMeta, sidecar_path
 from lmkit.errors import LmkitError, UsageError, reason
 from lmkit.measure.environment import usable_cpus
 from lmkit.measure.progress import Progress
@@ -55,6 +56,12 @@ def encode_corpus(
         raise UsageError(f"{output}: a token file ends in .npy", hint=f"name it {output.with_suffix('.npy')}")
     if output.exists() and not force:
         raise UsageError(f"{output}: exists already", hint="choose another name, or replace it with --force")
+    for source in sources:
+        if source.resolve() in (output.resolve(), sidecar_path(output).resolve()):
+            raise UsageError(
+                f"{source}: {output.name} and its description would replace this source",
+                hint="give the token file another name",
+            )
     reader = _Reader(sources, tokenizer, errors)
     if reader.total_bytes == 0:
         names = ", ".join(str(path) for path in sources) or "no files"
@@ -141,4 +148,6 @@ def _state(path: Path) -> tuple[int, int]:
         status = os.stat(path)
     except OSError as error:
         raise UsageError(f"{path}: {reason(error)}", hint="give the path of a text file") from error
+    if not stat.S_ISREG(status.st_mode):  # it is read more than once
+        raise UsageError(f"{path}: is not a regular file", hint="give the path of a text file")
     return status.st_size, status.st_mtime_ns

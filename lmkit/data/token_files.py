@@ -165,11 +165,13 @@ class TokenFileWriter:
 
 
 def _refuse_to_replace_another_json(path: Path) -> None:
-    try:
-        content = _read_object(path)
-    except LmkitError:  # not there, or damaged: nothing is lost
+    if not sidecar_path(path).exists():
         return
-    if "tokenizer_sha256" not in content:
+    try:
+        is_ours = "tokenizer_sha256" in _read_object(path)
+    except LmkitError:  # what is no JSON object is ours, and damaged, only if it describes something
+        is_ours = path.exists()
+    if not is_ours:
         raise UsageError(
             f"{sidecar_path(path)}: exists; the description of {path.name} would replace it",
             hint="give the token file another name",

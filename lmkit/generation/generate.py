@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -87,6 +88,7 @@ def generate(
         sampling=sampling,
         seed=seed,
         vocab_size=tokenizer.vocab_size,
+        never=[number for number in range(tokenizer.vocab_size) if number not in tokenizer.vocab],
         stop_id=stop_id,
     ):
         if token == stop_id:
@@ -110,6 +112,7 @@ def generate_tokens(
     sampling: Sampling,
     seed: int = 0,
     vocab_size: int | None = None,
+    never: Sequence[int] = (),
     stop_id: int | None = None,
 ) -> Iterator[tuple[int, int]]:
     """Yield (number of the prompt, token) as they are drawn; a row ends with `stop_id` or after `max_new_tokens`.
@@ -117,6 +120,7 @@ def generate_tokens(
     Args:
         prompts: token ids, at least one each and at most `context_length`.
         vocab_size: draw ids below this one (a model may have more rows than the tokenizer has tokens).
+        never: ids that are not drawn (a vocabulary may have gaps).
 
     See `generate` for what happens at the end of the context and for the random streams.
     """
@@ -129,6 +133,7 @@ def generate_tokens(
     texts = [list(prompt) for prompt in prompts]
     uniforms = _random_streams(seed, len(prompts), max_new_tokens).to(device)  # (batch, max_new_tokens)
     active = list(range(len(prompts)))
+    never = list(never)
     logits = torch.zeros(len(prompts), model.lm_head.out_features, device=device, dtype=dtype)
 
     for number in range(max_new_tokens):
@@ -150,6 +155,7 @@ def generate_tokens(
                 "the model's predictions are not numbers (nan)",
                 hint="its training diverged; take an older checkpoint",
             )
+        logits[:, never] = -math.inf
         chosen = choose(logits[:, :vocab_size], uniforms[:, number], sampling).tolist()
         for row in tuple(active):
             texts[row].append(chosen[row])

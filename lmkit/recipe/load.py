@@ -61,7 +61,7 @@ def load_recipe(
         UsageError: unreadable file, bad TOML, or mistakes in the content (all of them in one message).
     """
     path = None if source is None else find_recipe(source)
-    raw = {} if path is None else read_toml(path)
+    raw = {} if path is None else canonical(read_toml(path))
     if isinstance(raw.get("model"), dict) and any(_names(override, "model.preset") for override in overrides):
         forget_sizes(raw["model"])
     for override in overrides:
@@ -75,13 +75,13 @@ def load_recipe(
 def find_recipe(source: str | Path) -> Path:
     """Return the recipe's file: a path as it is, else a shipped recipe of that name."""
     path = Path(source)
-    if path.is_dir():
-        raise UsageError(f"{path}: is a folder, not a recipe", hint="name a .toml file, or a shipped recipe")
-    if path.exists():
+    if path.exists() and not path.is_dir():
         return path
     shipped = shipped_recipes()
     if str(source) in shipped:
         return shipped[str(source)]
+    if path.is_dir():
+        raise UsageError(f"{path}: is a folder, not a recipe", hint="name a .toml file, or a shipped recipe")
     near = did_you_mean(path.stem, shipped)
     raise UsageError(f"{path}: no such recipe{near}", hint="shipped recipes: " + ", ".join(shipped))
 
@@ -137,7 +137,21 @@ def _apply(raw: dict[str, Any], override: str) -> None:
             f"--set {override}: expected table.key=value", hint="for example --set train.steps=100"
         )
     check_path(keys, flag=f"--set {override}")
-    _put(raw, keys, _toml_value(text.strip()), origin=f"--set {override}")
+    keys, value = _today(keys, _toml_value(text.strip()))
+    _put(raw, keys, value, origin=f"--set {override}")
+
+
+def _today(keys: Sequence[str], value: Any) -> tuple[list[str], Any]:
+    """The dotted path and its value under today's names."""
+    nested = value
+    for key in reversed(keys):
+        nested = {key: nested}
+    nested = canonical(nested)
+    path: list[str] = []
+    while len(path) < len(keys):
+        ((key, nested),) = nested.items()
+        path.append(key)
+    return path, nested
 
 
 def _put(raw: dict[str, Any], keys: Sequence[str], value: Any, *, origin: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -92,9 +93,12 @@ def _check(vocab_size: int, special_tokens: tuple[str, ...]) -> None:
 
 def _size(path: Path) -> int:
     try:
-        return path.stat().st_size
+        status = path.stat()
     except OSError as error:
         raise UsageError(f"{path}: {reason(error)}", hint="give the path of a text file") from error
+    if not stat.S_ISREG(status.st_mode):  # its parts are read by several threads
+        raise UsageError(f"{path}: is not a regular file", hint="give the path of a text file")
+    return status.st_size
 
 
 def _tokenizer(merges: Sequence[tuple[int, int]], special_tokens: tuple[str, ...]) -> Tokenizer:

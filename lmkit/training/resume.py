@@ -36,7 +36,7 @@ class StartingPoint:
 
     Attributes:
         checkpoint: None: from scratch.
-        notes: lines for people.
+        notes: lines for people, on what was found.
     """
 
     checkpoint: Path | None
@@ -57,8 +57,8 @@ def choose_start(recipe: Recipe) -> StartingPoint:
         choice = newest_valid(folder)
         skipped = tuple(f"skipped {reason}" for reason in choice.skipped)
         if choice.path is None:
-            return StartingPoint(None, ("no checkpoint yet: starting from scratch",))
-        return StartingPoint(choice.path, (*skipped, f"resuming from {choice.path}"))
+            return StartingPoint(None, ())
+        return StartingPoint(choice.path, skipped)
     present = saved_steps(folder)
     if wish == "never":
         if present:
@@ -76,7 +76,7 @@ def choose_start(recipe: Recipe) -> StartingPoint:
             f"checkpoint.resume: {path} is older than {newer[-1].path} of the same run",
             hint="choose another --name for the new branch, or delete the newer checkpoints",
         )
-    return StartingPoint(path, (f"resuming from {path}",))
+    return StartingPoint(path, ())
 
 
 def check_agreement(checkpoint: Checkpoint, recipe: Recipe, data: DataIdentity | None) -> tuple[str, ...]:

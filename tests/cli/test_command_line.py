@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from lmkit.cli.app import run_command_line
+from lmkit.tokenizer import Tokenizer
 
 Lmkit = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -319,3 +320,11 @@ def test_decoded_text_ends_its_line_on_a_terminal_alone(
     monkeypatch.setattr("sys.stdout", stream)
     assert run_command_line(["tokenizer", "decode", tokenizer, "97", "98"]) == 0
     assert raw.getvalue() == printed
+
+
+def test_ids_that_are_no_tokens_are_not_decoded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gaps = Tokenizer(vocab={i: bytes([i]) for i in range(256)} | {900: b"the end"}, merges=[])
+    gaps.save(tmp_path / "gaps.json")
+    for number in ("256", "899", "901"):
+        assert run_command_line(["tokenizer", "decode", str(tmp_path / "gaps.json"), number]) == 2
+        assert f"'{number}' is not a token id of" in capsys.readouterr().err

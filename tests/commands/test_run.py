@@ -47,6 +47,19 @@ def test_a_run_that_train_took_further_is_refused_with_the_command_that_goes_on(
     assert set(forced.stages.values()) == {"would run"}
 
 
+def test_starting_over_removes_links_to_folders_not_what_they_lead_to(recipe: Recipe, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "big disk"
+    elsewhere.mkdir()
+    (elsewhere / "weights").write_bytes(b"precious")
+    run = command.Pipeline(recipe, progress=lambda *_: None)
+    run.folder.mkdir(parents=True)
+    (run.folder / "checkpoints").symlink_to(elsewhere)
+    (run.folder / "tokens").mkdir()
+    run._clear()
+    assert list(run.folder.iterdir()) == []
+    assert (elsewhere / "weights").read_bytes() == b"precious"
+
+
 def test_skip_data_without_data_makes_no_folder(recipe: Recipe) -> None:
     for refuse in (command.plan, lambda *a, **b: command.run(*a, **b, progress=lambda *_: None)):
         with pytest.raises(UsageError, match="no finished corpus stage"):

@@ -192,6 +192,12 @@ def test_bad_json_lines_name_the_line(write, split, tmp_path, content, kind, mes
     assert list((tmp_path / "corpus").iterdir()) == []
 
 
+def test_a_held_out_file_without_text_is_named_by_its_key(write, tmp_path):
+    train, valid = write("t.jsonl", '{"text": "a"}\n'), write("v.jsonl", "\n \n")
+    with pytest.raises(UsageError, match=r"corpus\.valid: .*v\.jsonl has no text"):
+        prepare_corpus(CorpusConfig(source="files", train=(train,), valid=(valid,)), tmp_path / "corpus")
+
+
 @pytest.mark.usefixtures("block")
 @pytest.mark.parametrize(
     ("content", "offset", "replaced"),

@@ -201,6 +201,22 @@ def test_fault_40_output_exists(corpus: Path, tokenizer: Tokenizer, tmp_path: Pa
     assert open_tokens(output).meta.num_tokens > 0
 
 
+def test_no_source_is_replaced(corpus: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    for name in ("text.json", "text.npy"):
+        source = tmp_path / name
+        source.write_bytes(corpus.read_bytes())
+        (tmp_path / "text.npy").touch()
+        with pytest.raises(UsageError, match=r"text\.npy and its description would replace this source"):
+            encode_corpus([corpus, source], tmp_path / "text.npy", tokenizer, force=True)
+        assert source.read_bytes() == corpus.read_bytes()
+
+
+def test_what_can_be_read_but_once_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="pipe: is not a regular file"):
+        encode_corpus([tmp_path / "pipe"], tmp_path / "tokens.npy", tokenizer)
+
+
 @pytest.mark.parametrize("change", ["grow", "rewrite", "shrink"])
 def test_fault_43_corpus_changes_while_encoding(
     corpus: Path, tokenizer: Tokenizer, tmp_path: Path, small_chunks: None, change: str

@@ -249,13 +249,20 @@ def test_a_description_replaces_its_like_and_nothing_else(tmp_path: Path) -> Non
     write(tmp_path / "tokens.npy", [1, 2, 3])
     write(tmp_path / "tokens.npy", [4, 5])
     assert open_tokens(tmp_path / "tokens.npy").tokens.tolist() == [4, 5]
-    (tmp_path / "notes.json").write_text('{"precious": 1}')
-    with pytest.raises(
-        UsageError, match=r"notes\.json: exists; the description of notes\.npy would replace it"
-    ):
-        write(tmp_path / "notes.npy", [1])
-    assert (tmp_path / "notes.json").read_text() == '{"precious": 1}'
-    assert not (tmp_path / "notes.npy").exists()
+    for precious in ('{"precious": 1}', '{"text": "a"}\n{"text": "b"}\n', '["a"]', "no JSON at all"):
+        (tmp_path / "notes.json").write_text(precious)
+        with pytest.raises(
+            UsageError, match=r"notes\.json: exists; the description of notes\.npy would replace it"
+        ):
+            write(tmp_path / "notes.npy", [1])
+        assert (tmp_path / "notes.json").read_text() == precious
+        assert not (tmp_path / "notes.npy").exists()
+
+
+def test_a_damaged_description_is_replaced_with_its_tokens(path: Path) -> None:
+    sidecar_path(path).write_text('{"format": 1, "tok')
+    write(path, [4, 5])
+    assert open_tokens(path).tokens.tolist() == [4, 5]
 
 
 @pytest.mark.parametrize("described", [True, False])

@@ -77,6 +77,13 @@ def test_text_becomes_a_story_and_a_second_run_recomputes_nothing(
     assert after == before
     assert before
 
+    # A run, the checkpoints in it and the last of them are continued by the run's [generate] table alike.
+    last = max((run / "checkpoints").iterdir())
+    texts = [lmkit("generate", place, "--json").stdout for place in (run, run / "checkpoints", last)]
+    (sample,) = json.loads(texts[0])["samples"]
+    assert sample["prompt"] + sample["text"] == summary["story"].removesuffix("\n")
+    assert texts[1:] == texts[:1] * 2
+
     # Another prompt redoes the story alone.
     third = lmkit("run", recipe, "--json", "--set", 'generate.prompts=["The"]')
     states = json.loads(third.stdout)["stages"]

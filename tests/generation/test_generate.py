@@ -260,6 +260,13 @@ def test_ids_beyond_the_tokenizer_are_never_drawn(make_model: MakeModel, tokeniz
     assert max(made.tokens) < tokenizer.vocab_size
 
 
+def test_ids_that_are_no_tokens_are_never_drawn(make_model: MakeModel) -> None:
+    gaps = Tokenizer(vocab={i: bytes([i]) for i in range(256)} | {900: b"the end"}, merges=[])
+    model = make_model(vocab_size=1000)
+    (made,) = generate(model, gaps, ["ab"], max_new_tokens=200, sampling=Sampling(50.0), stop_at_end=False)
+    assert set(made.tokens) <= gaps.vocab.keys()
+
+
 def test_no_prompts_no_text(make_model: MakeModel, tokenizer: Tokenizer) -> None:
     assert generate(make_model(), tokenizer, [], max_new_tokens=5) == []
 

@@ -189,6 +189,12 @@ def test_fault_09_missing_file_or_folder(tmp_path: Path) -> None:
         load_recipe("quickstrat")
 
 
+def test_a_folder_does_not_hide_a_shipped_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "quickstart").mkdir()
+    assert load_recipe("quickstart").run.name == "quickstart"
+
+
 @pytest.mark.parametrize(
     ("override", "complaint"),
     [
@@ -288,6 +294,23 @@ def test_the_hint_leads_to_a_recipe_with_such_keys(override: str, example: str) 
 )
 def test_older_spellings_of_a_key_or_value(override: str, table: str, key: str, value: object) -> None:
     assert getattr(getattr(load_recipe(None, [override]), table), key) == value
+
+
+@pytest.mark.parametrize(
+    ("written", "override", "table", "key", "value"),
+    [
+        ("[optimizer]\nlearning_rate = 1e-3", "optimizer.lr=2e-3", "optimizer", "lr", 2e-3),
+        ("[optimizer]\nlr = 1e-3", "optimizer.learning_rate=2e-3", "optimizer", "lr", 2e-3),
+        ("[model]\nuse_flash = false", "model.attention=sdpa", "model", "attention", "sdpa"),
+        ("[model]\nattention = 'sdpa'", "model.use_flash=false", "model", "attention", "vectorized"),
+    ],
+)
+def test_an_override_may_be_spelled_otherwise_than_the_file(
+    tmp_path: Path, written: str, override: str, table: str, key: str, value: object
+) -> None:
+    path = tmp_path / "old.toml"
+    path.write_text(written)
+    assert getattr(getattr(load_recipe(path, [override]), table), key) == value
 
 
 @pytest.mark.parametrize(

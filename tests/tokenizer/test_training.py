@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import re
 import threading
 from collections.abc import Callable
@@ -65,6 +66,12 @@ def test_several_files_are_texts_of_their_own(write: Callable) -> None:
 def test_fault_17_missing_corpus(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"nothing\.txt"):
         train_tokenizer([tmp_path / "nothing.txt"], vocab_size=300)
+
+
+def test_what_can_be_read_but_once_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="pipe: is not a regular file"):
+        train_tokenizer([tmp_path / "pipe"], vocab_size=300)
 
 
 def test_fault_18_empty_corpus(write: Callable) -> None:

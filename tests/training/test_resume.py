@@ -52,6 +52,25 @@ def test_fault_44_and_45_a_damaged_newest_checkpoint_is_passed_over_and_named(
     verify(newest(recipe).path)
 
 
+def test_a_session_names_the_checkpoint_that_it_wrote_not_a_damaged_later_one(
+    tiny: Tiny, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe = tiny("checkpoint.interval=3", "train.log_interval=1")
+    train_here(recipe, stop_at_step=6)
+    folder = recipe.run.path / "checkpoints"
+    (folder / step_name(6) / MODEL).write_bytes(b"damaged")
+    result = train_here(recipe, stop_at_step=4)
+    assert result.checkpoint == str(folder / step_name(4))
+    verify(Path(result.checkpoint))
+    (folder / step_name(4) / MODEL).write_bytes(b"damaged")
+    logged = dict(losses(recipe))
+    again = train_here(recipe, stop_at_step=3)
+    assert (again.status, again.step, again.checkpoint) == ("nothing to do", 3, str(folder / step_name(3)))
+    assert again.loss == logged[3]
+    for step in (6, 4):
+        assert f"skipped {folder / step_name(step) / MODEL}" in caplog.text
+
+
 def test_fault_46_leftovers_of_a_killed_session_are_removed(
     tiny: Tiny, capsys: pytest.CaptureFixture[str]
 ) -> None:

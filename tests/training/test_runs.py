@@ -187,6 +187,18 @@ def test_a_time_box_ends_the_run_at_the_end_of_its_schedule(tiny: Tiny) -> None:
     assert train_here(recipe).status == "nothing to do"
 
 
+def test_a_last_evaluation_that_was_cut_short_is_made_up_after_a_time_box_too(tiny: Tiny) -> None:
+    recipe = tiny("train.steps=1000000", "train.max_minutes=0.02", "train.eval_interval=0")
+    first = train_here(recipe)
+    metrics = recipe.run.path / "metrics.jsonl"
+    kept = [line for line in metrics.read_text().splitlines(keepends=True) if '"final"' not in line]
+    metrics.write_text("".join(kept))
+    assert "only the last evaluation is left" in train.plan(recipe).start
+    again = train_here(recipe)
+    assert (again.status, again.step, again.valid_loss) == ("finished", first.step, first.valid_loss)
+    assert train_here(recipe).valid_loss == first.valid_loss
+
+
 def test_bf16_trains(tiny: Tiny) -> None:
     recipe = tiny('train.precision="bf16"', "train.steps=30", "optimizer.lr=0.01")
     train_here(recipe)
@@ -238,6 +250,19 @@ def test_a_plan_writes_nothing(tiny: Tiny) -> None:
     assert not recipe.run.path.exists()
     with pytest.raises(UsageError, match="not divisible by 3 ranks"):
         train.plan(recipe, nproc=3)
+    with pytest.raises(UsageError, match="cannot write there"):
+        train.plan(tiny("run.folder=/proc/nowhere"))
+
+
+def test_a_plan_says_what_the_session_would(tiny: Tiny) -> None:
+    train_here(tiny(), stop_at_step=4)
+    assert "only" not in train.plan(tiny()).start
+    plan = train.plan(tiny("optimizer.lr=0.5"), stop_at_step=8)
+    assert plan.start.startswith("resuming from")
+    assert any(note.startswith("changed since that checkpoint: optimizer.lr") for note in plan.notes)
+    assert str(plan).endswith("on 1 rank, stopping after step 8")
+    assert train.plan(tiny(), stop_at_step=4).start == "nothing to do: already at step 4"
+    assert train.plan(tiny(), nproc=2).notes[0].startswith("saved by 1 rank, going on with 2")
 
 
 def test_what_is_lacking_is_named(tiny: Tiny) -> None:
