@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -203,6 +205,9 @@ def parse_name(name: str, bench: str = "ddp") -> tuple[str, str, SyncOptions]:
     return strategy, detail, replace(defaults, **named)
 
 
+_SIZE = re.compile(r"\d*\.?\d+(e[+-]?\d+)?")
+
+
 def _named_options(detail: str) -> dict[str, Any] | None:
     """The `SyncOptions` that "100 MB bf16 wire" and the like name; None if it says something else, or one twice."""
     words = detail.split()
@@ -216,7 +221,7 @@ def _named_options(detail: str) -> dict[str, Any] | None:
                 said = {"weights": "bf16"}
             case ["collective", *words]:
                 said = {"gather": "collective"}
-            case [number, "MB", *words] if number.replace(".", "", 1).isdecimal() and float(number) > 0:
+            case [number, "MB", *words] if _SIZE.fullmatch(number) and 0 < float(number) < math.inf:
                 said = {"bucket_mb": float(number)}
             case _:
                 return None

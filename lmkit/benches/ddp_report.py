@@ -327,13 +327,19 @@ def _enough_rounds(row: dict[str, Any]) -> bool:
     return len(row.get("samples_ms", ())) >= FEWEST_PAIRS
 
 
+def megabytes(num_bytes: int) -> float:
+    """To a tenth, below 1 to two digits: buffers that are cut into equal shares may be some bytes short."""
+    size = num_bytes / 1e6
+    return round(size, 1) if size >= 1 else float(f"{size:.2g}")
+
+
 def all_reduce_result(rows: Rows, ranks: Ranks) -> BenchResult:
     """Bandwidth over message size."""
     series: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         row["spread"] = (row["p90_us"] - row["p10_us"]) / row["median_us"]
         series.setdefault(f"{row['operation']} {row['dtype']}", []).append(
-            (round(row["bytes"] / 1e6, 1), row["bus_gb_per_s"])  # equal shares may be some bytes short
+            (megabytes(row["bytes"]), row["bus_gb_per_s"])
         )
     files: dict[str, bytes | str] = {
         **row_files("all_reduce_results", rows),

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from lmkit.benches.ddp_clock import SteadyStateClock, of_slowest_rank, without_garbage_collection
-from lmkit.benches.ddp_contenders import Contender, DdpCase, begin_account, contender, parse_name
+from lmkit.benches.ddp_contenders import SOLO, Contender, DdpCase, begin_account, contender, parse_name
 from lmkit.benches.journal import Journal
+from lmkit.errors import UsageError
 from lmkit.measure.memory import claim_workspaces
 from lmkit.measure.progress import Progress
 from lmkit.measure.statistics import spread
@@ -35,17 +36,24 @@ def optimizer_rows(
     """One row per contender, each built, measured and dropped before the next: their times are of different minutes,
     and no round of one pairs with a round of another (`ddp_rows` is for that). Every rank calls this.
 
-    Bytes are this rank's: `state_bytes` is what the optimizer holds (without masters), `state_share` that over the
-    first contender's; the rest is what the CUDA allocator has handed out (None on a CPU) after model and optimizer
-    were made, after the backward pass and synchronisation (before the step), after the step, and at most during
-    these. Times are the slowest rank's, per round, in ms per step. The first rank keeps the rows in `journal`.
+    Bytes are this rank's: `state_bytes` is what the optimizer holds (without masters), `state_share` that over
+    what the first contender holds whose state is whole (None without one); the rest is what the CUDA allocator
+    has handed out (None on a CPU) after model and optimizer were made, after the backward pass and
+    synchronisation (before the step), after the step, and at most during these. Times are the slowest rank's,
+    per round, in ms per step. The first rank keeps the rows in `journal`.
 
     Raises:
-        UsageError: no contender of that name.
+        UsageError: no contender of that name, or one that is not of all ranks.
         torch.OutOfMemoryError: one does not fit.
     """
     for name in names:
         parse_name(name, "optimizer")
+    for name in SOLO:
+        if name in names:
+            raise UsageError(
+                f"bench.optimizer.contenders: {name!r} is not of all ranks",
+                hint='take "none", whose ranks each hold what one rank would',
+            )
     claim_workspaces(ranks.device)
     rows: list[dict[str, Any]] = []
     for number, name in enumerate(names):
@@ -59,7 +67,6 @@ def optimizer_rows(
         rows.append(
             row
             | {
-                "state_share": row["state_bytes"] / (rows[0] if rows else row)["state_bytes"],
                 "precision": case.precision,
                 "flops_per_token": flops_per_token(case.model, case.model.context_length),
                 "step_ms": summary.median,
@@ -74,7 +81,16 @@ def optimizer_rows(
         del built
     if progress is not None and ranks.is_first:
         progress("optimizer", len(names), len(names))
+    wholes = (row["state_bytes"] for name, row in zip(names, rows, strict=True) if not is_sharded(name))
+    whole = next(wholes, None)
+    for row in rows:
+        row["state_share"] = None if whole is None else row["state_bytes"] / whole
     return rows
+
+
+def is_sharded(name: str) -> bool:
+    """Whether a contender's rank holds only its share of the optimizer state."""
+    return name.startswith("zero1") or name.endswith("+ ZeRO")
 
 
 def state_bytes(built: Contender) -> int:

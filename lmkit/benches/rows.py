@@ -187,9 +187,6 @@ class OptimizerRow(StepRow):
     before_mb: NonNegative | None = None
     after_mb: NonNegative | None = None
 
-    def needs(self) -> tuple[str, ...]:
-        return (*super().needs(), *(("state_share",) if self.contender.startswith("zero1") else ()))
-
 
 class MemoryRow(Row):
     phase: Text

@@ -28,7 +28,7 @@ def env(as_json: JsonOption = False, debug: DebugOption = False) -> None:
 
 
 def compare(
-    before: Annotated[Path, typer.Argument(help="A result folder of a bench, or its .jsonl file.")],
+    before: Annotated[Path, typer.Argument(help="A bench's result folder, or the .jsonl file in it.")],
     after: Annotated[Path, typer.Argument(help="The newer one, likewise.")],
     threshold: Annotated[float, typer.Option(min=0, help="Smallest relative difference that counts.")] = 0.05,
     as_json: JsonOption = False,

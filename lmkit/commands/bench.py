@@ -19,6 +19,7 @@ from lmkit.commands.ranks import backend_of, ranks_of
 from lmkit.errors import UsageError
 from lmkit.measure.progress import Progress
 from lmkit.measure.results import BenchResult
+from lmkit.parallel.failures import losses_named
 from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.process_group import Ranks
 from lmkit.parallel.relay import relayed
@@ -162,8 +163,9 @@ def check_place(recipe: Recipe, output: Path | None, *, force: bool) -> None:
 
 @contextmanager
 def _ranks(recipe: Recipe) -> Iterator[Ranks]:
-    """This process's place among the ranks, with the threads and the determinism that the recipe asks for."""
-    with ranks_of(recipe) as ranks, numerics(recipe.run, ranks):
+    """This process's place among the ranks, with the threads and the determinism that the recipe asks for; a rank
+    that is lost meanwhile is named."""
+    with ranks_of(recipe) as ranks, losses_named(ranks, "in the bench"), numerics(recipe.run, ranks):
         yield ranks
 
 
@@ -208,6 +210,7 @@ def _ddp_rank(journal: Journal, recipe: Recipe, progress: Progress) -> BenchResu
     with _ranks(recipe) as ranks:
         _need_ranks(ranks, "bench ddp")
         case = DdpCase(recipe.run.name, config, table.rows, table.precision)
+        sweep = [f"bucketed {mb:.12g} MB" for mb in table.bucket_sweep_mb]
         rows = ddp_rows(
             case,
             table.contenders or (*LADDER, *RIVALS),
@@ -218,7 +221,6 @@ def _ddp_rank(journal: Journal, recipe: Recipe, progress: Progress) -> BenchResu
             progress=progress,
             journal=journal,
         )
-        sweep = [f"bucketed {mb:g} MB" for mb in table.bucket_sweep_mb]
         swept = (
             ddp_rows(
                 case,

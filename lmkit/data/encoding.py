@@ -56,8 +56,9 @@ def encode_corpus(
         raise UsageError(f"{output}: a token file ends in .npy", hint=f"name it {output.with_suffix('.npy')}")
     if output.exists() and not force:
         raise UsageError(f"{output}: exists already", hint="choose another name, or replace it with --force")
+    written = {os.path.realpath(path) for path in (output, sidecar_path(output))}
     for source in sources:
-        if source.resolve() in (output.resolve(), sidecar_path(output).resolve()):
+        if os.path.realpath(source) in written:
             raise UsageError(
                 f"{source}: {output.name} and its description would replace this source",
                 hint="give the token file another name",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,6 +71,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         kept = [
             (tensor, tensor.clone()) for bucket, where in self.keep for tensor in self._slices(bucket, where)
         ]
+        known = {bucket: set(self.inner.state.get(bucket.master, ())) for bucket, _ in self.keep}
         arrived = {bucket: bucket.master.grad for bucket in self._in_layout_order}
         for bucket in arrived:
             bucket.master.grad = None
@@ -87,6 +88,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._gather(part, is_written=self._writes_shards)
         for tensor, before in kept:
             tensor.copy_(before)
+        for bucket, where in self.keep:
+            for key, value in self.inner.state[bucket.master].items():
+                if key not in known[bucket] and _is_per_element(value):
+                    value[where] = 0  # as state begins; decay may have moved it without a gradient
         for part in self._parts if kept else [last]:
             self._gather(part, is_written=self._writes_shards and not kept)
         self.keep = []
@@ -134,6 +139,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._load(state_dict["state"], state_dict["param_groups"])
 
     @torch.no_grad()
+    def load_masters(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Take the fp32 masters of bf16 weights from whole weights, by name: the model's own have been rounded.
+        Load the model's weights before; state with masters in it may follow."""
+        shards = take_shards(
+            {name: {"master": weight} for name, weight in weights.items()}, self.layout, self._rank
+        )
+        for index, bucket in enumerate(self._in_layout_order):
+            if bucket.has_own_master:
+                bucket.master.copy_(shards[str(index)]["master"])
+
+    @torch.no_grad()
     def load_resharded(self, states: Sequence[StateDict]) -> None:
         """Take what all ranks of a run with another world size or bucket size saved, cut for this run.
 
@@ -165,11 +181,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             group.update(loaded)
 
     def _slices(self, bucket: ShardedBucket, where: slice) -> list[torch.Tensor]:
-        """The weights and states of some elements, as views. State that does not exist yet will start at zero,
-        and a zero gradient leaves it there."""
+        """The weights and states of some elements, as views."""
         states = self.inner.state.get(bucket.master, {}).values()
-        per_element = [value for value in states if isinstance(value, torch.Tensor) and value.ndim == 1]
-        return [tensor[where] for tensor in (bucket.master, *per_element)]
+        return [tensor[where] for tensor in (bucket.master, *filter(_is_per_element, states))]
+
+
+def _is_per_element(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim == 1
 
 
 def _without_params(group: dict[str, Any]) -> dict[str, Any]:

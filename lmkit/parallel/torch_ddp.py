@@ -7,10 +7,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from lmkit.errors import UsageError
 from lmkit.parallel.process_group import Ranks
 from lmkit.parallel.replicas import check_same_model
 from lmkit.parallel.replicated import ReplicatedSync
@@ -50,6 +52,11 @@ class TorchDDP(ReplicatedSync):
         if self.ranks.world_size == 1:
             return model
         check_same_model(model, self.ranks, fingerprint)
+        if self.options.wire_dtype == "bf16" and "nccl" not in str(dist.get_backend_config()):
+            raise UsageError(
+                'parallel.wire_dtype: torch_ddp sends "bf16" through NCCL alone',
+                hint='take "fp32", or the strategy bucketed',
+            )
         # Blocks compiled one by one are smaller than a bucket: cutting their graphs at buckets gains nothing.
         torch._dynamo.config.optimize_ddp = False
         self._ddp = DistributedDataParallel(

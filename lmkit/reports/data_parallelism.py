@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lmkit.benches.ddp_report import ALL_REDUCE_NOTES, DDP_COLUMNS, DDP_NOTES, scaling_in_words, with_units
+from lmkit.benches.ddp_report import (
+    ALL_REDUCE_NOTES,
+    DDP_COLUMNS,
+    DDP_NOTES,
+    megabytes,
+    scaling_in_words,
+    with_units,
+)
 from lmkit.measure.results import Rows
 from lmkit.measure.tables import markdown_table
 from lmkit.reports.readings import by_folder, comparison, heading, ladders
@@ -149,8 +156,8 @@ def _collectives(results: Results, place: Place) -> list[str]:
     smallest = min(results.rows, key=lambda row: row["median_us"])
     parts += bullets(
         [
-            f"Highest bus bandwidth: {largest['operation']} of {largest['bytes'] / 1e6:,.1f} MB {largest['dtype']} "
-            f"on {largest['world_size']} ranks, {largest['bus_gb_per_s']:.1f} GB/s.",
+            f"Highest bus bandwidth: {largest['operation']} of {megabytes(largest['bytes']):,g} MB "
+            f"{largest['dtype']} on {largest['world_size']} ranks, {largest['bus_gb_per_s']:.1f} GB/s.",
             f"A call takes at least {smallest['median_us']:.0f} us ({smallest['operation']}, "
             f"{smallest['bytes']:,} bytes): with many small calls that is what counts.",
         ]
@@ -159,7 +166,7 @@ def _collectives(results: Results, place: Place) -> list[str]:
         pivot(
             results.rows,
             lambda row: f"{row['operation']}, {row['dtype']}, {row['world_size']} ranks",
-            lambda row: round(row["bytes"] / 1e6, 1),
+            lambda row: megabytes(row["bytes"]),
             lambda row: f"{row['bus_gb_per_s']:.1f} ({row['median_us']:,.0f})",
             corner="bus GB/s (us) \\ MB",
         )

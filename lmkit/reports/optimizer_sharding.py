@@ -74,11 +74,11 @@ def memory_findings(rows: Rows) -> list[str]:
     plain = next((row for row in rows if not row["contender"].startswith(_SHARDED)), None)
     for row in rows:
         if row["contender"].startswith("zero1"):
-            ideal = 1 / row["world_size"]
-            found.append(
-                f"{row['contender']}: {row['state_bytes'] / 1e6:,.1f} MB of state on a rank, "
-                f"{row['state_share']:.2%} of the whole ({ideal:.2%} plus padding is the least possible)."
-            )
+            size = f"{row['contender']}: {row['state_bytes'] / 1e6:,.1f} MB of state on a rank"
+            if row.get("state_share") is not None:
+                ideal = 1 / row["world_size"]
+                size += f", {row['state_share']:.2%} of the whole ({ideal:.2%} plus padding is the least possible)"
+            found.append(size + ".")
             if plain and plain.get("peak_bytes") and row.get("peak_bytes"):
                 found.append(
                     f"{row['contender']}: a step peaks at {row['peak_bytes'] / 1e9:.2f} GB, "

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lmkit.errors import UsageError
 from lmkit.parallel.process_group import Ranks
+from lmkit.parallel.sharded_optimizer import ShardedOptimizer
 from lmkit.recipe.differences import differences
 from lmkit.recipe.load import validate
 from lmkit.recipe.schema import Recipe
@@ -132,7 +133,10 @@ def _is_under(line: str, keys: tuple[str, ...]) -> bool:
 def restore(checkpoint: Checkpoint, parts: Parts) -> Moment:
     """Load weights, optimizer state and this rank's RNG; return the moment to go on from."""
     state, ranks = checkpoint.state, parts.ranks
-    load_weights(parts.model, checkpoint.model_tensors(), origin=checkpoint.path)
+    weights = checkpoint.model_tensors()
+    load_weights(parts.model, weights, origin=checkpoint.path)
+    if isinstance(parts.optimizer, ShardedOptimizer):
+        parts.optimizer.load_masters(weights)
     load_optimizer_tensors(
         parts.optimizer,
         parts.model,

@@ -110,7 +110,13 @@ def measure_all() -> dict[str, list[dict[str, Any]]]:
                 ranks, sizes_mb=(0.01, 0.1), repeats=2, journal=Kept(added["all_reduce"])
             ),
             "optimizer": optimizer_rows(
-                CASE, ranks, rounds=2, steps_per_sample=1, progress=progress, journal=Kept(added["optimizer"])
+                CASE,
+                ranks,
+                names=("zero1", "torch_ddp + ZeRO", "bucketed", "zero1 bf16"),
+                rounds=2,
+                steps_per_sample=1,
+                progress=progress,
+                journal=Kept(added["optimizer"]),
             ),
             "added": added,
             "update": update_rows(CASE.model, ranks, rounds=6, progress=progress),

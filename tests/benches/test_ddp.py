@@ -187,6 +187,7 @@ def test_sharded_state_is_one_share(measured):
     assert shares["bucketed"] == 1.0
     assert 0.5 <= shares["zero1"] < 0.51
     assert 0.5 <= shares["zero1 bf16"] < 0.51
+    assert 0.3 < shares["torch_ddp + ZeRO"] < 0.7  # dealt out parameter by parameter
 
 
 def test_the_update_alone_is_measured_and_reported(measured):
@@ -275,12 +276,16 @@ def test_unknown_contenders_are_refused_before_anything_runs(name):
         with pytest.raises(UsageError, match=rf"^bench\.{bench}\.contenders: there is no") as refused:
             rows(case, ranks=Ranks(), names=("one rank", name))
         assert "bucketed 100 MB" in refused.value.hint
+    with pytest.raises(UsageError, match=r"^bench\.optimizer\.contenders: 'one rank' is not of all ranks"):
+        optimizer.optimizer_rows(case, Ranks(), names=("bucketed", "one rank"))
 
 
 def test_a_contender_has_the_options_that_its_name_says():
     for name, strategy, options in (
         ("flat bf16 wire", "flat", SyncOptions(wire_dtype="bf16")),
         ("bucketed 100 MB bf16 wire", "bucketed", SyncOptions(bucket_mb=100.0, wire_dtype="bf16")),
+        ("bucketed 1e+06 MB", "bucketed", SyncOptions(bucket_mb=1e6)),
+        ("bucketed 5e-05 MB", "bucketed", SyncOptions(bucket_mb=5e-5)),
         ("torch_ddp", "torch_ddp", SyncOptions(bucket_mb=25.0)),
         ("torch_ddp 2.5 MB bf16 wire", "torch_ddp", SyncOptions(bucket_mb=2.5, wire_dtype="bf16")),
         ("zero1 bf16 collective", "zero1", SyncOptions(weights="bf16", gather="collective")),

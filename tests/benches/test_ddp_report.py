@@ -7,7 +7,7 @@ import torch
 
 from lmkit.benches import ddp
 from lmkit.benches.ddp_overlap import overlap_picture, read_step
-from lmkit.benches.ddp_report import comparisons, ddp_result, ladder_markdown, optimizer_result
+from lmkit.benches.ddp_report import comparisons, ddp_result, ladder_markdown, megabytes, optimizer_result
 from lmkit.measure import plots
 from lmkit.measure.comparison import compare_rows
 from lmkit.measure.limits import Limits
@@ -193,3 +193,16 @@ def test_an_update_alone_has_an_interval_of_rounds_enough_for_one(rounds, cells)
     result = optimizer_result([row], [update], Ranks(world_size=2), Limits("cpu", {"fp32": 1e12}, 1e10))
     assert cells in str(result.files["optimizer_report.md"])
     assert '"low": 0.9' in str(result.files["adamw_update_results.jsonl"])
+
+
+def test_small_buffers_keep_their_size():
+    sizes = {
+        100: 0.0001,
+        42_000: 0.042,
+        260_000: 0.26,
+        299_998: 0.3,
+        999_424: 1.0,
+        1_000_000: 1.0,
+        25_600_000: 25.6,
+    }
+    assert {size: megabytes(size) for size in sizes} == sizes

@@ -34,6 +34,7 @@ from rank_training import (
 from rank_zero1_checks import ZERO1_CHECKS, check_by_the_other_gather
 from torch import nn
 
+from lmkit.errors import UsageError
 from lmkit.optim.adamw import AdamW
 from lmkit.parallel import overlap
 from lmkit.parallel.agreement import agree
@@ -239,6 +240,16 @@ def check_none_communicates_nothing(ranks: Ranks) -> None:
     assert not torch.equal(weights[0], weights[1])
 
 
+def check_torch_ddp_has_a_bf16_wire_on_nccl_alone(ranks: Ranks) -> None:
+    sync = build("torch_ddp", ranks, SyncOptions(wire_dtype="bf16"))
+    model = seeded_model(0, ranks, torch.float32)
+    if ranks.device.type == "cuda":
+        sync.attach(model)
+        return
+    with pytest.raises(UsageError, match=r'parallel\.wire_dtype: torch_ddp sends "bf16" through NCCL alone'):
+        sync.attach(model)
+
+
 def check_bf16_wire(ranks: Ranks, strategy: str) -> None:
     """fp32 gradients that travel as bf16: each is off by at most two roundings of 2^-9, and stays fp32."""
     gradients = {}
@@ -429,6 +440,7 @@ _CHECKS: dict[str, Callable[[Ranks], None]] = {
     },
     "none communicates nothing": check_none_communicates_nothing,
     **{f"bf16 wire: {s}": partial(check_bf16_wire, strategy=s) for s in ("flat", "bucketed")},
+    "bf16 wire: torch_ddp": check_torch_ddp_has_a_bf16_wire_on_nccl_alone,
     **{f"mixed dtypes: {s}": partial(check_mixed_dtypes, strategy=s) for s in STRATEGIES if s != "torch_ddp"},
     **{
         f"NaN reaches everybody: {s}": partial(check_nonfinite_reaches_everybody, strategy=s)

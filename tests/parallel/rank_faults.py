@@ -9,16 +9,20 @@ import threading
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from rank_model import batch, groups_of, sgd
 from rank_training import SMALL_BUCKETS, seeded_model
 
+from lmkit.benches import all_reduce, ddp, optimizer
+from lmkit.commands import bench
 from lmkit.errors import LmkitError, UsageError
 from lmkit.parallel.agreement import agree
 from lmkit.parallel.failures import StepWatch, losses_named
 from lmkit.parallel.process_group import Ranks, process_group
 from lmkit.parallel.strategies import build_strategy
+from lmkit.recipe.load import load_recipe
 
 FAULT_STEP = 2
 HANG_S = 1.0
@@ -60,6 +64,25 @@ def train_until_fault(fault: str, strategy: str) -> str:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
     return "finished"
+
+
+def lose_a_rank_in_a_bench(name: str) -> None:
+    """Rank 1 is killed where a bench's own work would be; rank 0 waits for it in a collective."""
+    recipe = load_recipe("bench_ddp_cpu", [f"parallel.timeout_s={PATIENT_S}"])
+
+    def work(*_: object, **__: object) -> None:
+        if dist.get_rank() == 1:
+            happen("kill")
+        dist.barrier()
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module, rows in (
+            (ddp, "ddp_rows"),
+            (all_reduce, "all_reduce_rows"),
+            (optimizer, "optimizer_rows"),
+        ):
+            patch.setattr(module, rows, work)
+        getattr(bench, f"_{name}_rank")(None, recipe, lambda *_: None)
 
 
 def lose_a_rank_before_the_first_step() -> None:

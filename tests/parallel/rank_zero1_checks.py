@@ -30,7 +30,8 @@ from lmkit.parallel import zero1
 from lmkit.parallel.agreement import agree
 from lmkit.parallel.peer_memory import PeerMemory, check_pairing
 from lmkit.parallel.process_group import Ranks, process_group
-from lmkit.parallel.strategies import SyncOptions
+from lmkit.parallel.sharded_optimizer import ShardedOptimizer
+from lmkit.parallel.strategies import SyncOptions, build_strategy
 from lmkit.parallel.zero1 import Zero1
 
 
@@ -173,6 +174,50 @@ def check_zero1_bf16_unused(ranks: Ranks) -> None:
     for bucket in sync._buckets:
         assert torch.equal(bucket.shard, bucket.master.bfloat16())
     assert_same_on_all_ranks(model, ranks)
+
+
+def check_zero1_late_use(ranks: Ranks) -> None:
+    """A parameter that is first used in a later step has no momentum yet, though decay alone makes some."""
+
+    def decayed(parameters: list) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)
+
+    after = []
+    for make_sync in (lambda: build_strategy("flat", ranks), lambda: Zero1(ranks, SMALL_BUCKETS)):
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]).double()
+        sync = make_sync()
+        sync.attach(model)
+        optimizer = sync.build_optimizer(decayed, [{"params": list(model.parameters())}])
+        for step in range(3):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(ranks.rank), dtype=torch.float64)
+            y = model[0](x)
+            (model[1](y) if step else y).square().mean().backward()
+            sync.finish()
+            optimizer.step()
+            optimizer.zero_grad()
+        sync.wait_for_weights()
+        after.append(nn.utils.parameters_to_vector(model.parameters()).detach())
+    assert torch.allclose(*after, rtol=0, atol=1e-12)  # sums of float64 in another order
+
+
+def check_zero1_masters_of_whole_weights(ranks: Ranks) -> None:
+    """Whole fp32 weights become masters as they are, and bf16 weights rounded once."""
+    model = seeded_model(0, ranks, torch.float32)
+    model.frozen.bfloat16()
+    sync = Zero1(ranks, SyncOptions(bucket_mb=0.0003, weights="bf16"))
+    sync.attach(model)
+    optimizer = sync.build_optimizer(our_adamw, groups_of(model))
+    other = seeded_model(1, ranks, torch.float32)
+    weights = {name: parameter.detach() for name, parameter in other.named_parameters()}
+    model.load_state_dict({name: weights.get(name, value) for name, value in model.state_dict().items()})
+    assert isinstance(optimizer, ShardedOptimizer)
+    optimizer.load_masters(weights)
+    for bucket in sync._buckets:
+        whole = torch.cat([weights[name].flatten() for name in bucket.layout.names])
+        padded = torch.nn.functional.pad(whole, (0, bucket.weights.numel() - whole.numel()))
+        assert torch.equal(bucket.master, bucket.shard_of(padded))
+        assert torch.equal(bucket.shard, bucket.master.bfloat16())
 
 
 def check_zero1_bf16_wire(ranks: Ranks) -> None:
@@ -413,6 +458,8 @@ ZERO1_CHECKS: dict[str, Callable[[Ranks], None]] = {
         for name, make in (("AdamW", adamw), ("our AdamW", our_adamw))
     },
     "zero1 bf16 unused": check_zero1_bf16_unused,
+    "zero1 late use": check_zero1_late_use,
+    "zero1 masters of whole weights": check_zero1_masters_of_whole_weights,
     "zero1 bf16 wire": check_zero1_bf16_wire,
     **{
         f"zero1 resumes: {weights}, {name}": partial(check_zero1_resumes, weights=weights, make=make)

@@ -123,6 +123,13 @@ def test_a_rank_that_dies_between_steps_ends_the_job_without_a_traceback(faults,
     assert "Traceback" not in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("bench", ["ddp", "all_reduce", "optimizer"])
+def test_a_rank_that_dies_in_a_bench_is_named_without_a_traceback(faults, capfd, bench):
+    with pytest.raises(RankFailed, match=r"^rank 1 was killed by SIGKILL$"):
+        spawn_ranks(2, faults.lose_a_rank_in_a_bench, (bench,))
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_a_refusal_by_all_ranks_keeps_its_type_and_hint(faults, monkeypatch):
     monkeypatch.setattr(launch, "GRACE_S", PATIENCE_S)  # rank 0 may come late
     with pytest.raises(UsageError, match=r"rank 0: recipe.toml: unknown key") as caught:

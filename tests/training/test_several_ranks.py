@@ -32,6 +32,23 @@ def test_one_and_two_ranks_have_the_same_losses(
             assert double == pytest.approx(single, rel=2e-6), (kind, step)
 
 
+def test_whole_weights_survive_a_session_with_bf16_ones(
+    fleet: Fleet, tiny: Tiny, settings: Callable[..., list[str]]
+) -> None:
+    """fp32 weights become fp32 masters, not what their bf16 copies have left of them."""
+    still = ("optimizer.lr=1e-12", "optimizer.min_lr=0.0")
+    narrow = ("parallel.strategy=zero1", "parallel.weights=bf16")
+    assert fleet.train(settings(), ranks=2, stop_at_step=2) == [0, 0], fleet.said()
+    before = newest(tiny()).model_tensors()
+    assert fleet.train(settings(*still, *narrow), ranks=2, stop_at_step=3) == [0, 0], fleet.said()
+    rounded = newest(tiny()).model_tensors()
+    assert fleet.train(settings(*still), ranks=2, stop_at_step=4) == [0, 0], fleet.said()
+    after = newest(tiny()).model_tensors()
+    for name, weights in before.items():
+        assert rounded[name].dtype == torch.bfloat16
+        assert torch.allclose(after[name], weights, rtol=0, atol=1e-10), name  # two updates of at most 1e-12
+
+
 @pytest.mark.parametrize("strategy", ["naive", "bucketed", "torch_ddp", "zero1"])
 def test_fault_54_two_ranks_resume_bit_for_bit(
     strategy: str, fleet: Fleet, tiny: Tiny, settings: Callable[..., list[str]]
