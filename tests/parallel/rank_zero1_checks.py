@@ -185,13 +185,13 @@ def check_zero1_late_use(ranks: Ranks) -> None:
     after = []
     for make_sync in (lambda: build_strategy("flat", ranks), lambda: Zero1(ranks, SMALL_BUCKETS)):
         torch.manual_seed(0)
-        model = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]).double()
+        model = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]).double().to(ranks.device)
         sync = make_sync()
         sync.attach(model)
         optimizer = sync.build_optimizer(decayed, [{"params": list(model.parameters())}])
         for step in range(3):
             x = torch.randn(4, 8, generator=torch.Generator().manual_seed(ranks.rank), dtype=torch.float64)
-            y = model[0](x)
+            y = model[0](x.to(ranks.device))
             (model[1](y) if step else y).square().mean().backward()
             sync.finish()
             optimizer.step()
