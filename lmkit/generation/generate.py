@@ -133,7 +133,7 @@ def generate_tokens(
     texts = [list(prompt) for prompt in prompts]
     uniforms = _random_streams(seed, len(prompts), max_new_tokens).to(device)  # (batch, max_new_tokens)
     active = list(range(len(prompts)))
-    never = list(never)
+    gaps = torch.tensor(never, dtype=torch.int64, device=device)
     logits = torch.zeros(len(prompts), model.lm_head.out_features, device=device, dtype=dtype)
 
     for number in range(max_new_tokens):
@@ -155,7 +155,8 @@ def generate_tokens(
                 "the model's predictions are not numbers (nan)",
                 hint="its training diverged; take an older checkpoint",
             )
-        logits[:, never] = -math.inf
+        if len(gaps):
+            logits.index_fill_(1, gaps, -math.inf)
         chosen = choose(logits[:, :vocab_size], uniforms[:, number], sampling).tolist()
         for row in tuple(active):
             texts[row].append(chosen[row])
