@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from lmkit.attention.inputs import prepare_inputs
 
@@ -44,6 +45,7 @@ class FlashAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable  # lse is saved as a constant
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dout = grads[0]
         with torch.autocast(dout.device.type, enabled=False):
@@ -55,7 +57,9 @@ class FlashAttention(torch.autograd.Function):
 def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Returns (out, lse): algorithm 1."""
     shape, kv_heads = q.shape, k.shape[1]
-    q = q.unflatten(1, (kv_heads, -1)) if q.numel() else q.unsqueeze(2)
+    if not q.numel():
+        return torch.zeros_like(q), q.new_zeros(shape[:-1], dtype=accumulation_dtype(q))
+    q = q.unflatten(1, (kv_heads, -1))
     k, v = k.unsqueeze(2), v.unsqueeze(2)
     out = torch.zeros_like(q)
     lse = q.new_full(q.shape[:-1], -math.inf, dtype=accumulation_dtype(q))
@@ -89,7 +93,9 @@ def backward(
     dQ = dS K * scale; dK = dS^T Q * scale.
     """
     q_shape, k_shape, kv_heads = q.shape, k.shape, k.shape[1]
-    q, dout, out = (x.unflatten(1, (kv_heads, -1)) if x.numel() else x.unsqueeze(2) for x in (q, dout, out))
+    if not q.numel():
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    q, dout, out = (x.unflatten(1, (kv_heads, -1)) for x in (q, dout, out))
     k, v = k.unsqueeze(2), v.unsqueeze(2)
     dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
     dk = torch.zeros(k.shape, dtype=lse.dtype, device=q.device)

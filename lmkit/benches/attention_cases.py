@@ -170,7 +170,7 @@ def _shape_scores(q: Tensor, k: Tensor, data: str) -> None:
     q[..., 0] = 8.0
     if data in ("sink", "late sink"):
         k[..., 0] = 0.0
-        k[:, :, 3 if data == "sink" else k.shape[2] // 2, 0] = _NATS * per_nat
+        k[:, :, min(3, k.shape[2] - 1) if data == "sink" else k.shape[2] // 2, 0] = _NATS * per_nat
     else:
         ramp = torch.linspace(0.0, _NATS * per_nat, k.shape[2], device=k.device).to(k.dtype)
         k[..., 0] = ramp if data == "ramp up" else ramp.flip(0)

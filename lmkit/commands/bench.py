@@ -111,6 +111,12 @@ def tokenizer(recipe: Recipe, output: Path | None, progress: Progress) -> BenchS
         tempfile.TemporaryDirectory(prefix="lmkit-bench-") as folder,
     ):
         texts = [(path, path.stem) for path in table.texts]
+        twice = [name for _, name in texts if [other for _, other in texts].count(name) > 1]
+        if twice:
+            raise UsageError(
+                f"bench.tokenizer.texts: two are called {twice[0]}, and rows are named so",
+                hint="rename one, or link to it under another name",
+            )
         if not texts:
             stories = Path(folder) / "stories.txt"
             write_stories(stories, size_mb=table.synth_mb, seed=recipe.run.seed, progress=progress)

@@ -104,7 +104,7 @@ def _checks_of(path: Path) -> Iterator[Check]:
 def _checks_of_folder(folder: Path) -> Iterator[Check]:
     if (folder / MANIFEST).exists() or (folder / STATE).exists() or (folder / MODEL).exists():
         yield _check(folder, _checkpoint)
-    elif (folder / RECIPE).exists() or (folder / CHECKPOINTS).is_dir():
+    elif _is_run(folder):
         yield from _checks_of_run(folder)
     elif saved := saved_steps(folder):
         for step in saved:
@@ -114,6 +114,13 @@ def _checks_of_folder(folder: Path) -> Iterator[Check]:
             f"{folder}: neither a run folder nor a checkpoint",
             hint=f"a run folder has a {RECIPE}, a checkpoint a {MANIFEST}",
         )
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether somebody trains there; the result folder of a bench has a recipe, too."""
+    if (folder / CHECKPOINTS).is_dir() or (folder / METRICS).exists():
+        return True
+    return (folder / RECIPE).exists() and not any(folder.glob("*_results.jsonl"))
 
 
 def _checks_of_run(folder: Path) -> Iterator[Check]:

@@ -78,8 +78,9 @@ def download(
 ) -> list[Path]:
     """Fetch a dataset into `folder` and return its text files: train, then valid.
 
-    Files that are there and have their recorded digest are kept. An interrupted transfer is resumed if the file on
-    the server is still the same (`If-Range`), after a cut connection at once, after a kill at the next call.
+    Files that are there and have their recorded digest are kept; one without is refused. An interrupted transfer is
+    resumed if the file on the server is still the same (`If-Range`), after a cut connection at once, after a kill at
+    the next call.
 
     Args:
         progress: called with (what, bytes done, bytes in all or 0 where the server does not say).
@@ -88,7 +89,7 @@ def download(
 
     Raises:
         LmkitError: the server cannot be reached or has no such file; the length or the digest is wrong (what was
-            fetched is then removed); the archive is damaged or too large.
+            fetched is then removed); the archive is damaged or too large; a file of that name is there already.
     """
     folder = Path(folder)
     paths = []
@@ -96,6 +97,7 @@ def download(
         for file in (dataset.train, dataset.valid):
             path = folder / file.name
             if not _is_complete(path):
+                _refuse_to_replace(path, file)
                 url = f"{(base_url or dataset.base_url).rstrip('/')}/{file.remote}"
                 fetched = path.with_name(file.remote) if file.remote.endswith(".gz") else path
                 if fetched == path or not _is_complete(fetched):
@@ -104,6 +106,16 @@ def download(
                     _unpack(fetched, path, file.max_bytes, progress or _silent)
             paths.append(path)
     return paths
+
+
+def _refuse_to_replace(path: Path, file: RemoteFile) -> None:
+    """A file that no download made stays (a link to one is no loss); one that was being unpacked has its archive beside it."""
+    was_unpacked = file.remote.endswith(".gz") and path.with_name(file.remote).exists()
+    if path.is_file() and not path.is_symlink() and not _digest_path(path).exists() and not was_unpacked:
+        raise LmkitError(
+            f"{path}: is there without {_digest_path(path).name}, and a download would replace it",
+            hint="move it away; or, if it is the dataset's, write what `sha256sum` prints of it into that file",
+        )
 
 
 def _is_complete(path: Path) -> bool:
@@ -180,7 +192,8 @@ class _Transfer:
             if start == version["size"]:
                 return
         request = urllib.request.Request(self.url, headers=headers)
-        opener = urllib.request.build_opener(_KeepDigest())
+        redirects = _KeepDigest()
+        opener = urllib.request.build_opener(redirects)
         with opener.open(request, timeout=_TIMEOUT_S) as response:
             if response.status == 206:
                 first, total = _content_range(response.headers)
@@ -188,7 +201,7 @@ class _Transfer:
                     raise _ShortBodyError("the server sent another part than it was asked for")
             else:
                 start, total = 0, _content_length(response.headers)
-                self._note_version(response.headers, total, getattr(request, "linked_digest", ""))
+                self._note_version(response.headers, total, redirects.digest)
             self._append(response, start, total)
 
     def finish(self) -> None:
@@ -256,14 +269,15 @@ class _Transfer:
 
 
 class _KeepDigest(urllib.request.HTTPRedirectHandler):
-    """The hub names the digest in the answer that redirects to the storage, which urllib would drop."""
+    """The hub names the digest in the answer that redirects to the storage, which urllib would drop. (A renamed
+    repository redirects before that, without one.)"""
+
+    digest = ""
 
     def redirect_request(
         self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Any, newurl: str
     ) -> urllib.request.Request | None:
-        digest = _sha256_in(headers.get("X-Linked-Etag", ""))
-        if digest:
-            req.linked_digest = digest  # type: ignore[attr-defined]
+        self.digest = _sha256_in(headers.get("X-Linked-Etag", "")) or self.digest
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 

@@ -57,8 +57,14 @@ def test_explicit_scale(kernel, random_inputs):
 
 @pytest.mark.parametrize(
     "sizes",
-    [{"batch": 0}, {"queries": 0, "keys": 5}, {"queries": 5, "keys": 0}],
-    ids=["no batch", "no queries", "no keys"],
+    [
+        {"batch": 0},
+        {"queries": 0, "keys": 5},
+        {"queries": 5, "keys": 0},
+        {"batch": 0, "heads": 4, "kv_heads": 2},
+        {"queries": 0, "keys": 5, "heads": 4, "kv_heads": 2},
+    ],
+    ids=["no batch", "no queries", "no keys", "no batch, grouped heads", "no queries, grouped heads"],
 )
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_fault_84_nothing_in_gives_zeros_out(kernel, sizes, causal, random_inputs):
@@ -119,6 +125,16 @@ def test_flash_torch_passes_gradcheck(random_inputs):
     ]
     kernel = attention_function("flash_torch")
     assert torch.autograd.gradcheck(lambda q, k, v: kernel(q, k, v, causal=True), inputs)
+
+
+def test_flash_torch_refuses_second_derivatives(random_inputs):
+    """Its backward pass takes the saved log-sum-exp for a constant: they would be wrong."""
+    q, k, v, dout = random_inputs(dtype=torch.float64)
+    q.requires_grad_()
+    out = attention_function("flash_torch")(q, k, v, causal=True)
+    (dq,) = torch.autograd.grad(out, q, dout, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        dq.sum().backward()
 
 
 def test_flash_torch_never_holds_the_scores(random_inputs):

@@ -417,6 +417,13 @@ def test_the_longest_length_that_fits_is_found_between_two_tiers(monkeypatch):
     assert found["detail"] == "5120 tokens do not"
 
 
+@pytest.mark.parametrize("keys", [1, 2, 3, 4])
+def test_the_sink_of_few_keys_is_the_last(keys):
+    options = AttentionOptions(data="sink", **SMALL)
+    inputs = make_inputs(Case("tiers", "", 5, keys, 16), options, backward=False)
+    assert (inputs.k[..., 0].argmax(dim=-1) == keys - 1).all()
+
+
 @pytest.mark.parametrize("data", ["normal", "logits x 8", "sink", "late sink", "ramp up", "ramp down"])
 def test_kinds_of_data(data):
     options = AttentionOptions(data=data, **SMALL)

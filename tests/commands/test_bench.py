@@ -146,3 +146,13 @@ def test_a_bench_that_could_measure_nothing_fails_and_says_why(tmp_path, capsys,
 def test_a_precision_that_the_contenders_do_not_have_is_refused(table):
     with pytest.raises(UsageError, match=rf"bench\.{table}\.precision"):
         load_recipe("bench_ddp_cpu", [f"bench.{table}.precision=fp16"])
+
+
+def test_two_texts_of_one_name_are_refused(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "x.txt").write_text("text")
+    texts = f'["{tmp_path}/a/x.txt", "{tmp_path}/b/x.txt"]'
+    recipe = load_recipe("bench_tokenizer", [f"bench.tokenizer.texts={texts}"])
+    with pytest.raises(UsageError, match=r"bench\.tokenizer\.texts: two are called x"):
+        bench.tokenizer(recipe, tmp_path / "out", lambda *_: None)

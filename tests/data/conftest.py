@@ -18,6 +18,8 @@ class FileServer:
         self.headers: dict[str, str] = {"ETag": '"v1"'}
         self.redirect_headers: dict[str, str] | None = None
         """Given, a path without `/storage` in it is answered by a redirect with these."""
+        self.moved = False
+        """A path without `/new` in it is answered by a redirect before that one."""
         self.cuts: list[int] = []
         """The next answers end after that many bytes of their body."""
         self.statuses: list[int] = []
@@ -42,6 +44,12 @@ class _Handler(BaseHTTPRequestHandler):
         if site.statuses:
             self.send_error(site.statuses.pop(0))
             return
+        if site.moved and not self.path.startswith(("/new", "/storage")):
+            self.send_response(307)
+            self.send_header("Location", "/new" + self.path)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
         if site.redirect_headers is not None and not self.path.startswith("/storage"):
             self.send_response(302)
             for name, value in site.redirect_headers.items():
@@ -50,7 +58,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Length", "0")
             self.end_headers()
             return
-        content = site.files.get(self.path.removeprefix("/storage").lstrip("/"))
+        content = site.files.get(self.path.removeprefix("/storage").removeprefix("/new").lstrip("/"))
         if content is None:
             self.send_error(404)
             return

@@ -252,8 +252,9 @@ def test_fault_42_a_short_body_is_no_file(fetch, site, tmp_path):
     assert "toy_train.txt" not in names(tmp_path / "data")
 
 
-@pytest.mark.parametrize("by_redirect", [False, True])
-def test_fault_42_a_wrong_digest_is_refused_and_nothing_is_left(fetch, site, tmp_path, by_redirect):
+@pytest.mark.parametrize(("by_redirect", "moved"), [(False, False), (True, False), (True, True)])
+def test_fault_42_a_wrong_digest_is_refused_and_nothing_is_left(fetch, site, tmp_path, by_redirect, moved):
+    site.moved = moved
     wrong = f'"{"0" * 64}"'
     if by_redirect:
         site.redirect_headers = {"X-Linked-Etag": wrong}
@@ -271,6 +272,16 @@ def test_the_digest_of_the_redirect_is_checked_after_a_resume_too(fetch, site):
     site.files["valid.txt"] = TRAIN  # the same header is sent for both
     assert fetch()[0].read_bytes() == TRAIN
     assert "bytes=1000000-" in ranges(site)
+
+
+def test_a_file_that_no_download_made_is_not_replaced(fetch, site, tmp_path):
+    own = tmp_path / "data" / "toy_train.txt"
+    own.parent.mkdir()
+    own.write_bytes(b"my own")
+    with pytest.raises(LmkitError, match=r"toy_train\.txt: is there without toy_train\.txt\.sha256"):
+        fetch()
+    assert own.read_bytes() == b"my own"
+    assert site.requests == []
 
 
 def test_a_busy_server_is_asked_again_and_a_missing_file_is_not(fetch, site):

@@ -146,7 +146,11 @@ def test_what_is_missing_or_half_written_in_a_run_is_named(run_folder: Path) -> 
 
 def test_what_lmkit_does_not_make_is_wrong_use(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("x")
-    for path in (tmp_path, tmp_path / "notes.txt", tmp_path / "nothing"):
+    bench = tmp_path / "bench"
+    bench.mkdir()
+    for name in ("recipe.toml", "ddp_results.jsonl"):
+        (bench / name).touch()
+    for path in (tmp_path, tmp_path / "notes.txt", tmp_path / "nothing", bench):
         with pytest.raises(UsageError):
             verify.run(path)
 
