@@ -109,7 +109,7 @@ def download(
 
 
 def _refuse_to_replace(path: Path, file: RemoteFile) -> None:
-    """A file that no download made stays (a link is no loss); one that was being unpacked has its archive beside it."""
+    """A file that no download made stays (a link is no loss); one being unpacked has its archive beside it."""
     was_unpacked = file.remote.endswith(".gz") and path.with_name(file.remote).exists()
     if path.is_file() and not path.is_symlink() and not _digest_path(path).exists() and not was_unpacked:
         raise LmkitError(
