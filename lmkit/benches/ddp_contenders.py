@@ -140,6 +140,8 @@ def _count_broadcasts(traffic: Traffic, optimizer: Any, *_: Any) -> None:
 
 # What stands for one GPU runs on rank 0 alone, while the other ranks wait.
 SOLO = ("one rank", "one rank, bf16 weights")
+SHARDED = ("zero1", "torch_ddp + ZeRO")
+"""How the names begin of those whose ranks hold a share of the optimizer state each."""
 
 
 def baseline_of(name: str) -> str:

@@ -8,7 +8,15 @@ from typing import Any
 import torch
 
 from lmkit.benches.ddp_clock import SteadyStateClock, of_slowest_rank, without_garbage_collection
-from lmkit.benches.ddp_contenders import SOLO, Contender, DdpCase, begin_account, contender, parse_name
+from lmkit.benches.ddp_contenders import (
+    SHARDED,
+    SOLO,
+    Contender,
+    DdpCase,
+    begin_account,
+    contender,
+    parse_name,
+)
 from lmkit.benches.journal import Journal
 from lmkit.errors import UsageError
 from lmkit.measure.memory import claim_workspaces
@@ -81,16 +89,13 @@ def optimizer_rows(
         del built
     if progress is not None and ranks.is_first:
         progress("optimizer", len(names), len(names))
-    wholes = (row["state_bytes"] for name, row in zip(names, rows, strict=True) if not is_sharded(name))
+    wholes = (
+        row["state_bytes"] for name, row in zip(names, rows, strict=True) if not name.startswith(SHARDED)
+    )
     whole = next(wholes, None)
     for row in rows:
         row["state_share"] = None if whole is None else row["state_bytes"] / whole
     return rows
-
-
-def is_sharded(name: str) -> bool:
-    """Whether a contender's rank holds only its share of the optimizer state."""
-    return name.startswith("zero1") or name.endswith("+ ZeRO")
 
 
 def state_bytes(built: Contender) -> int:

@@ -97,10 +97,11 @@ def download(
         for file in (dataset.train, dataset.valid):
             path = folder / file.name
             if not _is_complete(path):
-                _refuse_to_replace(path, file)
                 url = f"{(base_url or dataset.base_url).rstrip('/')}/{file.remote}"
                 fetched = path.with_name(file.remote) if file.remote.endswith(".gz") else path
                 if fetched == path or not _is_complete(fetched):
+                    _refuse_to_replace(path)
+                    _refuse_to_replace(fetched)
                     _fetch(url, fetched, file.max_bytes, progress or _silent, retry_wait_s)
                 if fetched != path:
                     _unpack(fetched, path, file.max_bytes, progress or _silent)
@@ -108,10 +109,9 @@ def download(
     return paths
 
 
-def _refuse_to_replace(path: Path, file: RemoteFile) -> None:
-    """A file that no download made stays (a link is no loss); one being unpacked has its archive beside it."""
-    was_unpacked = file.remote.endswith(".gz") and path.with_name(file.remote).exists()
-    if path.is_file() and not path.is_symlink() and not _digest_path(path).exists() and not was_unpacked:
+def _refuse_to_replace(path: Path) -> None:
+    """A file that no download made stays; a link is no loss."""
+    if path.is_file() and not path.is_symlink() and not _digest_path(path).exists():
         raise LmkitError(
             f"{path}: is there without {_digest_path(path).name}, and a download would replace it",
             hint="move it away; or, if it is the dataset's, write what `sha256sum` prints of it into that file",

@@ -8,19 +8,25 @@ from __future__ import annotations
 
 import hashlib
 import os
-import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from lmkit.data.token_files import TokenFileWriter, TokenMeta, sidecar_path
-from lmkit.errors import LmkitError, UsageError, reason
+from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.environment import usable_cpus
 from lmkit.measure.progress import Progress
 from lmkit.tokenizer import END_OF_TEXT, Tokenizer
 from lmkit.tokenizer.chunk_encoder import ChunkEncoder
-from lmkit.tokenizer.chunks import Chunk, ErrorMode, exact_chunks, read_blocks, valid_utf8
+from lmkit.tokenizer.chunks import (
+    Chunk,
+    ErrorMode,
+    exact_chunks,
+    read_blocks,
+    text_file_status,
+    valid_utf8,
+)
 from lmkit.tokenizer.workers import share_out
 
 _TAIL_BYTES = 4096  # of a source, in which its last end-of-text token is looked for
@@ -145,10 +151,5 @@ class _Tail:
 
 def _state(path: Path) -> tuple[int, int]:
     """Size and time of last change: what differs when somebody writes to the file."""
-    try:
-        status = os.stat(path)
-    except OSError as error:
-        raise UsageError(f"{path}: {reason(error)}", hint="give the path of a text file") from error
-    if not stat.S_ISREG(status.st_mode):  # it is read more than once
-        raise UsageError(f"{path}: is not a regular file", hint="give the path of a text file")
+    status = text_file_status(path)
     return status.st_size, status.st_mtime_ns

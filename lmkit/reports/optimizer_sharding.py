@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lmkit.benches.ddp_contenders import SHARDED
 from lmkit.benches.ddp_report import (
     DDP_COLUMNS,
     OPTIMIZER_COLUMNS,
@@ -17,7 +18,6 @@ from lmkit.reports.readings import by_folder, comparison, heading, ladders
 from lmkit.reports.results import Results, of_kind
 from lmkit.reports.writing import Place, bullets, document, grouped, in_short, pictures, section
 
-_SHARDED = ("zero1", "torch_ddp + ZeRO")
 _SPEED = (
     *(column for column in DDP_COLUMNS if column.key in ("contender", "step_ms", "tokens_per_s", "scaling")),
     Column("peak_gb", "peak GB", ".2f"),
@@ -31,7 +31,7 @@ def write_up(found: Sequence[Results], place: Place) -> str | None:
         [
             results
             for results in of_kind(found, "ddp")
-            if any(row["contender"].startswith(_SHARDED) for row in results.rows)
+            if any(row["contender"].startswith(SHARDED) for row in results.rows)
         ]
     )
     if not memory and not speed:
@@ -71,7 +71,7 @@ def _memory(results: Results, place: Place) -> list[str]:
 def memory_findings(rows: Rows) -> list[str]:
     """The share of the state that is left, and the peak against the unsharded optimizer's."""
     found = []
-    plain = next((row for row in rows if not row["contender"].startswith(_SHARDED)), None)
+    plain = next((row for row in rows if not row["contender"].startswith(SHARDED)), None)
     for row in rows:
         if row["contender"].startswith("zero1"):
             size = f"{row['contender']}: {row['state_bytes'] / 1e6:,.1f} MB of state on a rank"
@@ -116,7 +116,7 @@ def _sharded_and_beside(rows: Rows) -> Rows:
     return [
         row
         for row in rows
-        if row["contender"].startswith((*_SHARDED, "one rank")) or row["contender"] == "bucketed"
+        if row["contender"].startswith((*SHARDED, "one rank")) or row["contender"] == "bucketed"
     ]
 
 

@@ -8,7 +8,9 @@ refused. Pieces in this sense are exact: the ids of the pieces, joined, are the 
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -34,6 +36,21 @@ class Chunk(NamedTuple):
     offset: int
     num_bytes: int
     data: bytes  # these bytes, or what `valid_utf8` made of them
+
+
+def text_file_status(path: Path) -> os.stat_result:
+    """Of a file that can be read more than once.
+
+    Raises:
+        UsageError: it cannot be looked at, or is no regular file.
+    """
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise UsageError(f"{path}: {reason(error)}", hint="give the path of a text file") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise UsageError(f"{path}: is not a regular file", hint="give the path of a text file")
+    return status
 
 
 def read_blocks(path: Path, size: int | None = None) -> Iterator[bytes]:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-import stat
 from collections.abc import Sequence
 from pathlib import Path
 
-from lmkit.errors import UsageError, reason
+from lmkit.errors import UsageError
 from lmkit.measure.environment import usable_cpus
 from lmkit.measure.progress import Progress
 from lmkit.recipe.vocabulary import END_OF_TEXT, MAX_VOCABULARY, NUM_BYTES
-from lmkit.tokenizer.chunks import ErrorMode
+from lmkit.tokenizer.chunks import ErrorMode, text_file_status
 from lmkit.tokenizer.counting import count_words
 from lmkit.tokenizer.merging import learn_merges
 from lmkit.tokenizer.special_tokens import SpecialTokens
@@ -49,7 +48,7 @@ def train_tokenizer(
         LmkitError: a file is not UTF-8.
     """
     _check(vocab_size, special_tokens)
-    total = sum(_size(path) for path in paths)
+    total = sum(text_file_status(path).st_size for path in paths)
     if total == 0:
         names = ", ".join(str(path) for path in paths) or "no files"
         raise UsageError(f"the corpus is empty: {names}", hint="give at least one file with text in it")
@@ -89,16 +88,6 @@ def _check(vocab_size: int, special_tokens: tuple[str, ...]) -> None:
             f"to {MAX_VOCABULARY}",
             hint=f"ask for at least {least}",
         )
-
-
-def _size(path: Path) -> int:
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise UsageError(f"{path}: {reason(error)}", hint="give the path of a text file") from error
-    if not stat.S_ISREG(status.st_mode):  # its parts are read by several threads
-        raise UsageError(f"{path}: is not a regular file", hint="give the path of a text file")
-    return status.st_size
 
 
 def _tokenizer(merges: Sequence[tuple[int, int]], special_tokens: tuple[str, ...]) -> Tokenizer:

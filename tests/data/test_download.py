@@ -274,12 +274,17 @@ def test_the_digest_of_the_redirect_is_checked_after_a_resume_too(fetch, site):
     assert "bytes=1000000-" in ranges(site)
 
 
-def test_a_file_that_no_download_made_is_not_replaced(fetch, site, tmp_path):
-    own = tmp_path / "data" / "toy_train.txt"
+@pytest.mark.parametrize(
+    ("dataset", "name"),
+    [(DATASET, "toy_train.txt"), (ZIPPED, "toy_train.txt"), (ZIPPED, "train.txt.gz")],
+    ids=["text", "text of an archive", "archive"],
+)
+def test_a_file_that_no_download_made_is_not_replaced(fetch, site, tmp_path, dataset, name):
+    own = tmp_path / "data" / name
     own.parent.mkdir()
     own.write_bytes(b"my own")
-    with pytest.raises(LmkitError, match=r"toy_train\.txt: is there without toy_train\.txt\.sha256"):
-        fetch()
+    with pytest.raises(LmkitError, match=f"{name}: is there without {name}.sha256"):
+        fetch(dataset)
     assert own.read_bytes() == b"my own"
     assert site.requests == []
 

@@ -157,7 +157,7 @@ def _consumer(index: gl.constexpr, descriptors, tiles, barriers, problem, scale_
             scores, lse = warpgroup_mma_wait(3, deps=[score_job, lse])
         else:
             scores = warpgroup_mma_wait(3, deps=[score_job])
-        exponent = scores * scale_log2 - gl.expand_dims(lse, 0)  # (64 keys, 128 queries): transposed
+        exponent = scores * scale_log2 - gl.expand_dims(lse, 0)  # (64 keys, QUERIES): transposed
         exponent = _hide_keys(exponent, keys, tile, first_clear, problem.num_keys, CAUSAL, TAIL)
         p = gl.exp2(exponent)
         packed = pack_pairs(p, DTYPE)
