@@ -14,8 +14,8 @@ from types import FrameType  # noqa: E402
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Ctrl-C: a KeyboardInterrupt; the end at once while torch is imported, which takes seconds: parts of it catch
-    the exception, and go on without what they wanted."""
+    """Ctrl-C: a KeyboardInterrupt. While torch is being imported, which takes seconds, the process exits at once:
+    parts of torch swallow the exception."""
     while frame is not None:
         if (
             frame.f_code.co_name == "<module>"

@@ -52,28 +52,47 @@ RIVALS_OF = {
     "zero1": ("torch_ddp + ZeRO",),
 }
 """Strategy -> the rivals in PyTorch that it is compared with."""
-LADDER_NOTES = (
-    "alone: a step's reduction with nothing beside it; alone GB/s: what a rank sends, over that time; hidden: the "
-    "share of it that does not lengthen the step (below 0: what the reduction costs the compute beside it)",
-    "ms/step: the median of samples of the slowest rank; half as many untimed steps lead into each, and on GPUs "
-    f"{SETTLE_S:g} s of steps into the first and into one after a sample of one rank (the others rested through it)",
-    "formula: 2 (W-1)/W of the gradients; PyTorch's ZeRO then broadcasts the weights, (W-1)/W of their bytes more",
+_SPREAD_NOTE = "spread: (p90 - p10) / median"
+_SCALING_NOTE = "scaling: one rank's step time over this one's, same rows per rank"
+_NOTES = (
+    (
+        "middle",
+        "ms/step: the median of samples of the slowest rank; half as many untimed steps lead into each, and on GPUs "
+        f"{SETTLE_S:g} s of steps into the first and into one after a sample of one rank (the others rested through "
+        "it)",
+    ),
+    ("spread", _SPREAD_NOTE),
+    ("host_ms", "host ms: how long the CPU is busy with a step on an idle GPU"),
+    (
+        "ahead_ms",
+        "ahead ms: how long the GPU still worked when its host had handed over a sample's last step, on the rank "
+        "with the least; near 0 the host is what was measured: more steps a sample let it get ahead, and where it "
+        "cannot, more rounds of fewer steps say more",
+    ),
+    ("scaling", _SCALING_NOTE),
+    ("scaling_interval", _SCALING_NOTE),
+    ("exposed_ms", "exposed: step time over that of the same step without communication (none)"),
+    (
+        "communication_alone_ms",
+        "alone: a step's reduction with nothing beside it; alone GB/s: what a rank sends, over that time",
+    ),
+    (
+        "hidden",
+        "hidden: the share of the reduction that does not lengthen the step (below 0: what it costs the compute "
+        "beside it)",
+    ),
+    ("peak_overhead", "memory: peak over one rank's"),
+    ("link_mb", "MB sent: 10^6 bytes, of a rank in a step"),
+    (
+        "expected_mb",
+        "formula: 2 (W-1)/W of the gradients; PyTorch's ZeRO then broadcasts the weights, (W-1)/W of their bytes "
+        "more",
+    ),
 )
-_HOST_NOTE = "host ms: how long the CPU is busy with a step on an idle GPU"
-_AHEAD_NOTE = (
-    "ahead ms: how long the GPU still worked when its host had handed over a sample's last step, on the rank with "
-    "the least; near 0 the host is what was measured: more steps a sample let it get ahead, and where it cannot, "
-    "more rounds of fewer steps say more"
-)
+"""Column -> what its figures are."""
 _OF_GPUS = ("host_ms", "ahead_ms", "peak_gb", "peak_overhead", "init_mb", "before_mb", "after_mb")
 """Columns that no CPU fills."""
 _NO_INTERVAL: dict[str, Any] = {"low": None, "high": None}
-_TIME_NOTES = (
-    "scaling: one rank's step time over this one's, same rows per rank; spread: (p90 - p10) / median",
-    "exposed: step time over that of the same step without communication (none)",
-)
-_SENT_NOTE = "MB (10^6 bytes) sent per rank and step, beside 2 (W-1)/W of the gradients"
-DDP_NOTES = (*_TIME_NOTES, f"memory: peak over one rank's; {_SENT_NOTE}")
 COMPARISON_COLUMNS = (
     Column("candidate", "ours"),
     Column("baseline", "against"),
@@ -105,7 +124,6 @@ OPTIMIZER_COLUMNS = (
     Column("after_mb", "after MB", ",.0f"),
 )
 _STATE_NOTE = "state: what the optimizer holds on this rank, MB (10^6 bytes)"
-_SPREAD_NOTE = "spread: (p90 - p10) / median"
 OPTIMIZER_NOTES = (
     f"{_STATE_NOTE}; init, before, after: what the CUDA allocator holds when all is built, before an optimizer step "
     "and after it",
@@ -156,7 +174,7 @@ def ddp_result(
             names,
             {"tokens/s": [row["tokens_per_s"] for row in timed]},
             errors={"tokens/s": [of_rate(row, "step_ms") for row in timed]},
-            title=f"Training throughput on {ranks.world_size} ranks (whiskers p10 to p90)",
+            title=f"{_cases(rows)}: training throughput on {ranks.world_size} ranks (whiskers p10 to p90)",
             x_label="contender",
             y_label="tokens per second",
             spec=",.0f",
@@ -173,21 +191,30 @@ def ddp_result(
     if overlap is not None:
         files["ddp_overlap.png"] = overlap_picture(overlap, "bucketed")
     pictures = picture_lines(files)
-    what_is_what = DDP_NOTES if _any(everything, "peak_overhead") else (*_TIME_NOTES, _SENT_NOTE)
-    notes = (*_rounds_notes(everything, rounds), *what_is_what)
-    of_host = [
-        note for key, note in (("host_ms", _HOST_NOTE), ("ahead_ms", _AHEAD_NOTE)) if _any(everything, key)
-    ]
+    few_rounds = _rounds_notes(everything, rounds)
     files["ddp_report.md"] = (
         "\n\n".join(
-            ["# Data parallelism", ladder_markdown(everything), *notes, *LADDER_NOTES, *of_host, *pictures]
+            [
+                "# Data parallelism",
+                ladder_markdown(everything),
+                "\n".join(f"- {note}" for note in (*few_rounds, *ladder_notes(everything))),
+                *pictures,
+            ]
         )
         + "\n"
     )
     shown = [with_units(row) for row in [*rows, *swept]]  # not what the sweep measured again to compare with
     # Empty columns would take the names' room.
     columns = [column for column in DDP_COLUMNS if column.instead or _any(shown, column.key)]
+    notes = (*few_rounds, *ladder_notes(everything, columns))
     return BenchResult("ddp", everything, columns, files, environment, notes, shown)
+
+
+def ladder_notes(rows: Rows, columns: Sequence[Column] = LADDER_COLUMNS) -> tuple[str, ...]:
+    """What the figures are in those of the columns that some row fills."""
+    shown = [with_units(row) for row in rows]
+    filled = {column.key for column in columns if _any(shown, column.key)}
+    return tuple(note for key, note in _NOTES if key in filled)
 
 
 def _rounds_notes(rows: Rows, asked: int | None) -> tuple[str, ...]:
@@ -262,10 +289,15 @@ def _exposed_picture(rows: Rows, bare: dict[str, Any]) -> bytes:
         [row["contender"] for row in rows],
         {"exposed": [row["exposed_ms"] for row in rows]},
         errors={"exposed": whiskers},
-        title="Communication that compute does not hide (whiskers p10 to p90)",
+        title=f"{_cases(rows)}: communication that compute does not hide (whiskers p10 to p90)",
         x_label="contender",
         y_label="ms per step",
     )
+
+
+def _cases(rows: Rows) -> str:
+    """What was trained: the recipe's name."""
+    return ", ".join(dict.fromkeys(str(row["case"]) for row in rows))
 
 
 def sweep_picture(rows: Rows) -> bytes:
@@ -275,7 +307,7 @@ def sweep_picture(rows: Rows) -> bytes:
     return line_plot(
         {"bucketed": [(size, row["step_ms"]) for size, row in sized.items()]},
         errors={"bucketed": whiskers},
-        title="Step time over bucket size (whiskers p10 to p90)",
+        title=f"{_cases(list(sized.values()))}: step time over bucket size (whiskers p10 to p90)",
         x_label="bucket size (MiB)",
         y_label="ms per step",
         log_x=True,

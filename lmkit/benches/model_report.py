@@ -97,14 +97,16 @@ def _warmup_bars(rows: Rows) -> bytes:
         place = groups.index(str(row["warmup"]))
         series.setdefault(name, [None] * len(groups))[place] = row.get("mean_ms")
         if row.get("mean_ms") is not None:
-            below = min(row["std_ms"], 0.95 * row["mean_ms"])
-            errors.setdefault(name, [None] * len(groups))[place] = (below, row["std_ms"])
+            mean, samples = row["mean_ms"], row["samples_ms"]
+            # Not the standard deviation: it is larger than the mean where the first step compiles.
+            reach = (mean - min(samples), max(samples) - mean)
+            errors.setdefault(name, [None] * len(groups))[place] = reach
     whom = f" to {next(iter(series))}" if len(series) == 1 else ""  # several have a legend
     return grouped_bars(
         groups,
         series,
         errors={name: errors.get(name, [None] * len(groups)) for name in series},
-        title=f"What too little warm-up does{whom} (whiskers: standard deviation)",
+        title=f"What too little warm-up does{whom} (whiskers: fastest and slowest step)",
         x_label="unmeasured steps before the measured ones",
         y_label="mean time of a step (ms, log scale)",
         log_y=True,

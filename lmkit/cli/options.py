@@ -26,7 +26,7 @@ SetOption = Annotated[
     typer.Option(
         "--set",
         metavar="TABLE.KEY=VALUE",
-        help="Override one key of the recipe; repeatable. The value is TOML, a bare word is a string.",
+        help="Override one key of the recipe; repeatable. The value is TOML; a bare word is read as a string.",
         show_default=False,
     ),
 ]
@@ -67,7 +67,7 @@ ResultsOption = Annotated[
     Path | None,
     typer.Option(
         "--output",
-        help="Folder for the results; else artifacts/benches/<run.name>/<bench>, which each run replaces.",
+        help="Folder for the results; by default artifacts/benches/<run.name>/<bench>, overwritten by each run.",
         show_default=False,
     ),
 ]
@@ -83,7 +83,7 @@ RecordingOption = Annotated[
     Path | None,
     typer.Option(
         "--output",
-        help="Folder for the recording and its summary; else artifacts/profiles/<command>, which each replaces.",
+        help="Folder for the recording and its summary; by default artifacts/profiles/<command>, overwritten.",
         show_default=False,
     ),
 ]

@@ -1,4 +1,4 @@
-"""THE one way to time. Every bench and every number in a report comes through `time_variants`.
+"""The usual way to time: `time_variants`. Host dispatch, epochs of a training and whole processes have other loops.
 
 Variants of one case are measured in interleaved rounds (one sample of each per round, in an order that changes
 from round to round), so that drift of clocks, temperature and neighbours falls on all of them alike, and round i

@@ -28,6 +28,15 @@ _FIRST_CALLS = (
     Column("first_call_s", "s", ".2f"),
     Column("detail", "how"),
 )
+_PICTURES = {  # file of rows -> what was drawn of them
+    "acceptance": ("forward",),
+    "attention_sweep_results": (
+        "attention_sweep_forward",
+        "attention_sweep_backward",
+        "attention_sweep_scaling",
+        "attention_sweep_heatmap",
+    ),
+}
 _HOST_TIMES = (Column("kernel", "call"), Column("case", "case"), Column("median_us", "us", ".1f"))
 
 
@@ -81,15 +90,7 @@ def _one(results: Results, place: Place, title: str) -> list[str]:
     if failed:
         parts.append("### Not timed")
         parts += bullets(_failures(failed))
-    return parts + pictures(
-        results,
-        place,
-        "attention_sweep_forward",
-        "attention_sweep_backward",
-        "attention_sweep_scaling",
-        "attention_sweep_heatmap",
-        "forward",
-    )
+    return parts + pictures(results, place, *_PICTURES.get(results.path.stem, ()))
 
 
 def _calls(rows: Rows) -> list[str]:

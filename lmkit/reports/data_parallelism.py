@@ -8,7 +8,7 @@ from typing import Any
 from lmkit.benches.ddp_report import (
     ALL_REDUCE_NOTES,
     DDP_COLUMNS,
-    DDP_NOTES,
+    ladder_notes,
     megabytes,
     scaling_in_words,
     with_units,
@@ -34,7 +34,8 @@ _NOTHING_BESIDE = ("naive", "flat")
 
 def write_up(found: Sequence[Results], place: Place) -> str | None:
     """The report on all rows of `bench ddp` and `bench all-reduce`; None if there are none."""
-    folders, collectives = by_folder(of_kind(found, "ddp")), of_kind(found, "all-reduce")
+    chosen, collectives = of_kind(found, "ddp"), of_kind(found, "all-reduce")
+    folders = by_folder(chosen)
     if not folders and not collectives:
         return None
     return document(
@@ -47,7 +48,7 @@ def write_up(found: Sequence[Results], place: Place) -> str | None:
         "what the step takes longer than the same step without communication: overlap hides the difference. "
         "Contenders take turns in every round; a sample is that of the slowest rank.",
         *in_short((_title(members), _newest_findings(members)) for members in folders),
-        *(DDP_NOTES if folders else ()),
+        *ladder_notes([row for results in chosen for row in results.rows], DDP_COLUMNS),
         *(part for members in folders for part in _folder(members, place)),
         *(part for results in collectives for part in _collectives(results, place)),
     )

@@ -172,6 +172,14 @@ def test_what_only_gpus_have_is_neither_shown_nor_explained_without_them():
     assert "memory" not in on_cpu.table()
     assert "memory: peak" in on_gpu.table()
 
+    # The report has p10 and p90 themselves; the terminal's table, which has the spread, says what that is.
+    assert "spread:" not in str(on_cpu.files["ddp_report.md"])
+    assert "spread:" in on_cpu.table()
+    for more, explained in (({"scaling": None}, False), ({}, True)):
+        result = ddp_result([_timed("bucketed", [2.0] * 6, **more)], [], ranks)
+        assert ("scaling: one rank" in str(result.files["ddp_report.md"])) == explained
+        assert ("scaling: one rank" in " ".join(result.table().split())) == explained
+
     state = {"state_bytes": 8, "state_share": 1.0, "flops_per_token": 1.0, "precision": "fp32"}
     allocated = {"init_bytes": 1, "before_step_bytes": 2, "after_step_bytes": 3}
     limits = Limits("cpu", {"fp32": 1e12}, 1e10)

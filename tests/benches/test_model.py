@@ -8,6 +8,7 @@ from lmkit.benches.journal import Journal
 from lmkit.benches.model import ModelOptions, run_bench, versus_fp32
 from lmkit.benches.model_report import findings
 from lmkit.errors import UsageError
+from lmkit.measure import plots
 from lmkit.measure.limits import Limits
 from lmkit.model.accounting import flops_per_token, forward_flops_per_token
 from lmkit.model.sizes import preset_config
@@ -215,3 +216,12 @@ def test_findings_name_what_the_rows_show():
         in text
     )
     assert "samples" not in text
+
+
+def test_the_warm_up_picture_reaches_from_the_fastest_to_the_slowest_step(monkeypatch):
+    figures = []
+    monkeypatch.setattr(plots, "png", lambda figure: figures.append(figure) or b"")
+    rows = run_bench(ModelOptions(**{**SMALL, "modes": ("forward",), "warmup_study": (0,)})).rows
+    samples = next(row["samples_ms"] for row in rows if row["part"] == "warm-up")
+    (whisker,) = figures[-1].axes[0].collections[0].get_segments()
+    assert [end[1] for end in whisker] == [pytest.approx(min(samples)), pytest.approx(max(samples))]
