@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from lmkit.cli.options import DebugOption, JsonOption, SetOption, examples
+from lmkit.cli.options import DebugOption, JsonOption, SetOption, examples, refuse_typed
 from lmkit.cli.render import show
 from lmkit.errors import UsageError
 
@@ -73,6 +73,7 @@ def report(
 
 
 def verify(
+    context: typer.Context,
     target: Annotated[
         str,
         typer.Argument(
@@ -98,6 +99,13 @@ def verify(
             hint="for example: lmkit verify resume quickstart",
         )
     if recipe is None:
+        refuse_typed(
+            context,
+            "set_",
+            "steps",
+            why="only after `resume`; files are checked as they are",
+            hint="leave it out, or: lmkit verify resume RECIPE --steps N",
+        )
         from lmkit.commands import verify as command
 
         result = command.run(Path(target))

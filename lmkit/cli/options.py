@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from lmkit.errors import UsageError
+
 
 def _prepare(context: typer.Context, value: bool) -> None:
     """Runs once the options of a command are parsed, so not for `--help`."""
@@ -99,6 +101,29 @@ ModeOption = Annotated[
 def examples(*lines: str) -> str:
     """The end of a command's help: examples, a line each."""
     return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def refuse_typed(context: typer.Context, *parameters: str, why: str, hint: str) -> None:
+    """Refuse options that were typed where the command would not look at them; defaults are nobody's wish.
+
+    Args:
+        parameters: as the function of the command calls them.
+
+    Raises:
+        UsageError: names every such option.
+    """
+    typed = [
+        parameter.opts[0]
+        for parameter in context.command.params
+        if parameter.name in parameters and _is_typed(context, parameter.name)
+    ]
+    if typed:
+        raise UsageError(f"{', '.join(typed)}: {why}", hint=hint)
+
+
+def _is_typed(context: typer.Context, parameter: str) -> bool:
+    source = context.get_parameter_source(parameter)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def given(**flags: Any) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from lmkit.cli.options import (
     RecordingOption,
     SetOption,
     examples,
+    refuse_typed,
 )
 from lmkit.cli.render import show
 from lmkit.errors import UsageError
@@ -23,6 +24,10 @@ app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Find out where time and memory go.",
     epilog="Example: lmkit profile kineto quickstart",
 )  # fmt: skip
+
+# Options that say how a recipe is recorded, and what to do where there is none.
+OF_RECIPES = ("set_", "engine", "mode", "steps")
+WITHOUT_RECIPE = "leave it out, or record a recipe: lmkit profile kineto RECIPE"
 
 RECORDINGS = (".sqlite", ".nsys-rep", ".json", ".json.gz")
 
@@ -35,6 +40,7 @@ RECORDINGS = (".sqlite", ".nsys-rep", ".json", ".json.gz")
     )
 )
 def nsys(
+    context: typer.Context,
     target: Annotated[
         list[str],
         typer.Argument(
@@ -68,6 +74,8 @@ def nsys(
         return
     from lmkit.commands import profile as commands
 
+    what = "is recorded already" if len(target) == 1 else "is a command"
+    refuse_typed(context, *OF_RECIPES, why=f"only with a recipe; {target[0]} {what}", hint=WITHOUT_RECIPE)
     if len(target) == 1:
         show(commands.recording(Path(target[0]), folder), as_json=as_json)
     else:
@@ -76,6 +84,7 @@ def nsys(
 
 @app.command(epilog="Example: lmkit profile kineto quickstart --steps 5")
 def kineto(
+    context: typer.Context,
     target: Annotated[str, typer.Argument(help="A recipe, or a .json[.gz] trace of torch.profiler.")],
     set_: SetOption = None,
     mode: ModeOption = "step",
@@ -91,6 +100,8 @@ def kineto(
     """
     folder = _folder(output, "kineto", force=force)
     if _is_recording(target):
+        why = f"only with a recipe; {target} is recorded already"
+        refuse_typed(context, *OF_RECIPES, why=why, hint=WITHOUT_RECIPE)
         from lmkit.commands import profile as commands
 
         show(commands.recording(Path(target), folder), as_json=as_json)

@@ -129,6 +129,33 @@ def test_a_profile_is_not_replaced_by_accident(
     assert "no such recipe" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("command", "complaint"),
+    [
+        ("verify tokenizer.json --set nonsense.key=1 --steps 5", "--set, --steps: only after `resume`"),
+        ("profile kineto old.json --mode step", "--mode: only with a recipe; old.json is recorded already"),
+        (
+            "profile nsys old.sqlite --engine auto --steps 5",
+            "--engine, --steps: only with a recipe; old.sqlite",
+        ),
+        ("profile nsys --set train.steps=1 -- sh -c true", "--set: only with a recipe; sh is a command"),
+    ],
+)
+def test_an_option_that_would_be_ignored_is_refused(
+    command: str,
+    complaint: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("tokenizer.json", "old.json", "old.sqlite"):
+        (tmp_path / name).touch()
+    assert run_command_line(command.split()) == 2  # typing what is the default anyway makes no difference
+    assert f"error: {complaint}" in capsys.readouterr().err
+    assert not (tmp_path / "artifacts").exists()
+
+
 def test_compare_refuses_what_is_no_result(lmkit: Lmkit, tmp_path: Path) -> None:
     for name, content in (("empty", b""), ("binary", b"\xff\xfe"), ("list", b"[1]\n"), ("words", b"hello\n")):
         path = tmp_path / f"{name}.jsonl"
