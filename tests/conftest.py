@@ -15,6 +15,9 @@ import pytest
 
 from lmkit.measure.ranges import range_
 
+# For attention_oracle.py, which the tests in kernels/ and gpu/ use too.
+sys.path.insert(0, str(Path(__file__).parent / "attention"))
+
 Lmkit = Callable[..., "subprocess.CompletedProcess[str]"]
 
 

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
+from attention_oracle import error_of, exact_attention, faults_of
 
-from lmkit.attention.accuracy import error_of, exact_attention, faults_of
 from lmkit.attention.reference import reference
 
 

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from attention_oracle import exact_attention, faults_of
 from torch.utils.checkpoint import checkpoint
 
 from lmkit.attention import ATTENTION, attention_function
-from lmkit.attention.accuracy import exact_attention, faults_of, run_attention
+from lmkit.attention.accuracy import run_attention
 from lmkit.attention.reference import reference
 from lmkit.errors import UsageError
 

@@ -4,9 +4,10 @@ from functools import partial
 
 import pytest
 import torch
+from attention_oracle import exact_attention, faults_of
 
 from lmkit.attention import attention_function
-from lmkit.attention.accuracy import exact_attention, faults_of, run_attention
+from lmkit.attention.accuracy import run_attention
 from lmkit.attention.reference import reference
 from lmkit.errors import UsageError
 from lmkit.kernels.tuning import TilingChoices

@@ -7,8 +7,9 @@ import importlib
 
 import pytest
 import torch
+from attention_oracle import faults_of
 
-from lmkit.attention.accuracy import faults_of, run_attention
+from lmkit.attention.accuracy import run_attention
 from lmkit.attention.reference import reference
 
 pytestmark = pytest.mark.interpreter
