@@ -4,7 +4,7 @@ Tri Dao, "FlashAttention-2" (2023), algorithms 1 and 2. The scores are never mat
 walks over the tiles of keys with an online softmax, and the backward pass computes each tile of probabilities
 again from the saved log-sum-exp. All heads and batches go through each tile product together.
 
-Shapes, with `g` query heads to a key head:
+Shapes inside, with `g` query heads to a key head:
     q, out, dout  (batch, kv_heads, g, num_queries, head_dim)
     k, v          (batch, kv_heads, 1, num_keys, head_dim)
     lse, delta    (batch, kv_heads, g, num_queries), natural logarithm
@@ -55,11 +55,15 @@ class FlashAttention(torch.autograd.Function):
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Returns (out, lse): algorithm 1."""
-    shape, kv_heads = q.shape, k.shape[1]
+    """Returns (out, lse): algorithm 1.
+
+    q and out are (batch, heads, num_queries, head_dim), k and v (batch, kv_heads, num_keys, head_dim),
+    lse (batch, kv_heads, g, num_queries).
+    """
+    shape = q.shape
+    q = grouped(q, k)
     if not q.numel():
-        return torch.zeros_like(q), q.new_zeros(shape[:-1], dtype=accumulation_dtype(q))
-    q = q.unflatten(1, (kv_heads, -1))
+        return q.new_zeros(shape), q.new_zeros(q.shape[:-1], dtype=accumulation_dtype(q))
     k, v = k.unsqueeze(2), v.unsqueeze(2)
     out = torch.zeros_like(q)
     lse = q.new_full(q.shape[:-1], -math.inf, dtype=accumulation_dtype(q))
@@ -89,13 +93,15 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns (dq, dk, dv): algorithm 2.
 
+    Shapes are those of `forward`: dout as out; dq, dk and dv as q, k and v.
+
     With P = exp(S - lse): dV = P^T dO; dP = dO V^T; dS = P * (dP - delta), delta = rowsum(dO * O);
     dQ = dS K * scale; dK = dS^T Q * scale.
     """
-    q_shape, k_shape, kv_heads = q.shape, k.shape, k.shape[1]
+    q_shape, k_shape = q.shape, k.shape
     if not q.numel():
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    q, dout, out = (x.unflatten(1, (kv_heads, -1)) for x in (q, dout, out))
+    q, dout, out = (grouped(x, k) for x in (q, dout, out))
     k, v = k.unsqueeze(2), v.unsqueeze(2)
     dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
     dk = torch.zeros(k.shape, dtype=lse.dtype, device=q.device)
@@ -116,6 +122,12 @@ def backward(
             dv[..., columns, :] += (p.transpose(-2, -1) @ dout_tile).sum(dim=2, keepdim=True)
     dq, dk, dv = dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
     return dq.reshape(q_shape), dk.reshape(k_shape), dv.reshape(k_shape)
+
+
+def grouped(x: Tensor, k: Tensor) -> Tensor:
+    """(batch, heads, ...) as (batch, kv_heads, g, ...)."""
+    kv_heads = k.shape[1]
+    return x.unflatten(1, (kv_heads, x.shape[1] // max(kv_heads, 1)))
 
 
 def tile_scores(q_tile: Tensor, k: Tensor, rows: slice, columns: slice, causal: bool, scale: float) -> Tensor:

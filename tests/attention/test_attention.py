@@ -5,7 +5,7 @@ import torch
 from attention_oracle import exact_attention, faults_of
 from torch.utils.checkpoint import checkpoint
 
-from lmkit.attention import ATTENTION, attention_function
+from lmkit.attention import ATTENTION, attention_function, flash_torch
 from lmkit.attention.accuracy import run_attention
 from lmkit.attention.reference import reference
 from lmkit.errors import UsageError
@@ -74,6 +74,14 @@ def test_fault_84_nothing_in_gives_zeros_out(kernel, sizes, causal, random_input
     for got, like in ((out, q), (dq, q), (dk, k), (dv, v)):
         assert got.shape == like.shape
         assert not got.any()
+
+
+@pytest.mark.parametrize("batch", [2, 0])
+@pytest.mark.parametrize(("heads", "kv_heads", "group"), [(4, 2, 2), (0, 0, 0)])
+def test_the_log_sum_exp_of_flash_torch_is_grouped_by_key_head(batch, heads, kv_heads, group):
+    q, k = torch.randn(batch, heads, 5, 8), torch.randn(batch, kv_heads, 7, 8)
+    out, lse = flash_torch.forward(q, k, k, True, 1.0)
+    assert (out.shape, lse.shape) == (q.shape, (batch, kv_heads, group, 5))
 
 
 @pytest.mark.parametrize("factor", [8.0, 1e4], ids=["logits x 8", "inputs x 1e4"])
