@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lmkit.model.names import plain_name
 from lmkit.optim.clipping import clip_for
 from lmkit.parallel.accumulation import Accumulates
 from lmkit.parallel.bucketed import MIB, bytes_of, fill_buckets
@@ -76,7 +77,7 @@ class Zero1(Accumulates):
         for number, parameters in planned:
             sizes = tuple(parameter.numel() for parameter in parameters)
             shard_size = shard_size_of(sum(sizes), self.ranks.world_size)
-            layout = BucketLayout(number, tuple(_plain(names[p]) for p in parameters), sizes, shard_size)
+            layout = BucketLayout(number, tuple(plain_name(names[p]) for p in parameters), sizes, shard_size)
             buckets.append((parameters, layout))
         gather = self._make_gather(buckets)
         self._buckets = [self._make_bucket(parameters, layout, gather) for parameters, layout in buckets]
@@ -199,8 +200,3 @@ class Zero1(Accumulates):
         bucket = self._buckets[self._bucket_of[parameter]]
         position = next(i for i, other in enumerate(bucket.parameters) if other is parameter)
         return bucket, bucket.shard_slice(position)
-
-
-def _plain(name: str) -> str:
-    """A parameter's name without what compiling a layer puts in it."""
-    return name.replace("_orig_mod.", "")

@@ -13,6 +13,7 @@ from torch import nn
 
 from lmkit.errors import LmkitError, UsageError
 from lmkit.model.accounting import count_parameters
+from lmkit.model.names import plain_name
 from lmkit.recipe.model import ModelConfig
 from lmkit.recipe.run import RunConfig
 from lmkit.training.checkpoint_folder import (
@@ -25,7 +26,6 @@ from lmkit.training.checkpoint_folder import (
     saved_steps,
     shard_name,
 )
-from lmkit.training.optimizer_state import plain_name
 from lmkit.training.state import TrainingState, parse_state
 from lmkit.training.tensor_files import FileEntry, parse_tensors, read_verified, tensor_shapes
 

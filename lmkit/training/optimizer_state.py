@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from lmkit.errors import LmkitError
+from lmkit.model.names import plain_name
 from lmkit.parallel.sharded_optimizer import ShardedOptimizer
 from lmkit.parallel.zero1_layout import BucketLayout, ShardLayout, consolidate
 
@@ -138,11 +139,6 @@ def _held(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, torch
 
 def _named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {plain_name(name): parameter for name, parameter in model.named_parameters()}
-
-
-def plain_name(name: str) -> str:
-    """A parameter's name in the plain model: without what torch.compile and DDP put in front of submodules."""
-    return ".".join(part for part in name.split(".") if part not in ("_orig_mod", "module"))
 
 
 def _by_owner(tensors: Tensors) -> States:

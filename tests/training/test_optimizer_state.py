@@ -10,6 +10,9 @@ from torch import nn
 from lmkit.errors import LmkitError, UsageError
 from lmkit.model.transformer import TransformerLM
 from lmkit.optim.adamw import AdamW, decay_groups
+from lmkit.parallel.process_group import Ranks
+from lmkit.parallel.strategies import SyncOptions
+from lmkit.parallel.zero1 import Zero1
 from lmkit.recipe.model import ModelConfig
 from lmkit.training.checkpoints import load_weights, model_weights
 from lmkit.training.optimizer_state import load_optimizer_tensors, optimizer_tensors
@@ -106,6 +109,18 @@ def test_fault_59_saved_from_a_wrapped_model_loads_plain_and_the_other_way_round
     load_optimizer_tensors(
         OPTIMIZERS["ours"](plain), plain, [optimizer_tensors(optimizer, wrapped)], None, origin="saved"
     )
+
+
+@pytest.mark.parametrize("wrapper", ["module", "_orig_mod"])
+def test_a_sharded_optimizer_calls_the_parameters_of_a_wrapped_model_as_the_plain_one_does(
+    wrapper: str,
+) -> None:
+    model = Wrapped(make_model(), wrapper)
+    sync = Zero1(Ranks(), SyncOptions())
+    sync.attach(model)
+    optimizer = sync.build_optimizer(torch.optim.SGD, [{"params": list(model.parameters())}])
+    names = {name for bucket in optimizer.layout.buckets for name in bucket.names}
+    assert names == set(model_weights(make_model()))
 
 
 def test_fault_59_saved_from_a_compiled_layer_loads_plain() -> None:
