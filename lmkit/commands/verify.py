@@ -15,7 +15,7 @@ import torch
 
 from lmkit.commands import train as train_command
 from lmkit.data.token_files import open_tokens
-from lmkit.errors import LmkitError, UsageError
+from lmkit.errors import LmkitError, UsageError, reason
 from lmkit.parallel.process_group import Ranks
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.schema import Recipe, required
@@ -150,7 +150,7 @@ def _check(path: Path, look: Callable[[Path], str]) -> Check:
     except LmkitError as error:
         return Check(str(path), ok=False, found=re.sub(f"^{re.escape(str(path))}(: |/| )", "", error.message))
     except OSError as error:
-        return Check(str(path), ok=False, found=(error.strerror or str(error)).lower())
+        return Check(str(path), ok=False, found=reason(error))
 
 
 def _checkpoint(path: Path) -> str:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmkit.errors import LmkitError
+from lmkit.errors import LmkitError, reason
 from lmkit.storage import sha256_file
 from lmkit.storage.atomic import PARTIAL_SUFFIX, fsync_folder
 from lmkit.training.tensor_files import FileEntry, write_text
@@ -142,7 +142,7 @@ def read_manifest(folder: Path) -> dict[str, FileEntry]:
     except FileNotFoundError:
         raise DamagedCheckpoint(f"{path}: missing, the checkpoint is incomplete", hint=_HINT) from None
     except OSError as error:
-        raise DamagedCheckpoint(f"{path}: {error.strerror}", hint=_HINT) from error
+        raise DamagedCheckpoint(f"{path}: {reason(error)}", hint=_HINT) from error
     except (ValueError, RecursionError):
         raise DamagedCheckpoint(f"{path}: not JSON", hint=_HINT) from None
     try:
@@ -198,7 +198,7 @@ def verify(folder: Path) -> dict[str, FileEntry]:
             if sha256_file(path) != entry.sha256:
                 raise DamagedCheckpoint(f"{path}: checksum error", hint=_HINT)
         except OSError as error:
-            raise DamagedCheckpoint(f"{path}: {error.strerror}", hint=_HINT) from error
+            raise DamagedCheckpoint(f"{path}: {reason(error)}", hint=_HINT) from error
     return entries
 
 

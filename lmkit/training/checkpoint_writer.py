@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from lmkit.errors import LmkitError
+from lmkit.errors import LmkitError, reason
 from lmkit.measure.ranges import range_
 from lmkit.parallel.agreement import on_any_rank
 from lmkit.parallel.failures import RankLost
@@ -111,7 +111,7 @@ class CheckpointWriter:
             writing.result()
         except OSError as error:
             raise LmkitError(
-                f"{self._folder / step_name(self._step)}: cannot be saved: {_reason(error)}",
+                f"{self._folder / step_name(self._step)}: cannot be saved: {reason(error)}",
                 hint="earlier checkpoints are intact; make room, then train again to go on from the newest",
             ) from error
 
@@ -196,7 +196,7 @@ class CheckpointWriter:
                 entry = write_tensors(partial / name, _without_prefix("optimizer", copies))
             message = {"rng": state.rng[0].model_dump(), "entry": entry and [entry.sha256, entry.bytes]}
         except OSError as error:
-            message = {"error": _reason(error)}
+            message = {"error": reason(error)}
             raise
         finally:
             post.send("part", message)
@@ -250,10 +250,6 @@ def _refuse_nonfinite(copies: dict[str, torch.Tensor], step: int) -> None:
                     f"step {step}: {name} is not finite; not saved",
                     hint="go on from the newest checkpoint with a lower optimizer.lr",
                 )
-
-
-def _reason(error: OSError) -> str:
-    return (error.strerror or str(error)).lower()
 
 
 class _HostCopies:

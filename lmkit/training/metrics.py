@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from lmkit.errors import LmkitError
+from lmkit.errors import LmkitError, reason
 from lmkit.storage import write_atomic
 
 Record = dict[str, Any]
@@ -77,7 +77,7 @@ class MetricsFile:
             self._file.flush()
         except OSError as error:
             raise LmkitError(
-                f"{self._path}: {(error.strerror or str(error)).lower()}",
+                f"{self._path}: {reason(error)}",
                 hint="make room, then train again to go on from the newest checkpoint",
             ) from error
 

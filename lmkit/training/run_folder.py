@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from lmkit.errors import UsageError
+from lmkit.errors import UsageError, reason
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.plots import loss_curve
 from lmkit.recipe.load import recipe_to_toml
@@ -36,7 +36,7 @@ def check_writable(folder: Path) -> None:
         trial.unlink()
     except OSError as error:
         raise UsageError(
-            f"{folder}: cannot write there: {(error.strerror or str(error)).lower()}",
+            f"{folder}: cannot write there: {reason(error)}",
             hint="choose another place with --set run.folder=...",
         ) from error
 

@@ -17,7 +17,7 @@ import safetensors
 import safetensors.torch
 import torch
 
-from lmkit.errors import LmkitError
+from lmkit.errors import LmkitError, reason
 
 _DTYPE_CODES = {
     torch.float64: "F64",
@@ -107,7 +107,7 @@ def read_verified(path: Path, entry: FileEntry) -> bytes:
             )
         data = path.read_bytes()
     except OSError as error:
-        raise LmkitError(f"{path}: {error.strerror}", hint=_DAMAGED) from error
+        raise LmkitError(f"{path}: {reason(error)}", hint=_DAMAGED) from error
     if hashlib.sha256(data).hexdigest() != entry.sha256:
         raise LmkitError(f"{path}: checksum error, the content is not what was saved", hint=_DAMAGED)
     return data

@@ -28,7 +28,7 @@ from lmkit.training.checkpoint_folder import (
 )
 from lmkit.training.checkpoints import open_checkpoint
 from lmkit.training.retention import Retention
-from lmkit.training.tensor_files import write_text
+from lmkit.training.tensor_files import read_verified, write_text
 
 SHARD = "optimizer-00000-of-00001.safetensors"
 
@@ -71,6 +71,19 @@ def test_fault_44_a_cut_file_falls_back_to_the_checkpoint_before(
     assert choice.path == good
     assert len(choice.skipped) == 1
     assert name in choice.skipped[0]
+
+
+def test_what_the_operating_system_says_is_said_in_one_way(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, 1)
+    entry = read_manifest(folder)[MODEL]
+    (folder / MODEL).unlink()
+    for look in (lambda: verify(folder), lambda: read_verified(folder / MODEL, entry)):
+        with pytest.raises(LmkitError, match=f"/{MODEL}: no such file or directory$"):
+            look()
+    (folder / MANIFEST).unlink()
+    (folder / MANIFEST).mkdir()
+    with pytest.raises(DamagedCheckpoint, match=f"/{MANIFEST}: is a directory$"):
+        read_manifest(folder)
 
 
 def test_fault_45_every_flipped_bit_of_a_checkpoint_is_noticed(tmp_path: Path) -> None:
