@@ -70,7 +70,7 @@ class Limits:
 
 def limits_sentence(limits: Mapping[str, Any]) -> str:
     """What `Limits.as_dict` says, for a report; without the full stop."""
-    rates = ", ".join(f"{rate} TFLOP/s {dtype}" for dtype, rate in limits["matmul_tflops"].items())
+    rates = ", ".join(f"{rate:.4g} TFLOP/s {dtype}" for dtype, rate in limits["matmul_tflops"].items())
     return f"Measured limits of this machine in this run: matmul {rates}; copy {limits['copy_gb_per_s']} GB/s"
 
 

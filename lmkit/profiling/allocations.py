@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 CATEGORIES = ("parameters", "gradients", "optimizer state", "activations", "temporary")
-BUILD, FORWARD = "build", "forward"
+BUILD, FORWARD, WHOLE_RUN = "build", "forward", "whole run"
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def profile_memory(recording: Recording) -> MemoryProfile:
         alive=alive,
         begins=[(phase.name, bisect.bisect_left(times, phase.start - start)) for phase in recording.phases],
         peaks=_phase_peaks(recording.phases, times, alive, totals, start),
-        peak=_peak_within("whole run", range(len(totals)), alive, totals),
+        peak=_peak_within(WHOLE_RUN, range(len(totals)), alive, totals),
         largest=_largest(recording, categories),
     )
 

@@ -38,6 +38,7 @@ from lmkit.profiling.allocations import (
     blocks_of,
     profile_memory,
 )
+from lmkit.profiling.peaks import gib_key, memory_finding
 from lmkit.profiling.steps import StepsOptions, as_the_recipe_says, build_step, describe_steps, work_of
 
 HISTORY_ENTRIES = 2_000_000
@@ -45,7 +46,7 @@ PICTURE_POINTS = 3000
 COLUMNS = (
     Column("phase", "phase"),
     Column("peak_gib", "peak GiB", ".4f"),
-    *(Column(category.replace(" ", "_") + "_gib", category, ".4f") for category in CATEGORIES),
+    *(Column(gib_key(category), category, ".4f") for category in CATEGORIES),
 )
 
 
@@ -227,7 +228,7 @@ def _workload(options: StepsOptions) -> dict[str, Any]:
 
 
 def _row(peak: PhasePeak) -> dict[str, Any]:
-    by_category = {name.replace(" ", "_") + "_gib": size / GIB for name, size in peak.by_category.items()}
+    by_category = {gib_key(name): size / GIB for name, size in peak.by_category.items()}
     return {"phase": peak.phase, "peak_gib": peak.bytes / GIB, **by_category}
 
 
@@ -260,17 +261,6 @@ def _report(
     environment: dict[str, Any],
     notes: tuple[str, ...],
 ) -> str:
-    top = profile.peak
-    leading = max(top.by_category, key=lambda name: top.by_category[name])
-    share = top.by_category[leading] / top.bytes if top.bytes else 0.0
-    after = next(
-        (
-            peak.phase
-            for peak in profile.peaks
-            if peak.bytes == top.bytes and peak.phase not in ("step", "pass")
-        ),
-        "-",
-    )
     largest = [asdict(block) | {"gib": block.bytes / GIB} for block in profile.largest]
     columns = (
         Column("gib", "GiB", ".4f"),
@@ -284,7 +274,7 @@ def _report(
             "",
             f"torch {environment['packages']['torch']}, {environment['time_utc']}.",
             "",
-            f"The peak, {top.bytes / GIB:.4f} GiB, is reached in {after}; {leading} are {share:.0%} of it.",
+            memory_finding(rows),
             "",
             "![memory_timeline.png](memory_timeline.png)",
             "",

@@ -9,6 +9,7 @@ from typing import Any
 from lmkit.benches import lm_matrix_report, model_report
 from lmkit.measure.results import Rows
 from lmkit.measure.tables import Column, markdown_table
+from lmkit.profiling.peaks import memory_finding, peak_row
 from lmkit.profiling.reduction import base_name
 from lmkit.profiling.summary import short_name
 from lmkit.reports.results import Results, of_kind
@@ -244,7 +245,7 @@ def _memory(memories: Sequence[Results], place: Place) -> list[str]:
         return []
     parts = ["## Memory"]
     if len(memories) > 1:
-        peaks = [_peak(results.rows) | {"run": _link(results, place)} for results in memories]
+        peaks = [peak_row(results.rows) | {"run": _link(results, place)} for results in memories]
         parts.append(markdown_table(peaks, (Column("run", "profile"), *_MEMORY)))
         parts += bullets(growth_findings([results.rows for results in memories]))
     for results in memories:
@@ -266,20 +267,7 @@ def _headline(summary: dict[str, Any]) -> str:
 
 def _fullest(memories: Sequence[Results]) -> list[Results]:
     """The one profile with the highest peak; none where there are none."""
-    return sorted(memories, key=lambda results: float(_peak(results.rows)["peak_gib"]))[-1:]
-
-
-def memory_finding(rows: Rows) -> str:
-    """What the memory is full of at the peak."""
-    peak = _peak(rows)
-    if not peak["peak_gib"]:
-        return "Nothing was allocated."
-    categories = {column.header: peak[column.key] for column in _MEMORY[2:]}
-    largest = max(categories, key=lambda name: float(categories[name]))
-    return (
-        f"The peak, {peak['peak_gib']:.2f} GiB (2^30 bytes), is reached in {peak['phase']}; "
-        f"the largest part of it is {largest}: {categories[largest] / peak['peak_gib']:.0%}."
-    )
+    return sorted(memories, key=lambda results: float(peak_row(results.rows)["peak_gib"]))[-1:]
 
 
 def growth_findings(profiles: Sequence[Rows]) -> list[str]:
@@ -295,7 +283,7 @@ def growth_findings(profiles: Sequence[Rows]) -> list[str]:
         short, long = min(by_length), max(by_length)
         if short == long:
             continue
-        peaks = [float(_peak(by_length[length])["peak_gib"]) for length in (short, long)]
+        peaks = [float(peak_row(by_length[length])["peak_gib"]) for length in (short, long)]
         kept = [_kept_by_forward(by_length[length]) for length in (short, long)]
         per_token = (kept[1] - kept[0]) * 1024 / (long - short) / batch
         grows = f"from {kept[0]:.1f} to {kept[1]:.1f} GiB, {per_token:.2f} MiB per token"
@@ -309,12 +297,6 @@ def growth_findings(profiles: Sequence[Rows]) -> list[str]:
 
 def _kept_by_forward(rows: Rows) -> float:
     return max((float(row["activations_gib"]) for row in rows if row["phase"] == "forward"), default=0.0)
-
-
-def _peak(rows: Rows) -> dict[str, Any]:
-    """The row of the phase in which the whole run peaks."""
-    named = [row for row in rows if row["phase"] not in ("step", "whole run")]
-    return max(named or rows, key=lambda row: float(row["peak_gib"]))
 
 
 def _place(results: Results) -> str:

@@ -4,6 +4,7 @@ import torch
 from lmkit.measure.limits import (
     Limits,
     known_peak,
+    limits_sentence,
     measure_copy_bandwidth,
     measure_limits,
     measure_matmul_peak,
@@ -69,3 +70,8 @@ def test_utilization_names_its_basis(monkeypatch):
 def test_unknown_dtype():
     with pytest.raises(ValueError, match="int4"):
         measure_matmul_peak("cpu", "int4")
+
+
+def test_the_sentence_has_no_more_digits_than_a_reading_repeats():
+    limits = {"matmul_tflops": {"bf16": 787.7603, "fp32": 0.0512}, "copy_gb_per_s": 4213.55}
+    assert "matmul 787.8 TFLOP/s bf16, 0.0512 TFLOP/s fp32; copy 4213.55 GB/s" in limits_sentence(limits)

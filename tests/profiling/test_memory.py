@@ -1,4 +1,5 @@
 import pickle
+import re
 
 import pytest
 import torch
@@ -7,6 +8,7 @@ from lmkit.measure.memory import GIB
 from lmkit.model.accounting import count_parameters
 from lmkit.profiling.allocations import MemoryProfile, PhasePeak
 from lmkit.profiling.memory import _begins, run_profile
+from lmkit.profiling.peaks import memory_finding
 from lmkit.profiling.steps import StepsOptions
 from lmkit.recipe.model import ModelConfig
 
@@ -49,7 +51,28 @@ def test_files(result):
     assert {event["action"] for event in events} == {"alloc", "free_completed"}
     assert result.files["memory_timeline.png"][:4] == b"\x89PNG"
     assert max(map(len, result.table().splitlines())) <= 100
-    assert "The peak" in result.files["memory_report.md"]
+    assert re.search(
+        r"^The peak, 0\.\d\d GiB \(2\^30 bytes\), is reached in \w+; the largest part of it is [\w ]+: \d+%\.$",
+        result.files["memory_report.md"],
+        re.MULTILINE,
+    )
+
+
+def test_the_peak_is_said_of_the_innermost_phase():
+    def row(phase, peak, **parts):
+        sizes = dict.fromkeys(("parameters", "gradients", "optimizer_state", "activations", "temporary"), 0.0)
+        return {
+            "phase": phase,
+            "peak_gib": peak,
+            **{f"{name}_gib": gib for name, gib in (sizes | parts).items()},
+        }
+
+    rows = [row("step", 4.0), row("update", 4.0, optimizer_state=3.0, gradients=1.0), row("whole run", 4.0)]
+    begin = "The peak, 4.00 GiB (2^30 bytes), is reached"
+    assert memory_finding(rows) == f"{begin} in update; the largest part of it is optimizer state: 75%."
+    rows = [row("pass", 2.0), row("whole run", 4.0, temporary=4.0)]
+    assert memory_finding(rows) == f"{begin} between phases; the largest part of it is temporary: 100%."
+    assert memory_finding([row("whole run", 0.0)]) == "Nothing was allocated."
 
 
 def test_the_picture_says_where_steps_begin():
