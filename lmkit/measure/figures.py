@@ -75,7 +75,7 @@ def write_numbers_out(axes: Axes) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
 
 
-def add_legend(figure: Figure, axes: Axes, entries: int) -> None:
+def add_legend(figure: Figure, entries: int) -> None:
     """Below the axes, where it never covers data; a single series needs none."""
     if entries > 1:
         figure.legend(loc="outside lower center", ncols=min(entries, 4), fontsize=8, frameon=False)

@@ -66,7 +66,7 @@ def line_plot(
         write_numbers_out(axes)
         if from_zero:
             axes.set_ylim(bottom=0)
-    add_legend(figure, axes, len(series))
+    add_legend(figure, len(series))
     return png(figure)
 
 
@@ -154,7 +154,7 @@ def loss_curve(
             marker=MARKERS[index % len(MARKERS)] if name in marked else None,
             markersize=max(1.0, min(5.5, 250 / max(1, len(points)))),  # neighbours do not touch
         )
-    add_legend(figure, axes, len(series))
+    add_legend(figure, len(series))
     return png(figure)
 
 
@@ -226,7 +226,7 @@ def grouped_bars(
         axes.set_ylim(floor, highest * 4)
     else:
         write_numbers_out(axes)
-    add_legend(figure, axes, len(series))
+    add_legend(figure, len(series))
     return png(figure)
 
 
@@ -343,7 +343,7 @@ def stacked_areas(
             va="top",
             fontsize=7,
         )
-    add_legend(figure, axes, len(layers))
+    add_legend(figure, len(layers))
     return png(figure)
 
 

@@ -42,12 +42,6 @@ def median(samples: Sequence[float]) -> float:
     return quantile(samples, 0.5)
 
 
-def median_absolute_deviation(samples: Sequence[float]) -> float:
-    """median(|x - median(x)|), unscaled; multiply by 1.4826 for a normal distribution's sigma."""
-    middle = median(samples)
-    return median([abs(sample - middle) for sample in samples])
-
-
 def median_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
     """An interval that holds the true median with at least this confidence, whatever the distribution.
 
@@ -85,7 +79,6 @@ class Spread:
     p90: float
     minimum: float
     maximum: float
-    mad: float
 
     @property
     def relative(self) -> float:
@@ -103,7 +96,6 @@ def spread(samples: Sequence[float]) -> Spread:
         p90=quantile(samples, 0.9),
         minimum=min(samples),
         maximum=max(samples),
-        mad=median_absolute_deviation(samples),
     )
 
 

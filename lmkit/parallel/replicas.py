@@ -43,7 +43,7 @@ def check_same_model(model: nn.Module, ranks: Ranks, fingerprint: str = "") -> N
 
 
 @torch.no_grad()
-def broadcast_model(model: nn.Module, ranks: Ranks) -> None:
+def broadcast_model(model: nn.Module) -> None:
     """Give every rank rank 0's parameters and buffers."""
     works = [
         dist.broadcast(tensor.detach(), src=0, async_op=True)

@@ -35,7 +35,7 @@ class ReplicatedSync(Accumulates):
         self.parameters = trainable_parameters(model)
         if self.ranks.world_size > 1:
             check_same_model(model, self.ranks, fingerprint)
-            broadcast_model(model, self.ranks)
+            broadcast_model(model)
             self._averager = Averager(self.ranks, self.traffic)
             self._install()
         return model

@@ -56,7 +56,7 @@ class Zero1(Accumulates):
     def attach(self, model: nn.Module, *, fingerprint: str = "") -> nn.Module:
         if self.ranks.world_size > 1:
             check_same_model(model, self.ranks, fingerprint)
-            broadcast_model(model, self.ranks)
+            broadcast_model(model)
             self._averager = Averager(self.ranks, self.traffic)
         self._model = model
         return model

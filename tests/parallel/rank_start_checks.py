@@ -54,7 +54,7 @@ def check_the_first_rank_gives_parameters_and_buffers(ranks: Ranks) -> None:
     model = nn.BatchNorm1d(3).to(ranks.device)
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data.fill_(7 + ranks.rank)
-    broadcast_model(model, ranks)
+    broadcast_model(model)
     assert all(bool((value == 7).all()) for value in model.state_dict().values())
     assert len(model.state_dict()) == 5
 
