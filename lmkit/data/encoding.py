@@ -54,7 +54,8 @@ def encode_corpus(
         progress: called with ("encode", bytes done, bytes in all).
 
     Raises:
-        UsageError: a source is missing, all are empty, or `output` exists.
+        UsageError: a source is missing, all are empty, or `output` exists, does not end in `.npy` or would replace
+            a source (it or the description beside it).
         LmkitError: a source is not UTF-8, or changed while it was being read.
     """
     output = Path(output)

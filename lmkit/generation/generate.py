@@ -123,6 +123,10 @@ def generate_tokens(
         never: ids that are not drawn (a vocabulary may have gaps).
 
     See `generate` for what happens at the end of the context and for the random streams.
+
+    Raises:
+        UsageError: fewer than one token is asked for.
+        LmkitError: the model's predictions are not numbers.
     """
     if max_new_tokens < 1:
         raise UsageError(

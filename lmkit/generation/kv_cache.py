@@ -81,6 +81,13 @@ class KVCache:
 
 @dataclass
 class StartLayer:
+    """One layer's part of the cache, for a pass that reads whole texts.
+
+    Attributes:
+        keys, values: (batch, kv_heads, context_length, head_dim), views of the cache.
+        rows: (rows,), which of the batch are read.
+    """
+
     keys: Tensor
     values: Tensor
     rows: Tensor
@@ -96,6 +103,10 @@ class StartLayer:
 
 @dataclass
 class StartPass:
+    """What the model reads whole texts with: `attend` of each layer takes q (rows, heads, seq, head_dim), k and v
+    (rows, kv_heads, seq, head_dim).
+    """
+
     layers: Sequence[StartLayer]
     device: torch.device
 
@@ -106,6 +117,14 @@ class StartPass:
 
 @dataclass
 class ExtendLayer:
+    """One layer's part of the cache, for a pass that reads one token of every text.
+
+    Attributes:
+        keys, values: (batch, kv_heads, context_length, head_dim), views of the cache.
+        place: (batch,), where each row's token goes.
+        hidden: (batch, longest), True at the places that a row must not see.
+    """
+
     keys: Tensor
     values: Tensor
     place: Tensor
@@ -132,6 +151,13 @@ class ExtendLayer:
 
 @dataclass
 class ExtendPass:
+    """What the model reads one token of every text with: `attend` of each layer takes q (batch, heads, 1, head_dim),
+    k and v (batch, kv_heads, 1, head_dim).
+
+    Attributes:
+        place: (batch,), the position of each row's token.
+    """
+
     layers: Sequence[ExtendLayer]
     place: Tensor
 
