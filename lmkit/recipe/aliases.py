@@ -1,4 +1,7 @@
-"""Older spellings, turned into today's when a recipe is loaded; everything after that sees one name."""
+"""Spellings of similar projects (courses in which a language model is built), for users who come from there.
+
+They are turned into lmkit's own when a recipe is loaded; everything after that sees one name.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +45,13 @@ VALUES: dict[tuple[str, ...], dict[str, str]] = {
 
 
 def canonical(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the recipe with old keys and values replaced. A key given under both names is left alone:
-    validation then refuses the old one."""
+    """Return the recipe with lmkit's keys and values for those of others. A key given under both names is left alone:
+    validation then refuses the other's."""
     tables = {name: dict(table) if isinstance(table, dict) else table for name, table in raw.items()}
-    for (table_name, old), new in KEYS.items():
+    for (table_name, theirs), ours in KEYS.items():
         table = tables.get(table_name)
-        if isinstance(table, dict) and old in table and new not in table:
-            table[new] = table.pop(old)
+        if isinstance(table, dict) and theirs in table and ours not in table:
+            table[ours] = table.pop(theirs)
     model = tables.get("model")
     if isinstance(model, dict) and isinstance(model.get("use_flash"), bool) and "attention" not in model:
         model["attention"] = "flash_triton" if model.pop("use_flash") else "vectorized"
@@ -58,7 +61,7 @@ def canonical(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rename(table: dict[str, Any], path: Sequence[str], names: dict[str, str]) -> None:
-    """Replace the old names in the value at `path`, in place; tables on the way to it are copied."""
+    """Replace others' names in the value at `path`, in place; tables on the way to it are copied."""
     key = path[0]
     value = table.get(key)
     if len(path) > 1:
@@ -72,7 +75,7 @@ def _rename(table: dict[str, Any], path: Sequence[str], names: dict[str, str]) -
 
 
 def _renamed(value: Any, names: dict[str, str]) -> Any:
-    """Today's name, with the `+compile` that may follow it; what is no old name as it is."""
+    """lmkit's name, with the `+compile` that may follow it; what is nobody else's name as it is."""
     if not isinstance(value, str):
         return value
     name, plus, variant = value.partition("+")

@@ -181,7 +181,7 @@ def check_path(keys: Sequence[str], *, flag: str) -> None:
 def _alias_paths() -> set[str]:
     from lmkit.recipe.aliases import KEYS
 
-    return {f"{table}.{old}" for table, old in KEYS} | {"model.use_flash"}
+    return {f"{table}.{theirs}" for table, theirs in KEYS} | {"model.use_flash"}
 
 
 def _toml_value(text: str) -> Any:
