@@ -111,5 +111,5 @@ def overlap_picture(step: StepTimeline, name: str) -> bytes:
         {"compute": step.compute, "communication": step.communication},
         title=f"{name}: {step.communication_ms:.2f} ms of communication in a step, "
         f"{step.beside_compute_ms:.2f} of them beside compute",
-        x_label="ms on the GPU of the rank that was traced, which the others wait for",
+        x_label="time (ms), GPU of the traced rank",
     )

@@ -133,7 +133,7 @@ class Summary:
             ("CPU asking the GPU (dispatch)", self.dispatch_share, ".1%"),
             ("CPU waiting for the GPU", self.wait_share, ".1%"),
             ("communication kernels (ms)", self.communication_ms, ".3f"),
-            ("of that beside compute", self.communication_overlap_share, ".1%"),
+            ("communication beside compute", self.communication_overlap_share, ".1%"),
         ]
 
 

@@ -124,9 +124,8 @@ def findings(rows: Rows) -> list[str]:
     counted = [row for row in synced if row.get("expected_link_bytes") and row.get("link_bytes")]
     if counted:
         apart = max(abs(row["link_bytes"] / row["expected_link_bytes"] - 1) for row in counted)
-        found.append(
-            f"Bytes: what {len(counted)} contenders sent differs from the formula by at most {apart:.2%}."
-        )
+        who = "1 contender" if len(counted) == 1 else f"{len(counted)} contenders"
+        found.append(f"Bytes: what {who} sent differs from the formula by at most {apart:.2%}.")
     sizes = sorted(
         (
             row

@@ -206,6 +206,12 @@ def test_data_parallelism_accounts_for_communication(artifacts: Path) -> None:
     assert "4 contenders sent differs from the formula by at most 1.00%" in text
 
 
+def test_one_contender_is_not_several() -> None:
+    row = ddp_row("naive", 14.0, link_bytes=101, expected_link_bytes=100)
+    said = " ".join(data_parallelism.findings([row]))
+    assert "what 1 contender sent differs from the formula by at most 1.00%" in said
+
+
 @pytest.mark.parametrize(
     ("rounds", "said"), [(5, "too few rounds for an interval"), (6, "95% interval 86.1% to 88.9%")]
 )
