@@ -48,11 +48,19 @@ def compare(
 
 def report(
     folder: Annotated[
-        Path, typer.Argument(help="Where the results of benches and profiles lie, at any depth.")
-    ] = Path("artifacts/benches"),
+        Path | None,
+        typer.Argument(
+            help="Where the results of benches and profiles lie, at any depth.  "
+            "[default: artifacts/benches and artifacts/profiles]",
+            show_default=False,
+        ),
+    ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(help="Folder of the write-ups.  [default: FOLDER/reports]", show_default=False),
+        typer.Option(
+            help="Folder of the write-ups.  [default: `reports` in that folder, or in artifacts/benches]",
+            show_default=False,
+        ),
     ] = None,
     check: Annotated[
         bool,

@@ -7,9 +7,12 @@ from pathlib import Path
 
 from lmkit.errors import LmkitError
 from lmkit.reports import attention, data_parallelism, optimizer_sharding, profiling
-from lmkit.reports.results import find_results
+from lmkit.reports.results import find_results, in_words
 from lmkit.reports.writing import Place
 from lmkit.storage import write_atomic
+
+# Where benches and profiles write, unless they are told otherwise.
+ARTIFACTS, PARTS = Path("artifacts"), ("benches", "profiles")
 
 WRITE_UPS = {
     "attention.md": attention.write_up,
@@ -35,8 +38,11 @@ class Reported:
         return "\n".join(lines)
 
 
-def run(folder: Path, output: Path | None, *, check: bool = False) -> Reported:
+def run(folder: Path | None, output: Path | None, *, check: bool = False) -> Reported:
     """Write every write-up that the rows below `folder` support into `output` (default: its `reports`).
+
+    Without a folder, those of artifacts/benches and artifacts/profiles, as far as these exist, into
+    artifacts/benches/reports.
 
     With `check`, nothing is written: the files must say already what they would.
 
@@ -44,9 +50,11 @@ def run(folder: Path, output: Path | None, *, check: bool = False) -> Reported:
         UsageError: no folder, or no result in it.
         LmkitError: a result is damaged, or (`check`) a write-up is stale.
     """
-    found = find_results(folder)
-    target = output or folder / "reports"
-    place = Place(folder.resolve(), target.resolve())
+    root, parts = (ARTIFACTS, PARTS) if folder is None else (folder, ("",))
+    found = find_results(root, parts)
+    searched = in_words(root, parts)
+    target = output or root / parts[0] / "reports"
+    place = Place(root.resolve(), target.resolve())
     written, missing, stale = [], [], []
     for name, write_up in WRITE_UPS.items():
         text = write_up(found, place)
@@ -59,10 +67,12 @@ def run(folder: Path, output: Path | None, *, check: bool = False) -> Reported:
         elif not path.is_file() or path.read_text("utf-8") != text:
             stale.append(str(path))
     if stale:
-        elsewhere = "" if output is None else f" --output {output}"
+        arguments = ("" if folder is None else f" {folder}") + (
+            "" if output is None else f" --output {output}"
+        )
         raise LmkitError(
-            f"{', '.join(stale)}: does not say what the rows below {folder} say",
-            hint=f"lmkit report {folder}{elsewhere} writes it again",
+            f"{', '.join(stale)}: does not say what the rows below {searched} say",
+            hint=f"lmkit report{arguments} writes it again",
         )
     sources = tuple(results.path.as_posix() for results in found)
-    return Reported(str(folder), sources, tuple(written), tuple(missing))
+    return Reported(searched, sources, tuple(written), tuple(missing))

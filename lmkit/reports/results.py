@@ -45,23 +45,34 @@ class Results:
         return ", ".join(parts)
 
 
-def find_results(folder: Path) -> list[Results]:
+def find_results(root: Path, parts: Sequence[str] = ("",)) -> list[Results]:
     """Every file of rows below a folder, in the order of their paths.
 
     JSON lines whose rows belong to no bench (a training run's metrics, say) are passed over.
 
+    Args:
+        parts: folders in `root` to look in, of which not all need exist; `root` itself, if none are named.
+
     Raises:
-        UsageError: the folder is missing, or holds no result.
+        UsageError: there is no folder, or no result in it.
         LmkitError: a file is not JSON lines, or a row has a field of another type.
     """
-    if not folder.is_dir():
-        raise UsageError(f"{folder}: is not a folder", hint=f"name one that holds results, {_GET_SOME}")
-    found = [results for path in _files(folder) for results in _read(path, folder)]
+    folders = [root / part for part in parts if (root / part).is_dir()]
+    if not folders:
+        missing = in_words(root, parts)
+        raise UsageError(f"{missing}: not a folder", hint=f"name one that holds results, {_GET_SOME}")
+    found = [results for folder in folders for path in _files(folder) for results in _read(path, root)]
     if not found:
         raise UsageError(
-            f"{folder}: holds no results of a bench or a profile", hint=f"name another, {_GET_SOME}"
+            f"{in_words(root, parts)}: no results of a bench or a profile",
+            hint=f"name another, {_GET_SOME}",
         )
     return found
+
+
+def in_words(root: Path, parts: Sequence[str]) -> str:
+    """The folders that are searched."""
+    return " and ".join(str(root / part) for part in parts)
 
 
 def of_kind(found: Sequence[Results], *kinds: Kind) -> list[Results]:

@@ -275,19 +275,28 @@ def test_committed_write_ups_say_what_the_committed_rows_say() -> None:
     run(committed / "h200", committed / "reports", check=True)
 
 
-def test_by_default_the_rows_that_benches_write_and_nothing_committed(
-    artifacts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_by_default_the_rows_that_benches_and_profiles_write_and_nothing_committed(
+    artifacts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = tmp_path / "project"
     store(root / "artifacts" / "h200", "sweep.jsonl", [attention_row("sdpa", 128)])
     own = load_recipe("bench_attention_cpu").run.folder.parent / "benches"
-    shutil.copytree(artifacts / "ddp", root / own / "mine")
+    reports = root / "artifacts" / "benches" / "reports"
     monkeypatch.chdir(root)
+    assert run_command_line(["report"]) == 2
+    assert "error: artifacts/benches and artifacts/profiles: not a folder" in capsys.readouterr().err
+
+    shutil.copytree(artifacts / "memory", root / "artifacts" / "profiles" / "memory")
     assert run_command_line(["report"]) == 0
-    assert {path.relative_to(root).as_posix() for path in root.rglob("*.md")} == {
-        "artifacts/benches/reports/data_parallelism.md",
-        "artifacts/benches/reports/optimizer_sharding.md",
-    }
+    assert list(root.rglob("*.md")) == [reports / "profiling.md"], "there are no benches yet"
+    assert "(../../profiles/memory/memory_peaks.jsonl)" in (reports / "profiling.md").read_text()
+
+    shutil.copytree(artifacts / "ddp", root / own / "mine")
+    assert run_command_line(["report", "--check"]) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "hint: lmkit report writes it again"
+    assert run_command_line(["report"]) == 0
+    written = {path.relative_to(reports).as_posix() for path in root.rglob("*.md")}
+    assert written == {"data_parallelism.md", "optimizer_sharding.md", "profiling.md"}
 
 
 def test_optimizer_sharding_states_memory_and_speed(artifacts: Path) -> None:
@@ -485,9 +494,9 @@ def test_numbers_in_names_are_sorted_by_value(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_results_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="holds no results"):
+    with pytest.raises(UsageError, match="no results of a bench"):
         run(tmp_path, None)
-    with pytest.raises(UsageError, match="is not a folder"):
+    with pytest.raises(UsageError, match="not a folder"):
         run(tmp_path / "missing", None)
 
 
