@@ -60,13 +60,21 @@ def train(
 def encode(
     tokenizer: TokenizerArgument,
     text: Annotated[str | None, typer.Argument(help="Left out: stdin is read.", show_default=False)] = None,
+    as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Print the token ids of a text, or of stdin."""
+    """Print the token ids of a text, or of stdin.
+
+    With --json they are one list, held in memory until the text has ended.
+    """
     from lmkit.commands import tokenizer as command
 
+    texts = [text] if text is not None else sys.stdin
     try:
-        for line in command.encode_lines(tokenizer, [text] if text is not None else sys.stdin):
+        if as_json:
+            show(command.encode(tokenizer, texts), as_json=True)
+            return
+        for line in command.encode_lines(tokenizer, texts):
             sys.stdout.write(line)
     except UnicodeError:
         raise LmkitError("the text is not UTF-8", hint="convert it first, for example with iconv") from None
@@ -78,13 +86,21 @@ def decode(
     ids: Annotated[
         list[str] | None, typer.Argument(help="Numbers; left out: stdin is read.", show_default=False)
     ] = None,
+    as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Print the text of token ids, with blanks or commas between them."""
+    """Print the text of token ids, with blanks or commas between them.
+
+    In the text of --json, bytes that are not UTF-8 are U+FFFD; otherwise they are printed as they are.
+    """
     from lmkit.commands import tokenizer as command
 
     numbers = " ".join(ids) if ids else sys.stdin.buffer.read().decode("utf-8", "replace")
-    sys.stdout.buffer.write(command.decode(tokenizer, numbers))
+    data = command.decode(tokenizer, numbers)
+    if as_json:
+        show(command.Decoded(data.decode("utf-8", "replace")), as_json=True)
+        return
+    sys.stdout.buffer.write(data)
     if sys.stdout.isatty():  # a file gets the bytes and no more; a prompt does not belong behind the text
         sys.stdout.buffer.write(b"\n")
     sys.stdout.buffer.flush()

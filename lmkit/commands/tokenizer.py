@@ -68,11 +68,30 @@ def _check_output(output: Path, *, force: bool) -> None:
     refuse_existing(output, force=force)
 
 
+@dataclass(frozen=True)
+class Encoded:
+    """For JSON: all ids at once."""
+
+    ids: tuple[int, ...]
+
+
+def encode(path: Path, texts: Iterable[str]) -> Encoded:
+    """The ids of a stream of text."""
+    return Encoded(tuple(Tokenizer.load(path).encode_iterable(texts)))
+
+
 def encode_lines(path: Path, texts: Iterable[str]) -> Iterator[str]:
     """Yield the ids of a stream of text as lines of numbers, in constant memory."""
     ids = Tokenizer.load(path).encode_iterable(texts)
     while line := list(itertools.islice(ids, IDS_PER_LINE)):
         yield " ".join(map(str, line)) + "\n"
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """For JSON, which holds no bytes: those that are not UTF-8 are U+FFFD."""
+
+    text: str
 
 
 def decode(path: Path, numbers: str) -> bytes:

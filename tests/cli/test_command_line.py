@@ -322,6 +322,21 @@ def test_decoded_text_ends_its_line_on_a_terminal_alone(
     assert raw.getvalue() == printed
 
 
+def test_ids_and_text_go_out_as_json_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "bytes.json")
+    Tokenizer(vocab={i: bytes([i]) for i in range(256)}, merges=[]).save(path)
+    text = "a\u00e9\n" * 1000  # more ids than a line has where they are printed
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    assert run_command_line(["tokenizer", "encode", path, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"ids": list(text.encode())}
+    assert run_command_line(["tokenizer", "encode", path, "ab", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"ids": [97, 98]}
+    assert run_command_line(["tokenizer", "decode", path, "97", "255", "10", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"text": "a\ufffd\n"}
+
+
 def test_ids_that_are_no_tokens_are_not_decoded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     gaps = Tokenizer(vocab={i: bytes([i]) for i in range(256)} | {900: b"the end"}, merges=[])
     gaps.save(tmp_path / "gaps.json")
