@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lmkit.benches import ddp
+from lmkit.benches import ddp, ddp_overlap
 from lmkit.benches.ddp_overlap import overlap_picture, read_step
 from lmkit.benches.ddp_report import comparisons, ddp_result, ladder_markdown, megabytes, optimizer_result
 from lmkit.measure import plots
@@ -19,7 +19,7 @@ def kernel(name: str, start: float, end: float) -> dict:
     return {"ph": "X", "cat": "kernel", "name": name, "ts": start, "dur": end - start}
 
 
-def test_a_trace_is_read_as_what_ran_beside_what():
+def test_a_trace_is_read_as_what_ran_beside_what(monkeypatch):
     """Four steps of 100 us, shifted by 1000: two kernels that touch, one collective half beside them, one after. Of
     the third, the last but one, the second kernel is longer."""
     events = [
@@ -40,6 +40,10 @@ def test_a_trace_is_read_as_what_ran_beside_what():
     assert step.communication_ms == pytest.approx(0.05)
     assert step.beside_compute_ms == pytest.approx(0.03)
     assert overlap_picture(step, "bucketed").startswith(b"\x89PNG")
+    labels = []
+    monkeypatch.setattr(ddp_overlap, "timeline", lambda rows, **text: labels.append(text["x_label"]))
+    overlap_picture(step, "bucketed")
+    assert labels == ["time (ms), GPU of the traced rank"]
     assert read_step(events[:2], 4) is None
     with pytest.raises(ValueError, match="7 collectives in 4 steps"):
         read_step(events[:-1], 4)
