@@ -66,7 +66,7 @@ def generate(
 
     Raises:
         UsageError: fewer than one token is asked for, or a prompt is empty and the tokenizer has no end-of-text.
-        LmkitError: the model's predictions are not numbers.
+        LmkitError: the model's predictions are not finite numbers.
     """
     starts = [_prompt_ids(model, tokenizer, prompt, allow_special=allow_special) for prompt in prompts]
     streams = [TextStream(tokenizer) for _ in prompts]
@@ -126,7 +126,7 @@ def generate_tokens(
 
     Raises:
         UsageError: fewer than one token is asked for.
-        LmkitError: the model's predictions are not numbers.
+        LmkitError: the model's predictions are not finite numbers.
     """
     if max_new_tokens < 1:
         raise UsageError(
@@ -154,13 +154,13 @@ def generate_tokens(
                 kept = max(1, cache.context_length // 2)
                 windows = [texts[row][-kept:] if row in full else [] for row in range(len(texts))]
                 _read(model, cache, full, windows, logits)
-        if torch.isnan(logits[active]).any():
-            raise LmkitError(
-                "the model's predictions are not numbers (nan)",
-                hint="its training diverged; take an older checkpoint",
-            )
         if len(gaps):
             logits.index_fill_(1, gaps, -math.inf)
+        if not torch.isfinite(logits[active, :vocab_size].amax(dim=-1)).all():
+            raise LmkitError(
+                "the model's predictions are not finite numbers",
+                hint="its training diverged; take an older checkpoint",
+            )
         chosen = choose(logits[:, :vocab_size], uniforms[:, number], sampling).tolist()
         for row in tuple(active):
             texts[row].append(chosen[row])

@@ -6,6 +6,7 @@ reads the gradients; for other optimizers they are scaled where they lie, in a p
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -16,7 +17,7 @@ from lmkit.optim.adamw import AdamW
 
 @torch.no_grad()
 def gradient_norm(grads: list[Tensor]) -> Tensor:
-    """The joint Euclidean norm of tensors on one device, summed in float32 (float64 for float64).
+    """The joint Euclidean norm of tensors on one device, summed in float32 (float64 if one of them is float64).
 
     Returns:
         A scalar on their device: nothing waits for it. Where it is not finite the gradients are of no use, and it is
@@ -24,7 +25,7 @@ def gradient_norm(grads: list[Tensor]) -> Tensor:
     """
     if not grads:
         return torch.zeros(())
-    wide = torch.promote_types(grads[0].dtype, torch.float32)
+    wide = functools.reduce(torch.promote_types, {grad.dtype for grad in grads}, torch.float32)
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2, wide)))
 
 

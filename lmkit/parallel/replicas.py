@@ -44,11 +44,22 @@ def check_same_model(model: nn.Module, ranks: Ranks, fingerprint: str = "") -> N
 
 @torch.no_grad()
 def broadcast_model(model: nn.Module) -> None:
-    """Give every rank rank 0's parameters and buffers."""
-    works = [
-        dist.broadcast(tensor.detach(), src=0, async_op=True)
-        for tensors in (model.parameters(), model.buffers())
-        for tensor in tensors
-    ]
-    for work in works:
+    """Give every rank rank 0's parameters and buffers, of any dtype and strides.
+
+    Raises:
+        LmkitError: elements of a tensor share memory (`expand`), which cannot be written to.
+    """
+    sent = []
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+            raise LmkitError(
+                f"{name}: its elements share memory, so that no rank can be given its own",
+                hint="make it contiguous() before the model is attached",
+            )
+        flat = tensor.detach().reshape(-1)  # collectives ignore strides: a copy where the memory has gaps
+        # As bytes: backends do not know every dtype.
+        sent.append((tensor, flat, dist.broadcast(flat.view(torch.uint8), src=0, async_op=True)))
+    for tensor, flat, work in sent:
         work.wait()
+        if flat.data_ptr() != tensor.data_ptr():
+            tensor.copy_(flat.view(tensor.shape))

@@ -115,7 +115,11 @@ class MergeTable:
                 size, best = size[best != _NEVER], best[best != _NEVER]
                 if not len(token):
                     break
-            here = _without_overlaps(np.flatnonzero(rank == np.repeat(best, size)))
+            here = np.flatnonzero(rank == np.repeat(best, size))
+            if self._in_order:
+                here = _without_overlaps(here)
+            else:  # a merge may make a pair that comes before it: one a word, the leftmost
+                here = here[np.concatenate(([True], word[here[1:]] != word[here[:-1]]))]
             token[here] = self.merged[rank[here]]
             keep = np.ones(len(token), np.bool_)
             keep[here + 1] = False
@@ -127,6 +131,16 @@ class MergeTable:
         order = np.argsort(words, kind="stable")
         tokens = np.concatenate([np.zeros(0, np.int32), *done_tokens])[order]
         return tokens, np.bincount(words, minlength=len(lengths))
+
+    @functools.cached_property
+    def _in_order(self) -> bool:
+        """Whether every pair comes after the merges that make its two parts, as training has it."""
+        order = np.arange(len(self.merged))
+        last_made = np.full(
+            1 + max(array.max(initial=0) for array in (self.left, self.right, self.merged)), -1
+        )
+        np.maximum.at(last_made, self.merged, order)
+        return bool((np.maximum(last_made[self.left], last_made[self.right]) < order).all())
 
     def _rank_to_the_right(self, token: np.ndarray, word: np.ndarray, places: np.ndarray) -> np.ndarray:
         """Return the rank of the pairs (token[i], token[i + 1]) for i in places; _NEVER across words."""

@@ -274,8 +274,22 @@ def test_no_prompts_no_text(make_model: MakeModel, tokenizer: Tokenizer) -> None
 def test_refusals(make_model: MakeModel, tokenizer: Tokenizer) -> None:
     with pytest.raises(UsageError, match="max_new_tokens"):
         generate(make_model(), tokenizer, ["a"], max_new_tokens=0)
-    diverged = make_model()
+
+
+@pytest.mark.parametrize("weight", [float("nan"), 1.5e308, -1.5e308])
+@pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(1.0), Sampling(1.0, 5), Sampling(1.0, 0, 0.9)])
+def test_predictions_that_are_not_finite_are_refused(
+    make_model: MakeModel, weight: float, sampling: Sampling
+) -> None:
+    """Of a single id, too; -inf is an id that is never taken, and may be."""
+    model = make_model()
     with torch.no_grad():
-        diverged.ln_final.weight.fill_(float("nan"))
-    with pytest.raises(LmkitError, match="nan"):
-        generate(diverged, tokenizer, ["a"], max_new_tokens=1)
+        model.lm_head.weight[3] = weight
+        predicted = model(torch.tensor([[1]]))[0, -1, 3]
+    make = lambda: rows(model, [[1]], max_new_tokens=1, sampling=sampling)  # noqa: E731
+    if predicted == -torch.inf:
+        assert make() != [[3]]
+    else:
+        assert not torch.isfinite(predicted)
+        with pytest.raises(LmkitError, match="not finite"):
+            make()

@@ -44,6 +44,17 @@ def test_the_norm_of_bfloat16_is_summed_in_float32() -> None:
     assert norm.item() == pytest.approx(exact.item(), rel=1e-6)
 
 
+def test_gradients_of_several_dtypes_have_one_norm() -> None:
+    single, double = torch.randn(5), torch.randn(7, dtype=torch.float64)
+    expected = torch.cat([single.double(), double]).norm()
+    for grads in ([single.clone(), double.clone()], [double.clone(), single.clone()]):
+        norm = gradient_norm(grads)
+        assert norm.item() == pytest.approx(expected.item(), rel=1e-12)  # in float64 all the way
+        scale_gradients_(grads, norm, 0.5)
+        assert gradient_norm(grads).item() == pytest.approx(0.5, rel=1e-5)  # 1e-6 beside the norm
+        assert {grad.dtype for grad in grads} == {torch.float32, torch.float64}
+
+
 def test_infinity_measures_only_and_nothing_is_harmless() -> None:
     params = parameters(1.0)
     before = [param.grad.clone() for param in params[:-1]]

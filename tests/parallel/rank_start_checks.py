@@ -59,9 +59,31 @@ def check_the_first_rank_gives_parameters_and_buffers(ranks: Ranks) -> None:
     assert len(model.state_dict()) == 5
 
 
+def check_the_first_rank_gives_tensors_of_any_strides_and_dtype(ranks: Ranks) -> None:
+    base = torch.full((3, 6), float(ranks.rank), device=ranks.device)
+    model = nn.Module()
+    model.window = nn.Parameter(base[:, 1:5])
+    model.transposed = nn.Parameter(torch.full((4, 3), 5.0 + ranks.rank, device=ranks.device).T)
+    for dtype in (torch.int16, torch.bool, torch.complex64, torch.bfloat16):
+        model.register_buffer(
+            f"of_{str(dtype)[6:]}", torch.full((2,), ranks.rank, dtype=dtype, device=ranks.device)
+        )
+    model.register_buffer("scalar", torch.tensor(ranks.rank, device=ranks.device))
+    broadcast_model(model)
+    assert bool((model.window == 0).all())
+    assert bool((model.transposed == 5).all())
+    assert all(not bool(buffer.any()) for buffer in model.buffers())
+    assert bool((base[:, [0, 5]] == ranks.rank).all()), "what lies beside the window is nobody's business"
+
+    model.register_buffer("expanded", torch.zeros(1, device=ranks.device).expand(4))
+    with pytest.raises(LmkitError, match="expanded: its elements share memory"):
+        broadcast_model(model)
+
+
 START_CHECKS: dict[str, Callable[[Ranks], None]] = {
     "different models are refused": check_different_models_are_refused,
     "what is frozen is part of the model": check_what_is_frozen_is_part_of_the_model,
     "ties are part of the model": check_ties_are_part_of_the_model,
     "the first rank gives parameters and buffers": check_the_first_rank_gives_parameters_and_buffers,
+    "the first rank gives any strides and dtype": check_the_first_rank_gives_tensors_of_any_strides_and_dtype,
 }

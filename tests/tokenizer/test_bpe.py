@@ -47,6 +47,46 @@ def test_short_long_and_many_words_agree_with_one_merge_at_a_time(seed: int) -> 
     assert [part.tolist() for part in np.split(tokens, np.cumsum(sizes)[:-1])] == expected
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_many_words_agree_with_one_word_where_merges_are_in_any_order(seed: int) -> None:
+    """As files from elsewhere may have them: a token that two merges make, or one that is used before it is made."""
+    rng = random.Random(seed)
+    tokens = {97: b"a", 98: b"b", 99: b"c"}
+    merges = []
+    for _ in range(30):
+        left, right = rng.choice(list(tokens)), rng.choice(list(tokens))
+        text = tokens[left] + tokens[right]
+        made = next((token for token, other in tokens.items() if other == text), 256 + len(tokens))
+        tokens[made] = text
+        merges.append((left, right, made))
+    if seed % 2:
+        rng.shuffle(merges)
+    table = MergeTable(BYTE_IDS, merges)
+    words = [bytes(rng.choices(b"abc", k=rng.choice([1, 2, 3, 8, 30, 65]))) for _ in range(60)]
+    expected = [table.merge_word(word) for word in words]
+    assert expected == [lowest_first(word, merges) for word in words]
+    joined, sizes = table.merge_words(
+        np.frombuffer(b"".join(words), np.uint8), np.array([len(word) for word in words])
+    )
+    assert [part.tolist() for part in np.split(joined, np.cumsum(sizes)[:-1])] == expected
+
+
+def lowest_first(word: bytes, merges: list[tuple[int, int, int]]) -> list[int]:
+    """The pair that comes first in the list, of equal ones the leftmost, until there is none."""
+    ids = list(word)
+    while True:
+        found = [
+            (rank, i)
+            for i in range(len(ids) - 1)
+            for rank, (left, right, _) in enumerate(merges)
+            if (left, right) == (ids[i], ids[i + 1])
+        ]
+        if not found:
+            return ids
+        rank, i = min(found)
+        ids[i : i + 2] = [merges[rank][2]]
+
+
 def test_no_merges_at_all() -> None:
     table = MergeTable(BYTE_IDS, [])
     assert table.merge_word(b"abc") == [97, 98, 99]
