@@ -24,6 +24,7 @@ LAYERS = (
     "model",
     "attention",
     "kernels",
+    "autograd",
     "data",
     "tokenizer",
     "recipe",

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from lmkit.attention.inputs import prepare_inputs
+from lmkit.attention.inputs import SECOND_DERIVATIVES, prepare_inputs
+from lmkit.autograd import differentiable_once
 
 QUERY_TILE = 128
 KEY_TILE = 128
@@ -45,11 +45,11 @@ class FlashAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable  # lse is saved as a constant
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    @differentiable_once("flash_torch", instead=SECOND_DERIVATIVES)  # lse is saved as a constant
+    def backward(ctx: Any, saved: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dout = grads[0]
         with torch.autocast(dout.device.type, enabled=False):
-            q, k, v, out, lse = ctx.saved_tensors
+            q, k, v, out, lse = saved
             dq, dk, dv = backward(dout, q, k, v, out, lse, ctx.causal, ctx.scale)
         return dq, dk, dv, None, None
 

@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from lmkit.attention.inputs import prepare_inputs, zeros_like_queries
+from lmkit.attention.inputs import SECOND_DERIVATIVES, prepare_inputs, zeros_like_queries
+from lmkit.autograd import differentiable_once
 from lmkit.errors import UsageError
 
 try:
@@ -225,9 +225,9 @@ class FlashAttention(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dq, dk, dv = backward(rows_in_place(grads[0]), *ctx.saved_tensors, *ctx.options)
+    @differentiable_once("flash_triton", instead=SECOND_DERIVATIVES)
+    def backward(ctx: Any, saved: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dq, dk, dv = backward(rows_in_place(grads[0]), *saved, *ctx.options)
         return dq, dk, dv, None
 
 
@@ -289,9 +289,9 @@ def backward_shapes(
     return empty_in_order_of(q), empty_in_order_of(k), empty_in_order_of(v)
 
 
-@once_differentiable
-def backward_of_operator(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    dq, dk, dv = backward_operator(rows_in_place(grads[0]), *ctx.saved_tensors, *ctx.options)
+@differentiable_once("flash_triton", instead=SECOND_DERIVATIVES)
+def backward_of_operator(ctx: Any, saved: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    dq, dk, dv = backward_operator(rows_in_place(grads[0]), *saved, *ctx.options)
     return dq, dk, dv, None, None, None, None, None
 
 

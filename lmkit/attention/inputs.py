@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+SECOND_DERIVATIVES = "the attention functions reference and vectorized have second derivatives"
+
 
 def prepare_inputs(
     q: Tensor, k: Tensor, v: Tensor, scale: float | None

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from lmkit.autograd import differentiable_once
 
 # Elements of one slice of logits: 4 MiB of float32 stay in a core's cache; a GPU wants large matrix products.
 SLICE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 28}
@@ -56,7 +57,7 @@ def linear_cross_entropy(
     """
     if not torch.is_grad_enabled():
         weight = weight.detach()  # else its gradient would be formed: a parameter asks for it all the same
-    return _LinearCrossEntropy.apply(hidden.flatten(0, -2), weight, targets.flatten(), slice_loss)
+    return _LinearCrossEntropy.apply(hidden.flatten(0, -2), weight, targets.flatten(), slice_loss)[0]
 
 
 def _tokens_per_slice(vocab_size: int, device_type: str) -> int:
@@ -66,7 +67,9 @@ def _tokens_per_slice(vocab_size: int, device_type: str) -> int:
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, slice_loss: SliceLoss) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, slice_loss: SliceLoss
+    ) -> tuple[Tensor, Tensor]:
         device_type = hidden.device.type
         autocast = torch.is_autocast_enabled(device_type)
         dtype = torch.get_autocast_dtype(device_type) if autocast else weight.dtype
@@ -93,15 +96,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
         # The mean's 1 / tokens is left to backward: here it would drive float16 gradients below their range before
         # the loss scale lifts them.
-        ctx.save_for_backward(grad_hidden, grad_weight)
+        empty = total.new_empty(0)  # for `differentiable_once`; the loss itself may be written to
+        ctx.set_materialize_grads(False)  # or autograd would fill a gradient of `empty` with zeros
+        ctx.save_for_backward(grad_hidden, grad_weight, empty)
         ctx.dtypes = (hidden.dtype, weight.dtype)
         ctx.tokens = len(targets)
-        return total / len(targets)
+        return total / len(targets), empty
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        grad_hidden, grad_weight = ctx.saved_tensors
+    @differentiable_once(
+        "linear_cross_entropy", instead="F.cross_entropy of all logits has a second derivative"
+    )
+    def backward(
+        ctx: Any, saved: Any, grad: Tensor, _: None
+    ) -> tuple[Tensor | None, Tensor | None, None, None]:
+        grad_hidden, grad_weight = saved[:2]
         hidden_dtype, weight_dtype = ctx.dtypes
         scale = grad / ctx.tokens
         if grad_hidden is not None:

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+
+from lmkit.autograd import differentiable_once
 
 
 class RMSNorm(nn.Module):
@@ -37,7 +38,7 @@ class RMSNorm(nn.Module):
         if x.device.type == "cpu" and x.dtype == self.weight.dtype and not torch.compiler.is_compiling():
             # PyTorch has a fused kernel on CUDA and a compiler everywhere; on a plain CPU it runs a chain of some
             # twenty operations that takes four times as long as these eight.
-            return _RMSNormByHand.apply(x, self.weight, self.eps)
+            return _RMSNormByHand.apply(x, self.weight, self.eps)[0]
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
     def extra_repr(self) -> str:
@@ -46,19 +47,21 @@ class RMSNorm(nn.Module):
 
 class _RMSNormByHand(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(x.dtype, torch.float32)
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)  # (..., 1)
         inverse_rms = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()  # (..., 1)
         unit = x * inverse_rms  # (..., d_model)
-        ctx.save_for_backward(unit, inverse_rms, weight)
-        return (unit * weight).to(x.dtype)
+        empty = x.new_empty(0)  # for `differentiable_once`; the result itself may be written to
+        ctx.set_materialize_grads(False)  # or autograd would fill a gradient of `empty` with zeros
+        ctx.save_for_backward(unit, inverse_rms, weight, empty)
+        return (unit * weight).to(x.dtype), empty
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    @differentiable_once("RMSNorm on a CPU", instead="torch.nn.functional.rms_norm has a second derivative")
+    def backward(ctx: Any, saved: Any, grad: Tensor, _: None) -> tuple[Tensor, Tensor, None]:
         # y = w u with u = x r, r = (mean(x^2) + eps)^-1/2, so that du/dx = r (1 - u u^T / d).
-        unit, inverse_rms, weight = ctx.saved_tensors
+        unit, inverse_rms, weight = saved[:3]
         product = grad * unit  # (..., d_model)
         grad_weight = product.flatten(0, -2).sum(dim=0)  # (d_model)
         along_unit = (product @ weight.to(product.dtype)).unsqueeze(-1) / unit.shape[-1]  # (..., 1)

@@ -203,15 +203,39 @@ def test_operators_keep_their_promises(flash_triton, random_inputs):
 
 def test_a_second_derivative_is_refused(flash_triton, random_inputs):
     """The backward kernels have none; without a word autograd would leave its terms out."""
+    from lmkit.errors import UsageError
+
+    q, k, v, dout = (x.requires_grad_() for x in random_inputs(queries=20))
+    operator = torch.ops.lmkit.flash_attention_forward.default
+    for outside in (dout.detach(), dout):  # a constant, as behind a loss, or part of the graph
+        for wanted in (q, v):  # autograd runs only what lies on the way to it
+            for out in (
+                flash_triton(q, k, v, causal=True),
+                operator(q, k, v, True, 0.25, "auto", False, "ieee")[0],
+            ):
+                (gradient,) = torch.autograd.grad(out, q, outside, create_graph=True)
+                with pytest.raises(UsageError, match="flash_triton is differentiable once"):
+                    torch.autograd.grad(out.sum() + gradient.square().sum(), wanted)
+
+
+def test_no_gradient_from_behind_gives_none(flash_triton, random_inputs):
+    class NothingComesBack(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return None
+
     q, k, v, _ = (x.requires_grad_() for x in random_inputs(queries=20))
     operator = torch.ops.lmkit.flash_attention_forward.default
     for out in (
         flash_triton(q, k, v, causal=True),
         operator(q, k, v, True, 0.25, "auto", False, "ieee")[0],
     ):
-        (gradient,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            gradient.sum().backward()
+        NothingComesBack.apply(out).sum().backward()
+        assert q.grad is None
 
 
 def test_the_module_can_be_loaded_again(flash_triton, random_inputs):

@@ -48,16 +48,6 @@ def test_the_sum_over_many_slices_loses_nothing_in_bfloat16(monkeypatch: pytest.
     torch.testing.assert_close(weight.grad, expected, rtol=2**-8, atol=0)
 
 
-def test_a_second_derivative_is_refused() -> None:
-    """It would be wrong without a word: what backward computes is no graph."""
-    hidden, weight, targets = inputs(torch.float64)
-    (grad,) = torch.autograd.grad(
-        linear_cross_entropy(hidden, weight, targets).square(), hidden, create_graph=True
-    )
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
-
-
 @pytest.mark.usefixtures("slice_elements")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_keeps_loss_and_sums_in_float32(dtype: torch.dtype) -> None:

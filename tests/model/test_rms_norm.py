@@ -40,14 +40,6 @@ def test_the_other_ways_have_the_same_eps(how: str) -> None:
     torch.testing.assert_close(layer(x), formula(x, norm.weight.double(), 0.1), rtol=1e-12, atol=0)
 
 
-def test_a_second_derivative_is_refused() -> None:
-    """It would be wrong without a word: what backward computes is no graph."""
-    x = torch.randn(3, 8, requires_grad=True)
-    (grad,) = torch.autograd.grad(RMSNorm(8, eps=1e-5)(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
-
-
 def test_bfloat16_is_computed_in_float32() -> None:
     torch.manual_seed(0)
     norm = RMSNorm(512, eps=1e-5)
