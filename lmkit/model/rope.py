@@ -63,7 +63,7 @@ def rotate(x: Tensor, rotations: Tensor) -> Tensor:
     """Rotate each pair of neighbouring channels (2i, 2i + 1) of x by the angle of its position.
 
     Args:
-        x: (batch, seq, heads, head_dim), any strides as long as the last is 1.
+        x: (batch, seq, heads, head_dim), any strides.
         rotations: (cos, sin) per position and pair, (seq, head_dim / 2, 2) or (batch, seq, head_dim / 2, 2).
 
     Returns:
@@ -71,7 +71,7 @@ def rotate(x: Tensor, rotations: Tensor) -> Tensor:
     """
     rotations = rotations.unsqueeze(-3)  # (..., seq, 1, head_dim / 2, 2)
     pairs = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2))
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not _lies_as_complex(pairs):
         # The compiler fuses real arithmetic and cannot look into complex products.
         even, odd = pairs.unbind(-1)  # (batch, seq, heads, head_dim / 2)
         cos, sin = rotations.unbind(-1)
@@ -81,3 +81,9 @@ def rotate(x: Tensor, rotations: Tensor) -> Tensor:
         turned = torch.view_as_complex(pairs) * torch.view_as_complex(rotations.to(pairs.dtype))
         rotated = torch.view_as_real(turned)
     return rotated.flatten(-2).to(x.dtype)  # (batch, seq, heads, head_dim)
+
+
+def _lies_as_complex(pairs: Tensor) -> bool:
+    """Whether (..., 2) can be seen as complex numbers where it is: whole pairs from the start of memory."""
+    *strides, last = pairs.stride()
+    return last == 1 and not any(step % 2 for step in (pairs.storage_offset(), *strides))

@@ -1,6 +1,7 @@
 """RoPE against explicit rotation matrices."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -54,6 +55,25 @@ def test_distant_positions_are_exact_in_a_model_cast_to_bfloat16() -> None:
     for pair, angle in enumerate((100_000.0, 100_000.0 / 100)):
         expected = torch.tensor([math.cos(angle), math.sin(angle)])
         torch.testing.assert_close(rope.table[100_000, pair], expected, rtol=0, atol=1e-7)  # float32 rounding
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda x: x[..., :8],  # rows an odd distance apart
+        lambda x: x[..., 1:],
+        lambda x: x.flatten()[1:769].view(2, 16, 3, 8),  # contiguous from an odd place on
+        lambda x: x[:, :, :, :8].transpose(1, 3).contiguous().transpose(1, 3),  # channels far apart
+    ],
+    ids=["odd strides", "odd strides and offset", "odd offset", "last stride not 1"],
+)
+def test_where_the_channels_lie_does_not_matter(cut: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    torch.manual_seed(0)
+    rope = RotaryTable(head_dim=8, context_length=16, theta=10_000.0)
+    x = cut(torch.randn(2, 16, 3, 9))
+    expected = rotate(x.clone(memory_format=torch.contiguous_format), rope(16))
+    # The same four products and two sums in float32; a complex product may fuse one of each.
+    torch.testing.assert_close(rotate(x, rope(16)), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_the_compiled_arithmetic_equals_the_complex_product() -> None:
