@@ -57,7 +57,8 @@ def linear_cross_entropy(
     """
     if not torch.is_grad_enabled():
         weight = weight.detach()  # else its gradient would be formed: a parameter asks for it all the same
-    return _LinearCrossEntropy.apply(hidden.flatten(0, -2), weight, targets.flatten(), slice_loss)[0]
+    hidden = hidden.reshape(-1, hidden.shape[-1])  # (tokens, d_model); flatten wants an axis before the last
+    return _LinearCrossEntropy.apply(hidden, weight, targets.flatten(), slice_loss)[0]
 
 
 def _tokens_per_slice(vocab_size: int, device_type: str) -> int:

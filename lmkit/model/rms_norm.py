@@ -63,7 +63,7 @@ class _RMSNormByHand(torch.autograd.Function):
         # y = w u with u = x r, r = (mean(x^2) + eps)^-1/2, so that du/dx = r (1 - u u^T / d).
         unit, inverse_rms, weight = saved[:3]
         product = grad * unit  # (..., d_model)
-        grad_weight = product.flatten(0, -2).sum(dim=0)  # (d_model)
+        grad_weight = product.reshape(-1, product.shape[-1]).sum(dim=0)  # (d_model)
         along_unit = (product @ weight.to(product.dtype)).unsqueeze(-1) / unit.shape[-1]  # (..., 1)
         grad_x = torch.addcmul(grad * weight, unit, along_unit, value=-1).mul_(inverse_rms)
         return grad_x.to(grad.dtype), grad_weight.to(weight.dtype), None

@@ -33,6 +33,15 @@ def test_value_and_gradients_equal_the_plain_way() -> None:
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
 
 
+def test_a_single_token_needs_no_other_axis() -> None:
+    hidden, weight, targets = inputs(torch.float64)
+    alone = linear_cross_entropy(hidden[0, 0], weight, targets[0, 0])
+    in_a_batch = linear_cross_entropy(hidden[:1, :1], weight, targets[:1, :1])
+    assert torch.equal(alone, in_a_batch)
+    pairs = zip(*(torch.autograd.grad(x, (hidden, weight)) for x in (alone, in_a_batch)), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
+
+
 def test_the_sum_over_many_slices_loses_nothing_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """4096 slices of one token: a bfloat16 sum would stand still once it is 256 times what is added."""
     monkeypatch.setitem(loss_module.SLICE_ELEMENTS, "cpu", 1)

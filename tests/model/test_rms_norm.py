@@ -11,7 +11,7 @@ def formula(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + eps) * weight
 
 
-@pytest.mark.parametrize("shape", [(7, 16), (2, 3, 40), (1, 1, 2)])
+@pytest.mark.parametrize("shape", [(7, 16), (2, 3, 40), (1, 1, 2), (16,)])
 def test_value_and_gradients_follow_the_formula(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     norm = RMSNorm(shape[-1], eps=0.1, dtype=torch.float64)  # a large eps, so that its place matters
