@@ -15,6 +15,9 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None =
     q, k, v, scale = prepare_inputs(q, k, v, scale)
     if k.shape[2] == 0:
         return zeros_like_queries(q, k, v)
+    if scale <= 0:
+        # PyTorch's flash kernels mask before they scale, which gives NaN, or counts masked keys.
+        q, scale = q * scale, 1.0
     return F.scaled_dot_product_attention(
         q, k, v, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )

@@ -56,6 +56,14 @@ def test_explicit_scale(kernel, random_inputs):
     assert faults_of(kernel, reference, *inputs, causal=True, scale=0.7) == []
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("scale", [-0.5, 0.0])
+def test_a_scale_that_is_not_positive(kernel, scale, dtype, random_inputs):
+    """Masked scores are minus infinity after it, not before."""
+    inputs = random_inputs(queries=20, dtype=dtype)
+    assert faults_of(kernel, reference, *inputs, causal=True, scale=scale) == []
+
+
 @pytest.mark.parametrize(
     "sizes",
     [
