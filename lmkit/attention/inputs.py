@@ -49,4 +49,5 @@ def causal_mask(num_queries: int, num_keys: int, device: torch.device) -> Tensor
 
 def zeros_like_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The output where no query sees a key: zeros, with q, k and v still part of the graph."""
-    return q * 0.0 + (k.sum() + v.sum())
+    # Sums over nothing, since 0 times an infinite query would be NaN; k and v, or the output, have no elements.
+    return torch.zeros_like(q) + (q[..., :0].sum() + k.sum() + v.sum())

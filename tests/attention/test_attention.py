@@ -92,6 +92,17 @@ def test_the_log_sum_exp_of_flash_torch_is_grouped_by_key_head(batch, heads, kv_
     assert (out.shape, lse.shape) == (q.shape, (batch, kv_heads, group, 5))
 
 
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_a_row_that_sees_no_key_gives_zeros_whatever_is_in_it(kernel, value, random_inputs):
+    q, k, v, dout = random_inputs(queries=5, keys=0)
+    q[0, 0, 2] = dout[1, 1, 3] = value
+    out, dq, dk, dv = run_attention(kernel, q, k, v, dout, causal=True)
+    assert not out.any()
+    assert not dq.any()
+    assert dk.shape == k.shape
+    assert dv.shape == v.shape
+
+
 @pytest.mark.parametrize("factor", [8.0, 1e4], ids=["logits x 8", "inputs x 1e4"])
 def test_large_logits_stay_finite(kernel, factor, random_inputs):
     q, k, v, _ = random_inputs(queries=130)

@@ -149,6 +149,12 @@ def test_fault_84_nothing_in_gives_zeros_out(flash_triton, sizes, random_inputs)
         assert not got.any()
 
 
+def test_a_row_that_sees_no_key_gives_zeros_whatever_is_in_it(flash_triton, random_inputs):
+    q, k, v, dout = random_inputs(queries=5, keys=0)
+    q[0, 0, 2] = dout[0, 1, 3] = torch.inf
+    assert not any(x.any() for x in run_attention(flash_triton, q, k, v, dout, causal=True))
+
+
 def test_nan_reaches_exactly_the_rows_that_see_it(flash_triton, random_inputs):
     q, k, v, _ = random_inputs(queries=100)
     k[0, 0, 50] = torch.nan
