@@ -10,7 +10,7 @@ with q `(batch, heads, num_queries, head_dim)`, k and v `(batch, kv_heads, num_k
 - `heads` is a multiple of `kv_heads` (grouped-query attention: query head h reads key head h // group);
 - `scale` multiplies the scores; None means head_dim ** -0.5;
 - a row that sees no key (num_keys = 0) gives zeros;
-- under `torch.autocast`, inputs are cast to the autocast dtype, as PyTorch's own attention does.
+- under `torch.autocast`, inputs are cast to the autocast dtype, except float64, as PyTorch's own attention does.
 """
 
 from collections.abc import Callable

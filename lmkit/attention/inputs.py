@@ -16,7 +16,7 @@ def prepare_inputs(
     """
     check_shapes(q, k, v)
     device_type = q.device.type
-    if torch.is_autocast_enabled(device_type):
+    if torch.is_autocast_enabled(device_type) and torch.float64 not in (q.dtype, k.dtype, v.dtype):
         # RoPE may hand over float32 queries beside bfloat16 values: one dtype for all three.
         dtype = torch.get_autocast_dtype(device_type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)

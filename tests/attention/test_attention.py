@@ -133,6 +133,15 @@ def test_autocast_casts_mixed_inputs(kernel, random_inputs):
     assert q.grad.dtype == torch.float32
 
 
+def test_autocast_leaves_float64_alone(kernel, random_inputs):
+    q, k, v, _ = random_inputs(queries=20, dtype=torch.float64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = kernel(q, k, v, causal=True)
+        with pytest.raises(ValueError, match="one dtype"):
+            kernel(q, k.float(), v, causal=True)
+    assert torch.equal(inside, kernel(q, k, v, causal=True))
+
+
 def test_activation_checkpointing_changes_nothing(kernel, random_inputs):
     q, k, v, dout = random_inputs(queries=33)
 
