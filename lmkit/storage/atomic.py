@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from lmkit.errors import LmkitError
 
 PARTIAL_SUFFIX = ".partial"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -17,21 +20,59 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield `<path>.partial` to write to; on success it is fsynced and renamed to `path`, else removed.
 
     The partial file lies in the same folder, so that the rename never crosses a file system. Missing parent
-    folders are created. A kill leaves the partial file behind; `remove_partials` cleans it at the next start.
+    folders are created. A kill leaves the partial file behind; the next writer of `path` takes it over, and
+    `remove_partials` deletes it.
+
+    Raises:
+        LmkitError: another process is writing the same file.
     """
     final = Path(path)
     final.parent.mkdir(parents=True, exist_ok=True)
     partial = final.with_name(final.name + PARTIAL_SUFFIX)
+    descriptor = _hold(partial)
+    if descriptor is None:
+        raise LmkitError(
+            f"{final}: is being written by another process", hint="wait for it to end, or choose another name"
+        )
     try:
+        os.ftruncate(descriptor, 0)  # what a killed process left
         yield partial
         fsync_file(partial)
         os.replace(partial, final)
         fsync_folder(final.parent)
     except BaseException as error:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # of a disk that went read-only, say: what went wrong first is to be told
+            partial.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename is None and error.errno in _NO_ROOM:
             error.filename = str(final)  # the kernel does not say which file did not fit
         raise
+    finally:
+        os.close(descriptor)
+
+
+def _hold(partial: Path) -> int | None:
+    """Open and lock a partial file, making it if there is none; None while another process writes to it.
+
+    The lock is the kernel's (`flock`) and goes with its process: the partial file of a killed one holds up nobody.
+    """
+    while True:
+        descriptor = os.open(partial, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        if _is_named(descriptor, partial):
+            return descriptor
+        # Between our open and our lock its writer finished: what we hold has its final name by now, or none.
+        os.close(descriptor)
+
+
+def _is_named(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def write_atomic(path: str | os.PathLike[str], content: bytes | str) -> None:
@@ -42,11 +83,19 @@ def write_atomic(path: str | os.PathLike[str], content: bytes | str) -> None:
 
 
 def remove_partials(folder: str | os.PathLike[str]) -> list[Path]:
-    """Delete the partial files that a killed process left directly in `folder`; return what was deleted."""
+    """Delete the partial files that killed processes left directly in `folder`; return what was deleted."""
     found = sorted(p for p in Path(folder).glob(f"*{PARTIAL_SUFFIX}") if p.is_file())
-    for partial in found:
-        partial.unlink(missing_ok=True)
-    return found
+    return [partial for partial in found if _remove_left(partial)]
+
+
+def _remove_left(partial: Path) -> bool:
+    """Delete a partial file unless a process that lives is writing to it; return whether it was deleted."""
+    descriptor = _hold(partial)
+    if descriptor is None:
+        return False
+    partial.unlink(missing_ok=True)
+    os.close(descriptor)
+    return True
 
 
 def fsync_file(path: str | os.PathLike[str]) -> None:

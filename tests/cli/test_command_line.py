@@ -236,7 +236,7 @@ def test_fault_15_json_is_one_object(lmkit: Lmkit, tmp_path: Path) -> None:
 def test_fault_16_ctrl_c_is_130(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "lmkit", "data", "synth", "big.txt", "--size-mb", "5000"]
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
-        while not list(tmp_path.glob("*.partial")):  # the work has begun
+        while not any(path.stat().st_size for path in tmp_path.glob("*.partial")):  # the work has begun
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=240)

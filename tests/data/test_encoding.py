@@ -190,6 +190,23 @@ def test_what_others_are_writing_in_the_folder_stays(
     assert foreign.read_bytes() == b"half"
 
 
+def test_a_second_encoding_into_the_same_file_is_refused_and_the_first_is_whole(
+    corpus: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    output, refusals = tmp_path / "tokens.npy", []
+
+    def begin_another(stage: str, done: int, total: int) -> None:
+        with pytest.raises(LmkitError, match=r"tokens\.npy: is being written by another process") as refused:
+            encode_corpus([corpus], output, tokenizer, workers=1)
+        refusals.append(refused.value)
+
+    encode_corpus([corpus], output, tokenizer, workers=1, progress=begin_another)
+    encode_corpus([corpus], tmp_path / "alone.npy", tokenizer, workers=1)
+    assert refusals
+    assert output.read_bytes() == (tmp_path / "alone.npy").read_bytes()
+    assert open_tokens(output).meta.num_tokens > 0
+
+
 def test_fault_40_output_exists(corpus: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
     output = tmp_path / "tokens.npy"
     output.write_bytes(b"precious")

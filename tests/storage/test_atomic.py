@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
 from pathlib import Path
 
 import pytest
 
+from lmkit.errors import LmkitError
 from lmkit.storage import atomic_path, remove_partials, sha256_file, write_atomic
 
 
@@ -47,8 +49,8 @@ def test_an_error_leaves_the_old_content_and_no_partial_file(tmp_path: Path) -> 
 
     with pytest.raises(ZeroDivisionError):
         write_half_of_it()
-    with pytest.raises(FileNotFoundError), atomic_path(path):
-        pass  # nobody wrote anything
+    with pytest.raises(FileNotFoundError), atomic_path(path) as partial:
+        partial.unlink()
     assert path.read_bytes() == b"old\r\n"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -64,6 +66,64 @@ def test_a_disk_without_room_is_told_with_the_final_name_and_other_errors_as_the
         with pytest.raises(OSError, match=r"broken|no space") as caught, atomic_path(path):
             raise error
         assert caught.value.filename == before
+
+
+def test_what_went_wrong_first_is_told_where_the_partial_file_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_only(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "read-only file system")
+
+    monkeypatch.setattr(Path, "unlink", read_only)
+    with pytest.raises(OSError, match="broken"), atomic_path(tmp_path / "file"):
+        raise OSError(errno.EIO, "broken")
+
+
+def test_a_second_writer_is_refused_and_the_first_one_finishes(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with atomic_path(path) as partial:
+        partial.write_text("first")
+        for _ in range(2):  # a refusal changes nothing
+            with pytest.raises(LmkitError, match="is being written by another process") as refused:
+                write_atomic(path, "second")
+            assert refused.value.message.startswith(f"{path}: ")
+        assert remove_partials(tmp_path) == []  # that of a writer who lives is not left behind
+    assert path.read_text() == "first"
+    write_atomic(path, "third")
+    assert path.read_text() == "third"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_partial_file_that_a_killed_process_left_holds_up_nobody_and_nothing_of_it_stays(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "file.partial").write_text("longer than what comes")
+    with atomic_path(tmp_path / "file") as partial, open(partial, "r+b") as file:
+        file.write(b"new")
+    assert (tmp_path / "file").read_bytes() == b"new"
+
+
+@pytest.mark.parametrize("ending", ["done", "failed"])
+def test_a_writer_that_ends_just_as_the_next_one_comes_keeps_its_file(
+    ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Opened before it was renamed, its partial file must not be taken for one that is left over."""
+    path, partial = tmp_path / "file", tmp_path / "file.partial"
+    partial.write_text("first")
+    flock, calls = fcntl.flock, []
+
+    def too_late(descriptor: int, operation: int) -> None:
+        calls.append(descriptor)
+        if len(calls) == 1:
+            os.replace(partial, path) if ending == "done" else partial.unlink()
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", too_late)
+    with atomic_path(path) as ours:
+        ours.write_text("second")
+        assert not path.exists() if ending == "failed" else path.read_text() == "first"
+    assert path.read_text() == "second"
+    assert len(calls) == 2
 
 
 def test_partial_files_of_killed_processes_are_removed_and_nothing_else(tmp_path: Path) -> None:
