@@ -87,13 +87,14 @@ class TokenFileWriter:
         self._num_tokens = 0
         self._write_back_from = 0
         self._meta: TokenMeta | None = None
-        self._stack = ExitStack()
 
     def __enter__(self) -> TokenFileWriter:
         _refuse_to_replace_another_json(self._path)
-        partial = self._stack.enter_context(atomic_path(self._path))
-        self._file = self._stack.enter_context(open(partial, "wb"))
-        self._write_header()
+        with ExitStack() as stack:  # what fails in here leaves nothing open: nobody would close it
+            partial = stack.enter_context(atomic_path(self._path))
+            self._file = stack.enter_context(open(partial, "wb"))
+            self._write_header()
+            self._stack = stack.pop_all()
         return self
 
     def append(self, ids: np.ndarray) -> None:

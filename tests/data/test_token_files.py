@@ -318,6 +318,22 @@ def test_an_unfinished_file_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_that_cannot_be_begun_leaves_nothing_open_or_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, not when the writer is collected: then an error has nobody to tell it to."""
+
+    def full(writer: TokenFileWriter) -> int:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(TokenFileWriter, "_write_header", full)
+    writer = TokenFileWriter(tmp_path / "t.npy", vocab_size=10, tokenizer_sha256="")
+    with pytest.raises(OSError, match="full"):
+        writer.__enter__()
+    assert list(tmp_path.iterdir()) == []
+    assert writer._file.closed
+
+
 def test_the_name_must_end_in_npy(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"\.npy"):
         TokenFileWriter(tmp_path / "tokens.bin", vocab_size=10, tokenizer_sha256="")
