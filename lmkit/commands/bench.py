@@ -26,7 +26,7 @@ from lmkit.parallel.relay import relayed
 from lmkit.recipe.load import recipe_to_toml
 from lmkit.recipe.model import ModelConfig
 from lmkit.recipe.schema import Recipe, required
-from lmkit.storage import write_atomic
+from lmkit.storage import FolderLock, write_atomic
 from lmkit.training.numerics import numerics
 
 log = logging.getLogger("lmkit")
@@ -60,10 +60,10 @@ def attention(recipe: Recipe, output: Path | None, progress: Progress) -> BenchS
     from lmkit.benches.attention import AttentionOptions, run_bench
 
     table = _table(recipe.bench.attention, "attention")
-    with _ranks(recipe) as ranks, _journal(recipe, "attention", output) as journal:
+    with _place(recipe, "attention", output) as journal, _ranks(recipe) as ranks:
         options = AttentionOptions(device=ranks.device.type, seed=recipe.run.seed, **table.model_dump())
         result = run_bench(options, progress=progress, journal=journal)
-    return _store(result, recipe, output)
+        return _store(result, recipe, output)
 
 
 def model(recipe: Recipe, output: Path | None, progress: Progress) -> BenchStored:
@@ -71,10 +71,10 @@ def model(recipe: Recipe, output: Path | None, progress: Progress) -> BenchStore
     from lmkit.benches.model import ModelOptions, run_bench
 
     table = _table(recipe.bench.model, "model")
-    with _ranks(recipe) as ranks, _journal(recipe, "model", output) as journal:
+    with _place(recipe, "model", output) as journal, _ranks(recipe) as ranks:
         options = ModelOptions(device=ranks.device.type, seed=recipe.run.seed, **table.model_dump())
         result = run_bench(options, progress=progress, journal=journal)
-    return _store(result, recipe, output)
+        return _store(result, recipe, output)
 
 
 def lm_matrix(recipe: Recipe, output: Path | None, nproc: int, progress: Progress) -> BenchStored | None:
@@ -94,9 +94,9 @@ def lm_matrix(recipe: Recipe, output: Path | None, nproc: int, progress: Progres
         deterministic=run.deterministic,
         **table.model_dump(),
     )
-    with _journal(recipe, "lm-matrix", output) as journal:
+    with _place(recipe, "lm-matrix", output) as journal:
         result = run_bench(options, progress=progress, journal=journal)
-    return None if result is None else _store(result, recipe, output)
+        return None if result is None else _store(result, recipe, output)
 
 
 def tokenizer(recipe: Recipe, output: Path | None, progress: Progress) -> BenchStored:
@@ -107,7 +107,7 @@ def tokenizer(recipe: Recipe, output: Path | None, progress: Progress) -> BenchS
 
     table = _table(recipe.bench.tokenizer, "tokenizer")
     with (
-        _journal(recipe, "tokenizer", output),
+        _place(recipe, "tokenizer", output),
         tempfile.TemporaryDirectory(prefix="lmkit-bench-") as folder,
     ):
         texts = [(path, path.stem) for path in table.texts]
@@ -129,21 +129,21 @@ def tokenizer(recipe: Recipe, output: Path | None, progress: Progress) -> BenchS
             for workers in table.workers
         ]
         result = bench_tokenizer(cases, rounds=table.rounds, report=log.info)
-    return _store(result, recipe, output)
+        return _store(result, recipe, output)
 
 
 def ddp(recipe: Recipe, output: Path | None, nproc: int, progress: Progress) -> BenchStored | None:
     """Gradient synchronisation: every strategy on [model]; None on ranks other than the first."""
     _table(recipe.bench.ddp, "ddp")
     _model_with_vocabulary(recipe, "bench ddp")
-    with _journal(recipe, "ddp", output) as journal:
+    with _place(recipe, "ddp", output) as journal:
         return _on_ranks(partial(_ddp_rank, journal), recipe, output, nproc, progress)
 
 
 def all_reduce(recipe: Recipe, output: Path | None, nproc: int, progress: Progress) -> BenchStored | None:
     """Collectives over message sizes; None on ranks other than the first."""
     _table(recipe.bench.all_reduce, "all_reduce")
-    with _journal(recipe, "all_reduce", output) as journal:
+    with _place(recipe, "all_reduce", output) as journal:
         return _on_ranks(partial(_all_reduce_rank, journal), recipe, output, nproc, progress)
 
 
@@ -151,7 +151,7 @@ def optimizer(recipe: Recipe, output: Path | None, nproc: int, progress: Progres
     """Plain against sharded optimizer state, on [model]; None on ranks other than the first."""
     _table(recipe.bench.optimizer, "optimizer")
     _model_with_vocabulary(recipe, "bench optimizer")
-    with _journal(recipe, "optimizer", output) as journal:
+    with _place(recipe, "optimizer", output) as journal:
         return _on_ranks(partial(_optimizer_rank, journal), recipe, output, nproc, progress)
 
 
@@ -307,22 +307,28 @@ def _benches(recipe: Recipe) -> Path:
 
 
 @contextmanager
-def _journal(recipe: Recipe, bench: str, output: Path | None) -> Iterator[Journal]:
-    """Where a long bench keeps its rows until it stores its files: what a killed one had measured is not lost.
+def _place(recipe: Recipe, bench: str, output: Path | None) -> Iterator[Journal]:
+    """Hold a bench's folder until its files are stored; yield where a long one keeps its rows until then: what a
+    killed one had measured is not lost.
 
     Raises:
+        LmkitError: another bench is at work in this folder.
         Interrupted: in place of a KeyboardInterrupt, on the first rank.
     """
-    journal = Journal(_folder(recipe, bench, output) / JOURNAL)
-    if os.environ.get("RANK", "0") != "0":
+    folder = _folder(recipe, bench, output)
+    journal = Journal(folder / JOURNAL)
+    if os.environ.get("RANK", "0") != "0":  # the first rank writes, and holds the folder for all
         yield journal
         return
-    journal.start()
-    try:
-        yield journal
-    except KeyboardInterrupt:
-        found = f"the rows so far are in {journal.path}, until a bench is started there again"
-        raise Interrupted(f"interrupted: {found if journal.has_rows() else 'no rows were kept'}") from None
+    with FolderLock(folder):
+        journal.start()
+        try:
+            yield journal
+        except KeyboardInterrupt:
+            found = f"the rows so far are in {journal.path}, until a bench is started there again"
+            raise Interrupted(
+                f"interrupted: {found if journal.has_rows() else 'no rows were kept'}"
+            ) from None
 
 
 def _store(result: BenchResult, recipe: Recipe, output: Path | None) -> BenchStored:

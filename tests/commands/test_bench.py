@@ -5,8 +5,9 @@ import torch
 
 from lmkit.cli.app import run_command_line
 from lmkit.commands import bench
-from lmkit.errors import UsageError
+from lmkit.errors import LmkitError, UsageError
 from lmkit.recipe.load import load_recipe
+from lmkit.storage import FolderLock
 
 
 @pytest.mark.parametrize("name", ["attention", "model"])
@@ -59,6 +60,45 @@ def test_of_several_ranks_under_torchrun_the_first_says_what_is_kept(monkeypatch
         bench.ddp(load_recipe("bench_ddp_cpu"), tmp_path, 1, lambda *_: None)
     assert not isinstance(stop.value, bench.Interrupted)
     assert (tmp_path / bench.JOURNAL).exists()
+
+
+def attention_with(monkeypatch, folder, meanwhile):
+    """Bench attention into `folder`; `meanwhile` is called instead of measuring, and again where files are stored."""
+    result = SimpleNamespace(name="attention", files={}, environment={}, rows=[], table=str, measured=True)
+
+    def run_bench(*_, **__):
+        meanwhile()
+        return result
+
+    def write(path, content):
+        meanwhile()
+
+    monkeypatch.setattr("lmkit.benches.attention.run_bench", run_bench)
+    monkeypatch.setattr(bench, "write_atomic", write)
+    return bench.attention(load_recipe("bench_attention_cpu"), folder, lambda *_: None)
+
+
+def test_two_benches_in_one_folder_the_second_is_refused_until_the_files_of_the_first_are_there(
+    monkeypatch, tmp_path
+):
+    refused = []
+
+    def begin_another():
+        with pytest.raises(LmkitError, match="another process is working in this folder") as error:
+            bench.ddp(load_recipe("bench_ddp_cpu"), tmp_path, 1, lambda *_: None)
+        refused.append(str(tmp_path) in error.value.message)
+
+    monkeypatch.setattr(bench, "_on_ranks", lambda *_: None)
+    attention_with(monkeypatch, tmp_path, begin_another)
+    assert refused == [True] * 3  # while it measured, and at each of two files
+    attention_with(monkeypatch, tmp_path, lambda: None)
+
+
+def test_ranks_other_than_the_first_leave_the_folder_to_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(bench, "_on_ranks", lambda *_: None)
+    monkeypatch.setenv("RANK", "1")
+    with FolderLock(tmp_path):
+        assert bench.ddp(load_recipe("bench_ddp_cpu"), tmp_path, 1, lambda *_: None) is None
 
 
 def test_the_lm_matrix_is_told_what_the_run_says(monkeypatch, tmp_path):
