@@ -32,6 +32,7 @@ from lmkit.tokenizer import Tokenizer, train_tokenizer
 log = logging.getLogger("lmkit")
 
 STAGES = ("corpus", "tokenizer", "encode", "train", "evaluate", "generate")
+RECIPE, RECORD = "recipe.toml", "stages.json"
 DATA_STAGES = ("corpus", "tokenizer", "encode")
 # These may change under the same run name: nothing that earlier stages made depends on them.
 FREE = ("generate", "wandb", "checkpoint.resume", "data.workers", "tokenizer.workers")
@@ -127,7 +128,9 @@ def plan(recipe: Recipe, *, from_stage: str | None, skip_data: bool, force: bool
     check_stage(from_stage)
     if skip_data:
         pipeline.check_data(force=force, from_stage=from_stage)
-    if not force:
+    if force:
+        pipeline.refuse_to_clear()
+    else:
         pipeline.refuse_another_recipe()
     redo = False
     stages = {}
@@ -156,7 +159,7 @@ class Pipeline:
         required(recipe.train, "train", command="run")
         self.progress = progress
         self.folder = recipe.run.path
-        self.record = StageRecord(self.folder / "stages.json")
+        self.record = StageRecord(self.folder / RECORD)
         self.keys = self._keys()
 
     def _keys(self) -> dict[str, str]:
@@ -193,13 +196,15 @@ class Pipeline:
         if skip_data:
             self.check_data(force=force, from_stage=from_stage)
         refuse_unwritable(self.folder, option="--set run.folder=...")
+        if force:
+            self.refuse_to_clear()
         with self._lock():
             if force:
                 self._clear()
             self.refuse_another_recipe()
             remove_partials(self.folder)
-            write_atomic(self.folder / "recipe.toml", recipe_to_toml(self.recipe))
-            self.record = StageRecord(self.folder / "stages.json")
+            write_atomic(self.folder / RECIPE, recipe_to_toml(self.recipe))
+            self.record = StageRecord(self.folder / RECORD)
             if from_stage is not None:
                 for stage in STAGES[STAGES.index(from_stage) :]:
                     self.record.forget(stage)
@@ -218,6 +223,17 @@ class Pipeline:
 
     def _lock(self) -> FolderLock:
         return FolderLock(self.folder)
+
+    def refuse_to_clear(self) -> None:
+        """Refuse to delete what is in a folder that is not a run's."""
+        if not self.folder.is_dir() or any((self.folder / name).exists() for name in (RECIPE, RECORD)):
+            return
+        others = sorted(path.name for path in self.folder.iterdir() if path.name != ".lock")
+        if others:
+            raise UsageError(
+                f"{self.folder}: --force would delete {others[0]!r}, and this folder is not a run",
+                hint="empty it yourself, or choose another folder with --set run.folder=...",
+            )
 
     def _clear(self) -> None:
         for path in self.folder.iterdir():

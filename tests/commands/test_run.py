@@ -47,6 +47,28 @@ def test_a_run_that_train_took_further_is_refused_with_the_command_that_goes_on(
     assert set(forced.stages.values()) == {"would run"}
 
 
+def test_force_empties_no_folder_but_a_runs(recipe: Recipe) -> None:
+    run = command.Pipeline(recipe, progress=lambda *_: None)
+    run.folder.mkdir(parents=True)
+    (run.folder / "thesis.tex").write_text("precious")
+    for refuse in (command.plan, lambda *a, **b: command.run(*a, **b, progress=lambda *_: None)):
+        with pytest.raises(UsageError, match=r"--force would delete 'thesis\.tex'"):
+            refuse(recipe, **nothing_else(skip_data=False, force=True))
+    assert [path.name for path in run.folder.iterdir()] == ["thesis.tex"]
+    (run.folder / "thesis.tex").unlink()
+    run.open(force=True, from_stage=None, skip_data=False)  # an empty one may be a run's
+
+
+@pytest.mark.parametrize("mark", ["recipe.toml", "stages.json"])
+def test_force_empties_the_folder_of_a_run_that_got_no_further_than_this(recipe: Recipe, mark: str) -> None:
+    run = command.Pipeline(recipe, progress=lambda *_: None)
+    run.folder.mkdir(parents=True)
+    for name in (mark, "corpus.txt"):
+        (run.folder / name).write_text("{}")
+    run.open(force=True, from_stage=None, skip_data=False)
+    assert {path.name for path in run.folder.iterdir()} == {".lock", "recipe.toml"}
+
+
 def test_starting_over_removes_links_to_folders_not_what_they_lead_to(recipe: Recipe, tmp_path: Path) -> None:
     elsewhere = tmp_path / "big disk"
     elsewhere.mkdir()
