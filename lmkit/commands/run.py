@@ -26,6 +26,8 @@ from lmkit.measure.progress import Progress
 from lmkit.recipe.differences import differences
 from lmkit.recipe.load import load_recipe, recipe_to_toml
 from lmkit.recipe.schema import Recipe, required
+from lmkit.recipe.tokenizer import TokenizerConfig
+from lmkit.recipe.vocabulary import END_OF_TEXT
 from lmkit.storage import FolderLock, remove_partials, write_atomic
 from lmkit.tokenizer import Tokenizer, train_tokenizer
 
@@ -148,6 +150,16 @@ def check_stage(stage: str | None) -> None:
         raise UsageError(f"--from: {stage!r} is not a stage", hint="stages: " + ", ".join(STAGES))
 
 
+def refuse_prompts_without_a_start(prompts: Sequence[str], tokenizer: TokenizerConfig) -> None:
+    """Refuse an empty prompt that the tokenizer to be trained could not begin: all the training would come before
+    anybody noticed."""
+    if "" in prompts and tokenizer.path is None and END_OF_TEXT not in tokenizer.special_tokens:
+        raise UsageError(
+            f"generate.prompts: an empty prompt starts from {END_OF_TEXT}, which tokenizer.special_tokens lacks",
+            hint="""add it there, or say how texts begin: --set 'generate.prompts=["Once upon a time"]'""",
+        )
+
+
 class Pipeline:
     """The stages of one run, each of them a method, and the record of which are done."""
 
@@ -157,6 +169,7 @@ class Pipeline:
         self.tokenizer_table = required(recipe.tokenizer, "tokenizer", command="run")
         required(recipe.model, "model", command="run")
         required(recipe.train, "train", command="run")
+        refuse_prompts_without_a_start(recipe.generate.prompts, self.tokenizer_table)
         self.progress = progress
         self.folder = recipe.run.path
         self.record = StageRecord(self.folder / RECORD)

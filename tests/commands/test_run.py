@@ -69,6 +69,17 @@ def test_force_empties_the_folder_of_a_run_that_got_no_further_than_this(recipe:
     assert {path.name for path in run.folder.iterdir()} == {".lock", "recipe.toml"}
 
 
+def test_an_empty_prompt_without_end_of_text_is_refused_up_front(tmp_path: Path) -> None:
+    where, other = f'run.folder="{tmp_path}"', 'tokenizer.special_tokens=["<x>"]'
+    for prompts in ([], ['generate.prompts=["Once", ""]']):
+        with pytest.raises(UsageError, match=r"generate\.prompts: .* which tokenizer\.special_tokens lacks"):
+            command.plan(load_recipe("quickstart", [where, other, *prompts]), **nothing_else(skip_data=False))
+    given = tmp_path / "tokenizer.json"  # may have it
+    given.write_text("{}")
+    for fine in ('generate.prompts=["Once"]', f'tokenizer.path="{given}"'):
+        command.plan(load_recipe("quickstart", [where, other, fine]), **nothing_else(skip_data=False))
+
+
 def test_starting_over_removes_links_to_folders_not_what_they_lead_to(recipe: Recipe, tmp_path: Path) -> None:
     elsewhere = tmp_path / "big disk"
     elsewhere.mkdir()
