@@ -254,9 +254,13 @@ class Pipeline:
                 _delete(path)
 
     def refuse_another_recipe(self) -> None:
-        """Refuse a run folder that holds the run of another recipe."""
-        path = self.folder / "recipe.toml"
-        if not path.exists():
+        """Refuse a run folder that holds the run of another recipe.
+
+        Until there is something of a training, nothing is lost: stages whose recipe changed are done again.
+        """
+        path = self.folder / RECIPE
+        trained = self.record.made("train") or any(self.folder.glob("checkpoints/*"))
+        if not path.exists() or not trained:
             return
         changed = differences(load_recipe(path), self.recipe, ignore=FREE)
         if changed:

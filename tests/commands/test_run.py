@@ -33,11 +33,18 @@ def nothing_else(**changes: Any) -> dict[str, Any]:
     return {"from_stage": None, "skip_data": True, "force": False} | changes
 
 
-def test_a_run_that_train_took_further_is_refused_with_the_command_that_goes_on(recipe: Recipe) -> None:
+def made_by_longer(recipe: Recipe) -> Path:
+    """The recipe in the run folder: one of more steps."""
     own = recipe.run.path / "recipe.toml"
     recipe.run.path.mkdir(parents=True)
     longer = load_recipe("quickstart", [f'run.folder="{recipe.run.folder}"', "train.steps=1260"])
     own.write_text(recipe_to_toml(longer))
+    return own
+
+
+def test_a_run_that_train_took_further_is_refused_with_the_command_that_goes_on(recipe: Recipe) -> None:
+    own = made_by_longer(recipe)
+    (recipe.run.path / "checkpoints" / "step-00000001").mkdir(parents=True)
     with pytest.raises(UsageError, match=r"train\.steps: 1260 -> \d+$") as refused:
         command.run(recipe, progress=lambda *_: None)
     assert f"lmkit run {own};" in (refused.value.hint or "")
@@ -45,6 +52,29 @@ def test_a_run_that_train_took_further_is_refused_with_the_command_that_goes_on(
         command.plan(recipe, **nothing_else(skip_data=False))
     forced = command.plan(recipe, **nothing_else(skip_data=False, force=True))
     assert set(forced.stages.values()) == {"would run"}
+
+
+def test_a_run_that_failed_before_there_was_anything_of_a_training_goes_on_with_the_mended_recipe(
+    recipe: Recipe,
+) -> None:
+    made_by_longer(recipe)
+    run = command.Pipeline(recipe, progress=lambda *_: None)
+    run.record.begin("corpus", "key")
+    run.record.begin("train", "key")
+    (run.folder / "checkpoints").mkdir()
+    run.open(force=False, from_stage=None, skip_data=False)
+    assert (run.folder / "recipe.toml").read_text() == recipe_to_toml(recipe)
+    made = command.plan(recipe, **nothing_else(skip_data=False))
+    assert set(made.stages.values()) == {"would run"}
+
+
+def test_a_run_that_was_trained_and_whose_checkpoints_are_gone_is_still_that_of_its_recipe(
+    recipe: Recipe,
+) -> None:
+    made_by_longer(recipe)
+    command.Pipeline(recipe, progress=lambda *_: None).record.finish("train", "key", {})
+    with pytest.raises(UsageError, match="made by another recipe"):
+        command.plan(recipe, **nothing_else(skip_data=False))
 
 
 def test_force_empties_no_folder_but_a_runs(recipe: Recipe) -> None:
