@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,12 +68,11 @@ def run(folder: Path | None, output: Path | None, *, check: bool = False) -> Rep
         elif not path.is_file() or path.read_text("utf-8") != text:
             stale.append(str(path))
     if stale:
-        arguments = ("" if folder is None else f" {folder}") + (
-            "" if output is None else f" --output {output}"
-        )
+        words = [] if folder is None else [str(folder)]
+        words += [] if output is None else ["--output", str(output)]
         raise LmkitError(
             f"{', '.join(stale)}: does not say what the rows below {searched} say",
-            hint=f"lmkit report{arguments} writes it again",
+            hint=f"{shlex.join(['lmkit', 'report', *words])} writes it again",
         )
     sources = tuple(results.path.as_posix() for results in found)
     return Reported(searched, sources, tuple(written), tuple(missing))

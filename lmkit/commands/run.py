@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 import shutil
 import time
 from collections.abc import Sequence
@@ -72,7 +73,7 @@ class RunSummary:
             f"held out    loss {self.loss:.4f}, perplexity {self.perplexity:.2f}, "
             f"{self.bits_per_byte:.4f} bits per byte",
             f"everything is in {self.folder}",
-            statement("another story", f"lmkit generate {self.folder} --seed 1"),
+            statement("another story", f"lmkit generate {shlex.quote(self.folder)} --seed 1"),
         ]
         return "\n".join(lines)
 
@@ -266,7 +267,8 @@ class Pipeline:
         if changed:
             raise UsageError(
                 f"{path}: this run was made by another recipe: " + "; ".join(changed),
-                hint=f"go on with its own: lmkit run {path}; or name a new run (--set run.name=...), or --force",
+                hint=f"go on with its own: lmkit run {shlex.quote(str(path))}; "
+                "or name a new run (--set run.name=...), or --force",
             )
 
     def bring_up_to_date(self, stage: str, *, trust: bool = False) -> str:

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import re
+import shlex
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -211,8 +212,8 @@ def _again(path: Path) -> str:
     folder = path.parent.parent
     if path.parent.name == "tokens" and (folder / "stages.json").is_file():
         # `lmkit run` made it, and takes what is there for good. Of the run, the rest stays.
-        return f"delete {path}, and lmkit run {folder / 'recipe.toml'} makes it again"
-    return f"make it again with: lmkit data encode TEXT {path} --tokenizer TOKENIZER.json --force"
+        return f"delete {path}, and lmkit run {shlex.quote(str(folder / 'recipe.toml'))} makes it again"
+    return f"make it again with: lmkit data encode TEXT {shlex.quote(str(path))} --tokenizer TOKENIZER.json --force"
 
 
 def _read_meta(path: Path) -> TokenMeta:

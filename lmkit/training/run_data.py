@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,7 +87,7 @@ def _token_paths(recipe: Recipe) -> tuple[Path, Path]:
 
 
 def _how_to_make(recipe: Recipe, tokens: Path) -> str:
-    encode = f"lmkit data encode TEXT {tokens} --tokenizer TOKENIZER.json"
+    encode = f"lmkit data encode TEXT {shlex.quote(str(tokens))} --tokenizer TOKENIZER.json"
     if recipe.data.train is not None:
         return f"make it with: {encode}"
     if recipe.corpus is None:  # nothing that `lmkit run` could begin with

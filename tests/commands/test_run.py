@@ -77,6 +77,21 @@ def test_a_run_that_was_trained_and_whose_checkpoints_are_gone_is_still_that_of_
         command.plan(recipe, **nothing_else(skip_data=False))
 
 
+def test_the_commands_that_are_said_can_be_pasted_where_a_path_has_a_space(tmp_path: Path) -> None:
+    recipe = load_recipe("quickstart", [f'run.folder="{tmp_path}/my runs"'])
+    own = made_by_longer(recipe)
+    (recipe.run.path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    with pytest.raises(UsageError, match="made by another recipe") as refused:
+        command.plan(recipe, **nothing_else(skip_data=False))
+    assert f"lmkit run '{own}';" in refused.value.hint
+    numbers = dict.fromkeys(
+        ("corpus_bytes", "vocab_size", "train_tokens", "valid_tokens", "parameters", "steps"), 1
+    )
+    losses = dict.fromkeys(("tokens_per_second", "loss", "perplexity", "bits_per_byte"), 1.0)
+    done = command.RunSummary(folder="my runs/own", stages={}, **numbers, **losses, files={}, story="")
+    assert str(done).endswith("another story: lmkit generate 'my runs/own' --seed 1")
+
+
 def test_force_empties_no_folder_but_a_runs(recipe: Recipe) -> None:
     run = command.Pipeline(recipe, progress=lambda *_: None)
     run.folder.mkdir(parents=True)

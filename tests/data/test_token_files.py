@@ -111,6 +111,21 @@ def test_faults_33_34_37_a_hint_names_the_command_that_makes_the_file_again(
     }
 
 
+def test_the_commands_that_make_a_file_again_can_be_pasted_where_a_path_has_a_space(tmp_path: Path) -> None:
+    own, of_a_run = tmp_path / "my tokens.npy", tmp_path / "my run" / "tokens" / "train.npy"
+    of_a_run.parent.mkdir(parents=True)
+    (tmp_path / "my run" / "stages.json").write_text("{}")
+    for path, said in (
+        (own, f"TEXT '{own}' --tokenizer"),
+        (of_a_run, f"lmkit run '{tmp_path / 'my run' / 'recipe.toml'}' makes"),
+    ):
+        write(path, [1, 2, 3])
+        sidecar_path(path).unlink()
+        with pytest.raises(LmkitError, match="missing") as error:
+            open_tokens(path)
+        assert said in error.value.hint
+
+
 def test_fault_34_wrong_size(path: Path) -> None:
     path.write_bytes(path.read_bytes() + b"\0\0")
     with pytest.raises(

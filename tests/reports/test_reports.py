@@ -456,6 +456,10 @@ def test_check_passes_until_a_row_changes(artifacts: Path) -> None:
         run(artifacts, artifacts / "reports", check=True)
     assert stale.value.hint == f"lmkit report {artifacts} --output {artifacts / 'reports'} writes it again"
     assert "11.00 |" in text_of(artifacts, "data_parallelism.md"), "checking writes nothing"
+    spaced = artifacts.rename(artifacts.with_name("my results"))
+    with pytest.raises(LmkitError) as stale:
+        run(spaced, None, check=True)
+    assert stale.value.hint == f"lmkit report '{spaced}' writes it again"
 
 
 def test_write_ups_without_rows_are_left_out(tmp_path: Path) -> None:

@@ -270,6 +270,9 @@ def test_what_is_lacking_is_named(tiny: Tiny) -> None:
         train_here(load_recipe(None, ["model.d_model=16", "model.num_heads=2"]))
     with pytest.raises(UsageError, match=r"^missing\.npy: no such token file .*data\.train"):
         train_here(tiny('data.train="missing.npy"'))
+    with pytest.raises(UsageError, match="no such token file") as missing:
+        train_here(tiny('data.train="not there.npy"'))
+    assert "lmkit data encode TEXT 'not there.npy' --tokenizer" in missing.value.hint
     with pytest.raises(UsageError, match=r"model\.vocab_size: 63"):
         train_here(tiny("model.vocab_size=63"))
 
