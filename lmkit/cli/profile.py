@@ -1,9 +1,10 @@
 """`lmkit profile`: find out why it is slow."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperCommand
 
 from lmkit.cli.options import (
     DebugOption,
@@ -32,12 +33,21 @@ WITHOUT_RECIPE = "leave it out, or record a recipe: lmkit profile kineto RECIPE"
 RECORDINGS = (".sqlite", ".nsys-rep", ".json", ".json.gz")
 
 
+class _TakesCommand(TyperCommand):
+    """Notes the words behind `--`, which the parser joins with those before it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[__name__] = args[args.index("--") + 1 :] if "--" in args else []
+        return super().parse_args(ctx, args)
+
+
 @app.command(
+    cls=_TakesCommand,
     epilog=examples(
         "lmkit profile nsys quickstart",
         "lmkit profile nsys old.sqlite",
         "lmkit profile nsys -- lmkit train quickstart --stop-at-step 20",
-    )
+    ),
 )
 def nsys(
     context: typer.Context,
@@ -63,8 +73,14 @@ def nsys(
 
     A recording that you have already (.sqlite, .nsys-rep) is summarised.
     """
+    arguments = context.meta[__name__]
+    if len(target) > 1 and target != arguments:
+        raise UsageError(
+            f"{' '.join(target)}: more than a recipe or a recording",
+            hint="a command stands behind `--`, with nothing but options before: lmkit profile nsys -- COMMAND",
+        )
     folder = _folder(output, "nsys", force=force)
-    if len(target) == 1 and not _is_recording(target[0]):
+    if not arguments and not _is_recording(target[0]):
         from lmkit.recipe.load import load_recipe
 
         recipe = load_recipe(target[0], set_ or ())
@@ -74,12 +90,12 @@ def nsys(
         return
     from lmkit.commands import profile as commands
 
-    what = "is recorded already" if len(target) == 1 else "is a command"
+    what = "is a command" if arguments else "is recorded already"
     refuse_typed(context, *OF_RECIPES, why=f"only with a recipe; {target[0]} {what}", hint=WITHOUT_RECIPE)
-    if len(target) == 1:
-        show(commands.recording(Path(target[0]), folder), as_json=as_json)
+    if arguments:
+        show(commands.command(arguments, folder), as_json=as_json)
     else:
-        show(commands.command(target, folder), as_json=as_json)
+        show(commands.recording(Path(target[0]), folder), as_json=as_json)
 
 
 @app.command(epilog="Example: lmkit profile kineto quickstart --steps 5")
@@ -169,6 +185,6 @@ def _is_recording(target: str) -> bool:
         raise UsageError(
             f"{target}: neither a recipe (.toml) nor a recording ({', '.join(RECORDINGS)})",
             hint="torch.profiler writes .json[.gz], Nsight Systems .nsys-rep and .sqlite; "
-            "a command is profiled with: lmkit profile nsys -- sh -c COMMAND",
+            "a command is profiled with: lmkit profile nsys -- COMMAND",
         )
     return False

@@ -1,0 +1,50 @@
+"""What `lmkit profile nsys` takes its words for: a recipe, a recording, or behind `--` a command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lmkit.cli.app import run_command_line
+
+
+@pytest.fixture
+def profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object]]:
+    """What would have been profiled."""
+    calls: list[tuple[str, object]] = []
+    monkeypatch.chdir(tmp_path)
+    for kind in ("command", "steps", "recording"):
+        monkeypatch.setattr(
+            f"lmkit.commands.profile.{kind}", lambda what, *_, kind=kind, **__: calls.append((kind, what))
+        )
+    monkeypatch.setattr("lmkit.cli.profile.show", lambda *_, **__: None)
+    return calls
+
+
+@pytest.mark.parametrize(
+    "command", [["false"], ["./job.sh"], ["quickstart"], ["old.sqlite"], ["sh", "-c", "true", "--", "--json"]]
+)
+def test_words_behind_two_dashes_are_a_command(
+    command: list[str], profiled: list[tuple[str, object]], tmp_path: Path
+) -> None:
+    (tmp_path / "job.sh").touch()
+    assert run_command_line(["profile", "nsys", "--force", "--", *command]) == 0
+    assert profiled == [("command", command)]
+
+
+@pytest.mark.parametrize(("target", "kind"), [("quickstart", "steps"), ("old.sqlite", "recording")])
+def test_a_word_before_them_is_none(target: str, kind: str, profiled: list[tuple[str, object]]) -> None:
+    assert run_command_line(["profile", "nsys", target]) == 0
+    assert [call[0] for call in profiled] == [kind]
+
+
+@pytest.mark.parametrize("words", ["quickstart 5", "quickstart -- true", "sh job.sh"])
+def test_more_than_one_word_before_them_is_refused(
+    words: str, profiled: list[tuple[str, object]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command_line(["profile", "nsys", *words.split()]) == 2
+    error, hint = capsys.readouterr().err.splitlines()
+    assert error.endswith("more than a recipe or a recording")
+    assert "lmkit profile nsys -- COMMAND" in hint
+    assert profiled == []
