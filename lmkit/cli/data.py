@@ -5,7 +5,14 @@ from typing import Annotated
 
 import typer
 
-from lmkit.cli.options import DebugOption, ErrorsOption, ForceOption, JsonOption, WorkersOption
+from lmkit.cli.options import (
+    DebugOption,
+    ErrorsOption,
+    ForceOption,
+    JsonOption,
+    SourcesArgument,
+    WorkersOption,
+)
 from lmkit.cli.progress import progress_on_stderr
 from lmkit.cli.render import show
 
@@ -52,7 +59,7 @@ def download(
 
 @app.command(epilog="Example: lmkit data encode stories.txt tokens.npy --tokenizer tokenizer.json")
 def encode(
-    sources: Annotated[list[Path], typer.Argument(help="Text files, one or more.")],
+    sources: SourcesArgument,
     output: Annotated[Path, typer.Argument(help="The token file (.npy) to write.")],
     tokenizer: Annotated[Path, typer.Option(help="A tokenizer.json: lmkit tokenizer train makes one.")],
     workers: WorkersOption = None,

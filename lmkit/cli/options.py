@@ -23,6 +23,12 @@ def _prepare(context: typer.Context, value: bool) -> None:
 RecipeArgument = Annotated[
     str, typer.Argument(help="A .toml file, or a name that `lmkit recipe list` shows.")
 ]
+SourcesArgument = Annotated[
+    list[Path],
+    typer.Argument(
+        help='Text files, one or more; of a .jsonl file, the documents under "text" in its lines.'
+    ),
+]
 SetOption = Annotated[
     list[str] | None,
     typer.Option(

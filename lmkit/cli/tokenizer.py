@@ -6,7 +6,15 @@ from typing import Annotated
 
 import typer
 
-from lmkit.cli.options import DebugOption, ErrorsOption, ForceOption, JsonOption, WorkersOption, examples
+from lmkit.cli.options import (
+    DebugOption,
+    ErrorsOption,
+    ForceOption,
+    JsonOption,
+    SourcesArgument,
+    WorkersOption,
+    examples,
+)
 from lmkit.cli.progress import progress_on_stderr
 from lmkit.cli.render import show
 from lmkit.errors import LmkitError
@@ -21,7 +29,7 @@ TokenizerArgument = Annotated[Path, typer.Argument(help="A tokenizer.json.")]
 
 @app.command(epilog="Example: lmkit tokenizer train stories.txt tokenizer.json --vocab-size 4096")
 def train(
-    sources: Annotated[list[Path], typer.Argument(help="Text files, one or more.")],
+    sources: SourcesArgument,
     output: Annotated[Path, typer.Argument(help="The tokenizer.json to write.")],
     vocab_size: Annotated[int, typer.Option(help="256 bytes + merges + special tokens.")] = 10_000,
     special: Annotated[
@@ -110,7 +118,8 @@ def decode(
 def inspect(
     tokenizer: TokenizerArgument,
     text: Annotated[
-        Path | None, typer.Option(help="Measure bytes per token on this file.", show_default=False)
+        Path | None,
+        typer.Option(help="Measure bytes per token on this file (.jsonl: as for train).", show_default=False),
     ] = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,

@@ -82,19 +82,17 @@ def encode(
     force: bool,
     progress: Progress,
 ) -> Encoded:
-    """Encode text files into one token file."""
-    from lmkit.data.encoding import encode_corpus
+    """Encode text files, or the documents of .jsonl files, into one token file."""
+    from lmkit.data.corpora import plain_text_files
+    from lmkit.data.encoding import check_output, encode_corpus
     from lmkit.tokenizer import Tokenizer
 
-    meta = encode_corpus(
-        list(sources),
-        output,
-        Tokenizer.load(tokenizer),
-        workers=workers,
-        errors=errors,
-        force=force,
-        progress=progress,
-    )
+    loaded = Tokenizer.load(tokenizer)
+    check_output(output, sources, force=force)
+    with plain_text_files(sources, output.parent, errors=errors, progress=progress) as texts:
+        meta = encode_corpus(
+            texts, output, loaded, workers=workers, errors=errors, force=force, progress=progress
+        )
     return Encoded(str(output), meta.num_tokens, meta.num_documents, meta.num_bytes)
 
 

@@ -41,20 +41,23 @@ def train(
     force: bool,
     progress: Callable[[str, int, int], None],
 ) -> TokenizerWritten:
-    """Train a tokenizer on text files and save it.
+    """Train a tokenizer on text files, or the documents of .jsonl files, and save it.
 
     Raises:
         UsageError: the output is not named *.json (a forgotten output must not replace the last source).
     """
+    from lmkit.data.corpora import plain_text_files
+
     _check_output(output, force=force)
-    tokenizer = train_tokenizer(
-        list(sources),
-        vocab_size=table.vocab_size,
-        special_tokens=table.special_tokens,
-        workers=workers,
-        errors=errors,
-        progress=progress,
-    )
+    with plain_text_files(sources, output.parent, errors=errors, progress=progress) as texts:
+        tokenizer = train_tokenizer(
+            texts,
+            vocab_size=table.vocab_size,
+            special_tokens=table.special_tokens,
+            workers=workers,
+            errors=errors,
+            progress=progress,
+        )
     tokenizer.save(output)
     return TokenizerWritten(str(output), tokenizer.vocab_size, tokenizer.sha256)
 
@@ -136,9 +139,12 @@ class TokenizerFacts:
 
 def inspect(path: Path, text: Path | None) -> TokenizerFacts:
     """Describe a tokenizer; with a text, measure how far it compresses it."""
+    from lmkit.data.corpora import plain_text_files
     from lmkit.tokenizer.inspection import describe
 
-    facts = describe(Tokenizer.load(path), text=text, longest=LONGEST_TOKENS)
+    tokenizer = Tokenizer.load(path)
+    with plain_text_files([] if text is None else [text], errors="replace") as texts:
+        facts = describe(tokenizer, text=next(iter(texts), None), longest=LONGEST_TOKENS)
     return TokenizerFacts(
         path=str(path),
         vocab_size=facts.vocab_size,

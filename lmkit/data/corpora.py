@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import codecs
 import json
+import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -16,6 +18,7 @@ from lmkit.measure.progress import Progress
 from lmkit.recipe.corpus import CorpusConfig
 from lmkit.recipe.vocabulary import END_OF_TEXT
 from lmkit.storage import atomic_path
+from lmkit.tokenizer.chunks import ErrorMode, text_file_status
 
 END_OF_DOCUMENT = END_OF_TEXT.encode()
 
@@ -63,6 +66,47 @@ def prepare_corpus(table: CorpusConfig, folder: Path, *, progress: Progress | No
         _plain_text("corpus.train", table.train, table, folder / "train.txt", progress),
         _plain_text("corpus.valid", table.valid, table, folder / "valid.txt", progress),
     )
+
+
+@contextmanager
+def plain_text_files(
+    paths: Sequence[Path],
+    folder: Path | None = None,
+    *,
+    errors: ErrorMode = "strict",
+    progress: Progress | None = None,
+) -> Iterator[list[Path]]:
+    """The files, for commands without a recipe: those ending in `.jsonl` as text files of the documents under "text".
+
+    Args:
+        folder: gets a temporary folder for what is made; None takes the system's, which may be small.
+
+    Raises:
+        UsageError: a `.jsonl` file is missing or has no text, or one of its lines has no such field.
+        LmkitError: as `prepare_corpus`.
+    """
+    table = CorpusConfig(errors=errors)
+    if not any(path.suffix == ".jsonl" for path in paths):
+        yield list(paths)
+        return
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as made:
+        texts = []
+        for number, path in enumerate(paths):
+            if path.suffix != ".jsonl":
+                texts.append(path)
+                continue
+            size = text_file_status(path).st_size
+            texts.append(Path(made) / f"{number}.txt")
+            with open(texts[-1], "wb") as file:
+                for read, document in _json_documents(path, table):
+                    file.write(document)
+                    if progress is not None:
+                        progress("corpus", read, size)
+            if not texts[-1].stat().st_size:
+                raise UsageError(f"{path}: has no text", hint="a corpus needs some text")
+        yield texts
 
 
 def _synthesise(table: CorpusConfig, folder: Path, progress: Progress | None) -> CorpusFiles:
@@ -225,7 +269,7 @@ def _json_documents(path: Path, table: CorpusConfig) -> Iterator[tuple[int, byte
             if not isinstance(document, str):
                 raise UsageError(
                     f'{path}, line {number}: no text under "{table.field}"',
-                    hint="name the key that holds the text in corpus.field",
+                    hint="a recipe names the key that holds the text: corpus.field",
                 )
             # A lone surrogate (\ud800) is valid JSON, but no text.
             yield read, document.encode("utf-8", "replace") + END_OF_DOCUMENT + b"\n"
@@ -233,5 +277,6 @@ def _json_documents(path: Path, table: CorpusConfig) -> Iterator[tuple[int, byte
 
 def _invalid_utf8(path: Path, offset: int) -> LmkitError:
     return LmkitError(
-        f"{path}: invalid UTF-8 at byte {offset}", hint='convert the file, or set corpus.errors = "replace"'
+        f"{path}: invalid UTF-8 at byte {offset}",
+        hint='convert the file, or replace what is invalid: corpus.errors = "replace", or --errors replace',
     )

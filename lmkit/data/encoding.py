@@ -59,17 +59,7 @@ def encode_corpus(
         LmkitError: a source is not UTF-8, or changed while it was being read.
     """
     output = Path(output)
-    if output.suffix != ".npy":
-        raise UsageError(f"{output}: a token file ends in .npy", hint=f"name it {output.with_suffix('.npy')}")
-    if output.exists() and not force:
-        raise UsageError(f"{output}: exists already", hint="choose another name, or replace it with --force")
-    written = {os.path.realpath(path) for path in (output, sidecar_path(output))}
-    for source in sources:
-        if os.path.realpath(source) in written:
-            raise UsageError(
-                f"{source}: {output.name} and its description would replace this source",
-                hint="give the token file another name",
-            )
+    check_output(output, sources, force=force)
     reader = _Reader(sources, tokenizer, errors)
     if reader.total_bytes == 0:
         names = ", ".join(str(path) for path in sources) or "no files"
@@ -98,6 +88,25 @@ def encode_corpus(
             num_bytes=reader.total_bytes,
             source_sha256=reader.sha256(),
         )
+
+
+def check_output(output: Path, sources: Sequence[Path], *, force: bool) -> None:
+    """Refuse an output that `encode_corpus` would refuse, before any work is done for it.
+
+    Raises:
+        UsageError: it exists, does not end in `.npy` or would replace a source.
+    """
+    if output.suffix != ".npy":
+        raise UsageError(f"{output}: a token file ends in .npy", hint=f"name it {output.with_suffix('.npy')}")
+    if output.exists() and not force:
+        raise UsageError(f"{output}: exists already", hint="choose another name, or replace it with --force")
+    written = {os.path.realpath(path) for path in (output, sidecar_path(output))}
+    for source in sources:
+        if os.path.realpath(source) in written:
+            raise UsageError(
+                f"{source}: {output.name} and its description would replace this source",
+                hint="give the token file another name",
+            )
 
 
 class _Reader:
