@@ -9,6 +9,7 @@ _PACKAGE_FOLDER = os.path.dirname(os.path.abspath(__file__))
 if sys.path and os.path.abspath(sys.path[0] or os.curdir) == _PACKAGE_FOLDER:
     sys.path[0] = os.path.dirname(_PACKAGE_FOLDER)
 
+import io  # noqa: E402
 import signal  # noqa: E402
 from types import FrameType  # noqa: E402
 
@@ -35,6 +36,10 @@ def main() -> None:
         signal.getsignal(signal.SIGINT) is signal.default_int_handler
     ):  # else whoever started it wants it ignored
         signal.signal(signal.SIGINT, _interrupt)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a closed one is None
+            # What the stream's encoding lacks (in the C locale all but ASCII) is shown as \xe9: better than no text.
+            stream.reconfigure(errors="backslashreplace")
     try:
         from lmkit.cli.app import run_command_line
 

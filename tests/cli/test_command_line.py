@@ -275,6 +275,21 @@ def test_fault_16_ctrl_c_during_an_import_is_130_too(
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
 
 
+@pytest.mark.parametrize(
+    "locale", [{"PYTHONIOENCODING": "ascii"}, {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}]
+)
+def test_what_a_terminal_s_encoding_lacks_is_escaped(
+    locale: dict[str, str], lmkit: Lmkit, tmp_path: Path
+) -> None:
+    (tmp_path / "r.toml").write_text('[corpus]\nfield = "né"\n', encoding="utf-8")
+    result = lmkit("recipe", "show", "r.toml", **locale)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert r'field = "n\xe9"' in result.stdout
+    refused = lmkit("recipe", "show", "né.toml", **locale)
+    assert refused.returncode == 2
+    assert "no such recipe" in refused.stderr
+
+
 def test_debug_shows_the_traceback_wherever_it_stands(lmkit: Lmkit) -> None:
     for arguments in (("--debug", "train", "nowhere"), ("train", "nowhere", "--debug")):
         assert "Traceback" in lmkit(*arguments).stderr
