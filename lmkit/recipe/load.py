@@ -38,6 +38,7 @@ _WANTED = {
     "tuple_type": "an array",
     "model_type": "a table",
 }
+_FORM = "a recipe has tables of keys: [train], then steps = 100"
 _MOST_BYTES = 1 << 20
 # tomllib takes time that grows with the square of a dotted key's length: minutes for a key of 100 kB.
 _PART = r"""(?:[\w-]+|"[^"\n]*"|'[^'\n]*')"""
@@ -99,7 +100,7 @@ def read_toml(path: Path) -> dict[str, Any]:
             raise UsageError(
                 f"{path}: larger than a recipe can be ({_MOST_BYTES >> 20} MiB)", hint="is it another file?"
             )
-        text = data.decode("utf-8")
+        text = data.decode("utf-8-sig")  # some editors begin a file with a byte order mark
     except UnicodeDecodeError as error:
         raise UsageError(
             f"{path}: not UTF-8 at byte {error.start}", hint="save the recipe as UTF-8 text"
@@ -115,13 +116,20 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{path}: {error}", hint='strings need quotes: name = "story"') from None
+        raise UsageError(f"{path}: {error}", hint=_toml_hint(str(error))) from None
     except ValueError:  # Python refuses to read a number of thousands of digits
         raise UsageError(f"{path}: a number is too long", hint="no key takes so many digits") from None
     except RecursionError:
-        raise UsageError(
-            f"{path}: nested too deeply", hint="a recipe has tables of keys: [train], then steps = 100"
-        ) from None
+        raise UsageError(f"{path}: nested too deeply", hint=_FORM) from None
+
+
+def _toml_hint(message: str) -> str:
+    """What to do about what tomllib says."""
+    if "Invalid value" in message:
+        return 'strings need quotes: name = "story"'
+    if re.search("overwrite|twice|Duplicate", message):
+        return "a key, and the [table] it is in, is given once"
+    return _FORM
 
 
 def _names(override: str, dotted: str) -> bool:

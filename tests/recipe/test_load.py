@@ -69,6 +69,33 @@ def test_fault_02_duplicate_key(tmp_path: Path) -> None:
     assert "line 3" in refusal(tmp_path, "[train]\nsteps = 1\nsteps = 2\n")
 
 
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("[run]\nname = story\n", "strings need quotes"),
+        ("[train]\nsteps = 1\nsteps = 2\n", "given once"),
+        ("[train]\n[train]\n", "given once"),
+        ("train = {steps = 1, steps = 2}\n", "given once"),
+        ("[train\nsteps = 1\n", "tables of keys"),
+        ("[train]\nsteps\n", "tables of keys"),
+    ],
+)
+def test_the_hint_about_syntax_fits_the_mistake(tmp_path: Path, text: str, hint: str) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text(text)
+    with pytest.raises(UsageError) as caught:
+        load_recipe(path)
+    assert hint in caught.value.hint
+
+
+def test_a_byte_order_mark_is_no_part_of_a_recipe(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text("[train]\nsteps = 7\n", encoding="utf-8-sig")
+    train = load_recipe(path).train
+    assert train is not None
+    assert train.steps == 7
+
+
 def test_fault_03_not_utf8(tmp_path: Path) -> None:
     assert "byte 8" in refusal(tmp_path, b'name = "\xff"')
 
