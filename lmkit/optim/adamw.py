@@ -63,8 +63,8 @@ class AdamW(torch.optim.Optimizer):
         ValueError: a setting is out of range.
 
     State per parameter: `step` (float32 scalar on the CPU), `exp_avg`, `exp_avg_sq` (as the parameter), the names
-    and shapes of `torch.optim.AdamW`; either loads the other's state. A gradient may be of another dtype than its
-    parameter, where that one's `grad_dtype` allows it.
+    and shapes of `torch.optim.AdamW`; either loads the other's state, where that was not made with `maximize` or
+    `amsgrad`. A gradient may be of another dtype than its parameter, where that one's `grad_dtype` allows it.
 
     On CUDA devices, parameters of at most 32 bits whose tensors are all contiguous are updated by
     `lmkit.kernels.adamw`: in one pass over memory, calculated in float32. All others, and everything on a CPU, are
@@ -97,6 +97,19 @@ class AdamW(torch.optim.Optimizer):
         super().__setstate__(state)
         if "copies" not in self.__dict__:
             self._forget_tensors()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the state of another optimizer like this one.
+
+        Raises:
+            ValueError: it was made with a setting of `torch.optim.AdamW` that this class lacks.
+        """
+        for setting in ("maximize", "amsgrad"):
+            if any(group.get(setting) for group in state_dict["param_groups"]):
+                raise ValueError(
+                    f"the state was made with {setting}=True, which this AdamW cannot go on with"
+                )
+        super().load_state_dict(state_dict)
 
     def _forget_tensors(self) -> None:
         self.gradient_factor: Tensor | None = None

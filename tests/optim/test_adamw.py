@@ -41,6 +41,16 @@ def run(optimizer: torch.optim.Optimizer, gradients: list[list[torch.Tensor]]) -
         optimizer.step()
 
 
+@pytest.mark.parametrize("setting", ["maximize", "amsgrad"])
+def test_state_of_another_rule_is_refused(setting: str) -> None:
+    theirs = torch.optim.AdamW(parameters(), **{setting: True})
+    run(theirs, recorded(1))
+    mine = AdamW(parameters(), **SETTINGS)
+    with pytest.raises(ValueError, match=f"{setting}=True"):
+        mine.load_state_dict(theirs.state_dict())
+    assert not mine.state
+
+
 @pytest.mark.parametrize("sweep", [1, 30, 1 << 20])
 def test_equals_torch_over_a_thousand_steps(sweep: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(adamw_module.SWEEP_ELEMENTS, "cpu", sweep)
