@@ -19,6 +19,7 @@ from importlib import import_module
 from torch import Tensor
 
 from lmkit.errors import UsageError
+from lmkit.recipe import aliases
 
 # name -> "module:function"; imported when asked for, so that `reference` works where Triton is missing.
 ATTENTION: dict[str, str] = {
@@ -31,11 +32,12 @@ ATTENTION: dict[str, str] = {
 
 
 def attention_function(name: str) -> Callable[..., Tensor]:
-    """The attention function of that name.
+    """The attention function of that name, one of ATTENTION or a spelling that recipes accept beside them.
 
     Raises:
         UsageError: no such name, or the kernel needs a package that is not installed.
     """
+    name = aliases.ATTENTION.get(name, name)
     if name not in ATTENTION:
         raise UsageError(f"no attention kernel is called {name!r}", hint="there are: " + ", ".join(ATTENTION))
     module_name, function_name = ATTENTION[name].split(":")

@@ -30,6 +30,7 @@ from torch import nn
 from lmkit.errors import UsageError
 from lmkit.parallel.process_group import Ranks
 from lmkit.parallel.traffic import Traffic
+from lmkit.recipe import aliases
 
 STRATEGIES: dict[str, str] = {
     "none": "lmkit.parallel.none:NoSync",
@@ -141,11 +142,12 @@ class GradientSync(Protocol):
 
 
 def build_strategy(name: str, ranks: Ranks, options: SyncOptions | None = None) -> GradientSync:
-    """Make the strategy called `name` (one of STRATEGIES).
+    """Make the strategy called `name`, one of STRATEGIES or a spelling that recipes accept beside them.
 
     Raises:
         UsageError: no such strategy.
     """
+    name = aliases.STRATEGIES.get(name, name)
     if name not in STRATEGIES:
         raise UsageError(f"no strategy is called {name!r}", hint="there are: " + ", ".join(STRATEGIES))
     module, _, attribute = STRATEGIES[name].partition(":")

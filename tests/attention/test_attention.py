@@ -9,6 +9,7 @@ from lmkit.attention import ATTENTION, attention_function, flash_torch
 from lmkit.attention.accuracy import run_attention
 from lmkit.attention.reference import reference
 from lmkit.errors import UsageError
+from lmkit.recipe import aliases
 
 PYTORCH_KERNELS = ["reference", "vectorized", "flash_torch", "sdpa"]
 
@@ -203,6 +204,11 @@ def test_mixed_dtypes_are_refused_without_autocast(kernel, random_inputs):
     q, k, v, _ = random_inputs(queries=5)
     with pytest.raises(ValueError, match="one dtype"):
         kernel(q, k, v.double(), causal=True)
+
+
+@pytest.mark.parametrize("theirs", ["scaled_dot_prod_attention", "vectorized_torch"])
+def test_spellings_that_recipes_accept_are_found_too(theirs):
+    assert attention_function(theirs) is attention_function(aliases.ATTENTION[theirs])
 
 
 def test_unknown_name_lists_what_exists():

@@ -13,6 +13,7 @@ from lmkit.errors import UsageError
 from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.process_group import Ranks
 from lmkit.parallel.strategies import HEEDS, STRATEGIES, SyncOptions, build_strategy
+from lmkit.recipe import aliases
 from lmkit.recipe.parallel import CASTING_STRATEGIES
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -100,6 +101,11 @@ def test_every_strategy_works_alone(rank_modules):
     for name, weights in zip(STRATEGIES, after, strict=True):
         # zero1 sums the squares of the norm bucket by bucket: the last bits of a float64.
         assert torch.allclose(weights, after[0], rtol=0, atol=1e-12), name
+
+
+@pytest.mark.parametrize(("theirs", "ours"), aliases.STRATEGIES.items())
+def test_spellings_that_recipes_accept_are_found_too(theirs, ours):
+    assert type(build_strategy(theirs, Ranks())) is type(build_strategy(ours, Ranks()))
 
 
 def test_unknown_strategies_and_options_are_refused():
