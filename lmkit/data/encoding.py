@@ -33,8 +33,8 @@ _TAIL_BYTES = 4096  # of a source, in which its last end-of-text token is looked
 
 
 def encode_corpus(
-    sources: Sequence[Path],
-    output: Path,
+    sources: Sequence[str | Path],
+    output: str | Path,
     tokenizer: Tokenizer,
     *,
     workers: int = 0,
@@ -59,8 +59,9 @@ def encode_corpus(
         LmkitError: a source is not UTF-8, or changed while it was being read.
     """
     output = Path(output)
-    check_output(output, sources, force=force)
-    reader = _Reader(sources, tokenizer, errors)
+    paths = [Path(source) for source in sources]
+    check_output(output, paths, force=force)
+    reader = _Reader(paths, tokenizer, errors)
     if reader.total_bytes == 0:
         names = ", ".join(str(path) for path in sources) or "no files"
         raise UsageError(f"the corpus is empty: {names}", hint="give at least one file with text in it")

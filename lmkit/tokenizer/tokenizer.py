@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import operator
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -172,10 +173,17 @@ class Tokenizer:
         Raises:
             ValueError: an id that is not in the vocabulary.
         """
+        ids = ids if isinstance(ids, (list, tuple)) else list(ids)
         try:
             return b"".join([self.vocab[token_id] for token_id in ids])
-        except KeyError as error:
-            raise ValueError(f"{error.args[0]} is not a token id of this vocabulary") from None
+        except KeyError:  # one is no id, or an id as a tensor, which equals no other key
+            return b"".join([self._token(token_id) for token_id in ids])
+
+    def _token(self, token_id: int) -> bytes:
+        try:
+            return self.vocab[operator.index(token_id)]
+        except (KeyError, TypeError):
+            raise ValueError(f"{token_id} is not a token id of this vocabulary") from None
 
     # ---- files
 

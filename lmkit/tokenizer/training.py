@@ -20,7 +20,7 @@ _log = logging.getLogger("lmkit")
 
 
 def train_tokenizer(
-    paths: Sequence[Path],
+    paths: Sequence[str | Path],
     *,
     vocab_size: int,
     special_tokens: tuple[str, ...] = (END_OF_TEXT,),
@@ -48,12 +48,13 @@ def train_tokenizer(
         LmkitError: a file is not UTF-8.
     """
     _check(vocab_size, special_tokens)
-    total = sum(text_file_status(path).st_size for path in paths)
+    files = [Path(path) for path in paths]
+    total = sum(text_file_status(path).st_size for path in files)
     if total == 0:
-        names = ", ".join(str(path) for path in paths) or "no files"
+        names = ", ".join(str(path) for path in files) or "no files"
         raise UsageError(f"the corpus is empty: {names}", hint="give at least one file with text in it")
     words = count_words(
-        paths,
+        files,
         specials=SpecialTokens(dict.fromkeys(special_tokens, 0)),
         workers=workers or usable_cpus(),
         errors=errors,

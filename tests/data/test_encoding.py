@@ -59,6 +59,12 @@ def tokens(path: Path) -> list[int]:
     return open_tokens(path).tokens.tolist()
 
 
+def test_files_may_be_named_by_strings(tmp_path: Path, corpus: Path, tokenizer: Tokenizer) -> None:
+    encode_corpus([str(corpus)], str(tmp_path / "one.npy"), tokenizer)
+    encode_corpus([corpus], tmp_path / "two.npy", tokenizer)
+    assert tokens(tmp_path / "one.npy") == tokens(tmp_path / "two.npy")
+
+
 def test_tokens_and_description(corpus: Path, tokenizer: Tokenizer, tmp_path: Path, story: str) -> None:
     output = tmp_path / "tokens.npy"
     meta = encode_corpus([corpus], output, tokenizer)

@@ -7,6 +7,7 @@ import random
 import re
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -137,6 +138,25 @@ def test_fault_94_decoding_half_a_character(trained: Tokenizer) -> None:
     assert trained.decode_bytes(ids) == "日".encode()
     with pytest.raises(ValueError, match="not a token id"):
         trained.decode([10**6])
+
+
+def test_ids_are_decoded_whatever_they_are_kept_in(trained: Tokenizer) -> None:
+    torch = pytest.importorskip("torch")
+    ids = trained.encode("one fish two fish")
+    tensor = torch.tensor(ids)
+    for kept in (
+        tuple(ids),
+        iter(ids),
+        np.array(ids),
+        tensor,
+        iter(tensor),
+        list(tensor),
+        [*ids[:2], *tensor[2:]],
+    ):
+        assert trained.decode(kept) == "one fish two fish"
+    for wrong in (torch.tensor([10**6]), torch.tensor([97.5]), torch.tensor([ids, ids]), "a", [None]):
+        with pytest.raises(ValueError, match="not a token id"):
+            trained.decode(wrong)
 
 
 def test_equal_tokenizers_have_equal_hashes(trained: Tokenizer) -> None:

@@ -63,6 +63,15 @@ def test_several_files_are_texts_of_their_own(write: Callable) -> None:
     assert tokenizer.merges == [(b"a", b"b")]  # not across the files: then "ba" would be a pair too
 
 
+def test_files_may_be_named_by_strings(write: Callable) -> None:
+    path = write("some text")
+    assert (
+        train_tokenizer([str(path)], vocab_size=258).sha256 == train_tokenizer([path], vocab_size=258).sha256
+    )
+    with pytest.raises(UsageError, match=r"nothing\.txt"):
+        train_tokenizer(["nothing.txt"], vocab_size=258)
+
+
 def test_fault_17_missing_corpus(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"nothing\.txt"):
         train_tokenizer([tmp_path / "nothing.txt"], vocab_size=300)
