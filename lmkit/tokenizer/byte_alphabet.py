@@ -15,6 +15,8 @@ _HIDDEN = [byte for byte in range(256) if byte not in _VISIBLE]
 _CHARACTERS = "".join(chr(byte if byte in _VISIBLE else 256 + _HIDDEN.index(byte)) for byte in range(256))
 _BYTES = codecs.charmap_build(_CHARACTERS)
 
+BYTE_CHARACTERS = frozenset(_CHARACTERS)
+
 
 def to_characters(token: bytes) -> str:
     """b" the" -> "Ġthe"."""

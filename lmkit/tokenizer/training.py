@@ -10,6 +10,7 @@ from lmkit.errors import UsageError
 from lmkit.measure.environment import usable_cpus
 from lmkit.measure.progress import Progress
 from lmkit.recipe.vocabulary import END_OF_TEXT, MAX_VOCABULARY, NUM_BYTES
+from lmkit.tokenizer.byte_alphabet import BYTE_CHARACTERS
 from lmkit.tokenizer.chunks import ErrorMode, text_file_status
 from lmkit.tokenizer.counting import count_words
 from lmkit.tokenizer.merging import learn_merges
@@ -80,6 +81,11 @@ def _check(vocab_size: int, special_tokens: tuple[str, ...]) -> None:
         if len(text.encode()) == 1:
             raise UsageError(
                 f"the special token {text!r} is a single byte, which is a token already",
+                hint="choose a longer one",
+            )
+        if text in BYTE_CHARACTERS:
+            raise UsageError(
+                f"the special token {text!r} is how tokenizer.json writes a single byte",
                 hint="choose a longer one",
             )
     least = NUM_BYTES + len(special_tokens)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lmkit.errors import LmkitError, UsageError
-from lmkit.tokenizer import Tokenizer, chunks, counting, native, train_tokenizer
+from lmkit.tokenizer import Tokenizer, chunks, counting, native, train_tokenizer, training
 from lmkit.tokenizer.word_counter import NumpyCounter
 
 
@@ -161,10 +161,19 @@ def test_fault_29_an_error_in_one_worker_ends_the_training(
     assert next(counts) < 100  # of 140 chunks: the others did not work to the end
 
 
-@pytest.mark.parametrize("special", [("",), ("<|a|>", "<|a|>"), ("x",)])
-def test_special_tokens_that_cannot_be(write: Callable, special: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("special", [("",), ("<|a|>", "<|a|>"), ("x",), ("é",), ("<|a|>", "Ġ")])
+def test_special_tokens_that_cannot_be(
+    write: Callable, special: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "count_words", lambda *_, **__: pytest.fail("the training began"))
     with pytest.raises(UsageError):
         train_tokenizer([write("text")], vocab_size=300, special_tokens=special)
+
+
+def test_a_special_token_of_one_character_that_no_byte_is_written_as(write: Callable, tmp_path: Path) -> None:
+    tokenizer = train_tokenizer([write("a€b")], vocab_size=257, special_tokens=("€",))
+    tokenizer.save(tmp_path / "tokenizer.json")
+    assert Tokenizer.load(tmp_path / "tokenizer.json").encode("a€b") == [97, 256, 98]
 
 
 def test_progress_reaches_the_end(write: Callable) -> None:
