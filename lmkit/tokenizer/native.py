@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from lmkit.errors import reason
 from lmkit.tokenizer.bpe import MergeTable
 from lmkit.tokenizer.chunk_encoder import ChunkEncoder, NumpyEncoder
 from lmkit.tokenizer.pattern import character_classes
@@ -138,8 +139,8 @@ class NativeCounter:
 def library() -> ctypes.CDLL | None:
     """Return the compiled code, compiling it if this version was never compiled here; None where that fails."""
     try:
-        code = ctypes.CDLL(str(_compiled()))
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        code = _loaded()
+    except (OSError, subprocess.SubprocessError) as error:
         _log.warning(
             "no C compiler (%s): the tokenizer encodes and counts in numpy, several times slower", error
         )
@@ -163,19 +164,31 @@ def library() -> ctypes.CDLL | None:
     return code
 
 
-def _compiled() -> Path:
-    """Return the shared library, named after everything that decides what is in it."""
+def _loaded() -> ctypes.CDLL:
+    """Load the shared library from the cache, named there after everything that decides what is in it."""
     compiler = os.environ.get("CC", "cc")
     recipe = "\0".join([_SOURCE.read_text("utf-8"), compiler, *_FLAGS, platform.platform()])
-    path = _cache_folder() / f"words-{hashlib.sha256(recipe.encode()).hexdigest()[:16]}.so"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # several processes may compile at once
-            built = Path(folder) / path.name
-            command = [*compiler.split(), *_FLAGS, "-o", str(built), str(_SOURCE)]
-            subprocess.run(command, check=True, capture_output=True, timeout=120)
-            built.replace(path)
-    return path
+    name = f"words-{hashlib.sha256(recipe.encode()).hexdigest()[:16]}.so"
+    try:
+        kept = _cache_folder() / name
+        if kept.exists():
+            return ctypes.CDLL(str(kept))
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        folder = tempfile.TemporaryDirectory(dir=kept.parent)  # several processes may compile at once
+    except (OSError, RuntimeError) as error:  # RuntimeError: nobody knows where home is
+        why = f"{kept.parent}: {reason(error)}" if isinstance(error, OSError) else str(error)
+        _log.warning("%s: the tokenizer's C code is compiled again for each process", why)
+        with tempfile.TemporaryDirectory() as private:
+            return ctypes.CDLL(str(_compiled(compiler, Path(private) / name)))
+    with folder:
+        _compiled(compiler, Path(folder.name) / name).replace(kept)
+    return ctypes.CDLL(str(kept))
+
+
+def _compiled(compiler: str, output: Path) -> Path:
+    command = [*compiler.split(), *_FLAGS, "-o", str(output), str(_SOURCE)]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    return output
 
 
 def _cache_folder() -> Path:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import random
+import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -123,6 +124,51 @@ def test_compiled_once_and_kept(code: ctypes.CDLL, uncached: Path) -> None:
     native.library.cache_clear()
     assert native.library() is not None
     assert [path.stat().st_mtime_ns for path in (uncached / "lmkit").iterdir()] == [written]
+
+
+def test_without_a_cache_it_is_compiled_for_the_process(
+    code: ctypes.CDLL, uncached: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    in_the_way = uncached / "file"
+    in_the_way.touch()
+    (uncached / "temporary").mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(in_the_way))
+    monkeypatch.setattr(tempfile, "tempdir", str(uncached / "temporary"))
+    with caplog.at_level(logging.WARNING, "lmkit"):
+        assert native.is_utf8("é".encode())
+    assert native.library() is not None
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{in_the_way}/lmkit: not a directory: the tokenizer's C code is compiled again for each process"
+    ]
+    assert list((uncached / "temporary").iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_loaded_is_passed_over(
+    code: ctypes.CDLL, uncached: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert native.library() is not None
+    (kept,) = (uncached / "lmkit").iterdir()
+    cut = (
+        uncached / "other" / "lmkit" / kept.name
+    )  # in place it would be found among what the process has loaded
+    cut.parent.mkdir(parents=True)
+    cut.touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(uncached / "other"))
+    native.library.cache_clear()
+    assert native.library() is not None
+
+
+def test_nobody_knows_where_home_is(
+    code: ctypes.CDLL, uncached: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unknown() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", unknown)
+    with caplog.at_level(logging.WARNING, "lmkit"):
+        assert native.library() is not None
+    assert "home directory" in caplog.text
 
 
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
