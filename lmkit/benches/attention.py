@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from lmkit.benches.attention_acceptance import run_acceptance
 from lmkit.benches.attention_cases import DATA, DTYPES, TIERS, AttentionOptions, build_cases
-from lmkit.benches.attention_report import COLUMNS, report_files
+from lmkit.benches.attention_report import columns_for, has_speedups, report_files
 from lmkit.benches.attention_sweep import Rows, Sweep
 from lmkit.benches.attention_variants import (
     CPU_KERNELS,
@@ -20,7 +20,7 @@ from lmkit.benches.attention_variants import (
 from lmkit.benches.journal import Journal
 from lmkit.errors import UsageError
 from lmkit.measure.environment import describe_environment
-from lmkit.measure.limits import measure_limits
+from lmkit.measure.limits import Limits, measure_limits
 from lmkit.measure.progress import Progress
 from lmkit.measure.results import BenchResult
 
@@ -64,16 +64,22 @@ def run_bench(
     rows += sweep.longest_that_fit(rows)
     if progress is not None:
         progress("attention", len(cases), len(cases))
+    files = report_files(rows, asdict(options), environment, _notes(options, limits, rows))
+    shown = [row for row in rows if row["part"] != "grid"]  # that one is a picture, and a table in the report
+    notes = _notes(options, limits, shown)
+    return BenchResult("attention", rows, columns_for(shown), files, environment, notes, shown)
+
+
+def _notes(options: AttentionOptions, limits: Limits, rows: Rows) -> tuple[str, ...]:
+    """What stands below a table of these rows."""
     peaks = ", ".join(f"{rate / 1e12:.3g} {name}" for name, rate in limits.matmul_flops.items())
-    notes = (
-        f"speedup: {options.baseline} / variant, median of paired rounds; '% peak': of the matmul TFLOP/s measured "
-        f"here ({peaks})",
+    share = f"'% peak': of the matmul TFLOP/s measured here ({peaks})"
+    speedup = f"speedup: {options.baseline} / variant, median of paired rounds; "
+    return (
+        speedup + share if has_speedups(rows) else share,
         "spread: (p90 - p10) / median; GB (10^9): peak on top of the inputs, output included",
         _tiers_note(options.tiers),
     )
-    files = report_files(rows, asdict(options), environment, notes)
-    shown = [row for row in rows if row["part"] != "grid"]  # that one is a picture, and a table in the report
-    return BenchResult("attention", rows, COLUMNS, files, environment, notes, shown)
 
 
 def _tiers_note(tiers: Sequence[str]) -> str:

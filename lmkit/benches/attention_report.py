@@ -40,6 +40,15 @@ _SHORT_STATUS = {"out of memory": "OOM", "wrong result": "wrong", "skipped": "to
 _OURS = ("flash_triton", "flash_torch", "vectorized", "reference")
 
 
+def columns_for(rows: Rows) -> tuple[Column, ...]:
+    """Those of a table of these rows: no speed-ups where the baseline was not measured."""
+    return tuple(column for column in COLUMNS if column.key != "speedup" or has_speedups(rows))
+
+
+def has_speedups(rows: Rows) -> bool:
+    return any(row.get("speedup") is not None for row in rows)
+
+
 def report_files(
     rows: Rows, options: dict[str, Any], environment: dict[str, Any], notes: Sequence[str]
 ) -> dict[str, bytes | str]:
@@ -173,7 +182,7 @@ def _report(
     for part, title in (("tiers", "Tiers"), ("grid", "Head dimension x length")):
         chosen = [row for row in rows if row["part"] == part]
         if chosen:
-            lines += [f"## {title}", "", markdown_table(chosen, COLUMNS)]
+            lines += [f"## {title}", "", markdown_table(chosen, columns_for(chosen))]
     against_sdpa = [row for row in rows if row.get("versus_sdpa") is not None and row["part"] == "tiers"]
     if against_sdpa:
         lines += [

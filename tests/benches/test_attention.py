@@ -174,6 +174,26 @@ def test_everything_is_measured_and_every_file_is_there():
 
 
 @pytest.mark.usefixtures("_limits_at_hand")
+@pytest.mark.parametrize(
+    ("kernels", "grid", "in_terminal", "in_report"),
+    [
+        (("reference", "sdpa"), (), False, False),
+        (("vectorized", "sdpa"), (), True, True),
+        (("reference", "sdpa"), (16,), False, True),  # the grid has the baseline of its own accord
+    ],
+)
+def test_speed_ups_are_shown_where_there_are_any(kernels, grid, in_terminal, in_report):
+    result = run_bench(
+        AttentionOptions(tiers=("32",), kernels=kernels, grid_head_dims=grid, grid_lengths=(24,), **SMALL)
+    )
+    assert ("speedup" in result.table()) == in_terminal
+    assert "% peak': of the matmul" in result.table()
+    report = result.files["attention_sweep_report.md"]
+    assert report.count("| speedup") == in_report
+    assert ("speedup: vectorized / variant" in report) == in_report
+
+
+@pytest.mark.usefixtures("_limits_at_hand")
 def test_a_compiled_variant_is_compiled_anew_for_every_shape(monkeypatch):
     compiled_for = []
 
