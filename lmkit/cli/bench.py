@@ -1,5 +1,6 @@
 """`lmkit bench`: find out how fast each part is."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -7,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from lmkit.cli.options import (
+    SEVERAL,
     DebugOption,
     ForceOption,
     JsonOption,
@@ -17,6 +19,7 @@ from lmkit.cli.options import (
     ResultsOption,
     SetOption,
     given,
+    split,
 )
 from lmkit.cli.progress import progress_on_stderr
 from lmkit.cli.render import show
@@ -28,7 +31,7 @@ app = typer.Typer(
 )  # fmt: skip
 
 
-@app.command(epilog="Example: lmkit bench attention bench_attention --tiers 128:64 --tiers XXL --backward")
+@app.command(epilog="Example: lmkit bench attention bench_attention --tiers 128:64,XXL --backward")
 def attention(
     recipe: RecipeArgument,
     set_: SetOption = None,
@@ -38,7 +41,7 @@ def attention(
             "--tiers",
             "--custom-tiers",
             "--custom_tiers",
-            help="Sequence lengths: Small ... XXL, 4k ... 128k, a number, or queries:keys; repeatable.",
+            help=f"Sequence lengths, Small ... XXL, 4k ... 128k, a number, or queries:keys: {SEVERAL}.",
             show_default=False,
         ),
     ] = None,
@@ -59,8 +62,8 @@ def attention(
 ) -> None:
     """Attention kernels over lengths, checked, then timed."""
     flags = given(
-        bench__attention__tiers=tiers,
-        bench__attention__kernels=kernels,
+        bench__attention__tiers=split(tiers),
+        bench__attention__kernels=split(kernels),
         bench__attention__backward=backward,
         bench__attention__warmup=warmup,
         bench__attention__iters=iters,
@@ -74,19 +77,18 @@ def model(
     set_: SetOption = None,
     sizes: Annotated[
         list[str] | None,
-        typer.Option(
-            "--sizes", help="tiny, small, medium, large, xl or 2.7b; repeatable.", show_default=False
-        ),
+        typer.Option("--sizes", help=f"tiny, small, medium, large, xl, 2.7b: {SEVERAL}.", show_default=False),
     ] = None,
     lengths: Annotated[
-        list[int] | None, typer.Option("--lengths", help="Context lengths; repeatable.", show_default=False)
+        list[str] | None,
+        typer.Option("--lengths", help=f"Context lengths: {SEVERAL}.", show_default=False),
     ] = None,
     compare_precision: Annotated[
         bool, typer.Option("--compare-precision", help="Measure fp32 and bf16 side by side.")
     ] = False,
     compile_: Annotated[
         list[str] | None,
-        typer.Option("--compile", help="none, block or whole; repeatable.", show_default=False),
+        typer.Option("--compile", help=f"none, block, whole: {SEVERAL}.", show_default=False),
     ] = None,
     output: ResultsOption = None,
     force: ForceOption = False,
@@ -96,10 +98,10 @@ def model(
 ) -> None:
     """Forward, backward and whole training steps of named sizes."""
     flags = given(
-        bench__model__sizes=sizes,
-        bench__model__lengths=lengths,
+        bench__model__sizes=split(sizes),
+        bench__model__lengths=_whole_numbers(split(lengths)),
         bench__model__precisions=["fp32", "bf16"] if compare_precision else None,
-        bench__model__compile=compile_,
+        bench__model__compile=split(compile_),
     )
     _bench("model", recipe, set_, flags, output, force=force, print_recipe=print_recipe, as_json=as_json)
 
@@ -114,7 +116,7 @@ def lm_matrix(
         typer.Option(
             "--strategies",
             "--wrappers",
-            help="naive, flat, overlap, bucketed, zero1, torch_ddp or none; repeatable.",
+            help=f"naive, flat, overlap, bucketed, zero1, torch_ddp, none: {SEVERAL}.",
             show_default=False,
         ),
     ] = None,
@@ -142,8 +144,8 @@ def lm_matrix(
 ) -> None:
     """Short trainings: attention kernels x gradient strategies."""
     flags = given(
-        bench__lm_matrix__kernels=kernels,
-        bench__lm_matrix__strategies=strategies,
+        bench__lm_matrix__kernels=split(kernels),
+        bench__lm_matrix__strategies=split(strategies),
         bench__lm_matrix__timed_epochs=timed_epochs,
         bench__lm_matrix__batch_size=batch_size,
         bench__lm_matrix__num_layers=num_layers,
@@ -244,6 +246,13 @@ def optimizer(
         print_recipe=print_recipe,
         as_json=as_json,
     )
+
+
+def _whole_numbers(words: list[str] | None) -> list[int | str] | None:
+    """What is no number stays what it is: the recipe's own check names it."""
+    if words is None:
+        return None
+    return [int(word) if re.fullmatch("-?[0-9]{1,18}", word) else word for word in words]
 
 
 def _bench(

@@ -79,10 +79,11 @@ ResultsOption = Annotated[
         show_default=False,
     ),
 ]
+SEVERAL = "several with commas between, or one by one"
 KernelsOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--kernels", help="An attention kernel that `lmkit env` lists; repeatable.", show_default=False
+        "--kernels", help=f"Attention kernels that `lmkit env` lists: {SEVERAL}.", show_default=False
     ),
 ]
 
@@ -107,6 +108,11 @@ ModeOption = Annotated[
 def examples(*lines: str) -> str:
     """The end of a command's help: examples, a line each."""
     return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def split(values: list[str] | None) -> list[str] | None:
+    """What an option was given, once or several times, each time with commas between or not; None if it was not."""
+    return values and [part.strip() for value in values for part in value.split(",")]
 
 
 def refuse_typed(context: typer.Context, *parameters: str, why: str, hint: str) -> None:
