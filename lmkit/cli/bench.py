@@ -15,7 +15,6 @@ from lmkit.cli.options import (
     KernelsOption,
     NprocOption,
     PrintRecipeOption,
-    RecipeArgument,
     ResultsOption,
     SetOption,
     given,
@@ -23,6 +22,27 @@ from lmkit.cli.options import (
 )
 from lmkit.cli.progress import progress_on_stderr
 from lmkit.cli.render import show
+
+# What is measured where no recipe is named: with CUDA, and without.
+USUAL = {
+    "attention": ("bench_attention", "bench_attention_cpu"),
+    "model": ("bench_model", "bench_model_cpu"),
+    "lm_matrix": ("lm_matrix", "lm_matrix_cpu"),
+    "tokenizer": ("bench_tokenizer", "bench_tokenizer"),
+    "ddp": ("bench_ddp", "bench_ddp_cpu"),
+    "all_reduce": ("bench_ddp", "bench_ddp_cpu"),
+    "optimizer": ("bench_ddp", "bench_ddp_cpu"),
+}
+
+
+def _recipe_of(bench: str) -> Any:
+    """The argument of a bench that may be left out."""
+    on_gpu, on_cpu = USUAL[bench]
+    usual = on_gpu if on_gpu == on_cpu else f"{on_gpu} where there is CUDA, else {on_cpu}"
+    return typer.Argument(
+        help=f"A .toml file, or a name that `lmkit recipe list` shows. Left out: {usual}.", show_default=False
+    )
+
 
 app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None,
@@ -33,7 +53,7 @@ app = typer.Typer(
 
 @app.command(epilog="Example: lmkit bench attention bench_attention --tiers 128:64,XXL --backward")
 def attention(
-    recipe: RecipeArgument,
+    recipe: Annotated[str | None, _recipe_of("attention")] = None,
     set_: SetOption = None,
     tiers: Annotated[
         list[str] | None,
@@ -73,7 +93,7 @@ def attention(
 
 @app.command(epilog="Example: lmkit bench model bench_model_cpu --compare-precision")
 def model(
-    recipe: RecipeArgument,
+    recipe: Annotated[str | None, _recipe_of("model")] = None,
     set_: SetOption = None,
     sizes: Annotated[
         list[str] | None,
@@ -108,7 +128,7 @@ def model(
 
 @app.command("lm-matrix", epilog="Example: lmkit bench lm-matrix lm_matrix_cpu --nproc 2")
 def lm_matrix(
-    recipe: RecipeArgument,
+    recipe: Annotated[str | None, _recipe_of("lm_matrix")] = None,
     set_: SetOption = None,
     kernels: KernelsOption = None,
     strategies: Annotated[
@@ -169,7 +189,7 @@ def lm_matrix(
 
 @app.command(epilog="Example: lmkit bench tokenizer bench_tokenizer")
 def tokenizer(
-    recipe: RecipeArgument,
+    recipe: Annotated[str | None, _recipe_of("tokenizer")] = None,
     set_: SetOption = None,
     output: ResultsOption = None,
     force: ForceOption = False,
@@ -183,7 +203,7 @@ def tokenizer(
 
 @app.command(epilog="Example: lmkit bench ddp bench_ddp_cpu --nproc 2")
 def ddp(
-    recipe: RecipeArgument,
+    recipe: Annotated[str | None, _recipe_of("ddp")] = None,
     set_: SetOption = None,
     nproc: NprocOption = 1,
     output: ResultsOption = None,
@@ -200,7 +220,7 @@ def ddp(
 
 @app.command("all-reduce", epilog="Example: lmkit bench all-reduce bench_ddp_cpu --nproc 2")
 def all_reduce(
-    recipe: RecipeArgument,
+    recipe: Annotated[str | None, _recipe_of("all_reduce")] = None,
     set_: SetOption = None,
     nproc: NprocOption = 1,
     output: ResultsOption = None,
@@ -225,7 +245,7 @@ def all_reduce(
 
 @app.command(epilog="Example: lmkit bench optimizer bench_ddp_cpu --nproc 2")
 def optimizer(
-    recipe: RecipeArgument,
+    recipe: Annotated[str | None, _recipe_of("optimizer")] = None,
     set_: SetOption = None,
     nproc: NprocOption = 1,
     output: ResultsOption = None,
@@ -257,7 +277,7 @@ def _whole_numbers(words: list[str] | None) -> list[int | str] | None:
 
 def _bench(
     name: str,
-    recipe: str,
+    recipe: str | None,
     overrides: list[str] | None,
     flags: dict[str, Any],
     output: Path | None,
@@ -269,7 +289,10 @@ def _bench(
 ) -> None:
     from lmkit.recipe.load import load_recipe, recipe_to_toml
 
-    loaded = load_recipe(recipe, overrides or (), flags=flags)
+    on_gpu, on_cpu = USUAL[name]
+    loaded = load_recipe(on_gpu if recipe is None else recipe, overrides or (), flags=flags)
+    if recipe is None and on_cpu != on_gpu and not _runs_on_gpu(loaded.run.device):
+        loaded = load_recipe(on_cpu, overrides or (), flags=flags)
     if print_recipe:
         typer.echo(recipe_to_toml(loaded), nl=False)
         return
@@ -287,3 +310,12 @@ def _bench(
         show(result, as_json=as_json)
         if not result.measured:
             raise typer.Exit(1)
+
+
+def _runs_on_gpu(device: str) -> bool:
+    """Whether a recipe for GPUs, with what was typed on top, has one to run on."""
+    if device == "cpu":  # --set run.device=cpu
+        return False
+    from lmkit.parallel.process_group import local_device
+
+    return local_device("auto", local_rank=0).type == "cuda"

@@ -48,3 +48,45 @@ def test_several_values_come_with_commas_or_one_by_one(
 def test_a_length_that_is_no_number_is_one_error(length: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command_line(["bench", "model", "bench_model_cpu", f"--lengths=64,{length}"]) == 2
     assert "bench.model.lengths.1: must be a whole number" in capsys.readouterr().err
+
+
+BENCHES = ["attention", "model", "lm-matrix", "ddp", "all-reduce", "optimizer"]
+
+
+def printed(command: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert run_command_line(["bench", *command.split(), "--print-recipe"]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("bench", BENCHES)
+def test_a_bench_without_a_recipe_takes_what_suits_the_machine(
+    bench: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    of_gpu = {"lm-matrix": "lm_matrix", "all-reduce": "bench_ddp", "optimizer": "bench_ddp"}.get(
+        bench, f"bench_{bench}"
+    )
+    on_gpu, on_cpu = printed(f"{bench} {of_gpu}", capsys), printed(f"{bench} {of_gpu}_cpu", capsys)
+    assert on_gpu != on_cpu
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert printed(bench, capsys) == on_cpu
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert printed(bench, capsys) == on_gpu
+    assert printed(f"{bench} --set run.device=cpu", capsys) == on_cpu
+    assert run_command_line(["bench", bench, "--help"]) == 0
+    assert f"{of_gpu} where there is CUDA, else {of_gpu}_cpu" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_tokenizer_bench_has_one_recipe_for_all_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed("tokenizer", capsys) == printed("tokenizer bench_tokenizer", capsys)
+
+
+@pytest.mark.parametrize("bench", [*BENCHES, "tokenizer"])
+def test_mistakes_are_found_without_a_recipe_too(bench: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command_line(["bench", bench, "--set", "run.sead=1"]) == 2
+    assert "did you mean seed?" in capsys.readouterr().err
+
+
+def test_an_empty_name_is_not_a_recipe_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command_line(["bench", "attention", "", "--print-recipe"]) == 2
+    assert capsys.readouterr().out == ""
