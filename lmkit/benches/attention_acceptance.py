@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lmkit.benches.attention_cases import DATA, AttentionOptions, Case
-from lmkit.benches.attention_sweep import Rows, Sweep
+from lmkit.benches.attention_sweep import Sweep
 from lmkit.benches.attention_targets import (
     CUDNN,
     DETERMINISTIC,
@@ -27,6 +27,9 @@ from lmkit.errors import UsageError
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.limits import measure_limits
 from lmkit.measure.results import BenchResult, row_files
+
+if TYPE_CHECKING:
+    from lmkit.benches.attention_host_time import HostTime
 
 TOKENS = 16384  # of a batch, where a case says nothing else
 WIDTH = 2048  # heads x head_dim, likewise
@@ -100,13 +103,13 @@ def run_acceptance(
         )
     limits = measure_limits(base.device, ("bf16", "fp16", "fp32", "tf32"))
     environment = describe_environment() | {"limits": limits.as_dict()}
-    rows = list(_host_time_rows())
-    if journal is not None:
-        journal.add(rows)
+    rows: list[dict[str, Any]] = []
+    host_time = _host_time()
     todo = list(trials(base))
     for done, trial in enumerate(todo):
         if progress is not None:
             progress("attention", done, len(todo))
+        host_time.sample()
         case = Case("tiers", str(trial.length), trial.length, trial.length, trial.options.head_dim)
         found = Sweep(trial.options, limits).measure(
             case, trial.kernels, trial.gradients, trial.backward_only
@@ -115,6 +118,10 @@ def run_acceptance(
         rows += found
         if journal is not None:
             journal.add(found)
+    found = host_time.rows()
+    rows += found
+    if journal is not None:
+        journal.add(found)
     files = row_files("acceptance", rows)
     files["acceptance.md"] = tables(rows)
     files["forward.png"] = forward_picture(rows)
@@ -124,7 +131,7 @@ def run_acceptance(
     return BenchResult("attention", rows, TARGET_COLUMNS, files, environment, notes, standing)
 
 
-def _host_time_rows() -> Rows:
-    from lmkit.benches.attention_host_time import host_time_rows  # needs Triton, which a CPU machine may lack
+def _host_time() -> HostTime:
+    from lmkit.benches.attention_host_time import HostTime  # needs Triton, which a CPU machine may lack
 
-    return host_time_rows()
+    return HostTime()

@@ -35,25 +35,43 @@ class _Bare(torch.autograd.Function):
         return grads[0]
 
 
-def host_time_rows(rounds: int = 20) -> list[dict[str, Any]]:
-    """A row for each of the two: milliseconds of the host for a forward call that autograd records."""
-    q, k, v = (
-        torch.randn(1, 16, 128, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
-    )
-    flash = attention_function("flash_triton")
-    calls: dict[str, Callable[[], object]] = {
-        OURS: lambda: flash(q, k, v, causal=True),
-        BARE: lambda: _Bare.apply(q),
-    }
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
+class HostTime:
+    """Rounds of both calls, forward with autograd recording, whenever `sample` is called.
+
+    Hosts are slow for seconds at a time: rounds that lie far apart do not all fall into one such spell.
+    """
+
+    def __init__(self) -> None:
+        q, k, v = (
+            torch.randn(1, 16, 128, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            for _ in range(3)
+        )
+        flash = attention_function("flash_triton")
+        self._calls: dict[str, Callable[[], object]] = {
+            OURS: lambda: flash(q, k, v, causal=True),
+            BARE: lambda: _Bare.apply(q),
+        }
+        self._samples: dict[str, list[float]] = {name: [] for name in self._calls}
+        for call in self._calls.values():
+            call()  # compiles
+
+    def sample(self) -> None:
+        """One round."""
+        for name, call in self._calls.items():
             torch.cuda.synchronize()
             began = time.perf_counter()
             for _ in range(CALLS):
                 call()
-            samples[name].append((time.perf_counter() - began) * 1e3 / CALLS)
-    common: dict[str, Any] = {
+            self._samples[name].append((time.perf_counter() - began) * 1e3 / CALLS)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each of the two: milliseconds of the host a call, over all rounds."""
+        return [_row(name, times) for name, times in self._samples.items()]
+
+
+def _row(name: str, times: list[float]) -> dict[str, Any]:
+    found = spread(times)
+    return {
         "set": "host time",
         "part": "tiers",
         "tier": "128",
@@ -71,17 +89,8 @@ def host_time_rows(rounds: int = 20) -> list[dict[str, Any]]:
         "status": "ok",
         "detail": "",
         "clock": "perf_counter",
+        "kernel": name,
+        "median_ms": found.median,
+        "spread": found.relative,
+        "samples_ms": times,
     }
-    rows = []
-    for name, times in samples.items():
-        found = spread(times[1:])  # the first round compiles
-        rows.append(
-            common
-            | {
-                "kernel": name,
-                "median_ms": found.median,
-                "spread": found.relative,
-                "samples_ms": times[1:],
-            }
-        )
-    return rows

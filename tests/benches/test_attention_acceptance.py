@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -169,8 +170,14 @@ def test_the_suite_writes_its_files_and_says_what_it_missed(monkeypatch):
     monkeypatch.setattr(acceptance, "Sweep", FakeSweep)
     measured = Limits("a test", {"bf16": 1e15, "fp16": 1e15, "fp32": 1e14, "tf32": 4e14}, 1e12)
     monkeypatch.setattr(acceptance, "measure_limits", lambda device, dtypes: measured)
-    monkeypatch.setattr(acceptance, "_host_time_rows", host_time_rows)
+    rounds = []
+    monkeypatch.setattr(
+        acceptance,
+        "_host_time",
+        lambda: SimpleNamespace(sample=lambda: rounds.append(1), rows=host_time_rows),
+    )
     result = run_bench(BASE)
+    assert len(rounds) == len(list(trials(BASE))) > 20
     assert set(result.files) == {"acceptance.jsonl", "acceptance.csv", "acceptance.md", "forward.png"}
     assert [json.loads(line) for line in result.files["acceptance.jsonl"].splitlines()] == result.rows
     assert {row["set"] for row in result.rows} == {trial.name for trial in trials(BASE)} | {"host time"}
