@@ -188,7 +188,11 @@ class Tokenizer:
     # ---- files
 
     def save(self, path: str | Path) -> None:
-        """Write a `tokenizer.json` that Hugging Face `tokenizers` loads and encodes with to the same ids."""
+        """Write a `tokenizer.json` that Hugging Face `tokenizers` loads and encodes with to the same ids.
+
+        But for characters that one Unicode version assigns and the other does not: whether they are letters decides
+        where words end, and `regex` and `tokenizers` each bring their own.
+        """
         files.save_json(self, Path(path))
 
     @classmethod
