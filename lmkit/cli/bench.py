@@ -61,7 +61,7 @@ def attention(
             "--tiers",
             "--custom-tiers",
             "--custom_tiers",
-            help=f"Sequence lengths, Small ... XXL, 4k ... 128k, a number, or queries:keys: {SEVERAL}.",
+            help=f"Sequence lengths, Small ... XXL, 4k ... 128k, a number, or queries:keys ({SEVERAL}).",
             show_default=False,
         ),
     ] = None,
@@ -97,18 +97,20 @@ def model(
     set_: SetOption = None,
     sizes: Annotated[
         list[str] | None,
-        typer.Option("--sizes", help=f"tiny, small, medium, large, xl, 2.7b: {SEVERAL}.", show_default=False),
+        typer.Option(
+            "--sizes", help=f"tiny, small, medium, large, xl, 2.7b ({SEVERAL}).", show_default=False
+        ),
     ] = None,
     lengths: Annotated[
         list[str] | None,
-        typer.Option("--lengths", help=f"Context lengths: {SEVERAL}.", show_default=False),
+        typer.Option("--lengths", help=f"Context lengths ({SEVERAL}).", show_default=False),
     ] = None,
     compare_precision: Annotated[
         bool, typer.Option("--compare-precision", help="Measure fp32 and bf16 side by side.")
     ] = False,
     compile_: Annotated[
         list[str] | None,
-        typer.Option("--compile", help=f"none, block, whole: {SEVERAL}.", show_default=False),
+        typer.Option("--compile", help=f"none, block, whole ({SEVERAL}).", show_default=False),
     ] = None,
     output: ResultsOption = None,
     force: ForceOption = False,
@@ -136,7 +138,7 @@ def lm_matrix(
         typer.Option(
             "--strategies",
             "--wrappers",
-            help=f"naive, flat, overlap, bucketed, zero1, torch_ddp, none: {SEVERAL}.",
+            help=f"naive, flat, overlap, bucketed, zero1, torch_ddp, none ({SEVERAL}).",
             show_default=False,
         ),
     ] = None,

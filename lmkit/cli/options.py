@@ -79,11 +79,11 @@ ResultsOption = Annotated[
         show_default=False,
     ),
 ]
-SEVERAL = "several with commas between, or one by one"
+SEVERAL = "comma-separated, or repeat the option"
 KernelsOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--kernels", help=f"Attention kernels that `lmkit env` lists: {SEVERAL}.", show_default=False
+        "--kernels", help=f"Attention kernels that `lmkit env` lists ({SEVERAL}).", show_default=False
     ),
 ]
 
