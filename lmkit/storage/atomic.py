@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lmkit.errors import LmkitError
+from lmkit.storage.locks import hold_file
 
 PARTIAL_SUFFIX = ".partial"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -29,7 +29,7 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     final = Path(path)
     final.parent.mkdir(parents=True, exist_ok=True)
     partial = final.with_name(final.name + PARTIAL_SUFFIX)
-    descriptor = _hold(partial)
+    descriptor = hold_file(partial)
     if descriptor is None:
         raise LmkitError(
             f"{final}: is being written by another process", hint="wait for it to end, or choose another name"
@@ -50,31 +50,6 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
         os.close(descriptor)
 
 
-def _hold(partial: Path) -> int | None:
-    """Open and lock a partial file, making it if there is none; None while another process writes to it.
-
-    The lock is the kernel's (`flock`) and goes with its process: the partial file of a killed one holds up nobody.
-    """
-    while True:
-        descriptor = os.open(partial, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            return None
-        if _is_named(descriptor, partial):
-            return descriptor
-        # Between our open and our lock its writer finished: what we hold has its final name by now, or none.
-        os.close(descriptor)
-
-
-def _is_named(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
-
-
 def write_atomic(path: str | os.PathLike[str], content: bytes | str) -> None:
     """Write `content` (text as UTF-8, newlines untouched) so that `path` holds all of it or is unchanged."""
     data = content.encode("utf-8") if isinstance(content, str) else content
@@ -90,7 +65,7 @@ def remove_partials(folder: str | os.PathLike[str]) -> list[Path]:
 
 def _remove_left(partial: Path) -> bool:
     """Delete a partial file unless a process that lives is writing to it; return whether it was deleted."""
-    descriptor = _hold(partial)
+    descriptor = hold_file(partial)
     if descriptor is None:
         return False
     partial.unlink(missing_ok=True)

@@ -36,3 +36,29 @@ def test_no_file_stays_open(tmp_path: Path) -> None:
     with FolderLock(tmp_path), pytest.raises(LmkitError), FolderLock(tmp_path):
         pass
     assert open_files() == before
+
+
+def fail_in(folder: Path, *files: str) -> None:
+    with pytest.raises(ZeroDivisionError), FolderLock(folder):
+        for name in files:
+            (folder / name).touch()
+        raise ZeroDivisionError
+
+
+def test_what_fails_before_it_wrote_anything_leaves_no_folder(tmp_path: Path) -> None:
+    fail_in(tmp_path / "benches" / "run" / "ddp")
+    assert not list(tmp_path.iterdir())
+
+    (tmp_path / "benches").mkdir()
+    (tmp_path / "benches" / "mine.txt").touch()
+    fail_in(tmp_path / "benches" / "run" / "ddp")
+    assert [path.name for path in (tmp_path / "benches").iterdir()] == ["mine.txt"]
+
+    fail_in(tmp_path / "written", "rows.jsonl")
+    assert (tmp_path / "written" / "rows.jsonl").exists()
+
+    (tmp_path / "empty").mkdir()
+    fail_in(tmp_path / "empty")
+    assert (tmp_path / "empty").is_dir(), "it was there before"
+    with FolderLock(tmp_path / "empty"):
+        pass
