@@ -39,10 +39,14 @@ def test_no_file_stays_open(tmp_path: Path) -> None:
 
 
 def fail_in(folder: Path, *files: str) -> None:
-    with pytest.raises(ZeroDivisionError), FolderLock(folder):
-        for name in files:
-            (folder / name).touch()
-        raise ZeroDivisionError
+    def work() -> None:
+        with FolderLock(folder):
+            for name in files:
+                (folder / name).touch()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        work()
 
 
 def test_what_fails_before_it_wrote_anything_leaves_no_folder(tmp_path: Path) -> None:
