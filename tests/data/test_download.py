@@ -50,7 +50,9 @@ def fetch(site, tmp_path):
 
 
 def names(folder) -> set[str]:
-    return {path.name for path in folder.iterdir()} - {".lock"}
+    return {path.name for path in folder.glob("*")} - {
+        ".lock"
+    }  # a folder that nothing was put into may be gone
 
 
 def ranges(site) -> list[str | None]:
