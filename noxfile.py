@@ -15,6 +15,10 @@ nox.options.default_venv_backend = "none"
 nox.options.sessions = ["lint", "types", "tests", "interpreter"]
 
 
+# Two processes; the tests of a file share its fixtures.
+_PARALLEL = ("-n", "2", "--dist", "loadfile")
+
+
 def _python(session: nox.Session, *arguments: str, **environment: str) -> None:
     session.run(sys.executable, "-m", *arguments, external=True, env={**os.environ, **environment})
 
@@ -34,14 +38,21 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """The whole CPU suite; with arguments, the part of it that they name."""
-    _python(session, "pytest", "-m", "not slow and not interpreter", *session.posargs)
+    """The fast CPU suite; with arguments, the part of it that they name."""
+    _python(session, "pytest", *_PARALLEL, "-m", "not slow and not full and not interpreter", *session.posargs)
+
+
+@nox.session
+def full(session: nox.Session) -> None:
+    """The rest that needs no GPU: process faults, fuzzing, long ranks, all interpreted kernels."""
+    _python(session, "pytest", *_PARALLEL, "-m", "full and not interpreter", *session.posargs)
+    _python(session, "pytest", *_PARALLEL, "-m", "full and interpreter", *session.posargs, TRITON_INTERPRET="1")
 
 
 @nox.session
 def interpreter(session: nox.Session) -> None:
-    """Triton kernels on the CPU. The variable must be set before triton is imported: hence a process of its own."""
-    _python(session, "pytest", "-m", "interpreter", *session.posargs, TRITON_INTERPRET="1")
+    """A few Triton kernels on the CPU. The variable must be set before triton is imported: a process of its own."""
+    _python(session, "pytest", "-m", "interpreter and not full", *session.posargs, TRITON_INTERPRET="1")
 
 
 @nox.session

@@ -14,31 +14,17 @@ with q `(batch, heads, num_queries, head_dim)`, k and v `(batch, kv_heads, num_k
 """
 
 from collections.abc import Callable
-from importlib import import_module
 
 from torch import Tensor
 
-from lmkit.errors import UsageError
-from lmkit.recipe import aliases
-
-# name -> "module:function"; imported when asked for, so that `reference` works where Triton is missing.
-ATTENTION: dict[str, str] = {
-    "reference": "lmkit.attention.reference:reference",
-    "vectorized": "lmkit.attention.vectorized:vectorized",
-    "flash_torch": "lmkit.attention.flash_torch:flash_torch",
-    "flash_triton": "lmkit.attention.flash_triton:flash_triton",
-    "sdpa": "lmkit.attention.sdpa:sdpa",
-}
+from lmkit.registry import ATTENTION
 
 
 def attention_function(name: str) -> Callable[..., Tensor]:
-    """The attention function of that name, one of ATTENTION or a spelling that recipes accept beside them.
+    """Return the attention function of that name, or of an alias of it.
 
     Raises:
         UsageError: no such name, or the kernel needs a package that is not installed.
     """
-    name = aliases.ATTENTION.get(name, name)
-    if name not in ATTENTION:
-        raise UsageError(f"no attention kernel is called {name!r}", hint="there are: " + ", ".join(ATTENTION))
-    module_name, function_name = ATTENTION[name].split(":")
-    return getattr(import_module(module_name), function_name)
+    function: Callable[..., Tensor] = ATTENTION.load(name)
+    return function

@@ -19,11 +19,13 @@ from torch import Tensor
 
 from lmkit.attention.inputs import SECOND_DERIVATIVES, prepare_inputs
 from lmkit.autograd import differentiable_once
+from lmkit.registry import ATTENTION
 
 QUERY_TILE = 128
 KEY_TILE = 128
 
 
+@ATTENTION.register("flash_torch", order=3)
 def flash_torch(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None) -> Tensor:
     """Exact attention in memory linear in the sequence lengths, forward and backward.
 

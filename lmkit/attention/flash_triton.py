@@ -17,6 +17,7 @@ from torch import Tensor
 from lmkit.attention.inputs import SECOND_DERIVATIVES, prepare_inputs, zeros_like_queries
 from lmkit.autograd import differentiable_once
 from lmkit.errors import UsageError
+from lmkit.registry import ATTENTION
 
 try:
     from lmkit.kernels.flash_backward import flash_backward
@@ -36,6 +37,21 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LARGEST_HEAD_DIM = 256
 
 
+@ATTENTION.register(
+    "flash_triton",
+    order=4,
+    aliases=("flash_attention_triton",),
+    requires=("triton",),
+    devices=("cuda",),
+    check="refuse_unsupported",
+    implementation="implementation_for",
+    variants={
+        "portable": {"implementation": "portable"},
+        "hopper": {"implementation": "hopper"},
+        "deterministic": {"deterministic": True},
+        "tf32": {"fp32_precision": "tf32"},
+    },
+)
 def flash_triton(
     q: Tensor,
     k: Tensor,

@@ -6,8 +6,12 @@ from torch import Tensor
 
 from lmkit.attention.inputs import causal_mask, prepare_inputs
 from lmkit.measure.ranges import range_
+from lmkit.registry import ATTENTION
 
 
+@ATTENTION.register(
+    "reference", order=1, aliases=("scaled_dot_prod_attention",), second_derivatives=True, keeps_scores=True
+)
 def reference(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None) -> Tensor:
     """softmax(q k^T * scale) v, as in "Attention Is All You Need", eq. 1.
 

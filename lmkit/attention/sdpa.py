@@ -4,8 +4,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lmkit.attention.inputs import prepare_inputs, zeros_like_queries
+from lmkit.registry import ATTENTION
 
 
+@ATTENTION.register("sdpa", order=5)
 def sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None) -> Tensor:
     """`torch.nn.functional.scaled_dot_product_attention`; PyTorch picks the backend.
 

@@ -7,8 +7,12 @@ from torch import Tensor
 
 from lmkit.attention.inputs import causal_mask, prepare_inputs
 from lmkit.measure.ranges import range_
+from lmkit.registry import ATTENTION
 
 
+@ATTENTION.register(
+    "vectorized", order=2, aliases=("vectorized_torch",), second_derivatives=True, keeps_scores=True
+)
 def vectorized(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None) -> Tensor:
     """Attention as batched matrix products; the heads of a group share their keys without a copy.
 

@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lmkit.attention import ATTENTION, attention_function
+from lmkit.attention import attention_function
 from lmkit.benches.attention_cases import DTYPES
 from lmkit.benches.attention_gate import EXACT, TF32, Arithmetic, Inputs, scores_kept_in
 from lmkit.errors import UsageError
+from lmkit.registry import ATTENTION
 
 SDPA_BACKENDS = {
     "sdpa:cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -46,7 +47,7 @@ GPU_KERNELS = (
 
 def check_kernel_name(name: str) -> None:
     """Raises UsageError unless `build_variant` knows the name."""
-    known = [*ATTENTION, *FLASH_TRITON_VARIANTS, *SDPA_BACKENDS]
+    known = [*ATTENTION.names, *FLASH_TRITON_VARIANTS, *SDPA_BACKENDS]
     if name.removesuffix(COMPILED) not in known:
         raise UsageError(
             f"bench.attention.kernels: there is no {name!r}",

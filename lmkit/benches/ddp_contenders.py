@@ -18,10 +18,11 @@ from lmkit.model.compilation import compile_model
 from lmkit.model.transformer import TransformerLM
 from lmkit.optim.adamw import AdamW, decay_groups
 from lmkit.parallel.process_group import Ranks, let_go_of_collectives
-from lmkit.parallel.strategies import HEEDS, STRATEGIES, GradientSync, SyncOptions, build_strategy
+from lmkit.parallel.strategies import GradientSync, SyncOptions, build_strategy
 from lmkit.parallel.torch_ddp import TorchDDP
 from lmkit.parallel.traffic import Traffic
 from lmkit.recipe.model import ModelConfig
+from lmkit.registry import STRATEGIES
 
 ADAMW: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8}
 WEIGHT_DECAY = 0.1
@@ -197,8 +198,12 @@ def parse_name(name: str, bench: str = "ddp") -> tuple[str, str, SyncOptions]:
     is_torch = strategy == "torch_ddp"
     defaults = SyncOptions(bucket_mb=TORCH_BUCKET_MB) if is_torch else SyncOptions()
     named = {} if is_torch and detail in TORCH_VARIANTS else _named_options(detail)
-    if strategy not in STRATEGIES or named is None or not named.keys() <= set(HEEDS[strategy]):
-        known = (*SOLO, *STRATEGIES, *(f"torch_ddp {variant}" for variant in TORCH_VARIANTS))
+    if (
+        strategy not in STRATEGIES.names
+        or named is None
+        or not named.keys() <= set(STRATEGIES.facts(strategy).uses)
+    ):
+        known = (*SOLO, *STRATEGIES.names, *(f"torch_ddp {variant}" for variant in TORCH_VARIANTS))
         raise UsageError(
             f"bench.{bench}.contenders: there is no {name!r}",
             hint=f"{'; '.join(known)}; or with options that the strategy heeds: bucketed 100 MB; zero1 bf16; "

@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from lmkit.attention import ATTENTION
 from lmkit.benches.journal import Journal
 from lmkit.benches.lm_matrix_cells import (
     CellOutOfMemory,
@@ -40,9 +39,9 @@ from lmkit.measure.results import BenchResult
 from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.process_group import Ranks, process_group
 from lmkit.parallel.relay import relayed
-from lmkit.parallel.strategies import STRATEGIES
 from lmkit.recipe.run import RunConfig
 from lmkit.recipe.vocabulary import NUM_BYTES
+from lmkit.registry import ATTENTION, STRATEGIES
 from lmkit.training.numerics import numerics
 
 STORY_BYTES = 500_000
@@ -92,7 +91,7 @@ def _jsonable(options: LmMatrixOptions) -> dict[str, Any]:
 
 
 def _check(options: LmMatrixOptions) -> None:
-    for name, known in (("kernels", ATTENTION), ("strategies", STRATEGIES)):
+    for name, known in (("kernels", ATTENTION.names), ("strategies", STRATEGIES.names)):
         for value in getattr(options, name):
             if value not in known:
                 raise UsageError(

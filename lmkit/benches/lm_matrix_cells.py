@@ -154,7 +154,7 @@ def _config(kernel: str, options: LmMatrixOptions) -> ModelConfig:
         num_heads=options.num_heads,
         tie_embeddings=options.tie_embeddings,
         activation_checkpointing=options.activation_checkpointing,
-        attention=kernel,  # type: ignore[arg-type]  # checked in _check
+        attention=kernel,  # checked in _check
         compile=options.compile,  # type: ignore[arg-type]  # pydantic refuses others
     )
 

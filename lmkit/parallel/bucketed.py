@@ -14,12 +14,16 @@ from torch import nn
 
 from lmkit.parallel.overlap import OverlapSync
 from lmkit.parallel.reduction import wire_dtype_for
+from lmkit.registry import STRATEGIES
 
 MIB = 2**20
 LAST_BUCKET_BYTES = 1 * MIB
 """The last bucket's reduction is what the backward pass cannot hide: only what comes at the very end is in it."""
 
 
+@STRATEGIES.register(
+    "bucketed", order=5, aliases=("flashddp", "Bucketed Overlapping DDP"), uses=("bucket_mb", "wire_dtype")
+)
 class BucketedSync(OverlapSync):
     """As `overlap`, with parameters of about `bucket_mb` per call. Heeds `bucket_mb` and `wire_dtype`."""
 

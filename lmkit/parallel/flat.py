@@ -8,8 +8,10 @@ from lmkit.parallel.packing import ReducingBucket, gradients_of, group_by_kind, 
 from lmkit.parallel.reduction import wire_dtype_for
 from lmkit.parallel.replicated import ReplicatedSync
 from lmkit.parallel.unused import UsedAnywhere
+from lmkit.registry import STRATEGIES
 
 
+@STRATEGIES.register("flat", order=3, aliases=("naive bucketed",), uses=("wire_dtype",))
 class FlatSync(ReplicatedSync):
     """One collective per device and dtype. Needs room for a second copy of the gradients while it packs.
 

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 from lmkit.parallel.replicated import ReplicatedSync
 from lmkit.parallel.unused import UsedAnywhere
+from lmkit.registry import STRATEGIES
 
 
+@STRATEGIES.register("naive", order=2, aliases=("Naive DDP",))
 class NaiveSync(ReplicatedSync):
     """Pays the latency of a collective once per parameter and overlaps nothing. Heeds no options."""
 

@@ -6,8 +6,10 @@ from torch import nn
 
 from lmkit.parallel.replicas import trainable_parameters
 from lmkit.parallel.replicated import ReplicatedSync
+from lmkit.registry import STRATEGIES
 
 
+@STRATEGIES.register("none", order=1, aliases=("Local No DDP",))
 class NoSync(ReplicatedSync):
     """Communicates nothing, not even rank 0's parameters. Heeds no options."""
 

@@ -15,11 +15,13 @@ from lmkit.parallel.packing import ReducingBucket, gradients_of, pack_gradients
 from lmkit.parallel.process_group import Ranks
 from lmkit.parallel.replicated import ReplicatedSync, present_gradients
 from lmkit.parallel.strategies import MakeOptimizer, SyncOptions
+from lmkit.registry import STRATEGIES
 
 LATE_BYTES = 32 * 2**20
 """A last bucket from this size on may arrive late (NVLink moves as much in 0.1 ms)."""
 
 
+@STRATEGIES.register("overlap", order=4, aliases=("individual",))
 class OverlapSync(ReplicatedSync):
     """One asynchronous all-reduce per parameter, from hooks (the buckets here hold one parameter each).
 

@@ -18,7 +18,6 @@ A training step on every rank, whatever the strategy:
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -27,31 +26,9 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import nn
 
-from lmkit.errors import UsageError
 from lmkit.parallel.process_group import Ranks
 from lmkit.parallel.traffic import Traffic
-from lmkit.recipe import aliases
-
-STRATEGIES: dict[str, str] = {
-    "none": "lmkit.parallel.none:NoSync",
-    "naive": "lmkit.parallel.naive:NaiveSync",
-    "flat": "lmkit.parallel.flat:FlatSync",
-    "overlap": "lmkit.parallel.overlap:OverlapSync",
-    "bucketed": "lmkit.parallel.bucketed:BucketedSync",
-    "torch_ddp": "lmkit.parallel.torch_ddp:TorchDDP",
-    "zero1": "lmkit.parallel.zero1:Zero1",
-}
-
-HEEDS: dict[str, tuple[str, ...]] = {
-    "none": (),
-    "naive": (),
-    "flat": ("wire_dtype",),
-    "overlap": (),
-    "bucketed": ("bucket_mb", "wire_dtype"),
-    "torch_ddp": ("bucket_mb", "wire_dtype"),
-    "zero1": ("bucket_mb", "wire_dtype", "weights", "gather"),
-}
-"""Which of the `SyncOptions` make a difference to each strategy."""
+from lmkit.registry import STRATEGIES
 
 ParameterGroups = list[dict[str, Any]]
 MakeOptimizer = Callable[[ParameterGroups], torch.optim.Optimizer]
@@ -59,7 +36,7 @@ MakeOptimizer = Callable[[ParameterGroups], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class SyncOptions:
-    """What a recipe can say about a strategy; `HEEDS` has the options that each one heeds.
+    """What a recipe can say about a strategy; its registration names the options that it uses.
 
     Attributes:
         bucket_mb: how much is reduced in one call, in MiB (2^20 bytes). Every call costs the host some 0.1 ms, and
@@ -142,15 +119,10 @@ class GradientSync(Protocol):
 
 
 def build_strategy(name: str, ranks: Ranks, options: SyncOptions | None = None) -> GradientSync:
-    """Make the strategy called `name`, one of STRATEGIES or a spelling that recipes accept beside them.
+    """Make the strategy called `name`, or one of its aliases.
 
     Raises:
         UsageError: no such strategy.
     """
-    name = aliases.STRATEGIES.get(name, name)
-    if name not in STRATEGIES:
-        raise UsageError(f"no strategy is called {name!r}", hint="there are: " + ", ".join(STRATEGIES))
-    module, _, attribute = STRATEGIES[name].partition(":")
-    make = getattr(importlib.import_module(module), attribute)
-    strategy: GradientSync = make(ranks, options or SyncOptions())
+    strategy: GradientSync = STRATEGIES.load(name)(ranks, options or SyncOptions())
     return strategy

@@ -17,12 +17,16 @@ from lmkit.parallel.process_group import Ranks
 from lmkit.parallel.replicas import check_same_model
 from lmkit.parallel.replicated import ReplicatedSync
 from lmkit.parallel.strategies import SyncOptions
+from lmkit.registry import STRATEGIES
 
 # torch 2.13 renamed the option and warns about the old name. Our models' buffers are constants.
 _NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
 _NO_BUFFER_TRAFFIC: dict[str, Any] = {"forward_sync_buffers" if _NEW_NAME else "broadcast_buffers": False}
 
 
+@STRATEGIES.register(
+    "torch_ddp", order=6, aliases=("pytorch", "Pytorch DDP"), uses=("bucket_mb", "wire_dtype"), rival=True
+)
 class TorchDDP(ReplicatedSync):
     """Heeds `bucket_mb` and `wire_dtype`.
 

@@ -31,8 +31,16 @@ from lmkit.parallel.traffic import Traffic
 from lmkit.parallel.unused import UsedAnywhere
 from lmkit.parallel.weight_gather import CollectiveGather, PeerGather, WeightGather, aligned
 from lmkit.parallel.zero1_layout import BucketLayout, ShardLayout, shard_size_of
+from lmkit.registry import STRATEGIES
 
 
+@STRATEGIES.register(
+    "zero1",
+    order=7,
+    aliases=("sharded_optimizer",),
+    uses=("bucket_mb", "wire_dtype", "weights", "gather"),
+    shards=("optimizer",),
+)
 class Zero1(Accumulates):
     """Heeds `bucket_mb`, `wire_dtype` (gradients of fp32 weights), `weights` and `gather`.
 

@@ -8,40 +8,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from lmkit.registry import ATTENTION, STRATEGIES, Registry
+
 KEYS: dict[tuple[str, str], str] = {
     ("checkpoint", "checkpointing_interval"): "interval",
     ("optimizer", "learning_rate"): "lr",
 }
 
-ATTENTION = {
-    "scaled_dot_prod_attention": "reference",
-    "vectorized_torch": "vectorized",
-    "flash_attention_triton": "flash_triton",
-}
-
-STRATEGIES = {
-    "Local No DDP": "none",
-    "Naive DDP": "naive",
-    "naive bucketed": "flat",
-    "individual": "overlap",
-    "flashddp": "bucketed",
-    "Bucketed Overlapping DDP": "bucketed",
-    "pytorch": "torch_ddp",
-    "Pytorch DDP": "torch_ddp",
-    "sharded_optimizer": "zero1",
-}
-
-VALUES: dict[tuple[str, ...], dict[str, str]] = {
-    ("model", "attention"): ATTENTION,
-    ("parallel", "strategy"): STRATEGIES,
-    ("bench", "attention", "kernels"): ATTENTION,
-    ("bench", "attention", "grid_kernels"): ATTENTION,
-    ("bench", "attention", "baseline"): ATTENTION,
-    ("bench", "model", "attention"): ATTENTION,
-    ("bench", "lm_matrix", "kernels"): ATTENTION,
-    ("bench", "lm_matrix", "strategies"): STRATEGIES,
-    ("bench", "ddp", "contenders"): STRATEGIES,
-}
+RENAMED: tuple[tuple[tuple[str, ...], Registry[Any]], ...] = (
+    # Names with a variant behind them, `flash_attention_triton+compile`, which no registry checks.
+    (("bench", "attention", "kernels"), ATTENTION),
+    (("bench", "attention", "grid_kernels"), ATTENTION),
+    (("bench", "attention", "baseline"), ATTENTION),
+    (("bench", "ddp", "contenders"), STRATEGIES),
+)
 
 
 def canonical(raw: dict[str, Any]) -> dict[str, Any]:
@@ -55,8 +35,8 @@ def canonical(raw: dict[str, Any]) -> dict[str, Any]:
     model = tables.get("model")
     if isinstance(model, dict) and isinstance(model.get("use_flash"), bool) and "attention" not in model:
         model["attention"] = "flash_triton" if model.pop("use_flash") else "vectorized"
-    for path, names in VALUES.items():
-        _rename(tables, path, names)
+    for path, registry in RENAMED:
+        _rename(tables, path, registry.aliases)
     return tables
 
 

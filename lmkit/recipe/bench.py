@@ -7,9 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from lmkit.recipe.model import AttentionName, check_heads
-from lmkit.recipe.parallel import StrategyName
-from lmkit.recipe.table import Count, PositiveFloat, PositiveInt, Table
+from lmkit.recipe.model import check_heads
+from lmkit.recipe.table import AttentionName, Count, PositiveFloat, PositiveInt, StrategyName, Table
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Sizes = Literal["tiny", "small", "medium", "large", "xl", "2.7b"]

@@ -5,17 +5,16 @@ Everything wrong with a recipe is reported at once, each mistake with its dotted
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from lmkit.errors import UsageError, reason
+from lmkit.errors import UsageError, did_you_mean, reason
 from lmkit.recipe.aliases import canonical
 from lmkit.recipe.model import fill_preset, forget_sizes
 from lmkit.recipe.schema import CHECKS, CHECKS_BEFORE_TOKENS, TABLES, Recipe, table_type
@@ -296,12 +295,6 @@ def _shown(value: object) -> str:
     else:
         text = str(value) if isinstance(value, float) else json.dumps(value, default=str)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """` (did you mean ...?)` for the nearest known name, or nothing."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def recipe_to_toml(recipe: Recipe) -> str:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from lmkit.recipe.table import PositiveFloat, PositiveInt, Table
+from lmkit.recipe.table import AttentionName, PositiveFloat, PositiveInt, Table
 
 PRESETS: dict[str, dict[str, int]] = {
     "tiny": {"d_model": 192, "d_ff": 512, "num_layers": 4, "num_heads": 6},
@@ -18,8 +18,6 @@ PRESETS: dict[str, dict[str, int]] = {
 }
 """Named sizes after GPT-2 and GPT-3 (Brown et al. 2020, table 2.1). With SwiGLU's third matrix and an untied head
 the real parameter counts are larger than those tables say; `lmkit recipe show` prints them."""
-
-AttentionName = Literal["reference", "vectorized", "flash_torch", "flash_triton", "sdpa"]
 
 
 class ModelConfig(Table):

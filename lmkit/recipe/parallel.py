@@ -6,12 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from lmkit.recipe.table import PositiveFloat, Table
-
-StrategyName = Literal["none", "naive", "flat", "overlap", "bucketed", "torch_ddp", "zero1"]
-
-CASTING_STRATEGIES: tuple[StrategyName, ...] = ("flat", "bucketed", "torch_ddp", "zero1")
-"""Those that heed `wire_dtype`."""
+from lmkit.recipe.table import PositiveFloat, StrategyName, Table
 
 
 class ParallelConfig(Table):

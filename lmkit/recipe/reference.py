@@ -9,10 +9,10 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Iterator
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from lmkit.recipe.schema import Recipe, table_type
-from lmkit.recipe.table import Table
+from lmkit.recipe.table import RegisteredName, Table
 
 _WIDTH = 100
 _COLUMN = 34
@@ -74,7 +74,7 @@ def _keys(table: Table) -> Iterator[str]:
     values = table.model_dump(mode="json")
     texts = meanings(type(table))
     for key, field in type(table).model_fields.items():
-        choices = _choices(field.annotation)
+        choices = _choices(Annotated[(field.annotation, *field.metadata, "")])
         remarks = [
             "not set" if values[key] is None else "",
             f"{', '.join(choices[:-1])} or {choices[-1]}" if choices else "",
@@ -88,6 +88,9 @@ def _choices(annotation: Any) -> tuple[str, ...]:
     """The words among which a key chooses, also as items of an array; () where it does not."""
     if get_origin(annotation) is Literal:
         return get_args(annotation)
+    validator = getattr(annotation, "func", None)
+    if isinstance(validator, RegisteredName):
+        return validator.registry.names
     return next((found for part in get_args(annotation) if (found := _choices(part))), ())
 
 

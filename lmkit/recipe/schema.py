@@ -13,13 +13,14 @@ from lmkit.recipe.data import DataConfig
 from lmkit.recipe.generate import GenerateConfig
 from lmkit.recipe.model import ModelConfig
 from lmkit.recipe.optimizer import OptimizerConfig
-from lmkit.recipe.parallel import CASTING_STRATEGIES, ParallelConfig
+from lmkit.recipe.parallel import ParallelConfig
 from lmkit.recipe.run import RunConfig
 from lmkit.recipe.shipped import shipped_with
 from lmkit.recipe.table import Table
 from lmkit.recipe.tokenizer import TokenizerConfig
 from lmkit.recipe.train import TrainConfig
 from lmkit.recipe.wandb import WandbConfig
+from lmkit.registry import STRATEGIES
 
 T = TypeVar("T")
 
@@ -105,9 +106,13 @@ def _zero1_alone_has_bf16_weights(tables: Mapping[str, Any]) -> str | None:
 
 def _wire_dtype_has_a_strategy(tables: Mapping[str, Any]) -> str | None:
     parallel = tables.get("parallel")
-    if parallel is None or parallel.wire_dtype == "fp32" or parallel.strategy in CASTING_STRATEGIES:
+    if (
+        parallel is None
+        or parallel.wire_dtype == "fp32"
+        or "wire_dtype" in STRATEGIES.facts(parallel.strategy).uses
+    ):
         return None
-    known = ", ".join(CASTING_STRATEGIES)
+    known = ", ".join(name for name in STRATEGIES.names if "wire_dtype" in STRATEGIES.facts(name).uses)
     return f'parallel.wire_dtype: "{parallel.strategy}" sends gradients as they are; "bf16" is for {known}'
 
 

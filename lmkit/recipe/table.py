@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from lmkit.errors import did_you_mean
+from lmkit.registry import ATTENTION, STRATEGIES, Registry
 
 
 class Table(BaseModel):
@@ -13,6 +17,22 @@ class Table(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
 
+@dataclass(frozen=True)
+class RegisteredName:
+    """Accepts the names of a registry and their aliases; the value is the name."""
+
+    registry: Registry[Any]
+
+    def __call__(self, value: str) -> str:
+        name = self.registry.aliases.get(value, value)
+        if name not in self.registry.names:
+            known = ", ".join(self.registry.names)
+            raise ValueError(f'"{value}" is not one of {known}{did_you_mean(value, self.registry.names)}')
+        return name
+
+
+AttentionName = Annotated[str, AfterValidator(RegisteredName(ATTENTION))]
+StrategyName = Annotated[str, AfterValidator(RegisteredName(STRATEGIES))]
 _LARGEST = (1 << 63) - 1  # of TOML's integers
 PositiveInt = Annotated[int, Field(gt=0, le=_LARGEST)]
 Count = Annotated[int, Field(ge=0, le=_LARGEST)]

@@ -5,11 +5,11 @@ import torch
 from attention_oracle import exact_attention, faults_of
 from torch.utils.checkpoint import checkpoint
 
-from lmkit.attention import ATTENTION, attention_function, flash_torch
+from lmkit.attention import attention_function, flash_torch
 from lmkit.attention.accuracy import run_attention
 from lmkit.attention.reference import reference
 from lmkit.errors import UsageError
-from lmkit.recipe import aliases
+from lmkit.registry import ATTENTION
 
 PYTORCH_KERNELS = ["reference", "vectorized", "flash_torch", "sdpa"]
 
@@ -208,12 +208,12 @@ def test_mixed_dtypes_are_refused_without_autocast(kernel, random_inputs):
 
 @pytest.mark.parametrize("theirs", ["scaled_dot_prod_attention", "vectorized_torch"])
 def test_spellings_that_recipes_accept_are_found_too(theirs):
-    assert attention_function(theirs) is attention_function(aliases.ATTENTION[theirs])
+    assert attention_function(theirs) is attention_function(ATTENTION.canonical(theirs))
 
 
 def test_unknown_name_lists_what_exists():
     with pytest.raises(UsageError) as caught:
         attention_function("flash_cuda")
     assert "flash_cuda" in caught.value.message
-    for name in ATTENTION:
+    for name in ATTENTION.names:
         assert name in caught.value.hint

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from lmkit.attention import ATTENTION
 from lmkit.attention.vectorized import vectorized
 from lmkit.benches import attention as bench
 from lmkit.benches import attention_sweep as sweeping
@@ -20,6 +19,7 @@ from lmkit.benches.journal import Journal
 from lmkit.errors import UsageError
 from lmkit.measure.limits import Limits
 from lmkit.measure.memory import PeakMemory
+from lmkit.registry import ATTENTION
 
 SMALL = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "iters": 6, "warmup": 1, "max_seconds": 1.0}
 
@@ -112,13 +112,15 @@ WRONG = (zeros, scaled, mask_too_wide, mask_too_narrow, last_tile_skipped, one_h
 
 
 @pytest.fixture
-def _kernels_of_this_file(monkeypatch):
+def _kernels_of_this_file():
     """Registers the functions above as attention kernels."""
     functions = (*WRONG, gradient_dropped)
-    by_name = {function.__name__: function for function in (*functions, out_of_memory, unsupported, broken)}
-    original = variants.attention_function
-    monkeypatch.setattr(variants, "ATTENTION", {**ATTENTION, **dict.fromkeys(by_name, "here")})
-    monkeypatch.setattr(variants, "attention_function", lambda name: by_name.get(name) or original(name))
+    functions = (*functions, out_of_memory, unsupported, broken)
+    for function in functions:
+        ATTENTION.register(function.__name__)(function)
+    yield
+    for function in functions:
+        ATTENTION.unregister(function.__name__)
 
 
 @pytest.fixture

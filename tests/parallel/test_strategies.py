@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import re
 import sys
 from pathlib import Path
 
@@ -12,9 +11,8 @@ import pytest
 from lmkit.errors import UsageError
 from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.process_group import Ranks
-from lmkit.parallel.strategies import HEEDS, STRATEGIES, SyncOptions, build_strategy
-from lmkit.recipe import aliases
-from lmkit.recipe.parallel import CASTING_STRATEGIES
+from lmkit.parallel.strategies import SyncOptions, build_strategy
+from lmkit.registry import STRATEGIES
 
 sys.path.insert(0, str(Path(__file__).parent))
 CHECKS = list(importlib.import_module("rank_checks").CHECKS)
@@ -60,7 +58,7 @@ def test_two_ranks(on_two_ranks, name):
     read_outcome(on_two_ranks, name)
 
 
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "none"])
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES.names if name != "none"])
 def test_fault_76_unused_frozen_and_shared_parameters_are_trained_as_by_torch_ddp(on_two_ranks, strategy):
     """The checks' model has all three; every strategy, torch_ddp among them, equals training on the joined batch."""
     names = [name for name in CHECKS if name.startswith("joined batch") and f"{strategy}," in name]
@@ -81,7 +79,7 @@ def test_every_strategy_works_alone(rank_modules):
 
     model_module = rank_modules["rank_model"]
     after = []
-    for name in STRATEGIES:
+    for name in STRATEGIES.names:
         torch.manual_seed(0)
         model = model_module.HardModel()
         sync = build_strategy(name, Ranks())
@@ -98,33 +96,22 @@ def test_every_strategy_works_alone(rank_modules):
         sync.wait_for_weights()
         assert sync.traffic.calls == 0
         after.append(nn.utils.parameters_to_vector(model.parameters()).detach())
-    for name, weights in zip(STRATEGIES, after, strict=True):
+    for name, weights in zip(STRATEGIES.names, after, strict=True):
         # zero1 sums the squares of the norm bucket by bucket: the last bits of a float64.
         assert torch.allclose(weights, after[0], rtol=0, atol=1e-12), name
 
 
-@pytest.mark.parametrize(("theirs", "ours"), aliases.STRATEGIES.items())
+@pytest.mark.parametrize(("theirs", "ours"), STRATEGIES.aliases.items())
 def test_spellings_that_recipes_accept_are_found_too(theirs, ours):
     assert type(build_strategy(theirs, Ranks())) is type(build_strategy(ours, Ranks()))
 
 
 def test_unknown_strategies_and_options_are_refused():
-    with pytest.raises(UsageError, match="no strategy is called 'bucketted'") as caught:
+    with pytest.raises(UsageError) as caught:
         build_strategy("bucketted", Ranks())
-    assert caught.value.hint.startswith("there are: none, naive, flat")
+    assert caught.value.code == "registry.unknown_name"
+    assert "bucketed" in caught.value.message
     with pytest.raises(ValueError, match="bucket_mb must be positive"):
         SyncOptions(bucket_mb=0)
     with pytest.raises(ValueError, match="wire_dtype must be fp32 or bf16, got 'fp8'"):
         SyncOptions(wire_dtype="fp8")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_what_a_strategy_heeds_is_what_its_docstring_says(name):
-    module, _, attribute = STRATEGIES[name].partition(":")
-    told = re.search(r"Heeds ([^.]*)\.", getattr(importlib.import_module(module), attribute).__doc__)
-    assert tuple(re.findall(r"`(\w+)`", told[1])) == HEEDS[name]
-    assert bool(HEEDS[name]) == ("no options" not in told[1])
-
-
-def test_a_recipe_may_ask_those_for_a_wire_dtype_that_heed_it():
-    assert tuple(name for name in STRATEGIES if "wire_dtype" in HEEDS[name]) == CASTING_STRATEGIES

@@ -9,8 +9,8 @@ import torch
 from process_fleet import Fleet, assert_same_tensors, newest
 from run_folders import losses, saved
 
-from lmkit.parallel.strategies import STRATEGIES
 from lmkit.recipe.schema import Recipe
+from lmkit.registry import STRATEGIES
 from lmkit.training.checkpoint_folder import step_name
 from lmkit.training.checkpoints import plain_model
 
@@ -53,7 +53,7 @@ def test_whole_weights_survive_a_session_with_bf16_ones(
 def test_fault_54_two_ranks_resume_bit_for_bit(
     strategy: str, fleet: Fleet, tiny: Tiny, settings: Callable[..., list[str]]
 ) -> None:
-    assert strategy in STRATEGIES
+    assert strategy in STRATEGIES.names
     chosen = f"parallel.strategy={strategy}"
     whole, parts = settings(chosen, "run.name=whole"), settings(chosen, "run.name=parts")
     options = {"ranks": 2, "fault": "no fault: random numbers are drawn"}

@@ -1,0 +1,287 @@
+"""Find kernels, strategies, optimizers, benches and datasets by name.
+
+Each of them registers itself in its own file, with a decorator whose arguments are literals:
+
+    @ATTENTION.register("flash_torch", second_derivatives=False)
+    def flash_torch(q, k, v, *, causal, scale=None): ...
+
+Names and facts are read from the source of the package, so that a recipe is validated and help is printed before
+torch is imported; `load` imports the file. Code from outside registers in the same way: the decorator runs when the
+file is imported (`--plugin FILE` on the command line, or an import in Python).
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from lmkit.errors import UsageError, did_you_mean
+
+
+class _Ordered(Protocol):
+    @property
+    def order(self) -> int: ...
+
+
+Facts = TypeVar("Facts", bound=_Ordered)
+Registered = TypeVar("Registered", bound=Callable[..., Any])
+_PACKAGE = Path(__file__).resolve().parent
+
+
+@dataclass
+class Entry(Generic[Facts]):
+    """One registered object.
+
+    Attributes:
+        module: imported when the object is asked for.
+        attribute: the object's name in the module.
+        facts: what can be known without importing the module.
+        loaded: the object, once its module was imported.
+    """
+
+    name: str
+    module: str
+    attribute: str
+    facts: Facts
+    aliases: tuple[str, ...] = ()
+    loaded: Any = None
+
+
+class Registry(Generic[Facts]):
+    """Named objects of one kind.
+
+    Args:
+        variable: what this registry is called in this module; decorators are found by it.
+        noun: what an object of this kind is called in messages.
+        package: the folder below `lmkit` whose files register objects.
+        facts: a dataclass; its fields are the keyword arguments of `register`.
+    """
+
+    def __init__(self, variable: str, noun: str, package: str, facts: type[Facts]) -> None:
+        self.noun = noun
+        # The decorator's arguments and the name of what it decorates.
+        self._decorated = re.compile(
+            rf"^@{variable}\.register\((.*?)\)\n(?:@.*\n)*(?:def|class) (\w+)", re.MULTILINE | re.DOTALL
+        )
+        self._package = package
+        self._facts = facts
+
+    def register(
+        self, name: str, *, aliases: tuple[str, ...] = (), **facts: Any
+    ) -> Callable[[Registered], Registered]:
+        """Register the decorated function or class under `name`.
+
+        Inside lmkit all arguments are literals: they are read from the source, too.
+
+        Args:
+            aliases: other spellings that recipes and functions accept.
+            facts: fields of the registry's dataclass.
+
+        Raises:
+            UsageError: another object has this name.
+        """
+
+        def keep(thing: Registered) -> Registered:
+            entry = self._entries.get(name)
+            if entry is not None and entry.module != thing.__module__:
+                raise UsageError(
+                    "registry.name_taken",
+                    f"{thing.__module__}: there is {self.noun} {name!r} already, in {entry.module}",
+                    hint="register it under another name",
+                )
+            if entry is None:
+                entry = self._entries[name] = Entry(
+                    name, thing.__module__, thing.__name__, self._facts(**facts), aliases
+                )
+            entry.loaded = thing
+            return thing
+
+        return keep
+
+    def unregister(self, name: str) -> None:
+        """Forget an object from outside."""
+        del self._entries[name]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names, in the order of the files that register them, then those from outside."""
+        return tuple(self._entries)
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Other spelling -> name."""
+        return {alias: entry.name for entry in self._entries.values() for alias in entry.aliases}
+
+    def canonical(self, name: str) -> str:
+        """Return the registered name for a name or an alias.
+
+        Raises:
+            UsageError: no object has this name.
+        """
+        name = self.aliases.get(name, name)
+        if name not in self._entries:
+            raise UsageError(
+                "registry.unknown_name",
+                f"no {self.noun} is called {name!r}{did_you_mean(name, self.names)}",
+                hint="there are: " + ", ".join(self.names),
+            )
+        return name
+
+    def facts(self, name: str) -> Facts:
+        """Return what is known of an object without importing its module."""
+        return self._entries[self.canonical(name)].facts
+
+    def load(self, name: str) -> Any:
+        """Import the module of an object and return the object."""
+        entry = self._entries[self.canonical(name)]
+        if entry.loaded is None:
+            importlib.import_module(entry.module)
+        return entry.loaded
+
+    def function_of(self, name: str, function: str) -> Any:
+        """Return another function of the module in which `name` is registered; facts refer to such by name."""
+        thing = self.load(name)
+        return getattr(sys.modules[thing.__module__], function)
+
+    @cached_property
+    def _entries(self) -> dict[str, Entry[Facts]]:
+        found = []
+        for path in sorted((_PACKAGE / self._package).glob("*.py")):
+            for arguments, attribute in self._decorated.findall(path.read_text("utf-8")):
+                call = ast.parse(f"register({arguments})", mode="eval").body
+                assert isinstance(call, ast.Call)
+                facts = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+                aliases = facts.pop("aliases", ())
+                module = f"lmkit.{self._package}.{path.stem}"
+                name = ast.literal_eval(call.args[0])
+                found.append(Entry(name, module, attribute, self._facts(**facts), aliases))
+        return {entry.name: entry for entry in sorted(found, key=lambda entry: entry.facts.order)}
+
+
+PLUGINS: list[Path] = []
+"""Files that the user named with `--plugin`; ranks that are started load them, too."""
+
+
+def load_plugin(path: Path) -> None:
+    """Import a Python file of the user's; what it registers is known from then on.
+
+    Raises:
+        UsageError: no such file.
+    """
+    path = path.resolve()
+    if path in PLUGINS:
+        return
+    if not path.is_file():
+        raise UsageError("plugin.missing", f"--plugin {path}: no such file", hint="name a Python file")
+    name = f"lmkit_plugin_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    PLUGINS.append(path)
+
+
+@dataclass(frozen=True)
+class KernelFacts:
+    """An attention kernel: `kernel(q, k, v, *, causal, scale=None) -> out`, see `lmkit.attention`.
+
+    Attributes:
+        order: position in lists; those from outside are last.
+        requires: packages that have to be installed.
+        devices: where it runs.
+        check: a function of the module: `check(q)` raises UsageError for a dtype, head_dim or device that the kernel
+            does not support.
+        masks: whether it takes `mask=`.
+        second_derivatives: whether its backward pass can be differentiated.
+        keeps_scores: whether it holds all scores in memory, in the dtype of the inputs.
+        implementation: a function of the module: `implementation(q, k, v)` names what a call would run.
+        variants: name -> keyword arguments of the kernel, for `bench attention --kernels KERNEL:NAME`.
+    """
+
+    order: int = 100
+    requires: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    check: str | None = None
+    masks: bool = False
+    second_derivatives: bool = False
+    keeps_scores: bool = False
+    implementation: str | None = None
+    variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StrategyFacts:
+    """A strategy of gradient synchronisation, see `lmkit.parallel.protocol`.
+
+    Attributes:
+        order: position in lists; those from outside are last.
+        uses: the keys of [parallel] that make a difference to it.
+        shards: what it divides among the ranks: (), ("optimizer",), later also "gradients" and "parameters".
+        rival: whether it is PyTorch's, here to be compared with.
+    """
+
+    order: int = 100
+    uses: tuple[str, ...] = ()
+    shards: tuple[str, ...] = ()
+    rival: bool = False
+
+
+@dataclass(frozen=True)
+class OptimizerFacts:
+    """An optimizer: `make(groups, options) -> torch.optim.Optimizer`, `options` being the table [optimizer].
+
+    Attributes:
+        order: position in lists; those from outside are last.
+        uses: the keys of [optimizer] that make a difference to it.
+        elementwise: whether every weight is updated from its own gradient and state alone, so that flat shards of
+            parameters can be updated in its place.
+    """
+
+    order: int = 100
+    uses: tuple[str, ...] = ()
+    elementwise: bool = True
+
+
+@dataclass(frozen=True)
+class BenchFacts:
+    """A benchmark, see `lmkit.bench.harness`.
+
+    Attributes:
+        order: position in lists; those from outside are last.
+        help: one line for `lmkit bench --help`.
+        recipes: the shipped recipes that it runs without one: with CUDA, and without.
+        ranks: whether it can run on several ranks ("optional"), needs them ("required"), or uses one process ("").
+    """
+
+    order: int = 100
+    help: str = ""
+    recipes: tuple[str, str] = ("", "")
+    ranks: str = ""
+
+
+@dataclass(frozen=True)
+class DatasetFacts:
+    """A text corpus that can be downloaded: the function returns its `lmkit.data.download.Dataset`.
+
+    Attributes:
+        order: position in lists; those from outside are last.
+    """
+
+    order: int = 100
+
+
+ATTENTION = Registry("ATTENTION", "attention kernel", "attention", KernelFacts)
+STRATEGIES = Registry("STRATEGIES", "strategy", "parallel", StrategyFacts)
+OPTIMIZERS = Registry("OPTIMIZERS", "optimizer", "optim", OptimizerFacts)
+BENCHES = Registry("BENCHES", "bench", "bench", BenchFacts)
+DATASETS = Registry("DATASETS", "dataset", "data", DatasetFacts)

@@ -1,0 +1,92 @@
+"""Registries know names and facts without importing what they name; code from outside registers in one file."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from lmkit.errors import UsageError
+from lmkit.registry import ATTENTION, STRATEGIES, KernelFacts, Registry, load_plugin
+
+PLUGIN = """
+from lmkit.registry import ATTENTION
+
+@ATTENTION.register("from_outside", masks=True, aliases=("out",))
+def from_outside(q, k, v, *, causal, scale=None):
+    return v
+"""
+
+
+@pytest.fixture
+def plugin(tmp_path):
+    path = tmp_path / "my_kernels.py"
+    path.write_text(PLUGIN)
+    load_plugin(path)
+    yield path
+    ATTENTION.unregister("from_outside")
+
+
+def test_names_and_facts_are_known_without_torch():
+    told = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys; from lmkit.registry import ATTENTION, STRATEGIES;"
+            "print(ATTENTION.names, STRATEGIES.facts('zero1').shards, 'torch' in sys.modules)",
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert told == (
+        "('reference', 'vectorized', 'flash_torch', 'flash_triton', 'sdpa') ('optimizer',) False\n"
+    )
+
+
+@pytest.mark.parametrize("registry", [ATTENTION, STRATEGIES])
+def test_what_is_read_from_the_source_is_what_the_decorator_registers(registry):
+    for name in registry.names:
+        if name == "flash_triton":
+            pytest.importorskip("triton")
+        thing = registry.load(name)
+        assert thing.__module__.endswith(f".{name}")
+
+
+def test_a_file_from_outside_registers_a_kernel(plugin):
+    assert ATTENTION.names[-1] == "from_outside"
+    assert ATTENTION.canonical("out") == "from_outside"
+    assert ATTENTION.facts("out").masks
+    assert ATTENTION.load("from_outside")(1, 2, 3, causal=True) == 3
+
+
+def test_a_name_is_registered_once():
+    with pytest.raises(UsageError) as caught:
+        ATTENTION.register("sdpa")(test_a_name_is_registered_once)
+    assert caught.value.code == "registry.name_taken"
+
+
+def test_unknown_names_are_refused_with_the_nearest():
+    with pytest.raises(UsageError) as caught:
+        ATTENTION.load("flash_tritn")
+    assert caught.value.code == "registry.unknown_name"
+    assert "flash_triton" in caught.value.message
+
+
+def test_a_missing_plugin_is_refused(tmp_path):
+    with pytest.raises(UsageError) as caught:
+        load_plugin(tmp_path / "none.py")
+    assert caught.value.code == "plugin.missing"
+
+
+def test_several_decorators_and_classes_are_found(tmp_path, monkeypatch):
+    (tmp_path / "lab").mkdir()
+    (tmp_path / "lab" / "two.py").write_text(
+        '@LAB.register("second", order=2)\nclass Second:\n    pass\n\n\n'
+        '@LAB.register(\n    "first",\n    order=1,\n    aliases=("one", "uno"),\n)\n@other\ndef first(): ...\n'
+    )
+    monkeypatch.setattr("lmkit.registry._PACKAGE", tmp_path)
+    registry = Registry("LAB", "thing", "lab", KernelFacts)
+    assert registry.names == ("first", "second")
+    assert registry.aliases == {"one": "first", "uno": "first"}
