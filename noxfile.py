@@ -39,14 +39,18 @@ def types(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """The fast CPU suite; with arguments, the part of it that they name."""
-    _python(session, "pytest", *_PARALLEL, "-m", "not slow and not full and not interpreter", *session.posargs)
+    _python(
+        session, "pytest", *_PARALLEL, "-m", "not slow and not full and not interpreter", *session.posargs
+    )
 
 
 @nox.session
 def full(session: nox.Session) -> None:
     """The rest that needs no GPU: process faults, fuzzing, long ranks, all interpreted kernels."""
     _python(session, "pytest", *_PARALLEL, "-m", "full and not interpreter", *session.posargs)
-    _python(session, "pytest", *_PARALLEL, "-m", "full and interpreter", *session.posargs, TRITON_INTERPRET="1")
+    _python(
+        session, "pytest", *_PARALLEL, "-m", "full and interpreter", *session.posargs, TRITON_INTERPRET="1"
+    )
 
 
 @nox.session
