@@ -32,6 +32,7 @@ LAYERS = (
     "storage",
     "registry",
     "errors",
+    "lazy",
 )
 FOUNDATIONS = {"recipe", "measure", "storage"}  # these import nothing of lmkit but errors
 STRANGERS = {("training", "generation"), ("generation", "parallel")}  # neighbours that stay apart
@@ -92,7 +93,7 @@ def _upward(path: Path, tree: ast.AST) -> list[str]:
         if there == here:
             continue
         up = LAYERS.index(there) < LAYERS.index(here)
-        beyond = here in FOUNDATIONS and there not in ("errors", "registry")
+        beyond = here in FOUNDATIONS and there not in ("errors", "registry", "lazy")
         if up or beyond or (here, there) in STRANGERS:
             wrong.append(f"{path.relative_to(PACKAGE.parent)} imports {name}")
     return wrong

@@ -1,0 +1,31 @@
+"""Export names of a package without importing the files that define them (PEP 562)."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def exports(
+    package: str, modules: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return a package's `__getattr__`, `__dir__` and `__all__`.
+
+        __getattr__, __dir__, __all__ = exports(__name__, {"TransformerLM": "transformer"})
+
+    Args:
+        package: the package's `__name__`.
+        modules: public name -> the module of the package that defines it.
+    """
+
+    def getattr_(name: str) -> Any:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"{package}.{modules[name]}"), name)
+        # Importing a module binds its name in the package: a function of the same name must win.
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return getattr_, lambda: sorted(modules), list(modules)
