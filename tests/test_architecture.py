@@ -16,7 +16,7 @@ LAYERS = (
     "commands",
     "reports",
     "profiling",
-    "benches",
+    "bench",
     "training",
     "generation",
     "parallel",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lmkit.benches.attention_targets import rate_table
+from lmkit.bench.attention_targets import rate_table
 from lmkit.cli.app import run_command_line
 from lmkit.recipe.shipped import shipped_recipes
 

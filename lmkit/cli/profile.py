@@ -160,7 +160,7 @@ def _folder(output: Path | None, command: str, *, force: bool) -> Path:
     Raises:
         UsageError: nothing can be written there, or a folder was asked for and has a profile already.
     """
-    from lmkit.commands.outputs import refuse_unwritable
+    from lmkit.storage.outputs import refuse_unwritable
 
     if output is None:
         output = Path("artifacts/profiles") / command

@@ -7,8 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from lmkit.measure.progress import Progress
-from lmkit.measure.terminal import wants_plain_text
+from lmkit.measure.progress import Progress, wants_plain_text
 
 SECONDS_BETWEEN_LINES = 10.0
 

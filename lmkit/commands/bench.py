@@ -13,12 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lmkit.benches.journal import Journal
-from lmkit.commands.outputs import refuse_unwritable, wrote
+from lmkit.bench.journal import Journal
+from lmkit.bench.report import BenchResult
 from lmkit.commands.ranks import backend_of, ranks_of
 from lmkit.errors import UsageError
 from lmkit.measure.progress import Progress
-from lmkit.measure.results import BenchResult
+from lmkit.measure.tables import wrote
 from lmkit.parallel.failures import losses_named
 from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.process_group import Ranks
@@ -27,6 +27,7 @@ from lmkit.recipe.load import recipe_to_toml
 from lmkit.recipe.model import ModelConfig
 from lmkit.recipe.schema import Recipe, required
 from lmkit.storage import FolderLock, write_atomic
+from lmkit.storage.outputs import refuse_unwritable
 from lmkit.training.numerics import numerics
 
 log = logging.getLogger("lmkit")
@@ -57,7 +58,7 @@ class BenchStored:
 
 def attention(recipe: Recipe, output: Path | None, progress: Progress) -> BenchStored:
     """Attention kernels over lengths and head sizes."""
-    from lmkit.benches.attention import AttentionOptions, run_bench
+    from lmkit.bench.attention import AttentionOptions, run_bench
 
     table = _table(recipe.bench.attention, "attention")
     with _place(recipe, "attention", output) as journal, _ranks(recipe) as ranks:
@@ -68,7 +69,7 @@ def attention(recipe: Recipe, output: Path | None, progress: Progress) -> BenchS
 
 def model(recipe: Recipe, output: Path | None, progress: Progress) -> BenchStored:
     """Forward, backward and whole steps of the named sizes."""
-    from lmkit.benches.model import ModelOptions, run_bench
+    from lmkit.bench.model import ModelOptions, run_bench
 
     table = _table(recipe.bench.model, "model")
     with _place(recipe, "model", output) as journal, _ranks(recipe) as ranks:
@@ -79,8 +80,8 @@ def model(recipe: Recipe, output: Path | None, progress: Progress) -> BenchStore
 
 def lm_matrix(recipe: Recipe, output: Path | None, nproc: int, progress: Progress) -> BenchStored | None:
     """Short real trainings over kernels x strategies; None on ranks other than the first."""
-    from lmkit.benches.lm_matrix import run_bench
-    from lmkit.benches.lm_matrix_cells import LmMatrixOptions
+    from lmkit.bench.lm_matrix import run_bench
+    from lmkit.bench.lm_matrix_cells import LmMatrixOptions
 
     table = _table(recipe.bench.lm_matrix, "lm_matrix")
     run = recipe.run
@@ -101,8 +102,8 @@ def lm_matrix(recipe: Recipe, output: Path | None, nproc: int, progress: Progres
 
 def tokenizer(recipe: Recipe, output: Path | None, progress: Progress) -> BenchStored:
     """Training and encoding beside Hugging Face tokenizers, tiktoken and rustbpe where they are installed."""
-    from lmkit.benches.tokenizer import Case, bench_tokenizer
-    from lmkit.benches.tokenizer_contenders import CONTENDERS
+    from lmkit.bench.tokenizer import Case, bench_tokenizer
+    from lmkit.bench.tokenizer_contenders import CONTENDERS
     from lmkit.data.synth import write_stories
 
     table = _table(recipe.bench.tokenizer, "tokenizer")
@@ -206,10 +207,10 @@ def _on_ranks(
 
 
 def _ddp_rank(journal: Journal, recipe: Recipe, progress: Progress) -> BenchResult | None:
-    from lmkit.benches.ddp import LADDER, RIVALS, ddp_rows
-    from lmkit.benches.ddp_contenders import DdpCase
-    from lmkit.benches.ddp_overlap import record_step
-    from lmkit.benches.ddp_report import ddp_result
+    from lmkit.bench.ddp import LADDER, RIVALS, ddp_rows
+    from lmkit.bench.ddp_contenders import DdpCase
+    from lmkit.bench.ddp_overlap import record_step
+    from lmkit.bench.ddp_report import ddp_result
 
     table = _table(recipe.bench.ddp, "ddp")
     config = _model_with_vocabulary(recipe, "bench ddp")
@@ -246,8 +247,8 @@ def _ddp_rank(journal: Journal, recipe: Recipe, progress: Progress) -> BenchResu
 
 
 def _all_reduce_rank(journal: Journal, recipe: Recipe, progress: Progress) -> BenchResult | None:
-    from lmkit.benches.all_reduce import all_reduce_rows
-    from lmkit.benches.ddp_report import all_reduce_result
+    from lmkit.bench.all_reduce import all_reduce_rows
+    from lmkit.bench.ddp_report import all_reduce_result
 
     table = _table(recipe.bench.all_reduce, "all_reduce")
     with _ranks(recipe) as ranks:
@@ -264,10 +265,10 @@ def _all_reduce_rank(journal: Journal, recipe: Recipe, progress: Progress) -> Be
 
 
 def _optimizer_rank(journal: Journal, recipe: Recipe, progress: Progress) -> BenchResult | None:
-    from lmkit.benches.adamw_update import update_rows
-    from lmkit.benches.ddp_contenders import DdpCase
-    from lmkit.benches.ddp_report import optimizer_result
-    from lmkit.benches.optimizer import CONTENDERS, optimizer_rows
+    from lmkit.bench.adamw_update import update_rows
+    from lmkit.bench.ddp_contenders import DdpCase
+    from lmkit.bench.ddp_report import optimizer_result
+    from lmkit.bench.optimizer import CONTENDERS, optimizer_rows
     from lmkit.measure.limits import measure_limits
 
     table = _table(recipe.bench.optimizer, "optimizer")

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmkit.benches.rows import read_rows
+from lmkit.bench.compare import COLUMNS, compare_rows
+from lmkit.bench.rows import read_rows
 from lmkit.errors import UsageError
-from lmkit.measure.comparison import COLUMNS, compare_rows
 from lmkit.measure.tables import terminal_table
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Literal
 
 from lmkit.commands.numbers import count, megabytes
-from lmkit.commands.outputs import enumeration, refuse_existing, statement
 from lmkit.errors import UsageError
 from lmkit.measure.progress import Progress
+from lmkit.measure.tables import enumeration, statement
+from lmkit.storage.outputs import refuse_existing
 
 ErrorMode = Literal["strict", "replace"]
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from lmkit.commands.outputs import wrote
 from lmkit.errors import LmkitError
 from lmkit.measure.environment import describe_environment
+from lmkit.measure.tables import wrote
 from lmkit.parallel.process_group import local_device
 from lmkit.profiling.run import ProfileResult, profile_any_command, profile_steps, summarize_file
 from lmkit.profiling.steps import Mode, StepsOptions

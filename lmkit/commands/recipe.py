@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmkit.commands.outputs import enumeration, refuse_existing, statement
+from lmkit.measure.tables import enumeration, statement
 from lmkit.recipe.load import find_recipe, load_recipe
 from lmkit.recipe.reference import annotated_toml
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.shipped import headline, shipped_recipes
 from lmkit.storage import write_atomic
+from lmkit.storage.outputs import refuse_existing
 
 
 @dataclass(frozen=True)

@@ -17,19 +17,20 @@ from pathlib import Path
 from typing import Any
 
 from lmkit.commands.numbers import count, megabytes
-from lmkit.commands.outputs import refuse_unwritable, statement
 from lmkit.commands.stages import StageRecord, file_signature, stage_key
 from lmkit.data.corpora import prepare_corpus
 from lmkit.data.encoding import encode_corpus
 from lmkit.data.token_files import open_tokens
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.progress import Progress
+from lmkit.measure.tables import statement
 from lmkit.recipe.differences import differences
 from lmkit.recipe.load import load_recipe, recipe_to_toml
 from lmkit.recipe.schema import Recipe, required
 from lmkit.recipe.tokenizer import TokenizerConfig
 from lmkit.recipe.vocabulary import END_OF_TEXT
 from lmkit.storage import FolderLock, remove_partials, write_atomic
+from lmkit.storage.outputs import refuse_unwritable
 from lmkit.tokenizer import Tokenizer, train_tokenizer
 
 log = logging.getLogger("lmkit")

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Literal
 
 from lmkit.commands.numbers import count
-from lmkit.commands.outputs import enumeration, refuse_existing, statement
 from lmkit.errors import UsageError
+from lmkit.measure.tables import enumeration, statement
 from lmkit.recipe.tokenizer import TokenizerConfig
+from lmkit.storage.outputs import refuse_existing
 from lmkit.tokenizer import Tokenizer, train_tokenizer
 
 LONGEST_TOKENS = 10

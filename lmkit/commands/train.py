@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lmkit.commands.outputs import refuse_unwritable
 from lmkit.commands.ranks import ranks_of
 from lmkit.data.batches import BatchSource
 from lmkit.errors import LmkitError, UsageError, out_of_memory, reason
@@ -21,6 +20,7 @@ from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.process_group import Ranks, local_device
 from lmkit.recipe.schema import Recipe, required
 from lmkit.storage import FolderLock
+from lmkit.storage.outputs import refuse_unwritable
 from lmkit.training.assembly import assemble, check_device
 from lmkit.training.checkpoint_folder import saved_steps
 from lmkit.training.checkpoints import CHECKPOINTS, Checkpoint, open_checkpoint

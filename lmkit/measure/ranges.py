@@ -12,11 +12,16 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from lmkit.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
 
 RangeKind = Literal["nvtx", "kineto"]
 ENVIRONMENT_VARIABLE = "LMKIT_RANGES"
@@ -131,3 +136,44 @@ def _nvtx_opener() -> Callable[[str], AbstractContextManager]:
         return nullcontext() if torch.compiler.is_compiling() else NvtxRange(name)
 
     return open_range
+
+
+_MARK = b"USDT:"
+"""How PyTorch 2.13's lines `profiler_start` and `profiler_stop` begin. Its own switch (KINETO_LOG_LEVEL) counts
+them as worse than errors, and would hide those first."""
+_STDERR = 2
+
+
+@contextmanager
+def quietly(profiler: torch.profiler.profile) -> Iterator[torch.profiler.profile]:
+    """`with profiler`, but stderr has no such lines; whatever else is written there, by anyone, is passed on."""
+    with _without_marks():
+        profiler.__enter__()
+    try:
+        yield profiler
+    finally:
+        with _without_marks():
+            profiler.__exit__(None, None, None)
+
+
+@contextmanager
+def _without_marks() -> Iterator[None]:
+    """What is written to stderr meanwhile, by C++ too, comes at the end of the block, without the marks."""
+    try:
+        stderr = os.dup(_STDERR)
+    except OSError:  # closed: nobody sees it
+        yield
+        return
+    if sys.stderr is not None:
+        sys.stderr.flush()
+    with tempfile.TemporaryFile() as said:
+        os.dup2(said.fileno(), _STDERR)
+        try:
+            yield
+        finally:
+            if sys.stderr is not None:
+                sys.stderr.flush()
+            os.dup2(stderr, _STDERR)
+            said.seek(0)
+            with open(stderr, "wb") as terminal:
+                terminal.writelines(line for line in said if not line.startswith(_MARK))

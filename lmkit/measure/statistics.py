@@ -7,10 +7,10 @@ variants are compared pairwise, round by round: what slows a whole round down ca
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeVar
 
 FEWEST_PAIRS = 6
 """With fewer pairs no 95% interval of a median exists: even (min, max) of five covers only 94%."""
@@ -202,3 +202,33 @@ def _judge(
     else:
         verdict = "no difference"
     return PairedRatio(speedup, low, high, pairs, confidence, verdict)
+
+
+Time = TypeVar("Time", int, float)
+
+
+def union(intervals: Iterable[tuple[Time, Time]]) -> list[tuple[Time, Time]]:
+    """Disjoint sorted intervals that cover the same time."""
+    merged: list[tuple[Time, Time]] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def total(intervals: Iterable[tuple[Time, Time]]) -> Time:
+    """Length of the union."""
+    return sum(end - start for start, end in union(intervals))
+
+
+def overlap(some: Iterable[tuple[Time, Time]], others: Iterable[tuple[Time, Time]]) -> Time:
+    """Length of the time that both cover: |A| + |B| - |A or B|."""
+    ours, theirs = union(some), union(others)
+    return total(ours) + total(theirs) - total(ours + theirs)
+
+
+def clip(intervals: Iterable[tuple[Time, Time]], start: Time, end: Time) -> list[tuple[Time, Time]]:
+    """The parts inside [start, end]."""
+    return [(max(a, start), min(b, end)) for a, b in intervals if a < end and b > start]

@@ -6,13 +6,16 @@ import csv
 import io
 import json
 import math
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 Row = Mapping[str, Any]
 TERMINAL_WIDTH = 100
 MISSING = "-"
+Rows = list[dict[str, Any]]
+"""One dict per measurement, JSON types only."""
 
 
 @dataclass(frozen=True)
@@ -135,3 +138,39 @@ def _is_numeric(rows: Sequence[Row], column: Column) -> bool:
     return bool(present) and all(
         isinstance(value, (int, float)) and not isinstance(value, bool) for value in present
     )
+
+
+def picture_lines(files: Iterable[str]) -> list[str]:
+    """Markdown that shows those of the files, all beside the report, that are pictures."""
+    return [f"![{name}]({name})" for name in files if name.endswith(".png")]
+
+
+def row_files(stem: str, rows: Sequence[dict[str, Any]]) -> dict[str, bytes | str]:
+    """`<stem>.jsonl` (everything, raw samples included) and `<stem>.csv` (scalars) of the rows."""
+    return {f"{stem}.jsonl": json_lines(rows), f"{stem}.csv": csv_text(rows)}
+
+
+def wrote(folder: str, files: Sequence[str]) -> str:
+    """`wrote FOLDER: a, b, ...` in lines that fit a terminal; no name is broken."""
+    return enumeration(f"wrote {folder}", files)
+
+
+def enumeration(what: str, items: Sequence[str]) -> str:
+    """`what: a, b, ...` in lines that fit a terminal, broken between words."""
+    text = ", ".join(items)
+    head = f"{what}: "
+    first_line = "" if len(head + text.partition(" ")[0]) <= TERMINAL_WIDTH else f"{what}:\n"
+    return first_line + textwrap.fill(
+        text,
+        TERMINAL_WIDTH,
+        initial_indent="  " if first_line else head,
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def statement(what: str, facts: str) -> str:
+    """`what: facts`; the facts in a line of their own where a terminal is too narrow for both."""
+    line = f"{what}: {facts}"
+    return line if len(line) <= TERMINAL_WIDTH else f"{what}:\n  {facts}"

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from lmkit.errors import UsageError
-from lmkit.measure.quiet import quietly
-from lmkit.measure.ranges import disable_ranges, enable_ranges
+from lmkit.measure.ranges import disable_ranges, enable_ranges, quietly
 from lmkit.measure.statistics import median
 from lmkit.measure.timing import clock_for
 from lmkit.profiling.trace import Call, DeviceWork, Range, Trace

@@ -18,14 +18,13 @@ from typing import Any
 
 import torch
 
-from lmkit.benches.training_step import TrainingStep
+from lmkit.bench.report import BenchResult
+from lmkit.bench.training_step import TrainingStep
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.memory import GIB
 from lmkit.measure.plots import stacked_areas
-from lmkit.measure.quiet import quietly
-from lmkit.measure.ranges import disable_ranges, observe_ranges, range_
-from lmkit.measure.results import BenchResult, row_files
-from lmkit.measure.tables import Column, markdown_table
+from lmkit.measure.ranges import disable_ranges, observe_ranges, quietly, range_
+from lmkit.measure.tables import Column, markdown_table, row_files
 from lmkit.model.accounting import count_parameters
 from lmkit.profiling.allocations import (
     BUILD,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lmkit.measure.results import Rows
+from lmkit.measure.tables import Rows
 from lmkit.profiling.allocations import CATEGORIES, WHOLE_RUN
 
 _HOLD_OTHERS = ("step", "pass", WHOLE_RUN)  # a phase that lies in one of these says more

@@ -6,8 +6,7 @@ import bisect
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from lmkit.measure.intervals import clip, overlap, total
-from lmkit.measure.statistics import median
+from lmkit.measure.statistics import clip, median, overlap, total
 from lmkit.profiling.summary import NamedTime, RangeSummary, Summary
 from lmkit.profiling.trace import Call, DeviceWork, Interval, Range, Trace
 

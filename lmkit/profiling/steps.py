@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from lmkit.benches.training_step import TrainingStep
+from lmkit.bench.training_step import TrainingStep
 from lmkit.data.batches import RandomTokens
 from lmkit.errors import UsageError
 from lmkit.measure.ranges import enable_ranges_from_environment, range_

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lmkit.measure.results import Rows
-from lmkit.measure.tables import Column, markdown_table
+from lmkit.measure.tables import Column, Rows, markdown_table
 from lmkit.reports.results import Results, of_kind
 from lmkit.reports.writing import (
     Place,

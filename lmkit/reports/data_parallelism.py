@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lmkit.benches.ddp_report import (
+from lmkit.bench.ddp_report import (
     ALL_REDUCE_NOTES,
     DDP_COLUMNS,
     ladder_notes,
@@ -13,8 +13,7 @@ from lmkit.benches.ddp_report import (
     scaling_in_words,
     with_units,
 )
-from lmkit.measure.results import Rows
-from lmkit.measure.tables import markdown_table
+from lmkit.measure.tables import Rows, markdown_table
 from lmkit.reports.readings import by_folder, comparison, heading, ladders
 from lmkit.reports.results import Results, of_kind
 from lmkit.reports.writing import Place, bullets, document, full_table, in_short, pictures, pivot, section

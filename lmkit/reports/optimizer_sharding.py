@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lmkit.benches.ddp_contenders import SHARDED
-from lmkit.benches.ddp_report import (
+from lmkit.bench.ddp_contenders import SHARDED
+from lmkit.bench.ddp_report import (
     DDP_COLUMNS,
     OPTIMIZER_COLUMNS,
     OPTIMIZER_NOTES,
     scaling_in_words,
     with_units,
 )
-from lmkit.measure.results import Rows
-from lmkit.measure.tables import Column, markdown_table
+from lmkit.measure.tables import Column, Rows, markdown_table
 from lmkit.reports.readings import by_folder, comparison, heading, ladders
 from lmkit.reports.results import Results, of_kind
 from lmkit.reports.writing import Place, bullets, document, grouped, in_short, pictures, section

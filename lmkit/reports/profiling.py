@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lmkit.benches import lm_matrix_report, model_report
-from lmkit.measure.results import Rows
-from lmkit.measure.tables import Column, markdown_table
+from lmkit.bench import lm_matrix_report, model_report
+from lmkit.measure.tables import Column, Rows, markdown_table
 from lmkit.profiling.peaks import memory_finding, peak_row
 from lmkit.profiling.reduction import base_name
 from lmkit.profiling.summary import short_name

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lmkit.measure.results import Rows
+from lmkit.measure.tables import Rows
 from lmkit.reports.results import Results
 from lmkit.reports.writing import grouped, pivot
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmkit.benches.rows import Kind, kind_of, read_environment, read_rows, read_summary
+from lmkit.bench.rows import Kind, kind_of, read_environment, read_rows, read_summary
 from lmkit.errors import UsageError
 
 _GET_SOME = "or run a bench: lmkit bench attention bench_attention_cpu"

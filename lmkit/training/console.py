@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import IO, Any
 
-from lmkit.measure.terminal import wants_plain_text
+from lmkit.measure.progress import wants_plain_text
 from lmkit.training.metrics import Record
 
 SECONDS_BETWEEN_LINES = 1.0

@@ -3,7 +3,7 @@
 An implementation may be at most `allowance` times as wrong as a baseline that computes in the same precision on
 the same inputs. Zeros, a scale that is off by 2 percent, a mask that is off by one and a skipped tile all fail
 (test_accuracy.py). The bench has a gate of its own, which samples what is too long to compare whole:
-lmkit/benches/attention_gate.py.
+lmkit/bench/attention_gate.py.
 """
 
 import torch

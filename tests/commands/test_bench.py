@@ -19,7 +19,7 @@ def test_the_threads_of_the_recipe_are_obeyed(monkeypatch, tmp_path, name):
         seen.append(torch.get_num_threads())
         raise KeyboardInterrupt
 
-    module = __import__(f"lmkit.benches.{name}", fromlist=["run_bench"])
+    module = __import__(f"lmkit.bench.{name}", fromlist=["run_bench"])
     monkeypatch.setattr(module, "run_bench", run_bench)
     recipe = load_recipe(f"bench_{name}_cpu", ["run.threads=3"])
     before = torch.get_num_threads()
@@ -43,7 +43,7 @@ def test_a_bench_that_is_interrupted_before_its_first_row_says_that_there_are_no
         raise KeyboardInterrupt
 
     monkeypatch.setattr(bench, "_need_ranks", lambda ranks, command: None)
-    monkeypatch.setattr(f"lmkit.benches.{name}.{name}_rows", interrupted)
+    monkeypatch.setattr(f"lmkit.bench.{name}.{name}_rows", interrupted)
     with pytest.raises(bench.Interrupted, match=r"^interrupted: no rows were kept$"):
         getattr(bench, name)(load_recipe("bench_ddp_cpu"), tmp_path, 1, lambda *_: None)
 
@@ -73,7 +73,7 @@ def attention_with(monkeypatch, folder, meanwhile):
     def write(path, content):
         meanwhile()
 
-    monkeypatch.setattr("lmkit.benches.attention.run_bench", run_bench)
+    monkeypatch.setattr("lmkit.bench.attention.run_bench", run_bench)
     monkeypatch.setattr(bench, "write_atomic", write)
     return bench.attention(load_recipe("bench_attention_cpu"), folder, lambda *_: None)
 
@@ -102,7 +102,7 @@ def test_ranks_other_than_the_first_leave_the_folder_to_it(monkeypatch, tmp_path
 
 
 def test_the_lm_matrix_is_told_what_the_run_says(monkeypatch, tmp_path):
-    from lmkit.benches import lm_matrix
+    from lmkit.bench import lm_matrix
 
     monkeypatch.setattr(lm_matrix, "run_bench", lambda options, **_: SimpleNamespace(options=options))
     monkeypatch.setattr(bench, "_store", lambda result, recipe, output: result.options)
@@ -122,7 +122,7 @@ def test_benches_on_ranks_are_told_where_to_report(monkeypatch, tmp_path, name):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(bench, "_need_ranks", lambda ranks, command: None)
-    monkeypatch.setattr(f"lmkit.benches.{name}.{name}_rows", rows)
+    monkeypatch.setattr(f"lmkit.bench.{name}.{name}_rows", rows)
     with pytest.raises(KeyboardInterrupt):
         getattr(bench, name)(
             load_recipe("bench_ddp_cpu"), tmp_path, 1, lambda *report: reports.append(report)

@@ -16,7 +16,7 @@ from typing import Any
 import mutations
 from format import Files, Format
 
-from lmkit.benches.journal import Journal
+from lmkit.bench.journal import Journal
 from lmkit.commands import compare, report
 from lmkit.profiling.kineto import read_chrome_trace
 from lmkit.profiling.nsys_database import read_nsys_database

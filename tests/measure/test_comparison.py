@@ -1,6 +1,6 @@
 import random
 
-from lmkit.measure.comparison import COLUMNS, compare_rows
+from lmkit.bench.compare import COLUMNS, compare_rows
 from lmkit.measure.tables import terminal_table
 
 

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from lmkit.measure.quiet import quietly
+from lmkit.measure.ranges import quietly
 
 MARK = "USDT:2026-01-01 12:00:00 1:1 SyncActivityProfilerHandler.cpp:52] profiler_start\n"
 
@@ -42,7 +42,7 @@ def test_work_that_fails_ends_the_profiler_and_leaves_stderr_as_it_was(capfd):
 
 
 def test_a_closed_stderr_is_no_obstacle(tmp_path):
-    script = "import os\nos.close(2)\nimport torch\nfrom lmkit.measure.quiet import quietly\n"
+    script = "import os\nos.close(2)\nimport torch\nfrom lmkit.measure.ranges import quietly\n"
     (tmp_path / "closed.py").write_text(
         f"{script}with quietly(torch.profiler.profile()):\n    print('done')\n"
     )

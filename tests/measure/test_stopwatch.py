@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from lmkit.benches.training_step import TrainingStep
+from lmkit.bench.training_step import TrainingStep
 from lmkit.data.batches import RandomTokens
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.ranges import disable_ranges, observe_ranges, range_

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from lmkit.measure.results import BenchResult, row_files
-from lmkit.measure.tables import Column, csv_text, json_lines, markdown_table, terminal_table
+from lmkit.bench.report import BenchResult
+from lmkit.measure.tables import Column, csv_text, json_lines, markdown_table, row_files, terminal_table
 
 ROWS = [
     {"kernel": "flash_triton", "ms": 1.23456, "tokens": 16384, "status": "ok", "samples_ms": [1.2, 1.3]},

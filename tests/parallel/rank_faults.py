@@ -15,7 +15,7 @@ import torch.distributed as dist
 from rank_model import batch, groups_of, sgd
 from rank_training import SMALL_BUCKETS, seeded_model
 
-from lmkit.benches import all_reduce, ddp, optimizer
+from lmkit.bench import all_reduce, ddp, optimizer
 from lmkit.commands import bench
 from lmkit.errors import LmkitError, UsageError
 from lmkit.parallel.agreement import agree

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lmkit.benches.training_step import TrainingStep
+from lmkit.bench.training_step import TrainingStep
 from lmkit.errors import UsageError
 from lmkit.measure.ranges import disable_ranges, observe_ranges, range_
 from lmkit.measure.timing import time_variants

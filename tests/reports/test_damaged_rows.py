@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from lmkit.benches.journal import Journal
-from lmkit.benches.rows import read_rows
+from lmkit.bench.journal import Journal
+from lmkit.bench.rows import read_rows
 from lmkit.commands import compare, report
 from lmkit.errors import LmkitError
 

@@ -1,0 +1,233 @@
+"""One tokenizer doing one job once, in a process of its own: `python -m lmkit.bench.tokenizer_contenders JOB`.
+
+JOB is a `Job` as JSON; the result is one JSON object on stdout. What is timed is the job alone: text file to merges,
+or text file to file of ids; not starting Python, importing, or loading a tokenizer. Every contender gets the text in
+the way that suits it best.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.lib import format as npy
+
+from lmkit.tokenizer import END_OF_TEXT, Tokenizer, train_tokenizer
+from lmkit.tokenizer.chunks import exact_chunks
+from lmkit.tokenizer.pattern import PATTERN
+from lmkit.tokenizer.special_tokens import SpecialTokens
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to do: `task` is "train" or "encode"; encoding needs the `tokenizer`, and writes ids to `output`."""
+
+    task: str
+    contender: str
+    text: str
+    workers: int
+    vocab_size: int = 0
+    tokenizer: str = ""
+    output: str = ""
+
+
+_IDS_AT_ONCE = 1 << 20
+
+Timed = Callable[[], Any]
+"""What is timed; everything it needs is ready."""
+
+
+def _documents(path: str) -> list[str]:
+    """The texts between the end-of-text tokens, line ends untouched."""
+    return Path(path).read_bytes().decode().split(END_OF_TEXT)
+
+
+# ---- training
+
+
+def train_ours(job: Job) -> Timed:
+    return lambda: train_tokenizer([Path(job.text)], vocab_size=job.vocab_size, workers=job.workers)
+
+
+def train_huggingface(job: Job) -> Timed:
+    os.environ["RAYON_NUM_THREADS"] = str(job.workers)
+    from tokenizers import Tokenizer as HuggingFace
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+    from tokenizers.trainers import BpeTrainer
+
+    tokenizer = HuggingFace(BPE())
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    trainer = BpeTrainer(
+        vocab_size=job.vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    return lambda: tokenizer.train([job.text], trainer)
+
+
+def train_rustbpe(job: Job) -> Timed:
+    os.environ["RAYON_NUM_THREADS"] = str(job.workers)
+    rustbpe = importlib.import_module("rustbpe")  # by name: it has no types, and is rarely installed
+
+    def train() -> None:
+        documents = iter(_documents(job.text))  # it knows no special tokens
+        rustbpe.Tokenizer().train_from_iterator(documents, job.vocab_size - 1, pattern=PATTERN)
+
+    return train
+
+
+# ---- encoding
+
+
+def encode_ours(job: Job) -> Timed:
+    from lmkit.data.encoding import encode_corpus
+
+    tokenizer = Tokenizer.load(job.tokenizer)
+    tokenizer.chunk_encoder()  # compiles, if that was never done on this machine
+    return lambda: encode_corpus([Path(job.text)], Path(job.output), tokenizer, workers=job.workers)
+
+
+def encode_ours_numpy(job: Job) -> Timed:
+    """Ours as on a machine without a compiler."""
+    from lmkit.tokenizer import native
+
+    native.library = lambda: None  # type: ignore[assignment]
+    return encode_ours(job)
+
+
+def encode_huggingface(job: Job) -> Timed:
+    os.environ["RAYON_NUM_THREADS"] = str(job.workers)
+    from tokenizers import Tokenizer as HuggingFace
+
+    tokenizer = HuggingFace.from_file(job.tokenizer)
+    end: Any = tokenizer.token_to_id(END_OF_TEXT)
+
+    def encode() -> None:
+        ids: list[int] = []
+        for i, document in enumerate(tokenizer.encode_batch_fast(_documents(job.text))):
+            ids += [end, *document.ids] if i else document.ids
+        np.array(ids, np.uint32).tofile(job.output)
+
+    return encode
+
+
+def encode_tiktoken(job: Job) -> Timed:
+    """tiktoken encodes a text with one thread, and two threads are slower than one: more workers are processes."""
+    if job.workers == 1:
+        encoding = _tiktoken(job.tokenizer)
+        return lambda: _encode_part(encoding, Path(job.text).read_bytes(), job.output)
+    context = multiprocessing.get_context("spawn")
+    begin = context.Barrier(job.workers + 1)
+    parts = [(job, number, begin) for number in range(job.workers)]
+    processes = [context.Process(target=_encode_in_process, args=part) for part in parts]
+    for process in processes:
+        process.start()
+    begin.wait()  # everybody has loaded
+
+    def encode() -> None:
+        begin.wait()
+        for process in processes:
+            process.join()
+
+    return encode
+
+
+def _encode_in_process(job: Job, number: int, begin: Any) -> None:
+    encoding = _tiktoken(job.tokenizer)
+    begin.wait()
+    begin.wait()
+    data = Path(job.text).read_bytes()
+    edges = [data.find(b"\n", len(data) * i // job.workers) for i in range(1, job.workers)]
+    first, end = [0, *edges][number], [*edges, len(data)][number]
+    _encode_part(encoding, data[first:end], f"{job.output}.{number}")
+
+
+def _encode_part(encoding: Any, data: bytes, output: str) -> None:
+    specials = SpecialTokens({END_OF_TEXT: 0})
+    with open(output, "wb") as file:
+        for chunk in exact_chunks([data], specials):
+            encoding.encode_to_numpy(chunk.data.decode(), allowed_special={END_OF_TEXT}).tofile(file)
+
+
+def _tiktoken(path: str) -> Any:
+    import tiktoken
+
+    ours = Tokenizer.load(path)
+    special = set(ours.special_ids.values())
+    ranks = {token: token_id for token_id, token in ours.vocab.items() if token_id not in special}
+    return tiktoken.Encoding("bench", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=ours.special_ids)
+
+
+CONTENDERS: dict[tuple[str, str], Callable[[Job], Timed]] = {
+    ("train", "lmkit"): train_ours,
+    ("train", "tokenizers"): train_huggingface,
+    ("train", "rustbpe"): train_rustbpe,
+    ("encode", "lmkit"): encode_ours,
+    ("encode", "lmkit (numpy)"): encode_ours_numpy,
+    ("encode", "tokenizers"): encode_huggingface,
+    ("encode", "tiktoken"): encode_tiktoken,
+}
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Do the job; return seconds, CPU seconds of all threads and processes, and a hash of the ids."""
+    work = CONTENDERS[job.task, job.contender](job)
+    for output in _outputs(job):
+        output.unlink(missing_ok=True)  # nobody is to pay for replacing what was written before
+    cpu = _cpu_seconds()
+    start = time.perf_counter()
+    work()
+    seconds = time.perf_counter() - start
+    return {"seconds": seconds, "cpu_seconds": _cpu_seconds() - cpu, "ids": _hash_of_ids(job)}
+
+
+def _cpu_seconds() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def _hash_of_ids(job: Job) -> str:
+    """The same for the same ids, whoever wrote them and in however many parts; "" for training."""
+    if job.task == "train":
+        return ""
+    digest = hashlib.sha256()
+    for part in _outputs(job):
+        # Neither whole nor mapped: memory is watched to the end of the process.
+        with open(part, "rb") as file:
+            dtype = np.dtype("<u4")
+            if part.suffix == ".npy":
+                npy.read_magic(file)
+                _, _, dtype = npy.read_array_header_1_0(file)
+            while ids := file.read(_IDS_AT_ONCE * dtype.itemsize):
+                digest.update(np.frombuffer(ids, dtype).astype("<u4").tobytes())
+    return digest.hexdigest()
+
+
+def _outputs(job: Job) -> list[Path]:
+    """The files of ids, in the order of the text."""
+    if job.task == "train":
+        return []
+    if job.contender == "tiktoken" and job.workers > 1:
+        return [Path(f"{job.output}.{i}") for i in range(job.workers)]
+    return [Path(job.output)]
+
+
+def as_argument(job: Job) -> str:
+    return json.dumps(dataclasses.asdict(job))
+
+
+if __name__ == "__main__":
+    print(json.dumps(run(Job(**json.loads(sys.argv[1])))))

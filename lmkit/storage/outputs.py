@@ -1,0 +1,45 @@
+"""Refuse output paths that exist or cannot be written, before time is spent on their content."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from lmkit.errors import UsageError, reason
+
+
+def refuse_existing(output: Path, *, force: bool) -> None:
+    """Refuse an output that exists, unless `force`.
+
+    Raises:
+        UsageError: the output exists, or is a folder where a file is wanted.
+    """
+    if output.is_dir():
+        raise UsageError(f"{output}: is a folder", hint="name a file")
+    if output.exists() and not output.is_file():
+        raise UsageError(f"{output}: is not a regular file", hint="name another file")
+    if output.exists() and not force:
+        raise UsageError(f"{output}: exists already", hint="choose another name, or replace it with --force")
+
+
+def refuse_unwritable(folder: Path, *, option: str = "--output") -> None:
+    """Refuse a folder that could not be made or written to, before time is spent on what it is for.
+
+    Leaves nothing behind: a trial file lives and dies in the folder, or in the nearest above it that exists.
+
+    Args:
+        option: by which another folder is chosen, for the hint.
+
+    Raises:
+        UsageError: names what is in the way.
+    """
+    place = folder
+    try:
+        while not place.exists():
+            place = place.absolute().parent
+        tempfile.TemporaryFile(dir=place).close()
+    except OSError as error:
+        raise UsageError(
+            f"{folder}: cannot write there: {place}: {reason(error)}",
+            hint=f"choose another folder with {option}",
+        ) from None

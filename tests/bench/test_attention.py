@@ -1,0 +1,556 @@
+import csv
+import io
+import json
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from lmkit.attention.vectorized import vectorized
+from lmkit.bench import attention as bench
+from lmkit.bench import attention_sweep as sweeping
+from lmkit.bench import attention_variants as variants
+from lmkit.bench.attention import run_bench
+from lmkit.bench.attention_cases import AttentionOptions, Case, build_cases, make_inputs, parse_tier
+from lmkit.bench.attention_gate import EXACT, TF32, Gate, Inputs, cut_to_tf32, exact_at, scores_kept_in
+from lmkit.bench.attention_report import findings
+from lmkit.bench.journal import Journal
+from lmkit.errors import UsageError
+from lmkit.measure.limits import Limits
+from lmkit.measure.memory import PeakMemory
+from lmkit.registry import ATTENTION
+
+SMALL = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "iters": 6, "warmup": 1, "max_seconds": 1.0}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Tiny tensors gain nothing from threads, and on a busy machine threads wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def zeros(q, k, v, *, causal):
+    return q * 0.0 + k.mean() * 0.0 + v.mean() * 0.0
+
+
+def scaled(q, k, v, *, causal):
+    return vectorized(q, k, v, causal=causal) * 1.02
+
+
+def masked_up_to(q, k, v, offset):
+    """Query i sees the keys j <= i + offset."""
+    visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(offset)
+    visible[:, 0] = True  # no row without keys
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
+
+
+def mask_too_wide(q, k, v, *, causal):
+    return masked_up_to(q, k, v, 1)
+
+
+def mask_too_narrow(q, k, v, *, causal):
+    return masked_up_to(q, k, v, -1)
+
+
+def last_tile_skipped(q, k, v, *, causal):
+    return vectorized(q, k[:, :, :-16], v[:, :, :-16], causal=causal)
+
+
+def one_head_forgotten(q, k, v, *, causal):
+    """Batch row 0, head 2 belongs to neither of the two heads that are compared with float64."""
+    keep = torch.ones((*q.shape[:2], 1, 1), dtype=q.dtype)
+    keep[0, 2] = 0.0
+    return vectorized(q, k, v, causal=causal) * keep
+
+
+def rounded_operands(q, k, v, rounded):
+    """Causal attention in float32, both operands of both products rounded."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    scores = rounded(q) @ rounded(k).mT * q.shape[-1] ** -0.5
+    hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1)
+    return (rounded(scores.masked_fill(hidden, -torch.inf).softmax(-1)) @ rounded(v)).float()
+
+
+def cut_operands(q, k, v, *, causal):
+    return rounded_operands(q, k, v, cut_to_tf32)
+
+
+def nearest_operands(q, k, v, *, causal):
+    """The other way to tf32: half a unit of the 10th bit added before the rest is cut off."""
+
+    def nearest(x):
+        return cut_to_tf32((x.float().view(torch.int32) + 0x1000).view(torch.float32))
+
+    return rounded_operands(q, k, v, nearest)
+
+
+def bfloat16_operands(q, k, v, *, causal):
+    return rounded_operands(q, k, v, lambda x: x.bfloat16().float())
+
+
+def gradient_dropped(q, k, v, *, causal):
+    return vectorized(q, k.detach() + 0.0 * k, v, causal=causal)
+
+
+def out_of_memory(q, k, v, *, causal):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 51 GiB. GPU 0 has less")
+
+
+def unsupported(q, k, v, *, causal):
+    raise UsageError("head_dim 16 is not supported", hint="use 64")
+
+
+def broken(q, k, v, *, causal):
+    raise RuntimeError("ptxas died\nlong story")
+
+
+WRONG = (zeros, scaled, mask_too_wide, mask_too_narrow, last_tile_skipped, one_head_forgotten)
+
+
+@pytest.fixture
+def _kernels_of_this_file():
+    """Registers the functions above as attention kernels."""
+    functions = (*WRONG, gradient_dropped)
+    functions = (*functions, out_of_memory, unsupported, broken)
+    for function in functions:
+        ATTENTION.register(function.__name__)(function)
+    yield
+    for function in functions:
+        ATTENTION.unregister(function.__name__)
+
+
+@pytest.fixture
+def _limits_at_hand(monkeypatch):
+    measured = Limits("a test", {"fp32": 1e12, "bf16": 2e12, "tf32": 1e12}, 1e10)
+    monkeypatch.setattr(bench, "measure_limits", lambda device, dtypes: measured)
+
+
+def rows_by(result, *keys):
+    return {tuple(row[key] for key in keys): row for row in result.rows}
+
+
+@pytest.mark.usefixtures("_limits_at_hand")
+def test_everything_is_measured_and_every_file_is_there():
+    options = AttentionOptions(
+        tiers=("32", "40:24"),
+        kernels=("reference", "vectorized", "flash_torch", "sdpa", "sdpa:cudnn"),
+        backward=True,
+        grid_head_dims=(16, 32),
+        grid_lengths=(24,),
+        **SMALL,
+    )
+    result = run_bench(options)
+    # 2 tiers x 3 directions x 5 kernels, and 2 cells of the grid, forward, x (vectorized, flash_torch, sdpa)
+    assert len(result.rows) == 30 + 6
+    for row in result.rows:
+        if row["kernel"] == "sdpa:cudnn":
+            assert row["status"] == "unsupported"  # on a CPU
+            continue
+        assert row["status"] == "ok", row
+        assert 1 <= len(row["samples_ms"]) <= 6
+        assert row["p10_ms"] <= row["median_ms"] <= row["p90_ms"]
+        assert 0.0 < row["error_out"] < 1e-6
+        assert row["first_call_s"] > 0.0
+        assert row["share_of_matmul"] == pytest.approx(row["tflops"])  # of 1 TFLOP/s
+        assert row["best_sdpa" if row["kernel"] != "sdpa" else "kernel"] == "sdpa"
+    assert set(result.files) == {
+        "attention_sweep_results.csv",
+        "attention_sweep_results.jsonl",
+        "attention_sweep_forward.png",
+        "attention_sweep_backward.png",
+        "attention_sweep_heatmap.png",
+        "attention_sweep_scaling.png",
+        "attention_sweep_report.md",
+    }
+    assert all(content[:4] == b"\x89PNG" for name, content in result.files.items() if name.endswith(".png"))
+    assert [
+        json.loads(line) for line in result.files["attention_sweep_results.jsonl"].splitlines()
+    ] == result.rows
+    assert len(list(csv.DictReader(io.StringIO(result.files["attention_sweep_results.csv"])))) == 36
+    assert max(map(len, result.table().splitlines())) <= 100
+    assert "fastest" in result.files["attention_sweep_report.md"]
+
+
+@pytest.mark.usefixtures("_limits_at_hand")
+@pytest.mark.parametrize(
+    ("kernels", "grid", "in_terminal", "in_report"),
+    [
+        (("reference", "sdpa"), (), False, False),
+        (("vectorized", "sdpa"), (), True, True),
+        (("reference", "sdpa"), (16,), False, True),  # the grid has the baseline of its own accord
+    ],
+)
+def test_speed_ups_are_shown_where_there_are_any(kernels, grid, in_terminal, in_report):
+    result = run_bench(
+        AttentionOptions(tiers=("32",), kernels=kernels, grid_head_dims=grid, grid_lengths=(24,), **SMALL)
+    )
+    assert ("speedup" in result.table()) == in_terminal
+    assert "% peak': of the matmul" in result.table()
+    report = result.files["attention_sweep_report.md"]
+    assert report.count("| speedup") == in_report
+    assert ("speedup: vectorized / variant" in report) == in_report
+
+
+@pytest.mark.usefixtures("_limits_at_hand")
+def test_a_compiled_variant_is_compiled_anew_for_every_shape(monkeypatch):
+    compiled_for = []
+
+    def spy(graph, example_inputs):
+        compiled_for.append(tuple(example_inputs[0].shape))
+        return graph.forward
+
+    real_compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **kw: real_compile(function, **kw, backend=spy))
+    tiers = tuple(str(length) for length in range(8, 18))  # more than torch's limit of 8 recompilations
+    result = run_bench(
+        AttentionOptions(tiers=tiers, kernels=("vectorized+compile",), **{**SMALL, "iters": 1})
+    )
+    assert all(row["status"] == "ok" for row in result.rows)
+    assert len(set(compiled_for)) == len(tiers)
+    assert "vectorized+compile" in result.table()  # names are not cut
+
+
+@pytest.mark.usefixtures("_kernels_of_this_file", "_limits_at_hand")
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_what_is_wrong_is_not_timed(dtype):
+    names = tuple(function.__name__ for function in WRONG)
+    result = run_bench(AttentionOptions(tiers=("48",), kernels=("vectorized", *names), dtype=dtype, **SMALL))
+    rows = rows_by(result, "kernel")
+    assert rows["vectorized",]["status"] == "ok"
+    for name in names:
+        assert rows[name,]["status"] == "wrong result", name
+        assert "allowed" in rows[name,]["detail"]
+        assert "median_ms" not in rows[name,]
+    assert "wrong result" in result.files["attention_sweep_report.md"]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("function", WRONG)
+def test_a_sample_of_the_rows_of_a_long_case_shows_the_same_faults(function, dtype, backward):
+    """1100 tokens: past `FULL_CHECK_LENGTH`. The late rows, which see many keys, are where a fault is smallest."""
+    gate = long_gate(dtype, backward=backward)
+    assert judge(gate, vectorized, scores_kept_in(torch.bfloat16) if dtype == "bf16" else EXACT) == []
+    assert judge(gate, function)
+
+
+def test_a_single_forgotten_tile_in_the_middle_of_a_long_case_is_found():
+    def forgetful(q, k, v, *, causal):
+        keep = torch.ones(q.shape[2], 1, dtype=q.dtype)
+        keep[600:616] = 0.0
+        return vectorized(q, k, v, causal=causal) * keep
+
+    assert judge(long_gate("fp32", backward=False), forgetful)
+
+
+def test_rows_are_measured_by_their_own_size():
+    """Of 3000 keys the last 16 are missing: 7% of the last rows, which are a hundredth of the first ones' size."""
+    options = AttentionOptions(dtype="bf16", **SMALL)
+    gate = Gate(make_inputs(Case("tiers", "", 3000, 3000, 16), options, backward=False))
+    (fault,) = judge(gate, last_tile_skipped)
+    assert fault.startswith("out: worst_row")
+
+
+def long_gate(dtype, *, backward):
+    options = AttentionOptions(dtype=dtype, **SMALL)
+    return Gate(make_inputs(Case("tiers", "", 1100, 1100, 16), options, backward=backward))
+
+
+def judge(gate: Gate, function, arithmetic=EXACT):
+    spots = gate.faults_at_spots(gate.probe.run(function), arithmetic)
+    return spots + gate.faults_beside_pytorch(gate.inputs.run(function), arithmetic)
+
+
+@pytest.mark.parametrize("length", [300, 1100])
+def test_tf32_is_judged_by_ten_bits_of_mantissa(length):
+    options = AttentionOptions(dtype="fp32", **SMALL)
+    gate = Gate(make_inputs(Case("tiers", "", length, length, 16), options, backward=False))
+    for honest in (cut_operands, nearest_operands):
+        assert judge(gate, honest, TF32) == []
+        assert judge(gate, honest, EXACT), "passes for fp32"
+    assert judge(gate, bfloat16_operands, TF32), "seven bits pass for ten"
+    assert judge(gate, scaled, TF32)
+    assert judge(gate, mask_too_wide, TF32)
+
+
+def test_labels_and_budgets_of_precisions():
+    assert variants.precision_of("flash_triton:tf32", "fp32") == "tf32"
+    assert variants.precision_of("flash_triton:tf32+compile", "fp32") == "tf32"
+    assert variants.precision_of("vectorized", "fp32") == "fp32"
+    assert variants.arithmetic_of("flash_triton:tf32", "fp32") is TF32
+    assert variants.arithmetic_of("vectorized", "tf32") is TF32
+    assert variants.arithmetic_of("vectorized", "fp32") is EXACT
+    assert variants.arithmetic_of("flash_triton", "bf16") is EXACT
+    assert variants.arithmetic_of("vectorized+compile", "bf16").scores(torch.tensor(1.001)) == 1.0
+
+
+@pytest.mark.parametrize("name", ["vectorized", "reference"])
+@pytest.mark.parametrize("length", [300, 2048])
+def test_kernels_that_keep_bfloat16_scores_pass_and_no_others_get_their_budget(name, length):
+    """Scores of 30 and more are off by 0.1 in bfloat16: far more than PyTorch's kernel is."""
+    options = AttentionOptions(dtype="bf16", data="logits x 8", **{**SMALL, "head_dim": 64, "heads": 2})
+    gate = Gate(make_inputs(Case("tiers", "", length, length, 64), options, backward=True))
+    function = variants.build_variant(name, "bf16")
+    assert judge(gate, function, variants.arithmetic_of(name, "bf16")) == []
+    assert judge(gate, function, EXACT)
+
+
+@pytest.mark.usefixtures("_kernels_of_this_file", "_limits_at_hand")
+def test_a_dropped_gradient_is_found_in_the_backward_pass_only():
+    options = AttentionOptions(
+        tiers=("32",), kernels=("vectorized", "gradient_dropped"), backward=True, **SMALL
+    )
+    rows = rows_by(run_bench(options), "kernel", "direction")
+    assert rows["gradient_dropped", "forward"]["status"] == "ok"
+    assert rows["gradient_dropped", "backward"]["status"] == "wrong result"
+    assert "dk" in rows["gradient_dropped", "backward"]["detail"]
+    assert rows["vectorized", "backward"]["status"] == "ok"
+
+
+@pytest.mark.usefixtures("_kernels_of_this_file", "_limits_at_hand")
+def test_what_does_not_fit_or_fails_is_a_row_and_the_others_complete():
+    kernels = ("out_of_memory", "unsupported", "broken", "vectorized", "sdpa")
+    result = run_bench(AttentionOptions(tiers=("32", "16"), kernels=kernels, **SMALL))
+    rows = rows_by(result, "kernel", "tier")
+    for tier in ("32", "16"):
+        assert rows["out_of_memory", tier]["status"] == "out of memory"
+        assert rows["unsupported", tier]["status"] == "unsupported"
+        assert (rows["broken", tier]["status"], rows["broken", tier]["detail"]) == ("failed", "ptxas died")
+        assert rows["vectorized", tier]["median_ms"] > 0
+        assert rows["sdpa", tier]["speedup"] > 0
+    report = result.files["attention_sweep_report.md"]
+    assert "out_of_memory runs out of memory at 16 tokens" in report
+
+
+@pytest.mark.usefixtures("_limits_at_hand", "_kernels_of_this_file")
+def test_inputs_that_do_not_fit_are_rows_and_a_forward_pass_that_does_not_settles_the_backward_pass(
+    monkeypatch,
+):
+    real_inputs = sweeping.make_inputs
+
+    def too_long(case, options, *, backward):
+        if case.num_keys > 32:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 51 GiB. GPU 0 has less")
+        return real_inputs(case, options, backward=backward)
+
+    monkeypatch.setattr(sweeping, "make_inputs", too_long)
+    options = AttentionOptions(
+        tiers=("64", "32"),
+        kernels=("sdpa", "out_of_memory"),
+        backward=True,
+        longest_call_seconds=1e9,
+        **SMALL,
+    )
+    rows = rows_by(run_bench(options), "tier", "kernel", "direction")
+    for direction in ("forward", "fwd+bwd", "backward"):
+        assert rows["64", "sdpa", direction]["status"] == "out of memory"
+        assert rows["32", "sdpa", direction]["median_ms"] > 0
+    assert rows["64", "sdpa", "forward"]["detail"] == "inputs: CUDA out of memory"
+    assert rows["32", "out_of_memory", "backward"]["detail"] == "the forward pass alone does not fit"
+
+
+@pytest.mark.usefixtures("_limits_at_hand")
+def test_a_kernel_that_fits_alone_but_not_in_turns_is_a_row_and_the_others_are_timed(monkeypatch):
+    real_time = sweeping.time_functions
+
+    def crowded(functions, inputs, options, direction):
+        if direction == "backward" and "reference" in functions:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 51 GiB. GPU 0 has less")
+        return real_time(functions, inputs, options, direction)
+
+    monkeypatch.setattr(sweeping, "time_functions", crowded)
+    monkeypatch.setattr(sweeping, "track_peak", lambda device: nullcontext(PeakMemory(0, next(peaks))))
+    peaks = iter([1, 1, 1, 9])  # bytes: sdpa and reference forward, then with backward
+    options = AttentionOptions(tiers=("32",), kernels=("sdpa", "reference"), backward=True, **SMALL)
+    rows = rows_by(run_bench(options), "kernel", "direction")
+    assert rows["reference", "fwd+bwd"]["status"] == "ok"
+    assert rows["reference", "backward"]["status"] == "out of memory"
+    assert rows["reference", "backward"]["detail"] == "in turns with 1 others: CUDA out of memory"
+    assert rows["sdpa", "backward"]["median_ms"] > 0
+
+
+@pytest.mark.usefixtures("_limits_at_hand")
+def test_host_memory_is_asked_for_before_the_kernel_kills_the_process(monkeypatch):
+    monkeypatch.setattr(sweeping, "available_memory", lambda: 10_000)
+    result = run_bench(AttentionOptions(tiers=("64",), kernels=("vectorized", "sdpa"), **SMALL))
+    rows = rows_by(result, "kernel")
+    assert rows["vectorized",]["status"] == "out of memory"
+    assert rows["sdpa",]["status"] == "ok"
+
+
+@pytest.mark.usefixtures("_limits_at_hand")
+def test_a_kernel_whose_next_length_would_take_too_long_is_skipped():
+    options = AttentionOptions(
+        tiers=("32", "64"), kernels=("vectorized", "sdpa"), backward=True, longest_call_seconds=1e-9, **SMALL
+    )
+    rows = rows_by(run_bench(options), "tier", "kernel", "direction")
+    assert rows["32", "sdpa", "forward"]["status"] == "ok"
+    for direction in ("forward", "fwd+bwd", "backward"):
+        skipped = rows["64", "sdpa", direction]
+        assert skipped["status"] == "skipped"
+        assert "a call, longest_call_seconds is 1e-09" in skipped["detail"]
+
+
+@pytest.mark.usefixtures("_limits_at_hand", "_kernels_of_this_file")
+def test_a_long_case_alone_has_its_kernels_checked_at_a_short_length_first(monkeypatch):
+    checked = []
+    real_gate = sweeping.Gate
+    monkeypatch.setattr(
+        sweeping, "Gate", lambda inputs: checked.append(inputs.q.shape[2]) or real_gate(inputs)
+    )
+    options = AttentionOptions(tiers=("1100", "1101"), kernels=("sdpa", "mask_too_wide"), **SMALL)
+    rows = rows_by(run_bench(options), "tier", "kernel")
+    assert checked == [1100, 1024, 1024, 1101]  # each kernel once
+    assert rows["1100", "sdpa"]["status"] == rows["1101", "sdpa"]["status"] == "ok"
+    assert "at 1024:1024, out: worst_row" in rows["1101", "mask_too_wide"]["detail"]
+
+
+@pytest.mark.usefixtures("_limits_at_hand", "_kernels_of_this_file")
+def test_rows_are_in_the_journal_when_the_run_dies(tmp_path, monkeypatch):
+    real_measure = sweeping.Sweep.measure
+
+    def dies_at_40(self, case, *arguments):
+        if case.tier == "40":
+            raise KeyboardInterrupt
+        return real_measure(self, case, *arguments)
+
+    monkeypatch.setattr(sweeping.Sweep, "measure", dies_at_40)
+    journal = Journal(tmp_path / "rows.jsonl.partial")
+    with pytest.raises(KeyboardInterrupt):
+        run_bench(AttentionOptions(tiers=("32", "40"), kernels=("sdpa",), **SMALL), journal=journal)
+    assert [(row["tier"], row["kernel"]) for row in journal.rows()] == [("32", "sdpa")]
+
+
+@pytest.mark.usefixtures("_limits_at_hand", "_kernels_of_this_file")
+def test_the_longest_length_that_fits_is_found_between_two_tiers(monkeypatch):
+    def picky(q, k, v, *, causal):
+        if q.shape[2] > 5000:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate much. More")
+        return q
+
+    monkeypatch.setattr(sweeping, "build_variant", lambda name, dtype: picky)
+    sweep = sweeping.Sweep(AttentionOptions(**{**SMALL, "head_dim": 2}), None)
+    found = sweep._longest_between("vectorized", 4096, 8192)
+    assert (found["num_keys"], found["status"]) == (4096, "longest that fits")
+    assert found["detail"] == "5120 tokens do not"
+
+
+@pytest.mark.parametrize("keys", [1, 2, 3, 4])
+def test_the_sink_of_few_keys_is_the_last(keys):
+    options = AttentionOptions(data="sink", **SMALL)
+    inputs = make_inputs(Case("tiers", "", 5, keys, 16), options, backward=False)
+    assert (inputs.k[..., 0].argmax(dim=-1) == keys - 1).all()
+
+
+@pytest.mark.parametrize("data", ["normal", "logits x 8", "sink", "late sink", "ramp up", "ramp down"])
+def test_kinds_of_data(data):
+    options = AttentionOptions(data=data, **SMALL)
+    inputs = make_inputs(Case("tiers", "", 200, 200, 16), options, backward=False)
+    scores = (inputs.q[:, :2] @ inputs.k[:, :1].mT * 16**-0.5).mean(dim=(0, 1, 2))  # (keys,)
+    lifted = scores - scores.median()
+    if data in ("sink", "late sink"):
+        position = 3 if data == "sink" else 100
+        assert lifted.argmax() == position
+        assert lifted.max() == pytest.approx(60.0, abs=2.0)  # the other dimensions add noise of about 1
+    elif data.startswith("ramp"):
+        ends = (scores[-1] - scores[0]).item()
+        # Two positions, each with noise of about 1.
+        assert ends == pytest.approx(60.0 if data == "ramp up" else -60.0, abs=3.0)
+    elif data == "logits x 8":
+        assert inputs.q.std() == pytest.approx(8.0, rel=0.1)  # a sample of thousands: good to 1% or so
+    assert all(x.isfinite().all() for x in (inputs.q, inputs.k))
+
+
+@pytest.mark.parametrize("chosen", [None, [0, 1, 7, 31, 32]])
+@pytest.mark.parametrize("causal", [True, False])
+def test_exact_at_equals_autograd_in_float64(causal, chosen, monkeypatch):
+    monkeypatch.setattr("lmkit.bench.attention_gate.BLOCK_ELEMENTS", 3 * 24)  # blocks of 3 queries, ragged
+    options = AttentionOptions(causal=causal, **SMALL)
+    whole = make_inputs(Case("tiers", "", 33, 24, 16), options, backward=True).of_key_head(1, 1)
+    rows = torch.arange(33) if chosen is None else torch.tensor(chosen)
+    dout = torch.zeros_like(whole.dout)
+    dout[:, :, rows] = whole.dout[:, :, rows]
+    leaves = [x.double().requires_grad_() for x in (whole.q, whole.k, whole.v)]
+    out = vectorized(*leaves, causal=causal)
+    dq, dk, dv = torch.autograd.grad(out, leaves, dout.double())
+    inputs = Inputs(whole.q, whole.k, whole.v, dout, causal)
+    for mine, theirs in zip(
+        exact_at(inputs, rows), (out.detach()[:, :, rows], dq[:, :, rows], dk, dv), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)  # both are float64
+
+
+@pytest.mark.parametrize("length", [40, 2048])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_the_gate_lets_every_honest_kernel_pass(dtype, length):
+    options = AttentionOptions(dtype=dtype, projection_layout=True, **{**SMALL, "heads": 2, "head_dim": 64})
+    inputs = make_inputs(Case("tiers", "", length, length, 64), options, backward=True)
+    assert not inputs.q.is_contiguous()
+    gate = Gate(inputs)
+    for name in ("reference", "vectorized", "flash_torch", "sdpa"):
+        function = variants.build_variant(name, dtype)
+        assert judge(gate, function, variants.arithmetic_of(name, dtype)) == []
+
+
+def test_flops_by_hand():
+    options = AttentionOptions(batch=2, heads=3)
+    case = Case("tiers", "", 4, 4, 8)
+    assert case.forward_flops(options) == 4 * 2 * 3 * 8 * (4 * 4 / 2)
+    assert Case("tiers", "", 6, 4, 8).forward_flops(options) == 4 * 2 * 3 * 8 * (4 * 4 / 2 + 2 * 4)
+    assert Case("tiers", "", 4, 9, 8).forward_flops(options) == 4 * 2 * 3 * 8 * (4 * 4 / 2)
+    assert case.forward_flops(AttentionOptions(batch=2, heads=3, causal=False)) == 4 * 2 * 3 * 8 * 16
+
+
+def test_tiers():
+    assert parse_tier("XXL") == (2048, 2048)
+    assert parse_tier("131072") == (131072, 131072)
+    assert parse_tier("128:64") == (128, 64)
+    options = AttentionOptions(tiers=("Small", "8:4"), grid_head_dims=(16, 32), grid_lengths=(256, 512))
+    assert [(case.part, case.tier, case.head_dim) for case in build_cases(options)] == [
+        ("tiers", "Small", 64),
+        ("tiers", "8:4", 64),
+        ("grid", "256", 16),
+        ("grid", "512", 16),
+        ("grid", "256", 32),
+        ("grid", "512", 32),
+    ]
+
+
+@pytest.mark.parametrize("tier", ["Smal", "0", "-1", "12:", ":12", "1:0", "1.5", ""])
+def test_bad_tiers(tier):
+    with pytest.raises(UsageError, match="tier") as caught:
+        parse_tier(tier)
+    assert "XXL" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "change", [{"kernels": ("flash",)}, {"dtype": "int8"}, {"heads": 5}, {"data": "flat"}]
+)
+def test_bad_options(change):
+    (key,) = change
+    with pytest.raises(UsageError, match=rf"^bench\.attention\.{key}: "):
+        run_bench(AttentionOptions(**{**SMALL, "tiers": ("16",), "kernels": ("sdpa",), **change}))
+
+
+def test_the_names_of_lengths_are_explained():
+    said = bench._tiers_note(("Small", "XXL", "4k", "512", "128:64"))
+    assert said == "D: head_dim; tier: tokens (Small 128, XXL 2,048), or queries:keys"
+    assert bench._tiers_note(("4k", "128:64")) == "D: head_dim; tier: tokens, or queries:keys"
+
+
+@pytest.mark.parametrize(("iters", "said"), [(2, "too few rounds for an interval"), (6, "(95% ")])
+def test_a_speed_up_of_few_rounds_has_no_interval(iters, said):
+    few = AttentionOptions(
+        tiers=("16",), kernels=("vectorized", "sdpa"), grid_lengths=(), heads=1, kv_heads=1, head_dim=16,
+        dtype="fp32", iters=iters, backward=False, baseline="vectorized", device="cpu", max_seconds=60.0,
+    )  # fmt: skip
+    (sentence,) = [
+        line
+        for line in findings(run_bench(few).rows, {"baseline": "vectorized"})
+        if "largest speed-up" in line
+    ]
+    assert said in sentence
