@@ -42,7 +42,7 @@ from lmkit.parallel.relay import relayed
 from lmkit.recipe.run import RunConfig
 from lmkit.recipe.vocabulary import NUM_BYTES
 from lmkit.registry import ATTENTION, STRATEGIES
-from lmkit.training.numerics import numerics
+from lmkit.training.process import numerics
 
 STORY_BYTES = 500_000
 Outcome = tuple[list[dict[str, Any]], dict[str, Any]]  # rows, limits

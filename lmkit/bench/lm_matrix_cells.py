@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from lmkit.bench.journal import Journal
-from lmkit.bench.training_step import TrainingStep
 from lmkit.data.batches import TokenBatches
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.memory import GB, claim_workspaces, release_memory, track_peak
@@ -23,6 +22,7 @@ from lmkit.parallel.process_group import Ranks, let_go_of_collectives
 from lmkit.parallel.strategies import SyncOptions
 from lmkit.recipe.model import ModelConfig
 from lmkit.recipe.vocabulary import NUM_BYTES
+from lmkit.training.setup import TrainingStep
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ import torch
 from lmkit.bench.journal import Journal
 from lmkit.bench.model_report import COLUMNS, report_files
 from lmkit.bench.report import BenchResult
-from lmkit.bench.training_step import TrainingStep
 from lmkit.data.batches import RandomTokens
 from lmkit.errors import UsageError
 from lmkit.measure.environment import describe_environment
@@ -33,6 +32,7 @@ from lmkit.model.accounting import (
 from lmkit.model.sizes import preset_config
 from lmkit.parallel.process_group import Ranks
 from lmkit.recipe.model import ModelConfig
+from lmkit.training.setup import TrainingStep
 
 Variant = tuple[str, str]  # mode, precision
 STUDY_STEPS = 10

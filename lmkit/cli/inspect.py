@@ -114,14 +114,14 @@ def verify(
             why="only after `resume`; files are checked as they are",
             hint="leave it out, or: lmkit verify resume RECIPE --steps N",
         )
-        from lmkit.commands import verify as command
+        from lmkit.training import verify as command
 
-        result = command.run(Path(target))
+        result = command.verify_path(Path(target))
     else:
         from lmkit.recipe.load import load_recipe
 
         loaded = load_recipe(recipe, set_ or ())
-        from lmkit.commands import verify as command
+        from lmkit.training import verify as command
 
         result = command.verify_resume(loaded, steps=steps)
     show(result, as_json=as_json)

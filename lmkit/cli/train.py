@@ -71,12 +71,12 @@ def train(
     if print_recipe:
         typer.echo(recipe_to_toml(loaded), nl=False)
         return
-    from lmkit.commands import train as command
+    from lmkit.training import session as command
 
     if dry_run:
         show(command.plan(loaded, stop_at_step=stop_at_step, nproc=nproc), as_json=as_json)
         return
-    result = command.run(loaded, stop_at_step=stop_at_step, nproc=nproc)
+    result = command.train(loaded, stop_at_step=stop_at_step, nproc=nproc)
     if result is not None:  # ranks other than 0 say nothing
         show(result, as_json=as_json)
 
@@ -92,6 +92,6 @@ def evaluate(
     debug: DebugOption = False,
 ) -> None:
     """Loss, perplexity and bits per byte on held-out data."""
-    from lmkit.commands import evaluate as command
+    from lmkit.training import evaluation as command
 
-    show(command.run(run, tokens=tokens, device=device), as_json=as_json)
+    show(command.evaluate_run(run, tokens=tokens, device=device), as_json=as_json)

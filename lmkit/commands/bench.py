@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 from lmkit.bench.journal import Journal
 from lmkit.bench.report import BenchResult
-from lmkit.commands.ranks import backend_of, ranks_of
 from lmkit.errors import UsageError
 from lmkit.measure.progress import Progress
 from lmkit.measure.tables import wrote
@@ -28,7 +27,7 @@ from lmkit.recipe.model import ModelConfig
 from lmkit.recipe.schema import Recipe, required
 from lmkit.storage import FolderLock, write_atomic
 from lmkit.storage.outputs import refuse_unwritable
-from lmkit.training.numerics import numerics
+from lmkit.training.process import backend_of, numerics, ranks_of
 
 log = logging.getLogger("lmkit")
 JOURNAL = "rows.jsonl.partial"

@@ -13,8 +13,8 @@ from lmkit.generation.sampling import Sampling
 from lmkit.parallel.process_group import process_group
 from lmkit.recipe.load import load_recipe
 from lmkit.tokenizer import Tokenizer
-from lmkit.training.checkpoint_folder import MANIFEST
-from lmkit.training.checkpoints import CHECKPOINTS, newest_checkpoint, plain_model, run_tokenizer
+from lmkit.training.checkpoint import CHECKPOINTS, MANIFEST, newest_checkpoint, run_tokenizer
+from lmkit.training.model_state import plain_model
 
 SEPARATOR = "\n\n---\n\n"
 

@@ -332,23 +332,23 @@ class Pipeline:
         return outputs
 
     def _train(self, *, fresh: bool) -> dict[str, list[Path]]:
-        from lmkit.commands import train
         from lmkit.training.run_data import open_data
+        from lmkit.training.session import train
 
         if fresh:  # checkpoints of other data must not be resumed from
             open_data(self.recipe)  # which refuses damaged files while the checkpoints are still there
             for name in ("checkpoints", "metrics.jsonl"):
                 _delete(self.folder / name)
-        result = train.run(self.recipe)
+        result = train(self.recipe)
         assert result is not None
         path = self.folder / "training.json"
         write_atomic(path, json.dumps(asdict(result), default=str) + "\n")
         return {"training": [path], "checkpoints": [self.folder / "checkpoints"]}
 
     def _evaluate(self) -> dict[str, list[Path]]:
-        from lmkit.commands import evaluate
+        from lmkit.training.evaluation import evaluate_run
 
-        result = evaluate.run(self.folder, device=self.recipe.run.device)
+        result = evaluate_run(self.folder, device=self.recipe.run.device)
         path = self.folder / "evaluation.json"
         write_atomic(path, json.dumps(asdict(result), default=str) + "\n")
         return {"evaluation": [path]}

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from lmkit.bench.report import BenchResult
-from lmkit.bench.training_step import TrainingStep
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.memory import GIB
 from lmkit.measure.plots import stacked_areas
@@ -39,6 +38,7 @@ from lmkit.profiling.allocations import (
 )
 from lmkit.profiling.peaks import gib_key, memory_finding
 from lmkit.profiling.steps import StepsOptions, as_the_recipe_says, build_step, describe_steps, work_of
+from lmkit.training.setup import TrainingStep
 
 HISTORY_ENTRIES = 2_000_000
 PICTURE_POINTS = 3000

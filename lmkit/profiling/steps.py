@@ -14,14 +14,14 @@ from typing import Any, Literal
 
 import torch
 
-from lmkit.bench.training_step import TrainingStep
 from lmkit.data.batches import RandomTokens
 from lmkit.errors import UsageError
 from lmkit.measure.ranges import enable_ranges_from_environment, range_
 from lmkit.parallel.process_group import Ranks
 from lmkit.recipe.model import ModelConfig
 from lmkit.recipe.run import RunConfig
-from lmkit.training.numerics import numerics
+from lmkit.training.process import numerics
+from lmkit.training.setup import TrainingStep
 
 Mode = Literal["forward", "fwd+bwd", "step"]
 

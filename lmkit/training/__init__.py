@@ -1,1 +1,1 @@
-"""One step, the loop, evaluation, checkpoints and exact resume, metrics. `lmkit.commands.train` wires them."""
+"""One step, the loop, evaluation, checkpoints and exact resume, metrics. `session` wires them."""

@@ -29,15 +29,7 @@ from lmkit.parallel.agreement import on_any_rank
 from lmkit.parallel.failures import RankLost
 from lmkit.parallel.process_group import Ranks
 from lmkit.storage.atomic import PARTIAL_SUFFIX
-from lmkit.training.checkpoint_folder import (
-    MODEL,
-    STATE,
-    publish,
-    shard_name,
-    step_name,
-    write_manifest,
-)
-from lmkit.training.retention import Retention
+from lmkit.training.checkpoint import MODEL, STATE, Retention, publish, shard_name, step_name, write_manifest
 from lmkit.training.state import RngState, TrainingState
 from lmkit.training.tensor_files import FileEntry, write_tensors, write_text
 

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from lmkit.data.batches import evaluation_windows
+from lmkit.data.token_files import TokenFile, open_tokens
+from lmkit.errors import UsageError
 from lmkit.measure.ranges import range_
 from lmkit.model.transformer import TransformerLM
 from lmkit.parallel.agreement import agree
-from lmkit.parallel.process_group import Ranks
+from lmkit.parallel.process_group import Ranks, process_group
+from lmkit.recipe.load import validate
+from lmkit.recipe.model import ModelConfig
+from lmkit.training.checkpoint import STATE, Checkpoint, newest_checkpoint
+from lmkit.training.model_state import plain_model
+from lmkit.training.process import numerics
 from lmkit.training.step import autocast
 
 
@@ -34,6 +43,13 @@ class HeldOut:
     bytes_per_token: float | None
     context_length: int
     rows: int
+
+
+def held_out_of(file: TokenFile, model: ModelConfig, *, rows: int) -> HeldOut:
+    """A token file as held-out data."""
+    meta = file.meta
+    bytes_per_token = meta.num_bytes / meta.num_tokens if meta.num_bytes else None
+    return HeldOut(file.tokens, bytes_per_token, model.context_length, rows)
 
 
 @dataclass(frozen=True)
@@ -102,3 +118,66 @@ def summarise(loss: float, tokens: int, bytes_per_token: float | None) -> Evalua
     perplexity = math.exp(loss) if loss < 700 else math.inf
     bits_per_byte = None if bytes_per_token is None else loss / math.log(2) / bytes_per_token
     return Evaluation(loss, perplexity, bits_per_byte, tokens)
+
+
+@dataclass(frozen=True)
+class EvaluateResult:
+    """Loss in nats per token over a whole token file; bits per byte of the text behind it."""
+
+    checkpoint: str
+    step: int
+    tokens_file: str
+    tokens: int
+    loss: float
+    perplexity: float
+    bits_per_byte: float | None
+
+    def __str__(self) -> str:
+        bits = "" if self.bits_per_byte is None else f", {self.bits_per_byte:.4f} bits per byte"
+        return (
+            f"checkpoint  {self.checkpoint}\n"
+            f"tokens      {self.tokens:,} of {self.tokens_file}\n"
+            f"result      loss {self.loss:.4f}, perplexity {self.perplexity:.2f}{bits}"
+        )
+
+
+def evaluate_run(path: Path, *, tokens: Path | None = None, device: str = "auto") -> EvaluateResult:
+    """Evaluate a run's newest good checkpoint, or one checkpoint, in the precision it was trained in.
+
+    Args:
+        path: a run folder or a checkpoint folder.
+        tokens: a token file; None: the run's held-out one.
+
+    Raises:
+        UsageError: there is no checkpoint or no token file, or the file was made with another tokenizer.
+        LmkitError: something is damaged.
+    """
+    checkpoint = newest_checkpoint(path)
+    recipe = validate(checkpoint.state.recipe, origin=str(checkpoint.path / STATE), resolved=True)
+    model_config, train = checkpoint.state.model, recipe.train
+    assert train is not None
+    file = tokens or recipe.data.valid or _run_folder(checkpoint) / "tokens" / "valid.npy"
+    if not file.exists():
+        raise UsageError(
+            f"{file}: no held-out token file", hint="name one: lmkit evaluate RUN --tokens FILE.npy"
+        )
+    saved = checkpoint.state.data
+    opened = open_tokens(file, tokenizer_sha256=None if saved is None else saved.tokenizer_sha256)
+    held_out = held_out_of(opened, model_config, rows=train.batch_size // train.accumulation)
+    with process_group(device) as ranks, numerics(recipe.run, ranks):
+        model = plain_model(checkpoint, device=ranks.device)
+        evaluation = evaluate(model, held_out, ranks, precision=train.precision)
+    assert evaluation is not None
+    return EvaluateResult(
+        checkpoint=str(checkpoint.path),
+        step=checkpoint.state.step,
+        tokens_file=str(file),
+        tokens=evaluation.tokens,
+        loss=evaluation.loss,
+        perplexity=evaluation.perplexity,
+        bits_per_byte=evaluation.bits_per_byte,
+    )
+
+
+def _run_folder(checkpoint: Checkpoint) -> Path:
+    return Path(os.path.relpath(checkpoint.path.resolve().parent.parent))

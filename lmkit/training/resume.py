@@ -11,11 +11,18 @@ from lmkit.parallel.sharded_optimizer import ShardedOptimizer
 from lmkit.recipe.differences import differences
 from lmkit.recipe.load import validate
 from lmkit.recipe.schema import Recipe
-from lmkit.training.checkpoint_folder import STATE, newest_valid, saved_steps, verify
-from lmkit.training.checkpoints import CHECKPOINTS, Checkpoint, load_weights, open_checkpoint
-from lmkit.training.loop import Moment, Parts
-from lmkit.training.optimizer_state import load_optimizer_tensors
+from lmkit.training.checkpoint import (
+    CHECKPOINTS,
+    STATE,
+    Checkpoint,
+    newest_valid,
+    open_checkpoint,
+    saved_steps,
+    verify,
+)
+from lmkit.training.model_state import load_optimizer_tensors, load_weights
 from lmkit.training.state import DataIdentity, TrainingState, restore_rng
+from lmkit.training.trainer import Moment, Parts
 
 BATCHES = ("data.source", "data.sampling")
 """What of [data] decides which batches come. The rest of it says where files lie; they are compared by content."""

@@ -16,8 +16,8 @@ from lmkit.recipe.model import ModelConfig
 from lmkit.recipe.schema import Recipe, required
 from lmkit.recipe.train import TrainConfig
 from lmkit.tokenizer import Tokenizer
-from lmkit.training.checkpoints import TOKENIZER
-from lmkit.training.evaluation import HeldOut
+from lmkit.training.checkpoint import TOKENIZER
+from lmkit.training.evaluation import HeldOut, held_out_of
 from lmkit.training.state import DataIdentity
 
 _TOKENS_AT_ONCE = 1 << 24
@@ -211,10 +211,3 @@ def make_held_out(recipe: Recipe, data: Data) -> HeldOut | None:
     if data.valid is None:
         return None
     return held_out_of(data.valid, model, rows=train.batch_size // train.accumulation)
-
-
-def held_out_of(file: TokenFile, model: ModelConfig, *, rows: int) -> HeldOut:
-    """A token file as held-out data."""
-    meta = file.meta
-    bytes_per_token = meta.num_bytes / meta.num_tokens if meta.num_bytes else None
-    return HeldOut(file.tokens, bytes_per_token, model.context_length, rows)

@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError
 from lmkit.errors import LmkitError
 from lmkit.recipe.model import ModelConfig
 from lmkit.recipe.table import Count, NonNegativeFloat, PositiveFloat, PositiveInt, Table
-from lmkit.training.checkpoint_folder import UPGRADE, NewerFormat
+from lmkit.training.tensor_files import UPGRADE, NewerFormat
 
 FORMAT: Final = 1
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,7 +14,52 @@ from lmkit.measure.ranges import range_
 from lmkit.parallel.agreement import agree
 from lmkit.parallel.process_group import Ranks
 from lmkit.parallel.strategies import GradientSync
-from lmkit.training.loss_scale import LossScale
+from lmkit.training.state import LossScaleState
+
+GROWTH_INTERVAL = 2000
+
+
+INITIAL = 65536.0
+
+
+SMALLEST = 1.0
+
+
+class LossScale:
+    """The factor, and when to change it."""
+
+    def __init__(self) -> None:
+        self.scale = INITIAL
+        self._good_steps = 0
+
+    def unscale_(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Divide the gradients by the factor."""
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, 1.0 / self.scale)
+
+    def shrink(self) -> bool:
+        """After an overflow: halve the factor. False if it cannot shrink any more: then the overflow is real."""
+        self._good_steps = 0
+        if self.scale <= SMALLEST:
+            return False
+        self.scale /= 2
+        return True
+
+    def keep(self) -> None:
+        """After a good step."""
+        self._good_steps += 1
+        if self._good_steps >= GROWTH_INTERVAL:
+            self._good_steps = 0
+            self.scale *= 2
+
+    def restore(self, state: LossScaleState) -> None:
+        """Go on from a checkpoint."""
+        self.scale, self._good_steps = state.scale, state.good_steps
+
+    def state(self) -> LossScaleState:
+        return LossScaleState(scale=self.scale, good_steps=self._good_steps)
+
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -33,6 +33,17 @@ _DTYPE_CODES = {
 _BLOCK = 1 << 24
 
 
+UPGRADE = "upgrade lmkit: pip install --upgrade lmkit"
+
+
+class DamagedCheckpoint(LmkitError):
+    """Something of a checkpoint is missing or not what was saved; an older one may be whole."""
+
+
+class NewerFormat(LmkitError):
+    """A whole checkpoint, in a format that this version does not know."""
+
+
 @dataclass(frozen=True)
 class FileEntry:
     """What the manifest says about one file."""

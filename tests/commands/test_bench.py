@@ -138,7 +138,7 @@ def test_the_backend_of_the_recipe_is_measured(monkeypatch, tmp_path, asked, giv
         seen.append((device, settings["backend"]))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lmkit.commands.ranks.process_group", group)
+    monkeypatch.setattr("lmkit.training.process.process_group", group)
     recipe = load_recipe("bench_ddp_cpu", [f"parallel.backend={asked}"])
     with pytest.raises(KeyboardInterrupt):
         bench.all_reduce(recipe, tmp_path, 1, lambda *_: None)

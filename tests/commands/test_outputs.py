@@ -7,12 +7,12 @@ import pytest
 from lmkit.commands.bench import BenchStored
 from lmkit.commands.data import Encoded, Synthesised, TokenFileFacts
 from lmkit.commands.env import EnvironmentFacts
-from lmkit.commands.evaluate import EvaluateResult
 from lmkit.commands.profile import Profiled
 from lmkit.commands.recipe import RecipeCopied, RecipeIsValid
 from lmkit.commands.run import RunSummary
 from lmkit.commands.tokenizer import TokenizerFacts, TokenizerWritten
 from lmkit.measure.tables import TERMINAL_WIDTH
+from lmkit.training.evaluation import EvaluateResult
 
 FOLDER = "artifacts/benches/attention-cpu/attention"
 FILES = tuple(f"attention_sweep_results-{number}.jsonl" for number in range(9))

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from lmkit.training.checkpoint_folder import newest_valid
-from lmkit.training.checkpoints import open_checkpoint
+from lmkit.training.checkpoint import newest_valid, open_checkpoint
 
 Lmkit = Callable[..., "subprocess.CompletedProcess[str]"]
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -50,16 +49,16 @@ IMPATIENT = """
 from datetime import timedelta
 import torch.distributed as dist
 from lmkit.__main__ import main
-from lmkit.training.loop import Loop
+from lmkit.training.trainer import Trainer
 
-count = Loop._count
+count = Trainer._count
 
 def lose_patience(loop, outcome):
     object.__setattr__(loop.parts.ranks, "timeout_s", 8.0)
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=8))
     count(loop, outcome)
 
-Loop._count = lose_patience  # in the ranks too: they import what started them
+Trainer._count = lose_patience  # in the ranks too: they import what started them
 if __name__ == "__main__":
     main()
 """

@@ -26,7 +26,7 @@ import pytest
 
 from lmkit.data.token_files import TokenFileWriter
 from lmkit.measure.environment import describe_environment
-from lmkit.training.checkpoint_folder import newest_valid
+from lmkit.training.checkpoint import newest_valid
 
 KILLS = 50
 STEPS = 5000

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from lmkit.data.token_files import TokenFileWriter
-from lmkit.training.checkpoint_folder import newest_valid, saved_steps
+from lmkit.training.checkpoint import newest_valid, saved_steps
 
 Lmkit = Callable[..., "subprocess.CompletedProcess[str]"]
 ROOT = Path(__file__).parents[2]

@@ -19,7 +19,6 @@ from download_formats import DOWNLOAD_FORMATS
 from format import Files, Format, is_changed
 from result_formats import RESULT_FORMATS
 
-from lmkit.commands import train, verify
 from lmkit.commands.recipe import show_recipe
 from lmkit.commands.stages import StageRecord
 from lmkit.data.corpora import prepare_corpus
@@ -33,11 +32,20 @@ from lmkit.recipe.model import fill_preset
 from lmkit.recipe.shipped import shipped_recipes
 from lmkit.tokenizer import Tokenizer
 from lmkit.tokenizer.byte_alphabet import to_bytes
-from lmkit.training.checkpoint_folder import MANIFEST, MODEL, STATE, newest_valid, shard_name, write_manifest
-from lmkit.training.checkpoints import newest_checkpoint, open_checkpoint, plain_model
+from lmkit.training import session, verify
+from lmkit.training.checkpoint import (
+    MANIFEST,
+    MODEL,
+    STATE,
+    newest_checkpoint,
+    newest_valid,
+    open_checkpoint,
+    shard_name,
+    write_manifest,
+)
 from lmkit.training.metrics import MetricsFile, read_metrics
-from lmkit.training.optimizer_state import load_optimizer_tensors
-from lmkit.training.run_folder import draw_losses
+from lmkit.training.model_state import load_optimizer_tensors, plain_model
+from lmkit.training.session import draw_losses
 from lmkit.training.state import restore_rng
 from lmkit.training.tensor_files import FileEntry
 
@@ -241,7 +249,7 @@ class CheckpointFiles(Format):
         recipe = load_recipe(None, [*TINY, f"run.folder={folder}"])
         logging.getLogger("lmkit").setLevel(logging.ERROR)
         with contextlib.redirect_stderr(io.StringIO()):
-            train.run(recipe)
+            session.train(recipe)
         step = folder / STEP
         return {f"{STEP}/{path.name}": path.read_bytes() for path in sorted(step.iterdir())}
 
@@ -441,7 +449,7 @@ class VerifiedRun(CheckpointFiles):
         return files | {f"run/{name}": (folder / "run" / name).read_bytes() for name in names}
 
     def read(self, folder: Path, random: Random) -> None:
-        result = verify.run(folder / "run")
+        result = verify.verify_path(folder / "run")
         assert all("\n" not in str(check) for check in result.checks)
         if not result.ok:
             raise LmkitError("verify says so")

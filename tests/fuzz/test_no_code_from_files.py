@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import lmkit
-from lmkit.commands import train
 from lmkit.errors import LmkitError
 from lmkit.recipe.load import load_recipe
-from lmkit.training.checkpoint_folder import MANIFEST, MODEL, shard_name, write_manifest
-from lmkit.training.checkpoints import open_checkpoint, plain_model
+from lmkit.training import session
+from lmkit.training.checkpoint import MANIFEST, MODEL, open_checkpoint, shard_name, write_manifest
+from lmkit.training.model_state import plain_model
 from lmkit.training.tensor_files import FileEntry
 
 RUNS_CODE = {
@@ -127,7 +127,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "model.d_model=16", "model.d_ff=32", "model.num_layers=1", "model.num_heads=2", "train.steps=1",
         "train.batch_size=2", f"run.folder={folder}",
     )  # fmt: skip
-    train.run(load_recipe(None, settings))
+    session.train(load_recipe(None, settings))
     return folder / "run" / "checkpoints" / "step-00000001"
 
 

@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 import torch
 
-from lmkit.bench.training_step import TrainingStep
 from lmkit.data.batches import RandomTokens
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.ranges import disable_ranges, observe_ranges, range_
@@ -29,6 +28,7 @@ from lmkit.measure.timing import Timing, time_variants
 from lmkit.parallel.process_group import Ranks
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.model import ModelConfig
+from lmkit.training.setup import TrainingStep
 
 pytestmark = pytest.mark.slow
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from lmkit.commands import train
 from lmkit.data.token_files import TokenFileWriter
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.schema import Recipe
+from lmkit.training import session
 
 sys.path.insert(0, str(Path(__file__).parent))  # for run_folders.py, here and in processes that tests start
 
@@ -49,18 +49,18 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-draw_losses = train.draw_losses
+draw_losses = session.draw_losses
 
 
 @pytest.fixture(autouse=True)
 def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """matplotlib takes longer than these runs; `pictures` puts it back."""
-    monkeypatch.setattr(train, "draw_losses", lambda *arguments, **options: None)
+    monkeypatch.setattr(session, "draw_losses", lambda *arguments, **options: None)
 
 
 @pytest.fixture
 def pictures(_no_pictures: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train, "draw_losses", draw_losses)
+    monkeypatch.setattr(session, "draw_losses", draw_losses)
 
 
 @pytest.fixture(scope="session")
@@ -111,7 +111,7 @@ def processes() -> BaseContext:
     """Real processes that start in milliseconds: a server imports torch once and forks before any thread exists."""
     context = multiprocessing.get_context("forkserver")
     # torch imports its compiler when the first optimizer is made, which takes longer than these runs.
-    context.set_forkserver_preload(["lmkit.commands.train", "lmkit.recipe.load", "torch._dynamo"])
+    context.set_forkserver_preload(["lmkit.training.session", "lmkit.recipe.load", "torch._dynamo"])
     return context
 
 

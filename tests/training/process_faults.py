@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lmkit.commands import train
 from lmkit.parallel.process_group import Ranks
-from lmkit.training import checkpoint_writer, loop
-from lmkit.training.retention import Retention
+from lmkit.training import checkpoint_writer, session
+from lmkit.training import trainer as loop
+from lmkit.training.checkpoint import Retention
 from lmkit.training.signals import StopSignals
 from lmkit.training.step import Step
 
@@ -107,13 +107,13 @@ RANKS: list[Ranks] = []
 
 
 def tell_the_ranks() -> None:
-    original = loop.Loop.run
+    original = loop.Trainer.run
 
-    def run(self: loop.Loop) -> loop.Ending:
+    def run(self: loop.Trainer) -> loop.Ending:
         RANKS.append(self.parts.ranks)
         return original(self)
 
-    loop.Loop.run = run  # type: ignore[method-assign]
+    loop.Trainer.run = run  # type: ignore[method-assign]
 
 
 def _in_backward_of_step_3(rank: int, happen: Happening) -> None:
@@ -150,9 +150,9 @@ def _in_the_save_of_step_3(rank: int, happen: Happening) -> None:
 
 def _in_the_save_of_step_3_while_step_6_waits_for_it(rank: int, happen: Happening) -> None:
     """No collective of a step is under way then, which would notice."""
-    begin, saves, next_save = loop.Loop._save, iter(range(1, 1000)), threading.Event()
+    begin, saves, next_save = loop.Trainer._save, iter(range(1, 1000)), threading.Event()
 
-    def save(self: loop.Loop) -> None:
+    def save(self: loop.Trainer) -> None:
         if next(saves) == 2:
             next_save.set()
         begin(self)
@@ -161,7 +161,7 @@ def _in_the_save_of_step_3_while_step_6_waits_for_it(rank: int, happen: Happenin
         assert next_save.wait(PATIENCE_S)
         happen(rank)
 
-    loop.Loop._save = save  # type: ignore[method-assign]
+    loop.Trainer._save = save  # type: ignore[method-assign]
     _in_the_save_of_step_3(rank, happen_late)
 
 
@@ -266,7 +266,7 @@ def _wait_in_cpp_in_step_3(rank: int) -> None:
 
 
 def _first_rank_dies_at_the_start(rank: int) -> None:
-    train._open_folder = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    session._open_folder = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
 
 
 def _draw_in_every_step(rank: int) -> None:

@@ -19,13 +19,12 @@ from typing import Any
 import torch
 from process_faults import FAULTS, PATIENCE_S, tell_the_ranks, tell_whether_a_refused_update_changed_weights
 
-from lmkit.commands import train
 from lmkit.errors import LmkitError
 from lmkit.parallel.meeting import RENDEZVOUS_VARIABLE, hosted_store
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.schema import Recipe
-from lmkit.training.checkpoint_folder import newest_valid
-from lmkit.training.checkpoints import Checkpoint, open_checkpoint
+from lmkit.training import session
+from lmkit.training.checkpoint import Checkpoint, newest_valid, open_checkpoint
 
 
 def newest(recipe: Recipe) -> Checkpoint:
@@ -55,10 +54,10 @@ def live(settings: list[str], environment: dict[str, str], options: dict[str, An
         tell_whether_a_refused_update_changed_weights(rank)
         tell_the_ranks()
         FAULTS[fault](rank)
-    train.draw_losses = lambda *arguments, **keywords: None  # type: ignore[assignment]
+    session.draw_losses = lambda *arguments, **keywords: None  # type: ignore[assignment]
     sys.stderr = open(options.pop("log"), "a")  # noqa: SIM115
     try:
-        train.run(load_recipe(None, settings), **options)
+        session.train(load_recipe(None, settings), **options)
     except LmkitError as error:
         print(error.message, file=sys.stderr, flush=True)
         os._exit(error.exit_code)

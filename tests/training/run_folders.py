@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from lmkit.commands import train
 from lmkit.recipe.schema import Recipe
-from lmkit.training.checkpoint_folder import saved_steps
-from lmkit.training.checkpoints import Checkpoint, open_checkpoint
+from lmkit.training import session
+from lmkit.training.checkpoint import Checkpoint, open_checkpoint, saved_steps
 from lmkit.training.metrics import read_metrics
 
 
-def train_here(recipe: Recipe, *, stop_at_step: int | None = None) -> train.TrainResult:
-    result = train.run(recipe, stop_at_step=stop_at_step)
+def train_here(recipe: Recipe, *, stop_at_step: int | None = None) -> session.TrainResult:
+    result = session.train(recipe, stop_at_step=stop_at_step)
     assert result is not None
     return result
 

@@ -10,15 +10,17 @@ import pytest
 from test_checkpoint_writer import make_state
 
 from lmkit.errors import LmkitError
-from lmkit.training import checkpoint_folder
-from lmkit.training.checkpoint_folder import (
+from lmkit.training import checkpoint as checkpoint_folder
+from lmkit.training.checkpoint import (
     MANIFEST,
     MODEL,
     STATE,
     DamagedCheckpoint,
     NewerFormat,
+    Retention,
     clean_leftovers,
     newest_valid,
+    open_checkpoint,
     publish,
     read_manifest,
     saved_steps,
@@ -26,8 +28,6 @@ from lmkit.training.checkpoint_folder import (
     verify,
     write_manifest,
 )
-from lmkit.training.checkpoints import open_checkpoint
-from lmkit.training.retention import Retention
 from lmkit.training.tensor_files import read_verified, write_text
 
 SHARD = "optimizer-00000-of-00001.safetensors"

@@ -21,10 +21,15 @@ from lmkit.parallel.failures import RankLost
 from lmkit.parallel.process_group import Ranks
 from lmkit.recipe.model import ModelConfig
 from lmkit.training import checkpoint_writer
-from lmkit.training.checkpoint_folder import MANIFEST, newest_valid, saved_steps, step_name
+from lmkit.training.checkpoint import (
+    MANIFEST,
+    Retention,
+    newest_valid,
+    open_checkpoint,
+    saved_steps,
+    step_name,
+)
 from lmkit.training.checkpoint_writer import CheckpointWriter
-from lmkit.training.checkpoints import open_checkpoint
-from lmkit.training.retention import Retention
 from lmkit.training.state import TrainingState, capture_rng
 
 
@@ -159,7 +164,7 @@ from pathlib import Path
 sys.path.insert(0, {here!r})
 from test_checkpoint_writer import make_state, make_writer
 from lmkit.errors import LmkitError
-from lmkit.training.checkpoint_folder import newest_valid
+from lmkit.training.checkpoint import newest_valid
 folder = Path({folder!r})
 writer = make_writer(folder)
 writer.save(make_state(1), model={{"w": torch.ones(1000)}}, optimizer={{"w.step": torch.tensor(1.0)}})

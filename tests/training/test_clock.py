@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lmkit.parallel.process_group import Ranks
-from lmkit.training import clock
-from lmkit.training.clock import Speedometer, TrainingClock
+from lmkit.training import trainer as clock
+from lmkit.training.trainer import Speedometer, TrainingClock
 
 
 class Time:

@@ -16,7 +16,7 @@ from run_folders import assert_same_state, losses, newest, saved, train_here
 
 from lmkit.errors import LmkitError, UsageError
 from lmkit.recipe.schema import Recipe
-from lmkit.training import loop as loop_module
+from lmkit.training import trainer as loop_module
 from lmkit.training.step import Step
 
 Tiny = Callable[..., Recipe]

@@ -17,8 +17,7 @@ from process_fleet import Fleet, assert_same_tensors, ends, newest
 from run_folders import losses, saved
 
 from lmkit.recipe.schema import Recipe
-from lmkit.training.checkpoint_folder import newest_valid, step_name
-from lmkit.training.checkpoints import open_checkpoint
+from lmkit.training.checkpoint import newest_valid, open_checkpoint, step_name
 
 Tiny = Callable[..., Recipe]
 

@@ -19,11 +19,10 @@ from lmkit.parallel.process_group import Ranks
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.schema import Recipe
 from lmkit.training import console as console_module
-from lmkit.training import wandb_sink
+from lmkit.training import metrics as wandb_sink
 from lmkit.training.console import PlainConsole, console, describe, duration
-from lmkit.training.metrics import Fanout, MetricsFile, read_metrics
-from lmkit.training.sinks import open_sink
-from lmkit.training.wandb_sink import WandbSink
+from lmkit.training.metrics import Fanout, MetricsFile, WandbSink, read_metrics
+from lmkit.training.setup import open_sink
 
 
 def train_record(step: int, **changes: Any) -> dict[str, Any]:

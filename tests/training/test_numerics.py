@@ -9,8 +9,8 @@ import torch
 
 from lmkit.parallel.process_group import Ranks
 from lmkit.recipe.run import RunConfig
-from lmkit.training import numerics as numerics_module
-from lmkit.training.numerics import numerics
+from lmkit.training import process as numerics_module
+from lmkit.training.process import numerics
 
 
 def settings() -> tuple[int, bool, bool]:

@@ -13,8 +13,8 @@ from run_folders import assert_same_state, losses, newest, train_here
 from lmkit.errors import LmkitError, UsageError
 from lmkit.recipe.schema import Recipe
 from lmkit.storage import FolderLock
-from lmkit.training.checkpoint_folder import MODEL, step_name, verify
-from lmkit.training.checkpoints import newest_checkpoint, plain_model
+from lmkit.training.checkpoint import MODEL, newest_checkpoint, step_name, verify
+from lmkit.training.model_state import plain_model
 
 Tiny = Callable[..., Recipe]
 

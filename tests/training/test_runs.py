@@ -1,4 +1,4 @@
-"""Whole runs through `lmkit.commands.train`, in this process."""
+"""Whole runs through `lmkit.training.session`, in this process."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ import pytest
 import torch
 from run_folders import assert_same_state, losses, newest, saved, train_here
 
-from lmkit.commands import evaluate, generate, train, verify
+from lmkit.commands import generate
 from lmkit.errors import UsageError
 from lmkit.measure import plots
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.schema import Recipe
 from lmkit.tokenizer import Tokenizer
-from lmkit.training import loop as loop_module
-from lmkit.training.checkpoints import newest_checkpoint, plain_model, run_tokenizer
+from lmkit.training import evaluation, session, verify
+from lmkit.training import trainer as loop_module
+from lmkit.training.checkpoint import newest_checkpoint, run_tokenizer
 from lmkit.training.metrics import read_metrics
-from lmkit.training.run_folder import draw_losses
+from lmkit.training.model_state import plain_model
+from lmkit.training.session import draw_losses
 
 Tiny = Callable[..., Recipe]
 
@@ -41,7 +43,7 @@ def test_two_fresh_runs_of_20_steps_have_identical_losses(tiny: Tiny) -> None:
 def test_held_out_tokens_that_are_too_few_are_refused_before_the_first_step(tiny: Tiny) -> None:
     recipe = tiny("model.context_length=800", "train.batch_size=2")  # the held-out file has 701 tokens
     with pytest.raises(UsageError, match=r"valid\.npy: 701 tokens, but model\.context_length \+ 1 = 801"):
-        train.plan(recipe)
+        session.plan(recipe)
     with pytest.raises(UsageError, match=r"valid\.npy: 701 tokens"):
         train_here(recipe)
     assert not recipe.run.path.exists()
@@ -193,7 +195,7 @@ def test_a_last_evaluation_that_was_cut_short_is_made_up_after_a_time_box_too(ti
     metrics = recipe.run.path / "metrics.jsonl"
     kept = [line for line in metrics.read_text().splitlines(keepends=True) if '"final"' not in line]
     metrics.write_text("".join(kept))
-    assert "only the last evaluation is left" in train.plan(recipe).start
+    assert "only the last evaluation is left" in session.plan(recipe).start
     again = train_here(recipe)
     assert (again.status, again.step, again.valid_loss) == ("finished", first.step, first.valid_loss)
     assert train_here(recipe).valid_loss == first.valid_loss
@@ -214,7 +216,7 @@ def test_loading_a_model_and_evaluating_it(tiny: Tiny) -> None:
         assert checkpoint.state.model.vocab_size == 64
         assert not plain_model(checkpoint, device="cpu").training
         assert run_tokenizer(checkpoint.path) is None
-        found = evaluate.run(path)
+        found = evaluation.evaluate_run(path)
         assert (found.loss, found.tokens) == (result.valid_loss, 700)
         assert found.bits_per_byte == result.bits_per_byte
     (recipe.run.path / "tokenizer.json").write_text("{}")
@@ -231,12 +233,12 @@ def test_the_name_of_a_run_where_a_path_is_needed_gives_the_path(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "artifacts" / "runs" / "mine").mkdir(parents=True)
     hints = {}
-    for command in (newest_checkpoint, verify.run):
+    for command in (newest_checkpoint, verify.verify_path):
         for name in ("mine", "yours", "/", "."):
             with pytest.raises(UsageError) as caught:
                 command(Path(name))
             hints[command, name] = caught.value.hint
-    for command in (newest_checkpoint, verify.run):
+    for command in (newest_checkpoint, verify.verify_path):
         assert hints[command, "mine"] == f"did you mean {Path('artifacts/runs/mine')}?"
         for name in ("yours", "/", "."):
             assert "did you mean" not in hints[command, name]
@@ -244,25 +246,25 @@ def test_the_name_of_a_run_where_a_path_is_needed_gives_the_path(
 
 def test_a_plan_writes_nothing(tiny: Tiny) -> None:
     recipe = tiny()
-    plan = train.plan(recipe, nproc=2)
+    plan = session.plan(recipe, nproc=2)
     assert (plan.steps, plan.tokens_per_step, plan.ranks) == (10, 64, 2)
     assert "starting from scratch" in str(plan)
     assert not recipe.run.path.exists()
     with pytest.raises(UsageError, match="not divisible by 3 ranks"):
-        train.plan(recipe, nproc=3)
+        session.plan(recipe, nproc=3)
     with pytest.raises(UsageError, match="cannot write there"):
-        train.plan(tiny("run.folder=/proc/nowhere"))
+        session.plan(tiny("run.folder=/proc/nowhere"))
 
 
 def test_a_plan_says_what_the_session_would(tiny: Tiny) -> None:
     train_here(tiny(), stop_at_step=4)
-    assert "only" not in train.plan(tiny()).start
-    plan = train.plan(tiny("optimizer.lr=0.5"), stop_at_step=8)
+    assert "only" not in session.plan(tiny()).start
+    plan = session.plan(tiny("optimizer.lr=0.5"), stop_at_step=8)
     assert plan.start.startswith("resuming from")
     assert any(note.startswith("changed since that checkpoint: optimizer.lr") for note in plan.notes)
     assert str(plan).endswith("on 1 rank, stopping after step 8")
-    assert train.plan(tiny(), stop_at_step=4).start == "nothing to do: already at step 4"
-    assert train.plan(tiny(), nproc=2).notes[0].startswith("saved by 1 rank, going on with 2")
+    assert session.plan(tiny(), stop_at_step=4).start == "nothing to do: already at step 4"
+    assert session.plan(tiny(), nproc=2).notes[0].startswith("saved by 1 rank, going on with 2")
 
 
 def test_what_is_lacking_is_named(tiny: Tiny) -> None:

@@ -11,8 +11,8 @@ from run_folders import losses, saved
 
 from lmkit.recipe.schema import Recipe
 from lmkit.registry import STRATEGIES
-from lmkit.training.checkpoint_folder import step_name
-from lmkit.training.checkpoints import plain_model
+from lmkit.training.checkpoint import step_name
+from lmkit.training.model_state import plain_model
 
 Tiny = Callable[..., Recipe]
 

@@ -13,8 +13,7 @@ from lmkit.parallel.none import NoSync
 from lmkit.parallel.process_group import Ranks
 from lmkit.parallel.strategies import SyncOptions
 from lmkit.recipe.model import ModelConfig
-from lmkit.training.loss_scale import GROWTH_INTERVAL, INITIAL, LossScale
-from lmkit.training.step import Step
+from lmkit.training.step import GROWTH_INTERVAL, INITIAL, LossScale, Step
 
 CONFIG = ModelConfig(vocab_size=64, context_length=8, d_model=16, d_ff=32, num_layers=1, num_heads=2)
 

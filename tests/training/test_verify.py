@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 
-from lmkit.commands import train, verify
 from lmkit.data.token_files import TokenMeta
 from lmkit.errors import UsageError
 from lmkit.recipe.schema import Recipe
 from lmkit.tokenizer import Tokenizer
-from lmkit.training import resume
-from lmkit.training.checkpoint_folder import STATE, read_manifest, write_manifest
-from lmkit.training.optimizer_state import load_optimizer_tensors
+from lmkit.training import resume, session, verify
+from lmkit.training.checkpoint import STATE, read_manifest, write_manifest
+from lmkit.training.model_state import load_optimizer_tensors
 from lmkit.training.tensor_files import write_text
 
 Tiny = Callable[..., Recipe]
@@ -25,25 +24,25 @@ Tiny = Callable[..., Recipe]
 
 @pytest.fixture
 def run_folder(tiny: Tiny) -> Path:
-    train.run(tiny("checkpoint.interval=5"))
+    session.train(tiny("checkpoint.interval=5"))
     return tiny().run.path
 
 
 def wrong(path: Path) -> list[str]:
-    return [f"{check.subject}: {check.found}" for check in verify.run(path).checks if not check.ok]
+    return [f"{check.subject}: {check.found}" for check in verify.verify_path(path).checks if not check.ok]
 
 
 def test_a_whole_run_is_well_and_says_so_line_by_line(
     run_folder: Path, token_files: tuple[Path, Path]
 ) -> None:
-    result = verify.run(run_folder)
+    result = verify.verify_path(run_folder)
     assert result.ok, str(result)
     lines = str(result).splitlines()
     assert len(lines) == len(result.checks) + 1
     assert lines[-1].endswith("all is well")
     assert any(re.search(r"step-00000005: \d\.\d MB, checksums and weights right", line) for line in lines)
     for path in (run_folder / "checkpoints" / "step-00000010", token_files[0], run_folder / "recipe.toml"):
-        assert verify.run(path).ok
+        assert verify.verify_path(path).ok
 
 
 def test_lines_of_a_run_with_the_default_folder_fit_100_columns(
@@ -54,7 +53,7 @@ def test_lines_of_a_run_with_the_default_folder_fit_100_columns(
     monkeypatch.chdir(run_folder)
     usual.parent.mkdir(parents=True)
     usual.symlink_to(run_folder)
-    lines = str(verify.run(usual)).splitlines()
+    lines = str(verify.verify_path(usual)).splitlines()
     assert [line for line in lines if len(line) > 100] == []
     meta = TokenMeta("a" * 64, 50_257, 2_119_719_000, 2_717_700, 9_000_000_000, "b" * 64)
     monkeypatch.setattr(verify, "open_tokens", lambda path, **options: SimpleNamespace(meta=meta))
@@ -83,7 +82,7 @@ def test_everything_that_is_wrong_is_named(run_folder: Path) -> None:
     ):
         assert any(part in line for line in found), (part, found)
     assert len(found) == 6
-    assert not verify.run(run_folder).ok
+    assert not verify.verify_path(run_folder).ok
 
 
 def test_any_file_of_a_checkpoint_or_of_a_token_file_stands_for_the_whole(
@@ -95,8 +94,8 @@ def test_any_file_of_a_checkpoint_or_of_a_token_file_stands_for_the_whole(
     for path in checkpoint.iterdir():
         assert wrong(path) == [f"{checkpoint}: model.safetensors: 0 bytes instead of {size}"], path
     assert len(wrong(run_folder / "checkpoints")) == 1
-    assert verify.run(token_files[0].with_suffix(".json")).ok
-    assert verify.run(run_folder / "environment.json").ok
+    assert verify.verify_path(token_files[0].with_suffix(".json")).ok
+    assert verify.verify_path(run_folder / "environment.json").ok
 
 
 @pytest.mark.parametrize(
@@ -152,7 +151,7 @@ def test_what_lmkit_does_not_make_is_wrong_use(tmp_path: Path) -> None:
         (bench / name).touch()
     for path in (tmp_path, tmp_path / "notes.txt", tmp_path / "nothing", bench):
         with pytest.raises(UsageError):
-            verify.run(path)
+            verify.verify_path(path)
 
 
 def test_resuming_is_exact_and_would_be_seen_if_it_were_not(

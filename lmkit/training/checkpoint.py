@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -20,28 +21,39 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmkit.errors import LmkitError, reason
+import torch
+
+from lmkit.errors import LmkitError, UsageError, reason
+from lmkit.recipe.run import RunConfig
 from lmkit.storage import sha256_file
 from lmkit.storage.atomic import PARTIAL_SUFFIX, fsync_folder
-from lmkit.training.tensor_files import FileEntry, write_text
+from lmkit.training.state import TrainingState, parse_state
+from lmkit.training.tensor_files import (
+    UPGRADE,
+    DamagedCheckpoint,
+    FileEntry,
+    NewerFormat,
+    parse_tensors,
+    read_verified,
+    write_text,
+)
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 STATE = "state.json"
 MODEL = "model.safetensors"
+
+
 REPLACED_SUFFIX = ".replaced"
-UPGRADE = "upgrade lmkit: pip install --upgrade lmkit"
+
+
 _STEP_NAME = re.compile(r"step-(\d{8,12})")
+
+
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
 _MAX_MANIFEST_BYTES = 1 << 24
-
-
-class DamagedCheckpoint(LmkitError):
-    """Something of a checkpoint is missing or not what was saved; an older one may be whole."""
-
-
-class NewerFormat(LmkitError):
-    """A whole checkpoint, in a format that this version does not know."""
 
 
 @dataclass(frozen=True)
@@ -231,3 +243,153 @@ def newest_valid(folder: Path) -> Choice:
             hint="copy the checkpoint again, or name another one; to train afresh, delete these folders",
         )
     return Choice(None, ())
+
+
+log = logging.getLogger("lmkit")
+
+
+CHECKPOINTS = "checkpoints"
+
+
+TOKENIZER = "tokenizer.json"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose manifest and state were read; tensors are read, and verified, when asked for."""
+
+    path: Path
+    state: TrainingState
+    entries: Mapping[str, FileEntry]
+
+    def model_tensors(self) -> dict[str, torch.Tensor]:
+        """Weights by plain parameter name, on the CPU, in memory of their own."""
+        return self._tensors(MODEL)
+
+    def optimizer_tensors(self, shard: int = 0) -> dict[str, torch.Tensor]:
+        """One shard of the optimizer state (the whole state where it was not sharded)."""
+        return self._tensors(shard_name(shard, self.state.optimizer_shards))
+
+    def all_optimizer_shards(self) -> list[dict[str, torch.Tensor]]:
+        """Every rank's shard, in the order of the ranks."""
+        return [self.optimizer_tensors(rank) for rank in range(self.state.optimizer_shards)]
+
+    def _tensors(self, name: str) -> dict[str, torch.Tensor]:
+        path = self.path / name
+        return parse_tensors(read_verified(path, self.entries[name]), path=path)
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Read a checkpoint's manifest and state.
+
+    Raises:
+        LmkitError: damaged, incomplete (an optimizer shard is missing, say), or of a newer format.
+        UsageError: not a checkpoint folder.
+    """
+    if not (path / MANIFEST).is_file() and not (path / MODEL).is_file():
+        raise UsageError(
+            f"{path}: not a checkpoint folder (no {MANIFEST})",
+            hint="a checkpoint is a folder like <run>/checkpoints/step-00000100",
+        )
+    entries = read_manifest(path)
+    state = parse_state(read_verified(path / STATE, entries[STATE]), path=path / STATE)
+    for rank in range(state.optimizer_shards):
+        name = shard_name(rank, state.optimizer_shards)
+        if name not in entries or not (path / name).is_file():
+            raise LmkitError(
+                f"{path / name}: missing, the optimizer state of rank {rank}",
+                hint="copy the whole checkpoint folder, or use an older one",
+            )
+    return Checkpoint(path, state, entries)
+
+
+def find_checkpoint(path: Path) -> Choice:
+    """The checkpoint that a run folder or a checkpoint folder stands for.
+
+    Raises:
+        UsageError: there is none.
+        LmkitError: there are some, but none is good.
+    """
+    if not path.is_dir():
+        otherwise = "name a run folder (artifacts/runs/...) or a checkpoint"
+        raise UsageError(f"{path}: no such folder", hint=hint_at_run(path, otherwise=otherwise))
+    if (path / MANIFEST).exists() or (path / STATE).exists():
+        return Choice(path, ())
+    folder = path if path.name == CHECKPOINTS else path / CHECKPOINTS
+    if not saved_steps(folder):
+        raise UsageError(f"{path}: holds no checkpoint", hint="train first: lmkit train, or lmkit run")
+    return newest_valid(folder)
+
+
+def hint_at_run(path: Path, *, otherwise: str) -> str:
+    """For a path that is not there: the run folder of that name, if recipes that set no `run.folder` made one."""
+    run = RunConfig().folder / path
+    return f"did you mean {run}?" if run.is_dir() else otherwise
+
+
+def newest_checkpoint(path: Path) -> Checkpoint:
+    """Open what `find_checkpoint` finds; newer ones that are damaged are named in the log.
+
+    Raises:
+        UsageError, LmkitError: as `find_checkpoint` and `open_checkpoint`.
+    """
+    choice = find_checkpoint(path)
+    for why in choice.skipped:
+        log.warning("skipped %s", why)
+    assert choice.path is not None
+    return open_checkpoint(choice.path)
+
+
+def run_tokenizer(checkpoint: Path) -> Path | None:
+    """`tokenizer.json` of the run that a checkpoint lies in."""
+    tokenizer = checkpoint.resolve().parent.parent / TOKENIZER
+    return tokenizer if tokenizer.is_file() else None
+
+
+class Retention:
+    """Deletes what is no longer wanted. Damaged checkpoints never count as kept ones.
+
+    Every checkpoint is read in full once before it counts, except those that this process wrote itself.
+
+    Args:
+        keep_last: this many with the highest steps, at least 1.
+        keep_best: and this many with the lowest validation loss, of those that have one.
+    """
+
+    def __init__(self, folder: Path, *, keep_last: int, keep_best: int) -> None:
+        self._folder = folder
+        self._keep_last = keep_last
+        self._keep_best = keep_best
+        self._losses: dict[int, float | None] = {}  # of the good ones seen so far
+        self._foreign: set[int] = set()  # of a format that we do not know: not ours to judge
+
+    def remember(self, step: int, valid_loss: float | None) -> None:
+        """Count this checkpoint as good: it was just written and synced."""
+        self._losses[step] = valid_loss
+
+    def prune(self) -> list[Path]:
+        """Delete the others; return them. Damaged ones go once a good one with a higher step exists."""
+        saved = saved_steps(self._folder)
+        good = [item.step for item in saved if self._is_good(item.step, item.path)]
+        kept = set(good[-self._keep_last :])
+        rated = [(loss, step) for step in good if (loss := self._losses[step]) is not None]
+        kept.update(step for _, step in sorted(rated)[: self._keep_best])
+        newest = good[-1] if good else -1
+        kept |= self._foreign
+        doomed = [item.path for item in saved if item.step not in kept and item.step < newest]
+        for path in doomed:
+            remove_folder(path)
+        return doomed
+
+    def _is_good(self, step: int, path: Path) -> bool:
+        if step not in self._losses:
+            try:
+                entries = verify(path)
+                state = parse_state(read_verified(path / STATE, entries[STATE]), path=path / STATE)
+            except DamagedCheckpoint:
+                return False
+            except LmkitError:  # whole, but of a later version
+                self._foreign.add(step)
+                return False
+            self._losses[step] = state.valid_loss
+        return True

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from lmkit.commands import train as train_command
 from lmkit.data.token_files import open_tokens
 from lmkit.errors import LmkitError, UsageError, reason
 from lmkit.parallel.process_group import Ranks
@@ -23,26 +22,24 @@ from lmkit.recipe.tokenizer import TokenizerConfig
 from lmkit.recipe.wandb import WandbConfig
 from lmkit.storage.atomic import PARTIAL_SUFFIX
 from lmkit.tokenizer import Tokenizer
-from lmkit.training.checkpoint_folder import (
+from lmkit.training.checkpoint import (
+    CHECKPOINTS,
     MANIFEST,
     MODEL,
     REPLACED_SUFFIX,
     STATE,
+    TOKENIZER,
+    Checkpoint,
+    hint_at_run,
+    open_checkpoint,
     saved_steps,
     step_name,
     verify,
 )
-from lmkit.training.checkpoints import (
-    CHECKPOINTS,
-    TOKENIZER,
-    Checkpoint,
-    check_weights,
-    hint_at_run,
-    open_checkpoint,
-)
-from lmkit.training.metrics import read_metrics
+from lmkit.training.metrics import METRICS, read_metrics
+from lmkit.training.model_state import check_weights
 from lmkit.training.run_data import make_batches, open_data, resolve
-from lmkit.training.run_folder import ENVIRONMENT, METRICS, RECIPE
+from lmkit.training.session import ENVIRONMENT, RECIPE, train
 
 
 @dataclass(frozen=True)
@@ -71,7 +68,7 @@ class VerifyResult:
         return "\n".join([*map(str, self.checks), f"{self.path}: {verdict}"])
 
 
-def run(path: Path) -> VerifyResult:
+def verify_path(path: Path) -> VerifyResult:
     """Check a run folder, a checkpoint, a token file, a tokenizer, a recipe or a metrics file; reads all of it.
 
     Raises:
@@ -210,15 +207,15 @@ def verify_resume(recipe: Recipe, *, steps: int = 5) -> VerifyResult:
     Raises:
         UsageError: the recipe cannot be trained.
     """
-    train = required(recipe.train, "train", command="verify resume")
-    half = min(steps, train.steps // 2)
+    table = required(recipe.train, "train", command="verify resume")
+    half = min(steps, table.steps // 2)
     if half < 1:
         raise UsageError("train.steps: resuming needs at least 2 steps", hint="raise train.steps")
     with tempfile.TemporaryDirectory(prefix="lmkit-verify-") as folder:
         whole, parts = (_moved(recipe, Path(folder), name) for name in ("whole", "parts"))
-        train_command.run(whole, stop_at_step=2 * half)
-        train_command.run(parts, stop_at_step=half)
-        train_command.run(parts, stop_at_step=2 * half)
+        train(whole, stop_at_step=2 * half)
+        train(parts, stop_at_step=half)
+        train(parts, stop_at_step=2 * half)
         left, right = (_hashes(moved, 2 * half) for moved in (whole, parts))
     checks = [
         Check(what, left[what] == right[what], f"{left[what][:12]} in one go, {right[what][:12]} resumed")

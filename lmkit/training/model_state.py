@@ -8,21 +8,132 @@ recipe, so that a changed learning rate takes effect.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from lmkit.errors import LmkitError
+from lmkit.errors import LmkitError, UsageError
+from lmkit.model.accounting import count_parameters
 from lmkit.model.names import plain_name
 from lmkit.parallel.sharded_optimizer import ShardedOptimizer
 from lmkit.parallel.zero1_layout import BucketLayout, ShardLayout, consolidate
+from lmkit.recipe.model import ModelConfig
+from lmkit.training.checkpoint import (
+    MODEL,
+    STATE,
+)
+from lmkit.training.tensor_files import tensor_shapes
+
+if TYPE_CHECKING:
+    from lmkit.model.transformer import TransformerLM
+    from lmkit.training.checkpoint import Checkpoint
+
+
+log = logging.getLogger("lmkit")
+
+
+def load_weights(model: nn.Module, tensors: Mapping[str, torch.Tensor], *, origin: Path) -> None:
+    """Copy saved weights into a model, plain, compiled or wrapped, whatever it was saved from.
+
+    Raises:
+        UsageError: other names or shapes; the message lists the first differences.
+    """
+    wanted = _plain_state(model)
+    wrong = [
+        f"{name}: saved {_shape(tensors.get(name))}, model {_shape(wanted.get(name))}"
+        for name in [*wanted, *(name for name in tensors if name not in wanted)]
+        if _shape(tensors.get(name)) != _shape(wanted.get(name))
+    ]
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise UsageError(
+            f"{origin}: weights of another model: {'; '.join(wrong[:3])}{more}",
+            hint="use the recipe that the checkpoint was made with",
+        )
+    # By storage, because tied weights have several names and are saved under one.
+    saved = {id(tensor): tensors[name] for name, tensor in wanted.items()}
+    state = model.state_dict(keep_vars=True)
+    model.load_state_dict({name: saved[id(tensor)] for name, tensor in state.items()})
+
+
+def _shape(tensor: torch.Tensor | None) -> str:
+    return "missing" if tensor is None else "x".join(map(str, tensor.shape)) or "scalar"
+
+
+def model_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The live weights by plain name; tied ones once. Waits for weights that are still being gathered."""
+    return {name: tensor.detach() for name, tensor in _plain_state(model).items()}
+
+
+def _plain_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    state: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            state[plain_name(name)] = tensor
+    return state
+
+
+def plain_model(checkpoint: Checkpoint, *, device: torch.device | str) -> TransformerLM:
+    """The model of a checkpoint, neither compiled nor wrapped, in eval mode.
+
+    One that was trained with `flash_triton` runs with `sdpa` on a CPU, and the log says so.
+    """
+    from lmkit.model.transformer import TransformerLM
+
+    config = checkpoint.state.model
+    tensors = checkpoint.model_tensors()
+    _check_size(config, tensors, origin=checkpoint.path)
+    if config.attention == "flash_triton" and torch.device(device).type == "cpu":
+        log.warning("trained with attention flash_triton, which needs a GPU: using sdpa on this CPU")
+        config = config.model_copy(update={"attention": "sdpa"})
+    model = TransformerLM(config, device=device)
+    load_weights(model, tensors, origin=checkpoint.path / MODEL)
+    return model.eval()
+
+
+def check_weights(checkpoint: Checkpoint) -> None:
+    """Refuse weights that are not those of the checkpoint's model; reads their names and shapes only.
+
+    Raises:
+        UsageError, LmkitError: as `load_weights`, and another number of parameters.
+    """
+    from lmkit.model.transformer import TransformerLM
+
+    path, config = checkpoint.path, checkpoint.state.model
+    shapes = tensor_shapes(path / MODEL)
+    tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    _check_size(config, tensors, origin=path)
+    model = TransformerLM(config.model_copy(update={"attention": "sdpa"}), device="meta")
+    load_weights(model, tensors, origin=path / MODEL)
+
+
+def _check_size(config: ModelConfig, tensors: Mapping[str, torch.Tensor], *, origin: Path) -> None:
+    """Refuse before memory is taken for a model that the weights cannot fill."""
+    if config.vocab_size is None:
+        raise LmkitError(f"{origin / STATE}: model.vocab_size is missing", hint="use another checkpoint")
+    wanted, saved = count_parameters(config).total, sum(tensor.numel() for tensor in tensors.values())
+    if wanted != saved:
+        raise LmkitError(
+            f"{origin / MODEL}: holds {saved} parameters, the model in {STATE} has {wanted}",
+            hint="copy the whole checkpoint folder again, or use another one",
+        )
+
 
 Tensors = Mapping[str, torch.Tensor]
+
+
 Layout = dict[str, Any]
+
+
 States = dict[str, dict[str, Any]]
 """parameter or bucket -> name of the state -> value"""
+
 
 MASTER = "master"
 """The fp32 weights behind bf16 ones, kept by a sharded optimizer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Callable
@@ -10,33 +11,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lmkit.commands.ranks import ranks_of
+import torch
+import torch.distributed as dist
+
 from lmkit.data.batches import BatchSource
 from lmkit.errors import LmkitError, UsageError, out_of_memory, reason
+from lmkit.measure.environment import describe_environment
+from lmkit.measure.plots import loss_curve
 from lmkit.measure.ranges import enable_ranges_from_environment
 from lmkit.model.accounting import count_parameters
 from lmkit.parallel.failures import losses_named
 from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.process_group import Ranks, local_device
+from lmkit.recipe.load import recipe_to_toml
 from lmkit.recipe.schema import Recipe, required
-from lmkit.storage import FolderLock
+from lmkit.storage import FolderLock, remove_partials, write_atomic
 from lmkit.storage.outputs import refuse_unwritable
-from lmkit.training.assembly import assemble, check_device
-from lmkit.training.checkpoint_folder import saved_steps
-from lmkit.training.checkpoints import CHECKPOINTS, Checkpoint, open_checkpoint
+from lmkit.training.checkpoint import CHECKPOINTS, Checkpoint, clean_leftovers, open_checkpoint, saved_steps
 from lmkit.training.console import duration
-from lmkit.training.decisions import decided_by_first
 from lmkit.training.evaluation import Evaluation
-from lmkit.training.loop import Loop, Moment
-from lmkit.training.metrics import Record, read_metrics
-from lmkit.training.numerics import numerics
+from lmkit.training.metrics import METRICS, Record, read_metrics
+from lmkit.training.process import numerics, ranks_of
 from lmkit.training.resume import check_agreement, choose_start, is_finished, restore, world_change
 from lmkit.training.run_data import Data, check_token_files, make_batches, open_data, resolve, resolved_tables
-from lmkit.training.run_folder import METRICS, check_writable, describe_run, draw_losses, tidy
+from lmkit.training.setup import assemble, check_device, open_sink
 from lmkit.training.signals import StopSignals
-from lmkit.training.sinks import open_sink
+from lmkit.training.trainer import Moment, Trainer
 
 log = logging.getLogger("lmkit")
+
 
 Status = Literal["finished", "stopped early", "nothing to do"]
 
@@ -87,7 +90,7 @@ class TrainResult:
         return "\n".join(lines)
 
 
-def run(recipe: Recipe, *, stop_at_step: int | None = None, nproc: int = 1) -> TrainResult | None:
+def train(recipe: Recipe, *, stop_at_step: int | None = None, nproc: int = 1) -> TrainResult | None:
     """Train, from scratch or from where the run folder stands.
 
     Args:
@@ -109,12 +112,12 @@ def run(recipe: Recipe, *, stop_at_step: int | None = None, nproc: int = 1) -> T
         if "RANK" in os.environ:
             raise UsageError("--nproc: torchrun has started the ranks already", hint="leave one of them out")
         return spawn_ranks(nproc, _train_as_rank, (recipe, stop_at_step))
-    train: Callable[[Recipe, int | None], TrainResult | None] = _train_as_rank
+    live: Callable[[Recipe, int | None], TrainResult | None] = _train_as_rank
     if "TORCHELASTIC_RUN_ID" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import record
 
-        train = record(train)  # lets torchrun show the traceback of what is no LmkitError
-    return train(recipe, stop_at_step)
+        live = record(live)  # lets torchrun show the traceback of what is no LmkitError
+    return live(recipe, stop_at_step)
 
 
 def _train_as_rank(recipe: Recipe, stop_at_step: int | None) -> TrainResult | None:
@@ -168,7 +171,7 @@ def _live(recipe: Recipe, stop_at_step: int | None) -> TrainResult | None:
 def _open_folder(recipe: Recipe, held: ExitStack) -> dict[str, Any]:
     """On the first rank: take the run folder, tidy it, choose where to begin."""
     folder = recipe.run.path
-    check_writable(folder)
+    refuse_unwritable(folder, option="--set run.folder=...")
     held.enter_context(FolderLock(folder))
     removed = tidy(folder)
     start = choose_start(recipe)
@@ -197,7 +200,7 @@ def _train(
         parts = assemble(recipe, ranks, data, batches, sink, used_seconds=used_seconds)
         moment = Moment() if checkpoint is None else restore(checkpoint, parts)
         with StopSignals() as signals:
-            loop = Loop(parts, moment, signals, stop_at_step=stop_at_step)
+            loop = Trainer(parts, moment, signals, stop_at_step=stop_at_step)
             ending = loop.run()
             evaluation = loop.final_evaluation() if ending == "finished" else None
     finally:
@@ -291,17 +294,17 @@ class TrainPlan:
 
 
 def plan(recipe: Recipe, *, stop_at_step: int | None = None, nproc: int = 1) -> TrainPlan:
-    """Check what `run` would check, and say what it would do; writes nothing.
+    """Check what `train` would check, and say what it would do; writes nothing.
 
     Args:
-        stop_at_step, nproc: as of `run`.
+        stop_at_step, nproc: as of `train`.
 
     Raises:
-        UsageError: as `run`.
+        UsageError: as `train`.
     """
     data = open_data(recipe)
     resolved = resolve(recipe, data)
-    model, train = resolved_tables(resolved)
+    model, table = resolved_tables(resolved)
     device = local_device(recipe.run.device, local_rank=nproc - 1)
     check_device(resolved, device)
     ranks = Ranks(world_size=nproc, device=device)
@@ -320,11 +323,85 @@ def plan(recipe: Recipe, *, stop_at_step: int | None = None, nproc: int = 1) -> 
     return TrainPlan(
         folder=str(recipe.run.path),
         parameters=count_parameters(model).total,
-        steps=train.steps,
-        tokens_per_step=train.batch_size * model.context_length,
+        steps=table.steps,
+        tokens_per_step=table.batch_size * model.context_length,
         train_tokens=None if data.train is None else data.train.meta.num_tokens,
         ranks=nproc,
         start=start,
         notes=notes,
         stop_at_step=stop_at_step,
     )
+
+
+RECIPE = "recipe.toml"
+
+
+ENVIRONMENT = "environment.json"
+
+
+LOSS_PICTURE = "loss.png"
+
+
+_CURVES = {"train": "training", "valid": "held out", "final": "all held-out data"}  # kind of record -> label
+
+
+def tidy(folder: Path) -> list[Path]:
+    """Remove what a killed session left behind; the caller holds the folder's lock."""
+    checkpoints = folder / CHECKPOINTS
+    removed = remove_partials(folder)
+    if checkpoints.is_dir():
+        removed += clean_leftovers(checkpoints)
+    return removed
+
+
+def describe_run(folder: Path, recipe: Recipe) -> None:
+    """Write the resolved recipe and the environment: what is needed to make the run again."""
+    write_atomic(folder / RECIPE, recipe_to_toml(recipe))
+    write_atomic(folder / ENVIRONMENT, json.dumps(describe_environment(), indent=1) + "\n")
+
+
+def draw_losses(folder: Path, *, title: str) -> None:
+    """Write `loss.png` from the metrics, a marker at every evaluation; nothing if there are none yet."""
+    records = read_metrics(folder / METRICS)
+    series = {
+        label: [(record["step"], record["loss"]) for record in records if record["kind"] == kind]
+        for kind, label in _CURVES.items()
+    }
+    drawn = {label: points for label, points in series.items() if points}
+    if drawn:
+        picture = loss_curve(drawn, title=title, marked=(_CURVES["valid"], _CURVES["final"]))
+        write_atomic(folder / LOSS_PICTURE, picture)
+
+
+def decided_by_first(ranks: Ranks, decide: Callable[[], Any]) -> Any:
+    """Call `decide` on rank 0 only, and return its answer (a JSON value) on every rank.
+
+    The answer travels by collectives: whoever waits for it notices at once when rank 0 dies.
+
+    Raises:
+        LmkitError: what `decide` raised, on every rank.
+    """
+    if ranks.world_size == 1:
+        return decide()
+    if not ranks.is_first:
+        told = json.loads(_from_first(b""))
+        if "error" in told:
+            exit_code, message, hint = told["error"]
+            raise (UsageError if exit_code == UsageError.exit_code else LmkitError)(message, hint=hint)
+        return told["answer"]
+    try:
+        answer = decide()
+    except LmkitError as error:
+        _from_first(json.dumps({"error": [error.exit_code, error.message, error.hint]}).encode())
+        raise
+    _from_first(json.dumps({"answer": answer}).encode())
+    return answer
+
+
+def _from_first(text: bytes) -> bytes:
+    """On every rank what rank 0 calls it with."""
+    size = torch.tensor(len(text))
+    dist.broadcast(size, src=0)
+    data = torch.tensor(list(text) or [0] * int(size), dtype=torch.uint8)
+    dist.broadcast(data, src=0)
+    return data.numpy().tobytes()

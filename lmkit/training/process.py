@@ -1,19 +1,23 @@
-"""What makes a run repeatable: seed, CPU threads, deterministic kernels. Put back as it was afterwards."""
+"""Set up the process of a run: its place among the ranks, its seed, its threads, deterministic kernels."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
+from lmkit.errors import UsageError
 from lmkit.measure.environment import usable_cpus
-from lmkit.parallel.process_group import Ranks
+from lmkit.parallel.process_group import Ranks, local_device, process_group
 from lmkit.recipe.run import RunConfig
+from lmkit.recipe.schema import Recipe
 
 _DETERMINISTIC: Any = torch.utils.deterministic  # its settings are properties, unknown to type checkers
+
+
 _CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
@@ -44,3 +48,27 @@ def numerics(config: RunConfig, ranks: Ranks) -> Iterator[None]:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(deterministic)
         _DETERMINISTIC.fill_uninitialized_memory = fill
+
+
+def ranks_of(recipe: Recipe) -> AbstractContextManager[Ranks]:
+    """This process's place among the ranks, with the device of [run], the backend and the patience of [parallel].
+
+    Raises:
+        UsageError: as `process_group` and `backend_of`.
+    """
+    return process_group(recipe.run.device, backend=backend_of(recipe), timeout_s=recipe.parallel.timeout_s)
+
+
+def backend_of(recipe: Recipe) -> str | None:
+    """What `parallel.backend` is to `process_group`; None: what the group takes by itself.
+
+    Raises:
+        UsageError: NCCL is asked for between CPUs.
+    """
+    backend = recipe.parallel.backend
+    if backend == "nccl" and local_device(recipe.run.device, local_rank=0).type != "cuda":
+        raise UsageError(
+            'parallel.backend: "nccl" works between GPUs, and the device is a CPU', hint='leave it at "auto"'
+        )
+    # What the group takes by itself on GPUs is NCCL, with gloo for tensors that are on the CPU.
+    return None if backend in ("auto", "nccl") else backend

@@ -1,4 +1,4 @@
-"""Resolved recipe -> the objects that the loop drives: model, optimizer, schedule, checkpoint writer."""
+"""Recipe -> the objects that the loop drives: model, optimizer, schedule, step, checkpoint writer."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from lmkit import __version__
 from lmkit.attention import attention_function
@@ -14,6 +15,7 @@ from lmkit.data.batches import BatchSource
 from lmkit.errors import UsageError
 from lmkit.measure.environment import device_name
 from lmkit.measure.limits import known_peak
+from lmkit.measure.ranges import range_
 from lmkit.model.accounting import flops_per_token
 from lmkit.model.compilation import compile_model
 from lmkit.model.transformer import TransformerLM
@@ -23,16 +25,15 @@ from lmkit.parallel.process_group import Ranks
 from lmkit.parallel.strategies import SyncOptions, build_strategy
 from lmkit.recipe.model import ModelConfig
 from lmkit.recipe.schema import Recipe
+from lmkit.training.checkpoint import CHECKPOINTS, Retention
 from lmkit.training.checkpoint_writer import CheckpointWriter
-from lmkit.training.checkpoints import CHECKPOINTS
-from lmkit.training.clock import TrainingClock
-from lmkit.training.loop import Parts
-from lmkit.training.metrics import Sink
-from lmkit.training.optimizer_state import optimizer_layout
-from lmkit.training.retention import Retention
+from lmkit.training.console import console
+from lmkit.training.metrics import METRICS, Fanout, MetricsFile, Sink, WandbSink
+from lmkit.training.model_state import optimizer_layout
 from lmkit.training.run_data import Data, make_held_out, resolved_tables
 from lmkit.training.state import TrainingState, capture_rng
-from lmkit.training.step import PRECISIONS, Step, TrainableModel
+from lmkit.training.step import PRECISIONS, Step, TrainableModel, autocast
+from lmkit.training.trainer import Parts, TrainingClock
 
 
 def check_device(recipe: Recipe, device: torch.device) -> None:
@@ -180,3 +181,119 @@ def peak_share(model: ModelConfig, device: torch.device, precision: str) -> floa
     chip's peak is not known."""
     peak = known_peak(device_name(device), precision)
     return None if peak is None else flops_per_token(model, model.context_length) / peak
+
+
+class TrainingStep:
+    """A model with its optimizer and gradient synchronisation, run step by step.
+
+    Args:
+        config: of the model; `config.compile` is obeyed.
+        batches: this rank's batches.
+        precision: "fp32", "bf16" or "fp16".
+        strategy: a name of `lmkit.parallel.strategies.STRATEGIES`.
+        seed: of the initial weights.
+        lr: constant learning rate.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        ranks: Ranks,
+        batches: BatchSource,
+        *,
+        precision: str = "fp32",
+        strategy: str = "none",
+        options: SyncOptions | None = None,
+        seed: int = 0,
+        lr: float = 3e-4,
+    ) -> None:
+        torch.manual_seed(seed)
+        self.model = TransformerLM(config, device=ranks.device)
+        compile_model(self.model, config.compile)
+        sync = build_strategy(strategy, ranks, options)
+        self._call = sync.attach(self.model)
+        self.optimizer = sync.build_optimizer(
+            lambda groups: AdamW(groups, lr=lr), decay_groups(self.model.parameters(), 0.1)
+        )
+        self._batches = batches
+        self._ranks = ranks
+        self._lr = lr
+        self._done = 0
+        self._batch: tuple[Tensor, Tensor] | None = None
+        self._sync = sync
+        self.set_precision(precision)
+
+    def set_precision(self, precision: str) -> None:
+        """Change the precision of the matrix products; weights and optimizer state stay."""
+        self._precision = precision
+        self._step = Step(
+            cast(TrainableModel, self._call),  # attach keeps the model's `loss`
+            self.optimizer,
+            self._sync,
+            self._ranks,
+            precision=precision,
+            grad_clip=1.0,
+        )
+
+    def run(self) -> Tensor:
+        """One whole step on the next batch; the loss, a scalar that stays on the device."""
+        with range_("step"):
+            inputs, targets = self._next_batch()
+            loss = self._step.accumulate(inputs, targets)
+            self._step.update(loss, lr=self._lr, stop=False, before_update=_nothing)
+        return loss
+
+    def wait_for_weights(self) -> None:
+        """Wait for weights that are still being gathered after a step: what they hold on the device is theirs until
+        somebody has waited."""
+        self._sync.wait_for_weights()
+
+    def forward(self) -> Tensor:
+        """A forward pass with loss and without a graph, on the batch at hand."""
+        inputs, targets = self._batch_at_hand()
+        with torch.no_grad(), range_("forward"), autocast(self._ranks.device, self._precision):
+            return cast(TrainableModel, self._call).loss(inputs[0], targets[0])
+
+    def forward_backward(self) -> Tensor:
+        """Forward and backward of one step on the batch at hand; the gradients are dropped."""
+        inputs, targets = self._batch_at_hand()
+        with range_("fwd+bwd"):
+            loss = self._step.accumulate(inputs, targets)
+            self.optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    def _next_batch(self) -> tuple[Tensor, Tensor]:
+        with range_("data"):
+            inputs, targets = self._batches.batch(self._done)
+            self._done += 1
+            device = self._ranks.device
+            if device.type == "cuda":
+                inputs, targets = inputs.pin_memory(), targets.pin_memory()
+            self._batch = inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+            return self._batch
+
+    def _batch_at_hand(self) -> tuple[Tensor, Tensor]:
+        return self._batch or self._next_batch()
+
+
+def _nothing() -> None:
+    return None
+
+
+def open_sink(recipe: Recipe, ranks: Ranks, *, after_step: int) -> Fanout:
+    """metrics.jsonl, stderr and, where the recipe says so, W&B; nothing on ranks other than the first.
+
+    Args:
+        after_step: the step that the session goes on from.
+    """
+    if not ranks.is_first:
+        return Fanout([])
+    assert recipe.train is not None
+    folder = recipe.run.path
+    sinks: list[Sink] = [
+        MetricsFile(folder / METRICS, after_step=after_step),
+        console(recipe.train.steps, first_step=after_step),
+    ]
+    if recipe.wandb.enabled:
+        sinks.append(WandbSink(recipe, folder))
+    return Fanout(sinks)
