@@ -1,7 +1,7 @@
-"""Token file -> batches: the batch of a step is a pure function of (seed, step).
+"""Cut batches from token files: the batch of a step is a pure function of (seed, step).
 
-Nothing is remembered between steps, so the position in the data is the step number itself: a resumed run, or
-a run on another number of ranks, takes its rows from the same global batches.
+No state is kept between steps. A resumed run, or a run on another number of ranks, takes its rows from the same
+global batches.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class BatchSource(Protocol):
-    """What the training loop needs: the rows of one rank for one step."""
+    """Interface to the training loop: the rows of one rank for one step."""
 
     def batch(self, step: int) -> Batch:
         """Return (inputs, targets), each int64 (accumulation, rows, context_length)."""
@@ -26,24 +26,31 @@ class BatchSource(Protocol):
 
 
 class TokenBatches:
-    """Windows sampled from a token file.
+    """Sample windows from a token file.
 
-    The global batch of a step is `batch_size` windows of `context_length + 1` tokens whose starts are drawn
-    uniformly, with replacement, over the whole file, or over `document_starts`. Rank r takes the r-th of
-    `world_size` contiguous parts of it, cut into `accumulation` contiguous slices: the union over ranks and
-    slices is the same batch for every way of splitting it.
+        >>> batches = TokenBatches(np.arange(1000), batch_size=4, context_length=8, seed=0)
+        >>> inputs, targets = batches.batch(step=0)
+        >>> inputs.shape
+        torch.Size([1, 4, 8])
+        >>> bool((targets == inputs + 1).all())
+        True
+
+    The global batch of a step is `batch_size` windows of `context_length + 1` tokens. Their starts are drawn
+    uniformly, with replacement, from the whole file or from `document_starts`. Rank r takes the r-th of `world_size`
+    contiguous parts of the batch, cut into `accumulation` contiguous slices. The union over ranks and slices is the
+    same for every split.
 
     Args:
         tokens: one-dimensional uint16 or uint32 array, usually memory-mapped: only sampled windows are read.
         batch_size: windows in the global batch of one optimizer step.
-        context_length: tokens a model sees; a target is the token that follows.
-        seed: with the step it decides the batch.
-        rank, world_size, accumulation: which slices of the global batch to return.
-        document_starts: positions at which a window may start; left out, every position may.
+        context_length: tokens that the model sees; a target is the token that follows.
+        seed: decides the batches, together with the step.
+        rank, world_size, accumulation: the slices of the global batch to return.
+        document_starts: positions at which a window may start; None allows every position.
 
     Raises:
-        UsageError: the file holds fewer than `context_length + 1` tokens, or ranks x accumulation does not
-            divide the batch.
+        UsageError: the file holds fewer than `context_length + 1` tokens ("tokens.too_short"), or ranks x
+            accumulation does not divide the batch ("batches.indivisible").
     """
 
     def __init__(
@@ -67,10 +74,11 @@ class TokenBatches:
         self._rows = _rank_rows(batch_size, rank, world_size, accumulation)
         self._starts: np.ndarray | None = None
         if document_starts is not None:
-            # A document too near the end of the file has no whole window behind it.
+            # A window must not reach beyond the end of the file.
             self._starts = document_starts[document_starts < len(tokens) - context_length]
             if len(self._starts) == 0:
                 raise UsageError(
+                    "tokens.too_short",
                     f"{_name(tokens)}: no document is followed by {context_length + 1} tokens",
                     hint="lower model.context_length or sample raw windows",
                 )
@@ -88,7 +96,7 @@ class TokenBatches:
 
 
 class RandomTokens:
-    """Uniformly random token ids with the interface of `TokenBatches`: benchmarks then need no corpus."""
+    """Draw uniformly random token ids, with the interface of `TokenBatches`, for benchmarks without a corpus."""
 
     def __init__(
         self,
@@ -121,12 +129,12 @@ def evaluation_windows(
 ) -> Iterator[Batch]:
     """Yield (inputs, targets), each int64 (rows, context_length), that cover the file once, in order.
 
-    Windows do not overlap, and every token but the first is a target exactly once. The last full batch may
-    have fewer rows, and what is left of the file comes as one shorter row: weight losses by the number of
-    targets. With `max_batches`, only that many batches from the start of the file.
+    Windows do not overlap, and every token but the first is a target exactly once. The last full batch may have
+    fewer rows, and the rest of the file comes as one shorter row: weight losses by the number of targets.
+    `max_batches` limits the number of batches.
 
     Raises:
-        UsageError: the file holds fewer than `context_length + 1` tokens.
+        UsageError: the file holds fewer than `context_length + 1` tokens ("tokens.too_short").
     """
     check_length(tokens, context_length)
     return _consecutive_windows(tokens, context_length, batch_size, max_batches)
@@ -155,8 +163,8 @@ def _consecutive_windows(
 def _random_words(seed: int, step: int, count: int) -> np.ndarray:
     """Return `count` uniform uint64 for (seed, step).
 
-    Philox and SeedSequence are the parts of numpy whose streams are promised never to change; the methods of
-    `Generator` are not. Reducing 64 bits by a modulus n is biased by n / 2**64, which nobody can measure.
+    numpy promises that the streams of Philox and SeedSequence never change; the methods of `Generator` may. The
+    remainder of 64 bits modulo n is biased by n / 2**64, which is negligible.
     """
     return np.random.Philox(np.random.SeedSequence([seed, step])).random_raw(count)
 
@@ -175,6 +183,7 @@ def _rank_rows(batch_size: int, rank: int, world_size: int, accumulation: int) -
         raise ValueError(f"batch_size {batch_size} and accumulation {accumulation} must be at least 1")
     if batch_size % (world_size * accumulation):
         raise UsageError(
+            "batches.indivisible",
             f"train.batch_size = {batch_size} is not divisible by "
             f"{world_size} ranks x {accumulation} accumulation steps",
             hint=f"use a multiple of {world_size * accumulation}",
@@ -184,13 +193,14 @@ def _rank_rows(batch_size: int, rank: int, world_size: int, accumulation: int) -
 
 
 def check_length(tokens: np.ndarray, context_length: int) -> None:
-    """Refuse token ids of which not even one window and its targets can be cut.
+    """Refuse token ids that are too few for one window and its targets.
 
     Raises:
-        UsageError: there are fewer than `context_length + 1`; names the file.
+        UsageError: there are fewer than `context_length + 1` ids ("tokens.too_short"); names the file.
     """
     if len(tokens) < context_length + 1:
         raise UsageError(
+            "tokens.too_short",
             f"{_name(tokens)}: {len(tokens)} tokens, but model.context_length + 1 = {context_length + 1}",
             hint="use a longer text or a shorter model.context_length",
         )

@@ -1,9 +1,10 @@
-"""The `[corpus]` table of a recipe -> text files to train on and text files held out."""
+"""Turn the `[corpus]` table of a recipe into text files to train on and text files to hold out."""
 
 from __future__ import annotations
 
 import codecs
 import json
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from lmkit.data.download import DATASETS, download
+from lmkit.data.download import download_dataset
 from lmkit.data.synth import write_stories
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.progress import Progress
@@ -20,11 +21,11 @@ from lmkit.recipe.vocabulary import END_OF_TEXT
 from lmkit.storage import atomic_path
 from lmkit.tokenizer.chunks import ErrorMode, text_file_status
 
-END_OF_DOCUMENT = END_OF_TEXT.encode()
+PathOrPaths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
+_END_OF_DOCUMENT = END_OF_TEXT.encode()
 _BLOCK = 1 << 20
-# Another stream of stories than any seed a user would give to the training part.
-_HELD_OUT_SEED = 1 << 32
+_HELD_OUT_SEED = 1 << 32  # added to the seed of the training part: held-out stories come from another stream
 
 
 @dataclass(frozen=True)
@@ -35,28 +36,39 @@ class CorpusFiles:
     valid: tuple[Path, ...]
 
 
+def as_paths(paths: PathOrPaths) -> list[Path]:
+    """Return a list of paths for one path or several."""
+    return [Path(paths)] if isinstance(paths, (str, os.PathLike)) else [Path(path) for path in paths]
+
+
 def prepare_corpus(table: CorpusConfig, folder: Path, *, progress: Progress | None = None) -> CorpusFiles:
     """Make or find the text that a recipe names.
 
-    - `synth`: `size_mb` of stories, and `valid_fraction` of that much again from another seed, in `folder`.
-    - `tinystories`, `owt`: downloaded to `table.folder` unless they are there.
-    - `files`: text files are used where they lie if `valid` files are named too. Otherwise `folder` gets
-      `train.txt` and `valid.txt`: the last documents, `valid_fraction` of the bytes, are held out. A text with
-      one document only (a book without `<|endoftext|>`) is cut at a line border instead, or, without one,
-      between two characters. The border taken is the last before the held-out bytes, so that all of them are
-      held out. Files ending in `.jsonl` have one document a line, under the key `table.field`.
+        >>> from lmkit.recipe.corpus import CorpusConfig
+        >>> table = CorpusConfig(source="files", train=("book.txt",))
+        >>> prepare_corpus(table, Path("corpus"))  # doctest: +SKIP
+        CorpusFiles(train=(PosixPath('corpus/train.txt'),), valid=(PosixPath('corpus/valid.txt'),))
 
-    Everything is streamed; what it writes appears under its name when it is complete. Text files that are used
-    where they lie are not read here: whoever reads them reports invalid UTF-8.
+    - `synth`: writes `size_mb` of stories to `folder`, and `valid_fraction` of that from another seed.
+    - `files`: uses text files where they are if `valid` names files, too. Otherwise `folder` gets `train.txt` and
+      `valid.txt`: the last documents, at least `valid_fraction` of the bytes, are held out. A text with one document
+      (a book without `<|endoftext|>`) is cut at the end of a line instead, or between two characters if it has one
+      line. Files ending in `.jsonl` hold one document a line, under the key `table.field`.
+    - any other source is a dataset, see `lmkit.data.download`: downloaded to `table.folder` unless it is there.
+
+    Everything is streamed, and a file appears under its name when it is complete. Text files that are used where
+    they are are not read here: their reader reports invalid UTF-8.
 
     Raises:
-        UsageError: a file is missing or has no text; a line of a `.jsonl` file has no such field.
-        LmkitError: invalid UTF-8 (with the byte offset) unless `errors` is "replace"; a broken JSON line.
+        UsageError: a file is missing ("corpus.missing_file"), empty ("corpus.empty") or too short to hold out a part
+            ("corpus.too_short"); a line of a `.jsonl` file has no such field ("corpus.no_field").
+        LmkitError: invalid UTF-8, with its byte offset, unless `errors` is "replace" ("corpus.not_utf8"); a broken
+            JSON line ("corpus.not_json").
     """
     if table.source == "synth":
         return _synthesise(table, folder, progress)
     if table.source != "files":
-        train, valid = download(DATASETS[table.source], table.folder, progress=progress)
+        train, valid = download_dataset(table.source, table.folder, progress=progress)
         return CorpusFiles((train,), (valid,))
     for key, paths in (("corpus.train", table.train), ("corpus.valid", table.valid)):
         _check_files(key, paths)
@@ -70,42 +82,43 @@ def prepare_corpus(table: CorpusConfig, folder: Path, *, progress: Progress | No
 
 @contextmanager
 def plain_text_files(
-    paths: Sequence[Path],
+    paths: PathOrPaths,
     folder: Path | None = None,
     *,
     errors: ErrorMode = "strict",
     progress: Progress | None = None,
 ) -> Iterator[list[Path]]:
-    """The files, for commands without a recipe: those ending in `.jsonl` as text files of the documents under "text".
+    """Yield text files for the given files: a `.jsonl` file becomes a text file of its documents (key "text").
 
     Args:
-        folder: gets a temporary folder for what is made; None takes the system's, which may be small.
+        paths: one path or several.
+        folder: where a temporary folder for converted files is created; None uses the system's, which may be small.
 
     Raises:
-        UsageError: a `.jsonl` file is missing or has no text, or one of its lines has no such field.
+        UsageError: a `.jsonl` file is missing or has no text ("corpus.empty"), or a line has no "text"
+            ("corpus.no_field").
         LmkitError: as `prepare_corpus`.
     """
     table = CorpusConfig(errors=errors)
-    if not any(path.suffix == ".jsonl" for path in paths):
-        yield list(paths)
+    texts = as_paths(paths)
+    if not any(path.suffix == ".jsonl" for path in texts):
+        yield texts
         return
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as made:
-        texts = []
-        for number, path in enumerate(paths):
+        for number, path in enumerate(texts):
             if path.suffix != ".jsonl":
-                texts.append(path)
                 continue
             size = text_file_status(path).st_size
-            texts.append(Path(made) / f"{number}.txt")
-            with open(texts[-1], "wb") as file:
+            texts[number] = Path(made) / f"{number}.txt"
+            with open(texts[number], "wb") as file:
                 for read, document in _json_documents(path, table):
                     file.write(document)
                     if progress is not None:
                         progress("corpus", read, size)
-            if not texts[-1].stat().st_size:
-                raise UsageError(f"{path}: has no text", hint="a corpus needs some text")
+            if not texts[number].stat().st_size:
+                raise _empty(str(path))
         yield texts
 
 
@@ -119,9 +132,17 @@ def _synthesise(table: CorpusConfig, folder: Path, progress: Progress | None) ->
 def _check_files(key: str, paths: Sequence[Path]) -> None:
     for path in paths:
         if not path.is_file():
-            raise UsageError(f"{key}: {path} is not a file", hint="give the path of a text or .jsonl file")
+            raise UsageError(
+                "corpus.missing_file",
+                f"{key}: {path} is not a file",
+                hint="give the path of a text or .jsonl file",
+            )
     if paths and not any(path.stat().st_size for path in paths):
-        raise UsageError(f"{key}: {paths[0]} is empty", hint="a corpus needs some text")
+        raise _empty(f"{key}: {paths[0]}")
+
+
+def _empty(name: str) -> UsageError:
+    return UsageError("corpus.empty", f"{name}: has no text", hint="a corpus needs some text")
 
 
 def _plain_text(
@@ -137,7 +158,7 @@ def _plain_text(
 
 def _split(table: CorpusConfig, folder: Path, progress: Progress | None) -> CorpusFiles:
     train, valid = folder / "train.txt", folder / "valid.txt"
-    # One file first, then cut in two: where the cut belongs is known only when the size is.
+    # Write one file, then cut it in two: the place of the cut depends on the size.
     with atomic_path(train) as partial:
         with open(partial, "wb") as file:
             _write_documents("corpus.train", table.train, table, file, progress)
@@ -151,10 +172,10 @@ def _split(table: CorpusConfig, folder: Path, progress: Progress | None) -> Corp
 
 
 def _find_cut(file: BinaryIO, table: CorpusConfig) -> int:
-    """Return where the held-out part begins: the border of a document, else of a line, else of a character."""
+    """Return the offset at which the held-out part begins: between documents, else lines, else characters."""
     size = file.seek(0, 2)
     wanted = max(1, int(size * (1 - table.valid_fraction)))
-    for mark in (END_OF_DOCUMENT + b"\n", END_OF_DOCUMENT, b"\n"):
+    for mark in (_END_OF_DOCUMENT + b"\n", _END_OF_DOCUMENT, b"\n"):
         cut = _nearest_border(file, mark, wanted, size)
         if cut is not None:
             return cut
@@ -162,11 +183,12 @@ def _find_cut(file: BinaryIO, table: CorpusConfig) -> int:
         start = max(0, wanted - 3)
         file.seek(start)
         before = file.read(wanted - start + 1)
-        while before and before[-1] & 0xC0 == 0x80:  # a byte that continues a character
+        while before and before[-1] & 0xC0 == 0x80:  # UTF-8 continuation byte
             before = before[:-1]
             wanted -= 1
     if not 0 < wanted < size:
         raise UsageError(
+            "corpus.too_short",
             f"corpus.train: {table.train[0]} is too short to hold out a part",
             hint="name a file of its own in corpus.valid",
         )
@@ -186,7 +208,7 @@ def _last_border(file: BinaryIO, mark: bytes, end: int) -> int | None:
         found = file.read(end - start).rfind(mark)
         if found >= 0:
             return start + found + len(mark)
-        end = start + len(mark) - 1 if start else 0  # a mark may lie across the block's border
+        end = start + len(mark) - 1 if start else 0  # a mark may cross the border of the block
     return None
 
 
@@ -199,7 +221,7 @@ def _first_border(file: BinaryIO, mark: bytes, start: int, size: int) -> int | N
         found = window.find(mark)
         if found >= 0:
             border = start + found + len(mark)
-            # A mark that ends the file, perhaps with a line break behind it, is no border.
+            # A mark at the end of the file, even before a line break, leaves nothing to hold out.
             return border if border < size - 1 else None
         searched = max(0, len(window) - len(mark) + 1)
         start += searched
@@ -218,14 +240,14 @@ def _write_documents(
         ending = b""
         for read, piece in pieces:
             written += file.write(piece)
-            ending = (ending + piece)[-len(END_OF_DOCUMENT) - 1 :]
+            ending = (ending + piece)[-len(_END_OF_DOCUMENT) - 1 :]
             if progress is not None:
                 progress("corpus", done + read, total)
         done += path.stat().st_size
-        if len(paths) > 1 and ending and END_OF_DOCUMENT not in ending:
-            file.write(END_OF_DOCUMENT + b"\n")  # two files are two documents
+        if len(paths) > 1 and ending and _END_OF_DOCUMENT not in ending:
+            file.write(_END_OF_DOCUMENT + b"\n")  # two files are two documents
     if not written:
-        raise UsageError(f"{key}: {paths[0]} has no text", hint="a corpus needs some text")
+        raise _empty(f"{key}: {paths[0]}")
 
 
 def _text_pieces(path: Path, errors: str) -> Iterator[tuple[int, bytes]]:
@@ -263,20 +285,24 @@ def _json_documents(path: Path, table: CorpusConfig) -> Iterator[tuple[int, byte
                 record = json.loads(text)
             except (ValueError, RecursionError) as error:
                 raise LmkitError(
-                    f"{path}, line {number}: not JSON ({error})", hint="every line must hold one JSON object"
+                    "corpus.not_json",
+                    f"{path}, line {number}: not JSON ({error})",
+                    hint="every line must hold one JSON object",
                 ) from None
             document = record.get(table.field) if isinstance(record, dict) else None
             if not isinstance(document, str):
                 raise UsageError(
+                    "corpus.no_field",
                     f'{path}, line {number}: no text under "{table.field}"',
                     hint="a recipe names the key that holds the text: corpus.field",
                 )
-            # A lone surrogate (\ud800) is valid JSON, but no text.
-            yield read, document.encode("utf-8", "replace") + END_OF_DOCUMENT + b"\n"
+            # A lone surrogate (\ud800) is valid JSON but cannot be encoded.
+            yield read, document.encode("utf-8", "replace") + _END_OF_DOCUMENT + b"\n"
 
 
 def _invalid_utf8(path: Path, offset: int) -> LmkitError:
     return LmkitError(
+        "corpus.not_utf8",
         f"{path}: invalid UTF-8 at byte {offset}",
         hint='convert the file, or replace what is invalid: corpus.errors = "replace", or --errors replace',
     )

@@ -1,8 +1,20 @@
-"""Fetch the known datasets: resumed, checked, never half there.
+"""Download datasets: resume, check, and never leave half a file under its name.
 
-No digest is built in, because none is known here with certainty. What the server says is checked instead: the length,
-and the SHA-256 that the Hugging Face hub sends as the entity tag of large files. The digest of a finished file is
-recorded beside it (`<name>.sha256`, the format of sha256sum) and holds from then on.
+A dataset registers itself, here or in a file from outside; its name is then known to recipes (`corpus.source`) and to
+`lmkit data download`:
+
+    from lmkit.data import Dataset, RemoteFile
+    from lmkit.registry import DATASETS
+
+    @DATASETS.register("fables")
+    def fables() -> Dataset:
+        train = RemoteFile("fables_train.txt", "train.txt.gz", max_bytes=1_000_000_000)
+        valid = RemoteFile("fables_valid.txt", "valid.txt.gz", max_bytes=10_000_000)
+        return Dataset("https://example.org/fables", train, valid)
+
+No digest is built in. A download is checked against the server instead: its length, and the SHA-256 that the Hugging
+Face hub sends as the entity tag of large files. The digest of a finished file is recorded in `<name>.sha256` (the
+format of sha256sum) and checked from then on.
 """
 
 from __future__ import annotations
@@ -24,27 +36,32 @@ from typing import IO, Any
 
 from lmkit.errors import LmkitError, reason
 from lmkit.measure.progress import Progress
+from lmkit.registry import DATASETS
 from lmkit.storage import FolderLock, atomic_path, sha256_file, write_atomic
 
 _BLOCK = 1 << 20
 _ATTEMPTS = 6
 _TIMEOUT_S = 60.0
-_AGAIN = "run the same command again: it goes on where it stopped"
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """One text file of a dataset; `remote` is its name on the server, compressed where it ends in `.gz`."""
+    """A text file of a dataset.
+
+    Attributes:
+        name: the file's name in the folder of downloads.
+        remote: the file's name on the server; `.gz` files are unpacked.
+        max_bytes: limit of both download and unpacked text, so that a small archive cannot fill the disk.
+    """
 
     name: str
     remote: str
     max_bytes: int
-    """More than this is neither fetched nor unpacked: a small archive must not fill the disk."""
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Files below one address."""
+    """A training and a held-out file below one address."""
 
     base_url: str
     train: RemoteFile
@@ -52,24 +69,30 @@ class Dataset:
 
 
 _HUB = "https://huggingface.co/datasets"
-DATASETS: dict[str, Dataset] = {
-    # Eldan, Li 2023, arXiv:2305.07759; the GPT-4 half of the stories.
-    "tinystories": Dataset(
+
+
+@DATASETS.register("tinystories", order=1)
+def tinystories() -> Dataset:
+    """Return the stories of TinyStories that GPT-4 wrote (Eldan, Li 2023, arXiv:2305.07759)."""
+    return Dataset(
         f"{_HUB}/roneneldan/TinyStories/resolve/main",
         RemoteFile("tinystories_train.txt", "TinyStoriesV2-GPT4-train.txt", 4_000_000_000),
         RemoteFile("tinystories_valid.txt", "TinyStoriesV2-GPT4-valid.txt", 100_000_000),
-    ),
-    # The sample of OpenWebText that Stanford's CS336 hands out.
-    "owt": Dataset(
+    )
+
+
+@DATASETS.register("owt", order=2)
+def owt() -> Dataset:
+    """Return the sample of OpenWebText that Stanford's CS336 hands out."""
+    return Dataset(
         f"{_HUB}/stanford-cs336/owt-sample/resolve/main",
         RemoteFile("owt_train.txt", "owt_train.txt.gz", 20_000_000_000),
         RemoteFile("owt_valid.txt", "owt_valid.txt.gz", 1_000_000_000),
-    ),
-}
+    )
 
 
-def download(
-    dataset: Dataset,
+def download_dataset(
+    dataset: str | Dataset,
     folder: str | os.PathLike[str],
     *,
     progress: Progress | None = None,
@@ -78,20 +101,29 @@ def download(
 ) -> list[Path]:
     """Fetch a dataset into `folder` and return its text files: train, then valid.
 
-    Files that are there and have their recorded digest are kept; one without is refused. An interrupted transfer is
-    resumed if the file on the server is still the same (`If-Range`), after a cut connection at once, after a kill at
-    the next call.
+        >>> download_dataset("tinystories", "artifacts/data")  # doctest: +SKIP
+
+    Files that are there with their recorded digest are kept. An interrupted transfer is resumed if the file on the
+    server is still the same (`If-Range`): at once after a cut connection, at the next call after a kill.
 
     Args:
-        progress: called with (what, bytes done, bytes in all or 0 where the server does not say).
-        base_url: another place for the files than the dataset's own.
-        retry_wait_s: pause before the second attempt, doubled before each further one.
+        dataset: a registered name, or the dataset itself.
+        progress: called with (stage, bytes done, bytes in all or 0 if the server does not say).
+        base_url: replaces the dataset's own address.
+        retry_wait_s: pause before the second attempt in seconds, doubled before each further attempt.
 
     Raises:
-        LmkitError: the server cannot be reached or has no such file; the length or the digest is wrong (what was
-            fetched is then removed); the archive is damaged or too large; a file of that name is there already.
+        UsageError: no dataset has this name ("registry.unknown_name").
+        LmkitError: the server cannot be reached or lacks the file ("download.failed"); the digest is wrong
+            ("download.wrong_digest") or the file too large ("download.too_large"), in which case the download is
+            removed; the archive is damaged ("download.damaged"); another file has the name ("download.file_exists");
+            a file in `folder` changed since it was fetched ("download.changed"); the disk refuses ("download.disk").
     """
+    if isinstance(dataset, str):
+        dataset = DATASETS.load(dataset)()
+        assert isinstance(dataset, Dataset)
     folder = Path(folder)
+    report = progress or _silent
     paths = []
     with FolderLock(folder):
         for file in (dataset.train, dataset.valid):
@@ -102,17 +134,18 @@ def download(
                 if fetched == path or not _is_complete(fetched):
                     _refuse_to_replace(path)
                     _refuse_to_replace(fetched)
-                    _fetch(url, fetched, file.max_bytes, progress or _silent, retry_wait_s)
+                    _fetch(url, fetched, file.max_bytes, report, retry_wait_s)
                 if fetched != path:
-                    _unpack(fetched, path, file.max_bytes, progress or _silent)
+                    _unpack(fetched, path, file.max_bytes, report)
             paths.append(path)
     return paths
 
 
 def _refuse_to_replace(path: Path) -> None:
-    """A file that no download made stays; a link is no loss."""
+    """Refuse to overwrite a file that no download made. A symbolic link may be replaced."""
     if path.is_file() and not path.is_symlink() and not _digest_path(path).exists():
         raise LmkitError(
+            "download.file_exists",
             f"{path}: is there without {_digest_path(path).name}, and a download would replace it",
             hint="move it away; or, if it is the dataset's, write what `sha256sum` prints of it into that file",
         )
@@ -124,6 +157,7 @@ def _is_complete(path: Path) -> bool:
         return False
     if not recorded.read_bytes().startswith(sha256_file(path).encode() + b" "):
         raise LmkitError(
+            "download.changed",
             f"{path}: the content does not have the digest in {recorded.name}",
             hint="delete both files to fetch the dataset again",
         )
@@ -131,7 +165,7 @@ def _is_complete(path: Path) -> bool:
 
 
 def _fetch(url: str, path: Path, max_bytes: int, progress: Progress, retry_wait_s: float) -> None:
-    """Bring one file to `path`, whole and checked, with its recorded digest."""
+    """Download one file to `path`, check it, and record its digest."""
     transfer = _Transfer(url, path, max_bytes, progress)
     failure = ""
     for attempt in range(_ATTEMPTS):
@@ -143,19 +177,24 @@ def _fetch(url: str, path: Path, max_bytes: int, progress: Progress, retry_wait_
         except urllib.error.HTTPError as error:
             failure = f"HTTP status {error.code}"
             error.close()
-            if error.code == 416:  # what we have is longer than the file: begin again
+            if error.code == 416:  # our part is longer than the file: begin again
                 transfer.discard()
             elif error.code < 500 and error.code != 429:
-                raise LmkitError(f"{url}: {failure}", hint="is the address right?") from None
+                raise LmkitError("download.failed", f"{url}: {failure}", hint="check the address") from None
         except (OSError, http.client.HTTPException, _ShortBodyError) as error:
             if isinstance(error, OSError) and error.filename is not None:  # the disk, not the network
                 raise LmkitError(
+                    "download.disk",
                     f"{error.filename}: {reason(error)}",
                     hint="check the disk and the permissions",
                 ) from None
             failure = str(getattr(error, "reason", error)) or type(error).__name__
     else:
-        raise LmkitError(f"{url}: {failure} (tried {_ATTEMPTS} times)", hint=_AGAIN)
+        raise LmkitError(
+            "download.failed",
+            f"{url}: {failure} (tried {_ATTEMPTS} times)",
+            hint="run the same command again: it resumes where it stopped",
+        )
     transfer.finish()
 
 
@@ -167,7 +206,7 @@ _VERSION_KINDS = {"validator": str, "size": int, "sha256": str}
 
 
 class _Transfer:
-    """One file on its way: `<name>.partial` and, beside it, which version of the file on the server it is from."""
+    """A download in progress: `<name>.partial`, and a JSON file that says which version on the server it is from."""
 
     def __init__(self, url: str, path: Path, max_bytes: int, progress: Progress) -> None:
         self.url = url
@@ -178,16 +217,16 @@ class _Transfer:
         self.version_path = path.with_name(path.name + ".partial.version.json")
 
     def run(self) -> None:
-        """Ask for what is missing and append it.
+        """Request the missing bytes and append them.
 
         Raises:
-            OSError, http.client.HTTPException, _ShortBodyError: what is there stays for the next attempt.
+            OSError, http.client.HTTPException, _ShortBodyError: the bytes received stay for the next attempt.
         """
         version = self._version()
         headers = {"User-Agent": "lmkit"}
         start = self.partial.stat().st_size if version.get("validator") and self.partial.exists() else 0
         if start:
-            # Either the rest of the very same file (206) or, if it has changed, all of the new one (200).
+            # The answer is the rest of the same file (206) or, if the file has changed, all of the new one (200).
             headers |= {"Range": f"bytes={start}-", "If-Range": version["validator"]}
             if start == version["size"]:
                 return
@@ -205,21 +244,22 @@ class _Transfer:
             self._append(response, start, total)
 
     def finish(self) -> None:
-        """Check the digest, record it, give the file its name."""
+        """Check the digest, record it, rename the file."""
         digest = sha256_file(self.partial)
         expected = self._version().get("sha256", "")
         if expected and digest != expected:
             self.discard()
             raise LmkitError(
+                "download.wrong_digest",
                 f"{self.url}: the digest is {digest[:12]}..., the server promised {expected[:12]}...",
-                hint="what was fetched is removed; try again later",
+                hint="the download is removed; try again later",
             )
         write_atomic(_digest_path(self.path), f"{digest}  {self.path.name}\n")
         os.replace(self.partial, self.path)
         self.version_path.unlink(missing_ok=True)
 
     def discard(self) -> None:
-        """Forget what was fetched."""
+        """Delete the partial file."""
         self.partial.unlink(missing_ok=True)
         self.version_path.unlink(missing_ok=True)
 
@@ -232,8 +272,9 @@ class _Transfer:
                 if done > self.max_bytes:
                     self.discard()
                     raise LmkitError(
+                        "download.too_large",
                         f"{self.url}: more than {self.max_bytes} bytes",
-                        hint="this is not the expected file; what was fetched is removed",
+                        hint="this is not the expected file; the download is removed",
                     )
                 file.write(block)
                 self.progress(f"download {self.path.name}", done, total)
@@ -243,7 +284,7 @@ class _Transfer:
             raise _ShortBodyError(f"the connection ended after {done} of {total} bytes")
 
     def _version(self) -> dict[str, Any]:
-        """What `_note_version` wrote; {}, so that the transfer begins again, where that is missing or damaged."""
+        """Return what `_note_version` wrote; {} if that is missing or damaged, so that the transfer begins again."""
         try:
             version = json.loads(self.version_path.read_text("utf-8"))
         except (FileNotFoundError, ValueError, RecursionError):
@@ -258,10 +299,10 @@ class _Transfer:
 
     def _note_version(self, headers: Message, total: int, linked_digest: str) -> None:
         etag = headers.get("ETag", "")
-        # A weak tag (W/...) does not promise equal bytes: with neither this nor a date, nothing can be resumed.
+        # A weak tag (W/...) does not promise equal bytes. Without a strong tag or a date nothing can be resumed.
         validator = headers.get("Last-Modified", "") if etag.startswith("W/") or not etag else etag
         facts = {"validator": validator, "size": total, "sha256": linked_digest or _sha256_in(etag)}
-        self.partial.unlink(missing_ok=True)  # never the bytes of one version beside the tag of another
+        self.partial.unlink(missing_ok=True)  # bytes of one version must not meet the tag of another
         if validator or facts["sha256"]:
             write_atomic(self.version_path, json.dumps(facts))
         else:
@@ -269,8 +310,10 @@ class _Transfer:
 
 
 class _KeepDigest(urllib.request.HTTPRedirectHandler):
-    """The hub names the digest in the answer that redirects to the storage, which urllib would drop. (A renamed
-    repository redirects before that, without one.)"""
+    """Keep the digest that the hub sends with its redirect to the storage: urllib would drop it.
+
+    A renamed repository redirects once more before that, without a digest.
+    """
 
     digest = ""
 
@@ -287,7 +330,7 @@ def _sha256_in(etag: str) -> str:
 
 
 def _content_length(headers: Message) -> int:
-    """What the server announces; 0 where it does not say."""
+    """Return the announced length; 0 if the server does not say."""
     text = headers.get("Content-Length") or "0"
     if not re.fullmatch(r"\d{1,18}", text):
         raise _ShortBodyError("the server sent a length that is no number")
@@ -316,13 +359,16 @@ def _unpack(archive: Path, path: Path, max_bytes: int, progress: Progress) -> No
                 done += len(block)
                 if done > max_bytes:
                     raise LmkitError(
+                        "download.too_large",
                         f"{archive}: unpacks to more than {max_bytes} bytes",
                         hint="this is not the expected file; delete it",
                     )
                 file.write(block)
                 progress(f"unpack {archive.name}", packed.tell(), size)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise LmkitError(f"{archive}: {error}", hint="delete it to fetch it again") from None
+        raise LmkitError(
+            "download.damaged", f"{archive}: {error}", hint="delete it to fetch it again"
+        ) from None
     write_atomic(_digest_path(path), f"{sha256_file(path)}  {path.name}\n")
     archive.unlink()
     _digest_path(archive).unlink()

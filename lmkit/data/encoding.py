@@ -1,18 +1,19 @@
-"""Text files -> one token file: every worker reads a chunk, encodes it, and writes its ids when its turn comes.
+"""Encode text files into one token file, in parallel and in constant memory.
 
-Every chunk is encoded by itself and the ids are written in the order of the text, so the file is the same for any
-number of workers.
+Every worker encodes whole chunks by itself, and the ids are written in the order of the text: the file is the same
+for any number of workers.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from lmkit.data.corpora import PathOrPaths, as_paths, plain_text_files
 from lmkit.data.token_files import TokenFileWriter, TokenMeta, sidecar_path
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.environment import usable_cpus
@@ -29,11 +30,11 @@ from lmkit.tokenizer.chunks import (
 )
 from lmkit.tokenizer.workers import share_out
 
-_TAIL_BYTES = 4096  # of a source, in which its last end-of-text token is looked for
+_TAIL_BYTES = 4096  # the end of a source, which is searched for its last end-of-text token
 
 
 def encode_corpus(
-    sources: Sequence[str | Path],
+    sources: PathOrPaths,
     output: str | Path,
     tokenizer: Tokenizer,
     *,
@@ -42,29 +43,45 @@ def encode_corpus(
     force: bool = False,
     progress: Progress | None = None,
 ) -> TokenMeta:
-    """Encode UTF-8 text files into one token file, in memory that does not grow with them.
+    """Encode UTF-8 text files into one token file, in memory that does not grow with their size.
 
-    Documents end with `<|endoftext|>`. A source that does not end with it (white space behind it does not count)
-    gets one, so that its last document does not run into the next source; a tokenizer without that token adds none.
+        >>> encode_corpus("stories.txt", "tokens.npy", tokenizer)        # doctest: +SKIP
+        >>> encode_corpus(["a.txt", "b.jsonl"], "tokens.npy", tokenizer)  # doctest: +SKIP
+
+    Documents end with `<|endoftext|>`. A source without it at its end (trailing white space is ignored) gets one, so
+    that its last document does not run into the next source. A tokenizer without that token adds none. A source that
+    ends in `.jsonl` holds one document a line, under the key "text".
 
     Args:
+        sources: one path or several.
+        output: the token file; ends in `.npy`.
         workers: threads that encode; 0 takes one per usable CPU. The file does not depend on it.
-        errors: text that is not UTF-8 stops the encoding ("strict") or is read as U+FFFD ("replace").
+        errors: stop at text that is not UTF-8 ("strict") or read it as U+FFFD ("replace").
         force: overwrite `output`.
         progress: called with ("encode", bytes done, bytes in all).
 
     Raises:
-        UsageError: a source is missing, all are empty, or `output` exists, does not end in `.npy` or would replace
-            a source (it or the description beside it).
-        LmkitError: a source is not UTF-8, or changed while it was being read.
+        UsageError: a source is missing ("corpus.missing_file") or all are empty ("corpus.empty"); `output` exists
+            ("output.exists"), does not end in `.npy` ("tokens.name") or would replace a source
+            ("output.replaces_source").
+        LmkitError: a source is not UTF-8 or changed while it was read ("corpus.changed").
     """
     output = Path(output)
-    paths = [Path(source) for source in sources]
-    check_output(output, paths, force=force)
-    reader = _Reader(paths, tokenizer, errors)
-    if reader.total_bytes == 0:
-        names = ", ".join(str(path) for path in sources) or "no files"
-        raise UsageError(f"the corpus is empty: {names}", hint="give at least one file with text in it")
+    paths = as_paths(sources)
+    _check_output(output, paths, force=force)
+    with plain_text_files(paths, output.parent, errors=errors, progress=progress) as texts:
+        reader = _Reader(texts, tokenizer, errors)
+        if reader.total_bytes == 0:
+            names = ", ".join(map(str, paths)) or "no files"
+            raise UsageError(
+                "corpus.empty", f"the corpus is empty: {names}", hint="give at least one file with text in it"
+            )
+        return _encode(reader, output, tokenizer, workers or usable_cpus(), progress)
+
+
+def _encode(
+    reader: _Reader, output: Path, tokenizer: Tokenizer, workers: int, progress: Progress | None
+) -> TokenMeta:
     end_of_text = tokenizer.end_of_text_id
     num_documents = done_bytes = 0
     with TokenFileWriter(
@@ -82,36 +99,41 @@ def encode_corpus(
             if progress is not None:
                 progress("encode", done_bytes, reader.total_bytes)
 
-        encoders = [tokenizer.chunk_encoder() for _ in range(workers or usable_cpus())]
+        encoders = [tokenizer.chunk_encoder() for _ in range(workers)]
         share_out(reader.chunks(), [encode(encoder) for encoder in encoders], write)
         return writer.finish(
-            num_documents=num_documents if end_of_text is not None else len(sources),
+            num_documents=num_documents if end_of_text is not None else reader.num_sources,
             num_bytes=reader.total_bytes,
             source_sha256=reader.sha256(),
         )
 
 
-def check_output(output: Path, sources: Sequence[Path], *, force: bool) -> None:
-    """Refuse an output that `encode_corpus` would refuse, before any work is done for it.
-
-    Raises:
-        UsageError: it exists, does not end in `.npy` or would replace a source.
-    """
+def _check_output(output: Path, sources: Iterable[Path], *, force: bool) -> None:
+    """Refuse an output before any work is done for it."""
     if output.suffix != ".npy":
-        raise UsageError(f"{output}: a token file ends in .npy", hint=f"name it {output.with_suffix('.npy')}")
+        raise UsageError(
+            "tokens.name",
+            f"{output}: a token file ends in .npy",
+            hint=f"name it {output.with_suffix('.npy')}",
+        )
     if output.exists() and not force:
-        raise UsageError(f"{output}: exists already", hint="choose another name, or replace it with --force")
+        raise UsageError(
+            "output.exists",
+            f"{output}: exists already",
+            hint="choose another name, or replace it with --force",
+        )
     written = {os.path.realpath(path) for path in (output, sidecar_path(output))}
     for source in sources:
         if os.path.realpath(source) in written:
             raise UsageError(
+                "output.replaces_source",
                 f"{source}: {output.name} and its description would replace this source",
                 hint="give the token file another name",
             )
 
 
 class _Reader:
-    """Yields the chunks of all sources, hashes what it reads, and sees to it that nobody changes it meanwhile."""
+    """Yield the chunks of all sources, hash the bytes read, and notice a source that changes meanwhile."""
 
     def __init__(self, sources: Sequence[Path], tokenizer: Tokenizer, errors: ErrorMode) -> None:
         self._sources = list(sources)
@@ -119,6 +141,7 @@ class _Reader:
         self._errors = errors
         self._states = [_state(path) for path in self._sources]
         self._digest = hashlib.sha256()
+        self.num_sources = len(self._sources)
         self.total_bytes = sum(size for size, _ in self._states)
 
     def chunks(self) -> Iterator[Chunk]:
@@ -129,13 +152,15 @@ class _Reader:
             size, _ = self._states[number]
             if _state(path) != self._states[number] or tail.num_bytes != size:
                 raise LmkitError(
-                    f"{path}: changed while it was being encoded", hint="run again when it is complete"
+                    "corpus.changed",
+                    f"{path}: changed while it was being encoded",
+                    hint="run again when it is complete",
                 )
             if separator and size and not tail.data.rstrip().endswith(separator):
                 yield Chunk(number, size, 0, separator)
 
     def text_of(self, chunk: Chunk) -> bytes:
-        """Return the chunk's text as valid UTF-8; any thread may ask."""
+        """Return the chunk's text as valid UTF-8; safe to call from any thread."""
         return valid_utf8(chunk, str(self._sources[chunk.source]), self._errors).data
 
     def sha256(self) -> str:
@@ -149,7 +174,7 @@ class _Reader:
 
 
 class _Tail:
-    """The last bytes of a stream, and how many there were in all."""
+    """The last bytes of a stream and its length so far."""
 
     def __init__(self) -> None:
         self.data = b""
@@ -161,6 +186,6 @@ class _Tail:
 
 
 def _state(path: Path) -> tuple[int, int]:
-    """Size and time of last change: what differs when somebody writes to the file."""
+    """Return size and time of last change: a write to the file changes one of them."""
     status = text_file_status(path)
     return status.st_size, status.st_mtime_ns

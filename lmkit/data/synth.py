@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from collections.abc import Iterator
 
 from lmkit.data.stories.story import tell_story
+from lmkit.errors import UsageError
 from lmkit.measure.progress import Progress
 from lmkit.recipe.vocabulary import END_OF_TEXT
 from lmkit.storage import atomic_path
@@ -22,7 +24,12 @@ def write_stories(
     The last story is whole, so the file is larger than asked by less than one story. A longer corpus of the same
     seed begins with the shorter one. Memory does not depend on the size. ASCII only; the file appears when it is
     complete. `progress` is called with ("stories", bytes written, bytes wanted).
+
+    Raises:
+        UsageError: `size_mb` is not a finite positive number ("synth.size").
     """
+    if not 0 < size_mb < math.inf:
+        raise UsageError("synth.size", f"size_mb: {size_mb} is not a size", hint="for example --size-mb 20")
     wanted = int(size_mb * 1_000_000)
     written = reported = 0
     with atomic_path(path) as partial, open(partial, "w", encoding="ascii", newline="") as file:

@@ -1,7 +1,7 @@
-"""Token files: one flat array of token ids in a `.npy` file, and what it was made from in a `.json` beside it.
+"""Read and write token files: a flat array of token ids in a `.npy` file, described by a `.json` file.
 
-The array is memory-mapped, so that a corpus larger than RAM can be sampled from. The `.npy` gets its name last: a
-token file without its description, or half of one, never lies around under a final name.
+The array is memory-mapped, so that a corpus larger than RAM can be sampled. The `.npy` file gets its name last: a
+token file never lies under its final name without its description, or half written.
 """
 
 from __future__ import annotations
@@ -30,22 +30,25 @@ _MAGIC = b"\x93NUMPY\x01\x00"
 _HEADER = re.compile(
     rb"\{'descr': '([<>|]\w{1,8})', 'fortran_order': False, 'shape': \((\d{1,19}),\), \} *\n"
 )
-_WRITE_BACK_BYTES = 1 << 22  # that the disk is asked to take at a time
-_CHECK_TOKENS = 1 << 24  # looked at in one go when ids are checked
+_WRITE_BACK_BYTES = 1 << 22  # passed to the disk at a time
+_CHECK_TOKENS = 1 << 24  # compared at a time when ids are checked
 
 
 @dataclass(frozen=True)
 class TokenMeta:
-    """The description of a token file; the content of its sidecar."""
+    """The description of a token file, as its `.json` file holds it.
+
+    Attributes:
+        num_bytes: size of the text.
+        source_sha256: SHA-256 of the text files, concatenated.
+    """
 
     tokenizer_sha256: str
     vocab_size: int
     num_tokens: int
     num_documents: int
     num_bytes: int
-    """Of the text."""
     source_sha256: str
-    """Of the text files' bytes, one file behind the other."""
     format: int = FORMAT
 
 
@@ -58,24 +61,30 @@ class TokenFile:
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The narrowest of uint16 and uint32 that holds every id."""
+    """Return uint16 if it holds every id, else uint32."""
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 
 def sidecar_path(path: Path) -> Path:
-    """tokens.npy -> tokens.json"""
+    """Return the path of the description: tokens.npy -> tokens.json."""
     return path.with_suffix(".json")
 
 
 class TokenFileWriter:
-    """Write a token file piece by piece; leaving the `with` block without `finish` leaves nothing behind.
+    """Write a token file piece by piece.
+
+        >>> with TokenFileWriter(path, vocab_size=300, tokenizer_sha256=digest) as writer:  # doctest: +SKIP
+        ...     writer.append(ids)
+        ...     writer.finish(num_documents=1, num_bytes=5, source_sha256=digest_of_text)
+
+    If the `with` block fails or ends without `finish`, no file is left.
 
     Args:
         path: ends in `.npy`.
 
     Raises:
         ValueError: `path` does not end in `.npy`.
-        UsageError: the description would replace a JSON file of another kind (the tokenizer, say).
+        UsageError: the description would replace another JSON file, such as the tokenizer ("tokens.replaces_json").
     """
 
     def __init__(self, path: Path, *, vocab_size: int, tokenizer_sha256: str) -> None:
@@ -91,7 +100,7 @@ class TokenFileWriter:
 
     def __enter__(self) -> TokenFileWriter:
         _refuse_to_replace_another_json(self._path)
-        with ExitStack() as stack:  # what fails in here leaves nothing open: nobody would close it
+        with ExitStack() as stack:  # __exit__ is not called if this fails: close the files here
             partial = stack.enter_context(atomic_path(self._path))
             self._file = stack.enter_context(open(partial, "wb"))
             self._write_header()
@@ -125,10 +134,10 @@ class TokenFileWriter:
         return self._meta
 
     def _begin_write_back(self) -> None:
-        """Have the disk take what was written since the last time: the fsync at the end then has little to wait for.
+        """Start to write recent pages to the disk, so that the fsync at the end has little left to do.
 
-        Told that pages are not needed, Linux begins to write them, and forgets those that it wrote before; pages as
-        new as these it keeps. Nobody waits here, and a failure is reported by the fsync.
+        POSIX_FADV_DONTNEED makes Linux begin the write-back of dirty pages without waiting for it, and drop clean
+        pages. The fsync reports a failure.
         """
         size = self._num_tokens * self._dtype.itemsize
         if size - self._write_back_from >= _WRITE_BACK_BYTES and sys.platform == "linux":
@@ -160,7 +169,7 @@ class TokenFileWriter:
             self._stack.__exit__(RuntimeError, abandoned, None)
             raise abandoned
         with self._stack:
-            self._path.unlink(missing_ok=True)  # an old file must not stand beside a new description
+            self._path.unlink(missing_ok=True)  # old ids must not meet the new description
             write_atomic(
                 sidecar_path(self._path), json.dumps(dataclasses.asdict(self._meta), indent=2) + "\n"
             )
@@ -171,10 +180,11 @@ def _refuse_to_replace_another_json(path: Path) -> None:
         return
     try:
         is_ours = "tokenizer_sha256" in _read_object(path)
-    except LmkitError:  # what is no JSON object is ours, and damaged, only if it describes something
+    except LmkitError:  # not a JSON object: a damaged description only if there is a token file
         is_ours = path.exists()
     if not is_ours:
         raise UsageError(
+            "tokens.replaces_json",
             f"{sidecar_path(path)}: exists; the description of {path.name} would replace it",
             hint="give the token file another name",
         )
@@ -183,22 +193,26 @@ def _refuse_to_replace_another_json(path: Path) -> None:
 def open_tokens(
     path: str | Path, *, tokenizer_sha256: str | None = None, check_ids: bool = True
 ) -> TokenFile:
-    """Open a token file for reading, and refuse a damaged one.
+    """Open a token file for reading.
+
+        >>> file = open_tokens("tokens.npy", tokenizer_sha256=tokenizer.sha256)  # doctest: +SKIP
+        >>> file.tokens[:3], file.meta.vocab_size                                # doctest: +SKIP
 
     Args:
-        tokenizer_sha256: `Tokenizer.sha256` of the tokenizer that is to be used with it.
-        check_ids: read the whole file once to see that every id is in the vocabulary (about 5 GB/s from the page
-            cache).
+        tokenizer_sha256: `Tokenizer.sha256` of the tokenizer to use with the file.
+        check_ids: read the whole file once to check that every id is in the vocabulary.
 
     Raises:
-        UsageError: no such file, or it was made with another tokenizer.
-        LmkitError: the file or its description is cut, empty, or not what it says it is.
+        UsageError: no such file ("tokens.missing"), or another tokenizer made it ("tokens.wrong_tokenizer").
+        LmkitError: the file or its description is damaged ("tokens.damaged"), empty ("tokens.empty") or of a newer
+            format ("tokens.newer_format").
     """
     path = Path(path)
     meta = _read_meta(path)
     tokens = _map(path, meta)
     if tokenizer_sha256 is not None and tokenizer_sha256 != meta.tokenizer_sha256:
         raise UsageError(
+            "tokens.wrong_tokenizer",
             f"{path}: made with tokenizer {meta.tokenizer_sha256}, not with {tokenizer_sha256}",
             hint="encode the text again, or use the tokenizer that the file was made with",
         )
@@ -207,27 +221,35 @@ def open_tokens(
     return TokenFile(tokens, meta)
 
 
-def _again(path: Path) -> str:
-    """What to do about a damaged token file."""
+def _damaged(path: Path, problem: str) -> LmkitError:
+    """Return the error for a damaged token file, with the command that makes `path` again as its hint."""
     folder = path.parent.parent
     if path.parent.name == "tokens" and (folder / "stages.json").is_file():
-        # `lmkit run` made it, and takes what is there for good. Of the run, the rest stays.
-        return f"delete {path}, and lmkit run {shlex.quote(str(folder / 'recipe.toml'))} makes it again"
-    return f"make it again with: lmkit data encode TEXT {shlex.quote(str(path))} --tokenizer TOKENIZER.json --force"
+        # `lmkit run` made the file and repeats a stage whose output is gone; the rest of the run stays.
+        hint = f"delete {path}, and lmkit run {shlex.quote(str(folder / 'recipe.toml'))} makes it again"
+    else:
+        encode = f"lmkit data encode TEXT {shlex.quote(str(path))}"
+        hint = f"make it again with: {encode} --tokenizer TOKENIZER.json --force"
+    return LmkitError("tokens.damaged", problem, hint=hint)
 
 
 def _read_meta(path: Path) -> TokenMeta:
+    make_one = "make one with: lmkit data encode"
     if path.is_dir():
-        raise UsageError(f"{path}: is a folder, not a token file", hint="name a .npy file in it")
+        raise UsageError(
+            "tokens.missing", f"{path}: is a folder, not a token file", hint="name a .npy file in it"
+        )
     if not path.is_file():
-        raise UsageError(f"{path}: no such token file", hint="make one with: lmkit data encode")
+        raise UsageError("tokens.missing", f"{path}: no such token file", hint=make_one)
     if path.suffix != ".npy":
-        raise UsageError(f"{path}: a token file ends in .npy", hint="make one with: lmkit data encode")
+        raise UsageError("tokens.name", f"{path}: a token file ends in .npy", hint=make_one)
     sidecar = sidecar_path(path)
     content = _read_object(path)
     if content.get("format", FORMAT) != FORMAT:
         raise LmkitError(
-            f"{sidecar}: format {content['format']!r}, but this lmkit reads {FORMAT}", hint="upgrade lmkit"
+            "tokens.newer_format",
+            f"{sidecar}: format {content['format']!r}, but this lmkit reads {FORMAT}",
+            hint="upgrade lmkit",
         )
     kinds = {field.name: field.type for field in dataclasses.fields(TokenMeta)}
     wrong = [f"{name} is missing" for name in kinds if name not in content]
@@ -236,56 +258,56 @@ def _read_meta(path: Path) -> TokenMeta:
         f"{name} is {value!r}" for name, value in content.items() if type(value).__name__ != kinds.get(name)
     ]
     if wrong:
-        raise LmkitError(f"{sidecar}: {wrong[0]}", hint=_again(path))
+        raise _damaged(path, f"{sidecar}: {wrong[0]}")
     meta = TokenMeta(**content)
     if not 0 < meta.vocab_size <= 1 << 32:
-        raise LmkitError(f"{sidecar}: vocab_size is {meta.vocab_size}", hint=_again(path))
+        raise _damaged(path, f"{sidecar}: vocab_size is {meta.vocab_size}")
     if meta.num_documents < 0 or meta.num_bytes < 0:
-        raise LmkitError(f"{sidecar}: num_documents or num_bytes is negative", hint=_again(path))
+        raise _damaged(path, f"{sidecar}: num_documents or num_bytes is negative")
     return meta
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """The content of the description of a token file."""
+    """Return the content of the description of a token file."""
     sidecar = sidecar_path(path)
     try:
         with open(sidecar, "rb") as file:
             text = file.read(_MAX_SIDECAR_BYTES + 1)
         content = json.loads(text) if len(text) <= _MAX_SIDECAR_BYTES else {}
     except FileNotFoundError:
-        raise LmkitError(f"{sidecar}: missing; it describes {path.name}", hint=_again(path)) from None
+        problem = "missing"
     except IsADirectoryError:
-        raise LmkitError(
-            f"{sidecar}: is a folder; it has to describe {path.name}", hint=_again(path)
-        ) from None
+        problem = "is a folder"
     except (ValueError, RecursionError):
-        raise LmkitError(f"{sidecar}: not JSON; it has to describe {path.name}", hint=_again(path)) from None
-    if not isinstance(content, dict):
-        raise LmkitError(f"{sidecar}: no description of {path.name}", hint=_again(path))
-    return content
+        problem = "not JSON"
+    else:
+        if isinstance(content, dict):
+            return content
+        problem = "not a JSON object"
+    raise _damaged(path, f"{sidecar}: {problem}; it has to describe {path.name}")
 
 
 def _map(path: Path, meta: TokenMeta) -> np.ndarray:
     expected = token_dtype(meta.vocab_size)
     dtype, length, offset, size = _read_header(path)
     if dtype != expected.str:
-        raise LmkitError(f"{path}: holds {dtype}, not {expected.str}", hint=_again(path))
+        raise _damaged(path, f"{path}: holds {dtype}, not {expected.str}")
     if length != meta.num_tokens or size != offset + length * expected.itemsize:
         held = (size - offset) // expected.itemsize
-        raise LmkitError(
+        raise _damaged(
+            path,
             f"{path}: {held} tokens in the file, {length} in its header, {meta.num_tokens} in its description",
-            hint=_again(path),
         )
     if length == 0:
-        raise LmkitError(f"{path}: no tokens in it", hint="encode a text that is not empty")
+        raise LmkitError("tokens.empty", f"{path}: no tokens in it", hint="encode a text that is not empty")
     return np.memmap(path, expected, "r", offset, (length,))
 
 
 def _read_header(path: Path) -> tuple[str, int, int, int]:
-    """Return dtype, number of tokens, where they begin, and the size of the file.
+    """Return dtype, number of tokens, offset of the first token, and size of the file.
 
-    numpy's own reader evaluates the header as Python, with other errors for every kind of damage, and could be asked
-    to unpickle an array of objects. Only the one form is read here in which numpy writes a flat array of numbers.
+    Only the one form in which numpy writes a flat array of numbers is accepted. numpy's own reader evaluates the
+    header as Python, fails with different errors for different damage, and may unpickle an array of objects.
     """
     with open(path, "rb") as file:
         start = file.read(len(_MAGIC) + 2)
@@ -293,7 +315,7 @@ def _read_header(path: Path) -> tuple[str, int, int, int]:
         offset, size = file.tell(), os.fstat(file.fileno()).st_size
     match = _HEADER.fullmatch(header) if start.startswith(_MAGIC) else None
     if match is None:
-        raise LmkitError(f"{path}: not a .npy file with one row of whole numbers", hint=_again(path))
+        raise _damaged(path, f"{path}: not a .npy file with one row of whole numbers")
     return match[1].decode(), int(match[2]), offset, size
 
 
@@ -304,7 +326,7 @@ def _check_ids(path: Path, tokens: np.ndarray, vocab_size: int) -> None:
         part = tokens[start : start + _CHECK_TOKENS]
         if int(part.max()) >= vocab_size:
             at = int(np.argmax(part >= vocab_size))
-            raise LmkitError(
+            raise _damaged(
+                path,
                 f"{path}: token {int(part[at])} at position {start + at}, but the vocabulary has {vocab_size}",
-                hint=_again(path),
             )

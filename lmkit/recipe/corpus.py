@@ -1,18 +1,27 @@
-"""`[corpus]`: where the text comes from, and which part of it is held out."""
+"""Table `[corpus]`: the source of the text and the part to hold out."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
+from lmkit.errors import did_you_mean
 from lmkit.recipe.table import Count, PositiveFloat, Table
+from lmkit.registry import DATASETS
+
+
+def _source(value: str) -> str:
+    names = ("synth", "files", *DATASETS.names)
+    if value not in names:
+        raise ValueError(f'"{value}" is not one of {", ".join(names)}{did_you_mean(value, names)}')
+    return value
 
 
 class CorpusConfig(Table):
-    source: Literal["synth", "files", "tinystories", "owt"] = "synth"
-    """`synth`: stories generated here, offline. `files`: your own. The others are downloaded once."""
+    source: Annotated[str, AfterValidator(_source)] = "synth"
+    """`synth`: generated stories, offline. `files`: your own. A dataset (`tinystories`, `owt`): downloaded once."""
     folder: Path = Path("artifacts/data")
     """Where downloads are kept, shared by all runs."""
 

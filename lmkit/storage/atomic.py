@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,18 +14,19 @@ from lmkit.storage.locks import hold_file
 
 PARTIAL_SUFFIX = ".partial"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_BLOCK = 1 << 20
 
 
 @contextmanager
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield `<path>.partial` to write to; on success it is fsynced and renamed to `path`, else removed.
+    """Yield `<path>.partial` to write to; on success fsync it and rename it to `path`, else remove it.
 
     The partial file lies in the same folder, so that the rename never crosses a file system. Missing parent
-    folders are created. A kill leaves the partial file behind; the next writer of `path` takes it over, and
+    folders are created. A kill leaves the partial file behind: the next writer of `path` reuses it, and
     `remove_partials` deletes it.
 
     Raises:
-        LmkitError: another process is writing the same file.
+        LmkitError: another process is writing the same file ("storage.file_busy").
     """
     final = Path(path)
     final.parent.mkdir(parents=True, exist_ok=True)
@@ -32,16 +34,18 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     descriptor = hold_file(partial)
     if descriptor is None:
         raise LmkitError(
-            f"{final}: is being written by another process", hint="wait for it to end, or choose another name"
+            "storage.file_busy",
+            f"{final}: is being written by another process",
+            hint="wait for it to end, or choose another name",
         )
     try:
-        os.ftruncate(descriptor, 0)  # what a killed process left
+        os.ftruncate(descriptor, 0)  # drop what a killed process left
         yield partial
         fsync_file(partial)
         os.replace(partial, final)
         fsync_folder(final.parent)
     except BaseException as error:
-        with suppress(OSError):  # of a disk that went read-only, say: what went wrong first is to be told
+        with suppress(OSError):  # the disk may be read-only by now: report the first error, not this one
             partial.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename is None and error.errno in _NO_ROOM:
             error.filename = str(final)  # the kernel does not say which file did not fit
@@ -58,23 +62,33 @@ def write_atomic(path: str | os.PathLike[str], content: bytes | str) -> None:
 
 
 def remove_partials(folder: str | os.PathLike[str]) -> list[Path]:
-    """Delete the partial files that killed processes left directly in `folder`; return what was deleted."""
-    found = sorted(p for p in Path(folder).glob(f"*{PARTIAL_SUFFIX}") if p.is_file())
-    return [partial for partial in found if _remove_left(partial)]
+    """Delete the partial files that killed processes left directly in `folder`; return their paths.
+
+    A partial file that a live process is writing stays.
+    """
+    removed = []
+    for partial in sorted(Path(folder).glob(f"*{PARTIAL_SUFFIX}")):
+        if not partial.is_file():
+            continue
+        descriptor = hold_file(partial)
+        if descriptor is not None:
+            partial.unlink(missing_ok=True)
+            os.close(descriptor)
+            removed.append(partial)
+    return removed
 
 
-def _remove_left(partial: Path) -> bool:
-    """Delete a partial file unless a process that lives is writing to it; return whether it was deleted."""
-    descriptor = hold_file(partial)
-    if descriptor is None:
-        return False
-    partial.unlink(missing_ok=True)
-    os.close(descriptor)
-    return True
+def sha256_file(path: str | os.PathLike[str]) -> str:
+    """Return the hexadecimal SHA-256 of a file, in constant memory."""
+    digest = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def fsync_file(path: str | os.PathLike[str]) -> None:
-    """Force a file's content to the disk."""
+    """Force the content of a file to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -83,5 +97,5 @@ def fsync_file(path: str | os.PathLike[str]) -> None:
 
 
 def fsync_folder(folder: str | os.PathLike[str]) -> None:
-    """Force a folder's entries (a rename, say) to the disk."""
+    """Force the entries of a folder, such as a rename, to the disk."""
     fsync_file(folder)

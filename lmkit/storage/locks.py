@@ -1,5 +1,7 @@
-"""One writer per file, one per folder. The locks are the kernel's (`flock`): they vanish with their process, so that
-what a kill -9 leaves behind holds up nobody."""
+"""Lock files and folders against a second writer.
+
+The locks are the kernel's (`flock`): they end with their process, so a killed process blocks nobody.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,10 @@ from lmkit.errors import LmkitError
 
 
 def hold_file(path: Path) -> int | None:
-    """Open and lock a file, making it if there is none: the descriptor, whose end is the lock's; None while another
-    process holds it."""
+    """Open and lock a file, creating it if it is missing.
+
+    Returns the descriptor (closing it releases the lock), or None if another process holds the lock.
+    """
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -24,7 +28,7 @@ def hold_file(path: Path) -> int | None:
             return None
         if _is_named(descriptor, path):
             return descriptor
-        # Between our open and our lock its holder finished: what we hold has another name by now, or none.
+        # The last holder renamed or deleted the file between our open and our lock: open the path again.
         os.close(descriptor)
 
 
@@ -36,12 +40,12 @@ def _is_named(descriptor: int, path: Path) -> bool:
 
 
 class FolderLock:
-    """Hold `folder/.lock` while inside the `with` block; a second holder gets an error at once.
+    """Hold `folder/.lock` inside the `with` block; a second holder gets an error at once.
 
-    Missing folders are made; those that stay empty because the block failed are removed again.
+    Missing folders are created. If the block fails and left them empty, they are removed again.
 
     Raises:
-        LmkitError: another process holds the lock.
+        LmkitError: another process holds the lock ("storage.folder_busy").
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -56,6 +60,7 @@ class FolderLock:
         self._descriptor = hold_file(self.path)
         if self._descriptor is None:
             raise LmkitError(
+                "storage.folder_busy",
                 f"{folder}: another process is working in this folder",
                 hint="wait for it to end, or work in another folder (--set run.name=... for a run)",
             )
@@ -67,7 +72,7 @@ class FolderLock:
         if self._descriptor is None:
             return
         if kind is not None and self._made:
-            with suppress(OSError):  # somebody else uses them by now, or deleted them
+            with suppress(OSError):  # another process uses the folders by now, or deleted them
                 if os.listdir(self.path.parent) == [self.path.name]:
                     self.path.unlink()
                     for folder in self._made:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from lmkit.cli.data import Encoded, Synthesised, TokenFileFacts
 from lmkit.commands.bench import BenchStored
-from lmkit.commands.data import Encoded, Synthesised, TokenFileFacts
 from lmkit.commands.env import EnvironmentFacts
 from lmkit.commands.profile import Profiled
 from lmkit.commands.recipe import RecipeCopied, RecipeIsValid

@@ -181,7 +181,7 @@ def test_json_lines_beside_a_held_out_text_file(write, tmp_path):
         ('{"text": "a"}\n' + "[" * 100_000 + "\n", LmkitError, r"x\.jsonl, line 2: not JSON"),
         ('{"text": 5}\n', UsageError, r'line 1: no text under "text"'),
         ('["a"]\n', UsageError, r'line 1: no text under "text"'),
-        ("\n \n", UsageError, r"x\.jsonl has no text"),
+        ("\n \n", UsageError, r"x\.jsonl: has no text"),
         (b'{"text": "a"}\n{"text": "\xff"}\n', LmkitError, r"x\.jsonl: invalid UTF-8 at byte 24"),
     ],
 )
@@ -194,7 +194,7 @@ def test_bad_json_lines_name_the_line(write, split, tmp_path, content, kind, mes
 
 def test_a_held_out_file_without_text_is_named_by_its_key(write, tmp_path):
     train, valid = write("t.jsonl", '{"text": "a"}\n'), write("v.jsonl", "\n \n")
-    with pytest.raises(UsageError, match=r"corpus\.valid: .*v\.jsonl has no text"):
+    with pytest.raises(UsageError, match=r"corpus\.valid: .*v\.jsonl: has no text"):
         prepare_corpus(CorpusConfig(source="files", train=(train,), valid=(valid,)), tmp_path / "corpus")
 
 
@@ -222,9 +222,9 @@ def test_missing_and_empty_files_are_wrong_use(write, split, tmp_path):
         split(tmp_path / "nowhere.txt")
     with pytest.raises(UsageError, match=r"corpus\.train: .*is not a file"):
         split(tmp_path)
-    with pytest.raises(UsageError, match=r"corpus\.train: .*empty\.txt is empty"):
+    with pytest.raises(UsageError, match=r"corpus\.train: .*empty\.txt: has no text"):
         split(write("empty.txt", ""))
-    with pytest.raises(UsageError, match=r"corpus\.valid: .*empty\.txt is empty"):
+    with pytest.raises(UsageError, match=r"corpus\.valid: .*empty\.txt: has no text"):
         split(write("a.txt", "text"), valid=(tmp_path / "empty.txt",))
     with pytest.raises(UsageError, match=r"too short to hold out"):
         split(write("a.txt", "x"))
@@ -253,8 +253,8 @@ def test_downloads_go_to_the_shared_folder(tmp_path, monkeypatch):
         calls.append((dataset, folder))
         return [folder / "train", folder / "valid"]
 
-    monkeypatch.setattr(corpora, "download", fake)
+    monkeypatch.setattr(corpora, "download_dataset", fake)
     table = CorpusConfig(source="tinystories", folder=tmp_path / "shared")
     files = prepare_corpus(table, tmp_path / "run")
-    assert calls == [(corpora.DATASETS["tinystories"], tmp_path / "shared")]
+    assert calls == [("tinystories", tmp_path / "shared")]
     assert files.train == (tmp_path / "shared" / "train",)

@@ -11,10 +11,15 @@ import random
 import tarfile
 
 import pytest
+from pydantic import ValidationError
 
-from lmkit.data import download as module
-from lmkit.data.download import DATASETS, Dataset, RemoteFile, download
-from lmkit.errors import LmkitError
+import lmkit.data.download as module
+from lmkit.cli.app import run_command_line
+from lmkit.data.corpora import prepare_corpus
+from lmkit.data.download import Dataset, RemoteFile, download_dataset
+from lmkit.errors import LmkitError, UsageError
+from lmkit.recipe.corpus import CorpusConfig
+from lmkit.registry import DATASETS, load_plugin
 
 TRAIN = random.Random(0).randbytes(3_000_000)
 VALID = b"held out\n"
@@ -44,7 +49,7 @@ def site(server):
 @pytest.fixture
 def fetch(site, tmp_path):
     def run(dataset=DATASET, **arguments):
-        return download(dataset, tmp_path / "data", base_url=site.url, retry_wait_s=0, **arguments)
+        return download_dataset(dataset, tmp_path / "data", base_url=site.url, retry_wait_s=0, **arguments)
 
     return run
 
@@ -111,7 +116,7 @@ def test_pauses_grow_between_attempts(site, tmp_path, monkeypatch):
     monkeypatch.setattr(module.time, "sleep", pauses.append)
     site.statuses = [503] * 6
     with pytest.raises(LmkitError, match=r"HTTP status 503 \(tried 6 times\)"):
-        download(DATASET, tmp_path, base_url=site.url, retry_wait_s=0.5)
+        download_dataset(DATASET, tmp_path, base_url=site.url, retry_wait_s=0.5)
     assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0]
 
 
@@ -304,7 +309,7 @@ def test_a_busy_server_is_asked_again_and_a_missing_file_is_not(fetch, site):
 
 def test_an_unreachable_server_is_one_line(tmp_path):
     with pytest.raises(LmkitError, match="tried 6 times") as caught:
-        download(DATASET, tmp_path, base_url="http://127.0.0.1:9", retry_wait_s=0)
+        download_dataset(DATASET, tmp_path, base_url="http://127.0.0.1:9", retry_wait_s=0)
     assert "\n" not in caught.value.message
 
 
@@ -408,7 +413,36 @@ def test_a_killed_transfer_leaves_what_the_next_call_needs(fetch, site, monkeypa
 
 
 def test_the_known_datasets_are_complete():
-    assert set(DATASETS) == {"tinystories", "owt"}
-    for dataset in DATASETS.values():
+    assert DATASETS.names == ("tinystories", "owt")
+    for name in DATASETS.names:
+        dataset = DATASETS.load(name)()
         assert dataset.base_url.startswith("https://huggingface.co/")
         assert dataset.train.name != dataset.valid.name
+    with pytest.raises(UsageError) as caught:
+        download_dataset("tinystory", "nowhere")
+    assert caught.value.code == "registry.unknown_name"
+
+
+PLUGIN = """
+from lmkit.data import Dataset, RemoteFile
+from lmkit.registry import DATASETS
+
+@DATASETS.register("fables")
+def fables():
+    return Dataset("{url}", RemoteFile("f_train.txt", "train.txt", 10**7), RemoteFile("f_valid.txt", "valid.txt", 10))
+"""
+
+
+def test_a_dataset_from_outside_serves_recipes_and_the_command_line(site, tmp_path, capsys):
+    (tmp_path / "fables.py").write_text(PLUGIN.format(url=site.url))
+    load_plugin(tmp_path / "fables.py")
+    try:
+        table = CorpusConfig(source="fables", folder=tmp_path / "data")
+        files = prepare_corpus(table, tmp_path / "run")
+        assert files.valid[0].read_bytes() == VALID
+        assert run_command_line(["data", "download", "fables", "--folder", str(tmp_path / "data")]) == 0
+    finally:
+        DATASETS.unregister("fables")
+    assert capsys.readouterr().out.splitlines() == [str(path) for path in (*files.train, *files.valid)]
+    with pytest.raises(ValidationError, match="tinystories"):
+        CorpusConfig(source="fables")

@@ -219,14 +219,12 @@ def test_nothing_in_a_description_is_nothing_damaged(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("[]", "no description"), ("3", "no description"), ("[" * 60_000, "not JSON"), ("{", "not JSON")],
+    [("[]", "not a JSON object"), ("3", "not a JSON object"), ("[" * 60_000, "not JSON"), ("{", "not JSON")],
     ids=["list", "number", "deep", "cut"],
 )
 def test_a_description_of_another_kind(path: Path, text: str, said: str) -> None:
     sidecar_path(path).write_text(text)
-    with pytest.raises(
-        LmkitError, match=rf"tokens\.json: {said} of tokens\.npy|tokens\.json: {said}; it has"
-    ):
+    with pytest.raises(LmkitError, match=rf"tokens\.json: {said}; .*tokens\.npy"):
         open_tokens(path)
 
 

@@ -18,7 +18,7 @@ from random import Random
 import mutations
 from format import Files, Format
 
-from lmkit.data.download import Dataset, RemoteFile, download
+from lmkit.data.download import Dataset, RemoteFile, download_dataset
 
 if sys.version_info >= (3, 11):
     pass
@@ -95,7 +95,7 @@ class InterruptedDownload(Format):
 
     def read(self, folder: Path, random: Random) -> None:
         self.site = self.site or Site(lambda request: response(request, CONTENT))
-        paths = download(PLAIN, folder, base_url=self.site.url, retry_wait_s=0)
+        paths = download_dataset(PLAIN, folder, base_url=self.site.url, retry_wait_s=0)
         assert [path.read_bytes() for path in paths] == [CONTENT] * 2
         assert {path.name for path in folder.iterdir()} == {".lock", "a.txt", "a.txt.sha256"}
 
@@ -133,7 +133,7 @@ class ServerAnswers(InterruptedDownload):
         answer = (folder / "answer").read_bytes()
         self.answers = cycle([answer])
         self.site = self.site or Site(lambda request: next(self.answers))
-        paths = download(PLAIN, folder / "data", base_url=self.site.url, retry_wait_s=0)
+        paths = download_dataset(PLAIN, folder / "data", base_url=self.site.url, retry_wait_s=0)
         if f'\netag: "{DIGEST}"\r\n'.encode() in answer.partition(b"\r\n\r\n")[0].lower():
             assert [path.read_bytes() for path in paths] == [CONTENT] * 2
 
@@ -154,7 +154,7 @@ class Archive(InterruptedDownload):
     def read(self, folder: Path, random: Random) -> None:
         archive = (folder / "a.gz").read_bytes()
         (folder / "a.gz.sha256").write_text(f"{hashlib.sha256(archive).hexdigest()}  a.gz\n")
-        paths = download(ZIPPED, folder, base_url="http://127.0.0.1:9", retry_wait_s=0)
+        paths = download_dataset(ZIPPED, folder, base_url="http://127.0.0.1:9", retry_wait_s=0)
         assert [path.read_bytes() for path in paths] == [gzip.decompress(archive)] * 2
         assert {path.name for path in folder.iterdir()} == {".lock", "a.txt", "a.txt.sha256"}
 

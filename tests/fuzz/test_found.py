@@ -18,7 +18,7 @@ import torch
 from lmkit.commands import compare
 from lmkit.commands.stages import StageRecord
 from lmkit.data.corpora import prepare_corpus
-from lmkit.data.download import Dataset, RemoteFile, download
+from lmkit.data.download import Dataset, RemoteFile, download_dataset
 from lmkit.data.token_files import TokenFileWriter, open_tokens
 from lmkit.errors import LONGEST, LmkitError, UsageError
 from lmkit.profiling.run import summarize_file
@@ -187,7 +187,7 @@ def test_a_recorded_digest_that_is_none(recorded: str, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "a.txt.sha256").write_bytes(recorded.encode("utf-8", "surrogateescape"))
     with pytest.raises(LmkitError, match="does not have the digest"):
-        download(ZIPPED, tmp_path, retry_wait_s=0)
+        download_dataset(ZIPPED, tmp_path, retry_wait_s=0)
 
 
 def test_an_archive_writes_to_its_own_name_whatever_name_it_holds(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_an_archive_writes_to_its_own_name_whatever_name_it_holds(tmp_path: Path
     folder.mkdir()
     (folder / "a.gz").write_bytes(named)
     (folder / "a.gz.sha256").write_text(f"{hashlib.sha256(named).hexdigest()}  a.gz\n")
-    assert download(ZIPPED, folder, retry_wait_s=0)[0].read_bytes() == b"text"
+    assert download_dataset(ZIPPED, folder, retry_wait_s=0)[0].read_bytes() == b"text"
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
 
 
