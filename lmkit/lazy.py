@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
 
 
@@ -17,14 +18,22 @@ def exports(
 
     Args:
         package: the package's `__name__`.
-        modules: public name -> the module of the package that defines it.
+        modules: public name -> the module of the package that defines it. Where both have the same name, the
+            package's attribute is the object, whatever was imported before.
     """
+
+    class Package(ModuleType):
+        def __setattr__(self, name: str, value: Any) -> None:
+            # Importing a module binds its name in the package: a function of the same name must win.
+            if not (name in modules and isinstance(value, ModuleType)):
+                super().__setattr__(name, value)
+
+    sys.modules[package].__class__ = Package
 
     def getattr_(name: str) -> Any:
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(f"{package}.{modules[name]}"), name)
-        # Importing a module binds its name in the package: a function of the same name must win.
         setattr(sys.modules[package], name, value)
         return value
 

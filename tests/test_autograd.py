@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lmkit.attention.flash_torch import flash_torch
 from lmkit.errors import UsageError
+from lmkit.model.layers import RMSNorm
 from lmkit.model.loss import linear_cross_entropy
-from lmkit.model.rms_norm import RMSNorm
 
 Scalar = Callable[[Tensor, Tensor], Tensor]
 

@@ -14,8 +14,7 @@ import torch
 
 from lmkit.errors import UsageError
 from lmkit.measure.memory import release_memory
-from lmkit.model.compilation import compile_model
-from lmkit.model.transformer import TransformerLM
+from lmkit.model.transformer import TransformerLM, compile_model
 from lmkit.optim.adamw import AdamW, decay_groups
 from lmkit.parallel.process_group import Ranks, let_go_of_collectives
 from lmkit.parallel.strategies import GradientSync, SyncOptions, build_strategy

@@ -27,9 +27,9 @@ from lmkit.model.accounting import (
     count_parameters,
     flops_per_token,
     forward_flops_per_token,
+    preset_config,
     training_memory,
 )
-from lmkit.model.sizes import preset_config
 from lmkit.parallel.process_group import Ranks
 from lmkit.recipe.model import ModelConfig
 from lmkit.training.setup import TrainingStep
@@ -49,7 +49,7 @@ class ModelOptions:
     """What `lmkit bench model` measures: the product of the tuples.
 
     Attributes:
-        sizes: presets (`lmkit.model.sizes.PRESETS`).
+        sizes: presets (`lmkit.model.accounting.PRESETS`).
         lengths: tokens per sequence.
         precisions: "fp32", "bf16", "fp16" (GPU only); more than one is `--compare-precision`.
         compile: "none", "block", "whole".

@@ -1,4 +1,4 @@
-"""`lmkit generate`: text from a trained model."""
+"""`lmkit generate`: write text with a trained model."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lmkit.errors import UsageError
-from lmkit.generation.generate import generate
-from lmkit.generation.sampling import Sampling
+from lmkit.generation import generate
 from lmkit.parallel.process_group import process_group
 from lmkit.recipe.load import load_recipe
 from lmkit.tokenizer import Tokenizer
@@ -68,11 +67,12 @@ def run(
     for override in overrides:
         if not override.strip().startswith("generate."):
             raise UsageError(
-                f"--set {override}: only [generate] can change here", hint="the other tables made the model"
+                "generate.other_table",
+                f"--set {override}: only [generate] can change here",
+                hint="the other tables made the model",
             )
     recipe = load_recipe(recipe_file if recipe_file.exists() else None, overrides, flags=flags)
     table = recipe.generate
-    sampling = Sampling(temperature=table.temperature, top_k=table.top_k, top_p=table.top_p)
     with process_group(device) as ranks:
         checkpoint = newest_checkpoint(source)
         path = (
@@ -81,40 +81,31 @@ def run(
             or (recipe.tokenizer.path if recipe.tokenizer else None)
         )
         if path is None:
-            raise UsageError(f"{source}: the run has no tokenizer.json", hint="name one with --tokenizer")
+            raise UsageError(
+                "generate.no_tokenizer",
+                f"{source}: the run has no tokenizer.json",
+                hint="name one with --tokenizer",
+            )
         loaded = Tokenizer.load(path)
         trained_on = checkpoint.state.data
         if trained_on is not None and trained_on.tokenizer_sha256 != loaded.sha256:
             raise UsageError(
-                f"{path}: is tokenizer {loaded.sha256}, but the model learnt that of {trained_on.tokenizer_sha256}",
-                hint="use the tokenizer that its token files were made with",
+                "generate.wrong_tokenizer",
+                f"{path}: is tokenizer {loaded.sha256}, but the model was trained with {trained_on.tokenizer_sha256}",
+                hint="use the tokenizer that encoded its token files",
             )
         model = plain_model(checkpoint, device=ranks.device)
-        prompts = table.prompts
-        speak = None if stream is None or len(prompts) > 1 else _PromptFirst(prompts[0], stream)
+        unsaid = list(table.prompts) if stream is not None and len(table.prompts) == 1 else []
+
+        def on_text(row: int, piece: str) -> None:
+            # The prompt comes with the first piece: whatever is wrong with it has been refused by then.
+            assert stream is not None
+            stream((unsaid.pop() if unsaid else "") + piece)
+
+        speak = on_text if unsaid else None
         generations = generate(
-            model,
-            loaded,
-            prompts,
-            max_new_tokens=table.max_new_tokens,
-            sampling=sampling,
-            seed=table.seed,
-            stop_at_end=table.stop_at_end,
-            allow_special=allow_special,
-            on_text=speak,
+            model, loaded, table.prompts, table, allow_special=allow_special, on_text=speak
         )
-        if speak is not None:
-            speak(0, "")  # the model may have ended the text at once
+        if speak is not None and unsaid:  # the model ended the text at once
+            speak(0, "")
     return GenerateResult(tuple(Sample(g.prompt, g.text, len(g.tokens), g.ended) for g in generations))
-
-
-class _PromptFirst:
-    """Streams the prompt before the first piece of text: whatever is wrong with it has been said by then."""
-
-    def __init__(self, prompt: str, stream: Callable[[str], None]) -> None:
-        self._prompt = prompt
-        self._stream = stream
-
-    def __call__(self, row: int, piece: str) -> None:
-        said, self._prompt = self._prompt + piece, ""
-        self._stream(said)

@@ -1,7 +1,8 @@
-"""Prompts in, text out."""
+"""Continue prompts with a trained model."""
 
 from __future__ import annotations
 
+import codecs
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -12,9 +13,9 @@ from torch import Tensor
 
 from lmkit.errors import LmkitError, UsageError
 from lmkit.generation.kv_cache import KVCache
-from lmkit.generation.sampling import Sampling, choose
-from lmkit.generation.text_stream import TextStream
+from lmkit.generation.sampling import sample
 from lmkit.model.transformer import TransformerLM
+from lmkit.recipe.generate import GenerateConfig
 from lmkit.tokenizer import Tokenizer
 
 log = logging.getLogger("lmkit")
@@ -22,13 +23,13 @@ log = logging.getLogger("lmkit")
 
 @dataclass(frozen=True)
 class Generation:
-    """What a model wrote.
+    """A prompt and its continuation.
 
     Attributes:
         prompt: as it was given.
         text: what follows the prompt.
         tokens: the ids of `text`.
-        ended: True where the model closed the document, False where `max_new_tokens` did.
+        ended: True if the model ended the text with end-of-text, False if `max_new_tokens` did.
     """
 
     prompt: str
@@ -40,34 +41,35 @@ class Generation:
 def generate(
     model: TransformerLM,
     tokenizer: Tokenizer,
-    prompts: Sequence[str],
+    prompts: str | Sequence[str],
+    options: GenerateConfig = GenerateConfig(),  # noqa: B008  frozen
     *,
-    max_new_tokens: int,
-    sampling: Sampling = Sampling(),  # noqa: B008  frozen
-    seed: int = 0,
-    stop_at_end: bool = True,
     allow_special: bool = False,
     on_text: Callable[[int, str], None] | None = None,
 ) -> list[Generation]:
     """Continue each prompt.
 
-    - An empty prompt starts from end-of-text: a new document.
-    - Of a prompt longer than the context the last `context_length - 1` tokens are used, with a warning in the log.
-    - A text that outgrows the context goes on from its last half: those tokens are read anew as if nothing came
-      before. Each later token thus sees between a half and a whole context.
-    - Prompt i draws from a random stream of its own, seeded by `seed + i`: what else is in the batch changes nothing.
+        options = GenerateConfig(max_new_tokens=100, temperature=0.8, top_p=0.95)
+        generate(model, tokenizer, ["Once upon a time"], options)[0].text
+
+    - An empty prompt starts from end-of-text, that is, with a new document.
+    - A prompt longer than the context is cut to its last `context_length - 1` tokens, with a warning in the log.
+    - A text that outgrows the context continues from its last half, which is read again as if nothing came before.
+      Each later token thus sees between a half and a whole context.
+    - Prompt i draws from its own random stream, seeded by `seed + i`; other prompts in the batch do not change it.
 
     Args:
-        max_new_tokens: per prompt.
-        stop_at_end: end a text at end-of-text, which is not part of it; otherwise write on.
-        allow_special: read special tokens in prompts as such; otherwise they are plain text.
-        on_text: called with the number of a prompt and each piece of its text as soon as it is there. Pieces hold
-            whole characters; where a text ends inside one, the last piece is U+FFFD.
+        prompts: a string is one prompt.
+        options: the recipe's table `[generate]`; its own `prompts` are not read.
+        allow_special: encode special tokens in prompts as such; by default they are plain text.
+        on_text: called with the number of a prompt and each piece of its text as soon as it is known. Pieces hold
+            whole characters; where a text ends inside a character, the last piece is U+FFFD.
 
     Raises:
-        UsageError: fewer than one token is asked for, or a prompt is empty and the tokenizer has no end-of-text.
-        LmkitError: the model's predictions are not finite numbers.
+        UsageError: a prompt is empty and the tokenizer has no end-of-text.
+        LmkitError: the logits are not finite.
     """
+    prompts = [prompts] if isinstance(prompts, str) else list(prompts)
     starts = [_prompt_ids(model, tokenizer, prompt, allow_special=allow_special) for prompt in prompts]
     streams = [TextStream(tokenizer) for _ in prompts]
     tokens: list[list[int]] = [[] for _ in prompts]
@@ -79,14 +81,12 @@ def generate(
             if on_text is not None:
                 on_text(row, piece)
 
-    stop_id = tokenizer.end_of_text_id if stop_at_end else None
+    stop_id = tokenizer.end_of_text_id if options.stop_at_end else None
     ended = [False] * len(prompts)
     for row, token in generate_tokens(
         model,
         starts,
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        seed=seed,
+        options,
         vocab_size=tokenizer.vocab_size,
         never=[number for number in range(tokenizer.vocab_size) if number not in tokenizer.vocab],
         stop_id=stop_id,
@@ -107,72 +107,89 @@ def generate(
 def generate_tokens(
     model: TransformerLM,
     prompts: Sequence[Sequence[int]],
+    options: GenerateConfig,
     *,
-    max_new_tokens: int,
-    sampling: Sampling,
-    seed: int = 0,
     vocab_size: int | None = None,
     never: Sequence[int] = (),
     stop_id: int | None = None,
 ) -> Iterator[tuple[int, int]]:
-    """Yield (number of the prompt, token) as they are drawn; a row ends with `stop_id` or after `max_new_tokens`.
+    """Yield (number of the prompt, token) as tokens are drawn.
+
+    `generate` says what happens at the end of the context, and how random numbers are drawn.
 
     Args:
         prompts: token ids, at least one each and at most `context_length`.
-        vocab_size: draw ids below this one (a model may have more rows than the tokenizer has tokens).
+        vocab_size: draw ids below it (a model may have more rows than the tokenizer has tokens).
         never: ids that are not drawn (a vocabulary may have gaps).
-
-    See `generate` for what happens at the end of the context and for the random streams.
+        stop_id: ends a row after it was yielded; `options.max_new_tokens` ends the others.
 
     Raises:
-        UsageError: fewer than one token is asked for.
-        LmkitError: the model's predictions are not finite numbers.
+        LmkitError: the logits are not finite.
     """
-    if max_new_tokens < 1:
-        raise UsageError(
-            f"generate.max_new_tokens: must be 1 or more, got {max_new_tokens}", hint="ask for some tokens"
-        )
     device, dtype = model.lm_head.weight.device, model.lm_head.weight.dtype
     cache = KVCache(model.config, batch=len(prompts), device=device, dtype=dtype)
     texts = [list(prompt) for prompt in prompts]
-    uniforms = _random_streams(seed, len(prompts), max_new_tokens).to(device)  # (batch, max_new_tokens)
+    # (batch, max_new_tokens)
+    uniforms = _random_streams(options.seed, len(prompts), options.max_new_tokens).to(device)
     active = list(range(len(prompts)))
     gaps = torch.tensor(never, dtype=torch.int64, device=device)
     logits = torch.zeros(len(prompts), model.lm_head.out_features, device=device, dtype=dtype)
 
-    for number in range(max_new_tokens):
+    for number in range(options.max_new_tokens):
         if not active:
             return
         if number == 0:
-            _read(model, cache, active, texts, logits)
+            _prefill(model, cache, active, texts, logits)
         else:
             growing = [row for row in active if cache.lengths[row] < cache.context_length]
             full = [row for row in active if cache.lengths[row] == cache.context_length]
             if growing:
-                logits.copy_(_extend(model, cache, growing, texts))
+                logits.copy_(_decode(model, cache, growing, texts))
             if full:
                 kept = max(1, cache.context_length // 2)
                 windows = [texts[row][-kept:] if row in full else [] for row in range(len(texts))]
-                _read(model, cache, full, windows, logits)
+                _prefill(model, cache, full, windows, logits)
         if len(gaps):
             logits.index_fill_(1, gaps, -math.inf)
         if not torch.isfinite(logits[active, :vocab_size].amax(dim=-1)).all():
             raise LmkitError(
+                "generate.not_finite",
                 "the model's predictions are not finite numbers",
-                hint="its training diverged; take an older checkpoint",
+                hint="its training diverged; use an older checkpoint",
             )
-        chosen = choose(logits[:, :vocab_size], uniforms[:, number], sampling).tolist()
+        drawn = sample(logits[:, :vocab_size], uniforms[:, number], options).tolist()
         for row in tuple(active):
-            texts[row].append(chosen[row])
-            if chosen[row] == stop_id:
+            texts[row].append(drawn[row])
+            if drawn[row] == stop_id:
                 active.remove(row)
-            yield row, chosen[row]
+            yield row, drawn[row]
+
+
+class TextStream:
+    """Decodes the tokens of a text one by one.
+
+    A token may end inside a character: its bytes are held back until the rest has come. Bytes that cannot become a
+    character turn into U+FFFD, as in `Tokenizer.decode`; the pieces joined equal the whole text decoded.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token: int) -> str:
+        """Return the characters that this token completes, perhaps none."""
+        return self._decoder.decode(self._tokenizer.decode_bytes([token]))
+
+    def finish(self) -> str:
+        """Return U+FFFD if the text ended inside a character, else nothing."""
+        return self._decoder.decode(b"", final=True)
 
 
 def _prompt_ids(model: TransformerLM, tokenizer: Tokenizer, prompt: str, *, allow_special: bool) -> list[int]:
     if not prompt:
         if tokenizer.end_of_text_id is None:
             raise UsageError(
+                "generate.empty_prompt",
                 "generate.prompts: an empty prompt starts from end-of-text, which this tokenizer does not have",
                 hint="give a prompt",
             )
@@ -185,27 +202,28 @@ def _prompt_ids(model: TransformerLM, tokenizer: Tokenizer, prompt: str, *, allo
 
 
 def _random_streams(seed: int, rows: int, length: int) -> Tensor:
-    """(rows, length) numbers from [0, 1), the same on every device."""
+    """Return numbers from [0, 1), (rows, length), the same on every device."""
     streams = [torch.rand(length, generator=torch.Generator().manual_seed(seed + row)) for row in range(rows)]
     return torch.stack(streams) if streams else torch.zeros(0, length)
 
 
 @torch.inference_mode()
-def _read(
+def _prefill(
     model: TransformerLM, cache: KVCache, rows: list[int], texts: Sequence[Sequence[int]], logits: Tensor
 ) -> None:
-    """Read the whole texts of these rows; put the logits of what follows them into `logits`."""
+    """Read the whole texts of these rows; write the logits of the tokens that follow them into `logits`."""
     lengths = [len(texts[row]) for row in rows]
     ids = torch.zeros(len(rows), max(lengths), dtype=torch.int64)
     for index, row in enumerate(rows):
         ids[index, : lengths[index]] = torch.tensor(texts[row])
-    hidden = model.hidden_states(ids.to(logits.device), cache.start(rows, lengths))
+    # (rows, seq, d_model)
+    hidden = model.hidden_states(ids.to(logits.device), cache.prefill(rows, lengths))
     last = hidden[torch.arange(len(rows)), torch.tensor(lengths) - 1]  # (rows, d_model)
     logits[rows] = model.lm_head(last).to(logits.dtype)
 
 
 @torch.inference_mode()
-def _extend(model: TransformerLM, cache: KVCache, rows: list[int], texts: Sequence[Sequence[int]]) -> Tensor:
-    """Read the last token of every text; logits of what follows, (batch, vocab_size), of use for `rows` only."""
-    ids = torch.tensor([[text[-1]] for text in texts]).to(cache.keys.device)
-    return model(ids, cache.extend(rows))[:, -1]
+def _decode(model: TransformerLM, cache: KVCache, rows: list[int], texts: Sequence[Sequence[int]]) -> Tensor:
+    """Read the last token of every text; return the next logits (batch, vocab_size), valid for `rows` only."""
+    ids = torch.tensor([[text[-1]] for text in texts]).to(cache.keys.device)  # (batch, 1)
+    return model(ids, cache.decode(rows))[:, -1]

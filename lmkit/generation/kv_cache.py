@@ -1,9 +1,9 @@
-"""Keys and values of the tokens so far, so that each new token costs one position and not the whole text."""
+"""Keep keys and values of the tokens so far, so that a new token costs one position and not the whole text."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,10 +14,10 @@ from lmkit.recipe.model import ModelConfig
 
 
 class KVCache:
-    """Room for `context_length` tokens of `batch` texts of different lengths, allocated once.
+    """Memory for `context_length` tokens of `batch` texts of different lengths, allocated once.
 
-    A text's tokens lie from position 0 on. Two kinds of forward pass use the cache: `start` reads whole texts,
-    `extend` reads one more token of each.
+    The tokens of a text start at position 0. Two kinds of forward pass use the cache: `prefill` reads whole texts,
+    `decode` reads one more token of each.
 
     Attributes:
         lengths: tokens stored per row.
@@ -32,136 +32,95 @@ class KVCache:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        shape = (
-            config.num_layers,
-            batch,
-            config.kv_heads,
-            config.context_length,
-            config.head_dim,
-        )
-        # Zeros, since what lies beyond a row's length is masked by a probability of 0, and 0 x nan is nan.
+        shape = (config.num_layers, batch, config.kv_heads, config.context_length, config.head_dim)
+        # Zeros: what lies beyond a row's length is multiplied by a probability of 0, and 0 * nan is nan.
         self.keys = torch.zeros(shape, device=device, dtype=dtype)
         self.values = torch.zeros(shape, device=device, dtype=dtype)
         self.lengths = [0] * batch
         self.context_length = config.context_length
-        self._attention = attention_function(config.attention)
+        self.attention = attention_function(config.attention)
 
-    def start(self, rows: Sequence[int], lengths: Sequence[int]) -> StartPass:
+    def prefill(self, rows: Sequence[int], lengths: Sequence[int]) -> Prefill:
         """Forget what these rows hold; the next pass reads texts of these lengths, padded on the right."""
         assert all(0 < length <= self.context_length for length in lengths)
         for row, length in zip(rows, lengths, strict=True):
             self.lengths[row] = length
-        index = torch.tensor(rows, device=self.keys.device)
-        return StartPass(
-            [
-                StartLayer(keys, values, index, self._attention)
-                for keys, values in zip(self.keys, self.values, strict=True)
-            ],
-            self.keys.device,
-        )
+        return Prefill(self, torch.tensor(rows, device=self.keys.device))
 
-    def extend(self, rows: Sequence[int]) -> ExtendPass:
-        """The next pass reads one token of every row; only `rows` grow by it, the others' is forgotten."""
+    def decode(self, rows: Sequence[int]) -> Decode:
+        """The next pass reads one token of every row; it is kept for `rows`, and forgotten for the others."""
         assert all(self.lengths[row] < self.context_length for row in rows)
-        # A full row that does not grow still takes part: its token goes over the last place, unseen by anyone.
+        # A full row that does not grow takes part, too: its token overwrites the last place, which no row reads.
         places = [min(length, self.context_length - 1) for length in self.lengths]
         place = torch.tensor(places, device=self.keys.device)  # (batch)
         longest = max(places) + 1
         hidden = torch.arange(longest, device=self.keys.device) > place[:, None]  # (batch, longest)
         for row in rows:
             self.lengths[row] += 1
-        return ExtendPass(
-            [
-                ExtendLayer(keys, values, place, hidden)
-                for keys, values in zip(self.keys, self.values, strict=True)
-            ],
-            place,
-        )
+        return Decode(self, place, hidden)
 
 
-@dataclass
-class StartLayer:
-    """One layer's part of the cache, for a pass that reads whole texts.
+@dataclass(frozen=True)
+class Prefill:
+    """The cache in a pass that reads whole texts.
 
     Attributes:
-        keys, values: (batch, kv_heads, context_length, head_dim), views of the cache.
-        rows: (rows,), which of the batch are read.
+        rows: (rows), which of the batch are read.
     """
 
-    keys: Tensor
-    values: Tensor
+    cache: KVCache
     rows: Tensor
-    attention: Callable[..., Tensor]
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store; causal attention of whole texts. Padding comes last, so that no token of a text can see it."""
-        seq = k.shape[2]
-        self.keys[self.rows, :, :seq] = k.to(self.keys.dtype)
-        self.values[self.rows, :, :seq] = v.to(self.values.dtype)
-        return self.attention(q, k, v, causal=True)
-
-
-@dataclass
-class StartPass:
-    """What the model reads whole texts with: `attend` of each layer takes q (rows, heads, seq, head_dim), k and v
-    (rows, kv_heads, seq, head_dim).
-    """
-
-    layers: Sequence[StartLayer]
-    device: torch.device
 
     def positions(self, seq: int) -> Tensor:
-        """(1, seq): the same for all rows."""
-        return torch.arange(seq, device=self.device).unsqueeze(0)
+        """Return 0 ... seq - 1 for all rows, (1, seq)."""
+        return torch.arange(seq, device=self.rows.device).unsqueeze(0)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store k and v (rows, kv_heads, seq, head_dim); return causal attention of q (rows, heads, seq, head_dim).
+
+        Padding comes last, where no token of a text can see it.
+        """
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        seq = k.shape[2]
+        keys[self.rows, :, :seq] = k.to(keys.dtype)
+        values[self.rows, :, :seq] = v.to(values.dtype)
+        return self.cache.attention(q, k, v, causal=True)
 
 
-@dataclass
-class ExtendLayer:
-    """One layer's part of the cache, for a pass that reads one token of every text.
+@dataclass(frozen=True)
+class Decode:
+    """The cache in a pass that reads one token of every text.
 
     Attributes:
-        keys, values: (batch, kv_heads, context_length, head_dim), views of the cache.
-        place: (batch,), where each row's token goes.
-        hidden: (batch, longest), True at the places that a row must not see.
+        place: (batch), the position of each row's token.
+        hidden: (batch, longest), True at the positions that a row must not see.
     """
 
-    keys: Tensor
-    values: Tensor
+    cache: KVCache
     place: Tensor
     hidden: Tensor
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store one token per row, each at its own place; it sees everything up to there."""
+    def positions(self, seq: int) -> Tensor:
+        """Return the position of each row's token, (batch, 1)."""
+        assert seq == 1
+        return self.place.unsqueeze(1)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store k and v (batch, kv_heads, 1, head_dim), each row at its own place; return the attention of q
+        (batch, heads, 1, head_dim) to everything up to there."""
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
         batch, heads, _, head_dim = q.shape
         kv_heads = k.shape[1]
         rows = torch.arange(batch, device=q.device)
-        self.keys[rows, :, self.place] = k[:, :, 0].to(self.keys.dtype)
-        self.values[rows, :, self.place] = v[:, :, 0].to(self.values.dtype)
+        keys[rows, :, self.place] = k[:, :, 0].to(keys.dtype)
+        values[rows, :, self.place] = v[:, :, 0].to(values.dtype)
 
         longest = self.hidden.shape[1]
-        keys = self.keys[:, :, :longest]  # (batch, kv_heads, longest, head_dim)
-        values = self.values[:, :, :longest]
-        # The query heads of a group become rows of one product with the keys they share.
+        keys, values = keys[:, :, :longest], values[:, :, :longest]  # (batch, kv_heads, longest, head_dim)
+        # The query heads of a group become rows of one product with the keys that they share.
         queries = q.reshape(batch, kv_heads, heads // kv_heads, head_dim).to(keys.dtype)
         scores = queries @ keys.transpose(-2, -1) * head_dim**-0.5  # (batch, kv_heads, group, longest)
         scores = scores.masked_fill(self.hidden[:, None, None], -math.inf)
-        shares = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-        return (shares.to(values.dtype) @ values).reshape(batch, heads, 1, head_dim).to(q.dtype)
-
-
-@dataclass
-class ExtendPass:
-    """What the model reads one token of every text with: `attend` of each layer takes q (batch, heads, 1, head_dim),
-    k and v (batch, kv_heads, 1, head_dim).
-
-    Attributes:
-        place: (batch,), the position of each row's token.
-    """
-
-    layers: Sequence[ExtendLayer]
-    place: Tensor
-
-    def positions(self, seq: int) -> Tensor:
-        """(batch, 1): each row goes on where it stands."""
-        assert seq == 1
-        return self.place.unsqueeze(1)
+        weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+        out = weights.to(values.dtype) @ values  # (batch, kv_heads, group, head_dim)
+        return out.reshape(batch, heads, 1, head_dim).to(q.dtype)

@@ -1,1 +1,36 @@
-"""The Transformer language model and its parts; `lmkit.model.transformer.TransformerLM` is the whole."""
+"""The Transformer language model: `transformer` and `layers` are all of it, with `rope` and `loss`.
+
+from lmkit.model import ModelConfig, TransformerLM
+
+model = TransformerLM(ModelConfig(vocab_size=1000))
+"""
+
+from lmkit.lazy import exports
+
+__getattr__, __dir__, __all__ = exports(
+    __name__,
+    {
+        "TransformerLM": "transformer",
+        "TransformerBlock": "transformer",
+        "SelfAttention": "transformer",
+        "compile_model": "transformer",
+        "plain_name": "transformer",
+        "Embedding": "layers",
+        "Linear": "layers",
+        "RMSNorm": "layers",
+        "SwiGLU": "layers",
+        "silu": "layers",
+        "softmax": "layers",
+        "RotaryEmbedding": "rope",
+        "apply_rope": "rope",
+        "cross_entropy": "loss",
+        "linear_cross_entropy": "loss",
+        "ModelConfig": "accounting",
+        "PRESETS": "accounting",
+        "preset_config": "accounting",
+        "count_parameters": "accounting",
+        "flops_per_token": "accounting",
+        "forward_flops_per_token": "accounting",
+        "training_memory": "accounting",
+    },
+)

@@ -1,24 +1,55 @@
-"""How many parameters, floating-point operations and bytes a configuration means. Arithmetic alone: no torch."""
+"""Count the parameters, floating-point operations and bytes of a configuration; name sizes. Does not import torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from lmkit.recipe.model import ModelConfig
+from lmkit.errors import UsageError, did_you_mean
+from lmkit.recipe.model import PRESETS, ModelConfig
+
+
+def preset_config(name: str, *, vocab_size: int, context_length: int, **changes: Any) -> ModelConfig:
+    """Return the configuration of a named size, see `PRESETS`.
+
+    >>> preset_config("small", vocab_size=50257, context_length=1024).num_layers
+    12
+
+    Args:
+        changes: further fields of `ModelConfig`.
+
+    Raises:
+        UsageError: no size has this name.
+    """
+    if name not in PRESETS:
+        raise UsageError(
+            "model.unknown_preset",
+            f"no model size is called {name!r}{did_you_mean(name, PRESETS)}",
+            hint="there are: " + ", ".join(PRESETS),
+        )
+    sizes: dict[str, Any] = {"vocab_size": vocab_size, "context_length": context_length}
+    return ModelConfig(**{**PRESETS[name], **sizes, **changes})
 
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Numbers of parameters."""
+    """Numbers of parameters.
+
+    Attributes:
+        total: all of them; a matrix that is both embedding and head counts once.
+        multiplying: those by which each token is multiplied: all but a separate input embedding, which is only
+            looked up.
+    """
 
     total: int
-    """All of them; a matrix that is embedding and head at once counts once."""
     multiplying: int
-    """Those that each token is multiplied with: all but a separate input embedding, from which rows are only read."""
 
 
 def count_parameters(config: ModelConfig) -> ParameterCounts:
-    """Parameters of `TransformerLM(config)`.
+    """Count the parameters of `TransformerLM(config)`.
+
+    >>> count_parameters(preset_config("small", vocab_size=50257, context_length=1024)).total
+    190462464
 
     Raises:
         ValueError: the configuration has no vocabulary size.
@@ -38,23 +69,23 @@ def count_parameters(config: ModelConfig) -> ParameterCounts:
 
 
 def flops_per_token(config: ModelConfig, context: int) -> int:
-    """Floating-point operations of one training step per token: 6 N + 12 L d T (Chowdhery et al. 2022, "PaLM",
-    appendix B), with N the multiplying parameters, L layers, width d and T = `context` tokens.
+    """Return the floating-point operations of one training step per token: 6 N + 12 L d T (Chowdhery et al. 2022,
+    "PaLM", appendix B), with N the multiplying parameters, L layers, width d and T = `context` tokens.
 
-    Forward is a third of it, backward two thirds. As there, attention counts in full although a causal kernel may
-    skip half, and recomputation (activation checkpointing) counts nothing: it is the useful work.
+    A third of them is the forward pass. As in the paper, attention counts in full although a causal kernel may skip
+    half of it, and recomputation (activation checkpointing) does not count.
     """
     return 3 * forward_flops_per_token(config, context)
 
 
 def forward_flops_per_token(config: ModelConfig, context: int) -> int:
-    """Floating-point operations of a forward pass per token: 2 N + 4 L d T."""
+    """Return the floating-point operations of a forward pass per token: 2 N + 4 L d T."""
     return 2 * count_parameters(config).multiplying + 4 * config.num_layers * config.d_model * context
 
 
 @dataclass(frozen=True)
 class TrainingMemory:
-    """Bytes that live from step to step; activations come on top."""
+    """Bytes that are held from step to step; activations need more."""
 
     weights: int
     gradients: int
@@ -66,6 +97,6 @@ class TrainingMemory:
 
 
 def training_memory(config: ModelConfig) -> TrainingMemory:
-    """What float32 weights, their gradients and AdamW's two moments take, in bytes, on one rank."""
+    """Return the bytes of float32 weights, their gradients and AdamW's two moments, on one rank."""
     weights = 4 * count_parameters(config).total
     return TrainingMemory(weights=weights, gradients=weights, optimizer=2 * weights)

@@ -1,9 +1,4 @@
-"""Cross-entropy of next tokens straight from hidden states, without ever holding all logits.
-
-The logits (tokens, vocabulary) are by far the largest array of a small model's training step. Here they are made,
-used and dropped a slice of tokens at a time, and their gradient is formed while they are at hand: as exact as the
-plain way, with the same number of matrix products, and a slice fits into a CPU's cache.
-"""
+"""Cross-entropy: of logits, and of hidden states without ever holding all logits."""
 
 from __future__ import annotations
 
@@ -11,40 +6,67 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lmkit.autograd import differentiable_once
 
-# Elements of one slice of logits: 4 MiB of float32 stay in a core's cache; a GPU wants large matrix products.
+# Elements of a slice of logits: 4 MiB of float32 stay in a core's cache; a GPU wants large matrix products.
 SLICE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 28}
 
-SliceLoss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean of -log softmax(logits)[target], in nats, as a scalar.
 
-def cross_entropy_slice(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """(losses (tokens) in float32 or wider, d losses / d logits in the logits' dtype) of a slice.
+    >>> cross_entropy(torch.zeros(4, 10), torch.tensor([1, 2, 3, 4]))  # ln 10
+    tensor(2.3026)
 
     Args:
-        logits: (tokens, vocab_size)
-        targets: (tokens) ids
+        logits: (..., vocab_size)
+        targets: (...) int64 ids below vocab_size
+
+    Training uses `linear_cross_entropy`, which does not need the logits.
     """
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    log_p = logits.log_softmax(dim=-1, dtype=wide)  # (tokens, vocab_size)
-    losses = -log_p.gather(1, targets.unsqueeze(1)).squeeze(1)  # (tokens)
-    # d loss / d logit_j = p_j - [j is the target]
-    if torch.compiler.is_compiling():
-        ids = torch.arange(logits.shape[1], device=logits.device)
-        gradient = log_p.exp() - (ids == targets.unsqueeze(1)).to(wide)  # fuses, where a scatter would not
-    else:
-        gradient = log_p.exp_()
-        gradient.scatter_add_(1, targets.unsqueeze(1), gradient.new_full((len(targets), 1), -1.0))
-    return losses, gradient.to(logits.dtype)
+    shifted = logits - logits.amax(dim=-1, keepdim=True)  # (..., vocab_size); exp cannot overflow
+    of_target = shifted.gather(-1, targets.unsqueeze(-1)).squeeze(-1)  # (...)
+    return (shifted.exp().sum(dim=-1).log() - of_target).mean()
+
+
+class SliceLoss(nn.Module):
+    """Losses of a slice of tokens, with their gradient. A module without parameters, so that it can be compiled in
+    place."""
+
+    def forward(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (losses (tokens) in float32 or wider, d losses / d logits in the dtype of the logits).
+
+        Args:
+            logits: (tokens, vocab_size)
+            targets: (tokens) ids
+        """
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        log_p = logits.log_softmax(dim=-1, dtype=wide)  # (tokens, vocab_size)
+        losses = -log_p.gather(1, targets.unsqueeze(1)).squeeze(1)  # (tokens)
+        # d loss / d logit_j = p_j - [j is the target]
+        if torch.compiler.is_compiling():
+            ids = torch.arange(logits.shape[1], device=logits.device)  # (vocab_size)
+            gradient = log_p.exp() - (ids == targets.unsqueeze(1)).to(wide)  # fuses; a scatter would not
+        else:
+            gradient = log_p.exp_()  # (tokens, vocab_size)
+            gradient.scatter_add_(1, targets.unsqueeze(1), gradient.new_full((len(targets), 1), -1.0))
+        return losses, gradient.to(logits.dtype)
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, slice_loss: SliceLoss = cross_entropy_slice
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    slice_loss: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
 ) -> Tensor:
-    """Mean over tokens of -log softmax(hidden weight^T)[target], in nats, as a float32 (or wider) scalar.
+    """Return the mean over tokens of -log softmax(hidden weight^T)[target], in nats, as a float32 (or wider) scalar.
+
+    Logits (tokens, vocabulary) are by far the largest tensor of a small model's training step. This function computes
+    a slice of them at a time, and forms its gradient while the slice is there: the same result with the same number
+    of matrix products, in memory that stays in a CPU's cache.
 
     Differentiable once, in hidden and weight. Under autocast the products run in the autocast dtype; softmax, loss
     and the sums over slices stay in float32.
@@ -53,12 +75,12 @@ def linear_cross_entropy(
         hidden: (..., d_model)
         weight: (vocab_size, d_model)
         targets: (...) int64 ids below vocab_size
-        slice_loss: `cross_entropy_slice`, or that function compiled.
+        slice_loss: a `SliceLoss`, perhaps compiled.
     """
     if not torch.is_grad_enabled():
-        weight = weight.detach()  # else its gradient would be formed: a parameter asks for it all the same
-    hidden = hidden.reshape(-1, hidden.shape[-1])  # (tokens, d_model); flatten wants an axis before the last
-    return _LinearCrossEntropy.apply(hidden, weight, targets.flatten(), slice_loss)[0]
+        weight = weight.detach()  # a parameter requires grad even then, and its gradient would be computed
+    hidden = hidden.reshape(-1, hidden.shape[-1])  # (tokens, d_model); `flatten(0, -2)` fails for one token
+    return _LinearCrossEntropy.apply(hidden, weight, targets.flatten(), slice_loss or SliceLoss())[0]
 
 
 def _tokens_per_slice(vocab_size: int, device_type: str) -> int:
@@ -69,7 +91,11 @@ def _tokens_per_slice(vocab_size: int, device_type: str) -> int:
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, slice_loss: SliceLoss
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        slice_loss: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
         device_type = hidden.device.type
         autocast = torch.is_autocast_enabled(device_type)
@@ -85,7 +111,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         with torch.autocast(device_type, enabled=False):
             for start in range(0, len(h), rows):
                 part = slice(start, start + rows)
-                losses, grad_logits = slice_loss(h[part] @ w.t(), targets[part])
+                logits = h[part] @ w.t()  # (slice, vocab_size)
+                losses, grad_logits = slice_loss(logits, targets[part])  # (slice), (slice, vocab_size)
                 total += losses.sum()
                 if grad_hidden is not None:
                     torch.mm(grad_logits, w, out=grad_hidden[part])
@@ -95,10 +122,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     else:
                         grad_weight += grad_logits.t() @ h[part]
 
-        # The mean's 1 / tokens is left to backward: here it would drive float16 gradients below their range before
-        # the loss scale lifts them.
-        empty = total.new_empty(0)  # for `differentiable_once`; the loss itself may be written to
-        ctx.set_materialize_grads(False)  # or autograd would fill a gradient of `empty` with zeros
+        # Backward divides by the number of tokens: here the division would underflow float16 gradients, before the
+        # loss scale multiplies them.
+        # `differentiable_once` needs an output among the saved tensors; the loss may be written to in place.
+        empty = total.new_empty(0)
+        ctx.set_materialize_grads(False)  # or autograd would allocate zeros as the gradient of `empty`
         ctx.save_for_backward(grad_hidden, grad_weight, empty)
         ctx.dtypes = (hidden.dtype, weight.dtype)
         ctx.tokens = len(targets)
@@ -111,7 +139,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(
         ctx: Any, saved: Any, grad: Tensor, _: None
     ) -> tuple[Tensor | None, Tensor | None, None, None]:
-        grad_hidden, grad_weight = saved[:2]
+        grad_hidden, grad_weight = saved[:2]  # (tokens, d_model), (vocab_size, d_model)
         hidden_dtype, weight_dtype = ctx.dtypes
         scale = grad / ctx.tokens
         if grad_hidden is not None:

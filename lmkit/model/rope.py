@@ -1,4 +1,4 @@
-"""Rotary position embedding."""
+"""Rotary position embedding, RoPE (Su et al. 2021, "RoFormer")."""
 
 from __future__ import annotations
 
@@ -8,18 +8,30 @@ import torch
 from torch import Tensor, nn
 
 
-class RotaryTable(nn.Module):
-    """The rotation of each position and pair of channels: `table[p, i] = (cos, sin)(p theta^(-2i / head_dim))`,
-    shape (context_length, head_dim / 2, 2) (Su et al. 2021, "RoFormer", eq. 15).
+class RotaryEmbedding(nn.Module):
+    """A table of cosines and sines of every position and pair of channels (Su et al. 2021, eq. 15).
 
-    One table serves all layers. It is no part of a checkpoint, and it stays in float32 when the model is cast to a
-    narrower type: in bfloat16 neighbouring positions beyond 256 would fall together.
+    `cos_sin[p, i] = (cos(a), sin(a))` with the angle `a = p theta^(-2i / head_dim)`, shape
+    (context_length, head_dim / 2, 2), float32.
+
+    One table serves all layers. Checkpoints do not contain it, and it stays in float32 when the model is cast to a
+    narrower type: bfloat16 cannot tell positions beyond 256 from their neighbours.
+
+    >>> rope = RotaryEmbedding(head_dim=64, context_length=256)
+    >>> q = torch.randn(2, 10, 4, 64)  # (batch, seq, heads, head_dim)
+    >>> apply_rope(q, rope(10)).shape
+    torch.Size([2, 10, 4, 64])
     """
 
-    table: Tensor
+    cos_sin: Tensor
 
     def __init__(
-        self, *, head_dim: int, context_length: int, theta: float, device: torch.device | str | None = None
+        self,
+        *,
+        head_dim: int,
+        context_length: int,
+        theta: float = 10_000.0,
+        device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         if head_dim % 2:
@@ -27,23 +39,23 @@ class RotaryTable(nn.Module):
         self.head_dim = head_dim
         self.context_length = context_length
         self.theta = theta
-        self.register_buffer("table", self._compute().to(device), persistent=False)
+        self.register_buffer("cos_sin", self._compute().to(device), persistent=False)
 
     def _compute(self) -> Tensor:
-        # float64, since a float32 angle of 100,000 radians is off by 0.004 before its cosine is taken.
-        channels = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device="cpu")
-        positions = torch.arange(self.context_length, dtype=torch.float64, device="cpu")
+        # In float64: a float32 angle of 100,000 radians is off by 0.004.
+        channels = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device="cpu")  # (head_dim / 2)
+        positions = torch.arange(self.context_length, dtype=torch.float64, device="cpu")  # (context)
         angles = torch.outer(positions, self.theta ** (-channels / self.head_dim))  # (context, head_dim / 2)
-        return torch.stack((angles.cos(), angles.sin()), dim=-1).float()
+        return torch.stack((angles.cos(), angles.sin()), dim=-1).float()  # (context, head_dim / 2, 2)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryTable:
-        # nn.Module's hook behind .to(), .half(), .to_empty(): follow the device, not the dtype.
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
+        # nn.Module calls this in .to(), .half() and .to_empty(): follow the device, ignore the dtype.
         super()._apply(fn, recurse)
-        self.table = self._compute().to(self.table.device)
+        self.cos_sin = self._compute().to(self.cos_sin.device)
         return self
 
     def forward(self, seq: int) -> Tensor:
-        """The rotations of positions 0 ... seq - 1, (seq, head_dim / 2, 2).
+        """Return cosines and sines of the positions 0 ... seq - 1, (seq, head_dim / 2, 2).
 
         Raises:
             ValueError: the sequence is longer than the context.
@@ -52,38 +64,39 @@ class RotaryTable(nn.Module):
             raise ValueError(
                 f"a sequence of {seq} tokens is longer than the context of {self.context_length}"
             )
-        return self.table[:seq]
+        return self.cos_sin[:seq]
 
     def at(self, positions: Tensor) -> Tensor:
-        """The rotations of these positions, (..., head_dim / 2, 2)."""
-        return self.table[positions]
+        """Return cosines and sines of these positions: (...) -> (..., head_dim / 2, 2)."""
+        return self.cos_sin[positions]
 
 
-def rotate(x: Tensor, rotations: Tensor) -> Tensor:
+def apply_rope(x: Tensor, cos_sin: Tensor) -> Tensor:
     """Rotate each pair of neighbouring channels (2i, 2i + 1) of x by the angle of its position.
 
     Args:
         x: (batch, seq, heads, head_dim), any strides.
-        rotations: (cos, sin) per position and pair, (seq, head_dim / 2, 2) or (batch, seq, head_dim / 2, 2).
+        cos_sin: of each position and pair, (seq, head_dim / 2, 2) or (batch, seq, head_dim / 2, 2).
 
     Returns:
-        As x, in x's dtype; computed in float32 or wider.
+        A tensor of x's shape and dtype, computed in float32 or wider.
     """
-    rotations = rotations.unsqueeze(-3)  # (..., seq, 1, head_dim / 2, 2)
+    cos_sin = cos_sin.unsqueeze(-3)  # (..., seq, 1, head_dim / 2, 2)
+    # (batch, seq, heads, head_dim / 2, 2)
     pairs = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2))
-    if torch.compiler.is_compiling() or not _lies_as_complex(pairs):
-        # The compiler fuses real arithmetic and cannot look into complex products.
+    if torch.compiler.is_compiling() or not _can_be_viewed_as_complex(pairs):
+        # The compiler fuses real arithmetic and does not fuse complex products.
         even, odd = pairs.unbind(-1)  # (batch, seq, heads, head_dim / 2)
-        cos, sin = rotations.unbind(-1)
+        cos, sin = cos_sin.unbind(-1)  # (..., seq, 1, head_dim / 2)
         rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
     else:
-        # A rotation of the plane is a complex product: one pass over memory in place of seven.
-        turned = torch.view_as_complex(pairs) * torch.view_as_complex(rotations.to(pairs.dtype))
-        rotated = torch.view_as_real(turned)
+        # A rotation of the plane is a complex product, which passes over memory once instead of seven times.
+        product = torch.view_as_complex(pairs) * torch.view_as_complex(cos_sin.to(pairs.dtype))
+        rotated = torch.view_as_real(product)  # (batch, seq, heads, head_dim / 2, 2)
     return rotated.flatten(-2).to(x.dtype)  # (batch, seq, heads, head_dim)
 
 
-def _lies_as_complex(pairs: Tensor) -> bool:
-    """Whether (..., 2) can be seen as complex numbers where it is: whole pairs from the start of memory."""
+def _can_be_viewed_as_complex(pairs: Tensor) -> bool:
+    """Whether every pair (..., 2) is contiguous and starts at an even element of the storage."""
     *strides, last = pairs.stride()
     return last == 1 and not any(step % 2 for step in (pairs.storage_offset(), *strides))

@@ -1,71 +1,174 @@
-"""The language model."""
+"""The language model: attention, block and TransformerLM. Its smaller layers are in `layers`, RoPE in `rope`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from lmkit.attention import attention_function
 from lmkit.measure.ranges import range_
-from lmkit.model.block import LayerCache, TransformerBlock
-from lmkit.model.embedding import Embedding
-from lmkit.model.head import Head
-from lmkit.model.loss import SliceLoss, cross_entropy_slice
-from lmkit.model.rms_norm import RMSNorm
-from lmkit.model.rope import RotaryTable
+from lmkit.model.layers import Embedding, Linear, RMSNorm, SwiGLU
+from lmkit.model.loss import SliceLoss, linear_cross_entropy
+from lmkit.model.rope import RotaryEmbedding, apply_rope
 from lmkit.recipe.model import ModelConfig
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class ModelCache(Protocol):
-    """What the model asks of a KV cache (see `lmkit.generation.kv_cache`)."""
-
-    @property
-    def layers(self) -> Sequence[LayerCache]: ...
+    """What the model asks of a KV cache, see `lmkit.generation.kv_cache`."""
 
     def positions(self, seq: int) -> Tensor:
-        """The positions of the next `seq` tokens of each row, (batch, seq)."""
+        """Return the positions of the next `seq` tokens of each row, (batch, seq) or (1, seq)."""
+        ...
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store k and v (batch, kv_heads, seq, head_dim); return the attention of q (batch, heads, seq, head_dim) to
+        everything stored, shaped as q."""
         ...
 
 
+class SelfAttention(nn.Module):
+    """Causal multi-head attention with rotary positions and, where the configuration says so, fewer key/value heads
+    than query heads (grouped-query attention, Ainslie et al. 2023)."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.kv_heads = config.kv_heads
+        self.head_dim = config.head_dim
+        self.attention = attention_function(config.attention)
+        d_kv = self.kv_heads * self.head_dim
+        self.q_proj = Linear(config.d_model, config.d_model, device=device, dtype=dtype)
+        self.k_proj = Linear(config.d_model, d_kv, device=device, dtype=dtype)
+        self.v_proj = Linear(config.d_model, d_kv, device=device, dtype=dtype)
+        self.output_proj = Linear(config.d_model, config.d_model, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor, cos_sin: Tensor, attend: Attend | None = None) -> Tensor:
+        """(batch, seq, d_model) -> (batch, seq, d_model)
+
+        Args:
+            cos_sin: of the positions, see `apply_rope`.
+            attend: replaces causal attention within the sequence; a KV cache's.
+        """
+        # One matrix product for q, k and v, and one rotation for q and k: fewer and larger operations. The weights
+        # stay separate parameters; concatenating them is cheap compared to the product.
+        weight = torch.cat((self.q_proj.weight, self.k_proj.weight, self.v_proj.weight))
+        qkv = F.linear(x, weight)  # (batch, seq, (heads + 2 kv_heads) * head_dim)
+        qkv = qkv.unflatten(-1, (-1, self.head_dim))  # (batch, seq, heads + 2 kv_heads, head_dim)
+        qk, v = qkv.split((self.num_heads + self.kv_heads, self.kv_heads), dim=2)
+        q, k = apply_rope(qk, cos_sin).split((self.num_heads, self.kv_heads), dim=2)
+        # Views, not copies: q (batch, heads, seq, head_dim), k and v (batch, kv_heads, seq, head_dim)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        with range_("attention"):
+            out = self.attention(q, k, v, causal=True) if attend is None else attend(q, k, v)
+        out = out.transpose(1, 2).flatten(2)  # (batch, seq, d_model)
+        return self.output_proj(out)  # (batch, seq, d_model)
+
+
+class TransformerBlock(nn.Module):
+    """Pre-norm residual layer (Xiong et al. 2020): x + attn(ln1(x)), then x + ffn(ln2(x))."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.ln1 = RMSNorm(config.d_model, eps=config.norm_eps, device=device, dtype=dtype)
+        self.attn = SelfAttention(config, device=device, dtype=dtype)
+        self.ln2 = RMSNorm(config.d_model, eps=config.norm_eps, device=device, dtype=dtype)
+        self.ffn = SwiGLU(config.d_model, config.d_ff, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor, cos_sin: Tensor, attend: Attend | None = None) -> Tensor:
+        """(batch, seq, d_model) -> (batch, seq, d_model)"""
+        x = x + self.attn(self.ln1(x), cos_sin, attend)
+        return x + self.ffn(self.ln2(x))
+
+
 class Layers(nn.ModuleList):
-    """The stack of blocks; compiled as one where the whole model is."""
+    """The stack of blocks. A module of its own, so that `compile_model` can compile it as one graph."""
 
     def __init__(self, blocks: Sequence[TransformerBlock], *, checkpointing: bool) -> None:
         super().__init__(blocks)
         self.checkpointing = checkpointing
 
-    def forward(self, x: Tensor, rotations: Tensor, caches: Sequence[LayerCache] | None = None) -> Tensor:
+    def forward(self, x: Tensor, cos_sin: Tensor, kv_cache: ModelCache | None = None) -> Tensor:
         """(batch, seq, d_model) -> (batch, seq, d_model)"""
         for index, block in enumerate(self):
-            if caches is not None:
-                # Not through __call__, which may be compiled: a graph for every length would be made.
-                x = block.forward(x, rotations, caches[index])
+            if kv_cache is not None:
+                # `forward`, because `__call__` may be compiled and would make a graph for every length.
+                x = block.forward(x, cos_sin, partial(kv_cache.attend, index))
             elif self.checkpointing and torch.is_grad_enabled():
-                # Keep a block's input alone and compute its inside again during backward (Chen et al. 2016). Nothing
-                # in it is random, so no generator state is kept.
-                x = checkpoint(block, x, rotations, use_reentrant=False, preserve_rng_state=False)
+                # Keep only the block's input, and compute the rest again in backward (Chen et al. 2016). Nothing in
+                # a block is random, so the state of the random generator need not be kept.
+                x = checkpoint(block, x, cos_sin, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = block(x, rotations)
+                x = block(x, cos_sin)
         return x
+
+
+class Head(Linear):
+    """The last matrix, (vocab_size, d_model), and the loss.
+
+    The loss is computed inside this layer's call because `lmkit.parallel` gathers a layer's weights in a pre-forward
+    hook: a loss that read `lm_head.weight` from outside would need it before the first layer runs.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        vocab_size: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(d_model, vocab_size, device=device, dtype=dtype)
+        self.slice_loss = SliceLoss()
+
+    def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Return the logits (..., vocab_size) of hidden states (..., d_model), or with `targets` (...) their mean
+        cross-entropy in nats, for which the logits are never held all at once (see `linear_cross_entropy`)."""
+        if targets is None:
+            return F.linear(hidden, self.weight)
+        return linear_cross_entropy(hidden, self.weight, targets, slice_loss=self.slice_loss)
 
 
 class TransformerLM(nn.Module):
     """A decoder-only Transformer in the style of LLaMA (Touvron et al. 2023): pre-norm blocks with RMSNorm, rotary
     positions, causal attention and SwiGLU.
 
+    >>> from lmkit.model import ModelConfig, TransformerLM
+    >>> model = TransformerLM(ModelConfig(vocab_size=1000, context_length=64, d_model=96, num_heads=4))
+    >>> ids = torch.randint(1000, (2, 64))
+    >>> model(ids).shape
+    torch.Size([2, 64, 1000])
+    >>> loss = model.loss(ids[:, :-1], ids[:, 1:])
+
     Args:
-        config: the recipe's `[model]` table with `vocab_size` filled in.
+        config: the recipe's table `[model]` with `vocab_size` filled in.
         device, dtype: of the parameters. Mixed precision keeps float32 here and wraps calls in `torch.autocast`.
 
     Raises:
         ValueError: the configuration has no vocabulary size.
-        UsageError: no attention kernel of that name.
+        UsageError: no attention kernel has this name.
 
     Parameters draw their first values from torch's default generator. With `tie_embeddings` the head's matrix is the
-    embedding (Press and Wolf 2017) and starts as a head should, small.
+    embedding (Press and Wolf 2017), initialised as a head, which is smaller.
     """
 
     def __init__(
@@ -88,37 +191,37 @@ class TransformerLM(nn.Module):
         self.lm_head = Head(config.d_model, config.vocab_size, device=device, dtype=dtype)
         if config.tie_embeddings:
             self.token_embeddings.weight = self.lm_head.weight
-        self.rope = RotaryTable(
+        self.rope = RotaryEmbedding(
             head_dim=config.head_dim,
             context_length=config.context_length,
             theta=config.rope_theta,
             device=device,
         )
-        self.slice_loss: SliceLoss = cross_entropy_slice
 
     def hidden_states(self, ids: Tensor, kv_cache: ModelCache | None = None) -> Tensor:
-        """(batch, seq) ids -> (batch, seq, d_model), normalised, ready for the head.
+        """Return the normalised input of the head: (batch, seq) ids -> (batch, seq, d_model).
 
         Raises:
             ValueError: the sequence is longer than the context.
         """
         x = self.token_embeddings(ids)  # (batch, seq, d_model)
         if kv_cache is None:
-            x = self.layers(x, self.rope(ids.shape[1]))
+            x = self.layers(x, self.rope(ids.shape[1]))  # (batch, seq, d_model)
         else:
-            rotations = self.rope.at(kv_cache.positions(ids.shape[1]))
-            x = self.layers.forward(x, rotations, kv_cache.layers)  # uncompiled, as in `Layers`
+            cos_sin = self.rope.at(kv_cache.positions(ids.shape[1]))  # (batch, seq, head_dim / 2, 2)
+            x = self.layers.forward(x, cos_sin, kv_cache)  # `forward`: not compiled, see `Layers`
         return self.ln_final(x)
 
     def forward(self, ids: Tensor, kv_cache: ModelCache | None = None) -> Tensor:
-        """Logits of the token that follows each position: (batch, seq) -> (batch, seq, vocab_size).
+        """Return the logits of the token after each position: (batch, seq) -> (batch, seq, vocab_size).
 
-        With a cache, `ids` continue what the cache holds.
+        Args:
+            kv_cache: holds the tokens before `ids`; takes `ids` in.
         """
         return self.lm_head(self.hidden_states(ids, kv_cache))
 
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy of the targets in nats per token, a float32 scalar.
+        """Return the mean cross-entropy of the targets in nats per token, a float32 scalar.
 
         Args:
             ids: (batch, seq)
@@ -126,4 +229,33 @@ class TransformerLM(nn.Module):
         """
         hidden = self.hidden_states(ids)  # (batch, seq, d_model)
         with range_("loss"):
-            return self.lm_head(hidden, targets, slice_loss=self.slice_loss)
+            return self.lm_head(hidden, targets)
+
+
+def compile_model(
+    model: TransformerLM, how: Literal["none", "block", "whole"], *, backend: str = "inductor"
+) -> None:
+    """Compile the model's layers and its loss in place; names in the state dict stay as they are.
+
+    Args:
+        how: "block" compiles one block and uses it for all of them, so that the first step starts soon. "whole"
+            compiles the stack of blocks as one graph, which fuses more; its first step takes longer with every layer.
+            Compilation itself happens in the first call of each shape.
+    """
+    if how == "none":
+        return
+    if how == "block":
+        for block in model.layers:
+            block.compile(backend=backend)
+    else:
+        model.layers.compile(backend=backend)
+    model.lm_head.slice_loss.compile(backend=backend)
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name without the prefixes of torch.compile and DDP: the name in checkpoints.
+
+    >>> plain_name("module._orig_mod.layers.0.ln1.weight")
+    'layers.0.ln1.weight'
+    """
+    return ".".join(part for part in name.split(".") if part not in ("_orig_mod", "module"))

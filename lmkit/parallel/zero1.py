@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lmkit.model.names import plain_name
+from lmkit.model.transformer import plain_name
 from lmkit.optim.clipping import clip_for
 from lmkit.parallel.accumulation import Accumulates
 from lmkit.parallel.bucketed import MIB, bytes_of, fill_buckets

@@ -18,7 +18,7 @@ from torch import nn
 
 from lmkit.errors import LmkitError, UsageError
 from lmkit.model.accounting import count_parameters
-from lmkit.model.names import plain_name
+from lmkit.model.transformer import plain_name
 from lmkit.parallel.sharded_optimizer import ShardedOptimizer
 from lmkit.parallel.zero1_layout import BucketLayout, ShardLayout, consolidate
 from lmkit.recipe.model import ModelConfig

@@ -17,8 +17,7 @@ from lmkit.measure.environment import device_name
 from lmkit.measure.limits import known_peak
 from lmkit.measure.ranges import range_
 from lmkit.model.accounting import flops_per_token
-from lmkit.model.compilation import compile_model
-from lmkit.model.transformer import TransformerLM
+from lmkit.model.transformer import TransformerLM, compile_model
 from lmkit.optim.adamw import AdamW, decay_groups
 from lmkit.optim.schedules import SCHEDULES
 from lmkit.parallel.process_group import Ranks

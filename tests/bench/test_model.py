@@ -10,8 +10,7 @@ from lmkit.bench.model_report import findings
 from lmkit.errors import UsageError
 from lmkit.measure import plots
 from lmkit.measure.limits import Limits
-from lmkit.model.accounting import flops_per_token, forward_flops_per_token
-from lmkit.model.sizes import preset_config
+from lmkit.model.accounting import flops_per_token, forward_flops_per_token, preset_config
 
 SMALL = {"vocab_size": 64, "lengths": (8,), "batch_size": 2, "warmup": 0, "iters": 3, "warmup_study": ()}
 

@@ -22,14 +22,14 @@ def test_logits_equal_those_without_a_cache(
     padded = torch.stack([text[:9] for text in texts])  # what follows a short text is not zero but wrong
     cache = KVCache(model.config, batch=3, dtype=torch.float64)
     with torch.no_grad():
-        first = model(padded, cache.start([0, 1, 2], lengths))
+        first = model(padded, cache.prefill([0, 1, 2], lengths))
         for row, length in enumerate(lengths):
             exact = model(texts[row][None, :length])[0]
             # float64; matrix products of other shapes sum in another order.
             torch.testing.assert_close(first[row, :length], exact, rtol=1e-11, atol=1e-11)
         for _ in range(7):
             ids = torch.stack([text[length] for text, length in zip(texts, lengths, strict=True)])[:, None]
-            logits = model(ids, cache.extend([0, 1, 2]))
+            logits = model(ids, cache.decode([0, 1, 2]))
             lengths = [length + 1 for length in lengths]
             for row, length in enumerate(lengths):
                 exact = model(texts[row][None, :length])[0, -1]
@@ -42,17 +42,17 @@ def test_rows_that_rest_do_not_change_the_others(make_model: Callable[..., Trans
     texts = torch.randint(260, (2, 16))
     cache = KVCache(model.config, batch=2, dtype=torch.float64)
     with torch.no_grad():
-        model(texts[:, :14], cache.start([0, 1], [14, 16 - 2]))
-        model(texts[:, 14:15], cache.extend([0, 1]))
-        model(texts[:, 15:16], cache.extend([1]))  # row 1 is now full
+        model(texts[:, :14], cache.prefill([0, 1], [14, 16 - 2]))
+        model(texts[:, 14:15], cache.decode([0, 1]))
+        model(texts[:, 15:16], cache.decode([1]))  # row 1 is now full
         assert cache.lengths == [15, 16]
         garbage = torch.full((2, 1), 7)
         garbage[0] = texts[0, 15]
-        logits = model(garbage, cache.extend([0]))
+        logits = model(garbage, cache.decode([0]))
         # float64; matrix products of other shapes sum in another order.
         torch.testing.assert_close(logits[0, 0], model(texts[:1])[0, -1], rtol=1e-11, atol=1e-11)
         # Row 1 starts over while row 0 keeps what it has.
-        again = model(texts[1:, 8:], cache.start([1], [8]))
+        again = model(texts[1:, 8:], cache.prefill([1], [8]))
         torch.testing.assert_close(again[0], model(texts[1:, 8:])[0], rtol=1e-11, atol=1e-11)
     assert cache.lengths == [16, 8]
 
@@ -67,8 +67,8 @@ def test_the_cache_keeps_its_own_dtype(make_model: Callable[..., TransformerLM],
     for dtype in (torch.float32, torch.bfloat16):
         cache = KVCache(model.config, batch=1, dtype=dtype)
         with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            logits = [model(text[:, :6], cache.start([0], [6]))[0]]
-            logits += [model(text[:, i : i + 1], cache.extend([0]))[0] for i in range(6, 9)]
+            logits = [model(text[:, :6], cache.prefill([0], [6]))[0]]
+            logits += [model(text[:, i : i + 1], cache.decode([0]))[0] for i in range(6, 9)]
         # 8 bits of mantissa, some twenty roundings deep: a percent or two of the norm.
         assert (torch.cat(logits).float() - exact).norm() < 0.05 * exact.norm()
         assert cache.keys.dtype == cache.values.dtype == dtype
@@ -78,12 +78,12 @@ def test_lengths_out_of_range_are_refused(make_model: Callable[..., TransformerL
     cache = KVCache(make_model().config, batch=2)
     for length in (0, 17):
         with pytest.raises(AssertionError):
-            cache.start([0], [length])
-    cache.start([0, 1], [16, 3])
+            cache.prefill([0], [length])
+    cache.prefill([0, 1], [16, 3])
     with pytest.raises(AssertionError):
-        cache.extend([0, 1])
+        cache.decode([0, 1])
     with pytest.raises(AssertionError):
-        cache.extend([1]).positions(2)
+        cache.decode([1]).positions(2)
 
 
 def test_the_cache_is_as_small_as_the_key_heads(make_model: Callable[..., TransformerLM]) -> None:

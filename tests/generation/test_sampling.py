@@ -8,15 +8,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmkit.errors import UsageError
-from lmkit.generation.sampling import Sampling, choose
+from lmkit.generation import GenerateConfig, sample
+from lmkit.recipe.load import load_recipe
+
+
+def sampling(temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> GenerateConfig:
+    return GenerateConfig(temperature=temperature, top_k=top_k, top_p=top_p)
+
 
 LOGITS = torch.tensor([1.0, 3.0, -2.0, 2.5, 0.0])
 
 
-def shares(sampling: Sampling, draws: int = 20_000) -> torch.Tensor:
+def shares(options: GenerateConfig, draws: int = 20_000) -> torch.Tensor:
     """How often each token is drawn when the random numbers are spread evenly over [0, 1)."""
     uniforms = (torch.arange(draws) + 0.5) / draws
-    tokens = choose(LOGITS.expand(draws, -1), uniforms, sampling)
+    tokens = sample(LOGITS.expand(draws, -1), uniforms, options)
     return torch.bincount(tokens, minlength=5) / draws
 
 
@@ -30,7 +36,7 @@ def expected(kept: list[int], temperature: float = 1.0) -> torch.Tensor:
 def test_temperature_divides_the_logits(temperature: float) -> None:
     # Evenly spread draws hit each share to within one draw at either end.
     torch.testing.assert_close(
-        shares(Sampling(temperature)), expected([0, 1, 2, 3, 4], temperature), rtol=0, atol=2e-4
+        shares(sampling(temperature)), expected([0, 1, 2, 3, 4], temperature), rtol=0, atol=2e-4
     )
 
 
@@ -38,7 +44,7 @@ def test_temperature_divides_the_logits(temperature: float) -> None:
     ("top_k", "kept"), [(1, [1]), (2, [1, 3]), (3, [0, 1, 3]), (5, [0, 1, 2, 3, 4]), (99, [0, 1, 2, 3, 4])]
 )
 def test_top_k_keeps_the_likeliest(top_k: int, kept: list[int]) -> None:
-    torch.testing.assert_close(shares(Sampling(1.0, top_k)), expected(kept), rtol=0, atol=2e-4)
+    torch.testing.assert_close(shares(sampling(1.0, top_k)), expected(kept), rtol=0, atol=2e-4)
 
 
 # Probabilities in order: token 1 has 0.547, 3 has 0.332, 0 has 0.074, 4 has 0.027, 2 has 0.004.
@@ -50,49 +56,49 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p(top_p: float, kept: list[in
     p = LOGITS.softmax(0)
     in_order = p.sort(descending=True).values.cumsum(0)
     assert len(kept) == 1 + int((in_order < top_p - 1e-6).sum())  # the table above, by definition
-    torch.testing.assert_close(shares(Sampling(1.0, 0, top_p)), expected(kept), rtol=0, atol=2e-4)
+    torch.testing.assert_close(shares(sampling(1.0, 0, top_p)), expected(kept), rtol=0, atol=2e-4)
 
 
 def test_a_set_that_reaches_p_exactly_is_large_enough() -> None:
     uniforms = (torch.arange(1000) + 0.5) / 1000
     logits = torch.tensor([0.0, -200.0, 0.0]).expand(1000, -1)  # exactly one half each
-    assert set(choose(logits, uniforms, Sampling(1.0, 0, 0.5)).tolist()) == {0}
-    assert set(choose(logits, uniforms, Sampling(1.0, 0, 0.5 + 1e-9)).tolist()) == {0, 2}
+    assert set(sample(logits, uniforms, sampling(1.0, 0, 0.5)).tolist()) == {0}
+    assert set(sample(logits, uniforms, sampling(1.0, 0, 0.5 + 1e-9)).tolist()) == {0, 2}
 
 
 def test_top_p_looks_at_what_temperature_and_top_k_left() -> None:
     # Of the best two at temperature 1, token 1 alone has 0.62.
-    torch.testing.assert_close(shares(Sampling(1.0, 2, 0.6)), expected([1]))
-    torch.testing.assert_close(shares(Sampling(1.0, 0, 0.6)), expected([1, 3]), rtol=0, atol=2e-4)
+    torch.testing.assert_close(shares(sampling(1.0, 2, 0.6)), expected([1]))
+    torch.testing.assert_close(shares(sampling(1.0, 0, 0.6)), expected([1, 3]), rtol=0, atol=2e-4)
 
 
 def test_fault_93_temperature_zero_is_greedy() -> None:
     torch.manual_seed(0)
     logits = torch.randn(50, 7)
     for uniform in (0.0, 0.5, 1 - 2**-24):
-        tokens = choose(logits, torch.full((50,), uniform), Sampling(0.0, top_k=3, top_p=0.5))
+        tokens = sample(logits, torch.full((50,), uniform), sampling(0.0, top_k=3, top_p=0.5))
         assert torch.equal(tokens, logits.argmax(-1))
-    nearly = choose(logits, torch.rand(50), Sampling(1e-300))  # the division neither overflows nor gives nan
+    nearly = sample(logits, torch.rand(50), sampling(1e-300))  # the division neither overflows nor gives nan
     assert torch.equal(nearly, logits.argmax(-1))
 
 
 @pytest.mark.parametrize(
-    ("settings", "key"),
+    "setting",
     [
-        ({"temperature": -0.1}, "generate.temperature"),
-        ({"temperature": float("nan")}, "generate.temperature"),
-        ({"temperature": float("inf")}, "generate.temperature"),
-        ({"top_p": 0.0}, "generate.top_p"),
-        ({"top_p": -1.0}, "generate.top_p"),
-        ({"top_p": 1.01}, "generate.top_p"),
-        ({"top_k": -1}, "generate.top_k"),
+        "temperature=-0.1",
+        "temperature=nan",
+        "temperature=inf",
+        "top_p=0.0",
+        "top_p=-1.0",
+        "top_p=1.01",
+        "top_k=-1",
     ],
-    ids=str,
 )
-def test_fault_93_settings_out_of_range_are_wrong_use(settings: dict, key: str) -> None:
-    with pytest.raises(UsageError, match=key) as caught:
-        Sampling(**settings)
+def test_fault_93_settings_out_of_range_are_wrong_use(setting: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        load_recipe(None, [f"generate.{setting}"])
     assert caught.value.exit_code == 2
+    assert "generate." + setting.split("=")[0] in caught.value.message
     assert caught.value.hint
 
 
@@ -107,7 +113,7 @@ def test_an_excluded_token_is_never_drawn(
     logits: list[float], uniform: float, temperature: float, top_k: int, top_p: float
 ) -> None:
     row = torch.tensor([logits])
-    token = choose(row, torch.tensor([uniform]), Sampling(temperature, top_k, top_p)).item()
+    token = sample(row, torch.tensor([uniform]), sampling(temperature, top_k, top_p)).item()
     assert 0 <= token < len(logits)
     p = (row[0].double() / temperature).softmax(0)
     assert p[token] > 0
@@ -119,13 +125,13 @@ def test_an_excluded_token_is_never_drawn(
 
 
 def test_a_draw_of_zero_passes_over_a_token_of_probability_zero() -> None:
-    assert choose(torch.tensor([[-1e9, 0.0, 0.0]]), torch.zeros(1), Sampling()).item() == 1
+    assert sample(torch.tensor([[-1e9, 0.0, 0.0]]), torch.zeros(1), sampling()).item() == 1
 
 
 def test_rows_are_drawn_independently() -> None:
     torch.manual_seed(0)
     logits, uniforms = torch.randn(9, 30), torch.rand(9)
-    for sampling in (Sampling(), Sampling(0.7, 5), Sampling(1.3, 0, 0.8)):
-        together = choose(logits, uniforms, sampling)
-        alone = [choose(logits[i : i + 1], uniforms[i : i + 1], sampling).item() for i in range(9)]
+    for options in (sampling(), sampling(0.7, 5), sampling(1.3, 0, 0.8)):
+        together = sample(logits, uniforms, options)
+        alone = [sample(logits[i : i + 1], uniforms[i : i + 1], options).item() for i in range(9)]
         assert together.tolist() == alone

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmkit.generation.text_stream import TextStream
+from lmkit.generation import TextStream
 from lmkit.tokenizer import Tokenizer
 
 

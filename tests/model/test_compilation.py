@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lmkit.model.compilation import compile_model
-from lmkit.model.transformer import TransformerLM
+from lmkit.model.transformer import TransformerLM, compile_model
 
 # Dynamo looks at the .grad of every tensor that enters a graph, and PyTorch warns of that for a block's input.
 pytestmark = pytest.mark.filterwarnings(

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from lmkit.model.rms_norm import RMSNorm
+from lmkit.model.layers import RMSNorm
 
 
 def formula(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

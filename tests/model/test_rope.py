@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lmkit.model.rope import RotaryTable, rotate
+from lmkit.model.rope import RotaryEmbedding, apply_rope
 
 
 def rotation_matrix(position: int, head_dim: int, theta: float) -> torch.Tensor:
@@ -24,37 +24,41 @@ def rotation_matrix(position: int, head_dim: int, theta: float) -> torch.Tensor:
 @pytest.mark.parametrize("head_dim", [2, 6, 16])
 def test_each_position_is_multiplied_by_its_matrix(head_dim: int, theta: float) -> None:
     torch.manual_seed(0)
-    rope = RotaryTable(head_dim=head_dim, context_length=40, theta=theta)
+    rope = RotaryEmbedding(head_dim=head_dim, context_length=40, theta=theta)
     x = torch.randn(2, 40, 3, head_dim, dtype=torch.float64)
     expected = torch.stack(
         [x[:, p] @ rotation_matrix(p, head_dim, theta).T for p in range(40)], dim=1
     )  # (batch, seq, heads, head_dim)
     # The table is float32: its entries are off by 2^-25 at most.
-    torch.testing.assert_close(rotate(x, rope(40)), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(apply_rope(x, rope(40)), expected, rtol=0, atol=1e-6)
 
 
 def test_gradient_is_the_rotation_back() -> None:
     torch.manual_seed(0)
-    rope = RotaryTable(head_dim=8, context_length=16, theta=10_000.0)
+    rope = RotaryEmbedding(head_dim=8, context_length=16, theta=10_000.0)
     x = torch.randn(1, 16, 2, 8, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda y: rotate(y, rope(16)), (x,))
+    assert torch.autograd.gradcheck(lambda y: apply_rope(y, rope(16)), (x,))
 
 
 def test_chosen_positions_agree_with_the_sequence() -> None:
     torch.manual_seed(0)
-    rope = RotaryTable(head_dim=8, context_length=16, theta=10_000.0)
+    rope = RotaryEmbedding(head_dim=8, context_length=16, theta=10_000.0)
     x = torch.randn(2, 16, 2, 8)
     positions = torch.tensor([[3, 4], [0, 15]])
     rows = torch.arange(2)[:, None]
-    assert torch.equal(rotate(x[rows, positions], rope.at(positions)), rotate(x, rope(16))[rows, positions])
+    assert torch.equal(
+        apply_rope(x[rows, positions], rope.at(positions)), apply_rope(x, rope(16))[rows, positions]
+    )
 
 
 def test_distant_positions_are_exact_in_a_model_cast_to_bfloat16() -> None:
-    rope = RotaryTable(head_dim=4, context_length=100_001, theta=10_000.0).bfloat16()
-    assert rope.table.dtype == torch.float32
+    rope = RotaryEmbedding(head_dim=4, context_length=100_001, theta=10_000.0).bfloat16()
+    assert rope.cos_sin.dtype == torch.float32
     for pair, angle in enumerate((100_000.0, 100_000.0 / 100)):
         expected = torch.tensor([math.cos(angle), math.sin(angle)])
-        torch.testing.assert_close(rope.table[100_000, pair], expected, rtol=0, atol=1e-7)  # float32 rounding
+        torch.testing.assert_close(
+            rope.cos_sin[100_000, pair], expected, rtol=0, atol=1e-7
+        )  # float32 rounding
 
 
 @pytest.mark.parametrize(
@@ -69,33 +73,33 @@ def test_distant_positions_are_exact_in_a_model_cast_to_bfloat16() -> None:
 )
 def test_where_the_channels_lie_does_not_matter(cut: Callable[[torch.Tensor], torch.Tensor]) -> None:
     torch.manual_seed(0)
-    rope = RotaryTable(head_dim=8, context_length=16, theta=10_000.0)
+    rope = RotaryEmbedding(head_dim=8, context_length=16, theta=10_000.0)
     x = cut(torch.randn(2, 16, 3, 9))
-    expected = rotate(x.clone(memory_format=torch.contiguous_format), rope(16))
+    expected = apply_rope(x.clone(memory_format=torch.contiguous_format), rope(16))
     # The same four products and two sums in float32; a complex product may fuse one of each.
-    torch.testing.assert_close(rotate(x, rope(16)), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(apply_rope(x, rope(16)), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_the_compiled_arithmetic_equals_the_complex_product() -> None:
     torch.manual_seed(0)
-    rope = RotaryTable(head_dim=8, context_length=16, theta=10_000.0)
+    rope = RotaryEmbedding(head_dim=8, context_length=16, theta=10_000.0)
     x = torch.randn(2, 16, 3, 8)
-    compiled = torch.compile(rotate, backend="eager", fullgraph=True)
+    compiled = torch.compile(apply_rope, backend="eager", fullgraph=True)
     # The same four products and two sums in float32; a complex product may fuse one of each.
-    torch.testing.assert_close(compiled(x, rope(16)), rotate(x, rope(16)), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(compiled(x, rope(16)), apply_rope(x, rope(16)), rtol=1e-6, atol=1e-6)
 
 
 def test_a_channel_without_a_partner_is_refused() -> None:
     with pytest.raises(ValueError, match="head_dim 5 is odd"):
-        RotaryTable(head_dim=5, context_length=8, theta=10_000.0)
+        RotaryEmbedding(head_dim=5, context_length=8, theta=10_000.0)
 
 
 def test_a_sequence_beyond_the_context_is_refused() -> None:
-    rope = RotaryTable(head_dim=4, context_length=8, theta=10_000.0)
+    rope = RotaryEmbedding(head_dim=4, context_length=8, theta=10_000.0)
     with pytest.raises(ValueError, match="9 tokens is longer than the context of 8"):
         rope(9)
 
 
 def test_the_table_survives_meta_construction() -> None:
-    rope = RotaryTable(head_dim=4, context_length=8, theta=10_000.0, device="meta").to_empty(device="cpu")
-    assert torch.equal(rope.table, RotaryTable(head_dim=4, context_length=8, theta=10_000.0).table)
+    rope = RotaryEmbedding(head_dim=4, context_length=8, theta=10_000.0, device="meta").to_empty(device="cpu")
+    assert torch.equal(rope.cos_sin, RotaryEmbedding(head_dim=4, context_length=8, theta=10_000.0).cos_sin)

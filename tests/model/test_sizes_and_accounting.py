@@ -6,12 +6,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lmkit.errors import UsageError
 from lmkit.model.accounting import (
+    PRESETS,
     count_parameters,
     flops_per_token,
     forward_flops_per_token,
+    preset_config,
     training_memory,
 )
-from lmkit.model.sizes import PRESETS, preset_config
 from lmkit.model.transformer import TransformerLM
 from lmkit.recipe.model import ModelConfig
 

@@ -1,0 +1,180 @@
+"""The layers without positions: Linear, Embedding, RMSNorm, SwiGLU, and the functions softmax and silu."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lmkit.autograd import differentiable_once
+
+
+def softmax(x: Tensor, dim: int = -1) -> Tensor:
+    """exp(x) / sum(exp(x)) along `dim`. The maximum is subtracted first, so that exp cannot overflow.
+
+    >>> softmax(torch.tensor([1000.0, 1000.0]))
+    tensor([0.5000, 0.5000])
+    """
+    exp = (x - x.amax(dim=dim, keepdim=True)).exp()
+    return exp / exp.sum(dim=dim, keepdim=True)
+
+
+def silu(x: Tensor) -> Tensor:
+    """x * sigmoid(x), element by element (Elfwing et al. 2018).
+
+    >>> silu(torch.tensor([0.0, 1.0]))
+    tensor([0.0000, 0.7311])
+    """
+    return x * torch.sigmoid(x)
+
+
+class Linear(nn.Module):
+    """y = x W^T, without bias; W is `weight` (out_features, in_features).
+
+    Weights start from a normal distribution of variance 2 / (in + out) (Glorot and Bengio 2010, eq. 12), which keeps
+    the scale of signals forwards and of gradients backwards, cut at three standard deviations.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw new weights from torch's default generator."""
+        std = (2 / (self.in_features + self.out_features)) ** 0.5
+        nn.init.trunc_normal_(self.weight, std=std, a=-3 * std, b=3 * std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in_features) -> (..., out_features)"""
+        return F.linear(x, self.weight)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}"
+
+
+class Embedding(nn.Module):
+    """Row `id` of `weight` (vocab_size, d_model) for each id.
+
+    Weights start from a standard normal distribution cut at three standard deviations, so that the residual stream
+    starts at the unit scale to which every RMSNorm returns it: embeddings that are small against the output of the
+    blocks make training unstable (Takase et al. 2023, "Spike No More").
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        d_model: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, d_model, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw new vectors from torch's default generator."""
+        nn.init.trunc_normal_(self.weight, std=1.0, a=-3.0, b=3.0)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(batch, seq) -> (batch, seq, d_model)"""
+        return F.embedding(ids, self.weight)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, {self.weight.shape[1]}"
+
+
+class SwiGLU(nn.Module):
+    """The feed-forward network W2 (silu(W1 x) * W3 x) (Shazeer 2020, "GLU Variants Improve Transformer", eq. 6,
+    without biases)."""
+
+    def __init__(
+        self,
+        d_model: int,
+        d_ff: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.w1 = Linear(d_model, d_ff, device=device, dtype=dtype)
+        self.w2 = Linear(d_ff, d_model, device=device, dtype=dtype)
+        self.w3 = Linear(d_model, d_ff, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., d_model) -> (..., d_model)"""
+        inner = F.silu(self.w1(x)) * self.w3(x)  # (..., d_ff); F.silu is one operation, `silu` two
+        return self.w2(inner)  # (..., d_model)
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019, eq. 4).
+
+    Statistics are computed in float32 (float64 for float64 inputs) whatever the dtype of x; the result has x's dtype.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(d_model, device=device, dtype=dtype))
+
+    def reset_parameters(self) -> None:
+        """Set the gains to one."""
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., d_model) -> (..., d_model)"""
+        if x.device.type == "cpu" and x.dtype == self.weight.dtype and not torch.compiler.is_compiling():
+            # PyTorch fuses this on CUDA, and its compiler fuses it everywhere. Eager on a CPU, it runs a chain of
+            # about twenty operations, which is slower than the eight of `_RMSNormOnCPU`.
+            return _RMSNormOnCPU.apply(x, self.weight, self.eps)[0]
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+class _RMSNormOnCPU(torch.autograd.Function):
+    """RMSNorm with its gradient written by hand."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)  # (..., 1)
+        inverse_rms = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()  # (..., 1)
+        unit = x * inverse_rms  # (..., d_model)
+        # `differentiable_once` needs an output among the saved tensors; the result may be written to in place.
+        empty = x.new_empty(0)
+        ctx.set_materialize_grads(False)  # or autograd would allocate zeros as the gradient of `empty`
+        ctx.save_for_backward(unit, inverse_rms, weight, empty)
+        return (unit * weight).to(x.dtype), empty
+
+    @staticmethod
+    @differentiable_once("RMSNorm on a CPU", instead="torch.nn.functional.rms_norm has a second derivative")
+    def backward(ctx: Any, saved: Any, grad: Tensor, _: None) -> tuple[Tensor, Tensor, None]:
+        # y = w u with u = x r and r = (mean(x^2) + eps)^-1/2, hence du/dx = r (1 - u u^T / d).
+        unit, inverse_rms, weight = saved[:3]
+        product = grad * unit  # (..., d_model)
+        grad_weight = product.reshape(-1, product.shape[-1]).sum(dim=0)  # (d_model)
+        along_unit = (product @ weight.to(product.dtype)).unsqueeze(-1) / unit.shape[-1]  # (..., 1)
+        grad_x = torch.addcmul(grad * weight, unit, along_unit, value=-1).mul_(inverse_rms)  # (..., d_model)
+        return grad_x.to(grad.dtype), grad_weight.to(weight.dtype), None
