@@ -23,7 +23,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from lmkit.errors import UsageError, did_you_mean
+from lmkit.errors import LmkitError, UsageError, did_you_mean
 
 
 class _Ordered(Protocol):
@@ -174,7 +174,7 @@ def load_plugin(path: Path) -> None:
     """Import a Python file of the user's; what it registers is known from then on.
 
     Raises:
-        UsageError: no such file.
+        UsageError: no such file, or it raises an error.
     """
     path = path.resolve()
     if path in PLUGINS:
@@ -187,7 +187,16 @@ def load_plugin(path: Path) -> None:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except LmkitError:  # a name that is taken
+        raise
+    except Exception as error:
+        raise UsageError(
+            "plugin.failed",
+            f"--plugin {path}: {type(error).__name__}: {error}",
+            hint=f"for the traceback: python {path}",
+        ) from error
     PLUGINS.append(path)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from lmkit.bench.attention_targets import rate_table
 from lmkit.cli.app import run_command_line
-from lmkit.recipe.shipped import shipped_recipes
+from lmkit.recipe.load import shipped_recipes
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text("utf-8")

@@ -16,7 +16,7 @@ from lmkit.measure.timing import time_variants
 from lmkit.model.transformer import TransformerLM
 from lmkit.optim.adamw import AdamW, Scalars, Update, decay_groups, sweeps
 from lmkit.parallel.process_group import Ranks
-from lmkit.recipe.model import ModelConfig
+from lmkit.recipe.tables import ModelConfig
 
 BYTES_PER_PARAMETER = 7 * 4
 """What an update must move: weight, gradient and two moments are read, all but the gradient written; fp32."""

@@ -20,7 +20,7 @@ from lmkit.parallel.process_group import Ranks, let_go_of_collectives
 from lmkit.parallel.strategies import GradientSync, SyncOptions, build_strategy
 from lmkit.parallel.torch_ddp import TorchDDP
 from lmkit.parallel.traffic import Traffic
-from lmkit.recipe.model import ModelConfig
+from lmkit.recipe.tables import ModelConfig
 from lmkit.registry import STRATEGIES
 
 ADAMW: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8}

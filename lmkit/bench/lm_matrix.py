@@ -39,7 +39,7 @@ from lmkit.measure.progress import Progress
 from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.process_group import Ranks, process_group
 from lmkit.parallel.relay import relayed
-from lmkit.recipe.run import RunConfig
+from lmkit.recipe.tables import RunConfig
 from lmkit.recipe.vocabulary import NUM_BYTES
 from lmkit.registry import ATTENTION, STRATEGIES
 from lmkit.training.process import numerics

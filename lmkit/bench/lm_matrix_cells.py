@@ -20,7 +20,7 @@ from lmkit.model.accounting import count_parameters, flops_per_token
 from lmkit.parallel.failures import StepWatch
 from lmkit.parallel.process_group import Ranks, let_go_of_collectives
 from lmkit.parallel.strategies import SyncOptions
-from lmkit.recipe.model import ModelConfig
+from lmkit.recipe.tables import ModelConfig
 from lmkit.recipe.vocabulary import NUM_BYTES
 from lmkit.training.setup import TrainingStep
 

@@ -31,7 +31,7 @@ from lmkit.model.accounting import (
     training_memory,
 )
 from lmkit.parallel.process_group import Ranks
-from lmkit.recipe.model import ModelConfig
+from lmkit.recipe.tables import ModelConfig
 from lmkit.training.setup import TrainingStep
 
 Variant = tuple[str, str]  # mode, precision

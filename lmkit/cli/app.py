@@ -76,7 +76,9 @@ def run_command_line(arguments: Sequence[str]) -> int:
         # Files are written under another name first, which nobody gave.
         where = f"{str(error.filename).removesuffix(PARTIAL_SUFFIX)}: " if error.filename else ""
         _print_error(
-            LmkitError(f"{where}{reason(error)}", hint="check the path, its permissions and the disk")
+            LmkitError(
+                "file.failed", f"{where}{reason(error)}", hint="check the path, its permissions and the disk"
+            )
         )
         return 1
     except (MemoryError, RuntimeError) as error:
@@ -99,7 +101,9 @@ def _explain(error: Any, arguments: Sequence[str]) -> int:
         "" if context is None else " ".join(context.get_usage().split()).replace("Usage:", "usage:") + "; "
     )
     wrong = UsageError(
-        f"{where}: {text[:1].lower()}{text[1:].rstrip('.')}", hint=f"{usage}more with {where} --help"
+        "command.wrong_arguments",
+        f"{where}: {text[:1].lower()}{text[1:].rstrip('.')}",
+        hint=f"{usage}more with {where} --help",
     )
     _print_error(wrong)
     return wrong.exit_code
@@ -117,6 +121,7 @@ def _command_in(arguments: Sequence[str]) -> str:
 
 def _print_error(error: LmkitError) -> None:
     error = speak_for_ranks(error)
-    print(f"error: {error.message}", file=sys.stderr)
+    code = "" if error.code == "error" else f"[{error.code}]"
+    print(f"error{code}: {error.message}", file=sys.stderr)
     if error.hint:
         print(f"hint: {error.hint}", file=sys.stderr)

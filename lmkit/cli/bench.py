@@ -14,6 +14,7 @@ from lmkit.cli.options import (
     JsonOption,
     KernelsOption,
     NprocOption,
+    PluginOption,
     PrintRecipeOption,
     ResultsOption,
     SetOption,
@@ -55,6 +56,7 @@ app = typer.Typer(
 def attention(
     recipe: Annotated[str | None, _recipe_of("attention")] = None,
     set_: SetOption = None,
+    plugin: PluginOption = None,
     tiers: Annotated[
         list[str] | None,
         typer.Option(
@@ -95,6 +97,7 @@ def attention(
 def model(
     recipe: Annotated[str | None, _recipe_of("model")] = None,
     set_: SetOption = None,
+    plugin: PluginOption = None,
     sizes: Annotated[
         list[str] | None,
         typer.Option(
@@ -132,6 +135,7 @@ def model(
 def lm_matrix(
     recipe: Annotated[str | None, _recipe_of("lm_matrix")] = None,
     set_: SetOption = None,
+    plugin: PluginOption = None,
     kernels: KernelsOption = None,
     strategies: Annotated[
         list[str] | None,
@@ -193,6 +197,7 @@ def lm_matrix(
 def tokenizer(
     recipe: Annotated[str | None, _recipe_of("tokenizer")] = None,
     set_: SetOption = None,
+    plugin: PluginOption = None,
     output: ResultsOption = None,
     force: ForceOption = False,
     print_recipe: PrintRecipeOption = False,
@@ -207,6 +212,7 @@ def tokenizer(
 def ddp(
     recipe: Annotated[str | None, _recipe_of("ddp")] = None,
     set_: SetOption = None,
+    plugin: PluginOption = None,
     nproc: NprocOption = 1,
     output: ResultsOption = None,
     force: ForceOption = False,
@@ -224,6 +230,7 @@ def ddp(
 def all_reduce(
     recipe: Annotated[str | None, _recipe_of("all_reduce")] = None,
     set_: SetOption = None,
+    plugin: PluginOption = None,
     nproc: NprocOption = 1,
     output: ResultsOption = None,
     force: ForceOption = False,
@@ -249,6 +256,7 @@ def all_reduce(
 def optimizer(
     recipe: Annotated[str | None, _recipe_of("optimizer")] = None,
     set_: SetOption = None,
+    plugin: PluginOption = None,
     nproc: NprocOption = 1,
     output: ResultsOption = None,
     force: ForceOption = False,

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from lmkit.cli.options import DebugOption, DeviceOption, JsonOption, SetOption, given
+from lmkit.cli.options import DebugOption, DeviceOption, JsonOption, PluginOption, SetOption, given
 from lmkit.cli.render import show, write
 
 
@@ -63,6 +63,7 @@ def generate(
     ] = None,
     device: DeviceOption = "auto",
     set_: SetOption = None,
+    plugin: PluginOption = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from lmkit.cli.options import DebugOption, JsonOption, SetOption, examples, refuse_typed
+from lmkit.cli.options import DebugOption, JsonOption, PluginOption, SetOption, examples, refuse_typed
 from lmkit.cli.render import show
 from lmkit.errors import UsageError
 
@@ -92,6 +92,7 @@ def verify(
         str | None, typer.Argument(help="After `resume`: what to train.", show_default=False)
     ] = None,
     set_: SetOption = None,
+    plugin: PluginOption = None,
     steps: Annotated[int, typer.Option(min=1, help="After `resume`: N.")] = 5,
     as_json: JsonOption = False,
     debug: DebugOption = False,

@@ -20,6 +20,15 @@ def _prepare(context: typer.Context, value: bool) -> None:
         log_to_stderr()
 
 
+def _load_plugins(paths: list[Path] | None) -> list[Path] | None:
+    """Runs before the body of the command, so before a recipe is validated."""
+    from lmkit.registry import load_plugin
+
+    for path in paths or ():
+        load_plugin(path)
+    return paths
+
+
 RecipeArgument = Annotated[
     str, typer.Argument(help="A .toml file, or a name that `lmkit recipe list` shows.")
 ]
@@ -38,6 +47,18 @@ SetOption = Annotated[
         show_default=False,
     ),
 ]
+PluginOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--plugin",
+        metavar="FILE",
+        callback=_load_plugins,
+        expose_value=False,
+        help="Import a Python file that registers kernels, strategies, ...; repeatable.",
+        show_default=False,
+    ),
+]
+"""Belongs to every command that takes a recipe: `plugin: PluginOption = None`, and nothing else."""
 JsonOption = Annotated[bool, typer.Option("--json", help="Print exactly one JSON object on stdout.")]
 PrintRecipeOption = Annotated[
     bool, typer.Option("--print-recipe", help="Print the resolved recipe and stop.")

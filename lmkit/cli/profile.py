@@ -11,6 +11,7 @@ from lmkit.cli.options import (
     ForceOption,
     JsonOption,
     ModeOption,
+    PluginOption,
     RecipeArgument,
     RecordedStepsOption,
     RecordingOption,
@@ -58,6 +59,7 @@ def nsys(
         ),
     ],
     set_: SetOption = None,
+    plugin: PluginOption = None,
     engine: Annotated[
         Literal["auto", "nsys", "kineto"],
         typer.Option(help="auto: a recipe is profiled with kineto where nsys is missing."),
@@ -103,6 +105,7 @@ def kineto(
     context: typer.Context,
     target: Annotated[str, typer.Argument(help="A recipe, or a .json[.gz] trace of torch.profiler.")],
     set_: SetOption = None,
+    plugin: PluginOption = None,
     mode: ModeOption = "step",
     steps: RecordedStepsOption = 5,
     output: RecordingOption = None,
@@ -134,6 +137,7 @@ def kineto(
 def memory(
     recipe: RecipeArgument,
     set_: SetOption = None,
+    plugin: PluginOption = None,
     mode: ModeOption = "step",
     steps: RecordedStepsOption = 2,
     output: RecordingOption = None,

@@ -41,7 +41,7 @@ def speak_for_ranks(error: LmkitError) -> LmkitError:
     if folder is not None and not _is_first_to_speak(folder):
         _leave_the_word(error)
     if not error.message.startswith("rank "):
-        error = type(error)(f"rank {os.environ.get('RANK')}: {error.message}", hint=error.hint)
+        error = type(error)(error.code, f"rank {os.environ.get('RANK')}: {error.message}", hint=error.hint)
     _tell_torchrun(error)
     return error
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from lmkit.cli.options import DebugOption, ForceOption, JsonOption, RecipeArgument, SetOption
+from lmkit.cli.options import DebugOption, ForceOption, JsonOption, PluginOption, RecipeArgument, SetOption
 from lmkit.cli.render import show
 
 app = typer.Typer(
@@ -24,7 +24,11 @@ def list_(as_json: JsonOption = False, debug: DebugOption = False) -> None:
 
 @app.command("show", epilog="Example: lmkit recipe show quickstart --set train.steps=100")
 def show_(
-    recipe: RecipeArgument, set_: SetOption = None, as_json: JsonOption = False, debug: DebugOption = False
+    recipe: RecipeArgument,
+    set_: SetOption = None,
+    plugin: PluginOption = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
 ) -> None:
     """Print a recipe with every key and what it means.
 
@@ -38,7 +42,11 @@ def show_(
 
 @app.command(epilog="Example: lmkit recipe validate my.toml")
 def validate(
-    recipe: RecipeArgument, set_: SetOption = None, as_json: JsonOption = False, debug: DebugOption = False
+    recipe: RecipeArgument,
+    set_: SetOption = None,
+    plugin: PluginOption = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
 ) -> None:
     """Check a recipe and report every mistake at once."""
     from lmkit.commands import recipe as command

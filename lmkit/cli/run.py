@@ -8,6 +8,7 @@ from lmkit.cli.options import (
     DebugOption,
     DryRunOption,
     JsonOption,
+    PluginOption,
     PrintRecipeOption,
     RecipeArgument,
     SetOption,
@@ -24,6 +25,7 @@ def register(app: typer.Typer) -> None:
 def run(
     recipe: RecipeArgument,
     set_: SetOption = None,
+    plugin: PluginOption = None,
     skip_data: Annotated[
         bool,
         typer.Option(

@@ -11,6 +11,7 @@ from lmkit.cli.options import (
     DryRunOption,
     JsonOption,
     NprocOption,
+    PluginOption,
     PrintRecipeOption,
     RecipeArgument,
     SetOption,
@@ -33,6 +34,7 @@ def register(app: typer.Typer) -> None:
 def train(
     recipe: RecipeArgument,
     set_: SetOption = None,
+    plugin: PluginOption = None,
     steps: Annotated[
         int | None, typer.Option(help="Optimizer steps in all (train.steps).", show_default=False)
     ] = None,
@@ -88,6 +90,7 @@ def evaluate(
         typer.Option(help="Token file to evaluate on; else the run's held-out one.", show_default=False),
     ] = None,
     device: DeviceOption = "auto",
+    plugin: PluginOption = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:

@@ -22,9 +22,9 @@ from lmkit.parallel.failures import losses_named
 from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.process_group import Ranks
 from lmkit.parallel.relay import relayed
-from lmkit.recipe.load import recipe_to_toml
-from lmkit.recipe.model import ModelConfig
-from lmkit.recipe.schema import Recipe, required
+from lmkit.recipe.load import recipe_to_toml, required
+from lmkit.recipe.schema import Recipe
+from lmkit.recipe.tables import ModelConfig
 from lmkit.storage import FolderLock, write_atomic
 from lmkit.storage.outputs import refuse_unwritable
 from lmkit.training.process import backend_of, numerics, ranks_of

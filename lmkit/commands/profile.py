@@ -15,7 +15,8 @@ from lmkit.measure.tables import wrote
 from lmkit.parallel.process_group import local_device
 from lmkit.profiling.run import ProfileResult, profile_any_command, profile_steps, summarize_file
 from lmkit.profiling.steps import Mode, StepsOptions
-from lmkit.recipe.schema import Recipe, required
+from lmkit.recipe.load import required
+from lmkit.recipe.schema import Recipe
 from lmkit.storage import write_atomic
 
 

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from lmkit.measure.tables import enumeration, statement
-from lmkit.recipe.load import find_recipe, load_recipe
+from lmkit.recipe.load import find_recipe, load_recipe, shipped_recipes
 from lmkit.recipe.reference import annotated_toml
 from lmkit.recipe.schema import Recipe
-from lmkit.recipe.shipped import headline, shipped_recipes
 from lmkit.storage import write_atomic
 from lmkit.storage.outputs import refuse_existing
 
@@ -28,7 +27,13 @@ class RecipeList:
 
 def list_recipes() -> RecipeList:
     """Name and purpose of each shipped recipe."""
-    return RecipeList({name: headline(path) for name, path in shipped_recipes().items()})
+    return RecipeList({name: _headline(path) for name, path in shipped_recipes().items()})
+
+
+def _headline(path: Path) -> str:
+    """Return the first comment line of a recipe."""
+    lines = path.read_text("utf-8").splitlines()
+    return next((line.lstrip("# ").strip() for line in lines if line.startswith("#")), "")
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,9 @@ from lmkit.data.token_files import open_tokens
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.progress import Progress
 from lmkit.measure.tables import statement
-from lmkit.recipe.differences import differences
-from lmkit.recipe.load import load_recipe, recipe_to_toml
-from lmkit.recipe.schema import Recipe, required
-from lmkit.recipe.tokenizer import TokenizerConfig
+from lmkit.recipe.load import differences, load_recipe, recipe_to_toml, required
+from lmkit.recipe.schema import Recipe
+from lmkit.recipe.tables import TokenizerConfig
 from lmkit.recipe.vocabulary import END_OF_TEXT
 from lmkit.storage import FolderLock, remove_partials, write_atomic
 from lmkit.storage.outputs import refuse_unwritable

@@ -11,7 +11,7 @@ from typing import Literal
 from lmkit.commands.numbers import count
 from lmkit.errors import UsageError
 from lmkit.measure.tables import enumeration, statement
-from lmkit.recipe.tokenizer import TokenizerConfig
+from lmkit.recipe.tables import TokenizerConfig
 from lmkit.storage.outputs import refuse_existing
 from lmkit.tokenizer import Tokenizer, train_tokenizer
 

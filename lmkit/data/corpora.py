@@ -16,7 +16,7 @@ from lmkit.data.download import download_dataset
 from lmkit.data.synth import write_stories
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.progress import Progress
-from lmkit.recipe.corpus import CorpusConfig
+from lmkit.recipe.tables import CorpusConfig
 from lmkit.recipe.vocabulary import END_OF_TEXT
 from lmkit.storage import atomic_path
 from lmkit.tokenizer.chunks import ErrorMode, text_file_status
@@ -44,7 +44,7 @@ def as_paths(paths: PathOrPaths) -> list[Path]:
 def prepare_corpus(table: CorpusConfig, folder: Path, *, progress: Progress | None = None) -> CorpusFiles:
     """Make or find the text that a recipe names.
 
-        >>> from lmkit.recipe.corpus import CorpusConfig
+        >>> from lmkit.recipe.tables import CorpusConfig
         >>> table = CorpusConfig(source="files", train=("book.txt",))
         >>> prepare_corpus(table, Path("corpus"))  # doctest: +SKIP
         CorpusFiles(train=(PosixPath('corpus/train.txt'),), valid=(PosixPath('corpus/valid.txt'),))

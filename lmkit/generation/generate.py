@@ -15,7 +15,7 @@ from lmkit.errors import LmkitError, UsageError
 from lmkit.generation.kv_cache import KVCache
 from lmkit.generation.sampling import sample
 from lmkit.model.transformer import TransformerLM
-from lmkit.recipe.generate import GenerateConfig
+from lmkit.recipe.tables import GenerateConfig
 from lmkit.tokenizer import Tokenizer
 
 log = logging.getLogger("lmkit")

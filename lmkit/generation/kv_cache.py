@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lmkit.attention import attention_function
-from lmkit.recipe.model import ModelConfig
+from lmkit.recipe.tables import ModelConfig
 
 
 class KVCache:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lmkit.recipe.generate import GenerateConfig
+from lmkit.recipe.tables import GenerateConfig
 
 
 def sample(logits: Tensor, uniforms: Tensor, options: GenerateConfig) -> Tensor:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmkit.errors import UsageError, did_you_mean
-from lmkit.recipe.model import PRESETS, ModelConfig
+from lmkit.recipe.tables import PRESETS, ModelConfig
 
 
 def preset_config(name: str, *, vocab_size: int, context_length: int, **changes: Any) -> ModelConfig:

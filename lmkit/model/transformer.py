@@ -16,7 +16,7 @@ from lmkit.measure.ranges import range_
 from lmkit.model.layers import Embedding, Linear, RMSNorm, SwiGLU
 from lmkit.model.loss import SliceLoss, linear_cross_entropy
 from lmkit.model.rope import RotaryEmbedding, apply_rope
-from lmkit.recipe.model import ModelConfig
+from lmkit.recipe.tables import ModelConfig
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 

@@ -18,8 +18,7 @@ from lmkit.data.batches import RandomTokens
 from lmkit.errors import UsageError
 from lmkit.measure.ranges import enable_ranges_from_environment, range_
 from lmkit.parallel.process_group import Ranks
-from lmkit.recipe.model import ModelConfig
-from lmkit.recipe.run import RunConfig
+from lmkit.recipe.tables import ModelConfig, RunConfig
 from lmkit.training.process import numerics
 from lmkit.training.setup import TrainingStep
 

@@ -7,8 +7,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from lmkit.recipe.model import check_heads
-from lmkit.recipe.table import AttentionName, Count, PositiveFloat, PositiveInt, StrategyName, Table
+from lmkit.recipe.tables import (
+    AttentionName,
+    AttentionVariant,
+    Count,
+    PositiveFloat,
+    PositiveInt,
+    StrategyName,
+    StrategyVariant,
+    Table,
+    check_heads,
+)
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Sizes = Literal["tiny", "small", "medium", "large", "xl", "2.7b"]
@@ -33,16 +42,16 @@ class BenchAttentionConfig(Table):
     """Also forward + backward, and backward alone."""
     tiers: tuple[str, ...] = ("Small", "Medium", "Large", "XL")
     """Names (Small 128 ... XXL 2048, 4k ... 128k), lengths, or rectangles queries:keys."""
-    kernels: tuple[str, ...] = ()
+    kernels: tuple[AttentionVariant, ...] = ()
     """Registry names, `sdpa:cudnn|flash|efficient`, `flash_triton:portable|hopper|deterministic`, each with an
     optional `+compile`; `flash_triton:tf32` multiplies fp32 inputs in tf32; empty: what is usual on the device."""
     grid_head_dims: tuple[PositiveInt, ...] = ()
     """The head_dim x length sweep, forward only; empty: none."""
     grid_lengths: tuple[PositiveInt, ...] = ()
     """As many lengths for each of them."""
-    grid_kernels: tuple[str, ...] = ()
+    grid_kernels: tuple[AttentionVariant, ...] = ()
     """Of the sweep; empty: the baseline, ours and PyTorch's."""
-    baseline: str = "vectorized"
+    baseline: AttentionVariant = "vectorized"
     """The kernel that speed-ups are relative to."""
     projection_layout: bool = False
     """q, k, v as strided views of one projection instead of contiguous tensors."""
@@ -98,7 +107,7 @@ class BenchRanksConfig(Table):
     """Sequences per rank and step."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Of the matrix products."""
-    contenders: tuple[str, ...] = ()
+    contenders: tuple[StrategyVariant, ...] = ()
     """Strategies and rivals; empty: the whole ladder."""
     rounds: PositiveInt = 10
     """Interleaved samples of each contender; fewer than 6 give no interval."""

@@ -8,35 +8,23 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from lmkit.errors import UsageError, did_you_mean, reason
-from lmkit.recipe.aliases import canonical
-from lmkit.recipe.model import fill_preset, forget_sizes
 from lmkit.recipe.schema import CHECKS, CHECKS_BEFORE_TOKENS, TABLES, Recipe, table_type
-from lmkit.recipe.shipped import shipped_recipes, shipped_with
-from lmkit.recipe.table import Table
+from lmkit.recipe.tables import PRESETS, Table
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
+T = TypeVar("T")
 
-# pydantic's kinds of mistakes -> what is wanted, where its own words are not TOML's
-_WANTED = {
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "bool_type": "true or false",
-    "string_type": "a string",
-    "tuple_type": "an array",
-    "model_type": "a table",
-}
 _FORM = "a recipe has tables of keys: [train], then steps = 100"
 _MOST_BYTES = 1 << 20
 # tomllib takes time that grows with the square of a dotted key's length: minutes for a key of 100 kB.
@@ -48,7 +36,7 @@ _LONG_KEY = re.compile(rf"""(?<![\w"'-])(?:{_PART}[ \t]*\.[ \t]*){{{_MOST_PARTS}
 def load_recipe(
     source: str | Path | None, overrides: Sequence[str] = (), *, flags: Mapping[str, Any] | None = None
 ) -> Recipe:
-    """Read, override and validate a recipe. Order: defaults < file < overrides < flags.
+    """Read, override and validate a recipe. Precedence, lowest first: defaults, file, overrides, flags.
 
     An override of `model.preset` replaces the sizes that the file gives.
 
@@ -60,20 +48,61 @@ def load_recipe(
     Raises:
         UsageError: unreadable file, bad TOML, or mistakes in the content (all of them in one message).
     """
-    path = None if source is None else find_recipe(source)
-    raw = {} if path is None else canonical(read_toml(path))
-    if isinstance(raw.get("model"), dict) and any(_names(override, "model.preset") for override in overrides):
-        forget_sizes(raw["model"])
+    raw = {} if source is None else with_our_names(read_toml(find_recipe(source)))
+    typed: dict[str, Any] = {}
     for override in overrides:
-        _apply(raw, override)
+        _merge(typed, with_our_names(_parse_override(override)))
     for dotted, value in (flags or {}).items():
-        _put(raw, dotted.split("."), value, origin=f"--{dotted}")
-    options = "your options" if overrides or flags else ""
-    return validate(raw, origin=" with ".join(filter(None, (str(source or ""), options))) or "recipe")
+        _merge(typed, with_our_names(_nest(dotted.split("."), value)))
+    if "preset" in typed.get("model", {}) and isinstance(raw.get("model"), dict):
+        for size in PRESETS["tiny"]:
+            raw["model"].pop(size, None)
+    _merge(raw, typed)
+    origin = [str(source)] if source is not None else []
+    return validate(raw, origin=" and ".join([*origin, "the command line"] if typed else origin) or "recipe")
+
+
+def required(table: T | None, name: str, *, command: str) -> T:
+    """Return the table.
+
+    Raises:
+        UsageError: the recipe does not have it, and `lmkit COMMAND` needs it.
+    """
+    if table is None:
+        raise UsageError(
+            "recipe.missing_table",
+            f"the recipe has no [{name}] table, which `lmkit {command}` needs",
+            hint=f"add [{name}], or use a shipped recipe that has it: {', '.join(shipped_with(name))}",
+        )
+    return table
+
+
+# Files
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Return the recipes that come with lmkit: name -> file, sorted by name.
+
+    They are inside the wheel, and in `recipes/` of a source tree.
+    """
+    package = Path(__file__).resolve().parent.parent
+    installed = package / "shipped_recipes"
+    folder = installed if installed.is_dir() else package.parent / "recipes"
+    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+
+
+def shipped_with(table: str) -> list[str]:
+    """Return the names of the shipped recipes that have a table such as `bench.ddp`."""
+    header = re.compile(rf"^\[{re.escape(table)}\]", re.MULTILINE)
+    return [name for name, path in shipped_recipes().items() if header.search(path.read_text("utf-8"))]
 
 
 def find_recipe(source: str | Path) -> Path:
-    """Return the recipe's file: a path as it is, else a shipped recipe of that name."""
+    """Return the file of a recipe: a path as it is, else the shipped recipe of that name.
+
+    Raises:
+        UsageError: there is neither.
+    """
     path = Path(source)
     if path.exists() and not path.is_dir():
         return path
@@ -81,9 +110,16 @@ def find_recipe(source: str | Path) -> Path:
     if str(source) in shipped:
         return shipped[str(source)]
     if path.is_dir():
-        raise UsageError(f"{path}: is a folder, not a recipe", hint="name a .toml file, or a shipped recipe")
-    near = did_you_mean(path.stem, shipped)
-    raise UsageError(f"{path}: no such recipe{near}", hint="shipped recipes: " + ", ".join(shipped))
+        raise UsageError(
+            "recipe.not_found",
+            f"{path}: is a folder, not a recipe",
+            hint="name a .toml file or a shipped recipe",
+        )
+    raise UsageError(
+        "recipe.not_found",
+        f"{path}: no such recipe{did_you_mean(path.stem, shipped)}",
+        hint="shipped recipes: " + ", ".join(shipped),
+    )
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -95,201 +131,234 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         with open(path, "rb") as file:
             data = file.read(_MOST_BYTES + 1)
-        if len(data) > _MOST_BYTES:
-            raise UsageError(
-                f"{path}: larger than a recipe can be ({_MOST_BYTES >> 20} MiB)", hint="is it another file?"
-            )
         text = data.decode("utf-8-sig")  # some editors begin a file with a byte order mark
     except UnicodeDecodeError as error:
         raise UsageError(
-            f"{path}: not UTF-8 at byte {error.start}", hint="save the recipe as UTF-8 text"
+            "recipe.unreadable",
+            f"{path}: not UTF-8 at byte {error.start}",
+            hint="save the recipe as UTF-8 text",
         ) from None
     except OSError as error:
-        raise UsageError(f"{path}: {reason(error)}", hint="check the path and its permissions") from None
+        raise UsageError(
+            "recipe.unreadable", f"{path}: {reason(error)}", hint="check the path and its permissions"
+        ) from None
+    if len(data) > _MOST_BYTES:
+        raise UsageError(
+            "recipe.unreadable",
+            f"{path}: larger than {_MOST_BYTES >> 20} MiB, the most that a recipe may have",
+            hint="check that this is the file you mean",
+        )
     if long_key := _LONG_KEY.search(text):
         line = text.count("\n", 0, long_key.start()) + 1
         raise UsageError(
+            "recipe.syntax",
             f"{path}: a key of more than {_MOST_PARTS} parts (at line {line})",
-            hint="a key of a recipe has two or three: bench.ddp.rows",
+            hint="keys have two or three parts: bench.ddp.rows",
         )
+    hint = _FORM
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{path}: {error}", hint=_toml_hint(str(error))) from None
+        message = str(error)
+        if "Invalid value" in message:
+            hint = 'strings need quotes: name = "story"'
+        elif re.search("overwrite|twice|Duplicate", message):
+            hint = "give each key and each [table] once"
     except ValueError:  # Python refuses to read a number of thousands of digits
-        raise UsageError(f"{path}: a number is too long", hint="no key takes so many digits") from None
+        message, hint = "a number is too long", "no key takes so many digits"
     except RecursionError:
-        raise UsageError(f"{path}: nested too deeply", hint=_FORM) from None
+        message = "nested too deeply"
+    raise UsageError("recipe.syntax", f"{path}: {message}", hint=hint)
 
 
-def _toml_hint(message: str) -> str:
-    """What to do about what tomllib says."""
-    if "Invalid value" in message:
-        return 'strings need quotes: name = "story"'
-    if re.search("overwrite|twice|Duplicate", message):
-        return "a key, and the [table] it is in, is given once"
-    return _FORM
+def recipe_to_toml(recipe: Recipe) -> str:
+    """Return the resolved recipe as TOML. Loading it gives an equal recipe.
+
+    Keys whose value is None are left out (TOML has no null); None is their default.
+    """
+    import tomli_w
+
+    return tomli_w.dumps(recipe.model_dump(mode="json", exclude_none=True))
 
 
-def _names(override: str, dotted: str) -> bool:
-    return override.partition("=")[0].strip() == dotted
+# Overrides and other names
 
 
-def _apply(raw: dict[str, Any], override: str) -> None:
-    """Set one `table.key=value` in `raw`."""
+def _parse_override(override: str) -> dict[str, Any]:
+    """Turn `table.key=value` into nested tables."""
     dotted, equals, text = override.partition("=")
     keys = dotted.strip().split(".")
     if not equals or len(keys) < 2 or not all(keys):
         raise UsageError(
-            f"--set {override}: expected table.key=value", hint="for example --set train.steps=100"
+            "recipe.wrong_override",
+            f"--set {override}: expected table.key=value",
+            hint="for example --set train.steps=100",
         )
-    check_path(keys, flag=f"--set {override}")
-    keys, value = _today(keys, _toml_value(text.strip()))
-    _put(raw, keys, value, origin=f"--set {override}")
-
-
-def _today(keys: Sequence[str], value: Any) -> tuple[list[str], Any]:
-    """The dotted path and its value under today's names."""
-    nested = value
-    for key in reversed(keys):
-        nested = {key: nested}
-    nested = canonical(nested)
-    path: list[str] = []
-    while len(path) < len(keys):
-        ((key, nested),) = nested.items()
-        path.append(key)
-    return path, nested
-
-
-def _put(raw: dict[str, Any], keys: Sequence[str], value: Any, *, origin: str) -> None:
-    """Store a value under its dotted path."""
-    table = raw
-    for key in keys[:-1]:
-        table = table.setdefault(key, {})
-        if not isinstance(table, dict):
-            raise UsageError(f"{origin}: {key} is not a table", hint="lmkit recipe show prints them")
-    table[keys[-1]] = value
-
-
-def check_path(keys: Sequence[str], *, flag: str) -> None:
-    """Refuse a dotted path that no recipe can have."""
-    owner: type[Table] | None = Recipe
-    for depth, key in enumerate(keys):
-        known = list(owner.model_fields) if owner else []
-        if key not in known and ".".join(keys) not in _alias_paths():
-            inside = f" in [{'.'.join(keys[:depth])}]" if depth else ""
-            raise UsageError(
-                f"{flag}: unknown key {key!r}{inside}{did_you_mean(key, known)}",
-                hint="known: " + ", ".join(known),
-            )
-        owner = table_type(owner, key) if owner else None
-
-
-def _alias_paths() -> set[str]:
-    from lmkit.recipe.aliases import KEYS
-
-    return {f"{table}.{theirs}" for table, theirs in KEYS} | {"model.use_flash"}
-
-
-def _toml_value(text: str) -> Any:
-    """Read the right side of `--set`: TOML, or a bare word as a string."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except (ValueError, RecursionError):
-        return text
+        value = tomllib.loads(f"value = {text.strip()}")["value"]
+    except (ValueError, RecursionError):  # a bare word
+        value = text.strip()
+    return _nest(keys, value)
 
 
-def validate(raw: dict[str, Any], *, origin: str, resolved: bool = False) -> Recipe:
+def _nest(keys: Sequence[str], value: Any) -> dict[str, Any]:
+    for key in reversed(keys):
+        value = {key: value}
+    return value
+
+
+def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
+    """Put the values of nested tables into others, in place."""
+    for key, value in new.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = value
+
+
+KEY_ALIASES: dict[str, str] = {
+    "checkpoint.checkpointing_interval": "interval",
+    "optimizer.learning_rate": "lr",
+}
+"""Keys of similar projects and of older versions: dotted path -> today's name in the same table. The registry has
+the aliases of kernels and strategies."""
+
+
+def with_our_names(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tables with today's keys for their aliases.
+
+    A key that is given under both names stays: validation then refuses the alias.
+    """
+    tables = dict(raw)
+    for path, ours in KEY_ALIASES.items():
+        *parents, theirs = path.split(".")
+        table = _copied_table(tables, parents)
+        if table is not None and theirs in table and ours not in table:
+            table[ours] = table.pop(theirs)
+    model = _copied_table(tables, ["model"])
+    if model is not None and isinstance(model.get("use_flash"), bool) and "attention" not in model:
+        model["attention"] = "flash_triton" if model.pop("use_flash") else "vectorized"
+    return tables
+
+
+def _copied_table(tables: dict[str, Any], path: Sequence[str]) -> dict[str, Any] | None:
+    """Return the table at `path`, copied with all tables on the way to it; None if there is none."""
+    for key in path:
+        inner = tables.get(key)
+        if not isinstance(inner, dict):
+            return None
+        tables[key] = dict(inner)
+        tables = tables[key]
+    return tables
+
+
+def fill_preset(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Add the sizes of the preset that the table does not give. Validation refuses an unknown preset."""
+    preset = model.get("preset")
+    sizes = PRESETS.get(preset, {}) if isinstance(preset, str) else {}
+    return {**sizes, **model}
+
+
+# Validation
+
+
+def validate(raw: Mapping[str, Any], *, origin: str, resolved: bool = False) -> Recipe:
     """Turn a plain dictionary into a `Recipe`.
 
     Args:
         origin: names the file in errors.
-        resolved: as a checkpoint keeps it: `model.vocab_size` is then what the tokenizer reached, which is less
-            than was asked for where the corpus had no more pairs to merge.
+        resolved: the recipe is one that a checkpoint keeps: its `model.vocab_size` is what the tokenizer reached,
+            which is less than was asked for if the corpus had no more pairs to merge.
 
     Raises:
-        UsageError: naming every mistake.
+        UsageError: names every mistake. Its code is that of the mistakes if they have the same, else
+            "recipe.mistakes".
     """
-    raw = canonical(raw)
+    raw = with_our_names(raw)
     if isinstance(raw.get("model"), dict):
         raw["model"] = fill_preset(raw["model"])
-    mistakes: list[str] = []
+    mistakes: list[tuple[str, str]] = []  # code, text
     tables: dict[str, Table] = {}
     for name, content in raw.items():
         if name not in TABLES:
-            mistakes.append(f"unknown table [{name}]{did_you_mean(name, TABLES)}")
+            mistakes.append(("recipe.unknown_key", f"unknown table [{name}]{did_you_mean(name, TABLES)}"))
             continue
         try:
             # JSON mode: arrays become tuples and strings paths, while `true` and "12" stay refused for integers.
-            text = json.dumps(content, default=_refuse_dates)
-            tables[name] = TABLES[name].model_validate_json(text)
+            tables[name] = TABLES[name].model_validate_json(json.dumps(content, default=_refuse_dates))
         except ValidationError as error:
-            mistakes.extend(_describe(name, detail) for detail in error.errors(include_url=False))
-        except UsageError as error:
-            mistakes.append(f"{name}: {error.message}")
-        except RecursionError:
-            mistakes.append(f"{name}: nested too deeply")
-    # A table that the recipe leaves out counts with its defaults, but not one that has mistakes.
+            mistakes += [_describe(name, detail) for detail in error.errors(include_url=False)]
+        except (ValueError, RecursionError) as error:
+            wrong = str(error) if isinstance(error, ValueError) else "nested too deeply"
+            mistakes.append(("recipe.wrong_value", f"{name}: {wrong}"))
+    # The checks see the defaults of a table that the recipe leaves out, and no table that has mistakes.
     candidates = {
         name: tables.get(name, Recipe.model_fields[name].default)
         for name in TABLES
         if name in tables or name not in raw
     }
-    checks = CHECKS if resolved else (*CHECKS_BEFORE_TOKENS, *CHECKS)
-    mistakes.extend(complaint for check in checks if (complaint := check(candidates)))
+    for check in CHECKS if resolved else CHECKS_BEFORE_TOKENS:
+        if complaint := check(candidates):
+            mistakes.append(("recipe.conflict", complaint))
     if mistakes:
+        codes = {code for code, _ in mistakes}
+        bench = re.search(r"\bbench\.(\w+)", mistakes[0][1])
+        examples = shipped_with(f"bench.{bench[1]}") if bench else []
         raise UsageError(
-            f"{origin}: " + "; ".join(mistakes),
-            hint=f"every key and what it takes: lmkit recipe show {_example_with(mistakes[0])}",
+            codes.pop() if len(codes) == 1 else "recipe.mistakes",
+            f"{origin}: " + "; ".join(text for _, text in mistakes),
+            hint=f"to see every key and its values: lmkit recipe show {[*examples, 'quickstart'][0]}",
         )
     return Recipe(**tables)  # type: ignore[arg-type]
 
 
-def _example_with(mistake: str) -> str:
-    """A shipped recipe that shows the keys of the table that the mistake is in."""
-    bench = re.search(r"\bbench\.(\w+)", mistake)
-    if bench is None:
-        return "quickstart"
-    return next(iter(shipped_with(f"bench.{bench[1]}")), "quickstart")
-
-
 def _refuse_dates(value: object) -> Any:
-    raise UsageError(f"{value} is a date or time, which no key takes")
+    raise ValueError(f"{value} is a date or time, which no key takes")
 
 
-def _describe(table: str, detail: Any) -> str:
-    """One pydantic error as `table.key: what is wrong`."""
+# pydantic's kinds of errors -> what TOML calls the wanted type
+_WANTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "a string",
+    "tuple_type": "an array",
+    "model_type": "a table",
+}
+
+
+def _describe(table: str, detail: Any) -> tuple[str, str]:
+    """Return the code and the text, `table.key: what is wrong`, of one pydantic error."""
     keys = [table, *(str(part) for part in detail["loc"])]
     path = ".".join(keys)
     kind, value = detail["type"], detail["input"]
     if kind == "extra_forbidden":
-        owner = _owner(keys)
-        return f"unknown key {path}{did_you_mean(keys[-1], owner.model_fields if owner else ())}"
+        owner: type[Table] | None = Recipe
+        for key in keys[:-1]:
+            owner = table_type(owner, key) if owner else None
+        near = did_you_mean(keys[-1], owner.model_fields if owner else ())
+        return "recipe.unknown_key", f"unknown key {path}{near}"
     if kind == "json_invalid":  # `validate` writes the JSON itself: only lone surrogates can spoil it
-        return f"{path}: holds text that is not UTF-8"
-    if kind == "value_error":
-        return f"{path}: {detail['ctx']['error']}"
-    if kind == "literal_error":
-        expected = detail["ctx"]["expected"]
-        names = [part.strip("' ") for part in expected.replace(" or ", ", ").split(", ")]
-        return f"{path}: {_shown(value)} is not one of {', '.join(names)}{did_you_mean(str(value), names)}"
-    if kind in ("missing", "too_long"):  # of an array with a fixed number of items
-        return f"{table}.{detail['loc'][0]}: has too {'few' if kind == 'missing' else 'many'} items: {_shown(value)}"
-    wanted = _WANTED.get(kind, detail["msg"].removeprefix("Input should be "))
-    if kind == "tuple_type" and isinstance(value, str):
-        wanted += f", as in [{_shown(value)}]"
-    return f"{path}: must be {wanted}, got {_shown(value)}"
-
-
-def _owner(keys: Sequence[str]) -> type[Table] | None:
-    table: type[Table] | None = Recipe
-    for key in keys[:-1]:
-        table = table_type(table, key) if table else None
-    return table
+        wrong = "holds text that is not UTF-8"
+    elif kind == "value_error":
+        wrong = str(detail["ctx"]["error"])
+    elif kind == "literal_error":
+        names = [part.strip("' ") for part in detail["ctx"]["expected"].replace(" or ", ", ").split(", ")]
+        wrong = f"{_shown(value)} is not one of {', '.join(names)}{did_you_mean(str(value), names)}"
+    elif kind in ("missing", "too_long"):  # an array with a fixed number of items
+        path = f"{table}.{detail['loc'][0]}"
+        wrong = f"has too {'few' if kind == 'missing' else 'many'} items: {_shown(value)}"
+    else:
+        wanted = _WANTED.get(kind, detail["msg"].removeprefix("Input should be "))
+        if kind == "tuple_type" and isinstance(value, str):
+            wanted += f", as in [{_shown(value)}]"
+        wrong = f"must be {wanted}, got {_shown(value)}"
+    return "recipe.wrong_value", f"{path}: {wrong}"
 
 
 def _shown(value: object) -> str:
-    """A value as the user wrote it, cut to a readable length."""
+    """Return a value as the user wrote it, cut to a readable length."""
     if isinstance(value, bool):
         text = str(value).lower()
     else:
@@ -297,11 +366,22 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def recipe_to_toml(recipe: Recipe) -> str:
-    """The resolved recipe as TOML: loading it again gives an equal recipe.
+def differences(old: Recipe, new: Recipe, *, ignore: Collection[str] = ()) -> tuple[str, ...]:
+    """Return lines such as `train.steps: 100 -> 200`, in the order of the schema.
 
-    Keys whose value is None are left out (TOML has no null); their default is None.
+    Args:
+        ignore: tables (`generate`) and keys (`checkpoint.resume`) that may differ.
     """
-    import tomli_w
+    before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
+    return tuple(
+        f"{key}: {before.get(key)} -> {after.get(key)}"
+        for key in {**before, **after}
+        if before.get(key) != after.get(key) and key not in ignore and key.split(".")[0] not in ignore
+    )
 
-    return tomli_w.dumps(recipe.model_dump(mode="json", exclude_none=True))
+
+def _flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tables.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat

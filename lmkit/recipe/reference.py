@@ -1,6 +1,6 @@
-"""A recipe written out for people: every key with its value, what it means, and what it could be.
+"""Write a recipe out for people: every key with its value, its meaning and its possible values.
 
-The meaning of a key is the docstring below it in the schema, read from the source only when somebody asks.
+The meaning of a key is the docstring below it in the schema, read from the source on demand.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from lmkit.recipe.schema import Recipe, table_type
-from lmkit.recipe.table import RegisteredName, Table
+from lmkit.recipe.tables import RegisteredName, Table
 
 _WIDTH = 100
 _COLUMN = 34
-"""Where comments begin; what is longer than that has them on the next line."""
+"""Column of the comments; a longer assignment has its comment on the next lines."""
 
 
 def annotated_toml(recipe: Recipe) -> str:
-    """The recipe as TOML, each key with a comment; keys without a value and tables it does not have as comments.
+    """Return the recipe as TOML with a comment for each key.
 
-    Loading it gives an equal recipe. No line is longer than a terminal is wide, but for long strings.
+    Keys without a value and missing tables are comments. Loading the text gives an equal recipe. Lines fit a
+    terminal unless they hold long strings.
     """
     lines: list[str] = []
     absent: list[str] = []
@@ -33,7 +34,7 @@ def annotated_toml(recipe: Recipe) -> str:
             lines += [f"[{name}]", *_keys(table), ""]
     if absent:
         lines += textwrap.wrap(
-            "Tables that it does not have: " + ", ".join(absent),
+            "Tables that this recipe does not have: " + ", ".join(absent),
             _WIDTH,
             initial_indent="# ",
             subsequent_indent="# ",
@@ -42,7 +43,7 @@ def annotated_toml(recipe: Recipe) -> str:
 
 
 def meanings(table: type[Table]) -> dict[str, str]:
-    """Key -> the docstring below it, of this class and those it extends."""
+    """Return key -> docstring below it, of this class and its bases."""
     found: dict[str, str] = {}
     for owner in reversed(table.__mro__):
         if not issubclass(owner, Table) or owner is Table:
@@ -61,7 +62,7 @@ def meanings(table: type[Table]) -> dict[str, str]:
 
 
 def _tables(parent: Table, prefix: str) -> Iterator[tuple[str, Table | None]]:
-    """Dotted names and tables in the order of the schema; a table of tables, as [bench] is, by its parts."""
+    """Yield dotted names and tables in the order of the schema; of [bench], its tables."""
     for name in type(parent).model_fields:
         if table_type(type(parent), name) is not None:
             table = getattr(parent, name)
@@ -70,7 +71,7 @@ def _tables(parent: Table, prefix: str) -> Iterator[tuple[str, Table | None]]:
 
 
 def _keys(table: Table) -> Iterator[str]:
-    """The lines of one table."""
+    """Yield the lines of one table."""
     values = table.model_dump(mode="json")
     texts = meanings(type(table))
     for key, field in type(table).model_fields.items():
@@ -85,17 +86,17 @@ def _keys(table: Table) -> Iterator[str]:
 
 
 def _choices(annotation: Any) -> tuple[str, ...]:
-    """The words among which a key chooses, also as items of an array; () where it does not."""
+    """Return the words that a key, or an item of its array, may have; () if any value goes."""
     if get_origin(annotation) is Literal:
         return get_args(annotation)
     validator = getattr(annotation, "func", None)
-    if isinstance(validator, RegisteredName):
-        return validator.registry.names
+    if isinstance(validator, RegisteredName) and not validator.with_variant:
+        return validator.names
     return next((found for part in get_args(annotation) if (found := _choices(part))), ())
 
 
 def _assignment(key: str, value: Any) -> str:
-    """`key = value`, an array in one line where it fits."""
+    """Return `key = value`, an array in one line if it fits."""
     import tomli_w
 
     text = tomli_w.dumps({key: value}).rstrip("\n")

@@ -1,33 +1,34 @@
-"""The whole recipe: every table, and the checks that concern several of them."""
+"""The whole recipe: all tables, and the checks that concern several of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
-from lmkit.errors import UsageError
 from lmkit.recipe.bench import BenchConfig
-from lmkit.recipe.checkpoint import CheckpointConfig
-from lmkit.recipe.corpus import CorpusConfig
-from lmkit.recipe.data import DataConfig
-from lmkit.recipe.generate import GenerateConfig
-from lmkit.recipe.model import ModelConfig
-from lmkit.recipe.optimizer import OptimizerConfig
-from lmkit.recipe.parallel import ParallelConfig
-from lmkit.recipe.run import RunConfig
-from lmkit.recipe.shipped import shipped_with
-from lmkit.recipe.table import Table
-from lmkit.recipe.tokenizer import TokenizerConfig
-from lmkit.recipe.train import TrainConfig
-from lmkit.recipe.wandb import WandbConfig
+from lmkit.recipe.tables import (
+    CheckpointConfig,
+    CorpusConfig,
+    DataConfig,
+    GenerateConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    Table,
+    TokenizerConfig,
+    TrainConfig,
+    WandbConfig,
+)
 from lmkit.registry import STRATEGIES
-
-T = TypeVar("T")
 
 
 class Recipe(Table):
-    """A validated recipe. Tables that say what to work on are `None` when absent (see `required`); tables that
-    say how have defaults for everything."""
+    """A validated recipe.
+
+    The tables that say what to work on are None if the recipe lacks them (see `lmkit.recipe.load.required`); all
+    other tables have defaults.
+    """
 
     run: RunConfig = RunConfig()
     corpus: CorpusConfig | None = None
@@ -43,24 +44,8 @@ class Recipe(Table):
     bench: BenchConfig = BenchConfig()
 
 
-TABLES: dict[str, type[Table]] = {
-    "run": RunConfig,
-    "corpus": CorpusConfig,
-    "tokenizer": TokenizerConfig,
-    "data": DataConfig,
-    "model": ModelConfig,
-    "optimizer": OptimizerConfig,
-    "train": TrainConfig,
-    "parallel": ParallelConfig,
-    "checkpoint": CheckpointConfig,
-    "generate": GenerateConfig,
-    "wandb": WandbConfig,
-    "bench": BenchConfig,
-}
-
-
 def table_type(parent: type[Table], key: str) -> type[Table] | None:
-    """The schema of the table `key` in `parent`, or None where there is no such key or it is a value."""
+    """Return the class of the table `key` in `parent`; None if there is no such key or it is a value."""
     field = parent.model_fields.get(key)
     if field is None:
         return None
@@ -68,18 +53,13 @@ def table_type(parent: type[Table], key: str) -> type[Table] | None:
     return next((kind for kind in options if isinstance(kind, type) and issubclass(kind, Table)), None)
 
 
-def required(table: T | None, name: str, *, command: str) -> T:
-    """Return the table, or refuse: `command` cannot work without it."""
-    if table is None:
-        raise UsageError(
-            f"the recipe has no [{name}] table, which `lmkit {command}` needs",
-            hint=f"add [{name}], or take a shipped recipe that has it: {', '.join(shipped_with(name))}",
-        )
-    return table
+TABLES: dict[str, type[Table]] = {
+    name: table for name in Recipe.model_fields if (table := table_type(Recipe, name)) is not None
+}
 
 
-# Each check sees the tables that are valid by themselves and returns one complaint or None. They run even when
-# other tables have mistakes, so that everything wrong with a recipe is reported in one go.
+# Each check gets the tables that are valid by themselves and returns a complaint or None. Checks run even if other
+# tables have mistakes, so that everything wrong with a recipe is reported at once.
 Check = Callable[[Mapping[str, Any]], "str | None"]
 
 
@@ -94,14 +74,19 @@ def _random_tokens_need_a_vocabulary(tables: Mapping[str, Any]) -> str | None:
     data, model = tables.get("data"), tables.get("model")
     if data is None or model is None or data.source != "random" or model.vocab_size is not None:
         return None
-    return 'model.vocab_size: data.source = "random" has no tokenizer to take it from; say how many'
+    return 'model.vocab_size: missing; data.source = "random" has no tokenizer that could give it'
 
 
 def _zero1_alone_has_bf16_weights(tables: Mapping[str, Any]) -> str | None:
     parallel = tables.get("parallel")
-    if parallel is None or parallel.weights == "fp32" or parallel.strategy == "zero1":
+    if (
+        parallel is None
+        or parallel.weights == "fp32"
+        or "weights" in STRATEGIES.facts(parallel.strategy).uses
+    ):
         return None
-    return f'parallel.weights: "bf16" needs strategy = "zero1", not "{parallel.strategy}"'
+    known = _strategies_that_use("weights")
+    return f'parallel.weights: "bf16" needs strategy = {known}, not "{parallel.strategy}"'
 
 
 def _wire_dtype_has_a_strategy(tables: Mapping[str, Any]) -> str | None:
@@ -112,8 +97,12 @@ def _wire_dtype_has_a_strategy(tables: Mapping[str, Any]) -> str | None:
         or "wire_dtype" in STRATEGIES.facts(parallel.strategy).uses
     ):
         return None
-    known = ", ".join(name for name in STRATEGIES.names if "wire_dtype" in STRATEGIES.facts(name).uses)
-    return f'parallel.wire_dtype: "{parallel.strategy}" sends gradients as they are; "bf16" is for {known}'
+    known = _strategies_that_use("wire_dtype")
+    return f'parallel.wire_dtype: "{parallel.strategy}" reduces gradients in their own dtype; "bf16" is for {known}'
+
+
+def _strategies_that_use(key: str) -> str:
+    return ", ".join(name for name in STRATEGIES.names if key in STRATEGIES.facts(name).uses)
 
 
 def _model_holds_the_vocabulary(tables: Mapping[str, Any]) -> str | None:
@@ -121,17 +110,13 @@ def _model_holds_the_vocabulary(tables: Mapping[str, Any]) -> str | None:
     corpus, tokenizer, data, model = (tables.get(name) for name in names)
     if corpus is None or tokenizer is None or data is None or model is None:
         return None
-    if (
-        tokenizer.path is not None or data.train is not None or data.source == "random"
-    ):  # trained on other tokens
+    # The model is trained on the tokens of another tokenizer.
+    if tokenizer.path is not None or data.train is not None or data.source == "random":
         return None
     if model.vocab_size is None or model.vocab_size >= tokenizer.vocab_size:
         return None
     return f"model.vocab_size: {model.vocab_size} is less than the tokenizer's {tokenizer.vocab_size}; leave it out"
 
-
-CHECKS_BEFORE_TOKENS: tuple[Check, ...] = (_model_holds_the_vocabulary,)
-"""Of what is still to be made: a recipe that a checkpoint keeps may not agree with them, and was right."""
 
 CHECKS: tuple[Check, ...] = (
     _half_precision_has_a_device,
@@ -139,3 +124,6 @@ CHECKS: tuple[Check, ...] = (
     _zero1_alone_has_bf16_weights,
     _wire_dtype_has_a_strategy,
 )
+CHECKS_BEFORE_TOKENS: tuple[Check, ...] = (*CHECKS, _model_holds_the_vocabulary)
+"""Checks of a recipe whose tokenizer is still to be trained. It may reach fewer tokens than the recipe asks for, so
+the recipe that a checkpoint keeps need not pass the last check."""

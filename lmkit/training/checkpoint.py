@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from lmkit.errors import LmkitError, UsageError, reason
-from lmkit.recipe.run import RunConfig
+from lmkit.recipe.tables import RunConfig
 from lmkit.storage import sha256_file
 from lmkit.storage.atomic import PARTIAL_SUFFIX, fsync_folder
 from lmkit.training.state import TrainingState, parse_state

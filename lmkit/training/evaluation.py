@@ -21,7 +21,7 @@ from lmkit.model.transformer import TransformerLM
 from lmkit.parallel.agreement import agree
 from lmkit.parallel.process_group import Ranks, process_group
 from lmkit.recipe.load import validate
-from lmkit.recipe.model import ModelConfig
+from lmkit.recipe.tables import ModelConfig
 from lmkit.training.checkpoint import STATE, Checkpoint, newest_checkpoint
 from lmkit.training.model_state import plain_model
 from lmkit.training.process import numerics

@@ -21,7 +21,7 @@ from lmkit.model.accounting import count_parameters
 from lmkit.model.transformer import plain_name
 from lmkit.parallel.sharded_optimizer import ShardedOptimizer
 from lmkit.parallel.zero1_layout import BucketLayout, ShardLayout, consolidate
-from lmkit.recipe.model import ModelConfig
+from lmkit.recipe.tables import ModelConfig
 from lmkit.training.checkpoint import (
     MODEL,
     STATE,

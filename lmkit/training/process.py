@@ -12,8 +12,8 @@ import torch
 from lmkit.errors import UsageError
 from lmkit.measure.environment import usable_cpus
 from lmkit.parallel.process_group import Ranks, local_device, process_group
-from lmkit.recipe.run import RunConfig
 from lmkit.recipe.schema import Recipe
+from lmkit.recipe.tables import RunConfig
 
 _DETERMINISTIC: Any = torch.utils.deterministic  # its settings are properties, unknown to type checkers
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from lmkit.errors import UsageError
 from lmkit.parallel.process_group import Ranks
 from lmkit.parallel.sharded_optimizer import ShardedOptimizer
-from lmkit.recipe.differences import differences
-from lmkit.recipe.load import validate
+from lmkit.recipe.load import differences, validate
 from lmkit.recipe.schema import Recipe
 from lmkit.training.checkpoint import (
     CHECKPOINTS,

@@ -12,9 +12,9 @@ from lmkit.data.batches import BatchSource, RandomTokens, TokenBatches, check_le
 from lmkit.data.token_files import TokenFile, open_tokens
 from lmkit.errors import UsageError
 from lmkit.parallel.process_group import Ranks
-from lmkit.recipe.model import ModelConfig
-from lmkit.recipe.schema import Recipe, required
-from lmkit.recipe.train import TrainConfig
+from lmkit.recipe.load import required
+from lmkit.recipe.schema import Recipe
+from lmkit.recipe.tables import ModelConfig, TrainConfig
 from lmkit.tokenizer import Tokenizer
 from lmkit.training.checkpoint import TOKENIZER
 from lmkit.training.evaluation import HeldOut, held_out_of

@@ -23,8 +23,8 @@ from lmkit.model.accounting import count_parameters
 from lmkit.parallel.failures import losses_named
 from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.process_group import Ranks, local_device
-from lmkit.recipe.load import recipe_to_toml
-from lmkit.recipe.schema import Recipe, required
+from lmkit.recipe.load import recipe_to_toml, required
+from lmkit.recipe.schema import Recipe
 from lmkit.storage import FolderLock, remove_partials, write_atomic
 from lmkit.storage.outputs import refuse_unwritable
 from lmkit.training.checkpoint import CHECKPOINTS, Checkpoint, clean_leftovers, open_checkpoint, saved_steps

@@ -22,8 +22,8 @@ from lmkit.optim.adamw import AdamW, decay_groups
 from lmkit.optim.schedules import SCHEDULES
 from lmkit.parallel.process_group import Ranks
 from lmkit.parallel.strategies import SyncOptions, build_strategy
-from lmkit.recipe.model import ModelConfig
 from lmkit.recipe.schema import Recipe
+from lmkit.recipe.tables import ModelConfig
 from lmkit.training.checkpoint import CHECKPOINTS, Retention
 from lmkit.training.checkpoint_writer import CheckpointWriter
 from lmkit.training.console import console

@@ -9,8 +9,7 @@ import torch
 from pydantic import Field, ValidationError
 
 from lmkit.errors import LmkitError
-from lmkit.recipe.model import ModelConfig
-from lmkit.recipe.table import Count, NonNegativeFloat, PositiveFloat, PositiveInt, Table
+from lmkit.recipe.tables import Count, ModelConfig, NonNegativeFloat, PositiveFloat, PositiveInt, Table
 from lmkit.training.tensor_files import UPGRADE, NewerFormat
 
 FORMAT: Final = 1

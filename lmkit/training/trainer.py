@@ -18,8 +18,7 @@ from lmkit.measure.ranges import range_
 from lmkit.model.transformer import TransformerLM
 from lmkit.parallel.failures import StepWatch, losses_named
 from lmkit.parallel.process_group import Ranks
-from lmkit.recipe.checkpoint import CheckpointConfig
-from lmkit.recipe.train import TrainConfig
+from lmkit.recipe.tables import CheckpointConfig, TrainConfig
 from lmkit.training.checkpoint_writer import CheckpointWriter
 from lmkit.training.evaluation import Evaluation, HeldOut, evaluate
 from lmkit.training.metrics import Sink

@@ -16,10 +16,9 @@ import torch
 from lmkit.data.token_files import open_tokens
 from lmkit.errors import LmkitError, UsageError, reason
 from lmkit.parallel.process_group import Ranks
-from lmkit.recipe.load import load_recipe
-from lmkit.recipe.schema import Recipe, required
-from lmkit.recipe.tokenizer import TokenizerConfig
-from lmkit.recipe.wandb import WandbConfig
+from lmkit.recipe.load import load_recipe, required
+from lmkit.recipe.schema import Recipe
+from lmkit.recipe.tables import TokenizerConfig, WandbConfig
 from lmkit.storage.atomic import PARTIAL_SUFFIX
 from lmkit.tokenizer import Tokenizer
 from lmkit.training.checkpoint import (

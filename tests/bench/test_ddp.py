@@ -22,7 +22,7 @@ from lmkit.parallel.agreement import Agreement
 from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.process_group import Ranks
 from lmkit.parallel.strategies import SyncOptions
-from lmkit.recipe.model import ModelConfig
+from lmkit.recipe.tables import ModelConfig
 
 HERE = str(Path(__file__).parent)
 TINY = ModelConfig(vocab_size=64, context_length=8, d_model=16, d_ff=16, num_layers=1, num_heads=1)

@@ -87,7 +87,7 @@ class Terminal:
         out, err = self._capsys.readouterr()
         assert out == "", command
         error, hint = err.splitlines()
-        assert error.startswith("error: "), err
+        assert error.startswith("error"), err
         assert hint.startswith("hint: "), err
         assert len(hint) > len("hint: "), err
         for word in words:

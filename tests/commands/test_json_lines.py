@@ -9,7 +9,7 @@ import pytest
 
 from lmkit.cli.app import run_command_line
 from lmkit.data.corpora import prepare_corpus
-from lmkit.recipe.corpus import CorpusConfig
+from lmkit.recipe.tables import CorpusConfig
 
 DOCUMENTS = ["one fish two fish\nred fish", "blue fish é", "old fish\n"]
 

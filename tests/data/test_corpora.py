@@ -10,7 +10,7 @@ from lmkit.data import corpora
 from lmkit.data.corpora import prepare_corpus
 from lmkit.data.synth import write_stories
 from lmkit.errors import LmkitError, UsageError
-from lmkit.recipe.corpus import CorpusConfig
+from lmkit.recipe.tables import CorpusConfig
 
 MARK = "<|endoftext|>\n"
 

@@ -25,11 +25,8 @@ from lmkit.data.corpora import prepare_corpus
 from lmkit.data.token_files import TokenFileWriter, open_tokens
 from lmkit.errors import LmkitError
 from lmkit.optim.adamw import AdamW
-from lmkit.recipe.aliases import canonical
-from lmkit.recipe.corpus import CorpusConfig
-from lmkit.recipe.load import load_recipe, recipe_to_toml, validate
-from lmkit.recipe.model import fill_preset
-from lmkit.recipe.shipped import shipped_recipes
+from lmkit.recipe.load import canonical, fill_preset, load_recipe, recipe_to_toml, shipped_recipes, validate
+from lmkit.recipe.tables import CorpusConfig
 from lmkit.tokenizer import Tokenizer
 from lmkit.tokenizer.byte_alphabet import to_bytes
 from lmkit.training import session, verify

@@ -22,8 +22,8 @@ from lmkit.data.download import Dataset, RemoteFile, download_dataset
 from lmkit.data.token_files import TokenFileWriter, open_tokens
 from lmkit.errors import LONGEST, LmkitError, UsageError
 from lmkit.profiling.run import summarize_file
-from lmkit.recipe.corpus import CorpusConfig
 from lmkit.recipe.load import load_recipe
+from lmkit.recipe.tables import CorpusConfig
 from lmkit.tokenizer import Tokenizer
 from lmkit.training.metrics import read_metrics
 from lmkit.training.state import RngState, restore_rng

@@ -5,7 +5,7 @@ import torch
 
 from lmkit.model.transformer import TransformerLM
 from lmkit.optim.adamw import AdamW
-from lmkit.recipe.model import ModelConfig
+from lmkit.recipe.tables import ModelConfig
 from lmkit.registry import ATTENTION
 
 pytestmark = [

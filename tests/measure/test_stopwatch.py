@@ -27,7 +27,7 @@ from lmkit.measure.statistics import paired_ratio, spread
 from lmkit.measure.timing import Timing, time_variants
 from lmkit.parallel.process_group import Ranks
 from lmkit.recipe.load import load_recipe
-from lmkit.recipe.model import ModelConfig
+from lmkit.recipe.tables import ModelConfig
 from lmkit.training.setup import TrainingStep
 
 pytestmark = pytest.mark.slow

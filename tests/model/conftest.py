@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lmkit.model.transformer import TransformerLM
-from lmkit.recipe.model import ModelConfig
+from lmkit.recipe.tables import ModelConfig
 
 
 @pytest.fixture

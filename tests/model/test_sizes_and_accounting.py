@@ -14,7 +14,7 @@ from lmkit.model.accounting import (
     training_memory,
 )
 from lmkit.model.transformer import TransformerLM
-from lmkit.recipe.model import ModelConfig
+from lmkit.recipe.tables import ModelConfig
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from lmkit.errors import UsageError
 from lmkit.model.transformer import TransformerLM
-from lmkit.recipe.model import ModelConfig
+from lmkit.recipe.tables import ModelConfig
 
 MakeModel = Callable[..., TransformerLM]
 

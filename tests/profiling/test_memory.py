@@ -10,7 +10,7 @@ from lmkit.profiling.allocations import MemoryProfile, PhasePeak
 from lmkit.profiling.memory import _begins, run_profile
 from lmkit.profiling.peaks import memory_finding
 from lmkit.profiling.steps import StepsOptions
-from lmkit.recipe.model import ModelConfig
+from lmkit.recipe.tables import ModelConfig
 
 MODEL = ModelConfig(vocab_size=128, context_length=32, d_model=64, d_ff=128, num_layers=2, num_heads=4)
 

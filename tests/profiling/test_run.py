@@ -14,7 +14,7 @@ from lmkit.profiling import run as profiling
 from lmkit.profiling.memory import run_profile as run_memory_profile
 from lmkit.profiling.run import choose_engine, profile_any_command, profile_steps, summarize_file
 from lmkit.profiling.steps import StepsOptions, build_step, main, options_from_json
-from lmkit.recipe.model import ModelConfig
+from lmkit.recipe.tables import ModelConfig
 from lmkit.training.setup import TrainingStep
 
 MODEL = ModelConfig(vocab_size=64, context_length=16, d_model=32, d_ff=64, num_layers=1, num_heads=2)

@@ -1,4 +1,4 @@
-"""Recipes: what is accepted, what is refused, and how the refusal reads."""
+"""Recipes: what is accepted, what is refused, and what the refusal names."""
 
 from __future__ import annotations
 
@@ -8,45 +8,57 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmkit.commands.recipe import list_recipes
 from lmkit.errors import UsageError
-from lmkit.measure.tables import TERMINAL_WIDTH
 from lmkit.recipe.bench import BenchConfig
-from lmkit.recipe.load import load_recipe, recipe_to_toml, validate
-from lmkit.recipe.schema import TABLES, Recipe, required
-from lmkit.recipe.shipped import shipped_recipes, shipped_with
+from lmkit.recipe.load import (
+    load_recipe,
+    read_toml,
+    recipe_to_toml,
+    required,
+    shipped_recipes,
+    shipped_with,
+    validate,
+)
+from lmkit.recipe.schema import TABLES, Recipe
+
+FIRST_EDITION = sorted((Path(__file__).parent / "first_edition").glob("*.toml"))
 
 
-def refusal(tmp_path: Path, text: str | bytes) -> str:
-    path = tmp_path / "recipe.toml"
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+def refusal(source: Path | None, *overrides: str, code: str, **flags: object) -> str:
+    """The message of the error that loading this recipe gives."""
     with pytest.raises(UsageError) as caught:
-        load_recipe(path)
-    assert "\n" not in caught.value.message
+        load_recipe(source, overrides, flags={name.replace("__", "."): flags[name] for name in flags})
+    assert caught.value.code == code
     assert caught.value.hint
-    assert str(path) in caught.value.message
+    assert "\n" not in caught.value.message
+    assert source is None or str(source) in caught.value.message
     return caught.value.message
 
 
+@pytest.fixture
+def write(tmp_path: Path):
+    def write(text: str | bytes) -> Path:
+        path = tmp_path / "recipe.toml"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return path
+
+    return write
+
+
 @pytest.mark.parametrize("name", shipped_recipes())
-def test_shipped_recipes_are_valid_and_survive_a_round_trip(name: str) -> None:
+def test_shipped_recipes_are_valid_and_survive_a_round_trip(name: str, write) -> None:
     recipe = load_recipe(name)
-    text = recipe_to_toml(recipe)
-    import tomli
-
-    assert validate(tomli.loads(text), origin=name) == recipe
+    assert load_recipe(write(recipe_to_toml(recipe))) == recipe
 
 
-def test_no_two_shipped_recipes_share_a_run_name() -> None:
-    """Nor, therefore, a folder of runs or of results."""
+@pytest.mark.parametrize("path", FIRST_EDITION, ids=lambda path: path.stem)
+def test_recipes_of_the_first_edition_load(path: Path) -> None:
+    load_recipe(path)
+
+
+def test_no_two_shipped_recipes_share_a_folder() -> None:
     names = [load_recipe(name).run.name for name in shipped_recipes()]
-    assert sorted(set(names)) == sorted(names)
-
-
-def test_the_list_of_recipes_fits_a_terminal_in_whole_sentences() -> None:
-    for line in str(list_recipes()).splitlines():
-        assert len(line) <= TERMINAL_WIDTH
-        assert line.endswith(".")
+    assert len(set(names)) == len(names)
 
 
 @pytest.mark.parametrize(
@@ -59,59 +71,49 @@ def test_the_list_of_recipes_fits_a_terminal_in_whole_sentences() -> None:
         ("[train]\nsteps = \n", 2, 9),
     ],
 )
-def test_fault_01_bad_syntax_names_line_and_column(tmp_path: Path, text: str, line: int, column: int) -> None:
-    message = refusal(tmp_path, text)
+def test_fault_01_bad_syntax_names_line_and_column(write, text: str, line: int, column: int) -> None:
+    message = refusal(write(text), code="recipe.syntax")
     assert f"line {line}" in message
     assert f"column {column}" in message
 
 
-def test_fault_02_duplicate_key(tmp_path: Path) -> None:
-    assert "line 3" in refusal(tmp_path, "[train]\nsteps = 1\nsteps = 2\n")
-
-
 @pytest.mark.parametrize(
-    ("text", "hint"),
-    [
-        ("[run]\nname = story\n", "strings need quotes"),
-        ("[train]\nsteps = 1\nsteps = 2\n", "given once"),
-        ("[train]\n[train]\n", "given once"),
-        ("train = {steps = 1, steps = 2}\n", "given once"),
-        ("[train\nsteps = 1\n", "tables of keys"),
-        ("[train]\nsteps\n", "tables of keys"),
-    ],
+    "text",
+    ["[train]\nsteps = 1\nsteps = 2\n", "[train]\n[train]\n", "train = {steps = 1, steps = 2}\n"],
 )
-def test_the_hint_about_syntax_fits_the_mistake(tmp_path: Path, text: str, hint: str) -> None:
-    path = tmp_path / "recipe.toml"
-    path.write_text(text)
-    with pytest.raises(UsageError) as caught:
-        load_recipe(path)
-    assert hint in caught.value.hint
+def test_fault_02_duplicate_key(write, text: str) -> None:
+    assert "line" in refusal(write(text), code="recipe.syntax")
 
 
-def test_a_byte_order_mark_is_no_part_of_a_recipe(tmp_path: Path) -> None:
-    path = tmp_path / "recipe.toml"
-    path.write_text("[train]\nsteps = 7\n", encoding="utf-8-sig")
-    train = load_recipe(path).train
-    assert train is not None
-    assert train.steps == 7
+@pytest.mark.parametrize("text", [f"x = {'[' * 2000}", f"x = {'9' * 5000}", f"{'a.' * 60}a = 1"])
+def test_what_would_take_python_long_or_deep_is_refused(write, text: str) -> None:
+    refusal(write(text), code="recipe.syntax")
 
 
-def test_fault_03_not_utf8(tmp_path: Path) -> None:
-    assert "byte 8" in refusal(tmp_path, b'name = "\xff"')
+def test_a_byte_order_mark_is_no_part_of_a_recipe(write) -> None:
+    assert read_toml(write("[train]\nsteps = 7\n".encode("utf-8-sig"))) == {"train": {"steps": 7}}
+
+
+def test_fault_03_not_utf8(write) -> None:
+    assert "byte 8" in refusal(write(b'name = "\xff"'), code="recipe.unreadable")
 
 
 def test_a_recipe_that_exists_but_cannot_be_read(tmp_path: Path) -> None:
     memory = tmp_path / "recipe.toml"
-    memory.symlink_to("/proc/self/mem")  # whoever reads its first page, root too, gets an input/output error
-    with pytest.raises(UsageError, match=r"recipe\.toml: .*error"):
-        load_recipe(memory)
+    memory.symlink_to("/proc/self/mem")  # reading its first page is an input/output error, for root too
+    refusal(memory, code="recipe.unreadable")
 
 
-def test_fault_04_unknown_key_with_did_you_mean(tmp_path: Path) -> None:
-    message = refusal(tmp_path, "[model]\ncontxt_length = 128\n")
-    assert "model.contxt_length" in message
-    assert "did you mean context_length?" in message
-    assert "did you mean model?" in refusal(tmp_path, "[modle]\n")
+@pytest.mark.parametrize(
+    ("text", "near"),
+    [
+        ("[model]\ncontxt_length = 128\n", "context_length"),
+        ("[modle]\n", "model"),
+        ("[bench.ddp]\nrow = 4\n", "rows"),
+    ],
+)
+def test_fault_04_unknown_key_with_did_you_mean(write, text: str, near: str) -> None:
+    assert f"did you mean {near}?" in refusal(write(text), code="recipe.unknown_key")
 
 
 @pytest.mark.parametrize(
@@ -127,70 +129,56 @@ def test_fault_04_unknown_key_with_did_you_mean(tmp_path: Path) -> None:
         (11, "[model]\nd_model = 100\nnum_heads = 3\n", "model", "d_model 100"),
         (11, "[model]\nd_model = 96\nnum_heads = 6\nnum_kv_heads = 4\n", "model", "num_kv_heads 4"),
         (27, "[tokenizer]\nvocab_size = 256\n", "tokenizer", "257"),
+        (0, "[train]\nsteps = 2026-01-01\n", "train", "2026-01-01"),
     ],
 )
-def test_faults_05_06_07_11_27_wrong_values(
-    tmp_path: Path, fault: int, text: str, path: str, shown: str
-) -> None:
-    message = refusal(tmp_path, text)
+def test_faults_05_06_07_11_27_wrong_values(write, fault: int, text: str, path: str, shown: str) -> None:
+    message = refusal(write(text), code="recipe.wrong_value")
     assert path in message
     assert shown in message
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("override", "key", "wanted"),
     [
-        ("train.steps=ten", 'train.steps: must be a whole number, got "ten"'),
-        ("train.steps=1.5", "train.steps: must be a whole number, got 1.5"),
-        ("optimizer.lr=fast", 'optimizer.lr: must be a number, got "fast"'),
-        ("optimizer.lr=0", "optimizer.lr: must be greater than 0, got 0"),
-        ("run.deterministic=yes", 'run.deterministic: must be true or false, got "yes"'),
-        ("run.name=3", "run.name: must be a string, got 3"),
-        ("corpus.train=my.txt", 'corpus.train: must be an array, as in ["my.txt"], got "my.txt"'),
-        ("generate.prompts=[1]", "generate.prompts.0: must be a string, got 1"),
-        ("optimizer.betas=[0.9]", "optimizer.betas: has too few items: [0.9]"),
-        ("optimizer.betas=[0.9, 0.9, 0.9]", "optimizer.betas: has too many items: [0.9, 0.9, 0.9]"),
-        ("bench.ddp=3", "bench.ddp: must be a table, got 3"),
-        ("bench.lm_matrix.d_model=33", "bench.lm_matrix: d_model 33 is not divisible by num_heads 4"),
-        (
-            "bench.lm_matrix.d_model=36",
-            "bench.lm_matrix: d_model / num_heads = 9 is odd, and RoPE rotates pairs",
-        ),
-        (
-            "bench.model.attention=sdp",
-            'bench.model.attention: "sdp" is not one of reference, vectorized, flash_torch, flash_triton, sdpa '
-            "(did you mean sdpa?)",
-        ),
+        ("train.steps=ten", "train.steps", "whole number"),
+        ("run.deterministic=yes", "run.deterministic", "true or false"),
+        ("run.name=3", "run.name", "string"),
+        ("corpus.train=my.txt", "corpus.train", '["my.txt"]'),
+        ("generate.prompts=[1]", "generate.prompts.0", "string"),
+        ("optimizer.betas=[0.9]", "optimizer.betas", "too few"),
+        ("optimizer.betas=[0.9, 0.9, 0.9]", "optimizer.betas", "too many"),
+        ("bench.ddp=3", "bench.ddp", "table"),
+        ("train.steps.more=1", "train.steps", "whole number"),
+        ("bench.lm_matrix.d_model=36", "bench.lm_matrix", "9 is odd"),
+        ("bench.model.attention=sdp", "bench.model.attention", "did you mean sdpa?"),
+        ("run.name=../up", "run.name", "letters"),
+        ("run.name=.hidden", "run.name", "letters"),
+        ("optimizer.lr=1e300", "optimizer.lr", "1e+300"),
+        ("parallel.timeout_s=1e300", "parallel.timeout_s", "1e+300"),
+        ("generate.max_new_tokens=9000000000000000000", "generate.max_new_tokens", "9000000000000000000"),
+        ('generate.prompts=["\udcff"]', "generate", "UTF-8"),
     ],
 )
-def test_wrong_values_are_explained_in_toml_s_words(override: str, message: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        load_recipe(None, [override])
-    assert caught.value.message == f"your options: {message}"
+def test_wrong_values_on_the_command_line(override: str, key: str, wanted: str) -> None:
+    message = refusal(None, override, code="recipe.wrong_value")
+    assert key in message
+    assert wanted in message
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
-        "optimizer.lr=1e300",
-        "optimizer.weight_decay=1e300",
-        "parallel.timeout_s=1e300",
-        "generate.max_new_tokens=9000000000000000000",
-        'generate.prompts=["\udcff"]',
-    ],
-)
-def test_values_that_nothing_could_compute_with_are_refused(override: str) -> None:
-    key = override.partition("=")[0]
-    with pytest.raises(UsageError, match=key.partition(".")[0]) as caught:
-        load_recipe(None, [override])
-    assert key in caught.value.message or "not UTF-8" in caught.value.message
+@pytest.mark.parametrize("name", ["", "a b", "x" * 101, "a\n"])
+def test_a_run_is_named_as_a_folder_can_be(name: str) -> None:
+    assert "run.name" in refusal(None, code="recipe.wrong_value", run__name=name)
 
 
-def test_every_mistake_is_reported_at_once(tmp_path: Path) -> None:
+def test_every_mistake_is_reported_at_once(write) -> None:
     message = refusal(
-        tmp_path,
-        '[train]\nsteps = "x"\nprecision = "bf61"\n[optimizer]\nlr = -1\n[corpsu]\n[run]\nnane = "a"\n'
-        "[parallel]\nstrategy = 'naive'\nweights = 'bf16'\nwire_dtype = 'bf16'\n",
+        write(
+            '[train]\nsteps = "x"\nprecision = "bf61"\n[optimizer]\nlr = -1\n[corpsu]\n[run]\nnane = "a"\n'
+            "[parallel]\nstrategy = 'naive'\nweights = 'bf16'\nwire_dtype = 'bf16'\n"
+        ),
+        "model.use_flsh=true",
+        code="recipe.mistakes",
     )
     for expected in (
         "train.steps",
@@ -198,22 +186,50 @@ def test_every_mistake_is_reported_at_once(tmp_path: Path) -> None:
         "optimizer.lr",
         "did you mean corpus?",
         "did you mean name?",
-        'parallel.weights: "bf16" needs',  # a check across tables, beside mistakes in other tables
-        'parallel.wire_dtype: "naive" sends gradients as they are; "bf16" is for flat, bucketed, torch_ddp, zero1',
+        "model.use_flsh",
+        "parallel.weights",  # a check across tables, together with mistakes in other tables
+        "wire_dtype",
+        "flat, bucketed, torch_ddp, zero1",
     ):
         assert expected in message
 
 
-def test_fault_08_missing_table_is_named() -> None:
-    with pytest.raises(UsageError, match=r"no \[model\] table"):
-        required(Recipe().model, "model", command="train")
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["run.device=cpu", "train.precision=fp16"], "train.precision"),
+        (["model.d_model=12", "data.source=random"], "model.vocab_size"),
+        (["parallel.weights=bf16"], "parallel.weights"),
+        (["corpus.size_mb=1", "tokenizer.vocab_size=2048", "model.vocab_size=1000"], "model.vocab_size"),
+    ],
+)
+def test_tables_that_contradict_one_another(overrides: list[str], key: str) -> None:
+    assert key in refusal(None, *overrides, code="recipe.conflict")
+
+
+def test_a_small_vocabulary_is_right_for_other_tokens() -> None:
+    load_recipe("quickstart", ["model.vocab_size=2048"])
+    for other_tokens in ("tokenizer.path=t.json", "data.train=t.npy", "data.source=random"):
+        load_recipe("quickstart", ["model.vocab_size=1000", other_tokens])
+
+
+def test_fault_08_missing_table_is_named_with_the_recipes_that_have_it() -> None:
+    with pytest.raises(UsageError) as caught:
+        required(Recipe().bench.ddp, "bench.ddp", command="bench ddp")
+    assert caught.value.code == "recipe.missing_table"
+    assert "[bench.ddp]" in caught.value.message
+    assert "bench_ddp, bench_ddp_cpu" in caught.value.hint
+    for name in TABLES:
+        tables = [f"bench.{part}" for part in BenchConfig.model_fields] if name == "bench" else [name]
+        for table in tables:
+            for recipe in shipped_with(table):
+                loaded = load_recipe(recipe)
+                assert getattr(loaded.bench if name == "bench" else loaded, table.split(".")[-1]) is not None
 
 
 def test_fault_09_missing_file_or_folder(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="is a folder"):
-        load_recipe(tmp_path)
-    with pytest.raises(UsageError, match=r"no such recipe \(did you mean quickstart\?\)"):
-        load_recipe("quickstrat")
+    refusal(tmp_path, code="recipe.not_found")
+    assert "did you mean quickstart?" in refusal(Path("quickstrat"), code="recipe.not_found")
 
 
 def test_a_folder_does_not_hide_a_shipped_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,21 +239,17 @@ def test_a_folder_does_not_hide_a_shipped_recipe(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("override", "complaint"),
+    ("override", "code", "named"),
     [
-        ("train.steps", "expected table.key=value"),
-        ("steps=1", "expected table.key=value"),
-        ("train..steps=1", "expected table.key=value"),
-        ("trian.steps=1", "did you mean train"),
-        ("train.step=1", "did you mean steps"),
-        ("train.steps.more=1", "unknown key 'more'"),
+        ("train.steps", "recipe.wrong_override", "--set train.steps"),
+        ("steps=1", "recipe.wrong_override", "--set steps=1"),
+        ("train..steps=1", "recipe.wrong_override", "--set train..steps=1"),
+        ("trian.steps=1", "recipe.unknown_key", "did you mean train?"),
+        ("train.step=1", "recipe.unknown_key", "did you mean steps?"),
     ],
 )
-def test_fault_10_wrong_override(override: str, complaint: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        load_recipe(None, [override])
-    assert complaint in caught.value.message
-    assert caught.value.hint
+def test_fault_10_wrong_override(override: str, code: str, named: str) -> None:
+    assert named in refusal(None, override, code=code)
 
 
 def test_overrides_are_toml_and_bare_words_are_strings() -> None:
@@ -251,12 +263,10 @@ def test_overrides_are_toml_and_bare_words_are_strings() -> None:
     assert recipe.run.folder == Path("a=b")
 
 
-def test_order_is_defaults_recipe_overrides_flags(tmp_path: Path) -> None:
-    path = tmp_path / "recipe.toml"
-    path.write_text("[train]\nsteps = 2\nbatch_size = 2\nlog_interval = 2\n")
-    train = load_recipe(
-        path, ["train.batch_size=3", "train.log_interval=3"], flags={"train.log_interval": 4}
-    ).train
+def test_order_is_defaults_recipe_overrides_flags(write) -> None:
+    path = write("[train]\nsteps = 2\nbatch_size = 2\nlog_interval = 2\n")
+    overrides = ["train.batch_size=3", "train.log_interval=3"]
+    train = load_recipe(path, overrides, flags={"train.log_interval": 4}).train
     assert train is not None
     assert (train.eval_interval, train.steps, train.batch_size, train.log_interval) == (200, 2, 3, 4)
 
@@ -267,45 +277,15 @@ def test_presets_fill_what_is_left_out() -> None:
     assert (model.d_model, model.d_ff, model.num_layers, model.num_heads) == (768, 3072, 2, 12)
 
 
-def test_a_preset_on_the_command_line_replaces_the_sizes_of_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "recipe.toml"
-    path.write_text("[model]\nd_model = 64\nnum_layers = 3\ncontext_length = 99\n")
+def test_a_preset_on_the_command_line_replaces_the_sizes_of_the_file(write) -> None:
+    path = write("[model]\nd_model = 64\nnum_layers = 3\ncontext_length = 99\n")
     model = load_recipe(path, ["model.num_layers=2", "model.preset=small"]).model
     assert model is not None
     assert (model.d_model, model.d_ff, model.num_layers, model.num_heads) == (768, 3072, 2, 12)
     assert model.context_length == 99
-    path.write_text('[model]\npreset = "small"\nd_model = 96\n')  # in a file both were meant
-    model = load_recipe(path).model
+    model = load_recipe(write('[model]\npreset = "small"\nd_model = 96\n')).model  # a file means both
     assert model is not None
     assert (model.d_model, model.num_heads) == (96, 12)
-
-
-@pytest.mark.parametrize("name", ["../up", "", "a b", ".hidden", "x" * 101, "a\n"])
-def test_a_run_is_named_as_a_folder_can_be(name: str) -> None:
-    with pytest.raises(UsageError, match=r"run\.name: .* is no name: 1 to 100 letters, digits"):
-        load_recipe(None, flags={"run.name": name})
-
-
-def test_a_vocabulary_that_the_model_cannot_hold_is_refused_before_the_corpus_is_made() -> None:
-    with pytest.raises(UsageError, match=r"model\.vocab_size: 1000 is less than the tokenizer's 2048"):
-        load_recipe("quickstart", ["model.vocab_size=1000"])
-    assert load_recipe("quickstart", ["model.vocab_size=2048"]).model is not None
-    for other_tokens in ("tokenizer.path=t.json", "data.train=t.npy", "data.source=random"):
-        assert load_recipe("quickstart", ["model.vocab_size=1000", other_tokens]).model is not None
-
-
-@pytest.mark.parametrize(
-    ("override", "example"),
-    [
-        ("train.steps=ten", "quickstart"),
-        ("bench.ddp.rows=x", "bench_ddp"),
-        ("bench.lm_matrix.lr=0", "lm_matrix"),
-    ],
-)
-def test_the_hint_leads_to_a_recipe_with_such_keys(override: str, example: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        load_recipe(None, [override])
-    assert caught.value.hint == f"every key and what it takes: lmkit recipe show {example}"
 
 
 @pytest.mark.parametrize(
@@ -319,7 +299,7 @@ def test_the_hint_leads_to_a_recipe_with_such_keys(override: str, example: str) 
         ("checkpoint.checkpointing_interval=7", "checkpoint", "interval", 7),
     ],
 )
-def test_older_spellings_of_a_key_or_value(override: str, table: str, key: str, value: object) -> None:
+def test_aliases_of_a_key_or_value(override: str, table: str, key: str, value: object) -> None:
     assert getattr(getattr(load_recipe(None, [override]), table), key) == value
 
 
@@ -333,11 +313,14 @@ def test_older_spellings_of_a_key_or_value(override: str, table: str, key: str, 
     ],
 )
 def test_an_override_may_be_spelled_otherwise_than_the_file(
-    tmp_path: Path, written: str, override: str, table: str, key: str, value: object
+    write, written: str, override: str, table: str, key: str, value: object
 ) -> None:
-    path = tmp_path / "old.toml"
-    path.write_text(written)
-    assert getattr(getattr(load_recipe(path, [override]), table), key) == value
+    assert getattr(getattr(load_recipe(write(written), [override]), table), key) == value
+
+
+def test_a_key_under_both_of_its_names_is_refused(write) -> None:
+    path = write("[optimizer]\nlr = 1e-3\nlearning_rate = 2e-3\n")
+    assert "optimizer.learning_rate" in refusal(path, code="recipe.unknown_key")
 
 
 @pytest.mark.parametrize(
@@ -357,7 +340,7 @@ def test_an_override_may_be_spelled_otherwise_than_the_file(
         ("ddp", "contenders", ["pytorch", "zero1 bf16"], ("torch_ddp", "zero1 bf16")),
     ],
 )
-def test_older_spellings_in_benches(bench: str, key: str, given: object, value: object) -> None:
+def test_aliases_in_benches(bench: str, key: str, given: object, value: object) -> None:
     recipe = load_recipe(None, flags={f"bench.{bench}.{key}": given})
     assert getattr(getattr(recipe.bench, bench), key) == value
 
@@ -376,7 +359,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.dictionaries(st.sampled_from(sorted(TABLES)) | st.text(max_size=5), json_values, max_size=4))
 def test_any_content_is_loaded_or_refused_in_one_line(raw: dict[str, object]) -> None:
     try:
@@ -386,19 +369,3 @@ def test_any_content_is_loaded_or_refused_in_one_line(raw: dict[str, object]) ->
         assert "\n" not in error.message
     else:
         assert isinstance(recipe, Recipe)
-
-
-def test_who_misses_a_table_is_told_which_recipes_have_it() -> None:
-    with pytest.raises(UsageError, match=r"no \[bench\.ddp\] table") as caught:
-        required(None, "bench.ddp", command="bench ddp")
-    assert (
-        caught.value.hint == "add [bench.ddp], or take a shipped recipe that has it: bench_ddp, bench_ddp_cpu"
-    )
-    for name in TABLES:
-        tables = [f"bench.{part}" for part in BenchConfig.model_fields] if name == "bench" else [name]
-        for table in tables:
-            for recipe in shipped_with(table):
-                loaded = load_recipe(recipe)
-                assert (
-                    getattr(loaded.bench, table[6:]) if name == "bench" else getattr(loaded, name)
-                ) is not None

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from lmkit.recipe.load import load_recipe
+from lmkit.recipe.load import load_recipe, shipped_recipes
 from lmkit.recipe.reference import annotated_toml, meanings
 from lmkit.recipe.schema import Recipe, table_type
-from lmkit.recipe.shipped import shipped_recipes
-from lmkit.recipe.table import Table
+from lmkit.recipe.tables import Table
 
 
 def every_table() -> dict[str, type[Table]]:
@@ -45,12 +44,12 @@ def test_a_key_is_shown_with_value_choices_and_meaning() -> None:
     lines = annotated_toml(load_recipe("quickstart", ['generate.prompts=["a\\nb", "# c"]'])).splitlines()
     (precision,) = (line for line in lines if line.startswith("precision"))
     assert precision.startswith('precision = "fp32"  ')
-    assert "# fp32, bf16 or fp16. Of the matrix products" in precision
+    assert "# fp32, bf16 or fp16. " in precision
     (unset,) = (line for line in lines if "max_minutes" in line)
     assert unset.startswith("# max_minutes =  ")
-    assert "# not set. End after this much" in unset
+    assert "# not set. " in unset
     assert any(line.startswith('prompts = ["a\\nb", "# c"]') for line in lines)
-    assert lines[-2].startswith("# Tables that it does not have: [bench.attention],")
+    assert lines[-2].startswith("# Tables that this recipe does not have: [bench.attention],")
 
 
 def test_long_arrays_are_broken_between_items(tmp_path: Path) -> None:

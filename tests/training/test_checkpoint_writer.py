@@ -19,7 +19,7 @@ import torch
 from lmkit.errors import LmkitError
 from lmkit.parallel.failures import RankLost
 from lmkit.parallel.process_group import Ranks
-from lmkit.recipe.model import ModelConfig
+from lmkit.recipe.tables import ModelConfig
 from lmkit.training import checkpoint_writer
 from lmkit.training.checkpoint import (
     MANIFEST,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lmkit.parallel.process_group import Ranks
-from lmkit.recipe.run import RunConfig
+from lmkit.recipe.tables import RunConfig
 from lmkit.training import process as numerics_module
 from lmkit.training.process import numerics
 

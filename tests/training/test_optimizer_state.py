@@ -13,7 +13,7 @@ from lmkit.optim.adamw import AdamW, decay_groups
 from lmkit.parallel.process_group import Ranks
 from lmkit.parallel.strategies import SyncOptions
 from lmkit.parallel.zero1 import Zero1
-from lmkit.recipe.model import ModelConfig
+from lmkit.recipe.tables import ModelConfig
 from lmkit.training.model_state import load_optimizer_tensors, load_weights, model_weights, optimizer_tensors
 
 CONFIG = ModelConfig(vocab_size=64, context_length=8, d_model=16, d_ff=32, num_layers=2, num_heads=2)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lmkit.errors import LmkitError
-from lmkit.recipe.model import ModelConfig
+from lmkit.recipe.tables import ModelConfig
 from lmkit.training.state import RngState, TrainingState, capture_rng, parse_state, restore_rng
 
 CPU = torch.device("cpu")

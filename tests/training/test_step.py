@@ -12,7 +12,7 @@ from lmkit.optim.adamw import AdamW, decay_groups
 from lmkit.parallel.none import NoSync
 from lmkit.parallel.process_group import Ranks
 from lmkit.parallel.strategies import SyncOptions
-from lmkit.recipe.model import ModelConfig
+from lmkit.recipe.tables import ModelConfig
 from lmkit.training.step import GROWTH_INTERVAL, INITIAL, LossScale, Step
 
 CONFIG = ModelConfig(vocab_size=64, context_length=8, d_model=16, d_ff=32, num_layers=1, num_heads=2)

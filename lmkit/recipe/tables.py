@@ -1,0 +1,363 @@
+"""The tables of a recipe: one frozen pydantic class per TOML table.
+
+The docstring below a key is its documentation: `lmkit recipe show` prints it. `bench.py` has the tables of benches.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from lmkit.errors import did_you_mean
+from lmkit.recipe.vocabulary import END_OF_TEXT, MAX_VOCABULARY, NUM_BYTES
+from lmkit.registry import ATTENTION, DATASETS, STRATEGIES, Registry
+
+
+class Table(BaseModel):
+    """A TOML table. Refuses unknown keys, wrong types (`true` or `"12"` for an integer), inf and nan."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+
+@dataclass(frozen=True)
+class RegisteredName:
+    """Validate a name of a registry; an alias becomes the name.
+
+    Attributes:
+        also: further values, in front of the names.
+        with_variant: accept `name:variant` and `name+compile`, and leave unknown names to the bench, which has
+            rivals of its own.
+    """
+
+    registry: Registry[Any]
+    also: tuple[str, ...] = ()
+    with_variant: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self.also, *self.registry.names)
+
+    def __call__(self, value: str) -> str:
+        if self.with_variant:
+            name, plus, variant = value.partition("+")
+            return self.registry.aliases.get(name, name) + plus + variant
+        name = self.registry.aliases.get(value, value)
+        if name not in self.names:
+            known = ", ".join(self.names)
+            raise ValueError(f'"{value}" is not one of {known}{did_you_mean(value, self.names)}')
+        return name
+
+
+AttentionName = Annotated[str, AfterValidator(RegisteredName(ATTENTION))]
+AttentionVariant = Annotated[str, AfterValidator(RegisteredName(ATTENTION, with_variant=True))]
+CorpusSource = Annotated[str, AfterValidator(RegisteredName(DATASETS, also=("synth", "files")))]
+StrategyName = Annotated[str, AfterValidator(RegisteredName(STRATEGIES))]
+StrategyVariant = Annotated[str, AfterValidator(RegisteredName(STRATEGIES, with_variant=True))]
+_LARGEST = (1 << 63) - 1  # TOML's integers have 64 bits
+PositiveInt = Annotated[int, Field(gt=0, le=_LARGEST)]
+Count = Annotated[int, Field(ge=0, le=_LARGEST)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Workers = Annotated[int, Field(ge=0, le=1024)]
+"""A number of worker threads or processes; 0 means one per usable CPU."""
+
+
+class RunConfig(Table):
+    """`[run]`: the name and folder of a run, and what makes it repeatable."""
+
+    name: str = "run"
+    """Names the run folder, `<folder>/<name>`."""
+    folder: Path = Path("artifacts/runs")
+    """Parent of all run folders."""
+    seed: Count = 0
+    """Determines the initial weights and the order of batches."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` uses CUDA if there is a GPU, else the CPU; `cuda` without a GPU is an error."""
+    deterministic: bool = False
+    """On GPUs, use only kernels that return the same bits every time (slower). CPU runs always repeat."""
+    threads: Count = 0
+    """CPU threads of torch; 0: torch decides. A bit-for-bit repeat needs the same number."""
+
+    @field_validator("name")
+    @classmethod
+    def _is_a_folder_name(cls, name: str) -> str:
+        if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name) is None:
+            raise ValueError(
+                f"{name[:40]!r} is not a valid name: use 1 to 100 letters, digits, '.', '_', '-', "
+                "and begin with a letter or digit"
+            )
+        return name
+
+    @property
+    def path(self) -> Path:
+        """The run folder."""
+        return self.folder / self.name
+
+
+class CorpusConfig(Table):
+    """`[corpus]`: the text to train on and the part of it that is held out."""
+
+    source: CorpusSource = "synth"
+    """`synth`: generated stories, offline. `files`: your own text. A dataset (`tinystories`, `owt`) is downloaded."""
+    folder: Path = Path("artifacts/data")
+    """Downloads are kept here, shared by all runs."""
+    size_mb: PositiveFloat = 20.0
+    """Size of the generated training text, in 10^6 bytes (`synth`)."""
+    seed: Count = 0
+    """Seed of the generator (`synth`)."""
+    train: tuple[Path, ...] = ()
+    """Text files, or JSON lines files that end in `.jsonl` (`files`)."""
+    valid: tuple[Path, ...] = ()
+    """Held-out files (`files`); if empty, the last `valid_fraction` of the documents is held out."""
+    valid_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    """The part of the documents that is held out if `valid` is empty."""
+    field: str = "text"
+    """The key of a JSON line that holds the text (`files`)."""
+    errors: Literal["strict", "replace"] = "strict"
+    """Invalid UTF-8: stop and name the byte offset, or replace it by U+FFFD."""
+
+    @model_validator(mode="after")
+    def _files_are_named(self) -> CorpusConfig:
+        if self.source == "files" and not self.train:
+            raise ValueError('source = "files" needs train = ["some/file.txt"]')
+        if self.source != "files" and (self.train or self.valid):
+            raise ValueError(f'train and valid belong to source = "files", not "{self.source}"')
+        return self
+
+
+class TokenizerConfig(Table):
+    """`[tokenizer]`: byte-level BPE, trained on the training part of the corpus or read from a file."""
+
+    vocab_size: Annotated[int, Field(gt=0, le=MAX_VOCABULARY)] = 10_000
+    """256 bytes + merges + special tokens."""
+    special_tokens: tuple[str, ...] = (END_OF_TEXT,)
+    """Never split, never merged across; `<|endoftext|>` ends every document."""
+    workers: Workers = 0
+    """Threads for training; 0: one per CPU. The result does not depend on it."""
+    path: Path | None = None
+    """Use this tokenizer.json instead of training one."""
+
+    @model_validator(mode="after")
+    def _room_for_bytes_and_specials(self) -> TokenizerConfig:
+        if len(set(self.special_tokens)) != len(self.special_tokens) or "" in self.special_tokens:
+            raise ValueError("special_tokens must be distinct and not empty")
+        minimum = NUM_BYTES + len(self.special_tokens)
+        if self.vocab_size < minimum:
+            raise ValueError(
+                f"vocab_size is {self.vocab_size}, but 256 bytes and {len(self.special_tokens)} special "
+                f"tokens need at least {minimum}"
+            )
+        return self
+
+
+class DataConfig(Table):
+    """`[data]`: token files and how batches are drawn from them."""
+
+    train: Path | None = None
+    """Token file (.npy); default: the file that `lmkit run` made in the run folder."""
+    valid: Path | None = None
+    """Held-out token file; default: the file that `lmkit run` made."""
+    source: Literal["tokens", "random"] = "tokens"
+    """`random` draws uniform token ids and needs no file (for benchmarks)."""
+    sampling: Literal["windows", "documents"] = "windows"
+    """Sequences start anywhere in the file, or at the beginning of a document."""
+    workers: Workers = 0
+    """Threads that encode the corpus; 0: one per CPU. The result does not depend on it."""
+
+
+PRESETS: dict[str, dict[str, int]] = {
+    "tiny": {"d_model": 192, "d_ff": 512, "num_layers": 4, "num_heads": 6},
+    "small": {"d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12},
+    "medium": {"d_model": 1024, "d_ff": 4096, "num_layers": 24, "num_heads": 16},
+    "large": {"d_model": 1280, "d_ff": 5120, "num_layers": 36, "num_heads": 20},
+    "xl": {"d_model": 1600, "d_ff": 6400, "num_layers": 48, "num_heads": 25},
+    "2.7b": {"d_model": 2560, "d_ff": 10240, "num_layers": 32, "num_heads": 32},
+}
+"""Sizes named after GPT-2 and GPT-3 (Brown et al. 2020, table 2.1). SwiGLU's third matrix and an untied head make the
+models larger than their namesakes; `lmkit recipe show` prints the parameter count."""
+
+
+class ModelConfig(Table):
+    """`[model]`: the shape of the Transformer. A preset fills in what the recipe leaves out."""
+
+    preset: Literal["tiny", "small", "medium", "large", "xl", "2.7b"] | None = None
+    """Sets d_model, d_ff, num_layers and num_heads unless the recipe gives them."""
+    vocab_size: PositiveInt | None = None
+    """Default: the vocabulary size of the token file."""
+    context_length: PositiveInt = 256
+    """Tokens that the model sees at once."""
+    d_model: PositiveInt = 192
+    """Width of the residual stream."""
+    d_ff: PositiveInt = 512
+    """Width of the feed-forward part (SwiGLU: three matrices of d_model x d_ff)."""
+    num_layers: PositiveInt = 4
+    """Transformer blocks."""
+    num_heads: PositiveInt = 6
+    """Attention heads; each has d_model / num_heads dimensions."""
+    num_kv_heads: PositiveInt | None = None
+    """Fewer than `num_heads`: grouped-query attention (Ainslie et al. 2023). Default: `num_heads`."""
+    rope_theta: PositiveFloat = 10_000.0
+    """Base of the wavelengths of rotary position embeddings (Su et al. 2021)."""
+    norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+    """Added to the mean square in RMSNorm."""
+    tie_embeddings: bool = False
+    """Share one matrix between the input embedding and the head."""
+    attention: AttentionName = "sdpa"
+    """The attention kernel; `lmkit env` lists the kernels that run here."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass instead of keeping them: less memory, more time."""
+    compile: Literal["none", "block", "whole"] = "none"
+    """Use torch.compile on each block (starts sooner) or on the whole stack."""
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> ModelConfig:
+        check_heads(self.d_model, self.num_heads)
+        if self.num_heads % self.kv_heads:
+            raise ValueError(f"num_heads {self.num_heads} is not divisible by num_kv_heads {self.kv_heads}")
+        return self
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.num_heads
+
+
+def check_heads(d_model: int, num_heads: int) -> None:
+    """Raise ValueError if a model of this width cannot have this many heads."""
+    if d_model % num_heads:
+        raise ValueError(f"d_model {d_model} is not divisible by num_heads {num_heads}")
+    if d_model // num_heads % 2:
+        raise ValueError(f"d_model / num_heads = {d_model // num_heads} is odd, and RoPE rotates pairs")
+
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class OptimizerConfig(Table):
+    """`[optimizer]`: AdamW (Loshchilov and Hutter 2019) and its learning-rate schedule."""
+
+    lr: Annotated[float, Field(gt=0, le=1e6)] = 1e-3
+    """Peak learning rate, reached at the end of the warm-up."""
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    """Decay of the running means of gradient and squared gradient, per step."""
+    eps: Annotated[float, Field(gt=0, le=1e6)] = 1e-8
+    """Added to the root of the mean square."""
+    weight_decay: Annotated[float, Field(ge=0, le=1e6)] = 0.1
+    """Applied to matrices only, not to norm gains."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape of the decay after the warm-up."""
+    warmup_steps: Count = 0
+    """Steps in which the rate rises linearly from 0."""
+    min_lr: NonNegativeFloat = 0.0
+    """Learning rate at the end of the schedule, at `train.steps`."""
+
+    @model_validator(mode="after")
+    def _ends_below_its_top(self) -> OptimizerConfig:
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr {self.min_lr} is larger than lr {self.lr}")
+        return self
+
+
+class TrainConfig(Table):
+    """`[train]`: number of steps, batch size, precision, evaluation."""
+
+    steps: PositiveInt = 1000
+    """Optimizer steps; the learning-rate schedule spans them."""
+    max_minutes: PositiveFloat | None = None
+    """Stop after this much wall-clock time; the schedule then follows the fraction of time used."""
+    batch_size: PositiveInt = 32
+    """Sequences per optimizer step over all ranks; accumulation and ranks divide it."""
+    accumulation: PositiveInt = 1
+    """Micro-batches per optimizer step."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Dtype of the matrix products (autocast); weights and optimizer state stay in fp32."""
+    grad_clip: NonNegativeFloat = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+    log_interval: PositiveInt = 10
+    """Log every N steps; the first and the last step are always logged."""
+    eval_interval: Count = 200
+    """Evaluate on held-out data every N steps; 0: only at the end."""
+    eval_batches: Count = 20
+    """Batches per evaluation; 0: all held-out data. The last evaluation always uses all of it."""
+    nonfinite: Literal["stop", "skip"] = "stop"
+    """If a loss or gradient is not finite: stop before the optimizer step, or skip this step."""
+    max_skips: PositiveInt = 10
+    """With `nonfinite = "skip"`: stop after this many consecutive skipped steps."""
+
+    @model_validator(mode="after")
+    def _batch_divides(self) -> TrainConfig:
+        if self.batch_size % self.accumulation:
+            raise ValueError(
+                f"batch_size {self.batch_size} is not divisible by accumulation {self.accumulation}"
+            )
+        return self
+
+
+class ParallelConfig(Table):
+    """`[parallel]`: how gradients are synchronised between ranks."""
+
+    strategy: StrategyName = "bucketed"
+    """With one rank, every strategy is `none`."""
+    bucket_mb: PositiveFloat = 50.0
+    """Bucket size in MiB (`bucketed`, `torch_ddp`, `zero1`)."""
+    wire_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype in which fp32 gradients are reduced (`flat`, `bucketed`, `torch_ddp`, `zero1` with fp32 weights)."""
+    weights: Literal["fp32", "bf16"] = "fp32"
+    """`zero1`: fp32 weights, or bf16 weights with fp32 master weights in the shards."""
+    gather: Literal["auto", "collective"] = "auto"
+    """`zero1`: read weights from the memory of other GPUs if they can reach each other, or use the backend."""
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """`auto`: nccl on GPUs, gloo on CPUs."""
+    timeout_s: Annotated[float, Field(gt=0, le=1e8)] = 600.0
+    """End the job if a rank does not answer for this many seconds."""
+
+
+class CheckpointConfig(Table):
+    """`[checkpoint]`: when to save, how many to keep, where to resume from."""
+
+    interval: int = 0
+    """> 0: save every N steps; <= 0: only at the end. The last step is always saved."""
+    keep_last: Annotated[int, Field(ge=1)] = 2
+    """Checkpoints to keep; older ones are deleted once a newer one is complete."""
+    keep_best: Count = 0
+    """Also keep this many checkpoints with the lowest validation loss."""
+    resume: str = "auto"
+    """`auto`: the newest good checkpoint of the run folder, if any; `never`; or a checkpoint folder."""
+
+
+class GenerateConfig(Table):
+    """`[generate]`: prompts and sampling."""
+
+    prompts: tuple[str, ...] = ("",)
+    """An empty prompt starts from end-of-text: a new document."""
+    max_new_tokens: Annotated[int, Field(gt=0, le=1_000_000_000)] = 256
+    """Largest number of tokens to generate per prompt."""
+    temperature: NonNegativeFloat = 0.8
+    """Sampling temperature; 0 is greedy."""
+    top_k: Count = 0
+    """Sample from the k most likely tokens; 0: from all."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample from the smallest set of tokens whose probability reaches p (Holtzman et al. 2020)."""
+    seed: Count = 0
+    """Seed of the sampling."""
+    stop_at_end: bool = True
+    """Stop at `<|endoftext|>`."""
+
+
+class WandbConfig(Table):
+    """`[wandb]`: logging to Weights & Biases; needs the extra `lmkit[wandb]`."""
+
+    enabled: bool = False
+    """Log to Weights & Biases, too; metrics.jsonl is always written."""
+    project: str = "lmkit"
+    """Project of the run."""
+    mode: Literal["online", "offline"] = "online"
+    """`offline` writes files for `wandb sync`."""
