@@ -52,20 +52,19 @@ def test_commands_take_the_documents_that_a_recipe_takes(
 
 
 @pytest.mark.parametrize(
-    ("content", "code", "error", "hint"),
+    ("content", "code", "named"),
     [
-        (b'{"body": "a"}', 2, 'j.jsonl, line 1: no text under "text"', "corpus.field"),
-        (b'{"text": "\xff"}', 1, "j.jsonl: invalid UTF-8 at byte 10", "--errors replace"),
-        (b"one fish", 1, "j.jsonl, line 1: not JSON", "JSON object"),
-        (b"\n", 2, "j.jsonl: has no text", ""),
-        (None, 2, "j.jsonl: no such file", ""),
+        (b'{"body": "a"}', 2, "line 1"),
+        (b'{"text": "\xff"}', 1, "byte 10"),
+        (b"one fish", 1, "line 1"),
+        (b"\n", 2, "j.jsonl"),
+        (None, 2, "j.jsonl"),
     ],
 )
 def test_what_holds_no_documents_is_refused(
     content: bytes | None,
     code: int,
-    error: str,
-    hint: str,
+    named: str,
     folder: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -77,9 +76,10 @@ def test_what_holds_no_documents_is_refused(
     for command in ("tokenizer train j.jsonl out.json", "data encode j.jsonl out.npy --tokenizer t.json"):
         capsys.readouterr()
         assert lmkit(command) == code
-        said = capsys.readouterr().err.splitlines()
-        assert said[0].startswith(f"error: {error}")
-        assert hint in said[1]
+        error, hint = capsys.readouterr().err.splitlines()
+        assert "j.jsonl" in error
+        assert named in error
+        assert hint.startswith("hint: ")
     assert sorted(folder.iterdir()) == before
 
 
@@ -91,4 +91,4 @@ def test_an_output_is_refused_before_the_lines_are_read(
     for output in ("more.txt", "there.npy"):
         (folder / output).touch()
         assert lmkit(f"data encode j.jsonl {output} --tokenizer t.json") == 2
-        assert f"error: {output}: " in capsys.readouterr().err
+        assert f"]: {output}: " in capsys.readouterr().err
