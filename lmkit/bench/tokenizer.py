@@ -249,7 +249,7 @@ def short_text_rows(cases: Sequence[Case]) -> list[dict[str, Any]]:
 def _tiktoken_prompt(tokenizer: Tokenizer) -> Callable[[], object]:
     import tiktoken
 
-    from lmkit.tokenizer.pattern import PATTERN
+    from lmkit.tokenizer.pretokenize import PATTERN
 
     special = set(tokenizer.special_ids.values())
     ranks = {token: token_id for token_id, token in tokenizer.vocab.items() if token_id not in special}

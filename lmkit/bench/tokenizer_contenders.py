@@ -25,8 +25,7 @@ from numpy.lib import format as npy
 
 from lmkit.tokenizer import END_OF_TEXT, Tokenizer, train_tokenizer
 from lmkit.tokenizer.chunks import exact_chunks
-from lmkit.tokenizer.pattern import PATTERN
-from lmkit.tokenizer.special_tokens import SpecialTokens
+from lmkit.tokenizer.pretokenize import PATTERN, SpecialTokens
 
 
 @dataclass(frozen=True)
@@ -96,16 +95,8 @@ def encode_ours(job: Job) -> Timed:
     from lmkit.data.encoding import encode_corpus
 
     tokenizer = Tokenizer.load(job.tokenizer)
-    tokenizer.chunk_encoder()  # compiles, if that was never done on this machine
+    tokenizer.new_encoder()  # compiles, if that was never done on this machine
     return lambda: encode_corpus([Path(job.text)], Path(job.output), tokenizer, workers=job.workers)
-
-
-def encode_ours_numpy(job: Job) -> Timed:
-    """Ours as on a machine without a compiler."""
-    from lmkit.tokenizer import native
-
-    native.library = lambda: None  # type: ignore[assignment]
-    return encode_ours(job)
 
 
 def encode_huggingface(job: Job) -> Timed:
@@ -176,7 +167,6 @@ CONTENDERS: dict[tuple[str, str], Callable[[Job], Timed]] = {
     ("train", "tokenizers"): train_huggingface,
     ("train", "rustbpe"): train_rustbpe,
     ("encode", "lmkit"): encode_ours,
-    ("encode", "lmkit (numpy)"): encode_ours_numpy,
     ("encode", "tokenizers"): encode_huggingface,
     ("encode", "tiktoken"): encode_tiktoken,
 }

@@ -19,7 +19,6 @@ from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.environment import usable_cpus
 from lmkit.measure.progress import Progress
 from lmkit.tokenizer import END_OF_TEXT, Tokenizer
-from lmkit.tokenizer.chunk_encoder import ChunkEncoder
 from lmkit.tokenizer.chunks import (
     Chunk,
     ErrorMode,
@@ -28,7 +27,7 @@ from lmkit.tokenizer.chunks import (
     text_file_status,
     valid_utf8,
 )
-from lmkit.tokenizer.workers import share_out
+from lmkit.tokenizer.engine import Encoder, share_out
 
 _TAIL_BYTES = 4096  # the end of a source, which is searched for its last end-of-text token
 
@@ -88,7 +87,7 @@ def _encode(
         output, vocab_size=tokenizer.vocab_size, tokenizer_sha256=tokenizer.sha256
     ) as writer:
 
-        def encode(encoder: ChunkEncoder) -> Callable[[Chunk], np.ndarray]:
+        def encode(encoder: Encoder) -> Callable[[Chunk], np.ndarray]:
             return lambda chunk: encoder.encode(reader.text_of(chunk), tokenizer.specials)
 
         def write(chunk: Chunk, ids: np.ndarray) -> None:
@@ -99,7 +98,7 @@ def _encode(
             if progress is not None:
                 progress("encode", done_bytes, reader.total_bytes)
 
-        encoders = [tokenizer.chunk_encoder() for _ in range(workers)]
+        encoders = [tokenizer.new_encoder() for _ in range(workers)]
         share_out(reader.chunks(), [encode(encoder) for encoder in encoders], write)
         return writer.finish(
             num_documents=num_documents if end_of_text is not None else reader.num_sources,

@@ -1,7 +1,36 @@
-"""Byte-level BPE: train it, encode and decode with it, read and write its files. Free of torch."""
+"""Byte-level BPE: train a tokenizer, encode and decode text, read and write tokenizer files.
 
-from lmkit.recipe.vocabulary import END_OF_TEXT
-from lmkit.tokenizer.tokenizer import Tokenizer
-from lmkit.tokenizer.training import train_tokenizer
+>>> from lmkit.tokenizer import Tokenizer, learn_merges
+>>> learn_merges({b"low": 5, b"lower": 2, b"newest": 6, b"widest": 3}, 3)
+[(b's', b't'), (b'e', b'st'), (b'o', b'w')]
+>>> Tokenizer.from_merges([(b"s", b"t"), (b"e", b"st"), (b"o", b"w")]).encode("lowest")
+[108, 258, 257]
 
-__all__ = ["END_OF_TEXT", "Tokenizer", "train_tokenizer"]
+Nothing here imports torch.
+"""
+
+from typing import TYPE_CHECKING
+
+from lmkit import lazy
+
+if TYPE_CHECKING:
+    from lmkit.tokenizer.bpe import learn_merges as learn_merges
+    from lmkit.tokenizer.pretokenize import END_OF_TEXT as END_OF_TEXT
+    from lmkit.tokenizer.pretokenize import PATTERN as PATTERN
+    from lmkit.tokenizer.pretokenize import split_words as split_words
+    from lmkit.tokenizer.tokenizer import Tokenizer as Tokenizer
+    from lmkit.tokenizer.tokenizer import inspect_tokenizer as inspect_tokenizer
+    from lmkit.tokenizer.training import train_tokenizer as train_tokenizer
+
+__getattr__, __dir__, __all__ = lazy.exports(
+    __name__,
+    {
+        "Tokenizer": "tokenizer",
+        "train_tokenizer": "training",
+        "inspect_tokenizer": "tokenizer",
+        "learn_merges": "bpe",
+        "split_words": "pretokenize",
+        "PATTERN": "pretokenize",
+        "END_OF_TEXT": "pretokenize",
+    },
+)

@@ -1,9 +1,10 @@
-"""Text as a stream of pieces that can be encoded apart: every cut lies where a word begins, whatever follows.
+"""Cut a stream of text into chunks that can be encoded apart.
 
-GPT-2's pattern has no word in which whitespace follows a character that is none. So a space or a newline after such
-a character always begins a word, and no look-ahead of the pattern reaches across it. The same holds between a letter
-or number and what is neither: that serves scripts that are written without spaces. A cut inside a special token is
-refused. Pieces in this sense are exact: the ids of the pieces, joined, are the ids of the text.
+A cut is exact if a word begins there whatever text follows: then the ids of the chunks, joined, are the ids of the
+text. No word of GPT-2's pattern contains whitespace behind a character of another kind. So a space or a newline
+behind such a character always begins a word, and no look-ahead of the pattern reaches across it. The same holds
+between a letter or number and a character that is neither, which serves scripts without spaces. A special token is
+never cut.
 """
 
 from __future__ import annotations
@@ -18,65 +19,72 @@ from typing import Literal, NamedTuple
 import regex
 
 from lmkit.errors import LmkitError, UsageError, reason
-from lmkit.tokenizer.native import chunk_bytes, is_utf8
-from lmkit.tokenizer.special_tokens import SpecialTokens
+from lmkit.tokenizer.engine import CHUNK_BYTES, is_utf8
+from lmkit.tokenizer.pretokenize import SpecialTokens
 
 ErrorMode = Literal["strict", "replace"]
 
 _BEFORE_SPACE = re.compile(rb"[\x21-\x7e](?=[ \n])")
 _AFTER_LETTER = regex.compile(r"(?<=[\p{L}\p{N}])(?=[^\p{L}\p{N}])")
 _LONGEST_CHARACTER = 4  # bytes of UTF-8
-_TRIES = 16  # the last places in a window; some may lie in special tokens
+_TRIES = 16  # places to try per window; some may lie in special tokens
 
 
 class Chunk(NamedTuple):
-    """Some text and where it stands: `num_bytes` bytes from byte `offset` of source number `source`."""
+    """`num_bytes` bytes of text from byte `offset` of source number `source`."""
 
     source: int
     offset: int
     num_bytes: int
-    data: bytes  # these bytes, or what `valid_utf8` made of them
+    data: bytes  # these bytes, or their replacement by `valid_utf8`
 
 
 def text_file_status(path: Path) -> os.stat_result:
-    """Of a file that can be read more than once.
+    """Return the status of a text file.
 
     Raises:
-        UsageError: it cannot be looked at, or is no regular file.
+        UsageError: the file is missing, or is not a regular file (a pipe could be read only once).
     """
     try:
         status = path.stat()
     except OSError as error:
-        raise UsageError(f"{path}: {reason(error)}", hint="give the path of a text file") from error
+        raise _unreadable(path, reason(error)) from error
     if not stat.S_ISREG(status.st_mode):
-        raise UsageError(f"{path}: is not a regular file", hint="give the path of a text file")
+        raise _unreadable(path, "is not a regular file")
     return status
 
 
-def read_blocks(path: Path, size: int | None = None) -> Iterator[bytes]:
-    """Yield the content of a file, `size` bytes at a time (`chunk_bytes`).
+def read_blocks(path: Path, size: int = CHUNK_BYTES) -> Iterator[bytes]:
+    """Yield the content of a file, `size` bytes at a time.
 
     Raises:
-        UsageError: there is no such file, or it cannot be read.
+        UsageError: the file is missing or cannot be read.
     """
     try:
         with open(path, "rb", buffering=0) as file:
-            while block := file.read(size or chunk_bytes()):
+            while block := file.read(size):
                 yield block
     except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
-        raise UsageError(f"{path}: {reason(error)}", hint="give the path of a text file") from error
+        raise _unreadable(path, reason(error)) from error
+
+
+def _unreadable(path: Path, why: str) -> UsageError:
+    return UsageError("text.unreadable", f"{path}: {why}", hint="give the path of a text file")
 
 
 def exact_chunks(
-    blocks: Iterable[bytes], specials: SpecialTokens, *, size: int | None = None, source: int = 0
+    blocks: Iterable[bytes], specials: SpecialTokens, *, size: int = CHUNK_BYTES, source: int = 0
 ) -> Iterator[Chunk]:
-    """Regroup a stream of bytes into chunks of about `size` bytes (`chunk_bytes`) that can be encoded apart.
+    """Regroup a stream of bytes into chunks of about `size` bytes that can be encoded apart.
 
-    Memory: `size` plus the longest stretch of text without a place to cut (one word, usually).
+    Memory: `size` bytes plus the longest stretch of text without a cut (usually one word).
+
+    >>> [chunk.data for chunk in exact_chunks([b"one two thr", b"ee four"], SpecialTokens({}), size=10)]
+    [b'one', b' two three', b' four']
     """
     waiting: list[bytes] = []
     length = offset = 0
-    wanted = size = size or chunk_bytes()
+    wanted = size
     for block in blocks:
         waiting.append(block)
         length += len(block)
@@ -85,7 +93,7 @@ def exact_chunks(
         data = b"".join(waiting)
         cut = last_cut(data, specials)
         if cut == 0:
-            # One enormous word. Looking again only when the text has doubled keeps the search linear.
+            # One enormous word: searching again only when the text has doubled keeps the search linear.
             waiting, wanted = [data], 2 * length
             continue
         yield Chunk(source, offset, cut, data[:cut])
@@ -96,8 +104,8 @@ def exact_chunks(
 
 
 def last_cut(data: bytes, specials: SpecialTokens) -> int:
-    """Return the last offset in `data` at which it may be cut though more text follows; 0 if there is none."""
-    # A special token, or a character, may have begun at the end of `data` and not be whole yet.
+    """Return the last offset at which `data` may be cut, whatever follows; 0 if there is none."""
+    # The end of `data` may be the beginning of a special token or of a character.
     limit = len(data) - max(specials.longest, _LONGEST_CHARACTER)
     window = 1 << 8
     while True:
@@ -116,8 +124,8 @@ def _cuts_before_space(data: bytes, low: int, high: int) -> list[int]:
 
 
 def _cuts_after_letter(data: bytes, low: int, high: int) -> list[int]:
-    # Bytes that are not UTF-8 become surrogates, which are neither letters nor numbers, and come back unchanged.
-    # To the very end, not to `high`: half a character there would look like a surrogate behind a letter.
+    # Bytes that are not UTF-8 become surrogates, which are neither letters nor numbers.
+    # Decode beyond `high`: a character that `high` divides would look like a surrogate behind a letter.
     text = data[low:].decode("utf-8", "surrogateescape")
     last_few = [match.start() for match in _AFTER_LETTER.finditer(text)][-2 * _TRIES :]
     cuts = [low + len(text[:cut].encode("utf-8", "surrogateescape")) for cut in last_few]
@@ -125,10 +133,10 @@ def _cuts_after_letter(data: bytes, low: int, high: int) -> list[int]:
 
 
 def valid_utf8(chunk: Chunk, name: str, errors: ErrorMode) -> Chunk:
-    """Return `chunk` if it is UTF-8; else what U+FFFD makes of it, if `errors` allows that.
+    """Return `chunk` as valid UTF-8; with errors="replace", invalid bytes become U+FFFD.
 
     Raises:
-        LmkitError: they are not UTF-8 and `errors` is "strict"; names the byte offset.
+        LmkitError: the text is not UTF-8 and `errors` is "strict"; names the byte offset.
     """
     if is_utf8(chunk.data):
         return chunk
@@ -138,7 +146,8 @@ def valid_utf8(chunk: Chunk, name: str, errors: ErrorMode) -> Chunk:
         chunk.data.decode()
     except UnicodeDecodeError as error:
         raise LmkitError(
+            "text.not_utf8",
             f"{name}: invalid UTF-8 at byte {chunk.offset + error.start}",
-            hint="fix the file, or replace what is invalid by U+FFFD with --errors replace",
+            hint="fix the file, or read invalid bytes as U+FFFD with --errors replace",
         ) from None
     return chunk

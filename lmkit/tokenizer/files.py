@@ -1,11 +1,12 @@
-"""Tokenizers on disk: Hugging Face's `tokenizer.json`, and GPT-2's `vocab.json` with `merges.txt`.
+"""Read and write tokenizers: Hugging Face's `tokenizer.json`, and GPT-2's `vocab.json` with `merges.txt`.
 
-A damaged file is an LmkitError, another kind of tokenizer a UsageError. Files are written without a final newline:
-then no shorter piece of one is a whole JSON document, and a cut file is always noticed.
+Both formats write a token as a string with one visible character per byte (`to_characters`). JSON is written without
+a final newline, so that a truncated file is never a whole document.
 """
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterable
 from json.encoder import encode_basestring
@@ -14,17 +15,52 @@ from typing import TYPE_CHECKING, Any
 
 from lmkit.errors import LmkitError, UsageError, reason
 from lmkit.storage import write_atomic
-from lmkit.tokenizer.byte_alphabet import to_bytes, to_characters
 
 if TYPE_CHECKING:
     from lmkit.tokenizer.tokenizer import Tokenizer
 
-DAMAGED = (
-    "another kind of file? One that is damaged or cut is made again (lmkit tokenizer train) or copied again"
+_DAMAGED_HINT = (
+    "not a tokenizer? Replace a damaged file: train again (lmkit tokenizer train) or copy it again"
 )
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-_MOST_IDS = 1 << 24  # an embedding needs a row for each, used or not
+_MOST_IDS = 1 << 24  # an embedding needs a row for each id, used or not
 _MERGES_HEADER = "#version: 0.2"
+
+
+def damaged(path: str | Path, what: object) -> LmkitError:
+    """Return the error for a tokenizer file whose content is wrong."""
+    return LmkitError("tokenizer.damaged_file", f"{path}: {what}", hint=_DAMAGED_HINT)
+
+
+# ---- the byte alphabet
+
+# GPT-2's `bytes_to_unicode` (Radford et al. 2019, `encoder.py`): bytes that are visible in Latin-1 stand for
+# themselves; the others, in order, are the characters from U+0100 on. A space becomes U+0120.
+_VISIBLE = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+_HIDDEN = [byte for byte in range(256) if byte not in _VISIBLE]
+_CHARACTERS = "".join(chr(byte if byte in _VISIBLE else 256 + _HIDDEN.index(byte)) for byte in range(256))
+_BYTES = codecs.charmap_build(_CHARACTERS)  # one character per byte is a codec with a table
+
+
+def to_characters(token: bytes) -> str:
+    """Write a token in the byte alphabet.
+
+    >>> to_characters(b" the")
+    'Ġthe'
+    """
+    return codecs.charmap_decode(token, "strict", _CHARACTERS)[0]
+
+
+def to_bytes(characters: str) -> bytes:
+    """Read a token in the byte alphabet.
+
+    Raises:
+        ValueError: a character outside the alphabet.
+
+    >>> to_bytes("Ġthe")
+    b' the'
+    """
+    return codecs.charmap_encode(characters, "strict", _BYTES)[0]
 
 
 # ---- tokenizer.json
@@ -34,7 +70,7 @@ def to_json(tokenizer: Tokenizer) -> str:
     """Return the content of `tokenizer.json`.
 
     Raises:
-        UsageError: a special token reads like an ordinary one in the byte alphabet of the format.
+        UsageError: a special token is written like an ordinary token.
     """
     content = {
         "version": "1.0",
@@ -67,14 +103,14 @@ def to_json(tokenizer: Tokenizer) -> str:
             "ignore_merges": False,
         },
     }
-    # The two long parts are put together by hand, every token quoted once: every encoding waits for the hash of this
-    # text, and json.dumps takes twice as long.
+    # The two long parts are joined by hand, with each token quoted once: json.dumps takes twice as long, and every
+    # encoding of a corpus waits for the hash of this text.
     quoted = {token_id: encode_basestring(name) for token_id, name in _names(tokenizer).items()}
     vocab = ", ".join([f"{name}: {token_id}" for token_id, name in quoted.items()])
-    pairs = tokenizer.merge_table.pairs()
-    merges = ", ".join([f"[{quoted[left]}, {quoted[right]}]" for left, right in pairs])
-    all_but_these = json.dumps(content, ensure_ascii=False).removesuffix("}}")
-    return f'{all_but_these}, "vocab": {{{vocab}}}, "merges": [{merges}]}}}}'
+    pairs = tokenizer.merge_table.merges
+    merges = ", ".join([f"[{quoted[left]}, {quoted[right]}]" for left, right, _ in pairs])
+    the_rest = json.dumps(content, ensure_ascii=False).removesuffix("}}")
+    return f'{the_rest}, "vocab": {{{vocab}}}, "merges": [{merges}]}}}}'
 
 
 def save_json(tokenizer: Tokenizer, path: Path) -> None:
@@ -82,7 +118,12 @@ def save_json(tokenizer: Tokenizer, path: Path) -> None:
 
 
 def load_json(path: Path) -> dict[str, Any]:
-    """Return the arguments of `Tokenizer`."""
+    """Return the arguments of `Tokenizer`.
+
+    Raises:
+        UsageError: no such file, or another kind of tokenizer.
+        LmkitError: the file is damaged.
+    """
     content = _parse(path)
     try:
         model = content["model"]
@@ -94,16 +135,16 @@ def load_json(path: Path) -> dict[str, Any]:
             [*((to_bytes(token), i) for token, i in ordinary), *((t.encode(), i) for t, i in added)]
         )
     except _WrongId as error:
-        raise LmkitError(f"{path}: {error}", hint=DAMAGED) from error
+        raise damaged(path, error) from error
     except KeyError as error:
-        raise LmkitError(f"{path}: not a whole tokenizer.json: no key {error}", hint=DAMAGED) from error
+        raise damaged(path, f"not a whole tokenizer.json: no key {error}") from error
     except (TypeError, AttributeError, ValueError) as error:
-        raise LmkitError(f"{path}: not a tokenizer.json: a value of another kind", hint=DAMAGED) from error
+        raise damaged(path, "not a tokenizer.json: a value has the wrong type") from error
     return {"vocab": vocab, "merges": merges, "special_tokens": tuple(text for text, _ in added)}
 
 
 def _check_kind(content: dict[str, Any], model: dict[str, Any], path: Path) -> None:
-    """Refuse what would load but encode differently here."""
+    """Refuse a tokenizer that would load but encode differently here."""
     before = content["pre_tokenizer"] or {}
     same = (
         model["type"] == "BPE"
@@ -120,7 +161,8 @@ def _check_kind(content: dict[str, Any], model: dict[str, Any], path: Path) -> N
     )
     if not same:
         raise UsageError(
-            f"{path}: not a byte-level BPE tokenizer with GPT-2's pre-tokenisation",
+            "tokenizer.unsupported",
+            f"{path}: not a byte-level BPE tokenizer with GPT-2's pre-tokenization",
             hint="train one with: lmkit tokenizer train",
         )
 
@@ -136,19 +178,23 @@ def _pair(merge: str | list[str]) -> tuple[bytes, bytes]:
 def save_gpt2(tokenizer: Tokenizer, folder: Path) -> None:
     names = _names(tokenizer)
     vocab = {name: token_id for token_id, name in names.items()}
-    lines = [f"{names[left]} {names[right]}" for left, right in tokenizer.merge_table.pairs()]
+    lines = [f"{names[left]} {names[right]}" for left, right, _ in tokenizer.merge_table.merges]
     write_atomic(folder / "vocab.json", json.dumps(vocab, ensure_ascii=False))
     write_atomic(folder / "merges.txt", "\n".join([_MERGES_HEADER, *lines]) + "\n")
 
 
 def load_gpt2(vocab_json: Path, merges_txt: Path) -> dict[str, Any]:
-    """Return the arguments of `Tokenizer`."""
+    """Return the arguments of `Tokenizer`. A token that is no byte and comes from no merge is a special token.
+
+    Raises:
+        UsageError: no such file. LmkitError: a file is damaged.
+    """
     content = _parse(vocab_json)
     lines = _read(merges_txt).splitlines()
     try:
         merges = [_pair(line) for line in lines if line and not line.startswith("#version")]
     except ValueError as error:
-        raise LmkitError(f"{merges_txt}: not a list of merges ({error})", hint=DAMAGED) from error
+        raise damaged(merges_txt, f"not a list of merges ({error})") from error
     made = {to_characters(left + right) for left, right in merges} | {
         to_characters(bytes([b])) for b in range(256)
     }
@@ -157,7 +203,7 @@ def load_gpt2(vocab_json: Path, merges_txt: Path) -> dict[str, Any]:
             (to_bytes(token) if token in made else token.encode(), i) for token, i in content.items()
         )
     except ValueError as error:
-        raise LmkitError(f"{vocab_json}: {error}", hint=DAMAGED) from error
+        raise damaged(vocab_json, error) from error
     special_tokens = tuple(token for token in content if token not in made)
     return {"vocab": vocab, "merges": merges, "special_tokens": special_tokens}
 
@@ -166,14 +212,14 @@ def load_gpt2(vocab_json: Path, merges_txt: Path) -> dict[str, Any]:
 
 
 class _WrongId(ValueError):
-    """A token without an id of its own."""
+    """A token has no id, or the id of another token."""
 
 
 def _by_id(tokens: Iterable[tuple[bytes, Any]]) -> dict[int, bytes]:
     """Return id -> token.
 
     Raises:
-        _WrongId: an id is none, or is there twice.
+        _WrongId: a token has no id, or the id of another token.
     """
     vocab: dict[int, bytes] = {}
     for token, token_id in tokens:
@@ -186,16 +232,17 @@ def _by_id(tokens: Iterable[tuple[bytes, Any]]) -> dict[int, bytes]:
 
 
 def _names(tokenizer: Tokenizer) -> dict[int, str]:
-    """Return how each token is written in a file, by id: special tokens as they are, others in the byte alphabet.
+    """Return id -> the token as it is written: special tokens unchanged, others in the byte alphabet.
 
     Raises:
-        UsageError: two would be written alike.
+        UsageError: two tokens would be written alike.
     """
     special = {token_id: text for text, token_id in tokenizer.special_ids.items()}
     names = {i: special.get(i) or to_characters(token) for i, token in tokenizer.vocab.items()}
     if len(set(names.values())) < len(names):
         raise UsageError(
-            "a special token reads like an ordinary token in tokenizer.json",
+            "tokenizer.special_tokens",
+            "a special token is written like an ordinary token in tokenizer.json",
             hint="choose another special token",
         )
     return names
@@ -205,13 +252,13 @@ def _parse(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(_read(path))
     except json.JSONDecodeError as error:
-        raise LmkitError(f"{path}: not JSON (byte {error.pos} or so)", hint=DAMAGED) from error
+        raise damaged(path, f"not JSON (near byte {error.pos})") from error
     except RecursionError as error:
-        raise LmkitError(f"{path}: nested too deeply for a tokenizer", hint=DAMAGED) from error
-    except ValueError as error:  # Python reads no number of thousands of digits
-        raise LmkitError(f"{path}: a number is too long", hint=DAMAGED) from error
+        raise damaged(path, "nested too deeply for a tokenizer") from error
+    except ValueError as error:  # Python refuses to read a number of thousands of digits
+        raise damaged(path, "a number is too long") from error
     if not isinstance(content, dict):
-        raise LmkitError(f"{path}: not a JSON object", hint=DAMAGED)
+        raise damaged(path, "not a JSON object")
     return content
 
 
@@ -220,8 +267,9 @@ def _read(path: Path) -> str:
         return path.read_bytes().decode()
     except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
         raise UsageError(
+            "tokenizer.unreadable",
             f"{path}: {reason(error)}",
-            hint="a tokenizer is one file, tokenizer.json; lmkit tokenizer import makes it of GPT-2's two",
+            hint="a tokenizer is one file, tokenizer.json; make it from GPT-2's two with lmkit tokenizer import",
         ) from error
     except UnicodeDecodeError as error:
-        raise LmkitError(f"{path}: not UTF-8 at byte {error.start}", hint=DAMAGED) from error
+        raise damaged(path, f"not UTF-8 at byte {error.start}") from error

@@ -6,42 +6,40 @@ import functools
 import hashlib
 import operator
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from lmkit.errors import LmkitError
-from lmkit.recipe.vocabulary import END_OF_TEXT
+from lmkit.recipe.vocabulary import END_OF_TEXT, NUM_BYTES
 from lmkit.tokenizer import files
-from lmkit.tokenizer.bpe import MergeTable
-from lmkit.tokenizer.chunk_encoder import ChunkEncoder
-from lmkit.tokenizer.chunks import exact_chunks
-from lmkit.tokenizer.native import chunk_bytes, chunk_encoder, is_utf8
-from lmkit.tokenizer.pattern import split_words
-from lmkit.tokenizer.special_tokens import SpecialTokens
+from lmkit.tokenizer.bpe import MergeTable, Pair
+from lmkit.tokenizer.chunks import exact_chunks, read_blocks, valid_utf8
+from lmkit.tokenizer.engine import CHUNK_BYTES, Encoder, PythonEncoder, is_utf8, new_encoder
+from lmkit.tokenizer.pretokenize import SpecialTokens
 
 _STREAM_BYTES = 1 << 16
 
-AllowedSpecial = Literal["all"] | frozenset[str]
-
 
 class Tokenizer:
-    """Byte-level BPE with GPT-2's pre-tokenisation.
+    """Byte-level BPE with GPT-2's pre-tokenization.
 
     Every string has ids and every list of ids has bytes: `decode(encode(text)) == text`.
 
     Args:
-        vocab: token id -> bytes; holds all 256 single bytes.
-        merges: pairs of tokens in order of learning; what they make is in `vocab`.
+        vocab: token id -> bytes; contains all 256 single bytes.
+        merges: pairs of tokens in the order in which they were learned; `vocab` contains the merged tokens.
         special_tokens: never split, never merged across; one that `vocab` lacks gets the next free id.
 
     Raises:
-        ValueError: a byte or a merge is missing in `vocab`, or a special token is empty or named twice.
+        ValueError: a byte or a merged token is missing in `vocab`, or a special token is empty or given twice.
 
     >>> vocab = {i: bytes([i]) for i in range(256)} | {256: b"he", 257: b"hel"}
-    >>> tokenizer = Tokenizer(vocab=vocab, merges=[(b"h", b"e"), (b"he", b"l")], special_tokens=("<|endoftext|>",))
+    >>> tokenizer = Tokenizer(vocab=vocab, merges=[(b"h", b"e"), (b"he", b"l")], special_tokens=["<|endoftext|>"])
     >>> tokenizer.encode("hello<|endoftext|>")
     [257, 108, 111, 258]
+    >>> tokenizer.decode([257, 108, 111])
+    'hello'
     """
 
     def __init__(
@@ -62,21 +60,35 @@ class Tokenizer:
             self.vocab[token_id] = text.encode()
         self.vocab_size = max(self.vocab) + 1
         """One more than the largest id: the rows that an embedding needs."""
-        self._specials = SpecialTokens(self.special_ids)
+        self.specials = SpecialTokens(self.special_ids)
         self.merge_table = MergeTable(
             [ordinary[bytes([byte])] for byte in range(256)],
             [(ordinary[left], ordinary[right], ordinary[left + right]) for left, right in self.merges],
         )
-        self._chunk_encoder_lock = threading.Lock()
+        self._lock = threading.Lock()  # an encoder serves one thread at a time
+
+    @classmethod
+    def from_merges(cls, merges: Sequence[Pair], special_tokens: Sequence[str] = ()) -> Tokenizer:
+        """Return a tokenizer whose ids are the 256 bytes, the merges in order, then the special tokens.
+
+        >>> Tokenizer.from_merges([(b"h", b"e")], ["<|endoftext|>"]).encode("he<|endoftext|>")
+        [256, 257]
+        """
+        tokens = [bytes([byte]) for byte in range(NUM_BYTES)] + [left + right for left, right in merges]
+        return cls(vocab=dict(enumerate(tokens)), merges=merges, special_tokens=special_tokens)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # For pickle: a new one from the same content. Locks and compiled encoders stay behind.
-        return functools.partial(
-            Tokenizer, vocab=self.vocab, merges=self.merges, special_tokens=self.special_tokens
-        ), ()
+        # Pickle the content; locks and compiled encoders are made anew.
+        content: dict[str, Any] = {
+            "vocab": self.vocab,
+            "merges": self.merges,
+            "special_tokens": self.special_tokens,
+        }
+        return functools.partial(Tokenizer, **content), ()
 
     @property
     def end_of_text_id(self) -> int | None:
+        """The id of `<|endoftext|>`, which ends every document; None if the tokenizer lacks it."""
         return self.special_ids.get(END_OF_TEXT)
 
     @functools.cached_property
@@ -86,84 +98,75 @@ class Tokenizer:
 
     # ---- encoding
 
-    def encode(self, text: str, *, allowed_special: AllowedSpecial = "all") -> list[int]:
+    def encode(self, text: str, *, allowed_special: str | Collection[str] = "all") -> list[int]:
         """Return the ids of `text`.
 
         Args:
-            allowed_special: the special tokens that are recognised; the others are encoded as plain text.
+            allowed_special: the special tokens to recognize ("all" or a collection); the others are plain text.
 
         Raises:
-            ValueError: `allowed_special` names something that is not a special token of this tokenizer, or `text`
-                holds a lone surrogate, which has no UTF-8.
+            ValueError: `allowed_special` names a string that is not a special token of this tokenizer, or `text`
+                contains a lone surrogate, which has no UTF-8.
         """
         return self._encode_utf8(text.encode(), self._allowed(allowed_special))
 
-    def encode_bytes(self, data: bytes, *, allowed_special: AllowedSpecial = "all") -> list[int]:
-        """Return the ids of any bytes. Where they are not UTF-8, each invalid byte counts as a punctuation mark.
+    def encode_bytes(self, data: bytes, *, allowed_special: str | Collection[str] = "all") -> list[int]:
+        """Return the ids of any bytes. A byte that is not valid UTF-8 counts as a punctuation mark.
 
         Raises:
             ValueError: as `encode`.
+
+        >>> Tokenizer.from_merges([]).encode_bytes(b"a\\xff")
+        [97, 255]
         """
         specials = self._allowed(allowed_special)
         if is_utf8(data):
             return self._encode_utf8(data, specials)
-        ids: list[int] = []
-        end = 0
-        for span in specials.find(data):
-            ids += self._encode_escaped(data[end : span.start])
-            ids.append(span.token_id)
-            end = span.end
-        return ids + self._encode_escaped(data[end:])
+        return PythonEncoder(self.merge_table).encode(data, specials).tolist()
 
     def encode_iterable(self, texts: Iterable[str]) -> Iterator[int]:
-        """Yield the ids of the strings' concatenation, in constant memory; for example of an open text file.
+        """Yield the ids of the joined strings, in constant memory; for example of an open text file.
 
-        Where one string ends and the next begins leaves no trace: words and special tokens may reach across.
+        The ids do not depend on where one string ends and the next begins.
+
+        >>> list(Tokenizer.from_merges([(b"a", b"b")]).encode_iterable(["a", "b"]))
+        [256]
         """
         blocks = (text.encode() for text in texts)
-        for chunk in exact_chunks(blocks, self._specials, size=_STREAM_BYTES):
-            yield from self._encode_utf8(chunk.data, self._specials)
+        for chunk in exact_chunks(blocks, self.specials, size=_STREAM_BYTES):
+            yield from self._encode_utf8(chunk.data, self.specials)
 
-    def chunk_encoder(self) -> ChunkEncoder:
-        """Return a new encoder of large pieces of bytes, for one thread."""
-        return chunk_encoder(self.merge_table)
+    def new_encoder(self) -> Encoder:
+        """Return a new encoder of chunks of bytes, for one thread."""
+        return new_encoder(self.merge_table)
 
-    @property
-    def specials(self) -> SpecialTokens:
-        """Finds the special tokens in bytes."""
-        return self._specials
-
-    def _allowed(self, allowed: AllowedSpecial) -> SpecialTokens:
-        return self._specials if allowed == "all" else self._specials.only(allowed)
+    def _allowed(self, allowed: str | Collection[str]) -> SpecialTokens:
+        if allowed == "all":
+            return self.specials
+        return self.specials.only([allowed] if isinstance(allowed, str) else allowed)
 
     def _encode_utf8(self, data: bytes, specials: SpecialTokens) -> list[int]:
-        with self._chunk_encoder_lock:
-            if len(data) <= chunk_bytes():
-                return self._chunk_encoder.encode(data, specials).tolist()
+        with self._lock:
+            if len(data) <= CHUNK_BYTES:
+                return self._encoder.encode(data, specials).tolist()
             ids: list[int] = []
             for chunk in exact_chunks([data], specials):
-                ids += self._chunk_encoder.encode(chunk.data, specials).tolist()
+                ids += self._encoder.encode(chunk.data, specials).tolist()
             return ids
 
     @functools.cached_property
-    def _chunk_encoder(self) -> ChunkEncoder:
-        return self.chunk_encoder()
-
-    def _encode_escaped(self, data: bytes) -> list[int]:
-        ids: list[int] = []
-        for word in split_words(data.decode("utf-8", "surrogateescape")):
-            ids += self.merge_table.merge_word(word.encode("utf-8", "surrogateescape"))
-        return ids
+    def _encoder(self) -> Encoder:
+        return self.new_encoder()
 
     # ---- decoding
 
     def decode(self, ids: Iterable[int], *, errors: str = "replace") -> str:
         """Return the text of `ids`.
 
-        A token may hold part of a character: by default, what is not UTF-8 becomes U+FFFD.
+        A token may contain a part of a character. By default, bytes that are not UTF-8 become U+FFFD.
 
         Raises:
-            ValueError: an id that is not in the vocabulary; with errors="strict" also bytes that are not UTF-8.
+            ValueError: an id is not in the vocabulary; with errors="strict" also bytes that are not UTF-8.
         """
         return self.decode_bytes(ids).decode("utf-8", errors)
 
@@ -171,12 +174,12 @@ class Tokenizer:
         """Return the bytes of `ids`, joined.
 
         Raises:
-            ValueError: an id that is not in the vocabulary.
+            ValueError: an id is not in the vocabulary.
         """
         ids = ids if isinstance(ids, (list, tuple)) else list(ids)
         try:
             return b"".join([self.vocab[token_id] for token_id in ids])
-        except KeyError:  # one is no id, or an id as a tensor, which equals no other key
+        except KeyError:  # a wrong id, or an id as a tensor, which is not equal to a key
             return b"".join([self._token(token_id) for token_id in ids])
 
     def _token(self, token_id: int) -> bytes:
@@ -188,16 +191,16 @@ class Tokenizer:
     # ---- files
 
     def save(self, path: str | Path) -> None:
-        """Write a `tokenizer.json` that Hugging Face `tokenizers` loads and encodes with to the same ids.
+        """Write a `tokenizer.json` that Hugging Face `tokenizers` loads unchanged and that encodes identically there.
 
-        But for characters that one Unicode version assigns and the other does not: whether they are letters decides
-        where words end, and `regex` and `tokenizers` each bring their own.
+        Exception: characters that are letters in one version of Unicode and unassigned in another. `regex` and
+        `tokenizers` each bring their own version.
         """
         files.save_json(self, Path(path))
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """Read a `tokenizer.json` of ours, or another one of a byte-level BPE with GPT-2's pre-tokenisation.
+        """Read a `tokenizer.json` of lmkit, or of another byte-level BPE with GPT-2's pre-tokenization.
 
         Raises:
             UsageError: no such file, or another kind of tokenizer.
@@ -206,12 +209,12 @@ class Tokenizer:
         return cls._from_file(files.load_json(Path(path)), path)
 
     def save_gpt2(self, folder: str | Path) -> None:
-        """Write `vocab.json` and `merges.txt`, as GPT-2 has them, into `folder`."""
+        """Write GPT-2's `vocab.json` and `merges.txt` into `folder`."""
         files.save_gpt2(self, Path(folder))
 
     @classmethod
     def load_gpt2(cls, vocab_json: str | Path, merges_txt: str | Path) -> Tokenizer:
-        """Read GPT-2's two files. What neither is a byte nor comes from a merge is a special token.
+        """Read GPT-2's two files. A token that is no byte and comes from no merge is a special token.
 
         Raises:
             UsageError: no such file. LmkitError: a file is damaged.
@@ -223,11 +226,11 @@ class Tokenizer:
         try:
             return cls(**content)
         except ValueError as error:
-            raise LmkitError(f"{path}: {error}", hint=files.DAMAGED) from error
+            raise files.damaged(path, error) from error
 
 
 def _ordinary_ids(vocab: Mapping[int, bytes], merges: Sequence[tuple[bytes, bytes]]) -> dict[bytes, int]:
-    """Return the ids of the bytes and of what the merges make; the lowest, where a special token reads the same."""
+    """Return the ids of the bytes and of the merged tokens; of two tokens with the same bytes the lowest id."""
     lowest: dict[bytes, int] = {}
     for token_id, token in vocab.items():
         lowest.setdefault(token, token_id)
@@ -246,6 +249,7 @@ def _ordinary_ids(vocab: Mapping[int, bytes], merges: Sequence[tuple[bytes, byte
 def _special_ids(
     vocab: Mapping[int, bytes], ordinary: Mapping[bytes, int], special_tokens: Sequence[str]
 ) -> dict[str, int]:
+    """Return the ids of the special tokens; one that the vocabulary lacks gets the next free id."""
     highest = {token: token_id for token_id, token in vocab.items() if ordinary.get(token) != token_id}
     next_free = max(vocab) + 1
     ids = {}
@@ -255,3 +259,63 @@ def _special_ids(
             token_id, next_free = next_free, next_free + 1
         ids[text] = token_id
     return ids
+
+
+# ---- inspection
+
+
+@dataclass(frozen=True)
+class TokenizerFacts:
+    """The result of `inspect_tokenizer`.
+
+    Attributes:
+        path: the tokenizer's file.
+        longest_tokens: ordinary tokens, longest first; U+FFFD where a token is not whole UTF-8.
+        bytes_per_token: bytes of the text per token; None without a text, or with an empty one.
+    """
+
+    path: str
+    vocab_size: int
+    num_merges: int
+    special_tokens: tuple[str, ...]
+    longest_tokens: tuple[str, ...]
+    sha256: str
+    bytes_per_token: float | None
+
+
+def inspect_tokenizer(
+    path: str | Path, *, text: str | Path | None = None, longest: int = 10
+) -> TokenizerFacts:
+    """Describe a `tokenizer.json`; with a text file, measure the compression on it.
+
+    Args:
+        text: any file; bytes that are not UTF-8 are read as U+FFFD.
+        longest: how many of the longest tokens to list.
+
+    Raises:
+        UsageError: a file is missing or cannot be read.
+        LmkitError: the tokenizer file is damaged.
+    """
+    tokenizer = Tokenizer.load(path)
+    special = set(tokenizer.special_ids.values())
+    ordinary = [token for token_id, token in tokenizer.vocab.items() if token_id not in special]
+    ordinary.sort(key=lambda token: (-len(token), token))
+    return TokenizerFacts(
+        path=str(path),
+        vocab_size=tokenizer.vocab_size,
+        num_merges=len(tokenizer.merges),
+        special_tokens=tokenizer.special_tokens,
+        longest_tokens=tuple(token.decode("utf-8", "replace") for token in ordinary[:longest]),
+        sha256=tokenizer.sha256,
+        bytes_per_token=None if text is None else _bytes_per_token(tokenizer, Path(text)),
+    )
+
+
+def _bytes_per_token(tokenizer: Tokenizer, path: Path) -> float | None:
+    encoder = tokenizer.new_encoder()
+    num_bytes = num_tokens = 0
+    for chunk in exact_chunks(read_blocks(path), tokenizer.specials):
+        num_bytes += chunk.num_bytes
+        data = valid_utf8(chunk, str(path), "replace").data
+        num_tokens += len(encoder.encode(data, tokenizer.specials))
+    return num_bytes / num_tokens if num_tokens else None

@@ -1,59 +1,74 @@
-"""Training: count the words of the corpus (`counting`), then learn merges from the counts (`merging`)."""
+"""Train a tokenizer: count the words of a corpus on several threads, then learn merges from the counts."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from lmkit.errors import UsageError
 from lmkit.measure.environment import usable_cpus
 from lmkit.measure.progress import Progress
 from lmkit.recipe.vocabulary import END_OF_TEXT, MAX_VOCABULARY, NUM_BYTES
-from lmkit.tokenizer.byte_alphabet import BYTE_CHARACTERS
-from lmkit.tokenizer.chunks import ErrorMode, text_file_status
-from lmkit.tokenizer.counting import count_words
-from lmkit.tokenizer.merging import learn_merges
-from lmkit.tokenizer.special_tokens import SpecialTokens
+from lmkit.tokenizer.chunks import Chunk, ErrorMode, exact_chunks, read_blocks, text_file_status, valid_utf8
+from lmkit.tokenizer.engine import WordCounter, WordCounts, new_counter, share_out
+from lmkit.tokenizer.files import to_bytes
+from lmkit.tokenizer.merge_learner import learn_merges_fast
+from lmkit.tokenizer.pretokenize import SpecialTokens
 from lmkit.tokenizer.tokenizer import Tokenizer
 
 _log = logging.getLogger("lmkit")
 
 
 def train_tokenizer(
-    paths: Sequence[str | Path],
+    paths: str | Path | Sequence[str | Path],
     *,
     vocab_size: int,
-    special_tokens: tuple[str, ...] = (END_OF_TEXT,),
+    special_tokens: str | Sequence[str] | None = (END_OF_TEXT,),
     workers: int = 0,
     errors: ErrorMode = "strict",
     progress: Progress | None = None,
 ) -> Tokenizer:
-    """Train byte-level BPE (Sennrich et al. 2016, algorithm 1, on bytes as in GPT-2) on text files.
+    """Train byte-level BPE on text files.
 
-    Most frequent pair first, of equally frequent ones the greatest (left bytes, right bytes); nothing is merged
-    across the words of `pattern.PATTERN` or across special tokens. The result does not depend on `workers`.
-    White space alone is text like any other. Ids: the 256 bytes, the merges in order, the special tokens in
-    the order given.
+    The algorithm is `bpe.learn_merges`. Nothing is merged across the words of GPT-2's pattern or across special
+    tokens. Whitespace is text like any other. Ids: the 256 bytes, the merges in order, then the special tokens in the
+    order given. The result does not depend on `workers`.
 
     Args:
-        paths: UTF-8 text files; each is a text of its own.
-        vocab_size: 256 bytes + merges + special tokens. Smaller than asked, with a warning, if the corpus has no more
-            pairs to merge.
-        workers: threads that count; 0 takes one per usable CPU.
+        paths: one or more UTF-8 text files; nothing is merged across files.
+        vocab_size: 256 bytes + merges + special tokens. The result is smaller, with a warning, if the corpus has too
+            few pairs to merge.
+        special_tokens: None means no special tokens.
+        workers: threads that count words; 0 means one per usable CPU.
         errors: text that is not UTF-8 stops the training ("strict") or is read as U+FFFD ("replace").
-        progress: called with ("count words", bytes, bytes) and ("learn merges", merges, merges).
+        progress: called with ("count words", bytes done, bytes) and ("learn merges", merges done, merges).
 
     Raises:
-        UsageError: a file is missing, the corpus is empty, or `vocab_size` or `special_tokens` cannot be.
+        UsageError: a file is missing, the corpus is empty, or `vocab_size` or `special_tokens` are impossible.
         LmkitError: a file is not UTF-8.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder, "corpus.txt")
+    ...     _ = path.write_text("low low low lower lower newest newest")
+    ...     tokenizer = train_tokenizer(path, vocab_size=260, special_tokens=None)
+    >>> tokenizer.merges[:2]
+    [(b'o', b'w'), (b'l', b'ow')]
     """
-    _check(vocab_size, special_tokens)
-    files = [Path(path) for path in paths]
-    total = sum(text_file_status(path).st_size for path in files)
-    if total == 0:
+    files = [Path(path) for path in ([paths] if isinstance(paths, (str, Path)) else paths)]
+    special_tokens = _checked_specials(special_tokens)
+    least = NUM_BYTES + len(special_tokens)
+    if not least <= vocab_size <= MAX_VOCABULARY:
+        raise UsageError(
+            "tokenizer.vocab_size",
+            f"vocab_size = {vocab_size}: must be {least} (256 bytes + {len(special_tokens)} special tokens) "
+            f"to {MAX_VOCABULARY}",
+            hint=f"use at least {least}",
+        )
+    if sum(text_file_status(path).st_size for path in files) == 0:
         names = ", ".join(str(path) for path in files) or "no files"
-        raise UsageError(f"the corpus is empty: {names}", hint="give at least one file with text in it")
+        raise UsageError("text.empty", f"the corpus is empty: {names}", hint="give a file that contains text")
     words = count_words(
         files,
         specials=SpecialTokens(dict.fromkeys(special_tokens, 0)),
@@ -63,44 +78,76 @@ def train_tokenizer(
     )
     if special_tokens and not words.num_special:
         _log.warning("no special token (%s) occurs in the corpus", ", ".join(special_tokens))
-    num_merges = vocab_size - NUM_BYTES - len(special_tokens)
+    num_merges = vocab_size - least
     report = None if progress is None else lambda done, total: progress("learn merges", done, total)
-    merges = learn_merges(words, num_merges, report)
+    merges = learn_merges_fast(words, num_merges, report)
     if len(merges) < num_merges:
-        reached = NUM_BYTES + len(merges) + len(special_tokens)
+        reached = least + len(merges)
         _log.warning(
             "the corpus has no more pairs to merge: the vocabulary is %d, not %d", reached, vocab_size
         )
-    return _tokenizer(merges, special_tokens)
+    return Tokenizer.from_merges(merges, special_tokens)
 
 
-def _check(vocab_size: int, special_tokens: tuple[str, ...]) -> None:
-    if "" in special_tokens or len(set(special_tokens)) != len(special_tokens):
-        raise UsageError("special tokens must be distinct and not empty", hint="name each once")
-    for text in special_tokens:
-        if len(text.encode()) == 1:
+def _checked_specials(special_tokens: str | Sequence[str] | None) -> tuple[str, ...]:
+    if special_tokens is None:
+        return ()
+    texts = (special_tokens,) if isinstance(special_tokens, str) else tuple(special_tokens)
+    for text in texts:
+        try:
+            is_byte = len(text.encode()) == 1 or len(to_bytes(text)) == 1
+        except ValueError:  # not in the byte alphabet
+            is_byte = False
+        if is_byte:  # the vocabulary contains the byte, and tokenizer.json would write both alike
             raise UsageError(
-                f"the special token {text!r} is a single byte, which is a token already",
+                "tokenizer.special_tokens",
+                f"special_tokens: {text!r} is a single byte, or is written like one in tokenizer.json",
                 hint="choose a longer one",
             )
-        if text in BYTE_CHARACTERS:
-            raise UsageError(
-                f"the special token {text!r} is how tokenizer.json writes a single byte",
-                hint="choose a longer one",
-            )
-    least = NUM_BYTES + len(special_tokens)
-    if not least <= vocab_size <= MAX_VOCABULARY:
+    if "" in texts or len(set(texts)) != len(texts):
         raise UsageError(
-            f"vocab_size = {vocab_size}: must be {least} (256 bytes + {len(special_tokens)} special tokens) "
-            f"to {MAX_VOCABULARY}",
-            hint=f"ask for at least {least}",
+            "tokenizer.special_tokens",
+            f"special_tokens = {list(texts)}: must be distinct and not empty",
+            hint="name each special token once",
         )
+    return texts
 
 
-def _tokenizer(merges: Sequence[tuple[int, int]], special_tokens: tuple[str, ...]) -> Tokenizer:
-    tokens = [bytes([byte]) for byte in range(NUM_BYTES)]
-    pairs = []
-    for left, right in merges:
-        pairs.append((tokens[left], tokens[right]))
-        tokens.append(tokens[left] + tokens[right])
-    return Tokenizer(vocab=dict(enumerate(tokens)), merges=pairs, special_tokens=special_tokens)
+def count_words(
+    paths: Sequence[Path],
+    *,
+    specials: SpecialTokens,
+    workers: int,
+    errors: ErrorMode,
+    progress: Progress | None = None,
+) -> WordCounts:
+    """Count the distinct words of text files, in the memory of a few chunks per worker plus the words.
+
+    Each worker counts chunks in a table of its own; the tables are added at the end.
+
+    Raises:
+        LmkitError: a file is not UTF-8.
+        UsageError: a file cannot be read.
+    """
+    total_bytes = sum(path.stat().st_size for path in paths)
+    done_bytes = 0
+
+    def chunks() -> Iterator[Chunk]:
+        for number, path in enumerate(paths):
+            yield from exact_chunks(read_blocks(path), specials, source=number)
+
+    def count(counter: WordCounter) -> Callable[[Chunk], None]:
+        return lambda chunk: counter.add(valid_utf8(chunk, str(paths[chunk.source]), errors).data)
+
+    def report(chunk: Chunk, result: None) -> None:
+        nonlocal done_bytes
+        done_bytes += chunk.num_bytes
+        if progress is not None:
+            progress("count words", done_bytes, total_bytes)
+
+    counters = [new_counter(specials) for _ in range(workers)]
+    share_out(chunks(), [count(counter) for counter in counters], report)
+    first, *others = counters
+    for other in others:
+        first.absorb(other)
+    return first.result()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from lmkit.cli.data import Encoded, Synthesised, TokenFileFacts
+from lmkit.cli.tokenizer import TokenizerWritten, facts_text
 from lmkit.commands.bench import BenchStored
 from lmkit.commands.env import EnvironmentFacts
 from lmkit.commands.profile import Profiled
 from lmkit.commands.recipe import RecipeCopied, RecipeIsValid
 from lmkit.commands.run import RunSummary
-from lmkit.commands.tokenizer import TokenizerFacts, TokenizerWritten
 from lmkit.measure.tables import TERMINAL_WIDTH
+from lmkit.tokenizer.tokenizer import TokenizerFacts
 from lmkit.training.evaluation import EvaluateResult
 
 FOLDER = "artifacts/benches/attention-cpu/attention"
@@ -62,15 +63,6 @@ NUMBER = 123_456_789_012
             f"{LONG}/tokens.npy", "uint16", NUMBER, NUMBER, 3 * NUMBER, 50_257, "a" * 64, "word " * 64
         ),
         TokenizerWritten(f"{LONG}/tokenizer.json", 50_257, "a" * 64),
-        TokenizerFacts(
-            f"{LONG}/tokenizer.json",
-            50_257,
-            50_000,
-            ("<|endoftext|>",) * 9,
-            (" extraordinarily",) * 10,
-            "a" * 64,
-            4.5,
-        ),
         RecipeIsValid(f"{LONG}/mine.toml", ("checkpoint",) * 12),
         RecipeCopied(f"{LONG}/mine.toml", f"lmkit run {LONG}/mine.toml"),
         RunSummary(
@@ -105,3 +97,11 @@ def test_results_with_long_names_and_numbers_fit_too(result: object) -> None:
 )
 def test_a_small_file_is_not_called_nothing(num_bytes: int, text: str) -> None:
     assert f": {text} of stories" in str(Synthesised("stories.txt", num_bytes))
+
+
+def test_the_facts_of_a_tokenizer_fit_too() -> None:
+    path = f"{LONG}/tokenizer.json"
+    special, longest = ("<|endoftext|>",) * 9, (" extraordinarily",) * 10
+    text = facts_text(TokenizerFacts(path, 50_257, 50_000, special, longest, "a" * 64, 4.5))
+    assert max(map(len, text.splitlines())) <= TERMINAL_WIDTH
+    assert path in text

@@ -17,9 +17,9 @@ import pytest
 from lmkit.data.encoding import encode_corpus
 from lmkit.data.token_files import open_tokens
 from lmkit.errors import LmkitError, UsageError
-from lmkit.tokenizer import Tokenizer, chunks, native, train_tokenizer
-from lmkit.tokenizer.chunk_encoder import NumpyEncoder
-from lmkit.tokenizer.special_tokens import SpecialTokens
+from lmkit.tokenizer import Tokenizer, chunks, engine, train_tokenizer
+from lmkit.tokenizer.engine import PythonEncoder
+from lmkit.tokenizer.pretokenize import SpecialTokens
 
 END = "<|endoftext|>"
 
@@ -89,7 +89,7 @@ def test_without_a_compiler_the_file_is_the_same(
     corpus: Path, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encode_corpus([corpus], tmp_path / "one.npy", tokenizer)
-    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(engine, "library", lambda: None)
     encode_corpus([corpus], tmp_path / "two.npy", tokenizer)
     assert (tmp_path / "one.npy").read_bytes() == (tmp_path / "two.npy").read_bytes()
 
@@ -138,13 +138,13 @@ def test_fault_29_an_error_in_one_worker_ends_the_encoding(
     calls = itertools.count()
     before = set(threading.enumerate())
 
-    class Failing(NumpyEncoder):
+    class Failing(PythonEncoder):
         def encode(self, data: bytes, specials: SpecialTokens) -> np.ndarray:
             if next(calls) == 7:
                 raise MemoryError("no room")
             return super().encode(data, specials)
 
-    monkeypatch.setattr(tokenizer, "chunk_encoder", lambda: Failing(tokenizer.merge_table))
+    monkeypatch.setattr(tokenizer, "new_encoder", lambda: Failing(tokenizer.merge_table))
     with pytest.raises(MemoryError):
         encode_corpus([corpus], tmp_path / "tokens.npy", tokenizer, workers=4)
     assert [p.name for p in tmp_path.iterdir()] == ["corpus.txt"]

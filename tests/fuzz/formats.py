@@ -28,7 +28,7 @@ from lmkit.optim.adamw import AdamW
 from lmkit.recipe.load import canonical, fill_preset, load_recipe, recipe_to_toml, shipped_recipes, validate
 from lmkit.recipe.tables import CorpusConfig
 from lmkit.tokenizer import Tokenizer
-from lmkit.tokenizer.byte_alphabet import to_bytes
+from lmkit.tokenizer.files import to_bytes
 from lmkit.training import session, verify
 from lmkit.training.checkpoint import (
     MANIFEST,

@@ -1,48 +1,32 @@
-"""What the tokenizer is compared with: the textbook trainer, and small tokenizers."""
+"""Oracles for the tokenizer, texts, and a small trained tokenizer."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import regex
 
-from lmkit.tokenizer import Tokenizer, train_tokenizer
-from lmkit.tokenizer.pattern import PATTERN
+from lmkit.tokenizer import PATTERN, Tokenizer, engine, train_tokenizer
+from lmkit.tokenizer.bpe import Pair
 
-Merges = list[tuple[bytes, bytes]]
-
-
-def textbook_merges(text: str, num_merges: int, special_tokens: tuple[str, ...] = ()) -> Merges:
-    """The specification of training: count every pair anew, merge the best one everywhere, repeat."""
-    longest_first = sorted(special_tokens, key=len, reverse=True)
-    parts = regex.split("|".join(map(regex.escape, longest_first)), text) if special_tokens else [text]
-    counts = Counter(word for part in parts for word in regex.findall(PATTERN, part))
-    words = {word: [bytes([byte]) for byte in word.encode()] for word in counts}
-    merges: Merges = []
-    while len(merges) < num_merges:
-        pairs: Counter[tuple[bytes, bytes]] = Counter()
-        for word, tokens in words.items():
-            for pair in pairwise(tokens):
-                pairs[pair] += counts[word]
-        if not pairs:
-            break
-        best = max(pairs, key=lambda pair: (pairs[pair], pair))
-        merges.append(best)
-        for tokens in words.values():
-            i = 0
-            while i < len(tokens) - 1:
-                if (tokens[i], tokens[i + 1]) == best:
-                    tokens[i : i + 2] = [best[0] + best[1]]
-                i += 1
-    return merges
+# Everything that the branches of the pattern depend on: spaces of one to three bytes, all parts of contractions,
+# classes in characters of one to four bytes, combining marks, words around the sizes at which the C code changes its
+# method (8, 16 and 64 bytes), and parts of special tokens.
+PIECES = [
+    *" \n\t\r\x0b\x0c\x1c\x85\u00a0\u2003\u3000\u200b\u200d",
+    *"'sdmtlvre’",
+    *"aA[`{@ZzZé日𝒜߀٣½Ⅷ𝟘9",
+    *".,!-_\u0301\u0000\ufeff\U0001f469",
+    "'s", "'ll", "'ve", "'re", "'t", " '", "  ", "    ", "\r\n", "👩‍👩‍👧‍👦", " the", " return", "self.",
+    "abcdefg", "abcdefgh", " abcdefghi", "a" * 14, "b" * 15, "c" * 16, "d" * 17, "=" * 40, "a" * 70, " b" * 20,
+    "<|endoftext|>", "<|pad|>", "<|two words|>", "<|", "|>", "endoftext|>",
+]  # fmt: skip
 
 
 def textbook_encode(
-    text: str, vocab: dict[int, bytes], merges: Merges, special_tokens: tuple[str, ...]
+    text: str, vocab: dict[int, bytes], merges: list[Pair], special_tokens: tuple[str, ...]
 ) -> list[int]:
     """The specification of encoding: in every word apply each merge in turn."""
     ids = {token: token_id for token_id, token in sorted(vocab.items(), reverse=True)}
@@ -70,8 +54,8 @@ def textbook_encode(
 
 
 @pytest.fixture(scope="session")
-def oracle_merges() -> Callable[..., Merges]:
-    return textbook_merges
+def pieces() -> list[str]:
+    return PIECES
 
 
 @pytest.fixture(scope="session")
@@ -103,3 +87,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory, real_text: str) -> Tokeniz
     corpus.write_text(real_text, "utf-8")
     special_tokens = ("<|endoftext|>", "<|endoftext|><|pad|>", "<|pad|>", "<|two words|>")
     return train_tokenizer([corpus], vocab_size=2000, special_tokens=special_tokens)
+
+
+@pytest.fixture(params=["python", "native"])
+def code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run a test with the engine in Python and with the engine in C."""
+    if request.param == "python":
+        monkeypatch.setattr(engine, "library", lambda: None)
+    elif engine.library() is None:
+        pytest.skip("no C compiler on this machine")
+    return request.param

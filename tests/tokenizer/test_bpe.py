@@ -1,78 +1,39 @@
+"""The readable form of BPE: worked by hand, and against one merge at a time."""
+
 from __future__ import annotations
 
 import random
 import time
 
-import numpy as np
 import pytest
 
-from lmkit.tokenizer.bpe import MergeTable
-
-BYTE_IDS = list(range(256))
+from lmkit.tokenizer.bpe import MergeTable, learn_merges
 
 
-def slow(word: bytes, merges: list[tuple[int, int, int]]) -> list[int]:
-    ids = list(word)
-    for left, right, made in merges:
-        i = 0
-        while i < len(ids) - 1:
-            if (ids[i], ids[i + 1]) == (left, right):
-                ids[i : i + 2] = [made]
-            i += 1
-    return ids
+def test_the_example_of_the_paper_worked_by_hand() -> None:
+    """Sennrich et al. 2016, figure 1, with ties broken by the greatest bytes."""
+    words = {b"low": 5, b"lower": 2, b"newest": 6, b"widest": 3}
+    # 1. st and es occur 9 times, we 8 times: st is the greater. 2. e+st occurs 9 times; w+e is left in "lower" alone
+    # once newest is n e w est. 3. lo and ow occur 7 times: ow is the greater. 4. l+ow.
+    assert learn_merges(words, 4) == [(b"s", b"t"), (b"e", b"st"), (b"o", b"w"), (b"l", b"ow")]
 
 
-def random_merges(rng: random.Random, count: int) -> list[tuple[int, int, int]]:
-    """Merges as training makes them: each pair once, of tokens that exist by then."""
-    tokens, merges = [97, 98, 99], {}
-    while len(merges) < count:
-        left, right = rng.choice(tokens), rng.choice(tokens)
-        if (left, right) not in merges:
-            merges[left, right] = 256 + len(merges)
-            tokens.append(merges[left, right])
-    return [(left, right, made) for (left, right), made in merges.items()]
+@pytest.mark.parametrize(
+    ("words", "num_merges", "merges"),
+    [
+        ({b"ab": 1, b" cd": 1}, 1, [(b"c", b"d")]),  # of equal counts the greatest
+        ({b"ab": 2, b" cd": 1}, 1, [(b"a", b"b")]),  # a count before bytes
+        ({b"aaaaa": 1}, 9, [(b"a", b"a"), (b"aa", b"aa"), (b"aaaa", b"a")]),  # left to right, to the end
+        ({b"abc": 1}, 0, []),
+        ({b"a": 5}, 5, []),
+    ],
+)
+def test_learning_by_hand(words: dict, num_merges: int, merges: list) -> None:
+    assert learn_merges(words, num_merges) == merges
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_short_long_and_many_words_agree_with_one_merge_at_a_time(seed: int) -> None:
-    rng = random.Random(seed)
-    merges = random_merges(rng, rng.choice([1, 5, 60]))
-    table = MergeTable(BYTE_IDS, merges)
-    words = [bytes(rng.choices(b"abcd", k=rng.choice([1, 2, 3, 8, 30, 64, 65, 200]))) for _ in range(60)]
-    expected = [slow(word, merges) for word in words]
-    assert [table.merge_word(word) for word in words] == expected
-    tokens, sizes = table.merge_words(
-        np.frombuffer(b"".join(words), np.uint8), np.array([len(w) for w in words])
-    )
-    assert [part.tolist() for part in np.split(tokens, np.cumsum(sizes)[:-1])] == expected
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_many_words_agree_with_one_word_where_merges_are_in_any_order(seed: int) -> None:
-    """As files from elsewhere may have them: a token that two merges make, or one that is used before it is made."""
-    rng = random.Random(seed)
-    tokens = {97: b"a", 98: b"b", 99: b"c"}
-    merges = []
-    for _ in range(30):
-        left, right = rng.choice(list(tokens)), rng.choice(list(tokens))
-        text = tokens[left] + tokens[right]
-        made = next((token for token, other in tokens.items() if other == text), 256 + len(tokens))
-        tokens[made] = text
-        merges.append((left, right, made))
-    if seed % 2:
-        rng.shuffle(merges)
-    table = MergeTable(BYTE_IDS, merges)
-    words = [bytes(rng.choices(b"abc", k=rng.choice([1, 2, 3, 8, 30, 65]))) for _ in range(60)]
-    expected = [table.merge_word(word) for word in words]
-    assert expected == [lowest_first(word, merges) for word in words]
-    joined, sizes = table.merge_words(
-        np.frombuffer(b"".join(words), np.uint8), np.array([len(word) for word in words])
-    )
-    assert [part.tolist() for part in np.split(joined, np.cumsum(sizes)[:-1])] == expected
-
-
-def lowest_first(word: bytes, merges: list[tuple[int, int, int]]) -> list[int]:
-    """The pair that comes first in the list, of equal ones the leftmost, until there is none."""
+def one_at_a_time(word: bytes, merges: list[tuple[int, int, int]]) -> list[int]:
+    """The pair of lowest rank, of equals the leftmost, until there is none."""
     ids = list(word)
     while True:
         found = [
@@ -87,24 +48,44 @@ def lowest_first(word: bytes, merges: list[tuple[int, int, int]]) -> list[int]:
         ids[i : i + 2] = [merges[rank][2]]
 
 
-def test_no_merges_at_all() -> None:
-    table = MergeTable(BYTE_IDS, [])
-    assert table.merge_word(b"abc") == [97, 98, 99]
-    tokens, sizes = table.merge_words(np.frombuffer(b"abc", np.uint8), np.array([2, 1]))
-    assert (tokens.tolist(), sizes.tolist()) == ([97, 98, 99], [2, 1])
+def random_merges(seed: int, count: int, *, shuffled: bool = False) -> list[tuple[int, int, int]]:
+    """Merges of a, b, c. Shuffled: as a file from elsewhere may have them, a token used before it is made."""
+    rng = random.Random(seed)
+    tokens = {97: b"a", 98: b"b", 99: b"c"}
+    merges: dict[tuple[int, int], int] = {}
+    while len(merges) < count:
+        left, right = rng.choice(list(tokens)), rng.choice(list(tokens))
+        text = tokens[left] + tokens[right]
+        if (left, right) not in merges and len(text) < 30:
+            made = next((token for token, other in tokens.items() if other == text), 256 + len(merges))
+            tokens[made] = text
+            merges[left, right] = made
+    rows = [(left, right, made) for (left, right), made in merges.items()]
+    if shuffled:
+        rng.shuffle(rows)
+    return rows
 
 
-def test_a_pair_listed_twice_keeps_its_first_rank() -> None:
-    table = MergeTable(BYTE_IDS, [(97, 98, 256), (98, 99, 257), (97, 98, 256)])
-    assert table.merge_word(b"abc") == [256, 99]
-    assert table.merge_words(np.frombuffer(b"abc", np.uint8), np.array([3]))[0].tolist() == [256, 99]
+@pytest.mark.parametrize("seed", range(12))
+def test_words_short_and_long(seed: int) -> None:
+    """Words of up to 64 bytes and longer ones take different ways."""
+    rng = random.Random(seed)
+    merges = random_merges(seed, rng.choice([1, 5, 40]), shuffled=seed % 2 == 1)
+    table = MergeTable(range(256), merges)
+    for size in [1, 2, 3, 8, 30, 64, 65, 150] * 4:
+        word = bytes(rng.choices(b"abcd", k=size))
+        assert table.encode_word(word) == one_at_a_time(word, merges)
 
 
-def test_a_word_of_a_million_letters_takes_n_log_n() -> None:
-    rng = random.Random(0)
-    table = MergeTable(BYTE_IDS, random_merges(rng, 60))
-    word = bytes(rng.choices(b"ab", k=300_000))
+def test_no_merges_and_a_pair_listed_twice() -> None:
+    assert MergeTable(range(256), []).encode_word(b"abc") == [97, 98, 99]
+    table = MergeTable(range(256), [(97, 98, 256), (98, 99, 257), (97, 98, 258)])
+    assert table.encode_word(b"abc") == [256, 99]  # the first rank counts
+
+
+def test_a_word_of_300000_letters_takes_n_log_n() -> None:
+    word = bytes(random.Random(0).choices(b"ab", k=300_000))
     start = time.process_time()
-    ids = table.merge_word(word)
+    ids = MergeTable(range(256), random_merges(0, 40)).encode_word(word)
     assert time.process_time() - start < 60  # quadratic: hours
     assert len(ids) < len(word)

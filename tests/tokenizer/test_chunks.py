@@ -1,3 +1,5 @@
+"""Cuts of a text stream: the words of the chunks are the words of the whole."""
+
 from __future__ import annotations
 
 import random
@@ -9,10 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmkit.errors import LmkitError, UsageError
-from lmkit.tokenizer import native
 from lmkit.tokenizer.chunks import Chunk, exact_chunks, last_cut, read_blocks, valid_utf8
-from lmkit.tokenizer.pattern import split_words
-from lmkit.tokenizer.special_tokens import SpecialTokens
+from lmkit.tokenizer.pretokenize import SpecialTokens, split_words
 
 SPECIAL = "<|a b|>"
 PIECES = ["a", "é", "日", "1", " ", "  ", "\n", "\u3000", "'s", "'", ".", "😀", SPECIAL, "<|a", " b|>", "|>"]
@@ -67,8 +67,10 @@ def test_a_special_token_at_the_end_may_not_be_whole_yet() -> None:
 
 
 def test_fault_20_invalid_utf8_names_the_byte() -> None:
-    with pytest.raises(LmkitError, match=r"text\.txt: invalid UTF-8 at byte 103"):
+    with pytest.raises(LmkitError, match=r"text\.txt.* 103") as caught:
         valid_utf8(Chunk(0, 100, 7, b"abc\xffdef"), "text.txt", "strict")
+    assert caught.value.code == "text.not_utf8"
+    assert "--errors" in caught.value.hint
     replaced = valid_utf8(Chunk(0, 100, 7, b"abc\xffdef"), "text.txt", "replace")
     assert replaced == Chunk(0, 100, 7, "abc\ufffddef".encode())
 
@@ -90,14 +92,15 @@ def test_fault_20_replacement_does_not_depend_on_where_chunks_end(parts: list[by
 
 
 def test_fault_21_utf8_cut_at_the_end() -> None:
-    with pytest.raises(LmkitError, match="invalid UTF-8 at byte 4"):
+    with pytest.raises(LmkitError, match=r"text\.txt.* 4$"):
         valid_utf8(Chunk(0, 0, 6, "abc 日".encode()[:-1]), "text.txt", "strict")
 
 
 def test_fault_17_missing_file_or_folder(tmp_path: Path) -> None:
     for path in (tmp_path / "nothing.txt", tmp_path):
-        with pytest.raises(UsageError, match=str(path)):
+        with pytest.raises(UsageError, match=str(path)) as caught:
             list(read_blocks(path))
+        assert caught.value.code == "text.unreadable"
 
 
 def test_random_cuts_never_lie_inside_a_character() -> None:
@@ -105,14 +108,3 @@ def test_random_cuts_never_lie_inside_a_character() -> None:
     text = "".join(rng.choice("aé日𝒜 .\u0301\n") for _ in range(20_000))
     for chunk in exact_chunks(blocks(text.encode(), 100), SpecialTokens({}), size=300):
         chunk.data.decode()
-
-
-def test_chunks_are_larger_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "long.txt"
-    path.write_bytes(b"some words " * 300_000)
-    compiled = native.library() is not None
-    sizes = [chunk.num_bytes for chunk in exact_chunks(read_blocks(path), SpecialTokens({}))]
-    assert max(sizes) == pytest.approx(1 << (18 if compiled else 20), rel=0.01)  # to the next cut
-    monkeypatch.setattr(native, "library", lambda: None)
-    sizes = [chunk.num_bytes for chunk in exact_chunks(read_blocks(path), SpecialTokens({}))]
-    assert max(sizes) == pytest.approx(1 << 20, rel=0.01)

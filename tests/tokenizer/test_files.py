@@ -1,3 +1,5 @@
+"""Tokenizer files: round trips, other libraries, and damage."""
+
 from __future__ import annotations
 
 import json
@@ -8,8 +10,7 @@ import pytest
 
 from lmkit.errors import LmkitError, UsageError
 from lmkit.tokenizer import Tokenizer
-from lmkit.tokenizer.byte_alphabet import to_bytes, to_characters
-from lmkit.tokenizer.files import to_json
+from lmkit.tokenizer.files import to_bytes, to_characters, to_json
 
 
 def test_round_trip(trained: Tokenizer, tmp_path: Path) -> None:
@@ -37,8 +38,9 @@ def test_a_special_token_that_reads_like_an_ordinary_one_is_refused() -> None:
     vocab = {i: bytes([i]) for i in range(256)} | {256: b" the"}
     tokenizer = Tokenizer(vocab=vocab, merges=[], special_tokens=("Ġthe",))
     assert tokenizer.encode(" theĠthe") != []
-    with pytest.raises(UsageError, match="reads like an ordinary token"):
+    with pytest.raises(UsageError) as caught:
         to_json(tokenizer)
+    assert caught.value.code == "tokenizer.special_tokens"
 
 
 def test_hugging_face_loads_it_and_agrees(trained: Tokenizer, tmp_path: Path, real_text: str) -> None:
@@ -98,21 +100,28 @@ def test_fault_31_cut_at_any_byte(tmp_path: Path) -> None:
     rng = random.Random(0)
     for size in [0, 1, len(whole) - 1, *rng.sample(range(len(whole)), 300)]:
         path.write_bytes(whole[:size])
-        with pytest.raises(LmkitError, match=r"tokenizer\.json") as error:
+        with pytest.raises(LmkitError, match=r"tokenizer\.json") as caught:
             Tokenizer.load(path)
-        assert error.value.exit_code == 1
+        assert (caught.value.code, caught.value.exit_code) == ("tokenizer.damaged_file", 1)
     path.write_bytes(whole)
     assert Tokenizer.load(path).sha256 == tokenizer.sha256
 
 
 @pytest.mark.parametrize(
-    "content",
-    ["[]", "{}", '{"model": 3}', '{"model": {"type": "BPE"}, "pre_tokenizer": null, "added_tokens": []}'],
+    ("content", "code"),
+    [
+        ("[]", "tokenizer.damaged_file"),
+        ("{}", "tokenizer.damaged_file"),
+        ('{"model": 3}', "tokenizer.damaged_file"),
+        ('{"model": {"type": "BPE"}, "pre_tokenizer": null, "added_tokens": []}', "tokenizer.unsupported"),
+    ],
 )
-def test_fault_31_other_content(tmp_path: Path, content: str) -> None:
+def test_fault_31_other_content(tmp_path: Path, content: str, code: str) -> None:
     (tmp_path / "tokenizer.json").write_text(content, "utf-8")
-    with pytest.raises(LmkitError, match=r"tokenizer\.json"):
+    with pytest.raises(LmkitError, match=r"tokenizer\.json") as caught:
         Tokenizer.load(tmp_path / "tokenizer.json")
+    assert caught.value.code == code
+    assert caught.value.hint
 
 
 def test_another_kind_of_tokenizer_is_refused(trained: Tokenizer, tmp_path: Path) -> None:
@@ -121,13 +130,15 @@ def test_another_kind_of_tokenizer_is_refused(trained: Tokenizer, tmp_path: Path
     content = json.loads(path.read_text("utf-8"))
     content["pre_tokenizer"]["add_prefix_space"] = True
     path.write_text(json.dumps(content), "utf-8")
-    with pytest.raises(UsageError, match="not a byte-level BPE"):
+    with pytest.raises(UsageError, match=r"tokenizer\.json") as caught:
         Tokenizer.load(path)
+    assert caught.value.code == "tokenizer.unsupported"
 
 
 def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"none\.json"):
+    with pytest.raises(UsageError, match=r"none\.json") as caught:
         Tokenizer.load(tmp_path / "none.json")
+    assert caught.value.code == "tokenizer.unreadable"
 
 
 def test_the_alphabet_is_a_bijection() -> None:

@@ -1,18 +1,20 @@
+"""`train_tokenizer` as a whole: files, special tokens, workers, mistakes."""
+
 from __future__ import annotations
 
 import itertools
 import logging
 import os
-import re
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from lmkit.errors import LmkitError, UsageError
-from lmkit.tokenizer import Tokenizer, chunks, counting, native, train_tokenizer, training
-from lmkit.tokenizer.word_counter import NumpyCounter
+from lmkit.tokenizer import Tokenizer, chunks, learn_merges, split_words, train_tokenizer, training
+from lmkit.tokenizer.engine import PythonCounter
 
 
 @pytest.fixture
@@ -30,27 +32,28 @@ def _make_chunks_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks.read_blocks, "__defaults__", (500,))
 
 
-def test_merges_ids_and_specials(write: Callable, real_text: str, oracle_merges: Callable) -> None:
+def test_merges_ids_and_specials(write: Callable, real_text: str) -> None:
     text = real_text[:30_000]
     special = ("<|endoftext|>", "<|pad|>")
     tokenizer = train_tokenizer([write(text)], vocab_size=500, special_tokens=special)
-    merges = oracle_merges(text, 500 - 256 - 2, special)
+    words = Counter(word.encode() for part in text.split("<|endoftext|>") for word in split_words(part))
+    merges = learn_merges(words, 500 - 256 - 2)
     assert tokenizer.merges == merges
     assert [tokenizer.vocab[i] for i in range(256)] == [bytes([i]) for i in range(256)]
     assert [tokenizer.vocab[256 + i] for i in range(len(merges))] == [a + b for a, b in merges]
     assert tokenizer.special_ids == {"<|endoftext|>": 498, "<|pad|>": 499}
 
 
-@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("workers", [2, 3, 8])
 def test_fault_25_any_number_of_workers_and_chunks(
-    write: Callable, real_text: str, monkeypatch: pytest.MonkeyPatch, workers: int, compiled: bool
+    write: Callable, real_text: str, monkeypatch: pytest.MonkeyPatch, code: str, workers: int
 ) -> None:
     path = write(real_text[:150_000])
-    special = ("<|endoftext|>", "def __init__(self")  # the second holds a space, at which chunks like to end
+    special = (
+        "<|endoftext|>",
+        "def __init__(self",
+    )  # the second contains a space, at which chunks like to end
     alone = train_tokenizer([path], vocab_size=800, special_tokens=special, workers=1)
-    if not compiled:
-        monkeypatch.setattr(native, "library", lambda: None)
     _make_chunks_small(monkeypatch)
     together = train_tokenizer([path], vocab_size=800, special_tokens=special, workers=workers)
     assert together.merges == alone.merges
@@ -63,31 +66,34 @@ def test_several_files_are_texts_of_their_own(write: Callable) -> None:
     assert tokenizer.merges == [(b"a", b"b")]  # not across the files: then "ba" would be a pair too
 
 
-def test_files_may_be_named_by_strings(write: Callable) -> None:
+def test_one_path_strings_and_no_special_tokens(write: Callable) -> None:
     path = write("some text")
-    assert (
-        train_tokenizer([str(path)], vocab_size=258).sha256 == train_tokenizer([path], vocab_size=258).sha256
-    )
-    with pytest.raises(UsageError, match=r"nothing\.txt"):
-        train_tokenizer(["nothing.txt"], vocab_size=258)
+    expected = train_tokenizer([path], vocab_size=258, special_tokens=())
+    for paths in (path, str(path), [str(path)], (path,)):
+        assert train_tokenizer(paths, vocab_size=258, special_tokens=None).sha256 == expected.sha256
+    assert expected.special_tokens == ()
+    one = train_tokenizer(path, vocab_size=258, special_tokens="<|pad|>")
+    assert one.special_ids == {"<|pad|>": 257}
 
 
 def test_fault_17_missing_corpus(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"nothing\.txt"):
-        train_tokenizer([tmp_path / "nothing.txt"], vocab_size=300)
+    with pytest.raises(UsageError, match=r"nothing\.txt") as caught:
+        train_tokenizer(str(tmp_path / "nothing.txt"), vocab_size=300)
+    assert (caught.value.code, bool(caught.value.hint)) == ("text.unreadable", True)
 
 
-def test_what_can_be_read_but_once_is_refused(tmp_path: Path) -> None:
+def test_a_pipe_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(UsageError, match="pipe: is not a regular file"):
+    with pytest.raises(UsageError, match="pipe") as caught:
         train_tokenizer([tmp_path / "pipe"], vocab_size=300)
+    assert caught.value.code == "text.unreadable"
 
 
 def test_fault_18_empty_corpus(write: Callable) -> None:
-    with pytest.raises(UsageError, match=r"empty.*corpus\.txt"):
-        train_tokenizer([write("")], vocab_size=300)
-    with pytest.raises(UsageError, match="empty"):
-        train_tokenizer([], vocab_size=300)
+    for paths, named in (([write("")], "corpus.txt"), ([], "no files")):
+        with pytest.raises(UsageError, match=named) as caught:
+            train_tokenizer(paths, vocab_size=300)
+        assert (caught.value.code, bool(caught.value.hint)) == ("text.empty", True)
 
 
 def test_fault_19_only_white_space_trains(write: Callable) -> None:
@@ -99,8 +105,9 @@ def test_fault_19_only_white_space_trains(write: Callable) -> None:
 @pytest.mark.parametrize("workers", [1, 2])
 def test_fault_20_invalid_utf8(write: Callable, workers: int) -> None:
     path = write(b"good text " * 200_000 + b"\xff bad")
-    with pytest.raises(LmkitError, match=r"corpus\.txt: invalid UTF-8 at byte 2000000"):
+    with pytest.raises(LmkitError, match=r"corpus\.txt.* 2000000") as caught:
         train_tokenizer([path], vocab_size=300, workers=workers)
+    assert (caught.value.code, "--errors" in caught.value.hint) == ("text.not_utf8", True)
     path.write_bytes(b"good \xff\xff\xff\xfftext " * 9)  # so often that the replacement becomes a token
     replaced = train_tokenizer([path], vocab_size=270, workers=workers, errors="replace")
     expected = train_tokenizer(
@@ -112,7 +119,7 @@ def test_fault_20_invalid_utf8(write: Callable, workers: int) -> None:
 
 def test_fault_21_utf8_cut_at_the_end(write: Callable) -> None:
     path = write("tail é".encode()[:-1])
-    with pytest.raises(LmkitError, match="invalid UTF-8 at byte 5"):
+    with pytest.raises(LmkitError, match=r"corpus\.txt.* 5$"):
         train_tokenizer([path], vocab_size=300)
     assert train_tokenizer([path], vocab_size=258, errors="replace").merges
 
@@ -122,14 +129,14 @@ def test_fault_22_no_special_token_in_the_corpus_is_one_warning(
 ) -> None:
     with caplog.at_level(logging.WARNING, "lmkit"):
         train_tokenizer([write("some text without it")], vocab_size=260)
-    assert [record.getMessage() for record in caplog.records] == [
-        "no special token (<|endoftext|>) occurs in the corpus"
-    ]
+    (record,) = caplog.records
+    assert "<|endoftext|>" in record.getMessage()
 
 
 def test_fault_27_vocabulary_too_small_states_the_minimum(write: Callable) -> None:
-    with pytest.raises(UsageError, match=re.escape("vocab_size = 257: must be 258")):
+    with pytest.raises(UsageError, match=r"vocab_size = 257.* 258 ") as caught:
         train_tokenizer([write("text")], vocab_size=257, special_tokens=("<|a|>", "<|b|>"))
+    assert (caught.value.code, "258" in caught.value.hint) == ("tokenizer.vocab_size", True)
 
 
 def test_fault_28_unreachable_vocabulary_says_the_real_size(
@@ -138,7 +145,8 @@ def test_fault_28_unreachable_vocabulary_says_the_real_size(
     with caplog.at_level(logging.WARNING, "lmkit"):
         tokenizer = train_tokenizer([write("abc<|endoftext|>")], vocab_size=1000)
     assert tokenizer.vocab_size == 256 + 2 + 1
-    assert "the vocabulary is 259, not 1000" in caplog.text
+    (record,) = caplog.records
+    assert "259" in record.getMessage()
 
 
 def test_fault_29_an_error_in_one_worker_ends_the_training(
@@ -146,13 +154,13 @@ def test_fault_29_an_error_in_one_worker_ends_the_training(
 ) -> None:
     counts = itertools.count()
 
-    class Failing(NumpyCounter):
+    class Failing(PythonCounter):
         def add(self, data: bytes) -> None:
             if next(counts) == 3:
                 raise MemoryError("no room")
             super().add(data)
 
-    monkeypatch.setattr(counting, "word_counter", Failing)
+    monkeypatch.setattr(training, "new_counter", Failing)
     _make_chunks_small(monkeypatch)
     threads = threading.active_count()
     with pytest.raises(MemoryError):
@@ -162,12 +170,13 @@ def test_fault_29_an_error_in_one_worker_ends_the_training(
 
 
 @pytest.mark.parametrize("special", [("",), ("<|a|>", "<|a|>"), ("x",), ("é",), ("<|a|>", "Ġ")])
-def test_special_tokens_that_cannot_be(
+def test_impossible_special_tokens_are_refused_at_once(
     write: Callable, special: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(training, "count_words", lambda *_, **__: pytest.fail("the training began"))
-    with pytest.raises(UsageError):
+    with pytest.raises(UsageError) as caught:
         train_tokenizer([write("text")], vocab_size=300, special_tokens=special)
+    assert caught.value.code == "tokenizer.special_tokens"
 
 
 def test_a_special_token_of_one_character_that_no_byte_is_written_as(write: Callable, tmp_path: Path) -> None:

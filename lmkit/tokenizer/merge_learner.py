@@ -1,25 +1,24 @@
-"""Learning the merges: which pair of tokens becomes the next token, thousands of times over.
+"""Learn merges from word counts fast: the same merges as `bpe.learn_merges`, thousands of times faster.
 
-The rule: merge, everywhere, the pair of neighbouring tokens with the highest count; of equal counts the greatest
-(left bytes, right bytes). Then count again, and so on: twenty lines, which the tests have. Three ideas make it fast:
+Three ideas:
 
-**Count once.** A merge changes only counts of pairs around it. All distinct words lie in one array of slots, a
-separator between words; a merged pair leaves its token in the left slot, and the right slot drops out of a linked
-list. For each pair we know its count and where it occurs. A pair that arises later contains the new token, so it
-is never one that was known before, and the count of a known pair never rises.
+**Count once.** A merge changes only the counts of pairs around it. All distinct words lie in one array of slots, with
+a separator between words. A merged pair keeps its token in the left slot; the right slot leaves a linked list. For
+each pair the count and the places are known. A pair that arises later contains the new token, so it was never known
+before, and the count of a known pair never rises.
 
-**A lazy heap** gives the pairs in order of (count, bytes). As counts only fall, an entry that is out of date is seen
-when it comes to the top: it goes back with its present count.
+**A lazy heap** yields the pairs in order of (count, bytes). Counts only fall, so an outdated entry is noticed when it
+reaches the top; it goes back with its current count.
 
-**Many merges at a time.** Array operations cost the same for one pair as for fifty. So a step takes the next pairs in
-order and keeps the longest prefix that is certain to be merged in just this order one by one:
+**Many merges per step.** An array operation costs nearly the same for one pair as for fifty. A step takes the next
+pairs in order and keeps the longest prefix that would be merged in exactly this order one by one:
 
-1. no occurrence of a kept pair overlaps one of another, so that merging the first does not change the count of the
-   second; and
-2. every pair that these merges could create stays below the count of each kept pair that is still to come. An upper
-   bound of its count is enough: the weights of a pair's occurrences, summed by what stands left (or right) of them.
+1. no occurrence of a kept pair overlaps an occurrence of another, so that the first merge leaves the count of the
+   second unchanged; and
+2. every pair that these merges could create has a lower count than each kept pair that is still to come. An upper
+   bound of the new count is enough: the weights of a pair's occurrences, summed by the token to the left (or right).
 
-A pair of equal tokens may overlap itself ("aaaa"); it goes alone, and takes every other occurrence of a run.
+A pair of equal tokens may overlap itself ("aaaa"). It is merged alone, at every other place of a run.
 """
 
 from __future__ import annotations
@@ -32,14 +31,15 @@ import numpy as np
 
 from lmkit.errors import LmkitError
 from lmkit.recipe.vocabulary import MAX_VOCABULARY, NUM_BYTES
-from lmkit.tokenizer.word_counter import WordCounts
+from lmkit.tokenizer.bpe import Pair
+from lmkit.tokenizer.engine import WordCounts
 
-_NO_TOKEN = MAX_VOCABULARY  # in separators, and in slots that a merge has emptied
+_NO_TOKEN = MAX_VOCABULARY  # the token of separators and of slots that a merge has emptied
 _TOKEN_BITS = 20
 _SLOT_BITS = 31
 _LONGEST_STEP = 128  # pairs
-_WORK_PER_STEP = 3000  # occurrences; beyond, the arrays are long enough for numpy
-_BUCKETS = 64  # neighbours share buckets; a shared one only raises the bound
+_WORK_PER_STEP = 3000  # occurrences; longer arrays make numpy no faster
+_BUCKETS = 64  # neighbours are counted in this many buckets; sharing one only raises the bound
 _NOT_IN_STEP = 1 << 20
 
 
@@ -53,30 +53,31 @@ class _Candidate(NamedTuple):
 
 
 class _Occurrences(NamedTuple):
-    """Where the pairs of a step occur, grouped by pair, and what stands around: before, first + second, after."""
+    """The occurrences of the pairs of a step, grouped by pair, with neighbours: before, first + second, after."""
 
-    rank: np.ndarray  # which pair of the step, ascending
+    rank: np.ndarray  # position of the pair in the step, ascending
     before: np.ndarray  # slot
-    first: np.ndarray  # of one pair, ascending
-    second: np.ndarray
-    after: np.ndarray
-    pair_before: np.ndarray  # the pair (before, first); 0: none
-    pair_after: np.ndarray  # the pair (second, after); 0: none
-    weight: np.ndarray  # how often the word occurs
+    first: np.ndarray  # slot; ascending within a pair
+    second: np.ndarray  # slot
+    after: np.ndarray  # slot
+    pair_before: np.ndarray  # number of the pair (before, first); 0: none
+    pair_after: np.ndarray  # number of the pair (second, after); 0: none
+    weight: np.ndarray  # occurrences of the word in the corpus
 
     def at(self, index: np.ndarray | slice) -> _Occurrences:
         return _Occurrences(*(array[index] for array in self))
 
 
-def learn_merges(
+def learn_merges_fast(
     words: WordCounts, num_merges: int, progress: Callable[[int, int], None] | None = None
-) -> list[tuple[int, int]]:
-    """Return up to `num_merges` merges, in order, as (left id, right id); merge i makes token 256 + i.
+) -> list[Pair]:
+    """Learn merges from the distinct words of a corpus; see `bpe.learn_merges`, which returns the same.
 
-    Fewer are returned when every word has become a single token.
+    Args:
+        progress: called with (merges learned, merges wanted) after each step.
 
     Raises:
-        LmkitError: more text in distinct words than 31 bits can address.
+        LmkitError: the distinct words exceed 2 GiB.
     """
     if num_merges <= 0 or not len(words.lengths):
         return []
@@ -88,21 +89,26 @@ def learn_merges(
 
 
 class _Learner:
-    """Words in slots, pairs with their counts and places, and the merges so far."""
+    """The words in slots, the pairs with their counts and places, and the merges so far."""
 
     def __init__(self, words: WordCounts) -> None:
         num_slots = len(words.text) + len(words.lengths) + 1
         if num_slots >= 1 << _SLOT_BITS:
-            raise LmkitError("the distinct words of the corpus exceed 2 GiB", hint="train on less text")
-        self.merges: list[tuple[int, int]] = []
-        self._token_order = [_inverted(bytes([b])) for b in range(NUM_BYTES)]
+            raise LmkitError(
+                "tokenizer.corpus_too_large",
+                "the distinct words of the corpus exceed 2 GiB",
+                hint="train on less text",
+            )
+        self.merges: list[Pair] = []
+        self._token_bytes = [bytes([byte]) for byte in range(NUM_BYTES)]
+        self._token_order = [_inverted(token) for token in self._token_bytes]
 
         # Slots: | separator | word | separator | word | ... | separator |
         in_word = np.ones(num_slots, np.bool_)
         in_word[0] = False
         in_word[np.cumsum(words.lengths + 1)] = False
-        # One record a slot: what is read of it together, and of its neighbours, shares a line of the cache.
-        fields = ("token", "next", "previous", "pair_at")  # pair_at: the pair that begins here; 0: none
+        # The fields of a slot are read together, and share a cache line. pair_at: the pair that begins here; 0: none.
+        fields = ("token", "next", "previous", "pair_at")
         slots = np.zeros(num_slots, [(field, np.int32) for field in fields])
         self._token, self._next, self._previous, self._pair_at = (slots[field] for field in fields)
         self._token[:] = _NO_TOKEN
@@ -110,9 +116,9 @@ class _Learner:
         self._next[:-1] = np.arange(1, num_slots, dtype=np.int32)
         self._next[-1] = num_slots - 1
         self._previous[1:] = np.arange(num_slots - 1, dtype=np.int32)
-        self._weight = np.repeat(words.counts, words.lengths + 1)  # none for the last separator
+        self._weight = np.repeat(words.counts, words.lengths + 1)  # the last separator has no weight
 
-        # Pairs: number -> tokens, count, and places[first[pair] : first[pair + 1]], some of them out of date.
+        # Pair number -> tokens, count, and places[first[pair] : first[pair + 1]], some of which are outdated.
         self._num_pairs = 1
         self._left = np.zeros(1 << 16, np.int32)
         self._right = np.zeros(1 << 16, np.int32)
@@ -124,13 +130,13 @@ class _Learner:
         starts = np.flatnonzero(in_word[:-1] & in_word[1:])
         self._add_pairs(starts, self._token[starts].astype(np.int64) << _TOKEN_BITS | self._token[starts + 1])
 
-        # The heap holds every pair whose count is at least `floor`; the others wait until it is empty.
+        # The heap holds every pair whose count is at least `floor`; the others wait until the heap is empty.
         self._heap: list[_Candidate] = []
         self._floor = int(self._count.max()) + 1
         self._step_size = 1
 
     def step(self, limit: int) -> bool:
-        """Do the next merges, at most `limit`; False when no pair is left."""
+        """Do the next merges, at most `limit`. Return False if no pair is left."""
         chosen = self._next_candidates(min(self._step_size, limit))
         if not chosen:
             return False
@@ -144,14 +150,14 @@ class _Learner:
             pairs = pairs[:keep]
             found = found.at(slice(int(np.searchsorted(found.rank, keep))))
         if keep == 1 and self._left[pairs[0]] == self._right[pairs[0]]:
-            found = self._every_other_of_runs(found)
+            found = _every_other_of_runs(found)
         self._merge(pairs, found)
         return True
 
-    # ---- choosing
+    # ---- choosing the pairs of a step
 
     def _next_candidates(self, wanted: int) -> list[_Candidate]:
-        """Take the next pairs off the heap, with true counts, in order."""
+        """Take the next pairs off the heap, in order of their current counts."""
         chosen: list[_Candidate] = []
         work = 0
         while len(chosen) < wanted and work < _WORK_PER_STEP:
@@ -170,10 +176,10 @@ class _Learner:
         return chosen
 
     def _refill_heap(self) -> bool:
-        """Lower the floor; False if every count is zero."""
+        """Lower the floor. Return False if every count is zero."""
         counts = self._count[: self._num_pairs]
         top = int(counts.max())
-        if top == 0:  # a pair whose last occurrence was merged away must not be merged itself
+        if top == 0:  # a pair that no longer occurs must not be merged
             return False
         ceiling = self._floor
         self._floor = max(1, min(ceiling, top + 1) * 5 // 8)
@@ -208,46 +214,42 @@ class _Learner:
         )
 
     def _conflict_free(self, pairs: np.ndarray, found: _Occurrences) -> int:
-        """Return how many of the chosen pairs, at least one, overlap none before them (nor themselves)."""
+        """Return how many of the chosen pairs, at least one, overlap no earlier pair and not themselves."""
         self._step_rank[pairs] = np.arange(len(pairs))
-        overlapping = self._step_rank[found.pair_before]  # the other one of the two sees it behind itself
+        # Looking to the left is enough: an overlap to the right is the other pair's overlap to the left.
+        overlapping = self._step_rank[found.pair_before]
         self._step_rank[pairs] = _NOT_IN_STEP
-        # Two pairs that overlap: the later one of the two has to wait.
+        # Of two pairs that overlap the later one has to wait.
         first_to_wait = int(np.maximum(found.rank, overlapping).min())
         return max(1, min(len(pairs), first_to_wait))
 
     def _certain(self, pairs: np.ndarray, found: _Occurrences) -> int:
-        """Return how many of the chosen pairs, at least one, no newly created pair can overtake."""
+        """Return how many of the chosen pairs, at least one, cannot be overtaken by a newly created pair."""
         neighbour = self._token[np.concatenate((found.before, found.after))]
         group = np.concatenate((found.rank, found.rank + len(pairs))) * _BUCKETS + (neighbour & _BUCKETS - 1)
         weight = np.concatenate((found.weight, found.weight)) * (neighbour != _NO_TOKEN)
-        # float64: exact up to 2**53 occurrences
+        # bincount sums in float64, which is exact up to 2**53 occurrences.
         bound = np.bincount(group, weight, 2 * len(pairs) * _BUCKETS)
         most = np.maximum.accumulate(bound.reshape(2, len(pairs), _BUCKETS).max(axis=(0, 2)))
         overtaken = np.flatnonzero(most[:-1] >= self._count[pairs[1:]])
         return int(overtaken[0]) + 1 if len(overtaken) else len(pairs)
 
-    def _every_other_of_runs(self, found: _Occurrences) -> _Occurrences:
-        """Of "aaaa" keep the first "aa" and the third, not the one in between."""
-        index = np.arange(len(found.first))
-        begins_run = np.concatenate(([True], found.second[:-1] != found.first[1:]))
-        run_start = np.maximum.accumulate(np.where(begins_run, index, 0))
-        return found.at((index - run_start) % 2 == 0)
-
-    # ---- merging
+    # ---- merging the pairs of a step
 
     def _merge(self, pairs: np.ndarray, found: _Occurrences) -> None:
         first_new = NUM_BYTES + len(self.merges)
         for left_id, right_id in zip(self._left[pairs].tolist(), self._right[pairs].tolist(), strict=True):
-            self.merges.append((left_id, right_id))
+            left_bytes, right_bytes = self._token_bytes[left_id], self._token_bytes[right_id]
+            self.merges.append((left_bytes, right_bytes))
+            self._token_bytes.append(left_bytes + right_bytes)
             self._token_order.append(self._token_order[left_id][:-1] + self._token_order[right_id])
         first, second, after = found.first, found.second, found.after
         self._token[first] = first_new + found.rank
         self._token[second] = _NO_TOKEN
         left, right = self._token[found.before], self._token[after]
 
-        # The pairs that reached into the occurrences are gone: (second, after) and (before, first), unless that was
-        # the second of another merge: then it was counted there.
+        # The pairs (second, after) and (before, first) are gone. If `before` was the second slot of another merge,
+        # its pair with `first` was already subtracted as that merge's (second, after).
         np.subtract.at(self._count, found.pair_after, found.weight)
         np.subtract.at(self._count, found.pair_before, found.weight * (left != _NO_TOKEN))
         self._count[pairs] = 0
@@ -258,9 +260,9 @@ class _Learner:
         self._pair_at[first] = 0
         self._pair_at[second] = 0
 
-        # The new pairs. Two new tokens side by side are one pair: the left one's.
+        # The new pairs. Two neighbouring new tokens make one pair, which the left token adds.
         has_left, has_right = np.flatnonzero(left < first_new), np.flatnonzero(right != _NO_TOKEN)
-        # A group is (new token, which side of the pair it is on, the other token).
+        # A group is (rank of the new token, its side of the pair, the other token).
         group = 2 * found.rank << _TOKEN_BITS
         groups = np.concatenate(((group | right | 1 << _TOKEN_BITS)[has_right], (group | left)[has_left]))
         added = self._add_pairs(np.concatenate((first[has_right], found.before[has_left])), groups)
@@ -268,11 +270,11 @@ class _Learner:
             heapq.heappush(self._heap, candidate)
 
     def _add_pairs(self, places: np.ndarray, groups: np.ndarray) -> np.ndarray:
-        """Add one pair for each distinct group of places; return their numbers.
+        """Add one pair for each distinct group; return the numbers of the new pairs.
 
         Args:
             places: slots at which a new pair begins.
-            groups: which pair that is: any integers below 2**32, equal where the pair is.
+            groups: integers below 2**32, equal for equal pairs.
         """
         if not len(places):
             return places
@@ -307,13 +309,21 @@ class _Learner:
             self._places = _grown(self._places, num_places)
 
 
+def _every_other_of_runs(found: _Occurrences) -> _Occurrences:
+    """Of the occurrences of "aa" in "aaaa" keep the first and the third, not the one in between."""
+    index = np.arange(len(found.first))
+    begins_run = np.concatenate(([True], found.second[:-1] != found.first[1:]))
+    run_start = np.maximum.accumulate(np.where(begins_run, index, 0))
+    return found.at((index - run_start) % 2 == 0)
+
+
 def _as_index(numbers: np.ndarray) -> np.ndarray:
-    """Return the numbers as int64, with which numpy indexes fastest; the large arrays hold them as int32."""
+    """Return the numbers as int64, with which numpy indexes fastest. (The large arrays hold int32.)"""
     return numbers.astype(np.int64)
 
 
 def _inverted(token: bytes) -> str:
-    """Return a string that sorts in the opposite order of `token`: every byte is inverted, and the end sorts last."""
+    """Return a string that sorts in the opposite order of `token`: each byte is inverted, and the end sorts last."""
     return "".join(chr(255 - b) for b in token) + "\u0100"
 
 

@@ -1,0 +1,356 @@
+"""Encode chunks of text and count their words in C (`words.c`), on several threads.
+
+The C code is compiled once by the machine's compiler, kept in the user's cache folder, and called through ctypes. It
+releases the interpreter's lock, so that threads run in parallel. Without a compiler, `PythonEncoder` and
+`PythonCounter` do the same work more than 20 times slower; a warning says so once.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import queue
+import subprocess
+import tempfile
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import numpy as np
+
+from lmkit.errors import reason
+from lmkit.tokenizer.bpe import MergeTable
+from lmkit.tokenizer.pretokenize import SpecialTokens, character_classes, split_words
+
+if TYPE_CHECKING:
+    from typing import Self
+
+CHUNK_BYTES = 1 << 18
+"""Bytes of text to encode or count at a time: a chunk stays in the cache, and no thread waits long for another."""
+
+_SOURCE = Path(__file__).with_name("words.c")
+_FLAGS = ("-O3", "-std=c11", "-shared", "-fPIC")
+_ROOM = 1 << 21  # ids; more than one chunk of text has
+_MOST_WORDS = 1 << 20  # that a PythonEncoder remembers
+_LONGEST_REMEMBERED = 1 << 12  # characters
+
+_log = logging.getLogger("lmkit")
+
+
+class Encoder(Protocol):
+    """Encodes chunks of text. It remembers the words that it has seen; one encoder serves one thread."""
+
+    def encode(self, data: bytes, specials: SpecialTokens) -> np.ndarray:
+        """Return the ids of `data` (valid UTF-8) as int32; only `specials` count as special tokens."""
+        ...
+
+
+class WordCounter(Protocol):
+    """Counts the words in chunks of text; one counter serves one thread."""
+
+    def add(self, data: bytes) -> None:
+        """Count the words of `data`: valid UTF-8, cut as `chunks.exact_chunks` does."""
+        ...
+
+    def absorb(self, other: Self) -> None:
+        """Add the counts of another counter."""
+        ...
+
+    def result(self) -> WordCounts:
+        """Return the words in the order of their first appearance."""
+        ...
+
+
+@dataclass(frozen=True)
+class WordCounts:
+    """The distinct words of a corpus.
+
+    Attributes:
+        text: all words, joined; uint8.
+        lengths: bytes of each word; int64.
+        counts: occurrences of each word; int64.
+        num_special: occurrences of special tokens, which belong to no word.
+    """
+
+    text: np.ndarray
+    lengths: np.ndarray
+    counts: np.ndarray
+    num_special: int = 0
+
+    @classmethod
+    def from_mapping(cls, words: Mapping[bytes, int], num_special: int = 0) -> WordCounts:
+        return cls(
+            text=np.frombuffer(b"".join(words), np.uint8),
+            lengths=np.array([len(word) for word in words], np.int64),
+            counts=np.array(list(words.values()), np.int64),
+            num_special=num_special,
+        )
+
+
+def new_encoder(merges: MergeTable) -> Encoder:
+    """Return a new encoder: in C if the machine can compile it, otherwise in Python."""
+    code = library()
+    return PythonEncoder(merges) if code is None else NativeEncoder(code, merges)
+
+
+def new_counter(specials: SpecialTokens) -> WordCounter:
+    """Return a new counter: in C if the machine can compile it, otherwise in Python."""
+    code = library()
+    return PythonCounter(specials) if code is None else NativeCounter(code, specials)
+
+
+def is_utf8(data: bytes) -> bool:
+    """Tell whether `data` is valid UTF-8."""
+    code = library()
+    if code is not None:
+        return bool(code.lmkit_is_utf8(data, len(data)))  # releases the lock, and builds no str
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+# ---- in C
+
+
+class NativeEncoder:
+    """Encodes with `words.c`."""
+
+    def __init__(self, code: ctypes.CDLL, merges: MergeTable) -> None:
+        self._code = code
+        self._classes = character_classes()  # the C encoder borrows it
+        byte_ids = np.array(merges.byte_ids, np.int32)
+        left, right, merged = np.array(merges.merges, np.int32).reshape(-1, 3).T.copy()
+        addresses = [table.ctypes.data for table in (self._classes, byte_ids, left, right, merged)]
+        self._encoder = code.lmkit_encoder_new(*addresses, len(merged))
+        if not self._encoder:
+            raise MemoryError("no memory for the encoder")
+        self._room = np.empty(_ROOM, np.int32)
+
+    def encode(self, data: bytes, specials: SpecialTokens) -> np.ndarray:
+        # A token has at least one byte. Reusing the room avoids page faults on fresh memory.
+        ids = self._room if len(data) <= len(self._room) else np.empty(len(data), np.int32)
+        packed = specials.packed
+        count = self._code.lmkit_encode(self._encoder, data, len(data), packed, len(packed), ids.ctypes.data)
+        if count < 0:
+            raise MemoryError("no memory to encode a chunk")
+        return ids[:count].copy()
+
+    def __del__(self) -> None:
+        if encoder := getattr(self, "_encoder", None):
+            self._code.lmkit_encoder_free(encoder)
+
+
+class NativeCounter:
+    """Counts with `words.c`."""
+
+    def __init__(self, code: ctypes.CDLL, specials: SpecialTokens) -> None:
+        self._code = code
+        self._packed_specials = specials.packed
+        self._classes = character_classes()  # the C counter borrows it
+        self._counter = code.lmkit_counter_new(self._classes.ctypes.data)
+        if not self._counter:
+            raise MemoryError("no memory for the counter")
+
+    def add(self, data: bytes) -> None:
+        packed = self._packed_specials
+        if self._code.lmkit_count(self._counter, data, len(data), packed, len(packed)):
+            raise MemoryError("no memory to count the words of a chunk")
+
+    def absorb(self, other: NativeCounter) -> None:
+        if self._code.lmkit_count_together(self._counter, other._counter):
+            raise MemoryError("no memory to add the counts")
+
+    def result(self) -> WordCounts:
+        sizes = np.empty(3, np.int64)
+        self._code.lmkit_counter_sizes(self._counter, sizes.ctypes.data)
+        num_words, num_bytes, num_special = sizes.tolist()
+        text = np.empty(num_bytes, np.uint8)
+        lengths, counts = np.empty(num_words, np.int64), np.empty(num_words, np.int64)
+        self._code.lmkit_counter_words(
+            self._counter, text.ctypes.data, lengths.ctypes.data, counts.ctypes.data
+        )
+        return WordCounts(text, lengths, counts, num_special)
+
+    def __del__(self) -> None:
+        if counter := getattr(self, "_counter", None):
+            self._code.lmkit_counter_free(counter)
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """Return the compiled code, or None if this machine cannot compile it. Compiles it on first use."""
+    try:
+        code = _load_or_compile()
+    except (OSError, subprocess.SubprocessError) as error:
+        _log.warning("no C compiler (%s): the tokenizer runs in Python, more than 20 times slower", error)
+        return None
+    pointer, size = ctypes.c_void_p, ctypes.c_int64
+    data = (ctypes.c_char_p, size)
+    for name, result, *arguments in (
+        ("lmkit_is_utf8", ctypes.c_int, *data),
+        ("lmkit_encoder_new", pointer, pointer, pointer, pointer, pointer, pointer, size),
+        ("lmkit_encoder_free", None, pointer),
+        ("lmkit_encode", size, pointer, *data, *data, pointer),
+        ("lmkit_counter_new", pointer, pointer),
+        ("lmkit_counter_free", None, pointer),
+        ("lmkit_count", ctypes.c_int, pointer, *data, *data),
+        ("lmkit_count_together", ctypes.c_int, pointer, pointer),
+        ("lmkit_counter_sizes", None, pointer, pointer),
+        ("lmkit_counter_words", None, pointer, pointer, pointer, pointer),
+    ):
+        function = getattr(code, name)
+        function.restype, function.argtypes = result, arguments
+    return code
+
+
+def _load_or_compile() -> ctypes.CDLL:
+    """Load the shared library from the cache; its name is a hash of everything that decides its content."""
+    compiler = os.environ.get("CC", "cc")
+    ingredients = "\0".join([_SOURCE.read_text("utf-8"), compiler, *_FLAGS, platform.platform()])
+    name = f"words-{hashlib.sha256(ingredients.encode()).hexdigest()[:16]}.so"
+    try:
+        cache = os.environ.get("XDG_CACHE_HOME")
+        kept = (Path(cache) if cache else Path.home() / ".cache") / "lmkit" / name
+        if kept.exists():
+            return ctypes.CDLL(str(kept))
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        folder = tempfile.TemporaryDirectory(dir=kept.parent)  # several processes may compile at once
+    except (OSError, RuntimeError) as error:  # RuntimeError: Path.home() found no home directory
+        why = f"{kept.parent}: {reason(error)}" if isinstance(error, OSError) else str(error)
+        _log.warning("%s: the tokenizer's C code is compiled again for each process", why)
+        with tempfile.TemporaryDirectory() as private:
+            return ctypes.CDLL(str(_compile(compiler, Path(private) / name)))
+    with folder:
+        _compile(compiler, Path(folder.name) / name).replace(kept)
+    return ctypes.CDLL(str(kept))
+
+
+def _compile(compiler: str, output: Path) -> Path:
+    command = [*compiler.split(), *_FLAGS, "-o", str(output), str(_SOURCE)]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    return output
+
+
+# ---- in Python
+
+
+class PythonEncoder:
+    """Encodes in plain Python. Accepts bytes that are not UTF-8: each counts as a punctuation mark."""
+
+    def __init__(self, merges: MergeTable) -> None:
+        self._known = _KnownWords(merges)
+
+    def encode(self, data: bytes, specials: SpecialTokens) -> np.ndarray:
+        if len(self._known) > _MOST_WORDS:  # memory stays bounded on endless text
+            self._known.clear()
+        ids = array("i")
+        for text, special_id in specials.split(data):
+            words = split_words(text.decode("utf-8", "surrogateescape"))
+            ids.extend(chain.from_iterable(map(self._known.__getitem__, words)))
+            if special_id is not None:
+                ids.append(special_id)
+        return np.array(ids, np.int32)
+
+
+class _KnownWords(dict[str, list[int]]):
+    """word -> ids; a word that is not there is merged, and remembered unless it is very long."""
+
+    def __init__(self, merges: MergeTable) -> None:
+        super().__init__()
+        self._merges = merges
+
+    def __missing__(self, word: str) -> list[int]:
+        ids = self._merges.encode_word(word.encode("utf-8", "surrogateescape"))
+        if len(word) <= _LONGEST_REMEMBERED:
+            self[word] = ids
+        return ids
+
+
+class PythonCounter:
+    """Counts in plain Python."""
+
+    def __init__(self, specials: SpecialTokens) -> None:
+        self._specials = specials
+        self._words: collections.Counter[str] = collections.Counter()
+        self._num_special = 0
+
+    def add(self, data: bytes) -> None:
+        for text, special_id in self._specials.split(data):
+            self._words.update(split_words(text.decode()))
+            self._num_special += special_id is not None
+
+    def absorb(self, other: PythonCounter) -> None:
+        self._words.update(other._words)
+        self._num_special += other._num_special
+
+    def result(self) -> WordCounts:
+        counts = {word.encode(): count for word, count in self._words.items()}
+        return WordCounts.from_mapping(counts, self._num_special)
+
+
+# ---- threads
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_AHEAD = 3  # chunks per worker that are under way or wait to be finished
+
+
+def share_out(
+    items: Iterable[T],
+    workers: Sequence[Callable[[T], R]],
+    finish: Callable[[T, R], None] | None = None,
+) -> None:
+    """Pass every item to a free worker, and every result to `finish` in the order of the items.
+
+    Each worker is used by one thread at a time; `items` and `finish` run in the calling thread. At most `_AHEAD`
+    items per worker are under way, which bounds the memory. The first error, in the order of the items, stops
+    everything and is raised. One worker does everything in the calling thread.
+
+    >>> share_out([2, 3], [lambda x: x * x, lambda x: x * x], lambda x, square: print(x, square))
+    2 4
+    3 9
+    """
+    finish = finish or (lambda item, result: None)
+    if len(workers) == 1:
+        for item in items:
+            finish(item, workers[0](item))
+        return
+    free: queue.SimpleQueue[Callable[[T], R]] = queue.SimpleQueue()
+    for worker in workers:
+        free.put(worker)
+
+    def work(item: T) -> R:
+        worker = free.get()
+        try:
+            return worker(item)
+        finally:
+            free.put(worker)
+
+    under_way: collections.deque[tuple[T, Future[R]]] = collections.deque()
+
+    def finish_first() -> None:
+        item, result = under_way.popleft()
+        finish(item, result.result())
+
+    pool = ThreadPoolExecutor(len(workers))
+    try:
+        for item in items:
+            under_way.append((item, pool.submit(work, item)))
+            if len(under_way) >= _AHEAD * len(workers):
+                finish_first()
+        while under_way:
+            finish_first()
+    finally:
+        pool.shutdown(cancel_futures=True)  # after an error, items that no thread has begun are dropped

@@ -1,0 +1,381 @@
+"""Encoding and counting, in Python and in C, against the textbook; compiling the C code; threads."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmkit.tokenizer import Tokenizer, engine, split_words
+from lmkit.tokenizer.bpe import MergeTable
+from lmkit.tokenizer.engine import (
+    NativeEncoder,
+    PythonCounter,
+    PythonEncoder,
+    new_counter,
+    new_encoder,
+    share_out,
+)
+from lmkit.tokenizer.pretokenize import SpecialTokens
+
+NO_SPECIALS = SpecialTokens({})
+
+needs_compiler = pytest.mark.skipif(engine.library() is None, reason="no C compiler on this machine")
+
+
+# ---- encoding
+
+
+def test_fuzzed_text(code: str, trained: Tokenizer, pieces: list[str], oracle_encode: Callable) -> None:
+    encoder = trained.new_encoder()  # one for all examples: the words that it remembers must stay right
+
+    @settings(max_examples=300, deadline=None)
+    @given(st.one_of(st.lists(st.sampled_from(pieces), max_size=60).map("".join), st.text()))
+    def check(text: str) -> None:
+        expected = oracle_encode(text, trained.vocab, trained.merges, trained.special_tokens)
+        assert encoder.encode(text.encode(), trained.specials).tolist() == expected
+
+    check()
+
+
+def test_both_engines_agree_on_a_megabyte(trained: Tokenizer, real_text: str) -> None:
+    rng = random.Random(0)
+    parts = [real_text[i : i + rng.randint(1, 40)] for i in rng.choices(range(len(real_text)), k=50_000)]
+    data = "".join(parts).encode()
+    expected = PythonEncoder(trained.merge_table).encode(data, trained.specials)
+    encoder = trained.new_encoder()
+    for _ in range(2):  # the second time from memory
+        np.testing.assert_array_equal(encoder.encode(data, trained.specials), expected)
+
+
+def test_long_words(code: str, trained: Tokenizer, real_text: str, oracle_encode: Callable) -> None:
+    """Beyond 64 bytes a heap finds the best pair; its outdated entries must be skipped."""
+    letters = "".join(character for character in real_text if character.isascii() and character.isalpha())
+    encoder = trained.new_encoder()
+    for start in range(0, 4000, 200):
+        word = letters[start : start + 200]
+        expected = oracle_encode(word, trained.vocab, trained.merges, trained.special_tokens)
+        assert encoder.encode(word.encode(), NO_SPECIALS).tolist() == expected
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_merges_in_any_order(seed: int) -> None:
+    """A file from elsewhere may use a token before it is made, make a token twice, or list a pair twice."""
+    rng = random.Random(seed)
+    tokens = {byte: bytes([byte]) for byte in b"abc"}
+    merges = [(97, 98, 256), (98, 99, 257), (97, 98, 258)]
+    for i in range(30):
+        left, right = rng.choice(list(tokens)), rng.choice(list(tokens))
+        tokens[300 + i] = tokens[left] + tokens[right]
+        merges.append((left, right, 300 + i))
+    rng.shuffle(merges)
+    table = MergeTable(range(256), merges)
+    text = b" ".join(bytes(rng.choices(b"abc", k=rng.choice([1, 2, 3, 8, 30, 65]))) for _ in range(60))
+    expected = PythonEncoder(table).encode(text, NO_SPECIALS).tolist()
+    assert new_encoder(table).encode(text, NO_SPECIALS).tolist() == expected
+
+
+@pytest.mark.parametrize("text", ["a" * 1_000_000, "\n" * 1_000_000, "👩‍👩‍👧‍👦" * 40_000])
+def test_pathological_words_take_n_log_n(code: str, trained: Tokenizer, text: str) -> None:
+    start = time.process_time()
+    ids = trained.new_encoder().encode(text.encode(), NO_SPECIALS)
+    assert trained.decode(ids.tolist()) == text
+    assert time.process_time() - start < 60  # quadratic: hours
+
+
+def test_more_words_than_an_encoder_remembers(trained: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It forgets all of them in the middle of a text. Encoders that see fewer words give the expected ids."""
+    thirds = [b"".join(b" %d" % i for i in range(start, start + 150_000)) for start in (0, 150_000, 300_000)]
+    expected = np.concatenate([trained.new_encoder().encode(third, NO_SPECIALS) for third in thirds])
+    encoder = trained.new_encoder()
+    for _ in range(2):
+        np.testing.assert_array_equal(encoder.encode(b"".join(thirds), NO_SPECIALS), expected)
+    monkeypatch.setattr(engine, "_MOST_WORDS", 1000)
+    python = PythonEncoder(trained.merge_table)
+    for _ in range(3):
+        ids = python.encode(thirds[0][:20_000], NO_SPECIALS)
+        np.testing.assert_array_equal(ids, trained.new_encoder().encode(thirds[0][:20_000], NO_SPECIALS))
+
+
+@needs_compiler
+def test_words_with_equal_hashes_are_told_apart(trained: Tokenizer) -> None:
+    """Words of 16 bytes with the hash of one another, forged by running `mix` of words.c on their first halves."""
+
+    def mix(x: np.ndarray) -> np.ndarray:
+        product = x * np.uint64(0x9E3779B97F4A7C15)
+        return product ^ product >> np.uint64(32)
+
+    letters = np.frombuffer(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ", np.uint8)
+    first_halves = letters[np.random.default_rng(0).integers(0, 52, (3_000_000, 8))].view(np.uint64)[:, 0]
+    word = np.frombuffer(b"abcdefghijklmnop", np.uint64)
+    second_halves = mix(first_halves) ^ mix(word[:1]) ^ word[1]
+    is_letter = np.isin(second_halves.view(np.uint8).reshape(-1, 8), letters).all(axis=1)
+    forged = np.stack((first_halves, second_halves), axis=1)[is_letter]
+    assert len(forged) > 0
+    text = word.tobytes() + b"".join(b"." + pair.tobytes() for pair in forged)
+    assert trained.decode_bytes(trained.new_encoder().encode(text, NO_SPECIALS).tolist()) == text
+
+
+def test_ids_stay_when_more_is_encoded(code: str, trained: Tokenizer) -> None:
+    encoder = trained.new_encoder()
+    assert encoder.encode(b"", trained.specials).tolist() == []
+    first = encoder.encode(b"the first of two texts", trained.specials)
+    kept = first.tolist()
+    encoder.encode(b"another one, longer than the first", trained.specials)
+    assert first.tolist() == kept
+
+
+# ---- counting
+
+
+def test_counters_add_up_and_keep_the_order(code: str, real_text: str) -> None:
+    """Tables that grow several times; words of all lengths, some of them in both counters."""
+    rng = random.Random(0)
+    specials = SpecialTokens({"<|endoftext|>": 0})
+    sizes = [2, 5, 7, 8, 9, 15, 16, 17, 40]
+    words = ["".join(rng.choices("abcdefgé", k=rng.choice(sizes))) for _ in range(40_000)]
+    texts = ["one two one three one. " + real_text, " ".join(words[:25_000]), " ".join(words[15_000:])]
+    one, two = new_counter(specials), new_counter(specials)
+    one.add(texts[0].encode())
+    two.add(texts[1].encode())
+    two.add(texts[2].encode())
+    one.absorb(two)
+    one.absorb(new_counter(specials))
+    result = one.result()
+    expected: Counter[bytes] = Counter()
+    for text in texts:
+        for part in text.split("<|endoftext|>"):
+            expected.update(word.encode() for word in split_words(part))
+    assert result.text.tobytes() == b"".join(expected)  # in order of their first appearance
+    assert result.lengths.tolist() == [len(word) for word in expected]
+    assert result.counts.tolist() == list(expected.values())
+    assert result.num_special == real_text.count("<|endoftext|>")
+
+
+# ---- UTF-8
+
+
+@needs_compiler
+def test_utf8_is_what_python_says() -> None:
+    """Every pair of bytes, alone and inside text; the borders of table 3-7; and damaged real characters."""
+
+    def to_python(data: bytes) -> bool:
+        try:
+            data.decode()
+        except UnicodeDecodeError:
+            return False
+        return True
+
+    tails = [b"", b"\x80", b"\xbf", b"\x80\x80", b"\xbf\xbf", b"\x80\x80\x80", b"a"]
+    for first in range(256):
+        for second in range(256):
+            head = bytes((first, second))
+            for data in (head, *(head + tail for tail in tails)) if first >= 0xC0 else (head,):
+                assert engine.is_utf8(data) == to_python(data), data
+                data = b"some text." + data + b" and more text"
+                assert engine.is_utf8(data) == to_python(data), data
+    rng = random.Random(0)
+    borders = [65, 0xE9, 0x7FF, 0x800, 0xD7FF, 0xE000, 0xFFFF, 0x10000, 0x10FFFF]
+    text = "".join(chr(rng.choice(borders)) for _ in range(60)).encode()
+    verdicts = {engine.is_utf8(b""), engine.is_utf8(text)}
+    assert verdicts == {True}
+    for _ in range(3000):
+        data = bytearray(text)
+        data[rng.randrange(len(data))] = rng.randrange(256)
+        verdicts.add(engine.is_utf8(bytes(data)))
+        assert engine.is_utf8(bytes(data)) == to_python(bytes(data))
+    assert verdicts == {True, False}
+
+
+# ---- compiling
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """An empty cache folder."""
+    if engine.library() is None:
+        pytest.skip("no C compiler on this machine")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    engine.library.cache_clear()
+    yield tmp_path / "lmkit"
+    engine.library.cache_clear()
+
+
+def test_compiled_once_and_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert engine.library() is not None
+    (kept,) = cache.iterdir()
+    written = kept.stat().st_mtime_ns
+    engine.library.cache_clear()
+    assert engine.library() is not None
+    assert [path.stat().st_mtime_ns for path in cache.iterdir()] == [written]
+    # A damaged file in the cache (of another folder: a library that is loaded already would be found again).
+    other = cache.parent / "other" / "lmkit" / kept.name
+    other.parent.mkdir(parents=True)
+    other.touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache.parent / "other"))
+    engine.library.cache_clear()
+    assert engine.library() is not None
+
+
+def test_without_a_cache_it_is_compiled_for_the_process(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    in_the_way = cache.parent / "file"
+    in_the_way.touch()
+    (cache.parent / "temporary").mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(in_the_way))
+    monkeypatch.setattr(tempfile, "tempdir", str(cache.parent / "temporary"))
+    with caplog.at_level(logging.WARNING, "lmkit"):
+        assert engine.is_utf8("é".encode())
+    assert engine.library() is not None
+    (record,) = caplog.records
+    assert str(in_the_way) in record.getMessage()
+    assert list((cache.parent / "temporary").iterdir()) == []
+
+
+def test_without_a_home_directory(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unknown() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", unknown)
+    with caplog.at_level(logging.WARNING, "lmkit"):
+        assert engine.library() is not None
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
+def test_without_a_compiler_python_does_it_and_one_warning_says_so(
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    trained: Tokenizer,
+    compiler: str,
+) -> None:
+    monkeypatch.setenv("CC", compiler)
+    with caplog.at_level(logging.WARNING, "lmkit"):
+        assert isinstance(new_encoder(trained.merge_table), PythonEncoder)
+        assert isinstance(new_counter(trained.specials), PythonCounter)
+        assert engine.is_utf8("é".encode())
+        assert not engine.is_utf8(b"\xff")
+    (record,) = caplog.records
+    assert compiler in record.getMessage()
+    assert list(cache.iterdir()) == []
+
+
+# ---- threads
+
+
+@needs_compiler
+def test_encoders_in_threads_do_not_meet(trained: Tokenizer, real_text: str) -> None:
+    data, code = real_text.encode(), engine.library()
+    assert code is not None
+
+    def encode() -> bytes:
+        return NativeEncoder(code, trained.merge_table).encode(data, trained.specials).tobytes()
+
+    with ThreadPoolExecutor(4) as pool:
+        assert len({job.result() for job in [pool.submit(encode) for _ in range(8)]}) == 1
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("workers", [1, 2, 3, 8])
+def test_results_are_finished_in_order_whoever_is_slow(workers: int) -> None:
+    """The first item is held back until the others are as far ahead as they may be: three items per worker."""
+    far_ahead = threading.Event()
+    begun: list[int] = []
+    finished: list[int] = []
+    most_ahead = 3 * workers - 1
+
+    def work(item: int) -> int:
+        begun.append(item)
+        if workers > 1 and item == 0:
+            assert far_ahead.wait(60)
+            assert max(begun) == most_ahead
+        if item == most_ahead:
+            far_ahead.set()
+        return item * item
+
+    def finish(item: int, square: int) -> None:
+        assert threading.current_thread() is threading.main_thread()
+        assert square == item * item
+        finished.append(item)
+
+    share_out(range(200), [work] * workers, finish)
+    assert finished == list(range(200))
+
+
+def test_threads_work_side_by_side_each_with_a_worker_of_its_own() -> None:
+    both = threading.Barrier(2, timeout=60)
+    used = []
+
+    def worker(name: str) -> Callable[[int], None]:
+        def work(item: int) -> None:
+            used.append(name)
+            both.wait()
+
+        return work
+
+    share_out(range(2), [worker("a"), worker("b")])
+    assert sorted(used) == ["a", "b"]
+
+
+@pytest.mark.parametrize("where", ["items", "work", "finish"])
+@pytest.mark.parametrize("workers", [1, 2, 8])
+def test_an_error_anywhere_ends_all_threads(where: str, workers: int) -> None:
+    finished, begun = [], []
+
+    def fail(here: str, item: int) -> None:
+        if where == here and item == 50:
+            raise KeyError(item)
+
+    def items() -> Iterator[int]:
+        for i in range(1000):
+            fail("items", i)
+            yield i
+
+    def work(item: int) -> int:
+        begun.append(item)
+        fail("work", item)
+        return item
+
+    def finish(item: int, result: int) -> None:
+        fail("finish", item)
+        finished.append(item)
+
+    before = threading.active_count()
+    with pytest.raises(KeyError, match="50"):
+        share_out(items(), [work] * workers, finish)
+    assert threading.active_count() == before
+    assert finished == list(range(len(finished)))
+    assert len(finished) <= 50
+    assert len(begun) <= 50 + 3 * workers
+
+
+def test_the_command_line_keeps_numpy_from_spinning_on_a_core_of_the_workers() -> None:
+    code = (
+        "import os, sys; from lmkit.__main__ import main; sys.argv = ['lmkit', '--version']\n"
+        "try: main()\n"
+        "except SystemExit: print(os.environ['OPENBLAS_THREAD_TIMEOUT'], 'numpy' in sys.modules)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "OPENBLAS_THREAD_TIMEOUT"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split()[-2:] == ["4", "False"]  # set, and before numpy reads it

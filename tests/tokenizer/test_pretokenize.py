@@ -1,0 +1,114 @@
+"""Words and special tokens, in Python and in C, against the regular expression itself."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+import regex
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmkit.tokenizer.engine import new_counter
+from lmkit.tokenizer.pretokenize import (
+    PATTERN,
+    CharacterClass,
+    SpecialTokens,
+    character_classes,
+    split_words,
+)
+
+# Special tokens that begin alike, contain one another, contain a space, and begin like ordinary words.
+SPECIAL = ("<|pad|>", "<|pad|><|endoftext|>", "<|endoftext|>", "a b", "日本")
+
+
+def expected(text: str, special: tuple[str, ...] = ()) -> tuple[dict[bytes, int], int]:
+    """Word counts and the number of special tokens, by definition."""
+    pattern = "|".join(map(regex.escape, sorted(special, key=len, reverse=True)))
+    parts = regex.split(pattern, text) if special else [text]
+    words = Counter(word.encode() for part in parts for word in regex.findall(PATTERN, part))
+    return words, len(parts) - 1
+
+
+def counted(*texts: str, special: tuple[str, ...] = ()) -> tuple[dict[bytes, int], int]:
+    """The same as the engine counts it."""
+    counter = new_counter(SpecialTokens(dict.fromkeys(special, 0)))
+    for text in texts:
+        counter.add(text.encode())
+    words = counter.result()
+    ends = np.cumsum(words.lengths)
+    joined = words.text.tobytes()
+    each = [joined[end - size : end] for end, size in zip(ends.tolist(), words.lengths.tolist(), strict=True)]
+    assert len(set(each)) == len(each)  # every word once
+    return dict(zip(each, words.counts.tolist(), strict=True)), words.num_special
+
+
+@pytest.mark.parametrize("special", [SPECIAL, ("<|endoftext|>",), ()])
+def test_fuzzed_text(code: str, pieces: list[str], special: tuple[str, ...]) -> None:
+    texts = st.one_of(st.lists(st.sampled_from([*pieces, *special]), max_size=60).map("".join), st.text())
+
+    @settings(max_examples=300, deadline=None)
+    @given(texts)
+    def check(text: str) -> None:
+        assert counted(text, special=special) == expected(text, special)
+
+    check()
+
+
+@pytest.mark.parametrize("template", ["ab{}cdefghijk", " {}1", "  {}  "])
+def test_every_code_point(template: str) -> None:
+    points = [chr(c) for c in range(0x110000) if not 0xD800 <= c < 0xE000]
+    text = "\n".join(map(template.format, points))
+    assert counted(text) == expected(text)
+
+
+def test_contractions_in_every_position(code: str) -> None:
+    endings = ["s", "d", "m", "t", "ll", "ve", "re", "l", "v", "r", "x", "S", ""]
+    befores, afters = ["", "a", " ", "'", "1", "\n"], ["", "a", " ", "'", "9"]
+    for before, ending, after in itertools.product(befores, endings, afters):
+        text = f"{before}'{ending}{after}"
+        assert counted(text) == expected(text), text
+
+
+@pytest.mark.parametrize("special", ["so", "l", " ", "'", "ve", "日"])
+def test_text_around_special_tokens_is_split_as_if_it_stood_alone(code: str, special: str) -> None:
+    for text in ("it'so", "'ll", "we'll've", "a  b", "'s's", "日 日本", "x 's"):
+        assert counted(text, special=(special,)) == expected(text, (special,)), text
+
+
+def test_the_table_of_classes_covers_what_lies_beyond_its_search() -> None:
+    for c in random.Random(0).sample(range(0x40000, 0x110000), 20_000):
+        assert character_classes()[c] == CharacterClass.OTHER
+        assert split_words("a" + chr(c)) == ["a", chr(c)]
+
+
+# ---- special tokens
+
+TOKENS = {"ab": 0, "abc": 1, "b c": 2, "cab": 3, "aa": 4, "é": 5}
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text("abc é", max_size=30))
+def test_fault_26_leftmost_longest(text: str) -> None:
+    """Found by hand: at each place the longest token that begins there."""
+    data, parts, ids, i, end = text.encode(), [], [], 0, 0
+    while i < len(data):
+        here = [token for token in TOKENS if data.startswith(token.encode(), i)]
+        if here:
+            longest = max(here, key=len)
+            parts.append(data[end:i])
+            ids.append(TOKENS[longest])
+            i = end = i + len(longest.encode())
+        else:
+            i += 1
+    found = list(SpecialTokens(TOKENS).split(data))
+    assert found == [*zip(parts, ids, strict=True), (data[end:], None)]
+
+
+def test_would_be_cut() -> None:
+    specials = SpecialTokens({"<| |>": 0})
+    data = b"ab <| |> cd"
+    assert [at for at in range(len(data)) if specials.would_be_cut(data, at)] == [4, 5, 6, 7]
