@@ -15,7 +15,7 @@ LAYERS = (
     "cli",
     "commands",
     "reports",
-    "profiling",
+    "profile",
     "bench",
     "training",
     "generation",

@@ -27,7 +27,7 @@ app = typer.Typer(
     epilog="Example: lmkit profile kineto quickstart",
 )  # fmt: skip
 
-# Options that say how a recipe is recorded, and what to do where there is none.
+# Options that apply to recipes only.
 OF_RECIPES = ("set_", "engine", "mode", "steps")
 WITHOUT_RECIPE = "leave it out, or record a recipe: lmkit profile kineto RECIPE"
 
@@ -35,7 +35,7 @@ RECORDINGS = (".sqlite", ".nsys-rep", ".json", ".json.gz")
 
 
 class _TakesCommand(TyperCommand):
-    """Notes the words behind `--`, which the parser joins with those before it."""
+    """Keep the words after `--` apart; the parser joins them with the words before it."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta[__name__] = args[args.index("--") + 1 :] if "--" in args else []
@@ -73,31 +73,32 @@ def nsys(
 ) -> None:
     """Time of training steps, or of any command, with Nsight Systems.
 
-    A recording that you have already (.sqlite, .nsys-rep) is summarised.
+    An existing recording (.sqlite, .nsys-rep) is summarised.
     """
     arguments = context.meta[__name__]
     if len(target) > 1 and target != arguments:
         raise UsageError(
+            "profile.too_many_targets",
             f"{' '.join(target)}: more than a recipe or a recording",
-            hint="a command stands behind `--`, with nothing but options before: lmkit profile nsys -- COMMAND",
+            hint="put a command after `--`: lmkit profile nsys -- COMMAND",
         )
     folder = _folder(output, "nsys", force=force)
     if not arguments and not _is_recording(target[0]):
         from lmkit.recipe.load import load_recipe
 
         recipe = load_recipe(target[0], set_ or ())
-        from lmkit.commands import profile as commands
+        from lmkit.profile import run as profile
 
-        show(commands.steps(recipe, folder, engine=engine, mode=mode, number=steps), as_json=as_json)
+        show(profile.run_steps(recipe, folder, engine=engine, mode=mode, steps=steps), as_json=as_json)
         return
-    from lmkit.commands import profile as commands
+    from lmkit.profile import run as profile
 
-    what = "is a command" if arguments else "is recorded already"
-    refuse_typed(context, *OF_RECIPES, why=f"only with a recipe; {target[0]} {what}", hint=WITHOUT_RECIPE)
+    what = "is a command" if arguments else "is a recording"
+    refuse_typed(context, *OF_RECIPES, why=f"needs a recipe; {target[0]} {what}", hint=WITHOUT_RECIPE)
     if arguments:
-        show(commands.command(arguments, folder), as_json=as_json)
+        show(profile.run_command(arguments, folder), as_json=as_json)
     else:
-        show(commands.recording(Path(target[0]), folder), as_json=as_json)
+        show(profile.run_recording(Path(target[0]), folder), as_json=as_json)
 
 
 @app.command(epilog="Example: lmkit profile kineto quickstart --steps 5")
@@ -115,22 +116,22 @@ def kineto(
 ) -> None:
     """Time of training steps with torch.profiler, on a CPU too.
 
-    A recording that you have already (.json, .json.gz) is summarised.
+    An existing recording (.json, .json.gz) is summarised.
     """
     folder = _folder(output, "kineto", force=force)
     if _is_recording(target):
-        why = f"only with a recipe; {target} is recorded already"
+        why = f"needs a recipe; {target} is a recording"
         refuse_typed(context, *OF_RECIPES, why=why, hint=WITHOUT_RECIPE)
-        from lmkit.commands import profile as commands
+        from lmkit.profile import run as profile
 
-        show(commands.recording(Path(target), folder), as_json=as_json)
+        show(profile.run_recording(Path(target), folder), as_json=as_json)
         return
     from lmkit.recipe.load import load_recipe
 
     recipe = load_recipe(target, set_ or ())
-    from lmkit.commands import profile as commands
+    from lmkit.profile import run as profile
 
-    show(commands.steps(recipe, folder, engine="kineto", mode=mode, number=steps), as_json=as_json)
+    show(profile.run_steps(recipe, folder, engine="kineto", mode=mode, steps=steps), as_json=as_json)
 
 
 @app.command(epilog="Example: lmkit profile memory quickstart")
@@ -147,22 +148,22 @@ def memory(
 ) -> None:
     """Peak memory of training steps by phase and category.
 
-    Draws a picture, and keeps a snapshot for pytorch.org/memory_viz.
+    Writes a picture and a snapshot for pytorch.org/memory_viz.
     """
     folder = _folder(output, "memory", force=force)
     from lmkit.recipe.load import load_recipe
 
     loaded = load_recipe(recipe, set_ or ())
-    from lmkit.commands import profile as commands
+    from lmkit.profile import run as profile
 
-    show(commands.memory(loaded, folder, mode=mode, number=steps), as_json=as_json)
+    show(profile.run_memory(loaded, folder, mode=mode, steps=steps), as_json=as_json)
 
 
 def _folder(output: Path | None, command: str, *, force: bool) -> Path:
-    """Where the profile goes.
+    """Return the output folder.
 
     Raises:
-        UsageError: nothing can be written there, or a folder was asked for and has a profile already.
+        UsageError: the folder is not writable, or it was named and holds a profile already.
     """
     from lmkit.storage.outputs import refuse_unwritable
 
@@ -172,21 +173,24 @@ def _folder(output: Path | None, command: str, *, force: bool) -> Path:
         return output
     reports = (output / "profile_report.md", output / "memory_report.md")
     if any(report.exists() for report in reports) and not force:
-        raise UsageError(f"{output}: holds a profile already", hint="name another folder, or add --force")
+        raise UsageError(
+            "output.exists", f"{output}: holds a profile already", hint="name another folder, or add --force"
+        )
     refuse_unwritable(output)
     return output
 
 
 def _is_recording(target: str) -> bool:
-    """Whether it names a recording by its ending; else it is taken for a recipe.
+    """Whether the target's ending names a recording; everything else is a recipe.
 
     Raises:
-        UsageError: it is a file of another kind.
+        UsageError: the file is neither.
     """
     if target.endswith(RECORDINGS):
         return True
     if Path(target).is_file() and not target.endswith(".toml"):
         raise UsageError(
+            "trace.wrong_kind",
             f"{target}: neither a recipe (.toml) nor a recording ({', '.join(RECORDINGS)})",
             hint="torch.profiler writes .json[.gz], Nsight Systems .nsys-rep and .sqlite; "
             "a command is profiled with: lmkit profile nsys -- COMMAND",

@@ -8,9 +8,8 @@ from typing import Any
 
 from lmkit.bench import lm_matrix_report, model_report
 from lmkit.measure.tables import Column, Rows, markdown_table
-from lmkit.profiling.peaks import memory_finding, peak_row
-from lmkit.profiling.reduction import base_name
-from lmkit.profiling.summary import short_name
+from lmkit.profile.allocations import memory_finding, peak_row
+from lmkit.profile.summary import base_name, short_name
 from lmkit.reports.results import Results, of_kind
 from lmkit.reports.writing import Place, bullets, document, full_table, in_short, pictures, pivot, section
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from lmkit.commands.profile import Profiled
 
 from lmkit.cli.data import Encoded, Synthesised, TokenFileFacts
 from lmkit.cli.tokenizer import TokenizerWritten, facts_text
 from lmkit.commands.bench import BenchStored
 from lmkit.commands.env import EnvironmentFacts
-from lmkit.commands.profile import Profiled
 from lmkit.commands.recipe import RecipeCopied, RecipeIsValid
 from lmkit.commands.run import RunSummary
 from lmkit.measure.tables import TERMINAL_WIDTH

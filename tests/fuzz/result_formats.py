@@ -18,10 +18,10 @@ from format import Files, Format
 
 from lmkit.bench.journal import Journal
 from lmkit.commands import compare, report
-from lmkit.profiling.kineto import read_chrome_trace
-from lmkit.profiling.nsys_database import read_nsys_database
-from lmkit.profiling.reduction import summarize
-from lmkit.profiling.trace import Trace
+from lmkit.profile.kineto import read_chrome_trace
+from lmkit.profile.nsys import read_nsys_database
+from lmkit.profile.summary import summarize
+from lmkit.profile.trace import Trace
 
 if sys.version_info >= (3, 11):
     pass

@@ -21,7 +21,7 @@ from lmkit.data.corpora import prepare_corpus
 from lmkit.data.download import Dataset, RemoteFile, download_dataset
 from lmkit.data.token_files import TokenFileWriter, open_tokens
 from lmkit.errors import LONGEST, LmkitError, UsageError
-from lmkit.profiling.run import summarize_file
+from lmkit.profile.run import summarize_file
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.tables import CorpusConfig
 from lmkit.tokenizer import Tokenizer

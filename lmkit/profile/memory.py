@@ -1,7 +1,7 @@
 """`lmkit profile memory`: record every allocation of a few training steps; peaks by phase and category.
 
-On a GPU PyTorch's allocator keeps the history; on a CPU torch.profiler reports its allocations. Phases are the
-ranges that the trainer marks anyway.
+On a GPU PyTorch's allocator keeps the history; on a CPU torch.profiler reports allocations. Phases are the trainer's
+ranges.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lmkit.measure.plots import stacked_areas
 from lmkit.measure.ranges import disable_ranges, observe_ranges, quietly, range_
 from lmkit.measure.tables import Column, markdown_table, row_files
 from lmkit.model.accounting import count_parameters
-from lmkit.profiling.allocations import (
+from lmkit.profile.allocations import (
     BUILD,
     CATEGORIES,
     Census,
@@ -34,10 +34,11 @@ from lmkit.profiling.allocations import (
     PhasePeak,
     Recording,
     blocks_of,
+    gib_key,
+    memory_finding,
     profile_memory,
 )
-from lmkit.profiling.peaks import gib_key, memory_finding
-from lmkit.profiling.steps import StepsOptions, as_the_recipe_says, build_step, describe_steps, work_of
+from lmkit.profile.steps import Workload, as_the_recipe_says, build_step, call_of
 from lmkit.training.setup import TrainingStep
 
 HISTORY_ENTRIES = 2_000_000
@@ -49,33 +50,33 @@ COLUMNS = (
 )
 
 
-def run_profile(options: StepsOptions) -> BenchResult:
-    """Build the model and run `options.warmup + options.steps` steps (or passes) under observation.
+def run_profile(work: Workload) -> BenchResult:
+    """Build the model, run `work.warmup + work.steps` steps (or passes) and record their allocations.
 
     Files: `memory_timeline.png`, `memory_snapshot.pickle` (for https://pytorch.org/memory_viz),
     `memory_peaks.jsonl`, `memory_peaks.csv`, `memory_report.md`.
     """
-    with as_the_recipe_says(options):
-        recording = record(options)
+    with as_the_recipe_says(work):
+        recording = record(work)
     profile = profile_memory(recording)
-    rows = [_workload(options) | _row(peak) for peak in [*profile.peaks, profile.peak]]
+    rows = [_facts(work) | _row(peak) for peak in [*profile.peaks, profile.peak]]
     environment = describe_environment()
-    title = describe_steps(options)
+    title = str(work)
     notes = (f"GiB = 2^30 bytes, of {recording.source}",)
     files = row_files("memory_peaks", rows)
-    files["memory_timeline.png"] = _picture(profile, options)
+    files["memory_timeline.png"] = _picture(profile, work)
     files["memory_snapshot.pickle"] = recording.pickled
     files["memory_report.md"] = _report(rows, profile, title, environment, notes)
     return BenchResult("memory", rows, COLUMNS, files, environment, notes)
 
 
-def record(options: StepsOptions) -> Recording:
-    """Every allocation from before the model exists until after the last step."""
-    return _record_on_gpu(options) if options.device.startswith("cuda") else _record_on_cpu(options)
+def record(work: Workload) -> Recording:
+    """Record every allocation from before the model exists until after the last step."""
+    return _record_on_gpu(work) if work.ranks.device.type == "cuda" else _record_on_cpu(work)
 
 
 class _Observer:
-    """Listens to the ranges: phases by `clock`, and at the end of each a census of the tensors that have names."""
+    """Record ranges as phases, and a census of the named tensors at the end of each."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -99,7 +100,7 @@ class _Observer:
 
 
 def _owners(step: TrainingStep) -> dict[int, str]:
-    """Address of the memory -> category, of parameters, gradients and optimizer state."""
+    """Return address -> category for parameters, gradients and optimizer state."""
     owners: dict[int, str] = {}
     for slots in step.optimizer.state.values():
         for value in slots.values():
@@ -121,27 +122,27 @@ def _observed(observer: _Observer) -> Iterator[None]:
         disable_ranges()
 
 
-def _run(options: StepsOptions, observer: _Observer) -> None:
+def _run(work: Workload, observer: _Observer) -> None:
     with _observed(observer):
         with range_(BUILD):
-            observer.step = build_step(options)
-        work = work_of(observer.step, options)
-        for _ in range(options.warmup + options.steps):
-            work()
+            observer.step = build_step(work)
+        call = call_of(observer.step, work.mode)
+        for _ in range(work.warmup + work.steps):
+            call()
 
 
 def _unix_us() -> float:
-    # Events carry whole us: stand a little apart from them, so that none falls on the wrong side of a border.
+    # Events carry whole us: keep a distance, so that no event falls on the wrong side of a phase's border.
     time.sleep(50e-6)
     return time.time_ns() / 1e3
 
 
-def _record_on_gpu(options: StepsOptions) -> Recording:
+def _record_on_gpu(work: Workload) -> Recording:
     memory = torch.cuda.memory
     observer = _Observer(_unix_us)
     memory._record_memory_history(enabled="all", context="all", stacks="python", max_entries=HISTORY_ENTRIES)
     try:
-        _run(options, observer)
+        _run(work, observer)
         torch.cuda.synchronize()
         snapshot = memory._snapshot()
     finally:
@@ -149,7 +150,7 @@ def _record_on_gpu(options: StepsOptions) -> Recording:
     signs = {"alloc": 1, "free_completed": -1}
     events = [
         (entry["time_us"], entry["addr"], signs[entry["action"]] * entry["size"])
-        for entry in snapshot["device_traces"][torch.device(options.device).index or 0]
+        for entry in snapshot["device_traces"][work.ranks.device.index or 0]
         if entry["action"] in signs
     ]
     return Recording(
@@ -157,8 +158,8 @@ def _record_on_gpu(options: StepsOptions) -> Recording:
     )
 
 
-def _record_on_cpu(options: StepsOptions) -> Recording:
-    """Phases and allocations both carry the profiler's clock: phases are found again by their annotations."""
+def _record_on_cpu(work: Workload) -> Recording:
+    """Record on the profiler's clock: annotations in its trace mark the phases."""
     order: list[str] = []
     annotations: list[Any] = []
 
@@ -180,7 +181,7 @@ def _record_on_cpu(options: StepsOptions) -> Recording:
             activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
         )
         with quietly(recorder) as profiler:
-            _run(options, observer)
+            _run(work, observer)
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         document = json.loads(path.read_bytes())
@@ -198,7 +199,7 @@ def _record_on_cpu(options: StepsOptions) -> Recording:
 
 
 def _as_snapshot(events: list[tuple[float, int, int]]) -> bytes:
-    """CPU allocations in the shape of a CUDA snapshot, so that the same viewer opens them."""
+    """Return CPU allocations in the form of a CUDA snapshot, which the viewer opens."""
     entries: list[dict[str, Any]] = [
         {
             "action": "alloc" if size > 0 else "free_completed",
@@ -213,15 +214,15 @@ def _as_snapshot(events: list[tuple[float, int, int]]) -> bytes:
     return pickle.dumps({"segments": [], "device_traces": [entries], "allocator_settings": {}})
 
 
-def _workload(options: StepsOptions) -> dict[str, Any]:
-    model = options.model
+def _facts(work: Workload) -> dict[str, Any]:
+    model = work.model
     return {
         "model": model.preset or f"{model.num_layers} x {model.d_model}",
         "parameters": count_parameters(model).total,
         "context_length": model.context_length,
-        "batch_size": options.batch_size,
-        "pass": options.mode,
-        "dtype": options.precision,
+        "batch_size": work.batch_size,
+        "pass": work.mode,
+        "dtype": work.train.precision,
         "attention": model.attention,
     }
 
@@ -231,25 +232,25 @@ def _row(peak: PhasePeak) -> dict[str, Any]:
     return {"phase": peak.phase, "peak_gib": peak.bytes / GIB, **by_category}
 
 
-def _picture(profile: MemoryProfile, options: StepsOptions) -> bytes:
-    # Over events, not time: what a first step compiles and tunes takes seconds in which memory stands still.
+def _picture(profile: MemoryProfile, work: Workload) -> bytes:
+    # Draw over events, not time: compiling and tuning take seconds in which memory does not change.
     stride = max(1, len(profile.times) // PICTURE_POINTS)
     return stacked_areas(
         list(range(0, len(profile.times), stride)),
         {name: [size / GIB for size in sizes[::stride]] for name, sizes in profile.alive.items()},
-        title=f"Memory in use: {describe_steps(options)}",
+        title=f"Memory in use: {work}",
         x_label="allocations and frees since the start",
         y_label="memory (GiB = 2^30 bytes)",
-        begins=_begins(profile, options),
+        begins=_begins(profile, work),
     )
 
 
-def _begins(profile: MemoryProfile, options: StepsOptions) -> dict[str, float]:
-    """Where on the picture's axis the model is built, and every step (or pass) begins."""
+def _begins(profile: MemoryProfile, work: Workload) -> dict[str, float]:
+    """Return the picture's x for the build and for the start of every step (or pass)."""
     found = {name: float(index) for name, index in profile.begins if name == BUILD}
     runs = [index for name, index in profile.begins if name in ("step", "pass")]
-    for number, index in enumerate(runs, 1 - options.warmup):
-        found[f"step {number}" if number > 0 else f"warm-up {number + options.warmup}"] = index
+    for number, index in enumerate(runs, 1 - work.warmup):
+        found[f"step {number}" if number > 0 else f"warm-up {number + work.warmup}"] = index
     return found
 
 

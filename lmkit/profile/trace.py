@@ -1,4 +1,4 @@
-"""What every engine records, in one shape: ranges and API calls of CPU threads, work of devices. Times in ns."""
+"""A recording of any engine: ranges and CUDA calls of CPU threads, work of devices. Times are in ns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of the CUDA runtime or driver; `correlation` leads to the work it caused."""
+    """A call of the CUDA runtime or driver; `correlation` links it to the work it caused."""
 
     name: str
     start: int
@@ -36,8 +36,8 @@ class Call:
         return self.name.startswith(("cudaLaunchKernel", "cuLaunchKernel", "cudaLaunchCooperativeKernel"))
 
     def waits_for(self, work: Sequence[DeviceWork]) -> bool:
-        """Whether the call returns when the GPU has finished, not when it has been asked: a synchronisation, or a
-        copy (its `work`) to memory that the program may touch at once."""
+        """Whether the call returns only when the GPU has finished: a synchronisation, or a copy (its `work`) that
+        ended before the call did."""
         if "Synchronize" in self.name:
             return True
         return "emcpy" in self.name and any(item.end <= self.end for item in work)
@@ -63,14 +63,14 @@ class DeviceWork:
 
 @dataclass(frozen=True)
 class Trace:
-    """One recording. `calls` and `work` are None where the engine had no table for them (no GPU traced).
+    """One recording. `calls` and `work` are None where no GPU was traced.
 
     Attributes:
         engine: "nsys" or "kineto".
         source: name of the file or of what was run; no folders.
         ops: CPU operators (kineto only): name -> (calls, self time in ns).
-        undisturbed_ms: one step (or pass) of the same work without the profiler, median; None if nobody measured it.
-        notes: what the reader of the summary has to know about this recording.
+        undisturbed_ms: median of a step (or pass) without the profiler; None if not measured.
+        notes: warnings for the reader of the summary.
     """
 
     engine: str

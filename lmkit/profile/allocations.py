@@ -1,4 +1,4 @@
-"""From allocations and frees to what was alive when, and for what: peaks by phase and category."""
+"""Reduce allocations and frees to bytes alive over time, and to peaks by phase and category."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import bisect
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+from lmkit.measure.tables import Rows
 
 CATEGORIES = ("parameters", "gradients", "optimizer state", "activations", "temporary")
 BUILD, FORWARD, WHOLE_RUN = "build", "forward", "whole run"
@@ -13,7 +16,7 @@ BUILD, FORWARD, WHOLE_RUN = "build", "forward", "whole run"
 
 @dataclass(frozen=True)
 class Block:
-    """One allocation. `freed` is None if it outlived the recording. Times are in us on the recorder's clock."""
+    """One allocation. Times are in us on the recorder's clock; `freed` is None for a block alive at the end."""
 
     address: int
     size: int
@@ -35,7 +38,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Census:
-    """Where the tensors that have a name were at one moment: address -> category."""
+    """The addresses of named tensors at one moment: address -> category."""
 
     time: float
     owners: Mapping[int, str]
@@ -43,7 +46,7 @@ class Census:
 
 @dataclass(frozen=True)
 class Recording:
-    """What a recorder saw. `pickled` is the snapshot that https://pytorch.org/memory_viz opens."""
+    """All allocations of a run. `pickled` is a snapshot for https://pytorch.org/memory_viz."""
 
     blocks: Sequence[Block]
     phases: Sequence[Phase]
@@ -54,7 +57,7 @@ class Recording:
 
 @dataclass(frozen=True)
 class PhasePeak:
-    """The moment of a phase (all instances of the name together) at which most bytes were alive."""
+    """The largest number of bytes alive during a phase (over all its instances)."""
 
     phase: str
     bytes: int
@@ -63,7 +66,7 @@ class PhasePeak:
 
 @dataclass(frozen=True)
 class Largest:
-    """Blocks of one size, for one thing, from one phase; `count` of them over the whole run."""
+    """`count` blocks of one size, category and phase."""
 
     bytes: int
     category: str
@@ -95,7 +98,7 @@ class MemoryProfile:
 def blocks_of(events: Sequence[tuple[float, int, int]]) -> list[Block]:
     """Match (time, address, size) events, positive sizes allocating and negative ones freeing.
 
-    A free of something that was allocated before the recording is dropped.
+    Drop frees of blocks that were allocated before the recording.
     """
     open_at: dict[int, tuple[float, int]] = {}
     blocks = []
@@ -110,10 +113,10 @@ def blocks_of(events: Sequence[tuple[float, int, int]]) -> list[Block]:
 
 
 def categorize(blocks: Sequence[Block], censuses: Sequence[Census], phases: Sequence[Phase]) -> list[str]:
-    """The category of every block.
+    """Return the category of every block.
 
-    Parameters, gradients and optimizer state are what the censuses found at the block's address while it was
-    alive; of the rest, what the forward pass leaves behind for backward is activations; all else is temporary.
+    A census at the block's address names parameters, gradients and optimizer state. Of the rest, blocks that outlive
+    their forward pass are activations; the others are temporary.
     """
     ordered = sorted(censuses, key=lambda census: census.time)
     census_times = [census.time for census in ordered]
@@ -142,14 +145,14 @@ def categorize(blocks: Sequence[Block], censuses: Sequence[Census], phases: Sequ
 
 
 def _first_inside(addresses: Sequence[int], block: Block) -> int | None:
-    """The lowest of the sorted addresses that lies in the block (a tensor may start inside an allocation)."""
+    """Return the lowest sorted address inside the block (a tensor may start inside an allocation), or None."""
     index = bisect.bisect_left(addresses, block.address)
     inside = index < len(addresses) and addresses[index] < block.address + block.size
     return addresses[index] if inside else None
 
 
 def profile_memory(recording: Recording) -> MemoryProfile:
-    """Bytes alive by category over time, and the peak of every phase."""
+    """Compute bytes alive by category over time, and the peak of every phase."""
     categories = categorize(recording.blocks, recording.censuses, recording.phases)
     changes: list[tuple[float, int, str]] = []
     for block, category in zip(recording.blocks, categories, strict=True):
@@ -205,11 +208,38 @@ def _peak_within(
 
 
 def _largest(recording: Recording, categories: Sequence[str], count: int = 10) -> list[Largest]:
-    """The largest blocks; equal ones of one phase are one line."""
+    """Return the largest blocks, equal blocks of one phase together."""
     times: Counter[tuple[int, str, str]] = Counter()
     for block, category in zip(recording.blocks, categories, strict=True):
         around = [phase for phase in recording.phases if phase.start <= block.allocated <= phase.end]
-        # Phases lie inside one another ("loss" in "forward" in "step"): the innermost says most.
+        # Phases nest ("loss" in "forward" in "step"): take the innermost.
         phase = min(around, key=lambda phase: phase.end - phase.start).name if around else "-"
         times[block.size, category, phase] += 1
     return [Largest(*block, times[block]) for block in sorted(times, reverse=True)[:count]]
+
+
+_HOLD_OTHERS = ("step", "pass", WHOLE_RUN)  # prefer a phase inside one of these
+
+
+def peak_row(rows: Rows) -> dict[str, Any]:
+    """Return the row of the phase with the highest peak."""
+    return max(rows, key=lambda row: (float(row["peak_gib"]), row["phase"] not in _HOLD_OTHERS))
+
+
+def memory_finding(rows: Rows) -> str:
+    """Say where the peak is and what its largest part is."""
+    peak = peak_row(rows)
+    if not peak["peak_gib"]:
+        return "Nothing was allocated."
+    where = "between phases" if peak["phase"] == WHOLE_RUN else f"in {peak['phase']}"
+    shares = {name: float(peak[gib_key(name)]) / float(peak["peak_gib"]) for name in CATEGORIES}
+    largest = max(shares, key=lambda name: shares[name])
+    return (
+        f"The peak, {peak['peak_gib']:.2f} GiB (2^30 bytes), is reached {where}; "
+        f"the largest part of it is {largest}: {shares[largest]:.0%}."
+    )
+
+
+def gib_key(category: str) -> str:
+    """Return the row's key for the size of a category."""
+    return category.replace(" ", "_") + "_gib"

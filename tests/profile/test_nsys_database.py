@@ -1,8 +1,8 @@
 import pytest
 
 from lmkit.errors import LmkitError, UsageError
-from lmkit.profiling.nsys_database import read_nsys_database
-from lmkit.profiling.reduction import summarize
+from lmkit.profile.nsys import read_nsys_database
+from lmkit.profile.summary import summarize
 
 
 def test_the_answers_of_a_recording_worked_by_hand(two_steps):
@@ -174,13 +174,17 @@ def test_text_and_markdown(two_steps):
 def test_not_an_export(tmp_path, content):
     path = tmp_path / "x.sqlite"
     path.write_bytes(content)
-    with pytest.raises(UsageError, match=r"x\.sqlite"):
+    with pytest.raises(UsageError) as caught:
         read_nsys_database(path)
+    assert caught.value.code in ("trace.damaged", "trace.wrong_kind")
+    assert "x.sqlite" in caught.value.message
 
 
 def test_missing_file_and_missing_column(tmp_path, nsys_database):
-    with pytest.raises(UsageError, match="no such file"):
+    with pytest.raises(UsageError) as caught:
         read_nsys_database(tmp_path / "absent.sqlite")
+    assert caught.value.code == "trace.missing"
     nsys_database._insert("CUPTI_ACTIVITY_KIND_RUNTIME", "start INTEGER", (1,))
-    with pytest.raises(LmkitError, match=r"report\.sqlite: no such column"):
+    with pytest.raises(LmkitError) as caught:
         read_nsys_database(nsys_database.path)
+    assert (caught.value.code, "report.sqlite" in caught.value.message) == ("trace.damaged", True)

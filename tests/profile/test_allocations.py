@@ -1,4 +1,4 @@
-from lmkit.profiling.allocations import (
+from lmkit.profile.allocations import (
     Block,
     Census,
     Largest,

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from lmkit.errors import LmkitError, UsageError
-from lmkit.profiling import nsys
-from lmkit.profiling.nsys import build_command, find_nsys, profile_command, read_nsys_file
-from lmkit.profiling.reduction import summarize
+from lmkit.profile import nsys
+from lmkit.profile.nsys import build_command, find_nsys, profile_command, read_nsys_file
+from lmkit.profile.summary import summarize
 
 FAKE = """#!{python}
 import os, shutil, subprocess, sys
@@ -79,28 +79,38 @@ def test_a_failing_export_says_why(install_fake, tmp_path):
     install_fake(broken=True)
     report = tmp_path / "old.nsys-rep"
     report.write_text("x")
-    with pytest.raises(LmkitError, match=r"old\.nsys-rep: no importer"):
+    with pytest.raises(LmkitError) as caught:
         read_nsys_file(report)
+    assert (caught.value.code, "old.nsys-rep: no importer" in caught.value.message) == (
+        "nsys.export_failed",
+        True,
+    )
 
 
 def test_fault_87_without_nsys_the_hint_says_what_can_be_done_instead(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert find_nsys() is None
-    with pytest.raises(UsageError, match="nsys") as caught:
+    with pytest.raises(UsageError) as caught:
         profile_command(["true"], tmp_path / "out")
+    assert caught.value.code == "nsys.missing"
     assert "lmkit profile kineto RECIPE" in caught.value.hint
     report = tmp_path / "old.nsys-rep"
     report.write_text("x")
-    with pytest.raises(UsageError, match="nsys") as caught:
+    with pytest.raises(UsageError) as caught:
         read_nsys_file(report)
+    assert caught.value.code == "nsys.missing"
     assert "nsys export --type sqlite old.nsys-rep" in caught.value.hint
     assert "--engine" not in caught.value.hint
 
 
-@pytest.mark.parametrize("name", ["a.txt", "absent.nsys-rep", "absent.sqlite"])
-def test_other_files_are_refused(tmp_path, name):
-    with pytest.raises(UsageError, match=name):
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [("a.txt", "trace.wrong_kind"), ("absent.nsys-rep", "trace.missing"), ("absent.sqlite", "trace.missing")],
+)
+def test_other_files_are_refused(tmp_path, name, code):
+    with pytest.raises(UsageError) as caught:
         read_nsys_file(tmp_path / name)
+    assert (caught.value.code, name in caught.value.message) == (code, True)
 
 
 def test_a_raw_stream_is_imported_by_hand(tmp_path, monkeypatch):

@@ -1,21 +1,174 @@
-"""A recording reduced to its summary: what counts, whose launches belong to which range, what takes which share."""
+"""Reduce a recording to its summary: launches, GPU busy and idle share, CPU dispatch against GPU work per range.
+
+The CPU's time in CUDA calls has two parts: calls that give the GPU work (dispatch), and calls that wait for it
+(synchronisations, blocking copies). A step that dispatches all the time is bound by the
+CPU; a step that waits is bound by the GPU.
+"""
 
 from __future__ import annotations
 
 import bisect
+import re
+import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from lmkit.measure.statistics import clip, median, overlap, total
-from lmkit.profiling.summary import NamedTime, RangeSummary, Summary
-from lmkit.profiling.trace import Call, DeviceWork, Interval, Range, Trace
+from lmkit.measure.tables import TERMINAL_WIDTH, Column, markdown_table, terminal_table
+from lmkit.profile.trace import Call, DeviceWork, Interval, Range, Trace
 
-# Backward's kernels are launched by the autograd engine's own thread, and a step contains a backward: these ranges
-# own what any thread of their process launches while they are open. All others own their thread's launches only.
+
+@dataclass(frozen=True)
+class RangeSummary:
+    """All ranges of one name; times are medians per instance, in ms, None where the recording lacks them.
+
+    Attributes:
+        wall_ms: from its start to its end on the CPU.
+        dispatch_ms: union of its CUDA calls that give the GPU work.
+        wait_ms: union of its CUDA calls that wait for the GPU.
+        gpu_ms: union of the device work that its calls caused, whenever it ran.
+        launches: kernel launches.
+    """
+
+    name: str
+    instances: int
+    wall_ms: float
+    dispatch_ms: float | None
+    wait_ms: float | None
+    gpu_ms: float | None
+    launches: float | None
+
+    @property
+    def dispatch_share(self) -> float | None:
+        """Dispatch per wall time: near 1 the CPU only launches."""
+        return None if self.dispatch_ms is None or not self.wall_ms else self.dispatch_ms / self.wall_ms
+
+
+@dataclass(frozen=True)
+class NamedTime:
+    """A kernel (device time) or CPU operator (self time); `share` of the total of its kind."""
+
+    name: str
+    calls: int
+    total_ms: float
+    share: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The summary of a profile. Fields are None where the recording has no such table (a CPU, an old nsys).
+
+    `steps` counts the ranges of the window: steps, or passes (see `window`). `undisturbed_ms` is the time of one
+    without the profiler, `undisturbed_gpu_share` the share of that time that its GPU work fills.
+    """
+
+    engine: str
+    source: str
+    window: str
+    window_ms: float
+    undisturbed_ms: float | None
+    steps: int
+    launches: int | None
+    kernels: int | None
+    launches_per_forward: float | None
+    launches_per_step: float | None
+    gpu_busy_share: float | None
+    gpu_idle_share: float | None
+    undisturbed_gpu_share: float | None
+    dispatch_share: float | None
+    wait_share: float | None
+    communication_ms: float | None
+    communication_overlap_share: float | None
+    ranges: tuple[RangeSummary, ...]
+    top_kernels: tuple[NamedTime, ...]
+    top_ops: tuple[NamedTime, ...]
+    warnings: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the summary as JSON types."""
+        summary = asdict(self)
+        for row, entry in zip(summary["ranges"], self.ranges, strict=True):
+            row["dispatch_share"] = entry.dispatch_share
+        return summary
+
+    def text(self) -> str:
+        """Return tables for a terminal of 100 columns."""
+        return self._render(terminal_table)
+
+    def markdown(self) -> str:
+        """Return a Markdown report."""
+        return f"# Profile of {self.source} ({self.engine})\n\n" + self._render(markdown_table)
+
+    def _render(self, table: Any) -> str:
+        facts = [
+            {"what": label, "value": format(value, spec)}
+            for label, value, spec in self._facts()
+            if value is not None
+        ]
+        parts = [table(facts, [Column("what", "what"), Column("value", "value")])]
+        missing = ", ".join(label for label, value, _ in self._facts() if value is None)
+        if missing:
+            parts.append(textwrap.fill(f"not recorded: {missing}", TERMINAL_WIDTH) + "\n")
+        if self.ranges:
+            rows = [asdict(entry) | {"dispatch_share": entry.dispatch_share} for entry in self.ranges]
+            # Leave out the GPU's columns of a CPU's recording.
+            known = [column for column in _RANGE_COLUMNS if any(row[column.key] is not None for row in rows)]
+            parts.append(table(rows, known))
+        for named, kind in ((self.top_kernels, "kernel"), (self.top_ops, "CPU operator (self time)")):
+            if named:
+                rows = [asdict(entry) | {"name": short_name(entry.name)} for entry in named]
+                parts.append(table(rows, [Column("name", kind), *_NAMED_COLUMNS]))
+        parts += [textwrap.fill(f"warning: {warning}", TERMINAL_WIDTH) + "\n" for warning in self.warnings]
+        return "\n".join(parts)
+
+    def _facts(self) -> list[tuple[str, Any, str]]:
+        return [
+            (f"window ({self.window})", f"{self.window_ms:.2f} ms", ""),
+            ("one of them without the profiler (ms)", self.undisturbed_ms, ".2f"),
+            ("kernel launches in the window", self.launches, "d"),
+            ("kernels recorded in the window", self.kernels, "d"),
+            ("launches per forward", self.launches_per_forward, ".0f"),
+            ("launches per step", self.launches_per_step, ".0f"),
+            ("GPU busy", self.gpu_busy_share, ".1%"),
+            ("GPU idle", self.gpu_idle_share, ".1%"),
+            ("GPU work / time without the profiler", self.undisturbed_gpu_share, ".1%"),
+            ("CPU asking the GPU (dispatch)", self.dispatch_share, ".1%"),
+            ("CPU waiting for the GPU", self.wait_share, ".1%"),
+            ("communication kernels (ms)", self.communication_ms, ".3f"),
+            ("communication beside compute", self.communication_overlap_share, ".1%"),
+        ]
+
+
+_RANGE_COLUMNS = (
+    Column("name", "range"),
+    Column("instances", "count", "d"),
+    Column("wall_ms", "wall ms", ".3f"),
+    Column("dispatch_ms", "dispatch ms", ".3f"),
+    Column("dispatch_share", "dispatch", ".1%"),
+    Column("wait_ms", "waiting ms", ".3f"),
+    Column("gpu_ms", "GPU ms", ".3f"),
+    Column("launches", "launches", ".0f"),
+)
+_NAMED_COLUMNS = (
+    Column("calls", "calls", "d"),
+    Column("total_ms", "ms", ".3f"),
+    Column("share", "share", ".1%"),
+)
+
+
+def short_name(kernel: str) -> str:
+    """At most 60 characters of a kernel's name, without the C++ namespaces that all of PyTorch's share."""
+    return re.sub(r"^void |at::native::|\(anonymous namespace\)::", "", kernel)[:60]
+
+
+# The autograd engine launches backward's kernels from its own thread, so these ranges own what any thread of their
+# process launches while they are open. All others own the launches of their thread only.
 ANY_THREAD = frozenset({"step", "pass", "backward", "fwd+bwd"})
 STEP, FORWARD = "step", "forward"
 WINDOW_RANGES = (STEP, "pass", "fwd+bwd", FORWARD)
-"""What the window counts: the first of these that was recorded."""
+"""The window counts the first of these that was recorded."""
 TOP = 15
 NS_PER_MS = 1e6
 
@@ -23,24 +176,23 @@ NS_PER_MS = 1e6
 def summarize(trace: Trace, *, skip_steps: int = 1) -> Summary:
     """Reduce a recording to its summary.
 
-    The window is from the start of the first step range that counts to the end of the last (without steps: of the
-    forward and backward passes; without these: from the first event to the last). Shares are of the window; device
-    shares are means over the devices.
+    The window is from the start of the first counted step to the end of the last; without step ranges it covers the
+    passes, without those everything. Shares are of the window; device shares are means over the devices.
 
     Args:
-        skip_steps: so many steps at the start do not count (compilation, allocator, caches), if more were recorded.
+        skip_steps: steps at the start that do not count (compilation, allocator, caches), if more were recorded.
     """
     counted = _counted(trace.ranges, skip_steps)
     start, end, window = _window(trace, counted)
     calls = None if trace.calls is None else [call for call in trace.calls if start <= call.start < end]
     lost = counted and trace.calls and not calls
     if lost:
-        # An nsys older than the driver records only the beginning: nothing is known here, not nothing done.
+        # An nsys older than the driver records only the beginning: the calls are unknown, not zero.
         calls = None
     caused = None if calls is None else {(call.process, call.correlation) for call in calls}
     work = None
     if trace.work is not None and not lost:
-        # What the window's calls caused may run a little later; what ran inside counts as well.
+        # Work that the window's calls caused may run a little later; count it, too.
         work = [
             item
             for item in trace.work
@@ -87,7 +239,7 @@ def base_name(name: str) -> str:
 
 
 def _counted(ranges: Sequence[Range], skip: int) -> list[Range]:
-    """The ranges that make up the window, in order; the first `skip` of a process do not count if it has more."""
+    """Return the ranges of the window in order, without the first `skip` of a process that has more."""
     for unit in WINDOW_RANGES:
         of_process: dict[int, list[Range]] = defaultdict(list)
         for entry in sorted(ranges, key=lambda entry: entry.start):
@@ -112,7 +264,7 @@ def _window(trace: Trace, steps: Sequence[Range]) -> tuple[int, int, str]:
 
 
 def _waits(calls: Sequence[Call] | None, work: Sequence[DeviceWork] | None) -> set[Call]:
-    """The calls that return only when the GPU has finished."""
+    """Return the calls that return only when the GPU has finished."""
     copies: dict[tuple[int, int], list[DeviceWork]] = defaultdict(list)
     for item in work or ():
         if item.kind == "memcpy":
@@ -126,7 +278,7 @@ def _summarize_ranges(
     waits: set[Call],
     work: Sequence[DeviceWork] | None,
 ) -> list[RangeSummary]:
-    """One entry per name, in the order in which the names first appear."""
+    """Return one entry per name, in the order of first appearance."""
     calls_of: dict[int, list[Call]] = defaultdict(list)
     for call in sorted(calls or (), key=lambda call: call.start):
         calls_of[call.process].append(call)
@@ -167,7 +319,7 @@ def _summarize_ranges(
 
 
 def _busy_share(work: Sequence[DeviceWork] | None, start: int, end: int) -> float | None:
-    """Mean over the devices of the union of their work inside the window."""
+    """Return the mean over the devices of the share of the window that their work covers."""
     if not work or end <= start:
         return None
     by_device: dict[int, list[Interval]] = defaultdict(list)
@@ -180,7 +332,7 @@ def _busy_share(work: Sequence[DeviceWork] | None, start: int, end: int) -> floa
 def _share_of_calls(
     calls: Iterable[Call] | None, start: int, end: int, *, without: Iterable[Call] = ()
 ) -> float | None:
-    """Mean over the processes of the time that some thread spends in these calls."""
+    """Return the mean over the processes of the share of the window that these calls cover."""
     if calls is None or end <= start:
         return None
     left_out = set(without)
@@ -193,7 +345,7 @@ def _share_of_calls(
 
 
 def _communication(work: Sequence[DeviceWork] | None) -> tuple[float | None, float | None]:
-    """(ms of communication kernels summed over devices, the share of it during which the same device computes)."""
+    """Return (ms of communication kernels over all devices, share of it with compute on the same device)."""
     if work is None:
         return None, None
     communication: dict[int, list[Interval]] = defaultdict(list)
@@ -226,7 +378,7 @@ def _largest(spent: dict[str, tuple[int, int]]) -> tuple[NamedTime, ...]:
 def _undisturbed_share(
     trace: Trace, counted: Sequence[Range], by_base: dict[str, RangeSummary]
 ) -> float | None:
-    """GPU work of a step or pass per its time without the profiler. (Above 1 with several devices at work.)"""
+    """Return GPU work of a step or pass per its time without the profiler; above 1 with several devices."""
     if trace.undisturbed_ms is None or not counted:
         return None
     work_ms = by_base[base_name(counted[0].name)].gpu_ms
@@ -234,7 +386,7 @@ def _undisturbed_share(
 
 
 def _slowed_down(trace: Trace, counted: Sequence[Range]) -> list[str]:
-    """What the profiler costs, where it matters: medians of both, so that one step that was held up is no factor."""
+    """Warn where the profiler lengthens the median step by a tenth or more."""
     if trace.undisturbed_ms is None or not counted:
         return []
     factor = median([(entry.end - entry.start) / NS_PER_MS for entry in counted]) / trace.undisturbed_ms
@@ -242,12 +394,12 @@ def _slowed_down(trace: Trace, counted: Sequence[Range]) -> list[str]:
         return []
     gpu = ", and the GPU looks idler than it is" if trace.work else ""
     return [
-        f"the profiler makes the work {factor:.2f} times as long: the CPU's times are too long by about that{gpu}"
+        f"the profiler makes the work {factor:.2f} times as long: CPU times are too long by about that factor{gpu}"
     ]
 
 
 def _warnings(trace: Trace, lost_window: str) -> list[str]:
-    """Where the recording contradicts itself: an nsys older than the driver loses kernels, silently."""
+    """Warn where the recording contradicts itself: an nsys older than the driver loses kernels silently."""
     if trace.calls is None or trace.work is None:
         return []
     found = []

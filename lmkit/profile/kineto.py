@@ -1,4 +1,4 @@
-"""torch.profiler (kineto): record steps in this process, or read a chrome trace that it wrote."""
+"""torch.profiler (kineto): record steps in this process, or read a chrome trace of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lmkit.errors import UsageError
 from lmkit.measure.ranges import disable_ranges, enable_ranges, quietly
 from lmkit.measure.statistics import median
 from lmkit.measure.timing import clock_for
-from lmkit.profiling.trace import Call, DeviceWork, Range, Trace
+from lmkit.profile.trace import Call, DeviceWork, Range, Trace
 
 _RANGES_OF_TORCH = ("ProfilerStep", "Optimizer.")
 _MOST_BYTES = 2 << 30  # of a trace, unpacked: minutes of training; a packed file could claim any size
@@ -38,7 +38,7 @@ _CALL_CATEGORIES = ("cuda_runtime", "cuda_driver")
 
 @dataclass(frozen=True)
 class KinetoRun:
-    """A recording and the chrome trace (JSON bytes, for Perfetto) that it was read from."""
+    """A recording, and its chrome trace (JSON bytes, for Perfetto)."""
 
     trace: Trace
     chrome_trace: bytes
@@ -47,12 +47,10 @@ class KinetoRun:
 def profile_work(
     work: Callable[[], object], *, steps: int, warmup: int, device: torch.device | str, source: str
 ) -> KinetoRun:
-    """Run `work` `warmup` times, `steps` times under a stop watch and `steps` times recorded, our ranges switched on.
+    """Run `work` `warmup` times, `steps` times under a clock, and `steps` times recorded with lmkit's ranges on.
 
-    The stop watch tells what the profiler adds: it makes every operation of the CPU slower, and a GPU that keeps up
-    looks idle then.
-
-    `work` marks its own ranges; a "step" (or "pass") range around one call makes the summary's window.
+    The clock shows what the profiler adds: it slows every operation of the CPU, so that a GPU looks idle. `work`
+    marks its own ranges; a "step" (or "pass") range around one call makes the summary's window.
     """
     on_gpu = torch.device(device).type == "cuda"
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -64,7 +62,7 @@ def profile_work(
     undisturbed_ms = median([clock.sample_ms(work, 1, before=()) for _ in range(steps)])
     enable_ranges("kineto")
     try:
-        # acc_events: with one cycle it changes nothing but a warning that older versions of torch print.
+        # acc_events avoids a warning of older versions of torch; with one cycle it changes nothing else.
         with quietly(torch.profiler.profile(activities=activities, acc_events=True)) as profiler:
             for _ in range(steps):
                 work()
@@ -85,13 +83,13 @@ def _synchronize(device: torch.device | str) -> None:
 
 
 def read_chrome_trace(path: Path) -> Trace:
-    """The recording in a `.json` or `.json.gz` file of torch.profiler.
+    """Read a `.json` or `.json.gz` file of torch.profiler.
 
     Raises:
         UsageError: missing, or not such a file.
     """
     if not path.is_file():
-        raise UsageError(f"{path}: no such file", hint=_WHAT_IS_READ)
+        raise UsageError("trace.missing", f"{path}: no such file", hint=_WHAT_IS_READ)
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             content = bytearray()
@@ -100,17 +98,21 @@ def read_chrome_trace(path: Path) -> Trace:
             ):  # one read takes all at once
                 content += block
         if len(content) > _MOST_BYTES:
-            raise UsageError(f"{path}: more than {_MOST_BYTES >> 20} MiB of JSON", hint=_WHAT_IS_READ)
+            raise UsageError(
+                "trace.too_large", f"{path}: more than {_MOST_BYTES >> 20} MiB of JSON", hint=_WHAT_IS_READ
+            )
         return parse_chrome_trace(json.loads(content), path.name)
     except OSError as error:  # gzip says so of what is not compressed
-        raise UsageError(f"{path}: cannot be read: {error}", hint=_WHAT_IS_READ) from error
+        raise UsageError("trace.damaged", f"{path}: cannot be read: {error}", hint=_WHAT_IS_READ) from error
     except _NOT_A_TRACE as error:
         what = f"no {error}" if isinstance(error, KeyError) else str(error)
-        raise UsageError(f"{path}: not a trace of torch.profiler ({what})", hint=_WHAT_IS_READ) from error
+        raise UsageError(
+            "trace.damaged", f"{path}: not a trace of torch.profiler ({what})", hint=_WHAT_IS_READ
+        ) from error
 
 
 def parse_chrome_trace(document: dict[str, Any], source: str) -> Trace:
-    """Chrome's times are in us with fractions; ours in whole ns.
+    """Turn a chrome trace into a `Trace`. Chrome's times are in us with fractions; ours are in whole ns.
 
     Raises:
         KeyError: no `traceEvents`, or an event lacks something.
@@ -167,7 +169,7 @@ def _ns(us: float) -> int:
 
 
 def _name(value: str) -> str:
-    """Text that can be written: a name with half a surrogate pair is a ValueError."""
+    """Check that a name can be written; half a surrogate pair raises ValueError."""
     if not isinstance(value, str):
         raise TypeError(f"{value!r} is no name")
     value.encode()
@@ -175,14 +177,14 @@ def _name(value: str) -> str:
 
 
 def _key(value: int) -> int:
-    """A process, thread, device or correlation: numbers, but torch's profiler calls some threads by name."""
+    """Check a process, thread, device or correlation. They are numbers, but some threads have names."""
     if not isinstance(value, int | str):
         raise TypeError(f"{value!r} is no number")
     return value
 
 
 def _self_times(threads: Any) -> dict[str, tuple[int, int]]:
-    """name -> (calls, time in the operator itself, without the operators it called), over all threads."""
+    """Return name -> (calls, ns in the operator itself, without the operators it calls), over all threads."""
     calls: dict[str, int] = defaultdict(int)
     spent: dict[str, int] = defaultdict(int)
     for operators in threads:

@@ -6,20 +6,23 @@ import torch
 
 from lmkit.measure.memory import GIB
 from lmkit.model.accounting import count_parameters
-from lmkit.profiling.allocations import MemoryProfile, PhasePeak
-from lmkit.profiling.memory import _begins, run_profile
-from lmkit.profiling.peaks import memory_finding
-from lmkit.profiling.steps import StepsOptions
-from lmkit.recipe.tables import ModelConfig
+from lmkit.profile.allocations import MemoryProfile, PhasePeak, memory_finding
+from lmkit.profile.memory import _begins, run_profile
+from lmkit.profile.steps import Workload
+from lmkit.recipe.schema import Recipe
+from lmkit.recipe.tables import ModelConfig, RunConfig, TrainConfig
 
 MODEL = ModelConfig(vocab_size=128, context_length=32, d_model=64, d_ff=128, num_layers=2, num_heads=4)
+WORK = Workload(
+    Recipe(run=RunConfig(device="cpu"), model=MODEL, train=TrainConfig(batch_size=2)), steps=1, warmup=1
+)
 
 
 @pytest.fixture(scope="module")
 def result():
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield run_profile(StepsOptions(MODEL, steps=1, warmup=1, batch_size=2))
+    yield run_profile(WORK)
     torch.set_num_threads(before)
 
 
@@ -78,5 +81,4 @@ def test_the_peak_is_said_of_the_innermost_phase():
 def test_the_picture_says_where_steps_begin():
     phases = [("build", 0), ("step", 5), ("forward", 6), ("step", 9), ("forward", 10)]
     profile = MemoryProfile([], {}, phases, [], PhasePeak("whole run", 0, {}))
-    options = StepsOptions(MODEL, steps=1, warmup=1)
-    assert _begins(profile, options) == {"build": 0, "warm-up 1": 5, "step 1": 9}
+    assert _begins(profile, WORK) == {"build": 0, "warm-up 1": 5, "step 1": 9}

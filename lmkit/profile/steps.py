@@ -1,0 +1,147 @@
+"""The workload of all three profilers: a few training steps of a recipe's model on random tokens.
+
+`python -m lmkit.profile.steps WORKLOAD` (JSON of a `Workload`) runs them in a process of their own, for nsys.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from lmkit.data.batches import RandomTokens
+from lmkit.errors import UsageError
+from lmkit.measure.ranges import enable_ranges_from_environment, range_
+from lmkit.parallel.process_group import Ranks, local_device
+from lmkit.recipe.load import required
+from lmkit.recipe.schema import Recipe
+from lmkit.recipe.tables import ModelConfig, TrainConfig
+from lmkit.training.process import numerics
+from lmkit.training.setup import TrainingStep
+
+Mode = Literal["forward", "fwd+bwd", "step"]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Steps of a recipe's [model] and [train] on one device, on random tokens.
+
+    Attributes:
+        mode: "step", or a pass alone: "forward" (without gradients) or "fwd+bwd" (gradients are dropped).
+        steps, warmup: recorded steps (or passes), and unrecorded ones before them (compilation, allocator).
+    """
+
+    recipe: Recipe
+    mode: Mode = "step"
+    steps: int = 5
+    warmup: int = 3
+
+    @property
+    def model(self) -> ModelConfig:
+        """[model] with its vocabulary size.
+
+        Raises:
+            UsageError: the recipe has no [model], or does not say how many tokens there are.
+        """
+        model = required(self.recipe.model, "model", command="profile")
+        tokenizer = self.recipe.tokenizer
+        vocab_size = model.vocab_size or (tokenizer.vocab_size if tokenizer else None)
+        if vocab_size is None:
+            raise UsageError(
+                "profile.no_vocabulary",
+                "model.vocab_size: not set, and profiling uses random tokens",
+                hint="for example --set model.vocab_size=10000",
+            )
+        return model.model_copy(update={"vocab_size": vocab_size})
+
+    @property
+    def train(self) -> TrainConfig:
+        return required(self.recipe.train, "train", command="profile")
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences of a micro-batch."""
+        return self.train.batch_size // self.train.accumulation
+
+    @property
+    def ranks(self) -> Ranks:
+        return Ranks(device=local_device(self.recipe.run.device, local_rank=0))
+
+    def as_json(self) -> str:
+        """Return the argument of `main`."""
+        recipe = self.recipe.model_dump(mode="json")
+        return json.dumps({"recipe": recipe, "mode": self.mode, "steps": self.steps, "warmup": self.warmup})
+
+    def __str__(self) -> str:
+        model = self.model
+        name = model.preset or f"{model.num_layers} layers, d_model {model.d_model}"
+        return (
+            f"{name}, {self.mode}, context {model.context_length}, batch {self.batch_size}, "
+            f"{self.train.precision}, attention {model.attention}, compile {model.compile}"
+        )
+
+
+def workload_from_json(text: str) -> Workload:
+    """Return the workload that `Workload.as_json` wrote."""
+    fields: dict[str, Any] = json.loads(text)
+    recipe = Recipe.model_validate_json(json.dumps(fields.pop("recipe")))
+    return Workload(recipe, **fields)
+
+
+def build_step(work: Workload) -> TrainingStep:
+    """Return the model with its optimizer and endless random tokens."""
+    model = work.model
+    assert model.vocab_size is not None
+    batches = RandomTokens(
+        model.vocab_size,
+        batch_size=work.batch_size,
+        context_length=model.context_length,
+        seed=work.recipe.run.seed,
+    )
+    return TrainingStep(model, work.ranks, batches, precision=work.train.precision)
+
+
+def as_the_recipe_says(work: Workload) -> AbstractContextManager[None]:
+    """Set the recipe's threads and determinism while the block runs."""
+    return numerics(work.recipe.run, work.ranks)
+
+
+def call_of(step: TrainingStep, mode: Mode) -> Callable[[], object]:
+    """Return a call that runs one step or pass and waits for it.
+
+    A step waits by itself: the ranks agree before the weights move. A pass gets a range of its own, "pass", that
+    waits for the device; the range around a forward pass alone ends when the device has its work.
+    """
+    if mode == "step":
+        return step.run
+    run = step.forward if mode == "forward" else step.forward_backward
+
+    def one_pass() -> None:
+        with range_("pass"):
+            run().item()
+
+    return one_pass
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run the workload that the JSON argument describes, with the ranges that LMKIT_RANGES asks for."""
+    (text,) = arguments
+    work = workload_from_json(text)
+    with as_the_recipe_says(work):
+        call = call_of(build_step(work), work.mode)
+        for _ in range(work.warmup):
+            call()
+        enable_ranges_from_environment()
+        for _ in range(work.steps):
+            call()
+        if work.ranks.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
