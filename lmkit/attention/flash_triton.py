@@ -20,10 +20,10 @@ from lmkit.errors import UsageError
 from lmkit.registry import ATTENTION
 
 try:
-    from lmkit.kernels.flash_backward import flash_backward
-    from lmkit.kernels.flash_forward import flash_forward
-    from lmkit.kernels.interpreter import INTERPRETED
-    from lmkit.kernels.launching import empty_in_order_of
+    from lmkit.kernels.flash.backward import flash_backward
+    from lmkit.kernels.flash.forward import flash_forward
+    from lmkit.kernels.launch import empty_in_order_of
+    from lmkit.kernels.versions import INTERPRETED
 except ModuleNotFoundError as error:
     if (error.name or "").split(".")[0] != "triton":
         raise

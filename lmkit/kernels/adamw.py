@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lmkit.kernels.launching import count_tiles, selected
+from lmkit.kernels.launch import count_tiles, selected
 
 BLOCK = 1024  # elements per program; measured on an H200: 4% above 2048 and 8 warps, as fast as 512
 WARPS = 4
@@ -124,7 +124,8 @@ class AdamWLaunch:
         """Update on the current stream of the tensors' device.
 
         Args:
-            params, grads, means, squares: contiguous; every list of one dtype of TYPES, the moments' the parameters'.
+            params, grads, means, squares: contiguous; every list of one dtype of TYPES, the moments' the
+            parameters'.
             copies: get the new parameters in their own dtype; as many as `params`, or none.
             scalars: beta1, beta2, kept, eps and rate, as `lmkit.optim.adamw.Scalars` explains them.
             factor: multiplies every gradient; a float32 scalar on the device.

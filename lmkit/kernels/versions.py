@@ -1,46 +1,41 @@
-"""How Triton's minors launch a compiled kernel; with `hopper.versions`, all that looks at versions here.
+"""Hide the differences between the minors of Triton: launches, Gluon's names, the interpreter.
 
-3.6 and 3.7 differ in what their C launchers take and in what the encoder of tensor descriptors is called.
+The Hopper kernels and the cheap launches of `lmkit.kernels.launch` reach below Triton's stable interface. They
+run with SUPPORTED_MINORS only, with which they were compiled and their launches compared with Triton's own. With
+any other minor the portable kernels run, launched by Triton itself.
 """
 
 import inspect
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import triton
 
-SUPPORTED_MINORS = ((3, 6), (3, 7))
+SUPPORTED_MINORS = ((3, 6), (3, 7), (3, 8), (3, 9))
 INSTALLED_MINOR = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
-
-def tensor_map_encoder() -> Callable[..., Any]:
-    """(pointer, swizzle, element size, encoded type, box, shape, strides, 0) -> descriptor for the copy engine."""
-    utils = triton.runtime.driver.active.utils
-    return utils.fill_tma_descriptor if INSTALLED_MINOR == (3, 6) else utils.fill_tma_descriptor_tiled
-
-
-def encoded_type(element_type: int) -> int:
-    """The driver's number for what Triton's metadata calls an element type."""
-    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
-
-    return TMA_DTYPE_DEVICE_TO_HOST[element_type]
+# Whether kernels run in Triton's interpreter, in NumPy on the CPU (TRITON_INTERPRET=1). Triton reads the variable
+# when it decorates a kernel, so the answer is fixed when the process starts.
+INTERPRETED: bool = triton.knobs.runtime.interpret
 
 
 def raw_launch(compiled: Any, grid: tuple[int, int, int]) -> Callable[[int, list], None]:
-    """(stream, arguments) -> None: Triton's C launcher for a compiled kernel, below the layers that cost time.
+    """Return `launch(stream, arguments)`: Triton's C launcher of a compiled kernel, without the layers above it.
 
-    Arguments are the kernel's, descriptors as encoded, each followed by its shape and strides.
+    The arguments are the kernel's, in order; an encoded tensor descriptor is followed by its shape and strides.
     """
-    launcher = compiled.run  # loads the kernel, too
+    launcher = compiled.run  # also loads the kernel onto the device
     function, packed, pdl = compiled.function, compiled.packed_metadata, launcher.launch_pdl
-    assert launcher.global_scratch_size == launcher.profile_scratch_size == 0, "no memory is passed for these"
-    launch = _c_launcher(launcher)
+    assert launcher.global_scratch_size == launcher.profile_scratch_size == 0, "no scratch memory is passed"
     if INSTALLED_MINOR == (3, 6):
+        launch = _launcher_of_3_6(launcher)
 
         def start(stream, arguments):
             launch(*grid, stream, function, False, pdl, None, None, packed, None, None, None, *arguments)
     else:
+        launch = triton.runtime.driver.active.utils.launch
         annotations, signature = launcher.arg_annotations, launcher.kernel_signature
 
         def start(stream, arguments):
@@ -50,9 +45,74 @@ def raw_launch(compiled: Any, grid: tuple[int, int, int]) -> Callable[[int, list
     return start
 
 
-@lru_cache(maxsize=1024)  # looking into a function costs more than a launch, and many launches share a kernel
-def _c_launcher(launcher: Any) -> Callable[..., None]:
+@lru_cache(maxsize=1024)  # reading a closure costs more than a launch, and many launches share a kernel
+def _launcher_of_3_6(launcher: Any) -> Callable[..., None]:
+    """Return the C launcher that Triton 3.6 compiled for this kernel.
+
+    A kernel with tensor descriptors hides it in a Python function that encodes them; only the closure of that
+    function knows it.
+    """
     launch = launcher.launch
-    if inspect.isfunction(launch):  # the layer that encodes descriptors
-        launch = inspect.getclosurevars(launch).nonlocals["launcher"]
-    return launch
+    return inspect.getclosurevars(launch).nonlocals["launcher"] if inspect.isfunction(launch) else launch
+
+
+def tensor_map_encoder() -> Callable[..., Any]:
+    """Return the function (pointer, swizzle, element size, type, box, shape, strides, 0) -> TMA descriptor."""
+    utils = triton.runtime.driver.active.utils
+    return utils.fill_tma_descriptor if INSTALLED_MINOR == (3, 6) else utils.fill_tma_descriptor_tiled
+
+
+def encoded_type(element_type: int) -> int:
+    """Translate an element type in Triton's metadata to the CUDA driver's number."""
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+    return TMA_DTYPE_DEVICE_TO_HOST[element_type]
+
+
+@cache
+def gluon_operations() -> SimpleNamespace:
+    """Return the Gluon operations whose names depend on the minor. Imports Gluon.
+
+    partition_barrier: waits for all warps of the partition that calls it, not for the whole CTA.
+    tma_load, tma_store: TMA copies of a box, global to shared memory and back.
+    tma_add: adds a box of shared memory to global memory (`cp.reduce.async.bulk.tensor.add`).
+    """
+    from triton._C.libtriton import ir
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language._core import builtin
+    from triton.experimental.gluon.language.nvidia.hopper import tma
+
+    @builtin
+    def tma_add(descriptor, coordinates, source, _semantic=None):
+        # 3.6 and 3.7 do not export this operation for Hopper, so it is taken from the builder.
+        coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+        kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+        _semantic.builder.create_async_tma_reduce(kind, descriptor.handle, coordinates, source.handle)
+
+    renamed = INSTALLED_MINOR >= (3, 8)
+    return SimpleNamespace(
+        partition_barrier=gl.thread_barrier if INSTALLED_MINOR == (3, 6) else gl.barrier,
+        tma_load=tma.async_load if renamed else tma.async_copy_global_to_shared,
+        tma_store=tma.async_store if renamed else tma.async_copy_shared_to_global,
+        tma_add=tma_add,
+    )
+
+
+def _let_scalars_index() -> None:
+    """Let loop bounds work with NumPy 2.4 and later in the interpreter of Triton 3.6.
+
+    That interpreter holds a scalar as an array of one element and calls `int()` on it, which NumPy 2.4 refuses.
+    """
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_and_mend(tensor: type, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_and_mend
+
+
+if INTERPRETED and INSTALLED_MINOR == (3, 6):
+    _let_scalars_index()

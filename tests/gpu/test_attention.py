@@ -10,7 +10,7 @@ from lmkit.attention import attention_function
 from lmkit.attention.accuracy import run_attention
 from lmkit.attention.reference import reference
 from lmkit.errors import UsageError
-from lmkit.kernels.tuning import TilingChoices
+from lmkit.kernels.flash import tuning
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,7 +25,7 @@ LENGTHS = [(127, 127), (129, 129), (1000, 300), (300, 1000)]
 @pytest.fixture(autouse=True)
 def _default_tilings(monkeypatch):
     """The first candidate of every case instead of the fastest: no tuning, and the same kernels in every run."""
-    monkeypatch.setattr(TilingChoices, "measure", lambda self, case, candidates, *rest: candidates[0])
+    monkeypatch.setattr(tuning, "measure", lambda case, candidates, *rest: candidates[0])
 
 
 @pytest.fixture(params=["portable", "auto"])

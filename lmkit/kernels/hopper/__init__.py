@@ -1,18 +1,32 @@
-"""FlashAttention for Hopper GPUs (H100, H200) in Gluon: warp-specialised, TMA, asynchronous tensor cores.
+"""FlashAttention for Hopper GPUs (H100, H200) in Gluon: warp-specialised, with TMA and asynchronous wgmma.
 
-* `unsupported_reason(q, k, v)`: None, or why these kernels cannot take the request;
+* `unsupported_reason(q, k, v)`: None, or why these kernels cannot take the call;
 * `forward(q, k, v, causal=..., scale=...)` -> (out, lse);
 * `backward(dout, q, k, v, out, lse, causal=..., scale=..., deterministic=...)` -> (dq, dk, dv).
 
-Shapes are (batch, heads, seq, head_dim) with any strides the copy engine takes, head_dim a multiple of 8 from 40
-to 256 (`support.py` says why); causal means query i sees keys j <= i. Inside, heads are D = 64, 128 or 256 wide and
-filled up with zeros. Read `forward_kernel.py` first; `backward_kernel.py` and `query_gradient_kernel.py` build on its
-ideas, `narrow_gradient_kernel.py` (fast: D = 64, and 128 where it is long and unmasked) and
-`wide_gradient_kernel.py` (256) on theirs.
+Shapes are (batch, heads, seq, head_dim) with any strides that TMA takes, head_dim a multiple of 8 from 40 to 256
+(`support` says why); causal means query i sees keys j <= i. Inside, heads are D = 64, 128 or 256 wide and filled up
+with zeros.
+
+| file | content |
+|-|-|
+| `forward` | the forward kernel and its launch |
+| `backward` | which kernels a backward pass runs, their launches, the small kernels before and after |
+| `backward_dq` | dQ alone (deterministic, and all of D = 256) |
+| `backward_dqdkdv_d64` | dQ, dK and dV together: D = 64, and long unmasked D = 128 |
+| `backward_dkdv_d128` | dK and dV, optionally with dQ: D = 128, and deterministic D = 64 |
+| `backward_dkdv_d256` | dK and dV: D = 256 |
+| `schedule`, `tma`, `barriers` | which tile a CTA works on; copies; synchronisation |
+| `wgmma`, `fragments` | products; work on their accumulators in registers |
+| `support` | which calls these kernels take |
+
+Read `forward` first. The words: a CTA is a block of threads on one SM (streaming multiprocessor); a warp group is
+four warps, which issue a wgmma (a matrix product on the tensor cores) together; a partition is a set of warps with
+code of its own; TMA is the unit that copies boxes between global and shared memory.
 """
 
-from lmkit.kernels.hopper.backward_launcher import backward
-from lmkit.kernels.hopper.forward_launcher import forward
+from lmkit.kernels.hopper.backward import backward
+from lmkit.kernels.hopper.forward import forward
 from lmkit.kernels.hopper.support import unsupported_reason
 
 __all__ = ["backward", "forward", "unsupported_reason"]

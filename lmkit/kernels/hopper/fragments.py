@@ -70,7 +70,8 @@ def _split_columns(tile, bound):
 
 @gluon.jit
 def sum_within_threads(tile):
-    """(rows, N) -> (rows, 4): each thread adds up its own columns, no shuffles; a sum over axis 1 finishes, later."""
+    """(rows, N) -> (rows, 4): each thread adds up its own columns, no shuffles; a sum over axis 1 finishes,
+    later."""
     split = tile.reshape([tile.shape[0], tile.shape[1] // 8, 4, 2])
     return gl.sum(gl.sum(split, 3), 1)
 
@@ -177,8 +178,8 @@ def unpack_pairs(packed, dtype: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def keep_pairs(tile, dtype: gl.constexpr):
-    """(rows, N) float32, none negative -> (rows, N / 2) int32: what `multiply_pairs` needs beside `pack_pairs` of the
-    same tile, a register a pair where the tile itself takes two.
+    """(rows, N) float32, none negative -> (rows, N / 2) int32: what `multiply_pairs` needs beside `pack_pairs` of
+    the same tile, a register a pair where the tile itself takes two.
 
     bfloat16: the number of the odd column, its last byte replaced by the third byte of the even column's. float16:
     the number of the even column.
@@ -233,8 +234,8 @@ def _take_apart(dtype):
 
 @gluon.jit
 def in_thread_order(tile):
-    """(M, N) float32 accumulator -> (M N / 32, 32): the same numbers so that the four that a thread holds of a 16 x 8
-    patch lie together, and the 32 threads' side by side.
+    """(M, N) float32 accumulator -> (M N / 32, 32): the same numbers so that the four that a thread holds of a 16 x
+    8 patch lie together, and the 32 threads' side by side.
 
     Stored to shared memory that is 16 bytes a thread without bank conflicts (in rows and columns it was an 8-way
     conflict, as long as the tensor cores' whole step). `from_thread_order` and `finish_kernel` put them back.

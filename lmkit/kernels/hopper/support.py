@@ -1,9 +1,9 @@
 """Whether the Hopper kernels can take a request; every reason is one line for the user.
 
 Head sizes. The kernels are written for heads of 64, 128 and 256 numbers. Others take the next of these WIDTHS: the
-copy engine knows the tensors' true shape, fills the boxes up with zeros, which add nothing to any product, and leaves
-out what would be written beyond the head. The price is products with zeros, at worst half of them (136 in 256). Those
-whose sum goes over the columns, S = Q K^T and dP = dO V^T, leave most of the zeros out (`used_of`).
+copy engine knows the tensors' true shape, fills the boxes up with zeros, which add nothing to any product, and
+leaves out what would be written beyond the head. The price is products with zeros, at worst half of them (136 in
+256). Those whose sum goes over the columns, S = Q K^T and dP = dO V^T, leave most of the zeros out (`used_of`).
 
 * Multiples of 8: dense tensors of such heads, the outputs among them, have the 16-byte strides that the copy engine
   takes.
@@ -15,8 +15,8 @@ import functools
 
 import torch
 
-from lmkit.kernels.hopper.devices import capability
-from lmkit.kernels.hopper.tensors import ALIGNMENT_BYTES, tma_strides
+from lmkit.kernels.hopper.tma import ALIGNMENT_BYTES, tma_strides
+from lmkit.kernels.launch import capability
 from lmkit.kernels.versions import INSTALLED_MINOR, SUPPORTED_MINORS
 
 WIDTHS = (64, 128, 256)  # of the heads that the kernels are written for

@@ -17,22 +17,22 @@ triton = pytest.importorskip("triton", reason="the Hopper kernels need triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
-from lmkit.kernels.hopper.backward_kernel import key_value_gradient_kernel  # noqa: E402
-from lmkit.kernels.hopper.backward_launcher import CONFIGS, CONSUMER_REGISTERS  # noqa: E402
-from lmkit.kernels.hopper.backward_launcher import REGISTERS as BACKWARD_REGISTERS  # noqa: E402
-from lmkit.kernels.hopper.forward_kernel import forward_kernel  # noqa: E402
-from lmkit.kernels.hopper.forward_launcher import (  # noqa: E402
+from lmkit.kernels.hopper.backward import CONFIGS, CONSUMER_REGISTERS  # noqa: E402
+from lmkit.kernels.hopper.backward import REGISTERS as BACKWARD_REGISTERS  # noqa: E402
+from lmkit.kernels.hopper.backward_dkdv_d128 import dkdv_d128_kernel  # noqa: E402
+from lmkit.kernels.hopper.backward_dkdv_d256 import dkdv_d256_kernel  # noqa: E402
+from lmkit.kernels.hopper.backward_dq import dq_kernel  # noqa: E402
+from lmkit.kernels.hopper.backward_dqdkdv_d64 import dqdkdv_d64_kernel  # noqa: E402
+from lmkit.kernels.hopper.forward import (  # noqa: E402
     HEAD_DIM_64,
     HEAD_DIM_64_SHORT,
     HEAD_DIM_128,
     HEAD_DIM_256,
     REGISTERS,
+    forward_kernel,
 )
-from lmkit.kernels.hopper.narrow_gradient_kernel import narrow_gradient_kernel  # noqa: E402
-from lmkit.kernels.hopper.query_gradient_kernel import query_gradient_kernel  # noqa: E402
 from lmkit.kernels.hopper.support import used_of, width_of  # noqa: E402
-from lmkit.kernels.hopper.tensors import shared_layout  # noqa: E402
-from lmkit.kernels.hopper.wide_gradient_kernel import wide_gradient_kernel  # noqa: E402
+from lmkit.kernels.hopper.tma import shared_layout  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
@@ -91,7 +91,7 @@ def compile_key_value_gradient(head_dim, causal, tail, add_dq, dtype):
     dq_sum = descriptor((config.queries * width // 32, 32), torch.float32)
     types = [rows, keys, keys, rows, flat, flat, keys, keys, dq_sum, *["i32"] * 9, *["fp32"] * 2]
     constants = (config.queries, width, used, causal, tail, add_dq, config.packed_p)
-    return compile_kernel(key_value_gradient_kernel, types, constants, 8, BACKWARD_REGISTERS)
+    return compile_kernel(dkdv_d128_kernel, types, constants, 8, BACKWARD_REGISTERS)
 
 
 def compile_narrow_gradient(head_dim, causal, tail, dtype):
@@ -101,7 +101,7 @@ def compile_narrow_gradient(head_dim, causal, tail, dtype):
     dq_sum = descriptor((128, 32) if head_dim == 64 else (4, 32, 32), torch.float32)
     types = [queries, keys, keys, queries, flat, flat, keys, keys, dq_sum, *["i32"] * 9, *["fp32"] * 2]
     constants = (causal, tail, CONSUMER_REGISTERS)
-    return compile_kernel(narrow_gradient_kernel, types, constants, 4, BACKWARD_REGISTERS)
+    return compile_kernel(dqdkdv_d64_kernel, types, constants, 4, BACKWARD_REGISTERS)
 
 
 def compile_query_gradient(head_dim, causal, tail, dtype):
@@ -113,14 +113,14 @@ def compile_query_gradient(head_dim, causal, tail, dtype):
     types = [rows, keys, keys, rows, rows, *pointers, *["i32"] * 8, *["fp32"] * 2]
     stages = (config.query_k_stages, config.query_v_stages)
     constants = (width, head_dim, used, config.query_keys, *stages, causal, tail)
-    return compile_kernel(query_gradient_kernel, types, constants, 8, BACKWARD_REGISTERS)
+    return compile_kernel(dq_kernel, types, constants, 8, BACKWARD_REGISTERS)
 
 
 def compile_wide_gradient(causal, dtype, head_dim=256):
     tile, flat = descriptor((1, 1, 64, 256), dtype), descriptor((64,), torch.float32)
     types = [*[tile] * 4, flat, flat, tile, tile, *["i32"] * 9, *["fp32"] * 2]
     constants = (256, used_of(head_dim), causal, CONSUMER_REGISTERS)
-    return compile_kernel(wide_gradient_kernel, types, constants, 4, BACKWARD_REGISTERS)
+    return compile_kernel(dkdv_d256_kernel, types, constants, 4, BACKWARD_REGISTERS)
 
 
 def assemble(ptx, folder):
@@ -152,7 +152,7 @@ BACKWARD = [
 ]
 NARROW = [(64, causal, dtype) for causal in (False, True) for dtype in (torch.bfloat16, torch.float16)]
 NARROW += [(128, False, torch.bfloat16)]
-KEY_VALUE = [  # the fast way of head_dim 64 is narrow_gradient_kernel's alone
+KEY_VALUE = [  # the fast way of head_dim 64 is dqdkdv_d64_kernel's alone
     pytest.param(head_dim, causal, tail, add_dq, id=f"{head_dim}-{causal}-{tail}-{way}")
     for head_dim, add_dq, way in (
         (64, False, "deterministic"),

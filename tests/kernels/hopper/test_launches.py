@@ -1,7 +1,10 @@
-"""Launches that are prepared from descriptions of tensors are those that Triton makes of the tensors, and a backward
-launches the kernels of its head_dim and way."""
+"""Launches of the Hopper kernels: the kernels of a call, their configuration, and what describes the tensors to TMA.
+
+On a GPU that is not there (see `stand_in_gpu`); what reaches the C launcher is looked at.
+"""
 
 import contextlib
+import importlib
 from types import SimpleNamespace
 
 import pytest
@@ -12,30 +15,120 @@ pytest.importorskip("triton", reason="the Hopper kernels need triton")
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
-from lmkit.kernels.hopper import backward_launcher, forward_launcher
-from lmkit.kernels.hopper.forward_kernel import forward_kernel
-from lmkit.kernels.hopper.launches import Boxes, prepare_launch
-from lmkit.kernels.hopper.tensors import shared_layout
+from lmkit.kernels import hopper
+from lmkit.kernels.hopper.forward import (
+    HEAD_DIM_64,
+    HEAD_DIM_64_SHORT,
+    HEAD_DIM_128,
+    HEAD_DIM_256,
+    choose_config,
+    forward_kernel,
+)
+from lmkit.kernels.hopper.support import HEAD_DIMS, WIDTHS, used_of, width_of
+from lmkit.kernels.hopper.tma import head_boxes, shared_layout, suits_tma, tma_strides
+from lmkit.kernels.launch import prepare_launch, strides_in_order_of
+
+# The package has functions of these names.
+FORWARD = importlib.import_module("lmkit.kernels.hopper.forward")
+BACKWARD = importlib.import_module("lmkit.kernels.hopper.backward")
+
+
+@pytest.mark.parametrize(
+    ("width", "num_queries", "causal", "config"),
+    [
+        (64, 1, True, HEAD_DIM_64_SHORT),
+        (64, 2047, True, HEAD_DIM_64_SHORT),
+        (64, 2048, True, HEAD_DIM_64),
+        (64, 767, False, HEAD_DIM_64_SHORT),
+        (64, 768, False, HEAD_DIM_64),
+        (128, 1, False, HEAD_DIM_128),
+        (128, 4096, True, HEAD_DIM_128),
+        (256, 1, True, HEAD_DIM_256),
+        (256, 4096, False, HEAD_DIM_256),
+    ],
+)
+def test_forward_configuration_goes_by_width_length_and_mask(width, num_queries, causal, config):
+    assert choose_config(width, num_queries, causal) == config
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "width", "used"),
+    [
+        (40, 64, 48),
+        (56, 64, 64),
+        (64, 64, 64),
+        (72, 128, 80),
+        (96, 128, 96),
+        (112, 128, 128),
+        (128, 128, 128),
+        (136, 256, 144),
+        (168, 256, 192),
+        (256, 256, 256),
+    ],
+)
+def test_heads_take_the_next_width(head_dim, width, used):
+    assert head_dim in HEAD_DIMS
+    assert width_of(head_dim) == width
+    assert used_of(head_dim) == used
+    assert set(WIDTHS) <= set(HEAD_DIMS)
+
+
+def strides_of(tensor):
+    return tma_strides(tensor.shape, tensor.stride(), tensor.element_size())
+
+
+def test_natural_layouts_need_no_copy():
+    fused = torch.zeros(2, 100, 3 * 4 * 64, dtype=torch.bfloat16)
+    q = fused[..., : 4 * 64].view(2, 100, 4, 64).transpose(1, 2)
+    assert strides_of(q) == (100 * 768, 64, 768, 1)
+    assert strides_of(torch.zeros(2, 4, 100, 64, dtype=torch.bfloat16)) == (25600, 6400, 64, 1)
+    row = torch.zeros(65, dtype=torch.bfloat16)[:64].as_strided((1, 1, 1, 64), (65, 65, 65, 1))
+    assert strides_of(row) is not None  # strides of single elements do not matter
+
+
+def test_odd_strides_are_refused():
+    half = torch.bfloat16
+    assert not suits_tma(torch.zeros(2, 4, 100, 65, dtype=half)[..., :64])  # rows not 16-byte aligned
+    assert not suits_tma(torch.zeros(2, 4, 100, 72, dtype=half)[..., 1:65])  # nor the base
+    assert not suits_tma(torch.zeros(2, 4, 64, 100, dtype=half).mT)  # head_dim not contiguous
+    assert not suits_tma(torch.zeros(1, 1, 1, 1, dtype=half).expand(2, 4, 100, 64))
+    assert suits_tma(torch.zeros(2, 4, 100, 72, dtype=half)[..., 8:])
+
+
+@pytest.mark.parametrize("natural", [True, False])
+def test_outputs_lie_as_inputs_do(natural):
+    tensor = torch.zeros(2, 100, 4, 64) if natural else torch.zeros(2, 4, 100, 64)
+    view = tensor.transpose(1, 2) if natural else tensor
+    assert strides_in_order_of(view.shape, view.stride()) == view.stride()
+
+
+def test_tensors_on_the_cpu_are_refused():
+    q = torch.zeros(1, 1, 8, 64, dtype=torch.bfloat16)
+    assert "CUDA" in hopper.unsupported_reason(q, q, q)
 
 
 def test_prepared_launch_is_tritons_own(stand_in_gpu):
+    """Prepared from descriptions of tensors, against an ordinary launch on the tensors."""
     fused = torch.zeros(2, 128, 3, 4, 64, dtype=torch.bfloat16)
     q, k, v = (fused[:, :, i].transpose(1, 2) for i in range(3))
     out, lse = torch.zeros(2, 4, 128, 64, dtype=torch.bfloat16), torch.zeros(2, 4, 128)
-    rows, keys = (1, 1, 64, 64), (1, 1, 128, 64)
-    tensors = [(q, rows), (k, keys), (v, keys), (out, rows)]
-    scalars = (128, 128, 4, 1, 1, 8, 0.18)
-    constants = (64, 64, 128, 2, True, False, 2, True, 240)
-    options = {"num_warps": 4, "maxnreg": 168, "launch_pdl": True}
+    tensors = [(q, 64), (k, 128), (v, 128), (out, 64)]
+    numbers = (128, 128, 4, 1, 1, 8, 0.18)
+    constants = {
+        "enable_fp_fusion": True, "D": 64, "USED": 64, "KEYS": 128, "STAGES": 2, "CAUSAL": True, "TAIL": False,
+        "CONSUMERS": 2, "OWN_O": True, "REGISTERS": 240, "num_warps": 4, "maxnreg": 168, "launch_pdl": True,
+    }  # fmt: skip
 
-    boxes = [Boxes(x.shape, x.stride(), x.dtype, box) for x, box in tensors]
-    launch = prepare_launch(forward_kernel, (8, 1), [*boxes, torch.float32], scalars, constants, **options)
+    boxes = [head_boxes(x.shape, x.stride(), x.dtype, rows, 64) for x, rows in tensors]
+    launch = prepare_launch(forward_kernel, (8, 1), [*boxes, torch.float32], numbers, constants)
     launch(*[x.data_ptr() for x in (q, k, v, out, lse)])
     descriptors = [
-        TensorDescriptor(x, list(x.shape), list(x.stride()), list(box), shared_layout(box, x.dtype))
-        for x, box in tensors
+        TensorDescriptor(
+            x, list(x.shape), list(x.stride()), [1, 1, rows, 64], shared_layout((1, 1, rows, 64), x.dtype)
+        )
+        for x, rows in tensors
     ]
-    forward_kernel[(8, 1, 1)](*descriptors, lse, *scalars, *constants, **options)
+    forward_kernel[(8, 1, 1)](*descriptors, lse, *numbers, **constants)
     forward_kernel.device_caches.clear()
     prepared, ordinary = stand_in_gpu.launches
     assert prepared == ordinary
@@ -43,54 +136,26 @@ def test_prepared_launch_is_tritons_own(stand_in_gpu):
 
 @pytest.fixture
 def launcher(stand_in_gpu, monkeypatch):
-    """Both launchers as they are, on tensors of the CPU. What is prepared and compiled here belongs to this
-    stand-in."""
-    modules = (forward_launcher, backward_launcher)
-    for module in modules:
+    """Both launchers, on tensors of the CPU. What is prepared and compiled here belongs to this stand-in."""
+    for module in (FORWARD, BACKWARD):
         monkeypatch.setattr(module, "selected", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(forward_launcher, "num_multiprocessors", lambda device: 132)
-    yield SimpleNamespace(forward=forward_launcher.forward, backward=backward_launcher.backward)
-    for module in modules:
+    monkeypatch.setattr(FORWARD, "count_sms", lambda device: 132)
+    yield SimpleNamespace(forward=hopper.forward, backward=hopper.backward)
+    for module in (FORWARD, BACKWARD):
         module._prepare.cache_clear()
         for kernel in vars(module).values():
             if isinstance(kernel, JITFunction):
                 kernel.device_caches.clear()
 
 
-FAST = ["prepare_kernel", "key_value_gradient_kernel", "finish_kernel"]
-NARROW = ["prepare_kernel", "narrow_gradient_kernel", "finish_kernel"]
-DETERMINISTIC = ["query_gradient_kernel", "key_value_gradient_kernel"]
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "deterministic", "kernels", "key_rows"),
-    [
-        (64, False, NARROW, 64),
-        (40, False, NARROW, 64),
-        (64, True, DETERMINISTIC, 128),
-        (80, False, FAST, 128),
-        (96, True, DETERMINISTIC, 128),
-        (128, False, FAST, 128),
-        (128, True, DETERMINISTIC, 128),
-        (136, False, ["query_gradient_kernel", "wide_gradient_kernel"], 64),
-        (256, False, ["query_gradient_kernel", "wide_gradient_kernel"], 64),
-        (256, True, ["query_gradient_kernel", "wide_gradient_kernel"], 64),
-    ],
-)
-def test_kernels_of_a_backward(launcher, stand_in_gpu, head_dim, deterministic, kernels, key_rows):
-    """And dK and dV's kernel, the second, copies K in boxes of as many rows as it expects (Triton does not look)."""
-    q, k, v, out, dout = (torch.zeros(1, 2, 200, head_dim, dtype=torch.bfloat16) for _ in range(5))
-    lse = torch.zeros(1, 2, 200)
-    launcher.backward(dout, q, k, v, out, lse, causal=True, scale=0.125, deterministic=deterministic)
-    assert [function[0] for _, _, function, *_ in stand_in_gpu.launches] == kernels
-    key_box = next(
-        x[5] for x in stand_in_gpu.launches[1][-1] if isinstance(x, tuple) and x[1] == k.data_ptr()
-    )
-    assert key_box[:3] == (1, 1, key_rows)  # in columns of as many as the swizzle takes
+FAST = ["prepare_kernel", "dkdv_d128_kernel", "finish_kernel"]
+D64 = ["prepare_kernel", "dqdkdv_d64_kernel", "finish_kernel"]
+DETERMINISTIC = ["dq_kernel", "dkdv_d128_kernel"]
+WIDE = ["dq_kernel", "dkdv_d256_kernel"]
 
 
 def rows(box, of_a_head):
-    """Box, shape and strides of the sum of dQ, 2 x 2 heads, in rows of 32 numbers."""
+    """Box, shape and strides of the sum of dQ of 2 x 2 heads, in rows of 32 numbers."""
     return (box, 32), (2 * 2 * of_a_head, 32), (32, 1)
 
 
@@ -99,31 +164,45 @@ def half_columns(padded):
     return (4, 32, 32), (2 * 2 * padded // 16, 64, 32), (64 * 32, 32, 1)
 
 
+UNUSED = rows(256, 64)  # the deterministic way adds nothing up: room for one box
+
+
 @pytest.mark.parametrize(
-    ("head_dim", "num_queries", "num_keys", "causal", "deterministic", "kernels", "sum_of_dq"),
+    ("head_dim", "queries", "keys", "causal", "deterministic", "kernels", "key_rows", "dq_sum"),
     [
-        (128, 2048, 2048, False, False, NARROW, half_columns(2048)),
-        (128, 2049, 3000, False, False, NARROW, half_columns(2176)),
-        (128, 2047, 2048, False, False, FAST, rows(256, 2048 * 4)),
-        (128, 2048, 2047, False, False, FAST, rows(256, 2048 * 4)),
-        (128, 2048, 2048, True, False, FAST, rows(256, 2048 * 4)),
-        (96, 2048, 2048, False, False, FAST, rows(256, 2048 * 4)),
-        (128, 2048, 2048, False, True, DETERMINISTIC, rows(256, 64)),  # not used
-        (64, 2048, 100, False, False, NARROW, rows(128, 2048 * 2)),
+        (40, 200, 200, True, False, D64, 64, rows(128, 256 * 2)),
+        (64, 200, 200, True, False, D64, 64, rows(128, 256 * 2)),
+        (64, 200, 200, True, True, DETERMINISTIC, 128, None),
+        (64, 2048, 100, False, False, D64, 64, rows(128, 2048 * 2)),
+        (80, 200, 200, True, False, FAST, 128, rows(256, 256 * 4)),
+        (96, 200, 200, True, True, DETERMINISTIC, 128, UNUSED),
+        (96, 2048, 2048, False, False, FAST, 128, rows(256, 2048 * 4)),
+        (128, 200, 200, True, False, FAST, 128, rows(256, 256 * 4)),
+        (128, 2048, 2048, False, False, D64, 64, half_columns(2048)),
+        (128, 2049, 3000, False, False, D64, 64, half_columns(2176)),
+        (128, 2047, 2048, False, False, FAST, 128, rows(256, 2048 * 4)),
+        (128, 2048, 2047, False, False, FAST, 128, rows(256, 2048 * 4)),
+        (128, 2048, 2048, True, False, FAST, 128, rows(256, 2048 * 4)),
+        (128, 2048, 2048, False, True, DETERMINISTIC, 128, UNUSED),
+        (136, 200, 200, True, False, WIDE, 64, None),
+        (256, 200, 200, True, True, WIDE, 64, None),
     ],
 )
-def test_long_backward_without_a_mask(
-    launcher, stand_in_gpu, head_dim, num_queries, num_keys, causal, deterministic, kernels, sum_of_dq
+def test_kernels_of_a_backward(
+    launcher, stand_in_gpu, head_dim, queries, keys, causal, deterministic, kernels, key_rows, dq_sum
 ):
-    """At head_dim 128 it is the narrow kernel's, and the sum of dQ, the last descriptor, is described as it takes
-    it: box, shape, strides."""
-    q, out, dout = (torch.zeros(2, 2, num_queries, head_dim, dtype=torch.bfloat16) for _ in range(3))
-    k, v = (torch.zeros(2, 2, num_keys, head_dim, dtype=torch.bfloat16) for _ in range(2))
-    lse = torch.zeros(2, 2, num_queries)
+    """The kernel of dK and dV, the second, gets K in boxes of the rows that it expects (Triton does not look), and
+    the sum of dQ, its last descriptor, as box, shape and strides that it expects."""
+    q, out, dout = (torch.zeros(2, 2, queries, head_dim, dtype=torch.bfloat16) for _ in range(3))
+    k, v = (torch.zeros(2, 2, keys, head_dim, dtype=torch.bfloat16) for _ in range(2))
+    lse = torch.zeros(2, 2, queries)
     launcher.backward(dout, q, k, v, out, lse, causal=causal, scale=0.125, deterministic=deterministic)
     assert [function[0] for _, _, function, *_ in stand_in_gpu.launches] == kernels
-    described = [x for x in stand_in_gpu.launches[1][-1] if isinstance(x, tuple)]
-    assert described[-1][5:8] == sum_of_dq
+    described = [x for x in stand_in_gpu.launches[1][-1] if isinstance(x, tuple) and x[0] == "descriptor"]
+    key_box = next(x[5] for x in described if x[1] == k.data_ptr())
+    assert key_box[:3] == (1, 1, key_rows)  # in columns of as many as the swizzle takes
+    if dq_sum is not None:
+        assert described[-1][5:8] == dq_sum
 
 
 def test_long_backward_in_float16_keeps_its_kernel(launcher, stand_in_gpu):
@@ -135,8 +214,8 @@ def test_long_backward_in_float16_keeps_its_kernel(launcher, stand_in_gpu):
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("head_dim", [40, 64, 96, 136])
 def test_descriptors_end_with_the_head(launcher, stand_in_gpu, head_dim, deterministic):
-    """What lies beyond, the copy engine fills up with zeros and does not write. (Its boxes are 64 columns wide, as
-    many as the swizzle takes; a kernel copies several, side by side.)"""
+    """TMA fills what lies beyond with zeros and does not write it. (Its boxes are 64 columns wide, as many as the
+    swizzle takes; a kernel copies several, side by side.)"""
     q, k, v, dout = (torch.zeros(2, 2, 200, head_dim, dtype=torch.bfloat16) for _ in range(4))
     out, lse = launcher.forward(q, k, v, causal=True, scale=0.125)
     gradients = launcher.backward(

@@ -16,14 +16,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lmkit.kernels.flash_forward import forward_kernel
-from lmkit.kernels.flash_key_gradients import dkdv_kernel
-from lmkit.kernels.flash_query_gradient import dq_kernel
-from lmkit.kernels.launching import kernel_constants
-from lmkit.kernels.tilings import SHIPPED, candidate_tilings
-from lmkit.kernels.tuning import Case
+from lmkit.kernels.flash.backward_dkdv import dkdv_kernel
+from lmkit.kernels.flash.backward_dq import dq_kernel
+from lmkit.kernels.flash.forward import forward_kernel
+from lmkit.kernels.flash.tuning import Case, candidate_tilings, kernel_constants, shipped_tiling
 
-KERNELS = {"flash_forward": forward_kernel, "query_gradient": dq_kernel, "key_gradients": dkdv_kernel}
+KERNELS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
 TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 READ_BY_ROWS = {"q_source", "dout_source"}
 
@@ -78,12 +76,15 @@ def test_first_candidate_stays_in_registers(kernel, capability, head_dim, tmp_pa
     assert local_memory(compile_kernel(case, tiling, capability), tmp_path) <= 64
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(
-    "name", [n for n in SHIPPED[9, 0] if re.search("(bfloat16/D(64|128|256)|float32/D64)/causal", n)]
+    ("dtype", "head_dim"),
+    [(torch.bfloat16, 64), (torch.bfloat16, 128), (torch.bfloat16, 256), (torch.float32, 64)],
+    ids=str,
 )
-def test_shipped_tilings_stay_in_registers(name, tmp_path):
-    kernel, dtype, head_dim, _ = name.split("/")
-    precision = "bf16x6" if dtype == "float32" else "ieee"
-    case = Case(kernel, int(head_dim[1:]), True, getattr(torch, dtype), precision, 8192, dtype == "bfloat16")
+def test_shipped_tilings_stay_in_registers(kernel, dtype, head_dim, tmp_path):
+    precision = "bf16x6" if dtype == torch.float32 else "ieee"
+    case = Case(kernel, head_dim, True, dtype, precision, 8192, dtype == torch.bfloat16)
     # Triton 3.6 leaves up to 64 bytes and 3.7 up to 80 (float32); with twice the rows it is more than 600.
-    assert local_memory(compile_kernel(case, SHIPPED[9, 0][name], 90), tmp_path) <= 128
+    assert local_memory(compile_kernel(case, shipped_tiling(case, (9, 0)), 90), tmp_path) <= 128

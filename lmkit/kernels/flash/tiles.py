@@ -1,13 +1,13 @@
-"""Loading and storing tiles of (batch, heads, seq, head_dim) tensors, for every kernel of this package.
+"""Load, store and multiply tiles of (batch, heads, seq, head_dim) tensors, for the portable kernels.
 
-A tile is a block of rows of one head. Rows come either through pointers (any strides) or through a tensor
-descriptor, where Hopper's copy engine (TMA) fetches whole tiles and fills what lies outside with zeros. A kernel
-makes a `HeadView` of each tensor once and loads all its tiles from that.
+A tile is a block of rows of one head. Rows are loaded either through pointers (any strides) or through a tensor
+descriptor, with which Hopper's TMA loads whole tiles and fills with zeros what lies outside of the tensor. A kernel
+makes a `HeadView` of each tensor once and loads all its tiles from it.
 
-A head_dim that is no power of two is either padded to the next one or split in two parts, MAIN + REST (80 = 64 +
-16, 96 = 64 + 32): the products of the parts add up, and nothing is multiplied by padding. So a tile is a pair, its
-main part and its rest. REST = 0 means that there is one part; `load_rest` then hands out what it was given, and
-nobody reads it.
+A head_dim that is no power of two is either padded to the next one or split in two parts, MAIN + REST (80 = 64 + 16,
+96 = 64 + 32): the products of the parts add up, and nothing is multiplied by padding. So a tile is a pair, its main
+part and its rest. REST = 0 means that there is one part; then `load_rest` returns what it was given, which nobody
+reads.
 """
 
 from typing import NamedTuple
@@ -24,14 +24,17 @@ class HeadView(NamedTuple):
 
     source: tl.tensor  # pointer to the first row, or the descriptor of the whole tensor
     stride: tl.tensor  # from row to row, in elements
-    batch: tl.tensor  # where a descriptor finds the head
+    batch: tl.tensor  # which head a descriptor addresses
     head: tl.tensor
     length: tl.tensor  # rows
 
 
 @triton.jit
 def view_head(source, stride_batch, stride_head, stride_row, batch, head, length):
-    """The view of one head, from the tensor's pointer or descriptor. 64 bits: a tensor passes 2^31 elements."""
+    """Return the view of one head, from the tensor's pointer or descriptor.
+
+    Offsets have 64 bits: a tensor may have more than 2^31 elements.
+    """
     if source.dtype.is_ptr():
         source = source + batch.to(tl.int64) * stride_batch + head.to(tl.int64) * stride_head
     return HeadView(source, stride_row, batch, head, length)
@@ -41,9 +44,9 @@ def view_head(source, stride_batch, stride_head, stride_row, batch, head, length
 def load_main(
     view, row, ROWS: tl.constexpr, MAIN: tl.constexpr, HEAD_DIM: tl.constexpr, GUARD_ROWS: tl.constexpr
 ):
-    """(ROWS, MAIN): the first part of the tile of rows from `row` on.
+    """Load the first part of the tile of rows from `row` on, (ROWS, MAIN).
 
-    GUARD_ROWS: rows at and after the view's length exist in the tile and read as zeros. (Without, there are none.)
+    GUARD_ROWS: the tile may reach past the view's length; those rows read as zeros.
     """
     return _load(view, row, ROWS, 0, MAIN, HEAD_DIM, GUARD_ROWS)
 
@@ -51,7 +54,7 @@ def load_main(
 @triton.jit
 def load_rest(view, row, ROWS: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, HEAD_DIM: tl.constexpr,
               GUARD_ROWS: tl.constexpr, unused):  # fmt: skip
-    """(ROWS, REST): the second part of that tile, or `unused` where there is none."""
+    """Load the second part of the tile, (ROWS, REST); return `unused` where there is none."""
     rest = unused
     if REST > 0:
         rest = _load(view, row, ROWS, MAIN, REST, HEAD_DIM, GUARD_ROWS)
@@ -61,7 +64,7 @@ def load_rest(view, row, ROWS: tl.constexpr, MAIN: tl.constexpr, REST: tl.conste
 @triton.jit
 def _load(view, row, ROWS: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr,
           GUARD_ROWS: tl.constexpr):  # fmt: skip
-    """(ROWS, WIDTH) values from row `row` and column FIRST on; columns past HEAD_DIM read as zeros."""
+    """Load (ROWS, WIDTH) values from row `row` and column FIRST on; columns past HEAD_DIM read as zeros."""
     if not view.source.dtype.is_ptr():
         tile = view.source.load([view.batch, view.head, row, FIRST]).reshape(ROWS, WIDTH)
     else:
@@ -83,7 +86,7 @@ def _load(view, row, ROWS: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexp
 
 @triton.jit
 def store_main(view, tile, row, ROWS: tl.constexpr, MAIN: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Writes the first part of the tile of rows from `row` on."""
+    """Write the first part of the tile of rows from `row` on."""
     _store(view, tile, row, ROWS, 0, MAIN, HEAD_DIM)
 
 
@@ -91,7 +94,7 @@ def store_main(view, tile, row, ROWS: tl.constexpr, MAIN: tl.constexpr, HEAD_DIM
 def store_rest(
     view, tile, row, ROWS: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, HEAD_DIM: tl.constexpr
 ):
-    """Writes the second part, if there is one."""
+    """Write the second part, if there is one."""
     if REST > 0:
         _store(view, tile, row, ROWS, MAIN, REST, HEAD_DIM)
 
@@ -100,7 +103,7 @@ def store_rest(
 def _store(
     view, tile, row, ROWS: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr
 ):
-    """Writes the rows before the view's length and the columns before HEAD_DIM of a (ROWS, WIDTH) tile."""
+    """Write the rows before the view's length and the columns before HEAD_DIM of a (ROWS, WIDTH) tile."""
     rows = tl.arange(0, ROWS)
     columns = FIRST + tl.arange(0, WIDTH)
     start = view.source + tl.cast(row, tl.int64) * view.stride
@@ -111,13 +114,14 @@ def _store(
 
 @triton.jit
 def zeros_of_rest(ROWS: tl.constexpr, REST: tl.constexpr):
-    """(ROWS, REST) float32 zeros to add a second part up in; where there is none, something that nobody reads."""
+    """Return a (ROWS, REST) float32 accumulator of a second part; where there is none, a tensor that nobody
+    reads."""
     return tl.zeros((ROWS, REST if REST > 0 else 16), tl.float32)
 
 
 @triton.jit
 def dot_over_parts(a, a_rest, b, b_rest, REST: tl.constexpr, PRECISION: tl.constexpr):
-    """a b^T over the head dimension, in float32."""
+    """Return a b^T, summed over the head dimension in float32."""
     product = tl.dot(a, tl.trans(b), input_precision=PRECISION)
     if REST > 0:
         product = tl.dot(a_rest, tl.trans(b_rest), product, input_precision=PRECISION)
@@ -126,9 +130,49 @@ def dot_over_parts(a, a_rest, b, b_rest, REST: tl.constexpr, PRECISION: tl.const
 
 @triton.jit
 def in_registers(tile, row, num_rows, ROWS: tl.constexpr):
-    """The tile again, but computed: that is how to say which memory a product's left operand comes from.
+    """Return the tile as a computed value, which makes it a left operand in registers.
 
-    Hopper's matrix instruction reads a loaded left operand from shared memory, a computed one from registers.
-    In narrow tiles the bandwidth of shared memory is what limits.
+    wgmma reads a loaded left operand from shared memory and a computed one from registers. With narrow tiles the
+    bandwidth of shared memory is the limit.
     """
     return tl.where((row + tl.arange(0, ROWS) < num_rows)[:, None], tile, 0.0)
+
+
+@triton.jit
+def locate_query_tile(heads, group, num_queries, ROWS: tl.constexpr, CAUSAL: tl.constexpr):
+    """Return (first query, batch * heads + head, batch, head, key head) of this CTA's tile."""
+    num_tiles = tl.cdiv(num_queries, ROWS)
+    tile = tl.program_id(0) % num_tiles
+    batch_head = tl.program_id(0) // num_tiles
+    batch, head = batch_head // heads, batch_head % heads
+    kv_head = head // group
+    if CAUSAL:
+        tile = num_tiles - 1 - tile  # the longest first: the short ones fill the gaps at the end
+    return tile * ROWS, batch_head, batch, head, kv_head
+
+
+@triton.jit
+def bound_keys(row, num_keys, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr):
+    """Return (whole, end): every query of the tile at `row` sees the keys before `whole`, none those from `end` on.
+
+    `whole` is a multiple of COLUMNS: tiles of keys before it need no mask.
+    """
+    end = num_keys
+    whole = num_keys // COLUMNS * COLUMNS
+    if CAUSAL:
+        end = tl.minimum(num_keys, row + ROWS)
+        whole = tl.minimum(whole, (row + 1) // COLUMNS * COLUMNS)
+    return whole, end
+
+
+@triton.jit
+def visible_keys(rows, column, num_keys, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr):
+    """Return where a query of `rows` sees a key of the tile at `column`.
+
+    (ROWS, COLUMNS); without a causal mask (1, COLUMNS), because all queries see the same keys.
+    """
+    columns = column + tl.arange(0, COLUMNS)
+    visible = (columns < num_keys)[None, :]
+    if CAUSAL:
+        visible = visible & (rows[:, None] >= columns[None, :])
+    return visible

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def count_tiles(num_tiles, num_heads, CAUSAL: gl.constexpr):
+def count_turns(num_tiles, num_heads, CAUSAL: gl.constexpr):
     """(tiles of this block, whole pairs among its units); num_heads counts all heads of the batch."""
     blocks = gl.num_programs(0)
     if CAUSAL:
@@ -27,7 +27,7 @@ def count_tiles(num_tiles, num_heads, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def locate_tile(turn, num_tiles, num_heads, pairs, CAUSAL: gl.constexpr):
-    """(tile, head) of this block's `turn`-th tile; `pairs` as from count_tiles."""
+    """(tile, head) of this block's `turn`-th tile; `pairs` as from `count_turns`."""
     if CAUSAL:
         pairs_per_head = num_tiles // 2
         unit = gl.program_id(0) + (turn // 2) * gl.num_programs(0)

@@ -1,22 +1,24 @@
-"""The forward pass of FlashAttention-2 in portable Triton (Dao 2023, algorithm 1).
+"""Compute attention forward in portable Triton: FlashAttention-2 (Dao 2023, algorithm 1).
 
-One program computes one tile of queries of one head. It walks over the tiles of keys that the tile may see with
-an online softmax; for every key tile, with S = Q K^T:
+One CTA computes one tile of queries of one head. It walks over the tiles of keys that the tile may see, with an
+online softmax. For every key tile, with S = Q K^T:
 
     largest' = max(largest, rowmax(S) * scale)           P = exp(S * scale - largest')
     total    = total * exp(largest - largest') + rowsum(P)
     acc      = acc * exp(largest - largest') + P V
 
-and at the end out = acc / total, lse = largest + log(total). First come the key tiles that it sees whole,
-without any mask, then the few that the diagonal or the end of the keys cuts. Under a causal mask the tiles past
-the diagonal are never touched. Everything is in base 2: exp(s * scale) = 2^(s * scale * log2(e)), one
-instruction.
+and at the end out = acc / total, lse = largest + log(total). The key tiles that every query of the tile sees come
+first, without any mask; then the few that the diagonal or the end of the keys cuts. Under a causal mask the tiles
+past the diagonal are never touched. Exponents are in base 2, exp(s * scale) = 2^(s * scale * log2(e)), because the
+chip computes 2^x in one instruction.
 
-The program's warps (4 to 16, see `tilings`) hold acc, largest and total in registers, in float32; K and V
-stream through shared memory, where Triton keeps `stages` tiles of each in flight. The barriers are Triton's.
-Shared memory: these tiles, and q unless it is read from registers; at head_dim 128 in bfloat16, tiles of 64
-keys and three stages take 2 * 3 * 64 * 128 * 2 bytes = 96 KiB, so that two programs share a multiprocessor of a
-Hopper GPU (227 KiB).
+acc, largest and total stay in registers, in float32. K and V stream through shared memory, where Triton keeps
+`stages` tiles of each in flight and places the barriers. Shared memory holds these tiles, and q unless it is read
+from
+registers: at head_dim 128 in bfloat16, tiles of 64 keys and three stages take 2 * 3 * 64 * 128 * 2 bytes = 96 KiB,
+so two CTAs share an SM of a Hopper GPU (227 KiB).
+
+The plain formula is `lmkit.kernels.flash.reference.attention_forward`.
 """
 
 import torch
@@ -24,31 +26,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lmkit.kernels.launching import (
-    Calls,
-    Start,
-    count_tiles,
-    empty_in_order_of,
-    head_strides,
-    kernel_constants,
-    prepare_launch,
-    prepare_tuned,
-    source,
-)
-from lmkit.kernels.query_tiles import bound_keys, locate_query_tile, visible_keys
-from lmkit.kernels.tiles import (
+from lmkit.kernels.flash.tiles import (
     LN_2,
     LOG2_E,
+    bound_keys,
     dot_over_parts,
     in_registers,
     load_main,
     load_rest,
+    locate_query_tile,
     store_main,
     store_rest,
     view_head,
+    visible_keys,
     zeros_of_rest,
 )
-from lmkit.kernels.tilings import Tiling
+from lmkit.kernels.flash.tuning import Tiling, head_strides, kernel_constants, prepare_tuned, source
+from lmkit.kernels.launch import LaunchCache, Start, count_tiles, empty_in_order_of, prepare_launch
 
 
 def flash_forward(
@@ -61,16 +55,17 @@ def flash_forward(
     precision: str = "ieee",
     tiling: Tiling | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of q over k and v.
+    """Return the attention of q over k and v, and the log-sum-exp of its scores.
 
     Args:
         q: (batch, heads, num_queries, head_dim), k and v: (batch, kv_heads, num_keys, head_dim); stride 1 along
             head_dim, any other strides; num_keys > 0.
-        precision: how float32 is multiplied: "ieee", "bf16x6" or "tf32"; see `flash_triton`.
-        tiling: None takes the one that ships or was measured for this case.
+        precision: how float32 is multiplied: "ieee", "bf16x6" or "tf32"; see `lmkit.attention.flash_triton`.
+        tiling: None takes the tiling that ships or was measured for this case.
 
     Returns:
-        out, strided as q, and lse: (batch, heads, num_queries) float32, log(sum(exp(score))), natural logarithm.
+        out, in q's memory order, and lse: (batch, heads, num_queries) float32, log(sum(exp(score))), natural
+        logarithm.
     """
     out = empty_in_order_of(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
@@ -89,7 +84,7 @@ def prepare_forward(
     precision: str,
     tiling: Tiling | None,
 ) -> Start:
-    """What computes out and lse in calls of this kind, from the pointers of the five tensors."""
+    """Return what computes out and lse in calls of this kind, from the pointers of the five tensors."""
     batch, heads, num_queries, head_dim = q.shape
     kv_heads, num_keys = k.shape[1:3]
 
@@ -97,7 +92,7 @@ def prepare_forward(
         constants = kernel_constants(head_dim, causal, precision, tiling)
         return prepare_launch(
             forward_kernel,
-            count_tiles(num_queries, tiling.rows) * batch * heads,
+            (count_tiles(num_queries, tiling.rows) * batch * heads, 1),
             (
                 *(source(q, tiling.rows, tiling), source(k, tiling.columns, tiling)),
                 *(source(v, tiling.columns, tiling), out, lse),
@@ -111,13 +106,13 @@ def prepare_forward(
 
     tensors, read = (q, k, v, out, lse), (q, k, v)
     return prepare_tuned(
-        "flash_forward", prepare, tensors, read=read, causal=causal, precision=precision, tiling=tiling
+        "forward", prepare, tensors, read=read, causal=causal, precision=precision, tiling=tiling
     )
 
 
 @triton.jit(do_not_specialize=["heads"])  # one compilation, however many heads
 def forward_kernel(
-    q_source, k_source, v_source,  # pointers, or tensor descriptors
+    q_source, k_source, v_source,  # pointers, or TMA descriptors
     out_pointer, lse_pointer,
     q_stride_batch, q_stride_head, q_stride_row,
     k_stride_batch, k_stride_head, k_stride_row,
@@ -194,7 +189,7 @@ def walk_over_keys(
     MASKED: tl.constexpr,  # these tiles are cut by the diagonal or by the end of the keys
     PRECISION: tl.constexpr,
 ):
-    """The online softmax over these keys: (acc, acc_rest, total, largest), carried on."""
+    """Carry (acc, acc_rest, total, largest) of the online softmax on over these keys."""
     rows = row + tl.arange(0, ROWS)
     for column in range(begin, end, COLUMNS):
         column = tl.multiple_of(column, COLUMNS)
@@ -204,12 +199,11 @@ def walk_over_keys(
         if MASKED:
             visible = visible_keys(rows, column, k_view.length, COLUMNS, CAUSAL)
             scores = tl.where(visible, scores, float("-inf"))
-        # The scaled maximum is the state. Key 0 is in the first tile and every query sees it: `largest` is finite
-        # from then on, unless the data are not.
+        # Key 0 is in the first tile and every query sees it, so `largest` is finite from then on if the data are.
         new_largest = tl.maximum(largest, tl.max(scores, 1) * scale_log2)
         p = tl.exp2(scores * scale_log2 - new_largest[:, None])
         shrink = tl.exp2(largest - new_largest)
-        # Before the product the sum frees registers early, after it the tensor cores hide it: measured by head size.
+        # Summed before the product, p frees its registers early; after it, the tensor cores hide the sum.
         if MAIN <= 128:
             added = tl.sum(p, 1)
         acc = acc * shrink[:, None]
@@ -228,4 +222,4 @@ def walk_over_keys(
     return acc, acc_rest, total, largest
 
 
-forward_calls = Calls(prepare_forward)
+forward_calls = LaunchCache(prepare_forward)

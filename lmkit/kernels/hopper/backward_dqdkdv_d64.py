@@ -1,15 +1,16 @@
-"""The fast backward for D = 64, and for D = 128 where `backward_launcher.takes_narrow` says so: dK and dV of one tile
-of 128 keys, and its share of dQ, by two warp groups that need not stay in step.
+"""The fast backward for D = 64, and for D = 128 where `backward_launcher.takes_narrow` says so: dK and dV of one
+tile of 128 keys, and its share of dQ, by two warp groups that need not stay in step.
 
 The mathematics, the transposes, the producer and the sum of dQ are those of `backward_kernel`. But there two warp
-groups meet at two barriers a step. At D = 64, which has twice the exponentials of D = 128 for the same products, they
+groups meet at two barriers a step. At D = 64, which has twice the exponentials of D = 128 for the same products,
+they
 compute them at the same time: the tensor cores wait, and then both want them.
 
-So each consumer is a **partition of its own**. It has dK and dV of 64 keys and a part of each step's dQ, 64 x 64: at
-D = 64, in steps of 128 queries, 64 of them; at D = 128, in steps of 64, half of the columns. All that it needs of the
-other is dS, because dQ sums over the keys of both. dS has two buffers: its owner stores it, announces it and goes on;
-the other waits for it half a step later, behind S of its next step. So the two may drift apart by half a step, and
-one's exponentials meet the other's products.
+So each consumer is a **partition of its own**. It has dK and dV of 64 keys and a part of each step's dQ, 64 x 64:
+at D = 64, in steps of 128 queries, 64 of them; at D = 128, in steps of 64, half of the columns. All that it needs
+of the other is dS, because dQ sums over the keys of both. dS has two buffers: its owner stores it, announces it and
+goes on; the other waits for it half a step later, behind S of its next step. So the two may drift apart by half a
+step, and one's exponentials meet the other's products.
 
 A consumer's step j, products in the order of issue:
 
@@ -51,7 +52,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lmkit.kernels.hopper.backward_kernel import (
+from lmkit.kernels.hopper.backward_dkdv_d128 import (
     KEYS,
     NEVER,
     STAGES,
@@ -63,6 +64,13 @@ from lmkit.kernels.hopper.backward_kernel import (
     next_query_tile,
     stream_queries,
 )
+from lmkit.kernels.hopper.barriers import (
+    SLOT_THREADS,
+    allocate_mbarriers,
+    named_barrier_arrive,
+    named_barrier_wait,
+    partition_barrier,
+)
 from lmkit.kernels.hopper.fragments import (
     in_thread_order,
     keep_columns_from,
@@ -72,14 +80,8 @@ from lmkit.kernels.hopper.fragments import (
     pack_pairs,
     unpack_pairs,
 )
-from lmkit.kernels.hopper.products import accumulator_layout, issue_product, operand_layout
-from lmkit.kernels.hopper.synchronization import (
-    SLOT_THREADS,
-    allocate_mbarriers,
-    named_barrier_arrive,
-    named_barrier_wait,
-)
-from lmkit.kernels.hopper.versions import partition_barrier, tma_add_to_global
+from lmkit.kernels.hopper.tma import tma_add, tma_load, tma_store
+from lmkit.kernels.hopper.wgmma import accumulator_layout, issue_product, operand_layout
 
 HALF = gl.constexpr(64)  # keys of a consumer, and queries and columns of its part of dQ
 LAST = gl.constexpr(7)  # named barriers: all from here to 15 (Triton's own are 0 to 3 with these partitions)
@@ -101,8 +103,8 @@ def _producer(descriptors, tiles, barriers, problem, CAUSAL: gl.constexpr):
     mbarrier.expect(barriers.kv_full, 4 * descriptors.k.block_type.nbytes)
     for i in gl.static_range(2):
         key_box = [work.batch, work.key_head, work.key_tile * KEYS + i * HALF, 0]
-        tma.async_copy_global_to_shared(descriptors.k, key_box, barriers.kv_full, tiles.k.index(i))
-        tma.async_copy_global_to_shared(descriptors.v, key_box, barriers.kv_full, tiles.v.index(i))
+        tma_load(descriptors.k, key_box, barriers.kv_full, tiles.k.index(i))
+        tma_load(descriptors.v, key_box, barriers.kv_full, tiles.v.index(i))
     stream_queries(descriptors, tiles, barriers, problem, work, QUERIES, Q_FREE, DO_FREE)
 
 
@@ -199,8 +201,8 @@ def _consumer(index: gl.constexpr, descriptors, tiles, barriers, problem, scale_
     partition_barrier()
     _add_dq(index, descriptors, tiles, first_row + row_before)
     key_box = [work.batch, work.key_head, work.key_tile * KEYS + index * HALF, 0]
-    tma.async_copy_shared_to_global(descriptors.dv, key_box, tiles.v.index(index))
-    tma.async_copy_shared_to_global(descriptors.dk, key_box, tiles.k.index(index))
+    tma_store(descriptors.dv, key_box, tiles.v.index(index))
+    tma_store(descriptors.dk, key_box, tiles.k.index(index))
     tma.store_wait(0)
 
 
@@ -259,8 +261,8 @@ def _announce_ds(index: gl.constexpr, tiles, step, ds):
 
 @gluon.jit
 def _issue_dq(index: gl.constexpr, tiles, step):
-    """This consumer's part of dQ over all 128 keys, when the other has announced its dS of `step`, or of the step two
-    before."""
+    """This consumer's part of dQ over all 128 keys, when the other has announced its dS of `step`, or of the step
+    two before."""
     DQ: gl.constexpr = accumulator_layout(HALF, 4)
     named_barrier_wait(_ds_full(1 - index, step), BOTH_CONSUMERS)
     ds, k = _dq_factors(index, tiles, step, 0)
@@ -298,19 +300,19 @@ def _add_dq(index: gl.constexpr, descriptors, tiles, row):
     columns are those of consumer `index`."""
     D: gl.constexpr = tiles.k.shape[4]
     place = [row * (D // 32), 0] if D == 64 else [row // 16, index * (HALF // 2), 0]
-    tma_add_to_global(descriptors.dq, place, tiles.dq.index(index))
+    tma_add(descriptors.dq, place, tiles.dq.index(index))
 
 
 @gluon.jit(do_not_specialize=["num_queries", "num_keys", "padded", "batches", "heads", "group", "together",
                               "num_query_tiles", "num_key_tiles"])  # fmt: skip
-def narrow_gradient_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc,
+def dqdkdv_d64_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc,
                            num_queries, num_keys, padded, batches, heads, group, together, num_query_tiles,
                            num_key_tiles, scale_log2, scale,
                            CAUSAL: gl.constexpr, TAIL: gl.constexpr, REGISTERS: gl.constexpr):  # fmt: skip
     """One block per (key tile, key head of the batch), `together` heads at a time (see locate_longest_first).
     Allocates and starts the partitions.
 
-    Descriptors as `key_value_gradient_kernel`'s, with boxes of 128 queries of 64 numbers or 64 of 128, but those of
+    Descriptors as `dkdv_d128_kernel`'s, with boxes of 128 queries of 64 numbers or 64 of 128, but those of
     K, V, dK, dV in boxes of 64 keys, and dq_desc in boxes of a consumer's part: at D = 64 (128, 32); at D = 128
     (4, 32, 32) of the sum as (queries / 16, 64, 32). REGISTERS: a thread's of the second consumer.
     """

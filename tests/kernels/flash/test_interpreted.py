@@ -28,9 +28,9 @@ def flash_triton():
 @pytest.fixture
 def with_tiling():
     """Attention through the launchers, with tile sizes of the test's choice."""
-    from lmkit.kernels.flash_backward import flash_backward
-    from lmkit.kernels.flash_forward import flash_forward
-    from lmkit.kernels.tilings import Tiling
+    from lmkit.kernels.flash.backward import flash_backward
+    from lmkit.kernels.flash.forward import flash_forward
+    from lmkit.kernels.flash.tuning import Tiling
 
     def make(**tile):
         tiling = Tiling(warps=4, stages=1, **tile)
@@ -133,7 +133,7 @@ def test_any_scale(flash_triton, scale, random_inputs):
 
 
 def test_log_sum_exp_is_natural(random_inputs):
-    from lmkit.kernels.flash_forward import flash_forward
+    from lmkit.kernels.flash.forward import flash_forward
 
     q, k, v, _ = random_inputs(queries=40, keys=50)
     _, lse = flash_forward(q, k, v, causal=False, scale=0.25)

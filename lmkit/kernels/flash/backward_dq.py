@@ -1,47 +1,41 @@
-"""The gradient of the queries in FlashAttention-2, in portable Triton; see `flash_backward` for the whole.
+"""Compute dQ, the gradient of the queries, in portable Triton (FlashAttention-2); see `backward` for the whole.
 
-One program owns a tile of queries and walks over the tiles of keys that it sees, as the forward pass does:
-first those seen whole, then those cut by the diagonal or by the end of the keys. Of every key tile it computes
+One CTA owns a tile of queries and walks over the tiles of keys that it sees, as the forward pass does: first those
+that every query sees, then those that the diagonal or the end of the keys cuts. For every key tile it computes
 
     P = exp(Q K^T * scale - lse)        dP = dO V^T        dS = P * (dP - delta)        dQ += dS K
 
-and scales dQ once at the end. With lse from the forward pass nothing has to be corrected afterwards: there is
-no running maximum. Before the walk it computes delta = rowsum(dO * O), for itself and for
-`flash_key_gradients`, which runs next.
+and scales dQ once at the end. lse comes from the forward pass, so there is no running maximum and nothing to correct
+afterwards. Before the walk the CTA computes delta = rowsum(dO * O), for itself and for `backward_dkdv`, which runs
+next.
 
-dQ stays in registers, in float32; K and V stream through shared memory, `stages` tiles of each in flight,
-beside Q and dO (unless these are read from registers). The barriers are Triton's.
+dQ stays in registers, in float32. K and V stream through shared memory, `stages` tiles of each in flight; Q and dO
+lie there too, unless they are read from registers. Triton places the barriers.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lmkit.kernels.launching import (
-    Start,
-    count_tiles,
-    head_strides,
-    kernel_constants,
-    prepare_launch,
-    prepare_tuned,
-    source,
-)
-from lmkit.kernels.query_tiles import bound_keys, locate_query_tile, visible_keys
-from lmkit.kernels.tiles import (
+from lmkit.kernels.flash.tiles import (
     LOG2_E,
+    bound_keys,
     dot_over_parts,
     in_registers,
     load_main,
     load_rest,
+    locate_query_tile,
     store_main,
     store_rest,
     view_head,
+    visible_keys,
     zeros_of_rest,
 )
-from lmkit.kernels.tilings import Tiling
+from lmkit.kernels.flash.tuning import Tiling, head_strides, kernel_constants, prepare_tuned, source
+from lmkit.kernels.launch import Start, count_tiles, prepare_launch
 
 
-def prepare_query_gradient(
+def prepare_dq(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -55,7 +49,7 @@ def prepare_query_gradient(
     precision: str,
     tiling: Tiling | None,
 ) -> Start:
-    """What computes delta and dq in calls of this kind, from the pointers of the eight tensors."""
+    """Return what computes delta and dq in calls of this kind, from the pointers of the eight tensors."""
     batch, heads, num_queries, head_dim = q.shape
     kv_heads, num_keys = k.shape[1:3]
 
@@ -63,7 +57,7 @@ def prepare_query_gradient(
         constants = kernel_constants(head_dim, causal, precision, tiling)
         return prepare_launch(
             dq_kernel,
-            count_tiles(num_queries, tiling.rows) * batch * heads,
+            (count_tiles(num_queries, tiling.rows) * batch * heads, 1),
             (
                 *(source(q, tiling.rows, tiling), source(k, tiling.columns, tiling)),
                 *(source(v, tiling.columns, tiling), out, source(dout, tiling.rows, tiling)),
@@ -78,14 +72,12 @@ def prepare_query_gradient(
         )
 
     tensors, read = (q, k, v, out, dout, lse, delta, dq), (q, k, v, dout)
-    return prepare_tuned(
-        "query_gradient", prepare, tensors, read=read, causal=causal, precision=precision, tiling=tiling
-    )
+    return prepare_tuned("dq", prepare, tensors, read=read, causal=causal, precision=precision, tiling=tiling)
 
 
 @triton.jit(do_not_specialize=["heads"])  # one compilation, however many heads
 def dq_kernel(
-    q_source, k_source, v_source,  # pointers, or tensor descriptors
+    q_source, k_source, v_source,  # pointers, or TMA descriptors
     out_pointer,
     dout_source,  # as q_source
     lse_pointer,
@@ -133,7 +125,7 @@ def dq_kernel(
     rows = row + tl.arange(0, ROWS)
     statistics = batch_head.to(tl.int64) * num_queries  # where this head's lse and delta begin
     tl.store(delta_pointer + statistics + rows, delta, mask=rows < num_queries)
-    # Rows past the end get lse = infinity, so that p = 0 there: no other mask is needed for them.
+    # Rows past the end get lse = infinity, which makes p = 0: they need no other mask.
     lse_log2 = tl.load(lse_pointer + statistics + rows, mask=rows < num_queries, other=float("inf")) * LOG2_E
 
     q = load_main(q_view, row, ROWS, MAIN, HEAD_DIM, True)  # (ROWS, MAIN)
@@ -185,7 +177,7 @@ def walk_over_keys(
     MASKED: tl.constexpr,  # these tiles are cut by the diagonal or by the end of the keys
     PRECISION: tl.constexpr,
 ):
-    """Adds what these keys give: (dq, dq_rest), not yet scaled."""
+    """Add what these keys give to (dq, dq_rest), not yet scaled."""
     rows = row + tl.arange(0, ROWS)
     for column in range(begin, end, COLUMNS):
         column = tl.multiple_of(column, COLUMNS)

@@ -21,11 +21,11 @@ the next step, behind its S.
 Without dQ (below) nothing is exchanged, and the two warp groups take turns: one issues S and dP, then the other, so
 that the exponentials of one meet the products of the other. With ADD_DQ its barriers keep them in step. (At D = 64,
 and at 128 in long sequences without a mask, that costs so much that the fast way is a kernel of its own,
-`narrow_gradient_kernel`.)
+`dqdkdv_d64_kernel`.)
 
 dQ: tiles of different keys add up. ADD_DQ: the copy engine adds float32 tiles to a scratch in global memory
 (order of arrival, so not reproducible); blocks start at different query tiles so that they do not queue for
-the same rows. Otherwise dQ is left to `query_gradient_kernel`, and every bit is reproducible.
+the same rows. Otherwise dQ is left to `dq_kernel`, and every bit is reproducible.
 
 Barriers. Slots are given back through named barriers, because `mbarrier.arrive` would cost the consumers two
 barriers of their own. `step` counts query tiles; its slot is step % STAGES, its round step // STAGES.
@@ -58,23 +58,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lmkit.kernels.hopper.copies import fetch_rows
-from lmkit.kernels.hopper.fragments import (
-    in_thread_order,
-    keep_columns_from,
-    keep_pairs,
-    multiply_pairs,
-    pack_pairs,
-    unpack_pairs,
-)
-from lmkit.kernels.hopper.products import (
-    accumulator_layout,
-    count_scores_products,
-    issue_product,
-    issue_scores,
-    operand_layout,
-)
-from lmkit.kernels.hopper.synchronization import (
+from lmkit.kernels.hopper.barriers import (
     FIRST_NAMED_BARRIER,
     SLOT_THREADS,
     allocate_mbarriers,
@@ -83,11 +67,27 @@ from lmkit.kernels.hopper.synchronization import (
     begin_turns,
     end_turns,
     named_barrier_arrive,
+    partition_barrier,
     pass_turn,
     take_turn,
 )
-from lmkit.kernels.hopper.tiles import locate_longest_first
-from lmkit.kernels.hopper.versions import partition_barrier, tma_add_to_global
+from lmkit.kernels.hopper.fragments import (
+    in_thread_order,
+    keep_columns_from,
+    keep_pairs,
+    multiply_pairs,
+    pack_pairs,
+    unpack_pairs,
+)
+from lmkit.kernels.hopper.schedule import locate_longest_first
+from lmkit.kernels.hopper.tma import fetch_rows, tma_add, tma_load, tma_store
+from lmkit.kernels.hopper.wgmma import (
+    accumulator_layout,
+    count_score_wgmmas,
+    issue_product,
+    issue_scores,
+    operand_layout,
+)
 
 KEYS = gl.constexpr(128)  # keys of a block, 64 for each consumer
 STAGES = gl.constexpr(2)  # slots for Q and for dO
@@ -192,7 +192,8 @@ def next_query_tile(tile, head, work, num_query_tiles):
 @gluon.jit
 def stream_queries(descriptors, tiles, barriers, problem, work,
                    QUERIES: gl.constexpr, Q_FREE: gl.constexpr, DO_FREE: gl.constexpr):  # fmt: skip
-    """The producer's loop: Q with lse and dO with delta, tile after tile, into slots that the consumers give back."""
+    """The producer's loop: Q with lse and dO with delta, tile after tile, into slots that the consumers give
+    back."""
     head = work.first_head
     tile = work.start
     steps = gl.maximum(work.count * problem.group, 1)
@@ -219,8 +220,8 @@ def _producer(descriptors, tiles, barriers, problem, scale_log2, scale,
     batch = work.batch
     mbarrier.expect(barriers.kv_full, 2 * descriptors.k.block_type.nbytes)
     key_box = [batch, work.key_head, work.key_tile * KEYS, 0]
-    tma.async_copy_global_to_shared(descriptors.k, key_box, barriers.kv_full, tiles.k)
-    tma.async_copy_global_to_shared(descriptors.v, key_box, barriers.kv_full, tiles.v)
+    tma_load(descriptors.k, key_box, barriers.kv_full, tiles.k)
+    tma_load(descriptors.v, key_box, barriers.kv_full, tiles.v)
     stream_queries(descriptors, tiles, barriers, problem, work, QUERIES, Q_FREE, DO_FREE)
 
 
@@ -232,7 +233,7 @@ def _consumers(descriptors, tiles, barriers, problem, scale_log2, scale,
     group's."""
     DTYPE: gl.constexpr = descriptors.q.dtype
     SCORES: gl.constexpr = accumulator_layout(QUERIES, 8)
-    SCORES_PRODUCTS: gl.constexpr = count_scores_products(USED, D)
+    SCORES_PRODUCTS: gl.constexpr = count_score_wgmmas(USED, D)
     GRADIENT: gl.constexpr = accumulator_layout(D, 8)
     OPERAND: gl.constexpr = operand_layout(GRADIENT)
     DQ: gl.constexpr = accumulator_layout(
@@ -320,7 +321,7 @@ def _consumers(descriptors, tiles, barriers, problem, scale_log2, scale,
             fence_async_shared()
             partition_barrier()
             first_row = (batch * problem.heads + head) * problem.padded + tile * QUERIES
-            tma_add_to_global(descriptors.dq, [first_row * (D // 32), 0], tiles.dq)
+            tma_add(descriptors.dq, [first_row * (D // 32), 0], tiles.dq)
         else:
             dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
             dv, p_operand = warpgroup_mma_wait(1, deps=[dv_job, p_operand])
@@ -336,14 +337,14 @@ def _consumers(descriptors, tiles, barriers, problem, scale_log2, scale,
     fence_async_shared()
     partition_barrier()
     key_box = [batch, work.key_head, work.key_tile * KEYS, 0]
-    tma.async_copy_shared_to_global(descriptors.dv, key_box, tiles.v)
-    tma.async_copy_shared_to_global(descriptors.dk, key_box, tiles.k)
+    tma_store(descriptors.dv, key_box, tiles.v)
+    tma_store(descriptors.dk, key_box, tiles.k)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["num_queries", "num_keys", "padded", "batches", "heads", "group", "together",
                               "num_query_tiles", "num_key_tiles"])  # fmt: skip
-def key_value_gradient_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc,
+def dkdv_d128_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc,
                               num_queries, num_keys, padded, batches, heads, group, together, num_query_tiles,
                               num_key_tiles, scale_log2, scale,
                               QUERIES: gl.constexpr, D: gl.constexpr, USED: gl.constexpr, CAUSAL: gl.constexpr,
@@ -358,9 +359,9 @@ def key_value_gradient_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_d
     USED: of the D columns S and dP take these (see issue_scores). ADD_DQ: for D = 128 only.
 
     PACKED_P saves the registers that D = 64 lacks (steps of 128 queries): dV takes P with 16 bits, and of P for dS
-    only what these do not hold is kept beside them, half a register a number (`fragments.keep_pairs`). With bfloat16
-    that is 24 of float32's 32 bits, its exponent among them: dK of a key that hardly anybody attends to is as precise
-    as any.
+    only what these do not hold is kept beside them, half a register a number (`fragments.keep_pairs`). With
+    bfloat16 that is 24 of float32's 32 bits, its exponent among them: dK of a key that hardly anybody attends to is
+    as precise as any.
     """
     gdc_wait()  # for what the kernel before this one wrote
     gdc_launch_dependents()  # the next kernel may start, and waits in its turn

@@ -1,33 +1,25 @@
-"""The gradients of keys and values in FlashAttention-2, in portable Triton; see `flash_backward` for the whole.
+"""Compute dK and dV, the gradients of keys and values, in portable Triton (FlashAttention-2); see `backward`.
 
-One program owns a tile of keys of one key head and walks over the tiles of queries that see it, of all query
-heads of the group one after the other: no two programs write to the same place. Under a causal mask it begins
-at the diagonal: first the query tiles that the diagonal cuts, then those that see all of its keys. It works on
-transposed scores, so that P^T and dS^T feed the next products from registers:
+One CTA owns a tile of keys of one key head and walks over the tiles of queries that see it, of all query heads of
+the
+group one after the other: no two CTAs write to the same place. Under a causal mask it begins at the diagonal, with
+the query tiles that the diagonal cuts, and goes on with those that see all of its keys. It works on transposed
+scores, so that P^T and dS^T feed the next products from registers:
 
     P^T = exp(K Q^T * scale - lse)        dP^T = V dO^T        dS^T = P^T * (dP^T - delta)
     dV += P^T dO                          dK += dS^T Q
 
-and scales dK once at the end. dK and dV stay in registers, in float32; Q and dO stream through shared memory,
-`stages` tiles of each in flight, beside K and V (unless these are read from registers). The barriers are
-Triton's. Where registers do not suffice for both sums (a tiling with `apart`), the kernel runs twice, once
-OF_KEYS and once OF_VALUES.
+and scales dK once at the end. dK and dV stay in registers, in float32. Q and dO stream through shared memory,
+`stages` tiles of each in flight; K and V lie there too, unless they are read from registers. Triton places the
+barriers. Where registers do not suffice for both sums (a tiling with `apart`), the kernel runs twice, once OF_KEYS
+and once OF_VALUES.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lmkit.kernels.launching import (
-    Start,
-    count_tiles,
-    head_strides,
-    kernel_constants,
-    prepare_launch,
-    prepare_tuned,
-    source,
-)
-from lmkit.kernels.tiles import (
+from lmkit.kernels.flash.tiles import (
     LOG2_E,
     dot_over_parts,
     in_registers,
@@ -38,10 +30,11 @@ from lmkit.kernels.tiles import (
     view_head,
     zeros_of_rest,
 )
-from lmkit.kernels.tilings import Tiling
+from lmkit.kernels.flash.tuning import Tiling, head_strides, kernel_constants, prepare_tuned, source
+from lmkit.kernels.launch import Start, count_tiles, prepare_launch
 
 
-def prepare_key_gradients(
+def prepare_dkdv(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -55,7 +48,7 @@ def prepare_key_gradients(
     precision: str,
     tiling: Tiling | None,
 ) -> Start:
-    """What computes dk and dv in calls of this kind, from the pointers of the eight tensors."""
+    """Return what computes dk and dv in calls of this kind, from the pointers of the eight tensors."""
     batch, heads, num_queries, head_dim = q.shape
     kv_heads, num_keys = k.shape[1:3]
 
@@ -63,7 +56,7 @@ def prepare_key_gradients(
         constants = kernel_constants(head_dim, causal, precision, tiling)
         return prepare_launch(
             dkdv_kernel,
-            count_tiles(num_keys, tiling.columns) * batch * kv_heads,
+            (count_tiles(num_keys, tiling.columns) * batch * kv_heads, 1),
             (
                 *(source(q, tiling.rows, tiling), source(k, tiling.columns, tiling)),
                 *(source(v, tiling.columns, tiling), source(dout, tiling.rows, tiling)),
@@ -90,13 +83,13 @@ def prepare_key_gradients(
 
     tensors, read = (q, k, v, dout, lse, delta, dk, dv), (q, k, v, dout)
     return prepare_tuned(
-        "key_gradients", prepare, tensors, read=read, causal=causal, precision=precision, tiling=tiling
+        "dkdv", prepare, tensors, read=read, causal=causal, precision=precision, tiling=tiling
     )
 
 
 @triton.jit(do_not_specialize=["kv_heads"])  # one compilation, however many heads
 def dkdv_kernel(
-    q_source, k_source, v_source, dout_source,  # pointers, or tensor descriptors
+    q_source, k_source, v_source, dout_source,  # pointers, or TMA descriptors
     lse_pointer,
     delta_pointer,  # written by dq_kernel
     dk_pointer, dv_pointer,
@@ -205,7 +198,7 @@ def walk_over_queries(
     OF_VALUES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Adds what these queries give: (dk, dk_rest, dv, dv_rest), dk not yet scaled."""
+    """Add what these queries give to (dk, dk_rest, dv, dv_rest), dk not yet scaled."""
     num_queries = q_view.length
     columns = column + tl.arange(0, COLUMNS)
     for row in range(begin, end, ROWS):
@@ -215,7 +208,7 @@ def walk_over_queries(
         q_rest = load_rest(q_view, row, ROWS, MAIN, REST, HEAD_DIM, True, q)  # (ROWS, REST)
         dout_rest = load_rest(dout_view, row, ROWS, MAIN, REST, HEAD_DIM, True, dout)  # (ROWS, REST)
         rows = row + tl.arange(0, ROWS)
-        # Rows past the end get lse = infinity, so that p = 0 there: no other mask is needed for them.
+        # Rows past the end get lse = infinity, which makes p = 0: they need no other mask.
         lse_log2 = tl.load(lse_pointer + rows, mask=rows < num_queries, other=float("inf")) * LOG2_E
         delta = tl.load(delta_pointer + rows, mask=rows < num_queries, other=0.0)
 

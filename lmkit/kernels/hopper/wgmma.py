@@ -31,7 +31,7 @@ def issue_product(a, b, LAYOUT: gl.constexpr):
 
 
 @gluon.constexpr_function
-def count_scores_products(USED, D):
+def count_score_wgmmas(USED, D):
     """How many products `issue_scores` is to those who wait for what was issued before it."""
     return 1 if USED == D else 2
 
@@ -41,7 +41,7 @@ def issue_scores(a, b, USED: gl.constexpr, LAYOUT: gl.constexpr):
     """`issue_product` of a and the transposed b, (rows, D) each, zeros from column USED on (see `support.used_of`).
 
     Without these it is a product of the first half of the columns and one of what is left. (Not so in
-    `narrow_gradient_kernel`, which multiplies all columns: it would spill up to 32 bytes more.)
+    `dqdkdv_d64_kernel`, which multiplies all columns: it would spill up to 32 bytes more.)
     """
     D: gl.constexpr = a.shape[1]
     if USED == D:

@@ -9,13 +9,23 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 from triton.runtime.errors import OutOfResources
 
-from lmkit.kernels import tuning
-from lmkit.kernels.launching import head_parts
-from lmkit.kernels.tilings import LAST_RESORT, SHIPPED, Tiling, candidate_tilings, shipped_tiling
-from lmkit.kernels.tuning import Case, TilingChoices, length_bucket, read_entries
+from lmkit.kernels.flash import tuning
+from lmkit.kernels.flash.tuning import (
+    KERNELS,
+    LAST_RESORT,
+    SHIPPED_BFLOAT16,
+    SHIPPED_FLOAT32,
+    Case,
+    Tiling,
+    candidate_tilings,
+    head_parts,
+    length_bucket,
+    measure,
+    read_entries,
+    shipped_tiling,
+)
 
-KERNELS = ["flash_forward", "query_gradient", "key_gradients"]
-CASE = Case("flash_forward", 64, True, torch.bfloat16, "ieee", 2048, aligned=False)
+CASE = Case("forward", 64, True, torch.bfloat16, "ieee", 2048, aligned=False)
 FAST, SLOW = Tiling(64, 64, 4, 2), Tiling(128, 64, 8, 2)
 
 
@@ -36,26 +46,26 @@ def measured(monkeypatch):
 def test_fastest_candidate_is_kept_on_disk(measured, tmp_path):
     path = tmp_path / "cache" / "tilings.json"
     launched = []
-    assert TilingChoices().measure(CASE, (SLOW, FAST), path, launched.append) == FAST
+    assert measure(CASE, (SLOW, FAST), path, launched.append) == FAST
     assert launched == measured == [SLOW, FAST]
     # Another process: nothing is timed again.
-    assert TilingChoices().measure(CASE, (SLOW, FAST), path, launched.append) == FAST
+    assert measure(CASE, (SLOW, FAST), path, launched.append) == FAST
     assert len(measured) == 2
     assert [entry.name for entry in path.parent.iterdir()] == ["tilings.json"]
 
 
 def test_entries_of_other_cases_survive(measured, tmp_path):
     path = tmp_path / "tilings.json"
-    other = Case("query_gradient", 64, True, torch.bfloat16, "ieee", 2048, aligned=False)
-    TilingChoices().measure(CASE, (FAST,), path, lambda tiling: None)
-    TilingChoices().measure(other, (SLOW,), path, lambda tiling: None)
+    other = Case("dq", 64, True, torch.bfloat16, "ieee", 2048, aligned=False)
+    measure(CASE, (FAST,), path, lambda tiling: None)
+    measure(other, (SLOW,), path, lambda tiling: None)
     assert set(read_entries(path)) == {CASE.name(), other.name()}
 
 
 @pytest.mark.parametrize(
     "content",
     [
-        b'{"flash_forward',
+        b'{"forward',
         b"\xff\xfe",
         b"[1]",
         b"[" * 100_000,
@@ -68,7 +78,7 @@ def test_entries_of_other_cases_survive(measured, tmp_path):
 def test_damaged_file_is_measured_again(measured, tmp_path, content):
     path = tmp_path / "tilings.json"
     path.write_bytes(content)
-    assert TilingChoices().measure(CASE, (FAST,), path, lambda tiling: None) == FAST
+    assert measure(CASE, (FAST,), path, lambda tiling: None) == FAST
     assert measured == [FAST]
     assert read_entries(path)[CASE.name()] == asdict(FAST)
 
@@ -76,7 +86,7 @@ def test_damaged_file_is_measured_again(measured, tmp_path, content):
 def test_folder_that_cannot_be_written_costs_only_a_warning(measured, tmp_path, caplog):
     (tmp_path / "file").write_text("not a folder")
     path = tmp_path / "file" / "tilings.json"
-    assert TilingChoices().measure(CASE, (FAST,), path, lambda tiling: None) == FAST
+    assert measure(CASE, (FAST,), path, lambda tiling: None) == FAST
     assert "not kept" in caplog.text
 
 
@@ -85,7 +95,7 @@ def test_tilings_that_do_not_fit_are_passed_over(monkeypatch, tmp_path):
         raise OutOfResources(300_000, 232_448, "shared memory")
 
     monkeypatch.setattr(tuning, "milliseconds", milliseconds)
-    chosen = TilingChoices().measure(CASE, (FAST, SLOW), tmp_path / "tilings.json", lambda tiling: None)
+    chosen = measure(CASE, (FAST, SLOW), tmp_path / "tilings.json", lambda tiling: None)
     assert chosen == LAST_RESORT
 
 
@@ -103,20 +113,16 @@ def test_every_case_has_one_to_six_distinct_candidates(kernel, capability, dtype
 
 
 def test_shipped_choices_are_candidates():
-    for capability, choices in SHIPPED.items():
-        for name, tiling in choices.items():
-            kernel, dtype, head_dim, mask = name.split("/")
-            case = Case(
-                kernel,
-                int(head_dim[1:]),
-                mask == "causal",
-                getattr(torch, dtype),
-                "bf16x6" if dtype == "float32" else "ieee",
-                1024,
-                aligned=dtype != "float32",
-            )
-            assert shipped_tiling(case, capability) == tiling
-            assert tiling in candidate_tilings(case, capability)
+    for dtype, precision, table in (
+        (torch.bfloat16, "ieee", SHIPPED_BFLOAT16),
+        (torch.float32, "bf16x6", SHIPPED_FLOAT32),
+    ):
+        for (head_dim, causal), tilings in table.items():
+            for kernel, tiling in zip(KERNELS, tilings, strict=True):
+                case = Case(kernel, head_dim, causal, dtype, precision, 1024, dtype == torch.bfloat16)
+                assert shipped_tiling(case, (9, 0)) == tiling
+                assert shipped_tiling(case, (8, 0)) is None
+                assert tiling in candidate_tilings(case, (9, 0))
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128, 256])
@@ -142,10 +148,10 @@ def test_lengths_fall_into_few_buckets():
     ]
 
 
-@pytest.mark.parametrize("head_dim", range(1, 257))
-def test_parts_of_a_head_cover_it(head_dim):
-    for split in (False, True):
-        main, rest = head_parts(head_dim, split)
-        assert main + rest >= head_dim
-        assert all(part == 0 or (part >= 16 and part & (part - 1) == 0) for part in (main, rest))
-    assert sum(head_parts(head_dim, True)) <= sum(head_parts(head_dim, False))
+def test_parts_of_a_head_cover_it():
+    for head_dim in range(1, 257):
+        for split in (False, True):
+            main, rest = head_parts(head_dim, split)
+            assert main + rest >= head_dim
+            assert all(part == 0 or (part >= 16 and part & (part - 1) == 0) for part in (main, rest))
+        assert sum(head_parts(head_dim, True)) <= sum(head_parts(head_dim, False))

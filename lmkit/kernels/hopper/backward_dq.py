@@ -6,8 +6,8 @@ reproducible and no float32 scratch is needed; the price is computing S and dP t
 instead of 5). Q and dO stay in shared memory, K and V stream past; S = Q K^T and dP = dO V^T have queries
 along rows, so dS feeds dQ += dS K straight from registers and nothing is exchanged between the warp groups.
 
-delta and lse (in log2 units, padded with +inf) are written out for `key_value_gradient_kernel` or
-`wide_gradient_kernel`, which runs next.
+delta and lse (in log2 units, padded with +inf) are written out for `dkdv_d128_kernel` or
+`dkdv_d256_kernel`, which runs next.
 
 Partitions as in `backward_kernel`: a **producer** warp copies, two **consumer** warp groups own 64 queries each.
 In a step they issue S, wait for the previous step's dQ behind it, issue dP, compute P while dP runs, then dS, and
@@ -41,15 +41,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lmkit.kernels.hopper.copies import fetch_tile, send_through
-from lmkit.kernels.hopper.fragments import hide_keys, inside
-from lmkit.kernels.hopper.products import (
-    accumulator_layout,
-    count_scores_products,
-    issue_scores,
-    operand_layout,
-)
-from lmkit.kernels.hopper.synchronization import (
+from lmkit.kernels.flash.tiles import LOG2_E
+from lmkit.kernels.hopper.barriers import (
     FIRST_NAMED_BARRIER,
     SLOT_THREADS,
     allocate_mbarriers,
@@ -58,12 +51,19 @@ from lmkit.kernels.hopper.synchronization import (
     begin_turns,
     end_turns,
     named_barrier_arrive,
+    partition_barrier,
     pass_turn,
     take_turn,
 )
-from lmkit.kernels.hopper.tiles import count_key_blocks, locate_longest_first
-from lmkit.kernels.hopper.versions import partition_barrier
-from lmkit.kernels.tiles import LOG2_E
+from lmkit.kernels.hopper.fragments import hide_keys, inside
+from lmkit.kernels.hopper.schedule import count_key_blocks, locate_longest_first
+from lmkit.kernels.hopper.tma import fetch_tile, send_through, tma_load
+from lmkit.kernels.hopper.wgmma import (
+    accumulator_layout,
+    count_score_wgmmas,
+    issue_scores,
+    operand_layout,
+)
 
 QUERIES = gl.constexpr(128)  # query rows of a block, 64 for each consumer
 K_FREE = gl.constexpr(FIRST_NAMED_BARRIER.value)  # named barriers, one a slot; V_FREE's follow
@@ -111,7 +111,7 @@ class Problem(NamedTuple):
 
 
 class Pointers(NamedTuple):
-    """What is read and written without the copy engine (see query_gradient_kernel)."""
+    """What is read and written without the copy engine (see dq_kernel)."""
 
     lse_in: gl.tensor
     lse_out: gl.tensor
@@ -143,8 +143,8 @@ def _producer(descriptors, tiles, barriers, problem, pointers, scale_log2, scale
     blocks = count_key_blocks(tile, problem.num_keys, QUERIES, KEYS, CAUSAL)
     mbarrier.expect(barriers.q_full, 2 * descriptors.q.block_type.nbytes)
     query_box = [batch, head, tile * QUERIES, 0]
-    tma.async_copy_global_to_shared(descriptors.q, query_box, barriers.q_full, tiles.q)
-    tma.async_copy_global_to_shared(descriptors.do, query_box, barriers.q_full, tiles.do)
+    tma_load(descriptors.q, query_box, barriers.q_full, tiles.q)
+    tma_load(descriptors.do, query_box, barriers.q_full, tiles.do)
     for step in range(blocks):
         first_key = (blocks - 1 - step) * KEYS
         k_slot = step % K_STAGES
@@ -166,7 +166,7 @@ def _consumers(descriptors, tiles, barriers, problem, pointers, scale_log2, scal
     TURNS: gl.constexpr = D < 256  # not measured with the one slot for V of D = 256
     DTYPE: gl.constexpr = descriptors.q.dtype
     SCORES: gl.constexpr = accumulator_layout(KEYS, 8)
-    SCORES_PRODUCTS: gl.constexpr = count_scores_products(USED, D)
+    SCORES_PRODUCTS: gl.constexpr = count_score_wgmmas(USED, D)
     DQ: gl.constexpr = accumulator_layout(D, 8)
     OPERAND: gl.constexpr = operand_layout(DQ)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
@@ -230,7 +230,7 @@ def _consumers(descriptors, tiles, barriers, problem, pointers, scale_log2, scal
 
 @gluon.jit(do_not_specialize=["out_batch", "out_head", "out_row", "num_queries", "num_keys", "padded", "batches",
                               "heads", "group", "together", "num_query_tiles"])  # fmt: skip
-def query_gradient_kernel(q_desc, k_desc, v_desc, do_desc, dq_desc, lse_in, lse_out, delta_out, out,
+def dq_kernel(q_desc, k_desc, v_desc, do_desc, dq_desc, lse_in, lse_out, delta_out, out,
                           out_batch: gl.int64, out_head: gl.int64, out_row: gl.int64,
                           num_queries, num_keys, padded, batches, heads, group, together, num_query_tiles,
                           scale_log2, scale, D: gl.constexpr, HEAD_DIM: gl.constexpr, USED: gl.constexpr,
@@ -240,9 +240,9 @@ def query_gradient_kernel(q_desc, k_desc, v_desc, do_desc, dq_desc, lse_in, lse_
     Allocates and starts the partitions.
 
     HEAD_DIM: of the tensors; D, the width of their boxes, may be larger. USED: of the D columns S and dP take these
-    (see issue_scores). out_batch, out_head, out_row: strides of out in units of 8 elements (so that 16-byte loads are
-    known to be aligned). lse_in: (heads of the batch, num_queries), natural; lse_out, delta_out: (heads of the batch,
-    padded), lse in log2 units, delta times scale.
+    (see issue_scores). out_batch, out_head, out_row: strides of out in units of 8 elements (so that 16-byte loads
+    are known to be aligned). lse_in: (heads of the batch, num_queries), natural; lse_out, delta_out: (heads of the
+    batch, padded), lse in log2 units, delta times scale.
     """
     gdc_wait()  # for what the kernel before this one wrote
     gdc_launch_dependents()  # the next kernel may start, and waits in its turn

@@ -2,12 +2,16 @@
 
 Named barriers (`bar.sync` waits, `bar.arrive` only announces) hand a token from one warp group to another
 without the partition-wide barrier that Triton puts around `mbarrier.arrive`. Triton itself uses the lower
-numbers, at most 0 to 4 in these kernels; 9 to 15 are ours, and in `narrow_gradient_kernel` 7 and 8, too.
+numbers, at most 0 to 4 in these kernels; 9 to 15 are ours, and in `dqdkdv_d64_kernel` 7 and 8, too.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from lmkit.kernels.versions import gluon_operations
+
+partition_barrier = gluon_operations().partition_barrier  # waits for all warps of the partition that calls it
 
 FIRST_NAMED_BARRIER = gl.constexpr(9)
 SLOT_THREADS = gl.constexpr(288)  # two consumer warp groups, which give a slot back, and the producer
@@ -48,8 +52,9 @@ def _named_barrier(instruction: gl.constexpr, barrier, num_threads: gl.constexpr
 def await_slot(first_barrier: gl.constexpr, step, SLOTS: gl.constexpr, LATE: gl.constexpr):
     """The producer's wait until the slot of `step` may be filled (the first round finds all of them free).
 
-    Two consumer warp groups give slots back by arriving at named barrier first_barrier + slot: that of step s in step
-    s + LATE. (LATE = 1: step 0 gives back a slot that was not used yet, so the producer waits one step earlier.)
+    Two consumer warp groups give slots back by arriving at named barrier first_barrier + slot: that of step s in
+    step s + LATE. (LATE = 1: step 0 gives back a slot that was not used yet, so the producer waits one step
+    earlier.)
     """
     if step >= SLOTS - LATE:
         named_barrier_wait(first_barrier + step % SLOTS, SLOT_THREADS)
@@ -57,7 +62,8 @@ def await_slot(first_barrier: gl.constexpr, step, SLOTS: gl.constexpr, LATE: gl.
 
 @gluon.jit
 def await_last_slots(first_barrier: gl.constexpr, steps, SLOTS: gl.constexpr, LATE: gl.constexpr):
-    """The producer's waits after its last step: every arrival of the consumers finds its partner before it leaves."""
+    """The producer's waits after its last step: every arrival of the consumers finds its partner before it
+    leaves."""
     for i in gl.static_range(SLOTS - LATE):
         await_slot(first_barrier, steps + i, SLOTS, LATE)
 
@@ -67,8 +73,8 @@ def begin_turns(FIRST: gl.constexpr):
     """From here on the two warp groups of the first partition (the block's threads 0 to 255) take turns, 0 first.
 
     Named barrier FIRST + group is a group's turn: it waits there, and the other arrives there when it passes. Both
-    run the same code, so a group is told by its threads' numbers. Each must take and pass as many turns as the other,
-    and end them.
+    run the same code, so a group is told by its threads' numbers. Each must take and pass as many turns as the
+    other, and end them.
     """
     ptx: gl.constexpr = f"@p bar.arrive {FIRST}, {TURN_THREADS};"
     _as_warp_group(ptx)

@@ -11,17 +11,16 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from lmkit.kernels import flash_backward, flash_forward, flash_key_gradients, flash_query_gradient, launching
-from lmkit.kernels.launching import Calls, empty_in_order_of
-from lmkit.kernels.tilings import Tiling
+from lmkit.kernels import launch
+from lmkit.kernels.flash import backward as flash_backward
+from lmkit.kernels.flash import backward_dkdv, backward_dq, tuning
+from lmkit.kernels.flash import forward as flash_forward
+from lmkit.kernels.flash.tuning import Tiling
+from lmkit.kernels.launch import LaunchCache, empty_in_order_of
 
 POINTERS = Tiling(rows=32, columns=16, warps=4, stages=1)
 COPIED = Tiling(rows=64, columns=32, warps=4, stages=2, descriptors=True)
-KERNELS = (
-    flash_forward.forward_kernel,
-    flash_query_gradient.dq_kernel,
-    flash_key_gradients.dkdv_kernel,
-)
+KERNELS = (flash_forward.forward_kernel, backward_dq.dq_kernel, backward_dkdv.dkdv_kernel)
 
 
 CALLS = (flash_forward.forward_calls, flash_backward.backward_calls)
@@ -89,7 +88,7 @@ def launches_of(call, gpu):
 def ordinary(call, gpu, monkeypatch):
     """The same when Triton launches, and nothing is known."""
     with monkeypatch.context() as patch:
-        patch.setattr(launching, "PREPARES", False)
+        patch.setattr(launch, "PREPARES", False)
         for calls in CALLS:
             patch.setattr(calls, "prepared", {})
         return launches_of(call, gpu)
@@ -165,7 +164,7 @@ def test_options_are_part_of_the_kind(stand_in_gpu, monkeypatch):
 
 
 def test_kinds_are_forgotten_when_there_are_too_many(stand_in_gpu, monkeypatch):
-    monkeypatch.setattr(Calls, "MOST_KINDS", 2)
+    monkeypatch.setattr(LaunchCache, "MOST_KINDS", 2)
     calls = [forward(*inputs(queries=queries)) for queries in (16, 32, 48, 16)]
     for call in calls:
         assert launches_of(call, stand_in_gpu) == ordinary(call, stand_in_gpu, monkeypatch)
@@ -194,16 +193,17 @@ def test_candidates_are_measured_on_the_callers_tensors(stand_in_gpu, monkeypatc
     tensors = inputs()
     asked = []
 
-    def choose(kernel, q, k, causal, precision, aligned, launch):
-        asked.append((kernel, q is tensors[0], k is tensors[1], causal, precision, aligned))
+    def choose(case, device, launch):
+        asked.append((case, device))
         for tiling in (POINTERS, COPIED, COPIED):
             launch(tiling)
         return COPIED
 
-    monkeypatch.setattr(launching, "choose_tiling", choose)
+    monkeypatch.setattr(tuning, "choose_tiling", choose)
     call = forward(*tensors, tiling=None)
     launched = launches_of(call, stand_in_gpu)
-    assert asked == [("flash_forward", True, True, True, "ieee", True)]
+    case = tuning.Case("forward", 32, True, torch.bfloat16, "ieee", 512, aligned=True)
+    assert asked == [(case, tensors[0].device)]
     assert len(launched) == 4
     assert launched[1] == launched[2] == launched[3] != launched[0]
     assert launches_of(call, stand_in_gpu) == launched[3:]  # nobody is asked again

@@ -62,8 +62,12 @@ ptxas free to move the exponentials there too, out of the products' shadow: 7 to
 kernels it chose to.
 """
 
+import functools
+import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -75,7 +79,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lmkit.kernels.hopper.copies import fetch_tile
+from lmkit.kernels.flash.tiles import LN_2
+from lmkit.kernels.hopper.barriers import (
+    FIRST_NAMED_BARRIER,
+    allocate_mbarriers,
+    any_exceeds,
+    declare_vote,
+    named_barrier_arrive,
+    named_barrier_wait,
+    partition_barrier,
+)
 from lmkit.kernels.hopper.fragments import (
     count_visible_keys,
     exp2_unfused,
@@ -86,18 +99,11 @@ from lmkit.kernels.hopper.fragments import (
     sum_within_threads,
     unpack_pairs,
 )
-from lmkit.kernels.hopper.products import accumulator_layout, issue_scores, operand_layout
-from lmkit.kernels.hopper.synchronization import (
-    FIRST_NAMED_BARRIER,
-    allocate_mbarriers,
-    any_exceeds,
-    declare_vote,
-    named_barrier_arrive,
-    named_barrier_wait,
-)
-from lmkit.kernels.hopper.tiles import count_key_blocks, count_tiles, locate_tile
-from lmkit.kernels.hopper.versions import partition_barrier
-from lmkit.kernels.tiles import LN_2
+from lmkit.kernels.hopper.schedule import count_key_blocks, count_turns, locate_tile
+from lmkit.kernels.hopper.support import used_of, width_of
+from lmkit.kernels.hopper.tma import fetch_tile, head_boxes, tma_store
+from lmkit.kernels.hopper.wgmma import accumulator_layout, issue_scores, operand_layout
+from lmkit.kernels.launch import count_sms, count_tiles, prepare_launch, selected, strides_in_order_of
 
 ROWS = gl.constexpr(64)  # query rows of one consumer: the height of a wgmma
 BOTH_CONSUMERS = gl.constexpr(256)  # threads
@@ -106,10 +112,11 @@ LOWEST_REFERENCE = gl.constexpr(-1.0e30)
 # Limit of a thread's part of a block's row sum, as a PTX number: 2^9, below every `lift_above`. Rows that stay below
 # it have up to 1.12 of cuDNN's error (measured: logits x 3 at D = 64).
 FOLLOW_ABOVE = gl.constexpr("0f44000000")
-# The maximum of few keys says little about a row: of rows that see one key of their first block, 2 of 100 would find
-# a peak in every block of normal data, and all who share the multiprocessor would wait for them. A reference that is
-# higher by a whole power of two leaves the largest P as exact as 1. Measured on causal data before the two loops: D =
-# 64 gains 0.6% at 16k and loses 0.7% at 2k and 4k, with logits x 2 it gains 5%; D = 128 gains up to 0.7%.
+# The maximum of few keys says little about a row: of rows that see one key of their first block, 2 of 100 would
+# find a peak in every block of normal data, and all who share the multiprocessor would wait for them. A reference
+# that is higher by a whole power of two leaves the largest P as exact as 1. Measured on causal data before the two
+# loops: D = 64 gains 0.6% at 16k and loses 0.7% at 2k and 4k, with logits x 2 it gains 5%; D = 128 gains up to
+# 0.7%.
 FEW_KEYS = gl.constexpr(4)
 MARGIN_OF_FEW = gl.constexpr(6.0)  # powers of two
 
@@ -168,7 +175,7 @@ def _producer(descriptors, tiles, barriers, problem, lse, scale_log2, D: gl.cons
     """The copying warp. K before Q in the first turn: the consumers' last step with the old Q hides both."""
     TILE: gl.constexpr = ROWS * CONSUMERS
     block = 0
-    turns, pairs = count_tiles(problem.num_tiles, problem.num_heads, CAUSAL)
+    turns, pairs = count_turns(problem.num_tiles, problem.num_heads, CAUSAL)
     for turn in range(turns):
         tile, flat_head = locate_tile(turn, problem.num_tiles, problem.num_heads, pairs, CAUSAL)
         batch = flat_head // problem.heads
@@ -256,7 +263,7 @@ def _consumer(index: gl.constexpr, descriptors, tiles, barriers, problem, lse, s
     block = 0
     if index == 1:
         _pass_turn(index, CONSUMERS)  # consumer 0 goes first
-    turns, pairs = count_tiles(problem.num_tiles, problem.num_heads, CAUSAL)
+    turns, pairs = count_turns(problem.num_tiles, problem.num_heads, CAUSAL)
     for turn in range(turns):
         tile, flat_head = locate_tile(turn, problem.num_tiles, problem.num_heads, pairs, CAUSAL)
         blocks = count_key_blocks(tile, num_keys, TILE, KEYS, CAUSAL)
@@ -370,7 +377,7 @@ def _consumer(index: gl.constexpr, descriptors, tiles, barriers, problem, lse, s
         tiles.o.index(index).reshape([ROWS, D]).store(out.to(DTYPE))
         fence_async_shared()
         partition_barrier()
-        tma.async_copy_shared_to_global(
+        tma_store(
             descriptors.o,
             [flat_head // problem.heads, flat_head % problem.heads, first_row, 0],
             tiles.o.index(index),
@@ -454,3 +461,109 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse, num_queries, num_keys, h
             [4, 4, 1],
             [REGISTERS, REGISTERS, 24],
         )  # fmt: skip
+
+
+# Registers a thread at launch, and of a consumer after it has taken the producer's share, by the number of
+# consumers.
+REGISTERS = {2: (168, 240), 3: (128, 160)}
+PREPARED_CALLS = 1024  # kinds of calls that are kept; a model has a few
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """A variant of the kernel.
+
+    consumers: warp groups of 64 query rows; stages: slots for K and for V; keys: of a block; own_o: O has tiles of
+    its own in shared memory, otherwise it leaves through Q's, which keeps the next Q waiting.
+    """
+
+    consumers: int
+    stages: int
+    keys: int = 128
+    own_o: bool = True
+
+
+HEAD_DIM_256 = ForwardConfig(consumers=2, stages=2, keys=64, own_o=False)
+HEAD_DIM_128 = ForwardConfig(consumers=2, stages=2)
+HEAD_DIM_64 = ForwardConfig(consumers=3, stages=3)
+# Tiles of 192 queries reach too far beyond the diagonal, or the end, of a short sequence.
+HEAD_DIM_64_SHORT = ForwardConfig(consumers=2, stages=4)
+SHORT_CAUSAL = 2048  # queries
+SHORT_FULL = 768
+
+
+def choose_config(width: int, num_queries: int, causal: bool) -> ForwardConfig:
+    """Return the fastest variant, as measured on an H200 with heads of 64, 128 and 256."""
+    if width > 64:
+        return HEAD_DIM_256 if width == 256 else HEAD_DIM_128
+    if num_queries < (SHORT_CAUSAL if causal else SHORT_FULL):
+        return HEAD_DIM_64_SHORT
+    return HEAD_DIM_64
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return softmax(q k^T scale) v and the log-sum-exp of the scores.
+
+    `unsupported_reason` must have returned None for q, k, v; this function does not check again.
+
+    Args:
+        q: (batch, heads, num_queries, head_dim); k, v: (batch, key_heads, num_keys, head_dim).
+
+    Returns:
+        out, in q's memory order, and lse: float32 (batch, heads, num_queries), natural logarithm.
+    """
+    shape, dtype, device = q.shape, q.dtype, q.device
+    with selected(device):
+        out_strides, lse_shape, lse_strides, launch = _prepare(
+            shape, q.stride(), k.shape, k.stride(), v.stride(), dtype, device, causal, scale
+        )
+        out = torch.empty_strided(shape, out_strides, dtype=dtype, device=device)
+        # `torch.empty` of a shape takes nearly twice the host time.
+        lse = torch.empty_strided(lse_shape, lse_strides, dtype=torch.float32, device=device)
+        launch(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr())
+    return out, lse
+
+
+@functools.lru_cache(maxsize=PREPARED_CALLS)
+def _prepare(q_shape, q_strides, k_shape, k_strides, v_strides, dtype, device, causal, scale):
+    """Return (strides of out, shape and strides of lse, launch) for calls of this kind."""
+    batch, heads, num_queries, head_dim = q_shape
+    num_keys = k_shape[2]
+    width = width_of(head_dim)
+    config = choose_config(width, num_queries, causal)
+    registers, consumer_registers = REGISTERS[config.consumers]
+    num_tiles = count_tiles(num_queries, ROWS.value * config.consumers)
+    units = batch * heads * ((num_tiles + 1) // 2 if causal else num_tiles)
+    out_strides = strides_in_order_of(q_shape, q_strides)
+    launch = prepare_launch(
+        forward_kernel,
+        (min(units, count_sms(device)), 1),
+        [
+            head_boxes(q_shape, q_strides, dtype, ROWS.value, width),
+            head_boxes(k_shape, k_strides, dtype, config.keys, width),
+            head_boxes(k_shape, v_strides, dtype, config.keys, width),
+            head_boxes(q_shape, out_strides, dtype, ROWS.value, width),
+            torch.float32,
+        ],
+        (
+            *(num_queries, num_keys, heads, heads // k_shape[1], num_tiles, batch * heads),
+            scale * math.log2(math.e),
+        ),
+        {
+            "D": width,
+            "USED": used_of(head_dim),
+            "KEYS": config.keys,
+            "STAGES": config.stages,
+            "CAUSAL": causal,
+            "TAIL": num_keys % config.keys != 0,
+            "CONSUMERS": config.consumers,
+            "OWN_O": config.own_o,
+            "REGISTERS": consumer_registers,
+            "num_warps": 4,
+            "maxnreg": registers,
+            "launch_pdl": True,
+        },
+    )
+    return out_strides, q_shape[:3], (heads * num_queries, num_queries, 1), launch

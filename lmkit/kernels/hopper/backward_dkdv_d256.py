@@ -6,7 +6,7 @@ and one from registers a step, and all that passes between them is P, in float32
 one direction. The first may run two tiles ahead of the second, so one's exponentials fall into the other's
 products. A **producer** warp streams Q and dO, as in `backward_kernel`.
 
-lse, delta and dQ come from `query_gradient_kernel`, which runs before: nothing is added up in the order of
+lse, delta and dQ come from `dq_kernel`, which runs before: nothing is added up in the order of
 arrival, every bit is reproducible.
 
 Rows of keys past the end may hold anything, also NaN: row k of dK and dV depends on key k alone, and the
@@ -40,11 +40,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lmkit.kernels.hopper.backward_kernel import Problem
-from lmkit.kernels.hopper.copies import fetch_rows, send_through
-from lmkit.kernels.hopper.fragments import from_thread_order, in_thread_order, keep_columns_from
-from lmkit.kernels.hopper.products import accumulator_layout, issue_scores, operand_layout
-from lmkit.kernels.hopper.synchronization import (
+from lmkit.kernels.hopper.backward_dkdv_d128 import Problem
+from lmkit.kernels.hopper.barriers import (
     FIRST_NAMED_BARRIER,
     SLOT_THREADS,
     allocate_mbarriers,
@@ -52,9 +49,12 @@ from lmkit.kernels.hopper.synchronization import (
     await_slot,
     named_barrier_arrive,
     named_barrier_wait,
+    partition_barrier,
 )
-from lmkit.kernels.hopper.tiles import locate_longest_first
-from lmkit.kernels.hopper.versions import partition_barrier
+from lmkit.kernels.hopper.fragments import from_thread_order, in_thread_order, keep_columns_from
+from lmkit.kernels.hopper.schedule import locate_longest_first
+from lmkit.kernels.hopper.tma import fetch_rows, send_through, tma_load
+from lmkit.kernels.hopper.wgmma import accumulator_layout, issue_scores, operand_layout
 
 ROWS = gl.constexpr(64)  # keys of a block, and queries of a step
 STAGES = gl.constexpr(2)  # slots for Q with dO, and for P
@@ -128,7 +128,7 @@ def _producer(
     key_tile, batch, key_head, count = _locate(problem, CAUSAL)
     mbarrier.expect(barriers.k_full, descriptors.k.block_type.nbytes)
     key_box = [batch, key_head, key_tile * ROWS, 0]
-    tma.async_copy_global_to_shared(descriptors.k, key_box, barriers.k_full, tiles.k)
+    tma_load(descriptors.k, key_box, barriers.k_full, tiles.k)
     steps = gl.maximum(count * problem.group, 1)
     for step in range(steps):
         slot = step % STAGES
@@ -141,7 +141,7 @@ def _producer(
                    descriptors.lse, row, tiles.lse, barriers.q_full, slot)  # fmt: skip
         if step == 0:
             mbarrier.expect(barriers.v_full, descriptors.v.block_type.nbytes)
-            tma.async_copy_global_to_shared(descriptors.v, key_box, barriers.v_full, tiles.v)
+            tma_load(descriptors.v, key_box, barriers.v_full, tiles.v)
         fetch_rows(descriptors.do, batch, head, tile * ROWS, tiles.do,
                    descriptors.delta, row, tiles.delta, barriers.do_full, slot)  # fmt: skip
     await_last_slots(SLOT_FREE, steps, STAGES, 0)
@@ -230,7 +230,7 @@ def _key_consumer(descriptors, tiles, barriers, problem, scale_log2, scale,
 
 @gluon.jit(do_not_specialize=["num_queries", "num_keys", "padded", "batches", "heads", "group", "together",
                               "num_query_tiles", "num_key_tiles"])  # fmt: skip
-def wide_gradient_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc,
+def dkdv_d256_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc,
                          num_queries, num_keys, padded, batches, heads, group, together, num_query_tiles,
                          num_key_tiles, scale_log2, scale,
                          D: gl.constexpr, USED: gl.constexpr, CAUSAL: gl.constexpr,

@@ -1,0 +1,81 @@
+"""Compute attention backward in portable Triton, deterministically, with two kernels.
+
+With P = exp(S - lse) (FlashAttention-2, Dao 2023, algorithm 2):
+
+    dV = P^T dO      dP = dO V^T      dS = P * (dP - delta)      dQ = dS K * scale      dK = dS^T Q * scale
+
+`backward_dq` sums dQ over the keys, `backward_dkdv` sums dK and dV over the queries. Each sum is made by one CTA in
+a
+fixed order: no atomics, the same bits every time. The price is computing S and dP twice: seven products instead of
+five. The plain formula is `lmkit.kernels.flash.reference.attention_backward`.
+"""
+
+import torch
+from torch import Tensor
+
+from lmkit.kernels.flash.backward_dkdv import prepare_dkdv
+from lmkit.kernels.flash.backward_dq import prepare_dq
+from lmkit.kernels.flash.tuning import Tiling
+from lmkit.kernels.launch import LaunchCache, Start, empty_in_order_of
+
+
+def flash_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    precision: str = "ieee",
+    dq_tiling: Tiling | None = None,
+    dkdv_tiling: Tiling | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (dq, dk, dv), in the memory order of q, k, v; the same bits on every run.
+
+    Args:
+        dout, out: (batch, heads, num_queries, head_dim), lse: (batch, heads, num_queries), of `flash_forward`; the
+            others as there. All have stride 1 along head_dim.
+        dq_tiling, dkdv_tiling: None takes the tilings that ship or were measured for this case.
+    """
+    dq, dk, dv = empty_in_order_of(q), empty_in_order_of(k), empty_in_order_of(v)
+    delta = torch.empty_like(lse)
+    options = (causal, scale, precision, dq_tiling, dkdv_tiling)
+    backward_calls((q, k, v, out, dout, lse), (delta, dq, dk, dv), options)
+    return dq, dk, dv
+
+
+def prepare_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    causal: bool,
+    scale: float,
+    precision: str,
+    dq_tiling: Tiling | None,
+    dkdv_tiling: Tiling | None,
+) -> Start:
+    """Return what computes dq, dk and dv in calls of this kind, from the pointers of the ten tensors."""
+    options = (causal, scale, precision)
+    start_queries = prepare_dq(q, k, v, out, dout, lse, delta, dq, *options, dq_tiling)
+    start_keys = prepare_dkdv(q, k, v, dout, lse, delta, dk, dv, *options, dkdv_tiling)
+
+    def start(
+        q: int, k: int, v: int, out: int, dout: int, lse: int, delta: int, dq: int, dk: int, dv: int
+    ) -> None:
+        start_queries(q, k, v, out, dout, lse, delta, dq)
+        start_keys(q, k, v, dout, lse, delta, dk, dv)  # reads delta, which start_queries writes
+
+    return start
+
+
+backward_calls = LaunchCache(prepare_backward)

@@ -1,0 +1,434 @@
+"""Compute attention backward on Hopper: choose and launch the kernels.
+
+| width of the heads | gradients | fast | deterministic |
+|-|-|-|-|
+| 64; 128 where `takes_d64_kernel` | dQ | `backward_dqdkdv_d64` | `backward_dq` |
+| | dK, dV | the same kernel | `backward_dkdv_d128` |
+| 128 | dQ | `backward_dkdv_d128` with ADD_DQ | `backward_dq` |
+| | dK, dV | the same kernel | `backward_dkdv_d128` |
+| 256 | dQ | `backward_dq` | `backward_dq` |
+| | dK, dV | `backward_dkdv_d256` | `backward_dkdv_d256` |
+
+Fast: CTAs that own different keys add their shares of dQ to a float32 sum in the order of arrival, so its last bits
+vary. `prepare_kernel` runs before (delta, lse in log2 units, zeros for the sum), `finish_kernel` after (rounds the
+sum to 16 bits). Deterministic: `backward_dq` computes dQ by itself, and delta for the kernel of dK and dV, which
+runs next.
+
+Tests compare with `lmkit.kernels.flash.reference.attention_backward`.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from lmkit.kernels.flash.tiles import LOG2_E
+from lmkit.kernels.hopper.backward_dkdv_d128 import dkdv_d128_kernel
+from lmkit.kernels.hopper.backward_dkdv_d256 import dkdv_d256_kernel
+from lmkit.kernels.hopper.backward_dq import dq_kernel
+from lmkit.kernels.hopper.backward_dqdkdv_d64 import dqdkdv_d64_kernel
+from lmkit.kernels.hopper.forward import PREPARED_CALLS
+from lmkit.kernels.hopper.support import used_of, width_of
+from lmkit.kernels.hopper.tma import flat_boxes, head_boxes, suits_tma, tma_strides
+from lmkit.kernels.launch import Boxes, Start, count_tiles, prepare_launch, selected, strides_in_order_of
+
+PASS_ROWS = 32  # query rows of one CTA of prepare_kernel and finish_kernel
+PADDING = 128  # rows of lse, delta and the sum of dQ are padded to whole tiles
+REGISTERS = 168  # a thread at launch
+CONSUMER_REGISTERS = 240  # of a second consumer that is a partition, after it took the producer's share
+# As many heads start together, longest CTAs first (`schedule.locate_longest_first`), as have this many tokens:
+# enough to fill the gaps at the end, few enough that what they share stays in the L2 cache.
+TOKENS_TOGETHER = 16384
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """What differs between the widths of heads.
+
+    queries, keys: of a step of the dK/dV kernel; packed_p: see `dkdv_d128_kernel`. query_keys, query_k_stages,
+    query_v_stages: keys of a block and slots of the dQ kernel.
+    """
+
+    queries: int
+    keys: int
+    packed_p: bool
+    query_keys: int
+    query_k_stages: int
+    query_v_stages: int
+
+
+CONFIGS = {
+    64: BackwardConfig(queries=128, keys=128, packed_p=True, query_keys=128, query_k_stages=3, query_v_stages=2),
+    128: BackwardConfig(queries=64, keys=128, packed_p=False, query_keys=128, query_k_stages=2, query_v_stages=2),
+    256: BackwardConfig(queries=64, keys=64, packed_p=False, query_keys=64, query_k_stages=2, query_v_stages=1),
+}  # fmt: skip
+
+
+def takes_d64_kernel(
+    head_dim: int, num_queries: int, num_keys: int, causal: bool, dtype: torch.dtype
+) -> bool:
+    """Return whether `dqdkdv_d64_kernel` serves fast calls of this kind.
+
+    At head_dim 128 it is faster only without a mask and from about 2048 queries and keys on (measured on an H200, in
+    bfloat16). It has no short cut for narrower heads (`wgmma.issue_scores`).
+    """
+    is_long_and_full = min(num_queries, num_keys) >= 2048 and not causal
+    return width_of(head_dim) == 64 or (head_dim == 128 and is_long_and_full and dtype == torch.bfloat16)
+
+
+def backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (dq, dk, dv) of `forward`, from its own out and lse.
+
+    dk and dv are summed over the query heads that share a key head.
+
+    Args:
+        dout: shaped as out; copied first if TMA cannot take it (an expanded tensor, for example).
+        deterministic: return the same bits every time.
+    """
+    if not suits_tma(dout):
+        dout = dout.contiguous()
+    q_shape, k_shape, dtype, device = q.shape, k.shape, q.dtype, q.device
+    with selected(device):
+        dq_strides, dk_strides, dv_strides, scratch_size, start = _prepare(
+            *(q_shape, q.stride(), k_shape, k.stride(), v.stride(), out.stride(), dout.stride()),
+            *(dtype, device, causal, scale, deterministic),
+        )
+        dq = torch.empty_strided(q_shape, dq_strides, dtype=dtype, device=device)
+        dk = torch.empty_strided(k_shape, dk_strides, dtype=dtype, device=device)
+        dv = torch.empty_strided(k_shape, dv_strides, dtype=dtype, device=device)
+        scratch = torch.empty(scratch_size, dtype=torch.float32, device=device)
+        start(
+            *(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), dout.data_ptr()),
+            *(dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), scratch.data_ptr()),
+        )
+    return dq, dk, dv
+
+
+class _Kind(NamedTuple):
+    """What the launches of a call depend on."""
+
+    q_shape: tuple[int, ...]
+    q_strides: tuple[int, ...]
+    k_shape: tuple[int, ...]
+    k_strides: tuple[int, ...]
+    v_strides: tuple[int, ...]
+    out_strides: tuple[int, ...]
+    dout_strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    causal: bool
+    scale: float
+    deterministic: bool
+
+    @property
+    def width(self) -> int:
+        return width_of(self.q_shape[3])
+
+    @property
+    def padded(self) -> int:
+        """Rows of a head's lse, delta and sum of dQ."""
+        return count_tiles(self.q_shape[2], PADDING) * PADDING
+
+    @property
+    def plane(self) -> int:
+        """Rows of these of all query heads."""
+        return self.q_shape[0] * self.q_shape[1] * self.padded
+
+    @property
+    def dq_strides(self) -> tuple[int, ...]:
+        return strides_in_order_of(self.q_shape, self.q_strides)
+
+    @property
+    def dk_strides(self) -> tuple[int, ...]:
+        return strides_in_order_of(self.k_shape, self.k_strides)
+
+    @property
+    def dv_strides(self) -> tuple[int, ...]:
+        return strides_in_order_of(self.k_shape, self.v_strides)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The arguments num_queries, num_keys, padded, batches, heads, group, together."""
+        batch, heads, num_queries, _ = self.q_shape
+        _, key_heads, num_keys, _ = self.k_shape
+        # Without a mask all CTAs take equally long: one head after the other.
+        together = max(1, TOKENS_TOGETHER // max(num_queries, num_keys)) if self.causal else 1
+        return num_queries, num_keys, self.padded, batch, heads, heads // key_heads, together
+
+    @property
+    def scales(self) -> tuple[float, float]:
+        """The arguments scale_log2, scale."""
+        return self.scale * math.log2(math.e), self.scale
+
+    def query_boxes(self, strides: tuple[int, ...], rows: int) -> Boxes:
+        """Describe a tensor shaped as q."""
+        return head_boxes(self.q_shape, strides, self.dtype, rows, self.width)
+
+    def key_boxes(self, strides: tuple[int, ...], rows: int) -> Boxes:
+        """Describe a tensor shaped as k."""
+        return head_boxes(self.k_shape, strides, self.dtype, rows, self.width)
+
+    def eighths(self, strides: tuple[int, ...]) -> tuple[int, ...]:
+        """Strides of (batch, heads, seq) of a tensor shaped as q, in units of 8 elements."""
+        suitable = tma_strides(self.q_shape, strides, self.dtype.itemsize)
+        assert suitable is not None, f"TMA cannot take strides {strides}"
+        return tuple(stride // 8 for stride in suitable[:3])
+
+
+@functools.lru_cache(maxsize=PREPARED_CALLS)
+def _prepare(*arguments: Any) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int, Callable]:
+    """Return (strides of dq, of dk, of dv; float32 numbers of scratch; what launches the kernels) for a `_Kind`.
+
+    The scratch holds lse in log2 units, delta and, where dQ is added up, its sum.
+    """
+    kind = _Kind(*arguments)
+    prepare = _prepare_deterministic if kind.deterministic or kind.width == 256 else _prepare_fast
+    size, start = prepare(kind)
+    return kind.dq_strides, kind.dk_strides, kind.dv_strides, size, start
+
+
+def _prepare_fast(kind: _Kind) -> tuple[int, Start]:
+    """Return (float32 numbers of scratch, launches of three kernels): prepare, dK dV and the sum of dQ, finish."""
+    batch, heads, num_queries, head_dim = kind.q_shape
+    num_keys, width, padded, plane = kind.k_shape[2], kind.width, kind.padded, kind.plane
+    pass_grid = (batch * heads, padded // PASS_ROWS)
+    pass_constants = {
+        "D": width, "HEAD_DIM": head_dim, "ROWS": PASS_ROWS, "num_warps": 4, "launch_pdl": True
+    }  # fmt: skip
+    launch_prepare = prepare_launch(
+        prepare_kernel,
+        pass_grid,
+        [kind.dtype, kind.dtype, *[torch.float32] * 4],
+        (
+            num_queries,
+            padded,
+            heads,
+            kind.scale,
+            *kind.eighths(kind.out_strides),
+            *kind.eighths(kind.dout_strides),
+        ),
+        pass_constants,
+    )
+    sum_rows = plane * width // 32
+    if not takes_d64_kernel(head_dim, num_queries, num_keys, kind.causal, kind.dtype):
+        launch_keys = _prepare_dkdv_d128(kind, sum_rows, add_dq=True)
+    else:
+        config = CONFIGS[width]
+        # Each consumer adds up a part: 64 of 128 queries, or 64 of 128 columns, which are half of every 16 queries'
+        # rows
+        dq_sum = (
+            flat_boxes((sum_rows, 32), (config.queries // 2 * width // 32, 32))
+            if width == 64
+            else flat_boxes((plane // 16, 64, 32), (config.queries // 16, 32, 32))
+        )
+        launch_keys = _prepare_keys(
+            dqdkdv_d64_kernel,
+            kind,
+            key_rows=config.keys // 2,  # each consumer copies its own
+            dq_sum=[dq_sum],
+            constants={
+                "CAUSAL": kind.causal,
+                "TAIL": num_keys % config.keys != 0,
+                "REGISTERS": CONSUMER_REGISTERS,
+                "num_warps": 4,
+            },
+        )
+    launch_finish = prepare_launch(
+        finish_kernel,
+        pass_grid,
+        [torch.float32, kind.dtype],
+        (num_queries, padded, heads, *kind.eighths(kind.dq_strides)),
+        pass_constants,
+    )
+
+    def start(q, k, v, out, lse, dout, dq, dk, dv, lse_log2):
+        delta, total = lse_log2 + 4 * plane, lse_log2 + 8 * plane  # bytes; a plane is a multiple of 512 bytes
+        launch_prepare(out, dout, lse, lse_log2, delta, total)
+        launch_keys(q, k, v, dout, lse_log2, delta, dk, dv, total)
+        launch_finish(total, dq)
+
+    return 2 * plane + 32 * sum_rows, start
+
+
+def _prepare_deterministic(kind: _Kind) -> tuple[int, Start]:
+    """Return (float32 numbers of scratch, launches of two kernels): dQ with delta, then dK and dV."""
+    head_dim, num_keys = kind.q_shape[3], kind.k_shape[2]
+    width, plane, config = kind.width, kind.plane, CONFIGS[kind.width]
+    launch_queries = prepare_launch(
+        dq_kernel,
+        (plane // PADDING, 1),
+        [
+            kind.query_boxes(kind.q_strides, PADDING),
+            kind.key_boxes(kind.k_strides, config.query_keys),
+            kind.key_boxes(kind.v_strides, config.query_keys),
+            kind.query_boxes(kind.dout_strides, PADDING),
+            kind.query_boxes(kind.dq_strides, PADDING),
+            *[torch.float32] * 3,
+            kind.dtype,
+        ],
+        (*kind.eighths(kind.out_strides), *kind.sizes, kind.padded // PADDING, *kind.scales),
+        {
+            "D": width,
+            "HEAD_DIM": head_dim,
+            "USED": used_of(head_dim),
+            "KEYS": config.query_keys,
+            "K_STAGES": config.query_k_stages,
+            "V_STAGES": config.query_v_stages,
+            "CAUSAL": kind.causal,
+            "TAIL": num_keys % config.query_keys != 0,
+            "num_warps": 8,
+            "maxnreg": REGISTERS,
+            "launch_pdl": True,
+        },
+    )
+    sum_rows = config.queries * width // 32  # nothing is added up, but the descriptor needs room for one box
+    if width == 256:
+        constants = {
+            "D": width, "USED": used_of(head_dim), "CAUSAL": kind.causal, "REGISTERS": CONSUMER_REGISTERS,
+            "num_warps": 4,
+        }  # fmt: skip
+        launch_keys = _prepare_keys(dkdv_d256_kernel, kind, config.keys, [], constants)
+    else:
+        launch_keys = _prepare_dkdv_d128(kind, sum_rows, add_dq=False)
+
+    def start(q, k, v, out, lse, dout, dq, dk, dv, lse_log2):
+        delta, total = lse_log2 + 4 * plane, lse_log2 + 8 * plane
+        launch_queries(q, k, v, dout, dq, lse, lse_log2, delta, out)
+        keys = (q, k, v, dout, lse_log2, delta, dk, dv)
+        launch_keys(*keys) if width == 256 else launch_keys(*keys, total)
+
+    return 2 * plane + 32 * sum_rows, start
+
+
+def _prepare_dkdv_d128(kind: _Kind, sum_rows: int, add_dq: bool) -> Start:
+    config, head_dim = CONFIGS[kind.width], kind.q_shape[3]
+    return _prepare_keys(
+        dkdv_d128_kernel,
+        kind,
+        key_rows=config.keys,
+        dq_sum=[flat_boxes((sum_rows, 32), (config.queries * kind.width // 32, 32))],
+        constants={
+            "QUERIES": config.queries,
+            "D": kind.width,
+            "USED": used_of(head_dim),
+            "CAUSAL": kind.causal,
+            "TAIL": kind.k_shape[2] % config.keys != 0,
+            "ADD_DQ": add_dq,
+            "PACKED_P": config.packed_p,
+            "num_warps": 8,
+        },
+    )
+
+
+def _prepare_keys(
+    kernel: Any, kind: _Kind, key_rows: int, dq_sum: list[Boxes], constants: dict[str, Any]
+) -> Start:
+    """Prepare a kernel whose CTAs own keys, with boxes of `key_rows` keys."""
+    config = CONFIGS[kind.width]
+    num_query_tiles = count_tiles(kind.q_shape[2], config.queries)
+    num_key_tiles = count_tiles(kind.k_shape[2], config.keys)
+    rows = flat_boxes((kind.plane,), (config.queries,))  # of lse and delta
+    return prepare_launch(
+        kernel,
+        (kind.k_shape[0] * kind.k_shape[1] * num_key_tiles, 1),
+        [
+            kind.query_boxes(kind.q_strides, config.queries),
+            kind.key_boxes(kind.k_strides, key_rows),
+            kind.key_boxes(kind.v_strides, key_rows),
+            kind.query_boxes(kind.dout_strides, config.queries),
+            *(
+                rows,
+                rows,
+                kind.key_boxes(kind.dk_strides, key_rows),
+                kind.key_boxes(kind.dv_strides, key_rows),
+            ),
+            *dq_sum,
+        ],
+        (*kind.sizes, num_query_tiles, num_key_tiles, *kind.scales),
+        {**constants, "maxnreg": REGISTERS, "launch_pdl": True},
+    )
+
+
+# The two small kernels around the fast backward. Strides come in units of 8 elements, so that 16-byte accesses are
+# known to be aligned. Heads go along the grid's first axis, the only one that takes more than 65,535. D is the
+# width that heads take in the kernels and in the sum of dQ, HEAD_DIM what of it is theirs (`support.width_of`).
+
+
+@triton.jit
+def _inside(valid, columns, HEAD_DIM: tl.constexpr):
+    """Return which elements (ROWS, D) are in a valid row and in the first HEAD_DIM columns."""
+    kept = valid[:, None]
+    if columns.shape[0] > HEAD_DIM:
+        kept = kept & (columns < HEAD_DIM)[None, :]
+    return kept
+
+
+@triton.jit(do_not_specialize=["num_queries", "padded", "heads", "scale", "out_batch", "out_head", "out_row",
+                               "dout_batch", "dout_head", "dout_row"])  # fmt: skip
+def prepare_kernel(out, dout, lse_in, lse_out, delta_out, dq_sum, num_queries, padded, heads, scale,
+                   out_batch: tl.int64, out_head: tl.int64, out_row: tl.int64,
+                   dout_batch: tl.int64, dout_head: tl.int64, dout_row: tl.int64,
+                   D: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    """Write delta = scale rowsum(dO * O); lse in log2 units, +inf past the last query (there P = 0); and zeros for
+    the sum of dQ."""
+    gdc_wait()  # for what the kernel before this one wrote
+    gdc_launch_dependents()  # the next kernel may start, and waits in its turn
+    flat_head = tl.program_id(0).to(tl.int64)
+    batch = flat_head // heads
+    head = flat_head % heads
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, D)
+    valid = rows < num_queries
+    inside = _inside(valid, columns, HEAD_DIM)
+    wide = rows[:, None].to(tl.int64)
+    o = tl.load(
+        out + 8 * (batch * out_batch + head * out_head + wide * out_row) + columns,
+        mask=inside,
+        other=0.0,
+    )
+    do = tl.load(
+        dout + 8 * (batch * dout_batch + head * dout_head + wide * dout_row) + columns,
+        mask=inside,
+        other=0.0,
+    )
+    tl.store(delta_out + flat_head * padded + rows, scale * tl.sum(o.to(tl.float32) * do.to(tl.float32), 1))
+    lse = tl.load(lse_in + flat_head * num_queries + rows, mask=valid, other=float("inf"))
+    tl.store(lse_out + flat_head * padded + rows, lse * LOG2_E)
+    tl.store(dq_sum + (flat_head * padded + wide) * D + columns, tl.zeros([ROWS, D], tl.float32))
+
+
+@triton.jit(do_not_specialize=["num_queries", "padded", "heads", "dq_batch", "dq_head", "dq_row"])
+def finish_kernel(dq_sum, dq, num_queries, padded, heads, dq_batch: tl.int64, dq_head: tl.int64,
+                  dq_row: tl.int64, D: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    """Round dQ from its float32 sum, which lies in patches of 16 x 8 as `fragments.in_thread_order` stores them."""
+    gdc_wait()  # for what the kernel before this one wrote
+    gdc_launch_dependents()  # the next kernel may start, and waits in its turn
+    flat_head = tl.program_id(0).to(tl.int64)
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, D)
+    wide = rows[:, None].to(tl.int64)
+    flat = (flat_head * padded + tl.program_id(1) * ROWS) * D + tl.arange(0, ROWS * D)
+    patches = tl.reshape(tl.load(dq_sum + flat), [ROWS // 16, D // 8, 8, 4, 2, 2])
+    total = tl.reshape(tl.permute(patches, (0, 4, 2, 1, 3, 5)), [ROWS, D])
+    target = (
+        dq + 8 * ((flat_head // heads) * dq_batch + (flat_head % heads) * dq_head + wide * dq_row) + columns
+    )
+    inside = _inside(rows < num_queries, columns, HEAD_DIM)
+    tl.store(target, total.to(dq.dtype.element_ty), mask=inside)

@@ -1,0 +1,227 @@
+"""Launch kernels cheaply: prepare a launch once for a kind of call, then only fill in pointers.
+
+Triton inspects every argument of every call to find the compiled variant that fits, and wraps descriptors and
+launches in several layers of Python: 15 to 25 us a kernel, and a backward pass is two or three kernels. None of
+this changes while shapes, strides, data types, alignment and device stay the same. So a launch is prepared once
+for them; a warm call only encodes the TMA descriptors for its pointers and calls Triton's C launcher. Hooks of
+Triton's profiler do not see these calls.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from lmkit.kernels.versions import (
+    INSTALLED_MINOR,
+    INTERPRETED,
+    SUPPORTED_MINORS,
+    encoded_type,
+    raw_launch,
+    tensor_map_encoder,
+)
+
+PREPARES = not INTERPRETED and INSTALLED_MINOR in SUPPORTED_MINORS
+"""Whether launches can be prepared here. If not, Triton launches the portable kernels itself."""
+
+Start = Callable[..., None]
+"""Launches a kernel on the pointers that it is called with."""
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """Describe a tensor that a kernel copies box by box with TMA, without the tensor.
+
+    strides: in elements, multiples of 16 bytes, the last one 1. layout: of a box in shared memory (Gluon's).
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    box: tuple[int, ...]
+    layout: Any
+
+    def example(self) -> Any:
+        """Return a descriptor of an empty tensor, which is all that Triton needs to compile for it."""
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        base = torch.empty((0,) * len(self.shape), dtype=self.dtype)
+        return TensorDescriptor(base, list(self.shape), list(self.strides), list(self.box), self.layout)
+
+
+def prepare_launch(
+    kernel: Any,
+    grid: tuple[int, int],
+    tensors: Sequence[Any],
+    numbers: tuple,
+    constants: dict[str, Any],
+) -> Start:
+    """Prepare a launch of a kernel: return a function of the tensors' pointers, in order.
+
+    Where no launch can be prepared (see PREPARES), the function launches on `tensors` themselves.
+
+    Args:
+        tensors: the kernel's first parameters: tensors, Triton's tensor descriptors, or descriptions without a
+            tensor: Boxes, or a dtype for a plain pointer that is a multiple of 16. Of tensors it is kept only
+            whether their pointers are multiples of 16.
+        numbers: its other run-time parameters, in order.
+        constants: its compile-time parameters and Triton's options (num_warps...), by name.
+    """
+    # Triton's default so far; 3.9 warns where it is left out, because 3.10 will change it.
+    constants = {"enable_fp_fusion": True, **constants}
+    if not PREPARES:
+        return lambda *pointers: kernel[grid](*tensors, *numbers, **constants)
+    return PreparedLaunch(kernel, grid, [_example(x) for x in tensors], numbers, constants)
+
+
+def _example(tensor: Any) -> Any:
+    """Return an argument that makes Triton compile for this description."""
+    if isinstance(tensor, Boxes):
+        return tensor.example()
+    return torch.empty(0, dtype=tensor) if isinstance(tensor, torch.dtype) else tensor
+
+
+class PreparedLaunch:
+    """A compiled variant of a kernel, its grid and all its arguments except the pointers."""
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, int],
+        tensors: Sequence[Any],
+        numbers: tuple,
+        constants: dict[str, Any],
+    ) -> None:
+        """Compile the kernel, unless it is compiled already. See `prepare_launch`."""
+        names = kernel.arg_names[len(tensors) + len(numbers) :]
+        values = [constants[name] for name in names]
+        options = {name: value for name, value in constants.items() if name not in names}
+        compiled = kernel.warmup(*tensors, *numbers, *values, grid=(*grid, 1), **options)
+        metas = iter(compiled.metadata.tensordesc_meta or ())
+        self._arguments: list[Any] = []  # in order; None where a call fills in a pointer or a descriptor
+        # For each tensor: its index in _arguments, and what its descriptor is encoded from besides the pointer
+        self._places: list[tuple[int, tuple | None]] = []
+        for tensor in tensors:
+            place = len(self._arguments)
+            self._arguments.append(None)
+            if isinstance(tensor, torch.Tensor):
+                self._places.append((place, None))
+                continue
+            shape, strides = list(tensor.shape), list(tensor.strides)
+            meta = next(metas)
+            element = (
+                meta["swizzle"],
+                meta["elem_size"],
+                encoded_type(meta["elem_type"]),
+                meta["block_size"],
+            )
+            self._places.append((place, (*element, shape, strides, 0)))  # 0: zeros outside of the tensor
+            self._arguments += [*shape, *strides]
+        self._arguments += [*numbers, *values]
+        self._launch = raw_launch(compiled, (*grid, 1))
+        self._encode = tensor_map_encoder()
+        self._device = torch.cuda.current_device()
+        self._current_stream = triton.runtime.driver.active.get_current_stream
+
+    def __call__(self, *pointers: int) -> None:
+        """Launch on the device's current stream; the device must be the one it was prepared on."""
+        encode, arguments = self._encode, self._arguments.copy()
+        for pointer, (place, fixed) in zip(pointers, self._places, strict=True):
+            arguments[place] = pointer if fixed is None else encode(pointer, *fixed)
+        self._launch(self._current_stream(self._device), arguments)
+
+
+class LaunchCache:
+    """Calls of a function that launches kernels, prepared once for each kind of call.
+
+    A kind is everything that the launches may depend on: the inputs' shapes, strides, dtypes and device, which
+    addresses are multiples of 16, and the options. Calls of one kind differ in their pointers only.
+    """
+
+    MOST_KINDS = 1024  # a length that grows with every call must not fill the memory
+
+    def __init__(self, prepare: Callable[..., Start]) -> None:
+        """`prepare(*inputs, *outputs, *options)` returns what launches on the pointers of inputs and outputs."""
+        self.prepare = prepare
+        self.prepared: dict[tuple, Start] = {}
+
+    def __call__(self, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], options: tuple) -> None:
+        """Launch on the inputs' device, on its current stream.
+
+        Args:
+            inputs: tensors of any layout.
+            outputs: tensors whose layout follows from the inputs'.
+            options: hashable.
+        """
+        device = inputs[0].device
+        pointers = [x.data_ptr() for x in inputs]
+        pointers += [x.data_ptr() for x in outputs]
+        together = 0
+        for pointer in pointers:
+            together |= pointer
+        aligned = together % 16 == 0 or tuple(pointer % 16 == 0 for pointer in pointers)
+        kind = (device, aligned, *options, *[(x.shape, x.stride(), x.dtype) for x in inputs])
+        start = self.prepared.get(kind)
+        with selected(device):
+            if start is None:
+                start = self.prepare(*inputs, *outputs, *options)
+                # A tile size that is chosen during a capture is not measured: a later call may choose better.
+                if PREPARES and not torch.cuda.is_current_stream_capturing():
+                    if len(self.prepared) >= self.MOST_KINDS:
+                        self.prepared.clear()
+                    self.prepared[kind] = start
+            start(*pointers)
+
+
+_SELECTED_ALREADY = nullcontext()
+
+
+def selected(device: torch.device) -> AbstractContextManager:
+    """Make `device` the one that kernels are launched on; costs nothing where it already is."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _SELECTED_ALREADY
+    return torch.cuda.device(device)
+
+
+@cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability, (9, 0) for Hopper. Cached: the driver takes microseconds to answer."""
+    return torch.cuda.get_device_capability(device)
+
+
+@cache
+def count_sms(device: torch.device) -> int:
+    """Return how many streaming multiprocessors (SMs) the device has."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def count_tiles(length: int, size: int) -> int:
+    """Return how many tiles of `size` cover `length` (`triton.cdiv` costs microseconds of host time)."""
+    return -(-length // size)
+
+
+def strides_in_order_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Return dense strides for a (batch, heads, seq, head_dim) tensor in the memory order of the given strides.
+
+    The memory order is (batch, seq, heads, head_dim) if the given strides have it (a slice of a fused projection
+    does), else (batch, heads, seq, head_dim).
+    """
+    _, heads, length, head_dim = shape
+    if strides[1] < strides[2]:
+        return (length * heads * head_dim, head_dim, heads * head_dim, 1)
+    return (heads * length * head_dim, length * head_dim, head_dim, 1)
+
+
+def empty_in_order_of(x: Tensor) -> Tensor:
+    """Return an uninitialised dense tensor shaped as x (batch, heads, seq, head_dim), in x's memory order.
+
+    Then the model's next view of the output needs no copy.
+    """
+    if x.is_contiguous():
+        return torch.empty_like(x)
+    return x.new_empty_strided(x.shape, strides_in_order_of(x.shape, x.stride()))
