@@ -1,4 +1,4 @@
-"""What our autograd functions have in common: a backward pass that is itself no graph."""
+"""Refuse second derivatives of autograd functions whose backward pass builds no graph."""
 
 from __future__ import annotations
 
@@ -15,31 +15,33 @@ Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
 def differentiable_once(name: str, *, instead: str) -> Callable[[Backward], Backward]:
-    """For the backward pass of an autograd function: a derivative of its gradients is refused.
+    """Decorate the backward pass of an autograd function: a derivative of its gradients raises UsageError.
 
-    Else autograd would take them for constants and leave terms out without a word. PyTorch's own
-    `once_differentiable` speaks up only where the incoming gradient requires grad; that of a loss is a constant 1.
+    Without it, autograd would take the gradients for constants and silently leave out terms. PyTorch's
+    `once_differentiable` raises only if the incoming gradient requires grad; that of a loss is the constant 1.
 
-    It is called as backward(ctx, saved, grad, *others), with what was saved, since activation checkpointing lets
-    nobody unpack that twice. An output of the function, of any size, has to be among it. `grad` is the gradient of
-    the first output, never None; the others may be, where the function turned `set_materialize_grads` off.
+    The decorated function is called as backward(ctx, saved, grad, *others). It gets the saved tensors as an argument
+    because activation checkpointing lets them be unpacked only once; an output of the function, of any size, must be
+    among them. `grad` is the gradient of the first output, never None; the others may be None, if the function
+    turned `set_materialize_grads` off.
 
     Args:
-        name: what was differentiated.
-        instead: what has second derivatives.
+        name: of the function that was differentiated, for the message.
+        instead: the hint: what has second derivatives.
     """
 
     def decorate(backward: Backward) -> Backward:
         @wraps(backward)
         def once(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-            if grads[0] is None:  # what comes behind has no gradient
+            if grads[0] is None:  # what follows the function has no gradient
                 return (None,) * len(ctx.needs_input_grad)
             saved = ctx.saved_tensors
-            if not torch.is_grad_enabled():  # it is where create_graph=True asked for a graph
+            if not torch.is_grad_enabled():  # enabled in backward only by create_graph=True
                 return backward(ctx, saved, *grads)
             with torch.no_grad():
                 gradients = backward(ctx, saved, *grads)
-            # Our own output leads on to all inputs: autograd skips an error that is on no way to what it looks for.
+            # Attach the error to our output, which depends on every input; autograd would prune a node off the path
+            # to the tensors that it is asked for.
             output = next(x for x in saved if x is not None and x.grad_fn is ctx)
             return _Refusal.apply(f"{name} is differentiable once", instead, output, *gradients)
 
@@ -49,16 +51,16 @@ def differentiable_once(name: str, *, instead: str) -> Callable[[Backward], Back
 
 
 class _Refusal(torch.autograd.Function):
-    """Hands gradients on; its own backward pass is the error."""
+    """Return the gradients unchanged; raise in the backward pass."""
 
     @staticmethod
     def forward(
         ctx: Any, message: str, hint: str, output: Tensor, *gradients: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         ctx.message, ctx.hint = message, hint
-        # Not the inputs themselves: autograd lets nobody write to several views that one function returned.
+        # Detached, because autograd forbids writing to one of several views that a function returned.
         return tuple(None if gradient is None else gradient.detach() for gradient in gradients)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
-        raise UsageError(ctx.message, hint=ctx.hint)
+        raise UsageError("autograd.second_derivative", ctx.message, hint=ctx.hint)

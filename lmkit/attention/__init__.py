@@ -1,30 +1,44 @@
-"""Scaled dot-product attention behind one signature, chosen by name.
+"""Scaled dot-product attention: several kernels behind one signature, chosen by name.
 
-Every function here is stateless and has the signature
+`attention` is the function for notebooks and experiments. Every kernel (`reference`, `vectorized`, `flash_torch`,
+`flash_triton`, `sdpa`) is a stateless function
 
-    attention(q, k, v, *, causal, scale=None) -> out
+    kernel(q, k, v, *, causal, scale=None) -> out
 
-with q `(batch, heads, num_queries, head_dim)`, k and v `(batch, kv_heads, num_keys, head_dim)`, out shaped as q:
+with q (batch, heads, num_queries, head_dim), k and v (batch, kv_heads, num_keys, head_dim), out shaped as q:
 
-- `causal` lets query i see the keys j <= i, also when num_queries != num_keys;
-- `heads` is a multiple of `kv_heads` (grouped-query attention: query head h reads key head h // group);
+- `causal` lets query i see the keys j <= i, also if num_queries != num_keys;
+- `heads` is a multiple of `kv_heads` (grouped-query attention): query head h reads key head h // group;
 - `scale` multiplies the scores; None means head_dim ** -0.5;
-- a row that sees no key (num_keys = 0) gives zeros;
-- under `torch.autocast`, inputs are cast to the autocast dtype, except float64, as PyTorch's own attention does.
+- a row that sees no key gives zeros;
+- kernels with the fact `masks` take `mask`, booleans that broadcast to (batch, heads, num_queries, num_keys): True
+  where a query may see a key;
+- under `torch.autocast`, inputs other than float64 are cast to the autocast dtype, as in PyTorch's attention.
 """
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+from lmkit.lazy import exports
 
-from lmkit.registry import ATTENTION
+if TYPE_CHECKING:  # a type checker would take the files of the same names
+    from lmkit.attention.flash_torch import flash_torch as flash_torch
+    from lmkit.attention.flash_triton import flash_triton as flash_triton
+    from lmkit.attention.reference import reference as reference
+    from lmkit.attention.sdpa import sdpa as sdpa
+    from lmkit.attention.vectorized import vectorized as vectorized
 
-
-def attention_function(name: str) -> Callable[..., Tensor]:
-    """Return the attention function of that name, or of an alias of it.
-
-    Raises:
-        UsageError: no such name, or the kernel needs a package that is not installed.
-    """
-    function: Callable[..., Tensor] = ATTENTION.load(name)
-    return function
+__getattr__, __dir__, __all__ = exports(
+    __name__,
+    {
+        "attention": "dispatch",
+        "attention_function": "dispatch",
+        "check_kernel": "dispatch",
+        "reference": "reference",
+        "vectorized": "vectorized",
+        "flash_torch": "flash_torch",
+        "flash_triton": "flash_triton",
+        "sdpa": "sdpa",
+        "FlashAttention": "flash_torch",
+        "FlashAttentionTriton": "flash_triton",
+    },
+)

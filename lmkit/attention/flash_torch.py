@@ -1,10 +1,10 @@
 """FlashAttention-2 in plain PyTorch: the algorithm of the fast kernels, written to be read.
 
-Tri Dao, "FlashAttention-2" (2023), algorithms 1 and 2. The scores are never materialised: a tile of queries
-walks over the tiles of keys with an online softmax, and the backward pass computes each tile of probabilities
-again from the saved log-sum-exp. All heads and batches go through each tile product together.
+Tri Dao, "FlashAttention-2" (2023), algorithms 1 and 2. The scores are never held all at once: a tile of queries
+visits the tiles of keys with an online softmax, and the backward pass computes each tile of probabilities again from
+the saved log-sum-exp. Each tile product runs over all batches and heads together.
 
-Shapes inside, with `g` query heads to a key head:
+Inside `forward` and `backward`, the heads are grouped by their key head, `g` query heads each:
     q, out, dout  (batch, kv_heads, g, num_queries, head_dim)
     k, v          (batch, kv_heads, 1, num_keys, head_dim)
     lse, delta    (batch, kv_heads, g, num_queries), natural logarithm
@@ -27,7 +27,7 @@ KEY_TILE = 128
 
 @ATTENTION.register("flash_torch", order=3)
 def flash_torch(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None) -> Tensor:
-    """Exact attention in memory linear in the sequence lengths, forward and backward.
+    """Compute exact attention in memory linear in the sequence lengths, forward and backward.
 
     Accumulates in float32 (float64 for float64 inputs). See `lmkit.attention` for shapes and conventions.
     """
@@ -36,10 +36,22 @@ def flash_torch(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float |
 
 
 class FlashAttention(torch.autograd.Function):
-    """Saves q, k, v, the output and one log-sum-exp per row; the backward pass needs nothing else."""
+    """`FlashAttention.apply(q, k, v, causal=False, scale=None)`: attention with a backward pass of its own.
+
+    Saves q, k, v, the output and the log-sum-exp of every row, (batch, heads, num_queries).
+
+    >>> q, k, v = torch.randn(3, 2, 4, 10, 16, requires_grad=True).unbind()  # each (batch, heads, seq, head_dim)
+    >>> out = FlashAttention.apply(q, k, v, True)
+    >>> out.grad_fn.saved_tensors[-1].shape
+    torch.Size([2, 4, 10])
+    """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None
+    ) -> Tensor:
+        if scale is None:
+            scale = q.shape[-1] ** -0.5
         with torch.autocast(q.device.type, enabled=False):
             out, lse = forward(q, k, v, causal, scale)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -57,15 +69,15 @@ class FlashAttention(torch.autograd.Function):
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Returns (out, lse): algorithm 1.
+    """Return (out, lse): algorithm 1.
 
     q and out are (batch, heads, num_queries, head_dim), k and v (batch, kv_heads, num_keys, head_dim),
-    lse (batch, kv_heads, g, num_queries).
+    lse (batch, heads, num_queries).
     """
     shape = q.shape
     q = grouped(q, k)
     if not q.numel():
-        return q.new_zeros(shape), q.new_zeros(q.shape[:-1], dtype=accumulation_dtype(q))
+        return q.new_zeros(shape), q.new_zeros(shape[:-1], dtype=accumulation_dtype(q))
     k, v = k.unsqueeze(2), v.unsqueeze(2)
     out = torch.zeros_like(q)
     lse = q.new_full(q.shape[:-1], -math.inf, dtype=accumulation_dtype(q))
@@ -78,8 +90,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tupl
         for columns in visible_key_tiles(rows, k.shape[-2], causal):
             scores = tile_scores(q_tile, k, rows, columns, causal, scale)  # (..., tile, key tile)
             new_largest = torch.maximum(largest, scores.amax(dim=-1, keepdim=True))
-            p = torch.exp(scores - new_largest)
-            # What was summed so far was relative to the old maximum.
+            p = torch.exp(scores - new_largest)  # (..., tile, key tile)
+            # The sums so far are relative to the old maximum.
             shrink = torch.exp(largest - new_largest)
             total = total * shrink + p.sum(dim=-1, keepdim=True)
             weighted = weighted * shrink + p @ v[..., columns, :].to(p.dtype)
@@ -87,13 +99,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tupl
         if k.shape[-2]:
             out[..., rows, :] = (weighted / total).to(out.dtype)
             lse[..., rows] = (largest + total.log()).squeeze(-1)
-    return out.reshape(shape), lse
+    return out.reshape(shape), lse.reshape(shape[:-1])
 
 
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (dq, dk, dv): algorithm 2.
+    """Return (dq, dk, dv): algorithm 2.
 
     Shapes are those of `forward`: dout as out; dq, dk and dv as q, k and v.
 
@@ -103,7 +115,7 @@ def backward(
     q_shape, k_shape = q.shape, k.shape
     if not q.numel():
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    q, dout, out = (grouped(x, k) for x in (q, dout, out))
+    q, dout, out, lse = (grouped(x, k) for x in (q, dout, out, lse))
     k, v = k.unsqueeze(2), v.unsqueeze(2)
     dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
     dk = torch.zeros(k.shape, dtype=lse.dtype, device=q.device)
@@ -116,8 +128,8 @@ def backward(
             k_tile, v_tile = k[..., columns, :].to(lse.dtype), v[..., columns, :].to(lse.dtype)
             scores = tile_scores(q_tile, k, rows, columns, causal, scale)  # (..., tile, key tile)
             p = torch.exp(scores - lse[..., rows, None])
-            dp = dout_tile @ v_tile.transpose(-2, -1)
-            ds = p * (dp - delta[..., rows, None])
+            dp = dout_tile @ v_tile.transpose(-2, -1)  # (..., tile, key tile)
+            ds = p * (dp - delta[..., rows, None])  # (..., tile, key tile)
             dq[..., rows, :] += ds @ k_tile * scale
             # The heads of a group share their keys: their gradients add up.
             dk[..., columns, :] += (ds.transpose(-2, -1) @ q_tile).sum(dim=2, keepdim=True) * scale
@@ -127,13 +139,13 @@ def backward(
 
 
 def grouped(x: Tensor, k: Tensor) -> Tensor:
-    """(batch, heads, ...) as (batch, kv_heads, g, ...)."""
+    """View (batch, heads, ...) as (batch, kv_heads, g, ...)."""
     kv_heads = k.shape[1]
     return x.unflatten(1, (kv_heads, x.shape[1] // max(kv_heads, 1)))
 
 
 def tile_scores(q_tile: Tensor, k: Tensor, rows: slice, columns: slice, causal: bool, scale: float) -> Tensor:
-    """The masked, scaled scores of one tile."""
+    """Return the masked, scaled scores of one tile, (..., tile, key tile)."""
     scores = q_tile @ k[..., columns, :].to(q_tile.dtype).transpose(-2, -1) * scale
     if causal and columns.stop - 1 > rows.start:  # the tile touches the diagonal
         i = torch.arange(rows.start, rows.stop, device=k.device)[:, None]
@@ -143,15 +155,15 @@ def tile_scores(q_tile: Tensor, k: Tensor, rows: slice, columns: slice, causal: 
 
 
 def tiles(length: int, size: int) -> Iterator[slice]:
-    """Consecutive slices of at most `size` that cover `length`."""
+    """Yield consecutive slices of at most `size` that cover `length`."""
     return (slice(start, min(start + size, length)) for start in range(0, length, size))
 
 
 def visible_key_tiles(rows: slice, num_keys: int, causal: bool) -> Iterator[slice]:
-    """The tiles of keys that any query of `rows` sees; under a causal mask the others are skipped."""
+    """Yield the tiles of keys that any query of `rows` sees; a causal mask skips the others."""
     return tiles(min(num_keys, rows.stop) if causal else num_keys, KEY_TILE)
 
 
 def accumulation_dtype(x: Tensor) -> torch.dtype:
-    """float32, or float64 for float64 (so that `torch.autograd.gradcheck` can look at it)."""
+    """Return float32, or float64 for float64 (which `torch.autograd.gradcheck` needs)."""
     return torch.promote_types(x.dtype, torch.float32)

@@ -1,11 +1,11 @@
 """FlashAttention in Triton: dispatch, autograd and torch.compile around the kernels of `lmkit.kernels`.
 
-Two implementations stand behind the name. "hopper" is written for one chip (sm_90) and serves the shapes that
-`lmkit.kernels.hopper` supports; "portable" runs everywhere from sm_80 on, with every shape, and in Triton's
-interpreter on a CPU. `implementation_for` says which one a call would take.
+The kernel has two implementations. "hopper" is written for sm_90 and supports the shapes that `lmkit.kernels.hopper`
+lists; "portable" runs from sm_80 on, with every shape, and in Triton's interpreter on a CPU. `implementation_for`
+says which of them a call runs.
 
-Eager calls go through an `autograd.Function`. Under torch.compile the same two steps are custom operators,
-opaque to the compiler: no graph break.
+Eager calls use an `autograd.Function`. Under torch.compile, forward and backward are custom operators, opaque to the
+compiler, so that they do not break the graph.
 """
 
 from functools import cache
@@ -28,6 +28,7 @@ except ModuleNotFoundError as error:
     if (error.name or "").split(".")[0] != "triton":
         raise
     raise UsageError(
+        "attention.not_installed",
         "flash_triton needs Triton, which is not installed",
         hint="pip install triton (Linux), or choose flash_torch, vectorized or sdpa",
     ) from error
@@ -63,21 +64,21 @@ def flash_triton(
     deterministic: bool | None = None,
     fp32_precision: Literal["bf16x6", "ieee", "tf32"] = "bf16x6",
 ) -> Tensor:
-    """Exact attention in one pass over the keys, memory linear in the sequence lengths, forward and backward.
+    """Compute exact attention in one pass over the keys, in memory linear in the sequence lengths.
 
-    Inputs are read where they lie (views of a fused projection too); only an innermost stride other than 1 costs
-    a copy. See `lmkit.attention` for shapes and conventions.
+    Strided inputs (views of a fused projection) are read in place; only an innermost stride other than 1 needs a
+    copy. See `lmkit.attention` for shapes and conventions.
 
     Args:
-        implementation: "auto" takes "hopper" where it applies, else "portable". A forced name never falls back.
+        implementation: "auto" takes "hopper" where it is supported, else "portable". A named one never falls back.
         deterministic: whether the backward pass gives the same bits on every run (the portable one always does);
             None follows `torch.use_deterministic_algorithms`.
-        fp32_precision: how float32 inputs are multiplied. "bf16x6": every value as the sum of three bfloat16, the six
-            largest of their nine products on tensor cores; as exact as "ieee", which multiplies float32 by
-            float32, and several times faster. "tf32": 10 bits of mantissa, faster again.
+        fp32_precision: how float32 inputs are multiplied. "ieee" multiplies float32 by float32. "bf16x6" splits every
+            value into three bfloat16 and computes the six largest of their nine products on tensor cores: as exact,
+            and faster. "tf32" keeps 10 bits of mantissa and is faster again.
 
     Raises:
-        UsageError: this head_dim, dtype or device is not supported, or a forced implementation cannot run.
+        UsageError: this head_dim, dtype or device is not supported, or the named implementation cannot run.
     """
     q, k, v, scale = prepare_inputs(q, k, v, scale)
     refuse_unsupported(q)
@@ -87,18 +88,18 @@ def flash_triton(
         q, scale = q * scale, 1.0  # the kernels mask and take the maximum before they scale
     q, k, v = rows_in_place(q), rows_in_place(k), rows_in_place(v)
     if q.dtype != torch.float32:
-        fp32_precision = "ieee"  # one way to multiply, hence one compiled kernel
+        fp32_precision = "ieee"  # the only way to multiply other dtypes; one value, hence one compiled kernel
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     if torch.compiler.is_compiling():
         return forward_operator(q, k, v, causal, scale, implementation, deterministic, fp32_precision)[0]
     name = resolve(implementation, q, k, v)
-    return FlashAttention.apply(q, k, v, (causal, scale, name, deterministic, fp32_precision))[0]
+    return FlashAttentionTriton.apply(q, k, v, (causal, scale, name, deterministic, fp32_precision))[0]
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """Compute capability. Asked for once in eager calls: torch asks the driver each time, for microseconds."""
-    if torch.compiler.is_compiling():  # the compiler traces torch's function, and warns of caches
+    """Return the compute capability, cached in eager calls: torch asks the driver each time."""
+    if torch.compiler.is_compiling():  # the compiler can trace torch's function, and warns of caches
         return torch.cuda.get_device_capability(device)
     return _known_capability(device)
 
@@ -107,12 +108,12 @@ _known_capability = cache(torch.cuda.get_device_capability)
 
 
 def implementation_for(q: Tensor, k: Tensor, v: Tensor) -> str:
-    """The implementation that `flash_triton` would run on these inputs: "hopper" or "portable"."""
+    """Return the implementation that `flash_triton` runs on these inputs: "hopper" or "portable"."""
     return "portable" if hopper_refusal(q, k, v) else "hopper"
 
 
 def hopper_refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Why the Hopper kernels cannot take this call; None if they can."""
+    """Return why the Hopper kernels do not support this call, or None if they do."""
     if not q.is_cuda:
         return "the tensors are not on a CUDA device"
     capability = capability_of(q.device)
@@ -123,14 +124,14 @@ def hopper_refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 @cache
 def hopper_kernels() -> Any:
-    """`lmkit.kernels.hopper`. Gluon costs its import only on the chip that it is written for."""
+    """Import `lmkit.kernels.hopper`, which imports Gluon, on the first call that needs it."""
     from lmkit.kernels import hopper
 
     return hopper
 
 
 def resolve(implementation: str, q: Tensor, k: Tensor, v: Tensor) -> str:
-    """Turns "auto" into a name; refuses a forced one that cannot run."""
+    """Turn "auto" into a name; raise UsageError for a named implementation that cannot run."""
     if implementation == "portable":
         return implementation
     reason = hopper_refusal(q, k, v)
@@ -138,46 +139,48 @@ def resolve(implementation: str, q: Tensor, k: Tensor, v: Tensor) -> str:
         return "portable" if reason else "hopper"
     if implementation != "hopper":
         raise UsageError(
-            f"flash_triton has no implementation {implementation!r}", hint="there are: auto, portable, hopper"
+            "attention.unknown_implementation",
+            f"flash_triton has no implementation {implementation!r}",
+            hint="there are: auto, portable, hopper",
         )
     if reason:
         raise UsageError(
+            "attention.unsupported",
             f"flash_triton: the hopper implementation cannot run: {reason}",
-            hint="'auto' falls back",
+            hint="use 'auto', which falls back to 'portable'",
         )
     return implementation
 
 
 def refuse_unsupported(q: Tensor) -> None:
-    """Raises UsageError unless the portable kernels can take q's dtype, head_dim and device."""
+    """Raise UsageError unless the portable kernels support q's dtype, head_dim and device."""
     supported = (
         f"supported: head_dim 1 to {LARGEST_HEAD_DIM}; float32, float16, bfloat16; NVIDIA GPUs from sm_80 on"
     )
+    wrong = ""
     if q.dtype not in DTYPES:
-        raise UsageError(f"flash_triton: {q.dtype} is not supported", hint=supported)
-    if not 1 <= q.shape[3] <= LARGEST_HEAD_DIM:
-        raise UsageError(f"flash_triton: head_dim {q.shape[3]} is not supported", hint=supported)
-    if INTERPRETED:
+        wrong = f"{q.dtype} is not supported"
+    elif not 1 <= q.shape[3] <= LARGEST_HEAD_DIM:
+        wrong = f"head_dim {q.shape[3]} is not supported"
+    elif INTERPRETED:
         if q.dtype == torch.bfloat16:
-            raise UsageError(
-                "flash_triton: Triton's interpreter computes bfloat16 products wrongly",
-                hint="use float32 or float16",
-            )
+            wrong = "Triton's interpreter computes bfloat16 products wrongly"
+            supported = "use float32 or float16"
     elif not q.is_cuda:
-        raise UsageError(
-            f"flash_triton: device {q.device.type} is not supported",
-            hint=supported + "; TRITON_INTERPRET=1 runs it slowly on a CPU; or choose flash_torch or sdpa",
-        )
+        wrong = f"device {q.device.type} is not supported"
+        supported += "; TRITON_INTERPRET=1 runs it slowly on a CPU; or choose flash_torch or sdpa"
     elif capability_of(q.device) < (8, 0):
-        raise UsageError(f"flash_triton: {torch.cuda.get_device_name(q.device)} is too old", hint=supported)
+        wrong = f"{torch.cuda.get_device_name(q.device)} is too old"
+    if wrong:
+        raise UsageError("attention.unsupported", f"flash_triton: {wrong}", hint=supported)
 
 
 def rows_in_place(x: Tensor) -> Tensor:
-    """x itself if its rows are contiguous, else a copy."""
+    """Return x itself if its rows are contiguous, else a copy."""
     return x if x.stride()[3] == 1 else x.contiguous()
 
 
-# The two steps, and the two ways to reach them. Arguments after the tensors:
+# Forward and backward, for eager calls and for operators. `options` are, in this order:
 # causal, scale, implementation, deterministic, fp32_precision.
 
 
@@ -191,7 +194,7 @@ def forward(
     deterministic: bool,
     fp32_precision: str,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) by a resolved implementation."""
+    """Return (out, lse) from a resolved implementation; lse is (batch, heads, num_queries)."""
     if implementation == "hopper":
         return hopper_kernels().forward(q, k, v, causal=causal, scale=scale)
     return flash_forward(q, k, v, causal=causal, scale=scale, precision=fp32_precision)
@@ -210,7 +213,7 @@ def backward(
     deterministic: bool,
     fp32_precision: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) by a resolved implementation."""
+    """Return (dq, dk, dv) from a resolved implementation."""
     if implementation == "hopper":
         return hopper_kernels().backward(
             dout, q, k, v, out, lse, causal=causal, scale=scale, deterministic=deterministic
@@ -219,23 +222,31 @@ def backward(
 
 
 def save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    """What the backward pass needs: q, k, v, out, the log-sum-exp and the options."""
+    """Keep q, k, v, out, the log-sum-exp and the options."""
     q, k, v, *options = inputs
     out, lse = output
     ctx.mark_non_differentiable(lse)
-    ctx.set_materialize_grads(False)  # or autograd would fill a gradient of lse with zeros
+    ctx.set_materialize_grads(False)  # or autograd would allocate zeros as the gradient of lse
     ctx.save_for_backward(q, k, v, out, lse)
     ctx.options = options
 
 
-class FlashAttention(torch.autograd.Function):
-    """The eager road: launches the kernels directly."""
+class FlashAttentionTriton(torch.autograd.Function):
+    """`FlashAttentionTriton.apply(q, k, v, causal)` returns (out, log-sum-exp): the kernels with their gradient.
 
-    # One method with ctx, not `forward` beside `setup_context`: that would bind the signature anew in every call,
-    # which costs more host time than the launch.
+    Saves q, k, v, the output and the log-sum-exp of every row, (batch, heads, num_queries). `flash_triton`, which
+    also checks its inputs, passes the tuple of resolved options in place of `causal`.
+    """
+
+    # One method with ctx instead of `forward` and `setup_context`, which would bind the signature in every call:
+    # that takes the host longer than the launch.
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: tuple) -> tuple[Tensor, Tensor]:
-        inputs = (q, k, v, *options)  # `apply` looks at each of its arguments: all options count as one
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: tuple | bool = False
+    ) -> tuple[Tensor, Tensor]:
+        if isinstance(options, bool):
+            options = (options, q.shape[3] ** -0.5, resolve("auto", q, k, v), False, "bf16x6")
+        inputs = (q, k, v, *options)  # one tuple for `apply`, which inspects each of its arguments
         output = forward(*inputs)
         save_for_backward(ctx, inputs, output)
         return output
@@ -247,10 +258,10 @@ class FlashAttention(torch.autograd.Function):
         return dq, dk, dv, None
 
 
-# The compiled road: the two steps as operators, opaque to the compiler, that resolve the implementation when they
-# run. Defined by schema: `torch.library.custom_op` would look for aliases in every call, 11 us of the host.
+# The operators for torch.compile resolve the implementation when they run. They are defined by schema, because
+# `torch.library.custom_op` would look for aliases in every call, which takes the host microseconds.
 _OPTIONS = "bool causal, float scale, str implementation, bool deterministic, str fp32_precision"
-_LIBRARY = torch.library.Library("lmkit", "FRAGMENT")  # goes with the module, which may be loaded again
+_LIBRARY = torch.library.Library("lmkit", "FRAGMENT")  # freed with the module, which may be loaded again
 _LIBRARY.define(f"flash_attention_forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)")
 _LIBRARY.define(
     "flash_attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
@@ -262,17 +273,9 @@ backward_operator = torch.ops.lmkit.flash_attention_backward.default
 
 @torch.library.impl(_LIBRARY, "flash_attention_forward", "CompositeExplicitAutograd")
 def resolve_and_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    scale: float,
-    implementation: str,
-    deterministic: bool,
-    fp32_precision: str,
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, implementation: str, *rest: Any
 ) -> tuple[Tensor, Tensor]:
-    name = resolve(implementation, q, k, v)
-    return forward(q, k, v, causal, scale, name, deterministic, fp32_precision)
+    return forward(q, k, v, causal, scale, resolve(implementation, q, k, v), *rest)
 
 
 @torch.library.register_fake("lmkit::flash_attention_forward", lib=_LIBRARY)
@@ -291,11 +294,9 @@ def resolve_and_backward(
     causal: bool,
     scale: float,
     implementation: str,
-    deterministic: bool,
-    fp32_precision: str,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    name = resolve(implementation, q, k, v)
-    return backward(dout, q, k, v, out, lse, causal, scale, name, deterministic, fp32_precision)
+    return backward(dout, q, k, v, out, lse, causal, scale, resolve(implementation, q, k, v), *rest)
 
 
 @torch.library.register_fake("lmkit::flash_attention_backward", lib=_LIBRARY)

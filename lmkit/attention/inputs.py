@@ -1,23 +1,23 @@
-"""What every attention function does with its arguments before it computes."""
+"""Check and complete the arguments of an attention kernel."""
 
 import torch
 from torch import Tensor
 
-SECOND_DERIVATIVES = "the attention functions reference and vectorized have second derivatives"
+SECOND_DERIVATIVES = "the attention kernels reference and vectorized have second derivatives"
 
 
 def prepare_inputs(
     q: Tensor, k: Tensor, v: Tensor, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor, float]:
-    """Checks the shapes, casts as autocast asks for, and fills in the default scale.
+    """Check the shapes, cast under autocast, and fill in the default scale.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not belong together.
+        ValueError: shapes, dtypes or devices that do not fit together.
     """
     check_shapes(q, k, v)
     device_type = q.device.type
     if torch.is_autocast_enabled(device_type) and torch.float64 not in (q.dtype, k.dtype, v.dtype):
-        # RoPE may hand over float32 queries beside bfloat16 values: one dtype for all three.
+        # RoPE may return float32 queries while the values are bfloat16: cast all three to one dtype.
         dtype = torch.get_autocast_dtype(device_type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     if not q.dtype == k.dtype == v.dtype:
@@ -26,8 +26,8 @@ def prepare_inputs(
 
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raises ValueError unless q, k, v are (batch, heads, seq, head_dim) that fit each other."""
-    q_shape, k_shape = q.shape, k.shape  # each asked for once: this runs before every call
+    """Raise ValueError unless q, k, v are (batch, heads, seq, head_dim) and fit together."""
+    q_shape, k_shape = q.shape, k.shape  # read once: this runs before every call
     if len(q_shape) != 4 or len(k_shape) != 4 or k_shape != v.shape:
         raise ValueError(
             "q must be (batch, heads, num_queries, head_dim), k and v (batch, kv_heads, num_keys, head_dim); "
@@ -37,17 +37,39 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"q {tuple(q_shape)} and k {tuple(k_shape)} differ in batch or head_dim")
     heads, kv_heads = q_shape[1], k_shape[1]
     if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
-        raise ValueError(f"the {heads} query heads are no multiple of the {kv_heads} key/value heads")
+        raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} key/value heads")
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}")
 
 
 def causal_mask(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-    """(num_queries, num_keys) booleans: True where query i may see key j, that is j <= i."""
+    """Return (num_queries, num_keys) booleans: True where query i may see key j, that is, j <= i."""
     return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril()
 
 
+def visible_keys(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -> Tensor | None:
+    """Return booleans, True where a query sees a key: (num_queries, num_keys), or (batch, heads, num_queries,
+    num_keys) if there is a mask. None means that every query sees every key.
+
+    Raises:
+        ValueError: `mask` is not boolean, or does not broadcast.
+    """
+    num_queries, num_keys = q.shape[2], k.shape[2]
+    below_diagonal = causal_mask(num_queries, num_keys, q.device) if causal else None
+    if mask is None:
+        return below_diagonal
+    full = (*q.shape[:2], num_queries, num_keys)
+    if mask.dtype != torch.bool:
+        raise ValueError(f"mask must be boolean, got {mask.dtype}")
+    trailing = full[len(full) - mask.dim() :]
+    if mask.dim() > 4 or any(
+        size not in (1, wanted) for size, wanted in zip(mask.shape, trailing, strict=True)
+    ):
+        raise ValueError(f"mask {tuple(mask.shape)} does not broadcast to {full}")
+    return (mask if below_diagonal is None else mask & below_diagonal).expand(full)
+
+
 def zeros_like_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The output where no query sees a key: zeros, with q, k and v still part of the graph."""
-    # Sums over nothing, since 0 times an infinite query would be NaN; k and v, or the output, have no elements.
+    """Return the output where no query sees a key: zeros, with q, k and v part of the graph."""
+    # Sum over empty slices, since 0 times an infinite query would be NaN; k and v, or the output, have no elements.
     return torch.zeros_like(q) + (q[..., :0].sum() + k.sum() + v.sum())

@@ -1,19 +1,26 @@
-"""The naive attention: the formula, word for word. It materialises the scores."""
+"""Naive attention: the formula, step by step. Holds all scores in memory."""
 
 import math
 
 from torch import Tensor
 
-from lmkit.attention.inputs import causal_mask, prepare_inputs
+from lmkit.attention.inputs import prepare_inputs, visible_keys
 from lmkit.measure.ranges import range_
 from lmkit.registry import ATTENTION
 
 
 @ATTENTION.register(
-    "reference", order=1, aliases=("scaled_dot_prod_attention",), second_derivatives=True, keeps_scores=True
+    "reference",
+    order=1,
+    aliases=("scaled_dot_prod_attention",),
+    masks=True,
+    second_derivatives=True,
+    keeps_scores=True,
 )
-def reference(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None) -> Tensor:
-    """softmax(q k^T * scale) v, as in "Attention Is All You Need", eq. 1.
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, mask: Tensor | None = None
+) -> Tensor:
+    """Return softmax(q k^T * scale) v ("Attention Is All You Need", eq. 1).
 
     Memory grows with num_queries * num_keys. See `lmkit.attention` for shapes and conventions.
     """
@@ -24,10 +31,16 @@ def reference(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | N
 
     with range_("attention.scores"):
         scores = q @ k.transpose(-2, -1) * scale  # (batch, heads, num_queries, num_keys)
-        if causal:
-            visible = causal_mask(q.shape[2], k.shape[2], q.device)
+        visible = visible_keys(q, k, causal, mask)
+        if visible is not None:
             scores = scores.masked_fill(~visible, -math.inf)
     with range_("attention.softmax"):
-        weights = scores.softmax(dim=-1).to(v.dtype)  # (batch, heads, num_queries, num_keys)
+        if mask is None:
+            weights = scores.softmax(dim=-1).to(v.dtype)  # (batch, heads, num_queries, num_keys)
+        else:
+            # softmax of a row of -inf is NaN, and so is its gradient: give such rows zeros, before and after.
+            assert visible is not None
+            blind = ~visible.any(dim=-1, keepdim=True)  # (..., num_queries, 1)
+            weights = scores.masked_fill(blind, 0.0).softmax(dim=-1).masked_fill(blind, 0.0).to(v.dtype)
     with range_("attention.values"):
         return weights @ v  # (batch, heads, num_queries, head_dim)

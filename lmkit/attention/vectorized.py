@@ -1,38 +1,53 @@
-"""Batched PyTorch attention: three operations over all heads at once, nothing repeated, friendly to torch.compile."""
+"""Batched PyTorch attention: three operations over all heads, no repeated keys, easy for torch.compile to fuse."""
 
 import math
 
 import torch
 from torch import Tensor
 
-from lmkit.attention.inputs import causal_mask, prepare_inputs
+from lmkit.attention.inputs import prepare_inputs, visible_keys
 from lmkit.measure.ranges import range_
 from lmkit.registry import ATTENTION
 
 
 @ATTENTION.register(
-    "vectorized", order=2, aliases=("vectorized_torch",), second_derivatives=True, keeps_scores=True
+    "vectorized",
+    order=2,
+    aliases=("vectorized_torch",),
+    masks=True,
+    second_derivatives=True,
+    keeps_scores=True,
 )
-def vectorized(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None) -> Tensor:
-    """Attention as batched matrix products; the heads of a group share their keys without a copy.
+def vectorized(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, mask: Tensor | None = None
+) -> Tensor:
+    """Compute attention as batched matrix products; the heads of a group share their keys without a copy.
 
-    Materialises the scores, as `reference` does. See `lmkit.attention` for shapes and conventions.
+    Memory grows with num_queries * num_keys. See `lmkit.attention` for shapes and conventions.
     """
     q, k, v, scale = prepare_inputs(q, k, v, scale)
     batch, heads, num_queries, head_dim = q.shape
     kv_heads, num_keys = k.shape[1:3]
     group = heads // kv_heads if kv_heads else 1
 
-    # The group's heads become further rows of one matrix: one product per key head.
+    # The heads of a group become further rows of one matrix: one product per key head.
     rows = q.reshape(batch, kv_heads, group * num_queries, head_dim)
     with range_("attention.scores"):
         # (batch, kv_heads, group * num_queries, num_keys)
         scores = torch.matmul(rows, k.transpose(-2, -1)) * scale
-        if causal:
-            visible = causal_mask(num_queries, num_keys, q.device)
-            scores = scores.unflatten(2, (group, num_queries)).masked_fill(~visible, -math.inf).flatten(2, 3)
+        visible = visible_keys(q, k, causal, mask)
+        if visible is not None:
+            by_head = scores.view(batch, heads, num_queries, num_keys)
+            scores = by_head.masked_fill(~visible, -math.inf).view(scores.shape)
     with range_("attention.softmax"):
-        weights = scores.softmax(dim=-1).to(v.dtype)
+        if mask is None:
+            weights = scores.softmax(dim=-1).to(v.dtype)
+        else:
+            # softmax of a row of -inf is NaN, and so is its gradient: give such rows zeros, before and after.
+            assert visible is not None
+            blind = ~visible.any(dim=-1, keepdim=True)  # (..., num_queries, 1)
+            by_head = scores.view(batch, heads, num_queries, num_keys).masked_fill(blind, 0.0)
+            weights = by_head.softmax(dim=-1).masked_fill(blind, 0.0).view(scores.shape).to(v.dtype)
     with range_("attention.values"):
         out = torch.matmul(weights, v)  # (batch, kv_heads, group * num_queries, head_dim)
     return out.reshape(batch, heads, num_queries, head_dim)

@@ -49,7 +49,7 @@ def count_parameters(config: ModelConfig) -> ParameterCounts:
     """Count the parameters of `TransformerLM(config)`.
 
     >>> count_parameters(preset_config("small", vocab_size=50257, context_length=1024)).total
-    190462464
+    190460160
 
     Raises:
         ValueError: the configuration has no vocabulary size.

@@ -1,1 +1,21 @@
-"""AdamW, learning-rate schedules and gradient clipping."""
+"""Optimizers, learning-rate schedules and gradient clipping.
+
+from lmkit.optim import AdamW, clip_gradients, cosine_lr
+"""
+
+from lmkit.lazy import exports
+
+__getattr__, __dir__, __all__ = exports(
+    __name__,
+    {
+        "AdamW": "adamw",
+        "decay_groups": "adamw",
+        "clip_gradients": "clipping",
+        "clip_for": "clipping",
+        "gradient_norm": "clipping",
+        "cosine_lr": "schedules",
+        "linear_lr": "schedules",
+        "constant_lr": "schedules",
+        "SCHEDULES": "schedules",
+    },
+)

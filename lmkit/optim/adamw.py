@@ -1,4 +1,4 @@
-"""AdamW: Adam with weight decay kept apart from the gradient."""
+"""AdamW: Adam with weight decay that does not go through the gradient (Loshchilov and Hutter 2019)."""
 
 from __future__ import annotations
 
@@ -8,30 +8,33 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lmkit.registry import OPTIMIZERS
+
 if TYPE_CHECKING:
     from lmkit.kernels.adamw import AdamWLaunch
+    from lmkit.recipe.tables import OptimizerConfig
 
-# Elements that one sweep of the update works on: temporary memory is that much, and on a CPU the five arrays of a
+# Elements that one sweep of the update works on. They bound its temporary memory, and on a CPU the five arrays of a
 # sweep stay in the cache from one operation to the next.
 SWEEP_ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 26}
 
-# Where, and for which dtypes, the update is one pass of our own kernel instead.
+# Devices and dtypes for which a kernel of ours updates in one pass over memory.
 ONE_PASS_DEVICES = {"cuda"}
 ONE_PASS_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 MOST_LAUNCHES = 64
-"""Lists of parameters whose places are remembered from step to step: a model has a few."""
+"""Lists of parameters whose addresses are kept from step to step; a model has a few."""
 
 
 class Scalars(NamedTuple):
-    """The numbers of an update that all its elements share.
+    """The scalars of an update.
 
-    Both bias corrections are moved out of the arrays (Kingma and Ba 2015, end of section 2):
-    sqrt(v / c) + eps = (sqrt(v) + eps sqrt(c)) / sqrt(c)
+    They contain both bias corrections, so that these cost no operation on arrays (Kingma and Ba 2015, end of
+    section 2): sqrt(v / c) + eps = (sqrt(v) + eps sqrt(c)) / sqrt(c)
 
     Attributes:
-        kept: what decay leaves of a weight, 1 - lr decay.
-        eps: with the correction of the second moment's root.
-        rate: times m / (sqrt(v) + eps) is added to the weight: -lr, with both corrections.
+        kept: the share of a weight that decay leaves, 1 - lr decay.
+        eps: times the root of the second moment's correction.
+        rate: the factor of m / (sqrt(v) + eps): -lr with both corrections.
     """
 
     beta1: float
@@ -42,34 +45,38 @@ class Scalars(NamedTuple):
 
 
 class AdamW(torch.optim.Optimizer):
-    """Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2, in PyTorch's form:
+    """Decoupled weight decay (Loshchilov and Hutter 2019, algorithm 2), in PyTorch's form:
 
         m = beta1 m + (1 - beta1) g              v = beta2 v + (1 - beta2) g^2
         w = (1 - lr decay) w - lr (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
 
+    >>> layer = torch.nn.Linear(4, 2)
+    >>> optimizer = AdamW(decay_groups(layer.parameters(), weight_decay=0.1), lr=1e-3)
+    >>> layer(torch.ones(4)).sum().backward()
+    >>> optimizer.step()
+
     Args:
         params: parameters, or groups as `decay_groups` makes them; a group may override every setting.
-        lr: learning rate; the loop sets `group["lr"]` before each step.
+        lr: learning rate; the training loop sets `group["lr"]` before each step.
         betas: decay of the two moments.
         eps: added to the root of the second moment.
-        weight_decay: share of each weight, times lr, that is taken away per step.
+        weight_decay: times lr, the share of each weight that a step takes away.
 
     Attributes:
-        gradient_factor: a scalar on the parameters' device that gradients are multiplied by as they are read, until
-            `zero_grad`: clipping then needs no pass over them. `grad` itself stays as it is.
-        copies: parameter -> a contiguous tensor of its shape and any dtype, which every step writes the new value to.
+        gradient_factor: a scalar on the parameters' device by which gradients are multiplied while they are read,
+            until `zero_grad`; clipping then needs no pass over them. `grad` itself does not change.
+        copies: parameter -> a contiguous tensor of its shape and any dtype, to which every step writes the new value.
 
     Raises:
         ValueError: a setting is out of range.
 
-    State per parameter: `step` (float32 scalar on the CPU), `exp_avg`, `exp_avg_sq` (as the parameter), the names
-    and shapes of `torch.optim.AdamW`; either loads the other's state, where that was not made with `maximize` or
-    `amsgrad`. A gradient may be of another dtype than its parameter, where that one's `grad_dtype` allows it.
+    State per parameter: `step` (float32 scalar on the CPU), `exp_avg`, `exp_avg_sq` (as the parameter), as in
+    `torch.optim.AdamW`; either loads the other's state, unless it was made with `maximize` or `amsgrad`. A gradient
+    may have another dtype than its parameter, where the parameter's `grad_dtype` allows it.
 
-    On CUDA devices, parameters of at most 32 bits whose tensors are all contiguous are updated by
-    `lmkit.kernels.adamw`: in one pass over memory, calculated in float32. All others, and everything on a CPU, are
-    updated by a few operations over many tensors at once, calculated in the dtype of the parameter:
-    `_update_by_operations` is the update to read.
+    On CUDA devices, `lmkit.kernels.adamw` updates parameters of at most 32 bits whose tensors are all contiguous, in
+    one pass over memory, in float32. Everything else is updated by a few operations over many tensors at once, in
+    the dtype of the parameter: `_update_by_operations` is the update to read.
     """
 
     def __init__(
@@ -93,22 +100,20 @@ class AdamW(torch.optim.Optimizer):
         self._forget_tensors()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Called for a copy of the optimizer, and when state is loaded."""
+        """Restore a copy of the optimizer, or loaded state."""
         super().__setstate__(state)
         if "copies" not in self.__dict__:
             self._forget_tensors()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the state of another optimizer like this one.
+        """Load the state of an AdamW, of this class or of PyTorch.
 
         Raises:
-            ValueError: it was made with a setting of `torch.optim.AdamW` that this class lacks.
+            ValueError: it was made with a setting that this class lacks.
         """
         for setting in ("maximize", "amsgrad"):
             if any(group.get(setting) for group in state_dict["param_groups"]):
-                raise ValueError(
-                    f"the state was made with {setting}=True, which this AdamW cannot go on with"
-                )
+                raise ValueError(f"the state was made with {setting}=True, which this AdamW does not support")
         super().load_state_dict(state_dict)
 
     def _forget_tensors(self) -> None:
@@ -139,7 +144,7 @@ class AdamW(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def _advance(self, params: list[Tensor]) -> dict[_Kind, list[Update]]:
-        """Count the step; sort what has a gradient by what can be updated together (all of it, as a rule)."""
+        """Count the step; group the parameters with a gradient by what can be updated together."""
         updates, steps = [], []
         for param in params:
             grad = param.grad
@@ -160,28 +165,28 @@ class AdamW(torch.optim.Optimizer):
         return alike
 
     def _update_by_operations(self, updates: list[Update], scalars: Scalars) -> None:
-        """One update of parameters that share device, dtypes and step count."""
+        """Update parameters that share device, dtypes and step count."""
         params, given, means, squares, copies = _columns(updates)
         grads = [grad.to(param.dtype) for grad, param in zip(given, params, strict=True)]
         if self.gradient_factor is not None:
             grads = list(torch._foreach_mul(grads, self.gradient_factor.to(params[0].device)))
-        torch._foreach_lerp_(means, grads, 1 - scalars.beta1)
-        torch._foreach_mul_(squares, scalars.beta2)
-        torch._foreach_addcmul_(squares, grads, grads, 1 - scalars.beta2)
+        torch._foreach_lerp_(means, grads, 1 - scalars.beta1)  # m = beta1 m + (1 - beta1) g
+        torch._foreach_mul_(squares, scalars.beta2)  # v = beta2 v
+        torch._foreach_addcmul_(squares, grads, grads, 1 - scalars.beta2)  # v += (1 - beta2) g^2
         if scalars.kept != 1:
-            torch._foreach_mul_(params, scalars.kept)
+            torch._foreach_mul_(params, scalars.kept)  # w = (1 - lr decay) w
         denominators = torch._foreach_sqrt(squares)
-        torch._foreach_add_(denominators, scalars.eps)
-        torch._foreach_addcdiv_(params, means, denominators, scalars.rate)
+        torch._foreach_add_(denominators, scalars.eps)  # sqrt(v) + eps
+        torch._foreach_addcdiv_(params, means, denominators, scalars.rate)  # w -= lr m / (sqrt(v) + eps)
         if copies:
             torch._foreach_copy_(copies, params)
 
     def _update_in_one_pass(self, updates: list[Update], scalars: Scalars) -> None:
-        """The same by one launch of a kernel."""
-        from lmkit.kernels.adamw import AdamWLaunch  # Triton is imported, and needed, only here
+        """Make the same update with one launch of a kernel."""
+        from lmkit.kernels.adamw import AdamWLaunch  # imports Triton
 
         columns = _columns(updates)
-        which = tuple(map(id, columns[0]))  # parameters live as long as their optimizer
+        which = tuple(map(id, columns[0]))  # ids stay unique: parameters live as long as their optimizer
         if which not in self._launches:
             if len(self._launches) >= MOST_LAUNCHES:
                 self._launches.clear()
@@ -190,6 +195,12 @@ class AdamW(torch.optim.Optimizer):
         if factor is not None:
             factor = factor.to(columns[0][0].device, torch.float32)
         self._launches[which](*columns, scalars, factor)
+
+
+@OPTIMIZERS.register("adamw", order=1, uses=("betas", "eps", "weight_decay"))
+def make_adamw(groups: list[dict[str, Any]], options: OptimizerConfig) -> AdamW:
+    """Make the optimizer of the recipe's table `[optimizer]`; the groups hold the weight decay."""
+    return AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps)
 
 
 class Update(NamedTuple):
@@ -203,7 +214,7 @@ class Update(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """What updates have in common that are made together."""
+    """Properties that updates share which are made together."""
 
     step: int
     device: torch.device
@@ -221,7 +232,7 @@ class _Kind(NamedTuple):
 def _columns(
     updates: list[Update],
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
-    """Parameters, gradients, moments and copies (an empty list where there are none) of updates of one kind."""
+    """Return parameters, gradients, moments and copies (perhaps none) of updates of one kind."""
     params, grads, means, squares, copies = map(list, zip(*updates, strict=True))
     return params, grads, means, squares, [copy for copy in copies if copy is not None]
 
@@ -239,7 +250,7 @@ def _kind(update: Update, step: int) -> _Kind:
 
 
 def _scalars(group: dict[str, Any], step: int) -> Scalars:
-    """The numbers of a group's update number `step`, which counts from 1."""
+    """Return the scalars of a group's update number `step`, counted from 1."""
     beta1, beta2 = group["betas"]
     root_correction = (1 - beta2**step) ** 0.5
     return Scalars(
@@ -252,7 +263,7 @@ def _scalars(group: dict[str, Any], step: int) -> Scalars:
 
 
 def sweeps(updates: list[Update]) -> Iterator[list[Update]]:
-    """Cut updates on one device into runs of about SWEEP_ELEMENTS."""
+    """Split updates on one device into sweeps of about SWEEP_ELEMENTS."""
     limit = SWEEP_ELEMENTS.get(updates[0].param.device.type, SWEEP_ELEMENTS["cuda"])
     sweep: list[Update] = []
     elements = 0
@@ -266,10 +277,10 @@ def sweeps(updates: list[Update]) -> Iterator[list[Update]]:
 
 
 def decay_groups(params: Iterable[Tensor], weight_decay: float) -> list[dict[str, Any]]:
-    """Two parameter groups: matrices with weight decay; vectors (the norms' gains) without.
+    """Return two parameter groups: matrices with weight decay, vectors (the gains of norms) without.
 
-    A gain is a scale per channel that decay would pull to zero, away from its neutral value of one. Parameters that
-    need no gradient are left out; so is an empty group.
+    Decay would pull a gain to zero, away from its neutral value of one. Parameters that need no gradient are left
+    out, and so are empty groups.
     """
     trained = [param for param in params if param.requires_grad]
     matrices = [param for param in trained if param.dim() >= 2]

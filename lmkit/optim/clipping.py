@@ -1,13 +1,15 @@
-"""Clipping of gradients by their global norm (Pascanu et al. 2013, algorithm 1), in two parts: measure, then scale.
+"""Clip gradients by their global norm (Pascanu et al. 2013, algorithm 1).
 
-Between the two, whoever holds only a part of the gradients adds up the norms of all parts. Our AdamW scales while it
-reads the gradients; for other optimizers they are scaled where they lie, in a pass of its own.
+`clip_gradients` does it for parameters that one process holds. Training does it in two parts, measure and scale:
+between them, ranks that hold parts of the gradients add up their norms. Our AdamW scales while it reads the
+gradients; for other optimizers they are scaled in place, in a pass over memory of its own.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -15,13 +17,39 @@ from torch import Tensor
 from lmkit.optim.adamw import AdamW
 
 
-@torch.no_grad()
-def gradient_norm(grads: list[Tensor]) -> Tensor:
-    """The joint Euclidean norm of tensors on one device, summed in float32 (float64 if one of them is float64).
+def clip_gradients(parameters: Tensor | Iterable[Tensor], max_norm: float) -> Tensor:
+    """Scale the gradients in place by one factor, so that their joint norm is at most `max_norm`.
+
+    >>> weight = torch.zeros(2, requires_grad=True)
+    >>> weight.grad = torch.tensor([3.0, 4.0])
+    >>> clip_gradients([weight], max_norm=1.0)
+    tensor(5.)
+    >>> weight.grad
+    tensor([0.6000, 0.8000])
+
+    Args:
+        parameters: those without a gradient are skipped.
+        max_norm: inf only measures.
 
     Returns:
-        A scalar on their device: nothing waits for it. Where it is not finite the gradients are of no use, and it is
-        for the caller to refuse them.
+        The norm before scaling, as a scalar tensor. If it is not finite, the gradients are of no use.
+
+    Raises:
+        ValueError: `max_norm` is not positive.
+    """
+    parameters = [parameters] if isinstance(parameters, Tensor) else parameters
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = gradient_norm(grads)
+    clip_for(None, grads, norm, max_norm)
+    return norm
+
+
+@torch.no_grad()
+def gradient_norm(grads: list[Tensor]) -> Tensor:
+    """Compute the joint Euclidean norm of tensors on one device, in float32 (in float64 if one of them is float64).
+
+    Returns:
+        A scalar tensor on their device; the host does not wait for it. The caller refuses a norm that is not finite.
     """
     if not grads:
         return torch.zeros(())
@@ -33,41 +61,23 @@ def gradient_norm(grads: list[Tensor]) -> Tensor:
 def clip_for(
     optimizer: torch.optim.Optimizer | None, grads: list[Tensor], norm: Tensor, max_norm: float
 ) -> None:
-    """Make `optimizer` see gradients with a joint norm of at most `max_norm`.
+    """Let `optimizer` read gradients with a joint norm of at most `max_norm`.
 
     Args:
-        optimizer: who reads them next (None: not known). Our AdamW gets its `gradient_factor`, and `grads` stay as
-            they are.
-        grads: all gradients that it has, with the joint norm `norm`.
+        optimizer: reads them next (None: not known). Our AdamW gets a `gradient_factor`, and `grads` stay as they
+            are; for others they are scaled in place.
+        grads: all gradients of the optimizer in this process.
+        norm: of the gradients in all processes.
         max_norm: inf leaves them as they are.
 
     Raises:
         ValueError: `max_norm` is not positive.
     """
-    if not isinstance(optimizer, AdamW):
-        scale_gradients_(grads, norm, max_norm)
-    else:
-        optimizer.gradient_factor = _factor(norm, max_norm)
-
-
-@torch.no_grad()
-def scale_gradients_(grads: list[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale gradients whose joint norm is `norm` by one factor, so that it is at most `max_norm`.
-
-    Args:
-        max_norm: inf leaves them as they are.
-
-    Raises:
-        ValueError: `max_norm` is not positive.
-    """
-    factor = _factor(norm, max_norm)
-    if grads and factor is not None:
-        torch._foreach_mul_(grads, factor)
-
-
-def _factor(norm: Tensor, max_norm: float) -> Tensor | None:
     if not max_norm > 0:
         raise ValueError(f"max_norm must be positive, got {max_norm}")
-    if math.isinf(max_norm):
-        return None
-    return (max_norm / (norm + 1e-6)).clamp(max=1.0)  # 1e-6: a norm of zero divides nothing
+    # 1e-6: a norm of zero must not divide
+    factor = None if math.isinf(max_norm) else (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    if isinstance(optimizer, AdamW):
+        optimizer.gradient_factor = factor
+    elif grads and factor is not None:
+        torch._foreach_mul_(grads, factor)

@@ -1,8 +1,8 @@
-"""Learning rate as a function of progress.
+"""Compute the learning rate from the progress of training.
 
-Every schedule is a pure function of `step`, which need not be whole: a run that is bounded by time passes
-`fraction_of_time_used * total_steps`. The first update of a run is step 1, so that warm-up does not waste it on a
-learning rate of zero.
+Every schedule is a pure function of `step`, which may be fractional: a run that is bounded by time passes
+`fraction_of_time_used * total_steps`. The first update of a run is step 1; at step 0 warm-up starts from a learning
+rate of zero, which would waste an update.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ from collections.abc import Callable
 
 
 def cosine_lr(step: float, *, lr: float, min_lr: float, warmup_steps: float, total_steps: float) -> float:
-    """Linear warm-up from 0 to `lr`, then half a cosine down to `min_lr` (Loshchilov and Hutter 2017, "SGDR", eq. 5),
-    which stays.
+    """Return the learning rate: linear warm-up from 0 to `lr`, half a cosine down to `min_lr` (Loshchilov and Hutter
+    2017, "SGDR", eq. 5), then `min_lr`.
+
+    >>> cosine_lr(55, lr=1.0, min_lr=0.0, warmup_steps=10, total_steps=100)
+    0.5
 
     Args:
-        step: progress, in updates; 0 is before the first.
-        warmup_steps: step at which `lr` is reached; 0: at once.
+        step: progress in updates; the first update is step 1.
+        warmup_steps: step at which `lr` is reached; 0 starts there.
         total_steps: step at which `min_lr` is reached.
     """
     if step < warmup_steps:
@@ -27,14 +30,14 @@ def cosine_lr(step: float, *, lr: float, min_lr: float, warmup_steps: float, tot
 
 
 def linear_lr(step: float, *, lr: float, min_lr: float, warmup_steps: float, total_steps: float) -> float:
-    """As `cosine_lr`, with a straight line down."""
+    """Return the learning rate: as `cosine_lr`, with a straight line down."""
     if step < warmup_steps:
         return lr * step / warmup_steps
     return min_lr + (lr - min_lr) * (1 - _descent(step, warmup_steps, total_steps))
 
 
 def constant_lr(step: float, *, lr: float, min_lr: float, warmup_steps: float, total_steps: float) -> float:
-    """Linear warm-up, then `lr` for ever; `min_lr` and `total_steps` play no part."""
+    """Return the learning rate: linear warm-up, then `lr`; `min_lr` and `total_steps` are not used."""
     return lr * step / warmup_steps if step < warmup_steps else lr
 
 
@@ -46,5 +49,5 @@ SCHEDULES: dict[str, Callable[..., float]] = {
 
 
 def _descent(step: float, warmup_steps: float, total_steps: float) -> float:
-    """How much of the way down is behind us once warm-up is over: 0 to 1."""
+    """Return the share of the way down that is done, 0 to 1, once warm-up is over."""
     return 1.0 if step >= total_steps else (step - warmup_steps) / (total_steps - warmup_steps)

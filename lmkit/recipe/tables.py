@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 
 from lmkit.errors import did_you_mean
 from lmkit.recipe.vocabulary import END_OF_TEXT, MAX_VOCABULARY, NUM_BYTES
-from lmkit.registry import ATTENTION, DATASETS, STRATEGIES, Registry
+from lmkit.registry import ATTENTION, DATASETS, OPTIMIZERS, STRATEGIES, Registry
 
 
 class Table(BaseModel):
@@ -55,6 +55,7 @@ class RegisteredName:
 AttentionName = Annotated[str, AfterValidator(RegisteredName(ATTENTION))]
 AttentionVariant = Annotated[str, AfterValidator(RegisteredName(ATTENTION, with_variant=True))]
 CorpusSource = Annotated[str, AfterValidator(RegisteredName(DATASETS, also=("synth", "files")))]
+OptimizerName = Annotated[str, AfterValidator(RegisteredName(OPTIMIZERS))]
 StrategyName = Annotated[str, AfterValidator(RegisteredName(STRATEGIES))]
 StrategyVariant = Annotated[str, AfterValidator(RegisteredName(STRATEGIES, with_variant=True))]
 _LARGEST = (1 << 63) - 1  # TOML's integers have 64 bits
@@ -242,8 +243,10 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(Table):
-    """`[optimizer]`: AdamW (Loshchilov and Hutter 2019) and its learning-rate schedule."""
+    """`[optimizer]`: the optimizer and its learning-rate schedule."""
 
+    name: OptimizerName = "adamw"
+    """AdamW (Loshchilov and Hutter 2019), or a registered optimizer of your own."""
     lr: Annotated[float, Field(gt=0, le=1e6)] = 1e-3
     """Peak learning rate, reached at the end of the warm-up."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lmkit import __version__
-from lmkit.attention import attention_function
+from lmkit.attention import check_kernel
 from lmkit.data.batches import BatchSource
 from lmkit.errors import UsageError
 from lmkit.measure.environment import device_name
@@ -24,6 +24,7 @@ from lmkit.parallel.process_group import Ranks
 from lmkit.parallel.strategies import SyncOptions, build_strategy
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig
+from lmkit.registry import OPTIMIZERS
 from lmkit.training.checkpoint import CHECKPOINTS, Retention
 from lmkit.training.checkpoint_writer import CheckpointWriter
 from lmkit.training.console import console
@@ -42,12 +43,8 @@ def check_device(recipe: Recipe, device: torch.device) -> None:
         UsageError: fp16 on a CPU; an attention kernel that is not installed or does not run there.
     """
     model, train = resolved_tables(recipe)
-    attention_function(model.attention)
-    if model.attention == "flash_triton":
-        from lmkit.attention.flash_triton import refuse_unsupported
-
-        one_query = torch.empty(1, 1, 1, model.head_dim, dtype=PRECISIONS[train.precision], device=device)
-        refuse_unsupported(one_query)
+    one_query = torch.empty(1, 1, 1, model.head_dim, dtype=PRECISIONS[train.precision], device=device)
+    check_kernel(model.attention, one_query)
     if train.precision == "fp16" and device.type == "cpu":
         raise UsageError('train.precision: "fp16" needs a GPU', hint='use "bf16" or "fp32"')
 
@@ -144,7 +141,7 @@ def _optimizer_maker(recipe: Recipe) -> Callable[[list[dict[str, Any]]], torch.o
     options = recipe.optimizer
 
     def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        return AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps)
+        return OPTIMIZERS.load(options.name)(groups, options)
 
     return make
 

@@ -1,20 +1,26 @@
-"""Every PyTorch kernel of the registry against the float64 oracle: values and gradients."""
+"""Every PyTorch kernel of the registry against the float64 oracle: values and gradients; the public `attention`."""
+
+import math
 
 import pytest
 import torch
 from attention_oracle import exact_attention, faults_of
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from lmkit.attention import attention_function, flash_torch
+from lmkit.attention import FlashAttention, attention, attention_function, check_kernel, sdpa
 from lmkit.attention.accuracy import run_attention
 from lmkit.attention.reference import reference
 from lmkit.errors import UsageError
 from lmkit.registry import ATTENTION
 
 PYTORCH_KERNELS = ["reference", "vectorized", "flash_torch", "sdpa"]
+MASKED_KERNELS = ["reference", "vectorized", "sdpa"]
 
 # (queries, keys): one row, around the tile size, both ways rectangular.
 LENGTHS = [(1, 1), (127, 127), (129, 129), (129, 37), (37, 129), (1, 200), (200, 1)]
+
+both_masks = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 
 
 @pytest.fixture(params=PYTORCH_KERNELS)
@@ -22,25 +28,26 @@ def kernel(request):
     return attention_function(request.param)
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@both_masks
 @pytest.mark.parametrize(("queries", "keys"), LENGTHS)
 def test_fault_82_any_lengths_equal_the_oracle(kernel, queries, keys, causal, random_inputs):
     inputs = random_inputs(queries=queries, keys=keys, head_dim=16)
     assert faults_of(kernel, reference, *inputs, causal=causal) == []
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_low_precision_stays_within_the_budget(kernel, dtype, causal, random_inputs):
-    inputs = random_inputs(queries=129, head_dim=64, dtype=dtype)
-    assert faults_of(kernel, reference, *inputs, causal=causal) == []
-
-
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("kv_heads", [1, 2, 6])
-def test_grouped_heads_share_their_keys(kernel, kv_heads, causal, random_inputs):
-    inputs = random_inputs(heads=6, kv_heads=kv_heads, queries=33, keys=40)
-    assert faults_of(kernel, reference, *inputs, causal=causal) == []
+@both_masks
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"queries": 129, "head_dim": 64, "dtype": torch.float16},
+        {"queries": 129, "head_dim": 64, "dtype": torch.bfloat16},
+        {"heads": 6, "kv_heads": 1, "queries": 33, "keys": 40},
+        {"heads": 6, "kv_heads": 2, "queries": 33, "keys": 40},
+    ],
+    ids=str,
+)
+def test_dtypes_and_grouped_heads_equal_the_oracle(kernel, sizes, causal, random_inputs):
+    assert faults_of(kernel, reference, *random_inputs(**sizes), causal=causal) == []
 
 
 def test_fault_84_strided_inputs(kernel, random_inputs):
@@ -52,45 +59,30 @@ def test_fault_84_strided_inputs(kernel, random_inputs):
     assert faults_of(kernel, reference, q, k, v, dout, causal=True) == []
 
 
-def test_explicit_scale(kernel, random_inputs):
-    inputs = random_inputs(queries=20)
-    assert faults_of(kernel, reference, *inputs, causal=True, scale=0.7) == []
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("scale", [-0.5, 0.0])
-def test_a_scale_that_is_not_positive(kernel, scale, dtype, random_inputs):
-    """Masked scores are minus infinity after it, not before."""
+@pytest.mark.parametrize("scale", [0.7, -0.5, 0.0])
+def test_a_scale_of_any_sign(kernel, scale, dtype, random_inputs):
+    """Masked scores are minus infinity after scaling, not before."""
     inputs = random_inputs(queries=20, dtype=dtype)
     assert faults_of(kernel, reference, *inputs, causal=True, scale=scale) == []
 
 
+@both_masks
 @pytest.mark.parametrize(
     "sizes",
     [
-        {"batch": 0},
-        {"queries": 0, "keys": 5},
-        {"queries": 5, "keys": 0},
         {"batch": 0, "heads": 4, "kv_heads": 2},
         {"queries": 0, "keys": 5, "heads": 4, "kv_heads": 2},
+        {"queries": 5, "keys": 0},
     ],
-    ids=["no batch", "no queries", "no keys", "no batch, grouped heads", "no queries, grouped heads"],
+    ids=["no batch", "no queries", "no keys"],
 )
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_fault_84_nothing_in_gives_zeros_out(kernel, sizes, causal, random_inputs):
     q, k, v, dout = random_inputs(**sizes)
     out, dq, dk, dv = run_attention(kernel, q, k, v, dout, causal=causal)
     for got, like in ((out, q), (dq, q), (dk, k), (dv, v)):
         assert got.shape == like.shape
         assert not got.any()
-
-
-@pytest.mark.parametrize("batch", [2, 0])
-@pytest.mark.parametrize(("heads", "kv_heads", "group"), [(4, 2, 2), (0, 0, 0)])
-def test_the_log_sum_exp_of_flash_torch_is_grouped_by_key_head(batch, heads, kv_heads, group):
-    q, k = torch.randn(batch, heads, 5, 8), torch.randn(batch, kv_heads, 7, 8)
-    out, lse = flash_torch.forward(q, k, k, True, 1.0)
-    assert (out.shape, lse.shape) == (q.shape, (batch, kv_heads, group, 5))
 
 
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
@@ -119,28 +111,23 @@ def test_nan_reaches_exactly_the_rows_that_see_it(kernel, random_inputs):
     k[0, 0, 150] = torch.nan
     out = kernel(q, k, v, causal=True)
     assert out[0, 0, 150:].isnan().all()
-    assert out[0, 0, :150].isfinite().all()
-    assert out[0, 1].isfinite().all()
-    assert out[1].isfinite().all()
+    out[0, 0, 150:] = 0
+    assert out.isfinite().all()
 
 
-def test_autocast_casts_mixed_inputs(kernel, random_inputs):
+def test_autocast_casts_mixed_inputs_but_not_float64(kernel, random_inputs):
     q, k, v, dout = random_inputs(queries=20)
     q.requires_grad_()
+    wide = [x.detach().double() for x in (q, k, v)]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = kernel(q, k, v.bfloat16(), causal=True)
+        inside = kernel(*wide, causal=True)
+        with pytest.raises(ValueError, match="one dtype"):
+            kernel(wide[0], k, v, causal=True)
     assert out.dtype == torch.bfloat16
     out.backward(dout.bfloat16())
     assert q.grad.dtype == torch.float32
-
-
-def test_autocast_leaves_float64_alone(kernel, random_inputs):
-    q, k, v, _ = random_inputs(queries=20, dtype=torch.float64)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        inside = kernel(q, k, v, causal=True)
-        with pytest.raises(ValueError, match="one dtype"):
-            kernel(q, k.float(), v, causal=True)
-    assert torch.equal(inside, kernel(q, k, v, causal=True))
+    assert torch.equal(inside, kernel(*wide, causal=True))
 
 
 def test_activation_checkpointing_changes_nothing(kernel, random_inputs):
@@ -149,25 +136,33 @@ def test_activation_checkpointing_changes_nothing(kernel, random_inputs):
     def recomputed(q, k, v, *, causal):
         return checkpoint(kernel, q, k, v, causal=causal, use_reentrant=False)
 
-    for plain, again in zip(
-        run_attention(kernel, q, k, v, dout, causal=True),
-        run_attention(recomputed, q, k, v, dout, causal=True),
-        strict=True,
-    ):
-        assert torch.equal(plain, again)
+    plain = run_attention(kernel, q, k, v, dout, causal=True)
+    again = run_attention(recomputed, q, k, v, dout, causal=True)
+    assert all(torch.equal(*pair) for pair in zip(plain, again, strict=True))
 
 
-def test_flash_torch_passes_gradcheck(random_inputs):
-    inputs = [
-        x.requires_grad_() for x in random_inputs(batch=1, queries=5, head_dim=3, dtype=torch.float64)[:3]
-    ]
-    kernel = attention_function("flash_torch")
-    assert torch.autograd.gradcheck(lambda q, k, v: kernel(q, k, v, causal=True), inputs)
+def test_flash_attention_passes_gradcheck(random_inputs):
+    inputs = random_inputs(batch=1, queries=5, head_dim=3, dtype=torch.float64)[:3]
+    assert torch.autograd.gradcheck(
+        lambda q, k, v: FlashAttention.apply(q, k, v, True), [x.requires_grad_() for x in inputs]
+    )
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (4, 4), (0, 0)])
+@pytest.mark.parametrize("batch", [2, 0])
+def test_flash_attention_saves_the_log_sum_exp_of_every_row(batch, heads, kv_heads):
+    torch.manual_seed(0)
+    q, k = torch.randn(batch, heads, 5, 8), torch.randn(batch, kv_heads, 7, 8)
+    out = FlashAttention.apply(q.requires_grad_(), k, k)
+    lse = out.grad_fn.saved_tensors[-1]
+    assert (out.shape, lse.shape) == (q.shape, (batch, heads, 5))
+    if kv_heads:
+        scores = q @ k.repeat_interleave(heads // kv_heads, dim=1).mT / math.sqrt(8)
+        torch.testing.assert_close(lse, scores.logsumexp(dim=-1), rtol=1e-5, atol=1e-5)  # float32 sums of 7
 
 
 def test_flash_torch_never_holds_the_scores(random_inputs):
     """The largest tensor that flash_torch makes is linear in the sequence length."""
-    from torch.utils._python_dispatch import TorchDispatchMode
 
     class Largest(TorchDispatchMode):
         elements = 0
@@ -206,6 +201,90 @@ def test_mixed_dtypes_are_refused_without_autocast(kernel, random_inputs):
         kernel(q, k, v.double(), causal=True)
 
 
+# Masks of one's own
+
+
+def by_hand(q, k, v, visible):
+    """softmax(q k^T / sqrt(d)) v over the visible keys of each row, in loops; zeros where there is none."""
+    out = torch.zeros_like(q)
+    visible = visible.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    for b, h, i in torch.cartesian_prod(*map(torch.arange, q.shape[:3])).tolist():
+        keys = visible[b, h, i].nonzero().flatten()
+        if len(keys):
+            group = h // (q.shape[1] // k.shape[1])
+            weights = torch.softmax(k[b, group, keys] @ q[b, h, i] / math.sqrt(q.shape[3]), dim=0)
+            out[b, h, i] = weights @ v[b, group, keys]
+    return out
+
+
+@both_masks
+@pytest.mark.parametrize("shape", [(7, 9), (9,), (2, 1, 7, 9), (1, 4, 7, 1), (2, 4, 7, 9)], ids=str)
+@pytest.mark.parametrize("name", MASKED_KERNELS)
+def test_a_mask_hides_keys(name, shape, causal, random_inputs):
+    torch.manual_seed(1)
+    mask = torch.rand(shape) > 0.4
+    if mask.dim() > 1:
+        mask[..., 3, :] = False  # a row that sees nothing
+    q, k, v, dout = random_inputs(heads=4, kv_heads=2, queries=7, keys=9, dtype=torch.float64)
+    visible = mask & torch.ones(7, 9, dtype=torch.bool).tril() if causal else mask
+
+    def masked(q, k, v):
+        return attention(q, k, v, causal, mask, kernel=name)
+
+    got = run_attention(masked, q, k, v, dout)
+    want = run_attention(lambda q, k, v: by_hand(q, k, v, visible), q, k, v, dout)
+    for mine, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)  # float64, other order of sums
+
+
+@pytest.mark.parametrize("name", MASKED_KERNELS)
+def test_a_mask_of_another_kind_or_shape_is_refused(name, random_inputs):
+    q, k, v, _ = random_inputs(queries=7, keys=9)
+    for mask in (torch.zeros(7, 9), torch.ones(9, 7, dtype=torch.bool), torch.ones(1, 1, 1, 1, 9) > 0):
+        with pytest.raises(ValueError, match="mask"):
+            attention(q, k, v, mask=mask, kernel=name)
+
+
+# The public function
+
+
+@pytest.mark.parametrize("name", [*PYTORCH_KERNELS, "auto"])
+def test_one_head_needs_no_axis(name, random_inputs):
+    q, k, v, _ = random_inputs(heads=1, queries=7, keys=9)
+    mask = torch.rand(2, 7, 9) > 0.3
+    flat = [x.squeeze(1) for x in (q, k, v)]
+    options = {"causal": True, "scale": 0.3, "kernel": name}
+    assert torch.equal(attention(*flat, **options), attention(q, k, v, **options).squeeze(1))
+    if name == "auto" or ATTENTION.facts(name).masks:
+        out = attention(*flat, mask=mask, kernel=name)
+        assert torch.equal(out, attention(q, k, v, mask=mask[:, None], kernel=name).squeeze(1))
+
+
+def test_auto_takes_sdpa_on_a_cpu(random_inputs):
+    q, k, v, _ = random_inputs(queries=7)
+    assert torch.equal(attention(q, k, v, True), sdpa(q, k, v, causal=True))
+
+
+def test_a_kernel_without_masks_names_those_that_take_one(random_inputs):
+    q, k, v, _ = random_inputs(queries=7)
+    with pytest.raises(UsageError) as caught:
+        attention(q, k, v, mask=torch.ones(7, 7) > 0, kernel="flash_torch")
+    assert caught.value.code == "attention.no_mask"
+    assert all(name in caught.value.hint for name in MASKED_KERNELS)
+
+
+def test_options_reach_the_kernel(random_inputs):
+    q, k, v, _ = random_inputs(queries=7)
+    flash = attention(q, k, v, causal=True, kernel="sdpa", **ATTENTION.facts("sdpa").variants["flash"])
+    torch.testing.assert_close(flash, reference(q, k, v, causal=True), rtol=1e-5, atol=1e-6)  # float32
+    with pytest.raises(RuntimeError, match=r"No (available|viable)"):
+        attention(q, k, v, kernel="sdpa", backend="cudnn")
+    with pytest.raises(UsageError) as caught:
+        attention(q, k, v, kernel="sdpa", backend="nonesuch")
+    assert caught.value.code == "attention.unknown_backend"
+    assert "cudnn" in caught.value.hint
+
+
 @pytest.mark.parametrize("theirs", ["scaled_dot_prod_attention", "vectorized_torch"])
 def test_spellings_that_recipes_accept_are_found_too(theirs):
     assert attention_function(theirs) is attention_function(ATTENTION.canonical(theirs))
@@ -214,6 +293,13 @@ def test_spellings_that_recipes_accept_are_found_too(theirs):
 def test_unknown_name_lists_what_exists():
     with pytest.raises(UsageError) as caught:
         attention_function("flash_cuda")
-    assert "flash_cuda" in caught.value.message
-    for name in ATTENTION.names:
-        assert name in caught.value.hint
+    assert caught.value.code == "registry.unknown_name"
+    assert all(name in caught.value.hint for name in ATTENTION.names)
+
+
+def test_a_kernel_is_checked_before_it_is_used():
+    check_kernel("sdpa", torch.empty(1, 1, 1, 300))
+    pytest.importorskip("triton", reason="Triton exists for Linux only")
+    with pytest.raises(UsageError) as caught:
+        check_kernel("flash_triton", torch.empty(1, 1, 1, 300))
+    assert caught.value.code == "attention.unsupported"

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+
+from lmkit.attention import attention, check_kernel
+from lmkit.errors import UsageError
 
 Lmkit = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -27,6 +32,8 @@ context_length = 8
 steps = 2
 batch_size = 2
 """
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+FLASH_TRITON = ("--set", "model.attention=flash_triton")
 
 
 @pytest.fixture
@@ -40,62 +47,92 @@ def assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
     lines = done.stderr.splitlines()
-    assert [line.split(":")[0] for line in lines] == ["error", "hint"], done.stderr
+    assert [line.startswith(start) for line, start in zip(lines, ("error", "hint"), strict=True)] == [
+        True
+    ] * 2
     for word in words:
         assert word in done.stderr
 
 
-def test_fault_80_cuda_without_a_gpu_is_refused_and_auto_takes_the_cpu(
-    lmkit: Lmkit, recipe: Path, tmp_path: Path
-) -> None:
-    hidden = {"CUDA_VISIBLE_DEVICES": ""}
-    for more in (("--dry-run",), ("--nproc", "2")):
-        refused = lmkit("train", recipe, "--device", "cuda", *more, **hidden)
-        assert_refused(refused, "cuda was asked for", "no GPU", "--device cpu")
+def test_fault_80_cuda_without_a_gpu_is_refused(lmkit: Lmkit, recipe: Path, tmp_path: Path) -> None:
+    assert_refused(lmkit("train", recipe, "--device", "cuda", "--dry-run", **NO_GPU), "cuda", "--device cpu")
     assert list(tmp_path.iterdir()) == [recipe]
-    auto = lmkit("train", recipe, "--device", "auto", "--json", **hidden)
-    assert auto.returncode == 0, auto.stderr
-    assert json.loads(auto.stdout)["status"] == "finished"
-    for command in (
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("train", "tiny.toml", "--device", "cuda", "--nproc", "2"),
         ("generate", "runs/run", "--device", "cuda", "--tokenizer", "none.json"),
         ("bench", "attention", "bench_attention_cpu", "--set", "run.device=cuda"),
         ("bench", "model", "bench_model_cpu", "--set", "run.device=cuda"),
-        ("profile", "kineto", recipe, "--set", "run.device=cuda"),
-    ):
-        assert_refused(lmkit(*command, **hidden), "cuda was asked for", "no GPU")
-
-
-def test_fault_81_without_triton_flash_triton_is_refused_and_all_else_works(
-    lmkit: Lmkit, recipe: Path, tmp_path: Path
+        ("profile", "kineto", "tiny.toml", "--set", "run.device=cuda"),
+    ],
+    ids=lambda command: " ".join(command[:2]),
+)
+def test_fault_80_every_command_refuses_cuda_without_a_gpu(
+    lmkit: Lmkit, recipe: Path, command: tuple
 ) -> None:
-    # Stands before the installed one (`-m` puts the current folder first), and fails as a missing module does.
-    (tmp_path / "triton.py").write_text(
-        'raise ModuleNotFoundError("No module named \'triton\'", name="triton")\n'
+    assert_refused(lmkit(*command, **NO_GPU), "cuda")
+
+
+@pytest.mark.full
+def test_fault_80_auto_takes_the_cpu(lmkit: Lmkit, recipe: Path) -> None:
+    auto = lmkit("train", recipe, "--device", "auto", "--json", **NO_GPU)
+    assert auto.returncode == 0, auto.stderr
+    assert json.loads(auto.stdout)["status"] == "finished"
+
+
+NOT_INSTALLED = """raise ModuleNotFoundError("No module named 'triton'", name="triton")"""
+
+
+def test_fault_81_without_triton_the_kernel_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "triton.py").write_text(NOT_INSTALLED)  # found before the installed one
+    code = (
+        "from lmkit.attention import attention_function as f\n"
+        "from lmkit.errors import UsageError\n"
+        "f('flash_torch')\n"
+        "try: f('flash_triton')\n"
+        "except UsageError as error: print(error.code, '|', error.hint)"
     )
-    refused = lmkit("train", recipe, "--set", 'model.attention="flash_triton"')
-    assert_refused(refused, "flash_triton needs Triton", "pip install triton")
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("attention.not_installed | pip install triton")
+
+
+@pytest.mark.full
+def test_fault_81_without_triton_all_else_works(lmkit: Lmkit, recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "triton.py").write_text(NOT_INSTALLED)  # `-m` puts the current folder first
+    assert_refused(lmkit("train", recipe, *FLASH_TRITON), "flash_triton", "pip install triton")
     assert not (tmp_path / "runs").exists()
-    done = lmkit("train", recipe, "--set", 'model.attention="flash_torch"')
+    done = lmkit("train", recipe, "--set", "model.attention=flash_torch")
     assert done.returncode == 0, done.stderr
     facts = lmkit("env")
     assert facts.returncode == 0, facts.stderr
     assert "flash_torch" in facts.stdout
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "wrong"), [(258, torch.float32, "head_dim 258"), (16, torch.float64, "float64")]
+)
 def test_fault_83_an_unsupported_head_dim_or_dtype_lists_what_is_supported(
-    lmkit: Lmkit, recipe: Path, tmp_path: Path
+    head_dim: int, dtype: torch.dtype, wrong: str
 ) -> None:
     pytest.importorskip("triton", reason="Triton exists for Linux only")
-    kernel = ("--set", 'model.attention="flash_triton"')
-    refused = lmkit("train", recipe, *kernel, "--set", "model.d_model=516")
-    assert_refused(refused, "head_dim 258", "head_dim 1 to 256; float32, float16, bfloat16")
+    q = torch.randn(1, 1, 4, head_dim, dtype=dtype)
+    for call in (check_kernel, lambda name, q: attention(q, q, q, kernel=name)):
+        with pytest.raises(UsageError) as caught:
+            call("flash_triton", q)
+        assert caught.value.code == "attention.unsupported"
+        assert wrong in caught.value.message
+        assert "head_dim 1 to 256; float32, float16, bfloat16" in caught.value.hint
+
+
+@pytest.mark.full
+def test_fault_83_training_refuses_it_before_it_starts(lmkit: Lmkit, recipe: Path, tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="Triton exists for Linux only")
+    refused = lmkit("train", recipe, *FLASH_TRITON, "--set", "model.d_model=516")
+    assert_refused(refused, "head_dim 258", "head_dim 1 to 256")
     assert list(tmp_path.iterdir()) == [recipe]
-    import torch
-
-    from lmkit.attention import attention_function
-    from lmkit.errors import UsageError
-
-    q = torch.randn(1, 1, 4, 16, dtype=torch.float64)
-    with pytest.raises(UsageError, match="float64") as caught:
-        attention_function("flash_triton")(q, q, q, causal=True)
-    assert "float32, float16, bfloat16" in caught.value.hint

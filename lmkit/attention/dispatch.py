@@ -1,0 +1,104 @@
+"""Call an attention kernel by name, or the best one for the inputs."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from lmkit.errors import UsageError
+from lmkit.registry import ATTENTION
+
+PREFERRED = ("flash_triton", "sdpa")
+"""What `kernel="auto"` tries, in this order; the last one runs everywhere."""
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = False,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    *,
+    kernel: str = "auto",
+    **options: Any,
+) -> Tensor:
+    """Return softmax(q k^T * scale) v ("Attention Is All You Need", eq. 1).
+
+    >>> q = k = v = torch.randn(2, 5, 8)
+    >>> attention(q, k, v, causal=True).shape
+    torch.Size([2, 5, 8])
+    >>> mask = torch.tensor([True, True, False, False, False])
+    >>> out = attention(q, k, v, mask=mask, kernel="reference")
+
+    Args:
+        q: (batch, heads, num_queries, head_dim), or (batch, num_queries, head_dim) for one head.
+        k, v: (batch, kv_heads, num_keys, head_dim), or (batch, num_keys, head_dim).
+        causal: query i sees only the keys j <= i.
+        mask: booleans, True where a query may see a key; broadcasts to (batch, heads, num_queries, num_keys), without
+            heads where q has none. Taken by `reference`, `vectorized` and `sdpa`.
+        scale: multiplies the scores; None means head_dim ** -0.5.
+        kernel: a registered name; "auto" takes `flash_triton` where it supports the inputs, else `sdpa`.
+        options: further keyword arguments of the kernel.
+
+    Returns:
+        A tensor shaped as q.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit together.
+        UsageError: the kernel is unknown or not installed, does not take a mask, or does not support the inputs.
+    """
+    if q.dim() == 3 and k.dim() == 3 and v.dim() == 3:
+        if mask is not None and mask.dim() == 3:
+            mask = mask.unsqueeze(1)  # (batch, 1, num_queries, num_keys)
+        q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)  # (batch, 1, seq, head_dim)
+        return attention(q, k, v, causal, mask, scale, kernel=kernel, **options).squeeze(1)
+    name = _best_kernel(q, mask) if kernel == "auto" else ATTENTION.canonical(kernel)
+    function = attention_function(name)
+    if mask is None:
+        return function(q, k, v, causal=causal, scale=scale, **options)
+    if not ATTENTION.facts(name).masks:
+        raise UsageError(
+            "attention.no_mask",
+            f"attention kernel {name} does not take a mask",
+            hint="use " + " or ".join(name for name in ATTENTION.names if ATTENTION.facts(name).masks),
+        )
+    return function(q, k, v, causal=causal, scale=scale, mask=mask, **options)
+
+
+def attention_function(name: str) -> Callable[..., Tensor]:
+    """Return the attention kernel of this name or alias.
+
+    Raises:
+        UsageError: no kernel has this name, or it needs a package that is not installed.
+    """
+    function: Callable[..., Tensor] = ATTENTION.load(name)
+    return function
+
+
+def check_kernel(name: str, q: Tensor) -> None:
+    """Check that a kernel runs on tensors like q (batch, heads, seq, head_dim): their dtype, head_dim and device.
+
+    Raises:
+        UsageError: it does not, or it needs a package that is not installed.
+    """
+    attention_function(name)
+    check = ATTENTION.facts(name).check
+    if check is not None:
+        ATTENTION.function_of(name, check)(q)
+
+
+def _best_kernel(q: Tensor, mask: Tensor | None) -> str:
+    for name in PREFERRED[:-1]:
+        facts = ATTENTION.facts(name)
+        installed = all(importlib.util.find_spec(package) for package in facts.requires)
+        if q.device.type in facts.devices and installed and (mask is None or facts.masks):
+            try:
+                check_kernel(name, q)
+            except UsageError:
+                continue
+            return name
+    return PREFERRED[-1]
