@@ -51,10 +51,10 @@ def main() -> None:
     except BrokenPipeError:  # whoever read it has left; at its end Python would flush again, and complain
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = code or 1
-    if "lmkit.parallel.process_group" in sys.modules and "RANK" in os.environ:
-        from lmkit.parallel.leaving import leave
+    if "lmkit.parallel.ranks" in sys.modules and "RANK" in os.environ:
+        from lmkit.parallel.ranks import shutdown
 
-        leave(code)
+        shutdown(code)
     sys.exit(code)
 
 

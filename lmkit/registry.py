@@ -237,12 +237,14 @@ class StrategyFacts:
         uses: the keys of [parallel] that make a difference to it.
         shards: what it divides among the ranks: (), ("optimizer",), later also "gradients" and "parameters".
         rival: whether it is PyTorch's, here to be compared with.
+        options: name -> default (an int, float, str or bool) of its own options, the table [parallel.options].
     """
 
     order: int = 100
     uses: tuple[str, ...] = ()
     shards: tuple[str, ...] = ()
     rival: bool = False
+    options: Mapping[str, int | float | str | bool] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from lmkit.measure.statistics import median, paired_ratio
 from lmkit.measure.timing import time_variants
 from lmkit.model.transformer import TransformerLM
 from lmkit.optim.adamw import AdamW, Scalars, Update, decay_groups, sweeps
-from lmkit.parallel.process_group import Ranks
+from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.tables import ModelConfig
 
 BYTES_PER_PARAMETER = 7 * 4

@@ -18,10 +18,8 @@ from lmkit.measure.memory import release_memory
 from lmkit.measure.progress import Progress
 from lmkit.measure.statistics import spread
 from lmkit.measure.timing import time_variants
-from lmkit.parallel.agreement import agree
-from lmkit.parallel.process_group import Ranks
-from lmkit.parallel.reduction import Averager
-from lmkit.parallel.traffic import Traffic
+from lmkit.parallel.collectives import Averager, Traffic, agree
+from lmkit.parallel.ranks import Ranks
 
 MEGABYTE = 10**6
 SIZES_MB = (1, 4, 16, 25, 64, 256, 1000)

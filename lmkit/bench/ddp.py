@@ -9,7 +9,7 @@ Definitions, all per round and then summarised by medians with a 95% interval ov
 - host time: how long rank 0's CPU is busy with a step on a GPU that has nothing else to do;
 - host ahead: how long a GPU still worked when its host had handed over a sample's last step, on the rank with the
   least; near zero, the host was measured;
-- link bytes: see `lmkit.parallel.traffic`; "expected" is the formula over the model's parameters.
+- link bytes: see `lmkit.parallel.collectives`; "expected" is the formula over the model's parameters.
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ from lmkit.measure.memory import claim_workspaces, release_memory
 from lmkit.measure.progress import Progress
 from lmkit.measure.statistics import median, paired_ratio, spread
 from lmkit.measure.timing import time_variants
-from lmkit.parallel.agreement import agree
-from lmkit.parallel.process_group import Ranks
-from lmkit.parallel.zero1 import Zero1
+from lmkit.parallel.collectives import agree
+from lmkit.parallel.ranks import Ranks
 
 SETTLE_S = 1.5
 """How long all GPUs work, untimed, before the first sample and after one that all but one rested through. Their
@@ -177,8 +176,8 @@ def _traffic_facts(built: Contender, ranks: Ranks) -> dict[str, Any]:
         "link_bytes": traffic.link_bytes,
         "parameter_bytes": sum(p.nbytes for p in built.model.parameters() if p.requires_grad),
     }
-    if isinstance(built.sync, Zero1) and built.ranks.world_size > 1:
-        facts["gather"] = "reads peers" if built.sync.reads_peers else "collective"
+    if built.sync.gather is not None:
+        facts["gather"] = built.sync.gather
     return facts
 
 
@@ -344,7 +343,7 @@ def expected_link_bytes(name: str, parameter_bytes: int, world_size: int) -> flo
     if name == "none":
         return 0.0
     strategy, detail, options = parse_name(name)
-    gradients = 0.5 if options.wire_dtype == "bf16" and options.weights == "fp32" else 1.0
+    gradients = 0.5 if options.reduce_dtype == "bf16" and options.weights == "fp32" else 1.0
     weights = 1.0 if strategy == "zero1" else gradients  # the second half of an all-reduce
     broadcast = 1.0 if detail == "+ ZeRO" else 0.0
     return (gradients + weights + broadcast) * (world_size - 1) / world_size * parameter_bytes

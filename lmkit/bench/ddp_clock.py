@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lmkit.measure.timing import Work
-from lmkit.parallel.process_group import Ranks
+from lmkit.parallel.ranks import Ranks
 
 
 class SteadyStateClock:

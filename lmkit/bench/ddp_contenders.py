@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,11 +16,10 @@ from lmkit.errors import UsageError
 from lmkit.measure.memory import release_memory
 from lmkit.model.transformer import TransformerLM, compile_model
 from lmkit.optim.adamw import AdamW, decay_groups
-from lmkit.parallel.process_group import Ranks, let_go_of_collectives
-from lmkit.parallel.strategies import GradientSync, SyncOptions, build_strategy
-from lmkit.parallel.torch_ddp import TorchDDP
-from lmkit.parallel.traffic import Traffic
-from lmkit.recipe.tables import ModelConfig
+from lmkit.parallel.collectives import Traffic
+from lmkit.parallel.protocol import GradientSync, build_strategy
+from lmkit.parallel.ranks import Ranks, release_collectives
+from lmkit.recipe.tables import ModelConfig, ParallelConfig
 from lmkit.registry import STRATEGIES
 
 ADAMW: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8}
@@ -101,7 +100,7 @@ def begin_account(ranks: Ranks) -> None:
     that would be freed on this one's account. A collective."""
     if ranks.device.type == "cuda":
         torch.cuda.synchronize(ranks.device)
-        let_go_of_collectives(ranks)
+        release_collectives(ranks)
     release_memory(ranks.device)
 
 
@@ -168,21 +167,20 @@ def contender(name: str, case: DdpCase, ranks: Ranks) -> Contender:
     make: Callable = make_our_adamw if strategy == "zero1" or options.weights == "bf16" else make_adamw
     if name in SOLO:
         alone = Ranks(device=ranks.device)
-        sync = build_strategy("zero1" if options.weights == "bf16" else "none", alone, options)
-        return Contender(case, alone, sync, make, weights=options.weights)
+        return Contender(case, alone, build_strategy(options, alone), make, weights=options.weights)
     if strategy == "torch_ddp":
         if detail == "+ ZeRO":
             make = make_redundancy_free_adamw
-        views, static = detail != "default", detail == "static"
-        sync = TorchDDP(ranks, options, view_gradients=views, static_graph=static)
+        own = {"gradient_as_bucket_view": detail != "default", "static_graph": detail == "static"}
+        sync = build_strategy(options.model_copy(update={"options": own}), ranks)
         built = Contender(case, ranks, sync, make, weights=options.weights)
         if detail == "+ ZeRO":
             built.optimizer.register_step_post_hook(partial(_count_broadcasts, sync.traffic))
         return built
-    return Contender(case, ranks, build_strategy(strategy, ranks, options), make, weights=options.weights)
+    return Contender(case, ranks, build_strategy(options, ranks), make, weights=options.weights)
 
 
-def parse_name(name: str, bench: str = "ddp") -> tuple[str, str, SyncOptions]:
+def parse_name(name: str, bench: str = "ddp") -> tuple[str, str, ParallelConfig]:
     """(strategy, the words after it, options) of a contender.
 
     Args:
@@ -192,10 +190,16 @@ def parse_name(name: str, bench: str = "ddp") -> tuple[str, str, SyncOptions]:
         UsageError: no such contender.
     """
     if name in SOLO:
-        return name, "", SyncOptions(weights="bf16" if name == SOLO[1] else "fp32")
+        is_narrow = name == SOLO[1]
+        return (
+            name,
+            "",
+            ParallelConfig(strategy="zero1", weights="bf16")
+            if is_narrow
+            else ParallelConfig(strategy="none"),
+        )
     strategy, _, detail = name.partition(" ")
     is_torch = strategy == "torch_ddp"
-    defaults = SyncOptions(bucket_mb=TORCH_BUCKET_MB) if is_torch else SyncOptions()
     named = {} if is_torch and detail in TORCH_VARIANTS else _named_options(detail)
     if (
         strategy not in STRATEGIES.names
@@ -208,21 +212,23 @@ def parse_name(name: str, bench: str = "ddp") -> tuple[str, str, SyncOptions]:
             hint=f"{'; '.join(known)}; or with options that the strategy heeds: bucketed 100 MB; zero1 bf16; "
             "flat bf16 wire",
         )
-    return strategy, detail, replace(defaults, **named)
+    if is_torch:
+        named = {"bucket_mb": TORCH_BUCKET_MB, **named}
+    return strategy, detail, ParallelConfig(strategy=strategy, **named)
 
 
 _SIZE = re.compile(r"\d*\.?\d+(e[+-]?\d+)?")
 
 
 def _named_options(detail: str) -> dict[str, Any] | None:
-    """The `SyncOptions` that "100 MB bf16 wire" and the like name; None if it says something else, or one twice."""
+    """Return the keys of [parallel] that "100 MB bf16 wire" names; None if it has another word, or one twice."""
     words = detail.split()
     named: dict[str, Any] = {}
     while words:
         said: dict[str, Any]
         match words:
             case ["bf16", "wire", *words]:
-                said = {"wire_dtype": "bf16"}
+                said = {"reduce_dtype": "bf16"}
             case ["bf16", *words]:
                 said = {"weights": "bf16"}
             case ["collective", *words]:

@@ -17,8 +17,8 @@ from lmkit.measure.memory import release_memory
 from lmkit.measure.plots import timeline
 from lmkit.measure.ranges import quietly
 from lmkit.measure.statistics import clip, overlap, total, union
-from lmkit.parallel.agreement import agree
-from lmkit.parallel.process_group import Ranks
+from lmkit.parallel.collectives import agree
+from lmkit.parallel.ranks import Ranks
 
 Interval = tuple[float, float]
 WARMUP = 5

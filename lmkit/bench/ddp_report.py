@@ -13,7 +13,7 @@ from lmkit.measure.limits import Limits, limits_sentence, model_flops_utilizatio
 from lmkit.measure.plots import grouped_bars, line_plot, of_rate, of_samples, of_time
 from lmkit.measure.statistics import FEWEST_PAIRS, spread
 from lmkit.measure.tables import Column, Rows, markdown_table, picture_lines, row_files
-from lmkit.parallel.process_group import Ranks
+from lmkit.parallel.ranks import Ranks
 
 DDP_COLUMNS = (
     Column("contender", "contender", instead="status"),

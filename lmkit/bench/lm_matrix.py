@@ -36,9 +36,8 @@ from lmkit.measure.environment import describe_environment
 from lmkit.measure.limits import Limits, measure_limits, model_flops_utilization
 from lmkit.measure.memory import release_memory
 from lmkit.measure.progress import Progress
-from lmkit.parallel.launch import spawn_ranks
-from lmkit.parallel.process_group import Ranks, process_group
-from lmkit.parallel.relay import relayed
+from lmkit.parallel.launch import relayed, spawn_ranks
+from lmkit.parallel.ranks import Ranks, process_group
 from lmkit.recipe.tables import RunConfig
 from lmkit.recipe.vocabulary import NUM_BYTES
 from lmkit.registry import ATTENTION, STRATEGIES

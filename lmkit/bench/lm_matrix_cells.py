@@ -18,9 +18,8 @@ from lmkit.measure.memory import GB, claim_workspaces, release_memory, track_pea
 from lmkit.measure.statistics import paired_ratio, spread
 from lmkit.model.accounting import count_parameters, flops_per_token
 from lmkit.parallel.failures import StepWatch
-from lmkit.parallel.process_group import Ranks, let_go_of_collectives
-from lmkit.parallel.strategies import SyncOptions
-from lmkit.recipe.tables import ModelConfig
+from lmkit.parallel.ranks import Ranks, release_collectives
+from lmkit.recipe.tables import ModelConfig, ParallelConfig
 from lmkit.recipe.vocabulary import NUM_BYTES
 from lmkit.training.setup import TrainingStep
 
@@ -182,8 +181,7 @@ class _Training:
             ranks,
             batches,
             precision=options.precision,
-            strategy=strategy,
-            options=SyncOptions(bucket_mb=options.bucket_mb),
+            strategy=ParallelConfig(strategy=strategy, bucket_mb=options.bucket_mb),
             seed=options.seed,
             lr=options.lr,
         )
@@ -268,7 +266,7 @@ def _settle(ranks: Ranks) -> None:
     """Wait, and let the backend and the allocator see that the wait is over: what a collective has used is counted as
     allocated until they have, and would be put down to another training."""
     _synchronize(ranks)
-    let_go_of_collectives(ranks)
+    release_collectives(ranks)
     if ranks.device.type == "cuda":
         torch.empty(1, device=ranks.device)
 

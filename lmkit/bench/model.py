@@ -30,7 +30,7 @@ from lmkit.model.accounting import (
     preset_config,
     training_memory,
 )
-from lmkit.parallel.process_group import Ranks
+from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.tables import ModelConfig
 from lmkit.training.setup import TrainingStep
 

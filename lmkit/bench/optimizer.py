@@ -24,9 +24,9 @@ from lmkit.measure.progress import Progress
 from lmkit.measure.statistics import spread
 from lmkit.measure.timing import time_variants
 from lmkit.model.accounting import flops_per_token
-from lmkit.parallel.agreement import agree
-from lmkit.parallel.process_group import Ranks
-from lmkit.parallel.sharded_optimizer import ShardedOptimizer
+from lmkit.parallel.collectives import agree
+from lmkit.parallel.protocol import ShardedState
+from lmkit.parallel.ranks import Ranks
 
 CONTENDERS = ("bucketed", "zero1", "zero1 bf16", "torch_ddp + ZeRO")
 
@@ -101,7 +101,7 @@ def optimizer_rows(
 def state_bytes(built: Contender) -> int:
     """Bytes of optimizer state on this rank, without fp32 masters of bf16 weights."""
     optimizer = built.optimizer
-    if isinstance(optimizer, ShardedOptimizer):
+    if isinstance(optimizer, ShardedState):
         states = optimizer.state_dict()["state"]
     elif hasattr(optimizer, "optim"):
         # PyTorch's ZeroRedundancyOptimizer: of the parameters dealt to this rank.

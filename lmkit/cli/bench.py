@@ -326,6 +326,6 @@ def _runs_on_gpu(device: str) -> bool:
     """Whether a recipe for GPUs, with what was typed on top, has one to run on."""
     if device == "cpu":  # --set run.device=cpu
         return False
-    from lmkit.parallel.process_group import local_device
+    from lmkit.parallel.ranks import local_device
 
     return local_device("auto", local_rank=0).type == "cuda"

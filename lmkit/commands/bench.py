@@ -19,9 +19,8 @@ from lmkit.errors import UsageError
 from lmkit.measure.progress import Progress
 from lmkit.measure.tables import wrote
 from lmkit.parallel.failures import losses_named
-from lmkit.parallel.launch import spawn_ranks
-from lmkit.parallel.process_group import Ranks
-from lmkit.parallel.relay import relayed
+from lmkit.parallel.launch import relayed, spawn_ranks
+from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.load import recipe_to_toml, required
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig

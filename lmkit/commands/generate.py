@@ -9,7 +9,7 @@ from typing import Any
 
 from lmkit.errors import UsageError
 from lmkit.generation import generate
-from lmkit.parallel.process_group import process_group
+from lmkit.parallel.ranks import process_group
 from lmkit.recipe.load import load_recipe
 from lmkit.tokenizer import Tokenizer
 from lmkit.training.checkpoint import CHECKPOINTS, MANIFEST, newest_checkpoint, run_tokenizer

@@ -1,77 +1,194 @@
-"""`bucketed`: gradients fill buckets in the order in which they become ready; a full bucket is reduced at once.
+"""`bucketed`: fill buckets in the order in which gradients become ready, and all-reduce a bucket when it is full.
 
-Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", without the buckets'
-memory: the gradients of a bucket are averaged where they lie, by one grouped call of the backend, so there is no flat
-tensor to allocate, to fill or to copy from. Only gradients that travel in another dtype are packed (and unpacked).
+Reductions overlap the backward pass. `lmkit.parallel.buckets` has the mechanism; this file decides what is launched
+and what waits for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
-from lmkit.parallel.overlap import OverlapSync
-from lmkit.parallel.reduction import wire_dtype_for
+from lmkit.optim.clipping import gradient_norm
+from lmkit.parallel.buckets import MIB, BucketHooks, ReducingBucket, order_of_first_rank, plan_buckets
+from lmkit.parallel.collectives import reduce_dtype_for
+from lmkit.parallel.protocol import MakeOptimizer, Strategy, present_gradients
+from lmkit.parallel.ranks import Ranks
+from lmkit.recipe.tables import ParallelConfig
 from lmkit.registry import STRATEGIES
 
-MIB = 2**20
-LAST_BUCKET_BYTES = 1 * MIB
-"""The last bucket's reduction is what the backward pass cannot hide: only what comes at the very end is in it."""
+LATE_BYTES = 32 * MIB
+"""A last bucket from this size on may arrive late. A step in two parts costs the host more than a smaller one takes.
+A last bucket from this size on may arrive late. A step in two parts costs the host more than a smaller one takes."""
 
 
 @STRATEGIES.register(
-    "bucketed", order=5, aliases=("flashddp", "Bucketed Overlapping DDP"), uses=("bucket_mb", "wire_dtype")
+    "bucketed", order=5, aliases=("flashddp", "Bucketed Overlapping DDP"), uses=("bucket_mb", "reduce_dtype")
 )
-class BucketedSync(OverlapSync):
-    """As `overlap`, with parameters of about `bucket_mb` per call. Heeds `bucket_mb` and `wire_dtype`."""
+class BucketedSync(Strategy):
+    """Average about `bucket_mb` of gradients per call, in `reduce_dtype`.
 
-    def _plan_buckets(self, in_ready_order: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-        return plan_buckets(in_ready_order, int(self.options.bucket_mb * MIB), self.options.wire_dtype)
-
-    def _wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return wire_dtype_for(dtype, self.options.wire_dtype)
-
-
-def plan_buckets(
-    in_ready_order: Sequence[nn.Parameter], capacity: int, wire_dtype: str = "fp32"
-) -> list[list[nn.Parameter]]:
-    """`fill_buckets`, with the tail of the order (up to `LAST_BUCKET_BYTES`, or else its last parameter) apart."""
-    tail = _tail_length(in_ready_order, wire_dtype)
-    body, end = in_ready_order[: len(in_ready_order) - tail], in_ready_order[len(in_ready_order) - tail :]
-    return [*fill_buckets(body, capacity, wire_dtype), *fill_buckets(end, capacity, wire_dtype)]
-
-
-def fill_buckets(
-    in_ready_order: Sequence[nn.Parameter], capacity: int, wire_dtype: str = "fp32"
-) -> list[list[nn.Parameter]]:
-    """Fill buckets until each has at least `capacity` bytes in `wire_dtype`; one device and dtype each.
-
-    The parameter that reaches the capacity closes its bucket (as in PyTorch's reducer): many collectives cost
-    the host more than slightly larger ones cost the link. Listed by when each bucket's last parameter is ready.
+    The order in which gradients become ready is recorded in the first step. Rank 0's order then holds on all ranks.
     """
-    closed: list[list[nn.Parameter]] = []
-    filling: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
-    for parameter in in_ready_order:
-        bucket = filling.setdefault((parameter.device, parameter.dtype), [])
-        bucket.append(parameter)
-        if sum(bytes_of(p, wire_dtype) for p in bucket) >= capacity:
-            closed.append(filling.pop((parameter.device, parameter.dtype)))
-    closed.extend(filling.values())
-    ready_at = {parameter: position for position, parameter in enumerate(in_ready_order)}
-    return sorted(closed, key=lambda bucket: ready_at[bucket[-1]])
+
+    def __init__(self, ranks: Ranks, config: ParallelConfig) -> None:
+        super().__init__(ranks, config)
+        self._flying: list[ReducingBucket] = []
+        self._unused: list[int] = []  # indices of the parameters for which this rank has only zeros
+        self._order_is_settled = False
+
+    def _install(self) -> None:
+        self._index_of = {parameter: index for index, parameter in enumerate(self.parameters)}
+        # Until the first backward pass has shown the order: the gradients of the last layers come first.
+        self._use_buckets(self._plan(self.parameters[::-1]))
+
+    def _plan(self, in_ready_order: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+        """Return the buckets in the order in which they are launched."""
+        return plan_buckets(in_ready_order, int(self.config.bucket_mb * MIB), self.config.reduce_dtype)
+
+    def _use_buckets(self, buckets: list[list[nn.Parameter]]) -> BucketHooks:
+        self._buckets = buckets
+        self._last_bytes = sum(parameter.nbytes for parameter in buckets[-1]) if buckets else 0
+        self._hooks = BucketHooks(buckets, self._launch, self._forget, self._is_accumulating)
+        return self._hooks
+
+    def _launch(self, index: int) -> None:
+        bucket = self._buckets[index]
+        reduce_dtype = reduce_dtype_for(bucket[0].dtype, self.config.reduce_dtype)
+        extra = []
+        if index == len(self._buckets) - 1:
+            # Flags of the parameters that this rank used: cheaper on the last bucket than in a call of their own.
+            self._used = torch.ones(len(self.parameters), dtype=reduce_dtype, device=bucket[0].device)
+            if self._unused:
+                self._used[self._unused] = 0
+            extra = [self._used]
+        self._flying.append(ReducingBucket(bucket, self._averager, reduce_dtype=reduce_dtype, extra=extra))
+
+    def _without_gradient(self) -> list[int]:
+        assert self._hooks is not None
+        return [self._index_of[parameter] for parameter in self._hooks.without_gradient()]
+
+    def _reduce(self, unused: Sequence[int], *, wait: bool) -> Sequence[int]:
+        assert self._hooks is not None
+        self._unused = list(unused)
+        self._hooks.launch_rest()
+        self._unused = []
+        everything = wait or unused or not self._order_is_settled or self._last_bytes < LATE_BYTES
+        self._wait_for_flying(leave=0 if everything else 1)
+        if not self._order_is_settled:
+            self._settle_order(self._hooks)
+        if not unused:
+            return []
+        share = self._used.tolist()  # of the ranks; only a rank with unused parameters waits for it
+        return [index for index in unused if share[index] == 0]
+
+    def _settle_order(self, recorded: BucketHooks) -> None:
+        """Plan the buckets anew, in the order of rank 0's gradients; parameters without a gradient there go last."""
+        in_ready_order = order_of_first_rank(recorded.order, self.parameters[::-1], self.ranks)
+        recorded.close()
+        hooks = self._use_buckets(self._plan(in_ready_order))
+        if not self._accumulated:
+            hooks.watch_ends(in_ready_order)
+        self._order_is_settled = True
+
+    # What reads gradients that are still on their way waits for them.
+
+    def build_optimizer(self, make: MakeOptimizer, groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
+        optimizer = super().build_optimizer(make, groups)
+        if self.ranks.world_size > 1:
+            LateStep(optimizer, self._late_parameters, self._wait_for_flying)
+        return optimizer
+
+    def _gradient_norm(self) -> torch.Tensor:
+        late = set(self._late_parameters())
+        # The norm of the others is computed while the late gradients travel.
+        norm = gradient_norm(present_gradients(p for p in self.parameters if p not in late))
+        if not late:
+            return norm
+        self._wait_for_flying()
+        return torch.linalg.vector_norm(torch.stack((norm, gradient_norm(present_gradients(late)))))
+
+    def _late_parameters(self) -> list[nn.Parameter]:
+        return self._buckets[-1] if self._flying else []
+
+    def _wait_for_flying(self, leave: int = 0) -> None:
+        while len(self._flying) > leave:
+            self._flying.pop(0).wait()
+
+    def reset(self) -> None:
+        if self._hooks is not None:
+            self._forget()
+            self._hooks.reset()
+
+    def _forget(self) -> None:
+        for bucket in self._flying:
+            bucket.abandon()
+        self._flying.clear()
 
 
-def _tail_length(parameters: Sequence[nn.Parameter], wire_dtype: str) -> int:
-    total = 0
-    for length, parameter in enumerate(reversed(parameters)):
-        total += bytes_of(parameter, wire_dtype)
-        if total > LAST_BUCKET_BYTES:
-            return max(1, length)
-    return len(parameters)
+class LateStep:
+    """Split an optimizer's step in two while gradients are on their way: first the parameters without late gradients.
+
+    The gradient of the embedding is the largest of many models and the last to be ready. No backward pass is left to
+    hide its reduction behind, but the step of all other parameters is. The optimizer must skip parameters without a
+    gradient and keep its state per parameter, as PyTorch's optimizers do.
+
+    Args:
+        late: returns the parameters whose gradients are on their way.
+        wait: waits for these gradients.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        late: Callable[[], Iterable[nn.Parameter]],
+        wait: Callable[[], None],
+    ) -> None:
+        self._late = late
+        self._wait = wait
+        self._withheld: dict[nn.Parameter, torch.Tensor | None] = {}
+        self._is_second = False
+        optimizer.register_step_pre_hook(self._before)
+        optimizer.register_step_post_hook(self._after)
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._is_second:
+            return
+        late = {parameter: parameter.grad for parameter in self._late()}
+        if len(args) > 1 or kwargs:  # a closure computes the gradients anew
+            self._wait()
+            return
+        self._withheld = late
+        for parameter in late:
+            parameter.grad = None
+
+    def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._is_second or not self._withheld:
+            return
+        late, self._withheld = self._withheld, {}
+        for parameter, gradient in late.items():
+            parameter.grad = gradient
+        self._wait()
+        others = [p for group in optimizer.param_groups for p in group["params"] if p not in late]
+        with _without_gradients(others):
+            self._is_second = True
+            try:
+                optimizer.step()
+            finally:
+                self._is_second = False
 
 
-def bytes_of(parameter: nn.Parameter, wire_dtype: str) -> int:
-    """What its gradient takes on the wire."""
-    return parameter.numel() * wire_dtype_for(parameter.dtype, wire_dtype).itemsize
+@contextmanager
+def _without_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    held = {parameter: parameter.grad for parameter in parameters}
+    for parameter in held:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in held.items():
+            parameter.grad = gradient

@@ -1,7 +1,7 @@
-"""When a rank dies or hangs: an error within the timeout that names the rank and the step, never a wait for ever.
+"""Turn a rank that dies or hangs into an error that names the rank and the step, within the timeout.
 
-On gloo a broken or late collective raises in the caller; the survivors then ask the store who else is still
-there. On NCCL the caller only waits on the GPU, so a thread watches the clock instead.
+On gloo a broken or late collective raises in the caller; the surviving ranks then ask the store who else is alive. On
+NCCL the caller only waits for the GPU, so a thread watches the clock instead.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from types import TracebackType
 import torch.distributed as dist
 
 from lmkit.errors import LmkitError
-from lmkit.parallel.process_group import Ranks, absent_ranks
+from lmkit.parallel.ranks import Ranks, absent_ranks
 
 ROLL_CALL_S = 2.0
-"""How long survivors wait for one another's sign before they call the others silent."""
+"""How long survivors wait for one another's sign of life before they report the others as silent."""
 
 GLOO_SIGNS = ("gloo/", "pair closure")
-"""In gloo's errors: its source path, or "Application timeout caused pair closure" where a pending pair is told."""
+"""Texts in gloo's errors: its source path, or "Application timeout caused pair closure"."""
 
 
 class RankLost(LmkitError):
-    """Communication broke off: another rank died, hangs, or left with an error of its own."""
+    """Communication broke: another rank died, hangs, or ended with an error of its own."""
 
     is_consequence = True
 
 
 class StepWatch:
-    """Gives every step a name in the errors of communication, and on GPUs an end.
+    """Name the step in errors of communication, and on GPUs bound its time.
 
         with StepWatch(ranks) as watch:
             for step in ...:
@@ -62,7 +62,7 @@ class StepWatch:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Name the step; raises RankLost where a collective inside it broke."""
+        """Name the step; raise RankLost if a collective inside it breaks."""
         if self._clock is not None:
             self._clock.arm(number)
         try:
@@ -75,7 +75,7 @@ class StepWatch:
 
 @contextmanager
 def losses_named(ranks: Ranks, moment: str) -> Iterator[None]:
-    """Turn a collective that breaks inside into a `RankLost` that names this rank, the moment, and who is missing."""
+    """Turn a collective that breaks inside into a `RankLost` with this rank, the moment, and the silent ranks."""
     try:
         yield
     except RuntimeError as error:
@@ -85,35 +85,37 @@ def losses_named(ranks: Ranks, moment: str) -> Iterator[None]:
 
 
 def is_communication_error(error: RuntimeError) -> bool:
-    """Whether a collective raised it (gloo raises plain RuntimeErrors; their text tells)."""
+    """Return whether a collective raised it. gloo raises plain RuntimeErrors, known by their text."""
     return isinstance(error, dist.DistError) or any(sign in str(error) for sign in GLOO_SIGNS)
 
 
 def rank_lost(ranks: Ranks, moment: str, error: RuntimeError) -> RankLost:
-    """Call the roll, and say in one line what broke, when, and who is silent. A silent rank may be slow only."""
+    """Return the error for a broken collective: what broke, when, and which ranks are silent (and may just be slow).
+    Return the error for a broken collective: what broke, when, and which ranks are silent (and may just be slow)."""
     timed_out = "imed out" in str(error) or "imeout" in str(error)
     what = f"no answer within {ranks.timeout_s:g} s" if timed_out else "the connection broke"
     return RankLost(
+        "parallel.rank_lost",
         f"rank {ranks.rank}, {moment}: {what}; {_roll_call(ranks)}",
-        hint="look for the error or signal of a rank that is lost; a slow one needs a longer timeout",
+        hint="look for the error or signal of the silent rank; a slow one needs a longer parallel.timeout_s",
     )
 
 
 def _roll_call(ranks: Ranks) -> str:
-    """Which ranks do not report a broken collective too: they died, hang, or have not noticed yet."""
+    """Say which ranks do not report a broken collective, too: they died, hang, or have not noticed yet."""
     assert ranks.store is not None
     try:
         ranks.store.set(f"survivor/{ranks.rank}", "yes")
         silent = absent_ranks(ranks.store, "survivor", ranks.world_size, ROLL_CALL_S)
     except dist.DistNetworkError:
-        return "the place where the ranks met is gone too"  # it may have been in the rank that died
+        return "the rendezvous store is gone, too"  # the rank that died may have hosted it
     if not silent:
         return "all ranks are still there"
     return f"no sign of rank {', '.join(map(str, silent))} in {ROLL_CALL_S:g} s more"
 
 
 class _Clock(threading.Thread):
-    """Ends the process when an armed step passes its deadline."""
+    """End the process when an armed step passes its deadline."""
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__(name="lmkit-step-watch", daemon=True)
@@ -140,7 +142,7 @@ class _Clock(threading.Thread):
     def _give_up(self, step: int) -> None:
         ranks = self._ranks
         sys.stderr.write(
-            f"error: rank {ranks.rank}, step {step}: unfinished after {ranks.timeout_s:g} s, "
+            f"error[parallel.step_hangs]: rank {ranks.rank}, step {step}: unfinished after {ranks.timeout_s:g} s; "
             "this rank or one that it waits for hangs\n"
         )
         sys.stderr.flush()

@@ -1,7 +1,7 @@
-"""`--nproc N`: start the ranks of one machine without torchrun, and end all of them when one fails.
+"""Start the ranks of one machine without torchrun (`--nproc N`), relay their progress, and end all when one fails.
 
 Every rank is a fresh interpreter (spawn: a fork after torch was loaded can deadlock) with the environment that
-`process_group` reads, and meets the others in this process (`lmkit.parallel.meeting`).
+`process_group` reads. The rendezvous is hosted by this process.
 """
 
 from __future__ import annotations
@@ -18,21 +18,24 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 from lmkit.errors import LmkitError, UsageError
+from lmkit.measure.progress import Progress
 from lmkit.parallel.failures import RankLost
-from lmkit.parallel.leaving import leave
-from lmkit.parallel.meeting import RENDEZVOUS_VARIABLE, hosted_store
+from lmkit.parallel.ranks import RENDEZVOUS_VARIABLE, hosted_store, shutdown
+from lmkit.registry import PLUGINS, load_plugin
 
 GRACE_S = 3.0
-"""After the first failure: how long the other ranks get to report theirs, and again to end after SIGTERM. After a
-second stopping signal: how long they get to leave."""
+"""After the first failure: seconds for the other ranks to report theirs, and again to end after SIGTERM. After a
+second stopping signal: seconds for all ranks to end."""
 STOP_S = 75.0
-"""After a stopping signal: how long the other ranks get once one has ended. The first may upload for a minute."""
+"""After a stopping signal: seconds for the other ranks once one has ended. Rank 0 may upload for a minute."""
 
-_LOOK_S = 1.0
-"""A signal that the system gave to another thread of this process wakes nobody: it is seen at the next look."""
+_POLL_S = 1.0
+"""A signal that the system delivers to another thread of this process does not interrupt a wait: it is seen at the
+next poll."""
 _STOPPING = (signal.SIGTERM, signal.SIGINT)
 _STOPPED = tuple(code for number in _STOPPING for code in (-number, 128 + number))
 
@@ -44,18 +47,21 @@ class RankFailed(LmkitError):
 def spawn_ranks(nproc: int, target: Callable[..., Any], args: Sequence[Any] = ()) -> Any:
     """Run `target(*args)` in `nproc` new processes and return what rank 0 returned.
 
-    `target` and `args` must be picklable; the target opens `process_group(...)` itself. SIGTERM and SIGINT to
-    this process are passed on to every rank once each; when the ranks have then ended, SystemExit(143) or
-    KeyboardInterrupt is raised here, also if some lost contact to others that were gone already.
+    `target` and `args` must be picklable; the target opens `process_group(...)` itself. Every rank first loads the
+    plugins that this process has loaded. SIGTERM and SIGINT to this process are passed on to every rank once each;
+    when the ranks have then ended, SystemExit(143) or KeyboardInterrupt is raised here, also if some ranks lost
+    contact to others that had ended before.
 
     Raises:
-        LmkitError: the error of the first rank that failed, named in the message (its type is kept, so a
-            UsageError stays one). Ranks that only lost contact do not count while another has a reason.
-        RankFailed: that rank was killed, exited with a code, or raised something else (its traceback is
-            written to stderr).
+        LmkitError: the error of the first rank that failed, with the rank's name in the message; its type, code and
+            hint are kept. An error of a rank that only lost contact counts if there is no other.
+        RankFailed: that rank was killed, exited with a code, or raised something else (its traceback is written to
+            stderr).
     """
     if nproc < 1:
-        raise UsageError(f"--nproc: {nproc} is not a number of ranks", hint="give 1 or more")
+        raise UsageError(
+            "parallel.nproc", f"--nproc: {nproc} is not a number of ranks", hint="give 1 or more"
+        )
     with hosted_store() as address:
         ranks = [_Rank(number, nproc, address, target, tuple(args)) for number in range(nproc)]
         with _signals_passed_on(ranks) as received:
@@ -80,7 +86,7 @@ class _Rank:
     """The parent's view of one rank."""
 
     def __init__(
-        self, number: int, nproc: int, meeting: str, target: Callable[..., Any], args: tuple[Any, ...]
+        self, number: int, nproc: int, rendezvous: str, target: Callable[..., Any], args: tuple[Any, ...]
     ) -> None:
         context = multiprocessing.get_context("spawn")
         self.number = number
@@ -93,15 +99,18 @@ class _Rank:
             "RANK": str(number),
             "LOCAL_RANK": str(number),
             "WORLD_SIZE": str(nproc),
-            RENDEZVOUS_VARIABLE: meeting,
+            RENDEZVOUS_VARIABLE: rendezvous,
         }
         self.process = context.Process(
-            target=_run_rank, args=(environment, self._child_end, target, args), name=f"rank {number}"
+            target=_run_rank,
+            # Unpickled in this order: the target may be defined in a plugin.
+            args=(_Plugins(PLUGINS), environment, self._child_end, target, args),
+            name=f"rank {number}",
         )
 
     def start(self) -> None:
         # Blocked signals are inherited: a Ctrl-C while the child starts must not kill it half-way, with a traceback.
-        resource_tracker.ensure_running()  # which unblocks, so not between these lines
+        resource_tracker.ensure_running()  # it unblocks signals, so it comes before the next line
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self.process.start()
@@ -115,7 +124,7 @@ class _Rank:
 
     @property
     def waitables(self) -> list[Any]:
-        """What to wait for: the report while it may come (the pipe outlives the child), then the end."""
+        """Return what to wait for: the report while it may come (the pipe outlives the child), then the end."""
         if self.process.pid is None:
             return []
         if self._listening:
@@ -127,7 +136,7 @@ class _Rank:
             os.kill(self.process.pid, number)
 
     def receive(self) -> None:
-        """Take the rank's report if it is there; the end of the pipe means that none will come."""
+        """Take the rank's report if it has come. The end of the pipe means that none will."""
         if not self._listening or not self._reports.poll():
             return
         self._listening = False
@@ -142,45 +151,66 @@ class _Rank:
             self.error = content
         else:
             sys.stderr.write(f"rank {self.number}:\n{content}")
-            self.error = RankFailed(content.strip().splitlines()[-1])
+            self.error = RankFailed("parallel.rank_failed", content.strip().splitlines()[-1])
 
     def failed(self, received: Sequence[int]) -> bool:
-        """Whether it ended badly; ending as stopping signals do, once one was passed on, is no failure."""
+        """Return whether it ended badly. After a stopping signal, ending by that signal is no failure."""
         fine = {None, 0, *(_STOPPED if received else ())}
         return self.error is not None or self.process.exitcode not in fine
 
     @property
     def ended_as_told(self) -> bool:
-        """Whether it ended as a signal makes a process end, before anybody lost patience with it."""
+        """Whether a stopping signal ended it, and not this process after its patience."""
         return self.process.exitcode in _STOPPED and not self.ended_by_us
 
     def as_error(self) -> LmkitError:
-        """The failure with the rank's name in front."""
+        """Return the failure with the rank's name in front of the message."""
         if self.error is not None:
             message = self.error.message
             named = message if message.startswith("rank ") else f"rank {self.number}: {message}"
-            return type(self.error)(named, hint=self.error.hint)
+            return type(self.error)(self.error.code, named, hint=self.error.hint)
         code = self.process.exitcode or 0
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return RankFailed(f"rank {self.number} {how}", hint="look above for what that rank wrote")
+        return RankFailed(
+            "parallel.rank_failed", f"rank {self.number} {how}", hint="look above for what that rank wrote"
+        )
+
+
+class _Plugins:
+    """Load plugins when it is unpickled."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = list(paths)
+
+    def __reduce__(self) -> tuple:
+        return (_load_plugins, (self._paths,))
+
+
+def _load_plugins(paths: Sequence[Path]) -> None:
+    for path in paths:
+        load_plugin(path)
 
 
 def _run_rank(
-    environment: dict[str, str], reports: Connection, target: Callable[..., Any], args: tuple[Any, ...]
+    plugins: None,
+    environment: dict[str, str],
+    reports: Connection,
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
-    """The child: own process group (Ctrl-C reaches the parent alone), then the target, then a report."""
+    """Run the target in the child, in a process group of its own (Ctrl-C reaches the parent only), and report."""
     os.setpgid(0, 0)
     _end_with_parent()
     os.environ.update(environment)
-    leave(_report_result(reports, target, args))
+    shutdown(_report_result(reports, target, args))
 
 
 def _report_result(reports: Connection, target: Callable[..., Any], args: tuple[Any, ...]) -> int:
     """Run the target, tell the parent how it went, and return the exit code."""
-    # As SIGTERM does, it ends a rank that has no handler of its own, wherever that is: Python's exception would not
-    # reach one that waits in C++, and in the middle of an import it turns into other errors.
+    # Let SIGINT end a rank without a handler of its own wherever it is, as SIGTERM does: Python's exception would not
+    # reach a rank that waits in C++, and in the middle of an import it turns into other errors.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # one that came during the start arrives here
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # a SIGINT during the start arrives here
     try:
         result = target(*args)
         reports.send(("result", result if os.environ["RANK"] == "0" else None))
@@ -198,7 +228,7 @@ def _report_result(reports: Connection, target: Callable[..., Any], args: tuple[
 
 
 def _end_with_parent() -> None:
-    """A rank must not outlive a parent that was killed without a chance to end it."""
+    """End this rank when its parent was killed and could not end it."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -236,7 +266,7 @@ def _wait_for_all(ranks: Sequence[_Rank], received: Sequence[int]) -> None:
     end when told to stop."""
     deadline: float | None = None
     while waiting := [item for rank in ranks for item in rank.waitables]:
-        left = _LOOK_S if deadline is None else min(_LOOK_S, deadline - time.monotonic())
+        left = _POLL_S if deadline is None else min(_POLL_S, deadline - time.monotonic())
         if left <= 0:
             return
         wait(waiting, left)
@@ -270,3 +300,38 @@ def _first_failure(ranks: Sequence[_Rank], received: Sequence[int]) -> LmkitErro
     if not reasons and received and any(rank.ended_as_told for rank in ranks):
         return None
     return next(iter(reasons or errors), None)
+
+
+@contextmanager
+def relayed(progress: Progress) -> Iterator[Progress]:
+    """Yield a `Progress` that `spawn_ranks` can hand to its ranks.
+
+    What they report is passed on to `progress` by a thread of this process, all of it by the end of the block, by
+    which the ranks must have ended.
+    """
+    receiving, sending = multiprocessing.get_context("spawn").Pipe(duplex=False)
+
+    def pass_on() -> None:
+        while True:
+            try:
+                report = receiving.recv()
+            except (EOFError, OSError):  # OSError: the rank was killed in the middle of a report
+                return
+            progress(*report)
+
+    with receiving:
+        thread = threading.Thread(target=pass_on, name="lmkit-progress", daemon=True)
+        thread.start()
+        try:
+            yield _Sender(sending)
+        finally:
+            sending.close()  # the last one: the thread finds the end of the pipe
+            thread.join()
+
+
+class _Sender:
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+
+    def __call__(self, stage: str, done: int, total: int, /) -> None:
+        self._pipe.send((stage, done, total))

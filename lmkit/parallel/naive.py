@@ -1,20 +1,20 @@
-"""`naive`: after the backward pass, one blocking all-reduce per parameter. The ladder's first rung."""
+"""`naive`: all-reduce every parameter's gradient after the backward pass, one after the other."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lmkit.parallel.replicated import ReplicatedSync
-from lmkit.parallel.unused import UsedAnywhere
+from lmkit.parallel.collectives import unused_everywhere
+from lmkit.parallel.protocol import Strategy
 from lmkit.registry import STRATEGIES
 
 
 @STRATEGIES.register("naive", order=2, aliases=("Naive DDP",))
-class NaiveSync(ReplicatedSync):
-    """Pays the latency of a collective once per parameter and overlaps nothing. Heeds no options."""
+class NaiveSync(Strategy):
+    """Pay the latency of a collective once per parameter and overlap nothing."""
 
     def _reduce(self, unused: Sequence[int], *, wait: bool) -> Sequence[int]:
         for parameter in self.parameters:
             assert parameter.grad is not None
             self._averager.all_reduce([parameter.grad]).wait()
-        return UsedAnywhere(unused, len(self.parameters), self.ranks, self.traffic).unused_everywhere()
+        return unused_everywhere(unused, len(self.parameters), self.ranks, self.traffic)

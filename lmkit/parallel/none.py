@@ -1,21 +1,20 @@
-"""`none`: every rank trains its own copy. What a step costs without communication; also the single process."""
+"""`none`: communicate nothing. Every rank trains its own copy; the strategy of a single process, too."""
 
 from __future__ import annotations
 
 from torch import nn
 
-from lmkit.parallel.replicas import trainable_parameters
-from lmkit.parallel.replicated import ReplicatedSync
+from lmkit.parallel.protocol import Strategy, trainable_parameters
 from lmkit.registry import STRATEGIES
 
 
 @STRATEGIES.register("none", order=1, aliases=("Local No DDP",))
-class NoSync(ReplicatedSync):
-    """Communicates nothing, not even rank 0's parameters. Heeds no options."""
+class NoSync(Strategy):
+    """Leave gradients as they are, and do not even take rank 0's parameters."""
 
     def attach(self, model: nn.Module, *, fingerprint: str = "") -> nn.Module:
         self.parameters = trainable_parameters(model)
         return model
 
     def finish(self, *, wait: bool = True) -> None:
-        """Gradients stay this rank's own."""
+        """Do nothing: gradients stay this rank's own."""

@@ -1,36 +1,52 @@
-"""The optimizer of `zero1`: any element-wise optimizer, made over this rank's shards, stepped in parts."""
+"""ZeRO-1 optimizers: any element-wise optimizer, made over this rank's shards and stepped in parts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from lmkit.optim.adamw import AdamW
-from lmkit.parallel.sharded_bucket import ShardedBucket, start_gather
-from lmkit.parallel.strategies import MakeOptimizer
-from lmkit.parallel.weight_gather import WeightGather
-from lmkit.parallel.zero1_layout import ShardLayout, StateDict, consolidate, take_shards
+from lmkit.parallel.buckets import MIB
+from lmkit.parallel.collectives import Averager, Traffic
+from lmkit.parallel.gather import CollectiveGather, WeightGather
+from lmkit.parallel.protocol import MakeOptimizer
+from lmkit.parallel.ranks import Ranks
+from lmkit.parallel.shards import (
+    BucketLayout,
+    ShardedBucket,
+    ShardLayout,
+    StateDict,
+    consolidate,
+    plan_shards,
+    start_gather,
+    take_shards,
+)
 
 STEP_PARTS = 4
-"""The step is made in so many parts, so that gathering one part's weights overlaps the next part's arithmetic."""
+"""The step is made in this many parts, so that gathering the weights of one overlaps the arithmetic of the next."""
 
 
-class ShardedOptimizer(torch.optim.Optimizer):
-    """Steps this rank's shards of all buckets, then starts gathering the weights.
+class Zero1Optimizer(torch.optim.Optimizer):
+    """Update this rank's shards of all buckets, then start gathering the weights (Rajbhandari et al. 2020, P_os).
 
-    `param_groups` are the given groups, one to one, with the shards in place of the parameters: a schedule sets
-    "lr" there as usual. The optimizer must treat elements independently of one another (AdamW, SGD, Adam,
-    RMSprop do; LAMB and Muon, which look at whole matrices, do not), and skip what has no gradient. Our AdamW also
-    saves the passes around it: it reads gradients in the dtype in which they travelled, and writes weights beside
-    their masters.
+    `param_groups` are the given groups, one to one, with shards in place of the parameters: a schedule sets "lr"
+    there as usual. The optimizer must update every element from its own gradient and state alone (AdamW, SGD, Adam
+    and RMSprop do; LAMB and Muon, which look at whole matrices, do not), and skip parameters without a gradient. With
+    our AdamW fewer passes over memory are made: it reads gradients in the dtype in which they were reduced, and
+    writes weights and master weights together.
 
     Args:
         make: makes the optimizer from parameter groups.
         groups: the caller's groups; their "params" are replaced by the shards of the buckets.
         buckets: in the order in which the next forward pass needs them.
-        gather: how the buckets' shards come together; None if this rank is alone.
+        gather: collects the shards; None if this rank is alone.
+
+    Attributes:
+        shard_layout: which elements of which parameters this rank and the others hold.
+        inner: the optimizer of the shards.
     """
 
     def __init__(
@@ -44,30 +60,38 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         self.inner = make(
             [
-                {**group, "params": [bucket.master for bucket in buckets if bucket.layout.group == number]}
-                for number, group in enumerate(groups)
+                {**group, "params": [bucket.master for bucket in buckets if bucket.layout.group == index]}
+                for index, group in enumerate(groups)
             ]
         )
         super().__init__(self.inner.param_groups, self.inner.defaults)
         self.state = self.inner.state
-        self.layout = layout
+        self.shard_layout = layout
         self._rank = rank
         self._gather_shards = gather
         self._writes_shards = isinstance(self.inner, AdamW)
-        if isinstance(self.inner, AdamW):
-            self.inner.copies = {bucket.master: bucket.shard for bucket in buckets if bucket.has_own_master}
-            for bucket in buckets:
-                bucket.leave_casts()
-        self._in_layout_order = sorted(buckets, key=lambda bucket: layout.buckets.index(bucket.layout))
-        self._parts = _split_evenly(buckets, STEP_PARTS)
+        self._in_layout_order: list[ShardedBucket] = []
+        self._own(sorted(buckets, key=lambda bucket: layout.buckets.index(bucket.layout)))
         self.keep: list[tuple[ShardedBucket, slice]] = []
-        """Elements that this step must leave alone: parameters that no rank used."""
+        """Elements that the next step must leave alone: those of parameters that no rank used."""
+
+    def _own(self, buckets: Sequence[ShardedBucket]) -> None:
+        """Take buckets, in the order of the layout."""
+        self._in_layout_order += buckets
+        self._parts = _split_evenly(self._in_layout_order[::-1], STEP_PARTS)
+        if isinstance(self.inner, AdamW):
+            self.inner.copies = {b.master: b.shard for b in self._in_layout_order if b.has_own_master}
+            for bucket in buckets:
+                bucket.keep_reduce_dtype()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Step every shard and start gathering. Weights are whole again where the next forward pass reads them."""
+        """Update every shard and start gathering. `LazyWeights` waits for the weights where they are read."""
         if closure is not None:
             raise ValueError("a sharded optimizer takes no closure: gradients are reduced once per step")
+        self._step_shards()
+
+    def _step_shards(self) -> None:
         kept = [
             (tensor, tensor.clone()) for bucket, where in self.keep for tensor in self._slices(bucket, where)
         ]
@@ -75,7 +99,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         arrived = {bucket: bucket.master.grad for bucket in self._in_layout_order}
         for bucket in arrived:
             bucket.master.grad = None
-        # What the forward pass reads last was reduced first: stepping it covers the reduction of what came last.
+        # The weights that the forward pass reads last were reduced first: their step covers the last reductions.
         *earlier, last = self._parts
         for part in (last, *earlier):
             for bucket in part:
@@ -122,28 +146,33 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 state[str(index)]["master"] = bucket.master
         return {
             "rank": self._rank,
-            "layout": self.layout.as_json(),
+            "layout": self.shard_layout.as_json(),
             "param_groups": [_without_params(group) for group in self.param_groups],
             "state": state,
         }
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Take this rank's own state back. Load the model's weights before, not after.
+        """Load this rank's own state. Load the model's weights before, not after.
 
         Raises:
             ValueError: it was saved by another rank or under another layout (see `load_resharded`).
         """
-        if state_dict["rank"] != self._rank or ShardLayout.from_json(state_dict["layout"]) != self.layout:
+        if (
+            state_dict["rank"] != self._rank
+            or ShardLayout.from_json(state_dict["layout"]) != self.shard_layout
+        ):
             raise ValueError("the state has another layout or rank; load_resharded takes all ranks' states")
         self._load(state_dict["state"], state_dict["param_groups"])
 
     @torch.no_grad()
     def load_masters(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Take the fp32 masters of bf16 weights from whole weights, by name: the model's own have been rounded.
-        Load the model's weights before; state with masters in it may follow."""
+        """Load the fp32 masters of bf16 weights from whole weights, by name: the model's weights have been rounded.
+
+        Load the model's weights before; state that has masters may follow.
+        """
         shards = take_shards(
-            {name: {"master": weight} for name, weight in weights.items()}, self.layout, self._rank
+            {name: {"master": weight} for name, weight in weights.items()}, self.shard_layout, self._rank
         )
         for index, bucket in enumerate(self._in_layout_order):
             if bucket.has_own_master:
@@ -151,12 +180,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_resharded(self, states: Sequence[StateDict]) -> None:
-        """Take what all ranks of a run with another world size or bucket size saved, cut for this run.
+        """Load the state that all ranks of a run saved, with another world size or bucket size, cut for this run.
 
         Raises:
             ValueError: a rank's state is missing, or a parameter has none.
         """
-        shards = take_shards(consolidate(states), self.layout, self._rank)
+        shards = take_shards(consolidate(states), self.shard_layout, self._rank)
         self._load(shards, states[0]["param_groups"])
 
     def _load(self, state: dict[str, dict[str, torch.Tensor]], groups: Sequence[dict[str, Any]]) -> None:
@@ -181,9 +210,129 @@ class ShardedOptimizer(torch.optim.Optimizer):
             group.update(loaded)
 
     def _slices(self, bucket: ShardedBucket, where: slice) -> list[torch.Tensor]:
-        """The weights and states of some elements, as views."""
+        """Return the weights and states of some elements, as views."""
         states = self.inner.state.get(bucket.master, {}).values()
         return [tensor[where] for tensor in (bucket.master, *filter(_is_per_element, states))]
+
+
+class ShardedOptimizer(Zero1Optimizer):
+    """Shard the state of any element-wise optimizer over the ranks of the process group that is already there.
+
+        optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-4)
+        loss.backward()        # the gradients must be averaged: with `DataParallel`, or PyTorch's DDP
+        optimizer.step()       # afterwards every rank has all updated parameters
+
+    The parameters move into flat buckets (`parameter.data` becomes a view), so create it after the model is on its
+    device. Each rank updates 1/W of all elements and gathers the others. Without a process group it is the plain
+    optimizer. Frozen parameters, and parameters without a gradient, keep their values. A bucket's parameters share
+    one step counter: the bias correction of a parameter that is unused in some steps counts these, too.
+
+    Args:
+        params: parameters or parameter groups.
+        optimizer_class: a class of `torch.optim`, or `lmkit.optim.AdamW`.
+        options: its keyword arguments.
+
+    Raises:
+        ValueError: a parameter is in two groups, or the optimizer looks at whole matrices.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: Callable[..., torch.optim.Optimizer],
+        **options: Any,
+    ) -> None:
+        if (name := getattr(optimizer_class, "__name__", "")) in _NOT_ELEMENTWISE:
+            raise ValueError(
+                f"{name} does not update every element by itself: its state cannot be cut into shards"
+            )
+        self._ranks = Ranks.current()
+        self._given: list[dict[str, Any]] = []
+        self._is_built = False
+        gather = None
+        if self._ranks.world_size > 1:
+            gather = CollectiveGather(Averager(self._ranks, Traffic()))
+        listed = list(params)
+        is_one_group = not listed or isinstance(listed[0], torch.Tensor)
+        groups: list[dict[str, Any]] = [{"params": listed}] if is_one_group else listed
+        buckets = [bucket for group in groups for bucket in self._shard(group, gather)]
+        super().__init__(
+            lambda shards: optimizer_class(shards, **options),
+            self._given,
+            buckets[::-1],
+            ShardLayout(self._ranks.world_size, tuple(bucket.layout for bucket in buckets)),
+            self._ranks.rank,
+            gather,
+        )
+        self.param_groups = [
+            {**inner, "params": given["params"]}
+            for inner, given in zip(self.inner.param_groups, self._given, strict=True)
+        ]
+        self._is_built = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Shard the parameters of another group, too."""
+        if not self._is_built:  # torch.optim.Optimizer's constructor calls it
+            super().add_param_group(param_group)
+            return
+        buckets = self._shard(param_group, self._gather_shards)
+        self.inner.add_param_group({**param_group, "params": [bucket.master for bucket in buckets]})
+        self.param_groups.append({**self.inner.param_groups[-1], "params": self._given[-1]["params"]})
+        layouts = (*self.shard_layout.buckets, *(bucket.layout for bucket in buckets))
+        self.shard_layout = ShardLayout(self._ranks.world_size, layouts)
+        self._own(buckets)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update the parameters, on all ranks. Gradients must be equal on all ranks."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for mine, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner.update(_without_params(mine))  # a schedule may have set "lr"
+        for bucket in self._in_layout_order:
+            missing = [index for index, p in enumerate(bucket.parameters) if p.grad is None]
+            if len(missing) < len(bucket.parameters):
+                bucket.take_own_gradients()
+                self.keep += [(bucket, bucket.shard_slice(index)) for index in missing]
+        self._step_shards()
+        for bucket in self._in_layout_order:
+            bucket.wait_gathered()
+        return loss
+
+    @torch.no_grad()
+    def _shard(self, group: dict[str, Any], gather: WeightGather | None) -> list[ShardedBucket]:
+        """Move a group's parameters into buckets; remember the group."""
+        params = group["params"]
+        parameters: list[nn.Parameter] = (
+            [params] if isinstance(params, nn.Parameter) else list(dict.fromkeys(params))
+        )
+        known = {parameter for other in self._given for parameter in other["params"]}
+        if known & set(parameters):
+            raise ValueError("a parameter is in more than one parameter group")
+        number = len(self._given)
+        self._given.append({**group, "params": parameters})
+        names = {parameter: f"{number}.{index}" for index, parameter in enumerate(parameters)}
+        planned = plan_shards(
+            [parameters], names, capacity=_BUCKET_BYTES, weights="fp32", world_size=self._ranks.world_size
+        )
+        return [
+            ShardedBucket(
+                parameters,
+                BucketLayout(number, layout.names, layout.sizes, layout.shard_size),
+                self._ranks,
+                None,
+                gather,
+                weight_dtype=parameters[0].dtype,
+                reduce_dtype=parameters[0].dtype,
+            )
+            for parameters, layout in planned
+        ]
+
+
+_BUCKET_BYTES = 50 * MIB
+_NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 
 
 def _is_per_element(value: Any) -> bool:
@@ -195,7 +344,7 @@ def _without_params(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _split_evenly(buckets: Sequence[ShardedBucket], parts: int) -> list[list[ShardedBucket]]:
-    """Consecutive runs of about equal numbers of elements."""
+    """Split into consecutive runs with about equal numbers of elements."""
     total = sum(bucket.layout.shard_size for bucket in buckets)
     runs: list[list[ShardedBucket]] = [[] for _ in range(parts)]
     before = 0

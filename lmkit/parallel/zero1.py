@@ -1,13 +1,13 @@
 """`zero1`: optimizer state sharded over the ranks (Rajbhandari et al. 2020, "ZeRO", stage 1; P_os).
 
-A bucket's gradients are reduce-scattered while the backward pass goes on; every rank steps its shard, exactly
-1/W of all elements (plus padding), and the weights are gathered behind the next forward pass, each waited for
-where it is first read. With bf16 weights a parameter costs 2 + 2 bytes on the wire instead of 8.
+The gradients of a bucket are reduce-scattered inside the backward pass. Every rank updates its shard, exactly 1/W of
+all elements (plus padding). The weights are gathered behind the next forward pass, and each is waited for where it is
+first read. With bf16 weights a parameter costs 2 + 2 bytes of communication instead of 8.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,21 +16,21 @@ from torch import nn
 
 from lmkit.model.transformer import plain_name
 from lmkit.optim.clipping import clip_for
-from lmkit.parallel.accumulation import Accumulates
-from lmkit.parallel.bucketed import MIB, bytes_of, fill_buckets
-from lmkit.parallel.gradient_watch import GradientWatch, order_of_first_rank
-from lmkit.parallel.lazy_weights import LazyWeights
-from lmkit.parallel.peer_memory import PeerMemory, can_share_memory
-from lmkit.parallel.process_group import Ranks
-from lmkit.parallel.reduction import Averager, wire_dtype_for
-from lmkit.parallel.replicas import broadcast_model, check_same_model
-from lmkit.parallel.sharded_bucket import ShardedBucket
-from lmkit.parallel.sharded_optimizer import ShardedOptimizer
-from lmkit.parallel.strategies import MakeOptimizer, SyncOptions
-from lmkit.parallel.traffic import Traffic
-from lmkit.parallel.unused import UsedAnywhere
-from lmkit.parallel.weight_gather import CollectiveGather, PeerGather, WeightGather, aligned
-from lmkit.parallel.zero1_layout import BucketLayout, ShardLayout, shard_size_of
+from lmkit.parallel.buckets import MIB, BucketHooks, order_of_first_rank
+from lmkit.parallel.collectives import reduce_dtype_for, unused_everywhere
+from lmkit.parallel.gather import (
+    CollectiveGather,
+    PeerGather,
+    PeerMemory,
+    WeightGather,
+    aligned,
+    can_share_memory,
+)
+from lmkit.parallel.protocol import MakeOptimizer, Strategy
+from lmkit.parallel.ranks import Ranks
+from lmkit.parallel.sharded_optimizer import Zero1Optimizer
+from lmkit.parallel.shards import BucketLayout, ShardedBucket, ShardLayout, plan_shards
+from lmkit.recipe.tables import ParallelConfig
 from lmkit.registry import STRATEGIES
 
 
@@ -38,98 +38,122 @@ from lmkit.registry import STRATEGIES
     "zero1",
     order=7,
     aliases=("sharded_optimizer",),
-    uses=("bucket_mb", "wire_dtype", "weights", "gather"),
+    uses=("bucket_mb", "reduce_dtype", "weights", "gather"),
     shards=("optimizer",),
 )
-class Zero1(Accumulates):
-    """Heeds `bucket_mb`, `wire_dtype` (gradients of fp32 weights), `weights` and `gather`.
+class Zero1(Strategy):
+    """Reduce-scatter gradients, update a shard, gather the weights.
 
-    `build_optimizer` moves the parameters into flat buckets and, with `weights="bf16"`, casts fp32 parameters:
-    call it after the model is on its device and before the first forward pass. Parameters in no group are left
-    alone. A parameter used on no rank keeps its value and state, but shares its bucket's step counter.
+    `build_optimizer` moves the parameters into flat buckets and, with `weights="bf16"`, casts fp32 parameters: call
+    it after the model is on its device and before the first forward pass. Parameters in no group are left alone. A
+    parameter that no rank used keeps its value and state, but shares its bucket's step counter.
     """
 
-    def __init__(self, ranks: Ranks, options: SyncOptions) -> None:
-        self.ranks = ranks
-        self.options = options
-        self.traffic = Traffic()
-        self._averager: Averager | None = None
+    def __init__(self, ranks: Ranks, config: ParallelConfig) -> None:
+        super().__init__(ranks, config)
         self._buckets: list[ShardedBucket] = []
-        self._optimizer: ShardedOptimizer | None = None
+        self._sharded: Zero1Optimizer | None = None
         self._lazy: LazyWeights | None = None
         self._order_is_settled = False
-        self.reads_peers = False
-        """Whether weights are gathered by reading the other GPUs' memory; known once there is an optimizer."""
 
     def attach(self, model: nn.Module, *, fingerprint: str = "") -> nn.Module:
-        if self.ranks.world_size > 1:
-            check_same_model(model, self.ranks, fingerprint)
-            broadcast_model(model)
-            self._averager = Averager(self.ranks, self.traffic)
-        self._model = model
-        return model
+        self._model = super().attach(model, fingerprint=fingerprint)
+        return self._model
 
     @torch.no_grad()
-    def build_optimizer(self, make: MakeOptimizer, groups: Iterable[dict[str, Any]]) -> ShardedOptimizer:
+    def build_optimizer(self, make: MakeOptimizer, groups: Iterable[dict[str, Any]]) -> Zero1Optimizer:
         given = [{**group, "params": list(group["params"])} for group in groups]
-        names = {parameter: name for name, parameter in self._model.named_parameters()}
-        position = {parameter: number for number, parameter in enumerate(names)}
-        planned = [
-            (number, parameters)
-            for number, group in enumerate(given)
-            for parameters in self._plan([p for p in group["params"] if p.requires_grad], position)
-        ]
-        # Launched in the order in which they become complete: when their first layer's gradients are there.
-        planned.sort(key=lambda item: -min(position[parameter] for parameter in item[1]))
-        buckets = []
-        for number, parameters in planned:
-            sizes = tuple(parameter.numel() for parameter in parameters)
-            shard_size = shard_size_of(sum(sizes), self.ranks.world_size)
-            layout = BucketLayout(number, tuple(plain_name(names[p]) for p in parameters), sizes, shard_size)
-            buckets.append((parameters, layout))
-        gather = self._make_gather(buckets)
-        self._buckets = [self._make_bucket(parameters, layout, gather) for parameters, layout in buckets]
+        planned = plan_shards(
+            [group["params"] for group in given],
+            {parameter: plain_name(name) for name, parameter in self._model.named_parameters()},
+            capacity=int(self.config.bucket_mb * MIB),
+            weights=self.config.weights,
+            world_size=self.ranks.world_size,
+        )
+        gather = self._make_gather(planned)
+        self._buckets = [self._make_bucket(parameters, layout, gather) for parameters, layout in planned]
         self._bucket_of = {p: i for i, bucket in enumerate(self._buckets) for p in bucket.parameters}
-        self._watch = GradientWatch(
-            [bucket.parameters for bucket in self._buckets], self._launch, self._forget, self._is_paused
+        self._hooks = BucketHooks(
+            [bucket.parameters for bucket in self._buckets],
+            self._launch,
+            self._forget,
+            self._is_accumulating,
         )
         self._lazy = lazy = LazyWeights(self._model, self._buckets)
         layouts = ShardLayout(self.ranks.world_size, tuple(bucket.layout for bucket in self._buckets))
-        self._optimizer = ShardedOptimizer(make, given, self._buckets[::-1], layouts, self.ranks.rank, gather)
-        self._optimizer.register_step_post_hook(lambda *_: lazy.after_step())
-        return self._optimizer
+        self._sharded = Zero1Optimizer(make, given, self._buckets[::-1], layouts, self.ranks.rank, gather)
+        self._sharded.register_step_post_hook(lambda *_: lazy.after_step())
+        return self._sharded
+
+    def _make_gather(self, planned: Sequence[tuple[list[nn.Parameter], BucketLayout]]) -> WeightGather | None:
+        if self.ranks.world_size == 1:
+            return None
+        one_device = {parameters[0].device for parameters, _ in planned} == {self.ranks.device}
+        if self.config.gather == "auto" and can_share_memory(self.ranks) and one_device:
+            self.gather = "reads peers"
+            num_bytes = sum(
+                aligned(self.ranks.world_size * layout.shard_size * self._weight_dtype(parameters).itemsize)
+                for parameters, layout in planned
+            )
+            return PeerGather(PeerMemory(num_bytes, self.ranks), self.ranks, self.traffic)
+        self.gather = "collective"
+        return CollectiveGather(self._averager)
+
+    def _make_bucket(
+        self, parameters: list[nn.Parameter], layout: BucketLayout, gather: WeightGather | None
+    ) -> ShardedBucket:
+        weight_dtype = self._weight_dtype(parameters)
+        return ShardedBucket(
+            parameters,
+            layout,
+            self.ranks,
+            self._averager if self.ranks.world_size > 1 else None,
+            gather,
+            weight_dtype=weight_dtype,
+            reduce_dtype=reduce_dtype_for(weight_dtype, self.config.reduce_dtype),
+        )
+
+    def _weight_dtype(self, parameters: list[nn.Parameter]) -> torch.dtype:
+        return reduce_dtype_for(parameters[0].dtype, self.config.weights)
+
+    def _launch(self, index: int) -> None:
+        self._buckets[index].reduce()
 
     @torch.no_grad()
     def finish(self, *, wait: bool = True) -> None:
-        """As the Protocol says; the gradients are then in the optimizer's shards, not in `parameter.grad`."""
-        assert self._watch is not None
-        assert self._optimizer is not None
+        """Reduce the gradients; they are then in the optimizer's shards, not in `parameter.grad`."""
+        assert self._hooks is not None
+        assert self._sharded is not None
         parameters = list(self._bucket_of)
-        without = set(self._watch.without_gradient())
+        without = set(self._hooks.without_gradient())
         for parameter in without:
             parameter.grad = torch.zeros_like(parameter)
-        self._watch.launch_rest()
+        self._hooks.launch_rest()
         if not self._order_is_settled:
             self._order_is_settled = True
-            in_ready_order = order_of_first_rank(self._watch.order, parameters, self.ranks)
+            in_ready_order = order_of_first_rank(self._hooks.order, parameters, self.ranks)
             if not self._accumulated:
-                self._watch.watch_ends(in_ready_order)
-        unused = [n for n, parameter in enumerate(parameters) if parameter in without] if without else []
+                self._hooks.watch_ends(in_ready_order)
+        unused = (
+            [index for index, parameter in enumerate(parameters) if parameter in without] if without else []
+        )
         if self.ranks.world_size > 1:
-            unused = UsedAnywhere(unused, len(parameters), self.ranks, self.traffic).unused_everywhere()
+            unused = unused_everywhere(unused, len(parameters), self.ranks, self.traffic)
         if wait:
-            self._wait_for_gradients()
-        self._optimizer.keep = [self._place_of(parameters[index]) for index in unused]
+            for bucket in self._buckets:
+                bucket.wait_reduced()
+        self._sharded.keep = [self._place_of(parameters[index]) for index in unused]
 
-    def _wait_for_gradients(self) -> None:
-        for bucket in self._buckets:
-            bucket.wait_reduced()
+    def _place_of(self, parameter: nn.Parameter) -> tuple[ShardedBucket, slice]:
+        bucket = self._buckets[self._bucket_of[parameter]]
+        position = next(i for i, other in enumerate(bucket.parameters) if other is parameter)
+        return bucket, bucket.shard_slice(position)
 
     @torch.no_grad()
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
         norms, shards = [], []
         for bucket in self._buckets:
-            bucket.wait_reduced()  # the last ones travel while the norms of the first are made
+            bucket.wait_reduced()  # the last gradients travel while the norms of the first are computed
             gradient = bucket.master.grad
             if gradient is not None:
                 shards.append(gradient)
@@ -140,7 +164,7 @@ class Zero1(Accumulates):
             self.traffic.count_all_reduce(square.nbytes, self.ranks.world_size)
             dist.all_reduce(square)
         norm = square.sqrt()
-        clip_for(None if self._optimizer is None else self._optimizer.inner, shards, norm, max_norm)
+        clip_for(None if self._sharded is None else self._sharded.inner, shards, norm, max_norm)
         return norm
 
     def wait_for_weights(self) -> None:
@@ -149,62 +173,76 @@ class Zero1(Accumulates):
 
     def reset(self) -> None:
         self._forget()
-        if self._watch is not None:
-            self._watch.reset()
+        if self._hooks is not None:
+            self._hooks.reset()
 
     def _forget(self) -> None:
         for bucket in self._buckets:
             bucket.drop_reduced()
 
-    def _plan(
-        self, parameters: Sequence[nn.Parameter], position: dict[nn.Parameter, int]
-    ) -> list[list[nn.Parameter]]:
-        """Buckets of one parameter group: last layers first, each up to `bucket_mb` of weights."""
-        in_ready_order = sorted(parameters, key=lambda parameter: -position[parameter])
-        capacity = int(self.options.bucket_mb * MIB)
-        buckets = []
-        for bucket in fill_buckets(in_ready_order, capacity, self.options.weights):
-            *others, last = bucket
-            if others and bytes_of(last, self.options.weights) >= capacity:
-                buckets.append(others)  # what fills a bucket alone (an embedding) needs no packing
-                bucket = [last]
-            buckets.append(bucket)
-        return buckets
 
-    def _make_gather(self, buckets: Sequence[tuple[list[nn.Parameter], BucketLayout]]) -> WeightGather | None:
-        if self._averager is None:
-            return None
-        one_device = {parameters[0].device for parameters, _ in buckets} == {self.ranks.device}
-        self.reads_peers = self.options.gather == "auto" and can_share_memory(self.ranks) and one_device
-        if self.reads_peers:
-            num_bytes = sum(
-                aligned(self.ranks.world_size * layout.shard_size * self._weight_dtype(parameters).itemsize)
-                for parameters, layout in buckets
-            )
-            return PeerGather(PeerMemory(num_bytes, self.ranks), self.ranks, self.traffic)
-        return CollectiveGather(self._averager)
+class LazyWeights:
+    """Wait for a bucket right before the first layer that reads it, so that gathering overlaps the forward pass.
 
-    def _weight_dtype(self, parameters: list[nn.Parameter]) -> torch.dtype:
-        return wire_dtype_for(parameters[0].dtype, self.options.weights)
+    Weights that are read without a call of their layer are covered, too. The model's own parameters, and the
+    parameters of a layer that the last forward pass did not call (a fused loss may read its weight), are waited for
+    right after the step, with everything that shares a bucket with them. Without gradients (evaluation, generation),
+    in `state_dict` and in `load_state_dict` all buckets are waited for.
+    """
 
-    def _make_bucket(
-        self, parameters: list[nn.Parameter], layout: BucketLayout, gather: WeightGather | None
-    ) -> ShardedBucket:
-        weight_dtype = self._weight_dtype(parameters)
-        return ShardedBucket(
-            parameters,
-            layout,
-            self.ranks,
-            self._averager,
-            gather,
-            weight_dtype=weight_dtype,
-            wire_dtype=wire_dtype_for(weight_dtype, self.options.wire_dtype),
-        )
+    def __init__(self, model: nn.Module, buckets: Sequence[ShardedBucket]) -> None:
+        self._buckets = buckets
+        bucket_of = {parameter: bucket for bucket in buckets for parameter in bucket.parameters}
+        self._needs: dict[nn.Module, list[ShardedBucket]] = {}
+        in_layers: set[nn.Parameter] = set()
+        for unit in forward_units(model):
+            in_layers.update(unit.parameters())
+            needed = {id(bucket_of[p]): bucket_of[p] for p in unit.parameters() if p in bucket_of}
+            if needed:
+                self._needs[unit] = list(needed.values())
+                unit.register_forward_pre_hook(self._before_call)
+        self._outside_layers = {id(bucket) for p, bucket in bucket_of.items() if p not in in_layers}
+        self._called: set[nn.Module] = set()
+        model.register_state_dict_pre_hook(lambda *_: self.wait_all())
+        # Weights that arrive after loading would overwrite the loaded ones.
+        model.register_load_state_dict_pre_hook(lambda *_: self.wait_all())
+        model.register_load_state_dict_post_hook(lambda *_: self._take_loaded())
 
-    def _launch(self, index: int) -> None:
-        self._buckets[index].reduce()
+    def after_step(self) -> None:
+        """Wait, right after gathering was started, for the weights that no layer's call will wait for."""
+        now = set(self._outside_layers)
+        for unit, needed in self._needs.items():
+            if unit not in self._called:
+                now.update(id(bucket) for bucket in needed)
+        for bucket in self._buckets:
+            if id(bucket) in now:
+                bucket.wait_gathered()
+        self._called.clear()
 
-    def _place_of(self, parameter: nn.Parameter) -> tuple[ShardedBucket, slice]:
-        bucket = self._buckets[self._bucket_of[parameter]]
-        position = next(i for i, other in enumerate(bucket.parameters) if other is parameter)
-        return bucket, bucket.shard_slice(position)
+    def wait_all(self) -> None:
+        """Wait for all weights (on GPUs: the current stream waits)."""
+        for bucket in self._buckets:
+            bucket.wait_gathered()
+
+    @torch.compiler.disable  # a compiled layer runs this in front of its graph, not in it
+    def _before_call(self, unit: nn.Module, inputs: Any) -> None:
+        if not torch.is_grad_enabled():
+            self.wait_all()
+            return
+        self._called.add(unit)
+        for bucket in self._needs[unit]:
+            bucket.wait_gathered()
+
+    @torch.no_grad()
+    def _take_loaded(self) -> None:
+        for bucket in self._buckets:
+            bucket.take_weights()
+
+
+def forward_units(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the layers in the order of registration: the model's children, and the members of its lists of layers."""
+    for child in model.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from forward_units(child)
+        else:
+            yield child

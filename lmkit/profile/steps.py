@@ -17,7 +17,7 @@ import torch
 from lmkit.data.batches import RandomTokens
 from lmkit.errors import UsageError
 from lmkit.measure.ranges import enable_ranges_from_environment, range_
-from lmkit.parallel.process_group import Ranks, local_device
+from lmkit.parallel.ranks import Ranks, local_device
 from lmkit.recipe.load import required
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig, TrainConfig

@@ -219,6 +219,7 @@ def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
 KEY_ALIASES: dict[str, str] = {
     "checkpoint.checkpointing_interval": "interval",
     "optimizer.learning_rate": "lr",
+    "parallel.wire_dtype": "reduce_dtype",
 }
 """Keys of similar projects and of older versions: dotted path -> today's name in the same table. The registry has
 the aliases of kernels and strategies."""

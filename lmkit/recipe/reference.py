@@ -96,9 +96,12 @@ def _choices(annotation: Any) -> tuple[str, ...]:
 
 
 def _assignment(key: str, value: Any) -> str:
-    """Return `key = value`, an array in one line if it fits."""
+    """Return `key = value`, an array in one line if it fits, and a table of plain values inline."""
     import tomli_w
 
+    if isinstance(value, dict):
+        items = (tomli_w.dumps({name: item}).rstrip("\n") for name, item in value.items())
+        return f"{key} = {{ {', '.join(items)} }}" if value else f"{key} = {{}}"
     text = tomli_w.dumps({key: value}).rstrip("\n")
     if isinstance(value, list):
         items = (tomli_w.dumps({"item": item}).removeprefix("item = ").rstrip("\n") for item in value)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, get_args
 
+from lmkit.errors import did_you_mean
 from lmkit.recipe.bench import BenchConfig
 from lmkit.recipe.tables import (
     CheckpointConfig,
@@ -77,32 +79,39 @@ def _random_tokens_need_a_vocabulary(tables: Mapping[str, Any]) -> str | None:
     return 'model.vocab_size: missing; data.source = "random" has no tokenizer that could give it'
 
 
-def _zero1_alone_has_bf16_weights(tables: Mapping[str, Any]) -> str | None:
+_ANY_STRATEGY = ("strategy", "bucket_mb", "backend", "timeout_s", "options")
+"""Keys of [parallel] that may be set under any strategy: `--set parallel.strategy=...` switches between them."""
+
+
+def _strategy_uses(key: str, tables: Mapping[str, Any]) -> str | None:
     parallel = tables.get("parallel")
-    if (
-        parallel is None
-        or parallel.weights == "fp32"
-        or "weights" in STRATEGIES.facts(parallel.strategy).uses
-    ):
+    if parallel is None:
         return None
-    known = _strategies_that_use("weights")
-    return f'parallel.weights: "bf16" needs strategy = {known}, not "{parallel.strategy}"'
+    value = getattr(parallel, key)
+    if value == ParallelConfig.model_fields[key].default or key in STRATEGIES.facts(parallel.strategy).uses:
+        return None
+    users = ", ".join(name for name in STRATEGIES.names if key in STRATEGIES.facts(name).uses)
+    return f'parallel.{key}: "{value}" has no effect with strategy = "{parallel.strategy}"; it is for {users}'
 
 
-def _wire_dtype_has_a_strategy(tables: Mapping[str, Any]) -> str | None:
+def _strategy_has_options(tables: Mapping[str, Any]) -> str | None:
     parallel = tables.get("parallel")
-    if (
-        parallel is None
-        or parallel.wire_dtype == "fp32"
-        or "wire_dtype" in STRATEGIES.facts(parallel.strategy).uses
-    ):
-        return None
-    known = _strategies_that_use("wire_dtype")
-    return f'parallel.wire_dtype: "{parallel.strategy}" reduces gradients in their own dtype; "bf16" is for {known}'
+    return None if parallel is None else options_mistake(parallel)
 
 
-def _strategies_that_use(key: str) -> str:
-    return ", ".join(name for name in STRATEGIES.names if key in STRATEGIES.facts(name).uses)
+def options_mistake(parallel: ParallelConfig) -> str | None:
+    """Return a complaint if [parallel.options] has a name or a type that the strategy does not register."""
+    known = STRATEGIES.facts(parallel.strategy).options
+    for name, value in parallel.options.items():
+        key = f"parallel.options.{name}"
+        if name not in known:
+            has = f"its options are {', '.join(known)}" if known else "it has none"
+            near = did_you_mean(name, known)
+            return f'{key}: strategy = "{parallel.strategy}" has no such option{near}; {has}'
+        wanted = type(known[name])
+        if type(value) is not wanted and not (wanted is float and type(value) is int):
+            return f"{key}: {parallel.strategy} expects {wanted.__name__}, not {value!r}"
+    return None
 
 
 def _model_holds_the_vocabulary(tables: Mapping[str, Any]) -> str | None:
@@ -121,8 +130,8 @@ def _model_holds_the_vocabulary(tables: Mapping[str, Any]) -> str | None:
 CHECKS: tuple[Check, ...] = (
     _half_precision_has_a_device,
     _random_tokens_need_a_vocabulary,
-    _zero1_alone_has_bf16_weights,
-    _wire_dtype_has_a_strategy,
+    *(partial(_strategy_uses, key) for key in ParallelConfig.model_fields if key not in _ANY_STRATEGY),
+    _strategy_has_options,
 )
 CHECKS_BEFORE_TOKENS: tuple[Check, ...] = (*CHECKS, _model_holds_the_vocabulary)
 """Checks of a recipe whose tokenizer is still to be trained. It may reach fewer tokens than the recipe asks for, so

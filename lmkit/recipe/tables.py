@@ -310,9 +310,9 @@ class ParallelConfig(Table):
     strategy: StrategyName = "bucketed"
     """With one rank, every strategy is `none`."""
     bucket_mb: PositiveFloat = 50.0
-    """Bucket size in MiB (`bucketed`, `torch_ddp`, `zero1`)."""
-    wire_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Dtype in which fp32 gradients are reduced (`flat`, `bucketed`, `torch_ddp`, `zero1` with fp32 weights)."""
+    """Bucket size in MiB (`bucketed`, `torch_ddp`, `zero1`). Small models whose host is slow gain from more."""
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype in which fp32 gradients are reduced (`flat`, `overlap`, `bucketed`, `torch_ddp`, `zero1`)."""
     weights: Literal["fp32", "bf16"] = "fp32"
     """`zero1`: fp32 weights, or bf16 weights with fp32 master weights in the shards."""
     gather: Literal["auto", "collective"] = "auto"
@@ -321,6 +321,8 @@ class ParallelConfig(Table):
     """`auto`: nccl on GPUs, gloo on CPUs."""
     timeout_s: Annotated[float, Field(gt=0, le=1e8)] = 600.0
     """End the job if a rank does not answer for this many seconds."""
+    options: dict[str, int | float | str | bool] = Field(default_factory=dict)
+    """`[parallel.options]`: the strategy's own options, if it has any."""
 
 
 class CheckpointConfig(Table):

@@ -25,9 +25,9 @@ import torch
 
 from lmkit.errors import LmkitError, reason
 from lmkit.measure.ranges import range_
-from lmkit.parallel.agreement import on_any_rank
+from lmkit.parallel.collectives import on_any_rank
 from lmkit.parallel.failures import RankLost
-from lmkit.parallel.process_group import Ranks
+from lmkit.parallel.ranks import Ranks
 from lmkit.storage.atomic import PARTIAL_SUFFIX
 from lmkit.training.checkpoint import MODEL, STATE, Retention, publish, shard_name, step_name, write_manifest
 from lmkit.training.state import RngState, TrainingState

@@ -18,8 +18,8 @@ from lmkit.data.token_files import TokenFile, open_tokens
 from lmkit.errors import UsageError
 from lmkit.measure.ranges import range_
 from lmkit.model.transformer import TransformerLM
-from lmkit.parallel.agreement import agree
-from lmkit.parallel.process_group import Ranks, process_group
+from lmkit.parallel.collectives import agree
+from lmkit.parallel.ranks import Ranks, process_group
 from lmkit.recipe.load import validate
 from lmkit.recipe.tables import ModelConfig
 from lmkit.training.checkpoint import STATE, Checkpoint, newest_checkpoint

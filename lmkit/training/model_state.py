@@ -19,8 +19,8 @@ from torch import nn
 from lmkit.errors import LmkitError, UsageError
 from lmkit.model.accounting import count_parameters
 from lmkit.model.transformer import plain_name
-from lmkit.parallel.sharded_optimizer import ShardedOptimizer
-from lmkit.parallel.zero1_layout import BucketLayout, ShardLayout, consolidate
+from lmkit.parallel.protocol import ShardedState
+from lmkit.parallel.shards import BucketLayout, ShardLayout, consolidate
 from lmkit.recipe.tables import ModelConfig
 from lmkit.training.checkpoint import (
     MODEL,
@@ -141,7 +141,7 @@ MASTER = "master"
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, torch.Tensor]:
     """This rank's live state tensors by name. Python numbers become scalar tensors (int64, float64)."""
-    if isinstance(optimizer, ShardedOptimizer):
+    if isinstance(optimizer, ShardedState):
         states = optimizer.state_dict()["state"]
     else:
         states = {
@@ -156,7 +156,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
 
 def optimizer_layout(optimizer: torch.optim.Optimizer) -> Layout | None:
     """How the state is cut into shards, as JSON; None if every rank holds all of it."""
-    return optimizer.layout.as_json() if isinstance(optimizer, ShardedOptimizer) else None
+    return optimizer.shard_layout.as_json() if isinstance(optimizer, ShardedState) else None
 
 
 def load_optimizer_tensors(
@@ -178,7 +178,7 @@ def load_optimizer_tensors(
     """
     grouped = [_by_owner(shard) for shard in shards]
     try:
-        if isinstance(optimizer, ShardedOptimizer):
+        if isinstance(optimizer, ShardedState):
             _load_into_shards(optimizer, model, grouped, layout)
         else:
             whole = grouped[0] if layout is None else consolidate(_shard_states(grouped, layout, groups=0))
@@ -191,7 +191,7 @@ def load_optimizer_tensors(
 
 
 def _load_into_shards(
-    optimizer: ShardedOptimizer, model: nn.Module, grouped: list[States], layout: Layout | None
+    optimizer: ShardedState, model: nn.Module, grouped: list[States], layout: Layout | None
 ) -> None:
     if layout is None:
         # Whole state is the state of one rank whose buckets hold one parameter each.
@@ -208,7 +208,7 @@ def _load_into_shards(
 
 
 def _shard_states(grouped: Sequence[States], layout: Layout, *, groups: int) -> list[dict[str, Any]]:
-    """State dicts as `ShardedOptimizer` makes them; groups without entries change no hyperparameter."""
+    """State dicts as `ShardedState` makes them; groups without entries change no hyperparameter."""
     return [
         {"rank": rank, "layout": layout, "state": states, "param_groups": [{}] * groups}
         for rank, states in enumerate(grouped)

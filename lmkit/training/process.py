@@ -11,7 +11,7 @@ import torch
 
 from lmkit.errors import UsageError
 from lmkit.measure.environment import usable_cpus
-from lmkit.parallel.process_group import Ranks, local_device, process_group
+from lmkit.parallel.ranks import Ranks, local_device, process_group
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import RunConfig
 

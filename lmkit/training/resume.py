@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lmkit.errors import UsageError
-from lmkit.parallel.process_group import Ranks
-from lmkit.parallel.sharded_optimizer import ShardedOptimizer
+from lmkit.parallel.protocol import ShardedState
+from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.load import differences, validate
 from lmkit.recipe.schema import Recipe
 from lmkit.training.checkpoint import (
@@ -141,7 +141,7 @@ def restore(checkpoint: Checkpoint, parts: Parts) -> Moment:
     state, ranks = checkpoint.state, parts.ranks
     weights = checkpoint.model_tensors()
     load_weights(parts.model, weights, origin=checkpoint.path)
-    if isinstance(parts.optimizer, ShardedOptimizer):
+    if isinstance(parts.optimizer, ShardedState):
         parts.optimizer.load_masters(weights)
     load_optimizer_tensors(
         parts.optimizer,

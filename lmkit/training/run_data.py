@@ -11,7 +11,7 @@ import numpy as np
 from lmkit.data.batches import BatchSource, RandomTokens, TokenBatches, check_length
 from lmkit.data.token_files import TokenFile, open_tokens
 from lmkit.errors import UsageError
-from lmkit.parallel.process_group import Ranks
+from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.load import required
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig, TrainConfig

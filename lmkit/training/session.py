@@ -22,7 +22,7 @@ from lmkit.measure.ranges import enable_ranges_from_environment
 from lmkit.model.accounting import count_parameters
 from lmkit.parallel.failures import losses_named
 from lmkit.parallel.launch import spawn_ranks
-from lmkit.parallel.process_group import Ranks, local_device
+from lmkit.parallel.ranks import Ranks, local_device
 from lmkit.recipe.load import recipe_to_toml, required
 from lmkit.recipe.schema import Recipe
 from lmkit.storage import FolderLock, remove_partials, write_atomic

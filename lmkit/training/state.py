@@ -65,7 +65,7 @@ class TrainingState(Table):
     strategy: str
     optimizer_shards: PositiveInt
     optimizer_layout: dict[str, Any] | None = None
-    """How the shards are cut, where there are any (`lmkit.parallel.zero1_layout.ShardLayout`)."""
+    """How the shards are cut, where there are any (`lmkit.parallel.shards.ShardLayout`)."""
     rng: Annotated[tuple[RngState, ...], Field(min_length=1)]
 
     model: ModelConfig

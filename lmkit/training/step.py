@@ -11,9 +11,9 @@ from typing import Protocol
 import torch
 
 from lmkit.measure.ranges import range_
-from lmkit.parallel.agreement import agree
-from lmkit.parallel.process_group import Ranks
-from lmkit.parallel.strategies import GradientSync
+from lmkit.parallel.collectives import agree
+from lmkit.parallel.protocol import GradientSync
+from lmkit.parallel.ranks import Ranks
 from lmkit.training.state import LossScaleState
 
 GROWTH_INTERVAL = 2000

@@ -17,7 +17,7 @@ from lmkit.measure.memory import peak_memory
 from lmkit.measure.ranges import range_
 from lmkit.model.transformer import TransformerLM
 from lmkit.parallel.failures import StepWatch, losses_named
-from lmkit.parallel.process_group import Ranks
+from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.tables import CheckpointConfig, TrainConfig
 from lmkit.training.checkpoint_writer import CheckpointWriter
 from lmkit.training.evaluation import Evaluation, HeldOut, evaluate

@@ -15,7 +15,7 @@ import torch
 
 from lmkit.data.token_files import open_tokens
 from lmkit.errors import LmkitError, UsageError, reason
-from lmkit.parallel.process_group import Ranks
+from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.load import load_recipe, required
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import TokenizerConfig, WandbConfig

@@ -15,7 +15,7 @@ from lmkit.bench.all_reduce import all_reduce_rows
 from lmkit.bench.ddp_clock import of_slowest_rank
 from lmkit.bench.ddp_contenders import Contender, DdpCase, contender
 from lmkit.bench.optimizer import optimizer_rows
-from lmkit.parallel.process_group import Ranks, process_group
+from lmkit.parallel.ranks import Ranks, process_group
 from lmkit.recipe.tables import ModelConfig
 
 CASE = DdpCase(

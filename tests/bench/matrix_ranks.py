@@ -9,7 +9,7 @@ import torch
 from lmkit.bench import lm_matrix as bench
 from lmkit.bench import lm_matrix_cells as cells
 from lmkit.bench.journal import Journal
-from lmkit.parallel.process_group import Ranks
+from lmkit.parallel.ranks import Ranks
 
 run_rank = bench._run_rank
 

@@ -18,11 +18,10 @@ from lmkit.bench.ddp_report import ddp_result, ladder_markdown, optimizer_result
 from lmkit.errors import UsageError
 from lmkit.measure.limits import Limits
 from lmkit.measure.statistics import spread
-from lmkit.parallel.agreement import Agreement
+from lmkit.parallel.collectives import Agreement
 from lmkit.parallel.launch import spawn_ranks
-from lmkit.parallel.process_group import Ranks
-from lmkit.parallel.strategies import SyncOptions
-from lmkit.recipe.tables import ModelConfig
+from lmkit.parallel.ranks import Ranks
+from lmkit.recipe.tables import ModelConfig, ParallelConfig
 
 HERE = str(Path(__file__).parent)
 TINY = ModelConfig(vocab_size=64, context_length=8, d_model=16, d_ff=16, num_layers=1, num_heads=1)
@@ -262,7 +261,7 @@ def test_out_of_memory_is_a_row(monkeypatch):
     [
         *("naiv", "bucketed many MB", "bucketed 0 MB", "torch_ddp fast", "one rank bf16", "naive bf16", ""),
         # What the strategy would not heed, also where it names the default; and what is said twice.
-        *("none 100 MB", "none bf16 wire", "naive bf16 wire", "overlap bf16 wire", "overlap 25 MB"),
+        *("none 100 MB", "none bf16 wire", "naive bf16 wire", "naive bf16 wire", "overlap 25 MB"),
         *("flat 100 MB", "flat 50 MB bf16 wire", "flat collective", "bucketed collective", "bucketed bf16"),
         *("torch_ddp collective", "torch_ddp bf16", "torch_ddp static 50 MB", "bucketed 50 MB 100 MB"),
     ],
@@ -282,17 +281,37 @@ def test_unknown_contenders_are_refused_before_anything_runs(name):
 
 def test_a_contender_has_the_options_that_its_name_says():
     for name, strategy, options in (
-        ("flat bf16 wire", "flat", SyncOptions(wire_dtype="bf16")),
-        ("bucketed 100 MB bf16 wire", "bucketed", SyncOptions(bucket_mb=100.0, wire_dtype="bf16")),
-        ("bucketed 1e+06 MB", "bucketed", SyncOptions(bucket_mb=1e6)),
-        ("bucketed 5e-05 MB", "bucketed", SyncOptions(bucket_mb=5e-5)),
-        ("torch_ddp", "torch_ddp", SyncOptions(bucket_mb=25.0)),
-        ("torch_ddp 2.5 MB bf16 wire", "torch_ddp", SyncOptions(bucket_mb=2.5, wire_dtype="bf16")),
-        ("zero1 bf16 collective", "zero1", SyncOptions(weights="bf16", gather="collective")),
-        ("zero1 1000 MB bf16 wire", "zero1", SyncOptions(bucket_mb=1000.0, wire_dtype="bf16")),
+        ("flat bf16 wire", "flat", ParallelConfig(strategy="flat", reduce_dtype="bf16")),
+        (
+            "bucketed 100 MB bf16 wire",
+            "bucketed",
+            ParallelConfig(strategy="bucketed", bucket_mb=100.0, reduce_dtype="bf16"),
+        ),
+        ("bucketed 1e+06 MB", "bucketed", ParallelConfig(strategy="bucketed", bucket_mb=1e6)),
+        ("bucketed 5e-05 MB", "bucketed", ParallelConfig(strategy="bucketed", bucket_mb=5e-5)),
+        ("torch_ddp", "torch_ddp", ParallelConfig(strategy="torch_ddp", bucket_mb=25.0)),
+        (
+            "torch_ddp 2.5 MB bf16 wire",
+            "torch_ddp",
+            ParallelConfig(strategy="torch_ddp", bucket_mb=2.5, reduce_dtype="bf16"),
+        ),
+        (
+            "zero1 bf16 collective",
+            "zero1",
+            ParallelConfig(strategy="zero1", weights="bf16", gather="collective"),
+        ),
+        (
+            "zero1 1000 MB bf16 wire",
+            "zero1",
+            ParallelConfig(strategy="zero1", bucket_mb=1000.0, reduce_dtype="bf16"),
+        ),
     ):
         assert parse_name(name) == (strategy, name.partition(" ")[2], options)
-    assert parse_name("torch_ddp + ZeRO") == ("torch_ddp", "+ ZeRO", SyncOptions(bucket_mb=25.0))
+    assert parse_name("torch_ddp + ZeRO") == (
+        "torch_ddp",
+        "+ ZeRO",
+        ParallelConfig(strategy="torch_ddp", bucket_mb=25.0),
+    )
     assert parse_name("one rank, bf16 weights")[2].weights == "bf16"
 
 
@@ -424,7 +443,7 @@ def test_what_a_contender_left_is_not_on_the_next_ones_account(monkeypatch, devi
         return lambda *given, **named: events.append(event)
 
     monkeypatch.setattr(ddp_contenders.torch.cuda, "synchronize", note("wait"))
-    monkeypatch.setattr(ddp_contenders, "let_go_of_collectives", note("let go of collectives"))
+    monkeypatch.setattr(ddp_contenders, "release_collectives", note("let go of collectives"))
     monkeypatch.setattr(ddp_contenders, "release_memory", note("release"))
     monkeypatch.setattr(optimizer, "claim_workspaces", note("claim"))
     monkeypatch.setattr(

@@ -12,7 +12,7 @@ from lmkit.bench.ddp_report import comparisons, ddp_result, ladder_markdown, meg
 from lmkit.bench.report import BenchResult
 from lmkit.measure import plots
 from lmkit.measure.limits import Limits
-from lmkit.parallel.process_group import Ranks
+from lmkit.parallel.ranks import Ranks
 
 
 def kernel(name: str, start: float, end: float) -> dict:

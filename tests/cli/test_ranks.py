@@ -101,7 +101,7 @@ from lmkit.cli import app
 from lmkit.commands import env
 from lmkit.errors import LmkitError
 from lmkit.parallel.failures import losses_named
-from lmkit.parallel.process_group import process_group
+from lmkit.parallel.ranks import process_group
 
 def run():  # stands for a command whose second rank fails while the first waits for it
     with process_group("cpu") as ranks, losses_named(ranks, "between steps"):

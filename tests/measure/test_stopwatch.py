@@ -25,7 +25,7 @@ from lmkit.measure.environment import describe_environment
 from lmkit.measure.ranges import disable_ranges, observe_ranges, range_
 from lmkit.measure.statistics import paired_ratio, spread
 from lmkit.measure.timing import Timing, time_variants
-from lmkit.parallel.process_group import Ranks
+from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.tables import ModelConfig
 from lmkit.training.setup import TrainingStep

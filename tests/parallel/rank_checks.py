@@ -28,6 +28,7 @@ from rank_training import (
     build,
     one_step,
     plain,
+    refused,
     seeded_model,
     train,
 )
@@ -36,10 +37,10 @@ from torch import nn
 
 from lmkit.errors import UsageError
 from lmkit.optim.adamw import AdamW
-from lmkit.parallel import overlap
-from lmkit.parallel.agreement import agree
-from lmkit.parallel.process_group import Ranks, let_go_of_collectives, process_group
-from lmkit.parallel.strategies import SyncOptions
+from lmkit.parallel import bucketed
+from lmkit.parallel.collectives import agree
+from lmkit.parallel.ranks import Ranks, process_group, release_collectives
+from lmkit.recipe.tables import ParallelConfig
 
 
 def run_all(names: list[str], device: str = "cpu") -> dict[str, list[str]]:
@@ -115,7 +116,7 @@ class EveryParameterUsed(nn.Module):
 def check_late_gradients(ranks: Ranks, strategy: str, make: Callable, clips: bool) -> None:
     """`finish(wait=False)`: the optimizer steps what has arrived and then the rest; the weights are the same."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(overlap, "LATE_BYTES", 0)
+        patch.setattr(bucketed, "LATE_BYTES", 0)
         torch.manual_seed(0)
         oracle, model = EveryParameterUsed().to(ranks.device), EveryParameterUsed().to(ranks.device)
         model.load_state_dict(oracle.state_dict())
@@ -200,7 +201,7 @@ def check_unused_gradients_are_none(ranks: Ranks, strategy: str) -> None:
 def check_unused_gradients_beside_late_ones(ranks: Ranks, strategy: str) -> None:
     """`finish(wait=False)` where a rank has nothing for a parameter: who used it is known only when all have told."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(overlap, "LATE_BYTES", 0)
+        patch.setattr(bucketed, "LATE_BYTES", 0)
         model = seeded_model(0, ranks)
         sync = build(strategy, ranks)
         call = sync.attach(model)
@@ -220,7 +221,7 @@ def check_unused_gradients_beside_late_ones(ranks: Ranks, strategy: str) -> None
 def check_hooks_are_few_after_the_first_step(ranks: Ranks, strategy: str, buckets: int) -> None:
     """One at the end of every bucket and one where a pass begins; none is left of those that saw the first pass."""
     model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(6)]).to(ranks.device)
-    sync = build(strategy, ranks, SyncOptions(bucket_mb=1.5 * 64 * 64 * 4 / 2**20))  # two matrices each
+    sync = build(strategy, ranks, ParallelConfig(bucket_mb=1.5 * 64 * 64 * 4 / 2**20))  # two matrices each
     sync.attach(model)
     sync.build_optimizer(sgd, [{"params": list(model.parameters())}])
     for number in (6, min(buckets + 1, 6), min(buckets + 1, 6)):
@@ -241,12 +242,12 @@ def check_none_communicates_nothing(ranks: Ranks) -> None:
 
 
 def check_torch_ddp_has_a_bf16_wire_on_nccl_alone(ranks: Ranks) -> None:
-    sync = build("torch_ddp", ranks, SyncOptions(wire_dtype="bf16"))
+    sync = build("torch_ddp", ranks, ParallelConfig(reduce_dtype="bf16"))
     model = seeded_model(0, ranks, torch.float32)
     if ranks.device.type == "cuda":
         sync.attach(model)
         return
-    with pytest.raises(UsageError, match=r'parallel\.wire_dtype: torch_ddp sends "bf16" through NCCL alone'):
+    with refused("parallel.reduce_dtype_needs_nccl", UsageError, "reduce_dtype"):
         sync.attach(model)
 
 
@@ -255,7 +256,7 @@ def check_bf16_wire(ranks: Ranks, strategy: str) -> None:
     gradients = {}
     for wire in ("fp32", "bf16"):
         model = seeded_model(0, ranks, torch.float32)
-        sync = build(strategy, ranks, SyncOptions(bucket_mb=0.0003, wire_dtype=wire))
+        sync = build(strategy, ranks, ParallelConfig(bucket_mb=0.0003, reduce_dtype=wire))
         call = sync.attach(model)
         for _ in range(2):
             model.zero_grad(set_to_none=True)
@@ -277,7 +278,7 @@ def check_mixed_dtypes(ranks: Ranks, strategy: str) -> None:
     """fp32 and bf16 parameters side by side: never in one bucket, both averaged."""
     torch.manual_seed(0)
     model = nn.ModuleList([nn.Linear(3, 4), nn.Linear(3, 4).bfloat16(), nn.Linear(3, 4)]).to(ranks.device)
-    sync = build(strategy, ranks, SyncOptions())
+    sync = build(strategy, ranks, ParallelConfig())
     sync.attach(model)
     if strategy == "zero1":
         optimizer = sync.build_optimizer(sgd, groups_of(model))
@@ -332,7 +333,7 @@ def check_traffic(ranks: Ranks) -> None:
     share = (ranks.world_size - 1) / ranks.world_size
     gradient_bytes = 6 * 64 * 64 * 4
     flags = 6 * 4  # one int32 a parameter: who used it
-    options = SyncOptions(bucket_mb=1.5 * 64 * 64 * 4 / 2**20)  # the second matrix closes a bucket
+    options = ParallelConfig(bucket_mb=1.5 * 64 * 64 * 4 / 2**20)  # the second matrix closes a bucket
     for strategy, calls in {"naive": 6, "flat": 1, "overlap": 6, "bucketed": 3, "zero1": 2 * 3}.items():
         model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(6)]).to(ranks.device)
         sync = build(strategy, ranks, options)
@@ -345,7 +346,7 @@ def check_traffic(ranks: Ranks) -> None:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         # Where peers' memory is read, each of the step's three parts (a bucket each) is announced with a float.
-        announced = 3 if strategy == "zero1" and sync.reads_peers else 0
+        announced = 3 if strategy == "zero1" and sync.gather == "reads peers" else 0
         # Who used what is told by a call of its own, or rides on the last bucket.
         assert sync.traffic.calls == calls + announced + (strategy in ("naive", "flat", "zero1")), strategy
         small = flags + 4 * announced
@@ -366,7 +367,7 @@ def check_forgotten(ranks: Ranks, strategy: str) -> None:
     gc.collect()
     if ranks.device.type == "cuda":
         torch.cuda.synchronize(ranks.device)
-    let_go_of_collectives(ranks)
+    release_collectives(ranks)
     assert [reference() for reference in forgotten] == [None] * len(forgotten)
 
 
@@ -380,10 +381,10 @@ def memory_that_collectives_keep(num_bytes: int) -> int:
             dist.all_reduce(tensor, async_op=True).get_future().wait()
             torch.cuda.synchronize(ranks.device)
 
-        let_go_of_collectives(ranks)
+        release_collectives(ranks)
         before = torch.cuda.memory_allocated(ranks.device)
         reduce()
-        let_go_of_collectives(ranks)
+        release_collectives(ranks)
         return torch.cuda.memory_allocated(ranks.device) - before
 
 

@@ -13,15 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_model import batch, groups_of, sgd
-from rank_training import SMALL_BUCKETS, seeded_model
+from rank_training import build, seeded_model
 
 from lmkit.bench import all_reduce, ddp, optimizer
 from lmkit.commands import bench
 from lmkit.errors import LmkitError, UsageError
-from lmkit.parallel.agreement import agree
+from lmkit.parallel.collectives import agree
 from lmkit.parallel.failures import StepWatch, losses_named
-from lmkit.parallel.process_group import Ranks, process_group
-from lmkit.parallel.strategies import build_strategy
+from lmkit.parallel.ranks import Ranks, process_group
 from lmkit.recipe.load import load_recipe
 
 FAULT_STEP = 2
@@ -50,7 +49,7 @@ def train_until_fault(fault: str, strategy: str) -> str:
     torch.set_num_threads(1)
     with process_group("cpu", timeout_s=PATIENT_S) as ranks, StepWatch(ranks) as watch:
         model = seeded_model(0, ranks)
-        sync = build_strategy(strategy, ranks, SMALL_BUCKETS)
+        sync = build(strategy, ranks)
         call = sync.attach(model)
         optimizer = sync.build_optimizer(sgd, groups_of(model))
         for step in range(4):
@@ -135,12 +134,12 @@ def happen(fault: str) -> None:
     if fault == "exception":
         raise ZeroDivisionError("in the middle of backward")
     if fault == "error":
-        raise LmkitError("the data is bad", hint="look at it")
+        raise LmkitError("data.bad", "the data is bad", hint="look at it")
 
 
 def refuse(kind: str) -> None:
     """All ranks raise the same error, as for a mistake in the recipe."""
-    raise UsageError(f"recipe.toml: {kind}", hint="correct it")
+    raise UsageError("recipe.unknown_key", f"recipe.toml: {kind}", hint="correct it")
 
 
 def wait_for_signal(ready: str, stop_all: bool) -> str:

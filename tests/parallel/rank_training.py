@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
+import pytest
 import torch
 import torch.distributed as dist
 from rank_model import HardModel, adamw, batch, groups_of
 from torch import nn
 
-from lmkit.parallel.process_group import Ranks
-from lmkit.parallel.strategies import GradientSync, SyncOptions, build_strategy
-from lmkit.parallel.torch_ddp import TorchDDP
+from lmkit.errors import LmkitError
+from lmkit.parallel.protocol import GradientSync, build_strategy
+from lmkit.parallel.ranks import Ranks
+from lmkit.recipe.tables import ParallelConfig
 
-SMALL_BUCKETS = SyncOptions(bucket_mb=0.0003)  # about 300 bytes: several buckets even in this model
+SMALL_BUCKETS = ParallelConfig(bucket_mb=0.0003)  # about 300 bytes: several buckets even in this model
 STRATEGIES = ("naive", "flat", "overlap", "bucketed", "torch_ddp", "zero1")
 
 # The same sums in another order, in float64: rounding of 1e-16 that Adam's division and clipping amplify.
 FLOAT64_TOLERANCE = 1e-10
 
 
-def build(strategy: str, ranks: Ranks, options: SyncOptions = SMALL_BUCKETS) -> GradientSync:
-    if strategy == "torch_ddp":
-        return TorchDDP(ranks, options, find_unused=True)
-    return build_strategy(strategy, ranks, options)
+def build(strategy: str, ranks: Ranks, config: ParallelConfig = SMALL_BUCKETS) -> GradientSync:
+    own = {"find_unused_parameters": True} if strategy == "torch_ddp" else {}
+    return build_strategy(config.model_copy(update={"strategy": strategy, "options": own}), ranks)
 
 
 def train(
@@ -77,6 +78,16 @@ def assert_close_models(mine: nn.Module, oracle: nn.Module, tolerance: float) ->
     for name, value in mine.named_parameters():
         difference = (value.detach() - expected[name].detach()).abs().max().item()
         assert difference <= tolerance, f"{name} is off by {difference:.3g}"
+
+
+@contextmanager
+def refused(code: str, kind: type[LmkitError] = LmkitError, *names: str) -> Iterator[None]:
+    """The block must raise this error, with a hint and these names in its message."""
+    with pytest.raises(kind) as caught:
+        yield
+    assert caught.value.code == code
+    assert caught.value.hint
+    assert all(name in caught.value.message for name in names), caught.value.message
 
 
 def plain(make: Callable) -> Callable:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
 
-from lmkit.errors import LmkitError
-from lmkit.parallel import bucketed
-from lmkit.parallel.bucketed import fill_buckets, plan_buckets
-from lmkit.parallel.process_group import Ranks
-from lmkit.parallel.ready_queue import ReadyQueue
-from lmkit.parallel.strategies import SyncOptions
+from lmkit.parallel import buckets as mechanism
+from lmkit.parallel.buckets import BucketHooks, fill_buckets, plan_buckets
+from lmkit.parallel.ranks import Ranks
+from lmkit.parallel.shards import BucketLayout, ShardLayout, consolidate, shard_size_of, take_shards
 from lmkit.parallel.zero1 import Zero1
-from lmkit.parallel.zero1_layout import BucketLayout, ShardLayout, consolidate, shard_size_of, take_shards
+from lmkit.recipe.tables import ParallelConfig
 
 
 def parameters(*sizes: int, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -27,7 +27,7 @@ def sizes_of(buckets: list[list[nn.Parameter]]) -> list[list[int]]:
 def test_the_parameter_that_reaches_the_capacity_closes_its_bucket():
     given = parameters(10, 20, 30, 5, 100, 7)
     assert sizes_of(fill_buckets(given, capacity=4 * 30)) == [[10, 20], [30], [5, 100], [7]]
-    assert sizes_of(fill_buckets(given, capacity=2 * 30, wire_dtype="bf16")) == [
+    assert sizes_of(fill_buckets(given, capacity=2 * 30, reduce_dtype="bf16")) == [
         [10, 20],
         [30],
         [5, 100],
@@ -50,7 +50,7 @@ def test_dtypes_never_share_a_bucket():
 
 
 def test_the_last_bucket_is_small(monkeypatch):
-    monkeypatch.setattr(bucketed, "LAST_BUCKET_BYTES", 4 * 12)
+    monkeypatch.setattr(mechanism, "LAST_BUCKET_BYTES", 4 * 12)
     assert sizes_of(plan_buckets(parameters(50, 50, 50, 5, 5), 4 * 1000)) == [[50, 50, 50], [5, 5]]
     assert sizes_of(plan_buckets(parameters(50, 50, 50), 4 * 1000)) == [[50, 50], [50]], "the very last alone"
     assert sizes_of(plan_buckets(parameters(5, 5), 4 * 1000)) == [[5, 5]]
@@ -59,38 +59,34 @@ def test_the_last_bucket_is_small(monkeypatch):
 def test_zero1_gives_what_fills_a_bucket_one_of_its_own():
     """An embedding, which comes last: alone it is reduced where it lies."""
     model = nn.ParameterList(parameters(100, 10, 10, 10))
-    sync = Zero1(Ranks(), SyncOptions(bucket_mb=4 * 100 / 2**20))
+    sync = Zero1(Ranks(), ParallelConfig(bucket_mb=4 * 100 / 2**20))
     sync.attach(model)
     optimizer = sync.build_optimizer(torch.optim.SGD, [{"params": list(model)}])
-    assert [bucket.sizes for bucket in optimizer.layout.buckets] == [(10, 10, 10), (100,)]
+    assert [bucket.sizes for bucket in optimizer.shard_layout.buckets] == [(10, 10, 10), (100,)]
 
 
-def launched_by(order: list[int], members: list[int]) -> list[int]:
-    launched: list[int] = []
-    queue = ReadyQueue(members, launched.append, launched.clear)
-    for bucket in order:
-        queue.mark(bucket)
-    return launched
+def hooked(members: list[int], launch: Callable[[int], None]) -> tuple[list[list[nn.Parameter]], BucketHooks]:
+    """Buckets with so many parameters each, and their hooks."""
+    buckets = [parameters(*[1] * count) for count in members]
+    return buckets, BucketHooks(buckets, launch, lambda: None, lambda: False)
 
 
-def test_buckets_leave_in_order_however_they_become_ready():
-    assert launched_by([2, 1, 1, 0], [1, 2, 1]) == [0, 1, 2]
-    assert launched_by([1, 1, 2], [1, 2, 1]) == []
-    assert launched_by([0, 2], [1, 2, 1]) == [0]
-
-
-def test_the_rest_is_launched_once_and_the_queue_starts_over():
-    launched: list[int] = []
-    queue = ReadyQueue([1, 1, 1], launched.append, launched.clear)
-    queue.mark(0)
-    queue.launch_rest()
-    assert launched == [0, 1, 2]
-    queue.mark(0)
-    assert launched == [0, 1, 2, 0]
+@pytest.mark.parametrize(("order", "launched"), [((2, 1, 1, 0), [0, 1, 2]), ((1, 1, 2), []), ((0, 2), [0])])
+def test_buckets_are_launched_in_order_however_they_become_ready(order, launched):
+    seen: list[int] = []
+    buckets, hooks = hooked([1, 2, 1], seen.append)
+    remaining = [list(bucket) for bucket in buckets]
+    loss = torch.zeros(())
+    for index in reversed(order):  # the last addition's gradient is ready first
+        loss = loss + remaining[index].pop().sum()
+    loss.backward()
+    assert seen == launched
+    hooks.launch_rest()
+    assert seen == [0, 1, 2]
 
 
 def test_a_launch_that_raises_is_not_repeated():
-    """Its collective may have begun, and the other ranks go on to the next."""
+    """Its collective may have started, and the other ranks go on to the next."""
     launched: list[int] = []
 
     def launch(index: int) -> None:
@@ -98,67 +94,11 @@ def test_a_launch_that_raises_is_not_repeated():
         if index == 0:
             raise ZeroDivisionError
 
-    queue = ReadyQueue([1, 1], launch, launched.clear)
+    ((first,), _), hooks = hooked([1, 1], launch)
     with pytest.raises(ZeroDivisionError):
-        queue.mark(0)
-    queue.mark(1)
+        first.sum().backward()
+    hooks.launch_rest()
     assert launched == [0, 1]
-
-
-class Watched:
-    """A parameter whose gradient begins a pass in a queue."""
-
-    def __init__(self) -> None:
-        self.weight = nn.Parameter(torch.ones(2))
-        self.begun: list[bool] = []
-        self.abandoned = 0
-        self.queue = ReadyQueue([2], lambda index: None, self._abandon)
-        self.weight.register_post_accumulate_grad_hook(lambda p: self.begun.append(self.queue.begin()))
-
-    def _abandon(self) -> None:
-        self.abandoned += 1
-
-    def backward(self) -> None:
-        self.weight.sum().backward()
-
-    def break_off(self) -> None:
-        """A pass that raises after the parameter's gradient has come."""
-
-        def explode(gradient: torch.Tensor) -> None:
-            raise ZeroDivisionError
-
-        hidden = torch.ones(2, requires_grad=True) * 1.0
-        hidden.register_hook(explode)
-        before = len(self.begun)
-        with pytest.raises(ZeroDivisionError):
-            (hidden + self.weight).sum().backward()
-        assert len(self.begun) == before + 1
-
-
-def test_a_backward_pass_that_broke_off_is_noticed():
-    run = Watched()
-    run.break_off()
-    run.queue.check_nothing_is_left()
-    assert (run.begun, run.abandoned) == ([True], 0)
-    run.break_off()
-    run.backward()
-    assert (run.begun, run.abandoned) == ([True] * 3, 2)
-    run.queue.launch_rest()
-    run.backward()
-    assert run.abandoned == 2
-
-
-def test_a_backward_pass_that_ended_must_be_finished_before_the_next():
-    """It did not break off: what was launched for it must not be forgotten."""
-    run = Watched()
-    run.backward()
-    for again in (run.backward, run.backward, run.queue.check_nothing_is_left):
-        with pytest.raises(LmkitError, match="began before finish") as refused:
-            again()
-        assert "wrap all but the last backward pass of a step in no_sync()" in refused.value.hint
-    run.queue.reset()
-    run.backward()
-    assert run.abandoned == 0
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

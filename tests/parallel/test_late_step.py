@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lmkit.parallel.late_step import LateStep
+from lmkit.parallel.bucketed import LateStep
 
 
 @pytest.fixture

@@ -11,46 +11,52 @@ import threading
 from pathlib import Path
 
 import pytest
+import rank_faults
 import torch.distributed as dist
+from rank_training import refused
 
 from lmkit.errors import LmkitError, UsageError
 from lmkit.parallel import failures, launch
 from lmkit.parallel.failures import ROLL_CALL_S, RankLost, is_communication_error, losses_named
 from lmkit.parallel.launch import RankFailed, spawn_ranks
-from lmkit.parallel.meeting import RENDEZVOUS_VARIABLE, hosted_store, join_store
-from lmkit.parallel.process_group import Ranks, process_group
+from lmkit.parallel.ranks import RENDEZVOUS_VARIABLE, Ranks, hosted_store, join_store, process_group
 
 # Only to end a test that hangs: how long ranks take to start depends on the machine.
 PATIENCE_S = 240.0
 
 
-@pytest.fixture
-def faults(rank_modules):
-    return rank_modules["rank_faults"]
-
-
-def test_rank_0_returns_its_result(faults):
-    assert spawn_ranks(2, faults.return_rank_and_sum) == (0, 3)
+def test_rank_0_returns_its_result():
+    assert spawn_ranks(2, rank_faults.return_rank_and_sum) == (0, 3)
 
 
 @pytest.mark.parametrize(
-    ("fault", "strategy", "kind", "message"),
+    ("fault", "strategy", "code", "kind", "names"),
     [
-        ("kill", "zero1", RankFailed, "rank 1 was killed by SIGKILL"),
-        ("exception", "bucketed", RankFailed, "rank 1: ZeroDivisionError: in the middle of backward"),
-        ("error", "flat", LmkitError, "rank 1: the data is bad"),
-        ("hang", "bucketed", RankLost, "rank 0, step 2: no answer within 1 s; no sign of rank 1 in 2 s more"),
+        ("kill", "zero1", "parallel.rank_failed", RankFailed, ("rank 1", "SIGKILL")),
+        ("exception", "bucketed", "parallel.rank_failed", RankFailed, ("rank 1", "ZeroDivisionError")),
+        ("error", "flat", "data.bad", LmkitError, ("rank 1", "the data is bad")),
+        pytest.param(
+            *(
+                "hang",
+                "bucketed",
+                "parallel.rank_lost",
+                RankLost,
+                ("rank 0, step 2", "1 s", "no sign of rank 1"),
+            ),
+            marks=pytest.mark.full,  # rank 1 is ended after the waits of a launcher, 9 s
+        ),
     ],
 )
 def test_fault_72_and_73_a_rank_that_fails_in_backward_ends_the_job(
-    faults, capfd, monkeypatch, fault, strategy, kind, message
+    capfd, monkeypatch, fault, strategy, code, kind, names
 ):
     """A death ends the job by the broken connection: before the timeout of the ranks, pytest's would end this."""
     if fault != "hang":  # all ranks end by themselves, on a slow machine later
         monkeypatch.setattr(launch, "GRACE_S", PATIENCE_S)
     with pytest.raises(kind) as caught:
-        spawn_ranks(2, faults.train_until_fault, (fault, strategy))
-    assert caught.value.message == message
+        spawn_ranks(2, rank_faults.train_until_fault, (fault, strategy))
+    assert caught.value.code == code
+    assert all(name in caught.value.message for name in names)
     if fault == "exception":
         assert "ZeroDivisionError" in capfd.readouterr().err, "the traceback must not be lost"
 
@@ -63,17 +69,17 @@ def test_fault_72_the_waits_after_a_death_are_far_below_the_30_seconds_that_are_
 @pytest.mark.parametrize(
     ("error", "what"),
     [
-        ("[gloo/transport/tcp/pair.cc:534] Connection closed by peer", "the connection broke"),
-        ("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 7000ms", "no answer within 7 s"),
+        ("[gloo/transport/tcp/pair.cc:534] Connection closed by peer", "connection"),
+        ("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 7000ms", "7 s"),
     ],
 )
 @pytest.mark.parametrize(
     ("survivors", "who"),
     [
-        ((), "no sign of rank 1, 2 in 0.1 s more"),
-        ((2,), "no sign of rank 1 in 0.1 s more"),
-        ((1, 2), "all ranks are still there"),
-        (None, "the place where the ranks met is gone too"),
+        ((), "rank 1, 2"),
+        ((2,), "rank 1 "),
+        ((1, 2), "all ranks"),
+        (None, "store"),
     ],
 )
 def test_fault_72_and_73_survivors_say_what_they_know(monkeypatch, error, what, survivors, who):
@@ -83,15 +89,14 @@ def test_fault_72_and_73_survivors_say_what_they_know(monkeypatch, error, what, 
     for rank in survivors or ():
         store.set(f"survivor/{rank}", "yes")
     ranks = Ranks(rank=0, world_size=3, timeout_s=7.0, store=store)
-    with pytest.raises(RankLost) as caught, losses_named(ranks, "step 5"):
+    with refused("parallel.rank_lost", RankLost, "rank 0, step 5", what, who), losses_named(ranks, "step 5"):
         raise RuntimeError(error)
-    assert caught.value.message == f"rank 0, step 5: {what}; {who}"
 
 
 HANGING = """
 import threading, torch
 from lmkit.parallel.failures import StepWatch
-from lmkit.parallel.process_group import Ranks
+from lmkit.parallel.ranks import Ranks
 
 with StepWatch(Ranks(rank=3, world_size=4, device=torch.device("cuda", 3), timeout_s=2)) as watch:
     for step in range(3):
@@ -108,8 +113,8 @@ def test_fault_73_on_gpus_a_clock_ends_a_rank_whose_step_hangs():
     """No exception reaches a thread that waits for a GPU; the clock needs none to be tested."""
     done = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "idle\n")
-    hangs = "unfinished after 2 s, this rank or one that it waits for hangs"
-    assert done.stderr == f"error: rank 3, step 7: {hangs}\n"
+    assert done.stderr.startswith("error[parallel.step_hangs]: rank 3, step 7: ")
+    assert done.stderr.count("\n") == 1
 
 
 class GoneStore:
@@ -117,36 +122,38 @@ class GoneStore:
         raise dist.DistNetworkError("Broken pipe")
 
 
-def test_a_rank_that_dies_between_steps_ends_the_job_without_a_traceback(faults, capfd):
-    with pytest.raises(RankFailed, match=r"^rank 1 was killed by SIGKILL$"):
-        spawn_ranks(2, faults.lose_a_rank_before_the_first_step)
+def test_a_rank_that_dies_between_steps_ends_the_job_without_a_traceback(capfd):
+    with refused("parallel.rank_failed", RankFailed, "rank 1", "SIGKILL"):
+        spawn_ranks(2, rank_faults.lose_a_rank_before_the_first_step)
     assert "Traceback" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("bench", ["ddp", "all_reduce", "optimizer"])
-def test_a_rank_that_dies_in_a_bench_is_named_without_a_traceback(faults, capfd, bench):
-    with pytest.raises(RankFailed, match=r"^rank 1 was killed by SIGKILL$"):
-        spawn_ranks(2, faults.lose_a_rank_in_a_bench, (bench,))
+def test_a_rank_that_dies_in_a_bench_is_named_without_a_traceback(capfd, bench):
+    with refused("parallel.rank_failed", RankFailed, "rank 1", "SIGKILL"):
+        spawn_ranks(2, rank_faults.lose_a_rank_in_a_bench, (bench,))
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_a_refusal_by_all_ranks_keeps_its_type_and_hint(faults, monkeypatch):
+def test_a_refusal_by_all_ranks_keeps_its_type_and_hint(monkeypatch):
     monkeypatch.setattr(launch, "GRACE_S", PATIENCE_S)  # rank 0 may come late
-    with pytest.raises(UsageError, match=r"rank 0: recipe.toml: unknown key") as caught:
-        spawn_ranks(2, faults.refuse, ("unknown key",))
+    with pytest.raises(UsageError) as caught:
+        spawn_ranks(2, rank_faults.refuse, ("unknown key",))
+    assert caught.value.code == "recipe.unknown_key"
+    assert caught.value.message.startswith("rank 0: recipe.toml")
     assert caught.value.hint == "correct it"
 
 
-def test_nproc_must_be_positive(faults):
-    with pytest.raises(UsageError, match="--nproc: 0"):
-        spawn_ranks(0, faults.return_rank_and_sum)
+def test_nproc_must_be_positive():
+    with refused("parallel.nproc", UsageError, "--nproc", "0"):
+        spawn_ranks(0, rank_faults.return_rank_and_sum)
 
 
 @pytest.mark.parametrize(
     ("number", "to_one", "code"),
     [(signal.SIGTERM, False, 143), (signal.SIGINT, False, 130), (signal.SIGTERM, True, 143)],
 )
-def test_signals_stop_all_ranks_at_the_same_step(faults, tmp_path, number, to_one, code):
+def test_signals_stop_all_ranks_at_the_same_step(tmp_path, number, to_one, code):
     """To the parent, which passes them on, or to one rank, whose wish the others learn by agreement."""
     ready = tmp_path / "ready"
     program = (
@@ -184,8 +191,8 @@ def test_signals_stop_all_ranks_at_the_same_step(faults, tmp_path, number, to_on
 LATE = """
 import multiprocessing, signal, sys, threading, time
 from lmkit.parallel.launch import spawn_ranks
-from lmkit.parallel.meeting import RENDEZVOUS_VARIABLE, hosted_store, join_store
-from lmkit.parallel.process_group import Ranks, process_group
+from lmkit.parallel.ranks import RENDEZVOUS_VARIABLE, hosted_store, join_store
+from lmkit.parallel.ranks import Ranks, process_group
 
 if multiprocessing.current_process().name == "rank 1":  # the other one waits for it meanwhile
     while signal.SIGINT not in signal.sigpending():
@@ -220,13 +227,13 @@ def test_ctrl_c_while_a_rank_still_loads_its_modules_ends_all(tmp_path):
     assert (process.returncode, errors) == (130, "")
 
 
-def test_ctrl_c_in_the_middle_of_an_import_is_no_error_of_the_import(faults, capfd):
+def test_ctrl_c_in_the_middle_of_an_import_is_no_error_of_the_import(capfd):
     with pytest.raises(KeyboardInterrupt):
-        spawn_ranks(2, faults.turn_ctrl_c_into_another_error)
+        spawn_ranks(2, rank_faults.turn_ctrl_c_into_another_error)
     assert capfd.readouterr().err == ""
 
 
-def test_a_signal_before_all_ranks_are_started_starts_no_more(faults, monkeypatch):
+def test_a_signal_before_all_ranks_are_started_starts_no_more(monkeypatch):
     started, start = [], launch._Rank.start
 
     def starting(rank):
@@ -236,12 +243,12 @@ def test_a_signal_before_all_ranks_are_started_starts_no_more(faults, monkeypatc
 
     monkeypatch.setattr(launch._Rank, "start", starting)
     with pytest.raises(SystemExit) as caught:
-        spawn_ranks(2, faults.return_rank_and_sum)
+        spawn_ranks(2, rank_faults.return_rank_and_sum)
     assert caught.value.code == 143
     assert started == [0]
 
 
-def test_a_signal_that_another_thread_takes_is_heeded(faults, tmp_path):
+def test_a_signal_that_another_thread_takes_is_heeded(tmp_path):
     """As it happens to one that is sent while the launcher is stopped: the thread that waits is not woken."""
     ready, to_all = tmp_path / "ready", True
 
@@ -253,13 +260,13 @@ def test_a_signal_that_another_thread_takes_is_heeded(faults, tmp_path):
     thread = threading.Thread(target=signal_itself)
     thread.start()
     with pytest.raises(SystemExit) as caught:
-        spawn_ranks(2, faults.wait_for_signal, (str(ready), to_all))
+        spawn_ranks(2, rank_faults.wait_for_signal, (str(ready), to_all))
     thread.join()
     assert caught.value.code == 143
     assert len({Path(f"{ready}.step{rank}").read_text() for rank in range(2)}) == 1
 
 
-def test_fault_71_a_second_signal_ends_ranks_that_do_not_leave(faults, tmp_path):
+def test_fault_71_a_second_signal_ends_ranks_that_do_not_leave(tmp_path):
     ready = tmp_path / "ready"
 
     def signal_twice():
@@ -271,7 +278,7 @@ def test_fault_71_a_second_signal_ends_ranks_that_do_not_leave(faults, tmp_path)
     thread = threading.Thread(target=signal_twice)
     thread.start()
     with pytest.raises(SystemExit) as caught:
-        spawn_ranks(2, faults.stay_whatever_the_signal, (str(ready),))
+        spawn_ranks(2, rank_faults.stay_whatever_the_signal, (str(ready),))
     thread.join()
     assert caught.value.code == 143
     for rank in range(2):
@@ -279,9 +286,9 @@ def test_fault_71_a_second_signal_ends_ranks_that_do_not_leave(faults, tmp_path)
             os.kill(int(Path(f"{ready}.pid{rank}").read_text()), 0)
 
 
-def test_a_rank_that_loses_one_that_was_told_to_stop_is_no_failure(faults):
+def test_a_rank_that_loses_one_that_was_told_to_stop_is_no_failure():
     with pytest.raises(SystemExit) as caught:
-        spawn_ranks(2, faults.heed_no_signal_on_rank_0)
+        spawn_ranks(2, rank_faults.heed_no_signal_on_rank_0)
     assert caught.value.code == 143
 
 
@@ -305,34 +312,35 @@ def test_a_single_process_needs_no_group(monkeypatch):
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, "4x"), ("1x", "1x")])
-def test_ranks_ask_the_driver_for_long_launch_queues_unless_told_otherwise(
-    faults, monkeypatch, given, expected
-):
+def test_ranks_ask_the_driver_for_long_launch_queues_unless_told_otherwise(monkeypatch, given, expected):
     monkeypatch.delenv("CUDA_SCALE_LAUNCH_QUEUES", raising=False)
     if given is not None:
         monkeypatch.setenv("CUDA_SCALE_LAUNCH_QUEUES", given)
-    assert spawn_ranks(2, faults.launch_queues) == expected
+    assert spawn_ranks(2, rank_faults.launch_queues) == expected
 
 
 @pytest.mark.parametrize(
-    ("environment", "message"),
+    ("environment", "names"),
     [
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK is set but MASTER_ADDR, MASTER_PORT is not"),
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set but RANK, MASTER_ADDR, MASTER_PORT is not"),
-        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK=2 does not fit"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, ["MASTER_ADDR", "MASTER_PORT"]),
+        ({"WORLD_SIZE": "2"}, ["RANK", "MASTER_ADDR", "MASTER_PORT"]),
         (
-            {"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
-            "RANK='x' is not a number",
+            {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+            ["RANK=2", "WORLD_SIZE=2"],
         ),
+        ({"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, ["RANK='x'"]),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "70000"}, ["MASTER_PORT=70000"]),
     ],
 )
-def test_fault_77_half_an_environment_is_refused(monkeypatch, environment, message):
+def test_fault_77_half_an_environment_is_refused(monkeypatch, environment, names):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UsageError, match=message) as caught, process_group("cpu"):
+    with pytest.raises(UsageError) as caught, process_group("cpu"):
         raise AssertionError("unreachable")
+    assert caught.value.code == "parallel.environment"
+    assert all(name in caught.value.message for name in names)
     assert "torchrun" in caught.value.hint
 
 
@@ -343,12 +351,9 @@ def test_fault_78_a_taken_port_is_an_error_with_a_hint(monkeypatch):
         settings = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
         for name, value in {**settings, "MASTER_PORT": str(taken.getsockname()[1])}.items():
             monkeypatch.setenv(name, value)
-        with (
-            pytest.raises(LmkitError, match=r"port of 127\.0\.0\.1:\d+ is taken") as caught,
-            process_group("cpu"),
-        ):
+        port = os.environ["MASTER_PORT"]
+        with refused("parallel.port_taken", LmkitError, f"127.0.0.1:{port}"), process_group("cpu"):
             raise AssertionError("unreachable")
-    assert "--master-port" in caught.value.hint
 
 
 def test_a_rank_that_never_comes_is_named(monkeypatch):
@@ -356,7 +361,7 @@ def test_a_rank_that_never_comes_is_named(monkeypatch):
         for name, value in {"RANK": "0", "WORLD_SIZE": "2", RENDEZVOUS_VARIABLE: address}.items():
             monkeypatch.setenv(name, value)
         with (
-            pytest.raises(LmkitError, match="rank 0: rank 1 did not come within 1 s"),
+            refused("parallel.rank_absent", LmkitError, "rank 0", "rank 1", "1 s"),
             process_group("cpu", timeout_s=1),
         ):
             raise AssertionError("unreachable")

@@ -7,7 +7,7 @@ import sys
 
 SCRIPT = """
 import atexit, sys, threading
-from lmkit.parallel.leaving import leave
+from lmkit.parallel.ranks import shutdown
 
 class Torn:
     def __del__(self):
@@ -25,7 +25,7 @@ atexit.register(print, "exit handler")
 begin.set()
 print("said", end="")
 print("said too", end="", file=sys.stderr)
-leave(7)
+shutdown(7)
 """
 
 

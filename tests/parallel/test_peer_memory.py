@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lmkit.parallel import peer_memory
-from lmkit.parallel.peer_memory import can_share_memory
-from lmkit.parallel.process_group import Ranks
+from lmkit.parallel import gather
+from lmkit.parallel.gather import can_share_memory
+from lmkit.parallel.ranks import Ranks
 
 RANKS = Ranks(world_size=2, device=torch.device("cuda", 0))
 
@@ -24,9 +24,9 @@ def answer(monkeypatch, tmp_path):
 
         boot = tmp_path / "boot_id"
         boot.write_text("host")
-        monkeypatch.setattr(peer_memory, "_BOOT_ID", boot)
+        monkeypatch.setattr(gather, "_BOOT_ID", boot)
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-        monkeypatch.setattr(peer_memory.dist, "all_gather_object", all_gather_object)
+        monkeypatch.setattr(gather.dist, "all_gather_object", all_gather_object)
         monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: reach and one != other)
         monkeypatch.setattr(torch, "__version__", torch_version)
         return can_share_memory(RANKS)

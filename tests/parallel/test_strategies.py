@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from pathlib import Path
-
 import pytest
+import rank_checks
+import rank_model
+from rank_training import refused
 
 from lmkit.errors import UsageError
 from lmkit.parallel.launch import spawn_ranks
-from lmkit.parallel.process_group import Ranks
-from lmkit.parallel.strategies import SyncOptions, build_strategy
+from lmkit.parallel.protocol import build_strategy
+from lmkit.parallel.ranks import Ranks
+from lmkit.recipe.tables import ParallelConfig
 from lmkit.registry import STRATEGIES
 
-sys.path.insert(0, str(Path(__file__).parent))
-CHECKS = list(importlib.import_module("rank_checks").CHECKS)
+CHECKS = list(rank_checks.CHECKS)
 # Sums over more than two ranks depend on the order, shards cross more borders: what could differ there.
 FOUR_RANKS = [
     name
@@ -37,13 +36,13 @@ FOUR_RANKS = [
 
 
 @pytest.fixture(scope="module")
-def on_two_ranks(rank_modules) -> dict[str, list[str]]:
-    return spawn_ranks(2, rank_modules["rank_checks"].run_all, (CHECKS,))
+def on_two_ranks() -> dict[str, list[str]]:
+    return spawn_ranks(2, rank_checks.run_all, (CHECKS,))
 
 
 @pytest.fixture(scope="module")
-def on_four_ranks(rank_modules) -> dict[str, list[str]]:
-    return spawn_ranks(4, rank_modules["rank_checks"].run_all, (FOUR_RANKS,))
+def on_four_ranks() -> dict[str, list[str]]:
+    return spawn_ranks(4, rank_checks.run_all, (FOUR_RANKS,))
 
 
 def read_outcome(outcome: dict[str, list[str]], name: str) -> None:
@@ -72,23 +71,22 @@ def test_four_ranks(on_four_ranks, name):
     read_outcome(on_four_ranks, name)
 
 
-def test_every_strategy_works_alone(rank_modules):
+def test_every_strategy_works_alone():
     """With one rank every strategy is plain training: same weights, no communication."""
     import torch
     from torch import nn
 
-    model_module = rank_modules["rank_model"]
     after = []
     for name in STRATEGIES.names:
         torch.manual_seed(0)
-        model = model_module.HardModel()
+        model = rank_model.HardModel()
         sync = build_strategy(name, Ranks())
         call = sync.attach(model)
-        optimizer = sync.build_optimizer(model_module.adamw, model_module.groups_of(model))
+        optimizer = sync.build_optimizer(rank_model.adamw, rank_model.groups_of(model))
         for step in range(2):
             with sync.no_sync():
-                call.loss(*model_module.batch(step, 0, 0), 0).backward()
-            call.loss(*model_module.batch(step, 0, 1), 0).backward()
+                call.loss(*rank_model.batch(step, 0, 0), 0).backward()
+            call.loss(*rank_model.batch(step, 0, 1), 0).backward()
             sync.finish()
             assert torch.isfinite(sync.clip_gradients(0.5))
             optimizer.step()
@@ -111,7 +109,9 @@ def test_unknown_strategies_and_options_are_refused():
         build_strategy("bucketted", Ranks())
     assert caught.value.code == "registry.unknown_name"
     assert "bucketed" in caught.value.message
-    with pytest.raises(ValueError, match="bucket_mb must be positive"):
-        SyncOptions(bucket_mb=0)
-    with pytest.raises(ValueError, match="wire_dtype must be fp32 or bf16, got 'fp8'"):
-        SyncOptions(wire_dtype="fp8")  # type: ignore[arg-type]
+    for wrong in ({"bucket_mb": 0}, {"reduce_dtype": "fp8"}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            ParallelConfig(**wrong)
+    for strategy, options in (("bucketed", {"depth": 2}), ("torch_ddp", {"static_graph": 1})):
+        with refused("parallel.unknown_option", UsageError, strategy, *options):
+            build_strategy(ParallelConfig(strategy=strategy, options=options), Ranks())

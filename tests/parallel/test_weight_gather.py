@@ -9,14 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from lmkit.parallel.lazy_weights import LazyWeights
+from lmkit.parallel.buckets import ReducingBucket
+from lmkit.parallel.collectives import PendingMean
 from lmkit.parallel.overlap import OverlapSync
-from lmkit.parallel.packing import ReducingBucket
-from lmkit.parallel.process_group import Ranks
-from lmkit.parallel.reduction import PendingMean
-from lmkit.parallel.sharded_bucket import ShardedBucket, start_gather
-from lmkit.parallel.strategies import SyncOptions
-from lmkit.parallel.zero1_layout import BucketLayout, shard_size_of
+from lmkit.parallel.ranks import Ranks
+from lmkit.parallel.shards import BucketLayout, ShardedBucket, shard_size_of, start_gather
+from lmkit.parallel.zero1 import LazyWeights
+from lmkit.recipe.tables import ParallelConfig
 
 RANKS = Ranks(world_size=2)
 
@@ -45,6 +44,9 @@ class Gather:
         self.events.append("gradients go")
         return PendingMean(SimpleNamespace(wait=lambda: self.events.append("gradients end")), [flat[:128]])
 
+    def all_reduce(self, tensors: list[torch.Tensor]) -> PendingMean:
+        return self.reduce_scatter(tensors[0])
+
 
 def bucket_of(layer: nn.Linear, gather: Gather) -> ShardedBucket:
     layout = BucketLayout(0, ("weight",), (16,), shard_size_of(16, RANKS.world_size))
@@ -55,7 +57,7 @@ def bucket_of(layer: nn.Linear, gather: Gather) -> ShardedBucket:
         gather,  # type: ignore[arg-type]
         gather,  # type: ignore[arg-type]
         weight_dtype=torch.float32,
-        wire_dtype=torch.float32,
+        reduce_dtype=torch.float32,
     )
 
 
@@ -96,8 +98,12 @@ def test_gradients_that_are_not_wanted_are_waited_for(parts):
     bucket.wait_reduced()
     assert bucket.master.grad is None
 
-    replicated = OverlapSync(RANKS, SyncOptions())
-    replicated._flying = [ReducingBucket(gather.reduce_scatter(torch.ones(256))) for _ in range(2)]
+    replicated = OverlapSync(RANKS, ParallelConfig())
+    model[0].weight.grad = torch.ones(4, 4)
+    replicated._flying = [
+        ReducingBucket([model[0].weight], gather, reduce_dtype=torch.float32)  # type: ignore[arg-type]
+        for _ in range(2)
+    ]
     replicated._forget()
     assert gather.events[3:] == [*["gradients go"] * 2, *["gradients end"] * 2]
     assert replicated._flying == []

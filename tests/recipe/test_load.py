@@ -175,7 +175,7 @@ def test_every_mistake_is_reported_at_once(write) -> None:
     message = refusal(
         write(
             '[train]\nsteps = "x"\nprecision = "bf61"\n[optimizer]\nlr = -1\n[corpsu]\n[run]\nnane = "a"\n'
-            "[parallel]\nstrategy = 'naive'\nweights = 'bf16'\nwire_dtype = 'bf16'\n"
+            "[parallel]\nstrategy = 'naive'\nweights = 'bf16'\nwire_dtype = 'bf16'\noptions.x = 1\n"
         ),
         "model.use_flsh=true",
         code="recipe.mistakes",
@@ -188,8 +188,9 @@ def test_every_mistake_is_reported_at_once(write) -> None:
         "did you mean name?",
         "model.use_flsh",
         "parallel.weights",  # a check across tables, together with mistakes in other tables
-        "wire_dtype",
-        "flat, bucketed, torch_ddp, zero1",
+        "parallel.reduce_dtype",
+        "flat, overlap, bucketed, torch_ddp, zero1",
+        "parallel.options.x",
     ):
         assert expected in message
 
@@ -200,6 +201,9 @@ def test_every_mistake_is_reported_at_once(write) -> None:
         (["run.device=cpu", "train.precision=fp16"], "train.precision"),
         (["model.d_model=12", "data.source=random"], "model.vocab_size"),
         (["parallel.weights=bf16"], "parallel.weights"),
+        (["parallel.gather=collective"], "parallel.gather"),
+        (["parallel.options.depth=2"], "parallel.options.depth"),
+        (["parallel.strategy=torch_ddp", "parallel.options.static_graph=1"], "parallel.options.static_graph"),
         (["corpus.size_mb=1", "tokenizer.vocab_size=2048", "model.vocab_size=1000"], "model.vocab_size"),
     ],
 )
@@ -308,6 +312,8 @@ def test_aliases_of_a_key_or_value(override: str, table: str, key: str, value: o
     [
         ("[optimizer]\nlearning_rate = 1e-3", "optimizer.lr=2e-3", "optimizer", "lr", 2e-3),
         ("[optimizer]\nlr = 1e-3", "optimizer.learning_rate=2e-3", "optimizer", "lr", 2e-3),
+        ("[parallel]\nwire_dtype = 'bf16'", "parallel.bucket_mb=25", "parallel", "reduce_dtype", "bf16"),
+        ("", "parallel.wire_dtype=bf16", "parallel", "reduce_dtype", "bf16"),
         ("[model]\nuse_flash = false", "model.attention=sdpa", "model", "attention", "sdpa"),
         ("[model]\nattention = 'sdpa'", "model.use_flash=false", "model", "attention", "vectorized"),
     ],

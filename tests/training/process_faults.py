@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lmkit.parallel.process_group import Ranks
+from lmkit.parallel.ranks import Ranks
 from lmkit.training import checkpoint_writer, session
 from lmkit.training import trainer as loop
 from lmkit.training.checkpoint import Retention

@@ -20,7 +20,7 @@ import torch
 from process_faults import FAULTS, PATIENCE_S, tell_the_ranks, tell_whether_a_refused_update_changed_weights
 
 from lmkit.errors import LmkitError
-from lmkit.parallel.meeting import RENDEZVOUS_VARIABLE, hosted_store
+from lmkit.parallel.ranks import RENDEZVOUS_VARIABLE, hosted_store
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.schema import Recipe
 from lmkit.training import session

@@ -18,7 +18,7 @@ import torch
 
 from lmkit.errors import LmkitError
 from lmkit.parallel.failures import RankLost
-from lmkit.parallel.process_group import Ranks
+from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.tables import ModelConfig
 from lmkit.training import checkpoint_writer
 from lmkit.training.checkpoint import (

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lmkit.parallel.process_group import Ranks
+from lmkit.parallel.ranks import Ranks
 from lmkit.training import trainer as clock
 from lmkit.training.trainer import Speedometer, TrainingClock
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lmkit.model.transformer import TransformerLM
-from lmkit.parallel.agreement import Agreement
-from lmkit.parallel.process_group import Ranks
+from lmkit.parallel.collectives import Agreement
+from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.tables import ModelConfig
 from lmkit.training import evaluation
 from lmkit.training.evaluation import HeldOut, evaluate, summarise

@@ -15,7 +15,7 @@ import pytest
 from run_folders import losses, saved, train_here
 
 from lmkit.errors import LmkitError
-from lmkit.parallel.process_group import Ranks
+from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.schema import Recipe
 from lmkit.training import console as console_module

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from lmkit.parallel.process_group import Ranks
+from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.tables import RunConfig
 from lmkit.training import process as numerics_module
 from lmkit.training.process import numerics

@@ -10,10 +10,9 @@ from torch import nn
 from lmkit.errors import LmkitError, UsageError
 from lmkit.model.transformer import TransformerLM
 from lmkit.optim.adamw import AdamW, decay_groups
-from lmkit.parallel.process_group import Ranks
-from lmkit.parallel.strategies import SyncOptions
+from lmkit.parallel.ranks import Ranks
 from lmkit.parallel.zero1 import Zero1
-from lmkit.recipe.tables import ModelConfig
+from lmkit.recipe.tables import ModelConfig, ParallelConfig
 from lmkit.training.model_state import load_optimizer_tensors, load_weights, model_weights, optimizer_tensors
 
 CONFIG = ModelConfig(vocab_size=64, context_length=8, d_model=16, d_ff=32, num_layers=2, num_heads=2)
@@ -115,10 +114,10 @@ def test_a_sharded_optimizer_calls_the_parameters_of_a_wrapped_model_as_the_plai
     wrapper: str,
 ) -> None:
     model = Wrapped(make_model(), wrapper)
-    sync = Zero1(Ranks(), SyncOptions())
+    sync = Zero1(Ranks(), ParallelConfig(strategy="zero1"))
     sync.attach(model)
     optimizer = sync.build_optimizer(torch.optim.SGD, [{"params": list(model.parameters())}])
-    names = {name for bucket in optimizer.layout.buckets for name in bucket.names}
+    names = {name for bucket in optimizer.shard_layout.buckets for name in bucket.names}
     assert names == set(model_weights(make_model()))
 
 

@@ -10,9 +10,8 @@ import torch
 from lmkit.model.transformer import TransformerLM
 from lmkit.optim.adamw import AdamW, decay_groups
 from lmkit.parallel.none import NoSync
-from lmkit.parallel.process_group import Ranks
-from lmkit.parallel.strategies import SyncOptions
-from lmkit.recipe.tables import ModelConfig
+from lmkit.parallel.ranks import Ranks
+from lmkit.recipe.tables import ModelConfig, ParallelConfig
 from lmkit.training.step import GROWTH_INTERVAL, INITIAL, LossScale, Step
 
 CONFIG = ModelConfig(vocab_size=64, context_length=8, d_model=16, d_ff=32, num_layers=1, num_heads=2)
@@ -22,7 +21,7 @@ class NotedSync(NoSync):
     """Synchronises nothing, and notes what it is asked."""
 
     def __init__(self) -> None:
-        super().__init__(Ranks(), SyncOptions())
+        super().__init__(Ranks(), ParallelConfig())
         self.notes: list[str] = []
 
     @contextmanager

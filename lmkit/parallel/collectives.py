@@ -1,0 +1,197 @@
+"""Averaging collectives, a count of what they move, and decisions that all ranks take together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from lmkit.parallel.ranks import Ranks
+
+# torch 2.13 renamed these two and warns about the old names.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Work(Protocol):
+    """An asynchronous collective. On GPUs `wait` holds the current stream, not the host."""
+
+    def wait(self) -> object: ...
+
+
+@dataclass
+class Traffic:
+    """Count what this rank handed to collectives since the last `reset`.
+
+    Attributes:
+        calls: collectives started. A tensor read from the memory of other ranks counts as one.
+        payload_bytes: size of the tensors that were reduced or gathered.
+        link_bytes: bytes that a bandwidth-optimal (ring) algorithm sends per rank: 2 (W-1)/W of an all-reduce's
+            bytes, and (W-1)/W of a reduce-scatter's, an all-gather's (Thakur, Rabenseifner and Gropp 2005,
+            "Optimization of Collective Communication Operations") or a broadcast's, averaged over the ranks.
+    """
+
+    calls: int = 0
+    payload_bytes: int = 0
+    link_bytes: float = 0.0
+
+    def count_all_reduce(self, num_bytes: int, world_size: int, calls: int = 1) -> None:
+        self._count(num_bytes, 2.0, world_size, calls)
+
+    def count_scatter_or_gather(self, num_bytes: int, world_size: int) -> None:
+        """Count a reduce-scatter or all-gather whose full side (the parts of all ranks) has `num_bytes`."""
+        self._count(num_bytes, 1.0, world_size, 1)
+
+    def count_broadcast(self, num_bytes: int, world_size: int) -> None:
+        self._count(num_bytes, 1.0, world_size, 1)
+
+    def reset(self) -> None:
+        self.calls, self.payload_bytes, self.link_bytes = 0, 0, 0.0
+
+    def _count(self, num_bytes: int, passes: float, world_size: int, calls: int) -> None:
+        self.calls += calls
+        self.payload_bytes += num_bytes
+        self.link_bytes += passes * (world_size - 1) / world_size * num_bytes
+
+
+def reduce_dtype_for(dtype: torch.dtype, option: str) -> torch.dtype:
+    """Return the dtype in which gradients of `dtype` are reduced: "bf16" halves fp32 and changes no other dtype."""
+    return torch.bfloat16 if option == "bf16" and dtype == torch.float32 else dtype
+
+
+@dataclass
+class PendingMean:
+    """A reduction under way; `wait` makes `results` the mean over the ranks and returns them."""
+
+    work: Work
+    results: list[torch.Tensor]
+    divide_by: int = 1
+
+    def wait(self) -> list[torch.Tensor]:
+        self.work.wait()
+        if self.divide_by != 1:
+            torch._foreach_div_(self.results, self.divide_by)
+        return self.results
+
+
+class _AllOf:
+    """Several collectives that are waited for together."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+class Averager:
+    """Start averaging collectives and count them in `traffic`."""
+
+    def __init__(self, ranks: Ranks, traffic: Traffic) -> None:
+        self._ranks = ranks
+        self._traffic = traffic
+        self._has_nccl = "nccl" in str(dist.get_backend_config())
+
+    def all_reduce(self, tensors: list[torch.Tensor]) -> PendingMean:
+        """Start averaging contiguous tensors of one dtype and device in place, in one call of the backend.
+
+        NCCL joins them in one kernel that reads and writes them in place; gloo copies them into one buffer and back,
+        and has no such call for CUDA tensors, which are then reduced one by one.
+        """
+        self._traffic.count_all_reduce(sum(tensor.nbytes for tensor in tensors), self._ranks.world_size)
+        op, divide_by = self._mean_of(tensors[0])
+        if len(tensors) == 1:
+            return PendingMean(dist.all_reduce(tensors[0], op=op, async_op=True), tensors, divide_by)
+        if tensors[0].device.type == "cuda" and not self._has_nccl:
+            works = [dist.all_reduce(tensor, op=op, async_op=True) for tensor in tensors]
+            return PendingMean(_AllOf(works), tensors, divide_by)
+        # torch.distributed offers a deprecated function for this, and a context manager whose overhead on the host
+        # is as large as the launch.
+        options = dist.AllreduceCoalescedOptions()
+        options.reduceOp, options.asyncOp = dist.ReduceOp(op), True
+        assert dist.group.WORLD is not None
+        return PendingMean(dist.group.WORLD.allreduce_coalesced(tensors, options), tensors, divide_by)
+
+    def reduce_scatter(self, flat: torch.Tensor) -> PendingMean:
+        """Start averaging `flat` (world_size * n,); the result is this rank's part (n,), a view of `flat`."""
+        self._traffic.count_scatter_or_gather(flat.nbytes, self._ranks.world_size)
+        part = flat.chunk(self._ranks.world_size)[self._ranks.rank]
+        op, divide_by = self._mean_of(flat)
+        return PendingMean(_reduce_scatter(part, flat, op=op, async_op=True), [part], divide_by)
+
+    def all_gather(self, flat: torch.Tensor) -> Work:
+        """Start filling `flat` (world_size * n,) with the parts of all ranks; this rank's part is in place already.
+        Start filling `flat` (world_size * n,) with the parts of all ranks; this rank's part is in place already."""
+        self._traffic.count_scatter_or_gather(flat.nbytes, self._ranks.world_size)
+        part = flat.chunk(self._ranks.world_size)[self._ranks.rank]
+        work: Work = _all_gather(flat, part, async_op=True)
+        return work
+
+    def _mean_of(self, flat: torch.Tensor) -> tuple[dist.ReduceOp.RedOpType, int]:
+        """Return (operation, divisor). gloo has no AVG: there the sum is divided when it is waited for."""
+        if self._has_nccl and flat.device.type == "cuda":
+            return dist.ReduceOp.AVG, 1
+        return dist.ReduceOp.SUM, self._ranks.world_size
+
+
+def unused_everywhere(unused: Sequence[int], count: int, ranks: Ranks, traffic: Traffic) -> list[int]:
+    """Return the parameters among `unused` that got a gradient on no rank. Collective.
+
+    Only a rank with unused parameters waits for the answer (on GPUs: the host does).
+
+    Args:
+        unused: indices of the parameters without a gradient on this rank.
+        count: number of parameters, equal on all ranks.
+    """
+    used = torch.ones(count, dtype=torch.int32, device=ranks.device)
+    if unused:
+        used[list(unused)] = 0
+    traffic.count_all_reduce(used.nbytes, ranks.world_size)
+    work = dist.all_reduce(used, op=dist.ReduceOp.MAX, async_op=True)
+    if not unused:
+        return []
+    work.wait()
+    anywhere = used.tolist()
+    return [index for index in unused if not anywhere[index]]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What at least one rank reported."""
+
+    stop: bool
+    nonfinite: bool
+
+
+def agree(ranks: Ranks, *, stop: bool = False, nonfinite: bool | torch.Tensor = False) -> Agreement:
+    """Tell every rank whether any rank wants to stop, or saw a loss or gradient that is not finite.
+
+    Call it once a step on every rank, before the optimizer step. All ranks return the same answer, so that all save
+    the same step and no rank applies an update that another refuses.
+
+    Args:
+        nonfinite: a bool, or a tensor of one element on the rank's device. Reading the tensor waits for the GPU. On
+            GPUs the flags travel by NCCL if this is a tensor, else by gloo, which waits for no kernel.
+    """
+    if isinstance(nonfinite, torch.Tensor):
+        flags = torch.zeros(2, dtype=torch.int32, device=nonfinite.device)
+        flags[0] = int(stop)
+        flags[1] = nonfinite
+    else:
+        flags = torch.tensor([int(stop), int(nonfinite)], dtype=torch.int32)
+    if ranks.world_size > 1:
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    stop_anywhere, nonfinite_anywhere = flags.tolist()
+    return Agreement(stop=bool(stop_anywhere), nonfinite=bool(nonfinite_anywhere))
+
+
+def on_any_rank(ranks: Ranks, *facts: bool) -> tuple[bool, ...]:
+    """Return, for each fact, whether it holds on at least one rank. Collective; the answer is equal on all ranks."""
+    flags = torch.tensor(facts, dtype=torch.int32)
+    if ranks.world_size > 1:
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    return tuple(bool(flag) for flag in flags.tolist())

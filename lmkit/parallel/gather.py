@@ -1,0 +1,202 @@
+"""Gather the weights that other ranks updated: by the backend's all-gather, or by reading the memory of their GPUs.
+Gather the weights that other ranks updated: by the backend's all-gather, or by reading the memory of their GPUs."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch.torch_version import TorchVersion
+
+from lmkit.errors import LmkitError
+from lmkit.measure.memory import is_out_of_memory
+from lmkit.parallel.collectives import Averager, Traffic, Work
+from lmkit.parallel.ranks import Ranks
+
+ALIGNMENT = 512
+"""Bytes: the alignment that CUDA's allocators give."""
+FIRST_TORCH = "2.11"
+"""The symmetric-memory interface of earlier versions differs, and was not tried."""
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_USE_COLLECTIVES = 'set parallel.gather = "collective"'
+
+
+class WeightGather(Protocol):
+    def allocate(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a zeroed flat tensor (num_elements,), a multiple of the world size: one equal part per rank."""
+
+    def start(self, flats: Sequence[torch.Tensor]) -> list[Work]:
+        """Start collecting the other ranks' parts of tensors that were allocated here.
+
+        Every rank calls it for the same tensors, after it has written its own parts (on GPUs: launched the kernels
+        that write them, on the current stream).
+        """
+
+
+class CollectiveGather:
+    """Gather with one all-gather per tensor."""
+
+    def __init__(self, averager: Averager) -> None:
+        self._averager = averager
+
+    def allocate(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.zeros(num_elements, dtype=dtype, device=device)
+
+    def start(self, flats: Sequence[torch.Tensor]) -> list[Work]:
+        return [self._averager.all_gather(flat) for flat in flats]
+
+
+class PeerGather:
+    """Read the other ranks' parts from the memory of their GPUs, on a separate stream.
+
+    NCCL's kernels take SMs from the matrix products that they run beside; a product with one CTA per SM then needs a
+    second wave. Copy engines take none, which shows where gathering reaches into the forward pass.
+
+    A rank may read after every rank has written: a reduction of four bytes comes first. A rank may write again after
+    every rank has read: each rank reduces a bucket's next gradients only after it has read the bucket's weights
+    (`ShardedBucket.reduce`), and no rank updates a shard before all have.
+    """
+
+    def __init__(self, memory: PeerMemory, ranks: Ranks, traffic: Traffic) -> None:
+        self._memory = memory
+        self._ranks = ranks
+        self._traffic = traffic
+        self._used_bytes = 0
+        self._written = torch.zeros(1, device=ranks.device)
+        # For every tensor, (this rank's copy of a part, the part) of each other rank. The list starts at the next
+        # rank, so that all ranks read from different ones at a time.
+        self._copies: dict[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._stream = torch.cuda.Stream(ranks.device) if ranks.device.type == "cuda" else None
+
+    def allocate(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        start = self._used_bytes
+        self._used_bytes += aligned(num_elements * dtype.itemsize)
+        world_size, rank = self._ranks.world_size, self._ranks.rank
+        seen = [
+            bytes_of_rank[start : start + num_elements * dtype.itemsize].view(dtype)
+            for bytes_of_rank in self._memory.of_rank
+        ]
+        own = seen[rank]
+        others = [(rank + step) % world_size for step in range(1, world_size)]
+        self._copies[own] = [(own.chunk(world_size)[r], seen[r].chunk(world_size)[r]) for r in others]
+        return own
+
+    def start(self, flats: Sequence[torch.Tensor]) -> list[Work]:
+        self._traffic.count_all_reduce(self._written.nbytes, self._ranks.world_size)
+        all_written = dist.all_reduce(self._written, async_op=True)
+        arrivals: list[Work] = []
+        with torch.cuda.stream(self._stream):
+            all_written.wait()
+            for flat in flats:
+                self._traffic.count_scatter_or_gather(flat.nbytes, self._ranks.world_size)
+                for copy, part in self._copies[flat]:
+                    copy.copy_(part, non_blocking=True)
+                arrivals.append(_CopiesDone(self._stream))
+        return arrivals
+
+
+class _CopiesDone:
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        self._event = None if stream is None else stream.record_event()
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.wait()
+
+
+def aligned(num_bytes: int) -> int:
+    """Return how much of a `PeerMemory` `num_bytes` take."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+class PeerMemory:
+    """Map `num_bytes` of every rank's GPU into the address space of all ranks (PyTorch's symmetric memory).
+    Collective.
+
+    Copies between GPUs are done by copy engines, without a kernel on either side. PyTorch calls the interface alpha.
+    Tensors that are views of this rank's memory, such as weights, may outlive this object; the next
+    `torch.cuda.empty_cache` after their end gives the memory back.
+
+    Attributes:
+        of_rank: the memory of every rank as this rank sees it, (num_bytes,) uint8 each. This rank's is zeroed.
+
+    Raises:
+        LmkitError: the driver or the container does not let the processes share memory, or see `check_pairing`.
+    """
+
+    def __init__(self, num_bytes: int, ranks: Ranks) -> None:
+        from torch.distributed import _symmetric_memory as symmetric_memory
+
+        assert dist.group.WORLD is not None
+        try:
+            # A pool, so that `memory_allocated` and the peaks of the benches include this memory. It has the settings
+            # of PyTorch's process-wide pool, but that one hands freed memory out again, still paired with the pieces
+            # it was shared with: ranks that freed theirs at different times would see different pieces.
+            allocator = symmetric_memory.get_mempool_allocator(ranks.device)
+            self._pool = torch.cuda.MemPool(allocator, use_on_oom=False, no_split=True)
+            with torch.cuda.use_mem_pool(self._pool):
+                own = torch.zeros(num_bytes, dtype=torch.uint8, device=ranks.device)
+            shared = symmetric_memory.rendezvous(own, dist.group.WORLD)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise torch.OutOfMemoryError(str(error)) from error
+            raise LmkitError(
+                "parallel.peer_memory_unavailable",
+                f"rank {ranks.rank}: the GPUs cannot share memory: {str(error).partition(chr(10))[0]}",
+                hint=_USE_COLLECTIVES,
+            ) from error
+        self.of_rank = [
+            own if rank == ranks.rank else shared.get_buffer(rank, (num_bytes,), torch.uint8)
+            for rank in range(ranks.world_size)
+        ]
+        check_pairing(self.of_rank, ranks)
+
+
+def check_pairing(of_rank: list[torch.Tensor], ranks: Ranks) -> None:
+    """Check that every rank sees in the memory of each other rank what its owner has just written. Collective.
+
+    Nothing else would notice a mix-up: ranks would train on with old weights of each other. `PeerMemory` prevents it,
+    on top of an interface that may change.
+
+    Raises:
+        LmkitError: on every rank.
+    """
+    mine = secrets.token_bytes(8)
+    of_rank[ranks.rank][:8] = torch.tensor(list(mine), dtype=torch.uint8)
+    if ranks.device.type == "cuda":
+        torch.cuda.synchronize(ranks.device)  # written before the other ranks are told
+    written: list[bytes] = [b""] * ranks.world_size
+    dist.all_gather_object(written, mine)
+    seen = [bytes(memory[:8].clone().tolist()) for memory in of_rank]
+    right = [False] * ranks.world_size
+    dist.all_gather_object(right, seen == written)
+    of_rank[ranks.rank][:8] = 0
+    if not all(right):
+        raise LmkitError(
+            "parallel.peer_memory_mixed_up",
+            f"rank {ranks.rank}: the ranks see different pieces of one another's GPU memory",
+            hint=_USE_COLLECTIVES,
+        )
+
+
+def can_share_memory(ranks: Ranks) -> bool:
+    """Return whether all ranks run on GPUs of one host with peer access. Collective; equal on every rank."""
+    if ranks.device.type != "cuda" or TorchVersion(torch.__version__) < FIRST_TORCH:
+        return False
+    boot = _BOOT_ID.read_text() if _BOOT_ID.exists() else ""
+    # Device indices mean the same in all processes only if all see the same devices.
+    mine = (boot, os.environ.get("CUDA_VISIBLE_DEVICES"), ranks.device.index)
+    everyone: list[tuple] = [()] * ranks.world_size
+    dist.all_gather_object(everyone, mine)
+    indices = [index for _, _, index in everyone]
+    return (
+        bool(boot)
+        and len({place[:2] for place in everyone}) == 1
+        and len(set(indices)) == ranks.world_size
+        and all(torch.cuda.can_device_access_peer(a, b) for a in indices for b in indices if a != b)
+    )

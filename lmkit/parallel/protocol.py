@@ -1,0 +1,319 @@
+"""The interface of a gradient-synchronisation strategy, the base class of lmkit's own, and how one is found by name.
+
+A training step on every rank, whatever the strategy:
+
+    sync = build_strategy("bucketed", ranks)
+    call = sync.attach(model)                        # once; call this module instead of `model` from here on
+    optimizer = sync.build_optimizer(make, groups)   # once; make(groups) -> torch.optim.Optimizer
+
+    for micro, (inputs, targets) in enumerate(batches):
+        last = micro == len(batches) - 1
+        with nullcontext() if last else sync.no_sync():   # decided before the forward pass
+            (call.loss(inputs, targets) / len(batches)).backward()
+    sync.finish(wait=False)                          # clipping and the optimizer wait for what they read
+    norm = sync.clip_gradients(max_norm)             # equal on every rank; not finite on one: not finite on all
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lmkit.errors import LmkitError, UsageError
+from lmkit.optim.clipping import clip_for, gradient_norm
+from lmkit.parallel.buckets import BucketHooks
+from lmkit.parallel.collectives import Averager, Traffic
+from lmkit.parallel.ranks import Ranks
+from lmkit.recipe.schema import options_mistake
+from lmkit.recipe.tables import ParallelConfig
+from lmkit.registry import STRATEGIES
+
+if TYPE_CHECKING:
+    from lmkit.parallel.shards import ShardLayout
+
+ParameterGroups = list[dict[str, Any]]
+MakeOptimizer = Callable[[ParameterGroups], torch.optim.Optimizer]
+
+
+class GradientSync(Protocol):
+    """Keep the replicas of a model equal. Not thread-safe; one instance serves one model.
+
+    Attributes:
+        traffic: what was communicated; see `Traffic`.
+        gather: how a rank gets the weights that other ranks updated: "reads peers" (from the memory of the other
+            GPUs) or "collective"; None where every rank updates all weights. Known after `build_optimizer`.
+    """
+
+    traffic: Traffic
+    gather: str | None
+
+    def attach(self, model: nn.Module, *, fingerprint: str = "") -> nn.Module:
+        """Compare the ranks' models, take rank 0's values, install hooks; return the module to call.
+
+        The returned module has the model's `loss` method.
+
+        Args:
+            fingerprint: compared between ranks, too: a digest of the recipe and the data, say.
+
+        Raises:
+            LmkitError: models (names, ties, shapes, dtypes, frozen parameters) or fingerprints differ between ranks.
+                It is raised on every rank.
+        """
+
+    def build_optimizer(self, make: MakeOptimizer, groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
+        """Make the optimizer for these parameter groups. A strategy that shards passes `make` this rank's shards."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Accumulate the gradients of the passes inside, without communication. Enter it before the forward pass.
+
+        Every backward pass of a step but the last belongs inside. Strategies that communicate during the backward
+        pass (`overlap`, `bucketed`, `zero1`) raise an LmkitError if the next pass begins, or `no_sync` is entered,
+        before `finish` or `reset` was called.
+        """
+
+    def finish(self, *, wait: bool = True) -> None:
+        """Average the gradients over the ranks. Call it after the last backward pass of a step.
+
+        On return every gradient is the mean (on GPUs: for work launched afterwards on the current stream).
+
+        Args:
+            wait: if False, the last gradients may still be on their way. `clip_gradients` and the step of the
+                optimizer that `build_optimizer` made wait for the gradients that they read, and overlap the
+                reduction with other work. Use it only if nothing else reads the gradients.
+        """
+
+    def clip_gradients(self, max_norm: float) -> torch.Tensor:
+        """Scale the reduced gradients to a global norm of at most `max_norm`; return the norm before that.
+
+        Our AdamW scales gradients when its step reads them; `parameter.grad` then stays as it is.
+
+        Args:
+            max_norm: inf only measures.
+
+        Returns:
+            A scalar on the device, equal on every rank. The host does not wait for it.
+        """
+
+    def wait_for_weights(self) -> None:
+        """Wait for weights that are being gathered.
+
+        Call it before parameters are read in any way but the model's call, `loss` and `state_dict`. Under `zero1`
+        the weights come together behind the next forward pass. Write to parameters only after a barrier behind this
+        call if another rank could be reading them.
+        """
+
+    def reset(self) -> None:
+        """Forget a step that raised in the backward pass, or whose gradients are not wanted.
+
+        Call it instead of `finish`, on all ranks and after the same passes; the next step then starts clean.
+        """
+
+
+@runtime_checkable
+class ShardedState(Protocol):
+    """An optimizer whose state is sharded over the ranks; checkpoints save and load it through these methods.
+
+    Attributes:
+        shard_layout: which elements of which parameters each rank holds.
+    """
+
+    shard_layout: ShardLayout
+    param_groups: list[dict[str, Any]]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state: {"rank", "layout", "param_groups", "state": {bucket: {name: tensor}}}."""
+
+    def load_resharded(self, states: Sequence[dict[str, Any]]) -> None:
+        """Load what all ranks of a run saved, whatever its world size."""
+
+    def load_masters(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Load the fp32 masters of bf16 weights from whole weights, by name."""
+
+
+def build_strategy(strategy: str | ParallelConfig, ranks: Ranks) -> GradientSync:
+    """Make a strategy from its name (or an alias), or from a recipe's [parallel] table.
+
+        build_strategy("bucketed", ranks)
+        build_strategy(ParallelConfig(strategy="bucketed", bucket_mb=25), ranks)
+
+    Raises:
+        UsageError: no such strategy, or `[parallel.options]` that the strategy does not have.
+    """
+    if isinstance(strategy, str):
+        strategy = ParallelConfig(strategy=STRATEGIES.canonical(strategy))
+    if mistake := options_mistake(strategy):
+        raise UsageError("parallel.unknown_option", mistake, hint="see [parallel.options] of the strategy")
+    made: GradientSync = STRATEGIES.load(strategy.strategy)(ranks, strategy)
+    return made
+
+
+class Strategy:
+    """Base class: compare and broadcast the model, accumulate, handle unused parameters, clip. Subclasses reduce.
+
+    A parameter that was not used on this rank takes part with zeros. If no rank used it, its `grad` is None again
+    afterwards, as PyTorch's DDP leaves it.
+
+    Args:
+        config: the [parallel] table; the strategy's registration names the keys that it uses.
+    """
+
+    gather: str | None = None
+    _hooks: BucketHooks | None = None
+    """Set by strategies that communicate inside the backward pass."""
+    _accumulating = False
+    _accumulated = False
+    """Whether `no_sync` was ever used."""
+
+    def __init__(self, ranks: Ranks, config: ParallelConfig) -> None:
+        self.ranks = ranks
+        self.config = config
+        self.traffic = Traffic()
+        self.parameters: list[nn.Parameter] = []
+        self._optimizer: torch.optim.Optimizer | None = None
+
+    def attach(self, model: nn.Module, *, fingerprint: str = "") -> nn.Module:
+        self.parameters = trainable_parameters(model)
+        if self.ranks.world_size > 1:
+            check_same_model(model, self.ranks, fingerprint)
+            broadcast_model(model)
+            self._averager = Averager(self.ranks, self.traffic)
+            self._install()
+        return model
+
+    def build_optimizer(self, make: MakeOptimizer, groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
+        self._optimizer = make(list(groups))
+        return self._optimizer
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        self._accumulated = True
+        if self._hooks is not None:
+            self._hooks.check_finished()
+            if not self._hooks.watches_all:
+                self._hooks.watch_all()
+        return self._without_communication()
+
+    @torch.no_grad()
+    def finish(self, *, wait: bool = True) -> None:
+        if self.ranks.world_size == 1:
+            return
+        unused = self._without_gradient()
+        for index in unused:
+            self.parameters[index].grad = torch.zeros_like(self.parameters[index])
+        for index in self._reduce(unused, wait=wait):
+            self.parameters[index].grad = None
+
+    @torch.no_grad()
+    def clip_gradients(self, max_norm: float) -> torch.Tensor:
+        norm = self._gradient_norm()
+        clip_for(self._optimizer, present_gradients(self.parameters), norm, max_norm)
+        return norm
+
+    def wait_for_weights(self) -> None:
+        """Do nothing: every rank updates all weights itself."""
+
+    def reset(self) -> None:
+        """Do nothing: there is no state between the backward pass and `finish`."""
+
+    def _install(self) -> None:
+        """Install hooks, if the strategy needs any. Called with more than one rank only."""
+
+    def _without_gradient(self) -> list[int]:
+        """Return the indices of the parameters that have no gradient on this rank."""
+        return [index for index, parameter in enumerate(self.parameters) if parameter.grad is None]
+
+    def _reduce(self, unused: Sequence[int], *, wait: bool) -> Sequence[int]:
+        """Make every parameter's `grad` (all of them exist) the mean over the ranks.
+
+        Args:
+            unused: indices of the parameters for which this rank has only zeros.
+            wait: if False, `_gradient_norm` and the optimizer's step must wait for the rest.
+
+        Returns:
+            The indices of the parameters that had a gradient on no rank.
+        """
+        raise NotImplementedError
+
+    def _gradient_norm(self) -> torch.Tensor:
+        return gradient_norm(present_gradients(self.parameters))
+
+    def _is_accumulating(self) -> bool:
+        return self._accumulating
+
+    @contextmanager
+    def _without_communication(self) -> Iterator[None]:
+        before, self._accumulating = self._accumulating, True
+        try:
+            yield
+        finally:
+            self._accumulating = before
+
+
+def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that get gradients, in the order of registration; tied parameters once."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def present_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    """Return the gradients of the parameters that have one."""
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def check_same_model(model: nn.Module, ranks: Ranks, fingerprint: str = "") -> None:
+    """Compare names, ties, shapes, dtypes and frozen parameters, and `fingerprint`, with rank 0's. Collective.
+
+    Raises:
+        LmkitError: on every rank, naming the ranks that differ.
+    """
+    first_name: dict[torch.Tensor, str] = {}  # tied names are one tensor, which is broadcast once
+    described = "\n".join(
+        f"{name} {first_name.setdefault(tensor, name)} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}"
+        for named in (model.named_parameters(remove_duplicate=False), model.named_buffers())
+        for name, tensor in named
+    )
+    for code, what, text in (
+        ("model", "model", described),
+        ("recipe", "recipe or data", fingerprint),
+    ):
+        digest = torch.tensor(list(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)
+        digest = digest.to(ranks.device)
+        digests = [torch.empty_like(digest) for _ in range(ranks.world_size)]
+        dist.all_gather(digests, digest)
+        differing = [rank for rank, other in enumerate(digests) if not torch.equal(other, digests[0])]
+        if differing:
+            raise LmkitError(
+                f"parallel.{code}_differs",
+                f"rank {', '.join(map(str, differing))}: {what} differs from rank 0's",
+                hint="start every rank with the same recipe, overrides, token files and version of lmkit",
+            )
+
+
+@torch.no_grad()
+def broadcast_model(model: nn.Module) -> None:
+    """Give every rank rank 0's parameters and buffers, of any dtype and strides. Collective.
+
+    Raises:
+        LmkitError: elements of a tensor share memory (`expand`), so that they cannot be written.
+    """
+    sent = []
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+            raise LmkitError(
+                "parallel.expanded_tensor",
+                f"{name}: its elements share memory, so rank 0's values cannot be written to it",
+                hint="make the tensor contiguous() before the model is attached",
+            )
+        flat = tensor.detach().reshape(-1)  # collectives ignore strides; this copies if the memory has gaps
+        # Backends do not know every dtype: send bytes.
+        sent.append((tensor, flat, dist.broadcast(flat.view(torch.uint8), src=0, async_op=True)))
+    for tensor, flat, work in sent:
+        work.wait()
+        if flat.data_ptr() != tensor.data_ptr():
+            tensor.copy_(flat.view(tensor.shape))

@@ -1,0 +1,320 @@
+"""Ranks: which process this is among how many, on which device, and the process group that joins them.
+
+The settings come from the environment that `torchrun` (any rendezvous backend, one node or many) or
+`lmkit.parallel.launch.spawn_ranks` gives its processes. A process without them is alone and needs no group.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from lmkit.errors import LmkitError, UsageError
+from lmkit.measure.environment import LAUNCH_QUEUES_VARIABLE
+
+RENDEZVOUS_VARIABLE = "LMKIT_RENDEZVOUS"
+"""The environment variable with the address that `hosted_store` yields."""
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's place: `rank` of `world_size`, `local_rank` on its machine, and its device."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 (torch.device is immutable)
+    timeout_s: float = 600.0
+    store: dist.Store | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, the only rank that prints and writes shared files."""
+        return self.rank == 0
+
+    @staticmethod
+    def current() -> Ranks:
+        """Return the place in torch.distributed's default group, or a single rank if there is no group.
+
+        The device is the current GPU if the group uses NCCL, else the CPU.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            return Ranks()
+        has_nccl = "nccl" in str(dist.get_backend_config())
+        device = torch.device("cuda", torch.cuda.current_device()) if has_nccl else torch.device("cpu")
+        local_rank = int(os.environ.get("LOCAL_RANK", device.index or 0))
+        store = dist.distributed_c10d._get_default_store()
+        return Ranks(dist.get_rank(), dist.get_world_size(), local_rank, device, store=store)
+
+
+@contextmanager
+def process_group(
+    device: str | torch.device = "auto", *, backend: str | None = None, timeout_s: float = 600.0
+) -> Iterator[Ranks]:
+    """Join the process group that the environment describes, and leave it at the end of the block.
+
+    Args:
+        device: "auto" (a GPU if there is one), "cpu", "cuda" (GPU number `local_rank`) or a full device.
+        backend: of torch.distributed; None uses gloo on CPUs, and on GPUs NCCL (with gloo for CPU tensors).
+        timeout_s: how long a rank waits for another, in a collective or at the start, before it gives up.
+
+    Raises:
+        UsageError: half an environment (RANK without MASTER_ADDR, say), or fewer GPUs than local ranks.
+        LmkitError: the port is taken, or not every rank arrived in time.
+    """
+    settings = _read_environment()
+    if settings.world_size == 1:
+        yield Ranks(device=local_device(device, settings.local_rank), timeout_s=timeout_s)
+        return
+    _deepen_launch_queues()
+    place = local_device(device, settings.local_rank)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    store = _rendezvous(settings, timeout_s)
+    timeout = timedelta(seconds=timeout_s)
+    backend = backend or ("cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo")
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore("collectives", store),
+        rank=settings.rank,
+        world_size=settings.world_size,
+        timeout=timeout,
+        pg_options=_high_priority(timeout) if place.type == "cuda" and "nccl" in backend else None,
+        device_id=place if place.type == "cuda" else None,
+    )
+    ranks = Ranks(
+        rank=settings.rank,
+        world_size=settings.world_size,
+        local_rank=settings.local_rank,
+        device=place,
+        timeout_s=timeout_s,
+        store=store,
+    )
+    try:
+        yield ranks
+    except BaseException:
+        if place.type == "cuda" and dist.group.WORLD is not None:
+            dist.group.WORLD.abort()  # a plain destroy would wait for kernels that wait for a lost rank
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+def _deepen_launch_queues() -> None:
+    """Let the host get 4,000 launches ahead of its GPU instead of 1,000, unless the environment sets the number.
+
+    The driver reads the variable when it starts, so this comes before the first question about GPUs. A rank whose
+    host falls behind holds up all ranks. The queue bounds how long a host may stall before its GPU runs dry: 1,000
+    launches are a step or two of a model of GPT-2's size.
+    """
+    os.environ.setdefault(LAUNCH_QUEUES_VARIABLE, "4x")
+
+
+def _high_priority(timeout: timedelta) -> Any:
+    """Return NCCL options that put its kernels on a stream of high priority.
+
+    At normal priority a kernel that is ready waits until all CTAs of a kernel that was launched before have been
+    scheduled: the reduction of the last gradients would start behind an optimizer that does not need them.
+    """
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout  # PyTorch warns if it differs from the group's
+    return options
+
+
+@dataclass(frozen=True)
+class _Environment:
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    rendezvous: str | None = None
+
+
+def _read_environment() -> _Environment:
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        return _Environment()
+    own = os.environ.get(RENDEZVOUS_VARIABLE)
+    needed = ("RANK", "WORLD_SIZE") if own else ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in needed if name not in os.environ]
+    if missing:
+        given = next(name for name in ("RANK", "WORLD_SIZE") if name in os.environ)
+        raise _wrong_environment(
+            f"{given} is set but {', '.join(missing)} is not",
+            hint="use torchrun (or --nproc N), which set all of them, or unset RANK and WORLD_SIZE",
+        )
+    rank, world_size = _integer("RANK"), _integer("WORLD_SIZE")
+    if not 0 <= rank < world_size:
+        raise _wrong_environment(f"RANK={rank} does not fit WORLD_SIZE={world_size}")
+    if not own and not 0 <= _integer("MASTER_PORT") < 1 << 16:
+        raise _wrong_environment(f"MASTER_PORT={os.environ['MASTER_PORT']} is not a port")
+    local_rank = _integer("LOCAL_RANK") if "LOCAL_RANK" in os.environ else rank
+    return _Environment(rank, world_size, local_rank, own)
+
+
+def _integer(name: str) -> int:
+    text = os.environ[name]
+    if not text.isdecimal():
+        raise _wrong_environment(f"{name}={text!r} is not a number")
+    return int(text)
+
+
+def _wrong_environment(mistake: str, hint: str = "use torchrun (or --nproc N), which sets it") -> UsageError:
+    return UsageError("parallel.environment", f"environment: {mistake}", hint=hint)
+
+
+def local_device(device: str | torch.device, local_rank: int) -> torch.device:
+    """Return the device of a rank; see `process_group`.
+
+    Raises:
+        UsageError: it asks for a GPU that is not there.
+    """
+    if str(device) == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    place = torch.device(device)
+    if place.type != "cuda":
+        return place
+    count = torch.cuda.device_count()
+    index = local_rank if place.index is None else place.index
+    if not count:
+        raise UsageError(
+            "parallel.no_gpu",
+            "device: cuda was asked for, and this machine shows no GPU",
+            hint="use the CPU with --device cpu (benches: --set run.device=cpu), or auto, which looks",
+        )
+    if index >= count:
+        raise UsageError(
+            "parallel.too_few_gpus",
+            f"device: local rank {local_rank} asks for GPU {index}, and this machine shows {count}",
+            hint="start at most one rank per GPU, or set the device to cpu",
+        )
+    return torch.device("cuda", index)
+
+
+# --- Rendezvous: a key-value store in which the ranks find one another.
+
+
+@contextmanager
+def hosted_store() -> Iterator[str]:
+    """Host a store for ranks on this machine; yield its address, "127.0.0.1:PORT".
+
+    The process that starts the ranks hosts it: rank 0 may die, and in a file a rank that is killed while it writes
+    would leave half an entry, for which readers wait forever. Only this machine reaches the store, and its port
+    cannot be taken, because the system picks a free one.
+    """
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(socket.SOMAXCONN)
+        host, port = listening.getsockname()
+        store = dist.TCPStore(
+            host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+        )
+    yield f"{host}:{store.port}"
+
+
+def join_store(address: str, timeout_s: float) -> dist.Store:
+    """Connect to the store of `hosted_store`.
+
+    Raises:
+        torch.distributed.DistError: nobody hosts it.
+    """
+    host, _, port = address.rpartition(":")
+    return dist.TCPStore(
+        host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+    )
+
+
+def _rendezvous(settings: _Environment, timeout_s: float) -> dist.Store:
+    """Open the store that all ranks share, torchrun's or that of `spawn_ranks`, and wait until every rank is there.
+    Open the store that all ranks share, torchrun's or that of `spawn_ranks`, and wait until every rank is there."""
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        if settings.rendezvous is not None:
+            store = join_store(settings.rendezvous, timeout_s)
+        else:
+            rendezvous_of_env = rendezvous("env://", settings.rank, settings.world_size, timeout=timeout)
+            store, _, _ = next(iter(rendezvous_of_env))
+    except dist.DistError as error:
+        if "EADDRINUSE" in str(error) or "address already in use" in str(error):
+            where = os.environ.get("MASTER_ADDR", "") + ":" + os.environ.get("MASTER_PORT", "")
+            raise LmkitError(
+                "parallel.port_taken",
+                f"rank {settings.rank}: the port of {where} is taken",
+                hint="choose another --master-port, or let torchrun find one with --standalone",
+            ) from error
+        raise LmkitError(
+            "parallel.rendezvous_failed",
+            f"rank {settings.rank}: no rendezvous of {settings.world_size} ranks within {timeout_s:g} s",
+            hint="check that every rank was started, with the same address, port and world size",
+        ) from error
+    store.set_timeout(timeout)
+    store.set(f"here/{settings.rank}", "yes")
+    absent = absent_ranks(store, "here", settings.world_size, timeout_s)
+    if absent:
+        raise LmkitError(
+            "parallel.rank_absent",
+            f"rank {settings.rank}: rank {', '.join(map(str, absent))} did not come within {timeout_s:g} s",
+            hint="look for that rank's own error; every rank must be started",
+        )
+    return store
+
+
+def absent_ranks(store: dist.Store, sign: str, world_size: int, patience_s: float) -> list[int]:
+    """Return the ranks that have not set `<sign>/<rank>` in the store within `patience_s`.
+
+    It polls, because no signal reaches a rank that waits inside the store.
+
+    Raises:
+        torch.distributed.DistNetworkError: the store itself is gone.
+    """
+    deadline = time.monotonic() + patience_s
+    absent = list(range(world_size))
+    while True:
+        absent = [rank for rank in absent if not store.check([f"{sign}/{rank}"])]
+        if not absent or time.monotonic() > deadline:
+            return absent
+        time.sleep(_POLL_S)
+
+
+# --- The end of collectives, and of ranks.
+
+
+def release_collectives(ranks: Ranks) -> None:
+    """Return when the backend holds no tensor of a collective that has ended. Collective; call it after a device
+    synchronisation.
+
+    NCCL's watchdog thread lets go of them ten times a second, and if only the future of a collective was waited for,
+    as PyTorch's DDP does, the next collective does. A measurement of memory that begins before would include the
+    tensors of earlier work and then lose them.
+    """
+    if ranks.world_size > 1 and ranks.device.type == "cuda" and "nccl" in str(dist.get_backend_config()):
+        assert dist.group.WORLD is not None
+        dist.group.WORLD._wait_for_pending_works()  # the thread puts the tensors aside ...
+        dist.all_reduce(torch.zeros(1, device=ranks.device))  # ... and the next collective drops them
+        torch.cuda.synchronize(ranks.device)
+
+
+def shutdown(code: int) -> NoReturn:
+    """End this process with an exit code: do what Python promises at exit, but skip the interpreter's teardown.
+
+    After `destroy_process_group`, gloo's worker threads still own the tensors of the last collectives, and need the
+    interpreter to release them. During teardown, Python before 3.14 ends such a thread inside C++ code, which aborts
+    the process ("terminate called without an active exception") although its work is done.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)

@@ -1,0 +1,314 @@
+"""ZeRO-1 shards: the flat buckets that parameters are moved into, and this rank's part of each.
+
+A bucket holds its parameters one after the other, padded to a multiple of the world size. Rank r owns the elements
+[r * shard_size, (r + 1) * shard_size) of everything that the optimizer keeps, across the borders of parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._utils import _unflatten_dense_tensors
+
+from lmkit.parallel.buckets import bytes_of, fill_buckets, gradients_of
+from lmkit.parallel.collectives import Averager, PendingMean, Work
+from lmkit.parallel.gather import WeightGather
+from lmkit.parallel.ranks import Ranks
+
+SHARD_ALIGNMENT = 128
+"""Elements: every rank's part starts at a boundary that suits vectorised kernels and NCCL."""
+
+StateDict = dict[str, Any]
+ParameterStates = dict[str, dict[str, torch.Tensor]]
+"""parameter name -> name of the state ("exp_avg", "master", ...) -> flat tensor of the whole parameter, or scalar."""
+
+
+# --- Layout: which elements lie where.
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """One bucket: the index of its parameter group, its parameters' names and sizes, and the elements per rank."""
+
+    group: int
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    shard_size: int
+
+    @property
+    def num_elements(self) -> int:
+        """Elements without the padding."""
+        return sum(self.sizes)
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """All buckets, for one world size."""
+
+    world_size: int
+    buckets: tuple[BucketLayout, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(content: Mapping[str, Any]) -> ShardLayout:
+        buckets = tuple(
+            BucketLayout(
+                bucket["group"], tuple(bucket["names"]), tuple(bucket["sizes"]), bucket["shard_size"]
+            )
+            for bucket in content["buckets"]
+        )
+        return ShardLayout(content["world_size"], buckets)
+
+
+def shard_size_of(num_elements: int, world_size: int) -> int:
+    """Return the elements per rank: an equal share, rounded up to `SHARD_ALIGNMENT`."""
+    unit = world_size * SHARD_ALIGNMENT
+    return -(-num_elements // unit) * SHARD_ALIGNMENT
+
+
+def plan_shards(
+    groups: Sequence[Sequence[nn.Parameter]],
+    names: Mapping[nn.Parameter, str],
+    *,
+    capacity: int,
+    weights: str,
+    world_size: int,
+) -> list[tuple[list[nn.Parameter], BucketLayout]]:
+    """Deal the parameters of each group that need gradients into buckets, in the order of launching.
+
+    Args:
+        names: every parameter's name, in the order of the forward pass: the last becomes ready first.
+        capacity: bytes of a bucket, counted in the dtype of `weights`.
+    """
+    position = {parameter: index for index, parameter in enumerate(names)}
+    planned: list[tuple[int, list[nn.Parameter]]] = []
+    for index, group in enumerate(groups):
+        trainable = [parameter for parameter in group if parameter.requires_grad]
+        in_ready_order = sorted(trainable, key=lambda parameter: -position[parameter])
+        for bucket in fill_buckets(in_ready_order, capacity, weights):
+            *others, last = bucket
+            if others and bytes_of(last, weights) >= capacity:
+                planned.append((index, others))
+                bucket = [last]  # a parameter that fills a bucket alone (an embedding) needs no packing
+            planned.append((index, bucket))
+    # A bucket is complete when the gradients of its first layer are ready.
+    planned.sort(key=lambda item: -min(position[parameter] for parameter in item[1]))
+    buckets = []
+    for index, parameters in planned:
+        sizes = tuple(parameter.numel() for parameter in parameters)
+        shard_size = shard_size_of(sum(sizes), world_size)
+        buckets.append(
+            (parameters, BucketLayout(index, tuple(names[p] for p in parameters), sizes, shard_size))
+        )
+    return buckets
+
+
+def consolidate(states: Sequence[StateDict]) -> ParameterStates:
+    """Join the state dicts of all ranks (in the order of the ranks) into whole tensors per parameter.
+
+    Raises:
+        ValueError: a rank's state dict is missing, doubled, or belongs to another layout.
+    """
+    layout = ShardLayout.from_json(states[0]["layout"])
+    found = [state["rank"] for state in states]
+    if found != list(range(layout.world_size)):
+        raise ValueError(f"need the state of ranks 0 to {layout.world_size - 1} in order, got {found}")
+    if any(ShardLayout.from_json(state["layout"]) != layout for state in states):
+        raise ValueError("the ranks' states have different layouts: they are not of one checkpoint")
+    whole: ParameterStates = {name: {} for bucket in layout.buckets for name in bucket.names}
+    for index, bucket in enumerate(layout.buckets):
+        for key, value in states[0]["state"].get(str(index), {}).items():
+            if value.ndim == 0:  # a step counter: equal on all ranks and for every parameter of the bucket
+                parts: Sequence[torch.Tensor] = [value] * len(bucket.names)
+            else:
+                full = torch.cat([state["state"][str(index)][key] for state in states])
+                parts = full[: bucket.num_elements].split(bucket.sizes)
+            for name, part in zip(bucket.names, parts, strict=True):
+                whole[name][key] = part
+    return whole
+
+
+def take_shards(whole: ParameterStates, layout: ShardLayout, rank: int) -> dict[str, dict[str, torch.Tensor]]:
+    """Cut whole per-parameter states into `rank`'s shards: bucket index (as text) -> state -> tensor.
+
+    Raises:
+        ValueError: a parameter of the layout has no state although others of its bucket do.
+    """
+    shards: dict[str, dict[str, torch.Tensor]] = {}
+    for index, bucket in enumerate(layout.buckets):
+        states = [whole.get(name, {}) for name in bucket.names]
+        keys = sorted({key for state in states for key in state})
+        lacking = [name for name, state in zip(bucket.names, states, strict=True) if len(state) != len(keys)]
+        if lacking:
+            raise ValueError(f"no optimizer state for {', '.join(lacking)}")
+        shards[str(index)] = {key: _cut([state[key] for state in states], bucket, rank) for key in keys}
+    return shards
+
+
+def _cut(parts: Sequence[torch.Tensor], bucket: BucketLayout, rank: int) -> torch.Tensor:
+    if parts[0].ndim == 0:
+        return parts[0].clone()
+    padded = parts[0].new_zeros(max(bucket.num_elements, (rank + 1) * bucket.shard_size))
+    torch.cat([part.reshape(-1) for part in parts], out=padded[: bucket.num_elements])
+    return padded[rank * bucket.shard_size : (rank + 1) * bucket.shard_size].clone()
+
+
+# --- Memory: one bucket's weights, this rank's shard of them, and its collectives.
+
+
+class ShardedBucket:
+    """Move parameters into one flat tensor, of which this rank's optimizer updates one shard.
+
+    Args:
+        averager: reduces the gradients; None if this rank is alone, or its gradients are averaged already.
+        gather: allocates the weights and collects the shards; None if this rank is alone.
+        weight_dtype: what the parameters become. If it differs from theirs, the shard gets a master copy in theirs.
+        reduce_dtype: in which gradients are reduced.
+
+    Attributes:
+        weights: the parameters' storage, (world_size * shard_size,).
+        shard: this rank's part of `weights`, a view.
+        master: what the optimizer updates, (shard_size,): the shard itself, or its fp32 copy.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        layout: BucketLayout,
+        ranks: Ranks,
+        averager: Averager | None,
+        gather: WeightGather | None,
+        *,
+        weight_dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
+    ) -> None:
+        self.parameters = list(parameters)
+        self.layout = layout
+        self._ranks = ranks
+        self._averager = averager
+        self._reduce_dtype = reduce_dtype
+        self._pending: PendingMean | None = None
+        self._arriving: Work | None = None
+        self._casts = True
+        first = self.parameters[0]
+        num_elements = ranks.world_size * layout.shard_size
+        allocate = torch.zeros if gather is None else gather.allocate
+        self.weights = allocate(num_elements, dtype=weight_dtype, device=first.device)
+        self.has_own_master = weight_dtype != first.dtype
+        whole = self.weights
+        if self.has_own_master:
+            whole = torch.zeros(num_elements, dtype=first.dtype, device=first.device)
+        for parameter, part in zip(self.parameters, self._parts(whole), strict=True):
+            part.copy_(parameter.detach())
+        if self.has_own_master:
+            self.weights.copy_(whole)
+        for parameter, part in zip(self.parameters, self._parts(self.weights), strict=True):
+            parameter.data = part
+        self.shard = self.shard_of(self.weights)
+        self.master = self.shard_of(whole).clone() if self.has_own_master else self.shard
+
+    def keep_reduce_dtype(self) -> None:
+        """Leave casting to the optimizer, which reads gradients as they were reduced and writes `shard` itself."""
+        self._casts = False
+        self.master.grad_dtype = None  # any
+
+    def shard_of(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a flat tensor of the bucket, as a view."""
+        return flat.chunk(self._ranks.world_size)[self._ranks.rank]
+
+    def shard_slice(self, position: int) -> slice:
+        """Return where the `position`-th parameter overlaps this rank's shard (may be empty)."""
+        start = sum(self.layout.sizes[:position]) - self._ranks.rank * self.layout.shard_size
+        stop = start + self.layout.sizes[position]
+        return slice(max(start, 0), max(min(stop, self.layout.shard_size), 0))
+
+    def reduce(self) -> None:
+        """Start averaging the parameters' gradients (none of them None), and release them."""
+        self.wait_gathered()  # has nothing to wait for, unless no layer that ran read these weights
+        flat = self._pack(gradients_of(self.parameters))
+        for parameter in self.parameters:
+            parameter.grad = None
+        if self._averager is None:
+            self.take_gradient(flat)
+        else:
+            self._pending = self._averager.reduce_scatter(flat)
+
+    def _pack(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        """Return all gradients in one padded tensor: a single one that needs no cast or padding is that tensor."""
+        first = gradients[0]
+        if (
+            first.numel() == self.weights.numel()
+            and first.dtype == self._reduce_dtype
+            and first.is_contiguous()
+        ):
+            return first.view(-1)
+        flat = torch.empty(self.weights.numel(), dtype=self._reduce_dtype, device=first.device)
+        if flat.numel() > self.layout.num_elements:
+            padding = flat[self.layout.num_elements :]
+            padding.zero_()  # the allocator's leftovers must not be reduced
+        torch._foreach_copy_(_unflatten_dense_tensors(flat, gradients), gradients)
+        return flat
+
+    def wait_reduced(self) -> None:
+        """Wait until `master.grad` is this rank's part of the mean gradient (on GPUs: for the current stream)."""
+        if self._pending is not None:
+            (shard,) = self._pending.wait()
+            self.take_gradient(shard)
+            self._pending = None
+
+    def take_gradient(self, shard: torch.Tensor) -> None:
+        """Hand this rank's part of the mean gradient to the optimizer."""
+        self.master.grad = shard.to(self.master.dtype) if self._casts else shard
+
+    def take_own_gradients(self) -> None:
+        """Hand the optimizer its part of gradients that are averaged already; where there is none, zeros."""
+        shard = torch.zeros(self.layout.shard_size, dtype=self._reduce_dtype, device=self.weights.device)
+        for position, parameter in enumerate(self.parameters):
+            where = self.shard_slice(position)
+            if parameter.grad is not None and where.start < where.stop:
+                before = self._ranks.rank * self.layout.shard_size - sum(self.layout.sizes[:position])
+                gradient = parameter.grad.reshape(-1)
+                shard[where] = gradient[before + where.start : before + where.stop]
+        self.take_gradient(shard)
+
+    def drop_reduced(self) -> None:
+        """Forget the mean gradient, also if it is still being reduced."""
+        if self._pending is not None:
+            self._pending.work.wait()
+            self._pending = None
+        self.master.grad = None
+
+    def write_shard(self) -> None:
+        """Copy the master, which was changed, to the weights of this rank's shard."""
+        if self.has_own_master:
+            self.shard.copy_(self.master)
+
+    def take_weights(self) -> None:
+        """Copy the weights, which were loaded, to the master."""
+        if self.has_own_master:
+            self.master.copy_(self.shard)
+
+    def wait_gathered(self) -> None:
+        """Wait until the parameters are whole (on GPUs: for the current stream)."""
+        if self._arriving is not None:
+            self._arriving.wait()
+            self._arriving = None
+
+    def _parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return the parameters' places in a flat tensor, in their shapes."""
+        parts = flat[: self.layout.num_elements].split(self.layout.sizes)
+        return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
+
+
+def start_gather(buckets: Sequence[ShardedBucket], gather: WeightGather | None) -> None:
+    """Start collecting the other ranks' shards of the buckets' weights."""
+    if gather is not None:
+        arrivals = gather.start([bucket.weights for bucket in buckets])
+        for bucket, arriving in zip(buckets, arrivals, strict=True):
+            bucket._arriving = arriving
