@@ -181,7 +181,7 @@ class _Training:
             ranks,
             batches,
             precision=options.precision,
-            strategy=ParallelConfig(strategy=strategy, bucket_mb=options.bucket_mb),
+            parallel=ParallelConfig(strategy=strategy, bucket_mb=options.bucket_mb),
             seed=options.seed,
             lr=options.lr,
         )

@@ -1,1 +1,55 @@
-"""One step, the loop, evaluation, checkpoints and exact resume, metrics. `session` wires them."""
+"""Train language models: from a recipe with `train`, or in a loop of one's own.
+
+A loop of one's own, on one process or on several ranks:
+
+    from lmkit.data.batches import RandomTokens
+    from lmkit.recipe.tables import ModelConfig
+    from lmkit.training import build_step, load_checkpoint, save_checkpoint
+
+    config = ModelConfig(vocab_size=64, context_length=16, d_model=32, d_ff=96, num_layers=2, num_heads=4)
+    step = build_step(config)
+    batches = RandomTokens(64, batch_size=8, context_length=16, seed=0)
+    for number in range(20):
+        outcome = step(*batches.batch(number), lr=1e-2)
+    save_checkpoint(step.model, step.optimizer, 20, "model.safetensors")
+    assert load_checkpoint("model.safetensors", step.model, step.optimizer) == 20
+
+A whole run, as `lmkit train` makes it, with metrics, evaluation and exact resume:
+
+    from lmkit.recipe.load import load_recipe
+    from lmkit.training import train
+
+    result = train(load_recipe("quickstart", ["train.steps=100"]))
+"""
+
+from lmkit.lazy import exports
+
+__getattr__, __dir__, __all__ = exports(
+    __name__,
+    {
+        "CheckpointWriter": "checkpoint_writer",
+        "Evaluation": "evaluation",
+        "HeldOut": "evaluation",
+        "LossScale": "step",
+        "Outcome": "step",
+        "Retention": "checkpoint",
+        "Step": "step",
+        "StopSignals": "signals",
+        "TrainResult": "session",
+        "Trainer": "trainer",
+        "TrainingStep": "setup",
+        "build_step": "setup",
+        "evaluate": "evaluation",
+        "evaluate_run": "evaluation",
+        "load_checkpoint": "model_state",
+        "load_weights": "model_state",
+        "model_weights": "model_state",
+        "newest_checkpoint": "checkpoint",
+        "open_checkpoint": "checkpoint",
+        "plain_model": "model_state",
+        "save_checkpoint": "model_state",
+        "train": "session",
+        "verify_path": "verify",
+        "verify_resume": "verify",
+    },
+)

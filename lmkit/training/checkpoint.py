@@ -1,11 +1,19 @@
-"""The folder `checkpoints/`: names, manifests, which checkpoint is good, what may be deleted.
+"""Publish, verify, load and delete checkpoints.
 
-A checkpoint is a folder `step-00000100/` that appears by one rename once everything in it is on the disk. Its
-`manifest.json`, written last, lists every other file with size and SHA-256, and carries its own checksum.
-Other names that may be met after a kill:
+A checkpoint is a folder `checkpoints/step-00000100/`:
 
-- `step-00000100.partial`: being written, or being deleted. Never read; removed at the next start.
+    model.safetensors                          weights by parameter name
+    optimizer-00000-of-00002.safetensors ...   optimizer state, one file per shard
+    state.json                                 `TrainingState`: step, model, recipe, random generators
+    manifest.json                              size and SHA-256 of every other file, and its own checksum
+
+It is atomic. All files are written and fsynced in `step-00000100.partial/`, the manifest last; then one rename gives
+the folder its name (`publish`). A kill at any moment leaves the older checkpoints intact and at most
+
+- `step-00000100.partial`: being written or being deleted; never read, removed at the next start (`clean_leftovers`);
 - `step-00000100.replaced`: the older of two checkpoints of one step, between two renames.
+
+`CheckpointWriter` writes checkpoints in the background.
 """
 
 from __future__ import annotations
@@ -25,65 +33,99 @@ import torch
 
 from lmkit.errors import LmkitError, UsageError, reason
 from lmkit.recipe.tables import RunConfig
-from lmkit.storage import sha256_file
 from lmkit.storage.atomic import PARTIAL_SUFFIX, fsync_folder
 from lmkit.training.state import TrainingState, parse_state
 from lmkit.training.tensor_files import (
-    UPGRADE,
     DamagedCheckpoint,
     FileEntry,
     NewerFormat,
+    check_file,
     parse_tensors,
     read_verified,
     write_text,
 )
 
+log = logging.getLogger("lmkit")
+
 FORMAT = 1
+CHECKPOINTS = "checkpoints"
 MANIFEST = "manifest.json"
 STATE = "state.json"
 MODEL = "model.safetensors"
-
-
+TOKENIZER = "tokenizer.json"
 REPLACED_SUFFIX = ".replaced"
-
-
 _STEP_NAME = re.compile(r"step-(\d{8,12})")
-
-
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-
-
 _MAX_MANIFEST_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
 class SavedStep:
-    """A folder with a checkpoint's name; nothing is known about its content."""
+    """A folder with a checkpoint's name; its content is unknown."""
 
     step: int
     path: Path
 
 
 def step_name(step: int) -> str:
-    """`step-00000100`."""
+    """Return `step-00000100` for 100."""
     return f"step-{step:08d}"
 
 
 def shard_name(rank: int, shards: int) -> str:
-    """The optimizer file of one of `shards` ranks, counted from 0."""
+    """Return the name of the optimizer file of `rank`, from 0, of `shards` ranks."""
     return f"optimizer-{rank:05d}-of-{shards:05d}.safetensors"
 
 
 def saved_steps(folder: Path) -> list[SavedStep]:
-    """Folders with a checkpoint's name, lowest step first; [] where there is no such folder."""
+    """List the folders with a checkpoint's name, lowest step first; [] where there is no such folder."""
     if not folder.is_dir():
         return []
     found = [(match, path) for path in folder.iterdir() if (match := _STEP_NAME.fullmatch(path.name))]
     return sorted((SavedStep(int(match[1]), path) for match, path in found), key=lambda saved: saved.step)
 
 
+# Write
+
+
+def write_manifest(folder: Path, entries: Mapping[str, FileEntry]) -> None:
+    """Write and fsync `manifest.json`, the last file of a checkpoint."""
+    files = {name: {"sha256": entry.sha256, "bytes": entry.bytes} for name, entry in sorted(entries.items())}
+    content: dict[str, Any] = {"format": FORMAT, "files": files}
+    content["checksum"] = _checksum(content)
+    write_text(folder / MANIFEST, json.dumps(content, indent=2))
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    rest = {key: value for key, value in content.items() if key != "checksum"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def publish(partial: Path, final: Path) -> None:
+    """Give a complete folder its final name. An older checkpoint of the same step is deleted afterwards."""
+    fsync_folder(partial)
+    replaced = final.with_name(final.name + REPLACED_SUFFIX)
+    if final.exists():
+        if replaced.exists():
+            shutil.rmtree(replaced)
+        os.replace(final, replaced)
+    os.replace(partial, final)
+    fsync_folder(final.parent)
+    if replaced.exists():
+        remove_folder(replaced)
+
+
+def remove_folder(path: Path) -> None:
+    """Delete a checkpoint. A kill half-way leaves nothing under a final name."""
+    partial = path.with_name(path.name + PARTIAL_SUFFIX)
+    if partial.exists():
+        shutil.rmtree(partial)
+    os.replace(path, partial)
+    shutil.rmtree(partial)
+
+
 def clean_leftovers(folder: Path) -> list[Path]:
-    """Put right what a killed process left; return what was removed. The caller holds the run folder's lock."""
+    """Repair what a killed process left; return what was removed. The caller holds the run folder's lock."""
     removed = []
     for path in sorted(folder.glob(f"step-*{REPLACED_SUFFIX}")):
         final = path.with_name(path.name.removesuffix(REPLACED_SUFFIX))
@@ -99,102 +141,52 @@ def clean_leftovers(folder: Path) -> list[Path]:
     return removed
 
 
-def remove_folder(path: Path) -> None:
-    """Delete a checkpoint so that a kill half-way leaves nothing under a final name."""
-    partial = path.with_name(path.name + PARTIAL_SUFFIX)
-    if partial.exists():
-        shutil.rmtree(partial)
-    os.replace(path, partial)
-    shutil.rmtree(partial)
-
-
-def publish(partial: Path, final: Path) -> None:
-    """Give a complete folder its final name; an older checkpoint of the same step goes only afterwards."""
-    fsync_folder(partial)
-    replaced = final.with_name(final.name + REPLACED_SUFFIX)
-    if final.exists():
-        if replaced.exists():
-            shutil.rmtree(replaced)
-        os.replace(final, replaced)
-    os.replace(partial, final)
-    fsync_folder(final.parent)
-    if replaced.exists():
-        remove_folder(replaced)
-
-
-def write_manifest(folder: Path, entries: Mapping[str, FileEntry]) -> None:
-    """Write and fsync `manifest.json`: the last file of a checkpoint."""
-    content: dict[str, Any] = {
-        "format": FORMAT,
-        "files": {
-            name: {"sha256": entry.sha256, "bytes": entry.bytes} for name, entry in sorted(entries.items())
-        },
-    }
-    content["checksum"] = _checksum(content)
-    write_text(folder / MANIFEST, json.dumps(content, indent=2))
-
-
-def _checksum(content: Mapping[str, Any]) -> str:
-    rest = {key: value for key, value in content.items() if key != "checksum"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+# Verify
 
 
 def read_manifest(folder: Path) -> dict[str, FileEntry]:
-    """The files of a checkpoint as its manifest lists them; looks at no other file.
+    """Return the files of a checkpoint as its manifest lists them; reads no other file.
 
     Raises:
         NewerFormat: written by a later lmkit.
-        DamagedCheckpoint: no manifest, or not a whole one.
+        DamagedCheckpoint: there is no manifest, or not a whole one.
     """
     path = folder / MANIFEST
     try:
         if path.stat().st_size > _MAX_MANIFEST_BYTES:
-            raise DamagedCheckpoint(f"{path}: larger than any manifest", hint=_HINT)
+            raise DamagedCheckpoint("checkpoint.damaged", f"{path}: larger than any manifest")
         content = json.loads(path.read_bytes())
+        is_whole = isinstance(content, dict) and content.get("checksum") == _checksum(content)
     except FileNotFoundError:
-        raise DamagedCheckpoint(f"{path}: missing, the checkpoint is incomplete", hint=_HINT) from None
+        raise DamagedCheckpoint(
+            "checkpoint.incomplete", f"{path}: missing, the checkpoint is incomplete"
+        ) from None
     except OSError as error:
-        raise DamagedCheckpoint(f"{path}: {reason(error)}", hint=_HINT) from error
+        raise DamagedCheckpoint("checkpoint.damaged", f"{path}: {reason(error)}") from error
     except (ValueError, RecursionError):
-        raise DamagedCheckpoint(f"{path}: not JSON", hint=_HINT) from None
-    try:
-        whole = isinstance(content, dict) and content.get("checksum") == _checksum(content)
-    except RecursionError:  # deeper than what is written can be, if not than what is read
-        whole = False
-    if not whole:
-        raise DamagedCheckpoint(f"{path}: checksum error", hint=_HINT)
-    if not isinstance(content.get("format"), int) or content["format"] > FORMAT:
+        raise DamagedCheckpoint("checkpoint.damaged", f"{path}: not JSON") from None
+    if not is_whole:
+        raise DamagedCheckpoint("checkpoint.damaged", f"{path}: checksum error")
+    found = content.get("format")
+    if not isinstance(found, int) or found > FORMAT:
         raise NewerFormat(
-            f"{path}: checkpoint format {content.get('format')}, this lmkit knows {FORMAT}",
-            hint=UPGRADE,
+            "checkpoint.newer_format", f"{path}: checkpoint format {found}, this lmkit knows {FORMAT}"
         )
-    return {name: _entry(path, name, fields) for name, fields in _files(path, content).items()}
-
-
-_HINT = "use an older checkpoint, or delete this one"
-
-
-def _files(path: Path, content: dict[str, Any]) -> dict[str, Any]:
     files = content.get("files")
     if not isinstance(files, dict) or not {MODEL, STATE} <= files.keys():
-        raise DamagedCheckpoint(f"{path}: does not list {MODEL} and {STATE}", hint=_HINT)
-    return files
+        raise DamagedCheckpoint("checkpoint.damaged", f"{path}: does not list {MODEL} and {STATE}")
+    return {name: _entry(path, name, fields) for name, fields in files.items()}
 
 
 def _entry(path: Path, name: str, fields: Any) -> FileEntry:
-    if not _FILE_NAME.fullmatch(name):
-        raise DamagedCheckpoint(f"{path}: {name!r} is not a name for a file of a checkpoint", hint=_HINT)
-    if (
-        not isinstance(fields, dict)
-        or not isinstance(fields.get("sha256"), str)
-        or type(fields.get("bytes")) is not int
-    ):
-        raise DamagedCheckpoint(f"{path}: {name} has no sha256 and bytes", hint=_HINT)
-    return FileEntry(fields["sha256"], fields["bytes"])
+    match fields:
+        case {"sha256": str(sha256), "bytes": int(size)} if _FILE_NAME.fullmatch(name):
+            return FileEntry(sha256, size)
+    raise DamagedCheckpoint("checkpoint.damaged", f"{path}: {name!r} is no file of a checkpoint")
 
 
 def verify(folder: Path) -> dict[str, FileEntry]:
-    """Read every file of a checkpoint and compare it with the manifest; constant memory.
+    """Read every file of a checkpoint and compare it with the manifest, in constant memory.
 
     Raises:
         DamagedCheckpoint: naming the first file that is missing, cut or changed.
@@ -202,32 +194,24 @@ def verify(folder: Path) -> dict[str, FileEntry]:
     """
     entries = read_manifest(folder)
     for name, entry in entries.items():
-        path = folder / name
-        try:
-            size = path.stat().st_size
-            if size != entry.bytes:
-                raise DamagedCheckpoint(f"{path}: {size} bytes instead of {entry.bytes}", hint=_HINT)
-            if sha256_file(path) != entry.sha256:
-                raise DamagedCheckpoint(f"{path}: checksum error", hint=_HINT)
-        except OSError as error:
-            raise DamagedCheckpoint(f"{path}: {reason(error)}", hint=_HINT) from error
+        check_file(folder / name, entry)
     return entries
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The newest good checkpoint, and why newer ones were passed over."""
+    """The newest good checkpoint, and why newer ones were skipped."""
 
     path: Path | None
     skipped: tuple[str, ...]
 
 
 def newest_valid(folder: Path) -> Choice:
-    """Choose by step (clocks may go back), highest first, the first that verifies.
+    """Return the checkpoint with the highest step (clocks may go back) that verifies.
 
     Raises:
-        LmkitError: there are checkpoints, and none is good (each is named with what is wrong).
-        NewerFormat: the highest one was written by a later lmkit; falling back silently would lose its steps.
+        LmkitError: there are checkpoints, but none is good; the message names each.
+        NewerFormat: the newest was written by a later lmkit; an older one would silently lose its steps.
     """
     skipped: list[str] = []
     for saved in reversed(saved_steps(folder)):
@@ -239,39 +223,34 @@ def newest_valid(folder: Path) -> Choice:
         return Choice(saved.path, tuple(skipped))
     if skipped:
         raise LmkitError(
+            "checkpoint.none_good",
             f"{folder}: no good checkpoint: " + "; ".join(skipped),
-            hint="copy the checkpoint again, or name another one; to train afresh, delete these folders",
+            hint="copy the checkpoint again, or name another one; to start over, delete these folders",
         )
     return Choice(None, ())
 
 
-log = logging.getLogger("lmkit")
-
-
-CHECKPOINTS = "checkpoints"
-
-
-TOKENIZER = "tokenizer.json"
+# Load
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose manifest and state were read; tensors are read, and verified, when asked for."""
+    """An open checkpoint: manifest and state are read, tensors are read and verified on demand."""
 
     path: Path
     state: TrainingState
     entries: Mapping[str, FileEntry]
 
     def model_tensors(self) -> dict[str, torch.Tensor]:
-        """Weights by plain parameter name, on the CPU, in memory of their own."""
+        """Return the weights by parameter name, on the CPU, in memory of their own."""
         return self._tensors(MODEL)
 
     def optimizer_tensors(self, shard: int = 0) -> dict[str, torch.Tensor]:
-        """One shard of the optimizer state (the whole state where it was not sharded)."""
+        """Return one shard of the optimizer state, or all of it where it is not sharded."""
         return self._tensors(shard_name(shard, self.state.optimizer_shards))
 
     def all_optimizer_shards(self) -> list[dict[str, torch.Tensor]]:
-        """Every rank's shard, in the order of the ranks."""
+        """Return every shard of the optimizer state, in the order of the ranks."""
         return [self.optimizer_tensors(rank) for rank in range(self.state.optimizer_shards)]
 
     def _tensors(self, name: str) -> dict[str, torch.Tensor]:
@@ -283,11 +262,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """Read a checkpoint's manifest and state.
 
     Raises:
-        LmkitError: damaged, incomplete (an optimizer shard is missing, say), or of a newer format.
+        LmkitError: it is damaged, lacks an optimizer shard, or has a newer format.
         UsageError: not a checkpoint folder.
     """
     if not (path / MANIFEST).is_file() and not (path / MODEL).is_file():
         raise UsageError(
+            "checkpoint.not_found",
             f"{path}: not a checkpoint folder (no {MANIFEST})",
             hint="a checkpoint is a folder like <run>/checkpoints/step-00000100",
         )
@@ -297,63 +277,60 @@ def open_checkpoint(path: Path) -> Checkpoint:
         name = shard_name(rank, state.optimizer_shards)
         if name not in entries or not (path / name).is_file():
             raise LmkitError(
+                "checkpoint.incomplete",
                 f"{path / name}: missing, the optimizer state of rank {rank}",
                 hint="copy the whole checkpoint folder, or use an older one",
             )
     return Checkpoint(path, state, entries)
 
 
-def find_checkpoint(path: Path) -> Choice:
-    """The checkpoint that a run folder or a checkpoint folder stands for.
+def newest_checkpoint(path: Path) -> Checkpoint:
+    """Open a checkpoint folder, or the newest good checkpoint of a run folder.
+
+    Newer checkpoints that are damaged are named in the log.
 
     Raises:
-        UsageError: there is none.
-        LmkitError: there are some, but none is good.
+        UsageError: there is no checkpoint.
+        LmkitError: there are checkpoints, but none is good.
     """
     if not path.is_dir():
-        otherwise = "name a run folder (artifacts/runs/...) or a checkpoint"
-        raise UsageError(f"{path}: no such folder", hint=hint_at_run(path, otherwise=otherwise))
+        hint = hint_at_run(path, otherwise="name a run folder (artifacts/runs/...) or a checkpoint")
+        raise UsageError("checkpoint.not_found", f"{path}: no such folder", hint=hint)
     if (path / MANIFEST).exists() or (path / STATE).exists():
-        return Choice(path, ())
-    folder = path if path.name == CHECKPOINTS else path / CHECKPOINTS
-    if not saved_steps(folder):
-        raise UsageError(f"{path}: holds no checkpoint", hint="train first: lmkit train, or lmkit run")
-    return newest_valid(folder)
+        return open_checkpoint(path)
+    choice = newest_valid(path if path.name == CHECKPOINTS else path / CHECKPOINTS)
+    if choice.path is None:
+        hint = "train first: lmkit train, or lmkit run"
+        raise UsageError("checkpoint.not_found", f"{path}: holds no checkpoint", hint=hint)
+    for why in choice.skipped:
+        log.warning("skipped %s", why)
+    return open_checkpoint(choice.path)
 
 
 def hint_at_run(path: Path, *, otherwise: str) -> str:
-    """For a path that is not there: the run folder of that name, if recipes that set no `run.folder` made one."""
+    """Return a hint at the run of that name in the default folder, if there is one."""
     run = RunConfig().folder / path
     return f"did you mean {run}?" if run.is_dir() else otherwise
 
 
-def newest_checkpoint(path: Path) -> Checkpoint:
-    """Open what `find_checkpoint` finds; newer ones that are damaged are named in the log.
-
-    Raises:
-        UsageError, LmkitError: as `find_checkpoint` and `open_checkpoint`.
-    """
-    choice = find_checkpoint(path)
-    for why in choice.skipped:
-        log.warning("skipped %s", why)
-    assert choice.path is not None
-    return open_checkpoint(choice.path)
-
-
 def run_tokenizer(checkpoint: Path) -> Path | None:
-    """`tokenizer.json` of the run that a checkpoint lies in."""
+    """Return `tokenizer.json` of the run that holds a checkpoint."""
     tokenizer = checkpoint.resolve().parent.parent / TOKENIZER
     return tokenizer if tokenizer.is_file() else None
 
 
-class Retention:
-    """Deletes what is no longer wanted. Damaged checkpoints never count as kept ones.
+# Retain
 
-    Every checkpoint is read in full once before it counts, except those that this process wrote itself.
+
+class Retention:
+    """Delete checkpoints that are no longer wanted.
+
+    Damaged checkpoints do not count towards those to keep. Every checkpoint is read in full once before it counts,
+    except those that this process wrote.
 
     Args:
-        keep_last: this many with the highest steps, at least 1.
-        keep_best: and this many with the lowest validation loss, of those that have one.
+        keep_last: keep this many checkpoints with the highest steps, at least 1.
+        keep_best: also keep this many with the lowest validation loss.
     """
 
     def __init__(self, folder: Path, *, keep_last: int, keep_best: int) -> None:
@@ -361,14 +338,14 @@ class Retention:
         self._keep_last = keep_last
         self._keep_best = keep_best
         self._losses: dict[int, float | None] = {}  # of the good ones seen so far
-        self._foreign: set[int] = set()  # of a format that we do not know: not ours to judge
+        self._foreign: set[int] = set()  # whole, but not of a format that we can judge
 
     def remember(self, step: int, valid_loss: float | None) -> None:
         """Count this checkpoint as good: it was just written and synced."""
         self._losses[step] = valid_loss
 
     def prune(self) -> list[Path]:
-        """Delete the others; return them. Damaged ones go once a good one with a higher step exists."""
+        """Delete the others and return them. Damaged ones are deleted once a good one with a higher step exists."""
         saved = saved_steps(self._folder)
         good = [item.step for item in saved if self._is_good(item.step, item.path)]
         kept = set(good[-self._keep_last :])
@@ -382,14 +359,19 @@ class Retention:
         return doomed
 
     def _is_good(self, step: int, path: Path) -> bool:
-        if step not in self._losses:
-            try:
-                entries = verify(path)
-                state = parse_state(read_verified(path / STATE, entries[STATE]), path=path / STATE)
-            except DamagedCheckpoint:
-                return False
-            except LmkitError:  # whole, but of a later version
-                self._foreign.add(step)
-                return False
-            self._losses[step] = state.valid_loss
+        if step in self._losses:
+            return True
+        try:
+            entries = verify(path)
+            text = read_verified(path / STATE, entries[STATE])
+        except DamagedCheckpoint:
+            return False
+        except NewerFormat:
+            self._foreign.add(step)
+            return False
+        try:
+            self._losses[step] = parse_state(text, path=path / STATE).valid_loss
+        except LmkitError:  # the checksums are right: another version wrote it
+            self._foreign.add(step)
+            return False
         return True

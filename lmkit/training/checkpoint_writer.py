@@ -1,12 +1,12 @@
-"""Writing checkpoints beside the training loop.
+"""Write checkpoints in the background while training goes on.
 
-`save` returns at once. A thread copies the tensors to host memory while the next forward and backward run (they
-only read weights), and writes the files from that copy while training goes on. Before the optimizer changes
-anything, the loop calls `release_weights`, which waits for the copy: usually it is long done.
+`save` returns at once. A thread copies the tensors to host memory during the next forward and backward passes, which
+only read weights, and writes the files from that copy. Before the optimizer changes anything, the trainer calls
+`release_weights`, which waits for the copy; usually it is long done.
 
-Every rank has a writer. Rank 0 writes the model, `state.json` and the manifest; each rank writes its optimizer
-shard if the state is sharded. Ranks tell one another through the process group's key-value store, from their
-threads: no collective is involved, so nothing can get out of order with those of training.
+Every rank has a writer. Rank 0 writes the model, `state.json` and the manifest; each rank writes its optimizer shard
+if the state is sharded. The threads exchange messages through the process group's key-value store. They use no
+collectives, so nothing can get out of order with those of training.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -29,24 +28,32 @@ from lmkit.parallel.collectives import on_any_rank
 from lmkit.parallel.failures import RankLost
 from lmkit.parallel.ranks import Ranks
 from lmkit.storage.atomic import PARTIAL_SUFFIX
-from lmkit.training.checkpoint import MODEL, STATE, Retention, publish, shard_name, step_name, write_manifest
+from lmkit.training.checkpoint import (
+    MODEL,
+    STATE,
+    Retention,
+    publish,
+    shard_name,
+    step_name,
+    write_manifest,
+)
 from lmkit.training.state import RngState, TrainingState
 from lmkit.training.tensor_files import FileEntry, write_tensors, write_text
 
 Tensors = Mapping[str, torch.Tensor]
 _POLL_S = 0.02
-"""How often a thread looks for a message, and the loop for the other ranks while it waits."""
+"""How often a thread looks for a message, and the trainer for the other ranks while it waits."""
 
 
 class CheckpointWriter:
-    """Saves checkpoints of one run, at most one at a time.
+    """Save the checkpoints of one run, at most one at a time.
+
+    A failed write (a full disk, for example) leaves older checkpoints as they are. The next call of any method raises
+    the error.
 
     Args:
-        folder: `checkpoints/` of the run; made when the first one is written.
-        retention: which ones stay; used on rank 0.
-
-    A failed write (a full disk, say) leaves the older checkpoints as they are and is raised by the next call of
-    any method.
+        folder: `checkpoints/` of the run; made with the first checkpoint.
+        retention: decides which checkpoints stay; used on rank 0.
     """
 
     def __init__(self, folder: Path, ranks: Ranks, retention: Retention) -> None:
@@ -61,10 +68,10 @@ class CheckpointWriter:
         self._copied.set()
         self._abandoned = threading.Event()
         self.stall_seconds = 0.0
-        """How long the loop has waited for saving so far."""
+        """How long training has waited for saving so far."""
 
     def reserve(self, state: TrainingState, *, model: Tensors, optimizer: Tensors) -> None:
-        """Make host memory ready in the background, so that the first save is as fast as the others."""
+        """Allocate host memory in the background, so that the first save is as fast as the others."""
         self.wait()
         part = self._own_part(state, model, optimizer)
         self._start(state.step, lambda: self._copies.reserve(part))
@@ -73,7 +80,7 @@ class CheckpointWriter:
         """Begin to save. Every rank calls it at the same step.
 
         Args:
-            state: with this rank's RNG state; those of the others are added.
+            state: with this rank's RNG state; those of the other ranks are added.
             model, optimizer: the live tensors, on any device; under a sharded optimizer this rank's shard.
         """
         started = time.perf_counter()
@@ -95,7 +102,7 @@ class CheckpointWriter:
             self.wait()
 
     def wait(self) -> None:
-        """Return once nothing is being written any more."""
+        """Return once this rank writes nothing any more."""
         writing, self._writing = self._writing, None
         if writing is None:
             return
@@ -103,15 +110,16 @@ class CheckpointWriter:
             writing.result()
         except OSError as error:
             raise LmkitError(
+                "checkpoint.write_failed",
                 f"{self._folder / step_name(self._step)}: cannot be saved: {reason(error)}",
                 hint="earlier checkpoints are intact; make room, then train again to go on from the newest",
             ) from error
 
     def wait_for_all(self) -> None:
-        """Return once no rank is writing any more. Every rank calls it at the same step.
+        """Return once no rank writes any more. Every rank calls it at the same step.
 
-        The ranks look at one another until then. One that dies breaks their collective at once; by the part of the
-        checkpoint that it owes, it would be missed only at the timeout.
+        The ranks poll one another with a collective meanwhile. A dead rank breaks it at once; otherwise its missing
+        shard would surface only at the timeout.
 
         Raises:
             RankLost: another rank cannot save; that rank's own error says why.
@@ -129,18 +137,19 @@ class CheckpointWriter:
         self.stall_seconds += time.perf_counter() - started
         if failed_somewhere and not failed:
             raise RankLost(
+                "ranks.lost",
                 f"rank {self._ranks.rank}, saving step {self._step}: another rank cannot write its part",
                 hint="look for that rank's own error; earlier checkpoints are intact",
             )
         self.wait()
 
     def abandon(self) -> None:
-        """The run ends with an error: finish what is being written, but wait for no part of a lost rank."""
+        """Finish the write in progress after an error, without waiting for a lost rank."""
         self._abandoned.set()
         self._thread.shutdown()
 
     def _own_part(self, state: TrainingState, model: Tensors, optimizer: Tensors) -> dict[str, torch.Tensor]:
-        """What this rank writes."""
+        """Return the tensors that this rank writes."""
         part = _prefixed("model", model) if self._ranks.is_first else {}
         if self._ranks.is_first or state.optimizer_shards > 1:
             part.update(_prefixed("optimizer", optimizer))
@@ -151,7 +160,7 @@ class CheckpointWriter:
         self._writing = self._thread.submit(work)
 
     def _write(self, state: TrainingState, live: dict[str, torch.Tensor]) -> None:
-        """In the thread: copy, let the loop go on, write this rank's part."""
+        """In the thread: copy, release the weights, write this rank's part."""
         try:
             copies = self._copies.fill(live)
         finally:
@@ -178,7 +187,7 @@ class CheckpointWriter:
     def _write_shard(
         self, state: TrainingState, copies: dict[str, torch.Tensor], partial: Path, post: _Post
     ) -> None:
-        """Any rank but the first: its optimizer shard if there are shards, and its RNG state."""
+        """On every rank but the first: write the optimizer shard, if there are shards; send the RNG state."""
         message: dict[str, object] = {"error": "an error of its own"}
         try:
             entry = None
@@ -196,27 +205,26 @@ class CheckpointWriter:
     def _write_all(
         self, state: TrainingState, copies: dict[str, torch.Tensor], partial: Path, post: _Post
     ) -> None:
-        """Rank 0: everything else, then the manifest, then the final name."""
-        shards = state.optimizer_shards
+        """On rank 0: write everything else, then the manifest, then publish."""
+        own_shard = shard_name(0, state.optimizer_shards)
         entries = {
             MODEL: write_tensors(partial / MODEL, _without_prefix("model", copies)),
-            shard_name(0, shards): write_tensors(
-                partial / shard_name(0, shards), _without_prefix("optimizer", copies)
-            ),
+            own_shard: write_tensors(partial / own_shard, _without_prefix("optimizer", copies)),
         }
         rng = list(state.rng)
         for rank in range(1, self._ranks.world_size):
             part = post.receive("part", rank)
             if "error" in part:
                 raise LmkitError(
+                    "checkpoint.write_failed",
                     f"{partial}: rank {rank} cannot save its part: {part['error']}",
                     hint="earlier checkpoints are intact",
                 )
             rng.append(RngState.model_validate(part["rng"]))
             if part["entry"] is not None:
-                entries[shard_name(rank, shards)] = FileEntry(*part["entry"])
+                entries[shard_name(rank, state.optimizer_shards)] = FileEntry(*part["entry"])
             post.forget("part", rank)
-        post.forget("folder", 0)  # whoever had to see it has sent its part since
+        post.forget("folder", 0)  # every rank that had to see it has sent its part since
         complete = state.model_copy(update={"rng": tuple(rng)})
         entries[STATE] = write_text(partial / STATE, complete.model_dump_json(indent=1) + "\n")
         write_manifest(partial, entries)
@@ -233,19 +241,20 @@ def _without_prefix(prefix: str, tensors: Tensors) -> dict[str, torch.Tensor]:
 
 
 def _refuse_nonfinite(copies: dict[str, torch.Tensor], step: int) -> None:
-    """Weights that became NaN or infinite by the very last update must not push a good checkpoint out."""
+    """Refuse weights that the very last update made NaN or infinite: they must not replace a good checkpoint."""
     for name, tensor in copies.items():
         if tensor.is_floating_point() and tensor.numel():
-            lowest, highest = torch.aminmax(tensor)  # one pass, and NaN goes through
+            lowest, highest = torch.aminmax(tensor)  # one pass; NaN propagates
             if not (torch.isfinite(lowest) and torch.isfinite(highest)):
                 raise LmkitError(
+                    "checkpoint.nonfinite",
                     f"step {step}: {name} is not finite; not saved",
                     hint="go on from the newest checkpoint with a lower optimizer.lr",
                 )
 
 
 class _HostCopies:
-    """Host memory that tensors are copied to, kept from save to save: fresh pages cost more than the copy."""
+    """Host memory that tensors are copied to, kept between saves: fresh pages cost more than the copy."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -257,7 +266,7 @@ class _HostCopies:
 
     def reserve(self, live: Tensors) -> None:
         for name, tensor in live.items():
-            self._buffer(name, tensor).zero_()  # touched, so that the pages exist
+            self._buffer(name, tensor).zero_()  # writing makes the system provide the pages
 
     def _buffer(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         buffer = self._buffers.get(name)
@@ -267,12 +276,12 @@ class _HostCopies:
         return buffer
 
     def mark(self) -> None:
-        """In the loop: what is on the GPU's queue by now belongs into the copy."""
+        """In the trainer: everything launched so far on the GPU belongs into the copy."""
         if self._before is not None:
             self._before.record(torch.cuda.current_stream(self._device))
 
     def fill(self, live: Tensors) -> dict[str, torch.Tensor]:
-        """In the thread: copy, on GPUs behind what was marked. See `synchronize` and `order_after_copies`."""
+        """In the thread: copy, on GPUs after the mark. See `synchronize` and `order_after_copies`."""
         if self._stream is None:
             return {name: self._buffer(name, tensor).copy_(tensor.detach()) for name, tensor in live.items()}
         assert self._before is not None
@@ -293,16 +302,16 @@ class _HostCopies:
             self._after.synchronize()
 
     def order_after_copies(self) -> None:
-        """In the loop: what is launched from now on runs after the copies."""
+        """In the trainer: kernels launched from now on run after the copies."""
         if self._after is not None:
             torch.cuda.current_stream(self._device).wait_event(self._after)
 
 
 class _Post:
-    """Small JSON messages between the writer threads of all ranks, about the checkpoint of one step.
+    """Exchange small JSON messages about one checkpoint between the writer threads of all ranks.
 
-    A part is 7 kB, the state of a rank's random generator: messages that were read are forgotten, or a store that
-    outlives many checkpoints would fill the memory.
+    A rank's part is 7 kB (the state of its random generator). Messages are deleted once they are read, or the store
+    would grow with every checkpoint.
     """
 
     def __init__(self, ranks: Ranks, step: int, abandoned: threading.Event) -> None:
@@ -315,21 +324,21 @@ class _Post:
             self._ranks.store.set(self._key(topic, self._ranks.rank), json.dumps(message))
 
     def receive(self, topic: str, sender: int) -> dict:
-        """Wait for a message; in short looks, because a blocking wait would lock the store for the loop."""
+        """Wait for a message. Poll, because a blocking wait would lock the store for the trainer."""
         assert self._ranks.store is not None
         key = self._key(topic, sender)
-        patience = timedelta(seconds=self._ranks.timeout_s)
-        deadline = time.monotonic() + patience.total_seconds()
+        deadline = time.monotonic() + self._ranks.timeout_s
         while not self._ranks.store.check([key]):
             if self._abandoned.wait(_POLL_S) or time.monotonic() > deadline:
                 raise LmkitError(
+                    "checkpoint.rank_missing",
                     f"{step_name(self._step)}: rank {sender} did not deliver its part of the checkpoint",
                     hint="look for that rank's own error; earlier checkpoints are intact",
                 )
         return json.loads(self._ranks.store.get(key))
 
     def forget(self, topic: str, sender: int) -> None:
-        """Take a message that everybody has read out of the store."""
+        """Delete a message that every reader has read."""
         if self._ranks.store is not None:
             self._ranks.store.delete_key(self._key(topic, sender))
 

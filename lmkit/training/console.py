@@ -1,4 +1,4 @@
-"""Progress of a training run on stderr: a live bar on a terminal, plain lines elsewhere."""
+"""Show the progress of a run on stderr: a live bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from lmkit.training.metrics import Record
 
 SECONDS_BETWEEN_LINES = 1.0
 _SHORTEST_BAR = 4
-"""Columns that rich gives a bar at least."""
+"""Columns that rich gives to a bar at least."""
 
 
 class PlainConsole:
-    """One line per record; of fast runs at most one a second, the first and the last always."""
+    """Print one line per record, at most one a second for training steps; the first and last always."""
 
     def __init__(self, total_steps: int, *, stream: IO[str] | None = None) -> None:
         self._total = total_steps
@@ -37,14 +37,14 @@ class PlainConsole:
         print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no resource is open."""
 
 
 class BarConsole:
-    """A bar with the newest numbers; notes and evaluations scroll above it.
+    """Show a bar with the newest numbers; notes and evaluations scroll above it.
 
     Args:
-        first_step: where it begins: the step that a session goes on from.
+        first_step: the step from which the session goes on.
     """
 
     def __init__(self, total_steps: int, *, first_step: int = 0) -> None:
@@ -54,7 +54,7 @@ class BarConsole:
 
         self._total = total_steps
         self._progress = Progress(
-            BarColumn(bar_width=None, table_column=Column(max_width=24)),  # what the numbers leave
+            BarColumn(bar_width=None, table_column=Column(max_width=24)),  # the room that the numbers leave
             TextColumn("{task.fields[numbers]}", markup=False),
             console=Console(stderr=True),
             transient=True,
@@ -80,20 +80,20 @@ class BarConsole:
 
 
 def console(total_steps: int, *, first_step: int = 0) -> PlainConsole | BarConsole:
-    """The display that fits stderr, of a session that goes on from `first_step`."""
+    """Return the display that fits stderr."""
     if wants_plain_text(sys.stderr):
         return PlainConsole(total_steps)
     return BarConsole(total_steps, first_step=first_step)
 
 
 def describe(record: Record, total_steps: int) -> str:
-    """A record as one line of text; "" for those that are only for the file."""
+    """Return a record as one line of text; "" for kinds that are only for the file."""
     formatter = _FORMATTERS.get(record["kind"])
     return "" if formatter is None else formatter(record, total_steps)
 
 
 def _train(record: Record, total_steps: int) -> str:
-    """At most 100 columns: 7-digit steps, millions of tokens/s and MFU included."""
+    """Return a line of at most 100 columns, also with 7-digit steps, millions of tokens/s and MFU."""
     parts = [
         f"step {record['step']}/{total_steps}",
         f"loss {_digits(record['loss'], 5)}",
@@ -130,20 +130,20 @@ _FORMATTERS: dict[str, Callable[[dict[str, Any], int], str]] = {
 
 
 def _digits(value: float, digits: int) -> str:
-    """That many digits, for values from 1: with 3, `1.50`, `12.3`, `123`. NaN stays `nan`."""
+    """Format with that many digits, for values from 1: with 3, `1.50`, `12.3`, `123`. NaN stays `nan`."""
     whole = 1 + sum(abs(value) >= 10**power for power in range(1, digits))
     return f"{value:.{digits - whole}f}"
 
 
 def _rate(value: float) -> str:
-    """`1,234`, `12.3k`, `8.77M`."""
+    """Format as `1,234`, `12.3k`, `8.77M`."""
     if value < 1e4:
         return f"{value:,.0f}"
     return f"{_digits(value / 1e3, 3)}k" if value < 1e6 else f"{_digits(value / 1e6, 3)}M"
 
 
 def _remaining(seconds: float) -> str:
-    """`1:15`, `1h05m`, `124h`: an estimate needs no seconds beside hours."""
+    """Format as `1:15`, `1h05m`, `124h`: an estimate of hours needs no seconds."""
     if seconds < 3600:
         return duration(seconds)
     if seconds < 36000:
@@ -152,7 +152,7 @@ def _remaining(seconds: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`75` -> `1:15`, `3675` -> `1:01:15`."""
+    """Format seconds: `75` -> `1:15`, `3675` -> `1:01:15`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

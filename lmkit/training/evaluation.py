@@ -1,7 +1,8 @@
-"""Loss on held-out tokens: nats per token, perplexity, bits per byte. Ranks share the work."""
+"""Evaluate a model on held-out tokens: loss in nats per token, perplexity, bits per byte."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from lmkit.parallel.collectives import agree
 from lmkit.parallel.ranks import Ranks, process_group
 from lmkit.recipe.load import validate
 from lmkit.recipe.tables import ModelConfig
-from lmkit.training.checkpoint import STATE, Checkpoint, newest_checkpoint
+from lmkit.training.checkpoint import STATE, newest_checkpoint
 from lmkit.training.model_state import plain_model
 from lmkit.training.process import numerics
 from lmkit.training.step import autocast
@@ -30,11 +31,11 @@ from lmkit.training.step import autocast
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What to evaluate on.
+    """Held-out data.
 
     Attributes:
         tokens: one-dimensional token ids, usually a memory map.
-        bytes_per_token: of the text behind them; None if that is not known.
+        bytes_per_token: of their text; None if unknown.
         context_length: longest window.
         rows: windows per batch.
     """
@@ -46,7 +47,7 @@ class HeldOut:
 
 
 def held_out_of(file: TokenFile, model: ModelConfig, *, rows: int) -> HeldOut:
-    """A token file as held-out data."""
+    """Return a token file as held-out data."""
     meta = file.meta
     bytes_per_token = meta.num_bytes / meta.num_tokens if meta.num_bytes else None
     return HeldOut(file.tokens, bytes_per_token, model.context_length, rows)
@@ -54,7 +55,7 @@ def held_out_of(file: TokenFile, model: ModelConfig, *, rows: int) -> HeldOut:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Loss in nats per token; bits per byte = loss / ln 2 x tokens / bytes, which compares across tokenizers."""
+    """Loss in nats per token. Bits per byte = loss / ln 2 x tokens / bytes; it compares across tokenizers."""
 
     loss: float
     perplexity: float
@@ -65,21 +66,23 @@ class Evaluation:
 def evaluate(
     model: TransformerLM,
     held_out: HeldOut,
-    ranks: Ranks,
+    ranks: Ranks | None = None,
     *,
-    precision: str,
+    precision: str = "fp32",
     max_batches: int | None = None,
     asked_to_stop: Callable[[], bool] = lambda: False,
 ) -> Evaluation | None:
-    """Mean loss over consecutive, non-overlapping windows from the start of the held-out tokens.
+    """Return the mean loss over consecutive, non-overlapping windows from the start of the held-out tokens.
 
     Every rank calls it and gets the same result. Batch b goes to rank b mod world_size.
 
     Args:
-        model: the plain model: `model.loss` must not communicate.
+        model: the plain model; `model.loss` must not communicate.
+        ranks: this process's place; None: alone, on the CPU.
         max_batches: only this many batches, over all ranks; None: the whole file.
-        asked_to_stop: asked once per batch; if true on any rank, all give up and return None.
+        asked_to_stop: called once per batch; if true on any rank, all return None.
     """
+    ranks = ranks or Ranks()
     windows = evaluation_windows(held_out.tokens, held_out.context_length, held_out.rows, max_batches)
     total = torch.zeros(2, dtype=torch.float64)  # nats, tokens
     was_training = model.training
@@ -107,14 +110,14 @@ def evaluate(
 def _rounds(
     windows: Iterator[tuple[torch.Tensor, torch.Tensor]], ranks: Ranks
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor] | None]:
-    """Deal out `world_size` batches at a time: this rank's, or None in a last round that is too short for it."""
+    """Yield this rank's batch of every `world_size` batches, or None where the last round is too short for it."""
     while batches := list(islice(windows, ranks.world_size)):
         yield batches[ranks.rank] if ranks.rank < len(batches) else None
 
 
 def summarise(loss: float, tokens: int, bytes_per_token: float | None) -> Evaluation:
-    """Perplexity and bits per byte of a mean loss in nats per token."""
-    # exp overflows a float above 709 nats; a model that bad has no perplexity worth printing.
+    """Add perplexity and bits per byte to a mean loss in nats per token."""
+    # exp overflows a float above 709 nats.
     perplexity = math.exp(loss) if loss < 700 else math.inf
     bits_per_byte = None if bytes_per_token is None else loss / math.log(2) / bytes_per_token
     return Evaluation(loss, perplexity, bits_per_byte, tokens)
@@ -122,15 +125,15 @@ def summarise(loss: float, tokens: int, bytes_per_token: float | None) -> Evalua
 
 @dataclass(frozen=True)
 class EvaluateResult:
-    """Loss in nats per token over a whole token file; bits per byte of the text behind it."""
+    """Result of evaluating a checkpoint on a whole token file; loss in nats per token."""
 
     checkpoint: str
     step: int
     tokens_file: str
-    tokens: int
     loss: float
     perplexity: float
     bits_per_byte: float | None
+    tokens: int
 
     def __str__(self) -> str:
         bits = "" if self.bits_per_byte is None else f", {self.bits_per_byte:.4f} bits per byte"
@@ -146,7 +149,7 @@ def evaluate_run(path: Path, *, tokens: Path | None = None, device: str = "auto"
 
     Args:
         path: a run folder or a checkpoint folder.
-        tokens: a token file; None: the run's held-out one.
+        tokens: a token file; None: the run's own held-out file.
 
     Raises:
         UsageError: there is no checkpoint or no token file, or the file was made with another tokenizer.
@@ -156,11 +159,11 @@ def evaluate_run(path: Path, *, tokens: Path | None = None, device: str = "auto"
     recipe = validate(checkpoint.state.recipe, origin=str(checkpoint.path / STATE), resolved=True)
     model_config, train = checkpoint.state.model, recipe.train
     assert train is not None
-    file = tokens or recipe.data.valid or _run_folder(checkpoint) / "tokens" / "valid.npy"
+    run = Path(os.path.relpath(checkpoint.path.resolve().parent.parent))
+    file = tokens or recipe.data.valid or run / "tokens" / "valid.npy"
     if not file.exists():
-        raise UsageError(
-            f"{file}: no held-out token file", hint="name one: lmkit evaluate RUN --tokens FILE.npy"
-        )
+        hint = "name a token file: lmkit evaluate RUN --tokens FILE.npy"
+        raise UsageError("data.no_tokens", f"{file}: no held-out token file", hint=hint)
     saved = checkpoint.state.data
     opened = open_tokens(file, tokenizer_sha256=None if saved is None else saved.tokenizer_sha256)
     held_out = held_out_of(opened, model_config, rows=train.batch_size // train.accumulation)
@@ -169,15 +172,5 @@ def evaluate_run(path: Path, *, tokens: Path | None = None, device: str = "auto"
         evaluation = evaluate(model, held_out, ranks, precision=train.precision)
     assert evaluation is not None
     return EvaluateResult(
-        checkpoint=str(checkpoint.path),
-        step=checkpoint.state.step,
-        tokens_file=str(file),
-        tokens=evaluation.tokens,
-        loss=evaluation.loss,
-        perplexity=evaluation.perplexity,
-        bits_per_byte=evaluation.bits_per_byte,
+        str(checkpoint.path), checkpoint.state.step, str(file), **dataclasses.asdict(evaluation)
     )
-
-
-def _run_folder(checkpoint: Checkpoint) -> Path:
-    return Path(os.path.relpath(checkpoint.path.resolve().parent.parent))

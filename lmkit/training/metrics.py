@@ -1,14 +1,14 @@
-"""What a run reports: records, and the sinks they go to.
+"""Define the records that a run reports, and the sinks that take them: `metrics.jsonl` and W&B.
 
 A record is one JSON object with a `kind`:
 
 - `train`: step, loss (of this step's whole batch, nats per token), lr, grad_norm, tokens (so far),
   tokens_per_second, mfu, memory_bytes (peak), seconds (trained so far), progress (share of the schedule),
   eta_seconds.
-- `valid` and `final`: step, loss, perplexity, bits_per_byte, tokens (evaluated on); `final` is over all of the
-  held-out tokens.
-- `checkpoint`: step, stall_seconds (what saving has cost the loop so far).
-- `skip`: step, loss: a step left out because its loss or gradient was not finite.
+- `valid` and `final`: step, loss, perplexity, bits_per_byte, tokens (evaluated on); `final` is over all held-out
+  tokens.
+- `checkpoint`: step, stall_seconds (how long training has waited for saving so far).
+- `skip`: step, loss; the step was skipped because its loss or gradient was not finite.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ Record = dict[str, Any]
 
 
 class Sink(Protocol):
-    """Where records go. Ranks other than the first have none."""
+    """Take the records of a run. Only rank 0 has sinks."""
 
     def record(self, record: Record) -> None:
-        """Take one record."""
+        """Take a record."""
 
     def note(self, text: str) -> None:
-        """Take one line for people."""
+        """Take a line of text for people."""
 
     def close(self) -> None:
-        """No more records come."""
+        """End: no more records come."""
 
 
 class Fanout:
-    """Hands everything to each of several sinks, in order."""
+    """Pass everything to each of several sinks, in order."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = sinks
@@ -64,11 +64,11 @@ class Fanout:
 
 
 class MetricsFile:
-    """`metrics.jsonl`: one record a line, on disk (in the system's cache) when `record` returns.
+    """Write `metrics.jsonl`, one record a line. A record is in the file when `record` returns.
 
     Args:
-        after_step: go on from this step; later records of an earlier session, and a line that a kill cut
-            short, are dropped, so that every step is there once.
+        after_step: keep the records up to this step. Later ones of an earlier session, and a line that a kill cut
+            short, are dropped, so that the file has every step once.
     """
 
     def __init__(self, path: Path, *, after_step: int) -> None:
@@ -83,12 +83,13 @@ class MetricsFile:
             self._file.flush()
         except OSError as error:
             raise LmkitError(
+                "train.io",
                 f"{self._path}: {reason(error)}",
                 hint="make room, then train again to go on from the newest checkpoint",
             ) from error
 
     def note(self, text: str) -> None:
-        """Text is for people."""
+        """Ignore text."""
 
     def close(self) -> None:
         self._file.close()
@@ -103,7 +104,7 @@ def _line(record: Record) -> str:
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """The whole, readable records of a metrics file; [] if there is none. Other lines are passed over."""
+    """Return the valid records of a metrics file, [] if there is none. Other lines are skipped."""
     if not path.exists():
         return []
     records = []
@@ -118,14 +119,14 @@ def read_metrics(path: Path) -> list[Record]:
     return records
 
 
-_LONGEST_LINE = 1 << 20  # bytes; the rest of a longer one is looked at as another line
+_LONGEST_LINE = 1 << 20  # bytes; the rest of a longer line counts as another line
 
 
 _LOSSES = ("train", "valid", "final")
 
 
 def _is_record(record: Any) -> bool:
-    """Whether it is one that `record` could have written: a kind, a step, and plain values."""
+    """Return whether `record` could have written it: a kind, a step, and plain values."""
     return (
         isinstance(record, dict)
         and isinstance(record.get("kind"), str)
@@ -146,9 +147,10 @@ FINISH_TIMEOUT_S = 60
 
 
 class WandbSink:
-    """Sends the numbers of every record. At the first failure it says so once and falls silent.
+    """Send the numbers of every record to Weights & Biases. At the first failure log one warning and stop.
 
-    Everything lies in metrics.jsonl anyway, and `wandb sync` can upload an offline run later.
+    Training never fails for it. All calls are made in a thread of their own, so that a slow or dead service costs
+    training no time. metrics.jsonl has everything; `wandb sync` can upload an offline run later.
     """
 
     def __init__(self, recipe: Recipe, folder: Path) -> None:
@@ -174,10 +176,10 @@ class WandbSink:
         self._sent.append(self._service.submit(lambda: run.log(numbers, step=step)))
 
     def note(self, text: str) -> None:
-        """Text is for people at the terminal."""
+        """Ignore text."""
 
     def close(self) -> None:
-        """Let it upload what is left, for a minute at most: with a dead network it would wait for ever."""
+        """Upload the rest, for a minute at most: with a dead network W&B would wait for ever."""
         if self._is_on:
             self._sent.append(self._service.submit(self._run.finish))
         for call in self._sent:
@@ -217,7 +219,7 @@ def _start(recipe: Recipe, folder: Path) -> Any:
 
 
 class _Service(threading.Thread):
-    """Makes calls one after the other; does not keep the process alive."""
+    """Make calls one after the other, in a thread that does not keep the process alive."""
 
     def __init__(self) -> None:
         super().__init__(name="lmkit-wandb", daemon=True)
@@ -234,5 +236,5 @@ class _Service(threading.Thread):
             function, call = self._calls.get()
             try:
                 call.set_result(function())
-            except BaseException as error:  # noqa: BLE001 (handed to whoever looks at the call, as executors do)
+            except BaseException as error:  # noqa: BLE001 (the call holds it, as with executors)
                 call.set_exception(error)

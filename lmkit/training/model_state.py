@@ -1,43 +1,138 @@
-"""Optimizer state <-> named tensors, for any `torch.optim.Optimizer`, whole or sharded over ranks.
+"""Turn models and optimizers into named tensors, and back.
 
-`layers.0.ffn.w1.weight.exp_avg` is the entry `exp_avg` of the state of that parameter. A shard's tensors are
-called `3.exp_avg`: of bucket 3 of the layout that the checkpoint's state describes. State moves freely between
-whole and sharded optimizers and between numbers of ranks. Hyperparameters are not saved: they come from the
-recipe, so that a changed learning rate takes effect.
+Weights have the plain model's parameter names, also where the model is compiled or wrapped. Tied weights are saved
+once. The optimizer's `exp_avg` of a parameter is called `layers.0.ffn.w1.weight.exp_avg`. In a sharded optimizer it
+is `3.exp_avg`, for bucket 3 of the layout that the checkpoint's state describes. State moves freely between whole
+and sharded optimizers and between numbers of ranks.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
+import safetensors.torch
 import torch
 from torch import nn
 
-from lmkit.errors import LmkitError, UsageError
+from lmkit.errors import LmkitError, UsageError, reason
 from lmkit.model.accounting import count_parameters
 from lmkit.model.transformer import plain_name
 from lmkit.parallel.protocol import ShardedState
 from lmkit.parallel.shards import BucketLayout, ShardLayout, consolidate
 from lmkit.recipe.tables import ModelConfig
-from lmkit.training.checkpoint import (
-    MODEL,
-    STATE,
-)
-from lmkit.training.tensor_files import tensor_shapes
+from lmkit.registry import ATTENTION
+from lmkit.storage import write_atomic
+from lmkit.training.checkpoint import MODEL, STATE, Checkpoint
+from lmkit.training.tensor_files import DamagedCheckpoint, parse_tensors, tensor_shapes
 
 if TYPE_CHECKING:
     from lmkit.model.transformer import TransformerLM
-    from lmkit.training.checkpoint import Checkpoint
-
 
 log = logging.getLogger("lmkit")
 
+Tensors = Mapping[str, torch.Tensor]
+Layout = dict[str, Any]
+States = dict[str, dict[str, Any]]
+"""parameter or bucket -> name of the state -> value"""
 
-def load_weights(model: nn.Module, tensors: Mapping[str, torch.Tensor], *, origin: Path) -> None:
-    """Copy saved weights into a model, plain, compiled or wrapped, whatever it was saved from.
+MASTER = "master"
+"""Name of the fp32 weights behind bf16 ones, which a sharded optimizer keeps."""
+
+
+# A model and an optimizer in one file
+
+
+def save_checkpoint(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    step: int,
+    out: str | os.PathLike[str] | IO[bytes],
+) -> None:
+    """Save a model, an optimizer and a step number to one safetensors file.
+
+    Args:
+        model: any module. Compiled and DDP-wrapped modules are saved as the plain module.
+        optimizer: any `torch.optim.Optimizer` whose state consists of tensors and numbers; None: save none.
+        out: a path (written atomically) or a binary file object.
+
+    Raises:
+        ValueError: the optimizer's state is sharded over several ranks.
+        OSError: the file cannot be written.
+    """
+    tensors = {f"model.{name}": tensor for name, tensor in model_weights(model).items()}
+    metadata = {"step": json.dumps(step)}
+    if optimizer is not None:
+        layout = optimizer_layout(optimizer)
+        if layout is not None and layout["world_size"] > 1:
+            raise ValueError("this optimizer holds one shard of several; lmkit train saves all of them")
+        tensors |= {f"optimizer.{name}": value for name, value in optimizer_tensors(optimizer, model).items()}
+        metadata["layout"] = json.dumps(layout)
+        metadata["groups"] = json.dumps(
+            [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        )
+    # clone: entries may share memory with one another, which the format does not allow
+    content = safetensors.torch.save({name: value.clone() for name, value in tensors.items()}, metadata)
+    if isinstance(out, str | os.PathLike):
+        write_atomic(out, content)
+    else:
+        out.write(content)
+
+
+def load_checkpoint(
+    source: str | os.PathLike[str] | IO[bytes],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> int:
+    """Load a file of `save_checkpoint` into a model and an optimizer; return its step number.
+
+    The optimizer's hyperparameters (learning rate, betas...) are restored, too. No pickle is read.
+
+    Raises:
+        UsageError: the file does not exist, or belongs to another model.
+        LmkitError: the file is damaged, or its optimizer state belongs to another optimizer.
+    """
+    origin = Path(source if isinstance(source, str | os.PathLike) else "file object")
+    try:
+        data = origin.read_bytes() if isinstance(source, str | os.PathLike) else source.read()
+    except OSError as error:
+        hint = "name a file that save_checkpoint wrote"
+        raise UsageError("checkpoint.not_found", f"{origin}: {reason(error)}", hint=hint) from error
+    tensors = parse_tensors(data, path=origin)
+    # The header of a safetensors file: its length in 8 bytes, then JSON.
+    metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__", {})
+    try:
+        step, layout, groups = (json.loads(metadata.get(key, "null")) for key in ("step", "layout", "groups"))
+    except ValueError as error:
+        raise DamagedCheckpoint("checkpoint.damaged", f"{origin}: metadata is not JSON") from error
+    parts = {
+        part: {name.removeprefix(part): value for name, value in tensors.items() if name.startswith(part)}
+        for part in ("model.", "optimizer.")
+    }
+    if not isinstance(step, int):
+        raise DamagedCheckpoint("checkpoint.damaged", f"{origin}: not a file of save_checkpoint")
+    load_weights(model, parts["model."], origin=origin)
+    if optimizer is not None and groups is not None:
+        load_optimizer_tensors(optimizer, model, [parts["optimizer."]], layout, origin=str(origin))
+        for group, saved in zip(optimizer.param_groups, groups, strict=True):
+            group.update({key: tuple(v) if isinstance(v, list) else v for key, v in saved.items()})
+    return step
+
+
+# Weights
+
+
+def model_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the live weights by plain name; waits for weights that are still being gathered."""
+    return {name: tensor.detach() for name, tensor in _plain_state(model).items()}
+
+
+def load_weights(model: nn.Module, tensors: Tensors, *, origin: Path) -> None:
+    """Copy saved weights into a model, whether it is plain, compiled or wrapped.
 
     Raises:
         UsageError: other names or shapes; the message lists the first differences.
@@ -51,22 +146,14 @@ def load_weights(model: nn.Module, tensors: Mapping[str, torch.Tensor], *, origi
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise UsageError(
+            "checkpoint.other_model",
             f"{origin}: weights of another model: {'; '.join(wrong[:3])}{more}",
             hint="use the recipe that the checkpoint was made with",
         )
-    # By storage, because tied weights have several names and are saved under one.
+    # By identity, because tied weights have several names and are saved under one.
     saved = {id(tensor): tensors[name] for name, tensor in wanted.items()}
     state = model.state_dict(keep_vars=True)
     model.load_state_dict({name: saved[id(tensor)] for name, tensor in state.items()})
-
-
-def _shape(tensor: torch.Tensor | None) -> str:
-    return "missing" if tensor is None else "x".join(map(str, tensor.shape)) or "scalar"
-
-
-def model_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The live weights by plain name; tied ones once. Waits for weights that are still being gathered."""
-    return {name: tensor.detach() for name, tensor in _plain_state(model).items()}
 
 
 def _plain_state(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -79,18 +166,23 @@ def _plain_state(model: nn.Module) -> dict[str, torch.Tensor]:
     return state
 
 
-def plain_model(checkpoint: Checkpoint, *, device: torch.device | str) -> TransformerLM:
-    """The model of a checkpoint, neither compiled nor wrapped, in eval mode.
+def _shape(tensor: torch.Tensor | None) -> str:
+    return "missing" if tensor is None else "x".join(map(str, tensor.shape)) or "scalar"
 
-    One that was trained with `flash_triton` runs with `sdpa` on a CPU, and the log says so.
+
+def plain_model(checkpoint: Checkpoint, *, device: torch.device | str) -> TransformerLM:
+    """Return the model of a checkpoint in eval mode, neither compiled nor wrapped.
+
+    Where its attention kernel does not run on the device, the model uses `sdpa`, and the log says so.
     """
     from lmkit.model.transformer import TransformerLM
 
     config = checkpoint.state.model
     tensors = checkpoint.model_tensors()
     _check_size(config, tensors, origin=checkpoint.path)
-    if config.attention == "flash_triton" and torch.device(device).type == "cpu":
-        log.warning("trained with attention flash_triton, which needs a GPU: using sdpa on this CPU")
+    place = torch.device(device).type
+    if place not in ATTENTION.facts(config.attention).devices:
+        log.warning("attention %s does not run on %s: using sdpa", config.attention, place)
         config = config.model_copy(update={"attention": "sdpa"})
     model = TransformerLM(config, device=device)
     load_weights(model, tensors, origin=checkpoint.path / MODEL)
@@ -98,10 +190,10 @@ def plain_model(checkpoint: Checkpoint, *, device: torch.device | str) -> Transf
 
 
 def check_weights(checkpoint: Checkpoint) -> None:
-    """Refuse weights that are not those of the checkpoint's model; reads their names and shapes only.
+    """Refuse weights that do not fit the checkpoint's model; reads only their names and shapes.
 
     Raises:
-        UsageError, LmkitError: as `load_weights`, and another number of parameters.
+        UsageError, LmkitError: as `load_weights`, or another number of parameters.
     """
     from lmkit.model.transformer import TransformerLM
 
@@ -113,49 +205,44 @@ def check_weights(checkpoint: Checkpoint) -> None:
     load_weights(model, tensors, origin=path / MODEL)
 
 
-def _check_size(config: ModelConfig, tensors: Mapping[str, torch.Tensor], *, origin: Path) -> None:
-    """Refuse before memory is taken for a model that the weights cannot fill."""
+def _check_size(config: ModelConfig, tensors: Tensors, *, origin: Path) -> None:
+    """Refuse before memory is allocated for a model that the weights cannot fill."""
     if config.vocab_size is None:
-        raise LmkitError(f"{origin / STATE}: model.vocab_size is missing", hint="use another checkpoint")
+        raise LmkitError(
+            "checkpoint.other_model",
+            f"{origin / STATE}: model.vocab_size is missing",
+            hint="use another checkpoint",
+        )
     wanted, saved = count_parameters(config).total, sum(tensor.numel() for tensor in tensors.values())
     if wanted != saved:
         raise LmkitError(
+            "checkpoint.other_model",
             f"{origin / MODEL}: holds {saved} parameters, the model in {STATE} has {wanted}",
             hint="copy the whole checkpoint folder again, or use another one",
         )
 
 
-Tensors = Mapping[str, torch.Tensor]
-
-
-Layout = dict[str, Any]
-
-
-States = dict[str, dict[str, Any]]
-"""parameter or bucket -> name of the state -> value"""
-
-
-MASTER = "master"
-"""The fp32 weights behind bf16 ones, kept by a sharded optimizer."""
+# Optimizer state
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, torch.Tensor]:
-    """This rank's live state tensors by name. Python numbers become scalar tensors (int64, float64)."""
-    if isinstance(optimizer, ShardedState):
-        states = optimizer.state_dict()["state"]
-    else:
-        states = {
+    """Return this rank's live state tensors by name. Numbers become scalar tensors (int64, float64)."""
+    states = (
+        optimizer.state_dict()["state"]
+        if isinstance(optimizer, ShardedState)
+        else {
             name: optimizer.state[parameter]
             for name, parameter in _held(optimizer, model).items()
             if parameter in optimizer.state
         }
+    )
     return {
         f"{name}.{key}": _as_tensor(value) for name, state in states.items() for key, value in state.items()
     }
 
 
 def optimizer_layout(optimizer: torch.optim.Optimizer) -> Layout | None:
-    """How the state is cut into shards, as JSON; None if every rank holds all of it."""
+    """Return how the state is cut into shards, as JSON; None if every rank holds all of it."""
     return optimizer.shard_layout.as_json() if isinstance(optimizer, ShardedState) else None
 
 
@@ -167,11 +254,11 @@ def load_optimizer_tensors(
     *,
     origin: str,
 ) -> None:
-    """Put saved state back, into an optimizer that may be sharded otherwise than the saved one.
+    """Load saved state into an optimizer, which may be sharded otherwise than the saved one.
 
     Args:
-        shards, layout: of the checkpoint: of all its ranks, or one part without a layout.
-        origin: the checkpoint, for errors.
+        shards, layout: the state of all ranks that saved it, or one part without a layout.
+        origin: names the checkpoint in errors.
 
     Raises:
         LmkitError: the state belongs to other parameters.
@@ -186,7 +273,9 @@ def load_optimizer_tensors(
     # Layouts are free-form JSON.
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise LmkitError(
-            f"{origin}: optimizer state: {error}", hint="the checkpoint belongs to another model or optimizer"
+            "checkpoint.other_optimizer",
+            f"{origin}: optimizer state: {error}",
+            hint="the checkpoint belongs to another model or optimizer",
         ) from error
 
 
@@ -194,21 +283,22 @@ def _load_into_shards(
     optimizer: ShardedState, model: nn.Module, grouped: list[States], layout: Layout | None
 ) -> None:
     if layout is None:
-        # Whole state is the state of one rank whose buckets hold one parameter each.
+        # Treat whole state as the state of one rank whose buckets hold one parameter each.
         sizes = {name: parameter.numel() for name, parameter in _named_parameters(model).items()}
         names = [name for name in grouped[0] if name in sizes]
         buckets = tuple(BucketLayout(0, (name,), (sizes[name],), sizes[name]) for name in names)
         layout = ShardLayout(1, buckets).as_json()
-        flat = {
-            str(index): {key: _flat(value) for key, value in grouped[0][name].items()}
-            for index, name in enumerate(names)
-        }
-        grouped = [flat]
+        grouped = [
+            {
+                str(index): {key: _flat(value) for key, value in grouped[0][name].items()}
+                for index, name in enumerate(names)
+            }
+        ]
     optimizer.load_resharded(_shard_states(grouped, layout, groups=len(optimizer.param_groups)))
 
 
 def _shard_states(grouped: Sequence[States], layout: Layout, *, groups: int) -> list[dict[str, Any]]:
-    """State dicts as `ShardedState` makes them; groups without entries change no hyperparameter."""
+    """Return state dicts as a sharded optimizer makes them; empty groups change no hyperparameter."""
     return [
         {"rank": rank, "layout": layout, "state": states, "param_groups": [{}] * groups}
         for rank, states in enumerate(grouped)
@@ -236,14 +326,14 @@ def _load_into_whole(optimizer: torch.optim.Optimizer, model: nn.Module, whole: 
 
 
 def _restored(value: Any, parameter: torch.Tensor) -> Any:
-    """A saved value as the optimizer keeps it: on the parameter's device and in its shape; scalars as they are."""
+    """Return a saved value as the optimizer keeps it: on the parameter's device, in its shape; scalars unchanged."""
     if not isinstance(value, torch.Tensor):
         return value
     return value.clone() if value.dim() == 0 else value.view_as(parameter).to(parameter.device, copy=True)
 
 
 def _held(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, torch.Tensor]:
-    """Name -> parameter, for those that the optimizer works on."""
+    """Return the parameters that the optimizer updates, by name."""
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return {name: parameter for name, parameter in _named_parameters(model).items() if id(parameter) in held}
 

@@ -1,32 +1,57 @@
-"""Set up the process of a run: its place among the ranks, its seed, its threads, deterministic kernels."""
+"""Set up the process of a run: ranks, seed, threads, deterministic kernels, decisions of rank 0."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from lmkit.errors import UsageError
+from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.environment import usable_cpus
 from lmkit.parallel.ranks import Ranks, local_device, process_group
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import RunConfig
 
 _DETERMINISTIC: Any = torch.utils.deterministic  # its settings are properties, unknown to type checkers
-
-
 _CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+
+
+def ranks_of(recipe: Recipe) -> AbstractContextManager[Ranks]:
+    """Join the ranks with the device of [run], the backend and the timeout of [parallel].
+
+    Raises:
+        UsageError: as `process_group` and `backend_of`.
+    """
+    return process_group(recipe.run.device, backend=backend_of(recipe), timeout_s=recipe.parallel.timeout_s)
+
+
+def backend_of(recipe: Recipe) -> str | None:
+    """Return the backend for `process_group`; None lets it choose.
+
+    Raises:
+        UsageError: NCCL is asked for between CPUs.
+    """
+    backend = recipe.parallel.backend
+    if backend == "nccl" and local_device(recipe.run.device, local_rank=0).type != "cuda":
+        raise UsageError(
+            "ranks.backend",
+            'parallel.backend: "nccl" works between GPUs, and the device is a CPU',
+            hint='leave it at "auto"',
+        )
+    # On GPUs the group's own choice is NCCL, with gloo for CPU tensors.
+    return None if backend in ("auto", "nccl") else backend
 
 
 @contextmanager
 def numerics(config: RunConfig, ranks: Ranks) -> Iterator[None]:
-    """Seed torch, and set threads and determinism as the recipe says, while the block runs.
+    """Seed torch and set threads and determinism as the recipe says; restore them afterwards.
 
-    With several ranks on CPUs and no `run.threads`, the CPUs are shared out evenly: torch would otherwise give
-    all of them to every rank.
+    Several ranks on CPUs without `run.threads` share the CPUs evenly; torch would give all CPUs to every rank.
     """
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     fill = _DETERMINISTIC.fill_uninitialized_memory
@@ -36,10 +61,10 @@ def numerics(config: RunConfig, ranks: Ranks) -> Iterator[None]:
         torch.set_num_threads(max(1, usable_cpus() // ranks.world_size))
     if config.deterministic:
         if ranks.device.type == "cuda":
-            # cuBLAS is repeatable only with a fixed workspace, which it reads when its first handle is made.
+            # cuBLAS is repeatable only with a fixed workspace; it reads this when it makes its first handle.
             os.environ.setdefault(_CUBLAS_WORKSPACE, ":4096:8")
         torch.use_deterministic_algorithms(True)
-        # Filling would only cost time: nothing reads such memory.
+        # Filling would only cost time: nothing reads uninitialised memory.
         _DETERMINISTIC.fill_uninitialized_memory = False
     torch.manual_seed(config.seed)
     try:
@@ -50,25 +75,36 @@ def numerics(config: RunConfig, ranks: Ranks) -> Iterator[None]:
         _DETERMINISTIC.fill_uninitialized_memory = fill
 
 
-def ranks_of(recipe: Recipe) -> AbstractContextManager[Ranks]:
-    """This process's place among the ranks, with the device of [run], the backend and the patience of [parallel].
+def decided_by_first(ranks: Ranks, decide: Callable[[], Any]) -> Any:
+    """Call `decide` on rank 0 only, and return its answer (a JSON value) on every rank.
+
+    The answer travels by collectives: the ranks that wait notice at once if rank 0 dies.
 
     Raises:
-        UsageError: as `process_group` and `backend_of`.
+        LmkitError: what `decide` raised, on every rank.
     """
-    return process_group(recipe.run.device, backend=backend_of(recipe), timeout_s=recipe.parallel.timeout_s)
+    if ranks.world_size == 1:
+        return decide()
+    if not ranks.is_first:
+        told = json.loads(_from_first(b""))
+        if "error" in told:
+            exit_code, code, message, hint = told["error"]
+            raise (UsageError if exit_code == UsageError.exit_code else LmkitError)(code, message, hint=hint)
+        return told["answer"]
+    try:
+        answer = decide()
+    except LmkitError as error:
+        told = {"error": [error.exit_code, error.code, error.message, error.hint]}
+        _from_first(json.dumps(told).encode())
+        raise
+    _from_first(json.dumps({"answer": answer}).encode())
+    return answer
 
 
-def backend_of(recipe: Recipe) -> str | None:
-    """What `parallel.backend` is to `process_group`; None: what the group takes by itself.
-
-    Raises:
-        UsageError: NCCL is asked for between CPUs.
-    """
-    backend = recipe.parallel.backend
-    if backend == "nccl" and local_device(recipe.run.device, local_rank=0).type != "cuda":
-        raise UsageError(
-            'parallel.backend: "nccl" works between GPUs, and the device is a CPU', hint='leave it at "auto"'
-        )
-    # What the group takes by itself on GPUs is NCCL, with gloo for tensors that are on the CPU.
-    return None if backend in ("auto", "nccl") else backend
+def _from_first(text: bytes) -> bytes:
+    """Broadcast rank 0's text."""
+    size = torch.tensor(len(text))
+    dist.broadcast(size, src=0)
+    data = torch.tensor(list(text) or [0] * int(size), dtype=torch.uint8)
+    dist.broadcast(data, src=0)
+    return data.numpy().tobytes()

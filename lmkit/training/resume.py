@@ -1,4 +1,4 @@
-"""Going on where a run left off: which checkpoint, whether it belongs to this recipe, and putting it all back."""
+"""Resume a run: choose the checkpoint, check that it belongs to the recipe, restore it."""
 
 from __future__ import annotations
 
@@ -24,27 +24,22 @@ from lmkit.training.state import DataIdentity, TrainingState, restore_rng
 from lmkit.training.trainer import Moment, Parts
 
 BATCHES = ("data.source", "data.sampling")
-"""What of [data] decides which batches come. The rest of it says where files lie; they are compared by content."""
+"""The keys of [data] that decide the batches. The others say where files lie; files are compared by content."""
 
 MUST_AGREE = ("run.seed", "model", *BATCHES, "train.batch_size", "train.precision")
-"""What a resumed run may not change: the weights would not fit, or steps would not follow from one another.
-Everything else may change (a new learning rate, more steps, other intervals, more ranks), and is reported."""
+"""Keys that a resumed run may not change: the weights would not fit, or the steps would not continue the run.
+Everything else may change (learning rate, steps, intervals, ranks) and is reported."""
 
 MAY_CHANGE_WITHIN = ("model.preset", "model.attention", "model.activation_checkpointing", "model.compile")
-"""Inside those tables: other ways to compute the same function."""
+"""Exceptions to `MUST_AGREE`: other ways to compute the same function."""
 
 UNREPORTED = ("run.name", "run.folder", "checkpoint", "generate", "wandb", "corpus", "tokenizer", "data")
-"""Not worth a line when they differ, `BATCHES` apart."""
+"""Differences that are not reported, except for `BATCHES`."""
 
 
 @dataclass(frozen=True)
 class StartingPoint:
-    """Where a session begins.
-
-    Attributes:
-        checkpoint: None: from scratch.
-        notes: lines for people, on what was found.
-    """
+    """The checkpoint that a session resumes from (None: it starts from scratch), and notes for people."""
 
     checkpoint: Path | None
     notes: tuple[str, ...]
@@ -54,8 +49,8 @@ def choose_start(recipe: Recipe) -> StartingPoint:
     """Find the checkpoint that `checkpoint.resume` asks for; reads it in full.
 
     Raises:
-        UsageError: `never` in a folder with checkpoints, or a path that holds none, or that would leave newer
-            checkpoints of this run behind.
+        UsageError: `never` in a folder with checkpoints, a path without checkpoint, or a checkpoint that is older
+            than others of this run.
         LmkitError: there are checkpoints, but none is good.
     """
     folder = recipe.run.path / CHECKPOINTS
@@ -70,6 +65,7 @@ def choose_start(recipe: Recipe) -> StartingPoint:
     if wish == "never":
         if present:
             raise UsageError(
+                "resume.refused",
                 f'{folder}: holds {present[-1].path.name}, but checkpoint.resume is "never"',
                 hint="choose another --name, delete the checkpoints, or resume",
             )
@@ -80,6 +76,7 @@ def choose_start(recipe: Recipe) -> StartingPoint:
     newer = [saved for saved in present if saved.step > checkpoint.state.step]
     if newer:
         raise UsageError(
+            "resume.refused",
             f"checkpoint.resume: {path} is older than {newer[-1].path} of the same run",
             hint="choose another --name for the new branch, or delete the newer checkpoints",
         )
@@ -87,7 +84,7 @@ def choose_start(recipe: Recipe) -> StartingPoint:
 
 
 def check_agreement(checkpoint: Checkpoint, recipe: Recipe, data: DataIdentity | None) -> tuple[str, ...]:
-    """Refuse to go on with another model or other batches; return lines about what else has changed.
+    """Refuse to continue with another model or other batches; return lines about other changes.
 
     Args:
         recipe: resolved (with the vocabulary size).
@@ -113,6 +110,7 @@ def check_agreement(checkpoint: Checkpoint, recipe: Recipe, data: DataIdentity |
         ]
     if refused:
         raise UsageError(
+            "resume.other_recipe",
             f"{checkpoint.path}: made by another recipe: {'; '.join(refused)}",
             hint="go back to those values, or start a new run with another --name",
         )
@@ -120,39 +118,39 @@ def check_agreement(checkpoint: Checkpoint, recipe: Recipe, data: DataIdentity |
 
 
 def world_change(checkpoint: Checkpoint, ranks: Ranks) -> tuple[str, ...]:
-    """A line for people when the number of ranks is not the one that saved the checkpoint."""
+    """Return a line for people if another number of ranks saved the checkpoint."""
     before = checkpoint.state.world_size
     if before == ranks.world_size:
         return ()
     return (
-        f"saved by {before} rank{'s' if before > 1 else ''}, going on with {ranks.world_size}: the same batches and "
-        "the same state, cut anew",
+        f"saved by {before} rank{'s' if before > 1 else ''}, going on with {ranks.world_size}: same batches, "
+        "same state, resharded",
     )
 
 
 def _is_under(line: str, keys: tuple[str, ...]) -> bool:
-    """Whether a difference (`model.d_model: 64 -> 128`) concerns one of these tables or keys."""
+    """Return whether a difference (`model.d_model: 64 -> 128`) is about one of these tables or keys."""
     name = line.partition(":")[0]
     return any(name == key or name.startswith(f"{key}.") for key in keys)
 
 
 def restore(checkpoint: Checkpoint, parts: Parts) -> Moment:
-    """Load weights, optimizer state and this rank's RNG; return the moment to go on from."""
-    state, ranks = checkpoint.state, parts.ranks
+    """Load weights, optimizer state and this rank's generators; return the position of the run."""
+    state, ranks, step = checkpoint.state, parts.ranks, parts.step
     weights = checkpoint.model_tensors()
-    load_weights(parts.model, weights, origin=checkpoint.path)
-    if isinstance(parts.optimizer, ShardedState):
-        parts.optimizer.load_masters(weights)
+    load_weights(step.model, weights, origin=checkpoint.path)
+    if isinstance(step.optimizer, ShardedState):
+        step.optimizer.load_masters(weights)
     load_optimizer_tensors(
-        parts.optimizer,
-        parts.model,
+        step.optimizer,
+        step.model,
         checkpoint.all_optimizer_shards(),
         state.optimizer_layout,
         origin=str(checkpoint.path),
     )
     restore_rng(state.rng[ranks.rank if ranks.rank < len(state.rng) else 0], ranks.device)
-    if parts.step.loss_scale is not None and state.loss_scale is not None:
-        parts.step.loss_scale.restore(state.loss_scale)
+    if step.loss_scale is not None and state.loss_scale is not None:
+        step.loss_scale.restore(state.loss_scale)
     return Moment(
         step=state.step,
         tokens=state.tokens,
@@ -162,7 +160,7 @@ def restore(checkpoint: Checkpoint, parts: Parts) -> Moment:
 
 
 def is_finished(state: TrainingState, recipe: Recipe, stop_at_step: int | None) -> bool:
-    """Whether a checkpoint is already at the end that is asked for."""
+    """Return whether a checkpoint has reached the end of the run, or `stop_at_step`."""
     assert recipe.train is not None
     ends = recipe.train.steps if stop_at_step is None else min(recipe.train.steps, stop_at_step)
     time_is_up = recipe.train.max_minutes is not None and state.seconds >= recipe.train.max_minutes * 60

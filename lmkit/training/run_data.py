@@ -1,4 +1,4 @@
-"""The data of a run: its token files, whether they fit the recipe and the tokenizer, the batches drawn from them."""
+"""Open the data of a run: check its token files against recipe and tokenizer, make batches from them."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _TOKENS_AT_ONCE = 1 << 24
 
 @dataclass(frozen=True)
 class Data:
-    """The token files of a run; neither, for random tokens."""
+    """The token files of a run; both None for random tokens."""
 
     train: TokenFile | None
     valid: TokenFile | None
 
     @property
     def identity(self) -> DataIdentity | None:
-        """What a resumed run must find again."""
+        """The identity of the training data, which a resumed run must find again."""
         if self.train is None:
             return None
         meta = self.train.meta
@@ -54,7 +54,7 @@ def open_data(recipe: Recipe) -> Data:
     if recipe.data.source == "random":
         return Data(None, None)
     check_token_files(recipe)
-    train, valid = _token_paths(recipe)
+    train, valid = token_paths(recipe)
     opened = Data(open_tokens(train), open_tokens(valid) if valid.exists() else None)
     _check_same_tokenizer(opened, train, valid)
     _check_tokenizer(recipe, opened, train)
@@ -62,26 +62,30 @@ def open_data(recipe: Recipe) -> Data:
 
 
 def check_token_files(recipe: Recipe) -> None:
-    """Refuse a recipe whose token files are not there; reads none of them.
+    """Refuse a recipe whose token files do not exist; reads none of them.
 
     Raises:
-        UsageError: names the file, the key that it belongs to, and how it is made.
+        UsageError: names the file, its key, and the command that makes it.
     """
     if recipe.data.source == "random":
         return
-    train, valid = _token_paths(recipe)
+    train, valid = token_paths(recipe)
     if not train.exists():
         raise UsageError(
-            f"{train}: no such token file to train on (key data.train)", hint=_how_to_make(recipe, train)
+            "data.no_tokens",
+            f"{train}: no such token file to train on (key data.train)",
+            hint=_how_to_make(recipe, train),
         )
     if recipe.data.valid is not None and not valid.exists():
         raise UsageError(
+            "data.no_tokens",
             f"{valid}: no such token file to evaluate on (key data.valid)",
             hint="leave the key out to train without evaluation",
         )
 
 
-def _token_paths(recipe: Recipe) -> tuple[Path, Path]:
+def token_paths(recipe: Recipe) -> tuple[Path, Path]:
+    """Return the token files to train and to evaluate on; they need not exist."""
     tokens = recipe.run.path / "tokens"
     return recipe.data.train or tokens / "train.npy", recipe.data.valid or tokens / "valid.npy"
 
@@ -90,11 +94,11 @@ def _how_to_make(recipe: Recipe, tokens: Path) -> str:
     encode = f"lmkit data encode TEXT {shlex.quote(str(tokens))} --tokenizer TOKENIZER.json"
     if recipe.data.train is not None:
         return f"make it with: {encode}"
-    if recipe.corpus is None:  # nothing that `lmkit run` could begin with
+    if recipe.corpus is None:  # `lmkit run` could not make it
         return f"make it with: {encode}; or name another: --set data.train=FILE.npy"
     return (
         f"make it with: lmkit run RECIPE --set run.name={recipe.run.name}; "
-        "or name one that is there: --set data.train=FILE.npy"
+        "or name another: --set data.train=FILE.npy"
     )
 
 
@@ -104,21 +108,23 @@ def _check_same_tokenizer(data: Data, train: Path, valid: Path) -> None:
     ours, theirs = data.train.meta.tokenizer_sha256, data.valid.meta.tokenizer_sha256
     if ours != theirs:
         raise UsageError(
+            "data.other_tokenizer",
             f"{valid}: encoded with tokenizer {theirs[:12]}, but {train} with {ours[:12]}",
             hint="encode both with the same tokenizer",
         )
 
 
 def _check_tokenizer(recipe: Recipe, data: Data, train: Path) -> None:
-    """What the model learns has to be what `lmkit generate` will read and write with the run's tokenizer."""
+    """Refuse tokens of another tokenizer: `lmkit generate` will read and write with the run's."""
     path = _tokenizer_path(recipe)
     if data.train is None or not path.exists():
         return
     ours, theirs = data.train.meta.tokenizer_sha256, Tokenizer.load(path).sha256
     if ours != theirs:
         raise UsageError(
+            "data.other_tokenizer",
             f"{train}: made with tokenizer {ours}, but {path} is {theirs}",
-            hint="encode the text again, or name the tokenizer that it was encoded with",
+            hint="encode the text again, or name its tokenizer: --set tokenizer.path=FILE",
         )
 
 
@@ -131,11 +137,11 @@ def resolve(recipe: Recipe, data: Data) -> Recipe:
     """Fill in the vocabulary size from the token file.
 
     Raises:
-        UsageError: the recipe's is smaller than the token file's, or the held-out tokens are too few to evaluate on.
+        UsageError: the recipe's is smaller than the token file's, or there are too few held-out tokens.
     """
     model = required(recipe.model, "model", command="train")
     required(recipe.train, "train", command="train")
-    if data.valid is not None:  # said now, not after the steps until the first evaluation
+    if data.valid is not None:  # refused now, not at the first evaluation
         check_length(data.valid.tokens, model.context_length)
     if data.train is None:
         return recipe
@@ -144,6 +150,7 @@ def resolve(recipe: Recipe, data: Data) -> Recipe:
         return recipe.model_copy(update={"model": model.model_copy(update={"vocab_size": needed})})
     if model.vocab_size < needed:
         raise UsageError(
+            "data.vocab_size",
             f"model.vocab_size: {model.vocab_size} is smaller than the token file's {needed}",
             hint="leave it out to take the token file's",
         )
@@ -151,7 +158,7 @@ def resolve(recipe: Recipe, data: Data) -> Recipe:
 
 
 def make_batches(recipe: Recipe, data: Data, ranks: Ranks) -> BatchSource:
-    """The source of this rank's batches.
+    """Return the source of this rank's batches.
 
     Raises:
         UsageError: ranks x accumulation does not divide the batch, or the file is too short.
@@ -173,21 +180,24 @@ def make_batches(recipe: Recipe, data: Data, ranks: Ranks) -> BatchSource:
 
 
 def _document_starts(recipe: Recipe, file: TokenFile) -> np.ndarray:
-    """Position 0, and the one behind every end-of-text token.
+    """Return position 0 and the positions after every end-of-text token.
 
     Raises:
-        UsageError: the tokenizer is not at hand, or has no such token.
+        UsageError: there is no tokenizer file, or the tokenizer has no such token.
     """
     path = _tokenizer_path(recipe)
     if not path.exists():
         raise UsageError(
-            f'{path}: missing; data.sampling = "documents" asks it for the end-of-text token',
+            "data.no_document_end",
+            f'{path}: missing; data.sampling = "documents" needs its end-of-text token',
             hint='name it with --set tokenizer.path=..., or use sampling = "windows"',
         )
     tokenizer = Tokenizer.load(path)
     if tokenizer.end_of_text_id is None:
         raise UsageError(
-            f"{path}: has no end-of-text token, which ends a document", hint='use data.sampling = "windows"'
+            "data.no_document_end",
+            f"{path}: has no end-of-text token, which ends a document",
+            hint='use data.sampling = "windows"',
         )
     blocks = range(0, len(file.tokens), _TOKENS_AT_ONCE)
     ends = [
@@ -198,7 +208,7 @@ def _document_starts(recipe: Recipe, file: TokenFile) -> np.ndarray:
 
 
 def resolved_tables(recipe: Recipe) -> tuple[ModelConfig, TrainConfig]:
-    """The [model] and [train] tables of a resolved recipe."""
+    """Return the [model] and [train] tables of a resolved recipe."""
     assert recipe.model is not None
     assert recipe.model.vocab_size is not None
     assert recipe.train is not None
@@ -206,7 +216,7 @@ def resolved_tables(recipe: Recipe) -> tuple[ModelConfig, TrainConfig]:
 
 
 def make_held_out(recipe: Recipe, data: Data) -> HeldOut | None:
-    """What to evaluate on, in batches of one micro-batch; None without held-out tokens."""
+    """Return the held-out data in batches of one micro-batch; None without held-out tokens."""
     model, train = resolved_tables(recipe)
     if data.valid is None:
         return None

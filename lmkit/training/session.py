@@ -1,4 +1,4 @@
-"""`lmkit train`: token files -> a trained model in a run folder. Alone, under torchrun, or starting its own ranks."""
+"""Train a recipe in its run folder: from scratch or resumed; alone, under torchrun, or with ranks of its own."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
-
-import torch
-import torch.distributed as dist
 
 from lmkit.data.batches import BatchSource
 from lmkit.errors import LmkitError, UsageError, out_of_memory, reason
@@ -28,32 +25,45 @@ from lmkit.recipe.schema import Recipe
 from lmkit.storage import FolderLock, remove_partials, write_atomic
 from lmkit.storage.outputs import refuse_unwritable
 from lmkit.training.checkpoint import CHECKPOINTS, Checkpoint, clean_leftovers, open_checkpoint, saved_steps
-from lmkit.training.console import duration
-from lmkit.training.evaluation import Evaluation
-from lmkit.training.metrics import METRICS, Record, read_metrics
-from lmkit.training.process import numerics, ranks_of
+from lmkit.training.console import console, duration
+from lmkit.training.evaluation import EvaluateResult, Evaluation
+from lmkit.training.metrics import METRICS, Fanout, MetricsFile, Sink, WandbSink, read_metrics
+from lmkit.training.process import decided_by_first, numerics, ranks_of
 from lmkit.training.resume import check_agreement, choose_start, is_finished, restore, world_change
-from lmkit.training.run_data import Data, check_token_files, make_batches, open_data, resolve, resolved_tables
-from lmkit.training.setup import assemble, check_device, open_sink
+from lmkit.training.run_data import (
+    Data,
+    check_token_files,
+    make_batches,
+    open_data,
+    resolve,
+    resolved_tables,
+    token_paths,
+)
+from lmkit.training.setup import assemble, check_device
 from lmkit.training.signals import StopSignals
 from lmkit.training.trainer import Moment, Trainer
 
 log = logging.getLogger("lmkit")
 
-
 Status = Literal["finished", "stopped early", "nothing to do"]
+RECIPE = "recipe.toml"
+ENVIRONMENT = "environment.json"
+LOSS_PICTURE = "loss.png"
+_CURVES = {"train": "training", "valid": "held out", "final": "all held-out data"}  # kind of record -> label
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a training session came to; losses in nats per token.
+    """Result of a training session; losses in nats per token.
 
     Attributes:
-        resumed_from: the step that the session began at; None: from scratch.
-        loss: of the last logged training step. valid_loss, perplexity, bits_per_byte: on all held-out tokens,
-            after the last step only.
-        tokens: seen by the optimizer in the whole run. tokens_per_second: of this session, evaluation left out.
-        checkpoint: the newest of the run; one that was damaged, and gone on from before, does not count.
+        resumed_from: the step at which the session began; None: from scratch.
+        tokens: seen by the optimizer in the whole run.
+        tokens_per_second: in this session, without evaluation.
+        loss: of the last logged training step.
+        valid_loss, perplexity, bits_per_byte: on all held-out tokens, after the last step only.
+        checkpoint: the newest of the run, at most at `step`.
+        evaluation: the evaluation after the last step, as `lmkit evaluate` reports it.
     """
 
     folder: str
@@ -70,6 +80,7 @@ class TrainResult:
     perplexity: float | None
     bits_per_byte: float | None
     checkpoint: str | None
+    evaluation: EvaluateResult | None
 
     def __str__(self) -> str:
         if self.status == "nothing to do":
@@ -91,7 +102,7 @@ class TrainResult:
 
 
 def train(recipe: Recipe, *, stop_at_step: int | None = None, nproc: int = 1) -> TrainResult | None:
-    """Train, from scratch or from where the run folder stands.
+    """Train, from scratch or from the newest checkpoint of the run folder.
 
     Args:
         stop_at_step: end early after this step; the learning-rate schedule stays that of `train.steps`.
@@ -107,28 +118,32 @@ def train(recipe: Recipe, *, stop_at_step: int | None = None, nproc: int = 1) ->
     """
     required(recipe.model, "model", command="train")
     required(recipe.train, "train", command="train")
-    check_token_files(recipe)  # before ranks start and meet, which takes seconds
+    check_token_files(recipe)  # before ranks start, which takes seconds
     if nproc > 1:
         if "RANK" in os.environ:
-            raise UsageError("--nproc: torchrun has started the ranks already", hint="leave one of them out")
+            raise UsageError(
+                "train.ranks_given_twice",
+                "--nproc: torchrun has started the ranks already",
+                hint="leave one of them out",
+            )
         return spawn_ranks(nproc, _train_as_rank, (recipe, stop_at_step))
     live: Callable[[Recipe, int | None], TrainResult | None] = _train_as_rank
     if "TORCHELASTIC_RUN_ID" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import record
 
-        live = record(live)  # lets torchrun show the traceback of what is no LmkitError
+        live = record(live)  # lets torchrun show the traceback of errors that are no LmkitError
     return live(recipe, stop_at_step)
 
 
 def _train_as_rank(recipe: Recipe, stop_at_step: int | None) -> TrainResult | None:
-    """One rank's whole life. A full disk, a file that vanished or too little memory is the user's to mend, wherever
-    it is met."""
+    """Run one rank; turn a full disk, a lost file or too little memory into an error for the user."""
     try:
-        return _live(recipe, stop_at_step)
+        return _run_rank(recipe, stop_at_step)
     except OSError as error:
         raise LmkitError(
+            "train.io",
             f"{error.filename or recipe.run.path}: {reason(error)}",
-            hint="check the disk; checkpoints that were saved are intact, and training again goes on from them",
+            hint="check the disk; saved checkpoints are intact, and training again goes on from them",
         ) from error
     except (MemoryError, RuntimeError) as error:
         explained = out_of_memory(error)
@@ -137,7 +152,7 @@ def _train_as_rank(recipe: Recipe, stop_at_step: int | None) -> TrainResult | No
         raise explained from error
 
 
-def _live(recipe: Recipe, stop_at_step: int | None) -> TrainResult | None:
+def _run_rank(recipe: Recipe, stop_at_step: int | None) -> TrainResult | None:
     enable_ranges_from_environment()
     with (
         ranks_of(recipe) as ranks,
@@ -148,7 +163,7 @@ def _live(recipe: Recipe, stop_at_step: int | None) -> TrainResult | None:
         data = open_data(recipe)
         resolved = resolve(recipe, data)
         check_device(resolved, ranks.device)
-        batches = make_batches(resolved, data, ranks)  # before anything is written: it may be refused
+        batches = make_batches(resolved, data, ranks)  # refuses before anything is written
         start = decided_by_first(ranks, lambda: _open_folder(resolved, held))
         checkpoint = None if start["checkpoint"] is None else open_checkpoint(Path(start["checkpoint"]))
         notes: list[str] = start["notes"]
@@ -163,17 +178,20 @@ def _live(recipe: Recipe, stop_at_step: int | None) -> TrainResult | None:
                         log.warning(note)
                     return done if ranks.is_first else None
             notes += [f"resuming from {checkpoint.path}", *changes]
-        if ranks.is_first:
-            describe_run(recipe.run.path, recipe)
+        if ranks.is_first:  # what is needed to make the run again
+            write_atomic(recipe.run.path / RECIPE, recipe_to_toml(recipe))
+            write_atomic(recipe.run.path / ENVIRONMENT, json.dumps(describe_environment(), indent=1) + "\n")
         return _train(resolved, ranks, data, batches, checkpoint, notes, stop_at_step)
 
 
 def _open_folder(recipe: Recipe, held: ExitStack) -> dict[str, Any]:
-    """On the first rank: take the run folder, tidy it, choose where to begin."""
-    folder = recipe.run.path
+    """On rank 0: lock the run folder, remove leftovers of a killed session, choose where to begin."""
+    folder, checkpoints = recipe.run.path, recipe.run.path / CHECKPOINTS
     refuse_unwritable(folder, option="--set run.folder=...")
     held.enter_context(FolderLock(folder))
-    removed = tidy(folder)
+    removed = remove_partials(folder)
+    if checkpoints.is_dir():
+        removed += clean_leftovers(checkpoints)
     start = choose_start(recipe)
     notes = [f"removed {path}, left by a session that was killed" for path in removed]
     return {
@@ -191,7 +209,7 @@ def _train(
     notes: list[str],
     stop_at_step: int | None,
 ) -> TrainResult | None:
-    """Build everything, run the loop, evaluate."""
+    """Build everything, train, evaluate."""
     sink = open_sink(recipe, ranks, after_step=0 if checkpoint is None else checkpoint.state.step)
     try:
         for note in notes:
@@ -200,9 +218,9 @@ def _train(
         parts = assemble(recipe, ranks, data, batches, sink, used_seconds=used_seconds)
         moment = Moment() if checkpoint is None else restore(checkpoint, parts)
         with StopSignals() as signals:
-            loop = Trainer(parts, moment, signals, stop_at_step=stop_at_step)
-            ending = loop.run()
-            evaluation = loop.final_evaluation() if ending == "finished" else None
+            trainer = Trainer(parts, moment, signals, stop_at_step=stop_at_step)
+            ending = trainer.run()
+            evaluation = trainer.final_evaluation() if ending == "finished" else None
     finally:
         sink.close()
     if not ranks.is_first:
@@ -215,18 +233,51 @@ def _train(
         step=moment.step,
         tokens=moment.tokens,
         seconds=parts.clock.seconds,
-        tokens_per_second=loop.tokens_per_second,
+        tokens_per_second=trainer.tokens_per_second,
         loss=moment.train_loss,
         evaluation=evaluation,
     )
 
 
+def open_sink(recipe: Recipe, ranks: Ranks, *, after_step: int) -> Fanout:
+    """Open metrics.jsonl, the console and, where the recipe says so, W&B; nothing on ranks other than the first.
+
+    Args:
+        after_step: the step from which the session goes on.
+    """
+    if not ranks.is_first:
+        return Fanout([])
+    assert recipe.train is not None
+    folder = recipe.run.path
+    sinks: list[Sink] = [
+        MetricsFile(folder / METRICS, after_step=after_step),
+        console(recipe.train.steps, first_step=after_step),
+    ]
+    if recipe.wandb.enabled:
+        sinks.append(WandbSink(recipe, folder))
+    return Fanout(sinks)
+
+
+def draw_losses(folder: Path, *, title: str) -> None:
+    """Write `loss.png` from the metrics, with a marker at every evaluation; nothing if there are none yet."""
+    records = read_metrics(folder / METRICS)
+    series = {
+        label: [(record["step"], record["loss"]) for record in records if record["kind"] == kind]
+        for kind, label in _CURVES.items()
+    }
+    drawn = {label: points for label, points in series.items() if points}
+    if drawn:
+        picture = loss_curve(drawn, title=title, marked=(_CURVES["valid"], _CURVES["final"]))
+        write_atomic(folder / LOSS_PICTURE, picture)
+
+
 def _finished_before(recipe: Recipe, checkpoint: Checkpoint, data: Data) -> TrainResult | None:
-    """The result of a run that has nothing left to do; None if its last evaluation was cut short."""
+    """Return the result of a finished run; None if its last evaluation is missing."""
     state = checkpoint.state
     records = read_metrics(recipe.run.path / METRICS)
-    final = next((r for r in reversed(records) if _is_final(r, state.step)), None)
-    if final is None and data.valid is not None and is_finished(state, recipe, None):
+    keys = Evaluation.__dataclass_fields__.keys()
+    finals = [r for r in records if r["kind"] == "final" and r["step"] == state.step and keys <= r.keys()]
+    if not finals and data.valid is not None and is_finished(state, recipe, None):
         return None
     last = next((r for r in reversed(records) if r["kind"] == "train" and r["step"] <= state.step), {})
     return _result(
@@ -238,24 +289,17 @@ def _finished_before(recipe: Recipe, checkpoint: Checkpoint, data: Data) -> Trai
         seconds=state.seconds,
         tokens_per_second=None,
         loss=last.get("loss"),
-        evaluation=None
-        if final is None
-        else Evaluation(**{key: final[key] for key in Evaluation.__dataclass_fields__}),
-    )
-
-
-def _is_final(record: Record, step: int) -> bool:
-    return (
-        record["kind"] == "final"
-        and record["step"] == step
-        and Evaluation.__dataclass_fields__.keys() <= record.keys()
+        evaluation=Evaluation(**{key: finals[-1][key] for key in keys}) if finals else None,
     )
 
 
 def _result(recipe: Recipe, *, step: int, evaluation: Evaluation | None, **facts: Any) -> TrainResult:
     model, train = resolved_tables(recipe)
-    # A later one than where the run stands is one that could not be gone on from.
-    saved = [saved for saved in saved_steps(recipe.run.path / CHECKPOINTS) if saved.step <= step]
+    # A checkpoint of a later step was damaged: the run was resumed from an earlier one.
+    saved = [str(saved.path) for saved in saved_steps(recipe.run.path / CHECKPOINTS) if saved.step <= step]
+    reported = None
+    if evaluation is not None and saved:
+        reported = EvaluateResult(saved[-1], step, str(token_paths(recipe)[1]), **asdict(evaluation))
     return TrainResult(
         folder=str(recipe.run.path),
         step=step,
@@ -264,7 +308,8 @@ def _result(recipe: Recipe, *, step: int, evaluation: Evaluation | None, **facts
         valid_loss=None if evaluation is None else evaluation.loss,
         perplexity=None if evaluation is None else evaluation.perplexity,
         bits_per_byte=None if evaluation is None else evaluation.bits_per_byte,
-        checkpoint=str(saved[-1].path) if saved else None,
+        checkpoint=saved[-1] if saved else None,
+        evaluation=reported,
         **facts,
     )
 
@@ -331,77 +376,3 @@ def plan(recipe: Recipe, *, stop_at_step: int | None = None, nproc: int = 1) -> 
         notes=notes,
         stop_at_step=stop_at_step,
     )
-
-
-RECIPE = "recipe.toml"
-
-
-ENVIRONMENT = "environment.json"
-
-
-LOSS_PICTURE = "loss.png"
-
-
-_CURVES = {"train": "training", "valid": "held out", "final": "all held-out data"}  # kind of record -> label
-
-
-def tidy(folder: Path) -> list[Path]:
-    """Remove what a killed session left behind; the caller holds the folder's lock."""
-    checkpoints = folder / CHECKPOINTS
-    removed = remove_partials(folder)
-    if checkpoints.is_dir():
-        removed += clean_leftovers(checkpoints)
-    return removed
-
-
-def describe_run(folder: Path, recipe: Recipe) -> None:
-    """Write the resolved recipe and the environment: what is needed to make the run again."""
-    write_atomic(folder / RECIPE, recipe_to_toml(recipe))
-    write_atomic(folder / ENVIRONMENT, json.dumps(describe_environment(), indent=1) + "\n")
-
-
-def draw_losses(folder: Path, *, title: str) -> None:
-    """Write `loss.png` from the metrics, a marker at every evaluation; nothing if there are none yet."""
-    records = read_metrics(folder / METRICS)
-    series = {
-        label: [(record["step"], record["loss"]) for record in records if record["kind"] == kind]
-        for kind, label in _CURVES.items()
-    }
-    drawn = {label: points for label, points in series.items() if points}
-    if drawn:
-        picture = loss_curve(drawn, title=title, marked=(_CURVES["valid"], _CURVES["final"]))
-        write_atomic(folder / LOSS_PICTURE, picture)
-
-
-def decided_by_first(ranks: Ranks, decide: Callable[[], Any]) -> Any:
-    """Call `decide` on rank 0 only, and return its answer (a JSON value) on every rank.
-
-    The answer travels by collectives: whoever waits for it notices at once when rank 0 dies.
-
-    Raises:
-        LmkitError: what `decide` raised, on every rank.
-    """
-    if ranks.world_size == 1:
-        return decide()
-    if not ranks.is_first:
-        told = json.loads(_from_first(b""))
-        if "error" in told:
-            exit_code, message, hint = told["error"]
-            raise (UsageError if exit_code == UsageError.exit_code else LmkitError)(message, hint=hint)
-        return told["answer"]
-    try:
-        answer = decide()
-    except LmkitError as error:
-        _from_first(json.dumps({"error": [error.exit_code, error.message, error.hint]}).encode())
-        raise
-    _from_first(json.dumps({"answer": answer}).encode())
-    return answer
-
-
-def _from_first(text: bytes) -> bytes:
-    """On every rank what rank 0 calls it with."""
-    size = torch.tensor(len(text))
-    dist.broadcast(size, src=0)
-    data = torch.tensor(list(text) or [0] * int(size), dtype=torch.uint8)
-    dist.broadcast(data, src=0)
-    return data.numpy().tobytes()

@@ -1,4 +1,8 @@
-"""Recipe -> the objects that the loop drives: model, optimizer, schedule, step, checkpoint writer."""
+"""Build what training needs from the tables of a recipe: model, optimizer, step, trainer.
+
+`build_step` is the only place that puts a training step together. `lmkit train` runs its result, and so does
+`TrainingStep`, which benches and profilers measure.
+"""
 
 from __future__ import annotations
 
@@ -11,29 +15,147 @@ from torch import Tensor
 
 from lmkit import __version__
 from lmkit.attention import check_kernel
-from lmkit.data.batches import BatchSource
+from lmkit.data.batches import Batch, BatchSource
 from lmkit.errors import UsageError
 from lmkit.measure.environment import device_name
 from lmkit.measure.limits import known_peak
 from lmkit.measure.ranges import range_
 from lmkit.model.accounting import flops_per_token
 from lmkit.model.transformer import TransformerLM, compile_model
-from lmkit.optim.adamw import AdamW, decay_groups
+from lmkit.optim.adamw import decay_groups
 from lmkit.optim.schedules import SCHEDULES
 from lmkit.parallel.protocol import build_strategy
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.schema import Recipe
-from lmkit.recipe.tables import ModelConfig, ParallelConfig
+from lmkit.recipe.tables import ModelConfig, OptimizerConfig, ParallelConfig
 from lmkit.registry import OPTIMIZERS
 from lmkit.training.checkpoint import CHECKPOINTS, Retention
 from lmkit.training.checkpoint_writer import CheckpointWriter
-from lmkit.training.console import console
-from lmkit.training.metrics import METRICS, Fanout, MetricsFile, Sink, WandbSink
+from lmkit.training.metrics import Sink
 from lmkit.training.model_state import optimizer_layout
 from lmkit.training.run_data import Data, make_held_out, resolved_tables
 from lmkit.training.state import TrainingState, capture_rng
-from lmkit.training.step import PRECISIONS, Step, TrainableModel, autocast
+from lmkit.training.step import PRECISIONS, Step, TrainableModel, autocast, load_batch
 from lmkit.training.trainer import Parts, TrainingClock
+
+ALONE = ParallelConfig(strategy="none")
+
+
+def build_step(
+    model: ModelConfig,
+    ranks: Ranks | None = None,
+    *,
+    optimizer: OptimizerConfig | None = None,
+    parallel: ParallelConfig = ALONE,
+    precision: str = "fp32",
+    grad_clip: float = 1.0,
+    fingerprint: str = "",
+) -> Step:
+    """Build a model, its gradient synchronisation and its optimizer; return the step that trains it.
+
+    Weights are initialised from torch's generator and equal on all ranks (rank 0's count).
+
+    Args:
+        model: the table [model], with `vocab_size` set; `compile` is obeyed.
+        ranks: this process's place; None: alone, on the CPU.
+        optimizer: the table [optimizer]; None: its defaults.
+        parallel: the table [parallel].
+        precision, grad_clip: as in the table [train].
+        fingerprint: has to be equal on all ranks.
+
+    Raises:
+        LmkitError: ranks have different models or fingerprints.
+
+    Example:
+
+        step = build_step(ModelConfig(vocab_size=256, d_model=64, d_ff=192, num_layers=2, num_heads=4))
+        outcome = step(inputs, targets, lr=1e-3)    # int64, (accumulation, rows, seq)
+    """
+    ranks = ranks or Ranks()
+    table = optimizer or OptimizerConfig()
+    plain = TransformerLM(model, device=ranks.device)
+    compile_model(plain, model.compile)
+    sync = build_strategy(parallel, ranks)
+    call = sync.attach(plain, fingerprint=fingerprint)
+
+    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return OPTIMIZERS.load(table.name)(groups, table)
+
+    return Step(
+        plain,
+        cast(TrainableModel, call),  # attach keeps the model's `loss`
+        sync.build_optimizer(make, decay_groups(plain.parameters(), table.weight_decay)),
+        sync,
+        ranks,
+        precision=precision,
+        grad_clip=grad_clip,
+    )
+
+
+class TrainingStep:
+    """Run the training step on batches from memory, one after the other: what benches and profilers measure.
+
+    Args:
+        config, ranks, optimizer, parallel, precision, grad_clip: as of `build_step`.
+        batches: this rank's batches.
+        seed: of the initial weights.
+        lr: constant learning rate.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        ranks: Ranks,
+        batches: BatchSource,
+        *,
+        optimizer: OptimizerConfig | None = None,
+        parallel: ParallelConfig = ALONE,
+        precision: str = "fp32",
+        grad_clip: float = 1.0,
+        seed: int = 0,
+        lr: float = 3e-4,
+    ) -> None:
+        torch.manual_seed(seed)
+        self.step = build_step(
+            config, ranks, optimizer=optimizer, parallel=parallel, precision=precision, grad_clip=grad_clip
+        )
+        self.model, self.optimizer = self.step.model, self.step.optimizer
+        self.set_precision = self.step.set_precision
+        self._device = ranks.device
+        self._batches = batches
+        self._lr = lr
+        self._done = 0
+        self._batch: Batch | None = None
+
+    def run(self) -> Tensor:
+        """Make one whole step on the next batch; return the loss, a scalar on the device."""
+        with range_("step"):
+            loss = self.step.accumulate(*self._next_batch())
+            self.step.update(loss, lr=self._lr)
+        return loss
+
+    def forward(self) -> Tensor:
+        """Run a forward pass with loss, without a graph, on the current batch; return the loss."""
+        inputs, targets = self._batch or self._next_batch()
+        with torch.no_grad(), range_("forward"), autocast(self._device, self.step.precision):
+            return self.step.call.loss(inputs[0], targets[0])
+
+    def forward_backward(self) -> Tensor:
+        """Run forward and backward on the current batch and drop the gradients; return the loss."""
+        inputs, targets = self._batch or self._next_batch()
+        with range_("fwd+bwd"):
+            loss = self.step.accumulate(inputs, targets)
+            self.optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    def wait_for_weights(self) -> None:
+        """Wait for weights that are still being gathered; until then their memory is in use."""
+        self.step.sync.wait_for_weights()
+
+    def _next_batch(self) -> Batch:
+        self._batch = load_batch(self._batches, self._done, self._device)
+        self._done += 1
+        return self._batch
 
 
 def check_device(recipe: Recipe, device: torch.device) -> None:
@@ -46,13 +168,15 @@ def check_device(recipe: Recipe, device: torch.device) -> None:
     one_query = torch.empty(1, 1, 1, model.head_dim, dtype=PRECISIONS[train.precision], device=device)
     check_kernel(model.attention, one_query)
     if train.precision == "fp16" and device.type == "cpu":
-        raise UsageError('train.precision: "fp16" needs a GPU', hint='use "bf16" or "fp32"')
+        raise UsageError(
+            "train.wrong_device", 'train.precision: "fp16" needs a GPU', hint='use "bf16" or "fp32"'
+        )
 
 
 def learning_rate(recipe: Recipe) -> Callable[[int, float | None], float]:
-    """(step, fraction of `train.max_minutes` used) -> learning rate of that step.
+    """Return the function (step, used fraction of `train.max_minutes` or None) -> learning rate.
 
-    Warm-up counts steps. After it the schedule follows the steps or the time, whichever is further, so that it
+    Warm-up counts steps. Afterwards the schedule follows the steps or the time, whichever is further, so that it
     always reaches its end.
     """
     _, train = resolved_tables(recipe)
@@ -77,209 +201,56 @@ def learning_rate(recipe: Recipe) -> Callable[[int, float | None], float]:
 def assemble(
     recipe: Recipe, ranks: Ranks, data: Data, batches: BatchSource, sink: Sink, *, used_seconds: float
 ) -> Parts:
-    """Make everything that the loop needs, weights freshly initialised and equal on all ranks.
+    """Build everything that the trainer needs, with freshly initialised weights.
 
     Args:
         recipe: resolved.
-        used_seconds: what earlier sessions of the run took.
+        used_seconds: the time that earlier sessions of the run took.
 
     Raises:
         LmkitError: the ranks have different recipes or data.
     """
-    model_config, train = resolved_tables(recipe)
-    model = TransformerLM(model_config, device=ranks.device)
-    compile_model(model, model_config.compile)
-    sync = build_strategy(recipe.parallel if ranks.world_size > 1 else "none", ranks)
-    call = sync.attach(model, fingerprint=f"{recipe_sha256(recipe)} {data.identity}")
-    optimizer = sync.build_optimizer(
-        _optimizer_maker(recipe), decay_groups(model.parameters(), recipe.optimizer.weight_decay)
+    model, train = resolved_tables(recipe)
+    recipe_sha256 = hashlib.sha256(recipe.model_dump_json().encode()).hexdigest()
+    step = build_step(
+        model,
+        ranks,
+        optimizer=recipe.optimizer,
+        parallel=recipe.parallel if ranks.world_size > 1 else ALONE,
+        precision=train.precision,
+        grad_clip=train.grad_clip,
+        fingerprint=f"{recipe_sha256} {data.identity}",
     )
+    layout = optimizer_layout(step.optimizer)
+    peak = known_peak(device_name(ranks.device), train.precision)
+    folder = recipe.run.path / CHECKPOINTS
+    keep = Retention(folder, keep_last=recipe.checkpoint.keep_last, keep_best=recipe.checkpoint.keep_best)
     return Parts(
         train=train,
         checkpoint=recipe.checkpoint,
         ranks=ranks,
-        model=model,
-        optimizer=optimizer,
-        step=Step(
-            cast(TrainableModel, call),
-            optimizer,
-            sync,
-            ranks,
-            precision=train.precision,
-            grad_clip=train.grad_clip,
-        ),
+        step=step,
         batches=batches,
         held_out=make_held_out(recipe, data),
         learning_rate=learning_rate(recipe),
-        tokens_per_step=train.batch_size * model_config.context_length,
-        flops_share=peak_share(model_config, ranks.device, train.precision),
-        writer=CheckpointWriter(
-            recipe.run.path / CHECKPOINTS,
-            ranks,
-            Retention(
-                recipe.run.path / CHECKPOINTS,
-                keep_last=recipe.checkpoint.keep_last,
-                keep_best=recipe.checkpoint.keep_best,
-            ),
-        ),
+        tokens_per_step=train.batch_size * model.context_length,
+        flops_share=None if peak is None else flops_per_token(model, model.context_length) / peak,
+        writer=CheckpointWriter(folder, ranks, keep),
         sink=sink,
         clock=TrainingClock(used_seconds=used_seconds, max_minutes=train.max_minutes, ranks=ranks),
-        identity=_identity(recipe, ranks, data, optimizer),
+        identity=TrainingState(
+            lmkit=__version__,
+            step=0,
+            seconds=0.0,
+            tokens=0,
+            world_size=ranks.world_size,
+            strategy=recipe.parallel.strategy,
+            optimizer_shards=1 if layout is None else ranks.world_size,
+            optimizer_layout=layout,
+            rng=(capture_rng(ranks.device),),
+            model=model,
+            recipe=recipe.model_dump(mode="json", exclude_none=True),
+            recipe_sha256=recipe_sha256,
+            data=data.identity,
+        ),
     )
-
-
-def _optimizer_maker(recipe: Recipe) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
-    options = recipe.optimizer
-
-    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        return OPTIMIZERS.load(options.name)(groups, options)
-
-    return make
-
-
-def _identity(recipe: Recipe, ranks: Ranks, data: Data, optimizer: torch.optim.Optimizer) -> TrainingState:
-    """What every checkpoint of this session has in common."""
-    model, _ = resolved_tables(recipe)
-    layout = optimizer_layout(optimizer)
-    return TrainingState(
-        lmkit=__version__,
-        step=0,
-        seconds=0.0,
-        tokens=0,
-        world_size=ranks.world_size,
-        strategy=recipe.parallel.strategy,
-        optimizer_shards=1 if layout is None else ranks.world_size,
-        optimizer_layout=layout,
-        rng=(capture_rng(ranks.device),),
-        model=model,
-        recipe=recipe.model_dump(mode="json", exclude_none=True),
-        recipe_sha256=recipe_sha256(recipe),
-        data=data.identity,
-    )
-
-
-def recipe_sha256(recipe: Recipe) -> str:
-    """Hash of a resolved recipe."""
-    return hashlib.sha256(recipe.model_dump_json().encode()).hexdigest()
-
-
-def peak_share(model: ModelConfig, device: torch.device, precision: str) -> float | None:
-    """FLOPs of one token over the device's peak FLOP/s: times tokens per second it is the MFU. None where the
-    chip's peak is not known."""
-    peak = known_peak(device_name(device), precision)
-    return None if peak is None else flops_per_token(model, model.context_length) / peak
-
-
-class TrainingStep:
-    """A model with its optimizer and gradient synchronisation, run step by step.
-
-    Args:
-        config: of the model; `config.compile` is obeyed.
-        batches: this rank's batches.
-        precision: "fp32", "bf16" or "fp16".
-        strategy: a name, or a [parallel] table; see `build_strategy`.
-        seed: of the initial weights.
-        lr: constant learning rate.
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        ranks: Ranks,
-        batches: BatchSource,
-        *,
-        precision: str = "fp32",
-        strategy: str | ParallelConfig = "none",
-        seed: int = 0,
-        lr: float = 3e-4,
-    ) -> None:
-        torch.manual_seed(seed)
-        self.model = TransformerLM(config, device=ranks.device)
-        compile_model(self.model, config.compile)
-        sync = build_strategy(strategy, ranks)
-        self._call = sync.attach(self.model)
-        self.optimizer = sync.build_optimizer(
-            lambda groups: AdamW(groups, lr=lr), decay_groups(self.model.parameters(), 0.1)
-        )
-        self._batches = batches
-        self._ranks = ranks
-        self._lr = lr
-        self._done = 0
-        self._batch: tuple[Tensor, Tensor] | None = None
-        self._sync = sync
-        self.set_precision(precision)
-
-    def set_precision(self, precision: str) -> None:
-        """Change the precision of the matrix products; weights and optimizer state stay."""
-        self._precision = precision
-        self._step = Step(
-            cast(TrainableModel, self._call),  # attach keeps the model's `loss`
-            self.optimizer,
-            self._sync,
-            self._ranks,
-            precision=precision,
-            grad_clip=1.0,
-        )
-
-    def run(self) -> Tensor:
-        """One whole step on the next batch; the loss, a scalar that stays on the device."""
-        with range_("step"):
-            inputs, targets = self._next_batch()
-            loss = self._step.accumulate(inputs, targets)
-            self._step.update(loss, lr=self._lr, stop=False, before_update=_nothing)
-        return loss
-
-    def wait_for_weights(self) -> None:
-        """Wait for weights that are still being gathered after a step: what they hold on the device is theirs until
-        somebody has waited."""
-        self._sync.wait_for_weights()
-
-    def forward(self) -> Tensor:
-        """A forward pass with loss and without a graph, on the batch at hand."""
-        inputs, targets = self._batch_at_hand()
-        with torch.no_grad(), range_("forward"), autocast(self._ranks.device, self._precision):
-            return cast(TrainableModel, self._call).loss(inputs[0], targets[0])
-
-    def forward_backward(self) -> Tensor:
-        """Forward and backward of one step on the batch at hand; the gradients are dropped."""
-        inputs, targets = self._batch_at_hand()
-        with range_("fwd+bwd"):
-            loss = self._step.accumulate(inputs, targets)
-            self.optimizer.zero_grad(set_to_none=True)
-        return loss
-
-    def _next_batch(self) -> tuple[Tensor, Tensor]:
-        with range_("data"):
-            inputs, targets = self._batches.batch(self._done)
-            self._done += 1
-            device = self._ranks.device
-            if device.type == "cuda":
-                inputs, targets = inputs.pin_memory(), targets.pin_memory()
-            self._batch = inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
-            return self._batch
-
-    def _batch_at_hand(self) -> tuple[Tensor, Tensor]:
-        return self._batch or self._next_batch()
-
-
-def _nothing() -> None:
-    return None
-
-
-def open_sink(recipe: Recipe, ranks: Ranks, *, after_step: int) -> Fanout:
-    """metrics.jsonl, stderr and, where the recipe says so, W&B; nothing on ranks other than the first.
-
-    Args:
-        after_step: the step that the session goes on from.
-    """
-    if not ranks.is_first:
-        return Fanout([])
-    assert recipe.train is not None
-    folder = recipe.run.path
-    sinks: list[Sink] = [
-        MetricsFile(folder / METRICS, after_step=after_step),
-        console(recipe.train.steps, first_step=after_step),
-    ]
-    if recipe.wandb.enabled:
-        sinks.append(WandbSink(recipe, folder))
-    return Fanout(sinks)

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: finish the step and save; a second one leaves at once."""
+"""Stop on SIGTERM and SIGINT: the first finishes the step and saves, the second exits at once."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopSignals:
-    """While inside the `with` block a first signal is only noted; the second ends the process immediately.
+    """Record the first signal in `received`; end the process immediately at the second.
 
-    Also where the main thread waits in C++ for a rank or a GPU that hangs, and no handler of Python's runs: a thread
-    counts the signals. A process that leaves like that has no time to tidy up: what it was writing has a partial
-    name, and the next start removes it. Handlers belong to the main thread: elsewhere `with` raises ValueError.
+    A thread counts the signals, because no Python handler runs while the main thread waits in C++ for a hanging rank
+    or GPU. A process that ends like this does not clean up: partial files have partial names, and the next start
+    removes them. Use it as a context manager in the main thread; elsewhere `with` raises ValueError.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class StopSignals:
         assert self._bell is not None
         assert self._counting is not None
         signal.set_wakeup_fd(self._bell_before)
-        os.close(self._bell)  # which ends the thread
+        os.close(self._bell)  # ends the thread
         self._counting.join()
         for number, handler in self._before.items():
             signal.signal(number, handler)
@@ -55,8 +55,10 @@ class StopSignals:
 
 
 def _leave_at_the_second(reading: int) -> None:
-    """End the process at the second stopping signal. Each signal is a byte in the pipe, which the interpreter's own
-    handler writes, whatever the main thread does."""
+    """End the process at the second stopping signal.
+
+    The interpreter's own C handler writes each signal as a byte to the pipe, whatever the main thread does.
+    """
     told = False
     with open(reading, "rb", buffering=0) as bell:
         while byte := bell.read(1):
@@ -67,9 +69,10 @@ def _leave_at_the_second(reading: int) -> None:
 
 
 def end_as_stopped(received: int | None) -> None:
-    """End as a stopped process does: KeyboardInterrupt (130) after SIGINT, SystemExit(143) otherwise.
+    """Raise KeyboardInterrupt (exit code 130) after SIGINT, else SystemExit(143).
 
-    Otherwise includes None: another rank got the signal.
+    Args:
+        received: the signal; None if another rank received it.
     """
     if received == signal.SIGINT:
         raise KeyboardInterrupt

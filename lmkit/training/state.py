@@ -1,4 +1,4 @@
-"""What a checkpoint knows besides tensors: `state.json`."""
+"""Define `state.json`, the part of a checkpoint that is not tensors, and save and restore random generators."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pydantic import Field, ValidationError
 
 from lmkit.errors import LmkitError
 from lmkit.recipe.tables import Count, ModelConfig, NonNegativeFloat, PositiveFloat, PositiveInt, Table
-from lmkit.training.tensor_files import UPGRADE, NewerFormat
+from lmkit.training.tensor_files import DamagedCheckpoint, NewerFormat
 
 FORMAT: Final = 1
 
 
 class RngState(Table):
-    """torch's generators on one rank, base64: the only ones that training draws from."""
+    """torch's generators on one rank, in base64. Training draws from no others."""
 
     cpu: str
     cuda: str | None = None
@@ -30,7 +30,7 @@ class LossScaleState(Table):
 
 
 class DataIdentity(Table):
-    """The token file that the batches come from: a resumed run must meet the same one."""
+    """The token file that the batches come from. A resumed run must find the same one."""
 
     num_tokens: Count
     vocab_size: PositiveInt
@@ -39,33 +39,33 @@ class DataIdentity(Table):
 
 
 class TrainingState(Table):
-    """A moment of a training run, after `step` optimizer steps.
+    """A training run after `step` optimizer steps.
 
     The position in the data is `step` itself: a batch is a pure function of (seed, step).
     """
 
     format: Literal[1] = FORMAT
-    """Of this file; the manifest has one of its own, for the folder."""
+    """Of this file; the manifest has its own."""
     lmkit: str
     step: Count
     seconds: NonNegativeFloat
     """Time spent training so far, over all sessions."""
     time_fraction: NonNegativeFloat | None = None
-    """Of `train.max_minutes`, where that is set."""
+    """Share of `train.max_minutes` that is used, where that is set."""
     tokens: Count
     """Tokens seen by the optimizer."""
     skipped_in_a_row: Count = 0
     valid_loss: float | None = None
-    """Of an evaluation at exactly this step."""
+    """From an evaluation at exactly this step."""
     best_loss: float | None = None
-    """The lowest so far, of this step or an earlier one."""
+    """The lowest held-out loss up to this step."""
     loss_scale: LossScaleState | None = None
 
     world_size: PositiveInt
     strategy: str
     optimizer_shards: PositiveInt
     optimizer_layout: dict[str, Any] | None = None
-    """How the shards are cut, where there are any (`lmkit.parallel.shards.ShardLayout`)."""
+    """How the optimizer state is cut into shards (`ShardLayout` of `lmkit.parallel`); None: it is whole."""
     rng: Annotated[tuple[RngState, ...], Field(min_length=1)]
 
     model: ModelConfig
@@ -80,7 +80,7 @@ def parse_state(text: bytes, *, path: object) -> TrainingState:
 
     Raises:
         NewerFormat: written by a later lmkit.
-        LmkitError: not a valid state.
+        DamagedCheckpoint: not a valid state.
     """
     try:
         return TrainingState.model_validate_json(text)
@@ -89,25 +89,23 @@ def parse_state(text: bytes, *, path: object) -> TrainingState:
         found = next((mistake["input"] for mistake in wrong if mistake["loc"] == ("format",)), FORMAT)
         if isinstance(found, int) and found > FORMAT:
             raise NewerFormat(
-                f"{path}: state format {found}, this lmkit knows {FORMAT}", hint=UPGRADE
+                "checkpoint.newer_format", f"{path}: state format {found}, this lmkit knows {FORMAT}"
             ) from None
         key = ".".join(str(part) for part in wrong[0]["loc"])
-        raise LmkitError(
-            f"{path}: {key}: {wrong[0]['msg']}", hint="the checkpoint is damaged; use an older one"
-        ) from None
+        raise DamagedCheckpoint("checkpoint.damaged", f"{path}: {key}: {wrong[0]['msg']}") from None
 
 
 def capture_rng(device: torch.device) -> RngState:
-    """The state of this rank's generators now."""
+    """Return the state of this rank's generators."""
     cuda = _encode(torch.cuda.get_rng_state(device)) if device.type == "cuda" else None
     return RngState(cpu=_encode(torch.get_rng_state()), cuda=cuda)
 
 
 def restore_rng(state: RngState, device: torch.device) -> None:
-    """Put this rank's generators back.
+    """Set this rank's generators to a saved state.
 
     Raises:
-        LmkitError: what was saved is no state of this generator.
+        LmkitError: the generator does not accept the state.
     """
     try:
         torch.set_rng_state(_decode(state.cpu))
@@ -115,6 +113,7 @@ def restore_rng(state: RngState, device: torch.device) -> None:
             torch.cuda.set_rng_state(_decode(state.cuda), device)
     except (ValueError, RuntimeError) as error:
         raise LmkitError(
+            "checkpoint.bad_rng",
             "the checkpoint's random generators cannot be restored",
             hint="it was saved by another version of PyTorch, or changed; use another checkpoint",
         ) from error

@@ -1,7 +1,7 @@
-"""Tensors <-> safetensors files, with checksums, without pickle and without memory maps.
+"""Write and read safetensors files with checksums, without pickle and without memory maps.
 
-The writer is ours because it hashes while it writes, lets other threads run meanwhile, and reports a full disk as
-the OSError it is; the format is the one of https://github.com/huggingface/safetensors, which also reads the files.
+The format is https://github.com/huggingface/safetensors. The library reads our files. We write them ourselves:
+this writer hashes while it writes, releases the GIL, and reports a full disk as an OSError.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ import safetensors.torch
 import torch
 
 from lmkit.errors import LmkitError, reason
+from lmkit.storage import sha256_file
 
 _DTYPE_CODES = {
     torch.float64: "F64",
@@ -29,24 +30,39 @@ _DTYPE_CODES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-# Bytes handed to write() and to the hash at a time: large enough to release the GIL for long.
+# Bytes handed to write() and to the hash at a time: large blocks release the GIL for long.
 _BLOCK = 1 << 24
 
 
-UPGRADE = "upgrade lmkit: pip install --upgrade lmkit"
-
-
 class DamagedCheckpoint(LmkitError):
-    """Something of a checkpoint is missing or not what was saved; an older one may be whole."""
+    """A part of a checkpoint is missing or is not what was saved. An older checkpoint may be whole."""
+
+    def __init__(
+        self,
+        code: str,
+        message: str | None = None,
+        *,
+        hint: str = "use an older checkpoint, or delete the damaged one",
+    ) -> None:
+        super().__init__(code, message, hint=hint)
 
 
 class NewerFormat(LmkitError):
-    """A whole checkpoint, in a format that this version does not know."""
+    """The checkpoint is whole, but in a format that this version does not know."""
+
+    def __init__(
+        self,
+        code: str,
+        message: str | None = None,
+        *,
+        hint: str = "upgrade lmkit: pip install --upgrade lmkit",
+    ) -> None:
+        super().__init__(code, message, hint=hint)
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """What the manifest says about one file."""
+    """Hash and size of a file, as the manifest lists them."""
 
     sha256: str
     bytes: int
@@ -56,10 +72,10 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileEntry:
     """Write contiguous CPU tensors to a safetensors file, fsync it, and return its hash and size.
 
     Raises:
-        OSError: the disk is full, say.
+        OSError: the disk is full, for example.
     """
     header: dict[str, dict[str, object]] = {}
-    # Wide types first keeps every tensor aligned to its own element size, which readers of the format rely on.
+    # Readers of the format need every tensor aligned to its element size: write wide types first.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     offset = 0
     for name in names:
@@ -75,78 +91,87 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileEntry:
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    digest = hashlib.sha256()
-    with open(path, "wb", buffering=0) as file:
-        _write_all(file.fileno(), memoryview(len(text).to_bytes(8, "little") + text), digest)
-        for name in names:
-            raw = tensors[name].reshape(-1).view(torch.uint8).numpy()
-            _write_all(file.fileno(), raw.data, digest)
-        os.fsync(file.fileno())
-        return FileEntry(digest.hexdigest(), os.fstat(file.fileno()).st_size)
-
-
-def _write_all(descriptor: int, data: memoryview, digest: hashlib._Hash) -> None:
-    position = 0
-    while position < len(data):
-        written = os.write(descriptor, data[position : position + _BLOCK])
-        digest.update(data[position : position + written])
-        position += written
+    contents = (tensors[name].reshape(-1).view(torch.uint8).numpy().data for name in names)
+    return _write(path, (memoryview(len(text).to_bytes(8, "little") + text), *contents))
 
 
 def write_text(path: Path, text: str) -> FileEntry:
     """Write UTF-8 text, fsync it, and return its hash and size."""
-    data = text.encode()
+    return _write(path, (memoryview(text.encode()),))
+
+
+def _write(path: Path, contents: Iterable[memoryview]) -> FileEntry:
     digest = hashlib.sha256()
     with open(path, "wb", buffering=0) as file:
-        _write_all(file.fileno(), memoryview(data), digest)
+        for data in contents:
+            position = 0
+            while position < len(data):
+                written = os.write(file.fileno(), data[position : position + _BLOCK])
+                digest.update(data[position : position + written])
+                position += written
         os.fsync(file.fileno())
-    return FileEntry(digest.hexdigest(), len(data))
+        return FileEntry(digest.hexdigest(), os.fstat(file.fileno()).st_size)
+
+
+def check_file(path: Path, entry: FileEntry) -> None:
+    """Compare a file with its entry in constant memory.
+
+    Raises:
+        DamagedCheckpoint: the file is missing, or has another size or hash.
+    """
+    try:
+        size = path.stat().st_size
+        if size == entry.bytes and sha256_file(path) == entry.sha256:
+            return
+    except OSError as error:
+        raise DamagedCheckpoint("checkpoint.damaged", f"{path}: {reason(error)}") from error
+    raise _differs(path, size, entry)
 
 
 def read_verified(path: Path, entry: FileEntry) -> bytes:
-    """Return the file's bytes if they are the ones that the manifest promises.
+    """Return the content of a file after comparing it with its entry.
 
-    The bytes that were hashed are the bytes that are used: the file may change or shrink afterwards.
+    The bytes that are hashed are the bytes that are used: the file may change or shrink afterwards.
 
     Raises:
-        LmkitError: missing, another size, or another hash.
+        DamagedCheckpoint: the file is missing, or has another size or hash.
     """
     try:
-        if path.stat().st_size != entry.bytes:
-            raise LmkitError(
-                f"{path}: {path.stat().st_size} bytes, the manifest says {entry.bytes}", hint=_DAMAGED
-            )
-        data = path.read_bytes()
+        size = path.stat().st_size
+        data = path.read_bytes() if size == entry.bytes else b""
     except OSError as error:
-        raise LmkitError(f"{path}: {reason(error)}", hint=_DAMAGED) from error
-    if hashlib.sha256(data).hexdigest() != entry.sha256:
-        raise LmkitError(f"{path}: checksum error, the content is not what was saved", hint=_DAMAGED)
+        raise DamagedCheckpoint("checkpoint.damaged", f"{path}: {reason(error)}") from error
+    if size != entry.bytes or hashlib.sha256(data).hexdigest() != entry.sha256:
+        raise _differs(path, size, entry)
     return data
 
 
-_DAMAGED = "the checkpoint is damaged; use an older one"
+def _differs(path: Path, size: int, entry: FileEntry) -> DamagedCheckpoint:
+    if size != entry.bytes:
+        return DamagedCheckpoint("checkpoint.damaged", f"{path}: {size} bytes instead of {entry.bytes}")
+    return DamagedCheckpoint("checkpoint.damaged", f"{path}: checksum error")
 
 
-def parse_tensors(data: bytes, *, path: Path) -> dict[str, torch.Tensor]:
-    """Tensors of a safetensors file that was read into memory; they own their memory.
+def parse_tensors(data: bytes, *, path: object) -> dict[str, torch.Tensor]:
+    """Return the tensors of a safetensors file that was read into memory; they own their memory.
 
     Raises:
-        LmkitError: not in that format.
+        DamagedCheckpoint: the data is not in that format.
     """
     try:
         return safetensors.torch.load(data)
     except (safetensors.SafetensorError, KeyError, ValueError, AssertionError) as error:
-        raise LmkitError(f"{path}: not a safetensors file ({error})", hint=_DAMAGED) from error
+        raise DamagedCheckpoint("checkpoint.damaged", f"{path}: not a safetensors file ({error})") from error
 
 
 def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes in a safetensors file; reads its header only.
+    """Return names and shapes of the tensors in a safetensors file; reads only its header.
 
     Raises:
-        LmkitError: not in that format.
+        DamagedCheckpoint: the file is not in that format.
     """
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (no mapping)
     except safetensors.SafetensorError as error:
-        raise LmkitError(f"{path}: not a safetensors file ({error})", hint=_DAMAGED) from error
+        raise DamagedCheckpoint("checkpoint.damaged", f"{path}: not a safetensors file ({error})") from error

@@ -1,4 +1,4 @@
-"""The training loop: batches through steps; records, evaluations and checkpoints when they are due."""
+"""Train: batches through steps; records, evaluations and checkpoints when they are due."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from lmkit.data.batches import BatchSource
 from lmkit.errors import LmkitError
 from lmkit.measure.memory import peak_memory
 from lmkit.measure.ranges import range_
-from lmkit.model.transformer import TransformerLM
 from lmkit.parallel.failures import StepWatch, losses_named
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.tables import CheckpointConfig, TrainConfig
@@ -25,11 +24,17 @@ from lmkit.training.metrics import Sink
 from lmkit.training.model_state import model_weights, optimizer_tensors
 from lmkit.training.signals import StopSignals, end_as_stopped
 from lmkit.training.state import TrainingState, capture_rng
-from lmkit.training.step import Outcome, Step
+from lmkit.training.step import Outcome, Step, load_batch
+
+Ending = Literal["finished", "stopped early"]
+
+
+class Diverged(LmkitError):
+    """A loss or gradient is not finite on some rank. All ranks raise it at the same step."""
 
 
 class TrainingClock:
-    """Wall-clock of a run, going on from what earlier sessions used."""
+    """Measure the wall-clock time of a run, including what earlier sessions used."""
 
     def __init__(self, *, used_seconds: float, max_minutes: float | None, ranks: Ranks) -> None:
         self._used = used_seconds
@@ -39,16 +44,16 @@ class TrainingClock:
 
     @property
     def seconds(self) -> float:
-        """Used so far."""
+        """Time used so far."""
         return self._used + time.perf_counter() - self._started
 
     @property
     def seconds_left(self) -> float | None:
-        """Until `max_minutes`; None without that limit."""
+        """Time until `max_minutes`; None without that limit."""
         return None if self._limit is None else max(0.0, self._limit - self.seconds)
 
     def fraction(self) -> float | None:
-        """Share of `max_minutes` that is used, by the first rank's clock: equal on all ranks, which all call it."""
+        """Return the used share of `max_minutes`, by rank 0's clock. All ranks call it and get the same value."""
         if self._limit is None:
             return None
         share = torch.tensor(self.seconds / self._limit, dtype=torch.float64)
@@ -58,7 +63,7 @@ class TrainingClock:
 
 
 class Speedometer:
-    """Tokens per second since the last reading, and of the whole session, without the time in `excluded` blocks."""
+    """Measure tokens per second, since the last read and over the session, without `excluded` blocks."""
 
     def __init__(self) -> None:
         self._since = time.perf_counter()
@@ -70,7 +75,7 @@ class Speedometer:
         self._tokens += tokens
 
     def read(self) -> float:
-        """The speed since the last call."""
+        """Return the speed since the last call."""
         now = time.perf_counter()
         seconds = max(now - self._since, 1e-9)
         speed = self._tokens / seconds
@@ -81,27 +86,20 @@ class Speedometer:
 
     @property
     def session(self) -> float | None:
-        """The mean speed up to the last reading; None before the first."""
+        """The mean speed up to the last read; None before the first."""
         return self._earlier_tokens / self._earlier_seconds if self._earlier_seconds else None
 
     @contextmanager
     def excluded(self) -> Iterator[None]:
-        """Time in here does not count: evaluation, say."""
+        """Do not count the time inside, for example of an evaluation."""
         entered = time.perf_counter()
         yield
         self._since += time.perf_counter() - entered
 
 
-Ending = Literal["finished", "stopped early"]
-
-
-class Diverged(LmkitError):
-    """A loss or gradient is not finite on some rank; raised on all of them, at the same step."""
-
-
 @dataclass
 class Moment:
-    """Where a run stands: everything that changes from step to step besides tensors."""
+    """The position of a run: everything besides tensors that changes from step to step."""
 
     step: int = 0
     tokens: int = 0
@@ -113,22 +111,19 @@ class Moment:
 
 @dataclass(frozen=True)
 class Parts:
-    """What the loop drives; made by `lmkit.training.setup`.
+    """The objects that the trainer uses; `lmkit.training.setup.assemble` builds them.
 
     Attributes:
-        model: the plain model: evaluated and saved. `step` holds what calls it in training.
         held_out: None: there is nothing to evaluate on.
-        learning_rate: (step, fraction of the time or None) -> rate.
+        learning_rate: (step, used fraction of the time or None) -> learning rate.
         tokens_per_step: over all ranks.
         flops_share: FLOPs of one token over the peak FLOP/s of one device; None where no peak is known.
-        identity: the state that never changes (recipe, model, data); step and RNG are filled in.
+        identity: the state that never changes (recipe, model, data); `_save` fills in the rest.
     """
 
     train: TrainConfig
     checkpoint: CheckpointConfig
     ranks: Ranks
-    model: TransformerLM
-    optimizer: torch.optim.Optimizer
     step: Step
     batches: BatchSource
     held_out: HeldOut | None
@@ -142,7 +137,12 @@ class Parts:
 
 
 class Trainer:
-    """Runs from `moment` to the end of the schedule, or to an earlier stop. Every rank runs one."""
+    """Train from `moment` to the end of the schedule, or to an earlier stop. Every rank runs one.
+
+    Args:
+        signals: tell the trainer to stop; entered.
+        stop_at_step: end early after this step.
+    """
 
     def __init__(
         self, parts: Parts, moment: Moment, signals: StopSignals, *, stop_at_step: int | None = None
@@ -152,13 +152,13 @@ class Trainer:
         self._signals = signals
         self._stop_at_step = stop_at_step
         self._began_at = moment.step
-        self._saved_step = moment.step  # the checkpoint that we come from, or nothing to save at step 0
+        self._saved_step = moment.step  # resumed from this checkpoint; or step 0, which is not saved
         self._speed = Speedometer()
         self._fraction = parts.clock.fraction()
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Mean of the session."""
+        """Mean of this session."""
         return self._speed.session
 
     def run(self) -> Ending:
@@ -175,7 +175,7 @@ class Trainer:
             self._await_save()
             completed = True
         except Diverged:
-            self._await_save()  # a checkpoint from before is good, and all ranks are there to finish it
+            self._await_save()  # an earlier checkpoint is good, and all ranks are there to finish it
             raise
         finally:
             if not completed:
@@ -186,13 +186,13 @@ class Trainer:
         return "finished" if self._is_over() else "stopped early"
 
     def _run_steps(self, watch: StepWatch) -> bool:
-        """Steps until the end; True if a signal ended them."""
+        """Make steps until the end. Return True if a signal ended them."""
         batch = None if self._is_done() else self._next_batch()
         while batch is not None:
             with range_("step"), watch.step(self.moment.step + 1):
                 lr = self.parts.learning_rate(self.moment.step, self._fraction)
                 loss = self.parts.step.accumulate(*batch)
-                upcoming = self._next_batch(ahead=1)  # while a GPU still computes
+                upcoming = self._next_batch(ahead=1)  # the GPU is still computing
                 outcome = self.parts.step.update(
                     loss,
                     lr=lr,
@@ -209,15 +209,10 @@ class Trainer:
         return False
 
     def _next_batch(self, ahead: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        with range_("data"):
-            device = self.parts.ranks.device
-            inputs, targets = self.parts.batches.batch(self.moment.step + ahead)
-            if device.type == "cuda":
-                inputs, targets = inputs.pin_memory(), targets.pin_memory()
-            return inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+        return load_batch(self.parts.batches, self.moment.step + ahead, self.parts.ranks.device)
 
     def _count(self, outcome: Outcome) -> None:
-        """Move on by one step, applied or not: a bad batch must not come again."""
+        """Advance by one step, applied or not: a bad batch must not come again."""
         moment = self.moment
         moment.step += 1
         moment.tokens += self.parts.tokens_per_step
@@ -231,18 +226,20 @@ class Trainer:
         what = f"step {moment.step}: {self._what_is_not_finite(outcome)}"
         if train.nonfinite == "stop":
             raise Diverged(
+                "train.nonfinite",
                 f"{what}: not finite; weights are untouched",
                 hint='lower optimizer.lr, or go on without such steps: --set train.nonfinite="skip"',
             )
         if moment.skipped_in_a_row > train.max_skips:
             raise Diverged(
+                "train.nonfinite",
                 f"{what}: not finite {moment.skipped_in_a_row} times in a row, train.max_skips is {train.max_skips}",
                 hint="lower optimizer.lr",
             )
         self.parts.sink.record({"kind": "skip", "step": moment.step, "loss": loss})
 
     def _what_is_not_finite(self, outcome: Outcome) -> str:
-        """The losses that are not, by rank; else the norm of the gradient, in which one rank's spoils everyone's."""
+        """Return the losses that are not finite, by rank; else the norm of the averaged gradient."""
         own = f"loss {outcome.loss.item():.4f}, gradient norm {outcome.grad_norm.item()}"
         if self.parts.ranks.world_size == 1:
             return own
@@ -254,7 +251,7 @@ class Trainer:
         return f"loss {', '.join(bad)}" if bad else own
 
     def _after_step(self, outcome: Outcome, lr: float) -> bool:
-        """Log, evaluate and save as due; True if the run has to stop for a signal."""
+        """Log, evaluate and save as due. Return True if a signal asks the run to stop."""
         step, train, checkpoint = self.moment.step, self.parts.train, self.parts.checkpoint
         stopped, ends = outcome.stop, self._is_done() or outcome.stop
         if outcome.applied and (step == 1 or step % train.log_interval == 0 or ends):
@@ -263,7 +260,7 @@ class Trainer:
         if train.eval_interval and step % train.eval_interval == 0 and not stopped:
             evaluation = self._evaluate("valid", train.eval_batches or None)
             stopped = evaluation is None and self.parts.held_out is not None
-            is_best = evaluation is not None and self._rate(evaluation)
+            is_best = evaluation is not None and self._is_best(evaluation)
         if (
             ends
             or stopped
@@ -274,13 +271,13 @@ class Trainer:
         elif step == self._began_at + 1 and checkpoint.interval > 0:
             self.parts.writer.reserve(
                 self.parts.identity,
-                model=model_weights(self.parts.model),
+                model=model_weights(self.parts.step.model),
                 optimizer=self._optimizer_tensors(),
             )
         return stopped
 
-    def _rate(self, evaluation: Evaluation) -> bool:
-        """Note a held-out loss; True if it is the best so far."""
+    def _is_best(self, evaluation: Evaluation) -> bool:
+        """Record a held-out loss. Return True if it is the best so far."""
         moment = self.moment
         moment.valid_loss = evaluation.loss
         if moment.best_loss is not None and evaluation.loss >= moment.best_loss:
@@ -337,7 +334,7 @@ class Trainer:
             return None
         with self._speed.excluded():
             evaluation = evaluate(
-                parts.model,
+                parts.step.model,
                 parts.held_out,
                 parts.ranks,
                 precision=parts.train.precision,
@@ -358,7 +355,7 @@ class Trainer:
         return evaluation
 
     def _save(self) -> None:
-        """Begin to save this moment, unless it is saved already."""
+        """Begin to save, unless this step is saved already."""
         parts, moment = self.parts, self.moment
         if moment.step == self._saved_step:
             return
@@ -377,7 +374,7 @@ class Trainer:
                 "rng": (capture_rng(parts.ranks.device),),
             }
         )
-        parts.writer.save(state, model=model_weights(parts.model), optimizer=self._optimizer_tensors())
+        parts.writer.save(state, model=model_weights(parts.step.model), optimizer=self._optimizer_tensors())
         self._saved_step = moment.step
         parts.sink.record(
             {"kind": "checkpoint", "step": moment.step, "stall_seconds": parts.writer.stall_seconds}
@@ -388,10 +385,10 @@ class Trainer:
             self.parts.writer.wait_for_all()
 
     def _optimizer_tensors(self) -> dict[str, torch.Tensor]:
-        return optimizer_tensors(self.parts.optimizer, self.parts.model)
+        return optimizer_tensors(self.parts.step.optimizer, self.parts.step.model)
 
     def _progress(self) -> float:
-        """Share of the schedule that is done: of the steps or of the time, whichever is further."""
+        """Return the share of the schedule that is done: of the steps or of the time, whichever is further."""
         return max(self.moment.step / self.parts.train.steps, self._fraction or 0.0)
 
     def _is_over(self) -> bool:

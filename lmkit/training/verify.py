@@ -1,4 +1,4 @@
-"""`lmkit verify`: is what lies on the disk whole? And does resuming give the very same run?"""
+"""Verify that files on the disk are whole, and that a resumed run is the same run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from lmkit.training.session import ENVIRONMENT, RECIPE, train
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at, and what was found."""
+    """The result of checking one file or folder."""
 
     subject: str
     ok: bool
@@ -55,7 +55,7 @@ class Check:
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """All checks; `ok` if every one of them is."""
+    """The results of all checks; `ok` if all of them are."""
 
     path: str
     checks: tuple[Check, ...]
@@ -71,19 +71,19 @@ def verify_path(path: Path) -> VerifyResult:
     """Check a run folder, a checkpoint, a token file, a tokenizer, a recipe or a metrics file; reads all of it.
 
     Raises:
-        UsageError: there is nothing, or nothing that lmkit makes.
+        UsageError: there is no such file, or not one that lmkit makes.
     """
     return _result(str(path), list(_checks_of(path)))
 
 
 def _checks_of(path: Path) -> Iterator[Check]:
     if not path.exists():
-        otherwise = "name a run folder, or a file that lmkit made"
-        raise UsageError(f"{path}: no such file or folder", hint=hint_at_run(path, otherwise=otherwise))
+        hint = hint_at_run(path, otherwise="name a run folder, or a file that lmkit made")
+        raise UsageError("verify.not_found", f"{path}: no such file or folder", hint=hint)
     if path.is_dir():
         yield from _checks_of_folder(path)
     elif path.name == MANIFEST or (path.parent / MANIFEST).exists():
-        yield _check(path.parent, _checkpoint)  # a file of a checkpoint is judged by the manifest beside it
+        yield _check(path.parent, _checkpoint)  # the manifest has the checksum of this file
     elif path.suffix == ".json" and path.with_suffix(".npy").exists():
         yield _check(path.with_suffix(".npy"), _token_file)
     elif path.name == ENVIRONMENT:
@@ -92,6 +92,7 @@ def _checks_of(path: Path) -> Iterator[Check]:
         yield _check(path, _FILES[path.suffix])
     else:
         raise UsageError(
+            "verify.unknown_kind",
             f"{path}: not a kind of file that can be verified",
             hint=f"known: {', '.join(sorted(_FILES))}, run folders and checkpoints",
         )
@@ -107,13 +108,14 @@ def _checks_of_folder(folder: Path) -> Iterator[Check]:
             yield _check(step.path, _checkpoint)
     else:
         raise UsageError(
+            "verify.unknown_kind",
             f"{folder}: neither a run folder nor a checkpoint",
             hint=f"a run folder has a {RECIPE}, a checkpoint a {MANIFEST}",
         )
 
 
 def _is_run(folder: Path) -> bool:
-    """Whether somebody trains there; the result folder of a bench has a recipe, too."""
+    """Return whether the folder is a run; result folders of benches have a recipe, too."""
     if (folder / CHECKPOINTS).is_dir() or (folder / METRICS).exists():
         return True
     return (folder / RECIPE).exists() and not any(folder.glob("*_results.jsonl"))
@@ -176,7 +178,7 @@ def _json(path: Path) -> str:
     try:
         json.loads(path.read_bytes())
     except (ValueError, RecursionError):
-        raise LmkitError(f"{path}: not JSON") from None
+        raise LmkitError("verify.damaged", f"{path}: not JSON") from None
     return "readable"
 
 
@@ -185,7 +187,7 @@ def _metrics(path: Path) -> str:
     with open(path, "rb") as file:
         lines = sum(1 for _ in file)
     if records != lines:
-        raise LmkitError(f"{path}: {lines - records} of {lines} lines are no whole records")
+        raise LmkitError("verify.damaged", f"{path}: {lines - records} of {lines} lines are no whole records")
     return f"{lines} records"
 
 
@@ -198,10 +200,10 @@ _FILES: Mapping[str, Callable[[Path], str]] = {
 
 
 def verify_resume(recipe: Recipe, *, steps: int = 5) -> VerifyResult:
-    """Train 2 x `steps` in one go and in two halves, and compare weights, optimizer, generators and next batch.
+    """Train 2 x `steps` in one go and in two halves; compare weights, optimizer, generators and next batch.
 
-    Everything happens in a temporary folder, on one rank, with the recipe's own schedule; `train.max_minutes` is
-    left out, for clocks do not repeat.
+    Everything happens in a temporary folder, on one rank, with the recipe's own schedule. `train.max_minutes` is
+    ignored, because clocks do not repeat.
 
     Raises:
         UsageError: the recipe cannot be trained.
@@ -209,7 +211,8 @@ def verify_resume(recipe: Recipe, *, steps: int = 5) -> VerifyResult:
     table = required(recipe.train, "train", command="verify resume")
     half = min(steps, table.steps // 2)
     if half < 1:
-        raise UsageError("train.steps: resuming needs at least 2 steps", hint="raise train.steps")
+        hint = "raise train.steps"
+        raise UsageError("verify.too_few_steps", "train.steps: resuming needs at least 2 steps", hint=hint)
     with tempfile.TemporaryDirectory(prefix="lmkit-verify-") as folder:
         whole, parts = (_moved(recipe, Path(folder), name) for name in ("whole", "parts"))
         train(whole, stop_at_step=2 * half)
@@ -224,7 +227,7 @@ def verify_resume(recipe: Recipe, *, steps: int = 5) -> VerifyResult:
 
 
 def _moved(recipe: Recipe, folder: Path, name: str) -> Recipe:
-    """The recipe, run elsewhere but on the same data."""
+    """Return the recipe with another run folder, on the same data."""
     assert recipe.train is not None
     tokens, tokenizer = recipe.run.path / "tokens", recipe.run.path / TOKENIZER
     data = recipe.data.model_copy(
@@ -255,7 +258,7 @@ def _hashes(recipe: Recipe, step: int) -> dict[str, str]:
     return {
         "weights": _tensors_sha256(checkpoint.model_tensors()),
         "optimizer": _tensors_sha256(_all_optimizer_tensors(checkpoint)),
-        "random generators": _sha256(str(checkpoint.state.rng).encode()),
+        "random generators": hashlib.sha256(str(checkpoint.state.rng).encode()).hexdigest(),
         "next batch": _tensors_sha256({"inputs": inputs, "targets": targets}),
     }
 
@@ -274,10 +277,6 @@ def _tensors_sha256(tensors: Mapping[str, torch.Tensor]) -> str:
         digest.update(name.encode())
         digest.update(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
 
 
 def _result(path: str, checks: list[Check]) -> VerifyResult:

@@ -65,7 +65,7 @@ def _infinite_gradient_on_rank_1(rank: int) -> None:
 
     def accumulate(self: Step, *batch: torch.Tensor) -> torch.Tensor:
         if next(calls) == 4 and rank == 1:  # before the gradient is handed to the ranks' average
-            weight = self._model.ln_final.weight  # type: ignore[attr-defined]
+            weight = self.model.ln_final.weight  # type: ignore[attr-defined]
             weight.register_hook(lambda gradient: gradient + math.inf)
         return original(self, *batch)
 
@@ -87,7 +87,7 @@ def tell_whether_a_refused_update_changed_weights(rank: int) -> None:
     original = Step.update
 
     def update(self: Step, loss: torch.Tensor, **options: Any) -> Any:
-        weights = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        weights = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         before = [weight.detach().clone() for weight in weights]
         outcome = original(self, loss, **options)
         if outcome.nonfinite:
@@ -121,7 +121,7 @@ def _in_backward_of_step_3(rank: int, happen: Happening) -> None:
 
     def accumulate(self: Step, *batch: torch.Tensor) -> torch.Tensor:
         if next(calls) == 3:
-            weight = self._model.ln_final.weight  # type: ignore[attr-defined]
+            weight = self.model.ln_final.weight  # type: ignore[attr-defined]
             weight.register_hook(lambda gradient: happen(rank))
         return original(self, *batch)
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 from pathlib import Path
 
@@ -232,7 +233,7 @@ def test_a_manifest_names_only_files_beside_it(name: str, tmp_path: Path) -> Non
     content["files"][name] = {"sha256": "0" * 64, "bytes": 0}
     content["checksum"] = checkpoint_folder._checksum(content)
     (folder / MANIFEST).write_text(json.dumps(content))
-    with pytest.raises(DamagedCheckpoint, match="not a name"):
+    with pytest.raises(DamagedCheckpoint, match=re.escape(repr(name))):
         read_manifest(folder)
 
 

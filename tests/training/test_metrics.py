@@ -22,7 +22,7 @@ from lmkit.training import console as console_module
 from lmkit.training import metrics as wandb_sink
 from lmkit.training.console import PlainConsole, console, describe, duration
 from lmkit.training.metrics import Fanout, MetricsFile, WandbSink, read_metrics
-from lmkit.training.setup import open_sink
+from lmkit.training.session import open_sink
 
 
 def train_record(step: int, **changes: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from lmkit.optim.adamw import AdamW, decay_groups
 from lmkit.parallel.none import NoSync
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.tables import ModelConfig, ParallelConfig
-from lmkit.training.step import GROWTH_INTERVAL, INITIAL, LossScale, Step
+from lmkit.training.step import GROWTH_INTERVAL, INITIAL_SCALE, LossScale, Step
 
 CONFIG = ModelConfig(vocab_size=64, context_length=8, d_model=16, d_ff=32, num_layers=1, num_heads=2)
 
@@ -46,6 +46,7 @@ class Job:
         call = self.sync.attach(self.model)
         self.optimizer = self.sync.build_optimizer(AdamW, decay_groups(self.model.parameters(), 0.1))
         self.step = Step(
+            self.model,
             call,  # type: ignore[arg-type]
             self.optimizer,
             self.sync,
@@ -172,7 +173,7 @@ def test_products_run_in_the_precision_of_the_recipe(precision: str, dtype: torc
     model, sync = Watched(), NotedSync()
     sync.attach(model)
     optimizer = sync.build_optimizer(AdamW, [{"params": [model.weight]}])
-    step = Step(model, optimizer, sync, Ranks(), precision=precision, grad_clip=0.0)
+    step = Step(model, model, optimizer, sync, Ranks(), precision=precision)  # type: ignore[arg-type]
     step.accumulate(*make_batch(2))
     assert model.seen == [dtype, dtype]
 
@@ -185,7 +186,7 @@ def test_fp16_trains_as_without_a_loss_scale() -> None:
         loss = job.step.accumulate(*make_batch(2))
         if job is scaled:
             norm = torch.nn.utils.get_total_norm([p.grad for p in job.model.parameters()]).item()
-            assert norm == pytest.approx(INITIAL * norms[0], rel=0.02)  # 11 bits, a few roundings deep
+            assert norm == pytest.approx(INITIAL_SCALE * norms[0], rel=0.02)  # 11 bits, a few roundings deep
         norms.append(update(job, loss)[0].grad_norm.item())
     assert norms[1] == pytest.approx(norms[0], rel=0.02)
     assert scaled.sync.notes[-1] == "finish, wait=True"  # unscaling reads the gradients
@@ -229,21 +230,21 @@ def test_the_loss_scale_counts_good_steps_without_a_break() -> None:
             resumed.restore(scale.state())
         elif number > 7:
             resumed.keep()
-    assert scale.scale == resumed.scale == INITIAL / 2
+    assert scale.scale == resumed.scale == INITIAL_SCALE / 2
     scale.keep()
     resumed.keep()
-    assert scale.scale == resumed.scale == INITIAL
+    assert scale.scale == resumed.scale == INITIAL_SCALE
     scale.keep()
-    assert (scale.scale, scale.state().good_steps) == (INITIAL, 1)  # counted anew
+    assert (scale.scale, scale.state().good_steps) == (INITIAL_SCALE, 1)  # counted anew
 
 
 def test_loss_scale_halves_on_overflow_grows_after_long_and_gives_up_at_one() -> None:
     scale = LossScale()
     assert scale.shrink()
-    assert scale.scale == INITIAL / 2
+    assert scale.scale == INITIAL_SCALE / 2
     for _ in range(GROWTH_INTERVAL):
         scale.keep()
-    assert scale.scale == INITIAL
+    assert scale.scale == INITIAL_SCALE
     halvings = 0
     while scale.shrink():
         halvings += 1
