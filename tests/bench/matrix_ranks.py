@@ -21,7 +21,7 @@ def crowded_rank(options: cells.LmMatrixOptions, progress: Any, journal: Journal
     class Crowded(real):
         def __init__(self, config, ranks: Ranks, batches, **options) -> None:
             super().__init__(config, ranks, batches, **options)
-            self._is_full = ranks.rank == 1 and (config.attention, options["strategy"]) == (
+            self._is_full = ranks.rank == 1 and (config.attention, options["parallel"].strategy) == (
                 "reference",
                 "flat",
             )

@@ -68,7 +68,7 @@ def weights(run: Path) -> bytes:
 
 def assert_one_line_and_a_hint(done: subprocess.CompletedProcess[str]) -> None:
     lines = done.stderr.strip().splitlines()
-    assert lines[-2].startswith("error: ")
+    assert lines[-2].startswith("error[resume.other_recipe]: ")
     assert lines[-1].startswith("hint: ")
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
