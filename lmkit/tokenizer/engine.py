@@ -130,8 +130,9 @@ class NativeEncoder:
         self._code = code
         self._classes = character_classes()  # the C encoder borrows it
         byte_ids = np.array(merges.byte_ids, np.int32)
-        left, right, merged = np.array(merges.merges, np.int32).reshape(-1, 3).T.copy()
-        addresses = [table.ctypes.data for table in (self._classes, byte_ids, left, right, merged)]
+        table = np.fromiter(chain.from_iterable(merges.merges), np.int32, 3 * len(merges.merges))
+        left, right, merged = table.reshape(-1, 3).T.copy()
+        addresses = [column.ctypes.data for column in (self._classes, byte_ids, left, right, merged)]
         self._encoder = code.lmkit_encoder_new(*addresses, len(merged))
         if not self._encoder:
             raise MemoryError("no memory for the encoder")
@@ -344,13 +345,10 @@ def share_out(
         item, result = under_way.popleft()
         finish(item, result.result())
 
-    pool = ThreadPoolExecutor(len(workers))
-    try:
+    with ThreadPoolExecutor(len(workers)) as pool:
         for item in items:
             under_way.append((item, pool.submit(work, item)))
             if len(under_way) >= _AHEAD * len(workers):
                 finish_first()
         while under_way:
             finish_first()
-    finally:
-        pool.shutdown(cancel_futures=True)  # after an error, items that no thread has begun are dropped

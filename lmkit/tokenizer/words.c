@@ -1,12 +1,11 @@
-/* Words of a text in C: finding them, and the two things that are done with them.
+/* Find the words of a text, and encode or count them: the fast form of pretokenize.py and bpe.py.
  *
  *   for every word between special tokens (next_special, word_end):
- *       encoding:  copy its tokens to the output; a new word's bytes are merged, and the tokens remembered (Encoder).
- *       counting:  add one to its count (Counter).
+ *       Encoder: write its tokens to the output; merge the bytes of a new word, and remember its tokens.
+ *       Counter: add one to its count.
  *
- * Both keep what they know of words in a Table. The same results as chunk_encoder.NumpyEncoder and
- * word_counter.NumpyCounter, one word after the other. No globals, no I/O; one Encoder or Counter serves one thread.
- * native.py compiles and calls this.
+ * Encoder and Counter keep the words that they know in a Table. There are no globals and no I/O; an Encoder or Counter
+ * serves one thread at a time. engine.py compiles this file and calls the functions that begin with lmkit_.
  */
 #define _DEFAULT_SOURCE                         /* madvise */
 #include <stdint.h>
@@ -16,21 +15,21 @@
 #include <sys/mman.h>
 #endif
 
-enum { OTHER, LETTER, NUMBER, SPACE };          /* pattern.CharacterClass */
-static const uint64_t NO_MERGE = UINT64_MAX;    /* of a pair that is not merged */
-enum { SHORT_WORD = 64 };                       /* bytes; beyond, merging uses a heap */
-enum { LONGEST_REMEMBERED = 1 << 12 };          /* bytes, when encoding */
+enum { OTHER, LETTER, NUMBER, SPACE };          /* pretokenize.CharacterClass */
+static const uint64_t NO_MERGE = UINT64_MAX;    /* value of a pair that is not merged */
+enum { SHORT_WORD = 64 };                       /* bytes; a longer word is merged with a heap */
+enum { LONGEST_REMEMBERED = 1 << 12 };          /* bytes; an Encoder does not remember longer words */
 enum { FIRST_CAPACITY = 1 << 14 };              /* slots */
-enum { MOST_WORDS = 349525, MOST_BYTES = 1 << 25 };  /* when encoding; with more words the slots would double */
+enum { MOST_WORDS = 349525, MOST_BYTES = 1 << 25 };  /* of an Encoder; one more word would double the slots */
 enum { HUGE_PAGE = 1 << 21 };                   /* bytes */
 
 /* ---- special tokens */
 
-/* What SpecialTokens.packed holds: for each its id and its size (int32), then its bytes; longest first. */
+/* Special tokens as SpecialTokens.packed has them: id and size (int32) of each, then its bytes; longest first. */
 typedef struct {
     const uint8_t *packed, *packed_end;
     uint8_t begins[256];                        /* whether a special token begins with this byte */
-    int only;                                   /* the one byte with which they all begin, or -1 */
+    int only;                                   /* the byte with which all of them begin, or -1 */
 } Specials;
 
 typedef struct {
@@ -52,8 +51,8 @@ static Specials specials_from(const uint8_t *packed, int64_t size)
     return specials;
 }
 
-/* The first special token between p and end, of several that begin at one place the longest; empty and at end if there
- * is none. */
+/* Return the first special token between p and end; of several that begin at the same place the longest. If there is
+ * none, return an empty span at end. */
 static Span next_special(const Specials *specials, const uint8_t *p, const uint8_t *end)
 {
     for (; p < end && specials->packed < specials->packed_end; p++) {
@@ -74,16 +73,16 @@ static Span next_special(const Specials *specials, const uint8_t *p, const uint8
 
 /* ---- UTF-8 */
 
-/* The 8 bytes at p as an integer, the first one lowest. */
+/* Return the 8 bytes at p as an integer, the first byte lowest. */
 static inline uint64_t eight_bytes(const uint8_t *p)
 {
     uint64_t x = 0;
-    for (int i = 0; i < 8; i++)                 /* compiled to one load */
+    for (int i = 0; i < 8; i++)                 /* compilers make one load of this */
         x |= (uint64_t)p[i] << 8 * i;
     return x;
 }
 
-/* The number of bytes of the character at p, 0 if it is not valid (Unicode 15, table 3-7). */
+/* Return the number of bytes of the character at p, 0 if it is invalid (Unicode 15, table 3-7). */
 static int character_size(const uint8_t *p, const uint8_t *end)
 {
     int size = p[0] < 0x80 ? 1 : p[0] < 0xC2 ? 0 : p[0] < 0xE0 ? 2 : p[0] < 0xF0 ? 3 : p[0] < 0xF5 ? 4 : 0;
@@ -92,13 +91,13 @@ static int character_size(const uint8_t *p, const uint8_t *end)
     for (int i = 1; i < size; i++)
         if ((p[i] & 0xC0) != 0x80)
             return 0;
-    if ((p[0] == 0xE0 && p[1] < 0xA0) || (p[0] == 0xED && p[1] > 0x9F)      /* too long for what it is; a surrogate */
-        || (p[0] == 0xF0 && p[1] < 0x90) || (p[0] == 0xF4 && p[1] > 0x8F))  /* too long; beyond U+10FFFF */
+    if ((p[0] == 0xE0 && p[1] < 0xA0) || (p[0] == 0xED && p[1] > 0x9F)      /* overlong; a surrogate */
+        || (p[0] == 0xF0 && p[1] < 0x90) || (p[0] == 0xF4 && p[1] > 0x8F))  /* overlong; beyond U+10FFFF */
         return 0;
     return size;
 }
 
-/* Whether `size` bytes are valid UTF-8. */
+/* Tell whether `size` bytes are valid UTF-8. */
 int lmkit_is_utf8(const uint8_t *data, int64_t size)
 {
     const uint8_t *p = data, *end = data + size;
@@ -117,7 +116,7 @@ int lmkit_is_utf8(const uint8_t *data, int64_t size)
 
 /* ---- words: GPT-2's pattern */
 
-/* The class of the character at p (valid UTF-8), and how many bytes it has. */
+/* Return the class of the character at p (valid UTF-8), and set `size` to its number of bytes. */
 static inline int class_at(const uint8_t *classes, const uint8_t *p, int *size)
 {
     uint32_t c = p[0];
@@ -136,19 +135,19 @@ static inline int class_at(const uint8_t *classes, const uint8_t *p, int *size)
     return classes[c];
 }
 
-/* How many of the 8 bytes at p are ASCII letters, up to the first that is none: one step instead of eight branches that
- * cannot be foretold. */
+/* Return how many of the 8 bytes at p are ASCII letters, up to the first other byte: one step instead of eight
+ * unpredictable branches. */
 static inline int leading_letters(const uint8_t *p)
 {
     const uint64_t each = 0x0101010101010101u;
     uint64_t x = eight_bytes(p);
-    uint64_t lower = (x | 0x20 * each) & 0x7F * each;   /* adding to bytes below 128 carries into no neighbour */
+    uint64_t lower = (x | 0x20 * each) & 0x7F * each;   /* bytes below 128: additions do not carry over */
     uint64_t letters = (lower + (128 - 'a') * each) & ~(lower + (127 - 'z') * each) & ~x & 128 * each;
     uint64_t others = letters ^ 128 * each;
     return others ? __builtin_ctzll(others) / 8 : 8;
 }
 
-/* The end of the run of characters of one class that begins at p. */
+/* Return the end of the run of characters of one class that begins at p. */
 static const uint8_t *run_end(const uint8_t *classes, const uint8_t *p, const uint8_t *end, int kind)
 {
     int size;
@@ -160,7 +159,7 @@ static const uint8_t *run_end(const uint8_t *classes, const uint8_t *p, const ui
     return p;
 }
 
-/* The end of a contraction whose apostrophe is at p; NULL if there is none. */
+/* Return the end of the contraction whose apostrophe is at p, or NULL. */
 static const uint8_t *contraction_end(const uint8_t *p, const uint8_t *end)
 {
     if (end - p >= 2 && (p[1] == 's' || p[1] == 'd' || p[1] == 'm' || p[1] == 't'))
@@ -170,7 +169,8 @@ static const uint8_t *contraction_end(const uint8_t *p, const uint8_t *end)
     return NULL;
 }
 
-/* The end of the word that begins at p; the text between special tokens ends at end. The branches are the pattern's:
+/* Return the end of the word that begins at p; `end` is the next special token or the end of the text. The branches
+ * are those of the pattern:
  * '(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+ */
 static const uint8_t *word_end(const uint8_t *classes, const uint8_t *p, const uint8_t *end)
 {
@@ -182,7 +182,7 @@ static const uint8_t *word_end(const uint8_t *classes, const uint8_t *p, const u
     int kind = class_at(classes, q, &size);
     if (kind != SPACE)
         return run_end(classes, q + size, end, kind);
-    const uint8_t *last = p;                    /* white space: the last character of it belongs to what follows */
+    const uint8_t *last = p;                    /* whitespace: its last character belongs to the next word */
     for (q = p; q < end && class_at(classes, q, &size) == SPACE; q += size)
         last = q;
     return q == end || last == p ? q : last;
@@ -190,21 +190,22 @@ static const uint8_t *word_end(const uint8_t *classes, const uint8_t *p, const u
 
 /* ---- known words */
 
-/* Up to 15 bytes a word is its own key: the bytes, padded with zeros, and the size in the topmost byte. A longer one has
- * a hash of its bytes in key[0], and 16 above the size in key[1]; its bytes follow. Behind that stands what is known of
- * the word: when counting its count (int64_t), when encoding how many tokens it has, and the tokens (int32_t). */
+/* A word of up to 15 bytes is its own key: the bytes, padded with zeros, and the size in the topmost byte. For a longer
+ * word key[0] is a hash of its bytes, and key[1] has 16 in the topmost byte and the size below; the bytes follow the
+ * key. The value follows: of a Counter the count (int64_t), of an Encoder the number of tokens and the tokens
+ * (int32_t). */
 typedef struct {
     uint64_t key[2];
 } Word;
 
-/* The words stand in the order of their appearance: the frequent ones together in front, where a cache keeps them. They are
- * found by open addressing in `slots`, at most two thirds of which are taken: the hash of a word in the upper half,
- * and in the lower where it begins, in units of 8 bytes, plus one; 0 is a free slot. */
+/* A hash table with open addressing; at most two thirds of the slots are taken. A slot has the hash of a word in its
+ * upper half, and the place of the word, in units of 8 bytes plus one, in its lower half; 0 is a free slot. The words
+ * are stored in the order of their appearance: so frequent words lie together, and stay in the cache. */
 typedef struct {
     uint64_t *slots;
     int64_t capacity, num_words;
     uint8_t *words;
-    int64_t size, room;                         /* of words, in bytes */
+    int64_t size, room;                         /* bytes of `words` that are used, and all */
 } Table;
 
 static inline uint64_t mix(uint64_t x)
@@ -213,7 +214,7 @@ static inline uint64_t mix(uint64_t x)
     return x ^ x >> 32;
 }
 
-/* The first `size` (at most 8) bytes at p as an integer; nothing is read at or beyond end. */
+/* Return the first `size` (at most 8) bytes at p as an integer, without reading at or beyond end. */
 static inline uint64_t integer_at(const uint8_t *p, int64_t size, const uint8_t *end)
 {
     uint64_t x = 0;
@@ -235,7 +236,7 @@ static inline void key_of(const uint8_t *word, int64_t size, const uint8_t *end,
     key[1] = (uint64_t)16 << 56 | (uint64_t)size;
 }
 
-/* In bytes. */
+/* Return the number of bytes of a word. */
 static inline int64_t word_size(const Word *word)
 {
     int64_t size = word->key[1] >> 56;
@@ -247,14 +248,13 @@ static inline const uint8_t *word_text(const Word *word)
     return (const uint8_t *)(word_size(word) <= 15 ? word : word + 1);
 }
 
-/* The bytes that a word of `size` bytes takes with `known` bytes of knowledge, in whole units of 8. */
-static inline int64_t bytes_with(int64_t size, int64_t known)
+/* Return how many bytes a word of `size` bytes takes with a value of `value_size` bytes, in whole units of 8. */
+static inline int64_t bytes_with(int64_t size, int64_t value_size)
 {
-    return sizeof(Word) + (size <= 15 ? 0 : (size + 7) & ~(int64_t)7) + ((known + 7) & ~(int64_t)7);
+    return sizeof(Word) + (size <= 15 ? 0 : (size + 7) & ~(int64_t)7) + ((value_size + 7) & ~(int64_t)7);
 }
 
-/* What is known of a word. */
-static inline void *knowledge(const Word *word)
+static inline void *value_of(const Word *word)
 {
     return (uint8_t *)word + bytes_with(word_size(word), 0);
 }
@@ -264,7 +264,7 @@ static inline uint32_t hash_of(const uint64_t key[2])
     return (uint32_t)mix(key[0] ^ key[1] * 0xC2B2AE3D27D4EB4Fu);
 }
 
-/* NULL for a word that is not in the table. */
+/* Return NULL for a word that is not in the table. */
 static inline Word *find_word(const Table *table, const uint64_t key[2], const uint8_t *word, int64_t size)
 {
     uint64_t mask = table->capacity - 1, hash = hash_of(key), entry;
@@ -286,8 +286,8 @@ static void take_slot(Table *table, uint64_t entry)
     table->slots[slot] = entry;
 }
 
-/* New memory, free()d as usual; NULL without it. What is large is asked for in huge pages: touching a table for the first
- * time is then a dozen page faults instead of thousands, with which the threads of a process hold each other up. */
+/* Return new memory for free(), or NULL. Large blocks are in huge pages: the first use of a table then takes a dozen
+ * page faults instead of thousands, for which the threads of a process wait on each other. */
 static void *allocate(int64_t size)
 {
     if (size < HUGE_PAGE)
@@ -296,7 +296,7 @@ static void *allocate(int64_t size)
     void *memory = aligned_alloc(HUGE_PAGE, size);
 #ifdef MADV_HUGEPAGE
     if (memory)
-        madvise(memory, size, MADV_HUGEPAGE);   /* a wish: where it is refused, pages are small */
+        madvise(memory, size, MADV_HUGEPAGE);   /* may be refused */
 #endif
     return memory;
 }
@@ -309,7 +309,7 @@ static int resize(Table *table, int64_t capacity)
     resized.slots = allocate(capacity * sizeof *resized.slots);
     if (!resized.slots)
         return -1;
-    /* Not calloc: its pages are read before they are written, two faults. */
+    /* Not calloc: its pages would be read first and then written, which takes two faults. */
     memset(resized.slots, 0, capacity * sizeof *resized.slots);
     for (int64_t i = 0; i < table->capacity; i++)
         if (table->slots[i])
@@ -345,10 +345,10 @@ static void free_table(Table *table)
     free(table->slots), free(table->words);
 }
 
-/* Put a new word into the table, with room for `known` bytes of knowledge behind it; NULL without memory. */
-static Word *add_word(Table *table, const uint64_t key[2], const uint8_t *word, int64_t size, int64_t known)
+/* Add a new word with room for a value of `value_size` bytes; NULL without memory. */
+static Word *add_word(Table *table, const uint64_t key[2], const uint8_t *word, int64_t size, int64_t value_size)
 {
-    int64_t end = table->size + bytes_with(size, known);
+    int64_t end = table->size + bytes_with(size, value_size);
     if (end / 8 >= UINT32_MAX || (end > table->room && extend(table, 2 * end))
         || (3 * (table->num_words + 1) > 2 * table->capacity && resize(table, 2 * table->capacity)))
         return NULL;
@@ -366,7 +366,7 @@ static Word *add_word(Table *table, const uint64_t key[2], const uint8_t *word, 
 
 typedef struct {
     uint64_t pair;                              /* left << 32 | right, plus 1; 0: free */
-    uint64_t merge;                             /* rank << 32 | the merged token: the lowest comes first */
+    uint64_t merge;                             /* rank << 32 | merged token: the lowest is merged first */
 } Merge;
 
 typedef struct {
@@ -377,7 +377,7 @@ typedef struct {
     Table known;
 } Encoder;
 
-/* Where a pair is, or would be. */
+/* Return the slot where a pair is, or would be. */
 static inline Merge *merge_slot(const Encoder *encoder, uint64_t pair)
 {
     uint64_t slot = mix(pair) & encoder->merges_mask;
@@ -386,7 +386,6 @@ static inline Merge *merge_slot(const Encoder *encoder, uint64_t pair)
     return &encoder->merges[slot];
 }
 
-/* As Merge has it. */
 static inline uint64_t pair_of(int32_t left, int32_t right)
 {
     return ((uint64_t)(uint32_t)left << 32 | (uint32_t)right) + 1;
@@ -397,7 +396,7 @@ static inline uint64_t find_merge(const Encoder *encoder, int32_t left, int32_t 
     return merge_slot(encoder, pair_of(left, right))->merge;    /* a free slot has NO_MERGE */
 }
 
-/* Merge at most SHORT_WORD bytes by looking for the best pair again and again; returns the number of tokens. */
+/* Merge a word of at most SHORT_WORD bytes by searching all pairs for each merge. Return the number of tokens. */
 static int64_t merge_short(const Encoder *encoder, const uint8_t *word, int64_t size, int32_t *token)
 {
     uint64_t merge[SHORT_WORD];                 /* of each token with the next */
@@ -408,7 +407,7 @@ static int64_t merge_short(const Encoder *encoder, const uint8_t *word, int64_t 
     while (size > 1) {
         int64_t best = 0;
         uint64_t lowest = merge[0];
-        for (int64_t i = 1; i + 1 < size; i++) {    /* without branches: which is lowest cannot be foretold */
+        for (int64_t i = 1; i + 1 < size; i++) {    /* without branches, which would be unpredictable */
             best = merge[i] < lowest ? i : best;
             lowest = merge[i] < lowest ? merge[i] : lowest;
         }
@@ -418,7 +417,7 @@ static int64_t merge_short(const Encoder *encoder, const uint8_t *word, int64_t 
         size--;
         for (int64_t i = best + 1; i < size; i++) {
             token[i] = token[i + 1];
-            merge[i] = merge[i + 1];            /* the last one is read beyond the pairs, and never used */
+            merge[i] = merge[i + 1];            /* the last is not a pair, and not used */
         }
         if (best > 0)
             merge[best - 1] = find_merge(encoder, token[best - 1], token[best]);
@@ -428,7 +427,7 @@ static int64_t merge_short(const Encoder *encoder, const uint8_t *word, int64_t 
     return size;
 }
 
-/* A pair that waits to be merged: rank in the upper half, place in the lower, so that integers compare rightly. */
+/* An entry is a pair that may be merged: rank in the upper half, place in the lower half. The smallest is on top. */
 static void heap_push(uint64_t *heap, int64_t *size, uint64_t entry)
 {
     int64_t i = (*size)++;
@@ -451,12 +450,12 @@ static uint64_t heap_pop(uint64_t *heap, int64_t *size)
     return top;
 }
 
-/* The same for a word of any length in n log n: a linked list of tokens, and a heap of pairs whose stale entries are
- * skipped. Returns the number of tokens, -1 without memory. */
+/* Merge a word of any length in n log n steps: a linked list of tokens, and a heap of pairs, whose outdated entries are
+ * skipped. Return the number of tokens, -1 without memory. */
 static int64_t merge_long(const Encoder *encoder, const uint8_t *word, int64_t size, int32_t *token)
 {
     int32_t *next = malloc(sizeof(int32_t) * size), *previous = malloc(sizeof(int32_t) * size);
-    uint64_t *heap = malloc(sizeof(uint64_t) * 3 * size);   /* a pair at every place, and two more for every merge */
+    uint64_t *heap = malloc(sizeof(uint64_t) * 3 * size);   /* a pair at each place, and two for each merge */
     if (!next || !previous || !heap || size > INT32_MAX) {
         free(next), free(previous), free(heap);
         return -1;
@@ -502,8 +501,7 @@ static int64_t merge_long(const Encoder *encoder, const uint8_t *word, int64_t s
 
 /* ---- encoding */
 
-/* Write the tokens of a word that is merged anew to out, which has room for one per byte; returns how many, -1 without
- * memory. */
+/* Merge a word; out has room for a token per byte. Return the number of tokens, -1 without memory. */
 static int64_t merge_word(const Encoder *encoder, const uint8_t *word, int64_t size, int32_t *out)
 {
     return size <= SHORT_WORD ? merge_short(encoder, word, size, out) : merge_long(encoder, word, size, out);
@@ -520,13 +518,13 @@ static int64_t encode_new_word(Encoder *encoder, const uint64_t key[2], const ui
     Word *added = add_word(known, key, word, size, bytes);
     if (!added)
         return -1;
-    int32_t *tokens = knowledge(added);
+    int32_t *tokens = value_of(added);
     *tokens = (int32_t)count;
     memcpy(tokens + 1, out, count * sizeof *out);
     return count;
 }
 
-/* Write the tokens of one word to out; returns how many, -1 without memory. */
+/* Write the tokens of a word to out. Return their number, -1 without memory. */
 static inline int64_t encode_word(Encoder *encoder, const uint8_t *word, int64_t size, const uint8_t *end, int32_t *out)
 {
     if (size > LONGEST_REMEMBERED)
@@ -536,7 +534,7 @@ static inline int64_t encode_word(Encoder *encoder, const uint8_t *word, int64_t
     const Word *known = find_word(&encoder->known, key, word, size);
     if (!known)
         return encode_new_word(encoder, key, word, size, out);
-    const int32_t *tokens = knowledge(known);
+    const int32_t *tokens = value_of(known);
     int64_t count = *tokens++;
     if (count == 1)
         *out = *tokens;
@@ -554,7 +552,7 @@ void lmkit_encoder_free(Encoder *encoder)
     free(encoder);
 }
 
-/* A new encoder; NULL without memory. `classes` is borrowed: it must outlive the encoder. */
+/* Return a new encoder, NULL without memory. `classes` is borrowed: it must outlive the encoder. */
 Encoder *lmkit_encoder_new(const uint8_t *classes, const int32_t *byte_ids, const int32_t *left, const int32_t *right,
                            const int32_t *merged, int64_t num_merges)
 {
@@ -568,7 +566,7 @@ Encoder *lmkit_encoder_new(const uint8_t *classes, const int32_t *byte_ids, cons
     memcpy(encoder->byte_ids, byte_ids, sizeof encoder->byte_ids);
     encoder->merges_mask = capacity - 1;
     encoder->merges = malloc(capacity * sizeof(Merge));
-    /* All the memory that words may take at once: what is not used costs nothing, and nothing is copied later. */
+    /* Reserve MOST_BYTES at once: unused pages cost nothing, and no words are copied later. */
     if (!encoder->merges || resize(&encoder->known, FIRST_CAPACITY) || extend(&encoder->known, MOST_BYTES)) {
         lmkit_encoder_free(encoder);
         return NULL;
@@ -583,7 +581,7 @@ Encoder *lmkit_encoder_new(const uint8_t *classes, const int32_t *byte_ids, cons
     return encoder;
 }
 
-/* Encode `size` bytes of valid UTF-8; out has room for as many ids. Returns how many there are; -1 without memory. */
+/* Encode `size` bytes of valid UTF-8; out has room for as many ids. Return the number of ids, -1 without memory. */
 int64_t lmkit_encode(Encoder *encoder, const uint8_t *data, int64_t size, const uint8_t *packed_specials,
                      int64_t packed_size, int32_t *out)
 {
@@ -619,12 +617,12 @@ static inline int count_word(Counter *counter, const uint64_t key[2], const uint
 {
     Word *known = find_word(&counter->known, key, word, size);
     if (known) {
-        *(int64_t *)knowledge(known) += count;
+        *(int64_t *)value_of(known) += count;
         return 0;
     }
     if (!(known = add_word(&counter->known, key, word, size, sizeof count)))
         return -1;
-    *(int64_t *)knowledge(known) = count;
+    *(int64_t *)value_of(known) = count;
     return 0;
 }
 
@@ -636,7 +634,7 @@ void lmkit_counter_free(Counter *counter)
     free(counter);
 }
 
-/* A new counter; NULL without memory. `classes` is borrowed: it must outlive the counter. */
+/* Return a new counter, NULL without memory. `classes` is borrowed: it must outlive the counter. */
 Counter *lmkit_counter_new(const uint8_t *classes)
 {
     Counter *counter = calloc(1, sizeof(Counter));
@@ -668,7 +666,7 @@ int lmkit_count(Counter *counter, const uint8_t *data, int64_t size, const uint8
     return 0;
 }
 
-/* The first word, NULL if there is none, and the word behind another one, NULL if that is the last. */
+/* first_word and next_word iterate over the words of a counter's table; NULL ends. */
 static const Word *first_word(const Table *table)
 {
     return table->num_words ? (const Word *)table->words : NULL;
@@ -680,18 +678,18 @@ static const Word *next_word(const Table *table, const Word *word)
     return next < table->words + table->size ? (const Word *)next : NULL;
 }
 
-/* Add to `counter` what another one has counted; -1 without memory. */
+/* Add the counts of another counter; -1 without memory. */
 int lmkit_count_together(Counter *counter, const Counter *other)
 {
     const Table *words = &other->known;
     for (const Word *word = first_word(words); word; word = next_word(words, word))
-        if (count_word(counter, word->key, word_text(word), word_size(word), *(int64_t *)knowledge(word)))
+        if (count_word(counter, word->key, word_text(word), word_size(word), *(int64_t *)value_of(word)))
             return -1;
     counter->num_special += other->num_special;
     return 0;
 }
 
-/* How many distinct words there are, how many bytes they have, and how many special tokens were seen. */
+/* Set `sizes` to the number of distinct words, of their bytes, and of special tokens. */
 void lmkit_counter_sizes(const Counter *counter, int64_t sizes[3])
 {
     const Table *words = &counter->known;
@@ -702,13 +700,13 @@ void lmkit_counter_sizes(const Counter *counter, int64_t sizes[3])
     sizes[2] = counter->num_special;
 }
 
-/* Write all words, joined, to text, and the size and count of each; in order of their first appearance. */
+/* Write all words, joined, to text, and the size and count of each, in the order of their first appearance. */
 void lmkit_counter_words(const Counter *counter, uint8_t *text, int64_t *sizes, int64_t *counts)
 {
     const Table *words = &counter->known;
     for (const Word *word = first_word(words); word; word = next_word(words, word)) {
         *sizes = word_size(word);
-        *counts++ = *(int64_t *)knowledge(word);
+        *counts++ = *(int64_t *)value_of(word);
         memcpy(text, word_text(word), *sizes);
         text += *sizes++;
     }

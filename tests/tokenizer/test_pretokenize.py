@@ -109,6 +109,6 @@ def test_fault_26_leftmost_longest(text: str) -> None:
 
 
 def test_would_be_cut() -> None:
-    specials = SpecialTokens({"<| |>": 0})
+    specials = SpecialTokens({"<| |>": 0, "c": 1})
     data = b"ab <| |> cd"
     assert [at for at in range(len(data)) if specials.would_be_cut(data, at)] == [4, 5, 6, 7]
