@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from lmkit import __version__
-from lmkit.cli import bench, data, generate, inspect, profile, recipe, run, tokenizer, train
+from lmkit.cli import bench, data, env, generate, profile, recipe, results, run, tokenizer, train, verify
 from lmkit.cli.options import DebugOption
 from lmkit.cli.ranks import speak_for_ranks
 from lmkit.errors import LmkitError, UsageError, out_of_memory, reason
@@ -51,7 +51,9 @@ app.add_typer(tokenizer.app, name="tokenizer")
 app.add_typer(bench.app, name="bench")
 app.add_typer(profile.app, name="profile")
 app.add_typer(recipe.app, name="recipe")
-inspect.register(app)
+env.register(app)
+results.register(app)
+verify.register(app)
 
 
 def run_command_line(arguments: Sequence[str]) -> int:

@@ -18,8 +18,7 @@ from lmkit.cli.options import (
 )
 from lmkit.cli.progress import progress_on_stderr
 from lmkit.cli.render import show
-from lmkit.commands.numbers import count, megabytes
-from lmkit.measure.tables import enumeration, statement
+from lmkit.measure.tables import enumeration, megabytes, statement
 from lmkit.storage.outputs import refuse_existing
 
 PREVIEW_TOKENS = 64
@@ -150,7 +149,7 @@ class TokenFileFacts:
         size = _size(self.num_tokens, self.num_documents, self.num_bytes, self.dtype)
         lines = [
             statement(self.path, size),
-            f"vocabulary {count(self.vocab_size)}, tokenizer {self.tokenizer_sha256[:12]}",
+            f"vocabulary {self.vocab_size:,}, tokenizer {self.tokenizer_sha256[:12]}",
             enumeration("begins", [self.preview]),
         ]
         return "\n".join(lines)
@@ -186,5 +185,5 @@ def inspect(
 
 
 def _size(num_tokens: int, num_documents: int, num_bytes: int, dtype: str = "") -> str:
-    tokens = f"{count(num_tokens)} tokens" + (f" ({dtype})" if dtype else "")
-    return f"{tokens}, {count(num_documents)} documents, {num_bytes / max(num_tokens, 1):.2f} bytes per token"
+    tokens = f"{num_tokens:,} tokens" + (f" ({dtype})" if dtype else "")
+    return f"{tokens}, {num_documents:,} documents, {num_bytes / max(num_tokens, 1):.2f} bytes per token"

@@ -8,10 +8,12 @@ from lmkit.cli.options import (
     DebugOption,
     DryRunOption,
     JsonOption,
+    NprocOption,
     PluginOption,
     PrintRecipeOption,
     RecipeArgument,
     SetOption,
+    examples,
 )
 from lmkit.cli.progress import progress_on_stderr
 from lmkit.cli.render import show
@@ -19,7 +21,13 @@ from lmkit.cli.render import show
 
 def register(app: typer.Typer) -> None:
     """Add the command to the root."""
-    app.command(epilog="Example: lmkit run quickstart --set run.name=first --set train.steps=300")(run)
+    app.command(
+        epilog=examples(
+            "lmkit run quickstart --set run.name=first --set train.steps=300",
+            "lmkit run quickstart --nproc 2",
+            "torchrun --nproc-per-node 2 -m lmkit run quickstart",
+        )
+    )(run)
 
 
 def run(
@@ -27,36 +35,28 @@ def run(
     set_: SetOption = None,
     plugin: PluginOption = None,
     skip_data: Annotated[
-        bool,
-        typer.Option(
-            "--skip-data",
-            help="Take the corpus, tokenizer and token files as they are.",
-        ),
+        bool, typer.Option("--skip-data", help="Use the corpus, tokenizer and token files as they are.")
     ] = False,
     from_stage: Annotated[
         str | None,
-        typer.Option(
-            "--from",
-            metavar="STAGE",
-            help="Do this stage and all after it again.",
-            show_default=False,
-        ),
+        typer.Option("--from", metavar="STAGE", help="Redo this stage and all after it.", show_default=False),
     ] = None,
     force: Annotated[
         bool,
         typer.Option(
-            "--force", help="Delete what the run folder holds, whichever recipe made it, and start over."
+            "--force", help="Delete the content of the run folder, whichever recipe made it, and start over."
         ),
     ] = False,
+    nproc: NprocOption = 1,
     print_recipe: PrintRecipeOption = False,
     dry_run: DryRunOption = False,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """From text to a model that writes, in one command.
+    """Make a model that writes stories from text, in one command.
 
-    The stages are corpus, tokenizer, encode (token files), train, evaluate and generate (a story). Those that are up
-    to date are not done again; a training that was interrupted goes on.
+    The stages are corpus, tokenizer, encode, train, evaluate and generate. Stages that are up to date are skipped;
+    an interrupted training resumes. Under torchrun, rank 0 makes the data, and all ranks train.
     """
     from lmkit.recipe.load import load_recipe, recipe_to_toml
 
@@ -64,13 +64,15 @@ def run(
     if print_recipe:
         typer.echo(recipe_to_toml(loaded), nl=False)
         return
-    from lmkit.commands import run as command
+    from lmkit.cli import pipeline
 
     if dry_run:
-        show(command.plan(loaded, from_stage=from_stage, skip_data=skip_data, force=force), as_json=as_json)
+        plan = pipeline.plan(loaded, from_stage=from_stage, skip_data=skip_data, force=force)
+        show(plan, as_json=as_json)
         return
     with progress_on_stderr() as progress:
-        result = command.run(
-            loaded, from_stage=from_stage, skip_data=skip_data, force=force, progress=progress
+        result = pipeline.run(
+            loaded, from_stage=from_stage, skip_data=skip_data, force=force, nproc=nproc, progress=progress
         )
-    show(result, as_json=as_json)
+    if result is not None:  # rank 0 prints
+        show(result, as_json=as_json)

@@ -174,3 +174,8 @@ def statement(what: str, facts: str) -> str:
     """`what: facts`; the facts in a line of their own where a terminal is too narrow for both."""
     line = f"{what}: {facts}"
     return line if len(line) <= TERMINAL_WIDTH else f"{what}:\n  {facts}"
+
+
+def megabytes(num_bytes: int) -> str:
+    """Return bytes as MB (10^6), or as kB (10^3) below a tenth of one."""
+    return f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 1e5 else f"{num_bytes / 1e3:.1f} kB"

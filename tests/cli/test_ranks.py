@@ -98,7 +98,7 @@ def test_under_torchrun_an_error_of_all_ranks_is_said_once_and_its_summary_holds
 LEAVING = """
 import os, torch.distributed as dist, torch
 from lmkit.cli import app
-from lmkit.commands import env
+from lmkit.measure import environment
 from lmkit.errors import LmkitError
 from lmkit.parallel.failures import losses_named
 from lmkit.parallel.ranks import process_group
@@ -110,7 +110,7 @@ def run():  # stands for a command whose second rank fails while the first waits
             raise LmkitError("tokens.npy: is cut")
         dist.all_reduce(torch.ones(1))
 
-env.run = run
+environment.describe_environment = run
 os._exit(app.run_command_line(["env"]))
 """
 

@@ -6,8 +6,8 @@ import io
 
 import pytest
 
+from lmkit.cli.recipe import RecipeIsValid
 from lmkit.cli.render import show, write
-from lmkit.commands.recipe import RecipeIsValid
 
 
 @pytest.mark.parametrize(

@@ -19,13 +19,20 @@ from download_formats import DOWNLOAD_FORMATS
 from format import Files, Format, is_changed
 from result_formats import RESULT_FORMATS
 
-from lmkit.commands.recipe import show_recipe
-from lmkit.commands.stages import StageRecord
+from lmkit.cli.pipeline import STAGES, Pipeline
+from lmkit.cli.recipe import describe
 from lmkit.data.corpora import prepare_corpus
 from lmkit.data.token_files import TokenFileWriter, open_tokens
 from lmkit.errors import LmkitError
 from lmkit.optim.adamw import AdamW
-from lmkit.recipe.load import canonical, fill_preset, load_recipe, recipe_to_toml, shipped_recipes, validate
+from lmkit.recipe.load import (
+    fill_preset,
+    load_recipe,
+    recipe_to_toml,
+    shipped_recipes,
+    validate,
+    with_our_names,
+)
 from lmkit.recipe.tables import CorpusConfig
 from lmkit.tokenizer import Tokenizer
 from lmkit.tokenizer.files import to_bytes
@@ -76,8 +83,8 @@ class RecipeFile(Format):
     def read(self, folder: Path, random: Random) -> None:
         path = folder / "recipe.toml"
         recipe = load_recipe(path)
-        show_recipe(recipe)
-        written = canonical(tomllib.loads(path.read_text("utf-8")))
+        describe(recipe)
+        written = with_our_names(tomllib.loads(path.read_text("utf-8")))
         if "model" in written:
             written["model"] = fill_preset(written["model"])
         loaded = recipe.model_dump(mode="json")
@@ -371,25 +378,26 @@ class Stages(Format):
     )
 
     def make(self, folder: Path) -> Files:
-        record = StageRecord(folder / "stages.json")
+        pipeline = self._pipeline(folder)
         (folder / "train.txt").write_text("text")
         for stage in ("corpus", "tokenizer"):
-            record.begin(stage, "key")
-            record.finish(stage, "key", {"train": [Path("train.txt")], "valid": []})
-        record.begin("encode", "key")
+            pipeline.finish(stage, {"train": [Path("train.txt")], "valid": []})
         return {"stages.json": (folder / "stages.json").read_bytes()}
 
     def read(self, folder: Path, random: Random) -> None:
-        record = StageRecord(folder / "stages.json")
-        for stage in ("corpus", "tokenizer", "encode", "train"):
-            record.begun(stage, "before")
-            record.finished(stage, "key")
-            if record.made(stage):
+        pipeline = self._pipeline(folder)
+        for stage in STAGES:
+            pipeline.is_finished(stage)
+            if pipeline.was_made(stage):
                 assert all(
-                    isinstance(path, Path) for paths in record.outputs(stage).values() for path in paths
+                    isinstance(path, Path) for paths in pipeline.outputs(stage).values() for path in paths
                 )
-        record.begin("train", "key", "before")
-        assert StageRecord(folder / "stages.json").begun("train", "before")
+        pipeline.finish("train", {})
+        assert self._pipeline(folder).is_finished("train")
+
+    def _pipeline(self, folder: Path) -> Pipeline:
+        recipe = load_recipe("quickstart", flags={"run.folder": str(folder.parent), "run.name": folder.name})
+        return Pipeline(recipe, progress=lambda *_: None)
 
 
 class Corpus(Format):

@@ -6,11 +6,11 @@ import pytest
 from lmkit.commands.profile import Profiled
 
 from lmkit.cli.data import Encoded, Synthesised, TokenFileFacts
+from lmkit.cli.env import EnvironmentFacts
+from lmkit.cli.pipeline import RunSummary
+from lmkit.cli.recipe import RecipeCopied, RecipeIsValid
 from lmkit.cli.tokenizer import TokenizerWritten, facts_text
 from lmkit.commands.bench import BenchStored
-from lmkit.commands.env import EnvironmentFacts
-from lmkit.commands.recipe import RecipeCopied, RecipeIsValid
-from lmkit.commands.run import RunSummary
 from lmkit.measure.tables import TERMINAL_WIDTH
 from lmkit.tokenizer.tokenizer import TokenizerFacts
 from lmkit.training.evaluation import EvaluateResult

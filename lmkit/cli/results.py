@@ -1,0 +1,68 @@
+"""`lmkit compare` and `lmkit report`: compare two results, and write reports of results."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lmkit.cli.options import DebugOption, JsonOption, examples
+from lmkit.cli.render import show
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the root."""
+    app.command(epilog="Example: lmkit compare before/ after/")(compare)
+    app.command(epilog=examples("lmkit report", "lmkit report artifacts/profiles --output write_ups"))(report)
+
+
+def compare(
+    before: Annotated[Path, typer.Argument(help="A bench's result folder, or the .jsonl file in it.")],
+    after: Annotated[Path, typer.Argument(help="The newer one, likewise.")],
+    threshold: Annotated[float, typer.Option(min=0, help="Smallest relative difference that counts.")] = 0.05,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Compare two results of one bench, row by row.
+
+    Exit code 1 if something is worse or nothing was compared.
+    """
+    from lmkit.commands import compare as command
+
+    result = command.run(before, after, threshold=threshold)
+    show(result, as_json=as_json)
+    if not result.is_fine:
+        raise typer.Exit(1)
+
+
+def report(
+    folder: Annotated[
+        Path | None,
+        typer.Argument(
+            help="Where the results of benches and profiles lie, at any depth.  "
+            "[default: artifacts/benches and artifacts/profiles]",
+            show_default=False,
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of the write-ups.  [default: `reports` in that folder, or in artifacts/benches]",
+            show_default=False,
+        ),
+    ] = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check", help="Write nothing; exit code 1 if a write-up does not say what the rows say."
+        ),
+    ] = False,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Make write-ups of measured results.
+
+    Of profiling, attention, data parallelism and optimizer sharding, as far as there are results.
+    """
+    from lmkit.commands import report as command
+
+    show(command.run(folder, output, check=check), as_json=as_json)

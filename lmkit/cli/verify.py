@@ -1,0 +1,73 @@
+"""`lmkit verify`: check files, or that resuming is exact."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lmkit.cli.options import DebugOption, JsonOption, PluginOption, SetOption, examples, refuse_typed
+from lmkit.cli.render import show
+from lmkit.errors import UsageError
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the root."""
+    app.command(
+        epilog=examples("lmkit verify artifacts/runs/quickstart", "lmkit verify quickstart --resume")
+    )(verify)
+
+
+def verify(
+    context: typer.Context,
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="Run folder, checkpoint, token file, tokenizer or recipe; with --resume, a recipe."
+        ),
+    ],
+    recipe: Annotated[str | None, typer.Argument(hidden=True)] = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="Train the recipe for 2N steps and for N + N; both must agree bit for bit."
+        ),
+    ] = False,
+    steps: Annotated[int, typer.Option(min=1, help="N of --resume.")] = 5,
+    set_: SetOption = None,
+    plugin: PluginOption = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Check that files are complete and undamaged, or that resuming is exact.
+
+    Exit code 1 if something is wrong.
+    """
+    if target == "resume" and recipe is not None:  # the older spelling: lmkit verify resume RECIPE
+        target, recipe, resume = recipe, None, True
+    if recipe is not None or target == "resume":
+        raise UsageError(
+            "verify.one_target",
+            "lmkit verify: takes one path, or --resume and a recipe",
+            hint="for example: lmkit verify quickstart --resume",
+        )
+    if not resume:
+        refuse_typed(
+            context,
+            "set_",
+            "steps",
+            why="only with --resume; files are checked as they are",
+            hint="leave it out, or: lmkit verify RECIPE --resume --steps N",
+        )
+        from lmkit.training.verify import verify_path
+
+        result = verify_path(Path(target))
+    else:
+        from lmkit.recipe.load import load_recipe
+
+        loaded = load_recipe(target, set_ or ())
+        from lmkit.training.verify import verify_resume
+
+        result = verify_resume(loaded, steps=steps)
+    show(result, as_json=as_json)
+    if not result.ok:
+        raise typer.Exit(1)
