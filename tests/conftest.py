@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
+import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from lmkit.cli.app import run_command_line
 from lmkit.measure.ranges import range_
 
 # For attention_oracle.py, which the tests in kernels/ and gpu/ use too.
@@ -41,6 +45,65 @@ def as_terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[], io.StringIO]:
         return terminal
 
     return begin
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """The two lines of an error."""
+
+    code: str
+    error: str
+    hint: str
+
+
+class Terminal:
+    """The command line in this process, in an empty folder."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+        self.err = ""
+        """What the last command that `__call__` ran wrote to stderr."""
+
+    def __call__(self, *words: str | Path, exit_code: int = 0) -> str:
+        """Run `lmkit WORDS` (one string is split at blanks); return what it printed on stdout."""
+        self._capsys.readouterr()
+        ended = self._run(words)
+        out, self.err = self._capsys.readouterr()
+        assert ended == exit_code, self.err
+        return out
+
+    def refuses(self, *words: str | Path, code: str, exit_code: int = 2, says: Sequence[str] = ()) -> Refusal:
+        """Run `lmkit WORDS`, which must end with this error: one line with its code and all words of `says`, one
+        line of hint, nothing on stdout."""
+        self._capsys.readouterr()
+        ended = self._run(words)
+        out, err = self._capsys.readouterr()
+        *before, error, hint = err.splitlines()
+        assert (ended, out) == (exit_code, ""), err
+        assert re.match(r"error\[[a-z0-9_.]+\]: ", error), err
+        assert re.match("hint: .", hint), err
+        assert all(line.startswith("warning: ") for line in before), err
+        refusal = Refusal(error[len("error[") : error.index("]")], error.partition("]: ")[2], hint)
+        assert refusal.code == code, err
+        for word in says:
+            assert word in refusal.error, err
+        return refusal
+
+    @staticmethod
+    def _run(words: Sequence[str | Path]) -> int:
+        first, *others = map(str, words)
+        return run_command_line([*first.split(), *others] if not others else [first, *others])
+
+
+@pytest.fixture
+def terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Terminal]:
+    monkeypatch.chdir(tmp_path)
+    log = logging.getLogger("lmkit")
+    before = log.handlers, log.level, log.propagate
+    yield Terminal(capsys)
+    log.handlers, log.level, log.propagate = before
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
     context_settings={"max_content_width": 100},
-    epilog="Begin with: lmkit run quickstart. More about each command: lmkit COMMAND --help",
+    epilog="Start with: lmkit run quickstart. Help for a command: lmkit COMMAND --help",
 )
 
 
@@ -40,7 +40,7 @@ def root(
     ] = False,
     debug: DebugOption = False,
 ) -> None:
-    """Build language models from the bottom up, and find out how fast each part is."""
+    """Build language models from scratch and measure how fast every part is."""
 
 
 run.register(app)

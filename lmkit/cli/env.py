@@ -34,7 +34,7 @@ def register(app: typer.Typer) -> None:
 
 
 def env(plugin: PluginOption = None, as_json: JsonOption = False, debug: DebugOption = False) -> None:
-    """Print versions, GPUs, and the kernels and strategies that run here."""
+    """Print versions, GPUs, and what runs on this machine."""
     from lmkit import __version__
     from lmkit.measure.environment import describe_environment
 

@@ -137,10 +137,10 @@ def split(values: list[str] | None) -> list[str] | None:
 
 
 def refuse_typed(context: typer.Context, *parameters: str, why: str, hint: str) -> None:
-    """Refuse options that were typed where the command would not look at them; defaults are nobody's wish.
+    """Refuse options that the user typed and the command would ignore. Defaults do not count.
 
     Args:
-        parameters: as the function of the command calls them.
+        parameters: their names in the function of the command.
 
     Raises:
         UsageError: names every such option.
@@ -151,7 +151,7 @@ def refuse_typed(context: typer.Context, *parameters: str, why: str, hint: str) 
         if parameter.name in parameters and _is_typed(context, parameter.name)
     ]
     if typed:
-        raise UsageError(f"{', '.join(typed)}: {why}", hint=hint)
+        raise UsageError("command.unused_option", f"{', '.join(typed)}: {why}", hint=hint)
 
 
 def _is_typed(context: typer.Context, parameter: str) -> bool:

@@ -69,7 +69,10 @@ def show_(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Print a recipe with the meaning of every key, and the size of its model."""
+    """Print a recipe with the meaning of every key.
+
+    Also prints the number of parameters of the model.
+    """
     from lmkit.recipe.load import load_recipe
 
     show(describe(load_recipe(recipe, set_ or ())), as_json=as_json)

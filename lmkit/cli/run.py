@@ -53,7 +53,7 @@ def run(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Make a model that writes stories from text, in one command.
+    """Turn text into a model that writes stories.
 
     The stages are corpus, tokenizer, encode, train, evaluate and generate. Stages that are up to date are skipped;
     an interrupted training resumes. Under torchrun, rank 0 makes the data, and all ranks train.

@@ -38,7 +38,7 @@ def verify(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Check that files are complete and undamaged, or that resuming is exact.
+    """Check files, or check that resuming is exact.
 
     Exit code 1 if something is wrong.
     """

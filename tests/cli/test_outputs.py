@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from lmkit.commands.profile import Profiled
 
 from lmkit.cli.data import Encoded, Synthesised, TokenFileFacts
 from lmkit.cli.env import EnvironmentFacts
@@ -24,7 +23,6 @@ RUN = "artifacts/runs/quickstart"
     "result",
     [
         BenchStored("attention", FOLDER, FILES, [], "table", measured=True),
-        Profiled(FOLDER, FILES, {}, "table"),
     ],
 )
 def test_a_long_list_of_files_is_wrapped_between_names(result: object) -> None:
