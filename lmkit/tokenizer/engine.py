@@ -2,7 +2,7 @@
 
 The C code is compiled once by the machine's compiler, kept in the user's cache folder, and called through ctypes. It
 releases the interpreter's lock, so that threads run in parallel. Without a compiler, `PythonEncoder` and
-`PythonCounter` do the same work more than 20 times slower; a warning says so once.
+`PythonCounter` do the same work, much slower; one warning says so.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def library() -> ctypes.CDLL | None:
     try:
         code = _load_or_compile()
     except (OSError, subprocess.SubprocessError) as error:
-        _log.warning("no C compiler (%s): the tokenizer runs in Python, more than 20 times slower", error)
+        _log.warning("no C compiler (%s): the tokenizer runs in Python, much slower", error)
         return None
     pointer, size = ctypes.c_void_p, ctypes.c_int64
     data = (ctypes.c_char_p, size)

@@ -1,4 +1,4 @@
-"""Learn merges from word counts fast: the same merges as `bpe.learn_merges`, thousands of times faster.
+"""Learn merges from word counts with array operations: the fast form of `bpe.learn_merges`.
 
 Three ideas:
 

@@ -16,12 +16,8 @@ from lmkit.tokenizer.files import to_bytes, to_characters, to_json
 def test_round_trip(trained: Tokenizer, tmp_path: Path) -> None:
     trained.save(tmp_path / "tokenizer.json")
     loaded = Tokenizer.load(tmp_path / "tokenizer.json")
-    assert (loaded.vocab, loaded.merges, loaded.special_ids) == (
-        trained.vocab,
-        trained.merges,
-        trained.special_ids,
-    )
-    assert loaded.sha256 == trained.sha256
+    for attribute in ("vocab", "merges", "special_ids", "sha256"):
+        assert getattr(loaded, attribute) == getattr(trained, attribute)
 
 
 def test_the_text_is_that_of_json_dumps_and_stays_the_same() -> None:
@@ -43,22 +39,18 @@ def test_a_special_token_that_reads_like_an_ordinary_one_is_refused() -> None:
     assert caught.value.code == "tokenizer.special_tokens"
 
 
-def test_hugging_face_loads_it_and_agrees(trained: Tokenizer, tmp_path: Path, real_text: str) -> None:
+def test_hugging_face_loads_it_agrees_and_writes_it(
+    trained: Tokenizer, tmp_path: Path, real_text: str
+) -> None:
     tokenizers = pytest.importorskip("tokenizers")
-    trained.save(tmp_path / "tokenizer.json")
-    other = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    trained.save(tmp_path / "ours.json")
+    other = tokenizers.Tokenizer.from_file(str(tmp_path / "ours.json"))
     text = real_text + "<|endoftext|><|pad|> <|two words|>\n\n<|pad|>  x"
     assert other.encode(text).ids == trained.encode(text)
     assert other.decode(trained.encode(text), skip_special_tokens=False) == text
     assert other.get_vocab_size() == trained.vocab_size
-
-
-def test_a_file_that_hugging_face_has_written_loads(trained: Tokenizer, tmp_path: Path) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
-    trained.save(tmp_path / "ours.json")
-    tokenizers.Tokenizer.from_file(str(tmp_path / "ours.json")).save(str(tmp_path / "theirs.json"))
-    loaded = Tokenizer.load(tmp_path / "theirs.json")
-    assert loaded.sha256 == trained.sha256
+    other.save(str(tmp_path / "theirs.json"))
+    assert Tokenizer.load(tmp_path / "theirs.json").sha256 == trained.sha256
 
 
 def test_gpt2_files(trained: Tokenizer, tmp_path: Path, real_text: str) -> None:

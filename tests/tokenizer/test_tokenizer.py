@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import lmkit.tokenizer
 from lmkit.errors import UsageError
-from lmkit.tokenizer import PATTERN, Tokenizer, inspect_tokenizer
+from lmkit.tokenizer import PATTERN, Tokenizer, engine, inspect_tokenizer
 
 SMALL = {i: bytes([i]) for i in range(256)} | {256: b"he", 257: b"hel"}
 MERGES = [(b"h", b"e"), (b"he", b"l")]
@@ -51,7 +51,9 @@ def test_public_names_are_exported_lazily_and_without_torch() -> None:
 @settings(max_examples=300, deadline=None)
 @given(text=st.text())
 def test_fault_24_every_text_round_trips(trained: Tokenizer, text: str) -> None:
-    assert trained.decode(trained.encode(text)) == text
+    ids = trained.encode(text)
+    assert trained.decode(ids) == text
+    assert trained.encode_bytes(text.encode()) == ids
 
 
 @pytest.mark.parametrize("text", ["\0", "a\0b", "\ufeffBOM", "one\r\ntwo\r\n", "\r", "\x1c\x85"])
@@ -66,18 +68,10 @@ def test_every_byte_string_round_trips(trained: Tokenizer, data: bytes) -> None:
     assert trained.decode_bytes(trained.encode_bytes(data)) == data
 
 
-def test_bytes_that_are_utf8_have_the_ids_of_the_text(trained: Tokenizer, real_text: str) -> None:
-    text = real_text[-3000:]
-    assert trained.encode_bytes(text.encode()) == trained.encode(text)
-
-
-@pytest.mark.parametrize("length", [100, 50_000])
-def test_the_ids_of_the_parts_are_those_of_the_text(trained: Tokenizer, real_text: str, length: int) -> None:
-    text = real_text[-length:]
-    ids = trained.encode(text)
-    assert trained.decode(ids) == text
-    parts = re.split("(?<=[a-z])(?= )", text)  # always a place to cut
-    assert ids == [token_id for part in parts for token_id in trained.encode(part)]
+def test_the_ids_of_the_parts_are_those_of_the_text(trained: Tokenizer, real_text: str) -> None:
+    parts = re.split("(?<=[a-z])(?= )", real_text)  # a word begins at each cut
+    assert len(real_text) > engine.CHUNK_BYTES
+    assert trained.encode(real_text) == [token_id for part in parts for token_id in trained.encode(part)]
 
 
 def test_encode_iterable_leaves_no_trace_of_where_strings_end(trained: Tokenizer, real_text: str) -> None:
@@ -118,12 +112,8 @@ def test_special_tokens_and_allowed_special(trained: Tokenizer) -> None:
             trained.encode(text, allowed_special=unknown)
     assert trained.encode("a<|two words|>b")[1:-1] == [trained.special_ids["<|two words|>"]]
     assert trained.end_of_text_id == end
-
-
-def test_the_text_between_special_tokens_is_cut_as_if_it_stood_alone(trained: Tokenizer) -> None:
-    alone = trained.encode
-    end = trained.special_ids["<|endoftext|>"]
-    assert trained.encode("x  \n<|endoftext|>  y") == [*alone("x  \n"), end, *alone("  y")]
+    # The text between special tokens is split as if it stood alone.
+    assert trained.encode("x  \n<|endoftext|>  y") == [*trained.encode("x  \n"), end, *trained.encode("  y")]
 
 
 def test_what_the_constructor_makes_of_special_tokens() -> None:
@@ -157,7 +147,7 @@ def test_fault_94_decoding_half_a_character(trained: Tokenizer) -> None:
     ids = trained.encode("日")
     assert trained.decode([0xE6, 0x97]) == "\ufffd"
     assert trained.decode_bytes(ids) == "日".encode()
-    with pytest.raises(ValueError, match="not a token id"):
+    with pytest.raises(ValueError, match="1000000"):
         trained.decode([10**6])
 
 
@@ -176,15 +166,8 @@ def test_ids_are_decoded_whatever_they_are_kept_in(trained: Tokenizer) -> None:
     ):
         assert trained.decode(kept) == "one fish two fish"
     for wrong in (torch.tensor([10**6]), torch.tensor([97.5]), torch.tensor([ids, ids]), "a", [None]):
-        with pytest.raises(ValueError, match="not a token id"):
+        with pytest.raises(ValueError):  # noqa: PT011
             trained.decode(wrong)
-
-
-def test_equal_tokenizers_have_equal_hashes(trained: Tokenizer) -> None:
-    again = Tokenizer(vocab=trained.vocab, merges=trained.merges, special_tokens=trained.special_tokens)
-    assert again.sha256 == trained.sha256
-    other = Tokenizer(vocab=trained.vocab, merges=trained.merges[:-1], special_tokens=trained.special_tokens)
-    assert other.sha256 != trained.sha256
 
 
 def test_agrees_with_tiktoken(trained: Tokenizer, real_text: str) -> None:
@@ -200,12 +183,14 @@ def test_agrees_with_tiktoken(trained: Tokenizer, real_text: str) -> None:
     assert ours == other.encode(real_text, allowed_special="all")
 
 
-def test_a_pickled_tokenizer_is_the_same(trained: Tokenizer, real_text: str) -> None:
-    trained.encode("so that it holds an encoder")
+def test_a_copy_is_equal_and_another_tokenizer_is_not(trained: Tokenizer, real_text: str) -> None:
+    trained.encode("now it has an encoder, which cannot be pickled")
     copy = pickle.loads(pickle.dumps(trained))
     assert copy.sha256 == trained.sha256
     assert copy.special_ids == trained.special_ids
     assert copy.encode(real_text) == trained.encode(real_text)
+    other = Tokenizer(vocab=trained.vocab, merges=trained.merges[:-1], special_tokens=trained.special_tokens)
+    assert other.sha256 != trained.sha256
 
 
 def test_inspection(trained: Tokenizer, tmp_path: Path, real_text: str) -> None:

@@ -49,10 +49,7 @@ def test_fault_25_any_number_of_workers_and_chunks(
     write: Callable, real_text: str, monkeypatch: pytest.MonkeyPatch, code: str, workers: int
 ) -> None:
     path = write(real_text[:150_000])
-    special = (
-        "<|endoftext|>",
-        "def __init__(self",
-    )  # the second contains a space, at which chunks like to end
+    special = ("<|endoftext|>", "def __init__(self")  # chunks like to end at a space
     alone = train_tokenizer([path], vocab_size=800, special_tokens=special, workers=1)
     _make_chunks_small(monkeypatch)
     together = train_tokenizer([path], vocab_size=800, special_tokens=special, workers=workers)
@@ -196,6 +193,4 @@ def test_progress_reaches_the_end(write: Callable) -> None:
 
 def test_nothing_is_merged_across_special_tokens(write: Callable) -> None:
     tokenizer = train_tokenizer([write("aX<|endoftext|>Xb" * 50)], vocab_size=300)
-    assert not any(b"<" in left + right for left, right in tokenizer.merges)
-    assert isinstance(tokenizer, Tokenizer)
-    assert (b"X", b"X") not in tokenizer.merges
+    assert tokenizer.merges == [(b"a", b"X"), (b"X", b"b"), (b"Xb", b"aX")]  # no (X, X)
