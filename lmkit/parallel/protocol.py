@@ -32,7 +32,7 @@ from lmkit.optim.clipping import clip_for, gradient_norm
 from lmkit.parallel.buckets import BucketHooks
 from lmkit.parallel.collectives import Averager, Traffic
 from lmkit.parallel.ranks import Ranks
-from lmkit.recipe.schema import options_mistake
+from lmkit.recipe.schema import strategy_mistakes
 from lmkit.recipe.tables import ParallelConfig
 from lmkit.registry import STRATEGIES
 
@@ -145,12 +145,14 @@ def build_strategy(strategy: str | ParallelConfig, ranks: Ranks) -> GradientSync
         build_strategy(ParallelConfig(strategy="bucketed", bucket_mb=25), ranks)
 
     Raises:
-        UsageError: no such strategy, or `[parallel.options]` that the strategy does not have.
+        UsageError: no such strategy, or a key or option that it does not use.
     """
     if isinstance(strategy, str):
         strategy = ParallelConfig(strategy=STRATEGIES.canonical(strategy))
-    if mistake := options_mistake(strategy):
-        raise UsageError("parallel.unknown_option", mistake, hint="see [parallel.options] of the strategy")
+    if mistakes := list(strategy_mistakes(strategy)):
+        raise UsageError(
+            "parallel.wrong_option", "; ".join(mistakes), hint="take the option out, or another strategy"
+        )
     made: GradientSync = STRATEGIES.load(strategy.strategy)(ranks, strategy)
     return made
 

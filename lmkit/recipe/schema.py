@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_args
 
 from lmkit.errors import did_you_mean
@@ -83,35 +82,28 @@ _ANY_STRATEGY = ("strategy", "bucket_mb", "backend", "timeout_s", "options")
 """Keys of [parallel] that may be set under any strategy: `--set parallel.strategy=...` switches between them."""
 
 
-def _strategy_uses(key: str, tables: Mapping[str, Any]) -> str | None:
+def _strategy_uses_its_keys(tables: Mapping[str, Any]) -> str | None:
     parallel = tables.get("parallel")
-    if parallel is None:
-        return None
-    value = getattr(parallel, key)
-    if value == ParallelConfig.model_fields[key].default or key in STRATEGIES.facts(parallel.strategy).uses:
-        return None
-    users = ", ".join(name for name in STRATEGIES.names if key in STRATEGIES.facts(name).uses)
-    return f'parallel.{key}: "{value}" has no effect with strategy = "{parallel.strategy}"; it is for {users}'
+    return None if parallel is None else "; ".join(strategy_mistakes(parallel)) or None
 
 
-def _strategy_has_options(tables: Mapping[str, Any]) -> str | None:
-    parallel = tables.get("parallel")
-    return None if parallel is None else options_mistake(parallel)
-
-
-def options_mistake(parallel: ParallelConfig) -> str | None:
-    """Return a complaint if [parallel.options] has a name or a type that the strategy does not register."""
-    known = STRATEGIES.facts(parallel.strategy).options
+def strategy_mistakes(parallel: ParallelConfig) -> Iterator[str]:
+    """Yield complaints about keys that the strategy does not use, and about names or types in [parallel.options]."""
+    strategy, facts = parallel.strategy, STRATEGIES.facts(parallel.strategy)
+    for key, field in ParallelConfig.model_fields.items():
+        value = getattr(parallel, key)
+        if key not in (*_ANY_STRATEGY, *facts.uses) and value != field.default:
+            users = ", ".join(name for name in STRATEGIES.names if key in STRATEGIES.facts(name).uses)
+            yield f'parallel.{key}: "{value}" has no effect with strategy = "{strategy}"; it is for {users}'
     for name, value in parallel.options.items():
-        key = f"parallel.options.{name}"
-        if name not in known:
-            has = f"its options are {', '.join(known)}" if known else "it has none"
-            near = did_you_mean(name, known)
-            return f'{key}: strategy = "{parallel.strategy}" has no such option{near}; {has}'
-        wanted = type(known[name])
+        if name not in facts.options:
+            has = f"its options are {', '.join(facts.options)}" if facts.options else "it has none"
+            near = did_you_mean(name, facts.options)
+            yield f'parallel.options.{name}: strategy = "{strategy}" has no such option{near}; {has}'
+            continue
+        wanted = type(facts.options[name])
         if type(value) is not wanted and not (wanted is float and type(value) is int):
-            return f"{key}: {parallel.strategy} expects {wanted.__name__}, not {value!r}"
-    return None
+            yield f"parallel.options.{name}: {strategy} expects {wanted.__name__}, not {value!r}"
 
 
 def _model_holds_the_vocabulary(tables: Mapping[str, Any]) -> str | None:
@@ -130,8 +122,7 @@ def _model_holds_the_vocabulary(tables: Mapping[str, Any]) -> str | None:
 CHECKS: tuple[Check, ...] = (
     _half_precision_has_a_device,
     _random_tokens_need_a_vocabulary,
-    *(partial(_strategy_uses, key) for key in ParallelConfig.model_fields if key not in _ANY_STRATEGY),
-    _strategy_has_options,
+    _strategy_uses_its_keys,
 )
 CHECKS_BEFORE_TOKENS: tuple[Check, ...] = (*CHECKS, _model_holds_the_vocabulary)
 """Checks of a recipe whose tokenizer is still to be trained. It may reach fewer tokens than the recipe asks for, so

@@ -17,6 +17,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from rank_api_checks import API_CHECKS
 from rank_break_off_checks import BREAK_OFF_CHECKS
 from rank_model import adamw, batch, groups_of, joined_run, sgd
 from rank_start_checks import START_CHECKS
@@ -46,6 +47,7 @@ from lmkit.recipe.tables import ParallelConfig
 def run_all(names: list[str], device: str = "cpu") -> dict[str, list[str]]:
     """Run the named checks; name -> what failed, per rank ("" where nothing did)."""
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported: collecting it again costs each check a tenth of a second
     outcome: dict[str, list[str]] = {}
     with process_group(device, timeout_s=240) as ranks:
         for name in names:
@@ -453,6 +455,7 @@ _CHECKS: dict[str, Callable[[Ranks], None]] = {
     **BREAK_OFF_CHECKS,
     **START_CHECKS,
     **ZERO1_CHECKS,
+    **API_CHECKS,
 }
 
 CHECKS = _CHECKS | {

@@ -57,6 +57,8 @@ class HardModel(nn.Module):
             x = x + self.sometimes(x)
         return nn.functional.cross_entropy(self.head(x), targets)
 
+    forward = loss
+
 
 def batch(step: int, rank: int, micro: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + 10 * rank + micro)

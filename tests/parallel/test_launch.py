@@ -15,11 +15,14 @@ import rank_faults
 import torch.distributed as dist
 from rank_training import refused
 
+from lmkit import registry
 from lmkit.errors import LmkitError, UsageError
 from lmkit.parallel import failures, launch
 from lmkit.parallel.failures import ROLL_CALL_S, RankLost, is_communication_error, losses_named
 from lmkit.parallel.launch import RankFailed, spawn_ranks
+from lmkit.parallel.protocol import build_strategy
 from lmkit.parallel.ranks import RENDEZVOUS_VARIABLE, Ranks, hosted_store, join_store, process_group
+from lmkit.recipe.tables import ParallelConfig
 
 # Only to end a test that hangs: how long ranks take to start depends on the machine.
 PATIENCE_S = 240.0
@@ -96,6 +99,8 @@ def test_fault_72_and_73_survivors_say_what_they_know(monkeypatch, error, what, 
 HANGING = """
 import threading, torch
 from lmkit.parallel.failures import StepWatch
+from lmkit.parallel.protocol import build_strategy
+from lmkit.recipe.tables import ParallelConfig
 from lmkit.parallel.ranks import Ranks
 
 with StepWatch(Ranks(rank=3, world_size=4, device=torch.device("cuda", 3), timeout_s=2)) as watch:
@@ -142,6 +147,47 @@ def test_a_refusal_by_all_ranks_keeps_its_type_and_hint(monkeypatch):
     assert caught.value.code == "recipe.unknown_key"
     assert caught.value.message.startswith("rank 0: recipe.toml")
     assert caught.value.hint == "correct it"
+
+
+PLUGIN = """
+import torch
+from torch import nn
+from lmkit.parallel import ParallelConfig, Strategy, build_strategy, process_group
+from lmkit.registry import STRATEGIES
+
+@STRATEGIES.register("from_outside", uses=("reduce_dtype",), options={"factor": 1.0})
+class FromOutside(Strategy):
+    def _reduce(self, unused, *, wait):
+        for parameter in self.parameters:
+            self._averager.all_reduce([parameter.grad]).wait()
+            parameter.grad *= self.config.options["factor"]
+        return []
+
+def train():
+    with process_group("cpu") as ranks:
+        model = nn.Linear(2, 1, bias=False)
+        config = ParallelConfig(strategy="from_outside", options={"factor": 10.0})
+        sync = build_strategy(config, ranks)
+        sync.attach(model)(torch.full((2,), ranks.rank + 1.0)).backward()
+        sync.finish()
+        return model.weight.grad.tolist()
+"""
+
+
+def test_ranks_load_the_plugins_of_their_parent(tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, "PLUGINS", loaded := [])
+    monkeypatch.setattr(launch, "PLUGINS", loaded)
+    path = tmp_path / "my_strategy.py"
+    path.write_text(PLUGIN)
+    registry.load_plugin(path)
+    module = sys.modules["lmkit_plugin_my_strategy"]
+    try:
+        assert spawn_ranks(2, module.train) == [[15.0, 15.0]]
+        with refused("parallel.wrong_option", UsageError, "factor", "from_outside", "float"):
+            build_strategy(ParallelConfig(strategy="from_outside", options={"factor": "much"}), Ranks())
+    finally:
+        registry.STRATEGIES.unregister("from_outside")
+        del sys.modules[module.__name__]
 
 
 def test_nproc_must_be_positive():
@@ -191,7 +237,11 @@ def test_signals_stop_all_ranks_at_the_same_step(tmp_path, number, to_one, code)
 LATE = """
 import multiprocessing, signal, sys, threading, time
 from lmkit.parallel.launch import spawn_ranks
+from lmkit.parallel.protocol import build_strategy
+from lmkit.recipe.tables import ParallelConfig
 from lmkit.parallel.ranks import RENDEZVOUS_VARIABLE, hosted_store, join_store
+from lmkit.parallel.protocol import build_strategy
+from lmkit.recipe.tables import ParallelConfig
 from lmkit.parallel.ranks import Ranks, process_group
 
 if multiprocessing.current_process().name == "rank 1":  # the other one waits for it meanwhile

@@ -113,5 +113,5 @@ def test_unknown_strategies_and_options_are_refused():
         with pytest.raises(ValueError, match=next(iter(wrong))):
             ParallelConfig(**wrong)
     for strategy, options in (("bucketed", {"depth": 2}), ("torch_ddp", {"static_graph": 1})):
-        with refused("parallel.unknown_option", UsageError, strategy, *options):
+        with refused("parallel.wrong_option", UsageError, strategy, *options):
             build_strategy(ParallelConfig(strategy=strategy, options=options), Ranks())

@@ -1,0 +1,230 @@
+"""Checks of `DataParallel` and `ShardedOptimizer` inside a process group, run as those of rank_checks.py are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from rank_model import adamw, batch, groups_of, joined_run
+from rank_training import (
+    FLOAT64_TOLERANCE,
+    assert_close_models,
+    assert_same_on_all_ranks,
+    refused,
+    seeded_model,
+)
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lmkit.errors import UsageError
+from lmkit.optim.adamw import AdamW
+from lmkit.parallel import DataParallel, Ranks, ShardedOptimizer
+
+
+def check_data_parallel(ranks: Ranks, strategy: str, explicit: bool, sharded: bool = False) -> None:
+    """As training on the joined batch, whoever averages the gradients; PyTorch's DDP is one of the strategies."""
+    oracle = seeded_model(0, ranks)
+    joined_run(oracle, world_size=ranks.world_size, steps=4, accumulation=2, max_norm=float("inf"))
+    options: dict[str, Any] = {"bucket_mb": 0.0003}
+    if strategy == "torch_ddp":
+        options["find_unused_parameters"] = True
+    model = DataParallel(seeded_model(ranks.rank, ranks), strategy, **options)  # rank 0's values must win
+    assert_same_on_all_ranks(model, ranks)
+    groups = groups_of(model)
+    optimizer = adamw(groups)
+    if sharded:
+        optimizer = ShardedOptimizer(groups, torch.optim.AdamW, lr=0.02, betas=(0.9, 0.95), eps=1e-6)
+    for step in range(4):
+        for micro in range(2):
+            with model.no_sync() if micro == 0 else nullcontext():
+                (model(*batch(step, ranks.rank, micro), ranks.rank) / 2).backward()
+        if explicit:
+            model.finish_gradient_synchronization()
+        assert model.module.never.grad is None
+        optimizer.step()
+        optimizer.zero_grad()
+        assert not any(parameter.grad is not None for parameter in model.parameters())
+    assert_close_models(model.module, oracle, FLOAT64_TOLERANCE)
+    assert_same_on_all_ranks(model, ranks)
+
+
+def check_data_parallel_averages_once(ranks: Ranks) -> None:
+    """At the end of the pass, or by the call: never the pass of one step with the call of another."""
+    model = DataParallel(nn.Linear(3, 1, bias=False).to(ranks.device, torch.float64), "overlap")
+    weight, mean = model.module.weight, (ranks.world_size + 1) / 2
+    for number in range(3):
+        weight.grad = None
+        (model(torch.ones(3, dtype=torch.float64, device=ranks.device)) * (ranks.rank + 1)).sum().backward()
+        assert weight.grad.tolist() == [[mean] * 3]
+        weight.grad.add_(ranks.rank)  # would be averaged, too
+        if number:
+            model.finish_gradient_synchronization()
+        assert weight.grad.tolist() == [[mean + ranks.rank] * 3]
+    weight.grad = torch.full_like(weight, ranks.rank + 1.0)  # no pass made it
+    model.finish_gradient_synchronization()
+    assert weight.grad.tolist() == [[mean] * 3]
+
+
+def check_data_parallel_after_a_pass_that_raised(ranks: Ranks, strategy: str) -> None:
+    model = DataParallel(seeded_model(0, ranks), strategy, bucket_mb=0.0003)
+
+    def explode(gradient: torch.Tensor) -> None:
+        raise ZeroDivisionError
+
+    handle = model.module.layers[1].up.weight.register_hook(explode)
+    try:
+        model(
+            *batch(0, 0, 0), 0
+        ).backward()  # on all ranks the same graph: it breaks off after the same buckets
+    except ZeroDivisionError:
+        handle.remove()
+    model.zero_grad()
+    model(*batch(0, ranks.rank, 0), ranks.rank).backward()
+    oracle = seeded_model(0, ranks)
+    for rank in range(ranks.world_size):
+        (oracle.loss(*batch(0, rank, 0), rank) / ranks.world_size).backward()
+    for mine, right in zip(model.module.parameters(), oracle.parameters(), strict=True):
+        assert (mine.grad is None) == (right.grad is None)
+        assert mine.grad is None or torch.allclose(mine.grad, right.grad, rtol=0, atol=FLOAT64_TOLERANCE)
+
+
+class Checkpointed(nn.Module):
+    """Each layer's backward runs a pass inside the pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x
+
+
+def check_data_parallel_of_reentrant_checkpoints(ranks: Ranks) -> None:
+    torch.manual_seed(0)
+    oracle = Checkpointed().to(ranks.device)
+    model = DataParallel(Checkpointed().to(ranks.device), "naive")
+    model.module.load_state_dict(oracle.state_dict())
+    inputs = [
+        torch.randn(2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(rank)).to(ranks.device)
+        for rank in range(ranks.world_size)
+    ]
+    model(inputs[ranks.rank].requires_grad_()).square().sum().backward()
+    for x in inputs:
+        (oracle(x.detach().requires_grad_()).square().sum() / ranks.world_size).backward()
+    for mine, right in zip(model.parameters(), oracle.parameters(), strict=True):
+        assert torch.allclose(mine.grad, right.grad, rtol=1e-12)
+
+
+def check_data_parallel_refuses_what_it_cannot_do(ranks: Ranks) -> None:
+    for code, arguments in (
+        ("parallel.strategy_shards", {"strategy": "zero1"}),
+        ("parallel.wrong_option", {"weights": "bf16"}),
+        ("parallel.wrong_option", {"depth": 2}),
+        ("registry.unknown_name", {"strategy": "bucketted"}),
+    ):
+        with refused(code, UsageError):
+            DataParallel(nn.Linear(2, 2), **arguments)
+
+
+def check_sharded_optimizer(ranks: Ranks, optimizer_class: Callable, options: dict[str, Any]) -> None:
+    """Tied, frozen, unused and tiny parameters; groups, one added later; a schedule: as the optimizer itself."""
+    model, reference = seeded_model(0, ranks, torch.float32), seeded_model(0, ranks, torch.float32)
+    optimizers = []
+    for which, make in ((model, partial(ShardedOptimizer)), (reference, None)):
+        matrices, vectors = groups_of(which)
+        groups = [{**matrices, "params": [*matrices["params"], *which.frozen.parameters()]}]
+        optimizer = make(groups, optimizer_class, **options) if make else optimizer_class(groups, **options)
+        optimizer.add_param_group({**vectors, "lr": 0.005})
+        optimizers.append(optimizer)
+    mine, theirs = optimizers
+    assert [len(g["params"]) for g in mine.param_groups] == [len(g["params"]) for g in theirs.param_groups]
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in optimizers]
+    generator = torch.Generator().manual_seed(7)
+    for step in range(8):
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            if q.requires_grad and q is not reference.never:
+                q.grad = torch.randn(q.shape, generator=generator).to(q)
+                p.grad = q.grad.clone()
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        if step == 3:  # another optimizer goes on from the state
+            saved = mine.state_dict()
+            copy = ShardedOptimizer([dict(g) for g in mine.param_groups], optimizer_class, **options)
+            copy.load_state_dict(saved)
+            schedules[0].optimizer = mine = optimizers[0] = copy
+        # Element-wise arithmetic on the same numbers, in other vector lanes.
+        assert_close_models(model, reference, 1e-6)
+    assert_same_on_all_ranks(model, ranks)
+    held = sum(value.numel() for state in mine.state.values() for value in state.values() if value.ndim)
+    whole = sum(value.numel() for state in theirs.state.values() for value in state.values() if value.ndim)
+    padding = 128 * 2 * len(mine.shard_layout.buckets)
+    assert held <= whole / ranks.world_size + padding
+
+
+def check_sharded_optimizer_edges(ranks: Ranks) -> None:
+    weight = nn.Parameter(torch.ones(5, device=ranks.device))
+    optimizer = ShardedOptimizer([weight], torch.optim.SGD, lr=0.5)
+
+    def closure() -> float:
+        weight.grad = torch.ones_like(weight)
+        return 3.0
+
+    assert optimizer.step(closure) == 3.0
+    assert weight.tolist() == [0.5] * 5
+    optimizer.zero_grad()
+    optimizer.step()  # without gradients
+    assert weight.tolist() == [0.5] * 5
+    for wrong in (
+        lambda: optimizer.add_param_group({"params": [weight]}),
+        lambda: ShardedOptimizer([weight], torch.optim.LBFGS),
+    ):
+        try:
+            wrong()
+        except ValueError:
+            continue
+        raise AssertionError("not refused")
+
+
+API_CHECKS: dict[str, Callable[[Ranks], None]] = {
+    **{
+        f"data parallel: {s}, {'explicit' if explicit else 'implicit'}": partial(
+            check_data_parallel, strategy=s, explicit=explicit
+        )
+        for s in ("naive", "flat", "overlap", "bucketed", "torch_ddp")
+        for explicit in (False, True)
+    },
+    "data parallel: bucketed, with a sharded optimizer": partial(
+        check_data_parallel, strategy="bucketed", explicit=False, sharded=True
+    ),
+    "data parallel: torch_ddp, with a sharded optimizer": partial(
+        check_data_parallel, strategy="torch_ddp", explicit=False, sharded=True
+    ),
+    "data parallel averages once": check_data_parallel_averages_once,
+    **{
+        f"data parallel after a pass that raised: {s}": partial(
+            check_data_parallel_after_a_pass_that_raised, strategy=s
+        )
+        for s in ("flat", "bucketed")
+    },
+    "data parallel of reentrant checkpoints": check_data_parallel_of_reentrant_checkpoints,
+    "data parallel refuses what it cannot do": check_data_parallel_refuses_what_it_cannot_do,
+    **{
+        f"sharded optimizer: {name}": partial(
+            check_sharded_optimizer, optimizer_class=optimizer_class, options=options
+        )
+        for name, optimizer_class, options in (
+            ("PyTorch's AdamW", torch.optim.AdamW, {"lr": 0.01, "betas": (0.9, 0.95)}),
+            ("our AdamW", AdamW, {"lr": 0.01, "betas": (0.9, 0.95)}),
+            ("SGD", torch.optim.SGD, {"lr": 0.01, "momentum": 0.9}),
+        )
+    },
+    "sharded optimizer: edges": check_sharded_optimizer_edges,
+}
