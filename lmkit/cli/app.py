@@ -1,5 +1,6 @@
 """The root command, and how errors become one line, one hint and an exit code."""
 
+import importlib
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -7,20 +8,60 @@ from typing import Annotated, Any
 import typer
 
 from lmkit import __version__
-from lmkit.cli import bench, data, env, generate, profile, recipe, results, run, tokenizer, train, verify
-from lmkit.cli.options import DebugOption
-from lmkit.cli.ranks import speak_for_ranks
+from lmkit.cli.options import DebugOption, Group
 from lmkit.errors import LmkitError, UsageError, out_of_memory, reason
-from lmkit.storage.atomic import PARTIAL_SUFFIX
 
 # The base of Typer's errors about arguments; its newer versions have no public name for it.
 _WrongArguments: type[Any] = typer.BadParameter.__base__  # type: ignore[assignment]
 
+COMMANDS: dict[str, tuple[str, str]] = {
+    "run": ("run", "Turn text into a model that writes stories."),
+    "train": ("train", "Train a model, or go on from its newest checkpoint."),
+    "evaluate": ("train", "Loss, perplexity and bits per byte on held-out data."),
+    "generate": ("generate", "Write text with a trained model."),
+    "data": ("data", "Generate, download, encode and inspect data."),
+    "tokenizer": ("tokenizer", "Train, use, inspect, import and export tokenizers."),
+    "bench": ("bench", "Find out how fast each part is."),
+    "profile": ("profile", "Find out where time and memory go."),
+    "recipe": ("recipe", "List, show, check and copy recipes."),
+    "report": ("results", "Make write-ups of measured results."),
+    "compare": ("results", "Compare two results of one bench, row by row."),
+    "verify": ("verify", "Check files, or check that resuming is exact."),
+    "env": ("env", "Print versions, GPUs, and what runs on this machine."),
+}
+"""Name -> module of this package and the first line of its help. A module has an `app` with commands, or adds them to
+one in `register`."""
+
+
+class _Root(Group):
+    """Imports the module of a command when the command is used: `lmkit --help` takes no longer than Typer itself."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = dict.fromkeys(COMMANDS)  # type: ignore[assignment]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name in COMMANDS and self.commands[cmd_name] is None:
+            module = importlib.import_module(f"lmkit.cli.{COMMANDS[cmd_name][0]}")
+            commands = getattr(module, "app", None)
+            if commands is None:
+                commands = typer.Typer(rich_markup_mode=None)
+                module.register(commands)
+            group = typer.main.get_group(commands)
+            # A group such as `data` is a command itself; `run` is a command of its module's group.
+            self.commands[cmd_name] = group.commands.get(cmd_name, group)
+        return self.commands.get(cmd_name)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, help_line) for name, (_, help_line) in COMMANDS.items()])
+
+
 app = typer.Typer(
     name="lmkit",
+    cls=_Root,
     no_args_is_help=True,
     rich_markup_mode=None,
-    pretty_exceptions_enable=False,
     add_completion=False,
     context_settings={"max_content_width": 100},
     epilog="Start with: lmkit run quickstart. Help for a command: lmkit COMMAND --help",
@@ -43,19 +84,6 @@ def root(
     """Build language models from scratch and measure how fast every part is."""
 
 
-run.register(app)
-train.register(app)
-generate.register(app)
-app.add_typer(data.app, name="data")
-app.add_typer(tokenizer.app, name="tokenizer")
-app.add_typer(bench.app, name="bench")
-app.add_typer(profile.app, name="profile")
-app.add_typer(recipe.app, name="recipe")
-env.register(app)
-results.register(app)
-verify.register(app)
-
-
 def run_command_line(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code: 0 done, 1 failed, 2 wrong use, 130 interrupted."""
     settings: dict[str, bool] = {}  # filled by --debug, wherever it stands on the line
@@ -72,10 +100,12 @@ def run_command_line(arguments: Sequence[str]) -> int:
             raise
         _print_error(error)
         return error.exit_code
-    except OSError as error:  # a path that cannot be written or read, a full disk: the user's to mend
+    except OSError as error:  # a path that cannot be written or read, a full disk
         if settings.get("debug"):
             raise
-        # Files are written under another name first, which nobody gave.
+        from lmkit.storage.atomic import PARTIAL_SUFFIX
+
+        # Files are written under a partial name first, which the user did not give.
         where = f"{str(error.filename).removesuffix(PARTIAL_SUFFIX)}: " if error.filename else ""
         _print_error(
             LmkitError(
@@ -93,7 +123,7 @@ def run_command_line(arguments: Sequence[str]) -> int:
 
 
 def _explain(error: Any, arguments: Sequence[str]) -> int:
-    """What is wrong with the arguments, and as the hint how the command is used."""
+    """Print what is wrong with the arguments; the hint is how the command is used."""
     text, context = error.format_message(), error.ctx
     if context is not None and text == context.get_help():  # a group without a command
         print(text, file=sys.stderr)
@@ -112,16 +142,19 @@ def _explain(error: Any, arguments: Sequence[str]) -> int:
 
 
 def _command_in(arguments: Sequence[str]) -> str:
-    """The command that is meant, where the parser does not say: `lmkit data synth` of `data synth x.txt --seed`."""
-    words, commands = ["lmkit"], typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    """Return the command of a line: `lmkit data synth` of `data synth x.txt --seed`."""
+    words: list[str] = ["lmkit"]
+    command: Any = typer.main.get_command(app)
     for word in arguments:
-        if word in commands:
+        if word in getattr(command, "commands", ()):
             words.append(word)
-            commands = getattr(commands[word], "commands", {})
+            command = command.get_command(None, word)
     return " ".join(words)
 
 
 def _print_error(error: LmkitError) -> None:
+    from lmkit.cli.ranks import speak_for_ranks
+
     error = speak_for_ranks(error)
     code = "" if error.code == "error" else f"[{error.code}]"
     print(f"error{code}: {error.message}", file=sys.stderr)

@@ -11,6 +11,7 @@ from lmkit.cli.options import (
     SEVERAL,
     DebugOption,
     ForceOption,
+    Group,
     JsonOption,
     KernelsOption,
     NprocOption,
@@ -46,7 +47,7 @@ def _recipe_of(bench: str) -> Any:
 
 
 app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None,
+    cls=Group, no_args_is_help=True, rich_markup_mode=None,
     help="Find out how fast each part is. Exit code 1 if nothing could be measured.",
     epilog="Example: lmkit bench attention bench_attention_cpu",
 )  # fmt: skip

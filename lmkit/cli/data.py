@@ -12,6 +12,7 @@ from lmkit.cli.options import (
     DebugOption,
     ErrorsOption,
     ForceOption,
+    Group,
     JsonOption,
     SourcesArgument,
     WorkersOption,
@@ -24,7 +25,7 @@ from lmkit.storage.outputs import refuse_existing
 PREVIEW_TOKENS = 64
 
 app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Generate, download, encode and inspect data.",
+    cls=Group, no_args_is_help=True, rich_markup_mode=None, help="Generate, download, encode and inspect data.",
     epilog="Example: lmkit data synth stories.txt --size-mb 5",
 )  # fmt: skip
 

@@ -6,8 +6,20 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperGroup
 
 from lmkit.errors import UsageError
+
+
+class Group(TyperGroup):
+    """A group of commands: `typer.Typer(cls=Group, ...)`."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        """Return `--help` with a default of False: Typer 0.29 imports pydantic to convert the default None."""
+        option = super().get_help_option(ctx)
+        if option is not None:
+            option.default = False
+        return option
 
 
 def _prepare(context: typer.Context, value: bool) -> None:

@@ -9,6 +9,7 @@ from typer.core import TyperCommand
 from lmkit.cli.options import (
     DebugOption,
     ForceOption,
+    Group,
     JsonOption,
     ModeOption,
     PluginOption,
@@ -23,7 +24,7 @@ from lmkit.cli.render import show
 from lmkit.errors import UsageError
 
 app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Find out where time and memory go.",
+    cls=Group, no_args_is_help=True, rich_markup_mode=None, help="Find out where time and memory go.",
     epilog="Example: lmkit profile kineto quickstart",
 )  # fmt: skip
 

@@ -7,12 +7,20 @@ from typing import Annotated, Any
 
 import typer
 
-from lmkit.cli.options import DebugOption, ForceOption, JsonOption, PluginOption, RecipeArgument, SetOption
+from lmkit.cli.options import (
+    DebugOption,
+    ForceOption,
+    Group,
+    JsonOption,
+    PluginOption,
+    RecipeArgument,
+    SetOption,
+)
 from lmkit.cli.render import show
 from lmkit.measure.tables import enumeration, statement
 
 app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="List, show, check and copy recipes.",
+    cls=Group, no_args_is_help=True, rich_markup_mode=None, help="List, show, check and copy recipes.",
     epilog="Example: lmkit recipe show quickstart",
 )  # fmt: skip
 

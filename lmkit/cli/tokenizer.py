@@ -14,6 +14,7 @@ from lmkit.cli.options import (
     DebugOption,
     ErrorsOption,
     ForceOption,
+    Group,
     JsonOption,
     SourcesArgument,
     WorkersOption,
@@ -33,7 +34,7 @@ GPT2_FILES = ("vocab.json", "merges.txt")
 IDS_PER_LINE = 1024
 
 app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Train, use, inspect, import and export tokenizers.",
+    cls=Group, no_args_is_help=True, rich_markup_mode=None, help="Train, use, inspect, import and export tokenizers.",
     epilog="Example: lmkit tokenizer train stories.txt tokenizer.json --vocab-size 4096",
 )  # fmt: skip
 

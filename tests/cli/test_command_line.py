@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import typer
 
-from lmkit.cli.app import app, run_command_line
+from lmkit.cli.app import COMMANDS, app, run_command_line
 from lmkit.tokenizer import Tokenizer
 
 Lmkit = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -25,7 +25,7 @@ HEAVY = ("torch", "numpy", "triton", "matplotlib", "wandb", "pydantic", "rich.co
 
 def every_command() -> list[tuple[str, ...]]:
     def walk(command: Any, path: tuple[str, ...]) -> list[tuple[str, ...]]:
-        children = getattr(command, "commands", {})
+        children = {name: command.get_command(None, name) for name in getattr(command, "commands", ())}
         return [path, *(found for name, child in children.items() for found in walk(child, (*path, name)))]
 
     return walk(typer.main.get_command(app), ())
@@ -50,6 +50,12 @@ def test_help_fits_100_columns_and_has_an_example(
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 100
     assert "lmkit" in lines[-1] + lines[-2]
+
+
+def test_the_help_of_lmkit_says_what_the_help_of_each_command_says() -> None:
+    root: Any = typer.main.get_command(app)
+    for name, (_, line) in COMMANDS.items():
+        assert root.get_command(None, name).get_short_help_str(100) == line
 
 
 @pytest.mark.parametrize("group", [(), ("data",), ("tokenizer",), ("bench",), ("profile",), ("recipe",)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -55,8 +56,9 @@ def test_a_plugin_that_cannot_be_imported_is_one_error(
 
 
 def test_every_command_that_takes_a_recipe_takes_plugins() -> None:
-    def walk(command: object) -> list[object]:
-        return [command, *(c for child in getattr(command, "commands", {}).values() for c in walk(child))]
+    def walk(command: Any) -> list[Any]:
+        names = getattr(command, "commands", ())
+        return [command, *(found for name in names for found in walk(command.get_command(None, name)))]
 
     for command in walk(typer.main.get_command(app)):
         options = {name for parameter in command.params for name in parameter.opts}

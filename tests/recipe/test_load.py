@@ -21,8 +21,6 @@ from lmkit.recipe.load import (
 )
 from lmkit.recipe.schema import TABLES, Recipe
 
-FIRST_EDITION = sorted((Path(__file__).parent / "first_edition").glob("*.toml"))
-
 
 def refusal(source: Path | None, *overrides: str, code: str, **flags: object) -> str:
     """The message of the error that loading this recipe gives."""
@@ -49,11 +47,6 @@ def write(tmp_path: Path):
 def test_shipped_recipes_are_valid_and_survive_a_round_trip(name: str, write) -> None:
     recipe = load_recipe(name)
     assert load_recipe(write(recipe_to_toml(recipe))) == recipe
-
-
-@pytest.mark.parametrize("path", FIRST_EDITION, ids=lambda path: path.stem)
-def test_recipes_of_the_first_edition_load(path: Path) -> None:
-    load_recipe(path)
 
 
 def test_no_two_shipped_recipes_share_a_folder() -> None:
