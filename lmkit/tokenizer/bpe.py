@@ -1,22 +1,30 @@
-"""Byte-pair encoding in plain Python: learn merges from word counts, and apply them to a word.
+"""Byte-pair encoding in plain Python: count words, learn merges from the counts, and encode text with them.
 
 This file is the algorithm to read (Sennrich et al. 2016, algorithm 1, on bytes as in GPT-2). The fast forms are
-`merge_learner.py`, which learns the same merges, and `words.c`, which applies them. Tests compare the two forms. On a
-machine without a C compiler this file also does the work of `words.c`.
+`merge_learner.py`, which learns the same merges, and `words.c`, which counts and encodes. Tests compare the two
+forms. On a machine without a C compiler `PythonCounter` and `PythonEncoder` do the work of `words.c`.
 """
 
 from __future__ import annotations
 
 import functools
 import heapq
+from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from dataclasses import dataclass
+from itertools import chain, pairwise
+
+import numpy as np
+
+from lmkit.tokenizer.pretokenize import SpecialTokens, split_words
 
 Pair = tuple[bytes, bytes]
 
 _NEVER = 1 << 62  # the rank of a pair that is not merged
 _LONG_WORD = 64  # bytes; for a longer word a heap is faster than looking at every pair for each merge
+_MOST_WORDS = 1 << 20  # that a PythonEncoder remembers
+_LONGEST_REMEMBERED = 1 << 12  # characters
 
 
 def learn_merges(words: Mapping[bytes, int], num_merges: int) -> list[Pair]:
@@ -119,3 +127,91 @@ class MergeTable:
                 if rank_at[left] != _NEVER:
                     heapq.heappush(heap, (rank_at[left], left))
         return [token for token in ids if token >= 0]
+
+
+# ---- texts
+
+
+@dataclass(frozen=True)
+class WordCounts:
+    """The distinct words of a corpus.
+
+    Attributes:
+        text: all words, joined; uint8.
+        lengths: bytes of each word; int64.
+        counts: occurrences of each word; int64.
+        num_special: occurrences of special tokens, which belong to no word.
+    """
+
+    text: np.ndarray
+    lengths: np.ndarray
+    counts: np.ndarray
+    num_special: int = 0
+
+    @classmethod
+    def from_mapping(cls, words: Mapping[bytes, int], num_special: int = 0) -> WordCounts:
+        return cls(
+            text=np.frombuffer(b"".join(words), np.uint8),
+            lengths=np.array([len(word) for word in words], np.int64),
+            counts=np.array(list(words.values()), np.int64),
+            num_special=num_special,
+        )
+
+
+class PythonCounter:
+    """Counts the words of chunks of UTF-8 text."""
+
+    def __init__(self, specials: SpecialTokens) -> None:
+        self._specials = specials
+        self._words: Counter[str] = Counter()
+        self._num_special = 0
+
+    def add(self, data: bytes) -> None:
+        for text, special_id in self._specials.split(data):
+            self._words.update(split_words(text.decode()))
+            self._num_special += special_id is not None
+
+    def absorb(self, other: PythonCounter) -> None:
+        self._words.update(other._words)
+        self._num_special += other._num_special
+
+    def result(self) -> WordCounts:
+        counts = {word.encode(): count for word, count in self._words.items()}
+        return WordCounts.from_mapping(counts, self._num_special)
+
+
+class PythonEncoder:
+    """Encodes chunks of text. Accepts bytes that are not UTF-8: each counts as a punctuation mark.
+
+    >>> encoder = PythonEncoder(MergeTable(range(256), [(ord("h"), ord("i"), 256)]))
+    >>> encoder.encode(b"hi<|end|>", SpecialTokens({"<|end|>": 257})).tolist()
+    [256, 257]
+    """
+
+    def __init__(self, merges: MergeTable) -> None:
+        self._known = _KnownWords(merges)
+
+    def encode(self, data: bytes, specials: SpecialTokens) -> np.ndarray:
+        if len(self._known) > _MOST_WORDS:  # memory stays bounded on endless text
+            self._known.clear()
+        ids = array("i")
+        for text, special_id in specials.split(data):
+            words = split_words(text.decode("utf-8", "surrogateescape"))
+            ids.extend(chain.from_iterable(map(self._known.__getitem__, words)))
+            if special_id is not None:
+                ids.append(special_id)
+        return np.array(ids, np.int32)
+
+
+class _KnownWords(dict[str, list[int]]):
+    """word -> ids; a word that is not there is merged, and remembered unless it is very long."""
+
+    def __init__(self, merges: MergeTable) -> None:
+        super().__init__()
+        self._merges = merges
+
+    def __missing__(self, word: str) -> list[int]:
+        ids = self._merges.encode_word(word.encode("utf-8", "surrogateescape"))
+        if len(word) <= _LONGEST_REMEMBERED:
+            self[word] = ids
+        return ids

@@ -1,8 +1,8 @@
 """Encode chunks of text and count their words in C (`words.c`), on several threads.
 
 The C code is compiled once by the machine's compiler, kept in the user's cache folder, and called through ctypes. It
-releases the interpreter's lock, so that threads run in parallel. Without a compiler, `PythonEncoder` and
-`PythonCounter` do the same work, much slower; one warning says so.
+releases the interpreter's lock, so that threads run in parallel. Without a compiler, the Python form in `bpe.py` does
+the same work, much slower; one warning says so.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ import platform
 import queue
 import subprocess
 import tempfile
-from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -28,8 +26,8 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import numpy as np
 
 from lmkit.errors import reason
-from lmkit.tokenizer.bpe import MergeTable
-from lmkit.tokenizer.pretokenize import SpecialTokens, character_classes, split_words
+from lmkit.tokenizer.bpe import MergeTable, PythonCounter, PythonEncoder, WordCounts
+from lmkit.tokenizer.pretokenize import SpecialTokens, character_classes
 
 if TYPE_CHECKING:
     from typing import Self
@@ -40,8 +38,6 @@ CHUNK_BYTES = 1 << 18
 _SOURCE = Path(__file__).with_name("words.c")
 _FLAGS = ("-O3", "-std=c11", "-shared", "-fPIC")
 _ROOM = 1 << 21  # ids; more than one chunk of text has
-_MOST_WORDS = 1 << 20  # that a PythonEncoder remembers
-_LONGEST_REMEMBERED = 1 << 12  # characters
 
 _log = logging.getLogger("lmkit")
 
@@ -68,32 +64,6 @@ class WordCounter(Protocol):
     def result(self) -> WordCounts:
         """Return the words in the order of their first appearance."""
         ...
-
-
-@dataclass(frozen=True)
-class WordCounts:
-    """The distinct words of a corpus.
-
-    Attributes:
-        text: all words, joined; uint8.
-        lengths: bytes of each word; int64.
-        counts: occurrences of each word; int64.
-        num_special: occurrences of special tokens, which belong to no word.
-    """
-
-    text: np.ndarray
-    lengths: np.ndarray
-    counts: np.ndarray
-    num_special: int = 0
-
-    @classmethod
-    def from_mapping(cls, words: Mapping[bytes, int], num_special: int = 0) -> WordCounts:
-        return cls(
-            text=np.frombuffer(b"".join(words), np.uint8),
-            lengths=np.array([len(word) for word in words], np.int64),
-            counts=np.array(list(words.values()), np.int64),
-            num_special=num_special,
-        )
 
 
 def new_encoder(merges: MergeTable) -> Encoder:
@@ -241,63 +211,6 @@ def _compile(compiler: str, output: Path) -> Path:
     command = [*compiler.split(), *_FLAGS, "-o", str(output), str(_SOURCE)]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     return output
-
-
-# ---- in Python
-
-
-class PythonEncoder:
-    """Encodes in plain Python. Accepts bytes that are not UTF-8: each counts as a punctuation mark."""
-
-    def __init__(self, merges: MergeTable) -> None:
-        self._known = _KnownWords(merges)
-
-    def encode(self, data: bytes, specials: SpecialTokens) -> np.ndarray:
-        if len(self._known) > _MOST_WORDS:  # memory stays bounded on endless text
-            self._known.clear()
-        ids = array("i")
-        for text, special_id in specials.split(data):
-            words = split_words(text.decode("utf-8", "surrogateescape"))
-            ids.extend(chain.from_iterable(map(self._known.__getitem__, words)))
-            if special_id is not None:
-                ids.append(special_id)
-        return np.array(ids, np.int32)
-
-
-class _KnownWords(dict[str, list[int]]):
-    """word -> ids; a word that is not there is merged, and remembered unless it is very long."""
-
-    def __init__(self, merges: MergeTable) -> None:
-        super().__init__()
-        self._merges = merges
-
-    def __missing__(self, word: str) -> list[int]:
-        ids = self._merges.encode_word(word.encode("utf-8", "surrogateescape"))
-        if len(word) <= _LONGEST_REMEMBERED:
-            self[word] = ids
-        return ids
-
-
-class PythonCounter:
-    """Counts in plain Python."""
-
-    def __init__(self, specials: SpecialTokens) -> None:
-        self._specials = specials
-        self._words: collections.Counter[str] = collections.Counter()
-        self._num_special = 0
-
-    def add(self, data: bytes) -> None:
-        for text, special_id in self._specials.split(data):
-            self._words.update(split_words(text.decode()))
-            self._num_special += special_id is not None
-
-    def absorb(self, other: PythonCounter) -> None:
-        self._words.update(other._words)
-        self._num_special += other._num_special
-
-    def result(self) -> WordCounts:
-        counts = {word.encode(): count for word, count in self._words.items()}
-        return WordCounts.from_mapping(counts, self._num_special)
 
 
 # ---- threads

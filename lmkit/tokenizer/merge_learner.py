@@ -31,8 +31,7 @@ import numpy as np
 
 from lmkit.errors import LmkitError
 from lmkit.recipe.vocabulary import MAX_VOCABULARY, NUM_BYTES
-from lmkit.tokenizer.bpe import Pair
-from lmkit.tokenizer.engine import WordCounts
+from lmkit.tokenizer.bpe import Pair, WordCounts
 
 _NO_TOKEN = MAX_VOCABULARY  # the token of separators and of slots that a merge has emptied
 _TOKEN_BITS = 20

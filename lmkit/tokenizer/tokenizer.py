@@ -13,9 +13,9 @@ from typing import Any
 
 from lmkit.recipe.vocabulary import END_OF_TEXT, NUM_BYTES
 from lmkit.tokenizer import files
-from lmkit.tokenizer.bpe import MergeTable, Pair
+from lmkit.tokenizer.bpe import MergeTable, Pair, PythonEncoder
 from lmkit.tokenizer.chunks import exact_chunks, read_blocks, valid_utf8
-from lmkit.tokenizer.engine import CHUNK_BYTES, Encoder, PythonEncoder, is_utf8, new_encoder
+from lmkit.tokenizer.engine import CHUNK_BYTES, Encoder, is_utf8, new_encoder
 from lmkit.tokenizer.pretokenize import SpecialTokens
 
 _STREAM_BYTES = 1 << 16

@@ -10,8 +10,9 @@ from lmkit.errors import UsageError
 from lmkit.measure.environment import usable_cpus
 from lmkit.measure.progress import Progress
 from lmkit.recipe.vocabulary import END_OF_TEXT, MAX_VOCABULARY, NUM_BYTES
+from lmkit.tokenizer.bpe import WordCounts
 from lmkit.tokenizer.chunks import Chunk, ErrorMode, exact_chunks, read_blocks, text_file_status, valid_utf8
-from lmkit.tokenizer.engine import WordCounter, WordCounts, new_counter, share_out
+from lmkit.tokenizer.engine import WordCounter, new_counter, share_out
 from lmkit.tokenizer.files import to_bytes
 from lmkit.tokenizer.merge_learner import learn_merges_fast
 from lmkit.tokenizer.pretokenize import SpecialTokens

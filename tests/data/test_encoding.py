@@ -18,7 +18,7 @@ from lmkit.data.encoding import encode_corpus
 from lmkit.data.token_files import open_tokens
 from lmkit.errors import LmkitError, UsageError
 from lmkit.tokenizer import Tokenizer, chunks, engine, train_tokenizer
-from lmkit.tokenizer.engine import PythonEncoder
+from lmkit.tokenizer.bpe import PythonEncoder
 from lmkit.tokenizer.pretokenize import SpecialTokens
 
 END = "<|endoftext|>"

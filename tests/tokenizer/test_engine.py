@@ -19,15 +19,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmkit.tokenizer import Tokenizer, engine, split_words
-from lmkit.tokenizer.bpe import MergeTable
-from lmkit.tokenizer.engine import (
-    PythonCounter,
-    PythonEncoder,
-    new_counter,
-    new_encoder,
-    share_out,
-)
+from lmkit.tokenizer import Tokenizer, bpe, engine, split_words
+from lmkit.tokenizer.bpe import MergeTable, PythonCounter, PythonEncoder
+from lmkit.tokenizer.engine import new_counter, new_encoder, share_out
 from lmkit.tokenizer.pretokenize import SpecialTokens
 
 NO_SPECIALS = SpecialTokens({})
@@ -92,7 +86,7 @@ def test_more_words_than_an_encoder_remembers(trained: Tokenizer, monkeypatch: p
     encoder = trained.new_encoder()
     for _ in range(2):
         np.testing.assert_array_equal(encoder.encode(b"".join(thirds), NO_SPECIALS), expected)
-    monkeypatch.setattr(engine, "_MOST_WORDS", 1000)
+    monkeypatch.setattr(bpe, "_MOST_WORDS", 1000)
     python = PythonEncoder(trained.merge_table)
     for _ in range(3):
         ids = python.encode(thirds[0][:20_000], NO_SPECIALS)

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmkit.tokenizer.bpe import learn_merges
-from lmkit.tokenizer.engine import WordCounts
+from lmkit.tokenizer.bpe import WordCounts, learn_merges
 from lmkit.tokenizer.merge_learner import learn_merges_fast
 from lmkit.tokenizer.pretokenize import split_words
 

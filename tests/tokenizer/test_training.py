@@ -14,7 +14,7 @@ import pytest
 
 from lmkit.errors import LmkitError, UsageError
 from lmkit.tokenizer import Tokenizer, chunks, learn_merges, split_words, train_tokenizer, training
-from lmkit.tokenizer.engine import PythonCounter
+from lmkit.tokenizer.bpe import PythonCounter
 
 
 @pytest.fixture
