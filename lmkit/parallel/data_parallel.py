@@ -57,7 +57,8 @@ class DataParallel(nn.Module):
         # Not registered as a submodule: the strategy may wrap the module once more.
         self.__dict__["_call"] = self._sync.attach(module)
         self._is_accumulating = False
-        self._is_finished = False
+        self._is_finished = False  # by the end of a backward pass
+        self._is_running = False  # a backward pass, which will average the gradients when it ends
         self._ending: Callable[[], object] = lambda: None
         if ranks.world_size > 1:
             for parameter in trainable_parameters(module):
@@ -65,6 +66,9 @@ class DataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._is_finished = False
+        if self._is_running and torch._C._current_graph_task_id() == -1:  # no pass runs: the last one raised
+            self._sync.reset()
+            self._is_running = False
         return self._call(*args, **kwargs)  # type: ignore[operator]
 
     @contextmanager
@@ -87,13 +91,13 @@ class DataParallel(nn.Module):
         self._is_finished = False
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
-        if self._is_accumulating or self._ending() is not None:
+        if self._is_accumulating or (self._is_running and self._ending() is not None):
             return
 
         def ends() -> None:
             self._sync.finish()
-            self._is_finished = True
+            self._is_finished, self._is_running = True, False
 
-        # Autograd calls it when the pass ends, and then drops it, as it does when the pass raises.
+        # Autograd calls it when the pass ends. If the pass raises, it drops the callback, and the reference dies.
         torch.autograd.Variable._execution_engine.queue_callback(ends)
-        self._ending = weakref.ref(ends)
+        self._is_running, self._ending = True, weakref.ref(ends)

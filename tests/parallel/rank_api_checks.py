@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
-from rank_model import adamw, batch, groups_of, joined_run
-from rank_training import (
+from rank_model import (
     FLOAT64_TOLERANCE,
+    adamw,
     assert_close_models,
     assert_same_on_all_ranks,
+    batch,
+    check,
+    groups_of,
+    joined_run,
     refused,
     seeded_model,
 )
@@ -24,7 +26,11 @@ from lmkit.optim.adamw import AdamW
 from lmkit.parallel import DataParallel, Ranks, ShardedOptimizer
 
 
-def check_data_parallel(ranks: Ranks, strategy: str, explicit: bool, sharded: bool = False) -> None:
+@check(
+    strategy=("naive", "flat", "overlap", "bucketed", "torch_ddp"), explicit=(False, True), sharded=(False,)
+)
+@check(strategy=("bucketed", "torch_ddp"), explicit=(False,), sharded=(True,))
+def check_data_parallel(ranks: Ranks, strategy: str, explicit: bool, sharded: bool) -> None:
     """As training on the joined batch, whoever averages the gradients; PyTorch's DDP is one of the strategies."""
     oracle = seeded_model(0, ranks)
     joined_run(oracle, world_size=ranks.world_size, steps=4, accumulation=2, max_norm=float("inf"))
@@ -51,6 +57,7 @@ def check_data_parallel(ranks: Ranks, strategy: str, explicit: bool, sharded: bo
     assert_same_on_all_ranks(model, ranks)
 
 
+@check()
 def check_data_parallel_averages_once(ranks: Ranks) -> None:
     """At the end of the pass, or by the call: never the pass of one step with the call of another."""
     model = DataParallel(nn.Linear(3, 1, bias=False).to(ranks.device, torch.float64), "overlap")
@@ -68,6 +75,7 @@ def check_data_parallel_averages_once(ranks: Ranks) -> None:
     assert weight.grad.tolist() == [[mean] * 3]
 
 
+@check(strategy=("flat", "bucketed"))
 def check_data_parallel_after_a_pass_that_raised(ranks: Ranks, strategy: str) -> None:
     model = DataParallel(seeded_model(0, ranks), strategy, bucket_mb=0.0003)
 
@@ -105,6 +113,7 @@ class Checkpointed(nn.Module):
         return x
 
 
+@check()
 def check_data_parallel_of_reentrant_checkpoints(ranks: Ranks) -> None:
     torch.manual_seed(0)
     oracle = Checkpointed().to(ranks.device)
@@ -121,6 +130,7 @@ def check_data_parallel_of_reentrant_checkpoints(ranks: Ranks) -> None:
         assert torch.allclose(mine.grad, right.grad, rtol=1e-12)
 
 
+@check()
 def check_data_parallel_refuses_what_it_cannot_do(ranks: Ranks) -> None:
     for code, arguments in (
         ("parallel.strategy_shards", {"strategy": "zero1"}),
@@ -132,13 +142,19 @@ def check_data_parallel_refuses_what_it_cannot_do(ranks: Ranks) -> None:
             DataParallel(nn.Linear(2, 2), **arguments)
 
 
-def check_sharded_optimizer(ranks: Ranks, optimizer_class: Callable, options: dict[str, Any]) -> None:
+@check(which=("PyTorch's AdamW", "our AdamW", "SGD"))
+def check_sharded_optimizer(ranks: Ranks, which: str) -> None:
     """Tied, frozen, unused and tiny parameters; groups, one added later; a schedule: as the optimizer itself."""
+    optimizer_class, options = {
+        "PyTorch's AdamW": (torch.optim.AdamW, {"lr": 0.01, "betas": (0.9, 0.95)}),
+        "our AdamW": (AdamW, {"lr": 0.01, "betas": (0.9, 0.95)}),
+        "SGD": (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9}),
+    }[which]
     model, reference = seeded_model(0, ranks, torch.float32), seeded_model(0, ranks, torch.float32)
     optimizers = []
-    for which, make in ((model, partial(ShardedOptimizer)), (reference, None)):
-        matrices, vectors = groups_of(which)
-        groups = [{**matrices, "params": [*matrices["params"], *which.frozen.parameters()]}]
+    for trained, make in ((model, ShardedOptimizer), (reference, None)):
+        matrices, vectors = groups_of(trained)
+        groups = [{**matrices, "params": [*matrices["params"], *trained.frozen.parameters()]}]
         optimizer = make(groups, optimizer_class, **options) if make else optimizer_class(groups, **options)
         optimizer.add_param_group({**vectors, "lr": 0.005})
         optimizers.append(optimizer)
@@ -169,6 +185,7 @@ def check_sharded_optimizer(ranks: Ranks, optimizer_class: Callable, options: di
     assert held <= whole / ranks.world_size + padding
 
 
+@check()
 def check_sharded_optimizer_edges(ranks: Ranks) -> None:
     weight = nn.Parameter(torch.ones(5, device=ranks.device))
     optimizer = ShardedOptimizer([weight], torch.optim.SGD, lr=0.5)
@@ -191,40 +208,3 @@ def check_sharded_optimizer_edges(ranks: Ranks) -> None:
         except ValueError:
             continue
         raise AssertionError("not refused")
-
-
-API_CHECKS: dict[str, Callable[[Ranks], None]] = {
-    **{
-        f"data parallel: {s}, {'explicit' if explicit else 'implicit'}": partial(
-            check_data_parallel, strategy=s, explicit=explicit
-        )
-        for s in ("naive", "flat", "overlap", "bucketed", "torch_ddp")
-        for explicit in (False, True)
-    },
-    "data parallel: bucketed, with a sharded optimizer": partial(
-        check_data_parallel, strategy="bucketed", explicit=False, sharded=True
-    ),
-    "data parallel: torch_ddp, with a sharded optimizer": partial(
-        check_data_parallel, strategy="torch_ddp", explicit=False, sharded=True
-    ),
-    "data parallel averages once": check_data_parallel_averages_once,
-    **{
-        f"data parallel after a pass that raised: {s}": partial(
-            check_data_parallel_after_a_pass_that_raised, strategy=s
-        )
-        for s in ("flat", "bucketed")
-    },
-    "data parallel of reentrant checkpoints": check_data_parallel_of_reentrant_checkpoints,
-    "data parallel refuses what it cannot do": check_data_parallel_refuses_what_it_cannot_do,
-    **{
-        f"sharded optimizer: {name}": partial(
-            check_sharded_optimizer, optimizer_class=optimizer_class, options=options
-        )
-        for name, optimizer_class, options in (
-            ("PyTorch's AdamW", torch.optim.AdamW, {"lr": 0.01, "betas": (0.9, 0.95)}),
-            ("our AdamW", AdamW, {"lr": 0.01, "betas": (0.9, 0.95)}),
-            ("SGD", torch.optim.SGD, {"lr": 0.01, "momentum": 0.9}),
-        )
-    },
-    "sharded optimizer: edges": check_sharded_optimizer_edges,
-}

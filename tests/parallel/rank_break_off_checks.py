@@ -1,22 +1,27 @@
-"""Checks of passes that break off and of gradients left from before, run as those of rank_checks.py are."""
+"""Checks of backward passes that raise, of gradients left from before, and of passes without `no_sync`."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from rank_model import adamw, batch, groups_of, joined_run
-from rank_training import (
+from rank_model import (
     FLOAT64_TOLERANCE,
+    INSIDE,
     STRATEGIES,
+    adamw,
     assert_close_models,
+    batch,
     build,
+    check,
+    groups_of,
+    joined_run,
     one_step,
     refused,
     seeded_model,
@@ -38,6 +43,7 @@ class BreaksOff(torch.autograd.Function):
         raise ZeroDivisionError
 
 
+@check(which=(0, 1, 2, 4, 5))
 def check_leftover_gradients(ranks: Ranks, which: int) -> None:
     """One parameter's gradient stays from the step before, and every pass adds to it: it must not leave early.
 
@@ -63,6 +69,7 @@ def check_leftover_gradients(ranks: Ranks, which: int) -> None:
                 weight.grad = None
 
 
+@check(strategy=INSIDE)
 def check_breaking_off_after_orders_that_differ(ranks: Ranks, strategy: str) -> None:
     """Ranks whose gradients came in different orders in the first step have the same buckets under way when a later
     pass, in one order, breaks off in the same place: or the next collectives would not pair up."""
@@ -96,6 +103,7 @@ def check_breaking_off_after_orders_that_differ(ranks: Ranks, strategy: str) -> 
     assert math.isclose(float(sync.clip_gradients(float("inf"))), expected, rel_tol=1e-12)
 
 
+@check(strategy=("overlap", "bucketed"))
 def check_gradients_by_hand_after_a_step_that_broke_off(ranks: Ranks, strategy: str) -> None:
     """No pass tells that a new step has begun: `reset` alone makes the buckets that were under way leave again."""
     model = nn.ParameterList(torch.full((4,), value, dtype=torch.float64) for value in (2.0, 3.0, 5.0, 7.0))
@@ -114,6 +122,7 @@ def check_gradients_by_hand_after_a_step_that_broke_off(ranks: Ranks, strategy: 
     assert [parameter.grad.tolist() for parameter in model] == [[mean] * 4] * 4
 
 
+@check(strategy=[s for s in STRATEGIES if s != "torch_ddp"], tidy=(True, False))
 def check_exception_in_backward(ranks: Ranks, strategy: str, tidy: bool) -> None:
     """Half of the hooks have run when backward raises (on every rank); the next step is as if nothing was."""
     oracle, model = seeded_model(0, ranks), seeded_model(0, ranks)
@@ -138,9 +147,9 @@ def check_exception_in_backward(ranks: Ranks, strategy: str, tidy: bool) -> None
     assert_close_models(model, oracle, FLOAT64_TOLERANCE)
 
 
+@check(strategy=STRATEGIES)
 def check_passes_without_no_sync(ranks: Ranks, strategy: str) -> None:
     """Who forgets `no_sync` gets the sum of both passes, or an error before a gradient is lost; never less."""
-    communicates_inside = strategy in ("overlap", "bucketed", "zero1")
 
     def two_passes(model: nn.Module, step: int, rank: int) -> None:
         for micro in range(2):
@@ -160,7 +169,7 @@ def check_passes_without_no_sync(ranks: Ranks, strategy: str) -> None:
     for step in range(3):  # before and after the order is settled
         for rank in range(ranks.world_size):
             two_passes(oracle, step, rank)
-        if communicates_inside:
+        if strategy in INSIDE:
             with refused("parallel.unfinished_backward"):
                 two_passes(call, step, ranks.rank)
             with refused("parallel.unfinished_backward"):
@@ -177,28 +186,3 @@ def check_passes_without_no_sync(ranks: Ranks, strategy: str) -> None:
             either.zero_grad()
     sync.wait_for_weights()
     assert_close_models(model, oracle, FLOAT64_TOLERANCE)
-
-
-BREAK_OFF_CHECKS: dict[str, Callable[[Ranks], None]] = {
-    **{f"leftover gradient: number {n}": partial(check_leftover_gradients, which=n) for n in (0, 1, 2, 4, 5)},
-    **{
-        f"breaking off after orders that differ: {s}": partial(
-            check_breaking_off_after_orders_that_differ, strategy=s
-        )
-        for s in ("overlap", "bucketed", "zero1")
-    },
-    **{
-        f"gradients by hand after a step that broke off: {s}": partial(
-            check_gradients_by_hand_after_a_step_that_broke_off, strategy=s
-        )
-        for s in ("overlap", "bucketed")
-    },
-    **{
-        f"exception in backward, {'reset' if tidy else 'no reset'}: {s}": partial(
-            check_exception_in_backward, strategy=s, tidy=tidy
-        )
-        for s in ("naive", "flat", "overlap", "bucketed", "zero1")
-        for tidy in (True, False)
-    },
-    **{f"passes without no_sync: {s}": partial(check_passes_without_no_sync, strategy=s) for s in STRATEGIES},
-}

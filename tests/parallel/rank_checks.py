@@ -1,8 +1,7 @@
-"""Checks that run inside a process group: every function `check_*` runs on every rank of one spawned group.
+"""Checks that run on every rank of one process group, and what runs them: every strategy from its start to its end.
 
-Starting processes costs seconds, the checks milliseconds: so all of them share one group, and the tests read the
-outcome by name. Those of `zero1` alone, of passes that break off
-and of the start are in rank_zero1_checks.py, rank_break_off_checks.py and rank_start_checks.py.
+Starting processes costs seconds, the checks milliseconds: all of them share one group, and the tests read the
+outcomes by name.
 """
 
 from __future__ import annotations
@@ -15,31 +14,39 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
+import rank_api_checks  # noqa: F401 (adds its checks)
+import rank_break_off_checks  # noqa: F401
+import rank_zero1_checks
 import torch
 import torch.distributed as dist
-from rank_api_checks import API_CHECKS
-from rank_break_off_checks import BREAK_OFF_CHECKS
-from rank_model import adamw, batch, groups_of, joined_run, sgd
-from rank_start_checks import START_CHECKS
-from rank_training import (
+from rank_model import (
+    CHECKS,
     FLOAT64_TOLERANCE,
+    INSIDE,
     STRATEGIES,
+    accumulate,
+    adamw,
     assert_close_models,
     assert_same_on_all_ranks,
+    batch,
     build,
+    check,
+    groups_of,
+    joined_run,
     one_step,
+    our_adamw,
     plain,
     refused,
     seeded_model,
+    sgd,
     train,
 )
-from rank_zero1_checks import ZERO1_CHECKS, check_by_the_other_gather
 from torch import nn
 
-from lmkit.errors import UsageError
-from lmkit.optim.adamw import AdamW
+from lmkit.errors import LmkitError, UsageError
 from lmkit.parallel import bucketed
 from lmkit.parallel.collectives import agree
+from lmkit.parallel.protocol import broadcast_model, check_same_model
 from lmkit.parallel.ranks import Ranks, process_group, release_collectives
 from lmkit.recipe.tables import ParallelConfig
 
@@ -64,7 +71,10 @@ def run_all(names: list[str], device: str = "cpu") -> dict[str, list[str]]:
     return outcome
 
 
-def check_joined_batch(ranks: Ranks, strategy: str, make: Callable, accumulation: int) -> None:
+@check(strategy=STRATEGIES, accumulation=(1, 2), make=(adamw,))
+@check(strategy=("zero1",), accumulation=(2,), make=(sgd,))
+def check_joined_batch(ranks: Ranks, strategy: str, accumulation: int, make: Callable) -> None:
+    """Every strategy, torch_ddp too, equals training on the joined batch: unused, frozen, tied parameters."""
     oracle = seeded_model(0, ranks)
     before = {name: value.clone() for name, value in oracle.state_dict().items()}
     expected = joined_run(
@@ -72,7 +82,22 @@ def check_joined_batch(ranks: Ranks, strategy: str, make: Callable, accumulation
     )
     model = seeded_model(ranks.rank, ranks)  # rank 0's values must win
     sync = build(strategy, ranks)
-    norms, _ = train(sync, model, ranks, steps=4, accumulation=accumulation, max_norm=0.7, make=make)
+    call = sync.attach(model)
+    optimizer = sync.build_optimizer(make, groups_of(model))
+    norms = []
+    for step in range(4):
+        accumulate(sync, call, ranks, step, accumulation)
+        sync.finish()
+        if (
+            strategy != "zero1"
+        ):  # PyTorch DDP's meaning: used somewhere, a gradient everywhere; used nowhere, none
+            assert model.never.grad is None
+            assert model.frozen.weight.grad is None
+            assert model.sometimes.weight.grad is not None
+        norms.append(float(sync.clip_gradients(0.7)))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    sync.wait_for_weights()
     assert norms == pytest.approx(expected, rel=1e-9)
     assert min(expected) > 0.7, "clipping must have been at work"
     assert_close_models(model, oracle, FLOAT64_TOLERANCE)
@@ -83,6 +108,7 @@ def check_joined_batch(ranks: Ranks, strategy: str, make: Callable, accumulation
     assert not torch.equal(state["embedding.weight"], before["embedding.weight"])
 
 
+@check(strategy=STRATEGIES)
 def check_zeroed_gradients(ranks: Ranks, strategy: str) -> None:
     """zero_grad(set_to_none=False): gradients are there before they are complete, and must not leave early."""
     oracle, model = seeded_model(0, ranks), seeded_model(0, ranks)
@@ -115,6 +141,7 @@ class EveryParameterUsed(nn.Module):
         return nn.functional.cross_entropy(self.layers(self.embedding(ids.to(device))), targets.to(device))
 
 
+@check(strategy=("flat", *INSIDE), make=(adamw, our_adamw), clips=(True, False))
 def check_late_gradients(ranks: Ranks, strategy: str, make: Callable, clips: bool) -> None:
     """`finish(wait=False)`: the optimizer steps what has arrived and then the rest; the weights are the same."""
     with pytest.MonkeyPatch.context() as patch:
@@ -147,59 +174,46 @@ def check_late_gradients(ranks: Ranks, strategy: str, make: Callable, clips: boo
         assert len(calls) == (5 + 4 if in_two_parts else 5)
 
 
-def check_accumulation_that_starts_later(ranks: Ranks) -> None:
+@check(strategy=INSIDE)
+def check_accumulation_that_starts_later(ranks: Ranks, strategy: str) -> None:
     """The first steps communicate every pass, the next ones do not: the hooks follow."""
-    for strategy in ("overlap", "bucketed", "zero1"):
-        oracle, model = seeded_model(0, ranks), seeded_model(0, ranks)
-        optimizer = adamw(groups_of(oracle))
-        sync = build(strategy, ranks)
-        call = sync.attach(model)
-        mine = sync.build_optimizer(adamw, groups_of(model))
-        for step in range(6):
-            passes = 1 if step < 3 else 3
-            for rank in range(ranks.world_size):
-                for micro in range(passes):
-                    loss = oracle.loss(*batch(step, rank, micro), rank)
-                    (loss / (ranks.world_size * passes)).backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            one_step(sync, call, mine, ranks, step, accumulation=passes)
-        sync.wait_for_weights()
-        assert_close_models(model, oracle, FLOAT64_TOLERANCE)
+    oracle, model = seeded_model(0, ranks), seeded_model(0, ranks)
+    optimizer = adamw(groups_of(oracle))
+    sync = build(strategy, ranks)
+    call = sync.attach(model)
+    mine = sync.build_optimizer(adamw, groups_of(model))
+    for step in range(6):
+        passes = 1 if step < 3 else 3
+        for rank in range(ranks.world_size):
+            for micro in range(passes):
+                loss = oracle.loss(*batch(step, rank, micro), rank)
+                (loss / (ranks.world_size * passes)).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        one_step(sync, call, mine, ranks, step, accumulation=passes)
+    sync.wait_for_weights()
+    assert_close_models(model, oracle, FLOAT64_TOLERANCE)
 
 
-def check_whole_steps_inside_no_sync(ranks: Ranks) -> None:
+@check(strategy=INSIDE)
+def check_whole_steps_inside_no_sync(ranks: Ranks, strategy: str) -> None:
     """`finish` ends the first steps, in which the order is settled, but not what `no_sync` holds off."""
-    for strategy in ("overlap", "bucketed", "zero1"):
-        model = seeded_model(0, ranks)
-        sync = build(strategy, ranks)
-        call = sync.attach(model)
-        with sync.no_sync():
-            optimizer = sync.build_optimizer(adamw, groups_of(model))
-            for step in range(3):
-                before = sync.traffic.calls
-                call.loss(*batch(step, ranks.rank, 0), ranks.rank).backward()
-                assert sync.traffic.calls == before, f"{strategy} communicated in step {step}"
-                sync.finish()
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-        sync.wait_for_weights()
-
-
-def check_unused_gradients_are_none(ranks: Ranks, strategy: str) -> None:
-    """PyTorch DDP's meaning: used somewhere, a gradient everywhere; used nowhere, none."""
     model = seeded_model(0, ranks)
     sync = build(strategy, ranks)
     call = sync.attach(model)
-    for step in range(3):  # before and after the order was recorded
-        call.loss(*batch(step, ranks.rank, 0), ranks.rank).backward()
-        sync.finish()
-        assert model.never.grad is None
-        assert model.frozen.weight.grad is None
-        assert model.sometimes.weight.grad is not None
-        model.zero_grad(set_to_none=True)
+    with sync.no_sync():
+        optimizer = sync.build_optimizer(adamw, groups_of(model))
+        for step in range(3):
+            before = sync.traffic.calls
+            call.loss(*batch(step, ranks.rank, 0), ranks.rank).backward()
+            assert sync.traffic.calls == before
+            sync.finish()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    sync.wait_for_weights()
 
 
+@check(strategy=("overlap", "bucketed"))
 def check_unused_gradients_beside_late_ones(ranks: Ranks, strategy: str) -> None:
     """`finish(wait=False)` where a rank has nothing for a parameter: who used it is known only when all have told."""
     with pytest.MonkeyPatch.context() as patch:
@@ -220,8 +234,10 @@ def check_unused_gradients_beside_late_ones(ranks: Ranks, strategy: str) -> None
     assert there == [(False, True)] * 3
 
 
-def check_hooks_are_few_after_the_first_step(ranks: Ranks, strategy: str, buckets: int) -> None:
+@check(strategy=INSIDE)
+def check_hooks_are_few_after_the_first_step(ranks: Ranks, strategy: str) -> None:
     """One at the end of every bucket and one where a pass begins; none is left of those that saw the first pass."""
+    buckets = 6 if strategy == "overlap" else 3
     model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(6)]).to(ranks.device)
     sync = build(strategy, ranks, ParallelConfig(bucket_mb=1.5 * 64 * 64 * 4 / 2**20))  # two matrices each
     sync.attach(model)
@@ -233,6 +249,7 @@ def check_hooks_are_few_after_the_first_step(ranks: Ranks, strategy: str, bucket
         model.zero_grad(set_to_none=True)
 
 
+@check()
 def check_none_communicates_nothing(ranks: Ranks) -> None:
     model = seeded_model(ranks.rank, ranks)
     sync = build("none", ranks)
@@ -243,7 +260,8 @@ def check_none_communicates_nothing(ranks: Ranks) -> None:
     assert not torch.equal(weights[0], weights[1])
 
 
-def check_torch_ddp_has_a_bf16_wire_on_nccl_alone(ranks: Ranks) -> None:
+@check()
+def check_torch_ddp_reduces_in_bf16_with_nccl_only(ranks: Ranks) -> None:
     sync = build("torch_ddp", ranks, ParallelConfig(reduce_dtype="bf16"))
     model = seeded_model(0, ranks, torch.float32)
     if ranks.device.type == "cuda":
@@ -253,7 +271,8 @@ def check_torch_ddp_has_a_bf16_wire_on_nccl_alone(ranks: Ranks) -> None:
         sync.attach(model)
 
 
-def check_bf16_wire(ranks: Ranks, strategy: str) -> None:
+@check(strategy=("flat", "overlap", "bucketed"))
+def check_reduction_in_bf16(ranks: Ranks, strategy: str) -> None:
     """fp32 gradients that travel as bf16: each is off by at most two roundings of 2^-9, and stays fp32."""
     gradients = {}
     for wire in ("fp32", "bf16"):
@@ -276,6 +295,7 @@ def check_bf16_wire(ranks: Ranks, strategy: str) -> None:
     assert gradients["bf16"][1] < 0.7 * gradients["fp32"][1]
 
 
+@check(strategy=[s for s in STRATEGIES if s != "torch_ddp"])
 def check_mixed_dtypes(ranks: Ranks, strategy: str) -> None:
     """fp32 and bf16 parameters side by side: never in one bucket, both averaged."""
     torch.manual_seed(0)
@@ -303,6 +323,7 @@ def check_mixed_dtypes(ranks: Ranks, strategy: str) -> None:
         assert_same_on_all_ranks(model, ranks)
 
 
+@check(strategy=STRATEGIES)
 def check_nonfinite_reaches_everybody(ranks: Ranks, strategy: str) -> None:
     """One rank's NaN is in every rank's norm: all can refuse the step by the same number."""
     model = seeded_model(0, ranks)
@@ -320,6 +341,7 @@ def check_nonfinite_reaches_everybody(ranks: Ranks, strategy: str) -> None:
     assert norm == norm, "nothing of the NaN is left in the next step"
 
 
+@check()
 def check_agreement(ranks: Ranks) -> None:
     last = ranks.rank == ranks.world_size - 1
     nothing = agree(ranks)
@@ -330,6 +352,7 @@ def check_agreement(ranks: Ranks) -> None:
     assert (both.stop, both.nonfinite) == (True, True)
 
 
+@check()
 def check_traffic(ranks: Ranks) -> None:
     """Bytes and calls against the formula: 2 (W-1)/W of the gradients, or of them and the weights in halves."""
     share = (ranks.world_size - 1) / ranks.world_size
@@ -359,6 +382,7 @@ def check_traffic(ranks: Ranks) -> None:
         assert sync.traffic.link_bytes == pytest.approx(2 * share * (gradient_bytes + small)), strategy
 
 
+@check(strategy=[s for s in STRATEGIES if s != "torch_ddp"])
 def check_forgotten(ranks: Ranks, strategy: str) -> None:
     """Nothing of a training is left when nobody holds it, whatever hooks it had."""
     model = seeded_model(0, ranks)
@@ -371,6 +395,74 @@ def check_forgotten(ranks: Ranks, strategy: str) -> None:
         torch.cuda.synchronize(ranks.device)
     release_collectives(ranks)
     assert [reference() for reference in forgotten] == [None] * len(forgotten)
+
+
+@check()
+def check_different_models_are_refused(ranks: Ranks) -> None:
+    model = nn.Linear(3, 4 if ranks.rank == 1 else 5).to(ranks.device)
+    for strategy in STRATEGIES:
+        with refused("parallel.model_differs", LmkitError, "rank 1"):
+            build(strategy, ranks).attach(model)
+        with refused("parallel.recipe_differs", LmkitError, "rank 1"):
+            build(strategy, ranks).attach(
+                nn.Linear(3, 3).to(ranks.device), fingerprint=f"lr = {ranks.rank == 1}"
+            )
+
+
+@check()
+def check_what_is_frozen_is_part_of_the_model(ranks: Ranks) -> None:
+    """Or the ranks' gradients would be of different parameters."""
+    model = nn.Linear(3, 3).to(ranks.device)
+    model.bias.requires_grad_(ranks.rank != 1)
+    with refused("parallel.model_differs", LmkitError, "rank 1"):
+        check_same_model(model, ranks)
+
+
+@check()
+def check_ties_are_part_of_the_model(ranks: Ranks) -> None:
+    """Where one rank has two parameters and another has one twice, broadcasts and gradients would not pair up."""
+    model = nn.Sequential(*[nn.Linear(3, 3, bias=False) for _ in range(3)]).to(ranks.device)
+    model[1].weight = model[0].weight
+    check_same_model(model, ranks)
+    if ranks.rank == 1:
+        model[1].weight = nn.Parameter(torch.zeros_like(model[0].weight))
+    with refused("parallel.model_differs", LmkitError, "rank 1"):
+        check_same_model(model, ranks)
+    model[1].weight = model[2 if ranks.rank == 1 else 0].weight
+    with refused("parallel.model_differs", LmkitError, "rank 1"):
+        check_same_model(model, ranks)
+
+
+@check()
+def check_the_first_rank_gives_parameters_and_buffers(ranks: Ranks) -> None:
+    model = nn.BatchNorm1d(3).to(ranks.device)
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data.fill_(7 + ranks.rank)
+    broadcast_model(model)
+    assert all(bool((value == 7).all()) for value in model.state_dict().values())
+    assert len(model.state_dict()) == 5
+
+
+@check()
+def check_the_first_rank_gives_tensors_of_any_strides_and_dtype(ranks: Ranks) -> None:
+    base = torch.full((3, 6), float(ranks.rank), device=ranks.device)
+    model = nn.Module()
+    model.window = nn.Parameter(base[:, 1:5])
+    model.transposed = nn.Parameter(torch.full((4, 3), 5.0 + ranks.rank, device=ranks.device).T)
+    for dtype in (torch.int16, torch.bool, torch.complex64, torch.bfloat16):
+        model.register_buffer(
+            f"of_{str(dtype)[6:]}", torch.full((2,), ranks.rank, dtype=dtype, device=ranks.device)
+        )
+    model.register_buffer("scalar", torch.tensor(ranks.rank, device=ranks.device))
+    broadcast_model(model)
+    assert bool((model.window == 0).all())
+    assert bool((model.transposed == 5).all())
+    assert all(not bool(buffer.any()) for buffer in model.buffers())
+    assert bool((base[:, [0, 5]] == ranks.rank).all()), "what lies beside the window is nobody's business"
+
+    model.register_buffer("expanded", torch.zeros(1, device=ranks.device).expand(4))
+    with refused("parallel.expanded_tensor", LmkitError, "expanded"):
+        broadcast_model(model)
 
 
 def memory_that_collectives_keep(num_bytes: int) -> int:
@@ -406,60 +498,8 @@ def launches_ahead() -> int:
         return launched
 
 
-_CHECKS: dict[str, Callable[[Ranks], None]] = {
-    **{
-        f"joined batch: {s}, {a} passes": partial(check_joined_batch, strategy=s, make=adamw, accumulation=a)
-        for s in STRATEGIES
-        for a in (1, 2)
-    },
-    "joined batch: zero1, SGD": partial(check_joined_batch, strategy="zero1", make=sgd, accumulation=2),
-    **{f"gradients kept and zeroed: {s}": partial(check_zeroed_gradients, strategy=s) for s in STRATEGIES},
-    **{
-        f"late gradients: {s}, {name}, {'clipped' if clips else 'as they are'}": partial(
-            check_late_gradients, strategy=s, make=make, clips=clips
+for name, function in list(CHECKS.items()):
+    if "zero1" in name or name in ("traffic", "peers wait for one another"):
+        CHECKS[f"by the other gather: {name}"] = partial(
+            rank_zero1_checks.by_the_other_gather, check=function
         )
-        for s in ("flat", "overlap", "bucketed", "zero1")
-        for name, make in (("PyTorch's AdamW", adamw), ("our AdamW", AdamW))
-        for clips in (True, False)
-    },
-    "accumulation that starts later": check_accumulation_that_starts_later,
-    "whole steps inside no_sync": check_whole_steps_inside_no_sync,
-    **{
-        f"unused gradients are None: {s}": partial(check_unused_gradients_are_none, strategy=s)
-        for s in STRATEGIES
-        if s != "zero1"
-    },
-    **{
-        f"unused gradients beside late ones: {s}": partial(
-            check_unused_gradients_beside_late_ones, strategy=s
-        )
-        for s in ("overlap", "bucketed")
-    },
-    **{
-        f"hooks are few after the first step: {s}": partial(
-            check_hooks_are_few_after_the_first_step, strategy=s, buckets=buckets
-        )
-        for s, buckets in (("overlap", 6), ("bucketed", 3), ("zero1", 3))
-    },
-    "none communicates nothing": check_none_communicates_nothing,
-    **{f"bf16 wire: {s}": partial(check_bf16_wire, strategy=s) for s in ("flat", "bucketed")},
-    "bf16 wire: torch_ddp": check_torch_ddp_has_a_bf16_wire_on_nccl_alone,
-    **{f"mixed dtypes: {s}": partial(check_mixed_dtypes, strategy=s) for s in STRATEGIES if s != "torch_ddp"},
-    **{
-        f"NaN reaches everybody: {s}": partial(check_nonfinite_reaches_everybody, strategy=s)
-        for s in STRATEGIES
-    },
-    "agreement": check_agreement,
-    **{f"forgotten: {s}": partial(check_forgotten, strategy=s) for s in STRATEGIES if s != "torch_ddp"},
-    "traffic": check_traffic,
-    **BREAK_OFF_CHECKS,
-    **START_CHECKS,
-    **ZERO1_CHECKS,
-    **API_CHECKS,
-}
-
-CHECKS = _CHECKS | {
-    f"by the other gather: {name}": partial(check_by_the_other_gather, check=check)
-    for name, check in _CHECKS.items()
-    if "zero1" in name or name in ("traffic", "peers wait for one another")
-}

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from rank_model import batch, groups_of, sgd
-from rank_training import build, seeded_model
+from rank_model import batch, build, groups_of, seeded_model, sgd
 
 from lmkit.bench import all_reduce, ddp, optimizer
 from lmkit.commands import bench

@@ -12,16 +12,22 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from rank_model import adamw, batch, groups_of, joined_run, our_adamw, sgd
-from rank_training import (
+from rank_model import (
     FLOAT64_TOLERANCE,
     SMALL_BUCKETS,
+    adamw,
     assert_close_models,
     assert_same_on_all_ranks,
+    batch,
+    check,
     feed,
+    groups_of,
+    joined_run,
     one_step,
+    our_adamw,
     refused,
     seeded_model,
+    sgd,
     train,
 )
 from torch import nn
@@ -35,6 +41,7 @@ from lmkit.parallel.zero1 import Zero1
 from lmkit.recipe.tables import ParallelConfig
 
 
+@check()
 def check_zero1_after_others_were_dropped(ranks: Ranks) -> None:
     """One rank forgets what it shared at once, the others later: what is shared next is the right piece all the same.
 
@@ -79,6 +86,7 @@ def check_zero1_after_others_were_dropped(ranks: Ranks) -> None:
     assert_same_on_all_ranks(model, ranks)
 
 
+@check(make=(adamw, our_adamw, sgd))
 def check_zero1_equals_unsharded(ranks: Ranks, make: Callable) -> None:
     model, reference = seeded_model(0, ranks, torch.float32), seeded_model(0, ranks, torch.float32)
     optimizer = make(groups_of(reference))
@@ -103,6 +111,7 @@ def check_zero1_equals_unsharded(ranks: Ranks, make: Callable) -> None:
         assert_close_models(model, reference, 0.0 if exact else 1e-7)
 
 
+@check()
 def check_zero1_state_is_one_share(ranks: Ranks) -> None:
     model = seeded_model(0, ranks, torch.float32)
     sync = Zero1(ranks, SMALL_BUCKETS)
@@ -126,6 +135,7 @@ def check_zero1_state_is_one_share(ranks: Ranks) -> None:
         assert len(ranks_of_tensors) == 1
 
 
+@check(make=(adamw, our_adamw))
 def check_zero1_bf16_master(ranks: Ranks, make: Callable) -> None:
     """The master shards follow an fp32 AdamW fed the same (bf16) gradients; the weights are their rounding."""
     model, reference = seeded_model(0, ranks, torch.float32), seeded_model(0, ranks, torch.float32)
@@ -160,6 +170,7 @@ def check_zero1_bf16_master(ranks: Ranks, make: Callable) -> None:
     assert_same_on_all_ranks(model, ranks)
 
 
+@check()
 def check_zero1_bf16_unused(ranks: Ranks) -> None:
     """A parameter that no rank used keeps its value, in the master and in the weights; all others move."""
     model = seeded_model(0, ranks, torch.float32)
@@ -176,6 +187,7 @@ def check_zero1_bf16_unused(ranks: Ranks) -> None:
     assert_same_on_all_ranks(model, ranks)
 
 
+@check()
 def check_zero1_late_use(ranks: Ranks) -> None:
     """A parameter that is first used in a later step has no momentum yet, though decay alone makes some."""
 
@@ -201,6 +213,7 @@ def check_zero1_late_use(ranks: Ranks) -> None:
     assert torch.allclose(*after, rtol=0, atol=1e-12)  # sums of float64 in another order
 
 
+@check()
 def check_zero1_masters_of_whole_weights(ranks: Ranks) -> None:
     """Whole fp32 weights become masters as they are, and bf16 weights rounded once."""
     model = seeded_model(0, ranks, torch.float32)
@@ -219,7 +232,8 @@ def check_zero1_masters_of_whole_weights(ranks: Ranks) -> None:
         assert torch.equal(bucket.shard, bucket.master.bfloat16())
 
 
-def check_zero1_bf16_wire(ranks: Ranks) -> None:
+@check()
+def check_zero1_reduction_in_bf16(ranks: Ranks) -> None:
     """fp32 weights, gradients that travel as bf16: our AdamW reads them so, PyTorch's gets them cast."""
     after = []
     for make in (our_adamw, adamw):
@@ -243,6 +257,7 @@ def check_zero1_bf16_wire(ranks: Ranks) -> None:
     assert not torch.equal(after[0].shift, seeded_model(0, ranks, torch.float32).shift)
 
 
+@check(weights=("fp32", "bf16"), make=(adamw, our_adamw))
 def check_zero1_resumes(ranks: Ranks, weights: str, make: Callable) -> None:
     """3 + 2 steps from saved state are the 5 steps, bit for bit, weights and masters."""
     options = ParallelConfig(bucket_mb=0.0003, weights=weights)
@@ -290,6 +305,7 @@ def check_zero1_resumes(ranks: Ranks, weights: str, make: Callable) -> None:
     assert second[3].param_groups[-1]["lr"] == second[3].inner.param_groups[-1]["lr"] == 0.125
 
 
+@check()
 def check_zero1_gradients_that_were_refused(ranks: Ranks) -> None:
     """Zeroed while they still travel, they are in no later step."""
     model = seeded_model(0, ranks)
@@ -305,6 +321,7 @@ def check_zero1_gradients_that_were_refused(ranks: Ranks) -> None:
     assert [name for name, value in before.items() if not torch.equal(after[name], value)] == []
 
 
+@check()
 def check_zero1_single_parameters(ranks: Ranks) -> None:
     """Parameters that fill buckets of their own, without padding: their gradients are reduced where they lie."""
     torch.manual_seed(0)
@@ -336,6 +353,7 @@ def check_zero1_single_parameters(ranks: Ranks) -> None:
     assert_same_on_all_ranks(model, ranks)
 
 
+@check()
 def check_zero1_weights_are_whole_when_read(ranks: Ranks) -> None:
     """Layers that are bypassed, evaluation and saving all see the step's result, not a half-gathered weight."""
     model = seeded_model(0, ranks)
@@ -389,6 +407,7 @@ class FileMemory:
             shutil.rmtree(folder[0])
 
 
+@check()
 def check_memory_that_is_mixed_up_is_refused(ranks: Ranks) -> None:
     """On all ranks, also those that see the right one: here only rank 0 sees another piece than its neighbour's."""
     of_rank = FileMemory(64, ranks).of_rank
@@ -400,7 +419,7 @@ def check_memory_that_is_mixed_up_is_refused(ranks: Ranks) -> None:
         check_pairing(of_rank, ranks)
 
 
-def check_by_the_other_gather(ranks: Ranks, check: Callable[[Ranks], None]) -> None:
+def by_the_other_gather(ranks: Ranks, check: Callable[[Ranks], None]) -> None:
     """CPU ranks gather by reading one another's memory; GPU ranks, which do that by themselves, by all-gathers."""
     is_cpu = ranks.device.type == "cpu"
     made = []
@@ -416,6 +435,7 @@ def check_by_the_other_gather(ranks: Ranks, check: Callable[[Ranks], None]) -> N
     assert bool(made) == is_cpu
 
 
+@check()
 def check_peers_wait_for_one_another(ranks: Ranks) -> None:
     """Ranks that are late, each in turn and anywhere in a step, change no bit of what is gathered from memory."""
     late_by = torch.Generator().manual_seed(ranks.rank)
@@ -443,31 +463,3 @@ def check_peers_wait_for_one_another(ranks: Ranks) -> None:
 
     for mine, oracle in zip(run("auto"), run("collective"), strict=True):
         assert torch.equal(mine, oracle)
-
-
-ZERO1_CHECKS: dict[str, Callable[[Ranks], None]] = {
-    **{
-        f"zero1 equals unsharded: {name}": partial(check_zero1_equals_unsharded, make=make)
-        for name, make in (("AdamW", adamw), ("our AdamW", our_adamw), ("SGD", sgd))
-    },
-    "zero1 after others were dropped": check_zero1_after_others_were_dropped,
-    "zero1 state is one share": check_zero1_state_is_one_share,
-    **{
-        f"zero1 bf16 master: {name}": partial(check_zero1_bf16_master, make=make)
-        for name, make in (("AdamW", adamw), ("our AdamW", our_adamw))
-    },
-    "zero1 bf16 unused": check_zero1_bf16_unused,
-    "zero1 late use": check_zero1_late_use,
-    "zero1 masters of whole weights": check_zero1_masters_of_whole_weights,
-    "zero1 bf16 wire": check_zero1_bf16_wire,
-    **{
-        f"zero1 resumes: {weights}, {name}": partial(check_zero1_resumes, weights=weights, make=make)
-        for name, make in (("AdamW", adamw), ("our AdamW", our_adamw))
-        for weights in ("fp32", "bf16")
-    },
-    "zero1 gradients that were refused": check_zero1_gradients_that_were_refused,
-    "zero1 single parameters": check_zero1_single_parameters,
-    "zero1 weights are whole when read": check_zero1_weights_are_whole_when_read,
-    "peers wait for one another": check_peers_wait_for_one_another,
-    "memory that is mixed up is refused": check_memory_that_is_mixed_up_is_refused,
-}

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import rank_faults
 import torch.distributed as dist
-from rank_training import refused
+from rank_model import refused
 
 from lmkit import registry
 from lmkit.errors import LmkitError, UsageError

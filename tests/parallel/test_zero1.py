@@ -1,12 +1,13 @@
-"""What waits for weights that are still being gathered, and for gradients that are still being averaged; on one
-process, with collectives that tell."""
+"""`zero1` on one process: its hooks whatever the passes, and waiting for weights and gradients under way."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
+from rank_model import refused
 from torch import nn
 
 from lmkit.parallel.buckets import ReducingBucket
@@ -14,10 +15,134 @@ from lmkit.parallel.collectives import PendingMean
 from lmkit.parallel.overlap import OverlapSync
 from lmkit.parallel.ranks import Ranks
 from lmkit.parallel.shards import BucketLayout, ShardedBucket, shard_size_of, start_gather
-from lmkit.parallel.zero1 import LazyWeights
+from lmkit.parallel.zero1 import LazyWeights, Zero1
 from lmkit.recipe.tables import ParallelConfig
 
 RANKS = Ranks(world_size=2)
+ALL = (0, 1, 2, 3)
+
+
+class Sharded:
+    """`zero1` of a single rank beside plain SGD, from the same start."""
+
+    def __init__(self) -> None:
+        def make(groups: list[dict]) -> torch.optim.Optimizer:
+            return torch.optim.SGD(groups, lr=0.25)
+
+        def parameters() -> nn.ParameterList:
+            return nn.ParameterList([torch.tensor(value) for value in (2.0, 3.0, 5.0, 7.0)])
+
+        self.mine, self.theirs = parameters(), parameters()
+        self.sync = Zero1(Ranks(), ParallelConfig(bucket_mb=2 * 4 / 2**20))  # two to a bucket
+        self.sync.attach(self.mine)
+        self.optimizer = self.sync.build_optimizer(make, [{"params": list(self.mine)}])
+        self.oracle = make([{"params": list(self.theirs)}])
+
+    def hooks(self) -> int:
+        return sum(len(p._post_accumulate_grad_hooks or ()) for p in self.mine)
+
+    def backward(self, order: tuple[int, ...], *, last: bool = True) -> None:
+        with nullcontext() if last else self.sync.no_sync():
+            self._loss(self.mine, order).backward()
+        self._loss(self.theirs, order).backward()
+
+    def step(self, *passes: tuple[int, ...]) -> None:
+        for number, order in enumerate(passes):
+            self.backward(order, last=number == len(passes) - 1)
+        self.sync.finish()
+        for optimizer in (self.optimizer, self.oracle):
+            optimizer.step()
+            optimizer.zero_grad()
+        # One addition and one product per element, here and there.
+        assert [p.item() for p in self.mine] == [p.item() for p in self.theirs]
+
+    @staticmethod
+    def _loss(parameters: nn.ParameterList, order: tuple[int, ...]) -> torch.Tensor:
+        loss = torch.ones(())
+        for index in order:
+            loss = loss + torch.sin(parameters[index] * loss)
+        return loss
+
+
+def test_zero1_hooks_are_where_the_recorded_pass_began_and_ended_its_buckets():
+    run = Sharded()
+    run.step((1, 0, 3, 2))  # gradients of 2 and 3, then of 0 and 1
+    assert [bool(p._post_accumulate_grad_hooks) for p in run.mine] == [False, True, True, True]
+
+
+def test_zero1_keeps_the_hooks_where_passes_are_accumulated():
+    run = Sharded()
+    run.step(ALL, ALL)
+    assert run.hooks() == 4
+    run.step(ALL)
+    assert run.hooks() == 4
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [(ALL,), (ALL,), (ALL, ALL), (ALL,), (ALL, ALL, ALL)],
+        [((0, 1, 3),), (ALL,), (ALL, (2, 1)), (ALL,)],
+        [(ALL,), ((0, 1, 3),), ((2, 3),), ((1, 0),), (ALL,)],
+        [(ALL,), ((3, 2, 1, 0),), ((0, 2, 1, 3, 0),), (ALL,)],
+        [((1, 0, 1),), ((3, 1),), (ALL, ALL), ((3, 0, 1),)],
+    ],
+    ids=["accumulates later", "unused at first", "unused later", "another order", "never all"],
+)
+def test_zero1_equals_plain_steps_whatever_the_passes(steps):
+    run = Sharded()
+    for passes in steps:
+        run.step(*passes)
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+@pytest.mark.parametrize("resets", [True, False])
+def test_zero1_begins_anew_after_a_step_that_broke_off(steps_before, resets):
+    run = Sharded()
+    for _ in range(steps_before):
+        run.step(ALL)
+
+    def explode(gradient: torch.Tensor) -> None:
+        raise ZeroDivisionError
+
+    handle = run.mine[1].register_hook(explode)
+    with pytest.raises(ZeroDivisionError):
+        run._loss(run.mine, (0, 1, 2, 3)).backward()
+    handle.remove()
+    if resets:
+        run.sync.reset()
+    run.optimizer.zero_grad()
+    run.step(ALL)
+    run.step(ALL)
+    assert run.hooks() == 3
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_zero1_refuses_to_lose_the_gradients_of_a_pass_without_no_sync(steps_before):
+    run = Sharded()
+    for _ in range(steps_before):
+        run.step(ALL)
+    run.backward(ALL)
+    with refused("parallel.unfinished_backward"):
+        run.backward(ALL)
+    with refused("parallel.unfinished_backward"):
+        run.sync.no_sync()
+    run.sync.reset()
+    for optimizer in (run.optimizer, run.oracle):
+        optimizer.zero_grad()
+    run.step(ALL)
+    run.step(ALL, ALL)
+
+
+def test_zero1_is_paused_until_the_outermost_no_sync_ends():
+    run = Sharded()
+    run.step(ALL)
+    with run.sync.no_sync():
+        with run.sync.no_sync():
+            run.backward(ALL)
+        run.backward(ALL)
+        assert all(p.grad is not None for p in run.mine), "a launch would have taken them"
+    run.step(ALL)
 
 
 class Gather:

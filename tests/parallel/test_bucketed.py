@@ -1,4 +1,4 @@
-"""An optimizer's step in two parts, on one process: what is late arrives when it is waited for."""
+"""An optimizer's step in two parts, on one process: late gradients arrive when they are waited for."""
 
 from __future__ import annotations
 
