@@ -1,8 +1,4 @@
-"""Runs in processes of their own: killed, signalled, several ranks.
-
-The processes come from a fork server that has imported torch already (see conftest), so that each takes a fraction
-of a second; the signals, locks, files and collectives are real.
-"""
+"""Runs in processes of their own, one per rank, with faults."""
 
 from __future__ import annotations
 
@@ -22,31 +18,18 @@ from process_faults import FAULTS, PATIENCE_S, tell_the_ranks, tell_whether_a_re
 from lmkit.errors import LmkitError
 from lmkit.parallel.ranks import RENDEZVOUS_VARIABLE, hosted_store
 from lmkit.recipe.load import load_recipe
-from lmkit.recipe.schema import Recipe
 from lmkit.training import session
-from lmkit.training.checkpoint import Checkpoint, newest_valid, open_checkpoint
 
 
-def newest(recipe: Recipe) -> Checkpoint:
-    choice = newest_valid(recipe.run.path / "checkpoints")
-    assert choice.path is not None
-    return open_checkpoint(choice.path)
-
-
-def assert_same_tensors(left: Checkpoint, right: Checkpoint) -> None:
-    assert left.state.step == right.state.step
-    for shard in range(left.state.optimizer_shards):
-        for mine, yours in (
-            (left.model_tensors(), right.model_tensors()),
-            (left.optimizer_tensors(shard), right.optimizer_tensors(shard)),
-        ):
-            assert mine.keys() == yours.keys()
-            for name, tensor in mine.items():
-                assert torch.equal(tensor, yours[name]), name
-
-
-def live(settings: list[str], environment: dict[str, str], options: dict[str, Any], fault: str) -> None:
-    """A rank's process: everything that `lmkit train` does, from the recipe on."""
+def live(
+    settings: list[str],
+    recipe: str | None,
+    environment: dict[str, str],
+    fault: str,
+    log: str,
+    options: dict[str, Any],
+) -> None:
+    """Run a rank as `lmkit train` does, from the recipe on. An error is one line with its code in the log."""
     os.environ.update(environment)
     torch.set_num_threads(1)
     rank = int(environment.get("RANK", "0"))
@@ -55,18 +38,18 @@ def live(settings: list[str], environment: dict[str, str], options: dict[str, An
         tell_the_ranks()
         FAULTS[fault](rank)
     session.draw_losses = lambda *arguments, **keywords: None  # type: ignore[assignment]
-    sys.stderr = open(options.pop("log"), "a")  # noqa: SIM115
+    sys.stderr = open(log, "a")  # noqa: SIM115
     try:
-        session.train(load_recipe(None, settings), **options)
+        session.train(load_recipe(recipe, settings), **options)
     except LmkitError as error:
-        print(error.message, file=sys.stderr, flush=True)
+        print(f"{error.code} | {error.message}", file=sys.stderr, flush=True)
         os._exit(error.exit_code)
     except KeyboardInterrupt:
         os._exit(130)
 
 
 class Fleet:
-    """Starts ranks and collects how they ended."""
+    """Start ranks and collect how they ended."""
 
     def __init__(self, context: BaseContext, folder: Path, meetings: ExitStack) -> None:
         self._context = context
@@ -79,34 +62,28 @@ class Fleet:
         self,
         settings: list[str],
         *,
+        recipe: str | None = None,
         ranks: int = 1,
         fault: str = "",
         of_rank_1: Sequence[str] = (),
         **options: Any,
     ) -> list[BaseProcess]:
+        """Start all ranks of a run.
+
+        Args:
+            of_rank_1: further `--set` arguments of rank 1 alone.
+            options: of `train`.
+        """
         self._started += 1
         self.log = self._folder / f"{self._started}.log"
-        started = []
         meeting = self._meetings.enter_context(hosted_store())
+        started = []
         for rank in range(ranks):
-            environment = (
-                {}
-                if ranks == 1
-                else {
-                    "RANK": str(rank),
-                    "LOCAL_RANK": str(rank),
-                    "WORLD_SIZE": str(ranks),
-                    RENDEZVOUS_VARIABLE: meeting,
-                }
-            )
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+            environment = {**place, RENDEZVOUS_VARIABLE: meeting} if ranks > 1 else {}
+            own = [*settings, *(of_rank_1 if rank == 1 else ())]
             process = self._context.Process(  # type: ignore[attr-defined]
-                target=live,
-                args=(
-                    [*settings, *(of_rank_1 if rank == 1 else ())],
-                    environment,
-                    {**options, "log": str(self.log)},
-                    fault,
-                ),
+                target=live, args=(own, recipe, environment, fault, str(self.log), options)
             )
             process.start()
             started.append(process)

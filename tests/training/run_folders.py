@@ -1,24 +1,48 @@
-"""What tests read from run folders."""
+"""Helpers of the tests: train in this process, read run folders, expect errors."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
 import torch
 
+from lmkit.errors import LmkitError
 from lmkit.recipe.schema import Recipe
-from lmkit.training import session
 from lmkit.training.checkpoint import Checkpoint, open_checkpoint, saved_steps
 from lmkit.training.metrics import read_metrics
+from lmkit.training.session import TrainResult, train
 
 
-def train_here(recipe: Recipe, *, stop_at_step: int | None = None) -> session.TrainResult:
-    result = session.train(recipe, stop_at_step=stop_at_step)
+@contextmanager
+def refused(
+    code: str, *parts: object, kind: type[LmkitError] = LmkitError
+) -> Iterator[pytest.ExceptionInfo[Any]]:
+    """The block raises an error with this code, all these parts in its one line, and a hint."""
+    with pytest.raises(kind) as caught:
+        yield caught
+    assert caught.value.code == code
+    assert "\n" not in caught.value.message
+    for part in parts:
+        assert str(part) in caught.value.message
+    assert caught.value.hint
+
+
+def train_here(recipe: Recipe, *, stop_at_step: int | None = None) -> TrainResult:
+    result = train(recipe, stop_at_step=stop_at_step)
     assert result is not None
     return result
 
 
+def records(recipe: Recipe, kind: str = "train") -> list[dict[str, Any]]:
+    found = read_metrics(recipe.run.path / "metrics.jsonl")
+    return [record for record in found if record["kind"] == kind]
+
+
 def losses(recipe: Recipe, kind: str = "train") -> list[tuple[int, float]]:
-    records = read_metrics(recipe.run.path / "metrics.jsonl")
-    return [(record["step"], record["loss"]) for record in records if record["kind"] == kind]
+    return [(record["step"], record["loss"]) for record in records(recipe, kind)]
 
 
 def newest(recipe: Recipe) -> Checkpoint:
@@ -29,15 +53,20 @@ def saved(recipe: Recipe) -> list[int]:
     return [item.step for item in saved_steps(recipe.run.path / "checkpoints")]
 
 
-def assert_same_state(left: Checkpoint, right: Checkpoint) -> None:
-    """Bit for bit: weights, optimizer state, generators, and where the run stands."""
-    for mine, yours in (
-        (left.model_tensors(), right.model_tensors()),
-        (left.optimizer_tensors(), right.optimizer_tensors()),
-    ):
+def assert_same_tensors(left: Checkpoint, right: Checkpoint) -> None:
+    """Bit for bit: weights and all shards of the optimizer state."""
+    assert left.state.step == right.state.step
+    pairs = [(left.model_tensors(), right.model_tensors())]
+    pairs += zip(left.all_optimizer_shards(), right.all_optimizer_shards(), strict=True)
+    for mine, yours in pairs:
         assert mine.keys() == yours.keys()
         for name, tensor in mine.items():
             assert torch.equal(tensor, yours[name]), name
+
+
+def assert_same_state(left: Checkpoint, right: Checkpoint) -> None:
+    """Bit for bit: tensors, generators, and the position of the run."""
+    assert_same_tensors(left, right)
     assert left.state.rng == right.state.rng
-    for field in ("step", "tokens", "skipped_in_a_row", "valid_loss", "best_loss", "loss_scale"):
+    for field in ("tokens", "skipped_in_a_row", "valid_loss", "best_loss", "loss_scale"):
         assert getattr(left.state, field) == getattr(right.state, field), field

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from process_faults import PATIENCE_S
-from process_fleet import Fleet, assert_same_tensors, ends, newest
-from run_folders import losses, saved
+from process_fleet import Fleet, ends
+from run_folders import assert_same_tensors, losses, newest, saved
 
 from lmkit.recipe.schema import Recipe
 from lmkit.training.checkpoint import newest_valid, open_checkpoint, step_name
@@ -22,6 +22,7 @@ from lmkit.training.checkpoint import newest_valid, open_checkpoint, step_name
 Tiny = Callable[..., Recipe]
 
 
+@pytest.mark.full
 def test_fault_46_killed_at_random_20_times_and_still_the_same_run(
     fleet: Fleet, tiny: Tiny, settings: Callable[..., list[str]]
 ) -> None:
@@ -61,7 +62,6 @@ def test_fault_47_killed_between_the_rename_and_pruning_it_resumes(
     assert fleet.train(settings(*often), fault="killed before the second pruning") == [-signal.SIGKILL]
     assert saved(tiny()) == [3, 6]  # the newer one has its name, the older one is still there
     assert fleet.train(settings(*often)) == [0], fleet.said()
-    assert "resuming from" in fleet.said()
     assert step_name(6) in fleet.said()
     assert saved(tiny()) == [10]
     assert_same_tensors(newest(tiny("run.name=whole")), newest(tiny()))

@@ -1,14 +1,15 @@
-"""Going on: the same run bit for bit, from the newest good checkpoint, or refused."""
+"""Resuming: the same run bit for bit, from the newest good checkpoint, or refused."""
 
 from __future__ import annotations
 
-import os
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from run_folders import assert_same_state, losses, newest, train_here
+from run_folders import assert_same_state, losses, newest, refused, train_here
+from test_model_state import Touch
 
 from lmkit.errors import LmkitError, UsageError
 from lmkit.recipe.schema import Recipe
@@ -46,7 +47,7 @@ def test_fault_44_and_45_a_damaged_newest_checkpoint_is_passed_over_and_named(
     capsys.readouterr()
     assert train_here(recipe).resumed_from == 3
     said = capsys.readouterr().err
-    assert f"skipped {path}: checksum error" in said
+    assert f"skipped {path}" in said
     assert f"resuming from {path.parent.parent / step_name(3)}" in said
     assert_same_state(newest(whole), newest(recipe))
     verify(newest(recipe).path)
@@ -114,11 +115,9 @@ def test_fault_55_a_change_that_would_not_continue_the_run_is_refused_with_the_d
 ) -> None:
     train_here(tiny(), stop_at_step=1)
     before = newest(tiny()).path.stat().st_mtime_ns
-    with pytest.raises(UsageError) as caught:
-        train_here(tiny(change))
     key, _, value = change.partition("=")
-    assert key in caught.value.message
-    assert f"-> {value.strip(chr(34))}" in caught.value.message
+    with refused("resume.other_recipe", key, f"-> {value.strip(chr(34))}", kind=UsageError):
+        train_here(tiny(change))
     assert newest(tiny()).path.stat().st_mtime_ns == before
 
 
@@ -130,16 +129,14 @@ def test_another_token_file_is_refused(tiny: Tiny, token_files: tuple[Path, Path
     train_here(same, stop_at_step=2)  # the same content elsewhere is the same data
     sidecar = tmp_path / "other.json"
     sidecar.write_text(sidecar.read_text().replace("b" * 64, "c" * 64))
-    with pytest.raises(UsageError, match=r"data\.train: another token file"):
+    with refused("resume.other_recipe", "data.train", "c" * 64, kind=UsageError):
         train_here(same)
 
 
 @pytest.mark.parametrize("protocol", [0, 2, 4])
 def test_fault_57_a_malicious_pickle_is_never_executed(protocol: int, tiny: Tiny, tmp_path: Path) -> None:
-    import pickle
-
     sentinel = tmp_path / "executed"
-    payload = pickle.dumps(_Touch(sentinel), protocol=protocol)
+    payload = pickle.dumps(Touch(sentinel), protocol=protocol)
     recipe = tiny()
     train_here(recipe, stop_at_step=1)
     checkpoint = newest(recipe).path
@@ -160,32 +157,23 @@ def test_fault_57_a_malicious_pickle_is_never_executed(protocol: int, tiny: Tiny
     assert not sentinel.exists()
 
 
-class _Touch:
-    """Unpickling it creates a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self):
-        return os.system, (f"touch {self.path}",)
-
-
 def test_fault_60_a_missing_optimizer_shard_is_an_error_when_asked_for_by_name(tiny: Tiny) -> None:
     recipe = tiny()
     train_here(recipe, stop_at_step=1)
     checkpoint = newest(recipe).path
     (shard,) = checkpoint.glob("optimizer-*")
     shard.unlink()
-    with pytest.raises(LmkitError, match=f"{shard.name}.*missing"):
+    with refused("checkpoint.incomplete", shard.name):
         train_here(tiny("run.name=other", f'checkpoint.resume="{checkpoint}"'))
-    with pytest.raises(LmkitError, match="no good checkpoint"):
+    with refused("checkpoint.none_good", shard.name):
         train_here(recipe)
 
 
 def test_fault_61_two_runs_in_one_folder(tiny: Tiny) -> None:
     recipe = tiny()
-    with FolderLock(recipe.run.path), pytest.raises(LmkitError, match="another process"):
+    with FolderLock(recipe.run.path), pytest.raises(LmkitError) as caught:
         train_here(recipe)
+    assert str(recipe.run.path) in caught.value.message
     train_here(recipe, stop_at_step=1)
 
 
@@ -229,7 +217,7 @@ def test_resume_auto_with_nothing_there_starts_fresh_and_says_so(
 def test_resume_never_refuses_a_folder_with_checkpoints(tiny: Tiny) -> None:
     never = tiny("checkpoint.resume=never")
     train_here(never, stop_at_step=1)
-    with pytest.raises(UsageError, match="never"):
+    with refused("resume.refused", step_name(1), "never", kind=UsageError):
         train_here(never)
 
 
@@ -237,12 +225,12 @@ def test_resume_from_a_named_checkpoint(tiny: Tiny) -> None:
     recipe = tiny("checkpoint.interval=5", "checkpoint.keep_last=9")
     train_here(recipe)
     older = recipe.run.path / "checkpoints" / step_name(5)
-    with pytest.raises(UsageError, match="older than"):
+    with refused("resume.refused", older, step_name(10), kind=UsageError):
         train_here(tiny(f'checkpoint.resume="{older}"'))
     branch = tiny("run.name=branch", f'checkpoint.resume="{older}"')
     assert train_here(branch).resumed_from == 5
     assert_same_state(newest(recipe), newest(branch))
-    with pytest.raises(UsageError, match="not a checkpoint folder"):
+    with refused("checkpoint.not_found", "nowhere", kind=UsageError):
         train_here(tiny("run.name=x", 'checkpoint.resume="nowhere"'))
     last = recipe.run.path / "checkpoints" / step_name(10)
     assert train_here(tiny("train.steps=11", f'checkpoint.resume="{last}"')).resumed_from == 10

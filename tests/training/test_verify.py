@@ -101,12 +101,9 @@ def test_any_file_of_a_checkpoint_or_of_a_token_file_stands_for_the_whole(
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"num_layers": 2}, "holds 4656 parameters, the model in state.json has"),
-        ({"num_layers": 10**9}, "holds 4656 parameters, the model in state.json has"),
-        (
-            {"num_layers": 2, "d_ff": 5},
-            "weights of another model: layers.0.ffn.w1.weight: saved 32x16, model 5x16",
-        ),
+        ({"num_layers": 2}, "4656"),
+        ({"num_layers": 10**9}, "4656"),
+        ({"num_layers": 2, "d_ff": 5}, "layers.0.ffn.w1.weight: saved 32x16, model 5x16"),
     ],
 )
 def test_weights_of_another_model_are_named_whatever_the_manifest_says(

@@ -1,0 +1,88 @@
+"""Seed, threads and determinism hold while a run lasts and are restored afterwards."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from lmkit.parallel.ranks import Ranks
+from lmkit.recipe.tables import RunConfig
+from lmkit.training import process
+from lmkit.training.process import numerics
+
+
+def settings() -> tuple[int, bool, bool]:
+    return (
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+    )
+
+
+def draw_and_fail() -> None:
+    with numerics(RunConfig(seed=3, threads=2, deterministic=True), Ranks()):
+        assert settings() == (2, True, False)
+        DRAWN.append(torch.rand(4))
+        raise ZeroDivisionError
+
+
+DRAWN: list[torch.Tensor] = []
+
+
+def test_the_recipe_decides_while_the_block_runs_also_if_it_fails() -> None:
+    before = settings()
+    with pytest.raises(ZeroDivisionError):
+        draw_and_fail()
+    assert settings() == before == (1, False, True)
+    assert torch.equal(DRAWN[-1], torch.rand(4, generator=torch.Generator().manual_seed(3)))
+    torch.set_num_threads(2)
+    with numerics(RunConfig(), Ranks()):  # the default changes nothing but the seed
+        assert settings() == (2, False, True)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "threads", "device", "given", "expected"),
+    [
+        (1, 0, "cpu", None, 1),
+        (2, 0, "cpu", None, 3),
+        (8, 0, "cpu", None, 1),
+        (2, 5, "cpu", None, 5),
+        (2, 0, "cuda", None, 1),  # on GPUs ranks do not compete for CPUs
+        (2, 0, "cpu", "1", 1),
+    ],
+)
+def test_ranks_share_the_cpus_unless_somebody_set_the_threads(
+    world_size: int,
+    threads: int,
+    device: str,
+    given: str | None,
+    expected: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    monkeypatch.setattr(process, "usable_cpus", lambda: 6)
+    ranks = Ranks(world_size=world_size, device=torch.device(device))
+    with numerics(RunConfig(threads=threads), ranks):
+        assert torch.get_num_threads() == expected
+    assert torch.get_num_threads() == 1
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "expected"),
+    [("cpu", None, None), ("cuda", None, ":4096:8"), ("cuda", ":16:8", ":16:8")],
+)
+def test_cublas_gets_a_fixed_workspace_unless_it_has_one(
+    device: str, given: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "CUBLAS_WORKSPACE_CONFIG"
+    monkeypatch.setenv(name, "")  # so that what the block sets is undone
+    if given is None:
+        monkeypatch.delenv(name)
+    else:
+        monkeypatch.setenv(name, given)
+    with numerics(RunConfig(deterministic=True), Ranks(device=torch.device(device))):
+        assert os.environ.get(name) == expected

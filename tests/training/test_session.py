@@ -1,0 +1,267 @@
+"""Whole runs in this process: `train`, `plan`, and what they leave in the run folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from run_folders import assert_same_state, losses, newest, records, refused, saved, train_here
+
+from lmkit.commands import generate
+from lmkit.errors import UsageError
+from lmkit.measure import plots
+from lmkit.recipe.load import load_recipe
+from lmkit.recipe.schema import Recipe
+from lmkit.tokenizer import Tokenizer
+from lmkit.training import trainer
+from lmkit.training.checkpoint import newest_checkpoint, run_tokenizer
+from lmkit.training.evaluation import evaluate_run
+from lmkit.training.model_state import plain_model
+from lmkit.training.session import draw_losses, plan
+from lmkit.training.verify import verify_path
+
+Tiny = Callable[..., Recipe]
+
+
+def test_fresh_runs_are_identical_unless_the_seed_differs(tiny: Tiny) -> None:
+    one, two, other = (
+        tiny("train.steps=20", f"run.name={name}", f"run.seed={seed}")
+        for name, seed in (("one", 0), ("two", 0), ("other", 1))
+    )
+    for recipe in (one, two):
+        train_here(recipe)
+    train_here(other, stop_at_step=1)
+    assert len(losses(one)) == 20
+    assert losses(one) == losses(two)
+    assert losses(one, "valid") == losses(two, "valid")
+    assert_same_state(newest(one), newest(two))
+    assert losses(one)[0] != losses(other)[0]
+
+
+def test_it_learns_and_leaves_a_whole_run_folder(tiny: Tiny, pictures: None) -> None:
+    recipe = tiny("train.steps=60", "optimizer.lr=0.01")
+    result = train_here(recipe)
+    assert result.status == "finished"
+    # The data is a permutation with noise: a drop by 0.7 is easily learnt.
+    assert losses(recipe)[-1][1] < losses(recipe)[0][1] - 0.5
+    folder = recipe.run.path
+    assert {path.name for path in folder.iterdir()} == {
+        ".lock", "recipe.toml", "environment.json", "metrics.jsonl", "checkpoints", "loss.png",
+    }  # fmt: skip
+    assert load_recipe(folder / "recipe.toml") == recipe
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert result.valid_loss == losses(recipe, "final")[0][1]
+    assert result.bits_per_byte == pytest.approx(result.valid_loss / math.log(2) / 3)  # 3 bytes a token
+    json.dumps(dataclasses.asdict(result))
+    assert "finished at step 60 of 60" in str(result)
+
+
+def test_the_result_reports_the_last_evaluation_as_lmkit_evaluate_does(tiny: Tiny) -> None:
+    recipe = tiny()
+    result = train_here(recipe)
+    for path in (recipe.run.path, newest(recipe).path):
+        assert evaluate_run(path) == result.evaluation
+    assert result.evaluation is not None
+    assert (result.evaluation.loss, result.evaluation.tokens) == (result.valid_loss, 700)
+    assert result.evaluation.checkpoint == result.checkpoint
+    assert train_here(recipe).evaluation == result.evaluation  # nothing to do
+    assert train_here(tiny("run.name=part"), stop_at_step=2).evaluation is None
+
+
+def test_the_picture_shows_every_evaluation_and_the_final_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [{"kind": "train", "step": step, "loss": 5.0 - step} for step in (1, 2, 3)]
+    lines += [{"kind": "valid", "step": step, "loss": 5.5 - step} for step in (1, 2)]
+    lines += [{"kind": "final", "step": 3, "loss": 2.25}]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    figures: list[Any] = []
+    monkeypatch.setattr(plots, "png", lambda figure: figures.append(figure) or b"")
+    draw_losses(tmp_path, title="t")
+    (axes,) = figures[0].axes
+    drawn = {line.get_label(): line for line in axes.get_lines()}
+    assert {label: line.get_xydata().tolist() for label, line in drawn.items()} == {
+        "training": [[1, 4], [2, 3], [3, 2]],
+        "held out": [[1, 4.5], [2, 3.5]],
+        "all held-out data": [[3, 2.25]],
+    }
+    marked = {label: line.get_marker() not in ("None", "", None) for label, line in drawn.items()}
+    assert marked == {"training": False, "held out": True, "all held-out data": True}
+
+
+def test_stopping_early_changes_the_estimate_but_not_the_schedule(tiny: Tiny) -> None:
+    whole, part = tiny("run.name=whole"), tiny("run.name=part")
+    train_here(whole)
+    train_here(part, stop_at_step=6)
+    rates = [[record["lr"] for record in records(recipe)] for recipe in (whole, part)]
+    assert rates[0][:6] == rates[1]
+    assert rates[0][0] == pytest.approx(rates[0][1] / 2)  # two steps of warm-up
+    assert [record["eta_seconds"] > 0 for record in records(part)] == [True] * 5 + [False]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (("checkpoint.interval=0",), [10]),
+        (("checkpoint.interval=-1",), [10]),
+        (("checkpoint.interval=4", "checkpoint.keep_last=9"), [4, 8, 10]),
+        (("checkpoint.interval=5", "checkpoint.keep_last=9"), [5, 10]),
+        (("checkpoint.interval=2", "checkpoint.keep_last=1"), [10]),
+        (("checkpoint.checkpointing_interval=3", "checkpoint.keep_last=2"), [9, 10]),
+    ],
+)
+def test_the_cadence_of_checkpoints(changes: tuple[str, ...], expected: list[int], tiny: Tiny) -> None:
+    recipe = tiny(*changes)
+    train_here(recipe)
+    assert saved(recipe) == expected
+
+
+def test_the_best_is_saved_when_it_is_seen_and_kept(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = tiny("checkpoint.keep_best=1", "checkpoint.keep_last=1", "train.eval_interval=2")
+    found = iter([4.0, 3.0, 3.5, 3.6, 3.7, 3.8])
+    monkeypatch.setattr(trainer, "evaluate", lambda *a, **b: trainer.Evaluation(next(found), 1.0, None, 10))
+    train_here(recipe)
+    assert saved(recipe) == [4, 10]
+    assert newest(recipe).state.best_loss == 3.0
+
+
+def test_random_tokens_need_no_file(tiny: Tiny) -> None:
+    recipe = tiny("data.source=random", "model.vocab_size=300")
+    recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"train": None, "valid": None})})
+    result = train_here(recipe)
+    assert (result.status, result.valid_loss, result.evaluation) == ("finished", None, None)
+    assert train_here(recipe).status == "nothing to do"
+
+
+def test_a_time_box_ends_the_run_at_the_end_of_its_schedule(tiny: Tiny) -> None:
+    recipe = tiny("train.steps=1000000", "train.max_minutes=0.02", "train.eval_interval=0")
+    first = train_here(recipe)
+    assert first.status == "finished"
+    assert 2 < first.step < 1000000
+    rates = [record["lr"] for record in records(recipe)]
+    assert rates[-1] < 0.05 * max(rates)
+    fraction = newest(recipe).state.time_fraction
+    assert fraction is not None
+    assert fraction >= 1
+    assert train_here(recipe).status == "nothing to do"
+    # A last evaluation that was cut short is made up for.
+    metrics = recipe.run.path / "metrics.jsonl"
+    kept = [line for line in metrics.read_text().splitlines(keepends=True) if '"final"' not in line]
+    metrics.write_text("".join(kept))
+    assert "only the last evaluation is left" in plan(recipe).start
+    again = train_here(recipe)
+    assert (again.status, again.step, again.valid_loss) == ("finished", first.step, first.valid_loss)
+
+
+def test_bf16_trains(tiny: Tiny) -> None:
+    recipe = tiny('train.precision="bf16"', "train.steps=30", "optimizer.lr=0.01")
+    train_here(recipe)
+    assert losses(recipe)[-1][1] < losses(recipe)[0][1]
+    assert all(tensor.dtype == torch.float32 for tensor in newest(recipe).model_tensors().values())
+
+
+def test_a_trained_model_is_found_and_loaded(
+    tiny: Tiny, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = tiny()
+    train_here(recipe, stop_at_step=1)
+    checkpoint = newest_checkpoint(recipe.run.path)
+    assert checkpoint == newest_checkpoint(newest(recipe).path)
+    assert checkpoint.state.model.vocab_size == 64
+    model = plain_model(checkpoint, device="cpu")
+    assert not model.training
+    assert run_tokenizer(checkpoint.path) is None
+    (recipe.run.path / "tokenizer.json").write_text("{}")
+    assert run_tokenizer(checkpoint.path) == (recipe.run.path / "tokenizer.json").resolve()
+    with refused("checkpoint.not_found", recipe.run.path / "nothing", kind=UsageError):
+        newest_checkpoint(recipe.run.path / "nothing")
+    with refused("checkpoint.not_found", recipe.run.folder, kind=UsageError):
+        newest_checkpoint(recipe.run.folder)
+    # A model of a kernel for GPUs runs on a CPU with another one.
+    monkeypatch.setattr(logging.getLogger("lmkit"), "propagate", True)  # the command line turns it off
+    config = checkpoint.state.model.model_copy(update={"attention": "flash_triton"})
+    state = checkpoint.state.model_copy(update={"model": config})
+    ids = torch.arange(8)[None]
+    assert torch.equal(
+        plain_model(dataclasses.replace(checkpoint, state=state), device="cpu")(ids), model(ids)
+    )
+    assert "flash_triton" in caplog.text
+
+
+def test_the_name_of_a_run_where_a_path_is_needed_gives_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = Path("artifacts", "runs", "mine")
+    run.mkdir(parents=True)
+    for command in (newest_checkpoint, verify_path):
+        for name in ("mine", "yours", "/", "."):
+            with pytest.raises(UsageError) as caught:
+                command(Path(name))
+            assert (str(run) in caught.value.hint) == (name == "mine")
+
+
+def test_a_plan_says_what_train_would_do_and_writes_nothing(tiny: Tiny) -> None:
+    recipe = tiny()
+    made = plan(recipe, nproc=2)
+    assert (made.steps, made.tokens_per_step, made.ranks) == (10, 64, 2)
+    assert "starting from scratch" in str(made)
+    with pytest.raises(UsageError):
+        plan(recipe, nproc=3)  # does not divide the batch
+    with pytest.raises(UsageError):
+        plan(tiny("run.folder=/proc/nowhere"))
+    assert not recipe.run.path.exists()
+    train_here(tiny(), stop_at_step=4)
+    assert "only" not in plan(tiny()).start
+    made = plan(tiny("optimizer.lr=0.5"), stop_at_step=8)
+    assert made.start.startswith("resuming from")
+    assert any("optimizer.lr" in note for note in made.notes)
+    assert str(made).endswith("on 1 rank, stopping after step 8")
+    assert plan(tiny(), stop_at_step=4).start == "nothing to do: already at step 4"
+    assert "saved by 1 rank" in plan(tiny(), nproc=2).notes[0]
+
+
+def test_recipes_that_do_not_fit_their_data_are_refused_before_anything_is_written(tiny: Tiny) -> None:
+    for attempt in (plan, train_here):  # the held-out file has 701 tokens
+        with pytest.raises(UsageError) as caught:
+            attempt(tiny("model.context_length=800", "train.batch_size=2"))
+        assert "701" in caught.value.message
+        assert "801" in caught.value.message
+    with pytest.raises(UsageError) as caught:
+        train_here(load_recipe(None, ["model.d_model=16", "model.num_heads=2"]))
+    assert "[train]" in caught.value.message
+    with refused("data.no_tokens", "not there.npy", "data.train", kind=UsageError) as caught:
+        train_here(tiny('data.train="not there.npy"'))
+    assert "lmkit data encode TEXT 'not there.npy'" in caught.value.hint
+    with refused("data.vocab_size", "model.vocab_size: 63", "64", kind=UsageError):
+        train_here(tiny("model.vocab_size=63"))
+    assert not tiny().run.path.exists()
+
+
+def test_fault_32_a_tokenizer_that_did_not_make_the_tokens_is_refused_with_both_hashes(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    train_here(tiny(), stop_at_step=1)  # on tokens of tokenizer aaa...
+    other = Tokenizer(vocab={i: bytes([i]) for i in range(256)}, merges=[], special_tokens=())
+    given = tmp_path / "other.json"
+    other.save(given)
+
+    def refuse(attempt: Callable[[], Any]) -> None:
+        with pytest.raises(UsageError) as caught:
+            attempt()
+        assert other.sha256 in caught.value.message
+        assert "a" * 64 in caught.value.message
+
+    refuse(lambda: train_here(tiny("run.name=new", f'tokenizer.path="{given}"')))
+    refuse(lambda: generate.run(tiny().run.path, tokenizer=given))
+    assert not (tiny().run.folder / "new").exists()
+    other.save(tiny().run.path / "tokenizer.json")
+    refuse(lambda: train_here(tiny()))
+    refuse(lambda: generate.run(tiny().run.path))

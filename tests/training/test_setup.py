@@ -1,0 +1,99 @@
+"""The training step that `lmkit train`, benches and loops of one's own share."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from run_folders import losses, refused, train_here
+
+import lmkit.training
+from lmkit.data.batches import RandomTokens
+from lmkit.parallel.ranks import Ranks
+from lmkit.recipe.tables import ModelConfig, OptimizerConfig
+from lmkit.training import build_step
+from lmkit.training.setup import TrainingStep, check_device, learning_rate
+from lmkit.training.step import Step
+
+SMALL = ("model.vocab_size=64",)
+CONFIG = ModelConfig(vocab_size=64, context_length=8, d_model=16, d_ff=32, num_layers=1, num_heads=2)
+
+
+def test_the_loop_in_the_package_documentation_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"(?:^    .+\n|^\n)+", lmkit.training.__doc__ or "", re.MULTILINE)
+    (loop,) = (textwrap.dedent(block) for block in blocks if "build_step(" in block)
+    assert len(loop.splitlines()) <= 14  # imports, ten lines and blank ones
+    namespace: dict[str, Any] = {}
+    exec(loop, namespace)  # ends with an assertion of its own
+    assert namespace["outcome"].applied
+    assert (tmp_path / "model.safetensors").stat().st_size > 10_000
+
+
+def test_every_public_name_can_be_imported() -> None:
+    assert {"train", "build_step", "save_checkpoint", "load_checkpoint", "evaluate"} <= set(
+        lmkit.training.__all__
+    )
+    for name in lmkit.training.__all__:
+        assert callable(getattr(lmkit.training, name)), name
+
+
+def test_benches_run_the_step_that_train_runs(tiny) -> None:
+    """The same tables, seed and batches give the same losses, bit for bit."""
+    recipe = tiny("optimizer.schedule=constant", "optimizer.warmup_steps=0", "data.source=random", *SMALL)
+    train_here(recipe, stop_at_step=3)
+    assert recipe.model is not None
+    assert recipe.train is not None
+    batches = RandomTokens(64, batch_size=8, context_length=8, seed=0, accumulation=2)
+    step = TrainingStep(recipe.model, Ranks(), batches, optimizer=recipe.optimizer, lr=recipe.optimizer.lr)
+    assert [step.run().item() for _ in range(3)] == [loss for _, loss in losses(recipe)]
+
+
+def test_passes_alone_leave_the_weights_and_drop_the_gradients() -> None:
+    step = TrainingStep(
+        CONFIG, Ranks(), RandomTokens(64, batch_size=4, context_length=8, seed=0), precision="bf16"
+    )
+    before = step.model.lm_head.weight.clone()
+    assert torch.isfinite(step.forward_backward())
+    assert torch.isfinite(step.forward())
+    assert all(parameter.grad is None for parameter in step.model.parameters())
+    assert torch.equal(step.model.lm_head.weight, before)
+    step.set_precision("fp32")
+    step.run()
+    assert not torch.equal(step.model.lm_head.weight, before)
+
+
+def test_the_tables_reach_the_optimizer_and_the_step() -> None:
+    table = OptimizerConfig(lr=0.5, betas=(0.5, 0.6), weight_decay=0.25)
+    step = build_step(CONFIG, optimizer=table, precision="fp16", grad_clip=0.125)
+    assert isinstance(step, Step)
+    decayed, rest = step.optimizer.param_groups
+    assert (decayed["betas"], decayed["weight_decay"], rest["weight_decay"]) == ((0.5, 0.6), 0.25, 0.0)
+    assert step.loss_scale is not None
+    assert step._max_norm == 0.125
+
+
+def test_what_the_device_cannot_do_is_refused(tiny) -> None:
+    recipe = tiny(*SMALL)
+    check_device(recipe, torch.device("cpu"))
+    with refused("train.wrong_device", "train.precision", "fp16"):
+        check_device(tiny("run.device=auto", *SMALL, "train.precision=fp16"), torch.device("cpu"))
+    triton = tiny(*SMALL, "model.attention=flash_triton")
+    with pytest.raises(lmkit.errors.UsageError):
+        check_device(triton, torch.device("cpu"))
+
+
+def test_the_learning_rate_follows_the_steps_or_the_time_whichever_is_further(tiny) -> None:
+    recipe = tiny(*SMALL, "train.steps=100", "optimizer.warmup_steps=10", "optimizer.schedule=linear")
+    rate = learning_rate(recipe)
+    lr = recipe.optimizer.lr
+    assert rate(0, None) == pytest.approx(lr / 10)
+    assert rate(4, 0.9) == pytest.approx(lr / 2)  # warm-up counts steps
+    assert rate(54, None) == pytest.approx(lr / 2)
+    assert rate(54, 0.1) == rate(54, None)
+    assert rate(20, 0.55) == pytest.approx(lr / 2)
+    assert rate(20, 1.5) == 0.0
