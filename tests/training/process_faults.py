@@ -207,7 +207,7 @@ def _never_finish_step_3(rank: int) -> None:
 
     def noting(self: StopSignals, *signal: Any) -> None:
         note(self, *signal)
-        print("noted", file=sys.stderr, flush=True)
+        os.write(sys.stderr.fileno(), b"noted\n")  # print() raises if the next signal interrupts it
 
     def hang(step: Step) -> None:
         print("hanging", file=sys.stderr, flush=True)
