@@ -9,7 +9,6 @@ Triton's profiler do not see these calls.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -31,27 +30,6 @@ PREPARES = not INTERPRETED and INSTALLED_MINOR in SUPPORTED_MINORS
 
 Start = Callable[..., None]
 """Launches a kernel on the pointers that it is called with."""
-
-
-@dataclass(frozen=True)
-class Boxes:
-    """Describe a tensor that a kernel copies box by box with TMA, without the tensor.
-
-    strides: in elements, multiples of 16 bytes, the last one 1. layout: of a box in shared memory (Gluon's).
-    """
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    box: tuple[int, ...]
-    layout: Any
-
-    def example(self) -> Any:
-        """Return a descriptor of an empty tensor, which is all that Triton needs to compile for it."""
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-        base = torch.empty((0,) * len(self.shape), dtype=self.dtype)
-        return TensorDescriptor(base, list(self.shape), list(self.strides), list(self.box), self.layout)
 
 
 def prepare_launch(
@@ -76,14 +54,8 @@ def prepare_launch(
     constants = {"enable_fp_fusion": True, **constants}
     if not PREPARES:
         return lambda *pointers: kernel[grid](*tensors, *numbers, **constants)
-    return PreparedLaunch(kernel, grid, [_example(x) for x in tensors], numbers, constants)
-
-
-def _example(tensor: Any) -> Any:
-    """Return an argument that makes Triton compile for this description."""
-    if isinstance(tensor, Boxes):
-        return tensor.example()
-    return torch.empty(0, dtype=tensor) if isinstance(tensor, torch.dtype) else tensor
+    examples = [torch.empty(0, dtype=x) if isinstance(x, torch.dtype) else x for x in tensors]
+    return PreparedLaunch(kernel, grid, examples, numbers, constants)
 
 
 class PreparedLaunch:

@@ -6,7 +6,8 @@ any other minor the portable kernels run, launched by Triton itself.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, lru_cache
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,15 @@ INSTALLED_MINOR = tuple(int(part) for part in triton.__version__.split(".")[:2])
 # Whether kernels run in Triton's interpreter, in NumPy on the CPU (TRITON_INTERPRET=1). Triton reads the variable
 # when it decorates a kernel, so the answer is fixed when the process starts.
 INTERPRETED: bool = triton.knobs.runtime.interpret
+
+
+def dotted(minor: tuple[int, ...]) -> str:
+    """Return a minor as people write it.
+
+    >>> dotted((3, 6))
+    '3.6'
+    """
+    return ".".join(map(str, minor))
 
 
 def raw_launch(compiled: Any, grid: tuple[int, int, int]) -> Callable[[int, list], None]:
@@ -67,6 +77,26 @@ def encoded_type(element_type: int) -> int:
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
     return TMA_DTYPE_DEVICE_TO_HOST[element_type]
+
+
+HOPPER_OPTIONS: dict[str, Any] = {"ptx_version": 88} if INSTALLED_MINOR >= (3, 9) else {}
+"""Options with which Triton compiles the Hopper kernels, inside of `hopper_assembler`."""
+
+
+@contextmanager
+def hopper_assembler() -> Iterator[None]:
+    """Compile for sm_90 with ptxas 12.9.
+
+    Triton 3.9 ships this ptxas too but takes ptxas 13.4 for sm_90, which spills hundreds of bytes in the kernels of
+    D = 64. Earlier minors take 12.8 or 12.9 anyway.
+    """
+    if INSTALLED_MINOR < (3, 9):
+        yield
+        return
+    nvidia = triton.knobs.nvidia
+    with nvidia.scope():
+        nvidia.ptxas_blackwell = nvidia.ptxas.path  # in spite of its name, the ptxas from sm_90 on
+        yield
 
 
 @cache

@@ -35,6 +35,10 @@ def random_inputs():
     return make
 
 
+class StandInModule(int):
+    """What "loading" a kernel gives; one number for each compiled variant."""
+
+
 class StandInGpu:
     """What Triton asks of a driver, for one H200 that is not there.
 
@@ -62,7 +66,7 @@ class StandInGpu:
         return {"max_shared_mem": 227 * 1024}
 
     def load_binary(self, name, binary, shared, device):
-        number = next(self._numbers)  # one for each variant that was compiled
+        number = StandInModule(next(self._numbers))
         return number, (name, number), 128, 0, 1024
 
     def fill_tma_descriptor(self, pointer, *fields):
@@ -72,7 +76,7 @@ class StandInGpu:
             *(tuple(x) if isinstance(x, (list, torch.Size)) else x for x in fields),
         )
 
-    fill_tma_descriptor_tiled = fill_tma_descriptor  # its name in Triton 3.7
+    fill_tma_descriptor_tiled = fill_tma_descriptor  # its name from Triton 3.7 on
 
     def build_signature_metadata(self, signature):
         return signature
@@ -91,6 +95,21 @@ class StandInGpu:
         self.launches.append((grid, stream, function, flags, scratch, metadata, arguments))
 
 
+def _unload_real_kernels_only():
+    """From 3.8 on, Triton unloads a kernel when it is collected: that may be after the stand-in has gone."""
+    from triton.compiler import CompiledKernel
+
+    unload = getattr(CompiledKernel, "__del__", None)
+    if unload is None or unload.__name__ == "unload_unless_stand_in":
+        return
+
+    def unload_unless_stand_in(kernel):
+        if not isinstance(kernel.module, StandInModule):
+            unload(kernel)
+
+    CompiledKernel.__del__ = unload_unless_stand_in
+
+
 @pytest.fixture
 def stand_in_gpu(monkeypatch, tmp_path_factory):
     """Triton believes that there is an H200; nothing runs. `launches` lists what the C launcher was given."""
@@ -103,8 +122,10 @@ def stand_in_gpu(monkeypatch, tmp_path_factory):
 
     from lmkit.kernels.versions import INSTALLED_MINOR
 
+    _unload_real_kernels_only()
     gpu = StandInGpu(GPUTarget("cuda", 90, 32), driver.CudaLauncher, INSTALLED_MINOR)
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path_factory.getbasetemp() / "kernels"))
+    gpu.assemble = compiler.CUDABackend.make_cubin  # the real one
     monkeypatch.setattr(compiler.CUDABackend, "make_cubin", lambda *arguments: b"")  # nobody runs it
     if INSTALLED_MINOR == (3, 6):  # compiles a C launcher for each kernel
         monkeypatch.setattr(driver, "compile_module_from_src", lambda **source: gpu)

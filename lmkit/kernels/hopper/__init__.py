@@ -25,8 +25,20 @@ four warps, which issue a wgmma (a matrix product on the tensor cores) together;
 code of its own; TMA is the unit that copies boxes between global and shared memory.
 """
 
-from lmkit.kernels.hopper.backward import backward
-from lmkit.kernels.hopper.forward import forward
-from lmkit.kernels.hopper.support import unsupported_reason
+from typing import TYPE_CHECKING
+
+from lmkit.kernels.versions import INSTALLED_MINOR, SUPPORTED_MINORS, dotted
+
+if TYPE_CHECKING or INSTALLED_MINOR in SUPPORTED_MINORS:
+    from lmkit.kernels.hopper.backward import backward
+    from lmkit.kernels.hopper.forward import forward
+    from lmkit.kernels.hopper.support import unsupported_reason
+else:  # the kernels' Gluon may not even be importable
+
+    def unsupported_reason(q, k, v):
+        """Return why these kernels cannot run here: they were not compiled with this minor of Triton."""
+        supported = ", ".join(map(dotted, SUPPORTED_MINORS))
+        return f"triton is {dotted(INSTALLED_MINOR)}; the Hopper kernels support {supported}"
+
 
 __all__ = ["backward", "forward", "unsupported_reason"]

@@ -19,13 +19,13 @@ Tests compare with `lmkit.kernels.flash.reference.attention_backward`.
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lmkit.kernels.flash.tiles import LOG2_E
@@ -35,12 +35,14 @@ from lmkit.kernels.hopper.backward_dq import dq_kernel
 from lmkit.kernels.hopper.backward_dqdkdv_d64 import dqdkdv_d64_kernel
 from lmkit.kernels.hopper.forward import PREPARED_CALLS
 from lmkit.kernels.hopper.support import used_of, width_of
-from lmkit.kernels.hopper.tma import flat_boxes, head_boxes, suits_tma, tma_strides
-from lmkit.kernels.launch import Boxes, Start, count_tiles, prepare_launch, selected, strides_in_order_of
+from lmkit.kernels.hopper.tma import flat_boxes, head_boxes, suits_tma
+from lmkit.kernels.launch import Start, count_tiles, prepare_launch, selected, strides_in_order_of
+from lmkit.kernels.versions import HOPPER_OPTIONS, hopper_assembler
 
 PASS_ROWS = 32  # query rows of one CTA of prepare_kernel and finish_kernel
 PADDING = 128  # rows of lse, delta and the sum of dQ are padded to whole tiles
 REGISTERS = 168  # a thread at launch
+GLUON_OPTIONS = {"maxnreg": REGISTERS, "launch_pdl": True, **HOPPER_OPTIONS}
 CONSUMER_REGISTERS = 240  # of a second consumer that is a partition, after it took the producer's share
 # As many heads start together, longest CTAs first (`schedule.locate_longest_first`), as have this many tokens:
 # enough to fill the gaps at the end, few enough that what they share stays in the L2 cache.
@@ -142,76 +144,68 @@ class _Kind(NamedTuple):
         return width_of(self.q_shape[3])
 
     @property
-    def padded(self) -> int:
-        """Rows of a head's lse, delta and sum of dQ."""
-        return count_tiles(self.q_shape[2], PADDING) * PADDING
-
-    @property
     def plane(self) -> int:
-        """Rows of these of all query heads."""
-        return self.q_shape[0] * self.q_shape[1] * self.padded
-
-    @property
-    def dq_strides(self) -> tuple[int, ...]:
-        return strides_in_order_of(self.q_shape, self.q_strides)
-
-    @property
-    def dk_strides(self) -> tuple[int, ...]:
-        return strides_in_order_of(self.k_shape, self.k_strides)
-
-    @property
-    def dv_strides(self) -> tuple[int, ...]:
-        return strides_in_order_of(self.k_shape, self.v_strides)
+        """Rows of lse, of delta and of the sum of dQ of all query heads."""
+        return self.q_shape[0] * self.q_shape[1] * self.sizes[2]
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """The arguments num_queries, num_keys, padded, batches, heads, group, together."""
         batch, heads, num_queries, _ = self.q_shape
         _, key_heads, num_keys, _ = self.k_shape
+        padded = count_tiles(num_queries, PADDING) * PADDING
         # Without a mask all CTAs take equally long: one head after the other.
         together = max(1, TOKENS_TOGETHER // max(num_queries, num_keys)) if self.causal else 1
-        return num_queries, num_keys, self.padded, batch, heads, heads // key_heads, together
+        return num_queries, num_keys, padded, batch, heads, heads // key_heads, together
 
     @property
     def scales(self) -> tuple[float, float]:
         """The arguments scale_log2, scale."""
         return self.scale * math.log2(math.e), self.scale
 
-    def query_boxes(self, strides: tuple[int, ...], rows: int) -> Boxes:
+    def queries(self, strides: tuple[int, ...], rows: int) -> TensorDescriptor:
         """Describe a tensor shaped as q."""
         return head_boxes(self.q_shape, strides, self.dtype, rows, self.width)
 
-    def key_boxes(self, strides: tuple[int, ...], rows: int) -> Boxes:
+    def keys(self, strides: tuple[int, ...], rows: int) -> TensorDescriptor:
         """Describe a tensor shaped as k."""
         return head_boxes(self.k_shape, strides, self.dtype, rows, self.width)
 
-    def eighths(self, strides: tuple[int, ...]) -> tuple[int, ...]:
-        """Strides of (batch, heads, seq) of a tensor shaped as q, in units of 8 elements."""
-        suitable = tma_strides(self.q_shape, strides, self.dtype.itemsize)
-        assert suitable is not None, f"TMA cannot take strides {strides}"
-        return tuple(stride // 8 for stride in suitable[:3])
+    def eighths(self, strides: tuple[int, ...]) -> list[int]:
+        """Return strides of (batch, heads, seq) of a tensor shaped as q, in units of 8 elements."""
+        return [stride // 8 for stride in self.queries(strides, PADDING).strides[:3]]
 
 
 @functools.lru_cache(maxsize=PREPARED_CALLS)
-def _prepare(*arguments: Any) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int, Callable]:
+def _prepare(*arguments: Any) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int, Start]:
     """Return (strides of dq, of dk, of dv; float32 numbers of scratch; what launches the kernels) for a `_Kind`.
 
     The scratch holds lse in log2 units, delta and, where dQ is added up, its sum.
     """
     kind = _Kind(*arguments)
+    dq_strides = strides_in_order_of(kind.q_shape, kind.q_strides)
+    dk_strides = strides_in_order_of(kind.k_shape, kind.k_strides)
+    dv_strides = strides_in_order_of(kind.k_shape, kind.v_strides)
     prepare = _prepare_deterministic if kind.deterministic or kind.width == 256 else _prepare_fast
-    size, start = prepare(kind)
-    return kind.dq_strides, kind.dk_strides, kind.dv_strides, size, start
+    with hopper_assembler():
+        scratch_size, start = prepare(kind, dq_strides, dk_strides, dv_strides)
+    return dq_strides, dk_strides, dv_strides, scratch_size, start
 
 
-def _prepare_fast(kind: _Kind) -> tuple[int, Start]:
-    """Return (float32 numbers of scratch, launches of three kernels): prepare, dK dV and the sum of dQ, finish."""
-    batch, heads, num_queries, head_dim = kind.q_shape
-    num_keys, width, padded, plane = kind.k_shape[2], kind.width, kind.padded, kind.plane
+def _prepare_fast(kind: _Kind, dq_strides: tuple, dk_strides: tuple, dv_strides: tuple) -> tuple[int, Start]:
+    """Return (float32 numbers of scratch, launches of prepare_kernel, of dK, dV and the sum of dQ, of
+    finish_kernel)."""
+    num_queries, num_keys, padded, batch, heads, *_ = kind.sizes
+    head_dim, width, plane, config = kind.q_shape[3], kind.width, kind.plane, CONFIGS[kind.width]
     pass_grid = (batch * heads, padded // PASS_ROWS)
     pass_constants = {
-        "D": width, "HEAD_DIM": head_dim, "ROWS": PASS_ROWS, "num_warps": 4, "launch_pdl": True
-    }  # fmt: skip
+        "D": width,
+        "HEAD_DIM": head_dim,
+        "ROWS": PASS_ROWS,
+        "num_warps": 4,
+        "launch_pdl": True,
+        **HOPPER_OPTIONS,
+    }
     launch_prepare = prepare_launch(
         prepare_kernel,
         pass_grid,
@@ -226,35 +220,24 @@ def _prepare_fast(kind: _Kind) -> tuple[int, Start]:
         ),
         pass_constants,
     )
-    sum_rows = plane * width // 32
-    if not takes_d64_kernel(head_dim, num_queries, num_keys, kind.causal, kind.dtype):
-        launch_keys = _prepare_dkdv_d128(kind, sum_rows, add_dq=True)
-    else:
-        config = CONFIGS[width]
-        # Each consumer adds up a part: 64 of 128 queries, or 64 of 128 columns, which are half of every 16 queries'
-        # rows
-        dq_sum = (
-            flat_boxes((sum_rows, 32), (config.queries // 2 * width // 32, 32))
-            if width == 64
-            else flat_boxes((plane // 16, 64, 32), (config.queries // 16, 32, 32))
-        )
+    if takes_d64_kernel(head_dim, num_queries, num_keys, kind.causal, kind.dtype):
+        if width == 64:  # each consumer adds up 64 of the 128 queries
+            dq_sum = flat_boxes((plane * width // 32, 32), (config.queries // 2 * width // 32, 32))
+        else:  # 64 of the columns, half of every 16 queries' 64 rows
+            dq_sum = flat_boxes((plane // 16, 64, 32), (config.queries // 16, 32, 32))
+        tail = num_keys % config.keys != 0
+        constants = {"CAUSAL": kind.causal, "TAIL": tail, "REGISTERS": CONSUMER_REGISTERS, "num_warps": 4}
+        # Each consumer copies its own half of the keys.
         launch_keys = _prepare_keys(
-            dqdkdv_d64_kernel,
-            kind,
-            key_rows=config.keys // 2,  # each consumer copies its own
-            dq_sum=[dq_sum],
-            constants={
-                "CAUSAL": kind.causal,
-                "TAIL": num_keys % config.keys != 0,
-                "REGISTERS": CONSUMER_REGISTERS,
-                "num_warps": 4,
-            },
+            dqdkdv_d64_kernel, kind, dk_strides, dv_strides, config.keys // 2, [dq_sum], constants
         )
+    else:
+        launch_keys = _prepare_dkdv_d128(kind, dk_strides, dv_strides, plane * width // 32, add_dq=True)
     launch_finish = prepare_launch(
         finish_kernel,
         pass_grid,
         [torch.float32, kind.dtype],
-        (num_queries, padded, heads, *kind.eighths(kind.dq_strides)),
+        (num_queries, padded, heads, *kind.eighths(dq_strides)),
         pass_constants,
     )
 
@@ -264,26 +247,27 @@ def _prepare_fast(kind: _Kind) -> tuple[int, Start]:
         launch_keys(q, k, v, dout, lse_log2, delta, dk, dv, total)
         launch_finish(total, dq)
 
-    return 2 * plane + 32 * sum_rows, start
+    return 2 * plane + plane * width, start
 
 
-def _prepare_deterministic(kind: _Kind) -> tuple[int, Start]:
-    """Return (float32 numbers of scratch, launches of two kernels): dQ with delta, then dK and dV."""
-    head_dim, num_keys = kind.q_shape[3], kind.k_shape[2]
-    width, plane, config = kind.width, kind.plane, CONFIGS[kind.width]
+def _prepare_deterministic(
+    kind: _Kind, dq_strides: tuple, dk_strides: tuple, dv_strides: tuple
+) -> tuple[int, Start]:
+    """Return (float32 numbers of scratch, launches of dQ with delta, then of dK and dV)."""
+    head_dim, width, plane, config = kind.q_shape[3], kind.width, kind.plane, CONFIGS[kind.width]
     launch_queries = prepare_launch(
         dq_kernel,
         (plane // PADDING, 1),
         [
-            kind.query_boxes(kind.q_strides, PADDING),
-            kind.key_boxes(kind.k_strides, config.query_keys),
-            kind.key_boxes(kind.v_strides, config.query_keys),
-            kind.query_boxes(kind.dout_strides, PADDING),
-            kind.query_boxes(kind.dq_strides, PADDING),
-            *[torch.float32] * 3,
+            kind.queries(kind.q_strides, PADDING),
+            kind.keys(kind.k_strides, config.query_keys),
+            kind.keys(kind.v_strides, config.query_keys),
+            kind.queries(kind.dout_strides, PADDING),
+            kind.queries(dq_strides, PADDING),
+            *([torch.float32] * 3),
             kind.dtype,
         ],
-        (*kind.eighths(kind.out_strides), *kind.sizes, kind.padded // PADDING, *kind.scales),
+        (*kind.eighths(kind.out_strides), *kind.sizes, kind.sizes[2] // PADDING, *kind.scales),
         {
             "D": width,
             "HEAD_DIM": head_dim,
@@ -292,77 +276,82 @@ def _prepare_deterministic(kind: _Kind) -> tuple[int, Start]:
             "K_STAGES": config.query_k_stages,
             "V_STAGES": config.query_v_stages,
             "CAUSAL": kind.causal,
-            "TAIL": num_keys % config.query_keys != 0,
+            "TAIL": kind.k_shape[2] % config.query_keys != 0,
             "num_warps": 8,
-            "maxnreg": REGISTERS,
-            "launch_pdl": True,
+            **GLUON_OPTIONS,
         },
     )
-    sum_rows = config.queries * width // 32  # nothing is added up, but the descriptor needs room for one box
     if width == 256:
         constants = {
-            "D": width, "USED": used_of(head_dim), "CAUSAL": kind.causal, "REGISTERS": CONSUMER_REGISTERS,
-            "num_warps": 4,
-        }  # fmt: skip
-        launch_keys = _prepare_keys(dkdv_d256_kernel, kind, config.keys, [], constants)
-    else:
-        launch_keys = _prepare_dkdv_d128(kind, sum_rows, add_dq=False)
+            "D": width,
+            "USED": used_of(head_dim),
+            "CAUSAL": kind.causal,
+            "REGISTERS": CONSUMER_REGISTERS,
+        }
+        launch_keys = _prepare_keys(
+            dkdv_d256_kernel, kind, dk_strides, dv_strides, config.keys, [], {**constants, "num_warps": 4}
+        )
+    else:  # nothing is added up, but the descriptor of the sum needs room for one box
+        sum_rows = config.queries * width // 32
+        launch_keys = _prepare_dkdv_d128(kind, dk_strides, dv_strides, sum_rows, add_dq=False)
 
     def start(q, k, v, out, lse, dout, dq, dk, dv, lse_log2):
         delta, total = lse_log2 + 4 * plane, lse_log2 + 8 * plane
         launch_queries(q, k, v, dout, dq, lse, lse_log2, delta, out)
-        keys = (q, k, v, dout, lse_log2, delta, dk, dv)
-        launch_keys(*keys) if width == 256 else launch_keys(*keys, total)
+        gradients = (dk, dv) if width == 256 else (dk, dv, total)
+        launch_keys(q, k, v, dout, lse_log2, delta, *gradients)
 
-    return 2 * plane + 32 * sum_rows, start
+    return 2 * plane + config.queries * width, start
 
 
-def _prepare_dkdv_d128(kind: _Kind, sum_rows: int, add_dq: bool) -> Start:
-    config, head_dim = CONFIGS[kind.width], kind.q_shape[3]
-    return _prepare_keys(
-        dkdv_d128_kernel,
-        kind,
-        key_rows=config.keys,
-        dq_sum=[flat_boxes((sum_rows, 32), (config.queries * kind.width // 32, 32))],
-        constants={
-            "QUERIES": config.queries,
-            "D": kind.width,
-            "USED": used_of(head_dim),
-            "CAUSAL": kind.causal,
-            "TAIL": kind.k_shape[2] % config.keys != 0,
-            "ADD_DQ": add_dq,
-            "PACKED_P": config.packed_p,
-            "num_warps": 8,
-        },
-    )
+def _prepare_dkdv_d128(
+    kind: _Kind, dk_strides: tuple, dv_strides: tuple, sum_rows: int, add_dq: bool
+) -> Start:
+    width, config = kind.width, CONFIGS[kind.width]
+    constants = {
+        "QUERIES": config.queries,
+        "D": width,
+        "USED": used_of(kind.q_shape[3]),
+        "CAUSAL": kind.causal,
+        "TAIL": kind.k_shape[2] % config.keys != 0,
+        "ADD_DQ": add_dq,
+        "PACKED_P": config.packed_p,
+        "num_warps": 8,
+    }
+    dq_sum = flat_boxes((sum_rows, 32), (config.queries * width // 32, 32))
+    return _prepare_keys(dkdv_d128_kernel, kind, dk_strides, dv_strides, config.keys, [dq_sum], constants)
 
 
 def _prepare_keys(
-    kernel: Any, kind: _Kind, key_rows: int, dq_sum: list[Boxes], constants: dict[str, Any]
+    kernel: Any,
+    kind: _Kind,
+    dk_strides: tuple,
+    dv_strides: tuple,
+    rows: int,
+    dq_sum: list[TensorDescriptor],
+    constants: dict[str, Any],
 ) -> Start:
-    """Prepare a kernel whose CTAs own keys, with boxes of `key_rows` keys."""
+    """Prepare a kernel whose CTAs own keys, with boxes of `rows` keys."""
     config = CONFIGS[kind.width]
     num_query_tiles = count_tiles(kind.q_shape[2], config.queries)
     num_key_tiles = count_tiles(kind.k_shape[2], config.keys)
-    rows = flat_boxes((kind.plane,), (config.queries,))  # of lse and delta
+    statistics = flat_boxes((kind.plane,), (config.queries,))  # lse and delta
     return prepare_launch(
         kernel,
         (kind.k_shape[0] * kind.k_shape[1] * num_key_tiles, 1),
         [
-            kind.query_boxes(kind.q_strides, config.queries),
-            kind.key_boxes(kind.k_strides, key_rows),
-            kind.key_boxes(kind.v_strides, key_rows),
-            kind.query_boxes(kind.dout_strides, config.queries),
-            *(
-                rows,
-                rows,
-                kind.key_boxes(kind.dk_strides, key_rows),
-                kind.key_boxes(kind.dv_strides, key_rows),
-            ),
+            kind.queries(kind.q_strides, config.queries),
+            kind.keys(kind.k_strides, rows),
+            kind.keys(kind.v_strides, rows),
+            kind.queries(kind.dout_strides, config.queries),
+            statistics,
+            statistics,
+            kind.keys(dk_strides, rows),
+            kind.keys(dv_strides, rows),
             *dq_sum,
         ],
         (*kind.sizes, num_query_tiles, num_key_tiles, *kind.scales),
-        {**constants, "maxnreg": REGISTERS, "launch_pdl": True},
+        {**constants, **GLUON_OPTIONS},
     )
 
 
@@ -398,16 +387,10 @@ def prepare_kernel(out, dout, lse_in, lse_out, delta_out, dq_sum, num_queries, p
     valid = rows < num_queries
     inside = _inside(valid, columns, HEAD_DIM)
     wide = rows[:, None].to(tl.int64)
-    o = tl.load(
-        out + 8 * (batch * out_batch + head * out_head + wide * out_row) + columns,
-        mask=inside,
-        other=0.0,
-    )
-    do = tl.load(
-        dout + 8 * (batch * dout_batch + head * dout_head + wide * dout_row) + columns,
-        mask=inside,
-        other=0.0,
-    )
+    out_pointers = out + 8 * (batch * out_batch + head * out_head + wide * out_row) + columns
+    o = tl.load(out_pointers, mask=inside, other=0.0)
+    dout_pointers = dout + 8 * (batch * dout_batch + head * dout_head + wide * dout_row) + columns
+    do = tl.load(dout_pointers, mask=inside, other=0.0)
     tl.store(delta_out + flat_head * padded + rows, scale * tl.sum(o.to(tl.float32) * do.to(tl.float32), 1))
     lse = tl.load(lse_in + flat_head * num_queries + rows, mask=valid, other=float("inf"))
     tl.store(lse_out + flat_head * padded + rows, lse * LOG2_E)

@@ -1,31 +1,32 @@
-"""Attention backward on Hopper: dK and dV of one tile of 128 keys, and (fast mode) its share of dQ.
+"""Compute dK and dV of 128 keys on Hopper, and with ADD_DQ their share of dQ: D = 128, and deterministic D = 64.
 
-With P = exp(scale Q K^T - lse) and delta = rowsum(dO * O) (FlashAttention-2, Dao 2023, Algorithm 2):
+With P = exp(scale Q K^T - lse) and delta = rowsum(dO * O) (FlashAttention-2, Dao 2023, algorithm 2):
 
     dV = P^T dO,   dP = dO V^T,   dS = scale P * (dP - delta),   dK = dS^T Q,   dQ = dS K
 
-The scale comes before dS is rounded to 16 bits, where it costs nothing: a multiply-add in place of the subtraction
-of delta, which carries the scale already. That is also cuDNN's order: where few roundings make up a gradient's
-error, the two differ only if they round the same numbers.
+dS is scaled before it is rounded to 16 bits, as cuDNN does it; the multiply-add that subtracts delta (which carries
+the scale already) does it for free.
 
-Who does what: K and V stay in shared memory; one **producer** warp streams Q and dO tiles with their lse
-and delta; two **consumer** warp groups own 64 keys each. They compute the transposes, S^T = K Q^T and dP^T
-= V dO^T: so P^T and dS^T come out as the register operands that dV += P^T dO and dK += dS^T Q need, and
-lse, delta lie along columns. Only dS goes through shared memory, because dQ sums over the keys of both warp
-groups.
+K and V stay in shared memory. One **producer** warp streams Q and dO tiles, with their lse and delta, with TMA. Two
+**consumer** warp groups, one partition of eight warps, own 64 keys each. They compute the transposes, S^T = K Q^T
+and dP^T = V dO^T: P^T and dS^T come out as the register operands of dV += P^T dO and dK += dS^T Q, and lse and
+delta lie along columns. Only dS goes through shared memory, because dQ sums over the keys of both warp groups.
 
-The order inside a step keeps the tensor cores busy during the exponentials: S and dP are issued together;
-while dP runs, P is computed; while dV runs, dS; while dK runs, dQ is handed on; the wait for dK happens in
-the next step, behind its S.
+Timeline of a step (a tile of queries) of a consumer. Every product is an asynchronous wgmma:
 
-Without dQ (below) nothing is exchanged, and the two warp groups take turns: one issues S and dP, then the other, so
-that the exponentials of one meet the products of the other. With ADD_DQ its barriers keep them in step. (At D = 64,
-and at 128 in long sequences without a mask, that costs so much that the fast way is a kernel of its own,
-`dqdkdv_d64_kernel`.)
+    producer     | TMA Q(j+1), lse | TMA dO(j+1), delta                                       |
+    consumer     | wait Q(j), dO(j)| P(j) = exp     | dS(j)          | with ADD_DQ: store dS, dQ
+    tensor cores | dK(j-1)   S(j)  | dP(j)          | dV(j)          | dQ(j)  dK(j) ...        |
+    TMA          |                 |                |                | adds dQ(j-1) to memory  |
 
-dQ: tiles of different keys add up. ADD_DQ: the copy engine adds float32 tiles to a scratch in global memory
-(order of arrival, so not reproducible); blocks start at different query tiles so that they do not queue for
-the same rows. Otherwise dQ is left to `dq_kernel`, and every bit is reproducible.
+S and dP are issued together; P is computed while dP runs, dS while dV runs; dQ is handed to TMA while dK runs; the
+wait for dK comes in the next step, behind its S. Without ADD_DQ nothing is exchanged, and the warp groups take
+turns to issue S and dP, so that the exponentials of one meet the products of the other. With ADD_DQ the barriers of
+dS and dQ keep them in step.
+
+dQ. Tiles of different keys add up. With ADD_DQ, TMA adds float32 tiles to a scratch in global memory, in the order
+of arrival, which is not reproducible; CTAs start at different query tiles so that they do not queue for the same
+rows. Otherwise `backward_dq` computes dQ, and every bit is reproducible.
 
 Barriers. Slots are given back through named barriers, because `mbarrier.arrive` would cost the consumers two
 barriers of their own. `step` counts query tiles; its slot is step % STAGES, its round step // STAGES.
@@ -37,13 +38,18 @@ barriers of their own. `step` counts query tiles; its slot is step % STAGES, its
 | do_full [slot] | the producer's `expect`, then the bytes of dO and delta | both consumers, round & 1 |
 | named, Q_FREE + slot | both consumers, one step late, when dK of the slot's step is done | the producer |
 | named, DO_FREE + slot | both consumers, when dV of the slot's step is done | the producer |
-| named, TURN + consumer (not with ADD_DQ) | the other consumer, when its S and dP are issued | it, before its S |
+| named, TURN + consumer (without ADD_DQ) | the other consumer, when its S and dP are issued | it, before its S |
 
-Shared memory, of 227 KiB: K, V, two slots of Q and of dO; with ADD_DQ dS and a float32 tile of dQ, too. At
-D = 128 (steps of 64 queries) 129 KiB, 177 with ADD_DQ; at D = 64 (steps of 128) 98. Registers: launched with 168 a
-thread; the consumers take 240, the producer keeps 24.
+Cost of the variants (sm_90, Triton 3.6). Registers: a thread at launch, then of a consumer; the producer keeps 24.
+
+| variant | queries of a step | registers | shared memory, of 227 KiB | spills |
+|-|-|-|-|-|
+| D = 128, ADD_DQ | 64 | 168, 240 | 177 KiB | 0 |
+| D = 128 | 64 | 168, 240 | 129 KiB | 0 |
+| D = 64, PACKED_P | 128 | 168, 240 | 98 KiB | 0 (float16: up to 12 bytes a thread) |
 """
 
+from collections import namedtuple
 from typing import NamedTuple
 
 from triton.experimental import gluon
@@ -97,39 +103,16 @@ TURN = gl.constexpr(FIRST_NAMED_BARRIER.value + 2 * STAGES.value)  # one a warp 
 NEVER = gl.constexpr(1 << 30)  # a first column that no query reaches
 
 
-class Descriptors(NamedTuple):
-    """Of global memory: (batch, heads, sequence, at most D); lse and delta flat; dq the scratch that is added to."""
-
-    q: tma.tensor_descriptor
-    k: tma.tensor_descriptor
-    v: tma.tensor_descriptor
-    do: tma.tensor_descriptor
-    lse: tma.tensor_descriptor
-    delta: tma.tensor_descriptor
-    dk: tma.tensor_descriptor
-    dv: tma.tensor_descriptor
-    dq: tma.tensor_descriptor
+# Of global memory: (batch, heads, sequence, at most D); lse and delta flat; dq: the scratch that is added to
+Descriptors = namedtuple("Descriptors", ["q", "k", "v", "do", "lse", "delta", "dk", "dv", "dq"])
 
 
-class Tiles(NamedTuple):
-    """In shared memory; q, do, lse, delta by slots; ds and dq of no use without ADD_DQ."""
-
-    q: gl.shared_memory_descriptor
-    do: gl.shared_memory_descriptor
-    k: gl.shared_memory_descriptor
-    v: gl.shared_memory_descriptor
-    lse: gl.shared_memory_descriptor
-    delta: gl.shared_memory_descriptor
-    ds: gl.shared_memory_descriptor
-    dq: gl.shared_memory_descriptor
+# In shared memory; q, do, lse, delta by slots; ds and dq: unused without ADD_DQ
+Tiles = namedtuple("Tiles", ["q", "do", "k", "v", "lse", "delta", "ds", "dq"])
 
 
-class Barriers(NamedTuple):
-    """mbarriers: one a slot, one a slot, one for both K and V (see the module)."""
-
-    q_full: gl.shared_memory_descriptor
-    do_full: gl.shared_memory_descriptor
-    kv_full: gl.shared_memory_descriptor
+# mbarriers: one a slot, one a slot, one for both K and V (see the module)
+Barriers = namedtuple("Barriers", ["q_full", "do_full", "kv_full"])
 
 
 class Problem(NamedTuple):
@@ -158,12 +141,16 @@ class Work(NamedTuple):
     start: gl.tensor  # the query tile to begin with
 
 
+# The compile-time parameters of `dkdv_d128_kernel`
+Shape = namedtuple("Shape", ["QUERIES", "D", "USED", "CAUSAL", "TAIL", "ADD_DQ", "PACKED_P"])
+
+
 @gluon.jit
 def locate_work(problem, QUERIES: gl.constexpr, CAUSAL: gl.constexpr):
-    """This block's work.
+    """Return this CTA's work.
 
-    Blocks that run at the same time mostly differ in key_tile: starting at the diagonal (causal) or at as
-    many tiles down (full) spreads them over the queries, so their additions to dQ meet at different rows.
+    CTAs that run at the same time mostly differ in key_tile: starting at the diagonal (causal) or at as many tiles
+    down (full) spreads them over the queries, so their additions to dQ meet at different rows.
     """
     key_heads = problem.heads // problem.group
     num_heads = problem.batches * key_heads
@@ -174,8 +161,8 @@ def locate_work(problem, QUERIES: gl.constexpr, CAUSAL: gl.constexpr):
     lowest = 0
     start = (key_tile * (KEYS // QUERIES)) % problem.num_query_tiles
     if CAUSAL:
-        # Keys that no query sees (more keys than queries) take the last tile, wholly masked: a loop that
-        # may run zero times makes ptxas serialise the products (C7515)
+        # Keys that no query sees (more keys than queries) take the last tile, wholly masked: a loop that may run
+        # zero times makes ptxas serialise the products (C7515).
         lowest = gl.minimum(key_tile * (KEYS // QUERIES), problem.num_query_tiles - 1)
         start = lowest
     return Work(batch, key_head, key_tile, first_head, lowest, problem.num_query_tiles - lowest, start)
@@ -183,7 +170,8 @@ def locate_work(problem, QUERIES: gl.constexpr, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def next_query_tile(tile, head, work, num_query_tiles):
-    """One tile down, round the corner at the end; back at `start` the next query head of the group begins."""
+    """Return the next (tile, head): one tile down, round the corner at the end; back at `start`, the group's next
+    head."""
     tile += 1
     tile = gl.where(tile == num_query_tiles, work.lowest, tile)
     return tile, gl.where(tile == work.start, head + 1, head)
@@ -192,8 +180,7 @@ def next_query_tile(tile, head, work, num_query_tiles):
 @gluon.jit
 def stream_queries(descriptors, tiles, barriers, problem, work,
                    QUERIES: gl.constexpr, Q_FREE: gl.constexpr, DO_FREE: gl.constexpr):  # fmt: skip
-    """The producer's loop: Q with lse and dO with delta, tile after tile, into slots that the consumers give
-    back."""
+    """Load Q with lse and dO with delta, tile after tile, into slots that the consumers give back."""
     head = work.first_head
     tile = work.start
     steps = gl.maximum(work.count * problem.group, 1)
@@ -212,10 +199,11 @@ def stream_queries(descriptors, tiles, barriers, problem, work,
 
 
 @gluon.jit
-def _producer(descriptors, tiles, barriers, problem, scale_log2, scale,
-              QUERIES: gl.constexpr, D: gl.constexpr, USED: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr,
-              ADD_DQ: gl.constexpr, PACKED_P: gl.constexpr):  # fmt: skip
-    """The copying warp: K and V once, then Q and dO tile after tile."""
+def _producer(call, shape):
+    """Load K and V once with TMA, then Q and dO tile after tile."""
+    QUERIES: gl.constexpr = shape.QUERIES
+    CAUSAL: gl.constexpr = shape.CAUSAL
+    descriptors, tiles, barriers, problem, _, _ = call
     work = locate_work(problem, QUERIES, CAUSAL)
     batch = work.batch
     mbarrier.expect(barriers.kv_full, 2 * descriptors.k.block_type.nbytes)
@@ -226,11 +214,16 @@ def _producer(descriptors, tiles, barriers, problem, scale_log2, scale,
 
 
 @gluon.jit
-def _consumers(descriptors, tiles, barriers, problem, scale_log2, scale,
-               QUERIES: gl.constexpr, D: gl.constexpr, USED: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr,
-               ADD_DQ: gl.constexpr, PACKED_P: gl.constexpr):  # fmt: skip
-    """Both warp groups in one partition of eight warps: rows 0-63 of each (128, N) tile are the first
-    group's."""
+def _consumers(call, shape):
+    """Compute as both warp groups, in one partition of eight warps: rows 0-63 of a (128, N) tile are the first's."""
+    QUERIES: gl.constexpr = shape.QUERIES
+    D: gl.constexpr = shape.D
+    USED: gl.constexpr = shape.USED
+    CAUSAL: gl.constexpr = shape.CAUSAL
+    TAIL: gl.constexpr = shape.TAIL
+    ADD_DQ: gl.constexpr = shape.ADD_DQ
+    PACKED_P: gl.constexpr = shape.PACKED_P
+    descriptors, tiles, barriers, problem, scale_log2, scale = call
     DTYPE: gl.constexpr = descriptors.q.dtype
     SCORES: gl.constexpr = accumulator_layout(QUERIES, 8)
     SCORES_PRODUCTS: gl.constexpr = count_score_wgmmas(USED, D)
@@ -278,8 +271,8 @@ def _consumers(descriptors, tiles, barriers, problem, scale_log2, scale,
         exponent = scores * scale_log2 - gl.expand_dims(lse, 0)  # (128 keys, QUERIES): transposed
         if CAUSAL:
             # Query i sees keys j <= i; keys past the end see nobody (P might overflow there, and inf * 0 is not 0).
-            # Needed at the diagonal only, but at D = 128 the branch makes ptxas serialise the products (C7512):
-            # there always.
+            # Needed at the diagonal only; but at D = 128 the branch makes ptxas serialise the products (C7512), so
+            # the mask is always applied there.
             if D == 128 or TAIL or tile * QUERIES < (work.key_tile + 1) * KEYS:
                 first_query = gl.where(keys < num_keys, keys - tile * QUERIES, NEVER)
                 exponent = keep_columns_from(exponent, first_query, -float("inf"))
@@ -294,7 +287,7 @@ def _consumers(descriptors, tiles, barriers, problem, scale_log2, scale,
             p_operand = gl.convert_layout(p.to(DTYPE), OPERAND)
         delta = tiles.delta.index(slot).load(COLUMN)
         dv_job = warpgroup_mma(p_operand, do, dv, is_async=True)
-        # P among the dependencies: the exponentials come before this wait, not after
+        # P is among the dependencies so that the exponentials come before this wait, not after.
         if PACKED_P:
             dp, packed, kept = warpgroup_mma_wait(1, deps=[dp_job, packed, kept])
             dp = dp * scale - gl.expand_dims(delta, 0)
@@ -309,8 +302,8 @@ def _consumers(descriptors, tiles, barriers, problem, scale_log2, scale,
         if ADD_DQ:
             tiles.ds.store(ds)
             fence_async_shared()
-            # By the barrier the copy engine has read the previous dQ out of its tile. (A store_wait that no
-            # barrier follows directly makes Triton add one.)
+            # By the barrier TMA has read the previous dQ out of its tile. (A store_wait that no barrier follows
+            # directly makes Triton add one.)
             tma.store_wait(0)
             partition_barrier()
             dq_job = issue_product(tiles.ds.permute((1, 0)), k, DQ)
@@ -330,7 +323,7 @@ def _consumers(descriptors, tiles, barriers, problem, scale_log2, scale,
     dk = warpgroup_mma_wait(0, deps=[dk])
     if not ADD_DQ:
         end_turns(TURN)
-    # K and V have served: their tiles stage dK and dV on the way out
+    # K and V are done with: their tiles stage dK and dV on the way out.
     partition_barrier()
     v.store(dv.to(DTYPE))
     k.store(dk.to(DTYPE))
@@ -349,8 +342,9 @@ def dkdv_d128_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_d
                               num_key_tiles, scale_log2, scale,
                               QUERIES: gl.constexpr, D: gl.constexpr, USED: gl.constexpr, CAUSAL: gl.constexpr,
                               TAIL: gl.constexpr, ADD_DQ: gl.constexpr, PACKED_P: gl.constexpr):  # fmt: skip
-    """One block per (key tile, key head of the batch), `together` heads at a time (see locate_longest_first).
-    Allocates and starts the partitions.
+    """Allocate and start the partitions of one CTA per (key tile, key head of the batch).
+
+    `together` heads start together (see `schedule.locate_longest_first`).
 
     Descriptors: (batch, heads, sequence, at most D) in boxes of (1, 1, QUERIES or 128, D), zeros beyond the head;
     lse_desc and delta_desc flat float32, `padded` rows a head, lse in log2 units with +inf past num_queries, delta
@@ -358,10 +352,10 @@ def dkdv_d128_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_d
 
     USED: of the D columns S and dP take these (see issue_scores). ADD_DQ: for D = 128 only.
 
-    PACKED_P saves the registers that D = 64 lacks (steps of 128 queries): dV takes P with 16 bits, and of P for dS
-    only what these do not hold is kept beside them, half a register a number (`fragments.keep_pairs`). With
-    bfloat16 that is 24 of float32's 32 bits, its exponent among them: dK of a key that hardly anybody attends to is
-    as precise as any.
+    PACKED_P saves the registers that D = 64 lacks (steps of 128 queries): dV takes P with 16 bits, and for dS only
+    the bits of P that these do not hold are kept, half a register a number (`fragments.keep_pairs`). With bfloat16
+    that is 24 of float32's 32 bits, its exponent among them: dK of a key that hardly anybody attends to stays
+    precise.
     """
     gdc_wait()  # for what the kernel before this one wrote
     gdc_launch_dependents()  # the next kernel may start, and waits in its turn
@@ -395,13 +389,6 @@ def dkdv_d128_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_d
     problem = Problem(
         num_queries, num_keys, padded, batches, heads, group, together, num_query_tiles, num_key_tiles
     )
-    gl.warp_specialize(
-        [
-            (_consumers, (descriptors, tiles, barriers, problem, scale_log2, scale,
-                         QUERIES, D, USED, CAUSAL, TAIL, ADD_DQ, PACKED_P)),
-            (_producer, (descriptors, tiles, barriers, problem, scale_log2, scale,
-                         QUERIES, D, USED, CAUSAL, TAIL, ADD_DQ, PACKED_P)),
-        ],
-        [1],
-        [24],
-    )  # fmt: skip
+    call = (descriptors, tiles, barriers, problem, scale_log2, scale)
+    shape: gl.constexpr = Shape(QUERIES, D, USED, CAUSAL, TAIL, ADD_DQ, PACKED_P)
+    gl.warp_specialize([(_consumers, (call, shape)), (_producer, (call, shape))], [1], [24])

@@ -1,40 +1,45 @@
-"""dK and dV of one tile of 64 keys for D = 256, where a warp group has registers for one of them only.
+"""Compute dK and dV of 64 keys on Hopper for D = 256, where a warp group has registers for one of them only.
 
-Accumulators of 64 x 256 fill 128 registers a thread. So the first warp group holds dV and computes S^T = K
-Q^T and P^T, the second holds dK and computes dP^T = V dO^T and dS^T: each one product from shared memory
-and one from registers a step, and all that passes between them is P, in float32 through shared memory, in
-one direction. The first may run two tiles ahead of the second, so one's exponentials fall into the other's
-products. A **producer** warp streams Q and dO, as in `backward_kernel`.
+Accumulators of 64 x 256 fill 128 registers a thread. So the first warp group holds dV and computes S^T = K Q^T and
+P^T, the second holds dK and computes dP^T = V dO^T and dS^T: each does one product from shared memory and one from
+registers a step. All that passes between them is P, in float32 through shared memory, in one direction. A
+**producer** warp streams Q and dO with TMA, as in `backward_dkdv_d128` (which has the formulas).
 
-lse, delta and dQ come from `dq_kernel`, which runs before: nothing is added up in the order of
-arrival, every bit is reproducible.
+Timeline. The first warp group may run two tiles ahead of the second, so its exponentials fall into the other's
+products:
 
-Rows of keys past the end may hold anything, also NaN: row k of dK and dV depends on key k alone, and the
-copy engine leaves out what is outside.
+    producer       | TMA Q(j+1), lse, dO(j+1), delta, into a slot that both gave back  |
+    value consumer | S(j)      | P(j) = exp, store P(j) | dV += P(j)^T dO(j)            |
+    key consumer   | dP(j-1)   | load P(j-1), dS(j-1)   | dK += dS(j-1)^T Q(j-1)        |
+
+lse, delta and dQ come from `backward_dq`, which runs before: nothing is added up in the order of arrival, and every
+bit is reproducible.
+
+Rows of keys past the end may hold anything, also NaN: row k of dK and dV depends on key k alone, and TMA does not
+write what lies outside of the tensor.
 
 | barrier | who arrives | who waits, for which phase |
 |-|-|-|
-| k_full | the producer's `expect`, then TMA's bytes | the first warp group, phase 0, once |
-| v_full | the same | the second warp group, phase 0, once |
+| k_full | the producer's `expect`, then TMA's bytes | the value consumer, phase 0, once |
+| v_full | the same | the key consumer, phase 0, once |
 | q_full [slot] | the producer's `expect`, then the bytes of Q and lse | both, (step // STAGES) & 1 |
 | do_full [slot] | the producer's `expect`, then the bytes of dO and delta | both, (step // STAGES) & 1 |
 | named, SLOT_FREE + slot | each warp group, when its products of the step are done | the producer |
-| named, P_READY + slot | the first warp group, when P is stored | the second |
-| named, P_FREE + slot | the second, when P is loaded; both slots once at the start | the first |
+| named, P_READY + slot | the value consumer, when P is stored | the key consumer |
+| named, P_FREE + slot | the key consumer, when P is loaded; both slots once at the start | the value consumer |
 
-Shared memory, of 227 KiB: K and V with 32 KiB each, two slots of Q and of dO with 32 each, two of P with 16
-each; with lse and delta 225 KiB. Registers: launched with 168 a thread; both consumers take 240, the producer
-keeps 24.
+Cost (sm_90, Triton 3.6): 168 registers a thread at launch, then 240 of a consumer and 24 of the producer; 225 KiB
+of shared memory, of 227 (K and V with 32 KiB each, two slots of Q and of dO with 32 each, two of P with 16 each,
+lse and delta); no spills.
 """
 
-from typing import NamedTuple
+from collections import namedtuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -64,67 +69,39 @@ P_FREE = gl.constexpr(FIRST_NAMED_BARRIER.value + 2 * STAGES.value)
 P_THREADS = gl.constexpr(256)  # both warp groups
 
 
-class Descriptors(NamedTuple):
-    """Of global memory: (batch, heads, sequence, at most D); lse and delta flat."""
-
-    q: tma.tensor_descriptor
-    k: tma.tensor_descriptor
-    v: tma.tensor_descriptor
-    do: tma.tensor_descriptor
-    lse: tma.tensor_descriptor
-    delta: tma.tensor_descriptor
-    dk: tma.tensor_descriptor
-    dv: tma.tensor_descriptor
+# Of global memory: (batch, heads, sequence, at most D); lse and delta flat
+Descriptors = namedtuple("Descriptors", ["q", "k", "v", "do", "lse", "delta", "dk", "dv"])
 
 
-class Tiles(NamedTuple):
-    """In shared memory; all but k and v by slots."""
-
-    q: gl.shared_memory_descriptor
-    do: gl.shared_memory_descriptor
-    k: gl.shared_memory_descriptor
-    v: gl.shared_memory_descriptor
-    lse: gl.shared_memory_descriptor
-    delta: gl.shared_memory_descriptor
-    p: gl.shared_memory_descriptor
+# In shared memory; all but k and v by slots
+Tiles = namedtuple("Tiles", ["q", "do", "k", "v", "lse", "delta", "p"])
 
 
-class Barriers(NamedTuple):
-    """mbarriers: one a slot, one a slot, one, one (see the module)."""
-
-    q_full: gl.shared_memory_descriptor
-    do_full: gl.shared_memory_descriptor
-    k_full: gl.shared_memory_descriptor
-    v_full: gl.shared_memory_descriptor
+# mbarriers: one a slot, one a slot, one, one (see the module)
+Barriers = namedtuple("Barriers", ["q_full", "do_full", "k_full", "v_full"])
+# The compile-time parameters of `dkdv_d256_kernel`
+Shape = namedtuple("Shape", ["D", "USED", "CAUSAL"])
 
 
 @gluon.jit
 def _locate(problem, CAUSAL: gl.constexpr):
-    """(key tile, batch, key head, query tiles that see these keys) of this block."""
+    """Return (key tile, batch, key head, number of query tiles that see these keys) of this CTA."""
     key_heads = problem.heads // problem.group
     num_heads = problem.batches * key_heads
     key_tile, flat_key_head = locate_longest_first(problem.num_key_tiles, num_heads, problem.together)
     count = problem.num_query_tiles
     if CAUSAL:
-        # Keys that no query sees (more keys than queries) take the last tile, wholly masked: a loop that
-        # may run zero times makes ptxas serialise the products (C7515)
+        # Keys that no query sees (more keys than queries) take the last tile, wholly masked: a loop that may run
+        # zero times makes ptxas serialise the products (C7515).
         count = gl.maximum(problem.num_query_tiles - key_tile, 1)
     return key_tile, flat_key_head // key_heads, flat_key_head % key_heads, count
 
 
 @gluon.jit
-def _producer(
-    descriptors,
-    tiles,
-    barriers,
-    problem,
-    scale_log2,
-    scale,
-    D: gl.constexpr,
-    USED: gl.constexpr,
-    CAUSAL: gl.constexpr,
-):
-    """The copying warp: K and V once, then Q and dO tile after tile."""
+def _producer(call, shape):
+    """Load K and V once with TMA, then Q and dO tile after tile."""
+    CAUSAL: gl.constexpr = shape.CAUSAL
+    descriptors, tiles, barriers, problem, _, _ = call
     key_tile, batch, key_head, count = _locate(problem, CAUSAL)
     mbarrier.expect(barriers.k_full, descriptors.k.block_type.nbytes)
     key_box = [batch, key_head, key_tile * ROWS, 0]
@@ -133,7 +110,7 @@ def _producer(
     for step in range(steps):
         slot = step % STAGES
         head = key_head * problem.group + step // count
-        # From the last tile down: blocks that run together read the same tiles together
+        # From the last tile down: CTAs that run together read the same tiles together.
         tile = problem.num_query_tiles - 1 - step % count
         row = (batch * problem.heads + head) * problem.padded + tile * ROWS
         await_slot(SLOT_FREE, step, STAGES, 0)
@@ -148,9 +125,12 @@ def _producer(
 
 
 @gluon.jit
-def _value_consumer(descriptors, tiles, barriers, problem, scale_log2, scale,
-                    D: gl.constexpr, USED: gl.constexpr, CAUSAL: gl.constexpr):  # fmt: skip
-    """P for both warp groups, and dV."""
+def _value_consumer(call, shape):
+    """Compute P for both warp groups, and dV."""
+    D: gl.constexpr = shape.D
+    USED: gl.constexpr = shape.USED
+    CAUSAL: gl.constexpr = shape.CAUSAL
+    descriptors, tiles, barriers, problem, scale_log2, _ = call
     DTYPE: gl.constexpr = descriptors.q.dtype
     SCORES: gl.constexpr = accumulator_layout(ROWS)
     GRADIENT: gl.constexpr = accumulator_layout(D)
@@ -180,21 +160,24 @@ def _value_consumer(descriptors, tiles, barriers, problem, scale_log2, scale,
         tiles.p.index(slot).store(in_thread_order(p))
         named_barrier_arrive(P_READY + slot, P_THREADS)
         p_operand = gl.convert_layout(p.to(DTYPE), OPERAND)
-        # Waited for here and not beside the next S: in flight across the loop's end, ptxas serialises it
-        # (C7512). The other warp group's products fill the gap.
+        # The wait is here and not behind the next S, because ptxas serialises a product in flight across the loop's
+        # end (C7512). The other warp group's products fill the gap.
         dv = warpgroup_mma_wait(0, deps=[warpgroup_mma(p_operand, do, dv, is_async=True)])
         named_barrier_arrive(SLOT_FREE + slot, SLOT_THREADS)
     for i in gl.static_range(STAGES):
         named_barrier_wait(P_FREE + (steps + i) % STAGES, P_THREADS)  # the last arrivals' partners
-    # K has served this warp group, its only reader: its tile stages dV on the way out
+    # This warp group, the only reader of K, is done with it: its tile stages dV on the way out.
     partition_barrier()
     send_through(tiles.k, dv.to(DTYPE), descriptors.dv, batch, key_head, key_tile)
 
 
 @gluon.jit
-def _key_consumer(descriptors, tiles, barriers, problem, scale_log2, scale,
-                  D: gl.constexpr, USED: gl.constexpr, CAUSAL: gl.constexpr):  # fmt: skip
-    """dS from the other warp group's P, and dK."""
+def _key_consumer(call, shape):
+    """Compute dS from the other warp group's P, and dK."""
+    D: gl.constexpr = shape.D
+    USED: gl.constexpr = shape.USED
+    CAUSAL: gl.constexpr = shape.CAUSAL
+    descriptors, tiles, barriers, problem, _, scale = call
     DTYPE: gl.constexpr = descriptors.q.dtype
     SCORES: gl.constexpr = accumulator_layout(ROWS)
     GRADIENT: gl.constexpr = accumulator_layout(D)
@@ -223,7 +206,7 @@ def _key_consumer(descriptors, tiles, barriers, problem, scale_log2, scale,
         ds_operand = gl.convert_layout((p * dp).to(DTYPE), OPERAND)
         dk = warpgroup_mma_wait(0, deps=[warpgroup_mma(ds_operand, q, dk, is_async=True)])
         named_barrier_arrive(SLOT_FREE + slot, SLOT_THREADS)
-    # V has served this warp group, its only reader: its tile stages dK on the way out
+    # This warp group, the only reader of V, is done with it: its tile stages dK on the way out.
     partition_barrier()
     send_through(tiles.v, dk.to(DTYPE), descriptors.dk, batch, key_head, key_tile)
 
@@ -235,7 +218,7 @@ def dkdv_d256_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_d
                          num_key_tiles, scale_log2, scale,
                          D: gl.constexpr, USED: gl.constexpr, CAUSAL: gl.constexpr,
                          REGISTERS: gl.constexpr):  # fmt: skip
-    """One block per (tile of 64 keys, key head of the batch). Allocates and starts the partitions.
+    """Allocate and start the partitions of one CTA per (tile of 64 keys, key head of the batch).
 
     Descriptors: (batch, heads, sequence, at most D) in boxes of (1, 1, 64, D); lse_desc and delta_desc flat float32
     in boxes of 64, `padded` rows a head, lse in log2 units with +inf past num_queries, delta times scale. USED: of
@@ -269,12 +252,10 @@ def dkdv_d256_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_d
     problem = Problem(
         num_queries, num_keys, padded, batches, heads, group, together, num_query_tiles, num_key_tiles
     )
+    call = (descriptors, tiles, barriers, problem, scale_log2, scale)
+    shape: gl.constexpr = Shape(D, USED, CAUSAL)
     gl.warp_specialize(
-        [
-            (_value_consumer, (descriptors, tiles, barriers, problem, scale_log2, scale, D, USED, CAUSAL)),
-            (_key_consumer, (descriptors, tiles, barriers, problem, scale_log2, scale, D, USED, CAUSAL)),
-            (_producer, (descriptors, tiles, barriers, problem, scale_log2, scale, D, USED, CAUSAL)),
-        ],
+        [(_value_consumer, (call, shape)), (_key_consumer, (call, shape)), (_producer, (call, shape))],
         [4, 1],
         [REGISTERS, 24],
-    )  # fmt: skip
+    )

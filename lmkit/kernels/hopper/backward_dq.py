@@ -1,17 +1,22 @@
-"""The deterministic half of the backward: dQ of one tile of 128 queries, and delta = scale rowsum(dO * O) for
-the other half.
+"""Compute dQ of 128 queries on Hopper, deterministically, and delta = scale rowsum(dO * O) for the kernel of dK and
+dV.
 
-dQ = dS K sums over all keys. Here one block sees them all, in a fixed order, so every bit is
-reproducible and no float32 scratch is needed; the price is computing S and dP twice (7 products in all
-instead of 5). Q and dO stay in shared memory, K and V stream past; S = Q K^T and dP = dO V^T have queries
-along rows, so dS feeds dQ += dS K straight from registers and nothing is exchanged between the warp groups.
+dQ = dS K sums over all keys. Here one CTA sees them all, in a fixed order, so every bit is reproducible and no
+float32 scratch is needed; the price is computing S and dP twice (7 products in all instead of 5). Q and dO stay in
+shared memory, K and V stream past. S = Q K^T and dP = dO V^T have queries along rows, so dS feeds dQ += dS K
+straight from registers and the warp groups exchange nothing.
 
-delta and lse (in log2 units, padded with +inf) are written out for `dkdv_d128_kernel` or
-`dkdv_d256_kernel`, which runs next.
+delta and lse (in log2 units, padded with +inf) are written out for `backward_dkdv_d128` or `backward_dkdv_d256`,
+which runs next.
 
-Partitions as in `backward_kernel`: a **producer** warp copies, two **consumer** warp groups own 64 queries each.
-In a step they issue S, wait for the previous step's dQ behind it, issue dP, compute P while dP runs, then dS, and
-issue dQ. At D = 64 and 128 they take turns to issue S and dP, so that the exponentials of one meet the products of
+A **producer** warp loads with TMA; two **consumer** warp groups, one partition of eight warps, own 64 queries each.
+Timeline of a step (a block of keys) of a consumer. Every product is an asynchronous wgmma:
+
+    producer     | TMA K(j+1) | TMA V(j+1)                     |
+    consumer     | wait K(j)  | wait V(j)    | P(j) = exp      | dS(j)            |
+    tensor cores | dQ(j-1)    | S(j)         | dP(j)           | then dQ(j) ...   |
+
+At D = 64 and 128 the warp groups take turns to issue S and dP, so that the exponentials of one meet the products of
 the other.
 
 | barrier | who arrives | who waits, for which phase |
@@ -23,18 +28,22 @@ the other.
 | named, V_FREE + slot | both consumers, when dP of the slot's step is done | the producer |
 | named, TURN + consumer | the other consumer, when its S and dP are issued | this one, before its S |
 
-Shared memory, of 227 KiB: Q, dO and the slots; 112 KiB at D = 64 (3 slots of 128 keys for K, 2 for V), 192 at
-D = 128 (2 and 2), 224 at D = 256 (2 and 1, of 64 keys). Registers as in `backward_kernel`.
+Cost of the variants (sm_90, Triton 3.6). Registers: a thread at launch, then of a consumer; the producer keeps 24.
+
+| variant | keys of a block, slots of K and V | registers | shared memory, of 227 KiB | spills |
+|-|-|-|-|-|
+| D = 64 | 128, 3 and 2 | 168, 240 | 113 KiB | 0 |
+| D = 128 | 128, 2 and 2 | 168, 240 | 193 KiB | 0 |
+| D = 256 | 64, 2 and 1 | 168, 240 | 225 KiB | 0 |
 """
 
-from typing import NamedTuple
+from collections import namedtuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
@@ -70,71 +79,49 @@ K_FREE = gl.constexpr(FIRST_NAMED_BARRIER.value)  # named barriers, one a slot; 
 TURN = gl.constexpr(14)  # named barriers 14 and 15: one a warp group
 
 
-class Descriptors(NamedTuple):
-    """Of global memory: (batch, heads, sequence, HEAD_DIM)."""
-
-    q: tma.tensor_descriptor
-    k: tma.tensor_descriptor
-    v: tma.tensor_descriptor
-    do: tma.tensor_descriptor
-    dq: tma.tensor_descriptor
+# Of global memory: (batch, heads, sequence, HEAD_DIM)
+Descriptors = namedtuple("Descriptors", ["q", "k", "v", "do", "dq"])
 
 
-class Tiles(NamedTuple):
-    """In shared memory; k and v by slots."""
-
-    q: gl.shared_memory_descriptor
-    do: gl.shared_memory_descriptor
-    k: gl.shared_memory_descriptor
-    v: gl.shared_memory_descriptor
+# In shared memory; k and v by slots
+Tiles = namedtuple("Tiles", ["q", "do", "k", "v"])
 
 
-class Barriers(NamedTuple):
-    """mbarriers: one for both Q and dO, one a slot of K, one a slot of V (see the module)."""
-
-    q_full: gl.shared_memory_descriptor
-    k_full: gl.shared_memory_descriptor
-    v_full: gl.shared_memory_descriptor
+# mbarriers: one for both Q and dO, one a slot of K, one a slot of V (see the module)
+Barriers = namedtuple("Barriers", ["q_full", "k_full", "v_full"])
 
 
-class Problem(NamedTuple):
-    """The sizes of a call, as in `backward_kernel`."""
-
-    num_queries: gl.tensor
-    num_keys: gl.tensor
-    padded: gl.tensor
-    batches: gl.tensor
-    heads: gl.tensor
-    group: gl.tensor
-    together: gl.tensor
-    num_query_tiles: gl.tensor
+# The sizes of a call, as `backward_dkdv_d128.Problem` explains them
+Problem = namedtuple(
+    "Problem",
+    ["num_queries", "num_keys", "padded", "batches", "heads", "group", "together", "num_query_tiles"],
+)
 
 
-class Pointers(NamedTuple):
-    """What is read and written without the copy engine (see dq_kernel)."""
-
-    lse_in: gl.tensor
-    lse_out: gl.tensor
-    delta_out: gl.tensor
-    out: gl.tensor
-    out_batch: gl.tensor
-    out_head: gl.tensor
-    out_row: gl.tensor
+# What is read and written without TMA (see dq_kernel)
+Pointers = namedtuple(
+    "Pointers", ["lse_in", "lse_out", "delta_out", "out", "out_batch", "out_head", "out_row"]
+)
+# The compile-time parameters of `dq_kernel`
+Shape = namedtuple("Shape", ["D", "HEAD_DIM", "USED", "KEYS", "K_STAGES", "V_STAGES", "CAUSAL", "TAIL"])
 
 
 @gluon.jit
 def _locate(problem):
-    """(query tile, batch * heads + head) of this block."""
+    """Return (query tile, batch * heads + head) of this CTA."""
     num_heads = problem.batches * problem.heads
     place, flat_head = locate_longest_first(problem.num_query_tiles, num_heads, problem.together)
     return problem.num_query_tiles - 1 - place, flat_head  # the last tile has the most keys
 
 
 @gluon.jit
-def _producer(descriptors, tiles, barriers, problem, pointers, scale_log2, scale, D: gl.constexpr,
-              HEAD_DIM: gl.constexpr, USED: gl.constexpr, KEYS: gl.constexpr, K_STAGES: gl.constexpr,
-              V_STAGES: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr):  # fmt: skip
-    """The copying warp: Q and dO once, then K and V, from the last block that the tile sees to the first."""
+def _producer(call, shape):
+    """Load Q and dO once with TMA, then K and V, from the last block that the tile sees to the first."""
+    KEYS: gl.constexpr = shape.KEYS
+    K_STAGES: gl.constexpr = shape.K_STAGES
+    V_STAGES: gl.constexpr = shape.V_STAGES
+    CAUSAL: gl.constexpr = shape.CAUSAL
+    descriptors, tiles, barriers, problem, _, _, _ = call
     V_FREE: gl.constexpr = K_FREE + K_STAGES
     tile, flat_head = _locate(problem)
     batch = flat_head // problem.heads
@@ -158,12 +145,19 @@ def _producer(descriptors, tiles, barriers, problem, pointers, scale_log2, scale
 
 
 @gluon.jit
-def _consumers(descriptors, tiles, barriers, problem, pointers, scale_log2, scale, D: gl.constexpr,
-               HEAD_DIM: gl.constexpr, USED: gl.constexpr, KEYS: gl.constexpr, K_STAGES: gl.constexpr,
-               V_STAGES: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr):  # fmt: skip
-    """Both warp groups in one partition of eight warps: rows 0-63 of each (128, N) tile are the first group's."""
+def _consumers(call, shape):
+    """Compute as both warp groups, in one partition of eight warps: rows 0-63 of a (128, N) tile are the first's."""
+    D: gl.constexpr = shape.D
+    HEAD_DIM: gl.constexpr = shape.HEAD_DIM
+    USED: gl.constexpr = shape.USED
+    KEYS: gl.constexpr = shape.KEYS
+    K_STAGES: gl.constexpr = shape.K_STAGES
+    V_STAGES: gl.constexpr = shape.V_STAGES
+    CAUSAL: gl.constexpr = shape.CAUSAL
+    TAIL: gl.constexpr = shape.TAIL
+    descriptors, tiles, barriers, problem, pointers, scale_log2, scale = call
     V_FREE: gl.constexpr = K_FREE + K_STAGES
-    TURNS: gl.constexpr = D < 256  # not measured with the one slot for V of D = 256
+    TURNS: gl.constexpr = D < 256  # D = 256 has one slot for V only
     DTYPE: gl.constexpr = descriptors.q.dtype
     SCORES: gl.constexpr = accumulator_layout(KEYS, 8)
     SCORES_PRODUCTS: gl.constexpr = count_score_wgmmas(USED, D)
@@ -223,7 +217,7 @@ def _consumers(descriptors, tiles, barriers, problem, pointers, scale_log2, scal
     dq = warpgroup_mma_wait(0, deps=[dq])
     if TURNS:
         end_turns(TURN)
-    # Q has served: its tile stages dQ on the way out
+    # Q is done with: its tile stages dQ on the way out.
     partition_barrier()
     send_through(tiles.q, dq.to(DTYPE), descriptors.dq, batch, head, tile)
 
@@ -236,8 +230,9 @@ def dq_kernel(q_desc, k_desc, v_desc, do_desc, dq_desc, lse_in, lse_out, delta_o
                           scale_log2, scale, D: gl.constexpr, HEAD_DIM: gl.constexpr, USED: gl.constexpr,
                           KEYS: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
                           CAUSAL: gl.constexpr, TAIL: gl.constexpr):  # fmt: skip
-    """One block per (query tile, head of the batch), `together` heads at a time (see locate_longest_first).
-    Allocates and starts the partitions.
+    """Allocate and start the partitions of one CTA per (query tile, head of the batch).
+
+    `together` heads start together (see `schedule.locate_longest_first`).
 
     HEAD_DIM: of the tensors; D, the width of their boxes, may be larger. USED: of the D columns S and dP take these
     (see issue_scores). out_batch, out_head, out_row: strides of out in units of 8 elements (so that 16-byte loads
@@ -266,13 +261,6 @@ def dq_kernel(q_desc, k_desc, v_desc, do_desc, dq_desc, lse_in, lse_out, delta_o
     barriers = Barriers(q_full, k_full, v_full)
     problem = Problem(num_queries, num_keys, padded, batches, heads, group, together, num_query_tiles)
     pointers = Pointers(lse_in, lse_out, delta_out, out, out_batch, out_head, out_row)
-    gl.warp_specialize(
-        [
-            (_consumers, (descriptors, tiles, barriers, problem, pointers, scale_log2, scale,
-                         D, HEAD_DIM, USED, KEYS, K_STAGES, V_STAGES, CAUSAL, TAIL)),
-            (_producer, (descriptors, tiles, barriers, problem, pointers, scale_log2, scale,
-                         D, HEAD_DIM, USED, KEYS, K_STAGES, V_STAGES, CAUSAL, TAIL)),
-        ],
-        [1],
-        [24],
-    )  # fmt: skip
+    call = (descriptors, tiles, barriers, problem, pointers, scale_log2, scale)
+    shape: gl.constexpr = Shape(D, HEAD_DIM, USED, KEYS, K_STAGES, V_STAGES, CAUSAL, TAIL)
+    gl.warp_specialize([(_consumers, (call, shape)), (_producer, (call, shape))], [1], [24])

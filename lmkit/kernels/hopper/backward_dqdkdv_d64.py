@@ -1,25 +1,26 @@
-"""The fast backward for D = 64, and for D = 128 where `backward_launcher.takes_narrow` says so: dK and dV of one
-tile of 128 keys, and its share of dQ, by two warp groups that need not stay in step.
+"""Compute dQ, dK and dV together on Hopper: the fast backward of D = 64, and of long unmasked D = 128.
 
-The mathematics, the transposes, the producer and the sum of dQ are those of `backward_kernel`. But there two warp
-groups meet at two barriers a step. At D = 64, which has twice the exponentials of D = 128 for the same products,
-they
-compute them at the same time: the tensor cores wait, and then both want them.
+One CTA owns 128 keys: it computes their dK and dV and adds their share to the sum of dQ. The mathematics, the
+transposes, the producer and the sum of dQ are those of `backward_dkdv_d128` (read it first). There two warp groups
+meet at two barriers a step. At D = 64, which has twice the exponentials of D = 128 for the same products, they
+would compute exponentials at the same time and leave the tensor cores idle, and then both want them.
 
-So each consumer is a **partition of its own**. It has dK and dV of 64 keys and a part of each step's dQ, 64 x 64:
-at D = 64, in steps of 128 queries, 64 of them; at D = 128, in steps of 64, half of the columns. All that it needs
-of the other is dS, because dQ sums over the keys of both. dS has two buffers: its owner stores it, announces it and
-goes on; the other waits for it half a step later, behind S of its next step. So the two may drift apart by half a
-step, and one's exponentials meet the other's products.
+So each consumer is a **partition of its own**. It has dK and dV of 64 keys, and a 64 x 64 part of each step's dQ:
+at D = 64, in steps of 128 queries, 64 of the queries; at D = 128, in steps of 64, half of the columns. All that it
+needs of the other is dS, because dQ sums over the keys of both. dS has two buffers: its owner stores it, announces
+it and goes on; the other waits for it half a step later, behind S of its next step. So the two may drift apart by
+half a step, and one's exponentials meet the other's products.
 
-A consumer's step j, products in the order of issue:
+Timeline of a step of a consumer; the other one is half a step behind, and its exponentials meet these products.
+Every
+product is an asynchronous wgmma:
 
-| products | what it does meanwhile |
-|-|-|
-| S(j), dK(j-1), dQ(j-1) | waits for S alone, then computes P(j); hands dQ(j-1) to the copy engine, which adds it up |
-| dP(j), dV(j) | waits for dP alone, then computes dS(j), stores and announces it |
+    producer     | TMA Q(j+1), lse, into a free slot          | TMA dO(j+1), delta                |
+    consumer     | wait S(j)            | P(j) = exp          | wait dP(j)  | dS(j), announce it  |
+    tensor cores | S(j) dK(j-1) dQ(j-1) | dK(j-1) dQ(j-1)     | dP(j)       | dV(j)               |
+    TMA          |                      |                     | adds dQ(j-1) to global memory     |
 
-Nothing is in flight where the loop closes: in every partition but the first, ptxas would serialise it (C7512).
+Nothing is in flight where the loop closes: in every partition except the first, ptxas would serialise it (C7512).
 
 Barriers. `step` counts query tiles; its slot is step % STAGES, its round step // STAGES.
 
@@ -33,12 +34,17 @@ Barriers. `step` counts query tiles; its slot is step % STAGES, its round step /
 | named, DS_FULL + 2 consumer + step % 2 | it, when its dS is stored; once before step 0 | the other, a step late |
 | named, LAST | each consumer, when its last dQ has read K | both: then K's tiles may stage dK |
 
-Nobody announces that dS has been read: who stores dS(j) has waited for the other's dS(j-1), and that was announced
-when the other's dQ(j-2), the last to read this buffer, was done.
+Nobody announces that dS has been read: who stores dS(j) has waited for the other's dS(j-1), which was announced when
+the other's dQ(j-2), the last reader of this buffer, was done.
 
-Shared memory, of 227 KiB: 194 (D = 128: 193) for K, V, two slots of Q and of dO, two buffers of dS, and a float32
-tile of each consumer's part of dQ.
-Registers: launched with 168 a thread; the consumers take 240, the producer keeps 24.
+Cost of the variants (sm_90, Triton 3.6; over all masks). Registers: a thread at launch, then of a consumer; the
+producer keeps 24. The spills lie outside of the loop or at its rim.
+
+| variant | queries of a step | registers | shared memory, of 227 KiB | spilled bytes a thread |
+|-|-|-|-|-|
+| D = 64, bfloat16 | 128 | 168, 240 | 194 KiB | 28 to 36 |
+| D = 64, float16 | 128 | 168, 240 | 194 KiB | 36 to 64 |
+| D = 128, bfloat16, no mask | 64 | 168, 240 | 193 KiB | 16 to 20 |
 """
 
 from triton.experimental import gluon
@@ -89,15 +95,15 @@ Q_FREE = gl.constexpr(8)
 DO_FREE = gl.constexpr(10)
 DS_FULL = gl.constexpr(12)
 BOTH_CONSUMERS = gl.constexpr(256)  # threads
-# The second consumer begins this much later, about a third of a step. Their first tiles come at the same time, and
-# the drift that the barriers allow would come about by chance; so it is there from the start (D = 64: 0.6 to 1.8%
-# faster; D = 128 was measured with it alone).
+# The second consumer begins this much later, about a third of a step. Their first tiles come at the same time, so
+# without it the drift that the barriers allow would come about by chance only.
 HEAD_START_NS = gl.constexpr(800)
 
 
 @gluon.jit
-def _producer(descriptors, tiles, barriers, problem, CAUSAL: gl.constexpr):
-    """The copying warp: K and V once, a box for each consumer, then Q and dO tile after tile."""
+def _producer(call, CAUSAL: gl.constexpr):
+    """Load K and V once with TMA, a box for each consumer, then Q and dO tile after tile."""
+    descriptors, tiles, barriers, problem, _, _ = call
     QUERIES: gl.constexpr = descriptors.q.block_type.shape[2]
     work = locate_work(problem, QUERIES, CAUSAL)
     mbarrier.expect(barriers.kv_full, 4 * descriptors.k.block_type.nbytes)
@@ -109,9 +115,9 @@ def _producer(descriptors, tiles, barriers, problem, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def _consumer(index: gl.constexpr, descriptors, tiles, barriers, problem, scale_log2, scale,
-              CAUSAL: gl.constexpr, TAIL: gl.constexpr):  # fmt: skip
-    """Warp group `index`, 0 or 1, with its 64 of the block's keys and its part of each step's dQ."""
+def _consumer(index: gl.constexpr, call, CAUSAL: gl.constexpr, TAIL: gl.constexpr):
+    """Compute as warp group `index`, 0 or 1: dK and dV of its 64 keys, and its part of each step's dQ."""
+    descriptors, tiles, barriers, problem, scale_log2, scale = call
     DTYPE: gl.constexpr = descriptors.q.dtype
     QUERIES: gl.constexpr = descriptors.q.block_type.shape[2]
     D: gl.constexpr = descriptors.q.block_type.shape[3]
@@ -119,8 +125,7 @@ def _consumer(index: gl.constexpr, descriptors, tiles, barriers, problem, scale_
     GRADIENT: gl.constexpr = accumulator_layout(D, 4)
     OPERAND: gl.constexpr = operand_layout(GRADIENT)
     COLUMN: gl.constexpr = gl.SliceLayout(0, SCORES)
-    # A wait for S on which lse depends, too: D = 128 was measured so; at 64 it saves float16 24 of 80 spilled bytes,
-    # but with a mask it costs 36 more
+    # Whether lse is loaded before the wait for S: where that makes ptxas spill less.
     LSE_FIRST: gl.constexpr = D == 128 or (gl.float16 == DTYPE and not CAUSAL)
     work = locate_work(problem, QUERIES, CAUSAL)
     k = tiles.k.index(index).reshape([HALF, D])
@@ -128,7 +133,7 @@ def _consumer(index: gl.constexpr, descriptors, tiles, barriers, problem, scale_
     keys = work.key_tile * KEYS + index * HALF + gl.arange(0, HALF, gl.SliceLayout(1, SCORES))
     dv = gl.zeros([HALF, D], gl.float32, GRADIENT)
     dk = gl.zeros([HALF, D], gl.float32, GRADIENT)
-    # Step 0 has no step before it: its dK multiplies these zeros, its dQ whatever lies there, which nobody adds
+    # Step 0 has no step before it: its dK multiplies these zeros, its dQ is of no use and nobody adds it.
     ds_pairs = pack_pairs(gl.zeros([HALF, QUERIES], gl.float32, SCORES), DTYPE)
     named_barrier_arrive(_ds_full(index, 1), BOTH_CONSUMERS)
     mbarrier.wait(barriers.kv_full, 0)
@@ -164,7 +169,8 @@ def _consumer(index: gl.constexpr, descriptors, tiles, barriers, problem, scale_
         p = gl.exp2(exponent)
         packed = pack_pairs(p, DTYPE)
         kept = keep_pairs(p, DTYPE)
-        # A wait is a loop, and a loop ends the basic block: ptxas leaves the exponentials in front of what follows
+        # This wait is a loop, and a loop ends the basic block: ptxas leaves the exponentials in front of what
+        # follows.
         mbarrier.wait(barriers.do_full.index(slot), phase)
         dq, dk, packed, kept = warpgroup_mma_wait(0, deps=[dq_job, dk_job, packed, kept])
         named_barrier_arrive(Q_FREE + (step + STAGES - 1) % STAGES, SLOT_THREADS)
@@ -189,9 +195,9 @@ def _consumer(index: gl.constexpr, descriptors, tiles, barriers, problem, scale_
     last_q = tiles.q.index((steps + 1) % STAGES).reshape([QUERIES, D])
     dk_job = warpgroup_mma(unpack_pairs(ds_pairs, DTYPE, OPERAND), last_q, dk, is_async=True)
     dq, dk = warpgroup_mma_wait(0, deps=[dq_job, dk_job])
-    if D == 64:  # here or below: each as it was measured
+    if D == 64:  # here, or below at D = 128: where each is faster
         _stage_dq(index, tiles, dq)
-    # K and V have served: their tiles stage dK and dV on the way out
+    # K and V are done with: their tiles stage dK and dV on the way out.
     v.store(dv.to(DTYPE))
     named_barrier_wait(LAST, BOTH_CONSUMERS)  # K by the other's dQ, too
     k.store(dk.to(DTYPE))
@@ -208,7 +214,7 @@ def _consumer(index: gl.constexpr, descriptors, tiles, barriers, problem, scale_
 
 @gluon.jit
 def _sleep(nanoseconds: gl.constexpr):
-    """Anything up to twice as long, as PTX has it."""
+    """Sleep for up to twice as long (the guarantee of PTX)."""
     gl.inline_asm_elementwise(
         f"nanosleep.u32 {nanoseconds}; mov.b32 $0, 0;",
         "=r,r",
@@ -221,8 +227,8 @@ def _sleep(nanoseconds: gl.constexpr):
 
 @gluon.jit
 def _hide_keys(exponent, keys, tile, first_clear, num_keys, CAUSAL: gl.constexpr, TAIL: gl.constexpr):
-    """-inf where query i of the tile must not see key j > i, and for keys past the end (P might overflow there, and
-    inf * 0 is not 0)."""
+    """Return -inf where query i of the tile must not see key j > i, and for keys past the end (P might overflow
+    there, and inf * 0 is not 0)."""
     QUERIES: gl.constexpr = exponent.shape[1]
     if CAUSAL:
         if tile * QUERIES < first_clear:
@@ -235,20 +241,21 @@ def _hide_keys(exponent, keys, tile, first_clear, num_keys, CAUSAL: gl.constexpr
 
 @gluon.jit
 def _ds_full(index, step):
-    """The barrier of consumer `index`'s dS of `step`."""
+    """Return the named barrier of consumer `index`'s dS of `step`."""
     return DS_FULL + 2 * index + (step & 1)
 
 
 @gluon.jit
 def _ds_tile(tiles, step, index, part):
-    """dS of `step`, (64 keys, 64 queries): the keys of consumer `index`, the queries of this `part` of the step."""
+    """Return dS of `step`, (64 keys, 64 queries): consumer `index`'s keys, the queries of this `part` of the
+    step."""
     PARTS: gl.constexpr = tiles.ds.shape[0] // 4
     return tiles.ds.index((step & 1) * (2 * PARTS) + PARTS * index + part)
 
 
 @gluon.jit
 def _announce_ds(index: gl.constexpr, tiles, step, ds):
-    """Stores this consumer's dS of `step`, (64 keys, QUERIES), for both."""
+    """Store this consumer's dS of `step`, (64 keys, QUERIES), for both."""
     if ds.shape[1] == 128:
         left, right = left_and_right(ds)
         _ds_tile(tiles, step, index, 0).store(left)
@@ -261,8 +268,8 @@ def _announce_ds(index: gl.constexpr, tiles, step, ds):
 
 @gluon.jit
 def _issue_dq(index: gl.constexpr, tiles, step):
-    """This consumer's part of dQ over all 128 keys, when the other has announced its dS of `step`, or of the step
-    two before."""
+    """Issue this consumer's part of dQ over all 128 keys, when the other has announced its dS of `step` (or of the
+    step two before)."""
     DQ: gl.constexpr = accumulator_layout(HALF, 4)
     named_barrier_wait(_ds_full(1 - index, step), BOTH_CONSUMERS)
     ds, k = _dq_factors(index, tiles, step, 0)
@@ -273,8 +280,8 @@ def _issue_dq(index: gl.constexpr, tiles, step):
 
 @gluon.jit
 def _dq_factors(index: gl.constexpr, tiles, step, owner: gl.constexpr):
-    """What consumer `index` multiplies for its part of dQ and the keys of consumer `owner`: (64 queries, 64 keys) of
-    dS and (64 keys, 64) of K."""
+    """Return the factors of consumer `index`'s part of dQ over the keys of consumer `owner`: (64 queries, 64 keys)
+    of dS and (64 keys, 64) of K."""
     D: gl.constexpr = tiles.k.shape[4]
     k = tiles.k.index(owner).reshape([HALF, D])
     if D == 64:
@@ -287,7 +294,7 @@ def _dq_factors(index: gl.constexpr, tiles, step, owner: gl.constexpr):
 
 @gluon.jit
 def _stage_dq(index: gl.constexpr, tiles, dq):
-    """Stores this consumer's part of dQ into its tile, once the copy engine has read the previous one out of it."""
+    """Store this consumer's part of dQ into its tile, once TMA has read the previous one out of it."""
     tma.store_wait(0)
     partition_barrier()
     tile = tiles.dq.index(index)
@@ -296,8 +303,8 @@ def _stage_dq(index: gl.constexpr, tiles, dq):
 
 @gluon.jit
 def _add_dq(index: gl.constexpr, descriptors, tiles, row):
-    """Has the copy engine add this consumer's part of dQ to the sum: its queries begin at `row`, and at D = 128 its
-    columns are those of consumer `index`."""
+    """Have TMA add this consumer's part of dQ to the sum. Its queries begin at `row`; at D = 128 its columns are
+    those of consumer `index`."""
     D: gl.constexpr = tiles.k.shape[4]
     place = [row * (D // 32), 0] if D == 64 else [row // 16, index * (HALF // 2), 0]
     tma_add(descriptors.dq, place, tiles.dq.index(index))
@@ -309,8 +316,9 @@ def dqdkdv_d64_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_
                            num_queries, num_keys, padded, batches, heads, group, together, num_query_tiles,
                            num_key_tiles, scale_log2, scale,
                            CAUSAL: gl.constexpr, TAIL: gl.constexpr, REGISTERS: gl.constexpr):  # fmt: skip
-    """One block per (key tile, key head of the batch), `together` heads at a time (see locate_longest_first).
-    Allocates and starts the partitions.
+    """Allocate and start the partitions of one CTA per (key tile, key head of the batch).
+
+    `together` heads start together (see `schedule.locate_longest_first`).
 
     Descriptors as `dkdv_d128_kernel`'s, with boxes of 128 queries of 64 numbers or 64 of 128, but those of
     K, V, dK, dV in boxes of 64 keys, and dq_desc in boxes of a consumer's part: at D = 64 (128, 32); at D = 128
@@ -348,11 +356,12 @@ def dqdkdv_d64_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_
     problem = Problem(
         num_queries, num_keys, padded, batches, heads, group, together, num_query_tiles, num_key_tiles
     )
+    call = (descriptors, tiles, barriers, problem, scale_log2, scale)
     gl.warp_specialize(
         [
-            (_consumer, (0, descriptors, tiles, barriers, problem, scale_log2, scale, CAUSAL, TAIL)),
-            (_consumer, (1, descriptors, tiles, barriers, problem, scale_log2, scale, CAUSAL, TAIL)),
-            (_producer, (descriptors, tiles, barriers, problem, CAUSAL)),
+            (_consumer, (0, call, CAUSAL, TAIL)),
+            (_consumer, (1, call, CAUSAL, TAIL)),
+            (_producer, (call, CAUSAL)),
         ],
         [4, 1],
         [REGISTERS, 24],

@@ -1,23 +1,31 @@
-"""Attention forward on Hopper: O = softmax(Q K^T scale) V and the log-sum-exp, in one persistent,
-warp-specialised kernel.
+"""Compute attention forward on Hopper: O = softmax(Q K^T scale) V and the log-sum-exp, in one persistent kernel.
 
-Who does what (FlashAttention-3, Shah et al. 2024, Sections 3.1 and 3.2):
+Warp specialisation and the overlap of products and softmax follow FlashAttention-3 (Shah et al. 2024, sections 3.1
+and 3.2). One CTA runs on each SM and works through the tiles that `schedule` deals out to it. Its warps are split:
 
-* one **producer** warp copies Q, K and V tiles into shared memory with the tensor memory accelerator (TMA), as far
-  ahead as there are free slots;
-* two or three **consumer** warp groups own 64 query rows each. In step j a consumer issues S_j = Q K_j^T and, right
-  behind, O += P_{j-1} V_{j-1}; while the second product runs it turns S_j into P_j. P stays in registers;
-* of two consumers, one issues its products while the other computes exponentials (ping-pong); three find enough to
-  overlap without taking turns.
+* one **producer** warp loads Q, K and V tiles into shared memory with TMA, as far ahead as there are free slots;
+* two or three **consumer** warp groups own 64 query rows each and keep O and P in registers.
 
-The kernel is persistent: one block of threads a multiprocessor, which works through the tiles that `tiles`
-deals out to it. Of each tile it takes the key blocks from the last that the tile sees down to the first, so
-that the masked one comes first. K and V go round in STAGES slots: `block` counts key blocks over all tiles,
-block % STAGES is its slot, block // STAGES its round.
+A tile of queries meets its key blocks from the last that it sees back to the first, so the masked one comes first. K
+and V go round in STAGES slots: `block` counts key blocks over all tiles, block % STAGES is its slot, block //
+STAGES its round.
 
-Barriers. A `full` mbarrier completes a phase when TMA has delivered the bytes of a tile, an `empty` one when
-the consumers, one arrival each, have given the slot back. Phases are numbered 0, 1, 0, 1...: consumers wait for
-the parity of their round, the producer for the opposite one, which lets its first round through.
+Timeline of two consumers in the steady state. S = Q K^T and PV are asynchronous wgmmas on the tensor cores; a
+consumer issues both of a step together and computes its softmax while the other's products run (ping-pong). Three
+consumers do not take turns.
+
+    producer    | TMA K(j+1)         | TMA V(j+1)         | TMA K(j+2)         | TMA V(j+2)         |
+    consumer 0  | issue S(j), PV(j-1)| softmax(j)         | issue S(j+1), PV(j)| softmax(j+1)       |
+    consumer 1  | softmax(j-1)       | issue S(j), PV(j-1)| softmax(j)         | issue S(j+1), PV(j)|
+    tensor cores| S(j) PV(j-1) of 0  | S(j) PV(j-1) of 1  | S(j+1) PV(j) of 0  | S(j+1) PV(j) of 1  |
+
+One step of a consumer, in order: take the turn; issue S(j) and O += P(j-1) V(j-1); pass the turn; wait for S(j);
+exponentials and row sums; vote; wait for K(j+1) and V(j); wait for PV(j-1) and give its V slot back; give the K slot
+back.
+
+Barriers. A `full` mbarrier completes a phase when TMA has delivered the bytes of a tile, an `empty` one when every
+consumer has given the slot back. Phases are numbered 0, 1, 0, 1...: consumers wait for the parity of their round,
+the producer for the opposite one, which lets its first round through.
 
 | barrier | who arrives | who waits, for which phase |
 |-|-|-|
@@ -28,42 +36,41 @@ the parity of their round, the producer for the opposite one, which lets its fir
 | named, 9 + consumer | the other of two consumers (`bar.arrive`) | that consumer, before it issues products |
 | named, 9 + CONSUMERS + consumer | the 128 threads of that consumer, at each of its votes | the same threads |
 
-Shared memory, of 227 KiB: at D = 128 two tiles of Q and two of O with 16 KiB each, two slots for K and two for
-V with 32 KiB each: 192 KiB. D = 64 takes 144 KiB (160 with two consumers and four slots), D = 256, whose O
-leaves through Q's tiles, 192. Registers: launched with 168 a thread (128 for three consumers); the consumers
-take 240 (160), the producer keeps 24.
+Cost of the variants (sm_90, Triton 3.6). Registers: a thread at launch, then of a consumer, which takes over most of
+the producer's; the producer keeps 24.
 
-Softmax without a running maximum. The usual online softmax takes the maximum of every block, and with it
-shuffles and a rescaling of O. Here the row maximum of the first block (or 6 above it, see FEW_KEYS) is the
-REFERENCE of the row: P = 2^(score - reference), the row sum l and O all carry that factor, which cancels in
-O / l, so any reference gives the exact softmax as long as nothing overflows. A vote guards that: when a thread's
-part of the block's row sum passes `lift_above`, or is NaN, the block LIFTS: the consumer computes its scores once
-more (its K has not been given back yet), raises its rows' references to the new maxima and rescales O and l.
-Ordinary data pay two compares and a barrier a block, data that jump one more product and its exponentials where
-they jump, and the result is exact on all of them: nothing that overflowed has yet reached O or l.
+| variant | queries x keys of a block | registers | shared memory, of 227 KiB | spills |
+|-|-|-|-|-|
+| HEAD_DIM_64 | 3 x 64 x 128, 3 stages | 128, 160 | 144 KiB | 0 |
+| HEAD_DIM_64_SHORT | 2 x 64 x 128, 4 stages | 168, 240 | 160 KiB | 0 |
+| HEAD_DIM_128 | 2 x 64 x 128, 2 stages | 168, 240 | 192 KiB | 0 |
+| HEAD_DIM_256 | 2 x 64 x 64, 2 stages, O through Q's tiles | 168, 240 | 192 KiB | 0 |
 
-Peaks. The static reference costs one rounding: the largest P of a row is not exactly 1, so where one key takes
-most of a row, the 16-bit rounding of its P would show in O (2.3e-3 where an online softmax has 1.7e-3), and
-through delta in dQ and dK. So O is divided by a sum that holds the largest P as rounded, where that cancels; the
-log-sum-exp keeps the exact one. Only blocks with a peak, where a thread's part of the row sum passes
-FOLLOW_ABOVE, look for their largest P: some 50 instructions. That is the limit of the vote that every block
-takes; a block that passes it votes once more, on `lift_above`. So blocks without peaks execute nothing more. (To
-add up all P as rounded costs every block 128 instructions: 8 to 19% of the speed at D = 64 and 128.)
+Softmax without a running maximum. The row maximum of the first block (or 6 above it, see FEW_KEYS) is the REFERENCE
+of
+the row: P = 2^(score - reference). The row sum l and O carry the same factor, which cancels in O / l, so any
+reference gives the exact softmax as long as nothing overflows. A vote guards that: when a thread's part of the
+block's row sum passes `lift_above`, or is NaN, the block LIFTS: the consumer computes its scores once more (K has
+not been given back yet), raises its rows' references to the new maxima and rescales O and l. Nothing that
+overflowed has reached O or l by then. Ordinary data cost two compares and a barrier a block.
 
-Small code. Every consumer has a copy of its code, and code that never runs costs speed too: 85 such instructions in
-each of three consumers took 3.4% of D = 64 causal at 2k, 1.3% at 16k (instruction caches, it seems). Hence the two
-nested loops of `_consumer`: the first block of a tile and a block that lifts do the same, so they are one piece of
-code, the outer loop, and the inner loop holds nothing that ordinary data skip but the search for peaks. At D = 64
-causal that is 78 KB instead of 93, and 308 instructions a block instead of 319: 3 to 6% faster from 2k on (D = 64
-full 2 to 4%, D = 128 causal 3 to 4%).
+Peaks. With a static reference the largest P of a row is not exactly 1. Where one key takes most of a row, the
+16-bit rounding of its P would show in O, and through delta in dQ and dK. So O is divided by a sum that holds the
+largest P as rounded, where the error cancels; the log-sum-exp keeps the exact sum. Only blocks with a peak, where a
+thread's part of the row sum passes FOLLOW_ABOVE (the limit of the first vote), look for their largest P and vote
+again on `lift_above`.
 
-The first vote stands between the exponentials and the waits for the next tiles. Taken behind those waits it left
-ptxas free to move the exponentials there too, out of the products' shadow: 7 to 14% of the speed, in whichever
-kernels it chose to.
+Two nested loops. The first block of a tile and a block that lifts do the same, so they share one piece of code, the
+outer loop; the inner loop holds nothing that ordinary data skip except the search for peaks. Every consumer has a
+copy
+of the code, and the instruction cache is small: code that rarely runs costs speed too.
+
+Tests compare with `lmkit.kernels.flash.reference.attention_forward`.
 """
 
 import functools
 import math
+from collections import namedtuple
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -104,50 +111,28 @@ from lmkit.kernels.hopper.support import used_of, width_of
 from lmkit.kernels.hopper.tma import fetch_tile, head_boxes, tma_store
 from lmkit.kernels.hopper.wgmma import accumulator_layout, issue_scores, operand_layout
 from lmkit.kernels.launch import count_sms, count_tiles, prepare_launch, selected, strides_in_order_of
+from lmkit.kernels.versions import HOPPER_OPTIONS, hopper_assembler
 
 ROWS = gl.constexpr(64)  # query rows of one consumer: the height of a wgmma
 BOTH_CONSUMERS = gl.constexpr(256)  # threads
 # Finite, so that a row whose first block is masked keeps 2^(-inf - reference) = 0
 LOWEST_REFERENCE = gl.constexpr(-1.0e30)
 # Limit of a thread's part of a block's row sum, as a PTX number: 2^9, below every `lift_above`. Rows that stay below
-# it have up to 1.12 of cuDNN's error (measured: logits x 3 at D = 64).
+# it keep an error close to that of an online softmax.
 FOLLOW_ABOVE = gl.constexpr("0f44000000")
-# The maximum of few keys says little about a row: of rows that see one key of their first block, 2 of 100 would
-# find a peak in every block of normal data, and all who share the multiprocessor would wait for them. A reference
-# that is higher by a whole power of two leaves the largest P as exact as 1. Measured on causal data before the two
-# loops: D = 64 gains 0.6% at 16k and loses 0.7% at 2k and 4k, with logits x 2 it gains 5%; D = 128 gains up to
-# 0.7%.
+# The maximum of few keys says little about a row: rows that see one key of their first block would often find a peak
+# in every block, and all consumers of the SM would wait for them. A reference that is higher by a whole power of two
+# leaves the largest P as exact as 1.
 FEW_KEYS = gl.constexpr(4)
 MARGIN_OF_FEW = gl.constexpr(6.0)  # powers of two
 
 
-class Descriptors(NamedTuple):
-    """Of global memory: (batch, heads, sequence, at most D)."""
-
-    q: tma.tensor_descriptor
-    k: tma.tensor_descriptor
-    v: tma.tensor_descriptor
-    o: tma.tensor_descriptor
-
-
-class Tiles(NamedTuple):
-    """In shared memory: (consumer or slot, 1, 1, rows, D)."""
-
-    q: gl.shared_memory_descriptor
-    k: gl.shared_memory_descriptor
-    v: gl.shared_memory_descriptor
-    o: gl.shared_memory_descriptor
-
-
-class Barriers(NamedTuple):
-    """mbarriers: two a consumer for Q, two a slot for K and two for V (see the module)."""
-
-    q_full: gl.shared_memory_descriptor
-    q_empty: gl.shared_memory_descriptor
-    k_full: gl.shared_memory_descriptor
-    k_empty: gl.shared_memory_descriptor
-    v_full: gl.shared_memory_descriptor
-    v_empty: gl.shared_memory_descriptor
+# Of global memory: (batch, heads, sequence, at most D)
+Descriptors = namedtuple("Descriptors", ["q", "k", "v", "o"])
+# In shared memory: (consumer or slot, 1, 1, rows, D)
+Tiles = namedtuple("Tiles", ["q", "k", "v", "o"])
+# mbarriers: two a consumer for Q, two a slot for K and two for V (see the module)
+Barriers = namedtuple("Barriers", ["q_full", "q_empty", "k_full", "k_empty", "v_full", "v_empty"])
 
 
 class Problem(NamedTuple):
@@ -161,18 +146,26 @@ class Problem(NamedTuple):
     num_heads: gl.tensor  # query heads of the whole batch
 
 
+# The compile-time parameters of `forward_kernel` that the partitions need
+Shape = namedtuple("Shape", ["D", "USED", "KEYS", "STAGES", "CAUSAL", "TAIL", "CONSUMERS", "OWN_O"])
+
+
 @gluon.constexpr_function
 def lift_above(dtype):
-    """Limit of a thread's part of a block's row sum, as a PTX number: 2^60 leaves O and l room for 2^60
+    """Return the limit of a thread's part of a block's row sum, as a PTX number: 2^60 leaves O and l room for 2^60
     such blocks (bf16 P has float32's range), 2^12 keeps P within float16."""
     return "0f45800000" if dtype == gl.float16 else "0f5D800000"
 
 
 @gluon.jit
-def _producer(descriptors, tiles, barriers, problem, lse, scale_log2, D: gl.constexpr,
-              USED: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-              TAIL: gl.constexpr, CONSUMERS: gl.constexpr, OWN_O: gl.constexpr):  # fmt: skip
-    """The copying warp. K before Q in the first turn: the consumers' last step with the old Q hides both."""
+def _producer(call, shape):
+    """Load tiles with TMA. K comes before Q in the first turn: the consumers' last step with the old Q hides
+    both."""
+    KEYS: gl.constexpr = shape.KEYS
+    STAGES: gl.constexpr = shape.STAGES
+    CAUSAL: gl.constexpr = shape.CAUSAL
+    CONSUMERS: gl.constexpr = shape.CONSUMERS
+    descriptors, tiles, barriers, problem, _, _ = call
     TILE: gl.constexpr = ROWS * CONSUMERS
     block = 0
     turns, pairs = count_turns(problem.num_tiles, problem.num_heads, CAUSAL)
@@ -200,27 +193,27 @@ def _producer(descriptors, tiles, barriers, problem, lse, scale_log2, D: gl.cons
 
 @gluon.jit
 def _take_turn(index: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Ping-pong: waits until the other of two consumers has issued its products. Three do not take turns."""
+    """Wait until the other of two consumers has issued its products (ping-pong). Three do not take turns."""
     if CONSUMERS == 2:
         named_barrier_wait(FIRST_NAMED_BARRIER + index, BOTH_CONSUMERS)
 
 
 @gluon.jit
 def _pass_turn(index: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Lets the other of two consumers issue its products."""
+    """Let the other of two consumers issue its products."""
     if CONSUMERS == 2:
         named_barrier_arrive(FIRST_NAMED_BARRIER + 1 - index, BOTH_CONSUMERS)
 
 
 @gluon.jit
 def _await_tile(full, block, STAGES: gl.constexpr, wanted=True):
-    """Waits for K or V of this block, whose `full` barriers these are, if it is `wanted`."""
+    """Wait for K or V of this block, whose `full` barriers these are, if it is `wanted`."""
     mbarrier.wait(full.index(block % STAGES), (block // STAGES) & 1, pred=wanted)
 
 
 @gluon.jit
 def _hand_back_unread(barriers, block, STAGES: gl.constexpr):
-    """Gives back the slots of a block that this consumer does not see."""
+    """Give back the slots of a block that this consumer does not see."""
     _await_tile(barriers.k_full, block, STAGES)
     mbarrier.arrive(barriers.k_empty.index(block % STAGES), count=1)
     _await_tile(barriers.v_full, block, STAGES)
@@ -231,8 +224,10 @@ def _hand_back_unread(barriers, block, STAGES: gl.constexpr):
 def _raise_references(
     scores, scale_log2, reference, rows, first_key, num_keys, CAUSAL: gl.constexpr, TAIL: gl.constexpr
 ):
-    """(the rows' maxima so far, or MARGIN_OF_FEW above: their new references; the factor for all that stands under
-    the old ones)."""
+    """Return (the rows' new references, the factor for what was computed with the old ones).
+
+    A reference is the row's maximum so far, or MARGIN_OF_FEW above it.
+    """
     highest = gl.maximum(gl.max(scores, 1) * scale_log2, reference)
     visible = count_visible_keys(rows, first_key, num_keys, scores.shape[1], CAUSAL, TAIL)
     highest += gl.where(visible <= FEW_KEYS, MARGIN_OF_FEW, 0.0)
@@ -240,17 +235,24 @@ def _raise_references(
 
 
 @gluon.jit
-def _consumer(index: gl.constexpr, descriptors, tiles, barriers, problem, lse, scale_log2, D: gl.constexpr,
-              USED: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-              TAIL: gl.constexpr, CONSUMERS: gl.constexpr, OWN_O: gl.constexpr):  # fmt: skip
-    """One warp group: 64 rows of every tile. `block` counts key blocks over all tiles: slot and phase
-    follow from it.
+def _consumer(index: gl.constexpr, call, shape):
+    """Compute 64 rows of every tile, as one warp group. `block` counts key blocks over all tiles: slot and phase
+    follow.
 
-    Two loops, one inside the other, go through the blocks of a tile. The outer one takes blocks that set references,
-    S alone in flight: the first, and those that lift. The inner one takes the blocks after it, S beside O += P V of
-    the block before, and ends with the tile or at a block that lifts. Of that nothing counts yet but the last O +=
-    P V, and K and V are still there: the outer loop begins it anew.
+    The outer loop takes blocks that set references, with S alone in flight: the first of a tile, and those that
+    lift. The inner loop takes the blocks after it, S together with O += P V of the block before, and ends with the
+    tile or at a block that lifts. Of that block only the last O += P V counts yet, and its K and V are still there:
+    the outer loop begins it anew.
     """
+    D: gl.constexpr = shape.D
+    USED: gl.constexpr = shape.USED
+    KEYS: gl.constexpr = shape.KEYS
+    STAGES: gl.constexpr = shape.STAGES
+    CAUSAL: gl.constexpr = shape.CAUSAL
+    TAIL: gl.constexpr = shape.TAIL
+    CONSUMERS: gl.constexpr = shape.CONSUMERS
+    OWN_O: gl.constexpr = shape.OWN_O
+    descriptors, tiles, barriers, problem, lse, scale_log2 = call
     TILE: gl.constexpr = ROWS * CONSUMERS
     DTYPE: gl.constexpr = descriptors.q.dtype
     SCORES: gl.constexpr = accumulator_layout(KEYS)
@@ -291,8 +293,8 @@ def _consumer(index: gl.constexpr, descriptors, tiles, barriers, problem, lse, s
         own_blocks = gl.maximum(own_blocks, 1)
         i = 0
         while i < own_blocks:
-            # A block that sets references. Only the first meets the diagonal or the end of the keys, and few keys;
-            # for a block that lifts mask and margin do nothing.
+            # A block that sets references. Only the first of a tile meets the diagonal, the end of the keys or few
+            # keys; for a block that lifts, mask and margin do nothing.
             slot = block % STAGES
             phase = (block // STAGES) & 1
             if i == 0:  # a block that lifts had its turn in the inner loop
@@ -320,7 +322,7 @@ def _consumer(index: gl.constexpr, descriptors, tiles, barriers, problem, lse, s
             block += 1
             i += 1
 
-            # Its successors. K of the block and V of the previous one were waited for at the end of the step before.
+            # Its successors. The step before has waited for K of this block and V of the previous one.
             lifts = 0
             while (i < own_blocks) & (lifts == 0):
                 slot = block % STAGES
@@ -335,11 +337,11 @@ def _consumer(index: gl.constexpr, descriptors, tiles, barriers, problem, lse, s
                 scores = warpgroup_mma_wait(1, deps=[score_job])
                 p = gl.exp2(scores * scale_log2 - gl.expand_dims(reference, 1))
                 block_sums = sum_within_threads(p)
-                # The vote HERE keeps the exponentials here: it needs all of them, and ptxas moves no barrier.
+                # The vote stands here because it needs all exponentials and ptxas moves no barrier: they stay in
+                # the shadow of the products.
                 peaks = any_exceeds(block_sums, FOLLOW_ABOVE, my_vote, index)
-                # Waiting for the next operands HERE matters: the loop in it is a border between basic blocks,
-                # which keeps ptxas from moving the wait for O += P V above the exponentials that should overlap
-                # with it.
+                # The wait for the next operands stands here because its spin loop ends the basic block: ptxas cannot
+                # move the wait for O += P V above the exponentials that should overlap with it.
                 more = i + 1 < own_blocks
                 _await_tile(barriers.k_full, block + 1, STAGES, more)
                 _await_tile(barriers.v_full, block, STAGES)
@@ -371,7 +373,7 @@ def _consumer(index: gl.constexpr, descriptors, tiles, barriers, problem, lse, s
         row_lse = (reference + gl.log2(row_sum)) * LN_2
         written = rows < problem.num_queries
         gl.store(lse + flat_head.to(gl.int64) * problem.num_queries + rows, row_lse, mask=written)
-        # Through a tile of its own, O leaves while the next Q lands; where there is no room for one, through Q's
+        # Through a tile of its own, O leaves while the next Q lands; where there is no room for one, through Q's.
         if OWN_O:
             tma.store_wait(0)
         tiles.o.index(index).reshape([ROWS, D]).store(out.to(DTYPE))
@@ -396,7 +398,7 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse, num_queries, num_keys, h
                    D: gl.constexpr, USED: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
                    CAUSAL: gl.constexpr, TAIL: gl.constexpr, CONSUMERS: gl.constexpr, OWN_O: gl.constexpr,
                    REGISTERS: gl.constexpr):  # fmt: skip
-    """Allocates the slots and barriers and starts the three partitions.
+    """Allocate the slots and barriers and start the partitions.
 
     Descriptors are rank 4, (batch, heads, sequence, at most D): q and o in boxes of (1, 1, 64, D), k and v of (1, 1,
     KEYS, D), zeros beyond the head. lse: float32 (num_heads, num_queries), natural. group: query heads per key head.
@@ -433,34 +435,25 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse, num_queries, num_keys, h
     tiles = Tiles(q_tiles, k_tiles, v_tiles, o_tiles)
     barriers = Barriers(q_full, q_empty, k_full, k_empty, v_full, v_empty)
     problem = Problem(num_queries, num_keys, heads, group, num_tiles, num_heads)
+    call = (descriptors, tiles, barriers, problem, lse, scale_log2)
+    shape: gl.constexpr = Shape(D, USED, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O)
     if CONSUMERS == 2:
         gl.warp_specialize(
-            [
-                (_consumer, (0, descriptors, tiles, barriers, problem, lse, scale_log2,
-                             D, USED, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O)),
-                (_consumer, (1, descriptors, tiles, barriers, problem, lse, scale_log2,
-                             D, USED, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O)),
-                (_producer, (descriptors, tiles, barriers, problem, lse, scale_log2,
-                             D, USED, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O)),
-            ],
+            [(_consumer, (0, call, shape)), (_consumer, (1, call, shape)), (_producer, (call, shape))],
             [4, 1],
             [REGISTERS, 24],
-        )  # fmt: skip
+        )
     else:
         gl.warp_specialize(
             [
-                (_consumer, (0, descriptors, tiles, barriers, problem, lse, scale_log2,
-                             D, USED, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O)),
-                (_consumer, (1, descriptors, tiles, barriers, problem, lse, scale_log2,
-                             D, USED, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O)),
-                (_consumer, (2, descriptors, tiles, barriers, problem, lse, scale_log2,
-                             D, USED, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O)),
-                (_producer, (descriptors, tiles, barriers, problem, lse, scale_log2,
-                             D, USED, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O)),
+                (_consumer, (0, call, shape)),
+                (_consumer, (1, call, shape)),
+                (_consumer, (2, call, shape)),
+                (_producer, (call, shape)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 24],
-        )  # fmt: skip
+        )
 
 
 # Registers a thread at launch, and of a consumer after it has taken the producer's share, by the number of
@@ -537,33 +530,35 @@ def _prepare(q_shape, q_strides, k_shape, k_strides, v_strides, dtype, device, c
     num_tiles = count_tiles(num_queries, ROWS.value * config.consumers)
     units = batch * heads * ((num_tiles + 1) // 2 if causal else num_tiles)
     out_strides = strides_in_order_of(q_shape, q_strides)
-    launch = prepare_launch(
-        forward_kernel,
-        (min(units, count_sms(device)), 1),
-        [
-            head_boxes(q_shape, q_strides, dtype, ROWS.value, width),
-            head_boxes(k_shape, k_strides, dtype, config.keys, width),
-            head_boxes(k_shape, v_strides, dtype, config.keys, width),
-            head_boxes(q_shape, out_strides, dtype, ROWS.value, width),
-            torch.float32,
-        ],
-        (
-            *(num_queries, num_keys, heads, heads // k_shape[1], num_tiles, batch * heads),
-            scale * math.log2(math.e),
-        ),
-        {
-            "D": width,
-            "USED": used_of(head_dim),
-            "KEYS": config.keys,
-            "STAGES": config.stages,
-            "CAUSAL": causal,
-            "TAIL": num_keys % config.keys != 0,
-            "CONSUMERS": config.consumers,
-            "OWN_O": config.own_o,
-            "REGISTERS": consumer_registers,
-            "num_warps": 4,
-            "maxnreg": registers,
-            "launch_pdl": True,
-        },
-    )
+    with hopper_assembler():
+        launch = prepare_launch(
+            forward_kernel,
+            (min(units, count_sms(device)), 1),
+            [
+                head_boxes(q_shape, q_strides, dtype, ROWS.value, width),
+                head_boxes(k_shape, k_strides, dtype, config.keys, width),
+                head_boxes(k_shape, v_strides, dtype, config.keys, width),
+                head_boxes(q_shape, out_strides, dtype, ROWS.value, width),
+                torch.float32,
+            ],
+            (
+                *(num_queries, num_keys, heads, heads // k_shape[1], num_tiles, batch * heads),
+                scale * math.log2(math.e),
+            ),
+            {
+                "D": width,
+                "USED": used_of(head_dim),
+                "KEYS": config.keys,
+                "STAGES": config.stages,
+                "CAUSAL": causal,
+                "TAIL": num_keys % config.keys != 0,
+                "CONSUMERS": config.consumers,
+                "OWN_O": config.own_o,
+                "REGISTERS": consumer_registers,
+                "num_warps": 4,
+                "maxnreg": registers,
+                "launch_pdl": True,
+                **HOPPER_OPTIONS,
+            },
+        )
     return out_strides, q_shape[:3], (heads * num_queries, num_queries, 1), launch

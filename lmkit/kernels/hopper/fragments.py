@@ -1,9 +1,8 @@
-"""Masks, sums and packing on the register fragments of a tensor-core accumulator.
+"""Mask, sum and pack the fragments of a wgmma accumulator in registers.
 
-A warp group holds a (64, N) accumulator so that a thread's columns are 8 j + 2 q + e, with q the thread's
-place in its quad and j, e known at compile time. Splitting the columns that way makes masks compare with
-immediates: only one value per row and thread is needed (a plain vector of column numbers cost 50 to 70
-spilled registers).
+A warp group holds a (64, N) accumulator so that a thread's columns are 8 j + 2 q + e, where q is the thread's place
+in its quad and j and e are known at compile time. Splitting the columns that way makes masks compare with
+immediates: they need one value per row and thread, where a plain vector of column numbers would spill registers.
 """
 
 from triton.experimental import gluon
@@ -12,7 +11,9 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def hide_keys(scores, rows, first_key, num_keys, CAUSAL: gl.constexpr, TAIL: gl.constexpr):
-    """-inf where a query of `rows` (one number a row) must not see the key of a column; column 0 is `first_key`.
+    """Return scores with -inf where a query of `rows` (one number a row) must not see a column's key.
+
+    Column 0 is `first_key`.
 
     CAUSAL: keys after the query, and those past the end. TAIL: those past the end.
     """
@@ -27,7 +28,7 @@ def hide_keys(scores, rows, first_key, num_keys, CAUSAL: gl.constexpr, TAIL: gl.
 def count_visible_keys(
     rows, first_key, num_keys, KEYS: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr
 ):
-    """How many of the KEYS keys from `first_key` on a query of `rows` sees (none: 0 or less)."""
+    """Return how many of the KEYS keys from `first_key` on a query of `rows` sees (none: 0 or less)."""
     if CAUSAL:
         return gl.minimum(gl.minimum(rows + 1, num_keys) - first_key, KEYS)
     if TAIL:
@@ -37,7 +38,7 @@ def count_visible_keys(
 
 @gluon.jit
 def keep_columns_up_to(tile, last_column, fill: gl.constexpr):
-    """`fill` where the column is beyond `last_column` (one number a row, may be negative)."""
+    """Return the tile with `fill` where the column is beyond `last_column` (one number a row, may be negative)."""
     split, last, column = _split_columns(tile, last_column)
     kept = gl.where(last >= column, split, fill)
     return gl.convert_layout(kept.reshape([tile.shape[0], tile.shape[1]]), tile.type.layout)
@@ -45,7 +46,7 @@ def keep_columns_up_to(tile, last_column, fill: gl.constexpr):
 
 @gluon.jit
 def keep_columns_from(tile, first_column, fill: gl.constexpr):
-    """`fill` where the column is before `first_column` (one number a row)."""
+    """Return the tile with `fill` where the column is before `first_column` (one number a row)."""
     split, first, column = _split_columns(tile, first_column)
     kept = gl.where(first <= column, split, fill)
     return gl.convert_layout(kept.reshape([tile.shape[0], tile.shape[1]]), tile.type.layout)
@@ -53,8 +54,10 @@ def keep_columns_from(tile, first_column, fill: gl.constexpr):
 
 @gluon.jit
 def _split_columns(tile, bound):
-    """(tile as (rows, N / 8, 4, 2), bound - 2 q, 8 j + e): `column <= bound` is 8 j + e <= bound - 2 q, an immediate
-    against one number a row and thread."""
+    """Return (tile as (rows, N / 8, 4, 2), bound - 2 q, 8 j + e).
+
+    `column <= bound` is 8 j + e <= bound - 2 q: an immediate against one number a row and thread.
+    """
     split = tile.reshape([tile.shape[0], tile.shape[1] // 8, 4, 2])
     layout: gl.constexpr = split.type.layout
     j = gl.arange(0, tile.shape[1] // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
@@ -70,19 +73,18 @@ def _split_columns(tile, bound):
 
 @gluon.jit
 def sum_within_threads(tile):
-    """(rows, N) -> (rows, 4): each thread adds up its own columns, no shuffles; a sum over axis 1 finishes,
-    later."""
+    """Return (rows, 4) partial sums of (rows, N): each thread's own columns, without shuffles. A later sum over
+    axis 1 finishes."""
     split = tile.reshape([tile.shape[0], tile.shape[1] // 8, 4, 2])
     return gl.sum(gl.sum(split, 3), 1)
 
 
 @gluon.jit
 def rounding_of_largest(p, dtype: gl.constexpr, like):
-    """(rows, 64 or 128), none negative -> (rows, 4) in the layout of `like`: what rounding to `dtype` adds to the
-    largest of each thread's own numbers of a row.
+    """Return what rounding to `dtype` adds to the largest of each thread's own numbers of a row.
 
-    Compared as integers, which order as float32 does where nothing is negative: Hopper has a three-way maximum of
-    these, half an instruction a number.
+    p: (rows, 64 or 128), none negative. The result is (rows, 4), in the layout of `like`. The numbers are compared
+    as integers, which order as float32 does where nothing is negative: Hopper has a three-way maximum of integers.
     """
     rows: gl.constexpr = p.shape[0]
     columns: gl.constexpr = p.shape[1]
@@ -98,7 +100,7 @@ def rounding_of_largest(p, dtype: gl.constexpr, like):
 
 @gluon.jit
 def _largest_of_three(rest, other):
-    """(rows, n, 4) twice -> (rows, n / 2, 4) twice, with the same largest of each row and place between them."""
+    """Halve (rows, n, 4) twice to (rows, n / 2, 4) twice, keeping the largest of each row and place."""
     a, b = _halves(rest)
     c, other = _halves(other)
     return gl.maximum(gl.maximum(a, b), c), other
@@ -106,25 +108,24 @@ def _largest_of_three(rest, other):
 
 @gluon.jit
 def _halves(tile):
-    """(rows, n, 4) -> twice (rows, n / 2, 4), within threads."""
+    """Split (rows, n, 4) into two (rows, n / 2, 4), within threads."""
     pairs = tile.reshape([tile.shape[0], tile.shape[1] // 2, 2, 4])
     return gl.split(pairs.permute((0, 1, 3, 2)))
 
 
 @gluon.jit
 def scale_rows(tile, factor):
-    """tile * factor, one factor a row."""
+    """Return tile * factor, with one factor a row."""
     layout: gl.constexpr = gl.SliceLayout(1, tile.type.layout)
     return tile * gl.expand_dims(gl.convert_layout(factor, layout), 1)
 
 
 @gluon.jit
 def exp2_unfused(scores, scale, reference):
-    """2^(scores * scale - reference) with the product rounded before the subtraction: exactly 1 where reference
-    is that rounded product.
+    """Return 2^(scores * scale - reference), with the product rounded before the subtraction.
 
-    A fused multiply-add keeps the product's rounding error, 2^-24 of it, which is an exponent of 60 for
-    scores of 1e9.
+    So the result is exactly 1 where the reference is that rounded product. A fused multiply-add would keep the
+    product's rounding error, 2^-24 of it, which for scores of 1e9 is an exponent of 60.
     """
     layout: gl.constexpr = scores.type.layout
     references = gl.zeros([scores.shape[0], scores.shape[1]], gl.float32, layout) + gl.expand_dims(
@@ -142,10 +143,9 @@ def exp2_unfused(scores, scale, reference):
 
 @gluon.jit
 def pack_pairs(tile, dtype: gl.constexpr):
-    """(rows, N) float32 -> (rows, N / 2) int32 of two rounded 16-bit numbers each, as the tensor cores want them.
+    """Round (rows, N) float32 to (rows, N / 2) int32 of two 16-bit numbers each, as wgmma wants them.
 
-    Numbers of 16 bits that a branch or a loop carries the compiler takes apart and puts together again (64 PRMT
-    a step).
+    A branch or loop that carries 16-bit numbers makes the compiler take them apart and put them together again.
     """
     low, high = _pairs(tile)
     convert: gl.constexpr = _pair_type(dtype)
@@ -156,19 +156,19 @@ def pack_pairs(tile, dtype: gl.constexpr):
 
 @gluon.jit
 def _pairs(tile):
-    """(rows, N) -> twice (rows, N / 2), within threads: the even columns, the odd ones."""
+    """Split (rows, N) into the even and the odd columns, within threads."""
     return gl.split(tile.reshape([tile.shape[0], tile.shape[1] // 2, 2]))
 
 
 @gluon.constexpr_function
 def _pair_type(dtype):
-    """What PTX calls two numbers of this type in one register."""
+    """Return what PTX calls two numbers of this type in one register."""
     return "bf16x2" if dtype == gl.bfloat16 else "f16x2"
 
 
 @gluon.jit
 def unpack_pairs(packed, dtype: gl.constexpr, layout: gl.constexpr):
-    """Back to (rows, N) of dtype in `layout`, in the same registers."""
+    """Undo `pack_pairs`: return (rows, N) of dtype in `layout`, in the same registers."""
     both = gl.join(packed, packed).reshape([packed.shape[0], 2 * packed.shape[1]])
     halves = gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r,r", [both], dtype=dtype.value, is_pure=True, pack=2
@@ -178,11 +178,11 @@ def unpack_pairs(packed, dtype: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def keep_pairs(tile, dtype: gl.constexpr):
-    """(rows, N) float32, none negative -> (rows, N / 2) int32: what `multiply_pairs` needs beside `pack_pairs` of
-    the same tile, a register a pair where the tile itself takes two.
+    """Keep the bits of (rows, N) float32, none negative, that `pack_pairs` rounds away, for `multiply_pairs`.
 
-    bfloat16: the number of the odd column, its last byte replaced by the third byte of the even column's. float16:
-    the number of the even column.
+    The result is (rows, N / 2) int32: a register a pair, where the tile itself takes two. bfloat16: the number of
+    the odd column, its last byte replaced by the third byte of the even column's. float16: the number of the even
+    column.
     """
     low, high = _pairs(tile)
     if dtype == gl.bfloat16:
@@ -196,11 +196,10 @@ def keep_pairs(tile, dtype: gl.constexpr):
 
 @gluon.jit
 def multiply_pairs(packed, kept, tile, dtype: gl.constexpr):
-    """(rows, N / 2) int32: the tile of which `pack_pairs` made `packed` and `keep_pairs` made `kept`, times `tile`,
-    (rows, N) float32, rounded once to `dtype` and packed.
+    """Multiply a packed tile by `tile`, (rows, N) float32; round once to `dtype` and pack.
 
-    bfloat16: of every number 24 of its 32 bits count. float16: all of the even columns, the 16 rounded bits of the
-    odd ones.
+    `packed` and `kept` are what `pack_pairs` and `keep_pairs` made of the first factor. bfloat16: 24 of the 32 bits
+    of its numbers count. float16: all bits of the even columns, the 16 rounded bits of the odd ones.
     """
     low, high = _pairs(tile)
     convert: gl.constexpr = _pair_type(dtype)
@@ -217,7 +216,7 @@ def multiply_pairs(packed, kept, tile, dtype: gl.constexpr):
 
 @gluon.constexpr_function
 def _take_apart(dtype):
-    """PTX that declares float32 registers a and b and puts the even and the odd column's number there, from $1
+    """Return PTX that puts the even column's number into float32 register a and the odd one's into b, from $1
     (packed) and $2 (kept).
 
     bfloat16: the kept byte goes behind a's upper half as a signed one, because that half was rounded to nearest. (At
@@ -234,11 +233,11 @@ def _take_apart(dtype):
 
 @gluon.jit
 def in_thread_order(tile):
-    """(M, N) float32 accumulator -> (M N / 32, 32): the same numbers so that the four that a thread holds of a 16 x
-    8 patch lie together, and the 32 threads' side by side.
+    """Reorder an (M, N) float32 accumulator to (M N / 32, 32), so that a thread's numbers lie together.
 
-    Stored to shared memory that is 16 bytes a thread without bank conflicts (in rows and columns it was an 8-way
-    conflict, as long as the tensor cores' whole step). `from_thread_order` and `finish_kernel` put them back.
+    The four that a thread holds of a 16 x 8 patch lie together, and the 32 threads' side by side: stored to shared
+    memory, 16 bytes a thread without bank conflicts, where rows and columns would conflict 8 ways.
+    `from_thread_order` and `backward.finish_kernel` put them back.
     """
     rows: gl.constexpr = tile.shape[0]
     columns: gl.constexpr = tile.shape[1]
@@ -248,7 +247,7 @@ def in_thread_order(tile):
 
 @gluon.jit
 def from_thread_order(tile, like):
-    """What `in_thread_order` stored to shared memory, as a tensor shaped and laid out as `like`."""
+    """Load what `in_thread_order` stored to shared memory, as a tensor shaped and laid out as `like`."""
     rows: gl.constexpr = like.shape[0]
     columns: gl.constexpr = like.shape[1]
     layout: gl.constexpr = in_thread_order(like).type.layout
@@ -258,14 +257,14 @@ def from_thread_order(tile, like):
 
 @gluon.jit
 def left_and_right(tile):
-    """(rows, N) -> twice (rows, N / 2), within threads: the first columns, the last ones."""
+    """Split (rows, N) into the first and the last columns, within threads."""
     halves = tile.reshape([tile.shape[0], 2, tile.shape[1] // 2])
     return gl.split(halves.permute((0, 2, 1)))
 
 
 @gluon.jit
 def inside(valid, columns, HEAD_DIM: gl.constexpr):
-    """(rows, N): which elements are of a valid row and of the first HEAD_DIM columns."""
+    """Return which elements (rows, N) are in a valid row and in the first HEAD_DIM columns."""
     kept = gl.expand_dims(valid, 1)
     if columns.shape[0] > HEAD_DIM:
         kept = kept & gl.expand_dims(columns < HEAD_DIM, 0)

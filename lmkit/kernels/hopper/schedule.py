@@ -1,9 +1,8 @@
-"""Which query tiles a persistent block works on, and how many key blocks each of them meets.
+"""Deal tiles out to CTAs: which tiles a CTA works on, and how many key blocks each tile meets.
 
-A causal tile costs more the further down it is. Persistent blocks stay in step when every unit of work
-costs the same, so a causal unit is the PAIR of tiles (last - u, u) of one head: always num_tiles + 1 key
-blocks. With an odd number of tiles the middle ones are left over; they are dealt out singly after all
-pairs.
+A causal tile costs more the further down it is. Persistent CTAs stay in step when every unit of work costs the
+same, so a causal unit is the PAIR of tiles (last - u, u) of one head: always num_tiles + 1 key blocks. With an odd
+number of tiles the middle ones are left over; they are dealt out singly after all pairs.
 """
 
 from triton.experimental import gluon
@@ -12,7 +11,7 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def count_turns(num_tiles, num_heads, CAUSAL: gl.constexpr):
-    """(tiles of this block, whole pairs among its units); num_heads counts all heads of the batch."""
+    """Return (tiles of this CTA, whole pairs among its units); num_heads counts all heads of the batch."""
     blocks = gl.num_programs(0)
     if CAUSAL:
         all_pairs = num_heads * (num_tiles // 2)
@@ -27,7 +26,7 @@ def count_turns(num_tiles, num_heads, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def locate_tile(turn, num_tiles, num_heads, pairs, CAUSAL: gl.constexpr):
-    """(tile, head) of this block's `turn`-th tile; `pairs` as from `count_turns`."""
+    """Return (tile, head) of this CTA's `turn`-th tile; `pairs` as from `count_turns`."""
     if CAUSAL:
         pairs_per_head = num_tiles // 2
         unit = gl.program_id(0) + (turn // 2) * gl.num_programs(0)
@@ -48,7 +47,7 @@ def locate_tile(turn, num_tiles, num_heads, pairs, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def count_key_blocks(tile, num_keys, TILE: gl.constexpr, KEYS: gl.constexpr, CAUSAL: gl.constexpr):
-    """Key blocks that a tile of TILE queries meets: all, or (causal) those up to its last query."""
+    """Return how many key blocks a tile of TILE queries meets: all, or (causal) those up to its last query."""
     blocks = gl.cdiv(num_keys, KEYS)
     if CAUSAL:
         blocks = gl.minimum(blocks, gl.cdiv((tile + 1) * TILE, KEYS))
@@ -57,12 +56,11 @@ def count_key_blocks(tile, num_keys, TILE: gl.constexpr, KEYS: gl.constexpr, CAU
 
 @gluon.jit
 def locate_longest_first(num_tiles, num_heads, together):
-    """(place, head) of this block: place 0, the longest work, of `together` heads, then place 1 of these...
+    """Return (place, head) of this CTA: place 0, the longest work, of `together` heads, then place 1 of these...
 
-    Blocks start in the order of their numbers. Head by head, the last head's longest block starts late, and
-    the multiprocessors that have nothing else left wait for it (5% of a causal backward, 25% with 4 query
-    heads a key head); over all heads at once, blocks that run together no longer read the same Q and dO (25%
-    at short lengths). The last company may be smaller.
+    CTAs start in the order of their numbers. Head by head, the last head's longest CTA would start late, and the
+    SMs that have nothing else left would wait for it; over all heads at once, CTAs that run together would no
+    longer share Q and dO in the L2 cache. The last group of heads may be smaller than `together`.
     """
     first_head = gl.program_id(0) // (together * num_tiles) * together
     heads = gl.minimum(together, num_heads - first_head)

@@ -1,14 +1,12 @@
-"""Whether the Hopper kernels can take a request; every reason is one line for the user.
+"""Decide whether the Hopper kernels can take a call; every reason is one line for the user.
 
-Head sizes. The kernels are written for heads of 64, 128 and 256 numbers. Others take the next of these WIDTHS: the
-copy engine knows the tensors' true shape, fills the boxes up with zeros, which add nothing to any product, and
-leaves out what would be written beyond the head. The price is products with zeros, at worst half of them (136 in
-256). Those whose sum goes over the columns, S = Q K^T and dP = dO V^T, leave most of the zeros out (`used_of`).
+Head sizes. The kernels are written for heads of 64, 128 and 256 numbers. Others take the next of these WIDTHS: TMA
+knows the tensors' true shape, fills the boxes up with zeros, which add nothing to any product, and does not write
+beyond the head. The price is products with zeros, at worst half of them (136 in 256). Products whose sum goes over
+the columns, S = Q K^T and dP = dO V^T, leave most of the zeros out (`used_of`).
 
-* Multiples of 8: dense tensors of such heads, the outputs among them, have the 16-byte strides that the copy engine
-  takes.
-* From 40 on: at 32 the portable kernels reach 274 TFLOP/s forward and 269 backward (causal, 4k, H200), and half of
-  what these do at 64 would be 259 and 240. At 40 it is 5/8 of that, 324 and 300, and the portable ones pad as well.
+* Multiples of 8: dense tensors of such heads, the outputs among them, have the 16-byte strides that TMA takes.
+* From 40 on: below, the portable kernels are faster.
 """
 
 import functools
@@ -17,7 +15,6 @@ import torch
 
 from lmkit.kernels.hopper.tma import ALIGNMENT_BYTES, tma_strides
 from lmkit.kernels.launch import capability
-from lmkit.kernels.versions import INSTALLED_MINOR, SUPPORTED_MINORS
 
 WIDTHS = (64, 128, 256)  # of the heads that the kernels are written for
 HEAD_DIMS = range(40, WIDTHS[-1] + 1, 8)
@@ -26,21 +23,22 @@ CAPABILITY = (9, 0)
 
 
 def width_of(head_dim: int) -> int:
-    """The width that heads of this supported size take in the kernels: columns beyond head_dim are zeros."""
+    """Return the width that heads of this supported size take in the kernels; columns beyond head_dim are zeros."""
     return next(width for width in WIDTHS if head_dim <= width)
 
 
 def used_of(head_dim: int) -> int:
-    """How many of `width_of(head_dim)` columns the products that sum over columns take (`products.issue_scores`).
+    """Return how many of `width_of(head_dim)` columns the products that sum over columns take
+    (`wgmma.issue_scores`).
 
-    Half of them and a power of two, at least the 16 of one step of the tensor cores.
+    Half of them plus a power of two, at least the 16 of one wgmma.
     """
     half = width_of(head_dim) // 2
     return half + next(rest for rest in (16, 32, 64, 128) if head_dim <= half + rest)
 
 
 def unsupported_reason(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
-    """Why these kernels cannot run on q, k, v ((batch, heads, seq, head_dim) each), or None if they can."""
+    """Return why these kernels cannot run on q, k, v ((batch, heads, seq, head_dim) each), or None if they can."""
     reason = _unsupported_kind(
         *((q.device, k.device, v.device), (q.dtype, k.dtype, v.dtype)),
         *((q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride())),
@@ -57,10 +55,9 @@ def _unsupported_kind(
     shapes: tuple[torch.Size, ...],
     strides: tuple[tuple[int, ...], ...],
 ) -> str | None:
-    """Why no call with such q, k, v can run, whatever their addresses; one entry of each argument for each."""
+    """Return why no call with such q, k, v can run, whatever their addresses. Each argument has an entry for
+    each."""
     (device, *_), (dtype, *_), (q, k, v) = devices, dtypes, shapes
-    if INSTALLED_MINOR not in SUPPORTED_MINORS:
-        return f"triton {INSTALLED_MINOR[0]}.{INSTALLED_MINOR[1]} is not one of {_listed(SUPPORTED_MINORS)}"
     if device.type != "cuda" or len(set(devices)) > 1:
         return f"q, k, v are on {', '.join(map(str, devices))}, not on one CUDA device"
     if capability(device) != CAPABILITY:
@@ -76,9 +73,5 @@ def _unsupported_kind(
         return "there are no queries or no keys"
     for name, shape, stride in zip("qkv", shapes, strides, strict=True):
         if tma_strides(shape, stride, dtype.itemsize) is None:
-            return f"strides {stride} of {name} do not suit the copy engine (16-byte multiples, unit last)"
+            return f"strides {stride} of {name} do not suit TMA (multiples of 16 bytes, unit last)"
     return None
-
-
-def _listed(minors: tuple[tuple[int, int], ...]) -> str:
-    return ", ".join(f"{major}.{minor}" for major, minor in minors)

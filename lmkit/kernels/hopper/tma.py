@@ -12,9 +12,9 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lmkit.kernels.hopper.barriers import partition_barrier
-from lmkit.kernels.launch import Boxes
 from lmkit.kernels.versions import gluon_operations
 
 tma_load = gluon_operations().tma_load
@@ -50,21 +50,28 @@ def suits_tma(tensor: torch.Tensor) -> bool:
 
 def head_boxes(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, rows: int, width: int
-) -> Boxes:
+) -> TensorDescriptor:
     """Describe a (batch, heads, seq, head_dim) tensor that is copied `rows` rows of a head at a time.
 
-    width: columns of a box, at least head_dim.
+    width: columns of a box, at least head_dim. The descriptor's base is empty: a prepared launch fills in the
+    pointer.
     """
     suitable = tma_strides(shape, strides, dtype.itemsize)
     assert suitable is not None, f"TMA cannot take strides {strides}"
-    box = (1, 1, rows, width)
-    return Boxes(shape, suitable, dtype, box, shared_layout(box, dtype))
+    return _boxes(shape, suitable, dtype, (1, 1, rows, width))
 
 
-def flat_boxes(shape: tuple[int, ...], box: tuple[int, ...]) -> Boxes:
+def flat_boxes(shape: tuple[int, ...], box: tuple[int, ...]) -> TensorDescriptor:
     """Describe a dense float32 tensor that is copied in boxes of this shape."""
-    strides = tuple(torch.empty(shape, device="meta").stride())
-    return Boxes(shape, strides, torch.float32, box, shared_layout(box, torch.float32))
+    strides = torch.empty(shape, device="meta").stride()
+    return _boxes(shape, strides, torch.float32, box)
+
+
+def _boxes(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, box: tuple[int, ...]
+) -> TensorDescriptor:
+    base = torch.empty((0,) * len(shape), dtype=dtype)
+    return TensorDescriptor(base, list(shape), list(strides), list(box), shared_layout(box, dtype))
 
 
 @functools.lru_cache(maxsize=64)

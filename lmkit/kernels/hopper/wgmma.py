@@ -1,4 +1,4 @@
-"""Tensor-core products as jobs: issued now, collected later with `warpgroup_mma_wait`."""
+"""Issue wgmmas, asynchronous products on the tensor cores; `warpgroup_mma_wait` collects them later."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -7,8 +7,8 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 @gluon.constexpr_function
 def accumulator_layout(columns, row_warps=4, column_warps=1):
-    """How a product's float32 sums lie in registers: 16 rows and `columns` columns in each of
-    row_warps x column_warps warps."""
+    """Return how a product's float32 sums lie in registers: 16 rows and `columns` columns in each of row_warps x
+    column_warps warps."""
     return gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[row_warps, column_warps], instr_shape=[16, columns, 16]
     )
@@ -16,14 +16,17 @@ def accumulator_layout(columns, row_warps=4, column_warps=1):
 
 @gluon.constexpr_function
 def operand_layout(accumulator):
-    """How the 16-bit left operand of a product with this accumulator lies, when it comes from registers."""
+    """Return how a 16-bit left operand in registers lies, for a product with this accumulator."""
     return gl.DotOperandLayout(operand_index=0, parent=accumulator, k_width=2)
 
 
 @gluon.jit
 def issue_product(a, b, LAYOUT: gl.constexpr):
-    """Issues a @ b into fresh registers. The zeros are never read; shared by two products they would be
-    copied, which makes ptxas serialise everything (C7515)."""
+    """Issue a @ b into fresh registers.
+
+    The zeros are never read; if two products shared them they would be copied, and ptxas would serialise everything
+    (C7515).
+    """
     rows: gl.constexpr = a.shape[0]
     columns: gl.constexpr = b.shape[1]
     zeros = gl.zeros([rows, columns], gl.float32, LAYOUT)
@@ -32,16 +35,16 @@ def issue_product(a, b, LAYOUT: gl.constexpr):
 
 @gluon.constexpr_function
 def count_score_wgmmas(USED, D):
-    """How many products `issue_scores` is to those who wait for what was issued before it."""
+    """Return how many wgmma groups `issue_scores` issues, for waits on what was issued before it."""
     return 1 if USED == D else 2
 
 
 @gluon.jit
 def issue_scores(a, b, USED: gl.constexpr, LAYOUT: gl.constexpr):
-    """`issue_product` of a and the transposed b, (rows, D) each, zeros from column USED on (see `support.used_of`).
+    """Issue a @ b^T, where a and b are (rows, D) with zeros from column USED on (see `support.used_of`).
 
-    Without these it is a product of the first half of the columns and one of what is left. (Not so in
-    `dqdkdv_d64_kernel`, which multiplies all columns: it would spill up to 32 bytes more.)
+    The zeros are left out: one product of the first half of the columns, one of the rest up to USED.
+    `backward_dqdkdv_d64` multiplies all columns instead, because it would spill more.
     """
     D: gl.constexpr = a.shape[1]
     if USED == D:

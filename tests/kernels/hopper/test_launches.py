@@ -3,17 +3,12 @@
 On a GPU that is not there (see `stand_in_gpu`); what reaches the C launcher is looked at.
 """
 
-import contextlib
-import importlib
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="the Hopper kernels need triton")
 
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime.jit import JITFunction
 
 from lmkit.kernels import hopper
 from lmkit.kernels.hopper.forward import (
@@ -27,10 +22,6 @@ from lmkit.kernels.hopper.forward import (
 from lmkit.kernels.hopper.support import HEAD_DIMS, WIDTHS, used_of, width_of
 from lmkit.kernels.hopper.tma import head_boxes, shared_layout, suits_tma, tma_strides
 from lmkit.kernels.launch import prepare_launch, strides_in_order_of
-
-# The package has functions of these names.
-FORWARD = importlib.import_module("lmkit.kernels.hopper.forward")
-BACKWARD = importlib.import_module("lmkit.kernels.hopper.backward")
 
 
 @pytest.mark.parametrize(
@@ -132,20 +123,6 @@ def test_prepared_launch_is_tritons_own(stand_in_gpu):
     forward_kernel.device_caches.clear()
     prepared, ordinary = stand_in_gpu.launches
     assert prepared == ordinary
-
-
-@pytest.fixture
-def launcher(stand_in_gpu, monkeypatch):
-    """Both launchers, on tensors of the CPU. What is prepared and compiled here belongs to this stand-in."""
-    for module in (FORWARD, BACKWARD):
-        monkeypatch.setattr(module, "selected", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(FORWARD, "count_sms", lambda device: 132)
-    yield SimpleNamespace(forward=hopper.forward, backward=hopper.backward)
-    for module in (FORWARD, BACKWARD):
-        module._prepare.cache_clear()
-        for kernel in vars(module).values():
-            if isinstance(kernel, JITFunction):
-                kernel.device_caches.clear()
 
 
 FAST = ["prepare_kernel", "dkdv_d128_kernel", "finish_kernel"]

@@ -1,0 +1,24 @@
+import contextlib
+import importlib
+
+import pytest
+
+
+@pytest.fixture
+def launcher(stand_in_gpu, monkeypatch):
+    """`lmkit.kernels.hopper`, which takes tensors of the CPU. What is prepared and compiled here is forgotten."""
+    from triton.runtime.jit import JITFunction
+
+    from lmkit.kernels import hopper
+
+    # The package has functions of these names.
+    modules = [importlib.import_module(f"lmkit.kernels.hopper.{name}") for name in ("forward", "backward")]
+    for module in modules:
+        monkeypatch.setattr(module, "selected", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(modules[0], "count_sms", lambda device: 132)
+    yield hopper
+    for module in modules:
+        module._prepare.cache_clear()
+        for kernel in vars(module).values():
+            if isinstance(kernel, JITFunction):
+                kernel.device_caches.clear()
