@@ -3,6 +3,7 @@
 import importlib
 import sys
 from collections.abc import Sequence
+from functools import cache
 from typing import Annotated, Any
 
 import typer
@@ -84,11 +85,17 @@ def root(
     """Build language models from scratch and measure how fast every part is."""
 
 
+@cache
+def root_command() -> Any:
+    """Return the command `lmkit`."""
+    return typer.main.get_command(app)
+
+
 def run_command_line(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code: 0 done, 1 failed, 2 wrong use, 130 interrupted."""
     settings: dict[str, bool] = {}  # filled by --debug, wherever it stands on the line
     try:
-        code = typer.main.get_command(app).main(
+        code = root_command().main(
             args=list(arguments), prog_name="lmkit", obj=settings, standalone_mode=False
         )
     except SystemExit as stop:
@@ -144,7 +151,7 @@ def _explain(error: Any, arguments: Sequence[str]) -> int:
 def _command_in(arguments: Sequence[str]) -> str:
     """Return the command of a line: `lmkit data synth` of `data synth x.txt --seed`."""
     words: list[str] = ["lmkit"]
-    command: Any = typer.main.get_command(app)
+    command = root_command()
     for word in arguments:
         if word in getattr(command, "commands", ()):
             words.append(word)

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
-from lmkit.cli.app import COMMANDS, app, run_command_line
+from lmkit.cli.app import COMMANDS, root_command, run_command_line
 from lmkit.tokenizer import Tokenizer
 
 Lmkit = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -28,7 +27,7 @@ def every_command() -> list[tuple[str, ...]]:
         children = {name: command.get_command(None, name) for name in getattr(command, "commands", ())}
         return [path, *(found for name, child in children.items() for found in walk(child, (*path, name)))]
 
-    return walk(typer.main.get_command(app), ())
+    return walk(root_command(), ())
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -53,7 +52,7 @@ def test_help_fits_100_columns_and_has_an_example(
 
 
 def test_the_help_of_lmkit_says_what_the_help_of_each_command_says() -> None:
-    root: Any = typer.main.get_command(app)
+    root = root_command()
     for name, (_, line) in COMMANDS.items():
         assert root.get_command(None, name).get_short_help_str(100) == line
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
-import typer
 from typer.core import TyperCommand
 
-from lmkit.cli.app import app, run_command_line
+from lmkit.cli.app import root_command, run_command_line
 from lmkit.recipe.load import load_recipe, shipped_recipes
 
 OPTIONS = {
@@ -95,7 +93,7 @@ RECIPES = sorted((Path(__file__).parent.parent / "recipe" / "first_edition").glo
 
 @pytest.mark.parametrize("command", OPTIONS)
 def test_every_option_exists(command: str) -> None:
-    found: Any = typer.main.get_command(app)
+    found = root_command()
     for word in command.split():
         found = found.get_command(None, word)
     options = {name for parameter in found.params for name in [*parameter.opts, *parameter.secondary_opts]}

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
 from lmkit import registry
-from lmkit.cli.app import app, run_command_line
+from lmkit.cli.app import root_command, run_command_line
 from lmkit.registry import ATTENTION
 
 PLUGIN = """
@@ -60,6 +59,6 @@ def test_every_command_that_takes_a_recipe_takes_plugins() -> None:
         names = getattr(command, "commands", ())
         return [command, *(found for name in names for found in walk(command.get_command(None, name)))]
 
-    for command in walk(typer.main.get_command(app)):
+    for command in walk(root_command()):
         options = {name for parameter in command.params for name in parameter.opts}
         assert "--set" not in options or "--plugin" in options, command.name

@@ -6,7 +6,6 @@ import ast
 import hashlib
 import io
 import pickle
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -94,19 +93,6 @@ def torch_file(trap: Trap) -> bytes:
     return buffer.getvalue()
 
 
-def old_torch_file(trap: Trap) -> bytes:
-    buffer = io.BytesIO()
-    torch.save({"weight": trap}, buffer, _use_new_zipfile_serialization=False)
-    return buffer.getvalue()
-
-
-def zip_of_pickles(trap: Trap) -> bytes:
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as archive:
-        archive.writestr("../../outside.pkl", pickle.dumps(trap))
-    return buffer.getvalue()
-
-
 def pickle_in_safetensors(trap: Trap) -> bytes:
     """A whole safetensors file whose tensor and metadata are pickles."""
     data = pickle.dumps(trap)
@@ -131,9 +117,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run" / "checkpoints" / "step-00000001"
 
 
-@pytest.mark.parametrize(
-    "make", [raw_pickle, torch_file, old_torch_file, zip_of_pickles, pickle_in_safetensors]
-)
+@pytest.mark.parametrize("make", [raw_pickle, torch_file, pickle_in_safetensors])
 @pytest.mark.parametrize("name", [MODEL, shard_name(0, 1)])
 def test_a_pickle_in_a_checkpoint_with_a_fitting_manifest_is_not_executed(
     make, name: str, checkpoint: Path, tmp_path: Path

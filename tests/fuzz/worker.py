@@ -1,16 +1,19 @@
-"""Reads damaged files of some formats, one after the other, and prints one JSON line per format.
+"""Read damaged files, case after case, and print one JSON line per format.
 
-    python tests/fuzz/worker.py FOLDER FIRST_CASE CASES FORMAT...
+    python tests/fuzz/worker.py FOLDER FIRST_CASE CASES [FORMAT...]
 
 A case is a number: `worker.py FOLDER 123 1 recipe` repeats one, and FOLDER/case then holds its files. A clean error
-is an `LmkitError` of one line, short enough for people; a load must be right, which each format checks; everything
-else is a failure.
+is an `LmkitError` of one line; a load must be right, which each format checks; everything else is a failure. So is
+a reader that runs code, writes outside its folder, hangs, or takes a gigabyte: an audit hook (PEP 578) sees the
+first two below any library, a thread ends a process that hangs, and the kernel limits memory.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
-import shutil
+import os
+import resource
 import sys
 import time
 import traceback
@@ -19,72 +22,105 @@ from random import Random
 from typing import Any
 
 import formats
-from guard import Forbidden, Guard, peak_bytes
 
 from lmkit.errors import LONGEST, LmkitError
 
-MOST_FAILURES = 20
+SECONDS = 20
+"""Longest case. A busy machine is several times slower than an idle one."""
+BYTES = 1 << 30
+RUNS_CODE = (
+    "pickle.find_class", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty", "subprocess.Popen",
+    "ctypes.dlopen", "shutil.unpack_archive",
+)  # fmt: skip
+CHANGES_FILES = (
+    "os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate", "os.chmod",
+)  # fmt: skip
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
-def run_case(
-    form: formats.Format, number: int, folder: Path, guard: Guard, progress: Path
-) -> tuple[str, str]:
-    """Damage, write, read: ("error" or "load" or "failure", details)."""
+class Forbidden(BaseException):
+    """A reader did what it must not; no `except Exception` may hide it."""
+
+
+class Guard:
+    """An audit hook that is armed while a case is read; `folder` is the only place where a reader may write."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = os.path.realpath(folder) + os.sep
+        self.armed = False
+        sys.addaudithook(self._look)
+
+    def _look(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if not self.armed:
+            return
+        if (
+            event in RUNS_CODE
+            or (event == "exec" and arguments[0].co_filename == "<string>")
+            or (event == "socket.connect" and arguments[1][0] != "127.0.0.1")
+            or (event == "open" and arguments[2] & WRITING and not self._is_inside(arguments[0]))
+            or (event in CHANGES_FILES and not self._is_inside(arguments[0]))
+        ):
+            self.armed = False  # what follows is the report
+            raise Forbidden(f"{event} {str(arguments)[:200]}")
+
+    def _is_inside(self, path: Any) -> bool:
+        # A descriptor's file was looked at when it was opened.
+        return isinstance(path, int) or (os.path.realpath(os.fsdecode(path)) + os.sep).startswith(self.folder)
+
+
+def run_case(form: formats.Format, number: int, folder: Path, guard: Guard) -> tuple[str, str]:
+    """Damage, write, read: return ("error" or "load" or "failure", details)."""
     random = Random(f"{form.name} {number}")
-    if folder.exists():
-        shutil.rmtree(folder)
-    for name, data in form.damaged(random).items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(data)
-    with open(progress, "w") as report:
+    formats.write(form.damaged(random), folder / "case")
+    with open(folder / "progress", "w") as report:
         report.write(f"{form.name} {number}\n")
         report.flush()
+        faulthandler.dump_traceback_later(SECONDS, exit=True, file=report)
+        guard.armed = True
         try:
-            with guard.case(report):
-                form.read(folder, random)
+            form.read(folder / "case", random)
         except LmkitError as error:
             if len(error.message) > 2 * LONGEST or "\n" in error.message + error.hint:
                 return "failure", f"not one line: {len(error.message)} characters, {error.message[:300]!r}"
             return "error", error.message
         except (Exception, Forbidden):  # noqa: BLE001 (whatever else escapes is what we look for)
             return "failure", traceback.format_exc()
+        finally:
+            guard.armed = False
+            faulthandler.cancel_dump_traceback_later()
     return "load", ""
 
 
-def run(name: str, first: int, cases: int, folder: Path, guard: Guard) -> dict[str, Any]:
-    """All cases of one format, counted."""
-    form = formats.FORMATS[name](folder / f"good-{name}")
-    counts = {"error": 0, "load": 0, "failure": 0}
-    failures: list[dict[str, Any]] = []
-    slowest = 0.0
-    for number in range(first, first + cases):
-        started = time.perf_counter()
-        outcome, details = run_case(form, number, folder / "case", guard, folder / "progress")
-        slowest = max(slowest, time.perf_counter() - started)
-        counts[outcome] += 1
-        if outcome == "failure" and len(failures) < MOST_FAILURES:
-            failures.append({"case": number, "details": details[-2500:]})
-    form.close()
-    return {
-        "format": name,
-        "first_case": first,
-        "cases": cases,
-        "clean_errors": counts["error"],
-        "loads": counts["load"],
-        "failures": counts["failure"],
-        "slowest_s": round(slowest, 3),
-        "peak_mb": round(peak_bytes() / 1e6),
-        "examples": failures,
-    }
+def peak_mb() -> float:
+    """Return the most memory that this process ever had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
 
 
 def main(folder: Path, first: int, cases: int, names: list[str]) -> None:
     guard = Guard(folder / "case")
-    for name in names:  # what is imported and compiled at first use belongs to no case
-        formats.FORMATS[name](folder / f"good-{name}").try_undamaged(folder / "case")
-    guard.limit_memory()
-    for name in names:
-        print(json.dumps(run(name, first, cases, folder, guard)), flush=True)
+    forms = {name: formats.FORMATS[name](folder / f"good-{name}") for name in names or formats.FORMATS}
+    for form in forms.values():  # good files load; what is imported at first use belongs to no case
+        formats.write(form.good, folder / "case")
+        form.read(folder / "case", Random(0))
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * os.sysconf("SC_PAGE_SIZE") + BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    baseline = peak_mb()  # mostly libraries
+    for name, form in forms.items():
+        outcomes: dict[str, int] = {"error": 0, "load": 0, "failure": 0}
+        failures, slowest = [], 0.0
+        for number in range(first, first + cases):
+            started = time.perf_counter()
+            outcome, details = run_case(form, number, folder, guard)
+            slowest = max(slowest, time.perf_counter() - started)
+            outcomes[outcome] += 1
+            if outcome == "failure" and len(failures) < 20:
+                failures.append({"case": number, "details": details[-2500:]})
+        form.close()
+        counts = dict(zip(("clean_errors", "loads", "failures"), outcomes.values(), strict=True))
+        limits = {"slowest_s": round(slowest, 3), "grown_mb": round(peak_mb() - baseline)}
+        summary = {"format": name, "first_case": first, "cases": cases, **counts, **limits}
+        print(json.dumps({**summary, "examples": failures}), flush=True)
 
 
 if __name__ == "__main__":
