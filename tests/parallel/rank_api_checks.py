@@ -58,6 +58,18 @@ def check_data_parallel(ranks: Ranks, strategy: str, explicit: bool, sharded: bo
 
 
 @check()
+def check_the_current_ranks(ranks: Ranks) -> None:
+    current = Ranks.current()
+    assert (current.rank, current.world_size, current.local_rank) == (
+        ranks.rank,
+        ranks.world_size,
+        ranks.local_rank,
+    )
+    assert current.device == ranks.device
+    assert current.store is not None
+
+
+@check()
 def check_data_parallel_averages_once(ranks: Ranks) -> None:
     """At the end of the pass, or by the call: never the pass of one step with the call of another."""
     model = DataParallel(nn.Linear(3, 1, bias=False).to(ranks.device, torch.float64), "overlap")

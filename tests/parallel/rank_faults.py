@@ -14,13 +14,10 @@ import torch
 import torch.distributed as dist
 from rank_model import batch, build, groups_of, seeded_model, sgd
 
-from lmkit.bench import all_reduce, ddp, optimizer
-from lmkit.commands import bench
 from lmkit.errors import LmkitError, UsageError
 from lmkit.parallel.collectives import agree
 from lmkit.parallel.failures import StepWatch, losses_named
 from lmkit.parallel.ranks import Ranks, process_group
-from lmkit.recipe.load import load_recipe
 
 FAULT_STEP = 2
 HANG_S = 1.0
@@ -29,18 +26,12 @@ PATIENT_S = 10_000.0
 """The timeout of all else: ranks that come late, as on a slow machine, are no fault. Pytest ends a test sooner."""
 
 
-def return_rank_and_sum() -> tuple[int, int]:
+def return_rank_sum_and_queues() -> tuple[int, int, str]:
     """What only rank 0 returns is what the parent gets."""
     with process_group("cpu", timeout_s=PATIENT_S) as ranks:
         total = torch.tensor(ranks.rank + 1)
         dist.all_reduce(total)
-        return ranks.rank, int(total)
-
-
-def launch_queues() -> str | None:
-    """What the driver will read when it starts."""
-    with process_group("cpu", timeout_s=PATIENT_S):
-        return os.environ.get("CUDA_SCALE_LAUNCH_QUEUES")
+        return ranks.rank, int(total), os.environ["CUDA_SCALE_LAUNCH_QUEUES"]
 
 
 def train_until_fault(fault: str, strategy: str) -> str:
@@ -66,6 +57,10 @@ def train_until_fault(fault: str, strategy: str) -> str:
 
 def lose_a_rank_in_a_bench(name: str) -> None:
     """Rank 1 is killed where a bench's own work would be; rank 0 waits for it in a collective."""
+    from lmkit.bench import all_reduce, ddp, optimizer  # heavy: no other fault needs them
+    from lmkit.commands import bench
+    from lmkit.recipe.load import load_recipe
+
     recipe = load_recipe("bench_ddp_cpu", [f"parallel.timeout_s={PATIENT_S}"])
 
     def work(*_: object, **__: object) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -12,24 +11,30 @@ from pathlib import Path
 
 import pytest
 import rank_faults
-import torch.distributed as dist
 from rank_model import refused
 
 from lmkit import registry
 from lmkit.errors import LmkitError, UsageError
-from lmkit.parallel import failures, launch
-from lmkit.parallel.failures import ROLL_CALL_S, RankLost, is_communication_error, losses_named
+from lmkit.parallel import launch
+from lmkit.parallel.failures import RankLost
 from lmkit.parallel.launch import RankFailed, spawn_ranks
 from lmkit.parallel.protocol import build_strategy
-from lmkit.parallel.ranks import RENDEZVOUS_VARIABLE, Ranks, hosted_store, join_store, process_group
+from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.tables import ParallelConfig
 
 # Only to end a test that hangs: how long ranks take to start depends on the machine.
 PATIENCE_S = 240.0
 
 
-def test_rank_0_returns_its_result():
-    assert spawn_ranks(2, rank_faults.return_rank_and_sum) == (0, 3)
+@pytest.mark.parametrize(
+    ("given", "queues"), [(None, "4x"), pytest.param("1x", "1x", marks=pytest.mark.full)]
+)
+def test_rank_0_returns_its_result(monkeypatch, given, queues):
+    """Ranks ask the driver for long launch queues, unless the environment says how long."""
+    monkeypatch.delenv("CUDA_SCALE_LAUNCH_QUEUES", raising=False)
+    if given is not None:
+        monkeypatch.setenv("CUDA_SCALE_LAUNCH_QUEUES", given)
+    assert spawn_ranks(2, rank_faults.return_rank_sum_and_queues) == (0, 3, queues)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +42,9 @@ def test_rank_0_returns_its_result():
     [
         ("kill", "zero1", "parallel.rank_failed", RankFailed, ("rank 1", "SIGKILL")),
         ("exception", "bucketed", "parallel.rank_failed", RankFailed, ("rank 1", "ZeroDivisionError")),
-        ("error", "flat", "data.bad", LmkitError, ("rank 1", "the data is bad")),
+        pytest.param(
+            *("error", "flat", "data.bad", LmkitError, ("rank 1", "the data is bad")), marks=pytest.mark.full
+        ),
         pytest.param(
             *(
                 "hang",
@@ -64,38 +71,6 @@ def test_fault_72_and_73_a_rank_that_fails_in_backward_ends_the_job(
         assert "ZeroDivisionError" in capfd.readouterr().err, "the traceback must not be lost"
 
 
-def test_fault_72_the_waits_after_a_death_are_far_below_the_30_seconds_that_are_promised():
-    """The roll call of the survivors, their time to report, and to end after SIGTERM."""
-    assert ROLL_CALL_S + 2 * launch.GRACE_S < 15
-
-
-@pytest.mark.parametrize(
-    ("error", "what"),
-    [
-        ("[gloo/transport/tcp/pair.cc:534] Connection closed by peer", "connection"),
-        ("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 7000ms", "7 s"),
-    ],
-)
-@pytest.mark.parametrize(
-    ("survivors", "who"),
-    [
-        ((), "rank 1, 2"),
-        ((2,), "rank 1 "),
-        ((1, 2), "all ranks"),
-        (None, "store"),
-    ],
-)
-def test_fault_72_and_73_survivors_say_what_they_know(monkeypatch, error, what, survivors, who):
-    """And not that a silent rank is lost: it may not have noticed yet."""
-    monkeypatch.setattr(failures, "ROLL_CALL_S", 0.1)
-    store = GoneStore() if survivors is None else dist.HashStore()
-    for rank in survivors or ():
-        store.set(f"survivor/{rank}", "yes")
-    ranks = Ranks(rank=0, world_size=3, timeout_s=7.0, store=store)
-    with refused("parallel.rank_lost", RankLost, "rank 0, step 5", what, who), losses_named(ranks, "step 5"):
-        raise RuntimeError(error)
-
-
 HANGING = """
 import threading, torch
 from lmkit.parallel.failures import StepWatch
@@ -114,25 +89,13 @@ with StepWatch(Ranks(rank=3, world_size=4, device=torch.device("cuda", 3), timeo
 """
 
 
-def test_fault_73_on_gpus_a_clock_ends_a_rank_whose_step_hangs():
-    """No exception reaches a thread that waits for a GPU; the clock needs none to be tested."""
-    done = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (1, "idle\n")
-    assert done.stderr.startswith("error[parallel.step_hangs]: rank 3, step 7: ")
-    assert done.stderr.count("\n") == 1
-
-
-class GoneStore:
-    def set(self, key, value):
-        raise dist.DistNetworkError("Broken pipe")
-
-
 def test_a_rank_that_dies_between_steps_ends_the_job_without_a_traceback(capfd):
     with refused("parallel.rank_failed", RankFailed, "rank 1", "SIGKILL"):
         spawn_ranks(2, rank_faults.lose_a_rank_before_the_first_step)
     assert "Traceback" not in capfd.readouterr().err
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("bench", ["ddp", "all_reduce", "optimizer"])
 def test_a_rank_that_dies_in_a_bench_is_named_without_a_traceback(capfd, bench):
     with refused("parallel.rank_failed", RankFailed, "rank 1", "SIGKILL"):
@@ -192,12 +155,16 @@ def test_ranks_load_the_plugins_of_their_parent(tmp_path, monkeypatch):
 
 def test_nproc_must_be_positive():
     with refused("parallel.nproc", UsageError, "--nproc", "0"):
-        spawn_ranks(0, rank_faults.return_rank_and_sum)
+        spawn_ranks(0, rank_faults.return_rank_sum_and_queues)
 
 
 @pytest.mark.parametrize(
     ("number", "to_one", "code"),
-    [(signal.SIGTERM, False, 143), (signal.SIGINT, False, 130), (signal.SIGTERM, True, 143)],
+    [
+        (signal.SIGTERM, False, 143),
+        pytest.param(signal.SIGINT, False, 130, marks=pytest.mark.full),
+        pytest.param(signal.SIGTERM, True, 143, marks=pytest.mark.full),
+    ],
 )
 def test_signals_stop_all_ranks_at_the_same_step(tmp_path, number, to_one, code):
     """To the parent, which passes them on, or to one rank, whose wish the others learn by agreement."""
@@ -277,6 +244,7 @@ def test_ctrl_c_while_a_rank_still_loads_its_modules_ends_all(tmp_path):
     assert (process.returncode, errors) == (130, "")
 
 
+@pytest.mark.full
 def test_ctrl_c_in_the_middle_of_an_import_is_no_error_of_the_import(capfd):
     with pytest.raises(KeyboardInterrupt):
         spawn_ranks(2, rank_faults.turn_ctrl_c_into_another_error)
@@ -293,11 +261,12 @@ def test_a_signal_before_all_ranks_are_started_starts_no_more(monkeypatch):
 
     monkeypatch.setattr(launch._Rank, "start", starting)
     with pytest.raises(SystemExit) as caught:
-        spawn_ranks(2, rank_faults.return_rank_and_sum)
+        spawn_ranks(2, rank_faults.return_rank_sum_and_queues)
     assert caught.value.code == 143
     assert started == [0]
 
 
+@pytest.mark.full
 def test_a_signal_that_another_thread_takes_is_heeded(tmp_path):
     """As it happens to one that is sent while the launcher is stopped: the thread that waits is not woken."""
     ready, to_all = tmp_path / "ready", True
@@ -316,6 +285,7 @@ def test_a_signal_that_another_thread_takes_is_heeded(tmp_path):
     assert len({Path(f"{ready}.step{rank}").read_text() for rank in range(2)}) == 1
 
 
+@pytest.mark.full
 def test_fault_71_a_second_signal_ends_ranks_that_do_not_leave(tmp_path):
     ready = tmp_path / "ready"
 
@@ -336,6 +306,7 @@ def test_fault_71_a_second_signal_ends_ranks_that_do_not_leave(tmp_path):
             os.kill(int(Path(f"{ready}.pid{rank}").read_text()), 0)
 
 
+@pytest.mark.full
 def test_a_rank_that_loses_one_that_was_told_to_stop_is_no_failure():
     with pytest.raises(SystemExit) as caught:
         spawn_ranks(2, rank_faults.heed_no_signal_on_rank_0)
@@ -350,92 +321,3 @@ def wait_for_text(path: Path, process: subprocess.Popen | None = None) -> str:
             return text
         pause.wait(0.01)
     raise AssertionError(f"the ranks ended early:\n{process.communicate()[1]}")
-
-
-def test_a_single_process_needs_no_group(monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    before = dict(os.environ)
-    with process_group("cpu") as ranks:
-        assert (ranks.rank, ranks.world_size, ranks.is_first) == (0, 1, True)
-        assert dict(os.environ) == before
-
-
-@pytest.mark.parametrize(("given", "expected"), [(None, "4x"), ("1x", "1x")])
-def test_ranks_ask_the_driver_for_long_launch_queues_unless_told_otherwise(monkeypatch, given, expected):
-    monkeypatch.delenv("CUDA_SCALE_LAUNCH_QUEUES", raising=False)
-    if given is not None:
-        monkeypatch.setenv("CUDA_SCALE_LAUNCH_QUEUES", given)
-    assert spawn_ranks(2, rank_faults.launch_queues) == expected
-
-
-@pytest.mark.parametrize(
-    ("environment", "names"),
-    [
-        ({"RANK": "0", "WORLD_SIZE": "2"}, ["MASTER_ADDR", "MASTER_PORT"]),
-        ({"WORLD_SIZE": "2"}, ["RANK", "MASTER_ADDR", "MASTER_PORT"]),
-        (
-            {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
-            ["RANK=2", "WORLD_SIZE=2"],
-        ),
-        ({"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, ["RANK='x'"]),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "70000"}, ["MASTER_PORT=70000"]),
-    ],
-)
-def test_fault_77_half_an_environment_is_refused(monkeypatch, environment, names):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UsageError) as caught, process_group("cpu"):
-        raise AssertionError("unreachable")
-    assert caught.value.code == "parallel.environment"
-    assert all(name in caught.value.message for name in names)
-    assert "torchrun" in caught.value.hint
-
-
-def test_fault_78_a_taken_port_is_an_error_with_a_hint(monkeypatch):
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        settings = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-        for name, value in {**settings, "MASTER_PORT": str(taken.getsockname()[1])}.items():
-            monkeypatch.setenv(name, value)
-        port = os.environ["MASTER_PORT"]
-        with refused("parallel.port_taken", LmkitError, f"127.0.0.1:{port}"), process_group("cpu"):
-            raise AssertionError("unreachable")
-
-
-def test_a_rank_that_never_comes_is_named(monkeypatch):
-    with hosted_store() as address:
-        for name, value in {"RANK": "0", "WORLD_SIZE": "2", RENDEZVOUS_VARIABLE: address}.items():
-            monkeypatch.setenv(name, value)
-        with (
-            refused("parallel.rank_absent", LmkitError, "rank 0", "rank 1", "1 s"),
-            process_group("cpu", timeout_s=1),
-        ):
-            raise AssertionError("unreachable")
-
-
-def test_only_this_machine_reaches_the_meeting_of_its_ranks():
-    with hosted_store() as address:
-        host, _, port = address.rpartition(":")
-        assert host == "127.0.0.1"
-        join_store(address, 60).set("key", "value")
-        assert join_store(address, 60).get("key") == b"value"
-        with (
-            socket.socket() as other
-        ):  # the same port of another address is free: not all of them are listened at
-            other.bind(("127.0.0.2", int(port)))
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("[third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1", True),
-        ("Application timeout caused pair closure", True),
-        ("mat1 and mat2 shapes cannot be multiplied", False),
-    ],
-)
-def test_errors_of_communication_are_told_from_others(text, expected):
-    assert is_communication_error(RuntimeError(text)) is expected

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import rank_checks
 import rank_model
+import torch
 from rank_model import refused
+from torch import nn
 
 from lmkit.errors import UsageError
+from lmkit.parallel import DataParallel, ShardedOptimizer
 from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.protocol import build_strategy
 from lmkit.parallel.ranks import Ranks
@@ -69,9 +72,6 @@ def test_four_ranks(on_four_ranks, name):
 
 def test_every_strategy_works_alone():
     """With one rank every strategy is plain training: same weights, no communication."""
-    import torch
-    from torch import nn
-
     after = []
     for name in STRATEGIES.names:
         torch.manual_seed(0)
@@ -93,6 +93,21 @@ def test_every_strategy_works_alone():
     for name, weights in zip(STRATEGIES.names, after, strict=True):
         # zero1 sums the squares of the norm bucket by bucket: the last bits of a float64.
         assert torch.allclose(weights, after[0], rtol=0, atol=1e-12), name
+
+
+def test_without_a_process_group_the_modules_of_the_api_change_nothing():
+    after = []
+    for wrap, make in ((DataParallel, ShardedOptimizer), (lambda m: m, lambda p, c, **o: c(p, **o))):
+        torch.manual_seed(0)
+        model = wrap(nn.Linear(3, 2))
+        optimizer = make(model.parameters(), torch.optim.AdamW, lr=0.1)
+        for step in range(3):
+            model(torch.full((3,), step + 1.0)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        after.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert Ranks.current() == Ranks()
+    assert torch.allclose(*after, rtol=0, atol=1e-6)  # the same arithmetic in other vector lanes
 
 
 @pytest.mark.parametrize(("theirs", "ours"), STRATEGIES.aliases.items())

@@ -1,0 +1,89 @@
+"""What is said about ranks that died or hang."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch.distributed as dist
+from rank_model import refused
+
+from lmkit.parallel import failures, launch
+from lmkit.parallel.failures import ROLL_CALL_S, RankLost, is_communication_error, losses_named
+from lmkit.parallel.ranks import Ranks
+
+
+def test_fault_72_the_waits_after_a_death_are_far_below_the_30_seconds_that_are_promised():
+    """The roll call of the survivors, their time to report, and to end after SIGTERM."""
+    assert ROLL_CALL_S + 2 * launch.GRACE_S < 15
+
+
+@pytest.mark.parametrize(
+    ("error", "what"),
+    [
+        ("[gloo/transport/tcp/pair.cc:534] Connection closed by peer", "connection"),
+        ("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 7000ms", "7 s"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("survivors", "who"),
+    [
+        ((), "rank 1, 2"),
+        ((2,), "rank 1 "),
+        ((1, 2), "all ranks"),
+        (None, "store"),
+    ],
+)
+def test_fault_72_and_73_survivors_say_what_they_know(monkeypatch, error, what, survivors, who):
+    """And not that a silent rank is lost: it may not have noticed yet."""
+    monkeypatch.setattr(failures, "ROLL_CALL_S", 0.1)
+    store = GoneStore() if survivors is None else dist.HashStore()
+    for rank in survivors or ():
+        store.set(f"survivor/{rank}", "yes")
+    ranks = Ranks(rank=0, world_size=3, timeout_s=7.0, store=store)
+    with refused("parallel.rank_lost", RankLost, "rank 0, step 5", what, who), losses_named(ranks, "step 5"):
+        raise RuntimeError(error)
+
+
+class GoneStore:
+    def set(self, key, value):
+        raise dist.DistNetworkError("Broken pipe")
+
+
+HANGING = """
+import threading, torch
+from lmkit.parallel.failures import StepWatch
+from lmkit.parallel.protocol import build_strategy
+from lmkit.recipe.tables import ParallelConfig
+from lmkit.parallel.ranks import Ranks
+
+with StepWatch(Ranks(rank=3, world_size=4, device=torch.device("cuda", 3), timeout_s=1)) as watch:
+    for step in range(3):
+        with watch.step(step):
+            pass
+    threading.Event().wait(1.5)  # between steps nothing is awaited
+    print("idle", flush=True)
+    with watch.step(7):
+        threading.Event().wait()
+"""
+
+
+def test_fault_73_on_gpus_a_clock_ends_a_rank_whose_step_hangs():
+    """No exception reaches a thread that waits for a GPU; the clock needs none to be tested."""
+    done = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "idle\n")
+    assert done.stderr.startswith("error[parallel.step_hangs]: rank 3, step 7: ")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1", True),
+        ("Application timeout caused pair closure", True),
+        ("mat1 and mat2 shapes cannot be multiplied", False),
+    ],
+)
+def test_errors_of_communication_are_told_from_others(text, expected):
+    assert is_communication_error(RuntimeError(text)) is expected
