@@ -12,6 +12,8 @@ from torch import Tensor
 
 from lmkit.optim import adamw as adamw_module
 from lmkit.optim.adamw import AdamW, Scalars, Update, decay_groups, sweeps
+from lmkit.recipe.tables import OptimizerConfig
+from lmkit.registry import OPTIMIZERS
 
 SHAPES = [(7, 5), (40,), (3, 4, 2), (1,)]
 SETTINGS = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -31,9 +33,9 @@ def parameters(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in SHAPES]
 
 
-def run(optimizer: torch.optim.Optimizer, gradients: list[list[torch.Tensor]]) -> None:
+def run(optimizer: torch.optim.Optimizer, gradients: list[list[torch.Tensor]], start: int = 0) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    for step, grads in enumerate(gradients):
+    for step, grads in enumerate(gradients, start):
         for group in optimizer.param_groups:
             group["lr"] = 3e-3 * (1 + step % 7)
         for param, grad in zip(params, grads, strict=True):
@@ -87,7 +89,6 @@ def test_state_survives_a_file_bit_for_bit() -> None:
     gradients = recorded(20)
     whole, halves = parameters(), parameters()
     run(AdamW(whole, **SETTINGS), gradients)
-
     first = AdamW(halves, **SETTINGS)
     run(first, gradients[:7])
     file = io.BytesIO()
@@ -95,14 +96,8 @@ def test_state_survives_a_file_bit_for_bit() -> None:
     file.seek(0)
     second = AdamW(halves, lr=9.0, weight_decay=9.0)
     second.load_state_dict(torch.load(file))
-    for step, grads in enumerate(gradients[7:], start=7):
-        for group in second.param_groups:
-            group["lr"] = 3e-3 * (1 + step % 7)
-        for param, grad in zip(halves, grads, strict=True):
-            param.grad = grad
-        second.step()
-    for one, two in zip(whole, halves, strict=True):
-        assert torch.equal(one, two)
+    run(second, gradients[7:], start=7)
+    assert all(torch.equal(*pair) for pair in zip(whole, halves, strict=True))
 
 
 def test_state_has_torchs_names_and_loads_both_ways() -> None:
@@ -227,27 +222,13 @@ def test_settings_out_of_range_are_refused(settings: dict) -> None:
         AdamW(parameters(), **settings)
 
 
-def test_settings_at_the_border_and_those_that_nobody_gave() -> None:
-    settings = {"lr": 0.0, "betas": (0.0, 0.0), "eps": 1e-30, "weight_decay": 0.0}
-    given, left_out = AdamW(parameters(), **settings), AdamW(parameters())
-    assert {key: given.param_groups[0][key] for key in settings} == settings
-    assert {key: left_out.param_groups[0][key] for key in settings} == {
-        "lr": 1e-3,
-        "betas": (0.9, 0.95),
-        "eps": 1e-8,
-        "weight_decay": 0.1,
-    }
-
-
-def test_gradients_are_dropped_or_zeroed() -> None:
-    params = parameters()
-    optimizer = AdamW(params)
-    for param in params:
-        param.grad = torch.ones_like(param)
-    optimizer.zero_grad(set_to_none=False)
-    assert all(param.grad is not None and not param.grad.any() for param in params)
-    optimizer.zero_grad()
-    assert all(param.grad is None for param in params)
+def test_the_recipes_table_makes_it() -> None:
+    table = OptimizerConfig(lr=0.0625, betas=(0.5, 0.75), eps=1e-3)
+    made = OPTIMIZERS.load(table.name)(decay_groups(parameters(), 0.1), table)
+    assert isinstance(made, AdamW)
+    for group, decay in zip(made.param_groups, (0.1, 0.0), strict=True):
+        assert (group["lr"], group["betas"], group["eps"]) == (0.0625, (0.5, 0.75), 1e-3)
+        assert group["weight_decay"] == decay
 
 
 def test_factor_and_copies_outlive_loaded_state() -> None:

@@ -1,10 +1,37 @@
-"""RMSNorm against the formula in float64, by hand and fused."""
+"""Layers and functions against PyTorch's, and RMSNorm against its formula, by hand and fused."""
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from lmkit.model.layers import RMSNorm
+from lmkit.model import Embedding, Linear, RMSNorm, SwiGLU, silu, softmax
+
+
+@pytest.mark.parametrize("dim", [-1, 0, 1])
+def test_softmax_equals_torchs(dim: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 4, 5)
+    for shift in (0.0, 1000.0, -1000.0):  # exp(1000) overflows, exp(-1000) is 0
+        # float32: two roundings of numbers below 1
+        torch.testing.assert_close(softmax(x + shift, dim), F.softmax(x + shift, dim), rtol=0, atol=1e-6)
+
+
+def test_silu_equals_torchs() -> None:
+    x = torch.linspace(-100, 100, 1001)
+    torch.testing.assert_close(silu(x), F.silu(x), rtol=1e-6, atol=1e-6)  # float32 rounding
+
+
+def test_linear_embedding_and_swiglu_equal_their_formulas() -> None:
+    torch.manual_seed(0)
+    linear, embedding, swiglu = Linear(6, 4), Embedding(10, 6), SwiGLU(6, 8)
+    x, ids = torch.randn(2, 3, 6), torch.tensor([[1, 9], [0, 1]])
+    assert torch.equal(linear(x), F.linear(x, linear.weight))
+    assert torch.equal(embedding(ids), embedding.weight[ids])
+    gate, up, down = swiglu.w1.weight, swiglu.w3.weight, swiglu.w2.weight
+    inner = F.silu(x @ gate.T) * (x @ up.T)
+    torch.testing.assert_close(
+        swiglu(x), inner @ down.T, rtol=1e-5, atol=1e-6
+    )  # float32, other order of sums
 
 
 def formula(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -12,25 +39,23 @@ def formula(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("shape", [(7, 16), (2, 3, 40), (1, 1, 2), (16,)])
-def test_value_and_gradients_follow_the_formula(shape: tuple[int, ...]) -> None:
+def test_rms_norm_and_its_gradients_follow_the_formula(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     norm = RMSNorm(shape[-1], eps=0.1, dtype=torch.float64)  # a large eps, so that its place matters
     with torch.no_grad():
         norm.weight.normal_()
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     out_grad = torch.randn(shape, dtype=torch.float64)
-
     ours = torch.autograd.grad(norm(x), (x, norm.weight), out_grad)
     theirs = torch.autograd.grad(formula(x, norm.weight, 0.1), (x, norm.weight), out_grad)
-
-    # float64: nothing but the order of a few sums differs.
+    # float64: only the order of a few sums differs.
     torch.testing.assert_close(norm(x), formula(x, norm.weight, 0.1), rtol=1e-13, atol=1e-13)
     for mine, yours in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, yours, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("how", ["mixed dtypes", "compiled"])
-def test_the_other_ways_have_the_same_eps(how: str) -> None:
+def test_rms_norm_by_other_ways_has_the_same_eps(how: str) -> None:
     torch.manual_seed(0)
     dtype = torch.float32 if how == "mixed dtypes" else torch.float64
     norm = RMSNorm(16, eps=0.1, dtype=dtype)
@@ -40,25 +65,17 @@ def test_the_other_ways_have_the_same_eps(how: str) -> None:
     torch.testing.assert_close(layer(x), formula(x, norm.weight.double(), 0.1), rtol=1e-12, atol=0)
 
 
-def test_bfloat16_is_computed_in_float32() -> None:
+def test_rms_norm_computes_bfloat16_in_float32() -> None:
     torch.manual_seed(0)
-    norm = RMSNorm(512, eps=1e-5)
+    norm = RMSNorm(512)
     x = (torch.randn(64, 512) * 100).bfloat16()
     with torch.no_grad():
         norm.weight.uniform_(0.5, 1.5)
         norm.weight.copy_(norm.weight.bfloat16())
-    for layer in (norm, RMSNorm(512, eps=1e-5, dtype=torch.bfloat16)):
+    for layer in (norm, RMSNorm(512, dtype=torch.bfloat16)):
         layer.load_state_dict(norm.state_dict())
         out = layer(x)
         exact = formula(x.double(), norm.weight.double(), 1e-5)
         assert out.dtype == torch.bfloat16
         # Rounding the result to 8 bits once or twice (2^-9 each); sums in bfloat16 would be off by percents.
         torch.testing.assert_close(out.double(), exact, rtol=2**-8, atol=0)
-
-
-def test_the_fused_path_agrees_with_ours() -> None:
-    torch.manual_seed(0)
-    norm = RMSNorm(48)
-    x = torch.randn(5, 48)
-    # float32 with different order of summation.
-    torch.testing.assert_close(norm(x), F.rms_norm(x, (48,), norm.weight, 1e-5), rtol=1e-5, atol=1e-6)
