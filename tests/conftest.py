@@ -19,6 +19,9 @@ import pytest
 from lmkit.cli.app import run_command_line
 from lmkit.measure.ranges import range_
 
+# Before torch is imported: on the tiny tensors of tests, several threads mostly wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # For attention_oracle.py, which the tests in kernels/ and gpu/ use too.
 sys.path.insert(0, str(Path(__file__).parent / "attention"))
 
