@@ -1,12 +1,17 @@
-"""`lmkit generate`."""
+"""`lmkit generate`: write text with a trained model."""
 
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from lmkit.cli.options import DebugOption, DeviceOption, JsonOption, PluginOption, SetOption, given
 from lmkit.cli.render import show, write
+from lmkit.errors import UsageError
 
 
 def register(app: typer.Typer) -> None:
@@ -21,45 +26,44 @@ def generate(
         typer.Option(
             "--prompt",
             "-p",
-            help="Text to continue; repeatable. Empty: a new document. Only the end of a very long one is read.",
+            help="Text to continue; repeatable. Empty: a new document. A long prompt is cut to its end.",
             show_default=False,
         ),
     ] = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(help="Tokens of each text, at most.", show_default=False)
+        int | None, typer.Option(help="Largest number of tokens per text.", show_default=False)
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(help="How daring; 0 takes the likeliest token.", show_default=False)
+        float | None, typer.Option(help="Sampling temperature; 0 is greedy.", show_default=False)
     ] = None,
     top_k: Annotated[
         int | None,
-        typer.Option(
-            help="Choose among this many of the likeliest tokens; 0: among all.", show_default=False
-        ),
+        typer.Option(help="Sample from the k most likely tokens; 0 keeps all.", show_default=False),
     ] = None,
     top_p: Annotated[
         float | None,
         typer.Option(
-            help="Choose among the likeliest tokens that together have this probability; 1: among all.",
+            help="Sample from the smallest set of tokens whose probability reaches p; 1 keeps all.",
             show_default=False,
         ),
     ] = None,
     seed: Annotated[
         int | None,
-        typer.Option(help="Another seed, another text.", show_default=False),
+        typer.Option(help="Seed of the random numbers.", show_default=False),
     ] = None,
     stop_at_end: Annotated[
         bool | None,
-        typer.Option(help="End where the model ends the document, or write on.", show_default=False),
+        typer.Option(help="Stop at <|endoftext|>, or continue.", show_default=False),
     ] = None,
     allow_special: Annotated[
         bool,
         typer.Option(
-            "--allow-special", help="Read <|endoftext|> and its like in a prompt as tokens, not as text."
+            "--allow-special",
+            help="Read <|endoftext|> and other special tokens in a prompt as tokens, not as text.",
         ),
     ] = False,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="A tokenizer.json; left out: the run's.", show_default=False)
+        Path | None, typer.Option(help="A tokenizer.json; default: the run's.", show_default=False)
     ] = None,
     device: DeviceOption = "auto",
     set_: SetOption = None,
@@ -69,10 +73,8 @@ def generate(
 ) -> None:
     """Write text with a trained model.
 
-    Options that are left out are taken from the run's [generate] table.
+    The run's [generate] table holds the defaults of the options.
     """
-    from lmkit.commands import generate as command
-
     flags = given(
         generate__prompts=prompt,
         generate__max_new_tokens=max_new_tokens,
@@ -88,7 +90,7 @@ def generate(
         streamed.append(piece)
         write(piece)
 
-    result = command.run(
+    result = write_text(
         run,
         tokenizer=tokenizer,
         overrides=set_ or (),
@@ -101,3 +103,106 @@ def generate(
         stream("\n")
     else:
         show(result, as_json=as_json)
+
+
+SEPARATOR = "\n\n---\n\n"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt and the text that follows it; `ended` says whether the model ended the document itself."""
+
+    prompt: str
+    text: str
+    num_tokens: int
+    ended: bool
+
+
+@dataclass(frozen=True)
+class GenerateResult:
+    samples: tuple[Sample, ...]
+
+    def __str__(self) -> str:
+        return SEPARATOR.join((sample.prompt + sample.text).rstrip("\n") for sample in self.samples) + "\n"
+
+
+def write_text(
+    source: Path,
+    *,
+    tokenizer: Path | None = None,
+    overrides: Sequence[str] = (),
+    flags: Mapping[str, Any] | None = None,
+    device: str = "auto",
+    allow_special: bool = False,
+    stream: Callable[[str], None] | None = None,
+) -> GenerateResult:
+    """Continue the prompts of a run's [generate] table, or those given.
+
+    Args:
+        source: a run folder, its checkpoints folder, or one checkpoint.
+        tokenizer: a tokenizer.json; None takes the run's.
+        overrides, flags: as for `load_recipe`, over the run's recipe.
+        stream: called with the prompt and then with each piece of text, if there is a single prompt.
+
+    Raises:
+        UsageError: no checkpoint, no tokenizer or not the model's, or sampling options out of range.
+        LmkitError: the checkpoint is damaged.
+    """
+    from lmkit.generation import generate
+    from lmkit.parallel.ranks import process_group
+    from lmkit.recipe.load import load_recipe
+    from lmkit.tokenizer import Tokenizer
+    from lmkit.training.checkpoint import CHECKPOINTS, MANIFEST, newest_checkpoint, run_tokenizer
+    from lmkit.training.model_state import plain_model
+
+    folder = source
+    if (source / MANIFEST).exists():
+        folder = source.resolve().parent.parent
+    elif source.name == CHECKPOINTS:
+        folder = source.resolve().parent
+    for override in overrides:
+        if not override.strip().startswith("generate."):
+            raise UsageError(
+                "generate.other_table",
+                f"--set {override}: only [generate] can change here",
+                hint="the other tables made the model",
+            )
+    recipe_file = folder / "recipe.toml"
+    recipe = load_recipe(recipe_file if recipe_file.exists() else None, overrides, flags=flags)
+    table = recipe.generate
+    with process_group(device) as ranks:
+        checkpoint = newest_checkpoint(source)
+        path = (
+            tokenizer
+            or run_tokenizer(checkpoint.path)
+            or (recipe.tokenizer.path if recipe.tokenizer else None)
+        )
+        if path is None:
+            raise UsageError(
+                "generate.no_tokenizer",
+                f"{source}: the run has no tokenizer.json",
+                hint="name one with --tokenizer",
+            )
+        loaded = Tokenizer.load(path)
+        trained_on = checkpoint.state.data
+        if trained_on is not None and trained_on.tokenizer_sha256 != loaded.sha256:
+            raise UsageError(
+                "generate.wrong_tokenizer",
+                f"{path}: is tokenizer {loaded.sha256}, but the model was trained with {trained_on.tokenizer_sha256}",
+                hint="use the tokenizer that encoded its token files",
+            )
+        model = plain_model(checkpoint, device=ranks.device)
+        unsaid = list(table.prompts) if stream is not None and len(table.prompts) == 1 else []
+
+        def on_text(row: int, piece: str) -> None:
+            # The prompt comes with the first piece: whatever is wrong with it has been refused by then.
+            assert stream is not None
+            stream((unsaid.pop() if unsaid else "") + piece)
+
+        speak = on_text if unsaid else None
+        generations = generate(
+            model, loaded, table.prompts, table, allow_special=allow_special, on_text=speak
+        )
+        if speak is not None and unsaid:  # the model ended the text at once
+            speak(0, "")
+    return GenerateResult(tuple(Sample(g.prompt, g.text, len(g.tokens), g.ended) for g in generations))

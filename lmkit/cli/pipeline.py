@@ -540,10 +540,10 @@ def _evaluation_of_training(run: Pipeline) -> Any:
 
 
 def _generate(run: Pipeline) -> Outputs:
-    from lmkit.commands import generate
+    from lmkit.cli.generate import write_text
 
     with _alone():
-        result = generate.run(run.folder, device=run.recipe.run.device)
+        result = write_text(run.folder, device=run.recipe.run.device)
     path = run.folder / "stories.txt"
     write_atomic(path, str(result))
     return {"stories": [path]}

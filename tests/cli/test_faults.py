@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from lmkit.cli.app import run_command_line
-from lmkit.commands import generate
+from lmkit.cli.generate import write_text
 from lmkit.storage import FolderLock
 from lmkit.tokenizer import Tokenizer
 from lmkit.training import checkpoint as checkpoint_folder
@@ -230,7 +230,7 @@ def test_fault_90_the_warning_of_a_long_prompt_stands_before_the_text(
 ) -> None:
     said: list[tuple[str, int]] = []
     prompt = 'generate.prompts=["one fish two fish"]'
-    generate.run(
+    write_text(
         Path("runs/run"),
         tokenizer=Path("tok.json"),
         overrides=[prompt, "generate.max_new_tokens=1"],
