@@ -62,7 +62,7 @@ def train(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Train a model, or go on from its newest checkpoint.
+    """Train a model, or resume from its newest checkpoint.
 
     Needs token files: those that `lmkit run` made in the run folder, or those that [data] of the recipe names.
     """

@@ -112,7 +112,7 @@ class CheckpointWriter:
             raise LmkitError(
                 "checkpoint.write_failed",
                 f"{self._folder / step_name(self._step)}: cannot be saved: {reason(error)}",
-                hint="earlier checkpoints are intact; make room, then train again to go on from the newest",
+                hint="earlier checkpoints are intact; make room, then train again to resume from the newest",
             ) from error
 
     def wait_for_all(self) -> None:
@@ -249,7 +249,7 @@ def _refuse_nonfinite(copies: dict[str, torch.Tensor], step: int) -> None:
                 raise LmkitError(
                     "checkpoint.nonfinite",
                     f"step {step}: {name} is not finite; not saved",
-                    hint="go on from the newest checkpoint with a lower optimizer.lr",
+                    hint="resume from the newest checkpoint with a lower optimizer.lr",
                 )
 
 

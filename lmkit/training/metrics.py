@@ -85,7 +85,7 @@ class MetricsFile:
             raise LmkitError(
                 "train.io",
                 f"{self._path}: {reason(error)}",
-                hint="make room, then train again to go on from the newest checkpoint",
+                hint="make room, then train again to resume from the newest checkpoint",
             ) from error
 
     def note(self, text: str) -> None:

@@ -21,7 +21,8 @@ from lmkit.training.checkpoint import (
 )
 from lmkit.training.model_state import load_optimizer_tensors, load_weights
 from lmkit.training.state import DataIdentity, TrainingState, restore_rng
-from lmkit.training.trainer import Moment, Parts
+from lmkit.training.step import Step
+from lmkit.training.trainer import Moment
 
 BATCHES = ("data.source", "data.sampling")
 """The keys of [data] that decide the batches. The others say where files lie; files are compared by content."""
@@ -123,7 +124,7 @@ def world_change(checkpoint: Checkpoint, ranks: Ranks) -> tuple[str, ...]:
     if before == ranks.world_size:
         return ()
     return (
-        f"saved by {before} rank{'s' if before > 1 else ''}, going on with {ranks.world_size}: same batches, "
+        f"saved by {before} rank{'s' if before > 1 else ''}, resuming on {ranks.world_size}: same batches, "
         "same state, resharded",
     )
 
@@ -134,9 +135,9 @@ def _is_under(line: str, keys: tuple[str, ...]) -> bool:
     return any(name == key or name.startswith(f"{key}.") for key in keys)
 
 
-def restore(checkpoint: Checkpoint, parts: Parts) -> Moment:
+def restore(checkpoint: Checkpoint, step: Step) -> Moment:
     """Load weights, optimizer state and this rank's generators; return the position of the run."""
-    state, ranks, step = checkpoint.state, parts.ranks, parts.step
+    state, ranks = checkpoint.state, step.ranks
     weights = checkpoint.model_tensors()
     load_weights(step.model, weights, origin=checkpoint.path)
     if isinstance(step.optimizer, ShardedState):

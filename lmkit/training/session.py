@@ -39,7 +39,7 @@ from lmkit.training.run_data import (
     resolved_tables,
     token_paths,
 )
-from lmkit.training.setup import assemble, check_device
+from lmkit.training.setup import check_device, step_of
 from lmkit.training.signals import StopSignals
 from lmkit.training.trainer import Moment, Trainer
 
@@ -214,11 +214,20 @@ def _train(
     try:
         for note in notes:
             sink.note(note)
-        used_seconds = checkpoint.state.seconds if checkpoint else 0.0
-        parts = assemble(recipe, ranks, data, batches, sink, used_seconds=used_seconds)
-        moment = Moment() if checkpoint is None else restore(checkpoint, parts)
+        step = step_of(recipe, ranks, data)
+        moment = Moment() if checkpoint is None else restore(checkpoint, step)
         with StopSignals() as signals:
-            trainer = Trainer(parts, moment, signals, stop_at_step=stop_at_step)
+            trainer = Trainer(
+                recipe,
+                step,
+                data,
+                batches,
+                sink,
+                moment=moment,
+                signals=signals,
+                used_seconds=0.0 if checkpoint is None else checkpoint.state.seconds,
+                stop_at_step=stop_at_step,
+            )
             ending = trainer.run()
             evaluation = trainer.final_evaluation() if ending == "finished" else None
     finally:
@@ -232,7 +241,7 @@ def _train(
         resumed_from=None if checkpoint is None else checkpoint.state.step,
         step=moment.step,
         tokens=moment.tokens,
-        seconds=parts.clock.seconds,
+        seconds=trainer.clock.seconds,
         tokens_per_second=trainer.tokens_per_second,
         loss=moment.train_loss,
         evaluation=evaluation,

@@ -1,4 +1,4 @@
-"""Build what training needs from the tables of a recipe: model, optimizer, step, trainer.
+"""Build what training needs from the tables of a recipe: model, optimizer, step, learning rate.
 
 `build_step` is the only place that puts a training step together. `lmkit train` runs its result, and so does
 `TrainingStep`, which benches and profilers measure.
@@ -17,10 +17,7 @@ from lmkit import __version__
 from lmkit.attention import check_kernel
 from lmkit.data.batches import Batch, BatchSource
 from lmkit.errors import UsageError
-from lmkit.measure.environment import device_name
-from lmkit.measure.limits import known_peak
 from lmkit.measure.ranges import range_
-from lmkit.model.accounting import flops_per_token
 from lmkit.model.transformer import TransformerLM, compile_model
 from lmkit.optim.adamw import decay_groups
 from lmkit.optim.schedules import SCHEDULES
@@ -29,14 +26,10 @@ from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig, OptimizerConfig, ParallelConfig
 from lmkit.registry import OPTIMIZERS
-from lmkit.training.checkpoint import CHECKPOINTS, Retention
-from lmkit.training.checkpoint_writer import CheckpointWriter
-from lmkit.training.metrics import Sink
 from lmkit.training.model_state import optimizer_layout
-from lmkit.training.run_data import Data, make_held_out, resolved_tables
+from lmkit.training.run_data import Data, resolved_tables
 from lmkit.training.state import TrainingState, capture_rng
 from lmkit.training.step import PRECISIONS, Step, TrainableModel, autocast, load_batch
-from lmkit.training.trainer import Parts, TrainingClock
 
 ALONE = ParallelConfig(strategy="none")
 
@@ -89,6 +82,24 @@ def build_step(
         ranks,
         precision=precision,
         grad_clip=grad_clip,
+    )
+
+
+def step_of(recipe: Recipe, ranks: Ranks, data: Data) -> Step:
+    """Build the step of a resolved recipe. With one rank every strategy is `none`.
+
+    Raises:
+        LmkitError: the ranks have different recipes or data.
+    """
+    model, train = resolved_tables(recipe)
+    return build_step(
+        model,
+        ranks,
+        optimizer=recipe.optimizer,
+        parallel=recipe.parallel if ranks.world_size > 1 else ALONE,
+        precision=train.precision,
+        grad_clip=train.grad_clip,
+        fingerprint=f"{recipe_sha256(recipe)} {data.identity}",
     )
 
 
@@ -198,59 +209,30 @@ def learning_rate(recipe: Recipe) -> Callable[[int, float | None], float]:
     return rate
 
 
-def assemble(
-    recipe: Recipe, ranks: Ranks, data: Data, batches: BatchSource, sink: Sink, *, used_seconds: float
-) -> Parts:
-    """Build everything that the trainer needs, with freshly initialised weights.
+def initial_state(recipe: Recipe, step: Step, data: Data) -> TrainingState:
+    """Return the state before the first step. Checkpoints copy what never changes from it: recipe, model, data.
 
     Args:
         recipe: resolved.
-        used_seconds: the time that earlier sessions of the run took.
-
-    Raises:
-        LmkitError: the ranks have different recipes or data.
     """
-    model, train = resolved_tables(recipe)
-    recipe_sha256 = hashlib.sha256(recipe.model_dump_json().encode()).hexdigest()
-    step = build_step(
-        model,
-        ranks,
-        optimizer=recipe.optimizer,
-        parallel=recipe.parallel if ranks.world_size > 1 else ALONE,
-        precision=train.precision,
-        grad_clip=train.grad_clip,
-        fingerprint=f"{recipe_sha256} {data.identity}",
-    )
     layout = optimizer_layout(step.optimizer)
-    peak = known_peak(device_name(ranks.device), train.precision)
-    folder = recipe.run.path / CHECKPOINTS
-    keep = Retention(folder, keep_last=recipe.checkpoint.keep_last, keep_best=recipe.checkpoint.keep_best)
-    return Parts(
-        train=train,
-        checkpoint=recipe.checkpoint,
-        ranks=ranks,
-        step=step,
-        batches=batches,
-        held_out=make_held_out(recipe, data),
-        learning_rate=learning_rate(recipe),
-        tokens_per_step=train.batch_size * model.context_length,
-        flops_share=None if peak is None else flops_per_token(model, model.context_length) / peak,
-        writer=CheckpointWriter(folder, ranks, keep),
-        sink=sink,
-        clock=TrainingClock(used_seconds=used_seconds, max_minutes=train.max_minutes, ranks=ranks),
-        identity=TrainingState(
-            lmkit=__version__,
-            step=0,
-            seconds=0.0,
-            tokens=0,
-            world_size=ranks.world_size,
-            strategy=recipe.parallel.strategy,
-            optimizer_shards=1 if layout is None else ranks.world_size,
-            optimizer_layout=layout,
-            rng=(capture_rng(ranks.device),),
-            model=model,
-            recipe=recipe.model_dump(mode="json", exclude_none=True),
-            recipe_sha256=recipe_sha256,
-            data=data.identity,
-        ),
+    return TrainingState(
+        lmkit=__version__,
+        step=0,
+        seconds=0.0,
+        tokens=0,
+        world_size=step.ranks.world_size,
+        strategy=recipe.parallel.strategy,
+        optimizer_shards=1 if layout is None else step.ranks.world_size,
+        optimizer_layout=layout,
+        rng=(capture_rng(step.ranks.device),),
+        model=resolved_tables(recipe)[0],
+        recipe=recipe.model_dump(mode="json", exclude_none=True),
+        recipe_sha256=recipe_sha256(recipe),
+        data=data.identity,
     )
+
+
+def recipe_sha256(recipe: Recipe) -> str:
+    """Return a hash of a resolved recipe."""
+    return hashlib.sha256(recipe.model_dump_json().encode()).hexdigest()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -13,17 +13,23 @@ import torch.distributed as dist
 
 from lmkit.data.batches import BatchSource
 from lmkit.errors import LmkitError
+from lmkit.measure.environment import device_name
+from lmkit.measure.limits import known_peak
 from lmkit.measure.memory import peak_memory
 from lmkit.measure.ranges import range_
+from lmkit.model.accounting import flops_per_token
 from lmkit.parallel.failures import StepWatch, losses_named
 from lmkit.parallel.ranks import Ranks
-from lmkit.recipe.tables import CheckpointConfig, TrainConfig
+from lmkit.recipe.schema import Recipe
+from lmkit.training.checkpoint import CHECKPOINTS, Retention
 from lmkit.training.checkpoint_writer import CheckpointWriter
-from lmkit.training.evaluation import Evaluation, HeldOut, evaluate
+from lmkit.training.evaluation import Evaluation, evaluate
 from lmkit.training.metrics import Sink
 from lmkit.training.model_state import model_weights, optimizer_tensors
+from lmkit.training.run_data import Data, make_held_out, resolved_tables
+from lmkit.training.setup import initial_state, learning_rate
 from lmkit.training.signals import StopSignals, end_as_stopped
-from lmkit.training.state import TrainingState, capture_rng
+from lmkit.training.state import capture_rng
 from lmkit.training.step import Outcome, Step, load_batch
 
 Ending = Literal["finished", "stopped early"]
@@ -109,52 +115,56 @@ class Moment:
     train_loss: float | None = None
 
 
-@dataclass(frozen=True)
-class Parts:
-    """The objects that the trainer uses; `lmkit.training.setup.assemble` builds them.
-
-    Attributes:
-        held_out: None: there is nothing to evaluate on.
-        learning_rate: (step, used fraction of the time or None) -> learning rate.
-        tokens_per_step: over all ranks.
-        flops_share: FLOPs of one token over the peak FLOP/s of one device; None where no peak is known.
-        identity: the state that never changes (recipe, model, data); `_save` fills in the rest.
-    """
-
-    train: TrainConfig
-    checkpoint: CheckpointConfig
-    ranks: Ranks
-    step: Step
-    batches: BatchSource
-    held_out: HeldOut | None
-    learning_rate: Callable[[int, float | None], float]
-    tokens_per_step: int
-    flops_share: float | None
-    writer: CheckpointWriter
-    sink: Sink
-    clock: TrainingClock
-    identity: TrainingState
-
-
 class Trainer:
     """Train from `moment` to the end of the schedule, or to an earlier stop. Every rank runs one.
 
     Args:
-        signals: tell the trainer to stop; entered.
+        recipe: resolved.
+        step: of `step_of`, restored where the run is resumed.
+        batches: this rank's batches.
+        signals: entered; they tell the trainer to stop.
+        used_seconds: the time that earlier sessions of the run took.
         stop_at_step: end early after this step.
     """
 
     def __init__(
-        self, parts: Parts, moment: Moment, signals: StopSignals, *, stop_at_step: int | None = None
+        self,
+        recipe: Recipe,
+        step: Step,
+        data: Data,
+        batches: BatchSource,
+        sink: Sink,
+        *,
+        moment: Moment,
+        signals: StopSignals,
+        used_seconds: float = 0.0,
+        stop_at_step: int | None = None,
     ) -> None:
-        self.parts = parts
+        model, train = resolved_tables(recipe)
+        ranks = step.ranks
+        self.ranks = ranks
+        self.step = step
         self.moment = moment
+        self.clock = TrainingClock(used_seconds=used_seconds, max_minutes=train.max_minutes, ranks=ranks)
+        self._train = train
+        self._checkpoint = recipe.checkpoint
+        self._batches = batches
+        self._held_out = make_held_out(recipe, data)
+        self._sink = sink
         self._signals = signals
         self._stop_at_step = stop_at_step
+        self._learning_rate = learning_rate(recipe)
+        self._tokens_per_step = train.batch_size * model.context_length  # over all ranks
+        peak = known_peak(device_name(ranks.device), train.precision)
+        self._flops_share = None if peak is None else flops_per_token(model, model.context_length) / peak
+        folder, keep = recipe.run.path / CHECKPOINTS, recipe.checkpoint
+        retention = Retention(folder, keep_last=keep.keep_last, keep_best=keep.keep_best)
+        self._writer = CheckpointWriter(folder, ranks, retention)
+        self._initial_state = initial_state(recipe, step, data)
         self._began_at = moment.step
         self._saved_step = moment.step  # resumed from this checkpoint; or step 0, which is not saved
         self._speed = Speedometer()
-        self._fraction = parts.clock.fraction()
+        self._fraction = self.clock.fraction()
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -170,7 +180,7 @@ class Trainer:
         """
         completed = False
         try:
-            with StepWatch(self.parts.ranks) as watch:
+            with StepWatch(self.ranks) as watch:
                 stopped = self._run_steps(watch)
             self._await_save()
             completed = True
@@ -179,9 +189,9 @@ class Trainer:
             raise
         finally:
             if not completed:
-                self.parts.writer.abandon()
+                self._writer.abandon()
         if stopped:
-            self.parts.sink.note(f"stopped by a signal; step {self.moment.step} is saved")
+            self._sink.note(f"stopped by a signal; step {self.moment.step} is saved")
             end_as_stopped(self._signals.received)
         return "finished" if self._is_over() else "stopped early"
 
@@ -190,18 +200,18 @@ class Trainer:
         batch = None if self._is_done() else self._next_batch()
         while batch is not None:
             with range_("step"), watch.step(self.moment.step + 1):
-                lr = self.parts.learning_rate(self.moment.step, self._fraction)
-                loss = self.parts.step.accumulate(*batch)
+                lr = self._learning_rate(self.moment.step, self._fraction)
+                loss = self.step.accumulate(*batch)
                 upcoming = self._next_batch(ahead=1)  # the GPU is still computing
-                outcome = self.parts.step.update(
+                outcome = self.step.update(
                     loss,
                     lr=lr,
                     stop=self._signals.received is not None,
-                    before_update=self.parts.writer.release_weights,
+                    before_update=self._writer.release_weights,
                 )
                 self._count(outcome)
-                self._fraction = self.parts.clock.fraction()
-            with losses_named(self.parts.ranks, f"after step {self.moment.step}"):
+                self._fraction = self.clock.fraction()
+            with losses_named(self.ranks, f"after step {self.moment.step}"):
                 stopped = self._after_step(outcome, lr)
             if stopped:
                 return True
@@ -209,20 +219,20 @@ class Trainer:
         return False
 
     def _next_batch(self, ahead: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        return load_batch(self.parts.batches, self.moment.step + ahead, self.parts.ranks.device)
+        return load_batch(self._batches, self.moment.step + ahead, self.ranks.device)
 
     def _count(self, outcome: Outcome) -> None:
         """Advance by one step, applied or not: a bad batch must not come again."""
         moment = self.moment
         moment.step += 1
-        moment.tokens += self.parts.tokens_per_step
+        moment.tokens += self._tokens_per_step
         moment.valid_loss = None
-        self._speed.count(self.parts.tokens_per_step)
+        self._speed.count(self._tokens_per_step)
         if not outcome.nonfinite:
             moment.skipped_in_a_row = 0
             return
         moment.skipped_in_a_row += 1
-        train, loss = self.parts.train, outcome.loss.item()
+        train, loss = self._train, outcome.loss.item()
         what = f"step {moment.step}: {self._what_is_not_finite(outcome)}"
         if train.nonfinite == "stop":
             raise Diverged(
@@ -236,14 +246,14 @@ class Trainer:
                 f"{what}: not finite {moment.skipped_in_a_row} times in a row, train.max_skips is {train.max_skips}",
                 hint="lower optimizer.lr",
             )
-        self.parts.sink.record({"kind": "skip", "step": moment.step, "loss": loss})
+        self._sink.record({"kind": "skip", "step": moment.step, "loss": loss})
 
     def _what_is_not_finite(self, outcome: Outcome) -> str:
         """Return the losses that are not finite, by rank; else the norm of the averaged gradient."""
         own = f"loss {outcome.loss.item():.4f}, gradient norm {outcome.grad_norm.item()}"
-        if self.parts.ranks.world_size == 1:
+        if self.ranks.world_size == 1:
             return own
-        losses = [torch.empty_like(outcome.loss) for _ in range(self.parts.ranks.world_size)]
+        losses = [torch.empty_like(outcome.loss) for _ in range(self.ranks.world_size)]
         dist.all_gather(losses, outcome.loss)
         bad = [
             f"{loss.item()} on rank {rank}" for rank, loss in enumerate(losses) if not torch.isfinite(loss)
@@ -252,14 +262,14 @@ class Trainer:
 
     def _after_step(self, outcome: Outcome, lr: float) -> bool:
         """Log, evaluate and save as due. Return True if a signal asks the run to stop."""
-        step, train, checkpoint = self.moment.step, self.parts.train, self.parts.checkpoint
+        step, train, checkpoint = self.moment.step, self._train, self._checkpoint
         stopped, ends = outcome.stop, self._is_done() or outcome.stop
         if outcome.applied and (step == 1 or step % train.log_interval == 0 or ends):
             self._log(outcome, lr)
         is_best = False
         if train.eval_interval and step % train.eval_interval == 0 and not stopped:
             evaluation = self._evaluate("valid", train.eval_batches or None)
-            stopped = evaluation is None and self.parts.held_out is not None
+            stopped = evaluation is None and self._held_out is not None
             is_best = evaluation is not None and self._is_best(evaluation)
         if (
             ends
@@ -269,9 +279,9 @@ class Trainer:
         ):
             self._save()
         elif step == self._began_at + 1 and checkpoint.interval > 0:
-            self.parts.writer.reserve(
-                self.parts.identity,
-                model=model_weights(self.parts.step.model),
+            self._writer.reserve(
+                self._initial_state,
+                model=model_weights(self.step.model),
                 optimizer=self._optimizer_tensors(),
             )
         return stopped
@@ -286,18 +296,18 @@ class Trainer:
         return True
 
     def _log(self, outcome: Outcome, lr: float) -> None:
-        parts, moment = self.parts, self.moment
+        moment = self.moment
         loss = outcome.loss
-        if parts.ranks.world_size > 1:
+        if self.ranks.world_size > 1:
             dist.all_reduce(loss)
-            loss /= parts.ranks.world_size
+            loss /= self.ranks.world_size
         moment.train_loss = loss.item()
         speed = self._speed.read()
-        share = None if parts.flops_share is None else parts.flops_share * speed / parts.ranks.world_size
-        end = parts.train.steps if self._stop_at_step is None else min(self._stop_at_step, parts.train.steps)
-        steps_left = (end - moment.step) * parts.tokens_per_step / speed
-        time_left = parts.clock.seconds_left
-        parts.sink.record(
+        share = None if self._flops_share is None else self._flops_share * speed / self.ranks.world_size
+        end = self._train.steps if self._stop_at_step is None else min(self._stop_at_step, self._train.steps)
+        steps_left = (end - moment.step) * self._tokens_per_step / speed
+        time_left = self.clock.seconds_left
+        self._sink.record(
             {
                 "kind": "train",
                 "step": moment.step,
@@ -307,8 +317,8 @@ class Trainer:
                 "tokens": moment.tokens,
                 "tokens_per_second": speed,
                 "mfu": share,
-                "memory_bytes": peak_memory(parts.ranks.device),
-                "seconds": parts.clock.seconds,
+                "memory_bytes": peak_memory(self.ranks.device),
+                "seconds": self.clock.seconds,
                 "progress": self._progress(),
                 "eta_seconds": steps_left if time_left is None else min(steps_left, time_left),
             }
@@ -320,29 +330,28 @@ class Trainer:
         Raises:
             SystemExit, KeyboardInterrupt: a signal came.
         """
-        if self.parts.held_out is None:
+        if self._held_out is None:
             return None
-        with losses_named(self.parts.ranks, f"after step {self.moment.step}"):
+        with losses_named(self.ranks, f"after step {self.moment.step}"):
             evaluation = self._evaluate("final", None)
         if evaluation is None:
             end_as_stopped(self._signals.received)
         return evaluation
 
     def _evaluate(self, kind: str, max_batches: int | None) -> Evaluation | None:
-        parts = self.parts
-        if parts.held_out is None:
+        if self._held_out is None:
             return None
         with self._speed.excluded():
             evaluation = evaluate(
-                parts.step.model,
-                parts.held_out,
-                parts.ranks,
-                precision=parts.train.precision,
+                self.step.model,
+                self._held_out,
+                self.ranks,
+                precision=self._train.precision,
                 max_batches=max_batches,
                 asked_to_stop=lambda: self._signals.received is not None,
             )
         if evaluation is not None:
-            parts.sink.record(
+            self._sink.record(
                 {
                     "kind": kind,
                     "step": self.moment.step,
@@ -356,40 +365,40 @@ class Trainer:
 
     def _save(self) -> None:
         """Begin to save, unless this step is saved already."""
-        parts, moment = self.parts, self.moment
+        moment = self.moment
         if moment.step == self._saved_step:
             return
-        parts.writer.wait_for_all()
-        scale = parts.step.loss_scale
-        state = parts.identity.model_copy(
+        self._writer.wait_for_all()
+        scale = self.step.loss_scale
+        state = self._initial_state.model_copy(
             update={
                 "step": moment.step,
-                "seconds": parts.clock.seconds,
+                "seconds": self.clock.seconds,
                 "time_fraction": self._fraction,
                 "tokens": moment.tokens,
                 "skipped_in_a_row": moment.skipped_in_a_row,
                 "valid_loss": moment.valid_loss,
                 "best_loss": moment.best_loss,
                 "loss_scale": None if scale is None else scale.state(),
-                "rng": (capture_rng(parts.ranks.device),),
+                "rng": (capture_rng(self.ranks.device),),
             }
         )
-        parts.writer.save(state, model=model_weights(parts.step.model), optimizer=self._optimizer_tensors())
+        self._writer.save(state, model=model_weights(self.step.model), optimizer=self._optimizer_tensors())
         self._saved_step = moment.step
-        parts.sink.record(
-            {"kind": "checkpoint", "step": moment.step, "stall_seconds": parts.writer.stall_seconds}
+        self._sink.record(
+            {"kind": "checkpoint", "step": moment.step, "stall_seconds": self._writer.stall_seconds}
         )
 
     def _await_save(self) -> None:
-        with losses_named(self.parts.ranks, f"after step {self.moment.step}"):
-            self.parts.writer.wait_for_all()
+        with losses_named(self.ranks, f"after step {self.moment.step}"):
+            self._writer.wait_for_all()
 
     def _optimizer_tensors(self) -> dict[str, torch.Tensor]:
-        return optimizer_tensors(self.parts.step.optimizer, self.parts.step.model)
+        return optimizer_tensors(self.step.optimizer, self.step.model)
 
     def _progress(self) -> float:
         """Return the share of the schedule that is done: of the steps or of the time, whichever is further."""
-        return max(self.moment.step / self.parts.train.steps, self._fraction or 0.0)
+        return max(self.moment.step / self._train.steps, self._fraction or 0.0)
 
     def _is_over(self) -> bool:
         return self._progress() >= 1.0

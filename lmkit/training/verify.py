@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from lmkit.data.token_files import open_tokens
 from lmkit.errors import LmkitError, UsageError, reason
 from lmkit.parallel.ranks import Ranks
@@ -28,16 +26,16 @@ from lmkit.training.checkpoint import (
     REPLACED_SUFFIX,
     STATE,
     TOKENIZER,
-    Checkpoint,
     hint_at_run,
     open_checkpoint,
     saved_steps,
+    shard_name,
     step_name,
     verify,
 )
 from lmkit.training.metrics import METRICS, read_metrics
 from lmkit.training.model_state import check_weights
-from lmkit.training.run_data import make_batches, open_data, resolve
+from lmkit.training.run_data import make_batches, open_data, resolve, token_paths
 from lmkit.training.session import ENVIRONMENT, RECIPE, train
 
 
@@ -229,20 +227,16 @@ def verify_resume(recipe: Recipe, *, steps: int = 5) -> VerifyResult:
 def _moved(recipe: Recipe, folder: Path, name: str) -> Recipe:
     """Return the recipe with another run folder, on the same data."""
     assert recipe.train is not None
-    tokens, tokenizer = recipe.run.path / "tokens", recipe.run.path / TOKENIZER
-    data = recipe.data.model_copy(
-        update={
-            "train": recipe.data.train or tokens / "train.npy",
-            "valid": recipe.data.valid or (tokens / "valid.npy" if (tokens / "valid.npy").exists() else None),
-        }
-    )
-    table = recipe.tokenizer
+    train_tokens, valid_tokens = token_paths(recipe)
+    tokenizer, table = recipe.run.path / TOKENIZER, recipe.tokenizer
     if tokenizer.exists() and (table is None or table.path is None):
         table = (table or TokenizerConfig()).model_copy(update={"path": tokenizer})
+    has_valid = recipe.data.valid is not None or valid_tokens.exists()
+    data = {"train": train_tokens, "valid": valid_tokens if has_valid else None}
     return recipe.model_copy(
         update={
             "run": recipe.run.model_copy(update={"folder": folder, "name": name}),
-            "data": data,
+            "data": recipe.data.model_copy(update=data),
             "tokenizer": table,
             "train": recipe.train.model_copy(update={"max_minutes": None}),
             "checkpoint": recipe.checkpoint.model_copy(update={"resume": "auto", "interval": 0}),
@@ -254,29 +248,13 @@ def _moved(recipe: Recipe, folder: Path, name: str) -> Recipe:
 def _hashes(recipe: Recipe, step: int) -> dict[str, str]:
     checkpoint = open_checkpoint(recipe.run.path / CHECKPOINTS / step_name(step))
     data = open_data(recipe)
-    inputs, targets = make_batches(resolve(recipe, data), data, Ranks()).batch(checkpoint.state.step)
+    inputs, targets = make_batches(resolve(recipe, data), data, Ranks()).batch(step)
     return {
-        "weights": _tensors_sha256(checkpoint.model_tensors()),
-        "optimizer": _tensors_sha256(_all_optimizer_tensors(checkpoint)),
+        "weights": checkpoint.entries[MODEL].sha256,  # equal tensors are written as equal files
+        "optimizer": checkpoint.entries[shard_name(0, 1)].sha256,
         "random generators": hashlib.sha256(str(checkpoint.state.rng).encode()).hexdigest(),
-        "next batch": _tensors_sha256({"inputs": inputs, "targets": targets}),
+        "next batch": hashlib.sha256(inputs.numpy().tobytes() + targets.numpy().tobytes()).hexdigest(),
     }
-
-
-def _all_optimizer_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    return {
-        f"{rank}/{name}": tensor
-        for rank, shard in enumerate(checkpoint.all_optimizer_shards())
-        for name, tensor in shard.items()
-    }
-
-
-def _tensors_sha256(tensors: Mapping[str, torch.Tensor]) -> str:
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        digest.update(name.encode())
-        digest.update(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def _result(path: str, checks: list[Check]) -> VerifyResult:

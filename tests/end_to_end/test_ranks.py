@@ -54,7 +54,7 @@ from lmkit.training.trainer import Trainer
 count = Trainer._count
 
 def lose_patience(loop, outcome):
-    object.__setattr__(loop.parts.ranks, "timeout_s", 8.0)
+    object.__setattr__(loop.ranks, "timeout_s", 8.0)
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=8))
     count(loop, outcome)
 

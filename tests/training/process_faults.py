@@ -85,7 +85,7 @@ def tell_the_ranks() -> None:
     original = Trainer.run
 
     def run(self: Trainer) -> trainer.Ending:
-        RANKS.append(self.parts.ranks)
+        RANKS.append(self.ranks)
         return original(self)
 
     Trainer.run = run  # type: ignore[method-assign]
