@@ -85,7 +85,7 @@ class Terminal:
         assert (ended, out) == (exit_code, ""), err
         assert re.match(r"error\[[a-z0-9_.]+\]: ", error), err
         assert re.match("hint: .", hint), err
-        assert all(line.startswith("warning: ") for line in before), err
+        assert not any(line.startswith(("error", "Traceback")) for line in before), err
         refusal = Refusal(error[len("error[") : error.index("]")], error.partition("]: ")[2], hint)
         assert refusal.code == code, err
         for word in says:

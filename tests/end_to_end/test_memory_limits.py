@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.full
 Limited = Callable[..., "subprocess.CompletedProcess[str]"]
 LINE_BYTES = 200_000_000
 # Address space of Python, numpy with its BLAS threads, and two workers; a copy of the line would not fit beside it.
@@ -84,7 +85,7 @@ def test_fault_29_a_worker_that_runs_out_of_memory_ends_the_command_in_one_line(
         done = limited(ROOM_KB, *command, "--workers", "2")
         assert done.returncode == 1, done.stderr
         error, hint = done.stderr.splitlines()[-2:]
-        assert error.startswith("error: out of memory")
+        assert error.startswith("error[memory.exhausted]: ")
         assert hint.startswith("hint: ")
         assert "Traceback" not in done.stderr
         assert sorted(tmp_path.iterdir()) == before

@@ -1,15 +1,18 @@
-"""`lmkit run` from text to story, in real processes, on a corpus that takes seconds."""
+"""`lmkit run` from text to story, on a corpus that takes seconds."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 Lmkit = Callable[..., "subprocess.CompletedProcess[str]"]
+ROOT = Path(__file__).parents[2]
 
 RECIPE = """
 [run]
@@ -37,6 +40,7 @@ eval_batches = 2
 prompts = ["One day"]
 max_new_tokens = 12
 """
+RUN = Path("artifacts/runs/tiny")
 
 
 @pytest.fixture
@@ -51,165 +55,175 @@ def losses(run: Path) -> list[float]:
     return [record["loss"] for record in records if record["kind"] == "train"]
 
 
+def redone(summary: str) -> list[str]:
+    """The stages that were not up to date."""
+    return [stage for stage, state in json.loads(summary)["stages"].items() if state != "up to date"]
+
+
+def made_at(run: Path) -> dict[Path, int]:
+    return {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.suffix in (".npy", ".safetensors")}
+
+
 def test_text_becomes_a_story_and_a_second_run_recomputes_nothing(
-    lmkit: Lmkit, recipe: Path, tmp_path: Path
+    lmkit: Lmkit, terminal, recipe: Path
 ) -> None:
     first = lmkit("run", recipe, "--json")
     assert first.returncode == 0, first.stderr
     summary = json.loads(first.stdout)
-    run = tmp_path / "artifacts" / "runs" / "tiny"
     assert summary["story"].startswith("One day")
     assert summary["steps"] == 20
     assert 0 < summary["bits_per_byte"] < 8
-    assert len(losses(run)) == 20
-    before = {
-        path: path.stat().st_mtime_ns for path in run.rglob("*") if path.suffix in (".npy", ".safetensors")
-    }
+    assert len(losses(RUN)) == 20
+    before = made_at(RUN)
 
-    second = lmkit("run", recipe, "--json")
-    assert second.returncode == 0, second.stderr
-    again = json.loads(second.stdout)
-    assert set(again["stages"].values()) == {"up to date"}
-    assert again["story"] == summary["story"]
-    after = {
-        path: path.stat().st_mtime_ns for path in run.rglob("*") if path.suffix in (".npy", ".safetensors")
-    }
-    assert after == before
-    assert before
+    again = terminal("run tiny.toml --json")
+    assert redone(again) == []
+    assert json.loads(again)["story"] == summary["story"]
+    assert made_at(RUN) == before
+
+    # The evaluation is that of the training; when asked for, it is computed, with the same result.
+    evaluation = RUN / "evaluation.json"
+    of_training = json.loads(evaluation.read_text())
+    assert redone(terminal("run tiny.toml --json --from evaluate")) == ["evaluate", "generate"]
+    assert json.loads(evaluation.read_text()) == of_training
 
     # A run, the checkpoints in it and the last of them are continued by the run's [generate] table alike.
-    last = max((run / "checkpoints").iterdir())
-    texts = [lmkit("generate", place, "--json").stdout for place in (run, run / "checkpoints", last)]
+    places = [RUN, RUN / "checkpoints", max((RUN / "checkpoints").iterdir())]
+    texts = [terminal("generate", place, "--json") for place in places]
     (sample,) = json.loads(texts[0])["samples"]
     assert sample["prompt"] + sample["text"] == summary["story"].removesuffix("\n")
     assert texts[1:] == texts[:1] * 2
 
     # Another prompt redoes the story alone.
-    third = lmkit("run", recipe, "--json", "--set", 'generate.prompts=["The"]')
-    states = json.loads(third.stdout)["stages"]
-    assert [stage for stage, state in states.items() if state != "up to date"] == ["generate"]
+    assert redone(terminal("run", "tiny.toml", "--json", "--set", 'generate.prompts=["The"]')) == ["generate"]
 
     # Another model under the same name is refused, its difference named, and nothing is touched.
-    refused = lmkit("run", recipe, "--set", "model.d_model=32")
-    assert refused.returncode == 2
-    assert "model.d_model: 16 -> 32" in refused.stderr
-    assert {path: path.stat().st_mtime_ns for path in before} == before
+    difference = "model.d_model: 16 -> 32"
+    terminal.refuses("run tiny.toml --set model.d_model=32", code="run.other_recipe", says=[difference])
+    assert made_at(RUN) == before
 
-    # What a stage wrote about itself was damaged since: one line says how to make it again.
-    evaluation = run / "evaluation.json"
+    # A result that was damaged since: one line says how to redo it.
     evaluation.write_text(evaluation.read_text()[:20])
-    damaged = lmkit("run", recipe)
-    assert damaged.returncode == 1
-    assert "evaluation.json: missing or damaged" in damaged.stderr
-    assert "--from evaluate" in damaged.stderr
-    assert "Traceback" not in damaged.stderr
+    refused = terminal.refuses("run tiny.toml", code="run.damaged_result", exit_code=1)
+    assert "evaluation.json" in refused.error
+    assert "--from evaluate" in refused.hint
 
     # --from redoes a stage and all after it; the same seed gives the same losses.
-    earlier = losses(run)
-    redone = lmkit("run", recipe, "--from", "train", "--json")
-    states = json.loads(redone.stdout)["stages"]
-    assert [stage for stage, state in states.items() if state != "up to date"] == [
-        "train",
-        "evaluate",
-        "generate",
-    ]
-    assert losses(run) == earlier
+    earlier = losses(RUN)
+    assert redone(terminal("run tiny.toml --from train --json")) == ["train", "evaluate", "generate"]
+    assert losses(RUN) == earlier
+
+
+def test_the_literal_torchrun_lmkit_makes_the_data_once_and_trains_on_all_ranks(
+    recipe: Path, tmp_path: Path
+) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [*torchrun, "lmkit", "run", str(recipe), "--set", f"run.folder={tmp_path}", "--json"],
+        cwd=ROOT,
+        env={**environment, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["steps"] == 20  # one object: rank 0 alone prints
+    assert done.stderr.count("corpus: done") == 1
+    (state,) = tmp_path.glob("tiny/checkpoints/*/state.json")
+    assert json.loads(state.read_text())["world_size"] == 2
+
+
+@pytest.mark.full
+def test_ranks_that_run_starts_itself_and_a_failure_under_torchrun(
+    lmkit: Lmkit, recipe: Path, tmp_path: Path
+) -> None:
+    done = lmkit("run", recipe, "--nproc", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    (state,) = (tmp_path / RUN).glob("checkpoints/*/state.json")
+    assert json.loads(state.read_text())["world_size"] == 2
+    alone = lmkit("run", recipe, "--set", "run.name=one", "--set", "parallel.strategy=zero1")
+    assert "parallel.strategy" in alone.stderr
+
+    (tmp_path / "corpus.txt").write_bytes(b"text \xff")
+    files = ["--set", "corpus.source=files", "--set", 'corpus.train=["corpus.txt"]']
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    failed = subprocess.run(
+        [*torchrun, "-m", "lmkit", "run", str(recipe), *files, "--set", "run.name=bad"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert failed.returncode == 1
+    errors = [line for line in failed.stderr.splitlines() if line.startswith("error")]
+    assert len(errors) == 1
+    assert "rank 0: corpus.txt" in errors[0]
 
 
 def test_fault_33_a_damaged_token_file_costs_no_checkpoint_and_the_hint_mends_it(
-    lmkit: Lmkit, recipe: Path, tmp_path: Path
+    terminal, recipe: Path
 ) -> None:
-    assert lmkit("run", recipe).returncode == 0
-    run = Path("artifacts/runs/tiny")
-    tokens, newest = run / "tokens" / "train.npy", tmp_path / run / "checkpoints" / "step-00000020"
+    terminal("run tiny.toml")
+    tokens, newest = RUN / "tokens" / "train.npy", RUN / "checkpoints" / "step-00000020"
     before = newest.stat().st_mtime_ns
-    whole = (tmp_path / tokens).read_bytes()
-    (tmp_path / tokens).write_bytes(whole[:-100])
-    for command in (("train", recipe, "--steps", "21"), ("run", recipe, "--from", "train")):
-        refused = lmkit(*command)
-        assert refused.returncode == 1
-        error, hint = refused.stderr.splitlines()[-2:]
-        assert error.startswith(f"error: {tokens}: ")
-        assert hint == f"hint: delete {tokens}, and lmkit run {run / 'recipe.toml'} makes it again"
+    whole = tokens.read_bytes()
+    tokens.write_bytes(whole[:-100])
+    for command in ("train tiny.toml --steps 21", "run tiny.toml --from train"):
+        terminal._capsys.readouterr()
+        assert terminal._run([command]) == 1
+        error, hint = terminal._capsys.readouterr().err.splitlines()[-2:]
+        assert str(tokens) in error
+        assert str(tokens) in hint
+        assert f"lmkit run {RUN / 'recipe.toml'}" in hint
         assert newest.stat().st_mtime_ns == before
-    (tmp_path / tokens).unlink()
-    mended = lmkit("run", run / "recipe.toml")
-    assert mended.returncode == 0, mended.stderr
-    assert (tmp_path / tokens).read_bytes() == whole
-    assert lmkit("evaluate", run).returncode == 0
+    tokens.unlink()
+    terminal("run", RUN / "recipe.toml")
+    assert tokens.read_bytes() == whole
 
 
-def test_what_train_added_to_a_run_is_kept(lmkit: Lmkit, recipe: Path, tmp_path: Path) -> None:
-    assert lmkit("run", recipe).returncode == 0
-    assert lmkit("train", recipe, "--steps", "30").returncode == 0
-    run = tmp_path / "artifacts" / "runs" / "tiny"
-    longer = losses(run)
-    result = lmkit("run", run / "recipe.toml", "--json")
-    assert result.returncode == 0, result.stderr
-    summary = json.loads(result.stdout)
-    assert summary["steps"] == 30
-    assert [stage for stage, state in summary["stages"].items() if state != "up to date"] == [
-        "train",  # has nothing to do
-        "evaluate",
-        "generate",
-    ]
-    assert losses(run) == longer
+def test_training_beyond_a_run_is_kept_and_two_fresh_runs_have_identical_losses(
+    terminal, recipe: Path
+) -> None:
+    terminal("run tiny.toml")
+    terminal("run tiny.toml --set run.name=two")
+    assert losses(RUN) == losses(RUN.parent / "two")
+    assert len(set(losses(RUN))) == 20
+    terminal("train tiny.toml --steps 30")
+    longer = losses(RUN)
     assert len(longer) == 30
-    assert (run / "checkpoints" / "step-00000030").exists()
+    summary = terminal("run", RUN / "recipe.toml", "--json")
+    assert json.loads(summary)["steps"] == 30
+    assert redone(summary) == ["train", "evaluate", "generate"]  # train has nothing to do
+    assert losses(RUN) == longer
+    assert (RUN / "checkpoints" / "step-00000030").exists()
 
 
-def test_two_fresh_runs_have_identical_losses(lmkit: Lmkit, recipe: Path, tmp_path: Path) -> None:
-    curves = []
-    for name in ("one", "two"):
-        result = lmkit("run", recipe, "--set", f"run.name={name}")
-        assert result.returncode == 0, result.stderr
-        curves.append(losses(tmp_path / "artifacts" / "runs" / name))
-    assert curves[0] == curves[1]
-    assert len(set(curves[0])) == 20
-
-
-def test_dry_run_touches_nothing(lmkit: Lmkit, recipe: Path, tmp_path: Path) -> None:
-    result = lmkit("run", recipe, "--dry-run", "--json")
-    assert set(json.loads(result.stdout)["stages"].values()) == {"would run"}
+def test_dry_run_touches_nothing(terminal, recipe: Path, tmp_path: Path) -> None:
+    stages = json.loads(terminal("run tiny.toml --dry-run --json"))["stages"]
+    assert set(stages.values()) == {"would run"}
     assert list(tmp_path.iterdir()) == [recipe]
 
 
-def test_skip_data_needs_data(lmkit: Lmkit, recipe: Path) -> None:
-    result = lmkit("run", recipe, "--skip-data")
-    assert result.returncode == 2
-    assert "--skip-data" in result.stderr
-
-
-def test_a_changed_source_file_redoes_everything(lmkit: Lmkit, recipe: Path, tmp_path: Path) -> None:
-    corpus = tmp_path / "corpus.txt"
-    assert lmkit("data", "synth", corpus, "--size-mb", "0.2").returncode == 0
-    files = ("--set", "corpus.source=files", "--set", f'corpus.train=["{corpus}"]')
-    assert lmkit("run", recipe, *files).returncode == 0
-    with corpus.open("a") as file:
+@pytest.mark.full
+def test_a_changed_source_file_redoes_everything(terminal, recipe: Path) -> None:
+    terminal("data synth corpus.txt --size-mb 0.2")
+    files = ("--set", "corpus.source=files", "--set", 'corpus.train=["corpus.txt"]')
+    terminal("run", recipe, *files)
+    with open("corpus.txt", "a") as file:
         file.write("Then something new happened.\n<|endoftext|>\n")
-    result = lmkit("run", recipe, *files, "--json")
-    assert result.returncode == 0, result.stderr
-    assert "up to date" not in json.loads(result.stdout)["stages"].values()
+    assert len(redone(terminal("run", recipe, *files, "--json"))) == 6
 
 
-def test_a_corpus_too_small_for_the_vocabulary_is_trained_on_judged_and_resumed(
-    lmkit: Lmkit, recipe: Path, tmp_path: Path
+@pytest.mark.full
+def test_a_corpus_too_small_for_the_vocabulary_is_trained_on_evaluated_and_resumed(
+    terminal, recipe: Path
 ) -> None:
-    (tmp_path / "corpus.txt").write_text("the cat sat on the mat\n" * 99)
+    Path("corpus.txt").write_text("the cat sat on the mat\n" * 99)
     files = ["--set", "corpus.source=files", "--set", 'corpus.train=["corpus.txt"]']
     options = [*files, "--set", "tokenizer.vocab_size=1000"]
-    done = lmkit("run", recipe, *options, "--json")
-    assert done.returncode == 0, done.stderr
-    assert "not 1000" in done.stderr
-    assert json.loads(done.stdout)["vocab_size"] < 300
-    longer = lmkit("train", recipe, *options, "--steps", "21")
-    assert longer.returncode == 0, longer.stderr
-    assert "resuming from" in longer.stderr
-    judged = lmkit("evaluate", tmp_path / "artifacts" / "runs" / "tiny")
-    assert judged.returncode == 0, judged.stderr
-
-
-def test_unknown_stage_is_refused(lmkit: Lmkit, recipe: Path) -> None:
-    result = lmkit("run", recipe, "--from", "trian")
-    assert result.returncode == 2
-    assert "stages: corpus, tokenizer" in result.stderr
+    assert json.loads(terminal("run", recipe, *options, "--json"))["vocab_size"] < 300
+    assert json.loads(terminal("train", recipe, *options, "--steps", "21", "--json"))["resumed_from"] == 20
+    terminal("evaluate", RUN)

@@ -66,52 +66,35 @@ def weights(run: Path) -> bytes:
     return (choice.path / "model.safetensors").read_bytes()
 
 
-def assert_one_line_and_a_hint(done: subprocess.CompletedProcess[str]) -> None:
-    lines = done.stderr.strip().splitlines()
-    assert lines[-2].startswith("error[resume.other_recipe]: ")
-    assert lines[-1].startswith("hint: ")
-    assert "Traceback" not in done.stderr
-    assert done.stdout == ""
-
-
-def test_fault_54_stopping_and_going_on_is_the_same_run(lmkit: Lmkit, recipe: Path, tmp_path: Path) -> None:
+def test_fault_54_stopping_and_going_on_is_the_same_run(terminal, recipe: Path, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
-    whole = lmkit("train", recipe, "--name", "whole", "--json")
-    assert whole.returncode == 0, whole.stderr
-    result = json.loads(whole.stdout)  # one object, nothing else
+    result = json.loads(terminal("train tiny.toml --name whole --json"))
     assert (result["status"], result["step"]) == ("finished", 10)
     assert result["folder"] == "runs/whole"
-    assert "\x1b" not in whole.stderr
-    assert "tok/s" in whole.stderr
+    assert "\x1b" not in terminal.err
+    assert "tok/s" in terminal.err
 
-    first = lmkit("train", recipe, "--name", "parts", "--stop-at-step", "5")
-    assert first.returncode == 0, first.stderr
-    assert "stopped early at step 5 of 10" in first.stdout
-    second = lmkit("train", recipe, "--name", "parts", NO_COLOR="1")
-    assert second.returncode == 0, second.stderr
-    assert "resuming from runs/parts/checkpoints/step-00000005" in second.stderr
+    first = json.loads(terminal("train tiny.toml --name parts --stop-at-step 5 --json"))
+    assert (first["status"], first["step"]) == ("stopped early", 5)
+    second = json.loads(terminal("train tiny.toml --name parts --json"))
+    assert (second["resumed_from"], second["step"]) == (5, 10)
     assert losses(runs / "whole") == losses(runs / "parts")
     assert weights(runs / "whole") == weights(runs / "parts")
 
     # fault 65, and nothing that was written names this machine
-    third = lmkit("train", recipe, "--name", "parts")
-    assert third.returncode == 0
-    assert third.stdout.startswith("nothing to do")
+    assert json.loads(terminal("train tiny.toml --name parts --json"))["status"] == "nothing to do"
     for path in (runs / "whole").rglob("*"):
         if path.suffix in (".json", ".jsonl", ".toml"):
             assert str(tmp_path) not in path.read_text()
 
-    refused = lmkit("train", recipe, "--name", "parts", "--set", "model.d_model=32")
-    assert refused.returncode == 2
-    assert "model.d_model: 16 -> 32" in refused.stderr
-    assert_one_line_and_a_hint(refused)
-
-    evaluated = lmkit("evaluate", "runs/whole", "--json")
-    assert evaluated.returncode == 0, evaluated.stderr
+    difference = "model.d_model: 16 -> 32"
+    command = "train tiny.toml --name parts --set model.d_model=32"
+    terminal.refuses(command, code="resume.other_recipe", says=[difference])
     # One rank, one thread, the same windows: the same number.
-    assert json.loads(evaluated.stdout)["loss"] == result["valid_loss"]
+    assert json.loads(terminal("evaluate runs/whole --json"))["loss"] == result["valid_loss"]
 
 
+@pytest.mark.full
 def test_two_ranks_by_nproc_and_by_torchrun_are_the_same_run(
     lmkit: Lmkit, recipe: Path, tmp_path: Path
 ) -> None:
@@ -151,6 +134,7 @@ def start(recipe: Path, *arguments: str) -> subprocess.Popen[str]:
     raise AssertionError(f"ended before its first step: {process.wait()}")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("number", "code", "arguments"),
     [(signal.SIGTERM, 143, ()), (signal.SIGINT, 130, ()), (signal.SIGTERM, 143, ("--nproc", "2"))],
@@ -174,9 +158,7 @@ def test_fault_69_a_signal_saves_once_and_gives_the_exit_code(
     assert f"(resumed at step {only.step})" in resumed.stdout
 
 
-def test_fault_50_an_output_on_a_file_is_wrong_use(lmkit: Lmkit, recipe: Path, tmp_path: Path) -> None:
-    (tmp_path / "runs").write_text("in the way")
-    done = lmkit("train", recipe)
-    assert done.returncode == 2
-    assert "cannot write there" in done.stderr
-    assert_one_line_and_a_hint(done)
+def test_fault_50_an_output_on_a_file_is_wrong_use(terminal, recipe: Path) -> None:
+    Path("runs").write_text("in the way")
+    assert terminal._run(["train tiny.toml"]) == 2
+    assert "runs/run" in terminal._capsys.readouterr().err
