@@ -43,8 +43,13 @@ def interrupt(folder: Path, arguments: str, *, when: Callable[[], bool]) -> tupl
     [
         "bench attention bench_attention_cpu",
         # More samples than anyone waits for: it is not done before the signal comes.
-        "bench model bench_model_cpu --set bench.model.iters=100000 --set bench.model.max_seconds=60",
-        "bench ddp bench_ddp_cpu --nproc 2 --set bench.ddp.rounds=100000",
+        pytest.param(
+            "bench model bench_model_cpu --set bench.model.iters=100000 --set bench.model.max_seconds=60",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            "bench ddp bench_ddp_cpu --nproc 2 --set bench.ddp.rounds=100000", marks=pytest.mark.full
+        ),
     ],
 )
 def test_fault_16_ctrl_c_in_a_bench_is_130_and_one_line_that_says_where_its_rows_are(

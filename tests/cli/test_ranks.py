@@ -56,48 +56,47 @@ def torchrun(tmp_path: Path) -> Lmkit:
     return run
 
 
-def lines(result: subprocess.CompletedProcess[str], start: str) -> list[str]:
-    return [line for line in result.stderr.splitlines() if line.startswith(start)]
+def errors(result: subprocess.CompletedProcess[str]) -> list[str]:
+    return [line for line in result.stderr.splitlines() if line.startswith("error")]
 
 
-def test_missing_tokens_are_one_line_with_file_key_and_command(lmkit: Lmkit) -> None:
-    alone = lmkit("train", "quickstart", "--set", "run.name=two")
-    started = lmkit("train", "quickstart", "--set", "run.name=two", "--nproc", "2")
-    assert alone.stderr == started.stderr
-    assert (alone.returncode, started.returncode, alone.stdout) == (2, 2, "")
-    error, hint = alone.stderr.splitlines()
-    assert error == (
-        "error: artifacts/runs/two/tokens/train.npy: no such token file to train on (key data.train)"
-    )
-    assert hint.startswith("hint: make it with: lmkit run RECIPE --set run.name=two; ")
+def test_missing_tokens_are_refused_before_ranks_start_with_file_key_and_command(terminal) -> None:
+    file = "artifacts/runs/two/tokens/train.npy"
+    for ranks_ in ("", " --nproc 2"):
+        command = f"train quickstart --set run.name=two{ranks_}"
+        refusal = terminal.refuses(command, code="data.no_tokens", says=[file, "data.train"])
+        assert "lmkit run RECIPE --set run.name=two" in refusal.hint
 
 
-def test_the_hint_does_not_send_to_a_command_that_cannot_help(lmkit: Lmkit, tmp_path: Path) -> None:
-    recipe = tmp_path / "recipe.toml"
+def test_the_hint_does_not_send_to_a_command_that_cannot_help(terminal) -> None:
+    recipe = Path("recipe.toml")
     recipe.write_text(RECIPE)
-    named = lmkit("train", recipe).stderr
-    assert "error: tokens.npy: no such token file" in named
-    assert "lmkit data encode TEXT tokens.npy" in named
+    refusal = terminal.refuses("train recipe.toml", code="data.no_tokens", says=["tokens.npy"])
+    assert "lmkit data encode TEXT tokens.npy" in refusal.hint
     recipe.write_text(RECIPE.replace('train = "tokens.npy"', ""))
-    unnamed = lmkit("train", recipe).stderr
-    assert "lmkit data encode TEXT runs/run/tokens/train.npy" in unnamed
-    assert "lmkit run" not in unnamed
+    refusal = terminal.refuses("train recipe.toml", code="data.no_tokens")
+    assert "lmkit data encode TEXT runs/run/tokens/train.npy" in refusal.hint
+    assert "lmkit run" not in refusal.hint
 
 
+@pytest.mark.full
 def test_under_torchrun_an_error_of_all_ranks_is_said_once_and_its_summary_holds_no_traceback_of_ours(
     torchrun: Lmkit,
 ) -> None:
     result = torchrun("lmkit train quickstart --set run.name=two")
-    (error,) = lines(result, "error: ")
-    message = "artifacts/runs/two/tokens/train.npy: no such token file to train on (key data.train)"
-    assert re.fullmatch(rf"error: rank [01]: {re.escape(message)}", error)  # rank 0's, unless that comes late
-    assert lines(result, "  traceback : ")[-1] == error.replace("error", "  traceback ")
-    assert "lmkit/commands" not in result.stderr
+    (error,) = errors(result)
+    message = error.partition("]: ")[2]
+    assert re.match(
+        r"rank [01]: artifacts/runs/two/tokens/train\.npy: ", message
+    )  # rank 0's, unless it is late
+    summary = [line for line in result.stderr.splitlines() if line.startswith("  traceback : ")]
+    assert summary[-1] == f"  traceback : {message}"
+    assert "lmkit/cli" not in result.stderr
 
 
 LEAVING = """
 import os, torch.distributed as dist, torch
-from lmkit.cli import app
+from lmkit.cli.app import run_command_line
 from lmkit.measure import environment
 from lmkit.errors import LmkitError
 from lmkit.parallel.failures import losses_named
@@ -107,20 +106,21 @@ def run():  # stands for a command whose second rank fails while the first waits
     with process_group("cpu") as ranks, losses_named(ranks, "between steps"):
         dist.all_reduce(torch.ones(1))
         if ranks.rank == 1:
-            raise LmkitError("tokens.npy: is cut")
+            raise LmkitError("tokens.cut", "tokens.npy: is cut")
         dist.all_reduce(torch.ones(1))
 
 environment.describe_environment = run
-os._exit(app.run_command_line(["env"]))
+os._exit(run_command_line(["env"]))
 """
 
 
+@pytest.mark.full
 def test_under_torchrun_the_cause_is_said_and_not_the_connection_it_broke(
     torchrun: Lmkit, tmp_path: Path
 ) -> None:
     (tmp_path / "leaving.py").write_text(LEAVING)
     result = torchrun(f"exec {sys.executable} leaving.py")
-    assert lines(result, "error: ") == ["error: rank 1: tokens.npy: is cut"]
+    assert errors(result) == ["error[tokens.cut]: rank 1: tokens.npy: is cut"]
 
 
 @pytest.fixture
@@ -144,12 +144,12 @@ def as_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], 
 
 def test_however_late_the_ranks_come_one_speaks(as_rank: Callable[[int], Path]) -> None:
     told = as_rank(1)
-    assert speak_for_ranks(LmkitError("no tokens")).message == "rank 1: no tokens"
+    assert speak_for_ranks(LmkitError("tokens.missing", "no tokens")).message == "rank 1: no tokens"
     assert json.loads(told.read_text())["message"]["message"] == "rank 1: no tokens"
     for rank in (0, 2):
         told = as_rank(rank)
         with pytest.raises(SystemExit):
-            speak_for_ranks(LmkitError("no tokens"))
+            speak_for_ranks(LmkitError("tokens.missing", "no tokens"))
         assert not told.exists()
 
 
@@ -160,8 +160,10 @@ def test_a_lost_connection_is_not_said_where_its_cause_will_be(
     monkeypatch.setattr(ranks, "_is_first_to_speak", lambda folder: pytest.fail("it waits its time first"))
     monkeypatch.setattr(ranks, "PATIENCE_S", 0.1)
     with pytest.raises(pytest.fail.Exception):
-        speak_for_ranks(LmkitError("no tokens"))
+        speak_for_ranks(LmkitError("tokens.missing", "no tokens"))
     assert not cause.exists()
     as_rank(0)
     with pytest.raises(SystemExit):
-        speak_for_ranks(RankLost("rank 0, step 1: the connection broke; no sign of rank 1 in 2 s more"))
+        speak_for_ranks(
+            RankLost("ranks.lost", "rank 0, step 1: the connection broke; no sign of rank 1 in 2 s more")
+        )
