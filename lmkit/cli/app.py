@@ -1,9 +1,11 @@
 """The root command, and how errors become one line, one hint and an exit code."""
 
 import importlib
+import re
 import sys
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -15,23 +17,34 @@ from lmkit.errors import LmkitError, UsageError, out_of_memory, reason
 # The base of Typer's errors about arguments; its newer versions have no public name for it.
 _WrongArguments: type[Any] = typer.BadParameter.__base__  # type: ignore[assignment]
 
-COMMANDS: dict[str, tuple[str, str]] = {
-    "run": ("run", "Turn text into a model that writes stories."),
-    "train": ("train", "Train a model, or go on from its newest checkpoint."),
-    "evaluate": ("train", "Loss, perplexity and bits per byte on held-out data."),
-    "generate": ("generate", "Write text with a trained model."),
-    "data": ("data", "Generate, download, encode and inspect data."),
-    "tokenizer": ("tokenizer", "Train, use, inspect, import and export tokenizers."),
-    "bench": ("bench", "Find out how fast each part is."),
-    "profile": ("profile", "Find out where time and memory go."),
-    "recipe": ("recipe", "List, show, check and copy recipes."),
-    "report": ("results", "Make write-ups of measured results."),
-    "compare": ("results", "Compare two results of one bench, row by row."),
-    "verify": ("verify", "Check files, or check that resuming is exact."),
-    "env": ("env", "Print versions, GPUs, and what runs on this machine."),
+COMMANDS = {
+    "run": "run",
+    "train": "train",
+    "evaluate": "train",
+    "generate": "generate",
+    "data": "data",
+    "tokenizer": "tokenizer",
+    "bench": "bench",
+    "profile": "profile",
+    "recipe": "recipe",
+    "report": "results",
+    "compare": "results",
+    "verify": "verify",
+    "env": "env",
 }
-"""Name -> module of this package and the first line of its help. A module has an `app` with commands, or adds them to
-one in `register`."""
+"""Name -> module of this package. A module has an `app` with commands, or adds its commands to one in `register`."""
+
+
+def _help_line(name: str) -> str:
+    """Return the first sentence of a command's help, read from the source of its module."""
+    source = (Path(__file__).parent / f"{COMMANDS[name]}.py").read_text("utf-8")
+    function = source.find(f"\ndef {name}(")
+    if function >= 0:
+        docstring = source.index('"""', function) + len('"""')
+        line = source[docstring:].splitlines()[0].removesuffix('"""')
+    else:
+        (line,) = re.findall(r'= typer\.Typer\([^)]*?help="([^"]+)"', source)
+    return line.partition(". ")[0].rstrip(".") + "."
 
 
 class _Root(Group):
@@ -43,7 +56,7 @@ class _Root(Group):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name in COMMANDS and self.commands[cmd_name] is None:
-            module = importlib.import_module(f"lmkit.cli.{COMMANDS[cmd_name][0]}")
+            module = importlib.import_module(f"lmkit.cli.{COMMANDS[cmd_name]}")
             commands = getattr(module, "app", None)
             if commands is None:
                 commands = typer.Typer(rich_markup_mode=None)
@@ -55,7 +68,7 @@ class _Root(Group):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, help_line) for name, (_, help_line) in COMMANDS.items()])
+            formatter.write_dl([(name, _help_line(name)) for name in COMMANDS])
 
 
 app = typer.Typer(

@@ -23,17 +23,17 @@ class Group(TyperGroup):
 
 
 def _prepare(context: typer.Context, value: bool) -> None:
-    """Runs once the options of a command are parsed, so not for `--help`."""
+    """Turn on tracebacks and the log; called when the options of a command are parsed, so not for `--help`."""
     if value:
         context.find_root().ensure_object(dict)["debug"] = True
-    if context.parent is not None:  # a command, not the root: it is about to run
+    if context.parent is not None:  # a command that is about to run, not the root
         from lmkit.cli.log import log_to_stderr
 
         log_to_stderr()
 
 
 def _load_plugins(paths: list[Path] | None) -> list[Path] | None:
-    """Runs before the body of the command, so before a recipe is validated."""
+    """Import plugins; called before the body of the command, so before a recipe is validated."""
     from lmkit.registry import load_plugin
 
     for path in paths or ():
@@ -42,7 +42,7 @@ def _load_plugins(paths: list[Path] | None) -> list[Path] | None:
 
 
 RecipeArgument = Annotated[
-    str, typer.Argument(help="A .toml file, or a name that `lmkit recipe list` shows.")
+    str, typer.Argument(help="A .toml file, or the name of a shipped recipe (see `lmkit recipe list`).")
 ]
 SourcesArgument = Annotated[
     list[Path],
@@ -55,7 +55,7 @@ SetOption = Annotated[
     typer.Option(
         "--set",
         metavar="TABLE.KEY=VALUE",
-        help="Override one key of the recipe; repeatable. The value is TOML; a bare word is read as a string.",
+        help="Set one key of the recipe; repeatable. The value is TOML; a bare word is a string.",
         show_default=False,
     ),
 ]
@@ -76,39 +76,37 @@ PrintRecipeOption = Annotated[
     bool, typer.Option("--print-recipe", help="Print the resolved recipe and stop.")
 ]
 DryRunOption = Annotated[
-    bool, typer.Option("--dry-run", help="Check everything, say what would happen, and stop.")
+    bool, typer.Option("--dry-run", help="Check everything, print what would happen, and stop.")
 ]
-ForceOption = Annotated[bool, typer.Option("--force", help="Replace what is already there.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Overwrite existing output.")]
 DebugOption = Annotated[
     bool,
-    typer.Option("--debug", callback=_prepare, expose_value=False, help="Show the traceback of an error."),
+    typer.Option("--debug", callback=_prepare, expose_value=False, help="Show the traceback of errors."),
 ]
 WorkersOption = Annotated[
     int | None,
-    typer.Option(
-        min=0, max=1024, help="Threads that do the work; 0 or left out: one per CPU.", show_default=False
-    ),
+    typer.Option(min=0, max=1024, help="Worker threads; 0: one per CPU (default).", show_default=False),
 ]
 DeviceOption = Annotated[
-    Literal["auto", "cpu", "cuda"], typer.Option(help="`auto` takes CUDA where there is one.")
+    Literal["auto", "cpu", "cuda"], typer.Option(help="`auto`: CUDA if there is a GPU, else the CPU.")
 ]
 NprocOption = Annotated[
     int,
     typer.Option(
-        min=1, max=64, help="Ranks (processes) to start on this machine; leave it out under torchrun."
+        min=1, max=64, help="Number of ranks (processes) to start on this machine; not with torchrun."
     ),
 ]
 ErrorsOption = Annotated[
     Literal["strict", "replace"],
-    typer.Option(help="Bytes that are not UTF-8: stop there, or read them as U+FFFD."),
+    typer.Option(help="At bytes that are not UTF-8: stop, or read them as U+FFFD."),
 ]
 
-# Of the benches:
+# Options of the benches
 ResultsOption = Annotated[
     Path | None,
     typer.Option(
         "--output",
-        help="Folder for the results; by default artifacts/benches/<run.name>/<bench>, overwritten by each run.",
+        help="Folder for the results.  [default: artifacts/benches/<run.name>/<bench>, overwritten by each run]",
         show_default=False,
     ),
 ]
@@ -120,12 +118,12 @@ KernelsOption = Annotated[
     ),
 ]
 
-# Of the profiles:
+# Options of the profiles
 RecordingOption = Annotated[
     Path | None,
     typer.Option(
         "--output",
-        help="Folder for the recording and its summary; by default artifacts/profiles/<command>, overwritten.",
+        help="Folder for the recording and its summary.  [default: artifacts/profiles/<command>, overwritten]",
         show_default=False,
     ),
 ]
@@ -134,17 +132,17 @@ RecordedStepsOption = Annotated[
 ]
 ModeOption = Annotated[
     Literal["forward", "fwd+bwd", "step"],
-    typer.Option(help="Of a recipe: whole steps, or forward (and backward) passes alone."),
+    typer.Option(help="What to record of a recipe: whole steps, or only forward (and backward) passes."),
 ]
 
 
 def examples(*lines: str) -> str:
-    """The end of a command's help: examples, a line each."""
+    """Return the epilog of a command's help: one example per line."""
     return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
 
 
 def split(values: list[str] | None) -> list[str] | None:
-    """What an option was given, once or several times, each time with commas between or not; None if it was not."""
+    """Return the values of a repeatable option that also takes commas; None if it was not typed."""
     return values and [part.strip() for value in values for part in value.split(",")]
 
 
@@ -172,6 +170,8 @@ def _is_typed(context: typer.Context, parameter: str) -> bool:
 
 
 def given(**flags: Any) -> dict[str, Any]:
-    """The flags that were typed, as recipe keys: `train__steps=5` -> {"train.steps": 5}. A flag left out is None
-    and never overrides the recipe."""
+    """Return typed flags as recipe keys: `train__steps=5` -> {"train.steps": 5}.
+
+    A flag that was left out is None and never overrides the recipe.
+    """
     return {name.replace("__", "."): value for name, value in flags.items() if value is not None}

@@ -36,13 +36,13 @@ def train(
     set_: SetOption = None,
     plugin: PluginOption = None,
     steps: Annotated[
-        int | None, typer.Option(help="Optimizer steps in all (train.steps).", show_default=False)
+        int | None, typer.Option(help="Total optimizer steps (train.steps).", show_default=False)
     ] = None,
     device: Annotated[
         str | None, typer.Option(help="auto, cpu or cuda (run.device).", show_default=False)
     ] = None,
     name: Annotated[
-        str | None, typer.Option(help="Of the run and its folder (run.name).", show_default=False)
+        str | None, typer.Option(help="Name of the run and its folder (run.name).", show_default=False)
     ] = None,
     resume: Annotated[
         str | None,
@@ -52,7 +52,7 @@ def train(
         int | None,
         typer.Option(
             min=1,
-            help="End after this step; the learning rate falls as if it went on to the last.",
+            help="Stop after this step; the learning-rate schedule does not change.",
             show_default=False,
         ),
     ] = None,
@@ -87,14 +87,16 @@ def evaluate(
     run: Annotated[Path, typer.Argument(help="A run folder or a checkpoint folder.")],
     tokens: Annotated[
         Path | None,
-        typer.Option(help="Token file to evaluate on; else the run's held-out one.", show_default=False),
+        typer.Option(
+            help="Token file to evaluate on; default: the held-out file of the run.", show_default=False
+        ),
     ] = None,
     device: DeviceOption = "auto",
     plugin: PluginOption = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Loss, perplexity and bits per byte on held-out data."""
+    """Print loss, perplexity and bits per byte on held-out data."""
     from lmkit.training import evaluation as command
 
     show(command.evaluate_run(run, tokens=tokens, device=device), as_json=as_json)

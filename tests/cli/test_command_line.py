@@ -51,10 +51,15 @@ def test_help_fits_100_columns_and_has_an_example(
     assert "lmkit" in lines[-1] + lines[-2]
 
 
-def test_the_help_of_lmkit_says_what_the_help_of_each_command_says() -> None:
-    root = root_command()
-    for name, (_, line) in COMMANDS.items():
-        assert root.get_command(None, name).get_short_help_str(100) == line
+def test_the_help_of_lmkit_says_what_the_help_of_each_command_says(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    assert run_command_line(["--help"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    for name in COMMANDS:
+        line = root_command().get_command(None, name).get_short_help_str(100)
+        assert f"  {name:<9}  {line}" in shown
 
 
 @pytest.mark.parametrize("group", [(), ("data",), ("tokenizer",), ("bench",), ("profile",), ("recipe",)])
