@@ -1,4 +1,4 @@
-"""What checks of an attention function begin with (run it, with its gradients) and end with (two errors a tensor)."""
+"""Run an attention kernel with its gradients, and hold the errors of its tensors; for tests and benches."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,8 +14,9 @@ NAMES = ("out", "dq", "dk", "dv")
 class Error:
     """Distance of one tensor from the exact one, in a unit that the check chooses.
 
-    overall: the root mean square distance of a row (one head's vector).
-    worst_row: the largest distance of a single row; a fault that touches one row in thousands shows here.
+    Attributes:
+        overall: the root mean square distance of a row (one head's vector).
+        worst_row: the largest distance of a row, which shows a fault in one row of thousands.
     """
 
     overall: float
@@ -25,7 +26,7 @@ class Error:
 def run_attention(
     function: AttentionFunction, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None, **options: object
 ) -> tuple[Tensor, ...]:
-    """(out,) or (out, dq, dk, dv) of `function`; the inputs keep their strides and gather no gradients."""
+    """Return (out,), or (out, dq, dk, dv) if there is `dout`; inputs keep their strides and get no gradients."""
     if dout is None:
         with torch.no_grad():
             return (function(q, k, v, **options),)

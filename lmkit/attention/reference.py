@@ -35,12 +35,9 @@ def reference(
         if visible is not None:
             scores = scores.masked_fill(~visible, -math.inf)
     with range_("attention.softmax"):
-        if mask is None:
-            weights = scores.softmax(dim=-1).to(v.dtype)  # (batch, heads, num_queries, num_keys)
-        else:
-            # softmax of a row of -inf is NaN, and so is its gradient: give such rows zeros, before and after.
-            assert visible is not None
-            blind = ~visible.any(dim=-1, keepdim=True)  # (..., num_queries, 1)
-            weights = scores.masked_fill(blind, 0.0).softmax(dim=-1).masked_fill(blind, 0.0).to(v.dtype)
+        weights = scores.softmax(dim=-1).to(v.dtype)  # (batch, heads, num_queries, num_keys)
+        if mask is not None and visible is not None:
+            # A row that sees no key: softmax of -inf alone is NaN.
+            weights = weights.masked_fill(~visible.any(dim=-1, keepdim=True), 0.0)
     with range_("attention.values"):
         return weights @ v  # (batch, heads, num_queries, head_dim)

@@ -40,14 +40,11 @@ def vectorized(
             by_head = scores.view(batch, heads, num_queries, num_keys)
             scores = by_head.masked_fill(~visible, -math.inf).view(scores.shape)
     with range_("attention.softmax"):
-        if mask is None:
-            weights = scores.softmax(dim=-1).to(v.dtype)
-        else:
-            # softmax of a row of -inf is NaN, and so is its gradient: give such rows zeros, before and after.
-            assert visible is not None
-            blind = ~visible.any(dim=-1, keepdim=True)  # (..., num_queries, 1)
-            by_head = scores.view(batch, heads, num_queries, num_keys).masked_fill(blind, 0.0)
-            weights = by_head.softmax(dim=-1).masked_fill(blind, 0.0).view(scores.shape).to(v.dtype)
+        weights = scores.softmax(dim=-1).to(v.dtype)  # (batch, kv_heads, group * num_queries, num_keys)
+        if mask is not None and visible is not None:
+            # A row that sees no key: softmax of -inf alone is NaN.
+            by_head = weights.view(batch, heads, num_queries, num_keys)
+            weights = by_head.masked_fill(~visible.any(dim=-1, keepdim=True), 0.0).view(scores.shape)
     with range_("attention.values"):
         out = torch.matmul(weights, v)  # (batch, kv_heads, group * num_queries, head_dim)
     return out.reshape(batch, heads, num_queries, head_dim)

@@ -8,7 +8,7 @@ from attention_oracle import exact_attention, faults_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from lmkit.attention import FlashAttention, attention, attention_function, check_kernel, sdpa
+from lmkit.attention import FlashAttention, attention, attention_function, check_kernel, dispatch, sdpa
 from lmkit.attention.accuracy import run_attention
 from lmkit.attention.reference import reference
 from lmkit.errors import UsageError
@@ -263,6 +263,28 @@ def test_one_head_needs_no_axis(name, random_inputs):
 def test_auto_takes_sdpa_on_a_cpu(random_inputs):
     q, k, v, _ = random_inputs(queries=7)
     assert torch.equal(attention(q, k, v, True), sdpa(q, k, v, causal=True))
+
+
+def test_auto_takes_the_first_that_supports_the_call(monkeypatch, random_inputs):
+    monkeypatch.setattr(dispatch, "PREFERRED", ("flash_triton", "flash_torch", "sdpa"))
+    q, k, v, _ = random_inputs(queries=7)
+    q.requires_grad_()
+    assert "FlashAttention" in attention(q, k, v).grad_fn.name()  # flash_triton needs CUDA
+    mask = torch.ones(7, 7, dtype=torch.bool)
+    assert torch.equal(attention(q, k, v, mask=mask), sdpa(q, k, v, causal=False, mask=mask))
+
+
+@pytest.mark.interpreter
+def test_flash_attention_in_triton_saves_the_same_log_sum_exp(random_inputs):
+    from lmkit.attention import FlashAttentionTriton
+
+    q, k, v, dout = (x.requires_grad_() for x in random_inputs(heads=4, kv_heads=2, queries=33, keys=40))
+    outs = FlashAttentionTriton.apply(q, k, v, True)[0], FlashAttention.apply(q, k, v, True)
+    saved = [out.grad_fn.saved_tensors[-1] for out in outs]
+    assert saved[0].shape == saved[1].shape == (2, 4, 33)
+    gradients = [torch.autograd.grad(out, (q, k, v), dout) for out in outs]
+    for mine, theirs in [outs, saved, *zip(*gradients, strict=True)]:
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)  # float32, sums over 40 keys
 
 
 def test_a_kernel_without_masks_names_those_that_take_one(random_inputs):

@@ -1,0 +1,50 @@
+"""Packages export what they promise, without importing it."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGES = ["attention", "generation", "model", "optim"]
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_public_names_are_there(name: str) -> None:
+    package = importlib.import_module(f"lmkit.{name}")
+    for public in package.__all__:
+        if public in ("flash_triton", "FlashAttentionTriton"):
+            pytest.importorskip("triton")
+        assert type(getattr(package, public)).__name__ != "module"
+    assert dir(package) == sorted(package.__all__)
+    with pytest.raises(AttributeError):
+        package.nonesuch  # noqa: B018
+
+
+@pytest.mark.parametrize("module_first", [False, True])
+def test_a_function_wins_over_its_module_of_the_same_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module_first: bool
+) -> None:
+    (tmp_path / "lazy_house").mkdir()
+    (tmp_path / "lazy_house" / "__init__.py").write_text(
+        "from lmkit.lazy import exports\n"
+        '__getattr__, __dir__, __all__ = exports(__name__, {"door": "door", "WIDTH": "door"})\n'
+    )
+    (tmp_path / "lazy_house" / "door.py").write_text("WIDTH = 3\n\ndef door():\n    return WIDTH\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("lazy_house", "lazy_house.door"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    package = importlib.import_module("lazy_house")
+    if module_first:
+        importlib.import_module("lazy_house.door")
+    assert package.door() == package.WIDTH == 3
+
+
+def test_importing_a_package_does_not_import_torch() -> None:
+    code = (
+        "import sys, " + ", ".join(f"lmkit.{name}" for name in PACKAGES) + "; print('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
