@@ -1,7 +1,12 @@
-"""AdamW in one pass: every weight, gradient and moment is read once, and weights and moments are written once.
+"""Update parameters by AdamW in one pass over memory, with one launch for any number of tensors.
 
-`lmkit.optim.adamw` states the same update as a sequence of PyTorch operations, each of which goes through memory.
-Here one launch updates any number of tensors: a table on the device says where they are.
+Every weight w, gradient g and moment m, v is read once; weights and moments are written once. In float32, with the
+scalars that `lmkit.optim.adamw.Scalars` explains:
+
+    m = beta1 m + (1 - beta1) g        v = beta2 v + (1 - beta2) g^2        w = kept w + rate m / (sqrt(v) + eps)
+
+`lmkit.optim.adamw` states the same update as PyTorch operations, each of which goes through memory; the tests
+compare the two, and both with float64. A table on the device says where the tensors are.
 """
 
 from __future__ import annotations
@@ -16,20 +21,20 @@ from torch import Tensor
 
 from lmkit.kernels.launch import count_tiles, selected
 
-BLOCK = 1024  # elements per program; measured on an H200: 4% above 2048 and 8 warps, as fast as 512
+BLOCK = 1024  # elements of a CTA
 WARPS = 4
-VECTOR_BYTES = 16  # what a thread loads at once, from multiples of it
+VECTOR_BYTES = 16  # a thread loads as many at once, from addresses that are multiples of it
 COLUMNS = tl.constexpr(8)
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-"""Of tensors that the kernel takes; it calculates in float32."""
+"""Types of tensors that the kernel takes; it calculates in float32."""
 
 
 @triton.jit
 def adamw_kernel(
     table_pointer,  # (tensors, COLUMNS) int64, see AdamWLaunch
-    owner_pointer,  # (programs,) int32: the tensor that a program works on
-    factor_pointer,  # one float32 that gradients are multiplied by, or None
+    owner_pointer,  # (CTAs,) int32: the tensor that a CTA works on
+    factor_pointer,  # one float32 by which gradients are multiplied, or None
     beta1,
     rest1,  # 1 - beta1
     beta2,
@@ -67,7 +72,7 @@ def update_block(
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,  # addresses are multiples of VECTOR_BYTES, and the tensor does not end in this block
 ):
-    """The formula of `AdamW` for BLOCK elements of one tensor, or as many as it has left."""
+    """Update BLOCK elements of one tensor, or as many as it has left."""
     beta1, rest1, beta2, rest2, kept, eps, rate = numbers
     left = tl.minimum(tl.load(row + 5) - start, BLOCK).to(tl.int32)
     inside = None if WHOLE else tl.arange(0, BLOCK) < left
@@ -92,7 +97,7 @@ def update_block(
 
 @triton.jit
 def elements(row, column, TYPE: tl.constexpr, start, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
-    """Pointers to BLOCK elements of the array in this column, from `start` on."""
+    """Return pointers to BLOCK elements of the array in this column, from `start` on."""
     first = tl.load(row + column).to(tl.pointer_type(TYPE)) + start
     if WHOLE:
         first = tl.multiple_of(first, 16)
@@ -100,9 +105,9 @@ def elements(row, column, TYPE: tl.constexpr, start, BLOCK: tl.constexpr, WHOLE:
 
 
 class AdamWLaunch:
-    """Launches the updates of one list of tensors; keeps the table of their addresses on their device.
+    """Launch the updates of one list of tensors; keep the table of their addresses on their device.
 
-    The table goes there again when an address has changed: rarely, because the allocator gives gradients the same
+    The table is sent again when an address has changed. That is rare, because the allocator gives gradients the same
     places in every step. The CPU does not wait for the GPU.
     """
 
@@ -126,7 +131,7 @@ class AdamWLaunch:
         Args:
             params, grads, means, squares: contiguous; every list of one dtype of TYPES, the moments' the
             parameters'.
-            copies: get the new parameters in their own dtype; as many as `params`, or none.
+            copies: receive the new parameters in their own dtype; as many as `params`, or none.
             scalars: beta1, beta2, kept, eps and rate, as `lmkit.optim.adamw.Scalars` explains them.
             factor: multiplies every gradient; a float32 scalar on the device.
 
@@ -149,19 +154,19 @@ class AdamWLaunch:
                 self._table,
                 self._owners,
                 factor,
-                *map(float, numbers),  # integers would be compiled into the kernel, each into one of its own
+                *map(float, numbers),  # Triton would compile a kernel for each integer
                 WEIGHT=TYPES[params[0].dtype],
                 GRADIENT=TYPES[grads[0].dtype],
                 COPY=TYPES[copies[0].dtype] if copies else None,
                 BLOCK=BLOCK,
                 num_warps=WARPS,
-                # No fused multiply-add: in another block or shard the same element gets the same bits.
+                # No fused multiply-add: an element gets the same bits in any block or shard.
                 enable_fp_fusion=False,
             )
 
     def _place(self, addresses: list[list[int]], sizes: list[int], device: torch.device) -> None:
-        """Make the table. Its columns: addresses of weight, gradient, both moments and copy; elements; the number of
-        the first program that works on the tensor; how many of its programs can do WHOLE blocks."""
+        """Make the table. Its columns: addresses of weight, gradient, both moments and copy; number of elements; the
+        first CTA that works on the tensor; how many of its CTAs can update WHOLE blocks."""
         programs = [count_tiles(size, BLOCK) for size in sizes]
         firsts = [0, *accumulate(programs)]
         whole = [
@@ -180,7 +185,7 @@ class AdamWLaunch:
 
 
 def _check(arrays: Sequence[Sequence[Tensor]]) -> None:
-    """What the kernel could not survive, or would read as something else."""
+    """Refuse what the kernel could not survive, or would read as something else."""
     for param, *others in zip(*arrays, strict=True):
         for other in others:
             if other.numel() != param.numel() or other.device != param.device:
@@ -193,5 +198,5 @@ def _check(arrays: Sequence[Sequence[Tensor]]) -> None:
 
 
 def _send(numbers: Tensor, device: torch.device) -> Tensor:
-    """To the device, in the order of the current stream; from pinned memory, for which the CPU need not wait."""
+    """Copy to the device, in the order of the current stream, from pinned memory: the CPU need not wait."""
     return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers

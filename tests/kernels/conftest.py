@@ -1,5 +1,9 @@
+import contextlib
+import io
 import itertools
 import os
+import re
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -50,11 +54,11 @@ class StandInGpu:
         self._minor = minor
         self.launcher_cls = launcher
         self.utils = self
-        self._target = target
+        self.target = target
         self._numbers = itertools.count(1)
 
     def get_current_target(self):
-        return self._target
+        return self.target
 
     def get_current_device(self):
         return 0
@@ -136,3 +140,39 @@ def stand_in_gpu(monkeypatch, tmp_path_factory):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(triton.runtime.driver, "_active", gpu)
     return gpu
+
+
+class Report(NamedTuple):
+    """What became of a kernel."""
+
+    spills: int  # bytes a thread
+    serialised: list[str]  # ptxas's notes of it
+    products: int  # wgmma instructions
+
+
+@pytest.fixture
+def assembled(stand_in_gpu, monkeypatch, tmp_path):
+    """Has kernels compiled down to the cubin, as Triton does it, and keeps a Report of each by name."""
+    import triton
+    from triton.backends.nvidia import compiler
+
+    reports = {}
+
+    def make_cubin(backend, ptx, metadata, *options):
+        log = io.StringIO()
+        with contextlib.redirect_stdout(log):  # Triton prints what ptxas says
+            cubin = stand_in_gpu.assemble(backend, ptx, metadata, *options)
+        spills = [int(stored) for stored in re.findall(r"(\d+) bytes spill stores", log.getvalue())]
+        notes = re.findall(r"C751\d", log.getvalue())
+        products = len(re.findall(r"^\s*wgmma.mma_async", ptx, re.MULTILINE))
+        before = reports.get(
+            metadata["name"], Report(0, [], 0)
+        )  # a kernel in two variants: the worse of both
+        report = Report(max(*spills, before.spills), notes + before.serialised, products)
+        reports[metadata["name"]] = report
+        return cubin
+
+    monkeypatch.setattr(compiler.CUDABackend, "make_cubin", make_cubin)
+    monkeypatch.setattr(triton.knobs.nvidia, "dump_ptxas_log", True)
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))  # what was compiled before says nothing
+    return reports

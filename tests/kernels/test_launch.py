@@ -128,7 +128,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("run", [forward, backward])
+@pytest.mark.parametrize("run", [forward, pytest.param(backward, marks=pytest.mark.full)])
 def test_whatever_changes_between_calls_the_launch_is_tritons_own(run, stand_in_gpu, monkeypatch):
     calls = {name: run(*inputs(**change)) for name, change in CHANGES.items()}
     expected = {name: ordinary(call, stand_in_gpu, monkeypatch) for name, call in calls.items()}
@@ -139,7 +139,7 @@ def test_whatever_changes_between_calls_the_launch_is_tritons_own(run, stand_in_
             assert launches_of(call, stand_in_gpu) == expected[name], name
 
 
-@pytest.mark.parametrize("skipped", range(4))
+@pytest.mark.parametrize("skipped", [0, *(pytest.param(i, marks=pytest.mark.full) for i in (1, 2, 3))])
 def test_one_odd_address_is_enough(skipped, stand_in_gpu, monkeypatch):
     even, odd = inputs(), inputs(skip=1)
     mixed = [odd[i] if i == skipped else even[i] for i in range(4)]

@@ -5,19 +5,12 @@ little: a spill in the main loop, or ptxas giving up the overlap of the tensor c
 C7519), costs more speed than any other mistake, and both show here.
 """
 
-import contextlib
-import io
 import itertools
-import re
-from typing import NamedTuple
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="the Hopper kernels need triton")
-
-import triton
-from triton.backends.nvidia import compiler
 
 # Spilled bytes a thread that are known, all outside of the main loops or at their rim. Other kernels spill nothing.
 KNOWN_SPILLS = {
@@ -27,39 +20,16 @@ KNOWN_SPILLS = {
 }
 
 
-class Report(NamedTuple):
-    """What became of a kernel."""
-
-    spills: int  # bytes a thread
-    serialised: list[str]  # notes of ptxas
-    products: int  # wgmma instructions
-
-
 @pytest.fixture
-def compile_pass(launcher, stand_in_gpu, monkeypatch, tmp_path):
-    """Compiles the kernels of a forward and a backward pass, down to the cubin: kernel -> Report."""
-    reports = {}
-
-    def make_cubin(backend, ptx, metadata, *options):
-        log = io.StringIO()
-        with contextlib.redirect_stdout(log):  # Triton prints what ptxas says
-            cubin = stand_in_gpu.assemble(backend, ptx, metadata, *options)
-        spills = [int(stored) for stored in re.findall(r"(\d+) bytes spill stores", log.getvalue())]
-        notes = re.findall(r"C751\d", log.getvalue())
-        products = len(re.findall(r"^\s*wgmma.mma_async", ptx, re.MULTILINE))
-        reports[metadata["name"]] = Report(max(spills), notes, products)
-        return cubin
-
-    monkeypatch.setattr(compiler.CUDABackend, "make_cubin", make_cubin)
-    monkeypatch.setattr(triton.knobs.nvidia, "dump_ptxas_log", True)
-    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+def compile_pass(launcher, assembled):
+    """Compiles the kernels of a forward and a backward pass: kernel -> Report."""
 
     def compiled(head_dim, length, causal, dtype, deterministic):
-        reports.clear()
+        assembled.clear()
         q, k, v, dout = (torch.zeros(1, 1, length, head_dim, dtype=dtype) for _ in range(4))
         out, lse = launcher.forward(q, k, v, causal=causal, scale=0.125)
         launcher.backward(dout, q, k, v, out, lse, causal=causal, scale=0.125, deterministic=deterministic)
-        return dict(reports)
+        return dict(assembled)
 
     return compiled
 

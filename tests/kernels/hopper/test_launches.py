@@ -144,26 +144,31 @@ def half_columns(padded):
 UNUSED = rows(256, 64)  # the deterministic way adds nothing up: room for one box
 
 
+BACKWARDS = [
+    (64, 200, 200, True, False, D64, 64, rows(128, 256 * 2)),
+    (128, 2049, 3000, False, False, D64, 64, half_columns(2176)),
+    (136, 200, 200, True, False, WIDE, 64, None),
+]
+MORE_BACKWARDS = [
+    (64, 200, 200, True, True, DETERMINISTIC, 128, None),
+    (96, 2048, 2048, False, False, FAST, 128, rows(256, 2048 * 4)),
+    (40, 200, 200, True, False, D64, 64, rows(128, 256 * 2)),
+    (64, 2048, 100, False, False, D64, 64, rows(128, 2048 * 2)),
+    (80, 200, 200, True, False, FAST, 128, rows(256, 256 * 4)),
+    (96, 200, 200, True, True, DETERMINISTIC, 128, UNUSED),
+    (128, 200, 200, True, False, FAST, 128, rows(256, 256 * 4)),
+    (128, 2048, 2048, False, False, D64, 64, half_columns(2048)),
+    (128, 2047, 2048, False, False, FAST, 128, rows(256, 2048 * 4)),
+    (128, 2048, 2047, False, False, FAST, 128, rows(256, 2048 * 4)),
+    (128, 2048, 2048, True, False, FAST, 128, rows(256, 2048 * 4)),
+    (128, 2048, 2048, False, True, DETERMINISTIC, 128, UNUSED),
+    (256, 200, 200, True, True, WIDE, 64, None),
+]
+
+
 @pytest.mark.parametrize(
     ("head_dim", "queries", "keys", "causal", "deterministic", "kernels", "key_rows", "dq_sum"),
-    [
-        (40, 200, 200, True, False, D64, 64, rows(128, 256 * 2)),
-        (64, 200, 200, True, False, D64, 64, rows(128, 256 * 2)),
-        (64, 200, 200, True, True, DETERMINISTIC, 128, None),
-        (64, 2048, 100, False, False, D64, 64, rows(128, 2048 * 2)),
-        (80, 200, 200, True, False, FAST, 128, rows(256, 256 * 4)),
-        (96, 200, 200, True, True, DETERMINISTIC, 128, UNUSED),
-        (96, 2048, 2048, False, False, FAST, 128, rows(256, 2048 * 4)),
-        (128, 200, 200, True, False, FAST, 128, rows(256, 256 * 4)),
-        (128, 2048, 2048, False, False, D64, 64, half_columns(2048)),
-        (128, 2049, 3000, False, False, D64, 64, half_columns(2176)),
-        (128, 2047, 2048, False, False, FAST, 128, rows(256, 2048 * 4)),
-        (128, 2048, 2047, False, False, FAST, 128, rows(256, 2048 * 4)),
-        (128, 2048, 2048, True, False, FAST, 128, rows(256, 2048 * 4)),
-        (128, 2048, 2048, False, True, DETERMINISTIC, 128, UNUSED),
-        (136, 200, 200, True, False, WIDE, 64, None),
-        (256, 200, 200, True, True, WIDE, 64, None),
-    ],
+    [*BACKWARDS, *(pytest.param(*case, marks=pytest.mark.full) for case in MORE_BACKWARDS)],
 )
 def test_kernels_of_a_backward(
     launcher, stand_in_gpu, head_dim, queries, keys, causal, deterministic, kernels, key_rows, dq_sum
@@ -188,8 +193,16 @@ def test_long_backward_in_float16_keeps_its_kernel(launcher, stand_in_gpu):
     assert [function[0] for _, _, function, *_ in stand_in_gpu.launches] == FAST
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("head_dim", [40, 64, 96, 136])
+@pytest.mark.parametrize(
+    ("head_dim", "deterministic"),
+    [
+        (40, False),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in [(40, True), (64, False), (64, True), (96, False), (96, True), (136, True)]
+        ),
+    ],
+)
 def test_descriptors_end_with_the_head(launcher, stand_in_gpu, head_dim, deterministic):
     """TMA fills what lies beyond with zeros and does not write it. (Its boxes are 64 columns wide, as many as the
     swizzle takes; a kernel copies several, side by side.)"""

@@ -1,0 +1,68 @@
+"""The portable kernels compile for the chips that we name, without a GPU, and keep their values in registers."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from triton.backends.compiler import GPUTarget
+
+from lmkit.kernels.flash import backward, backward_dkdv, backward_dq, forward
+from lmkit.kernels.flash.tuning import KERNELS, Case, candidate_tilings, shipped_tiling
+
+
+@pytest.fixture
+def compile_pass(stand_in_gpu, assembled, monkeypatch):
+    """Compiles the kernels of a causal forward and backward pass with these tilings: kernel -> Report."""
+    for calls in (forward.forward_calls, backward.backward_calls):
+        monkeypatch.setattr(calls, "prepared", {})
+
+    def compiled(head_dim, dtype, precision, tilings, capability=90):
+        stand_in_gpu.target = GPUTarget("cuda", capability, 32)
+        options = {"causal": True, "scale": 0.125, "precision": precision}
+        q, k, v, dout = (torch.zeros(1, 1, 128, head_dim, dtype=dtype) for _ in range(4))
+        out, lse = forward.flash_forward(q, k, v, tiling=tilings[0], **options)
+        backward.flash_backward(
+            dout, q, k, v, out, lse, dq_tiling=tilings[1], dkdv_tiling=tilings[2], **options
+        )
+        assert set(assembled) == {"forward_kernel", "dq_kernel", "dkdv_kernel"}
+        return assembled
+
+    yield compiled
+    for kernel in (forward.forward_kernel, backward_dq.dq_kernel, backward_dkdv.dkdv_kernel):
+        kernel.device_caches.clear()
+
+
+def cases(head_dim, dtype, precision, aligned):
+    return [Case(kernel, head_dim, True, dtype, precision, 8192, aligned) for kernel in KERNELS]
+
+
+@pytest.mark.parametrize(
+    ("capability", "head_dim"),
+    [(90, 64), *(pytest.param(*case, marks=pytest.mark.full) for case in [(80, 128), (90, 80), (90, 128)])],
+)
+def test_first_candidates_stay_in_registers(compile_pass, capability, head_dim):
+    chip = (capability // 10, capability % 10)
+    tilings = [
+        candidate_tilings(case, chip)[0]
+        for case in cases(head_dim, torch.bfloat16, "ieee", aligned=capability >= 90)
+    ]
+    for kernel, report in compile_pass(head_dim, torch.bfloat16, "ieee", tilings, capability).items():
+        # A few values that live across the two walks, stored and loaded once.
+        assert report.spills <= 64, kernel
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"),
+    [(torch.bfloat16, 64), (torch.bfloat16, 128), (torch.bfloat16, 256), (torch.float32, 64)],
+    ids=str,
+)
+def test_shipped_tilings_stay_in_registers(compile_pass, dtype, head_dim):
+    precision = "bf16x6" if dtype == torch.float32 else "ieee"
+    tilings = [
+        shipped_tiling(case, (9, 0)) for case in cases(head_dim, dtype, precision, dtype == torch.bfloat16)
+    ]
+    for kernel, report in compile_pass(head_dim, dtype, precision, tilings).items():
+        # bfloat16 leaves up to 12 bytes and float32 up to 112, by the minor of Triton; twice the rows, more than 600.
+        assert report.spills <= 128, kernel
