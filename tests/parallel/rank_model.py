@@ -207,13 +207,6 @@ def plain(make: Callable) -> Callable:
     return lambda groups: make([{"params": group["params"]} for group in groups])
 
 
-def feed(sync: GradientSync, parameters: list[nn.Parameter], gradients: list[torch.Tensor]) -> None:
-    """The same gradients on every rank: their mean is exactly they (the world is a power of two)."""
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient.clone()
-    sync.finish()
-
-
 CHECKS: dict[str, Callable[[Ranks], None]] = {}
 """Name -> what runs on every rank."""
 

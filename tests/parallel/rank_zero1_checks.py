@@ -1,4 +1,4 @@
-"""Checks of `zero1` and of the memory that GPUs read from one another, run as those of rank_checks.py are."""
+"""Checks of `zero1`, and of the memory that GPUs read from one another, inside a process group."""
 
 from __future__ import annotations
 
@@ -6,21 +6,20 @@ import gc
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from rank_model import (
     FLOAT64_TOLERANCE,
-    SMALL_BUCKETS,
     adamw,
     assert_close_models,
     assert_same_on_all_ranks,
     batch,
     check,
-    feed,
     groups_of,
     joined_run,
     one_step,
@@ -28,7 +27,6 @@ from rank_model import (
     refused,
     seeded_model,
     sgd,
-    train,
 )
 from torch import nn
 
@@ -41,150 +39,165 @@ from lmkit.parallel.zero1 import Zero1
 from lmkit.recipe.tables import ParallelConfig
 
 
+class Run:
+    """A model trained under `zero1` with small buckets.
+
+    Args:
+        frozen_bf16: cast what is not trained, too: under bf16 weights this model's activations are bf16.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        make: Callable = our_adamw,
+        dtype: torch.dtype = torch.float32,
+        *,
+        frozen_bf16: bool = False,
+        **keys: Any,
+    ) -> None:
+        self.ranks = ranks
+        self.model = seeded_model(0, ranks, dtype)
+        if frozen_bf16:
+            self.model.frozen.bfloat16()
+        self.sync = Zero1(ranks, ParallelConfig(strategy="zero1", **{"bucket_mb": 0.0003, **keys}))
+        self.call = self.sync.attach(self.model)
+        self.optimizer = self.sync.build_optimizer(make, groups_of(self.model))
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+
+    @property
+    def buckets(self) -> Iterator:
+        return iter(self.sync._buckets)
+
+    def step(self, number: int, max_norm: float = float("inf")) -> None:
+        one_step(self.sync, self.call, self.optimizer, self.ranks, number, max_norm=max_norm)
+
+    def feed(self, gradients: list[torch.Tensor]) -> None:
+        """Synchronise these gradients instead of a pass's."""
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient.clone()
+        self.sync.finish()
+
+    def feed_random(self, seed: int) -> None:
+        """The same gradients on every rank: their mean is exactly they (the world is a power of two)."""
+        generator = torch.Generator().manual_seed(seed)
+        self.feed([torch.randn(p.shape, generator=generator).to(p) for p in self.parameters])
+
+
 @check()
 def check_zero1_after_others_were_dropped(ranks: Ranks) -> None:
     """One rank forgets what it shared at once, the others later: what is shared next is the right piece all the same.
 
     Memory that is used again by some ranks only would be another piece than is meant.
     """
-
-    def start() -> tuple:
-        model = seeded_model(0, ranks, torch.float32)
-        sync = Zero1(ranks, SMALL_BUCKETS)
-        return model, sync, sync.attach(model), sync.build_optimizer(our_adamw, groups_of(model))
-
-    oracle = seeded_model(0, ranks, torch.float32)
-    train(
-        Zero1(ranks, ParallelConfig(bucket_mb=0.0003, gather="collective")),
-        oracle,
-        ranks,
-        steps=3,
-        make=our_adamw,
-    )
+    oracle = Run(ranks, gather="collective")
+    for step in range(3):
+        oracle.step(step)
+    oracle.sync.wait_for_weights()
     gc.disable()
     try:
         runs = []
         for number in range(6):
-            runs.append(start())
+            runs.append(Run(ranks))
             if number % 2 == 0:
-                one_step(*runs[-1][1:], ranks, 0)
+                runs[-1].step(0)
             if ranks.rank == number % ranks.world_size:
-                forgotten = weakref.ref(runs[-1][1])
+                forgotten = weakref.ref(runs[-1].sync)
                 runs.clear()
                 gc.collect()
                 assert forgotten() is None
         del runs
-        model, sync, call, optimizer = start()
+        run = Run(ranks)
         for step in range(3):
-            one_step(sync, call, optimizer, ranks, step)
+            run.step(step)
             if ranks.rank == step:
                 gc.collect()
     finally:
         gc.enable()
-    sync.wait_for_weights()
-    assert_close_models(model, oracle, 0.0)
-    assert_same_on_all_ranks(model, ranks)
+    run.sync.wait_for_weights()
+    assert_close_models(run.model, oracle.model, 0.0)
+    assert_same_on_all_ranks(run.model, ranks)
 
 
 @check(make=(adamw, our_adamw, sgd))
 def check_zero1_equals_unsharded(ranks: Ranks, make: Callable) -> None:
-    model, reference = seeded_model(0, ranks, torch.float32), seeded_model(0, ranks, torch.float32)
+    run, reference = Run(ranks, make), seeded_model(0, ranks, torch.float32)
     optimizer = make(groups_of(reference))
-    sync = Zero1(ranks, SMALL_BUCKETS)
-    sync.attach(model)
-    sharded = sync.build_optimizer(make, groups_of(model))
-    mine = [p for p in model.parameters() if p.requires_grad]
     theirs = [p for p in reference.parameters() if p.requires_grad]
     torch.manual_seed(5)
     for step in range(20):
         gradients = [torch.randn_like(p) for p in theirs]
         for p, gradient in zip(theirs, gradients, strict=True):
             p.grad = gradient.clone()
-        feed(sync, mine, gradients)
-        for group in (*optimizer.param_groups, *sharded.param_groups):
+        run.feed(gradients)
+        for group in (*optimizer.param_groups, *run.optimizer.param_groups):
             group["lr"] = 0.01 / (1 + step)  # as a schedule does
         optimizer.step()
-        sharded.step()
-        sync.wait_for_weights()
+        run.optimizer.step()
+        run.sync.wait_for_weights()
         # Element-wise arithmetic on the same numbers; only vector lanes may differ, which our kernel has none of.
         exact = make is our_adamw and ranks.device.type == "cuda"
-        assert_close_models(model, reference, 0.0 if exact else 1e-7)
+        assert_close_models(run.model, reference, 0.0 if exact else 1e-7)
 
 
 @check()
 def check_zero1_state_is_one_share(ranks: Ranks) -> None:
-    model = seeded_model(0, ranks, torch.float32)
-    sync = Zero1(ranks, SMALL_BUCKETS)
-    train(sync, model, ranks, steps=1)
-    _, optimizer = train(Zero1(ranks, SMALL_BUCKETS), seeded_model(0, ranks, torch.float32), ranks, steps=1)
-    layout = optimizer.shard_layout
-    held = sum(
-        value.numel()
-        for state in optimizer.state.values()
-        for key, value in state.items()
-        if key == "exp_avg"
-    )
-    assert held == sum(bucket.shard_size for bucket in layout.buckets)
-    for bucket in layout.buckets:
-        padding = bucket.shard_size * ranks.world_size - bucket.num_elements
-        assert 0 <= padding < ranks.world_size * 128
-    trainable = {name for name, p in model.named_parameters() if p.requires_grad}
-    assert {name for bucket in layout.buckets for name in bucket.names} == trainable
-    for bucket in layout.buckets:  # matrices decay, vectors do not: never in one bucket
-        ranks_of_tensors = {dict(model.named_parameters())[name].ndim >= 2 for name in bucket.names}
-        assert len(ranks_of_tensors) == 1
+    run = Run(ranks, adamw)
+    run.step(0)
+    buckets = run.optimizer.shard_layout.buckets
+    held = sum(state["exp_avg"].numel() for state in run.optimizer.state.values())
+    assert held == sum(bucket.shard_size for bucket in buckets)
+    named = dict(run.model.named_parameters())
+    assert {name for bucket in buckets for name in bucket.names} == {
+        name for name, p in named.items() if p.requires_grad
+    }
+    for bucket in buckets:
+        assert 0 <= bucket.shard_size * ranks.world_size - bucket.num_elements < ranks.world_size * 128
+        # Matrices decay, vectors do not: never in one bucket.
+        assert len({named[name].ndim >= 2 for name in bucket.names}) == 1
 
 
 @check(make=(adamw, our_adamw))
 def check_zero1_bf16_master(ranks: Ranks, make: Callable) -> None:
     """The master shards follow an fp32 AdamW fed the same (bf16) gradients; the weights are their rounding."""
-    model, reference = seeded_model(0, ranks, torch.float32), seeded_model(0, ranks, torch.float32)
+    run, reference = Run(ranks, make, weights="bf16"), seeded_model(0, ranks, torch.float32)
     optimizer = make(groups_of(reference))
-    sync = Zero1(ranks, ParallelConfig(bucket_mb=0.0003, weights="bf16"))
-    sync.attach(model)
-    sharded = sync.build_optimizer(make, groups_of(model))
-    assert model.embedding.weight.dtype == torch.bfloat16
-    assert model.frozen.weight.dtype == torch.float32
-    mine = [p for p in model.parameters() if p.requires_grad]
+    assert run.model.embedding.weight.dtype == torch.bfloat16
+    assert run.model.frozen.weight.dtype == torch.float32
     theirs = [p for p in reference.parameters() if p.requires_grad]
-    for _ in range(5):
-        gradients = [torch.randn_like(p) for p in theirs]
-        for gradient in gradients:
-            dist.broadcast(gradient, src=0)
-        gradients = [gradient.bfloat16() for gradient in gradients]
+    for step in range(5):
+        torch.manual_seed(step)
+        gradients = [torch.randn_like(p).bfloat16() for p in theirs]
         for p, gradient in zip(theirs, gradients, strict=True):
             p.grad = gradient.float()
-        feed(sync, mine, gradients)
-        norm = sync.clip_gradients(1.0)
+        run.feed(gradients)
+        norm = run.sync.clip_gradients(1.0)
         # Norms of bf16 are summed in float32, here and there in another order.
         torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(theirs, 1.0), rtol=1e-5, atol=0)
         optimizer.step()
-        sharded.step()
-        sharded.zero_grad()
-    sync.wait_for_weights()
-    for bucket in sync._buckets:
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    run.sync.wait_for_weights()
+    for bucket in run.buckets:
         assert torch.equal(bucket.shard, bucket.master.bfloat16())
-    for p, q in zip(mine, theirs, strict=True):
+    for p, q in zip(run.parameters, theirs, strict=True):
         # Masters agree to 1e-7; at a rounding border that may be one bf16 step (2^-8 relative).
         assert torch.allclose(p.float(), q.detach(), rtol=2**-8, atol=1e-6)
-    assert_same_on_all_ranks(model, ranks)
+    assert_same_on_all_ranks(run.model, ranks)
 
 
 @check()
 def check_zero1_bf16_unused(ranks: Ranks) -> None:
     """A parameter that no rank used keeps its value, in the master and in the weights; all others move."""
-    model = seeded_model(0, ranks, torch.float32)
-    model.frozen.bfloat16()  # what is not trained stays as it is; this model's activations become bf16
-    before = {name: p.detach().bfloat16().clone() for name, p in model.named_parameters() if p.requires_grad}
-    sync = Zero1(ranks, ParallelConfig(bucket_mb=0.0003, weights="bf16"))
-    train(sync, model, ranks, steps=2, max_norm=0.7, make=our_adamw)
-    kept = {
-        name for name, value in before.items() if torch.equal(value, dict(model.named_parameters())[name])
-    }
-    assert kept == {"never"}
-    for bucket in sync._buckets:
+    run = Run(ranks, frozen_bf16=True, weights="bf16")
+    before = {name: p.detach().clone() for name, p in run.model.named_parameters() if p.requires_grad}
+    for step in range(2):
+        run.step(step, max_norm=0.7)
+    run.sync.wait_for_weights()
+    after = dict(run.model.named_parameters())
+    assert [name for name, value in before.items() if torch.equal(value, after[name])] == ["never"]
+    for bucket in run.buckets:
         assert torch.equal(bucket.shard, bucket.master.bfloat16())
-    assert_same_on_all_ranks(model, ranks)
+    assert_same_on_all_ranks(run.model, ranks)
 
 
 @check()
@@ -195,7 +208,7 @@ def check_zero1_late_use(ranks: Ranks) -> None:
         return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)
 
     after = []
-    for make_sync in (lambda: build_strategy("flat", ranks), lambda: Zero1(ranks, SMALL_BUCKETS)):
+    for make_sync in (lambda: build_strategy("flat", ranks), lambda: build_strategy("zero1", ranks)):
         torch.manual_seed(0)
         model = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]).double().to(ranks.device)
         sync = make_sync()
@@ -216,108 +229,81 @@ def check_zero1_late_use(ranks: Ranks) -> None:
 @check()
 def check_zero1_masters_of_whole_weights(ranks: Ranks) -> None:
     """Whole fp32 weights become masters as they are, and bf16 weights rounded once."""
-    model = seeded_model(0, ranks, torch.float32)
-    model.frozen.bfloat16()
-    sync = Zero1(ranks, ParallelConfig(bucket_mb=0.0003, weights="bf16"))
-    sync.attach(model)
-    optimizer = sync.build_optimizer(our_adamw, groups_of(model))
-    other = seeded_model(1, ranks, torch.float32)
-    weights = {name: parameter.detach() for name, parameter in other.named_parameters()}
-    model.load_state_dict({name: weights.get(name, value) for name, value in model.state_dict().items()})
-    optimizer.load_masters(weights)
-    for bucket in sync._buckets:
+    run = Run(ranks, frozen_bf16=True, weights="bf16")
+    weights = {name: p.detach() for name, p in seeded_model(1, ranks, torch.float32).named_parameters()}
+    run.model.load_state_dict(
+        {name: weights.get(name, value) for name, value in run.model.state_dict().items()}
+    )
+    run.optimizer.load_masters(weights)
+    for bucket in run.buckets:
         whole = torch.cat([weights[name].flatten() for name in bucket.layout.names])
-        padded = torch.nn.functional.pad(whole, (0, bucket.weights.numel() - whole.numel()))
+        padded = nn.functional.pad(whole, (0, bucket.weights.numel() - whole.numel()))
         assert torch.equal(bucket.master, bucket.shard_of(padded))
         assert torch.equal(bucket.shard, bucket.master.bfloat16())
 
 
 @check()
 def check_zero1_reduction_in_bf16(ranks: Ranks) -> None:
-    """fp32 weights, gradients that travel as bf16: our AdamW reads them so, PyTorch's gets them cast."""
+    """fp32 weights, gradients reduced in bf16: our AdamW reads them so, PyTorch's gets them cast."""
     after = []
-    for make in (our_adamw, adamw):
-        model = seeded_model(0, ranks, torch.float32)
-        sync = Zero1(ranks, ParallelConfig(bucket_mb=0.0003, reduce_dtype="bf16"))
-        sync.attach(model)
-        optimizer = sync.build_optimizer(make, groups_of(model))
-        parameters = [p for p in model.parameters() if p.requires_grad]
+    for make, dtype in ((our_adamw, torch.bfloat16), (adamw, torch.float32)):
+        run = Run(ranks, make, reduce_dtype="bf16")
         for step in range(5):
-            torch.manual_seed(10 * step + ranks.rank)
-            feed(sync, parameters, [torch.randn(p.shape).to(p) for p in parameters])
-            sync.clip_gradients(1.0)
-            expected = torch.bfloat16 if make is our_adamw else torch.float32
-            assert {bucket.master.grad.dtype for bucket in sync._buckets} == {expected}
-            optimizer.step()
-            optimizer.zero_grad()
-        sync.wait_for_weights()
-        assert_same_on_all_ranks(model, ranks)
-        after.append(model)
+            run.feed_random(10 * step + ranks.rank)
+            run.sync.clip_gradients(1.0)
+            assert {bucket.master.grad.dtype for bucket in run.buckets} == {dtype}
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+        run.sync.wait_for_weights()
+        assert_same_on_all_ranks(run.model, ranks)
+        after.append(run.model)
     assert_close_models(*after, 1e-6)  # as the two optimizers agree on one device
     assert not torch.equal(after[0].shift, seeded_model(0, ranks, torch.float32).shift)
 
 
 @check(weights=("fp32", "bf16"), make=(adamw, our_adamw))
 def check_zero1_resumes(ranks: Ranks, weights: str, make: Callable) -> None:
-    """3 + 2 steps from saved state are the 5 steps, bit for bit, weights and masters."""
-    options = ParallelConfig(bucket_mb=0.0003, weights=weights)
-    dtype = torch.float32
+    """3 + 2 steps from saved state, own or cut anew, are the 5 steps, bit for bit, weights and masters."""
 
-    def start() -> tuple:
-        model = seeded_model(0, ranks, dtype)
-        sync = Zero1(ranks, options)
-        return model, sync, sync.attach(model), sync.build_optimizer(make, groups_of(model))
-
-    def steps(run: tuple, which: range) -> None:
-        model, sync, _, optimizer = run
-        torch.manual_seed(which.start)
+    def steps(run: Run, which: range) -> None:
         for number in which:
-            generator = torch.Generator().manual_seed(number)
-            mine = [p for p in model.parameters() if p.requires_grad]
-            feed(sync, mine, [torch.randn(p.shape, generator=generator).to(p) for p in mine])
-            optimizer.step()
+            run.feed_random(number)
+            run.optimizer.step()
 
-    straight, first, second = start(), start(), start()
+    straight, first, second, third = (Run(ranks, make, weights=weights) for _ in range(4))
     steps(straight, range(5))
     steps(first, range(3))
-    weights_then, state_then = first[0].state_dict(), first[3].state_dict()
-    second[0].load_state_dict(weights_then)
-    second[3].load_state_dict(state_then)
-    steps(second, range(3, 5))
-    for (name, value), other in zip(
-        straight[0].state_dict().items(), second[0].state_dict().values(), strict=True
-    ):
-        assert torch.equal(value, other), name
+    state = first.optimizer.state_dict()
     states: list = [None] * ranks.world_size
     on_cpu = {
         bucket: {key: value.cpu() for key, value in tensors.items()}
-        for bucket, tensors in state_then["state"].items()
+        for bucket, tensors in state["state"].items()
     }
-    dist.all_gather_object(states, {**state_then, "state": on_cpu})
-    third = start()
-    third[0].load_state_dict(weights_then)
-    third[3].load_resharded(states)
-    steps(third, range(3, 5))
-    for name, value in straight[0].state_dict().items():
-        assert torch.equal(value, third[0].state_dict()[name]), name
-    first[3].param_groups[-1]["lr"] = 0.125  # as a schedule leaves it
-    second[3].load_state_dict(first[3].state_dict())
-    assert second[3].param_groups[-1]["lr"] == second[3].inner.param_groups[-1]["lr"] == 0.125
+    dist.all_gather_object(states, {**state, "state": on_cpu})
+    second.model.load_state_dict(first.model.state_dict())
+    second.optimizer.load_state_dict(state)
+    third.model.load_state_dict(first.model.state_dict())
+    third.optimizer.load_resharded(states)
+    for run in (second, third):
+        steps(run, range(3, 5))
+        for name, value in straight.model.state_dict().items():
+            assert torch.equal(value, run.model.state_dict()[name]), name
+    first.optimizer.param_groups[-1]["lr"] = 0.125  # as a schedule leaves it
+    second.optimizer.load_state_dict(first.optimizer.state_dict())
+    groups = (second.optimizer.param_groups[-1], second.optimizer.inner.param_groups[-1])
+    assert [group["lr"] for group in groups] == [0.125, 0.125]
 
 
 @check()
 def check_zero1_gradients_that_were_refused(ranks: Ranks) -> None:
     """Zeroed while they still travel, they are in no later step."""
-    model = seeded_model(0, ranks)
-    sync = Zero1(ranks, SMALL_BUCKETS)
-    call = sync.attach(model)
-    optimizer = sync.build_optimizer(partial(torch.optim.SGD, lr=1.0), groups_of(model))
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    call.loss(*batch(0, ranks.rank, 0), ranks.rank).backward()
-    sync.finish(wait=False)
-    optimizer.zero_grad()
-    optimizer.step()
-    after = model.state_dict()
+    run = Run(ranks, partial(torch.optim.SGD, lr=1.0))
+    before = {name: value.clone() for name, value in run.model.state_dict().items()}
+    run.call.loss(*batch(0, ranks.rank, 0), ranks.rank).backward()
+    run.sync.finish(wait=False)
+    run.optimizer.zero_grad()
+    run.optimizer.step()
+    after = run.model.state_dict()
     assert [name for name, value in before.items() if not torch.equal(after[name], value)] == []
 
 
@@ -330,7 +316,7 @@ def check_zero1_single_parameters(ranks: Ranks) -> None:
         for _ in range(2)
     )
     model.load_state_dict(oracle.state_dict())
-    sync = Zero1(ranks, ParallelConfig(bucket_mb=64 * 64 * 8 / 2**20))
+    sync = build_strategy(ParallelConfig(strategy="zero1", bucket_mb=64 * 64 * 8 / 2**20), ranks)
     call = sync.attach(model)
     optimizer, reference = sync.build_optimizer(adamw, groups_of(model)), adamw(groups_of(oracle))
     alone = [bucket.sizes for bucket in optimizer.shard_layout.buckets if bucket.sizes == (64 * 64,)]
@@ -356,18 +342,16 @@ def check_zero1_single_parameters(ranks: Ranks) -> None:
 @check()
 def check_zero1_weights_are_whole_when_read(ranks: Ranks) -> None:
     """Layers that are bypassed, evaluation and saving all see the step's result, not a half-gathered weight."""
-    model = seeded_model(0, ranks)
-    sync = Zero1(ranks, SMALL_BUCKETS)
-    call = sync.attach(model)
-    optimizer = sync.build_optimizer(adamw, groups_of(model))
-    oracle = seeded_model(0, ranks)
+    run, oracle = Run(ranks, adamw, torch.float64), seeded_model(0, ranks)
     joined_run(oracle, world_size=ranks.world_size, steps=1, accumulation=1, max_norm=float("inf"))
-    one_step(sync, call, optimizer, ranks, 0)
-    assert torch.allclose(model.scale, oracle.scale)  # the model's own parameter: no layer's call reads it
+    run.step(0)
+    assert torch.allclose(
+        run.model.scale, oracle.scale
+    )  # the model's own parameter: no layer's call reads it
     with torch.no_grad():
         ids, targets = batch(9, 0, 0)
-        assert torch.allclose(model.loss(ids, targets, 0), oracle.loss(ids, targets, 0))
-    assert_close_models(model, oracle, FLOAT64_TOLERANCE)
+        assert torch.allclose(run.model.loss(ids, targets, 0), oracle.loss(ids, targets, 0))
+    assert_close_models(run.model, oracle, FLOAT64_TOLERANCE)
 
 
 def memory_that_peers_leave(num_bytes: int, times: int) -> int:
@@ -444,22 +428,19 @@ def check_peers_wait_for_one_another(ranks: Ranks) -> None:
         if ranks.device.type == "cuda":
             torch.cuda._sleep(int(torch.randint(2_000_000, (), generator=late_by)))  # up to 1 ms
 
-    def run(gather: str) -> list[torch.Tensor]:
-        model = seeded_model(0, ranks, torch.float32)
-        sync = Zero1(ranks, ParallelConfig(bucket_mb=0.0003, gather=gather))
-        call = sync.attach(model)
-        optimizer = sync.build_optimizer(adamw, groups_of(model))
-        for module in model.modules():
+    def weights_over_time(gather: str) -> list[torch.Tensor]:
+        run = Run(ranks, adamw, gather=gather)
+        for module in run.model.modules():
             module.register_forward_pre_hook(fall_behind)
             module.register_full_backward_pre_hook(fall_behind)
-        optimizer.register_step_pre_hook(fall_behind)
+        run.optimizer.register_step_pre_hook(fall_behind)
         seen = []
         for step in range(15):
-            one_step(sync, call, optimizer, ranks, step)
+            run.step(step)
             if step % 5 == 4:
-                sync.wait_for_weights()
-                seen.extend(parameter.detach().clone() for parameter in model.parameters())
+                run.sync.wait_for_weights()
+                seen.extend(parameter.detach().clone() for parameter in run.model.parameters())
         return seen
 
-    for mine, oracle in zip(run("auto"), run("collective"), strict=True):
+    for mine, oracle in zip(weights_over_time("auto"), weights_over_time("collective"), strict=True):
         assert torch.equal(mine, oracle)

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rank_model import refused
 from torch import nn
 
 from lmkit.parallel.buckets import ReducingBucket
@@ -64,20 +63,6 @@ class Sharded:
         return loss
 
 
-def test_zero1_hooks_are_where_the_recorded_pass_began_and_ended_its_buckets():
-    run = Sharded()
-    run.step((1, 0, 3, 2))  # gradients of 2 and 3, then of 0 and 1
-    assert [bool(p._post_accumulate_grad_hooks) for p in run.mine] == [False, True, True, True]
-
-
-def test_zero1_keeps_the_hooks_where_passes_are_accumulated():
-    run = Sharded()
-    run.step(ALL, ALL)
-    assert run.hooks() == 4
-    run.step(ALL)
-    assert run.hooks() == 4
-
-
 @pytest.mark.parametrize(
     "steps",
     [
@@ -93,45 +78,6 @@ def test_zero1_equals_plain_steps_whatever_the_passes(steps):
     run = Sharded()
     for passes in steps:
         run.step(*passes)
-
-
-@pytest.mark.parametrize("steps_before", [0, 1])
-@pytest.mark.parametrize("resets", [True, False])
-def test_zero1_begins_anew_after_a_step_that_broke_off(steps_before, resets):
-    run = Sharded()
-    for _ in range(steps_before):
-        run.step(ALL)
-
-    def explode(gradient: torch.Tensor) -> None:
-        raise ZeroDivisionError
-
-    handle = run.mine[1].register_hook(explode)
-    with pytest.raises(ZeroDivisionError):
-        run._loss(run.mine, (0, 1, 2, 3)).backward()
-    handle.remove()
-    if resets:
-        run.sync.reset()
-    run.optimizer.zero_grad()
-    run.step(ALL)
-    run.step(ALL)
-    assert run.hooks() == 3
-
-
-@pytest.mark.parametrize("steps_before", [0, 1])
-def test_zero1_refuses_to_lose_the_gradients_of_a_pass_without_no_sync(steps_before):
-    run = Sharded()
-    for _ in range(steps_before):
-        run.step(ALL)
-    run.backward(ALL)
-    with refused("parallel.unfinished_backward"):
-        run.backward(ALL)
-    with refused("parallel.unfinished_backward"):
-        run.sync.no_sync()
-    run.sync.reset()
-    for optimizer in (run.optimizer, run.oracle):
-        optimizer.zero_grad()
-    run.step(ALL)
-    run.step(ALL, ALL)
 
 
 def test_zero1_is_paused_until_the_outermost_no_sync_ends():
