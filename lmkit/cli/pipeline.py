@@ -519,24 +519,10 @@ def _evaluation_of_training(run: Pipeline) -> Any:
     """Return the evaluation at the end of the training, if it is of the newest checkpoint; else None."""
     from lmkit.training.checkpoint import CHECKPOINTS, saved_steps
     from lmkit.training.evaluation import EvaluateResult
-    from lmkit.training.metrics import METRICS, read_metrics
 
-    training = run.read("training", ("step", "checkpoint"))
+    found = run.read("training", ("step",)).get("evaluation")
     newest = saved_steps(run.folder / CHECKPOINTS)[-1]
-    if str(newest.path) != training["checkpoint"] or newest.step != training["step"]:
-        return None
-    final = [record for record in read_metrics(run.folder / METRICS) if record["kind"] == "final"]
-    if not final or final[-1]["step"] != newest.step or final[-1].get("loss") != training["valid_loss"]:
-        return None
-    return EvaluateResult(
-        checkpoint=training["checkpoint"],
-        step=newest.step,
-        tokens_file=str(run.recipe.data.valid or run.folder / "tokens" / "valid.npy"),
-        tokens=final[-1]["tokens"],
-        loss=training["valid_loss"],
-        perplexity=training["perplexity"],
-        bits_per_byte=training["bits_per_byte"],
-    )
+    return None if found is None or found["checkpoint"] != str(newest.path) else EvaluateResult(**found)
 
 
 def _generate(run: Pipeline) -> Outputs:
