@@ -181,3 +181,40 @@ def test_ranks_are_started_once(recipe: Recipe, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("WORLD_SIZE", "2")
     refusal("ranks.started_twice", run_now, recipe, nproc=2, skip_data=False)
     assert not recipe.run.path.exists()
+
+
+def test_the_evaluation_of_the_training_is_the_runs_unless_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lmkit.training import evaluation
+
+    evaluated: list[Path] = []
+    original = evaluation.evaluate_run
+    monkeypatch.setattr(
+        evaluation,
+        "evaluate_run",
+        lambda path, **options: evaluated.append(path) or original(path, **options),
+    )
+    recipe = load_recipe(
+        "quickstart",
+        [
+            f'run.folder="{tmp_path}"',
+            "corpus.size_mb=0.1",
+            "tokenizer.vocab_size=300",
+            "model.d_model=16",
+            "model.d_ff=32",
+            "model.num_layers=1",
+            "model.num_heads=2",
+            "model.context_length=16",
+            "train.steps=2",
+            "generate.max_new_tokens=1",
+        ],
+    )
+    once = run_now(recipe)
+    assert evaluated == []
+    found = json.loads((recipe.run.path / "evaluation.json").read_text())
+    assert found == json.loads((recipe.run.path / "training.json").read_text())["evaluation"]
+    again = run_now(recipe, from_stage="evaluate")
+    assert evaluated == [recipe.run.path]
+    assert (again.loss, again.bits_per_byte) == (once.loss, once.bits_per_byte)
+    assert json.loads((recipe.run.path / "evaluation.json").read_text())["tokens"] == found["tokens"]
