@@ -1,3 +1,3 @@
-"""lmkit: build language models from the bottom up, and find out how fast each part is."""
+"""Build language models from scratch and measure how fast every part is."""
 
 __version__ = "0.1.0"

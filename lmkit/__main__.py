@@ -1,10 +1,10 @@
-"""Entry points: `lmkit`, `python -m lmkit`, `torchrun -m lmkit`, and the literal `torchrun lmkit ...`."""
+"""Run the command line: `lmkit`, `python -m lmkit`, `torchrun -m lmkit`, `torchrun lmkit`."""
 
 import os
 import sys
 
-# `python lmkit` (which is what `torchrun lmkit` runs) puts the package folder itself first on sys.path, where our
-# folders would shadow top-level modules of the same name. Its parent is what belongs there.
+# `torchrun lmkit` runs `python lmkit`, which puts the package folder first on sys.path. There our folders would
+# shadow top-level modules of the same name: put its parent there instead.
 _PACKAGE_FOLDER = os.path.dirname(os.path.abspath(__file__))
 if sys.path and os.path.abspath(sys.path[0] or os.curdir) == _PACKAGE_FOLDER:
     sys.path[0] = os.path.dirname(_PACKAGE_FOLDER)
@@ -15,8 +15,7 @@ from types import FrameType  # noqa: E402
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Ctrl-C: a KeyboardInterrupt. While torch is being imported, which takes seconds, the process exits at once:
-    parts of torch swallow the exception."""
+    """Raise KeyboardInterrupt. While torch is imported, exit at once: parts of torch swallow the exception."""
     while frame is not None:
         if (
             frame.f_code.co_name == "<module>"
@@ -29,8 +28,8 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 def main() -> None:
     """Run the command line and exit with its code."""
-    # The threads of numpy's OpenBLAS wait for work by spinning, a tenth of a second from the import on, on a core
-    # that the tokenizer's threads need. Set before numpy is imported: after 2**4 ticks of the clock they sleep.
+    # After its import, threads of numpy's OpenBLAS spin for a tenth of a second on cores that the tokenizer's threads
+    # need. Set before numpy is imported, this lets them sleep after 2**4 ticks of the clock.
     os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
     if (
         signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -38,17 +37,17 @@ def main() -> None:
         signal.signal(signal.SIGINT, _interrupt)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a closed one is None
-            # What the stream's encoding lacks (in the C locale all but ASCII) is shown as \xe9: better than no text.
+            # A character that the stream's encoding lacks (in the C locale all but ASCII) is shown as \xe9.
             stream.reconfigure(errors="backslashreplace")
     try:
         from lmkit.cli.app import run_command_line
 
         code = run_command_line(sys.argv[1:])
-    except KeyboardInterrupt:  # before or after the command itself, for which `run_command_line` has a code
+    except KeyboardInterrupt:  # before or after the command: `run_command_line` handles those in it
         code = 128 + signal.SIGINT
     try:
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever read it has left; at its end Python would flush again, and complain
+    except BrokenPipeError:  # the reader has left; at exit Python would flush again, and complain
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = code or 1
     if "lmkit.parallel.ranks" in sys.modules and "RANK" in os.environ:

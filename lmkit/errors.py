@@ -1,7 +1,7 @@
 """Errors that a user can cause: a code, one line that names the file and the key, one line of hint, an exit code.
 
-Code deep inside the library raises these (or `ValueError` in the public Python API); the command line
-turns them into text. Anything else that escapes is a defect of ours and keeps its traceback.
+Library code raises these (or `ValueError` in the public Python API), and the command line prints them. Any other
+exception is a defect of lmkit and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -10,27 +10,27 @@ import re
 from collections.abc import Iterable
 
 LONGEST = 2000
-"""Characters of a message: a damaged file may hold a name of a megabyte."""
+"""Longest message in characters: a damaged file may hold a name of a megabyte."""
 
 
 class LmkitError(Exception):
     """Something failed while running (exit code 1).
 
     Args:
-        code: `area.mistake`, such as "recipe.unknown_key": what programs and tests tell errors apart by.
+        code: `area.mistake`, such as "recipe.unknown_key", for programs and tests.
         message: one line; names the file and the key, flag or offset.
-        hint: one line; what to do about it.
+        hint: one line; what the user can do.
     """
 
     exit_code = 1
     is_consequence = False
-    """Whether an error of another process explains this one and should be read instead."""
+    """Whether an error of another process caused this one and should be read instead."""
 
     def __init__(self, code: str, message: str | None = None, *, hint: str = "") -> None:
         if message is None:  # raised by code that does not give codes yet
             code, message = "error", code
         self.code = code
-        # A file name or a key may hold line breaks or escape codes: they are shown, not obeyed.
+        # A file name or a key may hold line breaks or escape codes: show them escaped.
         self.message = _printable(message)
         self.hint = _printable(hint)
         super().__init__(self.message)
@@ -47,12 +47,12 @@ class UsageError(LmkitError):
 
 
 def reason(error: OSError) -> str:
-    """What the operating system says, as the rest of a line: `no such file or directory`."""
+    """Return the words of the operating system for the rest of a line: `no such file or directory`."""
     return (error.strerror or str(error)).lower()
 
 
 def out_of_memory(error: BaseException) -> LmkitError | None:
-    """The error for people where memory ran out, on the host or on a GPU; None where something else happened."""
+    """Return an LmkitError if memory ran out, on the host or on a GPU; None for other errors."""
     text = str(error)
     if not isinstance(error, MemoryError) and not (
         "out of memory" in text or "can't allocate memory" in text
@@ -64,12 +64,12 @@ def out_of_memory(error: BaseException) -> LmkitError | None:
     return LmkitError(
         "memory.exhausted",
         f"out of memory{': ' + detail if detail else ''}",
-        hint="give it more memory, or less to do at once: a smaller batch, context or model, fewer workers",
+        hint="use a smaller batch, context or model, or fewer workers",
     )
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """` (did you mean ...?)` for the nearest known name, or nothing."""
+    """Return ` (did you mean ...?)` with the nearest known name, or an empty string."""
     import difflib
 
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)

@@ -1,6 +1,6 @@
-"""Library code speaks through the logger "lmkit"; here it gets its voice: plain lines on stderr, warnings marked.
+"""Print the log of library code (logger "lmkit") as plain lines on stderr.
 
-Imported by commands that run, not by those that only print help: `logging` takes 9 ms to load.
+Only commands that run import this, not help: `logging` takes 9 ms to load.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class _Line(logging.Formatter):
 
 
 class _Stderr(logging.StreamHandler):
-    """Writes to what stderr is at that moment: while there is a bar, lines go above it."""
+    """Writes to the current stderr: while a bar is drawn, lines go above it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr

@@ -1,4 +1,4 @@
-"""Progress on stderr: a bar on a terminal that may show one, a line now and then elsewhere."""
+"""Show progress on stderr: a bar on a terminal, else a line every ten seconds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def progress_on_stderr() -> Iterator[Progress]:
 
 @contextmanager
 def _bar() -> Iterator[Progress]:
-    """One bar at a time, of the stage that was reported last, until that is done."""
+    """Draw one bar at a time, for the stage that was reported last, until it is done."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -49,7 +49,7 @@ def _bar() -> Iterator[Progress]:
         for task in bars.tasks:
             if task.description != stage:
                 bars.remove_task(task.id)
-        if done >= total:  # the terminal is free: what comes next may have a bar of its own, as training has
+        if done >= total:  # leaves the terminal to the next stage, which may draw its own bar
             bars.stop()
             return
         if not bars.tasks:

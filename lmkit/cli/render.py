@@ -1,4 +1,4 @@
-"""Results to stdout: text for people, or exactly one JSON object."""
+"""Print results on stdout: text, or exactly one JSON object."""
 
 from __future__ import annotations
 
@@ -24,16 +24,19 @@ def show(result: Any, *, as_json: bool) -> None:
 
 
 def write(text: str) -> None:
-    """Text to stdout, at once. A terminal gets U+FFFD for the control characters that would drive it: a model that
-    has learnt little writes them all, and another's checkpoint may mean them."""
+    """Write text to stdout at once.
+
+    A terminal gets U+FFFD for control characters: an untrained model writes them by chance, and a foreign checkpoint
+    may do so on purpose.
+    """
     if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK") != "0":
-        return  # of torchrun's processes one speaks
+        return  # under torchrun, rank 0 prints
     sys.stdout.write(text.translate(_CONTROLS) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 
 def _plain(value: Any) -> Any:
-    """Make a value JSON can hold: paths become strings, a number that is not finite becomes null."""
+    """Return a value that JSON can hold: paths become strings, numbers that are not finite null."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

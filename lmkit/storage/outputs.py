@@ -15,11 +15,15 @@ def refuse_existing(output: Path, *, force: bool) -> None:
         UsageError: the output exists, or is a folder where a file is wanted.
     """
     if output.is_dir():
-        raise UsageError(f"{output}: is a folder", hint="name a file")
+        raise UsageError("output.not_a_file", f"{output}: is a folder", hint="name a file")
     if output.exists() and not output.is_file():
-        raise UsageError(f"{output}: is not a regular file", hint="name another file")
+        raise UsageError("output.not_a_file", f"{output}: is not a regular file", hint="name another file")
     if output.exists() and not force:
-        raise UsageError(f"{output}: exists already", hint="choose another name, or replace it with --force")
+        raise UsageError(
+            "output.exists",
+            f"{output}: exists already",
+            hint="choose another name, or replace it with --force",
+        )
 
 
 def refuse_unwritable(folder: Path, *, option: str = "--output") -> None:
@@ -40,6 +44,7 @@ def refuse_unwritable(folder: Path, *, option: str = "--output") -> None:
         tempfile.TemporaryFile(dir=place).close()
     except OSError as error:
         raise UsageError(
+            "output.unwritable",
             f"{folder}: cannot write there: {place}: {reason(error)}",
             hint=f"choose another folder with {option}",
         ) from None

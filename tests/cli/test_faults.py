@@ -66,40 +66,20 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def terminal(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Terminal:
+def refuses(whole: Path, terminal, tmp_path: Path) -> Callable[..., None]:
+    """Checks that a command ends with this exit code and an error that holds the words, and changes no file."""
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
-    monkeypatch.chdir(tmp_path)
-    return Terminal(tmp_path, capsys)
 
+    def files() -> dict[Path, str]:
+        paths = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != ".lock"]
+        return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
-class Terminal:
-    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        self._folder = folder
-        self._capsys = capsys
+    def refuse(exit_code: int, command: str, *words: str) -> None:
+        before = files()
+        terminal.refuses(command, code=None, exit_code=exit_code, says=words)
+        assert files() == before, command
 
-    def refuses(self, code: int, command: str, *words: str) -> None:
-        """The command ends with this code and one line that holds the words, and leaves every file as it was."""
-        before = self._files()
-        self._capsys.readouterr()
-        assert run_command_line(command.split()) == code, command
-        out, err = self._capsys.readouterr()
-        assert out == "", command
-        error, hint = err.splitlines()
-        assert error.startswith("error"), err
-        assert hint.startswith("hint: "), err
-        assert len(hint) > len("hint: "), err
-        for word in words:
-            assert word in error, err
-        assert self._files() == before, command
-
-    def _files(self) -> dict[str, str]:
-        return {
-            str(path.relative_to(self._folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-            for path in self._folder.rglob("*")
-            if path.is_file() and path.name != ".lock"
-        }
+    return refuse
 
 
 CORPORA: dict[int, tuple[bytes | None, int, str]] = {
@@ -111,37 +91,37 @@ CORPORA: dict[int, tuple[bytes | None, int, str]] = {
 
 
 @pytest.mark.parametrize("fault", CORPORA)
-def test_faults_17_18_20_21_of_a_corpus_at_the_terminal(fault: int, terminal: Terminal) -> None:
+def test_faults_17_18_20_21_of_a_corpus_at_the_terminal(fault: int, refuses) -> None:
     content, code, words = CORPORA[fault]
     if content is not None:
         Path("corpus.txt").write_bytes(content)
-    terminal.refuses(code, "tokenizer train corpus.txt new.json --vocab-size 260", words)
-    terminal.refuses(code, "data encode corpus.txt new.npy --tokenizer tok.json", words)
+    refuses(code, "tokenizer train corpus.txt new.json --vocab-size 260", words)
+    refuses(code, "data encode corpus.txt new.npy --tokenizer tok.json", words)
 
 
-def test_faults_27_and_40_of_options_at_the_terminal(terminal: Terminal) -> None:
-    terminal.refuses(2, "tokenizer train text.txt new.json --vocab-size 256", "vocab_size", "at least 257")
+def test_faults_27_and_40_of_options_at_the_terminal(refuses) -> None:
+    refuses(2, "tokenizer train text.txt new.json --vocab-size 256", "vocab_size", "at least 257")
     for command in (
         "tokenizer train text.txt tok.json --vocab-size 260",
         "data encode text.txt tokens.npy --tokenizer tok.json",
         "data synth text.txt --size-mb 0.01",
     ):
-        terminal.refuses(2, command, "exists already")
+        refuses(2, command, "exists already")
         assert run_command_line([*command.split(), "--force"]) == 0
 
 
-def test_fault_31_a_cut_tokenizer_at_the_terminal(terminal: Terminal) -> None:
+def test_fault_31_a_cut_tokenizer_at_the_terminal(refuses) -> None:
     Path("cut.json").write_bytes(Path("tok.json").read_bytes()[:-9])
     for command in ("tokenizer inspect cut.json", "data encode text.txt new.npy --tokenizer cut.json"):
-        terminal.refuses(1, command, "cut.json: not JSON")
+        refuses(1, command, "cut.json: not JSON")
 
 
-def test_fault_32_another_tokenizer_at_the_terminal(terminal: Terminal) -> None:
+def test_fault_32_another_tokenizer_at_the_terminal(refuses) -> None:
     assert run_command_line(["tokenizer", "train", "text.txt", "other.json", "--vocab-size", "259"]) == 0
     mine, other = (Tokenizer.load(name).sha256 for name in ("tok.json", "other.json"))
     Path("other.toml").write_text(RECIPE + '[tokenizer]\npath = "other.json"\n')
-    terminal.refuses(2, "train other.toml --name new", mine, other)
-    terminal.refuses(2, "generate runs/run --tokenizer other.json", mine, other)
+    refuses(2, "train other.toml --name new", mine, other)
+    refuses(2, "generate runs/run --tokenizer other.json", mine, other)
 
 
 def _cut(path: Path) -> None:
@@ -176,19 +156,19 @@ TOKEN_FILES: dict[int, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("fault", TOKEN_FILES)
-def test_faults_33_34_35_36_37_of_a_token_file_at_the_terminal(fault: int, terminal: Terminal) -> None:
+def test_faults_33_34_35_36_37_of_a_token_file_at_the_terminal(fault: int, refuses) -> None:
     damage, words = TOKEN_FILES[fault]
     damage(Path("tokens.npy"))
-    terminal.refuses(1, "train tiny.toml --name new", "tokens.npy: ", words)
-    terminal.refuses(1, "data inspect tokens.npy", "tokens.npy: ", words)
+    refuses(1, "train tiny.toml --name new", "tokens.npy: ", words)
+    refuses(1, "data inspect tokens.npy", "tokens.npy: ", words)
 
 
-def test_fault_38_a_token_file_shorter_than_the_context_at_the_terminal(terminal: Terminal) -> None:
+def test_fault_38_a_token_file_shorter_than_the_context_at_the_terminal(refuses) -> None:
     command = "train tiny.toml --name new --set model.context_length=6000"
-    terminal.refuses(2, command, "tokens.npy: ", "context_length")
+    refuses(2, command, "tokens.npy: ", "context_length")
 
 
-def test_fault_51_only_damaged_checkpoints_at_the_terminal(terminal: Terminal) -> None:
+def test_fault_51_only_damaged_checkpoints_at_the_terminal(refuses) -> None:
     for step in (OLDER, NEWER):
         Path(step, checkpoint_folder.MODEL).write_bytes(b"damaged")
     for command in (
@@ -196,37 +176,37 @@ def test_fault_51_only_damaged_checkpoints_at_the_terminal(terminal: Terminal) -
         "generate runs/run --tokenizer tok.json",
         "evaluate runs/run",
     ):
-        terminal.refuses(1, command, f"{OLDER}/model.safetensors: ", f"{NEWER}/model.safetensors: ")
+        refuses(1, command, f"{OLDER}/model.safetensors: ", f"{NEWER}/model.safetensors: ")
 
 
-def test_fault_55_another_model_at_the_terminal(terminal: Terminal) -> None:
-    terminal.refuses(2, "train tiny.toml --set model.d_model=32", f"{NEWER}: ", "model.d_model: 16 -> 32")
+def test_fault_55_another_model_at_the_terminal(refuses) -> None:
+    refuses(2, "train tiny.toml --set model.d_model=32", f"{NEWER}: ", "model.d_model: 16 -> 32")
 
 
-def test_fault_58_a_newer_format_at_the_terminal(terminal: Terminal) -> None:
+def test_fault_58_a_newer_format_at_the_terminal(refuses) -> None:
     manifest = Path(NEWER, checkpoint_folder.MANIFEST)
     content = json.loads(manifest.read_text())
     content["format"] += 1
     content["checksum"] = checkpoint_folder._checksum(content)
     manifest.write_text(json.dumps(content))
     for command in ("train tiny.toml --steps 6", "generate runs/run --tokenizer tok.json"):
-        terminal.refuses(1, command, f"{NEWER}/manifest.json: checkpoint format 2")
+        refuses(1, command, f"{NEWER}/manifest.json: checkpoint format 2")
 
 
-def test_fault_60_a_missing_shard_at_the_terminal(terminal: Terminal) -> None:
+def test_fault_60_a_missing_shard_at_the_terminal(refuses) -> None:
     name = checkpoint_folder.shard_name(0, 1)
     Path(NEWER, name).unlink()
     Path("branch.toml").write_text(RECIPE.replace("interval = 2", f'interval = 2\nresume = "{NEWER}"'))
-    terminal.refuses(1, "train branch.toml --name new --steps 6", f"{NEWER}/{name}: missing")
+    refuses(1, "train branch.toml --name new --steps 6", f"{NEWER}/{name}: missing")
 
 
-def test_fault_61_two_runs_in_one_folder_at_the_terminal(terminal: Terminal) -> None:
+def test_fault_61_two_runs_in_one_folder_at_the_terminal(refuses) -> None:
     with FolderLock("runs/run"):
-        terminal.refuses(1, "train tiny.toml --steps 6", "runs/run: another process")
+        refuses(1, "train tiny.toml --steps 6", "runs/run: another process")
 
 
 def test_fault_90_the_warning_of_a_long_prompt_stands_before_the_text(
-    terminal: Terminal, caplog: pytest.LogCaptureFixture
+    refuses, caplog: pytest.LogCaptureFixture
 ) -> None:
     said: list[tuple[str, int]] = []
     prompt = 'generate.prompts=["one fish two fish"]'
@@ -241,11 +221,11 @@ def test_fault_90_the_warning_of_a_long_prompt_stands_before_the_text(
     assert {warnings for _, warnings in said} == {1}
 
 
-def test_fault_93_sampling_out_of_range_at_the_terminal(terminal: Terminal) -> None:
+def test_fault_93_sampling_out_of_range_at_the_terminal(refuses) -> None:
     command = "generate runs/run --tokenizer tok.json"
     for option, key in (
         ("--temperature -1", "temperature"),
         ("--top-p 0", "top_p"),
         ("--top-p nan", "top_p"),
     ):
-        terminal.refuses(2, f"{command} {option}", f"generate.{key}")
+        refuses(2, f"{command} {option}", f"generate.{key}")

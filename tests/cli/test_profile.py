@@ -16,7 +16,7 @@ def profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str,
     monkeypatch.chdir(tmp_path)
     for kind in ("command", "steps", "recording"):
         monkeypatch.setattr(
-            f"lmkit.commands.profile.{kind}", lambda what, *_, kind=kind, **__: calls.append((kind, what))
+            f"lmkit.profile.run.run_{kind}", lambda what, *_, kind=kind, **__: calls.append((kind, what))
         )
     monkeypatch.setattr("lmkit.cli.profile.show", lambda *_, **__: None)
     return calls
@@ -41,10 +41,8 @@ def test_a_word_before_them_is_none(target: str, kind: str, profiled: list[tuple
 
 @pytest.mark.parametrize("words", ["quickstart 5", "quickstart -- true", "sh job.sh"])
 def test_more_than_one_word_before_them_is_refused(
-    words: str, profiled: list[tuple[str, object]], capsys: pytest.CaptureFixture[str]
+    words: str, profiled: list[tuple[str, object]], terminal
 ) -> None:
-    assert run_command_line(["profile", "nsys", *words.split()]) == 2
-    error, hint = capsys.readouterr().err.splitlines()
-    assert error.endswith("more than a recipe or a recording")
-    assert "lmkit profile nsys -- COMMAND" in hint
+    refusal = terminal.refuses(f"profile nsys {words}", code="profile.too_many_targets")
+    assert "lmkit profile nsys -- COMMAND" in refusal.hint
     assert profiled == []

@@ -157,7 +157,7 @@ def test_a_lost_connection_is_not_said_where_its_cause_will_be(
     as_rank: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cause = as_rank(1)
-    monkeypatch.setattr(ranks, "_is_first_to_speak", lambda folder: pytest.fail("it waits its time first"))
+    monkeypatch.setattr(ranks, "_is_first_to_print", lambda folder: pytest.fail("it waits its time first"))
     monkeypatch.setattr(ranks, "PATIENCE_S", 0.1)
     with pytest.raises(pytest.fail.Exception):
         speak_for_ranks(LmkitError("tokens.missing", "no tokens"))
