@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,7 @@ from lmkit.parallel.ranks import Ranks, local_device, process_group
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import RunConfig
 
+T = TypeVar("T")
 _DETERMINISTIC: Any = torch.utils.deterministic  # its settings are properties, unknown to type checkers
 _CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
@@ -75,36 +75,23 @@ def numerics(config: RunConfig, ranks: Ranks) -> Iterator[None]:
         _DETERMINISTIC.fill_uninitialized_memory = fill
 
 
-def decided_by_first(ranks: Ranks, decide: Callable[[], Any]) -> Any:
-    """Call `decide` on rank 0 only, and return its answer (a JSON value) on every rank.
+def decided_by_first(ranks: Ranks, decide: Callable[[], T]) -> T:
+    """Call `decide` on rank 0 only, and return its answer on every rank.
 
-    The answer travels by collectives: the ranks that wait notice at once if rank 0 dies.
+    The answer travels by a collective: the ranks that wait notice at once if rank 0 dies.
 
     Raises:
         LmkitError: what `decide` raised, on every rank.
     """
-    if ranks.world_size == 1:
-        return decide()
-    if not ranks.is_first:
-        told = json.loads(_from_first(b""))
-        if "error" in told:
-            exit_code, code, message, hint = told["error"]
-            raise (UsageError if exit_code == UsageError.exit_code else LmkitError)(code, message, hint=hint)
-        return told["answer"]
-    try:
-        answer = decide()
-    except LmkitError as error:
-        told = {"error": [error.exit_code, error.code, error.message, error.hint]}
-        _from_first(json.dumps(told).encode())
-        raise
-    _from_first(json.dumps({"answer": answer}).encode())
-    return answer
-
-
-def _from_first(text: bytes) -> bytes:
-    """Broadcast rank 0's text."""
-    size = torch.tensor(len(text))
-    dist.broadcast(size, src=0)
-    data = torch.tensor(list(text) or [0] * int(size), dtype=torch.uint8)
-    dist.broadcast(data, src=0)
-    return data.numpy().tobytes()
+    outcome: list[T | LmkitError | None] = [None]
+    if ranks.is_first:
+        try:
+            outcome = [decide()]
+        except LmkitError as error:
+            outcome = [error]
+    if ranks.world_size > 1:
+        dist.broadcast_object_list(outcome, src=0, device=torch.device("cpu"))
+    (answer,) = outcome
+    if isinstance(answer, LmkitError):
+        raise answer
+    return cast(T, answer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from lmkit.errors import UsageError
@@ -14,6 +13,7 @@ from lmkit.training.checkpoint import (
     CHECKPOINTS,
     STATE,
     Checkpoint,
+    Choice,
     newest_valid,
     open_checkpoint,
     saved_steps,
@@ -38,16 +38,8 @@ UNREPORTED = ("run.name", "run.folder", "checkpoint", "generate", "wandb", "corp
 """Differences that are not reported, except for `BATCHES`."""
 
 
-@dataclass(frozen=True)
-class StartingPoint:
-    """The checkpoint that a session resumes from (None: it starts from scratch), and notes for people."""
-
-    checkpoint: Path | None
-    notes: tuple[str, ...]
-
-
-def choose_start(recipe: Recipe) -> StartingPoint:
-    """Find the checkpoint that `checkpoint.resume` asks for; reads it in full.
+def choose_start(recipe: Recipe) -> Choice:
+    """Find the checkpoint that `checkpoint.resume` asks for; reads it in full. `path` is None from scratch.
 
     Raises:
         UsageError: `never` in a folder with checkpoints, a path without checkpoint, or a checkpoint that is older
@@ -57,11 +49,7 @@ def choose_start(recipe: Recipe) -> StartingPoint:
     folder = recipe.run.path / CHECKPOINTS
     wish = recipe.checkpoint.resume
     if wish == "auto":
-        choice = newest_valid(folder)
-        skipped = tuple(f"skipped {reason}" for reason in choice.skipped)
-        if choice.path is None:
-            return StartingPoint(None, ())
-        return StartingPoint(choice.path, skipped)
+        return newest_valid(folder)
     present = saved_steps(folder)
     if wish == "never":
         if present:
@@ -70,7 +58,7 @@ def choose_start(recipe: Recipe) -> StartingPoint:
                 f'{folder}: holds {present[-1].path.name}, but checkpoint.resume is "never"',
                 hint="choose another --name, delete the checkpoints, or resume",
             )
-        return StartingPoint(None, ())
+        return Choice(None, ())
     path = Path(wish)
     checkpoint = open_checkpoint(path)
     verify(path)
@@ -81,7 +69,7 @@ def choose_start(recipe: Recipe) -> StartingPoint:
             f"checkpoint.resume: {path} is older than {newer[-1].path} of the same run",
             hint="choose another --name for the new branch, or delete the newer checkpoints",
         )
-    return StartingPoint(path, ())
+    return Choice(path, ())
 
 
 def check_agreement(checkpoint: Checkpoint, recipe: Recipe, data: DataIdentity | None) -> tuple[str, ...]:

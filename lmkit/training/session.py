@@ -164,9 +164,8 @@ def _run_rank(recipe: Recipe, stop_at_step: int | None) -> TrainResult | None:
         resolved = resolve(recipe, data)
         check_device(resolved, ranks.device)
         batches = make_batches(resolved, data, ranks)  # refuses before anything is written
-        start = decided_by_first(ranks, lambda: _open_folder(resolved, held))
-        checkpoint = None if start["checkpoint"] is None else open_checkpoint(Path(start["checkpoint"]))
-        notes: list[str] = start["notes"]
+        path, notes = decided_by_first(ranks, lambda: _open_folder(resolved, held))
+        checkpoint = None if path is None else open_checkpoint(path)
         if checkpoint is None:
             notes.append("no checkpoint yet: starting from scratch")
         else:
@@ -184,8 +183,8 @@ def _run_rank(recipe: Recipe, stop_at_step: int | None) -> TrainResult | None:
         return _train(resolved, ranks, data, batches, checkpoint, notes, stop_at_step)
 
 
-def _open_folder(recipe: Recipe, held: ExitStack) -> dict[str, Any]:
-    """On rank 0: lock the run folder, remove leftovers of a killed session, choose where to begin."""
+def _open_folder(recipe: Recipe, held: ExitStack) -> tuple[Path | None, list[str]]:
+    """On rank 0: lock the run folder, remove leftovers of a killed session; return the checkpoint and notes."""
     folder, checkpoints = recipe.run.path, recipe.run.path / CHECKPOINTS
     refuse_unwritable(folder, option="--set run.folder=...")
     held.enter_context(FolderLock(folder))
@@ -194,10 +193,7 @@ def _open_folder(recipe: Recipe, held: ExitStack) -> dict[str, Any]:
         removed += clean_leftovers(checkpoints)
     start = choose_start(recipe)
     notes = [f"removed {path}, left by a session that was killed" for path in removed]
-    return {
-        "checkpoint": None if start.checkpoint is None else str(start.checkpoint),
-        "notes": [*notes, *start.notes],
-    }
+    return start.path, [*notes, *(f"skipped {why}" for why in start.skipped)]
 
 
 def _train(
@@ -365,10 +361,11 @@ def plan(recipe: Recipe, *, stop_at_step: int | None = None, nproc: int = 1) -> 
     make_batches(resolved, data, ranks)
     refuse_unwritable(recipe.run.path, option="--set run.folder=...")
     begin = choose_start(resolved)
-    notes, start = begin.notes, "starting from scratch"
-    if begin.checkpoint is not None:
-        start = f"resuming from {begin.checkpoint}"
-        checkpoint = open_checkpoint(begin.checkpoint)
+    notes = tuple(f"skipped {why}" for why in begin.skipped)
+    start = "starting from scratch"
+    if begin.path is not None:
+        start = f"resuming from {begin.path}"
+        checkpoint = open_checkpoint(begin.path)
         notes += check_agreement(checkpoint, resolved, data.identity) + world_change(checkpoint, ranks)
         if is_finished(checkpoint.state, resolved, stop_at_step):
             is_done = _finished_before(resolved, checkpoint, data) is not None

@@ -6,8 +6,6 @@ import errno
 import itertools
 import os
 import resource
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -168,46 +166,6 @@ def test_fault_49_a_file_size_limit_is_an_error_that_leaves_the_older_one_intact
     save(writer, 3)  # now there is room again
     writer.wait()
     assert newest_valid(tmp_path).path == tmp_path / step_name(3)
-
-
-SMALL_DISK = """
-import sys
-import torch
-from pathlib import Path
-sys.path.insert(0, {here!r})
-from test_checkpoint_writer import make_state, make_writer
-from lmkit.errors import LmkitError
-from lmkit.training.checkpoint import newest_valid
-folder = Path({folder!r})
-writer = make_writer(folder)
-writer.save(make_state(1), model={{"w": torch.ones(1000)}}, optimizer={{"w.step": torch.tensor(1.0)}})
-writer.wait()
-writer.save(make_state(2), model={{"w": torch.ones(30_000)}}, optimizer={{"w.step": torch.tensor(2.0)}})
-try:
-    writer.wait()
-except LmkitError as error:
-    print(error.code, error.message)
-print([path.name for path in folder.iterdir()], newest_valid(folder).path.name)
-"""
-
-
-def test_fault_48_a_full_disk_is_an_error_that_leaves_the_older_one_intact(tmp_path: Path) -> None:
-    disk, script = tmp_path / "disk", tmp_path / "script.py"
-    disk.mkdir()
-    script.write_text(SMALL_DISK.format(here=str(Path(__file__).parent), folder=str(disk)))
-    # A mount namespace of its own: the small disk is seen by this process only and vanishes with it.
-    mount = f"mount -t tmpfs -o size=64k none {disk} && echo mounted && exec {sys.executable} {script}"
-    for namespace in (["--user", "--map-root-user", "--mount"], ["--mount"]):
-        done = subprocess.run(
-            ["unshare", *namespace, "sh", "-c", mount], capture_output=True, text=True, check=False
-        )
-        if "mounted" in done.stdout:
-            break
-    else:
-        pytest.skip("no mount namespace for a small disk: neither root nor user namespaces")
-    assert "checkpoint.write_failed" in done.stdout, done.stderr
-    assert "no space left on device" in done.stdout
-    assert "['step-00000001'] step-00000001" in done.stdout
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

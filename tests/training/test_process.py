@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import pickle
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from run_folders import refused
 
+from lmkit.errors import UsageError
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.tables import RunConfig
 from lmkit.training import process
-from lmkit.training.process import numerics
+from lmkit.training.process import decided_by_first, numerics
 
 
 def settings() -> tuple[int, bool, bool]:
@@ -86,3 +91,27 @@ def test_cublas_gets_a_fixed_workspace_unless_it_has_one(
         monkeypatch.setenv(name, given)
     with numerics(RunConfig(deterministic=True), Ranks(device=torch.device(device))):
         assert os.environ.get(name) == expected
+
+
+def test_rank_0_decides_for_all_and_its_error_is_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[bytes] = []
+
+    def broadcast(objects: list[Any], *, src: int, device: torch.device) -> None:
+        assert (src, device.type) == (0, "cpu")
+        if objects != [None]:
+            sent.append(pickle.dumps(objects))
+        objects[:] = pickle.loads(sent[-1])
+
+    def refuse() -> None:
+        raise UsageError("resume.refused", "no", hint="yes")
+
+    def never() -> None:
+        raise AssertionError("only rank 0 decides")
+
+    monkeypatch.setattr(process, "dist", SimpleNamespace(broadcast_object_list=broadcast))
+    first, second = (Ranks(rank=rank, world_size=2) for rank in (0, 1))
+    assert decided_by_first(first, lambda: (1, ["a"])) == decided_by_first(second, never) == (1, ["a"])
+    for ranks, decide in ((first, refuse), (second, never)):
+        with refused("resume.refused", "no", kind=UsageError):
+            decided_by_first(ranks, decide)
+    assert decided_by_first(Ranks(), lambda: 3) == 3
