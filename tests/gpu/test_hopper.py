@@ -10,6 +10,8 @@ import math
 import pytest
 import torch
 
+from lmkit.kernels.flash.reference import attention_forward
+
 pytestmark = [
     pytest.mark.gpu,
     # autograd's thread, when the first CUDA work of the process happens to be its matrix product
@@ -31,7 +33,7 @@ LENGTHS = [
 ]
 HARD_LENGTHS = [700, 2500]  # with head_dim 64 two consumers, three
 WIDTHS = [64, 128, 256]  # heads as wide as the kernels are written for
-NARROWER = [40, 72, 80, 96, 136]  # heads that the copy engine fills up to one of these
+NARROWER = [40, 72, 80, 96, 136]  # heads that TMA fills up to one of these
 SHAPES = [(*lengths, head_dim) for lengths in LENGTHS for head_dim in WIDTHS]
 SHAPES += [
     (*lengths, head_dim)
@@ -61,13 +63,7 @@ def poison():
 
 
 def reference(q, k, v, causal, scale):
-    group = q.shape[1] // k.shape[1]
-    q, k, v = q.double(), k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
-    scores = q @ k.mT * scale
-    if causal:
-        hidden = torch.ones(scores.shape[-2:], device=scores.device, dtype=torch.bool).triu(1)
-        scores = scores.masked_fill(hidden, -math.inf)
-    return torch.softmax(scores, -1) @ v, torch.logsumexp(scores, -1)
+    return attention_forward(q.double(), k.double(), v.double(), causal, scale)
 
 
 def reference_gradients(dout, q, k, v, causal, scale):
