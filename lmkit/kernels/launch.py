@@ -118,7 +118,7 @@ class LaunchCache:
     MOST_KINDS = 1024  # a length that grows with every call must not fill the memory
 
     def __init__(self, prepare: Callable[..., Start]) -> None:
-        """`prepare(*inputs, *outputs, *options)` returns what launches on the pointers of inputs and outputs."""
+        """`prepare((*inputs, *outputs), options)` returns what launches on the pointers of inputs and outputs."""
         self.prepare = prepare
         self.prepared: dict[tuple, Start] = {}
 
@@ -141,7 +141,7 @@ class LaunchCache:
         start = self.prepared.get(kind)
         with selected(device):
             if start is None:
-                start = self.prepare(*inputs, *outputs, *options)
+                start = self.prepare((*inputs, *outputs), options)
                 # A tile size that is chosen during a capture is not measured: a later call may choose better.
                 if PREPARES and not torch.cuda.is_current_stream_capturing():
                     if len(self.prepared) >= self.MOST_KINDS:

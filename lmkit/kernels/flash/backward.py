@@ -47,31 +47,14 @@ def flash_backward(
     return dq, dk, dv
 
 
-def prepare_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    dout: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    causal: bool,
-    scale: float,
-    precision: str,
-    dq_tiling: Tiling | None,
-    dkdv_tiling: Tiling | None,
-) -> Start:
+def prepare_backward(tensors: tuple[Tensor, ...], options: tuple) -> Start:
     """Return what computes dq, dk and dv in calls of this kind, from the pointers of the ten tensors."""
-    options = (causal, scale, precision)
-    start_queries = prepare_dq(q, k, v, out, dout, lse, delta, dq, *options, dq_tiling)
-    start_keys = prepare_dkdv(q, k, v, dout, lse, delta, dk, dv, *options, dkdv_tiling)
+    q, k, v, out, dout, lse, delta, dq, dk, dv = tensors
+    *common, dq_tiling, dkdv_tiling = options
+    start_queries = prepare_dq((q, k, v, out, dout, lse, delta, dq), (*common, dq_tiling))
+    start_keys = prepare_dkdv((q, k, v, dout, lse, delta, dk, dv), (*common, dkdv_tiling))
 
-    def start(
-        q: int, k: int, v: int, out: int, dout: int, lse: int, delta: int, dq: int, dk: int, dv: int
-    ) -> None:
+    def start(q, k, v, out, dout, lse, delta, dq, dk, dv):
         start_queries(q, k, v, out, dout, lse, delta, dq)
         start_keys(q, k, v, dout, lse, delta, dk, dv)  # reads delta, which start_queries writes
 

@@ -34,21 +34,10 @@ from lmkit.kernels.flash.tuning import Tiling, head_strides, kernel_constants, p
 from lmkit.kernels.launch import Start, count_tiles, prepare_launch
 
 
-def prepare_dkdv(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    causal: bool,
-    scale: float,
-    precision: str,
-    tiling: Tiling | None,
-) -> Start:
+def prepare_dkdv(tensors: tuple[Tensor, ...], options: tuple) -> Start:
     """Return what computes dk and dv in calls of this kind, from the pointers of the eight tensors."""
+    q, k, v, dout, lse, delta, dk, dv = tensors
+    causal, scale, precision, tiling = options
     batch, heads, num_queries, head_dim = q.shape
     kv_heads, num_keys = k.shape[1:3]
 
@@ -81,7 +70,7 @@ def prepare_dkdv(
 
         return start
 
-    tensors, read = (q, k, v, dout, lse, delta, dk, dv), (q, k, v, dout)
+    read = (q, k, v, dout)
     return prepare_tuned(
         "dkdv", prepare, tensors, read=read, causal=causal, precision=precision, tiling=tiling
     )

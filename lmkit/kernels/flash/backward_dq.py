@@ -35,21 +35,10 @@ from lmkit.kernels.flash.tuning import Tiling, head_strides, kernel_constants, p
 from lmkit.kernels.launch import Start, count_tiles, prepare_launch
 
 
-def prepare_dq(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    dout: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    dq: Tensor,
-    causal: bool,
-    scale: float,
-    precision: str,
-    tiling: Tiling | None,
-) -> Start:
+def prepare_dq(tensors: tuple[Tensor, ...], options: tuple) -> Start:
     """Return what computes delta and dq in calls of this kind, from the pointers of the eight tensors."""
+    q, k, v, out, dout, lse, delta, dq = tensors
+    causal, scale, precision, tiling = options
     batch, heads, num_queries, head_dim = q.shape
     kv_heads, num_keys = k.shape[1:3]
 
@@ -71,7 +60,7 @@ def prepare_dq(
             constants | {"CUT": causal or num_keys % tiling.columns != 0},
         )
 
-    tensors, read = (q, k, v, out, dout, lse, delta, dq), (q, k, v, dout)
+    read = (q, k, v, dout)
     return prepare_tuned("dq", prepare, tensors, read=read, causal=causal, precision=precision, tiling=tiling)
 
 

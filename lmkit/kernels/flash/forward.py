@@ -73,18 +73,10 @@ def flash_forward(
     return out, lse
 
 
-def prepare_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-    precision: str,
-    tiling: Tiling | None,
-) -> Start:
-    """Return what computes out and lse in calls of this kind, from the pointers of the five tensors."""
+def prepare_forward(tensors: tuple[Tensor, ...], options: tuple) -> Start:
+    """Return what computes out and lse in calls of this kind, from the pointers of q, k, v, out, lse."""
+    q, k, v, out, lse = tensors
+    causal, scale, precision, tiling = options
     batch, heads, num_queries, head_dim = q.shape
     kv_heads, num_keys = k.shape[1:3]
 
@@ -104,7 +96,7 @@ def prepare_forward(
             constants | {"CUT": causal or num_keys % tiling.columns != 0},
         )
 
-    tensors, read = (q, k, v, out, lse), (q, k, v)
+    read = (q, k, v)
     return prepare_tuned(
         "forward", prepare, tensors, read=read, causal=causal, precision=precision, tiling=tiling
     )

@@ -19,8 +19,9 @@ Tests compare with `lmkit.kernels.flash.reference.attention_backward`.
 
 import functools
 import math
+from collections import namedtuple
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -123,21 +124,14 @@ def backward(
     return dq, dk, dv
 
 
-class _Kind(NamedTuple):
+class _Kind(
+    namedtuple(
+        "_Kind",
+        "q_shape q_strides k_shape k_strides v_strides out_strides dout_strides "
+        "dtype device causal scale deterministic",
+    )
+):
     """What the launches of a call depend on."""
-
-    q_shape: tuple[int, ...]
-    q_strides: tuple[int, ...]
-    k_shape: tuple[int, ...]
-    k_strides: tuple[int, ...]
-    v_strides: tuple[int, ...]
-    out_strides: tuple[int, ...]
-    dout_strides: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    causal: bool
-    scale: float
-    deterministic: bool
 
     @property
     def width(self) -> int:
