@@ -6,8 +6,7 @@ and what waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -173,22 +172,13 @@ class LateStep:
         for parameter, gradient in late.items():
             parameter.grad = gradient
         self._wait()
-        others = [p for group in optimizer.param_groups for p in group["params"] if p not in late]
-        with _without_gradients(others):
-            self._is_second = True
-            try:
-                optimizer.step()
-            finally:
-                self._is_second = False
-
-
-@contextmanager
-def _without_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    held = {parameter: parameter.grad for parameter in parameters}
-    for parameter in held:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, gradient in held.items():
-            parameter.grad = gradient
+        others = {p: p.grad for group in optimizer.param_groups for p in group["params"] if p not in late}
+        for parameter in others:
+            parameter.grad = None
+        self._is_second = True
+        try:
+            optimizer.step()
+        finally:
+            self._is_second = False
+            for parameter, gradient in others.items():
+                parameter.grad = gradient

@@ -60,14 +60,6 @@ def fill_buckets(
     return sorted(closed, key=lambda bucket: ready_at[bucket[-1]])
 
 
-def group_by_kind(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Split parameters by device and dtype, keeping their order within each group."""
-    groups: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
-    for parameter in parameters:
-        groups.setdefault((parameter.device, parameter.dtype), []).append(parameter)
-    return list(groups.values())
-
-
 def bytes_of(parameter: nn.Parameter, reduce_dtype: str) -> int:
     """Return the size of the parameter's gradient when it is reduced."""
     return parameter.numel() * reduce_dtype_for(parameter.dtype, reduce_dtype).itemsize
@@ -145,7 +137,7 @@ class ReducingBucket:
 
     def abandon(self) -> None:
         """Let the collective end; its result is not wanted."""
-        self._pending.work.wait()
+        self._pending.abandon()
 
 
 def gradients_of(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:

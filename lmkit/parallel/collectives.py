@@ -66,25 +66,19 @@ def reduce_dtype_for(dtype: torch.dtype, option: str) -> torch.dtype:
 class PendingMean:
     """A reduction under way; `wait` makes `results` the mean over the ranks and returns them."""
 
-    work: Work
+    works: Sequence[Work]
     results: list[torch.Tensor]
     divide_by: int = 1
 
     def wait(self) -> list[torch.Tensor]:
-        self.work.wait()
+        self.abandon()
         if self.divide_by != 1:
             torch._foreach_div_(self.results, self.divide_by)
         return self.results
 
-
-class _AllOf:
-    """Several collectives that are waited for together."""
-
-    def __init__(self, works: Sequence[Work]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
+    def abandon(self) -> None:
+        """Let the reduction end; its result is not wanted."""
+        for work in self.works:
             work.wait()
 
 
@@ -104,24 +98,22 @@ class Averager:
         """
         self._traffic.count_all_reduce(sum(tensor.nbytes for tensor in tensors), self._ranks.world_size)
         op, divide_by = self._mean_of(tensors[0])
-        if len(tensors) == 1:
-            return PendingMean(dist.all_reduce(tensors[0], op=op, async_op=True), tensors, divide_by)
-        if tensors[0].device.type == "cuda" and not self._has_nccl:
+        if len(tensors) == 1 or (tensors[0].device.type == "cuda" and not self._has_nccl):
             works = [dist.all_reduce(tensor, op=op, async_op=True) for tensor in tensors]
-            return PendingMean(_AllOf(works), tensors, divide_by)
+            return PendingMean(works, tensors, divide_by)
         # torch.distributed offers a deprecated function for this, and a context manager whose overhead on the host
         # is as large as the launch.
         options = dist.AllreduceCoalescedOptions()
         options.reduceOp, options.asyncOp = dist.ReduceOp(op), True
         assert dist.group.WORLD is not None
-        return PendingMean(dist.group.WORLD.allreduce_coalesced(tensors, options), tensors, divide_by)
+        return PendingMean([dist.group.WORLD.allreduce_coalesced(tensors, options)], tensors, divide_by)
 
     def reduce_scatter(self, flat: torch.Tensor) -> PendingMean:
         """Start averaging `flat` (world_size * n,); the result is this rank's part (n,), a view of `flat`."""
         self._traffic.count_scatter_or_gather(flat.nbytes, self._ranks.world_size)
         part = flat.chunk(self._ranks.world_size)[self._ranks.rank]
         op, divide_by = self._mean_of(flat)
-        return PendingMean(_reduce_scatter(part, flat, op=op, async_op=True), [part], divide_by)
+        return PendingMean([_reduce_scatter(part, flat, op=op, async_op=True)], [part], divide_by)
 
     def all_gather(self, flat: torch.Tensor) -> Work:
         """Start filling `flat` (world_size * n,) with the parts of all ranks; this rank's part is in place already.
@@ -177,16 +169,14 @@ def agree(ranks: Ranks, *, stop: bool = False, nonfinite: bool | torch.Tensor = 
         nonfinite: a bool, or a tensor of one element on the rank's device. Reading the tensor waits for the GPU. On
             GPUs the flags travel by NCCL if this is a tensor, else by gloo, which waits for no kernel.
     """
-    if isinstance(nonfinite, torch.Tensor):
-        flags = torch.zeros(2, dtype=torch.int32, device=nonfinite.device)
-        flags[0] = int(stop)
-        flags[1] = nonfinite
-    else:
-        flags = torch.tensor([int(stop), int(nonfinite)], dtype=torch.int32)
+    if not isinstance(nonfinite, torch.Tensor):
+        return Agreement(*on_any_rank(ranks, stop, nonfinite))
+    flags = torch.zeros(2, dtype=torch.int32, device=nonfinite.device)
+    flags[0] = int(stop)
+    flags[1] = nonfinite
     if ranks.world_size > 1:
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-    stop_anywhere, nonfinite_anywhere = flags.tolist()
-    return Agreement(stop=bool(stop_anywhere), nonfinite=bool(nonfinite_anywhere))
+    return Agreement(*map(bool, flags.tolist()))
 
 
 def on_any_rank(ranks: Ranks, *facts: bool) -> tuple[bool, ...]:

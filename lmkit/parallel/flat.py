@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
-from lmkit.parallel.buckets import ReducingBucket, group_by_kind
+from lmkit.parallel.buckets import ReducingBucket, fill_buckets
 from lmkit.parallel.collectives import reduce_dtype_for, unused_everywhere
 from lmkit.parallel.protocol import Strategy
 from lmkit.registry import STRATEGIES
@@ -25,7 +26,7 @@ class FlatSync(Strategy):
                 reduce_dtype=reduce_dtype_for(parameters[0].dtype, self.config.reduce_dtype),
                 pack=True,
             )
-            for parameters in group_by_kind(self.parameters)
+            for parameters in fill_buckets(self.parameters, capacity=sys.maxsize)
         ]
         for bucket in buckets:
             bucket.wait()

@@ -280,7 +280,7 @@ class ShardedBucket:
     def drop_reduced(self) -> None:
         """Forget the mean gradient, also if it is still being reduced."""
         if self._pending is not None:
-            self._pending.work.wait()
+            self._pending.abandon()
             self._pending = None
         self.master.grad = None
 

@@ -113,7 +113,7 @@ class Gather:
     # Also what averages gradients.
     def reduce_scatter(self, flat: torch.Tensor) -> PendingMean:
         self.events.append("gradients go")
-        return PendingMean(SimpleNamespace(wait=lambda: self.events.append("gradients end")), [flat[:128]])
+        return PendingMean([SimpleNamespace(wait=lambda: self.events.append("gradients end"))], [flat[:128]])
 
     def all_reduce(self, tensors: list[torch.Tensor]) -> PendingMean:
         return self.reduce_scatter(tensors[0])
