@@ -14,6 +14,7 @@ from lmkit.cli.options import (
     ForceOption,
     Group,
     JsonOption,
+    PluginOption,
     SourcesArgument,
     WorkersOption,
 )
@@ -78,6 +79,7 @@ def download(
         ),
     ],
     folder: Annotated[Path, typer.Option(help="Where to keep it.")] = Path("artifacts/data"),
+    plugin: PluginOption = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:

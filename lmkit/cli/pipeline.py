@@ -132,8 +132,6 @@ def run(
     if ranks > 1 and os.environ["RANK"] != "0":
         _follow(pipeline)
         return None
-    if max(ranks, nproc) == 1 and "strategy" in recipe.parallel.model_fields_set:
-        log.info('parallel.strategy: "%s" has no effect on one rank (see --nproc)', recipe.parallel.strategy)
     with pipeline.leading() if ranks > 1 else nullcontext():
         pipeline.open(force=force, from_stage=from_stage, skip_data=skip_data)
         done = {
@@ -496,6 +494,13 @@ def _train(run: Pipeline) -> Outputs:
 
     run.begin_training()
     run.tell_ranks("train")
+    parallel = run.recipe.parallel
+    if (
+        run.nproc == 1
+        and os.environ.get("WORLD_SIZE", "1") == "1"
+        and "strategy" in parallel.model_fields_set
+    ):
+        log.info('parallel.strategy: "%s" has no effect on one rank (see --nproc)', parallel.strategy)
     result = train(run.recipe, nproc=run.nproc)
     assert result is not None
     path = run.folder / "training.json"

@@ -302,14 +302,16 @@ def validate(raw: Mapping[str, Any], *, origin: str, resolved: bool = False) -> 
         if complaint := check(candidates):
             mistakes.append(("recipe.conflict", complaint))
     if mistakes:
-        codes = {code for code, _ in mistakes}
         bench = re.search(r"\bbench\.(\w+)", mistakes[0][1])
         examples = shipped_with(f"bench.{bench[1]}") if bench else []
-        raise UsageError(
-            codes.pop() if len(codes) == 1 else "recipe.mistakes",
+        refusal = UsageError(
+            "recipe.mistakes",
             f"{origin}: " + "; ".join(text for _, text in mistakes),
             hint=f"to see every key and its values: lmkit recipe show {[*examples, 'quickstart'][0]}",
         )
+        if len({code for code, _ in mistakes}) == 1:
+            refusal.code = mistakes[0][0]
+        raise refusal
     return Recipe(**tables)  # type: ignore[arg-type]
 
 
