@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from lmkit.parallel.collectives import Agreement
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.tables import ModelConfig
 from lmkit.training import evaluation
-from lmkit.training.evaluation import HeldOut, evaluate, summarise
+from lmkit.training.evaluation import Evaluation, HeldOut, evaluate, summarise
 
 CONFIG = ModelConfig(vocab_size=64, context_length=8, d_model=16, d_ff=32, num_layers=1, num_heads=2)
 
@@ -39,24 +40,26 @@ def plain_loss(model: TransformerLM, ids: np.ndarray) -> tuple[float, int]:
     return nats / count, count
 
 
+def result_of(model: TransformerLM, ids: np.ndarray, **options: Any) -> Evaluation:
+    result = evaluate(model, HeldOut(ids, None, 8, rows=3), **options)
+    assert result is not None
+    return result
+
+
 @pytest.mark.parametrize("length", [9, 10, 24, 25, 26, 100])
 def test_every_token_but_the_first_counts_once_whatever_the_length(model: TransformerLM, length: int) -> None:
     ids = tokens(length)
-    result = evaluate(model, HeldOut(ids, None, 8, rows=3), Ranks(), precision="fp32")
+    result = result_of(model, ids)
     expected, count = plain_loss(model, ids)
-    assert result is not None
     assert result.tokens == count == length - 1
-    assert result.loss == pytest.approx(
-        expected, rel=1e-6
-    )  # each batch's mean passes through float32 at worst
+    assert result.loss == pytest.approx(expected, rel=1e-6)  # means of batches pass through float32 at worst
     assert result.perplexity == pytest.approx(math.exp(expected), rel=1e-5)
 
 
-def test_some_batches_are_those_at_the_start(model: TransformerLM) -> None:
+def test_the_first_batches_are_those_at_the_start(model: TransformerLM) -> None:
     ids = tokens(200)
-    result = evaluate(model, HeldOut(ids, None, 8, rows=3), Ranks(), precision="fp32", max_batches=2)
+    result = result_of(model, ids, max_batches=2)
     expected, count = plain_loss(model, ids[:49])
-    assert result is not None
     assert result.tokens == count == 48
     assert result.loss == pytest.approx(expected, rel=1e-6)
 
@@ -68,20 +71,16 @@ def test_nothing_is_recorded_and_the_mode_comes_back(model: TransformerLM, train
         lambda module, *_: seen.append((module.training, torch.is_grad_enabled()))
     )
     model.train(training)
-    evaluate(model, HeldOut(tokens(60), None, 8, rows=3), Ranks(), precision="fp32")
+    result_of(model, tokens(60))
     assert set(seen) == {(False, False)}
     assert model.training == training
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_products_run_in_the_precision_asked_for(model: TransformerLM) -> None:
-    narrow = model.float()
-    held_out = HeldOut(tokens(60), None, 8, rows=3)
-    exact, rounded = (evaluate(narrow, held_out, Ranks(), precision=name) for name in ("fp32", "bf16"))
-    assert exact is not None
-    assert rounded is not None
-    assert rounded.loss != exact.loss
-    assert rounded.loss == pytest.approx(exact.loss, rel=0.01)  # 8 bits, a few roundings deep
+    exact, rounded = (result_of(model.float(), tokens(60), precision=name).loss for name in ("fp32", "bf16"))
+    assert rounded != exact
+    assert rounded == pytest.approx(exact, rel=0.01)  # 8 bits, a few roundings deep
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -135,12 +134,6 @@ def test_bits_per_byte_by_hand() -> None:
 def test_stops_when_asked_and_leaves_the_model_in_training_mode(model: TransformerLM) -> None:
     answers = iter([False, True])
     model.train()
-    result = evaluate(
-        model,
-        HeldOut(tokens(200), None, 8, rows=3),
-        Ranks(),
-        precision="fp32",
-        asked_to_stop=lambda: next(answers),
-    )
-    assert result is None
+    held_out = HeldOut(tokens(200), None, 8, rows=3)
+    assert evaluate(model, held_out, asked_to_stop=lambda: next(answers)) is None
     assert model.training

@@ -217,45 +217,33 @@ def test_an_overflow_of_the_loss_scale_is_left_out_and_no_failure_until_it_canno
     assert all(torch.equal(weight, before[name]) for name, weight in job.weights().items())
 
 
-def test_the_loss_scale_counts_good_steps_without_a_break() -> None:
-    scale = LossScale()
+def test_the_loss_scale_halves_on_overflow_and_grows_after_good_steps_in_a_row() -> None:
+    scale, resumed = LossScale(), LossScale()
     for _ in range(GROWTH_INTERVAL - 1):
         scale.keep()
-    scale.shrink()
-    resumed = LossScale()
-    resumed.restore(scale.state())
-    for number in range(1, GROWTH_INTERVAL):
+    assert scale.shrink()
+    assert scale.scale == INITIAL_SCALE / 2
+    for number in range(GROWTH_INTERVAL - 1):
         scale.keep()
         if number == 7:
             resumed.restore(scale.state())
         elif number > 7:
             resumed.keep()
-    assert scale.scale == resumed.scale == INITIAL_SCALE / 2
-    scale.keep()
-    resumed.keep()
-    assert scale.scale == resumed.scale == INITIAL_SCALE
-    scale.keep()
-    assert (scale.scale, scale.state().good_steps) == (INITIAL_SCALE, 1)  # counted anew
-
-
-def test_loss_scale_halves_on_overflow_grows_after_long_and_gives_up_at_one() -> None:
-    scale = LossScale()
-    assert scale.shrink()
-    assert scale.scale == INITIAL_SCALE / 2
-    for _ in range(GROWTH_INTERVAL):
-        scale.keep()
-    assert scale.scale == INITIAL_SCALE
+    for each in (scale, resumed):  # the steps before the overflow do not count
+        assert each.scale == INITIAL_SCALE / 2
+        each.keep()
+        assert (each.scale, each.state().good_steps) == (INITIAL_SCALE, 0)
     halvings = 0
     while scale.shrink():
         halvings += 1
-    assert halvings == 16
-    assert scale.scale == 1.0
+    assert (halvings, scale.scale) == (16, 1.0)
+
+
+def test_unscaling_divides_the_gradients_that_there_are() -> None:
+    scale = LossScale()
+    scale.scale = 4.0
     parameter = torch.nn.Parameter(torch.zeros(3))
     parameter.grad = torch.tensor([2.0, 4.0, 8.0])
-    scale.scale = 4.0
     scale.unscale_([parameter, torch.nn.Parameter(torch.zeros(1))])
     assert parameter.grad.tolist() == [0.5, 1.0, 2.0]
     scale.unscale_([torch.nn.Parameter(torch.zeros(1))])  # a shard may hold nothing that has a gradient
-    restored = LossScale()
-    restored.restore(scale.state())
-    assert restored.state() == scale.state()
