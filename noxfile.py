@@ -66,6 +66,12 @@ def gpu(session: nox.Session) -> None:
 
 
 @nox.session
+def acceptance(session: nox.Session) -> None:
+    """The GPU targets of attention and AdamW; prints a table of target, measured figure and verdict."""
+    _python(session, "pytest", "tests/acceptance", "-s", *session.posargs)
+
+
+@nox.session
 def quickstart(session: nox.Session) -> None:
     """The README's first command, timed and judged against its bars."""
     _python(session, "pytest", "-m", "slow", "tests/end_to_end/test_quickstart.py", "-s", *session.posargs)

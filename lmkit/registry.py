@@ -151,6 +151,10 @@ class Registry(Generic[Facts]):
         thing = self.load(name)
         return getattr(sys.modules[thing.__module__], function)
 
+    def options(self, name: str) -> Any:
+        """Return the class `Options` of the module in which `name` is registered: its table in a recipe."""
+        return self.function_of(name, "Options")
+
     @cached_property
     def _entries(self) -> dict[str, Entry[Facts]]:
         found = []
@@ -265,19 +269,30 @@ class OptimizerFacts:
 
 @dataclass(frozen=True)
 class BenchFacts:
-    """A benchmark, see `lmkit.bench.harness`.
+    """A benchmark: `bench(context) -> rows`, see `lmkit.bench.harness`.
+
+    Its module defines the table `Options`, from which the recipe's [bench.NAME] and the flags of `lmkit bench NAME`
+    are made. It may define `check(recipe)`, `summarize(rows)` and `pictures(rows)`.
 
     Attributes:
         order: position in lists; those from outside are last.
         help: one line for `lmkit bench --help`.
         recipes: the shipped recipes that it runs without one: with CUDA, and without.
         ranks: whether it can run on several ranks ("optional"), needs them ("required"), or uses one process ("").
+        folder: where its results lie below the run's name; by default `NAME`.
+        stem: how the names of its files begin; by default `NAME`.
+        example: a command line for its help.
+        row_keys: keys that only its rows have together; `lmkit report` recognizes rows by them.
     """
 
     order: int = 100
     help: str = ""
     recipes: tuple[str, str] = ("", "")
     ranks: str = ""
+    folder: str | None = None
+    stem: str | None = None
+    example: str = ""
+    row_keys: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,6 @@ PACKAGE = Path(__file__).resolve().parent.parent / "lmkit"
 LAYERS = (
     "__main__",
     "cli",
-    "commands",
-    "reports",
     "profile",
     "bench",
     "training",

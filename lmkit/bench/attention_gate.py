@@ -13,8 +13,11 @@ The budget is what an honest kernel of the same precision makes of the same inpu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,11 +25,17 @@ from torch import Tensor
 from lmkit.attention.accuracy import NAMES, Error, run_attention
 from lmkit.attention.sdpa import sdpa
 
+if TYPE_CHECKING:
+    from lmkit.bench.attention import Options
+
 FULL_CHECK_LENGTH = 1024
 SAMPLED_ROWS = 128
 # Elements of one block of float64 scores (0.5 GB): a handful of such blocks live at once.
 BLOCK_ELEMENTS = 2**26
 ALLOWANCE = 2.0
+NATS = 60.0
+"""How far the dominant key of a sink stands above the others."""
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,53 @@ class Inputs:
     def run(self, function: Callable[..., Tensor]) -> tuple[Tensor, ...]:
         """(out,) or (out, dq, dk, dv) of `function`."""
         return run_attention(function, self.q, self.k, self.v, self.dout, causal=self.causal)
+
+
+def make_inputs(
+    options: Options,
+    num_queries: int,
+    num_keys: int,
+    head_dim: int,
+    *,
+    device: torch.device,
+    seed: int,
+    backward: bool,
+) -> Inputs:
+    """Return random tensors of the kind `options.data`; the same for the same seed and shape."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    dtype = DTYPES[options.dtype]
+
+    def normal(heads: int, length: int) -> Tensor:
+        if options.projection_layout:
+            shape = (options.batch, length, heads, head_dim)
+            whole = torch.randn(shape, generator=generator, device=device).to(dtype)
+            return whole.transpose(1, 2)  # (batch, heads, length, head_dim), strided
+        shape = (options.batch, heads, length, head_dim)
+        return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+    q, k = normal(options.heads, num_queries), normal(options.kv_heads, num_keys)
+    _shape_scores(q, k, options.data)
+    v = normal(options.kv_heads, num_keys)
+    dout = normal(options.heads, num_queries) if backward else None
+    return Inputs(q, k, v, dout, options.causal)
+
+
+def _shape_scores(q: Tensor, k: Tensor, data: str) -> None:
+    """Change q and k in place so that the scores look as `data` says; the values stay exact in 16 bits."""
+    if data == "normal":
+        return
+    if data == "logits x 8":
+        q.mul_(8.0)
+        return
+    # Along the first dimension every query is 8, so that a key's first element alone lifts its scores.
+    per_nat = math.sqrt(q.shape[-1]) / 8.0
+    q[..., 0] = 8.0
+    if data in ("sink", "late sink"):
+        k[..., 0] = 0.0
+        k[:, :, min(3, k.shape[2] - 1) if data == "sink" else k.shape[2] // 2, 0] = NATS * per_nat
+    else:
+        ramp = torch.linspace(0.0, NATS * per_nat, k.shape[2], device=k.device).to(k.dtype)
+        k[..., 0] = ramp if data == "ramp up" else ramp.flip(0)
 
 
 def _as_it_is(x: Tensor) -> Tensor:
@@ -86,6 +142,15 @@ def scores_kept_in(dtype: torch.dtype) -> Arithmetic:
         return x.to(dtype).double()
 
     return Arithmetic(operands=rounded, scores=rounded)
+
+
+@cache
+def arithmetic_of(precision: str, *, keeps_scores: bool) -> Arithmetic:
+    """Return what the gate has to forgive a variant, beyond the rounding that every kernel of its dtype does."""
+    if precision == "tf32":
+        return TF32
+    dtype = DTYPES[precision]
+    return scores_kept_in(dtype) if keeps_scores and dtype.itemsize == 2 else EXACT
 
 
 def exact_at(inputs: Inputs, rows: Tensor, arithmetic: Arithmetic = EXACT) -> tuple[Tensor, ...]:

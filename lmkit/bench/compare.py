@@ -1,31 +1,31 @@
-"""Two result files of the same bench, row by row: what became faster, slower, or stopped working."""
+"""`lmkit compare`: two result files of one bench, row by row: what became faster, slower, or stopped working."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from lmkit.bench.report import read_rows
+from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.statistics import median, unpaired_ratio
-from lmkit.measure.tables import Column, Row
+from lmkit.measure.tables import Column, Rows, terminal_table
 
 SAMPLES = (("samples_ms", 1.0), ("samples_s", 1e3))  # key, factor to milliseconds
 # Results, though they are text or whole numbers: they do not say which measurement a row is.
 RESULT_KEYS = frozenset(
     [
-        "status",
-        "detail",
-        "verdict",
-        "repeats",
-        "epochs",
-        "calls_per_sample",
-        "calls_per_step",
-        "clock",
-        "mfu_basis",
-        "best_sdpa",
-        "versus_fp32_verdict",
-        "versus_sdpa_verdict",
-        "implementation",
+        *("status", "detail", "repeats", "rounds", "epochs", "calls_per_sample", "calls_per_step", "clock"),
+        *(
+            "verdict",
+            "versus_fp32_verdict",
+            "versus_sdpa_verdict",
+            "best_sdpa",
+            "mfu_basis",
+            "implementation",
+        ),
     ]
 )
 COLUMNS = (
@@ -40,36 +40,114 @@ COLUMNS = (
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """One row per measurement that either file has; `worse` counts the slower, failing and missing ones."""
+class Compared:
+    """One row per measurement that either file has.
 
-    rows: list[dict[str, Any]]
+    Attributes:
+        compared: how many have a verdict on their times: measured in both, often enough.
+        worse: how many became slower, fail now, or are missing.
+    """
+
+    rows: Rows
+    compared: int
     worse: int
+
+    def __str__(self) -> str:
+        if self.worse:
+            verdict = f"{self.worse} of {len(self.rows)} became worse"
+        elif self.compared:
+            verdict = f"nothing became worse ({self.compared} of {len(self.rows)} compared)"
+        else:
+            verdict = "nothing was compared: no measurement has enough samples in both"
+        return terminal_table(self.rows, COLUMNS) + verdict
+
+    @property
+    def is_fine(self) -> bool:
+        """Whether something was compared and nothing became worse."""
+        return self.compared > 0 and self.worse == 0
+
+
+def compare_files(before: Path, after: Path, *, threshold: float) -> Compared:
+    """Compare the rows of two result files or folders.
+
+    Args:
+        threshold: what two runs of the same thing may differ by.
+
+    Raises:
+        UsageError: no result file, or several; no measurement is in both; a threshold that is not finite.
+        LmkitError: a file is damaged.
+    """
+    if not math.isfinite(threshold):
+        raise UsageError(
+            "compare.threshold", f"--threshold: {threshold} is not a share", hint="0.05 lets 5% pass"
+        )
+    old, new = _rows(before), _rows(after)
+    try:
+        compared = compare_rows(old, new, smallest_difference=threshold)
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise LmkitError(
+            "rows.damaged",
+            f"{before} or {after}: samples are not positive numbers ({error})",
+            hint="run the bench that wrote the file again",
+        ) from None
+    if all(row["verdict"] in ("new", "missing") for row in compared.rows):
+        raise UsageError(
+            "compare.nothing_in_common",
+            f"{after}: no measurement of {before} is in it",
+            hint="compare two results of the same bench and recipe",
+        )
+    return compared
+
+
+def _rows(path: Path) -> Rows:
+    file = path
+    if path.is_dir():
+        found = sorted(path.glob("*.jsonl"))
+        if len(found) != 1:
+            names = ", ".join(file.name for file in found) or "none"
+            raise UsageError(
+                "compare.which_file",
+                f"{path}: needs one .jsonl file, has {names}",
+                hint="name the file itself",
+            )
+        file = found[0]
+    rows = read_rows(file)
+    if not rows:
+        raise UsageError(
+            "compare.no_rows", f"{file}: holds no results", hint="results of a bench are JSON lines"
+        )
+    return rows
 
 
 def compare_rows(
-    before: Sequence[Row], after: Sequence[Row], *, smallest_difference: float = 0.05
-) -> Comparison:
-    """Match rows by everything that is not a result, and compare their raw samples.
-
-    Args:
-        smallest_difference: what two runs of the same thing may differ by; below it nothing is called a difference.
-    """
+    before: Sequence[Mapping[str, Any]],
+    after: Sequence[Mapping[str, Any]],
+    *,
+    smallest_difference: float = 0.05,
+) -> Compared:
+    """Match rows by everything that is not a result, and compare their raw samples."""
     old = {identity(row): row for row in before}
     new = {identity(row): row for row in after}
     keys = list(dict.fromkeys([*old, *new]))
-    varying = _varying_keys(keys)
-    rows, worse = [], 0
+    values: dict[str, set[Any]] = {}
+    for key in keys:
+        for name, value in key:
+            values.setdefault(name, set()).add(value)
+    rows = []
     for key in keys:
         row = _compare(old.get(key), new.get(key), smallest_difference)
-        row["what"] = " ".join(str(value) for name, value in key if name in varying) or "all"
-        worse += row["verdict"] in ("slower", "stopped working", "missing")
+        # What all rows share would only repeat itself.
+        row["what"] = " ".join(str(value) for name, value in key if len(values[name]) > 1) or "all"
         rows.append(row)
-    return Comparison(rows, worse)
+    return Compared(
+        rows,
+        compared=sum(row["verdict"] in ("faster", "slower", "no difference") for row in rows),
+        worse=sum(row["verdict"] in ("slower", "stopped working", "missing") for row in rows),
+    )
 
 
-def identity(row: Row) -> tuple[tuple[str, Any], ...]:
-    """The sorted (key, value) pairs that say what was measured: text, whole numbers and switches."""
+def identity(row: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Return the sorted (key, value) pairs that say what was measured: text, whole numbers and switches."""
     return tuple(
         sorted(
             (key, value)
@@ -79,21 +157,10 @@ def identity(row: Row) -> tuple[tuple[str, Any], ...]:
     )
 
 
-def _varying_keys(keys: Sequence[tuple[tuple[str, Any], ...]]) -> set[str]:
-    """Names that differ between rows: the rest would only repeat itself in the table."""
-    values: dict[str, set[Any]] = {}
-    for key in keys:
-        for name, value in key:
-            values.setdefault(name, set()).add(value)
-    return {name for name, found in values.items() if len(found) > 1}
-
-
-def _samples_ms(row: Row) -> list[float]:
-    return next(([sample * factor for sample in row[key]] for key, factor in SAMPLES if row.get(key)), [])
-
-
-def _compare(old: Row | None, new: Row | None, smallest_difference: float) -> dict[str, Any]:
-    before, after = (_samples_ms(row) if row else [] for row in (old, new))
+def _compare(
+    old: Mapping[str, Any] | None, new: Mapping[str, Any] | None, smallest_difference: float
+) -> dict[str, Any]:
+    before, after = (_samples_ms(row) for row in (old, new))
     if old is None or new is None:
         return {"verdict": "new" if old is None else "missing"}
     if not before or not after:
@@ -108,3 +175,12 @@ def _compare(old: Row | None, new: Row | None, smallest_difference: float) -> di
         "high": ratio.high,
         "verdict": ratio.verdict,
     }
+
+
+def _samples_ms(row: Mapping[str, Any] | None) -> list[float]:
+    return next(
+        ([sample * factor for sample in row[key]] for key, factor in SAMPLES if row.get(key))
+        if row
+        else iter(()),
+        [],
+    )

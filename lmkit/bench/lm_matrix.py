@@ -1,184 +1,590 @@
 """`lmkit bench lm-matrix`: short real trainings over attention kernels x gradient strategies.
 
 All strategies of a kernel are alive at once and take turns, one epoch each per round, so that their epochs pair.
-Every training starts from the same weights and sees the same batches: their loss curves are comparable too.
+Every training starts from the same weights and sees the same batches: their loss curves can be compared, too.
 
-A training that does not fit in memory becomes a row. On several ranks the others of its kind may wait inside a
-collective for the rank that ran out, so all ranks are ended and started again without that cell; rows of finished
-kernels are kept in the journal.
+A training that does not fit in memory becomes a row. On several ranks the harness then starts the ranks again,
+without that cell.
 """
 
 from __future__ import annotations
 
-import os
-import tempfile
-from contextlib import nullcontext
-from dataclasses import asdict
+import time
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import numpy as np
-import torch
+from pydantic import model_validator
 
-from lmkit.bench.journal import Journal
-from lmkit.bench.lm_matrix_cells import (
-    CellOutOfMemory,
-    LmMatrixOptions,
-    train_kernel,
+from lmkit.bench.harness import (
+    Context,
+    FlagNames,
+    RankOutOfMemory,
+    out_of_memory_is_a_row,
+    ratio_fields,
+    time_fields,
 )
-from lmkit.bench.lm_matrix_report import COLUMNS, report_files
-from lmkit.bench.report import BenchResult
-from lmkit.data.synth import generate_stories
-from lmkit.data.token_files import open_tokens
+from lmkit.bench.report import Summary, failures, pivot
 from lmkit.errors import UsageError
-from lmkit.measure.environment import describe_environment
-from lmkit.measure.limits import Limits, measure_limits, model_flops_utilization
-from lmkit.measure.memory import release_memory
-from lmkit.measure.progress import Progress
-from lmkit.parallel.launch import relayed, spawn_ranks
-from lmkit.parallel.ranks import Ranks, process_group
-from lmkit.recipe.tables import RunConfig
+from lmkit.measure.limits import model_flops_utilization
+from lmkit.measure.memory import GB, claim_workspaces, release_memory, track_peak
+from lmkit.measure.plots import grouped_bars, loss_curve, of_rate, table_picture
+from lmkit.measure.statistics import paired_ratio
+from lmkit.measure.tables import Column, Rows, markdown_table
+from lmkit.recipe.tables import (
+    AttentionName,
+    Count,
+    ModelConfig,
+    ParallelConfig,
+    PositiveFloat,
+    PositiveInt,
+    StrategyName,
+    Table,
+    check_heads,
+)
 from lmkit.recipe.vocabulary import NUM_BYTES
-from lmkit.registry import ATTENTION, STRATEGIES
-from lmkit.training.process import numerics
+from lmkit.registry import ATTENTION, BENCHES
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from lmkit.parallel.ranks import Ranks
+    from lmkit.training.setup import TrainingStep
 
 STORY_BYTES = 500_000
-Outcome = tuple[list[dict[str, Any]], dict[str, Any]]  # rows, limits
+SAME_CURVE = 0.005
+"""Loss curves closer than this share of the loss are drawn as one: the eye could not tell them apart."""
 
 
-def run_bench(
-    options: LmMatrixOptions, *, progress: Progress | None = None, journal: Journal | None = None
-) -> BenchResult | None:
-    """Train the matrix; rows, the `lm_matrix_*` files and what they were measured on.
+class Options(Table):
+    """`[bench.lm_matrix]`."""
 
-    With `nproc` > 1 it starts its own ranks; under torchrun it is one of them, and only rank 0 gets a result.
+    kernels: tuple[AttentionName, ...] = ("vectorized", "flash_torch", "sdpa")
+    """Attention kernels, the rows of the matrix."""
+    strategies: Annotated[tuple[StrategyName, ...], FlagNames(("--wrappers", "--modes"))] = ("none",)
+    """Strategies of gradient synchronization, the columns of the matrix."""
+    num_layers: PositiveInt = 2
+    """Blocks of the model."""
+    d_model: PositiveInt = 64
+    """Width of the residual stream."""
+    d_ff: PositiveInt = 192
+    """Width inside the feed-forward part."""
+    num_heads: PositiveInt = 4
+    """Attention heads; each has d_model / num_heads dimensions."""
+    context_length: PositiveInt = 64
+    """Tokens per sequence."""
+    vocab_size: PositiveInt = NUM_BYTES
+    """Vocabulary; at least that of the tokens. Generated stories are bytes: 256."""
+    tie_embeddings: bool = False
+    """As in [model]."""
+    compile: Literal["none", "block", "whole"] = "none"
+    """As in [model]."""
+    activation_checkpointing: bool = False
+    """As in [model]."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Precision of the matrix products (autocast)."""
+    batch_size: PositiveInt = 8
+    """Sequences per step over all ranks."""
+    steps_per_epoch: PositiveInt = 5
+    """Steps of an epoch, which is what one sample times."""
+    warmup_epochs: Count = 1
+    """Untimed epochs before the first sample."""
+    timed_epochs: PositiveInt = 6
+    """Samples of each cell; fewer than 6 give no interval."""
+    bucket_mb: PositiveFloat = 50.0
+    """Bucket size in MiB (`bucketed`, `torch_ddp`, `zero1`)."""
+    tokens: Annotated[Path | None, FlagNames(("--train-path",))] = None
+    """A token file; left out: the bytes of generated stories."""
+    lr: PositiveFloat = 3e-4
+    """Constant learning rate."""
 
-    Args:
-        journal: where the rows of finished kernels go as they come.
-
-    Raises:
-        UsageError: an unknown kernel or strategy, a batch that the ranks do not divide, a context longer than the
-            text, a vocabulary too small.
-        CellOutOfMemory: under torchrun, which starts no ranks again: leave that cell out, or use `nproc`.
-        LmkitError: a training failed on several ranks in another way.
-    """
-    _check(options)
-    if options.nproc > 1 and "WORLD_SIZE" not in os.environ:
-        with tempfile.TemporaryDirectory(prefix="lmkit-matrix-") as folder:
-            kept = journal or Journal(Path(folder) / "rows.partial")
-            outcome: Outcome | None = _run_own_ranks(options, progress, kept)
-    else:
-        outcome = _run_rank(options, progress, journal)
-    if outcome is None:
-        return None
-    rows, limits = outcome
-    environment = describe_environment() | {"limits": limits}
-    bases = dict.fromkeys(row["mfu_basis"] for row in rows if "mfu_basis" in row)
-    notes = (
-        *(f"MFU: share of the {basis}" for basis in bases),
-        f"speedup: {options.strategies[0]} / strategy of the same kernel, paired epochs of "
-        f"{options.steps_per_epoch} steps; kernels are compared by their medians",
-        "GB (10^9): peak of one rank, weights and optimizer included",
-    )
-    files = report_files(rows, _jsonable(options), environment, notes)
-    return BenchResult("lm-matrix", rows, COLUMNS, files, environment, notes)
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Options:
+        check_heads(self.d_model, self.num_heads)
+        return self
 
 
-def _jsonable(options: LmMatrixOptions) -> dict[str, Any]:
-    return {**asdict(options), "tokens": options.tokens.name if options.tokens else None}
-
-
-def _check(options: LmMatrixOptions) -> None:
-    for name, known in (("kernels", ATTENTION.names), ("strategies", STRATEGIES.names)):
-        for value in getattr(options, name):
-            if value not in known:
-                raise UsageError(
-                    f"bench.lm_matrix.{name}: there is no {value!r}", hint="there are: " + ", ".join(known)
-                )
+def check(recipe: Any) -> None:
+    """Refuse a vocabulary without room for bytes, before ranks start."""
+    options = recipe.bench.table("lm_matrix")
     if options.tokens is None and options.vocab_size < NUM_BYTES:
         raise UsageError(
+            "bench.small_vocabulary",
             f"bench.lm_matrix.vocab_size: {options.vocab_size} is smaller than the {NUM_BYTES} byte values",
             hint=f"give {NUM_BYTES} or more, or a token file",
         )
 
 
-def _check_batches(options: LmMatrixOptions, tokens: np.ndarray, ranks: Ranks) -> None:
+@BENCHES.register(
+    "lm_matrix",
+    order=3,
+    help="Short trainings: attention kernels x gradient strategies.",
+    recipes=("lm_matrix", "lm_matrix_cpu"),
+    ranks="optional",
+    folder="lm-matrix",
+    example="lmkit bench lm-matrix lm_matrix_cpu --nproc 2",
+    row_keys=("kernel", "strategy", "ranks"),
+)
+def lm_matrix(context: Context) -> Rows:
+    """Return a row per kernel and strategy. Rows that the journal has are not measured again.
+
+    Raises:
+        UsageError: a batch that the ranks do not divide, or a context longer than the text.
+        RankOutOfMemory: on several ranks.
+    """
+    import torch
+
+    options = context.options
+    tokens = _tokens(options, context.recipe.run.seed)
+    _check_batches(options, tokens, context.ranks)
+    # Rank 0 measures while the others wait for it at the first collective.
+    limits = context.limits([options.precision]) if context.ranks.is_first else None
+    known = {(row["kernel"], row["strategy"]): row for row in context.journal.rows()}
+    for done, kernel in enumerate(options.kernels):
+        context.progress("kernels", done, len(options.kernels))
+        missing = [strategy for strategy in options.strategies if (kernel, strategy) not in known]
+        rows = _train_kernel(kernel, missing, context, tokens) if missing else []
+        torch.compiler.reset()
+        release_memory(context.device)
+        for row in rows:
+            flops = row.pop("flops_per_token", None)
+            if limits is not None and flops is not None:
+                rate = row["tokens_per_s"] / context.ranks.world_size * flops
+                mfu = model_flops_utilization(rate, context.device, options.precision, limits)
+                row |= {"mfu": mfu.share, "mfu_basis": mfu.basis}
+        context.keep(rows)
+        known |= {(kernel, row["strategy"]): row for row in rows}
+    context.progress("kernels", len(options.kernels), len(options.kernels))
+    return [known[kernel, strategy] for kernel in options.kernels for strategy in options.strategies]
+
+
+def _tokens(options: Options, seed: int) -> np.ndarray:
+    """Return the token file, memory-mapped, or the bytes of stories: text with something to learn, offline."""
+    import numpy as np
+
+    from lmkit.data.synth import generate_stories
+    from lmkit.data.token_files import open_tokens
+
+    if options.tokens is not None:
+        return open_tokens(options.tokens).tokens
+    text, length = [], 0
+    for story in islice(generate_stories(seed), STORY_BYTES):
+        text.append(story.encode())
+        length += len(text[-1])
+        if length >= STORY_BYTES:
+            break
+    return np.frombuffer(b"\n".join(text), dtype=np.uint8).astype(np.uint16)
+
+
+def _check_batches(options: Options, tokens: np.ndarray, ranks: Ranks) -> None:
     if options.batch_size % ranks.world_size:
         raise UsageError(
+            "bench.batch_size",
             f"bench.lm_matrix.batch_size: {options.batch_size} sequences are not divisible by "
             f"{ranks.world_size} ranks",
             hint=f"give a multiple of {ranks.world_size}",
         )
     if len(tokens) <= options.context_length:
         raise UsageError(
+            "bench.context_length",
             f"bench.lm_matrix.context_length: {options.context_length} + 1 tokens are more than the text has, "
             f"{len(tokens)}",
             hint="give a shorter context" + ("" if options.tokens is None else ", or a longer token file"),
         )
 
 
-def _run_own_ranks(options: LmMatrixOptions, progress: Progress | None, journal: Journal) -> Outcome:
-    """Start ranks until no further cell runs out of memory: at most once per cell."""
-    while True:
-        known = len(journal.rows())
-        try:
-            with nullcontext() if progress is None else relayed(progress) as from_ranks:
-                return spawn_ranks(options.nproc, _run_rank, (options, from_ranks, journal))
-        except CellOutOfMemory:
-            if len(journal.rows()) == known:  # nothing learnt: it would only happen again
-                raise
+def _train_kernel(kernel: str, strategies: Sequence[str], context: Context, tokens: np.ndarray) -> Rows:
+    """Return one row per strategy. Their epochs are interleaved, in an order that turns from round to round."""
+    from lmkit.model.accounting import count_parameters
+    from lmkit.parallel.failures import StepWatch
+
+    options, ranks = context.options, context.ranks
+    shared = ("num_layers", "d_model", "d_ff", "num_heads", "context_length", "vocab_size")
+    switches = ("tie_embeddings", "activation_checkpointing", "compile")
+    config = ModelConfig(attention=kernel, **{key: getattr(options, key) for key in (*shared, *switches)})
+    claim_workspaces(ranks.device)
+    rows: dict[str, dict[str, Any]] = {
+        strategy: {
+            "kernel": kernel,
+            "strategy": strategy,
+            "ranks": ranks.world_size,
+            "precision": options.precision,
+            "compile": options.compile,
+            "parameters": count_parameters(config).total,
+            "status": "ok",
+            "detail": "",
+        }
+        for strategy in strategies
+    }
+    trainings: dict[str, _Training] = {}
+
+    def give_up(strategy: str) -> None:
+        """After a row has become "out of memory": drop the training; on several ranks, end."""
+        trainings.pop(strategy, None)
+        if trainings:
+            rows[strategy]["detail"] += f", with {len(trainings)} other trainings in memory"
+        release_memory(ranks.device)
+        if ranks.world_size > 1:
+            context.journal.add([rows[strategy]])
+            raise RankOutOfMemory(
+                "bench.rank_out_of_memory",
+                f"{kernel} x {strategy}: out of memory on rank {ranks.rank}",
+                hint="lower batch_size, leave it out, or let --nproc start the ranks",
+            )
+
+    with StepWatch(ranks) as watch:  # if another rank gives up, this one says that it lost it
+        for strategy in strategies:
+            try:
+                with out_of_memory_is_a_row(rows[strategy], ranks.device), watch.step(0):
+                    trainings[strategy] = _Training(strategy, context, config, tokens)
+            except UsageError as error:
+                rows[strategy] |= {"status": "unsupported", "detail": error.message}
+                release_memory(ranks.device)
+            if rows[strategy]["status"] == "out of memory":
+                give_up(strategy)
+        order = list(trainings)
+        for epoch in range(options.warmup_epochs + options.timed_epochs):
+            for strategy in order:
+                with out_of_memory_is_a_row(rows[strategy], ranks.device), watch.step(epoch + 1):
+                    trainings[strategy].run_epoch(timed=epoch >= options.warmup_epochs)
+                if rows[strategy]["status"] != "ok":
+                    give_up(strategy)
+            order = [name for name in (*order[1:], *order[:1]) if name in trainings]  # the same on every rank
+    for strategy, training in trainings.items():
+        # Their memory would be given back while the next kernel is being measured.
+        training.step.wait_for_weights()
+        rows[strategy] |= _measured(training, trainings.get(options.strategies[0]), config, options)
+    return list(rows.values())
 
 
-def _run_rank(options: LmMatrixOptions, progress: Progress | None, journal: Journal | None) -> Outcome | None:
-    """(rows, limits) on rank 0, None elsewhere. What the journal holds already is not trained again."""
-    run = RunConfig(seed=options.seed, threads=options.threads, deterministic=options.deterministic)
-    group = process_group(options.device, backend=options.backend, timeout_s=options.timeout_s)
-    with group as ranks, numerics(run, ranks):
-        tokens = _load_tokens(options)
-        _check_batches(options, tokens, ranks)
-        # Rank 0 measures while the others wait for it at the first collective.
-        limits = measure_limits(ranks.device, [options.precision]) if ranks.is_first else None
-        known = {(row["kernel"], row["strategy"]): row for row in (journal.rows() if journal else ())}
-        for done, kernel in enumerate(options.kernels):
-            if progress is not None and ranks.is_first:
-                progress("kernels", done, len(options.kernels))
-            missing = [strategy for strategy in options.strategies if (kernel, strategy) not in known]
-            rows = train_kernel(kernel, missing, options, tokens, ranks, journal) if missing else []
-            torch.compiler.reset()
-            release_memory(ranks.device)
-            if limits is not None:
-                for row in rows:
-                    row |= _utilization(row, options, ranks, limits)
-                if journal is not None:
-                    journal.add(rows)
-            known |= {(kernel, row["strategy"]): row for row in rows}
-        if progress is not None and ranks.is_first:
-            progress("kernels", len(options.kernels), len(options.kernels))
-        if limits is None:
-            return None
-        ordered = [known[kernel, name] for kernel in options.kernels for name in options.strategies]
-        return ordered, limits.as_dict()
+class _Training:
+    """One cell of the matrix while it runs."""
+
+    def __init__(self, strategy: str, context: Context, config: ModelConfig, tokens: np.ndarray) -> None:
+        from lmkit.data.batches import TokenBatches
+        from lmkit.training.setup import TrainingStep
+
+        options, seed = context.options, context.recipe.run.seed
+        self._ranks = ranks = context.ranks
+        self._num_steps = options.steps_per_epoch
+        batches = TokenBatches(
+            tokens,
+            batch_size=options.batch_size,
+            context_length=options.context_length,
+            seed=seed,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+        )
+        _settle(ranks)
+        before = _allocated(ranks)
+        self.step = TrainingStep(
+            config,
+            ranks,
+            batches,
+            precision=options.precision,
+            parallel=ParallelConfig(strategy=strategy, bucket_mb=options.bucket_mb),
+            seed=seed,
+            lr=options.lr,
+        )
+        self.samples_ms: list[float] = []
+        self.losses = [self.step.run().item()]  # the optimizer's state exists from here on
+        _settle(ranks)
+        self._own_bytes = _kept_bytes(self.step, ranks, before)
+        self.peak_bytes = 0
+
+    def run_epoch(self, *, timed: bool) -> None:
+        """Run `steps_per_epoch` steps; if `timed`, their ms per step become a sample."""
+        _settle(self._ranks)
+        with track_peak(self._ranks.device) as peak:
+            began = time.perf_counter()
+            losses = [self.step.run() for _ in range(self._num_steps)]
+            _synchronize(self._ranks)
+            elapsed_ms = (time.perf_counter() - began) * 1e3
+        # What the other trainings keep on the device does not count.
+        self.peak_bytes = max(self.peak_bytes, self._own_bytes + peak.extra_bytes)
+        self.losses += [loss.item() for loss in losses]
+        if timed:
+            self.samples_ms.append(elapsed_ms / self._num_steps)
 
 
-def _utilization(
-    row: dict[str, Any], options: LmMatrixOptions, ranks: Ranks, limits: Limits
+def _measured(
+    training: _Training, baseline: _Training | None, config: ModelConfig, options: Options
 ) -> dict[str, Any]:
-    if row["status"] != "ok":
-        return {}
-    rate = row["tokens_per_s"] / ranks.world_size * row.pop("flops_per_token")
-    mfu = model_flops_utilization(rate, ranks.device, options.precision, limits)
-    return {"mfu": mfu.share, "mfu_basis": mfu.basis}
+    from lmkit.model.accounting import flops_per_token
+
+    fields = time_fields(training.samples_ms)
+    fields |= {
+        "epochs": len(training.samples_ms),
+        "tokens_per_s": options.batch_size * options.context_length / (fields["median_ms"] * 1e-3),
+        "flops_per_token": flops_per_token(config, options.context_length),
+        "peak_gb": training.peak_bytes / GB,
+        "first_loss": training.losses[0],
+        "final_loss": training.losses[-1],
+        "losses": training.losses,
+    }
+    if baseline is not None:
+        fields |= ratio_fields(paired_ratio(training.samples_ms, baseline.samples_ms))
+    return fields
 
 
-def _load_tokens(options: LmMatrixOptions) -> np.ndarray:
-    """The token file, memory-mapped, or the bytes of stories: real text with something to learn, offline."""
-    if options.tokens is not None:
-        return open_tokens(options.tokens).tokens
-    text, length = [], 0
-    for story in islice(generate_stories(options.seed), STORY_BYTES):
-        text.append(story.encode())
-        length += len(text[-1])
-        if length >= STORY_BYTES:
-            break
-    return np.frombuffer(b"\n".join(text), dtype=np.uint8).astype(np.uint16)
+def _allocated(ranks: Ranks) -> int:
+    import torch
+
+    return torch.cuda.memory_allocated(ranks.device) if ranks.device.type == "cuda" else 0
+
+
+def _kept_bytes(step: TrainingStep, ranks: Ranks, before: int) -> int:
+    """Return what a training keeps from step to step.
+
+    On a CPU the resident set would count what earlier trainings left in the allocator, so weights and optimizer state
+    are added up instead; a strategy's own buffers are missing there.
+    """
+    import torch
+
+    if ranks.device.type == "cuda":
+        return _allocated(ranks) - before
+    state = [value for slots in step.optimizer.state.values() for value in slots.values()]
+    tensors = [*step.model.parameters(), *(value for value in state if isinstance(value, torch.Tensor))]
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _settle(ranks: Ranks) -> None:
+    """Wait, and let backend and allocator notice: until then, buffers of a finished collective count as allocated and
+    would be charged to another training."""
+    import torch
+
+    from lmkit.parallel.ranks import release_collectives
+
+    _synchronize(ranks)
+    release_collectives(ranks)
+    if ranks.device.type == "cuda":
+        torch.empty(1, device=ranks.device)
+
+
+def _synchronize(ranks: Ranks) -> None:
+    import torch
+
+    if ranks.device.type == "cuda":
+        torch.cuda.synchronize(ranks.device)
+
+
+# Rows in words
+
+COLUMNS = (
+    Column("kernel", "kernel"),
+    Column("strategy", "strategy"),
+    Column("median_ms", "ms per step", ".2f", instead="status"),
+    Column("spread", "spread", ".0%"),
+    Column("tokens_per_s", "tokens/s", ",.0f"),
+    Column("mfu", "MFU", ".1%"),
+    Column("peak_gb", "GB", ".3f"),
+    Column("speedup", "speedup", ".3f"),
+    Column("final_loss", "last loss", ".4f"),
+)
+
+
+def summarize(rows: Rows) -> Summary:
+    """Say what the rows support: the fastest cell, kernels, strategies, convergence, memory."""
+    bases = dict.fromkeys(row["mfu_basis"] for row in rows if row.get("mfu_basis"))
+    failed = failures(rows, lambda row: f"{row['kernel']} x {row['strategy']}")
+    tables = {"Median ms of a step (in brackets: speedup)": _by_strategy(rows)}
+    if failed:
+        tables["Did not run"] = "\n".join(f"- {line}" for line in failed)
+    return Summary(
+        "lm-matrix: attention kernels x gradient strategies",
+        COLUMNS,
+        rows,
+        about=f"{_ranks(rows)}, {rows[0].get('precision', '')}, compile {rows[0].get('compile', 'none')}",
+        findings=tuple(findings(rows)),
+        tables=tables,
+        details={"Results": markdown_table(rows, COLUMNS)},
+        notes=(
+            *(f"MFU: share of the {basis}" for basis in bases),
+            f"speedup: {rows[0]['strategy']} / strategy of the same kernel, paired epochs; kernels are compared by "
+            "their medians",
+            "GB (10^9): peak of one rank, weights and optimizer included",
+        ),
+    )
+
+
+def _by_strategy(rows: Rows) -> str:
+    def cell(row: Mapping[str, Any]) -> str:
+        if row.get("median_ms") is None:
+            return str(row["status"])
+        return f"{row['median_ms']:.2f}" + (f" ({row['speedup']:.2f}x)" if row.get("speedup") else "")
+
+    return pivot(
+        rows, lambda row: row["kernel"], lambda row: row["strategy"], cell, corner="kernel \\ strategy"
+    )
+
+
+def _ranks(rows: Rows) -> str:
+    count = rows[0]["ranks"] if rows else 1
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
+def _names(rows: Rows, key: str) -> list[str]:
+    return list(dict.fromkeys(row[key] for row in rows))
+
+
+def _apart(losses: Sequence[float], others: Sequence[float]) -> float:
+    """Return the largest relative difference of two curves."""
+    return max(abs(mine - theirs) / abs(theirs) for mine, theirs in zip(losses, others, strict=True))
+
+
+def findings(rows: Rows) -> list[str]:
+    """Return the sentences that the rows support."""
+    ran = [row for row in rows if row["status"] == "ok"]
+    # On several ranks `none` leaves every rank with a model of its own: a bound for the others, and no training.
+    trained = [row for row in ran if row["ranks"] == 1 or row["strategy"] != "none"]
+    if not ran:
+        return ["Nothing ran."]
+    if not trained:
+        return [
+            "Only `none` ran, which on several ranks trains no model: there is nothing to compare it with."
+        ]
+    best = max(trained, key=lambda row: row["tokens_per_s"])
+    utilization = f" ({best['mfu']:.1%} MFU)" if best.get("mfu") is not None else ""
+    found = [
+        f"Fastest: {best['kernel']} with {best['strategy']}, {best['tokens_per_s']:,.0f} tokens/s{utilization}."
+    ]
+    kernels = _names(trained, "kernel")
+    if len(kernels) > 1:
+        fastest = [
+            min((row for row in trained if row["kernel"] == kernel), key=lambda row: row["median_ms"])
+            for kernel in kernels
+        ]
+        fastest.sort(key=lambda row: row["median_ms"])
+        listed = ", ".join(f"{row['kernel']} {row['median_ms']:.2f} ms" for row in fastest)
+        found.append(f"Kernels, each with its fastest strategy: {listed} per step.")
+    if trained[0]["ranks"] == 1:
+        speedups = [row["speedup"] for row in trained if row.get("speedup") and row["speedup"] != 1.0]
+        if speedups:
+            found.append(
+                "With one rank no strategy communicates, and all but zero1 do the same work: speedups of "
+                f"{min(speedups):.3f} to {max(speedups):.3f} are the cost of their bookkeeping, and noise."
+            )
+    else:
+        for kernel in kernels:
+            found += _strategy_findings([row for row in ran if row["kernel"] == kernel])
+    if len(trained) > 1:
+        first = trained[0]
+        apart = max(_apart(row["losses"], first["losses"]) for row in trained[1:])
+        found.append(
+            f"Convergence: the loss curves of {len(trained)} trainings differ by at most {apart:.2g} of the loss, "
+            f"which falls from {first['first_loss']:.3f} to {first['final_loss']:.3f}."
+        )
+    least = min(trained, key=lambda row: row["peak_gb"])
+    found.append(
+        f"Least memory: {least['kernel']} with {least['strategy']}, {least['peak_gb']:.3f} GB on a rank."
+    )
+    return found
+
+
+def _strategy_findings(rows: Rows) -> list[str]:
+    """Compare the strategies of one kernel with `naive`, and with no communication at all."""
+    by_name = {row["strategy"]: row for row in rows}
+    naive, none = by_name.get("naive"), by_name.get("none")
+    synced = [row for row in rows if row["strategy"] not in ("none", "naive")]
+    if naive is None or not synced:
+        return []
+    best = min(synced, key=lambda row: row["median_ms"])
+    ratio = paired_ratio(best["samples_ms"], naive["samples_ms"])
+    if ratio.verdict == "faster":
+        said = (
+            f"{best['strategy']} is {ratio.speedup:.3f} times as fast as naive "
+            f"(95% {ratio.low:.3f} to {ratio.high:.3f})"
+        )
+    else:
+        said = f"no strategy is measurably faster than naive ({best['strategy']}: {ratio})"
+    if none is not None:
+        share = none["median_ms"] / best["median_ms"]
+        said += f"; {best['strategy']} reaches {share:.0%} of the speed without communication"
+    return [f"{naive['kernel']}: {said}."]
+
+
+def pictures(rows: Rows) -> dict[str, bytes]:
+    """Draw the matrix by time, memory and throughput, the loss curves, and bars and a table per kernel."""
+    files = {
+        "lm_matrix_time.png": _bars(rows, "median_ms", "Time per training step", "time (ms)", ".3g"),
+        "lm_matrix_memory.png": _bars(
+            rows, "peak_gb", "Peak memory of one rank", "peak memory (GB = 10^9 bytes)", ".3g"
+        ),
+        "lm_matrix_throughput.png": _bars(
+            rows, "tokens_per_s", "Training throughput", "tokens per second, all ranks", ",.0f"
+        ),
+        "lm_matrix_convergence.png": _convergence(rows),
+    }
+    for kernel in _names(rows, "kernel"):
+        chosen = [row for row in rows if row["kernel"] == kernel]
+        bars, table = _kernel_bars(chosen, kernel), _kernel_table(chosen, kernel)
+        # Similar projects call some kernels otherwise, and their users look for files of those names.
+        for name in (kernel, *(alias for alias, ours in ATTENTION.aliases.items() if ours == kernel)):
+            files[f"{name}_lm_matrix_throughput.png"] = bars
+            files[f"lm_matrix_table_{name}.png"] = table
+    return files
+
+
+def _convergence(rows: Rows) -> bytes:
+    curves = coinciding_curves(rows)
+    alike = f": {next(iter(curves))}" if len(curves) == 1 else ""
+    return loss_curve(curves, title=f"Convergence, same start and batches{alike}", x_label="optimizer step")
+
+
+def coinciding_curves(rows: Rows) -> dict[str, list[tuple[float, float]]]:
+    """Return one curve for all trainings whose losses are within `SAME_CURVE`, named after the first."""
+    groups: list[Rows] = []
+    for row in rows:
+        if row["status"] != "ok":
+            continue
+        for group in groups:
+            if _apart(row["losses"], group[0]["losses"]) < SAME_CURVE:
+                group.append(row)
+                break
+        else:
+            groups.append([row])
+    curves = {}
+    for group in groups:
+        name = f"{group[0]['kernel']}, {group[0]['strategy']}"
+        if len(group) > 1:
+            apart = max(_apart(row["losses"], group[0]["losses"]) for row in group)
+            name = f"{len(group)} trainings, {apart:.1g} of the loss apart"
+            if len(groups) > 1:
+                name += f" ({', '.join(_names(group, 'strategy'))})"
+        curves[name] = [(float(step), loss) for step, loss in enumerate(group[0]["losses"], 1)]
+    return curves
+
+
+def _bars(rows: Rows, key: str, title: str, y_label: str, spec: str) -> bytes:
+    kernels, strategies = _names(rows, "kernel"), _names(rows, "strategy")
+    found = {(row["kernel"], row["strategy"]): row.get(key) for row in rows}
+    return grouped_bars(
+        kernels,
+        {strategy: [found.get((kernel, strategy)) for kernel in kernels] for strategy in strategies},
+        title=f"{title} ({_ranks(rows)})",
+        x_label="attention kernel",
+        y_label=y_label,
+        spec=spec,
+        missing="none",
+    )
+
+
+def _kernel_bars(rows: Rows, kernel: str) -> bytes:
+    tokens = {row["strategy"]: row.get("tokens_per_s") for row in rows}
+    return grouped_bars(
+        list(tokens),
+        {kernel: list(tokens.values())},
+        errors={kernel: [of_rate(row) for row in rows]},
+        title=f"{kernel}: training throughput ({_ranks(rows)}; whiskers p10 to p90)",
+        x_label="gradient strategy",
+        y_label="tokens per second, all ranks",
+        spec=",.0f",
+        missing="none",
+    )
+
+
+def _kernel_table(rows: Rows, kernel: str) -> bytes:
+    columns = COLUMNS[1:]
+    cells = [[column.text(row) for column in columns] for row in rows]
+    return table_picture([column.header for column in columns], cells, title=f"lm-matrix: {kernel}")

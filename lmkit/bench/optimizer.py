@@ -1,113 +1,132 @@
-"""`lmkit bench optimizer`: whole against sharded optimizer state: memory at each point of a step, and speed."""
+"""`lmkit bench optimizer`: whole against sharded optimizer state: memory at each point of a step, and speed.
+
+What is timed is the step that `lmkit train` runs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from lmkit.bench.ddp_clock import SteadyStateClock, of_slowest_rank, without_garbage_collection
-from lmkit.bench.ddp_contenders import (
-    SHARDED,
-    SOLO,
-    Contender,
-    DdpCase,
-    begin_account,
-    contender,
-    parse_name,
+from lmkit.bench.ddp import (
+    COLUMNS as DDP_COLUMNS,
 )
-from lmkit.bench.journal import Journal
+from lmkit.bench.ddp import (
+    SOLO,
+    SPREAD_NOTE,
+    Case,
+    Loop,
+    RanksOptions,
+    begin_account,
+    case_of,
+    filled,
+    is_sharded,
+    parse_name,
+    with_units,
+)
+from lmkit.bench.harness import Context, slowest_rank, without_garbage_collection
+from lmkit.bench.report import Summary, grouped
 from lmkit.errors import UsageError
+from lmkit.measure.limits import model_flops_utilization
 from lmkit.measure.memory import claim_workspaces
-from lmkit.measure.progress import Progress
+from lmkit.measure.plots import grouped_bars
 from lmkit.measure.statistics import spread
-from lmkit.measure.timing import time_variants
-from lmkit.model.accounting import flops_per_token
-from lmkit.parallel.collectives import agree
-from lmkit.parallel.protocol import ShardedState
-from lmkit.parallel.ranks import Ranks
+from lmkit.measure.tables import Column, Rows, markdown_table
+from lmkit.measure.timing import SteadyStateClock, time_variants
+from lmkit.registry import BENCHES, STRATEGIES
 
-CONTENDERS = ("bucketed", "zero1", "zero1 bf16", "torch_ddp + ZeRO")
+if TYPE_CHECKING:
+    pass
 
 
-def optimizer_rows(
-    case: DdpCase,
-    ranks: Ranks,
-    *,
-    names: Sequence[str] = CONTENDERS,
-    rounds: int = 10,
-    steps_per_sample: int = 4,
-    progress: Progress | None = None,
-    journal: Journal | None = None,
-) -> list[dict[str, Any]]:
-    """One row per contender, each built, measured and dropped before the next: their times are of different minutes,
-    and no round of one pairs with a round of another (`ddp_rows` is for that). Every rank calls this.
+class Options(RanksOptions):
+    """`[bench.optimizer]`."""
 
-    Bytes are this rank's: `state_bytes` is what the optimizer holds (without masters), `state_share` that over
-    what the first contender holds whose state is whole (None without one); the rest is what the CUDA allocator
-    has handed out (None on a CPU) after model and optimizer were made, after the backward pass and
-    synchronisation (before the step), after the step, and at most during these. Times are the slowest rank's,
-    per round, in ms per step. The first rank keeps the rows in `journal`.
 
-    Raises:
-        UsageError: no contender of that name, or one that is not of all ranks.
-        torch.OutOfMemoryError: one does not fit.
-    """
-    for name in names:
-        parse_name(name, "optimizer")
-    for name in SOLO:
-        if name in names:
+def default_variants() -> tuple[str, ...]:
+    """Return a strategy with whole state, every strategy that shards it (with bf16 weights, too), PyTorch's ZeRO."""
+    sharded = [name for name in STRATEGIES.names if is_sharded(name)]
+    halved = [f"{name} bf16" for name in sharded if "weights" in STRATEGIES.facts(name).uses]
+    return ("bucketed", *sharded, *halved, "torch_ddp + ZeRO")
+
+
+def check(recipe: Any) -> None:
+    """Refuse unknown variants, those of one rank, and a model without a vocabulary before ranks start."""
+    options = recipe.bench.table("optimizer")
+    case_of(recipe, options, "optimizer")
+    for name in options.variants:
+        parse_name(name, recipe.parallel, "optimizer")
+        if name in SOLO:
             raise UsageError(
-                f"bench.optimizer.contenders: {name!r} is not of all ranks",
-                hint='take "none", whose ranks each hold what one rank would',
+                "bench.not_of_all_ranks",
+                f"bench.optimizer.variants: {name!r} does not run on all ranks",
+                hint='use "none": each of its ranks holds what one rank would',
             )
+
+
+@BENCHES.register(
+    "optimizer",
+    order=5,
+    help="Whole against sharded optimizer state: memory and speed.",
+    recipes=("bench_ddp", "bench_ddp_cpu"),
+    ranks="required",
+    example="lmkit bench optimizer bench_ddp_cpu --nproc 2",
+    row_keys=("variant", "case", "world_size", "state_bytes"),
+)
+def optimizer(context: Context) -> Rows:
+    """Return one row per variant.
+
+    Each is built, measured and dropped before the next: no round of one pairs with a round of another (`bench ddp` is
+    for that). Bytes are this rank's: `state_bytes` is what the optimizer holds (without masters), `state_share` that
+    over the first variant whose state is whole; the rest is what the CUDA allocator has handed out (None on a CPU)
+    after model and optimizer were made, before the optimizer's step, after it, and at most. Times are the slowest
+    rank's, per round.
+    """
+    from lmkit.model.accounting import flops_per_token
+
+    options, ranks = context.options, context.ranks
+    case = case_of(context.recipe, options, "optimizer")
+    limits = context.limits([options.precision]) if ranks.is_first else None
     claim_workspaces(ranks.device)
-    rows: list[dict[str, Any]] = []
+    names = options.variants or default_variants()
+    rows: Rows = []
     for number, name in enumerate(names):
-        if progress is not None and ranks.is_first:
-            progress("optimizer", number, len(names))
+        context.progress("optimizer", number, len(names))
         begin_account(ranks)
-        built, row = _measure_memory(name, case, ranks)
-        with without_garbage_collection():
-            samples = _time_alone(built, ranks, rounds, steps_per_sample)
-        summary = spread(samples)
-        rows.append(
-            row
-            | {
-                "precision": case.precision,
-                "flops_per_token": flops_per_token(case.model, case.model.context_length),
-                "step_ms": summary.median,
-                "p10_ms": summary.p10,
-                "p90_ms": summary.p90,
-                "tokens_per_s": ranks.world_size * case.tokens_per_step / summary.median * 1e3,
-                "samples_ms": samples,
-            }
-        )
-        if journal is not None and ranks.is_first:
-            journal.add(rows[-1:])
+        built, row = _measure_memory(name, case, context)
+        samples = _time_alone(built, context)
+        times = spread(samples)
+        tokens_per_s = ranks.world_size * case.tokens_per_step / times.median * 1e3
+        flops = flops_per_token(case.model, case.model.context_length)
+        row |= {
+            "precision": case.precision,
+            "flops_per_token": flops,
+            "step_ms": times.median,
+            "p10_ms": times.p10,
+            "p90_ms": times.p90,
+            "tokens_per_s": tokens_per_s,
+            "samples_ms": samples,
+        }
+        if limits is not None:
+            rate = tokens_per_s / ranks.world_size * flops
+            mfu = model_flops_utilization(rate, ranks.device, case.precision, limits)
+            row |= {"mfu": mfu.share, "mfu_basis": mfu.basis}
+        rows.append(row)
+        context.keep([row])
         del built
-    if progress is not None and ranks.is_first:
-        progress("optimizer", len(names), len(names))
-    wholes = (
-        row["state_bytes"] for name, row in zip(names, rows, strict=True) if not name.startswith(SHARDED)
-    )
-    whole = next(wholes, None)
+    context.progress("optimizer", len(names), len(names))
+    whole = next((row["state_bytes"] for row in rows if not is_sharded(row["variant"])), None)
     for row in rows:
         row["state_share"] = None if whole is None else row["state_bytes"] / whole
     return rows
 
 
-def state_bytes(built: Contender) -> int:
-    """Bytes of optimizer state on this rank, without fp32 masters of bf16 weights."""
-    optimizer = built.optimizer
-    if isinstance(optimizer, ShardedState):
-        states = optimizer.state_dict()["state"]
-    elif hasattr(optimizer, "optim"):
-        # PyTorch's ZeroRedundancyOptimizer: of the parameters dealt to this rank.
-        states = optimizer.optim.state
-    else:
-        states = optimizer.state
+def state_bytes(built: Loop) -> int:
+    """Return the bytes of optimizer state on this rank, without fp32 masters of bf16 weights."""
+    import torch
+
+    optimizer: Any = built.optimizer
+    # PyTorch's ZeroRedundancyOptimizer keeps the state of the parameters dealt to this rank in `optim`.
+    states = optimizer.optim.state if hasattr(optimizer, "optim") else optimizer.state_dict()["state"]
     return sum(
         value.nbytes
         for state in states.values()
@@ -116,49 +135,137 @@ def state_bytes(built: Contender) -> int:
     )
 
 
-def _measure_memory(name: str, case: DdpCase, ranks: Ranks) -> tuple[Contender, dict[str, Any]]:
-    start = _allocated(ranks.device)
-    built = contender(name, case, ranks)
-    after_init = _allocated(ranks.device)
-    for _ in range(3):  # state exists, and the bucket order is settled
+def _measure_memory(name: str, case: Case, context: Context) -> tuple[Loop, dict[str, Any]]:
+    import torch
+
+    ranks = context.ranks
+    on_gpu = ranks.device.type == "cuda"
+    points: dict[str, int | None] = {}
+
+    def note(point: str) -> None:
+        if on_gpu:
+            torch.cuda.synchronize(ranks.device)
+        points[point] = torch.cuda.memory_allocated(ranks.device) if on_gpu else None
+
+    note("start")
+    built = Loop(name, case, ranks)
+    note("init")
+    for _ in range(3):  # state exists, and the order of buckets is settled
         built.step()
-    if ranks.device.type == "cuda":
+    if on_gpu:
         torch.cuda.reset_peak_memory_stats(ranks.device)
-    built.backward()
-    built.sync.finish(wait=False)
-    before_step = _allocated(ranks.device)
-    built.optimizer.step()
-    after_step = _allocated(ranks.device)
-    built.optimizer.zero_grad(set_to_none=True)
-    built.sync.wait_for_weights()
-    peak = torch.cuda.max_memory_allocated(ranks.device) if ranks.device.type == "cuda" else None
-    readings = {"init": after_init, "before_step": before_step, "after_step": after_step, "peak": peak}
+    built.training.run(before_update=lambda: note("before_step"))
+    built.training.wait_for_weights()
+    note("after_step")
+    points["peak"] = torch.cuda.max_memory_allocated(ranks.device) if on_gpu else None
+    start = points.pop("start")
     return built, {
         "case": case.name,
-        "contender": name,
+        "variant": name,
         "world_size": ranks.world_size,
-        "parameters": sum(p.numel() for p in built.model.parameters()),
+        "parameters": sum(p.numel() for p in built.training.model.parameters()),
         "state_bytes": state_bytes(built),
     } | {
         f"{point}_bytes": None if value is None or start is None else value - start
-        for point, value in readings.items()
+        for point, value in points.items()
     }
 
 
-def _allocated(device: torch.device) -> int | None:
-    if device.type != "cuda":
-        return None
-    torch.cuda.synchronize(device)
-    return torch.cuda.memory_allocated(device)
+def _time_alone(built: Loop, context: Context) -> list[float]:
+    from lmkit.parallel.collectives import agree
+
+    ranks, options = context.ranks, context.options
+    with without_garbage_collection():
+        timing = time_variants(
+            {"step": built.step},
+            device=ranks.device,
+            repeats=options.rounds,
+            warmup=0,
+            prepare={"step": lambda: agree(ranks)},
+            clock=SteadyStateClock(ranks.device, options.steps_per_sample),
+        )["step"]
+        return slowest_rank(timing.samples_ms, ranks)
 
 
-def _time_alone(built: Contender, ranks: Ranks, rounds: int, steps: int) -> list[float]:
-    timing = time_variants(
-        {"step": built.step},
-        device=ranks.device,
-        repeats=rounds,
-        warmup=0,
-        prepare={"step": lambda: agree(ranks)},
-        clock=SteadyStateClock(ranks.device, steps),
-    )["step"]
-    return of_slowest_rank(timing.samples_ms, ranks)
+# Rows in words
+
+COLUMNS = (
+    *(column for column in DDP_COLUMNS if column.key in ("variant", "step_ms", "spread", "tokens_per_s")),
+    Column("mfu", "MFU", ".1%"),
+    Column("state_mb", "state MB", ",.1f"),
+    Column("state_share", "of plain", ".1%"),
+    Column("init_mb", "init MB", ",.0f"),
+    Column("before_mb", "before MB", ",.0f"),
+    Column("after_mb", "after MB", ",.0f"),
+)
+POINTS_NOTE = (
+    "init, before, after: what the CUDA allocator holds when all is built, before and after an optimizer step"
+)
+
+
+def summarize(rows: Rows) -> Summary:
+    """Say what share of the state is left, and compare the peak with that of the whole state."""
+    shown = [_with_megabytes(row) for row in rows]
+    columns = filled(COLUMNS, shown)
+    cases = grouped(shown, lambda row: str(row["case"]))
+    bases = dict.fromkeys(row["mfu_basis"] for row in rows if row.get("mfu_basis"))
+    return Summary(
+        "Optimizer state sharding",
+        columns,
+        shown,
+        about=f"{rows[0]['world_size']} ranks",
+        findings=tuple(finding for members in cases.values() for finding in findings(members)),
+        tables={case: markdown_table(members, columns) for case, members in cases.items()},
+        notes=(
+            "state: what the optimizer holds on this rank, MB (10^6 bytes)",
+            *([POINTS_NOTE] if any(column.key == "init_mb" for column in columns) else []),
+            SPREAD_NOTE,
+            *(f"MFU: share of the {basis}" for basis in bases),
+        ),
+    )
+
+
+def _with_megabytes(row: dict[str, Any]) -> dict[str, Any]:
+    sizes = {
+        "state_mb": row["state_bytes"],
+        "init_mb": row.get("init_bytes"),
+        "before_mb": row.get("before_step_bytes"),
+        "after_mb": row.get("after_step_bytes"),
+    }
+    return with_units(row) | {key: size / 1e6 for key, size in sizes.items() if size is not None}
+
+
+def findings(rows: Rows) -> list[str]:
+    """Return the sentences that the rows of one case support."""
+    found = []
+    plain = next((row for row in rows if not is_sharded(row["variant"])), None)
+    for row in rows:
+        if not is_sharded(row["variant"]) or row["variant"].startswith("torch"):
+            continue
+        size = f"{row['variant']}: {row['state_bytes'] / 1e6:,.1f} MB of state on a rank"
+        if row.get("state_share") is not None:
+            least = 1 / row["world_size"]
+            size += (
+                f", {row['state_share']:.2%} of the whole (the least possible is {least:.2%} plus padding)"
+            )
+        found.append(size + ".")
+        if plain and plain.get("peak_bytes") and row.get("peak_bytes"):
+            found.append(
+                f"{row['variant']}: a step peaks at {row['peak_bytes'] / 1e9:.2f} GB, "
+                f"{row['peak_bytes'] / plain['peak_bytes'] - 1:+.1%} of {plain['variant']}'s "
+                f"{plain['peak_bytes'] / 1e9:.2f} GB."
+            )
+    return found
+
+
+def pictures(rows: Rows) -> dict[str, bytes]:
+    """Draw the state of each rank."""
+    picture = grouped_bars(
+        [row["variant"] for row in rows],
+        {"state per rank": [row["state_bytes"] / 1e6 for row in rows]},
+        title=f"Optimizer state on each of {rows[0]['world_size']} ranks",
+        x_label="variant",
+        y_label="MB (10^6 bytes)",
+        spec=",.1f",
+    )
+    return {"optimizer_state.png": picture}

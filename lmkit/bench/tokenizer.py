@@ -1,9 +1,8 @@
-"""`lmkit bench tokenizer`: training and encoding beside Hugging Face tokenizers, rustbpe and tiktoken.
+"""`lmkit bench tokenizer`: training and encoding, compared with Hugging Face tokenizers, rustbpe and tiktoken.
 
-Every sample is a process of its own (`tokenizer_contenders`), the contenders of a case take turns, and round i of one
-is compared with round i of another. Before anything is timed, each contender runs once: its memory is watched, and
-the ids of all encoders must be the same. (Trainers break ties differently, so their merges are not compared here; the
-tests compare ours with the textbook.)
+Every sample is a process of its own (`tokenizer_jobs`), the variants of a case take turns, and round i of one is
+compared with round i of another. Before anything is timed, each variant runs once: its memory is watched, and the ids
+of all encoders must be the same. (Trainers break ties differently, so their merges are not compared here.)
 """
 
 from __future__ import annotations
@@ -18,37 +17,54 @@ import timeit
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from lmkit.bench.report import BenchResult
-from lmkit.bench.tokenizer_contenders import Job, as_argument
+from pydantic import Field
+
+from lmkit.bench.harness import Context
+from lmkit.bench.report import Summary
 from lmkit.errors import LmkitError, UsageError
-from lmkit.measure.environment import describe_environment
 from lmkit.measure.memory import process_tree_memory
 from lmkit.measure.statistics import median, paired_ratio, spread
-from lmkit.measure.tables import Column, markdown_table, row_files
-from lmkit.tokenizer import END_OF_TEXT, Tokenizer, train_tokenizer
+from lmkit.measure.tables import Column, Rows, markdown_table
+from lmkit.recipe.tables import PositiveFloat, PositiveInt, Table
+from lmkit.registry import BENCHES
+
+if TYPE_CHECKING:
+    from lmkit.bench.tokenizer_jobs import Job
 
 OURS = "lmkit"
-_PACKAGES = {"tokenizers": "tokenizers", "rustbpe": "rustbpe", "tiktoken": "tiktoken"}
-_SECONDS_BETWEEN_LOOKS = 0.02
-_PROMPT = (
+VARIANTS = {"train": (OURS, "tokenizers", "rustbpe"), "encode": (OURS, "tokenizers", "tiktoken")}
+SECONDS_BETWEEN_LOOKS = 0.02
+PROMPT = (
     "The quick brown fox didn't jump over 3 lazy dogs; it walked around them, whistling a tune from 1997.\n"
     * 2
 )
 
-Report = Callable[[str], None]
+
+class Options(Table):
+    """`[bench.tokenizer]`."""
+
+    texts: tuple[Path, ...] = ()
+    """Text files; empty: `synth_mb` of generated stories."""
+    synth_mb: PositiveFloat = 20.0
+    """Size of the generated stories, in 10^6 bytes."""
+    tasks: tuple[Literal["train", "encode"], ...] = ("train", "encode")
+    """What is timed."""
+    vocab_sizes: tuple[Annotated[int, Field(ge=257)], ...] = (10_000,)
+    """256 bytes + merges + `<|endoftext|>`."""
+    workers: tuple[PositiveInt, ...] = (1, 2)
+    """Numbers of threads to compare."""
+    rounds: PositiveInt = 5
+    """Interleaved samples of each variant."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One job for several contenders.
+    """One job for several variants.
 
     Attributes:
-        task: "train" or "encode".
-        text: the file; it should hold `<|endoftext|>` and end with it and a newline.
         name: what the table calls the text.
-        contenders: names from `CONTENDERS`; those that are not installed are left out and noted.
         vocab_size: of the tokenizer that is trained, or encoded with.
     """
 
@@ -57,89 +73,86 @@ class Case:
     name: str
     workers: int
     vocab_size: int
-    contenders: tuple[str, ...]
 
 
-COLUMNS = (
-    Column("task", "task"),
-    Column("text", "text"),
-    Column("vocab_size", "vocab", ",d"),
-    Column("workers", "workers"),
-    Column("contender", "contender"),
-    Column("median_s", "median s", ".2f"),
-    Column("p10_s", "p10 s", ".2f"),
-    Column("p90_s", "p90 s", ".2f"),
-    Column("mb_per_s", "MB/s", ".1f"),
-    Column("speedup", "ours faster", ".2f"),
-    Column("cpu_s", "CPU s", ".2f"),
-    Column("peak_pss_mb", "peak MB", ",.0f"),
+@BENCHES.register(
+    "tokenizer",
+    order=7,
+    help="Tokenizer training and encoding, against installed rivals.",
+    recipes=("bench_tokenizer", "bench_tokenizer"),
+    stem="",
+    row_keys=("task", "text", "vocab_size", "workers"),
 )
-_ONLY_IN_FILES = ("p10_s", "p90_s", "cpu_s")  # a terminal has no room for them
-
-
-def bench_tokenizer(cases: Sequence[Case], *, rounds: int = 5, report: Report | None = None) -> BenchResult:
-    """Measure all cases; see `measure`."""
-    jobs = measure(cases, rounds=rounds, report=report)
-    prompts = short_text_rows(cases)
-    notes = [
-        "ours faster: median over rounds of theirs / ours, wall clock; peak MB: 10^6 bytes, PSS of all processes.",
-        *(
-            f"A prompt of {row['text']}, warm, {row['contender']}: {row['microseconds']:.1f} us."
-            for row in prompts
-        ),
-        *(f"{name} is not installed." for name in _missing(cases)),
-    ]
-    report_text = "# Tokenizer\n\n" + markdown_table(jobs, COLUMNS) + "\n"
-    return BenchResult(
-        name="tokenizer",
-        rows=jobs + prompts,
-        columns=tuple(column for column in COLUMNS if column.key not in _ONLY_IN_FILES),
-        files=row_files("results", jobs + prompts)
-        | {"report.md": report_text + "".join(f"- {note}\n" for note in notes)},
-        environment=describe_environment(),
-        notes=tuple(notes),
-        shown=jobs,
-    )
-
-
-def measure(cases: Sequence[Case], *, rounds: int = 5, report: Report | None = None) -> list[dict[str, Any]]:
-    """Return one row per case and contender, with all samples.
+def tokenizer(context: Context) -> Rows:
+    """Return one row per case and variant, and what a short prompt costs.
 
     Raises:
-        UsageError: a text is missing.
-        LmkitError: a contender failed, or two encoders disagree.
+        UsageError: a text is missing, or two have one name.
+        LmkitError: a variant failed, or two encoders disagree.
     """
-    rows = []
+    from lmkit.data.synth import write_stories
+
+    options = context.options
+    texts = {path.stem: path for path in options.texts}
+    if len(texts) < len(options.texts):
+        names = [path.stem for path in options.texts]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UsageError(
+            "bench.same_names",
+            f"bench.tokenizer.texts: two are called {twice}, and rows are named by the text",
+            hint="rename one, or link to it under another name",
+        )
     with tempfile.TemporaryDirectory(prefix="lmkit-bench-") as folder:
-        for case in cases:
+        if not texts:
+            texts = {"stories": Path(folder) / "stories.txt"}
+            seed = context.recipe.run.seed
+            write_stories(texts["stories"], size_mb=options.synth_mb, seed=seed, progress=context.report)
+        cases = [
+            Case(task, text, name, workers, vocab_size)
+            for name, text in texts.items()
+            for task in options.tasks
+            for vocab_size in options.vocab_sizes
+            for workers in options.workers
+        ]
+        rows: Rows = []
+        for done, case in enumerate(cases):
+            context.progress("tokenizer", done, len(cases))
             if not case.text.is_file():
-                raise UsageError(f"{case.text}: no such file", hint="make one with: lmkit data synth")
-            rows += _measure_case(case, rounds, Path(folder), report or (lambda line: None))
-    return rows
+                raise UsageError(
+                    "bench.missing_text", f"{case.text}: no such file", hint="make one with: lmkit data synth"
+                )
+            rows += measure(case, options.rounds, Path(folder))
+            context.journal.replace(rows)
+        context.progress("tokenizer", len(cases), len(cases))
+        return rows + prompt_rows(cases)
 
 
-def _measure_case(case: Case, rounds: int, folder: Path, report: Report) -> list[dict[str, Any]]:
-    jobs = {name: _job(case, name, folder) for name in case.contenders if _is_installed(name)}
+def measure(case: Case, rounds: int, folder: Path) -> Rows:
+    """Return one row per variant that is installed, with all samples."""
+    jobs = {name: _job(case, name, folder) for name in VARIANTS[case.task] if is_installed(name)}
     peaks, ids = {}, {}
     for name, job in jobs.items():
         sample, peaks[name] = _run_watched(job)
         ids[name] = sample["ids"]
     if len(set(ids.values())) > 1:
-        raise LmkitError(f"{case.name}: the encoders disagree: {ids}", hint="nothing was timed")
+        raise LmkitError(
+            "bench.encoders_disagree",
+            f"{case.name}: the encoders disagree: {ids}",
+            hint="nothing was timed; compare the ids of the text with each of them",
+        )
     samples: dict[str, list[dict[str, Any]]] = {name: [] for name in jobs}
     for number in range(rounds):
         order = list(jobs)
-        for name in order[number % len(order) :] + order[: number % len(order)]:
-            samples[name].append(_run(jobs[name]))
-            report(f"{case.task} {case.name} {case.vocab_size} {name}: {samples[name][-1]['seconds']:.2f} s")
+        turn = number % len(order)
+        for name in order[turn:] + order[:turn]:
+            samples[name].append(_result(jobs[name], _start(jobs[name])))
     return [_row(case, name, samples, peaks[name]) for name in jobs]
 
 
 def _row(case: Case, name: str, samples: dict[str, list[dict[str, Any]]], peak: int) -> dict[str, Any]:
     seconds = [sample["seconds"] for sample in samples[name]]
     ours = [sample["seconds"] for sample in samples[OURS]]
-    wide = spread(seconds)
-    ratio = paired_ratio(ours, seconds)
+    times, ratio = spread(seconds), paired_ratio(ours, seconds)
     num_bytes = case.text.stat().st_size
     return {
         "task": case.task,
@@ -147,16 +160,16 @@ def _row(case: Case, name: str, samples: dict[str, list[dict[str, Any]]], peak: 
         "bytes": num_bytes,
         "vocab_size": case.vocab_size,
         "workers": case.workers,
-        "contender": name,
-        "median_s": wide.median,
-        "p10_s": wide.p10,
-        "p90_s": wide.p90,
-        "minimum_s": wide.minimum,
-        "mb_per_s": num_bytes / 1e6 / wide.median,
+        "variant": name,
+        "median_s": times.median,
+        "p10_s": times.p10,
+        "p90_s": times.p90,
+        "minimum_s": times.minimum,
+        "mb_per_s": num_bytes / 1e6 / times.median,
         "speedup": ratio.speedup,
         "speedup_low": ratio.low,
         "speedup_high": ratio.high,
-        "speedup_of_medians": wide.median / median(ours),
+        "speedup_of_medians": times.median / median(ours),
         "cpu_s": median([sample["cpu_seconds"] for sample in samples[name]]),
         "peak_pss_mb": peak / 1e6,
         "samples_s": seconds,
@@ -165,17 +178,16 @@ def _row(case: Case, name: str, samples: dict[str, list[dict[str, Any]]], peak: 
 
 
 def _job(case: Case, name: str, folder: Path) -> Job:
+    from lmkit.bench.tokenizer_jobs import Job
+    from lmkit.tokenizer import train_tokenizer
+
     if case.task == "train":
         return Job("train", name, str(case.text), case.workers, case.vocab_size)
     tokenizer = folder / f"{case.name}-{case.vocab_size}.json"
     if not tokenizer.exists():
         train_tokenizer([case.text], vocab_size=case.vocab_size).save(tokenizer)
-    output = folder / ("ids.npy" if name.startswith(OURS) else "ids.bin")
+    output = folder / ("ids.npy" if name == OURS else "ids.bin")
     return Job("encode", name, str(case.text), case.workers, case.vocab_size, str(tokenizer), str(output))
-
-
-def _run(job: Job) -> dict[str, Any]:
-    return _result(job, _start(job))
 
 
 def _run_watched(job: Job) -> tuple[dict[str, Any], int]:
@@ -186,7 +198,7 @@ def _run_watched(job: Job) -> tuple[dict[str, Any], int]:
 
     def watch() -> None:
         nonlocal peak
-        while not ended.wait(_SECONDS_BETWEEN_LOOKS):
+        while not ended.wait(SECONDS_BETWEEN_LOOKS):
             try:
                 peak = max(peak, process_tree_memory(process.pid).pss_bytes)
             except ProcessLookupError:
@@ -202,7 +214,7 @@ def _run_watched(job: Job) -> tuple[dict[str, Any], int]:
 
 
 def _start(job: Job) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "lmkit.bench.tokenizer_contenders", as_argument(job)]
+    command = [sys.executable, "-m", "lmkit.bench.tokenizer_jobs", job.as_argument()]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -210,20 +222,29 @@ def _result(job: Job, process: subprocess.Popen[str]) -> dict[str, Any]:
     output, errors = process.communicate()
     if process.returncode:
         last = errors.strip().splitlines()[-1:] or ["no message"]
-        raise LmkitError(f"{job.contender} failed to {job.task}: {last[0]}", hint="run it alone to see more")
+        raise LmkitError(
+            "bench.variant_failed",
+            f"{job.variant} failed to {job.task}: {last[0]}",
+            hint="run it alone to see more",
+        )
     result: dict[str, Any] = json.loads(output.splitlines()[-1])
     return result
 
 
-def short_text_rows(cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """What it costs to encode a prompt of 200 characters, warm, with the vocabulary of the first encoding case."""
+def prompt_rows(cases: Sequence[Case]) -> Rows:
+    """Return what it costs to encode a prompt of 200 characters, warm, with the first encoding case's vocabulary."""
+    from lmkit.tokenizer import train_tokenizer
+
     case = next((case for case in cases if case.task == "encode"), None)
     if case is None:
         return []
     tokenizer = train_tokenizer([case.text], vocab_size=case.vocab_size)
-    encoders: dict[str, Callable[[], object]] = {OURS: lambda: tokenizer.encode(_PROMPT)}
-    if _is_installed("tiktoken"):
-        encoders["tiktoken"] = _tiktoken_prompt(tokenizer)
+    encoders: dict[str, Callable[[], object]] = {OURS: lambda: tokenizer.encode(PROMPT)}
+    if is_installed("tiktoken"):
+        from lmkit.bench.tokenizer_jobs import tiktoken_encoding
+
+        encoding = tiktoken_encoding(tokenizer)
+        encoders["tiktoken"] = lambda: encoding.encode(PROMPT, allowed_special="all")
     seconds: dict[str, list[float]] = {name: [] for name in encoders}
     for _ in range(15):
         for name, encode in encoders.items():
@@ -231,39 +252,63 @@ def short_text_rows(cases: Sequence[Case]) -> list[dict[str, Any]]:
     return [
         {
             "task": "encode a prompt",
-            "text": f"{len(_PROMPT)} characters",
-            "bytes": len(_PROMPT),
+            "text": f"{len(PROMPT)} characters",
+            "bytes": len(PROMPT),
             "vocab_size": case.vocab_size,
             "workers": 1,
-            "contender": name,
+            "variant": name,
             "median_s": median(taken),
             "microseconds": 1e6 * median(taken),
             "speedup": paired_ratio(seconds[OURS], taken).speedup,
-            "mb_per_s": len(_PROMPT) / 1e6 / median(taken),
+            "mb_per_s": len(PROMPT) / 1e6 / median(taken),
             "samples_s": taken,
         }
         for name, taken in seconds.items()
     ]
 
 
-def _tiktoken_prompt(tokenizer: Tokenizer) -> Callable[[], object]:
-    import tiktoken
+def is_installed(variant: str) -> bool:
+    """Return whether the package of a variant is installed."""
+    return variant == OURS or importlib.util.find_spec(variant) is not None
 
-    from lmkit.tokenizer.pretokenize import PATTERN
 
-    special = set(tokenizer.special_ids.values())
-    ranks = {token: token_id for token_id, token in tokenizer.vocab.items() if token_id not in special}
-    encoding = tiktoken.Encoding(
-        "prompt", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=tokenizer.special_ids
+# Rows in words
+
+COLUMNS = (
+    Column("task", "task"),
+    Column("text", "text"),
+    Column("vocab_size", "vocab", ",d"),
+    Column("workers", "workers"),
+    Column("variant", "variant"),
+    Column("median_s", "median s", ".2f"),
+    Column("p10_s", "p10 s", ".2f"),
+    Column("p90_s", "p90 s", ".2f"),
+    Column("mb_per_s", "MB/s", ".1f"),
+    Column("speedup", "ours faster", ".2f"),
+    Column("cpu_s", "CPU s", ".2f"),
+    Column("peak_pss_mb", "peak MB", ",.0f"),
+)
+ONLY_IN_FILES = ("p10_s", "p90_s", "cpu_s")  # a terminal has no room for them
+
+
+def summarize(rows: Rows) -> Summary:
+    """Say how fast each variant is, and what a prompt costs."""
+    jobs = [row for row in rows if "microseconds" not in row]
+    prompts = [row for row in rows if "microseconds" in row]
+    measured = {(row["task"], row["variant"]) for row in jobs}
+    tasks = {task for task, _ in measured if task in VARIANTS}
+    missing = {name for task in tasks for name in VARIANTS[task] if (task, name) not in measured}
+    return Summary(
+        "Tokenizer",
+        tuple(column for column in COLUMNS if column.key not in ONLY_IN_FILES),
+        jobs,
+        details={"Results": markdown_table(jobs, COLUMNS)},
+        notes=(
+            "ours faster: median over rounds of theirs / ours, wall clock; peak MB: 10^6 bytes, PSS of all processes",
+            *(
+                f"A prompt of {row['text']}, warm, {row['variant']}: {row['microseconds']:.1f} us."
+                for row in prompts
+            ),
+            *(f"{name} is not installed." for name in sorted(missing)),
+        ),
     )
-    return lambda: encoding.encode(_PROMPT, allowed_special={END_OF_TEXT})
-
-
-def _is_installed(contender: str) -> bool:
-    package = _PACKAGES.get(contender)
-    return package is None or importlib.util.find_spec(package) is not None
-
-
-def _missing(cases: Sequence[Case]) -> list[str]:
-    names = {name for case in cases for name in case.contenders}
-    return sorted(name for name in names if not _is_installed(name))

@@ -1,9 +1,14 @@
-"""`lmkit bench`: find out how fast each part is."""
+"""`lmkit bench NAME`: a command for every registered bench, with a flag for every key of its table."""
 
+from __future__ import annotations
+
+import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
@@ -13,318 +18,219 @@ from lmkit.cli.options import (
     ForceOption,
     Group,
     JsonOption,
-    KernelsOption,
     NprocOption,
     PluginOption,
     PrintRecipeOption,
     ResultsOption,
     SetOption,
-    given,
-    split,
 )
 from lmkit.cli.progress import progress_on_stderr
 from lmkit.cli.render import show
-
-# What is measured where no recipe is named: with CUDA, and without.
-USUAL = {
-    "attention": ("bench_attention", "bench_attention_cpu"),
-    "model": ("bench_model", "bench_model_cpu"),
-    "lm_matrix": ("lm_matrix", "lm_matrix_cpu"),
-    "tokenizer": ("bench_tokenizer", "bench_tokenizer"),
-    "ddp": ("bench_ddp", "bench_ddp_cpu"),
-    "all_reduce": ("bench_ddp", "bench_ddp_cpu"),
-    "optimizer": ("bench_ddp", "bench_ddp_cpu"),
-}
+from lmkit.registry import BENCHES, load_plugin
 
 
-def _recipe_of(bench: str) -> Any:
-    """The argument of a bench that may be left out."""
-    on_gpu, on_cpu = USUAL[bench]
-    usual = on_gpu if on_gpu == on_cpu else f"{on_gpu} where there is CUDA, else {on_cpu}"
-    return typer.Argument(
-        help=f"A .toml file, or a name that `lmkit recipe list` shows. Left out: {usual}.", show_default=False
-    )
+class _Benches(Group):
+    """Lists benches by what the registry knows, and makes the flags of one when it is called.
+
+    The flags need the bench's table and so pydantic, which the list of benches does not load.
+    """
+
+    @property
+    def commands(self) -> dict[str, Any]:
+        return dict.fromkeys(_command_name(name) for name in BENCHES.names)
+
+    @commands.setter
+    def commands(self, value: object) -> None:
+        """Do nothing: the registry knows the commands."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(self.commands)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return _command(cmd_name.replace("-", "_")) if cmd_name in self.commands else None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        for flag, file in pairwise(args):
+            if flag == "--plugin":  # it may register the bench that is called
+                load_plugin(Path(file))
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command, [_with_dashes(word) for word in rest]
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(_command_name(name), BENCHES.facts(name).help) for name in BENCHES.names])
 
 
 app = typer.Typer(
-    cls=Group, no_args_is_help=True, rich_markup_mode=None,
-    help="Find out how fast each part is. Exit code 1 if nothing could be measured.",
+    cls=_Benches,
+    no_args_is_help=True, rich_markup_mode=None,
+    help="Measure how fast each part is. Exit code 1 if nothing could be measured.",
     epilog="Example: lmkit bench attention bench_attention_cpu",
 )  # fmt: skip
 
 
-@app.command(epilog="Example: lmkit bench attention bench_attention --tiers 128:64,XXL --backward")
-def attention(
-    recipe: Annotated[str | None, _recipe_of("attention")] = None,
-    set_: SetOption = None,
-    plugin: PluginOption = None,
-    tiers: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--tiers",
-            "--custom-tiers",
-            "--custom_tiers",
-            help=f"Sequence lengths, Small ... XXL, 4k ... 128k, a number, or queries:keys ({SEVERAL}).",
-            show_default=False,
-        ),
-    ] = None,
-    kernels: KernelsOption = None,
-    backward: Annotated[
-        bool | None,
-        typer.Option("--backward/--no-backward", help="Time the backward pass too.", show_default=False),
-    ] = None,
-    warmup: Annotated[
-        int | None, typer.Option(help="Calls before those that are timed.", show_default=False)
-    ] = None,
-    iters: Annotated[int | None, typer.Option(help="Timed calls, at most.", show_default=False)] = None,
-    output: ResultsOption = None,
-    force: ForceOption = False,
-    print_recipe: PrintRecipeOption = False,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
-    """Attention kernels over lengths, checked, then timed."""
-    flags = given(
-        bench__attention__tiers=split(tiers),
-        bench__attention__kernels=split(kernels),
-        bench__attention__backward=backward,
-        bench__attention__warmup=warmup,
-        bench__attention__iters=iters,
+@app.callback()
+def _group() -> None:
+    """Without a callback Typer makes a group without commands into nothing."""
+
+
+def _command_name(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _with_dashes(word: str) -> str:
+    """Return a flag as it is registered: `--timed_epochs` is `--timed-epochs`."""
+    flag, equals, value = word.partition("=")
+    return (flag.replace("_", "-") if flag.startswith("--") else flag) + equals + value
+
+
+def _command(name: str) -> Any:
+    """Make the command of one bench: a function whose signature has a parameter for every key of its table."""
+    facts = BENCHES.facts(name)
+    on_gpu, on_cpu = facts.recipes
+    usual = f"{on_gpu} where there is CUDA, else {on_cpu}" if on_gpu != on_cpu else on_gpu or "defaults"
+    recipe_help = f"A .toml file, or a name that `lmkit recipe list` shows. Left out: {usual}."
+    flags = list(_flags(name))
+    shared: dict[str, tuple[Any, Any]] = {
+        "recipe": (Annotated[str | None, typer.Argument(help=recipe_help, show_default=False)], None),
+        "set_": (SetOption, None),
+        "plugin": (PluginOption, None),
+        **{flag.parameter: (flag.annotation, None) for flag in flags},
+        **({"nproc": (NprocOption, 1)} if facts.ranks else {}),
+        "output": (ResultsOption, None),
+        "force": (ForceOption, False),
+        "print_recipe": (PrintRecipeOption, False),
+        "as_json": (JsonOption, False),
+        "debug": (DebugOption, False),
+    }
+
+    def command(recipe: str | None, set_: list[str] | None, plugin: None, debug: None, **typed: Any) -> None:
+        given = {flag: typed.pop(flag.parameter) for flag in flags}
+        values = {
+            f"bench.{name}.{flag.key}": flag.read(value)
+            for flag, value in given.items()
+            if value is not None and value != []
+        }
+        _run(name, recipe, set_, values, **typed)
+
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(key, keyword, annotation=kind, default=value)
+            for key, (kind, value) in shared.items()
+        ]
     )
-    _bench("attention", recipe, set_, flags, output, force=force, print_recipe=print_recipe, as_json=as_json)
+    command.__annotations__ = {key: kind for key, (kind, _) in shared.items()}
+    command.__doc__ = facts.help
+    single = typer.Typer(rich_markup_mode=None, add_completion=False)
+    example = facts.example or f"lmkit bench {_command_name(name)} {on_cpu}".rstrip()
+    single.command(_command_name(name), epilog=f"Example: {example}")(command)
+    return typer.main.get_command(single)
 
 
-@app.command(epilog="Example: lmkit bench model bench_model_cpu --compare-precision")
-def model(
-    recipe: Annotated[str | None, _recipe_of("model")] = None,
-    set_: SetOption = None,
-    plugin: PluginOption = None,
-    sizes: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--sizes", help=f"tiny, small, medium, large, xl, 2.7b ({SEVERAL}).", show_default=False
-        ),
-    ] = None,
-    lengths: Annotated[
-        list[str] | None,
-        typer.Option("--lengths", help=f"Context lengths ({SEVERAL}).", show_default=False),
-    ] = None,
-    compare_precision: Annotated[
-        bool, typer.Option("--compare-precision", help="Measure fp32 and bf16 side by side.")
-    ] = False,
-    compile_: Annotated[
-        list[str] | None,
-        typer.Option("--compile", help=f"none, block, whole ({SEVERAL}).", show_default=False),
-    ] = None,
-    output: ResultsOption = None,
-    force: ForceOption = False,
-    print_recipe: PrintRecipeOption = False,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
-    """Forward, backward and whole training steps of named sizes."""
-    flags = given(
-        bench__model__sizes=split(sizes),
-        bench__model__lengths=_whole_numbers(split(lengths)),
-        bench__model__precisions=["fp32", "bf16"] if compare_precision else None,
-        bench__model__compile=split(compile_),
-    )
-    _bench("model", recipe, set_, flags, output, force=force, print_recipe=print_recipe, as_json=as_json)
+@dataclass(frozen=True, eq=False)
+class _Flag:
+    """A parameter of a command, and how it becomes the value of a key of the bench's table."""
+
+    parameter: str
+    key: str
+    annotation: Any
+    read: Callable[[Any], Any]
 
 
-@app.command("lm-matrix", epilog="Example: lmkit bench lm-matrix lm_matrix_cpu --nproc 2")
-def lm_matrix(
-    recipe: Annotated[str | None, _recipe_of("lm_matrix")] = None,
-    set_: SetOption = None,
-    plugin: PluginOption = None,
-    kernels: KernelsOption = None,
-    strategies: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--strategies",
-            "--wrappers",
-            help=f"naive, flat, overlap, bucketed, zero1, torch_ddp, none ({SEVERAL}).",
-            show_default=False,
-        ),
-    ] = None,
-    timed_epochs: Annotated[
-        int | None, typer.Option("--timed-epochs", help="Samples per cell.", show_default=False)
-    ] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(help="Sequences per step, over all ranks.", show_default=False)
-    ] = None,
-    num_layers: Annotated[int | None, typer.Option(help="Blocks of the model.", show_default=False)] = None,
-    d_model: Annotated[int | None, typer.Option(help="Width of the model.", show_default=False)] = None,
-    d_ff: Annotated[
-        int | None, typer.Option(help="Width inside its feed-forward part.", show_default=False)
-    ] = None,
-    num_heads: Annotated[int | None, typer.Option(help="Its attention heads.", show_default=False)] = None,
-    context_length: Annotated[
-        int | None, typer.Option(help="Tokens per sequence.", show_default=False)
-    ] = None,
-    nproc: NprocOption = 1,
-    output: ResultsOption = None,
-    force: ForceOption = False,
-    print_recipe: PrintRecipeOption = False,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
-    """Short trainings: attention kernels x gradient strategies."""
-    flags = given(
-        bench__lm_matrix__kernels=split(kernels),
-        bench__lm_matrix__strategies=split(strategies),
-        bench__lm_matrix__timed_epochs=timed_epochs,
-        bench__lm_matrix__batch_size=batch_size,
-        bench__lm_matrix__num_layers=num_layers,
-        bench__lm_matrix__d_model=d_model,
-        bench__lm_matrix__d_ff=d_ff,
-        bench__lm_matrix__num_heads=num_heads,
-        bench__lm_matrix__context_length=context_length,
-    )
-    _bench(
-        "lm_matrix",
-        recipe,
-        set_,
-        flags,
-        output,
-        nproc=nproc,
-        force=force,
-        print_recipe=print_recipe,
-        as_json=as_json,
-    )
+def _flags(name: str) -> Iterator[_Flag]:
+    """Yield a flag for every key of a bench's table, and those that stand for a value of a key."""
+    from lmkit.bench.harness import FlagNames, Shortcut
+    from lmkit.recipe.reference import meanings
+
+    table = BENCHES.options(name)
+    texts = meanings(table)
+    for key, field in table.model_fields.items():
+        kind, several = _kind(field.annotation)
+        dashed = "--" + key.replace("_", "-")
+        names = [other for extra in field.metadata if isinstance(extra, FlagNames) for other in extra.names]
+        declared = [f"{dashed}/--no-{dashed[2:]}"] if kind is bool else [dashed, *names]
+        text = texts.get(key, "")
+        help_ = f"{text.rstrip('.')} ({SEVERAL})." if several else text
+        option = typer.Option(*declared, help=help_, show_default=False)
+        typed: Any = list[str] if several else kind if kind in (int, float, bool) else str
+        read = _items(kind) if several else _as_it_is
+        yield _Flag(key, key, Annotated[typed | None, option], read)
+        for extra in field.metadata:
+            if isinstance(extra, Shortcut):
+                short = Annotated[bool | None, typer.Option(extra.name, help=extra.help, show_default=False)]
+                yield _Flag(extra.name.strip("-").replace("-", "_"), key, short, _always(extra.value))
 
 
-@app.command(epilog="Example: lmkit bench tokenizer bench_tokenizer")
-def tokenizer(
-    recipe: Annotated[str | None, _recipe_of("tokenizer")] = None,
-    set_: SetOption = None,
-    plugin: PluginOption = None,
-    output: ResultsOption = None,
-    force: ForceOption = False,
-    print_recipe: PrintRecipeOption = False,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
-    """Tokenizer training and encoding beside installed rivals."""
-    _bench("tokenizer", recipe, set_, {}, output, force=force, print_recipe=print_recipe, as_json=as_json)
+def _kind(annotation: Any) -> tuple[Any, bool]:
+    """Return int, float, bool or str, and whether the key takes several."""
+    if get_args(annotation) and str(annotation).startswith("tuple["):
+        return _kind(get_args(annotation)[0])[0], True
+    plain = [part for part in (annotation, *get_args(annotation)) if part in (int, float, bool)]
+    return (plain[0] if plain else str), False
 
 
-@app.command(epilog="Example: lmkit bench ddp bench_ddp_cpu --nproc 2")
-def ddp(
-    recipe: Annotated[str | None, _recipe_of("ddp")] = None,
-    set_: SetOption = None,
-    plugin: PluginOption = None,
-    nproc: NprocOption = 1,
-    output: ResultsOption = None,
-    force: ForceOption = False,
-    print_recipe: PrintRecipeOption = False,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
-    """Gradient synchronisation: all strategies, and what they cost."""
-    _bench(
-        "ddp", recipe, set_, {}, output, nproc=nproc, force=force, print_recipe=print_recipe, as_json=as_json
-    )
+def _items(kind: type) -> Callable[[list[str]], list[Any]]:
+    def read(texts: list[str]) -> list[Any]:
+        words = [word.strip() for text in texts for word in text.split(",")]
+        return [_number(word) for word in words] if kind in (int, float) else words
+
+    return read
 
 
-@app.command("all-reduce", epilog="Example: lmkit bench all-reduce bench_ddp_cpu --nproc 2")
-def all_reduce(
-    recipe: Annotated[str | None, _recipe_of("all_reduce")] = None,
-    set_: SetOption = None,
-    plugin: PluginOption = None,
-    nproc: NprocOption = 1,
-    output: ResultsOption = None,
-    force: ForceOption = False,
-    print_recipe: PrintRecipeOption = False,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
-    """all-reduce, reduce-scatter and all-gather over message sizes."""
-    _bench(
-        "all_reduce",
-        recipe,
-        set_,
-        {},
-        output,
-        nproc=nproc,
-        force=force,
-        print_recipe=print_recipe,
-        as_json=as_json,
-    )
+def _number(word: str) -> int | float | str:
+    """Return a number; other words stay as they are, and the recipe's check names them."""
+    if re.fullmatch("-?[0-9]{1,18}", word):
+        return int(word)
+    return float(word) if re.fullmatch(r"-?[0-9]{0,18}\.?[0-9]{1,18}(e-?[0-9]{1,3})?", word) else word
 
 
-@app.command(epilog="Example: lmkit bench optimizer bench_ddp_cpu --nproc 2")
-def optimizer(
-    recipe: Annotated[str | None, _recipe_of("optimizer")] = None,
-    set_: SetOption = None,
-    plugin: PluginOption = None,
-    nproc: NprocOption = 1,
-    output: ResultsOption = None,
-    force: ForceOption = False,
-    print_recipe: PrintRecipeOption = False,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
-    """Plain against sharded optimizer state: memory and speed."""
-    _bench(
-        "optimizer",
-        recipe,
-        set_,
-        {},
-        output,
-        nproc=nproc,
-        force=force,
-        print_recipe=print_recipe,
-        as_json=as_json,
-    )
+def _as_it_is(value: Any) -> Any:
+    return value
 
 
-def _whole_numbers(words: list[str] | None) -> list[int | str] | None:
-    """What is no number stays what it is: the recipe's own check names it."""
-    if words is None:
-        return None
-    return [int(word) if re.fullmatch("-?[0-9]{1,18}", word) else word for word in words]
+def _always(value: Any) -> Callable[[Any], Any]:
+    return lambda typed: value
 
 
-def _bench(
+def _run(
     name: str,
     recipe: str | None,
     overrides: list[str] | None,
     flags: dict[str, Any],
-    output: Path | None,
     *,
+    output: Path | None,
     force: bool,
     print_recipe: bool,
     as_json: bool,
-    **options: Any,
+    nproc: int = 1,
 ) -> None:
     from lmkit.recipe.load import load_recipe, recipe_to_toml
 
-    on_gpu, on_cpu = USUAL[name]
-    loaded = load_recipe(on_gpu if recipe is None else recipe, overrides or (), flags=flags)
+    on_gpu, on_cpu = BENCHES.facts(name).recipes
+    loaded = load_recipe(recipe if recipe is not None else on_gpu or None, overrides or (), flags=flags)
     if recipe is None and on_cpu != on_gpu and not _runs_on_gpu(loaded.run.device):
         loaded = load_recipe(on_cpu, overrides or (), flags=flags)
     if print_recipe:
         typer.echo(recipe_to_toml(loaded), nl=False)
         return
-    from lmkit.commands import bench as commands
+    from lmkit.bench.harness import Interrupted, check_place, run_bench
 
-    commands.check_place(loaded, output, force=force)
-    command: Callable[..., Any] = getattr(commands, name)
+    check_place(loaded, output, force=force)
     try:
         with progress_on_stderr() as progress:
-            result = command(loaded, output, progress=progress, **options)
-    except commands.Interrupted as stop:  # said here, where the bar is gone
+            result = run_bench(name, loaded, output, nproc=nproc, progress=progress)
+    except Interrupted as stop:  # said here, where the progress bar is gone
         typer.echo(str(stop), err=True)
         raise
-    if result is not None:  # ranks other than 0 say nothing
+    if result is not None:  # ranks other than the first print nothing
         show(result, as_json=as_json)
         if not result.measured:
             raise typer.Exit(1)
 
 
 def _runs_on_gpu(device: str) -> bool:
-    """Whether a recipe for GPUs, with what was typed on top, has one to run on."""
+    """Return whether a recipe for GPUs would find one."""
     if device == "cpu":  # --set run.device=cpu
         return False
     from lmkit.parallel.ranks import local_device

@@ -26,9 +26,9 @@ def compare(
 
     Exit code 1 if something is worse or nothing was compared.
     """
-    from lmkit.commands import compare as command
+    from lmkit.bench.compare import compare_files
 
-    result = command.run(before, after, threshold=threshold)
+    result = compare_files(before, after, threshold=threshold)
     show(result, as_json=as_json)
     if not result.is_fine:
         raise typer.Exit(1)
@@ -63,6 +63,8 @@ def report(
 
     Of profiling, attention, data parallelism and optimizer sharding, as far as there are results.
     """
-    from lmkit.commands import report as command
+    from lmkit.bench.report import write_reports
+    from lmkit.profile.write_up import SUMMARIES, side_by_side
 
-    show(command.run(folder, output, check=check), as_json=as_json)
+    result = write_reports(folder, output, check=check, profiles=SUMMARIES, side_by_side=side_by_side)
+    show(result, as_json=as_json)

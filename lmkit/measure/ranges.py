@@ -93,7 +93,9 @@ def enable_ranges_from_environment() -> None:
         enable_ranges("kineto")
     elif kind:
         raise UsageError(
-            f"{ENVIRONMENT_VARIABLE}={kind}: not a kind of range", hint="use nvtx or kineto, or unset it"
+            "profile.unknown_ranges",
+            f"{ENVIRONMENT_VARIABLE}={kind}: not a kind of range",
+            hint="use nvtx or kineto, or unset it",
         )
 
 
@@ -112,6 +114,7 @@ def _nvtx_opener() -> Callable[[str], AbstractContextManager]:
 
     if not nvtx_is_available():
         raise UsageError(
+            "profile.no_nvtx",
             "NVTX ranges need a CUDA build of torch or the nvtx package",
             hint="pip install 'nvtx==0.2.10', or profile a recipe without it: lmkit profile kineto RECIPE",
         )

@@ -165,6 +165,55 @@ class CudaEventClock:
                 self._hold_ms = 1.5 * dispatch_ms
 
 
+class SteadyStateClock:
+    """Time `steps` steps of a loop that follow half as many (rounded up) untimed ones without a pause.
+
+    The untimed steps leave what a loop's previous step leaves (weights still being gathered, a host that runs ahead
+    of the GPU), and the last timed step leaves as much behind: nothing is counted twice or left out. There are
+    several because a host hardly faster than its GPU needs several to get ahead; until then any interruption of it
+    lengthens the step. On GPUs times are those of CUDA events in the stream, on CPUs of `perf_counter`.
+
+    Attributes:
+        ahead_ms: for each sample on a GPU, how long it still worked after its host had queued the last step. Near
+        zero,
+            the host is what was measured.
+    """
+
+    def __init__(self, device: torch.device, steps: int) -> None:
+        kind = "cuda events" if device.type == "cuda" else "perf_counter"
+        self.name = f"{kind}, steady state of {steps} steps"
+        self.ahead_ms: list[float] = []
+        self._device = device
+        self._steps = steps
+
+    def sample_ms(self, work: Work, calls: int, *, before: Sequence[Work]) -> float:
+        """Return milliseconds per step, times `calls` (the steps that the caller believes it asked for)."""
+        for preparation in before:
+            preparation()
+        for _ in range(math.ceil(self._steps / 2)):
+            work()
+        return calls * (self._on_gpu(work) if self._device.type == "cuda" else self._on_cpu(work))
+
+    def _on_gpu(self, work: Work) -> float:
+        import torch
+
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(self._steps):
+            work()
+        end.record()
+        queued = time.perf_counter()
+        torch.cuda.synchronize(self._device)
+        self.ahead_ms.append((time.perf_counter() - queued) * 1e3)
+        return start.elapsed_time(end) / self._steps
+
+    def _on_cpu(self, work: Work) -> float:
+        start = time.perf_counter()
+        for _ in range(self._steps):
+            work()
+        return (time.perf_counter() - start) * 1e3 / self._steps
+
+
 def clock_for(device: torch.device | str, kind: ClockKind) -> Clock:
     """The clock that `time_variants` uses on `device`."""
     import torch

@@ -12,18 +12,18 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lmkit.bench.report import BenchResult
+from lmkit.bench.report import Summary, terminal_text
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.memory import GIB
 from lmkit.measure.plots import stacked_areas
 from lmkit.measure.ranges import disable_ranges, observe_ranges, quietly, range_
-from lmkit.measure.tables import Column, markdown_table, row_files
+from lmkit.measure.tables import Column, Rows, markdown_table, row_files
 from lmkit.model.accounting import count_parameters
 from lmkit.profile.allocations import (
     BUILD,
@@ -50,7 +50,21 @@ COLUMNS = (
 )
 
 
-def run_profile(work: Workload) -> BenchResult:
+@dataclass(frozen=True)
+class MemoryResult:
+    """The rows of a memory profile, and the files to store."""
+
+    rows: Rows
+    files: dict[str, bytes | str]
+    environment: dict[str, Any]
+    notes: tuple[str, ...]
+
+    def table(self) -> str:
+        """Return the rows as text for a terminal."""
+        return terminal_text(Summary("Memory", COLUMNS, self.rows, notes=self.notes))
+
+
+def run_profile(work: Workload) -> MemoryResult:
     """Build the model, run `work.warmup + work.steps` steps (or passes) and record their allocations.
 
     Files: `memory_timeline.png`, `memory_snapshot.pickle` (for https://pytorch.org/memory_viz),
@@ -67,7 +81,7 @@ def run_profile(work: Workload) -> BenchResult:
     files["memory_timeline.png"] = _picture(profile, work)
     files["memory_snapshot.pickle"] = recording.pickled
     files["memory_report.md"] = _report(rows, profile, title, environment, notes)
-    return BenchResult("memory", rows, COLUMNS, files, environment, notes)
+    return MemoryResult(rows, files, environment, notes)
 
 
 def record(work: Workload) -> Recording:

@@ -219,6 +219,8 @@ def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
 KEY_ALIASES: dict[str, str] = {
     "checkpoint.checkpointing_interval": "interval",
     "optimizer.learning_rate": "lr",
+    "bench.ddp.contenders": "variants",
+    "bench.optimizer.contenders": "variants",
     "parallel.wire_dtype": "reduce_dtype",
 }
 """Keys of similar projects and of older versions: dotted path -> today's name in the same table. The registry has
@@ -286,7 +288,8 @@ def validate(raw: Mapping[str, Any], *, origin: str, resolved: bool = False) -> 
             continue
         try:
             # JSON mode: arrays become tuples and strings paths, while `true` and "12" stay refused for integers.
-            tables[name] = TABLES[name].model_validate_json(json.dumps(content, default=_refuse_dates))
+            text = json.dumps(content, default=_refuse_dates)
+            tables[name] = (table_type(Recipe, name) or Table).model_validate_json(text)
         except ValidationError as error:
             mistakes += [_describe(name, detail) for detail in error.errors(include_url=False)]
         except (ValueError, RecursionError) as error:

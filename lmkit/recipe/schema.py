@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_args
 
+from pydantic import Field, SerializeAsAny
+
 from lmkit.errors import did_you_mean
-from lmkit.recipe.bench import BenchConfig
+from lmkit.recipe.bench import BenchConfig, bench_config
 from lmkit.recipe.tables import (
     CheckpointConfig,
     CorpusConfig,
@@ -42,7 +44,7 @@ class Recipe(Table):
     checkpoint: CheckpointConfig = CheckpointConfig()
     generate: GenerateConfig = GenerateConfig()
     wandb: WandbConfig = WandbConfig()
-    bench: BenchConfig = BenchConfig()
+    bench: SerializeAsAny[BenchConfig] = Field(default_factory=lambda: bench_config()())
 
 
 def table_type(parent: type[Table], key: str) -> type[Table] | None:
@@ -51,12 +53,11 @@ def table_type(parent: type[Table], key: str) -> type[Table] | None:
     if field is None:
         return None
     options = get_args(field.annotation) or (field.annotation,)
-    return next((kind for kind in options if isinstance(kind, type) and issubclass(kind, Table)), None)
+    kind = next((kind for kind in options if isinstance(kind, type) and issubclass(kind, Table)), None)
+    return bench_config() if kind is BenchConfig else kind
 
 
-TABLES: dict[str, type[Table]] = {
-    name: table for name in Recipe.model_fields if (table := table_type(Recipe, name)) is not None
-}
+TABLES = tuple(Recipe.model_fields)
 
 
 # Each check gets the tables that are valid by themselves and returns a complaint or None. Checks run even if other

@@ -21,7 +21,7 @@ from lmkit.measure.ranges import range_
 from lmkit.model.transformer import TransformerLM, compile_model
 from lmkit.optim.adamw import decay_groups
 from lmkit.optim.schedules import SCHEDULES
-from lmkit.parallel.protocol import build_strategy
+from lmkit.parallel.protocol import MakeOptimizer, build_strategy
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig, OptimizerConfig, ParallelConfig
@@ -39,6 +39,7 @@ def build_step(
     ranks: Ranks | None = None,
     *,
     optimizer: OptimizerConfig | None = None,
+    make_optimizer: MakeOptimizer | None = None,
     parallel: ParallelConfig = ALONE,
     precision: str = "fp32",
     grad_clip: float = 1.0,
@@ -52,6 +53,7 @@ def build_step(
         model: the table [model], with `vocab_size` set; `compile` is obeyed.
         ranks: this process's place; None: alone, on the CPU.
         optimizer: the table [optimizer]; None: its defaults.
+        make_optimizer: makes the optimizer of the parameter groups; None: the one that the table names.
         parallel: the table [parallel].
         precision, grad_clip: as in the table [train].
         fingerprint: has to be equal on all ranks.
@@ -77,7 +79,7 @@ def build_step(
     return Step(
         plain,
         cast(TrainableModel, call),  # attach keeps the model's `loss`
-        sync.build_optimizer(make, decay_groups(plain.parameters(), table.weight_decay)),
+        sync.build_optimizer(make_optimizer or make, decay_groups(plain.parameters(), table.weight_decay)),
         sync,
         ranks,
         precision=precision,
@@ -107,7 +109,7 @@ class TrainingStep:
     """Run the training step on batches from memory, one after the other: what benches and profilers measure.
 
     Args:
-        config, ranks, optimizer, parallel, precision, grad_clip: as of `build_step`.
+        config, ranks, optimizer, make_optimizer, parallel, precision, grad_clip: as of `build_step`.
         batches: this rank's batches.
         seed: of the initial weights.
         lr: constant learning rate.
@@ -120,6 +122,7 @@ class TrainingStep:
         batches: BatchSource,
         *,
         optimizer: OptimizerConfig | None = None,
+        make_optimizer: MakeOptimizer | None = None,
         parallel: ParallelConfig = ALONE,
         precision: str = "fp32",
         grad_clip: float = 1.0,
@@ -128,7 +131,13 @@ class TrainingStep:
     ) -> None:
         torch.manual_seed(seed)
         self.step = build_step(
-            config, ranks, optimizer=optimizer, parallel=parallel, precision=precision, grad_clip=grad_clip
+            config,
+            ranks,
+            optimizer=optimizer,
+            make_optimizer=make_optimizer,
+            parallel=parallel,
+            precision=precision,
+            grad_clip=grad_clip,
         )
         self.model, self.optimizer = self.step.model, self.step.optimizer
         self.set_precision = self.step.set_precision
@@ -138,12 +147,20 @@ class TrainingStep:
         self._done = 0
         self._batch: Batch | None = None
 
-    def run(self) -> Tensor:
-        """Make one whole step on the next batch; return the loss, a scalar on the device."""
+    def run(self, *, before_update: Callable[[], None] | None = None) -> Tensor:
+        """Make one whole step on the next batch; return the loss, a scalar on the device.
+
+        Args:
+            before_update: called when the gradients are reduced and the weights are about to change.
+        """
         with range_("step"):
             loss = self.step.accumulate(*self._next_batch())
-            self.step.update(loss, lr=self._lr)
+            self.step.update(loss, lr=self._lr, before_update=before_update)
         return loss
+
+    def backward(self) -> Tensor:
+        """Run forward and backward on the current batch; the gradients stay, not yet reduced."""
+        return self.step.accumulate(*(self._batch or self._next_batch()))
 
     def forward(self) -> Tensor:
         """Run a forward pass with loss, without a graph, on the current batch; return the loss."""

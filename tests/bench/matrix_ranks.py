@@ -6,30 +6,25 @@ from typing import Any
 
 import torch
 
-from lmkit.bench import lm_matrix as bench
-from lmkit.bench import lm_matrix_cells as cells
-from lmkit.bench.journal import Journal
-from lmkit.parallel.ranks import Ranks
+from lmkit.bench import harness
+from lmkit.training import setup
 
-run_rank = bench._run_rank
+on_rank = harness._on_rank
 
 
-def crowded_rank(options: cells.LmMatrixOptions, progress: Any, journal: Journal) -> Any:
+def crowded_rank(*arguments: Any) -> Any:
     """Rank 1 alone runs out of memory in reference x flat, while rank 0 waits for its gradients."""
-    real = cells.TrainingStep
 
-    class Crowded(real):
-        def __init__(self, config, ranks: Ranks, batches, **options) -> None:
+    class Crowded(setup.TrainingStep):
+        def __init__(self, config, ranks, batches, **options) -> None:
             super().__init__(config, ranks, batches, **options)
-            self._is_full = ranks.rank == 1 and (config.attention, options["parallel"].strategy) == (
-                "reference",
-                "flat",
-            )
+            full = (config.attention, options["parallel"].strategy) == ("reference", "flat")
+            self._is_full = ranks.rank == 1 and full
 
-        def run(self) -> torch.Tensor:
+        def run(self, **options: Any) -> torch.Tensor:
             if self._is_full:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
-            return super().run()
+            return super().run(**options)
 
-    cells.TrainingStep = Crowded  # this process is ours alone
-    return run_rank(options, progress, journal)
+    setup.TrainingStep = Crowded  # type: ignore[misc]  # this process is ours alone
+    return on_rank(*arguments)

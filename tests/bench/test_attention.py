@@ -1,3 +1,5 @@
+"""The attention bench: what is measured, what the gate refuses, what becomes a row."""
+
 import csv
 import io
 import json
@@ -9,28 +11,29 @@ from torch.nn import functional as F
 
 from lmkit.attention.vectorized import vectorized
 from lmkit.bench import attention as bench
-from lmkit.bench import attention_sweep as sweeping
-from lmkit.bench import attention_variants as variants
-from lmkit.bench.attention import run_bench
-from lmkit.bench.attention_cases import AttentionOptions, Case, build_cases, make_inputs, parse_tier
-from lmkit.bench.attention_gate import EXACT, TF32, Gate, Inputs, cut_to_tf32, exact_at, scores_kept_in
-from lmkit.bench.attention_report import findings
-from lmkit.bench.journal import Journal
+from lmkit.bench import attention_gate
+from lmkit.bench.attention import Case, Options, Sweep, build_cases, build_variant, findings, parse_tier
+from lmkit.bench.attention_gate import (
+    EXACT,
+    TF32,
+    Gate,
+    Inputs,
+    arithmetic_of,
+    cut_to_tf32,
+    exact_at,
+    scores_kept_in,
+)
+from lmkit.bench.harness import Journal
 from lmkit.errors import UsageError
-from lmkit.measure.limits import Limits
 from lmkit.measure.memory import PeakMemory
 from lmkit.registry import ATTENTION
 
+CPU = torch.device("cpu")
 SMALL = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "iters": 6, "warmup": 1, "max_seconds": 1.0}
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Tiny tensors gain nothing from threads, and on a busy machine threads wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def make_inputs(options, queries, keys, head_dim, *, backward=False):
+    return attention_gate.make_inputs(options, queries, keys, head_dim, device=CPU, seed=0, backward=backward)
 
 
 def zeros(q, k, v, *, causal):
@@ -124,18 +127,19 @@ def _kernels_of_this_file():
 
 
 @pytest.fixture
-def _limits_at_hand(monkeypatch):
-    measured = Limits("a test", {"fp32": 1e12, "bf16": 2e12, "tf32": 1e12}, 1e10)
-    monkeypatch.setattr(bench, "measure_limits", lambda device, dtypes: measured)
+def measure(run_bench):
+    def measured(options, journal=None):
+        return run_bench("attention", journal=journal, **options.model_dump(exclude_unset=True))
+
+    return measured
 
 
 def rows_by(result, *keys):
     return {tuple(row[key] for key in keys): row for row in result.rows}
 
 
-@pytest.mark.usefixtures("_limits_at_hand")
-def test_everything_is_measured_and_every_file_is_there():
-    options = AttentionOptions(
+def test_everything_is_measured_and_every_file_is_there(measure):
+    options = Options(
         tiers=("32", "40:24"),
         kernels=("reference", "vectorized", "flash_torch", "sdpa", "sdpa:cudnn"),
         backward=True,
@@ -143,7 +147,7 @@ def test_everything_is_measured_and_every_file_is_there():
         grid_lengths=(24,),
         **SMALL,
     )
-    result = run_bench(options)
+    result = measure(options)
     # 2 tiers x 3 directions x 5 kernels, and 2 cells of the grid, forward, x (vectorized, flash_torch, sdpa)
     assert len(result.rows) == 30 + 6
     for row in result.rows:
@@ -171,11 +175,10 @@ def test_everything_is_measured_and_every_file_is_there():
         json.loads(line) for line in result.files["attention_sweep_results.jsonl"].splitlines()
     ] == result.rows
     assert len(list(csv.DictReader(io.StringIO(result.files["attention_sweep_results.csv"])))) == 36
-    assert max(map(len, result.table().splitlines())) <= 100
+    assert max(map(len, result.table.splitlines())) <= 100
     assert "fastest" in result.files["attention_sweep_report.md"]
 
 
-@pytest.mark.usefixtures("_limits_at_hand")
 @pytest.mark.parametrize(
     ("kernels", "grid", "in_terminal", "in_report"),
     [
@@ -184,19 +187,18 @@ def test_everything_is_measured_and_every_file_is_there():
         (("reference", "sdpa"), (16,), False, True),  # the grid has the baseline of its own accord
     ],
 )
-def test_speed_ups_are_shown_where_there_are_any(kernels, grid, in_terminal, in_report):
-    result = run_bench(
-        AttentionOptions(tiers=("32",), kernels=kernels, grid_head_dims=grid, grid_lengths=(24,), **SMALL)
+def test_speed_ups_are_shown_where_there_are_any(measure, kernels, grid, in_terminal, in_report):
+    result = measure(
+        Options(tiers=("32",), kernels=kernels, grid_head_dims=grid, grid_lengths=(24,), **SMALL)
     )
-    assert ("speedup" in result.table()) == in_terminal
-    assert "% peak': of the matmul" in result.table()
+    assert ("speedup" in result.table.splitlines()[0]) == in_terminal
+    assert "% peak': of the matmul" in result.table
     report = result.files["attention_sweep_report.md"]
     assert report.count("| speedup") == in_report
     assert ("speedup: vectorized / variant" in report) == in_report
 
 
-@pytest.mark.usefixtures("_limits_at_hand")
-def test_a_compiled_variant_is_compiled_anew_for_every_shape(monkeypatch):
+def test_a_compiled_variant_is_compiled_anew_for_every_shape(measure, monkeypatch):
     compiled_for = []
 
     def spy(graph, example_inputs):
@@ -206,19 +208,17 @@ def test_a_compiled_variant_is_compiled_anew_for_every_shape(monkeypatch):
     real_compile = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **kw: real_compile(function, **kw, backend=spy))
     tiers = tuple(str(length) for length in range(8, 18))  # more than torch's limit of 8 recompilations
-    result = run_bench(
-        AttentionOptions(tiers=tiers, kernels=("vectorized+compile",), **{**SMALL, "iters": 1})
-    )
+    result = measure(Options(tiers=tiers, kernels=("vectorized+compile",), **{**SMALL, "iters": 1}))
     assert all(row["status"] == "ok" for row in result.rows)
     assert len(set(compiled_for)) == len(tiers)
-    assert "vectorized+compile" in result.table()  # names are not cut
+    assert "vectorized+compile" in result.table  # names are not cut
 
 
-@pytest.mark.usefixtures("_kernels_of_this_file", "_limits_at_hand")
+@pytest.mark.usefixtures("_kernels_of_this_file")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_what_is_wrong_is_not_timed(dtype):
+def test_what_is_wrong_is_not_timed(measure, dtype):
     names = tuple(function.__name__ for function in WRONG)
-    result = run_bench(AttentionOptions(tiers=("48",), kernels=("vectorized", *names), dtype=dtype, **SMALL))
+    result = measure(Options(tiers=("48",), kernels=("vectorized", *names), dtype=dtype, **SMALL))
     rows = rows_by(result, "kernel")
     assert rows["vectorized",]["status"] == "ok"
     for name in names:
@@ -249,15 +249,15 @@ def test_a_single_forgotten_tile_in_the_middle_of_a_long_case_is_found():
 
 def test_rows_are_measured_by_their_own_size():
     """Of 3000 keys the last 16 are missing: 7% of the last rows, which are a hundredth of the first ones' size."""
-    options = AttentionOptions(dtype="bf16", **SMALL)
-    gate = Gate(make_inputs(Case("tiers", "", 3000, 3000, 16), options, backward=False))
+    options = Options(dtype="bf16", **SMALL)
+    gate = Gate(make_inputs(options, 3000, 3000, 16, backward=False))
     (fault,) = judge(gate, last_tile_skipped)
     assert fault.startswith("out: worst_row")
 
 
 def long_gate(dtype, *, backward):
-    options = AttentionOptions(dtype=dtype, **SMALL)
-    return Gate(make_inputs(Case("tiers", "", 1100, 1100, 16), options, backward=backward))
+    options = Options(dtype=dtype, **SMALL)
+    return Gate(make_inputs(options, 1100, 1100, 16, backward=backward))
 
 
 def judge(gate: Gate, function, arithmetic=EXACT):
@@ -267,8 +267,8 @@ def judge(gate: Gate, function, arithmetic=EXACT):
 
 @pytest.mark.parametrize("length", [300, 1100])
 def test_tf32_is_judged_by_ten_bits_of_mantissa(length):
-    options = AttentionOptions(dtype="fp32", **SMALL)
-    gate = Gate(make_inputs(Case("tiers", "", length, length, 16), options, backward=False))
+    options = Options(dtype="fp32", **SMALL)
+    gate = Gate(make_inputs(options, length, length, 16, backward=False))
     for honest in (cut_operands, nearest_operands):
         assert judge(gate, honest, TF32) == []
         assert judge(gate, honest, EXACT), "passes for fp32"
@@ -278,43 +278,40 @@ def test_tf32_is_judged_by_ten_bits_of_mantissa(length):
 
 
 def test_labels_and_budgets_of_precisions():
-    assert variants.precision_of("flash_triton:tf32", "fp32") == "tf32"
-    assert variants.precision_of("flash_triton:tf32+compile", "fp32") == "tf32"
-    assert variants.precision_of("vectorized", "fp32") == "fp32"
-    assert variants.arithmetic_of("flash_triton:tf32", "fp32") is TF32
-    assert variants.arithmetic_of("vectorized", "tf32") is TF32
-    assert variants.arithmetic_of("vectorized", "fp32") is EXACT
-    assert variants.arithmetic_of("flash_triton", "bf16") is EXACT
-    assert variants.arithmetic_of("vectorized+compile", "bf16").scores(torch.tensor(1.001)) == 1.0
+    assert bench.precision_of("flash_triton:tf32", "fp32") == "tf32"
+    assert bench.precision_of("flash_triton:tf32+compile", "fp32") == "tf32"
+    assert bench.precision_of("vectorized", "fp32") == "fp32"
+    assert arithmetic_of("tf32", keeps_scores=True) is TF32
+    assert arithmetic_of("fp32", keeps_scores=True) is EXACT
+    assert arithmetic_of("bf16", keeps_scores=False) is EXACT
+    assert arithmetic_of("bf16", keeps_scores=True).scores(torch.tensor(1.001)) == 1.0
 
 
 @pytest.mark.parametrize("name", ["vectorized", "reference"])
 @pytest.mark.parametrize("length", [300, 2048])
 def test_kernels_that_keep_bfloat16_scores_pass_and_no_others_get_their_budget(name, length):
     """Scores of 30 and more are off by 0.1 in bfloat16: far more than PyTorch's kernel is."""
-    options = AttentionOptions(dtype="bf16", data="logits x 8", **{**SMALL, "head_dim": 64, "heads": 2})
-    gate = Gate(make_inputs(Case("tiers", "", length, length, 64), options, backward=True))
-    function = variants.build_variant(name, "bf16")
-    assert judge(gate, function, variants.arithmetic_of(name, "bf16")) == []
+    options = Options(dtype="bf16", data="logits x 8", **{**SMALL, "head_dim": 64, "heads": 2})
+    gate = Gate(make_inputs(options, length, length, 64, backward=True))
+    function = build_variant(name, "bf16")
+    assert judge(gate, function, arithmetic_of("bf16", keeps_scores=True)) == []
     assert judge(gate, function, EXACT)
 
 
-@pytest.mark.usefixtures("_kernels_of_this_file", "_limits_at_hand")
-def test_a_dropped_gradient_is_found_in_the_backward_pass_only():
-    options = AttentionOptions(
-        tiers=("32",), kernels=("vectorized", "gradient_dropped"), backward=True, **SMALL
-    )
-    rows = rows_by(run_bench(options), "kernel", "direction")
+@pytest.mark.usefixtures("_kernels_of_this_file")
+def test_a_dropped_gradient_is_found_in_the_backward_pass_only(measure):
+    options = Options(tiers=("32",), kernels=("vectorized", "gradient_dropped"), backward=True, **SMALL)
+    rows = rows_by(measure(options), "kernel", "direction")
     assert rows["gradient_dropped", "forward"]["status"] == "ok"
     assert rows["gradient_dropped", "backward"]["status"] == "wrong result"
     assert "dk" in rows["gradient_dropped", "backward"]["detail"]
     assert rows["vectorized", "backward"]["status"] == "ok"
 
 
-@pytest.mark.usefixtures("_kernels_of_this_file", "_limits_at_hand")
-def test_what_does_not_fit_or_fails_is_a_row_and_the_others_complete():
+@pytest.mark.usefixtures("_kernels_of_this_file")
+def test_what_does_not_fit_or_fails_is_a_row_and_the_others_complete(measure):
     kernels = ("out_of_memory", "unsupported", "broken", "vectorized", "sdpa")
-    result = run_bench(AttentionOptions(tiers=("32", "16"), kernels=kernels, **SMALL))
+    result = measure(Options(tiers=("32", "16"), kernels=kernels, **SMALL))
     rows = rows_by(result, "kernel", "tier")
     for tier in ("32", "16"):
         assert rows["out_of_memory", tier]["status"] == "out of memory"
@@ -326,26 +323,24 @@ def test_what_does_not_fit_or_fails_is_a_row_and_the_others_complete():
     assert "out_of_memory runs out of memory at 16 tokens" in report
 
 
-@pytest.mark.usefixtures("_limits_at_hand", "_kernels_of_this_file")
-def test_inputs_that_do_not_fit_are_rows_and_a_forward_pass_that_does_not_settles_the_backward_pass(
-    monkeypatch,
-):
-    real_inputs = sweeping.make_inputs
+@pytest.mark.usefixtures("_kernels_of_this_file")
+def test_inputs_that_do_not_fit_are_rows_and_the_forward_pass_settles_the_backward_pass(measure, monkeypatch):
+    real_inputs = attention_gate.make_inputs
 
-    def too_long(case, options, *, backward):
-        if case.num_keys > 32:
+    def too_long(options, num_queries, num_keys, *others, **keywords):
+        if num_keys > 32:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 51 GiB. GPU 0 has less")
-        return real_inputs(case, options, backward=backward)
+        return real_inputs(options, num_queries, num_keys, *others, **keywords)
 
-    monkeypatch.setattr(sweeping, "make_inputs", too_long)
-    options = AttentionOptions(
+    monkeypatch.setattr(attention_gate, "make_inputs", too_long)
+    options = Options(
         tiers=("64", "32"),
         kernels=("sdpa", "out_of_memory"),
         backward=True,
         longest_call_seconds=1e9,
         **SMALL,
     )
-    rows = rows_by(run_bench(options), "tier", "kernel", "direction")
+    rows = rows_by(measure(options), "tier", "kernel", "direction")
     for direction in ("forward", "fwd+bwd", "backward"):
         assert rows["64", "sdpa", direction]["status"] == "out of memory"
         assert rows["32", "sdpa", direction]["median_ms"] > 0
@@ -353,41 +348,38 @@ def test_inputs_that_do_not_fit_are_rows_and_a_forward_pass_that_does_not_settle
     assert rows["32", "out_of_memory", "backward"]["detail"] == "the forward pass alone does not fit"
 
 
-@pytest.mark.usefixtures("_limits_at_hand")
-def test_a_kernel_that_fits_alone_but_not_in_turns_is_a_row_and_the_others_are_timed(monkeypatch):
-    real_time = sweeping.time_functions
+def test_a_kernel_that_fits_alone_but_not_in_turns_is_a_row_and_the_others_are_timed(measure, monkeypatch):
+    real_time = bench.time_variants
 
-    def crowded(functions, inputs, options, direction):
-        if direction == "backward" and "reference" in functions:
+    def crowded(calls, *, prepare, **options):
+        if prepare and "reference" in calls:  # backward alone
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 51 GiB. GPU 0 has less")
-        return real_time(functions, inputs, options, direction)
+        return real_time(calls, prepare=prepare, **options)
 
-    monkeypatch.setattr(sweeping, "time_functions", crowded)
-    monkeypatch.setattr(sweeping, "track_peak", lambda device: nullcontext(PeakMemory(0, next(peaks))))
+    monkeypatch.setattr(bench, "time_variants", crowded)
+    monkeypatch.setattr(bench, "track_peak", lambda device: nullcontext(PeakMemory(0, next(peaks))))
     peaks = iter([1, 1, 1, 9])  # bytes: sdpa and reference forward, then with backward
-    options = AttentionOptions(tiers=("32",), kernels=("sdpa", "reference"), backward=True, **SMALL)
-    rows = rows_by(run_bench(options), "kernel", "direction")
+    options = Options(tiers=("32",), kernels=("sdpa", "reference"), backward=True, **SMALL)
+    rows = rows_by(measure(options), "kernel", "direction")
     assert rows["reference", "fwd+bwd"]["status"] == "ok"
     assert rows["reference", "backward"]["status"] == "out of memory"
     assert rows["reference", "backward"]["detail"] == "in turns with 1 others: CUDA out of memory"
     assert rows["sdpa", "backward"]["median_ms"] > 0
 
 
-@pytest.mark.usefixtures("_limits_at_hand")
-def test_host_memory_is_asked_for_before_the_kernel_kills_the_process(monkeypatch):
-    monkeypatch.setattr(sweeping, "available_memory", lambda: 10_000)
-    result = run_bench(AttentionOptions(tiers=("64",), kernels=("vectorized", "sdpa"), **SMALL))
+def test_host_memory_is_asked_for_before_the_kernel_kills_the_process(measure, monkeypatch):
+    monkeypatch.setattr(bench, "available_memory", lambda: 10_000)
+    result = measure(Options(tiers=("64",), kernels=("vectorized", "sdpa"), **SMALL))
     rows = rows_by(result, "kernel")
     assert rows["vectorized",]["status"] == "out of memory"
     assert rows["sdpa",]["status"] == "ok"
 
 
-@pytest.mark.usefixtures("_limits_at_hand")
-def test_a_kernel_whose_next_length_would_take_too_long_is_skipped():
-    options = AttentionOptions(
+def test_a_kernel_whose_next_length_would_take_too_long_is_skipped(measure):
+    options = Options(
         tiers=("32", "64"), kernels=("vectorized", "sdpa"), backward=True, longest_call_seconds=1e-9, **SMALL
     )
-    rows = rows_by(run_bench(options), "tier", "kernel", "direction")
+    rows = rows_by(measure(options), "tier", "kernel", "direction")
     assert rows["32", "sdpa", "forward"]["status"] == "ok"
     for direction in ("forward", "fwd+bwd", "backward"):
         skipped = rows["64", "sdpa", direction]
@@ -395,45 +387,45 @@ def test_a_kernel_whose_next_length_would_take_too_long_is_skipped():
         assert "a call, longest_call_seconds is 1e-09" in skipped["detail"]
 
 
-@pytest.mark.usefixtures("_limits_at_hand", "_kernels_of_this_file")
-def test_a_long_case_alone_has_its_kernels_checked_at_a_short_length_first(monkeypatch):
+@pytest.mark.usefixtures("_kernels_of_this_file")
+def test_a_long_case_alone_has_its_kernels_checked_at_a_short_length_first(measure, monkeypatch):
     checked = []
-    real_gate = sweeping.Gate
+    real_gate = attention_gate.Gate
     monkeypatch.setattr(
-        sweeping, "Gate", lambda inputs: checked.append(inputs.q.shape[2]) or real_gate(inputs)
+        attention_gate, "Gate", lambda inputs: checked.append(inputs.q.shape[2]) or real_gate(inputs)
     )
-    options = AttentionOptions(tiers=("1100", "1101"), kernels=("sdpa", "mask_too_wide"), **SMALL)
-    rows = rows_by(run_bench(options), "tier", "kernel")
+    options = Options(tiers=("1100", "1101"), kernels=("sdpa", "mask_too_wide"), **SMALL)
+    rows = rows_by(measure(options), "tier", "kernel")
     assert checked == [1100, 1024, 1024, 1101]  # each kernel once
     assert rows["1100", "sdpa"]["status"] == rows["1101", "sdpa"]["status"] == "ok"
     assert "at 1024:1024, out: worst_row" in rows["1101", "mask_too_wide"]["detail"]
 
 
-@pytest.mark.usefixtures("_limits_at_hand", "_kernels_of_this_file")
-def test_rows_are_in_the_journal_when_the_run_dies(tmp_path, monkeypatch):
-    real_measure = sweeping.Sweep.measure
+@pytest.mark.usefixtures("_kernels_of_this_file")
+def test_rows_are_in_the_journal_when_the_run_dies(measure, tmp_path, monkeypatch):
+    real_measure = Sweep.measure
 
     def dies_at_40(self, case, *arguments):
         if case.tier == "40":
             raise KeyboardInterrupt
         return real_measure(self, case, *arguments)
 
-    monkeypatch.setattr(sweeping.Sweep, "measure", dies_at_40)
+    monkeypatch.setattr(Sweep, "measure", dies_at_40)
     journal = Journal(tmp_path / "rows.jsonl.partial")
     with pytest.raises(KeyboardInterrupt):
-        run_bench(AttentionOptions(tiers=("32", "40"), kernels=("sdpa",), **SMALL), journal=journal)
+        measure(Options(tiers=("32", "40"), kernels=("sdpa",), **SMALL), journal=journal)
     assert [(row["tier"], row["kernel"]) for row in journal.rows()] == [("32", "sdpa")]
 
 
-@pytest.mark.usefixtures("_limits_at_hand", "_kernels_of_this_file")
+@pytest.mark.usefixtures("_kernels_of_this_file")
 def test_the_longest_length_that_fits_is_found_between_two_tiers(monkeypatch):
     def picky(q, k, v, *, causal):
         if q.shape[2] > 5000:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate much. More")
         return q
 
-    monkeypatch.setattr(sweeping, "build_variant", lambda name, dtype: picky)
-    sweep = sweeping.Sweep(AttentionOptions(**{**SMALL, "head_dim": 2}), None)
+    monkeypatch.setattr(bench, "build_variant", lambda name, dtype: picky)
+    sweep = Sweep(Options(**{**SMALL, "head_dim": 2}), None, device=CPU, seed=0)
     found = sweep._longest_between("vectorized", 4096, 8192)
     assert (found["num_keys"], found["status"]) == (4096, "longest that fits")
     assert found["detail"] == "5120 tokens do not"
@@ -441,15 +433,15 @@ def test_the_longest_length_that_fits_is_found_between_two_tiers(monkeypatch):
 
 @pytest.mark.parametrize("keys", [1, 2, 3, 4])
 def test_the_sink_of_few_keys_is_the_last(keys):
-    options = AttentionOptions(data="sink", **SMALL)
-    inputs = make_inputs(Case("tiers", "", 5, keys, 16), options, backward=False)
+    options = Options(data="sink", **SMALL)
+    inputs = make_inputs(options, 5, keys, 16, backward=False)
     assert (inputs.k[..., 0].argmax(dim=-1) == keys - 1).all()
 
 
 @pytest.mark.parametrize("data", ["normal", "logits x 8", "sink", "late sink", "ramp up", "ramp down"])
 def test_kinds_of_data(data):
-    options = AttentionOptions(data=data, **SMALL)
-    inputs = make_inputs(Case("tiers", "", 200, 200, 16), options, backward=False)
+    options = Options(data=data, **SMALL)
+    inputs = make_inputs(options, 200, 200, 16, backward=False)
     scores = (inputs.q[:, :2] @ inputs.k[:, :1].mT * 16**-0.5).mean(dim=(0, 1, 2))  # (keys,)
     lifted = scores - scores.median()
     if data in ("sink", "late sink"):
@@ -469,8 +461,8 @@ def test_kinds_of_data(data):
 @pytest.mark.parametrize("causal", [True, False])
 def test_exact_at_equals_autograd_in_float64(causal, chosen, monkeypatch):
     monkeypatch.setattr("lmkit.bench.attention_gate.BLOCK_ELEMENTS", 3 * 24)  # blocks of 3 queries, ragged
-    options = AttentionOptions(causal=causal, **SMALL)
-    whole = make_inputs(Case("tiers", "", 33, 24, 16), options, backward=True).of_key_head(1, 1)
+    options = Options(causal=causal, **SMALL)
+    whole = make_inputs(options, 33, 24, 16, backward=True).of_key_head(1, 1)
     rows = torch.arange(33) if chosen is None else torch.tensor(chosen)
     dout = torch.zeros_like(whole.dout)
     dout[:, :, rows] = whole.dout[:, :, rows]
@@ -487,29 +479,32 @@ def test_exact_at_equals_autograd_in_float64(causal, chosen, monkeypatch):
 @pytest.mark.parametrize("length", [40, 2048])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_the_gate_lets_every_honest_kernel_pass(dtype, length):
-    options = AttentionOptions(dtype=dtype, projection_layout=True, **{**SMALL, "heads": 2, "head_dim": 64})
-    inputs = make_inputs(Case("tiers", "", length, length, 64), options, backward=True)
+    options = Options(dtype=dtype, projection_layout=True, **{**SMALL, "heads": 2, "head_dim": 64})
+    inputs = make_inputs(options, length, length, 64, backward=True)
     assert not inputs.q.is_contiguous()
     gate = Gate(inputs)
     for name in ("reference", "vectorized", "flash_torch", "sdpa"):
-        function = variants.build_variant(name, dtype)
-        assert judge(gate, function, variants.arithmetic_of(name, dtype)) == []
+        function = build_variant(name, dtype)
+        assert (
+            judge(gate, function, arithmetic_of(dtype, keeps_scores=ATTENTION.facts(name).keeps_scores)) == []
+        )
 
 
 def test_flops_by_hand():
-    options = AttentionOptions(batch=2, heads=3)
+    options = Options(batch=2, heads=4, kv_heads=4)
     case = Case("tiers", "", 4, 4, 8)
-    assert case.forward_flops(options) == 4 * 2 * 3 * 8 * (4 * 4 / 2)
-    assert Case("tiers", "", 6, 4, 8).forward_flops(options) == 4 * 2 * 3 * 8 * (4 * 4 / 2 + 2 * 4)
-    assert Case("tiers", "", 4, 9, 8).forward_flops(options) == 4 * 2 * 3 * 8 * (4 * 4 / 2)
-    assert case.forward_flops(AttentionOptions(batch=2, heads=3, causal=False)) == 4 * 2 * 3 * 8 * 16
+    assert case.flops(options, "forward") == 4 * 2 * 4 * 8 * (4 * 4 / 2)
+    assert case.flops(options, "backward") == 2.5 * case.flops(options, "forward")
+    assert Case("tiers", "", 6, 4, 8).flops(options, "forward") == 4 * 2 * 4 * 8 * (4 * 4 / 2 + 2 * 4)
+    assert Case("tiers", "", 4, 9, 8).flops(options, "forward") == 4 * 2 * 4 * 8 * (4 * 4 / 2)
+    assert case.flops(Options(batch=2, heads=4, kv_heads=4, causal=False), "forward") == 4 * 2 * 4 * 8 * 16
 
 
 def test_tiers():
     assert parse_tier("XXL") == (2048, 2048)
     assert parse_tier("131072") == (131072, 131072)
     assert parse_tier("128:64") == (128, 64)
-    options = AttentionOptions(tiers=("Small", "8:4"), grid_head_dims=(16, 32), grid_lengths=(256, 512))
+    options = Options(tiers=("Small", "8:4"), grid_head_dims=(16, 32), grid_lengths=(256, 512))
     assert [(case.part, case.tier, case.head_dim) for case in build_cases(options)] == [
         ("tiers", "Small", 64),
         ("tiers", "8:4", 64),
@@ -521,36 +516,55 @@ def test_tiers():
 
 
 @pytest.mark.parametrize("tier", ["Smal", "0", "-1", "12:", ":12", "1:0", "1.5", ""])
-def test_bad_tiers(tier):
-    with pytest.raises(UsageError, match="tier") as caught:
-        parse_tier(tier)
-    assert "XXL" in caught.value.hint
+def test_bad_tiers(tier, run_bench):
+    with pytest.raises(UsageError) as refused:
+        run_bench("attention", tiers=("16", tier))
+    assert refused.value.code == "recipe.wrong_value"
+    assert "bench.attention.tiers.1" in refused.value.message
+    assert "XXL" in refused.value.message
 
 
 @pytest.mark.parametrize(
-    "change", [{"kernels": ("flash",)}, {"dtype": "int8"}, {"heads": 5}, {"data": "flat"}]
+    ("change", "code"),
+    [
+        ({"kernels": ("flash",)}, "bench.unknown_kernel"),
+        ({"kernels": ("vectorized:tf32",)}, "bench.unknown_kernel"),
+        ({"dtype": "int8"}, "recipe.wrong_value"),
+        ({"heads": 5}, "recipe.wrong_value"),
+        ({"data": "flat"}, "recipe.wrong_value"),
+    ],
 )
-def test_bad_options(change):
-    (key,) = change
-    with pytest.raises(UsageError, match=rf"^bench\.attention\.{key}: "):
-        run_bench(AttentionOptions(**{**SMALL, "tiers": ("16",), "kernels": ("sdpa",), **change}))
+def test_bad_options(change, code, run_bench):
+    with pytest.raises(UsageError) as refused:
+        run_bench("attention", **{**SMALL, "tiers": ("16",), "kernels": ("sdpa",), **change})
+    assert refused.value.code == code
+    assert "bench.attention" in refused.value.message
+    assert refused.value.hint
 
 
-def test_the_names_of_lengths_are_explained():
-    said = bench._tiers_note(("Small", "XXL", "4k", "512", "128:64"))
-    assert said == "D: head_dim; tier: tokens (Small 128, XXL 2,048), or queries:keys"
-    assert bench._tiers_note(("4k", "128:64")) == "D: head_dim; tier: tokens, or queries:keys"
+def test_a_kernel_of_the_registry_is_measured_by_default():
+    @ATTENTION.register("from_outside", devices=("cpu",))
+    def from_outside(q, k, v, *, causal, scale=None):
+        return vectorized(q, k, v, causal=causal, scale=scale)
+
+    try:
+        assert bench.default_kernels(on_gpu=False)[-1] == "from_outside"
+        assert "from_outside" not in bench.default_kernels(on_gpu=True)
+    finally:
+        ATTENTION.unregister("from_outside")
+    assert bench.default_kernels(on_gpu=False)[:3] == ("reference", "vectorized", "vectorized+compile")
+    assert "sdpa:cudnn" in bench.default_kernels(on_gpu=True)
+
+
+def test_the_acceptance_suite_says_where_it_went(run_bench, caplog):
+    rows = run_bench("attention", suite="acceptance", tiers=("16",), kernels=("sdpa",), **SMALL).rows
+    assert rows[0]["median_ms"] > 0
+    assert "nox -s acceptance" in caplog.text
 
 
 @pytest.mark.parametrize(("iters", "said"), [(2, "too few rounds for an interval"), (6, "(95% ")])
-def test_a_speed_up_of_few_rounds_has_no_interval(iters, said):
-    few = AttentionOptions(
-        tiers=("16",), kernels=("vectorized", "sdpa"), grid_lengths=(), heads=1, kv_heads=1, head_dim=16,
-        dtype="fp32", iters=iters, backward=False, baseline="vectorized", device="cpu", max_seconds=60.0,
-    )  # fmt: skip
-    (sentence,) = [
-        line
-        for line in findings(run_bench(few).rows, {"baseline": "vectorized"})
-        if "largest speed-up" in line
-    ]
+def test_a_speedup_of_few_rounds_has_no_interval(iters, said, run_bench):
+    few = {**SMALL, "tiers": ("16",), "kernels": ("vectorized", "sdpa"), "iters": iters, "max_seconds": 60.0}
+    found = findings(run_bench("attention", **few).rows)
+    (sentence,) = [line for line in found if "largest speedup" in line]
     assert said in sentence

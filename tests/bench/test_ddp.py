@@ -8,27 +8,34 @@ import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from lmkit.bench import all_reduce, ddp, ddp_contenders, optimizer
-from lmkit.bench.ddp_contenders import DdpCase, baseline_of, contender, parse_name
-from lmkit.bench.ddp_report import ddp_result, ladder_markdown, optimizer_result
+from lmkit.bench import all_reduce, ddp, optimizer
+from lmkit.bench.all_reduce import megabytes
+from lmkit.bench.compare import compare_rows
+from lmkit.bench.ddp import Case, baseline_of, comparisons, is_sharded, parse_name, read_step, summarize
+from lmkit.bench.harness import result_files
+from lmkit.bench.report import terminal_text
 from lmkit.errors import UsageError
-from lmkit.measure.limits import Limits
-from lmkit.measure.statistics import spread
-from lmkit.parallel.collectives import Agreement
+from lmkit.measure import plots
+from lmkit.measure.statistics import overlap, total
+from lmkit.parallel import collectives
+from lmkit.parallel.collectives import Averager
 from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.ranks import Ranks
+from lmkit.recipe.load import load_recipe
 from lmkit.recipe.tables import ModelConfig, ParallelConfig
 
 HERE = str(Path(__file__).parent)
 TINY = ModelConfig(vocab_size=64, context_length=8, d_model=16, d_ff=16, num_layers=1, num_heads=1)
+PARALLEL = ParallelConfig()
 
 
 @pytest.fixture(scope="module")
-def measured() -> dict[str, list[dict]]:
+def measured() -> dict[str, Any]:
     sys.path.insert(0, HERE)  # spawned ranks inherit it
     try:
         return spawn_ranks(2, importlib.import_module("ddp_ranks").measure_all)
@@ -38,10 +45,10 @@ def measured() -> dict[str, list[dict]]:
 
 @pytest.fixture(scope="module")
 def ladder(measured) -> dict[str, dict]:
-    return {row["contender"]: row for row in measured["ladder"]}
+    return {row["variant"]: row for row in measured["ladder"]}
 
 
-def test_every_contender_has_a_row_with_samples(ladder):
+def test_every_variant_has_a_row_with_samples(ladder):
     for name, row in ladder.items():
         assert row["status"] == "ok", name
         assert len(row["samples_ms"]) == 6
@@ -50,11 +57,11 @@ def test_every_contender_has_a_row_with_samples(ladder):
         assert row["tokens_per_s"] == pytest.approx(ranks * 2 * 16 / row["step_ms"] * 1e3)
 
 
-def test_losses_of_synchronised_contenders_agree(ladder):
+def test_losses_of_synchronized_variants_agree(ladder):
     """Rank 0's loss after three steps: the same training, whoever sums the gradients."""
     expected = ladder["naive"]["loss"]
     for name in ("flat", "overlap", "bucketed", "torch_ddp", "zero1"):
-        # bf16 products round differently once weights differ in the last bit: 1e-3 of a loss of 4.7.
+        # bf16 products round differently once weights differ in the last bit: 1e-3 of a loss of 4.
         assert ladder[name]["loss"] == pytest.approx(expected, abs=1e-3), name
     assert ladder["none"]["loss"] != pytest.approx(expected, abs=1e-6)
 
@@ -65,19 +72,16 @@ def test_bytes_agree_with_the_formula(ladder):
             assert row["link_bytes"] == 0
             continue
         # Flags (one int32 a parameter) and padding (up to 128 elements a rank and bucket) come on top.
-        assert (
-            0 <= row["link_bytes"] - row["expected_link_bytes"] < 0.05 * row["expected_link_bytes"] + 512
-        ), name
+        extra = row["link_bytes"] - row["expected_link_bytes"]
+        assert 0 <= extra < 0.05 * row["expected_link_bytes"] + 512, name
     parameters = ladder["naive"]["parameter_bytes"]
-    assert ladder["bucketed"]["expected_link_bytes"] == 2 * 0.5 * parameters
-    assert ladder["bucketed bf16 wire"]["expected_link_bytes"] == 0.5 * parameters
-    assert ladder["zero1 bf16"]["expected_link_bytes"] == 0.5 * parameters
-    assert ladder["torch_ddp + ZeRO"]["expected_link_bytes"] == 3 * 0.5 * parameters
-    assert {name: row["gather"] for name, row in ladder.items() if "gather" in row} == dict.fromkeys(
-        ("zero1", "zero1 bf16"), "collective"
-    )
-    assert ladder["naive"]["calls_per_step"] > ladder["bucketed 0.05 MB"]["calls_per_step"]
-    assert ladder["bucketed 0.05 MB"]["calls_per_step"] > ladder["bucketed"]["calls_per_step"]
+    for name, share in (("bucketed", 1.0), ("bucketed bf16 wire", 0.5), ("torch_ddp + ZeRO", 1.5)):
+        assert ladder[name]["expected_link_bytes"] == share * parameters
+    assert ladder["zero1 bf16"]["expected_link_bytes"] == 0.5 * parameters  # weights are half as large
+    gathers = {name: row["gather"] for name, row in ladder.items() if "gather" in row}
+    assert gathers == dict.fromkeys(("zero1", "zero1 bf16"), "collective")
+    calls = [ladder[name]["calls_per_step"] for name in ("naive", "bucketed 0.05 MB", "bucketed")]
+    assert calls == sorted(set(calls), reverse=True)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +98,7 @@ def test_bytes_agree_with_the_formula(ladder):
         ("zero1 bf16 bf16 wire", 1.5),
     ],
 )
-def test_the_formula_heeds_what_travels_in_which_width(name, per_byte):
+def test_the_formula_knows_what_travels_in_which_width(name, per_byte):
     """Four ranks: three quarters of all bytes go one way."""
     assert ddp.expected_link_bytes(name, 1000, 4) == pytest.approx(per_byte * 1000)
 
@@ -109,18 +113,179 @@ def test_baselines_are_those_of_the_same_weights(ladder):
 
 
 def test_what_zero_broadcasts_is_counted_as_it_was_sent(measured):
-    (seen,) = measured["broadcast"]
+    seen = measured["broadcast"]
     assert seen["payload_bytes"] == seen["sent"] == seen["parameter_bytes"]
     assert seen["calls"] == 2, "one from each rank"
     assert seen["link_bytes"] == 0.5 * seen["sent"]
 
 
-def test_a_contender_against_itself_is_even(measured):
-    assert measured["compared"][0]["ratio"] == 1.0
+def test_communication_alone_leaves_no_gradients(measured):
+    assert measured["gradients_left"] == 0
+
+
+def test_what_does_not_fit_on_one_rank_is_measured_on_none(measured):
+    assert [row["status"] for row in measured["full"]] == ["out of memory", "ok"]
+    assert len(measured["full"][1]["samples_ms"]) == 1
+
+
+def test_ranks_end_after_the_same_round_when_time_is_up(measured):
+    assert [len(row["samples_ms"]) for row in measured["short"]] == [1, 1]
+
+
+def test_a_sample_is_the_slowest_ranks(measured, ladder):
+    """Round by round; and while one rank is measured alone, the other, which waits, is no faster."""
+    assert measured["slowest"] == [2.0, 3.0]
+    assert ladder["one rank"]["step_ms"] > 0.1 * ladder["none"]["step_ms"]
+    assert len(ladder["none"]["rank_ms"]) == 2
+    assert [name for name, row in ladder.items() if "rank_ms" in row] == ["none"]
+
+
+def test_rows_are_in_the_journal_round_by_round(measured):
+    """What a run that is killed in its fourth round leaves is what three rounds would have written."""
+    assert [len(rows[0]["samples_ms"]) for rows in measured["kept"]] == [1, 2, 3, 4, 5, 6]
+    third = {row["variant"]: row for row in measured["kept"][2]}
+    for row in measured["ladder"]:
+        assert third[row["variant"]]["samples_ms"] == row["samples_ms"][:3]
+
+
+@pytest.mark.parametrize(("bench", "at_once"), [("all_reduce", 3), ("optimizer", 1)])
+def test_rows_are_in_the_journal_as_they_come(measured, bench, at_once):
+    """The collectives of one size and dtype; one variant."""
+    added = measured[f"{bench}_kept"]
+    assert [len(rows) for rows in added] == [at_once] * (len(measured[bench]) // at_once)
+
+
+def test_progress_counts_variants_samples_and_rounds(measured, ladder):
+    def reported(stage):
+        return [(done, total) for name, done, total in measured["reports"] if name == stage]
+
+    variants, samples = len(ladder), 6 * len(ladder)
+    assert reported("ladder: building") == [(number, variants) for number in range(variants)]
+    assert reported("ladder: timing") == [(number, samples) for number in range(samples)]
+    names = len(measured["optimizer"])
+    assert reported("optimizer") == [(number, names) for number in range(names + 1)]
+
+
+def test_collectives_have_bandwidths(measured):
+    rows = measured["all_reduce"]
+    assert {row["operation"] for row in rows} == {"all_reduce", "reduce_scatter", "all_gather"}
+    for row in rows:
+        passes = 2 if row["operation"] == "all_reduce" else 1
+        seconds = row["median_us"] / 1e6
+        assert row["bus_gb_per_s"] == pytest.approx(passes * 0.5 * row["bytes"] / seconds / 1e9)
+    summary, files = result_files("all_reduce", rows, {})
+    assert set(files) == {
+        *(f"all_reduce_{name}" for name in ("results.csv", "results.jsonl", "bandwidth.png", "report.md"))
+    }
+    assert "Highest bus bandwidth" in summary.findings[0]
+
+
+@pytest.mark.parametrize("operation", all_reduce.OPERATIONS)
+def test_a_collective_is_timed_to_its_end(monkeypatch, operation):
+    events: list[str] = []
+
+    def start(self: Averager, given: object) -> SimpleNamespace:
+        events.append("starts")
+        return SimpleNamespace(wait=lambda: events.append("ends"))
+
+    monkeypatch.setattr(Averager, "__init__", lambda self, ranks, traffic: None)
+    monkeypatch.setattr(Averager, operation, start)
+    all_reduce._call(operation, torch.zeros(256), Ranks(world_size=2))()
+    assert events == ["starts", "ends"]
+
+
+def test_small_buffers_keep_their_size():
+    sizes = {100: 0.0001, 42_000: 0.042, 299_998: 0.3, 999_424: 1.0, 1_000_000: 1.0, 25_600_000: 25.6}
+    assert {size: megabytes(size) for size in sizes} == sizes
+
+
+def test_sharded_state_is_one_share(measured):
+    shares = {row["variant"]: row["state_share"] for row in measured["optimizer"]}
+    assert shares["bucketed"] == 1.0
+    assert 0.5 <= shares["zero1"] < 0.51
+    assert 0.5 <= shares["zero1 bf16"] < 0.51
+    assert 0.3 < shares["torch_ddp + ZeRO"] < 0.7  # dealt out parameter by parameter
+    summary, files = result_files("optimizer", measured["optimizer"], {})
+    assert set(files) == {
+        *(f"optimizer_{name}" for name in ("results.csv", "results.jsonl", "state.png", "report.md"))
+    }
+    assert "of the whole" in summary.findings[0]
+    assert all(row["mfu"] > 0 for row in measured["optimizer"])
+
+
+def test_default_variants_are_those_of_the_registry():
+    assert ddp.ladder()[:3] == ("one rank", "none", "naive")
+    assert optimizer.default_variants() == ("bucketed", "zero1", "zero1 bf16", "torch_ddp + ZeRO")
+    assert [name for name in ddp.ladder() if is_sharded(name)] == ["zero1", "torch_ddp + ZeRO"]
+    for name in (*ddp.ladder(), *optimizer.default_variants()):
+        parse_name(name, PARALLEL)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("naiv", "bucketed many MB", "bucketed 0 MB", "torch_ddp fast", "one rank bf16", "naive bf16", ""),
+        # Options that the strategy does not use, also where they name the default; and those said twice.
+        *("none 100 MB", "none bf16 wire", "naive bf16 wire", "overlap 25 MB"),
+        *("flat 100 MB", "flat 50 MB bf16 wire", "flat collective", "bucketed collective", "bucketed bf16"),
+        *("torch_ddp collective", "torch_ddp bf16", "torch_ddp static 50 MB", "bucketed 50 MB 100 MB"),
+    ],
+)
+@pytest.mark.parametrize("bench", ["ddp", "optimizer"])
+def test_unknown_variants_are_refused_before_anything_runs(bench, name):
+    recipe = load_recipe("bench_ddp_cpu", flags={f"bench.{bench}.variants": ["bucketed", name]})
+    with pytest.raises(UsageError) as refused:
+        {"ddp": ddp, "optimizer": optimizer}[bench].check(recipe)
+    assert refused.value.code == "bench.unknown_variant"
+    assert f"bench.{bench}.variants" in refused.value.message
+    assert "bucketed 100 MB" in refused.value.hint
+
+
+def test_the_optimizer_bench_has_no_variants_of_one_rank():
+    recipe = load_recipe("bench_ddp_cpu", flags={"bench.optimizer.contenders": ["one rank"]})
+    with pytest.raises(UsageError) as refused:
+        optimizer.check(recipe)
+    assert refused.value.code == "bench.not_of_all_ranks"
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("flat bf16 wire", {"reduce_dtype": "bf16"}),
+        ("bucketed", {"bucket_mb": 7.0}),  # the recipe's
+        ("bucketed 100 MB bf16 wire", {"bucket_mb": 100.0, "reduce_dtype": "bf16"}),
+        ("bucketed 1e+06 MB", {"bucket_mb": 1e6}),
+        ("bucketed 5e-05 MB", {"bucket_mb": 5e-5}),
+        ("torch_ddp", {"bucket_mb": 25.0}),
+        ("torch_ddp 2.5 MB bf16 wire", {"bucket_mb": 2.5, "reduce_dtype": "bf16"}),
+        ("torch_ddp static", {"bucket_mb": 25.0, "options": {"static_graph": True}}),
+        ("zero1 bf16 collective", {"weights": "bf16", "gather": "collective"}),
+        ("zero1 1000 MB bf16 wire", {"bucket_mb": 1000.0, "reduce_dtype": "bf16"}),
+    ],
+)
+def test_a_variant_has_the_options_that_its_name_says(name, options):
+    found, detail = parse_name(name, ParallelConfig(bucket_mb=7.0, reduce_dtype="bf16"))
+    assert found == ParallelConfig(**{"strategy": name.partition(" ")[0], "bucket_mb": 7.0, **options})
+    assert detail == ("static" if name == "torch_ddp static" else "" if " " not in name else detail)
+    assert parse_name("one rank, bf16 weights", PARALLEL)[0].weights == "bf16"
+
+
+def test_the_model_comes_from_the_recipe_and_its_vocabulary_from_the_tokenizer():
+    """A training recipe without [bench.ddp] is enough."""
+    recipe = load_recipe("quickstart")
+    case = ddp.case_of(recipe, recipe.bench.table("ddp"), "ddp")
+    assert recipe.model is not None
+    assert recipe.tokenizer is not None
+    assert case.model.vocab_size == recipe.tokenizer.vocab_size
+    assert case.model.d_model == recipe.model.d_model
+    bare = recipe.model_copy(update={"tokenizer": None})
+    with pytest.raises(UsageError) as refused:
+        ddp.case_of(bare, bare.bench.table("ddp"), "ddp")
+    assert refused.value.code == "bench.no_vocabulary"
 
 
 def test_scaling_and_what_is_exposed_by_hand():
-    """Of rounds in which everything took twice as long, and one in which only `bucketed` did."""
+    """Rounds in which everything took twice as long, and one in which only `bucketed` did."""
     samples = {
         "one rank": [8.0, 16.0, 8.0],
         "one rank, bf16 weights": [4.0, 8.0, 4.0],
@@ -132,194 +297,47 @@ def test_scaling_and_what_is_exposed_by_hand():
         name: [[ddp.Sample(time / 2, math.nan), ddp.Sample(time, math.nan)] for time in times]
         for name, times in samples.items()
     }
-    case = DdpCase("tiny", SimpleNamespace(context_length=50), rows=2)  # type: ignore[arg-type]
-    ranks = Ranks(world_size=4)
-    bucketed = ddp._numbers("bucketed", case, ranks, of_ranks)
+    model = TINY.model_copy(update={"context_length": 50})
+    numbers = partial(
+        ddp.numbers,
+        case=Case("tiny", model, 2, "fp32", PARALLEL),
+        ranks=Ranks(world_size=4),
+        samples=of_ranks,
+    )
+    bucketed = numbers("bucketed")
     assert (bucketed["scaling"], bucketed["scaling_low"], bucketed["scaling_high"]) == (0.8, 0.4, 0.8)
     assert (bucketed["step_ms"], bucketed["exposed_ms"], bucketed["exposed_share"]) == (20.0, 2.0, 0.1)
     assert bucketed["tokens_per_s"] == 4 * 2 * 50 / 20e-3
-    halved = ddp._numbers("zero1 bf16", case, ranks, of_ranks)
+    halved = numbers("zero1 bf16")
     assert halved["scaling"] == 0.8
     assert "exposed_ms" not in halved, "there is no step of bf16 weights without communication"
-    alone = ddp._numbers("one rank", case, ranks, of_ranks)
+    alone = numbers("one rank")
     assert alone["tokens_per_s"] == 2 * 50 / 8e-3
-    assert "ahead_ms" not in alone, "on a CPU there is nobody to be ahead of"
-    assert "scaling" not in alone
-    assert ddp._numbers("flat", case, ranks, of_ranks) == {}
-    rows = [{"contender": name, "samples_ms": times} for name, times in samples.items()]
-    faster = ddp.compare(rows, "one rank", "bucketed")
-    assert (faster["ratio"], faster["low"], faster["high"]) == (1.25, 1.25, 2.5)
+    assert not {"scaling", "ahead_ms"} & alone.keys()
+    assert numbers("flat") == {}
 
 
 def test_memory_is_compared_with_one_rank_of_the_same_weights():
     peaks = {"one rank": 100, "one rank, bf16 weights": 60, "bucketed": 110, "zero1 bf16": 45}
-    rows = [{"contender": name, "peak_bytes": peak, "world_size": 2} for name, peak in peaks.items()]
-    ddp._add_memory_overhead(rows)
+    rows = [{"variant": name, "peak_bytes": peak, "world_size": 2} for name, peak in peaks.items()]
+    ddp._compare_with_expected(rows, PARALLEL)
     assert [row["peak_overhead"] for row in rows] == pytest.approx([0.0, 0.0, 0.1, -0.25])
 
 
-def test_collectives_have_bandwidths(measured):
-    rows = measured["all_reduce"]
-    assert {row["operation"] for row in rows} == {"all_reduce", "reduce_scatter", "all_gather"}
-    for row in rows:
-        passes = 2 if row["operation"] == "all_reduce" else 1
-        seconds = row["median_us"] / 1e6
-        assert row["bus_gb_per_s"] == pytest.approx(passes * 0.5 * row["bytes"] / seconds / 1e9)
+# Time on GPUs, with clocks of our own
 
 
-@pytest.mark.parametrize("operation", all_reduce.OPERATIONS)
-def test_a_collective_is_timed_to_its_end(monkeypatch, operation):
-    events: list[str] = []
-
-    def start(given: object) -> SimpleNamespace:
-        events.append("starts")
-        return SimpleNamespace(wait=lambda: events.append("ends"))
-
-    averager = SimpleNamespace(**dict.fromkeys(all_reduce.OPERATIONS, start))
-    monkeypatch.setattr(all_reduce, "Averager", lambda ranks, traffic: averager)
-    all_reduce._work(operation, torch.zeros(256), Ranks(world_size=2))()
-    assert events == ["starts", "ends"]
+def context(device: str, world_size: int, **options: Any) -> Any:
+    keys = {"rounds": 3, "steps_per_sample": 1, "max_seconds": 1e9} | options
+    ranks = Ranks(device=torch.device(device), world_size=world_size)
+    return SimpleNamespace(ranks=ranks, options=SimpleNamespace(**keys), progress=lambda *report: None)
 
 
-def test_sharded_state_is_one_share(measured):
-    shares = {row["contender"]: row["state_share"] for row in measured["optimizer"]}
-    assert shares["bucketed"] == 1.0
-    assert 0.5 <= shares["zero1"] < 0.51
-    assert 0.5 <= shares["zero1 bf16"] < 0.51
-    assert 0.3 < shares["torch_ddp + ZeRO"] < 0.7  # dealt out parameter by parameter
-
-
-def test_the_update_alone_is_measured_and_reported(measured):
-    rows = {row["way"]: row for row in measured["update"]}
-    assert list(rows) == ["operations", "torch fused", "torch foreach"]  # no kernel of ours on a CPU
-    for row in rows.values():
-        assert row["parameters"] == measured["optimizer"][0]["parameters"]
-        assert row["gb_per_s"] == pytest.approx(28 * row["parameters"] / row["update_ms"] / 1e6)
-        assert row["low"] <= row["times_as_fast"] <= row["high"]
-    assert rows["torch fused"]["times_as_fast"] == 1.0
-    limits = Limits("a test", {"bf16": 1e12}, 1e10)
-    result = optimizer_result(measured["optimizer"], measured["update"], Ranks(world_size=2), limits)
-    assert "| torch foreach |" in result.files["optimizer_report.md"]
-    assert result.files["adamw_update_results.jsonl"].count("\n") == 3
-    assert "AdamW's update alone: operations" in " ".join(result.table().split())
-    assert max(map(len, result.table().splitlines())) <= 100
-    for row in result.rows:
-        per_rank = row["tokens_per_s"] / 2 * row["flops_per_token"]
-        assert row["mfu"] == pytest.approx(per_rank / 1e12)
-    for row in rows.values():
-        assert row["share_of_copy"] == pytest.approx(row["gb_per_s"] / 10)
-        assert row["spread"] == spread(row["samples_ms"]).relative
-    head, first = (result.table().splitlines()[line].split() for line in (0, 2))
-    plain = result.rows[0]
-    assert first[head.index("spread")] == f"{(plain['p90_ms'] - plain['p10_ms']) / plain['step_ms']:.1%}"
-    assert "copy 10.0 GB/s" in result.files["optimizer_report.md"]
-
-
-def test_progress_counts_contenders_samples_and_rounds(measured, ladder):
-    def reported(stage):
-        return [(row["done"], row["total"]) for row in measured["progress"] if row["stage"] == stage]
-
-    contenders, samples = len(ladder), 6 * len(ladder)
-    assert reported("building") == [(number, contenders) for number in range(contenders)]
-    assert reported("timing") == [(number, samples) for number in range(samples)]
-    names = len(measured["optimizer"])
-    assert reported("optimizer") == [(number, names) for number in range(names + 1)]
-    assert reported("update alone") == [(number, 6) for number in range(7)]
-
-
-def test_what_does_not_fit_on_one_rank_is_measured_on_none(measured):
-    assert [row["status"] for row in measured["full"]] == ["out of memory", "ok"]
-    assert len(measured["full"][1]["samples_ms"]) == 1
-
-
-def test_communication_alone_leaves_no_gradients(measured):
-    assert measured["left"] == [{"gradients": 0}]
-
-
-def test_there_are_three_steps_before_the_first_sample_however_few_are_asked_for(measured, ladder):
-    """The loss is that of the last one of them."""
-    assert [row["loss"] for row in measured["short"]] == [ladder[name]["loss"] for name in ("naive", "flat")]
-
-
-def test_out_of_memory_is_a_row(monkeypatch):
-    def full(name, case, ranks):
-        raise torch.OutOfMemoryError("no room")
-
-    case = DdpCase("tiny", TINY, rows=1)
-    monkeypatch.setattr(
-        ddp, "contender", lambda *given: full(*given) if given[0] == "flat" else contender(*given)
-    )
-    rows = ddp.ddp_rows(case, ("one rank", "flat"), Ranks(), rounds=1, steps_per_sample=1)
-    assert [row["status"] for row in rows] == ["ok", "out of memory"]
-    text = ddp_result(rows[1:], [], Ranks()).table()
-    assert "out of memory" in text, "also where no contender has a time"
-    assert "scaling" not in text.splitlines()[0], "columns without a value leave their room to the others"
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("naiv", "bucketed many MB", "bucketed 0 MB", "torch_ddp fast", "one rank bf16", "naive bf16", ""),
-        # What the strategy would not heed, also where it names the default; and what is said twice.
-        *("none 100 MB", "none bf16 wire", "naive bf16 wire", "naive bf16 wire", "overlap 25 MB"),
-        *("flat 100 MB", "flat 50 MB bf16 wire", "flat collective", "bucketed collective", "bucketed bf16"),
-        *("torch_ddp collective", "torch_ddp bf16", "torch_ddp static 50 MB", "bucketed 50 MB 100 MB"),
-    ],
-)
-def test_unknown_contenders_are_refused_before_anything_runs(name):
-    case = DdpCase("tiny", None, rows=1)  # type: ignore[arg-type]
-    for bench, rows in {
-        "ddp": ddp.ddp_rows,
-        "optimizer": partial(optimizer.optimizer_rows, rounds=1),
-    }.items():
-        with pytest.raises(UsageError, match=rf"^bench\.{bench}\.contenders: there is no") as refused:
-            rows(case, ranks=Ranks(), names=("one rank", name))
-        assert "bucketed 100 MB" in refused.value.hint
-    with pytest.raises(UsageError, match=r"^bench\.optimizer\.contenders: 'one rank' is not of all ranks"):
-        optimizer.optimizer_rows(case, Ranks(), names=("bucketed", "one rank"))
-
-
-def test_a_contender_has_the_options_that_its_name_says():
-    for name, strategy, options in (
-        ("flat bf16 wire", "flat", ParallelConfig(strategy="flat", reduce_dtype="bf16")),
-        (
-            "bucketed 100 MB bf16 wire",
-            "bucketed",
-            ParallelConfig(strategy="bucketed", bucket_mb=100.0, reduce_dtype="bf16"),
-        ),
-        ("bucketed 1e+06 MB", "bucketed", ParallelConfig(strategy="bucketed", bucket_mb=1e6)),
-        ("bucketed 5e-05 MB", "bucketed", ParallelConfig(strategy="bucketed", bucket_mb=5e-5)),
-        ("torch_ddp", "torch_ddp", ParallelConfig(strategy="torch_ddp", bucket_mb=25.0)),
-        (
-            "torch_ddp 2.5 MB bf16 wire",
-            "torch_ddp",
-            ParallelConfig(strategy="torch_ddp", bucket_mb=2.5, reduce_dtype="bf16"),
-        ),
-        (
-            "zero1 bf16 collective",
-            "zero1",
-            ParallelConfig(strategy="zero1", weights="bf16", gather="collective"),
-        ),
-        (
-            "zero1 1000 MB bf16 wire",
-            "zero1",
-            ParallelConfig(strategy="zero1", bucket_mb=1000.0, reduce_dtype="bf16"),
-        ),
-    ):
-        assert parse_name(name) == (strategy, name.partition(" ")[2], options)
-    assert parse_name("torch_ddp + ZeRO") == (
-        "torch_ddp",
-        "+ ZeRO",
-        ParallelConfig(strategy="torch_ddp", bucket_mb=25.0),
-    )
-    assert parse_name("one rank, bf16 weights")[2].weights == "bf16"
-
-
-def test_how_far_hosts_are_ahead_is_of_the_contender_whose_turn_it_was(monkeypatch):
+def test_how_far_hosts_are_ahead_is_of_the_variant_whose_turn_it_was(monkeypatch):
     """Turns change from round to round; a row has the median over rounds of the rank with the least."""
     orders = [("none", "one rank"), ("one rank", "none"), ("none", "one rank")]
     of_sample = {"none": iter([5.0, 7.0, 6.0]), "one rank": iter([1.0, 3.0, 2.0])}
-    monkeypatch.setattr(ddp, "agree", lambda ranks, **stop: SimpleNamespace(stop=False))
+    monkeypatch.setattr(collectives, "agree", lambda ranks, **stop: SimpleNamespace(stop=False))
 
     def run_in_turn(variants, *, prepare, clock, after_round, **options):
         for order in orders:
@@ -330,57 +348,15 @@ def test_how_far_hosts_are_ahead_is_of_the_contender_whose_turn_it_was(monkeypat
         return {}
 
     monkeypatch.setattr(ddp, "time_variants", run_in_turn)
-    ranks = Ranks(device=torch.device("cuda"))
-    built = {name: SimpleNamespace(step=None) for name in ("one rank", "none")}
-    samples = ddp._time_together(built, ranks, 3, 1, math.inf, None, lambda samples: None)
+    built: Any = {name: SimpleNamespace(step=None) for name in ("one rank", "none")}
+    samples = ddp._time_together(built, context("cuda", 1), "ladder", lambda samples: None)
     assert [[sample.ahead_ms for sample in of_rank] for of_rank in samples["none"]] == [[5.0], [7.0], [6.0]]
 
-    case = SimpleNamespace(tokens_per_step=1)
+    case = Case("tiny", TINY, 1, "fp32", PARALLEL)
     late = [[ddp.Sample(10.0, ahead), ddp.Sample(0.0, 0.5)] for ahead in (1.0, 3.0, 2.0)]
-    for name, ahead_ms in (("none", 0.5), ("one rank", 2.0)):
-        row = ddp._numbers(name, case, Ranks(device=torch.device("cuda"), world_size=2), {name: late})
-        assert row["ahead_ms"] == ahead_ms, (
-            "the other ranks have nothing to do while one rank is measured alone"
-        )
-
-
-def test_a_sample_is_the_slowest_ranks(measured, ladder):
-    """Round by round; and while one rank is measured alone, the other, which waits, is no faster one."""
-    assert measured["slowest"] == [{"samples_ms": [2.0, 3.0]}]
-    assert ladder["one rank"]["step_ms"] > 0.1 * ladder["none"]["step_ms"]
-
-
-def test_what_each_rank_takes_by_itself_is_told(ladder, measured):
-    alone = ladder["none"]["rank_ms"]
-    assert len(alone) == 2
-    assert 0 < min(alone) <= max(alone) <= ladder["none"]["p90_ms"]
-    assert [name for name, row in ladder.items() if "rank_ms" in row] == ["none"]
-    expected = (
-        f"Without communication the ranks take {alone[0]:.2f}, {alone[1]:.2f} ms a step, each by itself."
-    )
-    assert expected in ladder_markdown(measured["ladder"])
-
-
-def test_rows_are_in_the_journal_round_by_round(measured):
-    """What a run that is killed in its fourth round leaves is what one of three rounds would have written."""
-    assert [len(rows[0]["samples_ms"]) for rows in measured["kept"]] == [1, 2, 3, 4, 5, 6]
-    assert measured["kept"][-1] == measured["ladder"]
-    third = {row["contender"]: row for row in measured["kept"][2]}
-    for row in measured["ladder"]:
-        assert third[row["contender"]]["samples_ms"] == row["samples_ms"][:3]
-
-
-@pytest.mark.parametrize(("bench", "at_once"), [("all_reduce", 3), ("optimizer", 1)])
-def test_rows_are_in_the_journal_as_they_come(measured, bench, at_once):
-    """The collectives of one size and dtype, one contender."""
-    added = measured["added"][bench]
-    assert [len(rows) for rows in added] == [at_once] * (len(measured[bench]) // at_once)
-    assert [row for rows in added for row in rows] == measured[bench]
-
-
-def test_ranks_end_after_the_same_round_when_time_is_up(measured):
-    """Rank 1 has all the time in the world; rank 0's is up after the first round."""
-    assert [len(row["samples_ms"]) for row in measured["short"]] == [1, 1]
+    for name, ahead_ms in (("none", 0.5), ("one rank", 2.0)):  # the other ranks only wait for one rank
+        row = ddp.numbers(name, case, Ranks(device=torch.device("cuda"), world_size=2), {name: late})
+        assert row["ahead_ms"] == ahead_ms
 
 
 @pytest.mark.parametrize(
@@ -391,8 +367,8 @@ def test_gpus_that_rested_work_before_the_next_sample(monkeypatch, device, world
     """All but one rest while one rank is measured alone, and all do before the first sample: on GPUs the next sample
     of all would show it. Whatever comes before a sample, ranks begin it together."""
     events: list[str] = []
-    monkeypatch.setattr(ddp, "_settle", lambda built, ranks, steps: events.append(built.name))
-    monkeypatch.setattr(ddp, "agree", lambda ranks: events.append("together"))
+    monkeypatch.setattr(ddp, "settle", lambda built, steps: events.append(built.name))
+    monkeypatch.setattr(collectives, "agree", lambda ranks: events.append("together"))
 
     def run_in_turn(variants, *, prepare, **options):
         for name in ("flat", "one rank", "one rank, bf16 weights", "none", "bucketed"):
@@ -401,9 +377,10 @@ def test_gpus_that_rested_work_before_the_next_sample(monkeypatch, device, world
         return {}
 
     monkeypatch.setattr(ddp, "time_variants", run_in_turn)
-    built = {name: SimpleNamespace(name=name, step=None) for name in ("flat", *ddp.SOLO, "none", "bucketed")}
-    ranks = Ranks(device=torch.device(device), world_size=world_size)
-    ddp._time_together(built, ranks, 1, 1, math.inf, None, lambda samples: None)
+    built: Any = {
+        name: SimpleNamespace(name=name, step=None) for name in ("flat", *ddp.SOLO, "none", "bucketed")
+    }
+    ddp._time_together(built, context(device, world_size), "ladder", lambda samples: None)
     assert events == settled
 
 
@@ -417,44 +394,175 @@ def test_settling_begins_when_the_rank_that_was_measured_has_come(monkeypatch, f
     def agree(ranks, *, stop=False):
         nonlocal now
         now += next(waits, 0.0)
-        return Agreement(stop=stop, nonfinite=False)
+        return SimpleNamespace(stop=stop)
 
     def step() -> None:
         nonlocal now
         now += 0.1
         events.append("step")
 
-    monkeypatch.setattr(ddp, "agree", agree)
+    monkeypatch.setattr(collectives, "agree", agree)
     monkeypatch.setattr(ddp.time, "perf_counter", lambda: now)
-    monkeypatch.setattr(ddp.torch.cuda, "synchronize", lambda device: events.append("wait"))
-    ddp._settle(SimpleNamespace(step=step), Ranks(), 2)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: events.append("wait"))
+    built: Any = SimpleNamespace(step=step, ranks=Ranks())
+    ddp.settle(built, 2)
     # 1.5 s in samples of two steps of 0.1 s, each waited for: a host that runs ahead would launch thousands.
     assert events == ["step", "step", "wait"] * 8
 
 
 @pytest.mark.parametrize(
-    ("device", "settles"), [("cuda", ["wait", "let go of collectives", "release"]), ("cpu", ["release"])]
+    ("device", "settles"), [("cuda", ["wait", "release collectives", "release"]), ("cpu", ["release"])]
 )
-def test_what_a_contender_left_is_not_on_the_next_ones_account(monkeypatch, device, settles):
-    """NCCL frees the tensors of a collective late: on the account of whoever is measured then."""
+def test_what_a_variant_left_is_not_on_the_next_ones_account(monkeypatch, device, settles):
+    """NCCL frees the tensors of a collective late: they would count for the variant measured then."""
     events: list[str] = []
 
     def note(event: str):
         return lambda *given, **named: events.append(event)
 
-    monkeypatch.setattr(ddp_contenders.torch.cuda, "synchronize", note("wait"))
-    monkeypatch.setattr(ddp_contenders, "release_collectives", note("let go of collectives"))
-    monkeypatch.setattr(ddp_contenders, "release_memory", note("release"))
-    monkeypatch.setattr(optimizer, "claim_workspaces", note("claim"))
-    monkeypatch.setattr(
-        optimizer, "_measure_memory", lambda *given: events.append("measure") or (None, {"state_bytes": 1})
+    monkeypatch.setattr(torch.cuda, "synchronize", note("wait"))
+    monkeypatch.setattr("lmkit.parallel.ranks.release_collectives", note("release collectives"))
+    monkeypatch.setattr(ddp, "release_memory", note("release"))
+    ddp.begin_account(Ranks(device=torch.device(device)))
+    assert events == settles
+
+
+# Rows in words
+
+
+def timed(name: str, times: list[float], **more: object) -> dict:
+    middle = sorted(times)[len(times) // 2]
+    numbers = {"step_ms": middle, "p10_ms": min(times), "p90_ms": max(times), "samples_ms": times}
+    known = {"case": "small", "variant": name, "world_size": 2, "status": "ok", "tokens_per_s": 1000 / middle}
+    return known | numbers | {"scaling": 0.5, "scaling_low": 0.4, "scaling_high": 0.6} | more
+
+
+def report_of(rows: list[dict]) -> str:
+    return str(result_files("ddp", rows, {})[1]["ddp_report.md"])
+
+
+def kernel(name: str, start: float, end: float) -> dict:
+    return {"ph": "X", "cat": "kernel", "name": name, "ts": start, "dur": end - start}
+
+
+def test_a_trace_is_read_as_what_ran_at_the_same_time():
+    """Four steps of 100 us, shifted by 1000: two kernels that touch, a collective half of which overlaps them, one
+    after. The second kernel of the third step, the last but one, is longer."""
+    events = [{"ph": "M", "name": "process_name"}, kernel("nccl", 0, 9) | {"cat": "cpu_op"}]
+    for step in range(4):
+        at = 1000 + 100 * step
+        events += [kernel("matmul", at, at + 30), kernel("norm", at + 30, at + (70 if step == 2 else 60))]
+        events += [kernel("ncclDevKernel", at + 40, at + 80), kernel("ncclDevKernel", at + 90, at + 100)]
+    step = read_step(events, 4)
+    assert step == {"compute": [(0.0, 0.07)], "communication": [(0.04, 0.08), (0.09, 0.1)]}
+    assert total(step["communication"]) == pytest.approx(0.05)
+    assert overlap(step["communication"], step["compute"]) == pytest.approx(0.03)
+    row = timed("bucketed", [2.0] * 6, timeline=step)
+    assert ddp.pictures([row])["ddp_overlap.png"].startswith(b"\x89PNG")
+    assert read_step(events[:2], 4) is None
+    with pytest.raises(ValueError, match="7 collectives in 4 steps"):
+        read_step(events[:-1], 4)
+
+
+def test_pictures_of_times_have_whiskers_and_the_bucket_sizes_an_axis_from_zero(monkeypatch):
+    figures = []
+    monkeypatch.setattr(plots, "png", lambda figure: figures.append(figure) or b"")
+    rows = [timed("none", [7.0, 8.0, 9.0]), timed("bucketed", [9.0, 10.0, 20.0], exposed_ms=2.0)]
+    sweep = [timed("bucketed 1 MB", [9.0, 10.0, 12.0]), timed("bucketed 10 MB", [9.9, 10.3, 11.0])]
+    pictures = ddp.pictures(rows + [row | {"part": "bucket sweep"} for row in sweep])
+    assert list(pictures) == ["ddp_throughput.png", "ddp_exposed.png", "ddp_bucket_sweep.png"]
+    throughput, exposed, swept = (
+        [
+            [tuple(end[1] for end in segment) for segment in drawn.get_segments()]
+            for drawn in figure.axes[0].collections
+        ]
+        for figure in figures
     )
-    monkeypatch.setattr(optimizer, "_time_alone", lambda *given: [1.0])
-    ranks = Ranks(device=torch.device(device), world_size=2)
-    optimizer.optimizer_rows(DdpCase("tiny", TINY, rows=1), ranks, names=("bucketed", "zero1"))
-    assert events == ["claim", *settles, "measure", *settles, "measure"]
-    events.clear()
-    monkeypatch.setattr(ddp, "contender", note("build"))  # what it gives fails at its first step
-    with pytest.raises(AttributeError):
-        ddp._build_and_measure("bucketed", DdpCase("tiny", TINY, rows=1), Ranks(), 3)
-    assert events == ["release", "build"]
+    # From 1000 / p90 to 1000 / p10; then of 2, 2 and 11 ms from round to round; then the sizes' own.
+    for drawn, expected in (
+        (throughput, [(1000 / 9, 1000 / 7), (1000 / 20, 1000 / 9)]),
+        (exposed, [(2.0, 9.2)]),
+        (swept, [(9.0, 12.0), (9.9, 11.0)]),
+    ):
+        assert [whisker for (whisker,) in drawn] == [pytest.approx(ends) for ends in expected]
+    assert figures[2].axes[0].get_ylim()[0] == 0
+
+
+def test_without_none_there_is_no_picture_of_what_is_exposed():
+    row, none = timed("bucketed", [10.0]), timed("none", [9.0])
+    assert "ddp_exposed.png" not in ddp.pictures([row])
+    assert "ddp_exposed.png" in ddp.pictures([none, row | {"exposed_ms": 1.0}])
+
+
+def test_two_runs_of_the_ladder_can_be_compared():
+    def rows(ms: float) -> list[dict]:
+        ladder = [timed("none", [ms] * 20), timed("bucketed", [ms] * 20)]
+        sweep = [timed("none", [ms] * 20), timed("bucketed 1 MB", [ms] * 20)]
+        return [row | {"part": "ladder"} for row in ladder] + [row | {"part": "sweep"} for row in sweep]
+
+    compared = compare_rows(rows(20.0), rows(10.0))
+    assert [row["verdict"] for row in compared.rows] == ["faster"] * 4
+    assert [(row["before_ms"], row["after_ms"]) for row in compared.rows] == [(20, 10)] * 4
+
+
+def test_strategies_are_compared_with_their_rivals_of_the_same_kind():
+    names = ("naive", "bucketed", "zero1", "torch_ddp", "torch_ddp + ZeRO")
+    found = comparisons([timed(name, [3.0 if name.startswith("torch") else 2.0] * 6) for name in names])
+    assert [(row["candidate"], row["baseline"], row["ratio"]) for row in found] == [
+        ("bucketed", "torch_ddp", 1.5),
+        ("zero1", "torch_ddp + ZeRO", 1.5),
+    ]
+
+
+@pytest.mark.parametrize("rounds", [1, 6])
+def test_few_rounds_have_no_interval_and_the_table_says_that_time_was_up(rounds):
+    rows = [timed(name, [2.0] * rounds, rounds=6) for name in ("bucketed", "torch_ddp")]
+    report, table = report_of(rows), " ".join(terminal_text(summarize(rows)).split())
+    for text in (report, table):
+        assert ("1 of 6 rounds" in text) == (rounds == 1)
+        assert ("fewer than 6 rounds" in text) == (rounds == 1)
+    assert ("50.0% [40.0%, 60.0%]" in report) == (rounds == 6)
+    assert "| bucketed | torch_ddp | 1.000 | " + ("- | - |" if rounds == 1 else "1.000 | 1.000 |") in report
+
+
+def test_what_only_gpus_have_is_neither_shown_nor_explained_without_them():
+    memory = {"peak_bytes": 1e9, "peak_overhead": 0.1, "host_ms": 1.0, "ahead_ms": 2.0}
+    on_cpu, on_gpu = (report_of([timed("bucketed", [2.0] * 6, **more)]) for more in ({}, memory))
+    for word in ("peak GB", "host ms", "ahead ms", "memory: peak"):
+        assert word not in on_cpu
+        assert word in on_gpu
+    state = {"state_bytes": 8, "state_share": 1.0, "precision": "fp32", "mfu": 0.1, "mfu_basis": "peak"}
+    allocated = {"init_bytes": 1, "before_step_bytes": 2, "after_step_bytes": 3}
+    for more, has_points in (({}, False), (allocated, True)):
+        summary = optimizer.summarize([timed("bucketed", [2.0] * 6, **state, **more)])
+        assert ("init MB" in terminal_text(summary)) == has_points
+
+
+def test_findings_account_for_overlap_bytes_and_bucket_sizes():
+    sync = {
+        "exposed_ms": 4.0,
+        "communication_alone_ms": 5.0,
+        "link_bytes": 101.0,
+        "expected_link_bytes": 100.0,
+    }
+    rows = [
+        timed("one rank", [9.0] * 6, world_size=1),
+        timed("naive", [14.0] * 6, **sync),
+        timed("bucketed", [11.0] * 6, **(sync | {"exposed_ms": 1.0, "peak_overhead": 0.05})),
+        timed("bucketed 1 MB", [13.0] * 6, calls_per_step=40, part="bucket sweep"),
+        timed("bucketed 10 MB", [10.0] * 6, calls_per_step=4, part="bucket sweep"),
+    ]
+    text = "\n".join(summarize(rows).findings)
+    for said in (
+        "Fastest with fp32 gradients: bucketed 10 MB, 10.00 ms",
+        "0.25 of naive's 4.00 ms",
+        "Most hidden: bucketed, whose 5.00 ms",
+        "80% hidden",
+        "2 variants sent differs from the formula by at most 1.00%",
+        "10 MB is best (10.00 ms, 4 calls), 1 MB is worst (13.00 ms, 40 calls)",
+        "bucketed peaks at +5.0%",
+    ):
+        assert said in text
+    sharded = [*rows, timed("zero1", [10.0] * 6), timed("torch_ddp + ZeRO", [15.0] * 6)]
+    assert "zero1: 1.500 times as fast as torch DDP" in "\n".join(ddp.summarize_sharding(sharded).findings)
+    assert ddp.summarize_sharding(rows).shown == []

@@ -1,3 +1,5 @@
+"""The tokenizer bench: its rows, what it refuses, and that all encoders are given the same work."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -5,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lmkit.bench import tokenizer as bench
-from lmkit.bench.tokenizer import Case, bench_tokenizer, measure
+from lmkit.bench.tokenizer import Case, measure
 from lmkit.errors import LmkitError, UsageError
 
 
@@ -16,37 +18,57 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def test_rows_of_training_and_encoding(text: Path) -> None:
-    cases = [
-        Case("train", text, "words", 1, 300, ("lmkit",)),
-        Case("encode", text, "words", 2, 300, ("lmkit", "tokenizers", "tiktoken")),
-    ]
-    result = bench_tokenizer(cases, rounds=1)
-    rows = {(row["task"], row["contender"]): row for row in result.rows}
-    assert set(rows) >= {("train", "lmkit"), ("encode", "lmkit")}
+def test_rows_of_training_and_encoding(run_bench, text: Path) -> None:
+    result = run_bench("tokenizer", texts=[text], vocab_sizes=[300], workers=[2], rounds=1)
+    rows = {(row["task"], row["variant"]): row for row in result.rows}
+    assert set(rows) >= {("train", "lmkit"), ("encode", "lmkit"), ("encode", "tiktoken")}
     for row in result.rows:
         assert row["median_s"] > 0
         assert row["speedup"] > 0
-    assert rows["encode", "lmkit"]["peak_pss_mb"] > 0  # of so short a job a look or two, perhaps early ones
+    assert rows["encode", "lmkit"]["peak_pss_mb"] > 0  # such a short job is looked at once or twice
     assert rows["encode a prompt", "lmkit"]["microseconds"] < 1e5
     assert set(result.files) == {"results.jsonl", "results.csv", "report.md"}
-    table = result.table()
-    assert max(map(len, table.splitlines())) <= 100
-    assert "…" not in table
-    assert "A prompt of 202 characters, warm, lmkit: " in table
+    assert max(map(len, result.table.splitlines())) <= 100
+    assert "…" not in result.table
+    assert "A prompt of 202 characters, warm, lmkit: " in result.table
 
 
-def test_encoders_that_disagree_are_not_timed(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "_run_watched", lambda job: ({"ids": job.contender}, 0))
-    case = Case("encode", text, "words", 1, 300, ("lmkit", "tokenizers"))
-    with pytest.raises(LmkitError, match="disagree"):
-        measure([case], rounds=1)
+@pytest.mark.parametrize("end", ["", "<|endoftext|>", "<|endoftext|>\n\n", "\n", " "])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_encoders_agree_on_texts_with_and_without_an_end_of_text(
+    tmp_path: Path, end: str, workers: int
+) -> None:
+    """`lmkit data encode` closes the last document; so do the rivals."""
+    path = tmp_path / "text.txt"
+    path.write_text("Some words.\n<|endoftext|>\nAnd more\nwords" + end, "utf-8")
+    rows = measure(Case("encode", path, "words", workers, 300), 1, tmp_path)
+    assert {row["variant"] for row in rows} >= {"lmkit", "tiktoken", "tokenizers"}
 
 
-def test_a_contender_that_fails_is_named(text: Path, tmp_path: Path) -> None:
+def test_encoders_that_disagree_are_not_timed(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "_run_watched", lambda job: ({"ids": job.variant}, 0))
+    monkeypatch.setattr(bench, "_start", lambda job: pytest.fail("was timed"))
+    with pytest.raises(LmkitError) as refused:
+        measure(Case("encode", text, "words", 1, 300), 1, tmp_path)
+    assert refused.value.code == "bench.encoders_disagree"
+
+
+def test_a_variant_that_fails_is_named(tmp_path: Path) -> None:
     bad = tmp_path / "bad.txt"
     bad.write_bytes(b"\xff<|endoftext|>\n")
-    with pytest.raises(LmkitError, match=r"lmkit failed to train: .*invalid UTF-8"):
-        measure([Case("train", bad, "bad", 1, 300, ("lmkit",))], rounds=1)
-    with pytest.raises(UsageError, match=r"none\.txt"):
-        measure([Case("train", tmp_path / "none.txt", "none", 1, 300, ("lmkit",))], rounds=1)
+    with pytest.raises(LmkitError) as failed:
+        measure(Case("train", bad, "bad", 1, 300), 1, tmp_path)
+    assert failed.value.code == "bench.variant_failed"
+    assert "lmkit failed to train" in failed.value.message
+
+
+def test_texts_are_there_and_have_names_of_their_own(run_bench, tmp_path: Path) -> None:
+    texts = [tmp_path / folder / "x.txt" for folder in ("a", "b")]
+    for chosen, code in ((texts, "bench.same_names"), (texts[:1], "bench.missing_text")):
+        with pytest.raises(UsageError) as refused:
+            run_bench("tokenizer", texts=chosen)
+        assert refused.value.code == code
+        assert "x" in refused.value.message
+        assert refused.value.hint

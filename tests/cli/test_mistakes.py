@@ -35,7 +35,7 @@ def test_faults_01_to_11_mistakes_in_a_recipe_reach_the_terminal_as_one_line(
         Path("wrong.toml").write_bytes(content)
     else:
         Path("wrong.toml").mkdir()
-    for command in ("train", "run", "verify --resume", "verify resume", "bench model", "profile kineto"):
+    for command in ("train", "run", "verify --resume", "verify resume", "bench ddp", "profile kineto"):
         refusal = terminal.refuses(f"{command} wrong.toml", code=code)
         assert "wrong.toml" in refusal.error or (fault == 8 and "[" in refusal.error)
         assert [path.name for path in tmp_path.iterdir()] == ["wrong.toml"]

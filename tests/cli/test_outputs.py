@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from lmkit.bench.harness import BenchStored
 from lmkit.cli.data import Encoded, Synthesised, TokenFileFacts
 from lmkit.cli.env import EnvironmentFacts
 from lmkit.cli.pipeline import RunSummary
 from lmkit.cli.recipe import RecipeCopied, RecipeIsValid
 from lmkit.cli.tokenizer import TokenizerWritten, facts_text
-from lmkit.commands.bench import BenchStored
 from lmkit.measure.tables import TERMINAL_WIDTH
 from lmkit.tokenizer.tokenizer import TokenizerFacts
 from lmkit.training.evaluation import EvaluateResult

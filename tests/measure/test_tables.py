@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from lmkit.bench.report import BenchResult
-from lmkit.measure.tables import Column, csv_text, json_lines, markdown_table, row_files, terminal_table
+from lmkit.measure.tables import Column, csv_text, json_lines, markdown_table, terminal_table
 
 ROWS = [
     {"kernel": "flash_triton", "ms": 1.23456, "tokens": 16384, "status": "ok", "samples_ms": [1.2, 1.3]},
@@ -87,26 +86,3 @@ def test_csv_keeps_full_precision_and_drops_samples():
 def test_json_lines_are_strict():
     text = json_lines([{"a": float("nan"), "b": [float("inf"), 1.5], "c": {"d": float("-inf")}}])
     assert json.loads(text, parse_constant=pytest.fail) == {"a": None, "b": [None, 1.5], "c": {"d": None}}
-
-
-def test_result_shows_table_and_notes_and_names_its_files():
-    result = BenchResult(
-        "x", ROWS, COLUMNS, row_files("x_results", ROWS), {}, notes=("share of 700 TFLOP/s",)
-    )
-    assert result.table().endswith("share of 700 TFLOP/s\n")
-    assert set(result.files) == {"x_results.csv", "x_results.jsonl"}
-
-
-def test_the_terminal_says_why_rows_have_no_measurement():
-    why = [
-        {"kernel": f"k{n}", "ms": None, "status": "unsupported", "detail": f"k{n}: not here"}
-        for n in range(5)
-    ]
-    result = BenchResult("x", [*ROWS, *why, *why], COLUMNS, {}, {}, notes=("a note",))
-    assert result.table().endswith(
-        "unsupported: k0: not here\nunsupported: k1: not here\nunsupported: k2: not here\n"
-        "and 2 more of these: see the report\na note\n"
-    )
-    assert result.measured
-    assert BenchResult("x", ROWS, COLUMNS, {}, {}, shown=[]).measured
-    assert not BenchResult("x", ROWS, COLUMNS, {}, {}, shown=why).measured

@@ -1,10 +1,12 @@
 import random
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from lmkit.measure.timing import WallClock, cache_flusher, time_variants
+from lmkit.measure import timing
+from lmkit.measure.timing import SteadyStateClock, WallClock, cache_flusher, time_variants
 
 
 class FakeMachine:
@@ -218,3 +220,37 @@ def test_real_clock_on_a_real_machine():
 
 def test_cpu_flush_touches_more_than_a_cache():
     assert cache_flusher("cpu")().numel() >= 32 * 2**20
+
+
+def test_the_clock_leaves_out_the_first_steps(monkeypatch):
+    """Half as many steps of lead-in, then three timed ones; preparations come before all of them."""
+    calls: list[str] = []
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: calls.append("clock") or len(calls))
+    clock = SteadyStateClock(torch.device("cpu"), 3)
+    sample = clock.sample_ms(lambda: calls.append("step"), 2, before=[lambda: calls.append("prepare")])
+    assert calls == ["prepare", "step", "step", "clock", "step", "step", "step", "clock"]
+    assert sample == 2 * 4e3 / 3, (
+        "seconds are counted in events here: 4 of them in three steps, times two calls"
+    )
+
+
+def test_the_clock_tells_how_far_the_host_was_ahead(monkeypatch):
+    """The host hands over a step in 1 s, the GPU takes 3 for it: after 2 + 3 of them the host has 10 s to wait."""
+    now, done = 0.0, 0.0
+
+    def step() -> None:
+        nonlocal now, done
+        now += 1.0
+        done = max(done, now - 1.0) + 3.0
+
+    def synchronize(device: torch.device) -> None:
+        nonlocal now
+        now = max(now, done)
+
+    event = SimpleNamespace(record=lambda: None, elapsed_time=lambda end: 9e3)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    clock = SteadyStateClock(torch.device("cuda"), 3)
+    assert clock.sample_ms(step, 1, before=[]) == 3e3
+    assert clock.ahead_ms == [10e3]

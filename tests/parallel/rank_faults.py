@@ -57,25 +57,20 @@ def train_until_fault(fault: str, strategy: str) -> str:
 
 def lose_a_rank_in_a_bench(name: str) -> None:
     """Rank 1 is killed where a bench's own work would be; rank 0 waits for it in a collective."""
-    from lmkit.bench import all_reduce, ddp, optimizer  # heavy: no other fault needs them
-    from lmkit.commands import bench
+    from lmkit.bench import harness  # heavy: no other fault needs it
     from lmkit.recipe.load import load_recipe
+    from lmkit.registry import BENCHES
 
     recipe = load_recipe("bench_ddp_cpu", [f"parallel.timeout_s={PATIENT_S}"])
 
-    def work(*_: object, **__: object) -> None:
+    def work(context: object) -> None:
         if dist.get_rank() == 1:
             happen("kill")
         dist.barrier()
 
     with pytest.MonkeyPatch.context() as patch:
-        for module, rows in (
-            (ddp, "ddp_rows"),
-            (all_reduce, "all_reduce_rows"),
-            (optimizer, "optimizer_rows"),
-        ):
-            patch.setattr(module, rows, work)
-        getattr(bench, f"_{name}_rank")(None, recipe, lambda *_: None)
+        patch.setattr(BENCHES, "load", lambda name: work)
+        harness._on_rank(name, recipe, harness.Journal(Path("none")), lambda *_: None)
 
 
 def lose_a_rank_before_the_first_step() -> None:

@@ -1,8 +1,8 @@
-"""One tokenizer doing one job once, in a process of its own: `python -m lmkit.bench.tokenizer_contenders JOB`.
+"""Do one job with one tokenizer, once, in a process of its own: `python -m lmkit.bench.tokenizer_jobs JOB`.
 
-JOB is a `Job` as JSON; the result is one JSON object on stdout. What is timed is the job alone: text file to merges,
-or text file to file of ids; not starting Python, importing, or loading a tokenizer. Every contender gets the text in
-the way that suits it best.
+JOB is a `Job` as JSON; the result is one JSON object on stdout. Only the job is timed: text file to merges, or text
+file to a file of ids; not starting Python, importing, or loading a tokenizer. Every tokenizer gets the text in the
+way that suits it best. This file imports little: the memory of the process is part of the result.
 """
 
 from __future__ import annotations
@@ -23,36 +23,50 @@ from typing import Any
 import numpy as np
 from numpy.lib import format as npy
 
-from lmkit.tokenizer import END_OF_TEXT, Tokenizer, train_tokenizer
+from lmkit.tokenizer import END_OF_TEXT, PATTERN, Tokenizer, train_tokenizer
 from lmkit.tokenizer.chunks import exact_chunks
-from lmkit.tokenizer.pretokenize import PATTERN, SpecialTokens
+from lmkit.tokenizer.pretokenize import SpecialTokens
+
+IDS_AT_ONCE = 1 << 20
+Timed = Callable[[], Any]
+"""What is timed; everything that it needs is ready."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to do: `task` is "train" or "encode"; encoding needs the `tokenizer`, and writes ids to `output`."""
+    """What to do.
+
+    Attributes:
+        task: "train" or "encode".
+        variant: a tokenizer of `VARIANTS`.
+        tokenizer: file of the tokenizer to encode with.
+        output: file for the ids.
+    """
 
     task: str
-    contender: str
+    variant: str
     text: str
     workers: int
     vocab_size: int = 0
     tokenizer: str = ""
     output: str = ""
 
-
-_IDS_AT_ONCE = 1 << 20
-
-Timed = Callable[[], Any]
-"""What is timed; everything it needs is ready."""
+    def as_argument(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
 
 
-def _documents(path: str) -> list[str]:
-    """The texts between the end-of-text tokens, line ends untouched."""
-    return Path(path).read_bytes().decode().split(END_OF_TEXT)
+def closed_text(path: str) -> bytes:
+    """Return a text with the end of its last document, which `lmkit data encode` adds if it is missing."""
+    data, end = Path(path).read_bytes(), END_OF_TEXT.encode()
+    return data if not data or data.rstrip().endswith(end) else data + end
 
 
-# ---- training
+def _documents(data: bytes) -> list[str]:
+    """Return the texts between the end-of-text tokens, line ends untouched."""
+    return data.decode().split(END_OF_TEXT)
+
+
+# Training
 
 
 def train_ours(job: Job) -> Timed:
@@ -82,13 +96,13 @@ def train_rustbpe(job: Job) -> Timed:
     rustbpe = importlib.import_module("rustbpe")  # by name: it has no types, and is rarely installed
 
     def train() -> None:
-        documents = iter(_documents(job.text))  # it knows no special tokens
+        documents = iter(_documents(Path(job.text).read_bytes()))  # it knows no special tokens
         rustbpe.Tokenizer().train_from_iterator(documents, job.vocab_size - 1, pattern=PATTERN)
 
     return train
 
 
-# ---- encoding
+# Encoding
 
 
 def encode_ours(job: Job) -> Timed:
@@ -108,7 +122,7 @@ def encode_huggingface(job: Job) -> Timed:
 
     def encode() -> None:
         ids: list[int] = []
-        for i, document in enumerate(tokenizer.encode_batch_fast(_documents(job.text))):
+        for i, document in enumerate(tokenizer.encode_batch_fast(_documents(closed_text(job.text)))):
             ids += [end, *document.ids] if i else document.ids
         np.array(ids, np.uint32).tofile(job.output)
 
@@ -116,17 +130,17 @@ def encode_huggingface(job: Job) -> Timed:
 
 
 def encode_tiktoken(job: Job) -> Timed:
-    """tiktoken encodes a text with one thread, and two threads are slower than one: more workers are processes."""
+    """Encode with tiktoken. Two threads are slower than one, so more workers are processes."""
     if job.workers == 1:
-        encoding = _tiktoken(job.tokenizer)
-        return lambda: _encode_part(encoding, Path(job.text).read_bytes(), job.output)
+        encoding = tiktoken_encoding(Tokenizer.load(job.tokenizer))
+        return lambda: _encode_part(encoding, closed_text(job.text), job.output)
     context = multiprocessing.get_context("spawn")
     begin = context.Barrier(job.workers + 1)
     parts = [(job, number, begin) for number in range(job.workers)]
     processes = [context.Process(target=_encode_in_process, args=part) for part in parts]
     for process in processes:
         process.start()
-    begin.wait()  # everybody has loaded
+    begin.wait()  # all have loaded
 
     def encode() -> None:
         begin.wait()
@@ -137,11 +151,11 @@ def encode_tiktoken(job: Job) -> Timed:
 
 
 def _encode_in_process(job: Job, number: int, begin: Any) -> None:
-    encoding = _tiktoken(job.tokenizer)
+    encoding = tiktoken_encoding(Tokenizer.load(job.tokenizer))
     begin.wait()
     begin.wait()
-    data = Path(job.text).read_bytes()
-    edges = [data.find(b"\n", len(data) * i // job.workers) for i in range(1, job.workers)]
+    data = closed_text(job.text)
+    edges = [max(0, data.find(b"\n", len(data) * i // job.workers)) for i in range(1, job.workers)]
     first, end = [0, *edges][number], [*edges, len(data)][number]
     _encode_part(encoding, data[first:end], f"{job.output}.{number}")
 
@@ -153,16 +167,18 @@ def _encode_part(encoding: Any, data: bytes, output: str) -> None:
             encoding.encode_to_numpy(chunk.data.decode(), allowed_special={END_OF_TEXT}).tofile(file)
 
 
-def _tiktoken(path: str) -> Any:
+def tiktoken_encoding(tokenizer: Tokenizer) -> Any:
+    """Return tiktoken's form of a tokenizer."""
     import tiktoken
 
-    ours = Tokenizer.load(path)
-    special = set(ours.special_ids.values())
-    ranks = {token: token_id for token_id, token in ours.vocab.items() if token_id not in special}
-    return tiktoken.Encoding("bench", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=ours.special_ids)
+    special = set(tokenizer.special_ids.values())
+    ranks = {token: token_id for token_id, token in tokenizer.vocab.items() if token_id not in special}
+    return tiktoken.Encoding(
+        "bench", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=tokenizer.special_ids
+    )
 
 
-CONTENDERS: dict[tuple[str, str], Callable[[Job], Timed]] = {
+VARIANTS: dict[tuple[str, str], Callable[[Job], Timed]] = {
     ("train", "lmkit"): train_ours,
     ("train", "tokenizers"): train_huggingface,
     ("train", "rustbpe"): train_rustbpe,
@@ -174,9 +190,9 @@ CONTENDERS: dict[tuple[str, str], Callable[[Job], Timed]] = {
 
 def run(job: Job) -> dict[str, Any]:
     """Do the job; return seconds, CPU seconds of all threads and processes, and a hash of the ids."""
-    work = CONTENDERS[job.task, job.contender](job)
+    work = VARIANTS[job.task, job.variant](job)
     for output in _outputs(job):
-        output.unlink(missing_ok=True)  # nobody is to pay for replacing what was written before
+        output.unlink(missing_ok=True)  # replacing an older file would take time
     cpu = _cpu_seconds()
     start = time.perf_counter()
     work()
@@ -190,33 +206,29 @@ def _cpu_seconds() -> float:
 
 
 def _hash_of_ids(job: Job) -> str:
-    """The same for the same ids, whoever wrote them and in however many parts; "" for training."""
+    """Return the same for the same ids, whoever wrote them and in however many parts; "" for training."""
     if job.task == "train":
         return ""
     digest = hashlib.sha256()
     for part in _outputs(job):
-        # Neither whole nor mapped: memory is watched to the end of the process.
+        # Read in pieces: memory is watched to the end of the process.
         with open(part, "rb") as file:
             dtype = np.dtype("<u4")
             if part.suffix == ".npy":
                 npy.read_magic(file)
                 _, _, dtype = npy.read_array_header_1_0(file)
-            while ids := file.read(_IDS_AT_ONCE * dtype.itemsize):
+            while ids := file.read(IDS_AT_ONCE * dtype.itemsize):
                 digest.update(np.frombuffer(ids, dtype).astype("<u4").tobytes())
     return digest.hexdigest()
 
 
 def _outputs(job: Job) -> list[Path]:
-    """The files of ids, in the order of the text."""
+    """Return the files of ids, in the order of the text."""
     if job.task == "train":
         return []
-    if job.contender == "tiktoken" and job.workers > 1:
+    if job.variant == "tiktoken" and job.workers > 1:
         return [Path(f"{job.output}.{i}") for i in range(job.workers)]
     return [Path(job.output)]
-
-
-def as_argument(job: Job) -> str:
-    return json.dumps(dataclasses.asdict(job))
 
 
 if __name__ == "__main__":

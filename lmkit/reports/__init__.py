@@ -1,1 +1,0 @@
-"""The write-ups of `lmkit report`, made from stored rows alone."""

@@ -1,0 +1,54 @@
+"""Benches in this process, on one thread of the CPU, beside known limits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lmkit.bench import harness
+from lmkit.bench.harness import Context, Journal, result_files
+from lmkit.bench.report import terminal_text
+from lmkit.measure.limits import Limits
+from lmkit.parallel.ranks import Ranks
+from lmkit.recipe.load import validate
+from lmkit.registry import BENCHES
+
+LIMITS = Limits("a test", {"fp32": 1e12, "bf16": 2e12, "tf32": 1e12}, 1e10)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny tensors gain nothing from threads, and on a busy machine threads wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def run_bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
+    """Run a bench with keys of its table: rows, files, the terminal's table, reported progress."""
+    monkeypatch.setattr(harness, "measure_limits", lambda device, dtypes: LIMITS)
+
+    def run(name: str, journal: Journal | None = None, **keys: Any) -> Any:
+        # As TOML has it: tuples are arrays, paths are strings.
+        recipe = validate(json.loads(json.dumps({"bench": {name: keys}}, default=str)), origin="test")
+        reports: list[tuple[str, int, int]] = []
+        context = Context(
+            recipe,
+            recipe.bench.table(name),
+            Ranks(),
+            lambda *report: reports.append(report),
+            journal or Journal(tmp_path / "rows.partial"),
+        )
+        rows = BENCHES.load(name)(context)
+        summary, files = result_files(name, rows, context.environment)
+        return SimpleNamespace(rows=rows, files=files, table=terminal_text(summary), reports=reports)
+
+    return run

@@ -1,0 +1,280 @@
+"""The harness: folders, journals, ranks, restarts, and benches from outside."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lmkit.bench import harness
+from lmkit.bench.harness import (
+    Context,
+    Interrupted,
+    Journal,
+    RankOutOfMemory,
+    check_place,
+    out_of_memory_is_a_row,
+    run_bench,
+    time_what_fits,
+    without_garbage_collection,
+)
+from lmkit.cli.app import run_command_line
+from lmkit.errors import LmkitError, UsageError
+from lmkit.recipe.load import load_recipe
+from lmkit.recipe.tables import PositiveInt, Table
+from lmkit.registry import BENCHES
+from lmkit.storage import FolderLock
+
+FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+WORK: list[Any] = []
+"""What the bench of this file does."""
+
+
+class Options(Table):
+    """`[bench.planted]`."""
+
+    number: PositiveInt = 3
+    """Rows to make."""
+
+
+@pytest.fixture
+def planted(tmp_path: Path):
+    """A bench that calls what is in `WORK`."""
+
+    @BENCHES.register("planted", help="Does what a test says.", row_keys=("planted",))
+    def bench(context: Context) -> list[dict[str, Any]]:
+        for work in WORK:
+            work(context)
+        return [{"planted": number, "ms": 1.5} for number in range(context.options.number)]
+
+    yield lambda *overrides: run_bench(
+        "planted",
+        load_recipe(None, ["run.device=cpu", *overrides]),
+        tmp_path,
+        progress=lambda *report: reported.append(report),
+    )
+    reported.clear()
+    WORK.clear()
+    BENCHES.unregister("planted")
+
+
+reported: list[Any] = []
+
+
+def test_a_bench_from_outside_has_a_table_flags_files_and_a_report(planted, tmp_path, capsys):
+    output = ["--output", str(tmp_path / "out"), "--set", "run.device=cpu"]
+    assert run_command_line(["bench", "planted", "--number", "2", *output]) == 0
+    names = [
+        "planted_results.jsonl",
+        "planted_results.csv",
+        "planted_report.md",
+        "environment.json",
+        "recipe.toml",
+    ]
+    assert sorted(os.listdir(tmp_path / "out")) == sorted([*names, *_locks(tmp_path / "out")])
+    assert "Rows to make." in _printed(["bench", "planted", "--help"], capsys)
+    assert "Does what a test says." in _printed(["bench", "--help"], capsys)
+    printed = _printed(["bench", "planted", "--number=4", *output, "--force"], capsys)
+    assert [line.split()[0] for line in printed.splitlines()[2:6]] == ["0", "1", "2", "3"]
+    assert run_command_line(["bench", "planted", "--number", "0", *output]) == 2
+    assert "bench.planted.number" in capsys.readouterr().err
+
+
+def _locks(folder: Path) -> list[str]:
+    return [name for name in os.listdir(folder) if name.startswith(".")]
+
+
+def _printed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    assert run_command_line(arguments) == 0
+    return capsys.readouterr().out
+
+
+def test_the_recipe_sets_threads_and_they_are_put_back(planted):
+    seen = []
+    WORK.append(lambda context: seen.append(torch.get_num_threads()))
+    before = torch.get_num_threads()
+    planted("run.threads=3")
+    assert seen == [3]
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_an_interrupted_bench_says_where_its_rows_are(planted, tmp_path, kept):
+    (tmp_path / harness.JOURNAL).write_text('{"of": "a run that was killed before"}')
+
+    def interrupted(context: Context) -> None:
+        context.keep([{"planted": 0}] if kept else [])
+        raise KeyboardInterrupt
+
+    WORK.append(interrupted)
+    with pytest.raises(Interrupted) as stop:
+        planted()
+    assert (harness.JOURNAL in str(stop.value)) == kept
+    assert len(Journal(tmp_path / harness.JOURNAL).rows()) == kept
+
+
+def test_of_several_ranks_under_torchrun_the_first_holds_the_folder(planted, tmp_path, monkeypatch):
+    (tmp_path / harness.JOURNAL).write_text('{"of": "the first rank, which is at work"}')
+    monkeypatch.setattr(harness, "_measure", lambda *arguments: None)
+    monkeypatch.setenv("RANK", "1")
+    with FolderLock(tmp_path):
+        assert planted() is None
+    assert (tmp_path / harness.JOURNAL).exists()
+
+
+def test_two_benches_in_one_folder_the_second_is_refused_until_the_first_has_stored_its_files(
+    planted, tmp_path, monkeypatch
+):
+    refused = []
+
+    def begin_another(*_: object) -> None:
+        with pytest.raises(LmkitError) as error:
+            run_bench("planted", load_recipe(None), tmp_path, progress=lambda *_: None)
+        refused.append(str(tmp_path) in error.value.message)
+
+    WORK.append(begin_another)
+    monkeypatch.setattr(harness, "write_atomic", begin_another)
+    planted()
+    assert refused == [True] * 6  # while it measured, and at each of five files
+
+
+def test_results_are_replaced_only_by_force_and_a_folder_is_tried_before_measuring(tmp_path):
+    recipe = load_recipe(None)
+    (tmp_path / "recipe.toml").touch()
+    (tmp_path / "file").touch()
+    check_place(recipe, tmp_path, force=True)
+    check_place(recipe, tmp_path / "new", force=False)
+    for folder, force, code in (
+        (tmp_path, False, "bench.output_exists"),
+        (tmp_path / "file" / "below", True, "output.unwritable"),
+    ):
+        with pytest.raises(UsageError) as refused:
+            check_place(recipe, folder, force=force)
+        assert refused.value.code == code
+        assert str(folder) in refused.value.message
+
+
+def test_ranks_start_again_while_a_restart_can_learn_something(monkeypatch, tmp_path):
+    journal = Journal(tmp_path / "rows")
+    starts = []
+
+    def spawn(nproc: int, target: object, arguments: object) -> str:
+        starts.append(nproc)
+        if len(starts) < 3:
+            journal.add([{"start": len(starts)}])
+            raise RankOutOfMemory("bench.rank_out_of_memory", "full")
+        return "measured"
+
+    monkeypatch.setattr("lmkit.parallel.launch.spawn_ranks", spawn)
+    arguments: Any = ("planted", load_recipe(None), journal, lambda *_: None, 2)
+    assert harness._measure(*arguments) == "measured"
+    assert starts == [2, 2, 2]
+    monkeypatch.setattr(Journal, "add", lambda self, rows: None)
+    starts.clear()
+    with pytest.raises(RankOutOfMemory):
+        harness._measure(*arguments)
+    assert starts == [2]
+
+
+@pytest.mark.parametrize("name", ["ddp", "all_reduce", "optimizer"])
+def test_benches_of_ranks_need_several(name, tmp_path):
+    with pytest.raises(UsageError) as refused:
+        run_bench(name, load_recipe("bench_ddp_cpu"), tmp_path, progress=lambda *_: None)
+    assert refused.value.code == "bench.needs_ranks"
+    assert "--nproc 2" in refused.value.hint
+
+
+@pytest.mark.parametrize(("name", "of"), [("all_reduce", "bench_ddp_cpu"), ("lm_matrix", "lm_matrix_cpu")])
+def test_nccl_between_cpus_is_refused(tmp_path, name, of):
+    recipe = load_recipe(of, ["parallel.backend=nccl"])
+    with pytest.raises(UsageError) as refused:
+        run_bench(name, recipe, tmp_path, progress=lambda *_: None)
+    assert "parallel.backend" in refused.value.message
+
+
+def test_what_the_first_rank_reports_is_shown_by_the_process_that_started_it(tmp_path):
+    reports = []
+    sizes = ["bench.all_reduce.sizes_mb=[0.01, 0.02]", "bench.all_reduce.dtypes=['fp32']"]
+    recipe = load_recipe("bench_ddp_cpu", [*sizes, "bench.all_reduce.repeats=1"])
+    result = run_bench(
+        "all_reduce", recipe, tmp_path, nproc=2, progress=lambda *report: reports.append(report)
+    )
+    assert reports == [("all-reduce", 0, 2), ("all-reduce", 1, 2)]
+    assert result is not None
+    assert len(result.rows) == 6
+    assert not (tmp_path / harness.JOURNAL).exists()
+
+
+def test_a_training_recipe_without_bench_tables_is_enough():
+    recipe = load_recipe("quickstart")
+    for name in BENCHES.names:
+        assert recipe.bench.table(name) == BENCHES.options(name)()
+
+
+@pytest.mark.parametrize(("kernels", "code"), [("flash_triton:hopper", 1), ("sdpa", 0)])
+def test_a_bench_that_could_measure_nothing_fails_and_says_why(tmp_path, capsys, kernels, code):
+    tiny = ["--tiers", "16", "--iters", "1", "--no-backward", "--set", "bench.attention.grid_lengths=[]"]
+    arguments = ["bench", "attention", "bench_attention_cpu", *tiny, "--kernels", kernels]
+    assert run_command_line([*arguments, "--output", str(tmp_path / "out")]) == code
+    printed = capsys.readouterr().out
+    assert ("nothing in this table could be measured" in printed) == (code == 1)
+    assert ("unsupported: " in printed) == (code == 1)
+    assert "What was found\n\n- " in (tmp_path / "out" / "attention_sweep_report.md").read_text()
+
+
+def test_out_of_memory_is_a_row():
+    row: dict[str, Any] = {"status": "ok"}
+    with out_of_memory_is_a_row(row, "cpu"):
+        raise FULL
+    assert row == {"status": "out of memory", "detail": "CUDA out of memory"}
+
+
+def test_other_errors_are_no_rows():
+    def fail() -> None:
+        with out_of_memory_is_a_row({}, "cpu"):
+            raise RuntimeError("the device is lost")
+
+    with pytest.raises(RuntimeError, match="lost"):
+        fail()
+
+
+def test_variants_that_do_not_fit_together_give_way_from_the_largest():
+    rows = {name: {"status": "ok", "peak_gb": peak} for name, peak in {"a": 1.0, "b": 3.0, "c": 2.0}.items()}
+    timed = []
+
+    def time_together(left: dict[str, Any]) -> dict[str, str]:
+        timed.append(list(left))
+        if len(left) > 1:
+            raise FULL
+        return dict.fromkeys(left, "timed")
+
+    assert time_what_fits(dict.fromkeys(rows, lambda: None), rows, "cpu", time_together) == {"a": "timed"}
+    assert timed == [["a", "b", "c"], ["a", "c"], ["a"]]
+    assert [rows[name]["detail"].partition(":")[0] for name in "bc"] == [
+        "in turns with 2 others",
+        "in turns with 1 others",
+    ]
+
+
+@pytest.mark.parametrize("was_on", [True, False])
+def test_the_collector_is_as_it_was_after_an_error(was_on):
+    states = []
+
+    def fail() -> None:
+        with without_garbage_collection():
+            states.append(gc.isenabled())
+            raise ZeroDivisionError
+
+    (gc.enable if was_on else gc.disable)()
+    try:
+        with pytest.raises(ZeroDivisionError):
+            fail()
+        states.append(gc.isenabled())
+    finally:
+        gc.enable()
+    assert states == [False, was_on]
