@@ -96,9 +96,11 @@ class Averager:
         NCCL joins them in one kernel that reads and writes them in place; gloo copies them into one buffer and back,
         and has no such call for CUDA tensors, which are then reduced one by one.
         """
-        self._traffic.count_all_reduce(sum(tensor.nbytes for tensor in tensors), self._ranks.world_size)
+        one_by_one = len(tensors) == 1 or (tensors[0].device.type == "cuda" and not self._has_nccl)
+        num_bytes, calls = sum(tensor.nbytes for tensor in tensors), len(tensors) if one_by_one else 1
+        self._traffic.count_all_reduce(num_bytes, self._ranks.world_size, calls)
         op, divide_by = self._mean_of(tensors[0])
-        if len(tensors) == 1 or (tensors[0].device.type == "cuda" and not self._has_nccl):
+        if one_by_one:
             works = [dist.all_reduce(tensor, op=op, async_op=True) for tensor in tensors]
             return PendingMean(works, tensors, divide_by)
         # torch.distributed offers a deprecated function for this, and a context manager whose overhead on the host

@@ -36,6 +36,14 @@ def test_all_checks_ran_and_passed(rank_checks):
     assert set(outcome) == set(rank_checks.CHECKS)
 
 
+def test_the_modules_of_the_api_work_over_gloo_with_cuda_tensors(rank_checks):
+    """Two ranks on one GPU, as in courses."""
+    names = [name for name in rank_checks.CHECKS if name.startswith(("data parallel", "sharded optimizer"))]
+    outcome = spawn_ranks(2, rank_checks.run_all, (names, "cuda:0", "gloo"))
+    assert not [text for texts in outcome.values() for text in texts if text]
+    assert len(outcome) == len(names) > 15
+
+
 def test_memory_that_was_shared_comes_back(rank_checks):
     """Also where weights outlive the object that shared them."""
     target = importlib.import_module("rank_zero1_checks").memory_that_peers_leave

@@ -51,12 +51,12 @@ from lmkit.parallel.ranks import Ranks, process_group, release_collectives
 from lmkit.recipe.tables import ParallelConfig
 
 
-def run_all(names: list[str], device: str = "cpu") -> dict[str, list[str]]:
+def run_all(names: list[str], device: str = "cpu", backend: str | None = None) -> dict[str, list[str]]:
     """Run the named checks; name -> what failed, per rank ("" where nothing did)."""
     torch.set_num_threads(1)
     gc.freeze()  # what was imported: collecting it again costs each check a tenth of a second
     outcome: dict[str, list[str]] = {}
-    with process_group(device, timeout_s=240) as ranks:
+    with process_group(device, backend=backend, timeout_s=240) as ranks:
         for name in names:
             try:
                 CHECKS[name](ranks)

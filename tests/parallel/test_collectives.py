@@ -1,0 +1,43 @@
+"""Averaging where the backend lacks something, and the count of what is moved. No ranks needed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from lmkit.parallel import collectives
+from lmkit.parallel.collectives import Averager, Traffic
+from lmkit.parallel.ranks import Ranks
+
+
+def test_gloo_reduces_cuda_tensors_one_by_one(monkeypatch):
+    """It has no grouped call for them. (On GPUs: tests/gpu.)"""
+    reduced, waited = [], []
+
+    def all_reduce(tensor, op, async_op):
+        reduced.append((tensor.name, op, async_op))
+        return SimpleNamespace(wait=lambda: waited.append(tensor.name))
+
+    monkeypatch.setattr(collectives.dist, "get_backend_config", lambda: "cpu:gloo,cuda:gloo")
+    monkeypatch.setattr(collectives.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(collectives.torch, "_foreach_div_", lambda tensors, by: waited.append(by))
+    tensors = [SimpleNamespace(name=n, nbytes=8, device=SimpleNamespace(type="cuda")) for n in "ab"]
+    traffic = Traffic()
+    pending = Averager(Ranks(world_size=2), traffic).all_reduce(tensors)
+    assert reduced == [(name, collectives.dist.ReduceOp.SUM, True) for name in "ab"]
+    assert waited == []
+    assert pending.wait() == tensors
+    assert waited == ["a", "b", 2]
+    assert (traffic.calls, traffic.payload_bytes) == (2, 16)
+
+
+def test_link_bytes_are_those_of_a_ring():
+    traffic = Traffic()
+    traffic.count_all_reduce(400, world_size=4, calls=2)
+    traffic.count_scatter_or_gather(400, world_size=4)
+    traffic.count_broadcast(400, world_size=4)
+    assert (traffic.calls, traffic.payload_bytes) == (4, 1200)
+    assert traffic.link_bytes == pytest.approx(600 + 300 + 300)
+    traffic.reset()
+    assert traffic == Traffic()
