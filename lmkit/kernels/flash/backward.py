@@ -5,9 +5,8 @@ With P = exp(S - lse) (FlashAttention-2, Dao 2023, algorithm 2):
     dV = P^T dO      dP = dO V^T      dS = P * (dP - delta)      dQ = dS K * scale      dK = dS^T Q * scale
 
 `backward_dq` sums dQ over the keys, `backward_dkdv` sums dK and dV over the queries. Each sum is made by one CTA in
-a
-fixed order: no atomics, the same bits every time. The price is computing S and dP twice: seven products instead of
-five. The plain formula is `lmkit.kernels.flash.reference.attention_backward`.
+a fixed order: no atomics, the same bits every time. The price is computing S and dP twice: seven products instead
+of five. The plain formula is `lmkit.kernels.flash.reference.attention_backward`.
 """
 
 import torch

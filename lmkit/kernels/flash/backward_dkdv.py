@@ -1,9 +1,8 @@
 """Compute dK and dV, the gradients of keys and values, in portable Triton (FlashAttention-2); see `backward`.
 
 One CTA owns a tile of keys of one key head and walks over the tiles of queries that see it, of all query heads of
-the
-group one after the other: no two CTAs write to the same place. Under a causal mask it begins at the diagonal, with
-the query tiles that the diagonal cuts, and goes on with those that see all of its keys. It works on transposed
+the group one after the other: no two CTAs write to the same place. Under a causal mask it begins at the diagonal,
+with the query tiles that the diagonal cuts, and goes on with those that see all of its keys. It works on transposed
 scores, so that P^T and dS^T feed the next products from registers:
 
     P^T = exp(K Q^T * scale - lse)        dP^T = V dO^T        dS^T = P^T * (dP^T - delta)

@@ -14,9 +14,8 @@ chip computes 2^x in one instruction.
 
 acc, largest and total stay in registers, in float32. K and V stream through shared memory, where Triton keeps
 `stages` tiles of each in flight and places the barriers. Shared memory holds these tiles, and q unless it is read
-from
-registers: at head_dim 128 in bfloat16, tiles of 64 keys and three stages take 2 * 3 * 64 * 128 * 2 bytes = 96 KiB,
-so two CTAs share an SM of a Hopper GPU (227 KiB).
+from registers: at head_dim 128 in bfloat16, tiles of 64 keys and three stages take 2 * 3 * 64 * 128 * 2 bytes = 96
+KiB, so two CTAs share an SM of a Hopper GPU (227 KiB).
 
 The plain formula is `lmkit.kernels.flash.reference.attention_forward`.
 """

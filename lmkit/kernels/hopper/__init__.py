@@ -10,7 +10,7 @@ with zeros.
 
 | file | content |
 |-|-|
-| `forward` | the forward kernel and its launch |
+| `forward`, `forward_kernel` | the launch; the kernel |
 | `backward` | which kernels a backward pass runs, their launches, the small kernels before and after |
 | `backward_dq` | dQ alone (deterministic, and all of D = 256) |
 | `backward_dqdkdv_d64` | dQ, dK and dV together: D = 64, and long unmasked D = 128 |
@@ -20,9 +20,9 @@ with zeros.
 | `wgmma`, `fragments` | products; work on their accumulators in registers |
 | `support` | which calls these kernels take |
 
-Read `forward` first. The words: a CTA is a block of threads on one SM (streaming multiprocessor); a warp group is
-four warps, which issue a wgmma (a matrix product on the tensor cores) together; a partition is a set of warps with
-code of its own; TMA is the unit that copies boxes between global and shared memory.
+Read `forward_kernel` first. The words: a CTA is a block of threads on one SM (streaming multiprocessor); a warp
+group is four warps, which issue a wgmma (a matrix product on the tensor cores) together; a partition is a set of
+warps with code of its own; TMA is the unit that copies boxes between global and shared memory.
 """
 
 from typing import TYPE_CHECKING

@@ -12,8 +12,7 @@ it and goes on; the other waits for it half a step later, behind S of its next s
 half a step, and one's exponentials meet the other's products.
 
 Timeline of a step of a consumer; the other one is half a step behind, and its exponentials meet these products.
-Every
-product is an asynchronous wgmma:
+Every product is an asynchronous wgmma:
 
     producer     | TMA Q(j+1), lse, into a free slot          | TMA dO(j+1), delta                |
     consumer     | wait S(j)            | P(j) = exp          | wait dP(j)  | dS(j), announce it  |
