@@ -1,6 +1,7 @@
 """Every PyTorch kernel of the registry against the float64 oracle: values and gradients; the public `attention`."""
 
 import math
+import os
 
 import pytest
 import torch
@@ -193,12 +194,9 @@ def test_flash_torch_never_holds_the_scores(random_inputs):
 def test_shapes_that_do_not_fit_are_refused(kernel, q, k, v):
     with pytest.raises(ValueError, match=r"\(2, 4, 5\)|differ|multiple|must be"):
         kernel(torch.randn(q), torch.randn(k), torch.randn(v), causal=True)
-
-
-def test_mixed_dtypes_are_refused_without_autocast(kernel, random_inputs):
-    q, k, v, _ = random_inputs(queries=5)
+    x = torch.randn(1, 1, 5, 8)
     with pytest.raises(ValueError, match="one dtype"):
-        kernel(q, k, v.double(), causal=True)
+        kernel(x, x, x.double(), causal=True)
 
 
 # Masks of one's own
@@ -260,14 +258,10 @@ def test_one_head_needs_no_axis(name, random_inputs):
         assert torch.equal(out, attention(q, k, v, mask=mask[:, None], kernel=name).squeeze(1))
 
 
-def test_auto_takes_sdpa_on_a_cpu(random_inputs):
+def test_auto_takes_the_first_that_supports_the_call(monkeypatch, random_inputs):
     q, k, v, _ = random_inputs(queries=7)
     assert torch.equal(attention(q, k, v, True), sdpa(q, k, v, causal=True))
-
-
-def test_auto_takes_the_first_that_supports_the_call(monkeypatch, random_inputs):
     monkeypatch.setattr(dispatch, "PREFERRED", ("flash_triton", "flash_torch", "sdpa"))
-    q, k, v, _ = random_inputs(queries=7)
     q.requires_grad_()
     assert "FlashAttention" in attention(q, k, v).grad_fn.name()  # flash_triton needs CUDA
     mask = torch.ones(7, 7, dtype=torch.bool)
@@ -275,6 +269,9 @@ def test_auto_takes_the_first_that_supports_the_call(monkeypatch, random_inputs)
 
 
 @pytest.mark.interpreter
+@pytest.mark.skipif(
+    "TRITON_INTERPRET" not in os.environ, reason="needs TRITON_INTERPRET=1 (nox -s interpreter)"
+)
 def test_flash_attention_in_triton_saves_the_same_log_sum_exp(random_inputs):
     from lmkit.attention import FlashAttentionTriton
 
@@ -307,12 +304,9 @@ def test_options_reach_the_kernel(random_inputs):
     assert "cudnn" in caught.value.hint
 
 
-@pytest.mark.parametrize("theirs", ["scaled_dot_prod_attention", "vectorized_torch"])
-def test_spellings_that_recipes_accept_are_found_too(theirs):
-    assert attention_function(theirs) is attention_function(ATTENTION.canonical(theirs))
-
-
-def test_unknown_name_lists_what_exists():
+def test_kernels_are_found_by_name_and_alias():
+    assert attention_function("scaled_dot_prod_attention") is reference
+    assert attention_function("vectorized_torch") is attention_function("vectorized")
     with pytest.raises(UsageError) as caught:
         attention_function("flash_cuda")
     assert caught.value.code == "registry.unknown_name"

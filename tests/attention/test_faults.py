@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,7 +32,6 @@ steps = 2
 batch_size = 2
 """
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
-FLASH_TRITON = ("--set", "model.attention=flash_triton")
 
 
 @pytest.fixture
@@ -60,53 +58,37 @@ def test_fault_80_cuda_without_a_gpu_is_refused(lmkit: Lmkit, recipe: Path, tmp_
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("train", "tiny.toml", "--device", "cuda", "--nproc", "2"),
-        ("generate", "runs/run", "--device", "cuda", "--tokenizer", "none.json"),
-        ("bench", "attention", "bench_attention_cpu", "--set", "run.device=cuda"),
-        ("bench", "model", "bench_model_cpu", "--set", "run.device=cuda"),
-        ("profile", "kineto", "tiny.toml", "--set", "run.device=cuda"),
-    ],
-    ids=lambda command: " ".join(command[:2]),
-)
-def test_fault_80_every_command_refuses_cuda_without_a_gpu(
-    lmkit: Lmkit, recipe: Path, command: tuple
+def test_fault_80_every_command_refuses_cuda_without_a_gpu_and_auto_takes_the_cpu(
+    lmkit: Lmkit, recipe: Path
 ) -> None:
-    assert_refused(lmkit(*command, **NO_GPU), "cuda")
-
-
-@pytest.mark.full
-def test_fault_80_auto_takes_the_cpu(lmkit: Lmkit, recipe: Path) -> None:
+    for command in (
+        "train tiny.toml --device cuda --nproc 2",
+        "generate runs/run --device cuda --tokenizer none.json",
+        "bench attention bench_attention_cpu --set run.device=cuda",
+        "profile kineto tiny.toml --set run.device=cuda",
+    ):
+        assert_refused(lmkit(*command.split(), **NO_GPU), "cuda")
     auto = lmkit("train", recipe, "--device", "auto", "--json", **NO_GPU)
     assert auto.returncode == 0, auto.stderr
     assert json.loads(auto.stdout)["status"] == "finished"
 
 
-NOT_INSTALLED = """raise ModuleNotFoundError("No module named 'triton'", name="triton")"""
+@pytest.fixture
+def without_triton(tmp_path: Path) -> None:
+    # `-m` puts the current folder first
+    (tmp_path / "triton.py").write_text("""raise ModuleNotFoundError("No module", name="triton")""")
 
 
-def test_fault_81_without_triton_the_kernel_says_what_to_install(tmp_path: Path) -> None:
-    (tmp_path / "triton.py").write_text(NOT_INSTALLED)  # found before the installed one
-    code = (
-        "from lmkit.attention import attention_function as f\n"
-        "from lmkit.errors import UsageError\n"
-        "f('flash_torch')\n"
-        "try: f('flash_triton')\n"
-        "except UsageError as error: print(error.code, '|', error.hint)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.startswith("attention.not_installed | pip install triton")
+@pytest.mark.usefixtures("without_triton")
+def test_fault_81_without_triton_flash_triton_is_refused(lmkit: Lmkit, recipe: Path, tmp_path: Path) -> None:
+    refused = lmkit("train", recipe, "--set", "model.attention=flash_triton")
+    assert_refused(refused, "attention.not_installed", "flash_triton", "pip install triton")
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.full
-def test_fault_81_without_triton_all_else_works(lmkit: Lmkit, recipe: Path, tmp_path: Path) -> None:
-    (tmp_path / "triton.py").write_text(NOT_INSTALLED)  # `-m` puts the current folder first
-    assert_refused(lmkit("train", recipe, *FLASH_TRITON), "flash_triton", "pip install triton")
-    assert not (tmp_path / "runs").exists()
+@pytest.mark.usefixtures("without_triton")
+def test_fault_81_without_triton_all_else_works(lmkit: Lmkit, recipe: Path) -> None:
     done = lmkit("train", recipe, "--set", "model.attention=flash_torch")
     assert done.returncode == 0, done.stderr
     facts = lmkit("env")
@@ -128,11 +110,3 @@ def test_fault_83_an_unsupported_head_dim_or_dtype_lists_what_is_supported(
         assert caught.value.code == "attention.unsupported"
         assert wrong in caught.value.message
         assert "head_dim 1 to 256; float32, float16, bfloat16" in caught.value.hint
-
-
-@pytest.mark.full
-def test_fault_83_training_refuses_it_before_it_starts(lmkit: Lmkit, recipe: Path, tmp_path: Path) -> None:
-    pytest.importorskip("triton", reason="Triton exists for Linux only")
-    refused = lmkit("train", recipe, *FLASH_TRITON, "--set", "model.d_model=516")
-    assert_refused(refused, "head_dim 258", "head_dim 1 to 256")
-    assert list(tmp_path.iterdir()) == [recipe]

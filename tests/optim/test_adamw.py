@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lmkit.optim import adamw as adamw_module
-from lmkit.optim.adamw import AdamW, Scalars, Update, decay_groups, sweeps
+from lmkit.optim.adamw import AdamW, Update, decay_groups, sweeps
 from lmkit.recipe.tables import OptimizerConfig
 from lmkit.registry import OPTIMIZERS
 
@@ -160,8 +160,9 @@ def test_a_factor_counts_until_the_gradients_are_dropped() -> None:
         mine.step()
         other.step()
         assert all(torch.equal(param.grad, grad) for param, grad in zip(ours, grads, strict=True))
-        mine.zero_grad()
+        mine.zero_grad(set_to_none=factor is None)
         assert mine.gradient_factor is None
+        assert all(param.grad is None if factor is None else not param.grad.any() for param in ours)
     assert all(torch.equal(param, twin) for param, twin in zip(ours, theirs, strict=True))
 
 
@@ -256,56 +257,42 @@ def test_sweeps_hold_as_much_as_fits_and_at_least_one(monkeypatch: pytest.Monkey
 
 
 def test_what_can_be_updated_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel reads contiguous tensors of at most 32 bits; a stand-in for it notes what it gets on a CPU."""
+    """The kernel reads contiguous tensors of at most 32 bits; here a function on a CPU stands for it."""
+    f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+    optimizer = AdamW([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    params: dict[str, Tensor] = {}
 
-    def parameter(dtype: torch.dtype = torch.float32, grad_dtype: torch.dtype | None = None) -> Tensor:
-        param = torch.nn.Parameter(torch.ones(3, 4, dtype=dtype))
+    def add(name: str, dtype: torch.dtype, grad_dtype: torch.dtype, turned: str = "") -> Tensor:
+        def ones(part: str, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.ones(4, 3, dtype=dtype).t() if part == turned else torch.ones(3, 4, dtype=dtype)
+
+        params[name] = param = torch.nn.Parameter(ones("param"))
         param.grad_dtype = None
-        param.grad = torch.ones(3, 4, dtype=grad_dtype or dtype)
+        param.grad = ones("grad", grad_dtype)
+        moments = {"exp_avg": ones("mean"), "exp_avg_sq": ones("square")}
+        optimizer.state[param] = {"step": torch.zeros(()), **moments}
+        optimizer.param_groups[0]["params"].append(param)
         return param
 
-    params = {
-        "float32": parameter(),
-        "bfloat16": parameter(torch.bfloat16),
-        "float32, bfloat16 gradient": parameter(grad_dtype=torch.bfloat16),
-        "float32, float16 copy": parameter(),
-        "float64": parameter(torch.float64),
-        "float64 gradient": parameter(grad_dtype=torch.float64),
-        "float64 copy": parameter(),
-        "transposed": torch.nn.Parameter(torch.ones(4, 3).t()),
-        "transposed gradient": parameter(),
-        "transposed mean": parameter(),
-        "transposed square": parameter(),
-    }
-    params["transposed"].grad = torch.ones(3, 4)
-    params["transposed gradient"].grad = torch.ones(4, 3).t()
-    optimizer = AdamW(params.values(), lr=0.1, weight_decay=0.0)
-    optimizer.copies = {
-        params["float32, float16 copy"]: torch.zeros(3, 4, dtype=torch.float16),
-        params["float64 copy"]: torch.zeros(3, 4, dtype=torch.float64),
-    }
-    for name, key in (("transposed mean", "exp_avg"), ("transposed square", "exp_avg_sq")):
-        state = {"step": torch.zeros(()), "exp_avg": torch.zeros(3, 4), "exp_avg_sq": torch.zeros(3, 4)}
-        optimizer.state[params[name]] = {**state, key: torch.zeros(4, 3).t()}
+    for name, dtypes in {"f32": (f32, f32), "bf16": (bf16, bf16), "bf16 gradient": (f32, bf16)}.items():
+        add(name, *dtypes)
+    optimizer.copies[add("f16 copy", f32, f32)] = torch.zeros(3, 4, dtype=f16)
+    fitting = list(params)
+    add("f64", f64, f64)
+    add("f64 gradient", f32, f64)
+    optimizer.copies[add("f64 copy", f32, f32)] = torch.zeros(3, 4, dtype=f64)
+    for part in ("param", "grad", "mean", "square"):
+        add(f"transposed {part}", f32, f32, turned=part)
+
     names = {param: name for name, param in params.items()}
-    in_one_pass: list[list[str]] = []
-
-    def note(self: AdamW, updates: list[Update], scalars: Scalars) -> None:
-        in_one_pass.append([names[update.param] for update in updates])
-
-    monkeypatch.setattr(AdamW, "_update_in_one_pass", note)
+    calls: list[list[str]] = []
+    monkeypatch.setattr(
+        AdamW, "_update_in_one_pass", lambda self, updates, _: calls.append([names[u.param] for u in updates])
+    )
     optimizer.step()
-    assert in_one_pass == []  # a CPU has no such kernel
-    assert all(not torch.equal(param, torch.ones(3, 4).to(param)) for param in params.values())
+    assert calls == []  # a CPU has no such kernel
     monkeypatch.setattr(adamw_module, "ONE_PASS_DEVICES", {"cpu"})
     before = {name: param.detach().clone() for name, param in params.items()}
     optimizer.step()
-    # Each call gets what is alike.
-    assert in_one_pass == [
-        ["float32"],
-        ["bfloat16"],
-        ["float32, bfloat16 gradient"],
-        ["float32, float16 copy"],
-    ]
-    moved = [name for name, param in params.items() if not torch.equal(param, before[name])]
-    assert moved == list(params)[4:]
+    assert calls == [[name] for name in fitting]  # each call gets what is alike
+    assert [name for name, param in params.items() if torch.equal(param, before[name])] == fitting
