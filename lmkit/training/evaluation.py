@@ -78,11 +78,11 @@ def evaluate(
 
     Args:
         model: the plain model; `model.loss` must not communicate.
-        ranks: this process's place; None: alone, on the CPU.
+        ranks: this process's place; None: as in torch.distributed's default group, alone without one.
         max_batches: only this many batches, over all ranks; None: the whole file.
         asked_to_stop: called once per batch; if true on any rank, all return None.
     """
-    ranks = ranks or Ranks()
+    ranks = ranks or Ranks.current()
     windows = evaluation_windows(held_out.tokens, held_out.context_length, held_out.rows, max_batches)
     total = torch.zeros(2, dtype=torch.float64)  # nats, tokens
     was_training = model.training

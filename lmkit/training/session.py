@@ -160,27 +160,63 @@ def _run_rank(recipe: Recipe, stop_at_step: int | None) -> TrainResult | None:
         numerics(recipe.run, ranks),
         ExitStack() as held,
     ):
-        data = open_data(recipe)
-        resolved = resolve(recipe, data)
-        check_device(resolved, ranks.device)
-        batches = make_batches(resolved, data, ranks)  # refuses before anything is written
-        path, notes = decided_by_first(ranks, lambda: _open_folder(resolved, held))
-        checkpoint = None if path is None else open_checkpoint(path)
-        if checkpoint is None:
-            notes.append("no checkpoint yet: starting from scratch")
-        else:
-            changes = check_agreement(checkpoint, resolved, data.identity) + world_change(checkpoint, ranks)
-            if is_finished(checkpoint.state, resolved, stop_at_step):
-                done = _finished_before(resolved, checkpoint, data)
-                if done is not None:
-                    for note in notes if ranks.is_first else ():
-                        log.warning(note)
-                    return done if ranks.is_first else None
-            notes += [f"resuming from {checkpoint.path}", *changes]
+        start = _prepare(
+            recipe, ranks, stop_at_step, lambda own: decided_by_first(ranks, lambda: _open_folder(own, held))
+        )
+        if start.done is not None:
+            for note in start.notes if ranks.is_first else ():
+                log.warning(note)
+            return start.done if ranks.is_first else None
+        begin = "no checkpoint yet: starting from scratch"
+        if start.checkpoint is not None:
+            begin = f"resuming from {start.checkpoint.path}"
         if ranks.is_first:  # what is needed to make the run again
             write_atomic(recipe.run.path / RECIPE, recipe_to_toml(recipe))
             write_atomic(recipe.run.path / ENVIRONMENT, json.dumps(describe_environment(), indent=1) + "\n")
-        return _train(resolved, ranks, data, batches, checkpoint, notes, stop_at_step)
+        return _train(start, ranks, [*start.notes, begin, *start.changes], stop_at_step)
+
+
+@dataclass(frozen=True)
+class _Start:
+    """A session that nothing keeps from beginning.
+
+    Attributes:
+        recipe: resolved.
+        checkpoint: to resume from; None: from scratch.
+        notes, changes: lines for people: on the choice of the checkpoint, on what changed since.
+        is_finished: the checkpoint is at the end already.
+        done: the result, if not even an evaluation is left to do.
+    """
+
+    recipe: Recipe
+    data: Data
+    batches: BatchSource
+    checkpoint: Checkpoint | None
+    notes: list[str]
+    changes: tuple[str, ...]
+    is_finished: bool
+    done: TrainResult | None
+
+
+def _prepare(
+    recipe: Recipe,
+    ranks: Ranks,
+    stop_at_step: int | None,
+    choose: Callable[[Recipe], tuple[Path | None, list[str]]],
+) -> _Start:
+    """Refuse what cannot work; `choose` returns the checkpoint and notes on it, and may prepare the run folder."""
+    data = open_data(recipe)
+    resolved = resolve(recipe, data)
+    check_device(resolved, ranks.device)
+    batches = make_batches(resolved, data, ranks)
+    path, notes = choose(resolved)
+    if path is None:
+        return _Start(resolved, data, batches, None, notes, (), is_finished=False, done=None)
+    checkpoint = open_checkpoint(path)
+    changes = check_agreement(checkpoint, resolved, data.identity) + world_change(checkpoint, ranks)
+    finished = is_finished(checkpoint.state, resolved, stop_at_step)
+    done = _finished_before(resolved, checkpoint, data) if finished else None
+    return _Start(resolved, data, batches, checkpoint, notes, changes, finished, done)
 
 
 def _open_folder(recipe: Recipe, held: ExitStack) -> tuple[Path | None, list[str]]:
@@ -191,21 +227,18 @@ def _open_folder(recipe: Recipe, held: ExitStack) -> tuple[Path | None, list[str
     removed = remove_partials(folder)
     if checkpoints.is_dir():
         removed += clean_leftovers(checkpoints)
-    start = choose_start(recipe)
-    notes = [f"removed {path}, left by a session that was killed" for path in removed]
-    return start.path, [*notes, *(f"skipped {why}" for why in start.skipped)]
+    path, notes = _choose(recipe)
+    return path, [*(f"removed {left}, left by a session that was killed" for left in removed), *notes]
 
 
-def _train(
-    recipe: Recipe,
-    ranks: Ranks,
-    data: Data,
-    batches: BatchSource,
-    checkpoint: Checkpoint | None,
-    notes: list[str],
-    stop_at_step: int | None,
-) -> TrainResult | None:
+def _choose(recipe: Recipe) -> tuple[Path | None, list[str]]:
+    choice = choose_start(recipe)
+    return choice.path, [f"skipped {why}" for why in choice.skipped]
+
+
+def _train(start: _Start, ranks: Ranks, notes: list[str], stop_at_step: int | None) -> TrainResult | None:
     """Build everything, train, evaluate."""
+    recipe, data, checkpoint = start.recipe, start.data, start.checkpoint
     sink = open_sink(recipe, ranks, after_step=0 if checkpoint is None else checkpoint.state.step)
     try:
         for note in notes:
@@ -217,7 +250,7 @@ def _train(
                 recipe,
                 step,
                 data,
-                batches,
+                start.batches,
                 sink,
                 moment=moment,
                 signals=signals,
@@ -352,33 +385,24 @@ def plan(recipe: Recipe, *, stop_at_step: int | None = None, nproc: int = 1) -> 
     Raises:
         UsageError: as `train`.
     """
-    data = open_data(recipe)
-    resolved = resolve(recipe, data)
-    model, table = resolved_tables(resolved)
     device = local_device(recipe.run.device, local_rank=nproc - 1)
-    check_device(resolved, device)
-    ranks = Ranks(world_size=nproc, device=device)
-    make_batches(resolved, data, ranks)
+    begin = _prepare(recipe, Ranks(world_size=nproc, device=device), stop_at_step, _choose)
     refuse_unwritable(recipe.run.path, option="--set run.folder=...")
-    begin = choose_start(resolved)
-    notes = tuple(f"skipped {why}" for why in begin.skipped)
+    model, table = resolved_tables(begin.recipe)
     start = "starting from scratch"
-    if begin.path is not None:
-        start = f"resuming from {begin.path}"
-        checkpoint = open_checkpoint(begin.path)
-        notes += check_agreement(checkpoint, resolved, data.identity) + world_change(checkpoint, ranks)
-        if is_finished(checkpoint.state, resolved, stop_at_step):
-            is_done = _finished_before(resolved, checkpoint, data) is not None
-            what = "nothing to do" if is_done else "only the last evaluation is left"
-            start = f"{what}: already at step {checkpoint.state.step}"
+    if begin.checkpoint is not None:
+        start = f"resuming from {begin.checkpoint.path}"
+    if begin.checkpoint is not None and begin.is_finished:
+        what = "only the last evaluation is left" if begin.done is None else "nothing to do"
+        start = f"{what}: already at step {begin.checkpoint.state.step}"
     return TrainPlan(
         folder=str(recipe.run.path),
         parameters=count_parameters(model).total,
         steps=table.steps,
         tokens_per_step=table.batch_size * model.context_length,
-        train_tokens=None if data.train is None else data.train.meta.num_tokens,
+        train_tokens=None if begin.data.train is None else begin.data.train.meta.num_tokens,
         ranks=nproc,
         start=start,
-        notes=notes,
+        notes=(*begin.notes, *begin.changes),
         stop_at_step=stop_at_step,
     )

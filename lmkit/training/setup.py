@@ -51,7 +51,7 @@ def build_step(
 
     Args:
         model: the table [model], with `vocab_size` set; `compile` is obeyed.
-        ranks: this process's place; None: alone, on the CPU.
+        ranks: this process's place; None: as in torch.distributed's default group, alone without one.
         optimizer: the table [optimizer]; None: its defaults.
         make_optimizer: makes the optimizer of the parameter groups; None: the one that the table names.
         parallel: the table [parallel].
@@ -66,7 +66,7 @@ def build_step(
         step = build_step(ModelConfig(vocab_size=256, d_model=64, d_ff=192, num_layers=2, num_heads=4))
         outcome = step(inputs, targets, lr=1e-3)    # int64, (accumulation, rows, seq)
     """
-    ranks = ranks or Ranks()
+    ranks = ranks or Ranks.current()
     table = optimizer or OptimizerConfig()
     plain = TransformerLM(model, device=ranks.device)
     compile_model(plain, model.compile)
