@@ -1,1 +1,1 @@
-"""What `lmkit bench` measures: cases x variants, one file each, their rows and their reports."""
+"""Benchmarks, one file each: cases x variants -> rows -> tables, pictures and reports."""

@@ -422,7 +422,7 @@ class Sweep:
         del probed
         with track_peak(self._device) as peak:
             results = gate.inputs.run(function)
-        faults += gate.faults_beside_pytorch(results, arithmetic)
+        faults += gate.faults_against_pytorch(results, arithmetic)
         return fields | {
             "status": "wrong result" if faults else "ok",
             "detail": "; ".join(faults),

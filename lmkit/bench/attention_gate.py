@@ -1,12 +1,12 @@
-"""The gate in front of the attention bench: what is wrong is not timed.
+"""Check attention kernels before they are timed: wrong results are not worth a time.
 
-Two looks at every variant, on the very inputs that it will be timed with:
+Every variant is compared twice, on the inputs that it will be timed with:
 
-- Beside float64 (`Gate.faults_at_spots`), on two of the heads. Up to `FULL_CHECK_LENGTH` queries and keys every row
+- Against float64 (`Gate.faults_at_spots`), on two of the heads. Up to `FULL_CHECK_LENGTH` queries and keys every row
   is compared. Longer cases compare a sample of query rows (the first, the last, some in the middle, the rest at
   random) and, with an output gradient that is zero outside that sample, the gradients of all keys: exact, and
   affordable at any length.
-- Beside PyTorch's kernel (`Gate.faults_beside_pytorch`): every row of every head, with the dense output gradient.
+- Against PyTorch's kernel (`Gate.faults_against_pytorch`): every row of every head, with the dense output gradient.
 
 The budget is what an honest kernel of the same precision makes of the same inputs, never a fixed number.
 """
@@ -123,7 +123,7 @@ def cut_to_tf32(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Where a precision rounds: operands of matrix products; scores, probabilities and the latters' gradient."""
+    """Where a precision rounds: the operands of matrix products; scores, probabilities and their gradient."""
 
     operands: Callable[[Tensor], Tensor] = _as_it_is
     scores: Callable[[Tensor], Tensor] = _as_it_is
@@ -207,7 +207,7 @@ def rows_to_check(num_queries: int, num_keys: int, device: torch.device) -> Tens
 
 
 class Gate:
-    """What one case is judged by: computed once, asked about every variant.
+    """Judge the variants of one case. What they are compared with is computed once.
 
     Attributes:
         inputs: of the case.
@@ -237,7 +237,7 @@ class Gate:
         return {name: error.overall for name, error in zip(NAMES, self._errors(got), strict=False)}
 
     def faults_at_spots(self, got: tuple[Tensor, ...], arithmetic: Arithmetic = EXACT) -> list[str]:
-        """What is wrong with a variant's results for `probe`, one line each; empty: as exact as it should be.
+        """Return what is wrong with a variant's results for `probe`, one line each; empty if they are exact enough.
 
         Budget: `ALLOWANCE` times the error of PyTorch's kernel on the same inputs, or of exact arithmetic that only
         rounds where `arithmetic` says, plus one rounding to the inputs' dtype.
@@ -252,8 +252,8 @@ class Gate:
                     faults.append(f"{name}: {measure} error {value:.2g}, allowed {limit:.2g}")
         return faults
 
-    def faults_beside_pytorch(self, got: tuple[Tensor, ...], arithmetic: Arithmetic = EXACT) -> list[str]:
-        """Heads that are further from PyTorch's, as a whole, than two kernels within their budgets can be.
+    def faults_against_pytorch(self, got: tuple[Tensor, ...], arithmetic: Arithmetic = EXACT) -> list[str]:
+        """Return the heads that are further from PyTorch's, as a whole, than two kernels within their budgets can be.
 
         Args:
             got: what a variant made of the inputs themselves, with the dense dout.

@@ -1,4 +1,4 @@
-"""What the numbers were measured on: versions, chips, clocks, git state. No host names, no paths, no user names."""
+"""Describe what is measured on: versions, chips, clocks, git state. No host names, no paths, no user names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from lmkit import __version__
 
 LAUNCH_QUEUES_VARIABLE = "CUDA_SCALE_LAUNCH_QUEUES"
-"""How many launches a GPU's driver takes before the CPU has to wait: "4x" four times its default."""
+"""Launches that a GPU's driver takes before the CPU has to wait: "4x" is four times its default."""
 PACKAGES = ("torch", "triton", "numpy", "tokenizers", "tiktoken", "transformers")
 GPU_STATE_FIELDS = (
     "clocks.sm",
@@ -27,7 +27,7 @@ GPU_STATE_FIELDS = (
 
 
 def describe_environment() -> dict[str, Any]:
-    """Everything that belongs beside a measurement as `environment.json`; JSON types only."""
+    """Return the content of `environment.json`, which is stored with every measurement; JSON types only."""
     import torch
 
     environment: dict[str, Any] = {
@@ -58,12 +58,13 @@ def describe_environment() -> dict[str, Any]:
 
 
 def gpu_state() -> list[dict[str, str]]:
-    """Clocks, temperature, power and throttling of every visible GPU now, as nvidia-smi prints them; [] without."""
+    """Return clocks, temperature, power and throttling of every visible GPU, as nvidia-smi prints them; []
+    without."""
     return _nvidia_smi(*GPU_STATE_FIELDS)
 
 
 def git_state() -> dict[str, Any] | None:
-    """Commit of the checkout that lmkit runs from and whether it has changes; None outside a checkout."""
+    """Return the commit of the checkout that lmkit runs from and whether it has changes; None outside a checkout."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
@@ -75,14 +76,14 @@ def git_state() -> dict[str, Any] | None:
 
 
 def usable_cpus() -> int:
-    """CPUs this process may run on."""
+    """Return the number of CPUs that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def device_name(device: Any) -> str:
-    """ "NVIDIA H200", or the CPU's name."""
+    """Return "NVIDIA H200", say, or the CPU's name."""
     import torch
 
     device = torch.device(device)
@@ -134,7 +135,7 @@ def _nvidia_smi(*fields: str) -> list[dict[str, str]]:
 
 
 def _output_of(*command: str) -> str | None:
-    """Standard output, or None if the program is missing or fails: then the fact is simply not recorded."""
+    """Return standard output, or None if the program is missing or fails: the fact is then not recorded."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""How fast this machine can be: matmul rate and copy bandwidth measured in the run, data-sheet peaks for MFU."""
+"""Measure how fast a machine can be (matmul rate, copy bandwidth), and know the data-sheet peaks for MFU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ DTYPES = ("fp32", "tf32", "bf16", "fp16")
 
 
 def known_peak(name: str, dtype: str) -> float | None:
-    """Dense peak in FLOP/s of the GPU called `name` (torch's device name), or None for chips not in the table.
+    """Return the dense peak in FLOP/s of the GPU called `name` (torch's device name), or None for chips not in the
+    table.
 
     Args:
         dtype: "bf16", "fp16", "tf32" (fp32 matmuls on tensor cores) or "fp32".
@@ -49,7 +50,7 @@ def known_peak(name: str, dtype: str) -> float | None:
 
 @dataclass(frozen=True)
 class Limits:
-    """What was measured on one device in this run.
+    """The limits of one device, measured in this run.
 
     Attributes:
         matmul_flops: dtype name -> FLOP/s of the fastest square matmul.
@@ -69,7 +70,7 @@ class Limits:
 
 
 def limits_sentence(limits: Mapping[str, Any]) -> str:
-    """What `Limits.as_dict` says, for a report; without the full stop."""
+    """Return a sentence of what `Limits.as_dict` holds, without the full stop."""
     rates = ", ".join(f"{rate:.4g} TFLOP/s {dtype}" for dtype, rate in limits["matmul_tflops"].items())
     return f"Measured limits of this machine in this run: matmul {rates}; copy {limits['copy_gb_per_s']} GB/s"
 
@@ -94,7 +95,7 @@ def measure_limits(device: torch.device | str, dtypes: Iterable[str]) -> Limits:
 
 
 def measure_matmul_peak(device: torch.device | str, dtype: str) -> float:
-    """FLOP/s of the fastest of a few square matmuls, best of interleaved repeats, on random normal numbers.
+    """Return the FLOP/s of the fastest of a few square matmuls, best of interleaved repeats, on random numbers.
 
     (Zeros would draw less power and run at higher clocks than any real program.)
 
@@ -131,7 +132,7 @@ def _matmul_call(left: torch.Tensor, right: torch.Tensor, product: torch.Tensor)
 
 
 def measure_copy_bandwidth(device: torch.device | str) -> float:
-    """Bytes per second (read + written) of copying a buffer far larger than the caches."""
+    """Return the bytes per second (read + written) of copying a buffer far larger than the caches."""
     import torch
 
     device = torch.device(device)
@@ -145,7 +146,7 @@ def measure_copy_bandwidth(device: torch.device | str) -> float:
 def model_flops_utilization(
     flops_per_s: float, device: torch.device | str, dtype: str, limits: Limits
 ) -> Utilization:
-    """MFU: the share of the chip's dense peak where the chip is known, else of the matmul rate measured here."""
+    """Return the MFU: the share of the chip's dense peak if the chip is known, else of the measured matmul rate."""
     from lmkit.measure.environment import device_name
 
     name = device_name(device)

@@ -1,4 +1,4 @@
-"""Peak memory: of the CUDA allocator on a GPU, of the process (RSS, PSS) on a CPU. Bytes everywhere."""
+"""Measure peak memory: of the CUDA allocator on a GPU, of the process (RSS, PSS) on a CPU. In bytes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class PeakMemory:
 
     @property
     def extra_bytes(self) -> int:
-        """How much the block needed on top of what was there."""
+        """What the block needed on top of what was in use."""
         return max(0, self.peak_bytes - self.start_bytes)
 
 
@@ -69,7 +69,7 @@ def track_peak(device: torch.device | str = "cpu") -> Iterator[PeakMemory]:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most in use at any moment so far: of the CUDA allocator on a GPU, else of the process (RSS)."""
+    """Return the most in use at any moment so far: of the CUDA allocator on a GPU, else of the process (RSS)."""
     import torch
 
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _peak_rss()
@@ -110,7 +110,7 @@ class ProcessMemory:
 
 
 def process_memory(pid: int | None = None) -> ProcessMemory:
-    """Memory of one process now (this one by default).
+    """Return the memory of one process now (this one by default).
 
     Where the system does not tell PSS (not Linux), both are the peak RSS of this process.
 
@@ -128,7 +128,7 @@ def process_memory(pid: int | None = None) -> ProcessMemory:
 
 
 def process_tree_memory(root_pid: int | None = None) -> ProcessMemory:
-    """Sum over a process (this one by default) and all its descendants now; RSS counts shared pages repeatedly."""
+    """Return the sum over a process (this one by default) and its descendants; RSS counts shared pages repeatedly."""
     root = root_pid if root_pid is not None else os.getpid()
     if not Path("/proc/self/smaps_rollup").exists():
         return process_memory()
@@ -163,7 +163,7 @@ def _descendants(root: int) -> list[int]:
 
 
 def _kib_fields(path: Path) -> dict[str, int]:
-    """`Name:   123 kB` lines of a /proc file as {name: 123}."""
+    """Return the `Name:   123 kB` lines of a /proc file as {name: 123}."""
     fields = {}
     for line in path.read_text().splitlines():
         name, _, value = line.partition(":")
@@ -173,7 +173,7 @@ def _kib_fields(path: Path) -> dict[str, int]:
 
 
 def release_memory(device: torch.device | str) -> None:
-    """Give freed memory back, so that the next measurement starts from an empty pool."""
+    """Give freed memory back: the next measurement starts from an empty pool."""
     import torch
 
     gc.collect()
@@ -192,8 +192,8 @@ def claim_workspaces(device: torch.device | str) -> None:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Also where not the allocator ran out but the driver, which needs some for every kernel that it loads: torch,
-    its compiler and Triton each word that in their own way."""
+    """Return whether memory ran out: the allocator's, or the driver's, which needs some for every kernel that it
+    loads (torch, its compiler and Triton word that differently)."""
     import torch
 
     return isinstance(error, torch.OutOfMemoryError) or bool(
@@ -202,6 +202,6 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 
 def available_memory() -> int | None:
-    """Bytes that can be allocated on the host without swapping (Linux), or None where the system does not tell."""
+    """Return the bytes that the host can allocate without swapping (Linux), or None if the system does not tell."""
     info = Path("/proc/meminfo")
     return _kib_fields(info)["MemAvailable"] * 1024 if info.exists() else None

@@ -28,7 +28,7 @@ STYLES = ("-", "--", "-.", ":")
 def new_figure(
     title: str, x_label: str, y_label: str, *, width: float = 8.0, height: float = 4.8
 ) -> tuple[Figure, Axes]:
-    """One pair of axes; sizes in inches."""
+    """Return a figure with one pair of axes; sizes in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -40,7 +40,7 @@ def new_figure(
 
 
 def dress(axes: Axes, title: str, x_label: str, y_label: str) -> None:
-    """Title, labels with their units, and a grid behind the data."""
+    """Set title, labels with their units, and a grid behind the data."""
     axes.set_title(title, fontsize=11)
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
@@ -51,7 +51,7 @@ def dress(axes: Axes, title: str, x_label: str, y_label: str) -> None:
 
 
 def label_log2_ticks(axes: Axes, values: Sequence[float]) -> None:
-    """A log axis labelled at the measured values themselves: 1024, not 10^3."""
+    """Make the x axis logarithmic, labelled at the measured values: 1024, not 10^3."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(list(values), [format(value, "g") for value in values])
     axes.minorticks_off()
@@ -60,7 +60,7 @@ def label_log2_ticks(axes: Axes, values: Sequence[float]) -> None:
 
 
 def set_log_y(axes: Axes, values: Sequence[float]) -> None:
-    """A log axis with enough numbers on it: within a decade or so also at 2 and 5, as 20 or 5,000."""
+    """Make the y axis logarithmic with enough numbers: within a decade or so also at 2 and 5, as 20 or 5,000."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axes.set_yscale("log")
@@ -73,20 +73,20 @@ def set_log_y(axes: Axes, values: Sequence[float]) -> None:
 
 
 def write_numbers_out(axes: Axes) -> None:
-    """20,000 and 1,750,000 on the y axis; matplotlib would put a 1e6 into the corner."""
+    """Write 1,750,000 on the y axis; matplotlib would put a 1e6 into the corner."""
     from matplotlib.ticker import FuncFormatter
 
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
 
 
 def add_legend(figure: Figure, entries: int) -> None:
-    """Below the axes, where it never covers data; a single series needs none."""
+    """Put a legend below the axes, where it covers no data; a single series needs none."""
     if entries > 1:
         figure.legend(loc="outside lower center", ncols=min(entries, 4), fontsize=8, frameon=False)
 
 
 def png(figure: Figure) -> bytes:
-    """The picture's file, the same bytes for the same figure."""
+    """Return the picture's file, the same bytes for the same figure."""
     out = io.BytesIO()
     figure.savefig(out, format="png", metadata={"Software": None})  # no version string: same rows, same bytes
     return out.getvalue()
@@ -97,14 +97,14 @@ Whisker = tuple[float, float]
 
 
 def of_time(row: Row, key: str = "median_ms") -> Whisker | None:
-    """p10 to p90 around the time at `key`; None where the row has no time."""
+    """Return p10 to p90 around the time at `key`; None if the row has no time."""
     if row.get(key) is None:
         return None
     return row[key] - row["p10_ms"], row["p90_ms"] - row[key]
 
 
 def of_rate(row: Row, key: str = "median_ms") -> Whisker | None:
-    """The same for `tokens_per_s`, which is counted over the time at `key`: slow samples are low rates."""
+    """Return the same for `tokens_per_s`, which is counted over the time at `key`: slow samples are low rates."""
     if row.get("tokens_per_s") is None:
         return None
     rate = row["tokens_per_s"]
@@ -112,7 +112,7 @@ def of_rate(row: Row, key: str = "median_ms") -> Whisker | None:
 
 
 def of_samples(samples: Sequence[float]) -> Whisker:
-    """p10 to p90 around the median of the samples."""
+    """Return p10 to p90 around the median of the samples."""
     summary = spread(samples)
     return summary.median - summary.p10, summary.p90 - summary.median
 
@@ -131,7 +131,7 @@ def line_plot(
     from_zero: bool = False,
     errors: Mapping[str, Mapping[float, tuple[float, float]]] | None = None,
 ) -> bytes:
-    """One line with markers per name, through its (x, y) points; labels carry the units.
+    """Draw one line with markers per name, through its (x, y) points; labels carry the units.
 
     Args:
         errors: name -> x -> (below, above), lengths of the whiskers in the unit of y.
@@ -173,7 +173,7 @@ def line_panels(
     log_y: bool = False,
     notes: Mapping[str, str] | None = None,
 ) -> bytes:
-    """Panels side by side with one y axis, a line per (group, kind): the group has a colour, the kind a style.
+    """Draw panels with one y axis, a line per (group, kind): the group has a colour, the kind a style.
 
     The x axis is logarithmic and labelled at the points' own values. A line without points is in the legend only;
     `notes` (panel -> text for its upper left corner) can say why.
@@ -231,7 +231,7 @@ def loss_curve(
     y_label: str = "loss (nats per token)",
     marked: Collection[str] = (),
 ) -> bytes:
-    """Training curves: thin lines, one per name.
+    """Draw training curves: thin lines, one per name.
 
     Args:
         marked: names whose every point gets a marker; the others are measured too often for that.
@@ -265,7 +265,7 @@ def grouped_bars(
     reasons: Mapping[str, Sequence[str]] | None = None,
     spec: str = ".3g",
 ) -> bytes:
-    """For every group one bar per series, its value above it; None draws a word instead of a bar.
+    """Draw one bar per series in every group, with its value above it; for None, a word.
 
     Args:
         series: name -> one value per group.
@@ -325,7 +325,7 @@ def grouped_bars(
 
 
 def _bar_text(value: float, spec: str) -> str:
-    """The value without an exponent; nothing where it would read as zero, which the missing bar says too."""
+    """Return the value without an exponent; nothing if it would read as zero, as the missing bar does."""
     text = format(value, spec)
     if "e+" in text:
         text = format(value, ",.0f")
@@ -363,7 +363,7 @@ def heat_map(
     spec: str = ".3g",
     center: float | None = None,
 ) -> bytes:
-    """A grid of colours with the number in every cell; None is a grey cell that says "-".
+    """Draw a grid of colours with the number in every cell; None is a grey cell that says "-".
 
     Args:
         values: values[row][column].
@@ -415,7 +415,7 @@ def stacked_areas(
     y_label: str,
     begins: Mapping[str, float] | None = None,
 ) -> bytes:
-    """Areas stacked on one another: what makes up a total over time.
+    """Draw areas stacked on one another, the parts of a total over time.
 
     Args:
         begins: name -> x from which on it runs: a dotted line with the name on its right.
@@ -442,7 +442,7 @@ def stacked_areas(
 
 
 def timeline(rows: Mapping[str, Sequence[tuple[float, float]]], *, title: str, x_label: str) -> bytes:
-    """One row of bars per name, each bar from its start to its end: what ran when."""
+    """Draw one row of bars per name, each bar from its start to its end."""
     figure, axes = new_figure(title, x_label, "", width=10.0, height=1.2 + 0.6 * len(rows))
     for index, (_, intervals) in enumerate(rows.items()):
         bars = [(start, end - start) for start, end in intervals]
@@ -455,7 +455,7 @@ def timeline(rows: Mapping[str, Sequence[tuple[float, float]]], *, title: str, x
 
 
 def table_picture(headers: Sequence[str], rows: Sequence[Sequence[str]], *, title: str) -> bytes:
-    """A table as a picture: header shaded, lines striped, columns as wide as their text."""
+    """Draw a table: header shaded, lines striped, columns as wide as their text."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.transforms import Bbox

@@ -142,8 +142,8 @@ def _nvtx_opener() -> Callable[[str], AbstractContextManager]:
 
 
 _MARK = b"USDT:"
-"""How PyTorch 2.13's lines `profiler_start` and `profiler_stop` begin. Its own switch (KINETO_LOG_LEVEL) counts
-them as worse than errors, and would hide those first."""
+"""The start of the lines that PyTorch 2.13 writes when a profiler starts and stops. Its own switch (KINETO_LOG_LEVEL)
+counts them as worse than errors, and would hide those first."""
 _STDERR = 2
 
 
@@ -161,7 +161,7 @@ def quietly(profiler: torch.profiler.profile) -> Iterator[torch.profiler.profile
 
 @contextmanager
 def _without_marks() -> Iterator[None]:
-    """What is written to stderr meanwhile, by C++ too, comes at the end of the block, without the marks."""
+    """Hold back what is written to stderr, by C++ too, and write it at the end of the block without the marks."""
     try:
         stderr = os.dup(_STDERR)
     except OSError:  # closed: nobody sees it

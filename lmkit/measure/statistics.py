@@ -1,4 +1,4 @@
-"""Robust numbers from noisy samples: spread, quantiles, paired ratios with a confidence interval, a verdict.
+"""Summarize noisy samples: spread, quantiles, paired ratios with a confidence interval and a verdict.
 
 Timings on a shared machine are skewed to the right and drift, so everything here is built on medians, and
 variants are compared pairwise, round by round: what slows a whole round down cancels in the round's ratio.
@@ -20,7 +20,7 @@ SMALLEST_DIFFERENCE = 0.005
 
 
 def quantile(samples: Sequence[float], fraction: float) -> float:
-    """The `fraction` quantile (0 to 1), linearly interpolated between the two nearest order statistics.
+    """Return the `fraction` quantile (0 to 1), linearly interpolated between the two nearest order statistics.
 
     Raises:
         ValueError: `samples` is empty, or `fraction` is outside [0, 1].
@@ -38,12 +38,12 @@ def quantile(samples: Sequence[float], fraction: float) -> float:
 
 
 def median(samples: Sequence[float]) -> float:
-    """The middle sample; the mean of the middle two for an even count."""
+    """Return the middle sample; the mean of the middle two for an even count."""
     return quantile(samples, 0.5)
 
 
 def median_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """An interval that holds the true median with at least this confidence, whatever the distribution.
+    """Return an interval that holds the true median with at least this confidence, whatever the distribution.
 
     The truth lies outside (x[k], x[n-1-k]) of the ordered samples only if at most k of n fall on one side of it, as
     heads of a fair coin do (Conover, Practical Nonparametric Statistics, ch. 3.2). With fewer than `FEWEST_PAIRS`
@@ -70,7 +70,7 @@ def median_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple
 
 @dataclass(frozen=True)
 class Spread:
-    """What a table shows of a list of samples; same unit as the samples."""
+    """A summary of samples, in their unit."""
 
     count: int
     median: float
@@ -101,7 +101,7 @@ def spread(samples: Sequence[float]) -> Spread:
 
 @dataclass(frozen=True)
 class PairedRatio:
-    """How `candidate` compares with `baseline`, both measured in the same rounds.
+    """The comparison of `candidate` with `baseline`, both measured in the same rounds.
 
     Attributes:
         speedup: median over rounds of baseline / candidate; above 1 the candidate is faster.
@@ -208,7 +208,7 @@ Time = TypeVar("Time", int, float)
 
 
 def union(intervals: Iterable[tuple[Time, Time]]) -> list[tuple[Time, Time]]:
-    """Disjoint sorted intervals that cover the same time."""
+    """Return disjoint sorted intervals that cover the same time."""
     merged: list[tuple[Time, Time]] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -219,16 +219,16 @@ def union(intervals: Iterable[tuple[Time, Time]]) -> list[tuple[Time, Time]]:
 
 
 def total(intervals: Iterable[tuple[Time, Time]]) -> Time:
-    """Length of the union."""
+    """Return the length of the union."""
     return sum(end - start for start, end in union(intervals))
 
 
 def overlap(some: Iterable[tuple[Time, Time]], others: Iterable[tuple[Time, Time]]) -> Time:
-    """Length of the time that both cover: |A| + |B| - |A or B|."""
+    """Return the length of the time that both cover: |A| + |B| - |A or B|."""
     ours, theirs = union(some), union(others)
     return total(ours) + total(theirs) - total(ours + theirs)
 
 
 def clip(intervals: Iterable[tuple[Time, Time]], start: Time, end: Time) -> list[tuple[Time, Time]]:
-    """The parts inside [start, end]."""
+    """Return the parts inside [start, end]."""
     return [(max(a, start), min(b, end)) for a, b in intervals if a < end and b > start]

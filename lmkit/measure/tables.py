@@ -1,4 +1,4 @@
-"""Rows (dicts, the only source of truth) as JSON lines, CSV, Markdown, and text for a terminal."""
+"""Write rows as JSON lines, CSV, Markdown, and text for a terminal."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Column:
 
 
 def json_lines(rows: Sequence[Row]) -> str:
-    """One strict JSON object per line; NaN and infinities become null."""
+    """Return one strict JSON object per line; NaN and infinities become null."""
     return "".join(json.dumps(_finite(row), allow_nan=False) + "\n" for row in rows)
 
 
@@ -59,7 +59,7 @@ def _finite(value: Any) -> Any:
 
 
 def csv_text(rows: Sequence[Row], keys: Sequence[str] | None = None) -> str:
-    """RFC 4180 with a header line. All keys in order of first appearance by default; lists are left out.
+    """Return CSV (RFC 4180) with a header line. All keys in order of first appearance by default; lists are left out.
 
     (Raw samples are lists: they stay in the JSON lines.)
     """
@@ -79,7 +79,7 @@ def csv_text(rows: Sequence[Row], keys: Sequence[str] | None = None) -> str:
 
 
 def markdown_table(rows: Sequence[Row], columns: Sequence[Column]) -> str:
-    """A GitHub table; numbers to the right."""
+    """Return a GitHub table; numbers to the right."""
     aligned = [_is_numeric(rows, column) for column in columns]
     lines = [
         "| " + " | ".join(_escape(column.header) for column in columns) + " |",
@@ -94,8 +94,8 @@ def _escape(text: str) -> str:
 
 
 def terminal_table(rows: Sequence[Row], columns: Sequence[Column], *, width: int = TERMINAL_WIDTH) -> str:
-    """Aligned text of at most `width` characters: where that is too little, headers are cut with an ellipsis, then
-    text, the widest first; numbers never, which may make it wider."""
+    """Return aligned text of at most `width` characters: where that is too little, headers are cut with an ellipsis,
+    then text, the widest first; numbers never, which may make it wider."""
     cells = [[column.header for column in columns]] + [
         [column.text(row) for column in columns] for row in rows
     ]
@@ -141,22 +141,22 @@ def _is_numeric(rows: Sequence[Row], column: Column) -> bool:
 
 
 def picture_lines(files: Iterable[str]) -> list[str]:
-    """Markdown that shows those of the files, all beside the report, that are pictures."""
+    """Return Markdown that shows the pictures among files in the folder of the report."""
     return [f"![{name}]({name})" for name in files if name.endswith(".png")]
 
 
 def row_files(stem: str, rows: Sequence[dict[str, Any]]) -> dict[str, bytes | str]:
-    """`<stem>.jsonl` (everything, raw samples included) and `<stem>.csv` (scalars) of the rows."""
+    """Return `<stem>.jsonl` (everything, raw samples included) and `<stem>.csv` (scalars) of the rows."""
     return {f"{stem}.jsonl": json_lines(rows), f"{stem}.csv": csv_text(rows)}
 
 
 def wrote(folder: str, files: Sequence[str]) -> str:
-    """`wrote FOLDER: a, b, ...` in lines that fit a terminal; no name is broken."""
+    """Return `wrote FOLDER: a, b, ...` in lines that fit a terminal; no name is broken."""
     return enumeration(f"wrote {folder}", files)
 
 
 def enumeration(what: str, items: Sequence[str]) -> str:
-    """`what: a, b, ...` in lines that fit a terminal, broken between words."""
+    """Return `what: a, b, ...` in lines that fit a terminal, broken between words."""
     text = ", ".join(items)
     head = f"{what}: "
     first_line = "" if len(head + text.partition(" ")[0]) <= TERMINAL_WIDTH else f"{what}:\n"
@@ -171,7 +171,7 @@ def enumeration(what: str, items: Sequence[str]) -> str:
 
 
 def statement(what: str, facts: str) -> str:
-    """`what: facts`; the facts in a line of their own where a terminal is too narrow for both."""
+    """Return `what: facts`; the facts in a line of their own if a terminal is too narrow for both."""
     line = f"{what}: {facts}"
     return line if len(line) <= TERMINAL_WIDTH else f"{what}:\n  {facts}"
 

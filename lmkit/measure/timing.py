@@ -1,4 +1,4 @@
-"""The usual way to time: `time_variants`. Host dispatch, epochs of a training and whole processes have other loops.
+"""Time variants in interleaved rounds: `time_variants`.
 
 Variants of one case are measured in interleaved rounds (one sample of each per round, in an order that changes
 from round to round), so that drift of clocks, temperature and neighbours falls on all of them alike, and round i
@@ -64,7 +64,7 @@ class Timing:
         return spread(self.samples_ms)
 
     def versus(self, baseline: Timing, *, confidence: float = 0.95) -> PairedRatio:
-        """Paired comparison with a variant of the same `time_variants` call; above 1 this one is faster."""
+        """Compare with a variant of the same `time_variants` call; above 1 this one is faster."""
         mine = dict(zip(self.rounds, self.samples_ms, strict=True))
         theirs = dict(zip(baseline.rounds, baseline.samples_ms, strict=True))
         both = [number for number in mine if number in theirs]  # never empty: all take part in round 0
@@ -215,7 +215,7 @@ class SteadyStateClock:
 
 
 def clock_for(device: torch.device | str, kind: ClockKind) -> Clock:
-    """The clock that `time_variants` uses on `device`."""
+    """Return the clock that `time_variants` uses on `device`."""
     import torch
 
     device = torch.device(device)
@@ -270,7 +270,7 @@ def time_variants(
         name -> Timing, in the order of `variants`, all with the same number of samples unless `share_seconds`.
 
     Raises:
-        ValueError: no variants, `repeats` < 1, or `after_round` beside `max_seconds`.
+        ValueError: no variants, `repeats` < 1, or `after_round` together with `max_seconds`.
         Whatever a variant raises (out of memory, say): the caller decides what that means.
     """
     if not variants:
@@ -335,7 +335,7 @@ def time_variants(
 
 
 def _stride(repeats: int, sample_seconds: float, share: float, most: float) -> int:
-    """The power of two n for which every n-th round of `repeats` fits into `share` seconds.
+    """Return the power of two n for which every n-th round of `repeats` fits into `share` seconds.
 
     A verdict needs `FEWEST_PAIRS` rounds: a variant gets those beyond its share, as long as they fit into `most`.
     """
@@ -350,7 +350,7 @@ def _stride(repeats: int, sample_seconds: float, share: float, most: float) -> i
 
 
 def _calls_per_sample(clock: Clock, work: Work, min_sample_ms: float) -> int:
-    """How many calls make a sample of about `min_sample_ms`; doubles until the estimate can be trusted."""
+    """Return how many calls make a sample of about `min_sample_ms`; double until the estimate can be trusted."""
     if min_sample_ms <= 0:
         return 1
     calls = 1
@@ -363,7 +363,7 @@ def _calls_per_sample(clock: Clock, work: Work, min_sample_ms: float) -> int:
 
 
 def cache_flusher(device: torch.device | str) -> Work:
-    """A call that overwrites a buffer larger than the last-level cache of `device`."""
+    """Return a call that overwrites a buffer larger than the last-level cache of `device`."""
     import torch
 
     device = torch.device(device)

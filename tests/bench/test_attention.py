@@ -262,7 +262,7 @@ def long_gate(dtype, *, backward):
 
 def judge(gate: Gate, function, arithmetic=EXACT):
     spots = gate.faults_at_spots(gate.probe.run(function), arithmetic)
-    return spots + gate.faults_beside_pytorch(gate.inputs.run(function), arithmetic)
+    return spots + gate.faults_against_pytorch(gate.inputs.run(function), arithmetic)
 
 
 @pytest.mark.parametrize("length", [300, 1100])
