@@ -21,7 +21,6 @@ from lmkit.cli.options import (
 from lmkit.cli.progress import progress_on_stderr
 from lmkit.cli.render import show
 from lmkit.measure.tables import enumeration, megabytes, statement
-from lmkit.storage.outputs import refuse_existing
 
 PREVIEW_TOKENS = 64
 
@@ -54,9 +53,8 @@ def synth(
     """Generate short stories in simple English."""
     from lmkit.data.synth import write_stories
 
-    refuse_existing(output, force=force)
     with progress_on_stderr() as progress:
-        write_stories(output, size_mb=size_mb, seed=seed, progress=progress)
+        write_stories(output, size_mb=size_mb, seed=seed, force=force, progress=progress)
     show(Synthesised(str(output), output.stat().st_size), as_json=as_json)
 
 

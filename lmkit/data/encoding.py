@@ -18,6 +18,7 @@ from lmkit.data.token_files import TokenFileWriter, TokenMeta, sidecar_path
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.environment import usable_cpus
 from lmkit.measure.progress import Progress
+from lmkit.storage.outputs import refuse_existing
 from lmkit.tokenizer import END_OF_TEXT, Tokenizer
 from lmkit.tokenizer.chunks import (
     Chunk,
@@ -115,12 +116,7 @@ def _check_output(output: Path, sources: Iterable[Path], *, force: bool) -> None
             f"{output}: a token file ends in .npy",
             hint=f"name it {output.with_suffix('.npy')}",
         )
-    if output.exists() and not force:
-        raise UsageError(
-            "output.exists",
-            f"{output}: exists already",
-            hint="choose another name, or replace it with --force",
-        )
+    refuse_existing(output, force=force)
     written = {os.path.realpath(path) for path in (output, sidecar_path(output))}
     for source in sources:
         if os.path.realpath(source) in written:

@@ -12,7 +12,8 @@ def refuse_existing(output: Path, *, force: bool) -> None:
     """Refuse an output that exists, unless `force`.
 
     Raises:
-        UsageError: the output exists, or is a folder where a file is wanted.
+        UsageError: the output exists ("output.exists"), or is a folder or another thing that is not a file
+            ("output.not_a_file").
     """
     if output.is_dir():
         raise UsageError("output.not_a_file", f"{output}: is a folder", hint="name a file")
@@ -27,15 +28,15 @@ def refuse_existing(output: Path, *, force: bool) -> None:
 
 
 def refuse_unwritable(folder: Path, *, option: str = "--output") -> None:
-    """Refuse a folder that could not be made or written to, before time is spent on what it is for.
+    """Refuse a folder that cannot be created or written to, before time is spent on its content.
 
-    Leaves nothing behind: a trial file lives and dies in the folder, or in the nearest above it that exists.
+    Tries to write a temporary file to the folder, or to the nearest parent that exists.
 
     Args:
-        option: by which another folder is chosen, for the hint.
+        option: names the option that chooses another folder, for the hint.
 
     Raises:
-        UsageError: names what is in the way.
+        UsageError: names the obstacle ("output.unwritable").
     """
     place = folder
     try:

@@ -1,1 +1,0 @@
-"""Stories from a grammar: words, facts, scenes and plots."""
