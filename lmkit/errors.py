@@ -26,9 +26,7 @@ class LmkitError(Exception):
     is_consequence = False
     """Whether an error of another process caused this one and should be read instead."""
 
-    def __init__(self, code: str, message: str | None = None, *, hint: str = "") -> None:
-        if message is None:  # raised by code that does not give codes yet
-            code, message = "error", code
+    def __init__(self, code: str, message: str, *, hint: str = "") -> None:
         self.code = code
         # A file name or a key may hold line breaks or escape codes: show them escaped.
         self.message = _printable(message)

@@ -176,7 +176,6 @@ def _print_error(error: LmkitError) -> None:
     from lmkit.cli.ranks import speak_for_ranks
 
     error = speak_for_ranks(error)
-    code = "" if error.code == "error" else f"[{error.code}]"
-    print(f"error{code}: {error.message}", file=sys.stderr)
+    print(f"error[{error.code}]: {error.message}", file=sys.stderr)
     if error.hint:
         print(f"hint: {error.hint}", file=sys.stderr)

@@ -161,10 +161,12 @@ def copy(
 
 def _command(recipe: Any, file: str) -> str:
     """Return the command that a recipe is for."""
+    from lmkit.registry import BENCHES
+
     if recipe.corpus is not None:
         return f"run {file}"
-    for bench in type(recipe.bench).model_fields:
+    for bench in BENCHES.names:
         if getattr(recipe.bench, bench) is not None:
-            needs_ranks = bench in ("ddp", "all_reduce", "optimizer")
+            needs_ranks = BENCHES.facts(bench).ranks == "required"
             return f"bench {bench.replace('_', '-')} {file}{' --nproc 2' if needs_ranks else ''}"
     return f"profile kineto {file}" if recipe.data.train is None else f"train {file}"

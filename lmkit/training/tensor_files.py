@@ -40,7 +40,7 @@ class DamagedCheckpoint(LmkitError):
     def __init__(
         self,
         code: str,
-        message: str | None = None,
+        message: str,
         *,
         hint: str = "use an older checkpoint, or delete the damaged one",
     ) -> None:
@@ -53,7 +53,7 @@ class NewerFormat(LmkitError):
     def __init__(
         self,
         code: str,
-        message: str | None = None,
+        message: str,
         *,
         hint: str = "upgrade lmkit: pip install --upgrade lmkit",
     ) -> None:

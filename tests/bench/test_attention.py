@@ -104,7 +104,7 @@ def out_of_memory(q, k, v, *, causal):
 
 
 def unsupported(q, k, v, *, causal):
-    raise UsageError("head_dim 16 is not supported", hint="use 64")
+    raise UsageError("attention.head_dim", "head_dim 16 is not supported", hint="use 64")
 
 
 def broken(q, k, v, *, causal):
