@@ -52,11 +52,14 @@ def reason(error: OSError) -> str:
 def out_of_memory(error: BaseException) -> LmkitError | None:
     """Return an LmkitError if memory ran out, on the host or on a GPU; None for other errors."""
     text = str(error)
-    if not isinstance(error, MemoryError) and not (
-        "out of memory" in text or "can't allocate memory" in text
-    ):
+    signs = (
+        "out of memory",
+        "can't allocate memory",
+        "can't start new thread",
+    )  # a thread needs room for its stack
+    if not isinstance(error, MemoryError) and not any(sign in text for sign in signs):
         return None
-    parts = re.split(r"\. |: |\n", text)
+    parts = re.split(r"(?<!\d)\. |: |\n", text)
     detail = next((part.strip() for part in parts if re.search(r"allocate.*\d", part)), "")
     detail = re.sub(r"\b(\d{8,}) bytes", lambda size: f"{int(size[1]) / 2**30:,.1f} GiB", detail)
     return LmkitError(

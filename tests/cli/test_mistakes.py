@@ -263,11 +263,14 @@ def test_every_wrong_kind_of_path_is_one_error_and_one_hint(
             "20.00 GiB",
         ),
         ("std::bad_alloc: out of memory", ""),
+        ("Unable to allocate 305. MiB for an array with shape (20000000, 2)", "305. MiB"),
+        ("can't start new thread", ""),
         ("the sky falls", None),
     ],
 )
 def test_out_of_memory_says_how_much_was_asked_for(raised: str, size: str | None) -> None:
-    error = out_of_memory(RuntimeError(raised))
+    kind = MemoryError if raised.startswith("Unable") else RuntimeError  # as numpy does
+    error = out_of_memory(kind(raised))
     assert (error is None) == (size is None)
     if error is not None and size is not None:
         assert error.code == "memory.exhausted"
