@@ -151,7 +151,8 @@ class _Rank:
             self.error = content
         else:
             sys.stderr.write(f"rank {self.number}:\n{content}")
-            self.error = RankFailed("parallel.rank_failed", content.strip().splitlines()[-1])
+            last_line = content.strip().splitlines()[-1]
+            self.error = RankFailed("parallel.rank_failed", last_line, hint="look above for its traceback")
 
     def failed(self, received: Sequence[int]) -> bool:
         """Return whether it ended badly. After a stopping signal, ending by that signal is no failure."""

@@ -290,10 +290,7 @@ def check_same_model(model: nn.Module, ranks: Ranks, fingerprint: str = "") -> N
         for named in (model.named_parameters(remove_duplicate=False), model.named_buffers())
         for name, tensor in named
     )
-    for code, what, text in (
-        ("model", "model", described),
-        ("recipe", "recipe or data", fingerprint),
-    ):
+    for what, text in (("model", described), ("recipe or data", fingerprint)):
         digest = torch.tensor(list(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)
         digest = digest.to(ranks.device)
         digests = [torch.empty_like(digest) for _ in range(ranks.world_size)]
@@ -301,7 +298,7 @@ def check_same_model(model: nn.Module, ranks: Ranks, fingerprint: str = "") -> N
         differing = [rank for rank, other in enumerate(digests) if not torch.equal(other, digests[0])]
         if differing:
             raise LmkitError(
-                f"parallel.{code}_differs",
+                "parallel.ranks_differ",
                 f"rank {', '.join(map(str, differing))}: {what} differs from rank 0's",
                 hint="start every rank with the same recipe, overrides, token files and version of lmkit",
             )

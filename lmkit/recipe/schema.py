@@ -23,7 +23,7 @@ from lmkit.recipe.tables import (
     TrainConfig,
     WandbConfig,
 )
-from lmkit.registry import STRATEGIES
+from lmkit.registry import OPTIMIZERS, STRATEGIES
 
 
 class Recipe(Table):
@@ -107,6 +107,15 @@ def strategy_mistakes(parallel: ParallelConfig) -> Iterator[str]:
             yield f"parallel.options.{name}: {strategy} expects {wanted.__name__}, not {value!r}"
 
 
+def _shards_fit_the_optimizer(tables: Mapping[str, Any]) -> str | None:
+    parallel, optimizer = tables.get("parallel"), tables.get("optimizer")
+    if parallel is None or optimizer is None or OPTIMIZERS.facts(optimizer.name).elementwise:
+        return None
+    if "optimizer" not in STRATEGIES.facts(parallel.strategy).shards:
+        return None
+    return f'parallel.strategy: "{parallel.strategy}" cuts flat shards, but "{optimizer.name}" updates whole matrices'
+
+
 def _model_holds_the_vocabulary(tables: Mapping[str, Any]) -> str | None:
     names = ("corpus", "tokenizer", "data", "model")
     corpus, tokenizer, data, model = (tables.get(name) for name in names)
@@ -124,6 +133,7 @@ CHECKS: tuple[Check, ...] = (
     _half_precision_has_a_device,
     _random_tokens_need_a_vocabulary,
     _strategy_uses_its_keys,
+    _shards_fit_the_optimizer,
 )
 CHECKS_BEFORE_TOKENS: tuple[Check, ...] = (*CHECKS, _model_holds_the_vocabulary)
 """Checks of a recipe whose tokenizer is still to be trained. It may reach fewer tokens than the recipe asks for, so

@@ -214,7 +214,7 @@ def check_whole_steps_inside_no_sync(ranks: Ranks, strategy: str) -> None:
 
 
 @check(strategy=("overlap", "bucketed"))
-def check_unused_gradients_beside_late_ones(ranks: Ranks, strategy: str) -> None:
+def check_unused_and_late_gradients(ranks: Ranks, strategy: str) -> None:
     """`finish(wait=False)` where a rank has nothing for a parameter: who used it is known only when all have told."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bucketed, "LATE_BYTES", 0)
@@ -275,9 +275,9 @@ def check_torch_ddp_reduces_in_bf16_with_nccl_only(ranks: Ranks) -> None:
 def check_reduction_in_bf16(ranks: Ranks, strategy: str) -> None:
     """fp32 gradients that travel as bf16: each is off by at most two roundings of 2^-9, and stays fp32."""
     gradients = {}
-    for wire in ("fp32", "bf16"):
+    for dtype in ("fp32", "bf16"):
         model = seeded_model(0, ranks, torch.float32)
-        sync = build(strategy, ranks, ParallelConfig(bucket_mb=0.0003, reduce_dtype=wire))
+        sync = build(strategy, ranks, ParallelConfig(bucket_mb=0.0003, reduce_dtype=dtype))
         call = sync.attach(model)
         for _ in range(2):
             model.zero_grad(set_to_none=True)
@@ -285,7 +285,7 @@ def check_reduction_in_bf16(ranks: Ranks, strategy: str) -> None:
             call.loss(*batch(0, ranks.rank, 0), ranks.rank).backward()
             sync.finish()
         grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        gradients[wire] = (grads, sync.traffic.payload_bytes)
+        gradients[dtype] = (grads, sync.traffic.payload_bytes)
     for name, exact in gradients["fp32"][0].items():
         coarse = gradients["bf16"][0][name]
         assert coarse.dtype == torch.float32
@@ -398,38 +398,28 @@ def check_forgotten(ranks: Ranks, strategy: str) -> None:
 
 
 @check()
-def check_different_models_are_refused(ranks: Ranks) -> None:
-    model = nn.Linear(3, 4 if ranks.rank == 1 else 5).to(ranks.device)
+def check_replicas_that_differ_are_refused(ranks: Ranks) -> None:
     for strategy in STRATEGIES:
-        with refused("parallel.model_differs", LmkitError, "rank 1"):
+        model = nn.Linear(3, 4 if ranks.rank == 1 else 5).to(ranks.device)
+        with refused("parallel.ranks_differ", LmkitError, "rank 1", "model"):
             build(strategy, ranks).attach(model)
-        with refused("parallel.recipe_differs", LmkitError, "rank 1"):
-            build(strategy, ranks).attach(
-                nn.Linear(3, 3).to(ranks.device), fingerprint=f"lr = {ranks.rank == 1}"
-            )
+        model = nn.Linear(3, 3).to(ranks.device)
+        with refused("parallel.ranks_differ", LmkitError, "rank 1", "recipe"):
+            build(strategy, ranks).attach(model, fingerprint=f"lr = {ranks.rank == 1}")
 
 
-@check()
-def check_what_is_frozen_is_part_of_the_model(ranks: Ranks) -> None:
-    """Or the ranks' gradients would be of different parameters."""
-    model = nn.Linear(3, 3).to(ranks.device)
-    model.bias.requires_grad_(ranks.rank != 1)
-    with refused("parallel.model_differs", LmkitError, "rank 1"):
-        check_same_model(model, ranks)
-
-
-@check()
-def check_ties_are_part_of_the_model(ranks: Ranks) -> None:
-    """Where one rank has two parameters and another has one twice, broadcasts and gradients would not pair up."""
+@check(difference=("frozen", "untied", "tied otherwise"))
+def check_frozen_and_tied_parameters_are_compared(ranks: Ranks, difference: str) -> None:
+    """Otherwise broadcasts and reductions would pair different tensors."""
     model = nn.Sequential(*[nn.Linear(3, 3, bias=False) for _ in range(3)]).to(ranks.device)
     model[1].weight = model[0].weight
     check_same_model(model, ranks)
-    if ranks.rank == 1:
-        model[1].weight = nn.Parameter(torch.zeros_like(model[0].weight))
-    with refused("parallel.model_differs", LmkitError, "rank 1"):
-        check_same_model(model, ranks)
-    model[1].weight = model[2 if ranks.rank == 1 else 0].weight
-    with refused("parallel.model_differs", LmkitError, "rank 1"):
+    if ranks.rank == 1 and difference == "frozen":
+        model[2].requires_grad_(False)
+    elif ranks.rank == 1:
+        other = nn.Parameter(torch.zeros_like(model[0].weight))
+        model[1].weight = other if difference == "untied" else model[2].weight
+    with refused("parallel.ranks_differ", LmkitError, "rank 1", "model"):
         check_same_model(model, ranks)
 
 
@@ -458,7 +448,7 @@ def check_the_first_rank_gives_tensors_of_any_strides_and_dtype(ranks: Ranks) ->
     assert bool((model.window == 0).all())
     assert bool((model.transposed == 5).all())
     assert all(not bool(buffer.any()) for buffer in model.buffers())
-    assert bool((base[:, [0, 5]] == ranks.rank).all()), "what lies beside the window is nobody's business"
+    assert bool((base[:, [0, 5]] == ranks.rank).all()), "the memory around the window must stay as it is"
 
     model.register_buffer("expanded", torch.zeros(1, device=ranks.device).expand(4))
     with refused("parallel.expanded_tensor", LmkitError, "expanded"):

@@ -87,7 +87,7 @@ def lose_patience(ranks: Ranks) -> None:
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=HANG_S))
 
 
-def heed_no_signal_on_rank_0() -> None:
+def ignore_signals_on_rank_0() -> None:
     """Rank 0 has the launcher told to stop; rank 1 ends by that, and rank 0, which does not, loses it."""
     with process_group("cpu", timeout_s=PATIENT_S) as ranks, losses_named(ranks, "between steps"):
         if ranks.rank == 1:

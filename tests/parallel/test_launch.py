@@ -267,7 +267,7 @@ def test_a_signal_before_all_ranks_are_started_starts_no_more(monkeypatch):
 
 
 @pytest.mark.full
-def test_a_signal_that_another_thread_takes_is_heeded(tmp_path):
+def test_a_signal_that_another_thread_takes_is_seen(tmp_path):
     """As it happens to one that is sent while the launcher is stopped: the thread that waits is not woken."""
     ready, to_all = tmp_path / "ready", True
 
@@ -309,7 +309,7 @@ def test_fault_71_a_second_signal_ends_ranks_that_do_not_leave(tmp_path):
 @pytest.mark.full
 def test_a_rank_that_loses_one_that_was_told_to_stop_is_no_failure():
     with pytest.raises(SystemExit) as caught:
-        spawn_ranks(2, rank_faults.heed_no_signal_on_rank_0)
+        spawn_ranks(2, rank_faults.ignore_signals_on_rank_0)
     assert caught.value.code == 143
 
 

@@ -20,6 +20,7 @@ from lmkit.recipe.load import (
     validate,
 )
 from lmkit.recipe.schema import TABLES, Recipe
+from lmkit.registry import OPTIMIZERS
 
 
 def refusal(source: Path | None, *overrides: str, code: str, **flags: object) -> str:
@@ -202,6 +203,16 @@ def test_every_mistake_is_reported_at_once(write) -> None:
 )
 def test_tables_that_contradict_one_another(overrides: list[str], key: str) -> None:
     assert key in refusal(None, *overrides, code="recipe.conflict")
+
+
+def test_an_optimizer_of_whole_matrices_is_not_sharded() -> None:
+    OPTIMIZERS.register("matrices", elementwise=False)(test_an_optimizer_of_whole_matrices_is_not_sharded)
+    try:
+        overrides = ("optimizer.name=matrices", "parallel.strategy=zero1")
+        assert "parallel.strategy" in refusal(None, *overrides, code="recipe.conflict")
+        load_recipe(None, overrides[:1])
+    finally:
+        OPTIMIZERS.unregister("matrices")
 
 
 def test_a_small_vocabulary_is_right_for_other_tokens() -> None:
