@@ -41,14 +41,14 @@ class KVCache:
         self.attention = attention_function(config.attention)
 
     def prefill(self, rows: Sequence[int], lengths: Sequence[int]) -> Prefill:
-        """Forget what these rows hold; the next pass reads texts of these lengths, padded on the right."""
+        """Start a pass that reads texts of these lengths, padded on the right; forget what these rows held."""
         assert all(0 < length <= self.context_length for length in lengths)
         for row, length in zip(rows, lengths, strict=True):
             self.lengths[row] = length
         return Prefill(self, torch.tensor(rows, device=self.keys.device))
 
     def decode(self, rows: Sequence[int]) -> Decode:
-        """The next pass reads one token of every row; it is kept for `rows`, and forgotten for the others."""
+        """Start a pass that reads one token of every row; `rows` keep it, the other rows forget it."""
         assert all(self.lengths[row] < self.context_length for row in rows)
         # A full row that does not grow takes part, too: its token overwrites the last place, which no row reads.
         places = [min(length, self.context_length - 1) for length in self.lengths]

@@ -14,8 +14,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from lmkit.optim.adamw import AdamW
-
 
 def clip_gradients(parameters: Tensor | Iterable[Tensor], max_norm: float) -> Tensor:
     """Scale the gradients in place by one factor, so that their joint norm is at most `max_norm`.
@@ -64,8 +62,8 @@ def clip_for(
     """Let `optimizer` read gradients with a joint norm of at most `max_norm`.
 
     Args:
-        optimizer: reads them next (None: not known). Our AdamW gets a `gradient_factor`, and `grads` stay as they
-            are; for others they are scaled in place.
+        optimizer: reads them next (None: not known). If it has a `gradient_factor`, as our AdamW does, it is set and
+            `grads` stay as they are; for others they are scaled in place.
         grads: all gradients of the optimizer in this process.
         norm: of the gradients in all processes.
         max_norm: inf leaves them as they are.
@@ -77,7 +75,7 @@ def clip_for(
         raise ValueError(f"max_norm must be positive, got {max_norm}")
     # 1e-6: a norm of zero must not divide
     factor = None if math.isinf(max_norm) else (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    if isinstance(optimizer, AdamW):
+    if optimizer is not None and hasattr(optimizer, "gradient_factor"):
         optimizer.gradient_factor = factor
     elif grads and factor is not None:
         torch._foreach_mul_(grads, factor)

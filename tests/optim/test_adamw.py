@@ -234,6 +234,23 @@ def test_the_recipes_table_makes_it() -> None:
         assert group["weight_decay"] == decay
 
 
+def test_an_optimizer_from_outside_is_a_name_in_recipes() -> None:
+    @OPTIMIZERS.register("outside", elementwise=False)
+    def outside(groups: list[dict], options: OptimizerConfig) -> torch.optim.Optimizer:
+        return torch.optim.SGD(groups, lr=options.lr)
+
+    try:
+        table = OptimizerConfig(name="outside")
+        assert isinstance(
+            OPTIMIZERS.load(table.name)(decay_groups(parameters(), 0.1), table), torch.optim.SGD
+        )
+        assert not OPTIMIZERS.facts(table.name).elementwise
+    finally:
+        OPTIMIZERS.unregister("outside")
+    with pytest.raises(ValueError, match="adamw"):
+        OptimizerConfig(name="outside")
+
+
 def test_factor_and_copies_outlive_loaded_state() -> None:
     params = parameters()
     optimizer = AdamW(params, **SETTINGS)

@@ -43,7 +43,7 @@ def test_gradients_of_several_dtypes_have_one_norm() -> None:
         norm = gradient_norm(grads)
         assert norm.item() == pytest.approx(expected.item(), rel=1e-12)  # in float64 all the way
         clip_for(None, grads, norm, 0.5)
-        assert gradient_norm(grads).item() == pytest.approx(0.5, rel=1e-5)  # 1e-6 beside the norm
+        assert gradient_norm(grads).item() == pytest.approx(0.5, rel=1e-5)  # 1e-6 is added to the norm
         assert {grad.dtype for grad in grads} == {torch.float32, torch.float64}
 
 
