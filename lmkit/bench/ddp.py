@@ -355,7 +355,7 @@ def measure(case: Case, names: Sequence[str], context: Context, *, part: str, jo
     loops: dict[str, Loop | None] = {}
     facts: dict[str, dict[str, Any]] = {}
     for number, name in enumerate(names):
-        context.progress(f"{part}: building", number, len(names))
+        context.progress(f"{part}, building", number, len(names))
         built = _build(name, case, ranks)
         if isinstance(built, str):
             facts[name] = not_enough_memory(built)
@@ -508,7 +508,7 @@ def _time_together(
 
     def prepare(name: str) -> None:
         nonlocal rested
-        context.progress(f"{part}: timing", next(samples_before), options.rounds * len(loops))
+        context.progress(f"{part}, timing", next(samples_before), options.rounds * len(loops))
         built = loops[name]
         if rested and name not in SOLO:
             assert built is not None

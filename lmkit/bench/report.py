@@ -117,19 +117,17 @@ def report_text(summary: Summary, environment: Mapping[str, Any], pictures: Sequ
     )
 
 
-def _body(summary: Summary, environment: Mapping[str, Any], level: int = 2) -> Iterator[str]:
+def _body(summary: Summary, environment: Mapping[str, Any], level: int = 2) -> list[str]:
     heading = "#" * level
-    yield " ".join(
-        filter(None, [summary.about and f"{summary.about}.", f"Measured on {machine(environment)}."])
-    )
+    about = f"{summary.about}. " if summary.about else ""
+    parts = [f"{about}Measured on {machine(environment)}."]
     if limits := environment.get("limits"):
-        yield f"{limits_sentence(limits)}."
+        parts.append(f"{limits_sentence(limits)}.")
     if summary.findings:
-        yield f"{heading} What was found"
-        yield bullets(summary.findings)
+        parts += [f"{heading} What was found", bullets(summary.findings)]
     for title, table in summary.tables.items():
-        yield f"{heading} {title}"
-        yield table
+        parts += [f"{heading} {title}", table]
+    return parts
 
 
 def _own_table(summary: Summary) -> str:
@@ -414,7 +412,8 @@ def _write_up(
                 f"## {summary.title}: {title}",
                 f"Rows with raw samples: [{results.path.as_posix()}]({source}).",
             ]
-            parts += _body(summary, results.environment, level=3)
+            facts = root / results.path.parent / "environment.json"
+            parts += _or_damaged(facts, partial(_body, summary, results.environment, level=3))
             notes |= dict.fromkeys(summary.notes)
             parts += [
                 f"![{name[:-4].replace('_', ' ')}]({Path(source).parent.as_posix()}/{name})"
@@ -447,7 +446,7 @@ def _or_damaged(where: object, read: Callable[[], Group]) -> Group:
     ) as error:
         raise LmkitError(
             "rows.damaged",
-            f"{where}: a row is not what `lmkit bench` writes ({type(error).__name__}: {error})",
+            f"{where}: not what `lmkit bench` writes ({type(error).__name__}: {error})",
             hint="run the command that wrote the file again",
         ) from None
 

@@ -50,9 +50,9 @@ class _Benches(Group):
         return _command(cmd_name.replace("-", "_")) if cmd_name in self.commands else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        for flag, file in pairwise(args):
-            if flag == "--plugin":  # it may register the bench that is called
-                load_plugin(Path(file))
+        for flag, file in pairwise([*args, ""]):
+            if flag == "--plugin" or flag.startswith("--plugin="):  # it may register the bench that is called
+                load_plugin(Path(flag.partition("=")[2] or file))
         name, command, rest = super().resolve_command(ctx, args)
         return name, command, [_with_dashes(word) for word in rest]
 

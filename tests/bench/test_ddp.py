@@ -160,8 +160,8 @@ def test_progress_counts_variants_samples_and_rounds(measured, ladder):
         return [(done, total) for name, done, total in measured["reports"] if name == stage]
 
     variants, samples = len(ladder), 6 * len(ladder)
-    assert reported("ladder: building") == [(number, variants) for number in range(variants)]
-    assert reported("ladder: timing") == [(number, samples) for number in range(samples)]
+    assert reported("ladder, building") == [(number, variants) for number in range(variants)]
+    assert reported("ladder, timing") == [(number, samples) for number in range(samples)]
     names = len(measured["optimizer"])
     assert reported("optimizer") == [(number, names) for number in range(names + 1)]
 

@@ -275,6 +275,18 @@ def test_rows_without_a_key_or_of_another_type_are_one_error(kind, tmp_path):
 
 
 @pytest.mark.parametrize(
+    "facts",
+    [{"gpus": 3}, {"gpus": [1]}, {"cpu": "x"}, {"packages": []}, {"time_utc": 5}, {"limits": {"a": 1}}],
+)
+def test_a_damaged_environment_is_one_error(facts, artifacts):
+    (artifacts / "attention/environment.json").write_text(json.dumps(facts))
+    with pytest.raises(LmkitError) as damaged:
+        report(artifacts)
+    assert damaged.value.code == "rows.damaged"
+    assert "environment.json" in damaged.value.message
+
+
+@pytest.mark.parametrize(
     "line", ["", "{", "[1]", "1", '"x"', '{"a": NaN}', '{"a": "\\ud800"}', "[" * 100_000], ids=repr
 )
 def test_a_damaged_line_is_named(line, tmp_path):
