@@ -62,7 +62,7 @@ def prepare_corpus(table: CorpusConfig, folder: Path, *, progress: Progress | No
     Raises:
         UsageError: a file is missing ("corpus.missing_file"), empty ("corpus.empty") or too short to hold out a part
             ("corpus.too_short"); a line of a `.jsonl` file has no such field ("corpus.no_field").
-        LmkitError: invalid UTF-8, with its byte offset, unless `errors` is "replace" ("corpus.not_utf8"); a broken
+        LmkitError: invalid UTF-8, with its byte offset, unless `errors` is "replace" ("text.not_utf8"); a broken
             JSON line ("corpus.not_json").
     """
     if table.source == "synth":
@@ -302,7 +302,7 @@ def _json_documents(path: Path, table: CorpusConfig) -> Iterator[tuple[int, byte
 
 def _invalid_utf8(path: Path, offset: int) -> LmkitError:
     return LmkitError(
-        "corpus.not_utf8",
+        "text.not_utf8",
         f"{path}: invalid UTF-8 at byte {offset}",
         hint='convert the file, or replace what is invalid: corpus.errors = "replace", or --errors replace',
     )

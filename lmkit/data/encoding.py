@@ -61,10 +61,10 @@ def encode_corpus(
         progress: called with ("encode", bytes done, bytes in all).
 
     Raises:
-        UsageError: a source is missing ("corpus.missing_file") or all are empty ("corpus.empty"); `output` exists
+        UsageError: a source is missing ("text.unreadable") or all are empty ("text.empty"); `output` exists
             ("output.exists"), does not end in `.npy` ("tokens.name") or would replace a source
             ("output.replaces_source").
-        LmkitError: a source is not UTF-8 or changed while it was read ("corpus.changed").
+        LmkitError: a source is not UTF-8 ("text.not_utf8") or changed while it was read ("corpus.changed").
     """
     output = Path(output)
     paths = as_paths(sources)
@@ -74,7 +74,7 @@ def encode_corpus(
         if reader.total_bytes == 0:
             names = ", ".join(map(str, paths)) or "no files"
             raise UsageError(
-                "corpus.empty", f"the corpus is empty: {names}", hint="give at least one file with text in it"
+                "text.empty", f"the corpus is empty: {names}", hint="give at least one file with text in it"
             )
         return _encode(reader, output, tokenizer, workers or usable_cpus(), progress)
 

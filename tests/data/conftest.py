@@ -1,13 +1,16 @@
-"""A web server on this machine that can misbehave."""
+"""A web server on this machine that can misbehave, and errors by their codes."""
 
 from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+
+from lmkit.errors import LmkitError
 
 
 class FileServer:
@@ -107,3 +110,20 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FileServer]:
         yield site
         running.shutdown()
         thread.join()
+
+
+@pytest.fixture
+def refuses() -> Callable[..., AbstractContextManager[pytest.ExceptionInfo[LmkitError]]]:
+    """Expect an error by its code, with words that its message holds, and a hint."""
+
+    @contextmanager
+    def expect(
+        code: str, *words: str, kind: type[LmkitError] = LmkitError
+    ) -> Iterator[pytest.ExceptionInfo[LmkitError]]:
+        with pytest.raises(kind) as caught:
+            yield caught
+        assert caught.value.code == code, caught.value
+        assert [word for word in words if word not in caught.value.message] == [], caught.value
+        assert caught.value.hint
+
+    return expect

@@ -64,22 +64,20 @@ def ranges(site) -> list[str | None]:
     return [request.get("Range") for request in site.requests]
 
 
-def test_fetches_both_files_with_their_digests(fetch, site, tmp_path):
+@pytest.mark.parametrize("dataset", [DATASET, ZIPPED], ids=["text", "archives"])
+def test_fetches_both_files_with_their_digests_once(fetch, site, tmp_path, dataset):
     seen = []
-    train, valid = fetch(progress=lambda *facts: seen.append(facts))
+    train, valid = fetch(dataset, progress=lambda *facts: seen.append(facts))
     assert train.read_bytes() == TRAIN
     assert valid.read_bytes() == VALID
     recorded = (tmp_path / "data" / "toy_train.txt.sha256").read_text()
     assert recorded == f"{hashlib.sha256(TRAIN).hexdigest()}  toy_train.txt\n"
-    assert names(tmp_path / "data") == {
-        train.name,
-        valid.name,
-        train.name + ".sha256",
-        valid.name + ".sha256",
-    }
-    assert ("download toy_train.txt", len(TRAIN), len(TRAIN)) in seen
-    fetch()
-    assert len(site.requests) == 2  # nothing is fetched twice
+    files = {train.name, valid.name}
+    assert names(tmp_path / "data") == files | {f"{name}.sha256" for name in files}
+    if dataset is DATASET:
+        assert ("download toy_train.txt", len(TRAIN), len(TRAIN)) in seen
+    fetch(dataset)
+    assert len(site.requests) == 2
 
 
 def test_resumes_after_a_cut_connection(fetch, site):
@@ -90,9 +88,9 @@ def test_resumes_after_a_cut_connection(fetch, site):
     assert site.requests[1]["If-Range"] == '"v1"'
 
 
-def test_fault_42_a_transfer_that_broke_off_goes_on_at_the_next_call(fetch, site, tmp_path):
+def test_fault_42_a_transfer_that_broke_off_goes_on_at_the_next_call(fetch, site, tmp_path, refuses):
     site.cuts = [1_000_000] + [0] * 20
-    with pytest.raises(LmkitError, match=r"train\.txt: .*tried 6 times") as caught:
+    with refuses("download.failed", "train.txt") as caught:
         fetch()
     assert caught.value.exit_code == 1
     assert names(tmp_path / "data") == {"toy_train.txt.partial", "toy_train.txt.partial.version.json"}
@@ -111,19 +109,19 @@ def test_starts_over_when_the_file_has_changed(fetch, site):
     assert fetch()[0].read_bytes() == TRAIN[::-1]
 
 
-def test_pauses_grow_between_attempts(site, tmp_path, monkeypatch):
+def test_pauses_grow_between_attempts(site, tmp_path, monkeypatch, refuses):
     pauses = []
     monkeypatch.setattr(module.time, "sleep", pauses.append)
     site.statuses = [503] * 6
-    with pytest.raises(LmkitError, match=r"HTTP status 503 \(tried 6 times\)"):
+    with refuses("download.failed", "503"):
         download_dataset(DATASET, tmp_path, base_url=site.url, retry_wait_s=0.5)
     assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0]
 
 
-def test_another_part_than_was_asked_for_is_not_taken(fetch, site):
+def test_another_part_than_was_asked_for_is_not_taken(fetch, site, refuses):
     site.cuts = [1_000_000]
     site.part_shift = 5
-    with pytest.raises(LmkitError, match="another part than it was asked for"):
+    with refuses("download.failed", "train.txt"):
         fetch()
     site.part_shift = 0
     assert fetch()[0].read_bytes() == TRAIN
@@ -185,18 +183,18 @@ def test_a_tag_that_is_no_digest_is_only_a_tag(fetch, site):
 
 
 @pytest.mark.parametrize(("spare", "fits"), [(0, True), (-1, False)])
-def test_no_more_is_fetched_than_a_file_may_have(fetch, site, tmp_path, spare, fits):
+def test_no_more_is_fetched_than_a_file_may_have(fetch, site, tmp_path, spare, fits, refuses):
     dataset = Dataset("", RemoteFile("toy_train.txt", "train.txt", len(TRAIN) + spare), DATASET.valid)
     if fits:
         assert fetch(dataset)[0].read_bytes() == TRAIN
         return
-    with pytest.raises(LmkitError, match="more than 2999999 bytes"):
+    with refuses("download.too_large", "2999999"):
         fetch(dataset)
     assert names(tmp_path / "data") == set()
 
 
 @pytest.mark.parametrize(("spare", "fits"), [(0, True), (-1, False)])
-def test_no_more_is_unpacked_than_a_file_may_have(fetch, site, spare, fits):
+def test_no_more_is_unpacked_than_a_file_may_have(fetch, site, spare, fits, refuses):
     zeros = bytes(3_000_000)  # the archive is much smaller
     site.files["train.txt.gz"] = gzip.compress(zeros)
     train = RemoteFile("toy_train.txt", "train.txt.gz", len(zeros) + spare)
@@ -204,7 +202,7 @@ def test_no_more_is_unpacked_than_a_file_may_have(fetch, site, spare, fits):
     if fits:
         assert fetch(dataset)[0].read_bytes() == zeros
         return
-    with pytest.raises(LmkitError, match="unpacks to more than 2999999 bytes"):
+    with refuses("download.too_large", "2999999"):
         fetch(dataset)
 
 
@@ -220,20 +218,19 @@ def test_an_archive_whose_unpacking_was_killed_is_not_fetched_again(fetch, site)
     assert len(site.requests) == 1  # of the other file
 
 
-def test_a_disk_that_refuses_is_named_at_once(fetch, site, tmp_path):
+def test_a_failing_disk_is_named_at_once(fetch, site, tmp_path, refuses):
     (tmp_path / "data" / "toy_train.txt.partial").mkdir(parents=True)
-    with pytest.raises(LmkitError, match=r"toy_train\.txt\.partial: is a directory") as caught:
+    with refuses("download.disk", "toy_train.txt.partial"):
         fetch()
-    assert "disk" in caught.value.hint
     assert len(site.requests) == 1
 
 
-def test_an_error_without_words_is_told_by_its_kind(fetch, monkeypatch):
+def test_an_error_without_words_is_told_by_its_kind(fetch, monkeypatch, refuses):
     def fail(self):
         raise http.client.HTTPException
 
     monkeypatch.setattr(module._Transfer, "run", fail)
-    with pytest.raises(LmkitError, match=r"HTTPException \(tried 6 times\)"):
+    with refuses("download.failed", "HTTPException"):
         fetch()
 
 
@@ -252,22 +249,24 @@ def test_a_part_of_a_weakly_tagged_file_is_never_continued(fetch, site):
     assert ranges(site)[:2] == [None, None]
 
 
-def test_fault_42_a_short_body_is_no_file(fetch, site, tmp_path):
+def test_fault_42_a_short_body_is_no_file(fetch, site, tmp_path, refuses):
     site.announce_length = len(TRAIN) + 5
-    with pytest.raises(LmkitError, match=r"3000000 of 3000005 bytes|416"):
+    with refuses("download.failed", "train.txt"):
         fetch()
     assert "toy_train.txt" not in names(tmp_path / "data")
 
 
 @pytest.mark.parametrize(("by_redirect", "moved"), [(False, False), (True, False), (True, True)])
-def test_fault_42_a_wrong_digest_is_refused_and_nothing_is_left(fetch, site, tmp_path, by_redirect, moved):
+def test_fault_42_a_wrong_digest_is_refused_and_nothing_is_left(
+    fetch, site, tmp_path, by_redirect, moved, refuses
+):
     site.moved = moved
     wrong = f'"{"0" * 64}"'
     if by_redirect:
         site.redirect_headers = {"X-Linked-Etag": wrong}
     else:
         site.headers = {"ETag": wrong}
-    with pytest.raises(LmkitError, match=r"train\.txt: the digest is"):
+    with refuses("download.wrong_digest", "train.txt"):
         fetch()
     assert names(tmp_path / "data") == set()
 
@@ -286,29 +285,29 @@ def test_the_digest_of_the_redirect_is_checked_after_a_resume_too(fetch, site):
     [(DATASET, "toy_train.txt"), (ZIPPED, "toy_train.txt"), (ZIPPED, "train.txt.gz")],
     ids=["text", "text of an archive", "archive"],
 )
-def test_a_file_that_no_download_made_is_not_replaced(fetch, site, tmp_path, dataset, name):
+def test_a_file_that_no_download_made_is_not_replaced(fetch, site, tmp_path, dataset, name, refuses):
     own = tmp_path / "data" / name
     own.parent.mkdir()
     own.write_bytes(b"my own")
-    with pytest.raises(LmkitError, match=f"{name}: is there without {name}.sha256"):
+    with refuses("download.file_exists", name, f"{name}.sha256"):
         fetch(dataset)
     assert own.read_bytes() == b"my own"
     assert site.requests == []
 
 
-def test_a_busy_server_is_asked_again_and_a_missing_file_is_not(fetch, site):
+def test_a_busy_server_is_asked_again_and_a_missing_file_is_not(fetch, site, refuses):
     site.statuses = [503, 429, 500]
     assert fetch()[0].read_bytes() == TRAIN
     del site.files["valid.txt"]
     site.requests.clear()
     (fetch()[1]).unlink()
-    with pytest.raises(LmkitError, match=r"valid\.txt: HTTP status 404"):
+    with refuses("download.failed", "valid.txt", "404"):
         fetch()
     assert len(site.requests) == 1
 
 
-def test_an_unreachable_server_is_one_line(tmp_path):
-    with pytest.raises(LmkitError, match="tried 6 times") as caught:
+def test_an_unreachable_server_is_one_line(tmp_path, refuses):
+    with refuses("download.failed") as caught:
         download_dataset(DATASET, tmp_path, base_url="http://127.0.0.1:9", retry_wait_s=0)
     assert "\n" not in caught.value.message
 
@@ -322,41 +321,27 @@ def test_a_partial_longer_than_the_file_is_dropped(fetch, site, tmp_path):
     assert fetch()[0].read_bytes() == TRAIN
 
 
-def test_a_changed_file_on_disk_is_noticed(fetch):
+def test_a_changed_file_on_disk_is_noticed(fetch, refuses):
     train, _ = fetch()
     train.write_bytes(TRAIN + b"!")
-    with pytest.raises(LmkitError, match=r"toy_train\.txt: the content does not have the digest"):
+    with refuses("download.changed", "toy_train.txt"):
         fetch()
 
 
-def test_unpacks_archives_and_removes_them(fetch, site, tmp_path):
-    train, valid = fetch(ZIPPED)
-    assert train.read_bytes() == TRAIN
-    assert valid.read_bytes() == VALID
-    assert names(tmp_path / "data") == {
-        train.name,
-        valid.name,
-        train.name + ".sha256",
-        valid.name + ".sha256",
-    }
-    fetch(ZIPPED)
-    assert len(site.requests) == 2
-
-
 @pytest.mark.parametrize(
-    ("archive", "message"),
+    ("archive", "code"),
     [
-        (gzip.compress(bytes(5_000_000)), "more than 4000000 bytes"),
-        (gzip.compress(TRAIN)[:-1000], "end-of-stream"),
-        (b"not gzip at all", "Not a gzipped file"),
-        (gzip.compress(TRAIN)[:2000] + bytes(100) + gzip.compress(TRAIN)[2100:], "CRC check failed"),
-        (gzip.compress(TRAIN)[:10] + b"\xff" * 100, "invalid block type"),
+        (gzip.compress(bytes(5_000_000)), "download.too_large"),
+        (gzip.compress(TRAIN)[:-1000], "download.damaged"),
+        (b"not gzip at all", "download.damaged"),
+        (gzip.compress(TRAIN)[:2000] + bytes(100) + gzip.compress(TRAIN)[2100:], "download.damaged"),
+        (gzip.compress(TRAIN)[:10] + b"\xff" * 100, "download.damaged"),
     ],
     ids=["bomb", "cut", "other", "damaged", "no deflate"],
 )
-def test_a_bad_archive_leaves_no_text(fetch, site, tmp_path, archive, message):
+def test_a_bad_archive_leaves_no_text(fetch, site, tmp_path, archive, code, refuses):
     site.files["train.txt.gz"] = archive
-    with pytest.raises(LmkitError, match=r"train\.txt\.gz: .*" + message):
+    with refuses(code, "train.txt.gz"):
         fetch(ZIPPED)
     assert "toy_train.txt" not in names(tmp_path / "data")
     assert not any(name.endswith(".partial") for name in names(tmp_path / "data"))

@@ -19,8 +19,9 @@ def test_one_holder_at_a_time_and_the_next_when_it_leaves(tmp_path: Path) -> Non
     folder = tmp_path / "run"
     with FolderLock(folder):
         for _ in range(2):  # a refusal changes nothing
-            with pytest.raises(LmkitError, match="another process") as caught, FolderLock(folder):
+            with pytest.raises(LmkitError) as caught, FolderLock(folder):
                 pass
+            assert caught.value.code == "storage.folder_busy"
         assert str(folder) in caught.value.message
         with FolderLock(tmp_path / "other"):
             pass
