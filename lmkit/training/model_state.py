@@ -107,7 +107,7 @@ def load_checkpoint(
     metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__", {})
     try:
         step, layout, groups = (json.loads(metadata.get(key, "null")) for key in ("step", "layout", "groups"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DamagedCheckpoint("checkpoint.damaged", f"{origin}: metadata is not JSON") from error
     parts = {
         part: {name.removeprefix(part): value for name, value in tensors.items() if name.startswith(part)}
@@ -118,8 +118,15 @@ def load_checkpoint(
     load_weights(model, parts["model."], origin=origin)
     if optimizer is not None and groups is not None:
         load_optimizer_tensors(optimizer, model, [parts["optimizer."]], layout, origin=str(origin))
-        for group, saved in zip(optimizer.param_groups, groups, strict=True):
-            group.update({key: tuple(v) if isinstance(v, list) else v for key, v in saved.items()})
+        try:
+            for group, saved in zip(optimizer.param_groups, groups, strict=True):
+                group.update({key: tuple(v) if isinstance(v, list) else v for key, v in saved.items()})
+        except (ValueError, TypeError, AttributeError) as error:
+            raise LmkitError(
+                "checkpoint.other_optimizer",
+                f"{origin}: other parameter groups than the optimizer's {len(optimizer.param_groups)}",
+                hint="make the optimizer as it was when it was saved",
+            ) from error
     return step
 
 
