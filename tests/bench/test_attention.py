@@ -198,6 +198,7 @@ def test_speed_ups_are_shown_where_there_are_any(measure, kernels, grid, in_term
     assert ("speedup: vectorized / variant" in report) == in_report
 
 
+@pytest.mark.full
 def test_a_compiled_variant_is_compiled_anew_for_every_shape(measure, monkeypatch):
     compiled_for = []
 
@@ -215,7 +216,7 @@ def test_a_compiled_variant_is_compiled_anew_for_every_shape(measure, monkeypatc
 
 
 @pytest.mark.usefixtures("_kernels_of_this_file")
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
 def test_what_is_wrong_is_not_timed(measure, dtype):
     names = tuple(function.__name__ for function in WRONG)
     result = measure(Options(tiers=("48",), kernels=("vectorized", *names), dtype=dtype, **SMALL))
@@ -228,8 +229,8 @@ def test_what_is_wrong_is_not_timed(measure, dtype):
     assert "wrong result" in result.files["attention_sweep_report.md"]
 
 
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("backward", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
 @pytest.mark.parametrize("function", WRONG)
 def test_a_sample_of_the_rows_of_a_long_case_shows_the_same_faults(function, dtype, backward):
     """1100 tokens: past `FULL_CHECK_LENGTH`. The late rows, which see many keys, are where a fault is smallest."""
@@ -265,7 +266,7 @@ def judge(gate: Gate, function, arithmetic=EXACT):
     return spots + gate.faults_against_pytorch(gate.inputs.run(function), arithmetic)
 
 
-@pytest.mark.parametrize("length", [300, 1100])
+@pytest.mark.parametrize("length", [300, pytest.param(1100, marks=pytest.mark.full)])
 def test_tf32_is_judged_by_ten_bits_of_mantissa(length):
     options = Options(dtype="fp32", **SMALL)
     gate = Gate(make_inputs(options, length, length, 16, backward=False))
@@ -288,7 +289,7 @@ def test_labels_and_budgets_of_precisions():
 
 
 @pytest.mark.parametrize("name", ["vectorized", "reference"])
-@pytest.mark.parametrize("length", [300, 2048])
+@pytest.mark.parametrize("length", [300, pytest.param(2048, marks=pytest.mark.full)])
 def test_kernels_that_keep_bfloat16_scores_pass_and_no_others_get_their_budget(name, length):
     """Scores of 30 and more are off by 0.1 in bfloat16: far more than PyTorch's kernel is."""
     options = Options(dtype="bf16", data="logits x 8", **{**SMALL, "head_dim": 64, "heads": 2})
@@ -476,7 +477,7 @@ def test_exact_at_equals_autograd_in_float64(causal, chosen, monkeypatch):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)  # both are float64
 
 
-@pytest.mark.parametrize("length", [40, 2048])
+@pytest.mark.parametrize("length", [40, pytest.param(2048, marks=pytest.mark.full)])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_the_gate_lets_every_honest_kernel_pass(dtype, length):
     options = Options(dtype=dtype, projection_layout=True, **{**SMALL, "heads": 2, "head_dim": 64})

@@ -71,6 +71,7 @@ def test_kernels_train_alike_and_every_file_is_there(run_bench):
     assert "vectorized_torch" not in report  # the same picture
 
 
+@pytest.mark.full
 def test_two_ranks_train_as_one(run_bench, tmp_path):
     """The same global batch on one and on two ranks: the mean of the two ranks' gradients is one rank's."""
     keys = {**SMALL, "timed_epochs": 1, "warmup_epochs": 0, "kernels": ["sdpa"], "steps_per_epoch": 4}
@@ -99,6 +100,7 @@ def test_fault_85_what_does_not_fit_is_a_row_and_the_others_complete(run_bench, 
     assert "reference x none: out of memory" in result.files["lm_matrix_report.md"]
 
 
+@pytest.mark.full
 def test_fault_85_what_fits_at_first_but_not_later_is_a_row_too(run_bench, monkeypatch):
     class Growing(setup.TrainingStep):
         runs = 0
@@ -217,6 +219,7 @@ def test_bad_options(tmp_path, key, value, code):
     assert refused.value.hint
 
 
+@pytest.mark.full
 def test_a_batch_that_the_ranks_do_not_divide_is_refused(tmp_path):
     with pytest.raises(UsageError) as refused:
         measure(nproc=2, output=tmp_path, **{**SMALL, "batch_size": 3})

@@ -56,7 +56,7 @@ def test_everything_is_measured_and_every_file_is_there(run_bench):
     assert max(map(len, result.table.splitlines())) <= 100
 
 
-@pytest.mark.parametrize("method", ["forward_backward", "run"])
+@pytest.mark.parametrize("method", [pytest.param("forward_backward", marks=pytest.mark.full), "run"])
 def test_fault_85_what_does_not_fit_is_a_row_and_the_others_complete(run_bench, monkeypatch, method):
     def crowded(step, **options):
         raise FULL

@@ -33,7 +33,13 @@ def test_rows_of_training_and_encoding(run_bench, text: Path) -> None:
     assert "A prompt of 202 characters, warm, lmkit: " in result.table
 
 
-@pytest.mark.parametrize(("end", "workers"), [("", 1), ("\n", 2), ("<|endoftext|>\n\n", 1)])
+@pytest.mark.parametrize(
+    ("end", "workers"),
+    [
+        ("", 1),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in (("\n", 2), ("<|endoftext|>\n\n", 1))),
+    ],
+)
 def test_encoders_agree_on_texts_with_and_without_an_end_of_text(
     tmp_path: Path, end: str, workers: int
 ) -> None:
