@@ -1,14 +1,12 @@
 """The stages of `lmkit run`: corpus -> tokenizer -> token files -> training -> evaluation -> stories.
 
-`STAGES`, at the end, lists them. Each stage has a key: a hash of the recipe tables that it reads and of the key of
-the stage before it. A stage is skipped if it finished with the same key and its outputs are still there.
+`STAGES`, at the end, lists them. A stage that is up to date is skipped (see `lmkit.cli.stages`).
 
 The stages that need torch import it when they run: a run that is up to date is summarised at once.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -22,6 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from lmkit.cli.stages import RECORD, Outputs, StageRecord, stage_keys
 from lmkit.data.corpora import prepare_corpus
 from lmkit.data.encoding import encode_corpus
 from lmkit.data.token_files import open_tokens
@@ -37,10 +36,7 @@ from lmkit.tokenizer import Tokenizer, train_tokenizer
 
 log = logging.getLogger("lmkit")
 
-Outputs = dict[str, list[Path]]
-"""What a stage made: role -> files."""
-
-RECIPE, RECORD = "recipe.toml", "stages.json"
+RECIPE = "recipe.toml"
 DATA_STAGES = ("corpus", "tokenizer", "encode")
 # These may change under the same run name: no earlier stage depends on them.
 FREE = ("generate", "wandb", "checkpoint.resume", "data.workers", "tokenizer.workers")
@@ -155,7 +151,7 @@ def plan(recipe: Recipe, *, from_stage: str | None, skip_data: bool, force: bool
     stages = {}
     for stage in STAGES:
         trusted = skip_data and stage in DATA_STAGES
-        redo = redo or force or stage == from_stage or not (trusted or pipeline.is_finished(stage))
+        redo = redo or force or stage == from_stage or not (trusted or pipeline.record.is_finished(stage))
         stages[stage] = "would run" if redo else "up to date"
     return RunPlan(str(pipeline.folder), stages)
 
@@ -202,11 +198,7 @@ def _alone() -> Iterator[None]:
 
 
 class Pipeline:
-    """One run: its folder, the key of each stage, and the record of the stages that are done.
-
-    The record, `stages.json`, holds for each stage its key, the key of the stage before it when it began ("before"),
-    whether it is done, and its outputs. Every change is on disk before the call returns.
-    """
+    """One run: its recipe, its folder, and the record of its stages."""
 
     def __init__(self, recipe: Recipe, *, progress: Progress, nproc: int = 1) -> None:
         self.recipe = recipe
@@ -224,68 +216,9 @@ class Pipeline:
         self.progress = progress
         self.nproc = nproc
         self.folder = recipe.run.path
-        self.keys = self._stage_keys()
+        self.record = StageRecord(self.folder, stage_keys(recipe))
         self.from_stage: str | None = None
         self.tell_ranks: Callable[[str], None] = lambda word: None
-        self._record = self._read_record()
-
-    def _stage_keys(self) -> dict[str, str]:
-        tables = self.recipe.model_dump(mode="json")
-        for table, key in (("tokenizer", "workers"), ("data", "workers")):
-            tables[table].pop(key)  # the result does not depend on it
-        given = self.tokenizer.path
-        texts = _signature(self.corpus.train, "corpus.train") + _signature(self.corpus.valid, "corpus.valid")
-        corpus = _hash("corpus", tables["corpus"], texts)
-        tokenizer = _hash(
-            "tokenizer",
-            corpus,
-            tables["tokenizer"],
-            _signature([given] if given else [], "tokenizer.path"),
-        )
-        encode = _hash("encode", tokenizer)
-        read_by_training = ("run", "data", "model", "optimizer", "train", "parallel")
-        train = _hash("train", encode, *(tables[name] for name in read_by_training))
-        evaluate = _hash("evaluate", train)
-        generate = _hash("generate", train, tables["generate"])
-        return dict(zip(STAGES, (corpus, tokenizer, encode, train, evaluate, generate), strict=True))
-
-    # The record
-
-    def _read_record(self) -> dict[str, dict[str, Any]]:
-        try:
-            content = json.loads((self.folder / RECORD).read_text("utf-8"))
-        except (OSError, ValueError, RecursionError):
-            content = None
-        # It is written atomically: an entry that is not ours was damaged from outside, and its stage is out of date.
-        entries = content.items() if isinstance(content, dict) else ()
-        return {stage: entry for stage, entry in entries if _is_entry(entry)}
-
-    def _note(self, stage: str, **entry: Any) -> None:
-        self._record[stage] = {"before": "", **self._record.get(stage, {}), **entry}
-        write_atomic(self.folder / RECORD, json.dumps(self._record, indent=1) + "\n")
-
-    def was_made(self, stage: str) -> bool:
-        """Return whether the stage finished at some time, up to date or not."""
-        return self._record.get(stage, {}).get("done") is True
-
-    def is_finished(self, stage: str) -> bool:
-        """Return whether the stage is up to date: same key, finished, outputs still there."""
-        entry = self._record.get(stage, {})
-        return (
-            self.was_made(stage)
-            and entry["key"] == self.keys[stage]
-            and all(_exists(path) for paths in entry["outputs"].values() for path in paths)
-        )
-
-    def finish(self, stage: str, outputs: Outputs) -> None:
-        """Note that a stage is done."""
-        files = {role: [str(path) for path in paths] for role, paths in outputs.items()}
-        self._note(stage, key=self.keys[stage], done=True, outputs=files)
-
-    def outputs(self, stage: str) -> Outputs:
-        """Return what a finished stage made."""
-        outputs = self._record[stage]["outputs"]
-        return {role: [Path(path) for path in paths] for role, paths in outputs.items()}
 
     # The folder
 
@@ -305,7 +238,7 @@ class Pipeline:
                 hint="leave out one of them",
             )
         for stage in DATA_STAGES if skip_data else ():
-            if not self.was_made(stage):
+            if not self.record.was_made(stage):
                 raise UsageError(
                     "run.no_data",
                     f"--skip-data: {self.folder} has no finished {stage} stage",
@@ -327,7 +260,7 @@ class Pipeline:
         Before there is a checkpoint nothing is lost: stages whose recipe changed are redone.
         """
         path = self.folder / RECIPE
-        trained = self.was_made("train") or any(self.folder.glob("checkpoints/*"))
+        trained = self.record.was_made("train") or any(self.folder.glob("checkpoints/*"))
         if not path.exists() or not trained:
             return
         changed = differences(load_recipe(path), self.recipe, ignore=FREE)
@@ -351,13 +284,11 @@ class Pipeline:
             self.refuse_another_recipe()
             remove_partials(self.folder)
             write_atomic(self.folder / RECIPE, recipe_to_toml(self.recipe))
-            self._record = self._read_record()
+            self.record = StageRecord(self.folder, self.record.keys)
             self.from_stage = from_stage
             if from_stage is not None:
                 stages = list(STAGES)
-                for stage in stages[stages.index(from_stage) :]:
-                    self._record.pop(stage, None)
-                write_atomic(self.folder / RECORD, json.dumps(self._record, indent=1) + "\n")
+                self.record.forget(stages[stages.index(from_stage) :])
 
     # The work
 
@@ -380,17 +311,17 @@ class Pipeline:
 
     def bring_up_to_date(self, stage: str, *, trust: bool = False) -> str:
         """Do a stage unless it is up to date; return "up to date" or the seconds that it took."""
-        if trust or self.is_finished(stage):
+        if trust or self.record.is_finished(stage):
             log.info("%s: up to date", stage)
             return "up to date"
         started = time.perf_counter()
         if stage in DATA_STAGES:
             with FolderLock(self.folder):
-                self._note(stage, key=self.keys[stage], before="", done=False, outputs={})
+                self.record.begin(stage)
                 outputs = STAGES[stage](self)
         else:
             outputs = STAGES[stage](self)
-        self.finish(stage, outputs)
+        self.record.finish(stage, outputs)
         seconds = time.perf_counter() - started
         log.info("%s: done in %.1f s", stage, seconds)
         return f"{seconds:.1f} s"
@@ -399,12 +330,12 @@ class Pipeline:
         """Delete checkpoints of other data; keep those that this run can resume from."""
         from lmkit.training.run_data import open_data
 
-        entry, before = self._record.get("train", {}), self.keys["encode"]
-        if entry.get("before") != before:
+        before = self.record.keys["encode"]
+        if not self.record.has_begun("train", before):
             open_data(self.recipe)  # refuses damaged files while the checkpoints are still there
             for name in ("checkpoints", "metrics.jsonl"):
                 _delete(self.folder / name)
-        self._note("train", key=self.keys["train"], before=before, done=False, outputs={})
+        self.record.begin("train", before)
 
     def read(self, name: str, keys: Sequence[str]) -> dict[str, Any]:
         """Read what a stage wrote about itself."""
@@ -460,7 +391,7 @@ def _make_tokenizer(run: Pipeline) -> Outputs:
         tokenizer = Tokenizer.load(table.path)
     else:
         tokenizer = train_tokenizer(
-            run.outputs("corpus")["train"],
+            run.record.outputs("corpus")["train"],
             vocab_size=table.vocab_size,
             special_tokens=table.special_tokens,
             workers=table.workers,
@@ -474,7 +405,7 @@ def _make_tokenizer(run: Pipeline) -> Outputs:
 def _encode(run: Pipeline) -> Outputs:
     tokenizer = Tokenizer.load(run.folder / "tokenizer.json")
     outputs = {}
-    for part, sources in run.outputs("corpus").items():
+    for part, sources in run.record.outputs("corpus").items():
         path = run.folder / "tokens" / f"{part}.npy"
         encode_corpus(
             sources,
@@ -548,47 +479,6 @@ STAGES: dict[str, Callable[[Pipeline], Outputs]] = {
     "evaluate": _evaluate,
     "generate": _generate,
 }
-
-
-def _hash(*inputs: Any) -> str:
-    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
-
-
-def _signature(paths: Sequence[Path], key: str) -> list[tuple[str, int, int]]:
-    """Return name, size and modification time of files: they change with the content, and reading it is not needed.
-
-    Raises:
-        UsageError: a file is missing.
-    """
-    signature = []
-    for path in paths:
-        if not path.is_file():
-            raise UsageError(
-                "run.missing_file",
-                f"{path}: no such file (key {key})",
-                hint="paths in a recipe are relative to the current folder",
-            )
-        facts = path.stat()
-        signature.append((str(path), facts.st_size, facts.st_mtime_ns))
-    return signature
-
-
-def _is_entry(entry: Any) -> bool:
-    """Return whether an entry of the record has the form that `Pipeline` writes."""
-    if not isinstance(entry, dict) or not isinstance(entry.get("key"), str):
-        return False
-    outputs = entry.get("outputs", {} if entry.get("done") is False else None)
-    return isinstance(outputs, dict) and all(
-        isinstance(paths, list) and all(isinstance(path, str) and "\0" not in path for path in paths)
-        for paths in outputs.values()
-    )
-
-
-def _exists(path: str) -> bool:
-    try:
-        return Path(path).exists()
-    except OSError:  # the name is too long
-        return False
 
 
 def _delete(path: Path) -> None:

@@ -27,7 +27,7 @@ def made_by_hand(recipe: Recipe) -> Path:
     tokens.parent.mkdir(parents=True)
     tokens.write_bytes(b"tokens")
     for stage in pipeline.DATA_STAGES:
-        run.finish(stage, {"train": [tokens]})
+        run.record.finish(stage, {"train": [tokens]})
     return tokens
 
 
@@ -86,7 +86,7 @@ def test_a_run_that_was_trained_and_whose_checkpoints_are_gone_is_still_that_of_
     recipe: Recipe,
 ) -> None:
     made_by_longer(recipe)
-    pipeline.Pipeline(recipe, progress=lambda *_: None).finish("train", {})
+    pipeline.Pipeline(recipe, progress=lambda *_: None).record.finish("train", {})
     refusal("run.other_recipe", pipeline.plan, recipe, skip_data=False)
 
 

@@ -403,17 +403,19 @@ class Stages(Format):
     def make(self, folder: Path) -> Files:
         run = self._pipeline(folder)
         for stage in ("corpus", "tokenizer"):
-            run.finish(stage, {"train": [Path("train.txt")], "valid": []})
+            run.record.finish(stage, {"train": [Path("train.txt")], "valid": []})
         return {"stages.json": (folder / "stages.json").read_bytes()}
 
     def read(self, folder: Path, random: Random) -> None:
         run = self._pipeline(folder)
         for stage in STAGES:
-            run.is_finished(stage)
-            if run.was_made(stage):
-                assert all(isinstance(path, Path) for paths in run.outputs(stage).values() for path in paths)
-        run.finish("train", {})
-        assert self._pipeline(folder).is_finished("train")
+            run.record.is_finished(stage)
+            if run.record.was_made(stage):
+                assert all(
+                    isinstance(path, Path) for paths in run.record.outputs(stage).values() for path in paths
+                )
+        run.record.finish("train", {})
+        assert self._pipeline(folder).record.is_finished("train")
 
     def _pipeline(self, folder: Path) -> Pipeline:
         recipe = load_recipe("quickstart", flags={"run.folder": str(folder.parent), "run.name": folder.name})
