@@ -126,6 +126,9 @@ def test_fault_57_a_pickle_is_refused_by_load_checkpoint(tmp_path: Path) -> None
     save_checkpoint(make_model(d_model=32), None, 1, path)
     with refused("checkpoint.other_model", path, kind=UsageError):
         load_checkpoint(path, model)
+    save_checkpoint(model, OPTIMIZERS["torch"](model), 1, path)
+    with refused("checkpoint.other_optimizer", path):
+        load_checkpoint(path, model, OPTIMIZERS["ours"](model))  # which has two parameter groups
 
 
 def test_state_of_another_model_is_refused_with_the_difference() -> None:
