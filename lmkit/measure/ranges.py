@@ -141,6 +141,7 @@ def _nvtx_opener() -> Callable[[str], AbstractContextManager]:
     return open_range
 
 
+_NO_DEVICE = b"gpuGetDeviceCount failed"  # a CUDA build of torch where there is no GPU
 _MARK = b"USDT:"
 """The start of the lines that PyTorch 2.13 writes when a profiler starts and stops. Its own switch (KINETO_LOG_LEVEL)
 counts them as worse than errors, and would hide those first."""
@@ -179,4 +180,6 @@ def _without_marks() -> Iterator[None]:
             os.dup2(stderr, _STDERR)
             said.seek(0)
             with open(stderr, "wb") as terminal:
-                terminal.writelines(line for line in said if not line.startswith(_MARK))
+                terminal.writelines(
+                    line for line in said if not (line.startswith(_MARK) or _NO_DEVICE in line)
+                )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,8 +12,8 @@ import torch.distributed as dist
 from lmkit.parallel.ranks import Ranks
 
 # torch 2.13 renamed these two and warns about the old names.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Work(Protocol):
@@ -118,8 +118,7 @@ class Averager:
         return PendingMean([_reduce_scatter(part, flat, op=op, async_op=True)], [part], divide_by)
 
     def all_gather(self, flat: torch.Tensor) -> Work:
-        """Start filling `flat` (world_size * n,) with the parts of all ranks; this rank's part is in place already.
-        Start filling `flat` (world_size * n,) with the parts of all ranks; this rank's part is in place already."""
+        """Start filling `flat` (world_size * n,) with all parts; this rank's part is in place already."""
         self._traffic.count_scatter_or_gather(flat.nbytes, self._ranks.world_size)
         part = flat.chunk(self._ranks.world_size)[self._ranks.rank]
         work: Work = _all_gather(flat, part, async_op=True)

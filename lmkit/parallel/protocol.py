@@ -323,6 +323,7 @@ def broadcast_model(model: nn.Module) -> None:
         # Backends do not know every dtype: send bytes.
         sent.append((tensor, flat, dist.broadcast(flat.view(torch.uint8), src=0, async_op=True)))
     for tensor, flat, work in sent:
+        assert work is not None  # asynchronous
         work.wait()
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat.view(tensor.shape))
