@@ -218,6 +218,8 @@ class KernelFacts:
         second_derivatives: whether its backward pass can be differentiated.
         keeps_scores: whether it holds all scores in memory, in the dtype of the inputs.
         implementation: a function of the module: `implementation(q, k, v)` names what a call would run.
+        fallback: a function of the module: `fallback(q, k, v)` says why a call does not run the fastest
+            implementation; None if it does.
         variants: name -> keyword arguments of the kernel, for `bench attention --kernels KERNEL:NAME`.
     """
 
@@ -229,6 +231,7 @@ class KernelFacts:
     second_derivatives: bool = False
     keeps_scores: bool = False
     implementation: str | None = None
+    fallback: str | None = None
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 

@@ -46,6 +46,7 @@ LARGEST_HEAD_DIM = 256
     devices=("cuda",),
     check="refuse_unsupported",
     implementation="implementation_for",
+    fallback="hopper_refusal",
     variants={
         "portable": {"implementation": "portable"},
         "hopper": {"implementation": "hopper"},

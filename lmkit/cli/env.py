@@ -3,7 +3,6 @@
 import importlib.util
 import shutil
 from dataclasses import dataclass
-from typing import Any
 
 import typer
 
@@ -57,10 +56,7 @@ def _features(has_gpu: bool) -> dict[str, str]:
         if refusal is not None:
             features[name] = f"no: {refusal}"
         elif facts.implementation is not None and has_gpu:
-            probe = _probe()
-            features[name] = (
-                f"{ATTENTION.function_of(name, facts.implementation)(probe, probe, probe)} kernels"
-            )
+            features[name] = _implementation(name, facts)
     features["strategies"] = ", ".join(STRATEGIES.names)
     for title, registry in (("optimizers", OPTIMIZERS), ("datasets", DATASETS)):
         if registry.names:
@@ -83,8 +79,17 @@ def _refusal(facts: KernelFacts, has_gpu: bool) -> str | None:
     return None
 
 
-def _probe() -> Any:
-    """Return queries that the fastest kernels take: one head of bf16, 128 wide."""
+def _implementation(name: str, facts: KernelFacts) -> str:
+    """Return which of its implementations a kernel runs, and why it is not the fastest."""
     import torch
 
-    return torch.empty(1, 1, 1, 128, dtype=torch.bfloat16, device="cuda")
+    # The fastest kernels take these queries: one head of bf16, 128 wide.
+    probe = torch.empty(
+        1, 1, 1, 128, dtype=torch.bfloat16, device="cuda" if torch.cuda.is_available() else "cpu"
+    )
+
+    def ask(function: str | None) -> str | None:
+        return None if function is None else ATTENTION.function_of(name, function)(probe, probe, probe)
+
+    reason = ask(facts.fallback)
+    return f"{ask(facts.implementation)} kernels" + (f": {reason}" if reason else "")

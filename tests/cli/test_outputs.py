@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from lmkit.bench.harness import BenchStored
 from lmkit.cli.data import Encoded, Synthesised, TokenFileFacts
-from lmkit.cli.env import EnvironmentFacts
+from lmkit.cli.env import EnvironmentFacts, _features
 from lmkit.cli.pipeline import RunSummary
 from lmkit.cli.recipe import RecipeCopied, RecipeIsValid
 from lmkit.cli.tokenizer import TokenizerWritten, facts_text
@@ -103,3 +104,11 @@ def test_the_facts_of_a_tokenizer_fit_too() -> None:
     text = facts_text(TokenizerFacts(path, 50_257, 50_000, special, longest, "a" * 64, 4.5))
     assert max(map(len, text.splitlines())) <= TERMINAL_WIDTH
     assert path in text
+
+
+def test_env_says_why_a_kernel_does_not_take_its_fastest_implementation() -> None:
+    pytest.importorskip("triton", reason="Triton exists for Linux only")
+    if torch.cuda.is_available():
+        pytest.skip("a GPU may have the fastest")
+    kernels = _features(has_gpu=True)["flash_triton"]
+    assert kernels == "portable kernels: the tensors are not on a CUDA device"
