@@ -22,7 +22,8 @@ KNOWN_SPILLS = {
     ("dkdv_d128_kernel", torch.float16): 12,
 }
 if INSTALLED_MINOR >= (3, 8):
-    KNOWN_SPILLS["forward_kernel", torch.bfloat16] = 16  # four arguments, at head_dim 256 with a causal mask
+    for dtype in (torch.bfloat16, torch.float16):
+        KNOWN_SPILLS["forward_kernel", dtype] = 16  # four arguments, at head_dim 256 with a causal mask
     KNOWN_SPILLS["dqdkdv_d64_kernel", torch.float16] = 80
 
 
