@@ -32,7 +32,7 @@ COMMANDS = {
     "verify": "verify",
     "env": "env",
 }
-"""Name -> module of this package. A module has an `app` with commands, or adds its commands to one in `register`."""
+"""Name -> module of this package, whose `app` is the group of that name or has the command of that name."""
 
 
 def _help_line(name: str) -> str:
@@ -43,7 +43,7 @@ def _help_line(name: str) -> str:
         docstring = source.index('"""', function) + len('"""')
         line = source[docstring:].splitlines()[0].removesuffix('"""')
     else:
-        (line,) = re.findall(r'= typer\.Typer\([^)]*?help="([^"]+)"', source)
+        (line,) = re.findall(r'= Commands\(\s*"([^"]+)"', source)
     return line.partition(". ")[0].rstrip(".") + "."
 
 
@@ -56,13 +56,7 @@ class _Root(Group):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name in COMMANDS and self.commands[cmd_name] is None:
-            module = importlib.import_module(f"lmkit.cli.{COMMANDS[cmd_name]}")
-            commands = getattr(module, "app", None)
-            if commands is None:
-                commands = typer.Typer(rich_markup_mode=None)
-                module.register(commands)
-            group = typer.main.get_group(commands)
-            # A group such as `data` is a command itself; `run` is a command of its module's group.
+            group = typer.main.get_group(importlib.import_module(f"lmkit.cli.{COMMANDS[cmd_name]}").app)
             self.commands[cmd_name] = group.commands.get(cmd_name, group)
         return self.commands.get(cmd_name)
 
@@ -114,27 +108,9 @@ def run_command_line(arguments: Sequence[str]) -> int:
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 1
     except _WrongArguments as error:
-        return _explain(error, arguments)
-    except LmkitError as error:
-        if settings.get("debug"):
-            raise
-        _print_error(error)
-        return error.exit_code
-    except OSError as error:  # a path that cannot be written or read, a full disk
-        if settings.get("debug"):
-            raise
-        from lmkit.storage.atomic import PARTIAL_SUFFIX
-
-        # Files are written under a partial name first, which the user did not give.
-        where = f"{str(error.filename).removesuffix(PARTIAL_SUFFIX)}: " if error.filename else ""
-        _print_error(
-            LmkitError(
-                "file.failed", f"{where}{reason(error)}", hint="check the path, its permissions and the disk"
-            )
-        )
-        return 1
-    except (MemoryError, RuntimeError) as error:
-        explained = out_of_memory(error)
+        return _refuse_arguments(error, arguments)
+    except (LmkitError, OSError, MemoryError, RuntimeError) as error:
+        explained = _explained(error)
         if explained is None or settings.get("debug"):
             raise
         _print_error(explained)
@@ -142,23 +118,33 @@ def run_command_line(arguments: Sequence[str]) -> int:
     return code if isinstance(code, int) else 0  # typer.Exit's code, or what the command returned
 
 
-def _explain(error: Any, arguments: Sequence[str]) -> int:
+def _explained(error: Exception) -> LmkitError | None:
+    """Return the error for users; None for a defect of lmkit, which keeps its traceback."""
+    if isinstance(error, LmkitError):
+        return error
+    if not isinstance(error, OSError):
+        return out_of_memory(error)
+    from lmkit.storage.atomic import PARTIAL_SUFFIX
+
+    # Files are written under a partial name first, which the user did not give.
+    where = f"{str(error.filename).removesuffix(PARTIAL_SUFFIX)}: " if error.filename else ""
+    hint = "check the path, its permissions and the disk"
+    return LmkitError("file.failed", f"{where}{reason(error)}", hint=hint)
+
+
+def _refuse_arguments(error: Any, arguments: Sequence[str]) -> int:
     """Print what is wrong with the arguments; the hint is how the command is used."""
     text, context = error.format_message(), error.ctx
     if context is not None and text == context.get_help():  # a group without a command
         print(text, file=sys.stderr)
         return UsageError.exit_code
-    where = _command_in(arguments) if context is None else context.command_path
-    usage = (
-        "" if context is None else " ".join(context.get_usage().split()).replace("Usage:", "usage:") + "; "
-    )
-    wrong = UsageError(
-        "command.wrong_arguments",
-        f"{where}: {text[:1].lower()}{text[1:].rstrip('.')}",
-        hint=f"{usage}more with {where} --help",
-    )
-    _print_error(wrong)
-    return wrong.exit_code
+    where, usage = _command_in(arguments), ""
+    if context is not None:
+        where = context.command_path
+        usage = " ".join(context.get_usage().split()).replace("Usage:", "usage:") + "; "
+    message = f"{where}: {text[:1].lower()}{text[1:].rstrip('.')}"
+    _print_error(UsageError("command.wrong_arguments", message, hint=f"{usage}more with {where} --help"))
+    return UsageError.exit_code
 
 
 def _command_in(arguments: Sequence[str]) -> str:

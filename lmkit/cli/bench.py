@@ -4,29 +4,34 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
+from lmkit.cli.console import Result, progress_on_stderr, show
 from lmkit.cli.options import (
-    SEVERAL,
-    DebugOption,
+    Commands,
     ForceOption,
     Group,
     JsonOption,
     NprocOption,
-    PluginOption,
     PrintRecipeOption,
-    ResultsOption,
     SetOption,
+    option,
 )
-from lmkit.cli.progress import progress_on_stderr
-from lmkit.cli.render import show
 from lmkit.registry import BENCHES, load_plugin
+
+OutputOption = Annotated[
+    Path | None,
+    option(
+        "Folder for the results.  [default: artifacts/benches/<run.name>/<bench>, overwritten by each run]",
+        "--output",
+    ),
+]
 
 
 class _Benches(Group):
@@ -61,12 +66,11 @@ class _Benches(Group):
             formatter.write_dl([(_command_name(name), BENCHES.facts(name).help) for name in BENCHES.names])
 
 
-app = typer.Typer(
+app = Commands(
+    "Measure how fast each part is. Exit code 1 if nothing could be measured.",
+    example="lmkit bench attention bench_attention_cpu",
     cls=_Benches,
-    no_args_is_help=True, rich_markup_mode=None,
-    help="Measure how fast each part is. Exit code 1 if nothing could be measured.",
-    epilog="Example: lmkit bench attention bench_attention_cpu",
-)  # fmt: skip
+)
 
 
 @app.callback()
@@ -91,51 +95,60 @@ def _command(name: str) -> Any:
     usual = f"{on_gpu} where there is CUDA, else {on_cpu}" if on_gpu != on_cpu else on_gpu or "defaults"
     recipe_help = f"A .toml file, or a name that `lmkit recipe list` shows. Left out: {usual}."
     flags = list(_flags(name))
-    shared: dict[str, tuple[Any, Any]] = {
+    parameters: dict[str, tuple[Any, Any]] = {
         "recipe": (Annotated[str | None, typer.Argument(help=recipe_help, show_default=False)], None),
         "set_": (SetOption, None),
-        "plugin": (PluginOption, None),
         **{flag.parameter: (flag.annotation, None) for flag in flags},
         **({"nproc": (NprocOption, 1)} if facts.ranks else {}),
-        "output": (ResultsOption, None),
+        "output": (OutputOption, None),
         "force": (ForceOption, False),
         "print_recipe": (PrintRecipeOption, False),
         "as_json": (JsonOption, False),
-        "debug": (DebugOption, False),
     }
 
-    def command(recipe: str | None, set_: list[str] | None, plugin: None, debug: None, **typed: Any) -> None:
-        given = {flag: typed.pop(flag.parameter) for flag in flags}
-        values = {
-            f"bench.{name}.{flag.key}": flag.read(value)
-            for flag, value in given.items()
-            if value is not None and value != []
-        }
-        _run(name, recipe, set_, values, **typed)
+    def command(recipe: str | None, set_: list[str] | None, **typed: Any) -> None:
+        values = {flag: typed.pop(flag.parameter) for flag in flags}
+        given = {flag: value for flag, value in values.items() if value is not None and value != []}
+        keys = {f"bench.{name}.{flag.key}": flag.value(value) for flag, value in given.items()}
+        _run(name, recipe, set_ or [], keys, **typed)
 
     keyword = inspect.Parameter.KEYWORD_ONLY
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
-            inspect.Parameter(key, keyword, annotation=kind, default=value)
-            for key, (kind, value) in shared.items()
+            inspect.Parameter(parameter, keyword, annotation=kind, default=default)
+            for parameter, (kind, default) in parameters.items()
         ]
     )
-    command.__annotations__ = {key: kind for key, (kind, _) in shared.items()}
     command.__doc__ = facts.help
-    single = typer.Typer(rich_markup_mode=None, add_completion=False)
+    single = Commands()
     example = facts.example or f"lmkit bench {_command_name(name)} {on_cpu}".rstrip()
-    single.command(_command_name(name), epilog=f"Example: {example}")(command)
+    single.add(example, name=_command_name(name))(command)
     return typer.main.get_command(single)
 
 
 @dataclass(frozen=True, eq=False)
 class _Flag:
-    """A parameter of a command, and how it becomes the value of a key of the bench's table."""
+    """A parameter of a command that gives the value of a key of the bench's table.
+
+    Attributes:
+        items: the type of the items if the key is an array, else None.
+        constant: what the flag stands for if it takes no value, else None.
+    """
 
     parameter: str
     key: str
     annotation: Any
-    read: Callable[[Any], Any]
+    items: type | None = None
+    constant: Any = None
+
+    def value(self, typed: Any) -> Any:
+        """Return the key's value for what was typed."""
+        if self.constant is not None:
+            return self.constant
+        if self.items is None:
+            return typed
+        words = [word.strip() for text in typed for word in text.split(",")]
+        return [_number(word) for word in words] if self.items in (int, float) else words
 
 
 def _flags(name: str) -> Iterator[_Flag]:
@@ -146,36 +159,26 @@ def _flags(name: str) -> Iterator[_Flag]:
     table = BENCHES.options(name)
     texts = meanings(table)
     for key, field in table.model_fields.items():
-        kind, several = _kind(field.annotation)
+        several = get_origin(field.annotation) is tuple
+        kind = _scalar(get_args(field.annotation)[0] if several else field.annotation)
         dashed = "--" + key.replace("_", "-")
         names = [other for extra in field.metadata if isinstance(extra, FlagNames) for other in extra.names]
         declared = [f"{dashed}/--no-{dashed[2:]}"] if kind is bool else [dashed, *names]
         text = texts.get(key, "")
-        help_ = f"{text.rstrip('.')} ({SEVERAL})." if several else text
-        option = typer.Option(*declared, help=help_, show_default=False)
-        typed: Any = list[str] if several else kind if kind in (int, float, bool) else str
-        read = _items(kind) if several else _as_it_is
-        yield _Flag(key, key, Annotated[typed | None, option], read)
+        if several:
+            text = f"{text.rstrip('.')} (comma-separated, or repeat the option)."
+        typed: Any = list[str] if several else kind
+        annotation = Annotated[typed | None, option(text, *declared)]
+        yield _Flag(key, key, annotation, items=kind if several else None)
         for extra in field.metadata:
             if isinstance(extra, Shortcut):
-                short = Annotated[bool | None, typer.Option(extra.name, help=extra.help, show_default=False)]
-                yield _Flag(extra.name.strip("-").replace("-", "_"), key, short, _always(extra.value))
+                short = Annotated[bool | None, option(extra.help, extra.name)]
+                yield _Flag(extra.name.strip("-").replace("-", "_"), key, short, constant=extra.value)
 
 
-def _kind(annotation: Any) -> tuple[Any, bool]:
-    """Return int, float, bool or str, and whether the key takes several."""
-    if get_args(annotation) and str(annotation).startswith("tuple["):
-        return _kind(get_args(annotation)[0])[0], True
-    plain = [part for part in (annotation, *get_args(annotation)) if part in (int, float, bool)]
-    return (plain[0] if plain else str), False
-
-
-def _items(kind: type) -> Callable[[list[str]], list[Any]]:
-    def read(texts: list[str]) -> list[Any]:
-        words = [word.strip() for text in texts for word in text.split(",")]
-        return [_number(word) for word in words] if kind in (int, float) else words
-
-    return read
+def _scalar(annotation: Any) -> type:
+    """Return int, float or bool if a key takes one, else str."""
+    return next((part for part in (annotation, *get_args(annotation)) if part in (int, float, bool)), str)
 
 
 def _number(word: str) -> int | float | str:
@@ -185,18 +188,10 @@ def _number(word: str) -> int | float | str:
     return float(word) if re.fullmatch(r"-?[0-9]{0,18}\.?[0-9]{1,18}(e-?[0-9]{1,3})?", word) else word
 
 
-def _as_it_is(value: Any) -> Any:
-    return value
-
-
-def _always(value: Any) -> Callable[[Any], Any]:
-    return lambda typed: value
-
-
 def _run(
     name: str,
     recipe: str | None,
-    overrides: list[str] | None,
+    overrides: list[str],
     flags: dict[str, Any],
     *,
     output: Path | None,
@@ -208,11 +203,11 @@ def _run(
     from lmkit.recipe.load import load_recipe, recipe_to_toml
 
     on_gpu, on_cpu = BENCHES.facts(name).recipes
-    loaded = load_recipe(recipe if recipe is not None else on_gpu or None, overrides or (), flags=flags)
+    loaded = load_recipe(recipe if recipe is not None else on_gpu or None, overrides, flags=flags)
     if recipe is None and on_cpu != on_gpu and not _runs_on_gpu(loaded.run.device):
-        loaded = load_recipe(on_cpu, overrides or (), flags=flags)
+        loaded = load_recipe(on_cpu, overrides, flags=flags)
     if print_recipe:
-        typer.echo(recipe_to_toml(loaded), nl=False)
+        show(Result(recipe_to_toml(loaded), loaded.model_dump(mode="json")), as_json=as_json)
         return
     from lmkit.bench.harness import Interrupted, check_place, run_bench
 

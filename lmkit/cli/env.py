@@ -1,38 +1,19 @@
 """`lmkit env`: versions, chips, and what runs on this machine."""
 
+from __future__ import annotations
+
 import importlib.util
 import shutil
-from dataclasses import dataclass
 
-import typer
-
-from lmkit.cli.options import DebugOption, JsonOption, PluginOption
-from lmkit.cli.render import show
+from lmkit.cli.console import Result
+from lmkit.cli.options import Commands, PluginOption
 from lmkit.registry import ATTENTION, DATASETS, OPTIMIZERS, STRATEGIES, KernelFacts
 
-
-@dataclass(frozen=True)
-class EnvironmentFacts:
-    """Result of `lmkit env`."""
-
-    versions: dict[str, str]
-    cpu: str
-    gpus: tuple[str, ...]
-    features: dict[str, str]
-
-    def __str__(self) -> str:
-        gpus = ", ".join(self.gpus) or "none"
-        facts = {**self.versions, "CPU": self.cpu, "GPUs": gpus, **self.features}
-        width = max(map(len, facts))
-        return "\n".join(f"{name:<{width}}  {fact}" for name, fact in facts.items())
+app = Commands()
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to the root."""
-    app.command(epilog="Example: lmkit env --json")(env)
-
-
-def env(plugin: PluginOption = None, as_json: JsonOption = False, debug: DebugOption = False) -> None:
+@app.add("lmkit env --json")
+def env(plugin: PluginOption = None) -> Result:
     """Print versions, GPUs, and what runs on this machine."""
     from lmkit import __version__
     from lmkit.measure.environment import describe_environment
@@ -41,30 +22,29 @@ def env(plugin: PluginOption = None, as_json: JsonOption = False, debug: DebugOp
     versions = {"lmkit": __version__, "python": facts["python"], **facts["packages"]}
     if facts["cuda"]:
         versions["cuda"] = facts["cuda"]
-    cpu = facts["cpu"]
-    gpus = tuple(f"{gpu['name']} ({gpu['memory_bytes'] / 2**30:.0f} GiB)" for gpu in facts["gpus"])
-    usable = f"{cpu['name']}, {cpu['usable']} usable"
-    show(EnvironmentFacts(versions, usable, gpus, _features(bool(gpus))), as_json=as_json)
+    cpu = f"{facts['cpu']['name']}, {facts['cpu']['usable']} usable"
+    gpus = [f"{gpu['name']} ({gpu['memory_bytes'] / 2**30:.0f} GiB)" for gpu in facts["gpus"]]
+    features = _features(bool(gpus))
+    shown = {**versions, "CPU": cpu, "GPUs": ", ".join(gpus) or "none", **features}
+    width = max(map(len, shown))
+    text = "\n".join(f"{name:<{width}}  {fact}" for name, fact in shown.items())
+    return Result(text, {"versions": versions, "cpu": cpu, "gpus": gpus, "features": features})
 
 
 def _features(has_gpu: bool) -> dict[str, str]:
-    features = {}
     refusals = {name: _refusal(ATTENTION.facts(name), has_gpu) for name in ATTENTION.names}
-    features["attention"] = ", ".join(name for name, refusal in refusals.items() if refusal is None)
+    features = {"attention": ", ".join(name for name, refusal in refusals.items() if refusal is None)}
     for name, refusal in refusals.items():
         facts = ATTENTION.facts(name)
         if refusal is not None:
             features[name] = f"no: {refusal}"
         elif facts.implementation is not None and has_gpu:
             features[name] = _implementation(name, facts)
-    features["strategies"] = ", ".join(STRATEGIES.names)
-    for title, registry in (("optimizers", OPTIMIZERS), ("datasets", DATASETS)):
-        if registry.names:
-            features[title] = ", ".join(registry.names)
+    registries = {"strategies": STRATEGIES, "optimizers": OPTIMIZERS, "datasets": DATASETS}
+    features |= {title: ", ".join(registry.names) for title, registry in registries.items()}  # type: ignore[attr-defined]
     features["ranks"] = "nccl, gloo" if has_gpu else "gloo"
-    features["wandb"] = (
-        "installed" if importlib.util.find_spec("wandb") else "not installed: pip install 'lmkit[wandb]'"
-    )
+    has_wandb = importlib.util.find_spec("wandb")
+    features["wandb"] = "installed" if has_wandb else "not installed: pip install 'lmkit[wandb]'"
     features["nsys"] = "found" if shutil.which("nsys") else "not found: lmkit profile uses kineto"
     return features
 
@@ -74,9 +54,7 @@ def _refusal(facts: KernelFacts, has_gpu: bool) -> str | None:
     missing = [package for package in facts.requires if importlib.util.find_spec(package) is None]
     if missing:
         return f"{', '.join(missing)} is not installed"
-    if not has_gpu and "cpu" not in facts.devices:
-        return "needs a CUDA GPU"
-    return None
+    return None if has_gpu or "cpu" in facts.devices else "needs a CUDA GPU"
 
 
 def _implementation(name: str, facts: KernelFacts) -> str:
@@ -84,9 +62,8 @@ def _implementation(name: str, facts: KernelFacts) -> str:
     import torch
 
     # The fastest kernels take these queries: one head of bf16, 128 wide.
-    probe = torch.empty(
-        1, 1, 1, 128, dtype=torch.bfloat16, device="cuda" if torch.cuda.is_available() else "cpu"
-    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    probe = torch.empty(1, 1, 1, 128, dtype=torch.bfloat16, device=device)
 
     def ask(function: str | None) -> str | None:
         return None if function is None else ATTENTION.function_of(name, function)(probe, probe, probe)

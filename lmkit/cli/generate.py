@@ -9,52 +9,33 @@ from typing import Annotated, Any
 
 import typer
 
-from lmkit.cli.options import DebugOption, DeviceOption, JsonOption, PluginOption, SetOption, given
-from lmkit.cli.render import show, write
+from lmkit.cli.console import show, write
+from lmkit.cli.options import Commands, DeviceOption, JsonOption, SetOption, option
 from lmkit.errors import UsageError
 
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the root."""
-    app.command(epilog='Example: lmkit generate artifacts/runs/quickstart --prompt "One day, Lily"')(generate)
+app = Commands()
 
 
+@app.add('lmkit generate artifacts/runs/quickstart --prompt "One day, Lily"')
 def generate(
     run: Annotated[Path, typer.Argument(help="A run folder or a checkpoint folder.")],
     prompt: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
+            "Text to continue; repeatable. Empty: a new document. A long prompt is cut to its end.",
             "--prompt",
             "-p",
-            help="Text to continue; repeatable. Empty: a new document. A long prompt is cut to its end.",
-            show_default=False,
         ),
     ] = None,
-    max_new_tokens: Annotated[
-        int | None, typer.Option(help="Largest number of tokens per text.", show_default=False)
-    ] = None,
-    temperature: Annotated[
-        float | None, typer.Option(help="Sampling temperature; 0 is greedy.", show_default=False)
-    ] = None,
-    top_k: Annotated[
-        int | None,
-        typer.Option(help="Sample from the k most likely tokens; 0 keeps all.", show_default=False),
-    ] = None,
+    max_new_tokens: Annotated[int | None, option("Largest number of tokens per text.")] = None,
+    temperature: Annotated[float | None, option("Sampling temperature; 0 is greedy.")] = None,
+    top_k: Annotated[int | None, option("Sample from the k most likely tokens; 0 keeps all.")] = None,
     top_p: Annotated[
         float | None,
-        typer.Option(
-            help="Sample from the smallest set of tokens whose probability reaches p; 1 keeps all.",
-            show_default=False,
-        ),
+        option("Sample from the smallest set of tokens whose probability reaches p; 1 keeps all."),
     ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(help="Seed of the random numbers.", show_default=False),
-    ] = None,
-    stop_at_end: Annotated[
-        bool | None,
-        typer.Option(help="Stop at <|endoftext|>, or continue.", show_default=False),
-    ] = None,
+    seed: Annotated[int | None, option("Seed of the random numbers.")] = None,
+    stop_at_end: Annotated[bool | None, option("Stop at <|endoftext|>, or continue.")] = None,
     allow_special: Annotated[
         bool,
         typer.Option(
@@ -62,28 +43,24 @@ def generate(
             help="Read <|endoftext|> and other special tokens in a prompt as tokens, not as text.",
         ),
     ] = False,
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="A tokenizer.json; default: the run's.", show_default=False)
-    ] = None,
+    tokenizer: Annotated[Path | None, option("A tokenizer.json; default: the run's.")] = None,
     device: DeviceOption = "auto",
     set_: SetOption = None,
-    plugin: PluginOption = None,
     as_json: JsonOption = False,
-    debug: DebugOption = False,
 ) -> None:
     """Write text with a trained model.
 
     The run's [generate] table holds the defaults of the options.
     """
-    flags = given(
-        generate__prompts=prompt,
-        generate__max_new_tokens=max_new_tokens,
-        generate__temperature=temperature,
-        generate__top_k=top_k,
-        generate__top_p=top_p,
-        generate__seed=seed,
-        generate__stop_at_end=stop_at_end,
-    )
+    flags = {
+        "prompts": prompt,
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "seed": seed,
+        "stop_at_end": stop_at_end,
+    }
     streamed: list[str] = []
 
     def stream(piece: str) -> None:
@@ -94,7 +71,7 @@ def generate(
         run,
         tokenizer=tokenizer,
         overrides=set_ or (),
-        flags=flags,
+        flags={f"generate.{key}": value for key, value in flags.items()},
         device=device,
         allow_special=allow_special,
         stream=None if as_json else stream,
@@ -155,36 +132,27 @@ def write_text(
     from lmkit.training.checkpoint import CHECKPOINTS, MANIFEST, newest_checkpoint, run_tokenizer
     from lmkit.training.model_state import plain_model
 
+    for override in overrides:
+        if not override.strip().startswith("generate."):
+            hint = "the other tables made the model"
+            message = f"--set {override}: only [generate] can change here"
+            raise UsageError("generate.other_table", message, hint=hint)
     folder = source
     if (source / MANIFEST).exists():
         folder = source.resolve().parent.parent
     elif source.name == CHECKPOINTS:
         folder = source.resolve().parent
-    for override in overrides:
-        if not override.strip().startswith("generate."):
-            raise UsageError(
-                "generate.other_table",
-                f"--set {override}: only [generate] can change here",
-                hint="the other tables made the model",
-            )
     recipe_file = folder / "recipe.toml"
     recipe = load_recipe(recipe_file if recipe_file.exists() else None, overrides, flags=flags)
     table = recipe.generate
     with process_group(device) as ranks:
         checkpoint = newest_checkpoint(source)
-        path = (
-            tokenizer
-            or run_tokenizer(checkpoint.path)
-            or (recipe.tokenizer.path if recipe.tokenizer else None)
-        )
+        path = tokenizer or run_tokenizer(checkpoint.path)
+        path = path or (recipe.tokenizer.path if recipe.tokenizer else None)
         if path is None:
-            raise UsageError(
-                "generate.no_tokenizer",
-                f"{source}: the run has no tokenizer.json",
-                hint="name one with --tokenizer",
-            )
-        loaded = Tokenizer.load(path)
-        trained_on = checkpoint.state.data
+            message, hint = f"{source}: the run has no tokenizer.json", "name one with --tokenizer"
+            raise UsageError("generate.no_tokenizer", message, hint=hint)
+        loaded, trained_on = Tokenizer.load(path), checkpoint.state.data
         if trained_on is not None and trained_on.tokenizer_sha256 != loaded.sha256:
             raise UsageError(
                 "generate.wrong_tokenizer",
@@ -192,17 +160,21 @@ def write_text(
                 hint="use the tokenizer that encoded its token files",
             )
         model = plain_model(checkpoint, device=ranks.device)
-        unsaid = list(table.prompts) if stream is not None and len(table.prompts) == 1 else []
+        # The prompt is written with the first piece: whatever is wrong with it has been refused by then.
+        unwritten = list(table.prompts) if stream is not None and len(table.prompts) == 1 else []
 
         def on_text(row: int, piece: str) -> None:
-            # The prompt comes with the first piece: whatever is wrong with it has been refused by then.
             assert stream is not None
-            stream((unsaid.pop() if unsaid else "") + piece)
+            stream((unwritten.pop() if unwritten else "") + piece)
 
-        speak = on_text if unsaid else None
         generations = generate(
-            model, loaded, table.prompts, table, allow_special=allow_special, on_text=speak
+            model,
+            loaded,
+            table.prompts,
+            table,
+            allow_special=allow_special,
+            on_text=on_text if unwritten else None,
         )
-        if speak is not None and unsaid:  # the model ended the text at once
-            speak(0, "")
+        if unwritten:  # the model ended the text at once
+            on_text(0, "")
     return GenerateResult(tuple(Sample(g.prompt, g.text, len(g.tokens), g.ended) for g in generations))

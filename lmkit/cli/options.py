@@ -1,39 +1,38 @@
-"""Arguments and options that several commands share."""
+"""Groups of commands, and the arguments and options that several commands share."""
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 from typer.core import TyperGroup
 
 from lmkit.errors import UsageError
 
-
-class Group(TyperGroup):
-    """A group of commands: `typer.Typer(cls=Group, ...)`."""
-
-    def get_help_option(self, ctx: Any) -> Any:
-        """Return `--help` with a default of False: Typer 0.29 imports pydantic to convert the default None."""
-        option = super().get_help_option(ctx)
-        if option is not None:
-            option.default = False
-        return option
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def _prepare(context: typer.Context, value: bool) -> None:
-    """Turn on tracebacks and the log; called when the options of a command are parsed, so not for `--help`."""
-    if value:
+def option(text: str, *names: str, **settings: Any) -> Any:
+    """Return a Typer option whose help does not show the default."""
+    return typer.Option(*names, help=text, show_default=False, **settings)
+
+
+def _turn_on_log(context: typer.Context, debug: bool) -> None:
+    """Callback of `--debug`: runs when the options of a command are parsed, so not for `--help`."""
+    if debug:
         context.find_root().ensure_object(dict)["debug"] = True
     if context.parent is not None:  # a command that is about to run, not the root
-        from lmkit.cli.log import log_to_stderr
+        from lmkit.cli.console import log_to_stderr
 
         log_to_stderr()
 
 
 def _load_plugins(paths: list[Path] | None) -> list[Path] | None:
-    """Import plugins; called before the body of the command, so before a recipe is validated."""
+    """Callback of `--plugin`: runs before the body of the command, so before a recipe is validated."""
     from lmkit.registry import load_plugin
 
     for path in paths or ():
@@ -44,48 +43,35 @@ def _load_plugins(paths: list[Path] | None) -> list[Path] | None:
 RecipeArgument = Annotated[
     str, typer.Argument(help="A .toml file, or the name of a shipped recipe (see `lmkit recipe list`).")
 ]
-SourcesArgument = Annotated[
-    list[Path],
-    typer.Argument(
-        help='Text files, one or more; of a .jsonl file, the documents under "text" in its lines.'
-    ),
-]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
+        "Set one key of the recipe; repeatable. The value is TOML; a bare word is a string.",
         "--set",
         metavar="TABLE.KEY=VALUE",
-        help="Set one key of the recipe; repeatable. The value is TOML; a bare word is a string.",
-        show_default=False,
     ),
 ]
 PluginOption = Annotated[
     list[Path] | None,
-    typer.Option(
+    option(
+        "Import a Python file that registers kernels, strategies, ...; repeatable.",
         "--plugin",
         metavar="FILE",
         callback=_load_plugins,
         expose_value=False,
-        help="Import a Python file that registers kernels, strategies, ...; repeatable.",
-        show_default=False,
     ),
 ]
-"""Belongs to every command that takes a recipe: `plugin: PluginOption = None`, and nothing else."""
+DebugOption = Annotated[
+    bool,
+    typer.Option("--debug", callback=_turn_on_log, expose_value=False, help="Show the traceback of errors."),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print exactly one JSON object on stdout.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Overwrite existing output.")]
 PrintRecipeOption = Annotated[
     bool, typer.Option("--print-recipe", help="Print the resolved recipe and stop.")
 ]
 DryRunOption = Annotated[
     bool, typer.Option("--dry-run", help="Check everything, print what would happen, and stop.")
-]
-ForceOption = Annotated[bool, typer.Option("--force", help="Overwrite existing output.")]
-DebugOption = Annotated[
-    bool,
-    typer.Option("--debug", callback=_prepare, expose_value=False, help="Show the traceback of errors."),
-]
-WorkersOption = Annotated[
-    int | None,
-    typer.Option(min=0, max=1024, help="Worker threads; 0: one per CPU (default).", show_default=False),
 ]
 DeviceOption = Annotated[
     Literal["auto", "cpu", "cuda"], typer.Option(help="`auto`: CUDA if there is a GPU, else the CPU.")
@@ -96,54 +82,90 @@ NprocOption = Annotated[
         min=1, max=64, help="Number of ranks (processes) to start on this machine; not with torchrun."
     ),
 ]
+SourcesArgument = Annotated[
+    list[Path],
+    typer.Argument(
+        help='Text files, one or more; of a .jsonl file, the documents under "text" in its lines.'
+    ),
+]
+WorkersOption = Annotated[int | None, option("Worker threads; 0: one per CPU (default).", min=0, max=1024)]
 ErrorsOption = Annotated[
     Literal["strict", "replace"],
     typer.Option(help="At bytes that are not UTF-8: stop, or read them as U+FFFD."),
 ]
 
-# Options of the benches
-ResultsOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--output",
-        help="Folder for the results.  [default: artifacts/benches/<run.name>/<bench>, overwritten by each run]",
-        show_default=False,
-    ),
-]
-SEVERAL = "comma-separated, or repeat the option"
-KernelsOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--kernels", help=f"Attention kernels that `lmkit env` lists ({SEVERAL}).", show_default=False
-    ),
-]
 
-# Options of the profiles
-RecordingOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--output",
-        help="Folder for the recording and its summary.  [default: artifacts/profiles/<command>, overwritten]",
-        show_default=False,
-    ),
-]
-RecordedStepsOption = Annotated[
-    int, typer.Option("--steps", min=1, max=1000, help="Training steps to record.")
-]
-ModeOption = Annotated[
-    Literal["forward", "fwd+bwd", "step"],
-    typer.Option(help="What to record of a recipe: whole steps, or only forward (and backward) passes."),
-]
+class Group(TyperGroup):
+    """The class of every group of commands."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        """Return `--help` with a default of False: Typer 0.29 imports pydantic to convert the default None."""
+        option = super().get_help_option(ctx)
+        if option is not None:
+            option.default = False
+        return option
 
 
-def examples(*lines: str) -> str:
-    """Return the epilog of a command's help: one example per line."""
-    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
+class Commands(typer.Typer):
+    """The commands of one file.
+
+    `add` registers a function as a command. Its result is printed as text, or with `--json` as JSON; a function that
+    prints by itself declares `as_json` and returns None.
+    """
+
+    def __init__(self, text: str | None = None, *, example: str = "", cls: type[Group] = Group) -> None:
+        super().__init__(
+            cls=cls,
+            help=text,
+            epilog=f"Example: {example}",
+            no_args_is_help=True,
+            rich_markup_mode=None,
+            add_completion=False,
+        )
+
+    def add(self, *examples: str, name: str | None = None, **settings: Any) -> Callable[[Function], Function]:
+        """Register the decorated function as a command with `--json`, `--debug`, and `--plugin` if it has `--set`.
+
+        Args:
+            examples: command lines for the help.
+            name: the command's name if it is not the function's.
+            settings: of `typer.Typer.command`.
+        """
+        epilog = "\b\nExamples:\n" + "\n".join(f"  {line}" for line in examples)
+        if len(examples) == 1:
+            epilog = f"Example: {examples[0]}"
+
+        def register(function: Function) -> Function:
+            self.command(name, epilog=epilog, **settings)(_with_shared_options(function))
+            return function
+
+        return register
 
 
-def split(values: list[str] | None) -> list[str] | None:
-    """Return the values of a repeatable option that also takes commas; None if it was not typed."""
-    return values and [part.strip() for value in values for part in value.split(",")]
+def _with_shared_options(function: Callable[..., Any]) -> Callable[..., None]:
+    """Return the function with the shared options it lacks, which prints the function's result."""
+    signature = inspect.signature(function, eval_str=True)
+    own = signature.parameters
+    shared: dict[str, tuple[Any, Any]] = {"plugin": (PluginOption, None)} if "set_" in own else {}
+    shared |= {"as_json": (JsonOption, False), "debug": (DebugOption, False)}
+
+    @functools.wraps(function)
+    def command(**values: Any) -> None:
+        result = function(**{name: values[name] for name in own})
+        if result is not None:
+            from lmkit.cli.console import show
+
+            show(result, as_json=values["as_json"])
+
+    added = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)
+        for name, (kind, default) in shared.items()
+        if name not in own
+    ]
+    parameters = [*own.values(), *added]
+    command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
 
 
 def refuse_typed(context: typer.Context, *parameters: str, why: str, hint: str) -> None:
@@ -155,23 +177,12 @@ def refuse_typed(context: typer.Context, *parameters: str, why: str, hint: str) 
     Raises:
         UsageError: names every such option.
     """
-    typed = [
-        parameter.opts[0]
-        for parameter in context.command.params
-        if parameter.name in parameters and _is_typed(context, parameter.name)
-    ]
+
+    def is_typed(name: str) -> bool:
+        source = context.get_parameter_source(name)
+        return source is not None and source.name == "COMMANDLINE"
+
+    named = [parameter for parameter in context.command.params if parameter.name in parameters]
+    typed = [parameter.opts[0] for parameter in named if is_typed(str(parameter.name))]
     if typed:
         raise UsageError("command.unused_option", f"{', '.join(typed)}: {why}", hint=hint)
-
-
-def _is_typed(context: typer.Context, parameter: str) -> bool:
-    source = context.get_parameter_source(parameter)
-    return source is not None and source.name == "COMMANDLINE"
-
-
-def given(**flags: Any) -> dict[str, Any]:
-    """Return typed flags as recipe keys: `train__steps=5` -> {"train.steps": 5}.
-
-    A flag that was left out is None and never overrides the recipe.
-    """
-    return {name.replace("__", "."): value for name, value in flags.items() if value is not None}

@@ -1,38 +1,32 @@
 """`lmkit profile`: find out why it is slow."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand
 
-from lmkit.cli.options import (
-    DebugOption,
-    ForceOption,
-    Group,
-    JsonOption,
-    ModeOption,
-    PluginOption,
-    RecipeArgument,
-    RecordedStepsOption,
-    RecordingOption,
-    SetOption,
-    examples,
-    refuse_typed,
-)
-from lmkit.cli.render import show
+from lmkit.cli.options import Commands, ForceOption, RecipeArgument, SetOption, option, refuse_typed
 from lmkit.errors import UsageError
 
-app = typer.Typer(
-    cls=Group, no_args_is_help=True, rich_markup_mode=None, help="Find out where time and memory go.",
-    epilog="Example: lmkit profile kineto quickstart",
-)  # fmt: skip
-
-# Options that apply to recipes only.
-OF_RECIPES = ("set_", "engine", "mode", "steps")
-WITHOUT_RECIPE = "leave it out, or record a recipe: lmkit profile kineto RECIPE"
-
 RECORDINGS = (".sqlite", ".nsys-rep", ".json", ".json.gz")
+
+OutputOption = Annotated[
+    Path | None,
+    option(
+        "Folder for the recording and its summary.  [default: artifacts/profiles/<command>, overwritten]",
+        "--output",
+    ),
+]
+StepsOption = Annotated[int, typer.Option("--steps", min=1, max=1000, help="Training steps to record.")]
+ModeOption = Annotated[
+    Literal["forward", "fwd+bwd", "step"],
+    typer.Option(help="What to record of a recipe: whole steps, or only forward (and backward) passes."),
+]
+
+app = Commands("Find out where time and memory go.", example="lmkit profile kineto quickstart")
 
 
 class _TakesCommand(TyperCommand):
@@ -43,13 +37,11 @@ class _TakesCommand(TyperCommand):
         return super().parse_args(ctx, args)
 
 
-@app.command(
+@app.add(
+    "lmkit profile nsys quickstart",
+    "lmkit profile nsys old.sqlite",
+    "lmkit profile nsys -- lmkit train quickstart --stop-at-step 20",
     cls=_TakesCommand,
-    epilog=examples(
-        "lmkit profile nsys quickstart",
-        "lmkit profile nsys old.sqlite",
-        "lmkit profile nsys -- lmkit train quickstart --stop-at-step 20",
-    ),
 )
 def nsys(
     context: typer.Context,
@@ -60,18 +52,15 @@ def nsys(
         ),
     ],
     set_: SetOption = None,
-    plugin: PluginOption = None,
     engine: Annotated[
         Literal["auto", "nsys", "kineto"],
         typer.Option(help="auto: a recipe is profiled with kineto where nsys is missing."),
     ] = "auto",
     mode: ModeOption = "step",
-    steps: RecordedStepsOption = 5,
-    output: RecordingOption = None,
+    steps: StepsOption = 5,
+    output: OutputOption = None,
     force: ForceOption = False,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
+) -> Any:
     """Time of training steps, or of any command, with Nsight Systems.
 
     An existing recording (.sqlite, .nsys-rep) is summarised.
@@ -84,69 +73,41 @@ def nsys(
             hint="put a command after `--`: lmkit profile nsys -- COMMAND",
         )
     folder = _folder(output, "nsys", force=force)
-    if not arguments and not _is_recording(target[0]):
-        from lmkit.recipe.load import load_recipe
+    if not arguments:
+        return _profile(context, target[0], set_, folder, engine=engine, mode=mode, steps=steps)
+    _refuse_options_of_recipes(context, f"{target[0]} is a command")
+    from lmkit.profile.run import run_command
 
-        recipe = load_recipe(target[0], set_ or ())
-        from lmkit.profile import run as profile
-
-        show(profile.run_steps(recipe, folder, engine=engine, mode=mode, steps=steps), as_json=as_json)
-        return
-    from lmkit.profile import run as profile
-
-    what = "is a command" if arguments else "is a recording"
-    refuse_typed(context, *OF_RECIPES, why=f"needs a recipe; {target[0]} {what}", hint=WITHOUT_RECIPE)
-    if arguments:
-        show(profile.run_command(arguments, folder), as_json=as_json)
-    else:
-        show(profile.run_recording(Path(target[0]), folder), as_json=as_json)
+    return run_command(arguments, folder)
 
 
-@app.command(epilog="Example: lmkit profile kineto quickstart --steps 5")
+@app.add("lmkit profile kineto quickstart --steps 5")
 def kineto(
     context: typer.Context,
     target: Annotated[str, typer.Argument(help="A recipe, or a .json[.gz] trace of torch.profiler.")],
     set_: SetOption = None,
-    plugin: PluginOption = None,
     mode: ModeOption = "step",
-    steps: RecordedStepsOption = 5,
-    output: RecordingOption = None,
+    steps: StepsOption = 5,
+    output: OutputOption = None,
     force: ForceOption = False,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
+) -> Any:
     """Time of training steps with torch.profiler, on a CPU too.
 
     An existing recording (.json, .json.gz) is summarised.
     """
     folder = _folder(output, "kineto", force=force)
-    if _is_recording(target):
-        why = f"needs a recipe; {target} is a recording"
-        refuse_typed(context, *OF_RECIPES, why=why, hint=WITHOUT_RECIPE)
-        from lmkit.profile import run as profile
-
-        show(profile.run_recording(Path(target), folder), as_json=as_json)
-        return
-    from lmkit.recipe.load import load_recipe
-
-    recipe = load_recipe(target, set_ or ())
-    from lmkit.profile import run as profile
-
-    show(profile.run_steps(recipe, folder, engine="kineto", mode=mode, steps=steps), as_json=as_json)
+    return _profile(context, target, set_, folder, engine="kineto", mode=mode, steps=steps)
 
 
-@app.command(epilog="Example: lmkit profile memory quickstart")
+@app.add("lmkit profile memory quickstart")
 def memory(
     recipe: RecipeArgument,
     set_: SetOption = None,
-    plugin: PluginOption = None,
     mode: ModeOption = "step",
-    steps: RecordedStepsOption = 2,
-    output: RecordingOption = None,
+    steps: StepsOption = 2,
+    output: OutputOption = None,
     force: ForceOption = False,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
+) -> Any:
     """Peak memory of training steps by phase and category.
 
     Writes a picture and a snapshot for pytorch.org/memory_viz.
@@ -154,10 +115,10 @@ def memory(
     folder = _folder(output, "memory", force=force)
     from lmkit.recipe.load import load_recipe
 
-    loaded = load_recipe(recipe, set_ or ())
-    from lmkit.profile import run as profile
+    loaded = load_recipe(recipe, set_ or ())  # before torch is imported
+    from lmkit.profile.run import run_memory
 
-    show(profile.run_memory(loaded, folder, mode=mode, steps=steps), as_json=as_json)
+    return run_memory(loaded, folder, mode=mode, steps=steps)
 
 
 def _folder(output: Path | None, command: str, *, force: bool) -> Path:
@@ -168,27 +129,25 @@ def _folder(output: Path | None, command: str, *, force: bool) -> Path:
     """
     from lmkit.storage.outputs import refuse_unwritable
 
-    if output is None:
-        output = Path("artifacts/profiles") / command
-        refuse_unwritable(output)
-        return output
-    reports = (output / "profile_report.md", output / "memory_report.md")
-    if any(report.exists() for report in reports) and not force:
-        raise UsageError(
-            "output.exists", f"{output}: holds a profile already", hint="name another folder, or add --force"
-        )
-    refuse_unwritable(output)
-    return output
+    if output is not None and not force:
+        for report in ("profile_report.md", "memory_report.md"):
+            if (output / report).exists():
+                hint = "name another folder, or add --force"
+                raise UsageError("output.exists", f"{output}: holds a profile already", hint=hint)
+    folder = output or Path("artifacts/profiles") / command
+    refuse_unwritable(folder)
+    return folder
 
 
-def _is_recording(target: str) -> bool:
-    """Whether the target's ending names a recording; everything else is a recipe.
-
-    Raises:
-        UsageError: the file is neither.
-    """
+def _profile(
+    context: typer.Context, target: str, overrides: list[str] | None, folder: Path, **options: Any
+) -> Any:
+    """Summarise a recording, or record a recipe."""
     if target.endswith(RECORDINGS):
-        return True
+        _refuse_options_of_recipes(context, f"{target} is a recording")
+        from lmkit.profile.run import run_recording
+
+        return run_recording(Path(target), folder)
     if Path(target).is_file() and not target.endswith(".toml"):
         raise UsageError(
             "trace.wrong_kind",
@@ -196,4 +155,14 @@ def _is_recording(target: str) -> bool:
             hint="torch.profiler writes .json[.gz], Nsight Systems .nsys-rep and .sqlite; "
             "a command is profiled with: lmkit profile nsys -- COMMAND",
         )
-    return False
+    from lmkit.recipe.load import load_recipe
+
+    recipe = load_recipe(target, overrides or ())  # before torch is imported
+    from lmkit.profile.run import run_steps
+
+    return run_steps(recipe, folder, **options)
+
+
+def _refuse_options_of_recipes(context: typer.Context, target: str) -> None:
+    why, hint = f"needs a recipe; {target}", "leave it out, or record a recipe: lmkit profile kineto RECIPE"
+    refuse_typed(context, "set_", "engine", "mode", "steps", why=why, hint=hint)

@@ -1,26 +1,24 @@
 """`lmkit compare` and `lmkit report`: compare two results, and write reports of results."""
 
+from __future__ import annotations
+
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from lmkit.cli.options import DebugOption, JsonOption, examples
-from lmkit.cli.render import show
+from lmkit.cli.console import show
+from lmkit.cli.options import Commands, JsonOption, option
+
+app = Commands()
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to the root."""
-    app.command(epilog="Example: lmkit compare before/ after/")(compare)
-    app.command(epilog=examples("lmkit report", "lmkit report artifacts/profiles --output write_ups"))(report)
-
-
+@app.add("lmkit compare before/ after/")
 def compare(
     before: Annotated[Path, typer.Argument(help="A bench's result folder, or the .jsonl file in it.")],
     after: Annotated[Path, typer.Argument(help="The newer one, likewise.")],
     threshold: Annotated[float, typer.Option(min=0, help="Smallest relative difference that counts.")] = 0.05,
     as_json: JsonOption = False,
-    debug: DebugOption = False,
 ) -> None:
     """Compare two results of one bench, row by row.
 
@@ -34,6 +32,7 @@ def compare(
         raise typer.Exit(1)
 
 
+@app.add("lmkit report", "lmkit report artifacts/profiles --output write_ups")
 def report(
     folder: Annotated[
         Path | None,
@@ -45,10 +44,7 @@ def report(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder of the write-ups.  [default: `reports` in that folder, or in artifacts/benches]",
-            show_default=False,
-        ),
+        option("Folder of the write-ups.  [default: `reports` in that folder, or in artifacts/benches]"),
     ] = None,
     check: Annotated[
         bool,
@@ -56,9 +52,7 @@ def report(
             "--check", help="Write nothing; exit code 1 if a write-up does not say what the rows say."
         ),
     ] = False,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
+) -> Any:
     """Make write-ups of measured results.
 
     Of profiling, attention, data parallelism and optimizer sharding, as far as there are results.
@@ -66,5 +60,4 @@ def report(
     from lmkit.bench.report import write_reports
     from lmkit.profile.write_up import SUMMARIES, side_by_side
 
-    result = write_reports(folder, output, check=check, profiles=SUMMARIES, side_by_side=side_by_side)
-    show(result, as_json=as_json)
+    return write_reports(folder, output, check=check, profiles=SUMMARIES, side_by_side=side_by_side)

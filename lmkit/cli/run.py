@@ -1,45 +1,38 @@
 """`lmkit run`: from text to a model that writes."""
 
-from typing import Annotated
+from __future__ import annotations
+
+from typing import Annotated, Any
 
 import typer
 
+from lmkit.cli.console import Result, progress_on_stderr
 from lmkit.cli.options import (
-    DebugOption,
+    Commands,
     DryRunOption,
-    JsonOption,
     NprocOption,
-    PluginOption,
     PrintRecipeOption,
     RecipeArgument,
     SetOption,
-    examples,
+    option,
 )
-from lmkit.cli.progress import progress_on_stderr
-from lmkit.cli.render import show
+
+app = Commands()
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to the root."""
-    app.command(
-        epilog=examples(
-            "lmkit run quickstart --set run.name=first --set train.steps=300",
-            "lmkit run quickstart --nproc 2",
-            "torchrun --nproc-per-node 2 -m lmkit run quickstart",
-        )
-    )(run)
-
-
+@app.add(
+    "lmkit run quickstart --set run.name=first --set train.steps=300",
+    "lmkit run quickstart --nproc 2",
+    "torchrun --nproc-per-node 2 -m lmkit run quickstart",
+)
 def run(
     recipe: RecipeArgument,
     set_: SetOption = None,
-    plugin: PluginOption = None,
     skip_data: Annotated[
         bool, typer.Option("--skip-data", help="Use the corpus, tokenizer and token files as they are.")
     ] = False,
     from_stage: Annotated[
-        str | None,
-        typer.Option("--from", metavar="STAGE", help="Redo this stage and all after it.", show_default=False),
+        str | None, option("Redo this stage and all after it.", "--from", metavar="STAGE")
     ] = None,
     force: Annotated[
         bool,
@@ -50,9 +43,7 @@ def run(
     nproc: NprocOption = 1,
     print_recipe: PrintRecipeOption = False,
     dry_run: DryRunOption = False,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
+) -> Any:
     """Turn text into a model that writes stories.
 
     The stages are corpus, tokenizer, encode, train, evaluate and generate. Stages that are up to date are skipped;
@@ -62,17 +53,12 @@ def run(
 
     loaded = load_recipe(recipe, set_ or ())
     if print_recipe:
-        typer.echo(recipe_to_toml(loaded), nl=False)
-        return
+        return Result(recipe_to_toml(loaded), loaded.model_dump(mode="json"))
     from lmkit.cli import pipeline
 
     if dry_run:
-        plan = pipeline.plan(loaded, from_stage=from_stage, skip_data=skip_data, force=force)
-        show(plan, as_json=as_json)
-        return
+        return pipeline.plan(loaded, from_stage=from_stage, skip_data=skip_data, force=force)
     with progress_on_stderr() as progress:
-        result = pipeline.run(
+        return pipeline.run(
             loaded, from_stage=from_stage, skip_data=skip_data, force=force, nproc=nproc, progress=progress
         )
-    if result is not None:  # rank 0 prints
-        show(result, as_json=as_json)

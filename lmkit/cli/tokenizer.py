@@ -4,64 +4,56 @@ from __future__ import annotations
 
 import itertools
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lmkit.cli.console import Result, progress_on_stderr, show
 from lmkit.cli.options import (
-    DebugOption,
+    Commands,
     ErrorsOption,
     ForceOption,
-    Group,
     JsonOption,
     SourcesArgument,
     WorkersOption,
-    examples,
+    option,
 )
-from lmkit.cli.progress import progress_on_stderr
-from lmkit.cli.render import show, write
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.tables import enumeration, statement
 from lmkit.storage.outputs import refuse_existing
 
 if TYPE_CHECKING:
     from lmkit.tokenizer import Tokenizer
-    from lmkit.tokenizer.tokenizer import TokenizerFacts
 
 GPT2_FILES = ("vocab.json", "merges.txt")
 IDS_PER_LINE = 1024
 
-app = typer.Typer(
-    cls=Group, no_args_is_help=True, rich_markup_mode=None, help="Train, use, inspect, import and export tokenizers.",
-    epilog="Example: lmkit tokenizer train stories.txt tokenizer.json --vocab-size 4096",
-)  # fmt: skip
+app = Commands(
+    "Train, use, inspect, import and export tokenizers.",
+    example="lmkit tokenizer train stories.txt tokenizer.json --vocab-size 4096",
+)
 
 TokenizerArgument = Annotated[Path, typer.Argument(help="A tokenizer.json.")]
 
 
-@app.command(epilog="Example: lmkit tokenizer train stories.txt tokenizer.json --vocab-size 4096")
+@app.add("lmkit tokenizer train stories.txt tokenizer.json --vocab-size 4096")
 def train(
     sources: SourcesArgument,
     output: Annotated[Path, typer.Argument(help="The tokenizer.json to write.")],
     vocab_size: Annotated[int, typer.Option(help="256 bytes + merges + special tokens.")] = 10_000,
     special: Annotated[
-        list[str] | None,
-        typer.Option(help="A special token; repeatable. Default: <|endoftext|>.", show_default=False),
+        list[str] | None, option("A special token; repeatable. Default: <|endoftext|>.")
     ] = None,
     workers: WorkersOption = None,
     errors: ErrorsOption = "strict",
     force: ForceOption = False,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
+) -> Result:
     """Train byte-level BPE on text files."""
     from lmkit.recipe.load import load_recipe
 
-    flags: dict[str, object] = {"tokenizer.vocab_size": vocab_size}
-    if special is not None:
-        flags["tokenizer.special_tokens"] = special
+    flags = {"tokenizer.vocab_size": vocab_size, "tokenizer.special_tokens": special}
     table = load_recipe(None, flags=flags).tokenizer
     assert table is not None
     _check_output(output, force=force)
@@ -80,20 +72,17 @@ def train(
             errors=errors,
             progress=progress,
         )
-    show(_save(tokenizer, output), as_json=as_json)
+    return _save(tokenizer, output)
 
 
-@app.command(
-    epilog=examples(
-        'lmkit tokenizer encode tokenizer.json "Once upon"',
-        "cat stories.txt | lmkit tokenizer encode tokenizer.json",
-    )
+@app.add(
+    'lmkit tokenizer encode tokenizer.json "Once upon"',
+    "cat stories.txt | lmkit tokenizer encode tokenizer.json",
 )
 def encode(
     tokenizer: TokenizerArgument,
     text: Annotated[str | None, typer.Argument(help="Default: read stdin.", show_default=False)] = None,
     as_json: JsonOption = False,
-    debug: DebugOption = False,
 ) -> None:
     """Print the token ids of a text, or of stdin.
 
@@ -104,7 +93,7 @@ def encode(
     ids = Tokenizer.load(tokenizer).encode_iterable([text] if text is not None else sys.stdin)
     try:
         if as_json:
-            show(Encoded(tuple(ids)), as_json=True)
+            show(Result("", {"ids": list(ids)}), as_json=True)
             return
         while line := list(itertools.islice(ids, IDS_PER_LINE)):
             sys.stdout.write(" ".join(map(str, line)) + "\n")
@@ -114,14 +103,13 @@ def encode(
         ) from None
 
 
-@app.command(epilog="Example: lmkit tokenizer decode tokenizer.json 262 1011 13")
+@app.add("lmkit tokenizer decode tokenizer.json 262 1011 13")
 def decode(
     tokenizer: TokenizerArgument,
     ids: Annotated[
         list[str] | None, typer.Argument(help="Token ids. Default: read stdin.", show_default=False)
     ] = None,
     as_json: JsonOption = False,
-    debug: DebugOption = False,
 ) -> None:
     """Print the text of token ids, separated by blanks or commas.
 
@@ -133,7 +121,7 @@ def decode(
     loaded = Tokenizer.load(tokenizer)
     data = loaded.decode_bytes(_parsed_ids(numbers, loaded, tokenizer))
     if as_json:
-        show(Decoded(data.decode("utf-8", "replace")), as_json=True)
+        show(Result("", {"text": data.decode("utf-8", "replace")}), as_json=True)
         return
     sys.stdout.buffer.write(data)
     if sys.stdout.isatty():  # start the shell's prompt on a new line; a file gets the bytes alone
@@ -141,60 +129,57 @@ def decode(
     sys.stdout.buffer.flush()
 
 
-@app.command(epilog="Example: lmkit tokenizer inspect tokenizer.json --text stories.txt")
+@app.add("lmkit tokenizer inspect tokenizer.json --text stories.txt")
 def inspect(
     tokenizer: TokenizerArgument,
     text: Annotated[
-        Path | None,
-        typer.Option(help="Measure bytes per token on this file (.jsonl: as for train).", show_default=False),
+        Path | None, option("Measure bytes per token on this file (.jsonl: as for train).")
     ] = None,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
+) -> Result:
     """Show the size, the longest tokens, and the compression of a text."""
     from lmkit.data.corpora import plain_text_files
     from lmkit.tokenizer import inspect_tokenizer
 
     with plain_text_files([] if text is None else [text], errors="replace") as texts:
         facts = inspect_tokenizer(tokenizer, text=next(iter(texts), None))
-    if as_json:
-        show(facts, as_json=True)
-    else:
-        write(facts_text(facts) + "\n")
+    lines = [
+        statement(facts.path, f"vocabulary {facts.vocab_size:,}, {facts.num_merges:,} merges"),
+        enumeration("special tokens", facts.special_tokens or ["none"]),
+        f"sha256 {facts.sha256}",
+        enumeration("longest tokens", [repr(token) for token in facts.longest_tokens]),
+    ]
+    if facts.bytes_per_token is not None:
+        lines.append(f"compression: {facts.bytes_per_token:.3f} bytes per token")
+    return Result("\n".join(lines), asdict(facts))
 
 
-@app.command("import", epilog="Example: lmkit tokenizer import gpt2-files tokenizer.json")
+@app.add("lmkit tokenizer import gpt2-files tokenizer.json", name="import")
 def import_(
     folder: Annotated[Path, typer.Argument(help="A folder with vocab.json and merges.txt.")],
     output: Annotated[Path, typer.Argument(help="The tokenizer.json to write.")],
     force: ForceOption = False,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
+) -> Result:
     """Make a tokenizer.json from GPT-2's two files."""
     from lmkit.tokenizer import Tokenizer
 
     _check_output(output, force=force)
-    tokenizer = Tokenizer.load_gpt2(*(folder / name for name in GPT2_FILES))
-    show(_save(tokenizer, output), as_json=as_json)
+    return _save(Tokenizer.load_gpt2(*(folder / name for name in GPT2_FILES)), output)
 
 
-@app.command(epilog="Example: lmkit tokenizer export tokenizer.json gpt2-files")
+@app.add("lmkit tokenizer export tokenizer.json gpt2-files")
 def export(
     tokenizer: TokenizerArgument,
     folder: Annotated[Path, typer.Argument(help="The folder for vocab.json and merges.txt.")],
     force: ForceOption = False,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
+) -> Result:
     """Write a tokenizer as GPT-2's two files, for other libraries."""
     from lmkit.tokenizer import Tokenizer
 
-    files = tuple(folder / name for name in GPT2_FILES)
+    files = [folder / name for name in GPT2_FILES]
     for file in files:
         refuse_existing(file, force=force)
     Tokenizer.load(tokenizer).save_gpt2(folder)
-    show(TokenizerExported(tuple(map(str, files))), as_json=as_json)
+    return Result("wrote " + " and ".join(map(str, files)), {"files": files})
 
 
 def _check_output(output: Path, *, force: bool) -> None:
@@ -208,9 +193,11 @@ def _check_output(output: Path, *, force: bool) -> None:
     refuse_existing(output, force=force)
 
 
-def _save(tokenizer: Tokenizer, output: Path) -> TokenizerWritten:
+def _save(tokenizer: Tokenizer, output: Path) -> Result:
     tokenizer.save(output)
-    return TokenizerWritten(str(output), tokenizer.vocab_size, tokenizer.sha256)
+    facts = f"vocabulary {tokenizer.vocab_size:,}, sha256 {tokenizer.sha256[:12]}"
+    fields = {"output": output, "vocab_size": tokenizer.vocab_size, "sha256": tokenizer.sha256}
+    return Result(statement(f"wrote {output}", facts), fields)
 
 
 def _parsed_ids(numbers: str, tokenizer: Tokenizer, path: Path) -> list[int]:
@@ -225,46 +212,3 @@ def _parsed_ids(numbers: str, tokenizer: Tokenizer, path: Path) -> list[int]:
             )
         ids.append(int(word))
     return ids
-
-
-# ---- results
-
-
-@dataclass(frozen=True)
-class TokenizerWritten:
-    output: str
-    vocab_size: int
-    sha256: str
-
-    def __str__(self) -> str:
-        return statement(f"wrote {self.output}", f"vocabulary {self.vocab_size:,}, sha256 {self.sha256[:12]}")
-
-
-@dataclass(frozen=True)
-class Encoded:
-    ids: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Decoded:
-    text: str
-
-
-@dataclass(frozen=True)
-class TokenizerExported:
-    files: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return "wrote " + " and ".join(self.files)
-
-
-def facts_text(facts: TokenizerFacts) -> str:
-    lines = [
-        statement(facts.path, f"vocabulary {facts.vocab_size:,}, {facts.num_merges:,} merges"),
-        enumeration("special tokens", facts.special_tokens or ["none"]),
-        f"sha256 {facts.sha256}",
-        enumeration("longest tokens", [repr(token) for token in facts.longest_tokens]),
-    ]
-    if facts.bytes_per_token is not None:
-        lines.append(f"compression: {facts.bytes_per_token:.3f} bytes per token")
-    return "\n".join(lines)

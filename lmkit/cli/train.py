@@ -1,102 +1,70 @@
 """`lmkit train` and `lmkit evaluate`."""
 
+from __future__ import annotations
+
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from lmkit.cli.console import Result
 from lmkit.cli.options import (
-    DebugOption,
+    Commands,
     DeviceOption,
     DryRunOption,
-    JsonOption,
     NprocOption,
     PluginOption,
     PrintRecipeOption,
     RecipeArgument,
     SetOption,
-    examples,
-    given,
+    option,
 )
-from lmkit.cli.render import show
+
+app = Commands()
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to the root."""
-    app.command(
-        epilog=examples(
-            "lmkit train quickstart --nproc 2", "torchrun --nproc-per-node 2 -m lmkit train quickstart"
-        )
-    )(train)
-    app.command(epilog="Example: lmkit evaluate artifacts/runs/quickstart")(evaluate)
-
-
+@app.add("lmkit train quickstart --nproc 2", "torchrun --nproc-per-node 2 -m lmkit train quickstart")
 def train(
     recipe: RecipeArgument,
     set_: SetOption = None,
-    plugin: PluginOption = None,
-    steps: Annotated[
-        int | None, typer.Option(help="Total optimizer steps (train.steps).", show_default=False)
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="auto, cpu or cuda (run.device).", show_default=False)
-    ] = None,
-    name: Annotated[
-        str | None, typer.Option(help="Name of the run and its folder (run.name).", show_default=False)
-    ] = None,
-    resume: Annotated[
-        str | None,
-        typer.Option(help="auto, never, or a checkpoint folder (checkpoint.resume).", show_default=False),
-    ] = None,
+    steps: Annotated[int | None, option("Total optimizer steps (train.steps).")] = None,
+    device: Annotated[str | None, option("auto, cpu or cuda (run.device).")] = None,
+    name: Annotated[str | None, option("Name of the run and its folder (run.name).")] = None,
+    resume: Annotated[str | None, option("auto, never, or a checkpoint folder (checkpoint.resume).")] = None,
     stop_at_step: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Stop after this step; the learning-rate schedule does not change.",
-            show_default=False,
-        ),
+        int | None, option("Stop after this step; the learning-rate schedule does not change.", min=1)
     ] = None,
     nproc: NprocOption = 1,
     print_recipe: PrintRecipeOption = False,
     dry_run: DryRunOption = False,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
+) -> Any:
     """Train a model, or resume from its newest checkpoint.
 
     Needs token files: those that `lmkit run` made in the run folder, or those that [data] of the recipe names.
     """
     from lmkit.recipe.load import load_recipe, recipe_to_toml
 
-    flags = given(train__steps=steps, run__device=device, run__name=name, checkpoint__resume=resume)
+    flags = {"train.steps": steps, "run.device": device, "run.name": name, "checkpoint.resume": resume}
     loaded = load_recipe(recipe, set_ or (), flags=flags)
     if print_recipe:
-        typer.echo(recipe_to_toml(loaded), nl=False)
-        return
-    from lmkit.training import session as command
+        return Result(recipe_to_toml(loaded), loaded.model_dump(mode="json"))
+    from lmkit.training import session
 
     if dry_run:
-        show(command.plan(loaded, stop_at_step=stop_at_step, nproc=nproc), as_json=as_json)
-        return
-    result = command.train(loaded, stop_at_step=stop_at_step, nproc=nproc)
-    if result is not None:  # ranks other than 0 say nothing
-        show(result, as_json=as_json)
+        return session.plan(loaded, stop_at_step=stop_at_step, nproc=nproc)
+    return session.train(loaded, stop_at_step=stop_at_step, nproc=nproc)
 
 
+@app.add("lmkit evaluate artifacts/runs/quickstart")
 def evaluate(
     run: Annotated[Path, typer.Argument(help="A run folder or a checkpoint folder.")],
     tokens: Annotated[
-        Path | None,
-        typer.Option(
-            help="Token file to evaluate on; default: the held-out file of the run.", show_default=False
-        ),
+        Path | None, option("Token file to evaluate on; default: the held-out file of the run.")
     ] = None,
     device: DeviceOption = "auto",
     plugin: PluginOption = None,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
+) -> Any:
     """Print loss, perplexity and bits per byte on held-out data."""
-    from lmkit.training import evaluation as command
+    from lmkit.training.evaluation import evaluate_run
 
-    show(command.evaluate_run(run, tokens=tokens, device=device), as_json=as_json)
+    return evaluate_run(run, tokens=tokens, device=device)

@@ -1,22 +1,20 @@
 """`lmkit verify`: check files, or that resuming is exact."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from lmkit.cli.options import DebugOption, JsonOption, PluginOption, SetOption, examples, refuse_typed
-from lmkit.cli.render import show
+from lmkit.cli.console import show
+from lmkit.cli.options import Commands, JsonOption, SetOption, refuse_typed
 from lmkit.errors import UsageError
 
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the root."""
-    app.command(
-        epilog=examples("lmkit verify artifacts/runs/quickstart", "lmkit verify quickstart --resume")
-    )(verify)
+app = Commands()
 
 
+@app.add("lmkit verify artifacts/runs/quickstart", "lmkit verify quickstart --resume")
 def verify(
     context: typer.Context,
     target: Annotated[
@@ -34,9 +32,7 @@ def verify(
     ] = False,
     steps: Annotated[int, typer.Option(min=1, help="N of --resume.")] = 5,
     set_: SetOption = None,
-    plugin: PluginOption = None,
     as_json: JsonOption = False,
-    debug: DebugOption = False,
 ) -> None:
     """Check files, or check that resuming is exact.
 
@@ -50,24 +46,22 @@ def verify(
             "lmkit verify: takes one path, or --resume and a recipe",
             hint="for example: lmkit verify quickstart --resume",
         )
-    if not resume:
-        refuse_typed(
-            context,
-            "set_",
-            "steps",
-            why="only with --resume; files are checked as they are",
-            hint="leave it out, or: lmkit verify RECIPE --resume --steps N",
-        )
-        from lmkit.training.verify import verify_path
-
-        result = verify_path(Path(target))
-    else:
+    if resume:
         from lmkit.recipe.load import load_recipe
 
-        loaded = load_recipe(target, set_ or ())
+        loaded = load_recipe(target, set_ or ())  # before torch is imported
         from lmkit.training.verify import verify_resume
 
         result = verify_resume(loaded, steps=steps)
+    else:
+        why, hint = (
+            "only with --resume; files are checked as they are",
+            "leave it out, or: lmkit verify RECIPE",
+        )
+        refuse_typed(context, "set_", "steps", why=why, hint=f"{hint} --resume --steps N")
+        from lmkit.training.verify import verify_path
+
+        result = verify_path(Path(target))
     show(result, as_json=as_json)
     if not result.ok:
         raise typer.Exit(1)

@@ -43,7 +43,7 @@ def load_recipe(
     Args:
         source: a file, the name of a shipped recipe, or None for nothing but defaults and overrides.
         overrides: `table.key=value` strings; the value is read as TOML, a bare word is a string.
-        flags: explicit command-line flags, dotted key -> value.
+        flags: command-line flags, dotted key -> value; None where a flag was left out.
 
     Raises:
         UsageError: unreadable file, bad TOML, or mistakes in the content (all of them in one message).
@@ -53,7 +53,8 @@ def load_recipe(
     for override in overrides:
         _merge(typed, with_our_names(_parse_override(override)))
     for dotted, value in (flags or {}).items():
-        _merge(typed, with_our_names(_nest(dotted.split("."), value)))
+        if value is not None:
+            _merge(typed, with_our_names(_nest(dotted.split("."), value)))
     if "preset" in typed.get("model", {}) and isinstance(raw.get("model"), dict):
         for size in PRESETS["tiny"]:
             raw["model"].pop(size, None)

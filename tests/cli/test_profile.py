@@ -18,7 +18,6 @@ def profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str,
         monkeypatch.setattr(
             f"lmkit.profile.run.run_{kind}", lambda what, *_, kind=kind, **__: calls.append((kind, what))
         )
-    monkeypatch.setattr("lmkit.cli.profile.show", lambda *_, **__: None)
     return calls
 
 

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from lmkit.cli.log import log_to_stderr
-from lmkit.cli.progress import progress_on_stderr
+from lmkit.cli.console import log_to_stderr, progress_on_stderr
 from lmkit.training.console import BarConsole
 
 

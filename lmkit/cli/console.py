@@ -1,0 +1,136 @@
+"""What commands print: results on stdout, the log and progress on stderr."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lmkit.measure.progress import Progress, wants_plain_text
+
+SECONDS_BETWEEN_LINES = 10.0
+_CONTROLS = dict.fromkeys([*range(0x20), *range(0x7F, 0xA0)], "\N{REPLACEMENT CHARACTER}") | {
+    ord(harmless): harmless for harmless in "\t\n\r"
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of a command: a text for people, and fields for `--json`."""
+
+    text: str
+    fields: dict[str, Any]
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def show(result: Any, *, as_json: bool) -> None:
+    """Print a `Result` or a dataclass: its text, or its fields as one JSON object."""
+    if as_json:
+        fields = result.fields if isinstance(result, Result) else asdict(result)
+        write(json.dumps(_plain(fields), allow_nan=False) + "\n")
+    else:
+        text = str(result)
+        write(text if text.endswith("\n") else text + "\n")
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that JSON can hold: paths become strings, numbers that are not finite null."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and value - value != 0:
+        return None
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+
+
+def write(text: str) -> None:
+    """Write text to stdout at once; under torchrun, only on rank 0.
+
+    A terminal gets U+FFFD for control characters: an untrained model writes them by chance, and a foreign checkpoint
+    may do so on purpose.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK") != "0":
+        return
+    sys.stdout.write(text.translate(_CONTROLS) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+def log_to_stderr() -> None:
+    """Send the log of library code (logger "lmkit") to stderr as plain lines."""
+    import logging  # 9 ms
+
+    class Lines(logging.StreamHandler):
+        def format(self, record: logging.LogRecord) -> str:
+            text = super().format(record)
+            return f"{record.levelname.lower()}: {text}" if record.levelno >= logging.WARNING else text
+
+        def emit(self, record: logging.LogRecord) -> None:
+            self.stream = sys.stderr  # while a bar is drawn, this puts lines above it
+            super().emit(record)
+
+    log = logging.getLogger("lmkit")
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    log.handlers = [Lines()]
+
+
+@contextmanager
+def progress_on_stderr() -> Iterator[Progress]:
+    """Yield a `Progress` for the block: a bar on a terminal, else a line every ten seconds."""
+    if wants_plain_text(sys.stderr):
+        yield _lines()
+        return
+    from rich import progress
+    from rich.console import Console
+
+    bars = progress.Progress(
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.TaskProgressColumn(),
+        progress.TimeElapsedColumn(),
+        progress.TextColumn("left"),
+        progress.TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+
+    def report(stage: str, done: int, total: int) -> None:
+        for task in bars.tasks:  # one bar at a time, for the stage that was reported last
+            if task.description != stage:
+                bars.remove_task(task.id)
+        if done >= total:  # leaves the terminal to the next stage, which may draw its own bar
+            bars.stop()
+            return
+        if not bars.tasks:
+            bars.add_task(stage)
+        bars.update(bars.task_ids[0], completed=done, total=total)
+        bars.start()
+
+    try:
+        yield report
+    finally:
+        bars.stop()
+
+
+def _lines() -> Progress:
+    started: dict[str, float] = {}
+    last: dict[str, float] = {}
+
+    def report(stage: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        begin = started.setdefault(stage, now)
+        if now - last.setdefault(stage, begin) < SECONDS_BETWEEN_LINES or not 0 < done < total:
+            return
+        last[stage] = now
+        left = (now - begin) * (total - done) / done
+        print(f"{stage}: {100 * done / total:.0f}%, {left:.0f} s left", file=sys.stderr)
+
+    return report
