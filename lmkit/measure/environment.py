@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 from datetime import datetime, timezone
 from pathlib import Path
@@ -41,7 +42,7 @@ def describe_environment() -> dict[str, Any]:
             "name": _cpu_name(),
             "usable": usable_cpus(),
             "torch_threads": torch.get_num_threads(),
-            "memory_bytes": _memory_bytes(),
+            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         },
         "cuda": torch.version.cuda,
         "gpus": [],
@@ -50,16 +51,23 @@ def describe_environment() -> dict[str, Any]:
         environment["cudnn"] = torch.backends.cudnn.version()
         if torch.distributed.is_nccl_available():
             environment["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        environment["driver"] = _nvidia_smi("driver_version")[0].get("driver_version")
-        environment["gpus"] = [_describe_gpu(index) for index in range(torch.cuda.device_count())]
+        environment["driver"] = next((gpu["driver_version"] for gpu in _nvidia_smi("driver_version")), None)
+        environment["gpus"] = [
+            {
+                "name": gpu.name,
+                "memory_bytes": gpu.total_memory,
+                "multiprocessors": gpu.multi_processor_count,
+                "capability": f"{gpu.major}.{gpu.minor}",
+            }
+            for gpu in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        ]
         environment["gpu_state"] = gpu_state()
         environment["launch_queues"] = os.environ.get(LAUNCH_QUEUES_VARIABLE, "1x")
     return environment
 
 
 def gpu_state() -> list[dict[str, str]]:
-    """Return clocks, temperature, power and throttling of every visible GPU, as nvidia-smi prints them; []
-    without."""
+    """Return clocks, temperature, power and throttling of every GPU, as nvidia-smi prints them; [] without."""
     return _nvidia_smi(*GPU_STATE_FIELDS)
 
 
@@ -70,36 +78,19 @@ def git_state() -> dict[str, Any] | None:
         return None
     commit = _output_of("git", "-C", str(root), "rev-parse", "HEAD")
     changes = _output_of("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
-    if commit is None or changes is None:
-        return None
-    return {"commit": commit.strip(), "dirty": bool(changes.strip())}
+    return None if commit is None or changes is None else {"commit": commit, "dirty": bool(changes)}
 
 
 def usable_cpus() -> int:
     """Return the number of CPUs that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def device_name(device: Any) -> str:
     """Return "NVIDIA H200", say, or the CPU's name."""
     import torch
 
-    device = torch.device(device)
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
-
-
-def _describe_gpu(index: int) -> dict[str, Any]:
-    import torch
-
-    properties = torch.cuda.get_device_properties(index)
-    return {
-        "name": properties.name,
-        "memory_bytes": properties.total_memory,
-        "multiprocessors": properties.multi_processor_count,
-        "capability": f"{properties.major}.{properties.minor}",
-    }
+    return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else _cpu_name()
 
 
 def _package_version(name: str) -> str | None:
@@ -111,33 +102,18 @@ def _package_version(name: str) -> str | None:
 
 def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def _memory_bytes() -> int | None:
-    if "SC_PHYS_PAGES" not in os.sysconf_names:
-        return None
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    found = re.search(r"^model name\s*: (.+)$", info.read_text(), re.MULTILINE) if info.exists() else None
+    return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 def _nvidia_smi(*fields: str) -> list[dict[str, str]]:
-    text = _output_of("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader")
-    if not text:
-        return []
-    return [
-        dict(zip(fields, (value.strip() for value in line.split(",")), strict=False))
-        for line in text.strip().splitlines()
-    ]
+    text = _output_of("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader") or ""
+    return [dict(zip(fields, line.split(", "), strict=False)) for line in text.splitlines()]
 
 
 def _output_of(*command: str) -> str | None:
     """Return standard output, or None if the program is missing or fails: the fact is then not recorded."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout if done.returncode == 0 else None

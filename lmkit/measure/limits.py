@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from lmkit.measure.environment import device_name
 from lmkit.measure.timing import time_variants
 
 if TYPE_CHECKING:
@@ -33,15 +35,11 @@ _DENSE_PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
 )
 
 DTYPES = ("fp32", "tf32", "bf16", "fp16")
+"""How a matmul is computed; "tf32": fp32 values on tensor cores."""
 
 
 def known_peak(name: str, dtype: str) -> float | None:
-    """Return the dense peak in FLOP/s of the GPU called `name` (torch's device name), or None for chips not in the
-    table.
-
-    Args:
-        dtype: "bf16", "fp16", "tf32" (fp32 matmuls on tensor cores) or "fp32".
-    """
+    """Return the dense peak in FLOP/s of the GPU that torch calls `name`; None for unknown chips and dtypes."""
     for pattern, peaks in _DENSE_PEAKS:
         if re.search(pattern, name):
             return peaks.get(dtype)
@@ -75,29 +73,14 @@ def limits_sentence(limits: Mapping[str, Any]) -> str:
     return f"Measured limits of this machine in this run: matmul {rates}; copy {limits['copy_gb_per_s']} GB/s"
 
 
-@dataclass(frozen=True)
-class Utilization:
-    """A share of a peak, and which peak it is a share of (goes into the table's header or footnote)."""
-
-    share: float
-    basis: str
-
-
 def measure_limits(device: torch.device | str, dtypes: Iterable[str]) -> Limits:
     """Measure matmul rates for `dtypes` and the copy bandwidth; under a second on a GPU, a few on a CPU."""
-    from lmkit.measure.environment import device_name
-
-    return Limits(
-        device=device_name(device),
-        matmul_flops={dtype: measure_matmul_peak(device, dtype) for dtype in dtypes},
-        copy_bytes_per_s=measure_copy_bandwidth(device),
-    )
+    rates = {dtype: measure_matmul_peak(device, dtype) for dtype in dtypes}
+    return Limits(device_name(device), rates, measure_copy_bandwidth(device))
 
 
 def measure_matmul_peak(device: torch.device | str, dtype: str) -> float:
-    """Return the FLOP/s of the fastest of a few square matmuls, best of interleaved repeats, on random numbers.
-
-    (Zeros would draw less power and run at higher clocks than any real program.)
+    """Return the FLOP/s of the fastest of a few square matmuls, best of interleaved repeats.
 
     Raises:
         ValueError: `dtype` is not one of `DTYPES`.
@@ -106,49 +89,45 @@ def measure_matmul_peak(device: torch.device | str, dtype: str) -> float:
 
     if dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}; one of {', '.join(DTYPES)}")
-    device = torch.device(device)
-    on_gpu = device.type == "cuda"
+    sizes = (4096, 8192) if torch.device(device).type == "cuda" else (512, 1024)
     torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype, torch.float32)
     precision_before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
     try:
-        sizes = (4096, 8192) if on_gpu else (512, 1024)
         variants = {}
         for size in sizes:
-            left = torch.randn(size, size, device=device).to(torch_dtype)
-            right = torch.randn(size, size, device=device).to(torch_dtype)
-            product = torch.empty(size, size, device=device, dtype=torch_dtype)
-            variants[str(size)] = _matmul_call(left, right, product)
+            # Random numbers: zeros draw less power and run at higher clocks than any real program.
+            left, right = torch.randn(2, size, size, device=device).to(torch_dtype)
+            variants[str(size)] = partial(torch.mm, left, right, out=torch.empty_like(left))
         timings = time_variants(variants, device=device, repeats=10, warmup=2, max_seconds=2.0)
     finally:
         torch.set_float32_matmul_precision(precision_before)
     return max(2.0 * size**3 / (timings[str(size)].spread.minimum * 1e-3) for size in sizes)
 
 
-def _matmul_call(left: torch.Tensor, right: torch.Tensor, product: torch.Tensor):
-    import torch
-
-    return lambda: torch.mm(left, right, out=product)
-
-
 def measure_copy_bandwidth(device: torch.device | str) -> float:
     """Return the bytes per second (read + written) of copying a buffer far larger than the caches."""
     import torch
 
-    device = torch.device(device)
-    size = 2**30 if device.type == "cuda" else 2**27
+    size = 2**30 if torch.device(device).type == "cuda" else 2**27
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     timing = time_variants({"copy": lambda: target.copy_(source)}, device=device, repeats=10, max_seconds=2.0)
     return 2.0 * size / (timing["copy"].spread.minimum * 1e-3)
 
 
+@dataclass(frozen=True)
+class Utilization:
+    """A share of a peak, and in words which peak that is."""
+
+    share: float
+    basis: str
+
+
 def model_flops_utilization(
     flops_per_s: float, device: torch.device | str, dtype: str, limits: Limits
 ) -> Utilization:
     """Return the MFU: the share of the chip's dense peak if the chip is known, else of the measured matmul rate."""
-    from lmkit.measure.environment import device_name
-
     name = device_name(device)
     peak = known_peak(name, dtype)
     if peak is not None:

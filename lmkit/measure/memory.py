@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 GB = 10**9
 GIB = 2**30
+_SYSTEM_TELLS_PSS = Path("/proc/self/smaps_rollup").exists()
 
 
 @dataclass
@@ -53,19 +54,18 @@ def track_peak(device: torch.device | str = "cpu") -> Iterator[PeakMemory]:
         torch.cuda.reset_peak_memory_stats(device)
         peak.source = "cuda allocator"
         peak.start_bytes = torch.cuda.memory_allocated(device)
+    else:
+        if malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc only
+            malloc_trim(0)  # what the block takes from freed memory would not show as growth
         try:
-            yield peak
-        finally:
-            peak.peak_bytes = peak_memory(device)
-        return
-    _return_freed_pages()
-    was_reset = _reset_peak_rss()
-    peak.source = "peak rss" if was_reset else "peak rss of the process"
-    peak.start_bytes = process_memory().rss_bytes if was_reset else _peak_rss()
+            Path("/proc/self/clear_refs").write_text("5")  # VmHWM back to the present RSS: proc(5)
+            peak.source, peak.start_bytes = "peak rss", process_memory().rss_bytes
+        except OSError:
+            peak.source, peak.start_bytes = "peak rss of the process", _peak_rss()
     try:
         yield peak
     finally:
-        peak.peak_bytes = _peak_rss()
+        peak.peak_bytes = peak_memory(device)
 
 
 def peak_memory(device: torch.device) -> int:
@@ -75,26 +75,10 @@ def peak_memory(device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _peak_rss()
 
 
-def _return_freed_pages() -> None:
-    """Let the C library give freed memory back: what the block takes from its store would not show as growth."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
-    if trim is not None:
-        trim(0)
-
-
-def _reset_peak_rss() -> bool:
-    """Set VmHWM back to the present RSS (Linux, proc(5) clear_refs); False where that is not possible."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    return True
-
-
 def _peak_rss() -> int:
     status = Path("/proc/self/status")
     if status.exists():
-        return _kib_fields(status)["VmHWM"] * 1024
+        return _bytes_of(status)["VmHWM"]
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -109,67 +93,55 @@ class ProcessMemory:
     pss_bytes: int
 
 
-def process_memory(pid: int | None = None) -> ProcessMemory:
-    """Return the memory of one process now (this one by default).
+def process_memory(pid: int | str = "self") -> ProcessMemory:
+    """Return the memory of one process now.
 
     Where the system does not tell PSS (not Linux), both are the peak RSS of this process.
 
     Raises:
         ProcessLookupError: no such process (any more).
     """
-    folder = Path("/proc") / (str(pid) if pid is not None else "self")
-    if not Path("/proc/self/smaps_rollup").exists():
+    if not _SYSTEM_TELLS_PSS:
         return ProcessMemory(_peak_rss(), _peak_rss())
     try:
-        fields = _kib_fields(folder / "smaps_rollup")
-    except OSError as error:
+        fields = _bytes_of(Path("/proc") / str(pid) / "smaps_rollup")
+        return ProcessMemory(fields["Rss"], fields["Pss"])
+    except (OSError, KeyError) as error:  # the file of a process that is just ending may be empty
         raise ProcessLookupError(f"no process {pid}") from error
-    return ProcessMemory(fields["Rss"] * 1024, fields["Pss"] * 1024)
 
 
 def process_tree_memory(root_pid: int | None = None) -> ProcessMemory:
     """Return the sum over a process (this one by default) and its descendants; RSS counts shared pages repeatedly."""
-    root = root_pid if root_pid is not None else os.getpid()
-    if not Path("/proc/self/smaps_rollup").exists():
+    if not _SYSTEM_TELLS_PSS:
         return process_memory()
+    children: dict[int, list[int]] = {}
+    for folder in Path("/proc").iterdir():
+        with suppress(OSError):  # a process that ends while we are counting
+            if folder.name.isdigit():
+                status = (folder / "stat").read_text()
+                parent = int(status.rpartition(")")[2].split()[1])  # the name in parentheses may hold spaces
+                children.setdefault(parent, []).append(int(folder.name))
     rss = pss = 0
-    for pid in _descendants(root):
-        try:
+    waiting = [root_pid or os.getpid()]
+    while waiting:
+        pid = waiting.pop()
+        waiting += children.get(pid, [])
+        with suppress(ProcessLookupError):
             memory = process_memory(pid)
-        except ProcessLookupError:  # ended while we were counting
-            continue
-        rss += memory.rss_bytes
-        pss += memory.pss_bytes
+            rss, pss = rss + memory.rss_bytes, pss + memory.pss_bytes
     return ProcessMemory(rss, pss)
 
 
-def _descendants(root: int) -> list[int]:
-    children: dict[int, list[int]] = {}
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit():
-            continue
-        try:
-            status = (folder / "stat").read_text()
-        except OSError:
-            continue
-        parent = int(status.rpartition(")")[2].split()[1])  # the name in parentheses may hold spaces
-        children.setdefault(parent, []).append(int(folder.name))
-    found, waiting = [], [root]
-    while waiting:
-        pid = waiting.pop()
-        found.append(pid)
-        waiting += children.get(pid, [])
-    return found
+def _bytes_of(path: Path) -> dict[str, int]:
+    """Return the lines `Name:   123 kB` of a /proc file as name -> bytes."""
+    fields = re.findall(r"^(\w+):\s+(\d+) kB$", path.read_text(), re.MULTILINE)
+    return {name: int(kib) * 1024 for name, kib in fields}
 
 
-def _kib_fields(path: Path) -> dict[str, int]:
-    """Return the `Name:   123 kB` lines of a /proc file as {name: 123}."""
-    fields = {}
-    for line in path.read_text().splitlines():
-        name, _, value = line.partition(":")
-        if value.endswith(" kB"):
-            fields[name] = int(value.split()[0])
-    return fields
+def available_memory() -> int | None:
+    """Return the bytes that the host can allocate without swapping (Linux), or None if the system does not tell."""
+    info = Path("/proc/meminfo")
+    return _bytes_of(info)["MemAvailable"] if info.exists() else None
 
 
 def release_memory(device: torch.device | str) -> None:
@@ -182,8 +154,8 @@ def release_memory(device: torch.device | str) -> None:
 
 
 def claim_workspaces(device: torch.device | str) -> None:
-    """Let cuBLAS allocate what it keeps to the end: 32 MiB on an H200 for every thread that multiplies, and the
-    backward pass has a thread of its own. Or the first training that is measured pays for all."""
+    """Let cuBLAS allocate the workspaces that it keeps, of this thread and of autograd's; or the first training that
+    is measured pays for all."""
     import torch
 
     if torch.device(device).type == "cuda":
@@ -192,16 +164,10 @@ def claim_workspaces(device: torch.device | str) -> None:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Return whether memory ran out: the allocator's, or the driver's, which needs some for every kernel that it
-    loads (torch, its compiler and Triton word that differently)."""
+    """Return whether a GPU's memory ran out: the allocator's, or the driver's, which needs some for every kernel that
+    it loads (torch, its compiler and Triton word that differently)."""
     import torch
 
     return isinstance(error, torch.OutOfMemoryError) or bool(
         re.search(r"CUDA\b.*: out of memory", str(error).partition("\n")[0])
     )
-
-
-def available_memory() -> int | None:
-    """Return the bytes that the host can allocate without swapping (Linux), or None if the system does not tell."""
-    info = Path("/proc/meminfo")
-    return _kib_fields(info)["MemAvailable"] * 1024 if info.exists() else None

@@ -9,7 +9,7 @@ import io
 import math
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lmkit.measure.statistics import spread
 from lmkit.measure.tables import Row
@@ -24,65 +24,55 @@ COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#7F
 MARKERS = "osD^vPX*<"
 STYLES = ("-", "--", "-.", ":")
 
+# Of texts above a bar, and to the right of the start of a phase.
+_ABOVE: dict[str, Any] = {"xytext": (0, 3), "textcoords": "offset points", "ha": "center", "va": "bottom"}
+_RIGHT: dict[str, Any] = {
+    "xycoords": ("data", "axes fraction"),
+    "xytext": (3, -3),
+    "textcoords": "offset points",
+}
+_SLANTED: dict[str, Any] = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"}
 
-def new_figure(
-    title: str, x_label: str, y_label: str, *, width: float = 8.0, height: float = 4.8
-) -> tuple[Figure, Axes]:
-    """Return a figure with one pair of axes; sizes in inches."""
+Points = Sequence[tuple[float, float]]
+Whisker = tuple[float, float]
+"""Lengths below and above, in the unit of the value."""
+
+
+def _blank(width: float, height: float, layout: Any = "constrained") -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
+    figure = Figure(figsize=(width, height), dpi=DPI, layout=layout)
     FigureCanvasAgg(figure)
+    return figure
+
+
+def _figure(
+    title: str, x_label: str, y_label: str, *, width: float = 8.0, height: float = 4.8
+) -> tuple[Figure, Axes]:
+    """Return a figure with one pair of axes; sizes in inches."""
+    figure = _blank(width, height)
     axes = figure.add_subplot()
-    dress(axes, textwrap.fill(title, int(11 * width)), x_label, y_label)  # as many characters fit an inch
+    _dress(axes, textwrap.fill(title, int(11 * width)), x_label, y_label)  # as many characters fit an inch
     return figure, axes
 
 
-def dress(axes: Axes, title: str, x_label: str, y_label: str) -> None:
-    """Set title, labels with their units, and a grid behind the data."""
+def _dress(axes: Axes, title: str, x_label: str, y_label: str) -> None:
     axes.set_title(title, fontsize=11)
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     axes.grid(visible=True, color="#E2E2E2", linewidth=0.7)
     axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
-def label_log2_ticks(axes: Axes, values: Sequence[float]) -> None:
-    """Make the x axis logarithmic, labelled at the measured values: 1024, not 10^3."""
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(list(values), [format(value, "g") for value in values])
-    axes.minorticks_off()
-    if len(values) > 8:
-        axes.tick_params(axis="x", labelrotation=30)
-
-
-def set_log_y(axes: Axes, values: Sequence[float]) -> None:
-    """Make the y axis logarithmic with enough numbers: within a decade or so also at 2 and 5, as 20 or 5,000."""
-    from matplotlib.ticker import LogLocator, NullFormatter
-
-    axes.set_yscale("log")
-    positive = [value for value in values if value > 0]
-    if not positive or max(positive) > 50 * min(positive):
-        return
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    write_numbers_out(axes)
-    axes.yaxis.set_minor_formatter(NullFormatter())
-
-
-def write_numbers_out(axes: Axes) -> None:
-    """Write 1,750,000 on the y axis; matplotlib would put a 1e6 into the corner."""
-    from matplotlib.ticker import FuncFormatter
-
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
-
-
-def add_legend(figure: Figure, entries: int) -> None:
-    """Put a legend below the axes, where it covers no data; a single series needs none."""
+def _finish(figure: Figure, entries: int = 0, columns: int = 4) -> bytes:
+    """Put the legend below the axes, where it covers no data (a single series needs none), and return the file."""
     if entries > 1:
-        figure.legend(loc="outside lower center", ncols=min(entries, 4), fontsize=8, frameon=False)
+        handles, labels = figure.axes[0].get_legend_handles_labels()
+        look = {"ncols": min(entries, columns), "fontsize": 8, "frameon": False}
+        figure.legend(handles, labels, loc="outside lower center", **look)
+    return png(figure)
 
 
 def png(figure: Figure) -> bytes:
@@ -92,8 +82,44 @@ def png(figure: Figure) -> bytes:
     return out.getvalue()
 
 
-Whisker = tuple[float, float]
-"""Lengths below and above, in the unit of the value."""
+def _curve(axes: Axes, points: Points, label: str, index: int, **style: Any) -> None:
+    look: dict[str, Any] = {"color": COLORS[index % len(COLORS)], "linewidth": 1.5, "markersize": 5}
+    axes.plot([x for x, _ in points], [y for _, y in points], label=label, **(look | style))
+
+
+def _whisker(axes: Axes, x: float, y: float, whisker: Whisker) -> None:
+    below, above = whisker
+    axes.errorbar([x], [y], yerr=[[below], [above]], color="#303030", linewidth=0.9, capsize=2)
+
+
+def _log2_ticks(axes: Axes, values: Collection[float]) -> None:
+    """Make the x axis logarithmic, labelled at the measured values: 1024, not 10^3."""
+    axes.set_xscale("log", base=2)
+    ticks = sorted(set(values))
+    axes.set_xticks(ticks, [format(value, "g") for value in ticks])
+    axes.minorticks_off()
+    if len(ticks) > 8:
+        axes.tick_params(axis="x", labelrotation=30)
+
+
+def _log_y(axes: Axes, values: Sequence[float]) -> None:
+    """Make the y axis logarithmic with enough numbers: within a decade or so also at 2 and 5, as 20 or 5,000."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axes.set_yscale("log")
+    positive = [value for value in values if value > 0]
+    if positive and max(positive) <= 50 * min(positive):
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        _write_numbers_out(axes)
+
+
+def _write_numbers_out(axes: Axes) -> None:
+    """Write 1,750,000 on the y axis; matplotlib would put a 1e6 into the corner."""
+    axes.yaxis.set_major_formatter("{x:,.10g}")
+
+
+# Whiskers of a bench's rows
 
 
 def of_time(row: Row, key: str = "median_ms") -> Whisker | None:
@@ -117,7 +143,7 @@ def of_samples(samples: Sequence[float]) -> Whisker:
     return summary.median - summary.p10, summary.p90 - summary.median
 
 
-Points = Sequence[tuple[float, float]]
+# Pictures
 
 
 def line_plot(
@@ -129,39 +155,29 @@ def line_plot(
     log_x: bool = False,
     log_y: bool = False,
     from_zero: bool = False,
-    errors: Mapping[str, Mapping[float, tuple[float, float]]] | None = None,
+    errors: Mapping[str, Mapping[float, Whisker]] | None = None,
 ) -> bytes:
     """Draw one line with markers per name, through its (x, y) points; labels carry the units.
 
     Args:
-        errors: name -> x -> (below, above), lengths of the whiskers in the unit of y.
+        errors: name -> x -> whisker.
     """
-    figure, axes = new_figure(title, x_label, y_label)
+    figure, axes = _figure(title, x_label, y_label)
     for index, (name, points) in enumerate(series.items()):
-        ordered = sorted(points)
-        axes.plot(
-            [x for x, _ in ordered],
-            [y for _, y in ordered],
-            label=name,
-            color=COLORS[index % len(COLORS)],
-            marker=MARKERS[index % len(MARKERS)],
-            markersize=5,
-            linewidth=1.6,
-        )
+        _curve(axes, sorted(points), name, index, marker=MARKERS[index % len(MARKERS)])
         whiskers = (errors or {}).get(name, {})
-        for x, y in ordered:
+        for x, y in points:
             if x in whiskers:
-                _draw_whisker(axes, x, y, whiskers[x])
+                _whisker(axes, x, y, whiskers[x])
     if log_x:
-        label_log2_ticks(axes, sorted({x for points in series.values() for x, _ in points}))
+        _log2_ticks(axes, [x for points in series.values() for x, _ in points])
     if log_y:
-        set_log_y(axes, [y for points in series.values() for _, y in points])
+        _log_y(axes, [y for points in series.values() for _, y in points])
     else:
-        write_numbers_out(axes)
+        _write_numbers_out(axes)
         if from_zero:
             axes.set_ylim(bottom=0)
-    add_legend(figure, len(series))
-    return png(figure)
+    return _finish(figure, len(series))
 
 
 def line_panels(
@@ -178,78 +194,52 @@ def line_panels(
     The x axis is logarithmic and labelled at the points' own values. A line without points is in the legend only;
     `notes` (panel -> text for its upper left corner) can say why.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(max(6.0, 1.4 + 3.7 * len(panels)), 4.8), dpi=DPI, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _blank(max(6.0, 1.4 + 3.7 * len(panels)), 4.8)
     figure.suptitle(title, fontsize=11)
     names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
     groups = list(dict.fromkeys(group for group, _ in names))
     kinds = list(dict.fromkeys(kind for _, kind in names))
-    ticks = sorted({x for lines in panels.values() for points in lines.values() for x, _ in points})
+    everything = [point for lines in panels.values() for points in lines.values() for point in points]
     row = figure.subplots(1, max(1, len(panels)), sharey=True, squeeze=False)[0]
     for axes, (panel, lines) in zip(row, panels.items(), strict=False):
-        dress(axes, panel, x_label, "")
+        _dress(axes, panel, x_label, "")
         for (group, kind), points in lines.items():
-            ordered = sorted(points)
-            axes.plot(
-                [x for x, _ in ordered],
-                [y for _, y in ordered],
-                label=f"{group}, {kind}",
-                color=COLORS[groups.index(group) % len(COLORS)],
-                linestyle=STYLES[kinds.index(kind) % len(STYLES)],
-                marker=MARKERS[kinds.index(kind) % len(MARKERS)],
-                markersize=4.5,
-                linewidth=1.5,
-            )
+            style = kinds.index(kind)
+            look = {"linestyle": STYLES[style % len(STYLES)], "marker": MARKERS[style % len(MARKERS)]}
+            _curve(axes, sorted(points), f"{group}, {kind}", groups.index(group), **look)
         if notes and panel in notes:
-            axes.text(
-                0.03, 0.97, notes[panel], transform=axes.transAxes, va="top", fontsize=7.5, color="#555555"
-            )
+            text = axes.text(0.03, 0.97, notes[panel], va="top", fontsize=7.5, color="#555555")
+            text.set_transform(axes.transAxes)
         if log_y and any(lines.values()):
-            set_log_y(axes, [y for each in panels.values() for points in each.values() for _, y in points])
-        if ticks:
-            label_log2_ticks(axes, ticks)
-            axes.set_xlim(ticks[0] / 1.3, ticks[-1] * 1.3)
+            _log_y(axes, [y for _, y in everything])
+        if everything:
+            lengths = [x for x, _ in everything]
+            _log2_ticks(axes, lengths)
+            axes.set_xlim(min(lengths) / 1.3, max(lengths) * 1.3)
     row[0].set_ylabel(y_label)
     if not log_y:
-        write_numbers_out(row[0])
+        _write_numbers_out(row[0])
         row[0].set_ylim(bottom=0)
-    lines_drawn, labels = row[0].get_legend_handles_labels()
-    figure.legend(
-        lines_drawn, labels, loc="outside lower center", ncols=min(len(names), 5), fontsize=8, frameon=False
-    )
-    return png(figure)
+    return _finish(figure, len(names), columns=5)
 
 
 def loss_curve(
-    series: Mapping[str, Points],
-    *,
-    title: str,
-    x_label: str = "step",
-    y_label: str = "loss (nats per token)",
-    marked: Collection[str] = (),
+    series: Mapping[str, Points], *, title: str, x_label: str = "step", marked: Collection[str] = ()
 ) -> bytes:
     """Draw training curves: thin lines, one per name.
 
     Args:
         marked: names whose every point gets a marker; the others are measured too often for that.
     """
-    figure, axes = new_figure(title, x_label, y_label)
+    figure, axes = _figure(title, x_label, "loss (nats per token)")
     for index, (name, points) in enumerate(series.items()):
-        axes.plot(
-            [x for x, _ in points],
-            [y for _, y in points],
-            label=name,
-            color=COLORS[index % len(COLORS)],
-            linestyle=STYLES[(index // len(COLORS) + index) % len(STYLES)],  # equal curves stay visible
-            linewidth=1.4,
-            marker=MARKERS[index % len(MARKERS)] if name in marked else None,
-            markersize=max(1.0, min(5.5, 250 / max(1, len(points)))),  # neighbours do not touch
-        )
-    add_legend(figure, len(series))
-    return png(figure)
+        look = {
+            "linestyle": STYLES[(index // len(COLORS) + index) % len(STYLES)],  # equal curves stay visible
+            "marker": MARKERS[index % len(MARKERS)] if name in marked else None,
+            "markersize": max(1.0, min(5.5, 250 / max(1, len(points)))),  # neighbours do not touch
+        }
+        _curve(axes, points, name, index, **look)
+    return _finish(figure, len(series))
 
 
 def grouped_bars(
@@ -259,7 +249,7 @@ def grouped_bars(
     title: str,
     x_label: str,
     y_label: str,
-    errors: Mapping[str, Sequence[tuple[float, float] | None]] | None = None,
+    errors: Mapping[str, Sequence[Whisker | None]] | None = None,
     log_y: bool = False,
     missing: str = "OOM",
     reasons: Mapping[str, Sequence[str]] | None = None,
@@ -269,59 +259,45 @@ def grouped_bars(
 
     Args:
         series: name -> one value per group.
+        errors: name -> one whisker per group.
         missing: the word.
         reasons: name -> one word per group, in place of `missing`.
-        errors: name -> one (below, above) per group, lengths of the whiskers in the unit of the value.
+        spec: format of the values.
     """
     bars = len(groups) * len(series)
-    figure, axes = new_figure(title, x_label, y_label, width=max(8.0, min(13.0, 1.5 + 0.3 * bars)))
+    figure, axes = _figure(title, x_label, y_label, width=max(8.0, min(13.0, 1.5 + 0.3 * bars)))
     width = 0.84 / max(1, len(series))
-    present = [value for values in series.values() for value in values if value is not None and value > 0]
+    present = [value for values in series.values() for value in values if value]
     log_y = log_y and bool(present)
     floor = min(present) * 0.5 if log_y else 0.0
     highest = max(present, default=0.0)
-    longest_value = max((len(_bar_text(value, spec)) for value in present), default=0)
     for index, (name, values) in enumerate(series.items()):
         color = COLORS[index % len(COLORS)]
-        hatch = "///" if index >= len(COLORS) else None
-        left = [group + (index - (len(series) - 1) / 2) * width for group in range(len(groups))]
-        axes.bar(
-            left,
-            [value or 0.0 for value in values],
-            width * 0.94,
-            label=name,
-            color=color,
-            hatch=hatch,
-            edgecolor="white",
-            linewidth=0,
-        )
+        look: dict[str, Any] = {"color": color, "edgecolor": "white", "linewidth": 0}
+        look["hatch"] = "///" if index >= len(COLORS) else None
+        places = [group + (index - (len(series) - 1) / 2) * width for group in range(len(groups))]
+        axes.bar(places, [value or 0.0 for value in values], width * 0.94, label=name, **look)
         whiskers = (errors or {}).get(name, [None] * len(values))
         words = (reasons or {}).get(name, [missing] * len(values))
-        for x, value, whisker, word in zip(left, values, whiskers, words, strict=True):
-            if value is None:
-                _label_bar(axes, x, floor, word, color)
-                continue
-            top = value
-            text = _bar_text(value, spec)
-            if whisker is not None:
-                _draw_whisker(axes, x, value, whisker)
+        for x, value, whisker, word in zip(places, values, whiskers, words, strict=True):
+            top = floor if value is None else value
+            if value is not None and whisker is not None:
+                _whisker(axes, x, value, whisker)
                 top += whisker[1]
-                highest = max(highest, top)
-            _label_bar(axes, x, top, text)
-    axes.set_xticks(range(len(groups)), groups)
-    longest = max((len(line) for group in groups for line in group.split("\n")), default=0)
-    if longest * len(groups) > 90:
-        for label in axes.get_xticklabels():
-            label.set(rotation=30, ha="right", rotation_mode="anchor")
+            highest = max(highest, top)
+            said, ink = (word, color) if value is None else (_bar_text(value, spec), "black")
+            axes.annotate(said, (x, top), rotation=90, fontsize=7, color=ink, **_ABOVE)
+    longest_line = max((len(line) for group in groups for line in group.split("\n")), default=0)
+    axes.set_xticks(range(len(groups)), groups, **(_SLANTED if longest_line * len(groups) > 90 else {}))
     axes.grid(visible=False, axis="x")
+    longest_value = max((len(_bar_text(value, spec)) for value in present), default=0)
     axes.margins(y=max(0.14, 0.022 * longest_value))  # room for the rotated values
     if log_y:
-        set_log_y(axes, [floor, highest * 4])
+        _log_y(axes, [floor, highest * 4])
         axes.set_ylim(floor, highest * 4)
     else:
-        write_numbers_out(axes)
-    add_legend(figure, len(series))
-    return png(figure)
+        _write_numbers_out(axes)
+    return _finish(figure, len(series))
 
 
 def _bar_text(value: float, spec: str) -> str:
@@ -330,25 +306,6 @@ def _bar_text(value: float, spec: str) -> str:
     if "e+" in text:
         text = format(value, ",.0f")
     return text if text.strip("0.,") else ""
-
-
-def _draw_whisker(axes: Axes, x: float, y: float, whisker: tuple[float, float]) -> None:
-    below, above = whisker
-    axes.errorbar([x], [y], yerr=[[below], [above]], color="#303030", linewidth=0.9, capsize=2)
-
-
-def _label_bar(axes: Axes, x: float, top: float, text: str, color: str = "black") -> None:
-    axes.annotate(
-        text,
-        (x, top),
-        (0, 3),
-        textcoords="offset points",
-        ha="center",
-        va="bottom",
-        fontsize=7,
-        rotation=90,
-        color=color,
-    )
 
 
 def heat_map(
@@ -373,25 +330,23 @@ def heat_map(
     import numpy as np
     from matplotlib.colors import LogNorm
 
-    width = max(6.0, 2.8 + 0.8 * len(columns))
-    figure, axes = new_figure(title, x_label, y_label, width=width, height=max(3.0, 1.9 + 0.48 * len(rows)))
+    size = {"width": max(6.0, 2.8 + 0.8 * len(columns)), "height": max(3.0, 1.9 + 0.48 * len(rows))}
+    figure, axes = _figure(title, x_label, y_label, **size)
     axes.grid(visible=False)
-    grid = [[math.nan if value is None else value for value in row] for row in values]
-    present = [value for row in values for value in row if value is not None]
-    if center is None or not present:
-        image = axes.imshow(grid, aspect="auto", cmap="viridis")
-    else:
-        reach = max(1.01, *(max(value / center, center / value) for value in present))
-        norm = LogNorm(center / reach, center * reach)
-        image = axes.imshow(grid, aspect="auto", cmap="RdBu", norm=norm)
     axes.set_facecolor("#D0D0D0")
-    for row_index, row in enumerate(values):
-        for column_index, value in enumerate(row):
+    present = [value for row in values for value in row if value is not None]
+    colors: dict[str, Any] = {"cmap": "viridis"}
+    if center is not None and present:
+        reach = max(1.01, *(max(value / center, center / value) for value in present))
+        colors = {"cmap": "RdBu", "norm": LogNorm(center / reach, center * reach)}
+    grid = [[math.nan if value is None else value for value in row] for row in values]
+    image = axes.imshow(grid, aspect="auto", **colors)
+    for y, row in enumerate(values):
+        for x, value in enumerate(row):
+            red, green, blue, _ = (1.0,) * 4 if value is None else image.to_rgba(np.asarray([value]))[0]
+            ink = "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "white"
             text = "-" if value is None else format(value, spec)
-            shade = (0.8, 0.8, 0.8, 1.0) if value is None else tuple(image.to_rgba(np.asarray([value]))[0])
-            luminance = 0.299 * shade[0] + 0.587 * shade[1] + 0.114 * shade[2]
-            color = "black" if luminance > 0.5 else "white"
-            axes.text(column_index, row_index, text, ha="center", va="center", fontsize=8, color=color)
+            axes.text(x, y, text, ha="center", va="center", fontsize=8, color=ink)
     axes.set_xticks(range(len(columns)), columns)
     axes.set_yticks(range(len(rows)), rows)
     if present:
@@ -403,7 +358,7 @@ def heat_map(
             ticks = [tick for tick in doublings if lowest <= tick <= highest]  # not powers of ten
             bar.set_ticks(ticks, labels=[format(tick, "g") for tick in ticks])
             bar.minorticks_off()
-    return png(figure)
+    return _finish(figure)
 
 
 def stacked_areas(
@@ -420,58 +375,43 @@ def stacked_areas(
     Args:
         begins: name -> x from which on it runs: a dotted line with the name on its right.
     """
-    figure, axes = new_figure(title, x_label, y_label, width=9.5)
+    figure, axes = _figure(title, x_label, y_label, width=9.5)
     colors = [COLORS[index % len(COLORS)] for index in range(len(layers))]
     axes.stackplot(x, list(layers.values()), labels=list(layers), colors=colors, step="post", alpha=0.85)
     axes.set_ylim(bottom=0)
     axes.margins(x=0)
     for name, start in (begins or {}).items():
         axes.axvline(start, color="#303030", linewidth=0.9, linestyle=":")
-        axes.annotate(
-            name,
-            (start, 1.0),
-            (3, -3),
-            xycoords=("data", "axes fraction"),
-            textcoords="offset points",
-            rotation=90,
-            va="top",
-            fontsize=7,
-        )
-    add_legend(figure, len(layers))
-    return png(figure)
+        axes.annotate(name, (start, 1.0), rotation=90, va="top", fontsize=7, **_RIGHT)
+    return _finish(figure, len(layers))
 
 
 def timeline(rows: Mapping[str, Sequence[tuple[float, float]]], *, title: str, x_label: str) -> bytes:
     """Draw one row of bars per name, each bar from its start to its end."""
-    figure, axes = new_figure(title, x_label, "", width=10.0, height=1.2 + 0.6 * len(rows))
-    for index, (_, intervals) in enumerate(rows.items()):
+    figure, axes = _figure(title, x_label, "", width=10.0, height=1.2 + 0.6 * len(rows))
+    for index, intervals in enumerate(rows.values()):
         bars = [(start, end - start) for start, end in intervals]
         axes.broken_barh(bars, (index - 0.35, 0.7), facecolors=COLORS[index % len(COLORS)], linewidth=0)
     axes.set_yticks(range(len(rows)), list(rows))
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
     axes.margins(x=0.01)
-    return png(figure)
+    return _finish(figure)
 
 
 def table_picture(headers: Sequence[str], rows: Sequence[Sequence[str]], *, title: str) -> bytes:
     """Draw a table: header shaded, lines striped, columns as wide as their text."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.transforms import Bbox
 
-    lengths = [
-        max([len(header)] + [len(row[index]) for row in rows]) + 2 for index, header in enumerate(headers)
-    ]
-    figure = Figure(figsize=(max(4.0, 0.092 * sum(lengths)), 0.7 + 0.3 * (len(rows) + 1)), dpi=DPI)
-    FigureCanvasAgg(figure)
+    widths = [max(map(len, texts)) + 2 for texts in zip(headers, *rows, strict=True)]
+    figure = _blank(max(4.0, 0.092 * sum(widths)), 0.7 + 0.3 * (len(rows) + 1), layout=None)
     figure.suptitle(title, fontsize=11, fontweight="bold")
-    axes = figure.add_axes((0.02, 0.02, 0.96, 1.0 - 0.5 / figure.get_figheight() - 0.02))
+    axes = figure.add_axes((0.02, 0.02, 0.96, 0.98 - 0.5 / figure.get_figheight()))
     axes.set_axis_off()
     table = axes.table(
         cellText=[list(row) for row in rows] or [[""] * len(headers)],
         colLabels=list(headers),
-        colWidths=[length / sum(lengths) for length in lengths],
+        colWidths=[width / sum(widths) for width in widths],
         cellLoc="center",
         bbox=Bbox.unit(),
     )
@@ -480,8 +420,6 @@ def table_picture(headers: Sequence[str], rows: Sequence[Sequence[str]], *, titl
     for (line, _), cell in table.get_celld().items():
         cell.set_edgecolor("#BBBBBB")
         if line == 0:
-            cell.set_facecolor("#DCE6F1")
             cell.set_text_props(fontweight="bold")
-        elif line % 2 == 0:
-            cell.set_facecolor("#F5F5F5")
-    return png(figure)
+        cell.set_facecolor("#DCE6F1" if line == 0 else "#F5F5F5" if line % 2 == 0 else "white")
+    return _finish(figure)

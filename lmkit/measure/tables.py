@@ -18,6 +18,10 @@ Rows = list[dict[str, Any]]
 """One dict per measurement, JSON types only."""
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True)
 class Column:
     """One column of a table for people.
@@ -38,9 +42,11 @@ class Column:
         value = row.get(self.key)
         if value is None or (isinstance(value, float) and math.isnan(value)):
             return str(row.get(self.instead, MISSING)) if self.instead else MISSING
-        if self.spec and isinstance(value, (int, float)) and not isinstance(value, bool):
-            return format(value, self.spec)
-        return str(value)
+        return format(value, self.spec) if self.spec and _is_number(value) else str(value)
+
+    def is_numeric(self, rows: Sequence[Row]) -> bool:
+        present = [row[self.key] for row in rows if row.get(self.key) is not None]
+        return bool(present) and all(map(_is_number, present))
 
 
 def json_lines(rows: Sequence[Row]) -> str:
@@ -58,69 +64,68 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def csv_text(rows: Sequence[Row], keys: Sequence[str] | None = None) -> str:
-    """Return CSV (RFC 4180) with a header line. All keys in order of first appearance by default; lists are left out.
-
-    (Raw samples are lists: they stay in the JSON lines.)
-    """
-    if keys is None:
-        found: dict[str, None] = {}
-        for row in rows:
-            found.update(
-                (key, None) for key, value in row.items() if not isinstance(value, (list, tuple, Mapping))
-            )
-        keys = list(found)
+def csv_text(rows: Sequence[Row]) -> str:
+    """Return CSV (RFC 4180) of the scalars, with a header line; keys are in the order of their first appearance."""
+    scalars = [
+        {key: value for key, value in row.items() if not isinstance(value, list | tuple | Mapping)}
+        for row in rows
+    ]
     out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(keys)
-    for row in rows:
-        writer.writerow(["" if row.get(key) is None else row[key] for key in keys])
+    keys = dict.fromkeys(key for row in scalars for key in row)
+    writer = csv.DictWriter(out, list(keys), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(scalars)
     return out.getvalue()
+
+
+def row_files(stem: str, rows: Sequence[dict[str, Any]]) -> dict[str, bytes | str]:
+    """Return `<stem>.jsonl` (everything, raw samples included) and `<stem>.csv` (scalars) of the rows."""
+    return {f"{stem}.jsonl": json_lines(rows), f"{stem}.csv": csv_text(rows)}
 
 
 def markdown_table(rows: Sequence[Row], columns: Sequence[Column]) -> str:
     """Return a GitHub table; numbers to the right."""
-    aligned = [_is_numeric(rows, column) for column in columns]
-    lines = [
-        "| " + " | ".join(_escape(column.header) for column in columns) + " |",
-        "|" + "|".join("-:" if right else ":-" for right in aligned) + "|",
+    rule = "|".join("-:" if column.is_numeric(rows) else ":-" for column in columns)
+    header, *lines = [
+        "| " + " | ".join(text.replace("|", "\\|").replace("\n", " ") for text in texts) + " |"
+        for texts in _cells(rows, columns)
     ]
-    lines += ["| " + " | ".join(_escape(column.text(row)) for column in columns) + " |" for row in rows]
-    return "\n".join(lines) + "\n"
-
-
-def _escape(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+    return "\n".join([header, f"|{rule}|", *lines]) + "\n"
 
 
 def terminal_table(rows: Sequence[Row], columns: Sequence[Column], *, width: int = TERMINAL_WIDTH) -> str:
     """Return aligned text of at most `width` characters: where that is too little, headers are cut with an ellipsis,
     then text, the widest first; numbers never, which may make it wider."""
-    cells = [[column.header for column in columns]] + [
-        [column.text(row) for column in columns] for row in rows
-    ]
-    right = [_is_numeric(rows, column) for column in columns]
-    widths = [max(len(line[index]) for line in cells) for index in range(len(columns))]
-    gap = 2
-    room = width - gap * (len(columns) - 1)
-    content = [max((len(line[index]) for line in cells[1:]), default=0) for index in range(len(columns))]
-    # Headers first, while they can be guessed.
-    _shrink(widths, [max(8, longest) for longest in content], room)
-    _shrink(
-        widths,
-        [max(4, longest) if number else 4 for longest, number in zip(content, right, strict=True)],
-        room,
+    right = [column.is_numeric(rows) for column in columns]
+    cells = _cells(rows, columns)
+    content = [max(map(len, texts), default=0) for texts in zip(*cells[1:], strict=True)] or [0] * len(
+        columns
     )
+    widths = [max(len(header), longest) for header, longest in zip(cells[0], content, strict=True)]
+    least_of_headers = [max(8, longest) for longest in content]
+    least_of_text = [max(4, longest) if number else 4 for longest, number in zip(content, right, strict=True)]
+    for least in (least_of_headers, least_of_text):
+        _shrink(widths, least, width - 2 * (len(columns) - 1))
 
     def line_of(texts: Sequence[str]) -> str:
-        parts = []
-        for text, cell_width, to_right in zip(texts, widths, right, strict=True):
-            cut = text if len(text) <= cell_width else text[: cell_width - 1] + "…"
-            parts.append(cut.rjust(cell_width) if to_right else cut.ljust(cell_width))
-        return (" " * gap).join(parts).rstrip()
+        cut = [
+            text if len(text) <= most else text[: most - 1] + "…"
+            for text, most in zip(texts, widths, strict=True)
+        ]
+        parts = [
+            text.rjust(most) if to_right else text.ljust(most)
+            for text, most, to_right in zip(cut, widths, right, strict=True)
+        ]
+        return "  ".join(parts).rstrip()
 
-    rule = (" " * gap).join("-" * cell_width for cell_width in widths)
-    return "\n".join([line_of(cells[0]), rule, *(line_of(line) for line in cells[1:])]) + "\n"
+    lines = [line_of(texts) for texts in cells]
+    return "\n".join([lines[0], "  ".join("-" * most for most in widths), *lines[1:]]) + "\n"
+
+
+def _cells(rows: Sequence[Row], columns: Sequence[Column]) -> list[list[str]]:
+    """Return the headers, then the text of every row."""
+    headers = [column.header for column in columns]
+    return [headers, *([column.text(row) for column in columns] for row in rows)]
 
 
 def _shrink(widths: list[int], least: Sequence[int], room: int) -> None:
@@ -132,22 +137,9 @@ def _shrink(widths: list[int], least: Sequence[int], room: int) -> None:
         widths[max(wider, key=lambda index: widths[index])] -= 1
 
 
-def _is_numeric(rows: Sequence[Row], column: Column) -> bool:
-    values = [row.get(column.key) for row in rows]
-    present = [value for value in values if value is not None]
-    return bool(present) and all(
-        isinstance(value, (int, float)) and not isinstance(value, bool) for value in present
-    )
-
-
 def picture_lines(files: Iterable[str]) -> list[str]:
     """Return Markdown that shows the pictures among files in the folder of the report."""
     return [f"![{name}]({name})" for name in files if name.endswith(".png")]
-
-
-def row_files(stem: str, rows: Sequence[dict[str, Any]]) -> dict[str, bytes | str]:
-    """Return `<stem>.jsonl` (everything, raw samples included) and `<stem>.csv` (scalars) of the rows."""
-    return {f"{stem}.jsonl": json_lines(rows), f"{stem}.csv": csv_text(rows)}
 
 
 def wrote(folder: str, files: Sequence[str]) -> str:

@@ -1,17 +1,15 @@
 """Time variants in interleaved rounds: `time_variants`.
 
-Variants of one case are measured in interleaved rounds (one sample of each per round, in an order that changes
-from round to round), so that drift of clocks, temperature and neighbours falls on all of them alike, and round i
-of one variant pairs with round i of another (`measure.statistics.paired_ratio`). Raw samples are kept.
+Every round takes one sample of each variant, in an order that changes from round to round, so that drift of clocks,
+temperature and neighbours falls on all of them alike, and round i of one variant pairs with round i of another
+(`measure.statistics.paired_ratio`).
 
-Two clocks:
+There are two clocks. On a CPU both are `perf_counter`.
 
-- "device": time on the device alone. On a GPU two CUDA events enclose the calls, and a sleeping kernel in front of
-  them holds the stream until the host has queued everything: launch overhead is hidden as long as the calls do
-  not synchronise. For kernels.
-- "wall": what a user waits for, host dispatch included: `perf_counter` between two synchronisations. For steps.
-
-On a CPU both are `perf_counter`.
+- "device": time on the device alone, for kernels. Two CUDA events enclose the calls, and a sleeping kernel in front
+  of them holds the stream until the host has queued everything: launch overhead is hidden as long as the calls do
+  not synchronize.
+- "wall": what a user waits for, host dispatch included, for steps: `perf_counter` between two synchronizations.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ class Timing:
     Attributes:
         samples_ms: one entry per round that the variant took part in, in the order of the rounds.
         rounds: the numbers of those rounds.
-        clock: which clock, in words: "cuda events", "perf_counter", or a test's own.
+        clock: "cuda events", "perf_counter", or the name of the caller's own.
         cache: "warm" (the same buffers call after call) or "cold" (caches overwritten before every sample).
         calls_per_sample: how many calls each sample averages over.
     """
@@ -63,14 +61,12 @@ class Timing:
     def spread(self) -> Spread:
         return spread(self.samples_ms)
 
-    def versus(self, baseline: Timing, *, confidence: float = 0.95) -> PairedRatio:
+    def versus(self, baseline: Timing) -> PairedRatio:
         """Compare with a variant of the same `time_variants` call; above 1 this one is faster."""
         mine = dict(zip(self.rounds, self.samples_ms, strict=True))
         theirs = dict(zip(baseline.rounds, baseline.samples_ms, strict=True))
-        both = [number for number in mine if number in theirs]  # never empty: all take part in round 0
-        return paired_ratio(
-            [mine[number] for number in both], [theirs[number] for number in both], confidence=confidence
-        )
+        both = sorted(mine.keys() & theirs.keys())  # never empty: all take part in round 0
+        return paired_ratio([mine[number] for number in both], [theirs[number] for number in both])
 
 
 class Clock(Protocol):
@@ -79,12 +75,12 @@ class Clock(Protocol):
     name: str
 
     def sample_ms(self, work: Work, calls: int, *, before: Sequence[Work]) -> float:
-        """Milliseconds for all `calls` together; what is in `before` runs first, untimed."""
+        """Return milliseconds for all `calls` together; what is in `before` runs first, untimed."""
         ...
 
 
 class WallClock:
-    """`perf_counter` between two synchronisations.
+    """`perf_counter` between two synchronizations.
 
     Args:
         now: seconds, monotonic. Tests pass a fake.
@@ -94,10 +90,10 @@ class WallClock:
     name = "perf_counter"
 
     def __init__(
-        self, *, now: Callable[[], float] = time.perf_counter, synchronize: Work | None = None
+        self, *, now: Callable[[], float] = time.perf_counter, synchronize: Work = lambda: None
     ) -> None:
         self._now = now
-        self._synchronize = synchronize or (lambda: None)
+        self._synchronize = synchronize
 
     def sample_ms(self, work: Work, calls: int, *, before: Sequence[Work]) -> float:
         for preparation in before:
@@ -121,7 +117,7 @@ class CudaEventClock:
     def __init__(self, device: torch.device) -> None:
         import torch
 
-        self._torch = torch
+        self._cuda = torch.cuda
         self._device = device
         # How long the stream is held; grows to what the slowest variant's dispatch needs, and is then the same
         # for all variants, so that none of them meets a cooler chip. A millisecond is enough for most single calls:
@@ -133,12 +129,11 @@ class CudaEventClock:
             self._cycles_per_ms = cycles / self._enclose(lambda: torch.cuda._sleep(cycles))
 
     def _enclose(self, work: Work) -> float:
-        cuda = self._torch.cuda
-        start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+        start, end = self._cuda.Event(enable_timing=True), self._cuda.Event(enable_timing=True)
         start.record()
         work()
         end.record()
-        cuda.synchronize(self._device)
+        self._cuda.synchronize(self._device)
         return start.elapsed_time(end)
 
     def sample_ms(self, work: Work, calls: int, *, before: Sequence[Work]) -> float:
@@ -151,12 +146,12 @@ class CudaEventClock:
                 work()
             dispatch_ms = (time.perf_counter() - began) * 1e3
 
-        with self._torch.cuda.device(self._device):
+        with self._cuda.device(self._device):
             while True:
                 for preparation in before:
                     preparation()
-                self._torch.cuda.synchronize(self._device)
-                self._torch.cuda._sleep(int(self._hold_ms * self._cycles_per_ms))
+                self._cuda.synchronize(self._device)
+                self._cuda._sleep(int(self._hold_ms * self._cycles_per_ms))
                 elapsed_ms = self._enclose(all_calls)
                 # Where the device took ten times as long as the host, it never waited but for the first launch.
                 in_time = dispatch_ms <= max(self._hold_ms, elapsed_ms / 10)
@@ -175,8 +170,7 @@ class SteadyStateClock:
 
     Attributes:
         ahead_ms: for each sample on a GPU, how long it still worked after its host had queued the last step. Near
-        zero,
-            the host is what was measured.
+            zero, the host is what was measured.
     """
 
     def __init__(self, device: torch.device, steps: int) -> None:
@@ -192,7 +186,8 @@ class SteadyStateClock:
             preparation()
         for _ in range(math.ceil(self._steps / 2)):
             work()
-        return calls * (self._on_gpu(work) if self._device.type == "cuda" else self._on_cpu(work))
+        elapsed_ms = self._on_gpu(work) if self._device.type == "cuda" else self._on_cpu(work)
+        return calls * (elapsed_ms / self._steps)
 
     def _on_gpu(self, work: Work) -> float:
         import torch
@@ -205,13 +200,13 @@ class SteadyStateClock:
         queued = time.perf_counter()
         torch.cuda.synchronize(self._device)
         self.ahead_ms.append((time.perf_counter() - queued) * 1e3)
-        return start.elapsed_time(end) / self._steps
+        return start.elapsed_time(end)
 
     def _on_cpu(self, work: Work) -> float:
         start = time.perf_counter()
         for _ in range(self._steps):
             work()
-        return (time.perf_counter() - start) * 1e3 / self._steps
+        return (time.perf_counter() - start) * 1e3
 
 
 def clock_for(device: torch.device | str, kind: ClockKind) -> Clock:
@@ -219,11 +214,11 @@ def clock_for(device: torch.device | str, kind: ClockKind) -> Clock:
     import torch
 
     device = torch.device(device)
-    if device.type == "cuda":
-        if kind == "device":
-            return CudaEventClock(device)
-        return WallClock(synchronize=lambda: torch.cuda.synchronize(device))
-    return WallClock()
+    if device.type != "cuda":
+        return WallClock()
+    if kind == "device":
+        return CudaEventClock(device)
+    return WallClock(synchronize=lambda: torch.cuda.synchronize(device))
 
 
 def time_variants(
@@ -261,39 +256,36 @@ def time_variants(
             warmed up less often. For variants that differ by orders of magnitude; not for calls that other ranks
             wait for.
         seed: of the order of the variants within each round.
-        clock: overrides `kind` (tests).
+        clock: overrides `kind`.
         before_round: called with the number of each round before it begins, untimed: to report progress.
-        after_round: called with the samples of each round, name -> ms per call; if it says so, that was the last one
-            (for ranks, in place of `max_seconds`: their clocks would not agree).
+        after_round: called with the samples of each round, name -> ms per call; if it returns true, that was the last
+            round (for ranks, in place of `max_seconds`: their clocks would not agree).
 
     Returns:
         name -> Timing, in the order of `variants`, all with the same number of samples unless `share_seconds`.
 
     Raises:
         ValueError: no variants, `repeats` < 1, or `after_round` together with `max_seconds`.
-        Whatever a variant raises (out of memory, say): the caller decides what that means.
+        Exception: whatever a variant raises (out of memory, say).
     """
-    if not variants:
-        raise ValueError("nothing to time: no variants")
-    if repeats < 1:
-        raise ValueError(f"repeats must be at least 1, not {repeats}")
+    if not variants or repeats < 1:
+        raise ValueError(f"need variants and repeats, got {len(variants)} and {repeats}")
     if after_round is not None and max_seconds < math.inf:
         raise ValueError("after_round and max_seconds: ranks would end after different rounds")
     clock = clock or clock_for(device, kind)
     flush = [cache_flusher(device)] if cold_cache else []
+    preparations = {name: [prepare[name]] if prepare and name in prepare else [] for name in variants}
+    before = {name: preparations[name] + flush for name in variants}
     share = max_seconds / len(variants) if share_seconds else math.inf
-    before: dict[str, list[Work]] = {}
     calls: dict[str, int] = {}
     every: dict[str, int] = {}  # the variant joins rounds 0, every, 2 * every ...
     for name, work in variants.items():
-        preparations = [prepare[name]] if prepare and name in prepare else []
         began = time.monotonic()
         for _ in range(warmup):
-            for call in (*preparations, work):
+            for call in (*preparations[name], work):
                 call()
             if time.monotonic() - began > share / 2:
                 break
-        before[name] = preparations + flush
         calls[name] = 1 if before[name] else _calls_per_sample(clock, work, min_sample_ms)
         every[name] = 1
         if share < math.inf:
@@ -303,8 +295,7 @@ def time_variants(
 
     order = list(variants)
     shuffle = random.Random(seed).shuffle
-    samples: dict[str, list[float]] = {name: [] for name in variants}
-    rounds: dict[str, list[int]] = {name: [] for name in variants}
+    samples: dict[str, dict[int, float]] = {name: {} for name in variants}  # round -> ms per call
     deadline = time.monotonic() + (math.inf if share_seconds else max_seconds)
     for number in range(repeats):
         if before_round is not None:
@@ -312,25 +303,16 @@ def time_variants(
         shuffle(order)
         of_round: dict[str, float] = {}
         for name in order:
-            if number % every[name]:
-                continue
-            elapsed = clock.sample_ms(variants[name], calls[name], before=before[name])
-            of_round[name] = elapsed / calls[name]
-            samples[name].append(of_round[name])
-            rounds[name].append(number)
+            if number % every[name] == 0:
+                elapsed = clock.sample_ms(variants[name], calls[name], before=before[name])
+                samples[name][number] = of_round[name] = elapsed / calls[name]
         enough = after_round is not None and after_round(of_round)
         if enough or time.monotonic() > deadline:
             break
+    cache = "cold" if cold_cache else "warm"
     return {
-        name: Timing(
-            name=name,
-            samples_ms=tuple(samples[name]),
-            rounds=tuple(rounds[name]),
-            clock=clock.name,
-            cache="cold" if cold_cache else "warm",
-            calls_per_sample=calls[name],
-        )
-        for name in variants
+        name: Timing(name, tuple(found.values()), tuple(found), clock.name, cache, calls[name])
+        for name, found in samples.items()
     }
 
 
@@ -366,7 +348,5 @@ def cache_flusher(device: torch.device | str) -> Work:
     """Return a call that overwrites a buffer larger than the last-level cache of `device`."""
     import torch
 
-    device = torch.device(device)
-    size = GPU_FLUSH_BYTES if device.type == "cuda" else CPU_FLUSH_BYTES
-    buffer = torch.zeros(size, dtype=torch.uint8, device=device)
-    return buffer.zero_
+    size = GPU_FLUSH_BYTES if torch.device(device).type == "cuda" else CPU_FLUSH_BYTES
+    return torch.zeros(size, dtype=torch.uint8, device=device).zero_

@@ -61,7 +61,7 @@ def test_utilization_names_its_basis(monkeypatch):
     on_cpu = model_flops_utilization(50e12, "cpu", "bf16", measured)
     assert on_cpu.share == 0.5
     assert on_cpu.basis == "measured bf16 matmul rate, 100 TFLOP/s"
-    monkeypatch.setattr("lmkit.measure.environment.device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr("lmkit.measure.limits.device_name", lambda device: "NVIDIA H200")
     on_h200 = model_flops_utilization(494.5e12, "cpu", "bf16", measured)
     assert on_h200.share == pytest.approx(0.5)
     assert on_h200.basis == "dense bf16 peak of NVIDIA H200, 989 TFLOP/s"

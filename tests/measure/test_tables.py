@@ -80,7 +80,6 @@ def test_csv_keeps_full_precision_and_drops_samples():
     assert table[0] == {"kernel": "flash_triton", "ms": "1.23456", "tokens": "16384", "status": "ok"}
     assert table[1]["kernel"] == "vectorized, compiled"
     assert table[1]["ms"] == ""
-    assert csv_text(ROWS, ["tokens"]) == "tokens\n16384\n131072\n"
 
 
 def test_json_lines_are_strict():
