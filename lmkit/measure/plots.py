@@ -15,6 +15,7 @@ from lmkit.measure.statistics import spread
 from lmkit.measure.tables import Row
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -66,12 +67,15 @@ def _dress(axes: Axes, title: str, x_label: str, y_label: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _finish(figure: Figure, entries: int = 0, columns: int = 4) -> bytes:
+def _finish(figure: Figure, columns: int = 4) -> bytes:
     """Put the legend below the axes, where it covers no data (a single series needs none), and return the file."""
-    if entries > 1:
-        handles, labels = figure.axes[0].get_legend_handles_labels()
-        look = {"ncols": min(entries, columns), "fontsize": 8, "frameon": False}
-        figure.legend(handles, labels, loc="outside lower center", **look)
+    found: dict[str, Artist] = {}
+    for axes in figure.axes:
+        handles, labels = axes.get_legend_handles_labels()
+        found |= zip(labels, handles, strict=True)
+    if len(found) > 1:
+        look = {"ncols": min(len(found), columns), "fontsize": 8, "frameon": False}
+        figure.legend(found.values(), found, loc="outside lower center", **look)
     return png(figure)
 
 
@@ -177,7 +181,7 @@ def line_plot(
         _write_numbers_out(axes)
         if from_zero:
             axes.set_ylim(bottom=0)
-    return _finish(figure, len(series))
+    return _finish(figure)
 
 
 def line_panels(
@@ -220,7 +224,7 @@ def line_panels(
     if not log_y:
         _write_numbers_out(row[0])
         row[0].set_ylim(bottom=0)
-    return _finish(figure, len(names), columns=5)
+    return _finish(figure, columns=5)
 
 
 def loss_curve(
@@ -239,7 +243,7 @@ def loss_curve(
             "markersize": max(1.0, min(5.5, 250 / max(1, len(points)))),  # neighbours do not touch
         }
         _curve(axes, points, name, index, **look)
-    return _finish(figure, len(series))
+    return _finish(figure)
 
 
 def grouped_bars(
@@ -297,7 +301,7 @@ def grouped_bars(
         axes.set_ylim(floor, highest * 4)
     else:
         _write_numbers_out(axes)
-    return _finish(figure, len(series))
+    return _finish(figure)
 
 
 def _bar_text(value: float, spec: str) -> str:
@@ -383,7 +387,7 @@ def stacked_areas(
     for name, start in (begins or {}).items():
         axes.axvline(start, color="#303030", linewidth=0.9, linestyle=":")
         axes.annotate(name, (start, 1.0), rotation=90, va="top", fontsize=7, **_RIGHT)
-    return _finish(figure, len(layers))
+    return _finish(figure)
 
 
 def timeline(rows: Mapping[str, Sequence[tuple[float, float]]], *, title: str, x_label: str) -> bytes:
