@@ -34,7 +34,7 @@ __getattr__, __dir__, __all__ = exports(
         "Outcome": "step",
         "Retention": "checkpoint",
         "Step": "step",
-        "StopSignals": "signals",
+        "StopSignals": "process",
         "TrainResult": "session",
         "Trainer": "trainer",
         "TrainingStep": "setup",

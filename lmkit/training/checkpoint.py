@@ -13,7 +13,7 @@ the folder its name (`publish`). A kill at any moment leaves the older checkpoin
 - `step-00000100.partial`: being written or being deleted; never read, removed at the next start (`clean_leftovers`);
 - `step-00000100.replaced`: the older of two checkpoints of one step, between two renames.
 
-`CheckpointWriter` writes checkpoints in the background.
+`CheckpointWriter` writes checkpoints in the background. No file is a pickle, and none is memory-mapped.
 """
 
 from __future__ import annotations
@@ -25,25 +25,20 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import safetensors
+import safetensors.torch
 import torch
+from pydantic import ValidationError
 
 from lmkit.errors import LmkitError, UsageError, reason
 from lmkit.recipe.tables import RunConfig
-from lmkit.storage.atomic import PARTIAL_SUFFIX, fsync_folder
-from lmkit.training.state import TrainingState, parse_state
-from lmkit.training.tensor_files import (
-    DamagedCheckpoint,
-    FileEntry,
-    NewerFormat,
-    check_file,
-    parse_tensors,
-    read_verified,
-    write_text,
-)
+from lmkit.storage.atomic import PARTIAL_SUFFIX, fsync_folder, sha256_file
+from lmkit.training.state import STATE_FORMAT, TrainingState
 
 log = logging.getLogger("lmkit")
 
@@ -59,8 +54,39 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _MAX_MANIFEST_BYTES = 1 << 24
 
 
+class DamagedCheckpoint(LmkitError):
+    """A part of a checkpoint is missing or is not what was saved. An older checkpoint may be whole."""
+
+
+class NewerFormat(LmkitError):
+    """The checkpoint is whole, but in a format that this version does not know."""
+
+
+_USE_AN_OLDER = "use an older checkpoint, or delete the damaged one"
+
+
+def damaged(path: object, what: str) -> DamagedCheckpoint:
+    """Return the error that names the file and what is wrong with it."""
+    return DamagedCheckpoint("checkpoint.damaged", f"{path}: {what}", hint=_USE_AN_OLDER)
+
+
+def _newer(path: object, what: str, found: object, known: int) -> NewerFormat:
+    return NewerFormat(
+        "checkpoint.newer_format",
+        f"{path}: {what} format {found}, this lmkit knows {known}",
+        hint="upgrade lmkit: pip install --upgrade lmkit",
+    )
+
+
 @dataclass(frozen=True)
-class SavedStep:
+class FileEntry:
+    """Hash and size of a file, as the manifest lists them."""
+
+    sha256: str
+    bytes: int
+
+
+class SavedStep(NamedTuple):
     """A folder with a checkpoint's name; its content is unknown."""
 
     step: int
@@ -81,24 +107,11 @@ def saved_steps(folder: Path) -> list[SavedStep]:
     """List the folders with a checkpoint's name, lowest step first; [] where there is no such folder."""
     if not folder.is_dir():
         return []
-    found = [(match, path) for path in folder.iterdir() if (match := _STEP_NAME.fullmatch(path.name))]
-    return sorted((SavedStep(int(match[1]), path) for match, path in found), key=lambda saved: saved.step)
+    found = [(_STEP_NAME.fullmatch(path.name), path) for path in folder.iterdir()]
+    return sorted(SavedStep(int(match[1]), path) for match, path in found if match)
 
 
-# Write
-
-
-def write_manifest(folder: Path, entries: Mapping[str, FileEntry]) -> None:
-    """Write and fsync `manifest.json`, the last file of a checkpoint."""
-    files = {name: {"sha256": entry.sha256, "bytes": entry.bytes} for name, entry in sorted(entries.items())}
-    content: dict[str, Any] = {"format": FORMAT, "files": files}
-    content["checksum"] = _checksum(content)
-    write_text(folder / MANIFEST, json.dumps(content, indent=2))
-
-
-def _checksum(content: Mapping[str, Any]) -> str:
-    rest = {key: value for key, value in content.items() if key != "checksum"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+# Publish
 
 
 def publish(partial: Path, final: Path) -> None:
@@ -154,35 +167,38 @@ def read_manifest(folder: Path) -> dict[str, FileEntry]:
     path = folder / MANIFEST
     try:
         if path.stat().st_size > _MAX_MANIFEST_BYTES:
-            raise DamagedCheckpoint("checkpoint.damaged", f"{path}: larger than any manifest")
+            raise damaged(path, "larger than any manifest")
         content = json.loads(path.read_bytes())
-        is_whole = isinstance(content, dict) and content.get("checksum") == _checksum(content)
+        is_whole = isinstance(content, dict) and content.get("checksum") == manifest_checksum(content)
     except FileNotFoundError:
-        raise DamagedCheckpoint(
-            "checkpoint.incomplete", f"{path}: missing, the checkpoint is incomplete"
-        ) from None
+        what = f"{path}: missing, the checkpoint is incomplete"
+        raise DamagedCheckpoint("checkpoint.incomplete", what, hint=_USE_AN_OLDER) from None
     except OSError as error:
-        raise DamagedCheckpoint("checkpoint.damaged", f"{path}: {reason(error)}") from error
+        raise damaged(path, reason(error)) from error
     except (ValueError, RecursionError):
-        raise DamagedCheckpoint("checkpoint.damaged", f"{path}: not JSON") from None
+        raise damaged(path, "not JSON") from None
     if not is_whole:
-        raise DamagedCheckpoint("checkpoint.damaged", f"{path}: checksum error")
+        raise damaged(path, "checksum error")
     found = content.get("format")
     if not isinstance(found, int) or found > FORMAT:
-        raise NewerFormat(
-            "checkpoint.newer_format", f"{path}: checkpoint format {found}, this lmkit knows {FORMAT}"
-        )
+        raise _newer(path, "checkpoint", found, FORMAT)
     files = content.get("files")
     if not isinstance(files, dict) or not {MODEL, STATE} <= files.keys():
-        raise DamagedCheckpoint("checkpoint.damaged", f"{path}: does not list {MODEL} and {STATE}")
+        raise damaged(path, f"does not list {MODEL} and {STATE}")
     return {name: _entry(path, name, fields) for name, fields in files.items()}
+
+
+def manifest_checksum(content: Mapping[str, Any]) -> str:
+    """Return the checksum that a manifest carries, of everything else in it."""
+    rest = {key: value for key, value in content.items() if key != "checksum"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def _entry(path: Path, name: str, fields: Any) -> FileEntry:
     match fields:
         case {"sha256": str(sha256), "bytes": int(size)} if _FILE_NAME.fullmatch(name):
             return FileEntry(sha256, size)
-    raise DamagedCheckpoint("checkpoint.damaged", f"{path}: {name!r} is no file of a checkpoint")
+    raise damaged(path, f"{name!r} is no file of a checkpoint")
 
 
 def verify(folder: Path) -> dict[str, FileEntry]:
@@ -194,12 +210,41 @@ def verify(folder: Path) -> dict[str, FileEntry]:
     """
     entries = read_manifest(folder)
     for name, entry in entries.items():
-        check_file(folder / name, entry)
+        path = folder / name
+        try:
+            size = path.stat().st_size
+            sha256 = sha256_file(path) if size == entry.bytes else ""
+        except OSError as error:
+            raise damaged(path, reason(error)) from error
+        _compare(path, FileEntry(sha256, size), entry)
     return entries
 
 
-@dataclass(frozen=True)
-class Choice:
+def read_verified(path: Path, entry: FileEntry) -> bytes:
+    """Return the content of a file after comparing it with its entry.
+
+    The bytes that are hashed are the bytes that are used: the file may change or shrink afterwards.
+
+    Raises:
+        DamagedCheckpoint: the file is missing, or has another size or hash.
+    """
+    try:
+        size = path.stat().st_size
+        data = path.read_bytes() if size == entry.bytes else b""
+    except OSError as error:
+        raise damaged(path, reason(error)) from error
+    _compare(path, FileEntry(hashlib.sha256(data).hexdigest(), size), entry)
+    return data
+
+
+def _compare(path: Path, found: FileEntry, entry: FileEntry) -> None:
+    if found.bytes != entry.bytes:
+        raise damaged(path, f"{found.bytes} bytes instead of {entry.bytes}")
+    if found.sha256 != entry.sha256:
+        raise damaged(path, "checksum error")
+
+
+class Choice(NamedTuple):
     """The newest good checkpoint, and why newer ones were skipped."""
 
     path: Path | None
@@ -233,6 +278,36 @@ def newest_valid(folder: Path) -> Choice:
 # Load
 
 
+def parse_tensors(data: bytes, *, path: object) -> dict[str, torch.Tensor]:
+    """Return the tensors of a safetensors file that was read into memory; they own their memory.
+
+    Raises:
+        DamagedCheckpoint: the data is not in that format.
+    """
+    try:
+        return safetensors.torch.load(data)
+    except (safetensors.SafetensorError, KeyError, ValueError, AssertionError) as error:
+        raise damaged(path, f"not a safetensors file ({error})") from error
+
+
+def parse_state(text: bytes, *, path: object) -> TrainingState:
+    """Read `state.json`.
+
+    Raises:
+        NewerFormat: written by a later lmkit.
+        DamagedCheckpoint: not a valid state.
+    """
+    try:
+        return TrainingState.model_validate_json(text)
+    except ValidationError as error:
+        wrong = error.errors(include_url=False)
+        found = next((mistake["input"] for mistake in wrong if mistake["loc"] == ("format",)), None)
+        if isinstance(found, int) and found > STATE_FORMAT:
+            raise _newer(path, "state", found, STATE_FORMAT) from None
+        key = ".".join(str(part) for part in wrong[0]["loc"])
+        raise damaged(path, f"{key}: {wrong[0]['msg']}") from None
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """An open checkpoint: manifest and state are read, tensors are read and verified on demand."""
@@ -244,6 +319,15 @@ class Checkpoint:
     def model_tensors(self) -> dict[str, torch.Tensor]:
         """Return the weights by parameter name, on the CPU, in memory of their own."""
         return self._tensors(MODEL)
+
+    def model_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the weights by name; reads only the header of their file."""
+        path = self.path / MODEL
+        try:
+            with safetensors.safe_open(path, framework="pt") as file:
+                return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        except safetensors.SafetensorError as error:
+            raise damaged(path, f"not a safetensors file ({error})") from error
 
     def optimizer_tensors(self, shard: int = 0) -> dict[str, torch.Tensor]:
         """Return one shard of the optimizer state, or all of it where it is not sharded."""
@@ -347,31 +431,27 @@ class Retention:
     def prune(self) -> list[Path]:
         """Delete the others and return them. Damaged ones are deleted once a good one with a higher step exists."""
         saved = saved_steps(self._folder)
-        good = [item.step for item in saved if self._is_good(item.step, item.path)]
-        kept = set(good[-self._keep_last :])
+        good = [item.step for item in saved if self._is_good(item)]
+        kept = set(good[-self._keep_last :]) | self._foreign
         rated = [(loss, step) for step in good if (loss := self._losses[step]) is not None]
         kept.update(step for _, step in sorted(rated)[: self._keep_best])
         newest = good[-1] if good else -1
-        kept |= self._foreign
         doomed = [item.path for item in saved if item.step not in kept and item.step < newest]
         for path in doomed:
             remove_folder(path)
         return doomed
 
-    def _is_good(self, step: int, path: Path) -> bool:
-        if step in self._losses:
+    def _is_good(self, saved: SavedStep) -> bool:
+        if saved.step in self._losses:
             return True
         try:
-            entries = verify(path)
-            text = read_verified(path / STATE, entries[STATE])
+            with suppress(NewerFormat):  # which open_checkpoint raises again
+                verify(saved.path)
         except DamagedCheckpoint:
             return False
-        except NewerFormat:
-            self._foreign.add(step)
-            return False
         try:
-            self._losses[step] = parse_state(text, path=path / STATE).valid_loss
+            self._losses[saved.step] = open_checkpoint(saved.path).state.valid_loss
         except LmkitError:  # the checksums are right: another version wrote it
-            self._foreign.add(step)
+            self._foreign.add(saved.step)
             return False
         return True

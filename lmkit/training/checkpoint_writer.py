@@ -11,14 +11,18 @@ collectives, so nothing can get out of order with those of training.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -29,20 +33,36 @@ from lmkit.parallel.failures import RankLost
 from lmkit.parallel.ranks import Ranks
 from lmkit.storage.atomic import PARTIAL_SUFFIX
 from lmkit.training.checkpoint import (
+    FORMAT,
+    MANIFEST,
     MODEL,
     STATE,
+    FileEntry,
     Retention,
+    manifest_checksum,
     publish,
     shard_name,
     step_name,
-    write_manifest,
 )
 from lmkit.training.state import RngState, TrainingState
-from lmkit.training.tensor_files import FileEntry, write_tensors, write_text
 
 Tensors = Mapping[str, torch.Tensor]
+Files = dict[str, Tensors]
+"""file name -> its tensors by name"""
 _POLL_S = 0.02
 """How often a thread looks for a message, and the trainer for the other ranks while it waits."""
+_BLOCK = 1 << 24
+"""Bytes handed to write() and to the hash at a time: large blocks release the GIL for long."""
+_DTYPE_CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
 class CheckpointWriter:
@@ -73,8 +93,8 @@ class CheckpointWriter:
     def reserve(self, state: TrainingState, *, model: Tensors, optimizer: Tensors) -> None:
         """Allocate host memory in the background, so that the first save is as fast as the others."""
         self.wait()
-        part = self._own_part(state, model, optimizer)
-        self._start(state.step, lambda: self._copies.reserve(part))
+        files = self._own_files(state, model, optimizer)
+        self._start(state.step, lambda: self._copies.reserve(files))
 
     def save(self, state: TrainingState, *, model: Tensors, optimizer: Tensors) -> None:
         """Begin to save. Every rank calls it at the same step.
@@ -85,10 +105,10 @@ class CheckpointWriter:
         """
         started = time.perf_counter()
         self.wait()
-        part = self._own_part(state, model, optimizer)
+        files = self._own_files(state, model, optimizer)
         self._copies.mark()
         self._copied.clear()
-        self._start(state.step, lambda: self._write(state, part))
+        self._start(state.step, lambda: self._write(state, files))
         self.stall_seconds += time.perf_counter() - started
 
     def release_weights(self) -> None:
@@ -148,19 +168,20 @@ class CheckpointWriter:
         self._abandoned.set()
         self._thread.shutdown()
 
-    def _own_part(self, state: TrainingState, model: Tensors, optimizer: Tensors) -> dict[str, torch.Tensor]:
-        """Return the tensors that this rank writes."""
-        part = _prefixed("model", model) if self._ranks.is_first else {}
+    def _own_files(self, state: TrainingState, model: Tensors, optimizer: Tensors) -> Files:
+        """Return what this rank writes: file name -> tensors."""
+        rank = self._ranks.rank
+        files: Files = {MODEL: model} if self._ranks.is_first else {}
         if self._ranks.is_first or state.optimizer_shards > 1:
-            part.update(_prefixed("optimizer", optimizer))
-        return part
+            files[shard_name(rank, state.optimizer_shards)] = optimizer
+        return files
 
     def _start(self, step: int, work: Callable[[], None]) -> None:
         self._step = step
         self._writing = self._thread.submit(work)
 
-    def _write(self, state: TrainingState, live: dict[str, torch.Tensor]) -> None:
-        """In the thread: copy, release the weights, write this rank's part."""
+    def _write(self, state: TrainingState, live: Files) -> None:
+        """In the thread: copy, release the weights, write this rank's files; on rank 0 collect and publish."""
         try:
             copies = self._copies.fill(live)
         finally:
@@ -170,7 +191,7 @@ class CheckpointWriter:
         partial = self._folder / (step_name(state.step) + PARTIAL_SUFFIX)
         post = _Post(self._ranks, state.step, self._abandoned)
         if not self._ranks.is_first:
-            self._write_shard(state, copies, partial, post)
+            self._write_part(state, copies, partial, post)
             return
         try:
             if partial.exists():
@@ -184,33 +205,26 @@ class CheckpointWriter:
         self._retention.remember(state.step, state.valid_loss)
         self._retention.prune()
 
-    def _write_shard(
-        self, state: TrainingState, copies: dict[str, torch.Tensor], partial: Path, post: _Post
-    ) -> None:
+    def _write_part(self, state: TrainingState, copies: Files, partial: Path, post: _Post) -> None:
         """On every rank but the first: write the optimizer shard, if there are shards; send the RNG state."""
         message: dict[str, object] = {"error": "an error of its own"}
         try:
-            entry = None
-            if state.optimizer_shards > 1:
+            if copies:
                 post.receive("folder", 0)
-                name = shard_name(self._ranks.rank, state.optimizer_shards)
-                entry = write_tensors(partial / name, _without_prefix("optimizer", copies))
-            message = {"rng": state.rng[0].model_dump(), "entry": entry and [entry.sha256, entry.bytes]}
+            entries = _write_files(partial, copies)
+            message = {
+                "rng": state.rng[0].model_dump(),
+                "entries": {name: asdict(entry) for name, entry in entries.items()},
+            }
         except OSError as error:
             message = {"error": reason(error)}
             raise
         finally:
             post.send("part", message)
 
-    def _write_all(
-        self, state: TrainingState, copies: dict[str, torch.Tensor], partial: Path, post: _Post
-    ) -> None:
-        """On rank 0: write everything else, then the manifest, then publish."""
-        own_shard = shard_name(0, state.optimizer_shards)
-        entries = {
-            MODEL: write_tensors(partial / MODEL, _without_prefix("model", copies)),
-            own_shard: write_tensors(partial / own_shard, _without_prefix("optimizer", copies)),
-        }
+    def _write_all(self, state: TrainingState, copies: Files, partial: Path, post: _Post) -> None:
+        """On rank 0: write its own files, collect the parts of the others, write the manifest, publish."""
+        entries = _write_files(partial, copies)
         rng = list(state.rng)
         for rank in range(1, self._ranks.world_size):
             part = post.receive("part", rank)
@@ -221,8 +235,7 @@ class CheckpointWriter:
                     hint="earlier checkpoints are intact",
                 )
             rng.append(RngState.model_validate(part["rng"]))
-            if part["entry"] is not None:
-                entries[shard_name(rank, state.optimizer_shards)] = FileEntry(*part["entry"])
+            entries |= {name: FileEntry(**fields) for name, fields in part["entries"].items()}
             post.forget("part", rank)
         post.forget("folder", 0)  # every rank that had to see it has sent its part since
         complete = state.model_copy(update={"rng": tuple(rng)})
@@ -231,26 +244,18 @@ class CheckpointWriter:
         publish(partial, self._folder / step_name(state.step))
 
 
-def _prefixed(prefix: str, tensors: Tensors) -> dict[str, torch.Tensor]:
-    return {f"{prefix}/{name}": tensor for name, tensor in tensors.items()}
-
-
-def _without_prefix(prefix: str, tensors: Tensors) -> dict[str, torch.Tensor]:
-    start = f"{prefix}/"
-    return {name[len(start) :]: tensor for name, tensor in tensors.items() if name.startswith(start)}
-
-
-def _refuse_nonfinite(copies: dict[str, torch.Tensor], step: int) -> None:
+def _refuse_nonfinite(copies: Files, step: int) -> None:
     """Refuse weights that the very last update made NaN or infinite: they must not replace a good checkpoint."""
-    for name, tensor in copies.items():
-        if tensor.is_floating_point() and tensor.numel():
-            lowest, highest = torch.aminmax(tensor)  # one pass; NaN propagates
-            if not (torch.isfinite(lowest) and torch.isfinite(highest)):
-                raise LmkitError(
-                    "checkpoint.nonfinite",
-                    f"step {step}: {name} is not finite; not saved",
-                    hint="resume from the newest checkpoint with a lower optimizer.lr",
-                )
+    for file, tensors in copies.items():
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point() and tensor.numel():
+                lowest, highest = torch.aminmax(tensor)  # one pass; NaN propagates
+                if not (torch.isfinite(lowest) and torch.isfinite(highest)):
+                    raise LmkitError(
+                        "checkpoint.nonfinite",
+                        f"step {step}: {file}: {name} is not finite; not saved",
+                        hint="resume from the newest checkpoint with a lower optimizer.lr",
+                    )
 
 
 class _HostCopies:
@@ -259,20 +264,21 @@ class _HostCopies:
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._device = device
-        self._buffers: dict[str, torch.Tensor] = {}
+        self._buffers: dict[tuple[str, str], torch.Tensor] = {}
         self._stream = torch.cuda.Stream(device) if self._on_gpu else None
         self._before = torch.cuda.Event() if self._on_gpu else None
         self._after: torch.cuda.Event | None = None
 
-    def reserve(self, live: Tensors) -> None:
-        for name, tensor in live.items():
-            self._buffer(name, tensor).zero_()  # writing makes the system provide the pages
+    def reserve(self, live: Files) -> None:
+        for file, tensors in live.items():
+            for name, tensor in tensors.items():
+                self._buffer(file, name, tensor).zero_()  # writing makes the system provide the pages
 
-    def _buffer(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        buffer = self._buffers.get(name)
+    def _buffer(self, file: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        buffer = self._buffers.get((file, name))
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._on_gpu and tensor.is_cuda)
-            self._buffers[name] = buffer
+            self._buffers[file, name] = buffer
         return buffer
 
     def mark(self) -> None:
@@ -280,21 +286,26 @@ class _HostCopies:
         if self._before is not None:
             self._before.record(torch.cuda.current_stream(self._device))
 
-    def fill(self, live: Tensors) -> dict[str, torch.Tensor]:
+    def fill(self, live: Files) -> Files:
         """In the thread: copy, on GPUs after the mark. See `synchronize` and `order_after_copies`."""
-        if self._stream is None:
-            return {name: self._buffer(name, tensor).copy_(tensor.detach()) for name, tensor in live.items()}
-        assert self._before is not None
+        if self._stream is None or self._before is None:
+            return self._copy(live)
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._stream.wait_event(self._before)
-            copies = {
-                name: self._buffer(name, tensor).copy_(tensor.detach(), non_blocking=True)
-                for name, tensor in live.items()
-            }
+            copies = self._copy(live)
             after = torch.cuda.Event()
             after.record(self._stream)
             self._after = after
         return copies
+
+    def _copy(self, live: Files) -> Files:
+        return {
+            file: {
+                name: self._buffer(file, name, tensor).copy_(tensor.detach(), non_blocking=self._on_gpu)
+                for name, tensor in tensors.items()
+            }
+            for file, tensors in live.items()
+        }
 
     def synchronize(self) -> None:
         """In the thread: return once the copies hold the data."""
@@ -344,3 +355,61 @@ class _Post:
 
     def _key(self, topic: str, sender: int) -> str:
         return f"checkpoint/{self._step}/{topic}/{sender}"
+
+
+# Files
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileEntry:
+    """Write contiguous CPU tensors to a safetensors file, fsync it, and return its hash and size.
+
+    The safetensors library only reads: this writer hashes while it writes, releases the GIL, and reports a full disk
+    as an OSError.
+    """
+    header: dict[str, dict[str, object]] = {}
+    # Readers of the format need every tensor aligned to its element size: write wide types first.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    offset = 0
+    for name in names:
+        tensor = tensors[name]
+        end = offset + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _DTYPE_CODES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    contents = (tensors[name].view(-1).view(torch.uint8).numpy().data for name in names)
+    return _write(path, (memoryview(len(text).to_bytes(8, "little") + text), *contents))
+
+
+def _write_files(folder: Path, files: Files) -> dict[str, FileEntry]:
+    return {name: write_tensors(folder / name, tensors) for name, tensors in files.items()}
+
+
+def write_text(path: Path, text: str) -> FileEntry:
+    """Write UTF-8 text, fsync it, and return its hash and size."""
+    return _write(path, (memoryview(text.encode()),))
+
+
+def _write(path: Path, contents: Iterable[memoryview]) -> FileEntry:
+    digest = hashlib.sha256()
+    with open(path, "wb", buffering=0) as file:
+        for data in contents:
+            position = 0
+            while position < len(data):
+                written = os.write(file.fileno(), data[position : position + _BLOCK])
+                digest.update(data[position : position + written])
+                position += written
+        os.fsync(file.fileno())
+        return FileEntry(digest.hexdigest(), os.fstat(file.fileno()).st_size)
+
+
+def write_manifest(folder: Path, entries: Mapping[str, FileEntry]) -> None:
+    """Write and fsync `manifest.json`, the last file of a checkpoint."""
+    files = {name: {"sha256": entry.sha256, "bytes": entry.bytes} for name, entry in sorted(entries.items())}
+    content: dict[str, Any] = {"format": FORMAT, "files": files}
+    content["checksum"] = manifest_checksum(content)
+    write_text(folder / MANIFEST, json.dumps(content, indent=2))

@@ -22,7 +22,7 @@ from lmkit.model.transformer import TransformerLM
 from lmkit.parallel.collectives import agree
 from lmkit.parallel.ranks import Ranks, process_group
 from lmkit.recipe.load import validate
-from lmkit.recipe.tables import ModelConfig
+from lmkit.recipe.tables import ModelConfig, TrainConfig
 from lmkit.training.checkpoint import STATE, newest_checkpoint
 from lmkit.training.model_state import plain_model
 from lmkit.training.process import numerics
@@ -46,11 +46,12 @@ class HeldOut:
     rows: int
 
 
-def held_out_of(file: TokenFile, model: ModelConfig, *, rows: int) -> HeldOut:
-    """Return a token file as held-out data."""
-    meta = file.meta
-    bytes_per_token = meta.num_bytes / meta.num_tokens if meta.num_bytes else None
-    return HeldOut(file.tokens, bytes_per_token, model.context_length, rows)
+def held_out_of(file: TokenFile, model: ModelConfig, train: TrainConfig) -> HeldOut:
+    """Return a token file as held-out data, in batches of one micro-batch."""
+    bytes_per_token = file.meta.num_bytes / file.meta.num_tokens if file.meta.num_bytes else None
+    return HeldOut(
+        file.tokens, bytes_per_token, model.context_length, rows=train.batch_size // train.accumulation
+    )
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def evaluate(
     """
     ranks = ranks or Ranks.current()
     windows = evaluation_windows(held_out.tokens, held_out.context_length, held_out.rows, max_batches)
-    total = torch.zeros(2, dtype=torch.float64)  # nats, tokens
+    nats, tokens = 0.0, 0
     was_training = model.training
     model.eval()
     with range_("evaluation"), torch.no_grad(), autocast(ranks.device, precision):
@@ -94,16 +95,13 @@ def evaluate(
                 return None
             if own is not None:
                 inputs, targets = own[0].to(ranks.device), own[1].to(ranks.device)  # (rows, seq)
-                loss = model.loss(inputs, targets)
-                total += torch.tensor(
-                    [loss.double().item() * targets.numel(), targets.numel()], dtype=torch.float64
-                )
+                nats += model.loss(inputs, targets).item() * targets.numel()
+                tokens += targets.numel()
     model.train(was_training)
     if ranks.world_size > 1:
-        summed = total.to(ranks.device)
+        summed = torch.tensor([nats, tokens], dtype=torch.float64, device=ranks.device)
         dist.all_reduce(summed)
-        total = summed.cpu()
-    nats, tokens = total.tolist()
+        nats, tokens = summed.tolist()
     return summarise(nats / tokens, int(tokens), held_out.bytes_per_token)
 
 
@@ -157,16 +155,15 @@ def evaluate_run(path: Path, *, tokens: Path | None = None, device: str = "auto"
     """
     checkpoint = newest_checkpoint(path)
     recipe = validate(checkpoint.state.recipe, origin=str(checkpoint.path / STATE), resolved=True)
-    model_config, train = checkpoint.state.model, recipe.train
+    train, saved = recipe.train, checkpoint.state.data
     assert train is not None
     run = Path(os.path.relpath(checkpoint.path.resolve().parent.parent))
     file = tokens or recipe.data.valid or run / "tokens" / "valid.npy"
     if not file.exists():
         hint = "name a token file: lmkit evaluate RUN --tokens FILE.npy"
         raise UsageError("data.no_tokens", f"{file}: no held-out token file", hint=hint)
-    saved = checkpoint.state.data
     opened = open_tokens(file, tokenizer_sha256=None if saved is None else saved.tokenizer_sha256)
-    held_out = held_out_of(opened, model_config, rows=train.batch_size // train.accumulation)
+    held_out = held_out_of(opened, checkpoint.state.model, train)
     with process_group(device) as ranks, numerics(recipe.run, ranks):
         model = plain_model(checkpoint, device=ranks.device)
         evaluation = evaluate(model, held_out, ranks, precision=train.precision)

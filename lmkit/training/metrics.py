@@ -1,4 +1,4 @@
-"""Define the records that a run reports, and the sinks that take them: `metrics.jsonl` and W&B.
+"""Define the records that a run reports, and the sinks that take them: `metrics.jsonl`, the console and W&B.
 
 A record is one JSON object with a `kind`:
 
@@ -17,21 +17,36 @@ import json
 import logging
 import math
 import queue
+import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, TimeoutError  # noqa: A004 (before Python 3.11 not the built-in one)
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from lmkit.errors import LmkitError, reason
+from lmkit.measure.plots import loss_curve
+from lmkit.measure.progress import wants_plain_text
 from lmkit.recipe.schema import Recipe
 from lmkit.storage import write_atomic
 
 METRICS = "metrics.jsonl"
+LOSS_PICTURE = "loss.png"
+START_TIMEOUT_S = 30
+FINISH_TIMEOUT_S = 60
+SECONDS_BETWEEN_LINES = 1.0
+_SHORTEST_BAR = 4
+"""Columns that rich gives to a bar at least."""
+_LONGEST_LINE = 1 << 20
+"""Bytes; the rest of a longer line counts as another line."""
+_CURVES = {"train": "training", "valid": "held out", "final": "all held-out data"}  # kind of record -> label
+
 Record = dict[str, Any]
+log = logging.getLogger("lmkit")
 
 
-class Sink(Protocol):
+class Sink:
     """Take the records of a run. Only rank 0 has sinks."""
 
     def record(self, record: Record) -> None:
@@ -44,7 +59,7 @@ class Sink(Protocol):
         """End: no more records come."""
 
 
-class Fanout:
+class Fanout(Sink):
     """Pass everything to each of several sinks, in order."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
@@ -63,7 +78,25 @@ class Fanout:
             sink.close()
 
 
-class MetricsFile:
+def open_sink(recipe: Recipe, *, after_step: int) -> Fanout:
+    """Open metrics.jsonl, the console and, where the recipe says so, W&B.
+
+    Args:
+        after_step: the step from which the session goes on.
+    """
+    assert recipe.train is not None
+    folder = recipe.run.path
+    file = MetricsFile(folder / METRICS, after_step=after_step)
+    sinks: list[Sink] = [file, console(recipe.train.steps, first_step=after_step)]
+    if recipe.wandb.enabled:
+        sinks.append(WandbSink(recipe, folder))
+    return Fanout(sinks)
+
+
+# metrics.jsonl
+
+
+class MetricsFile(Sink):
     """Write `metrics.jsonl`, one record a line. A record is in the file when `record` returns.
 
     Args:
@@ -87,9 +120,6 @@ class MetricsFile:
                 f"{self._path}: {reason(error)}",
                 hint="make room, then train again to resume from the newest checkpoint",
             ) from error
-
-    def note(self, text: str) -> None:
-        """Ignore text."""
 
     def close(self) -> None:
         self._file.close()
@@ -119,12 +149,6 @@ def read_metrics(path: Path) -> list[Record]:
     return records
 
 
-_LONGEST_LINE = 1 << 20  # bytes; the rest of a longer line counts as another line
-
-
-_LOSSES = ("train", "valid", "final")
-
-
 def _is_record(record: Any) -> bool:
     """Return whether `record` could have written it: a kind, a step, and plain values."""
     return (
@@ -133,20 +157,149 @@ def _is_record(record: Any) -> bool:
         and type(record.get("step")) is int
         and 0 <= record["step"] < 1 << 63
         and not any(isinstance(value, dict | list) for value in record.values())
-        and (record["kind"] not in _LOSSES or isinstance(record.get("loss", "missing"), float | None))
+        and (record["kind"] not in _CURVES or isinstance(record.get("loss", "missing"), float | None))
     )
 
 
-log = logging.getLogger("lmkit")
+def draw_losses(folder: Path, *, title: str) -> None:
+    """Write `loss.png` from the metrics, with a marker at every evaluation; nothing if there are none yet."""
+    series: dict[str, list[tuple[int, float]]] = {}
+    records = read_metrics(folder / METRICS)
+    for kind, label in _CURVES.items():
+        if points := [(record["step"], record["loss"]) for record in records if record["kind"] == kind]:
+            series[label] = points
+    if series:
+        marked = (_CURVES["valid"], _CURVES["final"])
+        write_atomic(folder / LOSS_PICTURE, loss_curve(series, title=title, marked=marked))
 
 
-START_TIMEOUT_S = 30
+# The console
 
 
-FINISH_TIMEOUT_S = 60
+class PlainConsole(Sink):
+    """Print one line per record to stderr, at most one a second for training steps; the first and last always."""
+
+    def __init__(self, total_steps: int) -> None:
+        self._total = total_steps
+        self._last = -SECONDS_BETWEEN_LINES
+
+    def record(self, record: Record) -> None:
+        now = time.monotonic()
+        if record["kind"] == "train":
+            if now - self._last < SECONDS_BETWEEN_LINES and record["step"] < self._total:
+                return
+            self._last = now
+        if text := describe(record, self._total):
+            self.note(text)
+
+    def note(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
 
 
-class WandbSink:
+class BarConsole(Sink):
+    """Show a bar with the newest numbers; notes and evaluations scroll above it.
+
+    Args:
+        first_step: the step from which the session goes on.
+    """
+
+    def __init__(self, total_steps: int, *, first_step: int = 0) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+        from rich.table import Column
+
+        self._total = total_steps
+        self._progress = Progress(
+            BarColumn(bar_width=None, table_column=Column(max_width=24)),  # the room that the numbers leave
+            TextColumn("{task.fields[numbers]}", markup=False),
+            console=Console(stderr=True),
+            transient=True,
+        )
+        self._task = self._progress.add_task("train", total=1.0, numbers=f"step {first_step}/{total_steps}")
+        self._progress.update(self._task, completed=first_step / total_steps)
+        self._progress.start()
+
+    def record(self, record: Record) -> None:
+        text = describe(record, self._total)
+        if record["kind"] == "train":
+            if len(text) + 1 + _SHORTEST_BAR > self._progress.console.width:
+                text = text.replace("  ", " ")
+            self._progress.update(self._task, completed=record["progress"], numbers=text)
+        elif text:
+            self.note(text)
+
+    def note(self, text: str) -> None:
+        self._progress.console.print(text, markup=False, highlight=False)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+def console(total_steps: int, *, first_step: int = 0) -> PlainConsole | BarConsole:
+    """Return the display that fits stderr."""
+    if wants_plain_text(sys.stderr):
+        return PlainConsole(total_steps)
+    return BarConsole(total_steps, first_step=first_step)
+
+
+def describe(record: Record, total_steps: int) -> str:
+    """Return a record as one line of at most 100 columns; "" for kinds that are only for the file."""
+    kind, step = record["kind"], f"step {record['step']}/{total_steps}"
+    if kind == "train":
+        parts = [
+            step,
+            f"loss {_digits(record['loss'], 5)}",
+            f"lr {record['lr']:.1e}".replace("e-0", "e-"),
+            f"norm {_digits(record['grad_norm'], 3)}",
+            f"{_rate(record['tokens_per_second'])} tok/s",
+        ]
+        if record["mfu"] is not None:
+            parts.append(f"MFU {100 * record['mfu']:.1f}%")
+        parts.append(f"{_digits(record['memory_bytes'] / 1e9, 3)} GB")
+        parts.append(f"{_remaining(record['eta_seconds'])} left")
+        return "  ".join(parts)
+    if kind in _CURVES:
+        bits = record["bits_per_byte"]
+        return (
+            f"{step}  {_CURVES[kind]}: loss {record['loss']:.4f}  perplexity {record['perplexity']:.2f}"
+            + ("" if bits is None else f"  {bits:.4f} bits per byte")
+        )
+    return f"{step}  skipped: loss {record['loss']}, the gradient is not finite" if kind == "skip" else ""
+
+
+def _digits(value: float, digits: int) -> str:
+    """Format with that many digits, for values from 1: with 3, `1.50`, `12.3`, `123`. NaN stays `nan`."""
+    whole = 1 + sum(abs(value) >= 10**power for power in range(1, digits))
+    return f"{value:.{digits - whole}f}"
+
+
+def _rate(value: float) -> str:
+    """Format as `1,234`, `12.3k`, `8.77M`."""
+    if value < 1e4:
+        return f"{value:,.0f}"
+    return f"{_digits(value / 1e3, 3)}k" if value < 1e6 else f"{_digits(value / 1e6, 3)}M"
+
+
+def _remaining(seconds: float) -> str:
+    """Format as `1:15`, `1h05m`, `124h`: an estimate of hours needs no seconds."""
+    if seconds < 3600:
+        return duration(seconds)
+    if seconds < 36000:
+        return "{}h{:02d}m".format(*divmod(round(seconds / 60), 60))
+    return f"{seconds / 3600:.0f}h"
+
+
+def duration(seconds: float) -> str:
+    """Format seconds: `75` -> `1:15`, `3675` -> `1:01:15`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+# W&B
+
+
+class WandbSink(Sink):
     """Send the numbers of every record to Weights & Biases. At the first failure log one warning and stop.
 
     Training never fails for it. All calls are made in a thread of their own, so that a slow or dead service costs
@@ -175,9 +328,6 @@ class WandbSink:
         run, step = self._run, record["step"]
         self._sent.append(self._service.submit(lambda: run.log(numbers, step=step)))
 
-    def note(self, text: str) -> None:
-        """Ignore text."""
-
     def close(self) -> None:
         """Upload the rest, for a minute at most: with a dead network W&B would wait for ever."""
         if self._is_on:
@@ -199,9 +349,9 @@ class WandbSink:
             self._give_up(repr(error))
         return error is None
 
-    def _give_up(self, reason: str) -> None:
+    def _give_up(self, why: str) -> None:
         if self._is_on:
-            log.warning("W&B is off: %s; metrics.jsonl has everything", reason)
+            log.warning("W&B is off: %s; metrics.jsonl has everything", why)
         self._is_on = False
 
 
@@ -219,7 +369,7 @@ def _start(recipe: Recipe, folder: Path) -> Any:
 
 
 class _Service(threading.Thread):
-    """Make calls one after the other, in a thread that does not keep the process alive."""
+    """Make calls one after the other, in a thread that does not keep the process alive, as an executor's would."""
 
     def __init__(self) -> None:
         super().__init__(name="lmkit-wandb", daemon=True)

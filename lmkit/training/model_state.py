@@ -27,8 +27,7 @@ from lmkit.parallel.shards import BucketLayout, ShardLayout, consolidate
 from lmkit.recipe.tables import ModelConfig
 from lmkit.registry import ATTENTION
 from lmkit.storage import write_atomic
-from lmkit.training.checkpoint import MODEL, STATE, Checkpoint
-from lmkit.training.tensor_files import DamagedCheckpoint, parse_tensors, tensor_shapes
+from lmkit.training.checkpoint import MODEL, STATE, Checkpoint, damaged, parse_tensors
 
 if TYPE_CHECKING:
     from lmkit.model.transformer import TransformerLM
@@ -108,16 +107,16 @@ def load_checkpoint(
     try:
         step, layout, groups = (json.loads(metadata.get(key, "null")) for key in ("step", "layout", "groups"))
     except (ValueError, RecursionError) as error:
-        raise DamagedCheckpoint("checkpoint.damaged", f"{origin}: metadata is not JSON") from error
-    parts = {
-        part: {name.removeprefix(part): value for name, value in tensors.items() if name.startswith(part)}
+        raise damaged(origin, "metadata is not JSON") from error
+    weights, states = (
+        {name.removeprefix(part): value for name, value in tensors.items() if name.startswith(part)}
         for part in ("model.", "optimizer.")
-    }
+    )
     if not isinstance(step, int):
-        raise DamagedCheckpoint("checkpoint.damaged", f"{origin}: not a file of save_checkpoint")
-    load_weights(model, parts["model."], origin=origin)
+        raise damaged(origin, "not a file of save_checkpoint")
+    load_weights(model, weights, origin=origin)
     if optimizer is not None and groups is not None:
-        load_optimizer_tensors(optimizer, model, [parts["optimizer."]], layout, origin=str(origin))
+        load_optimizer_tensors(optimizer, model, [states], layout, origin=str(origin))
         try:
             for group, saved in zip(optimizer.param_groups, groups, strict=True):
                 group.update({key: tuple(v) if isinstance(v, list) else v for key, v in saved.items()})
@@ -205,7 +204,7 @@ def check_weights(checkpoint: Checkpoint) -> None:
     from lmkit.model.transformer import TransformerLM
 
     path, config = checkpoint.path, checkpoint.state.model
-    shapes = tensor_shapes(path / MODEL)
+    shapes = checkpoint.model_shapes()
     tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     _check_size(config, tensors, origin=path)
     model = TransformerLM(config.model_copy(update={"attention": "sdpa"}), device="meta")
@@ -295,12 +294,8 @@ def _load_into_shards(
         names = [name for name in grouped[0] if name in sizes]
         buckets = tuple(BucketLayout(0, (name,), (sizes[name],), sizes[name]) for name in names)
         layout = ShardLayout(1, buckets).as_json()
-        grouped = [
-            {
-                str(index): {key: _flat(value) for key, value in grouped[0][name].items()}
-                for index, name in enumerate(names)
-            }
-        ]
+        flat = [{key: _flat(value) for key, value in grouped[0][name].items()} for name in names]
+        grouped = [{str(index): state for index, state in enumerate(flat)}]
     optimizer.load_resharded(_shard_states(grouped, layout, groups=len(optimizer.param_groups)))
 
 
@@ -319,24 +314,21 @@ def _load_into_whole(optimizer: torch.optim.Optimizer, model: nn.Module, whole: 
         raise ValueError(f"unknown parameters {', '.join(unknown[:3])}")
     for name, state in whole.items():
         parameter = held[name]
+        restored: dict[str, Any] = {}
         for key, value in state.items():
-            if isinstance(value, torch.Tensor) and value.dim() and value.numel() != parameter.numel():
-                raise ValueError(
-                    f"{name}.{key} has {value.numel()} elements, the parameter {parameter.numel()}"
-                )
-        if MASTER in state:
+            if not isinstance(value, torch.Tensor):
+                restored[key] = value
+            elif value.dim() == 0:
+                restored[key] = value.clone()
+            elif value.numel() == parameter.numel():
+                restored[key] = value.view_as(parameter).to(parameter.device, copy=True)
+            else:
+                found = f"{name}.{key} has {value.numel()} elements"
+                raise ValueError(f"{found}, the parameter {parameter.numel()}")
+        if MASTER in restored:
             with torch.no_grad():
-                parameter.copy_(state[MASTER].view_as(parameter))
-        optimizer.state[parameter] = {
-            key: _restored(value, parameter) for key, value in state.items() if key != MASTER
-        }
-
-
-def _restored(value: Any, parameter: torch.Tensor) -> Any:
-    """Return a saved value as the optimizer keeps it: on the parameter's device, in its shape; scalars unchanged."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.clone() if value.dim() == 0 else value.view_as(parameter).to(parameter.device, copy=True)
+                parameter.copy_(restored.pop(MASTER).view_as(parameter))
+        optimizer.state[parameter] = restored
 
 
 def _held(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, torch.Tensor]:
@@ -358,7 +350,7 @@ def _by_owner(tensors: Tensors) -> States:
 
 
 def _flat(value: Any) -> torch.Tensor:
-    tensor = value if isinstance(value, torch.Tensor) else _as_tensor(value)
+    tensor = _as_tensor(value)
     return tensor.reshape(-1) if tensor.dim() else tensor
 
 

@@ -1,50 +1,43 @@
-"""Set up the process of a run: ranks, seed, threads, deterministic kernels, decisions of rank 0."""
+"""Set up the process of a run: ranks, seed, threads, deterministic kernels, signals."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+import signal
+import threading
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeVar, cast
+from types import FrameType, TracebackType
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from lmkit.errors import LmkitError, UsageError
+from lmkit.errors import UsageError
 from lmkit.measure.environment import usable_cpus
 from lmkit.parallel.ranks import Ranks, local_device, process_group
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import RunConfig
 
-T = TypeVar("T")
 _DETERMINISTIC: Any = torch.utils.deterministic  # its settings are properties, unknown to type checkers
-_CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def ranks_of(recipe: Recipe) -> AbstractContextManager[Ranks]:
     """Join the ranks with the device of [run], the backend and the timeout of [parallel].
 
     Raises:
-        UsageError: as `process_group` and `backend_of`.
+        UsageError: as `process_group`, or NCCL is asked for between CPUs.
     """
-    return process_group(recipe.run.device, backend=backend_of(recipe), timeout_s=recipe.parallel.timeout_s)
-
-
-def backend_of(recipe: Recipe) -> str | None:
-    """Return the backend for `process_group`; None lets it choose.
-
-    Raises:
-        UsageError: NCCL is asked for between CPUs.
-    """
-    backend = recipe.parallel.backend
-    if backend == "nccl" and local_device(recipe.run.device, local_rank=0).type != "cuda":
+    table, device = recipe.parallel, recipe.run.device
+    if table.backend == "nccl" and local_device(device, local_rank=0).type != "cuda":
         raise UsageError(
             "ranks.backend",
             'parallel.backend: "nccl" works between GPUs, and the device is a CPU',
             hint='leave it at "auto"',
         )
     # On GPUs the group's own choice is NCCL, with gloo for CPU tensors.
-    return None if backend in ("auto", "nccl") else backend
+    backend = None if table.backend in ("auto", "nccl") else table.backend
+    return process_group(device, backend=backend, timeout_s=table.timeout_s)
 
 
 @contextmanager
@@ -62,7 +55,7 @@ def numerics(config: RunConfig, ranks: Ranks) -> Iterator[None]:
     if config.deterministic:
         if ranks.device.type == "cuda":
             # cuBLAS is repeatable only with a fixed workspace; it reads this when it makes its first handle.
-            os.environ.setdefault(_CUBLAS_WORKSPACE, ":4096:8")
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         # Filling would only cost time: nothing reads uninitialised memory.
         _DETERMINISTIC.fill_uninitialized_memory = False
@@ -75,23 +68,69 @@ def numerics(config: RunConfig, ranks: Ranks) -> Iterator[None]:
         _DETERMINISTIC.fill_uninitialized_memory = fill
 
 
-def decided_by_first(ranks: Ranks, decide: Callable[[], T]) -> T:
-    """Call `decide` on rank 0 only, and return its answer on every rank.
+class StopSignals:
+    """Record the first SIGTERM or SIGINT in `received`; end the process immediately at the second.
 
-    The answer travels by a collective: the ranks that wait notice at once if rank 0 dies.
-
-    Raises:
-        LmkitError: what `decide` raised, on every rank.
+    A thread counts the signals, because no Python handler runs while the main thread waits in C++ for a hanging rank
+    or GPU. A process that ends like this does not clean up: partial files have partial names, and the next start
+    removes them. Use it as a context manager in the main thread; elsewhere `with` raises ValueError.
     """
-    outcome: list[T | LmkitError | None] = [None]
-    if ranks.is_first:
-        try:
-            outcome = [decide()]
-        except LmkitError as error:
-            outcome = [error]
-    if ranks.world_size > 1:
-        dist.broadcast_object_list(outcome, src=0, device=torch.device("cpu"))
-    (answer,) = outcome
-    if isinstance(answer, LmkitError):
-        raise answer
-    return cast(T, answer)
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._before: dict[int, Any] = {}
+        self._bell: int | None = None
+        self._bell_before = -1
+        self._counting: threading.Thread | None = None
+
+    def __enter__(self) -> StopSignals:
+        for number in _SIGNALS:
+            self._before[number] = signal.signal(number, self._note)
+        reading, self._bell = os.pipe()
+        os.set_blocking(self._bell, False)
+        self._bell_before = signal.set_wakeup_fd(self._bell, warn_on_full_buffer=False)
+        self._counting = threading.Thread(
+            target=_leave_at_the_second, args=(reading,), name="lmkit-signals", daemon=True
+        )
+        self._counting.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._bell is not None
+        assert self._counting is not None
+        signal.set_wakeup_fd(self._bell_before)
+        os.close(self._bell)  # ends the thread
+        self._counting.join()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.received is None:
+            self.received = number
+
+
+def _leave_at_the_second(reading: int) -> None:
+    """End the process at the second stopping signal.
+
+    The interpreter's own C handler writes each signal as a byte to the pipe, whatever the main thread does.
+    """
+    told = False
+    with open(reading, "rb", buffering=0) as bell:
+        while byte := bell.read(1):
+            if byte[0] in _SIGNALS:
+                if told:
+                    os._exit(128 + byte[0])
+                told = True
+
+
+def end_as_stopped(received: int | None) -> None:
+    """Raise KeyboardInterrupt (exit code 130) after SIGINT, else SystemExit(143).
+
+    Args:
+        received: the signal; None if another rank received it.
+    """
+    if received == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise SystemExit(128 + signal.SIGTERM)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from lmkit.errors import UsageError
 from lmkit.parallel.protocol import ShardedState
-from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.load import differences, validate
 from lmkit.recipe.schema import Recipe
 from lmkit.training.checkpoint import (
@@ -72,8 +71,10 @@ def choose_start(recipe: Recipe) -> Choice:
     return Choice(path, ())
 
 
-def check_agreement(checkpoint: Checkpoint, recipe: Recipe, data: DataIdentity | None) -> tuple[str, ...]:
-    """Refuse to continue with another model or other batches; return lines about other changes.
+def check_agreement(
+    checkpoint: Checkpoint, recipe: Recipe, data: DataIdentity | None, world_size: int
+) -> list[str]:
+    """Refuse to continue with another model or other batches; return lines for people about other changes.
 
     Args:
         recipe: resolved (with the vocabulary size).
@@ -103,18 +104,14 @@ def check_agreement(checkpoint: Checkpoint, recipe: Recipe, data: DataIdentity |
             f"{checkpoint.path}: made by another recipe: {'; '.join(refused)}",
             hint="go back to those values, or start a new run with another --name",
         )
-    return tuple(f"changed since that checkpoint: {line}" for line in changed if line not in refused)
-
-
-def world_change(checkpoint: Checkpoint, ranks: Ranks) -> tuple[str, ...]:
-    """Return a line for people if another number of ranks saved the checkpoint."""
+    lines = [f"changed since that checkpoint: {line}" for line in changed if line not in refused]
     before = checkpoint.state.world_size
-    if before == ranks.world_size:
-        return ()
-    return (
-        f"saved by {before} rank{'s' if before > 1 else ''}, resuming on {ranks.world_size}: same batches, "
-        "same state, resharded",
-    )
+    if before != world_size:
+        plural = "s" if before > 1 else ""
+        lines.append(
+            f"saved by {before} rank{plural}, resuming on {world_size}: same batches, same state, resharded"
+        )
+    return lines
 
 
 def _is_under(line: str, keys: tuple[str, ...]) -> bool:
@@ -143,6 +140,7 @@ def restore(checkpoint: Checkpoint, step: Step) -> Moment:
     return Moment(
         step=state.step,
         tokens=state.tokens,
+        seconds=state.seconds,
         skipped_in_a_row=state.skipped_in_a_row,
         best_loss=state.best_loss,
     )

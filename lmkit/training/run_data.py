@@ -17,7 +17,6 @@ from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig, TrainConfig
 from lmkit.tokenizer import Tokenizer
 from lmkit.training.checkpoint import TOKENIZER
-from lmkit.training.evaluation import HeldOut, held_out_of
 from lmkit.training.state import DataIdentity
 
 _TOKENS_AT_ONCE = 1 << 24
@@ -35,13 +34,7 @@ class Data:
         """The identity of the training data, which a resumed run must find again."""
         if self.train is None:
             return None
-        meta = self.train.meta
-        return DataIdentity(
-            num_tokens=meta.num_tokens,
-            vocab_size=meta.vocab_size,
-            source_sha256=meta.source_sha256,
-            tokenizer_sha256=meta.tokenizer_sha256,
-        )
+        return DataIdentity(**{name: getattr(self.train.meta, name) for name in DataIdentity.model_fields})
 
 
 def open_data(recipe: Recipe) -> Data:
@@ -54,11 +47,25 @@ def open_data(recipe: Recipe) -> Data:
     if recipe.data.source == "random":
         return Data(None, None)
     check_token_files(recipe)
-    train, valid = token_paths(recipe)
-    opened = Data(open_tokens(train), open_tokens(valid) if valid.exists() else None)
-    _check_same_tokenizer(opened, train, valid)
-    _check_tokenizer(recipe, opened, train)
-    return opened
+    train_path, valid_path = token_paths(recipe)
+    train = open_tokens(train_path)
+    valid = open_tokens(valid_path) if valid_path.exists() else None
+    ours, tokenizer = train.meta.tokenizer_sha256, _tokenizer_path(recipe)
+    if valid is not None and valid.meta.tokenizer_sha256 != ours:
+        raise UsageError(
+            "data.other_tokenizer",
+            f"{valid_path}: encoded with tokenizer {valid.meta.tokenizer_sha256[:12]}, "
+            f"but {train_path} with {ours[:12]}",
+            hint="encode both with the same tokenizer",
+        )
+    # `lmkit generate` will read and write with the run's tokenizer.
+    if tokenizer.exists() and (theirs := Tokenizer.load(tokenizer).sha256) != ours:
+        raise UsageError(
+            "data.other_tokenizer",
+            f"{train_path}: made with tokenizer {ours}, but {tokenizer} is {theirs}",
+            hint="encode the text again, or name its tokenizer: --set tokenizer.path=FILE",
+        )
+    return Data(train, valid)
 
 
 def check_token_files(recipe: Recipe) -> None:
@@ -71,10 +78,13 @@ def check_token_files(recipe: Recipe) -> None:
         return
     train, valid = token_paths(recipe)
     if not train.exists():
+        command = f"lmkit data encode TEXT {shlex.quote(str(train))} --tokenizer TOKENIZER.json"
+        if recipe.corpus is not None and recipe.data.train is None:
+            command = f"lmkit run RECIPE --set run.name={recipe.run.name}"
         raise UsageError(
             "data.no_tokens",
             f"{train}: no such token file to train on (key data.train)",
-            hint=_how_to_make(recipe, train),
+            hint=f"make it with: {command}; or name another: --set data.train=FILE.npy",
         )
     if recipe.data.valid is not None and not valid.exists():
         raise UsageError(
@@ -88,44 +98,6 @@ def token_paths(recipe: Recipe) -> tuple[Path, Path]:
     """Return the token files to train and to evaluate on; they need not exist."""
     tokens = recipe.run.path / "tokens"
     return recipe.data.train or tokens / "train.npy", recipe.data.valid or tokens / "valid.npy"
-
-
-def _how_to_make(recipe: Recipe, tokens: Path) -> str:
-    encode = f"lmkit data encode TEXT {shlex.quote(str(tokens))} --tokenizer TOKENIZER.json"
-    if recipe.data.train is not None:
-        return f"make it with: {encode}"
-    if recipe.corpus is None:  # `lmkit run` could not make it
-        return f"make it with: {encode}; or name another: --set data.train=FILE.npy"
-    return (
-        f"make it with: lmkit run RECIPE --set run.name={recipe.run.name}; "
-        "or name another: --set data.train=FILE.npy"
-    )
-
-
-def _check_same_tokenizer(data: Data, train: Path, valid: Path) -> None:
-    if data.train is None or data.valid is None:
-        return
-    ours, theirs = data.train.meta.tokenizer_sha256, data.valid.meta.tokenizer_sha256
-    if ours != theirs:
-        raise UsageError(
-            "data.other_tokenizer",
-            f"{valid}: encoded with tokenizer {theirs[:12]}, but {train} with {ours[:12]}",
-            hint="encode both with the same tokenizer",
-        )
-
-
-def _check_tokenizer(recipe: Recipe, data: Data, train: Path) -> None:
-    """Refuse tokens of another tokenizer: `lmkit generate` will read and write with the run's."""
-    path = _tokenizer_path(recipe)
-    if data.train is None or not path.exists():
-        return
-    ours, theirs = data.train.meta.tokenizer_sha256, Tokenizer.load(path).sha256
-    if ours != theirs:
-        raise UsageError(
-            "data.other_tokenizer",
-            f"{train}: made with tokenizer {ours}, but {path} is {theirs}",
-            hint="encode the text again, or name its tokenizer: --set tokenizer.path=FILE",
-        )
 
 
 def _tokenizer_path(recipe: Recipe) -> Path:
@@ -199,12 +171,11 @@ def _document_starts(recipe: Recipe, file: TokenFile) -> np.ndarray:
             f"{path}: has no end-of-text token, which ends a document",
             hint='use data.sampling = "windows"',
         )
-    blocks = range(0, len(file.tokens), _TOKENS_AT_ONCE)
-    ends = [
-        start + np.flatnonzero(file.tokens[start : start + _TOKENS_AT_ONCE] == tokenizer.end_of_text_id)
-        for start in blocks
-    ]
-    return np.concatenate([np.zeros(1, dtype=np.int64), *(end + 1 for end in ends)])
+    starts = [np.zeros(1, dtype=np.int64)]
+    for first in range(0, len(file.tokens), _TOKENS_AT_ONCE):
+        block = file.tokens[first : first + _TOKENS_AT_ONCE]
+        starts.append(first + 1 + np.flatnonzero(block == tokenizer.end_of_text_id))
+    return np.concatenate(starts)
 
 
 def resolved_tables(recipe: Recipe) -> tuple[ModelConfig, TrainConfig]:
@@ -213,11 +184,3 @@ def resolved_tables(recipe: Recipe) -> tuple[ModelConfig, TrainConfig]:
     assert recipe.model.vocab_size is not None
     assert recipe.train is not None
     return recipe.model, recipe.train
-
-
-def make_held_out(recipe: Recipe, data: Data) -> HeldOut | None:
-    """Return the held-out data in batches of one micro-batch; None without held-out tokens."""
-    model, train = resolved_tables(recipe)
-    if data.valid is None:
-        return None
-    return held_out_of(data.valid, model, rows=train.batch_size // train.accumulation)

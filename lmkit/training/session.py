@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
+
+import torch
+import torch.distributed as dist
 
 from lmkit.data.batches import BatchSource
 from lmkit.errors import LmkitError, UsageError, out_of_memory, reason
 from lmkit.measure.environment import describe_environment
-from lmkit.measure.plots import loss_curve
 from lmkit.measure.ranges import enable_ranges_from_environment
 from lmkit.model.accounting import count_parameters
 from lmkit.parallel.failures import losses_named
@@ -24,12 +26,18 @@ from lmkit.recipe.load import recipe_to_toml, required
 from lmkit.recipe.schema import Recipe
 from lmkit.storage import FolderLock, remove_partials, write_atomic
 from lmkit.storage.outputs import refuse_unwritable
-from lmkit.training.checkpoint import CHECKPOINTS, Checkpoint, clean_leftovers, open_checkpoint, saved_steps
-from lmkit.training.console import console, duration
+from lmkit.training.checkpoint import (
+    CHECKPOINTS,
+    Checkpoint,
+    Choice,
+    clean_leftovers,
+    open_checkpoint,
+    saved_steps,
+)
 from lmkit.training.evaluation import EvaluateResult, Evaluation
-from lmkit.training.metrics import METRICS, Fanout, MetricsFile, Sink, WandbSink, read_metrics
-from lmkit.training.process import decided_by_first, numerics, ranks_of
-from lmkit.training.resume import check_agreement, choose_start, is_finished, restore, world_change
+from lmkit.training.metrics import METRICS, Fanout, draw_losses, duration, open_sink, read_metrics
+from lmkit.training.process import StopSignals, numerics, ranks_of
+from lmkit.training.resume import check_agreement, choose_start, is_finished, restore
 from lmkit.training.run_data import (
     Data,
     check_token_files,
@@ -40,16 +48,14 @@ from lmkit.training.run_data import (
     token_paths,
 )
 from lmkit.training.setup import check_device, step_of
-from lmkit.training.signals import StopSignals
 from lmkit.training.trainer import Moment, Trainer
 
 log = logging.getLogger("lmkit")
 
+T = TypeVar("T")
 Status = Literal["finished", "stopped early", "nothing to do"]
 RECIPE = "recipe.toml"
 ENVIRONMENT = "environment.json"
-LOSS_PICTURE = "loss.png"
-_CURVES = {"train": "training", "valid": "held out", "final": "all held-out data"}  # kind of record -> label
 
 
 @dataclass(frozen=True)
@@ -126,8 +132,8 @@ def train(recipe: Recipe, *, stop_at_step: int | None = None, nproc: int = 1) ->
                 "--nproc: torchrun has started the ranks already",
                 hint="leave one of them out",
             )
-        return spawn_ranks(nproc, _train_as_rank, (recipe, stop_at_step))
-    live: Callable[[Recipe, int | None], TrainResult | None] = _train_as_rank
+        return spawn_ranks(nproc, _run_rank, (recipe, stop_at_step))
+    live: Callable[[Recipe, int | None], TrainResult | None] = _run_rank
     if "TORCHELASTIC_RUN_ID" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -135,10 +141,70 @@ def train(recipe: Recipe, *, stop_at_step: int | None = None, nproc: int = 1) ->
     return live(recipe, stop_at_step)
 
 
-def _train_as_rank(recipe: Recipe, stop_at_step: int | None) -> TrainResult | None:
-    """Run one rank; turn a full disk, a lost file or too little memory into an error for the user."""
+def _run_rank(recipe: Recipe, stop_at_step: int | None) -> TrainResult | None:
+    """Train as one of the ranks; return the result on rank 0."""
+    enable_ranges_from_environment()
+    with (
+        _errors_for_users(recipe),
+        ranks_of(recipe) as ranks,
+        losses_named(ranks, "between steps"),
+        numerics(recipe.run, ranks),
+        ExitStack() as held,
+    ):
+        start = _prepare(recipe, ranks, stop_at_step, held)
+        checkpoint = start.checkpoint
+        if start.done is not None:
+            for note in start.notes if ranks.is_first else ():
+                log.warning(note)
+            return start.done if ranks.is_first else None
+        sink = Fanout([])
+        if ranks.is_first:
+            write_atomic(recipe.run.path / RECIPE, recipe_to_toml(recipe))
+            write_atomic(recipe.run.path / ENVIRONMENT, json.dumps(describe_environment(), indent=1) + "\n")
+            sink = open_sink(start.recipe, after_step=0 if checkpoint is None else checkpoint.state.step)
+        try:
+            begin = "no checkpoint yet: starting from scratch"
+            if checkpoint is not None:
+                begin = f"resuming from {checkpoint.path}"
+            for note in (*start.notes, begin, *start.changes):
+                sink.note(note)
+            step = step_of(start.recipe, ranks, start.data)
+            moment = Moment() if checkpoint is None else restore(checkpoint, step)
+            with StopSignals() as signals:
+                trainer = Trainer(
+                    start.recipe,
+                    step,
+                    start.data,
+                    start.batches,
+                    sink,
+                    moment=moment,
+                    signals=signals,
+                    stop_at_step=stop_at_step,
+                )
+                ending, evaluation = trainer.run()
+        finally:
+            sink.close()
+        if not ranks.is_first:
+            return None
+        draw_losses(recipe.run.path, title=f"{recipe.run.name}: loss")
+        return _result(
+            start.recipe,
+            status=ending,
+            resumed_from=None if checkpoint is None else checkpoint.state.step,
+            step=moment.step,
+            tokens=moment.tokens,
+            seconds=trainer.clock.seconds,
+            tokens_per_second=trainer.speed.session,
+            loss=moment.train_loss,
+            evaluation=evaluation,
+        )
+
+
+@contextmanager
+def _errors_for_users(recipe: Recipe) -> Iterator[None]:
+    """Turn a full disk, a lost file or too little memory into an error for the user."""
     try:
-        return _run_rank(recipe, stop_at_step)
+        yield
     except OSError as error:
         raise LmkitError(
             "train.io",
@@ -152,30 +218,6 @@ def _train_as_rank(recipe: Recipe, stop_at_step: int | None) -> TrainResult | No
         raise explained from error
 
 
-def _run_rank(recipe: Recipe, stop_at_step: int | None) -> TrainResult | None:
-    enable_ranges_from_environment()
-    with (
-        ranks_of(recipe) as ranks,
-        losses_named(ranks, "between steps"),
-        numerics(recipe.run, ranks),
-        ExitStack() as held,
-    ):
-        start = _prepare(
-            recipe, ranks, stop_at_step, lambda own: decided_by_first(ranks, lambda: _open_folder(own, held))
-        )
-        if start.done is not None:
-            for note in start.notes if ranks.is_first else ():
-                log.warning(note)
-            return start.done if ranks.is_first else None
-        begin = "no checkpoint yet: starting from scratch"
-        if start.checkpoint is not None:
-            begin = f"resuming from {start.checkpoint.path}"
-        if ranks.is_first:  # what is needed to make the run again
-            write_atomic(recipe.run.path / RECIPE, recipe_to_toml(recipe))
-            write_atomic(recipe.run.path / ENVIRONMENT, json.dumps(describe_environment(), indent=1) + "\n")
-        return _train(start, ranks, [*start.notes, begin, *start.changes], stop_at_step)
-
-
 @dataclass(frozen=True)
 class _Start:
     """A session that nothing keeps from beginning.
@@ -184,7 +226,6 @@ class _Start:
         recipe: resolved.
         checkpoint: to resume from; None: from scratch.
         notes, changes: lines for people: on the choice of the checkpoint, on what changed since.
-        is_finished: the checkpoint is at the end already.
         done: the result, if not even an evaluation is left to do.
     """
 
@@ -193,120 +234,68 @@ class _Start:
     batches: BatchSource
     checkpoint: Checkpoint | None
     notes: list[str]
-    changes: tuple[str, ...]
-    is_finished: bool
+    changes: list[str]
     done: TrainResult | None
 
 
-def _prepare(
-    recipe: Recipe,
-    ranks: Ranks,
-    stop_at_step: int | None,
-    choose: Callable[[Recipe], tuple[Path | None, list[str]]],
-) -> _Start:
-    """Refuse what cannot work; `choose` returns the checkpoint and notes on it, and may prepare the run folder."""
+def _prepare(recipe: Recipe, ranks: Ranks, stop_at_step: int | None, held: ExitStack | None) -> _Start:
+    """Refuse what cannot work; choose the checkpoint.
+
+    Args:
+        held: gets the lock of the run folder, which is cleaned; None writes nothing.
+    """
     data = open_data(recipe)
     resolved = resolve(recipe, data)
     check_device(resolved, ranks.device)
     batches = make_batches(resolved, data, ranks)
-    path, notes = choose(resolved)
+    if held is None:
+        path, skipped = choose_start(recipe)
+        removed: list[Path] = []
+    else:
+        (path, skipped), removed = decided_by_first(ranks, lambda: _open_folder(recipe, held))
+    notes = [f"removed {left}, left by a session that was killed" for left in removed]
+    notes += [f"skipped {why}" for why in skipped]
     if path is None:
-        return _Start(resolved, data, batches, None, notes, (), is_finished=False, done=None)
+        return _Start(resolved, data, batches, None, notes, [], None)
     checkpoint = open_checkpoint(path)
-    changes = check_agreement(checkpoint, resolved, data.identity) + world_change(checkpoint, ranks)
-    finished = is_finished(checkpoint.state, resolved, stop_at_step)
-    done = _finished_before(resolved, checkpoint, data) if finished else None
-    return _Start(resolved, data, batches, checkpoint, notes, changes, finished, done)
+    changes = check_agreement(checkpoint, resolved, data.identity, ranks.world_size)
+    done = None
+    if is_finished(checkpoint.state, resolved, stop_at_step):
+        done = _finished_before(resolved, checkpoint, data)
+    return _Start(resolved, data, batches, checkpoint, notes, changes, done)
 
 
-def _open_folder(recipe: Recipe, held: ExitStack) -> tuple[Path | None, list[str]]:
-    """On rank 0: lock the run folder, remove leftovers of a killed session; return the checkpoint and notes."""
+def _open_folder(recipe: Recipe, held: ExitStack) -> tuple[Choice, list[Path]]:
+    """On rank 0: lock the run folder, remove leftovers of a killed session, choose the checkpoint."""
     folder, checkpoints = recipe.run.path, recipe.run.path / CHECKPOINTS
     refuse_unwritable(folder, option="--set run.folder=...")
     held.enter_context(FolderLock(folder))
     removed = remove_partials(folder)
     if checkpoints.is_dir():
         removed += clean_leftovers(checkpoints)
-    path, notes = _choose(recipe)
-    return path, [*(f"removed {left}, left by a session that was killed" for left in removed), *notes]
+    return choose_start(recipe), removed
 
 
-def _choose(recipe: Recipe) -> tuple[Path | None, list[str]]:
-    choice = choose_start(recipe)
-    return choice.path, [f"skipped {why}" for why in choice.skipped]
+def decided_by_first(ranks: Ranks, decide: Callable[[], T]) -> T:
+    """Call `decide` on rank 0 only, and return its answer on every rank.
 
+    The answer travels by a collective: the ranks that wait notice at once if rank 0 dies.
 
-def _train(start: _Start, ranks: Ranks, notes: list[str], stop_at_step: int | None) -> TrainResult | None:
-    """Build everything, train, evaluate."""
-    recipe, data, checkpoint = start.recipe, start.data, start.checkpoint
-    sink = open_sink(recipe, ranks, after_step=0 if checkpoint is None else checkpoint.state.step)
-    try:
-        for note in notes:
-            sink.note(note)
-        step = step_of(recipe, ranks, data)
-        moment = Moment() if checkpoint is None else restore(checkpoint, step)
-        with StopSignals() as signals:
-            trainer = Trainer(
-                recipe,
-                step,
-                data,
-                start.batches,
-                sink,
-                moment=moment,
-                signals=signals,
-                used_seconds=0.0 if checkpoint is None else checkpoint.state.seconds,
-                stop_at_step=stop_at_step,
-            )
-            ending = trainer.run()
-            evaluation = trainer.final_evaluation() if ending == "finished" else None
-    finally:
-        sink.close()
-    if not ranks.is_first:
-        return None
-    draw_losses(recipe.run.path, title=f"{recipe.run.name}: loss")
-    return _result(
-        recipe,
-        status=ending,
-        resumed_from=None if checkpoint is None else checkpoint.state.step,
-        step=moment.step,
-        tokens=moment.tokens,
-        seconds=trainer.clock.seconds,
-        tokens_per_second=trainer.tokens_per_second,
-        loss=moment.train_loss,
-        evaluation=evaluation,
-    )
-
-
-def open_sink(recipe: Recipe, ranks: Ranks, *, after_step: int) -> Fanout:
-    """Open metrics.jsonl, the console and, where the recipe says so, W&B; nothing on ranks other than the first.
-
-    Args:
-        after_step: the step from which the session goes on.
+    Raises:
+        LmkitError: what `decide` raised, on every rank.
     """
-    if not ranks.is_first:
-        return Fanout([])
-    assert recipe.train is not None
-    folder = recipe.run.path
-    sinks: list[Sink] = [
-        MetricsFile(folder / METRICS, after_step=after_step),
-        console(recipe.train.steps, first_step=after_step),
-    ]
-    if recipe.wandb.enabled:
-        sinks.append(WandbSink(recipe, folder))
-    return Fanout(sinks)
-
-
-def draw_losses(folder: Path, *, title: str) -> None:
-    """Write `loss.png` from the metrics, with a marker at every evaluation; nothing if there are none yet."""
-    records = read_metrics(folder / METRICS)
-    series = {
-        label: [(record["step"], record["loss"]) for record in records if record["kind"] == kind]
-        for kind, label in _CURVES.items()
-    }
-    drawn = {label: points for label, points in series.items() if points}
-    if drawn:
-        picture = loss_curve(drawn, title=title, marked=(_CURVES["valid"], _CURVES["final"]))
-        write_atomic(folder / LOSS_PICTURE, picture)
+    outcome: list[T | LmkitError | None] = [None]
+    if ranks.is_first:
+        try:
+            outcome = [decide()]
+        except LmkitError as error:
+            outcome = [error]
+    if ranks.world_size > 1:
+        dist.broadcast_object_list(outcome, src=0, device=torch.device("cpu"))
+    (answer,) = outcome
+    if isinstance(answer, LmkitError):
+        raise answer
+    return cast(T, answer)
 
 
 def _finished_before(recipe: Recipe, checkpoint: Checkpoint, data: Data) -> TrainResult | None:
@@ -317,7 +306,7 @@ def _finished_before(recipe: Recipe, checkpoint: Checkpoint, data: Data) -> Trai
     finals = [r for r in records if r["kind"] == "final" and r["step"] == state.step and keys <= r.keys()]
     if not finals and data.valid is not None and is_finished(state, recipe, None):
         return None
-    last = next((r for r in reversed(records) if r["kind"] == "train" and r["step"] <= state.step), {})
+    logged = [r.get("loss") for r in records if r["kind"] == "train" and r["step"] <= state.step]
     return _result(
         recipe,
         status="nothing to do",
@@ -326,7 +315,7 @@ def _finished_before(recipe: Recipe, checkpoint: Checkpoint, data: Data) -> Trai
         tokens=state.tokens,
         seconds=state.seconds,
         tokens_per_second=None,
-        loss=last.get("loss"),
+        loss=logged[-1] if logged else None,
         evaluation=Evaluation(**{key: finals[-1][key] for key in keys}) if finals else None,
     )
 
@@ -385,16 +374,16 @@ def plan(recipe: Recipe, *, stop_at_step: int | None = None, nproc: int = 1) -> 
     Raises:
         UsageError: as `train`.
     """
-    device = local_device(recipe.run.device, local_rank=nproc - 1)
-    begin = _prepare(recipe, Ranks(world_size=nproc, device=device), stop_at_step, _choose)
+    ranks = Ranks(world_size=nproc, device=local_device(recipe.run.device, local_rank=nproc - 1))
+    begin = _prepare(recipe, ranks, stop_at_step, None)
     refuse_unwritable(recipe.run.path, option="--set run.folder=...")
     model, table = resolved_tables(begin.recipe)
     start = "starting from scratch"
     if begin.checkpoint is not None:
         start = f"resuming from {begin.checkpoint.path}"
-    if begin.checkpoint is not None and begin.is_finished:
-        what = "only the last evaluation is left" if begin.done is None else "nothing to do"
-        start = f"{what}: already at step {begin.checkpoint.state.step}"
+        if is_finished(begin.checkpoint.state, begin.recipe, stop_at_step):
+            what = "only the last evaluation is left" if begin.done is None else "nothing to do"
+            start = f"{what}: already at step {begin.checkpoint.state.step}"
     return TrainPlan(
         folder=str(recipe.run.path),
         parameters=count_parameters(model).total,

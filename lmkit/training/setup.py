@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -109,10 +110,10 @@ class TrainingStep:
     """Run the training step on batches from memory, one after the other: what benches and profilers measure.
 
     Args:
-        config, ranks, optimizer, make_optimizer, parallel, precision, grad_clip: as of `build_step`.
         batches: this rank's batches.
         seed: of the initial weights.
         lr: constant learning rate.
+        options: `optimizer`, `make_optimizer`, `parallel`, `precision` and `grad_clip` of `build_step`.
     """
 
     def __init__(
@@ -121,24 +122,12 @@ class TrainingStep:
         ranks: Ranks,
         batches: BatchSource,
         *,
-        optimizer: OptimizerConfig | None = None,
-        make_optimizer: MakeOptimizer | None = None,
-        parallel: ParallelConfig = ALONE,
-        precision: str = "fp32",
-        grad_clip: float = 1.0,
         seed: int = 0,
         lr: float = 3e-4,
+        **options: Any,
     ) -> None:
         torch.manual_seed(seed)
-        self.step = build_step(
-            config,
-            ranks,
-            optimizer=optimizer,
-            make_optimizer=make_optimizer,
-            parallel=parallel,
-            precision=precision,
-            grad_clip=grad_clip,
-        )
+        self.step = build_step(config, ranks, **options)
         self.model, self.optimizer = self.step.model, self.step.optimizer
         self.set_precision = self.step.set_precision
         self._device = ranks.device
@@ -207,21 +196,20 @@ def learning_rate(recipe: Recipe) -> Callable[[int, float | None], float]:
     Warm-up counts steps. Afterwards the schedule follows the steps or the time, whichever is further, so that it
     always reaches its end.
     """
-    _, train = resolved_tables(recipe)
-    optimizer = recipe.optimizer
-    schedule = SCHEDULES[optimizer.schedule]
+    steps, table = resolved_tables(recipe)[1].steps, recipe.optimizer
+    schedule = partial(
+        SCHEDULES[table.schedule],
+        lr=table.lr,
+        min_lr=table.min_lr,
+        warmup_steps=table.warmup_steps,
+        total_steps=steps,
+    )
 
     def rate(step: int, fraction: float | None) -> float:
         position: float = step + 1  # the update that is about to be made
-        if fraction is not None and position >= optimizer.warmup_steps:
-            position = max(position, fraction * train.steps)
-        return schedule(
-            position,
-            lr=optimizer.lr,
-            min_lr=optimizer.min_lr,
-            warmup_steps=optimizer.warmup_steps,
-            total_steps=train.steps,
-        )
+        if fraction is not None and position >= table.warmup_steps:
+            position = max(position, fraction * steps)
+        return schedule(position)
 
     return rate
 

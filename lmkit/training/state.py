@@ -6,13 +6,12 @@ import base64
 from typing import Annotated, Any, Final, Literal
 
 import torch
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from lmkit.errors import LmkitError
 from lmkit.recipe.tables import Count, ModelConfig, NonNegativeFloat, PositiveFloat, PositiveInt, Table
-from lmkit.training.tensor_files import DamagedCheckpoint, NewerFormat
 
-FORMAT: Final = 1
+STATE_FORMAT: Final = 1
 
 
 class RngState(Table):
@@ -44,7 +43,7 @@ class TrainingState(Table):
     The position in the data is `step` itself: a batch is a pure function of (seed, step).
     """
 
-    format: Literal[1] = FORMAT
+    format: Literal[1] = STATE_FORMAT
     """Of this file; the manifest has its own."""
     lmkit: str
     step: Count
@@ -73,26 +72,6 @@ class TrainingState(Table):
     recipe: dict[str, Any]
     recipe_sha256: str
     data: DataIdentity | None = None
-
-
-def parse_state(text: bytes, *, path: object) -> TrainingState:
-    """Read `state.json`.
-
-    Raises:
-        NewerFormat: written by a later lmkit.
-        DamagedCheckpoint: not a valid state.
-    """
-    try:
-        return TrainingState.model_validate_json(text)
-    except ValidationError as error:
-        wrong = error.errors(include_url=False)
-        found = next((mistake["input"] for mistake in wrong if mistake["loc"] == ("format",)), FORMAT)
-        if isinstance(found, int) and found > FORMAT:
-            raise NewerFormat(
-                "checkpoint.newer_format", f"{path}: state format {found}, this lmkit knows {FORMAT}"
-            ) from None
-        key = ".".join(str(part) for part in wrong[0]["loc"])
-        raise DamagedCheckpoint("checkpoint.damaged", f"{path}: {key}: {wrong[0]['msg']}") from None
 
 
 def capture_rng(device: torch.device) -> RngState:

@@ -148,7 +148,8 @@ class Step:
             self.sync.finish(wait=self.loss_scale is not None)
         with range_("clip"):
             if self.loss_scale is not None:
-                self.loss_scale.unscale_(self._held_parameters())
+                # The optimizer's tensors: parameters, or this rank's flat shards.
+                self.loss_scale.unscale_(p for group in self.optimizer.param_groups for p in group["params"])
             norm = self.sync.clip_gradients(self._max_norm)
         bad = ~(torch.isfinite(loss) & torch.isfinite(norm))
         agreed = agree(self.ranks, stop=stop, nonfinite=bad)
@@ -166,10 +167,6 @@ class Step:
         if self.loss_scale is not None:
             self.loss_scale.keep()
         return Outcome(loss, norm, applied=True, nonfinite=False, stop=agreed.stop)
-
-    def _held_parameters(self) -> list[torch.Tensor]:
-        """Return the tensors that the optimizer updates: parameters, or this rank's flat shards."""
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
 
 class LossScale:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 import torch
@@ -23,12 +23,12 @@ from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.schema import Recipe
 from lmkit.training.checkpoint import CHECKPOINTS, Retention
 from lmkit.training.checkpoint_writer import CheckpointWriter
-from lmkit.training.evaluation import Evaluation, evaluate
+from lmkit.training.evaluation import Evaluation, evaluate, held_out_of
 from lmkit.training.metrics import Sink
 from lmkit.training.model_state import model_weights, optimizer_tensors
-from lmkit.training.run_data import Data, make_held_out, resolved_tables
+from lmkit.training.process import StopSignals, end_as_stopped
+from lmkit.training.run_data import Data, resolved_tables
 from lmkit.training.setup import initial_state, learning_rate
-from lmkit.training.signals import StopSignals, end_as_stopped
 from lmkit.training.state import capture_rng
 from lmkit.training.step import Outcome, Step, load_batch
 
@@ -43,15 +43,14 @@ class TrainingClock:
     """Measure the wall-clock time of a run, including what earlier sessions used."""
 
     def __init__(self, *, used_seconds: float, max_minutes: float | None, ranks: Ranks) -> None:
-        self._used = used_seconds
+        self._began = time.perf_counter() - used_seconds
         self._limit = None if max_minutes is None else max_minutes * 60
         self._ranks = ranks
-        self._started = time.perf_counter()
 
     @property
     def seconds(self) -> float:
         """Time used so far."""
-        return self._used + time.perf_counter() - self._started
+        return time.perf_counter() - self._began
 
     @property
     def seconds_left(self) -> float | None:
@@ -69,31 +68,27 @@ class TrainingClock:
 
 
 class Speedometer:
-    """Measure tokens per second, since the last read and over the session, without `excluded` blocks."""
+    """Measure tokens per second, without the time of `excluded` blocks.
+
+    Attributes:
+        session: the mean speed up to the last read; None before the first.
+    """
 
     def __init__(self) -> None:
+        self.session: float | None = None
         self._since = time.perf_counter()
         self._tokens = 0
-        self._earlier_tokens = 0
-        self._earlier_seconds = 0.0
+        self._seconds = 0.0
 
-    def count(self, tokens: int) -> None:
-        self._tokens += tokens
-
-    def read(self) -> float:
-        """Return the speed since the last call."""
+    def read(self, tokens: int) -> float:
+        """Return the speed, given the tokens since the last call."""
         now = time.perf_counter()
         seconds = max(now - self._since, 1e-9)
-        speed = self._tokens / seconds
-        self._earlier_tokens += self._tokens
-        self._earlier_seconds += seconds
-        self._since, self._tokens = now, 0
-        return speed
-
-    @property
-    def session(self) -> float | None:
-        """The mean speed up to the last read; None before the first."""
-        return self._earlier_tokens / self._earlier_seconds if self._earlier_seconds else None
+        self._since = now
+        self._tokens += tokens
+        self._seconds += seconds
+        self.session = self._tokens / self._seconds
+        return tokens / seconds
 
     @contextmanager
     def excluded(self) -> Iterator[None]:
@@ -105,10 +100,15 @@ class Speedometer:
 
 @dataclass
 class Moment:
-    """The position of a run: everything besides tensors that changes from step to step."""
+    """The position of a run: everything besides tensors that changes from step to step.
+
+    Attributes:
+        seconds: trained in the sessions before this one.
+    """
 
     step: int = 0
     tokens: int = 0
+    seconds: float = 0.0
     skipped_in_a_row: int = 0
     valid_loss: float | None = None
     best_loss: float | None = None
@@ -123,7 +123,6 @@ class Trainer:
         step: of `step_of`, restored where the run is resumed.
         batches: this rank's batches.
         signals: entered; they tell the trainer to stop.
-        used_seconds: the time that earlier sessions of the run took.
         stop_at_step: end early after this step.
     """
 
@@ -137,42 +136,37 @@ class Trainer:
         *,
         moment: Moment,
         signals: StopSignals,
-        used_seconds: float = 0.0,
         stop_at_step: int | None = None,
     ) -> None:
         model, train = resolved_tables(recipe)
-        ranks = step.ranks
+        ranks, keep = step.ranks, recipe.checkpoint
         self.ranks = ranks
         self.step = step
         self.moment = moment
-        self.clock = TrainingClock(used_seconds=used_seconds, max_minutes=train.max_minutes, ranks=ranks)
+        self.clock = TrainingClock(used_seconds=moment.seconds, max_minutes=train.max_minutes, ranks=ranks)
         self._train = train
-        self._checkpoint = recipe.checkpoint
+        self._checkpoint = keep
         self._batches = batches
-        self._held_out = make_held_out(recipe, data)
+        self._held_out = None if data.valid is None else held_out_of(data.valid, model, train)
         self._sink = sink
         self._signals = signals
-        self._stop_at_step = stop_at_step
+        self._end = train.steps if stop_at_step is None else min(stop_at_step, train.steps)
         self._learning_rate = learning_rate(recipe)
         self._tokens_per_step = train.batch_size * model.context_length  # over all ranks
         peak = known_peak(device_name(ranks.device), train.precision)
         self._flops_share = None if peak is None else flops_per_token(model, model.context_length) / peak
-        folder, keep = recipe.run.path / CHECKPOINTS, recipe.checkpoint
+        folder = recipe.run.path / CHECKPOINTS
         retention = Retention(folder, keep_last=keep.keep_last, keep_best=keep.keep_best)
         self._writer = CheckpointWriter(folder, ranks, retention)
         self._initial_state = initial_state(recipe, step, data)
         self._began_at = moment.step
         self._saved_step = moment.step  # resumed from this checkpoint; or step 0, which is not saved
-        self._speed = Speedometer()
+        self._logged_tokens = moment.tokens
         self._fraction = self.clock.fraction()
+        self.speed = Speedometer()
 
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Mean of this session."""
-        return self._speed.session
-
-    def run(self) -> Ending:
-        """Train.
+    def run(self) -> tuple[Ending, Evaluation | None]:
+        """Train, then evaluate on all held-out tokens if the schedule has ended.
 
         Raises:
             SystemExit, KeyboardInterrupt: a signal came; the state is saved.
@@ -193,7 +187,13 @@ class Trainer:
         if stopped:
             self._sink.note(f"stopped by a signal; step {self.moment.step} is saved")
             end_as_stopped(self._signals.received)
-        return "finished" if self._is_over() else "stopped early"
+        if self._progress() < 1:
+            return "stopped early", None
+        with losses_named(self.ranks, f"after step {self.moment.step}"):
+            evaluation = self._evaluate("final", None)
+        if evaluation is None and self._held_out is not None:
+            end_as_stopped(self._signals.received)
+        return "finished", evaluation
 
     def _run_steps(self, watch: StepWatch) -> bool:
         """Make steps until the end. Return True if a signal ended them."""
@@ -221,32 +221,33 @@ class Trainer:
     def _next_batch(self, ahead: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         return load_batch(self._batches, self.moment.step + ahead, self.ranks.device)
 
+    def _progress(self) -> float:
+        """Return the share of the schedule that is done: of the steps or of the time, whichever is further."""
+        return max(self.moment.step / self._train.steps, self._fraction or 0.0)
+
+    def _is_done(self) -> bool:
+        return self._progress() >= 1 or self.moment.step >= self._end
+
     def _count(self, outcome: Outcome) -> None:
         """Advance by one step, applied or not: a bad batch must not come again."""
         moment = self.moment
         moment.step += 1
         moment.tokens += self._tokens_per_step
         moment.valid_loss = None
-        self._speed.count(self._tokens_per_step)
         if not outcome.nonfinite:
             moment.skipped_in_a_row = 0
             return
         moment.skipped_in_a_row += 1
-        train, loss = self._train, outcome.loss.item()
-        what = f"step {moment.step}: {self._what_is_not_finite(outcome)}"
-        if train.nonfinite == "stop":
-            raise Diverged(
-                "train.nonfinite",
-                f"{what}: not finite; weights are untouched",
-                hint='lower optimizer.lr, or go on without such steps: --set train.nonfinite="skip"',
-            )
-        if moment.skipped_in_a_row > train.max_skips:
-            raise Diverged(
-                "train.nonfinite",
-                f"{what}: not finite {moment.skipped_in_a_row} times in a row, train.max_skips is {train.max_skips}",
-                hint="lower optimizer.lr",
-            )
-        self._sink.record({"kind": "skip", "step": moment.step, "loss": loss})
+        most = self._train.max_skips if self._train.nonfinite == "skip" else 0
+        if moment.skipped_in_a_row > most:
+            why, hint = "not finite; weights are untouched", "lower optimizer.lr"
+            if most:
+                why = f"not finite {moment.skipped_in_a_row} times in a row, train.max_skips is {most}"
+            else:
+                hint += ', or go on without such steps: --set train.nonfinite="skip"'
+            what = self._what_is_not_finite(outcome)
+            raise Diverged("train.nonfinite", f"step {moment.step}: {what}: {why}", hint=hint)
+        self._sink.record({"kind": "skip", "step": moment.step, "loss": outcome.loss.item()})
 
     def _what_is_not_finite(self, outcome: Outcome) -> str:
         """Return the losses that are not finite, by rank; else the norm of the averaged gradient."""
@@ -271,19 +272,11 @@ class Trainer:
             evaluation = self._evaluate("valid", train.eval_batches or None)
             stopped = evaluation is None and self._held_out is not None
             is_best = evaluation is not None and self._is_best(evaluation)
-        if (
-            ends
-            or stopped
-            or (checkpoint.interval > 0 and step % checkpoint.interval == 0)
-            or (is_best and checkpoint.keep_best > 0)
-        ):
+        is_due = checkpoint.interval > 0 and step % checkpoint.interval == 0
+        if ends or stopped or is_due or (is_best and checkpoint.keep_best > 0):
             self._save()
         elif step == self._began_at + 1 and checkpoint.interval > 0:
-            self._writer.reserve(
-                self._initial_state,
-                model=model_weights(self.step.model),
-                optimizer=self._optimizer_tensors(),
-            )
+            self._writer.reserve(self._initial_state, **self._tensors())
         return stopped
 
     def _is_best(self, evaluation: Evaluation) -> bool:
@@ -296,16 +289,15 @@ class Trainer:
         return True
 
     def _log(self, outcome: Outcome, lr: float) -> None:
-        moment = self.moment
-        loss = outcome.loss
+        moment, loss = self.moment, outcome.loss
         if self.ranks.world_size > 1:
             dist.all_reduce(loss)
             loss /= self.ranks.world_size
         moment.train_loss = loss.item()
-        speed = self._speed.read()
+        speed = self.speed.read(moment.tokens - self._logged_tokens)
+        self._logged_tokens = moment.tokens
         share = None if self._flops_share is None else self._flops_share * speed / self.ranks.world_size
-        end = self._train.steps if self._stop_at_step is None else min(self._stop_at_step, self._train.steps)
-        steps_left = (end - moment.step) * self._tokens_per_step / speed
+        steps_left = (self._end - moment.step) * self._tokens_per_step / speed
         time_left = self.clock.seconds_left
         self._sink.record(
             {
@@ -324,24 +316,11 @@ class Trainer:
             }
         )
 
-    def final_evaluation(self) -> Evaluation | None:
-        """Evaluate on all held-out tokens; None if there are none.
-
-        Raises:
-            SystemExit, KeyboardInterrupt: a signal came.
-        """
-        if self._held_out is None:
-            return None
-        with losses_named(self.ranks, f"after step {self.moment.step}"):
-            evaluation = self._evaluate("final", None)
-        if evaluation is None:
-            end_as_stopped(self._signals.received)
-        return evaluation
-
     def _evaluate(self, kind: str, max_batches: int | None) -> Evaluation | None:
+        """Evaluate and record; return None without held-out tokens, or if a signal came."""
         if self._held_out is None:
             return None
-        with self._speed.excluded():
+        with self.speed.excluded():
             evaluation = evaluate(
                 self.step.model,
                 self._held_out,
@@ -351,25 +330,15 @@ class Trainer:
                 asked_to_stop=lambda: self._signals.received is not None,
             )
         if evaluation is not None:
-            self._sink.record(
-                {
-                    "kind": kind,
-                    "step": self.moment.step,
-                    "loss": evaluation.loss,
-                    "perplexity": evaluation.perplexity,
-                    "bits_per_byte": evaluation.bits_per_byte,
-                    "tokens": evaluation.tokens,
-                }
-            )
+            self._sink.record({"kind": kind, "step": self.moment.step, **asdict(evaluation)})
         return evaluation
 
     def _save(self) -> None:
         """Begin to save, unless this step is saved already."""
-        moment = self.moment
+        moment, scale = self.moment, self.step.loss_scale
         if moment.step == self._saved_step:
             return
         self._writer.wait_for_all()
-        scale = self.step.loss_scale
         state = self._initial_state.model_copy(
             update={
                 "step": moment.step,
@@ -383,7 +352,7 @@ class Trainer:
                 "rng": (capture_rng(self.ranks.device),),
             }
         )
-        self._writer.save(state, model=model_weights(self.step.model), optimizer=self._optimizer_tensors())
+        self._writer.save(state, **self._tensors())
         self._saved_step = moment.step
         self._sink.record(
             {"kind": "checkpoint", "step": moment.step, "stall_seconds": self._writer.stall_seconds}
@@ -393,16 +362,7 @@ class Trainer:
         with losses_named(self.ranks, f"after step {self.moment.step}"):
             self._writer.wait_for_all()
 
-    def _optimizer_tensors(self) -> dict[str, torch.Tensor]:
-        return optimizer_tensors(self.step.optimizer, self.step.model)
-
-    def _progress(self) -> float:
-        """Return the share of the schedule that is done: of the steps or of the time, whichever is further."""
-        return max(self.moment.step / self._train.steps, self._fraction or 0.0)
-
-    def _is_over(self) -> bool:
-        return self._progress() >= 1.0
-
-    def _is_done(self) -> bool:
-        stop_at = self._stop_at_step
-        return self._is_over() or (stop_at is not None and self.moment.step >= stop_at)
+    def _tensors(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the live tensors that a checkpoint holds, as `CheckpointWriter.save` takes them."""
+        model, optimizer = self.step.model, self.step.optimizer
+        return {"model": model_weights(model), "optimizer": optimizer_tensors(optimizer, model)}

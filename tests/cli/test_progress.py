@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from lmkit.cli.console import log_to_stderr, progress_on_stderr
-from lmkit.training.console import BarConsole
+from lmkit.training.metrics import BarConsole
 
 
 @pytest.fixture

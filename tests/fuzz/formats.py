@@ -53,16 +53,16 @@ from lmkit.training.checkpoint import (
     MANIFEST,
     MODEL,
     STATE,
+    FileEntry,
     newest_checkpoint,
     newest_valid,
     open_checkpoint,
     shard_name,
-    write_manifest,
 )
+from lmkit.training.checkpoint_writer import write_manifest
 from lmkit.training.metrics import MetricsFile, read_metrics
 from lmkit.training.model_state import load_optimizer_tensors, plain_model
 from lmkit.training.state import restore_rng
-from lmkit.training.tensor_files import FileEntry
 
 if sys.version_info >= (3, 11):
     import tomllib

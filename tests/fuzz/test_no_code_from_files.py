@@ -15,9 +15,9 @@ import lmkit
 from lmkit.errors import LmkitError
 from lmkit.recipe.load import load_recipe
 from lmkit.training import session
-from lmkit.training.checkpoint import MANIFEST, MODEL, open_checkpoint, shard_name, write_manifest
+from lmkit.training.checkpoint import MANIFEST, MODEL, FileEntry, open_checkpoint, shard_name
+from lmkit.training.checkpoint_writer import write_manifest
 from lmkit.training.model_state import plain_model
-from lmkit.training.tensor_files import FileEntry
 
 RUNS_CODE = {
     "pickle.load", "pickle.loads", "pickle.Unpickler", "torch.load", "torch.jit.load", "torch.hub.load",

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from lmkit.parallel.ranks import Ranks
 from lmkit.training import checkpoint_writer, session, trainer
 from lmkit.training.checkpoint import Retention
-from lmkit.training.signals import StopSignals
+from lmkit.training.process import StopSignals
 from lmkit.training.step import Step
 from lmkit.training.trainer import Trainer
 
@@ -84,7 +84,7 @@ def tell_whether_a_refused_update_changed_weights(rank: int) -> None:
 def tell_the_ranks() -> None:
     original = Trainer.run
 
-    def run(self: Trainer) -> trainer.Ending:
+    def run(self: Trainer) -> tuple[trainer.Ending, Any]:
         RANKS.append(self.ranks)
         return original(self)
 

@@ -15,30 +15,26 @@ from run_folders import refused
 from test_checkpoint_writer import make_state
 
 from lmkit.storage import sha256_file
-from lmkit.training import checkpoint
 from lmkit.training.checkpoint import (
     MANIFEST,
     MODEL,
     STATE,
+    DamagedCheckpoint,
+    NewerFormat,
     Retention,
     clean_leftovers,
+    manifest_checksum,
     newest_valid,
     open_checkpoint,
+    parse_tensors,
     publish,
     read_manifest,
+    read_verified,
     saved_steps,
     step_name,
     verify,
-    write_manifest,
 )
-from lmkit.training.tensor_files import (
-    DamagedCheckpoint,
-    NewerFormat,
-    parse_tensors,
-    read_verified,
-    write_tensors,
-    write_text,
-)
+from lmkit.training.checkpoint_writer import write_manifest, write_tensors, write_text
 
 SHARD = "optimizer-00000-of-00001.safetensors"
 
@@ -57,7 +53,7 @@ def make_checkpoint(folder: Path, step: int, *, loss: float | None = None, text:
 def rewrite_manifest(folder: Path, **changes: object) -> None:
     """Change keys of a manifest as another version would have written it: with a checksum that fits."""
     content = json.loads((folder / MANIFEST).read_text()) | changes
-    content["checksum"] = checkpoint._checksum(content)
+    content["checksum"] = manifest_checksum(content)
     (folder / MANIFEST).write_text(json.dumps(content))
 
 

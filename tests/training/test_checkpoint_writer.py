@@ -177,7 +177,7 @@ def test_fault_68_weights_that_are_not_finite_never_replace_a_good_checkpoint(
     writer.wait()
     model["w"][99, 99] = value
     save(writer, 2)
-    with refused("checkpoint.nonfinite", "step 2", "model/w"):
+    with refused("checkpoint.nonfinite", "step 2", "model.safetensors: w"):
         writer.wait()
     assert [saved.step for saved in saved_steps(tmp_path)] == [1]
 
@@ -219,7 +219,7 @@ def test_reserved_memory_is_used_and_does_not_change_what_is_saved(tmp_path: Pat
     writer.reserve(make_state(0), model=model, optimizer={"w.exp_avg": torch.zeros(100, 100)})
     writer.wait()
     reserved = {name: buffer.data_ptr() for name, buffer in writer._copies._buffers.items()}
-    assert set(reserved) == {"model/w", "optimizer/w.exp_avg"}
+    assert [name for _, name in reserved] == ["w", "w.exp_avg"]
     save(writer, 1)
     writer.wait()
     assert {name: writer._copies._buffers[name].data_ptr() for name in reserved} == reserved

@@ -16,13 +16,19 @@ from typing import Any
 import pytest
 from run_folders import losses, refused, saved, train_here
 
-from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.schema import Recipe
-from lmkit.training import console as console_module
 from lmkit.training import metrics
-from lmkit.training.console import PlainConsole, console, describe, duration
-from lmkit.training.metrics import Fanout, MetricsFile, WandbSink, read_metrics
-from lmkit.training.session import open_sink
+from lmkit.training.metrics import (
+    Fanout,
+    MetricsFile,
+    PlainConsole,
+    WandbSink,
+    console,
+    describe,
+    duration,
+    open_sink,
+    read_metrics,
+)
 
 Tiny = Callable[..., Recipe]
 
@@ -147,22 +153,22 @@ def test_a_bar_and_its_numbers_fit_100_columns(
 
 
 def test_fault_14_no_escape_codes_without_a_terminal_or_with_no_color(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert isinstance(console(10), PlainConsole)  # pytest's stderr is no terminal
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("NO_COLOR", "1")
     assert isinstance(console(10), PlainConsole)
-    monkeypatch.setattr(console_module, "SECONDS_BETWEEN_LINES", 1e9)  # however slow this machine is
-    stream = io.StringIO()
-    lines = PlainConsole(3, stream=stream)
+    monkeypatch.setattr(metrics, "SECONDS_BETWEEN_LINES", 1e9)  # however slow this machine is
+    lines = PlainConsole(3)
     for step in (1, 2, 3):
         lines.record(train_record(step))
     lines.note("done")
-    assert "\x1b" not in stream.getvalue()
-    assert "\r" not in stream.getvalue()
+    said = capsys.readouterr().err
+    assert "\x1b" not in said
+    assert "\r" not in said
     # Of steps that come fast the first is shown, and the last.
-    assert [line.split()[1] for line in stream.getvalue().splitlines()[:2]] == ["1/3", "3/3"]
+    assert [line.split()[1] for line in said.splitlines()[:2]] == ["1/3", "3/3"]
 
 
 def test_the_bar_of_a_resumed_run_begins_where_the_run_stands(
@@ -171,7 +177,7 @@ def test_the_bar_of_a_resumed_run_begins_where_the_run_stands(
     terminal = as_terminal()
     recipe = tiny("train.steps=100")
     recipe.run.path.mkdir(parents=True)
-    open_sink(recipe, Ranks(), after_step=40).close()
+    open_sink(recipe, after_step=40).close()
     assert re.search(r"^━{9}╸━{14} step 40/100", without_codes(terminal))  # 9.5 of 24 columns are done
 
 

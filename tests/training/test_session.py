@@ -23,8 +23,9 @@ from lmkit.tokenizer import Tokenizer
 from lmkit.training import trainer
 from lmkit.training.checkpoint import newest_checkpoint, run_tokenizer
 from lmkit.training.evaluation import evaluate_run
+from lmkit.training.metrics import draw_losses
 from lmkit.training.model_state import plain_model
-from lmkit.training.session import draw_losses, plan
+from lmkit.training.session import plan
 from lmkit.training.verify import verify_path
 
 Tiny = Callable[..., Recipe]

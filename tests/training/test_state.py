@@ -11,7 +11,8 @@ from run_folders import refused
 from test_checkpoint_writer import make_state
 
 from lmkit.errors import LmkitError
-from lmkit.training.state import RngState, capture_rng, parse_state, restore_rng
+from lmkit.training.checkpoint import parse_state
+from lmkit.training.state import RngState, capture_rng, restore_rng
 
 CPU = torch.device("cpu")
 

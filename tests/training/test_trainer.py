@@ -65,18 +65,15 @@ def test_the_clock_continues_from_what_earlier_sessions_used(
 def test_speed_is_measured_since_the_last_read_without_excluded_time(time: Time) -> None:
     meter = Speedometer()
     assert meter.session is None
-    meter.count(60)
-    meter.count(40)
     time.now += 2.0
-    assert (meter.read(), meter.session) == (50.0, 50.0)
-    meter.count(600)
+    assert (meter.read(100), meter.session) == (50.0, 50.0)
     time.now += 1.0
     with meter.excluded():
         time.now += 7.0
     time.now += 2.0
     assert meter.session == 50.0  # up to the last read
-    assert (meter.read(), meter.session) == (200.0, 140.0)
-    assert meter.read() == 0.0  # at once: no time, no tokens
+    assert (meter.read(600), meter.session) == (200.0, 140.0)
+    assert meter.read(0) == 0.0  # at once: no time, no tokens
 
 
 def test_fault_50_an_output_that_cannot_be_written_is_refused_before_training(
