@@ -21,8 +21,7 @@ from lmkit.recipe.tables import ParallelConfig
 from lmkit.registry import STRATEGIES
 
 LATE_BYTES = 32 * MIB
-"""A last bucket from this size on may arrive late. A step in two parts costs the host more than a smaller one takes.
-A last bucket from this size on may arrive late. A step in two parts costs the host more than a smaller one takes."""
+"""From this size on the last bucket may arrive late: for a smaller one, a step in two parts takes longer."""
 
 
 @STRATEGIES.register(
@@ -33,6 +32,8 @@ class BucketedSync(Strategy):
 
     The order in which gradients become ready is recorded in the first step. Rank 0's order then holds on all ranks.
     """
+
+    _hooks: BucketHooks
 
     def __init__(self, ranks: Ranks, config: ParallelConfig) -> None:
         super().__init__(ranks, config)
@@ -49,11 +50,10 @@ class BucketedSync(Strategy):
         """Return the buckets in the order in which they are launched."""
         return plan_buckets(in_ready_order, int(self.config.bucket_mb * MIB), self.config.reduce_dtype)
 
-    def _use_buckets(self, buckets: list[list[nn.Parameter]]) -> BucketHooks:
+    def _use_buckets(self, buckets: list[list[nn.Parameter]]) -> None:
         self._buckets = buckets
         self._last_bytes = sum(parameter.nbytes for parameter in buckets[-1]) if buckets else 0
-        self._hooks = BucketHooks(buckets, self._launch, self._forget, self._is_accumulating)
-        return self._hooks
+        self._hooks = BucketHooks(buckets, self._launch, self._forget, lambda: self._is_accumulating)
 
     def _launch(self, index: int) -> None:
         bucket = self._buckets[index]
@@ -68,30 +68,28 @@ class BucketedSync(Strategy):
         self._flying.append(ReducingBucket(bucket, self._averager, reduce_dtype=reduce_dtype, extra=extra))
 
     def _without_gradient(self) -> list[int]:
-        assert self._hooks is not None
         return [self._index_of[parameter] for parameter in self._hooks.without_gradient()]
 
     def _reduce(self, unused: Sequence[int], *, wait: bool) -> Sequence[int]:
-        assert self._hooks is not None
         self._unused = list(unused)
         self._hooks.launch_rest()
         self._unused = []
         everything = wait or unused or not self._order_is_settled or self._last_bytes < LATE_BYTES
         self._wait_for_flying(leave=0 if everything else 1)
         if not self._order_is_settled:
-            self._settle_order(self._hooks)
+            self._settle_order()
         if not unused:
             return []
         share = self._used.tolist()  # of the ranks; only a rank with unused parameters waits for it
         return [index for index in unused if share[index] == 0]
 
-    def _settle_order(self, recorded: BucketHooks) -> None:
+    def _settle_order(self) -> None:
         """Plan the buckets anew, in the order of rank 0's gradients; parameters without a gradient there go last."""
-        in_ready_order = order_of_first_rank(recorded.order, self.parameters[::-1], self.ranks)
-        recorded.close()
-        hooks = self._use_buckets(self._plan(in_ready_order))
-        if not self._accumulated:
-            hooks.watch_ends(in_ready_order)
+        in_ready_order = order_of_first_rank(self._hooks.order, self.parameters[::-1], self.ranks)
+        self._hooks.close()
+        self._use_buckets(self._plan(in_ready_order))
+        if not self._ever_accumulated:
+            self._hooks.watch_ends(in_ready_order)
         self._order_is_settled = True
 
     # What reads gradients that are still on their way waits for them.
@@ -119,8 +117,8 @@ class BucketedSync(Strategy):
             self._flying.pop(0).wait()
 
     def reset(self) -> None:
-        if self._hooks is not None:
-            self._forget()
+        self._forget()
+        if self._hooks is not None:  # more than one rank
             self._hooks.reset()
 
     def _forget(self) -> None:

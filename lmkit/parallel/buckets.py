@@ -32,8 +32,12 @@ def plan_buckets(
     in_ready_order: Sequence[nn.Parameter], capacity: int, reduce_dtype: str = "fp32"
 ) -> list[list[nn.Parameter]]:
     """Fill buckets as `fill_buckets` does, and keep the last `LAST_BUCKET_BYTES` (at least a parameter) apart."""
-    tail = _tail_length(in_ready_order, reduce_dtype)
-    body, end = in_ready_order[: len(in_ready_order) - tail], in_ready_order[len(in_ready_order) - tail :]
+    cut = max(0, len(in_ready_order) - 1)
+    last_bytes = sum(bytes_of(parameter, reduce_dtype) for parameter in in_ready_order[cut:])
+    while cut > 0 and last_bytes + bytes_of(in_ready_order[cut - 1], reduce_dtype) <= LAST_BUCKET_BYTES:
+        cut -= 1
+        last_bytes += bytes_of(in_ready_order[cut], reduce_dtype)
+    body, end = in_ready_order[:cut], in_ready_order[cut:]
     return [*fill_buckets(body, capacity, reduce_dtype), *fill_buckets(end, capacity, reduce_dtype)]
 
 
@@ -63,15 +67,6 @@ def fill_buckets(
 def bytes_of(parameter: nn.Parameter, reduce_dtype: str) -> int:
     """Return the size of the parameter's gradient when it is reduced."""
     return parameter.numel() * reduce_dtype_for(parameter.dtype, reduce_dtype).itemsize
-
-
-def _tail_length(parameters: Sequence[nn.Parameter], reduce_dtype: str) -> int:
-    total = 0
-    for length, parameter in enumerate(reversed(parameters)):
-        total += bytes_of(parameter, reduce_dtype)
-        if total > LAST_BUCKET_BYTES:
-            return max(1, length)
-    return len(parameters)
 
 
 def order_of_first_rank(
@@ -159,7 +154,7 @@ class BucketHooks:
     At first every parameter has a hook. A hook costs the host microseconds in every step, so once the order in which
     gradients become ready is known (`watch_ends`), only the first parameter of the pass and the last of each bucket
     keep theirs. `grad is not None` then means complete, which holds only if every grad was None when the pass began:
-    if not, all hooks come back. Accumulation needs all of them too (`watch_all`).
+    if not, all hooks come back. Accumulation needs all of them, too (`watch_all`).
 
     Args:
         buckets: parameters that are launched together; each parameter is in one bucket.
@@ -237,11 +232,10 @@ class BucketHooks:
         self.order.clear()
 
     def check_finished(self) -> None:
-        """Call before gradients are added to.
+        """Refuse to add to gradients that may be on their way, or have left the place to which a pass would add.
 
         Raises:
-            LmkitError: a backward pass has ended and was not finished. Its gradients may be on their way, or have
-                left the place to which the next pass would add.
+            LmkitError: a backward pass has ended and was not finished.
         """
         if self._pass_has_ended:
             raise LmkitError(
@@ -266,17 +260,13 @@ class BucketHooks:
     def _on_watched(self, parameter: nn.Parameter) -> None:
         if self._is_paused():
             return
-        if self._begin() and not self._is_fresh_start(parameter):
+        # A gradient that was there before the pass says nothing: the pass adds to it.
+        if self._begin() and any(
+            p is not parameter and p.grad is not None for bucket in self._buckets for p in bucket
+        ):
             self.watch_all()
         if not self.watches_all:
-            self._launch_while(self._is_complete)
-
-    def _is_fresh_start(self, parameter: nn.Parameter) -> bool:
-        """Return whether this gradient is the only one: the pass adds to any other, whose presence says nothing."""
-        return all(p is parameter or p.grad is None for bucket in self._buckets for p in bucket)
-
-    def _is_complete(self, index: int) -> bool:
-        return all(parameter.grad is not None for parameter in self._buckets[index])
+            self._launch_while(lambda index: all(p.grad is not None for p in self._buckets[index]))
 
     def _launch_while(self, is_ready: Callable[[int], bool]) -> None:
         while self._next < len(self._buckets) and is_ready(self._next):
@@ -284,14 +274,10 @@ class BucketHooks:
             self._launch(self._next - 1)
 
     def _begin(self) -> bool:
-        """Return whether the backward pass that runs is a new one.
-
-        Raises:
-            LmkitError: see `check_finished`.
-        """
+        """Return whether the backward pass that runs is a new one; see `check_finished`."""
         current = (
             torch._C._current_graph_task_id()
-        )  # the pass's number; autograd has no public way to ask for it
+        )  # the pass's number, for which there is no public function
         if self._pass == current:
             return False
         if self._pass is not None:
@@ -306,9 +292,7 @@ class BucketHooks:
             if self._pass == current:
                 self._pass_has_ended = True
 
-        # Autograd calls it when the pass ends. If the pass raises, it drops the callback, and the reference dies.
-        torch.autograd.Variable._execution_engine.queue_callback(ends)
-        self._pass_ends = weakref.ref(ends)
+        self._pass_ends = at_end_of_pass(ends)
         return True
 
     def _start_over(self) -> None:
@@ -316,6 +300,12 @@ class BucketHooks:
         self._next = 0
         self._pass = None
         self._pass_has_ended = False
+
+
+def at_end_of_pass(callback: Callable[[], None]) -> weakref.ref[Callable[[], None]]:
+    """Let autograd call `callback` when the backward pass that runs ends. The reference dies if the pass raises."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+    return weakref.ref(callback)
 
 
 def on_gradient(parameter: nn.Parameter, method: Callable[..., None], *before: Any) -> RemovableHandle:

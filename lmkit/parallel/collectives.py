@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,9 +29,9 @@ class Traffic:
     Attributes:
         calls: collectives started. A tensor read from the memory of other ranks counts as one.
         payload_bytes: size of the tensors that were reduced or gathered.
-        link_bytes: bytes that a bandwidth-optimal (ring) algorithm sends per rank: 2 (W-1)/W of an all-reduce's
-            bytes, and (W-1)/W of a reduce-scatter's, an all-gather's (Thakur, Rabenseifner and Gropp 2005,
-            "Optimization of Collective Communication Operations") or a broadcast's, averaged over the ranks.
+        link_bytes: bytes that a ring sends per rank: 2 (W-1)/W of an all-reduce's bytes, (W-1)/W of a
+            reduce-scatter's, an all-gather's (Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective
+            Communication Operations") or a broadcast's, averaged over the ranks.
     """
 
     calls: int = 0
@@ -42,7 +42,7 @@ class Traffic:
         self._count(num_bytes, 2.0, world_size, calls)
 
     def count_scatter_or_gather(self, num_bytes: int, world_size: int) -> None:
-        """Count a reduce-scatter or all-gather whose full side (the parts of all ranks) has `num_bytes`."""
+        """Count a reduce-scatter or all-gather; `num_bytes` are those of all ranks' parts."""
         self._count(num_bytes, 1.0, world_size, 1)
 
     def count_broadcast(self, num_bytes: int, world_size: int) -> None:
@@ -58,7 +58,7 @@ class Traffic:
 
 
 def reduce_dtype_for(dtype: torch.dtype, option: str) -> torch.dtype:
-    """Return the dtype in which gradients of `dtype` are reduced: "bf16" halves fp32 and changes no other dtype."""
+    """Return the dtype in which gradients of `dtype` are reduced: "bf16" changes fp32 only."""
     return torch.bfloat16 if option == "bf16" and dtype == torch.float32 else dtype
 
 
@@ -93,8 +93,8 @@ class Averager:
     def all_reduce(self, tensors: list[torch.Tensor]) -> PendingMean:
         """Start averaging contiguous tensors of one dtype and device in place, in one call of the backend.
 
-        NCCL joins them in one kernel that reads and writes them in place; gloo copies them into one buffer and back,
-        and has no such call for CUDA tensors, which are then reduced one by one.
+        NCCL reads and writes them in place; gloo copies them into one buffer and back. gloo has no such call for CUDA
+        tensors, which are then reduced one by one.
         """
         one_by_one = len(tensors) == 1 or (tensors[0].device.type == "cuda" and not self._has_nccl)
         num_bytes, calls = sum(tensor.nbytes for tensor in tensors), len(tensors) if one_by_one else 1
@@ -112,17 +112,18 @@ class Averager:
 
     def reduce_scatter(self, flat: torch.Tensor) -> PendingMean:
         """Start averaging `flat` (world_size * n,); the result is this rank's part (n,), a view of `flat`."""
-        self._traffic.count_scatter_or_gather(flat.nbytes, self._ranks.world_size)
-        part = flat.chunk(self._ranks.world_size)[self._ranks.rank]
+        part = self._count_and_take_part(flat)
         op, divide_by = self._mean_of(flat)
         return PendingMean([_reduce_scatter(part, flat, op=op, async_op=True)], [part], divide_by)
 
     def all_gather(self, flat: torch.Tensor) -> Work:
         """Start filling `flat` (world_size * n,) with all parts; this rank's part is in place already."""
-        self._traffic.count_scatter_or_gather(flat.nbytes, self._ranks.world_size)
-        part = flat.chunk(self._ranks.world_size)[self._ranks.rank]
-        work: Work = _all_gather(flat, part, async_op=True)
+        work: Work = _all_gather(flat, self._count_and_take_part(flat), async_op=True)
         return work
+
+    def _count_and_take_part(self, flat: torch.Tensor) -> torch.Tensor:
+        self._traffic.count_scatter_or_gather(flat.nbytes, self._ranks.world_size)
+        return flat.chunk(self._ranks.world_size)[self._ranks.rank]
 
     def _mean_of(self, flat: torch.Tensor) -> tuple[dist.ReduceOp.RedOpType, int]:
         """Return (operation, divisor). gloo has no AVG: there the sum is divided when it is waited for."""
@@ -152,8 +153,7 @@ def unused_everywhere(unused: Sequence[int], count: int, ranks: Ranks, traffic: 
     return [index for index in unused if not anywhere[index]]
 
 
-@dataclass(frozen=True)
-class Agreement:
+class Agreement(NamedTuple):
     """What at least one rank reported."""
 
     stop: bool
@@ -161,10 +161,10 @@ class Agreement:
 
 
 def agree(ranks: Ranks, *, stop: bool = False, nonfinite: bool | torch.Tensor = False) -> Agreement:
-    """Tell every rank whether any rank wants to stop, or saw a loss or gradient that is not finite.
+    """Tell every rank whether any rank wants to stop, or saw a loss or gradient that is not finite. Collective.
 
-    Call it once a step on every rank, before the optimizer step. All ranks return the same answer, so that all save
-    the same step and no rank applies an update that another refuses.
+    Call it once a step, before the optimizer step: all ranks then save the same step, and no rank applies an update
+    that another refuses.
 
     Args:
         nonfinite: a bool, or a tensor of one element on the rank's device. Reading the tensor waits for the GPU. On
@@ -175,14 +175,15 @@ def agree(ranks: Ranks, *, stop: bool = False, nonfinite: bool | torch.Tensor = 
     flags = torch.zeros(2, dtype=torch.int32, device=nonfinite.device)
     flags[0] = int(stop)
     flags[1] = nonfinite
-    if ranks.world_size > 1:
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-    return Agreement(*map(bool, flags.tolist()))
+    return Agreement(*_any(flags, ranks))
 
 
 def on_any_rank(ranks: Ranks, *facts: bool) -> tuple[bool, ...]:
-    """Return, for each fact, whether it holds on at least one rank. Collective; the answer is equal on all ranks."""
-    flags = torch.tensor(facts, dtype=torch.int32)
+    """Return, for each fact, whether it holds on at least one rank. Collective."""
+    return _any(torch.tensor(facts, dtype=torch.int32), ranks)
+
+
+def _any(flags: torch.Tensor, ranks: Ranks) -> tuple[bool, ...]:
     if ranks.world_size > 1:
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-    return tuple(bool(flag) for flag in flags.tolist())
+    return tuple(map(bool, flags.tolist()))

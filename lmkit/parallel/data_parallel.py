@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 
 from lmkit.errors import UsageError
-from lmkit.parallel.buckets import on_gradient
+from lmkit.parallel.buckets import at_end_of_pass, on_gradient
 from lmkit.parallel.protocol import build_strategy, trainable_parameters
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.tables import ParallelConfig
@@ -57,8 +56,8 @@ class DataParallel(nn.Module):
         # Not registered as a submodule: the strategy may wrap the module once more.
         self.__dict__["_call"] = self._sync.attach(module)
         self._is_accumulating = False
-        self._is_finished = False  # by the end of a backward pass
-        self._is_running = False  # a backward pass, which will average the gradients when it ends
+        self._is_finished = False  # whether the end of a backward pass has averaged the gradients
+        self._is_running = False  # whether a backward pass runs that will average them
         self._ending: Callable[[], object] = lambda: None
         if ranks.world_size > 1:
             for parameter in trainable_parameters(module):
@@ -66,7 +65,9 @@ class DataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._is_finished = False
-        if self._is_running and torch._C._current_graph_task_id() == -1:  # no pass runs: the last one raised
+        if (
+            self._is_running and torch._C._current_graph_task_id() == -1
+        ):  # no pass runs now: the last one raised
             self._sync.reset()
             self._is_running = False
         return self._call(*args, **kwargs)  # type: ignore[operator]
@@ -98,6 +99,4 @@ class DataParallel(nn.Module):
             self._sync.finish()
             self._is_finished, self._is_running = True, False
 
-        # Autograd calls it when the pass ends. If the pass raises, it drops the callback, and the reference dies.
-        torch.autograd.Variable._execution_engine.queue_callback(ends)
-        self._is_running, self._ending = True, weakref.ref(ends)
+        self._is_running, self._ending = True, at_end_of_pass(ends)

@@ -1,7 +1,7 @@
 """Turn a rank that dies or hangs into an error that names the rank and the step, within the timeout.
 
-On gloo a broken or late collective raises in the caller; the surviving ranks then ask the store who else is alive. On
-NCCL the caller only waits for the GPU, so a thread watches the clock instead.
+With gloo a broken or late collective raises in the caller; the surviving ranks then ask the store who else is alive.
+With NCCL the caller only waits for the GPU, so a thread watches the clock instead.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 
 import torch.distributed as dist
 
@@ -21,9 +20,8 @@ from lmkit.parallel.ranks import Ranks, absent_ranks
 
 ROLL_CALL_S = 2.0
 """How long survivors wait for one another's sign of life before they report the others as silent."""
-
 GLOO_SIGNS = ("gloo/", "pair closure")
-"""Texts in gloo's errors: its source path, or "Application timeout caused pair closure"."""
+"""Texts in gloo's plain RuntimeErrors: its source path, or "Application timeout caused pair closure"."""
 
 
 class RankLost(LmkitError):
@@ -40,37 +38,50 @@ class StepWatch:
                 with watch.step(step):
                     ...  # forward, backward, finish, optimizer
 
-    A collective that fails inside `step(n)` becomes a `RankLost` that names this rank, the step and the ranks
-    that gave no sign of life. On GPUs a step that is still unfinished after `ranks.timeout_s` ends the
-    process with exit code 1 and one line on stderr: no exception can reach a thread that waits for the GPU.
+    A collective that fails inside `step(n)` becomes a `RankLost`, see `losses_named`. On GPUs a step that is still
+    unfinished after `ranks.timeout_s` ends the process with exit code 1 and one line on stderr: no exception can
+    reach a thread that waits for the GPU.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._clock = _Clock(ranks) if ranks.world_size > 1 and ranks.device.type == "cuda" else None
+        self._armed: tuple[int, float] | None = None  # (step, deadline): replaced whole, so it needs no lock
+        self._stopped = threading.Event()
+        self._clock: threading.Thread | None = None
+        if ranks.world_size > 1 and ranks.device.type == "cuda":
+            self._clock = threading.Thread(target=self._watch, name="lmkit-step-watch", daemon=True)
 
     def __enter__(self) -> StepWatch:
         if self._clock is not None:
             self._clock.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         if self._clock is not None:
-            self._clock.stop()
+            self._stopped.set()
+            self._clock.join()
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Name the step; raise RankLost if a collective inside it breaks."""
-        if self._clock is not None:
-            self._clock.arm(number)
+        self._armed = (number, time.monotonic() + self._ranks.timeout_s)
         try:
             with losses_named(self._ranks, f"step {number}"):
                 yield
         finally:
-            if self._clock is not None:
-                self._clock.disarm()
+            self._armed = None
+
+    def _watch(self) -> None:
+        ranks = self._ranks
+        while not self._stopped.wait(min(1.0, ranks.timeout_s / 8)):
+            armed = self._armed
+            if armed is not None and time.monotonic() > armed[1]:
+                sys.stderr.write(
+                    f"error[parallel.step_hangs]: rank {ranks.rank}, step {armed[0]}: unfinished after "
+                    f"{ranks.timeout_s:g} s; this rank or one that it waits for hangs\n"
+                )
+                sys.stderr.flush()
+                os._exit(1)
 
 
 @contextmanager
@@ -79,30 +90,21 @@ def losses_named(ranks: Ranks, moment: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if ranks.world_size == 1 or not is_communication_error(error):
+        text = str(error)
+        is_communication = isinstance(error, dist.DistError) or any(sign in text for sign in GLOO_SIGNS)
+        if ranks.world_size == 1 or not is_communication:
             raise
-        raise rank_lost(ranks, moment, error) from error
-
-
-def is_communication_error(error: RuntimeError) -> bool:
-    """Return whether a collective raised it. gloo raises plain RuntimeErrors, known by their text."""
-    return isinstance(error, dist.DistError) or any(sign in str(error) for sign in GLOO_SIGNS)
-
-
-def rank_lost(ranks: Ranks, moment: str, error: RuntimeError) -> RankLost:
-    """Return the error for a broken collective: what broke, when, and which ranks are silent (and may just be slow).
-    Return the error for a broken collective: what broke, when, and which ranks are silent (and may just be slow)."""
-    timed_out = "imed out" in str(error) or "imeout" in str(error)
-    what = f"no answer within {ranks.timeout_s:g} s" if timed_out else "the connection broke"
-    return RankLost(
-        "parallel.rank_lost",
-        f"rank {ranks.rank}, {moment}: {what}; {_roll_call(ranks)}",
-        hint="look for the error or signal of the silent rank; a slow one needs a longer parallel.timeout_s",
-    )
+        timed_out = "imed out" in text or "imeout" in text
+        what = f"no answer within {ranks.timeout_s:g} s" if timed_out else "the connection broke"
+        raise RankLost(
+            "parallel.rank_lost",
+            f"rank {ranks.rank}, {moment}: {what}; {_roll_call(ranks)}",
+            hint="look for the error or signal of the silent rank; a slow one needs a longer parallel.timeout_s",
+        ) from error
 
 
 def _roll_call(ranks: Ranks) -> str:
-    """Say which ranks do not report a broken collective, too: they died, hang, or have not noticed yet."""
+    """Say which ranks do not report the broken collective, too: they died, hang, or have not noticed yet."""
     assert ranks.store is not None
     try:
         ranks.store.set(f"survivor/{ranks.rank}", "yes")
@@ -112,38 +114,3 @@ def _roll_call(ranks: Ranks) -> str:
     if not silent:
         return "all ranks are still there"
     return f"no sign of rank {', '.join(map(str, silent))} in {ROLL_CALL_S:g} s more"
-
-
-class _Clock(threading.Thread):
-    """End the process when an armed step passes its deadline."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        super().__init__(name="lmkit-step-watch", daemon=True)
-        self._ranks = ranks
-        self._armed: tuple[int, float] | None = None  # (step, deadline): replaced whole, so it needs no lock
-        self._stopped = threading.Event()
-
-    def arm(self, step: int) -> None:
-        self._armed = (step, time.monotonic() + self._ranks.timeout_s)
-
-    def disarm(self) -> None:
-        self._armed = None
-
-    def stop(self) -> None:
-        self._stopped.set()
-        self.join()
-
-    def run(self) -> None:
-        while not self._stopped.wait(min(1.0, self._ranks.timeout_s / 8)):
-            armed = self._armed
-            if armed is not None and time.monotonic() > armed[1]:
-                self._give_up(armed[0])
-
-    def _give_up(self, step: int) -> None:
-        ranks = self._ranks
-        sys.stderr.write(
-            f"error[parallel.step_hangs]: rank {ranks.rank}, step {step}: unfinished after {ranks.timeout_s:g} s; "
-            "this rank or one that it waits for hangs\n"
-        )
-        sys.stderr.flush()
-        os._exit(1)

@@ -1,5 +1,4 @@
-"""Gather the weights that other ranks updated: by the backend's all-gather, or by reading the memory of their GPUs.
-Gather the weights that other ranks updated: by the backend's all-gather, or by reading the memory of their GPUs."""
+"""Gather the weights that other ranks updated: by the backend, or by reading the memory of their GPUs."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from lmkit.parallel.ranks import Ranks
 ALIGNMENT = 512
 """Bytes: the alignment that CUDA's allocators give."""
 FIRST_TORCH = "2.11"
-"""The symmetric-memory interface of earlier versions differs, and was not tried."""
+"""The symmetric-memory interface of earlier versions differs."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _USE_COLLECTIVES = 'set parallel.gather = "collective"'
 
@@ -31,10 +30,9 @@ class WeightGather(Protocol):
         """Return a zeroed flat tensor (num_elements,), a multiple of the world size: one equal part per rank."""
 
     def start(self, flats: Sequence[torch.Tensor]) -> list[Work]:
-        """Start collecting the other ranks' parts of tensors that were allocated here.
+        """Start collecting the other ranks' parts of tensors that were allocated here. Collective.
 
-        Every rank calls it for the same tensors, after it has written its own parts (on GPUs: launched the kernels
-        that write them, on the current stream).
+        Call it after this rank's parts are written (on GPUs: by kernels launched on the current stream).
         """
 
 
@@ -54,8 +52,7 @@ class CollectiveGather:
 class PeerGather:
     """Read the other ranks' parts from the memory of their GPUs, on a separate stream.
 
-    NCCL's kernels take SMs from the matrix products that they run beside; a product with one CTA per SM then needs a
-    second wave. Copy engines take none, which shows where gathering reaches into the forward pass.
+    Copies take no SMs from the matrix products of the forward pass, as NCCL's kernels would.
 
     A rank may read after every rank has written: a reduction of four bytes comes first. A rank may write again after
     every rank has read: each rank reduces a bucket's next gradients only after it has read the bucket's weights
@@ -68,8 +65,8 @@ class PeerGather:
         self._traffic = traffic
         self._used_bytes = 0
         self._written = torch.zeros(1, device=ranks.device)
-        # For every tensor, (this rank's copy of a part, the part) of each other rank. The list starts at the next
-        # rank, so that all ranks read from different ones at a time.
+        # For every tensor, (this rank's copy of a part, the part) of each other rank. It starts at the next rank, so
+        # that all ranks read from different ones at a time.
         self._copies: dict[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._stream = torch.cuda.Stream(ranks.device) if ranks.device.type == "cuda" else None
 
@@ -115,12 +112,10 @@ def aligned(num_bytes: int) -> int:
 
 
 class PeerMemory:
-    """Map `num_bytes` of every rank's GPU into the address space of all ranks (PyTorch's symmetric memory).
-    Collective.
+    """Map `num_bytes` of every rank's GPU into the address space of all ranks (symmetric memory). Collective.
 
-    Copies between GPUs are done by copy engines, without a kernel on either side. PyTorch calls the interface alpha.
-    Tensors that are views of this rank's memory, such as weights, may outlive this object; the next
-    `torch.cuda.empty_cache` after their end gives the memory back.
+    Views of this rank's memory, such as weights, may outlive this object; the next `torch.cuda.empty_cache` after
+    their end gives the memory back. PyTorch calls the interface alpha.
 
     Attributes:
         of_rank: the memory of every rank as this rank sees it, (num_bytes,) uint8 each. This rank's is zeroed.
@@ -160,8 +155,7 @@ class PeerMemory:
 def check_pairing(of_rank: list[torch.Tensor], ranks: Ranks) -> None:
     """Check that every rank sees in the memory of each other rank what its owner has just written. Collective.
 
-    Nothing else would notice a mix-up: ranks would train on with old weights of each other. `PeerMemory` prevents it,
-    on top of an interface that may change.
+    Nothing else would notice a mix-up: ranks would train on with old weights of each other.
 
     Raises:
         LmkitError: on every rank.

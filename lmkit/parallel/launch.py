@@ -1,7 +1,7 @@
 """Start the ranks of one machine without torchrun (`--nproc N`), relay their progress, and end all when one fails.
 
-Every rank is a fresh interpreter (spawn: a fork after torch was loaded can deadlock) with the environment that
-`process_group` reads. The rendezvous is hosted by this process.
+Every rank is a fresh interpreter (a fork after torch was loaded can deadlock) with the environment that
+`process_group` reads. This process hosts the rendezvous.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -48,22 +49,20 @@ def spawn_ranks(nproc: int, target: Callable[..., Any], args: Sequence[Any] = ()
     """Run `target(*args)` in `nproc` new processes and return what rank 0 returned.
 
     `target` and `args` must be picklable; the target opens `process_group(...)` itself. Every rank first loads the
-    plugins that this process has loaded. SIGTERM and SIGINT to this process are passed on to every rank once each;
-    when the ranks have then ended, SystemExit(143) or KeyboardInterrupt is raised here, also if some ranks lost
-    contact to others that had ended before.
+    plugins that this process has loaded. SIGTERM and SIGINT to this process are passed on to every rank. When the
+    ranks have ended after that, SystemExit(143) or KeyboardInterrupt is raised here.
 
     Raises:
-        LmkitError: the error of the first rank that failed, with the rank's name in the message; its type, code and
-            hint are kept. An error of a rank that only lost contact counts if there is no other.
-        RankFailed: that rank was killed, exited with a code, or raised something else (its traceback is written to
-            stderr).
+        LmkitError: the error of the first rank that failed, with the rank's name in front of the message. An error of
+            a rank that only lost contact counts if there is no other.
+        RankFailed: that rank was killed, exited with a code, or raised something else (its traceback is on stderr).
     """
     if nproc < 1:
         raise UsageError(
             "parallel.nproc", f"--nproc: {nproc} is not a number of ranks", hint="give 1 or more"
         )
     with hosted_store() as address:
-        ranks = [_Rank(number, nproc, address, target, tuple(args)) for number in range(nproc)]
+        ranks = [_Rank(number, nproc, address, target, args) for number in range(nproc)]
         with _signals_passed_on(ranks) as received:
             try:
                 for rank in ranks:
@@ -86,7 +85,7 @@ class _Rank:
     """The parent's view of one rank."""
 
     def __init__(
-        self, number: int, nproc: int, rendezvous: str, target: Callable[..., Any], args: tuple[Any, ...]
+        self, number: int, nproc: int, rendezvous: str, target: Callable[..., Any], args: Sequence[Any]
     ) -> None:
         context = multiprocessing.get_context("spawn")
         self.number = number
@@ -96,9 +95,9 @@ class _Rank:
         self._reports, self._child_end = context.Pipe(duplex=False)
         self._listening = True
         environment = {
-            "RANK": str(number),
-            "LOCAL_RANK": str(number),
-            "WORLD_SIZE": str(nproc),
+            "RANK": number,
+            "LOCAL_RANK": number,
+            "WORLD_SIZE": nproc,
             RENDEZVOUS_VARIABLE: rendezvous,
         }
         self.process = context.Process(
@@ -124,7 +123,7 @@ class _Rank:
 
     @property
     def waitables(self) -> list[Any]:
-        """Return what to wait for: the report while it may come (the pipe outlives the child), then the end."""
+        """What to wait for: the report while it may come (the pipe outlives the child), then the end."""
         if self.process.pid is None:
             return []
         if self._listening:
@@ -159,11 +158,6 @@ class _Rank:
         fine = {None, 0, *(_STOPPED if received else ())}
         return self.error is not None or self.process.exitcode not in fine
 
-    @property
-    def ended_as_told(self) -> bool:
-        """Whether a stopping signal ended it, and not this process after its patience."""
-        return self.process.exitcode in _STOPPED and not self.ended_by_us
-
     def as_error(self) -> LmkitError:
         """Return the failure with the rank's name in front of the message."""
         if self.error is not None:
@@ -194,19 +188,27 @@ def _load_plugins(paths: Sequence[Path]) -> None:
 
 def _run_rank(
     plugins: None,
-    environment: dict[str, str],
+    environment: dict[str, Any],
     reports: Connection,
     target: Callable[..., Any],
-    args: tuple[Any, ...],
+    args: Sequence[Any],
 ) -> None:
     """Run the target in the child, in a process group of its own (Ctrl-C reaches the parent only), and report."""
     os.setpgid(0, 0)
-    _end_with_parent()
-    os.environ.update(environment)
+    threading.Thread(target=_end_with_parent, name="lmkit-parent-watch", daemon=True).start()
+    os.environ.update({name: str(value) for name, value in environment.items()})
     shutdown(_report_result(reports, target, args))
 
 
-def _report_result(reports: Connection, target: Callable[..., Any], args: tuple[Any, ...]) -> int:
+def _end_with_parent() -> None:
+    """End this rank when its parent was killed and could not end it."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _report_result(reports: Connection, target: Callable[..., Any], args: Sequence[Any]) -> int:
     """Run the target, tell the parent how it went, and return the exit code."""
     # Let SIGINT end a rank without a handler of its own wherever it is, as SIGTERM does: Python's exception would not
     # reach a rank that waits in C++, and in the middle of an import it turns into other errors.
@@ -228,22 +230,9 @@ def _report_result(reports: Connection, target: Callable[..., Any], args: tuple[
     return 0
 
 
-def _end_with_parent() -> None:
-    """End this rank when its parent was killed and could not end it."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=watch, name="lmkit-parent-watch", daemon=True).start()
-
-
 @contextmanager
 def _signals_passed_on(ranks: Sequence[_Rank]) -> Iterator[list[int]]:
-    """Pass SIGTERM and SIGINT on to every running rank; yields the list of what was received. A rank that is told
-    before it has handlers of its own just ends."""
+    """Pass SIGTERM and SIGINT on to every running rank; yield the list of what was received."""
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received  # only the main thread may handle signals; its handler is not ours to replace
@@ -263,8 +252,8 @@ def _signals_passed_on(ranks: Sequence[_Rank]) -> Iterator[list[int]]:
 
 
 def _wait_for_all(ranks: Sequence[_Rank], received: Sequence[int]) -> None:
-    """Until every rank ended, GRACE_S after the first failure or a second stopping signal, or STOP_S after the first
-    end when told to stop."""
+    """Wait until all ranks ended, but only GRACE_S after the first failure or a second stopping signal, and STOP_S
+    after the first end when told to stop."""
     deadline: float | None = None
     while waiting := [item for rank in ranks for item in rank.waitables]:
         left = _POLL_S if deadline is None else min(_POLL_S, deadline - time.monotonic())
@@ -294,21 +283,21 @@ def _end(ranks: Sequence[_Rank]) -> None:
 
 
 def _first_failure(ranks: Sequence[_Rank], received: Sequence[int]) -> LmkitError | None:
-    """The error that explains the others: a rank that lost contact saw the consequence of an error, or of a stop."""
+    """Return the error that explains the others: a rank that lost contact saw only the consequence."""
     failed = [rank for rank in ranks if rank.failed(received)]
     errors = [rank.as_error() for rank in failed if rank.error is not None or not rank.ended_by_us]
     reasons = [error for error in errors if not isinstance(error, RankLost)]
-    if not reasons and received and any(rank.ended_as_told for rank in ranks):
+    stopped = [rank for rank in ranks if rank.process.exitcode in _STOPPED and not rank.ended_by_us]
+    if not reasons and received and stopped:
         return None
     return next(iter(reasons or errors), None)
 
 
 @contextmanager
 def relayed(progress: Progress) -> Iterator[Progress]:
-    """Yield a `Progress` that `spawn_ranks` can hand to its ranks.
+    """Yield a `Progress` for the arguments of `spawn_ranks`: a thread passes on to `progress` what the ranks report.
 
-    What they report is passed on to `progress` by a thread of this process, all of it by the end of the block, by
-    which the ranks must have ended.
+    All of it is passed on by the end of the block, by which the ranks must have ended.
     """
     receiving, sending = multiprocessing.get_context("spawn").Pipe(duplex=False)
 
@@ -324,15 +313,11 @@ def relayed(progress: Progress) -> Iterator[Progress]:
         thread = threading.Thread(target=pass_on, name="lmkit-progress", daemon=True)
         thread.start()
         try:
-            yield _Sender(sending)
+            yield partial(_send, sending)
         finally:
             sending.close()  # the last one: the thread finds the end of the pipe
             thread.join()
 
 
-class _Sender:
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe = pipe
-
-    def __call__(self, stage: str, done: int, total: int, /) -> None:
-        self._pipe.send((stage, done, total))
+def _send(pipe: Connection, stage: str, done: int, total: int, /) -> None:
+    pipe.send((stage, done, total))

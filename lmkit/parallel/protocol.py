@@ -39,8 +39,7 @@ from lmkit.registry import STRATEGIES
 if TYPE_CHECKING:
     from lmkit.parallel.shards import ShardLayout
 
-ParameterGroups = list[dict[str, Any]]
-MakeOptimizer = Callable[[ParameterGroups], torch.optim.Optimizer]
+MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
 class GradientSync(Protocol):
@@ -48,8 +47,8 @@ class GradientSync(Protocol):
 
     Attributes:
         traffic: what was communicated; see `Traffic`.
-        gather: how a rank gets the weights that other ranks updated: "reads peers" (from the memory of the other
-            GPUs) or "collective"; None where every rank updates all weights. Known after `build_optimizer`.
+        gather: how weights that other ranks updated are read: "reads peers" (from the memory of their GPUs),
+            "collective", or None where every rank updates all weights. Known after `build_optimizer`.
     """
 
     traffic: Traffic
@@ -58,14 +57,12 @@ class GradientSync(Protocol):
     def attach(self, model: nn.Module, *, fingerprint: str = "") -> nn.Module:
         """Compare the ranks' models, take rank 0's values, install hooks; return the module to call.
 
-        The returned module has the model's `loss` method.
-
         Args:
             fingerprint: compared between ranks, too: a digest of the recipe and the data, say.
 
         Raises:
-            LmkitError: models (names, ties, shapes, dtypes, frozen parameters) or fingerprints differ between ranks.
-                It is raised on every rank.
+            LmkitError: on every rank, if models (names, ties, shapes, dtypes, frozen parameters) or fingerprints
+                differ between ranks.
         """
 
     def build_optimizer(self, make: MakeOptimizer, groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -85,9 +82,8 @@ class GradientSync(Protocol):
         On return every gradient is the mean (on GPUs: for work launched afterwards on the current stream).
 
         Args:
-            wait: if False, the last gradients may still be on their way. `clip_gradients` and the step of the
-                optimizer that `build_optimizer` made wait for the gradients that they read, and overlap the
-                reduction with other work. Use it only if nothing else reads the gradients.
+            wait: if False, the last gradients may still be on their way. `clip_gradients` and the optimizer's step
+                wait for the gradients that they read. Use it only if nothing else reads the gradients.
         """
 
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
@@ -103,11 +99,10 @@ class GradientSync(Protocol):
         """
 
     def wait_for_weights(self) -> None:
-        """Wait for weights that are being gathered.
+        """Wait for weights that are being gathered; `zero1` gathers them behind the next forward pass.
 
-        Call it before parameters are read in any way but the model's call, `loss` and `state_dict`. Under `zero1`
-        the weights come together behind the next forward pass. Write to parameters only after a barrier behind this
-        call if another rank could be reading them.
+        Call it before parameters are read in any way but the model's call, `loss` and `state_dict`. Write to
+        parameters only after a barrier behind this call if another rank could be reading them.
         """
 
     def reset(self) -> None:
@@ -119,13 +114,10 @@ class GradientSync(Protocol):
 
 @runtime_checkable
 class ShardedState(Protocol):
-    """An optimizer whose state is sharded over the ranks; checkpoints save and load it through these methods.
-
-    Attributes:
-        shard_layout: which elements of which parameters each rank holds.
-    """
+    """An optimizer whose state is sharded over the ranks; checkpoints save and load it through these methods."""
 
     shard_layout: ShardLayout
+    """Which elements of which parameters each rank holds."""
     param_groups: list[dict[str, Any]]
 
     def state_dict(self) -> dict[str, Any]:
@@ -157,7 +149,7 @@ def build_strategy(strategy: str | ParallelConfig, ranks: Ranks) -> GradientSync
     return made
 
 
-class Strategy:
+class Strategy(GradientSync):
     """Base class: compare and broadcast the model, accumulate, handle unused parameters, clip. Subclasses reduce.
 
     A strategy from outside is a file that `--plugin FILE` loads, in every rank:
@@ -177,19 +169,18 @@ class Strategy:
         config: the [parallel] table; the strategy's registration names the keys that it uses.
     """
 
-    gather: str | None = None
     _hooks: BucketHooks | None = None
     """Set by strategies that communicate inside the backward pass."""
-    _accumulating = False
-    _accumulated = False
-    """Whether `no_sync` was ever used."""
 
     def __init__(self, ranks: Ranks, config: ParallelConfig) -> None:
         self.ranks = ranks
         self.config = config
         self.traffic = Traffic()
         self.parameters: list[nn.Parameter] = []
+        self.gather: str | None = None
         self._optimizer: torch.optim.Optimizer | None = None
+        self._is_accumulating = False
+        self._ever_accumulated = False
 
     def attach(self, model: nn.Module, *, fingerprint: str = "") -> nn.Module:
         self.parameters = trainable_parameters(model)
@@ -204,13 +195,18 @@ class Strategy:
         self._optimizer = make(list(groups))
         return self._optimizer
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        self._accumulated = True
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self._ever_accumulated = True
         if self._hooks is not None:
             self._hooks.check_finished()
             if not self._hooks.watches_all:
                 self._hooks.watch_all()
-        return self._without_communication()
+        before, self._is_accumulating = self._is_accumulating, True
+        try:
+            yield
+        finally:
+            self._is_accumulating = before
 
     @torch.no_grad()
     def finish(self, *, wait: bool = True) -> None:
@@ -227,12 +223,6 @@ class Strategy:
         norm = self._gradient_norm()
         clip_for(self._optimizer, present_gradients(self.parameters), norm, max_norm)
         return norm
-
-    def wait_for_weights(self) -> None:
-        """Do nothing: every rank updates all weights itself."""
-
-    def reset(self) -> None:
-        """Do nothing: there is no state between the backward pass and `finish`."""
 
     def _install(self) -> None:
         """Install hooks, if the strategy needs any. Called with more than one rank only."""
@@ -256,17 +246,6 @@ class Strategy:
     def _gradient_norm(self) -> torch.Tensor:
         return gradient_norm(present_gradients(self.parameters))
 
-    def _is_accumulating(self) -> bool:
-        return self._accumulating
-
-    @contextmanager
-    def _without_communication(self) -> Iterator[None]:
-        before, self._accumulating = self._accumulating, True
-        try:
-            yield
-        finally:
-            self._accumulating = before
-
 
 def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that get gradients, in the order of registration; tied parameters once."""
@@ -279,7 +258,7 @@ def present_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
 
 
 def check_same_model(model: nn.Module, ranks: Ranks, fingerprint: str = "") -> None:
-    """Compare names, ties, shapes, dtypes and frozen parameters, and `fingerprint`, with rank 0's. Collective.
+    """Compare names, ties, shapes, dtypes and frozen parameters, and `fingerprint`, between ranks. Collective.
 
     Raises:
         LmkitError: on every rank, naming the ranks that differ.

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -76,36 +76,37 @@ def process_group(
         UsageError: half an environment (RANK without MASTER_ADDR, say), or fewer GPUs than local ranks.
         LmkitError: the port is taken, or not every rank arrived in time.
     """
-    settings = _read_environment()
-    if settings.world_size == 1:
-        yield Ranks(device=local_device(device, settings.local_rank), timeout_s=timeout_s)
+    rank, world_size, local_rank = _read_environment()
+    if world_size == 1:
+        yield Ranks(device=local_device(device, local_rank), timeout_s=timeout_s)
         return
-    _deepen_launch_queues()
-    place = local_device(device, settings.local_rank)
+    # Let the host get 4,000 launches ahead of its GPU instead of 1,000, which are a step or two of a model of GPT-2's
+    # size: a rank whose host falls behind holds up all ranks. The driver reads the variable when it starts, so this
+    # comes before the first question about GPUs.
+    os.environ.setdefault(LAUNCH_QUEUES_VARIABLE, "4x")
+    place = local_device(device, local_rank)
     if place.type == "cuda":
         torch.cuda.set_device(place)
-    store = _rendezvous(settings, timeout_s)
+    store = _rendezvous(rank, world_size, timeout_s)
     timeout = timedelta(seconds=timeout_s)
     backend = backend or ("cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo")
+    options = None
+    if place.type == "cuda" and "nccl" in backend:
+        # At normal priority a kernel that is ready waits until all CTAs of a kernel that was launched before have
+        # been scheduled: the reduction of the last gradients would start behind an optimizer that does not need them.
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = timeout  # PyTorch warns if it differs from the group's
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("collectives", store),
-        rank=settings.rank,
-        world_size=settings.world_size,
+        rank=rank,
+        world_size=world_size,
         timeout=timeout,
-        pg_options=_high_priority(timeout) if place.type == "cuda" and "nccl" in backend else None,
+        pg_options=options,
         device_id=place if place.type == "cuda" else None,
     )
-    ranks = Ranks(
-        rank=settings.rank,
-        world_size=settings.world_size,
-        local_rank=settings.local_rank,
-        device=place,
-        timeout_s=timeout_s,
-        store=store,
-    )
     try:
-        yield ranks
+        yield Ranks(rank, world_size, local_rank, place, timeout_s, store)
     except BaseException:
         if place.type == "cuda" and dist.group.WORLD is not None:
             dist.group.WORLD.abort()  # a plain destroy would wait for kernels that wait for a lost rank
@@ -114,40 +115,12 @@ def process_group(
         dist.destroy_process_group()
 
 
-def _deepen_launch_queues() -> None:
-    """Let the host get 4,000 launches ahead of its GPU instead of 1,000, unless the environment sets the number.
-
-    The driver reads the variable when it starts, so this comes before the first question about GPUs. A rank whose
-    host falls behind holds up all ranks. The queue bounds how long a host may stall before its GPU runs dry: 1,000
-    launches are a step or two of a model of GPT-2's size.
-    """
-    os.environ.setdefault(LAUNCH_QUEUES_VARIABLE, "4x")
-
-
-def _high_priority(timeout: timedelta) -> Any:
-    """Return NCCL options that put its kernels on a stream of high priority.
-
-    At normal priority a kernel that is ready waits until all CTAs of a kernel that was launched before have been
-    scheduled: the reduction of the last gradients would start behind an optimizer that does not need them.
-    """
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = timeout  # PyTorch warns if it differs from the group's
-    return options
-
-
-@dataclass(frozen=True)
-class _Environment:
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    rendezvous: str | None = None
-
-
-def _read_environment() -> _Environment:
+def _read_environment() -> tuple[int, int, int]:
+    """Return rank, world size and local rank; (0, 1, 0) for a process that no launcher started."""
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
-        return _Environment()
-    own = os.environ.get(RENDEZVOUS_VARIABLE)
-    needed = ("RANK", "WORLD_SIZE") if own else ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        return 0, 1, 0
+    is_ours = bool(os.environ.get(RENDEZVOUS_VARIABLE))
+    needed = ("RANK", "WORLD_SIZE") if is_ours else ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in needed if name not in os.environ]
     if missing:
         given = next(name for name in ("RANK", "WORLD_SIZE") if name in os.environ)
@@ -158,10 +131,9 @@ def _read_environment() -> _Environment:
     rank, world_size = _integer("RANK"), _integer("WORLD_SIZE")
     if not 0 <= rank < world_size:
         raise _wrong_environment(f"RANK={rank} does not fit WORLD_SIZE={world_size}")
-    if not own and not 0 <= _integer("MASTER_PORT") < 1 << 16:
+    if not is_ours and not 0 <= _integer("MASTER_PORT") < 1 << 16:
         raise _wrong_environment(f"MASTER_PORT={os.environ['MASTER_PORT']} is not a port")
-    local_rank = _integer("LOCAL_RANK") if "LOCAL_RANK" in os.environ else rank
-    return _Environment(rank, world_size, local_rank, own)
+    return rank, world_size, _integer("LOCAL_RANK") if "LOCAL_RANK" in os.environ else rank
 
 
 def _integer(name: str) -> int:
@@ -203,16 +175,12 @@ def local_device(device: str | torch.device, local_rank: int) -> torch.device:
     return torch.device("cuda", index)
 
 
-# --- Rendezvous: a key-value store in which the ranks find one another.
-
-
 @contextmanager
 def hosted_store() -> Iterator[str]:
-    """Host a store for ranks on this machine; yield its address, "127.0.0.1:PORT".
+    """Host the store in which the ranks of this machine find one another; yield its address, "127.0.0.1:PORT".
 
-    The process that starts the ranks hosts it: rank 0 may die, and in a file a rank that is killed while it writes
-    would leave half an entry, for which readers wait forever. Only this machine reaches the store, and its port
-    cannot be taken, because the system picks a free one.
+    The process that starts the ranks hosts it, because rank 0 may die. It is no file: a rank that is killed while it
+    writes would leave half an entry, for which readers wait forever. The system picks a free port.
     """
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
@@ -224,48 +192,34 @@ def hosted_store() -> Iterator[str]:
     yield f"{host}:{store.port}"
 
 
-def join_store(address: str, timeout_s: float) -> dist.Store:
-    """Connect to the store of `hosted_store`.
-
-    Raises:
-        torch.distributed.DistError: nobody hosts it.
-    """
-    host, _, port = address.rpartition(":")
-    return dist.TCPStore(
-        host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-    )
-
-
-def _rendezvous(settings: _Environment, timeout_s: float) -> dist.Store:
-    """Open the store that all ranks share, torchrun's or that of `spawn_ranks`, and wait until every rank is there.
-    Open the store that all ranks share, torchrun's or that of `spawn_ranks`, and wait until every rank is there."""
+def _rendezvous(rank: int, world_size: int, timeout_s: float) -> dist.Store:
+    """Open the store that all ranks share, torchrun's or that of `spawn_ranks`; wait until every rank is there."""
     timeout = timedelta(seconds=timeout_s)
     try:
-        if settings.rendezvous is not None:
-            store = join_store(settings.rendezvous, timeout_s)
+        if address := os.environ.get(RENDEZVOUS_VARIABLE):
+            host, _, port = address.rpartition(":")
+            store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
         else:
-            rendezvous_of_env = rendezvous("env://", settings.rank, settings.world_size, timeout=timeout)
-            store, _, _ = next(iter(rendezvous_of_env))
+            store, _, _ = next(iter(rendezvous("env://", rank, world_size, timeout=timeout)))
     except dist.DistError as error:
         if "EADDRINUSE" in str(error) or "address already in use" in str(error):
             where = os.environ.get("MASTER_ADDR", "") + ":" + os.environ.get("MASTER_PORT", "")
             raise LmkitError(
                 "parallel.port_taken",
-                f"rank {settings.rank}: the port of {where} is taken",
+                f"rank {rank}: the port of {where} is taken",
                 hint="choose another --master-port, or let torchrun find one with --standalone",
             ) from error
         raise LmkitError(
             "parallel.rendezvous_failed",
-            f"rank {settings.rank}: no rendezvous of {settings.world_size} ranks within {timeout_s:g} s",
+            f"rank {rank}: no rendezvous of {world_size} ranks within {timeout_s:g} s",
             hint="check that every rank was started, with the same address, port and world size",
         ) from error
     store.set_timeout(timeout)
-    store.set(f"here/{settings.rank}", "yes")
-    absent = absent_ranks(store, "here", settings.world_size, timeout_s)
-    if absent:
+    store.set(f"here/{rank}", "yes")
+    if absent := absent_ranks(store, "here", world_size, timeout_s):
         raise LmkitError(
             "parallel.rank_absent",
-            f"rank {settings.rank}: rank {', '.join(map(str, absent))} did not come within {timeout_s:g} s",
+            f"rank {rank}: rank {', '.join(map(str, absent))} did not come within {timeout_s:g} s",
             hint="look for that rank's own error; every rank must be started",
         )
     return store
@@ -288,16 +242,12 @@ def absent_ranks(store: dist.Store, sign: str, world_size: int, patience_s: floa
         time.sleep(_POLL_S)
 
 
-# --- The end of collectives, and of ranks.
-
-
 def release_collectives(ranks: Ranks) -> None:
-    """Return when the backend holds no tensor of a collective that has ended. Collective; call it after a device
-    synchronisation.
+    """Make NCCL drop the tensors of collectives that have ended, so that a measurement of memory does not see them.
+    Collective; call it after a device synchronisation.
 
-    NCCL's watchdog thread lets go of them ten times a second, and if only the future of a collective was waited for,
-    as PyTorch's DDP does, the next collective does. A measurement of memory that begins before would include the
-    tensors of earlier work and then lose them.
+    Its watchdog thread drops them ten times a second; if only the future of a collective was waited for, as PyTorch's
+    DDP does, the next collective does.
     """
     if ranks.world_size > 1 and ranks.device.type == "cuda" and "nccl" in str(dist.get_backend_config()):
         assert dist.group.WORLD is not None
@@ -307,11 +257,11 @@ def release_collectives(ranks: Ranks) -> None:
 
 
 def shutdown(code: int) -> NoReturn:
-    """End this process with an exit code: do what Python promises at exit, but skip the interpreter's teardown.
+    """End this process: join threads, run exit handlers and flush, but skip the interpreter's teardown.
 
-    After `destroy_process_group`, gloo's worker threads still own the tensors of the last collectives, and need the
+    After `destroy_process_group`, gloo's worker threads still own tensors of the last collectives, and need the
     interpreter to release them. During teardown, Python before 3.14 ends such a thread inside C++ code, which aborts
-    the process ("terminate called without an active exception") although its work is done.
+    the process ("terminate called without an active exception").
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

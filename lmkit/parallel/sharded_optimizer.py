@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from lmkit.parallel.gather import CollectiveGather, WeightGather
 from lmkit.parallel.protocol import MakeOptimizer
 from lmkit.parallel.ranks import Ranks
 from lmkit.parallel.shards import (
-    BucketLayout,
     ShardedBucket,
     ShardLayout,
     StateDict,
@@ -34,19 +34,19 @@ class Zero1Optimizer(torch.optim.Optimizer):
 
     `param_groups` are the given groups, one to one, with shards in place of the parameters: a schedule sets "lr"
     there as usual. The optimizer must update every element from its own gradient and state alone (AdamW, SGD, Adam
-    and RMSprop do; LAMB and Muon, which look at whole matrices, do not), and skip parameters without a gradient. With
-    our AdamW fewer passes over memory are made: it reads gradients in the dtype in which they were reduced, and
-    writes weights and master weights together.
+    and RMSprop do; LAMB and Muon, which look at whole matrices, do not), and skip parameters without a gradient. Our
+    AdamW reads gradients in the dtype in which they were reduced, and writes weights and master weights together.
 
     Args:
         make: makes the optimizer from parameter groups.
         groups: the caller's groups; their "params" are replaced by the shards of the buckets.
-        buckets: in the order in which the next forward pass needs them.
+        buckets: in the order in which their gradients are reduced.
         gather: collects the shards; None if this rank is alone.
 
     Attributes:
         shard_layout: which elements of which parameters this rank and the others hold.
         inner: the optimizer of the shards.
+        keep: elements that the next step must leave alone: those of parameters that no rank used.
     """
 
     def __init__(
@@ -54,33 +54,31 @@ class Zero1Optimizer(torch.optim.Optimizer):
         make: MakeOptimizer,
         groups: Sequence[dict[str, Any]],
         buckets: Sequence[ShardedBucket],
-        layout: ShardLayout,
-        rank: int,
+        ranks: Ranks,
         gather: WeightGather | None,
     ) -> None:
         self.inner = make(
             [
-                {**group, "params": [bucket.master for bucket in buckets if bucket.layout.group == index]}
+                {**group, "params": [b.master for b in buckets[::-1] if b.layout.group == index]}
                 for index, group in enumerate(groups)
             ]
         )
         super().__init__(self.inner.param_groups, self.inner.defaults)
         self.state = self.inner.state
-        self.shard_layout = layout
-        self._rank = rank
+        self.keep: list[tuple[ShardedBucket, slice]] = []
+        self._ranks = ranks
         self._gather_shards = gather
         self._writes_shards = isinstance(self.inner, AdamW)
-        self._in_layout_order: list[ShardedBucket] = []
-        self._own(sorted(buckets, key=lambda bucket: layout.buckets.index(bucket.layout)))
-        self.keep: list[tuple[ShardedBucket, slice]] = []
-        """Elements that the next step must leave alone: those of parameters that no rank used."""
+        self._buckets: list[ShardedBucket] = []
+        self._own(buckets)
 
     def _own(self, buckets: Sequence[ShardedBucket]) -> None:
-        """Take buckets, in the order of the layout."""
-        self._in_layout_order += buckets
-        self._parts = _split_evenly(self._in_layout_order[::-1], STEP_PARTS)
+        """Take further buckets."""
+        self._buckets += buckets
+        self.shard_layout = ShardLayout(self._ranks.world_size, tuple(b.layout for b in self._buckets))
+        self._parts = _split_evenly(self._buckets[::-1], STEP_PARTS)  # as the next forward pass needs them
         if isinstance(self.inner, AdamW):
-            self.inner.copies = {b.master: b.shard for b in self._in_layout_order if b.has_own_master}
+            self.inner.copies = {b.master: b.shard for b in self._buckets if b.has_own_master}
             for bucket in buckets:
                 bucket.keep_reduce_dtype()
 
@@ -96,7 +94,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
             (tensor, tensor.clone()) for bucket, where in self.keep for tensor in self._slices(bucket, where)
         ]
         known = {bucket: set(self.inner.state.get(bucket.master, ())) for bucket, _ in self.keep}
-        arrived = {bucket: bucket.master.grad for bucket in self._in_layout_order}
+        arrived = {bucket: bucket.master.grad for bucket in self._buckets}
         for bucket in arrived:
             bucket.master.grad = None
         # The weights that the forward pass reads last were reduced first: their step covers the last reductions.
@@ -129,23 +127,23 @@ class Zero1Optimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Release all gradients, of shards and of parameters."""
         self.inner.zero_grad()
-        for bucket in self._in_layout_order:
+        for bucket in self._buckets:
             bucket.drop_reduced()
             for parameter in bucket.parameters:
                 parameter.grad = None
 
     def state_dict(self) -> StateDict:
-        """This rank's state: {"rank", "layout", "param_groups", "state": {bucket: {name: tensor}}}.
+        """Return this rank's state: {"rank", "layout", "param_groups", "state": {bucket: {name: tensor}}}.
 
         Everything but the tensors is JSON. "master" is among the states where weights are bf16.
         """
         state: dict[str, dict[str, torch.Tensor]] = {}
-        for index, bucket in enumerate(self._in_layout_order):
+        for index, bucket in enumerate(self._buckets):
             state[str(index)] = dict(self.inner.state.get(bucket.master, {}))
             if bucket.has_own_master:
                 state[str(index)]["master"] = bucket.master
         return {
-            "rank": self._rank,
+            "rank": self._ranks.rank,
             "layout": self.shard_layout.as_json(),
             "param_groups": [_without_params(group) for group in self.param_groups],
             "state": state,
@@ -158,34 +156,31 @@ class Zero1Optimizer(torch.optim.Optimizer):
         Raises:
             ValueError: it was saved by another rank or under another layout (see `load_resharded`).
         """
-        if (
-            state_dict["rank"] != self._rank
-            or ShardLayout.from_json(state_dict["layout"]) != self.shard_layout
-        ):
+        layout = ShardLayout.from_json(state_dict["layout"])
+        if state_dict["rank"] != self._ranks.rank or layout != self.shard_layout:
             raise ValueError("the state has another layout or rank; load_resharded takes all ranks' states")
         self._load(state_dict["state"], state_dict["param_groups"])
 
     @torch.no_grad()
     def load_masters(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Load the fp32 masters of bf16 weights from whole weights, by name: the model's weights have been rounded.
-
-        Load the model's weights before; state that has masters may follow.
-        """
+        """Load the fp32 masters of bf16 weights from whole weights, by name, after the model's (rounded) weights."""
         shards = take_shards(
-            {name: {"master": weight} for name, weight in weights.items()}, self.shard_layout, self._rank
+            {name: {"master": weight} for name, weight in weights.items()},
+            self.shard_layout,
+            self._ranks.rank,
         )
-        for index, bucket in enumerate(self._in_layout_order):
+        for index, bucket in enumerate(self._buckets):
             if bucket.has_own_master:
                 bucket.master.copy_(shards[str(index)]["master"])
 
     @torch.no_grad()
     def load_resharded(self, states: Sequence[StateDict]) -> None:
-        """Load the state that all ranks of a run saved, with another world size or bucket size, cut for this run.
+        """Load the state that all ranks of a run saved, whatever its world size and bucket size.
 
         Raises:
             ValueError: a rank's state is missing, or a parameter has none.
         """
-        shards = take_shards(consolidate(states), self.shard_layout, self._rank)
+        shards = take_shards(consolidate(states), self.shard_layout, self._ranks.rank)
         self._load(shards, states[0]["param_groups"])
 
     def _load(self, state: dict[str, dict[str, torch.Tensor]], groups: Sequence[dict[str, Any]]) -> None:
@@ -193,7 +188,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
             raise ValueError(
                 f"the state has {len(groups)} parameter groups, the optimizer {len(self.param_groups)}"
             )
-        for index, bucket in enumerate(self._in_layout_order):
+        for index, bucket in enumerate(self._buckets):
             saved = dict(state.get(str(index), {}))
             master = saved.pop("master", None)
             if master is not None:
@@ -223,9 +218,9 @@ class ShardedOptimizer(Zero1Optimizer):
         optimizer.step()       # afterwards every rank has all updated parameters
 
     The parameters move into flat buckets (`parameter.data` becomes a view), so create it after the model is on its
-    device. Each rank updates 1/W of all elements and gathers the others. Without a process group it is the plain
-    optimizer. Frozen parameters, and parameters without a gradient, keep their values. A bucket's parameters share
-    one step counter: the bias correction of a parameter that is unused in some steps counts these, too.
+    device. Each rank updates 1/W of all elements and gathers the others. Frozen parameters, and parameters without a
+    gradient, keep their values. A bucket's parameters share one step counter: the bias correction of a parameter that
+    is unused in some steps counts these, too.
 
     Args:
         params: parameters or parameter groups.
@@ -257,12 +252,7 @@ class ShardedOptimizer(Zero1Optimizer):
         groups: list[dict[str, Any]] = [{"params": listed}] if is_one_group else listed
         buckets = [bucket for group in groups for bucket in self._shard(group, gather)]
         super().__init__(
-            lambda shards: optimizer_class(shards, **options),
-            self._given,
-            buckets[::-1],
-            ShardLayout(self._ranks.world_size, tuple(bucket.layout for bucket in buckets)),
-            self._ranks.rank,
-            gather,
+            lambda shards: optimizer_class(shards, **options), self._given, buckets, self._ranks, gather
         )
         self.param_groups = [
             {**inner, "params": given["params"]}
@@ -278,8 +268,6 @@ class ShardedOptimizer(Zero1Optimizer):
         buckets = self._shard(param_group, self._gather_shards)
         self.inner.add_param_group({**param_group, "params": [bucket.master for bucket in buckets]})
         self.param_groups.append({**self.inner.param_groups[-1], "params": self._given[-1]["params"]})
-        layouts = (*self.shard_layout.buckets, *(bucket.layout for bucket in buckets))
-        self.shard_layout = ShardLayout(self._ranks.world_size, layouts)
         self._own(buckets)
 
     @torch.no_grad()
@@ -291,13 +279,13 @@ class ShardedOptimizer(Zero1Optimizer):
                 loss = closure()
         for mine, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update(_without_params(mine))  # a schedule may have set "lr"
-        for bucket in self._in_layout_order:
+        for bucket in self._buckets:
             missing = [index for index, p in enumerate(bucket.parameters) if p.grad is None]
             if len(missing) < len(bucket.parameters):
                 bucket.take_own_gradients()
                 self.keep += [(bucket, bucket.shard_slice(index)) for index in missing]
         self._step_shards()
-        for bucket in self._in_layout_order:
+        for bucket in self._buckets:
             bucket.wait_gathered()
         return loss
 
@@ -320,7 +308,7 @@ class ShardedOptimizer(Zero1Optimizer):
         return [
             ShardedBucket(
                 parameters,
-                BucketLayout(number, layout.names, layout.sizes, layout.shard_size),
+                replace(layout, group=number),
                 self._ranks,
                 None,
                 gather,

@@ -32,7 +32,7 @@ ParameterStates = dict[str, dict[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """One bucket: the index of its parameter group, its parameters' names and sizes, and the elements per rank."""
+    """One bucket: the index of its parameter group, its parameters' names and sizes, the elements per rank."""
 
     group: int
     names: tuple[str, ...]
@@ -58,10 +58,8 @@ class ShardLayout:
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> ShardLayout:
         buckets = tuple(
-            BucketLayout(
-                bucket["group"], tuple(bucket["names"]), tuple(bucket["sizes"]), bucket["shard_size"]
-            )
-            for bucket in content["buckets"]
+            BucketLayout(b["group"], tuple(b["names"]), tuple(b["sizes"]), b["shard_size"])
+            for b in content["buckets"]
         )
         return ShardLayout(content["world_size"], buckets)
 
@@ -101,11 +99,10 @@ def plan_shards(
     planned.sort(key=lambda item: -min(position[parameter] for parameter in item[1]))
     buckets = []
     for index, parameters in planned:
-        sizes = tuple(parameter.numel() for parameter in parameters)
+        sizes = tuple(p.numel() for p in parameters)
         shard_size = shard_size_of(sum(sizes), world_size)
-        buckets.append(
-            (parameters, BucketLayout(index, tuple(names[p] for p in parameters), sizes, shard_size))
-        )
+        layout = BucketLayout(index, tuple(names[p] for p in parameters), sizes, shard_size)
+        buckets.append((parameters, layout))
     return buckets
 
 
@@ -241,17 +238,12 @@ class ShardedBucket:
 
     def _pack(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         """Return all gradients in one padded tensor: a single one that needs no cast or padding is that tensor."""
-        first = gradients[0]
-        if (
-            first.numel() == self.weights.numel()
-            and first.dtype == self._reduce_dtype
-            and first.is_contiguous()
-        ):
+        first, size = gradients[0], self.weights.numel()
+        if first.numel() == size and first.dtype == self._reduce_dtype and first.is_contiguous():
             return first.view(-1)
-        flat = torch.empty(self.weights.numel(), dtype=self._reduce_dtype, device=first.device)
-        if flat.numel() > self.layout.num_elements:
-            padding = flat[self.layout.num_elements :]
-            padding.zero_()  # the allocator's leftovers must not be reduced
+        flat = torch.empty(size, dtype=self._reduce_dtype, device=first.device)
+        if size > self.layout.num_elements:
+            flat[self.layout.num_elements :].zero_()  # the allocator's leftovers must not be reduced
         torch._foreach_copy_(_unflatten_dense_tensors(flat, gradients), gradients)
         return flat
 
@@ -273,8 +265,7 @@ class ShardedBucket:
             where = self.shard_slice(position)
             if parameter.grad is not None and where.start < where.stop:
                 before = self._ranks.rank * self.layout.shard_size - sum(self.layout.sizes[:position])
-                gradient = parameter.grad.reshape(-1)
-                shard[where] = gradient[before + where.start : before + where.stop]
+                shard[where] = parameter.grad.reshape(-1)[before + where.start : before + where.stop]
         self.take_gradient(shard)
 
     def drop_reduced(self) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -45,8 +46,7 @@ class TorchDDP(Strategy):
                 'parallel.reduce_dtype: torch_ddp reduces in "bf16" with NCCL only',
                 hint='use "fp32", or the strategy bucketed',
             )
-        # Blocks that are compiled one by one are smaller than a bucket: splitting their graphs at buckets gains
-        # nothing.
+        # Blocks that are compiled one by one are smaller than a bucket: splitting their graphs at buckets is no gain.
         torch._dynamo.config.optimize_ddp = False
         self._ddp = DistributedDataParallel(
             _Dispatch(model),
@@ -59,8 +59,10 @@ class TorchDDP(Strategy):
             self._ddp.register_comm_hook(None, default_hooks.bf16_compress_hook)
         return _Synchronised(self._ddp)
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        return self._ddp.no_sync() if self._ddp is not None else nullcontext()
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        with nullcontext() if self._ddp is None else self._ddp.no_sync():
+            yield
 
     def finish(self, *, wait: bool = True) -> None:
         """Count what DDP's reducer communicated: it has finished at the end of the backward pass."""

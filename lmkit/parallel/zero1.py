@@ -29,7 +29,7 @@ from lmkit.parallel.gather import (
 from lmkit.parallel.protocol import MakeOptimizer, Strategy
 from lmkit.parallel.ranks import Ranks
 from lmkit.parallel.sharded_optimizer import Zero1Optimizer
-from lmkit.parallel.shards import BucketLayout, ShardedBucket, ShardLayout, plan_shards
+from lmkit.parallel.shards import BucketLayout, ShardedBucket, plan_shards
 from lmkit.recipe.tables import ParallelConfig
 from lmkit.registry import STRATEGIES
 
@@ -49,11 +49,11 @@ class Zero1(Strategy):
     parameter that no rank used keeps its value and state, but shares its bucket's step counter.
     """
 
+    _hooks: BucketHooks
+
     def __init__(self, ranks: Ranks, config: ParallelConfig) -> None:
         super().__init__(ranks, config)
         self._buckets: list[ShardedBucket] = []
-        self._sharded: Zero1Optimizer | None = None
-        self._lazy: LazyWeights | None = None
         self._order_is_settled = False
 
     def attach(self, model: nn.Module, *, fingerprint: str = "") -> nn.Module:
@@ -71,17 +71,29 @@ class Zero1(Strategy):
             world_size=self.ranks.world_size,
         )
         gather = self._make_gather(planned)
-        self._buckets = [self._make_bucket(parameters, layout, gather) for parameters, layout in planned]
-        self._bucket_of = {p: i for i, bucket in enumerate(self._buckets) for p in bucket.parameters}
+        self._buckets = [
+            ShardedBucket(
+                parameters,
+                layout,
+                self.ranks,
+                self._averager if self.ranks.world_size > 1 else None,
+                gather,
+                weight_dtype=self._weight_dtype(parameters),
+                reduce_dtype=reduce_dtype_for(self._weight_dtype(parameters), self.config.reduce_dtype),
+            )
+            for parameters, layout in planned
+        ]
+        # Each parameter's bucket and its position there, in the order of their index.
+        self._places = {p: (b, i) for b in self._buckets for i, p in enumerate(b.parameters)}
+        self._index_of = {parameter: index for index, parameter in enumerate(self._places)}
         self._hooks = BucketHooks(
             [bucket.parameters for bucket in self._buckets],
-            self._launch,
+            lambda index: self._buckets[index].reduce(),
             self._forget,
-            self._is_accumulating,
+            lambda: self._is_accumulating,
         )
-        self._lazy = lazy = LazyWeights(self._model, self._buckets)
-        layouts = ShardLayout(self.ranks.world_size, tuple(bucket.layout for bucket in self._buckets))
-        self._sharded = Zero1Optimizer(make, given, self._buckets[::-1], layouts, self.ranks.rank, gather)
+        lazy = LazyWeights(self._model, self._buckets)
+        self._sharded = Zero1Optimizer(make, given, self._buckets, self.ranks, gather)
         self._sharded.register_step_post_hook(lambda *_: lazy.after_step())
         return self._sharded
 
@@ -99,55 +111,30 @@ class Zero1(Strategy):
         self.gather = "collective"
         return CollectiveGather(self._averager)
 
-    def _make_bucket(
-        self, parameters: list[nn.Parameter], layout: BucketLayout, gather: WeightGather | None
-    ) -> ShardedBucket:
-        weight_dtype = self._weight_dtype(parameters)
-        return ShardedBucket(
-            parameters,
-            layout,
-            self.ranks,
-            self._averager if self.ranks.world_size > 1 else None,
-            gather,
-            weight_dtype=weight_dtype,
-            reduce_dtype=reduce_dtype_for(weight_dtype, self.config.reduce_dtype),
-        )
-
     def _weight_dtype(self, parameters: list[nn.Parameter]) -> torch.dtype:
         return reduce_dtype_for(parameters[0].dtype, self.config.weights)
-
-    def _launch(self, index: int) -> None:
-        self._buckets[index].reduce()
 
     @torch.no_grad()
     def finish(self, *, wait: bool = True) -> None:
         """Reduce the gradients; they are then in the optimizer's shards, not in `parameter.grad`."""
-        assert self._hooks is not None
-        assert self._sharded is not None
-        parameters = list(self._bucket_of)
-        without = set(self._hooks.without_gradient())
+        parameters = list(self._places)
+        without = self._hooks.without_gradient()
         for parameter in without:
             parameter.grad = torch.zeros_like(parameter)
         self._hooks.launch_rest()
         if not self._order_is_settled:
             self._order_is_settled = True
             in_ready_order = order_of_first_rank(self._hooks.order, parameters, self.ranks)
-            if not self._accumulated:
+            if not self._ever_accumulated:
                 self._hooks.watch_ends(in_ready_order)
-        unused = (
-            [index for index, parameter in enumerate(parameters) if parameter in without] if without else []
-        )
+        unused = [self._index_of[parameter] for parameter in without]
         if self.ranks.world_size > 1:
             unused = unused_everywhere(unused, len(parameters), self.ranks, self.traffic)
         if wait:
             for bucket in self._buckets:
                 bucket.wait_reduced()
-        self._sharded.keep = [self._place_of(parameters[index]) for index in unused]
-
-    def _place_of(self, parameter: nn.Parameter) -> tuple[ShardedBucket, slice]:
-        bucket = self._buckets[self._bucket_of[parameter]]
-        position = next(i for i, other in enumerate(bucket.parameters) if other is parameter)
-        return bucket, bucket.shard_slice(position)
+        places = [self._places[parameters[index]] for index in unused]
+        self._sharded.keep = [(bucket, bucket.shard_slice(position)) for bucket, position in places]
 
     @torch.no_grad()
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
@@ -164,16 +151,16 @@ class Zero1(Strategy):
             self.traffic.count_all_reduce(square.nbytes, self.ranks.world_size)
             dist.all_reduce(square)
         norm = square.sqrt()
-        clip_for(None if self._sharded is None else self._sharded.inner, shards, norm, max_norm)
+        clip_for(self._sharded.inner, shards, norm, max_norm)
         return norm
 
     def wait_for_weights(self) -> None:
-        if self._lazy is not None:
-            self._lazy.wait_all()
+        for bucket in self._buckets:
+            bucket.wait_gathered()
 
     def reset(self) -> None:
         self._forget()
-        if self._hooks is not None:
+        if self._hooks is not None:  # the optimizer is built
             self._hooks.reset()
 
     def _forget(self) -> None:
@@ -197,37 +184,34 @@ class LazyWeights:
         in_layers: set[nn.Parameter] = set()
         for unit in forward_units(model):
             in_layers.update(unit.parameters())
-            needed = {id(bucket_of[p]): bucket_of[p] for p in unit.parameters() if p in bucket_of}
+            needed = list(dict.fromkeys(bucket_of[p] for p in unit.parameters() if p in bucket_of))
             if needed:
-                self._needs[unit] = list(needed.values())
+                self._needs[unit] = needed
                 unit.register_forward_pre_hook(self._before_call)
-        self._outside_layers = {id(bucket) for p, bucket in bucket_of.items() if p not in in_layers}
+        self._outside_layers = {bucket for p, bucket in bucket_of.items() if p not in in_layers}
         self._called: set[nn.Module] = set()
-        model.register_state_dict_pre_hook(lambda *_: self.wait_all())
+        model.register_state_dict_pre_hook(lambda *_: self._wait_all())
         # Weights that arrive after loading would overwrite the loaded ones.
-        model.register_load_state_dict_pre_hook(lambda *_: self.wait_all())
+        model.register_load_state_dict_pre_hook(lambda *_: self._wait_all())
         model.register_load_state_dict_post_hook(lambda *_: self._take_loaded())
 
     def after_step(self) -> None:
         """Wait, right after gathering was started, for the weights that no layer's call will wait for."""
-        now = set(self._outside_layers)
-        for unit, needed in self._needs.items():
-            if unit not in self._called:
-                now.update(id(bucket) for bucket in needed)
+        not_called = [needed for unit, needed in self._needs.items() if unit not in self._called]
+        now = self._outside_layers.union(*not_called)
         for bucket in self._buckets:
-            if id(bucket) in now:
+            if bucket in now:
                 bucket.wait_gathered()
         self._called.clear()
 
-    def wait_all(self) -> None:
-        """Wait for all weights (on GPUs: the current stream waits)."""
+    def _wait_all(self) -> None:
         for bucket in self._buckets:
             bucket.wait_gathered()
 
     @torch.compiler.disable  # a compiled layer runs this in front of its graph, not in it
     def _before_call(self, unit: nn.Module, inputs: Any) -> None:
         if not torch.is_grad_enabled():
-            self.wait_all()
+            self._wait_all()
             return
         self._called.add(unit)
         for bucket in self._needs[unit]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from rank_model import refused
 
 from lmkit.parallel import failures, launch
-from lmkit.parallel.failures import ROLL_CALL_S, RankLost, is_communication_error, losses_named
+from lmkit.parallel.failures import ROLL_CALL_S, RankLost, losses_named
 from lmkit.parallel.ranks import Ranks
 
 
@@ -24,6 +24,7 @@ def test_fault_72_the_waits_after_a_death_are_far_below_the_30_seconds_that_are_
     [
         ("[gloo/transport/tcp/pair.cc:534] Connection closed by peer", "connection"),
         ("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 7000ms", "7 s"),
+        ("Application timeout caused pair closure", "7 s"),
     ],
 )
 @pytest.mark.parametrize(
@@ -77,13 +78,7 @@ def test_fault_73_on_gpus_a_clock_ends_a_rank_whose_step_hangs():
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("[third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1", True),
-        ("Application timeout caused pair closure", True),
-        ("mat1 and mat2 shapes cannot be multiplied", False),
-    ],
-)
-def test_errors_of_communication_are_told_from_others(text, expected):
-    assert is_communication_error(RuntimeError(text)) is expected
+def test_other_errors_stay_as_they_are():
+    text = "mat1 and mat2 shapes cannot be multiplied"
+    with pytest.raises(RuntimeError, match=text), losses_named(Ranks(world_size=2), "step 5"):
+        raise RuntimeError(text)

@@ -206,7 +206,6 @@ import multiprocessing, signal, sys, threading, time
 from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.protocol import build_strategy
 from lmkit.recipe.tables import ParallelConfig
-from lmkit.parallel.ranks import RENDEZVOUS_VARIABLE, hosted_store, join_store
 from lmkit.parallel.protocol import build_strategy
 from lmkit.recipe.tables import ParallelConfig
 from lmkit.parallel.ranks import Ranks, process_group
