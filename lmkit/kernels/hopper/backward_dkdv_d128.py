@@ -201,32 +201,24 @@ def stream_queries(descriptors, tiles, barriers, problem, work,
 @gluon.jit
 def _producer(call, shape):
     """Load K and V once with TMA, then Q and dO tile after tile."""
-    QUERIES: gl.constexpr = shape.QUERIES
-    CAUSAL: gl.constexpr = shape.CAUSAL
     descriptors, tiles, barriers, problem, _, _ = call
-    work = locate_work(problem, QUERIES, CAUSAL)
+    work = locate_work(problem, shape.QUERIES, shape.CAUSAL)
     batch = work.batch
     mbarrier.expect(barriers.kv_full, 2 * descriptors.k.block_type.nbytes)
     key_box = [batch, work.key_head, work.key_tile * KEYS, 0]
     tma_load(descriptors.k, key_box, barriers.kv_full, tiles.k)
     tma_load(descriptors.v, key_box, barriers.kv_full, tiles.v)
-    stream_queries(descriptors, tiles, barriers, problem, work, QUERIES, Q_FREE, DO_FREE)
+    stream_queries(descriptors, tiles, barriers, problem, work, shape.QUERIES, Q_FREE, DO_FREE)
 
 
 @gluon.jit
 def _consumers(call, shape):
     """Compute as both warp groups, in one partition of eight warps: rows 0-63 of a (128, N) tile are the first's."""
-    QUERIES: gl.constexpr = shape.QUERIES
     D: gl.constexpr = shape.D
-    USED: gl.constexpr = shape.USED
-    CAUSAL: gl.constexpr = shape.CAUSAL
-    TAIL: gl.constexpr = shape.TAIL
-    ADD_DQ: gl.constexpr = shape.ADD_DQ
-    PACKED_P: gl.constexpr = shape.PACKED_P
     descriptors, tiles, barriers, problem, scale_log2, scale = call
     DTYPE: gl.constexpr = descriptors.q.dtype
-    SCORES: gl.constexpr = accumulator_layout(QUERIES, 8)
-    SCORES_PRODUCTS: gl.constexpr = count_score_wgmmas(USED, D)
+    SCORES: gl.constexpr = accumulator_layout(shape.QUERIES, 8)
+    SCORES_PRODUCTS: gl.constexpr = count_score_wgmmas(shape.USED, D)
     GRADIENT: gl.constexpr = accumulator_layout(D, 8)
     OPERAND: gl.constexpr = operand_layout(GRADIENT)
     DQ: gl.constexpr = accumulator_layout(
@@ -234,7 +226,7 @@ def _consumers(call, shape):
     )  # 64 rows, one warp group's height: they share its columns
     COLUMN: gl.constexpr = gl.SliceLayout(0, SCORES)
     num_keys = problem.num_keys
-    work = locate_work(problem, QUERIES, CAUSAL)
+    work = locate_work(problem, shape.QUERIES, shape.CAUSAL)
     batch = work.batch
     k = tiles.k.reshape([KEYS, D])
     v = tiles.v.reshape([KEYS, D])
@@ -244,42 +236,42 @@ def _consumers(call, shape):
     mbarrier.wait(barriers.kv_full, 0)
     head = work.first_head
     tile = work.start
-    if not ADD_DQ:
+    if not shape.ADD_DQ:
         begin_turns(TURN)
     for step in range(gl.maximum(work.count * problem.group, 1)):
         slot = step % STAGES
         phase = (step // STAGES) & 1
-        q = tiles.q.index(slot).reshape([QUERIES, D])
-        do = tiles.do.index(slot).reshape([QUERIES, D])
+        q = tiles.q.index(slot).reshape([shape.QUERIES, D])
+        do = tiles.do.index(slot).reshape([shape.QUERIES, D])
         mbarrier.wait(barriers.q_full.index(slot), phase)
-        if not ADD_DQ:
+        if not shape.ADD_DQ:
             take_turn(TURN)
-        score_job = issue_scores(k, q, USED, SCORES)
+        score_job = issue_scores(k, q, shape.USED, SCORES)
         lse = tiles.lse.index(slot).load(COLUMN)
-        if PACKED_P:  # short of registers: have dK of the previous step out of the way first
+        if shape.PACKED_P:  # short of registers: have dK of the previous step out of the way first
             dk = warpgroup_mma_wait(SCORES_PRODUCTS, deps=[dk])
             named_barrier_arrive(Q_FREE + (step + STAGES - 1) % STAGES, SLOT_THREADS)
         mbarrier.wait(barriers.do_full.index(slot), phase)
-        dp_job = issue_scores(v, do, USED, SCORES)
-        if not ADD_DQ:
+        dp_job = issue_scores(v, do, shape.USED, SCORES)
+        if not shape.ADD_DQ:
             pass_turn(TURN)
-        if PACKED_P:
+        if shape.PACKED_P:
             scores = warpgroup_mma_wait(SCORES_PRODUCTS, deps=[score_job])
         else:
             scores, dk = warpgroup_mma_wait(SCORES_PRODUCTS, deps=[score_job, dk])
             named_barrier_arrive(Q_FREE + (step + STAGES - 1) % STAGES, SLOT_THREADS)
         exponent = scores * scale_log2 - gl.expand_dims(lse, 0)  # (128 keys, QUERIES): transposed
-        if CAUSAL:
+        if shape.CAUSAL:
             # Query i sees keys j <= i; keys past the end see nobody (P might overflow there, and inf * 0 is not 0).
             # Needed at the diagonal only; but at D = 128 the branch makes ptxas serialise the products (C7512), so
             # the mask is always applied there.
-            if D == 128 or TAIL or tile * QUERIES < (work.key_tile + 1) * KEYS:
-                first_query = gl.where(keys < num_keys, keys - tile * QUERIES, NEVER)
+            if D == 128 or shape.TAIL or tile * shape.QUERIES < (work.key_tile + 1) * KEYS:
+                first_query = gl.where(keys < num_keys, keys - tile * shape.QUERIES, NEVER)
                 exponent = keep_columns_from(exponent, first_query, -float("inf"))
-        elif TAIL:
+        elif shape.TAIL:
             exponent = gl.where(gl.expand_dims(keys < num_keys, 1), exponent, -float("inf"))
         p = gl.exp2(exponent)
-        if PACKED_P:
+        if shape.PACKED_P:
             packed = pack_pairs(p, DTYPE)
             kept = keep_pairs(p, DTYPE)
             p_operand = unpack_pairs(packed, DTYPE, OPERAND)
@@ -288,7 +280,7 @@ def _consumers(call, shape):
         delta = tiles.delta.index(slot).load(COLUMN)
         dv_job = warpgroup_mma(p_operand, do, dv, is_async=True)
         # P is among the dependencies so that the exponentials come before this wait, not after.
-        if PACKED_P:
+        if shape.PACKED_P:
             dp, packed, kept = warpgroup_mma_wait(1, deps=[dp_job, packed, kept])
             dp = dp * scale - gl.expand_dims(delta, 0)
             ds_pairs = multiply_pairs(packed, kept, dp, DTYPE)
@@ -299,7 +291,7 @@ def _consumers(call, shape):
             dp = dp * scale - gl.expand_dims(delta, 0)
             ds = (p * dp).to(DTYPE)
             ds_operand = gl.convert_layout(ds, OPERAND)
-        if ADD_DQ:
+        if shape.ADD_DQ:
             tiles.ds.store(ds)
             fence_async_shared()
             # By the barrier TMA has read the previous dQ out of its tile. (A store_wait that no barrier follows
@@ -313,7 +305,7 @@ def _consumers(call, shape):
             tiles.dq.store(in_thread_order(dq))
             fence_async_shared()
             partition_barrier()
-            first_row = (batch * problem.heads + head) * problem.padded + tile * QUERIES
+            first_row = (batch * problem.heads + head) * problem.padded + tile * shape.QUERIES
             tma_add(descriptors.dq, [first_row * (D // 32), 0], tiles.dq)
         else:
             dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
@@ -321,7 +313,7 @@ def _consumers(call, shape):
             named_barrier_arrive(DO_FREE + slot, SLOT_THREADS)
         tile, head = next_query_tile(tile, head, work, problem.num_query_tiles)
     dk = warpgroup_mma_wait(0, deps=[dk])
-    if not ADD_DQ:
+    if not shape.ADD_DQ:
         end_turns(TURN)
     # K and V are done with: their tiles stage dK and dV on the way out.
     partition_barrier()

@@ -100,9 +100,8 @@ def _locate(problem, CAUSAL: gl.constexpr):
 @gluon.jit
 def _producer(call, shape):
     """Load K and V once with TMA, then Q and dO tile after tile."""
-    CAUSAL: gl.constexpr = shape.CAUSAL
     descriptors, tiles, barriers, problem, _, _ = call
-    key_tile, batch, key_head, count = _locate(problem, CAUSAL)
+    key_tile, batch, key_head, count = _locate(problem, shape.CAUSAL)
     mbarrier.expect(barriers.k_full, descriptors.k.block_type.nbytes)
     key_box = [batch, key_head, key_tile * ROWS, 0]
     tma_load(descriptors.k, key_box, barriers.k_full, tiles.k)
@@ -128,14 +127,12 @@ def _producer(call, shape):
 def _value_consumer(call, shape):
     """Compute P for both warp groups, and dV."""
     D: gl.constexpr = shape.D
-    USED: gl.constexpr = shape.USED
-    CAUSAL: gl.constexpr = shape.CAUSAL
     descriptors, tiles, barriers, problem, scale_log2, _ = call
     DTYPE: gl.constexpr = descriptors.q.dtype
     SCORES: gl.constexpr = accumulator_layout(ROWS)
     GRADIENT: gl.constexpr = accumulator_layout(D)
     OPERAND: gl.constexpr = operand_layout(GRADIENT)
-    key_tile, batch, key_head, count = _locate(problem, CAUSAL)
+    key_tile, batch, key_head, count = _locate(problem, shape.CAUSAL)
     steps = gl.maximum(count * problem.group, 1)
     k = tiles.k.reshape([ROWS, D])
     keys = key_tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
@@ -147,12 +144,12 @@ def _value_consumer(call, shape):
         q = tiles.q.index(slot).reshape([ROWS, D])
         do = tiles.do.index(slot).reshape([ROWS, D])
         mbarrier.wait(barriers.q_full.index(slot), phase)
-        score_job = issue_scores(k, q, USED, SCORES)
+        score_job = issue_scores(k, q, shape.USED, SCORES)
         mbarrier.wait(barriers.do_full.index(slot), phase)
         lse = tiles.lse.index(slot).load(gl.SliceLayout(0, SCORES))
         scores = warpgroup_mma_wait(0, deps=[score_job])
         exponent = scores * scale_log2 - gl.expand_dims(lse, 0)  # (64 keys, 64 queries): transposed
-        if CAUSAL:
+        if shape.CAUSAL:
             tile = problem.num_query_tiles - 1 - step % count
             exponent = keep_columns_from(exponent, keys - tile * ROWS, -float("inf"))
         p = gl.exp2(exponent)
@@ -175,14 +172,12 @@ def _value_consumer(call, shape):
 def _key_consumer(call, shape):
     """Compute dS from the other warp group's P, and dK."""
     D: gl.constexpr = shape.D
-    USED: gl.constexpr = shape.USED
-    CAUSAL: gl.constexpr = shape.CAUSAL
     descriptors, tiles, barriers, problem, _, scale = call
     DTYPE: gl.constexpr = descriptors.q.dtype
     SCORES: gl.constexpr = accumulator_layout(ROWS)
     GRADIENT: gl.constexpr = accumulator_layout(D)
     OPERAND: gl.constexpr = operand_layout(GRADIENT)
-    key_tile, batch, key_head, count = _locate(problem, CAUSAL)
+    key_tile, batch, key_head, count = _locate(problem, shape.CAUSAL)
     steps = gl.maximum(count * problem.group, 1)
     v = tiles.v.reshape([ROWS, D])
     dk = gl.zeros([ROWS, D], gl.float32, GRADIENT)
@@ -195,7 +190,7 @@ def _key_consumer(call, shape):
         q = tiles.q.index(slot).reshape([ROWS, D])
         do = tiles.do.index(slot).reshape([ROWS, D])
         mbarrier.wait(barriers.do_full.index(slot), phase)
-        dp_job = issue_scores(v, do, USED, SCORES)
+        dp_job = issue_scores(v, do, shape.USED, SCORES)
         mbarrier.wait(barriers.q_full.index(slot), phase)
         delta = tiles.delta.index(slot).load(gl.SliceLayout(0, SCORES))
         dp = warpgroup_mma_wait(0, deps=[dp_job])

@@ -117,50 +117,39 @@ def _locate(problem):
 @gluon.jit
 def _producer(call, shape):
     """Load Q and dO once with TMA, then K and V, from the last block that the tile sees to the first."""
-    KEYS: gl.constexpr = shape.KEYS
-    K_STAGES: gl.constexpr = shape.K_STAGES
-    V_STAGES: gl.constexpr = shape.V_STAGES
-    CAUSAL: gl.constexpr = shape.CAUSAL
     descriptors, tiles, barriers, problem, _, _, _ = call
-    V_FREE: gl.constexpr = K_FREE + K_STAGES
+    V_FREE: gl.constexpr = K_FREE + shape.K_STAGES
     tile, flat_head = _locate(problem)
     batch = flat_head // problem.heads
     head = flat_head % problem.heads
     key_head = head // problem.group
-    blocks = count_key_blocks(tile, problem.num_keys, QUERIES, KEYS, CAUSAL)
+    blocks = count_key_blocks(tile, problem.num_keys, QUERIES, shape.KEYS, shape.CAUSAL)
     mbarrier.expect(barriers.q_full, 2 * descriptors.q.block_type.nbytes)
     query_box = [batch, head, tile * QUERIES, 0]
     tma_load(descriptors.q, query_box, barriers.q_full, tiles.q)
     tma_load(descriptors.do, query_box, barriers.q_full, tiles.do)
     for step in range(blocks):
-        first_key = (blocks - 1 - step) * KEYS
-        k_slot = step % K_STAGES
-        await_slot(K_FREE, step, K_STAGES, 1)  # dQ is waited for behind the next S
+        first_key = (blocks - 1 - step) * shape.KEYS
+        k_slot = step % shape.K_STAGES
+        await_slot(K_FREE, step, shape.K_STAGES, 1)  # dQ is waited for behind the next S
         fetch_tile(descriptors.k, batch, key_head, first_key, barriers.k_full, tiles.k, k_slot)
-        v_slot = step % V_STAGES
-        await_slot(V_FREE, step, V_STAGES, 0)
+        v_slot = step % shape.V_STAGES
+        await_slot(V_FREE, step, shape.V_STAGES, 0)
         fetch_tile(descriptors.v, batch, key_head, first_key, barriers.v_full, tiles.v, v_slot)
-    await_last_slots(K_FREE, blocks, K_STAGES, 1)
-    await_last_slots(V_FREE, blocks, V_STAGES, 0)
+    await_last_slots(K_FREE, blocks, shape.K_STAGES, 1)
+    await_last_slots(V_FREE, blocks, shape.V_STAGES, 0)
 
 
 @gluon.jit
 def _consumers(call, shape):
     """Compute as both warp groups, in one partition of eight warps: rows 0-63 of a (128, N) tile are the first's."""
     D: gl.constexpr = shape.D
-    HEAD_DIM: gl.constexpr = shape.HEAD_DIM
-    USED: gl.constexpr = shape.USED
-    KEYS: gl.constexpr = shape.KEYS
-    K_STAGES: gl.constexpr = shape.K_STAGES
-    V_STAGES: gl.constexpr = shape.V_STAGES
-    CAUSAL: gl.constexpr = shape.CAUSAL
-    TAIL: gl.constexpr = shape.TAIL
     descriptors, tiles, barriers, problem, pointers, scale_log2, scale = call
-    V_FREE: gl.constexpr = K_FREE + K_STAGES
+    V_FREE: gl.constexpr = K_FREE + shape.K_STAGES
     TURNS: gl.constexpr = D < 256  # D = 256 has one slot for V only
     DTYPE: gl.constexpr = descriptors.q.dtype
-    SCORES: gl.constexpr = accumulator_layout(KEYS, 8)
-    SCORES_PRODUCTS: gl.constexpr = count_score_wgmmas(USED, D)
+    SCORES: gl.constexpr = accumulator_layout(shape.KEYS, 8)
+    SCORES_PRODUCTS: gl.constexpr = count_score_wgmmas(shape.USED, D)
     DQ: gl.constexpr = accumulator_layout(D, 8)
     OPERAND: gl.constexpr = operand_layout(DQ)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
@@ -171,7 +160,7 @@ def _consumers(call, shape):
     batch = flat_head // problem.heads
     head = flat_head % problem.heads
     flat_head = flat_head.to(gl.int64)
-    blocks = count_key_blocks(tile, problem.num_keys, QUERIES, KEYS, CAUSAL)
+    blocks = count_key_blocks(tile, problem.num_keys, QUERIES, shape.KEYS, shape.CAUSAL)
     rows = tile * QUERIES + gl.arange(0, QUERIES, ROW)
     lse = LOG2_E * gl.load(
         pointers.lse_in + flat_head * num_queries + rows, mask=rows < num_queries, other=float("inf")
@@ -181,7 +170,7 @@ def _consumers(call, shape):
     out_columns = gl.arange(0, D, gl.SliceLayout(0, OUT))
     out_pointers = pointers.out + 8 * (batch * pointers.out_batch + head * pointers.out_head)
     out_offsets = gl.expand_dims(8 * (out_rows * pointers.out_row), 1) + gl.expand_dims(out_columns, 0)
-    out_inside = inside(out_rows < num_queries, out_columns, HEAD_DIM)
+    out_inside = inside(out_rows < num_queries, out_columns, shape.HEAD_DIM)
     o = gl.load(out_pointers + out_offsets, mask=out_inside, other=0.0)
     q = tiles.q.reshape([QUERIES, D])
     do = tiles.do.reshape([QUERIES, D])
@@ -192,24 +181,24 @@ def _consumers(call, shape):
     if TURNS:
         begin_turns(TURN)
     for step in range(blocks):
-        first_key = (blocks - 1 - step) * KEYS
-        k_slot = step % K_STAGES
-        v_slot = step % V_STAGES
-        k = tiles.k.index(k_slot).reshape([KEYS, D])
-        mbarrier.wait(barriers.k_full.index(k_slot), (step // K_STAGES) & 1)
+        first_key = (blocks - 1 - step) * shape.KEYS
+        k_slot = step % shape.K_STAGES
+        v_slot = step % shape.V_STAGES
+        k = tiles.k.index(k_slot).reshape([shape.KEYS, D])
+        mbarrier.wait(barriers.k_full.index(k_slot), (step // shape.K_STAGES) & 1)
         if TURNS:
             take_turn(TURN)
-        score_job = issue_scores(q, k, USED, SCORES)
+        score_job = issue_scores(q, k, shape.USED, SCORES)
         dq = warpgroup_mma_wait(SCORES_PRODUCTS, deps=[dq])
-        named_barrier_arrive(K_FREE + (step + K_STAGES - 1) % K_STAGES, SLOT_THREADS)
-        mbarrier.wait(barriers.v_full.index(v_slot), (step // V_STAGES) & 1)
-        v = tiles.v.index(v_slot).reshape([KEYS, D])
-        dp_job = issue_scores(do, v, USED, SCORES)
+        named_barrier_arrive(K_FREE + (step + shape.K_STAGES - 1) % shape.K_STAGES, SLOT_THREADS)
+        mbarrier.wait(barriers.v_full.index(v_slot), (step // shape.V_STAGES) & 1)
+        v = tiles.v.index(v_slot).reshape([shape.KEYS, D])
+        dp_job = issue_scores(do, v, shape.USED, SCORES)
         if TURNS:
             pass_turn(TURN)
         scores = warpgroup_mma_wait(SCORES_PRODUCTS, deps=[score_job])
         exponent = scores * scale_log2 - gl.expand_dims(lse, 1)  # (128 queries, KEYS)
-        p = gl.exp2(hide_keys(exponent, rows, first_key, problem.num_keys, CAUSAL, TAIL))
+        p = gl.exp2(hide_keys(exponent, rows, first_key, problem.num_keys, shape.CAUSAL, shape.TAIL))
         dp, p = warpgroup_mma_wait(0, deps=[dp_job, p])
         named_barrier_arrive(V_FREE + v_slot, SLOT_THREADS)
         ds = (p * (dp * scale - gl.expand_dims(delta, 1))).to(DTYPE)

@@ -25,27 +25,21 @@ def allocate_mbarriers(COUNT: gl.constexpr):
 
 
 @gluon.jit
+def run_ptx(ptx: gl.constexpr, operand):
+    """Run PTX that reads $1 and sets $0, which nobody uses."""
+    gl.inline_asm_elementwise(ptx, "=r,r", [gl.to_tensor(operand)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def named_barrier_wait(barrier, num_threads: gl.constexpr):
     """Wait until `num_threads` threads (the caller's own included) have reached this barrier."""
-    _named_barrier("bar.sync", barrier, num_threads)
+    run_ptx(f"bar.sync $1, {num_threads}; mov.b32 $0, 0;", barrier)
 
 
 @gluon.jit
 def named_barrier_arrive(barrier, num_threads: gl.constexpr):
     """Count the caller's threads as arrived, without waiting."""
-    _named_barrier("bar.arrive", barrier, num_threads)
-
-
-@gluon.jit
-def _named_barrier(instruction: gl.constexpr, barrier, num_threads: gl.constexpr):
-    gl.inline_asm_elementwise(
-        f"{instruction} $1, {num_threads}; mov.b32 $0, 0;",
-        "=r,r",
-        [gl.to_tensor(barrier)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    run_ptx(f"bar.arrive $1, {num_threads}; mov.b32 $0, 0;", barrier)
 
 
 @gluon.jit
@@ -75,56 +69,41 @@ def begin_turns(FIRST: gl.constexpr):
     the turn. Both run the same code, so a thread's number tells its group. Both groups must take and pass equally
     many turns, and end them.
     """
-    ptx: gl.constexpr = f"@p bar.arrive {FIRST}, {TURN_THREADS};"
-    _as_warp_group(ptx)
+    _as_warp_group(f"@p bar.arrive {FIRST}, {TURN_THREADS};")
 
 
 @gluon.jit
 def take_turn(FIRST: gl.constexpr):
     """Wait until the other group has passed the turn."""
-    ptx: gl.constexpr = f"add.u32 g, g, {FIRST}; bar.sync g, {TURN_THREADS};"
-    _as_warp_group(ptx)
+    _as_warp_group(f"add.u32 g, g, {FIRST}; bar.sync g, {TURN_THREADS};")
 
 
 @gluon.jit
 def pass_turn(FIRST: gl.constexpr):
     """Let the other group go on."""
-    ptx: gl.constexpr = f"xor.b32 g, g, 1; add.u32 g, g, {FIRST}; bar.arrive g, {TURN_THREADS};"
-    _as_warp_group(ptx)
+    _as_warp_group(f"xor.b32 g, g, 1; add.u32 g, g, {FIRST}; bar.arrive g, {TURN_THREADS};")
 
 
 @gluon.jit
 def end_turns(FIRST: gl.constexpr):
     """Let group 0 take the turn that group 1 passed last, so that no barrier is left half full."""
-    ptx: gl.constexpr = f"@!p bar.sync {FIRST}, {TURN_THREADS};"
-    _as_warp_group(ptx)
+    _as_warp_group(f"@!p bar.sync {FIRST}, {TURN_THREADS};")
 
 
 @gluon.jit
 def _as_warp_group(ptx: gl.constexpr):
     """Run PTX that finds its warp group's number in g, and in p whether that is not 0."""
-    gl.inline_asm_elementwise(
+    run_ptx(
         "{ .reg .u32 g; .reg .pred p; mov.u32 g, %tid.x; shr.u32 g, g, 7; setp.ne.u32 p, g, 0; "
         f"{ptx} mov.b32 $0, 0; }}",
-        "=r,r",
-        [gl.to_tensor(0)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
+        0,
     )
 
 
 @gluon.jit
 def declare_vote(name: gl.constexpr):
     """Declare the register that carries a partition's votes; once, outside of loops."""
-    gl.inline_asm_elementwise(
-        f".reg .b32 vote_{name}; mov.b32 vote_{name}, 0; mov.b32 $0, 0;",
-        "=r,r",
-        [gl.to_tensor(0)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    run_ptx(f".reg .b32 vote_{name}; mov.b32 vote_{name}, 0; mov.b32 $0, 0;", 0)
 
 
 @gluon.jit

@@ -152,28 +152,24 @@ def lift_above(dtype):
 def _producer(call, shape):
     """Load tiles with TMA. K comes before Q in the first turn: the consumers' last step with the old Q hides
     both."""
-    KEYS: gl.constexpr = shape.KEYS
-    STAGES: gl.constexpr = shape.STAGES
-    CAUSAL: gl.constexpr = shape.CAUSAL
-    CONSUMERS: gl.constexpr = shape.CONSUMERS
     descriptors, tiles, barriers, problem, _, _ = call
-    TILE: gl.constexpr = ROWS * CONSUMERS
+    TILE: gl.constexpr = ROWS * shape.CONSUMERS
     block = 0
-    turns, pairs = count_turns(problem.num_tiles, problem.num_heads, CAUSAL)
+    turns, pairs = count_turns(problem.num_tiles, problem.num_heads, shape.CAUSAL)
     for turn in range(turns):
-        tile, flat_head = locate_tile(turn, problem.num_tiles, problem.num_heads, pairs, CAUSAL)
+        tile, flat_head = locate_tile(turn, problem.num_tiles, problem.num_heads, pairs, shape.CAUSAL)
         batch = flat_head // problem.heads
         head = flat_head % problem.heads
         key_head = head // problem.group
-        blocks = count_key_blocks(tile, problem.num_keys, TILE, KEYS, CAUSAL)
+        blocks = count_key_blocks(tile, problem.num_keys, TILE, shape.KEYS, shape.CAUSAL)
         for i in range(blocks):
-            first_key = (blocks - 1 - i) * KEYS  # from the diagonal back: the masked block comes first
-            slot = block % STAGES
-            free = ((block // STAGES) & 1) ^ 1
+            first_key = (blocks - 1 - i) * shape.KEYS  # from the diagonal back: the masked block comes first
+            slot = block % shape.STAGES
+            free = ((block // shape.STAGES) & 1) ^ 1
             mbarrier.wait(barriers.k_empty.index(slot), free)
             fetch_tile(descriptors.k, batch, key_head, first_key, barriers.k_full, tiles.k, slot)
             if i == 0:
-                for c in gl.static_range(CONSUMERS):
+                for c in gl.static_range(shape.CONSUMERS):
                     mbarrier.wait(barriers.q_empty.index(c), (turn & 1) ^ 1)
                     first_row = tile * TILE + c * ROWS
                     fetch_tile(descriptors.q, batch, head, first_row, barriers.q_full, tiles.q, c)
@@ -236,42 +232,35 @@ def _consumer(index: gl.constexpr, call, shape):
     the outer loop begins it anew.
     """
     D: gl.constexpr = shape.D
-    USED: gl.constexpr = shape.USED
-    KEYS: gl.constexpr = shape.KEYS
-    STAGES: gl.constexpr = shape.STAGES
-    CAUSAL: gl.constexpr = shape.CAUSAL
-    TAIL: gl.constexpr = shape.TAIL
-    CONSUMERS: gl.constexpr = shape.CONSUMERS
-    OWN_O: gl.constexpr = shape.OWN_O
     descriptors, tiles, barriers, problem, lse, scale_log2 = call
-    TILE: gl.constexpr = ROWS * CONSUMERS
+    TILE: gl.constexpr = ROWS * shape.CONSUMERS
     DTYPE: gl.constexpr = descriptors.q.dtype
-    SCORES: gl.constexpr = accumulator_layout(KEYS)
+    SCORES: gl.constexpr = accumulator_layout(shape.KEYS)
     OUT: gl.constexpr = accumulator_layout(D)
     PROBABILITIES: gl.constexpr = operand_layout(OUT)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    my_vote: gl.constexpr = FIRST_NAMED_BARRIER + CONSUMERS + index
+    my_vote: gl.constexpr = FIRST_NAMED_BARRIER + shape.CONSUMERS + index
     num_keys = problem.num_keys
     declare_vote(index)
     block = 0
     if index == 1:
-        _pass_turn(index, CONSUMERS)  # consumer 0 goes first
-    turns, pairs = count_turns(problem.num_tiles, problem.num_heads, CAUSAL)
+        _pass_turn(index, shape.CONSUMERS)  # consumer 0 goes first
+    turns, pairs = count_turns(problem.num_tiles, problem.num_heads, shape.CAUSAL)
     for turn in range(turns):
-        tile, flat_head = locate_tile(turn, problem.num_tiles, problem.num_heads, pairs, CAUSAL)
-        blocks = count_key_blocks(tile, num_keys, TILE, KEYS, CAUSAL)
+        tile, flat_head = locate_tile(turn, problem.num_tiles, problem.num_heads, pairs, shape.CAUSAL)
+        blocks = count_key_blocks(tile, num_keys, TILE, shape.KEYS, shape.CAUSAL)
         first_row = tile * TILE + index * ROWS
         own_blocks = blocks
-        if CAUSAL and TILE > KEYS:
-            own_blocks = gl.minimum(blocks, gl.cdiv(first_row + ROWS, KEYS))
+        if shape.CAUSAL and TILE > shape.KEYS:
+            own_blocks = gl.minimum(blocks, gl.cdiv(first_row + ROWS, shape.KEYS))
             if own_blocks < blocks:  # one may lie wholly above this consumer's diagonal
-                _take_turn(index, CONSUMERS)  # one turn a block, also for this one
-                _pass_turn(index, CONSUMERS)
-                _hand_back_unread(barriers, block, STAGES)
+                _take_turn(index, shape.CONSUMERS)  # one turn a block, also for this one
+                _pass_turn(index, shape.CONSUMERS)
+                _hand_back_unread(barriers, block, shape.STAGES)
                 block += 1
         rows = first_row + gl.arange(0, ROWS, ROW)
 
-        nothing = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
+        nothing = gl.zeros([ROWS, shape.KEYS], gl.float32, SCORES)
         acc = gl.zeros([ROWS, D], gl.float32, OUT)
         sums = sum_within_threads(nothing)  # (64, 4)
         surplus = sums  # of the blocks' largest P, by their rounding
@@ -279,27 +268,27 @@ def _consumer(index: gl.constexpr, call, shape):
         packed = pack_pairs(nothing, DTYPE)  # P of the block before, (64, KEYS / 2)
         mbarrier.wait(barriers.q_full.index(index), turn & 1)
         q = tiles.q.index(index).reshape([ROWS, D])
-        _await_tile(barriers.k_full, block, STAGES)
+        _await_tile(barriers.k_full, block, shape.STAGES)
         # It is at least 1. Told so, the compiler sees that nobody multiplies the zeros of `packed`, and keeps none.
         own_blocks = gl.maximum(own_blocks, 1)
         i = 0
         while i < own_blocks:
             # A block that sets references. Only the first of a tile meets the diagonal, the end of the keys or few
             # keys; for a block that lifts, mask and margin do nothing.
-            slot = block % STAGES
-            phase = (block // STAGES) & 1
+            slot = block % shape.STAGES
+            phase = (block // shape.STAGES) & 1
             if i == 0:  # a block that lifts had its turn in the inner loop
-                _take_turn(index, CONSUMERS)
-            k = tiles.k.index(slot).reshape([KEYS, D])
-            score_job = issue_scores(q, k, USED, SCORES)
+                _take_turn(index, shape.CONSUMERS)
+            k = tiles.k.index(slot).reshape([shape.KEYS, D])
+            score_job = issue_scores(q, k, shape.USED, SCORES)
             if i == 0:
-                _pass_turn(index, CONSUMERS)
+                _pass_turn(index, shape.CONSUMERS)
             scores = warpgroup_mma_wait(0, deps=[score_job])  # (64 queries, KEYS)
             mbarrier.arrive(barriers.k_empty.index(slot), count=1)
-            first_key = (own_blocks - 1 - i) * KEYS
-            scores = hide_keys(scores, rows, first_key, num_keys, CAUSAL, TAIL)
+            first_key = (own_blocks - 1 - i) * shape.KEYS
+            scores = hide_keys(scores, rows, first_key, num_keys, shape.CAUSAL, shape.TAIL)
             reference, factor = _raise_references(
-                scores, scale_log2, reference, rows, first_key, num_keys, CAUSAL, TAIL
+                scores, scale_log2, reference, rows, first_key, num_keys, shape.CAUSAL, shape.TAIL
             )
             p = exp2_unfused(scores, scale_log2, reference)
             sums = scale_rows(sums, factor) + sum_within_threads(p)
@@ -308,7 +297,7 @@ def _consumer(index: gl.constexpr, call, shape):
                 acc = scale_rows(acc, factor)
             packed = pack_pairs(p, DTYPE)
             more = i + 1 < own_blocks
-            _await_tile(barriers.k_full, block + 1, STAGES, more)
+            _await_tile(barriers.k_full, block + 1, shape.STAGES, more)
             mbarrier.wait(barriers.v_full.index(slot), phase)
             block += 1
             i += 1
@@ -316,15 +305,15 @@ def _consumer(index: gl.constexpr, call, shape):
             # Its successors. The step before has waited for K of this block and V of the previous one.
             lifts = 0
             while (i < own_blocks) & (lifts == 0):
-                slot = block % STAGES
-                previous = (block - 1) % STAGES
+                slot = block % shape.STAGES
+                previous = (block - 1) % shape.STAGES
                 probabilities = unpack_pairs(packed, DTYPE, PROBABILITIES)
-                _take_turn(index, CONSUMERS)
-                k = tiles.k.index(slot).reshape([KEYS, D])
-                v = tiles.v.index(previous).reshape([KEYS, D])
-                score_job = issue_scores(q, k, USED, SCORES)
+                _take_turn(index, shape.CONSUMERS)
+                k = tiles.k.index(slot).reshape([shape.KEYS, D])
+                v = tiles.v.index(previous).reshape([shape.KEYS, D])
+                score_job = issue_scores(q, k, shape.USED, SCORES)
                 out_job = warpgroup_mma(probabilities, v, acc, is_async=True)
-                _pass_turn(index, CONSUMERS)
+                _pass_turn(index, shape.CONSUMERS)
                 scores = warpgroup_mma_wait(1, deps=[score_job])
                 p = gl.exp2(scores * scale_log2 - gl.expand_dims(reference, 1))
                 block_sums = sum_within_threads(p)
@@ -334,8 +323,8 @@ def _consumer(index: gl.constexpr, call, shape):
                 # The wait for the next operands stands here because its spin loop ends the basic block: ptxas cannot
                 # move the wait for O += P V above the exponentials that should overlap with it.
                 more = i + 1 < own_blocks
-                _await_tile(barriers.k_full, block + 1, STAGES, more)
-                _await_tile(barriers.v_full, block, STAGES)
+                _await_tile(barriers.k_full, block + 1, shape.STAGES, more)
+                _await_tile(barriers.v_full, block, shape.STAGES)
                 # the softmax's results as dependencies: they are computed before this wait, not after
                 acc, p, block_sums = warpgroup_mma_wait(0, deps=[out_job, p, block_sums])
                 mbarrier.arrive(barriers.v_empty.index(previous), count=1)
@@ -351,10 +340,10 @@ def _consumer(index: gl.constexpr, call, shape):
                     block += 1
                     i += 1
 
-        if OWN_O:
+        if shape.OWN_O:
             mbarrier.arrive(barriers.q_empty.index(index), count=1)
-        slot = (block - 1) % STAGES
-        v = tiles.v.index(slot).reshape([KEYS, D])
+        slot = (block - 1) % shape.STAGES
+        v = tiles.v.index(slot).reshape([shape.KEYS, D])
         out_job = warpgroup_mma(unpack_pairs(packed, DTYPE, PROBABILITIES), v, acc, is_async=True)
         row_sum = gl.convert_layout(gl.sum(sums, 1), ROW)
         rounded_sum = gl.convert_layout(gl.sum(sums + surplus, 1), ROW)
@@ -365,7 +354,7 @@ def _consumer(index: gl.constexpr, call, shape):
         written = rows < problem.num_queries
         gl.store(lse + flat_head.to(gl.int64) * problem.num_queries + rows, row_lse, mask=written)
         # Through a tile of its own, O leaves while the next Q lands; where there is no room for one, through Q's.
-        if OWN_O:
+        if shape.OWN_O:
             tma.store_wait(0)
         tiles.o.index(index).reshape([ROWS, D]).store(out.to(DTYPE))
         fence_async_shared()
@@ -375,12 +364,12 @@ def _consumer(index: gl.constexpr, call, shape):
             [flat_head // problem.heads, flat_head % problem.heads, first_row, 0],
             tiles.o.index(index),
         )
-        if not OWN_O:
+        if not shape.OWN_O:
             tma.store_wait(0)
             mbarrier.arrive(barriers.q_empty.index(index), count=1)
     tma.store_wait(0)
     if index == 0:
-        _take_turn(index, CONSUMERS)  # takes the token that consumer 1 gave last
+        _take_turn(index, shape.CONSUMERS)  # takes the token that consumer 1 gave last
 
 
 @gluon.jit(do_not_specialize=["num_queries", "num_keys", "heads", "group", "num_tiles", "num_heads"])
