@@ -67,6 +67,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from lmkit.kernels.hopper.barriers import (
     FIRST_NAMED_BARRIER,
     SLOT_THREADS,
+    allocate_mbarrier,
     allocate_mbarriers,
     await_last_slots,
     await_slot,
@@ -86,7 +87,7 @@ from lmkit.kernels.hopper.fragments import (
     unpack_pairs,
 )
 from lmkit.kernels.hopper.schedule import locate_longest_first
-from lmkit.kernels.hopper.tma import fetch_rows, tma_add, tma_load, tma_store
+from lmkit.kernels.hopper.tma import allocate_slots, allocate_tile, fetch_rows, tma_add, tma_load, tma_store
 from lmkit.kernels.hopper.wgmma import (
     accumulator_layout,
     count_score_wgmmas,
@@ -175,6 +176,21 @@ def next_query_tile(tile, head, work, num_query_tiles):
     tile += 1
     tile = gl.where(tile == num_query_tiles, work.lowest, tile)
     return tile, gl.where(tile == work.start, head + 1, head)
+
+
+@gluon.jit
+def allocate_barriers():
+    """Return the initialised mbarriers."""
+    q_full = allocate_mbarriers(STAGES)
+    do_full = allocate_mbarriers(STAGES)
+    kv_full = allocate_mbarrier()
+    for i in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(do_full.index(i), count=1)
+    mbarrier.init(kv_full, count=1)
+    fence_async_shared()
+    partition_barrier()
+    return Barriers(q_full, do_full, kv_full)
 
 
 @gluon.jit
@@ -327,8 +343,7 @@ def _consumers(call, shape):
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["num_queries", "num_keys", "padded", "batches", "heads", "group", "together",
-                              "num_query_tiles", "num_key_tiles"])  # fmt: skip
+@gluon.jit(do_not_specialize=list(Problem._fields))
 def dkdv_d128_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc,
                               num_queries, num_keys, padded, batches, heads, group, together, num_query_tiles,
                               num_key_tiles, scale_log2, scale,
@@ -352,32 +367,23 @@ def dkdv_d128_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_d
     gdc_wait()  # for what the kernel before this one wrote
     gdc_launch_dependents()  # the next kernel may start, and waits in its turn
     dtype: gl.constexpr = q_desc.dtype
-    q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, QUERIES, D], q_desc.layout)
-    do_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, QUERIES, D], do_desc.layout)
-    k_tile = gl.allocate_shared_memory(dtype, [1, 1, KEYS, D], k_desc.layout)
-    v_tile = gl.allocate_shared_memory(dtype, [1, 1, KEYS, D], v_desc.layout)
-    lse_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], lse_desc.layout)
-    delta_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], delta_desc.layout)
+    q_tiles = allocate_slots(q_desc, STAGES)
+    do_tiles = allocate_slots(do_desc, STAGES)
+    k_tile = allocate_tile(k_desc)
+    v_tile = allocate_tile(v_desc)
+    lse_tiles = allocate_slots(lse_desc, STAGES)
+    delta_tiles = allocate_slots(delta_desc, STAGES)
     ds_tile = lse_tiles  # never used
     dq_tile = lse_tiles
     if ADD_DQ:
         ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, QUERIES], dtype)
         ds_tile = gl.allocate_shared_memory(dtype, [KEYS, QUERIES], ds_layout)
-        dq_tile = gl.allocate_shared_memory(gl.float32, [QUERIES * D // 32, 32], dq_desc.layout)
-    q_full = allocate_mbarriers(STAGES)
-    do_full = allocate_mbarriers(STAGES)
-    kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(do_full.index(i), count=1)
-    mbarrier.init(kv_full, count=1)
-    fence_async_shared()
-    partition_barrier()
+        dq_tile = allocate_tile(dq_desc)
+    barriers = allocate_barriers()
     descriptors = Descriptors(
         q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc
     )
     tiles = Tiles(q_tiles, do_tiles, k_tile, v_tile, lse_tiles, delta_tiles, ds_tile, dq_tile)
-    barriers = Barriers(q_full, do_full, kv_full)
     problem = Problem(
         num_queries, num_keys, padded, batches, heads, group, together, num_query_tiles, num_key_tiles
     )

@@ -49,6 +49,7 @@ from lmkit.kernels.hopper.backward_dkdv_d128 import Problem
 from lmkit.kernels.hopper.barriers import (
     FIRST_NAMED_BARRIER,
     SLOT_THREADS,
+    allocate_mbarrier,
     allocate_mbarriers,
     await_last_slots,
     await_slot,
@@ -58,7 +59,7 @@ from lmkit.kernels.hopper.barriers import (
 )
 from lmkit.kernels.hopper.fragments import from_thread_order, in_thread_order, keep_columns_from
 from lmkit.kernels.hopper.schedule import locate_longest_first
-from lmkit.kernels.hopper.tma import fetch_rows, send_through, tma_load
+from lmkit.kernels.hopper.tma import allocate_slots, allocate_tile, fetch_rows, send_through, tma_load
 from lmkit.kernels.hopper.wgmma import accumulator_layout, issue_scores, operand_layout
 
 ROWS = gl.constexpr(64)  # keys of a block, and queries of a step
@@ -206,8 +207,7 @@ def _key_consumer(call, shape):
     send_through(tiles.v, dk.to(DTYPE), descriptors.dk, batch, key_head, key_tile)
 
 
-@gluon.jit(do_not_specialize=["num_queries", "num_keys", "padded", "batches", "heads", "group", "together",
-                              "num_query_tiles", "num_key_tiles"])  # fmt: skip
+@gluon.jit(do_not_specialize=list(Problem._fields))
 def dkdv_d256_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc,
                          num_queries, num_keys, padded, batches, heads, group, together, num_query_tiles,
                          num_key_tiles, scale_log2, scale,
@@ -221,19 +221,20 @@ def dkdv_d256_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_d
     """
     gdc_wait()  # for what the kernel before this one wrote
     gdc_launch_dependents()  # the next kernel may start, and waits in its turn
-    dtype: gl.constexpr = q_desc.dtype
     P_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(vec=4, per_phase=1, max_phase=1, order=[1, 0])
-    q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, D], q_desc.layout)
-    do_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, D], do_desc.layout)
-    k_tile = gl.allocate_shared_memory(dtype, [1, 1, ROWS, D], k_desc.layout)
-    v_tile = gl.allocate_shared_memory(dtype, [1, 1, ROWS, D], v_desc.layout)
-    lse_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], lse_desc.layout)
-    delta_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], delta_desc.layout)
-    p_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS * ROWS // 32, 32], P_LAYOUT)
+    tiles = Tiles(
+        allocate_slots(q_desc, STAGES),
+        allocate_slots(do_desc, STAGES),
+        allocate_tile(k_desc),
+        allocate_tile(v_desc),
+        allocate_slots(lse_desc, STAGES),
+        allocate_slots(delta_desc, STAGES),
+        gl.allocate_shared_memory(gl.float32, [STAGES, ROWS * ROWS // 32, 32], P_LAYOUT),
+    )
     q_full = allocate_mbarriers(STAGES)
     do_full = allocate_mbarriers(STAGES)
-    k_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    k_full = allocate_mbarrier()
+    v_full = allocate_mbarrier()
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(do_full.index(i), count=1)
@@ -242,7 +243,6 @@ def dkdv_d256_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_d
     fence_async_shared()
     partition_barrier()
     descriptors = Descriptors(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc)
-    tiles = Tiles(q_tiles, do_tiles, k_tile, v_tile, lse_tiles, delta_tiles, p_tiles)
     barriers = Barriers(q_full, do_full, k_full, v_full)
     problem = Problem(
         num_queries, num_keys, padded, batches, heads, group, together, num_query_tiles, num_key_tiles

@@ -54,6 +54,7 @@ from lmkit.kernels.flash.tiles import LOG2_E
 from lmkit.kernels.hopper.barriers import (
     FIRST_NAMED_BARRIER,
     SLOT_THREADS,
+    allocate_mbarrier,
     allocate_mbarriers,
     await_last_slots,
     await_slot,
@@ -66,7 +67,7 @@ from lmkit.kernels.hopper.barriers import (
 )
 from lmkit.kernels.hopper.fragments import hide_keys, inside
 from lmkit.kernels.hopper.schedule import count_key_blocks, locate_longest_first
-from lmkit.kernels.hopper.tma import fetch_tile, send_through, tma_load
+from lmkit.kernels.hopper.tma import allocate_slots, allocate_tile, fetch_tile, send_through, tma_load
 from lmkit.kernels.hopper.wgmma import (
     accumulator_layout,
     count_score_wgmmas,
@@ -211,8 +212,7 @@ def _consumers(call, shape):
     send_through(tiles.q, dq.to(DTYPE), descriptors.dq, batch, head, tile)
 
 
-@gluon.jit(do_not_specialize=["out_batch", "out_head", "out_row", "num_queries", "num_keys", "padded", "batches",
-                              "heads", "group", "together", "num_query_tiles"])  # fmt: skip
+@gluon.jit(do_not_specialize=["out_batch", "out_head", "out_row", *Problem._fields])
 def dq_kernel(q_desc, k_desc, v_desc, do_desc, dq_desc, lse_in, lse_out, delta_out, out,
                           out_batch: gl.int64, out_head: gl.int64, out_row: gl.int64,
                           num_queries, num_keys, padded, batches, heads, group, together, num_query_tiles,
@@ -230,12 +230,13 @@ def dq_kernel(q_desc, k_desc, v_desc, do_desc, dq_desc, lse_in, lse_out, delta_o
     """
     gdc_wait()  # for what the kernel before this one wrote
     gdc_launch_dependents()  # the next kernel may start, and waits in its turn
-    dtype: gl.constexpr = q_desc.dtype
-    q_tile = gl.allocate_shared_memory(dtype, [1, 1, QUERIES, D], q_desc.layout)
-    do_tile = gl.allocate_shared_memory(dtype, [1, 1, QUERIES, D], do_desc.layout)
-    k_tiles = gl.allocate_shared_memory(dtype, [K_STAGES, 1, 1, KEYS, D], k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(dtype, [V_STAGES, 1, 1, KEYS, D], v_desc.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    tiles = Tiles(
+        allocate_tile(q_desc),
+        allocate_tile(do_desc),
+        allocate_slots(k_desc, K_STAGES),
+        allocate_slots(v_desc, V_STAGES),
+    )
+    q_full = allocate_mbarrier()
     k_full = allocate_mbarriers(K_STAGES)
     v_full = allocate_mbarriers(V_STAGES)
     mbarrier.init(q_full, count=1)
@@ -246,7 +247,6 @@ def dq_kernel(q_desc, k_desc, v_desc, do_desc, dq_desc, lse_in, lse_out, delta_o
     fence_async_shared()
     partition_barrier()
     descriptors = Descriptors(q_desc, k_desc, v_desc, do_desc, dq_desc)
-    tiles = Tiles(q_tile, do_tile, k_tiles, v_tiles)
     barriers = Barriers(q_full, k_full, v_full)
     problem = Problem(num_queries, num_keys, padded, batches, heads, group, together, num_query_tiles)
     pointers = Pointers(lse_in, lse_out, delta_out, out, out_batch, out_head, out_row)

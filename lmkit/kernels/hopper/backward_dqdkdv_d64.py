@@ -61,20 +61,20 @@ from lmkit.kernels.hopper.backward_dkdv_d128 import (
     KEYS,
     NEVER,
     STAGES,
-    Barriers,
     Descriptors,
     Problem,
     Tiles,
+    allocate_barriers,
     locate_work,
     next_query_tile,
     stream_queries,
 )
 from lmkit.kernels.hopper.barriers import (
     SLOT_THREADS,
-    allocate_mbarriers,
     named_barrier_arrive,
     named_barrier_wait,
     partition_barrier,
+    run_ptx,
 )
 from lmkit.kernels.hopper.fragments import (
     in_thread_order,
@@ -85,7 +85,7 @@ from lmkit.kernels.hopper.fragments import (
     pack_pairs,
     unpack_pairs,
 )
-from lmkit.kernels.hopper.tma import tma_add, tma_load, tma_store
+from lmkit.kernels.hopper.tma import allocate_slots, tma_add, tma_load, tma_store
 from lmkit.kernels.hopper.wgmma import accumulator_layout, issue_product, operand_layout
 
 HALF = gl.constexpr(64)  # keys of a consumer, and queries and columns of its part of dQ
@@ -214,14 +214,7 @@ def _consumer(index: gl.constexpr, call, CAUSAL: gl.constexpr, TAIL: gl.constexp
 @gluon.jit
 def _sleep(nanoseconds: gl.constexpr):
     """Sleep for up to twice as long (the guarantee of PTX)."""
-    gl.inline_asm_elementwise(
-        f"nanosleep.u32 {nanoseconds}; mov.b32 $0, 0;",
-        "=r,r",
-        [gl.to_tensor(0)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    run_ptx(f"nanosleep.u32 {nanoseconds}; mov.b32 $0, 0;", 0)
 
 
 @gluon.jit
@@ -309,8 +302,7 @@ def _add_dq(index: gl.constexpr, descriptors, tiles, row):
     tma_add(descriptors.dq, place, tiles.dq.index(index))
 
 
-@gluon.jit(do_not_specialize=["num_queries", "num_keys", "padded", "batches", "heads", "group", "together",
-                              "num_query_tiles", "num_key_tiles"])  # fmt: skip
+@gluon.jit(do_not_specialize=list(Problem._fields))
 def dqdkdv_d64_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc,
                            num_queries, num_keys, padded, batches, heads, group, together, num_query_tiles,
                            num_key_tiles, scale_log2, scale,
@@ -327,31 +319,20 @@ def dqdkdv_d64_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_
     gdc_launch_dependents()  # the next kernel may start, and waits in its turn
     dtype: gl.constexpr = q_desc.dtype
     QUERIES: gl.constexpr = q_desc.block_type.shape[2]
-    D: gl.constexpr = q_desc.block_type.shape[3]
-    dq_shape: gl.constexpr = [2] + dq_desc.block_type.shape  # noqa: RUF005 (Gluon knows no stars)
-    q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, QUERIES, D], q_desc.layout)
-    do_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, QUERIES, D], do_desc.layout)
-    k_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, HALF, D], k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, HALF, D], v_desc.layout)
-    lse_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], lse_desc.layout)
-    delta_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], delta_desc.layout)
+    q_tiles = allocate_slots(q_desc, STAGES)
+    do_tiles = allocate_slots(do_desc, STAGES)
+    k_tiles = allocate_slots(k_desc, 2)
+    v_tiles = allocate_slots(v_desc, 2)
+    lse_tiles = allocate_slots(lse_desc, STAGES)
+    delta_tiles = allocate_slots(delta_desc, STAGES)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, HALF], dtype)
     ds_tiles = gl.allocate_shared_memory(dtype, [4 * QUERIES // HALF, HALF, HALF], ds_layout)  # see _ds_tile
-    dq_tiles = gl.allocate_shared_memory(gl.float32, dq_shape, dq_desc.layout)
-    q_full = allocate_mbarriers(STAGES)
-    do_full = allocate_mbarriers(STAGES)
-    kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(do_full.index(i), count=1)
-    mbarrier.init(kv_full, count=1)
-    fence_async_shared()
-    partition_barrier()
+    dq_tiles = allocate_slots(dq_desc, 2)
+    barriers = allocate_barriers()
     descriptors = Descriptors(
         q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc
     )
     tiles = Tiles(q_tiles, do_tiles, k_tiles, v_tiles, lse_tiles, delta_tiles, ds_tiles, dq_tiles)
-    barriers = Barriers(q_full, do_full, kv_full)
     problem = Problem(
         num_queries, num_keys, padded, batches, heads, group, together, num_query_tiles, num_key_tiles
     )

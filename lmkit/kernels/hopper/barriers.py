@@ -25,6 +25,12 @@ def allocate_mbarriers(COUNT: gl.constexpr):
 
 
 @gluon.jit
+def allocate_mbarrier():
+    """Return one mbarrier in shared memory, not yet initialised."""
+    return gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+
+
+@gluon.jit
 def run_ptx(ptx: gl.constexpr, operand):
     """Run PTX that reads $1 and sets $0, which nobody uses."""
     gl.inline_asm_elementwise(ptx, "=r,r", [gl.to_tensor(operand)], dtype=gl.int32, is_pure=False, pack=1)

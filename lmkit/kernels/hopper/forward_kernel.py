@@ -101,7 +101,7 @@ from lmkit.kernels.hopper.fragments import (
     unpack_pairs,
 )
 from lmkit.kernels.hopper.schedule import count_key_blocks, count_turns, locate_tile
-from lmkit.kernels.hopper.tma import fetch_tile, tma_store
+from lmkit.kernels.hopper.tma import allocate_slots, fetch_tile, tma_store
 from lmkit.kernels.hopper.wgmma import accumulator_layout, issue_scores, operand_layout
 
 ROWS = gl.constexpr(64)  # query rows of one consumer: the height of a wgmma
@@ -372,7 +372,7 @@ def _consumer(index: gl.constexpr, call, shape):
         _take_turn(index, shape.CONSUMERS)  # takes the token that consumer 1 gave last
 
 
-@gluon.jit(do_not_specialize=["num_queries", "num_keys", "heads", "group", "num_tiles", "num_heads"])
+@gluon.jit(do_not_specialize=list(Problem._fields))
 def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse, num_queries, num_keys, heads, group, num_tiles,
                    num_heads, scale_log2,
                    D: gl.constexpr, USED: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
@@ -388,13 +388,11 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse, num_queries, num_keys, h
     """
     gdc_wait()  # for what the kernel before this one wrote
     gdc_launch_dependents()  # the next kernel may start, and waits in its turn
-    dtype: gl.constexpr = q_desc.dtype
-    q_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, D], q_desc.layout)
+    q_tiles = allocate_slots(q_desc, CONSUMERS)
     o_tiles = q_tiles
     if OWN_O:
-        o_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, D], o_desc.layout)
-    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, KEYS, D], k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, KEYS, D], v_desc.layout)
+        o_tiles = allocate_slots(o_desc, CONSUMERS)
+    tiles = Tiles(q_tiles, allocate_slots(k_desc, STAGES), allocate_slots(v_desc, STAGES), o_tiles)
     q_full = allocate_mbarriers(CONSUMERS)
     q_empty = allocate_mbarriers(CONSUMERS)
     k_full = allocate_mbarriers(STAGES)
@@ -412,7 +410,6 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse, num_queries, num_keys, h
     fence_async_shared()
     partition_barrier()
     descriptors = Descriptors(q_desc, k_desc, v_desc, o_desc)
-    tiles = Tiles(q_tiles, k_tiles, v_tiles, o_tiles)
     barriers = Barriers(q_full, q_empty, k_full, k_empty, v_full, v_empty)
     problem = Problem(num_queries, num_keys, heads, group, num_tiles, num_heads)
     call = (descriptors, tiles, barriers, problem, lse, scale_log2)

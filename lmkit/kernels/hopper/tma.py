@@ -81,6 +81,19 @@ def shared_layout(box: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLay
 
 
 @gluon.jit
+def allocate_slots(desc, COUNT: gl.constexpr):
+    """Return shared memory for COUNT boxes of this descriptor, (COUNT, *box)."""
+    shape: gl.constexpr = [COUNT] + desc.block_type.shape  # noqa: RUF005 (Gluon knows no stars)
+    return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
+
+
+@gluon.jit
+def allocate_tile(desc):
+    """Return shared memory for one box of this descriptor."""
+    return gl.allocate_shared_memory(desc.dtype, desc.block_type.shape, desc.layout)
+
+
+@gluon.jit
 def fetch_tile(desc, batch, head, row, full, tiles, slot):
     """Start to load the box at `row` into a slot of `tiles`."""
     mbarrier.expect(full.index(slot), desc.block_type.nbytes)
