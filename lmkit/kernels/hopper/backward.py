@@ -19,9 +19,8 @@ Tests compare with `lmkit.kernels.flash.reference.attention_backward`.
 
 import functools
 import math
-from collections import namedtuple
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -43,7 +42,8 @@ from lmkit.kernels.versions import HOPPER_OPTIONS, hopper_assembler
 PASS_ROWS = 32  # query rows of one CTA of prepare_kernel and finish_kernel
 PADDING = 128  # rows of lse, delta and the sum of dQ are padded to whole tiles
 REGISTERS = 168  # a thread at launch
-GLUON_OPTIONS = {"maxnreg": REGISTERS, "launch_pdl": True, **HOPPER_OPTIONS}
+LAUNCH_OPTIONS = {"launch_pdl": True, **HOPPER_OPTIONS}
+GLUON_OPTIONS = {"maxnreg": REGISTERS, **LAUNCH_OPTIONS}
 CONSUMER_REGISTERS = 240  # of a second consumer that is a partition, after it took the producer's share
 # As many heads start together, longest CTAs first (`schedule.locate_longest_first`), as have this many tokens:
 # enough to fill the gaps at the end, few enough that what they share stays in the L2 cache.
@@ -107,40 +107,48 @@ def backward(
     """
     if not suits_tma(dout):
         dout = dout.contiguous()
-    q_shape, k_shape, dtype, device = q.shape, k.shape, q.dtype, q.device
-    with selected(device):
-        dq_strides, dk_strides, dv_strides, scratch_size, start = _prepare(
-            *(q_shape, q.stride(), k_shape, k.stride(), v.stride(), out.stride(), dout.stride()),
-            *(dtype, device, causal, scale, deterministic),
-        )
-        dq = torch.empty_strided(q_shape, dq_strides, dtype=dtype, device=device)
-        dk = torch.empty_strided(k_shape, dk_strides, dtype=dtype, device=device)
-        dv = torch.empty_strided(k_shape, dv_strides, dtype=dtype, device=device)
-        scratch = torch.empty(scratch_size, dtype=torch.float32, device=device)
-        start(
-            *(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), dout.data_ptr()),
-            *(dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), scratch.data_ptr()),
-        )
+    kind = _Kind(
+        *(q.shape, q.stride(), k.shape, k.stride(), v.stride(), out.stride(), dout.stride()),
+        *(q.dtype, q.device, causal, scale, deterministic),
+    )
+    with selected(q.device):
+        dq_strides, dk_strides, dv_strides, scratch_size, start = _prepare(kind)
+        dq = torch.empty_strided(q.shape, dq_strides, dtype=q.dtype, device=q.device)
+        dk = torch.empty_strided(k.shape, dk_strides, dtype=q.dtype, device=q.device)
+        dv = torch.empty_strided(k.shape, dv_strides, dtype=q.dtype, device=q.device)
+        scratch = torch.empty(scratch_size, dtype=torch.float32, device=q.device)
+        start(*[x.data_ptr() for x in (q, k, v, out, lse, dout, dq, dk, dv, scratch)])
     return dq, dk, dv
 
 
-class _Kind(
-    namedtuple(
-        "_Kind",
-        "q_shape q_strides k_shape k_strides v_strides out_strides dout_strides "
-        "dtype device causal scale deterministic",
-    )
-):
+class _Kind(NamedTuple):
     """What the launches of a call depend on."""
+
+    q_shape: tuple[int, ...]
+    q_strides: tuple[int, ...]
+    k_shape: tuple[int, ...]
+    k_strides: tuple[int, ...]
+    v_strides: tuple[int, ...]
+    out_strides: tuple[int, ...]
+    dout_strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    causal: bool
+    scale: float
+    deterministic: bool
 
     @property
     def width(self) -> int:
         return width_of(self.q_shape[3])
 
     @property
-    def plane(self) -> int:
-        """Rows of lse, of delta and of the sum of dQ of all query heads."""
-        return self.q_shape[0] * self.q_shape[1] * self.sizes[2]
+    def output_strides(self) -> tuple[tuple[int, ...], ...]:
+        """Strides of dq, dk and dv."""
+        return (
+            strides_in_order_of(self.q_shape, self.q_strides),
+            strides_in_order_of(self.k_shape, self.k_strides),
+            strides_in_order_of(self.k_shape, self.v_strides),
+        )
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -151,6 +159,11 @@ class _Kind(
         # Without a mask all CTAs take equally long: one head after the other.
         together = max(1, TOKENS_TOGETHER // max(num_queries, num_keys)) if self.causal else 1
         return num_queries, num_keys, padded, batch, heads, heads // key_heads, together
+
+    @property
+    def plane(self) -> int:
+        """Rows of lse, of delta and of the sum of dQ of all query heads."""
+        return self.q_shape[0] * self.q_shape[1] * self.sizes[2]
 
     @property
     def scales(self) -> tuple[float, float]:
@@ -171,68 +184,43 @@ class _Kind(
 
 
 @functools.lru_cache(maxsize=PREPARED_CALLS)
-def _prepare(*arguments: Any) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int, Start]:
-    """Return (strides of dq, of dk, of dv; float32 numbers of scratch; what launches the kernels) for a `_Kind`.
+def _prepare(kind: _Kind) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int, Start]:
+    """Return (strides of dq, of dk, of dv; float32 numbers of scratch; what launches the kernels).
 
     The scratch holds lse in log2 units, delta and, where dQ is added up, its sum.
     """
-    kind = _Kind(*arguments)
-    dq_strides = strides_in_order_of(kind.q_shape, kind.q_strides)
-    dk_strides = strides_in_order_of(kind.k_shape, kind.k_strides)
-    dv_strides = strides_in_order_of(kind.k_shape, kind.v_strides)
     prepare = _prepare_deterministic if kind.deterministic or kind.width == 256 else _prepare_fast
     with hopper_assembler():
-        scratch_size, start = prepare(kind, dq_strides, dk_strides, dv_strides)
-    return dq_strides, dk_strides, dv_strides, scratch_size, start
+        return *kind.output_strides, *prepare(kind)
 
 
-def _prepare_fast(kind: _Kind, dq_strides: tuple, dk_strides: tuple, dv_strides: tuple) -> tuple[int, Start]:
-    """Return (float32 numbers of scratch, launches of prepare_kernel, of dK, dV and the sum of dQ, of
-    finish_kernel)."""
+def _prepare_fast(kind: _Kind) -> tuple[int, Start]:
+    """Return the size of the scratch, and launches of prepare_kernel, of dK, dV and the sum of dQ, of
+    finish_kernel."""
     num_queries, num_keys, padded, batch, heads, *_ = kind.sizes
-    head_dim, width, plane, config = kind.q_shape[3], kind.width, kind.plane, CONFIGS[kind.width]
-    pass_grid = (batch * heads, padded // PASS_ROWS)
-    pass_constants = {
-        "D": width,
-        "HEAD_DIM": head_dim,
-        "ROWS": PASS_ROWS,
-        "num_warps": 4,
-        "launch_pdl": True,
-        **HOPPER_OPTIONS,
-    }
+    head_dim, width, plane = kind.q_shape[3], kind.width, kind.plane
+    grid = (batch * heads, padded // PASS_ROWS)
+    constants = {"D": width, "HEAD_DIM": head_dim, "ROWS": PASS_ROWS, "num_warps": 4} | LAUNCH_OPTIONS
     launch_prepare = prepare_launch(
         prepare_kernel,
-        pass_grid,
+        grid,
         [kind.dtype, kind.dtype, *[torch.float32] * 4],
         (
-            num_queries,
-            padded,
-            heads,
-            kind.scale,
-            *kind.eighths(kind.out_strides),
-            *kind.eighths(kind.dout_strides),
+            *(num_queries, padded, heads, kind.scale),
+            *(*kind.eighths(kind.out_strides), *kind.eighths(kind.dout_strides)),
         ),
-        pass_constants,
+        constants,
     )
     if takes_d64_kernel(head_dim, num_queries, num_keys, kind.causal, kind.dtype):
-        if width == 64:  # each consumer adds up 64 of the 128 queries
-            dq_sum = flat_boxes((plane * width // 32, 32), (config.queries // 2 * width // 32, 32))
-        else:  # 64 of the columns, half of every 16 queries' 64 rows
-            dq_sum = flat_boxes((plane // 16, 64, 32), (config.queries // 16, 32, 32))
-        tail = num_keys % config.keys != 0
-        constants = {"CAUSAL": kind.causal, "TAIL": tail, "REGISTERS": CONSUMER_REGISTERS, "num_warps": 4}
-        # Each consumer copies its own half of the keys.
-        launch_keys = _prepare_keys(
-            dqdkdv_d64_kernel, kind, dk_strides, dv_strides, config.keys // 2, [dq_sum], constants
-        )
+        launch_keys = _prepare_dqdkdv_d64(kind)
     else:
-        launch_keys = _prepare_dkdv_d128(kind, dk_strides, dv_strides, plane * width // 32, add_dq=True)
+        launch_keys = _prepare_dkdv_d128(kind, plane * width // 32, add_dq=True)
     launch_finish = prepare_launch(
         finish_kernel,
-        pass_grid,
+        grid,
         [torch.float32, kind.dtype],
-        (num_queries, padded, heads, *kind.eighths(dq_strides)),
-        pass_constants,
+        (num_queries, padded, heads, *kind.eighths(kind.output_strides[0])),
+        constants,
     )
 
     def start(q, k, v, out, lse, dout, dq, dk, dv, lse_log2):
@@ -244,11 +232,9 @@ def _prepare_fast(kind: _Kind, dq_strides: tuple, dk_strides: tuple, dv_strides:
     return 2 * plane + plane * width, start
 
 
-def _prepare_deterministic(
-    kind: _Kind, dq_strides: tuple, dk_strides: tuple, dv_strides: tuple
-) -> tuple[int, Start]:
-    """Return (float32 numbers of scratch, launches of dQ with delta, then of dK and dV)."""
-    head_dim, width, plane, config = kind.q_shape[3], kind.width, kind.plane, CONFIGS[kind.width]
+def _prepare_deterministic(kind: _Kind) -> tuple[int, Start]:
+    """Return the size of the scratch, and launches of dQ with delta, then of dK and dV."""
+    width, plane, config = kind.width, kind.plane, CONFIGS[kind.width]
     launch_queries = prepare_launch(
         dq_kernel,
         (plane // PADDING, 1),
@@ -257,15 +243,15 @@ def _prepare_deterministic(
             kind.keys(kind.k_strides, config.query_keys),
             kind.keys(kind.v_strides, config.query_keys),
             kind.queries(kind.dout_strides, PADDING),
-            kind.queries(dq_strides, PADDING),
+            kind.queries(kind.output_strides[0], PADDING),
             *([torch.float32] * 3),
             kind.dtype,
         ],
         (*kind.eighths(kind.out_strides), *kind.sizes, kind.sizes[2] // PADDING, *kind.scales),
         {
             "D": width,
-            "HEAD_DIM": head_dim,
-            "USED": used_of(head_dim),
+            "HEAD_DIM": kind.q_shape[3],
+            "USED": used_of(kind.q_shape[3]),
             "KEYS": config.query_keys,
             "K_STAGES": config.query_k_stages,
             "V_STAGES": config.query_v_stages,
@@ -276,31 +262,34 @@ def _prepare_deterministic(
         },
     )
     if width == 256:
-        constants = {
-            "D": width,
-            "USED": used_of(head_dim),
-            "CAUSAL": kind.causal,
-            "REGISTERS": CONSUMER_REGISTERS,
-        }
-        launch_keys = _prepare_keys(
-            dkdv_d256_kernel, kind, dk_strides, dv_strides, config.keys, [], {**constants, "num_warps": 4}
-        )
+        constants = {"D": width, "USED": used_of(kind.q_shape[3]), "CAUSAL": kind.causal}
+        constants |= {"REGISTERS": CONSUMER_REGISTERS, "num_warps": 4}
+        launch_keys = _prepare_keys(dkdv_d256_kernel, kind, config.keys, [], constants)
     else:  # nothing is added up, but the descriptor of the sum needs room for one box
-        sum_rows = config.queries * width // 32
-        launch_keys = _prepare_dkdv_d128(kind, dk_strides, dv_strides, sum_rows, add_dq=False)
+        launch_keys = _prepare_dkdv_d128(kind, config.queries * width // 32, add_dq=False)
 
     def start(q, k, v, out, lse, dout, dq, dk, dv, lse_log2):
         delta, total = lse_log2 + 4 * plane, lse_log2 + 8 * plane
         launch_queries(q, k, v, dout, dq, lse, lse_log2, delta, out)
-        gradients = (dk, dv) if width == 256 else (dk, dv, total)
-        launch_keys(q, k, v, dout, lse_log2, delta, *gradients)
+        launch_keys(q, k, v, dout, lse_log2, delta, dk, dv, *(() if width == 256 else (total,)))
 
     return 2 * plane + config.queries * width, start
 
 
-def _prepare_dkdv_d128(
-    kind: _Kind, dk_strides: tuple, dv_strides: tuple, sum_rows: int, add_dq: bool
-) -> Start:
+def _prepare_dqdkdv_d64(kind: _Kind) -> Start:
+    config = CONFIGS[kind.width]
+    if kind.width == 64:  # each consumer adds up 64 of the 128 queries
+        dq_sum = flat_boxes((kind.plane * 2, 32), (config.queries, 32))
+    else:  # 64 of the columns, half of every 16 queries' 64 rows
+        dq_sum = flat_boxes((kind.plane // 16, 64, 32), (config.queries // 16, 32, 32))
+    constants = {"CAUSAL": kind.causal, "TAIL": kind.k_shape[2] % config.keys != 0}
+    constants |= {"REGISTERS": CONSUMER_REGISTERS, "num_warps": 4}
+    # Each consumer copies its own half of the keys.
+    return _prepare_keys(dqdkdv_d64_kernel, kind, config.keys // 2, [dq_sum], constants)
+
+
+def _prepare_dkdv_d128(kind: _Kind, sum_rows: int, add_dq: bool) -> Start:
+    """Prepare `dkdv_d128_kernel`; the sum of dQ has `sum_rows` rows of 32 numbers."""
     width, config = kind.width, CONFIGS[kind.width]
     constants = {
         "QUERIES": config.queries,
@@ -313,20 +302,15 @@ def _prepare_dkdv_d128(
         "num_warps": 8,
     }
     dq_sum = flat_boxes((sum_rows, 32), (config.queries * width // 32, 32))
-    return _prepare_keys(dkdv_d128_kernel, kind, dk_strides, dv_strides, config.keys, [dq_sum], constants)
+    return _prepare_keys(dkdv_d128_kernel, kind, config.keys, [dq_sum], constants)
 
 
 def _prepare_keys(
-    kernel: Any,
-    kind: _Kind,
-    dk_strides: tuple,
-    dv_strides: tuple,
-    rows: int,
-    dq_sum: list[TensorDescriptor],
-    constants: dict[str, Any],
+    kernel: Any, kind: _Kind, rows: int, dq_sum: list[TensorDescriptor], constants: dict[str, Any]
 ) -> Start:
     """Prepare a kernel whose CTAs own keys, with boxes of `rows` keys."""
     config = CONFIGS[kind.width]
+    _, dk_strides, dv_strides = kind.output_strides
     num_query_tiles = count_tiles(kind.q_shape[2], config.queries)
     num_key_tiles = count_tiles(kind.k_shape[2], config.keys)
     statistics = flat_boxes((kind.plane,), (config.queries,))  # lse and delta
@@ -338,14 +322,13 @@ def _prepare_keys(
             kind.keys(kind.k_strides, rows),
             kind.keys(kind.v_strides, rows),
             kind.queries(kind.dout_strides, config.queries),
-            statistics,
-            statistics,
+            *(statistics, statistics),
             kind.keys(dk_strides, rows),
             kind.keys(dv_strides, rows),
             *dq_sum,
         ],
         (*kind.sizes, num_query_tiles, num_key_tiles, *kind.scales),
-        {**constants, **GLUON_OPTIONS},
+        constants | GLUON_OPTIONS,
     )
 
 
