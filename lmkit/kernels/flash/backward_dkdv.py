@@ -29,34 +29,19 @@ from lmkit.kernels.flash.tiles import (
     view_head,
     zeros_of_rest,
 )
-from lmkit.kernels.flash.tuning import Tiling, head_strides, kernel_constants, prepare_tuned, source
-from lmkit.kernels.launch import Start, count_tiles, prepare_launch
+from lmkit.kernels.flash.tuning import Tiling, prepare_tiled, prepare_tuned
+from lmkit.kernels.launch import Start
 
 
 def prepare_dkdv(tensors: tuple[Tensor, ...], options: tuple) -> Start:
     """Return what computes dk and dv in calls of this kind, from the pointers of the eight tensors."""
-    q, k, v, dout, lse, delta, dk, dv = tensors
     causal, scale, precision, tiling = options
-    batch, heads, num_queries, head_dim = q.shape
-    kv_heads, num_keys = k.shape[1:3]
 
     def prepare_sums(tiling: Tiling, of_keys: bool, of_values: bool) -> Start:
-        constants = kernel_constants(head_dim, causal, precision, tiling)
-        return prepare_launch(
-            dkdv_kernel,
-            (count_tiles(num_keys, tiling.columns) * batch * kv_heads, 1),
-            (
-                *(source(q, tiling.rows, tiling), source(k, tiling.columns, tiling)),
-                *(source(v, tiling.columns, tiling), source(dout, tiling.rows, tiling)),
-                *(lse, delta, dk, dv),
-            ),
-            (
-                *(*head_strides(q), *head_strides(k), *head_strides(v)),
-                *(*head_strides(dout), *head_strides(dk), *head_strides(dv)),
-                *(kv_heads, heads // kv_heads, num_queries, num_keys, scale, scale * LOG2_E.value),
-            ),
-            constants | {"OF_KEYS": of_keys, "OF_VALUES": of_values},
-        )
+        tile_rows = {0: tiling.rows, 1: tiling.columns, 2: tiling.columns, 3: tiling.rows}
+        constants = {"CAUSAL": causal, "PRECISION": precision, "OF_KEYS": of_keys, "OF_VALUES": of_values}
+        scales = (scale, scale * LOG2_E.value)
+        return prepare_tiled(dkdv_kernel, tensors, tile_rows, scales, tiling, constants, by_keys=True)
 
     def prepare(tiling: Tiling) -> Start:
         if not tiling.apart:
@@ -69,10 +54,7 @@ def prepare_dkdv(tensors: tuple[Tensor, ...], options: tuple) -> Start:
 
         return start
 
-    read = (q, k, v, dout)
-    return prepare_tuned(
-        "dkdv", prepare, tensors, read=read, causal=causal, precision=precision, tiling=tiling
-    )
+    return prepare_tuned("dkdv", prepare, tensors, tensors[:4], (causal, precision, tiling))
 
 
 @triton.jit(do_not_specialize=["kv_heads"])  # one compilation, however many heads
@@ -160,32 +142,18 @@ def dkdv_kernel(
 
 @triton.jit
 def walk_over_queries(
-    dk,  # (COLUMNS, MAIN) sum of dS^T Q
-    dk_rest,  # (COLUMNS, REST)
-    dv,  # (COLUMNS, MAIN) sum of P^T dO
-    dv_rest,  # (COLUMNS, REST)
-    k,
-    k_rest,
-    v,
-    v_rest,
-    q_view,
-    dout_view,
-    lse_pointer,  # of this head
-    delta_pointer,
+    dk, dk_rest,  # (COLUMNS, MAIN), (COLUMNS, REST): sum of dS^T Q
+    dv, dv_rest,  # the same of P^T dO
+    k, k_rest, v, v_rest, q_view, dout_view,
+    lse_pointer, delta_pointer,  # of this head
     column,
-    begin,  # queries from here, a multiple of ROWS,
-    end,  # up to here
+    begin, end,  # queries from `begin`, a multiple of ROWS, up to `end`
     scale_log2,
-    HEAD_DIM: tl.constexpr,
-    MAIN: tl.constexpr,
-    REST: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     MASKED: tl.constexpr,  # these tiles are cut by the diagonal
-    OF_KEYS: tl.constexpr,
-    OF_VALUES: tl.constexpr,
+    OF_KEYS: tl.constexpr, OF_VALUES: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """Add what these queries give to (dk, dk_rest, dv, dv_rest), dk not yet scaled."""
     num_queries = q_view.length
     columns = column + tl.arange(0, COLUMNS)

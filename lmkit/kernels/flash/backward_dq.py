@@ -31,37 +31,23 @@ from lmkit.kernels.flash.tiles import (
     visible_keys,
     zeros_of_rest,
 )
-from lmkit.kernels.flash.tuning import Tiling, head_strides, kernel_constants, prepare_tuned, source
-from lmkit.kernels.launch import Start, count_tiles, prepare_launch
+from lmkit.kernels.flash.tuning import Tiling, prepare_tiled, prepare_tuned
+from lmkit.kernels.launch import Start
 
 
 def prepare_dq(tensors: tuple[Tensor, ...], options: tuple) -> Start:
     """Return what computes delta and dq in calls of this kind, from the pointers of the eight tensors."""
-    q, k, v, out, dout, lse, delta, dq = tensors
+    q, k, v, _, dout, *_ = tensors
     causal, scale, precision, tiling = options
-    batch, heads, num_queries, head_dim = q.shape
-    kv_heads, num_keys = k.shape[1:3]
 
     def prepare(tiling: Tiling) -> Start:
-        constants = kernel_constants(head_dim, causal, precision, tiling)
-        return prepare_launch(
-            dq_kernel,
-            (count_tiles(num_queries, tiling.rows) * batch * heads, 1),
-            (
-                *(source(q, tiling.rows, tiling), source(k, tiling.columns, tiling)),
-                *(source(v, tiling.columns, tiling), out, source(dout, tiling.rows, tiling)),
-                *(lse, delta, dq),
-            ),
-            (
-                *(*head_strides(q), *head_strides(k), *head_strides(v)),
-                *(*head_strides(out), *head_strides(dout), *head_strides(dq)),
-                *(heads, heads // kv_heads, num_queries, num_keys, scale, scale * LOG2_E.value),
-            ),
-            constants | {"CUT": causal or num_keys % tiling.columns != 0},
-        )
+        tile_rows = {0: tiling.rows, 1: tiling.columns, 2: tiling.columns, 4: tiling.rows}
+        cut = causal or k.shape[2] % tiling.columns != 0
+        constants = {"CAUSAL": causal, "PRECISION": precision, "CUT": cut}
+        scales = (scale, scale * LOG2_E.value)
+        return prepare_tiled(dq_kernel, tensors, tile_rows, scales, tiling, constants)
 
-    read = (q, k, v, dout)
-    return prepare_tuned("dq", prepare, tensors, read=read, causal=causal, precision=precision, tiling=tiling)
+    return prepare_tuned("dq", prepare, tensors, (q, k, v, dout), (causal, precision, tiling))
 
 
 @triton.jit(do_not_specialize=["heads"])  # one compilation, however many heads
@@ -143,29 +129,17 @@ def dq_kernel(
 
 @triton.jit
 def walk_over_keys(
-    dq,  # (ROWS, MAIN) sum of dS K
-    dq_rest,  # (ROWS, REST)
-    q,
-    q_rest,
-    dout,
-    dout_rest,
-    lse_log2,  # (ROWS,)
-    delta,  # (ROWS,)
-    k_view,
-    v_view,
-    row,
-    begin,  # keys from here, a multiple of COLUMNS,
-    end,  # up to here
+    dq, dq_rest,  # (ROWS, MAIN), (ROWS, REST): sum of dS K
+    q, q_rest, dout, dout_rest,
+    lse_log2, delta,  # (ROWS,)
+    k_view, v_view, row,
+    begin, end,  # keys from `begin`, a multiple of COLUMNS, up to `end`
     scale_log2,
-    HEAD_DIM: tl.constexpr,
-    MAIN: tl.constexpr,
-    REST: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     CAUSAL: tl.constexpr,
     MASKED: tl.constexpr,  # these tiles are cut by the diagonal or by the end of the keys
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """Add what these keys give to (dq, dq_rest), not yet scaled."""
     rows = row + tl.arange(0, ROWS)
     for column in range(begin, end, COLUMNS):

@@ -40,8 +40,8 @@ from lmkit.kernels.flash.tiles import (
     visible_keys,
     zeros_of_rest,
 )
-from lmkit.kernels.flash.tuning import Tiling, head_strides, kernel_constants, prepare_tuned, source
-from lmkit.kernels.launch import LaunchCache, Start, count_tiles, empty_in_order_of, prepare_launch
+from lmkit.kernels.flash.tuning import Tiling, prepare_tiled, prepare_tuned
+from lmkit.kernels.launch import LaunchCache, Start, empty_in_order_of
 
 
 def flash_forward(
@@ -74,31 +74,17 @@ def flash_forward(
 
 def prepare_forward(tensors: tuple[Tensor, ...], options: tuple) -> Start:
     """Return what computes out and lse in calls of this kind, from the pointers of q, k, v, out, lse."""
-    q, k, v, out, lse = tensors
     causal, scale, precision, tiling = options
-    batch, heads, num_queries, head_dim = q.shape
-    kv_heads, num_keys = k.shape[1:3]
+    num_keys = tensors[1].shape[2]
 
     def prepare(tiling: Tiling) -> Start:
-        constants = kernel_constants(head_dim, causal, precision, tiling)
-        return prepare_launch(
-            forward_kernel,
-            (count_tiles(num_queries, tiling.rows) * batch * heads, 1),
-            (
-                *(source(q, tiling.rows, tiling), source(k, tiling.columns, tiling)),
-                *(source(v, tiling.columns, tiling), out, lse),
-            ),
-            (
-                *(*head_strides(q), *head_strides(k), *head_strides(v), *head_strides(out)),
-                *(heads, heads // kv_heads, num_queries, num_keys, scale * LOG2_E.value),
-            ),
-            constants | {"CUT": causal or num_keys % tiling.columns != 0},
-        )
+        tile_rows = {0: tiling.rows, 1: tiling.columns, 2: tiling.columns}
+        cut = causal or num_keys % tiling.columns != 0
+        constants = {"CAUSAL": causal, "PRECISION": precision, "CUT": cut}
+        scales = (scale * LOG2_E.value,)
+        return prepare_tiled(forward_kernel, tensors, tile_rows, scales, tiling, constants)
 
-    read = (q, k, v)
-    return prepare_tuned(
-        "forward", prepare, tensors, read=read, causal=causal, precision=precision, tiling=tiling
-    )
+    return prepare_tuned("forward", prepare, tensors, tensors[:3], (causal, precision, tiling))
 
 
 @triton.jit(do_not_specialize=["heads"])  # one compilation, however many heads
@@ -159,27 +145,17 @@ def forward_kernel(
 
 @triton.jit
 def walk_over_keys(
-    acc,  # (ROWS, MAIN) sum of 2^(score - largest) * v
-    acc_rest,  # (ROWS, REST)
+    acc, acc_rest,  # (ROWS, MAIN), (ROWS, REST): sum of 2^(score - largest) * v
     total,  # (ROWS,) sum of 2^(score - largest)
     largest,  # (ROWS,) running maximum of the scaled scores
-    q,
-    q_rest,
-    k_view,
-    v_view,
-    row,
-    begin,  # keys from here, a multiple of COLUMNS,
-    end,  # up to here
+    q, q_rest, k_view, v_view, row,
+    begin, end,  # keys from `begin`, a multiple of COLUMNS, up to `end`
     scale_log2,
-    HEAD_DIM: tl.constexpr,
-    MAIN: tl.constexpr,
-    REST: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     CAUSAL: tl.constexpr,
     MASKED: tl.constexpr,  # these tiles are cut by the diagonal or by the end of the keys
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """Carry (acc, acc_rest, total, largest) of the online softmax on over these keys."""
     rows = row + tl.arange(0, ROWS)
     for column in range(begin, end, COLUMNS):

@@ -1,9 +1,8 @@
 """Choose the tile sizes of the portable kernels: shipped where they were measured, otherwise tuned once.
 
-A case is (kernel, head_dim, causal, dtype, precision, length bucket, aligned); it has at most six candidates. Where
-no choice ships, the candidates are timed on the caller's tensors and the fastest is kept in
-`<user cache>/lmkit/tilings-<device>-triton<version>-v<CANDIDATES_VERSION>.json`; deleting that file is safe. Nothing
-is timed while a CUDA graph is captured, nor in Triton's interpreter.
+A `Case` has at most six candidates. Where no choice ships, the candidates are timed on the caller's tensors and the
+fastest is kept in `<user cache>/lmkit/tilings-<device>-triton<version>-v<CANDIDATES_VERSION>.json`; deleting that
+file is safe. Nothing is timed while a CUDA graph is captured, nor in Triton's interpreter.
 
 What the candidates follow from: 64 query rows to 4 warps, or 128 to 8, keep the accumulators in registers; three
 tiles in flight hide the loads, and more than 113 KiB of shared memory leaves one CTA to an SM instead of two; TMA
@@ -17,7 +16,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +25,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from lmkit.kernels.launch import Start, capability
+from lmkit.kernels.launch import Start, capability, count_tiles, prepare_launch
 from lmkit.kernels.versions import INTERPRETED
 
 logger = logging.getLogger("lmkit")
@@ -57,14 +56,7 @@ class Tiling:
 
 
 T = Tiling
-
-
-def with_tma(rows: int, columns: int, warps: int, stages: int, **options: bool) -> Tiling:
-    """Return a tiling whose tiles are loaded with TMA."""
-    return Tiling(rows, columns, warps, stages, descriptors=True, **options)
-
-
-C = with_tma
+C = partial(Tiling, descriptors=True)  # with TMA
 
 # (kernel, largest head_dim) -> candidates for 16-bit inputs that TMA can reach; the first is the default.
 ALIGNED: dict[tuple[str, int], tuple[Tiling, ...]] = {
@@ -185,11 +177,10 @@ class Case(NamedTuple):
 
     def name(self) -> str:
         """Return the key in the cache file."""
-        mask = "causal" if self.causal else "full"
         dtype = str(self.dtype).removeprefix("torch.")
         if self.dtype == torch.float32:
             dtype += f"-{self.precision}"
-        reach = "aligned" if self.aligned else "strided"
+        mask, reach = ("full", "causal")[self.causal], ("strided", "aligned")[self.aligned]
         return f"{self.kernel}/{dtype}/D{self.head_dim}/{mask}/{self.bucket}/{reach}"
 
 
@@ -211,17 +202,14 @@ def shipped_tiling(case: Case, capability: tuple[int, int]) -> Tiling | None:
 
 def candidate_tilings(case: Case, capability: tuple[int, int]) -> tuple[Tiling, ...]:
     """Return at most six tilings worth trying; the first is a safe default."""
+    sizes = [size for size in (64, 128, 256) if case.head_dim <= size]
     if case.dtype == torch.float32:
-        return next(
-            FLOAT32[case.precision, case.kernel, size]
-            for size in (64, 128, 256)
-            if case.head_dim <= size and (case.precision, case.kernel, size) in FLOAT32
-        )
+        keys = [(case.precision, case.kernel, size) for size in sizes]
+        return next(FLOAT32[key] for key in keys if key in FLOAT32)
     if 64 < case.head_dim <= 96 or 128 < case.head_dim <= 192:
         candidates = SPLIT[case.kernel]
     else:
-        size = next(size for size in (64, 128, 256) if case.head_dim <= size)
-        candidates = ALIGNED[case.kernel, size]
+        candidates = ALIGNED[case.kernel, sizes[0]]
     if case.aligned and capability >= (9, 0):
         return candidates
     # Without TMA: the same tiles through pointers.
@@ -237,18 +225,15 @@ def choose_tiling(case: Case, device: torch.device, launch: Callable[[Tiling], N
     launch: runs the kernel with a tiling on the caller's tensors, to time it.
     """
     tiling = _chosen.get((device.index, case))
-    if tiling is not None:
-        return tiling
-    if device.type != "cuda":
+    if tiling is None and device.type != "cuda":
         tiling = INTERPRETER_TILING
-    else:
-        chip = capability(device)
-        tiling = shipped_tiling(case, chip)
-        if tiling is None:
-            candidates = candidate_tilings(case, chip)
-            if torch.cuda.is_current_stream_capturing():
-                return candidates[0]  # not remembered: a later call may still measure
-            tiling = measure(case, candidates, cache_file(device), launch)
+    if tiling is None:
+        tiling = shipped_tiling(case, capability(device))
+    if tiling is None:
+        candidates = candidate_tilings(case, capability(device))
+        if torch.cuda.is_current_stream_capturing():
+            return candidates[0]  # not remembered: a later call may still measure
+        tiling = measure(case, candidates, cache_file(device), launch)
     _chosen[device.index, case] = tiling
     return tiling
 
@@ -269,8 +254,14 @@ def measure(
             continue  # does not fit this chip's shared memory or registers
     best = min(times, key=times.__getitem__, default=LAST_RESORT)
     logger.info("tuned %s: %s of %d that fit", case.name(), best, len(times))
-    # Read again: another process may have written.
-    write_entries(path, read_entries(path) | {case.name(): asdict(best)})
+    entries = read_entries(path) | {case.name(): asdict(best)}  # read again: another process may have written
+    mine = path.with_name(f"{path.name}.{os.getpid()}")  # ranks tune at the same time
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        mine.write_text(json.dumps(entries, indent=1, sort_keys=True))
+        os.replace(mine, path)
+    except OSError as error:  # a home that cannot be written to costs time at the next start, nothing else
+        logger.warning("the tilings are not kept: %s", error)
     return best
 
 
@@ -300,46 +291,81 @@ def read_entries(path: Path) -> dict[str, dict]:
     return entries
 
 
-def write_entries(path: Path, entries: dict[str, dict]) -> None:
-    """Replace the cache file. Every process writes to a name of its own first: ranks tune at the same time."""
-    mine = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        mine.write_text(json.dumps(entries, indent=1, sort_keys=True))
-        os.replace(mine, path)
-    except OSError as error:  # a home that cannot be written to costs time at the next start, nothing else
-        logger.warning("the tilings are not kept: %s", error)
-
-
 def prepare_tuned(
     kernel: str,
     prepare: Callable[[Tiling], Start],
     tensors: tuple[Tensor, ...],
-    *,
-    read: tuple[Tensor, ...],
-    causal: bool,
-    precision: str,
-    tiling: Tiling | None,
+    loaded: tuple[Tensor, ...],
+    options: tuple[bool, str, Tiling | None],
 ) -> Start:
-    """Return `prepare(tiling)`; with None, of the tiling that is chosen for the case.
+    """Return `prepare(tiling)`; where the tiling is None, of the one that is chosen for the case.
 
     Args:
         kernel: one of KERNELS.
         tensors: the kernel is timed on their pointers.
-        read: those that it loads tiles from, q and k first.
+        loaded: those that it loads tiles from, q and k first.
+        options: causal, precision, tiling.
     """
+    causal, precision, tiling = options
     prepare = cache(prepare)
     if tiling is None:
         pointers = [x.data_ptr() for x in tensors]
-        q, k, *_ = read
+        q, k, *_ = loaded
         bucket = length_bucket(k.shape[2])
-        case = Case(kernel, q.shape[3], causal, q.dtype, precision, bucket, tma_reaches(*read))
-
-        def launch(tiling: Tiling) -> None:
-            prepare(tiling)(*pointers)
-
-        tiling = choose_tiling(case, q.device, launch)
+        case = Case(kernel, q.shape[3], causal, q.dtype, precision, bucket, tma_reaches(*loaded))
+        tiling = choose_tiling(case, q.device, lambda tiling: prepare(tiling)(*pointers))
     return prepare(tiling)
+
+
+def prepare_tiled(
+    kernel: Any,
+    tensors: tuple[Tensor, ...],
+    tile_rows: dict[int, int],
+    scales: tuple[float, ...],
+    tiling: Tiling,
+    constants: dict[str, Any],
+    *,
+    by_keys: bool = False,
+) -> Start:
+    """Prepare a launch of one of the kernels, whose parameters after the tensors follow one pattern.
+
+    Args:
+        tensors: q and k first. Those of four dimensions also give the kernel their strides, but for the last one, 1.
+        tile_rows: index of a tensor that is loaded in tiles -> rows of its tiles.
+        scales: the last of the kernel's numbers.
+        constants: compile-time parameters of this kernel, CAUSAL and PRECISION among them.
+        by_keys: a CTA owns a tile of keys of one key head, not of queries of one query head.
+    """
+    batch, heads, num_queries, head_dim = tensors[0].shape
+    kv_heads, num_keys = tensors[1].shape[1:3]
+    main, rest = head_parts(head_dim, tiling.split and not tiling.descriptors)
+    sources: list[Tensor | TensorDescriptor] = list(tensors)
+    if tiling.descriptors:
+        for i, rows in tile_rows.items():
+            x = tensors[i]
+            sources[i] = TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, main])
+    strides = [stride for x in tensors if x.dim() == 4 for stride in x.stride()[:3]]
+    owners = kv_heads if by_keys else heads
+    tiles = count_tiles(num_keys, tiling.columns) if by_keys else count_tiles(num_queries, tiling.rows)
+    if INTERPRETED:
+        constants["PRECISION"] = "ieee"  # NumPy multiplies exactly, whatever was asked for
+    return prepare_launch(
+        kernel,
+        (tiles * batch * owners, 1),
+        sources,
+        (*strides, owners, heads // kv_heads, num_queries, num_keys, *scales),
+        {
+            "HEAD_DIM": head_dim,
+            "MAIN": main,
+            "REST": rest,
+            "ROWS": tiling.rows,
+            "COLUMNS": tiling.columns,
+            "REGISTERS": tiling.registers,
+            "num_warps": tiling.warps,
+            "num_stages": tiling.stages,
+            **constants,
+        },
+    )
 
 
 def tma_reaches(*tensors: Tensor) -> bool:
@@ -365,35 +391,3 @@ def head_parts(head_dim: int, split: bool) -> tuple[int, int]:
         return padded, 0
     rest = max(16, triton.next_power_of_2(head_dim - padded // 2))
     return (padded, 0) if rest == padded // 2 else (padded // 2, rest)
-
-
-@cache
-def kernel_constants(head_dim: int, causal: bool, precision: str, tiling: Tiling) -> dict[str, Any]:
-    """Return the compile-time arguments that all kernels share."""
-    main, rest = head_parts(head_dim, tiling.split and not tiling.descriptors)
-    return {
-        "HEAD_DIM": head_dim,
-        "MAIN": main,
-        "REST": rest,
-        "ROWS": tiling.rows,
-        "COLUMNS": tiling.columns,
-        "CAUSAL": causal,
-        "PRECISION": "ieee" if INTERPRETED else precision,  # NumPy multiplies exactly, whatever was asked for
-        "REGISTERS": tiling.registers,
-        "num_warps": tiling.warps,
-        "num_stages": tiling.stages,
-    }
-
-
-def source(x: Tensor, rows: int, tiling: Tiling) -> Tensor | TensorDescriptor:
-    """Return what a kernel loads tiles of `rows` rows of x from: x itself, or its TMA descriptor."""
-    if not tiling.descriptors:
-        return x
-    main, _ = head_parts(x.shape[3], split=False)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, main])
-
-
-def head_strides(x: Tensor) -> tuple[int, int, int]:
-    """Return the strides of (batch, heads, seq); along head_dim the stride is 1."""
-    batch, head, row, _ = x.stride()
-    return batch, head, row
