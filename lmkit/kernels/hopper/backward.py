@@ -42,8 +42,8 @@ from lmkit.kernels.versions import HOPPER_OPTIONS, hopper_assembler
 PASS_ROWS = 32  # query rows of one CTA of prepare_kernel and finish_kernel
 PADDING = 128  # rows of lse, delta and the sum of dQ are padded to whole tiles
 REGISTERS = 168  # a thread at launch
-LAUNCH_OPTIONS = {"launch_pdl": True, **HOPPER_OPTIONS}
-GLUON_OPTIONS = {"maxnreg": REGISTERS, **LAUNCH_OPTIONS}
+LAUNCH_OPTIONS: dict[str, Any] = {"launch_pdl": True, **HOPPER_OPTIONS}
+GLUON_OPTIONS: dict[str, Any] = {"maxnreg": REGISTERS, **LAUNCH_OPTIONS}
 CONSUMER_REGISTERS = 240  # of a second consumer that is a partition, after it took the producer's share
 # As many heads start together, longest CTAs first (`schedule.locate_longest_first`), as have this many tokens:
 # enough to fill the gaps at the end, few enough that what they share stays in the L2 cache.
@@ -282,7 +282,7 @@ def _prepare_dqdkdv_d64(kind: _Kind) -> Start:
         dq_sum = flat_boxes((kind.plane * 2, 32), (config.queries, 32))
     else:  # 64 of the columns, half of every 16 queries' 64 rows
         dq_sum = flat_boxes((kind.plane // 16, 64, 32), (config.queries // 16, 32, 32))
-    constants = {"CAUSAL": kind.causal, "TAIL": kind.k_shape[2] % config.keys != 0}
+    constants: dict[str, Any] = {"CAUSAL": kind.causal, "TAIL": kind.k_shape[2] % config.keys != 0}
     constants |= {"REGISTERS": CONSUMER_REGISTERS, "num_warps": 4}
     # Each consumer copies its own half of the keys.
     return _prepare_keys(dqdkdv_d64_kernel, kind, config.keys // 2, [dq_sum], constants)
