@@ -9,7 +9,7 @@ compiler, so that they do not break the graph.
 """
 
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from lmkit.registry import ATTENTION
 try:
     from lmkit.kernels.flash.backward import flash_backward
     from lmkit.kernels.flash.forward import flash_forward
-    from lmkit.kernels.launch import empty_in_order_of
+    from lmkit.kernels.launch import capability, empty_in_order_of
     from lmkit.kernels.versions import INTERPRETED
 except ModuleNotFoundError as error:
     if (error.name or "").split(".")[0] != "triton":
@@ -94,18 +94,15 @@ def flash_triton(
         deterministic = torch.are_deterministic_algorithms_enabled()
     if torch.compiler.is_compiling():
         return forward_operator(q, k, v, causal, scale, implementation, deterministic, fp32_precision)[0]
-    name = resolve(implementation, q, k, v)
-    return FlashAttentionTriton.apply(q, k, v, (causal, scale, name, deterministic, fp32_precision))[0]
+    options = Options(causal, scale, resolve(implementation, q, k, v), deterministic, fp32_precision)
+    return FlashAttentionTriton.apply(q, k, v, options)[0]
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability, cached in eager calls: torch asks the driver each time."""
-    if torch.compiler.is_compiling():  # the compiler can trace torch's function, and warns of caches
+    """Return the compute capability, from a cache unless torch.compile traces this call: it warns of caches."""
+    if torch.compiler.is_compiling():
         return torch.cuda.get_device_capability(device)
-    return _known_capability(device)
-
-
-_known_capability = cache(torch.cuda.get_device_capability)
+    return capability(device)
 
 
 def implementation_for(q: Tensor, k: Tensor, v: Tensor) -> str:
@@ -117,9 +114,8 @@ def hopper_refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Return why the Hopper kernels do not support this call, or None if they do."""
     if not q.is_cuda:
         return "the tensors are not on a CUDA device"
-    capability = capability_of(q.device)
-    if capability != (9, 0):
-        return "the device is sm_{}{}, not sm_90".format(*capability)
+    if capability_of(q.device) != (9, 0):
+        return "the device is sm_{}{}, not sm_90".format(*capability_of(q.device))
     return hopper_kernels().unsupported_reason(q, k, v)
 
 
@@ -181,45 +177,31 @@ def rows_in_place(x: Tensor) -> Tensor:
     return x if x.stride()[3] == 1 else x.contiguous()
 
 
-# Forward and backward, for eager calls and for operators. `options` are, in this order:
-# causal, scale, implementation, deterministic, fp32_precision.
+class Options(NamedTuple):
+    """The options of a call, in the order in which the operators take them."""
+
+    causal: bool
+    scale: float
+    implementation: str
+    deterministic: bool
+    fp32_precision: str
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    scale: float,
-    implementation: str,
-    deterministic: bool,
-    fp32_precision: str,
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """Return (out, lse) from a resolved implementation; lse is (batch, heads, num_queries)."""
+    causal, scale, implementation, _, precision = options
     if implementation == "hopper":
         return hopper_kernels().forward(q, k, v, causal=causal, scale=scale)
-    return flash_forward(q, k, v, causal=causal, scale=scale, precision=fp32_precision)
+    return flash_forward(q, k, v, causal=causal, scale=scale, precision=precision)
 
 
-def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-    implementation: str,
-    deterministic: bool,
-    fp32_precision: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv) from a resolved implementation."""
+def backward(dout: Tensor, *saved: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (dq, dk, dv) from a resolved implementation; `saved` are q, k, v, out, lse."""
+    causal, scale, implementation, deterministic, precision = options
     if implementation == "hopper":
-        return hopper_kernels().backward(
-            dout, q, k, v, out, lse, causal=causal, scale=scale, deterministic=deterministic
-        )
-    return flash_backward(dout, q, k, v, out, lse, causal=causal, scale=scale, precision=fp32_precision)
+        run = hopper_kernels().backward
+        return run(dout, *saved, causal=causal, scale=scale, deterministic=deterministic)
+    return flash_backward(dout, *saved, causal=causal, scale=scale, precision=precision)
 
 
 def save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
@@ -229,34 +211,32 @@ def save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) ->
     ctx.mark_non_differentiable(lse)
     ctx.set_materialize_grads(False)  # or autograd would allocate zeros as the gradient of lse
     ctx.save_for_backward(q, k, v, out, lse)
-    ctx.options = options
+    ctx.options = Options(*options)
 
 
 class FlashAttentionTriton(torch.autograd.Function):
     """`FlashAttentionTriton.apply(q, k, v, causal)` returns (out, log-sum-exp): the kernels with their gradient.
 
     Saves q, k, v, the output and the log-sum-exp of every row, (batch, heads, num_queries). `flash_triton`, which
-    also checks its inputs, passes the tuple of resolved options in place of `causal`.
+    also checks its inputs, passes resolved `Options` in place of `causal`.
     """
 
     # One method with ctx instead of `forward` and `setup_context`, which would bind the signature in every call:
-    # that takes the host longer than the launch.
+    # that takes the host longer than the launch. `apply` inspects each of its arguments: hence one for all options.
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: tuple | bool = False
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: Options | bool = False
     ) -> tuple[Tensor, Tensor]:
         if isinstance(options, bool):
-            options = (options, q.shape[3] ** -0.5, resolve("auto", q, k, v), False, "bf16x6")
-        inputs = (q, k, v, *options)  # one tuple for `apply`, which inspects each of its arguments
-        output = forward(*inputs)
-        save_for_backward(ctx, inputs, output)
+            options = Options(options, q.shape[3] ** -0.5, resolve("auto", q, k, v), False, "bf16x6")
+        output = forward(q, k, v, options)
+        save_for_backward(ctx, (q, k, v, *options), output)
         return output
 
     @staticmethod
     @differentiable_once("flash_triton", instead=SECOND_DERIVATIVES)
     def backward(ctx: Any, saved: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dq, dk, dv = backward(rows_in_place(grads[0]), *saved, *ctx.options)
-        return dq, dk, dv, None
+        return *backward(rows_in_place(grads[0]), *saved, options=ctx.options), None
 
 
 # The operators for torch.compile resolve the implementation when they run. They are defined by schema, because
@@ -272,11 +252,15 @@ forward_operator = torch.ops.lmkit.flash_attention_forward.default
 backward_operator = torch.ops.lmkit.flash_attention_backward.default
 
 
+def resolved(q: Tensor, k: Tensor, v: Tensor, options: tuple) -> Options:
+    """Return the options of an operator with the name of the implementation that runs."""
+    given = Options(*options)
+    return given._replace(implementation=resolve(given.implementation, q, k, v))
+
+
 @torch.library.impl(_LIBRARY, "flash_attention_forward", "CompositeExplicitAutograd")
-def resolve_and_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, implementation: str, *rest: Any
-) -> tuple[Tensor, Tensor]:
-    return forward(q, k, v, causal, scale, resolve(implementation, q, k, v), *rest)
+def resolve_and_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    return forward(q, k, v, resolved(q, k, v, options))
 
 
 @torch.library.register_fake("lmkit::flash_attention_forward", lib=_LIBRARY)
@@ -286,18 +270,9 @@ def forward_shapes(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tens
 
 @torch.library.impl(_LIBRARY, "flash_attention_backward", "CompositeExplicitAutograd")
 def resolve_and_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-    implementation: str,
-    *rest: Any,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return backward(dout, q, k, v, out, lse, causal, scale, resolve(implementation, q, k, v), *rest)
+    return backward(dout, q, k, v, out, lse, options=resolved(q, k, v, options))
 
 
 @torch.library.register_fake("lmkit::flash_attention_backward", lib=_LIBRARY)
@@ -309,8 +284,8 @@ def backward_shapes(
 
 @differentiable_once("flash_triton", instead=SECOND_DERIVATIVES)
 def backward_of_operator(ctx: Any, saved: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    dq, dk, dv = backward_operator(rows_in_place(grads[0]), *saved, *ctx.options)
-    return dq, dk, dv, None, None, None, None, None
+    gradients = backward_operator(rows_in_place(grads[0]), *saved, *ctx.options)
+    return *gradients, *[None] * len(ctx.options)
 
 
 torch.library.register_autograd(

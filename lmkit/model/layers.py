@@ -10,6 +10,9 @@ from torch.nn import functional as F
 
 from lmkit.autograd import differentiable_once
 
+Device = torch.device | str | None
+DType = torch.dtype | None
+
 
 def softmax(x: Tensor, dim: int = -1) -> Tensor:
     """exp(x) / sum(exp(x)) along `dim`. The maximum is subtracted first, so that exp cannot overflow.
@@ -38,12 +41,7 @@ class Linear(nn.Module):
     """
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, in_features: int, out_features: int, *, device: Device = None, dtype: DType = None
     ) -> None:
         super().__init__()
         self.in_features = in_features
@@ -72,14 +70,7 @@ class Embedding(nn.Module):
     blocks make training unstable (Takase et al. 2023, "Spike No More").
     """
 
-    def __init__(
-        self,
-        vocab_size: int,
-        d_model: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, vocab_size: int, d_model: int, *, device: Device = None, dtype: DType = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, d_model, device=device, dtype=dtype))
         self.reset_parameters()
@@ -100,14 +91,7 @@ class SwiGLU(nn.Module):
     """The feed-forward network W2 (silu(W1 x) * W3 x) (Shazeer 2020, "GLU Variants Improve Transformer", eq. 6,
     without biases)."""
 
-    def __init__(
-        self,
-        d_model: int,
-        d_ff: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, d_model: int, d_ff: int, *, device: Device = None, dtype: DType = None) -> None:
         super().__init__()
         self.w1 = Linear(d_model, d_ff, device=device, dtype=dtype)
         self.w2 = Linear(d_ff, d_model, device=device, dtype=dtype)
@@ -126,12 +110,7 @@ class RMSNorm(nn.Module):
     """
 
     def __init__(
-        self,
-        d_model: int,
-        *,
-        eps: float = 1e-5,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, d_model: int, *, eps: float = 1e-5, device: Device = None, dtype: DType = None
     ) -> None:
         super().__init__()
         self.eps = eps

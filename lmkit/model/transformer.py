@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lmkit.attention import attention_function
 from lmkit.measure.ranges import range_
-from lmkit.model.layers import Embedding, Linear, RMSNorm, SwiGLU
+from lmkit.model.layers import Device, DType, Embedding, Linear, RMSNorm, SwiGLU
 from lmkit.model.loss import SliceLoss, linear_cross_entropy
 from lmkit.model.rope import RotaryEmbedding, apply_rope
 from lmkit.recipe.tables import ModelConfig
@@ -38,13 +38,7 @@ class SelfAttention(nn.Module):
     """Causal multi-head attention with rotary positions and, where the configuration says so, fewer key/value heads
     than query heads (grouped-query attention, Ainslie et al. 2023)."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, config: ModelConfig, *, device: Device = None, dtype: DType = None) -> None:
         super().__init__()
         self.num_heads = config.num_heads
         self.kv_heads = config.kv_heads
@@ -81,13 +75,7 @@ class SelfAttention(nn.Module):
 class TransformerBlock(nn.Module):
     """Pre-norm residual layer (Xiong et al. 2020): x + attn(ln1(x)), then x + ffn(ln2(x))."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, config: ModelConfig, *, device: Device = None, dtype: DType = None) -> None:
         super().__init__()
         self.ln1 = RMSNorm(config.d_model, eps=config.norm_eps, device=device, dtype=dtype)
         self.attn = SelfAttention(config, device=device, dtype=dtype)
@@ -129,14 +117,7 @@ class Head(Linear):
     hook: a loss that read `lm_head.weight` from outside would need it before the first layer runs.
     """
 
-    def __init__(
-        self,
-        d_model: int,
-        vocab_size: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, d_model: int, vocab_size: int, *, device: Device = None, dtype: DType = None) -> None:
         super().__init__(d_model, vocab_size, device=device, dtype=dtype)
         self.slice_loss = SliceLoss()
 
@@ -171,13 +152,7 @@ class TransformerLM(nn.Module):
     embedding (Press and Wolf 2017), initialised as a head, which is smaller.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, config: ModelConfig, *, device: Device = None, dtype: DType = None) -> None:
         super().__init__()
         if config.vocab_size is None:
             raise ValueError("vocab_size is not set: the tokenizer decides it")

@@ -142,7 +142,7 @@ class _Kind(NamedTuple):
         return width_of(self.q_shape[3])
 
     @property
-    def output_strides(self) -> tuple[tuple[int, ...], ...]:
+    def output_strides(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         """Strides of dq, dk and dv."""
         return (
             strides_in_order_of(self.q_shape, self.q_strides),
