@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
-from lmkit.bench.harness import Context, slowest_rank
-from lmkit.bench.report import Summary, pivot
+from lmkit.bench.context import Context
+from lmkit.bench.harness import Summary
 from lmkit.measure.memory import release_memory
 from lmkit.measure.plots import line_plot
 from lmkit.measure.statistics import spread
-from lmkit.measure.tables import Column, Rows, markdown_table
+from lmkit.measure.tables import Column, Rows
 from lmkit.measure.timing import SteadyStateClock, time_variants
 from lmkit.recipe.tables import PositiveFloat, PositiveInt, Table
 from lmkit.registry import BENCHES
@@ -75,7 +75,7 @@ def all_reduce(context: Context) -> Rows:
                 prepare={operation: (lambda: agree(ranks)) for operation in OPERATIONS},
             )
             found = [
-                _row(operation, name, flat.nbytes, ranks, slowest_rank(timing.samples_ms, ranks))
+                _row(operation, name, flat.nbytes, ranks, context.slowest_rank(timing.samples_ms))
                 for operation, timing in timings.items()
             ]
             rows += found
@@ -137,21 +137,11 @@ def summarize(rows: Rows) -> Summary:
         COLUMNS,
         rows,
         findings=(
-            f"Highest bus bandwidth: {fastest['operation']} of {megabytes(fastest['bytes']):,g} MB "
+            f"Highest bus bandwidth: {fastest['operation']} of {fastest['bytes'] / 1e6:,.4g} MB "
             f"{fastest['dtype']} on {fastest['world_size']} ranks, {fastest['bus_gb_per_s']:.1f} GB/s.",
             f"A call takes at least {shortest['median_us']:.0f} us ({shortest['operation']}, "
             f"{shortest['bytes']:,} bytes): many small calls cost that much each.",
         ),
-        tables={
-            "Bus GB/s by MB (in brackets: us)": pivot(
-                rows,
-                lambda row: f"{row['operation']}, {row['dtype']}, {row['world_size']} ranks",
-                lambda row: megabytes(row["bytes"]),
-                lambda row: f"{row['bus_gb_per_s']:.1f} ({row['median_us']:,.0f})",
-                corner="operation \\ MB",
-            )
-        },
-        details={"Results": markdown_table(rows, COLUMNS)},
         notes=(
             "bus GB/s (10^9 bytes): what a rank must send, 2 (W-1)/W of the buffer for an all-reduce and (W-1)/W for "
             "the others, divided by the time; MB: 10^6 bytes",
@@ -164,7 +154,7 @@ def pictures(rows: Rows) -> dict[str, bytes]:
     series: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         points = series.setdefault(f"{row['operation']} {row['dtype']}", [])
-        points.append((megabytes(row["bytes"]), row["bus_gb_per_s"]))
+        points.append((float(f"{row['bytes'] / 1e6:.3g}"), row["bus_gb_per_s"]))
     picture = line_plot(
         series,
         title=f"Collectives on {rows[0]['world_size']} ranks",
@@ -173,10 +163,3 @@ def pictures(rows: Rows) -> dict[str, bytes]:
         log_x=True,
     )
     return {"all_reduce_bandwidth.png": picture}
-
-
-def megabytes(num_bytes: int) -> float:
-    """Return 10^6 bytes to a tenth, below 1 to two digits: buffers that are cut into shares may be some bytes
-    short."""
-    size = num_bytes / 1e6
-    return round(size, 1) if size >= 1 else float(f"{size:.2g}")

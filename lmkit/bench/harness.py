@@ -1,4 +1,4 @@
-"""Run a bench: its place on disk, its ranks, its rows, and the files made from them.
+"""Run a bench: cases x variants -> rows -> tables, pictures and a report.
 
 A bench is one file of this package that registers a function `bench(context) -> rows` and defines its table
 `Options`:
@@ -11,8 +11,8 @@ A bench is one file of this package that registers a function `bench(context) ->
     def copy(context: Context) -> Rows:
         ...
 
-From these come `lmkit bench copy --sizes 1,2`, the recipe's [bench.copy], the folder, the journal and the report.
-The functions below are what benches share: out-of-memory errors as rows, variants in turns, fields of times.
+From these come `lmkit bench copy --sizes 1,2`, the recipe's [bench.copy], the folder, the journal and the report. A
+file may also define `check(recipe)`, `summarize(rows) -> Summary` and `pictures(rows)`.
 
 Importing this module is cheap: torch loads when a bench runs.
 """
@@ -22,29 +22,32 @@ from __future__ import annotations
 import gc
 import json
 import os
+import sys
+import textwrap
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lmkit.bench.report import (
-    Summary,
-    bench_module,
-    has_measurement,
-    read_rows,
-    report_text,
-    summarize,
-    terminal_text,
-)
-from lmkit.errors import LmkitError, UsageError
+from lmkit.bench.context import Context, Journal, RankOutOfMemory
+from lmkit.errors import UsageError
 from lmkit.measure.environment import describe_environment
-from lmkit.measure.limits import Limits, measure_limits
+from lmkit.measure.limits import Limits, limits_sentence, model_flops_utilization
 from lmkit.measure.memory import is_out_of_memory, release_memory
 from lmkit.measure.progress import Progress
 from lmkit.measure.statistics import PairedRatio, spread
-from lmkit.measure.tables import Rows, json_lines, row_files, wrote
+from lmkit.measure.tables import (
+    TERMINAL_WIDTH,
+    Column,
+    Rows,
+    markdown_table,
+    picture_lines,
+    row_files,
+    terminal_table,
+    wrote,
+)
 from lmkit.registry import BENCHES
 from lmkit.storage import FolderLock, write_atomic
 from lmkit.storage.outputs import refuse_unwritable
@@ -52,104 +55,19 @@ from lmkit.storage.outputs import refuse_unwritable
 if TYPE_CHECKING:
     import torch
 
-    from lmkit.parallel.ranks import Ranks
     from lmkit.recipe.schema import Recipe
 
 JOURNAL = "rows.jsonl.partial"
 RECIPE = "recipe.toml"
+NOT_MEASURED = ("unsupported", "out of memory", "skipped", "failed", "wrong result")
+"""The `status` of a row without a measurement; its `detail` says why."""
+REASONS_SHOWN = 3
 Key = TypeVar("Key")
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True)
-class FlagNames:
-    """Metadata of a key: other names of its flag."""
-
-    names: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Shortcut:
-    """Metadata of a key: a flag without a value that stands for one value of the key."""
-
-    name: str
-    value: Any
-    help: str
-
-
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C in a bench; its text says where the rows of finished rounds are."""
-
-
-class RankOutOfMemory(LmkitError):
-    """A rank ran out of memory; the journal has the row.
-
-    Other ranks may wait for it inside a collective, so all ranks end. Those that `--nproc` started are started again
-    and measure what the journal does not have.
-    """
-
-
-@dataclass(frozen=True)
-class Journal:
-    """JSON lines that grow while a bench runs: a killed bench loses no finished row. Several processes may append."""
-
-    path: Path
-
-    def start(self) -> None:
-        """Delete what an earlier, killed run left."""
-        self.path.unlink(missing_ok=True)
-
-    def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Append rows."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json_lines(rows))  # one write: lines of several processes do not mix
-
-    def replace(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Keep these rows only, for a bench whose rows grow from round to round; one process at a time."""
-        write_atomic(self.path, json_lines(rows))
-
-    def rows(self) -> Rows:
-        """Return the rows so far."""
-        return read_rows(self.path) if self.path.exists() else []
-
-
-@dataclass
-class Context:
-    """What a bench gets.
-
-    Attributes:
-        options: its table, [bench.NAME] of the recipe.
-        ranks: this process's rank and device.
-        environment: written to `environment.json`; the bench adds facts of its own.
-    """
-
-    recipe: Recipe
-    options: Any
-    ranks: Ranks
-    report: Progress
-    journal: Journal
-    environment: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def device(self) -> torch.device:
-        return self.ranks.device
-
-    def progress(self, stage: str, done: int, total: int) -> None:
-        """Report progress; only the first rank does."""
-        if self.ranks.is_first:
-            self.report(stage, done, total)
-
-    def keep(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Append rows to the journal; only the first rank does."""
-        if self.ranks.is_first:
-            self.journal.add(rows)
-
-    def limits(self, dtypes: Sequence[str]) -> Limits:
-        """Measure what the device can do and note it in the environment."""
-        limits = measure_limits(self.device, dict.fromkeys(dtypes))
-        self.environment["limits"] = limits.as_dict()
-        return limits
 
 
 @dataclass(frozen=True)
@@ -189,12 +107,26 @@ def run_bench(
         LmkitError: another bench is at work in this folder.
         Interrupted: in place of KeyboardInterrupt, on the first rank.
     """
+    from lmkit.recipe.load import recipe_to_toml  # it imports the tables of all benches
+
     if check := getattr(bench_module(name), "check", None):
         check(recipe)
-    folder = output or default_folder(recipe) / _folder_name(name)
+    bench = BENCHES.facts(name).folder or name
+    folder = output or default_folder(recipe) / bench
     with _place(folder) as journal:
         measured = _measure(name, recipe, journal, progress, nproc)
-        return None if measured is None else _store(name, recipe, folder, *measured)
+        if measured is None:
+            return None
+        rows, environment = measured
+        summary, files = result_files(name, rows, environment)
+        files |= {
+            "environment.json": json.dumps(environment, indent=1) + "\n",
+            RECIPE: recipe_to_toml(recipe),
+        }
+        for file, content in files.items():
+            write_atomic(folder / file, content)
+        journal.path.unlink(missing_ok=True)
+    return BenchStored(bench, str(folder), tuple(files), rows, terminal_text(summary), summary.measured)
 
 
 def check_place(recipe: Recipe, output: Path | None, *, force: bool) -> None:
@@ -215,10 +147,6 @@ def default_folder(recipe: Recipe) -> Path:
     return recipe.run.folder.parent / "benches" / recipe.run.name
 
 
-def _folder_name(name: str) -> str:
-    return BENCHES.facts(name).folder or name
-
-
 @contextmanager
 def _place(folder: Path) -> Iterator[Journal]:
     """Hold a bench's folder until its files are stored; yield the journal of its rows."""
@@ -227,13 +155,12 @@ def _place(folder: Path) -> Iterator[Journal]:
         yield journal
         return
     with FolderLock(folder):
-        journal.start()
+        journal.path.unlink(missing_ok=True)  # of a run that was killed
         try:
             yield journal
         except KeyboardInterrupt:
-            has_rows = journal.path.exists() and journal.path.stat().st_size > 0
             found = f"the rows so far are in {journal.path}, until a bench is started there again"
-            raise Interrupted(f"interrupted: {found if has_rows else 'no rows were kept'}") from None
+            raise Interrupted(f"interrupted: {found if journal.rows() else 'no rows were kept'}") from None
 
 
 def _measure(
@@ -276,18 +203,57 @@ def _on_rank(
         return rows, describe_environment() | size | context.environment
 
 
-def _store(name: str, recipe: Recipe, folder: Path, rows: Rows, environment: dict[str, Any]) -> BenchStored:
-    """Write the files of a result."""
-    from lmkit.recipe.load import recipe_to_toml  # it imports the tables of all benches
+def bench_module(name: str) -> Any:
+    """Import and return the module that registers a bench."""
+    return sys.modules[BENCHES.load(name).__module__]
 
-    summary, files = result_files(name, rows, environment)
-    files |= {"environment.json": json.dumps(environment, indent=1) + "\n", RECIPE: recipe_to_toml(recipe)}
-    for file, content in files.items():
-        write_atomic(folder / file, content)
-    (folder / JOURNAL).unlink(missing_ok=True)
-    return BenchStored(
-        _folder_name(name), str(folder), tuple(files), rows, terminal_text(summary), has_measurement(summary)
-    )
+
+# Rows in words
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What rows say: the table and the sentences of terminal, report and write-up.
+
+    Attributes:
+        columns: of the table; those for which no row has a value are left out.
+        rows: of the table.
+        about: one line on the case: sizes, dtype.
+        findings: sentences that the rows support, the most important first.
+        tables: heading -> Markdown of what else there is, for reports.
+        notes: what the columns mean.
+        wide: further columns for reports; a terminal has no room for them.
+    """
+
+    title: str
+    columns: Sequence[Column]
+    rows: Rows
+    about: str = ""
+    findings: Sequence[str] = ()
+    tables: Mapping[str, str] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    wide: Sequence[Column] = ()
+
+    @property
+    def measured(self) -> bool:
+        """Whether any row has a measurement, or there is none."""
+        return not self.rows or any(row.get("status") not in NOT_MEASURED for row in self.rows)
+
+    def filled(self, columns: Sequence[Column]) -> list[Column]:
+        """Return the columns for which some row has something to show."""
+        keys = {key for row in self.rows for key, value in row.items() if value is not None}
+        return [column for column in columns if column.key in keys or column.instead in keys]
+
+    def reasons(self) -> dict[str, list[str]]:
+        """Return `status: detail` of rows without a measurement -> those rows, by the columns before the status."""
+        named = [column.instead for column in self.columns]
+        names = self.columns[: named.index("status")] if "status" in named else ()
+        found: dict[str, list[str]] = {}
+        for row in self.rows:
+            if row.get("status") in NOT_MEASURED:
+                reason = ": ".join(str(row[key]) for key in ("status", "detail") if row.get(key))
+                found.setdefault(reason, []).append(" ".join(column.text(row) for column in names))
+        return found
 
 
 def result_files(
@@ -296,15 +262,83 @@ def result_files(
     """Return the summary of a bench's rows, and name -> content of their files: rows, pictures, report."""
     stem = BENCHES.facts(name).stem
     prefix = f"{name}_" if stem is None else f"{stem}_" if stem else ""
-    summary = summarize(name, rows)
-    draw = getattr(bench_module(name), "pictures", None)
-    pictures: dict[str, bytes] = {} if draw is None else draw(rows)
+    module = bench_module(name)
+    summary = module.summarize(rows) if hasattr(module, "summarize") else _all_keys(name, rows)
+    pictures: dict[str, bytes] = module.pictures(rows) if hasattr(module, "pictures") else {}
     shown = {picture: file for file, picture in reversed(pictures.items())}  # some have several names
     report = report_text(summary, environment, tuple(reversed(shown.values())))
     return summary, {**row_files(f"{prefix}results", rows), **pictures, f"{prefix}report.md": report}
 
 
-# What benches share.
+def _all_keys(name: str, rows: Rows) -> Summary:
+    keys = {key: None for row in rows for key, value in row.items() if not isinstance(value, list | dict)}
+    return Summary(name, [Column(key, key, ".4g") for key in keys], rows)
+
+
+def terminal_text(summary: Summary) -> str:
+    """Return the table, below it why rows have no measurement, and the notes; at most 100 columns."""
+    reasons = list(summary.reasons())
+    more = len(reasons) - REASONS_SHOWN
+    reasons = reasons[:REASONS_SHOWN] + ([f"and {more} more of these: see the report"] if more > 0 else [])
+    below = "".join(f"{textwrap.fill(line, TERMINAL_WIDTH)}\n" for line in (*reasons, *summary.notes))
+    return terminal_table(summary.rows, summary.filled(summary.columns)) + below
+
+
+def report_text(summary: Summary, environment: Mapping[str, Any], pictures: Sequence[str]) -> str:
+    """Return the Markdown report of one bench."""
+    return document(f"# {summary.title}", *report_body(summary, environment), *picture_lines(pictures))
+
+
+def report_body(summary: Summary, environment: Mapping[str, Any], level: int = 2) -> list[str]:
+    """Return the paragraphs of a report below its title; `level` is that of their headings."""
+    heading = "#" * level
+    about = f"{summary.about}. " if summary.about else ""
+    parts = [f"{about}Measured on {machine(environment)}."]
+    if limits := environment.get("limits"):
+        parts.append(f"{limits_sentence(limits)}.")
+    if summary.findings:
+        parts += [f"{heading} What was found", bullets(summary.findings)]
+    if columns := summary.filled((*summary.columns, *summary.wide)):
+        parts += [f"{heading} Results", markdown_table(summary.rows, columns), bullets(summary.notes)]
+    for title, table in summary.tables.items():
+        parts += [f"{heading} {title}", table]
+    if reasons := summary.reasons():
+        lines = (f"{reason} ({'; '.join(names)})" for reason, names in reasons.items())
+        parts += [f"{heading} Not measured", bullets(lines)]
+    return parts
+
+
+def machine(environment: Mapping[str, Any]) -> str:
+    """Return one line on what was measured on, as far as `environment.json` says."""
+    gpus = [gpu.get("name", "") for gpu in environment.get("gpus", ())]
+    cpu = environment.get("cpu", {}).get("name", "")
+    parts = [f"{len(gpus)} x {gpus[0]}" if gpus else f"a CPU ({cpu})" if cpu else "an unnamed machine"]
+    if version := environment.get("packages", {}).get("torch"):
+        parts.append(f"torch {version}")
+    if time := environment.get("time_utc"):
+        parts.append(time[:10])
+    return ", ".join(parts)
+
+
+def bullets(sentences: Iterable[str]) -> str:
+    """Return a Markdown list, or nothing."""
+    return "\n".join(f"- {sentence}" for sentence in sentences)
+
+
+def document(*paragraphs: str) -> str:
+    """Join paragraphs by empty lines."""
+    return "\n\n".join(text.strip("\n") for text in paragraphs if text.strip()) + "\n"
+
+
+# What benches share
+
+
+def grouped(rows: Rows, key: Callable[[dict[str, Any]], Key]) -> dict[Key, Rows]:
+    """Return the rows by key, both in the order in which they came."""
+    groups: dict[Key, Rows] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
 
 
 @contextmanager
@@ -328,11 +362,25 @@ def not_enough_memory(reason: BaseException | str) -> dict[str, Any]:
     return {"status": "out of memory", "detail": str(reason).split(". ")[0].partition("\n")[0]}
 
 
+def build_what_fits(
+    rows: Mapping[Key, dict[str, Any]],
+    build: Callable[[Key, dict[str, Any]], Result | None],
+    device: torch.device | str,
+) -> dict[Key, Result]:
+    """Return variant -> what `build(variant, row)` returns; None from it, or out of memory: only the row is left."""
+    built: dict[Key, Result] = {}
+    for name, row in rows.items():
+        with out_of_memory_is_a_row(row, device):
+            if (made := build(name, row)) is not None:
+                built[name] = made
+    return built
+
+
 def time_what_fits(
-    calls: Mapping[Key, Callable[[], object]],
+    calls: Mapping[Key, Callable[..., object]],
     rows: Mapping[Key, dict[str, Any]],
     device: torch.device | str,
-    time_together: Callable[[dict[Key, Callable[[], object]]], dict[Key, Result]],
+    time_together: Callable[[dict[Key, Callable[..., Any]]], dict[Key, Result]],
 ) -> dict[Key, Result]:
     """Time variants in turns. What fits alone may not fit with the others: then the largest becomes a row.
 
@@ -351,11 +399,11 @@ def time_what_fits(
     return {}
 
 
-def time_fields(samples_ms: Sequence[float]) -> dict[str, Any]:
-    """Return the fields of a row that say what its samples are."""
+def time_fields(samples_ms: Sequence[float], name: str = "median_ms") -> dict[str, Any]:
+    """Return the fields of a row that say what its samples are; `name` is the median's."""
     times = spread(samples_ms)
     return {
-        "median_ms": times.median,
+        name: times.median,
         "mean_ms": times.mean,
         "p10_ms": times.p10,
         "p90_ms": times.p90,
@@ -369,15 +417,20 @@ def ratio_fields(ratio: PairedRatio, name: str = "speedup", verdict: str = "verd
     return {name: ratio.speedup, f"{name}_low": ratio.low, f"{name}_high": ratio.high, verdict: ratio.verdict}
 
 
-def slowest_rank(samples_ms: Sequence[float], ranks: Ranks) -> list[float]:
-    """Return, round by round, the longest of all ranks' samples. Collective; the same on every rank."""
-    import torch
-    import torch.distributed as dist
+def mfu_fields(
+    flops_per_s: float, device: torch.device, precision: str, limits: Limits | None
+) -> dict[str, Any]:
+    """Return the utilization of one device and what it is a share of; {} on ranks that measured no limits."""
+    if limits is None:
+        return {}
+    mfu = model_flops_utilization(flops_per_s, device, precision, limits)
+    return {"mfu": mfu.share, "mfu_basis": mfu.basis}
 
-    slowest = torch.tensor(samples_ms, dtype=torch.float64)
-    if ranks.world_size > 1:
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return slowest.tolist()
+
+def mfu_notes(rows: Rows) -> list[str]:
+    """Return what the MFU of the rows is a share of."""
+    bases = dict.fromkeys(row["mfu_basis"] for row in rows if row.get("mfu_basis"))
+    return [f"MFU: share of the {basis}" for basis in bases]
 
 
 @contextmanager

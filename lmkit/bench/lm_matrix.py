@@ -10,28 +10,27 @@ without that cell.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import model_validator
 
+from lmkit.bench.context import Context, FlagNames, RankOutOfMemory
 from lmkit.bench.harness import (
-    Context,
-    FlagNames,
-    RankOutOfMemory,
+    Summary,
+    mfu_fields,
+    mfu_notes,
     out_of_memory_is_a_row,
     ratio_fields,
     time_fields,
 )
-from lmkit.bench.report import Summary, failures, pivot
 from lmkit.errors import UsageError
-from lmkit.measure.limits import model_flops_utilization
 from lmkit.measure.memory import GB, claim_workspaces, release_memory, track_peak
 from lmkit.measure.plots import grouped_bars, loss_curve, of_rate, table_picture
 from lmkit.measure.statistics import paired_ratio
-from lmkit.measure.tables import Column, Rows, markdown_table
+from lmkit.measure.tables import Column, Rows
 from lmkit.recipe.tables import (
     AttentionName,
     Count,
@@ -52,7 +51,7 @@ if TYPE_CHECKING:
     from lmkit.parallel.ranks import Ranks
     from lmkit.training.setup import TrainingStep
 
-STORY_BYTES = 500_000
+STORIES = 400  # about half a megabyte
 SAME_CURVE = 0.005
 """Loss curves closer than this share of the loss are drawn as one: the eye could not tell them apart."""
 
@@ -148,11 +147,9 @@ def lm_matrix(context: Context) -> Rows:
         torch.compiler.reset()
         release_memory(context.device)
         for row in rows:
-            flops = row.pop("flops_per_token", None)
-            if limits is not None and flops is not None:
+            if flops := row.pop("flops_per_token", None):
                 rate = row["tokens_per_s"] / context.ranks.world_size * flops
-                mfu = model_flops_utilization(rate, context.device, options.precision, limits)
-                row |= {"mfu": mfu.share, "mfu_basis": mfu.basis}
+                row |= mfu_fields(rate, context.device, options.precision, limits)
         context.keep(rows)
         known |= {(kernel, row["strategy"]): row for row in rows}
     context.progress("kernels", len(options.kernels), len(options.kernels))
@@ -168,13 +165,8 @@ def _tokens(options: Options, seed: int) -> np.ndarray:
 
     if options.tokens is not None:
         return open_tokens(options.tokens).tokens
-    text, length = [], 0
-    for story in islice(generate_stories(seed), STORY_BYTES):
-        text.append(story.encode())
-        length += len(text[-1])
-        if length >= STORY_BYTES:
-            break
-    return np.frombuffer(b"\n".join(text), dtype=np.uint8).astype(np.uint16)
+    text = b"\n".join(story.encode() for story in islice(generate_stories(seed), STORIES))
+    return np.frombuffer(text, dtype=np.uint8).astype(np.uint16)
 
 
 def _check_batches(options: Options, tokens: np.ndarray, ranks: Ranks) -> None:
@@ -251,10 +243,13 @@ def _train_kernel(kernel: str, strategies: Sequence[str], context: Context, toke
                 if rows[strategy]["status"] != "ok":
                     give_up(strategy)
             order = [name for name in (*order[1:], *order[:1]) if name in trainings]  # the same on every rank
+    baseline = trainings.get(options.strategies[0])
     for strategy, training in trainings.items():
         # Their memory would be given back while the next kernel is being measured.
         training.step.wait_for_weights()
-        rows[strategy] |= _measured(training, trainings.get(options.strategies[0]), config, options)
+        rows[strategy] |= training.fields(config)
+        if baseline is not None:
+            rows[strategy] |= ratio_fields(paired_ratio(training.samples_ms, baseline.samples_ms))
     return list(rows.values())
 
 
@@ -265,13 +260,12 @@ class _Training:
         from lmkit.data.batches import TokenBatches
         from lmkit.training.setup import TrainingStep
 
-        options, seed = context.options, context.recipe.run.seed
+        self._options, seed = context.options, context.recipe.run.seed
         self._ranks = ranks = context.ranks
-        self._num_steps = options.steps_per_epoch
         batches = TokenBatches(
             tokens,
-            batch_size=options.batch_size,
-            context_length=options.context_length,
+            batch_size=self._options.batch_size,
+            context_length=self._options.context_length,
             seed=seed,
             rank=ranks.rank,
             world_size=ranks.world_size,
@@ -282,50 +276,47 @@ class _Training:
             config,
             ranks,
             batches,
-            precision=options.precision,
-            parallel=ParallelConfig(strategy=strategy, bucket_mb=options.bucket_mb),
+            precision=self._options.precision,
+            parallel=ParallelConfig(strategy=strategy, bucket_mb=self._options.bucket_mb),
             seed=seed,
-            lr=options.lr,
+            lr=self._options.lr,
         )
         self.samples_ms: list[float] = []
-        self.losses = [self.step.run().item()]  # the optimizer's state exists from here on
+        self._losses = [self.step.run().item()]  # the optimizer's state exists from here on
         _settle(ranks)
         self._own_bytes = _kept_bytes(self.step, ranks, before)
-        self.peak_bytes = 0
+        self._peak_bytes = 0
 
     def run_epoch(self, *, timed: bool) -> None:
         """Run `steps_per_epoch` steps; if `timed`, their ms per step become a sample."""
+        num_steps = self._options.steps_per_epoch
         _settle(self._ranks)
         with track_peak(self._ranks.device) as peak:
             began = time.perf_counter()
-            losses = [self.step.run() for _ in range(self._num_steps)]
+            losses = [self.step.run() for _ in range(num_steps)]
             _synchronize(self._ranks)
             elapsed_ms = (time.perf_counter() - began) * 1e3
         # What the other trainings keep on the device does not count.
-        self.peak_bytes = max(self.peak_bytes, self._own_bytes + peak.extra_bytes)
-        self.losses += [loss.item() for loss in losses]
+        self._peak_bytes = max(self._peak_bytes, self._own_bytes + peak.extra_bytes)
+        self._losses += [loss.item() for loss in losses]
         if timed:
-            self.samples_ms.append(elapsed_ms / self._num_steps)
+            self.samples_ms.append(elapsed_ms / num_steps)
 
+    def fields(self, config: ModelConfig) -> dict[str, Any]:
+        """Return what was measured."""
+        from lmkit.model.accounting import flops_per_token
 
-def _measured(
-    training: _Training, baseline: _Training | None, config: ModelConfig, options: Options
-) -> dict[str, Any]:
-    from lmkit.model.accounting import flops_per_token
-
-    fields = time_fields(training.samples_ms)
-    fields |= {
-        "epochs": len(training.samples_ms),
-        "tokens_per_s": options.batch_size * options.context_length / (fields["median_ms"] * 1e-3),
-        "flops_per_token": flops_per_token(config, options.context_length),
-        "peak_gb": training.peak_bytes / GB,
-        "first_loss": training.losses[0],
-        "final_loss": training.losses[-1],
-        "losses": training.losses,
-    }
-    if baseline is not None:
-        fields |= ratio_fields(paired_ratio(training.samples_ms, baseline.samples_ms))
-    return fields
+        length = self._options.context_length
+        fields = time_fields(self.samples_ms)
+        return fields | {
+            "epochs": len(self.samples_ms),
+            "tokens_per_s": self._options.batch_size * length / (fields["median_ms"] * 1e-3),
+            "flops_per_token": flops_per_token(config, length),
+            "peak_gb": self._peak_bytes / GB,
+            "first_loss": self._losses[0],
+            "final_loss": self._losses[-1],
+            "losses": self._losses,
+        }
 
 
 def _allocated(ranks: Ranks) -> int:
@@ -385,43 +376,23 @@ COLUMNS = (
 
 
 def summarize(rows: Rows) -> Summary:
-    """Say what the rows support: the fastest cell, kernels, strategies, convergence, memory."""
-    bases = dict.fromkeys(row["mfu_basis"] for row in rows if row.get("mfu_basis"))
-    failed = failures(rows, lambda row: f"{row['kernel']} x {row['strategy']}")
-    tables = {"Median ms of a step (in brackets: speedup)": _by_strategy(rows)}
-    if failed:
-        tables["Did not run"] = "\n".join(f"- {line}" for line in failed)
+    """Say what the rows support: the fastest cell, the best strategy against naive, convergence."""
     return Summary(
         "lm-matrix: attention kernels x gradient strategies",
         COLUMNS,
         rows,
         about=f"{_ranks(rows)}, {rows[0].get('precision', '')}, compile {rows[0].get('compile', 'none')}",
-        findings=tuple(findings(rows)),
-        tables=tables,
-        details={"Results": markdown_table(rows, COLUMNS)},
+        findings=findings(rows),
         notes=(
-            *(f"MFU: share of the {basis}" for basis in bases),
-            f"speedup: {rows[0]['strategy']} / strategy of the same kernel, paired epochs; kernels are compared by "
-            "their medians",
-            "GB (10^9): peak of one rank, weights and optimizer included",
+            *mfu_notes(rows),
+            f"speedup: {rows[0]['strategy']} / strategy of the same kernel, paired epochs; GB (10^9): peak of one "
+            "rank, weights and optimizer included",
         ),
     )
 
 
-def _by_strategy(rows: Rows) -> str:
-    def cell(row: Mapping[str, Any]) -> str:
-        if row.get("median_ms") is None:
-            return str(row["status"])
-        return f"{row['median_ms']:.2f}" + (f" ({row['speedup']:.2f}x)" if row.get("speedup") else "")
-
-    return pivot(
-        rows, lambda row: row["kernel"], lambda row: row["strategy"], cell, corner="kernel \\ strategy"
-    )
-
-
 def _ranks(rows: Rows) -> str:
-    count = rows[0]["ranks"] if rows else 1
-    return "1 rank" if count == 1 else f"{count} ranks"
+    return "1 rank" if rows[0]["ranks"] == 1 else f"{rows[0]['ranks']} ranks"
 
 
 def _names(rows: Rows, key: str) -> list[str]:
@@ -438,36 +409,23 @@ def findings(rows: Rows) -> list[str]:
     ran = [row for row in rows if row["status"] == "ok"]
     # On several ranks `none` leaves every rank with a model of its own: a bound for the others, and no training.
     trained = [row for row in ran if row["ranks"] == 1 or row["strategy"] != "none"]
-    if not ran:
-        return ["Nothing ran."]
     if not trained:
-        return [
+        only_none = (
             "Only `none` ran, which on several ranks trains no model: there is nothing to compare it with."
-        ]
+        )
+        return [only_none if ran else "Nothing ran."]
     best = max(trained, key=lambda row: row["tokens_per_s"])
-    utilization = f" ({best['mfu']:.1%} MFU)" if best.get("mfu") is not None else ""
-    found = [
-        f"Fastest: {best['kernel']} with {best['strategy']}, {best['tokens_per_s']:,.0f} tokens/s{utilization}."
-    ]
-    kernels = _names(trained, "kernel")
-    if len(kernels) > 1:
-        fastest = [
-            min((row for row in trained if row["kernel"] == kernel), key=lambda row: row["median_ms"])
-            for kernel in kernels
-        ]
-        fastest.sort(key=lambda row: row["median_ms"])
-        listed = ", ".join(f"{row['kernel']} {row['median_ms']:.2f} ms" for row in fastest)
-        found.append(f"Kernels, each with its fastest strategy: {listed} per step.")
-    if trained[0]["ranks"] == 1:
-        speedups = [row["speedup"] for row in trained if row.get("speedup") and row["speedup"] != 1.0]
-        if speedups:
-            found.append(
-                "With one rank no strategy communicates, and all but zero1 do the same work: speedups of "
-                f"{min(speedups):.3f} to {max(speedups):.3f} are the cost of their bookkeeping, and noise."
+    found = [f"Fastest: {best['kernel']} with {best['strategy']}, {best['tokens_per_s']:,.0f} tokens/s."]
+    of_kernel = {row["strategy"]: row for row in ran if row["kernel"] == best["kernel"]}
+    naive, none = of_kernel.get("naive"), of_kernel.get("none")
+    if best["ranks"] > 1 and naive is not None and best is not naive:
+        ratio = paired_ratio(best["samples_ms"], naive["samples_ms"])
+        bound = ""
+        if none is not None:
+            bound = (
+                f"; that is {none['median_ms'] / best['median_ms']:.0%} of the speed without communication"
             )
-    else:
-        for kernel in kernels:
-            found += _strategy_findings([row for row in ran if row["kernel"] == kernel])
+        found.append(f"{best['strategy']} against naive: {ratio}{bound}.")
     if len(trained) > 1:
         first = trained[0]
         apart = max(_apart(row["losses"], first["losses"]) for row in trained[1:])
@@ -475,50 +433,36 @@ def findings(rows: Rows) -> list[str]:
             f"Convergence: the loss curves of {len(trained)} trainings differ by at most {apart:.2g} of the loss, "
             f"which falls from {first['first_loss']:.3f} to {first['final_loss']:.3f}."
         )
-    least = min(trained, key=lambda row: row["peak_gb"])
-    found.append(
-        f"Least memory: {least['kernel']} with {least['strategy']}, {least['peak_gb']:.3f} GB on a rank."
-    )
     return found
-
-
-def _strategy_findings(rows: Rows) -> list[str]:
-    """Compare the strategies of one kernel with `naive`, and with no communication at all."""
-    by_name = {row["strategy"]: row for row in rows}
-    naive, none = by_name.get("naive"), by_name.get("none")
-    synced = [row for row in rows if row["strategy"] not in ("none", "naive")]
-    if naive is None or not synced:
-        return []
-    best = min(synced, key=lambda row: row["median_ms"])
-    ratio = paired_ratio(best["samples_ms"], naive["samples_ms"])
-    if ratio.verdict == "faster":
-        said = (
-            f"{best['strategy']} is {ratio.speedup:.3f} times as fast as naive "
-            f"(95% {ratio.low:.3f} to {ratio.high:.3f})"
-        )
-    else:
-        said = f"no strategy is measurably faster than naive ({best['strategy']}: {ratio})"
-    if none is not None:
-        share = none["median_ms"] / best["median_ms"]
-        said += f"; {best['strategy']} reaches {share:.0%} of the speed without communication"
-    return [f"{naive['kernel']}: {said}."]
 
 
 def pictures(rows: Rows) -> dict[str, bytes]:
     """Draw the matrix by time, memory and throughput, the loss curves, and bars and a table per kernel."""
+    memory = "peak memory (GB = 10^9 bytes)"
+    throughput = "tokens per second, all ranks"
     files = {
-        "lm_matrix_time.png": _bars(rows, "median_ms", "Time per training step", "time (ms)", ".3g"),
-        "lm_matrix_memory.png": _bars(
-            rows, "peak_gb", "Peak memory of one rank", "peak memory (GB = 10^9 bytes)", ".3g"
+        "lm_matrix_time.png": _bars(rows, "median_ms", "Time per training step", "time (ms)"),
+        "lm_matrix_memory.png": _bars(rows, "peak_gb", "Peak memory of one rank", memory),
+        "lm_matrix_throughput.png": _bars(rows, "tokens_per_s", "Training throughput", throughput, ",.0f"),
+        "lm_matrix_convergence.png": loss_curve(
+            coinciding_curves(rows), title="Convergence, same start and batches", x_label="optimizer step"
         ),
-        "lm_matrix_throughput.png": _bars(
-            rows, "tokens_per_s", "Training throughput", "tokens per second, all ranks", ",.0f"
-        ),
-        "lm_matrix_convergence.png": _convergence(rows),
     }
     for kernel in _names(rows, "kernel"):
         chosen = [row for row in rows if row["kernel"] == kernel]
-        bars, table = _kernel_bars(chosen, kernel), _kernel_table(chosen, kernel)
+        bars = grouped_bars(
+            [row["strategy"] for row in chosen],
+            {kernel: [row.get("tokens_per_s") for row in chosen]},
+            errors={kernel: [of_rate(row) for row in chosen]},
+            title=f"{kernel}: training throughput ({_ranks(rows)}; whiskers p10 to p90)",
+            x_label="gradient strategy",
+            y_label=throughput,
+            spec=",.0f",
+            missing="none",
+        )
+        columns = COLUMNS[1:]
+        cells = [[column.text(row) for column in columns] for row in chosen]
+        table = table_picture([column.header for column in columns], cells, title=f"lm-matrix: {kernel}")
         # Similar projects call some kernels otherwise, and their users look for files of those names.
         for name in (kernel, *(alias for alias, ours in ATTENTION.aliases.items() if ours == kernel)):
             files[f"{name}_lm_matrix_throughput.png"] = bars
@@ -526,37 +470,30 @@ def pictures(rows: Rows) -> dict[str, bytes]:
     return files
 
 
-def _convergence(rows: Rows) -> bytes:
-    curves = coinciding_curves(rows)
-    alike = f": {next(iter(curves))}" if len(curves) == 1 else ""
-    return loss_curve(curves, title=f"Convergence, same start and batches{alike}", x_label="optimizer step")
-
-
 def coinciding_curves(rows: Rows) -> dict[str, list[tuple[float, float]]]:
-    """Return one curve for all trainings whose losses are within `SAME_CURVE`, named after the first."""
+    """Return one curve for all trainings whose losses are within `SAME_CURVE`, named after them."""
     groups: list[Rows] = []
     for row in rows:
         if row["status"] != "ok":
             continue
-        for group in groups:
-            if _apart(row["losses"], group[0]["losses"]) < SAME_CURVE:
-                group.append(row)
-                break
+        near = (group for group in groups if _apart(row["losses"], group[0]["losses"]) < SAME_CURVE)
+        if (group := next(near, None)) is not None:
+            group.append(row)
         else:
             groups.append([row])
     curves = {}
     for group in groups:
-        name = f"{group[0]['kernel']}, {group[0]['strategy']}"
-        if len(group) > 1:
-            apart = max(_apart(row["losses"], group[0]["losses"]) for row in group)
-            name = f"{len(group)} trainings, {apart:.1g} of the loss apart"
-            if len(groups) > 1:
-                name += f" ({', '.join(_names(group, 'strategy'))})"
+        strategies = ", ".join(_names(group, "strategy"))
+        name = (
+            f"{len(group)} trainings ({strategies})"
+            if len(group) > 1
+            else f"{group[0]['kernel']}, {strategies}"
+        )
         curves[name] = [(float(step), loss) for step, loss in enumerate(group[0]["losses"], 1)]
     return curves
 
 
-def _bars(rows: Rows, key: str, title: str, y_label: str, spec: str) -> bytes:
+def _bars(rows: Rows, key: str, title: str, y_label: str, spec: str = ".3g") -> bytes:
     kernels, strategies = _names(rows, "kernel"), _names(rows, "strategy")
     found = {(row["kernel"], row["strategy"]): row.get(key) for row in rows}
     return grouped_bars(
@@ -568,23 +505,3 @@ def _bars(rows: Rows, key: str, title: str, y_label: str, spec: str) -> bytes:
         spec=spec,
         missing="none",
     )
-
-
-def _kernel_bars(rows: Rows, kernel: str) -> bytes:
-    tokens = {row["strategy"]: row.get("tokens_per_s") for row in rows}
-    return grouped_bars(
-        list(tokens),
-        {kernel: list(tokens.values())},
-        errors={kernel: [of_rate(row) for row in rows]},
-        title=f"{kernel}: training throughput ({_ranks(rows)}; whiskers p10 to p90)",
-        x_label="gradient strategy",
-        y_label="tokens per second, all ranks",
-        spec=",.0f",
-        missing="none",
-    )
-
-
-def _kernel_table(rows: Rows, kernel: str) -> bytes:
-    columns = COLUMNS[1:]
-    cells = [[column.text(row) for column in columns] for row in rows]
-    return table_picture([column.header for column in columns], cells, title=f"lm-matrix: {kernel}")

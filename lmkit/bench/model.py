@@ -6,26 +6,28 @@ the wall clock: what a user waits for, dispatch included. What does not fit beco
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from lmkit.bench.context import Context, Shortcut
 from lmkit.bench.harness import (
-    Context,
-    Shortcut,
+    Summary,
+    build_what_fits,
+    grouped,
+    mfu_fields,
+    mfu_notes,
     not_enough_memory,
     out_of_memory_is_a_row,
     ratio_fields,
     time_fields,
     time_what_fits,
 )
-from lmkit.bench.report import Summary, failures, pivot
 from lmkit.errors import UsageError
-from lmkit.measure.limits import Limits, model_flops_utilization
+from lmkit.measure.limits import Limits
 from lmkit.measure.memory import GB, available_memory, process_memory, release_memory, track_peak
 from lmkit.measure.plots import grouped_bars, line_panels
-from lmkit.measure.statistics import FEWEST_PAIRS, paired_ratio, spread
+from lmkit.measure.statistics import FEWEST_PAIRS, paired_ratio
 from lmkit.measure.tables import Column, Rows, markdown_table
 from lmkit.measure.timing import Work, clock_for, time_variants
 from lmkit.recipe.tables import PRESETS, AttentionName, Count, ModelConfig, PositiveFloat, PositiveInt, Table
@@ -138,10 +140,11 @@ def _config(size: Any, length: int, compiled: Any, options: Options) -> ModelCon
     )
 
 
-def _case_fields(config: ModelConfig, options: Options) -> dict[str, Any]:
+def _row(config: ModelConfig, options: Options, part: str, mode: str, precision: str) -> dict[str, Any]:
     from lmkit.model.accounting import count_parameters
 
     return {
+        "part": part,
         "size": config.preset,
         "length": config.context_length,
         "compile": config.compile,
@@ -149,6 +152,10 @@ def _case_fields(config: ModelConfig, options: Options) -> dict[str, Any]:
         "checkpointing": config.activation_checkpointing,
         "batch_size": options.batch_size,
         "parameters": count_parameters(config).total,
+        "mode": mode,
+        "precision": precision,
+        "status": "ok",
+        "detail": "",
     }
 
 
@@ -168,47 +175,39 @@ def _build(config: ModelConfig, context: Context) -> TrainingStep:
 
 
 def _measure(config: ModelConfig, context: Context, limits: Limits, before: int) -> Rows:
-    """Return one row per mode and precision of one model."""
+    """Return one row per mode and precision of one model.
+
+    Args:
+        before: bytes in use before the bench.
+    """
     options = context.options
     # Cheap modes first: the optimizer's state must not count in what a forward pass needs.
-    variants = [
-        (mode, precision) for mode in MODES if mode in options.modes for precision in options.precisions
-    ]
-    case = _case_fields(config, options)
     rows: dict[Variant, dict[str, Any]] = {
-        (mode, precision): {
-            "part": "model",
-            **case,
-            "mode": mode,
-            "precision": precision,
-            "status": "ok",
-            "detail": "",
-        }
-        for mode, precision in variants
+        (mode, precision): _row(config, options, "model", mode, precision)
+        for mode in MODES
+        if mode in options.modes
+        for precision in options.precisions
     }
-    calls: dict[Variant, Work] = {}
     step: TrainingStep | None = None
-    failure = _too_large_for_host(config, context)
-    variant: Variant
-    for variant in variants:
-        if failure:
-            rows[variant] |= not_enough_memory(failure)
-            continue
-        with out_of_memory_is_a_row(rows[variant], context.device):
-            step = step or _build(config, context)
-            call = partial(_call, step, *variant)
-            call()  # compiles and autotunes, which takes memory of its own
-            with track_peak(context.device) as peak:
-                call()
-            rows[variant]["peak_gb"] = (peak.peak_bytes - before) / GB
-            calls[variant] = call
-        if step is None:  # the weights alone do not fit
-            failure = rows[variant]["detail"]
-        elif variant not in calls:
-            step.optimizer.zero_grad(set_to_none=True)
-            release_memory(context.device)
+    too_large = _too_large_for_host(config, context)
+
+    def build(variant: Variant, row: dict[str, Any]) -> Work | None:
+        nonlocal step
+        if too_large:
+            row |= not_enough_memory(too_large)
+            return None
+        step = step or _build(config, context)
+        step.optimizer.zero_grad(set_to_none=True)  # a variant that did not fit left some
+        call = partial(_call, step, *variant)
+        call()  # compiles and autotunes, which takes memory of its own
+        with track_peak(context.device) as peak:
+            call()
+        row["peak_gb"] = (peak.peak_bytes - before) / GB
+        return call
 
     def time_together(left: dict[Variant, Work]) -> dict[Variant, tuple[float, ...]]:
+        assert step is not None
+        step.optimizer.zero_grad(set_to_none=True)
         timings = time_variants(
             {" ".join(variant): call for variant, call in left.items()},
             device=context.device,
@@ -220,10 +219,14 @@ def _measure(config: ModelConfig, context: Context, limits: Limits, before: int)
         )
         return {variant: timings[" ".join(variant)].samples_ms for variant in left}
 
-    for variant, samples_ms in time_what_fits(calls, rows, context.device, time_together).items():
-        rows[variant] |= _speed_fields(samples_ms, config, variant, context, limits)
-    for (mode, precision), row in rows.items():
-        row |= versus_fp32(row, rows.get((mode, "fp32"))) if precision != "fp32" else {}
+    calls = build_what_fits(rows, build, context.device)
+    samples = time_what_fits(calls, rows, context.device, time_together)
+    for (mode, precision), samples_ms in samples.items():
+        row = rows[mode, precision]
+        row |= _speed_fields(samples_ms, config, (mode, precision), context, limits)
+        if precision != "fp32" and (mode, "fp32") in samples:
+            ratio = paired_ratio(samples_ms, samples[mode, "fp32"])
+            row |= ratio_fields(ratio, "versus_fp32", "versus_fp32_verdict")
     calls.clear()
     step = None
     release_memory(context.device)
@@ -245,12 +248,10 @@ def _speed_fields(
     tokens_per_s = context.options.batch_size * config.context_length / (fields["median_ms"] * 1e-3)
     flops = forward_flops_per_token if mode == "forward" else flops_per_token
     rate = tokens_per_s * flops(config, config.context_length)
-    mfu = model_flops_utilization(rate, context.device, precision, limits)
     fields |= {
         "tokens_per_s": tokens_per_s,
         "tflops": rate / 1e12,
-        "mfu": mfu.share,
-        "mfu_basis": mfu.basis,
+        **mfu_fields(rate, context.device, precision, limits),
         "share_of_matmul": rate / limits.matmul_flops[precision],
     }
     if mode == "step":
@@ -259,37 +260,18 @@ def _speed_fields(
     return fields
 
 
-def versus_fp32(row: Mapping[str, Any], baseline: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Compare with the same mode in fp32, timed in the same rounds; return nothing if either was not timed."""
-    if baseline is None or not row.get("samples_ms") or not baseline.get("samples_ms"):
-        return {}
-    ratio = paired_ratio(row["samples_ms"], baseline["samples_ms"])
-    return ratio_fields(ratio, "versus_fp32", "versus_fp32_verdict")
-
-
 def _study_warmup(config: ModelConfig, warmup: int, context: Context) -> dict[str, Any]:
     """Time whole steps of a fresh model after `warmup` untimed ones."""
-    row: dict[str, Any] = {
-        "part": "warm-up",
-        **_case_fields(config, context.options),
-        "mode": "step",
-        "precision": context.options.precisions[0],
-        "warmup": warmup,
-        "status": "ok",
-        "detail": "",
-    }
-    if failure := _too_large_for_host(config, context):
-        return row | not_enough_memory(failure)
+    row = _row(config, context.options, "warm-up", "step", context.options.precisions[0]) | {"warmup": warmup}
+    if too_large := _too_large_for_host(config, context):
+        return row | not_enough_memory(too_large)
     clock = clock_for(context.device, "wall")
     with out_of_memory_is_a_row(row, context.device):
         step = _build(config, context)
         for _ in range(warmup):
             step.run()
         samples = [clock.sample_ms(step.run, 1, before=()) for _ in range(STUDY_STEPS)]
-        times = spread(samples)
-        deviation = (sum((sample - times.mean) ** 2 for sample in samples) / max(1, len(samples) - 1)) ** 0.5
-        row |= {"median_ms": times.median, "mean_ms": times.mean, "std_ms": deviation}
-        row |= {"first_ms": samples[0], "samples_ms": samples}
+        row |= time_fields(samples) | {"first_ms": samples[0]}
     step = None  # type: ignore[assignment]
     release_memory(context.device)
     return row
@@ -323,80 +305,46 @@ COLUMNS = (
     Column("compile", "compile"),
     Column("mode", "mode"),
     Column("median_ms", "ms", ".2f", instead="status"),
-    Column("mean_ms", "mean ms", ".2f"),
     Column("spread", "spread", ".0%"),
     Column("tokens_per_s", "tokens/s", ",.0f"),
     Column("mfu", "MFU", ".1%"),
-    Column("share_of_matmul", "matmul", ".1%"),
     Column("peak_gb", "GB", ".2f"),
+    Column("versus_fp32", "x fp32", ".2f"),
 )
-PRECISION_COLUMNS = (
-    *(Column(key, key) for key in ("size", "length", "compile", "mode", "precision")),
-    Column("versus_fp32", "times as fast as fp32", ".2f"),
+WIDE = (
     Column("versus_fp32_low", "95% from", ".2f"),
     Column("versus_fp32_high", "to", ".2f"),
-    Column("versus_fp32_verdict", "verdict"),
+    Column("share_of_matmul", "matmul", ".1%"),
+    Column("optimizer_floor_ms", "least optimizer ms", ".2f"),
 )
 WARMUP_COLUMNS = (
     Column("size", "size"),
     Column("compile", "compile"),
     Column("warmup", "warm-up steps", "d"),
     Column("mean_ms", "mean ms", ".2f", instead="status"),
-    Column("std_ms", "standard deviation ms", ".2f"),
     Column("median_ms", "median ms", ".2f"),
     Column("first_ms", "first step ms", ".2f"),
 )
 
 
 def summarize(rows: Rows) -> Summary:
-    """Say what the rows support: utilization, precision, length, the optimizer's share, warm-up, what did not fit."""
+    """Say what the rows support: utilization, the optimizer's share, few samples, warm-up."""
     models = [row for row in rows if row["part"] == "model"]
     study = [row for row in rows if row["part"] == "warm-up"]
-    compared = [row for row in models if row.get("versus_fp32") is not None]
-    failed = failures(
-        rows, lambda row: f"{row['size']} at {row['length']}, {row['precision']}, {row['mode']}"
-    )
-    tables, details = {}, {}
-    if models:
-        tables["Median ms by length (in brackets: MFU)"] = pivot(
-            models,
-            lambda row: f"{_name(row)}, {row['mode']}",
-            lambda row: row["length"],
-            lambda row: (
-                f"{row['median_ms']:.2f} ({row['mfu']:.0%})" if row.get("median_ms") else row["status"]
-            ),
-            corner="pass \\ length",
-        )
-        details["Models"] = markdown_table(models, COLUMNS)
-    if compared:
-        details["Precisions, paired"] = markdown_table(compared, PRECISION_COLUMNS)
-    if study:
-        tables["Warm-up: steps of a fresh model"] = markdown_table(study, WARMUP_COLUMNS)
-    if failed:
-        tables["Did not fit"] = "\n".join(f"- {line}" for line in failed)
-    bases = dict.fromkeys(row["mfu_basis"] for row in rows if row.get("mfu_basis"))
+    first = rows[0]
     return Summary(
         "Model benchmark",
         COLUMNS,
         models or rows,
-        about=f"Batch {rows[0]['batch_size']}, attention {rows[0]['attention']}"
-        if "batch_size" in rows[0]
-        else "",
-        findings=tuple(findings(models, study)),
-        tables=tables,
-        details=details,
+        about=f"Batch {first['batch_size']}, attention {first['attention']}" if "batch_size" in first else "",
+        findings=findings(models, study),
+        tables={"Warm-up: steps of a fresh model": markdown_table(study, WARMUP_COLUMNS)} if study else {},
         notes=(
-            *(f"MFU: share of the {basis}" for basis in bases),
-            "matmul: share of the rate of large matrix products measured in this run",
-            "ms: median of interleaved rounds, host included; spread: (p90 - p10) / median",
-            "GB (10^9): peak over what was in use before the bench, weights included",
+            *mfu_notes(rows),
+            "ms: median of interleaved rounds, host included; spread: (p90 - p10) / median; GB (10^9): peak over "
+            "what was in use before the bench, weights included",
         ),
-    )
-
-
-def _name(row: Mapping[str, Any]) -> str:
-    return f"{row['size']}, {row['precision']}" + (
-        f", compile {row['compile']}" if row["compile"] != "none" else ""
+        wide=WIDE,
     )
 
 
@@ -404,17 +352,29 @@ def findings(models: Rows, study: Rows) -> list[str]:
     """Return the sentences that the rows support."""
     found = []
     timed = [row for row in models if row.get("median_ms")]
-    for precision in dict.fromkeys(row["precision"] for row in timed):
-        best = max((row for row in timed if row["precision"] == precision), key=lambda row: row["mfu"])
+    for precision, members in grouped(timed, lambda row: str(row["precision"])).items():
+        best = max(members, key=lambda row: row["mfu"])
         found.append(
             f"Best utilization in {precision}: {best['size']} at {best['length']}, compile {best['compile']}, "
             f"{best['mode']}: {best['mfu']:.1%} MFU ({best['mfu_basis']}), {best['tokens_per_s']:,.0f} tokens/s."
         )
-    found += [*_precision_findings(timed), *_length_findings(timed), *_optimizer_findings(timed)]
+
+    def model_of(row: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(row[key] for key in ("size", "length", "compile", "precision"))
+
+    passes = {model_of(row): row["median_ms"] for row in timed if row["mode"] == "fwd+bwd"}
+    steps = [row for row in timed if row["mode"] == "step" and model_of(row) in passes]
+    if steps:
+        most = max(steps, key=lambda row: 1 - passes[model_of(row)] / row["median_ms"])
+        extra = most["median_ms"] - passes[model_of(most)]
+        found.append(
+            f"Clipping and the optimizer take up to {extra / most['median_ms']:.0%} of a step ({most['size']} at "
+            f"{most['length']}, {most['precision']}), {extra:.2f} ms; moving their bytes takes "
+            f"{most['optimizer_floor_ms']:.2f} ms at the measured copy bandwidth."
+        )
     if few := [row for row in timed if row["repeats"] < FEWEST_PAIRS]:
         found.append(
-            f"{len(few)} of {len(timed)} rows have fewer than {FEWEST_PAIRS} samples, the fewest "
-            f"{min(row['repeats'] for row in few)}: their time was up, and small differences mean nothing."
+            f"{len(few)} of {len(timed)} rows have fewer than {FEWEST_PAIRS} samples: small differences mean nothing."
         )
     measured = [row for row in study if row.get("mean_ms")]
     if len(measured) > 1:
@@ -423,67 +383,7 @@ def findings(models: Rows, study: Rows) -> list[str]:
             f"Warm-up: with {measured[0]['warmup']} untimed steps the mean is {ratio:.2f} times the median after "
             f"{measured[-1]['warmup']}."
         )
-    unfit = sorted(
-        {(row["size"], row["length"]) for row in models + study if row["status"] == "out of memory"}
-    )
-    found += [
-        f"{size} at {length} tokens does not fit in memory in at least one mode." for size, length in unfit
-    ]
     return found
-
-
-def _precision_findings(timed: Rows) -> list[str]:
-    """Say what 16 bits save in a step, and how certain that is."""
-    found = []
-    steps = [row for row in timed if row["mode"] == "step" and row.get("versus_fp32") is not None]
-    for precision in dict.fromkeys(row["precision"] for row in steps):
-        own = sorted(
-            (row for row in steps if row["precision"] == precision), key=lambda row: -row["versus_fp32"]
-        )
-        verdicts = Counter(row["versus_fp32_verdict"] for row in own).most_common()
-        most, least = (
-            f"{row['versus_fp32']:.2f} ({row['size']} at {row['length']})" for row in (own[0], own[-1])
-        )
-        found.append(
-            f"A step in {precision} is {most} to {least} times as fast as in fp32; verdicts of the paired rounds: "
-            f"{', '.join(f'{verdict} {count}' for verdict, count in verdicts)}."
-        )
-    return found
-
-
-def _length_findings(timed: Rows) -> list[str]:
-    """Name the models whose time grows far less than their work: it is not the device's."""
-    by_model: dict[str, dict[int, float]] = {}
-    for row in timed:
-        if row["mode"] == "step":
-            by_model.setdefault(_name(row), {})[row["length"]] = row["median_ms"]
-    growths = []
-    for name, times in by_model.items():
-        short, long = min(times), max(times)
-        growth = times[long] / times[short]
-        if long > short and growth < 0.5 * long / short:
-            growths.append(f"{growth:.2f} ({name}, {short} to {long})")
-    if not growths:
-        return []
-    return [
-        f"Steps that grow far less than their tokens: {', '.join(growths)} times as long. At the short end the time "
-        "goes elsewhere: into the CPU's dispatch, or the optimizer."
-    ]
-
-
-def _optimizer_findings(timed: Rows) -> list[str]:
-    """Compare clipping and the optimizer, a step minus forward and backward, with the time that their bytes take."""
-    passes = {(_name(row), row["length"]): row["median_ms"] for row in timed if row["mode"] == "fwd+bwd"}
-    steps = [row for row in timed if row["mode"] == "step" and (_name(row), row["length"]) in passes]
-    extra = {id(row): row["median_ms"] - passes[_name(row), row["length"]] for row in steps}
-    row = max(steps, key=lambda row: extra[id(row)] / row["median_ms"], default=None)
-    if row is None or extra[id(row)] <= 0:
-        return []
-    return [
-        f"Clipping and the optimizer take up to {extra[id(row)] / row['median_ms']:.0%} of a step ({row['size']} at "
-        f"{row['length']}, {row['precision']}), {extra[id(row)]:.2f} ms; moving their bytes takes "
-        f"{row['optimizer_floor_ms']:.2f} ms at the measured copy bandwidth."
-    ]
 
 
 def pictures(rows: Rows) -> dict[str, bytes]:
@@ -492,9 +392,7 @@ def pictures(rows: Rows) -> dict[str, bytes]:
     study = [row for row in rows if row["part"] == "warm-up"]
     files = {
         "model_time.png": _panels(models, "median_ms", "Time of a pass", "time (ms, log scale)"),
-        "model_memory.png": _panels(
-            models, "peak_gb", "Peak memory", "peak memory (GB = 10^9 bytes)", log_y=False
-        ),
+        "model_memory.png": _panels(models, "peak_gb", "Peak memory", "peak memory (GB = 10^9 bytes)"),
         "model_throughput.png": _panels(
             models, "tokens_per_s", "Throughput", "tokens per second (log scale)"
         ),
@@ -502,8 +400,8 @@ def pictures(rows: Rows) -> dict[str, bytes]:
     return files | ({"model_warmup.png": _warmup_bars(study)} if study else {})
 
 
-def _panels(models: Rows, key: str, title: str, y_label: str, *, log_y: bool = True) -> bytes:
-    """Draw a panel per mode; what does not fit leaves a gap."""
+def _panels(models: Rows, key: str, title: str, y_label: str) -> bytes:
+    """Draw a panel per mode; what does not fit leaves a gap and a note."""
     panels: dict[str, dict[tuple[str, str], list[tuple[float, float]]]] = {}
     notes: dict[str, list[str]] = {}
     for row in models:
@@ -512,38 +410,36 @@ def _panels(models: Rows, key: str, title: str, y_label: str, *, log_y: bool = T
         if row.get(key) is not None:
             points.append((row["length"], row[key]))
         elif row["status"] != "ok":
-            notes.setdefault(row["mode"], []).append(
-                f"{row['status']}: {row['size']} at {row['length']}, {kind}"
-            )
+            note = f"{row['status']}: {row['size']} at {row['length']}, {kind}"
+            notes.setdefault(row["mode"], []).append(note)
     return line_panels(
         panels,
         title=title,
         x_label="sequence length (tokens)",
         y_label=y_label,
-        log_y=log_y,
+        log_y="log" in y_label,
         notes={mode: "\n".join(lines) for mode, lines in notes.items()},
     )
 
 
 def _warmup_bars(study: Rows) -> bytes:
+    """Draw mean step times; whiskers are the fastest and the slowest step, as the first one may compile."""
     groups = list(dict.fromkeys(str(row["warmup"]) for row in study))
-    series: dict[str, list[float | None]] = {}
-    errors: dict[str, list[tuple[float, float] | None]] = {}
-    for row in study:
-        name, place = f"{row['size']}, compile {row['compile']}", groups.index(str(row["warmup"]))
-        values = series.setdefault(name, [None] * len(groups))
-        reaches = errors.setdefault(name, [None] * len(groups))
-        if row.get("mean_ms") is not None:
-            mean, samples = row["mean_ms"], row["samples_ms"]
-            values[place] = mean
-            # Not the standard deviation: it is larger than the mean where the first step compiles.
-            reaches[place] = (mean - min(samples), max(samples) - mean)
-    of = f" of {next(iter(series))}" if len(series) == 1 else ""  # several have a legend
+    found = {(f"{row['size']}, compile {row['compile']}", str(row["warmup"])): row for row in study}
+    places = {name: [found[name, group] for group in groups] for name, _ in found}
     return grouped_bars(
         groups,
-        series,
-        errors=errors,
-        title=f"Mean step time{of} by number of warm-up steps (whiskers: fastest and slowest step)",
+        {name: [row.get("mean_ms") for row in members] for name, members in places.items()},
+        errors={
+            name: [
+                (row["mean_ms"] - min(row["samples_ms"]), max(row["samples_ms"]) - row["mean_ms"])
+                if row.get("mean_ms") is not None
+                else None
+                for row in members
+            ]
+            for name, members in places.items()
+        },
+        title=f"Mean step time of {', '.join(places)} (whiskers: fastest and slowest step)",
         x_label="untimed steps before the timed ones",
         y_label="mean time of a step (ms, log scale)",
         log_y=True,

@@ -7,35 +7,30 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lmkit.bench.ddp import (
-    COLUMNS as DDP_COLUMNS,
-)
-from lmkit.bench.ddp import (
+from lmkit.bench.context import Context
+from lmkit.bench.ddp import begin_account
+from lmkit.bench.ddp_summary import with_units
+from lmkit.bench.ddp_variants import (
     SOLO,
-    SPREAD_NOTE,
+    TORCH_ZERO,
     Case,
-    Loop,
     RanksOptions,
-    begin_account,
     case_of,
-    filled,
+    is_own,
     is_sharded,
-    parse_name,
-    with_units,
+    make_training,
+    parallel_of,
 )
-from lmkit.bench.harness import Context, slowest_rank, without_garbage_collection
-from lmkit.bench.report import Summary, grouped
+from lmkit.bench.harness import Summary, mfu_fields, mfu_notes, time_fields, without_garbage_collection
 from lmkit.errors import UsageError
-from lmkit.measure.limits import model_flops_utilization
 from lmkit.measure.memory import claim_workspaces
 from lmkit.measure.plots import grouped_bars
-from lmkit.measure.statistics import spread
-from lmkit.measure.tables import Column, Rows, markdown_table
+from lmkit.measure.tables import Column, Rows
 from lmkit.measure.timing import SteadyStateClock, time_variants
 from lmkit.registry import BENCHES, STRATEGIES
 
 if TYPE_CHECKING:
-    pass
+    from lmkit.training.setup import TrainingStep
 
 
 class Options(RanksOptions):
@@ -46,7 +41,7 @@ def default_variants() -> tuple[str, ...]:
     """Return a strategy with whole state, every strategy that shards it (with bf16 weights, too), PyTorch's ZeRO."""
     sharded = [name for name in STRATEGIES.names if is_sharded(name)]
     halved = [f"{name} bf16" for name in sharded if "weights" in STRATEGIES.facts(name).uses]
-    return ("bucketed", *sharded, *halved, "torch_ddp + ZeRO")
+    return ("bucketed", *sharded, *halved, TORCH_ZERO)
 
 
 def check(recipe: Any) -> None:
@@ -54,7 +49,7 @@ def check(recipe: Any) -> None:
     options = recipe.bench.table("optimizer")
     case_of(recipe, options, "optimizer")
     for name in options.variants:
-        parse_name(name, recipe.parallel, "optimizer")
+        parallel_of(name, recipe.parallel, "optimizer")
         if name in SOLO:
             raise UsageError(
                 "bench.not_of_all_ranks",
@@ -82,34 +77,33 @@ def optimizer(context: Context) -> Rows:
     rank's, per round.
     """
     from lmkit.model.accounting import flops_per_token
+    from lmkit.parallel.collectives import agree
 
     options, ranks = context.options, context.ranks
     case = case_of(context.recipe, options, "optimizer")
     limits = context.limits([options.precision]) if ranks.is_first else None
     claim_workspaces(ranks.device)
     names = options.variants or default_variants()
+    flops = flops_per_token(case.model, case.model.context_length)
     rows: Rows = []
     for number, name in enumerate(names):
         context.progress("optimizer", number, len(names))
         begin_account(ranks)
         built, row = _measure_memory(name, case, context)
-        samples = _time_alone(built, context)
-        times = spread(samples)
-        tokens_per_s = ranks.world_size * case.tokens_per_step / times.median * 1e3
-        flops = flops_per_token(case.model, case.model.context_length)
-        row |= {
-            "precision": case.precision,
-            "flops_per_token": flops,
-            "step_ms": times.median,
-            "p10_ms": times.p10,
-            "p90_ms": times.p90,
-            "tokens_per_s": tokens_per_s,
-            "samples_ms": samples,
-        }
-        if limits is not None:
-            rate = tokens_per_s / ranks.world_size * flops
-            mfu = model_flops_utilization(rate, ranks.device, case.precision, limits)
-            row |= {"mfu": mfu.share, "mfu_basis": mfu.basis}
+        with without_garbage_collection():
+            timing = time_variants(
+                {name: built.run},
+                device=ranks.device,
+                repeats=options.rounds,
+                warmup=0,
+                prepare={name: lambda: agree(ranks)},
+                clock=SteadyStateClock(ranks.device, options.steps_per_sample),
+            )[name]
+        row |= time_fields(context.slowest_rank(timing.samples_ms), "step_ms")
+        row["tokens_per_s"] = ranks.world_size * case.tokens_per_step / row["step_ms"] * 1e3
+        rate = row["tokens_per_s"] / ranks.world_size * flops
+        row |= {"precision": case.precision, "flops_per_token": flops}
+        row |= mfu_fields(rate, ranks.device, case.precision, limits)
         rows.append(row)
         context.keep([row])
         del built
@@ -120,11 +114,10 @@ def optimizer(context: Context) -> Rows:
     return rows
 
 
-def state_bytes(built: Loop) -> int:
+def state_bytes(optimizer: Any) -> int:
     """Return the bytes of optimizer state on this rank, without fp32 masters of bf16 weights."""
     import torch
 
-    optimizer: Any = built.optimizer
     # PyTorch's ZeroRedundancyOptimizer keeps the state of the parameters dealt to this rank in `optim`.
     states = optimizer.optim.state if hasattr(optimizer, "optim") else optimizer.state_dict()["state"]
     return sum(
@@ -135,126 +128,94 @@ def state_bytes(built: Loop) -> int:
     )
 
 
-def _measure_memory(name: str, case: Case, context: Context) -> tuple[Loop, dict[str, Any]]:
+def _measure_memory(name: str, case: Case, context: Context) -> tuple[TrainingStep, dict[str, Any]]:
     import torch
 
-    ranks = context.ranks
-    on_gpu = ranks.device.type == "cuda"
+    device = context.device
+    on_gpu = device.type == "cuda"
     points: dict[str, int | None] = {}
 
     def note(point: str) -> None:
         if on_gpu:
-            torch.cuda.synchronize(ranks.device)
-        points[point] = torch.cuda.memory_allocated(ranks.device) if on_gpu else None
+            torch.cuda.synchronize(device)
+        points[f"{point}_bytes"] = torch.cuda.memory_allocated(device) - start if on_gpu else None
 
-    note("start")
-    built = Loop(name, case, ranks)
+    start = torch.cuda.memory_allocated(device) if on_gpu else 0
+    built = make_training(name, case, context.ranks)
     note("init")
     for _ in range(3):  # state exists, and the order of buckets is settled
-        built.step()
+        built.run()
     if on_gpu:
-        torch.cuda.reset_peak_memory_stats(ranks.device)
-    built.training.run(before_update=lambda: note("before_step"))
-    built.training.wait_for_weights()
+        torch.cuda.reset_peak_memory_stats(device)
+    built.run(before_update=lambda: note("before_step"))
+    built.wait_for_weights()
     note("after_step")
-    points["peak"] = torch.cuda.max_memory_allocated(ranks.device) if on_gpu else None
-    start = points.pop("start")
+    points["peak_bytes"] = torch.cuda.max_memory_allocated(device) - start if on_gpu else None
     return built, {
         "case": case.name,
         "variant": name,
-        "world_size": ranks.world_size,
-        "parameters": sum(p.numel() for p in built.training.model.parameters()),
-        "state_bytes": state_bytes(built),
-    } | {
-        f"{point}_bytes": None if value is None or start is None else value - start
-        for point, value in points.items()
+        "world_size": context.ranks.world_size,
+        "parameters": sum(p.numel() for p in built.model.parameters()),
+        "state_bytes": state_bytes(built.optimizer),
+        **points,
     }
-
-
-def _time_alone(built: Loop, context: Context) -> list[float]:
-    from lmkit.parallel.collectives import agree
-
-    ranks, options = context.ranks, context.options
-    with without_garbage_collection():
-        timing = time_variants(
-            {"step": built.step},
-            device=ranks.device,
-            repeats=options.rounds,
-            warmup=0,
-            prepare={"step": lambda: agree(ranks)},
-            clock=SteadyStateClock(ranks.device, options.steps_per_sample),
-        )["step"]
-        return slowest_rank(timing.samples_ms, ranks)
 
 
 # Rows in words
 
 COLUMNS = (
-    *(column for column in DDP_COLUMNS if column.key in ("variant", "step_ms", "spread", "tokens_per_s")),
+    Column("variant", "variant"),
+    Column("step_ms", "ms/step", ".2f"),
+    Column("spread", "spread", ".1%"),
+    Column("tokens_per_s", "tokens/s", ",.0f"),
     Column("mfu", "MFU", ".1%"),
     Column("state_mb", "state MB", ",.1f"),
-    Column("state_share", "of plain", ".1%"),
+    Column("state_share", "of whole", ".1%"),
     Column("init_mb", "init MB", ",.0f"),
-    Column("before_mb", "before MB", ",.0f"),
-    Column("after_mb", "after MB", ",.0f"),
-)
-POINTS_NOTE = (
-    "init, before, after: what the CUDA allocator holds when all is built, before and after an optimizer step"
+    Column("before_step_mb", "before MB", ",.0f"),
+    Column("after_step_mb", "after MB", ",.0f"),
 )
 
 
 def summarize(rows: Rows) -> Summary:
-    """Say what share of the state is left, and compare the peak with that of the whole state."""
-    shown = [_with_megabytes(row) for row in rows]
-    columns = filled(COLUMNS, shown)
-    cases = grouped(shown, lambda row: str(row["case"]))
-    bases = dict.fromkeys(row["mfu_basis"] for row in rows if row.get("mfu_basis"))
+    """Say what share of the state and of the peak is left."""
+    shown = []
+    for row in rows:
+        keys = [key for key, value in row.items() if key.endswith("_bytes") and value is not None]
+        shown.append(with_units(row) | {key.replace("_bytes", "_mb"): row[key] / 1e6 for key in keys})
     return Summary(
         "Optimizer state sharding",
-        columns,
+        COLUMNS,
         shown,
-        about=f"{rows[0]['world_size']} ranks",
-        findings=tuple(finding for members in cases.values() for finding in findings(members)),
-        tables={case: markdown_table(members, columns) for case, members in cases.items()},
+        about=f"{rows[0]['case']}, {rows[0]['world_size']} ranks",
+        findings=findings(rows),
         notes=(
-            "state: what the optimizer holds on this rank, MB (10^6 bytes)",
-            *([POINTS_NOTE] if any(column.key == "init_mb" for column in columns) else []),
-            SPREAD_NOTE,
-            *(f"MFU: share of the {basis}" for basis in bases),
+            "state: what the optimizer holds on this rank, MB (10^6 bytes); init, before, after (GPUs): what the "
+            "allocator holds when all is built, before and after an optimizer step; spread: (p90 - p10) / median",
+            *mfu_notes(rows),
         ),
+        wide=(Column("peak_mb", "peak MB", ",.0f"),),
     )
 
 
-def _with_megabytes(row: dict[str, Any]) -> dict[str, Any]:
-    sizes = {
-        "state_mb": row["state_bytes"],
-        "init_mb": row.get("init_bytes"),
-        "before_mb": row.get("before_step_bytes"),
-        "after_mb": row.get("after_step_bytes"),
-    }
-    return with_units(row) | {key: size / 1e6 for key, size in sizes.items() if size is not None}
-
-
 def findings(rows: Rows) -> list[str]:
-    """Return the sentences that the rows of one case support."""
+    """Return a sentence for each of our sharded variants."""
     found = []
-    plain = next((row for row in rows if not is_sharded(row["variant"])), None)
+    whole = next((row for row in rows if not is_sharded(row["variant"])), None)
     for row in rows:
-        if not is_sharded(row["variant"]) or row["variant"].startswith("torch"):
+        if not is_sharded(row["variant"]) or not is_own(row["variant"]):
             continue
-        size = f"{row['variant']}: {row['state_bytes'] / 1e6:,.1f} MB of state on a rank"
+        said = f"{row['variant']}: {row['state_bytes'] / 1e6:,.1f} MB of state on a rank"
         if row.get("state_share") is not None:
-            least = 1 / row["world_size"]
-            size += (
-                f", {row['state_share']:.2%} of the whole (the least possible is {least:.2%} plus padding)"
+            said += (
+                f", {row['state_share']:.2%} of the whole (at least {1 / row['world_size']:.2%} plus padding)"
             )
-        found.append(size + ".")
-        if plain and plain.get("peak_bytes") and row.get("peak_bytes"):
-            found.append(
-                f"{row['variant']}: a step peaks at {row['peak_bytes'] / 1e9:.2f} GB, "
-                f"{row['peak_bytes'] / plain['peak_bytes'] - 1:+.1%} of {plain['variant']}'s "
-                f"{plain['peak_bytes'] / 1e9:.2f} GB."
+        if whole and whole.get("peak_bytes") and row.get("peak_bytes"):
+            saved = row["peak_bytes"] / whole["peak_bytes"] - 1
+            said += (
+                f"; a step peaks at {row['peak_bytes'] / 1e9:.2f} GB, {saved:+.1%} of {whole['variant']}'s"
             )
+        found.append(f"{said}.")
     return found
 
 

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from lmkit.bench.harness import Context
-from lmkit.bench.report import Summary
+from lmkit.bench.context import Context
+from lmkit.bench.harness import Summary, ratio_fields
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.memory import process_tree_memory
 from lmkit.measure.statistics import median, paired_ratio, spread
-from lmkit.measure.tables import Column, Rows, markdown_table
+from lmkit.measure.tables import Column, Rows
 from lmkit.recipe.tables import PositiveFloat, PositiveInt, Table
 from lmkit.registry import BENCHES
 
@@ -102,6 +102,11 @@ def tokenizer(context: Context) -> Rows:
             f"bench.tokenizer.texts: two are called {twice}, and rows are named by the text",
             hint="rename one, or link to it under another name",
         )
+    for text in texts.values():
+        if not text.is_file():
+            raise UsageError(
+                "bench.missing_text", f"{text}: no such file", hint="make one with: lmkit data synth"
+            )
     with tempfile.TemporaryDirectory(prefix="lmkit-bench-") as folder:
         if not texts:
             texts = {"stories": Path(folder) / "stories.txt"}
@@ -117,10 +122,6 @@ def tokenizer(context: Context) -> Rows:
         rows: Rows = []
         for done, case in enumerate(cases):
             context.progress("tokenizer", done, len(cases))
-            if not case.text.is_file():
-                raise UsageError(
-                    "bench.missing_text", f"{case.text}: no such file", hint="make one with: lmkit data synth"
-                )
             rows += measure(case, options.rounds, Path(folder))
             context.journal.replace(rows)
         context.progress("tokenizer", len(cases), len(cases))
@@ -128,52 +129,51 @@ def tokenizer(context: Context) -> Rows:
 
 
 def measure(case: Case, rounds: int, folder: Path) -> Rows:
-    """Return one row per variant that is installed, with all samples."""
+    """Return one row per installed variant of a case.
+
+    Raises:
+        LmkitError: a variant failed, or two encoders disagree.
+    """
     jobs = {name: _job(case, name, folder) for name in VARIANTS[case.task] if is_installed(name)}
-    peaks, ids = {}, {}
+    peaks: dict[str, int] = {}
+    ids: dict[str, str] = {}
     for name, job in jobs.items():
-        sample, peaks[name] = _run_watched(job)
-        ids[name] = sample["ids"]
+        result, peaks[name] = _run_watched(job)
+        ids[name] = result["ids"]
     if len(set(ids.values())) > 1:
         raise LmkitError(
             "bench.encoders_disagree",
-            f"{case.name}: the encoders disagree: {ids}",
+            f"{case.name}, vocabulary {case.vocab_size}: encoders disagree: {ids}",
             hint="nothing was timed; compare the ids of the text with each of them",
         )
     samples: dict[str, list[dict[str, Any]]] = {name: [] for name in jobs}
-    for number in range(rounds):
-        order = list(jobs)
-        turn = number % len(order)
-        for name in order[turn:] + order[:turn]:
+    order = list(jobs)
+    for _ in range(rounds):
+        for name in order:
             samples[name].append(_result(jobs[name], _start(jobs[name])))
-    return [_row(case, name, samples, peaks[name]) for name in jobs]
-
-
-def _row(case: Case, name: str, samples: dict[str, list[dict[str, Any]]], peak: int) -> dict[str, Any]:
-    seconds = [sample["seconds"] for sample in samples[name]]
-    ours = [sample["seconds"] for sample in samples[OURS]]
-    times, ratio = spread(seconds), paired_ratio(ours, seconds)
+        order = order[1:] + order[:1]
+    seconds = {name: [sample["seconds"] for sample in taken] for name, taken in samples.items()}
     num_bytes = case.text.stat().st_size
+    rows: Rows = []
+    for name, taken in samples.items():
+        cpu = [sample["cpu_seconds"] for sample in taken]
+        facts = {"task": case.task, "text": case.name, "bytes": num_bytes, "vocab_size": case.vocab_size}
+        facts |= {"workers": case.workers, "variant": name}
+        measured = {"cpu_s": median(cpu), "peak_pss_mb": peaks[name] / 1e6, "samples_cpu_s": cpu}
+        rows.append(facts | _speed_fields(seconds[name], seconds[OURS], num_bytes) | measured)
+    return rows
+
+
+def _speed_fields(seconds: list[float], ours: list[float], num_bytes: int) -> dict[str, Any]:
+    times = spread(seconds)
     return {
-        "task": case.task,
-        "text": case.name,
-        "bytes": num_bytes,
-        "vocab_size": case.vocab_size,
-        "workers": case.workers,
-        "variant": name,
         "median_s": times.median,
         "p10_s": times.p10,
         "p90_s": times.p90,
         "minimum_s": times.minimum,
         "mb_per_s": num_bytes / 1e6 / times.median,
-        "speedup": ratio.speedup,
-        "speedup_low": ratio.low,
-        "speedup_high": ratio.high,
-        "speedup_of_medians": times.median / median(ours),
-        "cpu_s": median([sample["cpu_seconds"] for sample in samples[name]]),
-        "peak_pss_mb": peak / 1e6,
+        **ratio_fields(paired_ratio(ours, seconds)),
         "samples_s": seconds,
-        "samples_cpu_s": [sample["cpu_seconds"] for sample in samples[name]],
     }
 
 
@@ -249,20 +249,12 @@ def prompt_rows(cases: Sequence[Case]) -> Rows:
     for _ in range(15):
         for name, encode in encoders.items():
             seconds[name].append(timeit.timeit(encode, number=300) / 300)
+    facts = {"task": "encode a prompt", "text": f"{len(PROMPT)} characters", "bytes": len(PROMPT)}
+    facts |= {"vocab_size": case.vocab_size, "workers": 1}
     return [
-        {
-            "task": "encode a prompt",
-            "text": f"{len(PROMPT)} characters",
-            "bytes": len(PROMPT),
-            "vocab_size": case.vocab_size,
-            "workers": 1,
-            "variant": name,
-            "median_s": median(taken),
-            "microseconds": 1e6 * median(taken),
-            "speedup": paired_ratio(seconds[OURS], taken).speedup,
-            "mb_per_s": len(PROMPT) / 1e6 / median(taken),
-            "samples_s": taken,
-        }
+        facts
+        | {"variant": name, "microseconds": 1e6 * median(taken)}
+        | _speed_fields(taken, seconds[OURS], len(PROMPT))
         for name, taken in seconds.items()
     ]
 
@@ -281,14 +273,10 @@ COLUMNS = (
     Column("workers", "workers"),
     Column("variant", "variant"),
     Column("median_s", "median s", ".2f"),
-    Column("p10_s", "p10 s", ".2f"),
-    Column("p90_s", "p90 s", ".2f"),
     Column("mb_per_s", "MB/s", ".1f"),
     Column("speedup", "ours faster", ".2f"),
-    Column("cpu_s", "CPU s", ".2f"),
     Column("peak_pss_mb", "peak MB", ",.0f"),
 )
-ONLY_IN_FILES = ("p10_s", "p90_s", "cpu_s")  # a terminal has no room for them
 
 
 def summarize(rows: Rows) -> Summary:
@@ -298,17 +286,19 @@ def summarize(rows: Rows) -> Summary:
     measured = {(row["task"], row["variant"]) for row in jobs}
     tasks = {task for task, _ in measured if task in VARIANTS}
     missing = {name for task in tasks for name in VARIANTS[task] if (task, name) not in measured}
+    costs = ", ".join(f"{row['variant']} {row['microseconds']:.1f} us" for row in prompts)
     return Summary(
         "Tokenizer",
-        tuple(column for column in COLUMNS if column.key not in ONLY_IN_FILES),
+        COLUMNS,
         jobs,
-        details={"Results": markdown_table(jobs, COLUMNS)},
         notes=(
             "ours faster: median over rounds of theirs / ours, wall clock; peak MB: 10^6 bytes, PSS of all processes",
-            *(
-                f"A prompt of {row['text']}, warm, {row['variant']}: {row['microseconds']:.1f} us."
-                for row in prompts
-            ),
+            *([f"A prompt of {prompts[0]['text']}, warm: {costs}"] if prompts else []),
             *(f"{name} is not installed." for name in sorted(missing)),
+        ),
+        wide=(
+            Column("p10_s", "p10 s", ".2f"),
+            Column("p90_s", "p90 s", ".2f"),
+            Column("cpu_s", "CPU s", ".2f"),
         ),
     )

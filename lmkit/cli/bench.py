@@ -153,7 +153,7 @@ class _Flag:
 
 def _flags(name: str) -> Iterator[_Flag]:
     """Yield a flag for every key of a bench's table, and those that stand for a value of a key."""
-    from lmkit.bench.harness import FlagNames, Shortcut
+    from lmkit.bench.context import FlagNames, Shortcut
     from lmkit.recipe.reference import meanings
 
     table = BENCHES.options(name)

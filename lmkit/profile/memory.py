@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from lmkit.bench.report import Summary, terminal_text
+from lmkit.bench.harness import Summary, terminal_text
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.memory import GIB
 from lmkit.measure.plots import stacked_areas

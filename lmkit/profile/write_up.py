@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lmkit.bench.report import Results, Summary, pivot
+from lmkit.bench.harness import Summary
+from lmkit.bench.report import Results, pivot
 from lmkit.measure.tables import Column, Rows, markdown_table
 from lmkit.profile.allocations import memory_finding, peak_row
 from lmkit.profile.summary import base_name, short_name
@@ -92,7 +93,6 @@ def summarize_memory(rows: Rows) -> Summary:
         MEMORY,
         rows,
         findings=(memory_finding(rows),),
-        tables={"Phases": markdown_table(rows, MEMORY)},
     )
 
 

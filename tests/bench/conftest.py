@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from lmkit.bench import harness
-from lmkit.bench.harness import Context, Journal, result_files
-from lmkit.bench.report import terminal_text
+from lmkit.bench import context as bench_context
+from lmkit.bench.context import Context, Journal
+from lmkit.bench.harness import result_files, terminal_text
 from lmkit.measure.limits import Limits
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.load import validate
@@ -34,7 +34,7 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture
 def run_bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
     """Run a bench with keys of its table: rows, files, the terminal's table, reported progress."""
-    monkeypatch.setattr(harness, "measure_limits", lambda device, dtypes: LIMITS)
+    monkeypatch.setattr(bench_context, "measure_limits", lambda device, dtypes: LIMITS)
 
     def run(name: str, journal: Journal | None = None, **keys: Any) -> Any:
         # As TOML has it: tuples are arrays, paths are strings.

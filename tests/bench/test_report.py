@@ -8,132 +8,17 @@ from typing import Any
 
 import pytest
 
-from lmkit.bench.report import (
-    Summary,
-    failures,
-    find_results,
-    has_measurement,
-    kind_of,
-    read_rows,
-    terminal_text,
-    write_reports,
-)
+from lmkit.bench.report import find_results, kind_of, read_rows, write_reports
 from lmkit.cli.app import run_command_line
 from lmkit.errors import LmkitError, UsageError
-from lmkit.measure.tables import Column
-from lmkit.profile.write_up import SUMMARIES, growth_findings, side_by_side
+from lmkit.profile.write_up import SUMMARIES, side_by_side
 
 ROOT = Path(__file__).resolve().parents[2]
-SAMPLES = [1.0, 1.1, 1.2, 1.1, 1.0, 1.1]
-ATTENTION = {
-    "part": "tiers",
-    "tier": "128",
-    "num_queries": 128,
-    "num_keys": 128,
-    "head_dim": 64,
-    "batch": 4,
-    "heads": 12,
-    "kv_heads": 12,
-    "causal": True,
-    "dtype": "bf16",
-    "layout": "contiguous",
-    "data": "normal",
-    "status": "ok",
-    "detail": "",
-    "median_ms": 1.1,
-    "tflops": 400.0,
-    "share_of_matmul": 0.5,
-    "direction": "forward",
-    "kernel": "flash_triton",
-    "samples_ms": SAMPLES,
-}
-DDP = {
-    "case": "small",
-    "variant": "bucketed",
-    "world_size": 2,
-    "status": "ok",
-    "step_ms": 10.0,
-    "p10_ms": 9.0,
-    "p90_ms": 11.0,
-    "tokens_per_s": 100.0,
-    "samples_ms": [10.0] * 6,
-}
-MODEL = {
-    "part": "model",
-    "size": "small",
-    "length": 256,
-    "compile": "none",
-    "attention": "sdpa",
-    "batch_size": 4,
-    "mode": "step",
-    "precision": "bf16",
-    "status": "ok",
-    "detail": "",
-    "median_ms": 2.0,
-    "mfu": 0.4,
-    "mfu_basis": "a peak",
-    "tokens_per_s": 5e4,
-    "repeats": 6,
-    "optimizer_floor_ms": 0.5,
-}
-MATRIX = {
-    "kernel": "sdpa",
-    "strategy": "flat",
-    "ranks": 2,
-    "status": "ok",
-    "median_ms": 2.0,
-    "mfu": 0.1,
-    "tokens_per_s": 5e3,
-    "peak_gb": 1.0,
-    "losses": [4.0, 3.0],
-    "first_loss": 4.0,
-    "final_loss": 3.0,
-    "samples_ms": [2.0] * 6,
-    "mfu_basis": "a peak",
-}
-COLLECTIVE = {
-    "operation": "all_reduce",
-    "dtype": "bf16",
-    "world_size": 2,
-    "bytes": 10**6,
-    "median_us": 50.0,
-    "bus_gb_per_s": 20.0,
-    "spread": 0.1,
-}
+ROWS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "rows.json").read_text("utf-8"))
+"""A row of each kind."""
+ATTENTION, DDP, MODEL, MATRIX, COLLECTIVE, MEMORY, TRACE = ROWS.values()
 SHARDED = DDP | {"variant": "zero1", "state_bytes": 500, "state_share": 0.5, "peak_bytes": 8e8}
 PLAIN = DDP | {"state_bytes": 1000, "state_share": 1.0, "peak_bytes": 1e9}
-MEMORY = {
-    "phase": "backward",
-    "peak_gib": 4.0,
-    "parameters_gib": 1.0,
-    "gradients_gib": 1.0,
-    "activations_gib": 2.0,
-    "optimizer_state_gib": 0.0,
-    "temporary_gib": 0.0,
-    "context_length": 128,
-    "model": "small",
-    "pass": "step",
-    "batch_size": 1,
-    "dtype": "bf16",
-    "attention": "sdpa",
-}
-TRACE = {
-    "engine": "kineto",
-    "window": "2 steps",
-    "window_ms": 20.0,
-    "steps": 2,
-    "undisturbed_ms": 9.0,
-    "undisturbed_gpu_share": 0.5,
-    "launches_per_forward": 100.0,
-    "launches_per_step": 300.0,
-    "gpu_busy_share": 0.4,
-    "dispatch_share": 0.8,
-    "wait_share": 0.1,
-    "communication_ms": None,
-    "ranges": [],
-    "top_kernels": [],
-    "warnings": [],
-}
 FILES: dict[str, list[dict[str, Any]]] = {
     "attention/attention_sweep_results.jsonl": [
         ATTENTION | {"versus_sdpa": 1.3, "best_sdpa": "sdpa:cudnn"},
@@ -159,12 +44,8 @@ def artifacts(tmp_path: Path) -> Path:
         path = tmp_path / "artifacts" / name
         path.parent.mkdir(parents=True)
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    environment = {
-        "gpus": [{"name": "NVIDIA H200"}],
-        "packages": {"torch": "2.11"},
-        "time_utc": "2026-11-20T1",
-    }
-    (tmp_path / "artifacts/attention/environment.json").write_text(json.dumps(environment))
+    facts = {"gpus": [{"name": "NVIDIA H200"}], "packages": {"torch": "2.11"}, "time_utc": "2026-11-20T1"}
+    (tmp_path / "artifacts/attention/environment.json").write_text(json.dumps(facts))
     (tmp_path / "artifacts/attention/attention_sweep_forward.png").touch()
     return tmp_path / "artifacts"
 
@@ -183,24 +64,19 @@ def test_four_write_ups_say_what_rows_at_any_depth_say(artifacts):
     texts = {path.name: path.read_text() for path in (artifacts / "reports").iterdir()}
     for name, said in (
         ("attention.md", "1 x NVIDIA H200, torch 2.11, 2026-11-20"),
-        ("attention.md", "flash_triton is 1.10 (256 tokens"),
+        ("attention.md", "1.10 to 1.30 times as fast as the best PyTorch"),
         ("attention.md", "vectorized runs out of memory at 128 tokens"),
         ("attention.md", "![attention sweep forward](../attention/attention_sweep_forward.png)"),
-        (
-            "attention.md",
-            "[attention/attention_sweep_results.jsonl](../attention/attention_sweep_results.jsonl)",
-        ),
-        ("data_parallelism.md", "Fastest with fp32 gradients: bucketed, 10.00 ms"),
-        ("data_parallelism.md", "Highest bus bandwidth: all_reduce of 1 MB bf16 on 2 ranks, 20.0 GB/s"),
+        ("attention.md", "](../attention/attention_sweep_results.jsonl)"),
+        ("data_parallelism.md", "bucketed, 10.00 ms"),
+        ("data_parallelism.md", "all_reduce of 1 MB bf16 on 2 ranks, 20.0 GB/s"),
         ("optimizer_sharding.md", "50.00% of the whole"),
-        ("optimizer_sharding.md", "a step peaks at 0.80 GB, -20.0% of bucketed's"),
-        ("profiling.md", "Best utilization in bf16: small at 256"),
-        ("profiling.md", "Fastest: sdpa with flat"),
-        ("profiling.md", "300 kernel launches per step, 100 of them in the forward pass"),
-        ("profiling.md", "the GPU waits for the CPU"),
-        ("profiling.md", "reached in backward; the largest part of it is activations: 50%"),
+        ("optimizer_sharding.md", "0.80 GB, -20.0% of bucketed's"),
+        ("profiling.md", "small at 256"),
+        ("profiling.md", "sdpa with flat"),
+        ("profiling.md", "300 kernel launches per step"),
         ("profiling.md", "| kernel launches of a step | 300 | 400 |"),
-        ("profiling.md", "from 128 to 256 tokens of context the peak grows from 4.0 to 6.0 GiB"),
+        ("profiling.md", "from 128 to 256 tokens"),
     ):
         assert said in texts[name], said
 
@@ -228,13 +104,6 @@ def test_check_passes_until_a_row_changes(artifacts):
     assert "lmkit report" in stale.value.hint
 
 
-def test_write_ups_without_rows_are_left_out(tmp_path):
-    (tmp_path / "model_results.jsonl").write_text(json.dumps(MODEL) + "\n")
-    written = report(tmp_path)
-    assert [Path(name).name for name in written.written] == ["profiling.md"]
-    assert len(written.without_results) == 3
-
-
 def test_by_default_the_rows_that_benches_and_profiles_write(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError) as refused:
@@ -243,8 +112,10 @@ def test_by_default_the_rows_that_benches_and_profiles_write(tmp_path, monkeypat
     for folder in ("benches/mine/model", "h200/model"):
         (tmp_path / "artifacts" / folder).mkdir(parents=True)
         (tmp_path / "artifacts" / folder / "model_results.jsonl").write_text(json.dumps(MODEL) + "\n")
-    assert report(None).sources == ("benches/mine/model/model_results.jsonl",)
-    assert (tmp_path / "artifacts/benches/reports/profiling.md").is_file()
+    written = report(None)
+    assert written.sources == ("benches/mine/model/model_results.jsonl",)
+    assert written.written == ("artifacts/benches/reports/profiling.md",)
+    assert len(written.without_results) == 3
 
 
 def test_the_committed_rows_have_all_four_write_ups(tmp_path, capsys):
@@ -262,7 +133,7 @@ def test_rows_without_a_key_or_of_another_type_are_one_error(kind, tmp_path):
     """Whatever is missing: a write-up, or one line with the file and a code."""
     (name, rows) = next((name, rows) for name, rows in FILES.items() if kind_of(rows[0]) == kind)
     for key in rows[0]:
-        for change in ({}, {key: None}, {key: "x"}, {key: [1]}, {key: -1}):
+        for change in ({}, {key: None}, {key: "x"}, {key: [1]}):
             row = {other: value for other, value in rows[0].items() if other != key} | change
             path = tmp_path / Path(name).name
             path.write_text(json.dumps(row) + "\n")
@@ -302,10 +173,13 @@ def test_a_damaged_line_is_named(line, tmp_path):
     assert damaged.value.code == "rows.damaged"
 
 
-def test_rows_of_older_versions_have_todays_keys(tmp_path):
-    (tmp_path / "rows.jsonl").write_text('{"contender": "naive", "case": "a", "world_size": 2}\n')
-    (row,) = read_rows(tmp_path / "rows.jsonl")
+def test_rows_of_older_versions_have_todays_names(tmp_path):
+    (tmp_path / "rows.jsonl").write_text(
+        '{"contender": "naive", "case": "a", "world_size": 2}\n{"variant": "one rank, bf16 weights"}\n'
+    )
+    row, alone = read_rows(tmp_path / "rows.jsonl")
     assert row == {"variant": "naive", "case": "a", "world_size": 2}
+    assert alone == {"variant": "one rank bf16"}
     assert kind_of(row) == "ddp"
     assert kind_of(row | {"state_bytes": 1}) == "optimizer"
     assert kind_of({"what": "else"}) is None
@@ -326,28 +200,3 @@ def test_a_folder_without_results_is_refused(tmp_path):
         assert refused.value.code == code
         assert str(folder) in refused.value.message
         assert refused.value.hint
-
-
-COLUMNS = (Column("kernel", "kernel"), Column("ms", "ms", ".2f", instead="status"))
-
-
-def test_the_terminal_says_why_rows_have_no_measurement():
-    why = [
-        {"kernel": f"k{n}", "status": "unsupported", "detail": f"k{n}: not here"} for n in (0, 1, 2, 3, 4, 4)
-    ]
-    rows = [{"kernel": "a", "ms": 1.0}, *why]
-    lines = terminal_text(Summary("x", COLUMNS, rows, notes=("a note",))).splitlines()
-    assert lines[-5:] == [
-        *(f"unsupported: k{n}: not here" for n in range(3)),
-        "and 2 more of these: see the report",
-        "a note",
-    ]
-    assert failures(why[:1], lambda row: row["kernel"]) == ["k0: unsupported: k0: not here"]
-    assert has_measurement(Summary("x", COLUMNS, rows))
-    assert has_measurement(Summary("x", COLUMNS, []))
-    assert not has_measurement(Summary("x", COLUMNS, why))
-
-
-def test_memory_of_other_models_is_not_compared():
-    other = MEMORY | {"context_length": 256, "model": "large"}
-    assert growth_findings([[MEMORY], [other]]) == []

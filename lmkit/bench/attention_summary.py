@@ -1,0 +1,168 @@
+"""The rows of `lmkit bench attention` in words and pictures."""
+
+from __future__ import annotations
+
+from lmkit.bench.harness import Summary, grouped
+from lmkit.measure.plots import grouped_bars, heat_map, line_plot, of_time
+from lmkit.measure.tables import Column, Rows, markdown_table
+from lmkit.registry import ATTENTION
+
+SHORT_STATUS = {"out of memory": "OOM", "wrong result": "wrong", "skipped": "too slow"}
+COLUMNS = (
+    Column("tier", "tier"),
+    Column("head_dim", "D", "d"),
+    Column("direction", "direction"),
+    Column("kernel", "kernel"),
+    Column("median_ms", "ms", ".4g", instead="status"),
+    Column("spread", "spread", ".0%"),
+    Column("tflops", "TFLOP/s", ".3g"),
+    Column("share_of_matmul", "% peak", ".1%"),
+    Column("peak_gb", "GB", ".3g"),
+    Column("speedup", "speedup", ".2f"),
+)
+VERSUS_SDPA = (
+    Column("versus_sdpa", "x PyTorch", ".3f"),
+    Column("versus_sdpa_low", "95% from", ".3f"),
+    Column("versus_sdpa_high", "to", ".3f"),
+    Column("best_sdpa", "that is"),
+)
+
+
+def summarize(rows: Rows) -> Summary:
+    """Say what the rows support: ours against PyTorch's best, the fastest at the longest tier, where memory ends."""
+    grid = [row for row in rows if row.get("part") == "grid"]
+    first = rows[0]
+    fields = ("batch", "heads", "kv_heads", "dtype", "layout", "data")
+    about = [f"{key} {first[key]}" for key in fields if len({row.get(key) for row in rows}) == 1]
+    baseline = next((row["kernel"] for row in rows if row.get("speedup") == 1.0), None)
+    notes = [
+        "D: head_dim; tier: tokens, or queries:keys; spread: (p90 - p10) / median; GB (10^9): peak on top of the "
+        "inputs, output included; '% peak': of the matmul TFLOP/s measured in the same run",
+        *([f"speedup: {baseline} / variant, median of paired rounds"] if baseline else []),
+    ]
+    return Summary(
+        "Attention",
+        COLUMNS,
+        [row for row in rows if row.get("part") != "grid"],
+        about=", ".join([*about, "causal" if first["causal"] else "full"]),
+        findings=findings(rows),
+        tables={"Head dimension x length": markdown_table(grid, COLUMNS)} if grid else {},
+        notes=notes,
+        wide=VERSUS_SDPA,
+    )
+
+
+def findings(rows: Rows) -> list[str]:
+    """Return the sentences that the rows support."""
+    found = []
+    timed = [row for row in rows if row.get("part") == "tiers" and row.get("tflops")]
+    ours = [name for name in ATTENTION.names if name in {row["kernel"] for row in timed} and name != "sdpa"][
+        -1:
+    ]
+    for direction, members in grouped(timed, lambda row: str(row["direction"])).items():
+        if compared := [row for row in members if row["kernel"] in ours and row.get("versus_sdpa")]:
+            ratios = [row["versus_sdpa"] for row in compared]
+            top = max(compared, key=lambda row: row["tflops"])
+            found.append(
+                f"{direction}: {top['kernel']} is {min(ratios):.2f} to {max(ratios):.2f} times as fast as the best "
+                f"PyTorch backend in {len(ratios)} cases; its highest rate is {top['tflops']:.3g} TFLOP/s, "
+                f"{top['share_of_matmul']:.0%} of the matrix product's in the same run."
+            )
+        best = min(members, key=lambda row: (-row["num_queries"] * row["num_keys"], row["median_ms"]))
+        found.append(
+            f"{direction} at {best['tier']}: {best['kernel']} is fastest, {best['median_ms']:.4g} ms, "
+            f"{best['tflops']:.3g} TFLOP/s."
+        )
+    for kernel, mine in grouped(square_tiers(rows), lambda row: str(row["kernel"])).items():
+        if ended := [row["num_keys"] for row in mine if row["status"] == "out of memory"]:
+            limits = [row for row in rows if row.get("part") == "memory limit" and row["kernel"] == kernel]
+            fits = [row["num_keys"] for row in limits or mine if row["status"] in ("ok", "longest that fits")]
+            before = [length for length in fits if length < min(ended)]
+            longest = f"; the longest that fits is {max(before)}" if before else ""
+            found.append(f"{kernel} runs out of memory at {min(ended)} tokens{longest}.")
+    return found or ["No tier was measured."]
+
+
+def square_tiers(rows: Rows) -> Rows:
+    """Return the rows of tiers with as many queries as keys."""
+    return [row for row in rows if row["part"] == "tiers" and row["num_queries"] == row["num_keys"]]
+
+
+def pictures(rows: Rows) -> dict[str, bytes]:
+    """Draw forward and backward bars, scaling, and the grid (or the square tiers, as one line)."""
+    tiers = [row for row in rows if row["part"] == "tiers"]
+    grid = [row for row in rows if row["part"] == "grid"]
+    square = [row for row in square_tiers(rows) if row["direction"] == "forward"]
+    files = {
+        "attention_sweep_forward.png": _bars([row for row in tiers if row["direction"] == "forward"]),
+        "attention_sweep_heatmap.png": _heat_map(grid or square),
+        "attention_sweep_scaling.png": _scaling(square),
+    }
+    if backward := [row for row in tiers if row["direction"] == "backward"]:
+        files["attention_sweep_backward.png"] = _bars(backward)
+    return files
+
+
+def _title(rows: Rows, what: str) -> str:
+    if not rows:
+        return what
+    row = rows[0]
+    return f"Attention {what}: batch {row['batch']}, {row['heads']} heads, {row['dtype']}"
+
+
+def _bars(rows: Rows) -> bytes:
+    tiers = list(dict.fromkeys(row["tier"] for row in rows))
+    found = {(row["kernel"], row["tier"]): row for row in rows}
+    timed = dict.fromkeys(row["kernel"] for row in rows if row.get("median_ms"))
+    places = {kernel: [found[kernel, tier] for tier in tiers] for kernel in timed}
+    lengths = {row["tier"]: row["num_keys"] for row in rows}
+    return grouped_bars(
+        [tier if ":" in tier or tier.isdecimal() else f"{tier}\n{lengths[tier]}" for tier in tiers],
+        {kernel: [row.get("median_ms") for row in members] for kernel, members in places.items()},
+        errors={kernel: [of_time(row) for row in members] for kernel, members in places.items()},
+        log_y=True,
+        reasons={
+            kernel: [SHORT_STATUS.get(row["status"], str(row["status"])) for row in members]
+            for kernel, members in places.items()
+        },
+        title=_title(rows, rows[0]["direction"] if rows else "") + " (median, whiskers p10 to p90)",
+        x_label="sequence length (tokens; queries:keys where they differ)",
+        y_label="time (ms, log scale)",
+    )
+
+
+def _scaling(rows: Rows) -> bytes:
+    series: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        if row.get("median_ms"):
+            series.setdefault(row["kernel"], []).append((row["num_keys"], row["median_ms"]))
+    return line_plot(
+        series,
+        title=_title(rows, "forward"),
+        x_label="sequence length (tokens)",
+        y_label="time (ms, log scale)",
+        log_x=True,
+        log_y=True,
+    )
+
+
+def _heat_map(rows: Rows) -> bytes:
+    """Draw our best kernel's speedup over the baseline; its TFLOP/s if there is no baseline."""
+    timed = {row["kernel"] for row in rows if row.get("median_ms")}
+    ours = [name for name in ATTENTION.names if name in timed and name != "sdpa"]
+    baseline = next((row["kernel"] for row in rows if row.get("speedup") == 1.0), None)
+    kernel = ours[-1] if ours else baseline
+    as_ratio = baseline is not None and kernel != baseline
+    lengths, head_dims = (sorted({row[key] for row in rows}) for key in ("num_keys", "head_dim"))
+    key = "speedup" if as_ratio else "tflops"
+    found = {(row["head_dim"], row["num_keys"]): row.get(key) for row in rows if row["kernel"] == kernel}
+    return heat_map(
+        [str(length) for length in lengths],
+        [str(head_dim) for head_dim in head_dims],
+        [[found.get((head_dim, length)) for length in lengths] for head_dim in head_dims],
+        title=_title(rows, f"forward, {kernel}"),
+        x_label="sequence length (tokens)",
+        y_label="head_dim",
+        value_label=f"times as fast as {baseline}" if as_ratio else "TFLOP/s",
+        center=1.0 if as_ratio else None,
+    )

@@ -1,0 +1,167 @@
+"""The variants of `lmkit bench attention`: names such as "flash_triton:tf32+compile" -> functions and timed calls."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from lmkit.errors import UsageError, did_you_mean
+from lmkit.measure.timing import Work
+from lmkit.registry import ATTENTION
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lmkit.bench.attention_gate import Inputs
+
+SDPA_BACKENDS = {
+    "sdpa:cudnn": "CUDNN_ATTENTION",
+    "sdpa:flash": "FLASH_ATTENTION",
+    "sdpa:efficient": "EFFICIENT_ATTENTION",
+}
+SDPA_REFUSALS = ("No available kernel", "No viable backend")  # of a pinned backend, on a GPU and on a CPU
+COMPILED = "+compile"
+
+
+def default_kernels(*, on_gpu: bool) -> tuple[str, ...]:
+    """Return what is measured by default: every kernel that runs on the device."""
+    found: list[str] = []
+    for name in ATTENTION.names:
+        facts = ATTENTION.facts(name)
+        installed = all(importlib.util.find_spec(package) for package in facts.requires)
+        if installed and ("cuda" if on_gpu else "cpu") in facts.devices:
+            found += ["sdpa:cudnn", "sdpa:flash"] if name == "sdpa" and on_gpu else [name]
+            found += [name + COMPILED] if name == "vectorized" else []
+    return tuple(found)
+
+
+def check_kernel(name: str) -> None:
+    """Raise UsageError unless `build_variant` knows the name."""
+    known = [*ATTENTION.names, *SDPA_BACKENDS]
+    known += [
+        f"{kernel}:{variant}" for kernel in ATTENTION.names for variant in ATTENTION.facts(kernel).variants
+    ]
+    plain = name.removesuffix(COMPILED)
+    if plain not in known:
+        raise UsageError(
+            "bench.unknown_kernel",
+            f"bench.attention.kernels: there is no {name!r}{did_you_mean(plain, known)}",
+            hint=f"there are {', '.join(known)}, each with an optional {COMPILED}",
+        )
+
+
+def kernel_of(name: str) -> tuple[str, Mapping[str, Any]]:
+    """Return the kernel of a variant, and the arguments that the variant adds to its calls."""
+    kernel, _, variant = name.removesuffix(COMPILED).partition(":")
+    return kernel, ATTENTION.facts(kernel).variants.get(variant, {})
+
+
+def build_variant(name: str, dtype: str) -> Callable[..., Tensor]:
+    """Return the attention function of a variant.
+
+    Args:
+        dtype: "tf32" has to be asked for where a kernel multiplies by itself.
+
+    Raises:
+        UsageError: the kernel needs a package that is not installed.
+    """
+    import torch
+
+    from lmkit.attention import attention_function
+
+    plain = name.removesuffix(COMPILED)
+    kernel, arguments = kernel_of(name)
+    if plain in SDPA_BACKENDS:
+        function: Callable[..., Tensor] = partial(_pinned_sdpa, SDPA_BACKENDS[plain])
+    else:
+        tf32 = ATTENTION.facts(kernel).variants.get("tf32", {}) if dtype == "tf32" else {}
+        function = attention_function(kernel)
+        if tf32 or arguments:
+            function = partial(function, **{**tf32, **arguments})
+    return torch.compile(function, dynamic=False) if name.endswith(COMPILED) else function
+
+
+def _pinned_sdpa(backend: str, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    with sdpa_kernel(getattr(SDPBackend, backend)):
+        return scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def precision_of(name: str, dtype: str) -> str:
+    """Return the label of a row: the bench's dtype, or tf32 for a variant that multiplies float32 so."""
+    return "tf32" if dtype == "fp32" and name.removesuffix(COMPILED).endswith(":tf32") else dtype
+
+
+def implementation_of(name: str, inputs: Inputs) -> str | None:
+    """Return which of its implementations a kernel runs; None for kernels that have only one."""
+    kernel, arguments = kernel_of(name)
+    function = ATTENTION.facts(kernel).implementation
+    if function is None:
+        return None
+    forced: str | None = arguments.get("implementation")
+    return forced or ATTENTION.function_of(kernel, function)(inputs.q, inputs.k, inputs.v)
+
+
+def timed_call(function: Callable[..., Tensor], inputs: Inputs, direction: str) -> tuple[Work | None, Work]:
+    """Return what runs untimed before each call, if anything, and the call: "forward", "fwd+bwd" or "backward"."""
+    import torch
+
+    leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    outputs: list[Tensor] = []
+
+    def forward_alone() -> object:
+        with torch.no_grad():
+            return function(inputs.q, inputs.k, inputs.v, causal=inputs.causal)
+
+    def forward() -> None:
+        outputs.clear()  # a sample that was taken again left one
+        outputs.append(function(*leaves, causal=inputs.causal))
+
+    def backward() -> object:
+        return torch.autograd.grad(outputs.pop(), leaves, inputs.dout)
+
+    def both() -> object:
+        forward()
+        return backward()
+
+    if direction == "forward":
+        return None, forward_alone
+    return (forward, backward) if direction == "backward" else (None, both)
+
+
+@contextmanager
+def refusal_is_a_row(row: dict[str, Any]) -> Iterator[None]:
+    """Turn what a kernel does not support, or fails with, into the row's status; out of memory passes."""
+    import torch
+
+    from lmkit.measure.memory import is_out_of_memory
+
+    try:
+        yield
+    except (UsageError, ValueError, NotImplementedError) as error:
+        row |= {"status": "unsupported", "detail": str(error)}
+    except RuntimeError as error:
+        # A lost device fails everything that follows: nothing after it could be trusted.
+        if is_out_of_memory(error) or isinstance(error, torch.AcceleratorError):
+            raise
+        refused = any(words in str(error) for words in SDPA_REFUSALS)
+        row |= {"status": "unsupported" if refused else "failed", "detail": str(error).splitlines()[0]}
+
+
+@contextmanager
+def matmul_precision(dtype: str) -> Iterator[None]:
+    """Multiply float32 as `dtype` says inside the block."""
+    import torch
+
+    # Not `matmul.fp32_precision`: torch refuses to compile where that and the older switch disagree.
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

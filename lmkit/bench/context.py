@@ -1,0 +1,115 @@
+"""What a bench gets: its options, its rank, the journal of its rows; and metadata of its keys."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lmkit.errors import LmkitError
+from lmkit.measure.limits import Limits, measure_limits
+from lmkit.measure.progress import Progress
+from lmkit.measure.tables import Rows, json_lines
+from lmkit.storage import write_atomic
+
+if TYPE_CHECKING:
+    import torch
+
+    from lmkit.parallel.ranks import Ranks
+    from lmkit.recipe.schema import Recipe
+
+
+@dataclass(frozen=True)
+class FlagNames:
+    """Metadata of a key: other names of its flag."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Shortcut:
+    """Metadata of a key: a flag without a value that stands for one value of the key."""
+
+    name: str
+    value: Any
+    help: str
+
+
+class RankOutOfMemory(LmkitError):
+    """A rank ran out of memory; the journal has the row.
+
+    Other ranks may wait for it inside a collective, so all ranks end. Those that `--nproc` started are started again
+    and measure what the journal does not have.
+    """
+
+
+@dataclass(frozen=True)
+class Journal:
+    """JSON lines that grow while a bench runs: a killed bench loses no finished row. Several processes may append."""
+
+    path: Path
+
+    def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Append rows."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json_lines(rows))  # one write: lines of several processes do not mix
+
+    def replace(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Keep these rows only, for a bench whose rows grow from round to round; one process at a time."""
+        write_atomic(self.path, json_lines(rows))
+
+    def rows(self) -> Rows:
+        """Return the rows so far."""
+        lines = self.path.read_text("utf-8").splitlines() if self.path.exists() else []
+        return [json.loads(line) for line in lines]
+
+
+@dataclass
+class Context:
+    """What a bench gets.
+
+    Attributes:
+        options: its table, [bench.NAME] of the recipe.
+        ranks: this process's rank and device.
+        environment: written to `environment.json`.
+    """
+
+    recipe: Recipe
+    options: Any
+    ranks: Ranks
+    report: Progress
+    journal: Journal
+    environment: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def device(self) -> torch.device:
+        return self.ranks.device
+
+    def progress(self, stage: str, done: int, total: int) -> None:
+        """Report progress; only the first rank does."""
+        if self.ranks.is_first:
+            self.report(stage, done, total)
+
+    def keep(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Append rows to the journal; only the first rank does."""
+        if self.ranks.is_first:
+            self.journal.add(rows)
+
+    def limits(self, dtypes: Sequence[str]) -> Limits:
+        """Measure what the device can do and note it in the environment."""
+        limits = measure_limits(self.device, dict.fromkeys(dtypes))
+        self.environment["limits"] = limits.as_dict()
+        return limits
+
+    def slowest_rank(self, samples_ms: Sequence[float]) -> list[float]:
+        """Return, round by round, the longest of all ranks' samples. Collective; the same on every rank."""
+        import torch
+        import torch.distributed as dist
+
+        slowest = torch.tensor(samples_ms, dtype=torch.float64)
+        if self.ranks.world_size > 1:
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        return slowest.tolist()

@@ -1,0 +1,240 @@
+"""The variants of `lmkit bench ddp` and `lmkit bench optimizer`: names such as "zero1 bf16" -> training steps."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import AfterValidator
+
+from lmkit.bench.context import FlagNames
+from lmkit.bench.report import OLD_NAMES
+from lmkit.errors import UsageError, did_you_mean
+from lmkit.recipe.tables import ModelConfig, ParallelConfig, PositiveInt, StrategyVariant, Table
+from lmkit.registry import STRATEGIES
+
+if TYPE_CHECKING:
+    import torch
+
+    from lmkit.parallel.ranks import Ranks
+    from lmkit.training.setup import TrainingStep
+
+SOLO = ("one rank", "one rank bf16")
+"""Variants that run on rank 0 alone, while the other ranks wait."""
+TORCH_ZERO = "torch_ddp + ZeRO"
+TORCH_BUCKET_MB = 25.0  # PyTorch's default
+NAMED: dict[str, dict[str, Any]] = {
+    SOLO[0]: {"strategy": "none"},
+    SOLO[1]: {"strategy": "zero1", "weights": "bf16"},
+    **{
+        name: {"strategy": "torch_ddp", "bucket_mb": TORCH_BUCKET_MB, "options": options}
+        for name, options in (
+            ("torch_ddp default", {"gradient_as_bucket_view": False}),
+            ("torch_ddp static", {"static_graph": True}),
+            (TORCH_ZERO, {}),
+        )
+    },
+}
+"""Variants whose name is not a strategy followed by options -> their keys of [parallel]."""
+OPTION = re.compile(
+    r"(?:(?P<reduce_dtype>bf16) wire|(?P<weights>bf16)|(?P<gather>collective)"
+    r"|(?P<bucket_mb>\d*\.?\d+(?:e[+-]?\d+)?) MB)(?: |$)"
+)
+"""An option in a name; the group is its key of [parallel]."""
+
+
+def _todays_names(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(OLD_NAMES.get(name, name) for name in names)
+
+
+class RanksOptions(Table):
+    """The keys that `bench ddp` and `bench optimizer` share; the model comes from [model]."""
+
+    rows: PositiveInt = 4
+    """Sequences per rank and step."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Precision of the matrix products."""
+    variants: Annotated[
+        tuple[StrategyVariant, ...], AfterValidator(_todays_names), FlagNames(("--contenders",))
+    ] = ()
+    """Strategies, with options ("bucketed 100 MB", "zero1 bf16"), and rivals; empty: all."""
+    rounds: PositiveInt = 10
+    """Interleaved samples of each variant; fewer than 6 give no interval."""
+    steps_per_sample: PositiveInt = 4
+    """Training steps that one sample times; half as many, untimed, lead into it."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and what one rank feeds it per step."""
+
+    name: str
+    model: ModelConfig
+    rows: int
+    precision: str
+    parallel: ParallelConfig
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one rank."""
+        return self.rows * self.model.context_length
+
+
+def case_of(recipe: Any, options: RanksOptions, bench: str) -> Case:
+    """Return the recipe's model with its vocabulary.
+
+    Raises:
+        UsageError: there is no [model], or nothing says how large the vocabulary is.
+    """
+    from lmkit.recipe.load import required
+
+    command = f"bench {bench}"
+    model = required(recipe.model, "model", command=command)
+    if model.vocab_size is None:
+        if recipe.tokenizer is None:
+            raise UsageError(
+                "bench.no_vocabulary",
+                f"model.vocab_size: `lmkit {command}` has no tokenizer that could give it",
+                hint="for example --set model.vocab_size=10000",
+            )
+        model = model.model_copy(update={"vocab_size": recipe.tokenizer.vocab_size})
+    return Case(recipe.run.name, model, options.rows, options.precision, recipe.parallel)
+
+
+def is_sharded(name: str) -> bool:
+    """Return whether the ranks of a variant hold a share of the optimizer state each."""
+    strategy = name.partition(" ")[0]
+    known = name not in SOLO and strategy in STRATEGIES.names
+    return name == TORCH_ZERO or (known and "optimizer" in STRATEGIES.facts(strategy).shards)
+
+
+def is_own(name: str) -> bool:
+    """Return whether a variant is a strategy of lmkit that synchronizes."""
+    strategy = name.partition(" ")[0]
+    known = name not in (*SOLO, "none") and strategy in STRATEGIES.names
+    return known and not STRATEGIES.facts(strategy).rival
+
+
+def baseline_of(name: str) -> str:
+    """Return the variant of one rank with the same weights."""
+    return SOLO[1] if "bf16" in name.replace("bf16 wire", "").split() else SOLO[0]
+
+
+def parallel_of(name: str, parallel: ParallelConfig, bench: str = "ddp") -> ParallelConfig:
+    """Return the [parallel] table of a variant.
+
+    Names: "one rank", "one rank bf16", a strategy, a strategy with options ("bucketed 100 MB", "bucketed bf16 wire",
+    "zero1 bf16", "zero1 bf16 collective"), or a rival of PyTorch's: "torch_ddp" (gradients as views of buckets of
+    25 MiB), "torch_ddp default", "torch_ddp static", "torch_ddp + ZeRO".
+
+    Args:
+        parallel: the recipe's; a variant without a size has its `bucket_mb`.
+        bench: whose table names the variant, for the error.
+
+    Raises:
+        UsageError: no such variant.
+    """
+    plain = ParallelConfig(bucket_mb=parallel.bucket_mb)
+    if name in NAMED:
+        return plain.model_copy(update=NAMED[name])
+    strategy, _, detail = name.partition(" ")
+    options = _named_options(detail)
+    uses = STRATEGIES.facts(strategy).uses if strategy in STRATEGIES.names else ()
+    if strategy not in STRATEGIES.names or options is None or not options.keys() <= set(uses):
+        known = (*NAMED, *STRATEGIES.names)
+        raise UsageError(
+            "bench.unknown_variant",
+            f"bench.{bench}.variants: there is no {name!r}{did_you_mean(name, known)}",
+            hint=f"{'; '.join(known)}; or with options that the strategy uses: bucketed 100 MB; zero1 bf16; "
+            "flat bf16 wire",
+        )
+    size = {"bucket_mb": TORCH_BUCKET_MB} if strategy == "torch_ddp" else {}
+    return plain.model_copy(update={"strategy": strategy, **size, **options})
+
+
+def _named_options(detail: str) -> dict[str, Any] | None:
+    """Return the keys of [parallel] that "100 MB bf16 wire" names; None if it says something else, or one twice."""
+    named: dict[str, Any] = {}
+    while detail:
+        found = OPTION.match(detail)
+        if found is None or found.lastgroup is None or found.lastgroup in named:
+            return None
+        named[found.lastgroup] = found[found.lastgroup]
+        detail = detail[found.end() :]
+    if "bucket_mb" in named:
+        named["bucket_mb"] = float(named["bucket_mb"])
+        return named if 0 < named["bucket_mb"] < math.inf else None
+    return named
+
+
+def expected_link_bytes(name: str, parameter_bytes: int, world_size: int, parallel: ParallelConfig) -> float:
+    """Return what a rank must send per step, without flags and padding.
+
+    An all-reduce of the gradients costs 2 (W-1)/W of their bytes, and so do a reduce-scatter and an all-gather
+    together (of gradients and weights). Gradients of fp32 weights that are reduced as bf16 count half. PyTorch's
+    ZeRO-1 reduces whole gradients everywhere and then broadcasts the weights, which costs (W-1)/W of their bytes on
+    top.
+    """
+    if name == "none":
+        return 0.0
+    options = parallel_of(name, parallel)
+    gradients = 0.5 if options.reduce_dtype == "bf16" and options.weights == "fp32" else 1.0
+    second_half = 1.0 if is_sharded(name) and name != TORCH_ZERO else gradients
+    broadcast = 1.0 if name == TORCH_ZERO else 0.0
+    return (gradients + second_half + broadcast) * (world_size - 1) / world_size * parameter_bytes
+
+
+def make_training(name: str, case: Case, ranks: Ranks) -> TrainingStep:
+    """Make the training loop of a variant: the step that `lmkit train` runs, on random tokens."""
+    from lmkit.data.batches import RandomTokens
+    from lmkit.parallel.ranks import Ranks as Place
+    from lmkit.training.setup import TrainingStep
+
+    ranks = Place(device=ranks.device) if name in SOLO else ranks
+    assert case.model.vocab_size is not None
+    batches = RandomTokens(
+        case.model.vocab_size,
+        batch_size=case.rows * ranks.world_size,
+        context_length=case.model.context_length,
+        seed=0,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+    )
+    training = TrainingStep(
+        case.model,
+        ranks,
+        batches,
+        precision=case.precision,
+        parallel=parallel_of(name, case.parallel),
+        make_optimizer=_torch_zero if name == TORCH_ZERO else None,
+    )
+    if name == TORCH_ZERO:
+        training.optimizer.register_step_post_hook(partial(_count_broadcasts, training.step.sync.traffic))
+    return training
+
+
+def _torch_zero(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Make PyTorch's ZeRO-1: whole parameters dealt out to the ranks, broadcast after the step."""
+    import torch
+
+    # Its package compiles deprecated TorchScript when it is imported, with a warning.
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return ZeroRedundancyOptimizer(
+        [parameter for group in groups for parameter in group["params"]],
+        optimizer_class=torch.optim.AdamW,
+        parameters_as_bucket_view=True,
+        fused=True,
+        weight_decay=0.1,
+        lr=3e-4,
+    )
+
+
+def _count_broadcasts(traffic: Any, optimizer: Any, *_: Any) -> None:
+    """Count what PyTorch's ZeRO-1 sent in its step: the parameters dealt to each rank, one tensor a rank."""
+    for of_device in optimizer._buckets:
+        for of_rank in of_device:
+            traffic.count_broadcast(of_rank.nbytes, optimizer.world_size)
