@@ -109,7 +109,12 @@ class Options(Table):
     """Query i sees keys j <= i; false: all keys."""
     backward: bool = False
     """Also time forward + backward, and backward alone."""
-    tiers: Annotated[tuple[Tier, ...], FlagNames(("--custom-tiers",))] = ("Small", "Medium", "Large", "XL")
+    tiers: Annotated[tuple[Tier, ...], FlagNames(("--custom-tiers", "--custom_tiers"))] = (
+        "Small",
+        "Medium",
+        "Large",
+        "XL",
+    )
     """Names (Small 128 ... XXL 2048, 4k ... 128k), lengths, or rectangles queries:keys."""
     kernels: tuple[AttentionVariant, ...] = ()
     """Kernels that `lmkit env` lists, KERNEL:VARIANT such as flash_triton:deterministic, sdpa:cudnn|flash|efficient,
