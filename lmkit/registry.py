@@ -1,4 +1,4 @@
-"""Find kernels, strategies, optimizers, benches and datasets by name.
+"""Find kernels, strategies, optimizers, schedules, benches and datasets by name.
 
 Each of them registers itself in its own file, with a decorator whose arguments are literals:
 
@@ -21,41 +21,46 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from lmkit.errors import LmkitError, UsageError, did_you_mean
 
 
-class _Ordered(Protocol):
-    @property
-    def order(self) -> int: ...
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a registered object without importing its module.
+
+    Attributes:
+        order: position in lists; objects from outside are last.
+    """
+
+    order: int = 100
 
 
-Facts = TypeVar("Facts", bound=_Ordered)
+F = TypeVar("F", bound=Facts)
 Registered = TypeVar("Registered", bound=Callable[..., Any])
 _PACKAGE = Path(__file__).resolve().parent
 
 
 @dataclass
-class Entry(Generic[Facts]):
+class Entry(Generic[F]):
     """One registered object.
 
     Attributes:
         module: imported when the object is asked for.
         attribute: the object's name in the module.
-        facts: what can be known without importing the module.
         loaded: the object, once its module was imported.
     """
 
     name: str
     module: str
     attribute: str
-    facts: Facts
+    facts: F
     aliases: tuple[str, ...] = ()
     loaded: Any = None
 
 
-class Registry(Generic[Facts]):
+class Registry(Generic[F]):
     """Named objects of one kind.
 
     Args:
@@ -65,7 +70,7 @@ class Registry(Generic[Facts]):
         facts: a dataclass; its fields are the keyword arguments of `register`.
     """
 
-    def __init__(self, variable: str, noun: str, package: str, facts: type[Facts]) -> None:
+    def __init__(self, variable: str, noun: str, package: str, facts: type[F]) -> None:
         self.noun = noun
         # The decorator's arguments and the name of what it decorates.
         self._decorated = re.compile(
@@ -135,7 +140,7 @@ class Registry(Generic[Facts]):
             )
         return name
 
-    def facts(self, name: str) -> Facts:
+    def facts(self, name: str) -> F:
         """Return what is known of an object without importing its module."""
         return self._entries[self.canonical(name)].facts
 
@@ -156,7 +161,7 @@ class Registry(Generic[Facts]):
         return self.function_of(name, "Options")
 
     @cached_property
-    def _entries(self) -> dict[str, Entry[Facts]]:
+    def _entries(self) -> dict[str, Entry[F]]:
         found = []
         for path in sorted((_PACKAGE / self._package).glob("*.py")):
             for arguments, attribute in self._decorated.findall(path.read_text("utf-8")):
@@ -205,11 +210,10 @@ def load_plugin(path: Path) -> None:
 
 
 @dataclass(frozen=True)
-class KernelFacts:
+class KernelFacts(Facts):
     """An attention kernel: `kernel(q, k, v, *, causal, scale=None) -> out`, see `lmkit.attention`.
 
     Attributes:
-        order: position in lists; those from outside are last.
         requires: packages that have to be installed.
         devices: where it runs.
         check: a function of the module: `check(q)` raises UsageError for a dtype, head_dim or device that the kernel
@@ -223,7 +227,6 @@ class KernelFacts:
         variants: name -> keyword arguments of the kernel, for `bench attention --kernels KERNEL:NAME`.
     """
 
-    order: int = 100
     requires: tuple[str, ...] = ()
     devices: tuple[str, ...] = ("cpu", "cuda")
     check: str | None = None
@@ -236,18 +239,16 @@ class KernelFacts:
 
 
 @dataclass(frozen=True)
-class StrategyFacts:
+class StrategyFacts(Facts):
     """A strategy of gradient synchronisation, see `lmkit.parallel.protocol`.
 
     Attributes:
-        order: position in lists; those from outside are last.
         uses: the keys of [parallel] that make a difference to it.
         shards: what it divides among the ranks: (), ("optimizer",), later also "gradients" and "parameters".
         rival: whether it is PyTorch's, here to be compared with.
         options: name -> default (an int, float, str or bool) of its own options, the table [parallel.options].
     """
 
-    order: int = 100
     uses: tuple[str, ...] = ()
     shards: tuple[str, ...] = ()
     rival: bool = False
@@ -255,30 +256,27 @@ class StrategyFacts:
 
 
 @dataclass(frozen=True)
-class OptimizerFacts:
+class OptimizerFacts(Facts):
     """An optimizer: `make(groups, options) -> torch.optim.Optimizer`, `options` being the table [optimizer].
 
     Attributes:
-        order: position in lists; those from outside are last.
         uses: the keys of [optimizer] that make a difference to it.
         elementwise: whether every weight is updated from its own gradient and state alone, so that flat shards of
             parameters can be updated in its place.
     """
 
-    order: int = 100
     uses: tuple[str, ...] = ()
     elementwise: bool = True
 
 
 @dataclass(frozen=True)
-class BenchFacts:
+class BenchFacts(Facts):
     """A benchmark: `bench(context) -> rows`, see `lmkit.bench.harness`.
 
     Its module defines the table `Options`, from which the recipe's [bench.NAME] and the flags of `lmkit bench NAME`
     are made. It may define `check(recipe)`, `summarize(rows)` and `pictures(rows)`.
 
     Attributes:
-        order: position in lists; those from outside are last.
         help: one line for `lmkit bench --help`.
         recipes: the shipped recipes that it runs without one: with CUDA, and without.
         ranks: whether it can run on several ranks ("optional"), needs them ("required"), or uses one process ("").
@@ -288,7 +286,6 @@ class BenchFacts:
         row_keys: keys that only its rows have together; `lmkit report` recognizes rows by them.
     """
 
-    order: int = 100
     help: str = ""
     recipes: tuple[str, str] = ("", "")
     ranks: str = ""
@@ -298,19 +295,11 @@ class BenchFacts:
     row_keys: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class DatasetFacts:
-    """A text corpus that can be downloaded: the function returns its `lmkit.data.download.Dataset`.
-
-    Attributes:
-        order: position in lists; those from outside are last.
-    """
-
-    order: int = 100
-
-
 ATTENTION = Registry("ATTENTION", "attention kernel", "attention", KernelFacts)
 STRATEGIES = Registry("STRATEGIES", "strategy", "parallel", StrategyFacts)
 OPTIMIZERS = Registry("OPTIMIZERS", "optimizer", "optim", OptimizerFacts)
 BENCHES = Registry("BENCHES", "bench", "bench", BenchFacts)
-DATASETS = Registry("DATASETS", "dataset", "data", DatasetFacts)
+SCHEDULES = Registry("SCHEDULES", "learning-rate schedule", "optim", Facts)
+"""Functions `schedule(step, *, lr, min_lr, warmup_steps, total_steps) -> lr`, see `lmkit.optim.schedules`."""
+DATASETS = Registry("DATASETS", "dataset", "data", Facts)
+"""Functions that return their `lmkit.data.download.Dataset`."""

@@ -13,13 +13,14 @@ import os
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
-from datetime import timedelta
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from lmkit.cli.console import Result
+from lmkit.cli.ranks import alone, follow, leading
 from lmkit.cli.stages import RECORD, Outputs, StageRecord, stage_keys
 from lmkit.data.corpora import prepare_corpus
 from lmkit.data.encoding import encode_corpus
@@ -36,79 +37,21 @@ from lmkit.tokenizer import Tokenizer, train_tokenizer
 
 log = logging.getLogger("lmkit")
 
-RECIPE = "recipe.toml"
+RECIPE, LOCK = "recipe.toml", ".lock"
 DATA_STAGES = ("corpus", "tokenizer", "encode")
 # These may change under the same run name: no earlier stage depends on them.
 FREE = ("generate", "wandb", "checkpoint.resume", "data.workers", "tokenizer.workers")
 
 
-@dataclass(frozen=True)
-class RunSummary:
-    """What `lmkit run` made; sizes in bytes, speeds in tokens per second."""
-
-    folder: str
-    stages: dict[str, str]
-    corpus_bytes: int
-    vocab_size: int
-    train_tokens: int
-    valid_tokens: int
-    parameters: int
-    steps: int
-    tokens_per_second: float | None
-    loss: float
-    perplexity: float
-    bits_per_byte: float
-    files: dict[str, str]
-    story: str
-
-    def __str__(self) -> str:
-        speed = "" if self.tokens_per_second is None else f", {self.tokens_per_second:,.0f} tokens/s"
-        lines = [
-            "",
-            self.story.strip(),
-            "",
-            f"corpus      {megabytes(self.corpus_bytes)} of text",
-            f"tokenizer   {self.vocab_size:,} tokens",
-            f"token files {self.train_tokens:,} to train on, {self.valid_tokens:,} held out",
-            f"model       {self.parameters:,} parameters, {self.steps:,} steps{speed}",
-            f"held out    loss {self.loss:.4f}, perplexity {self.perplexity:.2f}, "
-            f"{self.bits_per_byte:.4f} bits per byte",
-            f"run folder  {self.folder}",
-            statement("another story", f"lmkit generate {shlex.quote(self.folder)} --seed 1"),
-        ]
-        return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class RunPlan:
-    """What `lmkit run` would do."""
-
-    folder: str
-    stages: dict[str, str]
-
-    def __str__(self) -> str:
-        return "\n".join([self.folder, *(f"  {stage:<10}{state}" for stage, state in self.stages.items())])
-
-
-def run(
-    recipe: Recipe,
-    *,
-    from_stage: str | None = None,
-    skip_data: bool = False,
-    force: bool = False,
-    nproc: int = 1,
-    progress: Progress,
-) -> RunSummary | None:
+def run(recipe: Recipe, *, progress: Progress, nproc: int = 1, **options: Any) -> Result | None:
     """Bring a run up to date and summarise it.
 
     Under torchrun every rank calls this: rank 0 makes the data while the others wait, all ranks train, and rank 0
     evaluates and generates.
 
     Args:
-        from_stage: redo this stage and all after it.
-        skip_data: use corpus, tokenizer and token files as they are.
-        force: delete the content of the run folder and start over.
         nproc: ranks to start for the training; 1 under torchrun.
+        options: `from_stage`, `skip_data`, `force` of `Pipeline`.
 
     Returns:
         The summary; None on ranks other than 0.
@@ -117,90 +60,62 @@ def run(
         UsageError: a table is missing, the options exclude each other, or another recipe made the run folder.
         LmkitError: a stage failed.
     """
-    pipeline = Pipeline(recipe, progress=progress, nproc=nproc)
+    pipeline = Pipeline(recipe, progress=progress, nproc=nproc, **options)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks > 1 and nproc > 1:
-        raise UsageError(
-            "ranks.started_twice",
-            "--nproc: torchrun has started the ranks already",
-            hint="leave out one of them",
-        )
+        message, hint = "--nproc: torchrun has started the ranks already", "leave out one of them"
+        raise UsageError("ranks.started_twice", message, hint=hint)
     if ranks > 1 and os.environ["RANK"] != "0":
-        _follow(pipeline)
+        if follow() == "train":
+            from lmkit.training.session import train
+
+            train(recipe)
         return None
-    with pipeline.leading() if ranks > 1 else nullcontext():
-        pipeline.open(force=force, from_stage=from_stage, skip_data=skip_data)
-        done = {
-            stage: pipeline.bring_up_to_date(stage, trust=skip_data and stage in DATA_STAGES)
-            for stage in STAGES
-        }
-    return pipeline.summary(done)
+    with leading() if ranks > 1 else nullcontext(lambda word: None) as pipeline.tell_ranks:
+        pipeline.open()
+        done = {stage: pipeline.bring_up_to_date(stage) for stage in STAGES}
+    return _summary(pipeline, done)
 
 
-def plan(recipe: Recipe, *, from_stage: str | None, skip_data: bool, force: bool) -> RunPlan:
+def plan(recipe: Recipe, **options: Any) -> Result:
     """Say which stages `run` would do; touches nothing.
 
     Raises:
         UsageError: `run` would refuse this folder.
     """
-    pipeline = Pipeline(recipe, progress=lambda stage, done, total: None)
-    pipeline.check_options(force=force, from_stage=from_stage, skip_data=skip_data)
-    if not force:
-        pipeline.refuse_another_recipe()
-    redo = False
-    stages = {}
-    for stage in STAGES:
-        trusted = skip_data and stage in DATA_STAGES
-        redo = redo or force or stage == from_stage or not (trusted or pipeline.record.is_finished(stage))
-        stages[stage] = "would run" if redo else "up to date"
-    return RunPlan(str(pipeline.folder), stages)
-
-
-# Several ranks under torchrun
-
-
-_SIGNAL, _LOOK_S = "lmkit run", 0.2
-
-
-def _shared_store() -> Any:
-    """Join the key-value store of torchrun's ranks."""
-    from torch.distributed.rendezvous import rendezvous
-
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store, _, _ = next(iter(rendezvous("env://", rank, world_size, timeout=timedelta(minutes=10))))
-    return store
-
-
-def _follow(pipeline: Pipeline) -> None:
-    """On ranks other than 0: wait until rank 0 has made the data, however long that takes, then train with it."""
-    from lmkit.parallel.failures import RankLost
-    from lmkit.training.session import train
-
-    store = _shared_store()
-    while not store.check([_SIGNAL]):  # torchrun ends this rank if rank 0 dies
-        time.sleep(_LOOK_S)
-    told = store.get(_SIGNAL).decode()
-    if told == "failed":
-        raise RankLost("ranks.first_failed", "rank 0 failed before the training", hint="look for its error")
-    if told == "train":
-        train(pipeline.recipe)
-
-
-@contextmanager
-def _alone() -> Iterator[None]:
-    """Hide the environment of torchrun: the code inside runs in one process and waits for no other rank."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    hidden = {name: os.environ.pop(name) for name in names if name in os.environ}
-    try:
-        yield
-    finally:
-        os.environ.update(hidden)
+    pipeline = Pipeline(recipe, progress=lambda stage, done, total: None, **options)
+    pipeline.refuse()
+    redone = STAGES if pipeline.force else pipeline.redone
+    states = {
+        stage: "would run" if stage in redone or not pipeline.is_up_to_date(stage) else "up to date"
+        for stage in STAGES
+    }
+    lines = [str(pipeline.folder), *(f"  {stage:<10}{state}" for stage, state in states.items())]
+    return Result("\n".join(lines), {"folder": pipeline.folder, "stages": states})
 
 
 class Pipeline:
-    """One run: its recipe, its folder, and the record of its stages."""
+    """One run: its recipe, its folder, and the record of its stages.
 
-    def __init__(self, recipe: Recipe, *, progress: Progress, nproc: int = 1) -> None:
+    Args:
+        from_stage: redo this stage and all after it.
+        skip_data: use corpus, tokenizer and token files as they are.
+        force: delete the content of the run folder and start over.
+
+    Raises:
+        UsageError: a table or a file is missing, or there is no such stage.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        progress: Progress,
+        nproc: int = 1,
+        from_stage: str | None = None,
+        skip_data: bool = False,
+        force: bool = False,
+    ) -> None:
         self.recipe = recipe
         self.corpus = required(recipe.corpus, "corpus", command="run")
         self.tokenizer = required(recipe.tokenizer, "tokenizer", command="run")
@@ -213,40 +128,26 @@ class Pipeline:
                 f"generate.prompts: an empty prompt needs {END_OF_TEXT}, which tokenizer.special_tokens lacks",
                 hint="""add it there, or give a prompt: --set 'generate.prompts=["Once upon a time"]'""",
             )
-        self.progress = progress
-        self.nproc = nproc
+        names = list(STAGES)
+        if from_stage is not None and from_stage not in names:
+            message, hint = f"--from: {from_stage!r} is not a stage", "stages: " + ", ".join(names)
+            raise UsageError("run.unknown_stage", message, hint=hint)
+        self.progress, self.nproc = progress, nproc
+        self.skip_data, self.force = skip_data, force
+        self.redone = names[names.index(from_stage) :] if from_stage is not None else []
         self.folder = recipe.run.path
         self.record = StageRecord(self.folder, stage_keys(recipe))
-        self.from_stage: str | None = None
         self.tell_ranks: Callable[[str], None] = lambda word: None
 
-    # The folder
-
-    def check_options(self, *, force: bool, from_stage: str | None, skip_data: bool) -> None:
-        """Refuse wrong options before anything is made or deleted."""
-        if from_stage is not None and from_stage not in STAGES:
-            raise UsageError(
-                "run.unknown_stage",
-                f"--from: {from_stage!r} is not a stage",
-                hint="stages: " + ", ".join(STAGES),
-            )
-        if skip_data and (force or from_stage in DATA_STAGES):
-            other = "--force deletes" if force else f"--from {from_stage} redoes"
-            raise UsageError(
-                "run.options_exclude",
-                f"--skip-data: {other} the data that it uses",
-                hint="leave out one of them",
-            )
-        for stage in DATA_STAGES if skip_data else ():
-            if not self.record.was_made(stage):
-                raise UsageError(
-                    "run.no_data",
-                    f"--skip-data: {self.folder} has no finished {stage} stage",
-                    hint="run once without --skip-data",
-                )
+    def refuse(self) -> None:
+        """Refuse options and folders with which the run would lose or lack something; touches nothing."""
+        if self.skip_data:
+            self._refuse_to_skip()
         is_run = any((self.folder / name).exists() for name in (RECIPE, RECORD))
-        if force and self.folder.is_dir() and not is_run:
-            others = sorted(path.name for path in self.folder.iterdir() if path.name != ".lock")
+        if not self.force:
+            self._refuse_another_recipe()
+        elif self.folder.is_dir() and not is_run:
+            others = sorted(path.name for path in self.folder.iterdir() if path.name != LOCK)
             if others:
                 raise UsageError(
                     "run.not_a_run_folder",
@@ -254,8 +155,19 @@ class Pipeline:
                     hint="empty it yourself, or choose another folder with --set run.folder=...",
                 )
 
-    def refuse_another_recipe(self) -> None:
-        """Refuse a folder with the run of another recipe.
+    def _refuse_to_skip(self) -> None:
+        redone = [stage for stage in self.redone if stage in DATA_STAGES]
+        if self.force or redone:
+            other = "--force deletes" if self.force else f"--from {redone[0]} redoes"
+            message = f"--skip-data: {other} the data that it uses"
+            raise UsageError("run.options_exclude", message, hint="leave out one of them")
+        for stage in DATA_STAGES:
+            if not self.record.was_made(stage):
+                message = f"--skip-data: {self.folder} has no finished {stage} stage"
+                raise UsageError("run.no_data", message, hint="run once without --skip-data")
+
+    def _refuse_another_recipe(self) -> None:
+        """Refuse a folder with the training of another recipe.
 
         Before there is a checkpoint nothing is lost: stages whose recipe changed are redone.
         """
@@ -272,50 +184,32 @@ class Pipeline:
                 "or name a new run (--set run.name=...), or --force",
             )
 
-    def open(self, *, force: bool, from_stage: str | None, skip_data: bool) -> None:
+    def open(self) -> None:
         """Make the run folder, or check that the existing one belongs to this recipe."""
-        self.check_options(force=force, from_stage=from_stage, skip_data=skip_data)
+        self.refuse()
         refuse_unwritable(self.folder, option="--set run.folder=...")
         with FolderLock(self.folder):
-            if force:
+            if self.force:
                 for path in self.folder.iterdir():
-                    if path.name != ".lock":
+                    if path.name != LOCK:
                         _delete(path)
-            self.refuse_another_recipe()
+            self._refuse_another_recipe()  # another process may have made it a moment ago
             remove_partials(self.folder)
             write_atomic(self.folder / RECIPE, recipe_to_toml(self.recipe))
             self.record = StageRecord(self.folder, self.record.keys)
-            self.from_stage = from_stage
-            if from_stage is not None:
-                stages = list(STAGES)
-                self.record.forget(stages[stages.index(from_stage) :])
+            if self.redone:
+                self.record.forget(self.redone)
 
-    # The work
+    def is_up_to_date(self, stage: str) -> bool:
+        return (self.skip_data and stage in DATA_STAGES) or self.record.is_finished(stage)
 
-    @contextmanager
-    def leading(self) -> Iterator[None]:
-        """On rank 0 under torchrun: tell the waiting ranks when to train, or that there is nothing to train."""
-        store = _shared_store()
-
-        def tell(word: str) -> None:
-            if not store.check([_SIGNAL]):
-                store.set(_SIGNAL, word)
-
-        self.tell_ranks = tell
-        try:
-            yield
-        except BaseException:
-            tell("failed")
-            raise
-        tell("done")
-
-    def bring_up_to_date(self, stage: str, *, trust: bool = False) -> str:
+    def bring_up_to_date(self, stage: str) -> str:
         """Do a stage unless it is up to date; return "up to date" or the seconds that it took."""
-        if trust or self.record.is_finished(stage):
+        if self.is_up_to_date(stage):
             log.info("%s: up to date", stage)
             return "up to date"
         started = time.perf_counter()
-        if stage in DATA_STAGES:
+        if stage in DATA_STAGES:  # the others lock the folder themselves
             with FolderLock(self.folder):
                 self.record.begin(stage)
                 outputs = STAGES[stage](self)
@@ -326,18 +220,13 @@ class Pipeline:
         log.info("%s: done in %.1f s", stage, seconds)
         return f"{seconds:.1f} s"
 
-    def begin_training(self) -> None:
-        """Delete checkpoints of other data; keep those that this run can resume from."""
-        from lmkit.training.run_data import open_data
+    def write(self, name: str, result: Any) -> Path:
+        """Write what a stage says about itself."""
+        path = self.folder / f"{name}.json"
+        write_atomic(path, json.dumps(asdict(result), default=str) + "\n")
+        return path
 
-        before = self.record.keys["encode"]
-        if not self.record.has_begun("train", before):
-            open_data(self.recipe)  # refuses damaged files while the checkpoints are still there
-            for name in ("checkpoints", "metrics.jsonl"):
-                _delete(self.folder / name)
-        self.record.begin("train", before)
-
-    def read(self, name: str, keys: Sequence[str]) -> dict[str, Any]:
+    def read(self, name: str, stage: str, *keys: str) -> dict[str, Any]:
         """Read what a stage wrote about itself."""
         path = self.folder / f"{name}.json"
         try:
@@ -345,35 +234,59 @@ class Pipeline:
         except (OSError, ValueError, RecursionError):
             content = None
         if not isinstance(content, dict) or not all(key in content for key in keys):
-            stage = {"training": "train", "evaluation": "evaluate"}[name]
             raise LmkitError(
                 "run.damaged_result", f"{path}: missing or damaged", hint=f"redo it with --from {stage}"
             )
         return content
 
-    def summary(self, done: dict[str, str]) -> RunSummary:
-        """Collect what the stages left in the run folder."""
-        evaluation = self.read("evaluation", ("loss", "perplexity", "bits_per_byte"))
-        training = self.read("training", ("parameters", "step"))
-        train, valid = (
-            open_tokens(self.folder / "tokens" / f"{part}.npy").meta for part in ("train", "valid")
-        )
-        return RunSummary(
-            folder=str(self.folder),
-            stages=done,
-            corpus_bytes=train.num_bytes + valid.num_bytes,
-            vocab_size=train.vocab_size,
-            train_tokens=train.num_tokens,
-            valid_tokens=valid.num_tokens,
-            parameters=training["parameters"],
-            steps=training["step"],
-            tokens_per_second=training.get("tokens_per_second"),
-            loss=evaluation["loss"],
-            perplexity=evaluation["perplexity"],
-            bits_per_byte=evaluation["bits_per_byte"],
-            files={path.name: str(path) for path in sorted(self.folder.iterdir()) if path.name != ".lock"},
-            story=(self.folder / "stories.txt").read_text("utf-8", "replace"),
-        )
+
+def _delete(path: Path) -> None:
+    """Remove a file or a folder, if there is one; of a link to a folder elsewhere, the link."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _summary(run: Pipeline, done: dict[str, str]) -> Result:
+    """Collect what the stages left in the run folder; sizes in bytes, speeds in tokens per second."""
+    evaluation = run.read("evaluation", "evaluate", "loss", "perplexity", "bits_per_byte")
+    training = run.read("training", "train", "parameters", "step")
+    train, valid = (open_tokens(run.folder / "tokens" / f"{part}.npy").meta for part in ("train", "valid"))
+    story = (run.folder / "stories.txt").read_text("utf-8", "replace")
+    loss, perplexity, bits = (evaluation[key] for key in ("loss", "perplexity", "bits_per_byte"))
+    parameters, steps, speed = training["parameters"], training["step"], training.get("tokens_per_second")
+    corpus_bytes = train.num_bytes + valid.num_bytes
+    lines = [
+        "",
+        story.strip(),
+        "",
+        f"corpus      {megabytes(corpus_bytes)} of text",
+        f"tokenizer   {train.vocab_size:,} tokens",
+        f"token files {train.num_tokens:,} to train on, {valid.num_tokens:,} held out",
+        f"model       {parameters:,} parameters, {steps:,} steps"
+        + ("" if speed is None else f", {speed:,.0f} tokens/s"),
+        f"held out    loss {loss:.4f}, perplexity {perplexity:.2f}, {bits:.4f} bits per byte",
+        f"run folder  {run.folder}",
+        statement("another story", f"lmkit generate {shlex.quote(str(run.folder))} --seed 1"),
+    ]
+    fields = {
+        "folder": run.folder,
+        "stages": done,
+        "corpus_bytes": corpus_bytes,
+        "vocab_size": train.vocab_size,
+        "train_tokens": train.num_tokens,
+        "valid_tokens": valid.num_tokens,
+        "parameters": parameters,
+        "steps": steps,
+        "tokens_per_second": speed,
+        "loss": loss,
+        "perplexity": perplexity,
+        "bits_per_byte": bits,
+        "files": {path.name: path for path in sorted(run.folder.iterdir()) if path.name != LOCK},
+        "story": story,
+    }
+    return Result("\n".join(lines), fields)
 
 
 # The stages
@@ -385,7 +298,6 @@ def _make_corpus(run: Pipeline) -> Outputs:
 
 
 def _make_tokenizer(run: Pipeline) -> Outputs:
-    path = run.folder / "tokenizer.json"
     table = run.tokenizer
     if table.path is not None:
         tokenizer = Tokenizer.load(table.path)
@@ -398,6 +310,7 @@ def _make_tokenizer(run: Pipeline) -> Outputs:
             errors=run.corpus.errors,
             progress=run.progress,
         )
+    path = run.folder / "tokenizer.json"
     tokenizer.save(path)
     return {"tokenizer": [path]}
 
@@ -407,64 +320,50 @@ def _encode(run: Pipeline) -> Outputs:
     outputs = {}
     for part, sources in run.record.outputs("corpus").items():
         path = run.folder / "tokens" / f"{part}.npy"
+        workers, errors = run.recipe.data.workers, run.corpus.errors
         encode_corpus(
-            sources,
-            path,
-            tokenizer,
-            workers=run.recipe.data.workers,
-            errors=run.corpus.errors,
-            force=True,
-            progress=run.progress,
+            sources, path, tokenizer, workers=workers, errors=errors, force=True, progress=run.progress
         )
         outputs[part] = [path]
     return outputs
 
 
 def _train(run: Pipeline) -> Outputs:
+    from lmkit.training.run_data import open_data
     from lmkit.training.session import train
 
-    run.begin_training()
+    data = run.record.keys["encode"]
+    if not run.record.has_begun("train", data):  # its checkpoints are of other data
+        open_data(run.recipe)  # refuses damaged files while the checkpoints are still there
+        for name in ("checkpoints", "metrics.jsonl"):
+            _delete(run.folder / name)
+    run.record.begin("train", data)
     run.tell_ranks("train")
-    parallel = run.recipe.parallel
-    if (
-        run.nproc == 1
-        and os.environ.get("WORLD_SIZE", "1") == "1"
-        and "strategy" in parallel.model_fields_set
-    ):
+    parallel, is_alone = run.recipe.parallel, os.environ.get("WORLD_SIZE", "1") == "1"
+    if run.nproc == 1 and is_alone and "strategy" in parallel.model_fields_set:
         log.info('parallel.strategy: "%s" has no effect on one rank (see --nproc)', parallel.strategy)
     result = train(run.recipe, nproc=run.nproc)
-    assert result is not None
-    path = run.folder / "training.json"
-    write_atomic(path, json.dumps(asdict(result), default=str) + "\n")
-    return {"training": [path], "checkpoints": [run.folder / "checkpoints"]}
+    return {"training": [run.write("training", result)], "checkpoints": [run.folder / "checkpoints"]}
 
 
 def _evaluate(run: Pipeline) -> Outputs:
-    from lmkit.training.evaluation import evaluate_run
-
-    result = None if run.from_stage == "evaluate" else _evaluation_of_training(run)
-    if result is None:
-        with _alone():
-            result = evaluate_run(run.folder, device=run.recipe.run.device)
-    path = run.folder / "evaluation.json"
-    write_atomic(path, json.dumps(asdict(result), default=str) + "\n")
-    return {"evaluation": [path]}
-
-
-def _evaluation_of_training(run: Pipeline) -> Any:
-    """Return the evaluation at the end of the training, if it is of the newest checkpoint; else None."""
     from lmkit.training.checkpoint import CHECKPOINTS, saved_steps
-    from lmkit.training.evaluation import EvaluateResult
+    from lmkit.training.evaluation import EvaluateResult, evaluate_run
 
-    found = run.read("training", ("step",)).get("evaluation")
+    # The training ends with an evaluation: use it if it is of the newest checkpoint.
+    found = run.read("training", "train", "step").get("evaluation")
     newest = saved_steps(run.folder / CHECKPOINTS)[-1]
-    return None if found is None or found["checkpoint"] != str(newest.path) else EvaluateResult(**found)
+    if found is not None and found["checkpoint"] == str(newest.path) and run.redone[:1] != ["evaluate"]:
+        return {"evaluation": [run.write("evaluation", EvaluateResult(**found))]}
+    with alone():
+        result = evaluate_run(run.folder, device=run.recipe.run.device)
+    return {"evaluation": [run.write("evaluation", result)]}
 
 
 def _generate(run: Pipeline) -> Outputs:
     from lmkit.cli.generate import write_text
 
-    with _alone():
+    with alone():
         result = write_text(run.folder, device=run.recipe.run.device)
     path = run.folder / "stories.txt"
     write_atomic(path, str(result))
@@ -479,11 +378,3 @@ STAGES: dict[str, Callable[[Pipeline], Outputs]] = {
     "evaluate": _evaluate,
     "generate": _generate,
 }
-
-
-def _delete(path: Path) -> None:
-    """Remove a file or a folder, if there is one; of a link to a folder elsewhere, the link."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

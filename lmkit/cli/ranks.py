@@ -1,4 +1,4 @@
-"""Print one error under torchrun, although every rank could print one.
+"""What a command does under torchrun: print one error, although every rank could print one, and lead or follow.
 
 torchrun ends all ranks a moment after the first has exited, and then prints a summary. So the rank that caused the
 error prints at once, the others wait, and the summary gets the same line instead of a traceback. The ranks of one
@@ -10,8 +10,11 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lmkit.errors import LmkitError
 
@@ -20,6 +23,7 @@ PATIENCE_S = 3.0
 END_S = 30.0
 """How long a rank that stays silent waits for torchrun to end it."""
 _LOOK_S = 0.05
+_SIGNAL = "lmkit run"
 
 
 def speak_for_ranks(error: LmkitError) -> LmkitError:
@@ -38,11 +42,17 @@ def speak_for_ranks(error: LmkitError) -> LmkitError:
         if folder is not None and _has_better_error(error, folder):
             _stay_silent(error)
         time.sleep(_LOOK_S)
-    if folder is not None and not _is_first_to_print(folder):
-        _stay_silent(error)
+    if folder is not None:
+        try:
+            (folder / "lmkit-said").touch(exist_ok=False)
+        except FileExistsError:
+            _stay_silent(error)
     if not error.message.startswith("rank "):
         error = type(error)(error.code, f"rank {os.environ.get('RANK')}: {error.message}", hint=error.hint)
-    _tell_torchrun(error)
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        # torchrun prints this as the traceback (the format of torch's ErrorHandler)
+        content = {"message": error.message, "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(path).write_text(json.dumps({"message": content}), "utf-8")
     return error
 
 
@@ -59,24 +69,60 @@ def _has_better_error(error: LmkitError, folder: Path) -> bool:
     return (folder / "lmkit-said").exists() or (error.is_consequence and (folder / "lmkit-cause").exists())
 
 
-def _is_first_to_print(folder: Path) -> bool:
-    try:
-        (folder / "lmkit-said").touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
-
-
 def _stay_silent(error: LmkitError) -> NoReturn:
     time.sleep(END_S)
     raise SystemExit(error.exit_code)
 
 
-def _tell_torchrun(error: LmkitError) -> None:
-    """Write the file from which torchrun reads the "traceback" (the format of torch's ErrorHandler)."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path is None:
-        return
-    when = {"timestamp": str(int(time.time()))}
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump({"message": {"message": error.message, "extraInfo": when}}, file)
+@contextmanager
+def leading() -> Iterator[Callable[[str], None]]:
+    """On rank 0: yield the function that tells the waiting ranks a word; at the end it tells "done" or "failed"."""
+    store = _shared_store()
+
+    def tell(word: str) -> None:
+        if not store.check([_SIGNAL]):
+            store.set(_SIGNAL, word)
+
+    try:
+        yield tell
+    except BaseException:
+        tell("failed")
+        raise
+    tell("done")
+
+
+def follow() -> str:
+    """On ranks other than 0: wait, however long it takes, for the word of rank 0 and return it.
+
+    Raises:
+        RankLost: rank 0 failed.
+    """
+    from lmkit.parallel.failures import RankLost
+
+    store = _shared_store()
+    while not store.check([_SIGNAL]):  # torchrun ends this rank if rank 0 dies
+        time.sleep(4 * _LOOK_S)
+    word = store.get(_SIGNAL).decode()
+    if word == "failed":
+        raise RankLost("ranks.first_failed", "rank 0 failed before the training", hint="look for its error")
+    return word
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Hide the environment of torchrun: the code inside runs in one process and waits for no other rank."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    hidden = {name: os.environ.pop(name) for name in names if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
+def _shared_store() -> Any:
+    """Join the key-value store of torchrun's ranks."""
+    from torch.distributed.rendezvous import rendezvous
+
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store, _, _ = next(iter(rendezvous("env://", rank, world_size, timeout=timedelta(minutes=10))))
+    return store

@@ -16,6 +16,5 @@ __getattr__, __dir__, __all__ = exports(
         "cosine_lr": "schedules",
         "linear_lr": "schedules",
         "constant_lr": "schedules",
-        "SCHEDULES": "schedules",
     },
 )

@@ -8,9 +8,11 @@ rate of zero, which would waste an update.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+
+from lmkit.registry import SCHEDULES
 
 
+@SCHEDULES.register("cosine", order=1)
 def cosine_lr(step: float, *, lr: float, min_lr: float, warmup_steps: float, total_steps: float) -> float:
     """Return the learning rate: linear warm-up from 0 to `lr`, half a cosine down to `min_lr` (Loshchilov and Hutter
     2017, "SGDR", eq. 5), then `min_lr`.
@@ -29,6 +31,7 @@ def cosine_lr(step: float, *, lr: float, min_lr: float, warmup_steps: float, tot
     return min_lr + (lr - min_lr) * height
 
 
+@SCHEDULES.register("linear", order=2)
 def linear_lr(step: float, *, lr: float, min_lr: float, warmup_steps: float, total_steps: float) -> float:
     """Return the learning rate: as `cosine_lr`, with a straight line down."""
     if step < warmup_steps:
@@ -36,16 +39,10 @@ def linear_lr(step: float, *, lr: float, min_lr: float, warmup_steps: float, tot
     return min_lr + (lr - min_lr) * (1 - _descent(step, warmup_steps, total_steps))
 
 
+@SCHEDULES.register("constant", order=3)
 def constant_lr(step: float, *, lr: float, min_lr: float, warmup_steps: float, total_steps: float) -> float:
     """Return the learning rate: linear warm-up, then `lr`; `min_lr` and `total_steps` are not used."""
     return lr * step / warmup_steps if step < warmup_steps else lr
-
-
-SCHEDULES: dict[str, Callable[..., float]] = {
-    "cosine": cosine_lr,
-    "linear": linear_lr,
-    "constant": constant_lr,
-}
 
 
 def _descent(step: float, warmup_steps: float, total_steps: float) -> float:

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 
 from lmkit.errors import did_you_mean
 from lmkit.recipe.vocabulary import END_OF_TEXT, MAX_VOCABULARY, NUM_BYTES
-from lmkit.registry import ATTENTION, DATASETS, OPTIMIZERS, STRATEGIES, Registry
+from lmkit.registry import ATTENTION, DATASETS, OPTIMIZERS, SCHEDULES, STRATEGIES, Registry
 
 
 class Table(BaseModel):
@@ -56,6 +56,7 @@ AttentionName = Annotated[str, AfterValidator(RegisteredName(ATTENTION))]
 AttentionVariant = Annotated[str, AfterValidator(RegisteredName(ATTENTION, with_variant=True))]
 CorpusSource = Annotated[str, AfterValidator(RegisteredName(DATASETS, also=("synth", "files")))]
 OptimizerName = Annotated[str, AfterValidator(RegisteredName(OPTIMIZERS))]
+ScheduleName = Annotated[str, AfterValidator(RegisteredName(SCHEDULES))]
 StrategyName = Annotated[str, AfterValidator(RegisteredName(STRATEGIES))]
 StrategyVariant = Annotated[str, AfterValidator(RegisteredName(STRATEGIES, with_variant=True))]
 _LARGEST = (1 << 63) - 1  # TOML's integers have 64 bits
@@ -255,7 +256,7 @@ class OptimizerConfig(Table):
     """Added to the root of the mean square."""
     weight_decay: Annotated[float, Field(ge=0, le=1e6)] = 0.1
     """Applied to matrices only, not to norm gains."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    schedule: ScheduleName = "cosine"
     """Shape of the decay after the warm-up."""
     warmup_steps: Count = 0
     """Steps in which the rate rises linearly from 0."""

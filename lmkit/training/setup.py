@@ -21,12 +21,11 @@ from lmkit.errors import UsageError
 from lmkit.measure.ranges import range_
 from lmkit.model.transformer import TransformerLM, compile_model
 from lmkit.optim.adamw import decay_groups
-from lmkit.optim.schedules import SCHEDULES
 from lmkit.parallel.protocol import MakeOptimizer, build_strategy
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig, OptimizerConfig, ParallelConfig
-from lmkit.registry import OPTIMIZERS
+from lmkit.registry import OPTIMIZERS, SCHEDULES
 from lmkit.training.model_state import optimizer_layout
 from lmkit.training.run_data import Data, resolved_tables
 from lmkit.training.state import TrainingState, capture_rng
@@ -198,7 +197,7 @@ def learning_rate(recipe: Recipe) -> Callable[[int, float | None], float]:
     """
     steps, table = resolved_tables(recipe)[1].steps, recipe.optimizer
     schedule = partial(
-        SCHEDULES[table.schedule],
+        SCHEDULES.load(table.schedule),
         lr=table.lr,
         min_lr=table.min_lr,
         warmup_steps=table.warmup_steps,

@@ -12,7 +12,6 @@ import torch
 from lmkit.bench.harness import BenchStored
 from lmkit.cli.console import Result, show, write
 from lmkit.cli.env import _features
-from lmkit.cli.pipeline import RunSummary
 from lmkit.measure.tables import TERMINAL_WIDTH
 from lmkit.training.evaluation import EvaluateResult
 
@@ -44,9 +43,6 @@ def test_results_with_long_names_fit(terminal) -> None:
     [
         BenchStored("attention", LONG, FILES, [], "table", measured=True),
         EvaluateResult(LONG, 850, f"{LONG[:40]}/valid.npy", 1.25, 1234.5, 12.5, NUMBER),
-        RunSummary(
-            LONG, {}, NUMBER, 50_257, NUMBER, NUMBER, NUMBER, NUMBER, 1.5, 9.5, 1234.5, 12.5, {}, "The end."
-        ),
     ],
     ids=lambda result: type(result).__name__,
 )

@@ -20,9 +20,31 @@ def recipe(tmp_path: Path) -> Recipe:
     return load_recipe("quickstart", [f'run.folder="{tmp_path}"'])
 
 
-def made_by_hand(recipe: Recipe) -> Path:
+def pipeline_of(recipe: Recipe, **options: Any) -> pipeline.Pipeline:
+    return pipeline.Pipeline(recipe, progress=lambda *_: None, **options)
+
+
+def run_now(recipe: Recipe, **options: Any) -> Any:
+    return pipeline.run(recipe, progress=lambda *_: None, **options)
+
+
+def refused(code: str, recipe: Recipe, by: Callable[..., Any] | None = None, **options: Any) -> UsageError:
+    """The error of the run; --dry-run gives the same."""
+    for refuse in (run_now, pipeline.plan) if by is None else (by,):
+        with pytest.raises(UsageError) as caught:
+            refuse(recipe, **options)
+        assert caught.value.code == code
+        assert caught.value.hint
+    return caught.value
+
+
+def states(recipe: Recipe, **options: Any) -> set[str]:
+    return set(pipeline.plan(recipe, **options).fields["stages"].values())
+
+
+def with_data(recipe: Recipe) -> Path:
     """A run folder whose data stages are done, with a file of theirs."""
-    run = pipeline.Pipeline(recipe, progress=lambda *_: None)
+    run = pipeline_of(recipe)
     tokens = run.folder / "tokens" / "train.npy"
     tokens.parent.mkdir(parents=True)
     tokens.write_bytes(b"tokens")
@@ -31,159 +53,100 @@ def made_by_hand(recipe: Recipe) -> Path:
     return tokens
 
 
-def nothing_else(**changes: Any) -> dict[str, Any]:
-    return {"from_stage": None, "skip_data": True, "force": False} | changes
-
-
-def run_now(recipe: Recipe, **options: Any) -> Any:
-    return pipeline.run(recipe, progress=lambda *_: None, **options)
-
-
-def refusal(code: str, refuse: Callable[..., Any], recipe: Recipe, **changes: Any) -> UsageError:
-    with pytest.raises(UsageError) as caught:
-        refuse(recipe, **nothing_else(**changes))
-    assert caught.value.code == code
-    assert caught.value.hint
-    return caught.value
-
-
-def made_by_longer(recipe: Recipe) -> Path:
+def with_longer_recipe(recipe: Recipe, *, checkpoint: bool = True) -> Path:
     """The recipe in the run folder: one of more steps."""
     own = recipe.run.path / "recipe.toml"
-    recipe.run.path.mkdir(parents=True)
+    (recipe.run.path / "checkpoints" / ("step-00000001" if checkpoint else "")).mkdir(parents=True)
     longer = load_recipe("quickstart", [f'run.folder="{recipe.run.folder}"', "train.steps=1260"])
     own.write_text(recipe_to_toml(longer))
     return own
 
 
-def test_a_run_that_train_took_further_is_refused_with_the_command_that_goes_on(recipe: Recipe) -> None:
-    own = made_by_longer(recipe)
-    (recipe.run.path / "checkpoints" / "step-00000001").mkdir(parents=True)
-    for refuse in (run_now, pipeline.plan):  # --dry-run promises the same
-        error = refusal("run.other_recipe", refuse, recipe, skip_data=False)
-        assert "train.steps: 1260 -> " in error.message
-        assert f"lmkit run {own};" in error.hint
-    forced = pipeline.plan(recipe, **nothing_else(skip_data=False, force=True))
-    assert set(forced.stages.values()) == {"would run"}
-
-
-def test_a_run_that_failed_before_there_was_anything_of_a_training_goes_on_with_the_mended_recipe(
-    recipe: Recipe,
-) -> None:
-    made_by_longer(recipe)
-    run = pipeline.Pipeline(recipe, progress=lambda *_: None)
-    (run.folder / "stages.json").write_text(
-        json.dumps({stage: {"key": "key", "before": "", "done": False} for stage in ("corpus", "train")})
-    )
-    (run.folder / "checkpoints").mkdir()
-    run.open(force=False, from_stage=None, skip_data=False)
-    assert (run.folder / "recipe.toml").read_text() == recipe_to_toml(recipe)
-    made = pipeline.plan(recipe, **nothing_else(skip_data=False))
-    assert set(made.stages.values()) == {"would run"}
-
-
-def test_a_run_that_was_trained_and_whose_checkpoints_are_gone_is_still_that_of_its_recipe(
-    recipe: Recipe,
-) -> None:
-    made_by_longer(recipe)
-    pipeline.Pipeline(recipe, progress=lambda *_: None).record.finish("train", {})
-    refusal("run.other_recipe", pipeline.plan, recipe, skip_data=False)
-
-
-def test_the_commands_that_are_said_can_be_pasted_where_a_path_has_a_space(tmp_path: Path) -> None:
+def test_a_run_of_another_recipe_is_refused_with_the_command_that_continues_it(tmp_path: Path) -> None:
     recipe = load_recipe("quickstart", [f'run.folder="{tmp_path}/my runs"'])
-    own = made_by_longer(recipe)
-    (recipe.run.path / "checkpoints" / "step-00000001").mkdir(parents=True)
-    error = refusal("run.other_recipe", pipeline.plan, recipe, skip_data=False)
-    assert f"lmkit run '{own}';" in error.hint
-    numbers = dict.fromkeys(
-        ("corpus_bytes", "vocab_size", "train_tokens", "valid_tokens", "parameters", "steps"), 1
-    )
-    losses = dict.fromkeys(("tokens_per_second", "loss", "perplexity", "bits_per_byte"), 1.0)
-    done = pipeline.RunSummary(folder="my runs/own", stages={}, **numbers, **losses, files={}, story="")
-    assert str(done).endswith("another story: lmkit generate 'my runs/own' --seed 1")
+    own = with_longer_recipe(recipe)
+    error = refused("run.other_recipe", recipe)
+    assert "train.steps: 1260 -> " in error.message
+    assert f"lmkit run '{own}';" in error.hint  # can be pasted
+    assert states(recipe, force=True) == {"would run"}
+
+
+def test_a_run_without_a_training_continues_with_a_changed_recipe(recipe: Recipe) -> None:
+    with_longer_recipe(recipe, checkpoint=False)
+    begun = {stage: {"key": "key", "before": "", "done": False} for stage in ("corpus", "train")}
+    (recipe.run.path / "stages.json").write_text(json.dumps(begun))
+    pipeline_of(recipe).open()
+    assert (recipe.run.path / "recipe.toml").read_text() == recipe_to_toml(recipe)
+    assert states(recipe) == {"would run"}
+
+
+def test_a_finished_training_without_its_checkpoints_keeps_its_recipe(recipe: Recipe) -> None:
+    with_longer_recipe(recipe, checkpoint=False)
+    pipeline_of(recipe).record.finish("train", {})
+    refused("run.other_recipe", recipe)
 
 
 def test_force_empties_no_folder_but_a_runs(recipe: Recipe) -> None:
-    run = pipeline.Pipeline(recipe, progress=lambda *_: None)
+    run = pipeline_of(recipe, force=True)
     run.folder.mkdir(parents=True)
     (run.folder / "thesis.tex").write_text("precious")
-    for refuse in (pipeline.plan, run_now):
-        error = refusal("run.not_a_run_folder", refuse, recipe, skip_data=False, force=True)
-        assert "thesis.tex" in error.message
+    assert "thesis.tex" in refused("run.not_a_run_folder", recipe, force=True).message
     assert [path.name for path in run.folder.iterdir()] == ["thesis.tex"]
     (run.folder / "thesis.tex").unlink()
-    run.open(force=True, from_stage=None, skip_data=False)  # an empty one may be a run's
+    run.open()  # an empty one may be a run's
 
 
 @pytest.mark.parametrize("mark", ["recipe.toml", "stages.json"])
-def test_force_empties_the_folder_of_a_run_that_got_no_further_than_this(recipe: Recipe, mark: str) -> None:
-    run = pipeline.Pipeline(recipe, progress=lambda *_: None)
-    run.folder.mkdir(parents=True)
+def test_force_empties_the_folder_of_a_run_but_not_what_its_links_lead_to(
+    recipe: Recipe, mark: str, tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "big disk"
+    elsewhere.mkdir()
+    (elsewhere / "weights").write_bytes(b"precious")
+    folder = recipe.run.path
+    (folder / "tokens").mkdir(parents=True)
+    (folder / "checkpoints").symlink_to(elsewhere)
     for name in (mark, "corpus.txt"):
-        (run.folder / name).write_text("{}")
-    run.open(force=True, from_stage=None, skip_data=False)
-    assert {path.name for path in run.folder.iterdir()} == {".lock", "recipe.toml"}
+        (folder / name).write_text("{}")
+    pipeline_of(recipe, force=True).open()
+    assert {path.name for path in folder.iterdir()} == {".lock", "recipe.toml"}
+    assert (elsewhere / "weights").read_bytes() == b"precious"
 
 
 def test_an_empty_prompt_without_end_of_text_is_refused_up_front(tmp_path: Path) -> None:
     where, other = f'run.folder="{tmp_path}"', 'tokenizer.special_tokens=["<x>"]'
     for prompts in ([], ['generate.prompts=["Once", ""]']):
-        with pytest.raises(UsageError, match=r"generate\.prompts: .* which tokenizer\.special_tokens lacks"):
-            pipeline.plan(
-                load_recipe("quickstart", [where, other, *prompts]), **nothing_else(skip_data=False)
-            )
+        refused("generate.no_start", load_recipe("quickstart", [where, other, *prompts]))
     given = tmp_path / "tokenizer.json"  # may have it
     given.write_text("{}")
     for fine in ('generate.prompts=["Once"]', f'tokenizer.path="{given}"'):
-        pipeline.plan(load_recipe("quickstart", [where, other, fine]), **nothing_else(skip_data=False))
+        pipeline.plan(load_recipe("quickstart", [where, other, fine]))
 
 
-def test_starting_over_removes_links_to_folders_not_what_they_lead_to(recipe: Recipe, tmp_path: Path) -> None:
-    elsewhere = tmp_path / "big disk"
-    elsewhere.mkdir()
-    (elsewhere / "weights").write_bytes(b"precious")
-    run = pipeline.Pipeline(recipe, progress=lambda *_: None)
-    run.folder.mkdir(parents=True)
-    (run.folder / "checkpoints").symlink_to(elsewhere)
-    (run.folder / "tokens").mkdir()
-    (run.folder / "stages.json").write_text("{}")
-    run.open(force=True, from_stage=None, skip_data=False)
-    assert {path.name for path in run.folder.iterdir()} == {".lock", "recipe.toml"}
-    assert (elsewhere / "weights").read_bytes() == b"precious"
-
-
-def test_skip_data_without_data_makes_no_folder(recipe: Recipe) -> None:
-    for refuse in (pipeline.plan, run_now):
-        refusal("run.no_data", refuse, recipe)
+def test_skip_data_needs_data_and_excludes_what_would_remove_it(recipe: Recipe) -> None:
+    refused("run.no_data", recipe, skip_data=True)
     assert not recipe.run.path.exists()
-
-
-@pytest.mark.parametrize("change", [{"force": True}, {"from_stage": "encode"}])
-def test_skip_data_and_what_would_remove_the_data_exclude_each_other(
-    recipe: Recipe, change: dict[str, Any]
-) -> None:
-    tokens = made_by_hand(recipe)
+    tokens = with_data(recipe)
     before = (recipe.run.path / "stages.json").read_bytes()
-    for refuse in (pipeline.plan, run_now):
-        assert "--skip-data" in refusal("run.options_exclude", refuse, recipe, **change).message
+    for change in ({"force": True}, {"from_stage": "encode"}):
+        assert "--skip-data" in refused("run.options_exclude", recipe, skip_data=True, **change).message
     assert tokens.read_bytes() == b"tokens"
     assert (recipe.run.path / "stages.json").read_bytes() == before
-    assert pipeline.plan(recipe, **nothing_else()).stages["encode"] == "up to date"
+    assert pipeline.plan(recipe, skip_data=True).fields["stages"]["encode"] == "up to date"
 
 
 def test_an_unknown_stage_is_refused_with_the_stages_that_exist(recipe: Recipe) -> None:
-    error = refusal("run.unknown_stage", pipeline.plan, recipe, from_stage="trian", skip_data=False)
+    error = refused("run.unknown_stage", recipe, from_stage="trian")
     assert all(stage in error.hint for stage in pipeline.STAGES)
 
 
 def test_ranks_are_started_once(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    refusal("ranks.started_twice", run_now, recipe, nproc=2, skip_data=False)
+    refused("ranks.started_twice", recipe, run_now, nproc=2)
     assert not recipe.run.path.exists()
 
 
-def test_the_evaluation_of_the_training_is_the_runs_unless_asked_for_again(
+def test_a_run_takes_the_evaluation_of_its_training_unless_asked_for_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from lmkit.training import evaluation
@@ -195,26 +158,18 @@ def test_the_evaluation_of_the_training_is_the_runs_unless_asked_for_again(
         "evaluate_run",
         lambda path, **options: evaluated.append(path) or original(path, **options),
     )
-    recipe = load_recipe(
-        "quickstart",
-        [
-            f'run.folder="{tmp_path}"',
-            "corpus.size_mb=0.1",
-            "tokenizer.vocab_size=300",
-            "model.d_model=16",
-            "model.d_ff=32",
-            "model.num_layers=1",
-            "model.num_heads=2",
-            "model.context_length=16",
-            "train.steps=2",
-            "generate.max_new_tokens=1",
-        ],
+    small = (
+        "corpus.size_mb=0.1 tokenizer.vocab_size=300 model.d_model=16 model.d_ff=32 model.num_layers=1 "
+        "model.num_heads=2 model.context_length=16 train.steps=2 generate.max_new_tokens=1"
     )
+    recipe = load_recipe("quickstart", [f'run.folder="{tmp_path}/my runs"', *small.split()])
     once = run_now(recipe)
     assert evaluated == []
+    assert once.text.endswith(f"lmkit generate '{recipe.run.path}' --seed 1")  # can be pasted
     found = json.loads((recipe.run.path / "evaluation.json").read_text())
     assert found == json.loads((recipe.run.path / "training.json").read_text())["evaluation"]
+    assert states(recipe) == {"up to date"}
     again = run_now(recipe, from_stage="evaluate")
     assert evaluated == [recipe.run.path]
-    assert (again.loss, again.bits_per_byte) == (once.loss, once.bits_per_byte)
+    assert (again.fields["loss"], again.fields["steps"]) == (once.fields["loss"], 2)
     assert json.loads((recipe.run.path / "evaluation.json").read_text())["tokens"] == found["tokens"]

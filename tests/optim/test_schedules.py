@@ -2,14 +2,15 @@
 
 import pytest
 
-from lmkit.optim.schedules import SCHEDULES, constant_lr, cosine_lr, linear_lr
+from lmkit.optim.schedules import constant_lr, cosine_lr, linear_lr
+from lmkit.registry import SCHEDULES
 
 SHAPE = {"lr": 1.0, "min_lr": 0.1, "warmup_steps": 10, "total_steps": 110}
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", SCHEDULES.names)
 def test_warm_up_is_a_straight_line_from_zero(name: str) -> None:
-    schedule = SCHEDULES[name]
+    schedule = SCHEDULES.load(name)
     assert [schedule(step, **SHAPE) for step in (0, 1, 5, 10)] == pytest.approx([0, 0.1, 0.5, 1.0])
     assert schedule(0, **{**SHAPE, "warmup_steps": 0}) == 1.0
     assert schedule(2, **{**SHAPE, "warmup_steps": 4, "total_steps": 4}) == 0.5
