@@ -32,9 +32,11 @@ class Facts:
 
     Attributes:
         order: position in lists; objects from outside are last.
+        aliases: other spellings that recipes and functions accept.
     """
 
     order: int = 100
+    aliases: tuple[str, ...] = ()
 
 
 F = TypeVar("F", bound=Facts)
@@ -56,7 +58,6 @@ class Entry(Generic[F]):
     module: str
     attribute: str
     facts: F
-    aliases: tuple[str, ...] = ()
     loaded: Any = None
 
 
@@ -79,15 +80,12 @@ class Registry(Generic[F]):
         self._package = package
         self._facts = facts
 
-    def register(
-        self, name: str, *, aliases: tuple[str, ...] = (), **facts: Any
-    ) -> Callable[[Registered], Registered]:
+    def register(self, name: str, **facts: Any) -> Callable[[Registered], Registered]:
         """Register the decorated function or class under `name`.
 
         Inside lmkit all arguments are literals: they are read from the source, too.
 
         Args:
-            aliases: other spellings that recipes and functions accept.
             facts: fields of the registry's dataclass.
 
         Raises:
@@ -103,9 +101,8 @@ class Registry(Generic[F]):
                     hint="register it under another name",
                 )
             if entry is None:
-                entry = self._entries[name] = Entry(
-                    name, thing.__module__, thing.__name__, self._facts(**facts), aliases
-                )
+                entry = Entry(name, thing.__module__, thing.__name__, self._facts(**facts))
+                self._entries[name] = entry
             entry.loaded = thing
             return thing
 
@@ -123,7 +120,7 @@ class Registry(Generic[F]):
     @property
     def aliases(self) -> dict[str, str]:
         """Other spelling -> name."""
-        return {alias: entry.name for entry in self._entries.values() for alias in entry.aliases}
+        return {alias: entry.name for entry in self._entries.values() for alias in entry.facts.aliases}
 
     def canonical(self, name: str) -> str:
         """Return the registered name for a name or an alias.
@@ -168,10 +165,9 @@ class Registry(Generic[F]):
                 call = ast.parse(f"register({arguments})", mode="eval").body
                 assert isinstance(call, ast.Call)
                 facts = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-                aliases = facts.pop("aliases", ())
                 module = f"lmkit.{self._package}.{path.stem}"
                 name = ast.literal_eval(call.args[0])
-                found.append(Entry(name, module, attribute, self._facts(**facts), aliases))
+                found.append(Entry(name, module, attribute, self._facts(**facts)))
         return {entry.name: entry for entry in sorted(found, key=lambda entry: entry.facts.order)}
 
 

@@ -25,7 +25,6 @@ else:
 
 T = TypeVar("T")
 
-_FORM = "a recipe has tables of keys: [train], then steps = 100"
 _MOST_BYTES = 1 << 20
 # tomllib takes time that grows with the square of a dotted key's length: minutes for a key of 100 kB.
 _PART = r"""(?:[\w-]+|"[^"\n]*"|'[^'\n]*')"""
@@ -49,12 +48,13 @@ def load_recipe(
         UsageError: unreadable file, bad TOML, or mistakes in the content (all of them in one message).
     """
     raw = {} if source is None else with_our_names(read_toml(find_recipe(source)))
+    given = [_parse_override(override) for override in overrides]
+    given += [(dotted.split("."), value) for dotted, value in (flags or {}).items() if value is not None]
     typed: dict[str, Any] = {}
-    for override in overrides:
-        _merge(typed, with_our_names(_parse_override(override)))
-    for dotted, value in (flags or {}).items():
-        if value is not None:
-            _merge(typed, with_our_names(_nest(dotted.split("."), value)))
+    for keys, value in given:
+        for key in reversed(keys):
+            value = {key: value}
+        _merge(typed, with_our_names(value))
     if "preset" in typed.get("model", {}) and isinstance(raw.get("model"), dict):
         for size in PRESETS["tiny"]:
             raw["model"].pop(size, None)
@@ -104,23 +104,13 @@ def find_recipe(source: str | Path) -> Path:
     Raises:
         UsageError: there is neither.
     """
-    path = Path(source)
+    path, shipped = Path(source), shipped_recipes()
     if path.exists() and not path.is_dir():
         return path
-    shipped = shipped_recipes()
     if str(source) in shipped:
         return shipped[str(source)]
-    if path.is_dir():
-        raise UsageError(
-            "recipe.not_found",
-            f"{path}: is a folder, not a recipe",
-            hint="name a .toml file or a shipped recipe",
-        )
-    raise UsageError(
-        "recipe.not_found",
-        f"{path}: no such recipe{did_you_mean(path.stem, shipped)}",
-        hint="shipped recipes: " + ", ".join(shipped),
-    )
+    wrong = "is a folder" if path.is_dir() else f"no such recipe{did_you_mean(path.stem, shipped)}"
+    raise UsageError("recipe.not_found", f"{path}: {wrong}", hint="shipped recipes: " + ", ".join(shipped))
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -129,47 +119,37 @@ def read_toml(path: Path) -> dict[str, Any]:
     Raises:
         UsageError: not readable, not UTF-8, or not TOML (with line and column).
     """
+    wrong, hint = "", "check the path and its permissions"
     try:
         with open(path, "rb") as file:
             data = file.read(_MOST_BYTES + 1)
         text = data.decode("utf-8-sig")  # some editors begin a file with a byte order mark
     except UnicodeDecodeError as error:
-        raise UsageError(
-            "recipe.unreadable",
-            f"{path}: not UTF-8 at byte {error.start}",
-            hint="save the recipe as UTF-8 text",
-        ) from None
+        wrong, hint = f"not UTF-8 at byte {error.start}", "save the recipe as UTF-8 text"
     except OSError as error:
-        raise UsageError(
-            "recipe.unreadable", f"{path}: {reason(error)}", hint="check the path and its permissions"
-        ) from None
-    if len(data) > _MOST_BYTES:
-        raise UsageError(
-            "recipe.unreadable",
-            f"{path}: larger than {_MOST_BYTES >> 20} MiB, the most that a recipe may have",
-            hint="check that this is the file you mean",
-        )
-    if long_key := _LONG_KEY.search(text):
-        line = text.count("\n", 0, long_key.start()) + 1
-        raise UsageError(
-            "recipe.syntax",
-            f"{path}: a key of more than {_MOST_PARTS} parts (at line {line})",
-            hint="keys have two or three parts: bench.ddp.rows",
-        )
-    hint = _FORM
+        wrong = reason(error)
+    if not wrong and len(data) > _MOST_BYTES:
+        wrong = f"larger than {_MOST_BYTES >> 20} MiB, the most that a recipe may have"
+    if wrong:
+        raise UsageError("recipe.unreadable", f"{path}: {wrong}", hint=hint)
+    hint = "a recipe has tables of keys: [train], then steps = 100"
     try:
+        if long_key := _LONG_KEY.search(text):
+            line = text.count("\n", 0, long_key.start()) + 1
+            raise ValueError(f"a key of more than {_MOST_PARTS} parts (at line {line})")
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        message = str(error)
-        if "Invalid value" in message:
+        wrong = str(error)
+        if "Invalid value" in wrong:
             hint = 'strings need quotes: name = "story"'
-        elif re.search("overwrite|twice|Duplicate", message):
+        elif re.search("overwrite|twice|Duplicate", wrong):
             hint = "give each key and each [table] once"
-    except ValueError:  # Python refuses to read a number of thousands of digits
-        message, hint = "a number is too long", "no key takes so many digits"
+    except ValueError as error:
+        too_many_digits = "string conversion" in str(error)  # Python refuses to read thousands of digits
+        wrong = "a number is too long" if too_many_digits else str(error)
     except RecursionError:
-        message = "nested too deeply"
-    raise UsageError("recipe.syntax", f"{path}: {message}", hint=hint)
+        wrong = "nested too deeply"
+    raise UsageError("recipe.syntax", f"{path}: {wrong}", hint=hint)
 
 
 def recipe_to_toml(recipe: Recipe) -> str:
@@ -185,27 +165,17 @@ def recipe_to_toml(recipe: Recipe) -> str:
 # Overrides and other names
 
 
-def _parse_override(override: str) -> dict[str, Any]:
-    """Turn `table.key=value` into nested tables."""
+def _parse_override(override: str) -> tuple[list[str], Any]:
+    """Return the keys and the value of `table.key=value`."""
     dotted, equals, text = override.partition("=")
-    keys = dotted.strip().split(".")
+    keys, text = dotted.strip().split("."), text.strip()
     if not equals or len(keys) < 2 or not all(keys):
-        raise UsageError(
-            "recipe.wrong_override",
-            f"--set {override}: expected table.key=value",
-            hint="for example --set train.steps=100",
-        )
+        message = f"--set {override}: expected table.key=value"
+        raise UsageError("recipe.wrong_override", message, hint="for example --set train.steps=100")
     try:
-        value = tomllib.loads(f"value = {text.strip()}")["value"]
-    except (ValueError, RecursionError):  # a bare word
-        value = text.strip()
-    return _nest(keys, value)
-
-
-def _nest(keys: Sequence[str], value: Any) -> dict[str, Any]:
-    for key in reversed(keys):
-        value = {key: value}
-    return value
+        return keys, tomllib.loads(f"value = {text}")["value"]
+    except (ValueError, RecursionError):
+        return keys, text  # a bare word
 
 
 def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
@@ -229,38 +199,29 @@ the aliases of kernels and strategies."""
 
 
 def with_our_names(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tables with today's keys for their aliases.
+    """Return a copy of the tables with today's keys for their aliases.
 
     A key that is given under both names stays: validation then refuses the alias.
     """
-    tables = dict(raw)
+    tables = _copied(raw, depth=3)
     for path, ours in KEY_ALIASES.items():
         *parents, theirs = path.split(".")
-        table = _copied_table(tables, parents)
-        if table is not None and theirs in table and ours not in table:
+        table: Any = tables
+        for parent in parents:
+            table = table.get(parent) if isinstance(table, dict) else None
+        if isinstance(table, dict) and theirs in table and ours not in table:
             table[ours] = table.pop(theirs)
-    model = _copied_table(tables, ["model"])
-    if model is not None and isinstance(model.get("use_flash"), bool) and "attention" not in model:
+    model = tables.get("model")
+    if isinstance(model, dict) and isinstance(model.get("use_flash"), bool) and "attention" not in model:
         model["attention"] = "flash_triton" if model.pop("use_flash") else "vectorized"
     return tables
 
 
-def _copied_table(tables: dict[str, Any], path: Sequence[str]) -> dict[str, Any] | None:
-    """Return the table at `path`, copied with all tables on the way to it; None if there is none."""
-    for key in path:
-        inner = tables.get(key)
-        if not isinstance(inner, dict):
-            return None
-        tables[key] = dict(inner)
-        tables = tables[key]
-    return tables
-
-
-def fill_preset(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the sizes of the preset that the table does not give. Validation refuses an unknown preset."""
-    preset = model.get("preset")
-    sizes = PRESETS.get(preset, {}) if isinstance(preset, str) else {}
-    return {**sizes, **model}
+def _copied(tables: Mapping[str, Any], *, depth: int) -> dict[str, Any]:
+    return {
+        key: _copied(value, depth=depth - 1) if depth and isinstance(value, dict) else value
+        for key, value in tables.items()
+    }
 
 
 # Validation
@@ -279,8 +240,9 @@ def validate(raw: Mapping[str, Any], *, origin: str, resolved: bool = False) -> 
             "recipe.mistakes".
     """
     raw = with_our_names(raw)
-    if isinstance(raw.get("model"), dict):
-        raw["model"] = fill_preset(raw["model"])
+    model = raw.get("model")
+    if isinstance(model, dict) and isinstance(model.get("preset"), str):  # it gives what the table leaves out
+        raw["model"] = PRESETS.get(model["preset"], {}) | model
     mistakes: list[tuple[str, str]] = []  # code, text
     tables: dict[str, Table] = {}
     for name, content in raw.items():
@@ -303,8 +265,7 @@ def validate(raw: Mapping[str, Any], *, origin: str, resolved: bool = False) -> 
         if name in tables or name not in raw
     }
     for check in CHECKS if resolved else CHECKS_BEFORE_TOKENS:
-        if complaint := check(candidates):
-            mistakes.append(("recipe.conflict", complaint))
+        mistakes += [("recipe.conflict", complaint) for complaint in check(candidates)]
     if mistakes:
         bench = re.search(r"\bbench\.(\w+)", mistakes[0][1])
         examples = shipped_with(f"bench.{bench[1]}") if bench else []

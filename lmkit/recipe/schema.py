@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Any, get_args
 
-from pydantic import Field, SerializeAsAny
+from pydantic import Field, SerializeAsAny, create_model
 
 from lmkit.errors import did_you_mean
-from lmkit.recipe.bench import BenchConfig, bench_config
 from lmkit.recipe.tables import (
     CheckpointConfig,
     CorpusConfig,
@@ -23,7 +23,34 @@ from lmkit.recipe.tables import (
     TrainConfig,
     WandbConfig,
 )
-from lmkit.registry import OPTIMIZERS, STRATEGIES
+from lmkit.registry import BENCHES, OPTIMIZERS, STRATEGIES
+
+
+class BenchConfig(Table):
+    """`[bench]`: a table for every registered bench, which its file defines; None where the recipe has none."""
+
+    def table(self, name: str) -> Any:
+        """Return [bench.NAME]; the defaults of its keys if the recipe has none."""
+        return getattr(self, name, None) or BENCHES.options(name)()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Pickle cannot find a class that was made while running.
+        return _make_bench, ({name: getattr(self, name) for name in self.model_fields_set},)
+
+
+def bench_config() -> type[BenchConfig]:
+    """Return the schema of [bench], with a field for every registered bench."""
+    return _bench_config(tuple((name, BENCHES.options(name)) for name in BENCHES.names))
+
+
+@cache
+def _bench_config(tables: tuple[tuple[str, type[Table]], ...]) -> type[BenchConfig]:
+    fields: dict[str, Any] = {name: (table | None, None) for name, table in tables}
+    return create_model("BenchConfig", __base__=BenchConfig, **fields)
+
+
+def _make_bench(tables: dict[str, Table]) -> BenchConfig:
+    return bench_config()(**tables)
 
 
 class Recipe(Table):
@@ -60,32 +87,30 @@ def table_type(parent: type[Table], key: str) -> type[Table] | None:
 TABLES = tuple(Recipe.model_fields)
 
 
-# Each check gets the tables that are valid by themselves and returns a complaint or None. Checks run even if other
-# tables have mistakes, so that everything wrong with a recipe is reported at once.
-Check = Callable[[Mapping[str, Any]], "str | None"]
+# Each check gets the tables that are valid by themselves and yields complaints. Checks run even if other tables have
+# mistakes, so that everything wrong with a recipe is reported at once.
+Check = Callable[[Mapping[str, Any]], Iterator[str]]
 
 
-def _half_precision_has_a_device(tables: Mapping[str, Any]) -> str | None:
+def _half_precision_has_a_device(tables: Mapping[str, Any]) -> Iterator[str]:
     run, train = tables.get("run"), tables.get("train")
-    if run is None or train is None or not (run.device == "cpu" and train.precision == "fp16"):
-        return None
-    return 'train.precision: "fp16" needs a GPU (run.device is "cpu"); "bf16" and "fp32" run anywhere'
+    if run and train and run.device == "cpu" and train.precision == "fp16":
+        yield 'train.precision: "fp16" needs a GPU (run.device is "cpu"); "bf16" and "fp32" run anywhere'
 
 
-def _random_tokens_need_a_vocabulary(tables: Mapping[str, Any]) -> str | None:
+def _random_tokens_need_a_vocabulary(tables: Mapping[str, Any]) -> Iterator[str]:
     data, model = tables.get("data"), tables.get("model")
-    if data is None or model is None or data.source != "random" or model.vocab_size is not None:
-        return None
-    return 'model.vocab_size: missing; data.source = "random" has no tokenizer that could give it'
+    if data and model and data.source == "random" and model.vocab_size is None:
+        yield 'model.vocab_size: missing; data.source = "random" has no tokenizer that could give it'
 
 
 _ANY_STRATEGY = ("strategy", "bucket_mb", "backend", "timeout_s", "options")
 """Keys of [parallel] that may be set under any strategy: `--set parallel.strategy=...` switches between them."""
 
 
-def _strategy_uses_its_keys(tables: Mapping[str, Any]) -> str | None:
-    parallel = tables.get("parallel")
-    return None if parallel is None else "; ".join(strategy_mistakes(parallel)) or None
+def _strategy_uses_its_keys(tables: Mapping[str, Any]) -> Iterator[str]:
+    if parallel := tables.get("parallel"):
+        yield from strategy_mistakes(parallel)
 
 
 def strategy_mistakes(parallel: ParallelConfig) -> Iterator[str]:
@@ -107,26 +132,24 @@ def strategy_mistakes(parallel: ParallelConfig) -> Iterator[str]:
             yield f"parallel.options.{name}: {strategy} expects {wanted.__name__}, not {value!r}"
 
 
-def _shards_fit_the_optimizer(tables: Mapping[str, Any]) -> str | None:
+def _shards_fit_the_optimizer(tables: Mapping[str, Any]) -> Iterator[str]:
     parallel, optimizer = tables.get("parallel"), tables.get("optimizer")
-    if parallel is None or optimizer is None or OPTIMIZERS.facts(optimizer.name).elementwise:
-        return None
-    if "optimizer" not in STRATEGIES.facts(parallel.strategy).shards:
-        return None
-    return f'parallel.strategy: "{parallel.strategy}" cuts flat shards, but "{optimizer.name}" updates whole matrices'
+    if not parallel or not optimizer or OPTIMIZERS.facts(optimizer.name).elementwise:
+        return
+    strategy = parallel.strategy
+    if "optimizer" in STRATEGIES.facts(strategy).shards:
+        yield f'parallel.strategy: "{strategy}" cuts flat shards, but "{optimizer.name}" updates whole matrices'
 
 
-def _model_holds_the_vocabulary(tables: Mapping[str, Any]) -> str | None:
-    names = ("corpus", "tokenizer", "data", "model")
-    corpus, tokenizer, data, model = (tables.get(name) for name in names)
-    if corpus is None or tokenizer is None or data is None or model is None:
-        return None
-    # The model is trained on the tokens of another tokenizer.
+def _model_holds_the_vocabulary(tables: Mapping[str, Any]) -> Iterator[str]:
+    corpus, tokenizer, data, model = map(tables.get, ("corpus", "tokenizer", "data", "model"))
+    if not (corpus and tokenizer and data and model):
+        return
     if tokenizer.path is not None or data.train is not None or data.source == "random":
-        return None
-    if model.vocab_size is None or model.vocab_size >= tokenizer.vocab_size:
-        return None
-    return f"model.vocab_size: {model.vocab_size} is less than the tokenizer's {tokenizer.vocab_size}; leave it out"
+        return  # the model is trained on the tokens of another tokenizer
+    if model.vocab_size is not None and model.vocab_size < tokenizer.vocab_size:
+        needed = tokenizer.vocab_size
+        yield f"model.vocab_size: {model.vocab_size} is less than the tokenizer's {needed}; leave it out"
 
 
 CHECKS: tuple[Check, ...] = (

@@ -1,6 +1,6 @@
 """The tables of a recipe: one frozen pydantic class per TOML table.
 
-The docstring below a key is its documentation: `lmkit recipe show` prints it. `bench.py` has the tables of benches.
+The docstring below a key is its documentation: `lmkit recipe show` prints it. The files of benches have theirs.
 """
 
 from __future__ import annotations

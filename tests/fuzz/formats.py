@@ -38,14 +38,13 @@ from lmkit.profile.nsys import read_nsys_database
 from lmkit.profile.summary import summarize
 from lmkit.profile.trace import Trace
 from lmkit.recipe.load import (
-    fill_preset,
     load_recipe,
     recipe_to_toml,
     shipped_recipes,
     validate,
     with_our_names,
 )
-from lmkit.recipe.tables import CorpusConfig
+from lmkit.recipe.tables import PRESETS, CorpusConfig
 from lmkit.tokenizer import Tokenizer
 from lmkit.tokenizer.files import to_bytes
 from lmkit.training import session
@@ -150,7 +149,7 @@ class RecipeFile(Format):
         recipe = load_recipe(path)
         written = with_our_names(tomllib.loads(path.read_text("utf-8-sig")))
         if "model" in written:
-            written["model"] = fill_preset(written["model"])
+            written["model"] = PRESETS.get(recipe.model.preset, {}) | written["model"]
         assert_inside(written, recipe.model_dump(mode="json"), "")
         (folder / "again.toml").write_text(recipe_to_toml(recipe), "utf-8")
         assert load_recipe(folder / "again.toml") == recipe

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmkit.errors import UsageError
-from lmkit.recipe.bench import bench_config
 from lmkit.recipe.load import (
     load_recipe,
     read_toml,
@@ -19,7 +18,7 @@ from lmkit.recipe.load import (
     shipped_with,
     validate,
 )
-from lmkit.recipe.schema import TABLES, Recipe
+from lmkit.recipe.schema import TABLES, Recipe, bench_config
 from lmkit.registry import OPTIMIZERS
 
 
