@@ -7,6 +7,8 @@ global batches.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Protocol
 
 import numpy as np
@@ -25,7 +27,54 @@ class BatchSource(Protocol):
         ...
 
 
-class TokenBatches:
+@dataclass(kw_only=True, eq=False)
+class _Sampler:
+    """Draw a global batch for every step, and cut out the rows of this rank."""
+
+    batch_size: int
+    context_length: int
+    seed: int
+    rank: int = 0
+    world_size: int = 1
+    accumulation: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank {self.rank} is not among {self.world_size} ranks")
+        if self.batch_size < 1 or self.accumulation < 1:
+            raise ValueError(
+                f"batch_size {self.batch_size} and accumulation {self.accumulation} must be at least 1"
+            )
+        if self.batch_size % (self.world_size * self.accumulation):
+            raise UsageError(
+                "batches.indivisible",
+                f"train.batch_size = {self.batch_size} is not divisible by "
+                f"{self.world_size} ranks x {self.accumulation} accumulation steps",
+                hint=f"use a multiple of {self.world_size * self.accumulation}",
+            )
+
+    def batch(self, step: int) -> Batch:
+        """Return this rank's (inputs, targets) of `step`, each int64 (accumulation, rows, context_length)."""
+        numbers = self._numbers_per_row()
+        # numpy promises that the streams of Philox and SeedSequence never change; the methods of `Generator` may.
+        # The remainder of 64 bits modulo n is biased by n / 2**64, which is negligible.
+        stream = np.random.Philox(np.random.SeedSequence([self.seed, step]))
+        rows = self.batch_size // self.world_size
+        raw = stream.random_raw(self.batch_size * numbers).reshape(self.batch_size, numbers)
+        windows = self._windows(raw[self.rank * rows : (self.rank + 1) * rows])  # (rows, context + 1)
+        windows = windows.reshape(self.accumulation, -1, self.context_length + 1)
+        return _tensor(windows[..., :-1]), _tensor(windows[..., 1:])
+
+    def _numbers_per_row(self) -> int:
+        raise NotImplementedError
+
+    def _windows(self, raw: np.ndarray) -> np.ndarray:
+        """Turn random uint64 (rows, numbers per row) into token ids (rows, context_length + 1)."""
+        raise NotImplementedError
+
+
+@dataclass(kw_only=True, eq=False)
+class TokenBatches(_Sampler):
     """Sample windows from a token file.
 
         >>> batches = TokenBatches(np.arange(1000), batch_size=4, context_length=8, seed=0)
@@ -53,75 +102,45 @@ class TokenBatches:
             accumulation does not divide the batch ("batches.indivisible").
     """
 
-    def __init__(
-        self,
-        tokens: np.ndarray,
-        *,
-        batch_size: int,
-        context_length: int,
-        seed: int,
-        rank: int = 0,
-        world_size: int = 1,
-        accumulation: int = 1,
-        document_starts: np.ndarray | None = None,
-    ) -> None:
-        check_length(tokens, context_length)
-        self._tokens = tokens
-        self._context_length = context_length
-        self._seed = seed
-        self._batch_size = batch_size
-        self._accumulation = accumulation
-        self._rows = _rank_rows(batch_size, rank, world_size, accumulation)
-        self._starts: np.ndarray | None = None
-        if document_starts is not None:
+    tokens: np.ndarray = field(kw_only=False)
+    document_starts: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_length(self.tokens, self.context_length)
+        if self.document_starts is not None:
             # A window must not reach beyond the end of the file.
-            self._starts = document_starts[document_starts < len(tokens) - context_length]
-            if len(self._starts) == 0:
+            last = len(self.tokens) - self.context_length - 1
+            self.document_starts = self.document_starts[self.document_starts <= last]
+            if len(self.document_starts) == 0:
                 raise UsageError(
                     "tokens.too_short",
-                    f"{_name(tokens)}: no document is followed by {context_length + 1} tokens",
+                    f"{_name(self.tokens)}: no document is followed by {self.context_length + 1} tokens",
                     hint="lower model.context_length or sample raw windows",
                 )
 
-    def batch(self, step: int) -> Batch:
-        """Return this rank's (inputs, targets) of `step`, each int64 (accumulation, rows, context_length)."""
-        raw = _random_words(self._seed, step, self._batch_size)[self._rows]
-        if self._starts is None:
-            starts = raw % np.uint64(len(self._tokens) - self._context_length)
+    def _numbers_per_row(self) -> int:
+        return 1
+
+    def _windows(self, raw: np.ndarray) -> np.ndarray:
+        if self.document_starts is None:
+            starts = raw[:, 0] % np.uint64(len(self.tokens) - self.context_length)
         else:
-            starts = self._starts[raw % np.uint64(len(self._starts))]
-        length = self._context_length + 1
-        windows = np.stack([self._tokens[start : start + length] for start in starts.astype(np.int64)])
-        return _inputs_and_targets(windows.reshape(self._accumulation, -1, length))
+            starts = self.document_starts[raw[:, 0] % np.uint64(len(self.document_starts))]
+        return np.stack([self.tokens[i : i + self.context_length + 1] for i in starts.astype(np.int64)])
 
 
-class RandomTokens:
+@dataclass(kw_only=True, eq=False)
+class RandomTokens(_Sampler):
     """Draw uniformly random token ids, with the interface of `TokenBatches`, for benchmarks without a corpus."""
 
-    def __init__(
-        self,
-        vocab_size: int,
-        *,
-        batch_size: int,
-        context_length: int,
-        seed: int,
-        rank: int = 0,
-        world_size: int = 1,
-        accumulation: int = 1,
-    ) -> None:
-        self._vocab_size = vocab_size
-        self._context_length = context_length
-        self._seed = seed
-        self._batch_size = batch_size
-        self._accumulation = accumulation
-        self._rows = _rank_rows(batch_size, rank, world_size, accumulation)
+    vocab_size: int = field(kw_only=False)
 
-    def batch(self, step: int) -> Batch:
-        """Return this rank's (inputs, targets) of `step`, each int64 (accumulation, rows, context_length)."""
-        length = self._context_length + 1
-        raw = _random_words(self._seed, step, self._batch_size * length).reshape(self._batch_size, length)
-        ids = raw[self._rows] % np.uint64(self._vocab_size)
-        return _inputs_and_targets(ids.reshape(self._accumulation, -1, length))
+    def _numbers_per_row(self) -> int:
+        return self.context_length + 1
+
+    def _windows(self, raw: np.ndarray) -> np.ndarray:
+        return raw % np.uint64(self.vocab_size)
 
 
 def evaluation_windows(
@@ -137,59 +156,22 @@ def evaluation_windows(
         UsageError: the file holds fewer than `context_length + 1` tokens ("tokens.too_short").
     """
     check_length(tokens, context_length)
-    return _consecutive_windows(tokens, context_length, batch_size, max_batches)
+    return islice(_consecutive_windows(tokens, context_length, batch_size), max_batches)
 
 
-def _consecutive_windows(
-    tokens: np.ndarray, context_length: int, batch_size: int, max_batches: int | None
-) -> Iterator[Batch]:
-    num_targets = len(tokens) - 1
-    num_windows = num_targets // context_length
-    batches = 0
+def _consecutive_windows(tokens: np.ndarray, context_length: int, batch_size: int) -> Iterator[Batch]:
+    num_windows = (len(tokens) - 1) // context_length
     for first in range(0, num_windows, batch_size):
-        if batches == max_batches:
-            return
         last = min(first + batch_size, num_windows)
         span = tokens[first * context_length : last * context_length + 1]
-        inputs = span[:-1].astype(np.int64).reshape(-1, context_length)
-        targets = span[1:].astype(np.int64).reshape(-1, context_length)
-        yield torch.from_numpy(inputs), torch.from_numpy(targets)
-        batches += 1
+        yield _tensor(span[:-1].reshape(-1, context_length)), _tensor(span[1:].reshape(-1, context_length))
     rest = tokens[num_windows * context_length :]
-    if len(rest) > 1 and batches != max_batches:
-        yield _inputs_and_targets(np.asarray(rest)[None])
+    if len(rest) > 1:
+        yield _tensor(rest[None, :-1]), _tensor(rest[None, 1:])
 
 
-def _random_words(seed: int, step: int, count: int) -> np.ndarray:
-    """Return `count` uniform uint64 for (seed, step).
-
-    numpy promises that the streams of Philox and SeedSequence never change; the methods of `Generator` may. The
-    remainder of 64 bits modulo n is biased by n / 2**64, which is negligible.
-    """
-    return np.random.Philox(np.random.SeedSequence([seed, step])).random_raw(count)
-
-
-def _inputs_and_targets(windows: np.ndarray) -> Batch:
-    ids = windows.astype(np.int64)  # (..., context + 1)
-    inputs = torch.from_numpy(np.ascontiguousarray(ids[..., :-1]))
-    targets = torch.from_numpy(np.ascontiguousarray(ids[..., 1:]))
-    return inputs, targets
-
-
-def _rank_rows(batch_size: int, rank: int, world_size: int, accumulation: int) -> slice:
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank} is not among {world_size} ranks")
-    if batch_size < 1 or accumulation < 1:
-        raise ValueError(f"batch_size {batch_size} and accumulation {accumulation} must be at least 1")
-    if batch_size % (world_size * accumulation):
-        raise UsageError(
-            "batches.indivisible",
-            f"train.batch_size = {batch_size} is not divisible by "
-            f"{world_size} ranks x {accumulation} accumulation steps",
-            hint=f"use a multiple of {world_size * accumulation}",
-        )
-    rows = batch_size // world_size
-    return slice(rank * rows, (rank + 1) * rows)
+def _tensor(ids: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(ids.astype(np.int64, order="C"))
 
 
 def check_length(tokens: np.ndarray, context_length: int) -> None:

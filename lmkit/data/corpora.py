@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import codecs
 import json
+import mmap
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,12 +20,12 @@ from lmkit.measure.progress import Progress
 from lmkit.recipe.tables import CorpusConfig
 from lmkit.recipe.vocabulary import END_OF_TEXT
 from lmkit.storage import atomic_path
-from lmkit.tokenizer.chunks import ErrorMode, text_file_status
+from lmkit.tokenizer.chunks import Chunk, ErrorMode, exact_chunks, read_blocks, text_file_status, valid_utf8
+from lmkit.tokenizer.pretokenize import SpecialTokens
 
 PathOrPaths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 _END_OF_DOCUMENT = END_OF_TEXT.encode()
-_BLOCK = 1 << 20
 _HELD_OUT_SEED = 1 << 32  # added to the seed of the training part: held-out stories come from another stream
 
 
@@ -65,19 +66,25 @@ def prepare_corpus(table: CorpusConfig, folder: Path, *, progress: Progress | No
         LmkitError: invalid UTF-8, with its byte offset, unless `errors` is "replace" ("text.not_utf8"); a broken
             JSON line ("corpus.not_json").
     """
+    train, valid = folder / "train.txt", folder / "valid.txt"
     if table.source == "synth":
-        return _synthesise(table, folder, progress)
-    if table.source != "files":
+        size = table.size_mb
+        write_stories(train, size_mb=size, seed=table.seed, progress=progress)
+        write_stories(valid, size_mb=size * table.valid_fraction, seed=table.seed + _HELD_OUT_SEED)
+    elif table.source != "files":
         train, valid = download_dataset(table.source, table.folder, progress=progress)
-        return CorpusFiles((train,), (valid,))
-    for key, paths in (("corpus.train", table.train), ("corpus.valid", table.valid)):
-        _check_files(key, paths)
-    if not table.valid:
-        return _split(table, folder, progress)
-    return CorpusFiles(
-        _plain_text("corpus.train", table.train, table, folder / "train.txt", progress),
-        _plain_text("corpus.valid", table.valid, table, folder / "valid.txt", progress),
-    )
+    else:
+        for key, paths in (("corpus.train", table.train), ("corpus.valid", table.valid)):
+            _check_files(key, paths)
+        if table.valid:
+            return CorpusFiles(
+                _plain_text("corpus.train", table.train, table, train, progress),
+                _plain_text("corpus.valid", table.valid, table, valid, progress),
+            )
+        with atomic_path(train) as partial:
+            _join("corpus.train", table.train, table, partial, progress)
+            _hold_out(partial, valid, table)
+    return CorpusFiles((train,), (valid,))
 
 
 @contextmanager
@@ -99,7 +106,6 @@ def plain_text_files(
             ("corpus.no_field").
         LmkitError: as `prepare_corpus`.
     """
-    table = CorpusConfig(errors=errors)
     texts = as_paths(paths)
     if not any(path.suffix == ".jsonl" for path in texts):
         yield texts
@@ -108,25 +114,10 @@ def plain_text_files(
         folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as made:
         for number, path in enumerate(texts):
-            if path.suffix != ".jsonl":
-                continue
-            size = text_file_status(path).st_size
-            texts[number] = Path(made) / f"{number}.txt"
-            with open(texts[number], "wb") as file:
-                for read, document in _json_documents(path, table):
-                    file.write(document)
-                    if progress is not None:
-                        progress("corpus", read, size)
-            if not texts[number].stat().st_size:
-                raise _empty(str(path))
+            if path.suffix == ".jsonl":
+                texts[number] = Path(made, f"{number}.txt")
+                _join("sources", [path], CorpusConfig(errors=errors), texts[number], progress)
         yield texts
-
-
-def _synthesise(table: CorpusConfig, folder: Path, progress: Progress | None) -> CorpusFiles:
-    train, valid = folder / "train.txt", folder / "valid.txt"
-    write_stories(train, size_mb=table.size_mb, seed=table.seed, progress=progress)
-    write_stories(valid, size_mb=table.size_mb * table.valid_fraction, seed=table.seed + _HELD_OUT_SEED)
-    return CorpusFiles((train,), (valid,))
 
 
 def _check_files(key: str, paths: Sequence[Path]) -> None:
@@ -138,11 +129,11 @@ def _check_files(key: str, paths: Sequence[Path]) -> None:
                 hint="give the path of a text or .jsonl file",
             )
     if paths and not any(path.stat().st_size for path in paths):
-        raise _empty(f"{key}: {paths[0]}")
+        raise _empty(key, paths)
 
 
-def _empty(name: str) -> UsageError:
-    return UsageError("corpus.empty", f"{name}: has no text", hint="a corpus needs some text")
+def _empty(key: str, paths: Sequence[Path]) -> UsageError:
+    return UsageError("corpus.empty", f"{key}: {paths[0]}: has no text", hint="a corpus needs some text")
 
 
 def _plain_text(
@@ -151,40 +142,34 @@ def _plain_text(
     """Return the files themselves if all are text, else one text file made of them."""
     if not any(path.suffix == ".jsonl" for path in paths):
         return paths
-    with atomic_path(joined) as partial, open(partial, "wb") as file:
-        _write_documents(key, paths, table, file, progress)
+    with atomic_path(joined) as partial:
+        _join(key, paths, table, partial, progress)
     return (joined,)
 
 
-def _split(table: CorpusConfig, folder: Path, progress: Progress | None) -> CorpusFiles:
-    train, valid = folder / "train.txt", folder / "valid.txt"
-    # Write one file, then cut it in two: the place of the cut depends on the size.
-    with atomic_path(train) as partial:
-        with open(partial, "wb") as file:
-            _write_documents("corpus.train", table.train, table, file, progress)
-        with open(partial, "r+b") as file, atomic_path(valid) as held_out, open(held_out, "wb") as target:
-            cut = _find_cut(file, table)
-            file.seek(cut)
-            while block := file.read(_BLOCK):
-                target.write(block)
-            file.truncate(cut)
-    return CorpusFiles((train,), (valid,))
+def _hold_out(train: Path, valid: Path, table: CorpusConfig) -> None:
+    """Move the end of `train` to `valid`."""
+    with open(train, "r+b") as file, atomic_path(valid) as partial, open(partial, "wb") as held_out:
+        cut = _find_cut(file, table)
+        file.seek(cut)
+        shutil.copyfileobj(file, held_out)
+        file.truncate(cut)
 
 
 def _find_cut(file: BinaryIO, table: CorpusConfig) -> int:
     """Return the offset at which the held-out part begins: between documents, else lines, else characters."""
-    size = file.seek(0, 2)
-    wanted = max(1, int(size * (1 - table.valid_fraction)))
-    for mark in (_END_OF_DOCUMENT + b"\n", _END_OF_DOCUMENT, b"\n"):
-        cut = _nearest_border(file, mark, wanted, size)
-        if cut is not None:
-            return cut
-    if wanted < size:
-        start = max(0, wanted - 3)
-        file.seek(start)
-        before = file.read(wanted - start + 1)
-        while before and before[-1] & 0xC0 == 0x80:  # UTF-8 continuation byte
-            before = before[:-1]
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        size = len(text)
+        wanted = max(1, int(size * (1 - table.valid_fraction)))
+        for mark in (_END_OF_DOCUMENT + b"\n", _END_OF_DOCUMENT, b"\n"):
+            before = text.rfind(mark, 0, wanted)
+            after = text.find(mark, max(0, wanted - len(mark) + 1))
+            if before >= 0:
+                return before + len(mark)
+            # A mark at the end of the file, even before a line break, leaves nothing to hold out.
+            if 0 <= after < size - 1 - len(mark):
+                return after + len(mark)
+        while 0 < wanted < size and text[wanted] & 0xC0 == 0x80:  # UTF-8 continuation byte
             wanted -= 1
     if not 0 < wanted < size:
         raise UsageError(
@@ -195,78 +180,34 @@ def _find_cut(file: BinaryIO, table: CorpusConfig) -> int:
     return wanted
 
 
-def _nearest_border(file: BinaryIO, mark: bytes, wanted: int, size: int) -> int | None:
-    """Return the last position up to `wanted` that follows `mark`, else the first after it; None without."""
-    before = _last_border(file, mark, wanted)
-    return before if before is not None else _first_border(file, mark, wanted - len(mark) + 1, size)
-
-
-def _last_border(file: BinaryIO, mark: bytes, end: int) -> int | None:
-    while end >= len(mark):
-        start = max(0, end - len(mark) - _BLOCK)
-        file.seek(start)
-        found = file.read(end - start).rfind(mark)
-        if found >= 0:
-            return start + found + len(mark)
-        end = start + len(mark) - 1 if start else 0  # a mark may cross the border of the block
-    return None
-
-
-def _first_border(file: BinaryIO, mark: bytes, start: int, size: int) -> int | None:
-    start = max(0, start)
-    file.seek(start)
-    window = b""
-    while block := file.read(_BLOCK):
-        window += block
-        found = window.find(mark)
-        if found >= 0:
-            border = start + found + len(mark)
-            # A mark at the end of the file, even before a line break, leaves nothing to hold out.
-            return border if border < size - 1 else None
-        searched = max(0, len(window) - len(mark) + 1)
-        start += searched
-        window = window[searched:]
-    return None
-
-
-def _write_documents(
-    key: str, paths: Sequence[Path], table: CorpusConfig, file: BinaryIO, progress: Progress | None
+def _join(
+    key: str, paths: Sequence[Path], table: CorpusConfig, target: Path, progress: Progress | None
 ) -> None:
     """Write the text of all files, one after the other, with `<|endoftext|>` between and behind JSON documents."""
-    total = sum(path.stat().st_size for path in paths)
+    sizes = [text_file_status(path).st_size for path in paths]
     done = written = 0
-    for path in paths:
-        pieces = _json_documents(path, table) if path.suffix == ".jsonl" else _text_pieces(path, table.errors)
-        ending = b""
-        for read, piece in pieces:
-            written += file.write(piece)
-            ending = (ending + piece)[-len(_END_OF_DOCUMENT) - 1 :]
-            if progress is not None:
-                progress("corpus", done + read, total)
-        done += path.stat().st_size
-        if len(paths) > 1 and ending and _END_OF_DOCUMENT not in ending:
-            file.write(_END_OF_DOCUMENT + b"\n")  # two files are two documents
+    with open(target, "wb") as file:
+        for path, size in zip(paths, sizes, strict=True):
+            pieces = (
+                _json_documents(path, table) if path.suffix == ".jsonl" else _text_pieces(path, table.errors)
+            )
+            ending = b""
+            for read, piece in pieces:
+                written += file.write(piece)
+                ending = (ending + piece)[-len(_END_OF_DOCUMENT) - 1 :]
+                if progress is not None:
+                    progress("corpus", done + read, sum(sizes))
+            done += size
+            if len(paths) > 1 and ending and _END_OF_DOCUMENT not in ending:
+                file.write(_END_OF_DOCUMENT + b"\n")  # two files are two documents
     if not written:
-        raise _empty(f"{key}: {paths[0]}")
+        raise _empty(key, paths)
 
 
-def _text_pieces(path: Path, errors: str) -> Iterator[tuple[int, bytes]]:
+def _text_pieces(path: Path, errors: ErrorMode) -> Iterator[tuple[int, bytes]]:
     """Yield (bytes read so far, valid UTF-8)."""
-    decoder = codecs.getincrementaldecoder("utf-8")(errors)
-    read = 0
-    with open(path, "rb") as file:
-        while True:
-            block = file.read(_BLOCK)
-            pending = len(decoder.getstate()[0])
-            try:
-                text = decoder.decode(block, final=not block)
-            except UnicodeDecodeError as error:
-                raise _invalid_utf8(path, read - pending + error.start) from None
-            read += len(block)
-            if text:
-                yield read, text.encode("utf-8")
-            if not block:
-                return
+    for chunk in exact_chunks(read_blocks(path), SpecialTokens({})):
+        yield chunk.offset + chunk.num_bytes, valid_utf8(chunk, path, errors)
 
 
 def _json_documents(path: Path, table: CorpusConfig) -> Iterator[tuple[int, bytes]]:
@@ -274,10 +215,7 @@ def _json_documents(path: Path, table: CorpusConfig) -> Iterator[tuple[int, byte
     read = 0
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
-            try:
-                text = line.decode("utf-8", table.errors)
-            except UnicodeDecodeError as error:
-                raise _invalid_utf8(path, read + error.start) from None
+            text = valid_utf8(Chunk(0, read, len(line), line), path, table.errors).decode()
             read += len(line)
             if not text.strip():
                 continue
@@ -298,11 +236,3 @@ def _json_documents(path: Path, table: CorpusConfig) -> Iterator[tuple[int, byte
                 )
             # A lone surrogate (\ud800) is valid JSON but cannot be encoded.
             yield read, document.encode("utf-8", "replace") + _END_OF_DOCUMENT + b"\n"
-
-
-def _invalid_utf8(path: Path, offset: int) -> LmkitError:
-    return LmkitError(
-        "text.not_utf8",
-        f"{path}: invalid UTF-8 at byte {offset}",
-        hint='convert the file, or replace what is invalid: corpus.errors = "replace", or --errors replace',
-    )

@@ -21,18 +21,20 @@ from __future__ import annotations
 
 import gzip
 import http.client
-import json
 import os
 import re
 import time
 import urllib.error
 import urllib.request
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from email.message import Message
 from pathlib import Path
 from typing import IO, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lmkit.errors import LmkitError, reason
 from lmkit.measure.progress import Progress
@@ -123,32 +125,31 @@ def download_dataset(
         dataset = DATASETS.load(dataset)()
         assert isinstance(dataset, Dataset)
     folder = Path(folder)
-    report = progress or _silent
-    paths = []
+    report = progress or (lambda stage, done, total: None)
+    files = dataset.train, dataset.valid
     with FolderLock(folder):
-        for file in (dataset.train, dataset.valid):
-            path = folder / file.name
-            if not _is_complete(path):
+        for file in files:
+            path, fetched = folder / file.name, folder / file.name
+            if file.remote.endswith(".gz"):
+                fetched = folder / file.remote
+            if _is_complete(path):
+                continue
+            if fetched == path or not _is_complete(fetched):
+                for place in (path, fetched):
+                    _refuse_to_replace(place)
                 url = f"{(base_url or dataset.base_url).rstrip('/')}/{file.remote}"
-                fetched = path.with_name(file.remote) if file.remote.endswith(".gz") else path
-                if fetched == path or not _is_complete(fetched):
-                    _refuse_to_replace(path)
-                    _refuse_to_replace(fetched)
-                    _fetch(url, fetched, file.max_bytes, report, retry_wait_s)
-                if fetched != path:
-                    _unpack(fetched, path, file.max_bytes, report)
-            paths.append(path)
-    return paths
+                _fetch(_Transfer(url, fetched, file.max_bytes, report), retry_wait_s)
+            if fetched != path:
+                _unpack(fetched, path, file.max_bytes, report)
+    return [folder / file.name for file in files]
 
 
-def _refuse_to_replace(path: Path) -> None:
-    """Refuse to overwrite a file that no download made. A symbolic link may be replaced."""
-    if path.is_file() and not path.is_symlink() and not _digest_path(path).exists():
-        raise LmkitError(
-            "download.file_exists",
-            f"{path}: is there without {_digest_path(path).name}, and a download would replace it",
-            hint="move it away; or, if it is the dataset's, write what `sha256sum` prints of it into that file",
-        )
+def _digest_path(path: Path) -> Path:
+    return path.with_name(path.name + ".sha256")
+
+
+def _record_digest(path: Path, digest: str) -> None:
+    write_atomic(_digest_path(path), f"{digest}  {path.name}\n")
 
 
 def _is_complete(path: Path) -> bool:
@@ -164,24 +165,35 @@ def _is_complete(path: Path) -> bool:
     return True
 
 
-def _fetch(url: str, path: Path, max_bytes: int, progress: Progress, retry_wait_s: float) -> None:
-    """Download one file to `path`, check it, and record its digest."""
-    transfer = _Transfer(url, path, max_bytes, progress)
+def _refuse_to_replace(path: Path) -> None:
+    """Refuse to overwrite a file that no download made. A symbolic link may be replaced."""
+    if path.is_file() and not path.is_symlink() and not _digest_path(path).exists():
+        raise LmkitError(
+            "download.file_exists",
+            f"{path}: is there without {_digest_path(path).name}, and a download would replace it",
+            hint="move it away; or, if it is the dataset's, write what `sha256sum` prints of it into that file",
+        )
+
+
+def _fetch(transfer: _Transfer, retry_wait_s: float) -> None:
+    """Run a transfer, again after failures of the network, and finish it."""
     failure = ""
     for attempt in range(_ATTEMPTS):
         if attempt:
             time.sleep(retry_wait_s * 2 ** (attempt - 1))
         try:
             transfer.run()
-            break
+            return transfer.finish()
         except urllib.error.HTTPError as error:
             failure = f"HTTP status {error.code}"
             error.close()
             if error.code == 416:  # our part is longer than the file: begin again
                 transfer.discard()
             elif error.code < 500 and error.code != 429:
-                raise LmkitError("download.failed", f"{url}: {failure}", hint="check the address") from None
-        except (OSError, http.client.HTTPException, _ShortBodyError) as error:
+                raise LmkitError(
+                    "download.failed", f"{transfer.url}: {failure}", hint="check the address"
+                ) from None
+        except (OSError, http.client.HTTPException) as error:
             if isinstance(error, OSError) and error.filename is not None:  # the disk, not the network
                 raise LmkitError(
                     "download.disk",
@@ -189,24 +201,28 @@ def _fetch(url: str, path: Path, max_bytes: int, progress: Progress, retry_wait_
                     hint="check the disk and the permissions",
                 ) from None
             failure = str(getattr(error, "reason", error)) or type(error).__name__
-    else:
-        raise LmkitError(
-            "download.failed",
-            f"{url}: {failure} (tried {_ATTEMPTS} times)",
-            hint="run the same command again: it resumes where it stopped",
-        )
-    transfer.finish()
+    raise LmkitError(
+        "download.failed",
+        f"{transfer.url}: {failure} (tried {_ATTEMPTS} times)",
+        hint="run the same command again: it resumes where it stopped",
+    )
 
 
-class _ShortBodyError(Exception):
-    """The connection ended before the announced length."""
+_SENDABLE = r"^[ -~]*$"  # in a header of a request
 
 
-_VERSION_KINDS = {"validator": str, "size": int, "sha256": str}
+class _Version(BaseModel):
+    """Which version on the server a partial file is from: the content of `<name>.partial.version.json`."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    validator: str = Field(pattern=_SENDABLE)  # an entity tag or a date
+    size: int
+    sha256: str
 
 
 class _Transfer:
-    """A download in progress: `<name>.partial`, and a JSON file that says which version on the server it is from."""
+    """A download in progress: `<name>.partial` and its version."""
 
     def __init__(self, url: str, path: Path, max_bytes: int, progress: Progress) -> None:
         self.url = url
@@ -220,33 +236,38 @@ class _Transfer:
         """Request the missing bytes and append them.
 
         Raises:
-            OSError, http.client.HTTPException, _ShortBodyError: the bytes received stay for the next attempt.
+            OSError, http.client.HTTPException: the bytes received stay for the next attempt.
         """
         version = self._version()
         headers = {"User-Agent": "lmkit"}
-        start = self.partial.stat().st_size if version.get("validator") and self.partial.exists() else 0
+        start = self.partial.stat().st_size if version.validator and self.partial.exists() else 0
         if start:
             # The answer is the rest of the same file (206) or, if the file has changed, all of the new one (200).
-            headers |= {"Range": f"bytes={start}-", "If-Range": version["validator"]}
-            if start == version["size"]:
+            headers |= {"Range": f"bytes={start}-", "If-Range": version.validator}
+            if start == version.size:
                 return
-        request = urllib.request.Request(self.url, headers=headers)
         redirects = _KeepDigest()
         opener = urllib.request.build_opener(redirects)
-        with opener.open(request, timeout=_TIMEOUT_S) as response:
+        with opener.open(urllib.request.Request(self.url, headers=headers), timeout=_TIMEOUT_S) as response:
             if response.status == 206:
-                first, total = _content_range(response.headers)
-                if first != start:
-                    raise _ShortBodyError("the server sent another part than it was asked for")
+                first, length = _numbers(
+                    response.headers, "Content-Range", r"bytes (\d{1,18})-\d+/(\d{1,18}|\*)"
+                )
+                if first != str(start):
+                    raise http.client.HTTPException("the server sent another part than it was asked for")
+                total = 0 if length == "*" else int(length)
             else:
-                start, total = 0, _content_length(response.headers)
+                start, total = (
+                    0,
+                    int(*_numbers(response.headers, "Content-Length", r"(\d{1,18})", missing="0")),
+                )
                 self._note_version(response.headers, total, redirects.digest)
             self._append(response, start, total)
 
     def finish(self) -> None:
         """Check the digest, record it, rename the file."""
         digest = sha256_file(self.partial)
-        expected = self._version().get("sha256", "")
+        expected = self._version().sha256
         if expected and digest != expected:
             self.discard()
             raise LmkitError(
@@ -254,7 +275,7 @@ class _Transfer:
                 f"{self.url}: the digest is {digest[:12]}..., the server promised {expected[:12]}...",
                 hint="the download is removed; try again later",
             )
-        write_atomic(_digest_path(self.path), f"{digest}  {self.path.name}\n")
+        _record_digest(self.path, digest)
         os.replace(self.partial, self.path)
         self.version_path.unlink(missing_ok=True)
 
@@ -264,49 +285,36 @@ class _Transfer:
         self.version_path.unlink(missing_ok=True)
 
     def _append(self, response: IO[bytes], start: int, total: int) -> None:
-        done = start
         with open(self.partial, "r+b" if start else "wb") as file:
             file.seek(start)
-            while block := response.read(_BLOCK):
-                done += len(block)
-                if done > self.max_bytes:
-                    self.discard()
-                    raise LmkitError(
-                        "download.too_large",
-                        f"{self.url}: more than {self.max_bytes} bytes",
-                        hint="this is not the expected file; the download is removed",
-                    )
-                file.write(block)
-                self.progress(f"download {self.path.name}", done, total)
+            try:
+                stage = f"download {self.path.name}"
+                _copy(
+                    response, file, self.max_bytes, self.url, lambda done: self.progress(stage, done, total)
+                )
+            except LmkitError:
+                self.discard()
+                raise
             file.flush()
             os.fsync(file.fileno())
-        if total and done != total:
-            raise _ShortBodyError(f"the connection ended after {done} of {total} bytes")
+            if total and file.tell() != total:
+                raise http.client.HTTPException(f"the connection ended after {file.tell()} of {total} bytes")
 
-    def _version(self) -> dict[str, Any]:
-        """Return what `_note_version` wrote; {} if that is missing or damaged, so that the transfer begins again."""
-        try:
-            version = json.loads(self.version_path.read_text("utf-8"))
-        except (FileNotFoundError, ValueError, RecursionError):
-            return {}
-        whole = (
-            isinstance(version, dict)
-            and {key: type(value) for key, value in version.items()} == _VERSION_KINDS
-            and version["validator"].isascii()
-            and version["validator"].isprintable()
-        )
-        return version if whole else {}
+    def _version(self) -> _Version:
+        """Return what `_note_version` wrote; without a whole note the transfer begins again."""
+        with suppress(FileNotFoundError, ValidationError):
+            return _Version.model_validate_json(self.version_path.read_bytes())
+        return _Version(validator="", size=0, sha256="")
 
     def _note_version(self, headers: Message, total: int, linked_digest: str) -> None:
         etag = headers.get("ETag", "")
         # A weak tag (W/...) does not promise equal bytes. Without a strong tag or a date nothing can be resumed.
         validator = headers.get("Last-Modified", "") if etag.startswith("W/") or not etag else etag
-        facts = {"validator": validator, "size": total, "sha256": linked_digest or _sha256_in(etag)}
-        self.partial.unlink(missing_ok=True)  # bytes of one version must not meet the tag of another
-        if validator or facts["sha256"]:
-            write_atomic(self.version_path, json.dumps(facts))
-        else:
-            self.version_path.unlink(missing_ok=True)
+        if not re.fullmatch(_SENDABLE, validator):
+            validator = ""
+        self.discard()  # bytes of one version must not meet the tag of another
+        version = _Version(validator=validator, size=total, sha256=linked_digest or _sha256_in(etag))
+        write_atomic(self.version_path, version.model_dump_json())
 
 
 class _KeepDigest(urllib.request.HTTPRedirectHandler):
@@ -329,25 +337,36 @@ def _sha256_in(etag: str) -> str:
     return match[1] if match else ""
 
 
-def _content_length(headers: Message) -> int:
-    """Return the announced length; 0 if the server does not say."""
-    text = headers.get("Content-Length") or "0"
-    if not re.fullmatch(r"\d{1,18}", text):
-        raise _ShortBodyError("the server sent a length that is no number")
-    return int(text)
-
-
-def _content_range(headers: Mapping[str, str] | Message) -> tuple[int, int]:
-    match = re.fullmatch(r"bytes (\d{1,18})-\d{1,18}/(\d{1,18}|\*)", headers.get("Content-Range") or "")
+def _numbers(headers: Message, name: str, pattern: str, missing: str = "") -> tuple[str, ...]:
+    """Return the groups of a header."""
+    match = re.fullmatch(pattern, headers.get(name) or missing)
     if match is None:
-        raise _ShortBodyError("the server sent a part without saying which")
-    return int(match[1]), 0 if match[2] == "*" else int(match[2])
+        raise http.client.HTTPException(f"the server sent a wrong {name}")
+    return match.groups()
+
+
+def _copy(
+    source: IO[bytes] | gzip.GzipFile,
+    target: IO[bytes],
+    max_bytes: int,
+    name: str,
+    report: Callable[[int], None],
+) -> None:
+    """Copy what is left of `source` to a file, which may grow to `max_bytes`."""
+    while block := source.read(_BLOCK):
+        if target.tell() + len(block) > max_bytes:
+            raise LmkitError(
+                "download.too_large",
+                f"{name}: holds more than {max_bytes} bytes",
+                hint="this is not the expected file: delete what is left of it",
+            )
+        target.write(block)
+        report(target.tell())
 
 
 def _unpack(archive: Path, path: Path, max_bytes: int, progress: Progress) -> None:
     """Decompress a .gz file to `path` and remove it."""
-    size = archive.stat().st_size
-    done = 0
+    stage, size = f"unpack {archive.name}", archive.stat().st_size
     try:
         with (
             atomic_path(path) as partial,
@@ -355,28 +374,11 @@ def _unpack(archive: Path, path: Path, max_bytes: int, progress: Progress) -> No
             open(archive, "rb") as packed,
             gzip.open(packed) as unpacked,
         ):
-            while block := unpacked.read(_BLOCK):
-                done += len(block)
-                if done > max_bytes:
-                    raise LmkitError(
-                        "download.too_large",
-                        f"{archive}: unpacks to more than {max_bytes} bytes",
-                        hint="this is not the expected file; delete it",
-                    )
-                file.write(block)
-                progress(f"unpack {archive.name}", packed.tell(), size)
+            _copy(unpacked, file, max_bytes, str(archive), lambda _: progress(stage, packed.tell(), size))
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise LmkitError(
             "download.damaged", f"{archive}: {error}", hint="delete it to fetch it again"
         ) from None
-    write_atomic(_digest_path(path), f"{sha256_file(path)}  {path.name}\n")
+    _record_digest(path, sha256_file(path))
     archive.unlink()
     _digest_path(archive).unlink()
-
-
-def _digest_path(path: Path) -> Path:
-    return path.with_name(path.name + ".sha256")
-
-
-def _silent(_stage: str, _done: int, _total: int) -> None:
-    pass

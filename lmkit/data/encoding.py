@@ -8,28 +8,22 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 
 from lmkit.data.corpora import PathOrPaths, as_paths, plain_text_files
 from lmkit.data.token_files import TokenFileWriter, TokenMeta, sidecar_path
-from lmkit.errors import LmkitError, UsageError
+from lmkit.errors import UsageError
 from lmkit.measure.environment import usable_cpus
 from lmkit.measure.progress import Progress
 from lmkit.storage.outputs import refuse_existing
 from lmkit.tokenizer import END_OF_TEXT, Tokenizer
-from lmkit.tokenizer.chunks import (
-    Chunk,
-    ErrorMode,
-    exact_chunks,
-    read_blocks,
-    text_file_status,
-    valid_utf8,
-)
+from lmkit.tokenizer.chunks import Chunk, ErrorMode, TextFiles
 from lmkit.tokenizer.engine import Encoder, share_out
 
+_END = END_OF_TEXT.encode()
 _TAIL_BYTES = 4096  # the end of a source, which is searched for its last end-of-text token
 
 
@@ -70,26 +64,32 @@ def encode_corpus(
     paths = as_paths(sources)
     _check_output(output, paths, force=force)
     with plain_text_files(paths, output.parent, errors=errors, progress=progress) as texts:
-        reader = _Reader(texts, tokenizer, errors)
-        if reader.total_bytes == 0:
-            names = ", ".join(map(str, paths)) or "no files"
-            raise UsageError(
-                "text.empty", f"the corpus is empty: {names}", hint="give at least one file with text in it"
-            )
-        return _encode(reader, output, tokenizer, workers or usable_cpus(), progress)
+        files = TextFiles(texts, tokenizer.specials, errors)
+        return _encode(files, output, tokenizer, workers or usable_cpus(), progress)
 
 
 def _encode(
-    reader: _Reader, output: Path, tokenizer: Tokenizer, workers: int, progress: Progress | None
+    files: TextFiles, output: Path, tokenizer: Tokenizer, workers: int, progress: Progress | None
 ) -> TokenMeta:
     end_of_text = tokenizer.end_of_text_id
     num_documents = done_bytes = 0
+    digest = hashlib.sha256()
     with TokenFileWriter(
         output, vocab_size=tokenizer.vocab_size, tokenizer_sha256=tokenizer.sha256
     ) as writer:
 
+        def chunks() -> Iterator[Chunk]:
+            for source, size in enumerate(files.sizes):
+                tail = b""
+                for chunk in files.chunks(source):
+                    digest.update(chunk.data)
+                    tail = (tail + chunk.data[-_TAIL_BYTES:])[-_TAIL_BYTES:]
+                    yield chunk
+                if end_of_text is not None and size and not tail.rstrip().endswith(_END):
+                    yield Chunk(source, size, 0, _END)
+
         def encode(encoder: Encoder) -> Callable[[Chunk], np.ndarray]:
-            return lambda chunk: encoder.encode(reader.text_of(chunk), tokenizer.specials)
+            return lambda chunk: encoder.encode(files.text_of(chunk), tokenizer.specials)
 
         def write(chunk: Chunk, ids: np.ndarray) -> None:
             nonlocal num_documents, done_bytes
@@ -97,14 +97,13 @@ def _encode(
             num_documents += int(np.count_nonzero(ids == end_of_text)) if end_of_text is not None else 0
             done_bytes += chunk.num_bytes
             if progress is not None:
-                progress("encode", done_bytes, reader.total_bytes)
+                progress("encode", done_bytes, files.num_bytes)
 
-        encoders = [tokenizer.new_encoder() for _ in range(workers)]
-        share_out(reader.chunks(), [encode(encoder) for encoder in encoders], write)
+        share_out(chunks(), [encode(tokenizer.new_encoder()) for _ in range(workers)], write)
         return writer.finish(
-            num_documents=num_documents if end_of_text is not None else reader.num_sources,
-            num_bytes=reader.total_bytes,
-            source_sha256=reader.sha256(),
+            num_documents=num_documents if end_of_text is not None else len(files.paths),
+            num_bytes=files.num_bytes,
+            source_sha256=digest.hexdigest(),
         )
 
 
@@ -125,62 +124,3 @@ def _check_output(output: Path, sources: Iterable[Path], *, force: bool) -> None
                 f"{source}: {output.name} and its description would replace this source",
                 hint="give the token file another name",
             )
-
-
-class _Reader:
-    """Yield the chunks of all sources, hash the bytes read, and notice a source that changes meanwhile."""
-
-    def __init__(self, sources: Sequence[Path], tokenizer: Tokenizer, errors: ErrorMode) -> None:
-        self._sources = list(sources)
-        self._tokenizer = tokenizer
-        self._errors = errors
-        self._states = [_state(path) for path in self._sources]
-        self._digest = hashlib.sha256()
-        self.num_sources = len(self._sources)
-        self.total_bytes = sum(size for size, _ in self._states)
-
-    def chunks(self) -> Iterator[Chunk]:
-        separator = END_OF_TEXT.encode() if self._tokenizer.end_of_text_id is not None else b""
-        for number, path in enumerate(self._sources):
-            tail = _Tail()
-            yield from exact_chunks(self._blocks(path, tail), self._tokenizer.specials, source=number)
-            size, _ = self._states[number]
-            if _state(path) != self._states[number] or tail.num_bytes != size:
-                raise LmkitError(
-                    "corpus.changed",
-                    f"{path}: changed while it was being encoded",
-                    hint="run again when it is complete",
-                )
-            if separator and size and not tail.data.rstrip().endswith(separator):
-                yield Chunk(number, size, 0, separator)
-
-    def text_of(self, chunk: Chunk) -> bytes:
-        """Return the chunk's text as valid UTF-8; safe to call from any thread."""
-        return valid_utf8(chunk, str(self._sources[chunk.source]), self._errors).data
-
-    def sha256(self) -> str:
-        return self._digest.hexdigest()
-
-    def _blocks(self, path: Path, tail: _Tail) -> Iterator[bytes]:
-        for block in read_blocks(path):
-            self._digest.update(block)
-            tail.add(block)
-            yield block
-
-
-class _Tail:
-    """The last bytes of a stream and its length so far."""
-
-    def __init__(self) -> None:
-        self.data = b""
-        self.num_bytes = 0
-
-    def add(self, block: bytes) -> None:
-        self.data = (self.data + block[-_TAIL_BYTES:])[-_TAIL_BYTES:]
-        self.num_bytes += len(block)
-
-
-def _state(path: Path) -> tuple[int, int]:
-    """Return size and time of last change: a write to the file changes one of them."""
-    status = text_file_status(path)
-    return status.st_size, status.st_mtime_ns

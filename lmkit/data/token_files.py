@@ -12,14 +12,16 @@ import os
 import re
 import shlex
 import sys
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.lib import format as npy
+from pydantic import ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
 
 from lmkit.errors import LmkitError, UsageError
 from lmkit.storage import atomic_path, write_atomic
@@ -34,7 +36,10 @@ _WRITE_BACK_BYTES = 1 << 22  # passed to the disk at a time
 _CHECK_TOKENS = 1 << 24  # compared at a time when ids are checked
 
 
-@dataclass(frozen=True)
+Count = Annotated[int, Field(ge=0)]
+
+
+@dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class TokenMeta:
     """The description of a token file, as its `.json` file holds it.
 
@@ -44,15 +49,15 @@ class TokenMeta:
     """
 
     tokenizer_sha256: str
-    vocab_size: int
-    num_tokens: int
-    num_documents: int
-    num_bytes: int
+    vocab_size: Annotated[int, Field(gt=0, le=1 << 32)]
+    num_tokens: Count
+    num_documents: Count
+    num_bytes: Count
     source_sha256: str
-    format: int = FORMAT
+    format: int
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class TokenFile:
     """An open token file: `tokens` is a read-only memory map, one-dimensional, uint16 or uint32."""
 
@@ -97,15 +102,27 @@ class TokenFileWriter:
         self._num_tokens = 0
         self._write_back_from = 0
         self._meta: TokenMeta | None = None
+        self._context: AbstractContextManager[TokenFileWriter] = self._writing()
 
     def __enter__(self) -> TokenFileWriter:
+        return self._context.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return self._context.__exit__(kind, value, trace)
+
+    @contextmanager
+    def _writing(self) -> Iterator[TokenFileWriter]:
         _refuse_to_replace_another_json(self._path)
-        with ExitStack() as stack:  # __exit__ is not called if this fails: close the files here
-            partial = stack.enter_context(atomic_path(self._path))
-            self._file = stack.enter_context(open(partial, "wb"))
+        with atomic_path(self._path) as partial, open(partial, "wb") as self._file:
             self._write_header()
-            self._stack = stack.pop_all()
-        return self
+            yield self
+            if self._meta is None:
+                raise RuntimeError("the token file was not finished")
+            self._path.unlink(missing_ok=True)  # old ids must not meet the new description
+            description = json.dumps(dataclasses.asdict(self._meta), indent=2) + "\n"
+            write_atomic(sidecar_path(self._path), description)
 
     def append(self, ids: np.ndarray) -> None:
         """Add ids at the end.
@@ -130,6 +147,7 @@ class TokenFileWriter:
             num_documents=num_documents,
             num_bytes=num_bytes,
             source_sha256=source_sha256,
+            format=FORMAT,
         )
         return self._meta
 
@@ -157,22 +175,6 @@ class TokenFileWriter:
         end = self._file.tell()
         self._file.flush()
         return end
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None:
-            self._stack.__exit__(kind, value, trace)
-            return
-        abandoned = RuntimeError("the token file was not finished")
-        if self._meta is None:
-            self._stack.__exit__(RuntimeError, abandoned, None)
-            raise abandoned
-        with self._stack:
-            self._path.unlink(missing_ok=True)  # old ids must not meet the new description
-            write_atomic(
-                sidecar_path(self._path), json.dumps(dataclasses.asdict(self._meta), indent=2) + "\n"
-            )
 
 
 def _refuse_to_replace_another_json(path: Path) -> None:
@@ -251,20 +253,11 @@ def _read_meta(path: Path) -> TokenMeta:
             f"{sidecar}: format {content['format']!r}, but this lmkit reads {FORMAT}",
             hint="upgrade lmkit",
         )
-    kinds = {field.name: field.type for field in dataclasses.fields(TokenMeta)}
-    wrong = [f"{name} is missing" for name in kinds if name not in content]
-    wrong += [f"unknown key {name!r}" for name in content if name not in kinds]
-    wrong += [
-        f"{name} is {value!r}" for name, value in content.items() if type(value).__name__ != kinds.get(name)
-    ]
-    if wrong:
-        raise _damaged(path, f"{sidecar}: {wrong[0]}")
-    meta = TokenMeta(**content)
-    if not 0 < meta.vocab_size <= 1 << 32:
-        raise _damaged(path, f"{sidecar}: vocab_size is {meta.vocab_size}")
-    if meta.num_documents < 0 or meta.num_bytes < 0:
-        raise _damaged(path, f"{sidecar}: num_documents or num_bytes is negative")
-    return meta
+    try:
+        return TokenMeta(**content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise _damaged(path, f"{sidecar}: {first['loc'][0]}: {first['msg']}") from None
 
 
 def _read_object(path: Path) -> dict[str, Any]:

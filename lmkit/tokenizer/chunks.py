@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -36,7 +36,7 @@ class Chunk(NamedTuple):
     source: int
     offset: int
     num_bytes: int
-    data: bytes  # these bytes, or their replacement by `valid_utf8`
+    data: bytes
 
 
 def text_file_status(path: Path) -> os.stat_result:
@@ -132,22 +132,62 @@ def _cuts_after_letter(data: bytes, low: int, high: int) -> list[int]:
     return [cut for cut in cuts if cut <= high]
 
 
-def valid_utf8(chunk: Chunk, name: str, errors: ErrorMode) -> Chunk:
-    """Return `chunk` as valid UTF-8; with errors="replace", invalid bytes become U+FFFD.
+def valid_utf8(chunk: Chunk, path: Path, errors: ErrorMode) -> bytes:
+    """Return the chunk as valid UTF-8; with errors="replace", invalid bytes become U+FFFD.
 
     Raises:
-        LmkitError: the text is not UTF-8 and `errors` is "strict"; names the byte offset.
+        LmkitError: the text is not UTF-8 and `errors` is "strict" ("text.not_utf8"); names the byte offset.
     """
     if is_utf8(chunk.data):
-        return chunk
-    if errors == "replace":
-        return chunk._replace(data=chunk.data.decode("utf-8", "replace").encode())
+        return chunk.data
     try:
-        chunk.data.decode()
+        return chunk.data.decode("utf-8", errors).encode()
     except UnicodeDecodeError as error:
         raise LmkitError(
             "text.not_utf8",
-            f"{name}: invalid UTF-8 at byte {chunk.offset + error.start}",
-            hint="fix the file, or read invalid bytes as U+FFFD with --errors replace",
+            f"{path}: invalid UTF-8 at byte {chunk.offset + error.start}",
+            hint='convert the file, or read invalid bytes as U+FFFD: corpus.errors = "replace", or --errors replace',
         ) from None
-    return chunk
+
+
+class TextFiles:
+    """Text files to be read once, in chunks.
+
+    Raises:
+        UsageError: a file is missing or not a regular file ("text.unreadable"), or all are empty ("text.empty").
+    """
+
+    def __init__(self, paths: Sequence[Path], specials: SpecialTokens, errors: ErrorMode) -> None:
+        self.paths = list(paths)
+        self.sizes = [text_file_status(path).st_size for path in paths]
+        self.num_bytes = sum(self.sizes)
+        self._specials = specials
+        self._errors = errors
+        if not self.num_bytes:
+            names = ", ".join(map(str, paths)) or "no files"
+            raise UsageError(
+                "text.empty", f"the corpus is empty: {names}", hint="give a file that contains text"
+            )
+
+    def chunks(self, source: int) -> Iterator[Chunk]:
+        """Yield the chunks of file number `source`.
+
+        Raises:
+            LmkitError: the file changes meanwhile ("corpus.changed").
+        """
+        path, num_bytes = self.paths[source], 0
+        before = text_file_status(path)
+        for chunk in exact_chunks(read_blocks(path), self._specials, source=source):
+            num_bytes += chunk.num_bytes
+            yield chunk
+        # A write to the file changes its size or its time.
+        if text_file_status(path).st_mtime_ns != before.st_mtime_ns or num_bytes != self.sizes[source]:
+            raise LmkitError(
+                "corpus.changed",
+                f"{path}: changed while it was being read",
+                hint="run again when it is complete",
+            )
+
+    def text_of(self, chunk: Chunk) -> bytes:
+        """Return a chunk as valid UTF-8; safe to call from any thread."""
+        return valid_utf8(chunk, self.paths[chunk.source], self._errors)

@@ -79,11 +79,7 @@ class Tokenizer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickle the content; locks and compiled encoders are made anew.
-        content: dict[str, Any] = {
-            "vocab": self.vocab,
-            "merges": self.merges,
-            "special_tokens": self.special_tokens,
-        }
+        content = {name: getattr(self, name) for name in ("vocab", "merges", "special_tokens")}
         return functools.partial(Tokenizer, **content), ()
 
     @property
@@ -316,6 +312,5 @@ def _bytes_per_token(tokenizer: Tokenizer, path: Path) -> float | None:
     num_bytes = num_tokens = 0
     for chunk in exact_chunks(read_blocks(path), tokenizer.specials):
         num_bytes += chunk.num_bytes
-        data = valid_utf8(chunk, str(path), "replace").data
-        num_tokens += len(encoder.encode(data, tokenizer.specials))
+        num_tokens += len(encoder.encode(valid_utf8(chunk, path, "replace"), tokenizer.specials))
     return num_bytes / num_tokens if num_tokens else None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 
 from lmkit.errors import UsageError
@@ -11,7 +12,7 @@ from lmkit.measure.environment import usable_cpus
 from lmkit.measure.progress import Progress
 from lmkit.recipe.vocabulary import END_OF_TEXT, MAX_VOCABULARY, NUM_BYTES
 from lmkit.tokenizer.bpe import WordCounts
-from lmkit.tokenizer.chunks import Chunk, ErrorMode, exact_chunks, read_blocks, text_file_status, valid_utf8
+from lmkit.tokenizer.chunks import Chunk, ErrorMode, TextFiles
 from lmkit.tokenizer.engine import WordCounter, new_counter, share_out
 from lmkit.tokenizer.files import to_bytes
 from lmkit.tokenizer.merge_learner import learn_merges_fast
@@ -67,16 +68,8 @@ def train_tokenizer(
             f"to {MAX_VOCABULARY}",
             hint=f"use at least {least}",
         )
-    if sum(text_file_status(path).st_size for path in files) == 0:
-        names = ", ".join(str(path) for path in files) or "no files"
-        raise UsageError("text.empty", f"the corpus is empty: {names}", hint="give a file that contains text")
-    words = count_words(
-        files,
-        specials=SpecialTokens(dict.fromkeys(special_tokens, 0)),
-        workers=workers or usable_cpus(),
-        errors=errors,
-        progress=progress,
-    )
+    specials = SpecialTokens(dict.fromkeys(special_tokens, 0))
+    words = _count_words(TextFiles(files, specials, errors), specials, workers or usable_cpus(), progress)
     if special_tokens and not words.num_special:
         _log.warning("no special token (%s) occurs in the corpus", ", ".join(special_tokens))
     num_merges = vocab_size - least
@@ -114,41 +107,27 @@ def _checked_specials(special_tokens: str | Sequence[str] | None) -> tuple[str, 
     return texts
 
 
-def count_words(
-    paths: Sequence[Path],
-    *,
-    specials: SpecialTokens,
-    workers: int,
-    errors: ErrorMode,
-    progress: Progress | None = None,
+def _count_words(
+    files: TextFiles, specials: SpecialTokens, workers: int, progress: Progress | None
 ) -> WordCounts:
-    """Count the distinct words of text files, in the memory of a few chunks per worker plus the words.
+    """Count the distinct words, in the memory of a few chunks per worker plus the words.
 
     Each worker counts chunks in a table of its own; the tables are added at the end.
-
-    Raises:
-        LmkitError: a file is not UTF-8.
-        UsageError: a file cannot be read.
     """
-    total_bytes = sum(path.stat().st_size for path in paths)
     done_bytes = 0
 
-    def chunks() -> Iterator[Chunk]:
-        for number, path in enumerate(paths):
-            yield from exact_chunks(read_blocks(path), specials, source=number)
-
     def count(counter: WordCounter) -> Callable[[Chunk], None]:
-        return lambda chunk: counter.add(valid_utf8(chunk, str(paths[chunk.source]), errors).data)
+        return lambda chunk: counter.add(files.text_of(chunk))
 
     def report(chunk: Chunk, result: None) -> None:
         nonlocal done_bytes
         done_bytes += chunk.num_bytes
         if progress is not None:
-            progress("count words", done_bytes, total_bytes)
+            progress("count words", done_bytes, files.num_bytes)
 
-    counters = [new_counter(specials) for _ in range(workers)]
-    share_out(chunks(), [count(counter) for counter in counters], report)
-    first, *others = counters
+    first, *others = counters = [new_counter(specials) for _ in range(workers)]
+    chunks = chain.from_iterable(map(files.chunks, range(len(files.paths))))
+    share_out(chunks, [count(counter) for counter in counters], report)
     for other in others:
         first.absorb(other)
     return first.result()

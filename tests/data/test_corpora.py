@@ -15,11 +15,6 @@ from lmkit.recipe.tables import CorpusConfig
 MARK = "<|endoftext|>\n"
 
 
-@pytest.fixture(params=[1 << 20, 7], ids=["one block", "blocks of 7 bytes"])
-def block(request, monkeypatch) -> None:
-    monkeypatch.setattr(corpora, "_BLOCK", request.param)
-
-
 @pytest.fixture
 def write(tmp_path):
     def write(name: str, content: str | bytes):
@@ -43,7 +38,6 @@ def split(tmp_path):
     return split
 
 
-@pytest.mark.usefixtures("block")
 @pytest.mark.parametrize("end", [MARK, "<|endoftext|>"])
 def test_holds_out_the_last_documents(write, split, end):
     documents = [f"document {number}\nwith two lines{end}".encode() for number in range(20)]
@@ -55,7 +49,6 @@ def test_holds_out_the_last_documents(write, split, end):
         assert train + valid == b"".join(documents)
 
 
-@pytest.mark.usefixtures("block")
 def test_a_book_is_cut_at_a_line(write, split):
     lines = [f"line {number:03}\n".encode() for number in range(100)]  # 9 bytes each
     train, valid = split(write("book.txt", b"".join(lines)), valid_fraction=0.1)
@@ -66,13 +59,11 @@ def test_a_book_is_cut_at_a_line(write, split):
     assert 0.1 * 914 <= len(valid) <= 0.1 * 914 + 9
 
 
-@pytest.mark.usefixtures("block")
 def test_a_last_line_of_one_character_can_be_held_out(write, split):
     train, valid = split(write("book.txt", "first\n2\n"), valid_fraction=0.9)
     assert (train, valid) == (b"first\n", b"2\n")
 
 
-@pytest.mark.usefixtures("block")
 @pytest.mark.parametrize("fraction", [0.05, 0.25, 0.3, 0.5, 0.61, 0.75, 0.9, 0.99])
 @pytest.mark.parametrize("text", ["a😀b😀😀c", "aéé日本é", "ab", "日本語" * 50])
 def test_a_line_of_any_characters_is_cut_between_two_of_them(write, split, text, fraction):
@@ -89,7 +80,6 @@ def test_keeps_every_byte_of_odd_text(write, split):
     assert train + valid == text.encode()
 
 
-@pytest.mark.usefixtures("block")
 def test_several_files_are_several_documents(write, split):
     train, valid = split(
         write("a.txt", "first"),
@@ -105,14 +95,13 @@ def test_several_files_are_several_documents(write, split):
     assert valid == f"sixth{MARK}".encode()
 
 
-def test_progress_counts_the_bytes_of_all_files(write, tmp_path, monkeypatch):
-    monkeypatch.setattr(corpora, "_BLOCK", 7)
+def test_progress_counts_the_bytes_of_all_files(write, tmp_path):
     paths = (write("a.txt", "ten bytes\n"), write("b.jsonl", '{"text": "one"}\n{"text": "two"}\n'))
     seen = []
     prepare_corpus(
         CorpusConfig(source="files", train=paths), tmp_path, progress=lambda *report: seen.append(report)
     )
-    assert seen == [("corpus", done, 42) for done in (7, 10, 26, 42)]
+    assert seen == [("corpus", done, 42) for done in (10, 26, 42)]
 
 
 def test_named_text_files_are_used_where_they_lie(write, tmp_path):
@@ -123,7 +112,6 @@ def test_named_text_files_are_used_where_they_lie(write, tmp_path):
     assert not (tmp_path / "corpus").exists()
 
 
-@pytest.mark.usefixtures("block")
 def test_json_lines_become_documents(write, split):
     stories = [f"a\nb {number} é" for number in range(10)]
     lines = "\n".join(json.dumps({"story": story, "other": 1}) for story in stories) + "\n\n"
@@ -167,7 +155,6 @@ def test_bad_json_lines_name_the_line(write, split, tmp_path, refuses, content, 
     assert list((tmp_path / "corpus").iterdir()) == []
 
 
-@pytest.mark.usefixtures("block")
 @pytest.mark.parametrize(
     ("content", "offset", "replaced"),
     [

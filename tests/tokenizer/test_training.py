@@ -170,7 +170,7 @@ def test_fault_29_an_error_in_one_worker_ends_the_training(
 def test_impossible_special_tokens_are_refused_at_once(
     write: Callable, special: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training, "count_words", lambda *_, **__: pytest.fail("the training began"))
+    monkeypatch.setattr(training, "TextFiles", lambda *_, **__: pytest.fail("the training began"))
     with pytest.raises(UsageError) as caught:
         train_tokenizer([write("text")], vocab_size=300, special_tokens=special)
     assert caught.value.code == "tokenizer.special_tokens"
