@@ -10,38 +10,49 @@ import torch
 from torch import Tensor
 
 from lmkit.attention.accuracy import NAMES, AttentionFunction, Error, run_attention
-from lmkit.attention.inputs import causal_mask
+from lmkit.kernels.flash.reference import attention_backward, attention_forward
+
+
+def draw_inputs(
+    *,
+    batch=1,
+    heads=2,
+    kv_heads=None,
+    queries=16,
+    keys=None,
+    head_dim=16,
+    dtype=torch.float32,
+    seed=0,
+    device="cpu",
+):
+    """(q, k, v, dout), normal, never zero; (batch, heads, seq, head_dim)."""
+    generator = torch.Generator(device).manual_seed(seed)
+    mine = (batch, heads, queries, head_dim)
+    theirs = (batch, kv_heads or heads, queries if keys is None else keys, head_dim)
+    shapes = (mine, theirs, theirs, mine)
+    return tuple(torch.randn(shape, generator=generator, device=device).to(dtype) for shape in shapes)
 
 
 def exact_attention(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None, *, causal: bool, scale: float | None = None
 ) -> tuple[Tensor, ...]:
-    """(out,) or (out, dq, dk, dv) in float64, by the formulas of the chain rule, one head at a time."""
+    """(out,) or (out, dq, dk, dv) in float64, one head at a time."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     group = q.shape[1] // max(k.shape[1], 1)
-    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
-    dq, dk, dv = (
-        torch.zeros_like(out),
-        torch.zeros_like(k, dtype=out.dtype),
-        torch.zeros_like(v, dtype=out.dtype),
-    )
-    hidden = ~causal_mask(q.shape[2], k.shape[2], q.device) if causal else None
+    exact = [torch.zeros(x.shape, dtype=torch.float64, device=q.device) for x in (q, q, k, v)]
     for b in range(q.shape[0]):
         for h in range(q.shape[1]):
-            q_h, k_h, v_h = q[b, h].double(), k[b, h // group].double(), v[b, h // group].double()
-            scores = q_h @ k_h.T * scale  # (num_queries, num_keys)
-            if hidden is not None:
-                scores = scores.masked_fill(hidden, -torch.inf)
-            p = scores.softmax(dim=-1)
-            out[b, h] = p @ v_h
+            own, shared = (
+                (slice(b, b + 1), slice(h, h + 1)),
+                (slice(b, b + 1), slice(h // group, h // group + 1)),
+            )
+            head = q[own].double(), k[shared].double(), v[shared].double()
+            exact[0][own] = attention_forward(*head, causal, scale)[0]
             if dout is not None:
-                do_h = dout[b, h].double()
-                dp = do_h @ v_h.T
-                ds = p * (dp - (dp * p).sum(dim=-1, keepdim=True)) * scale
-                dq[b, h] = ds @ k_h
-                dk[b, h // group] += ds.T @ q_h
-                dv[b, h // group] += p.T @ do_h
-    return (out,) if dout is None else (out, dq, dk, dv)
+                gradients = attention_backward(dout[own].double(), *head, causal, scale)
+                for total, place, gradient in zip(exact[1:], (own, shared, shared), gradients, strict=True):
+                    total[place] += gradient
+    return tuple(exact if dout is not None else exact[:1])
 
 
 def row_size(x: Tensor) -> float:

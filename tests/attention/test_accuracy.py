@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from attention_oracle import error_of, exact_attention, faults_of
+from attention_oracle import exact_attention, faults_of
 
 from lmkit.attention import attention, reference
 
@@ -60,13 +60,6 @@ def test_correct_attention_is_accepted(dtype, random_inputs):
     assert faults_of(reference, reference, *inputs, causal=True, allowance=1.0) == []
 
 
-def test_wrong_dtype_and_nan_are_rejected(random_inputs):
-    inputs = random_inputs(queries=5, dtype=torch.float16)
-    faults = faults_of(lambda q, k, v, **o: reference(q, k, v, **o).float(), reference, *inputs, causal=True)
-    assert any("out: is torch.float32" in fault for fault in faults)
-    assert error_of(torch.tensor([[math.nan]]), torch.tensor([[1.0]]).double()).overall == math.inf
-
-
 def test_oracle_agrees_with_a_case_worked_by_hand():
     # One head, head_dim 1, keys 0 and ln 3, values 10 and 20, query 1: weights 1/4 and 3/4.
     q = torch.tensor([[[[1.0], [1.0]]]], dtype=torch.float64)
@@ -74,11 +67,3 @@ def test_oracle_agrees_with_a_case_worked_by_hand():
     v = torch.tensor([[[[10.0], [20.0]]]], dtype=torch.float64)
     (out,) = exact_attention(q, k, v, None, causal=True, scale=1.0)
     torch.testing.assert_close(out.flatten(), torch.tensor([10.0, 17.5], dtype=torch.float64))
-
-
-def test_oracle_gradients_agree_with_autograd(random_inputs):
-    q, k, v, dout = random_inputs(heads=4, kv_heads=2, queries=7, keys=9, dtype=torch.float64)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    expected = torch.autograd.grad(reference(*leaves, causal=True), leaves, dout)
-    for mine, theirs in zip(exact_attention(*leaves, dout, causal=True)[1:], expected, strict=True):
-        torch.testing.assert_close(mine.detach(), theirs)

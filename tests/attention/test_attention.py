@@ -7,7 +7,6 @@ import pytest
 import torch
 from attention_oracle import exact_attention, faults_of
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from lmkit.attention import FlashAttention, attention, attention_function, check_kernel, dispatch, sdpa
 from lmkit.attention.accuracy import run_attention
@@ -79,22 +78,14 @@ def test_a_scale_of_any_sign(kernel, scale, dtype, random_inputs):
     ids=["no batch", "no queries", "no keys"],
 )
 def test_fault_84_nothing_in_gives_zeros_out(kernel, sizes, causal, random_inputs):
+    """Also where a row that sees no key holds what is not finite."""
     q, k, v, dout = random_inputs(**sizes)
-    out, dq, dk, dv = run_attention(kernel, q, k, v, dout, causal=causal)
-    for got, like in ((out, q), (dq, q), (dk, k), (dv, v)):
+    if q.numel():
+        q[0, 0, 2], dout[1, 1, 3] = torch.inf, torch.nan
+    tensors = run_attention(kernel, q, k, v, dout, causal=causal)
+    for got, like in zip(tensors, (q, q, k, v), strict=True):
         assert got.shape == like.shape
         assert not got.any()
-
-
-@pytest.mark.parametrize("value", [torch.inf, torch.nan])
-def test_a_row_that_sees_no_key_gives_zeros_whatever_is_in_it(kernel, value, random_inputs):
-    q, k, v, dout = random_inputs(queries=5, keys=0)
-    q[0, 0, 2] = dout[1, 1, 3] = value
-    out, dq, dk, dv = run_attention(kernel, q, k, v, dout, causal=True)
-    assert not out.any()
-    assert not dq.any()
-    assert dk.shape == k.shape
-    assert dv.shape == v.shape
 
 
 @pytest.mark.parametrize("factor", [8.0, 1e4], ids=["logits x 8", "inputs x 1e4"])
@@ -129,24 +120,6 @@ def test_autocast_casts_mixed_inputs_but_not_float64(kernel, random_inputs):
     out.backward(dout.bfloat16())
     assert q.grad.dtype == torch.float32
     assert torch.equal(inside, kernel(*wide, causal=True))
-
-
-def test_activation_checkpointing_changes_nothing(kernel, random_inputs):
-    q, k, v, dout = random_inputs(queries=33)
-
-    def recomputed(q, k, v, *, causal):
-        return checkpoint(kernel, q, k, v, causal=causal, use_reentrant=False)
-
-    plain = run_attention(kernel, q, k, v, dout, causal=True)
-    again = run_attention(recomputed, q, k, v, dout, causal=True)
-    assert all(torch.equal(*pair) for pair in zip(plain, again, strict=True))
-
-
-def test_flash_attention_passes_gradcheck(random_inputs):
-    inputs = random_inputs(batch=1, queries=5, head_dim=3, dtype=torch.float64)[:3]
-    assert torch.autograd.gradcheck(
-        lambda q, k, v: FlashAttention.apply(q, k, v, True), [x.requires_grad_() for x in inputs]
-    )
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (4, 4), (0, 0)])

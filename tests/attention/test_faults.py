@@ -44,12 +44,10 @@ def recipe(tmp_path: Path) -> Path:
 def assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
-    lines = done.stderr.splitlines()
-    assert [line.startswith(start) for line, start in zip(lines, ("error", "hint"), strict=True)] == [
-        True
-    ] * 2
-    for word in words:
-        assert word in done.stderr
+    error, hint = done.stderr.splitlines()
+    assert error.startswith("error")
+    assert hint.startswith("hint")
+    assert all(word in done.stderr for word in words)
 
 
 def test_fault_80_cuda_without_a_gpu_is_refused(lmkit: Lmkit, recipe: Path, tmp_path: Path) -> None:

@@ -1,5 +1,8 @@
+from functools import partial
+
 import pytest
 import torch
+from attention_oracle import draw_inputs
 
 
 def pytest_collection_modifyitems(items):
@@ -14,19 +17,5 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def random_inputs():
-    """Makes (q, k, v, dout) on the GPU, normal, never zero; (batch, heads, seq, head_dim)."""
-
-    def make(
-        batch=1, heads=2, kv_heads=None, queries=16, keys=None, head_dim=64, dtype=torch.bfloat16, seed=0
-    ):
-        generator = torch.Generator("cuda").manual_seed(seed)
-        keys = queries if keys is None else keys
-        shapes = [
-            (batch, heads, queries, head_dim),
-            (batch, kv_heads or heads, keys, head_dim),
-            (batch, kv_heads or heads, keys, head_dim),
-            (batch, heads, queries, head_dim),
-        ]
-        return tuple(torch.randn(shape, generator=generator, device="cuda").to(dtype) for shape in shapes)
-
-    return make
+    """`draw_inputs` in bfloat16 on the GPU."""
+    return partial(draw_inputs, head_dim=64, dtype=torch.bfloat16, device="cuda")

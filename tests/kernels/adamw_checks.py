@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from itertools import pairwise
 from unittest import mock
@@ -220,28 +219,6 @@ def check_a_factor_is_a_scaled_gradient(device: str) -> None:
         assert torch.equal(param, twin)
 
 
-def check_other_steps_groups_and_missing_gradients(device: str) -> None:
-    """Against PyTorch's: parameters that have seen other numbers of steps, groups with other settings."""
-
-    def groups(params: Sequence[Tensor]) -> list[dict]:
-        other = {"lr": 1e-2, "betas": (0.0, 0.5), "eps": 1e-3, "weight_decay": 0.0}
-        return [{"params": params[:4]}, {"params": params[4:], **other}]
-
-    ours, theirs = parameters(device), parameters(device)
-    mine, other = AdamW(groups(ours), **SETTINGS), torch.optim.AdamW(groups(theirs), **SETTINGS)
-    for step in range(9):
-        for params in (ours, theirs):
-            give(params, gradients(step))
-            for i, param in enumerate(params):
-                if i and (step + i) % 3 == 0:
-                    param.grad = None
-        mine.step()
-        other.step()
-    assert {int(mine.state[param]["step"]) for param in ours} == {6, 9}
-    for param, twin in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(param, twin, rtol=1e-6, atol=1e-6)
-
-
 def check_what_is_not_contiguous_or_wide_takes_the_operations(device: str) -> None:
     torch.manual_seed(3)
     for base in (torch.randn(8, 6).to(device).T, torch.randn(5, dtype=torch.float64).to(device)):
@@ -264,22 +241,6 @@ def check_what_is_not_contiguous_or_wide_takes_the_operations(device: str) -> No
         mine.step()
         other.step()
     torch.testing.assert_close(param, expected, rtol=1e-6, atol=1e-6)
-
-
-def check_resumes_bit_for_bit(device: str) -> None:
-    whole, halves = parameters(device), parameters(device)
-    steps(AdamW(whole, **SETTINGS), range(7))
-    first = AdamW(halves, **SETTINGS)
-    steps(first, range(3))
-    second = AdamW(halves, lr=9.0, weight_decay=9.0)
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    steps(second, range(3, 7))
-    for one, two in zip(whole, halves, strict=True):
-        assert torch.equal(one, two)
-    twins = copy.deepcopy(second)  # has tables of its own
-    steps(twins, range(7, 8))
-    for group in twins.param_groups:
-        assert not any(torch.equal(a, b) for a, b in zip(group["params"], halves, strict=True) if b.numel())
 
 
 def check_the_table_moves_with_the_tensors(device: str) -> None:

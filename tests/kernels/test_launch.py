@@ -37,21 +37,13 @@ def _forget(stand_in_gpu, monkeypatch):
 
 
 def inputs(
-    *,
-    queries=64,
-    keys=64,
-    heads=4,
-    kv_heads=2,
-    head_dim=32,
-    dtype=torch.bfloat16,
-    layout="dense",
-    skip=0,
+    *, queries=64, keys=64, heads=4, kv_heads=2, head_dim=32, dtype=torch.bfloat16, layout="dense", skip=(0, 0, 0, 0),
     cut=0,
-):
+):  # fmt: skip
     """(q, k, v, dout). layout: "dense", "fused" (slices of one projection) or "odd" (row strides of no use to 16-byte
     loads). skip: elements before each tensor, which make its address odd. cut: rows left out at the end."""
 
-    def make(heads, length):
+    def make(heads, length, skip):
         if layout == "dense":
             memory = torch.zeros(heads * length * head_dim + skip, dtype=dtype)[skip:]
             return memory.view(1, heads, length, head_dim)
@@ -59,7 +51,8 @@ def inputs(
         memory = torch.zeros(length * width + skip, dtype=dtype)[skip:].view(1, length, width)
         return memory[..., : heads * head_dim].view(1, length, heads, head_dim).transpose(1, 2)
 
-    tensors = make(heads, queries), make(kv_heads, keys), make(kv_heads, keys), make(heads, queries)
+    sizes = (heads, queries), (kv_heads, keys), (kv_heads, keys), (heads, queries)
+    tensors = [make(*size, before) for size, before in zip(sizes, skip, strict=True)]
     return tuple(x[:, :, : x.shape[2] - cut] for x in tensors)
 
 
@@ -107,7 +100,7 @@ def test_prepared_launches_are_tritons_own(run, tiling, causal, stand_in_gpu, mo
     assert launches_of(call, stand_in_gpu) == expected  # known
 
 
-# What changes between the calls of one process; every one of them alone, against the first.
+# What changes between the calls of one process; every one of them alone, against the first: inputs, then options.
 CHANGES = {
     "as before": {},
     "longer": {"queries": 96, "keys": 96},
@@ -122,15 +115,21 @@ CHANGES = {
     "float32": {"dtype": torch.float32},
     "slices of a projection": {"layout": "fused"},
     "odd strides": {"layout": "odd"},
-    "odd addresses": {"skip": 1},
-    "addresses of 8 bytes": {"skip": 4},
-    "odd addresses and strides": {"skip": 1, "layout": "odd"},
+    "odd addresses": {"skip": (1, 1, 1, 1)},
+    "addresses of 8 bytes": {"skip": (4, 4, 4, 4)},
+    **{
+        f"one odd address: {['q', 'k', 'v', 'dout'][i]}": {"skip": [int(j == i) for j in range(4)]}
+        for i in range(4)
+    },
+    "odd addresses and strides": {"skip": (1, 1, 1, 1), "layout": "odd"},
 }
+OPTIONS = {"full": {"causal": False}, "other tiling": {"tiling": COPIED}}
 
 
 @pytest.mark.parametrize("run", [forward, pytest.param(backward, marks=pytest.mark.full)])
 def test_whatever_changes_between_calls_the_launch_is_tritons_own(run, stand_in_gpu, monkeypatch):
     calls = {name: run(*inputs(**change)) for name, change in CHANGES.items()}
+    calls |= {name: run(*inputs(), **options) for name, options in OPTIONS.items()}
     expected = {name: ordinary(call, stand_in_gpu, monkeypatch) for name, call in calls.items()}
     variants = {str([function for _, _, function, *_ in launches]) for launches in expected.values()}
     assert len(variants) > len(CHANGES) // 2  # or the changes would not be seen
@@ -139,28 +138,12 @@ def test_whatever_changes_between_calls_the_launch_is_tritons_own(run, stand_in_
             assert launches_of(call, stand_in_gpu) == expected[name], name
 
 
-@pytest.mark.parametrize("skipped", [0, *(pytest.param(i, marks=pytest.mark.full) for i in (1, 2, 3))])
-def test_one_odd_address_is_enough(skipped, stand_in_gpu, monkeypatch):
-    even, odd = inputs(), inputs(skip=1)
-    mixed = [odd[i] if i == skipped else even[i] for i in range(4)]
-    for tensors in (even, mixed, even, mixed):
-        call = backward(*tensors)
-        assert launches_of(call, stand_in_gpu) == ordinary(call, stand_in_gpu, monkeypatch)
-
-
 def test_other_tensors_of_the_same_kind_are_launched_on_without_preparing(stand_in_gpu, monkeypatch):
     first, second = forward(*inputs()), forward(*inputs())
     expected = ordinary(second, stand_in_gpu, monkeypatch)
     assert launches_of(first, stand_in_gpu) != expected  # other pointers
     monkeypatch.setattr(flash_forward.forward_calls, "prepare", None)
     assert launches_of(second, stand_in_gpu) == expected
-
-
-def test_options_are_part_of_the_kind(stand_in_gpu, monkeypatch):
-    tensors = inputs()
-    for options in ({"causal": True}, {"causal": False}, {"tiling": COPIED}, {"causal": True}):
-        call = forward(*tensors, **options)
-        assert launches_of(call, stand_in_gpu) == ordinary(call, stand_in_gpu, monkeypatch)
 
 
 def test_kinds_are_forgotten_when_there_are_too_many(stand_in_gpu, monkeypatch):

@@ -8,7 +8,6 @@ import importlib
 import pytest
 import torch
 from attention_oracle import faults_of
-from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -60,20 +59,15 @@ def test_fault_82_any_lengths_equal_the_oracle(queries, keys, causal, random_inp
 
 @pytest.mark.full
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize(("rows", "columns"), [(16, 32), (32, 16), (64, 16), (16, 64)])
-def test_any_tile_shape(rows, columns, causal, random_inputs):
-    inputs = random_inputs(queries=70, keys=50)
-    assert faults_of(with_tiling(rows, columns), reference, *inputs, causal=causal) == []
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize(
-    ("rows", "columns", "keys"), [(16, 32, 20), (32, 16, 64), (64, 16, 70), (16, 32, 70)]
+    ("rows", "columns", "keys"), [(16, 32, 20), (32, 16, 64), (64, 16, 70), (16, 64, 70)]
 )
-def test_gradients_apart_and_tiles_in_registers(rows, columns, keys, causal, random_inputs):
+@pytest.mark.parametrize(
+    "options", [{}, {"split": True, "registers": True, "apart": True}], ids=["", "apart"]
+)
+def test_any_tile_shape(rows, columns, keys, options, causal, random_inputs):
     inputs = random_inputs(heads=4, kv_heads=2, queries=70, keys=keys, head_dim=24)
-    attention = with_tiling(rows, columns, split=True, registers=True, apart=True)
+    attention = with_tiling(rows, columns, **options)
     assert faults_of(attention, reference, *inputs, causal=causal) == []
 
 
@@ -111,9 +105,8 @@ def test_fault_84_views_of_one_projection_are_read_where_they_lie():
     dout = torch.randn(2, 40, 2, 32, generator=torch.Generator().manual_seed(1)).transpose(1, 2)
     assert faults_of(flash_triton, reference, q, k, v, dout, causal=True) == []
     out = flash_triton(q, k, v, causal=True)
-    assert out.transpose(
-        1, 2
-    ).is_contiguous()  # the model's next view, (batch, seq, heads * head_dim), is free
+    # The model's next view, (batch, seq, heads * head_dim), is free.
+    assert out.transpose(1, 2).is_contiguous()
 
 
 def test_rows_with_a_stride_and_broadcast_gradients(random_inputs):
@@ -129,25 +122,15 @@ def test_any_scale(scale, random_inputs):
     assert faults_of(flash_triton, reference, *inputs, causal=True, scale=scale) == []
 
 
-def test_log_sum_exp_is_natural(random_inputs):
-    q, k, v, _ = random_inputs(queries=40, keys=50)
-    _, lse = flash_forward(q, k, v, causal=False, scale=0.25)
-    expected = torch.logsumexp(q.double() @ k.double().transpose(-2, -1) * 0.25, dim=-1)
-    torch.testing.assert_close(lse.double(), expected, atol=1e-6, rtol=1e-6)  # a few float32 roundings
-
-
 @pytest.mark.parametrize("sizes", [{"batch": 0}, {"queries": 0, "keys": 5}, {"queries": 5, "keys": 0}])
 def test_fault_84_nothing_in_gives_zeros_out(sizes, random_inputs):
+    """Also where a row that sees no key holds what is not finite."""
     q, k, v, dout = random_inputs(**sizes)
+    if q.numel():
+        q[0, 0, 2] = dout[0, 1, 3] = torch.inf
     for got, like in zip(run_attention(flash_triton, q, k, v, dout, causal=True), (q, q, k, v), strict=True):
         assert got.shape == like.shape
         assert not got.any()
-
-
-def test_a_row_that_sees_no_key_gives_zeros_whatever_is_in_it(random_inputs):
-    q, k, v, dout = random_inputs(queries=5, keys=0)
-    q[0, 0, 2] = dout[0, 1, 3] = torch.inf
-    assert not any(x.any() for x in run_attention(flash_triton, q, k, v, dout, causal=True))
 
 
 def test_nan_reaches_exactly_the_rows_that_see_it(random_inputs):
@@ -157,25 +140,6 @@ def test_nan_reaches_exactly_the_rows_that_see_it(random_inputs):
     assert out[0, 0, 50:].isnan().all()
     assert out[0, 0, :50].isfinite().all()
     assert out[0, 1].isfinite().all()
-
-
-@pytest.mark.full
-def test_same_bits_every_time(random_inputs):
-    q, k, v, dout = random_inputs(heads=4, kv_heads=2, queries=65)
-    first, *others = (run_attention(flash_triton, q, k, v, dout, causal=True) for _ in range(3))
-    for other in others:
-        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
-
-
-@pytest.mark.full
-def test_activation_checkpointing_changes_nothing(random_inputs):
-    inputs = random_inputs(queries=33)
-
-    def recomputed(q, k, v, *, causal):
-        return checkpoint(flash_triton, q, k, v, causal=causal, use_reentrant=False)
-
-    plain, again = (run_attention(f, *inputs, causal=True) for f in (flash_triton, recomputed))
-    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
 
 
 def test_autocast_casts_mixed_inputs(random_inputs):
@@ -220,27 +184,6 @@ def test_a_second_derivative_is_refused(random_inputs):
                 (gradient,) = torch.autograd.grad(out, q, outside, create_graph=True)
                 with pytest.raises(UsageError, match="flash_triton"):
                     torch.autograd.grad(out.sum() + gradient.square().sum(), wanted)
-
-
-@pytest.mark.full
-def test_no_gradient_from_behind_gives_none(random_inputs):
-    class NothingComesBack(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            return None
-
-    q, k, v, _ = (x.requires_grad_() for x in random_inputs(queries=20))
-    operator = torch.ops.lmkit.flash_attention_forward.default
-    for out in (
-        flash_triton(q, k, v, causal=True),
-        operator(q, k, v, True, 0.25, "auto", False, "ieee")[0],
-    ):
-        NothingComesBack.apply(out).sum().backward()
-        assert q.grad is None
 
 
 @pytest.mark.full
