@@ -311,20 +311,3 @@ def _or_damaged(where: object, read: Callable[[], Made]) -> Made:
             f"{where}: not what `lmkit bench` writes ({type(error).__name__}: {error})",
             hint="run the command that wrote the file again",
         ) from None
-
-
-def pivot(
-    rows: Rows,
-    row_key: Callable[[dict[str, Any]], str],
-    column_key: Callable[[dict[str, Any]], str],
-    cell: Callable[[dict[str, Any]], str],
-    *,
-    corner: str = "",
-) -> str:
-    """Return a Markdown table: a line per `row_key`, a column per `column_key`, `cell` where they meet."""
-    columns = list(dict.fromkeys(map(column_key, rows)))
-    lines = [[corner, *columns], [":-"] + ["-:"] * len(columns)]
-    for name, members in grouped(rows, row_key).items():
-        cells = {column_key(row): cell(row) for row in members}
-        lines.append([name, *(cells.get(column, "-") for column in columns)])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -6,19 +6,17 @@ ranges.
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from lmkit.bench.harness import Summary, terminal_text
+from lmkit.bench.harness import report_text, terminal_text
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.memory import GIB
 from lmkit.measure.plots import stacked_areas
@@ -27,66 +25,84 @@ from lmkit.measure.tables import Column, Rows, markdown_table, row_files
 from lmkit.model.accounting import count_parameters
 from lmkit.profile.allocations import (
     BUILD,
-    CATEGORIES,
     Census,
     MemoryProfile,
     Phase,
-    PhasePeak,
     Recording,
     blocks_of,
-    gib_key,
-    memory_finding,
     profile_memory,
 )
-from lmkit.profile.steps import Workload, as_the_recipe_says, build_step, call_of
+from lmkit.profile.kineto import chrome_trace
+from lmkit.profile.steps import Workload, build_step, call_of
+from lmkit.profile.write_up import gib_key, summarize_memory
 from lmkit.training.setup import TrainingStep
 
 HISTORY_ENTRIES = 2_000_000
-PICTURE_POINTS = 3000
-COLUMNS = (
-    Column("phase", "phase"),
-    Column("peak_gib", "peak GiB", ".4f"),
-    *(Column(gib_key(category), category, ".4f") for category in CATEGORIES),
+PICTURE, PICTURE_POINTS = "memory_timeline.png", 3000
+LARGEST = (
+    Column("gib", "GiB", ".4f"),
+    Column("count", "count", "d"),
+    Column("category", "category"),
+    Column("phase", "allocated in"),
 )
 
 
 @dataclass(frozen=True)
 class MemoryResult:
-    """The rows of a memory profile, and the files to store."""
+    """The rows of a memory profile, the table for a terminal, and the files to store."""
 
     rows: Rows
+    text: str
     files: dict[str, bytes | str]
-    environment: dict[str, Any]
-    notes: tuple[str, ...]
-
-    def table(self) -> str:
-        """Return the rows as text for a terminal."""
-        return terminal_text(Summary("Memory", COLUMNS, self.rows, notes=self.notes))
 
 
 def run_profile(work: Workload) -> MemoryResult:
     """Build the model, run `work.warmup + work.steps` steps (or passes) and record their allocations.
 
     Files: `memory_timeline.png`, `memory_snapshot.pickle` (for https://pytorch.org/memory_viz),
-    `memory_peaks.jsonl`, `memory_peaks.csv`, `memory_report.md`.
+    `memory_peaks.jsonl`, `memory_peaks.csv`, `memory_report.md`, `environment.json`.
     """
-    with as_the_recipe_says(work):
-        recording = record(work)
+    with work.numerics():
+        recording = _record_on_gpu(work) if work.ranks.device.type == "cuda" else _record_on_cpu(work)
     profile = profile_memory(recording)
-    rows = [_facts(work) | _row(peak) for peak in [*profile.peaks, profile.peak]]
+    rows = _rows(work, profile)
+    largest = [block | {"gib": block["bytes"] / GIB} for block in profile.largest]
+    summary = replace(
+        summarize_memory(rows),
+        title=f"Memory: {work}",
+        tables={"Largest allocations": markdown_table(largest, LARGEST)},
+        notes=(f"GiB = 2^30 bytes, of {recording.source}",),
+    )
     environment = describe_environment()
-    title = str(work)
-    notes = (f"GiB = 2^30 bytes, of {recording.source}",)
-    files = row_files("memory_peaks", rows)
-    files["memory_timeline.png"] = _picture(profile, work)
-    files["memory_snapshot.pickle"] = recording.pickled
-    files["memory_report.md"] = _report(rows, profile, title, environment, notes)
-    return MemoryResult(rows, files, environment, notes)
+    files = row_files("memory_peaks", rows) | {
+        PICTURE: _picture(profile, work),
+        "memory_snapshot.pickle": recording.pickled,
+        "memory_report.md": report_text(summary, environment, [PICTURE]),
+        "environment.json": json.dumps(environment, indent=1) + "\n",
+    }
+    return MemoryResult(rows, terminal_text(summary), files)
 
 
-def record(work: Workload) -> Recording:
-    """Record every allocation from before the model exists until after the last step."""
-    return _record_on_gpu(work) if work.ranks.device.type == "cuda" else _record_on_cpu(work)
+def _rows(work: Workload, profile: MemoryProfile) -> Rows:
+    model = work.model
+    facts = {
+        "model": model.preset or f"{model.num_layers} x {model.d_model}",
+        "parameters": count_parameters(model).total,
+        "context_length": model.context_length,
+        "batch_size": work.batch_size,
+        "pass": work.mode,
+        "dtype": work.train.precision,
+        "attention": model.attention,
+    }
+    return [
+        {
+            **facts,
+            "phase": phase,
+            "peak_gib": sum(peak.values()) / GIB,
+            **{gib_key(category): size / GIB for category, size in peak.items()},
+        }
+        for phase, peak in profile.peaks.items()
+    ]
 
 
 class _Observer:
@@ -94,21 +110,17 @@ class _Observer:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._open: list[tuple[str, float]] = []
+        self._open: list[float] = []
         self.step: TrainingStep | None = None
         self.phases: list[Phase] = []
         self.censuses: list[Census] = []
 
     def __call__(self, name: str, opens: bool) -> None:
+        moment = self._clock()
         if opens:
-            self._open.append((name, self._clock()))
+            self._open.append(moment)
             return
-        _, start = self._open.pop()
-        end = self._clock()
-        self.phases.append(Phase(name, start, end))
-        self.take_census(end)
-
-    def take_census(self, moment: float) -> None:
+        self.phases.append(Phase(name, self._open.pop(), moment))
         if self.step is not None:
             self.censuses.append(Census(moment, _owners(self.step)))
 
@@ -127,22 +139,16 @@ def _owners(step: TrainingStep) -> dict[int, str]:
     return owners
 
 
-@contextmanager
-def _observed(observer: _Observer) -> Iterator[None]:
+def _run(work: Workload, observer: _Observer) -> None:
     observe_ranges(observer)
     try:
-        yield
-    finally:
-        disable_ranges()
-
-
-def _run(work: Workload, observer: _Observer) -> None:
-    with _observed(observer):
         with range_(BUILD):
             observer.step = build_step(work)
         call = call_of(observer.step, work.mode)
         for _ in range(work.warmup + work.steps):
             call()
+    finally:
+        disable_ranges()
 
 
 def _unix_us() -> float:
@@ -167,48 +173,35 @@ def _record_on_gpu(work: Workload) -> Recording:
         for entry in snapshot["device_traces"][work.ranks.device.index or 0]
         if entry["action"] in signs
     ]
-    return Recording(
-        blocks_of(events), observer.phases, observer.censuses, pickle.dumps(snapshot), "the CUDA allocator"
-    )
+    pickled = pickle.dumps(snapshot)
+    return Recording(blocks_of(events), observer.phases, observer.censuses, pickled, "the CUDA allocator")
 
 
 def _record_on_cpu(work: Workload) -> Recording:
-    """Record on the profiler's clock: annotations in its trace mark the phases."""
-    order: list[str] = []
-    annotations: list[Any] = []
+    """Record on the profiler's clock: an annotation in its trace marks every moment that the observer asks for."""
+    count = itertools.count()
 
-    class Annotating(_Observer):
-        def __call__(self, name: str, opens: bool) -> None:
-            if opens:
-                annotation = torch.profiler.record_function(f"phase {len(order)}")
-                order.append(name)
-                annotation.__enter__()
-                annotations.append((annotation, len(order) - 1))
-                return
-            annotation, number = annotations.pop()
-            self.take_census(number)
-            annotation.__exit__(None, None, None)
+    def mark() -> float:
+        number = next(count)
+        with torch.profiler.record_function(f"moment {number}"):
+            return number
 
-    observer = Annotating(lambda: 0.0)
-    with tempfile.TemporaryDirectory(prefix="lmkit-memory-") as folder:
-        recorder = torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
-        )
-        with quietly(recorder) as profiler:
-            _run(work, observer)
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        document = json.loads(path.read_bytes())
+    observer = _Observer(mark)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with quietly(
+        torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True)
+    ) as profiler:
+        _run(work, observer)
     events: list[tuple[float, int, int]] = []
-    spans: dict[int, tuple[float, float]] = {}
-    for event in document["traceEvents"]:
+    moments: dict[int, float] = {}
+    for event in json.loads(chrome_trace(profiler))["traceEvents"]:
         if event.get("name") == "[memory]" and event["args"].get("Device Type") == 0:
             events.append((event["ts"], event["args"]["Addr"], event["args"]["Bytes"]))
-        elif event.get("cat") == "user_annotation" and event["name"].startswith("phase "):
-            spans[int(event["name"].split()[1])] = (event["ts"], event["ts"] + event["dur"])
+        elif event.get("cat") == "user_annotation" and event["name"].startswith("moment "):
+            moments[int(event["name"].split()[1])] = event["ts"]
     events.sort(key=lambda event: event[0])
-    phases = [Phase(order[number], *spans[number]) for number in sorted(spans)]
-    censuses = [Census(spans[int(census.time)][1], census.owners) for census in observer.censuses]
+    phases = [Phase(name, moments[int(start)], moments[int(end)]) for name, start, end in observer.phases]
+    censuses = [Census(moments[int(moment)], owners) for moment, owners in observer.censuses]
     return Recording(blocks_of(events), phases, censuses, _as_snapshot(events), "the CPU allocator")
 
 
@@ -228,79 +221,19 @@ def _as_snapshot(events: list[tuple[float, int, int]]) -> bytes:
     return pickle.dumps({"segments": [], "device_traces": [entries], "allocator_settings": {}})
 
 
-def _facts(work: Workload) -> dict[str, Any]:
-    model = work.model
-    return {
-        "model": model.preset or f"{model.num_layers} x {model.d_model}",
-        "parameters": count_parameters(model).total,
-        "context_length": model.context_length,
-        "batch_size": work.batch_size,
-        "pass": work.mode,
-        "dtype": work.train.precision,
-        "attention": model.attention,
-    }
-
-
-def _row(peak: PhasePeak) -> dict[str, Any]:
-    by_category = {gib_key(name): size / GIB for name, size in peak.by_category.items()}
-    return {"phase": peak.phase, "peak_gib": peak.bytes / GIB, **by_category}
-
-
 def _picture(profile: MemoryProfile, work: Workload) -> bytes:
     # Draw over events, not time: compiling and tuning take seconds in which memory does not change.
-    stride = max(1, len(profile.times) // PICTURE_POINTS)
+    changes = len(profile.alive["parameters"])
+    stride = max(1, changes // PICTURE_POINTS)
+    begins = {name: float(index) for name, index in profile.begins if name == BUILD}
+    runs = [index for name, index in profile.begins if name in ("step", "pass")]
+    for number, index in enumerate(runs, 1 - work.warmup):
+        begins[f"step {number}" if number > 0 else f"warm-up {number + work.warmup}"] = index
     return stacked_areas(
-        list(range(0, len(profile.times), stride)),
-        {name: [size / GIB for size in sizes[::stride]] for name, sizes in profile.alive.items()},
+        range(0, changes, stride),
+        {name: sizes[::stride] / GIB for name, sizes in profile.alive.items()},
         title=f"Memory in use: {work}",
         x_label="allocations and frees since the start",
         y_label="memory (GiB = 2^30 bytes)",
-        begins=_begins(profile, work),
-    )
-
-
-def _begins(profile: MemoryProfile, work: Workload) -> dict[str, float]:
-    """Return the picture's x for the build and for the start of every step (or pass)."""
-    found = {name: float(index) for name, index in profile.begins if name == BUILD}
-    runs = [index for name, index in profile.begins if name in ("step", "pass")]
-    for number, index in enumerate(runs, 1 - work.warmup):
-        found[f"step {number}" if number > 0 else f"warm-up {number + work.warmup}"] = index
-    return found
-
-
-def _report(
-    rows: list[dict[str, Any]],
-    profile: MemoryProfile,
-    title: str,
-    environment: dict[str, Any],
-    notes: tuple[str, ...],
-) -> str:
-    largest = [asdict(block) | {"gib": block.bytes / GIB} for block in profile.largest]
-    columns = (
-        Column("gib", "GiB", ".4f"),
-        Column("count", "count", "d"),
-        Column("category", "category"),
-        Column("phase", "allocated in"),
-    )
-    return "\n".join(
-        [
-            f"# Memory: {title}",
-            "",
-            f"torch {environment['packages']['torch']}, {environment['time_utc']}.",
-            "",
-            memory_finding(rows),
-            "",
-            "![memory_timeline.png](memory_timeline.png)",
-            "",
-            "## Peak of each phase, and what it consists of (GiB)",
-            "",
-            markdown_table(rows, COLUMNS),
-            *notes,
-            "",
-            "## Largest allocations",
-            "",
-            markdown_table(largest, columns),
-            "`memory_snapshot.pickle` opens in https://pytorch.org/memory_viz.",
-            "",
-        ]
+        begins=begins,
     )

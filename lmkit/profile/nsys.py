@@ -9,10 +9,11 @@ import os
 import shutil
 import sqlite3
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.ranges import ENVIRONMENT_VARIABLE
@@ -21,6 +22,8 @@ from lmkit.profile.trace import Call, DeviceWork, Range, Trace
 MISSING = "nsys (Nsight Systems) is not on the PATH"
 INSTALL = "install it (Debian: nsight-systems in non-free)"
 REPORT, DATABASE, STREAM = ".nsys-rep", ".sqlite", ".qdstrm"
+GIVE_EXPORT = "give a .sqlite file that nsys exported"
+GIVE_FILE = "give a .sqlite or .nsys-rep file of Nsight Systems"
 
 
 def find_nsys() -> Path | None:
@@ -44,30 +47,21 @@ def require_nsys(*, otherwise: str) -> Path:
     return nsys
 
 
-def build_command(nsys: Path, command: Sequence[str], output: Path) -> list[str]:
-    """Return the argument list that runs `command` under nsys and writes `<output>.nsys-rep`.
-
-    It traces CUDA calls and kernels, NVTX ranges and operating-system waits. CPU sampling and context switches need
-    rights that containers lack, so they stay off.
-    """
-    arguments = [str(nsys), "profile", "--trace=cuda,nvtx,osrt", "--sample=none", "--cpuctxsw=none"]
-    arguments += ["--force-overwrite=true", f"--output={output}"]
-    return [*arguments, *command]
-
-
 @dataclass(frozen=True)
 class NsysRun:
     """The files of a run under nsys, and the exit code of the profiled command."""
 
     exit_code: int
-    report: Path | None
-    database: Path | None
+    report: Path | None = None
+    database: Path | None = None
 
 
-def profile_command(command: Sequence[str], folder: Path, *, name: str = "profile") -> NsysRun:
+def profile_command(command: Sequence[str], folder: Path) -> NsysRun:
     """Run `command` under nsys with lmkit's ranges on, and export its report to a SQLite database in `folder`.
 
-    A command that fails raises nothing here: the result has its exit code and what it recorded.
+    CUDA calls and kernels, NVTX ranges and operating-system waits are traced. CPU sampling and context switches need
+    rights that containers lack, so they stay off. A command that fails raises nothing here: the result has its exit
+    code and what it recorded.
 
     Raises:
         UsageError: nsys is not installed.
@@ -75,20 +69,18 @@ def profile_command(command: Sequence[str], folder: Path, *, name: str = "profil
     """
     nsys = require_nsys(otherwise="profile a recipe's steps without it: lmkit profile kineto RECIPE")
     folder.mkdir(parents=True, exist_ok=True)
-    output = folder / name
-    arguments = build_command(nsys, command, output)
+    output = folder / "profile"
+    options = ["--trace=cuda,nvtx,osrt", "--sample=none", "--cpuctxsw=none", "--force-overwrite=true"]
+    arguments = [str(nsys), "profile", *options, f"--output={output}", *command]
     # Standard output belongs to results; nsys and the command talk to standard error.
     done = subprocess.run(arguments, env={**os.environ, ENVIRONMENT_VARIABLE: "nvtx"}, stdout=2, check=False)
     report = _finished_report(nsys, output)
-    if report is None:
-        if done.returncode == 0:
-            raise LmkitError(
-                "nsys.no_report",
-                "nsys wrote no report",
-                hint="run it with --debug to see nsys's own messages",
-            )
-        return NsysRun(done.returncode, None, None)
-    return NsysRun(done.returncode, report, export_report(report))
+    if report is not None:
+        return NsysRun(done.returncode, report, export_report(report))
+    if done.returncode == 0:
+        hint = "run it with --debug to see nsys's own messages"
+        raise LmkitError("nsys.no_report", "nsys wrote no report", hint=hint)
+    return NsysRun(done.returncode)
 
 
 def _finished_report(nsys: Path, output: Path) -> Path | None:
@@ -131,20 +123,15 @@ def export_report(report: Path) -> Path:
     """
     database = report.with_suffix(DATABASE)
     nsys = require_nsys(otherwise=f"where it is installed: nsys export --type sqlite {report.name}")
-    command = [
-        str(nsys),
-        "export",
-        "--type=sqlite",
-        "--force-overwrite=true",
-        f"--output={database}",
-        str(report),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    options = ["--type=sqlite", "--force-overwrite=true", f"--output={database}"]
+    done = subprocess.run(
+        [str(nsys), "export", *options, str(report)], capture_output=True, text=True, check=False
+    )
     if done.returncode != 0 or not database.exists():
-        reason = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
+        said = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
         raise LmkitError(
             "nsys.export_failed",
-            f"nsys could not export {report.name}: {reason}",
+            f"nsys could not export {report.name}: {said}",
             hint="is nsys older than the one that wrote it?",
         )
     return database
@@ -154,151 +141,83 @@ def read_nsys_file(path: Path) -> Trace:
     """Read an existing `.sqlite` or `.nsys-rep` file.
 
     Raises:
-        UsageError: another kind of file, or a report without an nsys to export it.
-        LmkitError: the file cannot be read.
+        UsageError: missing, another kind of file, damaged, or a report without an nsys to export it.
+        LmkitError: the file cannot be read, or a table lacks a column that is needed.
     """
-    if path.suffix == DATABASE:
-        return read_nsys_database(path)
-    if path.suffix == REPORT:
-        if not path.is_file():
-            raise UsageError(
-                "trace.missing", f"{path}: no such file", hint="give a .sqlite or .nsys-rep file"
-            )
-        return read_nsys_database(export_report(path))
-    raise UsageError(
-        "trace.wrong_kind", f"{path}: neither .sqlite nor .nsys-rep", hint="give a file of Nsight Systems"
-    )
-
-
-# A globalTid is (hardware, vm, process, thread); without its low 24 bits it is the globalPid of its process.
-THREAD_BITS = 24
-PUSH_POP, START_END = 59, 60
-_KINDS = {"KERNEL": "kernel", "MEMCPY": "memcpy", "MEMSET": "memset"}
+    if path.suffix not in (DATABASE, REPORT):
+        raise UsageError("trace.wrong_kind", f"{path}: neither .sqlite nor .nsys-rep", hint=GIVE_FILE)
+    if not path.is_file():
+        raise UsageError("trace.missing", f"{path}: no such file", hint=GIVE_FILE)
+    return read_nsys_database(export_report(path) if path.suffix == REPORT else path)
 
 
 def read_nsys_database(path: Path) -> Trace:
-    """Read a file that `nsys export --type sqlite` wrote.
-
-    Raises:
-        UsageError: the file is missing, is no SQLite database, or is none of nsys's.
-        LmkitError: a table lacks a column that is needed.
-    """
-    if not path.is_file():
-        raise UsageError(
-            "trace.missing",
-            f"{path}: no such file",
-            hint="give a .sqlite or .nsys-rep file of Nsight Systems",
-        )
+    """Read a file that `nsys export --type sqlite` wrote; see `read_nsys_file`."""
     with closing(sqlite3.connect(path.resolve().as_uri() + "?mode=ro", uri=True)) as database:
         try:
             return _read(database, path.name)
         except sqlite3.OperationalError as error:
-            raise LmkitError(
-                "trace.damaged",
-                f"{path}: {error}",
-                hint="export it again: nsys export --type sqlite REPORT.nsys-rep",
-            ) from error
+            again = "export it again: nsys export --type sqlite REPORT.nsys-rep"
+            raise LmkitError("trace.damaged", f"{path}: {error}", hint=again) from error
         except (sqlite3.DatabaseError, TypeError) as error:
-            raise UsageError(
-                "trace.damaged", f"{path}: {error}", hint="give a .sqlite file that nsys exported"
-            ) from error
+            raise UsageError("trace.damaged", f"{path}: {error}", hint=GIVE_EXPORT) from error
         except UnicodeDecodeError as error:  # of SQLite's own message, which quotes the file
-            raise UsageError(
-                "trace.damaged", f"{path}: a damaged database", hint="give a .sqlite file that nsys exported"
-            ) from error
+            raise UsageError("trace.damaged", f"{path}: a damaged database", hint=GIVE_EXPORT) from error
+
+
+# A globalTid is (hardware, vm, process, thread); without its low 24 bits it is the globalPid of its process.
+# Event types of NVTX: 59 is a push/pop range, 60 a start/end range.
+RANGES = """
+SELECT coalesce(text, value, ''), start, end, globalTid >> 24, globalTid
+FROM NVTX_EVENTS LEFT JOIN StringIds ON id = textId
+WHERE eventType IN (59, 60) AND end IS NOT NULL ORDER BY start"""
+CALLS = """
+SELECT value, start, end, globalTid >> 24, globalTid, correlationId
+FROM CUPTI_ACTIVITY_KIND_RUNTIME JOIN StringIds ON id = nameId ORDER BY start"""
+WORK = """
+SELECT {name}, start, end, globalPid >> 24, deviceId, coalesce(correlationId, 0), {from_graph}
+FROM {table} {join}"""
 
 
 def _read(database: sqlite3.Connection, source: str) -> Trace:
     tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     if "StringIds" not in tables:
-        raise UsageError(
-            "trace.wrong_kind",
-            f"{source}: not an export of Nsight Systems",
-            hint="give a .sqlite file that nsys exported",
-        )
-    has_work = any(f"CUPTI_ACTIVITY_KIND_{kind}" in tables for kind in _KINDS)
-    calls = _read_calls(database) if "CUPTI_ACTIVITY_KIND_RUNTIME" in tables else None
-    notes = []
-    if calls is None and not has_work:
-        notes.append("no CUDA tables in this file: nothing ran on a GPU while it was traced")
-    if "NVTX_EVENTS" not in tables:
+        not_an_export = f"{source}: not an export of Nsight Systems"
+        raise UsageError("trace.wrong_kind", not_an_export, hint=GIVE_EXPORT)
+    ranges, calls, work, notes = [], None, None, []
+    if "NVTX_EVENTS" in tables:
+        ranges = [Range(*row) for row in _rows(database, RANGES)]
+    else:
         notes.append(
             "no NVTX ranges in this file: the command marked none, or nsys lost them (nsys up to 2023.4 sees those "
             "of the nvtx package 0.2.10, not of 0.2.17; with several processes it loses some runs' altogether)"
         )
-    return Trace(
-        engine="nsys",
-        source=source,
-        ranges=_read_ranges(database) if "NVTX_EVENTS" in tables else [],
-        calls=calls,
-        work=_read_work(database, tables) if has_work else None,
-        notes=tuple(notes),
-    )
-
-
-def _read_ranges(database: sqlite3.Connection) -> list[Range]:
-    rows = database.execute(
-        "SELECT coalesce(text, value, ''), start, end, globalTid FROM NVTX_EVENTS LEFT JOIN StringIds ON id = textId "
-        "WHERE eventType IN (?, ?) AND end IS NOT NULL ORDER BY start",
-        (PUSH_POP, START_END),
-    )
-    return [
-        Range(_text(name), *_span(start, end), _whole(tid) >> THREAD_BITS, tid)
-        for name, start, end, tid in rows
-    ]
-
-
-def _read_calls(database: sqlite3.Connection) -> list[Call]:
-    rows = database.execute(
-        "SELECT value, start, end, globalTid, correlationId FROM CUPTI_ACTIVITY_KIND_RUNTIME "
-        "JOIN StringIds ON id = nameId ORDER BY start"
-    )
-    return [
-        Call(_text(name), *_span(start, end), _whole(tid) >> THREAD_BITS, tid, _whole(correlation))
-        for name, start, end, tid, correlation in rows
-    ]
-
-
-def _read_work(database: sqlite3.Connection, tables: set[str]) -> list[DeviceWork]:
-    found = []
-    for suffix, kind in _KINDS.items():
-        table = f"CUPTI_ACTIVITY_KIND_{suffix}"
-        if table not in tables:
-            continue
-        columns = {row[1] for row in database.execute(f"PRAGMA table_info({table})")}
-        graph = "graphNodeId" if "graphNodeId" in columns else "NULL"
-        name, join = ("value", "JOIN StringIds ON id = shortName") if kind == "kernel" else (f"'{kind}'", "")
-        query = f"SELECT {name}, start, end, globalPid, deviceId, correlationId, {graph} FROM {table} {join}"
-        found += [
-            DeviceWork(
-                _text(name),
-                kind,
-                *_span(start, end),
-                _whole(pid) >> THREAD_BITS,
-                _whole(device),
-                _whole(correlation or 0),
-                node is not None,
+    if "CUPTI_ACTIVITY_KIND_RUNTIME" in tables:
+        calls = [Call(*row) for row in _rows(database, CALLS)]
+    for kind in ("kernel", "memcpy", "memset"):
+        table = f"CUPTI_ACTIVITY_KIND_{kind.upper()}"
+        if table in tables:
+            columns = {row[1] for row in database.execute(f"PRAGMA table_info({table})")}
+            query = WORK.format(
+                name="value" if kind == "kernel" else f"'{kind}'",
+                from_graph="graphNodeId IS NOT NULL" if "graphNodeId" in columns else "0",
+                table=table,
+                join="JOIN StringIds ON id = shortName" if kind == "kernel" else "",
             )
-            for name, start, end, pid, device, correlation, node in database.execute(query)
-        ]
-    return sorted(found, key=lambda item: item.start)
+            work = (work or []) + [DeviceWork(kind, *row) for row in _rows(database, query)]
+    if calls is None and work is None:
+        notes.insert(0, "no CUDA tables in this file: nothing ran on a GPU while it was traced")
+    if work is not None:
+        work.sort(key=lambda item: item.start)
+    return Trace("nsys", source, ranges, calls, work, notes=tuple(notes))
 
 
-def _span(start: object, end: object) -> tuple[int, int]:
-    first, last = _whole(start), _whole(end)
-    if last < first:
-        raise TypeError(f"an event ends at {last} ns but starts at {first} ns")
-    return first, last
-
-
-def _whole(value: object) -> int:
-    """Check a whole number: SQLite keeps any type in any column."""
-    if type(value) is not int:
-        raise TypeError(f"{value!r} instead of a whole number")
-    return value
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r} instead of a name")
-    return value
+def _rows(database: sqlite3.Connection, query: str) -> Iterator[tuple[Any, ...]]:
+    """Yield (name, start, end, further numbers) of events. SQLite keeps any type in any column: check them all."""
+    for row in database.execute(query):
+        name, start, end, *_ = row
+        if not isinstance(name, str) or any(type(value) is not int for value in row[1:]):
+            raise TypeError(f"{row!r} is no event")
+        if end < start:
+            raise TypeError(f"{name} ends at {end} ns but starts at {start} ns")
+        yield row

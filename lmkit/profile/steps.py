@@ -68,6 +68,10 @@ class Workload:
         """Sequences of a micro-batch."""
         return self.train.batch_size // self.train.accumulation
 
+    def numerics(self) -> AbstractContextManager[None]:
+        """Set the recipe's threads and determinism while the block runs."""
+        return numerics(self.recipe.run, self.ranks)
+
     @property
     def ranks(self) -> Ranks:
         return Ranks(device=local_device(self.recipe.run.device, local_rank=0))
@@ -107,11 +111,6 @@ def build_step(work: Workload) -> TrainingStep:
     return TrainingStep(model, work.ranks, batches, precision=work.train.precision)
 
 
-def as_the_recipe_says(work: Workload) -> AbstractContextManager[None]:
-    """Set the recipe's threads and determinism while the block runs."""
-    return numerics(work.recipe.run, work.ranks)
-
-
 def call_of(step: TrainingStep, mode: Mode) -> Callable[[], object]:
     """Return a call that runs one step or pass and waits for it.
 
@@ -133,7 +132,7 @@ def main(arguments: Sequence[str]) -> None:
     """Run the workload that the JSON argument describes, with the ranges that LMKIT_RANGES asks for."""
     (text,) = arguments
     work = workload_from_json(text)
-    with as_the_recipe_says(work):
+    with work.numerics():
         call = call_of(build_step(work), work.mode)
         for _ in range(work.warmup):
             call()

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-Interval = tuple[int, int]
-
 
 @dataclass(frozen=True)
 class Range:
@@ -35,20 +33,13 @@ class Call:
         """Whether it starts exactly one kernel (a graph launch starts many)."""
         return self.name.startswith(("cudaLaunchKernel", "cuLaunchKernel", "cudaLaunchCooperativeKernel"))
 
-    def waits_for(self, work: Sequence[DeviceWork]) -> bool:
-        """Whether the call returns only when the GPU has finished: a synchronisation, or a copy (its `work`) that
-        ended before the call did."""
-        if "Synchronize" in self.name:
-            return True
-        return "emcpy" in self.name and any(item.end <= self.end for item in work)
-
 
 @dataclass(frozen=True)
 class DeviceWork:
-    """A kernel, copy or fill on a device. `from_graph`: launched by a CUDA graph, not by a call of its own."""
+    """A kernel, memcpy or memset on a device. `from_graph`: launched by a CUDA graph, not by a call of its own."""
 
-    name: str
     kind: str
+    name: str
     start: int
     end: int
     process: int

@@ -1,4 +1,4 @@
-"""Summarize the rows of traces and memory profiles for `lmkit report`."""
+"""Summarize the rows of traces and memory profiles for people."""
 
 from __future__ import annotations
 
@@ -6,93 +6,79 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lmkit.bench.harness import Summary
-from lmkit.bench.report import Results, pivot
+from lmkit.bench.report import Results
 from lmkit.measure.tables import Column, Rows, markdown_table
-from lmkit.profile.allocations import memory_finding, peak_row
-from lmkit.profile.summary import base_name, short_name
+from lmkit.profile.allocations import CATEGORIES, FORWARD, WHOLE_RUN
+from lmkit.profile.summary import FACTS, named_table, range_table
 
-RANGES = (
-    Column("name", "range"),
-    Column("instances", "count", "d"),
-    Column("wall_ms", "wall ms", ".3f"),
-    Column("dispatch_ms", "CPU dispatching ms", ".3f"),
-    Column("dispatch_share", "dispatch share", ".1%"),
-    Column("wait_ms", "CPU waiting ms", ".3f"),
-    Column("gpu_ms", "GPU ms", ".3f"),
-    Column("launches", "launches", ".0f"),
-)
-KERNELS = (
-    Column("name", "kernel"),
-    Column("calls", "calls", "d"),
-    Column("total_ms", "ms", ".3f"),
-    Column("share", "share", ".1%"),
-)
+
+def gib_key(category: str) -> str:
+    """Return the row's key for the size of a category."""
+    return category.replace(" ", "_") + "_gib"
+
+
 MEMORY = (
     Column("phase", "phase"),
-    Column("peak_gib", "peak GiB", ".3f"),
-    Column("parameters_gib", "parameters", ".3f"),
-    Column("gradients_gib", "gradients", ".3f"),
-    Column("optimizer_state_gib", "optimizer state", ".3f"),
-    Column("activations_gib", "activations", ".3f"),
-    Column("temporary_gib", "temporary", ".3f"),
+    Column("peak_gib", "peak GiB", ".4f"),
+    *(Column(gib_key(category), category, ".4f") for category in CATEGORIES),
+)
+
+
+TRACE = (
+    Column("window", "window"),
+    Column("window_ms", "ms", ".2f"),
+    *(Column(key, label, spec) for key, (label, spec) in FACTS.items()),
 )
 
 
 def summarize_trace(rows: Rows) -> Summary:
-    """Say how many kernels a step launches, who waits for whom, and what communication costs."""
-    summary = rows[0]
+    """Say how many kernels a step launches and who waits for whom."""
+    trace = rows[0]
     tables = {}
-    if summary["ranges"]:
-        tables["Ranges: medians of one instance"] = markdown_table(summary["ranges"], RANGES)
-    if summary["top_kernels"]:
-        kernels = [row | {"name": f"`{short_name(row['name'])}`"} for row in summary["top_kernels"][:8]]
-        tables["Kernels"] = markdown_table(kernels, KERNELS)
-    return Summary("Trace", (), rows, findings=tuple(trace_findings(summary)), tables=tables)
+    if trace["ranges"]:
+        tables["Ranges: medians of one instance"] = range_table(trace["ranges"])
+    if trace["top_kernels"]:
+        tables["Kernels"] = named_table(trace["top_kernels"][:8], "kernel")
+    return Summary("Trace", TRACE, rows, findings=_trace_findings(trace), tables=tables)
 
 
-def trace_findings(summary: Mapping[str, Any]) -> list[str]:
-    """Return launches, busy shares and communication, as far as they were recorded."""
-    recorded = f"Recorded by {summary['engine']}: {summary['window']} in {summary['window_ms']:.2f} ms."
+def _trace_findings(trace: Mapping[str, Any]) -> list[str]:
     found = []
-    forward = summary["launches_per_forward"]
-    if summary["launches_per_step"] is not None:
-        of_forward = f", {forward:.0f} of them in the forward pass" if forward is not None else ""
-        found.append(f"{summary['launches_per_step']:.0f} kernel launches per step{of_forward}.")
-    elif forward is not None:
-        found.append(f"{forward:.0f} kernel launches per forward pass.")
-    busy, dispatch, waits = (summary[f"{name}_share"] for name in ("gpu_busy", "dispatch", "wait"))
-    if busy is not None and dispatch is not None:
-        # A profiler slows the CPU down: the share that the GPU's work fills of an undisturbed step says more.
-        undisturbed = summary["undisturbed_gpu_share"]
-        fills = busy if undisturbed is None else undisturbed
-        bound = "the GPU is the limit" if fills > 0.9 else "the GPU waits for the CPU"
-        alone = ""
-        if undisturbed is not None:
-            unit = summary["window"].rpartition(" ")[2]
-            alone = (
-                f"; without the profiler a {unit} takes {summary['undisturbed_ms']:.2f} ms, of which the GPU's work "
-                f"fills {undisturbed:.1%}"
-            )
-        found.append(
-            f"The GPU is busy {busy:.1%} of the time, the CPU dispatches {dispatch:.1%} and waits for the GPU "
-            f"{waits:.1%} of the time{alone}: {bound}."
-        )
-    found.insert(1 if found else 0, recorded)
-    if summary["communication_ms"]:
-        found.append(
-            f"{summary['communication_ms']:.2f} ms of communication kernels, "
-            f"{summary['communication_overlap_share']:.0%} of them while compute runs."
-        )
-    return [*found, *(f"Caution: {warning}." for warning in summary["warnings"])]
+    for unit in ("step", "forward"):
+        if (launches := trace[f"launches_per_{unit}"]) is not None:
+            found.append(f"{launches:.0f} kernel launches per {unit}.")
+    # A profiler slows the CPU down: the share that the GPU's work fills of an undisturbed step says more.
+    fills, of = trace["undisturbed_gpu_share"], "the time without the profiler"
+    if fills is None:
+        fills, of = trace["gpu_busy_share"], "the time"
+    if fills is not None:
+        limit = "the GPU is the limit" if fills > 0.9 else "the GPU waits for the CPU"
+        found.append(f"The GPU's work fills {fills:.1%} of {of}: {limit}.")
+    return [*found, *(f"Caution: {warning}." for warning in trace["warnings"])]
 
 
 def summarize_memory(rows: Rows) -> Summary:
     """Say when memory peaks and what fills it."""
-    return Summary(
-        "Memory",
-        MEMORY,
-        rows,
-        findings=(memory_finding(rows),),
+    return Summary("Memory", MEMORY, rows, findings=(memory_finding(rows),))
+
+
+def peak_row(rows: Rows) -> dict[str, Any]:
+    """Return the row of the phase with the highest peak; of several, one that holds no other phase."""
+    return max(
+        rows, key=lambda row: (float(row["peak_gib"]), row["phase"] not in ("step", "pass", WHOLE_RUN))
+    )
+
+
+def memory_finding(rows: Rows) -> str:
+    """Say where the peak is and what its largest part is."""
+    peak = peak_row(rows)
+    if not peak["peak_gib"]:
+        return "Nothing was allocated."
+    where = "between phases" if peak["phase"] == WHOLE_RUN else f"in {peak['phase']}"
+    share, largest = max((float(peak[gib_key(name)]) / float(peak["peak_gib"]), name) for name in CATEGORIES)
+    return (
+        f"The peak, {peak['peak_gib']:.2f} GiB (2^30 bytes), is reached {where}; "
+        f"the largest part of it is {largest}: {share:.0%}."
     )
 
 
@@ -101,58 +87,23 @@ SUMMARIES = {"profile": summarize_trace, "memory": summarize_memory}
 
 def side_by_side(found: Sequence[Results]) -> dict[str, str]:
     """Compare the traces with each other, and the memory profiles: heading -> Markdown."""
-    traces = {_name(results): _figures(results.rows[0]) for results in found if results.kind == "profile"}
+    traces = {_name(results): results.rows[0] for results in found if results.kind == "profile"}
     memories = {_name(results): results.rows for results in found if results.kind == "memory"}
     tables = {}
     if len(traces) > 1:
-        most_first = sorted(traces.values(), key=len, reverse=True)
-        cells = [
-            {"figure": name, "trace": trace, "text": figures.get(name, "-")}
-            for name in dict.fromkeys(name for figures in most_first for name in figures)
-            for trace, figures in traces.items()
-        ]
-        tables["Traces side by side: one step or pass, ms"] = pivot(
-            cells,
-            lambda cell: str(cell["figure"]),
-            lambda cell: str(cell["trace"]),
-            lambda cell: str(cell["text"]),
-            corner="figure \\ trace",
-        )
+        rows = [{**row, "trace": name} for name, row in traces.items()]
+        compared = Summary("", (Column("trace", "trace"), *TRACE), rows)
+        tables["Traces side by side"] = markdown_table(rows, compared.filled(compared.columns))
     if len(memories) > 1:
-        peaks = [peak_row(rows) | {"run": name} for name, rows in memories.items()]
+        peaks = [{**peak_row(rows), "profile": name} for name, rows in memories.items()]
         growth = "".join(f"\n- {finding}" for finding in growth_findings(list(memories.values())))
-        tables["Memory profiles side by side"] = (
-            markdown_table(peaks, (Column("run", "profile"), *MEMORY)) + growth
-        )
+        table = markdown_table(peaks, (Column("profile", "profile"), *MEMORY))
+        tables["Memory profiles side by side"] = table + growth
     return tables
 
 
 def _name(results: Results) -> str:
     return results.path.parent.as_posix()
-
-
-def _figures(summary: Mapping[str, Any]) -> dict[str, str]:
-    """Return label -> text, as far as recorded; ranges that occur several times in a step are added up."""
-    unit = summary["window"].rpartition(" ")[2]
-    of_unit: dict[str, Any] = next(
-        (entry for entry in summary["ranges"] if base_name(entry["name"]) == unit), {}
-    )
-    known = [
-        ("kernel launches of a forward pass", summary["launches_per_forward"], ".0f"),
-        ("kernel launches of a step", summary["launches_per_step"], ".0f"),
-        ("without the profiler", summary["undisturbed_ms"], ".2f"),
-        ("share of that which the GPU's work fills", summary["undisturbed_gpu_share"], ".1%"),
-        ("under the profiler", of_unit.get("wall_ms"), ".2f"),
-        ("GPU busy under the profiler", summary["gpu_busy_share"], ".1%"),
-        ("CPU dispatching", summary["dispatch_share"], ".1%"),
-        ("CPU waiting for the GPU", summary["wait_share"], ".1%"),
-    ]
-    for entry in summary["ranges"]:
-        times = entry["instances"] / max(1, summary["steps"])
-        spent = None if entry["gpu_ms"] is None else entry["gpu_ms"] * times
-        name = "all" if entry is of_unit else base_name(entry["name"])
-        known.append((f"GPU work: {name}", spent, ".2f"))
-    return {label: format(value, spec) for label, value, spec in known if value is not None}
 
 
 def growth_findings(profiles: Sequence[Rows]) -> list[str]:
@@ -169,10 +120,14 @@ def growth_findings(profiles: Sequence[Rows]) -> list[str]:
         if short == long:
             continue
         peaks = [float(peak_row(by_length[length])["peak_gib"]) for length in (short, long)]
-        kept = [_kept_by_forward(by_length[length]) for length in (short, long)]
-        per_token = (kept[1] - kept[0]) * 1024 / (long - short) / batch
-        grows = f"from {kept[0]:.1f} to {kept[1]:.1f} GiB, {per_token:.2f} MiB per token"
-        keeps = f"; what forward keeps for backward grows {grows}" if mode != "forward" else ""
+        keeps = ""
+        if mode != FORWARD:
+            before, after = (_kept_by_forward(by_length[length]) for length in (short, long))
+            per_token = (after - before) * 1024 / (long - short) / batch
+            keeps = (
+                f"; what forward keeps for backward grows from {before:.1f} to {after:.1f} GiB, "
+                f"{per_token:.2f} MiB per token"
+            )
         found.append(
             f"{model}, {mode}: from {short} to {long} tokens of context the peak grows from {peaks[0]:.1f} to "
             f"{peaks[1]:.1f} GiB{keeps}."
@@ -181,4 +136,4 @@ def growth_findings(profiles: Sequence[Rows]) -> list[str]:
 
 
 def _kept_by_forward(rows: Rows) -> float:
-    return max((float(row["activations_gib"]) for row in rows if row["phase"] == "forward"), default=0.0)
+    return max((float(row["activations_gib"]) for row in rows if row["phase"] == FORWARD), default=0.0)

@@ -75,7 +75,7 @@ def test_four_write_ups_say_what_rows_at_any_depth_say(artifacts):
         ("profiling.md", "small at 256"),
         ("profiling.md", "sdpa with flat"),
         ("profiling.md", "300 kernel launches per step"),
-        ("profiling.md", "| kernel launches of a step | 300 | 400 |"),
+        ("profiling.md", "| trace2 | 2 steps | 20.00 | 9.00 | 100 | 400 |"),
         ("profiling.md", "from 128 to 256 tokens"),
     ):
         assert said in texts[name], said

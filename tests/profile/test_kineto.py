@@ -162,10 +162,10 @@ def test_recording_on_a_cpu(ranges_are_on):
                 weight @ weight
             time.sleep(0.002)
 
-    run = profile_work(work, steps=3, warmup=2, device="cpu", source="a test")
+    trace, chrome_trace = profile_work(work, steps=3, warmup=2, device=torch.device("cpu"), source="a test")
     assert calls == [False] * 2 + [False] * 3 + [True] * 3  # warm-up, stop watch, profiler
     assert not ranges_are_on()
-    summary = summarize(run.trace)
+    summary = summarize(trace)
     assert summary.steps == 2
     by_name = {entry.name: entry for entry in summary.ranges}
     assert by_name["step"].wall_ms >= 2.0
@@ -174,7 +174,7 @@ def test_recording_on_a_cpu(ranges_are_on):
     assert summary.gpu_busy_share is None
     assert "aten::mm" in {entry.name for entry in summary.top_ops}
     assert "GPU" in summary.warnings[0]
-    assert json.loads(run.chrome_trace)["traceEvents"]
+    assert json.loads(chrome_trace)["traceEvents"]
 
 
 def test_ranges_are_off_again_after_a_failure(ranges_are_on):
@@ -182,5 +182,5 @@ def test_ranges_are_off_again_after_a_failure(ranges_are_on):
         raise KeyError
 
     with pytest.raises(KeyError):
-        profile_work(work, steps=1, warmup=0, device="cpu", source="a test")
+        profile_work(work, steps=1, warmup=0, device=torch.device("cpu"), source="a test")
     assert not ranges_are_on()

@@ -1,13 +1,12 @@
 import os
 import stat
 import sys
-from pathlib import Path
 
 import pytest
 
 from lmkit.errors import LmkitError, UsageError
 from lmkit.profile import nsys
-from lmkit.profile.nsys import build_command, find_nsys, profile_command, read_nsys_file
+from lmkit.profile.nsys import find_nsys, profile_command, read_nsys_file
 from lmkit.profile.summary import summarize
 
 FAKE = """#!{python}
@@ -41,14 +40,6 @@ def install_fake(tmp_path, monkeypatch, two_steps):
         monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
 
     return install
-
-
-def test_the_command():
-    command = build_command(Path("/opt/nsys"), ["lmkit", "train", "x.toml"], Path("out/p"))
-    assert command[:2] == ["/opt/nsys", "profile"]
-    assert "--trace=cuda,nvtx,osrt" in command
-    assert "--output=out/p" in command
-    assert command[-3:] == ["lmkit", "train", "x.toml"]
 
 
 def test_a_command_is_run_exported_and_summarised(install_fake, tmp_path, capfd):

@@ -1,7 +1,7 @@
 import pytest
 
 from lmkit.errors import LmkitError, UsageError
-from lmkit.profile.nsys import read_nsys_database
+from lmkit.profile.nsys import read_nsys_database, read_nsys_file
 from lmkit.profile.summary import summarize
 
 
@@ -110,7 +110,7 @@ def test_fault_88_without_gpu_tables_the_fields_are_null(nsys_database):
     assert (step.wall_ms, step.dispatch_ms, step.wait_ms, step.gpu_ms, step.launches) == (5.0, *[None] * 4)
     assert summary.as_dict()["gpu_busy_share"] is None
     missing = " ".join(summary.text().partition("not recorded: ")[2].split())
-    assert "communication beside compute" in missing  # what is missing is listed without what stands above it
+    assert "communication while compute runs" in missing
     assert "no CUDA tables" in summary.warnings[0]
 
 
@@ -182,7 +182,7 @@ def test_not_an_export(tmp_path, content):
 
 def test_missing_file_and_missing_column(tmp_path, nsys_database):
     with pytest.raises(UsageError) as caught:
-        read_nsys_database(tmp_path / "absent.sqlite")
+        read_nsys_file(tmp_path / "absent.sqlite")
     assert caught.value.code == "trace.missing"
     nsys_database._insert("CUPTI_ACTIVITY_KIND_RUNTIME", "start INTEGER", (1,))
     with pytest.raises(LmkitError) as caught:
