@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
+from lmkit import registry
 from lmkit.errors import UsageError
-from lmkit.registry import ATTENTION, STRATEGIES, KernelFacts, Registry, load_plugin
+from lmkit.registry import ATTENTION, STRATEGIES, KernelFacts, Registry
 
 PLUGIN = """
 from lmkit.registry import ATTENTION
@@ -17,15 +18,17 @@ from lmkit.registry import ATTENTION
 def from_outside(q, k, v, *, causal, scale=None):
     return v
 """
+USES_IT = "recipe validate quickstart --set model.attention=from_outside"
 
 
 @pytest.fixture
-def plugin(tmp_path):
+def plugin(tmp_path, monkeypatch):
     path = tmp_path / "my_kernels.py"
     path.write_text(PLUGIN)
-    load_plugin(path)
+    monkeypatch.setattr(registry, "PLUGINS", [])
     yield path
-    ATTENTION.unregister("from_outside")
+    if "from_outside" in ATTENTION.names:
+        ATTENTION.unregister("from_outside")
 
 
 def test_names_and_facts_are_known_without_torch():
@@ -45,20 +48,33 @@ def test_names_and_facts_are_known_without_torch():
     )
 
 
-@pytest.mark.parametrize("registry", [ATTENTION, STRATEGIES])
-def test_what_is_read_from_the_source_is_what_the_decorator_registers(registry):
-    for name in registry.names:
+@pytest.mark.parametrize("kind", [ATTENTION, STRATEGIES])
+def test_what_is_read_from_the_source_is_what_the_decorator_registers(kind):
+    for name in kind.names:
         if name == "flash_triton":
             pytest.importorskip("triton")
-        thing = registry.load(name)
+        thing = kind.load(name)
         assert thing.__module__.endswith(f".{name}")
 
 
-def test_a_file_from_outside_registers_a_kernel(plugin):
-    assert ATTENTION.names[-1] == "from_outside"
-    assert ATTENTION.canonical("out") == "from_outside"
+def test_a_recipe_may_name_what_a_plugin_registers(plugin, terminal):
+    terminal.refuses(USES_IT, code="recipe.wrong_value")
+    terminal(f"{USES_IT} --plugin {plugin} --plugin {plugin}")
+    assert [plugin] == registry.PLUGINS
+    assert ATTENTION.names[-1] == ATTENTION.canonical("out") == "from_outside"
     assert ATTENTION.facts("out").masks
     assert ATTENTION.load("from_outside")(1, 2, 3, causal=True) == 3
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [(None, "plugin.missing"), ("1 +", "plugin.failed"), ("import nothing", "plugin.failed")],
+)
+def test_a_plugin_that_cannot_be_imported_is_one_error(plugin, content, code, terminal):
+    plugin.unlink()
+    if content is not None:
+        plugin.write_text(content)
+    terminal.refuses(f"{USES_IT} --plugin {plugin}", code=code, says=[str(plugin)])
 
 
 def test_a_name_is_registered_once():
@@ -74,12 +90,6 @@ def test_unknown_names_are_refused_with_the_nearest():
     assert "flash_triton" in caught.value.message
 
 
-def test_a_missing_plugin_is_refused(tmp_path):
-    with pytest.raises(UsageError) as caught:
-        load_plugin(tmp_path / "none.py")
-    assert caught.value.code == "plugin.missing"
-
-
 def test_several_decorators_and_classes_are_found(tmp_path, monkeypatch):
     (tmp_path / "lab").mkdir()
     (tmp_path / "lab" / "two.py").write_text(
@@ -87,6 +97,6 @@ def test_several_decorators_and_classes_are_found(tmp_path, monkeypatch):
         '@LAB.register(\n    "first",\n    order=1,\n    aliases=("one", "uno"),\n)\n@other\ndef first(): ...\n'
     )
     monkeypatch.setattr("lmkit.registry._PACKAGE", tmp_path)
-    registry = Registry("LAB", "thing", "lab", KernelFacts)
-    assert registry.names == ("first", "second")
-    assert registry.aliases == {"one": "first", "uno": "first"}
+    lab = Registry("LAB", "thing", "lab", KernelFacts)
+    assert lab.names == ("first", "second")
+    assert lab.aliases == {"one": "first", "uno": "first"}

@@ -7,19 +7,10 @@ from typing import Any
 
 import pytest
 
-from lmkit.cli.app import run_command_line
-
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
-
-
-def bench_table(command: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """The [bench.*] table that a command would measure."""
-    words = command.split()
-    assert run_command_line(["bench", *words, "--print-recipe"]) == 0
-    return tomllib.loads(capsys.readouterr().out)["bench"][words[0].replace("-", "_")]
 
 
 @pytest.mark.parametrize(
@@ -35,58 +26,60 @@ def bench_table(command: str, capsys: pytest.CaptureFixture[str]) -> dict[str, A
     ],
 )
 def test_several_values_come_with_commas_or_one_by_one(
-    command: str, key: str, values: list[Any], capsys: pytest.CaptureFixture[str]
+    command: str, key: str, values: list[Any], terminal
 ) -> None:
     option = command.split()[-1]
     first, second, third = map(str, values)
-    for typed in (f"{first},{second},{third}", f"{first} {option} {second},{third}"):
-        assert bench_table(f"{command} {typed}", capsys)[key] == values
-    assert run_command_line(["bench", *command.split(), f"{first}, {second}", "--print-recipe"]) == 0
+    for typed in ([f"{first}, {second},{third}"], [first, option, f"{second},{third}"]):
+        printed = tomllib.loads(terminal("bench", *command.split(), *typed, "--print-recipe"))
+        assert printed["bench"][command.split()[0].replace("-", "_")][key] == values
 
 
 @pytest.mark.parametrize("length", ["abc", "", "--5", "9" * 5000])
-def test_a_length_that_is_no_number_is_one_error(length: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command_line(["bench", "model", "bench_model_cpu", f"--lengths=64,{length}"]) == 2
-    assert "bench.model.lengths.1: must be a whole number" in capsys.readouterr().err
+def test_a_length_that_is_no_number_is_one_error(length: str, terminal) -> None:
+    command = f"bench model bench_model_cpu --lengths=64,{length}"
+    terminal.refuses(command, code="recipe.wrong_value", says=["bench.model.lengths.1"])
 
 
-BENCHES = ["attention", "model", "lm-matrix", "ddp", "all-reduce", "optimizer"]
-
-
-def printed(command: str, capsys: pytest.CaptureFixture[str]) -> str:
-    assert run_command_line(["bench", *command.split(), "--print-recipe"]) == 0
-    return capsys.readouterr().out
+BENCHES = {
+    "attention": "bench_attention",
+    "model": "bench_model",
+    "lm-matrix": "lm_matrix",
+    "ddp": "bench_ddp",
+    "all-reduce": "bench_ddp",
+    "optimizer": "bench_ddp",
+}
 
 
 @pytest.mark.parametrize("bench", BENCHES)
 def test_a_bench_without_a_recipe_takes_what_suits_the_machine(
-    bench: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bench: str, monkeypatch: pytest.MonkeyPatch, terminal
 ) -> None:
-    of_gpu = {"lm-matrix": "lm_matrix", "all-reduce": "bench_ddp", "optimizer": "bench_ddp"}.get(
-        bench, f"bench_{bench}"
-    )
-    on_gpu, on_cpu = printed(f"{bench} {of_gpu}", capsys), printed(f"{bench} {of_gpu}_cpu", capsys)
+    def printed(words: str) -> str:
+        return terminal(f"bench {bench} {words} --print-recipe")
+
+    of_gpu = BENCHES[bench]
+    on_gpu, on_cpu = printed(of_gpu), printed(f"{of_gpu}_cpu")
     assert on_gpu != on_cpu
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert printed(bench, capsys) == on_cpu
+    assert printed("") == on_cpu
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    assert printed(bench, capsys) == on_gpu
-    assert printed(f"{bench} --set run.device=cpu", capsys) == on_cpu
-    assert run_command_line(["bench", bench, "--help"]) == 0
-    assert f"{of_gpu} where there is CUDA, else {of_gpu}_cpu" in " ".join(capsys.readouterr().out.split())
+    assert printed("") == on_gpu
+    assert printed("--set run.device=cpu") == on_cpu
+    help_ = " ".join(terminal(f"bench {bench} --help").split())
+    assert f"{of_gpu} where there is CUDA, else {of_gpu}_cpu" in help_
 
 
-def test_the_tokenizer_bench_has_one_recipe_for_all_machines(capsys: pytest.CaptureFixture[str]) -> None:
-    assert printed("tokenizer", capsys) == printed("tokenizer bench_tokenizer", capsys)
+def test_the_tokenizer_bench_has_one_recipe_for_all_machines(terminal) -> None:
+    named, unnamed = (terminal(f"bench tokenizer {name} --print-recipe") for name in ("bench_tokenizer", ""))
+    assert named == unnamed
 
 
 @pytest.mark.parametrize("bench", [*BENCHES, "tokenizer"])
-def test_mistakes_are_found_without_a_recipe_too(bench: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command_line(["bench", bench, "--set", "run.sead=1"]) == 2
-    assert "did you mean seed?" in capsys.readouterr().err
+def test_mistakes_are_found_without_a_recipe_too(bench: str, terminal) -> None:
+    terminal.refuses(f"bench {bench} --set run.sead=1", code="recipe.unknown_key", says=["seed?"])
 
 
-def test_an_empty_name_is_not_a_recipe_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command_line(["bench", "attention", "", "--print-recipe"]) == 2
-    assert capsys.readouterr().out == ""
+def test_an_empty_name_is_not_a_recipe_left_out(terminal) -> None:
+    terminal.refuses("bench", "attention", "", "--print-recipe", code="recipe.not_found")

@@ -56,33 +56,28 @@ def text() -> Path:
 
 def test_a_forgotten_output_does_not_replace_the_corpus(terminal, text: Path) -> None:
     before = text.read_bytes()
-    assert (
-        run_command_line(["tokenizer", "train", "text.txt", "text.txt", "--force", "--vocab-size", "300"])
-        == 2
-    )
+    terminal.refuses("tokenizer train text.txt text.txt --force", code="tokenizer.output_name")
     assert text.read_bytes() == before
 
 
 def test_gpt2_files_go_out_and_come_back(terminal, text: Path) -> None:
     terminal("tokenizer train text.txt one.json --vocab-size 280")
     terminal("tokenizer export one.json gpt2")
-    assert run_command_line(["tokenizer", "inspect", "gpt2"]) == 2
-    assert run_command_line(["tokenizer", "import", "gpt2", "one.json"]) == 2
-    assert run_command_line(["tokenizer", "import", "nowhere", "two.json"]) == 2
+    for command in ("inspect gpt2", "import gpt2 one.json", "import nowhere two.json"):
+        terminal.refuses(f"tokenizer {command}", code=None)
     terminal("tokenizer import gpt2 two.json")
     assert Path("two.json").read_bytes() == Path("one.json").read_bytes()
 
 
 def test_only_regular_files_are_replaced(terminal) -> None:
-    pipe = Path("pipe")  # stands for a device, which a failing test must not destroy
-    os.mkfifo(pipe)
-    assert run_command_line(["data", "synth", "pipe", "--size-mb", "0.01", "--force"]) == 2
-    assert pipe.is_fifo()
+    os.mkfifo("pipe")  # stands for a device, which a failing test must not destroy
+    terminal.refuses("data synth pipe --size-mb 0.01 --force", code="output.not_a_file")
+    assert Path("pipe").is_fifo()
 
 
-def test_sizes_are_finite(terminal) -> None:
-    for size in ("nan", "inf"):
-        assert run_command_line(["data", "synth", "x.txt", "--size-mb", size]) == 2
+@pytest.mark.parametrize("size", ["nan", "inf"])
+def test_sizes_are_finite(size: str, terminal) -> None:
+    terminal.refuses(f"data synth x.txt --size-mb {size}", code=None)
     assert list(Path().iterdir()) == []
 
 
@@ -97,9 +92,9 @@ def test_a_file_that_cannot_be_written_has_the_name_that_was_given(
     assert refused.error.startswith("out/stories.txt: ")
 
 
-def test_a_run_folder_that_cannot_be_is_wrong_use_and_the_hint_names_the_key(terminal, text: Path) -> None:
-    assert run_command_line(["run", "quickstart", "--set", "run.folder=text.txt"]) == 2
-    assert "--set run.folder=" in terminal._capsys.readouterr().err
+def test_a_run_folder_that_cannot_be_is_refused_with_a_hint_that_names_the_key(terminal, text: Path) -> None:
+    refused = terminal.refuses("run quickstart --set run.folder=text.txt", code="output.unwritable")
+    assert "--set run.folder=" in refused.hint
 
 
 @pytest.mark.parametrize(
@@ -115,11 +110,13 @@ def test_a_run_folder_that_cannot_be_is_wrong_use_and_the_hint_names_the_key(ter
 def test_an_output_that_cannot_be_written_is_refused_before_anything_is_made(command: str, terminal) -> None:
     Path("file").touch()
     Path("artifacts").touch()  # in the way of the default folder
-    for output in (["--output", "file"], ["--output", "file/below/it"], []):
-        assert run_command_line([*command.split(), *output]) == 2
-        error, hint = terminal._capsys.readouterr().err.splitlines()
-        assert ([*output, "artifacts"][1] if output else "artifacts") in error
-        assert "--output" in hint
+    for output, obstacle in (
+        (" --output file", "file"),
+        (" --output file/below/it", "file"),
+        ("", "artifacts"),
+    ):
+        refused = terminal.refuses(command + output, code="output.unwritable", says=[obstacle])
+        assert "--output" in refused.hint
     assert {path.name for path in Path().iterdir()} == {"file", "artifacts"}
 
 
@@ -127,8 +124,8 @@ def test_an_output_that_cannot_be_written_is_refused_before_anything_is_made(com
 @pytest.mark.parametrize("engine", ["nsys", "kineto", "memory"])
 def test_a_profile_is_not_replaced_by_accident(engine: str, report: str, terminal) -> None:
     Path(report).touch()
-    assert run_command_line(["profile", engine, "no-such-recipe", "--output", "."]) == 2
-    assert "--force" in terminal._capsys.readouterr().err
+    refused = terminal.refuses(f"profile {engine} no-such-recipe --output .", code="output.exists")
+    assert "--force" in refused.hint
     terminal.refuses(f"profile {engine} no-such-recipe --output . --force", code="recipe.not_found")
 
 
@@ -149,9 +146,9 @@ def test_an_option_that_would_be_ignored_is_refused(command: str, options: list[
     assert not Path("artifacts").exists()
 
 
-def test_verify_takes_one_path(terminal) -> None:
-    for command in ("verify a b", "verify resume", "verify resume resume x"):
-        assert run_command_line(command.split()) == 2
+@pytest.mark.parametrize("command", ["verify a b", "verify resume", "verify resume resume x"])
+def test_verify_takes_one_path(command: str, terminal) -> None:
+    terminal.refuses(command, code=None)
 
 
 def test_compare_finds_what_became_slower(terminal) -> None:

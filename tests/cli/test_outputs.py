@@ -1,19 +1,24 @@
-"""What commands print fits a terminal, and their JSON is strict."""
+"""What commands print: results that fit a terminal, strict JSON, the log above the bars of progress."""
 
 from __future__ import annotations
 
 import io
 import json
+import logging
+import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from lmkit.bench.harness import BenchStored
-from lmkit.cli.console import Result, show, write
+from lmkit.cli.console import Result, log_to_stderr, progress_on_stderr, show, write
 from lmkit.cli.env import _features
 from lmkit.measure.tables import TERMINAL_WIDTH
 from lmkit.training.evaluation import EvaluateResult
+from lmkit.training.metrics import BarConsole
 
 LONG = "a-folder-for-all-experiments/of-the-second-year/with-stories-of-many-kinds"
 FILES = tuple(f"attention_sweep_results-{number}.jsonl" for number in range(9))
@@ -102,3 +107,36 @@ def test_text_that_a_model_wrote_cannot_drive_a_terminal(
     monkeypatch.setattr("sys.stdout", stdout)
     write("a\tb\r\nc\x1b[2J\x1b]0;title\x07\x9b d\u3000é\U0001f98a\n")
     assert stdout.getvalue() == shown
+
+
+def test_the_log_is_printed_above_the_one_bar(as_terminal: Callable[[], io.StringIO], terminal) -> None:
+    stderr = as_terminal()
+    log_to_stderr()  # before there is a bar, as in a command; the fixture `terminal` puts the log back
+    with progress_on_stderr() as report:
+        report("stories", 1, 2)
+        logging.getLogger("lmkit").info("half of it")
+        report("timing", 1, 2)
+        sys.stderr.write("from here\n")
+        report("timing", 1, 2)
+    assert re.search(r"(\n|\x1b\[2K)half of it\n", stderr.getvalue())
+    after = stderr.getvalue().partition("from here")[2]
+    assert "timing" in after
+    assert "stories" not in after
+
+
+def test_a_stage_that_is_done_leaves_the_terminal_to_the_bar_of_training(
+    as_terminal: Callable[[], io.StringIO],
+) -> None:
+    stderr = as_terminal()
+    with progress_on_stderr() as report:
+        report("encode", 1, 2)
+        report("encode", 2, 2)
+        assert stderr.getvalue().endswith("\x1b[2K")  # erased, and no thread draws it again
+        bar = BarConsole(10, first_step=5)
+        bar.note("a line above")
+        bar.close()
+        before, _, after = stderr.getvalue().partition("step 5/10")
+        assert before
+        assert "encode" not in after
+        report("stories", 1, 2)  # another stage may begin
+    assert "stories" in stderr.getvalue().partition("step 5/10")[2]
