@@ -131,18 +131,18 @@ def test_nan_reaches_exactly_the_rows_that_see_it(kernel, random_inputs):
     assert out[0, 1].isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_portable_backward_gives_the_same_bits(portable, dtype, random_inputs):
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        ({"implementation": "portable"}, torch.float32),
+        ({"implementation": "portable"}, torch.bfloat16),
+        ({"deterministic": True}, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_portable_and_deterministic_backward_give_the_same_bits(options, dtype, random_inputs):
+    kernel = partial(attention_function("flash_triton"), **options)
     inputs = random_inputs(heads=8, kv_heads=2, queries=1000, dtype=dtype)
-    first = run_attention(portable, *inputs, causal=True)
-    for _ in range(20):
-        again = run_attention(portable, *inputs, causal=True)
-        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-
-
-def test_deterministic_argument_gives_the_same_bits(random_inputs):
-    kernel = partial(attention_function("flash_triton"), deterministic=True)
-    inputs = random_inputs(heads=8, queries=1000)
     first = run_attention(kernel, *inputs, causal=True)
     for _ in range(20):
         again = run_attention(kernel, *inputs, causal=True)
