@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 from lmkit.errors import UsageError
@@ -23,18 +24,16 @@ from lmkit.training.state import DataIdentity, TrainingState, restore_rng
 from lmkit.training.step import Step
 from lmkit.training.trainer import Moment
 
-BATCHES = ("data.source", "data.sampling")
-"""The keys of [data] that decide the batches. The others say where files lie; files are compared by content."""
-
-MUST_AGREE = ("run.seed", "model", *BATCHES, "train.batch_size", "train.precision")
+MUST_AGREE = ("run.seed", "model", "data.source", "data.sampling", "train.batch_size", "train.precision")
 """Keys that a resumed run may not change: the weights would not fit, or the steps would not continue the run.
-Everything else may change (learning rate, steps, intervals, ranks) and is reported."""
+Everything else may change (learning rate, steps, intervals, ranks) and is reported. The other keys of [data] say
+where files lie; files are compared by content."""
 
 MAY_CHANGE_WITHIN = ("model.preset", "model.attention", "model.activation_checkpointing", "model.compile")
 """Exceptions to `MUST_AGREE`: other ways to compute the same function."""
 
 UNREPORTED = ("run.name", "run.folder", "checkpoint", "generate", "wandb", "corpus", "tokenizer", "data")
-"""Differences that are not reported, except for `BATCHES`."""
+"""Other differences that are not reported."""
 
 
 def choose_start(recipe: Recipe) -> Choice:
@@ -84,14 +83,12 @@ def check_agreement(
     """
     path = checkpoint.path / STATE
     old = validate(checkpoint.state.recipe, origin=str(path), resolved=True)
-    changed = [
-        line
-        for line in differences(old, recipe)
-        if _is_under(line, BATCHES) or not _is_under(line, UNREPORTED)
-    ]
-    refused = [
-        line for line in changed if _is_under(line, MUST_AGREE) and not _is_under(line, MAY_CHANGE_WITHIN)
-    ]
+    refused, allowed = [], []
+    for line in differences(old, recipe):
+        if _is_under(line, MUST_AGREE) and not _is_under(line, MAY_CHANGE_WITHIN):
+            refused.append(line)
+        elif not _is_under(line, UNREPORTED):
+            allowed.append(f"changed since that checkpoint: {line}")
     if checkpoint.state.data is not None and data is not None and checkpoint.state.data != data:
         refused += [
             f"data.train: another token file ({name}: {before} -> {getattr(data, name)})"
@@ -104,14 +101,13 @@ def check_agreement(
             f"{checkpoint.path}: made by another recipe: {'; '.join(refused)}",
             hint="go back to those values, or start a new run with another --name",
         )
-    lines = [f"changed since that checkpoint: {line}" for line in changed if line not in refused]
     before = checkpoint.state.world_size
     if before != world_size:
         plural = "s" if before > 1 else ""
-        lines.append(
+        allowed.append(
             f"saved by {before} rank{plural}, resuming on {world_size}: same batches, same state, resharded"
         )
-    return lines
+    return allowed
 
 
 def _is_under(line: str, keys: tuple[str, ...]) -> bool:
@@ -137,13 +133,7 @@ def restore(checkpoint: Checkpoint, step: Step) -> Moment:
     restore_rng(state.rng[ranks.rank if ranks.rank < len(state.rng) else 0], ranks.device)
     if step.loss_scale is not None and state.loss_scale is not None:
         step.loss_scale.restore(state.loss_scale)
-    return Moment(
-        step=state.step,
-        tokens=state.tokens,
-        seconds=state.seconds,
-        skipped_in_a_row=state.skipped_in_a_row,
-        best_loss=state.best_loss,
-    )
+    return Moment(**{field.name: getattr(state, field.name) for field in fields(Moment)})
 
 
 def is_finished(state: TrainingState, recipe: Recipe, stop_at_step: int | None) -> bool:

@@ -195,7 +195,7 @@ def _run_rank(recipe: Recipe, stop_at_step: int | None) -> TrainResult | None:
             tokens=moment.tokens,
             seconds=trainer.clock.seconds,
             tokens_per_second=trainer.speed.session,
-            loss=moment.train_loss,
+            loss=trainer.train_loss,
             evaluation=evaluation,
         )
 

@@ -100,10 +100,10 @@ class Speedometer:
 
 @dataclass
 class Moment:
-    """The position of a run: everything besides tensors that changes from step to step.
+    """The position of a run: what changes from step to step besides tensors. Fields are those of `TrainingState`.
 
     Attributes:
-        seconds: trained in the sessions before this one.
+        seconds: trained so far, as of the last checkpoint.
     """
 
     step: int = 0
@@ -112,7 +112,6 @@ class Moment:
     skipped_in_a_row: int = 0
     valid_loss: float | None = None
     best_loss: float | None = None
-    train_loss: float | None = None
 
 
 class Trainer:
@@ -143,6 +142,7 @@ class Trainer:
         self.ranks = ranks
         self.step = step
         self.moment = moment
+        self.train_loss: float | None = None
         self.clock = TrainingClock(used_seconds=moment.seconds, max_minutes=train.max_minutes, ranks=ranks)
         self._train = train
         self._checkpoint = keep
@@ -293,7 +293,7 @@ class Trainer:
         if self.ranks.world_size > 1:
             dist.all_reduce(loss)
             loss /= self.ranks.world_size
-        moment.train_loss = loss.item()
+        self.train_loss = loss.item()
         speed = self.speed.read(moment.tokens - self._logged_tokens)
         self._logged_tokens = moment.tokens
         share = None if self._flops_share is None else self._flops_share * speed / self.ranks.world_size
@@ -303,7 +303,7 @@ class Trainer:
             {
                 "kind": "train",
                 "step": moment.step,
-                "loss": moment.train_loss,
+                "loss": self.train_loss,
                 "lr": lr,
                 "grad_norm": outcome.grad_norm.item(),
                 "tokens": moment.tokens,
@@ -339,19 +339,13 @@ class Trainer:
         if moment.step == self._saved_step:
             return
         self._writer.wait_for_all()
-        state = self._initial_state.model_copy(
-            update={
-                "step": moment.step,
-                "seconds": self.clock.seconds,
-                "time_fraction": self._fraction,
-                "tokens": moment.tokens,
-                "skipped_in_a_row": moment.skipped_in_a_row,
-                "valid_loss": moment.valid_loss,
-                "best_loss": moment.best_loss,
-                "loss_scale": None if scale is None else scale.state(),
-                "rng": (capture_rng(self.ranks.device),),
-            }
-        )
+        moment.seconds = self.clock.seconds
+        others = {
+            "time_fraction": self._fraction,
+            "loss_scale": None if scale is None else scale.state(),
+            "rng": (capture_rng(self.ranks.device),),
+        }
+        state = self._initial_state.model_copy(update=asdict(moment) | others)
         self._writer.save(state, **self._tensors())
         self._saved_step = moment.step
         self._sink.record(

@@ -8,12 +8,10 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from lmkit.data.token_files import open_tokens
 from lmkit.errors import LmkitError, UsageError, reason
-from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.load import load_recipe, required
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import TokenizerConfig, WandbConfig
@@ -35,7 +33,7 @@ from lmkit.training.checkpoint import (
 )
 from lmkit.training.metrics import METRICS, read_metrics
 from lmkit.training.model_state import check_weights
-from lmkit.training.run_data import make_batches, open_data, resolve, token_paths
+from lmkit.training.run_data import token_paths
 from lmkit.training.session import ENVIRONMENT, RECIPE, train
 
 
@@ -78,37 +76,26 @@ def _checks_of(path: Path) -> Iterator[Check]:
     if not path.exists():
         hint = hint_at_run(path, otherwise="name a run folder, or a file that lmkit made")
         raise UsageError("verify.not_found", f"{path}: no such file or folder", hint=hint)
-    if path.is_dir():
-        yield from _checks_of_folder(path)
-    elif path.name == MANIFEST or (path.parent / MANIFEST).exists():
+    if path.is_file() and (path.parent / MANIFEST).exists():
         yield _check(path.parent, _checkpoint)  # the manifest has the checksum of this file
+    elif any((path / name).exists() for name in (MANIFEST, STATE, MODEL)):
+        yield _check(path, _checkpoint)
+    elif path.is_dir() and _is_run(path):
+        yield from _checks_of_run(path)
+    elif path.is_dir() and (saved := saved_steps(path)):
+        for step in saved:
+            yield _check(step.path, _checkpoint)
     elif path.suffix == ".json" and path.with_suffix(".npy").exists():
         yield _check(path.with_suffix(".npy"), _token_file)
     elif path.name == ENVIRONMENT:
         yield _check(path, _json)
-    elif path.suffix in _FILES:
+    elif path.is_file() and path.suffix in _FILES:
         yield _check(path, _FILES[path.suffix])
     else:
         raise UsageError(
             "verify.unknown_kind",
-            f"{path}: not a kind of file that can be verified",
-            hint=f"known: {', '.join(sorted(_FILES))}, run folders and checkpoints",
-        )
-
-
-def _checks_of_folder(folder: Path) -> Iterator[Check]:
-    if (folder / MANIFEST).exists() or (folder / STATE).exists() or (folder / MODEL).exists():
-        yield _check(folder, _checkpoint)
-    elif _is_run(folder):
-        yield from _checks_of_run(folder)
-    elif saved := saved_steps(folder):
-        for step in saved:
-            yield _check(step.path, _checkpoint)
-    else:
-        raise UsageError(
-            "verify.unknown_kind",
-            f"{folder}: neither a run folder nor a checkpoint",
-            hint=f"a run folder has a {RECIPE}, a checkpoint a {MANIFEST}",
+            f"{path}: neither a run, a checkpoint, nor a file that can be verified",
+            hint=f"a run folder has a {RECIPE}, a checkpoint a {MANIFEST}; files: {', '.join(sorted(_FILES))}",
         )
 
 
@@ -122,12 +109,13 @@ def _is_run(folder: Path) -> bool:
 def _checks_of_run(folder: Path) -> Iterator[Check]:
     for name, look in ((RECIPE, _recipe), (ENVIRONMENT, _json), (METRICS, _metrics)):
         yield _check(folder / name, look)
-    tokenizer = _check(folder / TOKENIZER, _tokenizer)
+    sha256 = None
     if (folder / TOKENIZER).exists():
+        tokenizer = _check(folder / TOKENIZER, _tokenizer)
         yield tokenizer
-    sha256 = Tokenizer.load(folder / TOKENIZER).sha256 if tokenizer.ok else None
+        sha256 = Tokenizer.load(folder / TOKENIZER).sha256 if tokenizer.ok else None
     for tokens in sorted(folder.glob("tokens/*.npy")):
-        yield _check(tokens, partial(_token_file, tokenizer_sha256=sha256))
+        yield _check(tokens, lambda path: _token_file(path, sha256))
     checkpoints = saved_steps(folder / CHECKPOINTS)
     if not checkpoints:
         yield Check(str(folder / CHECKPOINTS), ok=False, found="no checkpoint")
@@ -198,7 +186,7 @@ _FILES: Mapping[str, Callable[[Path], str]] = {
 
 
 def verify_resume(recipe: Recipe, *, steps: int = 5) -> VerifyResult:
-    """Train 2 x `steps` in one go and in two halves; compare weights, optimizer, generators and next batch.
+    """Train 2 x `steps` in one go and in two halves; compare weights, optimizer state and random generators.
 
     Everything happens in a temporary folder, on one rank, with the recipe's own schedule. `train.max_minutes` is
     ignored, because clocks do not repeat.
@@ -247,13 +235,10 @@ def _moved(recipe: Recipe, folder: Path, name: str) -> Recipe:
 
 def _hashes(recipe: Recipe, step: int) -> dict[str, str]:
     checkpoint = open_checkpoint(recipe.run.path / CHECKPOINTS / step_name(step))
-    data = open_data(recipe)
-    inputs, targets = make_batches(resolve(recipe, data), data, Ranks()).batch(step)
     return {
         "weights": checkpoint.entries[MODEL].sha256,  # equal tensors are written as equal files
         "optimizer": checkpoint.entries[shard_name(0, 1)].sha256,
         "random generators": hashlib.sha256(str(checkpoint.state.rng).encode()).hexdigest(),
-        "next batch": hashlib.sha256(inputs.numpy().tobytes() + targets.numpy().tobytes()).hexdigest(),
     }
 
 
