@@ -22,7 +22,6 @@ from lmkit.training import session
 sys.path.insert(0, str(Path(__file__).parent))  # for run_folders.py, here and in processes that tests start
 
 VOCABULARY = 64
-
 TINY = (
     "run.device=cpu",
     "run.threads=1",
@@ -49,18 +48,10 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-draw_losses = session.draw_losses
-
-
 @pytest.fixture(autouse=True)
 def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """matplotlib takes longer than these runs; `pictures` puts it back."""
+    """matplotlib takes longer than these runs."""
     monkeypatch.setattr(session, "draw_losses", lambda *arguments, **options: None)
-
-
-@pytest.fixture
-def pictures(_no_pictures: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "draw_losses", draw_losses)
 
 
 @pytest.fixture(scope="session")
@@ -73,9 +64,8 @@ def token_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     for name, length in (("train", 4000), ("valid", 701)):
         ids = [0]
         for _ in range(length - 1):
-            ids.append(
-                int(successor[ids[-1]]) if generator.random() < 0.8 else int(generator.integers(VOCABULARY))
-            )
+            follows = generator.random() < 0.8
+            ids.append(int(successor[ids[-1]] if follows else generator.integers(VOCABULARY)))
         path = folder / f"{name}.npy"
         with TokenFileWriter(path, vocab_size=VOCABULARY, tokenizer_sha256="a" * 64) as writer:
             writer.append(np.array(ids))
@@ -87,17 +77,9 @@ def token_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture
 def settings(token_files: tuple[Path, Path], tmp_path: Path) -> Callable[..., list[str]]:
     """`--set` arguments of the tiny run in tmp_path; later ones win."""
-
-    def make(*more: str) -> list[str]:
-        train, valid = token_files
-        places = (
-            f'run.folder="{tmp_path / "runs"}"',
-            f'data.train="{train}"',
-            f'data.valid="{valid}"',
-        )
-        return [*places, *TINY, *more]
-
-    return make
+    train, valid = token_files
+    places = (f'run.folder="{tmp_path / "runs"}"', f'data.train="{train}"', f'data.valid="{valid}"')
+    return lambda *more: [*places, *TINY, *more]
 
 
 @pytest.fixture
@@ -117,7 +99,7 @@ def processes() -> BaseContext:
 
 @pytest.fixture
 def fleet(processes: BaseContext, tmp_path: Path) -> Iterator[Any]:
-    from process_fleet import Fleet  # found by the path above
+    from processes import Fleet  # found by the path above
 
     with ExitStack() as meetings:
         fleet = Fleet(processes, tmp_path, meetings)

@@ -12,8 +12,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
-from process_faults import PATIENCE_S
-from process_fleet import Fleet, ends
+from processes import PATIENCE_S, Fleet, ends
 from run_folders import assert_same_tensors, losses, newest, saved
 
 from lmkit.recipe.schema import Recipe

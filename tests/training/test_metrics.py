@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import random
 import re
 import sys
 import threading
@@ -68,24 +67,6 @@ def test_resuming_drops_later_records_and_a_line_that_was_cut(tmp_path: Path) ->
     json.loads(path.read_text().splitlines()[-1], parse_constant=pytest.fail)
 
 
-def test_damaged_metrics_are_read_as_far_as_they_can_be(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    sink = MetricsFile(path, after_step=0)
-    for step in range(20):
-        sink.record(train_record(step))
-    sink.close()
-    whole = path.read_bytes()
-    generator = random.Random(0)
-    for _ in range(300):
-        damaged = bytearray(whole)
-        for _ in range(generator.randrange(1, 4)):
-            damaged[generator.randrange(len(whole))] = generator.randrange(256)
-        path.write_bytes(damaged[: generator.randrange(len(whole))])
-        assert len(read_metrics(path)) <= 20
-    path.write_text("[" * 100_000 + "\n" + json.dumps(train_record(1)) + "\n")
-    assert len(read_metrics(path)) == 1
-
-
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 def test_a_full_disk_is_an_error_with_the_file_in_it() -> None:
     sink = MetricsFile.__new__(MetricsFile)
@@ -100,32 +81,23 @@ def test_a_full_disk_is_an_error_with_the_file_in_it() -> None:
 LARGE = {"loss": 10.8249, "grad_norm": 98.76, "mfu": 0.5123, "memory_bytes": 140_200_000_000}
 
 
-@pytest.mark.parametrize(
-    ("tokens_per_second", "eta_seconds", "parts"),
-    [
+def test_a_line_fits_100_columns_also_with_large_numbers_and_nan() -> None:
+    for speed, seconds, parts in (
         (8_765_432.1, 9 * 3600 + 59 * 60 + 29, ("8.77M tok/s", "9h59m left")),
         (876_543.2, 123 * 3600 + 45 * 60, ("877k tok/s", "124h left")),
         (98_765.4, 3599.0, ("98.8k tok/s", "59:59 left")),
         (9_876.4, 10 * 3600, ("9,876 tok/s", "10h left")),
-    ],
-)
-def test_a_line_fits_100_columns(
-    tokens_per_second: float, eta_seconds: float, parts: tuple[str, ...]
-) -> None:
-    large = {**LARGE, "tokens_per_second": tokens_per_second, "eta_seconds": eta_seconds}
-    text = describe(train_record(1_234_567, **large), 9_999_999)
-    assert len(text) <= 100, text
-    for part in ("step 1234567/9999999", "loss 10.825", "norm 98.8", "MFU 51.2%", "140 GB", *parts):
-        assert part in text.split("  ")
+    ):
+        large = {**LARGE, "tokens_per_second": speed, "eta_seconds": seconds}
+        text = describe(train_record(1_234_567, **large), 9_999_999)
+        assert len(text) <= 100, text
+        for part in ("step 1234567/9999999", "loss 10.825", "norm 98.8", "MFU 51.2%", "140 GB", *parts):
+            assert part in text.split("  ")
     evaluated = {"perplexity": 50257.12, "bits_per_byte": 3.1234}
     for kind in ("valid", "final", "skip"):
         assert len(describe(train_record(1_234_567, **large, **evaluated, kind=kind), 9_999_999)) <= 100
-
-
-def test_small_numbers_and_nan_are_readable() -> None:
     text = describe(train_record(10, lr=1.2e-12, loss=float("nan")), 100)
-    assert "lr 1.2e-12" in text
-    assert "loss nan" in text
+    assert {"lr 1.2e-12", "loss nan"} < set(text.split("  "))
     assert "MFU" not in text  # unknown
     assert (duration(75), duration(3675)) == ("1:15", "1:01:15")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from process_fleet import Fleet
+from processes import Fleet
 from run_folders import losses, newest, refused, train_here
 from torch import nn
 

@@ -1,4 +1,4 @@
-"""Seed, threads and determinism hold while a run lasts and are restored afterwards."""
+"""Seed, threads and determinism hold while a run lasts and are restored afterwards; rank 0 decides."""
 
 from __future__ import annotations
 
@@ -27,22 +27,19 @@ def settings() -> tuple[int, bool, bool]:
     )
 
 
-def draw_and_fail() -> None:
-    with numerics(RunConfig(seed=3, threads=2, deterministic=True), Ranks()):
-        assert settings() == (2, True, False)
-        DRAWN.append(torch.rand(4))
-        raise ZeroDivisionError
-
-
-DRAWN: list[torch.Tensor] = []
-
-
 def test_the_recipe_decides_while_the_block_runs_also_if_it_fails() -> None:
-    before = settings()
+    before, drawn = settings(), []
+
+    def draw_and_fail() -> None:
+        with numerics(RunConfig(seed=3, threads=2, deterministic=True), Ranks()):
+            assert settings() == (2, True, False)
+            drawn.append(torch.rand(4))
+            raise ZeroDivisionError
+
     with pytest.raises(ZeroDivisionError):
         draw_and_fail()
     assert settings() == before == (1, False, True)
-    assert torch.equal(DRAWN[-1], torch.rand(4, generator=torch.Generator().manual_seed(3)))
+    assert torch.equal(drawn[0], torch.rand(4, generator=torch.Generator().manual_seed(3)))
     torch.set_num_threads(2)
     with numerics(RunConfig(), Ranks()):  # the default changes nothing but the seed
         assert settings() == (2, False, True)
@@ -60,38 +57,29 @@ def test_the_recipe_decides_while_the_block_runs_also_if_it_fails() -> None:
     ],
 )
 def test_ranks_share_the_cpus_unless_somebody_set_the_threads(
-    world_size: int,
-    threads: int,
-    device: str,
-    given: str | None,
-    expected: int,
-    monkeypatch: pytest.MonkeyPatch,
+    world_size: int, threads: int, device: str, given: str | None, expected: int, monkeypatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if given is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
     monkeypatch.setattr(process, "usable_cpus", lambda: 6)
-    ranks = Ranks(world_size=world_size, device=torch.device(device))
-    with numerics(RunConfig(threads=threads), ranks):
+    with numerics(RunConfig(threads=threads), Ranks(world_size=world_size, device=torch.device(device))):
         assert torch.get_num_threads() == expected
     assert torch.get_num_threads() == 1
 
 
 @pytest.mark.parametrize(
-    ("device", "given", "expected"),
-    [("cpu", None, None), ("cuda", None, ":4096:8"), ("cuda", ":16:8", ":16:8")],
+    ("device", "given", "expected"), [("cpu", "", ""), ("cuda", "", ":4096:8"), ("cuda", ":16:8", ":16:8")]
 )
 def test_cublas_gets_a_fixed_workspace_unless_it_has_one(
-    device: str, given: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
+    device: str, given: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "CUBLAS_WORKSPACE_CONFIG"
-    monkeypatch.setenv(name, "")  # so that what the block sets is undone
-    if given is None:
+    monkeypatch.setenv(name, given)  # so that what the block sets is undone
+    if not given:
         monkeypatch.delenv(name)
-    else:
-        monkeypatch.setenv(name, given)
     with numerics(RunConfig(deterministic=True), Ranks(device=torch.device(device))):
-        assert os.environ.get(name) == expected
+        assert os.environ.get(name, "") == expected
 
 
 def test_rank_0_decides_for_all_and_its_error_is_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,4 +103,3 @@ def test_rank_0_decides_for_all_and_its_error_is_theirs(monkeypatch: pytest.Monk
     for ranks, decide in ((first, refuse), (second, never)):
         with refused("resume.refused", "no", kind=UsageError):
             decided_by_first(ranks, decide)
-    assert decided_by_first(Ranks(), lambda: 3) == 3

@@ -20,7 +20,7 @@ from lmkit.measure import plots
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.schema import Recipe
 from lmkit.tokenizer import Tokenizer
-from lmkit.training import trainer
+from lmkit.training import session, trainer
 from lmkit.training.checkpoint import newest_checkpoint, run_tokenizer
 from lmkit.training.evaluation import evaluate_run
 from lmkit.training.metrics import draw_losses
@@ -46,7 +46,8 @@ def test_fresh_runs_are_identical_unless_the_seed_differs(tiny: Tiny) -> None:
     assert losses(one)[0] != losses(other)[0]
 
 
-def test_it_learns_and_leaves_a_whole_run_folder(tiny: Tiny, pictures: None) -> None:
+def test_it_learns_and_leaves_a_whole_run_folder(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "draw_losses", draw_losses)
     recipe = tiny("train.steps=60", "optimizer.lr=0.01")
     result = train_here(recipe)
     assert result.status == "finished"

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from process_faults import TIMEOUT_S
-from process_fleet import Fleet, ends
+from processes import TIMEOUT_S, Fleet, ends
 from run_folders import assert_same_tensors, losses, newest, saved
 
 from lmkit.recipe.schema import Recipe

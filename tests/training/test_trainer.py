@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import resource
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from run_folders import assert_same_state, losses, newest, records, refused, saved, train_here
+from run_folders import (
+    assert_same_state,
+    file_size_limit,
+    losses,
+    newest,
+    records,
+    refused,
+    saved,
+    train_here,
+)
 
 from lmkit.errors import UsageError
 from lmkit.parallel.ranks import Ranks
@@ -93,13 +101,8 @@ def test_fault_50_an_output_that_cannot_be_written_is_refused_before_training(
 
 @pytest.mark.parametrize("limit", [100, 2000])
 def test_fault_49_a_limit_on_file_sizes_is_one_error_whichever_file_meets_it(limit: int, tiny: Tiny) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-    try:
-        with refused("train.io", tiny().run.path, "file too large"):
-            train_here(tiny())
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with file_size_limit(limit), refused("train.io", tiny().run.path, "file too large"):
+        train_here(tiny())
     assert saved(tiny()) == []
     assert not list(tiny().run.path.rglob("*.partial"))
     assert train_here(tiny()).status == "finished"

@@ -1,0 +1,348 @@
+"""Runs in processes of their own, one per rank, with faults that are patched into a rank's code before it begins."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from datetime import timedelta
+from functools import partial
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lmkit.errors import LmkitError
+from lmkit.parallel.ranks import RENDEZVOUS_VARIABLE, Ranks, hosted_store
+from lmkit.recipe.load import load_recipe
+from lmkit.training import checkpoint_writer, session, trainer
+from lmkit.training.checkpoint import Retention
+from lmkit.training.process import StopSignals
+from lmkit.training.step import Step
+from lmkit.training.trainer import Trainer
+
+PATIENCE_S = 240
+"""Only ends a test that hangs: far above what a slow machine needs, far below the ranks' timeout of 600 s."""
+HANG_S = 2.0
+"""How long rank 0 waits for rank 1 once that hangs."""
+TIMEOUT_S = 500.0
+"""The timeout of the recipe, which counts until then."""
+
+REFUSED = threading.Event()
+"""Set in a rank's process once an update was refused."""
+SIGNALLED = threading.Event()
+"""Set in a rank's process once it was told to stop."""
+RANKS: list[Ranks] = []
+"""This process's place, once its trainer runs."""
+
+Happening = Callable[[int], None]
+"""Called with the rank, on both ranks at the same place."""
+
+
+class Fleet:
+    """Start ranks and collect how they ended."""
+
+    def __init__(self, context: BaseContext, folder: Path, meetings: ExitStack) -> None:
+        self._context = context
+        self._folder = folder
+        self._meetings = meetings
+        self._started = 0
+        self.running: list[BaseProcess] = []
+
+    def start(
+        self,
+        settings: list[str],
+        *,
+        recipe: str | None = None,
+        ranks: int = 1,
+        fault: str = "",
+        of_rank_1: Sequence[str] = (),
+        **options: Any,
+    ) -> list[BaseProcess]:
+        """Start all ranks of a run.
+
+        Args:
+            of_rank_1: further `--set` arguments of rank 1 alone.
+            options: of `train`.
+        """
+        self._started += 1
+        self.log = self._folder / f"{self._started}.log"
+        meeting = self._meetings.enter_context(hosted_store())
+        started = []
+        for rank in range(ranks):
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+            environment = {**place, RENDEZVOUS_VARIABLE: meeting} if ranks > 1 else {}
+            own = [*settings, *(of_rank_1 if rank == 1 else ())]
+            process = self._context.Process(  # type: ignore[attr-defined]
+                target=_live, args=(own, recipe, environment, fault, str(self.log), options)
+            )
+            process.start()
+            started.append(process)
+        self.running += started
+        return started
+
+    def train(self, settings: list[str], **options: Any) -> list[int | None]:
+        """Start, wait for the end, return the exit codes."""
+        return ends(self.start(settings, **options))
+
+    def said(self) -> str:
+        return self.log.read_text() if self.log.exists() else ""
+
+    def wait_until_said(self, text: str) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while text not in self.said():
+            assert time.monotonic() < deadline, self.said()
+            time.sleep(0.01)
+
+
+def ends(processes: list[BaseProcess]) -> list[int | None]:
+    for process in processes:
+        process.join(PATIENCE_S)
+    return [process.exitcode for process in processes]
+
+
+def _live(
+    settings: list[str],
+    recipe: str | None,
+    environment: dict[str, str],
+    fault: str,
+    log: str,
+    options: dict[str, Any],
+) -> None:
+    """Run a rank as `lmkit train` does, from the recipe on. An error is one line with its code in the log."""
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    rank = int(environment.get("RANK", "0"))
+    if fault:
+        around(Step, "update", partial(_tell_whether_a_refused_update_changed_weights, rank))
+        around(Trainer, "run", lambda run, self: RANKS.append(self.ranks) or run(self))
+        FAULTS[fault](rank)
+    around(session, "draw_losses", lambda *arguments, **keywords: None)
+    sys.stderr = open(log, "a")  # noqa: SIM115
+    try:
+        session.train(load_recipe(recipe, settings), **options)
+    except LmkitError as error:
+        say(f"{error.code} | {error.message}")
+        os._exit(error.exit_code)
+    except KeyboardInterrupt:
+        os._exit(130)
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def around(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Replace `owner.name` by `wrapper(original, *arguments, **options)`."""
+    original = getattr(owner, name)
+    setattr(owner, name, lambda *arguments, **options: wrapper(original, *arguments, **options))
+
+
+def in_step(number: int, happen: Callable[[Step], Any]) -> None:
+    """Call `happen` at the beginning of a step, counted in this process from 1."""
+    calls = itertools.count(1)
+
+    def accumulate(original: Any, step: Step, *batch: torch.Tensor) -> torch.Tensor:
+        if next(calls) == number:
+            happen(step)
+        return original(step, *batch)
+
+    around(Step, "accumulate", accumulate)
+
+
+def when_written(happen: Callable[[], Any]) -> None:
+    """Call `happen` before every tensor file that this rank writes."""
+
+    def write_tensors(original: Any, *arguments: Any) -> Any:
+        happen()
+        return original(*arguments)
+
+    around(checkpoint_writer, "write_tensors", write_tensors)
+
+
+def _tell_whether_a_refused_update_changed_weights(
+    rank: int, update: Any, step: Step, *arguments: Any, **options: Any
+) -> Any:
+    weights = [parameter for group in step.optimizer.param_groups for parameter in group["params"]]
+    before = [weight.detach().clone() for weight in weights]
+    outcome = update(step, *arguments, **options)
+    if outcome.nonfinite:
+        same = all(torch.equal(old, new) for old, new in zip(before, weights, strict=True))
+        say(f"rank {rank}: weights {'untouched' if same else 'CHANGED'}")
+        REFUSED.set()
+    return outcome
+
+
+def _must(happened: bool) -> None:
+    assert happened
+
+
+def _save_after_an_update_is_refused(rank: int) -> None:
+    """The shard of the checkpoint before is still being written when the run stops."""
+    if rank == 1:
+        when_written(lambda: _must(REFUSED.wait(PATIENCE_S)))
+
+
+def _nan_loss_on_rank_1(rank: int) -> None:
+    _save_after_an_update_is_refused(rank)
+    calls = itertools.count(1)
+
+    def accumulate(original: Any, *arguments: Any) -> torch.Tensor:
+        loss = original(*arguments)
+        return loss * math.nan if next(calls) == 4 and rank == 1 else loss
+
+    around(Step, "accumulate", accumulate)
+
+
+def _infinite_gradient_on_rank_1(rank: int) -> None:
+    def spoil(step: Step) -> None:  # before the gradient enters the average of the ranks
+        if rank == 1:
+            step.model.ln_final.weight.register_hook(lambda gradient: gradient + math.inf)
+
+    _save_after_an_update_is_refused(rank)
+    in_step(4, spoil)
+
+
+def _sigterm_to_rank_1(rank: int) -> None:
+    # Step 3, because after step 4 comes an evaluation, which asks for signals itself.
+    in_step(3, lambda step: rank == 1 and os.kill(os.getpid(), signal.SIGTERM))
+
+
+def _in_backward_of_step_3(rank: int, happen: Happening) -> None:
+    in_step(3, lambda step: step.model.ln_final.weight.register_hook(lambda gradient: happen(rank)))
+
+
+def _in_the_evaluation_after_step_4(rank: int, happen: Happening) -> None:
+    around(trainer, "evaluate", lambda original, *a, **options: happen(rank) or original(*a, **options))
+
+
+def _in_the_save_of_step_3(rank: int, happen: Happening) -> None:
+    when_written(lambda: happen(rank))
+
+
+def _in_the_save_of_step_3_while_step_6_waits_for_it(rank: int, happen: Happening) -> None:
+    """No collective of a step is under way then, which would notice."""
+    saves, next_save = itertools.count(1), threading.Event()
+
+    def save(original: Any, self: Trainer) -> None:
+        if next(saves) == 2:
+            next_save.set()
+        original(self)
+
+    around(Trainer, "_save", save)
+    when_written(lambda: (_must(next_save.wait(PATIENCE_S)), happen(rank)))
+
+
+def _die(rank: int) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _hang(rank: int) -> None:
+    """Rank 1 hangs. From now on rank 0 waits only `HANG_S`; at the start, ranks may be late."""
+    if rank == 1:
+        threading.Event().wait()
+    (ranks,) = RANKS
+    if ranks.timeout_s == HANG_S:
+        return
+    assert ranks.timeout_s == TIMEOUT_S
+    assert dist.group.WORLD._get_backend(ranks.device).options._timeout == timedelta(seconds=TIMEOUT_S)
+    object.__setattr__(ranks, "timeout_s", HANG_S)
+    if threading.current_thread() is threading.main_thread():  # the writer's thread waits in no collective
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=HANG_S))
+
+
+def _signal(rank: int) -> None:
+    if rank == 1 and not SIGNALLED.is_set():
+        SIGNALLED.set()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _raise(rank: int) -> None:
+    if rank == 1:
+        raise ZeroDivisionError("in the middle of backward")
+
+
+def _killed_before_the_second_pruning(rank: int) -> None:
+    calls = itertools.count(1)
+
+    def prune(original: Any, self: Retention) -> list[Path]:
+        if next(calls) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(self)
+
+    around(Retention, "prune", prune)
+
+
+def _never_finish_step_3(rank: int) -> None:
+    def noting(original: Any, *arguments: Any) -> None:
+        original(*arguments)
+        os.write(sys.stderr.fileno(), b"noted\n")  # print() raises if the next signal interrupts it
+
+    def hang(step: Step) -> None:
+        say("hanging")
+        while True:
+            signal.pause()
+
+    around(StopSignals, "_note", noting)
+    in_step(3, hang)
+
+
+def _wait_in_cpp_in_step_3(rank: int) -> None:
+    """Wait as for a hanging rank or GPU: no Python handler runs until it returns."""
+
+    def wait(step: Step) -> None:
+        say("hanging")
+        dist.HashStore().wait(["never"], timedelta(seconds=TIMEOUT_S))
+
+    in_step(3, wait)
+
+
+def _first_rank_dies_at_the_start(rank: int) -> None:
+    around(session, "_open_folder", lambda *arguments: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def _draw_in_every_step(rank: int) -> None:
+    """Draw random numbers as dropout would, on every rank another number of times."""
+
+    def accumulate(original: Any, *arguments: Any) -> torch.Tensor:
+        torch.rand(rank + 1)
+        return original(*arguments)
+
+    around(Step, "accumulate", accumulate)
+
+
+PLACES: dict[str, Callable[[int, Happening], None]] = {
+    "in backward": _in_backward_of_step_3,
+    "in evaluation": _in_the_evaluation_after_step_4,
+    "in a save": _in_the_save_of_step_3,
+    "in a save that is waited for": _in_the_save_of_step_3_while_step_6_waits_for_it,
+}
+FAULTS: dict[str, Callable[[int], None]] = {
+    "no fault: random numbers are drawn": _draw_in_every_step,
+    "nan loss on rank 1": _nan_loss_on_rank_1,
+    "infinite gradient on rank 1": _infinite_gradient_on_rank_1,
+    "SIGTERM to rank 1": _sigterm_to_rank_1,
+    "rank 0 dies at the start": _first_rank_dies_at_the_start,
+    "hang in step 3": _never_finish_step_3,
+    "wait in C++ in step 3": _wait_in_cpp_in_step_3,
+    "SIGTERM to rank 1 in evaluation": partial(_in_the_evaluation_after_step_4, happen=_signal),
+    "SIGTERM to rank 1 in a save": partial(_in_the_save_of_step_3, happen=_signal),
+    # However late the kill comes, there are steps left for the next life.
+    "at most four steps": lambda rank: in_step(5, lambda step: threading.Event().wait()),
+    "killed before the second pruning": _killed_before_the_second_pruning,
+    **{
+        f"rank 1 {what} {where}": partial(place, happen=happen)
+        for what, happen in (("dies", _die), ("hangs", _hang), ("raises", _raise))
+        for where, place in PLACES.items()
+    },
+}
