@@ -54,14 +54,9 @@ def test_every_token_but_the_first_counts_once_whatever_the_length(model: Transf
     assert result.tokens == count == length - 1
     assert result.loss == pytest.approx(expected, rel=1e-6)  # means of batches pass through float32 at worst
     assert result.perplexity == pytest.approx(math.exp(expected), rel=1e-5)
-
-
-def test_the_first_batches_are_those_at_the_start(model: TransformerLM) -> None:
-    ids = tokens(200)
-    result = result_of(model, ids, max_batches=2)
-    expected, count = plain_loss(model, ids[:49])
-    assert result.tokens == count == 48
-    assert result.loss == pytest.approx(expected, rel=1e-6)
+    if length > 49:  # two batches: the windows at the start
+        first = result_of(model, ids, max_batches=2)
+        assert (first.tokens, first.loss) == (48, pytest.approx(plain_loss(model, ids[:49])[0], rel=1e-6))
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -16,11 +16,10 @@ from run_folders import assert_same_state, losses, newest, records, refused, sav
 
 from lmkit.cli.generate import write_text
 from lmkit.errors import UsageError
-from lmkit.measure import plots
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.schema import Recipe
 from lmkit.tokenizer import Tokenizer
-from lmkit.training import session, trainer
+from lmkit.training import metrics, session, trainer
 from lmkit.training.checkpoint import newest_checkpoint, run_tokenizer
 from lmkit.training.evaluation import evaluate_run
 from lmkit.training.metrics import draw_losses
@@ -32,18 +31,13 @@ Tiny = Callable[..., Recipe]
 
 
 def test_fresh_runs_are_identical_unless_the_seed_differs(tiny: Tiny) -> None:
-    one, two, other = (
-        tiny("train.steps=20", f"run.name={name}", f"run.seed={seed}")
-        for name, seed in (("one", 0), ("two", 0), ("other", 1))
-    )
-    for recipe in (one, two):
+    one, two, other = tiny("run.name=one"), tiny("run.name=two"), tiny("run.name=other", "run.seed=1")
+    for recipe in (one, two, other):
         train_here(recipe)
-    train_here(other, stop_at_step=1)
-    assert len(losses(one)) == 20
-    assert losses(one) == losses(two)
+    assert len(losses(one)) == 10
+    assert losses(one) == losses(two) != losses(other)
     assert losses(one, "valid") == losses(two, "valid")
     assert_same_state(newest(one), newest(two))
-    assert losses(one)[0] != losses(other)[0]
 
 
 def test_it_learns_and_leaves_a_whole_run_folder(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,18 +78,17 @@ def test_the_picture_shows_every_evaluation_and_the_final_one(
     lines += [{"kind": "valid", "step": step, "loss": 5.5 - step} for step in (1, 2)]
     lines += [{"kind": "final", "step": 3, "loss": 2.25}]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
-    figures: list[Any] = []
-    monkeypatch.setattr(plots, "png", lambda figure: figures.append(figure) or b"")
+    drawn: list[Any] = []
+    monkeypatch.setattr(
+        metrics, "loss_curve", lambda series, title, marked: drawn.extend((series, marked)) or b""
+    )
     draw_losses(tmp_path, title="t")
-    (axes,) = figures[0].axes
-    drawn = {line.get_label(): line for line in axes.get_lines()}
-    assert {label: line.get_xydata().tolist() for label, line in drawn.items()} == {
-        "training": [[1, 4], [2, 3], [3, 2]],
-        "held out": [[1, 4.5], [2, 3.5]],
-        "all held-out data": [[3, 2.25]],
+    assert drawn[0] == {
+        "training": [(1, 4), (2, 3), (3, 2)],
+        "held out": [(1, 4.5), (2, 3.5)],
+        "all held-out data": [(3, 2.25)],
     }
-    marked = {label: line.get_marker() not in ("None", "", None) for label, line in drawn.items()}
-    assert marked == {"training": False, "held out": True, "all held-out data": True}
+    assert set(drawn[1]) == {"held out", "all held-out data"}
 
 
 def test_stopping_early_changes_the_estimate_but_not_the_schedule(tiny: Tiny) -> None:
@@ -111,11 +104,9 @@ def test_stopping_early_changes_the_estimate_but_not_the_schedule(tiny: Tiny) ->
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        (("checkpoint.interval=0",), [10]),
         (("checkpoint.interval=-1",), [10]),
         (("checkpoint.interval=4", "checkpoint.keep_last=9"), [4, 8, 10]),
         (("checkpoint.interval=5", "checkpoint.keep_last=9"), [5, 10]),
-        (("checkpoint.interval=2", "checkpoint.keep_last=1"), [10]),
         (("checkpoint.checkpointing_interval=3", "checkpoint.keep_last=2"), [9, 10]),
     ],
 )
@@ -160,13 +151,6 @@ def test_a_time_box_ends_the_run_at_the_end_of_its_schedule(tiny: Tiny) -> None:
     assert "only the last evaluation is left" in plan(recipe).start
     again = train_here(recipe)
     assert (again.status, again.step, again.valid_loss) == ("finished", first.step, first.valid_loss)
-
-
-def test_bf16_trains(tiny: Tiny) -> None:
-    recipe = tiny('train.precision="bf16"', "train.steps=30", "optimizer.lr=0.01")
-    train_here(recipe)
-    assert losses(recipe)[-1][1] < losses(recipe)[0][1]
-    assert all(tensor.dtype == torch.float32 for tensor in newest(recipe).model_tensors().values())
 
 
 def test_a_trained_model_is_found_and_loaded(

@@ -34,14 +34,6 @@ def test_the_loop_in_the_package_documentation_runs(tmp_path: Path, monkeypatch:
     assert (tmp_path / "model.safetensors").stat().st_size > 10_000
 
 
-def test_every_public_name_can_be_imported() -> None:
-    assert {"train", "build_step", "save_checkpoint", "load_checkpoint", "evaluate"} <= set(
-        lmkit.training.__all__
-    )
-    for name in lmkit.training.__all__:
-        assert callable(getattr(lmkit.training, name)), name
-
-
 def test_benches_run_the_step_that_train_runs(tiny) -> None:
     """The same tables, seed and batches give the same losses, bit for bit."""
     recipe = tiny("optimizer.schedule=constant", "optimizer.warmup_steps=0", "data.source=random", *SMALL)
