@@ -79,18 +79,8 @@ def quickstart(session: nox.Session) -> None:
 
 @nox.session
 def soak(session: nox.Session) -> None:
-    """Minutes of training on two ranks while processes are killed at random; keeps a record."""
-    record = "artifacts/cpu/soak/record.json"
-    _python(
-        session,
-        "pytest",
-        "-m",
-        "slow",
-        "tests/end_to_end/test_soak.py",
-        "-s",
-        *session.posargs,
-        LMKIT_SOAK_RECORD=record,
-    )
+    """Minutes of training on two ranks while processes are killed at random."""
+    _python(session, "pytest", "-m", "slow", "tests/end_to_end/test_soak.py", "-s", *session.posargs)
 
 
 @nox.session

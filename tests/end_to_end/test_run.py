@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from sessions import PATIENCE_S, TORCHRUN
 
 Lmkit = Callable[..., "subprocess.CompletedProcess[str]"]
 ROOT = Path(__file__).parents[2]
@@ -117,15 +118,14 @@ def test_text_becomes_a_story_and_a_second_run_recomputes_nothing(
 def test_the_literal_torchrun_lmkit_makes_the_data_once_and_trains_on_all_ranks(
     recipe: Path, tmp_path: Path
 ) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        [*torchrun, "lmkit", "run", str(recipe), "--set", f"run.folder={tmp_path}", "--json"],
+        [sys.executable, *TORCHRUN, "lmkit", "run", str(recipe), "--set", f"run.folder={tmp_path}", "--json"],
         cwd=ROOT,
         env={**environment, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -148,13 +148,12 @@ def test_ranks_that_run_starts_itself_and_a_failure_under_torchrun(
 
     (tmp_path / "corpus.txt").write_bytes(b"text \xff")
     files = ["--set", "corpus.source=files", "--set", 'corpus.train=["corpus.txt"]']
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     failed = subprocess.run(
-        [*torchrun, "-m", "lmkit", "run", str(recipe), *files, "--set", "run.name=bad"],
+        [sys.executable, *TORCHRUN, "-m", "lmkit", "run", str(recipe), *files, "--set", "run.name=bad"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert failed.returncode == 1

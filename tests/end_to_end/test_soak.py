@@ -16,22 +16,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import pytest
+from sessions import PATIENCE_S, members, wait_for_all, write_tokens
 
-from lmkit.data.token_files import TokenFileWriter
-from lmkit.measure.environment import describe_environment
 from lmkit.training.checkpoint import newest_valid
 
 KILLS = 50
 STEPS = 5000
 STEPS_PER_LIFE = 8
-PATIENCE_S = 240
+MOMENTS = ("starting", "training", "saving")
+"""Before the first step of this life, at any time behind it, while a checkpoint is half written."""
+VICTIMS = ("launcher", "rank 0", "rank 1", "all")
 
 RECIPE = f"""
 [run]
@@ -62,72 +61,16 @@ interval = 2
 """
 
 
-class Kill(NamedTuple):
-    """What is killed, and when."""
-
-    moment: str
-    """`starting`: before the first step of this life. `training`: at any time behind it. `saving`: while a
-    checkpoint is half written."""
-    victims: str
-    """`launcher`, `rank 0`, `rank 1` or `all`."""
-
-
-def plan(kills: int, generator: random.Random) -> list[Kill]:
-    """Every moment with every victim, again and again, in random order."""
-    kinds = itertools.product(("starting", "training", "saving"), ("launcher", "rank 0", "rank 1", "all"))
-    chosen = list(itertools.islice(itertools.cycle([Kill(*kind) for kind in kinds]), kills))
-    generator.shuffle(chosen)
-    return chosen
-
-
-def write_inputs(folder: Path) -> Path:
-    ids = np.random.default_rng(3).integers(0, 64, 4000)
-    for name, part in (("train", ids[:3000]), ("valid", ids[3000:])):
-        path = folder / f"{name}.npy"
-        with TokenFileWriter(path, vocab_size=64, tokenizer_sha256="a" * 64) as writer:
-            writer.append(part)
-            writer.finish(num_documents=1, num_bytes=3 * len(part), source_sha256="b" * 64)
-    (folder / "temporary").mkdir()
-    recipe = folder / "soak.toml"
-    recipe.write_text(RECIPE)
-    return recipe
-
-
-def start(recipe: Path, name: str, log: Path) -> subprocess.Popen[bytes]:
-    """`lmkit train --nproc 2` in a session of its own, by which its ranks are found again."""
+def start(folder: Path, name: str, log: Path) -> subprocess.Popen[bytes]:
     with open(log, "ab") as file:
         return subprocess.Popen(
-            [sys.executable, "-m", "lmkit", "train", str(recipe), "--name", name, "--nproc", "2"],
-            cwd=recipe.parent,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(recipe.parent / "temporary")},
+            [sys.executable, "-m", "lmkit", "train", "soak.toml", "--name", name, "--nproc", "2"],
+            cwd=folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "temporary")},
             stdout=file,
             stderr=file,
             start_new_session=True,
         )
-
-
-def members(session: int) -> dict[str, int]:
-    """Living processes of a session by name: `launcher`, `rank 0`, `rank 1`, and their helpers by number."""
-    spawned: list[tuple[int, int]] = []  # time of start, process
-    found: dict[str, int] = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            command = (entry / "cmdline").read_bytes()
-        except OSError:  # ended meanwhile
-            continue
-        if fields[0] == "Z" or int(fields[3]) != session:
-            continue
-        pid = int(entry.name)
-        if pid == session:
-            found["launcher"] = pid
-        elif b"spawn_main" in command:
-            spawned.append((int(fields[19]), pid))
-        else:
-            found[entry.name] = pid
-    return found | {f"rank {number}": pid for number, (_, pid) in enumerate(sorted(spawned))}
 
 
 def newest_step(run: Path) -> int:
@@ -148,60 +91,40 @@ def patiently(process: subprocess.Popen[bytes], log: Path) -> Iterator[None]:
         time.sleep(0.0005)
 
 
-def end_of_all(process: subprocess.Popen[bytes]) -> None:
-    """Whoever was killed, the others must end by themselves."""
-    process.wait(PATIENCE_S)
-    deadline = time.monotonic() + PATIENCE_S
-    while members(process.pid):
-        assert time.monotonic() < deadline, f"outlived its run: {members(process.pid)}"
-        time.sleep(0.05)
-
-
 def one_life(
-    recipe: Path, run: Path, log: Path, kill: Kill, startup_s: float, generator: random.Random
+    run: Path, log: Path, moment: str, victims: str, startup_s: float, generator: random.Random
 ) -> dict[str, Any]:
     """Start, kill at the wanted moment, wait for the end of all; say what was hit."""
     before = newest_step(run)
     started = time.monotonic()
-    first_checkpoint_s = None
-    process = start(recipe, run.name, log)
-    if kill.moment == "starting":
-        moment = started + generator.uniform(0.2, 1.0) * startup_s
+    process = start(run.parent.parent, run.name, log)
+    if moment == "starting":
+        when = started + generator.uniform(0.2, 1.0) * startup_s
         for _ in patiently(process, log):
-            there = kill.victims == "all" or kill.victims in members(process.pid)
-            if newest_step(run) > before or (time.monotonic() >= moment and there):
+            there = victims == "all" or victims in members(process.pid)
+            if newest_step(run) > before or (time.monotonic() >= when and there):
                 break
     else:
         for _ in patiently(process, log):
-            step = newest_step(run)
-            if first_checkpoint_s is None and step > before:
-                first_checkpoint_s = round(time.monotonic() - started, 2)
-            if step >= before + STEPS_PER_LIFE:
+            if newest_step(run) >= before + STEPS_PER_LIFE:
                 break
         time.sleep(generator.uniform(0, 0.2))
-        if kill.moment == "saving":
-            for _ in patiently(process, log):
-                if half_written(run):
-                    break
-    alive = members(process.pid)
-    saving, step = half_written(run), newest_step(run)
-    hit = []
-    for name, pid in alive.items():
-        if kill.victims in (name, "all"):
-            os.kill(pid, signal.SIGKILL)
-            hit.append(name)
-    end_of_all(process)
-    assert hit, f"nothing was left to kill; give the run more steps\n{log.read_text()}"
-    return {
-        "moment": kill.moment,
-        "killed": sorted(hit),
-        "newest_checkpoint_before": before,
-        "at_the_kill": step,
-        "half_written": saving,
-        "exit_code": process.returncode,
-        "first_checkpoint_s": first_checkpoint_s,
-        "seconds": round(time.monotonic() - started, 1),
+        for _ in patiently(process, log) if moment == "saving" else ():
+            if half_written(run):
+                break
+    life = {
+        "moment": moment,
+        "newest_before": before,
+        "at_the_kill": newest_step(run),
+        "half_written": half_written(run),
     }
+    hit = {name: pid for name, pid in members(process.pid).items() if victims in (name, "all")}
+    for pid in hit.values():
+        os.kill(pid, signal.SIGKILL)
+    process.wait(PATIENCE_S)
+    wait_for_all(process.pid)  # whoever was killed, the others must end by themselves
+    assert hit, f"nothing was left to kill; give the run more steps\n{log.read_text()}"
+    return {**life, "killed": sorted(hit), "seconds": round(time.monotonic() - started, 1)}
 
 
 def losses(run: Path) -> list[tuple[str, int, float]]:
@@ -217,13 +140,16 @@ def check_log(log: Path) -> None:
         assert sign not in text, text
 
 
-def soak(folder: Path, kills: int) -> dict[str, Any]:
-    """Let one run go undisturbed and kill another one; compare them. Returns the record."""
-    began = time.monotonic()
-    recipe = write_inputs(folder)
-    calm, battered = folder / "runs" / "calm", folder / "runs" / "battered"
-    log = folder / "calm.log"
-    process = start(recipe, "calm", log)
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes through /proc")
+def test_killed_50_times_it_is_still_the_same_run(tmp_path: Path) -> None:
+    write_tokens(tmp_path)
+    (tmp_path / "soak.toml").write_text(RECIPE)
+    (tmp_path / "temporary").mkdir()
+    calm, battered = tmp_path / "runs" / "calm", tmp_path / "runs" / "battered"
+    log, began = tmp_path / "calm.log", time.monotonic()
+    process = start(tmp_path, "calm", log)
     for _ in patiently(process, log):
         if newest_step(calm):
             break
@@ -232,65 +158,33 @@ def soak(folder: Path, kills: int) -> dict[str, Any]:
     check_log(log)
 
     generator = random.Random(50)
-    lives = []
-    for number, kill in enumerate(plan(kills, generator)):
-        log = folder / f"life-{number}.log"
-        life = one_life(recipe, battered, log, kill, startup_s, generator)
+    kinds = itertools.cycle(itertools.product(MOMENTS, VICTIMS))
+    kills = list(itertools.islice(kinds, int(os.environ.get("LMKIT_SOAK_KILLS", KILLS))))
+    generator.shuffle(kills)
+    for number, (moment, victims) in enumerate(kills):
+        log = tmp_path / f"life-{number}.log"
+        life = one_life(battered, log, moment, victims, startup_s, generator)
         check_log(log)
         good = newest_valid(battered / "checkpoints")
-        life["newest_good"] = 0 if good.path is None else int(good.path.name[5:])
-        life["damaged"] = len(good.skipped)
-        if life["first_checkpoint_s"] is not None:  # a start takes so long now, beside other work
-            startup_s = life["first_checkpoint_s"]
-        assert life["newest_good"] >= life["at_the_kill"], life  # what had its name is whole
-        lives.append(life)
-        print(number + 1, json.dumps(life), flush=True)
-    log = folder / "last.log"
-    assert start(recipe, "battered", log).wait(PATIENCE_S * 4) == 0, log.read_text()
+        newest = 0 if good.path is None else int(good.path.name[5:])
+        print(number + 1, json.dumps({**life, "newest_good": newest}), flush=True)
+        assert newest >= life["at_the_kill"], life  # what had its name is whole
+    log = tmp_path / "last.log"
+    assert start(tmp_path, "battered", log).wait(PATIENCE_S * 4) == 0, log.read_text()
     check_log(log)
 
     assert losses(battered) == losses(calm)
-    last = [newest_valid(run / "checkpoints").path for run in (calm, battered)]
-    assert last[0] is not None
-    assert last[1] is not None
-    files = sorted(path.name for path in last[0].glob("*.safetensors"))
+    left, right = (newest_valid(run / "checkpoints").path for run in (calm, battered))
+    assert left is not None
+    assert right is not None
+    files = sorted(path.name for path in left.glob("*.safetensors"))
     assert len(files) == 3  # the model, two shards of the optimizer
     for name in files:
-        assert (last[0] / name).read_bytes() == (last[1] / name).read_bytes(), name
+        assert (left / name).read_bytes() == (right / name).read_bytes(), name
     for run in (calm, battered):
-        names = {path.name for path in run.iterdir()}
-        assert names == {
+        assert {path.name for path in run.iterdir()} == {
             ".lock", "recipe.toml", "environment.json", "metrics.jsonl", "checkpoints", "loss.png",
         }  # fmt: skip
         assert len(list((run / "checkpoints").iterdir())) == 2
-    left = {path.name for path in (folder / "temporary").iterdir()}
-    assert left <= {f"torchinductor_{getpass.getuser()}"}, left  # torch's cache
-    return {
-        "kills": len(lives),
-        "kills_before_the_first_new_checkpoint": sum(
-            life["at_the_kill"] == life["newest_checkpoint_before"] for life in lives
-        ),
-        "moments": Counter(life["moment"] for life in lives),
-        "victims": Counter(life["killed"][0] if len(life["killed"]) == 1 else "all" for life in lives),
-        "checkpoint_half_written": sum(life["half_written"] for life in lives),
-        "checkpoints_damaged": sum(life["damaged"] for life in lives),
-        "steps": STEPS,
-        "losses_compared": len(losses(calm)),
-        "losses_equal": True,
-        "files_equal": files,
-        "wall_s": round(time.monotonic() - began),
-        "lives": lives,
-        "environment": describe_environment(),
-    }
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(7200)
-def test_killed_50_times_it_is_still_the_same_run(tmp_path: Path) -> None:
-    if not Path("/proc/self/stat").exists():
-        pytest.skip("finds processes through /proc")
-    record = soak(tmp_path, int(os.environ.get("LMKIT_SOAK_KILLS", KILLS)))
-    target = os.environ.get("LMKIT_SOAK_RECORD")
-    if target:
-        Path(target).parent.mkdir(parents=True, exist_ok=True)
-        Path(target).write_text(json.dumps(record, indent=1) + "\n")
+    temporary = {path.name for path in (tmp_path / "temporary").iterdir()}
+    assert temporary <= {f"torchinductor_{getpass.getuser()}"}, temporary  # torch's cache

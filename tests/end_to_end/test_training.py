@@ -10,14 +10,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
+from sessions import PATIENCE_S, TORCHRUN, start, write_tokens
 
-from lmkit.data.token_files import TokenFileWriter
 from lmkit.training.checkpoint import newest_valid, saved_steps
 
 Lmkit = Callable[..., "subprocess.CompletedProcess[str]"]
-ROOT = Path(__file__).parents[2]
 
 RECIPE = """
 [run]
@@ -44,12 +42,7 @@ eval_interval = 5
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    ids = np.random.default_rng(3).integers(0, 64, 2000)
-    for name, part in (("train", ids[:1500]), ("valid", ids[1500:])):
-        path = tmp_path / f"{name}.npy"
-        with TokenFileWriter(path, vocab_size=64, tokenizer_sha256="a" * 64) as writer:
-            writer.append(part)
-            writer.finish(num_documents=1, num_bytes=3 * len(part), source_sha256="b" * 64)
+    write_tokens(tmp_path)
     path = tmp_path / "tiny.toml"
     path.write_text(RECIPE)
     return path
@@ -101,9 +94,8 @@ def test_two_ranks_by_nproc_and_by_torchrun_are_the_same_run(
     own = lmkit("train", recipe, "--name", "own", "--nproc", "2", "--json")
     assert own.returncode == 0, own.stderr
     assert json.loads(own.stdout)["step"] == 10
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     elastic = subprocess.run(
-        [*command, "-m", "lmkit", "train", recipe, "--name", "elastic", "--json"],
+        [sys.executable, *TORCHRUN, "-m", "lmkit", "train", recipe, "--name", "elastic", "--json"],
         cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -116,24 +108,6 @@ def test_two_ranks_by_nproc_and_by_torchrun_are_the_same_run(
     assert weights(tmp_path / "runs" / "own") == weights(tmp_path / "runs" / "elastic")
 
 
-def start(recipe: Path, *arguments: str) -> subprocess.Popen[str]:
-    """A run of many steps in a process group of its own, up to its first progress line."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "lmkit", "train", str(recipe), "--steps", "100000", *arguments],
-        cwd=recipe.parent,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stderr is not None
-    for line in process.stderr:
-        if line.startswith("step "):
-            return process
-    raise AssertionError(f"ended before its first step: {process.wait()}")
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("number", "code", "arguments"),
@@ -142,10 +116,10 @@ def start(recipe: Path, *arguments: str) -> subprocess.Popen[str]:
 def test_fault_69_a_signal_saves_once_and_gives_the_exit_code(
     number: int, code: int, arguments: tuple[str, ...], recipe: Path, lmkit: Lmkit
 ) -> None:
-    process = start(recipe, *arguments)
+    process = start("-m", "lmkit", "train", str(recipe), "--steps", "100000", *arguments, cwd=recipe.parent)
     try:
         process.send_signal(number)
-        out, err = process.communicate(timeout=240)
+        out, err = process.communicate(timeout=PATIENCE_S)
     finally:
         process.kill()  # it would train for long, beside the other tests
     assert process.returncode == code, err
@@ -156,9 +130,3 @@ def test_fault_69_a_signal_saves_once_and_gives_the_exit_code(
     resumed = lmkit("train", recipe, "--steps", "100000", "--stop-at-step", str(only.step + 1))
     assert resumed.returncode == 0, resumed.stderr
     assert f"(resumed at step {only.step})" in resumed.stdout
-
-
-def test_fault_50_an_output_on_a_file_is_wrong_use(terminal, recipe: Path) -> None:
-    Path("runs").write_text("in the way")
-    assert terminal._run(["train tiny.toml"]) == 2
-    assert "runs/run" in terminal._capsys.readouterr().err
