@@ -25,7 +25,7 @@ from lmkit.bench.harness import (
 )
 from lmkit.errors import UsageError
 from lmkit.measure.limits import Limits
-from lmkit.measure.memory import GB, available_memory, process_memory, release_memory, track_peak
+from lmkit.measure.memory import GB, available_memory, release_memory, resident_memory, track_peak
 from lmkit.measure.plots import grouped_bars, line_panels
 from lmkit.measure.statistics import FEWEST_PAIRS, paired_ratio
 from lmkit.measure.tables import Column, Rows, markdown_table
@@ -293,7 +293,7 @@ def _memory_in_use(context: Context) -> int:
     import torch
 
     on_gpu = context.device.type == "cuda"
-    return torch.cuda.memory_allocated(context.device) if on_gpu else process_memory().rss_bytes
+    return torch.cuda.memory_allocated(context.device) if on_gpu else resident_memory()
 
 
 # Rows in words

@@ -193,16 +193,13 @@ def _job(case: Case, name: str, folder: Path) -> Job:
 def _run_watched(job: Job) -> tuple[dict[str, Any], int]:
     """Run the job once; also return the peak PSS of all its processes, in bytes (loading included)."""
     process = _start(job)
-    peak = process_tree_memory(process.pid).pss_bytes
+    peak = process_tree_memory(process.pid)
     ended = threading.Event()
 
     def watch() -> None:
         nonlocal peak
         while not ended.wait(SECONDS_BETWEEN_LOOKS):
-            try:
-                peak = max(peak, process_tree_memory(process.pid).pss_bytes)
-            except ProcessLookupError:
-                return
+            peak = max(peak, process_tree_memory(process.pid))
 
     watcher = threading.Thread(target=watch)
     watcher.start()

@@ -1,10 +1,9 @@
-"""Measure peak memory: of the CUDA allocator on a GPU, of the process (RSS, PSS) on a CPU. In bytes."""
+"""Measure memory: of the CUDA allocator on a GPU, of processes (RSS, PSS) on a CPU. In bytes."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
-import os
 import re
 import sys
 from collections.abc import Iterator
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
 
 GB = 10**9
 GIB = 2**30
-_SYSTEM_TELLS_PSS = Path("/proc/self/smaps_rollup").exists()
 
 
 @dataclass
@@ -59,7 +57,7 @@ def track_peak(device: torch.device | str = "cpu") -> Iterator[PeakMemory]:
             malloc_trim(0)  # what the block takes from freed memory would not show as growth
         try:
             Path("/proc/self/clear_refs").write_text("5")  # VmHWM back to the present RSS: proc(5)
-            peak.source, peak.start_bytes = "peak rss", process_memory().rss_bytes
+            peak.source, peak.start_bytes = "peak rss", resident_memory()
         except OSError:
             peak.source, peak.start_bytes = "peak rss of the process", _peak_rss()
     try:
@@ -85,51 +83,29 @@ def _peak_rss() -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, the others KiB
 
 
-@dataclass(frozen=True)
-class ProcessMemory:
-    """Resident and proportional set size: PSS divides shared pages among their users, so it may be summed."""
-
-    rss_bytes: int
-    pss_bytes: int
+def resident_memory() -> int:
+    """Return the RSS of this process now (Linux), or its peak where the system does not tell."""
+    status = Path("/proc/self/status")
+    return _bytes_of(status)["VmRSS"] if status.exists() else _peak_rss()
 
 
-def process_memory(pid: int | str = "self") -> ProcessMemory:
-    """Return the memory of one process now.
+def process_tree_memory(root_pid: int) -> int:
+    """Return the PSS of a process and its descendants: shared pages are divided among their users (Linux).
 
-    Where the system does not tell PSS (not Linux), both are the peak RSS of this process.
-
-    Raises:
-        ProcessLookupError: no such process (any more).
+    0 if the process has ended, or the system does not tell.
     """
-    if not _SYSTEM_TELLS_PSS:
-        return ProcessMemory(_peak_rss(), _peak_rss())
-    try:
-        fields = _bytes_of(Path("/proc") / str(pid) / "smaps_rollup")
-        return ProcessMemory(fields["Rss"], fields["Pss"])
-    except (OSError, KeyError) as error:  # the file of a process that is just ending may be empty
-        raise ProcessLookupError(f"no process {pid}") from error
-
-
-def process_tree_memory(root_pid: int | None = None) -> ProcessMemory:
-    """Return the sum over a process (this one by default) and its descendants; RSS counts shared pages repeatedly."""
-    if not _SYSTEM_TELLS_PSS:
-        return process_memory()
     children: dict[int, list[int]] = {}
-    for folder in Path("/proc").iterdir():
+    for status in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # a process that ends while we are counting
-            if folder.name.isdigit():
-                status = (folder / "stat").read_text()
-                parent = int(status.rpartition(")")[2].split()[1])  # the name in parentheses may hold spaces
-                children.setdefault(parent, []).append(int(folder.name))
-    rss = pss = 0
-    waiting = [root_pid or os.getpid()]
+            parent = int(status.read_text().rpartition(")")[2].split()[1])  # the name before may hold spaces
+            children.setdefault(parent, []).append(int(status.parent.name))
+    found, waiting = 0, [root_pid]
     while waiting:
         pid = waiting.pop()
         waiting += children.get(pid, [])
-        with suppress(ProcessLookupError):
-            memory = process_memory(pid)
-            rss, pss = rss + memory.rss_bytes, pss + memory.pss_bytes
-    return ProcessMemory(rss, pss)
+        with suppress(OSError):
+            found += _bytes_of(Path(f"/proc/{pid}/smaps_rollup")).get("Pss", 0)
+    return found
 
 
 def _bytes_of(path: Path) -> dict[str, int]:

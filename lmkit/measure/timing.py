@@ -235,7 +235,6 @@ def time_variants(
     share_seconds: bool = False,
     seed: int = 0,
     clock: Clock | None = None,
-    before_round: Callable[[int], object] | None = None,
     after_round: Callable[[dict[str, float]], bool] | None = None,
 ) -> dict[str, Timing]:
     """Measure every variant `repeats` times, interleaved.
@@ -257,7 +256,6 @@ def time_variants(
             wait for.
         seed: of the order of the variants within each round.
         clock: overrides `kind`.
-        before_round: called with the number of each round before it begins, untimed: to report progress.
         after_round: called with the samples of each round, name -> ms per call; if it returns true, that was the last
             round (for ranks, in place of `max_seconds`: their clocks would not agree).
 
@@ -298,8 +296,6 @@ def time_variants(
     samples: dict[str, dict[int, float]] = {name: {} for name in variants}  # round -> ms per call
     deadline = time.monotonic() + (math.inf if share_seconds else max_seconds)
     for number in range(repeats):
-        if before_round is not None:
-            before_round(number)
         shuffle(order)
         of_round: dict[str, float] = {}
         for name in order:

@@ -33,7 +33,7 @@ class Workload:
 
     Attributes:
         mode: "step", or a pass alone: "forward" (without gradients) or "fwd+bwd" (gradients are dropped).
-        steps, warmup: recorded steps (or passes), and unrecorded ones before them (compilation, allocator).
+        steps, warmup: recorded steps (or passes), and unrecorded ones before them.
     """
 
     recipe: Recipe

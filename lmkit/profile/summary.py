@@ -12,12 +12,11 @@ import re
 import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
 from lmkit.measure.statistics import clip, median, overlap, total
-from lmkit.measure.tables import TERMINAL_WIDTH, Column, markdown_table, terminal_table
+from lmkit.measure.tables import TERMINAL_WIDTH, Column, Row, Rows, markdown_table, terminal_table
 from lmkit.profile.trace import Call, DeviceWork, Range, Trace
 
 STEP, FORWARD = "step", "forward"
@@ -53,118 +52,52 @@ FACTS = {
     "communication_ms": ("communication kernels (ms)", ".3f"),
     "communication_overlap_share": ("communication while compute runs", ".1%"),
 }
-"""Field of a summary -> its label and format."""
+"""Key of a summary -> its label and format."""
 
 
-@dataclass(frozen=True)
-class RangeSummary:
-    """All ranges of one name; times are medians per instance, in ms, None where the recording lacks them.
-
-    Attributes:
-        wall_ms: from its start to its end on the CPU.
-        dispatch_ms: union of its CUDA calls that give the GPU work.
-        dispatch_share: of the wall time; near 1 the CPU only launches.
-        wait_ms: union of its CUDA calls that wait for the GPU.
-        gpu_ms: union of the device work that its calls caused, whenever it ran.
-        launches: kernel launches.
-    """
-
-    name: str
-    instances: int
-    wall_ms: float
-    dispatch_ms: float | None
-    dispatch_share: float | None
-    wait_ms: float | None
-    gpu_ms: float | None
-    launches: float | None
+Table = Callable[[Any, Sequence[Column]], str]
 
 
-@dataclass(frozen=True)
-class NamedTime:
-    """A kernel (device time) or CPU operator (self time); `share` of the total of its kind."""
-
-    name: str
-    calls: int
-    total_ms: float
-    share: float
+def text_of(summary: Row) -> str:
+    """Return the tables of a summary for a terminal."""
+    return _render(summary, terminal_table)
 
 
-@dataclass(frozen=True)
-class Summary:
-    """The summary of a profile. Fields are None where the recording has no such table (a CPU, an old nsys).
-
-    `steps` counts the ranges of the window: steps, or passes (see `window`). `undisturbed_ms` is the time of one
-    without the profiler, `undisturbed_gpu_share` the share of that time that its GPU work fills.
-    """
-
-    engine: str
-    source: str
-    window: str
-    window_ms: float
-    undisturbed_ms: float | None
-    steps: int
-    launches: int | None
-    kernels: int | None
-    launches_per_forward: float | None
-    launches_per_step: float | None
-    gpu_busy_share: float | None
-    gpu_idle_share: float | None
-    undisturbed_gpu_share: float | None
-    dispatch_share: float | None
-    wait_share: float | None
-    communication_ms: float | None
-    communication_overlap_share: float | None
-    ranges: tuple[RangeSummary, ...]
-    top_kernels: tuple[NamedTime, ...]
-    top_ops: tuple[NamedTime, ...]
-    warnings: tuple[str, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the summary as JSON types."""
-        return asdict(self)
-
-    def text(self) -> str:
-        """Return tables for a terminal."""
-        return self._render(terminal_table)
-
-    def markdown(self) -> str:
-        """Return a Markdown report."""
-        return f"# Profile of {self.source} ({self.engine})\n\n" + self._render(markdown_table)
-
-    def _render(self, table: Callable[[Any, Sequence[Column]], str]) -> str:
-        facts = [{"what": f"window ({self.window})", "value": f"{self.window_ms:.2f} ms"}]
-        missing = []
-        for name, (label, spec) in FACTS.items():
-            value = getattr(self, name)
-            if value is None:
-                missing.append(label)
-            else:
-                facts.append({"what": label, "value": format(value, spec)})
-        parts = [table(facts, [Column("what", "what"), Column("value", "value")])]
-        if missing:
-            parts.append(textwrap.fill(f"not recorded: {', '.join(missing)}", TERMINAL_WIDTH) + "\n")
-        if self.ranges:
-            parts.append(range_table(list(map(asdict, self.ranges)), table))
-        for named, kind in ((self.top_kernels, "kernel"), (self.top_ops, "CPU operator (self time)")):
-            if named:
-                parts.append(named_table(list(map(asdict, named)), kind, table))
-        parts += [textwrap.fill(f"warning: {warning}", TERMINAL_WIDTH) + "\n" for warning in self.warnings]
-        return "\n".join(parts)
+def report_of(summary: Row) -> str:
+    """Return a Markdown report of a summary."""
+    return f"# Profile of {summary['source']} ({summary['engine']})\n\n" + _render(summary, markdown_table)
 
 
-def range_table(ranges: Sequence[Mapping[str, Any]], table: Callable[..., str] = markdown_table) -> str:
+def _render(summary: Row, table: Table) -> str:
+    facts = [{"what": f"window ({summary['window']})", "value": f"{summary['window_ms']:.2f} ms"}]
+    missing = []
+    for key, (label, spec) in FACTS.items():
+        if summary[key] is None:
+            missing.append(label)
+        else:
+            facts.append({"what": label, "value": format(summary[key], spec)})
+    parts = [table(facts, [Column("what", "what"), Column("value", "value")])]
+    if missing:
+        parts.append(textwrap.fill(f"not recorded: {', '.join(missing)}", TERMINAL_WIDTH) + "\n")
+    if summary["ranges"]:
+        parts.append(range_table(summary["ranges"], table))
+    for key, kind in (("top_kernels", "kernel"), ("top_ops", "CPU operator (self time)")):
+        if summary[key]:
+            parts.append(named_table(summary[key], kind, table))
+    parts += [textwrap.fill(f"warning: {warning}", TERMINAL_WIDTH) + "\n" for warning in summary["warnings"]]
+    return "\n".join(parts)
+
+
+def range_table(ranges: Rows, table: Table = markdown_table) -> str:
     """Return the table of a summary's ranges, without the GPU's columns of a CPU's recording."""
-    return table(
-        ranges, [column for column in RANGE_COLUMNS if any(row[column.key] is not None for row in ranges)]
-    )
+    known = {key for row in ranges for key, value in row.items() if value is not None}
+    return table(ranges, [column for column in RANGE_COLUMNS if column.key in known])
 
 
-def named_table(
-    entries: Sequence[Mapping[str, Any]], kind: str, table: Callable[..., str] = markdown_table
-) -> str:
+def named_table(entries: Rows, kind: str, table: Table = markdown_table) -> str:
     """Return the table of a summary's kernels or CPU operators."""
     columns = [Column("name", kind), Column("calls", "calls", "d"), Column("total_ms", "ms", ".3f")]
-    rows = [{**entry, "name": short_name(entry["name"])} for entry in entries]
+    rows = [entry | {"name": short_name(entry["name"])} for entry in entries]
     return table(rows, [*columns, Column("share", "share", ".1%")])
 
 
@@ -178,14 +111,25 @@ def base_name(name: str) -> str:
     return name.removeprefix("lmkit.")
 
 
-def summarize(trace: Trace, *, skip_steps: int = 1) -> Summary:
-    """Reduce a recording to its summary.
+def summarize(trace: Trace, *, skip_steps: int = 1) -> dict[str, Any]:
+    """Reduce a recording to its summary, in JSON types.
 
     The window is from the start of the first counted step to the end of the last; without step ranges it covers the
-    passes, without those everything. Shares are of the window; device shares are means over the devices.
+    passes, without those everything. Shares are of the window; device shares are means over the devices. Values are
+    None where the recording has no such table (a CPU, an old nsys).
 
     Args:
         skip_steps: steps at the start that do not count (compilation, allocator, caches), if more were recorded.
+
+    Returns:
+        steps: ranges of the window: steps, or passes (see `window`).
+        undisturbed_ms: time of one of them without the profiler; its GPU work fills `undisturbed_gpu_share` of that.
+        ranges: for every name, medians over its instances: `wall_ms` on the CPU, `dispatch_ms` and `wait_ms` (union
+            of its CUDA calls of either kind), `gpu_ms` (union of the device work that its calls caused, whenever it
+            ran).
+        top_kernels, top_ops: device time of kernels, self time of CPU operators; shares are of the total of their
+            kind.
+        The others are those of `FACTS`.
     """
     counted = _counted(trace.ranges, skip_steps)
     start, end, window = _window(trace, counted)
@@ -206,8 +150,8 @@ def summarize(trace: Trace, *, skip_steps: int = 1) -> Summary:
     waits = _waits(calls or (), work or ())
     inside = [entry for entry in trace.ranges if start <= entry.start and entry.end <= end]
     ranges = _summarize_ranges(inside, calls, waits, work)
-    by_base = {base_name(entry.name): entry for entry in ranges}
-    launches = {name: by_base[name].launches if name in by_base else None for name in (STEP, FORWARD)}
+    by_base = {base_name(entry["name"]): entry for entry in ranges}
+    launches = {name: by_base[name]["launches"] if name in by_base else None for name in (STEP, FORWARD)}
     busy = None if lost or not trace.work else _mean_share(trace.work, lambda item: item.device, start, end)
     dispatch_share = wait_share = None
     if calls is not None:
@@ -216,34 +160,34 @@ def summarize(trace: Trace, *, skip_steps: int = 1) -> Summary:
         wait_share = _mean_share(waits, lambda call: call.process, start, end)
     undisturbed_share, slowdown = None, 1.0
     if trace.undisturbed_ms is not None and counted:
-        gpu_ms = by_base[base_name(counted[0].name)].gpu_ms
+        gpu_ms = by_base[base_name(counted[0].name)]["gpu_ms"]
         undisturbed_share = None if gpu_ms is None else gpu_ms / trace.undisturbed_ms
         recorded_ms = median([(entry.end - entry.start) / NS_PER_MS for entry in counted])
         slowdown = recorded_ms / trace.undisturbed_ms
     communication_ms, overlap_share = _communication(work)
-    return Summary(
-        engine=trace.engine,
-        source=trace.source,
-        window=window,
-        window_ms=(end - start) / NS_PER_MS,
-        undisturbed_ms=trace.undisturbed_ms,
-        steps=len(counted),
-        launches=None if calls is None else sum(call.is_launch for call in calls),
-        kernels=None if work is None else sum(item.kind == "kernel" for item in work),
-        launches_per_forward=launches[FORWARD],
-        launches_per_step=launches[STEP],
-        gpu_busy_share=busy,
-        gpu_idle_share=None if busy is None else 1.0 - busy,
-        undisturbed_gpu_share=undisturbed_share,
-        dispatch_share=dispatch_share,
-        wait_share=wait_share,
-        communication_ms=communication_ms,
-        communication_overlap_share=overlap_share,
-        ranges=ranges,
-        top_kernels=_largest(_kernel_times(work or ())),
-        top_ops=_largest(trace.ops),
-        warnings=(*trace.notes, *_warnings(trace, window if lost else "", slowdown)),
-    )
+    return {
+        "engine": trace.engine,
+        "source": trace.source,
+        "window": window,
+        "window_ms": (end - start) / NS_PER_MS,
+        "undisturbed_ms": trace.undisturbed_ms,
+        "steps": len(counted),
+        "launches": None if calls is None else sum(call.is_launch for call in calls),
+        "kernels": None if work is None else sum(item.kind == "kernel" for item in work),
+        "launches_per_forward": launches[FORWARD],
+        "launches_per_step": launches[STEP],
+        "gpu_busy_share": busy,
+        "gpu_idle_share": None if busy is None else 1.0 - busy,
+        "undisturbed_gpu_share": undisturbed_share,
+        "dispatch_share": dispatch_share,
+        "wait_share": wait_share,
+        "communication_ms": communication_ms,
+        "communication_overlap_share": overlap_share,
+        "ranges": ranges,
+        "top_kernels": _largest(_kernel_times(work or ())),
+        "top_ops": _largest(trace.ops),
+        "warnings": [*trace.notes, *_warnings(trace, window if lost else "", slowdown)],
+    }
 
 
 def _counted(ranges: Sequence[Range], skip: int) -> list[Range]:
@@ -291,7 +235,7 @@ def _summarize_ranges(
     calls: Sequence[Call] | None,
     waits: set[Call],
     work: Sequence[DeviceWork] | None,
-) -> tuple[RangeSummary, ...]:
+) -> Rows:
     """Return one entry per name, in the order of first appearance."""
     calls_of: dict[int, list[Call]] = defaultdict(list)
     for call in sorted(calls or (), key=lambda call: call.start):
@@ -321,13 +265,19 @@ def _summarize_ranges(
     found = []
     for name, of_name in instances.items():
         wall, dispatch, wait, gpu, launches = map(median, zip(*of_name, strict=True))
-        summary = RangeSummary(name, len(of_name), wall, None, None, None, None, None)
-        if calls is not None:
-            share = dispatch / wall if wall else None
-            gpu_ms = None if work is None else gpu
-            summary = RangeSummary(name, len(of_name), wall, dispatch, share, wait, gpu_ms, launches)
-        found.append(summary)
-    return tuple(found)
+        found.append(
+            {
+                "name": name,
+                "instances": len(of_name),
+                "wall_ms": wall,
+                "dispatch_ms": None if calls is None else dispatch,
+                "dispatch_share": None if calls is None or not wall else dispatch / wall,
+                "wait_ms": None if calls is None else wait,
+                "gpu_ms": None if calls is None or work is None else gpu,
+                "launches": None if calls is None else launches,
+            }
+        )
+    return found
 
 
 def _total_ms(items: Iterable[Call | DeviceWork]) -> float:
@@ -368,13 +318,13 @@ def _kernel_times(work: Iterable[DeviceWork]) -> dict[str, tuple[int, int]]:
     return spent
 
 
-def _largest(spent: Mapping[str, tuple[int, int]]) -> tuple[NamedTime, ...]:
+def _largest(spent: Mapping[str, tuple[int, int]]) -> Rows:
     everything = sum(duration for _, duration in spent.values()) or 1
     ordered = sorted(spent.items(), key=lambda entry: (-entry[1][1], entry[0]))[:TOP]
-    return tuple(
-        NamedTime(name, calls, duration / NS_PER_MS, duration / everything)
+    return [
+        {"name": name, "calls": calls, "total_ms": duration / NS_PER_MS, "share": duration / everything}
         for name, (calls, duration) in ordered
-    )
+    ]
 
 
 def _warnings(trace: Trace, lost_window: str, slowdown: float) -> list[str]:

@@ -35,7 +35,7 @@ from lmkit.errors import LmkitError
 from lmkit.optim.adamw import AdamW
 from lmkit.profile.kineto import read_chrome_trace
 from lmkit.profile.nsys import read_nsys_database
-from lmkit.profile.summary import summarize
+from lmkit.profile.summary import report_of, summarize
 from lmkit.profile.trace import Trace
 from lmkit.recipe.load import (
     load_recipe,
@@ -524,8 +524,8 @@ def assert_sound(trace: Trace) -> None:
         assert type(entry.start) is type(entry.end) is int
         assert entry.start <= entry.end
     summary = summarize(trace)
-    json.dumps(summary.as_dict(), allow_nan=False)
-    summary.markdown().encode()
+    json.dumps(summary, allow_nan=False)
+    report_of(summary).encode()
 
 
 class NsysDatabase(Format):

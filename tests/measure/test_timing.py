@@ -54,20 +54,6 @@ def test_rounds_are_interleaved_and_their_order_changes():
     assert len(set(rounds)) > 2
 
 
-def test_a_round_is_announced_before_it_begins():
-    machine = FakeMachine()
-
-    def announce(number: int) -> None:
-        machine.calls.append(f"round {number}")
-        machine.seconds += 5.0  # outside the clock
-
-    timing = time_variants(
-        {"a": machine.work("a", 2.0)}, repeats=2, warmup=1, clock=machine.clock, before_round=announce
-    )["a"]
-    assert machine.calls == ["a", "round 0", "a", "round 1", "a"]
-    assert timing.samples_ms == pytest.approx([2.0, 2.0])
-
-
 @pytest.mark.parametrize(("slower_by", "verdict"), [(1.02, "slower"), (1.0, "no difference")])
 def test_two_percent_is_found_under_drift_and_jitter_and_zero_is_not(slower_by, verdict):
     machine = FakeMachine(jitter=0.03, drift_per_call=0.002, seed=3)

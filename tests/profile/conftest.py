@@ -2,20 +2,18 @@ import sqlite3
 
 import pytest
 
-PROCESS = 77 << 24  # a globalPid; its threads differ in the low 24 bits
-MAIN, AUTOGRAD = PROCESS | 1, PROCESS | 2
-OTHER_PROCESS = 78 << 24
-
-STRINGS = [
-    "-",
-    "cudaLaunchKernel_v7000",
-    "cuLaunchKernelEx",
-    "cudaMemcpyAsync_v3020",
-    "step",
-    "gemm",
-    "ncclAllReduce",
-    "cudaGraphLaunch_v10000",
-]
+THREAD = 77 << 24 | 1  # a globalTid: process 77, thread 1
+AUTOGRAD = THREAD + 1
+STRINGS = ["-", "cudaLaunchKernel_v7000", "cuLaunchKernelEx", "cudaMemcpyAsync_v3020", "step", "gemm",
+           "ncclAllReduce", "cudaGraphLaunch_v10000"]  # fmt: skip
+COLUMNS = {
+    "StringIds": "id INTEGER PRIMARY KEY, value TEXT",
+    "NVTX_EVENTS": "start, end, eventType, text TEXT, textId, globalTid",
+    "CUPTI_ACTIVITY_KIND_RUNTIME": "start, end, globalTid, correlationId, nameId",
+    "CUPTI_ACTIVITY_KIND_KERNEL": "start, end, deviceId, correlationId, globalPid, shortName, graphNodeId",
+    # as older versions have it: without graphNodeId
+    "CUPTI_ACTIVITY_KIND_MEMCPY": "start, end, deviceId, correlationId, globalPid",
+}
 
 
 class NsysDatabase:
@@ -25,41 +23,29 @@ class NsysDatabase:
         self.path = path
         self._database = sqlite3.connect(path)
         self._database.execute("PRAGMA synchronous = OFF")
-        self._tables = set()
-        self._insert("StringIds", "id INTEGER PRIMARY KEY, value TEXT", *enumerate(STRINGS))
+        for row in enumerate(STRINGS):
+            self.insert("StringIds", row)
 
-    def _insert(self, table, columns, *rows) -> None:
-        if table not in self._tables:
-            self._database.execute(f"CREATE TABLE {table} ({columns})")
-            self._tables.add(table)
-        for row in rows:
-            self._database.execute(f"INSERT INTO {table} VALUES ({','.join('?' * len(row))})", row)
+    def insert(self, table, row, columns=None) -> None:
+        self._database.execute(f"CREATE TABLE IF NOT EXISTS {table} ({columns or COLUMNS[table]})")
+        self._database.execute(f"INSERT INTO {table} VALUES ({','.join('?' * len(row))})", row)
         self._database.commit()
 
-    def range(self, start, end, *, text=None, text_id=None, tid=MAIN, event_type=59):
-        columns = (
-            "start INTEGER, end INTEGER, eventType INTEGER, text TEXT, textId INTEGER, globalTid INTEGER"
-        )
-        self._insert("NVTX_EVENTS", columns, (start, end, event_type, text, text_id, tid))
+    def range(self, start, end, text=None, *, text_id=None, tid=THREAD, event_type=59):
+        self.insert("NVTX_EVENTS", (start, end, event_type, text, text_id, tid))
 
-    def call(self, name, start, end, correlation, *, tid=MAIN):
-        columns = "start INTEGER, end INTEGER, globalTid INTEGER, correlationId INTEGER, nameId INTEGER"
-        self._insert(
-            "CUPTI_ACTIVITY_KIND_RUNTIME", columns, (start, end, tid, correlation, STRINGS.index(name))
-        )
+    def call(self, name, start, end, correlation, *, tid=THREAD):
+        self.insert("CUPTI_ACTIVITY_KIND_RUNTIME", (start, end, tid, correlation, STRINGS.index(name)))
 
-    def kernel(self, name, start, end, correlation, *, device=0, pid=PROCESS, node=None):
-        columns = (
-            "start INTEGER, end INTEGER, deviceId INTEGER, correlationId INTEGER, globalPid INTEGER, "
-            "shortName INTEGER, graphNodeId INTEGER"
-        )
-        row = (start, end, device, correlation, pid, STRINGS.index(name), node)
-        self._insert("CUPTI_ACTIVITY_KIND_KERNEL", columns, row)
+    def kernel(self, name, start, end, correlation, *, device=0, process=77, node=None):
+        row = (start, end, device, correlation, process << 24, STRINGS.index(name), node)
+        self.insert("CUPTI_ACTIVITY_KIND_KERNEL", row)
 
-    def memcpy(self, start, end, correlation):
-        """As older versions have it: without graphNodeId."""
-        columns = "start INTEGER, end INTEGER, deviceId INTEGER, correlationId INTEGER, globalPid INTEGER"
-        self._insert("CUPTI_ACTIVITY_KIND_MEMCPY", columns, (start, end, 0, correlation, PROCESS))
+    def launch(self, start, correlation, *, tid=THREAD, work=()):
+        """A call of 10 ns, and the (start, end) of its kernel."""
+        self.call("cudaLaunchKernel_v7000", start, start + 10, correlation, tid=tid)
+        if work:
+            self.kernel("gemm", *work, correlation)
 
 
 @pytest.fixture
@@ -78,8 +64,8 @@ def two_steps(nsys_database):
     for begin, slow in ((0, 2), (1000, 1)):
         at = lambda value, begin=begin: (begin + value) * us  # noqa: E731
         db.range(at(0), at(1000), text_id=4)
-        db.range(at(100), at(300), text="lmkit.forward")
-        db.range(at(400), at(700), text="lmkit.backward")
+        db.range(at(100), at(300), "lmkit.forward")
+        db.range(at(400), at(700), "lmkit.backward")
         first = begin + 1
         db.call("cudaLaunchKernel_v7000", at(110), at(110 + 10 * slow), first)
         db.call("cuLaunchKernelEx", at(150), at(150 + 10 * slow), first + 1)
@@ -89,6 +75,6 @@ def two_steps(nsys_database):
         db.kernel("gemm", at(200), at(300), first)
         db.kernel("gemm", at(250), at(350), first + 1)  # overlaps the one before: union 150
         db.kernel("gemm", at(500), at(700), first + 2)
-        db.memcpy(at(700), at(710), first + 3)
+        db.insert("CUPTI_ACTIVITY_KIND_MEMCPY", (at(700), at(710), 0, first + 3, 77 << 24))
         db.kernel("ncclAllReduce", at(610), at(790), first + 4)
     return db
