@@ -6,78 +6,56 @@ import copy
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from rank_model import (
     FLOAT64_TOLERANCE,
     INSIDE,
+    OURS,
     STRATEGIES,
-    adamw,
     assert_close_models,
     batch,
     build,
     check,
-    groups_of,
     joined_run,
     one_step,
     refused,
     seeded_model,
+    start,
 )
 from torch import nn
 
-from lmkit.parallel.protocol import build_strategy
+from lmkit.parallel.protocol import GradientSync
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.tables import ParallelConfig
 
 
-class BreaksOff(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        raise ZeroDivisionError
+def explode(gradient: torch.Tensor) -> None:
+    raise ZeroDivisionError
 
 
-@check(which=(0, 1, 2, 4, 5))
-def check_leftover_gradients(ranks: Ranks, which: int) -> None:
-    """One parameter's gradient stays from the step before, and every pass adds to it: it must not leave early.
+def breaks_off(x: torch.Tensor) -> torch.Tensor:
+    """Return x; the backward pass raises when it gets here."""
+    x = x.clone()
+    x.register_hook(explode)
+    return x
 
-    Its place in its bucket (beginning, middle, end) decides who could notice.
-    """
-    torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(6)]).to(ranks.device, torch.float64)
-    weights = list(model.parameters())[::-1]  # the order of their gradients
-    sync = build("bucketed", ranks, ParallelConfig(bucket_mb=3 * 64 * 8 / 2**20))
+
+def four_vectors(strategy: str, ranks: Ranks) -> tuple[nn.ParameterList, GradientSync]:
+    """A model of four parameters, and the strategy with two of them in each bucket."""
+    model = nn.ParameterList(torch.full((4,), value, dtype=torch.float64) for value in (2.0, 3.0, 5.0, 7.0))
+    model.to(ranks.device)
+    sync = build(strategy, ranks, ParallelConfig(bucket_mb=2 * model[0].nbytes / 2**20))
     sync.attach(model)
-    kept = torch.zeros_like(weights[which])
-    for step in range(4):
-        torch.manual_seed(100 * step + ranks.rank)
-        x = torch.randn(2, 8, dtype=torch.float64, device=ranks.device)
-        (own,) = torch.autograd.grad(model(x).square().sum(), [weights[which]])
-        dist.all_reduce(own)
-        model(x).square().sum().backward()
-        sync.finish()
-        kept += own / ranks.world_size
-        assert torch.allclose(weights[which].grad, kept, rtol=FLOAT64_TOLERANCE)
-        for position, weight in enumerate(weights):
-            if position != which:
-                weight.grad = None
+    return model, sync
 
 
 @check(strategy=INSIDE)
 def check_breaking_off_after_orders_that_differ(ranks: Ranks, strategy: str) -> None:
     """Ranks whose gradients came in different orders in the first step have the same buckets under way when a later
     pass, in one order, breaks off in the same place: or the next collectives would not pair up."""
-    model = nn.ParameterList(torch.full((4,), value, dtype=torch.float64) for value in (2.0, 3.0, 5.0, 7.0))
-    model.to(ranks.device)
-    config = ParallelConfig(strategy=strategy, bucket_mb=2 * model[0].nbytes / 2**20)  # two parameters each
-    sync = build_strategy(config, ranks)
-    sync.attach(model)
+    model, sync = four_vectors(strategy, ranks)
     optimizer = sync.build_optimizer(partial(torch.optim.SGD, lr=0.0), [{"params": list(model)}])
 
     def loss(order: Sequence[int], breaks_at: int | None = None) -> torch.Tensor:
@@ -85,7 +63,7 @@ def check_breaking_off_after_orders_that_differ(ranks: Ranks, strategy: str) -> 
         for number in order:
             product = product * model[number]
             if number == breaks_at:
-                product = BreaksOff.apply(product)
+                product = breaks_off(product)
         return product.sum()
 
     loss((0, 1, 2, 3) if ranks.rank == 0 else (0, 1, 3, 2)).backward()
@@ -106,13 +84,10 @@ def check_breaking_off_after_orders_that_differ(ranks: Ranks, strategy: str) -> 
 @check(strategy=("overlap", "bucketed"))
 def check_gradients_by_hand_after_a_step_that_broke_off(ranks: Ranks, strategy: str) -> None:
     """No pass tells that a new step has begun: `reset` alone makes the buckets that were under way leave again."""
-    model = nn.ParameterList(torch.full((4,), value, dtype=torch.float64) for value in (2.0, 3.0, 5.0, 7.0))
-    model.to(ranks.device)
-    sync = build_strategy(ParallelConfig(strategy=strategy, bucket_mb=2 * model[0].nbytes / 2**20), ranks)
-    sync.attach(model)
+    model, sync = four_vectors(strategy, ranks)
     a, b, c, d = model
     with pytest.raises(ZeroDivisionError):
-        (BreaksOff.apply(a * b) * c * d).sum().backward()
+        (breaks_off(a * b) * c * d).sum().backward()
     assert sync.traffic.calls > 0, "gradients of c and d were on their way"
     sync.reset()
     for parameter in model:
@@ -122,22 +97,16 @@ def check_gradients_by_hand_after_a_step_that_broke_off(ranks: Ranks, strategy: 
     assert [parameter.grad.tolist() for parameter in model] == [[mean] * 4] * 4
 
 
-@check(strategy=[s for s in STRATEGIES if s != "torch_ddp"], tidy=(True, False))
+@check(strategy=OURS, tidy=(True, False))
 def check_exception_in_backward(ranks: Ranks, strategy: str, tidy: bool) -> None:
     """Half of the hooks have run when backward raises (on every rank); the next step is as if nothing was."""
     oracle, model = seeded_model(0, ranks), seeded_model(0, ranks)
-    joined_run(oracle, world_size=ranks.world_size, steps=2, accumulation=1, max_norm=float("inf"))
-    sync = build(strategy, ranks)
-    call = sync.attach(model)
-    optimizer = sync.build_optimizer(adamw, groups_of(model))
+    joined_run(oracle, ranks.world_size, [1, 1])
+    sync, call, optimizer = start(strategy, model, ranks)
     for step in range(2):
-
-        def explode(gradient: torch.Tensor) -> None:
-            raise ZeroDivisionError
-
         handle = model.layers[1].up.weight.register_hook(explode)
         with pytest.raises(ZeroDivisionError):
-            call.loss(*batch(step, 0, 0), 0).backward()
+            call.loss(*batch(step, 0), 0).backward()
         handle.remove()
         if tidy:
             sync.reset()

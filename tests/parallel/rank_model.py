@@ -4,9 +4,10 @@ run that is its oracle, a training under any strategy, and the list of checks.""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +17,20 @@ from torch import nn
 
 from lmkit.errors import LmkitError
 from lmkit.optim.adamw import AdamW
+from lmkit.parallel.collectives import Averager
 from lmkit.parallel.protocol import GradientSync, build_strategy
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.tables import ParallelConfig
 
 VOCABULARY, WIDTH = 13, 6
+INFINITY = float("inf")
+SMALL_BUCKETS = ParallelConfig(bucket_mb=0.0003)  # about 300 bytes: several buckets even in this model
+INSIDE = ("overlap", "bucketed", "zero1")  # communicate inside the backward pass
+OURS = ("naive", "flat", *INSIDE)
+STRATEGIES = (*OURS, "torch_ddp")
+
+# The same sums in another order, in float64: rounding of 1e-16 that Adam's division and clipping amplify.
+FLOAT64_TOLERANCE = 1e-10
 
 
 class Layer(nn.Module):
@@ -43,7 +53,7 @@ class HardModel(nn.Module):
     """Tied head, frozen layer, a scalar, a parameter of three elements, one that is never used, one that only
     some ranks use, and layers whose order differs between ranks."""
 
-    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.layers = nn.ModuleList(Layer(WIDTH, 5 + i) for i in range(3))
@@ -55,7 +65,6 @@ class HardModel(nn.Module):
         self.sometimes = nn.Linear(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight
-        self.to(dtype)
 
     def loss(self, ids: torch.Tensor, targets: torch.Tensor, rank: int) -> torch.Tensor:
         ids, targets = ids.to(self.scale.device), targets.to(self.scale.device)
@@ -71,7 +80,14 @@ class HardModel(nn.Module):
     forward = loss
 
 
-def batch(step: int, rank: int, micro: int) -> tuple[torch.Tensor, torch.Tensor]:
+def seeded_model(
+    seed: int, ranks: Ranks, dtype: torch.dtype = torch.float64, kind: Callable = HardModel
+) -> Any:
+    torch.manual_seed(seed)
+    return kind().to(ranks.device, dtype)
+
+
+def batch(step: int, rank: int, micro: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + 10 * rank + micro)
     ids = torch.randint(0, VOCABULARY, (8,), generator=generator)
     return ids, torch.randint(0, VOCABULARY, (8,), generator=generator)
@@ -98,36 +114,25 @@ def sgd(groups: Iterable[dict]) -> torch.optim.Optimizer:
     return torch.optim.SGD(list(groups), lr=0.05, momentum=0.9, nesterov=True)
 
 
+def plain(make: Callable) -> Callable:
+    """The groups without their options."""
+    return lambda groups: make([{"params": group["params"]} for group in groups])
+
+
 def joined_run(
-    model: nn.Module,
-    *,
-    world_size: int,
-    steps: int,
-    accumulation: int,
-    max_norm: float,
-    make: Callable[[list[dict]], torch.optim.Optimizer] = adamw,
+    model: Any, world_size: int, passes: Sequence[int], max_norm: float = INFINITY, make: Callable = adamw
 ) -> list[float]:
-    """One process trains on all ranks' batches at once; returns the gradient norms."""
+    """One process trains on all ranks' batches at once, in so many passes a step; returns the gradient norms."""
     optimizer = make(groups_of(model))
     parameters = [p for p in model.parameters() if p.requires_grad]
     norms = []
-    for step in range(steps):
-        for rank in range(world_size):
-            for micro in range(accumulation):
-                loss = model.loss(*batch(step, rank, micro), rank)
-                (loss / (world_size * accumulation)).backward()
+    for step, count in enumerate(passes):
+        for rank, micro in itertools.product(range(world_size), range(count)):
+            (model.loss(*batch(step, rank, micro), rank) / (world_size * count)).backward()
         norms.append(float(nn.utils.clip_grad_norm_(parameters, max_norm)))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     return norms
-
-
-SMALL_BUCKETS = ParallelConfig(bucket_mb=0.0003)  # about 300 bytes: several buckets even in this model
-INSIDE = ("overlap", "bucketed", "zero1")  # communicate inside the backward pass
-STRATEGIES = ("naive", "flat", "overlap", "bucketed", "torch_ddp", "zero1")
-
-# The same sums in another order, in float64: rounding of 1e-16 that Adam's division and clipping amplify.
-FLOAT64_TOLERANCE = 1e-10
 
 
 def build(strategy: str, ranks: Ranks, config: ParallelConfig = SMALL_BUCKETS) -> GradientSync:
@@ -135,46 +140,81 @@ def build(strategy: str, ranks: Ranks, config: ParallelConfig = SMALL_BUCKETS) -
     return build_strategy(config.model_copy(update={"strategy": strategy, "options": own}), ranks)
 
 
-def train(
-    sync: GradientSync,
-    model: nn.Module,
-    ranks: Ranks,
-    *,
-    steps: int,
-    accumulation: int = 1,
-    max_norm: float = float("inf"),
-    make: Callable = adamw,
-) -> tuple[list[float], torch.optim.Optimizer]:
+def start(strategy: str, model: nn.Module, ranks: Ranks, make: Callable = adamw, **keys: Any) -> tuple:
+    """(strategy, module to call, optimizer)."""
+    sync = build(strategy, ranks, SMALL_BUCKETS.model_copy(update=keys))
     call = sync.attach(model)
-    optimizer = sync.build_optimizer(make, groups_of(model))
-    norms = [
-        one_step(sync, call, optimizer, ranks, step, accumulation=accumulation, max_norm=max_norm)
-        for step in range(steps)
-    ]
-    sync.wait_for_weights()
-    return norms, optimizer
+    return sync, call, sync.build_optimizer(make, groups_of(model))
 
 
-def accumulate(sync, call, ranks, step: int, accumulation: int) -> None:
-    """The forward and backward passes of a step."""
-    for micro in range(accumulation):
-        with nullcontext() if micro == accumulation - 1 else sync.no_sync():
-            loss = call.loss(*batch(step, ranks.rank, micro), ranks.rank)
-            (loss / accumulation).backward()
-
-
-def one_step(sync, call, optimizer, ranks, step, *, accumulation=1, max_norm=float("inf")) -> float:
-    accumulate(sync, call, ranks, step, accumulation)
-    sync.finish()
-    norm = float(sync.clip_gradients(max_norm))
+def one_step(
+    sync: GradientSync,
+    call: Any,
+    optimizer: torch.optim.Optimizer,
+    ranks: Ranks,
+    step: int,
+    *,
+    passes: int = 1,
+    max_norm: float | None = INFINITY,
+    wait: bool = True,
+    set_to_none: bool = True,
+    when_reduced: Callable[[], None] = lambda: None,
+) -> float:
+    """A step on this rank's batches; returns the gradient norm (`max_norm` None: measures nothing, returns NaN)."""
+    for micro in range(passes):
+        with nullcontext() if micro == passes - 1 else sync.no_sync():
+            (call.loss(*batch(step, ranks.rank, micro), ranks.rank) / passes).backward()
+    sync.finish(wait=wait)
+    when_reduced()
+    norm = float("nan") if max_norm is None else float(sync.clip_gradients(max_norm))
     optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad(set_to_none=set_to_none)
     return norm
 
 
-def seeded_model(seed: int, ranks: Ranks, dtype: torch.dtype = torch.float64) -> HardModel:
-    torch.manual_seed(seed)
-    return HardModel(dtype).to(ranks.device)
+def assert_equals_joined_run(
+    ranks: Ranks,
+    strategy: str,
+    passes: Sequence[int],
+    *,
+    max_norm: float | None = None,
+    make: Callable = adamw,
+    kind: Callable = HardModel,
+    prepare: Callable[[Any, torch.optim.Optimizer], Callable[[], None]] = lambda model, _: lambda: None,
+    **how: Any,
+) -> Any:
+    """The weights, and the norms if it clips, are those of training on the joined batch; returns the model.
+
+    `prepare(model, optimizer)` is called before the first step; what it returns, whenever gradients are reduced.
+    """
+    oracle = seeded_model(0, ranks, kind=kind)
+    expected = joined_run(
+        oracle, ranks.world_size, passes, INFINITY if max_norm is None else max_norm, make=make
+    )
+    model = seeded_model(ranks.rank, ranks, kind=kind)  # rank 0's values must win
+    sync, call, optimizer = start(strategy, model, ranks, make)
+    when_reduced = prepare(model, optimizer)
+    norms = [
+        one_step(
+            sync,
+            call,
+            optimizer,
+            ranks,
+            step,
+            passes=count,
+            max_norm=max_norm,
+            when_reduced=when_reduced,
+            **how,
+        )
+        for step, count in enumerate(passes)
+    ]
+    sync.wait_for_weights()
+    if max_norm is not None:
+        assert norms == pytest.approx(expected, rel=1e-9)
+        assert min(expected) > max_norm, "clipping must have been at work"
+    assert_close_models(model, oracle, FLOAT64_TOLERANCE)
+    assert_same_on_all_ranks(model, ranks)
+    return model
 
 
 def assert_same_on_all_ranks(model: nn.Module, ranks: Ranks) -> None:
@@ -193,6 +233,21 @@ def assert_close_models(mine: nn.Module, oracle: nn.Module, tolerance: float) ->
 
 
 @contextmanager
+def gathered_when_waited_for() -> Iterator[None]:
+    """Inside, gathered weights are old until they are waited for, however fast the ranks are."""
+    all_gather = Averager.all_gather
+
+    def late(self: Averager, flat: torch.Tensor) -> SimpleNamespace:
+        copy = flat.clone()
+        work = all_gather(self, copy)
+        return SimpleNamespace(wait=lambda: (work.wait(), flat.copy_(copy)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Averager, "all_gather", late)
+        yield
+
+
+@contextmanager
 def refused(code: str, kind: type[LmkitError] = LmkitError, *names: str) -> Iterator[None]:
     """The block must raise this error, with a hint and these names in its message."""
     with pytest.raises(kind) as caught:
@@ -200,11 +255,6 @@ def refused(code: str, kind: type[LmkitError] = LmkitError, *names: str) -> Iter
     assert caught.value.code == code
     assert caught.value.hint
     assert all(name in caught.value.message for name in names), caught.value.message
-
-
-def plain(make: Callable) -> Callable:
-    """The groups without their options."""
-    return lambda groups: make([{"params": group["params"]} for group in groups])
 
 
 CHECKS: dict[str, Callable[[Ranks], None]] = {}

@@ -6,7 +6,7 @@ import gc
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from rank_model import (
     assert_same_on_all_ranks,
     batch,
     check,
+    gathered_when_waited_for,
     groups_of,
     joined_run,
     one_step,
@@ -27,6 +28,7 @@ from rank_model import (
     refused,
     seeded_model,
     sgd,
+    start,
 )
 from torch import nn
 
@@ -64,12 +66,14 @@ class Run:
         self.optimizer = self.sync.build_optimizer(make, groups_of(self.model))
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
 
-    @property
-    def buckets(self) -> Iterator:
-        return iter(self.sync._buckets)
-
     def step(self, number: int, max_norm: float = float("inf")) -> None:
         one_step(self.sync, self.call, self.optimizer, self.ranks, number, max_norm=max_norm)
+
+    def trained(self, steps: int) -> Run:
+        for number in range(steps):
+            self.step(number)
+        self.sync.wait_for_weights()
+        return self
 
     def feed(self, gradients: list[torch.Tensor]) -> None:
         """Synchronise these gradients instead of a pass's."""
@@ -85,21 +89,16 @@ class Run:
 
 @check()
 def check_zero1_after_others_were_dropped(ranks: Ranks) -> None:
-    """One rank forgets what it shared at once, the others later: what is shared next is the right piece all the same.
+    """Ranks drop what they shared at different times: what is shared next is the right piece all the same.
 
     Memory that is used again by some ranks only would be another piece than is meant.
     """
-    oracle = Run(ranks, gather="collective")
-    for step in range(3):
-        oracle.step(step)
-    oracle.sync.wait_for_weights()
+    oracle = Run(ranks, gather="collective").trained(3)
     gc.disable()
     try:
         runs = []
         for number in range(6):
-            runs.append(Run(ranks))
-            if number % 2 == 0:
-                runs[-1].step(0)
+            runs.append(Run(ranks).trained(1 - number % 2))
             if ranks.rank == number % ranks.world_size:
                 forgotten = weakref.ref(runs[-1].sync)
                 runs.clear()
@@ -177,7 +176,7 @@ def check_zero1_bf16_master(ranks: Ranks, make: Callable) -> None:
         run.optimizer.step()
         run.optimizer.zero_grad()
     run.sync.wait_for_weights()
-    for bucket in run.buckets:
+    for bucket in run.sync._buckets:
         assert torch.equal(bucket.shard, bucket.master.bfloat16())
     for p, q in zip(run.parameters, theirs, strict=True):
         # Masters agree to 1e-7; at a rounding border that may be one bf16 step (2^-8 relative).
@@ -195,7 +194,7 @@ def check_zero1_bf16_unused(ranks: Ranks) -> None:
     run.sync.wait_for_weights()
     after = dict(run.model.named_parameters())
     assert [name for name, value in before.items() if torch.equal(value, after[name])] == ["never"]
-    for bucket in run.buckets:
+    for bucket in run.sync._buckets:
         assert torch.equal(bucket.shard, bucket.master.bfloat16())
     assert_same_on_all_ranks(run.model, ranks)
 
@@ -208,10 +207,10 @@ def check_zero1_late_use(ranks: Ranks) -> None:
         return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)
 
     after = []
-    for make_sync in (lambda: build_strategy("flat", ranks), lambda: build_strategy("zero1", ranks)):
+    for strategy in ("flat", "zero1"):
         torch.manual_seed(0)
         model = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]).double().to(ranks.device)
-        sync = make_sync()
+        sync = build_strategy(strategy, ranks)
         sync.attach(model)
         optimizer = sync.build_optimizer(decayed, [{"params": list(model.parameters())}])
         for step in range(3):
@@ -235,7 +234,7 @@ def check_zero1_masters_of_whole_weights(ranks: Ranks) -> None:
         {name: weights.get(name, value) for name, value in run.model.state_dict().items()}
     )
     run.optimizer.load_masters(weights)
-    for bucket in run.buckets:
+    for bucket in run.sync._buckets:
         whole = torch.cat([weights[name].flatten() for name in bucket.layout.names])
         padded = nn.functional.pad(whole, (0, bucket.weights.numel() - whole.numel()))
         assert torch.equal(bucket.master, bucket.shard_of(padded))
@@ -251,7 +250,7 @@ def check_zero1_reduction_in_bf16(ranks: Ranks) -> None:
         for step in range(5):
             run.feed_random(10 * step + ranks.rank)
             run.sync.clip_gradients(1.0)
-            assert {bucket.master.grad.dtype for bucket in run.buckets} == {dtype}
+            assert {bucket.master.grad.dtype for bucket in run.sync._buckets} == {dtype}
             run.optimizer.step()
             run.optimizer.zero_grad()
         run.sync.wait_for_weights()
@@ -299,7 +298,7 @@ def check_zero1_gradients_that_were_refused(ranks: Ranks) -> None:
     """Zeroed while they still travel, they are in no later step."""
     run = Run(ranks, partial(torch.optim.SGD, lr=1.0))
     before = {name: value.clone() for name, value in run.model.state_dict().items()}
-    run.call.loss(*batch(0, ranks.rank, 0), ranks.rank).backward()
+    run.call.loss(*batch(0, ranks.rank), ranks.rank).backward()
     run.sync.finish(wait=False)
     run.optimizer.zero_grad()
     run.optimizer.step()
@@ -316,9 +315,8 @@ def check_zero1_single_parameters(ranks: Ranks) -> None:
         for _ in range(2)
     )
     model.load_state_dict(oracle.state_dict())
-    sync = build_strategy(ParallelConfig(strategy="zero1", bucket_mb=64 * 64 * 8 / 2**20), ranks)
-    call = sync.attach(model)
-    optimizer, reference = sync.build_optimizer(adamw, groups_of(model)), adamw(groups_of(oracle))
+    sync, call, optimizer = start("zero1", model, ranks, bucket_mb=64 * 64 * 8 / 2**20)
+    reference = adamw(groups_of(oracle))
     alone = [bucket.sizes for bucket in optimizer.shard_layout.buckets if bucket.sizes == (64 * 64,)]
     assert len(alone) == 2
     for step in range(3):
@@ -343,14 +341,14 @@ def check_zero1_single_parameters(ranks: Ranks) -> None:
 def check_zero1_weights_are_whole_when_read(ranks: Ranks) -> None:
     """Layers that are bypassed, evaluation and saving all see the step's result, not a half-gathered weight."""
     run, oracle = Run(ranks, adamw, torch.float64), seeded_model(0, ranks)
-    joined_run(oracle, world_size=ranks.world_size, steps=1, accumulation=1, max_norm=float("inf"))
-    run.step(0)
-    assert torch.allclose(
-        run.model.scale, oracle.scale
-    )  # the model's own parameter: no layer's call reads it
-    with torch.no_grad():
-        ids, targets = batch(9, 0, 0)
-        assert torch.allclose(run.model.loss(ids, targets, 0), oracle.loss(ids, targets, 0))
+    joined_run(oracle, ranks.world_size, [1])
+    with gathered_when_waited_for():
+        run.step(0)
+        assert torch.allclose(
+            run.model.scale, oracle.scale
+        )  # no layer's call reads the model's own parameter
+        with torch.no_grad():
+            assert torch.allclose(run.model.loss(*batch(9, 0), 0), oracle.loss(*batch(9, 0), 0))
     assert_close_models(run.model, oracle, FLOAT64_TOLERANCE)
 
 
