@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from rank_model import batch, build, groups_of, seeded_model, sgd
+from rank_model import one_step, seeded_model, start
 
 from lmkit.errors import LmkitError, UsageError
 from lmkit.parallel.collectives import agree
 from lmkit.parallel.failures import StepWatch, losses_named
-from lmkit.parallel.ranks import Ranks, process_group
+from lmkit.parallel.ranks import process_group
 
 FAULT_STEP = 2
 HANG_S = 1.0
@@ -39,19 +39,16 @@ def train_until_fault(fault: str, strategy: str) -> str:
     torch.set_num_threads(1)
     with process_group("cpu", timeout_s=PATIENT_S) as ranks, StepWatch(ranks) as watch:
         model = seeded_model(0, ranks)
-        sync = build(strategy, ranks)
-        call = sync.attach(model)
-        optimizer = sync.build_optimizer(sgd, groups_of(model))
+        sync, call, optimizer = start(strategy, model, ranks)
         for step in range(4):
             with watch.step(step):
                 if step == FAULT_STEP and ranks.rank == 1:
                     model.layers[1].up.weight.register_hook(lambda gradient: happen(fault))
                 elif step == FAULT_STEP and fault == "hang":
-                    lose_patience(ranks)
-                call.loss(*batch(step, ranks.rank, 0), ranks.rank).backward()
-                sync.finish()
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
+                    # From now on whoever does not answer this rank within `HANG_S` is lost.
+                    object.__setattr__(ranks, "timeout_s", HANG_S)
+                    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=HANG_S))
+                one_step(sync, call, optimizer, ranks, step)
     return "finished"
 
 
@@ -79,12 +76,6 @@ def lose_a_rank_before_the_first_step() -> None:
         if ranks.rank == 1:
             happen("kill")
         dist.barrier()
-
-
-def lose_patience(ranks: Ranks) -> None:
-    """From now on whoever does not answer this rank within `HANG_S` is lost."""
-    object.__setattr__(ranks, "timeout_s", HANG_S)
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=HANG_S))
 
 
 def ignore_signals_on_rank_0() -> None:

@@ -28,13 +28,7 @@ def test_fault_72_the_waits_after_a_death_are_far_below_the_30_seconds_that_are_
     ],
 )
 @pytest.mark.parametrize(
-    ("survivors", "who"),
-    [
-        ((), "rank 1, 2"),
-        ((2,), "rank 1 "),
-        ((1, 2), "all ranks"),
-        (None, "store"),
-    ],
+    ("survivors", "who"), [((), "rank 1, 2"), ((2,), "rank 1 "), ((1, 2), "all ranks"), (None, "store")]
 )
 def test_fault_72_and_73_survivors_say_what_they_know(monkeypatch, error, what, survivors, who):
     """And not that a silent rank is lost: it may not have noticed yet."""
@@ -55,8 +49,6 @@ class GoneStore:
 HANGING = """
 import threading, torch
 from lmkit.parallel.failures import StepWatch
-from lmkit.parallel.protocol import build_strategy
-from lmkit.recipe.tables import ParallelConfig
 from lmkit.parallel.ranks import Ranks
 
 with StepWatch(Ranks(rank=3, world_size=4, device=torch.device("cuda", 3), timeout_s=1)) as watch:

@@ -9,50 +9,34 @@ from lmkit.parallel import gather
 from lmkit.parallel.gather import can_share_memory
 from lmkit.parallel.ranks import Ranks
 
-RANKS = Ranks(world_size=2, device=torch.device("cuda", 0))
-
-
-@pytest.fixture
-def answer(monkeypatch, tmp_path):
-    """A function: what `can_share_memory` says on rank 0 if rank 1 tells this about its place."""
-
-    def ask(
-        theirs: tuple = ("host", "0,1", 1), *, reach: bool = True, torch_version: str = "2.11.0+cu130"
-    ) -> bool:
-        def all_gather_object(everyone: list, mine: tuple) -> None:
-            everyone[:] = [mine, theirs]
-
-        boot = tmp_path / "boot_id"
-        boot.write_text("host")
-        monkeypatch.setattr(gather, "_BOOT_ID", boot)
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-        monkeypatch.setattr(gather.dist, "all_gather_object", all_gather_object)
-        monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: reach and one != other)
-        monkeypatch.setattr(torch, "__version__", torch_version)
-        return can_share_memory(RANKS)
-
-    return ask
-
-
-def test_gpus_of_one_host_that_reach_one_another_share(answer):
-    assert answer()
+ONE_HOST = ("host", "0,1", 1)
 
 
 @pytest.mark.parametrize(
-    "theirs",
-    [("another host", "0,1", 1), ("host", "1,0", 1), ("host", None, 1), ("host", "0,1", 0)],
-    ids=["another host", "other numbers", "no list", "the same GPU"],
+    ("theirs", "reach", "version", "expected"),
+    [
+        (ONE_HOST, True, "2.11.0+cu130", True),
+        (("another host", "0,1", 1), True, "2.11.0", False),
+        (("host", "1,0", 1), True, "2.11.0", False),  # other numbers
+        (("host", None, 1), True, "2.11.0", False),
+        (("host", "0,1", 0), True, "2.11.0", False),  # the same GPU
+        (ONE_HOST, False, "2.11.0", False),
+        (ONE_HOST, True, "2.10.1", False),
+    ],
 )
-def test_others_do_not(answer, theirs):
-    assert not answer(theirs)
+def test_gpus_of_one_host_that_reach_one_another_share(
+    monkeypatch, tmp_path, theirs, reach, version, expected
+):
+    def all_gather_object(everyone: list, mine: tuple) -> None:
+        everyone[:] = [mine, theirs]
 
-
-def test_without_peer_access_they_do_not(answer):
-    assert not answer(reach=False)
-
-
-def test_an_older_torch_does_not(answer):
-    assert not answer(torch_version="2.10.1")
+    (tmp_path / "boot_id").write_text("host")
+    monkeypatch.setattr(gather, "_BOOT_ID", tmp_path / "boot_id")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(gather.dist, "all_gather_object", all_gather_object)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: reach and one != other)
+    monkeypatch.setattr(torch, "__version__", version)
+    assert can_share_memory(Ranks(world_size=2, device=torch.device("cuda", 0))) is expected
 
 
 def test_cpus_do_not():

@@ -19,17 +19,15 @@ from lmkit.registry import STRATEGIES
 
 CHECKS = list(rank_checks.CHECKS)
 # Sums over more than two ranks depend on the order, shards cross more borders: what could differ there.
+PREFIXES = (
+    *("late gradients: bucketed", "late gradients: zero1", "traffic", "by the other gather"),
+    *("zero1 single", "zero1 equals", "zero1 state", "zero1 weights"),
+    *("data parallel: bucketed", "sharded optimizer"),
+)
 FOUR_RANKS = [
     name
     for name in CHECKS
-    if (name.startswith("joined batch") and ", 2, " in name)
-    or name.startswith(
-        (
-            *("late gradients: bucketed", "late gradients: zero1", "traffic", "by the other gather"),
-            *("zero1 single", "zero1 equals", "zero1 state", "zero1 weights"),
-            *("data parallel: bucketed", "sharded optimizer"),
-        )
-    )
+    if name.startswith(PREFIXES) or (name.startswith("joined batch") and ", 2, " in name)
 ]
 
 
@@ -72,27 +70,16 @@ def test_four_ranks(on_four_ranks, name):
 
 def test_every_strategy_works_alone():
     """With one rank every strategy is plain training: same weights, no communication."""
-    after = []
+    oracle = rank_model.seeded_model(0, Ranks())
+    rank_model.joined_run(oracle, 1, [2, 2], max_norm=0.5)
     for name in STRATEGIES.names:
-        torch.manual_seed(0)
-        model = rank_model.HardModel()
-        sync = build_strategy(name, Ranks())
-        call = sync.attach(model)
-        optimizer = sync.build_optimizer(rank_model.adamw, rank_model.groups_of(model))
+        model = rank_model.seeded_model(0, Ranks())
+        sync, call, optimizer = rank_model.start(name, model, Ranks())
         for step in range(2):
-            with sync.no_sync():
-                call.loss(*rank_model.batch(step, 0, 0), 0).backward()
-            call.loss(*rank_model.batch(step, 0, 1), 0).backward()
-            sync.finish()
-            assert torch.isfinite(sync.clip_gradients(0.5))
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            rank_model.one_step(sync, call, optimizer, Ranks(), step, passes=2, max_norm=0.5)
         sync.wait_for_weights()
         assert sync.traffic.calls == 0
-        after.append(nn.utils.parameters_to_vector(model.parameters()).detach())
-    for name, weights in zip(STRATEGIES.names, after, strict=True):
-        # zero1 sums the squares of the norm bucket by bucket: the last bits of a float64.
-        assert torch.allclose(weights, after[0], rtol=0, atol=1e-12), name
+        rank_model.assert_close_models(model, oracle, rank_model.FLOAT64_TOLERANCE)
 
 
 def test_without_a_process_group_the_modules_of_the_api_change_nothing():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -25,20 +27,14 @@ class Sharded:
     """`zero1` of a single rank beside plain SGD, from the same start."""
 
     def __init__(self) -> None:
-        def make(groups: list[dict]) -> torch.optim.Optimizer:
-            return torch.optim.SGD(groups, lr=0.25)
-
-        def parameters() -> nn.ParameterList:
-            return nn.ParameterList([torch.tensor(value) for value in (2.0, 3.0, 5.0, 7.0)])
-
-        self.mine, self.theirs = parameters(), parameters()
+        make = partial(torch.optim.SGD, lr=0.25)
+        self.mine, self.theirs = (
+            nn.ParameterList([torch.tensor(value) for value in (2.0, 3.0, 5.0, 7.0)]) for _ in range(2)
+        )
         self.sync = Zero1(Ranks(), ParallelConfig(bucket_mb=2 * 4 / 2**20))  # two to a bucket
         self.sync.attach(self.mine)
         self.optimizer = self.sync.build_optimizer(make, [{"params": list(self.mine)}])
-        self.oracle = make([{"params": list(self.theirs)}])
-
-    def hooks(self) -> int:
-        return sum(len(p._post_accumulate_grad_hooks or ()) for p in self.mine)
+        self.oracle = make(list(self.theirs))
 
     def backward(self, order: tuple[int, ...], *, last: bool = True) -> None:
         with nullcontext() if last else self.sync.no_sync():
@@ -91,17 +87,15 @@ def test_zero1_is_paused_until_the_outermost_no_sync_ends():
     run.step(ALL)
 
 
-class Gather:
-    """Weights arrive when they are waited for: then all are 9, and `events` says so."""
+class Backend:
+    """Gathers and averages: weights become 9 when they are waited for, and `events` says what was waited for."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
+        self.allocate = torch.zeros
         self._flats: list[torch.Tensor] = []
 
-    def allocate(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.zeros(num_elements, dtype=dtype, device=device)
-
-    def start(self, flats: list[torch.Tensor]) -> list[Gather]:
+    def start(self, flats: list[torch.Tensor]) -> list[Backend]:
         self._flats = list(flats)
         return [self for _ in flats]
 
@@ -110,7 +104,6 @@ class Gather:
         for flat in self._flats:
             flat.fill_(9)
 
-    # Also what averages gradients.
     def reduce_scatter(self, flat: torch.Tensor) -> PendingMean:
         self.events.append("gradients go")
         return PendingMean([SimpleNamespace(wait=lambda: self.events.append("gradients end"))], [flat[:128]])
@@ -119,90 +112,79 @@ class Gather:
         return self.reduce_scatter(tensors[0])
 
 
-def bucket_of(layer: nn.Linear, gather: Gather) -> ShardedBucket:
-    layout = BucketLayout(0, ("weight",), (16,), shard_size_of(16, RANKS.world_size))
-    return ShardedBucket(
-        [layer.weight],
-        layout,
-        RANKS,
-        gather,  # type: ignore[arg-type]
-        gather,  # type: ignore[arg-type]
-        weight_dtype=torch.float32,
-        reduce_dtype=torch.float32,
-    )
+def under_way(layer: nn.Linear) -> tuple[ShardedBucket, Any]:
+    """A bucket of the layer's weight, which is on its way, and its backend."""
+    layout, backend = BucketLayout(0, ("weight",), (16,), shard_size_of(16, RANKS.world_size)), Backend()
+    dtypes = {"weight_dtype": torch.float32, "reduce_dtype": torch.float32}
+    bucket = ShardedBucket([layer.weight], layout, RANKS, backend, backend, **dtypes)  # type: ignore[arg-type]
+    start_gather([bucket], backend)  # type: ignore[arg-type]
+    return bucket, backend
 
 
 @pytest.fixture
 def parts():
-    """(model, its one bucket, the gather), with weights on their way."""
-    model, gather = nn.Sequential(nn.Linear(4, 4, bias=False)), Gather()
-    bucket = bucket_of(model[0], gather)
-    start_gather([bucket], gather)  # type: ignore[arg-type]
-    return model, bucket, gather
+    """(model, its one bucket, the backend), with weights on their way."""
+    model = nn.Sequential(nn.Linear(4, 4, bias=False))
+    return model, *under_way(model[0])
 
 
 def test_a_rank_sends_gradients_only_when_it_has_read_the_weights(parts):
     """Or another could step its shard while this one still reads it: no layer needs to have run."""
-    model, bucket, gather = parts
+    model, bucket, backend = parts
     model[0].weight.grad = torch.ones(4, 4)
     bucket.reduce()
-    assert gather.events == ["weights arrived", "gradients go"]
+    assert backend.events == ["weights arrived", "gradients go"]
 
 
 def test_weights_that_are_on_their_way_do_not_overwrite_loaded_ones(parts):
-    model, bucket, gather = parts
+    model, bucket, backend = parts
     LazyWeights(model, [bucket])
     model.load_state_dict({"0.weight": torch.full((4, 4), 3.0)})
     model(torch.ones(1, 4))
-    assert gather.events == ["weights arrived"]
+    assert backend.events == ["weights arrived"]
     assert torch.equal(model[0].weight, torch.full((4, 4), 3.0))
 
 
 def test_gradients_that_are_not_wanted_are_waited_for(parts):
     """What a collective still writes to must not be handed out again."""
-    model, bucket, gather = parts
+    model, bucket, backend = parts
     model[0].weight.grad = torch.ones(4, 4)
     bucket.reduce()
     bucket.drop_reduced()
-    assert gather.events[1:] == ["gradients go", "gradients end"]
-    assert bucket.master.grad is None
+    assert backend.events[1:] == ["gradients go", "gradients end"]
     bucket.wait_reduced()
     assert bucket.master.grad is None
 
     replicated = OverlapSync(RANKS, ParallelConfig())
     model[0].weight.grad = torch.ones(4, 4)
     replicated._flying = [
-        ReducingBucket([model[0].weight], gather, reduce_dtype=torch.float32)  # type: ignore[arg-type]
-        for _ in range(2)
+        ReducingBucket([model[0].weight], backend, reduce_dtype=torch.float32) for _ in range(2)
     ]
-    replicated._forget()
-    assert gather.events[3:] == [*["gradients go"] * 2, *["gradients end"] * 2]
+    replicated.reset()
+    assert backend.events[3:] == [*["gradients go"] * 2, *["gradients end"] * 2]
     assert replicated._flying == []
 
 
 def test_a_layer_that_the_last_pass_did_not_call_is_waited_for_right_after_the_step(parts):
     """Something else reads its weights, and tells nobody; that an earlier pass called it says nothing."""
-    model, bucket, gather = parts
+    model, bucket, backend = parts
     lazy = LazyWeights(model, [bucket])
     model(torch.ones(1, 4))
-    gather.events.clear()
-    start_gather([bucket], gather)  # type: ignore[arg-type]
+    backend.events.clear()
+    start_gather([bucket], backend)
     lazy.after_step()
-    assert gather.events == [], "the next call waits"
-    nn.functional.linear(torch.ones(1, 4), model[0].weight)
+    assert backend.events == [], "the next call waits"
     lazy.after_step()
-    assert gather.events == ["weights arrived"]
+    assert backend.events == ["weights arrived"]
 
 
 def test_without_gradients_all_weights_are_waited_for_at_once():
     """Generation may read any weight past its layer; in training a call waits for its own layer's."""
-    model, gathers = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(2)]), [Gather(), Gather()]
-    buckets = [bucket_of(layer, gather) for layer, gather in zip(model, gathers, strict=True)]
+    model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(2)])
+    buckets, backends = zip(*map(under_way, model), strict=True)
     LazyWeights(model, buckets)
-    for bucket, gather in zip(buckets, gathers, strict=True):
-        start_gather([bucket], gather)  # type: ignore[arg-type]
     model[0](torch.ones(1, 4))
-    assert [gather.events for gather in gathers] == [["weights arrived"], []]
+    assert [backend.events for backend in backends] == [["weights arrived"], []]
     with torch.no_grad():
         model[0](torch.ones(1, 4))
-    assert [gather.events for gather in gathers] == [["weights arrived"], ["weights arrived"]]
+    assert [backend.events for backend in backends] == [["weights arrived"]] * 2
