@@ -152,15 +152,7 @@ def build_strategy(strategy: str | ParallelConfig, ranks: Ranks) -> GradientSync
 class Strategy(GradientSync):
     """Base class: compare and broadcast the model, accumulate, handle unused parameters, clip. Subclasses reduce.
 
-    A strategy from outside is a file that `--plugin FILE` loads, in every rank:
-
-        @STRATEGIES.register("mine", uses=("reduce_dtype",), options={"factor": 1.0})
-        class Mine(Strategy):
-            def _reduce(self, unused, *, wait):
-                for parameter in self.parameters:
-                    self._averager.all_reduce([parameter.grad]).wait()
-                    parameter.grad *= self.config.options.get("factor", 1.0)
-                return unused_everywhere(unused, len(self.parameters), self.ranks, self.traffic)
+    CONTRIBUTING.md has a strategy from outside, a file that `--plugin FILE` loads in every rank.
 
     A parameter that was not used on this rank takes part with zeros. If no rank used it, its `grad` is None again
     afterwards, as PyTorch's DDP leaves it.

@@ -68,7 +68,6 @@ class Zero1Optimizer(torch.optim.Optimizer):
         self.keep: list[tuple[ShardedBucket, slice]] = []
         self._ranks = ranks
         self._gather_shards = gather
-        self._writes_shards = isinstance(self.inner, AdamW)
         self._buckets: list[ShardedBucket] = []
         self._own(buckets)
 
@@ -90,10 +89,12 @@ class Zero1Optimizer(torch.optim.Optimizer):
         self._step_shards()
 
     def _step_shards(self) -> None:
+        known = {bucket: self.inner.state.get(bucket.master, {}).copy() for bucket, _ in self.keep}
         kept = [
-            (tensor, tensor.clone()) for bucket, where in self.keep for tensor in self._slices(bucket, where)
+            (tensor[where], tensor[where].clone())
+            for bucket, where in self.keep
+            for tensor in (bucket.master, *filter(_is_per_element, known[bucket].values()))
         ]
-        known = {bucket: set(self.inner.state.get(bucket.master, ())) for bucket, _ in self.keep}
         arrived = {bucket: bucket.master.grad for bucket in self._buckets}
         for bucket in arrived:
             bucket.master.grad = None
@@ -106,20 +107,20 @@ class Zero1Optimizer(torch.optim.Optimizer):
             self.inner.step()
             for bucket in part:
                 bucket.master.grad = None
-            if part is not last and not kept:
-                self._gather(part, is_written=self._writes_shards)
+            if part is not last and not self.keep:
+                self._gather(part)
         for tensor, before in kept:
             tensor.copy_(before)
         for bucket, where in self.keep:
             for key, value in self.inner.state[bucket.master].items():
                 if key not in known[bucket] and _is_per_element(value):
                     value[where] = 0  # as state begins; decay may have moved it without a gradient
-        for part in self._parts if kept else [last]:
-            self._gather(part, is_written=self._writes_shards and not kept)
+        for part in self._parts if self.keep else [last]:
+            self._gather(part)
         self.keep = []
 
-    def _gather(self, buckets: Sequence[ShardedBucket], *, is_written: bool) -> None:
-        if not is_written:
+    def _gather(self, buckets: Sequence[ShardedBucket]) -> None:
+        if self.keep or not isinstance(self.inner, AdamW):  # our AdamW has written the shards
             for bucket in buckets:
                 bucket.write_shard()
         start_gather(buckets, self._gather_shards)
@@ -204,11 +205,6 @@ class Zero1Optimizer(torch.optim.Optimizer):
         for group, loaded in zip(self.param_groups, groups, strict=True):
             group.update(loaded)
 
-    def _slices(self, bucket: ShardedBucket, where: slice) -> list[torch.Tensor]:
-        """Return the weights and states of some elements, as views."""
-        states = self.inner.state.get(bucket.master, {}).values()
-        return [tensor[where] for tensor in (bucket.master, *filter(_is_per_element, states))]
-
 
 class ShardedOptimizer(Zero1Optimizer):
     """Shard the state of any element-wise optimizer over the ranks of the process group that is already there.
@@ -238,15 +234,12 @@ class ShardedOptimizer(Zero1Optimizer):
         **options: Any,
     ) -> None:
         if (name := getattr(optimizer_class, "__name__", "")) in _NOT_ELEMENTWISE:
-            raise ValueError(
-                f"{name} does not update every element by itself: its state cannot be cut into shards"
-            )
+            raise ValueError(f"{name} does not update every element by itself: it cannot step shards")
         self._ranks = Ranks.current()
         self._given: list[dict[str, Any]] = []
         self._is_built = False
-        gather = None
-        if self._ranks.world_size > 1:
-            gather = CollectiveGather(Averager(self._ranks, Traffic()))
+        alone = self._ranks.world_size == 1
+        gather = None if alone else CollectiveGather(Averager(self._ranks, Traffic()))
         listed = list(params)
         is_one_group = not listed or isinstance(listed[0], torch.Tensor)
         groups: list[dict[str, Any]] = [{"params": listed}] if is_one_group else listed
@@ -292,10 +285,8 @@ class ShardedOptimizer(Zero1Optimizer):
     @torch.no_grad()
     def _shard(self, group: dict[str, Any], gather: WeightGather | None) -> list[ShardedBucket]:
         """Move a group's parameters into buckets; remember the group."""
-        params = group["params"]
-        parameters: list[nn.Parameter] = (
-            [params] if isinstance(params, nn.Parameter) else list(dict.fromkeys(params))
-        )
+        given = group["params"]
+        parameters = [given] if isinstance(given, nn.Parameter) else list(dict.fromkeys(given))
         known = {parameter for other in self._given for parameter in other["params"]}
         if known & set(parameters):
             raise ValueError("a parameter is in more than one parameter group")
