@@ -49,7 +49,7 @@ def test_damaged_files_end_in_a_clean_error_or_a_right_load(tmp_path: Path) -> N
     if RECORD:
         Path(RECORD).parent.mkdir(parents=True, exist_ok=True)
         Path(RECORD).write_text("".join(json.dumps({**summary, "git": git}) + "\n" for summary in summaries))
-    assert len(summaries) >= 18
+    assert len(summaries) >= 15
     for summary in summaries:
         name = summary["format"]
         assert summary["failures"] == 0, f"{name}: {json.dumps(summary['examples'], indent=1)}"
@@ -74,19 +74,18 @@ import pickle, sys, time
 sys.path.insert(0, sys.argv[1])
 import formats, mutations, worker
 
-class Misbehaving(formats.Format):
-    damages = (("file", mutations.damage),)
-    def __init__(self, folder, name):
-        self.name, self.warm = name, True
-        super().__init__(folder / "good")
-    def make(self, folder):
-        return {"file": b"content"}
-    def read(self, folder, random):
-        if not self.warm:
-            exec(compile(self.name, "reader", "exec"))
-        self.warm = False
+def misbehave(name):
+    def read(folder, good, random):
+        if worker.armed:
+            exec(compile(name, "reader", "exec"))
+    return formats.Format([{"file": b"content"}], {"file": (mutations.damage,)}, read)
 
-formats.FORMATS = {name: lambda folder, name=name: Misbehaving(folder.parent, name) for name in sys.argv[3:]}
+def arm(*arguments):
+    worker.armed = True
+    return run_case(*arguments)
+
+worker.armed, run_case, worker.run_case = False, worker.run_case, arm
+formats.FORMATS = {name: lambda folder, name=name: misbehave(name) for name in sys.argv[3:]}
 worker.SECONDS = 1 if "sleep" in sys.argv[-1] and len(sys.argv) == 4 else 300
 worker.main(worker.Path(sys.argv[2]), 0, 1, sys.argv[3:])
 """
@@ -113,10 +112,8 @@ def test_the_harness_notices_readers_that_misbehave(tmp_path: Path) -> None:
     ("mutation", "data"),
     [
         ("damage", b"some text, 123 and more"),
-        ("damage_json", b'{"a": [1, {"b": "c"}], "d": null}'),
-        ("damage_json_lines", b'{"a": 1}\n{"b": [2]}\n'),
-        ("damage_toml", b'[model]\nd_model = 64\nname = "x"\n'),
-        ("damage_http_head", b"HTTP/1.1 200 OK\r\nA: b\r\n\r\nbody"),
+        ("damage_text", b'{"a": [1, {"b": "c"}], "d": null}'),
+        ("damage_text", b'[model]\nd_model = 64\nname = "x"\n'),
     ],
 )
 def test_damage_is_repeatable_and_differs_from_case_to_case(mutation: str, data: bytes) -> None:

@@ -21,7 +21,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import download_formats  # noqa: F401  registers its formats
 import formats
+import run_formats  # noqa: F401
 
 from lmkit.errors import LONGEST, LmkitError
 
@@ -68,17 +70,29 @@ class Guard:
         return isinstance(path, int) or (os.path.realpath(os.fsdecode(path)) + os.sep).startswith(self.folder)
 
 
-def run_case(form: formats.Format, number: int, folder: Path, guard: Guard) -> tuple[str, str]:
+def make(name: str, folder: Path) -> formats.Format:
+    """Make a format and read its good files: what is imported at first use belongs to no case."""
+    place = folder / f"good-{name.replace('/', ' ')}"
+    place.mkdir(parents=True)
+    form = formats.FORMATS[name](place)
+    for good in form.goods[:3]:
+        formats.write(good, folder / "case")
+        form.read(folder / "case", good, Random(0))
+    return form
+
+
+def run_case(name: str, form: formats.Format, number: int, folder: Path, guard: Guard) -> tuple[str, str]:
     """Damage, write, read: return ("error" or "load" or "failure", details)."""
-    random = Random(f"{form.name} {number}")
-    formats.write(form.damaged(random), folder / "case")
+    random = Random(f"{name} {number}")
+    files, good = form.damaged(random)
+    formats.write(files, folder / "case")
     with open(folder / "progress", "w") as report:
-        report.write(f"{form.name} {number}\n")
+        report.write(f"{name} {number}\n")
         report.flush()
         faulthandler.dump_traceback_later(SECONDS, exit=True, file=report)
         guard.armed = True
         try:
-            form.read(folder / "case", random)
+            form.read(folder / "case", good, random)
         except LmkitError as error:
             if len(error.message) > 2 * LONGEST or "\n" in error.message + error.hint:
                 return "failure", f"not one line: {len(error.message)} characters, {error.message[:300]!r}"
@@ -98,10 +112,7 @@ def peak_mb() -> float:
 
 def main(folder: Path, first: int, cases: int, names: list[str]) -> None:
     guard = Guard(folder / "case")
-    forms = {name: formats.FORMATS[name](folder / f"good-{name}") for name in names or formats.FORMATS}
-    for form in forms.values():  # good files load; what is imported at first use belongs to no case
-        formats.write(form.good, folder / "case")
-        form.read(folder / "case", Random(0))
+    forms = {name: make(name, folder) for name in names or formats.FORMATS}
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * os.sysconf("SC_PAGE_SIZE") + BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -111,12 +122,11 @@ def main(folder: Path, first: int, cases: int, names: list[str]) -> None:
         failures, slowest = [], 0.0
         for number in range(first, first + cases):
             started = time.perf_counter()
-            outcome, details = run_case(form, number, folder, guard)
+            outcome, details = run_case(name, form, number, folder, guard)
             slowest = max(slowest, time.perf_counter() - started)
             outcomes[outcome] += 1
             if outcome == "failure" and len(failures) < 20:
                 failures.append({"case": number, "details": details[-2500:]})
-        form.close()
         counts = dict(zip(("clean_errors", "loads", "failures"), outcomes.values(), strict=True))
         limits = {"slowest_s": round(slowest, 3), "grown_mb": round(peak_mb() - baseline)}
         summary = {"format": name, "first_case": first, "cases": cases, **counts, **limits}

@@ -1,0 +1,278 @@
+"""Formats of run folders, results and profiles."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import io
+import json
+import logging
+import shutil
+import sqlite3
+import tempfile
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from formats import TEXT, Files, Format, command, content_of, form, safetensors_header, write
+from mutations import damage, damage_sqlite
+
+from lmkit.cli.pipeline import STAGES, Pipeline
+from lmkit.errors import LmkitError
+from lmkit.optim.adamw import AdamW
+from lmkit.profile.kineto import read_chrome_trace
+from lmkit.profile.nsys import read_nsys_database
+from lmkit.profile.summary import report_of, summarize
+from lmkit.profile.trace import Trace
+from lmkit.recipe.load import (
+    load_recipe,
+    validate,
+)
+from lmkit.training import session
+from lmkit.training.checkpoint import (
+    MANIFEST,
+    MODEL,
+    STATE,
+    FileEntry,
+    newest_checkpoint,
+    newest_valid,
+    open_checkpoint,
+    shard_name,
+)
+from lmkit.training.checkpoint_writer import write_manifest
+from lmkit.training.metrics import MetricsFile, read_metrics
+from lmkit.training.model_state import load_optimizer_tensors, plain_model
+from lmkit.training.state import restore_rng
+from lmkit.training.verify import verify_path
+
+TINY = (
+    "run.device=cpu", "run.threads=1", "data.source=random", "model.vocab_size=64", "model.context_length=8",
+    "model.d_model=16", "model.d_ff=32", "model.num_layers=1", "model.num_heads=2", "train.steps=2",
+    "train.batch_size=2",
+)  # fmt: skip
+STEP = "run/checkpoints/step-00000002"
+TENSORS = {f"{STEP}/{name}": (safetensors_header, damage) for name in (MODEL, shard_name(0, 1))}
+
+
+@functools.cache
+def tiny_run() -> Files:
+    folder = Path(tempfile.mkdtemp())
+    logging.getLogger("lmkit").setLevel(logging.ERROR)
+    with contextlib.redirect_stderr(io.StringIO()):
+        session.train(load_recipe(None, [*TINY, f"run.folder={folder}"]))
+    names = ("recipe.toml", "environment.json", "metrics.jsonl")
+    files = [*(folder / "run" / name for name in names), *(folder / STEP).iterdir()]
+    contents = {str(path.relative_to(folder)): path.read_bytes() for path in files}
+    shutil.rmtree(folder)
+    return contents
+
+
+@form("checkpoint")
+def checkpoint(folder: Path) -> Format:
+    """A file is changed and the manifest is not, or the manifest, which has its own checksum: nothing is read."""
+
+    def read(folder: Path, good: Files, random: Random) -> None:
+        opened = open_checkpoint(newest_valid(folder / "run" / "checkpoints").path)
+        opened.model_tensors()
+        opened.optimizer_tensors()
+        for name in (*TENSORS, f"{STEP}/{STATE}"):
+            assert (folder / name).read_bytes() == good[name], f"{name} was changed, and read"
+        manifest = f"{STEP}/{MANIFEST}"
+        assert json.loads((folder / manifest).read_bytes()) == json.loads(good[manifest])
+
+    return Format(
+        [tiny_run()], TENSORS | dict.fromkeys((f"{STEP}/{STATE}", f"{STEP}/{MANIFEST}"), TEXT), read
+    )
+
+
+@form("forged checkpoint")
+def forged_checkpoint(folder: Path) -> Format:
+    """A file is changed and the manifest fits: what is read must still be sound."""
+
+    def read(folder: Path, good: Files, random: Random) -> None:
+        step = folder / STEP
+        (step / MANIFEST).unlink()
+        contents = content_of(step)
+        digests = {name: hashlib.sha256(data).hexdigest() for name, data in contents.items()}
+        write_manifest(step, {name: FileEntry(digests[name], len(data)) for name, data in contents.items()})
+        opened = newest_checkpoint(step)
+        model = plain_model(opened, device="cpu")
+        weights = plain_tensors(contents[MODEL])
+        for name, tensor in model.state_dict().items():
+            shape, raw = weights[name]
+            assert list(tensor.shape) == shape
+            assert tensor.numpy().tobytes() == raw or opened.model_tensors()[name].dtype != tensor.dtype
+        validate(opened.state.recipe, origin="state.json")
+        optimizer = AdamW(model.parameters())
+        shards, layout = opened.all_optimizer_shards(), opened.state.optimizer_layout
+        load_optimizer_tensors(optimizer, model, shards, layout, origin=str(step))
+        for parameter, state in optimizer.state.items():
+            shapes = [value.shape for value in state.values() if hasattr(value, "shape")]
+            assert all(shape in (parameter.shape, ()) for shape in shapes)
+        restore_rng(opened.state.rng[0], parameter.device)
+
+    return Format([tiny_run()], TENSORS | {f"{STEP}/{STATE}": TEXT}, read)
+
+
+def plain_tensors(data: bytes) -> dict[str, tuple[list[int], bytes]]:
+    """Return name -> (shape, bytes) of a safetensors file."""
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header.pop("__metadata__", None)
+    rest = data[8 + length :]
+    return {name: (entry["shape"], rest[slice(*entry["data_offsets"])]) for name, entry in header.items()}
+
+
+@form("lmkit verify")
+def verified_run(folder: Path) -> Format:
+    def read(folder: Path, good: Files, random: Random) -> None:
+        result = verify_path(folder / "run")
+        assert all("\n" not in str(check) for check in result.checks)
+        if not result.ok:
+            raise LmkitError("fuzz.refused", "a check failed")
+        for name in (*TENSORS, f"{STEP}/{STATE}"):
+            assert (folder / name).read_bytes() == good[name], f"{name} was changed, and verified"
+
+    good = tiny_run()
+    return Format([good], {name: TENSORS.get(name, TEXT) for name in good}, read)
+
+
+@form("metrics.jsonl")
+def metrics(folder: Path) -> Format:
+    records: list[dict[str, Any]] = []
+    for step in range(1, 21):
+        records.append({"kind": "train", "step": step, "loss": 4.0 / step, "lr": 1e-3, "seconds": 0.5})
+        if step % 5 == 0:
+            records.append({"kind": "valid", "step": step, "loss": 4.5 / step, "perplexity": 9.0})
+
+    def read(folder: Path, good: Files, random: Random) -> None:
+        path = folder / "metrics.jsonl"
+        found = read_metrics(path)
+        lines = set(path.read_bytes().split(b"\n"))
+        untouched = [record for record in records if json.dumps(record).encode() in lines]
+        assert [record for record in found if record in untouched] or not untouched
+        MetricsFile(path, after_step=12).close()
+        assert [r["step"] for r in read_metrics(path)] == [r["step"] for r in found if r["step"] <= 12]
+
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    return Format([{"metrics.jsonl": text.encode()}], {"metrics.jsonl": TEXT}, read)
+
+
+@form("stages.json")
+def stages(folder: Path) -> Format:
+    def record_of(folder: Path) -> Any:
+        flags = {"run.folder": str(folder.parent), "run.name": folder.name}
+        return Pipeline(load_recipe("quickstart", flags=flags), progress=lambda *_: None).record
+
+    def read(folder: Path, good: Files, random: Random) -> None:
+        record = record_of(folder)
+        for stage in STAGES:
+            record.is_finished(stage)
+            if record.was_made(stage):
+                outputs = [path for paths in record.outputs(stage).values() for path in paths]
+                assert all(isinstance(path, Path) for path in outputs)
+        record.finish("train", {})
+        assert record_of(folder).is_finished("train")
+
+    for stage in ("corpus", "tokenizer"):
+        record_of(folder).finish(stage, {"train": [Path("train.txt")], "valid": []})
+    return Format([{"stages.json": (folder / "stages.json").read_bytes()}], {"stages.json": TEXT}, read)
+
+
+# ---- results of benches and profiles
+
+ARTIFACTS = Path(__file__).resolve().parents[2] / "artifacts" / "h200"
+
+
+@form("results")
+def results(folder: Path) -> Format:
+    """Result files, as `lmkit compare` and `lmkit report` read them."""
+
+    def read(folder: Path, good: Files, random: Random) -> None:
+        if random.random() < 0.5:
+            command("report", folder, "--output", folder / "reports")
+        for path in folder.rglob("*.jsonl"):
+            command("compare", path, path)
+
+    row = {"bench": "attention", "kernel": "sdpa", "median_ms": 1.5, "samples_ms": [1.0, 2.0]}
+    files = {"rows.jsonl": (json.dumps(row) + "\n").encode() * 2}
+    for pattern in ("*.jsonl", "profile_summary.json", "environment.json"):
+        for path in sorted(ARTIFACTS.rglob(pattern)):
+            lines = path.read_bytes().splitlines(keepends=True)
+            files[str(path.relative_to(ARTIFACTS))] = b"".join(
+                lines[:14] if path.suffix == ".jsonl" else lines
+            )
+    write(files, folder)
+    for words in (
+        ("compare", *[folder / "rows.jsonl"] * 2),
+        ("report", folder, "--output", folder / "reports"),
+    ):
+        command(*words)  # what is imported at first use belongs to no case
+    return Format([{name: data} for name, data in files.items()], dict.fromkeys(files, TEXT), read)
+
+
+def assert_sound(trace: Trace) -> None:
+    for entry in (*trace.ranges, *(trace.calls or ()), *(trace.work or ())):
+        assert isinstance(entry.name, str)
+        assert type(entry.start) is type(entry.end) is int
+        assert entry.start <= entry.end
+    summary = summarize(trace)
+    json.dumps(summary, allow_nan=False)
+    report_of(summary).encode()
+
+
+@form("chrome trace")
+def chrome_trace(folder: Path) -> Format:
+    def read(folder: Path, good: Files, random: Random) -> None:
+        trace = read_chrome_trace(folder / "trace.json")
+        events = json.loads((folder / "trace.json").read_bytes())["traceEvents"]
+        complete = [event.get("cat") for event in events if event.get("ph") == "X"]
+        work = sum(category in ("kernel", "gpu_memcpy", "gpu_memset") for category in complete)
+        assert len(trace.work or ()) == work
+        assert sum(calls for calls, _ in trace.ops.values()) == complete.count("cpu_op")
+        assert_sound(trace)
+
+    gpu = {"pid": 0, "args": {"correlation": 1, "device": 0}}
+    events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 10}]
+    for category, name, start, duration, more in (
+        ("user_annotation", "step", 0, 1000, {}),
+        ("user_annotation", "forward", 100, 200.25, {}),
+        ("cpu_op", "aten::linear", 100, 100, {}),
+        ("cpu_op", "aten::mm", 120, 60, {}),
+        ("cuda_runtime", "cudaLaunchKernel", 130, 10, {"args": {"correlation": 1}}),
+        ("kernel", "gemm", 150, 100, gpu),
+        ("gpu_memset", "Memset", 950, 50, gpu),
+    ):
+        times = {"ts": start, "dur": duration, "pid": 10, "tid": 1}
+        events.append({"ph": "X", "cat": category, "name": name, **times, **more})
+    good = {"trace.json": json.dumps({"traceEvents": events}).encode()}
+    return Format([good], {"trace.json": TEXT}, read)
+
+
+@form("nsys database")
+def nsys_database(folder: Path) -> Format:
+    thread, process = 77 << 24 | 1, 77 << 24
+    tables = {
+        "StringIds (id INTEGER PRIMARY KEY, value TEXT)": [(1, "cudaLaunchKernel"), (2, "gemm"), (3, "step")],
+        "NVTX_EVENTS (start INTEGER, end INTEGER, eventType INTEGER, text TEXT, textId INTEGER, globalTid INTEGER)": [
+            (0, 900, 59, None, 3, thread),
+            (10, 90, 59, "forward", None, thread),
+        ],
+        "CUPTI_ACTIVITY_KIND_RUNTIME (start INTEGER, end INTEGER, globalTid INTEGER, correlationId INTEGER,"
+        " nameId INTEGER)": [(20, 30, thread, 1, 1)],
+        "CUPTI_ACTIVITY_KIND_KERNEL (start INTEGER, end INTEGER, deviceId INTEGER, correlationId INTEGER,"
+        " globalPid INTEGER, shortName INTEGER, graphNodeId INTEGER)": [(40, 200, 0, 1, process, 2, None)],
+    }
+    with contextlib.closing(sqlite3.connect(folder / "report.sqlite")) as database:
+        for table, rows in tables.items():
+            database.execute(f"CREATE TABLE {table}")
+            marks = ", ".join("?" * len(rows[0]))
+            database.executemany(f"INSERT INTO {table.split()[0]} VALUES ({marks})", rows)
+        database.commit()
+    damages = {"report.sqlite": (damage_sqlite, damage_sqlite, damage)}
+    return Format(
+        [content_of(folder)],
+        damages,
+        lambda folder, good, random: assert_sound(read_nsys_database(folder / "report.sqlite")),
+    )
