@@ -5,16 +5,22 @@ from __future__ import annotations
 import ast
 import hashlib
 import io
+import json
 import pickle
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+import formats
+import run_formats
+
 import lmkit
 from lmkit.errors import LmkitError
-from lmkit.recipe.load import load_recipe
-from lmkit.training import session
 from lmkit.training.checkpoint import MANIFEST, MODEL, FileEntry, open_checkpoint, shard_name
 from lmkit.training.checkpoint_writer import write_manifest
 from lmkit.training.model_state import plain_model
@@ -83,8 +89,13 @@ class Trap:
         return (Path.mkdir, (self.sentinel,))
 
 
-def raw_pickle(trap: Trap) -> bytes:
-    return pickle.dumps(trap)
+def pickle_in_safetensors(trap: Trap) -> bytes:
+    """A whole safetensors file whose tensor is a pickle."""
+    data = pickle.dumps(trap)
+    header = json.dumps(
+        {"weight": {"dtype": "U8", "shape": [len(data)], "data_offsets": [0, len(data)]}}
+    ).encode()
+    return len(header).to_bytes(8, "little") + header + data
 
 
 def torch_file(trap: Trap) -> bytes:
@@ -93,57 +104,25 @@ def torch_file(trap: Trap) -> bytes:
     return buffer.getvalue()
 
 
-def pickle_in_safetensors(trap: Trap) -> bytes:
-    """A whole safetensors file whose tensor and metadata are pickles."""
-    data = pickle.dumps(trap)
-    header = (
-        '{"__metadata__":{"x":"'
-        + data.hex()
-        + '"},"weight":{"dtype":"U8","shape":[%d],"data_offsets":[0,%d]}}'
-    )
-    text = (header % (len(data), len(data))).encode()
-    return len(text).to_bytes(8, "little") + text + data
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("run")
-    settings = (
-        "run.device=cpu", "run.threads=1", "data.source=random", "model.vocab_size=64", "model.context_length=8",
-        "model.d_model=16", "model.d_ff=32", "model.num_layers=1", "model.num_heads=2", "train.steps=1",
-        "train.batch_size=2", f"run.folder={folder}",
-    )  # fmt: skip
-    session.train(load_recipe(None, settings))
-    return folder / "run" / "checkpoints" / "step-00000001"
-
-
-@pytest.mark.parametrize("make", [raw_pickle, torch_file, pickle_in_safetensors])
+@pytest.mark.parametrize("make", [pickle.dumps, torch_file, pickle_in_safetensors])
 @pytest.mark.parametrize("name", [MODEL, shard_name(0, 1)])
 def test_a_pickle_in_a_checkpoint_with_a_fitting_manifest_is_not_executed(
-    make, name: str, checkpoint: Path, tmp_path: Path
+    make: Callable[[Trap], bytes], name: str, tmp_path: Path
 ) -> None:
-    sentinel = tmp_path / "sentinel"
-    good = (checkpoint / name).read_bytes()
-    data = make(Trap(sentinel))
-    try:
-        (checkpoint / name).write_bytes(data)
-        files = {path.name: path.read_bytes() for path in checkpoint.iterdir() if path.name != MANIFEST}
-        entries = {
-            n: FileEntry(hashlib.sha256(content).hexdigest(), len(content)) for n, content in files.items()
-        }
-        write_manifest(checkpoint, entries)
-        if name == MODEL:
-            with pytest.raises(LmkitError, match=name):
-                plain_model(open_checkpoint(checkpoint), device="cpu")
-        elif make is pickle_in_safetensors:
-            assert (
-                open_checkpoint(checkpoint).optimizer_tensors()["weight"].dtype == torch.uint8
-            )  # bytes, no more
-        else:
-            with pytest.raises(LmkitError, match="not a safetensors file"):
-                open_checkpoint(checkpoint).optimizer_tensors()
-    finally:
-        (checkpoint / name).write_bytes(good)
+    sentinel, run = tmp_path / "sentinel", tmp_path / "run"
+    formats.write(run_formats.tiny_run() | {f"{run_formats.STEP}/{name}": make(Trap(sentinel))}, run)
+    step = run / run_formats.STEP
+    (step / MANIFEST).unlink()
+    contents = formats.content_of(step)
+    write_manifest(
+        step, {n: FileEntry(hashlib.sha256(data).hexdigest(), len(data)) for n, data in contents.items()}
+    )
+    checkpoint = open_checkpoint(step)
+    if name != MODEL and make is pickle_in_safetensors:
+        assert checkpoint.optimizer_tensors()["weight"].dtype == torch.uint8  # bytes, no more
+    else:
+        with pytest.raises(LmkitError):
+            plain_model(checkpoint, device="cpu") if name == MODEL else checkpoint.optimizer_tensors()
     assert not sentinel.exists()
-    pickle.loads(raw_pickle(Trap(sentinel)))  # the trap itself works
+    pickle.loads(pickle.dumps(Trap(sentinel)))  # the trap itself works
     assert sentinel.exists()
