@@ -158,12 +158,7 @@ def clean_leftovers(folder: Path) -> list[Path]:
 
 
 def read_manifest(folder: Path) -> dict[str, FileEntry]:
-    """Return the files of a checkpoint as its manifest lists them; reads no other file.
-
-    Raises:
-        NewerFormat: written by a later lmkit.
-        DamagedCheckpoint: there is no manifest, or not a whole one.
-    """
+    """Return the files of a checkpoint as its manifest lists them; reads no other file."""
     path = folder / MANIFEST
     try:
         if path.stat().st_size > _MAX_MANIFEST_BYTES:
@@ -224,9 +219,6 @@ def read_verified(path: Path, entry: FileEntry) -> bytes:
     """Return the content of a file after comparing it with its entry.
 
     The bytes that are hashed are the bytes that are used: the file may change or shrink afterwards.
-
-    Raises:
-        DamagedCheckpoint: the file is missing, or has another size or hash.
     """
     try:
         size = path.stat().st_size
@@ -279,11 +271,7 @@ def newest_valid(folder: Path) -> Choice:
 
 
 def parse_tensors(data: bytes, *, path: object) -> dict[str, torch.Tensor]:
-    """Return the tensors of a safetensors file that was read into memory; they own their memory.
-
-    Raises:
-        DamagedCheckpoint: the data is not in that format.
-    """
+    """Return the tensors of a safetensors file that was read into memory; they own their memory."""
     try:
         return safetensors.torch.load(data)
     except (safetensors.SafetensorError, KeyError, ValueError, AssertionError) as error:
@@ -291,12 +279,7 @@ def parse_tensors(data: bytes, *, path: object) -> dict[str, torch.Tensor]:
 
 
 def parse_state(text: bytes, *, path: object) -> TrainingState:
-    """Read `state.json`.
-
-    Raises:
-        NewerFormat: written by a later lmkit.
-        DamagedCheckpoint: not a valid state.
-    """
+    """Read `state.json`."""
     try:
         return TrainingState.model_validate_json(text)
     except ValidationError as error:

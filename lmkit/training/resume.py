@@ -73,14 +73,7 @@ def choose_start(recipe: Recipe) -> Choice:
 def check_agreement(
     checkpoint: Checkpoint, recipe: Recipe, data: DataIdentity | None, world_size: int
 ) -> list[str]:
-    """Refuse to continue with another model or other batches; return lines for people about other changes.
-
-    Args:
-        recipe: resolved (with the vocabulary size).
-
-    Raises:
-        UsageError: naming every difference.
-    """
+    """Refuse to continue with another model or other batches; return lines for people about other changes."""
     path = checkpoint.path / STATE
     old = validate(checkpoint.state.recipe, origin=str(path), resolved=True)
     refused, allowed = [], []

@@ -46,7 +46,6 @@ def open_data(recipe: Recipe) -> Data:
     """
     if recipe.data.source == "random":
         return Data(None, None)
-    check_token_files(recipe)
     train_path, valid_path = token_paths(recipe)
     train = open_tokens(train_path)
     valid = open_tokens(valid_path) if valid_path.exists() else None
@@ -68,12 +67,10 @@ def open_data(recipe: Recipe) -> Data:
     return Data(train, valid)
 
 
-def check_token_files(recipe: Recipe) -> None:
-    """Refuse a recipe whose token files do not exist; reads none of them.
-
-    Raises:
-        UsageError: names the file, its key, and the command that makes it.
-    """
+def check_recipe(recipe: Recipe) -> None:
+    """Refuse a recipe without its tables or its token files; reads none of these."""
+    required(recipe.model, "model", command="train")
+    required(recipe.train, "train", command="train")
     if recipe.data.source == "random":
         return
     train, valid = token_paths(recipe)
@@ -106,13 +103,9 @@ def _tokenizer_path(recipe: Recipe) -> Path:
 
 
 def resolve(recipe: Recipe, data: Data) -> Recipe:
-    """Fill in the vocabulary size from the token file.
-
-    Raises:
-        UsageError: the recipe's is smaller than the token file's, or there are too few held-out tokens.
-    """
-    model = required(recipe.model, "model", command="train")
-    required(recipe.train, "train", command="train")
+    """Fill in the vocabulary size from the token file; refuse one that is too small, or too few held-out tokens."""
+    assert recipe.model is not None
+    model = recipe.model
     if data.valid is not None:  # refused now, not at the first evaluation
         check_length(data.valid.tokens, model.context_length)
     if data.train is None:
@@ -130,11 +123,7 @@ def resolve(recipe: Recipe, data: Data) -> Recipe:
 
 
 def make_batches(recipe: Recipe, data: Data, ranks: Ranks) -> BatchSource:
-    """Return the source of this rank's batches.
-
-    Raises:
-        UsageError: ranks x accumulation does not divide the batch, or the file is too short.
-    """
+    """Return the source of this rank's batches."""
     model, train = resolved_tables(recipe)
     shared = {
         "batch_size": train.batch_size,
@@ -152,11 +141,7 @@ def make_batches(recipe: Recipe, data: Data, ranks: Ranks) -> BatchSource:
 
 
 def _document_starts(recipe: Recipe, file: TokenFile) -> np.ndarray:
-    """Return position 0 and the positions after every end-of-text token.
-
-    Raises:
-        UsageError: there is no tokenizer file, or the tokenizer has no such token.
-    """
+    """Return position 0 and the positions after every end-of-text token."""
     path = _tokenizer_path(recipe)
     if not path.exists():
         raise UsageError(

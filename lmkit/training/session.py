@@ -22,7 +22,7 @@ from lmkit.model.accounting import count_parameters
 from lmkit.parallel.failures import losses_named
 from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.ranks import Ranks, local_device
-from lmkit.recipe.load import recipe_to_toml, required
+from lmkit.recipe.load import recipe_to_toml
 from lmkit.recipe.schema import Recipe
 from lmkit.storage import FolderLock, remove_partials, write_atomic
 from lmkit.storage.outputs import refuse_unwritable
@@ -40,7 +40,7 @@ from lmkit.training.process import StopSignals, numerics, ranks_of
 from lmkit.training.resume import check_agreement, choose_start, is_finished, restore
 from lmkit.training.run_data import (
     Data,
-    check_token_files,
+    check_recipe,
     make_batches,
     open_data,
     resolve,
@@ -122,9 +122,7 @@ def train(recipe: Recipe, *, stop_at_step: int | None = None, nproc: int = 1) ->
         LmkitError: the loss is not finite, a checkpoint cannot be written, a rank is lost...
         SystemExit, KeyboardInterrupt: SIGTERM or SIGINT; the state is saved.
     """
-    required(recipe.model, "model", command="train")
-    required(recipe.train, "train", command="train")
-    check_token_files(recipe)  # before ranks start, which takes seconds
+    check_recipe(recipe)  # before ranks start, which takes seconds
     if nproc > 1:
         if "RANK" in os.environ:
             raise UsageError(
@@ -244,6 +242,7 @@ def _prepare(recipe: Recipe, ranks: Ranks, stop_at_step: int | None, held: ExitS
     Args:
         held: gets the lock of the run folder, which is cleaned; None writes nothing.
     """
+    check_recipe(recipe)
     data = open_data(recipe)
     resolved = resolve(recipe, data)
     check_device(resolved, ranks.device)

@@ -88,10 +88,9 @@ def build_step(
 
 
 def step_of(recipe: Recipe, ranks: Ranks, data: Data) -> Step:
-    """Build the step of a resolved recipe. With one rank every strategy is `none`.
+    """Build the step of a resolved recipe; refuse ranks with different recipes or data.
 
-    Raises:
-        LmkitError: the ranks have different recipes or data.
+    With one rank every strategy is `none`.
     """
     model, train = resolved_tables(recipe)
     return build_step(
@@ -175,11 +174,7 @@ class TrainingStep:
 
 
 def check_device(recipe: Recipe, device: torch.device) -> None:
-    """Refuse what the device cannot do, before anything is written or built.
-
-    Raises:
-        UsageError: fp16 on a CPU; an attention kernel that is not installed or does not run there.
-    """
+    """Refuse fp16 on a CPU and an attention kernel that does not run there, before anything is written or built."""
     model, train = resolved_tables(recipe)
     one_query = torch.empty(1, 1, 1, model.head_dim, dtype=PRECISIONS[train.precision], device=device)
     check_kernel(model.attention, one_query)
@@ -214,11 +209,7 @@ def learning_rate(recipe: Recipe) -> Callable[[int, float | None], float]:
 
 
 def initial_state(recipe: Recipe, step: Step, data: Data) -> TrainingState:
-    """Return the state before the first step. Checkpoints copy what never changes from it: recipe, model, data.
-
-    Args:
-        recipe: resolved.
-    """
+    """Return the state before the first step, from which checkpoints copy what never changes: recipe, model, data."""
     layout = optimizer_layout(step.optimizer)
     return TrainingState(
         lmkit=__version__,

@@ -81,11 +81,7 @@ def capture_rng(device: torch.device) -> RngState:
 
 
 def restore_rng(state: RngState, device: torch.device) -> None:
-    """Set this rank's generators to a saved state.
-
-    Raises:
-        LmkitError: the generator does not accept the state.
-    """
+    """Set this rank's generators to a saved state."""
     try:
         torch.set_rng_state(_decode(state.cpu))
         if device.type == "cuda" and state.cuda is not None:

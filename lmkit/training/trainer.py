@@ -263,7 +263,8 @@ class Trainer:
 
     def _after_step(self, outcome: Outcome, lr: float) -> bool:
         """Log, evaluate and save as due. Return True if a signal asks the run to stop."""
-        step, train, checkpoint = self.moment.step, self._train, self._checkpoint
+        moment, train, checkpoint = self.moment, self._train, self._checkpoint
+        step = moment.step
         stopped, ends = outcome.stop, self._is_done() or outcome.stop
         if outcome.applied and (step == 1 or step % train.log_interval == 0 or ends):
             self._log(outcome, lr)
@@ -271,22 +272,16 @@ class Trainer:
         if train.eval_interval and step % train.eval_interval == 0 and not stopped:
             evaluation = self._evaluate("valid", train.eval_batches or None)
             stopped = evaluation is None and self._held_out is not None
-            is_best = evaluation is not None and self._is_best(evaluation)
+            if evaluation is not None:
+                moment.valid_loss = evaluation.loss
+                is_best = moment.best_loss is None or evaluation.loss < moment.best_loss
+                moment.best_loss = evaluation.loss if is_best else moment.best_loss
         is_due = checkpoint.interval > 0 and step % checkpoint.interval == 0
         if ends or stopped or is_due or (is_best and checkpoint.keep_best > 0):
             self._save()
         elif step == self._began_at + 1 and checkpoint.interval > 0:
             self._writer.reserve(self._initial_state, **self._tensors())
         return stopped
-
-    def _is_best(self, evaluation: Evaluation) -> bool:
-        """Record a held-out loss. Return True if it is the best so far."""
-        moment = self.moment
-        moment.valid_loss = evaluation.loss
-        if moment.best_loss is not None and evaluation.loss >= moment.best_loss:
-            return False
-        moment.best_loss = evaluation.loss
-        return True
 
     def _log(self, outcome: Outcome, lr: float) -> None:
         moment, loss = self.moment, outcome.loss

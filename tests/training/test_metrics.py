@@ -25,7 +25,6 @@ from lmkit.training.metrics import (
     console,
     describe,
     duration,
-    open_sink,
     read_metrics,
 )
 
@@ -141,16 +140,6 @@ def test_fault_14_no_escape_codes_without_a_terminal_or_with_no_color(
     assert "\r" not in said
     # Of steps that come fast the first is shown, and the last.
     assert [line.split()[1] for line in said.splitlines()[:2]] == ["1/3", "3/3"]
-
-
-def test_the_bar_of_a_resumed_run_begins_where_the_run_stands(
-    as_terminal: Callable[[], io.StringIO], tiny: Tiny
-) -> None:
-    terminal = as_terminal()
-    recipe = tiny("train.steps=100")
-    recipe.run.path.mkdir(parents=True)
-    open_sink(recipe, after_step=40).close()
-    assert re.search(r"^━{9}╸━{14} step 40/100", without_codes(terminal))  # 9.5 of 24 columns are done
 
 
 class FakeWandb(types.ModuleType):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import signal
@@ -27,6 +28,7 @@ from lmkit.errors import UsageError
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.schema import Recipe
 from lmkit.training import trainer
+from lmkit.training.checkpoint_writer import CheckpointWriter
 from lmkit.training.step import Step
 from lmkit.training.trainer import Diverged, Speedometer, TrainingClock
 
@@ -142,45 +144,32 @@ def test_nan_steps_can_be_skipped_up_to_a_limit(tiny: Tiny, monkeypatch: pytest.
         train_here(tiny('train.nonfinite="skip"', "train.max_skips=2", "run.name=worse"))
 
 
-def stop_by_signal(monkeypatch: pytest.MonkeyPatch, number: int, where: str) -> None:
-    """Send this process a signal in the middle of step 3, of an evaluation, or of a save."""
-    if where == "step":
-        original, calls = Step.accumulate, iter(range(1, 1000))
-
-        def accumulate(self: Step, *batch: torch.Tensor) -> torch.Tensor:
-            if next(calls) == 3:
-                os.kill(os.getpid(), number)
-            return original(self, *batch)
-
-        monkeypatch.setattr(Step, "accumulate", accumulate)
-    elif where == "evaluation":
-        evaluate_ = trainer.evaluate
-
-        def evaluating(*arguments: Any, **options: Any):
-            os.kill(os.getpid(), number)
-            return evaluate_(*arguments, **options)
-
-        monkeypatch.setattr(trainer, "evaluate", evaluating)
-    else:
-        save, saves = trainer.CheckpointWriter.save, iter(range(1, 1000))
-
-        def saving(self: Any, *arguments: Any, **options: Any) -> None:
-            save(self, *arguments, **options)
-            if next(saves) == 1:
-                os.kill(os.getpid(), number)
-
-        monkeypatch.setattr(trainer.CheckpointWriter, "save", saving)
+PLACES = {
+    "step": (Step, "accumulate"),
+    "evaluation": (trainer, "evaluate"),
+    "save": (CheckpointWriter, "save"),
+}
 
 
-@pytest.mark.parametrize(("where", "step"), [("step", 3), ("evaluation", 4), ("save", 6)])
+@pytest.mark.parametrize(("where", "call", "step"), [("step", 3, 3), ("evaluation", 1, 4), ("save", 1, 6)])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_fault_69_a_signal_finishes_the_step_and_saves_once(
-    where: str, step: int, number: int, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+    where: str, call: int, step: int, number: int, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The signal comes in the middle of step 3, of an evaluation, or of a save."""
     whole, recipe = tiny("run.name=whole"), tiny("run.name=stopped", "checkpoint.interval=5")
     train_here(whole)
+    owner, name = PLACES[where]
+    original, calls = getattr(owner, name), itertools.count(1)
+
+    def signalled(*arguments: Any, **options: Any) -> Any:
+        done = original(*arguments, **options) if where == "save" else None
+        if next(calls) == call:
+            os.kill(os.getpid(), number)
+        return done if where == "save" else original(*arguments, **options)
+
     with monkeypatch.context() as patch:
-        stop_by_signal(patch, number, where)
+        patch.setattr(owner, name, signalled)
         with pytest.raises(SystemExit if number == signal.SIGTERM else KeyboardInterrupt) as caught:
             train_here(recipe)
     if number == signal.SIGTERM:
