@@ -26,6 +26,7 @@ def test_fault_54_10_steps_are_5_and_5_bit_for_bit(stop: int, tiny: Tiny) -> Non
     train_here(whole)
     first = train_here(parts, stop_at_step=stop)
     assert (first.status, first.step) == ("stopped early", stop)
+    assert newest(parts).state.valid_loss is None  # evaluated after steps 4 and 8
     second = train_here(parts)
     assert (second.status, second.resumed_from) == ("finished", stop)
     assert_same_state(newest(whole), newest(parts))
