@@ -255,7 +255,7 @@ class _Transfer:
                 )
                 if first != str(start):
                     raise http.client.HTTPException("the server sent another part than it was asked for")
-                total = 0 if length == "*" else int(length)
+                total = version.size if length == "*" else int(length)
             else:
                 start, total = (
                     0,

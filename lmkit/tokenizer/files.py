@@ -67,25 +67,14 @@ def to_bytes(characters: str) -> bytes:
 
 
 def to_json(tokenizer: Tokenizer) -> str:
-    """Return the content of `tokenizer.json`.
-
-    Raises:
-        UsageError: a special token is written like an ordinary token.
-    """
+    """Return the content of `tokenizer.json`."""
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     content = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": [
-            {
-                "id": token_id,
-                "content": text,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": True,
-            }
+            {"id": token_id, "content": text, **plain, "special": True}
             for text, token_id in sorted(tokenizer.special_ids.items(), key=lambda item: item[1])
         ],
         "normalizer": None,
@@ -94,13 +83,8 @@ def to_json(tokenizer: Tokenizer) -> str:
         "decoder": _BYTE_LEVEL,
         "model": {
             "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
+            **dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")),
+            **dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False),
         },
     }
     # The two long parts are joined by hand, with each token quoted once: json.dumps takes twice as long, and every
@@ -118,12 +102,7 @@ def save_json(tokenizer: Tokenizer, path: Path) -> None:
 
 
 def load_json(path: Path) -> dict[str, Any]:
-    """Return the arguments of `Tokenizer`.
-
-    Raises:
-        UsageError: no such file, or another kind of tokenizer.
-        LmkitError: the file is damaged.
-    """
+    """Return the arguments of `Tokenizer`."""
     content = _parse(path)
     try:
         model = content["model"]
@@ -134,12 +113,10 @@ def load_json(path: Path) -> dict[str, Any]:
         vocab = _by_id(
             [*((to_bytes(token), i) for token, i in ordinary), *((t.encode(), i) for t, i in added)]
         )
-    except _WrongId as error:
-        raise damaged(path, error) from error
     except KeyError as error:
         raise damaged(path, f"not a whole tokenizer.json: no key {error}") from error
     except (TypeError, AttributeError, ValueError) as error:
-        raise damaged(path, "not a tokenizer.json: a value has the wrong type") from error
+        raise damaged(path, f"not a tokenizer.json: {error}") from error
     return {"vocab": vocab, "merges": merges, "special_tokens": tuple(text for text, _ in added)}
 
 
@@ -184,11 +161,7 @@ def save_gpt2(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def load_gpt2(vocab_json: Path, merges_txt: Path) -> dict[str, Any]:
-    """Return the arguments of `Tokenizer`. A token that is no byte and comes from no merge is a special token.
-
-    Raises:
-        UsageError: no such file. LmkitError: a file is damaged.
-    """
+    """Return the arguments of `Tokenizer`. A token that is no byte and comes from no merge is a special token."""
     content = _parse(vocab_json)
     lines = _read(merges_txt).splitlines()
     try:
@@ -211,32 +184,20 @@ def load_gpt2(vocab_json: Path, merges_txt: Path) -> dict[str, Any]:
 # ---- both
 
 
-class _WrongId(ValueError):
-    """A token has no id, or the id of another token."""
-
-
 def _by_id(tokens: Iterable[tuple[bytes, Any]]) -> dict[int, bytes]:
-    """Return id -> token.
-
-    Raises:
-        _WrongId: a token has no id, or the id of another token.
-    """
+    """Return id -> token. ValueError: a token has no id, or the id of another token."""
     vocab: dict[int, bytes] = {}
     for token, token_id in tokens:
         if type(token_id) is not int or not 0 <= token_id < _MOST_IDS:
-            raise _WrongId(f"{token!r} has {token_id!r} instead of an id below {_MOST_IDS}")
+            raise ValueError(f"{token!r} has {token_id!r} instead of an id below {_MOST_IDS}")
         if token_id in vocab:
-            raise _WrongId(f"{token!r} and {vocab[token_id]!r} have the same id, {token_id}")
+            raise ValueError(f"{token!r} and {vocab[token_id]!r} have the same id, {token_id}")
         vocab[token_id] = token
     return vocab
 
 
 def _names(tokenizer: Tokenizer) -> dict[int, str]:
-    """Return id -> the token as it is written: special tokens unchanged, others in the byte alphabet.
-
-    Raises:
-        UsageError: two tokens would be written alike.
-    """
+    """Return id -> the token as it is written: special tokens unchanged, others in the byte alphabet."""
     special = {token_id: text for text, token_id in tokenizer.special_ids.items()}
     names = {i: special.get(i) or to_characters(token) for i, token in tokenizer.vocab.items()}
     if len(set(names.values())) < len(names):

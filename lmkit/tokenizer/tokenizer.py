@@ -287,10 +287,6 @@ def inspect_tokenizer(
     Args:
         text: any file; bytes that are not UTF-8 are read as U+FFFD.
         longest: how many of the longest tokens to list.
-
-    Raises:
-        UsageError: a file is missing or cannot be read.
-        LmkitError: the tokenizer file is damaged.
     """
     tokenizer = Tokenizer.load(path)
     special = set(tokenizer.special_ids.values())

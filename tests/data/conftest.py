@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -16,7 +15,7 @@ from lmkit.errors import LmkitError
 class FileServer:
     """Serves `files`; the other attributes say how well."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.files: dict[str, bytes] = {}
         self.headers: dict[str, str] = {"ETag": '"v1"'}
         self.redirect_headers: dict[str, str] | None = None
@@ -41,7 +40,7 @@ class FileServer:
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         site = self.server.site
         site.requests.append(dict(self.headers))
         if site.statuses:
@@ -82,25 +81,25 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body[: site.cuts.pop(0)] if site.cuts else body)
 
-    def _start(self, site: FileServer) -> int:
+    def _start(self, site):
         wanted = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
         same = self.headers.get("If-Range", site.headers.get("ETag")) in site.headers.values()
         return int(wanted[1]) if wanted and same and site.ranges else 0
 
-    def log_message(self, *_: object) -> None:
+    def log_message(self, *_):
         pass
 
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self, site: FileServer) -> None:
+    def __init__(self, site):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.site = site
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FileServer]:
+def server(monkeypatch):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     site = FileServer()
     with _Server(site) as running:
@@ -113,13 +112,11 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FileServer]:
 
 
 @pytest.fixture
-def refuses() -> Callable[..., AbstractContextManager[pytest.ExceptionInfo[LmkitError]]]:
+def refuses():
     """Expect an error by its code, with words that its message holds, and a hint."""
 
     @contextmanager
-    def expect(
-        code: str, *words: str, kind: type[LmkitError] = LmkitError
-    ) -> Iterator[pytest.ExceptionInfo[LmkitError]]:
+    def expect(code, *words, kind=LmkitError):
         with pytest.raises(kind) as caught:
             yield caught
         assert caught.value.code == code, caught.value

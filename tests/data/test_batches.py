@@ -11,17 +11,17 @@ CONTEXT = 7
 
 
 @pytest.fixture
-def tokens() -> np.ndarray:
+def tokens():
     # Position = value: a window then tells where it was cut.
     return np.arange(1000, dtype=np.uint16)
 
 
-def token_batches(tokens: np.ndarray, **changes) -> TokenBatches:
+def token_batches(tokens, **changes):
     settings = {"batch_size": 24, "context_length": CONTEXT, "seed": 3}
     return TokenBatches(tokens, **{**settings, **changes})
 
 
-def random_tokens(tokens: np.ndarray, **changes) -> RandomTokens:
+def random_tokens(tokens, **changes):
     settings = {"batch_size": 24, "context_length": CONTEXT, "seed": 3}
     return RandomTokens(500, **{**settings, **changes})
 

@@ -17,7 +17,7 @@ MARK = "<|endoftext|>\n"
 
 @pytest.fixture
 def write(tmp_path):
-    def write(name: str, content: str | bytes):
+    def write(name, content):
         path = tmp_path / name
         path.write_bytes(content.encode() if isinstance(content, str) else content)
         return path

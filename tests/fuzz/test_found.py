@@ -26,10 +26,10 @@ from lmkit.training.state import RngState, restore_rng
 Damage = bytes | str | Callable[[bytes], bytes]
 
 
-def changed(*path: Any, value: Any) -> Callable[[bytes], bytes]:
+def changed(*path, value):
     """Set a value in a JSON document; `...` deletes it."""
 
-    def change(data: bytes) -> bytes:
+    def change(data):
         document = place = json.loads(data)
         for key in path[:-1]:
             place = place[key]
@@ -41,12 +41,12 @@ def changed(*path: Any, value: Any) -> Callable[[bytes], bytes]:
     return change
 
 
-def npy(text: str) -> Callable[[bytes], bytes]:
+def npy(text):
     header = text.encode() + b"\n"
     return lambda data: b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + data[128:]
 
 
-def event(**changes: Any) -> str:
+def event(**changes):
     plain = {"ph": "X", "cat": "user_annotation", "name": "step", "ts": 0, "dur": 1, "pid": 1, "tid": 1}
     return json.dumps({"traceEvents": [plain | changes]})
 
@@ -111,12 +111,12 @@ READ: dict[tuple[str, str], list[Damage]] = {
 
 
 @pytest.fixture(scope="module")
-def form(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], formats.Format]:
+def form(tmp_path_factory):
     made: dict[str, formats.Format] = {}
     return lambda name: made.setdefault(name, formats.FORMATS[name](tmp_path_factory.mktemp("good")))
 
 
-def read(form: formats.Format, file: str, damage: Damage, folder: Path) -> None:
+def read(form, file, damage, folder):
     good = next(good for good in form.goods if file in good)
     data = damage(good[file]) if callable(damage) else damage
     data = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
@@ -125,7 +125,7 @@ def read(form: formats.Format, file: str, damage: Damage, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "file"), REFUSED, ids=str)
-def test_refused_in_one_line(form, name: str, file: str, tmp_path: Path) -> None:
+def test_refused_in_one_line(form, name, file, tmp_path):
     for number, damage in enumerate(REFUSED[name, file]):
         with pytest.raises(LmkitError) as caught:
             read(form(name), file, damage, tmp_path / "case")
@@ -134,12 +134,12 @@ def test_refused_in_one_line(form, name: str, file: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("name", "file"), READ, ids=str)
-def test_read_as_if_it_were_not_there(form, name: str, file: str, tmp_path: Path) -> None:
+def test_read_as_if_it_were_not_there(form, name, file, tmp_path):
     for damage in READ[name, file]:
         read(form(name), file, damage, tmp_path / "case")
 
 
-def test_metrics_that_could_not_be_written_or_drawn_again_are_passed_over(tmp_path: Path) -> None:
+def test_metrics_that_could_not_be_written_or_drawn_again_are_passed_over(tmp_path):
     good = {"kind": "train", "step": 1, "loss": 2.0}
     bad = [
         {"kind": "train", "step": 2}, {"kind": "valid", "step": 2, "loss": "low"}, {**good, "lr": [float("nan")]},
@@ -153,7 +153,7 @@ def test_metrics_that_could_not_be_written_or_drawn_again_are_passed_over(tmp_pa
 
 
 @pytest.mark.parametrize("saved", ["", "AAAA", "no base64: \x00", "é"])
-def test_generator_states_that_are_none(saved: str) -> None:
+def test_generator_states_that_are_none(saved):
     with pytest.raises(LmkitError, match="random generators"):
         restore_rng(RngState(cpu=saved), torch.device("cpu"))
     state = base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()

@@ -34,7 +34,7 @@ pytestmark = [
 
 
 @pytest.mark.timeout(0 if CASES > 1000 else 300)
-def test_damaged_files_end_in_a_clean_error_or_a_right_load(tmp_path: Path) -> None:
+def test_damaged_files_end_in_a_clean_error_or_a_right_load(tmp_path):
     git = git_state()  # of the code that runs, before the record itself changes the checkout
     done = subprocess.run(
         [sys.executable, str(HERE / "worker.py"), str(tmp_path), "0", str(CASES)],
@@ -91,8 +91,8 @@ worker.main(worker.Path(sys.argv[2]), 0, 1, sys.argv[3:])
 """
 
 
-def test_the_harness_notices_readers_that_misbehave(tmp_path: Path) -> None:
-    def start(*readers: str) -> subprocess.CompletedProcess[str]:
+def test_the_harness_notices_readers_that_misbehave(tmp_path):
+    def start(*readers):
         command = [sys.executable, "-c", PROGRAM, str(HERE), str(tmp_path), *readers]
         return subprocess.run(command, capture_output=True, text=True, check=False)
 
@@ -116,7 +116,7 @@ def test_the_harness_notices_readers_that_misbehave(tmp_path: Path) -> None:
         ("damage_text", b'[model]\nd_model = 64\nname = "x"\n'),
     ],
 )
-def test_damage_is_repeatable_and_differs_from_case_to_case(mutation: str, data: bytes) -> None:
+def test_damage_is_repeatable_and_differs_from_case_to_case(mutation, data):
     mutate = getattr(mutations, mutation)
     once, again = ([mutate(Random(case), data) for case in range(100)] for _ in range(2))
     assert once == again

@@ -8,7 +8,6 @@ import io
 import json
 import pickle
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,7 +32,7 @@ RUNS_CODE = {
 UNPACKS = {"extractall", "extract", "unpack_archive"}
 
 
-def dangers(source: str) -> list[tuple[int, str]]:
+def dangers(source):
     """(line, what): calls that run or unpack what a file holds, and switches that allow it."""
     found = []
     for node in ast.walk(ast.parse(source)):
@@ -55,7 +54,7 @@ def dangers(source: str) -> list[tuple[int, str]]:
     return found
 
 
-def test_no_module_runs_what_a_file_holds() -> None:
+def test_no_module_runs_what_a_file_holds():
     package = Path(lmkit.__file__).parent
     modules = sorted(package.rglob("*.py"))
     assert len(modules) > 100
@@ -75,21 +74,21 @@ def test_no_module_runs_what_a_file_holds() -> None:
         "tarfile.open(path).extractall(folder)", "shutil.unpack_archive(path)", "pickle.Unpickler(file).load()",
     ],
 )  # fmt: skip
-def test_the_search_finds_what_is_planted(planted: str) -> None:
+def test_the_search_finds_what_is_planted(planted):
     assert dangers(planted)
 
 
 class Trap:
     """Unpickling it makes a folder."""
 
-    def __init__(self, sentinel: Path) -> None:
+    def __init__(self, sentinel):
         self.sentinel = sentinel
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self):
         return (Path.mkdir, (self.sentinel,))
 
 
-def pickle_in_safetensors(trap: Trap) -> bytes:
+def pickle_in_safetensors(trap):
     """A whole safetensors file whose tensor is a pickle."""
     data = pickle.dumps(trap)
     header = json.dumps(
@@ -98,7 +97,7 @@ def pickle_in_safetensors(trap: Trap) -> bytes:
     return len(header).to_bytes(8, "little") + header + data
 
 
-def torch_file(trap: Trap) -> bytes:
+def torch_file(trap):
     buffer = io.BytesIO()
     torch.save({"weight": trap}, buffer)
     return buffer.getvalue()
@@ -106,9 +105,7 @@ def torch_file(trap: Trap) -> bytes:
 
 @pytest.mark.parametrize("make", [pickle.dumps, torch_file, pickle_in_safetensors])
 @pytest.mark.parametrize("name", [MODEL, shard_name(0, 1)])
-def test_a_pickle_in_a_checkpoint_with_a_fitting_manifest_is_not_executed(
-    make: Callable[[Trap], bytes], name: str, tmp_path: Path
-) -> None:
+def test_a_pickle_in_a_checkpoint_with_a_fitting_manifest_is_not_executed(make, name, tmp_path):
     sentinel, run = tmp_path / "sentinel", tmp_path / "run"
     formats.write(run_formats.tiny_run() | {f"{run_formats.STEP}/{name}": make(Trap(sentinel))}, run)
     step = run / run_formats.STEP

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 
@@ -14,7 +11,7 @@ from lmkit.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="session")
-def tokenizer() -> Tokenizer:
+def tokenizer():
     """The 256 bytes, a few merges that cut characters in two, and end-of-text (259)."""
     snowman, accent = "☃".encode(), "é".encode()
     merges = [(b"h", b"e"), (accent[:1], accent[1:]), (snowman[:1], snowman[1:2])]
@@ -25,10 +22,10 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture
-def make_model() -> Callable[..., TransformerLM]:
+def make_model():
     """make_model(**fields) -> float64, two layers, context of 16, opinionated enough for its guesses to differ."""
 
-    def make(**fields: Any) -> TransformerLM:
+    def make(**fields):
         sizes = {
             "vocab_size": 260,
             "context_length": 16,
@@ -52,7 +49,7 @@ def make_model() -> Callable[..., TransformerLM]:
 class Scripted(TransformerLM):
     """Says the ids of a script one after the other, whatever it reads, and notes what it reads."""
 
-    def __init__(self, script: list[int], *, context_length: int) -> None:
+    def __init__(self, script, *, context_length):
         super().__init__(
             ModelConfig(vocab_size=260, context_length=context_length, d_model=8, d_ff=8, num_heads=2)
         )
@@ -61,7 +58,7 @@ class Scripted(TransformerLM):
         # The hidden state is the prediction itself, which the head hands on.
         self.lm_head.weight = torch.nn.Parameter(torch.eye(260))
 
-    def hidden_states(self, ids: torch.Tensor, kv_cache: Any = None) -> torch.Tensor:
+    def hidden_states(self, ids, kv_cache=None):
         self.read.extend(ids.tolist())
         super().hidden_states(ids, kv_cache)  # the cache is filled as ever
         return (
@@ -70,10 +67,10 @@ class Scripted(TransformerLM):
 
 
 @pytest.fixture
-def scripted() -> Callable[..., Scripted]:
+def scripted():
     """scripted(ids) -> a model that says exactly that to a single prompt."""
 
-    def make(script: list[int], *, context_length: int = 64) -> Scripted:
+    def make(script, *, context_length=64):
         return Scripted(script, context_length=context_length)
 
     return make

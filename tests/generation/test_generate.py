@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,22 +17,18 @@ from lmkit.tokenizer import Tokenizer
 END = 259
 
 
-def sampling(
-    temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, *, new: int = 20, seed: int = 0
-) -> GenerateConfig:
+def sampling(temperature=1.0, top_k=0, top_p=1.0, *, new=20, seed=0):
     return GenerateConfig(max_new_tokens=new, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
 
 
-def greedy(new: int, **more: Any) -> GenerateConfig:
+def greedy(new, **more):
     return GenerateConfig(max_new_tokens=new, temperature=0.0, **more)
 
 
 MakeModel = Callable[..., TransformerLM]
 
 
-def plain_loop(
-    model: TransformerLM, prompt: list[int], options: GenerateConfig, seed: int, stop_id: int | None = None
-) -> list[int]:
+def plain_loop(model, prompt, options, seed, stop_id=None):
     """One text, read again as a whole for each token."""
     uniforms = torch.rand(options.max_new_tokens, generator=torch.Generator().manual_seed(seed))
     context = model.config.context_length
@@ -49,7 +44,7 @@ def plain_loop(
     return text[len(prompt) :]
 
 
-def rows(model: TransformerLM, prompts: list, options: GenerateConfig, stop_id: int | None = None) -> list:
+def rows(model, prompts, options, stop_id=None):
     texts: list[list[int]] = [[] for _ in prompts]
     for row, token in generate_tokens(model, prompts, options, stop_id=stop_id):
         texts[row].append(token)
@@ -57,9 +52,7 @@ def rows(model: TransformerLM, prompts: list, options: GenerateConfig, stop_id: 
 
 
 @pytest.mark.parametrize(("settings", "kv_heads"), [((0.0,), 4), ((1.0,), 2), ((1.5, 50, 0.95), 4)], ids=str)
-def test_equals_the_loop_without_cache_far_beyond_the_context(
-    make_model: MakeModel, settings: tuple, kv_heads: int
-) -> None:
+def test_equals_the_loop_without_cache_far_beyond_the_context(make_model, settings, kv_heads):
     """Four texts of different lengths in one batch, each as if it were alone; they slide at different times."""
     model = make_model(num_kv_heads=kv_heads)
     torch.manual_seed(3)
@@ -73,7 +66,7 @@ def test_equals_the_loop_without_cache_far_beyond_the_context(
         assert len({tuple(text) for text in got}) == 4
 
 
-def test_a_context_of_one_token_sees_the_last_alone(make_model: MakeModel, tokenizer: Tokenizer) -> None:
+def test_a_context_of_one_token_sees_the_last_alone(make_model, tokenizer):
     model = make_model(context_length=1)
     options = sampling(new=12, seed=5)
     (got,) = rows(model, [[7]], options)
@@ -88,7 +81,7 @@ def test_a_context_of_one_token_sees_the_last_alone(make_model: MakeModel, token
     assert texts[0] == texts[1]
 
 
-def test_generates_under_autocast(make_model: MakeModel) -> None:
+def test_generates_under_autocast(make_model):
     model = make_model().float()
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         likeliest = model(torch.tensor([[1, 2, 3]]))[0, -1].argmax().item()
@@ -97,7 +90,7 @@ def test_generates_under_autocast(make_model: MakeModel) -> None:
     assert [len(text) for text in got] == [30, 30]
 
 
-def test_nothing_is_recorded_for_a_backward_pass(make_model: MakeModel) -> None:
+def test_nothing_is_recorded_for_a_backward_pass(make_model):
     model = make_model()
     recorded = []
     model.ln_final.register_forward_hook(lambda _, __, out: recorded.append(out.requires_grad))
@@ -106,7 +99,7 @@ def test_nothing_is_recorded_for_a_backward_pass(make_model: MakeModel) -> None:
     assert not any(recorded)
 
 
-def test_a_row_that_stops_early_leaves_the_others_alone(make_model: MakeModel) -> None:
+def test_a_row_that_stops_early_leaves_the_others_alone(make_model):
     """Also where it would continue with something that is not a number."""
     model = make_model()
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
@@ -115,7 +108,7 @@ def test_a_row_that_stops_early_leaves_the_others_alone(make_model: MakeModel) -
     expected = [plain_loop(model, prompt, options, 1 + i, stop) for i, prompt in enumerate(prompts)]
     original, ended = model.forward, []
 
-    def forward(ids: torch.Tensor, cache: object) -> torch.Tensor:
+    def forward(ids, cache):
         logits = original(ids, cache)  # type: ignore[arg-type]
         ended.append(ids[0, -1] == stop)
         if any(ended):
@@ -129,11 +122,11 @@ def test_a_row_that_stops_early_leaves_the_others_alone(make_model: MakeModel) -
     assert len(got[0]) < 30 < len(got[0]) + len(got[1])
 
 
-def test_a_compiled_model_generates_without_compiling(make_model: MakeModel) -> None:
+def test_a_compiled_model_generates_without_compiling(make_model):
     plain = make_model()
     expected = rows(plain, [[1, 2], [3]], sampling())
 
-    def refuse(*_: object) -> None:
+    def refuse(*_):
         raise AssertionError("a graph was compiled")
 
     for how in ("block", "whole"):
@@ -142,12 +135,10 @@ def test_a_compiled_model_generates_without_compiling(make_model: MakeModel) -> 
         assert rows(model, [[1, 2], [3]], sampling()) == expected
 
 
-def test_the_same_seed_writes_the_same_and_another_something_else(
-    make_model: MakeModel, tokenizer: Tokenizer
-) -> None:
+def test_the_same_seed_writes_the_same_and_another_something_else(make_model, tokenizer):
     model = make_model()
 
-    def write(*prompts: str, seed: int) -> list[str]:
+    def write(*prompts, seed):
         return [one.text for one in generate(model, tokenizer, prompts, sampling(0.8, seed=seed))]
 
     torch.manual_seed(1)
@@ -160,7 +151,7 @@ def test_the_same_seed_writes_the_same_and_another_something_else(
     assert write("ab", seed=8) != first[:1]
 
 
-def test_text_tokens_and_pieces_agree(make_model: MakeModel, tokenizer: Tokenizer) -> None:
+def test_text_tokens_and_pieces_agree(make_model, tokenizer):
     heard: list[list[str]] = [[], []]
     made = generate(
         make_model(),
@@ -177,7 +168,7 @@ def test_text_tokens_and_pieces_agree(make_model: MakeModel, tokenizer: Tokenize
     assert generate(make_model(), tokenizer, []) == []
 
 
-def test_text_ends_at_end_of_text_or_goes_on(scripted: Callable, tokenizer: Tokenizer) -> None:
+def test_text_ends_at_end_of_text_or_goes_on(scripted, tokenizer):
     script = [*b"one", END, *b"two"]
     (stopped,) = generate(scripted(script), tokenizer, "x", greedy(7))
     assert (stopped.text, stopped.tokens, stopped.ended) == ("one", tuple(b"one"), True)
@@ -185,9 +176,7 @@ def test_text_ends_at_end_of_text_or_goes_on(scripted: Callable, tokenizer: Toke
     assert (going_on.text, going_on.ended) == ("one<|endoftext|>two", False)
 
 
-def test_fault_90_a_long_prompt_is_cropped_to_its_end_with_a_warning(
-    scripted: Callable, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_fault_90_a_long_prompt_is_cropped_to_its_end_with_a_warning(scripted, tokenizer, caplog):
     model = scripted([ord("z")] * 2, context_length=8)
     with caplog.at_level(logging.WARNING, logger="lmkit"):
         generate(model, tokenizer, ["0123456789"], greedy(1))
@@ -199,7 +188,7 @@ def test_fault_90_a_long_prompt_is_cropped_to_its_end_with_a_warning(
     assert not caplog.records
 
 
-def test_beyond_the_context_the_last_half_is_read_anew(scripted: Callable, tokenizer: Tokenizer) -> None:
+def test_beyond_the_context_the_last_half_is_read_anew(scripted, tokenizer):
     model = scripted(list(b"abcdefg"), context_length=8)
     (made,) = generate(model, tokenizer, ["0123456"], greedy(7))
     assert made.text == "abcdefg"
@@ -207,9 +196,7 @@ def test_beyond_the_context_the_last_half_is_read_anew(scripted: Callable, token
     assert read == [b"0123456", b"a", b"56ab", b"c", b"d", b"e", b"f"]
 
 
-def test_fault_91_special_tokens_in_a_prompt_are_plain_text_unless_allowed(
-    scripted: Callable, tokenizer: Tokenizer
-) -> None:
+def test_fault_91_special_tokens_in_a_prompt_are_plain_text_unless_allowed(scripted, tokenizer):
     model = scripted([ord("z")] * 2)
     prompt = "a<|endoftext|>b"
     generate(model, tokenizer, [prompt], greedy(1))
@@ -220,7 +207,7 @@ def test_fault_91_special_tokens_in_a_prompt_are_plain_text_unless_allowed(
     assert model.read == [[ord("a"), END, ord("b")]]
 
 
-def test_fault_92_an_empty_prompt_starts_from_end_of_text(scripted: Callable, tokenizer: Tokenizer) -> None:
+def test_fault_92_an_empty_prompt_starts_from_end_of_text(scripted, tokenizer):
     model = scripted(list(b"hi"))
     (made,) = generate(model, tokenizer, [""], greedy(2))
     assert model.read[0] == [END]
@@ -232,9 +219,7 @@ def test_fault_92_an_empty_prompt_starts_from_end_of_text(scripted: Callable, to
     assert caught.value.hint
 
 
-def test_fault_94_a_text_cut_inside_a_character_neither_crashes_nor_garbles(
-    scripted: Callable, tokenizer: Tokenizer
-) -> None:
+def test_fault_94_a_text_cut_inside_a_character_neither_crashes_nor_garbles(scripted, tokenizer):
     script = [*"é☃".encode(), *"😀".encode()[:2]]
     heard: list[str] = []
     (made,) = generate(
@@ -249,7 +234,7 @@ def test_fault_94_a_text_cut_inside_a_character_neither_crashes_nor_garbles(
 
 
 @pytest.mark.parametrize("ids", [range(256), [*range(256), 900]], ids=["beyond the tokenizer", "gaps"])
-def test_ids_without_a_token_are_never_drawn(make_model: MakeModel, ids: Sequence[int]) -> None:
+def test_ids_without_a_token_are_never_drawn(make_model, ids):
     tokenizer = Tokenizer(vocab={i: bytes([i]) if i < 256 else b"the end" for i in ids}, merges=[])
     options = GenerateConfig(max_new_tokens=200, temperature=50.0, stop_at_end=False)
     (made,) = generate(make_model(vocab_size=1000), tokenizer, "ab", options)
@@ -258,9 +243,7 @@ def test_ids_without_a_token_are_never_drawn(make_model: MakeModel, ids: Sequenc
 
 @pytest.mark.parametrize("weight", [float("nan"), 1.5e308, -1.5e308])
 @pytest.mark.parametrize("settings", [(0.0,), (1.0,), (1.0, 5), (1.0, 0, 0.9)], ids=str)
-def test_predictions_that_are_not_finite_are_refused(
-    make_model: MakeModel, weight: float, settings: tuple
-) -> None:
+def test_predictions_that_are_not_finite_are_refused(make_model, weight, settings):
     """Of a single id, too; -inf is an id that is never taken, and may be."""
     model = make_model()
     with torch.no_grad():

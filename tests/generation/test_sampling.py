@@ -12,28 +12,28 @@ from lmkit.generation import GenerateConfig, sample
 from lmkit.recipe.load import load_recipe
 
 
-def sampling(temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> GenerateConfig:
+def sampling(temperature=1.0, top_k=0, top_p=1.0):
     return GenerateConfig(temperature=temperature, top_k=top_k, top_p=top_p)
 
 
 LOGITS = torch.tensor([1.0, 3.0, -2.0, 2.5, 0.0])
 
 
-def shares(options: GenerateConfig, draws: int = 20_000) -> torch.Tensor:
+def shares(options, draws=20000):
     """How often each token is drawn when the random numbers are spread evenly over [0, 1)."""
     uniforms = (torch.arange(draws) + 0.5) / draws
     tokens = sample(LOGITS.expand(draws, -1), uniforms, options)
     return torch.bincount(tokens, minlength=5) / draws
 
 
-def expected(kept: list[int], temperature: float = 1.0) -> torch.Tensor:
+def expected(kept, temperature=1.0):
     p = torch.zeros(5)
     p[kept] = (LOGITS[kept].double() / temperature).softmax(0).float()
     return p
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
-def test_temperature_divides_the_logits(temperature: float) -> None:
+def test_temperature_divides_the_logits(temperature):
     # Evenly spread draws hit each share to within one draw at either end.
     torch.testing.assert_close(
         shares(sampling(temperature)), expected([0, 1, 2, 3, 4], temperature), rtol=0, atol=2e-4
@@ -43,7 +43,7 @@ def test_temperature_divides_the_logits(temperature: float) -> None:
 @pytest.mark.parametrize(
     ("top_k", "kept"), [(1, [1]), (2, [1, 3]), (3, [0, 1, 3]), (5, [0, 1, 2, 3, 4]), (99, [0, 1, 2, 3, 4])]
 )
-def test_top_k_keeps_the_likeliest(top_k: int, kept: list[int]) -> None:
+def test_top_k_keeps_the_likeliest(top_k, kept):
     torch.testing.assert_close(shares(sampling(1.0, top_k)), expected(kept), rtol=0, atol=2e-4)
 
 
@@ -61,11 +61,11 @@ def test_top_k_keeps_the_likeliest(top_k: int, kept: list[int]) -> None:
         (2, 0.6, [1]),
     ],
 )
-def test_top_p_keeps_the_smallest_set_that_reaches_p(top_k: int, top_p: float, kept: list[int]) -> None:
+def test_top_p_keeps_the_smallest_set_that_reaches_p(top_k, top_p, kept):
     torch.testing.assert_close(shares(sampling(1.0, top_k, top_p)), expected(kept), rtol=0, atol=2e-4)
 
 
-def test_a_set_that_reaches_p_exactly_is_large_enough() -> None:
+def test_a_set_that_reaches_p_exactly_is_large_enough():
     uniforms = (torch.arange(1000) + 0.5) / 1000
     logits = torch.tensor([0.0, -200.0, 0.0]).expand(1000, -1)  # exactly one half each
     assert set(sample(logits, uniforms, sampling(1.0, 0, 0.5)).tolist()) == {0}
@@ -74,7 +74,7 @@ def test_a_set_that_reaches_p_exactly_is_large_enough() -> None:
     assert sample(torch.tensor([[-1e9, 0.0, 0.0]]), torch.zeros(1), sampling()).item() == 1
 
 
-def test_fault_93_temperature_zero_is_greedy() -> None:
+def test_fault_93_temperature_zero_is_greedy():
     torch.manual_seed(0)
     logits = torch.randn(50, 7)
     for uniform in (0.0, 0.5, 1 - 2**-24):
@@ -88,7 +88,7 @@ OUT_OF_RANGE = "temperature=-0.1 temperature=nan temperature=inf top_p=0.0 top_p
 
 
 @pytest.mark.parametrize("setting", OUT_OF_RANGE.split())
-def test_fault_93_settings_out_of_range_are_wrong_use(setting: str) -> None:
+def test_fault_93_settings_out_of_range_are_wrong_use(setting):
     with pytest.raises(UsageError) as caught:
         load_recipe(None, [f"generate.{setting}"])
     assert caught.value.exit_code == 2
@@ -103,9 +103,7 @@ def test_fault_93_settings_out_of_range_are_wrong_use(setting: str) -> None:
     top_k=st.integers(0, 40),
     top_p=st.floats(1e-6, 1),
 )
-def test_an_excluded_token_is_never_drawn(
-    logits: list[float], uniform: float, temperature: float, top_k: int, top_p: float
-) -> None:
+def test_an_excluded_token_is_never_drawn(logits, uniform, temperature, top_k, top_p):
     row = torch.tensor([logits])
     token = sample(row, torch.tensor([uniform]), sampling(temperature, top_k, top_p)).item()
     assert 0 <= token < len(logits)
@@ -118,7 +116,7 @@ def test_an_excluded_token_is_never_drawn(
         assert p[likelier].sum() <= top_p + 1e-9  # sums of float64 in another order
 
 
-def test_rows_are_drawn_independently() -> None:
+def test_rows_are_drawn_independently():
     torch.manual_seed(0)
     logits, uniforms = torch.randn(9, 30), torch.rand(9)
     for options in (sampling(), sampling(0.7, 5), sampling(1.3, 0, 0.8)):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import regex
 
-from lmkit.tokenizer import PATTERN, Tokenizer, engine, train_tokenizer
-from lmkit.tokenizer.bpe import Pair
+from lmkit.tokenizer import PATTERN, engine, train_tokenizer
 
 # Everything that the branches of the pattern depend on: spaces of one to three bytes, all parts of contractions,
 # classes in characters of one to four bytes, combining marks, words around the sizes at which the C code changes its
@@ -25,9 +23,7 @@ PIECES = [
 ]  # fmt: skip
 
 
-def textbook_encode(
-    text: str, vocab: dict[int, bytes], merges: list[Pair], special_tokens: tuple[str, ...]
-) -> list[int]:
+def textbook_encode(text, vocab, merges, special_tokens):
     """The specification of encoding: in every word apply each merge in turn."""
     ids = {token: token_id for token_id, token in sorted(vocab.items(), reverse=True)}
     longest_first = sorted(special_tokens, key=len, reverse=True)
@@ -54,17 +50,17 @@ def textbook_encode(
 
 
 @pytest.fixture(scope="session")
-def pieces() -> list[str]:
+def pieces():
     return PIECES
 
 
 @pytest.fixture(scope="session")
-def oracle_encode() -> Callable[..., list[int]]:
+def oracle_encode():
     return textbook_encode
 
 
 @pytest.fixture(scope="session")
-def real_text() -> str:
+def real_text():
     """A few hundred kilobytes of the standard library: code, docstrings, tables, and some text that is not ASCII."""
     import argparse
     import collections
@@ -81,7 +77,7 @@ def real_text() -> str:
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory, real_text: str) -> Tokenizer:
+def trained(tmp_path_factory, real_text):
     """A tokenizer of 2000 tokens with special tokens that overlap and hold a space."""
     corpus = tmp_path_factory.mktemp("corpus") / "text.txt"
     corpus.write_text(real_text, "utf-8")
@@ -90,7 +86,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, real_text: str) -> Tokeniz
 
 
 @pytest.fixture(params=["python", "native"])
-def code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def code(request, monkeypatch):
     """Run a test with the engine in Python and with the engine in C."""
     if request.param == "python":
         monkeypatch.setattr(engine, "library", lambda: None)

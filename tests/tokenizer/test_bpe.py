@@ -10,7 +10,7 @@ import pytest
 from lmkit.tokenizer.bpe import MergeTable, learn_merges
 
 
-def test_the_example_of_the_paper_worked_by_hand() -> None:
+def test_the_example_of_the_paper_worked_by_hand():
     """Sennrich et al. 2016, figure 1, with ties broken by the greatest bytes."""
     words = {b"low": 5, b"lower": 2, b"newest": 6, b"widest": 3}
     # 1. st and es occur 9 times, we 8 times: st is the greater. 2. e+st occurs 9 times; w+e is left in "lower" alone
@@ -28,11 +28,11 @@ def test_the_example_of_the_paper_worked_by_hand() -> None:
         ({b"a": 5}, 5, []),
     ],
 )
-def test_learning_by_hand(words: dict, num_merges: int, merges: list) -> None:
+def test_learning_by_hand(words, num_merges, merges):
     assert learn_merges(words, num_merges) == merges
 
 
-def one_at_a_time(word: bytes, merges: list[tuple[int, int, int]]) -> list[int]:
+def one_at_a_time(word, merges):
     """The pair of lowest rank, of equals the leftmost, until there is none."""
     ids = list(word)
     while True:
@@ -48,7 +48,7 @@ def one_at_a_time(word: bytes, merges: list[tuple[int, int, int]]) -> list[int]:
         ids[i : i + 2] = [merges[rank][2]]
 
 
-def random_merges(seed: int, count: int, *, shuffled: bool = False) -> list[tuple[int, int, int]]:
+def random_merges(seed, count, *, shuffled=False):
     """Merges of a, b, c. Shuffled: as a file from elsewhere may have them, a token used before it is made."""
     rng = random.Random(seed)
     tokens = {97: b"a", 98: b"b", 99: b"c"}
@@ -67,7 +67,7 @@ def random_merges(seed: int, count: int, *, shuffled: bool = False) -> list[tupl
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_words_short_and_long(seed: int) -> None:
+def test_words_short_and_long(seed):
     """Words of up to 64 bytes and longer ones take different ways."""
     rng = random.Random(seed)
     merges = random_merges(seed, rng.choice([1, 5, 40]), shuffled=seed % 2 == 1)
@@ -77,13 +77,13 @@ def test_words_short_and_long(seed: int) -> None:
         assert table.encode_word(word) == one_at_a_time(word, merges)
 
 
-def test_no_merges_and_a_pair_listed_twice() -> None:
+def test_no_merges_and_a_pair_listed_twice():
     assert MergeTable(range(256), []).encode_word(b"abc") == [97, 98, 99]
     table = MergeTable(range(256), [(97, 98, 256), (98, 99, 257), (97, 98, 258)])
     assert table.encode_word(b"abc") == [256, 99]  # the first rank counts
 
 
-def test_a_word_of_300000_letters_takes_n_log_n() -> None:
+def test_a_word_of_300000_letters_takes_n_log_n():
     word = bytes(random.Random(0).choices(b"ab", k=300_000))
     start = time.process_time()
     ids = MergeTable(range(256), random_merges(0, 40)).encode_word(word)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from pathlib import Path
 
@@ -18,20 +17,20 @@ SPECIAL = "<|a b|>"
 PIECES = ["a", "é", "日", "1", " ", "  ", "\n", "\u3000", "'s", "'", ".", "😀", SPECIAL, "<|a", " b|>", "|>"]
 
 
-def words(text: str) -> list[str]:
+def words(text):
     result = []
     for i, part in enumerate(text.split(SPECIAL)):
         result += ([SPECIAL] if i else []) + split_words(part)
     return result
 
 
-def blocks(data: bytes, size: int) -> list[bytes]:
+def blocks(data, size):
     return [data[i : i + size] for i in range(0, len(data), size)]
 
 
 @settings(max_examples=500, deadline=None)
 @given(st.lists(st.sampled_from(PIECES), max_size=200).map("".join), st.integers(1, 50), st.integers(16, 64))
-def test_pieces_have_the_words_of_the_whole(text: str, block: int, size: int) -> None:
+def test_pieces_have_the_words_of_the_whole(text, block, size):
     data = text.encode()
     chunks = list(exact_chunks(blocks(data, block), SpecialTokens({SPECIAL: 0}), size=size))
     assert b"".join(chunk.data for chunk in chunks) == data
@@ -41,7 +40,7 @@ def test_pieces_have_the_words_of_the_whole(text: str, block: int, size: int) ->
 
 
 @pytest.mark.parametrize("text", ["word " * 4000, "日本語、" * 4000, "a.b.c." * 3000, "x\n" * 9000])
-def test_ordinary_text_of_any_script_is_cut_to_size(text: str) -> None:
+def test_ordinary_text_of_any_script_is_cut_to_size(text):
     data = text.encode()
     sizes = [
         len(chunk.data) for chunk in exact_chunks(blocks(data, 512), SpecialTokens({SPECIAL: 0}), size=1024)
@@ -51,7 +50,7 @@ def test_ordinary_text_of_any_script_is_cut_to_size(text: str) -> None:
 
 
 @pytest.mark.parametrize("character", ["a", " ", "\n", "日", "\u3000"])
-def test_one_enormous_word_is_not_searched_again_and_again(character: str) -> None:
+def test_one_enormous_word_is_not_searched_again_and_again(character):
     data = (character * 2_000_000).encode()
     start = time.process_time()
     chunks = exact_chunks(blocks(data, 1 << 12), SpecialTokens({}), size=1 << 12)
@@ -60,13 +59,13 @@ def test_one_enormous_word_is_not_searched_again_and_again(character: str) -> No
     assert time.process_time() - start < 30
 
 
-def test_a_special_token_at_the_end_may_not_be_whole_yet() -> None:
+def test_a_special_token_at_the_end_may_not_be_whole_yet():
     specials = SpecialTokens({SPECIAL: 0})
     assert last_cut(b"one two <|a", specials) == 3
     assert last_cut(b"one two <|a b|> three", specials) == 7
 
 
-def test_fault_20_invalid_utf8_names_the_byte() -> None:
+def test_fault_20_invalid_utf8_names_the_byte():
     with pytest.raises(LmkitError, match=r"text\.txt.* 103") as caught:
         valid_utf8(Chunk(0, 100, 7, b"abc\xffdef"), Path("text.txt"), "strict")
     assert caught.value.code == "text.not_utf8"
@@ -82,7 +81,7 @@ def test_fault_20_invalid_utf8_names_the_byte() -> None:
         max_size=80,
     )
 )
-def test_fault_20_replacement_does_not_depend_on_where_chunks_end(parts: list[bytes]) -> None:
+def test_fault_20_replacement_does_not_depend_on_where_chunks_end(parts):
     data = b"".join(parts)
     chunks = exact_chunks(blocks(data, 5), SpecialTokens({}), size=16)
     assert (
@@ -91,20 +90,13 @@ def test_fault_20_replacement_does_not_depend_on_where_chunks_end(parts: list[by
     )
 
 
-def test_fault_21_utf8_cut_at_the_end() -> None:
+def test_fault_21_utf8_cut_at_the_end():
     with pytest.raises(LmkitError, match=r"text\.txt.* 4$"):
         valid_utf8(Chunk(0, 0, 6, "abc 日".encode()[:-1]), Path("text.txt"), "strict")
 
 
-def test_fault_17_missing_file_or_folder(tmp_path: Path) -> None:
+def test_fault_17_missing_file_or_folder(tmp_path):
     for path in (tmp_path / "nothing.txt", tmp_path):
         with pytest.raises(UsageError, match=str(path)) as caught:
             list(read_blocks(path))
         assert caught.value.code == "text.unreadable"
-
-
-def test_random_cuts_never_lie_inside_a_character() -> None:
-    rng = random.Random(0)
-    text = "".join(rng.choice("aé日𝒜 .\u0301\n") for _ in range(20_000))
-    for chunk in exact_chunks(blocks(text.encode(), 100), SpecialTokens({}), size=300):
-        chunk.data.decode()

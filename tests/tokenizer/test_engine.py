@@ -11,7 +11,6 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmkit.tokenizer import Tokenizer, bpe, engine, split_words
+from lmkit.tokenizer import bpe, engine, split_words
 from lmkit.tokenizer.bpe import MergeTable, PythonCounter, PythonEncoder
 from lmkit.tokenizer.engine import new_counter, new_encoder, share_out
 from lmkit.tokenizer.pretokenize import SpecialTokens
@@ -32,19 +31,19 @@ needs_compiler = pytest.mark.skipif(engine.library() is None, reason="no C compi
 # ---- encoding
 
 
-def test_fuzzed_text(code: str, trained: Tokenizer, pieces: list[str], oracle_encode: Callable) -> None:
+def test_fuzzed_text(code, trained, pieces, oracle_encode):
     encoder = trained.new_encoder()  # one for all examples: the words that it remembers must stay right
 
     @settings(max_examples=300, deadline=None)
     @given(st.one_of(st.lists(st.sampled_from(pieces), max_size=60).map("".join), st.text()))
-    def check(text: str) -> None:
+    def check(text):
         expected = oracle_encode(text, trained.vocab, trained.merges, trained.special_tokens)
         assert encoder.encode(text.encode(), trained.specials).tolist() == expected
 
     check()
 
 
-def test_both_engines_agree_on_a_megabyte(trained: Tokenizer, real_text: str) -> None:
+def test_both_engines_agree_on_a_megabyte(trained, real_text):
     rng = random.Random(0)
     parts = [real_text[i : i + rng.randint(1, 40)] for i in rng.choices(range(len(real_text)), k=50_000)]
     data = "".join(parts).encode()
@@ -55,7 +54,7 @@ def test_both_engines_agree_on_a_megabyte(trained: Tokenizer, real_text: str) ->
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_merges_in_any_order(seed: int) -> None:
+def test_merges_in_any_order(seed):
     """A file from elsewhere may use a token before it is made, make it twice, or list a pair twice."""
     rng = random.Random(seed)
     tokens = {byte: bytes([byte]) for byte in b"abc"}
@@ -72,14 +71,14 @@ def test_merges_in_any_order(seed: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["a" * 1_000_000, "\n" * 1_000_000, "👩‍👩‍👧‍👦" * 40_000])
-def test_pathological_words_take_n_log_n(code: str, trained: Tokenizer, text: str) -> None:
+def test_pathological_words_take_n_log_n(code, trained, text):
     start = time.process_time()
     ids = trained.new_encoder().encode(text.encode(), NO_SPECIALS)
     assert trained.decode(ids.tolist()) == text
     assert time.process_time() - start < 60  # quadratic: hours
 
 
-def test_more_words_than_an_encoder_remembers(trained: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_words_than_an_encoder_remembers(trained, monkeypatch):
     """It forgets all of them in the middle of a text. Encoders that see fewer words give the expected ids."""
     thirds = [b"".join(b" %d" % i for i in range(start, start + 150_000)) for start in (0, 150_000, 300_000)]
     expected = np.concatenate([trained.new_encoder().encode(third, NO_SPECIALS) for third in thirds])
@@ -94,10 +93,10 @@ def test_more_words_than_an_encoder_remembers(trained: Tokenizer, monkeypatch: p
 
 
 @needs_compiler
-def test_words_with_equal_hashes_are_told_apart(trained: Tokenizer) -> None:
+def test_words_with_equal_hashes_are_told_apart(trained):
     """Words of 16 bytes with the hash of one another, forged by running `mix` of words.c on their first halves."""
 
-    def mix(x: np.ndarray) -> np.ndarray:
+    def mix(x):
         product = x * np.uint64(0x9E3779B97F4A7C15)
         return product ^ product >> np.uint64(32)
 
@@ -112,7 +111,7 @@ def test_words_with_equal_hashes_are_told_apart(trained: Tokenizer) -> None:
     assert trained.decode_bytes(trained.new_encoder().encode(text, NO_SPECIALS).tolist()) == text
 
 
-def test_ids_stay_when_more_is_encoded(code: str, trained: Tokenizer) -> None:
+def test_ids_stay_when_more_is_encoded(code, trained):
     encoder = trained.new_encoder()
     assert encoder.encode(b"", trained.specials).tolist() == []
     first = encoder.encode(b"the first of two texts", trained.specials)
@@ -124,7 +123,7 @@ def test_ids_stay_when_more_is_encoded(code: str, trained: Tokenizer) -> None:
 # ---- counting
 
 
-def test_counters_add_up_and_keep_the_order(code: str, real_text: str) -> None:
+def test_counters_add_up_and_keep_the_order(code, real_text):
     """Tables that grow several times; words of all lengths, some of them in both counters."""
     rng = random.Random(0)
     specials = SpecialTokens({"<|endoftext|>": 0})
@@ -152,10 +151,10 @@ def test_counters_add_up_and_keep_the_order(code: str, real_text: str) -> None:
 
 
 @needs_compiler
-def test_utf8_is_what_python_says() -> None:
+def test_utf8_is_what_python_says():
     """Every pair of bytes, alone and inside text; the borders of table 3-7; and damaged real characters."""
 
-    def to_python(data: bytes) -> bool:
+    def to_python(data):
         try:
             data.decode()
         except UnicodeDecodeError:
@@ -187,7 +186,7 @@ def test_utf8_is_what_python_says() -> None:
 
 
 @pytest.fixture
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+def cache(monkeypatch, tmp_path):
     """An empty cache folder."""
     if engine.library() is None:
         pytest.skip("no C compiler on this machine")
@@ -197,7 +196,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     engine.library.cache_clear()
 
 
-def test_compiled_once_and_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_once_and_kept(cache, monkeypatch):
     assert engine.library() is not None
     (kept,) = cache.iterdir()
     written = kept.stat().st_mtime_ns
@@ -214,10 +213,8 @@ def test_compiled_once_and_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("why", ["a file is in the way", "no home directory"])
-def test_without_a_cache_it_is_compiled_for_the_process(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, why: str
-) -> None:
-    def no_home() -> Path:
+def test_without_a_cache_it_is_compiled_for_the_process(cache, monkeypatch, caplog, why):
+    def no_home():
         raise RuntimeError(why)
 
     temporary, in_the_way = cache.parent / "temporary", cache.parent / why
@@ -236,12 +233,8 @@ def test_without_a_cache_it_is_compiled_for_the_process(
 
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
 def test_without_a_compiler_python_does_it_and_one_warning_says_so(
-    cache: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    trained: Tokenizer,
-    compiler: str,
-) -> None:
+    cache, monkeypatch, caplog, trained, compiler
+):
     monkeypatch.setenv("CC", compiler)
     with caplog.at_level(logging.WARNING, "lmkit"):
         assert isinstance(new_encoder(trained.merge_table), PythonEncoder)
@@ -258,14 +251,14 @@ def test_without_a_compiler_python_does_it_and_one_warning_says_so(
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("workers", [1, 2, 3, 8])
-def test_results_are_finished_in_order_whoever_is_slow(workers: int) -> None:
+def test_results_are_finished_in_order_whoever_is_slow(workers):
     """The first item is held back until the others are as far ahead as they may be: three items per worker."""
     far_ahead = threading.Event()
     begun: list[int] = []
     finished: list[int] = []
     most_ahead = 3 * workers - 1
 
-    def work(item: int) -> int:
+    def work(item):
         begun.append(item)
         if workers > 1 and item == 0:
             assert far_ahead.wait(60)
@@ -274,7 +267,7 @@ def test_results_are_finished_in_order_whoever_is_slow(workers: int) -> None:
             far_ahead.set()
         return item * item
 
-    def finish(item: int, square: int) -> None:
+    def finish(item, square):
         assert threading.current_thread() is threading.main_thread()
         assert square == item * item
         finished.append(item)
@@ -283,13 +276,13 @@ def test_results_are_finished_in_order_whoever_is_slow(workers: int) -> None:
     assert finished == list(range(200))
 
 
-def test_threads_work_side_by_side_and_never_share_a_worker() -> None:
+def test_threads_work_side_by_side_and_never_share_a_worker():
     both = threading.Barrier(2, timeout=60)  # lets two threads pass together
 
-    def worker() -> Callable[[int], None]:
+    def worker():
         inside = threading.Lock()
 
-        def work(item: int) -> None:
+        def work(item):
             if not inside.acquire(blocking=False):
                 both.abort()
                 pytest.fail("two threads use one worker")
@@ -303,24 +296,24 @@ def test_threads_work_side_by_side_and_never_share_a_worker() -> None:
 
 @pytest.mark.parametrize("where", ["items", "work", "finish"])
 @pytest.mark.parametrize("workers", [1, 2, 8])
-def test_an_error_anywhere_ends_all_threads(where: str, workers: int) -> None:
+def test_an_error_anywhere_ends_all_threads(where, workers):
     finished, begun = [], []
 
-    def fail(here: str, item: int) -> None:
+    def fail(here, item):
         if where == here and item == 50:
             raise KeyError(item)
 
-    def items() -> Iterator[int]:
+    def items():
         for i in range(1000):
             fail("items", i)
             yield i
 
-    def work(item: int) -> int:
+    def work(item):
         begun.append(item)
         fail("work", item)
         return item
 
-    def finish(item: int, result: int) -> None:
+    def finish(item, result):
         fail("finish", item)
         finished.append(item)
 
@@ -333,7 +326,7 @@ def test_an_error_anywhere_ends_all_threads(where: str, workers: int) -> None:
     assert len(begun) <= 50 + 3 * workers
 
 
-def test_the_command_line_keeps_numpy_from_spinning_on_a_core_of_the_workers() -> None:
+def test_the_command_line_keeps_numpy_from_spinning_on_a_core_of_the_workers():
     code = (
         "import os, sys; from lmkit.__main__ import main; sys.argv = ['lmkit', '--version']\n"
         "try: main()\n"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from pathlib import Path
 
 import pytest
 
@@ -13,14 +12,14 @@ from lmkit.tokenizer import Tokenizer
 from lmkit.tokenizer.files import to_bytes, to_characters, to_json
 
 
-def test_round_trip(trained: Tokenizer, tmp_path: Path) -> None:
+def test_round_trip(trained, tmp_path):
     trained.save(tmp_path / "tokenizer.json")
     loaded = Tokenizer.load(tmp_path / "tokenizer.json")
     for attribute in ("vocab", "merges", "special_ids", "sha256"):
         assert getattr(loaded, attribute) == getattr(trained, attribute)
 
 
-def test_the_text_is_that_of_json_dumps_and_stays_the_same() -> None:
+def test_the_text_is_that_of_json_dumps_and_stays_the_same():
     """Token files and checkpoints record its hash."""
     vocab = {i: bytes([i]) for i in range(256)} | {256: b'"\\', 257: b' "\\'}
     merges = [(b'"', b"\\"), (b" ", b'"\\')]
@@ -30,7 +29,7 @@ def test_the_text_is_that_of_json_dumps_and_stays_the_same() -> None:
     assert tokenizer.sha256 == "4c41a5e0b2f61009398d17ebc3b685d9f3beb14cf160df7e5a19cff2921a3c46"
 
 
-def test_a_special_token_that_reads_like_an_ordinary_one_is_refused() -> None:
+def test_a_special_token_that_reads_like_an_ordinary_one_is_refused():
     vocab = {i: bytes([i]) for i in range(256)} | {256: b" the"}
     tokenizer = Tokenizer(vocab=vocab, merges=[], special_tokens=("Ġthe",))
     assert tokenizer.encode(" theĠthe") != []
@@ -39,9 +38,7 @@ def test_a_special_token_that_reads_like_an_ordinary_one_is_refused() -> None:
     assert caught.value.code == "tokenizer.special_tokens"
 
 
-def test_hugging_face_loads_it_agrees_and_writes_it(
-    trained: Tokenizer, tmp_path: Path, real_text: str
-) -> None:
+def test_hugging_face_loads_it_agrees_and_writes_it(trained, tmp_path, real_text):
     tokenizers = pytest.importorskip("tokenizers")
     trained.save(tmp_path / "ours.json")
     other = tokenizers.Tokenizer.from_file(str(tmp_path / "ours.json"))
@@ -53,7 +50,7 @@ def test_hugging_face_loads_it_agrees_and_writes_it(
     assert Tokenizer.load(tmp_path / "theirs.json").sha256 == trained.sha256
 
 
-def test_gpt2_files(trained: Tokenizer, tmp_path: Path, real_text: str) -> None:
+def test_gpt2_files(trained, tmp_path, real_text):
     trained.save_gpt2(tmp_path)
     loaded = Tokenizer.load_gpt2(tmp_path / "vocab.json", tmp_path / "merges.txt")
     assert loaded.special_ids == trained.special_ids
@@ -61,7 +58,7 @@ def test_gpt2_files(trained: Tokenizer, tmp_path: Path, real_text: str) -> None:
     assert (tmp_path / "merges.txt").read_text("utf-8").startswith("#version: 0.2\n")
 
 
-def test_gpt2_files_with_their_own_order_of_bytes(tmp_path: Path) -> None:
+def test_gpt2_files_with_their_own_order_of_bytes(tmp_path):
     """GPT-2 numbers the visible bytes first, and its end-of-text token is in the vocabulary."""
     visible = sorted(range(256), key=lambda byte: (ord(to_characters(bytes([byte]))), byte))
     vocab = {to_characters(bytes([byte])): i for i, byte in enumerate(visible)}
@@ -74,14 +71,14 @@ def test_gpt2_files_with_their_own_order_of_bytes(tmp_path: Path) -> None:
     assert tokenizer.encode(" the" * 5000) == [258] * 5000
 
 
-def test_a_merge_that_begins_like_a_comment(tmp_path: Path) -> None:
+def test_a_merge_that_begins_like_a_comment(tmp_path):
     vocab = {i: bytes([i]) for i in range(256)} | {256: b"#v"}
     tokenizer = Tokenizer(vocab=vocab, merges=[(b"#", b"v")], special_tokens=())
     tokenizer.save_gpt2(tmp_path)
     assert Tokenizer.load_gpt2(tmp_path / "vocab.json", tmp_path / "merges.txt").merges == [(b"#", b"v")]
 
 
-def test_fault_31_cut_at_any_byte(tmp_path: Path) -> None:
+def test_fault_31_cut_at_any_byte(tmp_path):
     vocab = {i: bytes([i]) for i in range(256)} | {256: b"he", 257: "é".encode()}
     tokenizer = Tokenizer(
         vocab=vocab, merges=[(b"h", b"e"), (b"\xc3", b"\xa9")], special_tokens=("<|endoftext|>",)
@@ -108,7 +105,7 @@ def test_fault_31_cut_at_any_byte(tmp_path: Path) -> None:
         ('{"model": {"type": "BPE"}, "pre_tokenizer": null, "added_tokens": []}', "tokenizer.unsupported"),
     ],
 )
-def test_fault_31_other_content(tmp_path: Path, content: str, code: str) -> None:
+def test_fault_31_other_content(tmp_path, content, code):
     (tmp_path / "tokenizer.json").write_text(content, "utf-8")
     with pytest.raises(LmkitError, match=r"tokenizer\.json") as caught:
         Tokenizer.load(tmp_path / "tokenizer.json")
@@ -116,7 +113,7 @@ def test_fault_31_other_content(tmp_path: Path, content: str, code: str) -> None
     assert caught.value.hint
 
 
-def test_another_kind_of_tokenizer_is_refused(trained: Tokenizer, tmp_path: Path) -> None:
+def test_another_kind_of_tokenizer_is_refused(trained, tmp_path):
     path = tmp_path / "tokenizer.json"
     trained.save(path)
     content = json.loads(path.read_text("utf-8"))
@@ -127,13 +124,13 @@ def test_another_kind_of_tokenizer_is_refused(trained: Tokenizer, tmp_path: Path
     assert caught.value.code == "tokenizer.unsupported"
 
 
-def test_missing_file(tmp_path: Path) -> None:
+def test_missing_file(tmp_path):
     with pytest.raises(UsageError, match=r"none\.json") as caught:
         Tokenizer.load(tmp_path / "none.json")
     assert caught.value.code == "tokenizer.unreadable"
 
 
-def test_the_alphabet_is_a_bijection() -> None:
+def test_the_alphabet_is_a_bijection():
     every = bytes(range(256))
     assert to_bytes(to_characters(every)) == every
     assert to_characters(b" the\n") == "ĠtheĊ"

@@ -16,7 +16,7 @@ from lmkit.tokenizer.merge_learner import learn_merges_fast
 from lmkit.tokenizer.pretokenize import split_words
 
 
-def same_merges(text: str, num_merges: int) -> bool:
+def same_merges(text, num_merges):
     words = Counter(word.encode() for word in split_words(text))
     return learn_merges_fast(WordCounts.from_mapping(words), num_merges) == learn_merges(words, num_merges)
 
@@ -35,11 +35,11 @@ corpora = st.one_of(
 
 @settings(max_examples=300, deadline=None)
 @given(corpora, st.integers(0, 300))
-def test_fuzzed_text(text: str, num_merges: int) -> None:
+def test_fuzzed_text(text, num_merges):
     assert same_merges(text, num_merges)
 
 
-def test_many_merges_per_step() -> None:
+def test_many_merges_per_step():
     """Random words with skewed counts: steps of many merges, whose counts lie close together."""
     rng = random.Random(1)
     words = ["".join(rng.choices("abcdefghijklmnopqrst", k=rng.randint(1, 8))) for _ in range(400)]
@@ -47,17 +47,17 @@ def test_many_merges_per_step() -> None:
     assert same_merges(text, 500)
 
 
-def test_real_text(real_text: str) -> None:
+def test_real_text(real_text):
     assert same_merges(real_text[:60_000], 400)
 
 
-def test_counts_beyond_32_bits() -> None:
+def test_counts_beyond_32_bits():
     words = WordCounts.from_mapping({b"ab": 2**33, b"cd": 2**33 + 1})
     assert learn_merges_fast(words, 2) == [(b"c", b"d"), (b"a", b"b")]
 
 
 @pytest.mark.parametrize("unit", [b"a", b"ab", b"abcdefgh"])
-def test_one_word_of_a_million_letters(unit: bytes) -> None:
+def test_one_word_of_a_million_letters(unit):
     words = WordCounts.from_mapping({unit * (1_000_000 // len(unit)): 1})
     start = time.process_time()
     merges = learn_merges_fast(words, 12)
@@ -67,7 +67,7 @@ def test_one_word_of_a_million_letters(unit: bytes) -> None:
     assert whole == (unit * len(whole))[: len(whole)]
 
 
-def test_nothing_to_learn_from() -> None:
+def test_nothing_to_learn_from():
     nothing = WordCounts(np.zeros(0, np.uint8), np.zeros(0, np.int64), np.zeros(0, np.int64))
     assert learn_merges_fast(nothing, 5) == []
     assert learn_merges_fast(WordCounts.from_mapping({b"a": 1}), 5) == []

@@ -25,7 +25,7 @@ from lmkit.tokenizer.pretokenize import (
 SPECIAL = ("<|pad|>", "<|pad|><|endoftext|>", "<|endoftext|>", "a b", "日本")
 
 
-def expected(text: str, special: tuple[str, ...] = ()) -> tuple[dict[bytes, int], int]:
+def expected(text, special=()):
     """Word counts and the number of special tokens, by definition."""
     pattern = "|".join(map(regex.escape, sorted(special, key=len, reverse=True)))
     parts = regex.split(pattern, text) if special else [text]
@@ -33,7 +33,7 @@ def expected(text: str, special: tuple[str, ...] = ()) -> tuple[dict[bytes, int]
     return words, len(parts) - 1
 
 
-def counted(*texts: str, special: tuple[str, ...] = ()) -> tuple[dict[bytes, int], int]:
+def counted(*texts, special=()):
     """The same as the engine counts it."""
     counter = new_counter(SpecialTokens(dict.fromkeys(special, 0)))
     for text in texts:
@@ -47,12 +47,12 @@ def counted(*texts: str, special: tuple[str, ...] = ()) -> tuple[dict[bytes, int
 
 
 @pytest.mark.parametrize("special", [SPECIAL, ("<|endoftext|>",), ()])
-def test_fuzzed_text(code: str, pieces: list[str], special: tuple[str, ...]) -> None:
+def test_fuzzed_text(code, pieces, special):
     texts = st.one_of(st.lists(st.sampled_from([*pieces, *special]), max_size=60).map("".join), st.text())
 
     @settings(max_examples=300, deadline=None)
     @given(texts)
-    def check(text: str) -> None:
+    def check(text):
         assert counted(text, special=special) == expected(text, special)
 
     check()
@@ -66,13 +66,13 @@ def test_fuzzed_text(code: str, pieces: list[str], special: tuple[str, ...]) -> 
         pytest.param("  {}  ", marks=pytest.mark.full),
     ],
 )
-def test_every_code_point(template: str) -> None:
+def test_every_code_point(template):
     points = [chr(c) for c in range(0x110000) if not 0xD800 <= c < 0xE000]
     text = "\n".join(map(template.format, points))
     assert counted(text) == expected(text)
 
 
-def test_contractions_in_every_position(code: str) -> None:
+def test_contractions_in_every_position(code):
     endings = ["s", "d", "m", "t", "ll", "ve", "re", "l", "v", "r", "x", "S", ""]
     befores, afters = ["", "a", " ", "'", "1", "\n"], ["", "a", " ", "'", "9"]
     for before, ending, after in itertools.product(befores, endings, afters):
@@ -81,12 +81,12 @@ def test_contractions_in_every_position(code: str) -> None:
 
 
 @pytest.mark.parametrize("special", ["so", "l", " ", "'", "ve", "日"])
-def test_text_around_special_tokens_is_split_as_if_it_stood_alone(code: str, special: str) -> None:
+def test_text_around_special_tokens_is_split_as_if_it_stood_alone(code, special):
     for text in ("it'so", "'ll", "we'll've", "a  b", "'s's", "日 日本", "x 's"):
         assert counted(text, special=(special,)) == expected(text, (special,)), text
 
 
-def test_the_table_of_classes_covers_what_lies_beyond_its_search() -> None:
+def test_the_table_of_classes_covers_what_lies_beyond_its_search():
     for c in random.Random(0).sample(range(0x40000, 0x110000), 20_000):
         assert character_classes()[c] == CharacterClass.OTHER
         assert split_words("a" + chr(c)) == ["a", chr(c)]
@@ -99,7 +99,7 @@ TOKENS = {"ab": 0, "abc": 1, "b c": 2, "cab": 3, "aa": 4, "é": 5}
 
 @settings(max_examples=300, deadline=None)
 @given(st.text("abc é", max_size=30))
-def test_fault_26_leftmost_longest(text: str) -> None:
+def test_fault_26_leftmost_longest(text):
     """Found by hand: at each place the longest token that begins there."""
     data, parts, ids, i, end = text.encode(), [], [], 0, 0
     while i < len(data):
@@ -115,7 +115,7 @@ def test_fault_26_leftmost_longest(text: str) -> None:
     assert found == [*zip(parts, ids, strict=True), (data[end:], None)]
 
 
-def test_would_be_cut() -> None:
+def test_would_be_cut():
     specials = SpecialTokens({"<| |>": 0, "c": 1})
     data = b"ab <| |> cd"
     assert [at for at in range(len(data)) if specials.would_be_cut(data, at)] == [4, 5, 6, 7]

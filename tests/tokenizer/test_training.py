@@ -7,8 +7,6 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -18,8 +16,8 @@ from lmkit.tokenizer.bpe import PythonCounter
 
 
 @pytest.fixture
-def write(tmp_path: Path) -> Callable[[str | bytes], Path]:
-    def write_text(content: str | bytes, name: str = "corpus.txt") -> Path:
+def write(tmp_path):
+    def write_text(content, name="corpus.txt"):
         path = tmp_path / name
         path.write_bytes(content.encode() if isinstance(content, str) else content)
         return path
@@ -27,12 +25,12 @@ def write(tmp_path: Path) -> Callable[[str | bytes], Path]:
     return write_text
 
 
-def _make_chunks_small(monkeypatch: pytest.MonkeyPatch) -> None:
+def _make_chunks_small(monkeypatch):
     monkeypatch.setattr(chunks.exact_chunks, "__kwdefaults__", {"size": 700, "source": 0})
     monkeypatch.setattr(chunks.read_blocks, "__defaults__", (500,))
 
 
-def test_merges_ids_and_specials(write: Callable, real_text: str) -> None:
+def test_merges_ids_and_specials(write, real_text):
     text = real_text[:30_000]
     special = ("<|endoftext|>", "<|pad|>")
     tokenizer = train_tokenizer([write(text)], vocab_size=500, special_tokens=special)
@@ -45,9 +43,7 @@ def test_merges_ids_and_specials(write: Callable, real_text: str) -> None:
 
 
 @pytest.mark.parametrize("workers", [2, 3, 8])
-def test_fault_25_any_number_of_workers_and_chunks(
-    write: Callable, real_text: str, monkeypatch: pytest.MonkeyPatch, code: str, workers: int
-) -> None:
+def test_fault_25_any_number_of_workers_and_chunks(write, real_text, monkeypatch, code, workers):
     path = write(real_text[:150_000])
     special = ("<|endoftext|>", "def __init__(self")  # chunks like to end at a space
     alone = train_tokenizer([path], vocab_size=800, special_tokens=special, workers=1)
@@ -57,13 +53,13 @@ def test_fault_25_any_number_of_workers_and_chunks(
     assert together.sha256 == alone.sha256
 
 
-def test_several_files_are_texts_of_their_own(write: Callable) -> None:
+def test_several_files_are_texts_of_their_own(write):
     one, two = write("ab", "one.txt"), write("ab", "two.txt")
     tokenizer = train_tokenizer([one, two], vocab_size=300)
     assert tokenizer.merges == [(b"a", b"b")]  # not across the files: then "ba" would be a pair too
 
 
-def test_one_path_strings_and_no_special_tokens(write: Callable) -> None:
+def test_one_path_strings_and_no_special_tokens(write):
     path = write("some text")
     expected = train_tokenizer([path], vocab_size=258, special_tokens=())
     for paths in (path, str(path), [str(path)], (path,)):
@@ -73,34 +69,34 @@ def test_one_path_strings_and_no_special_tokens(write: Callable) -> None:
     assert one.special_ids == {"<|pad|>": 257}
 
 
-def test_fault_17_missing_corpus(tmp_path: Path) -> None:
+def test_fault_17_missing_corpus(tmp_path):
     with pytest.raises(UsageError, match=r"nothing\.txt") as caught:
         train_tokenizer(str(tmp_path / "nothing.txt"), vocab_size=300)
     assert (caught.value.code, bool(caught.value.hint)) == ("text.unreadable", True)
 
 
-def test_a_pipe_is_refused(tmp_path: Path) -> None:
+def test_a_pipe_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UsageError, match="pipe") as caught:
         train_tokenizer([tmp_path / "pipe"], vocab_size=300)
     assert caught.value.code == "text.unreadable"
 
 
-def test_fault_18_empty_corpus(write: Callable) -> None:
+def test_fault_18_empty_corpus(write):
     for paths, named in (([write("")], "corpus.txt"), ([], "no files")):
         with pytest.raises(UsageError, match=named) as caught:
             train_tokenizer(paths, vocab_size=300)
         assert (caught.value.code, bool(caught.value.hint)) == ("text.empty", True)
 
 
-def test_fault_19_only_white_space_trains(write: Callable) -> None:
+def test_fault_19_only_white_space_trains(write):
     tokenizer = train_tokenizer([write("  \n\n \t  ")], vocab_size=258)
     assert len(tokenizer.merges) == 1
     assert tokenizer.decode(tokenizer.encode(" \n\n\t ")) == " \n\n\t "
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_fault_20_invalid_utf8(write: Callable, workers: int) -> None:
+def test_fault_20_invalid_utf8(write, workers):
     path = write(b"good text " * 200_000 + b"\xff bad")
     with pytest.raises(LmkitError, match=r"corpus\.txt.* 2000000") as caught:
         train_tokenizer([path], vocab_size=300, workers=workers)
@@ -114,31 +110,27 @@ def test_fault_20_invalid_utf8(write: Callable, workers: int) -> None:
     assert (b"\xef", b"\xbf") in replaced.merges
 
 
-def test_fault_21_utf8_cut_at_the_end(write: Callable) -> None:
+def test_fault_21_utf8_cut_at_the_end(write):
     path = write("tail é".encode()[:-1])
     with pytest.raises(LmkitError, match=r"corpus\.txt.* 5$"):
         train_tokenizer([path], vocab_size=300)
     assert train_tokenizer([path], vocab_size=258, errors="replace").merges
 
 
-def test_fault_22_no_special_token_in_the_corpus_is_one_warning(
-    write: Callable, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_fault_22_no_special_token_in_the_corpus_is_one_warning(write, caplog):
     with caplog.at_level(logging.WARNING, "lmkit"):
         train_tokenizer([write("some text without it")], vocab_size=260)
     (record,) = caplog.records
     assert "<|endoftext|>" in record.getMessage()
 
 
-def test_fault_27_vocabulary_too_small_states_the_minimum(write: Callable) -> None:
+def test_fault_27_vocabulary_too_small_states_the_minimum(write):
     with pytest.raises(UsageError, match=r"vocab_size = 257.* 258 ") as caught:
         train_tokenizer([write("text")], vocab_size=257, special_tokens=("<|a|>", "<|b|>"))
     assert (caught.value.code, "258" in caught.value.hint) == ("tokenizer.vocab_size", True)
 
 
-def test_fault_28_unreachable_vocabulary_says_the_real_size(
-    write: Callable, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_fault_28_unreachable_vocabulary_says_the_real_size(write, caplog):
     with caplog.at_level(logging.WARNING, "lmkit"):
         tokenizer = train_tokenizer([write("abc<|endoftext|>")], vocab_size=1000)
     assert tokenizer.vocab_size == 256 + 2 + 1
@@ -146,13 +138,11 @@ def test_fault_28_unreachable_vocabulary_says_the_real_size(
     assert "259" in record.getMessage()
 
 
-def test_fault_29_an_error_in_one_worker_ends_the_training(
-    write: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fault_29_an_error_in_one_worker_ends_the_training(write, monkeypatch):
     counts = itertools.count()
 
     class Failing(PythonCounter):
-        def add(self, data: bytes) -> None:
+        def add(self, data):
             if next(counts) == 3:
                 raise MemoryError("no room")
             super().add(data)
@@ -167,22 +157,20 @@ def test_fault_29_an_error_in_one_worker_ends_the_training(
 
 
 @pytest.mark.parametrize("special", [("",), ("<|a|>", "<|a|>"), ("x",), ("é",), ("<|a|>", "Ġ")])
-def test_impossible_special_tokens_are_refused_at_once(
-    write: Callable, special: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_impossible_special_tokens_are_refused_at_once(write, special, monkeypatch):
     monkeypatch.setattr(training, "TextFiles", lambda *_, **__: pytest.fail("the training began"))
     with pytest.raises(UsageError) as caught:
         train_tokenizer([write("text")], vocab_size=300, special_tokens=special)
     assert caught.value.code == "tokenizer.special_tokens"
 
 
-def test_a_special_token_of_one_character_that_no_byte_is_written_as(write: Callable, tmp_path: Path) -> None:
+def test_a_special_token_of_one_character_that_no_byte_is_written_as(write, tmp_path):
     tokenizer = train_tokenizer([write("a€b")], vocab_size=257, special_tokens=("€",))
     tokenizer.save(tmp_path / "tokenizer.json")
     assert Tokenizer.load(tmp_path / "tokenizer.json").encode("a€b") == [97, 256, 98]
 
 
-def test_progress_reaches_the_end(write: Callable) -> None:
+def test_progress_reaches_the_end(write):
     seen: dict[str, tuple[int, int]] = {}
     path = write("some text, some more <|endoftext|>")
     train_tokenizer(
@@ -191,6 +179,6 @@ def test_progress_reaches_the_end(write: Callable) -> None:
     assert seen == {"count words": (34, 34), "learn merges": (5, 5)}
 
 
-def test_nothing_is_merged_across_special_tokens(write: Callable) -> None:
+def test_nothing_is_merged_across_special_tokens(write):
     tokenizer = train_tokenizer([write("aX<|endoftext|>Xb" * 50)], vocab_size=300)
     assert tokenizer.merges == [(b"a", b"X"), (b"X", b"b"), (b"Xb", b"aX")]  # no (X, X)
