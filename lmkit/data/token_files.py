@@ -257,7 +257,8 @@ def _read_meta(path: Path) -> TokenMeta:
         return TokenMeta(**content)
     except ValidationError as error:
         first = error.errors()[0]
-        raise _damaged(path, f"{sidecar}: {first['loc'][0]}: {first['msg']}") from None
+        where = ".".join(map(str, first["loc"])) or "a key"
+        raise _damaged(path, f"{sidecar}: {where}: {first['msg']}") from None
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -80,7 +80,8 @@ REFUSED: dict[tuple[str, str], list[Damage]] = {
     ("token file", "tokens.json"): [
         changed(key, value=...)
         for key in ("format", "num_tokens", "vocab_size", "tokenizer_sha256", "num_bytes")
-    ],
+    ]
+    + [changed("\ud800", value=1)],
     ("corpus .jsonl and .txt", "c.jsonl"): [DEEP + "\n"],
     ("results", "rows.jsonl"): [json.dumps({"kernel": "a", "samples_ms": times}) for times in NO_TIMES],
     ("interrupted or finished download", "a.txt.sha256"): ["", " ", "\n", b"\xff", "0" * 64],
