@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import shutil
 import tempfile
 import weakref
@@ -37,8 +38,6 @@ from lmkit.parallel.collectives import agree
 from lmkit.parallel.gather import PeerMemory, check_pairing
 from lmkit.parallel.protocol import build_strategy
 from lmkit.parallel.ranks import Ranks, process_group
-from lmkit.parallel.zero1 import Zero1
-from lmkit.recipe.tables import ParallelConfig
 
 
 class Run:
@@ -53,7 +52,6 @@ class Run:
         ranks: Ranks,
         make: Callable = our_adamw,
         dtype: torch.dtype = torch.float32,
-        *,
         frozen_bf16: bool = False,
         **keys: Any,
     ) -> None:
@@ -61,30 +59,28 @@ class Run:
         self.model = seeded_model(0, ranks, dtype)
         if frozen_bf16:
             self.model.frozen.bfloat16()
-        self.sync = Zero1(ranks, ParallelConfig(strategy="zero1", **{"bucket_mb": 0.0003, **keys}))
-        self.call = self.sync.attach(self.model)
-        self.optimizer = self.sync.build_optimizer(make, groups_of(self.model))
-        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.sync, self.call, self.optimizer = start("zero1", self.model, ranks, make, **keys)
+        self.parameters = trained(self.model)
+        self.buckets = self.sync._buckets
 
     def step(self, number: int, max_norm: float = float("inf")) -> None:
         one_step(self.sync, self.call, self.optimizer, self.ranks, number, max_norm=max_norm)
 
-    def trained(self, steps: int) -> Run:
-        for number in range(steps):
-            self.step(number)
-        self.sync.wait_for_weights()
-        return self
+    def feed(self, seed: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+        """Synchronise random gradients, rounded to the dtype, instead of a pass's; return them.
 
-    def feed(self, gradients: list[torch.Tensor]) -> None:
-        """Synchronise these gradients instead of a pass's."""
+        They are the same on every rank: their mean is exactly they (the world is a power of two).
+        """
+        generator = torch.Generator().manual_seed(seed)
+        gradients = [torch.randn(p.shape, generator=generator).to(dtype).to(p) for p in self.parameters]
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient.clone()
         self.sync.finish()
+        return gradients
 
-    def feed_random(self, seed: int) -> None:
-        """The same gradients on every rank: their mean is exactly they (the world is a power of two)."""
-        generator = torch.Generator().manual_seed(seed)
-        self.feed([torch.randn(p.shape, generator=generator).to(p) for p in self.parameters])
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
 
 
 @check()
@@ -93,12 +89,17 @@ def check_zero1_after_others_were_dropped(ranks: Ranks) -> None:
 
     Memory that is used again by some ranks only would be another piece than is meant.
     """
-    oracle = Run(ranks, gather="collective").trained(3)
+    oracle = Run(ranks, gather="collective")
+    for step in range(3):
+        oracle.step(step)
+    oracle.sync.wait_for_weights()
     gc.disable()
     try:
         runs = []
         for number in range(6):
-            runs.append(Run(ranks).trained(1 - number % 2))
+            runs.append(Run(ranks))
+            if number % 2 == 0:
+                runs[-1].step(0)  # its weights are still on their way
             if ranks.rank == number % ranks.world_size:
                 forgotten = weakref.ref(runs[-1].sync)
                 runs.clear()
@@ -121,13 +122,9 @@ def check_zero1_after_others_were_dropped(ranks: Ranks) -> None:
 def check_zero1_equals_unsharded(ranks: Ranks, make: Callable) -> None:
     run, reference = Run(ranks, make), seeded_model(0, ranks, torch.float32)
     optimizer = make(groups_of(reference))
-    theirs = [p for p in reference.parameters() if p.requires_grad]
-    torch.manual_seed(5)
     for step in range(20):
-        gradients = [torch.randn_like(p) for p in theirs]
-        for p, gradient in zip(theirs, gradients, strict=True):
-            p.grad = gradient.clone()
-        run.feed(gradients)
+        for parameter, gradient in zip(trained(reference), run.feed(step), strict=True):
+            parameter.grad = gradient
         for group in (*optimizer.param_groups, *run.optimizer.param_groups):
             group["lr"] = 0.01 / (1 + step)  # as a schedule does
         optimizer.step()
@@ -145,10 +142,8 @@ def check_zero1_state_is_one_share(ranks: Ranks) -> None:
     buckets = run.optimizer.shard_layout.buckets
     held = sum(state["exp_avg"].numel() for state in run.optimizer.state.values())
     assert held == sum(bucket.shard_size for bucket in buckets)
-    named = dict(run.model.named_parameters())
-    assert {name for bucket in buckets for name in bucket.names} == {
-        name for name, p in named.items() if p.requires_grad
-    }
+    named = {name: p for name, p in run.model.named_parameters() if p.requires_grad}
+    assert {name for bucket in buckets for name in bucket.names} == set(named)
     for bucket in buckets:
         assert 0 <= bucket.shard_size * ranks.world_size - bucket.num_elements < ranks.world_size * 128
         # Matrices decay, vectors do not: never in one bucket.
@@ -162,13 +157,10 @@ def check_zero1_bf16_master(ranks: Ranks, make: Callable) -> None:
     optimizer = make(groups_of(reference))
     assert run.model.embedding.weight.dtype == torch.bfloat16
     assert run.model.frozen.weight.dtype == torch.float32
-    theirs = [p for p in reference.parameters() if p.requires_grad]
+    theirs = trained(reference)
     for step in range(5):
-        torch.manual_seed(step)
-        gradients = [torch.randn_like(p).bfloat16() for p in theirs]
-        for p, gradient in zip(theirs, gradients, strict=True):
-            p.grad = gradient.float()
-        run.feed(gradients)
+        for parameter, gradient in zip(theirs, run.feed(step, torch.bfloat16), strict=True):
+            parameter.grad = gradient.float()
         norm = run.sync.clip_gradients(1.0)
         # Norms of bf16 are summed in float32, here and there in another order.
         torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(theirs, 1.0), rtol=1e-5, atol=0)
@@ -176,7 +168,7 @@ def check_zero1_bf16_master(ranks: Ranks, make: Callable) -> None:
         run.optimizer.step()
         run.optimizer.zero_grad()
     run.sync.wait_for_weights()
-    for bucket in run.sync._buckets:
+    for bucket in run.buckets:
         assert torch.equal(bucket.shard, bucket.master.bfloat16())
     for p, q in zip(run.parameters, theirs, strict=True):
         # Masters agree to 1e-7; at a rounding border that may be one bf16 step (2^-8 relative).
@@ -194,7 +186,7 @@ def check_zero1_bf16_unused(ranks: Ranks) -> None:
     run.sync.wait_for_weights()
     after = dict(run.model.named_parameters())
     assert [name for name, value in before.items() if torch.equal(value, after[name])] == ["never"]
-    for bucket in run.sync._buckets:
+    for bucket in run.buckets:
         assert torch.equal(bucket.shard, bucket.master.bfloat16())
     assert_same_on_all_ranks(run.model, ranks)
 
@@ -234,7 +226,7 @@ def check_zero1_masters_of_whole_weights(ranks: Ranks) -> None:
         {name: weights.get(name, value) for name, value in run.model.state_dict().items()}
     )
     run.optimizer.load_masters(weights)
-    for bucket in run.sync._buckets:
+    for bucket in run.buckets:
         whole = torch.cat([weights[name].flatten() for name in bucket.layout.names])
         padded = nn.functional.pad(whole, (0, bucket.weights.numel() - whole.numel()))
         assert torch.equal(bucket.master, bucket.shard_of(padded))
@@ -248,9 +240,9 @@ def check_zero1_reduction_in_bf16(ranks: Ranks) -> None:
     for make, dtype in ((our_adamw, torch.bfloat16), (adamw, torch.float32)):
         run = Run(ranks, make, reduce_dtype="bf16")
         for step in range(5):
-            run.feed_random(10 * step + ranks.rank)
+            run.feed(10 * step + ranks.rank)
             run.sync.clip_gradients(1.0)
-            assert {bucket.master.grad.dtype for bucket in run.sync._buckets} == {dtype}
+            assert {bucket.master.grad.dtype for bucket in run.buckets} == {dtype}
             run.optimizer.step()
             run.optimizer.zero_grad()
         run.sync.wait_for_weights()
@@ -266,24 +258,24 @@ def check_zero1_resumes(ranks: Ranks, weights: str, make: Callable) -> None:
 
     def steps(run: Run, which: range) -> None:
         for number in which:
-            run.feed_random(number)
+            run.feed(number)
             run.optimizer.step()
 
     straight, first, second, third = (Run(ranks, make, weights=weights) for _ in range(4))
     steps(straight, range(5))
     steps(first, range(3))
     state = first.optimizer.state_dict()
-    states: list = [None] * ranks.world_size
-    on_cpu = {
-        bucket: {key: value.cpu() for key, value in tensors.items()}
-        for bucket, tensors in state["state"].items()
-    }
-    dist.all_gather_object(states, {**state, "state": on_cpu})
-    second.model.load_state_dict(first.model.state_dict())
-    second.optimizer.load_state_dict(state)
-    third.model.load_state_dict(first.model.state_dict())
-    third.optimizer.load_resharded(states)
-    for run in (second, third):
+    file = io.BytesIO()
+    torch.save(state, file)
+    files: list = [None] * ranks.world_size
+    dist.all_gather_object(files, file.getvalue())
+    states = [torch.load(io.BytesIO(content), map_location="cpu") for content in files]
+    for run, load in (
+        (second, lambda: second.optimizer.load_state_dict(state)),
+        (third, lambda: third.optimizer.load_resharded(states)),
+    ):
+        run.model.load_state_dict(first.model.state_dict())
+        load()
         steps(run, range(3, 5))
         for name, value in straight.model.state_dict().items():
             assert torch.equal(value, run.model.state_dict()[name]), name
