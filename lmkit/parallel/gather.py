@@ -6,7 +6,6 @@ import os
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,31 +24,25 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _USE_COLLECTIVES = 'set parallel.gather = "collective"'
 
 
-class WeightGather(Protocol):
-    def allocate(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a zeroed flat tensor (num_elements,), a multiple of the world size: one equal part per rank."""
-
-    def start(self, flats: Sequence[torch.Tensor]) -> list[Work]:
-        """Start collecting the other ranks' parts of tensors that were allocated here. Collective.
-
-        Call it after this rank's parts are written (on GPUs: by kernels launched on the current stream).
-        """
-
-
-class CollectiveGather:
+class WeightGather:
     """Gather with one all-gather per tensor."""
 
     def __init__(self, averager: Averager) -> None:
         self._averager = averager
 
     def allocate(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a zeroed flat tensor (num_elements,), a multiple of the world size: one equal part per rank."""
         return torch.zeros(num_elements, dtype=dtype, device=device)
 
     def start(self, flats: Sequence[torch.Tensor]) -> list[Work]:
+        """Start collecting the other ranks' parts of tensors that were allocated here. Collective.
+
+        Call it after this rank's parts are written (on GPUs: by kernels launched on the current stream).
+        """
         return [self._averager.all_gather(flat) for flat in flats]
 
 
-class PeerGather:
+class PeerGather(WeightGather):
     """Read the other ranks' parts from the memory of their GPUs, on a separate stream.
 
     Copies take no SMs from the matrix products of the forward pass, as NCCL's kernels would.
@@ -93,17 +86,8 @@ class PeerGather:
                 self._traffic.count_scatter_or_gather(flat.nbytes, self._ranks.world_size)
                 for copy, part in self._copies[flat]:
                     copy.copy_(part, non_blocking=True)
-                arrivals.append(_CopiesDone(self._stream))
+                arrivals.append(all_written if self._stream is None else self._stream.record_event())
         return arrivals
-
-
-class _CopiesDone:
-    def __init__(self, stream: torch.cuda.Stream | None) -> None:
-        self._event = None if stream is None else stream.record_event()
-
-    def wait(self) -> None:
-        if self._event is not None:
-            self._event.wait()
 
 
 def aligned(num_bytes: int) -> int:

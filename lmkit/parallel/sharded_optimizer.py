@@ -12,7 +12,7 @@ from torch import nn
 from lmkit.optim.adamw import AdamW
 from lmkit.parallel.buckets import MIB
 from lmkit.parallel.collectives import Averager, Traffic
-from lmkit.parallel.gather import CollectiveGather, WeightGather
+from lmkit.parallel.gather import WeightGather
 from lmkit.parallel.protocol import MakeOptimizer
 from lmkit.parallel.ranks import Ranks
 from lmkit.parallel.shards import (
@@ -239,7 +239,7 @@ class ShardedOptimizer(Zero1Optimizer):
         self._given: list[dict[str, Any]] = []
         self._is_built = False
         alone = self._ranks.world_size == 1
-        gather = None if alone else CollectiveGather(Averager(self._ranks, Traffic()))
+        gather = None if alone else WeightGather(Averager(self._ranks, Traffic()))
         listed = list(params)
         is_one_group = not listed or isinstance(listed[0], torch.Tensor)
         groups: list[dict[str, Any]] = [{"params": listed}] if is_one_group else listed

@@ -19,7 +19,6 @@ from lmkit.optim.clipping import clip_for
 from lmkit.parallel.buckets import MIB, BucketHooks, order_of_first_rank
 from lmkit.parallel.collectives import reduce_dtype_for, unused_everywhere
 from lmkit.parallel.gather import (
-    CollectiveGather,
     PeerGather,
     PeerMemory,
     WeightGather,
@@ -109,7 +108,7 @@ class Zero1(Strategy):
             )
             return PeerGather(PeerMemory(num_bytes, self.ranks), self.ranks, self.traffic)
         self.gather = "collective"
-        return CollectiveGather(self._averager)
+        return WeightGather(self._averager)
 
     def _weight_dtype(self, parameters: list[nn.Parameter]) -> torch.dtype:
         return reduce_dtype_for(parameters[0].dtype, self.config.weights)

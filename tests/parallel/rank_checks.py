@@ -146,7 +146,8 @@ def check_late_gradients(ranks: Ranks, strategy: str, make: Callable, clips: boo
 
 @check(strategy=INSIDE)
 def check_whole_steps_inside_no_sync(ranks: Ranks, strategy: str) -> None:
-    """`finish` ends the first steps, in which the order is settled, but not what `no_sync` holds off."""
+    """`finish` ends the first steps, in which the order is settled, but not what `no_sync` holds off; nor does
+    another `no_sync` inside."""
     model = seeded_model(0, ranks)
     sync = build(strategy, ranks)
     call = sync.attach(model)
@@ -154,6 +155,8 @@ def check_whole_steps_inside_no_sync(ranks: Ranks, strategy: str) -> None:
         optimizer = sync.build_optimizer(adamw, groups_of(model))
         for step in range(3):
             before = sync.traffic.calls
+            with sync.no_sync():
+                call.loss(*batch(step, ranks.rank, 1), ranks.rank).backward()
             call.loss(*batch(step, ranks.rank), ranks.rank).backward()
             assert sync.traffic.calls == before
             sync.finish()
@@ -342,19 +345,8 @@ def check_forgotten(ranks: Ranks, strategy: str) -> None:
     assert [reference() for reference in forgotten] == [None] * len(forgotten)
 
 
-@check()
-def check_replicas_that_differ_are_refused(ranks: Ranks) -> None:
-    for strategy in STRATEGIES:
-        model = nn.Linear(3, 4 if ranks.rank == 1 else 5).to(ranks.device)
-        with refused("parallel.ranks_differ", LmkitError, "rank 1", "model"):
-            build(strategy, ranks).attach(model)
-        model = nn.Linear(3, 3).to(ranks.device)
-        with refused("parallel.ranks_differ", LmkitError, "rank 1", "recipe"):
-            build(strategy, ranks).attach(model, fingerprint=f"lr = {ranks.rank == 1}")
-
-
-@check(difference=("frozen", "untied", "tied otherwise"))
-def check_frozen_and_tied_parameters_are_compared(ranks: Ranks, difference: str) -> None:
+@check(difference=("shape", "frozen", "untied", "tied otherwise"))
+def check_models_that_differ_are_refused(ranks: Ranks, difference: str) -> None:
     """Otherwise broadcasts and reductions would pair different tensors."""
     model = nn.Sequential(*[nn.Linear(3, 3, bias=False) for _ in range(3)]).to(ranks.device)
     model[1].weight = model[0].weight
@@ -362,10 +354,19 @@ def check_frozen_and_tied_parameters_are_compared(ranks: Ranks, difference: str)
     if ranks.rank == 1 and difference == "frozen":
         model[2].requires_grad_(False)
     elif ranks.rank == 1:
-        other = nn.Parameter(torch.zeros_like(model[0].weight))
-        model[1].weight = other if difference == "untied" else model[2].weight
+        other = nn.Parameter(torch.zeros(3, 4 if difference == "shape" else 3, device=ranks.device))
+        model[1].weight = model[2].weight if difference == "tied otherwise" else other
+        model[0].weight = other if difference == "shape" else model[0].weight
     with refused("parallel.ranks_differ", LmkitError, "rank 1", "model"):
         check_same_model(model, ranks)
+
+
+@check()
+def check_recipes_that_differ_are_refused(ranks: Ranks) -> None:
+    for strategy in STRATEGIES:
+        model = nn.Linear(3, 3).to(ranks.device)
+        with refused("parallel.ranks_differ", LmkitError, "rank 1", "recipe"):
+            build(strategy, ranks).attach(model, fingerprint=f"lr = {ranks.rank == 1}")
 
 
 @check()

@@ -1,9 +1,7 @@
-"""`zero1` on one process: its hooks whatever the passes, and waiting for weights and gradients under way."""
+"""`zero1` on one process: what waits for weights and gradients that are under way."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,75 +14,10 @@ from lmkit.parallel.collectives import PendingMean
 from lmkit.parallel.overlap import OverlapSync
 from lmkit.parallel.ranks import Ranks
 from lmkit.parallel.shards import BucketLayout, ShardedBucket, shard_size_of, start_gather
-from lmkit.parallel.zero1 import LazyWeights, Zero1
+from lmkit.parallel.zero1 import LazyWeights
 from lmkit.recipe.tables import ParallelConfig
 
 RANKS = Ranks(world_size=2)
-ALL = (0, 1, 2, 3)
-
-
-class Sharded:
-    """`zero1` of a single rank beside plain SGD, from the same start."""
-
-    def __init__(self) -> None:
-        make = partial(torch.optim.SGD, lr=0.25)
-        self.mine, self.theirs = (
-            nn.ParameterList([torch.tensor(value) for value in (2.0, 3.0, 5.0, 7.0)]) for _ in range(2)
-        )
-        self.sync = Zero1(Ranks(), ParallelConfig(bucket_mb=2 * 4 / 2**20))  # two to a bucket
-        self.sync.attach(self.mine)
-        self.optimizer = self.sync.build_optimizer(make, [{"params": list(self.mine)}])
-        self.oracle = make(list(self.theirs))
-
-    def backward(self, order: tuple[int, ...], *, last: bool = True) -> None:
-        with nullcontext() if last else self.sync.no_sync():
-            self._loss(self.mine, order).backward()
-        self._loss(self.theirs, order).backward()
-
-    def step(self, *passes: tuple[int, ...]) -> None:
-        for number, order in enumerate(passes):
-            self.backward(order, last=number == len(passes) - 1)
-        self.sync.finish()
-        for optimizer in (self.optimizer, self.oracle):
-            optimizer.step()
-            optimizer.zero_grad()
-        # One addition and one product per element, here and there.
-        assert [p.item() for p in self.mine] == [p.item() for p in self.theirs]
-
-    @staticmethod
-    def _loss(parameters: nn.ParameterList, order: tuple[int, ...]) -> torch.Tensor:
-        loss = torch.ones(())
-        for index in order:
-            loss = loss + torch.sin(parameters[index] * loss)
-        return loss
-
-
-@pytest.mark.parametrize(
-    "steps",
-    [
-        [(ALL,), (ALL,), (ALL, ALL), (ALL,), (ALL, ALL, ALL)],
-        [((0, 1, 3),), (ALL,), (ALL, (2, 1)), (ALL,)],
-        [(ALL,), ((0, 1, 3),), ((2, 3),), ((1, 0),), (ALL,)],
-        [(ALL,), ((3, 2, 1, 0),), ((0, 2, 1, 3, 0),), (ALL,)],
-        [((1, 0, 1),), ((3, 1),), (ALL, ALL), ((3, 0, 1),)],
-    ],
-    ids=["accumulates later", "unused at first", "unused later", "another order", "never all"],
-)
-def test_zero1_equals_plain_steps_whatever_the_passes(steps):
-    run = Sharded()
-    for passes in steps:
-        run.step(*passes)
-
-
-def test_zero1_is_paused_until_the_outermost_no_sync_ends():
-    run = Sharded()
-    run.step(ALL)
-    with run.sync.no_sync():
-        with run.sync.no_sync():
-            run.backward(ALL)
-        run.backward(ALL)
-        assert all(p.grad is not None for p in run.mine), "a launch would have taken them"
-    run.step(ALL)
 
 
 class Backend:
