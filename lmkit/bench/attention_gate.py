@@ -1,20 +1,19 @@
-"""Check attention kernels before they are timed: wrong results are not worth a time.
+"""Check attention kernels before they are timed: `Gate`.
 
 Every variant is compared twice, on the inputs that it will be timed with:
 
-- Against float64 (`Gate.faults_at_spots`), on two of the heads. Up to `FULL_CHECK_LENGTH` queries and keys every row
-  is compared. Longer cases compare a sample of query rows (the first, the last, some in the middle, the rest at
-  random) and, with an output gradient that is zero outside that sample, the gradients of all keys: exact, and
-  affordable at any length.
-- Against PyTorch's kernel (`Gate.faults_against_pytorch`): every row of every head, with the dense output gradient.
+- with float64, on two of the heads (`faults_at_spots`). Up to `FULL_CHECK_LENGTH` queries and keys every row is
+  compared. Longer cases compare a sample of query rows; with an output gradient that is zero outside the sample, the
+  gradients of all keys stay exact and affordable at any length;
+- with PyTorch's kernel (`faults_against_pytorch`): every row of every head, with the dense output gradient.
 
-The budget is what an honest kernel of the same precision makes of the same inputs, never a fixed number.
+The budget is the error of an honest kernel of the same precision on the same inputs, never a fixed number.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lmkit.attention.accuracy import NAMES, Error, run_attention
+from lmkit.attention.accuracy import NAMES, run_attention
 from lmkit.attention.sdpa import sdpa
 
 if TYPE_CHECKING:
@@ -30,19 +29,23 @@ if TYPE_CHECKING:
 
 FULL_CHECK_LENGTH = 1024
 SAMPLED_ROWS = 128
-# Elements of one block of float64 scores (0.5 GB): a handful of such blocks live at once.
-BLOCK_ELEMENTS = 2**26
+BLOCK_ELEMENTS = 2**26  # float64 scores of one block (0.5 GB): a handful of such blocks live at once
 ALLOWANCE = 2.0
 NATS = 60.0
 """How far the dominant key of a sink stands above the others."""
+MEASURES = ("overall", "worst_row")
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+Results = tuple[Tensor, ...]
+"""(out,) or (out, dq, dk, dv), in the order of `NAMES`."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """One case's tensors: q, dout (batch, heads, num_queries, head_dim), k, v (batch, kv_heads, num_keys, head_dim).
+    """The tensors of one case.
 
-    dout is None for a forward-only case.
+    Attributes:
+        q, dout: (batch, heads, num_queries, head_dim); dout is None for a forward-only case.
+        k, v: (batch, kv_heads, num_keys, head_dim).
     """
 
     q: Tensor
@@ -52,16 +55,18 @@ class Inputs:
     causal: bool
 
     def of_key_head(self, batch: int, kv_head: int) -> Inputs:
-        """The part that belongs to one key/value head: its group of query heads in one batch row."""
-        group = self.q.shape[1] // self.k.shape[1]
-        rows = slice(batch, batch + 1)
-        queries = (rows, slice(kv_head * group, (kv_head + 1) * group))
-        keys = (rows, slice(kv_head, kv_head + 1))
-        dout = None if self.dout is None else self.dout[queries]
-        return Inputs(self.q[queries], self.k[keys], self.v[keys], dout, self.causal)
+        """Return the part of one key head in one batch row: the key head and its group of query heads."""
+        q, dout = (None if x is None else self.at(x, batch, kv_head) for x in (self.q, self.dout))
+        assert q is not None
+        return Inputs(q, self.at(self.k, batch, kv_head), self.at(self.v, batch, kv_head), dout, self.causal)
 
-    def run(self, function: Callable[..., Tensor]) -> tuple[Tensor, ...]:
-        """(out,) or (out, dq, dk, dv) of `function`."""
+    def at(self, x: Tensor, batch: int, kv_head: int) -> Tensor:
+        """Return the heads of `x` that belong to one key head in one batch row."""
+        width = x.shape[1] // self.k.shape[1]
+        return x[batch : batch + 1, kv_head * width : (kv_head + 1) * width]
+
+    def run(self, function: Callable[..., Tensor]) -> Results:
+        """Return the results of an attention function."""
         return run_attention(function, self.q, self.k, self.v, self.dout, causal=self.causal)
 
 
@@ -80,12 +85,11 @@ def make_inputs(
     dtype = DTYPES[options.dtype]
 
     def normal(heads: int, length: int) -> Tensor:
+        shape = [options.batch, heads, length, head_dim]
         if options.projection_layout:
-            shape = (options.batch, length, heads, head_dim)
-            whole = torch.randn(shape, generator=generator, device=device).to(dtype)
-            return whole.transpose(1, 2)  # (batch, heads, length, head_dim), strided
-        shape = (options.batch, heads, length, head_dim)
-        return torch.randn(shape, generator=generator, device=device).to(dtype)
+            shape[1], shape[2] = length, heads
+        x = torch.randn(shape, generator=generator, device=device).to(dtype)
+        return x.transpose(1, 2) if options.projection_layout else x  # (batch, heads, length, head_dim)
 
     q, k = normal(options.heads, num_queries), normal(options.kv_heads, num_keys)
     _shape_scores(q, k, options.data)
@@ -117,7 +121,11 @@ def _as_it_is(x: Tensor) -> Tensor:
 
 
 def cut_to_tf32(x: Tensor) -> Tensor:
-    """x with the 10 bits of mantissa that tensor cores read of a float32; the rest is cut off, as they do."""
+    """Return x with the 10 bits of mantissa that tensor cores read of a float32; the rest is cut off, as they do.
+
+    Some chips round to nearest instead, which is off by half as much; cutting always errs towards zero, so that no
+    average removes it.
+    """
     return (x.float().view(torch.int32) & ~0x1FFF).view(torch.float32).double()
 
 
@@ -131,12 +139,20 @@ class Arithmetic:
 
 EXACT = Arithmetic()
 TF32 = Arithmetic(operands=cut_to_tf32)
-"""All that tensor cores see of a float32. (Some chips round to nearest instead of cutting, which is off by half as
-much; cutting always errs towards zero, so that no average removes it.)"""
 
 
-def scores_kept_in(dtype: torch.dtype) -> Arithmetic:
-    """The arithmetic of a kernel that writes scores and probabilities to memory in `dtype`."""
+@cache
+def arithmetic_of(precision: str, *, keeps_scores: bool) -> Arithmetic:
+    """Return what the gate has to forgive a variant, beyond the rounding that every kernel of its dtype does.
+
+    Args:
+        keeps_scores: whether the kernel writes scores and probabilities to memory, in 16 bits if its inputs have 16.
+    """
+    if precision == "tf32":
+        return TF32
+    dtype = DTYPES[precision]
+    if not keeps_scores or dtype.itemsize != 2:
+        return EXACT
 
     def rounded(x: Tensor) -> Tensor:
         return x.to(dtype).double()
@@ -144,17 +160,8 @@ def scores_kept_in(dtype: torch.dtype) -> Arithmetic:
     return Arithmetic(operands=rounded, scores=rounded)
 
 
-@cache
-def arithmetic_of(precision: str, *, keeps_scores: bool) -> Arithmetic:
-    """Return what the gate has to forgive a variant, beyond the rounding that every kernel of its dtype does."""
-    if precision == "tf32":
-        return TF32
-    dtype = DTYPES[precision]
-    return scores_kept_in(dtype) if keeps_scores and dtype.itemsize == 2 else EXACT
-
-
-def exact_at(inputs: Inputs, rows: Tensor, arithmetic: Arithmetic = EXACT) -> tuple[Tensor, ...]:
-    """(out,) or (out, dq, dk, dv) in float64 for inputs with one key head, by the formulas of the chain rule.
+def exact_at(inputs: Inputs, rows: Tensor, arithmetic: Arithmetic = EXACT) -> Results:
+    """Return the results in float64 for inputs with one key head, by the formulas of the chain rule.
 
     Args:
         rows: (n,) query indices. out and dq are those of these rows; dk and dv are what these rows contribute.
@@ -192,18 +199,17 @@ def exact_at(inputs: Inputs, rows: Tensor, arithmetic: Arithmetic = EXACT) -> tu
 
 
 def rows_to_check(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-    """Sorted indices of the query rows that are compared with float64: all of a short case, else a sample."""
+    """Return sorted indices of the query rows that are compared with float64.
+
+    All rows of a short case; else the first, the middle, the last, and others at random.
+    """
     if max(num_queries, num_keys) <= FULL_CHECK_LENGTH:
         return torch.arange(num_queries, device=device)
-    run = SAMPLED_ROWS // 8
-    middle = num_queries // 2
+    run, middle = SAMPLED_ROWS // 8, num_queries // 2
     borders = [*range(run), *range(middle, middle + run), *range(num_queries - run, num_queries)]
-    chosen = {row for row in borders if 0 <= row < num_queries}
-    scattered = torch.randperm(num_queries, generator=torch.Generator().manual_seed(0))[:SAMPLED_ROWS]
-    for row in scattered.tolist():
-        if len(chosen) < SAMPLED_ROWS:
-            chosen.add(row)
-    return torch.tensor(sorted(chosen), device=device)
+    scattered = torch.randperm(num_queries, generator=torch.Generator().manual_seed(0)).tolist()
+    chosen = dict.fromkeys(row for row in (*borders, *scattered) if 0 <= row < num_queries)
+    return torch.tensor(sorted([*chosen][:SAMPLED_ROWS]), device=device)
 
 
 class Gate:
@@ -215,66 +221,66 @@ class Gate:
     """
 
     def __init__(self, inputs: Inputs) -> None:
-        self.inputs = inputs
+        self.inputs = self.probe = inputs
         self._rows = rows_to_check(inputs.q.shape[2], inputs.k.shape[2], inputs.q.device)
-        self._is_sample = max(inputs.q.shape[2], inputs.k.shape[2]) > FULL_CHECK_LENGTH
-        self.probe = inputs
-        if self._is_sample and inputs.dout is not None:
+        self._is_short = max(inputs.q.shape[2], inputs.k.shape[2]) <= FULL_CHECK_LENGTH
+        if not self._is_short and inputs.dout is not None:
             dout = torch.zeros_like(inputs.dout)
             dout[:, :, self._rows] = inputs.dout[:, :, self._rows]
             self.probe = replace(inputs, dout=dout)
         batch, kv_heads = inputs.k.shape[:2]
         self._spots = sorted({(0, 0), (batch - 1, kv_heads - 1)})
-        self._exact = [self._at(spot, EXACT) for spot in self._spots]
+        self._exact = self._at_spots(EXACT)
         self._pytorch = inputs.run(sdpa)
-        self._pytorch_errors = self._errors(self.probe.run(sdpa))
-        self._emulated: dict[Arithmetic, list[Error]] = {}
+        self._pytorch_errors = self._errors(self._cut_out(self.probe.run(sdpa)))
+        self._budgets = {EXACT: self._pytorch_errors}
         # One rounding of a result to the inputs' dtype, and float32 sums.
         self._floor = torch.finfo(inputs.q.dtype).eps + 16.0 * torch.finfo(torch.float32).eps
 
-    def errors(self, got: tuple[Tensor, ...]) -> dict[str, float]:
-        """Tensor -> distance from float64 over its size, for results of `probe`; the worse of the two heads."""
-        return {name: error.overall for name, error in zip(NAMES, self._errors(got), strict=False)}
+    def errors(self, got: Results) -> dict[str, float]:
+        """Return name -> distance from float64 over its size, for results of `probe`; the worse of the two heads."""
+        if self._malformed(got):
+            return {}
+        return dict(zip(NAMES, self._errors(self._cut_out(got))[:, 0].tolist(), strict=False))
 
-    def faults_at_spots(self, got: tuple[Tensor, ...], arithmetic: Arithmetic = EXACT) -> list[str]:
+    def faults_at_spots(self, got: Results, arithmetic: Arithmetic = EXACT) -> list[str]:
         """Return what is wrong with a variant's results for `probe`, one line each; empty if they are exact enough.
 
         Budget: `ALLOWANCE` times the error of PyTorch's kernel on the same inputs, or of exact arithmetic that only
         rounds where `arithmetic` says, plus one rounding to the inputs' dtype.
         """
-        faults = self._malformed(got)
-        if faults:
+        if faults := self._malformed(got):
             return faults
-        for name, error, budget in zip(NAMES, self._errors(got), self._budgets(arithmetic), strict=False):
-            for measure in ("overall", "worst_row"):
-                value, limit = getattr(error, measure), ALLOWANCE * getattr(budget, measure) + self._floor
-                if not value <= limit:
-                    faults.append(f"{name}: {measure} error {value:.2g}, allowed {limit:.2g}")
-        return faults
+        errors = self._errors(self._cut_out(got)).tolist()
+        limits = (ALLOWANCE * self._budget(arithmetic) + self._floor).tolist()
+        return [
+            f"{name}: {measure} error {value:.2g}, allowed {limit:.2g}"
+            for name, *both in zip(NAMES, errors, limits, strict=False)
+            for measure, value, limit in zip(MEASURES, *both, strict=True)
+            if not value <= limit
+        ]
 
-    def faults_against_pytorch(self, got: tuple[Tensor, ...], arithmetic: Arithmetic = EXACT) -> list[str]:
+    def faults_against_pytorch(self, got: Results, arithmetic: Arithmetic = EXACT) -> list[str]:
         """Return the heads that are further from PyTorch's, as a whole, than two kernels within their budgets can be.
 
         Args:
             got: what a variant made of the inputs themselves, with the dense dout.
         """
-        faults = self._malformed(got)
-        if faults:
+        if faults := self._malformed(got):
             return faults
         sizes = [float(_head_sizes(theirs).mean()) for theirs in self._pytorch]
-        if not self._is_sample:
+        if self._is_short:
             sizes[1:] = [max(sizes[1:], default=0.0)] * len(sizes[1:])  # see `_errors_of`
-        for name, mine, theirs, size, budget, its_error in zip(
-            NAMES, got, self._pytorch, sizes, self._budgets(arithmetic), self._pytorch_errors, strict=False
-        ):
-            apart = float(_head_sizes(mine.float() - theirs.float()).max()) / max(size, 1e-30)
-            # 1.5: the budget was measured on two heads, and others are somewhat less lucky.
-            limit = 1.5 * (ALLOWANCE * budget.overall + its_error.overall) + 2.0 * self._floor
-            if not apart <= limit:
-                faults.append(f"{name}: a head is {apart:.2g} from PyTorch's, allowed {limit:.2g}")
+        # 1.5: the budget was measured on two heads, and others are somewhat less lucky.
+        limits = 1.5 * (ALLOWANCE * self._budget(arithmetic) + self._pytorch_errors) + 2.0 * self._floor
+        faults = []
+        for i, (mine, theirs) in enumerate(zip(got, self._pytorch, strict=True)):
+            apart = float(_head_sizes(mine.float() - theirs.float()).max()) / max(sizes[i], 1e-30)
+            if not apart <= (limit := float(limits[i, 0])):
+                faults.append(f"{NAMES[i]}: a head is {apart:.2g} from PyTorch's, allowed {limit:.2g}")
         return faults
 
-    def _malformed(self, got: tuple[Tensor, ...]) -> list[str]:
+    def _malformed(self, got: Results) -> list[str]:
         faults = []
         for name, mine, theirs in zip(NAMES, got, self._pytorch, strict=False):
             if mine.shape != theirs.shape:
@@ -283,47 +289,33 @@ class Gate:
                 faults.append(f"{name}: not finite")
         return faults
 
-    def _at(self, spot: tuple[int, int], arithmetic: Arithmetic) -> tuple[Tensor, ...]:
-        return exact_at(self.probe.of_key_head(*spot), self._rows, arithmetic)
+    def _at_spots(self, arithmetic: Arithmetic) -> list[Results]:
+        return [exact_at(self.probe.of_key_head(*spot), self._rows, arithmetic) for spot in self._spots]
 
-    def _budgets(self, arithmetic: Arithmetic) -> list[Error]:
-        if arithmetic is EXACT:
-            return self._pytorch_errors
-        if arithmetic not in self._emulated:
-            emulated = self._compare([self._at(spot, arithmetic) for spot in self._spots])
-            self._emulated[arithmetic] = [
-                Error(max(a.overall, b.overall), max(a.worst_row, b.worst_row))
-                for a, b in zip(emulated, self._pytorch_errors, strict=True)
-            ]
-        return self._emulated[arithmetic]
-
-    def _errors(self, got: tuple[Tensor, ...]) -> list[Error]:
-        """Per tensor the larger error of the spots."""
-        parts = []
-        for spot in self._spots:
-            mine = [tensor[self._heads_at(spot, tensor)] for tensor in got]
-            parts.append(tuple(x[:, :, self._rows] if i < 2 else x for i, x in enumerate(mine)))
-        return self._compare(parts)
-
-    def _compare(self, parts: list[tuple[Tensor, ...]]) -> list[Error]:
-        """Per tensor the larger error of `parts`, one tuple per spot."""
-        by_spot = [
-            _errors_of(mine, exact, short=not self._is_sample)
-            for mine, exact in zip(parts, self._exact, strict=True)
-        ]
+    def _cut_out(self, got: Results) -> list[Results]:
+        """Return, for each spot, what `exact_at` returns of it: the compared rows of out and dq, all of dk and dv."""
         return [
-            Error(max(e.overall for e in errors), max(e.worst_row for e in errors))
-            for errors in zip(*by_spot, strict=True)
+            tuple(
+                x[:, :, self._rows] if i < 2 else x
+                for i, x in enumerate(self.inputs.at(tensor, *spot) for tensor in got)
+            )
+            for spot in self._spots
         ]
 
-    def _heads_at(self, spot: tuple[int, int], tensor: Tensor) -> tuple[slice, slice]:
-        batch, kv_head = spot
-        width = tensor.shape[1] // self.inputs.k.shape[1]
-        return slice(batch, batch + 1), slice(kv_head * width, (kv_head + 1) * width)
+    def _budget(self, arithmetic: Arithmetic) -> Tensor:
+        if arithmetic not in self._budgets:
+            emulated = self._errors(self._at_spots(arithmetic))
+            self._budgets[arithmetic] = torch.maximum(emulated, self._pytorch_errors)
+        return self._budgets[arithmetic]
+
+    def _errors(self, of_spots: Iterable[Results]) -> Tensor:
+        """Return (tensors, 2): overall and worst_row of each tensor, the larger of the spots."""
+        pairs = zip(of_spots, self._exact, strict=True)
+        return torch.stack([_errors_of(mine, exact, short=self._is_short) for mine, exact in pairs]).amax(0)
 
 
-def _errors_of(got: tuple[Tensor, ...], exact: tuple[Tensor, ...], *, short: bool) -> list[Error]:
-    """Per tensor: `overall`, the distance over the size of the exact tensor; `worst_row`, the same of single rows.
+def _errors_of(got: Results, exact: Results, *, short: bool) -> Tensor:
+    """Return (tensors, 2): the distance over the size of the exact tensor, and the largest of its single rows.
 
     A row is measured against its own size, or against a quarter of the median row's where it is smaller than that:
     early rows of a causal output are far larger than late ones, and a fault in the late ones has to show. Where a
@@ -339,14 +331,11 @@ def _errors_of(got: tuple[Tensor, ...], exact: tuple[Tensor, ...], *, short: boo
     errors = []
     tiny = torch.finfo(torch.float64).tiny
     for mine, truth, sizes, median, total in zip(got, exact, rows, medians, totals, strict=True):
-        if mine.shape != truth.shape:
-            errors.append(Error(torch.inf, torch.inf))
-            continue
         distances = _row_sizes(mine.double() - truth)
         units = sizes.clamp(min=max(0.25 * median, tiny))
         overall = float(distances.square().mean().sqrt()) / max(total, tiny)
-        errors.append(Error(overall, float((distances / units).max())))
-    return errors
+        errors.append((overall, float((distances / units).max())))
+    return torch.tensor(errors, dtype=torch.float64)
 
 
 def _row_sizes(x: Tensor) -> Tensor:
@@ -354,5 +343,5 @@ def _row_sizes(x: Tensor) -> Tensor:
 
 
 def _head_sizes(x: Tensor) -> Tensor:
-    """(batch, heads): the root mean square row of each head."""
+    """Return (batch, heads): the root mean square row of each head."""
     return x.float().norm(dim=-1).square().mean(dim=-1).sqrt()
