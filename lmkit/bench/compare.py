@@ -8,24 +8,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lmkit.bench.harness import ratio_fields
 from lmkit.bench.report import read_rows
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.statistics import median, unpaired_ratio
 from lmkit.measure.tables import Column, Rows, terminal_table
 
-SAMPLES = (("samples_ms", 1.0), ("samples_s", 1e3))  # key, factor to milliseconds
 # Results, though they are text or whole numbers: they do not say which measurement a row is.
 RESULT_KEYS = frozenset(
     [
-        *("status", "detail", "repeats", "rounds", "epochs", "calls_per_sample", "calls_per_step", "clock"),
-        *(
-            "verdict",
-            "versus_fp32_verdict",
-            "versus_sdpa_verdict",
-            "best_sdpa",
-            "mfu_basis",
-            "implementation",
-        ),
+        "status",
+        "detail",
+        "repeats",
+        "rounds",
+        "epochs",
+        "calls_per_sample",
+        "calls_per_step",
+        "clock",
+        "implementation",
+        "verdict",
+        "versus_fp32_verdict",
+        "versus_sdpa_verdict",
+        "best_sdpa",
+        "mfu_basis",
     ]
 )
 COLUMNS = (
@@ -33,8 +38,8 @@ COLUMNS = (
     Column("before_ms", "before ms", ".4g"),
     Column("after_ms", "after ms", ".4g"),
     Column("speedup", "speedup", ".3f"),
-    Column("low", "95% from", ".3f"),
-    Column("high", "to", ".3f"),
+    Column("speedup_low", "95% from", ".3f"),
+    Column("speedup_high", "to", ".3f"),
     Column("verdict", "verdict"),
 )
 
@@ -130,57 +135,39 @@ def compare_rows(
     new = {identity(row): row for row in after}
     keys = list(dict.fromkeys([*old, *new]))
     values: dict[str, set[Any]] = {}
-    for key in keys:
-        for name, value in key:
-            values.setdefault(name, set()).add(value)
+    for name, value in (pair for key in keys for pair in key):
+        values.setdefault(name, set()).add(value)
     rows = []
     for key in keys:
-        row = _compare(old.get(key), new.get(key), smallest_difference)
         # What all rows share would only repeat itself.
-        row["what"] = " ".join(str(value) for name, value in key if len(values[name]) > 1) or "all"
-        rows.append(row)
+        what = " ".join(str(value) for name, value in key if len(values[name]) > 1) or "all"
+        rows.append({"what": what} | _compare(old.get(key), new.get(key), smallest_difference))
+    verdicts = [row["verdict"] for row in rows]
     return Compared(
         rows,
-        compared=sum(row["verdict"] in ("faster", "slower", "no difference") for row in rows),
-        worse=sum(row["verdict"] in ("slower", "stopped working", "missing") for row in rows),
+        compared=sum(verdict in ("faster", "slower", "no difference") for verdict in verdicts),
+        worse=sum(verdict in ("slower", "stopped working", "missing") for verdict in verdicts),
     )
 
 
 def identity(row: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     """Return the sorted (key, value) pairs that say what was measured: text, whole numbers and switches."""
-    return tuple(
-        sorted(
-            (key, value)
-            for key, value in row.items()
-            if key not in RESULT_KEYS and isinstance(value, (str, int)) and not key.endswith("_bytes")
-        )
-    )
+    told = {key for key, value in row.items() if isinstance(value, (str, int)) and not key.endswith("_bytes")}
+    return tuple(sorted((key, row[key]) for key in told - RESULT_KEYS))
 
 
 def _compare(
     old: Mapping[str, Any] | None, new: Mapping[str, Any] | None, smallest_difference: float
 ) -> dict[str, Any]:
-    before, after = (_samples_ms(row) for row in (old, new))
     if old is None or new is None:
         return {"verdict": "new" if old is None else "missing"}
+    before, after = _samples_ms(old), _samples_ms(new)
     if not before or not after:
         same = bool(before) == bool(after)
         return {"verdict": "not measured" if same else "stopped working" if before else "works now"}
     ratio = unpaired_ratio(after, before, smallest_difference=smallest_difference)
-    return {
-        "before_ms": median(before),
-        "after_ms": median(after),
-        "speedup": ratio.speedup,
-        "low": ratio.low,
-        "high": ratio.high,
-        "verdict": ratio.verdict,
-    }
+    return {"before_ms": median(before), "after_ms": median(after), **ratio_fields(ratio)}
 
 
-def _samples_ms(row: Mapping[str, Any] | None) -> list[float]:
-    return next(
-        ([sample * factor for sample in row[key]] for key, factor in SAMPLES if row.get(key))
-        if row
-        else iter(()),
-        [],
-    )
+def _samples_ms(row: Mapping[str, Any]) -> list[float]:
+    return row.get("samples_ms") or [sample * 1e3 for sample in row.get("samples_s") or ()]

@@ -12,7 +12,7 @@ import torch
 
 from lmkit.bench import harness
 from lmkit.bench.harness import run_bench as run_on_ranks
-from lmkit.bench.lm_matrix import coinciding_curves, findings
+from lmkit.bench.lm_matrix_summary import coinciding_curves, findings
 from lmkit.data import token_files
 from lmkit.errors import UsageError
 from lmkit.recipe.load import load_recipe
