@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lmkit.bench.context import Context
 from lmkit.bench.harness import Summary
+from lmkit.bench.pictures import lines
 from lmkit.measure.memory import release_memory
-from lmkit.measure.plots import line_plot
 from lmkit.measure.statistics import spread
 from lmkit.measure.tables import Column, Rows
 from lmkit.measure.timing import SteadyStateClock, time_variants
@@ -151,15 +151,13 @@ def summarize(rows: Rows) -> Summary:
 
 def pictures(rows: Rows) -> dict[str, bytes]:
     """Draw bandwidth over message size."""
-    series: dict[str, list[tuple[float, float]]] = {}
-    for row in rows:
-        points = series.setdefault(f"{row['operation']} {row['dtype']}", [])
-        points.append((float(f"{row['bytes'] / 1e6:.3g}"), row["bus_gb_per_s"]))
-    picture = line_plot(
-        series,
+    picture = lines(
+        [row | {"mb": float(f"{row['bytes'] / 1e6:.3g}")} for row in rows],
+        "mb",
+        "bus_gb_per_s",
+        series=lambda row: f"{row['operation']} {row['dtype']}",
         title=f"Collectives on {rows[0]['world_size']} ranks",
         x_label="buffer (MB, 10^6 bytes)",
         y_label="bus bandwidth (GB/s, 10^9 bytes)",
-        log_x=True,
     )
     return {"all_reduce_bandwidth.png": picture}

@@ -12,19 +12,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, model_validator
+from pydantic import model_validator
 
 from lmkit.bench.attention_summary import pictures as pictures
 from lmkit.bench.attention_summary import square_tiers
 from lmkit.bench.attention_summary import summarize as summarize
 from lmkit.bench.attention_variants import (
     COMPILED,
+    Tier,
     build_variant,
     check_kernel,
     default_kernels,
     implementation_of,
     kernel_of,
     matmul_precision,
+    parse_tier,
     precision_of,
     refusal_is_a_row,
     timed_call,
@@ -53,41 +55,10 @@ if TYPE_CHECKING:
     from lmkit.bench.attention_gate import Gate, Inputs
 
 log = logging.getLogger("lmkit")
-TIERS: dict[str, int] = {
-    "Small": 128,
-    "Medium": 256,
-    "Large": 512,
-    "XL": 1024,
-    "XXL": 2048,
-    **{f"{thousands}k": thousands * 1024 for thousands in (4, 8, 16, 32, 64, 128)},
-}
+CUSTOM_TIERS = FlagNames(("--custom-tiers", "--custom_tiers"))
 SCORE_COPIES = 3  # scores, masked copy, probabilities: what a kernel that keeps scores holds at once
 MEMORY_STEP = 1024  # tokens; how finely the longest sequence that fits is searched
 FLOPS = {"forward": 1.0, "backward": 2.5, "fwd+bwd": 3.5}  # five matrix products where forward has two
-
-
-def parse_tier(text: str) -> tuple[int, int]:
-    """Return (num_queries, num_keys) of "XXL", "2048" or "128:64".
-
-    Raises:
-        ValueError: anything else.
-    """
-    if text in TIERS:
-        return TIERS[text], TIERS[text]
-    queries, colon, keys = text.partition(":")
-    if queries.isdecimal() and int(queries) > 0 and (not colon or (keys.isdecimal() and int(keys) > 0)):
-        return int(queries), int(keys if colon else queries)
-    raise ValueError(
-        f'"{text}" is not a tier; use {", ".join(TIERS)}, a length, or queries:keys such as 128:64'
-    )
-
-
-def _is_tier(text: str) -> str:
-    parse_tier(text)
-    return text
-
-
-Tier = Annotated[str, AfterValidator(_is_tier)]
 
 
 class Options(Table):
@@ -109,12 +80,7 @@ class Options(Table):
     """Query i sees keys j <= i; false: all keys."""
     backward: bool = False
     """Also time forward + backward, and backward alone."""
-    tiers: Annotated[tuple[Tier, ...], FlagNames(("--custom-tiers", "--custom_tiers"))] = (
-        "Small",
-        "Medium",
-        "Large",
-        "XL",
-    )
+    tiers: Annotated[tuple[Tier, ...], CUSTOM_TIERS] = ("Small", "Medium", "Large", "XL")
     """Names (Small 128 ... XXL 2048, 4k ... 128k), lengths, or rectangles queries:keys."""
     kernels: tuple[AttentionVariant, ...] = ()
     """Kernels that `lmkit env` lists, KERNEL:VARIANT such as flash_triton:deterministic, sdpa:cudnn|flash|efficient,

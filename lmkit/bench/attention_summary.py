@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from lmkit.bench.harness import Summary, grouped
-from lmkit.measure.plots import grouped_bars, heat_map, line_plot, of_time
+from lmkit.bench.pictures import bars, lines
+from lmkit.measure.plots import heat_map, of_time
 from lmkit.measure.tables import Column, Rows, markdown_table
 from lmkit.registry import ATTENTION
 
-SHORT_STATUS = {"out of memory": "OOM", "wrong result": "wrong", "skipped": "too slow"}
 COLUMNS = (
     Column("tier", "tier"),
     Column("head_dim", "D", "d"),
@@ -90,58 +90,43 @@ def square_tiers(rows: Rows) -> Rows:
 
 def pictures(rows: Rows) -> dict[str, bytes]:
     """Draw forward and backward bars, scaling, and the grid (or the square tiers, as one line)."""
-    tiers = [row for row in rows if row["part"] == "tiers"]
     grid = [row for row in rows if row["part"] == "grid"]
     square = [row for row in square_tiers(rows) if row["direction"] == "forward"]
     files = {
-        "attention_sweep_forward.png": _bars([row for row in tiers if row["direction"] == "forward"]),
+        "attention_sweep_forward.png": _bars(rows, "forward"),
         "attention_sweep_heatmap.png": _heat_map(grid or square),
-        "attention_sweep_scaling.png": _scaling(square),
+        "attention_sweep_scaling.png": lines(
+            square,
+            "num_keys",
+            "median_ms",
+            series="kernel",
+            title=_title(square, "forward"),
+            x_label="sequence length (tokens)",
+            y_label="time (ms, log scale)",
+            log_y=True,
+        ),
     }
-    if backward := [row for row in tiers if row["direction"] == "backward"]:
-        files["attention_sweep_backward.png"] = _bars(backward)
+    if any(row["direction"] == "backward" for row in rows):
+        files["attention_sweep_backward.png"] = _bars(rows, "backward")
     return files
 
 
 def _title(rows: Rows, what: str) -> str:
-    if not rows:
-        return what
-    row = rows[0]
-    return f"Attention {what}: batch {row['batch']}, {row['heads']} heads, {row['dtype']}"
+    shape = "".join(f": batch {row['batch']}, {row['heads']} heads, {row['dtype']}" for row in rows[:1])
+    return f"Attention {what}{shape}"
 
 
-def _bars(rows: Rows) -> bytes:
-    tiers = list(dict.fromkeys(row["tier"] for row in rows))
-    found = {(row["kernel"], row["tier"]): row for row in rows}
-    timed = dict.fromkeys(row["kernel"] for row in rows if row.get("median_ms"))
-    places = {kernel: [found[kernel, tier] for tier in tiers] for kernel in timed}
-    lengths = {row["tier"]: row["num_keys"] for row in rows}
-    return grouped_bars(
-        [tier if ":" in tier or tier.isdecimal() else f"{tier}\n{lengths[tier]}" for tier in tiers],
-        {kernel: [row.get("median_ms") for row in members] for kernel, members in places.items()},
-        errors={kernel: [of_time(row) for row in members] for kernel, members in places.items()},
-        log_y=True,
-        reasons={
-            kernel: [SHORT_STATUS.get(row["status"], str(row["status"])) for row in members]
-            for kernel, members in places.items()
-        },
-        title=_title(rows, rows[0]["direction"] if rows else "") + " (median, whiskers p10 to p90)",
+def _bars(rows: Rows, direction: str) -> bytes:
+    chosen = [row for row in rows if row["part"] == "tiers" and row["direction"] == direction]
+    return bars(
+        chosen,
+        "median_ms",
+        group=lambda row: f"{row['tier']}\n{row['num_keys']}" if row["tier"].isalnum() else row["tier"],
+        series="kernel",
+        whisker=of_time,
+        title=_title(chosen, direction) + " (median, whiskers p10 to p90)",
         x_label="sequence length (tokens; queries:keys where they differ)",
         y_label="time (ms, log scale)",
-    )
-
-
-def _scaling(rows: Rows) -> bytes:
-    series: dict[str, list[tuple[float, float]]] = {}
-    for row in rows:
-        if row.get("median_ms"):
-            series.setdefault(row["kernel"], []).append((row["num_keys"], row["median_ms"]))
-    return line_plot(
-        series,
-        title=_title(rows, "forward"),
-        x_label="sequence length (tokens)",
-        y_label="time (ms, log scale)",
-        log_x=True,
         log_y=True,
     )
 

@@ -1,4 +1,4 @@
-"""The variants of `lmkit bench attention`: names such as "flash_triton:tf32+compile" -> functions and timed calls."""
+"""The names of `lmkit bench attention`: tiers -> lengths; "flash_triton:tf32+compile" -> timed calls."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import AfterValidator
 
 from lmkit.errors import UsageError, did_you_mean
 from lmkit.measure.timing import Work
@@ -17,6 +19,14 @@ if TYPE_CHECKING:
 
     from lmkit.bench.attention_gate import Inputs
 
+TIERS: dict[str, int] = {
+    "Small": 128,
+    "Medium": 256,
+    "Large": 512,
+    "XL": 1024,
+    "XXL": 2048,
+    **{f"{thousands}k": thousands * 1024 for thousands in (4, 8, 16, 32, 64, 128)},
+}
 SDPA_BACKENDS = {
     "sdpa:cudnn": "CUDNN_ATTENTION",
     "sdpa:flash": "FLASH_ATTENTION",
@@ -24,6 +34,30 @@ SDPA_BACKENDS = {
 }
 SDPA_REFUSALS = ("No available kernel", "No viable backend")  # of a pinned backend, on a GPU and on a CPU
 COMPILED = "+compile"
+
+
+def parse_tier(text: str) -> tuple[int, int]:
+    """Return (num_queries, num_keys) of "XXL", "2048" or "128:64".
+
+    Raises:
+        ValueError: anything else.
+    """
+    if text in TIERS:
+        return TIERS[text], TIERS[text]
+    queries, colon, keys = text.partition(":")
+    if queries.isdecimal() and int(queries) > 0 and (not colon or (keys.isdecimal() and int(keys) > 0)):
+        return int(queries), int(keys if colon else queries)
+    raise ValueError(
+        f'"{text}" is not a tier; use {", ".join(TIERS)}, a length, or queries:keys such as 128:64'
+    )
+
+
+def _is_tier(text: str) -> str:
+    parse_tier(text)
+    return text
+
+
+Tier = Annotated[str, AfterValidator(_is_tier)]
 
 
 def default_kernels(*, on_gpu: bool) -> tuple[str, ...]:

@@ -170,6 +170,7 @@ def measure(case: Case, names: Sequence[str], context: Context, *, part: str, jo
 def _build(name: str, case: Case, ranks: Ranks) -> tuple[TrainingStep | None, dict[str, Any]] | str:
     """Build a variant, run its first steps, note memory and traffic; return why, if it does not fit on some rank."""
     import torch
+    import torch.distributed as dist
 
     from lmkit.parallel.collectives import agree
 
@@ -198,7 +199,9 @@ def _build(name: str, case: Case, ranks: Ranks) -> tuple[TrainingStep | None, di
         del built
         release_memory(ranks.device)
         return str(facts.get("detail", "on another rank"))
-    return built, _from_first_rank(facts, ranks)
+    of_first: list[Any] = [facts]  # so that all ranks return the same rows
+    dist.broadcast_object_list(of_first, src=0, device=torch.device("cpu"))
+    return built, of_first[0]
 
 
 def begin_account(ranks: Ranks) -> None:
@@ -260,18 +263,6 @@ def _communication_alone(name: str, built: TrainingStep | None, ranks: Ranks) ->
     return median(samples)
 
 
-def _from_first_rank(facts: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
-    """Return rank 0's facts, so that all ranks return the same rows."""
-    import torch
-    import torch.distributed as dist
-
-    if ranks.world_size == 1:
-        return facts
-    carrier: list[Any] = [facts]
-    dist.broadcast_object_list(carrier, src=0, device=torch.device("cpu"))
-    return carrier[0]
-
-
 def _time_together(
     trainings: Trainings, context: Context, part: str, keep: Callable[[Samples], None]
 ) -> Samples:
@@ -316,11 +307,8 @@ def _time_together(
         keep(samples)
         return agree(ranks, stop=time.monotonic() > deadline).stop
 
-    def wait() -> None:
-        """Do what the other ranks do while one rank runs alone."""
-
     time_variants(
-        {name: wait if built is None else built.run for name, built in trainings.items()},
+        {name: built.run if built else lambda: None for name, built in trainings.items()},
         device=ranks.device,
         repeats=options.rounds,
         warmup=0,

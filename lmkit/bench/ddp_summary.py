@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from lmkit.bench.ddp_variants import is_own, is_sharded
 from lmkit.bench.harness import Summary, grouped
-from lmkit.measure.plots import grouped_bars, line_plot, of_rate, of_samples, of_time, timeline
+from lmkit.bench.pictures import bars, lines
+from lmkit.measure.plots import of_rate, of_samples, of_time, timeline
 from lmkit.measure.statistics import FEWEST_PAIRS, overlap, paired_ratio, total
 from lmkit.measure.tables import Column, Rows
 
@@ -145,14 +146,15 @@ def pictures(rows: Rows) -> dict[str, bytes]:
     """Draw throughput, exposed communication, the bucket sweep, and a step of `bucketed` if one was traced."""
     timed = [row for row in rows if row.get("step_ms")]
     first = [row for row in timed if row.get("part") != "bucket sweep"]
-    case = ", ".join(dict.fromkeys(str(row["case"]) for row in rows))
+    case = f"{', '.join(dict.fromkeys(str(row['case']) for row in rows))}, whiskers p10 to p90"
+    size = max(row["world_size"] for row in rows)
     files = {
-        "ddp_throughput.png": grouped_bars(
-            [row["variant"] for row in first],
-            {"tokens/s": [row["tokens_per_s"] for row in first]},
-            errors={"tokens/s": [of_rate(row, "step_ms") for row in first]},
-            title=f"{case}: training throughput on {max(row['world_size'] for row in rows)} ranks "
-            "(whiskers p10 to p90)",
+        "ddp_throughput.png": bars(
+            first,
+            "tokens_per_s",
+            group="variant",
+            whisker=lambda row: of_rate(row, "step_ms"),
+            title=f"Training throughput on {size} ranks: {case}",
             x_label="variant",
             y_label="tokens per second",
             spec=",.0f",
@@ -160,38 +162,40 @@ def pictures(rows: Rows) -> dict[str, bytes]:
     }
     if exposed := [row for row in first if row.get("exposed_ms") is not None]:
         bare = next(row for row in first if row["variant"] == "none")["samples_ms"]
-        beyond = [
-            [mine - alone for mine, alone in zip(row["samples_ms"], bare, strict=True)] for row in exposed
-        ]
-        files["ddp_exposed.png"] = grouped_bars(
-            [row["variant"] for row in exposed],
-            {"exposed": [row["exposed_ms"] for row in exposed]},
-            errors={"exposed": [of_samples(samples) for samples in beyond]},
-            title=f"{case}: communication that compute does not hide (whiskers p10 to p90)",
+
+        def beyond(row: dict[str, Any]) -> tuple[float, float]:
+            return of_samples([mine - alone for mine, alone in zip(row["samples_ms"], bare, strict=True)])
+
+        files["ddp_exposed.png"] = bars(
+            exposed,
+            "exposed_ms",
+            group="variant",
+            whisker=lambda row: of_samples(
+                [mine - alone for mine, alone in zip(row["samples_ms"], bare, strict=True)]
+            ),
+            title=f"Communication that compute does not hide: {case}",
             x_label="variant",
             y_label="ms per step",
         )
-    if sized := {size: row for row in timed if (size := _bucket_mb(row)) is not None}:
-        files["ddp_bucket_sweep.png"] = line_plot(
-            {"bucketed": [(size, row["step_ms"]) for size, row in sized.items()]},
-            errors={"bucketed": {size: of_time(row, "step_ms") or (0.0, 0.0) for size, row in sized.items()}},
-            title=f"{case}: step time over bucket size (whiskers p10 to p90)",
+    if sized := [row | {"bucket_mb": size} for row in timed if (size := _bucket_mb(row)) is not None]:
+        files["ddp_bucket_sweep.png"] = lines(
+            sized,
+            "bucket_mb",
+            "step_ms",
+            series=lambda row: "bucketed",
+            whisker=lambda row: of_time(row, "step_ms"),
+            title=f"Step time over bucket size: {case}",
             x_label="bucket size (MiB)",
             y_label="ms per step",
-            log_x=True,
             from_zero=True,  # sizes differ by percents, and should look it
         )
     if traced := next((row["timeline"] for row in rows if row.get("timeline")), None):
-        files["ddp_overlap.png"] = _overlap(
-            *([(start, end) for start, end in traced[kind]] for kind in ("compute", "communication"))
+        kinds = ("compute", "communication")
+        compute, communication = ([(start, end) for start, end in traced[kind]] for kind in kinds)
+        files["ddp_overlap.png"] = timeline(
+            {"compute": compute, "communication": communication},
+            title=f"bucketed: {total(communication):.2f} ms of communication in a step, "
+            f"{overlap(communication, compute):.2f} of them while compute runs",
+            x_label="time (ms), GPU of the traced rank",
         )
     return files
-
-
-def _overlap(compute: Sequence[tuple[float, float]], communication: Sequence[tuple[float, float]]) -> bytes:
-    return timeline(
-        {"compute": compute, "communication": communication},
-        title=f"bucketed: {total(communication):.2f} ms of communication in a step, "
-        f"{overlap(communication, compute):.2f} of them while compute runs",
-        x_label="time (ms), GPU of the traced rank",
-    )

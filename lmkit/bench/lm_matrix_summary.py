@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lmkit.bench.harness import Summary, mfu_notes
-from lmkit.measure.plots import grouped_bars, loss_curve, of_rate, table_picture
+from lmkit.bench.harness import Summary, grouped, mfu_notes
+from lmkit.bench.pictures import bars
+from lmkit.measure.plots import loss_curve, of_rate, table_picture
 from lmkit.measure.statistics import paired_ratio
 from lmkit.measure.tables import Column, Rows
 from lmkit.registry import ATTENTION
@@ -43,10 +44,6 @@ def summarize(rows: Rows) -> Summary:
 
 def _ranks(rows: Rows) -> str:
     return "1 rank" if rows[0]["ranks"] == 1 else f"{rows[0]['ranks']} ranks"
-
-
-def _names(rows: Rows, key: str) -> list[str]:
-    return list(dict.fromkeys(row[key] for row in rows))
 
 
 def _apart(losses: Sequence[float], others: Sequence[float]) -> float:
@@ -88,34 +85,44 @@ def findings(rows: Rows) -> list[str]:
 
 def pictures(rows: Rows) -> dict[str, bytes]:
     """Draw the matrix by time, memory and throughput, the loss curves, and bars and a table per kernel."""
-    memory = "peak memory (GB = 10^9 bytes)"
     throughput = "tokens per second, all ranks"
     files = {
-        "lm_matrix_time.png": _bars(rows, "median_ms", "Time per training step", "time (ms)"),
-        "lm_matrix_memory.png": _bars(rows, "peak_gb", "Peak memory of one rank", memory),
-        "lm_matrix_throughput.png": _bars(rows, "tokens_per_s", "Training throughput", throughput, ",.0f"),
-        "lm_matrix_convergence.png": loss_curve(
-            coinciding_curves(rows), title="Convergence, same start and batches", x_label="optimizer step"
-        ),
+        f"lm_matrix_{name}.png": bars(
+            rows,
+            key,
+            group="kernel",
+            series="strategy",
+            title=f"{title} ({_ranks(rows)})",
+            x_label="attention kernel",
+            y_label=y_label,
+            spec=spec,
+        )
+        for name, key, title, y_label, spec in (
+            ("time", "median_ms", "Time per training step", "time (ms)", ".3g"),
+            ("memory", "peak_gb", "Peak memory of one rank", "peak memory (GB = 10^9 bytes)", ".3g"),
+            ("throughput", "tokens_per_s", "Training throughput", throughput, ",.0f"),
+        )
     }
-    for kernel in _names(rows, "kernel"):
-        chosen = [row for row in rows if row["kernel"] == kernel]
-        bars = grouped_bars(
-            [row["strategy"] for row in chosen],
-            {kernel: [row.get("tokens_per_s") for row in chosen]},
-            errors={kernel: [of_rate(row) for row in chosen]},
+    files["lm_matrix_convergence.png"] = loss_curve(
+        coinciding_curves(rows), title="Convergence, same start and batches", x_label="optimizer step"
+    )
+    columns = COLUMNS[1:]
+    for kernel, chosen in grouped(rows, lambda row: str(row["kernel"])).items():
+        picture = bars(
+            chosen,
+            "tokens_per_s",
+            group="strategy",
+            whisker=of_rate,
             title=f"{kernel}: training throughput ({_ranks(rows)}; whiskers p10 to p90)",
             x_label="gradient strategy",
             y_label=throughput,
             spec=",.0f",
-            missing="none",
         )
-        columns = COLUMNS[1:]
         cells = [[column.text(row) for column in columns] for row in chosen]
         table = table_picture([column.header for column in columns], cells, title=f"lm-matrix: {kernel}")
         # Similar projects call some kernels otherwise, and their users look for files of those names.
         for name in (kernel, *(alias for alias, ours in ATTENTION.aliases.items() if ours == kernel)):
-            files[f"{name}_lm_matrix_throughput.png"] = bars
+            files[f"{name}_lm_matrix_throughput.png"] = picture
             files[f"lm_matrix_table_{name}.png"] = table
     return files
 
@@ -133,7 +140,7 @@ def coinciding_curves(rows: Rows) -> dict[str, list[tuple[float, float]]]:
             groups.append([row])
     curves = {}
     for group in groups:
-        strategies = ", ".join(_names(group, "strategy"))
+        strategies = ", ".join(dict.fromkeys(row["strategy"] for row in group))
         name = (
             f"{len(group)} trainings ({strategies})"
             if len(group) > 1
@@ -141,17 +148,3 @@ def coinciding_curves(rows: Rows) -> dict[str, list[tuple[float, float]]]:
         )
         curves[name] = [(float(step), loss) for step, loss in enumerate(group[0]["losses"], 1)]
     return curves
-
-
-def _bars(rows: Rows, key: str, title: str, y_label: str, spec: str = ".3g") -> bytes:
-    kernels, strategies = _names(rows, "kernel"), _names(rows, "strategy")
-    found = {(row["kernel"], row["strategy"]): row.get(key) for row in rows}
-    return grouped_bars(
-        kernels,
-        {strategy: [found.get((kernel, strategy)) for kernel in kernels] for strategy in strategies},
-        title=f"{title} ({_ranks(rows)})",
-        x_label="attention kernel",
-        y_label=y_label,
-        spec=spec,
-        missing="none",
-    )

@@ -23,10 +23,11 @@ from lmkit.bench.harness import (
     time_fields,
     time_what_fits,
 )
+from lmkit.bench.pictures import bars
 from lmkit.errors import UsageError
 from lmkit.measure.limits import Limits
 from lmkit.measure.memory import GB, available_memory, release_memory, resident_memory, track_peak
-from lmkit.measure.plots import grouped_bars, line_panels
+from lmkit.measure.plots import line_panels
 from lmkit.measure.statistics import FEWEST_PAIRS, paired_ratio
 from lmkit.measure.tables import Column, Rows, markdown_table
 from lmkit.measure.timing import Work, clock_for, time_variants
@@ -328,7 +329,7 @@ WARMUP_COLUMNS = (
 
 
 def summarize(rows: Rows) -> Summary:
-    """Say what the rows support: utilization, the optimizer's share, few samples, warm-up."""
+    """Say what the rows support: the best utilization of each precision."""
     models = [row for row in rows if row["part"] == "model"]
     study = [row for row in rows if row["part"] == "warm-up"]
     first = rows[0]
@@ -337,7 +338,7 @@ def summarize(rows: Rows) -> Summary:
         COLUMNS,
         models or rows,
         about=f"Batch {first['batch_size']}, attention {first['attention']}" if "batch_size" in first else "",
-        findings=findings(models, study),
+        findings=findings(models),
         tables={"Warm-up: steps of a fresh model": markdown_table(study, WARMUP_COLUMNS)} if study else {},
         notes=(
             *mfu_notes(rows),
@@ -348,7 +349,7 @@ def summarize(rows: Rows) -> Summary:
     )
 
 
-def findings(models: Rows, study: Rows) -> list[str]:
+def findings(models: Rows) -> list[str]:
     """Return the sentences that the rows support."""
     found = []
     timed = [row for row in models if row.get("median_ms")]
@@ -359,29 +360,9 @@ def findings(models: Rows, study: Rows) -> list[str]:
             f"{best['mode']}: {best['mfu']:.1%} MFU ({best['mfu_basis']}), {best['tokens_per_s']:,.0f} tokens/s."
         )
 
-    def model_of(row: dict[str, Any]) -> tuple[Any, ...]:
-        return tuple(row[key] for key in ("size", "length", "compile", "precision"))
-
-    passes = {model_of(row): row["median_ms"] for row in timed if row["mode"] == "fwd+bwd"}
-    steps = [row for row in timed if row["mode"] == "step" and model_of(row) in passes]
-    if steps:
-        most = max(steps, key=lambda row: 1 - passes[model_of(row)] / row["median_ms"])
-        extra = most["median_ms"] - passes[model_of(most)]
-        found.append(
-            f"Clipping and the optimizer take up to {extra / most['median_ms']:.0%} of a step ({most['size']} at "
-            f"{most['length']}, {most['precision']}), {extra:.2f} ms; moving their bytes takes "
-            f"{most['optimizer_floor_ms']:.2f} ms at the measured copy bandwidth."
-        )
     if few := [row for row in timed if row["repeats"] < FEWEST_PAIRS]:
         found.append(
             f"{len(few)} of {len(timed)} rows have fewer than {FEWEST_PAIRS} samples: small differences mean nothing."
-        )
-    measured = [row for row in study if row.get("mean_ms")]
-    if len(measured) > 1:
-        ratio = measured[0]["mean_ms"] / measured[-1]["median_ms"]
-        found.append(
-            f"Warm-up: with {measured[0]['warmup']} untimed steps the mean is {ratio:.2f} times the median after "
-            f"{measured[-1]['warmup']}."
         )
     return found
 
@@ -397,7 +378,23 @@ def pictures(rows: Rows) -> dict[str, bytes]:
             models, "tokens_per_s", "Throughput", "tokens per second (log scale)"
         ),
     }
-    return files | ({"model_warmup.png": _warmup_bars(study)} if study else {})
+    if study:
+        files["model_warmup.png"] = bars(
+            study,
+            "mean_ms",
+            group="warmup",
+            series=lambda row: f"{row['size']}, compile {row['compile']}",
+            # Not the standard deviation: it is larger than the mean where the first step compiles.
+            whisker=lambda row: (
+                row["mean_ms"] - min(row["samples_ms"]),
+                max(row["samples_ms"]) - row["mean_ms"],
+            ),
+            title="Mean step time by number of warm-up steps (whiskers: fastest and slowest step)",
+            x_label="untimed steps before the timed ones",
+            y_label="mean time of a step (ms, log scale)",
+            log_y=True,
+        )
+    return files
 
 
 def _panels(models: Rows, key: str, title: str, y_label: str) -> bytes:
@@ -419,28 +416,4 @@ def _panels(models: Rows, key: str, title: str, y_label: str) -> bytes:
         y_label=y_label,
         log_y="log" in y_label,
         notes={mode: "\n".join(lines) for mode, lines in notes.items()},
-    )
-
-
-def _warmup_bars(study: Rows) -> bytes:
-    """Draw mean step times; whiskers are the fastest and the slowest step, as the first one may compile."""
-    groups = list(dict.fromkeys(str(row["warmup"]) for row in study))
-    found = {(f"{row['size']}, compile {row['compile']}", str(row["warmup"])): row for row in study}
-    places = {name: [found[name, group] for group in groups] for name, _ in found}
-    return grouped_bars(
-        groups,
-        {name: [row.get("mean_ms") for row in members] for name, members in places.items()},
-        errors={
-            name: [
-                (row["mean_ms"] - min(row["samples_ms"]), max(row["samples_ms"]) - row["mean_ms"])
-                if row.get("mean_ms") is not None
-                else None
-                for row in members
-            ]
-            for name, members in places.items()
-        },
-        title=f"Mean step time of {', '.join(places)} (whiskers: fastest and slowest step)",
-        x_label="untimed steps before the timed ones",
-        y_label="mean time of a step (ms, log scale)",
-        log_y=True,
     )

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from lmkit.attention.vectorized import vectorized
 from lmkit.bench import attention as bench
 from lmkit.bench import attention_gate
-from lmkit.bench.attention import Case, Options, Sweep, build_cases, parse_tier
+from lmkit.bench.attention import Case, Options, Sweep, build_cases
 from lmkit.bench.attention_gate import (
     EXACT,
     TF32,
@@ -23,7 +23,7 @@ from lmkit.bench.attention_gate import (
     cut_to_tf32,
     exact_at,
 )
-from lmkit.bench.attention_variants import build_variant, default_kernels, precision_of
+from lmkit.bench.attention_variants import build_variant, default_kernels, parse_tier, precision_of
 from lmkit.bench.context import Journal
 from lmkit.errors import UsageError
 from lmkit.measure.memory import PeakMemory
