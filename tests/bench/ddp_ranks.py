@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from typing import Any
 from unittest import mock
@@ -74,6 +75,7 @@ def broadcast_by_zero(case: Case, ranks: Ranks) -> dict[str, float]:
 
 def measure_all() -> dict[str, Any]:
     torch.set_num_threads(1)
+    gc.freeze()  # benches collect garbage between variants: not the modules each time
     bench_context.measure_limits = lambda *_: Limits("a test", {"fp32": 1e12}, 1e10)  # this process is ours
     with process_group("cpu", timeout_s=240) as ranks:
         reports: list[tuple[str, int, int]] = []
