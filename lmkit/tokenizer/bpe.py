@@ -159,7 +159,7 @@ class WordCounts:
 
 
 class PythonCounter:
-    """Counts the words of chunks of UTF-8 text."""
+    """Counts the words of chunks of UTF-8 text, which are cut as `chunks.exact_chunks` does."""
 
     def __init__(self, specials: SpecialTokens) -> None:
         self._specials = specials
@@ -167,15 +167,18 @@ class PythonCounter:
         self._num_special = 0
 
     def add(self, data: bytes) -> None:
+        """Count the words of a chunk."""
         for text, special_id in self._specials.split(data):
             self._words.update(split_words(text.decode()))
             self._num_special += special_id is not None
 
     def absorb(self, other: PythonCounter) -> None:
+        """Add the counts of another counter."""
         self._words.update(other._words)
         self._num_special += other._num_special
 
     def result(self) -> WordCounts:
+        """Return the words in the order of their first appearance."""
         counts = {word.encode(): count for word, count in self._words.items()}
         return WordCounts.from_mapping(counts, self._num_special)
 
@@ -192,6 +195,7 @@ class PythonEncoder:
         self._known = _KnownWords(merges)
 
     def encode(self, data: bytes, specials: SpecialTokens) -> np.ndarray:
+        """Return the ids of a chunk, int32; only `specials` count as special tokens."""
         if len(self._known) > _MOST_WORDS:  # memory stays bounded on endless text
             self._known.clear()
         ids = array("i")

@@ -21,16 +21,13 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from lmkit.errors import reason
 from lmkit.tokenizer.bpe import MergeTable, PythonCounter, PythonEncoder, WordCounts
 from lmkit.tokenizer.pretokenize import SpecialTokens, character_classes
-
-if TYPE_CHECKING:
-    from typing import Self
 
 CHUNK_BYTES = 1 << 18
 """Bytes of text to encode or count at a time: a chunk stays in the cache, and no thread waits long for another."""
@@ -40,30 +37,6 @@ _FLAGS = ("-O3", "-std=c11", "-shared", "-fPIC")
 _ROOM = 1 << 21  # ids; more than one chunk of text has
 
 _log = logging.getLogger("lmkit")
-
-
-class Encoder(Protocol):
-    """Encodes chunks of text. It remembers the words that it has seen; one encoder serves one thread."""
-
-    def encode(self, data: bytes, specials: SpecialTokens) -> np.ndarray:
-        """Return the ids of `data` (valid UTF-8) as int32; only `specials` count as special tokens."""
-        ...
-
-
-class WordCounter(Protocol):
-    """Counts the words in chunks of text; one counter serves one thread."""
-
-    def add(self, data: bytes) -> None:
-        """Count the words of `data`: valid UTF-8, cut as `chunks.exact_chunks` does."""
-        ...
-
-    def absorb(self, other: Self) -> None:
-        """Add the counts of another counter."""
-        ...
-
-    def result(self) -> WordCounts:
-        """Return the words in the order of their first appearance."""
-        ...
 
 
 def new_encoder(merges: MergeTable) -> Encoder:
@@ -94,7 +67,7 @@ def is_utf8(data: bytes) -> bool:
 
 
 class NativeEncoder:
-    """Encodes with `words.c`."""
+    """Does what `PythonEncoder` does, with `words.c`, for valid UTF-8. It remembers words, and serves one thread."""
 
     def __init__(self, code: ctypes.CDLL, merges: MergeTable) -> None:
         self._code = code
@@ -123,7 +96,7 @@ class NativeEncoder:
 
 
 class NativeCounter:
-    """Counts with `words.c`."""
+    """Does what `PythonCounter` does, with `words.c`. It serves one thread."""
 
     def __init__(self, code: ctypes.CDLL, specials: SpecialTokens) -> None:
         self._code = code
@@ -156,6 +129,10 @@ class NativeCounter:
     def __del__(self) -> None:
         if counter := getattr(self, "_counter", None):
             self._code.lmkit_counter_free(counter)
+
+
+Encoder = NativeEncoder | PythonEncoder
+WordCounter = NativeCounter | PythonCounter
 
 
 @functools.cache

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from lmkit.errors import UsageError
 from lmkit.measure.environment import usable_cpus
@@ -125,9 +126,10 @@ def _count_words(
         if progress is not None:
             progress("count words", done_bytes, files.num_bytes)
 
-    first, *others = counters = [new_counter(specials) for _ in range(workers)]
+    counters: list[Any] = [new_counter(specials) for _ in range(workers)]  # all in C, or all in Python
     chunks = chain.from_iterable(map(files.chunks, range(len(files.paths))))
     share_out(chunks, [count(counter) for counter in counters], report)
-    for other in others:
-        first.absorb(other)
-    return first.result()
+    for other in counters[1:]:
+        counters[0].absorb(other)
+    words: WordCounts = counters[0].result()
+    return words
