@@ -225,17 +225,19 @@ def test_no_source_is_replaced(corpus, tokenizer, tmp_path, refuses):
         assert source.read_bytes() == corpus.read_bytes()
 
 
-@pytest.mark.parametrize("change", ["grow", "rewrite", "shrink"])
+@pytest.mark.parametrize("change", ["grow", "rewrite", "shrink", "grow before its turn"])
 def test_fault_43_corpus_changes_while_encoding(corpus, tokenizer, tmp_path, small_chunks, change, refuses):
+    first = tmp_path / "first.txt"
+    first.write_bytes(corpus.read_bytes() if "before" in change else b"x")
+
     def alter(stage, done, total):
-        if total // 2 < done < total // 2 + 300:
-            size = {"grow": total + 10, "rewrite": total, "shrink": total - 10}[change]
-            os.truncate(corpus, size)
+        if total // 2 - 300 < done < total // 2 + 300:
+            os.truncate(corpus, corpus.stat().st_size + {"rewrite": 0, "shrink": -1}.get(change, 1))
             os.utime(corpus, ns=(1, 1))
 
     with refuses("corpus.changed", "corpus.txt"):
-        encode_corpus([corpus], tmp_path / "tokens.npy", tokenizer, workers=2, progress=alter)
-    assert [p.name for p in tmp_path.iterdir()] == ["corpus.txt"]
+        encode_corpus([first, corpus], tmp_path / "tokens.npy", tokenizer, workers=1, progress=alter)
+    assert {path.name for path in tmp_path.iterdir()} == {"corpus.txt", "first.txt"}
 
 
 LIMITED = """

@@ -1,4 +1,4 @@
-"""The quickstart, in full, judged against its bars: time, memory, loss against a word bigram, and the story."""
+"""The quickstart, in full, judged against its targets: time, memory, loss against a word bigram, and the story."""
 
 from __future__ import annotations
 
@@ -60,27 +60,20 @@ def test_copying_is_measured() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_quickstart_meets_its_bars(tmp_path: Path) -> None:
-    started = time.monotonic()
-    result = subprocess.run(
-        [sys.executable, "-m", "lmkit", "run", "quickstart", "--json"],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    minutes = (time.monotonic() - started) / 60
-    gigabytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e9
-    summary = json.loads(result.stdout)
+def test_quickstart_meets_its_targets(tmp_path: Path) -> None:
+    # With as many threads as a user's run has; the other tests have one each.
+    env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
 
-    again = time.monotonic()
-    subprocess.run(
-        [sys.executable, "-m", "lmkit", "run", "quickstart"],
-        cwd=tmp_path,
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )
-    rerun_seconds = time.monotonic() - again
+    def lmkit(*words: str) -> tuple[str, float]:
+        command = [sys.executable, "-m", "lmkit", *words]
+        started = time.monotonic()
+        done = subprocess.run(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True, check=True)
+        return done.stdout, time.monotonic() - started
+
+    printed, seconds = lmkit("run", "quickstart", "--json")
+    summary = json.loads(printed)
+    gigabytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e9
+    _, rerun_seconds = lmkit("run", "quickstart")
 
     run = tmp_path / summary["folder"]
     train, valid = (run / "corpus" / f"{part}.txt" for part in ("train", "valid"))
@@ -88,26 +81,20 @@ def test_quickstart_meets_its_bars(tmp_path: Path) -> None:
     model = baseline.BigramModel(train.read_text("utf-8"))
     bigram = model.bits_per_byte(valid.read_text("utf-8"))
 
-    generated = subprocess.run(
-        [sys.executable, "-m", "lmkit", "generate", str(run), "--max-new-tokens", "600", "--no-stop-at-end"],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    words = words_of(generated.stdout.replace("<|endoftext|>", " "))[:200]
+    generated, _ = lmkit("generate", str(run), "--max-new-tokens", "600", "--no-stop-at-end")
+    words = words_of(generated.replace("<|endoftext|>", " "))[:200]
     corpus = words_of(train.read_text("utf-8"))
     vocabulary = set(corpus)
     known = sum(word in vocabulary for word in words) / len(words)
     copied = copied_share(words, corpus)
 
     print(
-        f"\n{os.cpu_count()} CPUs: {minutes:.2f} minutes, {gigabytes:.2f} GB, rerun {rerun_seconds:.1f} s; "
+        f"\n{os.cpu_count()} CPUs: {seconds / 60:.2f} minutes, {gigabytes:.2f} GB, rerun {rerun_seconds:.1f} s; "
         f"{summary['bits_per_byte']:.4f} bits per byte, bigram {bigram:.4f} "
         f"(ratio {summary['bits_per_byte'] / bigram:.3f}); words known {known:.1%}, copied {copied:.1%}"
     )
     assert len(words) == 200
-    assert minutes <= MOST_MINUTES
+    assert seconds / 60 <= MOST_MINUTES
     assert gigabytes <= MOST_GB
     assert rerun_seconds < 5
     assert summary["bits_per_byte"] <= BIGRAM_SHARE * bigram
