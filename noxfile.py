@@ -73,7 +73,7 @@ def acceptance(session: nox.Session) -> None:
 
 @nox.session
 def quickstart(session: nox.Session) -> None:
-    """The README's first command, timed and judged against its bars."""
+    """The README's first command, timed and judged against its targets."""
     _python(session, "pytest", "-m", "slow", "tests/end_to_end/test_quickstart.py", "-s", *session.posargs)
 
 

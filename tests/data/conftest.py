@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -12,29 +13,32 @@ import pytest
 from lmkit.errors import LmkitError
 
 
+@dataclass
 class FileServer:
-    """Serves `files`; the other attributes say how well."""
+    """Serves `files`; the other attributes say how well.
 
-    def __init__(self):
-        self.files: dict[str, bytes] = {}
-        self.headers: dict[str, str] = {"ETag": '"v1"'}
-        self.redirect_headers: dict[str, str] | None = None
-        """Given, a path without `/storage` in it is answered by a redirect with these."""
-        self.moved = False
-        """A path without `/new` in it is answered by a redirect before that one."""
-        self.cuts: list[int] = []
-        """The next answers end after that many bytes of their body."""
-        self.statuses: list[int] = []
-        """The next answers are these errors."""
-        self.ranges = True
-        self.announce_length: int | None = None
-        """Instead of the true length of a body; 0: none is announced."""
-        self.part_shift = 0
-        """How far beside the part that was asked for an answer begins."""
-        self.total = ""
-        """Instead of the length of the whole file in `Content-Range`."""
-        self.requests: list[dict[str, str]] = []
-        self.url = ""
+    Attributes:
+        redirect_headers: given, a path without `/storage` is answered by a redirect with these.
+        moved: a path without `/new` is answered by a redirect before that one.
+        cuts: the next answers end after that many bytes of their body.
+        statuses: the next answers are these errors.
+        announce_length: instead of the true length of a body; 0: none is announced.
+        part_shift: how far beside the part that was asked for an answer begins.
+        total: instead of the length of the whole file in `Content-Range`.
+    """
+
+    files: dict[str, bytes] = field(default_factory=dict)
+    headers: dict[str, str] = field(default_factory=lambda: {"ETag": '"v1"'})
+    redirect_headers: dict[str, str] | None = None
+    moved: bool = False
+    cuts: list[int] = field(default_factory=list)
+    statuses: list[int] = field(default_factory=list)
+    ranges: bool = True
+    announce_length: int | None = None
+    part_shift: int = 0
+    total: str = ""
+    requests: list[dict[str, str]] = field(default_factory=list)
+    url: str = ""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -47,18 +51,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(site.statuses.pop(0))
             return
         if site.moved and not self.path.startswith(("/new", "/storage")):
-            self.send_response(307)
-            self.send_header("Location", "/new" + self.path)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
+            self._answer(307, {"Location": "/new" + self.path, "Content-Length": "0"})
             return
         if site.redirect_headers is not None and not self.path.startswith("/storage"):
-            self.send_response(302)
-            for name, value in site.redirect_headers.items():
-                self.send_header(name, value)
-            self.send_header("Location", "/storage" + self.path)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
+            where = {"Location": "/storage" + self.path, "Content-Length": "0"}
+            self._answer(302, site.redirect_headers | where)
             return
         content = site.files.get(self.path.removeprefix("/storage").removeprefix("/new").lstrip("/"))
         if content is None:
@@ -68,18 +65,21 @@ class _Handler(BaseHTTPRequestHandler):
         if start >= len(content):
             self.send_error(416)
             return
-        self.send_response(206 if start else 200)
-        for name, value in site.headers.items():
-            self.send_header(name, value)
+        headers = dict(site.headers)
         if start:
             start += site.part_shift
-            total = site.total or len(content)
-            self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{total}")
+            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{site.total or len(content)}"
         body = content[start:]
         if site.announce_length != 0:
-            self.send_header("Content-Length", str(site.announce_length or len(body)))
-        self.end_headers()
+            headers["Content-Length"] = str(site.announce_length or len(body))
+        self._answer(206 if "Content-Range" in headers else 200, headers)
         self.wfile.write(body[: site.cuts.pop(0)] if site.cuts else body)
+
+    def _answer(self, status, headers):
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
 
     def _start(self, site):
         wanted = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
