@@ -98,7 +98,7 @@ def saving(session: nox.Session) -> None:
 
 @nox.session
 def stopwatch(session: nox.Session) -> None:
-    """How often the comparison of two times is right on a busy machine, and what ranges cost that are off."""
+    """How often the comparison of two times is right on a busy machine."""
     record = "artifacts/cpu/stopwatch/results.json"
     _python(
         session,

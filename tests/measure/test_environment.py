@@ -10,20 +10,15 @@ import lmkit
 from lmkit.measure.environment import describe_environment, device_name, gpu_state, usable_cpus
 
 
-def test_the_environment_is_json_and_says_what_matters():
+def test_the_environment_is_json_says_what_matters_and_does_not_name_this_machine():
     environment = describe_environment()
     text = json.dumps(environment)
+    assert json.loads(text) == environment
     # The distribution's version may lack the build, "+cu132".
     assert environment["packages"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
     assert environment["cpu"]["usable"] == usable_cpus()
-    assert environment["lmkit"]
+    assert environment["cpu"]["memory_bytes"] > 10**8
     assert len(environment["gpus"]) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    assert "T" in environment["time_utc"]
-    assert json.loads(text) == environment
-
-
-def test_nothing_names_this_machine():
-    text = json.dumps(describe_environment())
     for secret in (socket.gethostname(), str(Path(lmkit.__file__).parent), os.getcwd(), str(Path.home())):
         assert secret not in text or secret == "/"
     assert f"/{getpass.getuser()}/" not in text

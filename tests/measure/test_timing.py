@@ -12,12 +12,12 @@ from lmkit.measure.timing import SteadyStateClock, WallClock, cache_flusher, tim
 class FakeMachine:
     """A clock that only the work advances, with a start-up cost, drift and jitter on demand."""
 
-    def __init__(self, *, jitter: float = 0.0, drift_per_call: float = 0.0, seed: int = 0) -> None:
+    def __init__(self, *, jitter: float = 0.0, drift_per_call: float = 0.0) -> None:
         self.seconds = 0.0
         self.calls: list[str] = []
         self._jitter = jitter
         self._drift = drift_per_call
-        self._rng = random.Random(seed)
+        self._rng = random.Random(3)
         self.clock = WallClock(now=lambda: self.seconds)
 
     def work(self, name: str, milliseconds: float, *, first_call_ms: float = 0.0):
@@ -29,56 +29,50 @@ class FakeMachine:
 
         return call
 
+    def time(self, variants: dict[str, float], **options):
+        """Time work of these milliseconds."""
+        work = {name: self.work(name, milliseconds) for name, milliseconds in variants.items()}
+        return time_variants(work, **{"clock": self.clock, "warmup": 0, **options})
 
-def test_a_known_duration_is_measured_exactly_and_warm_up_is_left_out():
-    machine = FakeMachine()
-    timings = time_variants(
-        {"a": machine.work("a", 2.0, first_call_ms=500.0), "b": machine.work("b", 3.0)},
-        repeats=7,
-        warmup=1,
-        clock=machine.clock,
-    )
+
+@pytest.fixture
+def machine():
+    return FakeMachine()
+
+
+def test_a_known_duration_is_measured_exactly_and_warm_up_is_left_out(machine):
+    variants = {"a": machine.work("a", 2.0, first_call_ms=500.0), "b": machine.work("b", 3.0)}
+    timings = time_variants(variants, repeats=7, warmup=1, clock=machine.clock)
+    assert list(timings) == ["a", "b"]
     assert timings["a"].samples_ms == pytest.approx([2.0] * 7)
     assert timings["b"].samples_ms == pytest.approx([3.0] * 7)
-    assert timings["a"].clock == "perf_counter"
-    assert timings["a"].cache == "warm"
-    assert list(timings) == ["a", "b"]
+    assert (timings["a"].clock, timings["a"].cache) == ("perf_counter", "warm")
 
 
-def test_rounds_are_interleaved_and_their_order_changes():
-    machine = FakeMachine()
-    names = ["a", "b", "c"]
-    time_variants({n: machine.work(n, 1.0) for n in names}, repeats=20, warmup=0, clock=machine.clock)
+def test_rounds_are_interleaved_and_their_order_changes(machine):
+    machine.time(dict.fromkeys("abc", 1.0), repeats=20)
     rounds = [tuple(machine.calls[start : start + 3]) for start in range(0, 60, 3)]
-    assert all(sorted(one_round) == names for one_round in rounds)
+    assert all(sorted(one_round) == ["a", "b", "c"] for one_round in rounds)
     assert len(set(rounds)) > 2
 
 
 @pytest.mark.parametrize(("slower_by", "verdict"), [(1.02, "slower"), (1.0, "no difference")])
 def test_two_percent_is_found_under_drift_and_jitter_and_zero_is_not(slower_by, verdict):
-    machine = FakeMachine(jitter=0.03, drift_per_call=0.002, seed=3)
-    timings = time_variants(
-        {"base": machine.work("base", 10.0), "new": machine.work("new", 10.0 * slower_by)},
-        repeats=150,
-        clock=machine.clock,
-    )
+    machine = FakeMachine(jitter=0.03, drift_per_call=0.002)
+    timings = machine.time({"base": 10.0, "new": 10.0 * slower_by}, repeats=150)
     assert timings["new"].versus(timings["base"]).verdict == verdict
 
 
-def test_short_work_is_repeated_within_a_sample():
-    machine = FakeMachine()
-    timing = time_variants({"a": machine.work("a", 0.01)}, repeats=3, min_sample_ms=1.0, clock=machine.clock)[
-        "a"
-    ]
+def test_short_work_is_repeated_within_a_sample(machine):
+    timing = machine.time({"a": 0.01}, repeats=3, min_sample_ms=1.0)["a"]
     assert timing.calls_per_sample == pytest.approx(100, abs=1)  # 1 ms / 0.01 ms, rounded up
     assert timing.samples_ms == pytest.approx([0.01] * 3)
 
 
-def test_a_clock_of_whole_milliseconds_is_asked_for_enough_of_them():
+def test_a_clock_of_whole_milliseconds_is_asked_for_enough_of_them(machine):
     """From a quarter of the 40 ms on, a tick more or less changes the number of calls by a tenth at most."""
-    machine = FakeMachine()
     coarse = WallClock(now=lambda: int(machine.seconds * 1e3) / 1e3)
-    timing = time_variants({"a": machine.work("a", 0.03)}, repeats=1, min_sample_ms=40.0, clock=coarse)["a"]
+    timing = machine.time({"a": 0.03}, repeats=1, min_sample_ms=40.0, clock=coarse)["a"]
     assert timing.calls_per_sample == pytest.approx(40 / 0.03, rel=0.1)
 
 
@@ -93,49 +87,37 @@ def test_the_wall_clock_begins_and_ends_with_an_idle_device():
     assert sample == 2000.0
 
 
-def test_a_cold_cache_is_flushed_before_every_sample_outside_the_clock():
-    machine = FakeMachine()
-    flushes = []
+def test_a_cold_cache_is_flushed_before_every_sample_outside_the_clock(machine):
+    flushed = []
 
     class Clock:
         name = "fake"
 
         def sample_ms(self, work, calls, *, before):
-            assert calls == 1
             (flush,) = before
-            flush()
-            flushes.append(1)
+            flushed.append((calls, flush().numel()))
             return machine.clock.sample_ms(work, calls, before=())
 
-    timing = time_variants({"a": machine.work("a", 1.0)}, repeats=4, cold_cache=True, clock=Clock())["a"]
+    timing = machine.time({"a": 1.0}, repeats=4, cold_cache=True, clock=Clock())["a"]
     assert timing.cache == "cold"
-    assert len(flushes) == 4
+    assert flushed == [(1, cache_flusher("cpu")().numel())] * 4
+    assert flushed[0][1] >= 32 * 2**20  # more than a cache
     assert timing.samples_ms == pytest.approx([1.0] * 4)
 
 
-def test_preparation_is_untimed_and_precedes_every_call():
-    machine = FakeMachine()
-    backward = time_variants(
-        {"backward": machine.work("backward", 2.0)},
-        prepare={"backward": machine.work("forward", 70.0)},
-        repeats=3,
-        warmup=1,
-        min_sample_ms=10.0,
-        clock=machine.clock,
-    )["backward"]
-    assert backward.samples_ms == pytest.approx([2.0] * 3)
+def test_preparation_is_untimed_and_precedes_every_call(machine):
+    prepare = {"backward": machine.work("forward", 70.0)}
+    timings = machine.time({"backward": 2.0}, prepare=prepare, repeats=3, warmup=1, min_sample_ms=10.0)
+    assert timings["backward"].samples_ms == pytest.approx([2.0] * 3)
     assert machine.calls == ["forward", "backward"] * 4
 
 
-def test_the_time_limit_ends_with_a_whole_round():
-    machine = FakeMachine()
-    variants = {name: machine.work(name, 1.0) for name in "abc"}
-    timings = time_variants(variants, repeats=50, warmup=0, max_seconds=0.0, clock=machine.clock)
+def test_the_time_limit_ends_with_a_whole_round(machine):
+    timings = machine.time(dict.fromkeys("abc", 1.0), repeats=50, max_seconds=0.0)
     assert [len(timing.samples_ms) for timing in timings.values()] == [1, 1, 1]
 
 
-def test_who_is_asked_for_the_last_round_is_asked_after_each():
-    machine = FakeMachine()
+def test_who_is_asked_for_the_last_round_is_asked_after_each(machine):
     answers = iter([False, False, True])
 
     def is_last(of_round: dict[str, float]) -> bool:
@@ -143,26 +125,18 @@ def test_who_is_asked_for_the_last_round_is_asked_after_each():
         machine.calls.append("asked")
         return next(answers)
 
-    variants = {name: machine.work(name, 1.0) for name in "ab"}
-    timings = time_variants(variants, repeats=9, warmup=0, clock=machine.clock, after_round=is_last)
+    timings = machine.time({"a": 1.0, "b": 1.0}, repeats=9, after_round=is_last)
     assert [len(timing.samples_ms) for timing in timings.values()] == [3, 3]
     assert [number for number, call in enumerate(machine.calls) if call == "asked"] == [2, 5, 8]
     with pytest.raises(ValueError, match="different rounds"):
-        time_variants(variants, max_seconds=1.0, clock=machine.clock, after_round=is_last)
+        machine.time({"a": 1.0}, max_seconds=1.0, after_round=is_last)
 
 
-def test_a_slow_variant_sits_out_rounds_and_still_meets_the_others(monkeypatch):
-    machine = FakeMachine()
+def test_a_slow_variant_sits_out_rounds_and_still_meets_the_others(machine, monkeypatch):
     monkeypatch.setattr(time, "monotonic", lambda: machine.seconds)  # shares are counted on the host's clock
     durations = {"fast": 1.0, "slow": 200.0, "slower": 900.0}
-    timings = time_variants(
-        {name: machine.work(name, duration) for name, duration in durations.items()},
-        repeats=32,
-        warmup=10,
-        max_seconds=3.0,  # one second each; what a verdict needs may take three
-        share_seconds=True,
-        clock=machine.clock,
-    )
+    # One second each; what a verdict needs may take three.
+    timings = machine.time(durations, repeats=32, warmup=10, max_seconds=3.0, share_seconds=True)
     counts = {name: len(timing.samples_ms) for name, timing in timings.items()}
     assert counts == {"fast": 32, "slow": 8, "slower": 2}  # every, every 4th (1.6 s), every 16th round
     assert timings["slow"].rounds == (0, 4, 8, 12, 16, 20, 24, 28)
@@ -204,10 +178,6 @@ def test_real_clock_on_a_real_machine():
     assert sum(timing.samples_ms) <= passed_ms
 
 
-def test_cpu_flush_touches_more_than_a_cache():
-    assert cache_flusher("cpu")().numel() >= 32 * 2**20
-
-
 def test_the_clock_leaves_out_the_first_steps(monkeypatch):
     """Half as many steps of lead-in, then three timed ones; preparations come before all of them."""
     calls: list[str] = []
@@ -215,9 +185,8 @@ def test_the_clock_leaves_out_the_first_steps(monkeypatch):
     clock = SteadyStateClock(torch.device("cpu"), 3)
     sample = clock.sample_ms(lambda: calls.append("step"), 2, before=[lambda: calls.append("prepare")])
     assert calls == ["prepare", "step", "step", "clock", "step", "step", "step", "clock"]
-    assert sample == 2 * 4e3 / 3, (
-        "seconds are counted in events here: 4 of them in three steps, times two calls"
-    )
+    # Seconds are counted in events here: 4 of them in three steps, times two calls.
+    assert sample == pytest.approx(2 * 4e3 / 3)
 
 
 def test_the_clock_tells_how_far_the_host_was_ahead(monkeypatch):

@@ -1,14 +1,11 @@
 """`lmkit profile` and `lmkit bench` as a user meets them: exit codes, messages, and what is left behind."""
 
 import json
-import os
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
 
-from lmkit.cli.app import run_command_line
 from lmkit.profile.nsys import find_nsys
 
 RECIPE = """
@@ -35,88 +32,58 @@ def recipe(tmp_path):
     return path
 
 
-def path_without_nsys(folder: Path) -> str:
+@pytest.fixture
+def path_without_nsys(tmp_path, monkeypatch):
     """A PATH on which Python is found and nsys is not."""
+    folder = tmp_path / "bin"
     folder.mkdir()
     (folder / "python").symlink_to(sys.executable)
-    return str(folder)
+    monkeypatch.setenv("PATH", str(folder))
+    return folder
 
 
-@pytest.mark.parametrize("kind", ["kineto", "memory"])
-def test_the_terminal_has_no_lines_of_the_profilers_own(kind, lmkit, recipe):
-    result = lmkit("profile", kind, recipe, "--steps", "1", "--output", "out")
+def test_the_terminal_has_no_lines_of_the_profilers_own(lmkit, recipe):
+    result = lmkit("profile", "memory", recipe, "--steps", "1", "--output", "out")
     assert (result.returncode, result.stderr) == (0, "")
 
 
-@pytest.fixture
-def run(tmp_path, monkeypatch, capsys):
-    """Run a command line in this process, in an empty folder; return exit code, error line and hint."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*words):
-        code = run_command_line([str(word) for word in words])
-        error, hint = capsys.readouterr().err.splitlines()[-2:]
-        return code, error, hint
-
-    return run
-
-
-def last_lines(result):
-    error, hint = result.stderr.splitlines()[-2:]
-    return error, hint
-
-
-def test_fault_87_without_nsys_auto_takes_kineto_and_a_forced_nsys_is_wrong_use(lmkit, recipe, tmp_path):
-    path = path_without_nsys(tmp_path / "bin")
-    forced = lmkit("profile", "nsys", recipe, "--engine", "nsys", "--output", "out", PATH=path)
-    error, hint = last_lines(forced)
-    assert (forced.returncode, "nsys.missing" in error) == (2, True)
-    assert "--engine kineto" in hint
+def test_fault_87_without_nsys_auto_takes_kineto_and_a_forced_nsys_is_wrong_use(
+    lmkit, terminal, recipe, path_without_nsys, tmp_path
+):
+    forced = ("profile", "nsys", recipe, "--engine", "nsys", "--output", "out")
+    assert "--engine kineto" in terminal.refuses(*forced, code="nsys.missing").hint
+    command = "profile nsys --output out -- sh -c true"
+    assert "lmkit profile kineto RECIPE" in terminal.refuses(command, code="nsys.missing").hint
     assert not (tmp_path / "out").exists()
-    auto = lmkit("profile", "nsys", recipe, "--steps", "1", "--output", "out", PATH=path)
-    assert auto.returncode == 0, auto.stderr
-    assert "profiling with kineto" in auto.stderr
+    auto = lmkit("profile", "nsys", recipe, "--steps", "1", "--output", "out")
+    (line,) = auto.stderr.splitlines()  # and no lines of the profiler's own
+    assert (auto.returncode, "profiling with kineto" in line) == (0, True)
     assert json.loads((tmp_path / "out" / "profile_summary.json").read_text())["engine"] == "kineto"
-    command = lmkit("profile", "nsys", "--output", "out2", "--", "sh", "-c", "exit 3", PATH=path)
-    assert command.returncode == 2
-    assert "lmkit profile kineto RECIPE" in last_lines(command)[1]
-    assert not (tmp_path / "out2").exists()
 
 
-def test_fault_89_the_exit_code_of_the_profiled_command_is_ours(lmkit, tmp_path):
-    nsys = find_nsys()
-    if nsys is None:  # a stand-in that runs the command and records nothing
-        nsys = tmp_path / "bin" / "nsys"
-        nsys.parent.mkdir()
-        nsys.write_text('#!/bin/sh\nwhile [ "$1" != sh ]; do shift; done\nexec "$@"\n')
-        nsys.chmod(0o755)
-    path = os.pathsep.join([str(nsys.parent), os.environ["PATH"]])
-    result = lmkit("profile", "nsys", "--output", "out", "--", "sh", "-c", "exit 7", PATH=path)
-    assert result.returncode == 7, result.stderr
-    error, hint = last_lines(result)
-    assert "profile.command_failed" in error
-    assert "out" in hint
+def test_fault_89_the_exit_code_of_the_profiled_command_is_ours(terminal, path_without_nsys):
+    """A stand-in for nsys runs the command and records nothing."""
+    nsys = path_without_nsys / "nsys"
+    nsys.write_text('#!/bin/sh\nwhile [ "$1" != /bin/sh ]; do shift; done\nexec "$@"\n')
+    nsys.chmod(0o755)
+    command = ("profile", "nsys", "--output", "out", "--", "/bin/sh", "-c", "exit 7")
+    refusal = terminal.refuses(*command, code="profile.command_failed", exit_code=7)
+    assert "out" in refusal.hint
 
 
-def test_fault_86_a_bench_of_ranks_with_one_process_is_wrong_use(run, tmp_path):
-    for bench in ("ddp", "optimizer", "all-reduce"):
-        code, error, hint = run("bench", bench, "bench_ddp_cpu", "--output", "out")
-        assert (code, f"bench {bench}" in error) == (2, True)
-        assert f"lmkit bench {bench} RECIPE --nproc 2" in hint
+@pytest.mark.parametrize("bench", ["ddp", "optimizer", "all-reduce"])
+def test_fault_86_a_bench_of_ranks_with_one_process_is_wrong_use(terminal, tmp_path, bench):
+    refusal = terminal.refuses(f"bench {bench} bench_ddp_cpu --output out", code=None)
+    assert f"lmkit bench {bench} RECIPE --nproc 2" in refusal.hint
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("engine", ["kineto", "nsys"])
 @pytest.mark.parametrize("name", ["notes.txt", "trace.zip", "report.qdstrm"])
-def test_a_file_of_another_kind_is_told_from_a_recipe(run, tmp_path, name):
+def test_a_file_of_another_kind_is_told_from_a_recipe(terminal, tmp_path, name, engine):
     (tmp_path / name).write_text("hello")
-    for engine in ("kineto", "nsys"):
-        code, error, hint = run("profile", engine, name, "--output", "out")
-        assert (code, "trace.wrong_kind" in error, name in error, ".nsys-rep" in hint) == (
-            2,
-            True,
-            True,
-            True,
-        )
+    command = f"profile {engine} {name} --output out"
+    assert ".nsys-rep" in terminal.refuses(command, code="trace.wrong_kind", says=(name,)).hint
     assert not (tmp_path / "out").exists()
 
 
