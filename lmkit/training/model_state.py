@@ -24,7 +24,6 @@ from lmkit.model.accounting import count_parameters
 from lmkit.model.transformer import plain_name
 from lmkit.parallel.protocol import ShardedState
 from lmkit.parallel.shards import BucketLayout, ShardLayout, consolidate
-from lmkit.recipe.tables import ModelConfig
 from lmkit.registry import ATTENTION
 from lmkit.storage import write_atomic
 from lmkit.training.checkpoint import MODEL, STATE, Checkpoint, damaged, parse_tensors
@@ -181,18 +180,11 @@ def plain_model(checkpoint: Checkpoint, *, device: torch.device | str) -> Transf
 
     Where its attention kernel does not run on the device, the model uses `sdpa`, and the log says so.
     """
-    from lmkit.model.transformer import TransformerLM
-
-    config = checkpoint.state.model
-    tensors = checkpoint.model_tensors()
-    _check_size(config, tensors, origin=checkpoint.path)
-    place = torch.device(device).type
-    if place not in ATTENTION.facts(config.attention).devices:
-        log.warning("attention %s does not run on %s: using sdpa", config.attention, place)
-        config = config.model_copy(update={"attention": "sdpa"})
-    model = TransformerLM(config, device=device)
-    load_weights(model, tensors, origin=checkpoint.path / MODEL)
-    return model.eval()
+    attention, place = checkpoint.state.model.attention, torch.device(device).type
+    if place not in ATTENTION.facts(attention).devices:
+        log.warning("attention %s does not run on %s: using sdpa", attention, place)
+        attention = "sdpa"
+    return _model_with(checkpoint, checkpoint.model_tensors(), attention, device).eval()
 
 
 def check_weights(checkpoint: Checkpoint) -> None:
@@ -201,31 +193,34 @@ def check_weights(checkpoint: Checkpoint) -> None:
     Raises:
         UsageError, LmkitError: as `load_weights`, or another number of parameters.
     """
+    shapes = checkpoint.model_shapes()
+    tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    _model_with(checkpoint, tensors, "sdpa", "meta")
+
+
+def _model_with(
+    checkpoint: Checkpoint, tensors: Tensors, attention: str, device: torch.device | str
+) -> TransformerLM:
     from lmkit.model.transformer import TransformerLM
 
     path, config = checkpoint.path, checkpoint.state.model
-    shapes = checkpoint.model_shapes()
-    tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    _check_size(config, tensors, origin=path)
-    model = TransformerLM(config.model_copy(update={"attention": "sdpa"}), device="meta")
-    load_weights(model, tensors, origin=path / MODEL)
-
-
-def _check_size(config: ModelConfig, tensors: Tensors, *, origin: Path) -> None:
-    """Refuse before memory is allocated for a model that the weights cannot fill."""
     if config.vocab_size is None:
         raise LmkitError(
             "checkpoint.other_model",
-            f"{origin / STATE}: model.vocab_size is missing",
+            f"{path / STATE}: model.vocab_size is missing",
             hint="use another checkpoint",
         )
+    # Before memory is allocated for a model that the weights cannot fill.
     wanted, saved = count_parameters(config).total, sum(tensor.numel() for tensor in tensors.values())
     if wanted != saved:
         raise LmkitError(
             "checkpoint.other_model",
-            f"{origin / MODEL}: holds {saved} parameters, the model in {STATE} has {wanted}",
+            f"{path / MODEL}: holds {saved} parameters, the model in {STATE} has {wanted}",
             hint="copy the whole checkpoint folder again, or use another one",
         )
+    model = TransformerLM(config.model_copy(update={"attention": attention}), device=device)
+    load_weights(model, tensors, origin=path / MODEL)
+    return model
 
 
 # Optimizer state

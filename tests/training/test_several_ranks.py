@@ -30,9 +30,7 @@ def full_except(first: Any, *others: Any) -> list[Any]:
     return [first, *(pytest.param(*other, marks=full) for other in later)]
 
 
-def assert_same_losses(
-    left: Recipe, right: Recipe, kinds: tuple[str, ...] = ("train", "valid", "final")
-) -> None:
+def assert_same_losses(left: Recipe, right: Recipe, kinds: tuple[str, ...]) -> None:
     for kind in kinds:
         pairs = list(zip(losses(left, kind), losses(right, kind), strict=True))
         assert pairs
@@ -41,20 +39,14 @@ def assert_same_losses(
             assert other == pytest.approx(one, rel=SAME), (kind, step)
 
 
-def test_one_and_two_ranks_have_the_same_losses(fleet: Fleet, tiny: Tiny, settings: Settings) -> None:
-    assert fleet.train(settings("run.name=one")) == [0]
-    assert fleet.train(settings("run.name=two"), ranks=2) == [0, 0]
-    assert_same_losses(tiny("run.name=one"), tiny("run.name=two"))
-
-
-def test_fault_75_evaluation_batches_that_do_not_divide_by_the_ranks(
+def test_fault_75_one_and_two_ranks_have_the_same_losses_also_where_batches_do_not_divide_by_the_ranks(
     fleet: Fleet, tiny: Tiny, settings: Settings
 ) -> None:
-    """Three batches on two ranks, and at the end all 23, of which the last is shorter."""
-    uneven = ("train.eval_batches=3", "train.steps=4")
-    assert fleet.train(settings(*uneven, "run.name=one")) == [0], fleet.said()
-    assert fleet.train(settings(*uneven, "run.name=two"), ranks=2) == [0, 0], fleet.said()
-    assert_same_losses(tiny("run.name=one"), tiny("run.name=two"), ("valid", "final"))
+    """Evaluations have three batches on two ranks, and at the end all 23, of which the last is shorter."""
+    for name, ranks in (("one", 1), ("two", 2)):
+        chosen = settings("train.eval_batches=3", f"run.name={name}")
+        assert fleet.train(chosen, ranks=ranks) == [0] * ranks, fleet.said()
+    assert_same_losses(tiny("run.name=one"), tiny("run.name=two"), ("train", "valid", "final"))
 
 
 @full
