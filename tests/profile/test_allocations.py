@@ -100,6 +100,11 @@ def test_the_larger_of_two_instances_counts():
     }
 
 
+def test_what_is_alive_when_a_phase_begins_counts():
+    peaks = profile([(1, 10, 5), (12, 10, -5)], [Phase("backward", 10, 20)]).peaks
+    assert sum(peaks["backward"].values()) == 5
+
+
 def test_nothing_recorded():
     peaks = profile([], [Phase("build", 0, 1)]).peaks
     assert {phase: sum(peak.values()) for phase, peak in peaks.items()} == {"build": 0, "whole run": 0}
