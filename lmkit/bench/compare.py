@@ -8,15 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmkit.bench.harness import ratio_fields
 from lmkit.bench.report import read_rows
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.statistics import median, unpaired_ratio
 from lmkit.measure.tables import Column, Rows, terminal_table
 
 # Results, though they are text or whole numbers: they do not say which measurement a row is.
-RESULT_KEYS = frozenset(
-    [
+RESULT_KEYS = {
+    *(
         "status",
         "detail",
         "repeats",
@@ -25,21 +24,17 @@ RESULT_KEYS = frozenset(
         "calls_per_sample",
         "calls_per_step",
         "clock",
-        "implementation",
-        "verdict",
-        "versus_fp32_verdict",
-        "versus_sdpa_verdict",
-        "best_sdpa",
         "mfu_basis",
-    ]
-)
+    ),
+    *("verdict", "versus_fp32_verdict", "versus_sdpa_verdict", "best_sdpa", "implementation"),
+}
 COLUMNS = (
     Column("what", "what"),
     Column("before_ms", "before ms", ".4g"),
     Column("after_ms", "after ms", ".4g"),
     Column("speedup", "speedup", ".3f"),
-    Column("speedup_low", "95% from", ".3f"),
-    Column("speedup_high", "to", ".3f"),
+    Column("low", "95% from", ".3f"),
+    Column("high", "to", ".3f"),
     Column("verdict", "verdict"),
 )
 
@@ -166,7 +161,8 @@ def _compare(
         same = bool(before) == bool(after)
         return {"verdict": "not measured" if same else "stopped working" if before else "works now"}
     ratio = unpaired_ratio(after, before, smallest_difference=smallest_difference)
-    return {"before_ms": median(before), "after_ms": median(after), **ratio_fields(ratio)}
+    found = {"before_ms": median(before), "after_ms": median(after), "speedup": ratio.speedup}
+    return found | {"low": ratio.low, "high": ratio.high, "verdict": ratio.verdict}
 
 
 def _samples_ms(row: Mapping[str, Any]) -> list[float]:

@@ -4,126 +4,29 @@ import csv
 import io
 import json
 from contextlib import nullcontext
-from functools import cache
 
 import pytest
 import torch
-from torch.nn import functional as F
+from planted_kernels import FULL, WRONG, broken, gradient_dropped, out_of_memory, unsupported, wrong_shape
 
 from lmkit.attention.vectorized import vectorized
 from lmkit.bench import attention as bench
 from lmkit.bench import attention_gate
 from lmkit.bench.attention import Case, Options, Sweep, build_cases
-from lmkit.bench.attention_gate import (
-    EXACT,
-    TF32,
-    Gate,
-    Inputs,
-    arithmetic_of,
-    cut_to_tf32,
-    exact_at,
-)
-from lmkit.bench.attention_variants import build_variant, default_kernels, parse_tier, precision_of
+from lmkit.bench.attention_variants import default_kernels, parse_tier
 from lmkit.bench.context import Journal
 from lmkit.errors import UsageError
 from lmkit.measure.memory import PeakMemory
 from lmkit.registry import ATTENTION
 
 CPU = torch.device("cpu")
-FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 51 GiB. GPU 0 has less")
 PICTURES = ("forward", "backward", "heatmap", "scaling")
 SMALL = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "iters": 6, "warmup": 1, "max_seconds": 1.0}
 
 
-def make_inputs(options, queries, keys, head_dim, *, backward=False):
-    return attention_gate.make_inputs(options, queries, keys, head_dim, device=CPU, seed=0, backward=backward)
-
-
-def zeros(q, k, v, *, causal):
-    return q * 0.0 + k.mean() * 0.0 + v.mean() * 0.0
-
-
-def scaled(q, k, v, *, causal):
-    return vectorized(q, k, v, causal=causal) * 1.02
-
-
-def masked_up_to(q, k, v, offset):
-    """Query i sees the keys j <= i + offset."""
-    visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(offset)
-    visible[:, 0] = True  # no row without keys
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
-
-
-def mask_too_wide(q, k, v, *, causal):
-    return masked_up_to(q, k, v, 1)
-
-
-def mask_too_narrow(q, k, v, *, causal):
-    return masked_up_to(q, k, v, -1)
-
-
-def wrong_shape(q, k, v, *, causal):
-    return vectorized(q, k, v, causal=causal)[:, :, 1:]
-
-
-def last_tile_skipped(q, k, v, *, causal):
-    return vectorized(q, k[:, :, :-16], v[:, :, :-16], causal=causal)
-
-
-def one_head_forgotten(q, k, v, *, causal):
-    """Batch row 0, head 2 belongs to neither of the two heads that are compared with float64."""
-    keep = torch.ones((*q.shape[:2], 1, 1), dtype=q.dtype)
-    keep[0, 2] = 0.0
-    return vectorized(q, k, v, causal=causal) * keep
-
-
-def rounded_operands(q, k, v, rounded):
-    """Causal attention in float32, both operands of both products rounded."""
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    scores = rounded(q) @ rounded(k).mT * q.shape[-1] ** -0.5
-    hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1)
-    return (rounded(scores.masked_fill(hidden, -torch.inf).softmax(-1)) @ rounded(v)).float()
-
-
-def cut_operands(q, k, v, *, causal):
-    return rounded_operands(q, k, v, cut_to_tf32)
-
-
-def nearest_operands(q, k, v, *, causal):
-    """The other way to tf32: half a unit of the 10th bit added before the rest is cut off."""
-
-    def nearest(x):
-        return cut_to_tf32((x.float().view(torch.int32) + 0x1000).view(torch.float32))
-
-    return rounded_operands(q, k, v, nearest)
-
-
-def bfloat16_operands(q, k, v, *, causal):
-    return rounded_operands(q, k, v, lambda x: x.bfloat16().float())
-
-
-def gradient_dropped(q, k, v, *, causal):
-    return vectorized(q, k.detach() + 0.0 * k, v, causal=causal)
-
-
-def out_of_memory(q, k, v, *, causal):
-    raise FULL
-
-
-def unsupported(q, k, v, *, causal):
-    raise UsageError("attention.head_dim", "head_dim 16 is not supported", hint="use 64")
-
-
-def broken(q, k, v, *, causal):
-    raise RuntimeError("ptxas died\nlong story")
-
-
-WRONG = (zeros, scaled, mask_too_wide, mask_too_narrow, last_tile_skipped, one_head_forgotten)
-
-
 @pytest.fixture
-def _kernels_of_this_file():
-    """Registers the functions above as attention kernels."""
+def _planted_kernels():
+    """Register the planted functions as attention kernels."""
     functions = (*WRONG, wrong_shape, gradient_dropped, out_of_memory, unsupported, broken)
     for function in functions:
         ATTENTION.register(function.__name__)(function)
@@ -185,7 +88,7 @@ def test_a_compiled_variant_is_compiled_anew_for_every_shape(measure, monkeypatc
     assert "vectorized+compile" in result.table  # names are not cut
 
 
-@pytest.mark.usefixtures("_kernels_of_this_file")
+@pytest.mark.usefixtures("_planted_kernels")
 @pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
 def test_what_is_wrong_is_not_timed(measure, dtype):
     names = tuple(function.__name__ for function in (*WRONG, wrong_shape))
@@ -199,78 +102,7 @@ def test_what_is_wrong_is_not_timed(measure, dtype):
     assert "wrong result" in result.files["attention_sweep_report.md"]
 
 
-@pytest.mark.parametrize("backward", [pytest.param(False, marks=pytest.mark.full), True])
-@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
-@pytest.mark.parametrize("function", WRONG)
-def test_a_sample_of_the_rows_of_a_long_case_shows_the_same_faults(function, dtype, backward):
-    """1100 tokens: past `FULL_CHECK_LENGTH`. The late rows, which see many keys, are where a fault is smallest."""
-    gate = long_gate(dtype, backward=backward)
-    assert judge(gate, vectorized, arithmetic_of(dtype, keeps_scores=True)) == []
-    assert judge(gate, function)
-
-
-def test_a_single_forgotten_tile_in_the_middle_of_a_long_case_is_found():
-    def forgetful(q, k, v, *, causal):
-        keep = torch.ones(q.shape[2], 1, dtype=q.dtype)
-        keep[600:616] = 0.0
-        return vectorized(q, k, v, causal=causal) * keep
-
-    assert judge(long_gate("fp32", backward=False), forgetful)
-
-
-def test_rows_are_measured_by_their_own_size():
-    """Of 3000 keys the last 16 are missing: 7% of the last rows, which are a hundredth of the first ones' size."""
-    options = Options(dtype="bf16", **SMALL)
-    gate = Gate(make_inputs(options, 3000, 3000, 16, backward=False))
-    (fault,) = judge(gate, last_tile_skipped)
-    assert fault.startswith("out: worst_row")
-
-
-@cache
-def long_gate(dtype, *, backward):
-    options = Options(dtype=dtype, **SMALL)
-    return Gate(make_inputs(options, 1100, 1100, 16, backward=backward))
-
-
-def judge(gate: Gate, function, arithmetic=EXACT):
-    spots = gate.faults_at_spots(gate.probe.run(function), arithmetic)
-    return spots + gate.faults_against_pytorch(gate.inputs.run(function), arithmetic)
-
-
-@pytest.mark.parametrize("length", [300, pytest.param(1100, marks=pytest.mark.full)])
-def test_tf32_is_judged_by_ten_bits_of_mantissa(length):
-    options = Options(dtype="fp32", **SMALL)
-    gate = Gate(make_inputs(options, length, length, 16, backward=False))
-    for honest in (cut_operands, nearest_operands):
-        assert judge(gate, honest, TF32) == []
-        assert judge(gate, honest, EXACT), "passes for fp32"
-    assert judge(gate, bfloat16_operands, TF32), "seven bits pass for ten"
-    assert judge(gate, scaled, TF32)
-    assert judge(gate, mask_too_wide, TF32)
-
-
-def test_labels_and_budgets_of_precisions():
-    assert precision_of("flash_triton:tf32", "fp32") == "tf32"
-    assert precision_of("flash_triton:tf32+compile", "fp32") == "tf32"
-    assert precision_of("vectorized", "fp32") == "fp32"
-    assert arithmetic_of("tf32", keeps_scores=True) is TF32
-    assert arithmetic_of("fp32", keeps_scores=True) is EXACT
-    assert arithmetic_of("bf16", keeps_scores=False) is EXACT
-    assert arithmetic_of("bf16", keeps_scores=True).scores(torch.tensor(1.001)) == 1.0
-
-
-@pytest.mark.parametrize("name", ["vectorized", "reference"])
-@pytest.mark.parametrize("length", [300, pytest.param(2048, marks=pytest.mark.full)])
-def test_kernels_that_keep_bfloat16_scores_pass_and_no_others_get_their_budget(name, length):
-    """Scores of 30 and more are off by 0.1 in bfloat16: far more than PyTorch's kernel is."""
-    options = Options(dtype="bf16", data="logits x 8", **{**SMALL, "head_dim": 64, "heads": 2})
-    gate = Gate(make_inputs(options, length, length, 64, backward=True))
-    function = build_variant(name, "bf16")
-    assert judge(gate, function, arithmetic_of("bf16", keeps_scores=True)) == []
-    assert judge(gate, function, EXACT)
-
-
-@pytest.mark.usefixtures("_kernels_of_this_file")
+@pytest.mark.usefixtures("_planted_kernels")
 def test_a_dropped_gradient_is_found_in_the_backward_pass_only(measure):
     result = measure(tiers=("32",), kernels=("vectorized", "gradient_dropped"), backward=True)
     rows = rows_by(result, "kernel", "direction")
@@ -280,7 +112,7 @@ def test_a_dropped_gradient_is_found_in_the_backward_pass_only(measure):
     assert rows["vectorized", "backward"]["status"] == "ok"
 
 
-@pytest.mark.usefixtures("_kernels_of_this_file")
+@pytest.mark.usefixtures("_planted_kernels")
 def test_what_does_not_fit_or_fails_is_a_row_and_the_others_complete(measure):
     kernels = ("out_of_memory", "unsupported", "broken", "vectorized", "sdpa")
     result = measure(tiers=("32", "16"), kernels=kernels)
@@ -294,7 +126,7 @@ def test_what_does_not_fit_or_fails_is_a_row_and_the_others_complete(measure):
     assert "out_of_memory runs out of memory at 16 tokens" in result.files["attention_sweep_report.md"]
 
 
-@pytest.mark.usefixtures("_kernels_of_this_file")
+@pytest.mark.usefixtures("_planted_kernels")
 def test_inputs_that_do_not_fit_are_rows_and_the_forward_pass_settles_the_backward_pass(measure, monkeypatch):
     real_inputs = attention_gate.make_inputs
 
@@ -351,7 +183,7 @@ def test_a_kernel_whose_next_length_would_take_too_long_is_skipped(measure):
         assert "longest_call_seconds is 1e-09" in skipped["detail"]
 
 
-@pytest.mark.usefixtures("_kernels_of_this_file")
+@pytest.mark.usefixtures("_planted_kernels")
 def test_a_long_case_alone_has_its_kernels_checked_at_a_short_length_first(measure, monkeypatch):
     checked = []
     real_gate = attention_gate.Gate
@@ -363,7 +195,7 @@ def test_a_long_case_alone_has_its_kernels_checked_at_a_short_length_first(measu
     assert "at 1024:1024, out: " in rows["1101", "mask_too_wide"]["detail"]
 
 
-@pytest.mark.usefixtures("_kernels_of_this_file")
+@pytest.mark.usefixtures("_planted_kernels")
 def test_the_longest_length_that_fits_is_found_between_two_tiers(monkeypatch):
     def picky(q, k, v, *, causal):
         if q.shape[2] > 5000:
@@ -375,60 +207,6 @@ def test_the_longest_length_that_fits_is_found_between_two_tiers(monkeypatch):
     found = sweep._longest_between("vectorized", 4096, 8192)
     assert (found["num_keys"], found["status"]) == (4096, "longest that fits")
     assert found["detail"] == "5120 tokens do not"
-
-
-@pytest.mark.parametrize("data", ["normal", "logits x 8", "sink", "late sink", "ramp up", "ramp down"])
-def test_kinds_of_data(data):
-    options = Options(data=data, **SMALL)
-    inputs = make_inputs(options, 200, 200, 16)
-    scores = (inputs.q[:, :2] @ inputs.k[:, :1].mT * 16**-0.5).mean(dim=(0, 1, 2))  # (keys,)
-    lifted = scores - scores.median()
-    if data in ("sink", "late sink"):
-        position = 3 if data == "sink" else 100
-        assert lifted.argmax() == position
-        assert lifted.max() == pytest.approx(60.0, abs=2.0)  # the other dimensions add noise of about 1
-    elif data.startswith("ramp"):
-        ends = (scores[-1] - scores[0]).item()
-        # Two positions, each with noise of about 1.
-        assert ends == pytest.approx(60.0 if data == "ramp up" else -60.0, abs=3.0)
-    elif data == "logits x 8":
-        assert inputs.q.std() == pytest.approx(8.0, rel=0.1)  # a sample of thousands: good to 1% or so
-    assert all(x.isfinite().all() for x in (inputs.q, inputs.k))
-    few = make_inputs(Options(data="sink", **SMALL), 5, 2, 16)
-    assert (few.k[..., 0].argmax(dim=-1) == 1).all()  # the last
-
-
-@pytest.mark.parametrize("chosen", [None, [0, 1, 7, 31, 32]])
-@pytest.mark.parametrize("causal", [True, False])
-def test_exact_at_equals_autograd_in_float64(causal, chosen, monkeypatch):
-    monkeypatch.setattr("lmkit.bench.attention_gate.BLOCK_ELEMENTS", 3 * 24)  # blocks of 3 queries, ragged
-    options = Options(causal=causal, **SMALL)
-    whole = make_inputs(options, 33, 24, 16, backward=True).of_key_head(1, 1)
-    rows = torch.arange(33) if chosen is None else torch.tensor(chosen)
-    dout = torch.zeros_like(whole.dout)
-    dout[:, :, rows] = whole.dout[:, :, rows]
-    leaves = [x.double().requires_grad_() for x in (whole.q, whole.k, whole.v)]
-    out = vectorized(*leaves, causal=causal)
-    dq, dk, dv = torch.autograd.grad(out, leaves, dout.double())
-    inputs = Inputs(whole.q, whole.k, whole.v, dout, causal)
-    for mine, theirs in zip(
-        exact_at(inputs, rows), (out.detach()[:, :, rows], dq[:, :, rows], dk, dv), strict=True
-    ):
-        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)  # both are float64
-
-
-@pytest.mark.parametrize("length", [40, pytest.param(2048, marks=pytest.mark.full)])
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_the_gate_lets_every_honest_kernel_pass(dtype, length):
-    options = Options(dtype=dtype, projection_layout=True, **{**SMALL, "heads": 2, "head_dim": 64})
-    inputs = make_inputs(options, length, length, 64, backward=True)
-    assert not inputs.q.is_contiguous()
-    gate = Gate(inputs)
-    for name in ("reference", "vectorized", "flash_torch", "sdpa"):
-        function = build_variant(name, dtype)
-        assert (
-            judge(gate, function, arithmetic_of(dtype, keeps_scores=ATTENTION.facts(name).keeps_scores)) == []
-        )
 
 
 def test_flops_by_hand():

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 
+import matrix_ranks
 import numpy as np
 import pytest
 import torch
@@ -118,8 +118,7 @@ def test_fault_85_what_fits_at_first_but_not_later_is_a_row_too(run_bench, monke
 
 @pytest.mark.full
 def test_fault_85_one_of_two_ranks_out_of_memory_is_a_row_and_the_others_complete(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))  # spawned ranks inherit it
-    monkeypatch.setattr(harness, "_on_rank", importlib.import_module("matrix_ranks").crowded_rank)
+    monkeypatch.setattr(harness, "_on_rank", matrix_ranks.crowded_rank)
     added = []
     keep = harness.Journal.rows
     monkeypatch.setattr(harness.Journal, "rows", lambda journal: added.append(keep(journal)) or added[-1])

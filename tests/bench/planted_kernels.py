@@ -1,0 +1,92 @@
+"""Attention kernels that are wrong, refuse, or fail; and honest ones of coarse arithmetic."""
+
+import torch
+from torch.nn import functional as F
+
+from lmkit.attention.vectorized import vectorized
+from lmkit.bench.attention_gate import cut_to_tf32
+from lmkit.errors import UsageError
+
+FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 51 GiB. GPU 0 has less")
+
+
+def zeros(q, k, v, *, causal):
+    return q * 0.0 + k.mean() * 0.0 + v.mean() * 0.0
+
+
+def scaled(q, k, v, *, causal):
+    return vectorized(q, k, v, causal=causal) * 1.02
+
+
+def masked_up_to(q, k, v, offset):
+    """Query i sees the keys j <= i + offset."""
+    visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(offset)
+    visible[:, 0] = True  # no row without keys
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
+
+
+def mask_too_wide(q, k, v, *, causal):
+    return masked_up_to(q, k, v, 1)
+
+
+def mask_too_narrow(q, k, v, *, causal):
+    return masked_up_to(q, k, v, -1)
+
+
+def wrong_shape(q, k, v, *, causal):
+    return vectorized(q, k, v, causal=causal)[:, :, 1:]
+
+
+def last_tile_skipped(q, k, v, *, causal):
+    return vectorized(q, k[:, :, :-16], v[:, :, :-16], causal=causal)
+
+
+def one_head_forgotten(q, k, v, *, causal):
+    """Batch row 0, head 2 belongs to neither of the two heads that are compared with float64."""
+    keep = torch.ones((*q.shape[:2], 1, 1), dtype=q.dtype)
+    keep[0, 2] = 0.0
+    return vectorized(q, k, v, causal=causal) * keep
+
+
+def rounded_operands(q, k, v, rounded):
+    """Causal attention in float32, both operands of both products rounded."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    scores = rounded(q) @ rounded(k).mT * q.shape[-1] ** -0.5
+    hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1)
+    return (rounded(scores.masked_fill(hidden, -torch.inf).softmax(-1)) @ rounded(v)).float()
+
+
+def cut_operands(q, k, v, *, causal):
+    return rounded_operands(q, k, v, cut_to_tf32)
+
+
+def nearest_operands(q, k, v, *, causal):
+    """The other way to tf32: half a unit of the 10th bit added before the rest is cut off."""
+
+    def nearest(x):
+        return cut_to_tf32((x.float().view(torch.int32) + 0x1000).view(torch.float32))
+
+    return rounded_operands(q, k, v, nearest)
+
+
+def bfloat16_operands(q, k, v, *, causal):
+    return rounded_operands(q, k, v, lambda x: x.bfloat16().float())
+
+
+def gradient_dropped(q, k, v, *, causal):
+    return vectorized(q, k.detach() + 0.0 * k, v, causal=causal)
+
+
+def out_of_memory(q, k, v, *, causal):
+    raise FULL
+
+
+def unsupported(q, k, v, *, causal):
+    raise UsageError("attention.head_dim", "head_dim 16 is not supported", hint="use 64")
+
+
+def broken(q, k, v, *, causal):
+    raise RuntimeError("ptxas died\nlong story")
+
+
+WRONG = (zeros, scaled, mask_too_wide, mask_too_narrow, last_tile_skipped, one_head_forgotten)

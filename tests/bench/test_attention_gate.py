@@ -1,0 +1,155 @@
+"""The gate of the attention bench: what it refuses, and what it must let pass."""
+
+from functools import cache
+
+import pytest
+import torch
+from planted_kernels import (
+    WRONG,
+    bfloat16_operands,
+    cut_operands,
+    last_tile_skipped,
+    mask_too_wide,
+    nearest_operands,
+    scaled,
+)
+
+from lmkit.attention.vectorized import vectorized
+from lmkit.bench import attention_gate
+from lmkit.bench.attention import Options
+from lmkit.bench.attention_gate import EXACT, TF32, Gate, Inputs, arithmetic_of, exact_at
+from lmkit.bench.attention_variants import build_variant, precision_of
+from lmkit.registry import ATTENTION
+
+SMALL = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 16}
+
+
+def make_inputs(options, queries, keys, head_dim, *, backward=False):
+    return attention_gate.make_inputs(
+        options, queries, keys, head_dim, device=torch.device("cpu"), seed=0, backward=backward
+    )
+
+
+@pytest.mark.parametrize("backward", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
+@pytest.mark.parametrize("function", WRONG)
+def test_a_sample_of_the_rows_of_a_long_case_shows_the_same_faults(function, dtype, backward):
+    """1100 tokens: past `FULL_CHECK_LENGTH`. The late rows, which see many keys, are where a fault is smallest."""
+    gate = long_gate(dtype, backward=backward)
+    assert judge(gate, vectorized, arithmetic_of(dtype, keeps_scores=True)) == []
+    assert judge(gate, function)
+
+
+def test_a_single_forgotten_tile_in_the_middle_of_a_long_case_is_found():
+    def forgetful(q, k, v, *, causal):
+        keep = torch.ones(q.shape[2], 1, dtype=q.dtype)
+        keep[600:616] = 0.0
+        return vectorized(q, k, v, causal=causal) * keep
+
+    assert judge(long_gate("fp32", backward=False), forgetful)
+
+
+def test_rows_are_measured_by_their_own_size():
+    """Of 3000 keys the last 16 are missing: 7% of the last rows, which are a hundredth of the first ones' size."""
+    options = Options(dtype="bf16", **SMALL)
+    gate = Gate(make_inputs(options, 3000, 3000, 16, backward=False))
+    (fault,) = judge(gate, last_tile_skipped)
+    assert fault.startswith("out: worst_row")
+
+
+@cache
+def long_gate(dtype, *, backward):
+    options = Options(dtype=dtype, **SMALL)
+    return Gate(make_inputs(options, 1100, 1100, 16, backward=backward))
+
+
+def judge(gate: Gate, function, arithmetic=EXACT):
+    spots = gate.faults_at_spots(gate.probe.run(function), arithmetic)
+    return spots + gate.faults_against_pytorch(gate.inputs.run(function), arithmetic)
+
+
+@pytest.mark.parametrize("length", [300, pytest.param(1100, marks=pytest.mark.full)])
+def test_tf32_is_judged_by_ten_bits_of_mantissa(length):
+    options = Options(dtype="fp32", **SMALL)
+    gate = Gate(make_inputs(options, length, length, 16, backward=False))
+    for honest in (cut_operands, nearest_operands):
+        assert judge(gate, honest, TF32) == []
+        assert judge(gate, honest, EXACT), "passes for fp32"
+    assert judge(gate, bfloat16_operands, TF32), "seven bits pass for ten"
+    assert judge(gate, scaled, TF32)
+    assert judge(gate, mask_too_wide, TF32)
+
+
+def test_labels_and_budgets_of_precisions():
+    assert precision_of("flash_triton:tf32", "fp32") == "tf32"
+    assert precision_of("flash_triton:tf32+compile", "fp32") == "tf32"
+    assert precision_of("vectorized", "fp32") == "fp32"
+    assert arithmetic_of("tf32", keeps_scores=True) is TF32
+    assert arithmetic_of("fp32", keeps_scores=True) is EXACT
+    assert arithmetic_of("bf16", keeps_scores=False) is EXACT
+    assert arithmetic_of("bf16", keeps_scores=True).scores(torch.tensor(1.001)) == 1.0
+
+
+@pytest.mark.parametrize("name", ["vectorized", "reference"])
+@pytest.mark.parametrize("length", [300, pytest.param(2048, marks=pytest.mark.full)])
+def test_kernels_that_keep_bfloat16_scores_pass_and_no_others_get_their_budget(name, length):
+    """Scores of 30 and more are off by 0.1 in bfloat16: far more than PyTorch's kernel is."""
+    options = Options(dtype="bf16", data="logits x 8", **{**SMALL, "head_dim": 64, "heads": 2})
+    gate = Gate(make_inputs(options, length, length, 64, backward=True))
+    function = build_variant(name, "bf16")
+    assert judge(gate, function, arithmetic_of("bf16", keeps_scores=True)) == []
+    assert judge(gate, function, EXACT)
+
+
+@pytest.mark.parametrize("data", ["normal", "logits x 8", "sink", "late sink", "ramp up", "ramp down"])
+def test_kinds_of_data(data):
+    options = Options(data=data, **SMALL)
+    inputs = make_inputs(options, 200, 200, 16)
+    scores = (inputs.q[:, :2] @ inputs.k[:, :1].mT * 16**-0.5).mean(dim=(0, 1, 2))  # (keys,)
+    lifted = scores - scores.median()
+    if data in ("sink", "late sink"):
+        position = 3 if data == "sink" else 100
+        assert lifted.argmax() == position
+        assert lifted.max() == pytest.approx(60.0, abs=2.0)  # the other dimensions add noise of about 1
+    elif data.startswith("ramp"):
+        ends = (scores[-1] - scores[0]).item()
+        # Two positions, each with noise of about 1.
+        assert ends == pytest.approx(60.0 if data == "ramp up" else -60.0, abs=3.0)
+    elif data == "logits x 8":
+        assert inputs.q.std() == pytest.approx(8.0, rel=0.1)  # a sample of thousands: good to 1% or so
+    assert all(x.isfinite().all() for x in (inputs.q, inputs.k))
+    few = make_inputs(Options(data="sink", **SMALL), 5, 2, 16)
+    assert (few.k[..., 0].argmax(dim=-1) == 1).all()  # the last
+
+
+@pytest.mark.parametrize("chosen", [None, [0, 1, 7, 31, 32]])
+@pytest.mark.parametrize("causal", [True, False])
+def test_exact_at_equals_autograd_in_float64(causal, chosen, monkeypatch):
+    monkeypatch.setattr("lmkit.bench.attention_gate.BLOCK_ELEMENTS", 3 * 24)  # blocks of 3 queries, ragged
+    options = Options(causal=causal, **SMALL)
+    whole = make_inputs(options, 33, 24, 16, backward=True).of_key_head(1, 1)
+    rows = torch.arange(33) if chosen is None else torch.tensor(chosen)
+    dout = torch.zeros_like(whole.dout)
+    dout[:, :, rows] = whole.dout[:, :, rows]
+    leaves = [x.double().requires_grad_() for x in (whole.q, whole.k, whole.v)]
+    out = vectorized(*leaves, causal=causal)
+    dq, dk, dv = torch.autograd.grad(out, leaves, dout.double())
+    inputs = Inputs(whole.q, whole.k, whole.v, dout, causal)
+    for mine, theirs in zip(
+        exact_at(inputs, rows), (out.detach()[:, :, rows], dq[:, :, rows], dk, dv), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)  # both are float64
+
+
+@pytest.mark.parametrize("length", [40, pytest.param(2048, marks=pytest.mark.full)])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_the_gate_lets_every_honest_kernel_pass(dtype, length):
+    options = Options(dtype=dtype, projection_layout=True, **{**SMALL, "heads": 2, "head_dim": 64})
+    inputs = make_inputs(options, length, length, 64, backward=True)
+    assert not inputs.q.is_contiguous()
+    gate = Gate(inputs)
+    for name in ("reference", "vectorized", "flash_torch", "sdpa"):
+        function = build_variant(name, dtype)
+        assert (
+            judge(gate, function, arithmetic_of(dtype, keeps_scores=ATTENTION.facts(name).keeps_scores)) == []
+        )
