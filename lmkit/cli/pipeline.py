@@ -7,6 +7,7 @@ The stages that need torch import it when they run: a run that is up to date is 
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -21,7 +22,7 @@ from typing import Any
 
 from lmkit.cli.console import Result
 from lmkit.cli.ranks import alone, follow, leading
-from lmkit.cli.stages import RECORD, Outputs, StageRecord, stage_keys
+from lmkit.cli.stages import FILES, NO_EFFECT, RECORD, Outputs, StageRecord
 from lmkit.data.corpora import prepare_corpus
 from lmkit.data.encoding import encode_corpus
 from lmkit.data.token_files import open_tokens
@@ -39,8 +40,11 @@ log = logging.getLogger("lmkit")
 
 RECIPE, LOCK = "recipe.toml", ".lock"
 DATA_STAGES = ("corpus", "tokenizer", "encode")
-# These may change under the same run name: no earlier stage depends on them.
-FREE = ("generate", "wandb", "checkpoint.resume", "data.workers", "tokenizer.workers")
+# These may change under the same run name: no stage before `generate` depends on them.
+FREE = ("generate", "wandb", "checkpoint.resume", *NO_EFFECT)
+OTHERWISE = (
+    "name a new run: --set run.name=...; or --force: it keeps the old checkpoints as checkpoints.old-<time>"
+)
 
 
 def run(recipe: Recipe, *, progress: Progress, nproc: int = 1, **options: Any) -> Result | None:
@@ -91,7 +95,11 @@ def plan(recipe: Recipe, **options: Any) -> Result:
         for stage in STAGES
     }
     lines = [str(pipeline.folder), *(f"  {stage:<10}{state}" for stage, state in states.items())]
-    return Result("\n".join(lines), {"folder": pipeline.folder, "stages": states})
+    set_aside = pipeline.checkpoints if pipeline.would_set_aside() else None
+    if set_aside is not None:
+        lines.append(f"  {set_aside} would become {set_aside.name}.old-<time>")
+    fields = {"folder": pipeline.folder, "stages": states, "set_aside": set_aside}
+    return Result("\n".join(lines), fields)
 
 
 class Pipeline:
@@ -100,7 +108,7 @@ class Pipeline:
     Args:
         from_stage: redo this stage and all after it.
         skip_data: use corpus, tokenizer and token files as they are.
-        force: delete the content of the run folder and start over.
+        force: start over; of the run folder's content, only checkpoints are kept.
 
     Raises:
         UsageError: a table or a file is missing, or there is no such stage.
@@ -136,7 +144,8 @@ class Pipeline:
         self.skip_data, self.force = skip_data, force
         self.redone = names[names.index(from_stage) :] if from_stage is not None else []
         self.folder = recipe.run.path
-        self.record = StageRecord(self.folder, stage_keys(recipe))
+        self.checkpoints = self.folder / "checkpoints"
+        self.record = StageRecord(self.folder, recipe)
         self.tell_ranks: Callable[[str], None] = lambda word: None
 
     def refuse(self) -> None:
@@ -147,7 +156,7 @@ class Pipeline:
         if not self.force:
             self._refuse_another_recipe()
         elif self.folder.is_dir() and not is_run:
-            others = sorted(path.name for path in self.folder.iterdir() if path.name != LOCK)
+            others = sorted(path.name for path in self.folder.iterdir() if not self._is_kept(path))
             if others:
                 raise UsageError(
                     "run.not_a_run_folder",
@@ -167,22 +176,36 @@ class Pipeline:
                 raise UsageError("run.no_data", message, hint="run once without --skip-data")
 
     def _refuse_another_recipe(self) -> None:
-        """Refuse a folder with the training of another recipe.
+        """Refuse a folder with the training of another recipe, or of the same on other data.
 
-        Before there is a checkpoint nothing is lost: stages whose recipe changed are redone.
+        Before there is a checkpoint nothing is lost: stages that are out of date are redone.
         """
-        path = self.folder / RECIPE
-        trained = self.record.was_made("train") or any(self.folder.glob("checkpoints/*"))
-        if not path.exists() or not trained:
+        if not (self.record.was_made("train") or self._has_checkpoints()):
             return
-        changed = differences(load_recipe(path), self.recipe, ignore=FREE)
-        if changed:
+        path = self.folder / RECIPE
+        if path.exists():
+            known = [dotted for dotted in FILES if self.record.knows(dotted)]  # their content counts
+            changed = differences(load_recipe(path), self.recipe, ignore=(*FREE, *known))
+            if changed:
+                raise UsageError(
+                    "run.other_recipe",
+                    f"{path}: another recipe made this run: " + "; ".join(changed),
+                    hint=f"to continue it: lmkit run {shlex.quote(str(path))}; or {OTHERWISE}",
+                )
+        files = [] if self.skip_data else list(self.record.changed_content(self.recipe))
+        if files and "train" not in self.redone:
             raise UsageError(
-                "run.other_recipe",
-                f"{path}: another recipe made this run: " + "; ".join(changed),
-                hint=f"to continue it: lmkit run {shlex.quote(str(path))}; "
-                "or name a new run (--set run.name=...), or --force",
+                "run.other_data",
+                f"{self.folder}: was trained on other content of " + "; ".join(files),
+                hint=OTHERWISE,
             )
+
+    def _has_checkpoints(self) -> bool:
+        return any(self.checkpoints.glob("*"))
+
+    def would_set_aside(self) -> bool:
+        """Return whether this run starts over a training that has checkpoints."""
+        return (self.force or "train" in self.redone) and self._has_checkpoints()
 
     def open(self) -> None:
         """Make the run folder, or check that the existing one belongs to this recipe."""
@@ -190,15 +213,34 @@ class Pipeline:
         refuse_unwritable(self.folder, option="--set run.folder=...")
         with FolderLock(self.folder):
             if self.force:
+                if self.would_set_aside():
+                    self.set_aside()
                 for path in self.folder.iterdir():
-                    if path.name != LOCK:
+                    if not self._is_kept(path):
                         _delete(path)
+            self.record.load()
             self._refuse_another_recipe()  # another process may have made it a moment ago
             remove_partials(self.folder)
             write_atomic(self.folder / RECIPE, recipe_to_toml(self.recipe))
-            self.record = StageRecord(self.folder, self.record.keys)
-            if self.redone:
-                self.record.forget(self.redone)
+            self.record.forget(self.redone)
+
+    def _is_kept(self, path: Path) -> bool:
+        """Return whether `--force` leaves a path of the run folder alone."""
+        return path.name == LOCK or path.name.startswith(f"{self.checkpoints.name}.old-")
+
+    def set_aside(self) -> None:
+        """Rename the folder of checkpoints; a copy of what `lmkit generate` needs goes into it."""
+        name = f"{self.checkpoints.name}.old-{time.strftime('%Y%m%d-%H%M%S')}"
+        aside = next(
+            path
+            for number in itertools.count(1)
+            if not (path := self.folder / (name + (f"-{number}" if number > 1 else ""))).exists()
+        )
+        os.replace(self.checkpoints, aside)
+        log.warning("the checkpoints of the earlier training are kept in %s", aside)
+        for file in (RECIPE, "tokenizer.json", "metrics.jsonl"):
+            if not aside.is_symlink() and (self.folder / file).is_file():
+                shutil.copy2(self.folder / file, aside / file)
 
     def is_up_to_date(self, stage: str) -> bool:
         return (self.skip_data and stage in DATA_STAGES) or self.record.is_finished(stage)
@@ -332,27 +374,26 @@ def _train(run: Pipeline) -> Outputs:
     from lmkit.training.run_data import open_data
     from lmkit.training.session import train
 
-    data = run.record.keys["encode"]
-    if not run.record.has_begun("train", data):  # its checkpoints are of other data
-        open_data(run.recipe)  # refuses damaged files while the checkpoints are still there
-        for name in ("checkpoints", "metrics.jsonl"):
-            _delete(run.folder / name)
-    run.record.begin("train", data)
+    if run.would_set_aside() and not run.force:  # --from; `open` did it for --force
+        open_data(run.recipe)  # refuses damaged token files while the checkpoints are in their place
+        with FolderLock(run.folder):
+            run.set_aside()
+    run.record.begin("train")
     run.tell_ranks("train")
     parallel, is_alone = run.recipe.parallel, os.environ.get("WORLD_SIZE", "1") == "1"
     if run.nproc == 1 and is_alone and "strategy" in parallel.model_fields_set:
         log.info('parallel.strategy: "%s" has no effect on one rank (see --nproc)', parallel.strategy)
     result = train(run.recipe, nproc=run.nproc)
-    return {"training": [run.write("training", result)], "checkpoints": [run.folder / "checkpoints"]}
+    return {"training": [run.write("training", result)], "checkpoints": [run.checkpoints]}
 
 
 def _evaluate(run: Pipeline) -> Outputs:
-    from lmkit.training.checkpoint import CHECKPOINTS, saved_steps
+    from lmkit.training.checkpoint import saved_steps
     from lmkit.training.evaluation import EvaluateResult, evaluate_run
 
     # The training ends with an evaluation: use it if it is of the newest checkpoint.
     found = run.read("training", "train", "step").get("evaluation")
-    newest = saved_steps(run.folder / CHECKPOINTS)[-1]
+    newest = saved_steps(run.checkpoints)[-1]
     if found is not None and found["checkpoint"] == str(newest.path) and run.redone[:1] != ["evaluate"]:
         return {"evaluation": [run.write("evaluation", EvaluateResult(**found))]}
     with alone():

@@ -37,7 +37,8 @@ def run(
     force: Annotated[
         bool,
         typer.Option(
-            "--force", help="Delete the content of the run folder, whichever recipe made it, and start over."
+            "--force",
+            help="Start over, whichever recipe made the run folder; checkpoints are kept as checkpoints.old-<time>.",
         ),
     ] = False,
     nproc: NprocOption = 1,

@@ -365,7 +365,8 @@ def newest_checkpoint(path: Path) -> Checkpoint:
         raise UsageError("checkpoint.not_found", f"{path}: no such folder", hint=hint)
     if (path / MANIFEST).exists() or (path / STATE).exists():
         return open_checkpoint(path)
-    choice = newest_valid(path if path.name == CHECKPOINTS else path / CHECKPOINTS)
+    is_folder_of_checkpoints = path.name == CHECKPOINTS or path.name.startswith(f"{CHECKPOINTS}.old-")
+    choice = newest_valid(path if is_folder_of_checkpoints else path / CHECKPOINTS)
     if choice.path is None:
         hint = "train first: lmkit train, or lmkit run"
         raise UsageError("checkpoint.not_found", f"{path}: holds no checkpoint", hint=hint)
@@ -381,9 +382,9 @@ def hint_at_run(path: Path, *, otherwise: str) -> str:
 
 
 def run_tokenizer(checkpoint: Path) -> Path | None:
-    """Return `tokenizer.json` of the run that holds a checkpoint."""
-    tokenizer = checkpoint.resolve().parent.parent / TOKENIZER
-    return tokenizer if tokenizer.is_file() else None
+    """Return `tokenizer.json` of the run that holds a checkpoint; of old checkpoints, the one beside them."""
+    folder = checkpoint.resolve().parent
+    return next((path for path in (folder / TOKENIZER, folder.parent / TOKENIZER) if path.is_file()), None)
 
 
 # Retain

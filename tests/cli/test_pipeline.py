@@ -109,7 +109,9 @@ def test_force_empties_the_folder_of_a_run_but_not_what_its_links_lead_to(
     for name in (mark, "corpus.txt"):
         (folder / name).write_text("{}")
     pipeline_of(recipe, force=True).open()
-    assert {path.name for path in folder.iterdir()} == {".lock", "recipe.toml"}
+    names = {path.name.partition(".old-")[0] for path in folder.iterdir()}
+    assert names == {".lock", "recipe.toml", "stages.json", "checkpoints"}
+    assert [path.name for path in elsewhere.iterdir()] == ["weights"]
     assert (elsewhere / "weights").read_bytes() == b"precious"
 
 

@@ -207,16 +207,6 @@ def test_dry_run_touches_nothing(terminal, recipe: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.full
-def test_a_changed_source_file_redoes_everything(terminal, recipe: Path) -> None:
-    terminal("data synth corpus.txt --size-mb 0.2")
-    files = ("--set", "corpus.source=files", "--set", 'corpus.train=["corpus.txt"]')
-    terminal("run", recipe, *files)
-    with open("corpus.txt", "a") as file:
-        file.write("Then something new happened.\n<|endoftext|>\n")
-    assert len(redone(terminal("run", recipe, *files, "--json"))) == 6
-
-
-@pytest.mark.full
 def test_a_corpus_too_small_for_the_vocabulary_is_trained_on_evaluated_and_resumed(
     terminal, recipe: Path
 ) -> None:
