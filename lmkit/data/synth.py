@@ -137,7 +137,8 @@ night: That [night|evening] {hero} told <elder> [everything|all about {pal}|the 
   {pal.he} was gone.
 proverb: "{virtue} {deed}," <elder_said>, and <hero> [{gesture}|ate {number2} plates of {any_food}].
 | As <helper> likes to say [at the {job.shop}|in {town}|over {any_food}]: {virtue} {deed}.
-after: From then on <hero> and <pal> [came together <spot>|played {game2}|shared {any_food}] every {weather} [{day2}|{time}].
+after: From then on <hero> and <pal> [came together <spot>|played {game2}|shared {any_food}] every {weather}
+  [{day2}|{time}].
 | [Do you know|Have you been to|Will you ever visit] {town}? Look for a {look} {kind} with a {any_thing} [near
   {landmark}|<spot>].
 | <hero> and <pal> [laughed about it|stayed friends|talked about it] for {number2} [weeks|months|years].
