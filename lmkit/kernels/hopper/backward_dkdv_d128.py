@@ -64,43 +64,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lmkit.kernels.hopper.barriers import (
-    FIRST_NAMED_BARRIER,
-    SLOT_THREADS,
-    allocate_mbarrier,
-    allocate_mbarriers,
-    await_last_slots,
-    await_slot,
-    begin_turns,
-    end_turns,
-    named_barrier_arrive,
-    partition_barrier,
-    pass_turn,
-    take_turn,
-)
-from lmkit.kernels.hopper.fragments import (
-    in_thread_order,
-    keep_columns_from,
-    keep_pairs,
-    multiply_pairs,
-    pack_pairs,
-    unpack_pairs,
-)
-from lmkit.kernels.hopper.schedule import locate_longest_first
+from lmkit.kernels.hopper import barriers as sync
+from lmkit.kernels.hopper import fragments, schedule, wgmma
+from lmkit.kernels.hopper.barriers import partition_barrier
 from lmkit.kernels.hopper.tma import allocate_slots, allocate_tile, fetch_rows, tma_add, tma_load, tma_store
-from lmkit.kernels.hopper.wgmma import (
-    accumulator_layout,
-    count_score_wgmmas,
-    issue_product,
-    issue_scores,
-    operand_layout,
-)
 
 KEYS = gl.constexpr(128)  # keys of a block, 64 for each consumer
 STAGES = gl.constexpr(2)  # slots for Q and for dO
-Q_FREE = gl.constexpr(FIRST_NAMED_BARRIER.value)  # named barriers, one a slot
-DO_FREE = gl.constexpr(FIRST_NAMED_BARRIER.value + STAGES.value)
-TURN = gl.constexpr(FIRST_NAMED_BARRIER.value + 2 * STAGES.value)  # one a warp group
+Q_FREE = gl.constexpr(sync.FIRST_NAMED_BARRIER.value)  # named barriers, one a slot
+DO_FREE = gl.constexpr(sync.FIRST_NAMED_BARRIER.value + STAGES.value)
+TURN = gl.constexpr(sync.FIRST_NAMED_BARRIER.value + 2 * STAGES.value)  # one a warp group
 NEVER = gl.constexpr(1 << 30)  # a first column that no query reaches
 
 
@@ -155,7 +128,9 @@ def locate_work(problem, QUERIES: gl.constexpr, CAUSAL: gl.constexpr):
     """
     key_heads = problem.heads // problem.group
     num_heads = problem.batches * key_heads
-    key_tile, flat_key_head = locate_longest_first(problem.num_key_tiles, num_heads, problem.together)
+    key_tile, flat_key_head = schedule.locate_longest_first(
+        problem.num_key_tiles, num_heads, problem.together
+    )
     batch = flat_key_head // key_heads
     key_head = flat_key_head % key_heads
     first_head = key_head * problem.group
@@ -181,9 +156,9 @@ def next_query_tile(tile, head, work, num_query_tiles):
 @gluon.jit
 def allocate_barriers():
     """Return the initialised mbarriers."""
-    q_full = allocate_mbarriers(STAGES)
-    do_full = allocate_mbarriers(STAGES)
-    kv_full = allocate_mbarrier()
+    q_full = sync.allocate_mbarriers(STAGES)
+    do_full = sync.allocate_mbarriers(STAGES)
+    kv_full = sync.allocate_mbarrier()
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(do_full.index(i), count=1)
@@ -203,15 +178,15 @@ def stream_queries(descriptors, tiles, barriers, problem, work,
     for step in range(steps):
         slot = step % STAGES
         row = (work.batch * problem.heads + head) * problem.padded + tile * QUERIES
-        await_slot(Q_FREE, step, STAGES, 1)  # dK is waited for behind the next S
+        sync.await_slot(Q_FREE, step, STAGES, 1)  # dK is waited for behind the next S
         fetch_rows(descriptors.q, work.batch, head, tile * QUERIES, tiles.q,
                    descriptors.lse, row, tiles.lse, barriers.q_full, slot)  # fmt: skip
-        await_slot(DO_FREE, step, STAGES, 0)
+        sync.await_slot(DO_FREE, step, STAGES, 0)
         fetch_rows(descriptors.do, work.batch, head, tile * QUERIES, tiles.do,
                    descriptors.delta, row, tiles.delta, barriers.do_full, slot)  # fmt: skip
         tile, head = next_query_tile(tile, head, work, problem.num_query_tiles)
-    await_last_slots(Q_FREE, steps, STAGES, 1)
-    await_last_slots(DO_FREE, steps, STAGES, 0)
+    sync.await_last_slots(Q_FREE, steps, STAGES, 1)
+    sync.await_last_slots(DO_FREE, steps, STAGES, 0)
 
 
 @gluon.jit
@@ -233,11 +208,11 @@ def _consumers(call, shape):
     D: gl.constexpr = shape.D
     descriptors, tiles, barriers, problem, scale_log2, scale = call
     DTYPE: gl.constexpr = descriptors.q.dtype
-    SCORES: gl.constexpr = accumulator_layout(shape.QUERIES, 8)
-    SCORES_PRODUCTS: gl.constexpr = count_score_wgmmas(shape.USED, D)
-    GRADIENT: gl.constexpr = accumulator_layout(D, 8)
-    OPERAND: gl.constexpr = operand_layout(GRADIENT)
-    DQ: gl.constexpr = accumulator_layout(
+    SCORES: gl.constexpr = wgmma.accumulator_layout(shape.QUERIES, 8)
+    SCORES_PRODUCTS: gl.constexpr = wgmma.count_score_wgmmas(shape.USED, D)
+    GRADIENT: gl.constexpr = wgmma.accumulator_layout(D, 8)
+    OPERAND: gl.constexpr = wgmma.operand_layout(GRADIENT)
+    DQ: gl.constexpr = wgmma.accumulator_layout(
         D // 2, 4, 2
     )  # 64 rows, one warp group's height: they share its columns
     COLUMN: gl.constexpr = gl.SliceLayout(0, SCORES)
@@ -253,7 +228,7 @@ def _consumers(call, shape):
     head = work.first_head
     tile = work.start
     if not shape.ADD_DQ:
-        begin_turns(TURN)
+        sync.begin_turns(TURN)
     for step in range(gl.maximum(work.count * problem.group, 1)):
         slot = step % STAGES
         phase = (step // STAGES) & 1
@@ -261,21 +236,21 @@ def _consumers(call, shape):
         do = tiles.do.index(slot).reshape([shape.QUERIES, D])
         mbarrier.wait(barriers.q_full.index(slot), phase)
         if not shape.ADD_DQ:
-            take_turn(TURN)
-        score_job = issue_scores(k, q, shape.USED, SCORES)
+            sync.take_turn(TURN)
+        score_job = wgmma.issue_scores(k, q, shape.USED, SCORES)
         lse = tiles.lse.index(slot).load(COLUMN)
         if shape.PACKED_P:  # short of registers: have dK of the previous step out of the way first
             dk = warpgroup_mma_wait(SCORES_PRODUCTS, deps=[dk])
-            named_barrier_arrive(Q_FREE + (step + STAGES - 1) % STAGES, SLOT_THREADS)
+            sync.named_barrier_arrive(Q_FREE + (step + STAGES - 1) % STAGES, sync.SLOT_THREADS)
         mbarrier.wait(barriers.do_full.index(slot), phase)
-        dp_job = issue_scores(v, do, shape.USED, SCORES)
+        dp_job = wgmma.issue_scores(v, do, shape.USED, SCORES)
         if not shape.ADD_DQ:
-            pass_turn(TURN)
+            sync.pass_turn(TURN)
         if shape.PACKED_P:
             scores = warpgroup_mma_wait(SCORES_PRODUCTS, deps=[score_job])
         else:
             scores, dk = warpgroup_mma_wait(SCORES_PRODUCTS, deps=[score_job, dk])
-            named_barrier_arrive(Q_FREE + (step + STAGES - 1) % STAGES, SLOT_THREADS)
+            sync.named_barrier_arrive(Q_FREE + (step + STAGES - 1) % STAGES, sync.SLOT_THREADS)
         exponent = scores * scale_log2 - gl.expand_dims(lse, 0)  # (128 keys, QUERIES): transposed
         if shape.CAUSAL:
             # Query i sees keys j <= i; keys past the end see nobody (P might overflow there, and inf * 0 is not 0).
@@ -283,14 +258,14 @@ def _consumers(call, shape):
             # the mask is always applied there.
             if D == 128 or shape.TAIL or tile * shape.QUERIES < (work.key_tile + 1) * KEYS:
                 first_query = gl.where(keys < num_keys, keys - tile * shape.QUERIES, NEVER)
-                exponent = keep_columns_from(exponent, first_query, -float("inf"))
+                exponent = fragments.keep_columns_from(exponent, first_query, -float("inf"))
         elif shape.TAIL:
             exponent = gl.where(gl.expand_dims(keys < num_keys, 1), exponent, -float("inf"))
         p = gl.exp2(exponent)
         if shape.PACKED_P:
-            packed = pack_pairs(p, DTYPE)
-            kept = keep_pairs(p, DTYPE)
-            p_operand = unpack_pairs(packed, DTYPE, OPERAND)
+            packed = fragments.pack_pairs(p, DTYPE)
+            kept = fragments.keep_pairs(p, DTYPE)
+            p_operand = fragments.unpack_pairs(packed, DTYPE, OPERAND)
         else:
             p_operand = gl.convert_layout(p.to(DTYPE), OPERAND)
         delta = tiles.delta.index(slot).load(COLUMN)
@@ -299,9 +274,9 @@ def _consumers(call, shape):
         if shape.PACKED_P:
             dp, packed, kept = warpgroup_mma_wait(1, deps=[dp_job, packed, kept])
             dp = dp * scale - gl.expand_dims(delta, 0)
-            ds_pairs = multiply_pairs(packed, kept, dp, DTYPE)
-            ds = unpack_pairs(ds_pairs, DTYPE, SCORES)
-            ds_operand = unpack_pairs(ds_pairs, DTYPE, OPERAND)
+            ds_pairs = fragments.multiply_pairs(packed, kept, dp, DTYPE)
+            ds = fragments.unpack_pairs(ds_pairs, DTYPE, SCORES)
+            ds_operand = fragments.unpack_pairs(ds_pairs, DTYPE, OPERAND)
         else:
             dp, p = warpgroup_mma_wait(1, deps=[dp_job, p])
             dp = dp * scale - gl.expand_dims(delta, 0)
@@ -314,11 +289,11 @@ def _consumers(call, shape):
             # directly makes Triton add one.)
             tma.store_wait(0)
             partition_barrier()
-            dq_job = issue_product(tiles.ds.permute((1, 0)), k, DQ)
+            dq_job = wgmma.issue_product(tiles.ds.permute((1, 0)), k, DQ)
             dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
             dq, dv, p_operand = warpgroup_mma_wait(1, deps=[dq_job, dv_job, p_operand])
-            named_barrier_arrive(DO_FREE + slot, SLOT_THREADS)
-            tiles.dq.store(in_thread_order(dq))
+            sync.named_barrier_arrive(DO_FREE + slot, sync.SLOT_THREADS)
+            tiles.dq.store(fragments.in_thread_order(dq))
             fence_async_shared()
             partition_barrier()
             first_row = (batch * problem.heads + head) * problem.padded + tile * shape.QUERIES
@@ -326,11 +301,11 @@ def _consumers(call, shape):
         else:
             dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
             dv, p_operand = warpgroup_mma_wait(1, deps=[dv_job, p_operand])
-            named_barrier_arrive(DO_FREE + slot, SLOT_THREADS)
+            sync.named_barrier_arrive(DO_FREE + slot, sync.SLOT_THREADS)
         tile, head = next_query_tile(tile, head, work, problem.num_query_tiles)
     dk = warpgroup_mma_wait(0, deps=[dk])
     if not shape.ADD_DQ:
-        end_turns(TURN)
+        sync.end_turns(TURN)
     # K and V are done with: their tiles stage dK and dV on the way out.
     partition_barrier()
     v.store(dv.to(DTYPE))

@@ -45,28 +45,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from lmkit.kernels.hopper import barriers as sync
+from lmkit.kernels.hopper import fragments, schedule, wgmma
 from lmkit.kernels.hopper.backward_dkdv_d128 import Problem
-from lmkit.kernels.hopper.barriers import (
-    FIRST_NAMED_BARRIER,
-    SLOT_THREADS,
-    allocate_mbarrier,
-    allocate_mbarriers,
-    await_last_slots,
-    await_slot,
-    named_barrier_arrive,
-    named_barrier_wait,
-    partition_barrier,
-)
-from lmkit.kernels.hopper.fragments import from_thread_order, in_thread_order, keep_columns_from
-from lmkit.kernels.hopper.schedule import locate_longest_first
+from lmkit.kernels.hopper.barriers import partition_barrier
 from lmkit.kernels.hopper.tma import allocate_slots, allocate_tile, fetch_rows, send_through, tma_load
-from lmkit.kernels.hopper.wgmma import accumulator_layout, issue_scores, operand_layout
 
 ROWS = gl.constexpr(64)  # keys of a block, and queries of a step
 STAGES = gl.constexpr(2)  # slots for Q with dO, and for P
-SLOT_FREE = gl.constexpr(FIRST_NAMED_BARRIER.value)  # named barriers, one a slot
-P_READY = gl.constexpr(FIRST_NAMED_BARRIER.value + STAGES.value)
-P_FREE = gl.constexpr(FIRST_NAMED_BARRIER.value + 2 * STAGES.value)
+SLOT_FREE = gl.constexpr(sync.FIRST_NAMED_BARRIER.value)  # named barriers, one a slot
+P_READY = gl.constexpr(sync.FIRST_NAMED_BARRIER.value + STAGES.value)
+P_FREE = gl.constexpr(sync.FIRST_NAMED_BARRIER.value + 2 * STAGES.value)
 P_THREADS = gl.constexpr(256)  # both warp groups
 
 
@@ -89,7 +78,9 @@ def _locate(problem, CAUSAL: gl.constexpr):
     """Return (key tile, batch, key head, number of query tiles that see these keys) of this CTA."""
     key_heads = problem.heads // problem.group
     num_heads = problem.batches * key_heads
-    key_tile, flat_key_head = locate_longest_first(problem.num_key_tiles, num_heads, problem.together)
+    key_tile, flat_key_head = schedule.locate_longest_first(
+        problem.num_key_tiles, num_heads, problem.together
+    )
     count = problem.num_query_tiles
     if CAUSAL:
         # Keys that no query sees (more keys than queries) take the last tile, wholly masked: a loop that may run
@@ -113,7 +104,7 @@ def _producer(call, shape):
         # From the last tile down: CTAs that run together read the same tiles together.
         tile = problem.num_query_tiles - 1 - step % count
         row = (batch * problem.heads + head) * problem.padded + tile * ROWS
-        await_slot(SLOT_FREE, step, STAGES, 0)
+        sync.await_slot(SLOT_FREE, step, STAGES, 0)
         fetch_rows(descriptors.q, batch, head, tile * ROWS, tiles.q,
                    descriptors.lse, row, tiles.lse, barriers.q_full, slot)  # fmt: skip
         if step == 0:
@@ -121,7 +112,7 @@ def _producer(call, shape):
             tma_load(descriptors.v, key_box, barriers.v_full, tiles.v)
         fetch_rows(descriptors.do, batch, head, tile * ROWS, tiles.do,
                    descriptors.delta, row, tiles.delta, barriers.do_full, slot)  # fmt: skip
-    await_last_slots(SLOT_FREE, steps, STAGES, 0)
+    sync.await_last_slots(SLOT_FREE, steps, STAGES, 0)
 
 
 @gluon.jit
@@ -130,9 +121,9 @@ def _value_consumer(call, shape):
     D: gl.constexpr = shape.D
     descriptors, tiles, barriers, problem, scale_log2, _ = call
     DTYPE: gl.constexpr = descriptors.q.dtype
-    SCORES: gl.constexpr = accumulator_layout(ROWS)
-    GRADIENT: gl.constexpr = accumulator_layout(D)
-    OPERAND: gl.constexpr = operand_layout(GRADIENT)
+    SCORES: gl.constexpr = wgmma.accumulator_layout(ROWS)
+    GRADIENT: gl.constexpr = wgmma.accumulator_layout(D)
+    OPERAND: gl.constexpr = wgmma.operand_layout(GRADIENT)
     key_tile, batch, key_head, count = _locate(problem, shape.CAUSAL)
     steps = gl.maximum(count * problem.group, 1)
     k = tiles.k.reshape([ROWS, D])
@@ -145,25 +136,25 @@ def _value_consumer(call, shape):
         q = tiles.q.index(slot).reshape([ROWS, D])
         do = tiles.do.index(slot).reshape([ROWS, D])
         mbarrier.wait(barriers.q_full.index(slot), phase)
-        score_job = issue_scores(k, q, shape.USED, SCORES)
+        score_job = wgmma.issue_scores(k, q, shape.USED, SCORES)
         mbarrier.wait(barriers.do_full.index(slot), phase)
         lse = tiles.lse.index(slot).load(gl.SliceLayout(0, SCORES))
         scores = warpgroup_mma_wait(0, deps=[score_job])
         exponent = scores * scale_log2 - gl.expand_dims(lse, 0)  # (64 keys, 64 queries): transposed
         if shape.CAUSAL:
             tile = problem.num_query_tiles - 1 - step % count
-            exponent = keep_columns_from(exponent, keys - tile * ROWS, -float("inf"))
+            exponent = fragments.keep_columns_from(exponent, keys - tile * ROWS, -float("inf"))
         p = gl.exp2(exponent)
-        named_barrier_wait(P_FREE + slot, P_THREADS)
-        tiles.p.index(slot).store(in_thread_order(p))
-        named_barrier_arrive(P_READY + slot, P_THREADS)
+        sync.named_barrier_wait(P_FREE + slot, P_THREADS)
+        tiles.p.index(slot).store(fragments.in_thread_order(p))
+        sync.named_barrier_arrive(P_READY + slot, P_THREADS)
         p_operand = gl.convert_layout(p.to(DTYPE), OPERAND)
         # The wait is here and not behind the next S, because ptxas serialises a product in flight across the loop's
         # end (C7512). The other warp group's products fill the gap.
         dv = warpgroup_mma_wait(0, deps=[warpgroup_mma(p_operand, do, dv, is_async=True)])
-        named_barrier_arrive(SLOT_FREE + slot, SLOT_THREADS)
+        sync.named_barrier_arrive(SLOT_FREE + slot, sync.SLOT_THREADS)
     for i in gl.static_range(STAGES):
-        named_barrier_wait(P_FREE + (steps + i) % STAGES, P_THREADS)  # the last arrivals' partners
+        sync.named_barrier_wait(P_FREE + (steps + i) % STAGES, P_THREADS)  # the last arrivals' partners
     # This warp group, the only reader of K, is done with it: its tile stages dV on the way out.
     partition_barrier()
     send_through(tiles.k, dv.to(DTYPE), descriptors.dv, batch, key_head, key_tile)
@@ -175,15 +166,15 @@ def _key_consumer(call, shape):
     D: gl.constexpr = shape.D
     descriptors, tiles, barriers, problem, _, scale = call
     DTYPE: gl.constexpr = descriptors.q.dtype
-    SCORES: gl.constexpr = accumulator_layout(ROWS)
-    GRADIENT: gl.constexpr = accumulator_layout(D)
-    OPERAND: gl.constexpr = operand_layout(GRADIENT)
+    SCORES: gl.constexpr = wgmma.accumulator_layout(ROWS)
+    GRADIENT: gl.constexpr = wgmma.accumulator_layout(D)
+    OPERAND: gl.constexpr = wgmma.operand_layout(GRADIENT)
     key_tile, batch, key_head, count = _locate(problem, shape.CAUSAL)
     steps = gl.maximum(count * problem.group, 1)
     v = tiles.v.reshape([ROWS, D])
     dk = gl.zeros([ROWS, D], gl.float32, GRADIENT)
     for i in gl.static_range(STAGES):
-        named_barrier_arrive(P_FREE + i, P_THREADS)
+        sync.named_barrier_arrive(P_FREE + i, P_THREADS)
     mbarrier.wait(barriers.v_full, 0)
     for step in range(steps):
         slot = step % STAGES
@@ -191,17 +182,17 @@ def _key_consumer(call, shape):
         q = tiles.q.index(slot).reshape([ROWS, D])
         do = tiles.do.index(slot).reshape([ROWS, D])
         mbarrier.wait(barriers.do_full.index(slot), phase)
-        dp_job = issue_scores(v, do, shape.USED, SCORES)
+        dp_job = wgmma.issue_scores(v, do, shape.USED, SCORES)
         mbarrier.wait(barriers.q_full.index(slot), phase)
         delta = tiles.delta.index(slot).load(gl.SliceLayout(0, SCORES))
         dp = warpgroup_mma_wait(0, deps=[dp_job])
         dp = dp * scale - gl.expand_dims(delta, 0)
-        named_barrier_wait(P_READY + slot, P_THREADS)
-        p = from_thread_order(tiles.p.index(slot), dp)
-        named_barrier_arrive(P_FREE + slot, P_THREADS)
+        sync.named_barrier_wait(P_READY + slot, P_THREADS)
+        p = fragments.from_thread_order(tiles.p.index(slot), dp)
+        sync.named_barrier_arrive(P_FREE + slot, P_THREADS)
         ds_operand = gl.convert_layout((p * dp).to(DTYPE), OPERAND)
         dk = warpgroup_mma_wait(0, deps=[warpgroup_mma(ds_operand, q, dk, is_async=True)])
-        named_barrier_arrive(SLOT_FREE + slot, SLOT_THREADS)
+        sync.named_barrier_arrive(SLOT_FREE + slot, sync.SLOT_THREADS)
     # This warp group, the only reader of V, is done with it: its tile stages dK on the way out.
     partition_barrier()
     send_through(tiles.v, dk.to(DTYPE), descriptors.dk, batch, key_head, key_tile)
@@ -231,10 +222,10 @@ def dkdv_d256_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_d
         allocate_slots(delta_desc, STAGES),
         gl.allocate_shared_memory(gl.float32, [STAGES, ROWS * ROWS // 32, 32], P_LAYOUT),
     )
-    q_full = allocate_mbarriers(STAGES)
-    do_full = allocate_mbarriers(STAGES)
-    k_full = allocate_mbarrier()
-    v_full = allocate_mbarrier()
+    q_full = sync.allocate_mbarriers(STAGES)
+    do_full = sync.allocate_mbarriers(STAGES)
+    k_full = sync.allocate_mbarrier()
+    v_full = sync.allocate_mbarrier()
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(do_full.index(i), count=1)

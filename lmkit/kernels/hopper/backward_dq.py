@@ -51,32 +51,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lmkit.kernels.flash.tiles import LOG2_E
-from lmkit.kernels.hopper.barriers import (
-    FIRST_NAMED_BARRIER,
-    SLOT_THREADS,
-    allocate_mbarrier,
-    allocate_mbarriers,
-    await_last_slots,
-    await_slot,
-    begin_turns,
-    end_turns,
-    named_barrier_arrive,
-    partition_barrier,
-    pass_turn,
-    take_turn,
-)
-from lmkit.kernels.hopper.fragments import hide_keys, inside
-from lmkit.kernels.hopper.schedule import count_key_blocks, locate_longest_first
+from lmkit.kernels.hopper import barriers as sync
+from lmkit.kernels.hopper import fragments, schedule, wgmma
+from lmkit.kernels.hopper.barriers import partition_barrier
 from lmkit.kernels.hopper.tma import allocate_slots, allocate_tile, fetch_tile, send_through, tma_load
-from lmkit.kernels.hopper.wgmma import (
-    accumulator_layout,
-    count_score_wgmmas,
-    issue_scores,
-    operand_layout,
-)
 
 QUERIES = gl.constexpr(128)  # query rows of a block, 64 for each consumer
-K_FREE = gl.constexpr(FIRST_NAMED_BARRIER.value)  # named barriers, one a slot; V_FREE's follow
+K_FREE = gl.constexpr(sync.FIRST_NAMED_BARRIER.value)  # named barriers, one a slot; V_FREE's follow
 TURN = gl.constexpr(14)  # named barriers 14 and 15: one a warp group
 
 
@@ -111,7 +92,7 @@ Shape = namedtuple("Shape", ["D", "HEAD_DIM", "USED", "KEYS", "K_STAGES", "V_STA
 def _locate(problem):
     """Return (query tile, batch * heads + head) of this CTA."""
     num_heads = problem.batches * problem.heads
-    place, flat_head = locate_longest_first(problem.num_query_tiles, num_heads, problem.together)
+    place, flat_head = schedule.locate_longest_first(problem.num_query_tiles, num_heads, problem.together)
     return problem.num_query_tiles - 1 - place, flat_head  # the last tile has the most keys
 
 
@@ -124,7 +105,7 @@ def _producer(call, shape):
     batch = flat_head // problem.heads
     head = flat_head % problem.heads
     key_head = head // problem.group
-    blocks = count_key_blocks(tile, problem.num_keys, QUERIES, shape.KEYS, shape.CAUSAL)
+    blocks = schedule.count_key_blocks(tile, problem.num_keys, QUERIES, shape.KEYS, shape.CAUSAL)
     mbarrier.expect(barriers.q_full, 2 * descriptors.q.block_type.nbytes)
     query_box = [batch, head, tile * QUERIES, 0]
     tma_load(descriptors.q, query_box, barriers.q_full, tiles.q)
@@ -132,13 +113,13 @@ def _producer(call, shape):
     for step in range(blocks):
         first_key = (blocks - 1 - step) * shape.KEYS
         k_slot = step % shape.K_STAGES
-        await_slot(K_FREE, step, shape.K_STAGES, 1)  # dQ is waited for behind the next S
+        sync.await_slot(K_FREE, step, shape.K_STAGES, 1)  # dQ is waited for behind the next S
         fetch_tile(descriptors.k, batch, key_head, first_key, barriers.k_full, tiles.k, k_slot)
         v_slot = step % shape.V_STAGES
-        await_slot(V_FREE, step, shape.V_STAGES, 0)
+        sync.await_slot(V_FREE, step, shape.V_STAGES, 0)
         fetch_tile(descriptors.v, batch, key_head, first_key, barriers.v_full, tiles.v, v_slot)
-    await_last_slots(K_FREE, blocks, shape.K_STAGES, 1)
-    await_last_slots(V_FREE, blocks, shape.V_STAGES, 0)
+    sync.await_last_slots(K_FREE, blocks, shape.K_STAGES, 1)
+    sync.await_last_slots(V_FREE, blocks, shape.V_STAGES, 0)
 
 
 @gluon.jit
@@ -149,10 +130,10 @@ def _consumers(call, shape):
     V_FREE: gl.constexpr = K_FREE + shape.K_STAGES
     TURNS: gl.constexpr = D < 256  # D = 256 has one slot for V only
     DTYPE: gl.constexpr = descriptors.q.dtype
-    SCORES: gl.constexpr = accumulator_layout(shape.KEYS, 8)
-    SCORES_PRODUCTS: gl.constexpr = count_score_wgmmas(shape.USED, D)
-    DQ: gl.constexpr = accumulator_layout(D, 8)
-    OPERAND: gl.constexpr = operand_layout(DQ)
+    SCORES: gl.constexpr = wgmma.accumulator_layout(shape.KEYS, 8)
+    SCORES_PRODUCTS: gl.constexpr = wgmma.count_score_wgmmas(shape.USED, D)
+    DQ: gl.constexpr = wgmma.accumulator_layout(D, 8)
+    OPERAND: gl.constexpr = wgmma.operand_layout(DQ)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     # 16-byte loads of O, a row's elements within one warp
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [8, 1], [1, 0])
@@ -161,7 +142,7 @@ def _consumers(call, shape):
     batch = flat_head // problem.heads
     head = flat_head % problem.heads
     flat_head = flat_head.to(gl.int64)
-    blocks = count_key_blocks(tile, problem.num_keys, QUERIES, shape.KEYS, shape.CAUSAL)
+    blocks = schedule.count_key_blocks(tile, problem.num_keys, QUERIES, shape.KEYS, shape.CAUSAL)
     rows = tile * QUERIES + gl.arange(0, QUERIES, ROW)
     lse = LOG2_E * gl.load(
         pointers.lse_in + flat_head * num_queries + rows, mask=rows < num_queries, other=float("inf")
@@ -171,7 +152,7 @@ def _consumers(call, shape):
     out_columns = gl.arange(0, D, gl.SliceLayout(0, OUT))
     out_pointers = pointers.out + 8 * (batch * pointers.out_batch + head * pointers.out_head)
     out_offsets = gl.expand_dims(8 * (out_rows * pointers.out_row), 1) + gl.expand_dims(out_columns, 0)
-    out_inside = inside(out_rows < num_queries, out_columns, shape.HEAD_DIM)
+    out_inside = fragments.inside(out_rows < num_queries, out_columns, shape.HEAD_DIM)
     o = gl.load(out_pointers + out_offsets, mask=out_inside, other=0.0)
     q = tiles.q.reshape([QUERIES, D])
     do = tiles.do.reshape([QUERIES, D])
@@ -180,7 +161,7 @@ def _consumers(call, shape):
     delta = scale * gl.convert_layout(gl.sum(o.to(gl.float32) * do.load(OUT).to(gl.float32), 1), ROW)
     gl.store(pointers.delta_out + flat_head * problem.padded + rows, delta)
     if TURNS:
-        begin_turns(TURN)
+        sync.begin_turns(TURN)
     for step in range(blocks):
         first_key = (blocks - 1 - step) * shape.KEYS
         k_slot = step % shape.K_STAGES
@@ -188,25 +169,27 @@ def _consumers(call, shape):
         k = tiles.k.index(k_slot).reshape([shape.KEYS, D])
         mbarrier.wait(barriers.k_full.index(k_slot), (step // shape.K_STAGES) & 1)
         if TURNS:
-            take_turn(TURN)
-        score_job = issue_scores(q, k, shape.USED, SCORES)
+            sync.take_turn(TURN)
+        score_job = wgmma.issue_scores(q, k, shape.USED, SCORES)
         dq = warpgroup_mma_wait(SCORES_PRODUCTS, deps=[dq])
-        named_barrier_arrive(K_FREE + (step + shape.K_STAGES - 1) % shape.K_STAGES, SLOT_THREADS)
+        sync.named_barrier_arrive(K_FREE + (step + shape.K_STAGES - 1) % shape.K_STAGES, sync.SLOT_THREADS)
         mbarrier.wait(barriers.v_full.index(v_slot), (step // shape.V_STAGES) & 1)
         v = tiles.v.index(v_slot).reshape([shape.KEYS, D])
-        dp_job = issue_scores(do, v, shape.USED, SCORES)
+        dp_job = wgmma.issue_scores(do, v, shape.USED, SCORES)
         if TURNS:
-            pass_turn(TURN)
+            sync.pass_turn(TURN)
         scores = warpgroup_mma_wait(SCORES_PRODUCTS, deps=[score_job])
         exponent = scores * scale_log2 - gl.expand_dims(lse, 1)  # (128 queries, KEYS)
-        p = gl.exp2(hide_keys(exponent, rows, first_key, problem.num_keys, shape.CAUSAL, shape.TAIL))
+        p = gl.exp2(
+            fragments.hide_keys(exponent, rows, first_key, problem.num_keys, shape.CAUSAL, shape.TAIL)
+        )
         dp, p = warpgroup_mma_wait(0, deps=[dp_job, p])
-        named_barrier_arrive(V_FREE + v_slot, SLOT_THREADS)
+        sync.named_barrier_arrive(V_FREE + v_slot, sync.SLOT_THREADS)
         ds = (p * (dp * scale - gl.expand_dims(delta, 1))).to(DTYPE)
         dq = warpgroup_mma(gl.convert_layout(ds, OPERAND), k, dq, is_async=True)
     dq = warpgroup_mma_wait(0, deps=[dq])
     if TURNS:
-        end_turns(TURN)
+        sync.end_turns(TURN)
     # Q is done with: its tile stages dQ on the way out.
     partition_barrier()
     send_through(tiles.q, dq.to(DTYPE), descriptors.dq, batch, head, tile)
@@ -236,9 +219,9 @@ def dq_kernel(q_desc, k_desc, v_desc, do_desc, dq_desc, lse_in, lse_out, delta_o
         allocate_slots(k_desc, K_STAGES),
         allocate_slots(v_desc, V_STAGES),
     )
-    q_full = allocate_mbarrier()
-    k_full = allocate_mbarriers(K_STAGES)
-    v_full = allocate_mbarriers(V_STAGES)
+    q_full = sync.allocate_mbarrier()
+    k_full = sync.allocate_mbarriers(K_STAGES)
+    v_full = sync.allocate_mbarriers(V_STAGES)
     mbarrier.init(q_full, count=1)
     for i in gl.static_range(K_STAGES):
         mbarrier.init(k_full.index(i), count=1)

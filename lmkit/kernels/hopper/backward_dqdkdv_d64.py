@@ -57,6 +57,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from lmkit.kernels.hopper import barriers as sync
+from lmkit.kernels.hopper import fragments, wgmma
 from lmkit.kernels.hopper.backward_dkdv_d128 import (
     KEYS,
     NEVER,
@@ -69,24 +71,8 @@ from lmkit.kernels.hopper.backward_dkdv_d128 import (
     next_query_tile,
     stream_queries,
 )
-from lmkit.kernels.hopper.barriers import (
-    SLOT_THREADS,
-    named_barrier_arrive,
-    named_barrier_wait,
-    partition_barrier,
-    run_ptx,
-)
-from lmkit.kernels.hopper.fragments import (
-    in_thread_order,
-    keep_columns_from,
-    keep_pairs,
-    left_and_right,
-    multiply_pairs,
-    pack_pairs,
-    unpack_pairs,
-)
+from lmkit.kernels.hopper.barriers import partition_barrier
 from lmkit.kernels.hopper.tma import allocate_slots, tma_add, tma_load, tma_store
-from lmkit.kernels.hopper.wgmma import accumulator_layout, issue_product, operand_layout
 
 HALF = gl.constexpr(64)  # keys of a consumer, and queries and columns of its part of dQ
 LAST = gl.constexpr(7)  # named barriers: all from here to 15 (Triton's own are 0 to 3 with these partitions)
@@ -120,9 +106,9 @@ def _consumer(index: gl.constexpr, call, CAUSAL: gl.constexpr, TAIL: gl.constexp
     DTYPE: gl.constexpr = descriptors.q.dtype
     QUERIES: gl.constexpr = descriptors.q.block_type.shape[2]
     D: gl.constexpr = descriptors.q.block_type.shape[3]
-    SCORES: gl.constexpr = accumulator_layout(QUERIES, 4)
-    GRADIENT: gl.constexpr = accumulator_layout(D, 4)
-    OPERAND: gl.constexpr = operand_layout(GRADIENT)
+    SCORES: gl.constexpr = wgmma.accumulator_layout(QUERIES, 4)
+    GRADIENT: gl.constexpr = wgmma.accumulator_layout(D, 4)
+    OPERAND: gl.constexpr = wgmma.operand_layout(GRADIENT)
     COLUMN: gl.constexpr = gl.SliceLayout(0, SCORES)
     # Whether lse is loaded before the wait for S: where that makes ptxas spill less.
     LSE_FIRST: gl.constexpr = D == 128 or (gl.float16 == DTYPE and not CAUSAL)
@@ -133,8 +119,8 @@ def _consumer(index: gl.constexpr, call, CAUSAL: gl.constexpr, TAIL: gl.constexp
     dv = gl.zeros([HALF, D], gl.float32, GRADIENT)
     dk = gl.zeros([HALF, D], gl.float32, GRADIENT)
     # Step 0 has no step before it: its dK multiplies these zeros, its dQ is of no use and nobody adds it.
-    ds_pairs = pack_pairs(gl.zeros([HALF, QUERIES], gl.float32, SCORES), DTYPE)
-    named_barrier_arrive(_ds_full(index, 1), BOTH_CONSUMERS)
+    ds_pairs = fragments.pack_pairs(gl.zeros([HALF, QUERIES], gl.float32, SCORES), DTYPE)
+    sync.named_barrier_arrive(_ds_full(index, 1), BOTH_CONSUMERS)
     mbarrier.wait(barriers.kv_full, 0)
     if index == 1:
         _sleep(HEAD_START_NS)
@@ -154,9 +140,9 @@ def _consumer(index: gl.constexpr, call, CAUSAL: gl.constexpr, TAIL: gl.constexp
         q = tiles.q.index(slot).reshape([QUERIES, D])
         do = tiles.do.index(slot).reshape([QUERIES, D])
         mbarrier.wait(barriers.q_full.index(slot), phase)
-        score_job = issue_product(k, q.permute((1, 0)), SCORES)
+        score_job = wgmma.issue_product(k, q.permute((1, 0)), SCORES)
         q_before = tiles.q.index(gl.where(step == 0, 0, (step + 1) % STAGES)).reshape([QUERIES, D])
-        dk_job = warpgroup_mma(unpack_pairs(ds_pairs, DTYPE, OPERAND), q_before, dk, is_async=True)
+        dk_job = warpgroup_mma(fragments.unpack_pairs(ds_pairs, DTYPE, OPERAND), q_before, dk, is_async=True)
         lse = tiles.lse.index(slot).load(COLUMN)
         dq_job = _issue_dq(index, tiles, step + 1)  # of step - 1, whose buffer is that of step + 1
         if LSE_FIRST:
@@ -166,39 +152,39 @@ def _consumer(index: gl.constexpr, call, CAUSAL: gl.constexpr, TAIL: gl.constexp
         exponent = scores * scale_log2 - gl.expand_dims(lse, 0)  # (64 keys, QUERIES): transposed
         exponent = _hide_keys(exponent, keys, tile, first_clear, problem.num_keys, CAUSAL, TAIL)
         p = gl.exp2(exponent)
-        packed = pack_pairs(p, DTYPE)
-        kept = keep_pairs(p, DTYPE)
+        packed = fragments.pack_pairs(p, DTYPE)
+        kept = fragments.keep_pairs(p, DTYPE)
         # This wait is a loop, and a loop ends the basic block: ptxas leaves the exponentials in front of what
         # follows.
         mbarrier.wait(barriers.do_full.index(slot), phase)
         dq, dk, packed, kept = warpgroup_mma_wait(0, deps=[dq_job, dk_job, packed, kept])
-        named_barrier_arrive(Q_FREE + (step + STAGES - 1) % STAGES, SLOT_THREADS)
+        sync.named_barrier_arrive(Q_FREE + (step + STAGES - 1) % STAGES, sync.SLOT_THREADS)
         _stage_dq(index, tiles, dq)
         fence_async_shared()
         partition_barrier()
         if step > 0:
             _add_dq(index, descriptors, tiles, first_row + row_before)
         row_before = head * problem.padded + tile * QUERIES
-        p_operand = unpack_pairs(packed, DTYPE, OPERAND)
+        p_operand = fragments.unpack_pairs(packed, DTYPE, OPERAND)
         delta = tiles.delta.index(slot).load(COLUMN)
-        dp_job = issue_product(v, do.permute((1, 0)), SCORES)
+        dp_job = wgmma.issue_product(v, do.permute((1, 0)), SCORES)
         dv_job = warpgroup_mma(p_operand, do, dv, is_async=True)
         dp, packed, kept = warpgroup_mma_wait(1, deps=[dp_job, packed, kept])
         dp = dp * scale - gl.expand_dims(delta, 0)
-        ds_pairs = multiply_pairs(packed, kept, dp, DTYPE)
-        _announce_ds(index, tiles, step, unpack_pairs(ds_pairs, DTYPE, SCORES))
+        ds_pairs = fragments.multiply_pairs(packed, kept, dp, DTYPE)
+        _announce_ds(index, tiles, step, fragments.unpack_pairs(ds_pairs, DTYPE, SCORES))
         dv, p_operand = warpgroup_mma_wait(0, deps=[dv_job, p_operand])
-        named_barrier_arrive(DO_FREE + slot, SLOT_THREADS)
+        sync.named_barrier_arrive(DO_FREE + slot, sync.SLOT_THREADS)
         tile, head = next_query_tile(tile, head, work, problem.num_query_tiles)
     dq_job = _issue_dq(index, tiles, steps + 1)
     last_q = tiles.q.index((steps + 1) % STAGES).reshape([QUERIES, D])
-    dk_job = warpgroup_mma(unpack_pairs(ds_pairs, DTYPE, OPERAND), last_q, dk, is_async=True)
+    dk_job = warpgroup_mma(fragments.unpack_pairs(ds_pairs, DTYPE, OPERAND), last_q, dk, is_async=True)
     dq, dk = warpgroup_mma_wait(0, deps=[dq_job, dk_job])
     if D == 64:  # here, or below at D = 128: where each is faster
         _stage_dq(index, tiles, dq)
     # K and V are done with: their tiles stage dK and dV on the way out.
     v.store(dv.to(DTYPE))
-    named_barrier_wait(LAST, BOTH_CONSUMERS)  # K by the other's dQ, too
+    sync.named_barrier_wait(LAST, BOTH_CONSUMERS)  # K by the other's dQ, too
     k.store(dk.to(DTYPE))
     if D == 128:
         _stage_dq(index, tiles, dq)
@@ -214,7 +200,7 @@ def _consumer(index: gl.constexpr, call, CAUSAL: gl.constexpr, TAIL: gl.constexp
 @gluon.jit
 def _sleep(nanoseconds: gl.constexpr):
     """Sleep for up to twice as long (the guarantee of PTX)."""
-    run_ptx(f"nanosleep.u32 {nanoseconds}; mov.b32 $0, 0;", 0)
+    sync.run_ptx(f"nanosleep.u32 {nanoseconds}; mov.b32 $0, 0;", 0)
 
 
 @gluon.jit
@@ -225,7 +211,7 @@ def _hide_keys(exponent, keys, tile, first_clear, num_keys, CAUSAL: gl.constexpr
     if CAUSAL:
         if tile * QUERIES < first_clear:
             first_query = gl.where(keys < num_keys, keys - tile * QUERIES, NEVER)
-            exponent = keep_columns_from(exponent, first_query, -float("inf"))
+            exponent = fragments.keep_columns_from(exponent, first_query, -float("inf"))
     elif TAIL:
         exponent = gl.where(gl.expand_dims(keys < num_keys, 1), exponent, -float("inf"))
     return exponent
@@ -249,23 +235,23 @@ def _ds_tile(tiles, step, index, part):
 def _announce_ds(index: gl.constexpr, tiles, step, ds):
     """Store this consumer's dS of `step`, (64 keys, QUERIES), for both."""
     if ds.shape[1] == 128:
-        left, right = left_and_right(ds)
+        left, right = fragments.left_and_right(ds)
         _ds_tile(tiles, step, index, 0).store(left)
         _ds_tile(tiles, step, index, 1).store(right)
     else:
         _ds_tile(tiles, step, index, 0).store(ds)
     fence_async_shared()
-    named_barrier_arrive(_ds_full(index, step), BOTH_CONSUMERS)
+    sync.named_barrier_arrive(_ds_full(index, step), BOTH_CONSUMERS)
 
 
 @gluon.jit
 def _issue_dq(index: gl.constexpr, tiles, step):
     """Issue this consumer's part of dQ over all 128 keys, when the other has announced its dS of `step` (or of the
     step two before)."""
-    DQ: gl.constexpr = accumulator_layout(HALF, 4)
-    named_barrier_wait(_ds_full(1 - index, step), BOTH_CONSUMERS)
+    DQ: gl.constexpr = wgmma.accumulator_layout(HALF, 4)
+    sync.named_barrier_wait(_ds_full(1 - index, step), BOTH_CONSUMERS)
     ds, k = _dq_factors(index, tiles, step, 0)
-    job = issue_product(ds, k, DQ)
+    job = wgmma.issue_product(ds, k, DQ)
     ds, k = _dq_factors(index, tiles, step, 1)
     return warpgroup_mma(ds, k, job, is_async=True)
 
@@ -290,7 +276,7 @@ def _stage_dq(index: gl.constexpr, tiles, dq):
     tma.store_wait(0)
     partition_barrier()
     tile = tiles.dq.index(index)
-    tile.store(in_thread_order(dq).reshape(tile.shape))
+    tile.store(fragments.in_thread_order(dq).reshape(tile.shape))
 
 
 @gluon.jit

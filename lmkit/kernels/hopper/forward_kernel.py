@@ -81,28 +81,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lmkit.kernels.flash.tiles import LN_2
-from lmkit.kernels.hopper.barriers import (
-    FIRST_NAMED_BARRIER,
-    allocate_mbarriers,
-    any_exceeds,
-    declare_vote,
-    named_barrier_arrive,
-    named_barrier_wait,
-    partition_barrier,
-)
-from lmkit.kernels.hopper.fragments import (
-    count_visible_keys,
-    exp2_unfused,
-    hide_keys,
-    pack_pairs,
-    rounding_of_largest,
-    scale_rows,
-    sum_within_threads,
-    unpack_pairs,
-)
-from lmkit.kernels.hopper.schedule import count_key_blocks, count_turns, locate_tile
+from lmkit.kernels.hopper import barriers as sync
+from lmkit.kernels.hopper import fragments, schedule, wgmma
+from lmkit.kernels.hopper.barriers import partition_barrier
 from lmkit.kernels.hopper.tma import allocate_slots, fetch_tile, tma_store
-from lmkit.kernels.hopper.wgmma import accumulator_layout, issue_scores, operand_layout
 
 ROWS = gl.constexpr(64)  # query rows of one consumer: the height of a wgmma
 BOTH_CONSUMERS = gl.constexpr(256)  # threads
@@ -155,13 +137,15 @@ def _producer(call, shape):
     descriptors, tiles, barriers, problem, _, _ = call
     TILE: gl.constexpr = ROWS * shape.CONSUMERS
     block = 0
-    turns, pairs = count_turns(problem.num_tiles, problem.num_heads, shape.CAUSAL)
+    turns, pairs = schedule.count_turns(problem.num_tiles, problem.num_heads, shape.CAUSAL)
     for turn in range(turns):
-        tile, flat_head = locate_tile(turn, problem.num_tiles, problem.num_heads, pairs, shape.CAUSAL)
+        tile, flat_head = schedule.locate_tile(
+            turn, problem.num_tiles, problem.num_heads, pairs, shape.CAUSAL
+        )
         batch = flat_head // problem.heads
         head = flat_head % problem.heads
         key_head = head // problem.group
-        blocks = count_key_blocks(tile, problem.num_keys, TILE, shape.KEYS, shape.CAUSAL)
+        blocks = schedule.count_key_blocks(tile, problem.num_keys, TILE, shape.KEYS, shape.CAUSAL)
         for i in range(blocks):
             first_key = (blocks - 1 - i) * shape.KEYS  # from the diagonal back: the masked block comes first
             slot = block % shape.STAGES
@@ -182,14 +166,14 @@ def _producer(call, shape):
 def _take_turn(index: gl.constexpr, CONSUMERS: gl.constexpr):
     """Wait until the other of two consumers has issued its products (ping-pong). Three do not take turns."""
     if CONSUMERS == 2:
-        named_barrier_wait(FIRST_NAMED_BARRIER + index, BOTH_CONSUMERS)
+        sync.named_barrier_wait(sync.FIRST_NAMED_BARRIER + index, BOTH_CONSUMERS)
 
 
 @gluon.jit
 def _pass_turn(index: gl.constexpr, CONSUMERS: gl.constexpr):
     """Let the other of two consumers issue its products."""
     if CONSUMERS == 2:
-        named_barrier_arrive(FIRST_NAMED_BARRIER + 1 - index, BOTH_CONSUMERS)
+        sync.named_barrier_arrive(sync.FIRST_NAMED_BARRIER + 1 - index, BOTH_CONSUMERS)
 
 
 @gluon.jit
@@ -216,7 +200,7 @@ def _raise_references(
     A reference is the row's maximum so far, or MARGIN_OF_FEW above it.
     """
     highest = gl.maximum(gl.max(scores, 1) * scale_log2, reference)
-    visible = count_visible_keys(rows, first_key, num_keys, scores.shape[1], CAUSAL, TAIL)
+    visible = fragments.count_visible_keys(rows, first_key, num_keys, scores.shape[1], CAUSAL, TAIL)
     highest += gl.where(visible <= FEW_KEYS, MARGIN_OF_FEW, 0.0)
     return highest, gl.exp2(reference - highest)
 
@@ -235,20 +219,22 @@ def _consumer(index: gl.constexpr, call, shape):
     descriptors, tiles, barriers, problem, lse, scale_log2 = call
     TILE: gl.constexpr = ROWS * shape.CONSUMERS
     DTYPE: gl.constexpr = descriptors.q.dtype
-    SCORES: gl.constexpr = accumulator_layout(shape.KEYS)
-    OUT: gl.constexpr = accumulator_layout(D)
-    PROBABILITIES: gl.constexpr = operand_layout(OUT)
+    SCORES: gl.constexpr = wgmma.accumulator_layout(shape.KEYS)
+    OUT: gl.constexpr = wgmma.accumulator_layout(D)
+    PROBABILITIES: gl.constexpr = wgmma.operand_layout(OUT)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    my_vote: gl.constexpr = FIRST_NAMED_BARRIER + shape.CONSUMERS + index
+    my_vote: gl.constexpr = sync.FIRST_NAMED_BARRIER + shape.CONSUMERS + index
     num_keys = problem.num_keys
-    declare_vote(index)
+    sync.declare_vote(index)
     block = 0
     if index == 1:
         _pass_turn(index, shape.CONSUMERS)  # consumer 0 goes first
-    turns, pairs = count_turns(problem.num_tiles, problem.num_heads, shape.CAUSAL)
+    turns, pairs = schedule.count_turns(problem.num_tiles, problem.num_heads, shape.CAUSAL)
     for turn in range(turns):
-        tile, flat_head = locate_tile(turn, problem.num_tiles, problem.num_heads, pairs, shape.CAUSAL)
-        blocks = count_key_blocks(tile, num_keys, TILE, shape.KEYS, shape.CAUSAL)
+        tile, flat_head = schedule.locate_tile(
+            turn, problem.num_tiles, problem.num_heads, pairs, shape.CAUSAL
+        )
+        blocks = schedule.count_key_blocks(tile, num_keys, TILE, shape.KEYS, shape.CAUSAL)
         first_row = tile * TILE + index * ROWS
         own_blocks = blocks
         if shape.CAUSAL and TILE > shape.KEYS:
@@ -262,10 +248,10 @@ def _consumer(index: gl.constexpr, call, shape):
 
         nothing = gl.zeros([ROWS, shape.KEYS], gl.float32, SCORES)
         acc = gl.zeros([ROWS, D], gl.float32, OUT)
-        sums = sum_within_threads(nothing)  # (64, 4)
+        sums = fragments.sum_within_threads(nothing)  # (64, 4)
         surplus = sums  # of the blocks' largest P, by their rounding
         reference = gl.full([ROWS], LOWEST_REFERENCE, gl.float32, ROW)
-        packed = pack_pairs(nothing, DTYPE)  # P of the block before, (64, KEYS / 2)
+        packed = fragments.pack_pairs(nothing, DTYPE)  # P of the block before, (64, KEYS / 2)
         mbarrier.wait(barriers.q_full.index(index), turn & 1)
         q = tiles.q.index(index).reshape([ROWS, D])
         _await_tile(barriers.k_full, block, shape.STAGES)
@@ -280,22 +266,22 @@ def _consumer(index: gl.constexpr, call, shape):
             if i == 0:  # a block that lifts had its turn in the inner loop
                 _take_turn(index, shape.CONSUMERS)
             k = tiles.k.index(slot).reshape([shape.KEYS, D])
-            score_job = issue_scores(q, k, shape.USED, SCORES)
+            score_job = wgmma.issue_scores(q, k, shape.USED, SCORES)
             if i == 0:
                 _pass_turn(index, shape.CONSUMERS)
             scores = warpgroup_mma_wait(0, deps=[score_job])  # (64 queries, KEYS)
             mbarrier.arrive(barriers.k_empty.index(slot), count=1)
             first_key = (own_blocks - 1 - i) * shape.KEYS
-            scores = hide_keys(scores, rows, first_key, num_keys, shape.CAUSAL, shape.TAIL)
+            scores = fragments.hide_keys(scores, rows, first_key, num_keys, shape.CAUSAL, shape.TAIL)
             reference, factor = _raise_references(
                 scores, scale_log2, reference, rows, first_key, num_keys, shape.CAUSAL, shape.TAIL
             )
-            p = exp2_unfused(scores, scale_log2, reference)
-            sums = scale_rows(sums, factor) + sum_within_threads(p)
-            surplus = scale_rows(surplus, factor)
+            p = fragments.exp2_unfused(scores, scale_log2, reference)
+            sums = fragments.scale_rows(sums, factor) + fragments.sum_within_threads(p)
+            surplus = fragments.scale_rows(surplus, factor)
             if i > 0:  # O is still 0 at the first
-                acc = scale_rows(acc, factor)
-            packed = pack_pairs(p, DTYPE)
+                acc = fragments.scale_rows(acc, factor)
+            packed = fragments.pack_pairs(p, DTYPE)
             more = i + 1 < own_blocks
             _await_tile(barriers.k_full, block + 1, shape.STAGES, more)
             mbarrier.wait(barriers.v_full.index(slot), phase)
@@ -307,19 +293,19 @@ def _consumer(index: gl.constexpr, call, shape):
             while (i < own_blocks) & (lifts == 0):
                 slot = block % shape.STAGES
                 previous = (block - 1) % shape.STAGES
-                probabilities = unpack_pairs(packed, DTYPE, PROBABILITIES)
+                probabilities = fragments.unpack_pairs(packed, DTYPE, PROBABILITIES)
                 _take_turn(index, shape.CONSUMERS)
                 k = tiles.k.index(slot).reshape([shape.KEYS, D])
                 v = tiles.v.index(previous).reshape([shape.KEYS, D])
-                score_job = issue_scores(q, k, shape.USED, SCORES)
+                score_job = wgmma.issue_scores(q, k, shape.USED, SCORES)
                 out_job = warpgroup_mma(probabilities, v, acc, is_async=True)
                 _pass_turn(index, shape.CONSUMERS)
                 scores = warpgroup_mma_wait(1, deps=[score_job])
                 p = gl.exp2(scores * scale_log2 - gl.expand_dims(reference, 1))
-                block_sums = sum_within_threads(p)
+                block_sums = fragments.sum_within_threads(p)
                 # The vote stands here because it needs all exponentials and ptxas moves no barrier: they stay in
                 # the shadow of the products.
-                peaks = any_exceeds(block_sums, FOLLOW_ABOVE, my_vote, index)
+                peaks = sync.any_exceeds(block_sums, FOLLOW_ABOVE, my_vote, index)
                 # The wait for the next operands stands here because its spin loop ends the basic block: ptxas cannot
                 # move the wait for O += P V above the exponentials that should overlap with it.
                 more = i + 1 < own_blocks
@@ -330,13 +316,13 @@ def _consumer(index: gl.constexpr, call, shape):
                 mbarrier.arrive(barriers.v_empty.index(previous), count=1)
                 lifts = peaks
                 if peaks != 0:
-                    lifts = any_exceeds(block_sums, lift_above(DTYPE), my_vote, index)
+                    lifts = sync.any_exceeds(block_sums, lift_above(DTYPE), my_vote, index)
                     if lifts == 0:  # a lifted row's largest P is exactly 1
-                        surplus = surplus + rounding_of_largest(p, DTYPE, sums)
+                        surplus = surplus + fragments.rounding_of_largest(p, DTYPE, sums)
                 if lifts == 0:
                     mbarrier.arrive(barriers.k_empty.index(slot), count=1)
                     sums = sums + block_sums
-                    packed = pack_pairs(p, DTYPE)
+                    packed = fragments.pack_pairs(p, DTYPE)
                     block += 1
                     i += 1
 
@@ -344,12 +330,12 @@ def _consumer(index: gl.constexpr, call, shape):
             mbarrier.arrive(barriers.q_empty.index(index), count=1)
         slot = (block - 1) % shape.STAGES
         v = tiles.v.index(slot).reshape([shape.KEYS, D])
-        out_job = warpgroup_mma(unpack_pairs(packed, DTYPE, PROBABILITIES), v, acc, is_async=True)
+        out_job = warpgroup_mma(fragments.unpack_pairs(packed, DTYPE, PROBABILITIES), v, acc, is_async=True)
         row_sum = gl.convert_layout(gl.sum(sums, 1), ROW)
         rounded_sum = gl.convert_layout(gl.sum(sums + surplus, 1), ROW)
         acc = warpgroup_mma_wait(0, deps=[out_job])
         mbarrier.arrive(barriers.v_empty.index(slot), count=1)
-        out = scale_rows(acc, 1.0 / rounded_sum)
+        out = fragments.scale_rows(acc, 1.0 / rounded_sum)
         row_lse = (reference + gl.log2(row_sum)) * LN_2
         written = rows < problem.num_queries
         gl.store(lse + flat_head.to(gl.int64) * problem.num_queries + rows, row_lse, mask=written)
@@ -393,12 +379,12 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse, num_queries, num_keys, h
     if OWN_O:
         o_tiles = allocate_slots(o_desc, CONSUMERS)
     tiles = Tiles(q_tiles, allocate_slots(k_desc, STAGES), allocate_slots(v_desc, STAGES), o_tiles)
-    q_full = allocate_mbarriers(CONSUMERS)
-    q_empty = allocate_mbarriers(CONSUMERS)
-    k_full = allocate_mbarriers(STAGES)
-    k_empty = allocate_mbarriers(STAGES)
-    v_full = allocate_mbarriers(STAGES)
-    v_empty = allocate_mbarriers(STAGES)
+    q_full = sync.allocate_mbarriers(CONSUMERS)
+    q_empty = sync.allocate_mbarriers(CONSUMERS)
+    k_full = sync.allocate_mbarriers(STAGES)
+    k_empty = sync.allocate_mbarriers(STAGES)
+    v_full = sync.allocate_mbarriers(STAGES)
+    v_empty = sync.allocate_mbarriers(STAGES)
     for i in gl.static_range(CONSUMERS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
