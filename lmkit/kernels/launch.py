@@ -33,15 +33,12 @@ Start = Callable[..., None]
 
 
 def prepare_launch(
-    kernel: Any,
-    grid: tuple[int, int],
-    tensors: Sequence[Any],
-    numbers: tuple,
-    constants: dict[str, Any],
+    kernel: Any, grid: tuple[int, int], tensors: Sequence[Any], numbers: tuple, constants: dict[str, Any]
 ) -> Start:
     """Prepare a launch of a kernel: return a function of the tensors' pointers, in order.
 
-    Where no launch can be prepared (see PREPARES), the function launches on `tensors` themselves.
+    It launches on the current stream of the device that was current here. Where no launch can be prepared (see
+    PREPARES), it launches on `tensors` themselves.
 
     Args:
         tensors: the kernel's first parameters: tensors, Triton's tensor descriptors, or descriptions without a
@@ -55,84 +52,55 @@ def prepare_launch(
     if not PREPARES:
         return lambda *pointers: kernel[grid](*tensors, *numbers, **constants)
     examples = [torch.empty(0, dtype=x) if isinstance(x, torch.dtype) else x for x in tensors]
-    return PreparedLaunch(kernel, grid, examples, numbers, constants)
+    names = kernel.arg_names[len(tensors) + len(numbers) :]
+    values = [constants[name] for name in names]
+    options = {name: value for name, value in constants.items() if name not in names}
+    compiled = kernel.warmup(*examples, *numbers, *values, grid=(*grid, 1), **options)
+    metas = iter(compiled.metadata.tensordesc_meta or ())
+    prepared: list[Any] = []  # the arguments in order; None where a call fills in a pointer or a descriptor
+    # For each tensor: its index in `prepared`, and what its descriptor is encoded from besides the pointer
+    places: list[tuple[int, tuple | None]] = []
+    for x in examples:
+        encoded = None
+        place = len(prepared)
+        prepared.append(None)
+        if not isinstance(x, torch.Tensor):
+            meta, shape, strides = next(metas), list(x.shape), list(x.strides)
+            element = meta["swizzle"], meta["elem_size"], encoded_type(meta["elem_type"]), meta["block_size"]
+            encoded = (*element, shape, strides, 0)  # 0: zeros outside of the tensor
+            prepared += [*shape, *strides]
+        places.append((place, encoded))
+    prepared += [*numbers, *values]
+    launch, encode = raw_launch(compiled, (*grid, 1)), tensor_map_encoder()
+    device, current_stream = torch.cuda.current_device(), triton.runtime.driver.active.get_current_stream
 
+    def start(*pointers: int) -> None:
+        arguments = prepared.copy()
+        for pointer, (place, encoded) in zip(pointers, places, strict=True):
+            arguments[place] = pointer if encoded is None else encode(pointer, *encoded)
+        launch(current_stream(device), arguments)
 
-class PreparedLaunch:
-    """A compiled variant of a kernel, its grid and all its arguments except the pointers."""
-
-    def __init__(
-        self,
-        kernel: Any,
-        grid: tuple[int, int],
-        tensors: Sequence[Any],
-        numbers: tuple,
-        constants: dict[str, Any],
-    ) -> None:
-        """Compile the kernel, unless it is compiled already. See `prepare_launch`."""
-        names = kernel.arg_names[len(tensors) + len(numbers) :]
-        values = [constants[name] for name in names]
-        options = {name: value for name, value in constants.items() if name not in names}
-        compiled = kernel.warmup(*tensors, *numbers, *values, grid=(*grid, 1), **options)
-        metas = iter(compiled.metadata.tensordesc_meta or ())
-        self._arguments: list[Any] = []  # in order; None where a call fills in a pointer or a descriptor
-        # For each tensor: its index in _arguments, and what its descriptor is encoded from besides the pointer
-        self._places: list[tuple[int, tuple | None]] = []
-        for tensor in tensors:
-            place = len(self._arguments)
-            self._arguments.append(None)
-            if isinstance(tensor, torch.Tensor):
-                self._places.append((place, None))
-                continue
-            shape, strides = list(tensor.shape), list(tensor.strides)
-            meta = next(metas)
-            element = (
-                meta["swizzle"],
-                meta["elem_size"],
-                encoded_type(meta["elem_type"]),
-                meta["block_size"],
-            )
-            self._places.append((place, (*element, shape, strides, 0)))  # 0: zeros outside of the tensor
-            self._arguments += [*shape, *strides]
-        self._arguments += [*numbers, *values]
-        self._launch = raw_launch(compiled, (*grid, 1))
-        self._encode = tensor_map_encoder()
-        self._device = torch.cuda.current_device()
-        self._current_stream = triton.runtime.driver.active.get_current_stream
-
-    def __call__(self, *pointers: int) -> None:
-        """Launch on the device's current stream; the device must be the one it was prepared on."""
-        encode, arguments = self._encode, self._arguments.copy()
-        for pointer, (place, fixed) in zip(pointers, self._places, strict=True):
-            arguments[place] = pointer if fixed is None else encode(pointer, *fixed)
-        self._launch(self._current_stream(self._device), arguments)
+    return start
 
 
 class LaunchCache:
     """Calls of a function that launches kernels, prepared once for each kind of call.
 
     A kind is everything that the launches may depend on: the inputs' shapes, strides, dtypes and device, which
-    addresses are multiples of 16, and the options. Calls of one kind differ in their pointers only.
+    addresses are multiples of 16, and the options. `prepare((*inputs, *outputs), options)` returns what launches on
+    the pointers of inputs and outputs.
     """
 
     MOST_KINDS = 1024  # a length that grows with every call must not fill the memory
 
     def __init__(self, prepare: Callable[..., Start]) -> None:
-        """`prepare((*inputs, *outputs), options)` returns what launches on the pointers of inputs and outputs."""
         self.prepare = prepare
         self.prepared: dict[tuple, Start] = {}
 
     def __call__(self, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], options: tuple) -> None:
-        """Launch on the inputs' device, on its current stream.
-
-        Args:
-            inputs: tensors of any layout.
-            outputs: tensors whose layout follows from the inputs'.
-            options: hashable.
-        """
+        """Launch on the inputs' device, on its current stream. The layout of the outputs follows from the inputs'."""
         device = inputs[0].device
-        pointers = [x.data_ptr() for x in inputs]
-        pointers += [x.data_ptr() for x in outputs]
+        pointers = [x.data_ptr() for x in (*inputs, *outputs)]
         together = 0
         for pointer in pointers:
             together |= pointer
@@ -150,13 +118,10 @@ class LaunchCache:
             start(*pointers)
 
 
-_SELECTED_ALREADY = nullcontext()
-
-
 def selected(device: torch.device) -> AbstractContextManager:
     """Make `device` the one that kernels are launched on; costs nothing where it already is."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return _SELECTED_ALREADY
+        return nullcontext()
     return torch.cuda.device(device)
 
 
@@ -178,11 +143,8 @@ def count_tiles(length: int, size: int) -> int:
 
 
 def strides_in_order_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """Return dense strides for a (batch, heads, seq, head_dim) tensor in the memory order of the given strides.
-
-    The memory order is (batch, seq, heads, head_dim) if the given strides have it (a slice of a fused projection
-    does), else (batch, heads, seq, head_dim).
-    """
+    """Return dense strides for a (batch, heads, seq, head_dim) tensor in the memory order of the given strides:
+    (batch, seq, heads, head_dim), as slices of a fused projection have it, or (batch, heads, seq, head_dim)."""
     _, heads, length, head_dim = shape
     if strides[1] < strides[2]:
         return (length * heads * head_dim, head_dim, heads * head_dim, 1)

@@ -23,11 +23,7 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 
 
 def dotted(minor: tuple[int, ...]) -> str:
-    """Return a minor as people write it.
-
-    >>> dotted((3, 6))
-    '3.6'
-    """
+    """Return a minor as people write it: 3.6."""
     return ".".join(map(str, minor))
 
 
@@ -40,7 +36,9 @@ def raw_launch(compiled: Any, grid: tuple[int, int, int]) -> Callable[[int, list
     function, packed, pdl = compiled.function, compiled.packed_metadata, launcher.launch_pdl
     assert launcher.global_scratch_size == launcher.profile_scratch_size == 0, "no scratch memory is passed"
     if INSTALLED_MINOR == (3, 6):
-        launch = _launcher_of_3_6(launcher)
+        launch = launcher.launch
+        if inspect.isfunction(launch):  # encodes tensor descriptors; only its closure knows the C launcher
+            launch = _enclosed_launcher(launch)
 
         def start(stream, arguments):
             launch(*grid, stream, function, False, pdl, None, None, packed, None, None, None, *arguments)
@@ -56,14 +54,8 @@ def raw_launch(compiled: Any, grid: tuple[int, int, int]) -> Callable[[int, list
 
 
 @lru_cache(maxsize=1024)  # reading a closure costs more than a launch, and many launches share a kernel
-def _launcher_of_3_6(launcher: Any) -> Callable[..., None]:
-    """Return the C launcher that Triton 3.6 compiled for this kernel.
-
-    A kernel with tensor descriptors hides it in a Python function that encodes them; only the closure of that
-    function knows it.
-    """
-    launch = launcher.launch
-    return inspect.getclosurevars(launch).nonlocals["launcher"] if inspect.isfunction(launch) else launch
+def _enclosed_launcher(launch: Any) -> Callable[..., None]:
+    return inspect.getclosurevars(launch).nonlocals["launcher"]
 
 
 def tensor_map_encoder() -> Callable[..., Any]:
