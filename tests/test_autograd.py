@@ -69,9 +69,7 @@ def refused(name: str = "") -> Iterator[None]:
 def test_a_gradient_penalty_is_refused(name: str, inputs: tuple[Tensor, Tensor], of: int) -> None:
     with refused(name):
         penalised(SCALARS[name], inputs, of).backward()
-    for (
-        wanted
-    ) in inputs:  # autograd runs only what lies between the penalty and the tensors that it is asked for
+    for wanted in inputs:  # autograd runs only what lies between the penalty and these tensors
         with refused(name):
             torch.autograd.grad(penalised(SCALARS[name], inputs, of), wanted)
 

@@ -8,7 +8,7 @@ import torch
 from attention_oracle import exact_attention, faults_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lmkit.attention import FlashAttention, attention, attention_function, check_kernel, dispatch, sdpa
+from lmkit.attention import FlashAttention, attention, attention_function, dispatch, sdpa
 from lmkit.attention.accuracy import run_attention
 from lmkit.attention.reference import reference
 from lmkit.errors import UsageError
@@ -284,11 +284,3 @@ def test_kernels_are_found_by_name_and_alias():
         attention_function("flash_cuda")
     assert caught.value.code == "registry.unknown_name"
     assert all(name in caught.value.hint for name in ATTENTION.names)
-
-
-def test_a_kernel_is_checked_before_it_is_used():
-    check_kernel("sdpa", torch.empty(1, 1, 1, 300))
-    pytest.importorskip("triton", reason="Triton exists for Linux only")
-    with pytest.raises(UsageError) as caught:
-        check_kernel("flash_triton", torch.empty(1, 1, 1, 300))
-    assert caught.value.code == "attention.unsupported"

@@ -91,9 +91,8 @@ def test_views_of_one_projection(kernel):
 def test_unaligned_views():
     kernel = attention_function("flash_triton")
     storage = torch.randn(2 * 2 * 200 * 67 + 1, device="cuda", dtype=torch.bfloat16)
-    x = storage[1:].view(2, 2, 200, 67)[
-        ..., :64
-    ]  # odd address, odd strides: no tensor descriptor can reach it
+    # Odd address, odd strides: no tensor descriptor can reach it.
+    x = storage[1:].view(2, 2, 200, 67)[..., :64]
     assert faults_of(kernel, reference, x, x.flip(2), x.flip(0), x.flip(1), causal=True) == []
 
 
@@ -120,15 +119,6 @@ def test_data_like_a_trained_models(kernel, fault, random_inputs):
         k = k + torch.linspace(0, 40, 1000, device="cuda", dtype=k.dtype)[:, None] / 64**0.5
         q = q.abs()
     assert faults_of(kernel, reference, q, k, v, dout, causal=True) == []
-
-
-def test_nan_reaches_exactly_the_rows_that_see_it(kernel, random_inputs):
-    q, k, v, _ = random_inputs(queries=500)
-    k[0, 0, 150] = torch.nan
-    out = kernel(q, k, v, causal=True)
-    assert out[0, 0, 150:].isnan().all()
-    assert out[0, 0, :150].isfinite().all()
-    assert out[0, 1].isfinite().all()
 
 
 @pytest.mark.parametrize(

@@ -20,16 +20,10 @@ VOCABULARY = 256
 
 def build(attention):
     torch.manual_seed(0)
-    config = ModelConfig(
-        vocab_size=VOCABULARY,
-        context_length=250,
-        d_model=128,
-        d_ff=256,
-        num_layers=2,
-        num_heads=2,
-        attention=attention,
-    )
-    return TransformerLM(config, device="cuda")  # head_dim 64: Hopper's kernels serve the bfloat16 run
+    # head_dim 64: Hopper's kernels serve the bfloat16 run
+    sizes = {"vocab_size": VOCABULARY, "context_length": 250, "d_model": 128, "d_ff": 256}
+    config = ModelConfig(**sizes, num_layers=2, num_heads=2, attention=attention)
+    return TransformerLM(config, device="cuda")
 
 
 def batches(steps):

@@ -133,32 +133,6 @@ def check_nothing_else_is_touched(device: str) -> None:
     assert (buffers[1] == 7).all(), "gradients stay as they are"
 
 
-def check_far_elements(device: str) -> None:
-    """Offsets of more than 31 bits: the table says that a tensor began long before, so that this is its end."""
-    far = 3 * 2**31 // kernel.BLOCK
-    start = far * kernel.BLOCK
-    values = [torch.randn(kernel.BLOCK + 5).abs().to(device) for _ in range(4)]
-    expected = [value.clone() for value in values]
-    launch, plain = kernel.AdamWLaunch(), kernel.AdamWLaunch()
-    scalars = adamw.Scalars(0.9, 0.95, 0.999, 1e-8, -0.01)
-    send = kernel._send
-
-    def move_far_away(numbers: Tensor, device: torch.device) -> Tensor:
-        if numbers.dim() == 2:
-            numbers = numbers.clone()
-            numbers[:, :4] -= 4 * start
-            numbers[:, 5] += start
-            numbers[:, 6] -= far
-            numbers[:, 7] += far
-        return send(numbers, device)
-
-    with mock.patch.object(kernel, "_send", move_far_away):
-        launch(*([value] for value in values), [], scalars, None)
-    plain(*([value] for value in expected), [], scalars, None)
-    assert all(torch.equal(mine, other) for mine, other in zip(values, expected, strict=True))
-    assert not torch.equal(values[0], values[2])
-
-
 def check_gradients_and_copies_of_another_dtype(device: str) -> None:
     """bf16 gradients count as their value in float32; copies are the new weights, rounded."""
     ours, theirs = parameters(device), parameters(device)

@@ -151,9 +151,8 @@ def assembled(stand_in_gpu, monkeypatch, tmp_path):
         spills = [int(stored) for stored in re.findall(r"(\d+) bytes spill stores", log.getvalue())]
         notes = re.findall(r"C751\d", log.getvalue())
         products = len(re.findall(r"^\s*wgmma.mma_async", ptx, re.MULTILINE))
-        before = reports.get(
-            metadata["name"], Report(0, [], 0)
-        )  # a kernel in two variants: the worse of both
+        # A kernel in two variants: the worse of both.
+        before = reports.get(metadata["name"], Report(0, [], 0))
         report = Report(max(*spills, before.spills), notes + before.serialised, products)
         reports[metadata["name"]] = report
         return cubin

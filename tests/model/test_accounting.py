@@ -16,28 +16,20 @@ from lmkit.model import (
     training_memory,
 )
 
+SIZES = {"vocab_size": 97, "d_model": 48, "d_ff": 80, "num_layers": 3, "num_heads": 6}
+
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kv_heads", [None, 2])
 def test_counts_are_those_of_the_model(tied: bool, kv_heads: int | None) -> None:
-    config = ModelConfig(
-        vocab_size=97,
-        d_model=48,
-        d_ff=80,
-        num_layers=3,
-        num_heads=6,
-        num_kv_heads=kv_heads,
-        tie_embeddings=tied,
-    )
+    config = ModelConfig(**SIZES, num_kv_heads=kv_heads, tie_embeddings=tied)
     model = TransformerLM(config)
     counts = count_parameters(config)
     assert counts.total == sum(parameter.numel() for parameter in model.parameters())
     assert counts.multiplying == counts.total - (0 if tied else model.token_embeddings.weight.numel())
     memory = training_memory(config)
-    assert (memory.weights, memory.gradients, memory.optimizer) == tuple(
-        times * counts.total for times in (4, 4, 8)
-    )
-    assert memory.total == 16 * counts.total
+    shares = (memory.weights, memory.gradients, memory.optimizer, memory.total)
+    assert shares == tuple(times * counts.total for times in (4, 4, 8, 16))
 
 
 def test_nothing_is_counted_without_a_vocabulary() -> None:
@@ -47,15 +39,7 @@ def test_nothing_is_counted_without_a_vocabulary() -> None:
 
 def test_flops_of_the_matrix_products_are_counted() -> None:
     """PyTorch's own counter over a real forward pass; gains of norms are not matrix products."""
-    config = ModelConfig(
-        vocab_size=97,
-        context_length=32,
-        d_model=48,
-        d_ff=80,
-        num_layers=3,
-        num_heads=6,
-        attention="vectorized",
-    )
+    config = ModelConfig(**SIZES, context_length=32, attention="vectorized")
     model = TransformerLM(config)
     with FlopCounterMode(display=False) as counter:
         model(torch.randint(97, (2, 32)))

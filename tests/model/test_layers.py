@@ -29,9 +29,8 @@ def test_linear_embedding_and_swiglu_equal_their_formulas() -> None:
     assert torch.equal(embedding(ids), embedding.weight[ids])
     gate, up, down = swiglu.w1.weight, swiglu.w3.weight, swiglu.w2.weight
     inner = F.silu(x @ gate.T) * (x @ up.T)
-    torch.testing.assert_close(
-        swiglu(x), inner @ down.T, rtol=1e-5, atol=1e-6
-    )  # float32, other order of sums
+    # float32, other order of sums
+    torch.testing.assert_close(swiglu(x), inner @ down.T, rtol=1e-5, atol=1e-6)
 
 
 def formula(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

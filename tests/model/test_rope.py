@@ -45,10 +45,8 @@ def test_chosen_positions_agree_with_the_sequence() -> None:
     rope = RotaryEmbedding(head_dim=8, context_length=16)
     x = torch.randn(2, 16, 2, 8)
     positions = torch.tensor([[3, 4], [0, 15]])
-    rows = torch.arange(2)[:, None]
-    assert torch.equal(
-        apply_rope(x[rows, positions], rope.at(positions)), apply_rope(x, rope(16))[rows, positions]
-    )
+    chosen = torch.arange(2)[:, None], positions
+    assert torch.equal(apply_rope(x[chosen], rope.at(positions)), apply_rope(x, rope(16))[chosen])
 
 
 def test_distant_positions_are_exact_in_a_model_cast_to_bfloat16() -> None:
@@ -56,9 +54,8 @@ def test_distant_positions_are_exact_in_a_model_cast_to_bfloat16() -> None:
     assert rope.cos_sin.dtype == torch.float32
     for pair, angle in enumerate((100_000.0, 100_000.0 / 100)):
         expected = torch.tensor([math.cos(angle), math.sin(angle)])
-        torch.testing.assert_close(
-            rope.cos_sin[100_000, pair], expected, rtol=0, atol=1e-7
-        )  # float32 rounding
+        # float32 rounding
+        torch.testing.assert_close(rope.cos_sin[100_000, pair], expected, rtol=0, atol=1e-7)
 
 
 @pytest.mark.parametrize(

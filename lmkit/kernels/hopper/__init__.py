@@ -20,9 +20,9 @@ with zeros.
 | `wgmma`, `fragments` | products; work on their accumulators in registers |
 | `support` | which calls these kernels take |
 
-Read `forward_kernel` first. The words: a CTA is a block of threads on one SM (streaming multiprocessor); a warp
-group is four warps, which issue a wgmma (a matrix product on the tensor cores) together; a partition is a set of
-warps with code of its own; TMA is the unit that copies boxes between global and shared memory.
+Read `forward_kernel` first. A CTA is a block of threads on one SM (streaming multiprocessor); a warp group is four
+warps, which issue a wgmma (a matrix product on the tensor cores) together; a partition is a set of warps with code
+of its own; TMA is the unit that copies boxes between global and shared memory.
 """
 
 from typing import TYPE_CHECKING

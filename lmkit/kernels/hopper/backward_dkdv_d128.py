@@ -76,15 +76,10 @@ DO_FREE = gl.constexpr(sync.FIRST_NAMED_BARRIER.value + STAGES.value)
 TURN = gl.constexpr(sync.FIRST_NAMED_BARRIER.value + 2 * STAGES.value)  # one a warp group
 NEVER = gl.constexpr(1 << 30)  # a first column that no query reaches
 
-
 # Of global memory: (batch, heads, sequence, at most D); lse and delta flat; dq: the scratch that is added to
 Descriptors = namedtuple("Descriptors", ["q", "k", "v", "do", "lse", "delta", "dk", "dv", "dq"])
-
-
 # In shared memory; q, do, lse, delta by slots; ds and dq: unused without ADD_DQ
 Tiles = namedtuple("Tiles", ["q", "do", "k", "v", "lse", "delta", "ds", "dq"])
-
-
 # mbarriers: one a slot, one a slot, one for both K and V (see the module)
 Barriers = namedtuple("Barriers", ["q_full", "do_full", "kv_full"])
 
@@ -325,8 +320,6 @@ def dkdv_d128_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_d
                               QUERIES: gl.constexpr, D: gl.constexpr, USED: gl.constexpr, CAUSAL: gl.constexpr,
                               TAIL: gl.constexpr, ADD_DQ: gl.constexpr, PACKED_P: gl.constexpr):  # fmt: skip
     """Allocate and start the partitions of one CTA per (key tile, key head of the batch).
-
-    `together` heads start together (see `schedule.locate_longest_first`).
 
     Descriptors: (batch, heads, sequence, at most D) in boxes of (1, 1, QUERIES or 128, D), zeros beyond the head;
     lse_desc and delta_desc flat float32, `padded` rows a head, lse in log2 units with +inf past num_queries, delta

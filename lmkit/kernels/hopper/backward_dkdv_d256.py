@@ -58,15 +58,10 @@ P_READY = gl.constexpr(sync.FIRST_NAMED_BARRIER.value + STAGES.value)
 P_FREE = gl.constexpr(sync.FIRST_NAMED_BARRIER.value + 2 * STAGES.value)
 P_THREADS = gl.constexpr(256)  # both warp groups
 
-
 # Of global memory: (batch, heads, sequence, at most D); lse and delta flat
 Descriptors = namedtuple("Descriptors", ["q", "k", "v", "do", "lse", "delta", "dk", "dv"])
-
-
 # In shared memory; all but k and v by slots
 Tiles = namedtuple("Tiles", ["q", "do", "k", "v", "lse", "delta", "p"])
-
-
 # mbarriers: one a slot, one a slot, one, one (see the module)
 Barriers = namedtuple("Barriers", ["q_full", "do_full", "k_full", "v_full"])
 # The compile-time parameters of `dkdv_d256_kernel`

@@ -60,25 +60,17 @@ QUERIES = gl.constexpr(128)  # query rows of a block, 64 for each consumer
 K_FREE = gl.constexpr(sync.FIRST_NAMED_BARRIER.value)  # named barriers, one a slot; V_FREE's follow
 TURN = gl.constexpr(14)  # named barriers 14 and 15: one a warp group
 
-
 # Of global memory: (batch, heads, sequence, HEAD_DIM)
 Descriptors = namedtuple("Descriptors", ["q", "k", "v", "do", "dq"])
-
-
 # In shared memory; k and v by slots
 Tiles = namedtuple("Tiles", ["q", "do", "k", "v"])
-
-
 # mbarriers: one for both Q and dO, one a slot of K, one a slot of V (see the module)
 Barriers = namedtuple("Barriers", ["q_full", "k_full", "v_full"])
-
-
 # The sizes of a call, as `backward_dkdv_d128.Problem` explains them
 Problem = namedtuple(
     "Problem",
     ["num_queries", "num_keys", "padded", "batches", "heads", "group", "together", "num_query_tiles"],
 )
-
 
 # What is read and written without TMA (see dq_kernel)
 Pointers = namedtuple(
@@ -203,8 +195,6 @@ def dq_kernel(q_desc, k_desc, v_desc, do_desc, dq_desc, lse_in, lse_out, delta_o
                           KEYS: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
                           CAUSAL: gl.constexpr, TAIL: gl.constexpr):  # fmt: skip
     """Allocate and start the partitions of one CTA per (query tile, head of the batch).
-
-    `together` heads start together (see `schedule.locate_longest_first`).
 
     HEAD_DIM: of the tensors; D, the width of their boxes, may be larger. USED: of the D columns S and dP take these
     (see issue_scores). out_batch, out_head, out_row: strides of out in units of 8 elements (so that 16-byte loads

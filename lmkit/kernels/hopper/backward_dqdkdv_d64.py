@@ -2,14 +2,13 @@
 
 One CTA owns 128 keys: it computes their dK and dV and adds their share to the sum of dQ. The mathematics, the
 transposes, the producer and the sum of dQ are those of `backward_dkdv_d128` (read it first). There two warp groups
-meet at two barriers a step. At D = 64, which has twice the exponentials of D = 128 for the same products, they
-would compute exponentials at the same time and leave the tensor cores idle, and then both want them.
+meet at two barriers a step; at D = 64, with twice the exponentials of D = 128 for the same products, both would
+compute exponentials while the tensor cores idle.
 
 So each consumer is a **partition of its own**. It has dK and dV of 64 keys, and a 64 x 64 part of each step's dQ:
-at D = 64, in steps of 128 queries, 64 of the queries; at D = 128, in steps of 64, half of the columns. All that it
-needs of the other is dS, because dQ sums over the keys of both. dS has two buffers: its owner stores it, announces
-it and goes on; the other waits for it half a step later, behind S of its next step. So the two may drift apart by
-half a step, and one's exponentials meet the other's products.
+at D = 64, in steps of 128 queries, 64 of the queries; at D = 128, in steps of 64, half of the columns. Of the other
+it needs only dS, because dQ sums over the keys of both. dS has two buffers: its owner stores it, announces it and
+goes on; the other waits for it behind S of its next step. So the two may drift apart by half a step.
 
 Timeline of a step of a consumer; the other one is half a step behind, and its exponentials meet these products.
 Every product is an asynchronous wgmma:
@@ -294,8 +293,6 @@ def dqdkdv_d64_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_
                            num_key_tiles, scale_log2, scale,
                            CAUSAL: gl.constexpr, TAIL: gl.constexpr, REGISTERS: gl.constexpr):  # fmt: skip
     """Allocate and start the partitions of one CTA per (key tile, key head of the batch).
-
-    `together` heads start together (see `schedule.locate_longest_first`).
 
     Descriptors as `dkdv_d128_kernel`'s, with boxes of 128 queries of 64 numbers or 64 of 128, but those of
     K, V, dK, dV in boxes of 64 keys, and dq_desc in boxes of a consumer's part: at D = 64 (128, 32); at D = 128

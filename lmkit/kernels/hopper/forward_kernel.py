@@ -50,18 +50,16 @@ Softmax without a running maximum. The row maximum of the first block (or 6 abov
 of the row: P = 2^(score - reference). The row sum l and O carry the same factor, which cancels in O / l, so any
 reference gives the exact softmax as long as nothing overflows. A vote guards that: when a thread's part of the
 block's row sum passes `lift_above`, or is NaN, the block LIFTS: the consumer computes its scores once more (K has
-not been given back yet), raises its rows' references to the new maxima and rescales O and l. Nothing that
-overflowed has reached O or l by then. Ordinary data cost two compares and a barrier a block.
+not been given back yet), raises its rows' references to the new maxima and rescales O and l, which nothing that
+overflowed has reached yet.
 
 Peaks. With a static reference the largest P of a row is not exactly 1. Where one key takes most of a row, the
 16-bit rounding of its P would show in O, and through delta in dQ and dK. So O is divided by a sum that holds the
 largest P as rounded, where the error cancels; the log-sum-exp keeps the exact sum. Only blocks with a peak, where a
-thread's part of the row sum passes FOLLOW_ABOVE (the limit of the first vote), look for their largest P and vote
-again on `lift_above`.
+thread's part of the row sum passes FOLLOW_ABOVE, look for their largest P and vote again on `lift_above`.
 
-Two nested loops. The first block of a tile and a block that lifts do the same, so they share one piece of code, the
-outer loop; the inner loop holds nothing that ordinary data skip except the search for peaks. Every consumer has a
-copy of the code, and the instruction cache is small: code that rarely runs costs speed too.
+Two nested loops. The first block of a tile and a block that lifts share the code of the outer loop, because every
+consumer has a copy of the code and the instruction cache is small.
 
 Tests compare with `lmkit.kernels.flash.reference.attention_forward`.
 """
@@ -98,7 +96,6 @@ FOLLOW_ABOVE = gl.constexpr("0f44000000")
 # leaves the largest P as exact as 1.
 FEW_KEYS = gl.constexpr(4)
 MARGIN_OF_FEW = gl.constexpr(6.0)  # powers of two
-
 
 # Of global memory: (batch, heads, sequence, at most D)
 Descriptors = namedtuple("Descriptors", ["q", "k", "v", "o"])
