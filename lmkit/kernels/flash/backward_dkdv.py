@@ -18,17 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lmkit.kernels.flash.tiles import (
-    LOG2_E,
-    dot_over_parts,
-    in_registers,
-    load_main,
-    load_rest,
-    store_main,
-    store_rest,
-    view_head,
-    zeros_of_rest,
-)
+from lmkit.kernels.flash import tiles
+from lmkit.kernels.flash.tiles import LOG2_E
 from lmkit.kernels.flash.tuning import Tiling, prepare_tiled, prepare_tuned
 from lmkit.kernels.launch import Start
 
@@ -88,23 +79,27 @@ def dkdv_kernel(
     batch_head = tl.program_id(0) // num_tiles
     batch, kv_head = batch_head // kv_heads, batch_head % kv_heads
     column = tile * COLUMNS
-    k_view = view_head(k_source, k_stride_batch, k_stride_head, k_stride_row, batch, kv_head, num_keys)
-    v_view = view_head(v_source, v_stride_batch, v_stride_head, v_stride_row, batch, kv_head, num_keys)
-    dk_view = view_head(dk_pointer, dk_stride_batch, dk_stride_head, dk_stride_row, batch, kv_head, num_keys)
-    dv_view = view_head(dv_pointer, dv_stride_batch, dv_stride_head, dv_stride_row, batch, kv_head, num_keys)
+    k_view = tiles.view_head(k_source, k_stride_batch, k_stride_head, k_stride_row, batch, kv_head, num_keys)
+    v_view = tiles.view_head(v_source, v_stride_batch, v_stride_head, v_stride_row, batch, kv_head, num_keys)
+    dk_view = tiles.view_head(
+        dk_pointer, dk_stride_batch, dk_stride_head, dk_stride_row, batch, kv_head, num_keys
+    )
+    dv_view = tiles.view_head(
+        dv_pointer, dv_stride_batch, dv_stride_head, dv_stride_row, batch, kv_head, num_keys
+    )
 
-    k = load_main(k_view, column, COLUMNS, MAIN, HEAD_DIM, True)  # (COLUMNS, MAIN)
-    v = load_main(v_view, column, COLUMNS, MAIN, HEAD_DIM, True)  # (COLUMNS, MAIN)
-    k_rest = load_rest(k_view, column, COLUMNS, MAIN, REST, HEAD_DIM, True, k)  # (COLUMNS, REST)
-    v_rest = load_rest(v_view, column, COLUMNS, MAIN, REST, HEAD_DIM, True, v)  # (COLUMNS, REST)
+    k = tiles.load_main(k_view, column, COLUMNS, MAIN, HEAD_DIM, True)  # (COLUMNS, MAIN)
+    v = tiles.load_main(v_view, column, COLUMNS, MAIN, HEAD_DIM, True)  # (COLUMNS, MAIN)
+    k_rest = tiles.load_rest(k_view, column, COLUMNS, MAIN, REST, HEAD_DIM, True, k)  # (COLUMNS, REST)
+    v_rest = tiles.load_rest(v_view, column, COLUMNS, MAIN, REST, HEAD_DIM, True, v)  # (COLUMNS, REST)
     if REGISTERS:
-        k = in_registers(k, column, num_keys, COLUMNS)
-        v = in_registers(v, column, num_keys, COLUMNS)
+        k = tiles.in_registers(k, column, num_keys, COLUMNS)
+        v = tiles.in_registers(v, column, num_keys, COLUMNS)
 
     dk = tl.zeros((COLUMNS, MAIN), tl.float32)
     dv = tl.zeros((COLUMNS, MAIN), tl.float32)
-    dk_rest = zeros_of_rest(COLUMNS, REST)
-    dv_rest = zeros_of_rest(COLUMNS, REST)
+    dk_rest = tiles.zeros_of_rest(COLUMNS, REST)
+    dv_rest = tiles.zeros_of_rest(COLUMNS, REST)
 
     # Queries before `begin` see none of these keys; from `whole` on they see all of them.
     begin = 0
@@ -116,8 +111,10 @@ def dkdv_kernel(
         head = kv_head * group + member
         # where this head's lse and delta begin
         statistics = (batch.to(tl.int64) * kv_heads * group + head) * num_queries
-        q_view = view_head(q_source, q_stride_batch, q_stride_head, q_stride_row, batch, head, num_queries)
-        dout_view = view_head(
+        q_view = tiles.view_head(
+            q_source, q_stride_batch, q_stride_head, q_stride_row, batch, head, num_queries
+        )
+        dout_view = tiles.view_head(
             dout_source, dout_stride_batch, dout_stride_head, dout_stride_row, batch, head, num_queries
         )
         if CAUSAL:
@@ -133,11 +130,11 @@ def dkdv_kernel(
         )  # fmt: skip
 
     if OF_KEYS:
-        store_main(dk_view, dk * scale, column, COLUMNS, MAIN, HEAD_DIM)
-        store_rest(dk_view, dk_rest * scale, column, COLUMNS, MAIN, REST, HEAD_DIM)
+        tiles.store_main(dk_view, dk * scale, column, COLUMNS, MAIN, HEAD_DIM)
+        tiles.store_rest(dk_view, dk_rest * scale, column, COLUMNS, MAIN, REST, HEAD_DIM)
     if OF_VALUES:
-        store_main(dv_view, dv, column, COLUMNS, MAIN, HEAD_DIM)
-        store_rest(dv_view, dv_rest, column, COLUMNS, MAIN, REST, HEAD_DIM)
+        tiles.store_main(dv_view, dv, column, COLUMNS, MAIN, HEAD_DIM)
+        tiles.store_rest(dv_view, dv_rest, column, COLUMNS, MAIN, REST, HEAD_DIM)
 
 
 @triton.jit
@@ -159,18 +156,20 @@ def walk_over_queries(
     columns = column + tl.arange(0, COLUMNS)
     for row in range(begin, end, ROWS):
         row = tl.multiple_of(row, ROWS)
-        q = load_main(q_view, row, ROWS, MAIN, HEAD_DIM, True)  # (ROWS, MAIN)
-        dout = load_main(dout_view, row, ROWS, MAIN, HEAD_DIM, True)  # (ROWS, MAIN)
-        q_rest = load_rest(q_view, row, ROWS, MAIN, REST, HEAD_DIM, True, q)  # (ROWS, REST)
-        dout_rest = load_rest(dout_view, row, ROWS, MAIN, REST, HEAD_DIM, True, dout)  # (ROWS, REST)
+        q = tiles.load_main(q_view, row, ROWS, MAIN, HEAD_DIM, True)  # (ROWS, MAIN)
+        dout = tiles.load_main(dout_view, row, ROWS, MAIN, HEAD_DIM, True)  # (ROWS, MAIN)
+        q_rest = tiles.load_rest(q_view, row, ROWS, MAIN, REST, HEAD_DIM, True, q)  # (ROWS, REST)
+        dout_rest = tiles.load_rest(dout_view, row, ROWS, MAIN, REST, HEAD_DIM, True, dout)  # (ROWS, REST)
         rows = row + tl.arange(0, ROWS)
         # Rows past the end get lse = infinity, which makes p = 0: they need no other mask.
         lse_log2 = tl.load(lse_pointer + rows, mask=rows < num_queries, other=float("inf")) * LOG2_E
         delta = tl.load(delta_pointer + rows, mask=rows < num_queries, other=0.0)
 
-        scores = dot_over_parts(k, k_rest, q, q_rest, REST, PRECISION)  # (COLUMNS, ROWS), transposed
+        scores = tiles.dot_over_parts(k, k_rest, q, q_rest, REST, PRECISION)  # (COLUMNS, ROWS), transposed
         if OF_KEYS:
-            dp = dot_over_parts(v, v_rest, dout, dout_rest, REST, PRECISION)  # (COLUMNS, ROWS), transposed
+            dp = tiles.dot_over_parts(
+                v, v_rest, dout, dout_rest, REST, PRECISION
+            )  # (COLUMNS, ROWS), transposed
         p = tl.exp2(scores * scale_log2 - lse_log2[None, :])
         if MASKED:
             p = tl.where(rows[None, :] >= columns[:, None], p, 0.0)

@@ -17,20 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lmkit.kernels.flash.tiles import (
-    LOG2_E,
-    bound_keys,
-    dot_over_parts,
-    in_registers,
-    load_main,
-    load_rest,
-    locate_query_tile,
-    store_main,
-    store_rest,
-    view_head,
-    visible_keys,
-    zeros_of_rest,
-)
+from lmkit.kernels.flash import tiles
+from lmkit.kernels.flash.tiles import LOG2_E
 from lmkit.kernels.flash.tuning import Tiling, prepare_tiled, prepare_tuned
 from lmkit.kernels.launch import Start
 
@@ -77,25 +65,27 @@ def dq_kernel(
     PRECISION: tl.constexpr,
     REGISTERS: tl.constexpr,  # q and dout are read from registers (see `in_registers`)
 ):  # fmt: skip
-    row, batch_head, batch, head, kv_head = locate_query_tile(heads, group, num_queries, ROWS, CAUSAL)
-    q_view = view_head(q_source, q_stride_batch, q_stride_head, q_stride_row, batch, head, num_queries)
-    k_view = view_head(k_source, k_stride_batch, k_stride_head, k_stride_row, batch, kv_head, num_keys)
-    v_view = view_head(v_source, v_stride_batch, v_stride_head, v_stride_row, batch, kv_head, num_keys)
-    dout_view = view_head(
+    row, batch_head, batch, head, kv_head = tiles.locate_query_tile(heads, group, num_queries, ROWS, CAUSAL)
+    q_view = tiles.view_head(q_source, q_stride_batch, q_stride_head, q_stride_row, batch, head, num_queries)
+    k_view = tiles.view_head(k_source, k_stride_batch, k_stride_head, k_stride_row, batch, kv_head, num_keys)
+    v_view = tiles.view_head(v_source, v_stride_batch, v_stride_head, v_stride_row, batch, kv_head, num_keys)
+    dout_view = tiles.view_head(
         dout_source, dout_stride_batch, dout_stride_head, dout_stride_row, batch, head, num_queries
     )
-    out_view = view_head(
+    out_view = tiles.view_head(
         out_pointer, out_stride_batch, out_stride_head, out_stride_row, batch, head, num_queries
     )
-    dq_view = view_head(dq_pointer, dq_stride_batch, dq_stride_head, dq_stride_row, batch, head, num_queries)
+    dq_view = tiles.view_head(
+        dq_pointer, dq_stride_batch, dq_stride_head, dq_stride_row, batch, head, num_queries
+    )
 
     # delta = rowsum(dO * O)
-    dout = load_main(dout_view, row, ROWS, MAIN, HEAD_DIM, True)  # (ROWS, MAIN)
-    out = load_main(out_view, row, ROWS, MAIN, HEAD_DIM, True)  # (ROWS, MAIN)
+    dout = tiles.load_main(dout_view, row, ROWS, MAIN, HEAD_DIM, True)  # (ROWS, MAIN)
+    out = tiles.load_main(out_view, row, ROWS, MAIN, HEAD_DIM, True)  # (ROWS, MAIN)
     delta = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)  # (ROWS,)
-    dout_rest = load_rest(dout_view, row, ROWS, MAIN, REST, HEAD_DIM, True, dout)  # (ROWS, REST)
+    dout_rest = tiles.load_rest(dout_view, row, ROWS, MAIN, REST, HEAD_DIM, True, dout)  # (ROWS, REST)
     if REST > 0:
-        out_rest = load_rest(out_view, row, ROWS, MAIN, REST, HEAD_DIM, True, out)  # (ROWS, REST)
+        out_rest = tiles.load_rest(out_view, row, ROWS, MAIN, REST, HEAD_DIM, True, out)  # (ROWS, REST)
         delta += tl.sum(dout_rest.to(tl.float32) * out_rest.to(tl.float32), 1)
     rows = row + tl.arange(0, ROWS)
     statistics = batch_head.to(tl.int64) * num_queries  # where this head's lse and delta begin
@@ -103,16 +93,16 @@ def dq_kernel(
     # Rows past the end get lse = infinity, which makes p = 0: they need no other mask.
     lse_log2 = tl.load(lse_pointer + statistics + rows, mask=rows < num_queries, other=float("inf")) * LOG2_E
 
-    q = load_main(q_view, row, ROWS, MAIN, HEAD_DIM, True)  # (ROWS, MAIN)
-    q_rest = load_rest(q_view, row, ROWS, MAIN, REST, HEAD_DIM, True, q)  # (ROWS, REST)
+    q = tiles.load_main(q_view, row, ROWS, MAIN, HEAD_DIM, True)  # (ROWS, MAIN)
+    q_rest = tiles.load_rest(q_view, row, ROWS, MAIN, REST, HEAD_DIM, True, q)  # (ROWS, REST)
     if REGISTERS:
-        q = in_registers(q, row, num_queries, ROWS)
-        dout = in_registers(dout, row, num_queries, ROWS)
+        q = tiles.in_registers(q, row, num_queries, ROWS)
+        dout = tiles.in_registers(dout, row, num_queries, ROWS)
 
     dq = tl.zeros((ROWS, MAIN), tl.float32)
-    dq_rest = zeros_of_rest(ROWS, REST)
+    dq_rest = tiles.zeros_of_rest(ROWS, REST)
 
-    whole, end = bound_keys(row, num_keys, ROWS, COLUMNS, CAUSAL)
+    whole, end = tiles.bound_keys(row, num_keys, ROWS, COLUMNS, CAUSAL)
     dq, dq_rest = walk_over_keys(
         dq, dq_rest, q, q_rest, dout, dout_rest, lse_log2, delta, k_view, v_view, row, 0, whole, scale_log2,
         HEAD_DIM, MAIN, REST, ROWS, COLUMNS, CAUSAL, False, PRECISION,
@@ -123,8 +113,8 @@ def dq_kernel(
             HEAD_DIM, MAIN, REST, ROWS, COLUMNS, CAUSAL, True, PRECISION,
         )  # fmt: skip
 
-    store_main(dq_view, dq * scale, row, ROWS, MAIN, HEAD_DIM)
-    store_rest(dq_view, dq_rest * scale, row, ROWS, MAIN, REST, HEAD_DIM)
+    tiles.store_main(dq_view, dq * scale, row, ROWS, MAIN, HEAD_DIM)
+    tiles.store_rest(dq_view, dq_rest * scale, row, ROWS, MAIN, REST, HEAD_DIM)
 
 
 @triton.jit
@@ -144,15 +134,15 @@ def walk_over_keys(
     rows = row + tl.arange(0, ROWS)
     for column in range(begin, end, COLUMNS):
         column = tl.multiple_of(column, COLUMNS)
-        k = load_main(k_view, column, COLUMNS, MAIN, HEAD_DIM, MASKED)  # (COLUMNS, MAIN)
-        v = load_main(v_view, column, COLUMNS, MAIN, HEAD_DIM, MASKED)  # (COLUMNS, MAIN)
-        k_rest = load_rest(k_view, column, COLUMNS, MAIN, REST, HEAD_DIM, MASKED, k)  # (COLUMNS, REST)
-        v_rest = load_rest(v_view, column, COLUMNS, MAIN, REST, HEAD_DIM, MASKED, v)  # (COLUMNS, REST)
-        scores = dot_over_parts(q, q_rest, k, k_rest, REST, PRECISION)  # (ROWS, COLUMNS)
-        dp = dot_over_parts(dout, dout_rest, v, v_rest, REST, PRECISION)  # (ROWS, COLUMNS)
+        k = tiles.load_main(k_view, column, COLUMNS, MAIN, HEAD_DIM, MASKED)  # (COLUMNS, MAIN)
+        v = tiles.load_main(v_view, column, COLUMNS, MAIN, HEAD_DIM, MASKED)  # (COLUMNS, MAIN)
+        k_rest = tiles.load_rest(k_view, column, COLUMNS, MAIN, REST, HEAD_DIM, MASKED, k)  # (COLUMNS, REST)
+        v_rest = tiles.load_rest(v_view, column, COLUMNS, MAIN, REST, HEAD_DIM, MASKED, v)  # (COLUMNS, REST)
+        scores = tiles.dot_over_parts(q, q_rest, k, k_rest, REST, PRECISION)  # (ROWS, COLUMNS)
+        dp = tiles.dot_over_parts(dout, dout_rest, v, v_rest, REST, PRECISION)  # (ROWS, COLUMNS)
         p = tl.exp2(scores * scale_log2 - lse_log2[:, None])
         if MASKED:
-            p = tl.where(visible_keys(rows, column, k_view.length, COLUMNS, CAUSAL), p, 0.0)
+            p = tl.where(tiles.visible_keys(rows, column, k_view.length, COLUMNS, CAUSAL), p, 0.0)
         ds = (p * (dp - delta[:, None])).to(k.dtype)  # (ROWS, COLUMNS)
         dq = tl.dot(ds, k, dq, input_precision=PRECISION)
         if REST > 0:

@@ -25,21 +25,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lmkit.kernels.flash.tiles import (
-    LN_2,
-    LOG2_E,
-    bound_keys,
-    dot_over_parts,
-    in_registers,
-    load_main,
-    load_rest,
-    locate_query_tile,
-    store_main,
-    store_rest,
-    view_head,
-    visible_keys,
-    zeros_of_rest,
-)
+from lmkit.kernels.flash import tiles
+from lmkit.kernels.flash.tiles import LN_2, LOG2_E
 from lmkit.kernels.flash.tuning import Tiling, prepare_tiled, prepare_tuned
 from lmkit.kernels.launch import LaunchCache, Start, empty_in_order_of
 
@@ -107,25 +94,25 @@ def forward_kernel(
     PRECISION: tl.constexpr,
     REGISTERS: tl.constexpr,  # q is read from registers (see `in_registers`)
 ):  # fmt: skip
-    row, batch_head, batch, head, kv_head = locate_query_tile(heads, group, num_queries, ROWS, CAUSAL)
-    q_view = view_head(q_source, q_stride_batch, q_stride_head, q_stride_row, batch, head, num_queries)
-    k_view = view_head(k_source, k_stride_batch, k_stride_head, k_stride_row, batch, kv_head, num_keys)
-    v_view = view_head(v_source, v_stride_batch, v_stride_head, v_stride_row, batch, kv_head, num_keys)
-    out_view = view_head(
+    row, batch_head, batch, head, kv_head = tiles.locate_query_tile(heads, group, num_queries, ROWS, CAUSAL)
+    q_view = tiles.view_head(q_source, q_stride_batch, q_stride_head, q_stride_row, batch, head, num_queries)
+    k_view = tiles.view_head(k_source, k_stride_batch, k_stride_head, k_stride_row, batch, kv_head, num_keys)
+    v_view = tiles.view_head(v_source, v_stride_batch, v_stride_head, v_stride_row, batch, kv_head, num_keys)
+    out_view = tiles.view_head(
         out_pointer, out_stride_batch, out_stride_head, out_stride_row, batch, head, num_queries
     )
 
-    q = load_main(q_view, row, ROWS, MAIN, HEAD_DIM, True)  # (ROWS, MAIN)
-    q_rest = load_rest(q_view, row, ROWS, MAIN, REST, HEAD_DIM, True, q)  # (ROWS, REST)
+    q = tiles.load_main(q_view, row, ROWS, MAIN, HEAD_DIM, True)  # (ROWS, MAIN)
+    q_rest = tiles.load_rest(q_view, row, ROWS, MAIN, REST, HEAD_DIM, True, q)  # (ROWS, REST)
     if REGISTERS:
-        q = in_registers(q, row, num_queries, ROWS)
+        q = tiles.in_registers(q, row, num_queries, ROWS)
 
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, MAIN), tl.float32)
-    acc_rest = zeros_of_rest(ROWS, REST)
+    acc_rest = tiles.zeros_of_rest(ROWS, REST)
 
-    whole, end = bound_keys(row, num_keys, ROWS, COLUMNS, CAUSAL)
+    whole, end = tiles.bound_keys(row, num_keys, ROWS, COLUMNS, CAUSAL)
     acc, acc_rest, total, largest = walk_over_keys(
         acc, acc_rest, total, largest, q, q_rest, k_view, v_view, row, 0, whole, scale_log2,
         HEAD_DIM, MAIN, REST, ROWS, COLUMNS, CAUSAL, False, PRECISION,
@@ -139,8 +126,8 @@ def forward_kernel(
     rows = row + tl.arange(0, ROWS)
     lse = (largest + tl.log2(total)) * LN_2  # back to the natural logarithm
     tl.store(lse_pointer + batch_head.to(tl.int64) * num_queries + rows, lse, mask=rows < num_queries)
-    store_main(out_view, acc / total[:, None], row, ROWS, MAIN, HEAD_DIM)
-    store_rest(out_view, acc_rest / total[:, None], row, ROWS, MAIN, REST, HEAD_DIM)
+    tiles.store_main(out_view, acc / total[:, None], row, ROWS, MAIN, HEAD_DIM)
+    tiles.store_rest(out_view, acc_rest / total[:, None], row, ROWS, MAIN, REST, HEAD_DIM)
 
 
 @triton.jit
@@ -160,11 +147,11 @@ def walk_over_keys(
     rows = row + tl.arange(0, ROWS)
     for column in range(begin, end, COLUMNS):
         column = tl.multiple_of(column, COLUMNS)
-        k = load_main(k_view, column, COLUMNS, MAIN, HEAD_DIM, MASKED)  # (COLUMNS, MAIN)
-        k_rest = load_rest(k_view, column, COLUMNS, MAIN, REST, HEAD_DIM, MASKED, k)  # (COLUMNS, REST)
-        scores = dot_over_parts(q, q_rest, k, k_rest, REST, PRECISION)  # (ROWS, COLUMNS)
+        k = tiles.load_main(k_view, column, COLUMNS, MAIN, HEAD_DIM, MASKED)  # (COLUMNS, MAIN)
+        k_rest = tiles.load_rest(k_view, column, COLUMNS, MAIN, REST, HEAD_DIM, MASKED, k)  # (COLUMNS, REST)
+        scores = tiles.dot_over_parts(q, q_rest, k, k_rest, REST, PRECISION)  # (ROWS, COLUMNS)
         if MASKED:
-            visible = visible_keys(rows, column, k_view.length, COLUMNS, CAUSAL)
+            visible = tiles.visible_keys(rows, column, k_view.length, COLUMNS, CAUSAL)
             scores = tl.where(visible, scores, float("-inf"))
         # Key 0 is in the first tile and every query sees it, so `largest` is finite from then on if the data are.
         new_largest = tl.maximum(largest, tl.max(scores, 1) * scale_log2)
@@ -175,11 +162,13 @@ def walk_over_keys(
             added = tl.sum(p, 1)
         acc = acc * shrink[:, None]
 
-        v = load_main(v_view, column, COLUMNS, MAIN, HEAD_DIM, MASKED)  # (COLUMNS, MAIN)
+        v = tiles.load_main(v_view, column, COLUMNS, MAIN, HEAD_DIM, MASKED)  # (COLUMNS, MAIN)
         p = p.to(v.dtype)
         acc = tl.dot(p, v, acc, input_precision=PRECISION)
         if REST > 0:
-            v_rest = load_rest(v_view, column, COLUMNS, MAIN, REST, HEAD_DIM, MASKED, v)  # (COLUMNS, REST)
+            v_rest = tiles.load_rest(
+                v_view, column, COLUMNS, MAIN, REST, HEAD_DIM, MASKED, v
+            )  # (COLUMNS, REST)
             acc_rest = acc_rest * shrink[:, None]
             acc_rest = tl.dot(p, v_rest, acc_rest, input_precision=PRECISION)
         if MAIN > 128:
