@@ -1,26 +1,12 @@
-"""Run an attention kernel with its gradients, and hold the errors of its tensors; for tests and benches."""
+"""Run an attention kernel with its gradients; for tests and benches."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 AttentionFunction = Callable[..., Tensor]
 NAMES = ("out", "dq", "dk", "dv")
-
-
-@dataclass(frozen=True)
-class Error:
-    """Distance of one tensor from the exact one, in a unit that the check chooses.
-
-    Attributes:
-        overall: the root mean square distance of a row (one head's vector).
-        worst_row: the largest distance of a row, which shows a fault in one row of thousands.
-    """
-
-    overall: float
-    worst_row: float
 
 
 def run_attention(

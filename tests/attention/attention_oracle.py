@@ -6,11 +6,21 @@ the same inputs. Zeros, a scale that is off by 2 percent, a mask that is off by 
 lmkit/bench/attention_gate.py.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from lmkit.attention.accuracy import NAMES, AttentionFunction, Error, run_attention
+from lmkit.attention.accuracy import NAMES, AttentionFunction, run_attention
 from lmkit.kernels.flash.reference import attention_backward, attention_forward
+
+
+class Error(NamedTuple):
+    """Distance of a tensor from the exact one: root mean square over its rows (vectors of a head), and the largest of
+    a row, which shows a fault in one row of thousands."""
+
+    overall: float
+    worst_row: float
 
 
 def draw_inputs(
