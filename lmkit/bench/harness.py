@@ -114,7 +114,8 @@ def run_bench(
     bench = BENCHES.facts(name).folder or name
     folder = output or default_folder(recipe) / bench
     with _place(folder) as journal:
-        measured = _measure(name, recipe, journal, progress, nproc)
+        given = (name, recipe, journal, progress)
+        measured = _on_rank(*given) if nproc == 1 else _on_several_ranks(*given, nproc)
         if measured is None:
             return None
         rows, environment = measured
@@ -163,12 +164,10 @@ def _place(folder: Path) -> Iterator[Journal]:
             raise Interrupted(f"interrupted: {found if journal.rows() else 'no rows were kept'}") from None
 
 
-def _measure(
+def _on_several_ranks(
     name: str, recipe: Recipe, journal: Journal, progress: Progress, nproc: int
 ) -> tuple[Rows, dict[str, Any]] | None:
-    """Return rows and environment; None on ranks other than the first."""
-    if nproc == 1:
-        return _on_rank(name, recipe, journal, progress)
+    """Start ranks; start them again after one ran out of memory, if the journal has something new."""
     from lmkit.parallel.launch import relayed, spawn_ranks
 
     while True:
@@ -184,6 +183,7 @@ def _measure(
 def _on_rank(
     name: str, recipe: Recipe, journal: Journal, progress: Progress
 ) -> tuple[Rows, dict[str, Any]] | None:
+    """Return rows and environment; None on ranks other than the first."""
     from lmkit.parallel.failures import losses_named
     from lmkit.training.process import numerics, ranks_of
 

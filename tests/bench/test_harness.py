@@ -116,7 +116,7 @@ def test_an_interrupted_bench_says_where_its_rows_are(planted, tmp_path, kept):
 
 def test_of_several_ranks_under_torchrun_the_first_holds_the_folder(planted, tmp_path, monkeypatch):
     (tmp_path / harness.JOURNAL).write_text('{"of": "the first rank, which is at work"}')
-    monkeypatch.setattr(harness, "_measure", lambda *arguments: None)
+    monkeypatch.setattr(harness, "_on_rank", lambda *arguments: None)
     monkeypatch.setenv("RANK", "1")
     with FolderLock(tmp_path):
         assert planted() is None
@@ -168,12 +168,12 @@ def test_ranks_start_again_while_a_restart_can_learn_something(monkeypatch, tmp_
 
     monkeypatch.setattr("lmkit.parallel.launch.spawn_ranks", spawn)
     arguments: Any = ("planted", load_recipe(None), journal, lambda *_: None, 2)
-    assert harness._measure(*arguments) == "measured"
+    assert harness._on_several_ranks(*arguments) == "measured"
     assert starts == [2, 2, 2]
     monkeypatch.setattr(Journal, "add", lambda self, rows: None)
     starts.clear()
     with pytest.raises(RankOutOfMemory):
-        harness._measure(*arguments)
+        harness._on_several_ranks(*arguments)
     assert starts == [2]
 
 
