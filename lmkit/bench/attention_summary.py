@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from lmkit.bench.harness import Summary, grouped
 from lmkit.bench.pictures import bars, lines
 from lmkit.measure.plots import heat_map, of_time
@@ -116,12 +119,17 @@ def _title(rows: Rows, what: str) -> str:
     return f"Attention {what}{shape}"
 
 
+def _tier(row: Mapping[str, Any]) -> str:
+    named = row["tier"].isalnum() and not row["tier"].isdecimal()
+    return f"{row['tier']}\n{row['num_keys']}" if named else str(row["tier"])
+
+
 def _bars(rows: Rows, direction: str) -> bytes:
     chosen = [row for row in rows if row["part"] == "tiers" and row["direction"] == direction]
     return bars(
         chosen,
         "median_ms",
-        group=lambda row: f"{row['tier']}\n{row['num_keys']}" if row["tier"].isalnum() else row["tier"],
+        group=_tier,
         series="kernel",
         whisker=of_time,
         title=_title(chosen, direction) + " (median, whiskers p10 to p90)",
