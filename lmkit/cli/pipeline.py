@@ -64,7 +64,6 @@ def run(recipe: Recipe, *, progress: Progress, nproc: int = 1, **options: Any) -
         UsageError: a table is missing, the options exclude each other, or another recipe made the run folder.
         LmkitError: a stage failed.
     """
-    pipeline = Pipeline(recipe, progress=progress, nproc=nproc, **options)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks > 1 and nproc > 1:
         message, hint = "--nproc: torchrun has started the ranks already", "leave out one of them"
@@ -75,6 +74,7 @@ def run(recipe: Recipe, *, progress: Progress, nproc: int = 1, **options: Any) -
 
             train(recipe)
         return None
+    pipeline = Pipeline(recipe, progress=progress, nproc=nproc, **options)
     with leading() if ranks > 1 else nullcontext(lambda word: None) as pipeline.tell_ranks:
         pipeline.open()
         done = {stage: pipeline.bring_up_to_date(stage) for stage in STAGES}
