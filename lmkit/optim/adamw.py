@@ -74,9 +74,8 @@ class AdamW(torch.optim.Optimizer):
     `torch.optim.AdamW`; either loads the other's state, unless it was made with `maximize` or `amsgrad`. A gradient
     may have another dtype than its parameter, where the parameter's `grad_dtype` allows it.
 
-    On CUDA devices, `lmkit.kernels.adamw` updates parameters of at most 32 bits whose tensors are all contiguous, in
-    one pass over memory, in float32. Everything else is updated by a few operations over many tensors at once, in
-    the dtype of the parameter: `_update_by_operations` is the update to read.
+    On CUDA devices, `lmkit.kernels.adamw` updates contiguous parameters of at most 32 bits in one pass over memory,
+    in float32. Everything else is updated by operations over many tensors (`_update_by_operations`, to read).
     """
 
     def __init__(
@@ -239,14 +238,11 @@ def _columns(
 
 def _kind(update: Update, step: int) -> _Kind:
     param, grad, mean, square, copy = update
-    return _Kind(
-        step,
-        param.device,
-        param.dtype,
-        grad.dtype,
-        None if copy is None else copy.dtype,
-        param.is_contiguous() and grad.is_contiguous() and mean.is_contiguous() and square.is_contiguous(),
+    copy_dtype = None if copy is None else copy.dtype
+    contiguous = (
+        param.is_contiguous() and grad.is_contiguous() and mean.is_contiguous() and square.is_contiguous()
     )
+    return _Kind(step, param.device, param.dtype, grad.dtype, copy_dtype, contiguous)
 
 
 def _scalars(group: dict[str, Any], step: int) -> Scalars:
@@ -283,10 +279,8 @@ def decay_groups(params: Iterable[Tensor], weight_decay: float) -> list[dict[str
     out, and so are empty groups.
     """
     trained = [param for param in params if param.requires_grad]
-    matrices = [param for param in trained if param.dim() >= 2]
-    vectors = [param for param in trained if param.dim() < 2]
     groups = [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": [param for param in trained if param.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [param for param in trained if param.dim() < 2], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]

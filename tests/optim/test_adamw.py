@@ -8,7 +8,6 @@ import pickle
 
 import pytest
 import torch
-from torch import Tensor
 
 from lmkit.optim import adamw as adamw_module
 from lmkit.optim.adamw import AdamW, Update, decay_groups, sweeps
@@ -268,43 +267,41 @@ def test_sweeps_hold_as_much_as_fits_and_at_least_one(monkeypatch: pytest.Monkey
         assert [[update.param.numel() for update in sweep] for sweep in sweeps(updates)] == expected
 
 
-def test_what_can_be_updated_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+
+@pytest.mark.parametrize(
+    ("dtype", "grad_dtype", "copy_dtype", "turned", "fits"),
+    [
+        (F32, F32, None, "", True),
+        (BF16, BF16, None, "", True),
+        (F32, BF16, None, "", True),
+        (F32, F32, F16, "", True),
+        (F64, F64, None, "", False),
+        (F32, F64, None, "", False),
+        (F32, F32, F64, "", False),
+        *((F32, F32, None, turned, False) for turned in ("param", "grad", "exp_avg", "exp_avg_sq")),
+    ],
+)
+def test_what_can_be_updated_in_one_pass(monkeypatch, dtype, grad_dtype, copy_dtype, turned, fits) -> None:
     """The kernel reads contiguous tensors of at most 32 bits; here a function on a CPU stands for it."""
-    f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-    optimizer = AdamW([torch.nn.Parameter(torch.ones(1))], lr=0.1)
-    params: dict[str, Tensor] = {}
 
-    def add(name: str, dtype: torch.dtype, grad_dtype: torch.dtype, turned: str = "") -> Tensor:
-        def ones(part: str, dtype: torch.dtype = dtype) -> Tensor:
-            return torch.ones(4, 3, dtype=dtype).t() if part == turned else torch.ones(3, 4, dtype=dtype)
+    def ones(part: str, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.ones(4, 3, dtype=dtype).t() if part == turned else torch.ones(3, 4, dtype=dtype)
 
-        params[name] = param = torch.nn.Parameter(ones("param"))
-        param.grad_dtype = None
-        param.grad = ones("grad", grad_dtype)
-        moments = {"exp_avg": ones("mean"), "exp_avg_sq": ones("square")}
-        optimizer.state[param] = {"step": torch.zeros(()), **moments}
-        optimizer.param_groups[0]["params"].append(param)
-        return param
-
-    for name, dtypes in {"f32": (f32, f32), "bf16": (bf16, bf16), "bf16 gradient": (f32, bf16)}.items():
-        add(name, *dtypes)
-    optimizer.copies[add("f16 copy", f32, f32)] = torch.zeros(3, 4, dtype=f16)
-    fitting = list(params)
-    add("f64", f64, f64)
-    add("f64 gradient", f32, f64)
-    optimizer.copies[add("f64 copy", f32, f32)] = torch.zeros(3, 4, dtype=f64)
-    for part in ("param", "grad", "mean", "square"):
-        add(f"transposed {part}", f32, f32, turned=part)
-
-    names = {param: name for name, param in params.items()}
-    calls: list[list[str]] = []
-    monkeypatch.setattr(
-        AdamW, "_update_in_one_pass", lambda self, updates, _: calls.append([names[u.param] for u in updates])
-    )
-    optimizer.step()
-    assert calls == []  # a CPU has no such kernel
-    monkeypatch.setattr(adamw_module, "ONE_PASS_DEVICES", {"cpu"})
-    before = {name: param.detach().clone() for name, param in params.items()}
-    optimizer.step()
-    assert calls == [[name] for name in fitting]  # each call gets what is alike
-    assert [name for name, param in params.items() if torch.equal(param, before[name])] == fitting
+    param = torch.nn.Parameter(ones("param"))
+    param.grad_dtype = None
+    param.grad = ones("grad", grad_dtype)
+    optimizer = AdamW([param], lr=0.1)
+    moments = {name: ones(name) for name in ("exp_avg", "exp_avg_sq")}
+    optimizer.state[param] = {"step": torch.zeros(()), **moments}
+    if copy_dtype is not None:
+        optimizer.copies[param] = torch.zeros(3, 4, dtype=copy_dtype)
+    calls: list[list[Update]] = []
+    monkeypatch.setattr(AdamW, "_update_in_one_pass", lambda self, updates, _: calls.append(updates))
+    for devices, expected in ((set(), False), ({"cpu"}, fits)):
+        monkeypatch.setattr(adamw_module, "ONE_PASS_DEVICES", devices)
+        before = param.detach().clone()
+        optimizer.step()
+        assert [len(updates) for updates in calls] == [1] * expected
+        assert torch.equal(param, before) == expected
