@@ -54,6 +54,8 @@ def _trace_findings(trace: Mapping[str, Any]) -> list[str]:
     if fills is not None:
         limit = "the GPU is the limit" if fills > 0.9 else "the GPU waits for the CPU"
         found.append(f"The GPU's work fills {fills:.1%} of {of}: {limit}.")
+    if not found:
+        found.append(f"{trace['window']} in {trace['window_ms']:.2f} ms.")
     return [*found, *(f"Caution: {warning}." for warning in trace["warnings"])]
 
 
@@ -63,9 +65,10 @@ def summarize_memory(rows: Rows) -> Summary:
 
 
 def peak_row(rows: Rows) -> dict[str, Any]:
-    """Return the row of the phase with the highest peak; of several, one that holds no other phase."""
+    """Return the row of the phase with the highest peak; of several the innermost, which starts last."""
     return max(
-        rows, key=lambda row: (float(row["peak_gib"]), row["phase"] not in ("step", "pass", WHOLE_RUN))
+        reversed(rows),
+        key=lambda row: (float(row["peak_gib"]), row["phase"] not in ("step", "pass", WHOLE_RUN)),
     )
 
 

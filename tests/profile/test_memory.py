@@ -69,13 +69,12 @@ def test_files(result, begins):
     assert begins["build"] == 0 < begins["warm-up 1"] < begins["step 1"]
 
 
-def test_the_peak_belongs_to_the_innermost_phase():
-    peaks = {"step": 4.0, "update": 4.0, "whole run": 4.0}
-    assert (
-        peak_row([{"phase": phase, "peak_gib": peak} for phase, peak in peaks.items()])["phase"] == "update"
-    )
-    peaks = {"pass": 2.0, "whole run": 4.0}
-    assert (
-        peak_row([{"phase": phase, "peak_gib": peak} for phase, peak in peaks.items()])["phase"]
-        == "whole run"
-    )
+@pytest.mark.parametrize(
+    ("peaks", "phase"),
+    [
+        ({"step": 4.0, "forward": 4.0, "loss": 4.0, "backward": 3.0, "whole run": 4.0}, "loss"),
+        ({"pass": 2.0, "whole run": 4.0}, "whole run"),
+    ],
+)
+def test_the_peak_belongs_to_the_innermost_phase(peaks, phase):
+    assert peak_row([{"phase": name, "peak_gib": peak} for name, peak in peaks.items()])["phase"] == phase
