@@ -149,6 +149,14 @@ def test_a_training_that_was_not_begun_leaves_nothing_to_set_aside(run: Path, te
     assert list(run.glob("checkpoints.old-*")) == []
 
 
+def test_a_change_that_keeps_size_and_time_is_seen(run: Path, terminal) -> None:
+    terminal("run fish.toml")  # notes the hash of the corpus in this place
+    times = os.stat("corpus.txt")
+    Path("corpus.txt").write_text(Path("corpus.txt").read_text().replace("two", "six"))
+    os.utime("corpus.txt", ns=(times.st_atime_ns, times.st_mtime_ns))
+    terminal.refuses("run fish.toml", code="run.other_data")
+
+
 def test_content_is_read_once_while_its_file_stays_as_it_is(
     run: Path, terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
