@@ -167,7 +167,7 @@ happy, glad, joyful, delighted, pleased, cheerful at heart, proud, thrilled, ove
   half a map, a faded map; was drawn, was marked, shone, was painted, was hidden; they dug, they scraped, they poked
   about, they shoveled, they searched; they found, they unearthed, they had, up came, out came; was broken, was
   closed, was blocked, was shut, was missing; likes to say, always says, often says, used to say, keeps saying; Look
-  for, Ask for, Watch out for, Call for, Wave to; somebody new, a stranger, a newcomer, a new face, a new neighbor;
+  for, Ask for, Watch out for, Wave to; somebody new, a stranger, a newcomer, a new face, a new neighbor;
   Nobody played, No one played, Few played, Nobody ever shared, Hardly anyone played; smelled of, was full of the
   smell of, filled with the smell of, was warm with, smelled sweetly of; What is wrong, What is it, What is the
   matter, Who did this, Why that face; Can I help, Can I do something for, May I sit with, Shall I stay with, Do I

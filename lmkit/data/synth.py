@@ -48,13 +48,14 @@ spot: [|just |right |somewhere |half hidden ][{place.spot}|{place.spot2}] | {pla
   near {landmark}
 spot2: [|just |right |somewhere |half hidden ][{place2.spot}|{place2.spot2}] | {place2.at} the <look_of_place>
   {place2}
-look_of_place: quiet | old | big | lovely | busy | green | lonely | wide | sunny | shady | distant | crowded | empty |
-  famous
+look_of_place: quiet | old | big | lovely | busy | green | lonely | wide | sunny | shady | distant | crowded | empty
+  | famous
 food: <taste> {dish}
-gesture: [scratched|rubbed|tapped|touched|pinched] {his} [nose|chin|forehead|elbow|left ear|right ear|left knee|neck]
+gesture: [scratched|rubbed|tapped|touched|pinched] {his} [nose|chin|forehead|elbow|left ear|right ear|left
+  knee|neck]
 | [hummed a tune|hopped up and down|gazed at the sky|crossed {his} arms|blinked twice|stood on tiptoe|bit {his} lip]
-hero: {hero} | {hero} {surname} | {trait} {hero} {surname} | the {trait} {kind} | {trait} {hero} | the {look} {kind} |
-  the {kind} in the <wear>
+hero: {hero} | {hero} {surname} | {trait} {hero} {surname} | the {trait} {kind} | {trait} {hero} | the {look} {kind}
+  | the {kind} in the <wear>
 pal: {pal} | {pal} {surname2} | {trait2} {pal} {surname2} | the {trait2} {pal.kind} | {trait2} {pal} | the {look2}
   {pal.kind} | {his} friend {pal}
 elder: {elder} | {elder_look} {elder}
@@ -81,31 +82,32 @@ who: [Once upon a time|Once|Long ago|Many years ago|Not so long ago] there [was|
   {hut} near {landmark}[ in {town}|].
 | In {town}, near {landmark}, [stood|was] a {hut_look} {color4} {hut}. A {trait} {look} {kind} [named|called] {hero}
   {surname} lived there <how> with {elder_full}.
-| {hero} {surname} was a {trait} {look} {kind} from {town}. {He} [shared a {hut_look} {color4} {hut}|had a {hut_look}
-  room] with {elder_full}, [right behind|just across from|in sight of] {landmark}.
+| {hero} {surname} was a {trait} {look} {kind} from {town}. {He} [shared a {hut_look} {color4} {hut}|had a
+  {hut_look} room] with {elder_full}, [right behind|just across from|in sight of] {landmark}.
 | [This is the|Let me tell you the|Everybody knows the] story of {hero}, a {trait} {look} {kind} who lived with
   {elder_full} in {town}. Their {hut_look} {color4} {hut} [stood|was] near {landmark}.
-habit: [When|Whenever] {he} was [thinking|bored|hungry|tired|excited], {he} {gesture} or [watched|drew|dreamed of] a
-  {any_beast}.
+habit: [When|Whenever] {he} was [thinking|bored|hungry|tired|excited], {he} {gesture} or [watched|drew|dreamed
+  of|whistled like] a {any_beast}.
 | Most of all {he} loved {food}, {game}, {any_food} and {weather} [days|walks|hours] {place.at} the {place}.
 | {helper}, who sold {job.goods} and <any_food> at the {job.shop}, [liked {him}|often gave {him} a <any_thing>].
 owns: {elder} had [given|made|bought|lent|sent] {him} a {shape} {color} {thing}, which {he} {thing.did} {thing.how}
   every {weather} [{day}|{time}].
-wears: {He} [always|often|mostly|<how>] wore a {color3} {cloth} {garment}, which {elder} had [mended|sewn|dyed|bought
-  on a {day2}|swapped for a {any_thing}].
+wears: {He} [always|often|mostly|<how>] wore a {color3} {cloth} {garment}, which {elder} had
+  [mended|sewn|dyed|bought on a {day2}|swapped for a {any_thing}].
 when: One {weather} {day},
 | On a {weather} {time},
 | Early one {weather} {time},
 | One {weather} {day} {time},
 | One {day} at <hour> o'clock,
-meet: [Near {landmark}|Outside the {job.shop}] {he} met {pal}, a {trait2} {look2} {pal.kind} [in|with] a {any_thing}.
+meet: [Near {landmark}|Outside the {job.shop}] {he} met {pal}, a {trait2} {look2} {pal.kind} [in|with] a
+  {any_thing}.
 | A {trait2} {look2} {pal.kind} named {pal} [sat|stood|sang|slept|read] <how> <spot>.
 | {pal}, a {trait2} {look2} {pal.kind}, came [by|out of the {job.shop}|down the road] with [{job.goods}|a
   {any_thing}|a {any_beast}].
 | {His} [best|oldest|good|dear] friend {pal}, a {trait2} {look2} {pal.kind}, [played {game}|was eating {any_food}]
   <spot>.
-sigh: <hero> was very sad and [{gesture}|wished for {number} new ones|told it to a {any_beast}|thought of {elder} and
-  {any_food}].
+sigh: <hero> was very sad and [{gesture}|wished for {number} new ones|told it to a {any_beast}|thought of {elder}
+  and {any_food}].
 | <hero> sat down <spot> and [cried|sighed|pulled {his} <wear> over {his} eyes|looked at a {any_beast}].
 | "[Oh no|Oh dear|What a pity|How awful]!" <hero_said>. "[I wonder what {elder} will say|I do not like this {day}|I
   feel like a wet {beast4}]."
@@ -117,10 +119,17 @@ fright: {His} knees trembled, and {he} [held on to|hid behind|pulled at] {his} <
 | <hero> was very scared, and {he} thought of [{elder}|{any_food}|the <home>|{his} <wear>].
 help: "[What is wrong|What happened|Why are you so sad], {hero}?" asked <pal>. <hero> [told|confided to] {pal.him}
   everything [<how>|over {any_food}].
-| <pal> saw {his} [face|tears|<wear>] and gave {him} [{any_food}|a {any_thing}]. "[Can I help you|May I help]?" asked
-  {pal}.
+| <pal> saw {his} [face|tears|<wear>] and gave {him} [{any_food}|a {any_thing}]. "[Can I help you|May I help]?"
+  asked {pal}.
 | "Do not be sad, {hero}. [We will find a way|You have me|I have a {any_thing}|Eat some {any_food} first],"
   <pal_said>.
+freed: With {number} [ropes|tools|pulls] they set the {beast} free <how>.
+| {pal} <how> held the <tool>, and {hero} pulled the {beast} out.
+| They [pushed|dug|pulled] <how> with a <tool> and {his} <wear>, and after {number} tries the {beast} was free.
+| <hero> [turned|lifted|bent] the <tool> {number} times, and the {beast} slipped out <how>.
+left: It ate [{beast.food}|<any_food>] and {beast.moved} [back to {beast.home}|away <how>].
+| It {beast.cried} {number2} times and {beast.moved} <how> [|back ]to {beast.home}.
+| It looked at {his} <wear>, {beast.cried} and {beast.moved} [away|past {landmark}|back to {beast.home}] <how>.
 learned: From that day on <hero> knew that
 | And so <hero> [learned|understood] <how> that
 | <hero> never forgot that
@@ -145,49 +154,54 @@ after: From then on <hero> and <pal> [came together <spot>|played {game2}|shared
 | <hero> stayed as {trait} as before, and <pal> just as {trait2}. [The end|That is the whole story|And that is all].
 plot: <when> {hero} looked for {his} <toy> [in every drawer|under the bed] and <spot>, but {he} only found a
   <any_thing> and {number} <any_thing>s. <sigh> // <meet> <help> "[A {beast}|Somebody] took something {color} to the
-  {place2}." <journey> // <spot2> slept a <any_beast>, with the {thing} beside it. It had [been alone|felt cold|wanted
-  a friend]. {hero} gave it [<any_food>|a <any_thing>] and got back the <toy>. <joy> <learned> [a friend|a kind word|a
-  warm heart] is [worth more than|better than|not as rare as] any {thing}.
-| <when> something {beast.cried} <spot> while <hero> {thing.did} {his} <toy>. It was a {color5} {beast}, and it was
-  {trap}! <fright> // <meet> <help> "We need the <tool> of {helper}." <journey> // With {number} [ropes|tools|pulls]
-  they set the {beast} free <how>. It ate {beast.food} and {beast.moved} back to {beast.home}. {number2} days later
-  {hero} lost {his} {garment}, and the {color5} {beast} found it <spot>! <joy> <learned> [good|kind|small|brave] deeds
-  [come back|travel far|have long legs|make friends].
-| <when> <hero> found an old map <spot>. A <color> [cross|star|arrow|circle] was drawn {place2.at} the <look_of_place>
-  {place2}. <meet> "[A treasure|Let us take {food} and go|I will bring my <any_thing>]!" <pal_said>. <journey> //
-  <spot2> they dug with a <tool>, and after {number} [minutes|hours] they found {treasure} and a <any_thing>! <helper>
-  [laughed|gave them a <tool>|bought {number2} of them for <any_food>]. <joy> <learned> [the way|good company|a brave
-  friend] is [half|the best part of] [the|every|any] treasure.
-| <elder> was [sick in bed|very tired|sad] and [wished for|dreamed of] {food}, but they had only a <any_thing> and no
-  {dish.part}. "I will get some at the {job.shop} <how>," <hero_said>. <meet> <help> <journey> // "You may have
-  {dish.part} and a <any_thing> if you {job.do}," replied <helper>. So they {job.did} and walked home <how>. Soon the
-  <home> smelled of {food}. "[Nobody in {town} cooks like you|This is better than <any_food>]," <elder_said>. <joy>
-  <learned> [love|care|kindness] is [the best|the rarest|the sweetest] [spice|medicine|meal].
-| "Do not go far from {landmark}," <elder_said>. But <hero> saw a {color5} {beast} with a <any_thing> and walked after
-  it, [over a fence|past the {job.shop}]. Suddenly it {beast.moved} away <how>, and {he} was alone <spot>. <fright> //
-  <meet> <help> "I know the <color> road to {landmark}." <journey> // {elder} was there with <any_food>. "I looked for
-  you for {number} hours and woke {number2} {job3}s!" said {elder} and hugged {him} <how>. <joy> <learned> [it is wise
-  to listen|home is never far|good advice costs nothing] [when you have a friend|on a {weather} {day}|in {town}].
-| <when> <hero> played {game} in the <home>, although <elder> had forbidden it. Crash! The {shape2} {color2} {fragile}
-  {fragile.broke}. <fright> [{He} hid the pieces under {his} <wear>.|"It was a <any_beast>," {he} told {elder}.] //
-  <meet> <help> "[I broke a <color> {fragile2} on {day2}|A lie grows like a <any_beast>]," <pal_said>. // So <hero>
-  told the truth <how>. "[It is only a {color2} {fragile}|I am glad that you told me]," <elder_said>. [Together they
-  mended it with {number} strips of a <cloth> <garment>.|To make up for it {hero} {chore.did} and {chore2.did} on
-  {day3}.] <learned> [the truth|an honest word] [hurts only once|is a good friend|weighs less than a lie|makes a
-  {time} lighter].
-| A {shape2} {color2} {thing2} lay in the window of the {job.shop}. <hero> wanted to {thing2.do} it {thing2.how}, but
-  {his} pockets held only a <any_thing>. "Please {job.do} for {number} {weather} days," replied <helper>. // So {hero}
-  {job.did} <how>, {chore.did} for <any_food> and {chore2.did} for {number2} coins. <meet> ["Come and play {game},"
-  <pal_said>, but <hero> worked on.|<pal> helped {him} <how> and brought <any_food>.] At last <helper> gave {him} the
-  <gift>. // [{hero} {thing2.did} it {thing2.how}.|But {pal} had lost {pal.his} own {thing2}, and so {hero} gave
-  {pal.him} the new one.] <joy> <learned> [patience|work|waiting] [fills empty pockets|tastes sweet in the end|is
-  worth {number2} wishes].
+  {place2}." <journey> // <spot2> slept a <any_beast>, with the {thing} beside it. It had [been alone|felt
+  cold|wanted a friend]. {hero} gave it [<any_food>|a <any_thing>] and got back the <toy>. <joy> <learned> [a
+  friend|a kind word|a warm heart] is [worth more than|better than|not as rare as] any {thing}.
+| <when> something {beast.cried} <spot> while <hero> {thing.did} {his} <toy>. It was a {color5} {beast}[, and it was
+  {trap}|, {trap}| with a <any_thing>, and it was {trap}]! <fright> // <meet> <help> "We need the <tool> of
+  {helper}." <journey> // <freed> <left> [{number2} days later|On {day3}|One {weather} {time2}] {hero} lost {his}
+  {garment}, and [the {color5} {beast}|a {beast} with a <any_thing>] found it <spot>! <joy> <learned>
+  [good|kind|small|brave] deeds [come back|travel far|have long legs|make friends].
+| <when> <hero> found an old map <spot>. A <color> [cross|star|arrow|circle] was drawn {place2.at} the
+  <look_of_place> {place2}. <meet> "[A treasure|Let us take {food} and go|I will bring my <any_thing>]!" <pal_said>.
+  <journey> // <spot2> they dug with a <tool>, and after {number} [minutes|hours] they found {treasure} and a
+  <any_thing>! <helper> [laughed|gave them a <tool>|bought {number2} of them for <any_food>]. <joy> <learned> [the
+  way|good company|a brave friend|a {weather} {time}] [is half|is the best part of|is worth more than]
+  [the|every|any] treasure.
+| <elder> was [sick in bed|very tired|sad] and [wished for|dreamed of] {food}, but they had only a <any_thing> and
+  no {dish.part}. "I will get some at the {job.shop} <how>," <hero_said>. <meet> <help> <journey> // "You may have
+  {dish.part} and a <any_thing> if you {job.do}," replied <helper>. So they {job.did} [<how>|for {number2}
+  minutes|with a <tool>] and walked home[ <how>|]. Soon the <home> smelled of {food}[| and <any_food>]. "[Nobody in
+  {town} cooks like you|This is better than <any_food>]," <elder_said>. <joy> <learned> [love|care|kindness] is [the
+  best|the rarest|the sweetest] [spice|medicine|meal].
+| "Do not go far from {landmark}," <elder_said>. But <hero> saw a {color5} {beast} with a <any_thing> and walked
+  after it, [over a fence|past the {job.shop}]. Suddenly it {beast.moved} away <how>, and {he} was alone <spot>.
+  <fright> // <meet> <help> "I know the <color> road to {landmark}." <journey> // {elder} was there with <any_food>.
+  "I looked for you for {number} hours and woke {number2} {job3}s!" said {elder} and hugged {him} <how>. <joy>
+  <learned> [it is wise to listen|home is never far|good advice costs nothing] [when you have a friend|on a
+  {weather} {day}|in {town}].
+| <when> <hero> played {game} in the <home>, although <elder> had forbidden it. Crash! The {shape2} {color2}
+  {fragile} {fragile.broke}. <fright> [{He} hid the pieces [under {his} <wear>|<how> <spot>|behind a
+  <any_thing>].|"It was a <any_beast>," {he} told {elder}.] // <meet> <help> "[I broke a <color> {fragile2} on
+  {day2}|A lie grows like a <any_beast>]," <pal_said>. // So <hero> told the truth <how>. "[It is only a {color2}
+  {fragile}|I am glad that you told me]," <elder_said>. [Together they mended it with {number} strips of a <cloth>
+  <garment>.|To make up for it {hero} [<how> |]{chore.did} and [<how> |]{chore2.did} [on {day3}|for {number2}
+  days|every {weather} {time}].] <learned> [the truth|an honest word] [hurts only once|is a good friend|weighs less
+  than a lie|makes a {time} lighter].
+| A {shape2} {color2} {thing2} lay in the window of the {job.shop}. <hero> wanted to {thing2.do} it {thing2.how},
+  but {his} pockets held only a <any_thing>[| and {number2} <any_thing>s]. "Please {job.do} for {number} {weather}
+  days," replied <helper>. // So {hero} {job.did} <how>, {chore.did} for <any_food> and {chore2.did} for {number2}
+  coins. <meet> ["Come and play {game}," <pal_said>, but <hero> worked on.|<pal> helped {him} <how> and brought
+  <any_food>.] At last <helper> gave {him} the <gift>. // [{hero} {thing2.did} it {thing2.how}.|But {pal} had lost
+  {pal.his} own {thing2}, and so {hero} gave {pal.him} the new one.] <joy> <learned> [patience|work|waiting] [fills
+  empty pockets|tastes sweet in the end|is worth {number2} wishes].
 | <hero> wanted to {skill} like [<elder>|<helper>|a <any_beast>]. <when> {he} tried it <spot>, but {he}
-  {skill.mishap}. The next {time} {he} {skill.mishap} again, and a <any_beast> {beast.cried}. <sigh> // <meet> <help>
-  "You must {skill.tip}," <pal_said>. {hero} tried it {number} times more, with {his} <wear> on. // On {day3} [all of
-  {town}|<elder>|<helper>] came to watch with <any_food>. "{Skill.tip}," thought <hero>. And {he} {skill.did}! <joy>
-  <learned> [falling|failing|trying] is [a part|the secret|the price|the better half] of [learning|every
-  skill|success].
+  {skill.mishap}. [The next {time} {he} {skill.mishap} again|{He} tried it {number2} times <how> and {skill.mishap}
+  every time|On {day2} it was no better: {he} {skill.mishap}], [and a <any_beast> {beast.cried}|and <elder> brought
+  <any_food>|although {he} wore {his} <wear>]. <sigh> // <meet> <help> "You must {skill.tip}," <pal_said>. {hero}
+  tried it {number} times more, with {his} <wear> on. // On {day3} [all of {town}|<elder>|<helper>] came to watch
+  with <any_food>. "{Skill.tip}," thought <hero>. And {he} {skill.did}! <joy> <learned> [falling|failing|trying] is
+  [a part|the secret|the price|the better half] of [learning|every skill|success].
 | <meet> <when> {pal} wanted to {thing.do} the <toy> of {hero}. "[No, it is mine|You will break it|Take a
   <any_thing>]," <hero_said>. <pal> took {pal.his} <any_thing> and walked home. <hero> {thing.did} the <toy> alone
   {thing.how}. // <sigh> "A {thing} cannot eat <any_food> with you," <elder_said>. <hero> thought about it for
@@ -195,44 +209,47 @@ plot: <when> {hero} looked for {his} <toy> [in every drawer|under the bed] and <
   <hero_said>. "Let us {thing.do} it together." <pal> smiled <how>. <joy> <learned> [half a {thing}|one {thing} for
   two|a {thing} and a friend] [is better than a whole one alone|lasts twice as long|is more fun than {number2}
   {thing}s].
-| <when> <hero> wanted to build a {project} <spot>. {He} took a <any_thing> and {project.of} and worked <how>. <meet>
-  "[May I help you|What is it going to be|Will it hold a <any_beast>]?" asked {pal}. "[I need no help|I am busy|Wait
-  and see]," <hero_said>. // By <hour> o'clock it was [done|the pride of {town}|as high as a <any_beast>]. But on
-  {day2} <how> came {project.ruin}, and the <shape> {project} fell apart. <sigh> // <pal> came back with a <tool> and
-  <any_food>. "It needs {project.fix}," <pal_said>. Together they built it again <how>, with {project.fix} and a
-  <any_thing> on top. <joy> <learned> [two|friends|four hands] [build|climb|dream] higher than [one|pride|a {beast4}].
-| <when> <hero> helped a {color5} {beast} that was {trap} <spot>. "I am a magic {beast}, and you have {number}
-  wishes," it {beast.cried} <how>. "I wish for {number2} <any_thing>s and <any_food>!" <hero_said>. [Zap|Poof|Whoosh]!
-  // But soon [there was no room for {elder}|{he} could not find {his} <toy>|the <home> began to creak]. <meet> "[I
-  liked it better before|I cannot find my <any_thing> here]," <pal_said>. <sigh> // "Please, {beast}, take it all
-  back," <hero_said>. The {color5} {beast} {beast.moved} <how> back to {beast.home}, and <hero> {thing.did} {his}
-  <toy> {thing.how} with <pal>. <learned> [enough|one {thing}|a quiet {time}] is [as good as|better than|richer than]
-  [a feast|a wish|{number2} wishes].
-| There was somebody new <spot>: {pal}, a {trait2} {look2} {pal.kind} with a {color6} {thing3}. [Nobody played {game}
-  with {pal.him}|They laughed at {pal.his} <any_thing>], and {pal.he} {thing3.did} the {thing3} alone. // <when>
-  {hero} [put on {his} <wear>|{gesture}|took {his} <toy>] and walked over <how>. "[Do you want to play {game}|Will you
-  show me your {thing3}|May I have a look at your <any_thing>]?" asked <hero>. {pal} smiled <how>. "[I would love
-  that|My old friends are {number} miles away]," <pal_said>. // <hero> showed {pal.him} {landmark}, the {job.shop} of
-  {helper} and {place.sight}. Then they {thing.did} the <toy> {thing.how}. <joy> <learned> [one kind word|an open
-  door|a shared <thing row>] can [change a {day}|make a friend|warm a {weather} {time}].
+| <when> <hero> wanted to build a {project} <spot>. {He} took a <any_thing> and {project.of} and worked <how>.
+  <meet> "[May I help you|What is it going to be|Will it hold a <any_beast>]?" asked {pal}. "[I need no help|I am
+  busy|Wait and see]," <hero_said>. // By <hour> o'clock it was [done|the pride of {town}|as high as a <any_beast>].
+  But [on {day2}|after {number2} minutes|while <hero> ate <any_food>] came {project.ruin}, and the <shape> {project}
+  fell apart[| <how>]. <sigh> // <pal> came back with a <tool> and <any_food>. "It needs {project.fix}," <pal_said>.
+  Together they built it again[ <how>|], with [{project.fix} and |]a <any_thing> on top. <joy> <learned>
+  [two|friends|four hands] [build|climb|dream] higher than [one|pride|a {beast4}].
+| <when> <hero> helped a {color5} {beast} that was {trap} <spot>. "[I am a magic {beast}, and you have {number}
+  wishes|You may wish for {number} things|For {beast.food} I grant {number} wishes]," it {beast.cried} <how>. "I
+  wish for {number2} <any_thing>s and <any_food>!" <hero_said>. [Zap|Poof|Whoosh]! // But soon [there was no room
+  for {elder}|{he} could not find {his} <toy>|the <home> began to creak]. <meet> "[I liked it better before|I cannot
+  find my <any_thing> here]," <pal_said>. <sigh> // "Please, {beast}, take it all back," <hero_said>. The {color5}
+  {beast} {beast.moved} <how> back to {beast.home}, and <hero> {thing.did} {his} <toy> {thing.how} with <pal>.
+  <learned> [enough|one {thing}|a quiet {time}] is [as good as|better than|richer than] [a feast|a wish|{number2}
+  wishes].
+| There was somebody new <spot>: {pal}, a {trait2} {look2} {pal.kind} with a {color6} {thing3}. [Nobody played
+  {game} with {pal.him}|They laughed at {pal.his} <any_thing>], and {pal.he} {thing3.did} the {thing3} alone. //
+  <when> {hero} [put on {his} <wear>|{gesture}|took {his} <toy>] and walked over <how>. "[Do you want to play
+  {game}|Will you show me your {thing3}|May I have a look at your <any_thing>]?" asked <hero>. {pal} smiled <how>.
+  "[I would love that|My old friends are {number} miles away]," <pal_said>. // <hero> showed {pal.him} {landmark},
+  the {job.shop} of {helper} and {place.sight}. Then they {thing.did} the <toy> {thing.how}. <joy> <learned> [one
+  kind word|an open door|a shared <thing row>] can [change a {day}|make a friend|warm a {weather} {time}].
 journey: {stage} // {stage2}
-stage: The <shape> bridge was [gone|broken|under water]. But {pal} had a <tool> and a <any_thing>, and they got across
-  <how>.
-| A <any_beast> with a <any_thing> sat in the road and blocked the way. They gave it <any_food> and [{hero}'s|{pal}'s]
-  <any_thing>.
-| [Fog came|Night fell|It began to snow], and they [held on to {his} <wear>|sang {number2} songs|counted their steps],
-  until they saw a <color> <trinket> {place3.at} the <look_of_place> {place3}.
-| They reached a <shape> <color> gate. "I will open it if you {job3.do}," replied a <look> {job3} with a <any_thing>.
-  So they {job3.did} <how>.
-| Then <pal> hurt {pal.his} foot {place3.spot}. <hero> [tied {his} <wear> around it|gave {pal.him} <any_food>|carried
-  {pal.him} <how>].
-| "Left or right?" asked {pal}. {hero} {gesture} and chose the <color> road. It ended {place3.spot2}, so they walked
-  back {number2} miles.
+stage: The <shape> bridge was [gone|broken|under water]. But {pal} had a <tool> and a <any_thing>, and they got
+  across <how>.
+| A <any_beast> with a <any_thing> sat in the road and blocked the way. They gave it <any_food> and
+  [{hero}'s|{pal}'s] <any_thing>.
+| [Fog came|Night fell|It began to snow|The moon hid], and they [held on to {his} <wear>|sang {number2}
+  songs|counted {number2} steps|followed a <any_beast>], until they <how> saw a <color> <trinket> {place3.at} the
+  <look_of_place> {place3}.
+| They reached a <shape> <color> gate. "I will open it if you [{job3.do}|bring me {number2} <any_thing>s|guess the
+  name of my <any_beast>]," replied a <look> {job3} with a <any_thing>. So they did it <how>.
+| Then <pal> hurt {pal.his} foot {place3.spot}. <hero> [tied {his} <wear> around it|gave {pal.him}
+  <any_food>|carried {pal.him} <how>].
+| "Left or right?" asked {pal}. {hero} {gesture} and [<how> |]chose the <color> road[| with the <any_thing>]. It
+  ended [<how> |]{place3.spot2}, so they walked back {number2} miles[| with a <any_thing>].
 | They met a <elder_look> {job3} with a sack of {job3.goods}, and got a <any_thing> and <any_food> for their help.
 | Something {beast2.cried} behind a <any_thing>. <fright> But the <look> <color> {beast2} only wanted a <any_thing>
   and {beast2.food}.
-| "[First|Now|Today] play {game2} with me," replied a <look> {job3} {place3.at} the <look_of_place> {place3}. They won
-  {number2} <any_thing>s.
+| "[First|Now|Today] play {game2} with me," replied a <look> {job3} {place3.at} the <look_of_place> {place3}. They
+  won {number2} <any_thing>s.
 """
 
 _Rule = list[list[Any]]  # alternatives, each a list of texts and rules
