@@ -81,8 +81,11 @@ def test_quickstart_meets_its_targets(tmp_path: Path) -> None:
     model = baseline.BigramModel(train.read_text("utf-8"))
     bigram = model.bits_per_byte(valid.read_text("utf-8"))
 
-    generated, _ = lmkit("generate", str(run), "--max-new-tokens", "600", "--no-stop-at-end")
-    words = words_of(generated.replace("<|endoftext|>", " "))[:200]
+    # One text of 200 words may copy 8% or 30%, by chance: four longer ones are judged together.
+    words: list[str] = []
+    for seed in range(4):
+        generate = ("generate", str(run), "--max-new-tokens", "600", "--no-stop-at-end", "--seed", str(seed))
+        words += words_of(lmkit(*generate)[0].replace("<|endoftext|>", " "))
     corpus = words_of(train.read_text("utf-8"))
     vocabulary = set(corpus)
     known = sum(word in vocabulary for word in words) / len(words)
@@ -93,7 +96,7 @@ def test_quickstart_meets_its_targets(tmp_path: Path) -> None:
         f"{summary['bits_per_byte']:.4f} bits per byte, bigram {bigram:.4f} "
         f"(ratio {summary['bits_per_byte'] / bigram:.3f}); words known {known:.1%}, copied {copied:.1%}"
     )
-    assert len(words) == 200
+    assert len(words) > 1000
     assert seconds / 60 <= MOST_MINUTES
     assert gigabytes <= MOST_GB
     assert rerun_seconds < 5
