@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lmkit.cli.console import Result, progress_on_stderr, show
+from lmkit.cli.console import Result, progress_on_stderr, show, write
 from lmkit.cli.options import (
     Commands,
     ErrorsOption,
@@ -113,7 +113,8 @@ def decode(
 ) -> None:
     """Print the text of token ids, separated by blanks or commas.
 
-    With --json, bytes that are not UTF-8 become U+FFFD; otherwise the bytes are printed unchanged.
+    A file or a pipe gets the bytes unchanged. A terminal gets U+FFFD for control characters and for bytes that are
+    not UTF-8; --json replaces only the latter.
     """
     from lmkit.tokenizer import Tokenizer
 
@@ -123,9 +124,10 @@ def decode(
     if as_json:
         show(Result("", {"text": data.decode("utf-8", "replace")}), as_json=True)
         return
+    if sys.stdout.isatty():
+        write(data.decode("utf-8", "replace") + "\n")  # the shell's prompt starts on a new line
+        return
     sys.stdout.buffer.write(data)
-    if sys.stdout.isatty():  # start the shell's prompt on a new line; a file gets the bytes alone
-        sys.stdout.buffer.write(b"\n")
     sys.stdout.buffer.flush()
 
 

@@ -215,17 +215,21 @@ def test_running_the_package_as_a_folder_shadows_nothing(tmp_path: Path) -> None
     assert result.stdout.startswith("lmkit ")
 
 
-@pytest.mark.parametrize(("on_terminal", "printed"), [(True, b"ab\n"), (False, b"ab")])
-def test_decoded_text_ends_its_line_on_a_terminal_alone(
+@pytest.mark.parametrize(
+    ("on_terminal", "printed"),
+    [(True, "a\tb\ufffd[2J\ufffd\ufffd\n".encode()), (False, b"a\tb\x1b[2J\xc2\x9b\xff")],
+)
+def test_fault_104_decoded_text_cannot_drive_a_terminal_and_ends_its_line_there(
     on_terminal: bool, printed: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "bytes.json"
     Tokenizer(vocab={i: bytes([i]) for i in range(256)}, merges=[]).save(path)
     raw = io.BytesIO()
-    stream = io.TextIOWrapper(raw)
+    stream = io.TextIOWrapper(raw, "utf-8")
     monkeypatch.setattr(stream, "isatty", lambda: on_terminal)
     monkeypatch.setattr("sys.stdout", stream)
-    assert run_command_line(["tokenizer", "decode", str(path), "97", "98"]) == 0
+    ids = map(str, b"a\tb\x1b[2J\xc2\x9b\xff")
+    assert run_command_line(["tokenizer", "decode", str(path), *ids]) == 0
     assert raw.getvalue() == printed
 
 
