@@ -58,9 +58,12 @@ TENSORS = {f"{STEP}/{name}": (safetensors_header, damage) for name in (MODEL, sh
 @functools.cache
 def tiny_run() -> Files:
     folder = Path(tempfile.mkdtemp())
-    logging.getLogger("lmkit").setLevel(logging.ERROR)
+    log = logging.getLogger("lmkit")
+    before = log.level
+    log.setLevel(logging.ERROR)
     with contextlib.redirect_stderr(io.StringIO()):
         session.train(load_recipe(None, [*TINY, f"run.folder={folder}"]))
+    log.setLevel(before)
     names = ("recipe.toml", "environment.json", "metrics.jsonl")
     files = [*(folder / "run" / name for name in names), *(folder / STEP).iterdir()]
     contents = {str(path.relative_to(folder)): path.read_bytes() for path in files}
