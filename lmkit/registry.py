@@ -114,7 +114,7 @@ class Registry(Generic[F]):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names, in the order of the files that register them, then those from outside."""
+        """All names, ordered by their fact `order`, then those from outside."""
         return tuple(self._entries)
 
     @property
@@ -215,6 +215,8 @@ class KernelFacts(Facts):
         check: a function of the module: `check(q)` raises UsageError for a dtype, head_dim or device that the kernel
             does not support.
         masks: whether it takes `mask=`.
+        sees_all: whether each query sees all keys, or with `causal` all earlier ones. If not, generation reads the
+            whole text again for every token: the attention of the key-value cache sees all keys.
         second_derivatives: whether its backward pass can be differentiated.
         keeps_scores: whether it holds all scores in memory, in the dtype of the inputs.
         implementation: a function of the module: `implementation(q, k, v)` names what a call would run.
@@ -227,6 +229,7 @@ class KernelFacts(Facts):
     devices: tuple[str, ...] = ("cpu", "cuda")
     check: str | None = None
     masks: bool = False
+    sees_all: bool = True
     second_derivatives: bool = False
     keeps_scores: bool = False
     implementation: str | None = None

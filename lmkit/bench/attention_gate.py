@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lmkit.attention.accuracy import NAMES, run_attention
+from lmkit.attention.run import NAMES, run_attention
 from lmkit.attention.sdpa import sdpa
 
 if TYPE_CHECKING:

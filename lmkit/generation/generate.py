@@ -16,6 +16,7 @@ from lmkit.generation.kv_cache import KVCache
 from lmkit.generation.sampling import sample
 from lmkit.model.transformer import TransformerLM
 from lmkit.recipe.tables import GenerateConfig
+from lmkit.registry import ATTENTION
 from lmkit.tokenizer import Tokenizer
 
 log = logging.getLogger("lmkit")
@@ -132,6 +133,7 @@ def generate_tokens(
     # (batch, max_new_tokens)
     uniforms = _random_streams(options.seed, len(prompts), options.max_new_tokens).to(device)
     active = list(range(len(prompts)))
+    rereads = not ATTENTION.facts(model.config.attention).sees_all
     gaps = torch.tensor(never, dtype=torch.int64, device=device)
     logits = torch.zeros(len(prompts), model.lm_head.out_features, device=device, dtype=dtype)
 
@@ -141,14 +143,17 @@ def generate_tokens(
         if number == 0:
             _prefill(model, cache, active, texts, logits)
         else:
-            growing = [row for row in active if cache.lengths[row] < cache.context_length]
             full = [row for row in active if cache.lengths[row] == cache.context_length]
+            again = active if rereads else full
+            growing = [row for row in active if row not in again]
             if growing:
                 logits.copy_(_decode(model, cache, growing, texts))
-            if full:
-                kept = max(1, cache.context_length // 2)
-                windows = [texts[row][-kept:] if row in full else [] for row in range(len(texts))]
-                _prefill(model, cache, full, windows, logits)
+            if again:
+                windows = list(texts)
+                for row in again:
+                    kept = max(1, cache.context_length // 2) if row in full else cache.lengths[row] + 1
+                    windows[row] = texts[row][-kept:]
+                _prefill(model, cache, again, windows, logits)
         if len(gaps):
             logits.index_fill_(1, gaps, -math.inf)
         if not torch.isfinite(logits[active, :vocab_size].amax(dim=-1)).all():

@@ -1,8 +1,8 @@
 """Compute the learning rate from the progress of training.
 
 Every schedule is a pure function of `step`, which may be fractional: a run that is bounded by time passes
-`fraction_of_time_used * total_steps`. The first update of a run is step 1; at step 0 warm-up starts from a learning
-rate of zero, which would waste an update.
+`fraction_of_time_used * total_steps`. Updates count from 1: at step 0 the rate would be zero, and the
+update wasted.
 """
 
 from __future__ import annotations

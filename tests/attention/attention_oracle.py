@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lmkit.attention.accuracy import NAMES, AttentionFunction, run_attention
+from lmkit.attention.run import NAMES, AttentionFunction, run_attention
 from lmkit.kernels.flash.reference import attention_backward, attention_forward
 
 

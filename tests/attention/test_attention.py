@@ -9,7 +9,7 @@ from attention_oracle import exact_attention, faults_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lmkit.attention import FlashAttention, attention, attention_function, dispatch, sdpa
-from lmkit.attention.accuracy import run_attention
+from lmkit.attention.run import run_attention
 from lmkit.attention.reference import reference
 from lmkit.errors import UsageError
 from lmkit.registry import ATTENTION

@@ -8,10 +8,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from lmkit.attention import attention
 from lmkit.errors import LmkitError, UsageError
 from lmkit.generation import GenerateConfig, generate, generate_tokens
 from lmkit.generation.sampling import sample
 from lmkit.model.transformer import TransformerLM, compile_model
+from lmkit.registry import ATTENTION
 from lmkit.tokenizer import Tokenizer
 
 END = 259
@@ -64,6 +66,24 @@ def test_equals_the_loop_without_cache_far_beyond_the_context(make_model, settin
         assert got[row] == plain_loop(model, prompt, options, seed=5 + row)
     if options.temperature:
         assert len({tuple(text) for text in got}) == 4
+
+
+def window_of_three(q, k, v, *, causal, scale=None):
+    """Each query sees three keys."""
+    assert causal
+    distance = torch.arange(q.shape[2])[:, None] - torch.arange(k.shape[2])
+    return attention(q, k, v, mask=(distance >= 0) & (distance < 3), scale=scale)
+
+
+def test_a_kernel_that_does_not_see_all_keys_generates_as_it_was_trained(make_model, tokenizer):
+    ATTENTION.register("window_of_three", sees_all=False)(window_of_three)
+    try:
+        model = make_model(attention="window_of_three")
+        prompts = [[1, 2, 3, 4, 5, 6, 7], [8]]
+        expected = [plain_loop(model, prompt, greedy(20), seed=0) for prompt in prompts]
+        assert rows(model, prompts, greedy(20)) == expected
+    finally:
+        ATTENTION.unregister("window_of_three")
 
 
 def test_a_context_of_one_token_sees_the_last_alone(make_model, tokenizer):

@@ -7,7 +7,7 @@ import torch
 from attention_oracle import exact_attention, faults_of
 
 from lmkit.attention import attention_function
-from lmkit.attention.accuracy import run_attention
+from lmkit.attention.run import run_attention
 from lmkit.attention.reference import reference
 from lmkit.errors import UsageError
 from lmkit.kernels.flash import tuning

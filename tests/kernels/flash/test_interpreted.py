@@ -11,7 +11,7 @@ from attention_oracle import faults_of
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from lmkit.attention.accuracy import run_attention
+from lmkit.attention.run import run_attention
 from lmkit.attention.flash_triton import flash_triton, implementation_for
 from lmkit.attention.reference import reference
 from lmkit.errors import UsageError
