@@ -9,8 +9,8 @@ from attention_oracle import exact_attention, faults_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lmkit.attention import FlashAttention, attention, attention_function, dispatch, sdpa
-from lmkit.attention.run import run_attention
 from lmkit.attention.reference import reference
+from lmkit.attention.run import run_attention
 from lmkit.errors import UsageError
 from lmkit.registry import ATTENTION
 

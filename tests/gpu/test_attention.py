@@ -7,8 +7,8 @@ import torch
 from attention_oracle import exact_attention, faults_of
 
 from lmkit.attention import attention_function
-from lmkit.attention.run import run_attention
 from lmkit.attention.reference import reference
+from lmkit.attention.run import run_attention
 from lmkit.errors import UsageError
 from lmkit.kernels.flash import tuning
 

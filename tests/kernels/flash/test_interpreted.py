@@ -11,9 +11,9 @@ from attention_oracle import faults_of
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from lmkit.attention.run import run_attention
 from lmkit.attention.flash_triton import flash_triton, implementation_for
 from lmkit.attention.reference import reference
+from lmkit.attention.run import run_attention
 from lmkit.errors import UsageError
 from lmkit.kernels.flash.backward import flash_backward
 from lmkit.kernels.flash.forward import flash_forward
