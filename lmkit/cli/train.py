@@ -28,6 +28,10 @@ def train(
     recipe: RecipeArgument,
     set_: SetOption = None,
     steps: Annotated[int | None, option("Total optimizer steps (train.steps).")] = None,
+    lr: Annotated[float | None, option("Peak learning rate (optimizer.lr).")] = None,
+    batch_size: Annotated[
+        int | None, option("Sequences per optimizer step over all ranks (train.batch_size).")
+    ] = None,
     device: Annotated[str | None, option("auto, cpu or cuda (run.device).")] = None,
     name: Annotated[str | None, option("Name of the run and its folder (run.name).")] = None,
     resume: Annotated[str | None, option("auto, never, or a checkpoint folder (checkpoint.resume).")] = None,
@@ -44,7 +48,14 @@ def train(
     """
     from lmkit.recipe.load import load_recipe, recipe_to_toml
 
-    flags = {"train.steps": steps, "run.device": device, "run.name": name, "checkpoint.resume": resume}
+    flags = {
+        "train.steps": steps,
+        "optimizer.lr": lr,
+        "train.batch_size": batch_size,
+        "run.device": device,
+        "run.name": name,
+        "checkpoint.resume": resume,
+    }
     loaded = load_recipe(recipe, set_ or (), flags=flags)
     if print_recipe:
         return Result(recipe_to_toml(loaded), loaded.model_dump(mode="json"))

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -93,9 +94,14 @@ def markdown_table(rows: Sequence[Row], columns: Sequence[Column]) -> str:
     return "\n".join([header, f"|{rule}|", *lines]) + "\n"
 
 
-def terminal_table(rows: Sequence[Row], columns: Sequence[Column], *, width: int = TERMINAL_WIDTH) -> str:
+def terminal_table(rows: Sequence[Row], columns: Sequence[Column], *, width: int | None = None) -> str:
     """Return aligned text of at most `width` characters: where that is too little, headers are cut with an ellipsis,
-    then text, the widest first; numbers never, which may make it wider."""
+    then text, the widest first; numbers never, which may make it wider.
+
+    By default it is cut to `TERMINAL_WIDTH` if stdout is a terminal, and not cut otherwise.
+    """
+    if width is None:
+        width = TERMINAL_WIDTH if sys.stdout is not None and sys.stdout.isatty() else sys.maxsize
     right = [column.is_numeric(rows) for column in columns]
     cells = _cells(rows, columns)
     content = [max(map(len, texts), default=0) for texts in zip(*cells[1:], strict=True)] or [0] * len(

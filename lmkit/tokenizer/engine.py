@@ -141,7 +141,7 @@ def library() -> ctypes.CDLL | None:
     try:
         code = _load_or_compile()
     except (OSError, subprocess.SubprocessError) as error:
-        _log.warning("no C compiler (%s): the tokenizer runs in Python, much slower", error)
+        _log.warning("%s: the tokenizer runs in Python, much slower", _why_not_compiled(error))
         return None
     pointer, size = ctypes.c_void_p, ctypes.c_int64
     data = (ctypes.c_char_p, size)
@@ -182,6 +182,15 @@ def _load_or_compile() -> ctypes.CDLL:
     with folder:
         _compile(compiler, Path(folder.name) / name).replace(kept)
     return ctypes.CDLL(str(kept))
+
+
+def _why_not_compiled(error: OSError | subprocess.SubprocessError) -> str:
+    """Return why there is no compiled code; a compiler that failed is quoted."""
+    if isinstance(error, subprocess.CalledProcessError):
+        lines = error.stderr.decode("utf-8", "replace").splitlines() or ["it said nothing"]
+        words = next((line for line in lines if "error" in line.lower()), lines[-1])
+        return f"the C compiler {error.cmd[0]} failed with exit code {error.returncode} ({words.strip()})"
+    return f"no C compiler ({error})"
 
 
 def _compile(compiler: str, output: Path) -> Path:

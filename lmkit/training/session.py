@@ -47,7 +47,7 @@ from lmkit.training.run_data import (
     resolved_tables,
     token_paths,
 )
-from lmkit.training.setup import check_device, step_of
+from lmkit.training.setup import check_device, schedule_warnings, step_of
 from lmkit.training.trainer import Moment, Trainer
 
 log = logging.getLogger("lmkit")
@@ -164,7 +164,7 @@ def _run_rank(recipe: Recipe, stop_at_step: int | None) -> TrainResult | None:
             begin = "no checkpoint yet: starting from scratch"
             if checkpoint is not None:
                 begin = f"resuming from {checkpoint.path}"
-            for note in (*start.notes, begin, *start.changes):
+            for note in (*start.notes, begin, *start.changes, *schedule_warnings(start.recipe)):
                 sink.note(note)
             step = step_of(start.recipe, ranks, start.data)
             moment = Moment() if checkpoint is None else restore(checkpoint, step)
@@ -391,6 +391,6 @@ def plan(recipe: Recipe, *, stop_at_step: int | None = None, nproc: int = 1) -> 
         train_tokens=None if begin.data.train is None else begin.data.train.meta.num_tokens,
         ranks=nproc,
         start=start,
-        notes=(*begin.notes, *begin.changes),
+        notes=(*begin.notes, *begin.changes, *schedule_warnings(begin.recipe)),
         stop_at_step=stop_at_step,
     )

@@ -208,6 +208,23 @@ def learning_rate(recipe: Recipe) -> Callable[[int, float | None], float]:
     return rate
 
 
+def schedule_warnings(recipe: Recipe) -> list[str]:
+    """Return a warning if the learning rate of a resolved recipe never comes down from its top."""
+    table, steps, rate = recipe.optimizer, resolved_tables(recipe)[1].steps, learning_rate(recipe)
+    before, last = (rate(step, None) for step in (max(0, steps - 2), steps - 1))
+    if table.warmup_steps >= steps:
+        return [
+            f"warning: optimizer.warmup_steps = {table.warmup_steps} is not below train.steps = {steps}: "
+            f"the learning rate reaches {max(before, last):.4g} of optimizer.lr = {table.lr:.4g}"
+        ]
+    if last > before:
+        return [
+            f"warning: the learning rate still rises at the last step (train.steps = {steps}), "
+            f"from {before:.4g} to {last:.4g}"
+        ]
+    return []
+
+
 def initial_state(recipe: Recipe, step: Step, data: Data) -> TrainingState:
     """Return the state before the first step, from which checkpoints copy what never changes: recipe, model, data."""
     layout = optimizer_layout(step.optimizer)

@@ -44,7 +44,7 @@ def test_every_verdict():
         "h": "new",
     }
     assert (compared.worse, compared.compared, compared.is_fine) == (3, 3, False)
-    assert max(map(len, terminal_table(compared.rows, COLUMNS).splitlines())) <= 100
+    assert max(map(len, terminal_table(compared.rows, COLUMNS, width=100).splitlines())) <= 100
 
 
 def test_rows_are_matched_by_what_was_measured_in_any_order():

@@ -1,6 +1,7 @@
 import csv
 import io
 import json
+import sys
 
 import pytest
 
@@ -57,7 +58,7 @@ def test_headers_are_cut_before_text_is_and_numbers_never():
     assert head == "name" + " " * 27 + "a header of…"
     columns = [Column("name", "name"), Column("other", "other"), Column("value", "value", ".2f")]
     rows = [{"name": "n" * 300, "other": "o" * 50, "value": 12345.678}]
-    lines = terminal_table(rows, columns).splitlines()
+    lines = terminal_table(rows, columns, width=100).splitlines()
     assert max(map(len, lines)) == 100
     assert "…" in lines[2]
     assert lines[2].endswith("12345.68")
@@ -77,3 +78,15 @@ def test_csv_keeps_full_precision_and_drops_samples():
 def test_json_lines_are_strict():
     text = json_lines([{"a": float("nan"), "b": [float("inf"), 1.5], "c": {"d": float("-inf")}}])
     assert json.loads(text, parse_constant=pytest.fail) == {"a": None, "b": [None, 1.5], "c": {"d": None}}
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_fault_108_tables_are_cut_on_a_terminal_only(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal, raising=False)
+    table = terminal_table(
+        [{"name": "n" * 300, "ms": 1.5}], [Column("name", "name"), Column("ms", "ms", ".1f")]
+    )
+    assert ("n" * 300 in table) != is_terminal
+    assert (max(map(len, table.splitlines())) == 100) == is_terminal

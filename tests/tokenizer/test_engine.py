@@ -212,6 +212,25 @@ def test_compiled_once_and_kept(cache, monkeypatch):
     assert engine.library() is not None
 
 
+def test_fault_108_a_compiler_that_failed_is_quoted(cache, monkeypatch, tmp_path, caplog):
+    compiler = tmp_path / "cc"
+    compiler.write_text(
+        "#!/bin/sh\necho 'In file words.c:' >&2\necho 'words.c:9: error: no such header' >&2\necho 'That is all.' >&2\nexit 3\n"
+    )
+    compiler.chmod(0o755)
+    for name, words in (
+        (str(compiler), ["error: no such header", "exit code 3"]),
+        ("cc-nowhere", ["no C compiler"]),
+    ):
+        monkeypatch.setenv("CC", name)
+        engine.library.cache_clear()
+        caplog.clear()
+        assert engine.library() is None
+        (warning,) = caplog.messages
+        assert all(word in warning for word in [*words, name, "in Python"])
+        assert ("no C compiler" in warning) == (name == "cc-nowhere")
+
+
 @pytest.mark.parametrize("why", ["a file is in the way", "no home directory"])
 def test_without_a_cache_it_is_compiled_for_the_process(cache, monkeypatch, caplog, why):
     def no_home():

@@ -15,7 +15,9 @@ import lmkit.training
 from lmkit.data.batches import RandomTokens
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.tables import ModelConfig, OptimizerConfig
+from lmkit.registry import SCHEDULES
 from lmkit.training import build_step
+from lmkit.training.session import plan
 from lmkit.training.setup import TrainingStep, check_device, learning_rate
 from lmkit.training.step import Step
 
@@ -94,3 +96,35 @@ def test_the_learning_rate_follows_the_steps_or_the_time_whichever_is_further(ti
     assert rate(54, 0.1) == rate(54, None)
     assert rate(20, 0.55) == pytest.approx(lr / 2)
     assert rate(20, 1.5) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("warmup", "schedule", "numbers"),
+    [
+        (
+            40,
+            "cosine",
+            ("optimizer.warmup_steps = 40", "train.steps = 10", "0.00025 ", "optimizer.lr = 0.001"),
+        ),
+        (
+            10,
+            "cosine",
+            ("optimizer.warmup_steps = 10", "train.steps = 10", "0.0009 ", "optimizer.lr = 0.001"),
+        ),
+        (9, "cosine", None),
+        (9, "constant", None),
+        (0, "still_rising", ("last step", "train.steps = 10", "from 9 to 10")),
+    ],
+)
+def test_fault_107_a_learning_rate_that_never_comes_down_is_warned_of(
+    warmup: int, schedule: str, numbers: tuple[str, ...] | None, tiny, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if schedule == "still_rising" and schedule not in SCHEDULES.names:
+        SCHEDULES.register(schedule)(lambda step, **settings: step)
+    recipe = tiny(f"optimizer.warmup_steps={warmup}", f"optimizer.schedule={schedule}")
+    found = [note for note in plan(recipe).notes if "learning rate" in note]
+    assert len(found) == (numbers is not None)
+    for number in numbers or ():
+        assert number in found[0]
+    train_here(recipe, stop_at_step=1)
+    assert [line for line in capsys.readouterr().err.splitlines() if "learning rate" in line] == found
