@@ -348,6 +348,7 @@ def _make_tokenizer(run: Pipeline) -> Outputs:
             run.record.outputs("corpus")["train"],
             vocab_size=table.vocab_size,
             special_tokens=table.special_tokens,
+            max_token_bytes=table.max_token_bytes,
             workers=table.workers,
             errors=run.corpus.errors,
             progress=run.progress,

@@ -46,6 +46,7 @@ def train(
     special: Annotated[
         list[str] | None, option("A special token; repeatable. Default: <|endoftext|>.")
     ] = None,
+    max_token_bytes: Annotated[int | None, option("No merge makes a longer token. Default: 256.")] = None,
     workers: WorkersOption = None,
     errors: ErrorsOption = "strict",
     force: ForceOption = False,
@@ -53,7 +54,11 @@ def train(
     """Train byte-level BPE on text files."""
     from lmkit.recipe.load import load_recipe
 
-    flags = {"tokenizer.vocab_size": vocab_size, "tokenizer.special_tokens": special}
+    flags = {
+        "tokenizer.vocab_size": vocab_size,
+        "tokenizer.special_tokens": special,
+        "tokenizer.max_token_bytes": max_token_bytes,
+    }
     table = load_recipe(None, flags=flags).tokenizer
     assert table is not None
     _check_output(output, force=force)
@@ -68,6 +73,7 @@ def train(
             texts,
             vocab_size=table.vocab_size,
             special_tokens=table.special_tokens,
+            max_token_bytes=table.max_token_bytes,
             workers=workers or 0,
             errors=errors,
             progress=progress,

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from lmkit.errors import did_you_mean
-from lmkit.recipe.vocabulary import END_OF_TEXT, MAX_VOCABULARY, NUM_BYTES
+from lmkit.recipe.vocabulary import END_OF_TEXT, MAX_TOKEN_BYTES, MAX_VOCABULARY, NUM_BYTES
 from lmkit.registry import ATTENTION, DATASETS, OPTIMIZERS, SCHEDULES, STRATEGIES, Registry
 
 
@@ -138,6 +138,8 @@ class TokenizerConfig(Table):
     """256 bytes + merges + special tokens."""
     special_tokens: tuple[str, ...] = (END_OF_TEXT,)
     """Never split, never merged across; `<|endoftext|>` ends every document."""
+    max_token_bytes: Annotated[int, Field(gt=0)] = MAX_TOKEN_BYTES
+    """No merge makes a longer token: one endless word would otherwise become tokens as long as the corpus."""
     workers: Workers = 0
     """Threads for training; 0: one per CPU. The result does not depend on it."""
     path: Path | None = None

@@ -17,6 +17,7 @@ from itertools import chain, pairwise
 
 import numpy as np
 
+from lmkit.recipe.vocabulary import MAX_TOKEN_BYTES
 from lmkit.tokenizer.pretokenize import SpecialTokens, split_words
 
 Pair = tuple[bytes, bytes]
@@ -27,12 +28,14 @@ _MOST_WORDS = 1 << 20  # that a PythonEncoder remembers
 _LONGEST_REMEMBERED = 1 << 12  # characters
 
 
-def learn_merges(words: Mapping[bytes, int], num_merges: int) -> list[Pair]:
+def learn_merges(
+    words: Mapping[bytes, int], num_merges: int, *, max_token_bytes: int = MAX_TOKEN_BYTES
+) -> list[Pair]:
     """Learn merges from the distinct words of a corpus and their counts.
 
     Repeat: count every pair of neighbouring tokens, take the most frequent pair (of equally frequent pairs the
-    greatest, compared as bytes), and merge it in every word. Return fewer than `num_merges` merges if every word has
-    become one token.
+    greatest, compared as bytes), and merge it in every word. A pair of more than `max_token_bytes` bytes is not
+    merged. Return fewer than `num_merges` merges if no pair is left.
 
     >>> learn_merges({b"aaab": 2, b"ab": 1}, 2)
     [(b'a', b'a'), (b'a', b'b')]
@@ -42,8 +45,9 @@ def learn_merges(words: Mapping[bytes, int], num_merges: int) -> list[Pair]:
     while len(merges) < num_merges:
         counts: Counter[Pair] = Counter()
         for word, tokens in splits.items():
-            for pair in pairwise(tokens):
-                counts[pair] += words[word]
+            for left, right in pairwise(tokens):
+                if len(left + right) <= max_token_bytes:
+                    counts[left, right] += words[word]
         if not counts:
             break
         best = max(counts, key=lambda pair: (counts[pair], pair))

@@ -30,7 +30,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lmkit.errors import LmkitError
-from lmkit.recipe.vocabulary import MAX_VOCABULARY, NUM_BYTES
+from lmkit.recipe.vocabulary import MAX_TOKEN_BYTES, MAX_VOCABULARY, NUM_BYTES
 from lmkit.tokenizer.bpe import Pair, WordCounts
 
 _NO_TOKEN = MAX_VOCABULARY  # the token of separators and of slots that a merge has emptied
@@ -68,7 +68,11 @@ class _Occurrences(NamedTuple):
 
 
 def learn_merges_fast(
-    words: WordCounts, num_merges: int, progress: Callable[[int, int], None] | None = None
+    words: WordCounts,
+    num_merges: int,
+    progress: Callable[[int, int], None] | None = None,
+    *,
+    max_token_bytes: int = MAX_TOKEN_BYTES,
 ) -> list[Pair]:
     """Learn merges from the distinct words of a corpus; see `bpe.learn_merges`, which returns the same.
 
@@ -80,7 +84,7 @@ def learn_merges_fast(
     """
     if num_merges <= 0 or not len(words.lengths):
         return []
-    learner = _Learner(words)
+    learner = _Learner(words, num_merges, max_token_bytes)
     while len(learner.merges) < num_merges and learner.step(num_merges - len(learner.merges)):
         if progress is not None:
             progress(len(learner.merges), num_merges)
@@ -90,7 +94,7 @@ def learn_merges_fast(
 class _Learner:
     """The words in slots, the pairs with their counts and places, and the merges so far."""
 
-    def __init__(self, words: WordCounts) -> None:
+    def __init__(self, words: WordCounts, num_merges: int, max_token_bytes: int) -> None:
         num_slots = len(words.text) + len(words.lengths) + 1
         if num_slots >= 1 << _SLOT_BITS:
             raise LmkitError(
@@ -101,6 +105,8 @@ class _Learner:
         self.merges: list[Pair] = []
         self._token_bytes = [bytes([byte]) for byte in range(NUM_BYTES)]
         self._token_order = [_inverted(token) for token in self._token_bytes]
+        self._token_size = np.ones(NUM_BYTES + num_merges, np.int64)
+        self._longest, self._max_token_bytes = 1, max_token_bytes
 
         # Slots: | separator | word | separator | word | ... | separator |
         in_word = np.ones(num_slots, np.bool_)
@@ -239,6 +245,8 @@ class _Learner:
         first_new = NUM_BYTES + len(self.merges)
         for left_id, right_id in zip(self._left[pairs].tolist(), self._right[pairs].tolist(), strict=True):
             left_bytes, right_bytes = self._token_bytes[left_id], self._token_bytes[right_id]
+            self._token_size[len(self._token_bytes)] = size = len(left_bytes) + len(right_bytes)
+            self._longest = max(self._longest, size)
             self.merges.append((left_bytes, right_bytes))
             self._token_bytes.append(left_bytes + right_bytes)
             self._token_order.append(self._token_order[left_id][:-1] + self._token_order[right_id])
@@ -294,6 +302,9 @@ class _Learner:
         self._left[first:end] = self._token[example]
         self._right[first:end] = self._token[self._next[example]]
         self._count[first:end] = np.add.reduceat(self._weight[places], edges)
+        if 2 * self._longest > self._max_token_bytes:
+            sizes = self._token_size[self._left[first:end]] + self._token_size[self._right[first:end]]
+            self._count[first:end] *= sizes <= self._max_token_bytes  # a pair of count 0 is never merged
         self._num_pairs = end
         return numbers
 

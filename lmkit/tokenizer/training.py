@@ -11,7 +11,7 @@ from typing import Any
 from lmkit.errors import UsageError
 from lmkit.measure.environment import usable_cpus
 from lmkit.measure.progress import Progress
-from lmkit.recipe.vocabulary import END_OF_TEXT, MAX_VOCABULARY, NUM_BYTES
+from lmkit.recipe.vocabulary import END_OF_TEXT, MAX_TOKEN_BYTES, MAX_VOCABULARY, NUM_BYTES
 from lmkit.tokenizer.bpe import WordCounts
 from lmkit.tokenizer.chunks import Chunk, ErrorMode, TextFiles
 from lmkit.tokenizer.engine import WordCounter, new_counter, share_out
@@ -28,6 +28,7 @@ def train_tokenizer(
     *,
     vocab_size: int,
     special_tokens: str | Sequence[str] | None = (END_OF_TEXT,),
+    max_token_bytes: int = MAX_TOKEN_BYTES,
     workers: int = 0,
     errors: ErrorMode = "strict",
     progress: Progress | None = None,
@@ -43,6 +44,7 @@ def train_tokenizer(
         vocab_size: 256 bytes + merges + special tokens. The result is smaller, with a warning, if the corpus has too
             few pairs to merge.
         special_tokens: None means no special tokens.
+        max_token_bytes: no merge makes a longer token.
         workers: threads that count words; 0 means one per usable CPU.
         errors: text that is not UTF-8 stops the training ("strict") or is read as U+FFFD ("replace").
         progress: called with ("count words", bytes done, bytes) and ("learn merges", merges done, merges).
@@ -75,11 +77,14 @@ def train_tokenizer(
         _log.warning("no special token (%s) occurs in the corpus", ", ".join(special_tokens))
     num_merges = vocab_size - least
     report = None if progress is None else lambda done, total: progress("learn merges", done, total)
-    merges = learn_merges_fast(words, num_merges, report)
+    merges = learn_merges_fast(words, num_merges, report, max_token_bytes=max_token_bytes)
     if len(merges) < num_merges:
         reached = least + len(merges)
         _log.warning(
-            "the corpus has no more pairs to merge: the vocabulary is %d, not %d", reached, vocab_size
+            "the corpus has no more pairs to merge into tokens of at most %d bytes: the vocabulary is %d, not %d",
+            max_token_bytes,
+            reached,
+            vocab_size,
         )
     return Tokenizer.from_merges(merges, special_tokens)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import sys
 import time
 from collections import Counter
 
@@ -39,6 +41,19 @@ def test_fuzzed_text(text, num_merges):
     assert same_merges(text, num_merges)
 
 
+@settings(max_examples=300, deadline=None)
+@given(corpora, st.integers(0, 100), st.integers(1, 12))
+def test_fault_102_the_longest_token_is_limited_and_nothing_else(text, num_merges, limit):
+    words = Counter(word.encode() for word in split_words(text))
+    counts = WordCounts.from_mapping(words)
+    merges = learn_merges_fast(counts, num_merges, max_token_bytes=limit)
+    assert merges == learn_merges(words, num_merges, max_token_bytes=limit)
+    assert all(len(left + right) <= limit for left, right in merges)
+    unlimited = learn_merges(words, num_merges, max_token_bytes=sys.maxsize)
+    within = list(itertools.takewhile(lambda pair: len(b"".join(pair)) <= limit, unlimited))
+    assert merges[: len(within)] == within
+
+
 def test_many_merges_per_step():
     """Random words with skewed counts: steps of many merges, whose counts lie close together."""
     rng = random.Random(1)
@@ -60,7 +75,7 @@ def test_counts_beyond_32_bits():
 def test_one_word_of_a_million_letters(unit):
     words = WordCounts.from_mapping({unit * (1_000_000 // len(unit)): 1})
     start = time.process_time()
-    merges = learn_merges_fast(words, 12)
+    merges = learn_merges_fast(words, 12, max_token_bytes=sys.maxsize)
     assert time.process_time() - start < 30  # quadratic: hours
     whole = b"".join(merges[-1])
     assert len(merges) == 12

@@ -156,6 +156,24 @@ def test_fault_29_an_error_in_one_worker_ends_the_training(write, monkeypatch):
     assert next(counts) < 100  # of 140 chunks: the others did not work to the end
 
 
+def test_fault_102_an_endless_word_makes_no_endless_tokens(write, code, caplog):
+    path = write("a" * 5000 + " " + "xyz" * 2000)
+    for options, limit in (({}, 256), ({"max_token_bytes": 20}, 20)):
+        caplog.clear()
+        made = [train_tokenizer(path, vocab_size=400, workers=n, **options) for n in (1, 3)]
+        assert made[0].sha256 == made[1].sha256
+        ordinary = [token for i, token in made[0].vocab.items() if i not in made[0].special_ids.values()]
+        assert limit // 2 < max(map(len, ordinary)) <= limit
+        assert any(f"{limit} bytes" in record.getMessage() for record in caplog.records)
+
+
+def test_fault_102_the_limit_reaches_the_trainer_from_the_command_line(write, terminal):
+    path = write("a" * 5000)
+    for words, longest in (("", 256), ("--max-token-bytes 8", 8)):
+        terminal(f"tokenizer train {path} out.json --vocab-size 300 --force {words}")
+        assert max(len(a + b) for a, b in Tokenizer.load("out.json").merges) == longest
+
+
 @pytest.mark.parametrize("special", [("",), ("<|a|>", "<|a|>"), ("x",), ("é",), ("<|a|>", "Ġ")])
 def test_impossible_special_tokens_are_refused_at_once(write, special, monkeypatch):
     monkeypatch.setattr(training, "TextFiles", lambda *_, **__: pytest.fail("the training began"))
