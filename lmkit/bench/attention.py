@@ -31,7 +31,7 @@ from lmkit.bench.attention_variants import (
     refusal_is_a_row,
     timed_call,
 )
-from lmkit.bench.context import Context, FlagNames
+from lmkit.bench.context import Context, Empties, FlagNames
 from lmkit.bench.harness import (
     build_what_fits,
     grouped,
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("lmkit")
 CUSTOM_TIERS = FlagNames(("--custom-tiers", "--custom_tiers"))
+NO_GRID = Empties(("grid_head_dims", "grid_lengths"))
 SCORE_COPIES = 3  # scores, masked copy, probabilities: what a kernel that keeps scores holds at once
 MEMORY_STEP = 1024  # tokens; how finely the longest sequence that fits is searched
 FLOPS = {"forward": 1.0, "backward": 2.5, "fwd+bwd": 3.5}  # five matrix products where forward has two
@@ -74,15 +75,16 @@ class Options(Table):
     """Heads of the queries."""
     kv_heads: PositiveInt = 12
     """Heads of keys and values; fewer than heads: grouped-query attention."""
-    head_dim: PositiveInt = 64
-    """Dimensions of a head, in the tiers."""
+    head_dim: Annotated[PositiveInt, NO_GRID] = 64
+    """Dimensions of a head, in the tiers; the flag leaves the recipe's sweep out."""
     causal: bool = True
     """Query i sees keys j <= i; false: all keys."""
     backward: bool = False
     """Also time forward + backward, and backward alone."""
-    tiers: Annotated[tuple[Tier, ...], CUSTOM_TIERS] = ("Small", "Medium", "Large", "XL")
-    """Names (Small 128 ... XXL 2048, 4k ... 128k), lengths, or rectangles queries:keys."""
-    kernels: tuple[AttentionVariant, ...] = ()
+    tiers: Annotated[tuple[Tier, ...], CUSTOM_TIERS, NO_GRID] = ("Small", "Medium", "Large", "XL")
+    """Names (Small 128 ... XXL 2048, 4k ... 128k), lengths, or rectangles queries:keys; the flag leaves the recipe's
+    sweep out."""
+    kernels: Annotated[tuple[AttentionVariant, ...], Empties(("grid_kernels",))] = ()
     """Kernels that `lmkit env` lists, KERNEL:VARIANT such as flash_triton:deterministic, sdpa:cudnn|flash|efficient,
     each with an optional `+compile`; empty: all that run on the device."""
     grid_head_dims: tuple[PositiveInt, ...] = ()
@@ -90,7 +92,7 @@ class Options(Table):
     grid_lengths: tuple[PositiveInt, ...] = ()
     """Lengths of the head_dim x length sweep; empty: no sweep."""
     grid_kernels: tuple[AttentionVariant, ...] = ()
-    """Kernels of the sweep; empty: the baseline, ours and PyTorch's."""
+    """Kernels of the sweep; empty: `kernels`, or without these the baseline, ours and PyTorch's."""
     baseline: AttentionVariant = "vectorized"
     """The kernel that speedups are relative to."""
     projection_layout: bool = False
@@ -165,7 +167,9 @@ def attention(context: Context) -> Rows:
     on_gpu = context.device.type == "cuda"
     kernels = options.kernels or default_kernels(on_gpu=on_gpu)
     rivals = ("flash_triton", "sdpa:cudnn") if on_gpu else ("flash_torch", "sdpa")
-    grid_kernels = options.grid_kernels or tuple(dict.fromkeys((options.baseline, *rivals)))
+    grid_kernels = (
+        options.grid_kernels or options.kernels or tuple(dict.fromkeys((options.baseline, *rivals)))
+    )
     for name in (*kernels, *grid_kernels):
         check_kernel(name)
     limits = context.limits([precision_of(name, options.dtype) for name in (*kernels, *grid_kernels)])

@@ -37,6 +37,13 @@ class Shortcut:
     help: str
 
 
+@dataclass(frozen=True)
+class Empties:
+    """Metadata of a key: its flag empties these arrays of the recipe, unless a flag or `--set` gives one of them."""
+
+    keys: tuple[str, ...]
+
+
 class RankOutOfMemory(LmkitError):
     """A rank ran out of memory; the journal has the row.
 

@@ -110,7 +110,15 @@ def _command(name: str) -> Any:
         values = {flag: typed.pop(flag.parameter) for flag in flags}
         given = {flag: value for flag, value in values.items() if value is not None and value != []}
         keys = {f"bench.{name}.{flag.key}": flag.value(value) for flag, value in given.items()}
-        _run(name, recipe, set_ or [], keys, **typed)
+        named = {*keys, *(override.partition("=")[0].strip() for override in set_ or [])}
+        emptied = [
+            f"bench.{name}.{key}=[]"
+            for flag in given
+            for empties in flag.empties
+            if not any(f"bench.{name}.{key}" in named for key in empties)
+            for key in empties
+        ]
+        _run(name, recipe, [*emptied, *(set_ or [])], keys, **typed)
 
     keyword = inspect.Parameter.KEYWORD_ONLY
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
@@ -133,6 +141,7 @@ class _Flag:
     Attributes:
         items: the type of the items if the key is an array, else None.
         constant: what the flag stands for if it takes no value, else None.
+        empties: arrays of the recipe that the flag empties together.
     """
 
     parameter: str
@@ -140,6 +149,7 @@ class _Flag:
     annotation: Any
     items: type | None = None
     constant: Any = None
+    empties: tuple[tuple[str, ...], ...] = ()
 
     def value(self, typed: Any) -> Any:
         """Return the key's value for what was typed."""
@@ -153,7 +163,7 @@ class _Flag:
 
 def _flags(name: str) -> Iterator[_Flag]:
     """Yield a flag for every key of a bench's table, and those that stand for a value of a key."""
-    from lmkit.bench.context import FlagNames, Shortcut
+    from lmkit.bench.context import Empties, FlagNames, Shortcut
     from lmkit.recipe.reference import meanings
 
     table = BENCHES.options(name)
@@ -169,7 +179,8 @@ def _flags(name: str) -> Iterator[_Flag]:
             text = f"{text.rstrip('.')} (comma-separated, or repeat the option)."
         typed: Any = list[str] if several else kind
         annotation = Annotated[typed | None, option(text, *declared)]
-        yield _Flag(key, key, annotation, items=kind if several else None)
+        empties = tuple(extra.keys for extra in field.metadata if isinstance(extra, Empties))
+        yield _Flag(key, key, annotation, items=kind if several else None, empties=empties)
         for extra in field.metadata:
             if isinstance(extra, Shortcut):
                 short = Annotated[bool | None, option(extra.help, extra.name)]

@@ -44,9 +44,13 @@ def _frozen_modules() -> Iterator[None]:
 
 
 @pytest.fixture
-def run_bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
-    """Run a bench with keys of its table: rows, files, the terminal's table, reported progress."""
+def _known_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_context, "measure_limits", lambda device, dtypes: LIMITS)
+
+
+@pytest.fixture
+def run_bench(_known_limits: None, tmp_path: Path) -> Callable[..., Any]:
+    """Run a bench with keys of its table: rows, files, the terminal's table, reported progress."""
 
     def run(name: str, journal: Journal | None = None, **keys: Any) -> Any:
         # As TOML has it: tuples are arrays, paths are strings.

@@ -49,8 +49,8 @@ def test_everything_is_measured_and_every_file_is_there(measure, tmp_path):
     kernels = ("reference", "vectorized", "flash_torch", "sdpa", "sdpa:cudnn")
     grid = {"grid_head_dims": (16, 32), "grid_lengths": (24,)}
     result = measure(journal, tiers=("32", "40:24"), kernels=kernels, backward=True, **grid)
-    # 2 tiers x 3 directions x 5 kernels, and 2 cells of the grid, forward, x (vectorized, flash_torch, sdpa)
-    assert len(result.rows) == 30 + 6
+    # 2 tiers x 3 directions x 5 kernels, and 2 cells of the grid, forward, x the kernels
+    assert len(result.rows) == 30 + 10
     for row in result.rows:
         if row["kernel"] == "sdpa:cudnn":
             assert row["status"] == "unsupported"  # on a CPU
@@ -67,8 +67,35 @@ def test_everything_is_measured_and_every_file_is_there(measure, tmp_path):
     assert all(content[:4] == b"\x89PNG" for name, content in result.files.items() if name.endswith(".png"))
     stored = [json.loads(line) for line in result.files["attention_sweep_results.jsonl"].splitlines()]
     assert stored == journal.rows() == result.rows
-    assert len(list(csv.DictReader(io.StringIO(result.files["attention_sweep_results.csv"])))) == 36
+    assert len(list(csv.DictReader(io.StringIO(result.files["attention_sweep_results.csv"])))) == 40
     assert max(map(len, result.table.splitlines())) <= 100
+
+
+@pytest.mark.usefixtures("_known_limits")
+@pytest.mark.parametrize(
+    ("words", "cells"),
+    [
+        ("--tiers 16", {("tiers", 16, 64)}),
+        ("--head-dim 8 --set bench.attention.tiers=['16']", {("tiers", 16, 8)}),
+        ("--tiers 16 --grid-head-dims 8 --grid-lengths 24", {("tiers", 16, 64), ("grid", 24, 8)}),
+        (
+            "--tiers 16 --set bench.attention.grid_head_dims=[8] --set bench.attention.grid_lengths=[24]",
+            {("tiers", 16, 64), ("grid", 24, 8)},
+        ),
+    ],
+)
+def test_fault_105_flags_mean_all_rows(words, cells, terminal, tmp_path):
+    (tmp_path / "recipe.toml").write_text(
+        "[run]\ndevice='cpu'\n[bench.attention]\ndtype='fp32'\nbatch=1\nheads=1\nkv_heads=1\niters=1\n"
+        "warmup=0\ntiers=['32']\nkernels=['reference','sdpa','vectorized']\ngrid_kernels=['flash_torch']\n"
+        "grid_head_dims=[4]\ngrid_lengths=[48]\n"
+    )
+    out = tmp_path / "out"
+    given = [*words.split(), "--kernels", "sdpa,vectorized", "--output", out]
+    terminal("bench", "attention", tmp_path / "recipe.toml", *given)
+    rows = [json.loads(line) for line in (out / "attention_sweep_results.jsonl").read_text().splitlines()]
+    assert {(row["part"], row["num_keys"], row["head_dim"]) for row in rows} == cells
+    assert {row["kernel"] for row in rows} == {"sdpa", "vectorized"}
 
 
 @pytest.mark.full
