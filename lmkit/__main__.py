@@ -9,7 +9,6 @@ _PACKAGE_FOLDER = os.path.dirname(os.path.abspath(__file__))
 if sys.path and os.path.abspath(sys.path[0] or os.curdir) == _PACKAGE_FOLDER:
     sys.path[0] = os.path.dirname(_PACKAGE_FOLDER)
 
-import io  # noqa: E402
 import signal  # noqa: E402
 from types import FrameType  # noqa: E402
 
@@ -35,21 +34,15 @@ def main() -> None:
         signal.getsignal(signal.SIGINT) is signal.default_int_handler
     ):  # else whoever started it wants it ignored
         signal.signal(signal.SIGINT, _interrupt)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a closed one is None
-            # A character that the stream's encoding lacks (in the C locale all but ASCII) is shown as \xe9.
-            stream.reconfigure(errors="backslashreplace")
     try:
+        from lmkit.streams import secure_streams
+
+        secure_streams()
         from lmkit.cli.app import run_command_line
 
         code = run_command_line(sys.argv[1:])
     except KeyboardInterrupt:  # before or after the command: `run_command_line` handles those in it
         code = 128 + signal.SIGINT
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader has left; at exit Python would flush again, and complain
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = code or 1
     if "lmkit.parallel.ranks" in sys.modules and "RANK" in os.environ:
         from lmkit.parallel.ranks import shutdown
 

@@ -6,8 +6,16 @@ exception is a defect of lmkit and keeps its traceback.
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Iterable
+from typing import Any
+
+resource: Any
+try:
+    import resource  # at once: where memory has run out, nothing can be imported any more
+except ImportError:  # Windows
+    resource = None
 
 LONGEST = 2000
 """Longest message in characters: a damaged file may hold a name of a megabyte."""
@@ -49,24 +57,39 @@ def reason(error: OSError) -> str:
     return (error.strerror or str(error)).lower()
 
 
-def out_of_memory(error: BaseException) -> LmkitError | None:
-    """Return an LmkitError if memory ran out, on the host or on a GPU; None for other errors."""
+def limit_reached(error: BaseException) -> LmkitError | None:
+    """Return an LmkitError if memory (of the host or a GPU) or open files ran out; None for other errors."""
     text = str(error)
+    if getattr(error, "errno", None) == errno.EMFILE or "Too many open files" in text:
+        hint = (
+            f"raise the limit with ulimit -n, which is {_limit('RLIMIT_NOFILE')} here; every rank needs some"
+        )
+        return LmkitError("files.too_many_open", "too many open files", hint=hint)
     signs = (
         "out of memory",
         "can't allocate memory",
-        "can't start new thread",
-    )  # a thread needs room for its stack
+        "can't start new thread",  # a thread needs room for its stack
+        "failed to map segment",  # of a library that is being loaded
+    )
     if not isinstance(error, MemoryError) and not any(sign in text for sign in signs):
         return None
     parts = re.split(r"(?<!\d)\. |: |\n", text)
-    detail = next((part.strip() for part in parts if re.search(r"allocate.*\d", part)), "")
-    detail = re.sub(r"\b(\d{8,}) bytes", lambda size: f"{int(size[1]) / 2**30:,.1f} GiB", detail)
-    return LmkitError(
-        "memory.exhausted",
-        f"out of memory{': ' + detail if detail else ''}",
-        hint="use a smaller batch, context or model, or fewer workers",
+    detail = next(
+        (part.strip() for part in parts if re.search(r"allocate.*\d|failed to map segment", part)), ""
     )
+    detail = re.sub(r"\b(\d{8,}) bytes", lambda size: f"{int(size[1]) / 2**30:,.1f} GiB", detail)
+    hint = "use a smaller batch, context or model, or fewer workers"
+    if (limit := _limit("RLIMIT_AS")) is not None:
+        hint = f"raise the limit with ulimit -v, which is {limit // 1024} kB here, or {hint}"
+    return LmkitError("memory.exhausted", f"out of memory{': ' + detail if detail else ''}", hint=hint)
+
+
+def _limit(name: str) -> int | None:
+    """Return a limit that the shell sets with `ulimit`; None if there is none."""
+    if resource is None:
+        return None
+    limit = resource.getrlimit(getattr(resource, name))[0]
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -30,6 +30,7 @@ LAYERS = (
     "measure",
     "storage",
     "registry",
+    "streams",
     "errors",
     "lazy",
 )

@@ -1,6 +1,7 @@
 """The root command, and how errors become one line, one hint and an exit code."""
 
 import importlib
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ import typer
 
 from lmkit import __version__
 from lmkit.cli.options import DebugOption, Group
-from lmkit.errors import LmkitError, UsageError, out_of_memory, reason
+from lmkit.errors import LmkitError, UsageError, limit_reached, reason
 
 # The base of Typer's errors about arguments; its newer versions have no public name for it.
 _WrongArguments: type[Any] = typer.BadParameter.__base__  # type: ignore[assignment]
@@ -102,14 +103,18 @@ def run_command_line(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code: 0 done, 1 failed, 2 wrong use, 130 interrupted."""
     settings: dict[str, bool] = {}  # filled by --debug, wherever it stands on the line
     try:
-        code = root_command().main(
-            args=list(arguments), prog_name="lmkit", obj=settings, standalone_mode=False
-        )
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else 1
-    except _WrongArguments as error:
-        return _refuse_arguments(error, arguments)
-    except (LmkitError, OSError, MemoryError, RuntimeError) as error:
+        try:
+            code = root_command().main(
+                args=list(arguments), prog_name="lmkit", obj=settings, standalone_mode=False
+            )
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else 1
+        except _WrongArguments as error:
+            code = _refuse_arguments(error, arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of stdout has left
+        return 1
+    except (LmkitError, OSError, MemoryError, RuntimeError, ImportError) as error:
         explained = _explained(error)
         if explained is None or settings.get("debug"):
             raise
@@ -122,8 +127,10 @@ def _explained(error: Exception) -> LmkitError | None:
     """Return the error for users; None for a defect of lmkit, which keeps its traceback."""
     if isinstance(error, LmkitError):
         return error
+    if limited := limit_reached(error):
+        return limited
     if not isinstance(error, OSError):
-        return out_of_memory(error)
+        return None
     from lmkit.storage.atomic import PARTIAL_SUFFIX
 
     # Files are written under a partial name first, which the user did not give.
@@ -159,9 +166,10 @@ def _command_in(arguments: Sequence[str]) -> str:
 
 
 def _print_error(error: LmkitError) -> None:
-    from lmkit.cli.ranks import speak_for_ranks
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        from lmkit.cli.ranks import speak_for_ranks
 
-    error = speak_for_ranks(error)
+        error = speak_for_ranks(error)
     print(f"error[{error.code}]: {error.message}", file=sys.stderr)
     if error.hint:
         print(f"hint: {error.hint}", file=sys.stderr)

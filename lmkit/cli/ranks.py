@@ -31,7 +31,7 @@ def speak_for_ranks(error: LmkitError) -> LmkitError:
 
     If another rank prints, this does not return: torchrun's SIGTERM ends the process.
     """
-    if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("WORLD_SIZE") == "1":
+    if os.environ.get("WORLD_SIZE") == "1":
         return error
     folder = _common_folder()
     if folder is not None and not error.is_consequence:

@@ -27,6 +27,7 @@ from lmkit.measure.progress import Progress
 from lmkit.parallel.failures import RankLost
 from lmkit.parallel.ranks import RENDEZVOUS_VARIABLE, hosted_store, shutdown
 from lmkit.registry import PLUGINS, load_plugin
+from lmkit.streams import secure_streams
 
 GRACE_S = 3.0
 """After the first failure: seconds for the other ranks to report theirs, and again to end after SIGTERM. After a
@@ -194,6 +195,7 @@ def _run_rank(
     args: Sequence[Any],
 ) -> None:
     """Run the target in the child, in a process group of its own (Ctrl-C reaches the parent only), and report."""
+    secure_streams()
     os.setpgid(0, 0)
     threading.Thread(target=_end_with_parent, name="lmkit-parent-watch", daemon=True).start()
     os.environ.update({name: str(value) for name, value in environment.items()})

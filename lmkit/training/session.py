@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lmkit.data.batches import BatchSource
-from lmkit.errors import LmkitError, UsageError, out_of_memory, reason
+from lmkit.errors import LmkitError, UsageError, limit_reached, reason
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.ranges import enable_ranges_from_environment
 from lmkit.model.accounting import count_parameters
@@ -26,6 +26,7 @@ from lmkit.recipe.load import recipe_to_toml
 from lmkit.recipe.schema import Recipe
 from lmkit.storage import FolderLock, remove_partials, write_atomic
 from lmkit.storage.outputs import refuse_unwritable
+from lmkit.streams import LOST
 from lmkit.training.checkpoint import (
     CHECKPOINTS,
     Checkpoint,
@@ -70,6 +71,7 @@ class TrainResult:
         valid_loss, perplexity, bits_per_byte: on all held-out tokens, after the last step only.
         checkpoint: the newest of the run, at most at `step`.
         evaluation: the evaluation after the last step, as `lmkit evaluate` reports it.
+        log_lost: why stderr could not take the whole log; None: it could.
     """
 
     folder: str
@@ -87,6 +89,7 @@ class TrainResult:
     bits_per_byte: float | None
     checkpoint: str | None
     evaluation: EvaluateResult | None
+    log_lost: str | None = None
 
     def __str__(self) -> str:
         if self.status == "nothing to do":
@@ -104,6 +107,8 @@ class TrainResult:
             lines.append(f"held out  loss {self.valid_loss:.4f}, perplexity {self.perplexity:.2f}{bits}")
         if self.checkpoint is not None:
             lines.append(f"saved     {self.checkpoint}")
+        if self.log_lost is not None:
+            lines.append(f"log       stderr: {self.log_lost}; every step is in {self.folder}/{METRICS}")
         return "\n".join(lines)
 
 
@@ -203,14 +208,14 @@ def _errors_for_users(recipe: Recipe) -> Iterator[None]:
     """Turn a full disk, a lost file or too little memory into an error for the user."""
     try:
         yield
-    except OSError as error:
-        raise LmkitError(
-            "train.io",
-            f"{error.filename or recipe.run.path}: {reason(error)}",
-            hint="check the disk; saved checkpoints are intact, and training again goes on from them",
-        ) from error
-    except (MemoryError, RuntimeError) as error:
-        explained = out_of_memory(error)
+    except (OSError, MemoryError, RuntimeError) as error:
+        explained = limit_reached(error)
+        if explained is None and isinstance(error, OSError):
+            explained = LmkitError(
+                "train.io",
+                f"{error.filename or recipe.run.path}: {reason(error)}",
+                hint="check the disk; saved checkpoints are intact, and training again goes on from them",
+            )
         if explained is None:
             raise
         raise explained from error
@@ -336,6 +341,7 @@ def _result(recipe: Recipe, *, step: int, evaluation: Evaluation | None, **facts
         bits_per_byte=None if evaluation is None else evaluation.bits_per_byte,
         checkpoint=saved[-1] if saved else None,
         evaluation=reported,
+        log_lost=LOST.get("stderr"),
         **facts,
     )
 

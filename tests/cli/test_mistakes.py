@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lmkit.cli.app import run_command_line
-from lmkit.errors import out_of_memory
+from lmkit.errors import limit_reached
 
 RECIPES = {
     1: (b"[train\nsteps = 1\n", "recipe.syntax"),
@@ -267,7 +267,7 @@ def test_every_wrong_kind_of_path_is_one_error_and_one_hint(
 )
 def test_out_of_memory_says_how_much_was_asked_for(raised: str, size: str | None) -> None:
     kind = MemoryError if raised.startswith("Unable") else RuntimeError  # as numpy does
-    error = out_of_memory(kind(raised))
+    error = limit_reached(kind(raised))
     assert (error is None) == (size is None)
     if error is not None and size is not None:
         assert error.code == "memory.exhausted"

@@ -1,0 +1,81 @@
+"""Standard streams that may be lost: closed from the start, on a full disk, or with a reader that leaves.
+
+The log on stderr is not worth a command: once it cannot be written, it goes to `os.devnull`. What a command prints on
+stdout is its result: if it cannot be written, the command fails.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import sys
+from typing import Any
+
+from lmkit.errors import LmkitError, reason
+
+LOST: dict[str, str] = {}
+"""Name of a stream that could not be written -> why."""
+_DESCRIPTORS = {"stdout": 1, "stderr": 2}
+
+
+def secure_streams() -> None:
+    """Open the closed ones of stdin, stdout and stderr, and let stdout and stderr be lost without a traceback.
+
+    Call it first in a process: a file that is opened while descriptor 2 is closed would get that number, and then
+    every message of a C library. Streams that somebody replaced stay.
+    """
+    while (
+        number := os.open(os.devnull, os.O_RDONLY)
+    ) <= 2:  # to write there fails, as if it were still closed
+        os.set_inheritable(number, True)
+    os.close(number)
+    if sys.stdin is None:
+        sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+    for name, number in _DESCRIPTORS.items():
+        stream = getattr(sys, name)
+        if stream is None or (type(stream) is io.TextIOWrapper and stream.fileno() == number):
+            setattr(sys, name, _secured(name, stream))
+
+
+def _secured(name: str, stream: io.TextIOWrapper | None) -> io.TextIOWrapper:
+    """Return a text stream on the same descriptor, with the settings of `stream`."""
+    raw = _Descriptor(name)
+    is_unbuffered = stream is not None and stream.write_through
+    buffer: Any = raw if is_unbuffered else io.BufferedWriter(raw)
+    return io.TextIOWrapper(
+        buffer,
+        encoding="utf-8" if stream is None else stream.encoding,
+        # A character that the encoding lacks (in the C locale all but ASCII) is shown as \xe9.
+        errors="backslashreplace",
+        line_buffering=name == "stderr" or (stream is not None and stream.line_buffering),
+        write_through=is_unbuffered,
+    )
+
+
+class _Descriptor(io.FileIO):
+    """Descriptor 1 or 2. After an error it leads to `os.devnull`: what is still buffered does not fail again."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(_DESCRIPTORS[name], "w", closefd=False)
+        self._stream = name
+
+    def write(self, data: Any, /) -> int:
+        if not memoryview(data).nbytes:  # asked by who wants to know whether this stream takes bytes
+            return 0
+        try:
+            return super().write(data)
+        except OSError as error:
+            LOST[self._stream] = "it is closed" if error.errno == errno.EBADF else reason(error)
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            if self._stream == "stderr":
+                return memoryview(data).nbytes
+            if error.errno == errno.EPIPE:  # `| head`: no error that anybody wants to read
+                raise
+            raise LmkitError(
+                "output.lost",
+                f"stdout: {LOST['stdout']}",
+                hint="give it a file or a program that reads to the end; files already written are kept",
+            ) from error

@@ -1,0 +1,130 @@
+"""Streams that are closed, full or lose their reader, and limits of the shell, under the real commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from sessions import write_tokens
+
+from lmkit.training.checkpoint import saved_steps
+
+pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="a file that is full, as Linux has it")
+full = pytest.mark.full
+Shell = Callable[[str], "subprocess.CompletedProcess[str]"]
+
+STEPS = 400
+TINY = """
+[run]
+folder = "runs"
+device = "cpu"
+threads = 1
+[data]
+train = "train.npy"
+valid = "valid.npy"
+[model]
+d_model = 16
+d_ff = 32
+num_layers = 1
+num_heads = 2
+context_length = 8
+[train]
+batch_size = 8
+log_interval = 1
+eval_interval = 200
+"""
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Shell:
+    """Run a line of shell in which `lmkit` is the real command; `tiny.toml` is there."""
+    write_tokens(tmp_path)
+    (tmp_path / "tiny.toml").write_text(f"{TINY}steps = {STEPS}\n")
+
+    def run(line: str) -> subprocess.CompletedProcess[str]:
+        script = f'lmkit() {{ {sys.executable} -m lmkit "$@"; }}; {line}'
+        return subprocess.run(
+            ["sh", "-c", script],
+            cwd=tmp_path,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("lmkit train tiny.toml 2>/dev/full", "no space left on device"),
+        ("lmkit train tiny.toml 2>&1 | head -2", None),
+        pytest.param("lmkit train tiny.toml 2>&-", "it is closed", marks=full),
+        pytest.param("lmkit train tiny.toml --nproc 2 2>&-", "it is closed", marks=full),
+        pytest.param("lmkit train tiny.toml --nproc 2 2>/dev/full", "no space left on device", marks=full),
+        pytest.param("lmkit train tiny.toml --nproc 2 2>&1 | head -2", None, marks=full),
+    ],
+)
+def test_fault_96_who_loses_the_log_does_not_lose_the_run(
+    line: str, why: str | None, shell: Shell, tmp_path: Path
+) -> None:
+    done = shell(line)
+    run = tmp_path / "runs" / "run"
+    assert done.returncode == 0, done.stdout
+    assert [saved.step for saved in saved_steps(run / "checkpoints")] == [STEPS]
+    records = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if record["kind"] == "train"] == [*range(1, STEPS + 1)]
+    assert "Traceback" not in done.stdout + done.stderr
+    if why is None:
+        assert len(done.stdout.splitlines()) == 2
+    else:
+        assert f"stderr: {why}; every step is in runs/run/metrics.jsonl" in done.stdout
+
+
+@pytest.mark.parametrize("where", [">&-", ">/dev/full"])
+@pytest.mark.parametrize(
+    "command", ["--help", "--version", pytest.param("train tiny.toml --steps 2", marks=full)]
+)
+def test_fault_101_output_that_cannot_be_written_is_one_line(
+    command: str, where: str, shell: Shell, tmp_path: Path
+) -> None:
+    commands = [command]
+    if command.startswith("train"):
+        commands.append("evaluate runs/run")
+    for each in commands:
+        done = shell(f"lmkit {each} {where}")
+        assert done.returncode == 1
+        *before, error, hint = done.stderr.splitlines()
+        assert error.startswith("error[output.lost]: stdout: ")
+        assert hint.startswith("hint: ")
+        assert not any(line.startswith(("error", "Traceback")) for line in before), done.stderr
+    if command.startswith("train"):  # but nothing is lost
+        assert [saved.step for saved in saved_steps(tmp_path / "runs" / "run" / "checkpoints")] == [2]
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "limit"),
+    [
+        ("ulimit -v 300000; lmkit train tiny.toml", "memory.exhausted", "ulimit -v, which is 300000 kB here"),
+        (
+            "ulimit -n 20; lmkit train tiny.toml --nproc 2",
+            "files.too_many_open",
+            "ulimit -n, which is 20 here",
+        ),
+    ],
+)
+def test_fault_101_a_limit_of_the_shell_is_named(line: str, code: str, limit: str, shell: Shell) -> None:
+    done = shell(line)
+    assert done.returncode == 1
+    error, hint = done.stderr.splitlines()[-2:]
+    assert error.startswith(f"error[{code}]: ")
+    assert hint.startswith("hint: ")
+    assert limit in hint
+    assert "Traceback" not in done.stderr
