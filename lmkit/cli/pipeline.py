@@ -30,6 +30,7 @@ from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.progress import Progress
 from lmkit.measure.tables import megabytes, statement
 from lmkit.recipe.load import differences, load_recipe, recipe_to_toml, required
+from lmkit.recipe.run_folder import RECIPE
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.vocabulary import END_OF_TEXT
 from lmkit.storage import FolderLock, remove_partials, write_atomic
@@ -38,7 +39,7 @@ from lmkit.tokenizer import Tokenizer, train_tokenizer
 
 log = logging.getLogger("lmkit")
 
-RECIPE, LOCK = "recipe.toml", ".lock"
+LOCK = ".lock"
 DATA_STAGES = ("corpus", "tokenizer", "encode")
 # These may change under the same run name: no stage before `generate` depends on them.
 FREE = ("generate", "wandb", "checkpoint.resume", *NO_EFFECT)

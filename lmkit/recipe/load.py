@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from lmkit.errors import UsageError, did_you_mean, reason
+from lmkit.recipe.run_folder import placed_in, run_folder_of
 from lmkit.recipe.schema import CHECKS, CHECKS_BEFORE_TOKENS, TABLES, Recipe, table_type
 from lmkit.recipe.tables import PRESETS, Table
 
@@ -37,7 +38,8 @@ def load_recipe(
 ) -> Recipe:
     """Read, override and validate a recipe. Precedence, lowest first: defaults, file, overrides, flags.
 
-    An override of `model.preset` replaces the sizes that the file gives.
+    An override of `model.preset` replaces the sizes that the file gives. The recipe that lies in a run folder is that
+    folder's, wherever it is now.
 
     Args:
         source: a file, the name of a shipped recipe, or None for nothing but defaults and overrides.
@@ -47,7 +49,12 @@ def load_recipe(
     Raises:
         UsageError: unreadable file, bad TOML, or mistakes in the content (all of them in one message).
     """
-    raw = {} if source is None else with_our_names(read_toml(find_recipe(source)))
+    raw: dict[str, Any] = {}
+    if source is not None:
+        path = find_recipe(source)
+        raw = with_our_names(read_toml(path))
+        if (folder := run_folder_of(path)) is not None:
+            raw = placed_in(folder, raw)
     given = [_parse_override(override) for override in overrides]
     given += [(dotted.split("."), value) for dotted, value in (flags or {}).items() if value is not None]
     typed: dict[str, Any] = {}

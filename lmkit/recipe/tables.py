@@ -87,10 +87,11 @@ class RunConfig(Table):
     @field_validator("name")
     @classmethod
     def _is_a_folder_name(cls, name: str) -> str:
-        if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name) is None:
+        # A folder that somebody renamed may be called "stories (copy)".
+        if re.fullmatch(r"\w[^/\x00-\x1f\x7f]{0,99}", name) is None:
             raise ValueError(
-                f"{name[:40]!r} is not a valid name: use 1 to 100 letters, digits, '.', '_', '-', "
-                "and begin with a letter or digit"
+                f"{name[:40]!r} is not a valid name: use 1 to 100 letters, digits and signs other than '/', "
+                "and begin with a letter, a digit or '_'"
             )
         return name
 

@@ -22,6 +22,7 @@ from lmkit.model.transformer import TransformerLM
 from lmkit.parallel.collectives import agree
 from lmkit.parallel.ranks import Ranks, process_group
 from lmkit.recipe.load import validate
+from lmkit.recipe.run_folder import RECIPE, placed_in, run_folder_of
 from lmkit.recipe.tables import ModelConfig, TrainConfig
 from lmkit.training.checkpoint import STATE, newest_checkpoint
 from lmkit.training.model_state import plain_model
@@ -154,10 +155,13 @@ def evaluate_run(path: Path, *, tokens: Path | None = None, device: str = "auto"
         LmkitError: something is damaged.
     """
     checkpoint = newest_checkpoint(path)
-    recipe = validate(checkpoint.state.recipe, origin=str(checkpoint.path / STATE), resolved=True)
+    run = Path(os.path.relpath(checkpoint.path.resolve().parent.parent))
+    tables, place = checkpoint.state.recipe, run_folder_of(run / RECIPE)
+    if place is not None:
+        tables = placed_in(place, tables)
+    recipe = validate(tables, origin=str(checkpoint.path / STATE), resolved=True)
     train, saved = recipe.train, checkpoint.state.data
     assert train is not None
-    run = Path(os.path.relpath(checkpoint.path.resolve().parent.parent))
     file = tokens or recipe.data.valid or run / "tokens" / "valid.npy"
     if not file.exists():
         hint = "name a token file: lmkit evaluate RUN --tokens FILE.npy"

@@ -77,7 +77,7 @@ def check_recipe(recipe: Recipe) -> None:
     if not train.exists():
         command = f"lmkit data encode TEXT {shlex.quote(str(train))} --tokenizer TOKENIZER.json"
         if recipe.corpus is not None and recipe.data.train is None:
-            command = f"lmkit run RECIPE --set run.name={recipe.run.name}"
+            command = f"lmkit run RECIPE --set run.name={shlex.quote(recipe.run.name)}"
         raise UsageError(
             "data.no_tokens",
             f"{train}: no such token file to train on (key data.train)",

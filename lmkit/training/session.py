@@ -23,6 +23,7 @@ from lmkit.parallel.failures import losses_named
 from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.ranks import Ranks, local_device
 from lmkit.recipe.load import recipe_to_toml
+from lmkit.recipe.run_folder import RECIPE
 from lmkit.recipe.schema import Recipe
 from lmkit.storage import FolderLock, remove_partials, write_atomic
 from lmkit.storage.outputs import refuse_unwritable
@@ -55,7 +56,6 @@ log = logging.getLogger("lmkit")
 
 T = TypeVar("T")
 Status = Literal["finished", "stopped early", "nothing to do"]
-RECIPE = "recipe.toml"
 ENVIRONMENT = "environment.json"
 
 

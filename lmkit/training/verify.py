@@ -13,6 +13,7 @@ from pathlib import Path
 from lmkit.data.token_files import open_tokens
 from lmkit.errors import LmkitError, UsageError, reason
 from lmkit.recipe.load import load_recipe, required
+from lmkit.recipe.run_folder import RECIPE
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import TokenizerConfig, WandbConfig
 from lmkit.storage.atomic import PARTIAL_SUFFIX
@@ -34,7 +35,7 @@ from lmkit.training.checkpoint import (
 from lmkit.training.metrics import METRICS, read_metrics
 from lmkit.training.model_state import check_weights
 from lmkit.training.run_data import token_paths
-from lmkit.training.session import ENVIRONMENT, RECIPE, train
+from lmkit.training.session import ENVIRONMENT, train
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,68 @@
+"""Tell the recipe of a run folder where the folder is now: it may have been moved, renamed or copied."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+RECIPE = "recipe.toml"
+_PATHS = (
+    ("corpus", "train"),
+    ("corpus", "valid"),
+    ("tokenizer", "path"),
+    ("data", "train"),
+    ("data", "valid"),
+    ("checkpoint", "resume"),
+)
+"""Keys that may name files inside the run folder."""
+
+
+def run_folder_of(recipe: Path) -> Path | None:
+    """Return the run folder to which a recipe file belongs; None if it belongs to none."""
+    folder = recipe.parent
+    if recipe.name != RECIPE or not (
+        (folder / "stages.json").exists()
+        or any(folder.glob("checkpoints/step-*"))
+        # The copy beside old checkpoints is for `lmkit generate`.
+        or ((folder / "metrics.jsonl").exists() and not any(folder.glob("step-*")))
+    ):
+        return None
+    if folder.name in ("", ".."):  # the recipe was named from inside the folder
+        place = folder.resolve()
+        folder = Path(os.path.relpath(place.parent)) / place.name
+    return folder
+
+
+def placed_in(folder: Path, tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tables of a resolved recipe for the run folder in which it lies.
+
+    Paths inside the folder as it was then become paths inside the folder as it is now; other paths stay.
+    """
+    placed = {name: dict(table) if isinstance(table, dict) else table for name, table in tables.items()}
+    run = placed.get("run")
+    if not isinstance(run, dict) or not all(isinstance(run.get(key), str) for key in ("folder", "name")):
+        return placed  # no recipe that lmkit wrote
+    before = Path(run["folder"], run["name"])
+    if _is_same(before, folder):
+        return placed
+    run.update(folder=str(folder.parent), name=folder.name)
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [moved(item) for item in value]
+        inside = isinstance(value, str) and Path(value).is_relative_to(before)
+        return str(folder / Path(value).relative_to(before)) if inside else value
+
+    for table, key in _PATHS:
+        if isinstance(placed.get(table), dict) and key in placed[table]:
+            placed[table][key] = moved(placed[table][key])
+    return placed
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except OSError:  # there is no such folder any more
+        return False
