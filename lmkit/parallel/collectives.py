@@ -158,10 +158,14 @@ class Agreement(NamedTuple):
 
     stop: bool
     nonfinite: bool
+    save: bool = False
 
 
-def agree(ranks: Ranks, *, stop: bool = False, nonfinite: bool | torch.Tensor = False) -> Agreement:
-    """Tell every rank whether any rank wants to stop, or saw a loss or gradient that is not finite. Collective.
+def agree(
+    ranks: Ranks, *, stop: bool = False, nonfinite: bool | torch.Tensor = False, save: bool = False
+) -> Agreement:
+    """Tell every rank whether any rank wants to stop or to save, or saw a loss or gradient that is not finite.
+    Collective.
 
     Call it once a step, before the optimizer step: all ranks then save the same step, and no rank applies an update
     that another refuses.
@@ -171,10 +175,12 @@ def agree(ranks: Ranks, *, stop: bool = False, nonfinite: bool | torch.Tensor = 
             GPUs the flags travel by NCCL if this is a tensor, else by gloo, which waits for no kernel.
     """
     if not isinstance(nonfinite, torch.Tensor):
-        return Agreement(*on_any_rank(ranks, stop, nonfinite))
-    flags = torch.zeros(2, dtype=torch.int32, device=nonfinite.device)
-    flags[0] = int(stop)
+        return Agreement(*on_any_rank(ranks, stop, nonfinite, save))
+    flags = torch.zeros(3, dtype=torch.int32, device=nonfinite.device)
     flags[1] = nonfinite
+    for index, wanted in ((0, stop), (2, save)):
+        if wanted:  # on GPUs every assignment is a kernel
+            flags[index] = 1
     return Agreement(*_any(flags, ranks))
 
 

@@ -333,7 +333,9 @@ class CheckpointConfig(Table):
     """`[checkpoint]`: when to save, how many to keep, where to resume from."""
 
     interval: int = 0
-    """> 0: save every N steps; <= 0: only at the end. The last step is always saved."""
+    """> 0: save every N steps. The last step is always saved."""
+    minutes: NonNegativeFloat = 5.0
+    """Also save when the last save is this many minutes ago, by the clock of rank 0; 0: never for that."""
     keep_last: Annotated[int, Field(ge=1)] = 2
     """Checkpoints to keep; older ones are deleted once a newer one is complete."""
     keep_best: Count = 0

@@ -55,6 +55,7 @@ class Outcome:
         applied: whether the optimizer changed the weights.
         nonfinite: some rank saw a loss or gradient that is not finite (and loss scaling did not cause it).
         stop: some rank was asked to stop.
+        save: some rank wants a checkpoint of this step.
     """
 
     loss: torch.Tensor
@@ -62,6 +63,7 @@ class Outcome:
     applied: bool
     nonfinite: bool
     stop: bool
+    save: bool = False
 
 
 class Step:
@@ -133,6 +135,7 @@ class Step:
         *,
         lr: float,
         stop: bool = False,
+        save: bool = False,
         before_update: Callable[[], None] | None = None,
     ) -> Outcome:
         """Reduce and clip the gradients, agree with the other ranks, and step the optimizer.
@@ -140,7 +143,7 @@ class Step:
         If a loss or gradient is not finite on any rank, weights and optimizer state stay untouched on all ranks.
 
         Args:
-            stop: this rank was asked to stop.
+            stop, save: this rank was asked to stop, wants a checkpoint of this step.
             before_update: called when it is certain that the weights are about to change.
         """
         with range_("sync"):
@@ -152,11 +155,13 @@ class Step:
                 self.loss_scale.unscale_(p for group in self.optimizer.param_groups for p in group["params"])
             norm = self.sync.clip_gradients(self._max_norm)
         bad = ~(torch.isfinite(loss) & torch.isfinite(norm))
-        agreed = agree(self.ranks, stop=stop, nonfinite=bad)
+        agreed = agree(self.ranks, stop=stop, nonfinite=bad, save=save)
         if agreed.nonfinite:
             self.optimizer.zero_grad(set_to_none=True)
             overflow = self.loss_scale is not None and self.loss_scale.shrink()
-            return Outcome(loss, norm, applied=False, nonfinite=not overflow, stop=agreed.stop)
+            return Outcome(
+                loss, norm, applied=False, nonfinite=not overflow, stop=agreed.stop, save=agreed.save
+            )
         if before_update is not None:
             before_update()
         with range_("optimizer"):
@@ -166,7 +171,7 @@ class Step:
             self.optimizer.zero_grad(set_to_none=True)
         if self.loss_scale is not None:
             self.loss_scale.keep()
-        return Outcome(loss, norm, applied=True, nonfinite=False, stop=agreed.stop)
+        return Outcome(loss, norm, applied=True, nonfinite=False, stop=agreed.stop, save=agreed.save)
 
 
 class LossScale:

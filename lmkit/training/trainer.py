@@ -161,6 +161,7 @@ class Trainer:
         self._initial_state = initial_state(recipe, step, data)
         self._began_at = moment.step
         self._saved_step = moment.step  # resumed from this checkpoint; or step 0, which is not saved
+        self._saved_seconds = self.clock.seconds
         self._logged_tokens = moment.tokens
         self._fraction = self.clock.fraction()
         self.speed = Speedometer()
@@ -207,6 +208,7 @@ class Trainer:
                     loss,
                     lr=lr,
                     stop=self._signals.received is not None,
+                    save=self._is_time_to_save(),
                     before_update=self._writer.release_weights,
                 )
                 self._count(outcome)
@@ -224,6 +226,11 @@ class Trainer:
     def _progress(self) -> float:
         """Return the share of the schedule that is done: of the steps or of the time, whichever is further."""
         return max(self.moment.step / self._train.steps, self._fraction or 0.0)
+
+    def _is_time_to_save(self) -> bool:
+        """Return whether this is rank 0 and the last save is `checkpoint.minutes` ago."""
+        seconds = 60 * self._checkpoint.minutes
+        return self.ranks.is_first and 0 < seconds <= self.clock.seconds - self._saved_seconds
 
     def _is_done(self) -> bool:
         return self._progress() >= 1 or self.moment.step >= self._end
@@ -276,10 +283,10 @@ class Trainer:
                 moment.valid_loss = evaluation.loss
                 is_best = moment.best_loss is None or evaluation.loss < moment.best_loss
                 moment.best_loss = evaluation.loss if is_best else moment.best_loss
-        is_due = checkpoint.interval > 0 and step % checkpoint.interval == 0
+        is_due = outcome.save or (checkpoint.interval > 0 and step % checkpoint.interval == 0)
         if ends or stopped or is_due or (is_best and checkpoint.keep_best > 0):
             self._save()
-        elif step == self._began_at + 1 and checkpoint.interval > 0:
+        elif step == self._began_at + 1 and (checkpoint.interval > 0 or checkpoint.minutes > 0):
             self._writer.reserve(self._initial_state, **self._tensors())
         return stopped
 
@@ -343,6 +350,7 @@ class Trainer:
         state = self._initial_state.model_copy(update=asdict(moment) | others)
         self._writer.save(state, **self._tensors())
         self._saved_step = moment.step
+        self._saved_seconds = self.clock.seconds
         self._sink.record(
             {"kind": "checkpoint", "step": moment.step, "stall_seconds": self._writer.stall_seconds}
         )

@@ -320,12 +320,11 @@ def check_nonfinite_reaches_everybody(ranks: Ranks, strategy: str) -> None:
 @check()
 def check_agreement(ranks: Ranks) -> None:
     last = ranks.rank == ranks.world_size - 1
-    assert agree(ranks) == (False, False)
-    assert agree(ranks, stop=last) == (True, False)
-    assert agree(ranks, stop=ranks.is_first, nonfinite=torch.tensor(last, device=ranks.device)) == (
-        True,
-        True,
-    )
+    bad = torch.tensor(last, device=ranks.device)
+    assert agree(ranks) == (False, False, False)
+    assert agree(ranks, stop=last) == (True, False, False)
+    assert agree(ranks, stop=ranks.is_first, nonfinite=bad) == (True, True, False)
+    assert agree(ranks, save=ranks.is_first, nonfinite=bad) == (False, True, True)
 
 
 @check(strategy=OURS)

@@ -49,6 +49,14 @@ def test_fault_75_one_and_two_ranks_have_the_same_losses_also_where_batches_do_n
     assert_same_losses(tiny("run.name=one"), tiny("run.name=two"), ("train", "valid", "final"))
 
 
+def test_fault_99_the_clock_of_rank_0_makes_all_ranks_save(
+    fleet: Fleet, tiny: Tiny, settings: Settings
+) -> None:
+    often = settings("checkpoint.minutes=1e-9", "checkpoint.keep_last=20", "parallel.strategy=zero1")
+    assert fleet.train(often, ranks=2) == [0, 0], fleet.said()
+    assert saved(tiny()) == [*range(1, 11)]
+
+
 @full
 def test_whole_weights_survive_a_session_with_bf16_weights(
     fleet: Fleet, tiny: Tiny, settings: Settings

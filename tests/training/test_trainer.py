@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import torch
 from run_folders import (
     assert_same_state,
+    assert_same_tensors,
     file_size_limit,
     losses,
     newest,
@@ -28,6 +30,7 @@ from lmkit.errors import UsageError
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.schema import Recipe
 from lmkit.training import trainer
+from lmkit.training.checkpoint import step_name
 from lmkit.training.checkpoint_writer import CheckpointWriter
 from lmkit.training.step import Step
 from lmkit.training.trainer import Diverged, Speedometer, TrainingClock
@@ -108,6 +111,35 @@ def test_fault_49_a_limit_on_file_sizes_is_one_error_whichever_file_meets_it(lim
     assert saved(tiny()) == []
     assert not list(tiny().run.path.rglob("*.partial"))
     assert train_here(tiny()).status == "finished"
+
+
+def test_fault_99_a_run_saves_by_the_clock_and_goes_on_from_there_as_the_same_run(tiny: Tiny) -> None:
+    whole = tiny("run.name=whole", "checkpoint.minutes=0")
+    train_here(whole)
+    assert saved(whole) == [10]
+    often = tiny("checkpoint.minutes=1e-9", "checkpoint.keep_last=20")
+    train_here(often)
+    assert saved(often) == [*range(1, 11)]
+    for step in range(7, 11):  # as if it had been killed in step 7
+        shutil.rmtree(often.run.path / "checkpoints" / step_name(step))
+    assert train_here(often).resumed_from == 6
+    assert losses(often) == losses(whole)
+    assert_same_tensors(newest(often), newest(whole))
+
+
+def test_fault_99_a_save_starts_the_clock_anew(time: Time, tiny: Tiny, monkeypatch) -> None:
+    def half_a_minute_later(self: Step, *batch: torch.Tensor) -> torch.Tensor:
+        time.now += 30.0
+        return original(self, *batch)
+
+    original = Step.accumulate
+    monkeypatch.setattr(Step, "accumulate", half_a_minute_later)
+    recipe = tiny("checkpoint.minutes=2", "checkpoint.interval=3", "checkpoint.keep_last=20")
+    train_here(recipe)
+    assert saved(recipe) == [3, 6, 9, 10]
+    recipe = tiny("checkpoint.minutes=2", "checkpoint.keep_last=20", "run.name=by-the-clock")
+    train_here(recipe)
+    assert saved(recipe) == [4, 8, 10]
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
