@@ -22,8 +22,8 @@ def differentiable_once(name: str, *, instead: str) -> Callable[[Backward], Back
 
     The decorated function is called as backward(ctx, saved, grad, *others). It gets the saved tensors as an argument
     because activation checkpointing lets them be unpacked only once; an output of the function, of any size, must be
-    among them. `grad` is the gradient of the first output, never None; the others may be None, if the function
-    turned `set_materialize_grads` off.
+    among them. `grad` is the gradient of the first output. Where the function turned `set_materialize_grads` off, the
+    gradient of an output that nothing follows is None, but at least one is a tensor.
 
     Args:
         name: of the function that was differentiated, for the message.
@@ -33,7 +33,7 @@ def differentiable_once(name: str, *, instead: str) -> Callable[[Backward], Back
     def decorate(backward: Backward) -> Backward:
         @wraps(backward)
         def once(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-            if grads[0] is None:  # what follows the function has no gradient
+            if all(grad is None for grad in grads):  # what follows the function has no gradient
                 return (None,) * len(ctx.needs_input_grad)
             saved = ctx.saved_tensors
             if not torch.is_grad_enabled():  # enabled in backward only by create_graph=True

@@ -1,0 +1,259 @@
+"""The head's matrix product and the cross-entropy behind it, without ever holding all logits.
+
+For a chunk of tokens at a time: logits z = h W^T; then one kernel that computes the losses and writes their gradient
+in the place of the logits; then both products with that gradient.
+
+    loss = log(sum(exp(z))) - z[target]        dz = (softmax(z) - [target]) / tokens that count
+
+Logits have the dtype of the weights. Statistics, losses and the sum of the weight's gradient over the chunks are
+float32. A target below zero masks its token: no loss, no gradient, and it does not count in the mean.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lmkit.autograd import differentiable_once
+from lmkit.kernels.launch import LaunchCache, Start, prepare_launch
+from lmkit.kernels.operators import define
+
+LOG2_E = tl.constexpr(1.4426950408889634)  # exp(x) = 2^(x * LOG2_E)
+LN_2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-1e30)  # finite: the difference of two of them is 0, not NaN
+BLOCK = 8192  # columns that a program holds at a time
+CHUNK_ELEMENTS = 1 << 28  # logits of a chunk
+ROW_ALIGNMENT = 16  # elements; aligned rows are loaded in vectors, and multiplied faster
+
+
+def plain_linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Compute `linear_cross_entropy` by PyTorch operations, from all logits: the form to read."""
+    logits = hidden @ weight.t()  # (..., vocab_size)
+    log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
+    counted = targets >= 0
+    losses = -log_p.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return (losses * counted).sum() / counted.sum().clamp(min=1)
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, chunk: int | None = None
+) -> Tensor:
+    """Return the mean over the tokens that count of -log softmax(hidden weight^T)[target], in nats, in float32.
+
+    Differentiable once, in hidden and weight. The forward pass computes the gradients. The backward pass of an eager
+    call scales them in place, so that it runs once.
+
+    Args:
+        hidden: (..., d_model)
+        weight: (vocab_size, d_model); float32, bfloat16 or float16. Autocast casts it and `hidden`.
+        targets: (...) int64 ids below vocab_size; below zero: masked. Without any that counts the loss is 0. A larger
+            id makes the loss NaN.
+        chunk: tokens whose logits exist at a time; None takes as many as fit in 2^28 logits.
+    """
+    device_type = weight.device.type
+    if torch.is_autocast_enabled(device_type):
+        weight = weight.to(torch.get_autocast_dtype(device_type))
+    hidden = hidden.reshape(-1, hidden.shape[-1]).to(weight.dtype)  # (tokens, d_model)
+    targets = targets.reshape(-1)
+    if chunk is None:
+        chunk = 1 << (max(1, CHUNK_ELEMENTS // len(weight)).bit_length() - 1)
+    with_grad = torch.is_grad_enabled()
+    of_hidden, of_weight = with_grad and hidden.requires_grad, with_grad and weight.requires_grad
+    if torch.compiler.is_compiling():
+        return operator(hidden, weight, targets, chunk, of_hidden, of_weight)[0]
+    return LinearCrossEntropy.apply(hidden, weight, targets, (chunk, of_hidden, of_weight))[0]
+
+
+@triton.jit
+def cross_entropy_kernel(
+    logits_pointer,  # (rows, stride); each receives its gradient
+    targets_pointer,
+    scale_pointer,  # one float32 that multiplies the gradient
+    losses_pointer,
+    stride,
+    vocab_size,
+    GRADIENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row a program, in two passes. Between vocab_size and stride a row is padding, which may be overwritten."""
+    row = tl.program_id(0)
+    logits = logits_pointer + row.to(tl.int64) * stride
+    target = tl.load(targets_pointer + row)
+    counts = target >= 0
+    # Loaded before the reductions' barriers: the second pass stores a gradient there.
+    beyond = float("nan")
+    of_target = tl.load(logits + target, mask=counts & (target < vocab_size), other=beyond).to(tl.float32)
+    lanes = tl.arange(0, BLOCK)
+    # A maximum and a sum for each lane; one reduction at the end.
+    largest = tl.full((BLOCK,), LOWEST, tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, vocab_size, BLOCK):
+        columns = start + lanes
+        z = tl.load(logits + columns, mask=columns < stride, other=0.0).to(tl.float32)
+        z = tl.where(columns < vocab_size, z, LOWEST)
+        new_largest = tl.maximum(largest, z)
+        total = total * tl.exp2((largest - new_largest) * LOG2_E) + tl.exp2((z - new_largest) * LOG2_E)
+        largest = new_largest
+    most = tl.max(largest)
+    sum_exp = tl.sum(total * tl.exp2((largest - most) * LOG2_E))
+    tl.store(losses_pointer + row, tl.where(counts, most - of_target + tl.log2(sum_exp) * LN_2, 0.0))
+    if GRADIENT:
+        scale = tl.where(counts, tl.load(scale_pointer), 0.0)
+        inverse_sum = 1.0 / sum_exp
+        for start in range(0, vocab_size, BLOCK):
+            columns = start + lanes
+            z = tl.load(logits + columns, mask=columns < stride, other=0.0).to(tl.float32)
+            p = tl.exp2((z - most) * LOG2_E) * inverse_sum
+            gradient = tl.where(columns == target, p - 1.0, p) * scale
+            tl.store(logits + columns, gradient.to(logits_pointer.dtype.element_ty), mask=columns < stride)
+
+
+def _prepare(tensors: tuple[Tensor, ...], options: tuple) -> Start:
+    logits, *_ = tensors
+    rows, vocab_size = logits.shape
+    block = min(BLOCK, triton.next_power_of_2(vocab_size))
+    constants = {"GRADIENT": options[0], "BLOCK": block, "num_warps": min(max(block // 512, 1), 16)}
+    numbers = (logits.stride(0), vocab_size)
+    return prepare_launch(cross_entropy_kernel, (rows, 1), tensors, numbers, constants)
+
+
+calls = LaunchCache(_prepare)
+
+
+def empty_logits(rows: int, weight: Tensor) -> Tensor:
+    """Return an uninitialised (rows, vocab_size) array with aligned rows, for `cross_entropy_`."""
+    padded = -(-len(weight) // ROW_ALIGNMENT) * ROW_ALIGNMENT
+    return weight.new_empty(rows, padded)[:, : len(weight)]
+
+
+def cross_entropy_(
+    logits: Tensor, targets: Tensor, scale: Tensor, losses: Tensor, *, gradient: bool = True
+) -> None:
+    """Write the losses in nats, and in the place of the logits `scale` times their gradient.
+
+    Args:
+        logits: made by `empty_logits`.
+        targets: (rows) int64; losses: (rows) float32; both contiguous.
+        scale: a float32 scalar on the device.
+        gradient: False leaves the logits as they are.
+    """
+    if len(logits):
+        calls((logits, targets, scale), (losses,), (gradient,))
+
+
+def forward(
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, of_hidden: bool, of_weight: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return (loss, gradient of hidden, gradient of weight, a factor that the gradients still lack).
+
+    The factor is 1, or for float16 the division by the number of tokens: that would underflow before the loss scale
+    multiplies the gradients. A gradient that is not wanted is empty.
+    """
+    hidden, targets = hidden.contiguous(), targets.contiguous()
+    tokens = len(hidden)
+    share = (targets >= 0).sum().clamp(min=1).float().reciprocal()
+    one = torch.ones_like(share)
+    late = weight.dtype == torch.float16
+    losses = hidden.new_empty(tokens, dtype=torch.float32)
+    grad_hidden = hidden.new_zeros(hidden.shape if of_hidden else 0)
+    several = late or tokens > chunk  # sums over chunks, and float16, need the range of float32
+    sums = weight.new_zeros(weight.shape if of_weight else 0, dtype=torch.float32 if several else None)
+    buffer = empty_logits(min(chunk, tokens), weight)
+    for start in range(0, tokens, chunk):
+        part = slice(start, start + chunk)
+        h = hidden[part]
+        logits = torch.mm(h, weight.t(), out=buffer[: len(h)])  # (chunk, vocab_size)
+        scale = one if late else share
+        cross_entropy_(logits, targets[part], scale, losses[part], gradient=of_hidden or of_weight)
+        if of_hidden:
+            torch.mm(logits, weight, out=grad_hidden[part])
+        if of_weight:
+            _add_product(sums, logits.t(), h)
+    return losses.sum() * share, grad_hidden, sums if late else sums.to(weight.dtype), share if late else one
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a b to `total`, which may be wider than the factors."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    elif total.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """`apply(hidden, weight, targets, (chunk, of_hidden, of_weight))` returns (loss, an empty tensor)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, options: tuple[int, bool, bool]
+    ) -> tuple[Tensor, Tensor]:
+        ctx.wants = options[1:]
+        loss, *gradients = forward(hidden, weight, targets, *options)
+        # `differentiable_once` needs an output among the saved tensors; the loss may be written to in place.
+        empty = loss.new_empty(0)
+        ctx.set_materialize_grads(False)  # or autograd would allocate zeros as the gradient of `empty`
+        ctx.save_for_backward(*gradients, empty)
+        return loss, empty
+
+    @staticmethod
+    @differentiable_once(
+        "linear_cross_entropy", instead="F.cross_entropy of all logits has a second derivative"
+    )
+    def backward(ctx: Any, saved: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_weight, factor, _ = saved
+        return *_scaled(grad_hidden, grad_weight, grad * factor, ctx.wants, in_place=True), None, None
+
+
+def _scaled(
+    grad_hidden: Tensor, grad_weight: Tensor, scale: Tensor, wants: tuple[bool, bool], *, in_place: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Multiply the gradients by a float32 scalar on the device; the weight's gets the dtype of the hidden's."""
+    multiply = Tensor.mul_ if in_place else torch.mul
+    of_hidden, of_weight = wants
+    return (
+        multiply(grad_hidden, scale) if of_hidden else None,
+        multiply(grad_weight, scale).to(grad_hidden.dtype) if of_weight else None,
+    )
+
+
+_LIBRARY = torch.library.Library("lmkit", "FRAGMENT")
+operator = define(
+    _LIBRARY,
+    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor targets, SymInt chunk, bool of_hidden, "
+    "bool of_weight) -> (Tensor, Tensor, Tensor, Tensor)",
+    forward,
+    lambda hidden, weight, targets, chunk, of_hidden, of_weight: (
+        hidden.new_empty((), dtype=torch.float32),
+        hidden.new_empty(hidden.shape if of_hidden else 0),
+        weight.new_empty(
+            weight.shape if of_weight else 0,
+            dtype=torch.float32 if weight.dtype == torch.float16 else weight.dtype,
+        ),
+        hidden.new_empty((), dtype=torch.float32),
+    ),
+)
+
+
+def _save_for_operator(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+    ctx.wants = inputs[4:]
+    _, *gradients = output
+    ctx.mark_non_differentiable(*gradients)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*gradients)
+
+
+def _backward_of_operator(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+    grad_hidden, grad_weight, factor = ctx.saved_tensors
+    gradients = _scaled(grad_hidden, grad_weight, grad * factor, ctx.wants, in_place=False)
+    return *gradients, None, None, None, None
+
+
+torch.library.register_autograd(
+    "lmkit::linear_cross_entropy", _backward_of_operator, setup_context=_save_for_operator, lib=_LIBRARY
+)

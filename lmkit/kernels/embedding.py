@@ -1,0 +1,182 @@
+"""Rows of an embedding for token ids, and the gradient: the sum of the output's gradients over each id's places.
+
+Two ways to the sum, both in float32:
+
+* atomic: every place adds its row to the table, in any order. Fast, but not the same bits on every run;
+* sorted: one program adds up the places of an id, in their order. The same bits on every run.
+
+`torch.use_deterministic_algorithms` selects the sorted way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+
+from lmkit.autograd import differentiable_once
+from lmkit.kernels.launch import LaunchCache, Start, count_tiles, prepare_launch
+from lmkit.kernels.operators import as_rows, define
+
+ROWS, COLUMNS = 32, 256  # of a tile that a program of the sorted way adds up at a time
+
+
+def plain_embedding_gradient(grad: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
+    """Compute the table's gradient by one PyTorch operation: the form to read."""
+    rows = grad.flatten(0, -2)  # (places, d_model)
+    return rows.new_zeros(vocab_size, rows.shape[1]).index_add(0, ids.flatten(), rows)
+
+
+def embedding(ids: Tensor, weight: Tensor) -> Tensor:
+    """Return the rows of weight (vocab_size, d_model) for ids (...): (..., d_model). Differentiable once in weight.
+
+    The gradient has the dtype that the weight's `grad_dtype` asks for: float32, where it may have any.
+    """
+    if torch.compiler.is_compiling():
+        return forward_operator(ids, weight)
+    return Embedding.apply(ids, weight)[0]
+
+
+@triton.jit
+def scatter_add_kernel(grad_pointer, ids_pointer, table_pointer, grad_stride, width, BLOCK: tl.constexpr):
+    """One place a program."""
+    place = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    grad = tl.load(grad_pointer + place * grad_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    row = tl.load(ids_pointer + place).to(tl.int64)
+    tl.atomic_add(table_pointer + row * width + columns, grad, mask=inside, sem="relaxed")
+
+
+@triton.jit
+def sorted_sum_kernel(
+    grad_pointer,
+    ids_pointer,  # sorted
+    order_pointer,  # the place of each
+    table_pointer,
+    grad_stride,
+    places,
+    width,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """A program for each place and tile of columns; that of an id's first place adds up all of its places."""
+    first = tl.program_id(0)
+    row = tl.load(ids_pointer + first)
+    before = tl.load(ids_pointer + first - 1, mask=first > 0, other=-1)
+    if row != before:
+        columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        inside = columns < width
+        total = tl.zeros((COLUMNS,), tl.float32)
+        start = first
+        matches = tl.full((), ROWS, tl.int32)
+        while matches == ROWS:  # sorted: an id that fills a tile may go on
+            index = start + tl.arange(0, ROWS)
+            same = tl.load(ids_pointer + index, mask=index < places, other=-1) == row
+            place = tl.load(order_pointer + index, mask=same, other=0).to(tl.int64)
+            at = grad_pointer + place[:, None] * grad_stride + columns[None, :]
+            tile = tl.load(at, mask=same[:, None] & inside[None, :], other=0.0)
+            total += tl.sum(tile.to(tl.float32), 0)
+            start += ROWS
+            matches = tl.sum(same.to(tl.int32))
+        at = table_pointer + row.to(tl.int64) * width + columns
+        tl.store(at, total.to(table_pointer.dtype.element_ty), mask=inside)
+
+
+def _prepare_atomic(tensors: tuple[Tensor, ...], options: tuple) -> Start:
+    grad, *_ = tensors
+    constants = {"BLOCK": triton.next_power_of_2(grad.shape[1]), "num_warps": 4}
+    return prepare_launch(
+        scatter_add_kernel, (len(grad), 1), tensors, (grad.stride(0), grad.shape[1]), constants
+    )
+
+
+def _prepare_sorted(tensors: tuple[Tensor, ...], options: tuple) -> Start:
+    grad, *_ = tensors
+    places, width = grad.shape
+    columns = min(COLUMNS, triton.next_power_of_2(width))
+    grid = (places, count_tiles(width, columns))
+    constants = {"ROWS": ROWS, "COLUMNS": columns, "num_warps": 4}
+    return prepare_launch(sorted_sum_kernel, grid, tensors, (grad.stride(0), places, width), constants)
+
+
+atomic_calls = LaunchCache(_prepare_atomic)
+sorted_calls = LaunchCache(_prepare_sorted)
+
+
+def gradient(grad: Tensor, ids: Tensor, vocab_size: int, deterministic: bool, dtype: torch.dtype) -> Tensor:
+    """Return the gradient of the table, (vocab_size, d_model), rounded once to `dtype`.
+
+    Args:
+        grad: (..., d_model), of the rows.
+        ids: (...) int64
+    """
+    grad, ids = as_rows(grad), ids.reshape(-1)
+    table = grad.new_zeros(vocab_size, grad.shape[1], dtype=dtype if deterministic else torch.float32)
+    if len(ids) and deterministic:
+        in_order, order = ids.sort(stable=True)
+        sorted_calls((grad, in_order, order), (table,), (dtype,))
+    elif len(ids):
+        atomic_calls((grad, ids), (table,), ())
+    return table.to(dtype)
+
+
+def grad_dtype_of(weight: Tensor) -> torch.dtype:
+    """Return the dtype of the weight's gradient. It can be another than the weight's on leaves only."""
+    wanted = weight.grad_dtype if weight.is_leaf else weight.dtype
+    return torch.float32 if wanted is None else wanted
+
+
+class Embedding(torch.autograd.Function):
+    """`apply(ids, weight)` returns (rows, an empty tensor)."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        # `differentiable_once` needs an output among the saved tensors; the rows may be written to in place.
+        empty = weight.new_empty(0)
+        ctx.set_materialize_grads(False)  # or autograd would allocate zeros as the gradient of `empty`
+        ctx.save_for_backward(ids, empty)
+        ctx.options = (len(weight), grad_dtype_of(weight))
+        return F.embedding(ids, weight), empty
+
+    @staticmethod
+    @differentiable_once("embedding", instead="torch.nn.functional.embedding has a second derivative")
+    def backward(ctx: Any, saved: Any, grad: Tensor, _: None) -> tuple[None, Tensor]:
+        vocab_size, dtype = ctx.options
+        return None, gradient(grad, saved[0], vocab_size, torch.are_deterministic_algorithms_enabled(), dtype)
+
+
+_LIBRARY = torch.library.Library("lmkit", "FRAGMENT")
+forward_operator = define(
+    _LIBRARY,
+    "embedding(Tensor ids, Tensor weight) -> Tensor",
+    lambda ids, weight: F.embedding(ids, weight),
+    lambda ids, weight: weight.new_empty(*ids.shape, weight.shape[1]),
+)
+backward_operator = define(
+    _LIBRARY,
+    "embedding_gradient(Tensor grad, Tensor ids, SymInt vocab_size, bool deterministic, ScalarType dtype) -> Tensor",
+    gradient,
+    lambda grad, ids, vocab_size, deterministic, dtype: grad.new_empty(
+        vocab_size, grad.shape[-1], dtype=dtype
+    ),
+)
+
+
+def _save_for_operator(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    ids, weight = inputs
+    ctx.save_for_backward(ids)
+    ctx.options = (len(weight), torch.are_deterministic_algorithms_enabled(), weight.dtype)
+
+
+def _backward_of_operator(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+    return None, backward_operator(grad, *ctx.saved_tensors, *ctx.options)
+
+
+torch.library.register_autograd(
+    "lmkit::embedding", _backward_of_operator, setup_context=_save_for_operator, lib=_LIBRARY
+)

@@ -1,0 +1,190 @@
+"""Rotate the heads of q and k in the joined projection q|k|v by their positions (RoPE, Su et al. 2021), in place.
+
+Every pair of neighbouring channels (2i, 2i + 1) of a head is turned by the angle a = p theta^(-2i / head_dim):
+
+    even' = even cos a - odd sin a        odd' = even sin a + odd cos a
+
+A gradient goes back by the rotation by -a. v passes by: in place, it is neither read nor written.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lmkit.kernels.launch import LaunchCache, Start, prepare_launch
+from lmkit.kernels.operators import define
+
+
+def plain_rope(qkv: Tensor, cos_sin: Tensor, kv_heads: int, inverse: bool = False) -> Tensor:
+    """Compute `rope_` by PyTorch operations, into a new tensor: the form to read."""
+    heads = qkv.unflatten(-1, (-1, 2 * cos_sin.shape[-2]))  # (batch, seq, heads + 2 kv_heads, head_dim)
+    qk, v = heads[..., :-kv_heads, :], heads[..., -kv_heads:, :]
+    even, odd = qk.to(torch.promote_types(qk.dtype, torch.float32)).unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = cos_sin.unsqueeze(-3).unbind(-1)  # (..., seq, 1, head_dim / 2)
+    sin = -sin if inverse else sin
+    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
+    return torch.cat((turned.to(v.dtype), v), dim=-2).flatten(-2)
+
+
+def rope_(qkv: Tensor, cos_sin: Tensor, kv_heads: int, *, reuse_grad: bool = False) -> Tensor:
+    """Rotate q and k in place and return qkv. Differentiable in qkv.
+
+    Under torch.compile the result is a new tensor.
+
+    Args:
+        qkv: (batch, seq, (heads + 2 kv_heads) * head_dim), as a linear layer returns it. Of a view, autograd
+            copies the gradient. A tensor whose channels have another stride than 1 is copied.
+        cos_sin: of each position and pair of channels, (seq, head_dim / 2, 2) or (batch, seq, head_dim / 2, 2),
+            float32.
+        kv_heads: as many heads at the end, those of v, stay as they are.
+        reuse_grad: turn the gradient that arrives in place, too. Use only if nothing else reads this gradient; a sum
+            hands one gradient to all its terms.
+    """
+    if torch.compiler.is_compiling():
+        return operator(qkv, cos_sin, kv_heads, False)
+    in_place = qkv.stride(-1) == 1
+    return Rope.apply(qkv, cos_sin, (kv_heads, False, in_place, reuse_grad))
+
+
+def rotate_(qkv: Tensor, cos_sin: Tensor, kv_heads: int, *, inverse: bool = False) -> None:
+    """Rotate q and k of a (batch, seq, channels) array with stride 1 along the channels, without autograd.
+
+    For gradients that attention's backward pass has written into one array.
+    """
+    _rotate(qkv, qkv, cos_sin, kv_heads, inverse)
+    torch.autograd.graph.increment_version(qkv)
+
+
+@triton.jit
+def rope_kernel(
+    source_pointer,
+    table_pointer,  # cosine and sine of each pair in turn
+    out_pointer,  # perhaps the source
+    source_stride_batch,
+    source_stride_row,
+    out_stride_batch,
+    out_stride_row,
+    table_stride_batch,  # 0: one table for all rows of the batch
+    seq,
+    HEAD_DIM: tl.constexpr,
+    TURNED: tl.constexpr,  # channels of q and k
+    KEPT: tl.constexpr,  # channels after them to copy
+    INVERSE: tl.constexpr,
+    BLOCK: tl.constexpr,  # covers TURNED
+    REST: tl.constexpr,  # covers KEPT
+):
+    """One position a program."""
+    batch = (tl.program_id(0) // seq).to(tl.int64)
+    position = (tl.program_id(0) % seq).to(tl.int64)
+    source = source_pointer + batch * source_stride_batch + position * source_stride_row
+    out = out_pointer + batch * out_stride_batch + position * out_stride_row
+    columns = tl.arange(0, BLOCK)
+    inside = columns < TURNED
+    table = table_pointer + batch * table_stride_batch + position * HEAD_DIM
+    cos, sin = tl.split(tl.reshape(tl.load(table + columns % HEAD_DIM), (BLOCK // 2, 2)))
+    if INVERSE:
+        sin = -sin
+    x = tl.load(source + columns, mask=inside, other=0.0).to(tl.float32)
+    even, odd = tl.split(tl.reshape(x, (BLOCK // 2, 2)))
+    turned = tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), (BLOCK,))
+    tl.store(out + columns, turned.to(out_pointer.dtype.element_ty), mask=inside)
+    if KEPT > 0:
+        kept = tl.arange(0, REST)
+        v = tl.load(source + TURNED + kept, mask=kept < KEPT, other=0.0)
+        tl.store(out + TURNED + kept, v, mask=kept < KEPT)
+
+
+def _prepare(tensors: tuple[Tensor, ...], options: tuple) -> Start:
+    source, table, _ = tensors
+    kv_heads, inverse, in_place, out_strides = options
+    batch, seq, width = source.shape
+    head_dim = 2 * table.shape[-2]
+    kept = kv_heads * head_dim
+    turned = width - kept
+    block = triton.next_power_of_2(turned)
+    numbers = (
+        *source.stride()[:2],
+        *out_strides,
+        table.stride(0) if table.dim() == 4 else 0,
+        seq,
+    )
+    constants = {
+        "HEAD_DIM": head_dim,
+        "TURNED": turned,
+        "KEPT": 0 if in_place else kept,
+        "INVERSE": inverse,
+        "BLOCK": block,
+        "REST": triton.next_power_of_2(kept),
+        "num_warps": 1 if block <= 512 else min(max(4, block // 1024), 16),
+    }
+    return prepare_launch(rope_kernel, (batch * seq, 1), tensors, numbers, constants)
+
+
+calls = LaunchCache(_prepare)
+
+
+def _rotate(source: Tensor, out: Tensor, cos_sin: Tensor, kv_heads: int, inverse: bool) -> None:
+    """Write the rotated `source` to `out`, which may be the same tensor."""
+    if source.numel():
+        options = (kv_heads, inverse, out is source, out.stride()[:2])
+        calls((source, cos_sin.contiguous()), (out,), options)
+
+
+def rotated(source: Tensor, cos_sin: Tensor, kv_heads: int, inverse: bool) -> Tensor:
+    """Return a new, dense tensor with q and k rotated."""
+    source = source if source.stride(-1) == 1 else source.contiguous()
+    out = source.new_empty(source.shape)
+    _rotate(source, out, cos_sin, kv_heads, inverse)
+    return out
+
+
+class Rope(torch.autograd.Function):
+    """`apply(qkv, cos_sin, (kv_heads, inverse, in_place, reuse_grad))`. The gradient is one more call of it."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, cos_sin: Tensor, options: tuple[int, bool, bool, bool]) -> Tensor:
+        kv_heads, inverse, in_place, _ = ctx.options = options
+        ctx.save_for_backward(cos_sin)
+        if not in_place:
+            return rotated(qkv, cos_sin, kv_heads, inverse)
+        _rotate(qkv, qkv, cos_sin, kv_heads, inverse)
+        ctx.mark_dirty(qkv)
+        return qkv
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (cos_sin,) = ctx.saved_tensors
+        kv_heads, inverse, _, reuse_grad = ctx.options
+        if reuse_grad and not torch.is_grad_enabled() and grad.is_contiguous():
+            rotate_(grad, cos_sin, kv_heads, inverse=not inverse)
+            return grad, None, None
+        return Rope.apply(grad, cos_sin, (kv_heads, not inverse, False, False)), None, None
+
+
+_LIBRARY = torch.library.Library("lmkit", "FRAGMENT")
+operator = define(
+    _LIBRARY,
+    "rope(Tensor qkv, Tensor cos_sin, int kv_heads, bool inverse) -> Tensor",
+    rotated,
+    lambda qkv, cos_sin, kv_heads, inverse: qkv.new_empty(qkv.shape),
+)
+
+
+def _save_for_operator(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    _, cos_sin, *ctx.options = inputs
+    ctx.save_for_backward(cos_sin)
+
+
+def _backward_of_operator(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    kv_heads, inverse = ctx.options
+    return operator(grad, *ctx.saved_tensors, kv_heads, not inverse), None, None, None
+
+
+torch.library.register_autograd(
+    "lmkit::rope", _backward_of_operator, setup_context=_save_for_operator, lib=_LIBRARY
+)

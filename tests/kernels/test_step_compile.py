@@ -1,0 +1,78 @@
+"""The fused kernels of a training step compile for sm_90 without a GPU: nothing spills, memory is read in vectors."""
+
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from lmkit.kernels import cross_entropy, embedding, norm, rope, swiglu
+
+KERNELS = (
+    *(norm.add_norm_kernel, norm.norm_gradient_kernel, rope.rope_kernel),
+    *(swiglu.swiglu_kernel, swiglu.swiglu_gradient_kernel, cross_entropy.cross_entropy_kernel),
+    *(embedding.scatter_add_kernel, embedding.sorted_sum_kernel),
+)
+CALLS = (
+    *(norm.forward_calls, norm.backward_calls, rope.calls, swiglu.forward_calls, swiglu.backward_calls),
+    *(cross_entropy.calls, embedding.atomic_calls, embedding.sorted_calls),
+)
+# Loads and stores of single values in each kernel; all others move 16 bytes a thread.
+SINGLE = {
+    "add_norm_kernel": (0, 1),
+    "norm_gradient_kernel": (1, 0),
+    "rope_kernel": (0, 0),
+    "swiglu_kernel": (0, 0),
+    "swiglu_gradient_kernel": (0, 0),
+    "cross_entropy_kernel": (3, 1),
+    "scatter_add_kernel": (1, 0),
+}
+D_FF = {128: 352, 512: 1376, 768: 2048, 1024: 2752, 2048: 5504, 4096: 11008}
+
+
+@pytest.fixture
+def ptx(stand_in_gpu, assembled, monkeypatch):
+    """Launches every kernel for a model of this width; returns name -> PTX of each compiled variant."""
+    for calls in CALLS:
+        monkeypatch.setattr(calls, "prepared", {})
+
+    def launch_all(width, dtype):
+        def array(*shape, dtype=dtype):
+            return torch.zeros(shape, dtype=dtype)
+
+        x, gain = array(2, 16, width), array(width, dtype=torch.float32)
+        total, _, inverse_rms = norm.forward(x, x, gain, 1e-5, dtype)
+        norm.backward(x, x, total, gain, inverse_rms)
+        table = array(16, min(width, 128) // 4, 2, dtype=torch.float32)
+        rope.rotate_(array(2, 16, 3 * width), table, width // min(width // 2, 64))
+        rope.rotated(array(2, 16, 3 * width), table, width // min(width // 2, 64), True)
+        joint = array(2, 16, 2 * D_FF[width])
+        swiglu.backward(joint, swiglu.forward(joint))
+        ids, logits = array(32, dtype=torch.int64), cross_entropy.empty_logits(32, array(50257, 1))
+        cross_entropy.cross_entropy_(logits, ids, gain[0], gain[:32])
+        for deterministic in (False, True):
+            embedding.gradient(x, ids, 50257, deterministic, dtype)
+        return [
+            (kernel.__name__, compiled.asm["ptx"])
+            for kernel in KERNELS
+            for compiled in kernel.device_caches[0][0].values()
+        ]
+
+    yield launch_all
+    for kernel in KERNELS:
+        kernel.device_caches.clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "width", [768, *(pytest.param(width, marks=pytest.mark.full) for width in D_FF if width != 768)]
+)
+def test_nothing_spills_and_memory_is_read_in_vectors(ptx, assembled, width, dtype):
+    for name, code in ptx(width, dtype):
+        if name in SINGLE:
+            assert tuple(len(re.findall(rf"{way}\.global\.b", code)) for way in ("ld", "st")) == SINGLE[name]
+            assert re.search(r"ld\.global\.v4", code)
+    assert {name: report.spills for name, report in assembled.items()} == dict.fromkeys(
+        (kernel.__name__ for kernel in KERNELS), 0
+    )
