@@ -25,7 +25,7 @@ from lmkit.kernels.operators import define
 LOG2_E = tl.constexpr(1.4426950408889634)  # exp(x) = 2^(x * LOG2_E)
 LN_2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-1e30)  # finite: the difference of two of them is 0, not NaN
-BLOCK = 8192  # columns that a program holds at a time
+BLOCK_BYTES = 16384  # of the row that a program holds at a time
 CHUNK_ELEMENTS = 1 << 28  # logits of a chunk
 ROW_ALIGNMENT = 16  # elements; aligned rows are loaded in vectors, and multiplied faster
 
@@ -115,7 +115,7 @@ def cross_entropy_kernel(
 def _prepare(tensors: tuple[Tensor, ...], options: tuple) -> Start:
     logits, *_ = tensors
     rows, vocab_size = logits.shape
-    block = min(BLOCK, triton.next_power_of_2(vocab_size))
+    block = min(BLOCK_BYTES // logits.element_size(), triton.next_power_of_2(vocab_size))
     constants = {"GRADIENT": options[0], "BLOCK": block, "num_warps": min(max(block // 512, 1), 16)}
     numbers = (logits.stride(0), vocab_size)
     return prepare_launch(cross_entropy_kernel, (rows, 1), tensors, numbers, constants)

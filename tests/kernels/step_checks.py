@@ -7,6 +7,7 @@ form in the same dtype, plus one rounding; attention_oracle.py says how errors a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -230,8 +231,12 @@ def expanded(x: Tensor) -> Tensor:
 def check_layouts(name: str, device: str) -> None:
     case = CASES[name]
     inputs, grads = inputs_of(case, torch.float32, device)
-    for change in (strided, transposed):
-        changed = [change(x) for x in inputs], [change(x) if x.dim() else x for x in grads]
+    for change, which in itertools.product((strided, transposed), range(2)):
+        # Every other tensor, so that strides differ.
+        changed = [
+            [change(x) if x.dim() and i % 2 == which else x for i, x in enumerate(tensors)]
+            for tensors in (inputs, grads)
+        ]
         assert faults_of(case.fused, case.plain, *changed) == []
     assert faults_of(case.fused, case.plain, inputs, [expanded(x) if x.dim() else x for x in grads]) == []
 

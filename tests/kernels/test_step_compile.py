@@ -70,7 +70,7 @@ def ptx(stand_in_gpu, assembled, monkeypatch):
 )
 def test_nothing_spills_and_memory_is_read_in_vectors(ptx, assembled, width, dtype):
     for name, code in ptx(width, dtype):
-        if name in SINGLE:
+        if name in SINGLE and width >= 768:  # small rows have less than 16 bytes for a thread
             assert tuple(len(re.findall(rf"{way}\.global\.b", code)) for way in ("ld", "st")) == SINGLE[name]
             assert re.search(r"ld\.global\.v4", code)
     assert {name: report.spills for name, report in assembled.items()} == dict.fromkeys(
