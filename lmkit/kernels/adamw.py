@@ -35,6 +35,7 @@ def adamw_kernel(
     table_pointer,  # (tensors, COLUMNS) int64, see AdamWLaunch
     owner_pointer,  # (CTAs,) int32: the tensor that a CTA works on
     factor_pointer,  # one float32 by which gradients are multiplied, or None
+    decided_pointer,  # what `decide` wrote, read in place of kept, eps and rate; or None
     beta1,
     rest1,  # 1 - beta1
     beta2,
@@ -50,6 +51,12 @@ def adamw_kernel(
     program = tl.program_id(0)
     row = table_pointer + tl.load(owner_pointer + program).to(tl.int64) * COLUMNS
     block = program - tl.load(row + 6)  # of this tensor; 64 bits, as the table
+    if decided_pointer is not None:
+        if tl.load(decided_pointer) == 0.0:
+            return
+        kept = tl.load(decided_pointer + 1)
+        eps = tl.load(decided_pointer + 2)
+        rate = tl.load(decided_pointer + 3)
     numbers = (beta1, rest1, beta2, rest2, kept, eps, rate)
     factor = 1.0
     if factor_pointer is not None:
@@ -104,6 +111,42 @@ def elements(row, column, TYPE: tl.constexpr, start, BLOCK: tl.constexpr, WHOLE:
     return first + tl.arange(0, BLOCK)
 
 
+@triton.jit
+def decide_kernel(
+    decision_pointer,
+    step_pointer,
+    lr_pointer,
+    settings_pointer,  # float64: both betas, eps, weight decay
+    decided_pointer,  # float32: whether to make the step, kept, eps, rate
+):
+    """In float64, as the host does it: 1 - beta^step loses digits in float32."""
+    applies = tl.load(decision_pointer) != 0
+    step = tl.maximum(tl.load(step_pointer), 1).to(tl.float64)
+    lr = tl.load(lr_pointer).to(tl.float64)
+    power1 = tl.exp(step * tl.log(tl.load(settings_pointer)))  # beta1^step; 0 for beta1 = 0
+    power2 = tl.exp(step * tl.log(tl.load(settings_pointer + 1)))
+    root = tl.sqrt(1 - power2)
+    tl.store(decided_pointer, applies.to(tl.float32))
+    tl.store(decided_pointer + 1, (1 - lr * tl.load(settings_pointer + 3)).to(tl.float32))
+    tl.store(decided_pointer + 2, (tl.load(settings_pointer + 2) * root).to(tl.float32))
+    tl.store(decided_pointer + 3, (-lr * root / (1 - power1)).to(tl.float32))
+
+
+def decide(decision: Tensor, step: Tensor, lr: Tensor, settings: Tensor) -> Tensor:
+    """Return the scalars of an update, calculated on the device, for `AdamWLaunch`.
+
+    Args:
+        decision: a scalar; zero: the update changes nothing.
+        step: the number of the update, counted from 1; a scalar.
+        lr: the learning rate; a scalar.
+        settings: float64, both betas, eps and weight decay.
+    """
+    decided = torch.empty(4, dtype=torch.float32, device=decision.device)
+    with selected(decision.device):
+        decide_kernel[(1,)](decision, step, lr, settings, decided, num_warps=1)
+    return decided
+
+
 class AdamWLaunch:
     """Launch the updates of one list of tensors; keep the table of their addresses on their device.
 
@@ -125,6 +168,7 @@ class AdamWLaunch:
         copies: Sequence[Tensor],
         scalars: tuple[float, float, float, float, float],
         factor: Tensor | None,
+        decided: Tensor | None = None,
     ) -> None:
         """Update on the current stream of the tensors' device.
 
@@ -134,6 +178,7 @@ class AdamWLaunch:
             copies: receive the new parameters in their own dtype; as many as `params`, or none.
             scalars: beta1, beta2, kept, eps and rate, as `lmkit.optim.adamw.Scalars` explains them.
             factor: multiplies every gradient; a float32 scalar on the device.
+            decided: made by `decide`; takes the place of kept, eps and rate, and may call the update off.
 
         Raises:
             ValueError: the tensors of one parameter differ in size, device or (moments) dtype.
@@ -154,6 +199,7 @@ class AdamWLaunch:
                 self._table,
                 self._owners,
                 factor,
+                decided,
                 *map(float, numbers),  # Triton would compile a kernel for each integer
                 WEIGHT=TYPES[params[0].dtype],
                 GRADIENT=TYPES[grads[0].dtype],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -65,14 +67,17 @@ class AdamW(torch.optim.Optimizer):
     Attributes:
         gradient_factor: a scalar on the parameters' device by which gradients are multiplied while they are read,
             until `zero_grad`; clipping then needs no pass over them. `grad` itself does not change.
+        decision: a scalar on the parameters' device, until `zero_grad`: where it is zero, `step` changes nothing and
+            does not count. The host does not read it if all parameters are updated in one pass; then the learning
+            rate may be a scalar on the device, too. None: every step is made.
         copies: parameter -> a contiguous tensor of its shape and any dtype, to which every step writes the new value.
 
     Raises:
         ValueError: a setting is out of range.
 
-    State per parameter: `step` (float32 scalar on the CPU), `exp_avg`, `exp_avg_sq` (as the parameter), as in
-    `torch.optim.AdamW`; either loads the other's state, unless it was made with `maximize` or `amsgrad`. A gradient
-    may have another dtype than its parameter, where the parameter's `grad_dtype` allows it.
+    State per parameter: `step` (float32 scalar, on the CPU; on the device after a decision), `exp_avg`, `exp_avg_sq`
+    (as the parameter), as in `torch.optim.AdamW`; either loads the other's state, unless it was made with `maximize`
+    or `amsgrad`. A gradient may have another dtype than its parameter, where the parameter's `grad_dtype` allows it.
 
     On CUDA devices, `lmkit.kernels.adamw` updates contiguous parameters of at most 32 bits in one pass over memory,
     in float32. Everything else is updated by operations over many tensors (`_update_by_operations`, to read).
@@ -114,9 +119,13 @@ class AdamW(torch.optim.Optimizer):
             if any(group.get(setting) for group in state_dict["param_groups"]):
                 raise ValueError(f"the state was made with {setting}=True, which this AdamW does not support")
         super().load_state_dict(state_dict)
+        self._cohorts.clear()
 
     def _forget_tensors(self) -> None:
         self.gradient_factor: Tensor | None = None
+        self.decision: Tensor | None = None
+        self._cohorts: dict[Tensor, int] = {}
+        self._settings: dict[tuple, Tensor] = {}
         self.copies: dict[Tensor, Tensor] = {}
         self._launches: dict[tuple[int, ...], AdamWLaunch] = {}
 
@@ -127,41 +136,100 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            for kind, updates in self._advance(group["params"]).items():
-                scalars = _scalars(group, kind.step)
-                if kind.fits_one_pass:
-                    self._update_in_one_pass(updates, scalars)
+        work = [(group, self._updates(group["params"])) for group in self.param_groups]
+        decision = self.decision
+        if decision is not None and not all(kind.fits_one_pass for _, updates in work for kind in updates):
+            if not decision:  # waits for the device
+                return loss
+            decision = None
+        for group, by_kind in work:
+            for kind, updates in by_kind.items():
+                if decision is None:
+                    self._update(group, kind, updates)
                 else:
-                    for sweep in sweeps(updates):
-                        self._update_by_operations(sweep, scalars)
+                    self._update_if(decision, group, updates)
         return loss
 
+    def _update(self, group: dict[str, Any], kind: _Kind, updates: list[Update]) -> None:
+        for step, alike in self._count(updates).items():
+            scalars = _scalars(group, step)
+            if kind.fits_one_pass:
+                self._update_in_one_pass(alike, scalars)
+            else:
+                for sweep in sweeps(alike):
+                    self._update_by_operations(sweep, scalars)
+
+    def _update_if(self, decision: Tensor, group: dict[str, Any], updates: list[Update]) -> None:
+        """Make the updates if the device decides so; the host does not wait for it."""
+        from lmkit.kernels.adamw import decide
+
+        device = updates[0].param.device
+        decision, lr = decision.to(device), group["lr"]
+        beta1, beta2 = betas = group["betas"]
+        settings = (*betas, group["eps"], group["weight_decay"])
+        if (device, settings) not in self._settings:
+            self._settings[device, settings] = torch.tensor(settings, dtype=torch.float64).to(device)
+        if not isinstance(lr, Tensor):
+            lr = torch.full((), lr, dtype=torch.float64, device=device)
+        for alike in self._count_on_device(updates, decision):
+            step = self.state[alike[0].param]["step"]
+            decided = decide(decision, step, lr, self._settings[device, settings])
+            self._update_in_one_pass(alike, Scalars(beta1, beta2, 0, 0, 0), decided)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, and `gradient_factor` with them."""
-        self.gradient_factor = None
+        """Drop the gradients, and `gradient_factor` and `decision` with them."""
+        self.gradient_factor = self.decision = None
         super().zero_grad(set_to_none)
 
-    def _advance(self, params: list[Tensor]) -> dict[_Kind, list[Update]]:
-        """Count the step; group the parameters with a gradient by what can be updated together."""
-        updates, steps = [], []
+    def _updates(self, params: list[Tensor]) -> dict[_Kind, list[Update]]:
+        """Group the parameters with a gradient by their kind; make state for new ones."""
+        by_kind: dict[_Kind, list[Update]] = {}
         for param in params:
-            grad = param.grad
-            if grad is None:
+            if param.grad is None:
                 continue
             state = self.state[param]
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
                 state["exp_avg"] = torch.zeros_like(param)
                 state["exp_avg_sq"] = torch.zeros_like(param)
-            steps.append(state["step"])
-            updates.append(Update(param, grad, state["exp_avg"], state["exp_avg_sq"], self.copies.get(param)))
-        if steps:
-            torch._foreach_add_(steps, 1)
-        alike: dict[_Kind, list[Update]] = {}
-        for update, step in zip(updates, steps, strict=True):
-            alike.setdefault(_kind(update, int(step)), []).append(update)
+            update = Update(param, param.grad, state["exp_avg"], state["exp_avg_sq"], self.copies.get(param))
+            by_kind.setdefault(_kind(update), []).append(update)
+        return by_kind
+
+    def _count(self, updates: list[Update]) -> dict[int, list[Update]]:
+        """Count the step; group the updates by their number of steps."""
+        self._cohorts.clear()
+        states = [self.state[update.param] for update in updates]
+        for state in states:
+            state["step"] = state["step"].cpu()  # the device counted before
+        torch._foreach_add_([state["step"] for state in states], 1)
+        alike: dict[int, list[Update]] = {}
+        for update, state in zip(updates, states, strict=True):
+            alike.setdefault(int(state["step"]), []).append(update)
         return alike
+
+    def _count_on_device(self, updates: list[Update], decision: Tensor) -> list[list[Update]]:
+        """Count the step if it is made; group updates whose numbers of steps are the same, without reading them.
+
+        Parameters are in one cohort while every step has updated all of them or none.
+        """
+        numbers = itertools.count(max(self._cohorts.values(), default=0) + 1)
+        sizes = Counter(self._cohorts.values())
+        before: dict[tuple[str, int], list[Update]] = {}
+        for update in updates:
+            state = self.state[update.param]
+            if update.param in self._cohorts:
+                before.setdefault(("cohort", self._cohorts[update.param]), []).append(update)
+            else:
+                steps = int(state["step"])
+                state["step"] = torch.full((), steps, dtype=torch.float32, device=update.param.device)
+                before.setdefault(("steps", steps), []).append(update)
+        for (known, number), alike in before.items():
+            if known == "steps" or len(alike) < sizes[number]:
+                self._cohorts |= dict.fromkeys([update.param for update in alike], next(numbers))
+        counts = [self.state[update.param]["step"] for update in updates]
+        torch._foreach_add_(counts, (decision != 0).to(counts[0]))
+        return list(before.values())
 
     def _update_by_operations(self, updates: list[Update], scalars: Scalars) -> None:
         """Update parameters that share device, dtypes and step count."""
@@ -180,7 +248,9 @@ class AdamW(torch.optim.Optimizer):
         if copies:
             torch._foreach_copy_(copies, params)
 
-    def _update_in_one_pass(self, updates: list[Update], scalars: Scalars) -> None:
+    def _update_in_one_pass(
+        self, updates: list[Update], scalars: Scalars, decided: Tensor | None = None
+    ) -> None:
         """Make the same update with one launch of a kernel."""
         from lmkit.kernels.adamw import AdamWLaunch  # imports Triton
 
@@ -193,7 +263,7 @@ class AdamW(torch.optim.Optimizer):
         factor = self.gradient_factor
         if factor is not None:
             factor = factor.to(columns[0][0].device, torch.float32)
-        self._launches[which](*columns, scalars, factor)
+        self._launches[which](*columns, scalars, factor, decided)
 
 
 @OPTIMIZERS.register("adamw", order=1, uses=("betas", "eps", "weight_decay"))
@@ -215,7 +285,6 @@ class Update(NamedTuple):
 class _Kind(NamedTuple):
     """Properties that updates share which are made together."""
 
-    step: int
     device: torch.device
     dtype: torch.dtype
     grad_dtype: torch.dtype
@@ -236,25 +305,26 @@ def _columns(
     return params, grads, means, squares, [copy for copy in copies if copy is not None]
 
 
-def _kind(update: Update, step: int) -> _Kind:
+def _kind(update: Update) -> _Kind:
     param, grad, mean, square, copy = update
     copy_dtype = None if copy is None else copy.dtype
     contiguous = (
         param.is_contiguous() and grad.is_contiguous() and mean.is_contiguous() and square.is_contiguous()
     )
-    return _Kind(step, param.device, param.dtype, grad.dtype, copy_dtype, contiguous)
+    return _Kind(param.device, param.dtype, grad.dtype, copy_dtype, contiguous)
 
 
 def _scalars(group: dict[str, Any], step: int) -> Scalars:
     """Return the scalars of a group's update number `step`, counted from 1."""
     beta1, beta2 = group["betas"]
+    lr = float(group["lr"])
     root_correction = (1 - beta2**step) ** 0.5
     return Scalars(
         beta1,
         beta2,
-        kept=1 - group["lr"] * group["weight_decay"],
+        kept=1 - lr * group["weight_decay"],
         eps=group["eps"] * root_correction,
-        rate=-group["lr"] * root_correction / (1 - beta1**step),
+        rate=-lr * root_correction / (1 - beta1**step),
     )
 
 

@@ -38,11 +38,14 @@ def params_of(optimizer):
 # The mode is a prototype, PyTorch says.
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_a_step_never_waits_for_the_gpu(optimizer):
-    """Not when gradients have moved and the table is sent again, either; and not with a clipping factor."""
+    """Not when gradients have moved and the table is sent again, either; and not with a clipping factor or a
+    decision."""
     from lmkit.optim.clipping import clip_for, gradient_norm
 
     before = [param.detach().clone() for param in params_of(optimizer)]
     kept = [param.grad for param in params_of(optimizer)]
+    optimizer.decision = torch.ones((), device="cuda")
+    optimizer.step()  # from here on the device counts the steps
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(3):
@@ -51,6 +54,7 @@ def test_a_step_never_waits_for_the_gpu(optimizer):
                 param.grad = grad
             kept += grads
             clip_for(optimizer, grads, gradient_norm(grads), 1.0)
+            optimizer.decision = torch.ones((), device="cuda")
             optimizer.step()
             optimizer.zero_grad()
     finally:
@@ -110,3 +114,34 @@ def test_a_tensor_of_more_than_2_to_the_31_elements():
     assert torch.equal(big[0][-3000:], small[0])
     assert torch.equal(big[0][:3000], small[0])
     assert (small[0] != 1).all()
+
+
+def test_a_step_in_a_cuda_graph(optimizer):
+    """Replayed with other gradients, learning rates and decisions."""
+    params = params_of(optimizer)
+    expected = [nn.Parameter(param.detach().clone()) for param in params]
+    twin = checks.AdamW(expected, **checks.SETTINGS)
+    twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    decision, lr = torch.zeros((), device="cuda"), torch.zeros((), dtype=torch.float64, device="cuda")
+    optimizer.param_groups[0]["lr"] = lr
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        optimizer.decision = decision
+        optimizer.step()  # refused: it changes nothing
+    side.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    for step, decided in enumerate([1, 0, 1]):
+        for param, other in zip(params, expected, strict=True):
+            param.grad.fill_(0.3 * (step + 1))
+            other.grad = param.grad.clone()
+        decision.fill_(decided)
+        lr.fill_(1e-3 * (step + 1))
+        graph.replay()
+        if decided:
+            twin.param_groups[0]["lr"] = 1e-3 * (step + 1)
+            twin.step()
+    for param, other in zip(params, expected, strict=True):
+        torch.testing.assert_close(param, other, rtol=1e-6, atol=1e-7)
+        assert optimizer.state[param]["step"].item() == twin.state[other]["step"].item()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from itertools import pairwise
 from unittest import mock
@@ -266,6 +267,74 @@ def check_state_of_another_size_is_refused(device: str) -> None:
         optimizer.state[param][name] = wrong.to(device)
         with pytest.raises(ValueError, match=r"9 on|another dtype"):
             optimizer.step()
+
+
+def check_the_device_decides(device: str) -> None:
+    """A refused step changes nothing and does not count; the others are those of an optimizer that never saw it."""
+    ours, theirs = parameters(device), parameters(device)
+    mine, other = AdamW(ours, **SETTINGS), AdamW(theirs, **SETTINGS)
+    for step, decision in enumerate([1, 0, 1, 1, 0, 1, 1]):
+        lr = 3e-3 * (1 + step)
+        mine.param_groups[0]["lr"] = torch.tensor(lr, dtype=torch.float64).to(device) if step % 2 else lr
+        other.param_groups[0]["lr"] = lr
+        before = [param.detach().clone() for param in ours]
+        give(ours, gradients(step))
+        give(theirs, gradients(step))
+        for i, (one, two) in enumerate(zip(ours, theirs, strict=True)):
+            if not decision:
+                one.grad.fill_(float("nan"))
+            elif step in (2, 3, 5) and i == step:  # parameters part that have seen the same steps
+                one.grad = two.grad = None
+        mine.gradient_factor = torch.tensor(0.5 if decision else float("nan"), device=device)
+        mine.decision = torch.tensor(decision, device=device)
+        if decision:
+            other.gradient_factor = torch.tensor(0.5, device=device)
+            other.step()
+        with counted_launches() as launches:
+            mine.step()
+        assert launches.call_count
+        changed = [bool((a != b).any()) for a, b in zip(ours, before, strict=True) if a.numel()]
+        assert any(changed) == bool(decision)
+        mine.zero_grad()
+        assert mine.decision is None
+    for one, two in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-7)
+        assert mine.state[one]["step"].item() == other.state[two]["step"].item()
+    assert len({state["step"].data_ptr() for state in mine.state.values()}) == len(
+        ours
+    )  # as checkpoints need them
+
+
+def check_scalars_of_the_device(device: str) -> None:
+    """Those of the host, to the last bit or two: 1 - beta2^step keeps its digits."""
+    for betas in ((0.9, 0.999), (0.9, 0.95), (0.0, 0.5)):
+        group = {"lr": 3e-4, "betas": betas, "eps": 1e-8, "weight_decay": 0.1}
+        settings = torch.tensor([*betas, 1e-8, 0.1], dtype=torch.float64, device=device)
+        lr = torch.tensor(3e-4, dtype=torch.float64, device=device)
+        for step in (1, 2, 10, 1000, 1_000_000):
+            count = torch.tensor(float(step), device=device)
+            got = kernel.decide(torch.ones((), device=device), count, lr, settings)
+            expected = torch.tensor([1, *adamw._scalars(group, step)[2:]], dtype=torch.float32)
+            torch.testing.assert_close(got.cpu(), expected, rtol=2e-7, atol=0)
+
+
+def check_the_host_and_the_device_may_decide_in_turns(device: str) -> None:
+    ours, theirs = parameters(device), parameters(device)
+    mine, other = AdamW(ours, **SETTINGS), AdamW(theirs, **SETTINGS)
+    for step in range(6):
+        give(ours, gradients(step))
+        give(theirs, gradients(step))
+        if step == 3:
+            saved, mine = mine, AdamW(ours, **SETTINGS)
+            mine.load_state_dict(copy.deepcopy(saved.state_dict()))
+        if step not in (2, 5):
+            mine.decision = torch.ones((), device=device)
+        mine.step()
+        mine.zero_grad()
+        other.step()
+    for one, two in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-7)
+        assert mine.state[one]["step"] == other.state[two]["step"] == 6
 
 
 CHECKS = {

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -18,7 +19,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lmkit.kernels.adamw import BLOCK, WARPS, adamw_kernel
+from lmkit.kernels.adamw import BLOCK, WARPS, adamw_kernel, decide, decide_kernel
 from lmkit.optim import adamw
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -30,7 +31,7 @@ SLOW = {"equals_torch_and_the_operations"}  # a thousand steps
 
 @pytest.mark.interpreter
 # The interpreter computes 0 / 0 in the masked lanes of a block's end, and NumPy says so.
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:(invalid value|divide by zero) encountered:RuntimeWarning")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.full] * (name in SLOW)) for name in CHECKS]
 )
@@ -39,15 +40,18 @@ def test_one_pass_adamw(name, monkeypatch):
     CHECKS[name]("cpu")
 
 
-def compile_kernel(capability, gradient, copy, factor):
+def compile_kernel(capability, gradient, copy, factor, decided=False):
     """PTX of the kernel for float32 weights, as AdamWLaunch asks for it."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("the interpreter is on: nothing is compiled")
     constants = {"WEIGHT": tl.float32, "GRADIENT": gradient, "COPY": copy, "BLOCK": BLOCK}
     if not factor:
         constants["factor_pointer"] = None
+    if not decided:
+        constants["decided_pointer"] = None
     signature = dict.fromkeys(adamw_kernel.arg_names, "fp32")
     signature |= {"table_pointer": "*i64", "owner_pointer": "*i32", "factor_pointer": "*fp32"}
+    signature["decided_pointer"] = "*fp32"
     signature |= dict.fromkeys(constants, "constexpr")
     places = {(adamw_kernel.arg_names.index(name),): value for name, value in constants.items()}
     aligned = {(index,): [["tt.divisibility", 16]] for index in (0, 1)}
@@ -69,6 +73,15 @@ def test_whole_blocks_are_loaded_and_stored_16_bytes_at_a_time(capability, gradi
     of_gradient = floats if gradient == tl.float32 else halves
     assert len(re.findall(r"ld\.global\.v4", ptx)) == 3 * floats + of_gradient
     assert len(re.findall(r"st\.global\.v4", ptx)) == 3 * floats + (halves if copy else 0)
+
+
+def test_the_decision_and_scalars_of_the_device(stand_in_gpu, assembled):
+    """Compile, for sm_90; float64 until the scalars are rounded once."""
+    scalars = [torch.zeros(()), torch.zeros(()), torch.zeros((), dtype=torch.float64)]
+    decide(*scalars, torch.zeros(4, dtype=torch.float64))
+    assert assembled["decide_kernel"].spills == 0
+    assert "ld.global.b32" in compile_kernel(90, tl.float32, None, True, decided=True)
+    decide_kernel.device_caches.clear()
 
 
 def test_arithmetic_is_ieee_and_unfused():

@@ -305,3 +305,17 @@ def test_what_can_be_updated_in_one_pass(monkeypatch, dtype, grad_dtype, copy_dt
         optimizer.step()
         assert [len(updates) for updates in calls] == [1] * expected
         assert torch.equal(param, before) == expected
+
+
+def test_a_decision_calls_a_step_off() -> None:
+    """Also where no kernel reads it."""
+    params, grads = parameters(), recorded(3)
+    optimizer = AdamW(params, **SETTINGS)
+    for grad, decision in zip(grads, (1, 0, 1), strict=True):
+        before = [param.detach().clone() for param in params]
+        optimizer.decision = torch.tensor(decision)
+        run(optimizer, [grad])
+        assert all(torch.equal(*pair) for pair in zip(params, before, strict=True)) == (not decision)
+        optimizer.zero_grad()
+        assert optimizer.decision is None
+    assert {int(state["step"]) for state in optimizer.state.values()} == {2}
