@@ -66,7 +66,7 @@ def backward(q, k, v, dout, causal=True, tiling=POINTERS):
     """The same for the backward pass."""
     out, lse = empty_in_order_of(q), torch.empty(q.shape[:3])
     outputs = (torch.empty_like(lse), *(empty_in_order_of(x) for x in (q, k, v)))
-    options = (causal, 0.125, "ieee", tiling, tiling)
+    options = (causal, 0.125, "ieee", tiling, tiling, None)
     return lambda: flash_backward.backward_calls((q, k, v, out, dout, lse), outputs, options)
 
 

@@ -31,6 +31,7 @@ def flash_backward(
     precision: str = "ieee",
     dq_tiling: Tiling | None = None,
     dkdv_tiling: Tiling | None = None,
+    into: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv), in the memory order of q, k, v; the same bits on every run.
 
@@ -38,10 +39,12 @@ def flash_backward(
         dout, out: (batch, heads, num_queries, head_dim), lse: (batch, heads, num_queries), of `flash_forward`; the
             others as there. All have stride 1 along head_dim.
         dq_tiling, dkdv_tiling: None takes the tilings that ship or were measured for this case.
+        into: tensors shaped as q, k and v, of any strides that end in 1, which receive the gradients.
     """
-    dq, dk, dv = empty_in_order_of(q), empty_in_order_of(k), empty_in_order_of(v)
+    dq, dk, dv = into or (empty_in_order_of(q), empty_in_order_of(k), empty_in_order_of(v))
     delta = torch.empty_like(lse)
-    options = (causal, scale, precision, dq_tiling, dkdv_tiling)
+    places = None if into is None else tuple(x.stride() for x in into)
+    options = (causal, scale, precision, dq_tiling, dkdv_tiling, places)
     backward_calls((q, k, v, out, dout, lse), (delta, dq, dk, dv), options)
     return dq, dk, dv
 
@@ -49,7 +52,7 @@ def flash_backward(
 def prepare_backward(tensors: tuple[Tensor, ...], options: tuple) -> Start:
     """Return what computes dq, dk and dv in calls of this kind, from the pointers of the ten tensors."""
     q, k, v, out, dout, lse, delta, dq, dk, dv = tensors
-    *common, dq_tiling, dkdv_tiling = options
+    *common, dq_tiling, dkdv_tiling, _ = options
     start_queries = prepare_dq((q, k, v, out, dout, lse, delta, dq), (*common, dq_tiling))
     start_keys = prepare_dkdv((q, k, v, dout, lse, delta, dk, dv), (*common, dkdv_tiling))
 

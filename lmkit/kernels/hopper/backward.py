@@ -96,6 +96,7 @@ def backward(
     causal: bool,
     scale: float,
     deterministic: bool,
+    into: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (dq, dk, dv) of `forward`, from its own out and lse.
 
@@ -104,18 +105,24 @@ def backward(
     Args:
         dout: shaped as out; copied first if TMA cannot take it (an expanded tensor, for example).
         deterministic: return the same bits every time.
+        into: tensors shaped as q, k and v, with layouts that TMA takes, which receive the gradients; parts of one
+            array, say. None: new ones in the memory order of q, k, v.
     """
+    assert into is None or all(suits_tma(x) for x in into)
     if not suits_tma(dout):
         dout = dout.contiguous()
     kind = _Kind(
         *(q.shape, q.stride(), k.shape, k.stride(), v.stride(), out.stride(), dout.stride()),
         *(q.dtype, q.device, causal, scale, deterministic),
+        None if into is None else (into[0].stride(), into[1].stride(), into[2].stride()),
     )
     with selected(q.device):
         dq_strides, dk_strides, dv_strides, scratch_size, start = _prepare(kind)
-        dq = torch.empty_strided(q.shape, dq_strides, dtype=q.dtype, device=q.device)
-        dk = torch.empty_strided(k.shape, dk_strides, dtype=q.dtype, device=q.device)
-        dv = torch.empty_strided(k.shape, dv_strides, dtype=q.dtype, device=q.device)
+        dq, dk, dv = into or (
+            torch.empty_strided(q.shape, dq_strides, dtype=q.dtype, device=q.device),
+            torch.empty_strided(k.shape, dk_strides, dtype=q.dtype, device=q.device),
+            torch.empty_strided(k.shape, dv_strides, dtype=q.dtype, device=q.device),
+        )
         scratch = torch.empty(scratch_size, dtype=torch.float32, device=q.device)
         start(*[x.data_ptr() for x in (q, k, v, out, lse, dout, dq, dk, dv, scratch)])
     return dq, dk, dv
@@ -136,6 +143,8 @@ class _Kind(NamedTuple):
     causal: bool
     scale: float
     deterministic: bool
+    places: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None
+    """Strides of dq, dk and dv, where the caller has them."""
 
     @property
     def width(self) -> int:
@@ -144,7 +153,7 @@ class _Kind(NamedTuple):
     @property
     def output_strides(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         """Strides of dq, dk and dv."""
-        return (
+        return self.places or (
             strides_in_order_of(self.q_shape, self.q_strides),
             strides_in_order_of(self.k_shape, self.k_strides),
             strides_in_order_of(self.k_shape, self.v_strides),

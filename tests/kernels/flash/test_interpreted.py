@@ -109,6 +109,20 @@ def test_fault_84_views_of_one_projection_are_read_where_they_lie():
     assert out.transpose(1, 2).is_contiguous()
 
 
+def test_gradients_go_where_they_are_told(random_inputs):
+    """Into parts of one array, as a joined projection needs them."""
+    q, k, v, dout = random_inputs(batch=2, heads=4, kv_heads=2, queries=20)
+    options = {"causal": True, "scale": 0.25}
+    out, lse = flash_forward(q, k, v, **options)
+    joint = torch.full((2, 20, 8, 16), float("nan"))
+    into = tuple(part.transpose(1, 2) for part in joint.split((4, 2, 2), dim=2))
+    got = flash_backward(dout, q, k, v, out, lse, **options, into=into)
+    expected = flash_backward(dout, q, k, v, out, lse, **options)
+    for mine, place, other in zip(got, into, expected, strict=True):
+        assert mine is place
+        assert torch.equal(mine, other)
+
+
 def test_rows_with_a_stride_and_broadcast_gradients(random_inputs):
     q, k, v, dout = random_inputs(queries=20, head_dim=32)
     q = q.repeat_interleave(2, dim=3)[..., ::2]  # innermost stride 2

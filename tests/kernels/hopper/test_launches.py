@@ -185,3 +185,24 @@ def test_descriptors_end_with_the_head(launcher, stand_in_gpu, head_dim, determi
     # The fast way writes dQ through a pointer
     by_pointer = {gradients[0].data_ptr()} if head_dim <= 128 and not deterministic else set()
     assert seen == set(tensors) - by_pointer
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_go_where_they_are_told(launcher, stand_in_gpu, deterministic):
+    """Into parts of one array, as a joined projection needs them; and without, into new tensors as before."""
+    q, out, dout = (torch.zeros(2, 4, 200, 64, dtype=torch.bfloat16) for _ in range(3))
+    k, v = (torch.zeros(2, 2, 200, 64, dtype=torch.bfloat16) for _ in range(2))
+    joint = torch.zeros(2, 200, 8, 64, dtype=torch.bfloat16)
+    places = tuple(part.transpose(1, 2) for part in joint.split((4, 2, 2), dim=2))
+    options = {"causal": True, "scale": 0.125, "deterministic": deterministic}
+    lse = torch.zeros(2, 4, 200)
+    for into in (places, None):
+        del stand_in_gpu.launches[:]
+        got = launcher.backward(dout, q, k, v, out, lse, **options, into=into)
+        assert all((mine is place) == (into is not None) for mine, place in zip(got, places, strict=True))
+        arguments = [argument for *_, of_launch in stand_in_gpu.launches for argument in of_launch]
+        strides = {x[1]: x[7] for x in arguments if isinstance(x, tuple) and x[0] == "descriptor"}
+        for gradient in got[0 if deterministic else 1 :]:
+            assert strides[gradient.data_ptr()] == gradient.stride()
+        if not deterministic:  # finish_kernel writes dQ through a pointer
+            assert stand_in_gpu.launches[-1][-1][5:8] == [stride // 8 for stride in got[0].stride()[:3]]
