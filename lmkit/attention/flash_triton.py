@@ -195,13 +195,19 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
     return flash_forward(q, k, v, causal=causal, scale=scale, precision=precision)
 
 
-def backward(dout: Tensor, *saved: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv) from a resolved implementation; `saved` are q, k, v, out, lse."""
+def backward(
+    dout: Tensor, *saved: Tensor, options: Options, into: tuple[Tensor, Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (dq, dk, dv) from a resolved implementation; `saved` are q, k, v, out, lse.
+
+    Args:
+        into: tensors that receive the gradients.
+    """
     causal, scale, implementation, deterministic, precision = options
     if implementation == "hopper":
         run = hopper_kernels().backward
-        return run(dout, *saved, causal=causal, scale=scale, deterministic=deterministic)
-    return flash_backward(dout, *saved, causal=causal, scale=scale, precision=precision)
+        return run(dout, *saved, causal=causal, scale=scale, deterministic=deterministic, into=into)
+    return flash_backward(dout, *saved, causal=causal, scale=scale, precision=precision, into=into)
 
 
 def save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
