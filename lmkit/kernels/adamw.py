@@ -143,7 +143,7 @@ def decide(decision: Tensor, step: Tensor, lr: Tensor, settings: Tensor) -> Tens
     """
     decided = torch.empty(4, dtype=torch.float32, device=decision.device)
     with selected(decision.device):
-        decide_kernel[(1,)](decision, step, lr, settings, decided, num_warps=1)
+        decide_kernel[(1,)](decision, step, lr, settings, decided, num_warps=1, enable_fp_fusion=False)
     return decided
 
 
