@@ -199,7 +199,9 @@ def _prompt_ids(model: TransformerLM, tokenizer: Tokenizer, prompt: str, *, allo
                 hint="give a prompt",
             )
         return [tokenizer.end_of_text_id]
-    ids = tokenizer.encode(prompt, allowed_special="all" if allow_special else frozenset())
+    allowed = "all" if allow_special else frozenset()
+    text = tokenizer.encode(prompt, allowed_special=allowed, add_special_tokens=False)
+    ids = [*tokenizer.prefix, *text]  # no suffix: the text goes on
     room = max(1, model.config.context_length - 1)
     if len(ids) > room:
         log.warning("the prompt has %d tokens: only the last %d fit into the context", len(ids), room)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Iterator
 from json.encoder import encode_basestring
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,10 +20,19 @@ from lmkit.storage import write_atomic
 if TYPE_CHECKING:
     from lmkit.tokenizer.tokenizer import Tokenizer
 
+_log = logging.getLogger("lmkit")
+
 _DAMAGED_HINT = (
     "not a tokenizer? Replace a damaged file: train again (lmkit tokenizer train) or copy it again"
 )
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+_CHANGE_MODEL = (  # keys of the model that change ids
+    "dropout",
+    "ignore_merges",
+    "byte_fallback",
+    "continuing_subword_prefix",
+    "end_of_word_suffix",
+)
 _MOST_IDS = 1 << 24  # an embedding needs a row for each id, used or not
 _MERGES_HEADER = "#version: 0.2"
 
@@ -79,7 +89,7 @@ def to_json(tokenizer: Tokenizer) -> str:
         ],
         "normalizer": None,
         "pre_tokenizer": _BYTE_LEVEL,
-        "post_processor": None,
+        "post_processor": _template(tokenizer),
         "decoder": _BYTE_LEVEL,
         "model": {
             "type": "BPE",
@@ -97,6 +107,28 @@ def to_json(tokenizer: Tokenizer) -> str:
     return f'{the_rest}, "vocab": {{{vocab}}}, "merges": [{merges}]}}}}'
 
 
+def _template(tokenizer: Tokenizer) -> dict[str, Any] | None:
+    """Return the post-processor that puts prefix and suffix around a text."""
+    if not (tokenizer.prefix or tokenizer.suffix):
+        return None
+    names = _names(tokenizer)
+
+    def around(text: str, type_id: int) -> list[dict[str, Any]]:
+        before, after = (
+            [{"SpecialToken": {"id": names[token_id], "type_id": type_id}} for token_id in ids]
+            for ids in (tokenizer.prefix, tokenizer.suffix)
+        )
+        return [*before, {"Sequence": {"id": text, "type_id": type_id}}, *after]
+
+    used = {i: names[i] for i in (*tokenizer.prefix, *tokenizer.suffix)}
+    return {
+        "type": "TemplateProcessing",
+        "single": around("A", 0),
+        "pair": around("A", 0) + around("B", 1),
+        "special_tokens": {name: {"id": name, "ids": [i], "tokens": [name]} for i, name in used.items()},
+    }
+
+
 def save_json(tokenizer: Tokenizer, path: Path) -> None:
     write_atomic(path, to_json(tokenizer))
 
@@ -106,8 +138,14 @@ def load_json(path: Path) -> dict[str, Any]:
     content = _parse(path)
     try:
         model = content["model"]
-        _check_kind(content, model, path)
-        merges = [_pair(merge) for merge in model["merges"]]
+        if refused := [f"{field} = {json.dumps(value)[:60]}" for field, value in _other_ids(content)]:
+            raise UsageError(
+                "tokenizer.unsupported",
+                f"{path}: would encode differently here: {', '.join(refused)}",
+                hint="lmkit reads byte-level BPE with GPT-2's words; train one with: lmkit tokenizer train",
+            )
+        prefix, suffix = _around(content.get("post_processor"), path)
+        merges = _distinct(_pair(merge) for merge in model["merges"])
         added = [(token["content"], token["id"]) for token in content["added_tokens"]]
         ordinary = [item for item in model["vocab"].items() if item not in added]
         vocab = _by_id(
@@ -117,36 +155,98 @@ def load_json(path: Path) -> dict[str, Any]:
         raise damaged(path, f"not a whole tokenizer.json: no key {error}") from error
     except (TypeError, AttributeError, ValueError) as error:
         raise damaged(path, f"not a tokenizer.json: {error}") from error
-    return {"vocab": vocab, "merges": merges, "special_tokens": tuple(text for text, _ in added)}
+    if ignored := [field for field in ("truncation", "padding") if content.get(field) is not None]:
+        _log.warning("%s: ignoring %s: texts are encoded whole", path, " and ".join(ignored))
+    return {
+        "vocab": vocab,
+        "merges": merges,
+        "special_tokens": tuple(text for text, _ in added),
+        "prefix": prefix,
+        "suffix": suffix,
+    }
 
 
-def _check_kind(content: dict[str, Any], model: dict[str, Any], path: Path) -> None:
-    """Refuse a tokenizer that would load but encode differently here."""
-    before = content["pre_tokenizer"] or {}
-    same = (
-        model["type"] == "BPE"
-        and before.get("type") == "ByteLevel"
-        and before.get("use_regex", True)
-        and not before.get("add_prefix_space")
-        and not any(
-            model.get(key) for key in ("dropout", "ignore_merges", "byte_fallback", "end_of_word_suffix")
-        )
-        and content.get("normalizer") is None
-        and not any(
-            token["lstrip"] or token["rstrip"] or token["single_word"] for token in content["added_tokens"]
-        )
-    )
-    if not same:
-        raise UsageError(
-            "tokenizer.unsupported",
-            f"{path}: not a byte-level BPE tokenizer with GPT-2's pre-tokenization",
-            hint="train one with: lmkit tokenizer train",
-        )
+def _other_ids(content: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the fields, with their values, for which Hugging Face's ids would differ from lmkit's."""
+    model, before, added = content["model"], content["pre_tokenizer"] or {}, content["added_tokens"]
+    if model["type"] != "BPE":
+        yield "model.type", model["type"]
+    for key in _CHANGE_MODEL:
+        if model.get(key):
+            yield f"model.{key}", model[key]
+    if content.get("normalizer") is not None:
+        yield "normalizer", content["normalizer"]
+    if before.get("type") != "ByteLevel":
+        yield "pre_tokenizer", content["pre_tokenizer"]
+    elif before.get("add_prefix_space"):
+        yield "pre_tokenizer.add_prefix_space", before["add_prefix_space"]
+    elif not before.get("use_regex", True):
+        yield "pre_tokenizer.use_regex", before["use_regex"]
+
+    vocab = model.get("vocab", {})
+    next_free = len(vocab)
+    found_first = [token["content"] for token in added if not token.get("normalized")]
+    for i, token in enumerate(added):
+        for key in ("single_word", "lstrip", "rstrip"):
+            if token[key]:
+                yield f"added_tokens[{i}].{key}", token[key]
+        # A token that the vocabulary lacks gets the next free id, whatever the file says.
+        if token["id"] != (expected := vocab.get(token["content"], next_free)):
+            yield f"added_tokens[{i}].id", token["id"]
+        next_free = max(next_free, expected + 1)
+        # Normalized tokens are looked for in what the others have left: another order only if they overlap.
+        if token.get("normalized") and any(_overlap(token["content"], other) for other in found_first):
+            yield f"added_tokens[{i}].normalized", True
+
+
+def _overlap(a: str, b: str) -> bool:
+    """Return whether a text may contain both strings with a character in common."""
+    sizes = range(1, min(len(a), len(b)) + 1)
+    return a in b or b in a or any(a[-n:] == b[:n] or b[-n:] == a[:n] for n in sizes)
+
+
+def _around(post_processor: dict[str, Any] | None, path: Path) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the ids that the post-processor puts before and after a text."""
+    if post_processor is None:
+        return (), ()
+    is_sequence = post_processor["type"] == "Sequence"
+    found: list[tuple[int, ...]] = []
+    for i, processor in enumerate(post_processor["processors"] if is_sequence else [post_processor]):
+        field = f"post_processor.processors[{i}]" if is_sequence else "post_processor"
+        kind = processor["type"]
+        if kind == "ByteLevel":  # changes offsets only
+            continue
+        if kind in ("BertProcessing", "RobertaProcessing"):
+            sides = [[token_id] for _, token_id in (processor["cls"], processor["sep"])]
+        elif kind == "TemplateProcessing":
+            sides = [[]]
+            for piece in processor["single"]:
+                if "Sequence" in piece:
+                    sides.append([])
+                else:
+                    sides[-1] += processor["special_tokens"][piece["SpecialToken"]["id"]]["ids"]
+        else:
+            sides = []
+        if len(sides) != 2 or found:
+            raise UsageError(
+                "tokenizer.unsupported",
+                f"{path}: {field} = {json.dumps(processor)[:60]} is not supported",
+                hint="a post-processor may put tokens before and after the text, once",
+            )
+        if any(type(token_id) is not int for side in sides for token_id in side):
+            raise ValueError(f"{field}: an id is not an integer")
+        found = [tuple(side) for side in sides]
+    return (found[0], found[1]) if found else ((), ())
 
 
 def _pair(merge: str | list[str]) -> tuple[bytes, bytes]:
     left, right = merge.split(" ") if isinstance(merge, str) else merge
     return to_bytes(left), to_bytes(right)
+
+
+def _distinct(merges: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Return each merge at the last place where the file lists it, which is its rank in Hugging Face's library."""
+    return list(dict.fromkeys(reversed(list(merges))))[::-1]
 
 
 # ---- GPT-2's files
@@ -165,7 +265,7 @@ def load_gpt2(vocab_json: Path, merges_txt: Path) -> dict[str, Any]:
     content = _parse(vocab_json)
     lines = _read(merges_txt).splitlines()
     try:
-        merges = [_pair(line) for line in lines if line and not line.startswith("#version")]
+        merges = _distinct(_pair(line) for line in lines if line and not line.startswith("#version"))
     except ValueError as error:
         raise damaged(merges_txt, f"not a list of merges ({error})") from error
     made = {to_characters(left + right) for left, right in merges} | {

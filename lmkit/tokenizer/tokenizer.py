@@ -30,9 +30,12 @@ class Tokenizer:
         vocab: token id -> bytes; contains all 256 single bytes.
         merges: pairs of tokens in the order in which they were learned; `vocab` contains the merged tokens.
         special_tokens: never split, never merged across; one that `vocab` lacks gets the next free id.
+        prefix: ids before every text, such as a begin-of-sequence token.
+        suffix: ids after every text.
 
     Raises:
-        ValueError: a byte or a merged token is missing in `vocab`, or a special token is empty or given twice.
+        ValueError: a byte, a merged token or an id of the prefix or suffix is missing in `vocab`, or a special token
+            is empty or given twice.
 
     >>> vocab = {i: bytes([i]) for i in range(256)} | {256: b"he", 257: b"hel"}
     >>> tokenizer = Tokenizer(vocab=vocab, merges=[(b"h", b"e"), (b"he", b"l")], special_tokens=["<|endoftext|>"])
@@ -48,6 +51,8 @@ class Tokenizer:
         vocab: Mapping[int, bytes],
         merges: Sequence[tuple[bytes, bytes]],
         special_tokens: Sequence[str] = (),
+        prefix: Sequence[int] = (),
+        suffix: Sequence[int] = (),
     ) -> None:
         if "" in special_tokens or len(set(special_tokens)) != len(special_tokens):
             raise ValueError("special tokens must be distinct and not empty")
@@ -61,6 +66,10 @@ class Tokenizer:
         self.vocab_size = max(self.vocab) + 1
         """One more than the largest id: the rows that an embedding needs."""
         self.specials = SpecialTokens(self.special_ids)
+        self.prefix, self.suffix = tuple(prefix), tuple(suffix)
+        for token_id in (*self.prefix, *self.suffix):
+            if token_id not in self.vocab:
+                raise ValueError(f"prefix or suffix: {token_id} is not a token id of this vocabulary")
         self.merge_table = MergeTable(
             [ordinary[bytes([byte])] for byte in range(256)],
             [(ordinary[left], ordinary[right], ordinary[left + right]) for left, right in self.merges],
@@ -79,7 +88,9 @@ class Tokenizer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickle the content; locks and compiled encoders are made anew.
-        content = {name: getattr(self, name) for name in ("vocab", "merges", "special_tokens")}
+        content = {
+            name: getattr(self, name) for name in ("vocab", "merges", "special_tokens", "prefix", "suffix")
+        }
         return functools.partial(Tokenizer, **content), ()
 
     @property
@@ -94,19 +105,25 @@ class Tokenizer:
 
     # ---- encoding
 
-    def encode(self, text: str, *, allowed_special: str | Collection[str] = "all") -> list[int]:
+    def encode(
+        self, text: str, *, allowed_special: str | Collection[str] = "all", add_special_tokens: bool = True
+    ) -> list[int]:
         """Return the ids of `text`.
 
         Args:
             allowed_special: the special tokens to recognize ("all" or a collection); the others are plain text.
+            add_special_tokens: whether to put the prefix and suffix of the tokenizer around the text.
 
         Raises:
             ValueError: `allowed_special` names a string that is not a special token of this tokenizer, or `text`
                 contains a lone surrogate, which has no UTF-8.
         """
-        return self._encode_utf8(text.encode(), self._allowed(allowed_special))
+        ids = self._encode_utf8(text.encode(), self._allowed(allowed_special))
+        return self._around(ids) if add_special_tokens else ids
 
-    def encode_bytes(self, data: bytes, *, allowed_special: str | Collection[str] = "all") -> list[int]:
+    def encode_bytes(
+        self, data: bytes, *, allowed_special: str | Collection[str] = "all", add_special_tokens: bool = True
+    ) -> list[int]:
         """Return the ids of any bytes. A byte that is not valid UTF-8 counts as a punctuation mark.
 
         Raises:
@@ -117,8 +134,10 @@ class Tokenizer:
         """
         specials = self._allowed(allowed_special)
         if is_utf8(data):
-            return self._encode_utf8(data, specials)
-        return PythonEncoder(self.merge_table).encode(data, specials).tolist()
+            ids = self._encode_utf8(data, specials)
+        else:
+            ids = PythonEncoder(self.merge_table).encode(data, specials).tolist()
+        return self._around(ids) if add_special_tokens else ids
 
     def encode_iterable(self, texts: Iterable[str]) -> Iterator[int]:
         """Yield the ids of the joined strings, in constant memory; for example of an open text file.
@@ -129,12 +148,17 @@ class Tokenizer:
         [256]
         """
         blocks = (text.encode() for text in texts)
+        yield from self.prefix
         for chunk in exact_chunks(blocks, self.specials, size=_STREAM_BYTES):
             yield from self._encode_utf8(chunk.data, self.specials)
+        yield from self.suffix
 
     def new_encoder(self) -> Encoder:
         """Return a new encoder of chunks of bytes, for one thread."""
         return new_encoder(self.merge_table)
+
+    def _around(self, ids: list[int]) -> list[int]:
+        return [*self.prefix, *ids, *self.suffix] if self.prefix or self.suffix else ids
 
     def _allowed(self, allowed: str | Collection[str]) -> SpecialTokens:
         if allowed == "all":
@@ -198,8 +222,11 @@ class Tokenizer:
     def load(cls, path: str | Path) -> Tokenizer:
         """Read a `tokenizer.json` of lmkit, or of another byte-level BPE with GPT-2's pre-tokenization.
 
+        Post-processors that put tokens around a text become `prefix` and `suffix`. Truncation and padding are
+        ignored, with a warning.
+
         Raises:
-            UsageError: no such file, or another kind of tokenizer.
+            UsageError: no such file, or a field with which Hugging Face's ids would differ from lmkit's.
             LmkitError: the file is damaged.
         """
         return cls._from_file(files.load_json(Path(path)), path)

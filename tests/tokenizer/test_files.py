@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
 
 import pytest
@@ -113,15 +114,129 @@ def test_fault_31_other_content(tmp_path, content, code):
     assert caught.value.hint
 
 
-def test_another_kind_of_tokenizer_is_refused(trained, tmp_path):
-    path = tmp_path / "tokenizer.json"
-    trained.save(path)
-    content = json.loads(path.read_text("utf-8"))
-    content["pre_tokenizer"]["add_prefix_space"] = True
-    path.write_text(json.dumps(content), "utf-8")
-    with pytest.raises(UsageError, match=r"tokenizer\.json") as caught:
-        Tokenizer.load(path)
-    assert caught.value.code == "tokenizer.unsupported"
+@pytest.fixture
+def foreign(tmp_path):
+    """Writes a small tokenizer.json with changes, `{dotted path: value}`."""
+
+    def write(changes):
+        merges = [(b"h", b"e"), (b"he", b"l"), (b"l", b"l"), (b"o", b" ")]
+        path = tmp_path / "foreign.json"
+        Tokenizer.from_merges(merges, ["<s>", "</s>"]).save(path)  # ids 260 and 261
+        content = json.loads(path.read_text("utf-8"))
+        for dotted, value in changes.items():
+            place, (*parents, last) = content, [int(k) if k.isdigit() else k for k in dotted.split(".")]
+            for key in parents:
+                place = place[key]
+            place[last] = value
+        path.write_text(json.dumps(content), "utf-8")
+        return path
+
+    return write
+
+
+A = {"Sequence": {"id": "A", "type_id": 0}}
+BEGIN, END = ({"SpecialToken": {"id": text, "type_id": 0}} for text in ("<s>", "</s>"))
+OFFSETS = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
+
+
+def template(*single, begin=(260,)):
+    special_tokens = {
+        text: {"id": text, "ids": ids, "tokens": [text] * len(ids)}
+        for text, ids in (("<s>", list(begin)), ("</s>", [261]))
+    }
+    pair = [A, {"Sequence": {"id": "B", "type_id": 1}}]
+    return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": special_tokens}
+
+
+PADDING = {"strategy": {"Fixed": 40}, "direction": "Right", "pad_id": 0, "pad_type_id": 0, "pad_token": "!"}
+TRUNCATION = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "before", "after"),
+    [
+        ({"post_processor": OFFSETS}, [], []),
+        ({"post_processor": template(BEGIN, A)}, [260], []),
+        ({"post_processor": template(BEGIN, A, END, begin=(260, 7))}, [260, 7], [261]),
+        ({"post_processor": {"type": "Sequence", "processors": [OFFSETS, template(A, END)]}}, [], [261]),
+        (
+            {"post_processor": {"type": "BertProcessing", "cls": ["<s>", 260], "sep": ["</s>", 261]}},
+            [260],
+            [261],
+        ),
+        (
+            {
+                "post_processor": {
+                    "type": "RobertaProcessing",
+                    "cls": ["<s>", 260],
+                    "sep": ["</s>", 261],
+                    "trim_offsets": True,
+                    "add_prefix_space": False,
+                }
+            },
+            [260],
+            [261],
+        ),
+        ({"model.merges": [["l", "l"], ["h", "e"], ["he", "l"], ["o", "\u0120"], ["l", "l"]]}, [], []),
+        ({"model.continuing_subword_prefix": "", "model.dropout": 0.0, "model.unk_token": "<s>"}, [], []),
+        ({"added_tokens.0.normalized": True, "added_tokens.1.special": False}, [], []),
+        ({"padding": PADDING | {"pad_to_multiple_of": None}}, [], []),
+        ({"truncation": TRUNCATION, "padding": PADDING, "post_processor": template(BEGIN, A)}, [260], []),
+    ],
+)
+def test_fault_103_a_foreign_tokenizer_gives_the_ids_of_hugging_face(
+    foreign, changes, before, after, caplog, tmp_path
+):
+    tokenizers = pytest.importorskip("tokenizers")
+    path = foreign(changes)
+    ours, theirs = Tokenizer.load(path), tokenizers.Tokenizer.from_file(str(path))
+    ignored = {"truncation", "padding"} & set(changes)
+    assert len(caplog.records) == bool(ignored)
+    assert all(field in caplog.text for field in ignored)
+    theirs.no_truncation()
+    theirs.no_padding()
+    ours.save(tmp_path / "again.json")
+    again = tokenizers.Tokenizer.from_file(str(tmp_path / "again.json"))
+    assert Tokenizer.load(tmp_path / "again.json").sha256 == pickle.loads(pickle.dumps(ours)).sha256
+    for text in ("", "hello <s>hell</s> o ", "llll"):
+        assert ours.encode(text) == theirs.encode(text).ids == again.encode(text).ids
+        plain = ours.encode(text, add_special_tokens=False)
+        assert [*before, *plain, *after] == ours.encode(text) == ours.encode_bytes(text.encode())
+        assert [*before, *plain, *after] == list(ours.encode_iterable([text]))
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        *[(field, {field: value}) for field, value in (
+            ("model.continuing_subword_prefix", "##"), ("model.end_of_word_suffix", "</w>"),
+            ("model.dropout", 0.1), ("model.ignore_merges", True), ("normalizer", {"type": "NFC"}),
+            ("pre_tokenizer.add_prefix_space", True), ("pre_tokenizer.use_regex", False),
+            ("pre_tokenizer", {"type": "Whitespace"}), ("pre_tokenizer", None), ("model.type", "Unigram"),
+        )],
+        *[(f"added_tokens[1].{key}", {f"added_tokens.1.{key}": True}) for key in ("lstrip", "rstrip", "single_word")],
+        ("added_tokens[0].id", {"added_tokens.0.id": 300}),
+        ("added_tokens[1].normalized", {"added_tokens.1.normalized": True, "added_tokens.1.content": "s>h",
+                                        "added_tokens.1.id": 262}),
+        ("post_processor.processors[1]",
+         {"post_processor": {"type": "Sequence", "processors": [template(BEGIN, A), template(A, END)]}}),
+        ("post_processor", {"post_processor": template(A, A)}),
+        ("post_processor", {"post_processor": template(BEGIN)}),
+        ("post_processor", {"post_processor": {"type": "Other"}}),
+    ],
+)  # fmt: skip
+def test_fault_103_a_field_that_would_change_the_ids_is_named(foreign, terminal, field, changes):
+    path = foreign(changes)
+    refusal = terminal.refuses("tokenizer", "encode", path, "hello", code="tokenizer.unsupported")
+    assert f" {field} = " in refusal.error
+    assert path.name in refusal.error
+
+
+def test_fault_103_a_post_processor_with_an_unknown_id_is_damage(foreign):
+    for ids in ([9999], [True], [[1]], ["<s>"]):
+        with pytest.raises(LmkitError, match=r"foreign\.json") as caught:
+            Tokenizer.load(foreign({"post_processor": template(BEGIN, A, begin=ids)}))
+        assert caught.value.code == "tokenizer.damaged_file"
 
 
 def test_missing_file(tmp_path):
