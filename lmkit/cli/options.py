@@ -85,7 +85,8 @@ NprocOption = Annotated[
 SourcesArgument = Annotated[
     list[Path],
     typer.Argument(
-        help='Text files, one or more; of a .jsonl file, the documents under "text" in its lines.'
+        help="Text files or pipes, one or more, compressed if they end in .gz; "
+        'of a .jsonl file, the documents under "text" in its lines.'
     ),
 ]
 WorkersOption = Annotated[int | None, option("Worker threads; 0: one per CPU (default).", min=0, max=1024)]

@@ -22,7 +22,7 @@ from typing import Any
 
 from lmkit.cli.console import Result
 from lmkit.cli.ranks import alone, follow, leading
-from lmkit.cli.stages import FILES, NO_EFFECT, RECORD, Outputs, StageRecord
+from lmkit.cli.stages import FILES, NO_EFFECT, PIPE, RECORD, Outputs, StageRecord
 from lmkit.data.corpora import prepare_corpus
 from lmkit.data.encoding import encode_corpus
 from lmkit.data.token_files import open_tokens
@@ -250,6 +250,10 @@ class Pipeline:
         """Do a stage unless it is up to date; return "up to date" or the seconds that it took."""
         if self.is_up_to_date(stage):
             log.info("%s: up to date", stage)
+            if stage == "corpus" and any(PIPE in hashes for hashes in self.record.content.values()):
+                log.warning(
+                    "the corpus came from a pipe, which is not read again (see --from and --set run.name=...)"
+                )
             return "up to date"
         started = time.perf_counter()
         if stage in DATA_STAGES:  # the others lock the folder themselves

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from lmkit.data.corpora import refuse_directory
 from lmkit.errors import UsageError
 from lmkit.recipe.schema import Recipe
 from lmkit.storage import sha256_file, write_atomic
@@ -32,6 +33,7 @@ READS = {
 FILES = ("corpus.train", "corpus.valid", "tokenizer.path")  # keys that name files which a stage reads
 # Keys on which no result depends.
 NO_EFFECT = ("tokenizer.workers", "data.workers", "corpus.folder", "run.folder", "run.name")
+PIPE = "a pipe"  # stands for the hash of its content
 _INSIDE = "./"  # begins a path in the record that is relative to the run folder
 
 
@@ -68,13 +70,20 @@ class StageRecord:
 
     def _hash(self, path: Path, key: str) -> str:
         """Return the hash of a file's content; the file is not read if it is as it was at the last time."""
+        name, is_corpus = str(path.absolute()), key.startswith("corpus.")
+        # A pipe can be read only once, by the stage; it may be gone when the run goes on.
+        if is_corpus and (path.is_fifo() or (self._hashes.get(name) == [PIPE] and not path.is_file())):
+            self._hashes[name] = [PIPE]
+            return PIPE
+        if is_corpus:
+            refuse_directory(key, path)
         if not path.is_file():
             raise UsageError(
                 "run.missing_file",
                 f"{path}: no such file (key {key})",
                 hint="paths in a recipe are relative to the current folder",
             )
-        facts, name = path.stat(), str(path.absolute())
+        facts = path.stat()
         # A change that restores size and modification time still changes the time of the inode.
         state = [facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns]
         *known, digest = self._hashes.get(name, [None])

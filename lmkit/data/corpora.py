@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import logging
 import mmap
 import os
 import shutil
 import tempfile
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, BinaryIO
 
 from lmkit.data.download import download_dataset
 from lmkit.data.synth import write_stories
-from lmkit.errors import LmkitError, UsageError
+from lmkit.errors import LmkitError, UsageError, reason
 from lmkit.measure.progress import Progress
 from lmkit.recipe.tables import CorpusConfig
 from lmkit.recipe.vocabulary import END_OF_TEXT
 from lmkit.storage import atomic_path
-from lmkit.tokenizer.chunks import Chunk, ErrorMode, exact_chunks, read_blocks, text_file_status, valid_utf8
-from lmkit.tokenizer.pretokenize import SpecialTokens
+from lmkit.tokenizer.chunks import Chunk, ErrorMode, text_file_status, valid_utf8
+from lmkit.tokenizer.engine import CHUNK_BYTES
 
 PathOrPaths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 _END_OF_DOCUMENT = END_OF_TEXT.encode()
+_LONGEST_LINE = 1 << 28  # bytes of one JSON document: a small compressed file may hold a line without end
 _HELD_OUT_SEED = 1 << 32  # added to the seed of the training part: held-out stories come from another stream
+
+log = logging.getLogger("lmkit")
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,8 @@ def prepare_corpus(table: CorpusConfig, folder: Path, *, progress: Progress | No
     - `files`: uses text files where they are if `valid` names files, too. Otherwise `folder` gets `train.txt` and
       `valid.txt`: the last documents, at least `valid_fraction` of the bytes, are held out. A text with one document
       (a book without `<|endoftext|>`) is cut at the end of a line instead, or between two characters if it has one
-      line. Files ending in `.jsonl` hold one document a line, under the key `table.field`.
+      line. Files ending in `.jsonl` hold one document a line, under the key `table.field`. Files ending in `.gz`
+      are decompressed, and pipes are read once: their text is written to `folder`.
     - any other source is a dataset, see `lmkit.data.download`: downloaded to `table.folder` unless it is there.
 
     Everything is streamed, and a file appears under its name when it is complete. Text files that are used where
@@ -64,7 +71,8 @@ def prepare_corpus(table: CorpusConfig, folder: Path, *, progress: Progress | No
         UsageError: a file is missing ("corpus.missing_file"), empty ("corpus.empty") or too short to hold out a part
             ("corpus.too_short"); a line of a `.jsonl` file has no such field ("corpus.no_field").
         LmkitError: invalid UTF-8, with its byte offset, unless `errors` is "replace" ("text.not_utf8"); a broken
-            JSON line ("corpus.not_json").
+            JSON line ("corpus.not_json"), or one that is too long ("corpus.long_line"); a broken `.gz` file
+            ("corpus.damaged_gzip").
     """
     train, valid = folder / "train.txt", folder / "valid.txt"
     if table.source == "synth":
@@ -95,41 +103,60 @@ def plain_text_files(
     errors: ErrorMode = "strict",
     progress: Progress | None = None,
 ) -> Iterator[list[Path]]:
-    """Yield text files for the given files: a `.jsonl` file becomes a text file of its documents (key "text").
+    """Yield text files for the given files.
+
+    A `.jsonl` file becomes a text file of its documents (key "text"); so do `.gz` files, decompressed, and pipes.
 
     Args:
         paths: one path or several.
         folder: where a temporary folder for converted files is created; None uses the system's, which may be small.
 
     Raises:
-        UsageError: a `.jsonl` file is missing or has no text ("corpus.empty"), or a line has no "text"
+        UsageError: such a file is missing or has no text ("corpus.empty"), or a line has no "text"
             ("corpus.no_field").
         LmkitError: as `prepare_corpus`.
     """
     texts = as_paths(paths)
-    if not any(path.suffix == ".jsonl" for path in texts):
+    if not any(map(_is_converted, texts)):
         yield texts
         return
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as made:
         for number, path in enumerate(texts):
-            if path.suffix == ".jsonl":
+            if _is_converted(path):
                 texts[number] = Path(made, f"{number}.txt")
                 _join("sources", [path], CorpusConfig(errors=errors), texts[number], progress)
         yield texts
 
 
+def _is_converted(path: Path) -> bool:
+    """Return whether a text file has to be made of a file: of JSON lines, a compressed file, a pipe."""
+    return path.suffix == ".gz" or _holds_json(path) or path.is_fifo()
+
+
+def _holds_json(path: Path) -> bool:
+    return path.name.removesuffix(".gz").endswith(".jsonl")
+
+
 def _check_files(key: str, paths: Sequence[Path]) -> None:
     for path in paths:
-        if not path.is_file():
+        refuse_directory(key, path)
+        if not path.is_file() and not path.is_fifo():
             raise UsageError(
                 "corpus.missing_file",
                 f"{key}: {path} is not a file",
                 hint="give the path of a text or .jsonl file",
             )
-    if paths and not any(path.stat().st_size for path in paths):
+    if paths and not any(path.is_fifo() or path.stat().st_size for path in paths):
         raise _empty(key, paths)
+
+
+def refuse_directory(key: str, path: Path) -> None:
+    """Refuse a directory where a key of a recipe names a text file."""
+    if path.is_dir():
+        hint = f'name the files in it: {key} = ["{path}/a.txt", "{path}/b.txt"]'
+        raise UsageError("corpus.directory", f"{key}: {path} is a directory", hint=hint)
 
 
 def _empty(key: str, paths: Sequence[Path]) -> UsageError:
@@ -140,7 +167,7 @@ def _plain_text(
     key: str, paths: tuple[Path, ...], table: CorpusConfig, joined: Path, progress: Progress | None
 ) -> tuple[Path, ...]:
     """Return the files themselves if all are text, else one text file made of them."""
-    if not any(path.suffix == ".jsonl" for path in paths):
+    if not any(map(_is_converted, paths)):
         return paths
     with atomic_path(joined) as partial:
         _join(key, paths, table, partial, progress)
@@ -184,19 +211,18 @@ def _join(
     key: str, paths: Sequence[Path], table: CorpusConfig, target: Path, progress: Progress | None
 ) -> None:
     """Write the text of all files, one after the other, with `<|endoftext|>` between and behind JSON documents."""
-    sizes = [text_file_status(path).st_size for path in paths]
+    sizes = [0 if path.is_fifo() else text_file_status(path).st_size for path in paths]
     done = written = 0
     with open(target, "wb") as file:
         for path, size in zip(paths, sizes, strict=True):
-            pieces = (
-                _json_documents(path, table) if path.suffix == ".jsonl" else _text_pieces(path, table.errors)
-            )
             ending = b""
-            for read, piece in pieces:
-                written += file.write(piece)
-                ending = (ending + piece)[-len(_END_OF_DOCUMENT) - 1 :]
-                if progress is not None:
-                    progress("corpus", done + read, sum(sizes))
+            with _opened(path) as (source, stream):
+                make_pieces = _json_documents if _holds_json(path) else _text_pieces
+                for piece in make_pieces(stream, path, table):
+                    written += file.write(piece)
+                    ending = (ending + piece)[-len(_END_OF_DOCUMENT) - 1 :]
+                    if progress is not None and source.seekable():
+                        progress("corpus", done + source.tell(), sum(sizes))
             done += size
             if len(paths) > 1 and ending and _END_OF_DOCUMENT not in ending:
                 file.write(_END_OF_DOCUMENT + b"\n")  # two files are two documents
@@ -204,35 +230,73 @@ def _join(
         raise _empty(key, paths)
 
 
-def _text_pieces(path: Path, errors: ErrorMode) -> Iterator[tuple[int, bytes]]:
-    """Yield (bytes read so far, valid UTF-8)."""
-    for chunk in exact_chunks(read_blocks(path), SpecialTokens({})):
-        yield chunk.offset + chunk.num_bytes, valid_utf8(chunk, path, errors)
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[BinaryIO, IO[bytes] | gzip.GzipFile]]:
+    """Yield an open file or pipe, and the stream of its content, which is another one if the file is compressed."""
+    if path.is_fifo():
+        log.info("reading the pipe %s", path)  # waits until somebody writes into it
+    try:
+        file = open(path, "rb")  # noqa: SIM115  closed below
+    except OSError as error:
+        hint = "give the path of a text file"
+        raise UsageError("text.unreadable", f"{path}: {reason(error)}", hint=hint) from error
+    with file:
+        if path.suffix != ".gz":
+            yield file, file
+            return
+        try:
+            with gzip.GzipFile(fileobj=file) as stream:
+                yield file, stream
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            hint = "make or download it again; a text that is not compressed has no .gz at its end"
+            message = f"{path}: not a whole gzip file ({error})"
+            raise LmkitError("corpus.damaged_gzip", message, hint=hint) from error
 
 
-def _json_documents(path: Path, table: CorpusConfig) -> Iterator[tuple[int, bytes]]:
-    """Yield (bytes read so far, document with its end mark) for every line that is not blank."""
-    read = 0
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            text = valid_utf8(Chunk(0, read, len(line), line), path, table.errors).decode()
-            read += len(line)
-            if not text.strip():
-                continue
-            try:
-                record = json.loads(text)
-            except (ValueError, RecursionError) as error:
-                raise LmkitError(
-                    "corpus.not_json",
-                    f"{path}, line {number}: not JSON ({error})",
-                    hint="every line must hold one JSON object",
-                ) from None
-            document = record.get(table.field) if isinstance(record, dict) else None
-            if not isinstance(document, str):
-                raise UsageError(
-                    "corpus.no_field",
-                    f'{path}, line {number}: no text under "{table.field}"',
-                    hint="a recipe names the key that holds the text: corpus.field",
-                )
-            # A lone surrogate (\ud800) is valid JSON but cannot be encoded.
-            yield read, document.encode("utf-8", "replace") + _END_OF_DOCUMENT + b"\n"
+def _text_pieces(stream: IO[bytes] | gzip.GzipFile, path: Path, table: CorpusConfig) -> Iterator[bytes]:
+    """Yield valid UTF-8 in pieces that are cut between characters."""
+    data, offset = b"", 0
+    while block := stream.read(CHUNK_BYTES):
+        data += block
+        # Every byte but 10xxxxxx begins a character, which may not end here. Four of these in a row do not.
+        last = range(len(data) - 1, max(-1, len(data) - 5), -1)
+        begins = (index + (data[index] < 0x80) for index in last if data[index] & 0xC0 != 0x80)
+        cut = next(begins, len(data))
+        yield valid_utf8(Chunk(0, offset, cut, data[:cut]), path, table.errors)
+        data, offset = data[cut:], offset + cut
+    if data:
+        yield valid_utf8(Chunk(0, offset, len(data), data), path, table.errors)
+
+
+def _json_documents(stream: IO[bytes] | gzip.GzipFile, path: Path, table: CorpusConfig) -> Iterator[bytes]:
+    """Yield a document with its end mark for every line that is not blank."""
+    read = number = 0
+    while line := stream.readline(_LONGEST_LINE + 1):
+        number += 1
+        if len(line) > _LONGEST_LINE:
+            raise LmkitError(
+                "corpus.long_line",
+                f"{path}, line {number}: longer than {_LONGEST_LINE:,} bytes",
+                hint="every line must hold one JSON object",
+            )
+        text = valid_utf8(Chunk(0, read, len(line), line), path, table.errors).decode()
+        read += len(line)
+        if not text.strip():
+            continue
+        try:
+            record = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise LmkitError(
+                "corpus.not_json",
+                f"{path}, line {number}: not JSON ({error})",
+                hint="every line must hold one JSON object",
+            ) from None
+        document = record.get(table.field) if isinstance(record, dict) else None
+        if not isinstance(document, str):
+            raise UsageError(
+                "corpus.no_field",
+                f'{path}, line {number}: no text under "{table.field}"',
+                hint="a recipe names the key that holds the text: corpus.field",
+            )
+        # A lone surrogate (\ud800) is valid JSON but cannot be encoded.
+        yield document.encode("utf-8", "replace") + _END_OF_DOCUMENT + b"\n"

@@ -113,7 +113,7 @@ class CorpusConfig(Table):
     seed: Count = 0
     """Seed of the generator (`synth`)."""
     train: tuple[Path, ...] = ()
-    """Text files, or JSON lines files that end in `.jsonl` (`files`)."""
+    """Text files, or JSON lines files that end in `.jsonl`; compressed (`.gz`) or a pipe, too (`files`)."""
     valid: tuple[Path, ...] = ()
     """Held-out files (`files`); if empty, the last `valid_fraction` of the documents is held out."""
     valid_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05

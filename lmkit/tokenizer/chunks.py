@@ -49,6 +49,8 @@ def text_file_status(path: Path) -> os.stat_result:
         status = path.stat()
     except OSError as error:
         raise _unreadable(path, reason(error)) from error
+    if stat.S_ISDIR(status.st_mode):
+        raise _unreadable(path, "is a directory")
     if not stat.S_ISREG(status.st_mode):
         raise _unreadable(path, "is not a regular file")
     return status

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -130,3 +131,27 @@ def test_the_record_of_an_older_version_costs_no_checkpoint(run: Path, terminal)
     before = content(run / "checkpoints")
     terminal("run fish.toml")
     assert content(run / "checkpoints") == before
+
+
+def test_fault_107_a_pipe_is_read_once_into_the_corpus_of_the_run(made: Path, terminal) -> None:
+    text = "one fish two fish red fish blue fish<|endoftext|>\n" * 50
+    os.mkfifo("pipe")
+    Path("fish.toml").write_text((made / "fish.toml").read_text().replace("corpus.txt", "pipe"))
+    states(terminal, "run fish.toml --dry-run")  # does not wait for a writer
+    writer = threading.Thread(target=Path("pipe").write_text, args=(text,), daemon=True)
+    writer.start()
+    assert "up to date" not in states(terminal, "run fish.toml").values()
+    made = [(RUN / "corpus" / f"{part}.txt").read_text() for part in ("train", "valid")]
+    assert "".join(made) == text
+    assert set(states(terminal, "run fish.toml").values()) == {"up to date"}
+    assert "not read again" in terminal.err
+    os.unlink("pipe")  # as a process substitution goes away
+    assert set(states(terminal, f"run {RUN}/recipe.toml").values()) == {"up to date"}
+
+
+def test_fault_107_a_directory_as_corpus_is_named(made: Path, terminal) -> None:
+    Path("fish.toml").write_text((made / "fish.toml").read_text().replace("corpus.txt", "texts"))
+    Path("texts").mkdir()
+    terminal.refuses(
+        "run fish.toml", code="corpus.directory", says=["texts", "is a directory", "corpus.train"]
+    )

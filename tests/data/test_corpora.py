@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
+import random
+import threading
+import tracemalloc
+from pathlib import Path
 
 import pytest
 
 from lmkit.data import corpora
-from lmkit.data.corpora import prepare_corpus
+from lmkit.data.corpora import plain_text_files, prepare_corpus
 from lmkit.data.synth import write_stories
 from lmkit.errors import UsageError
 from lmkit.recipe.tables import CorpusConfig
+from lmkit.tokenizer.chunks import TextFiles
+from lmkit.tokenizer.pretokenize import SpecialTokens
 
 MARK = "<|endoftext|>\n"
 
@@ -175,9 +183,8 @@ def test_invalid_utf8_names_the_byte_or_is_replaced(
 
 
 def test_missing_empty_and_short_files_are_wrong_use(write, split, tmp_path, refuses):
-    for path in (tmp_path / "nowhere.txt", tmp_path):
-        with refuses("corpus.missing_file", "corpus.train", str(path), kind=UsageError):
-            split(path)
+    with refuses("corpus.missing_file", "corpus.train", "nowhere.txt", kind=UsageError):
+        split(tmp_path / "nowhere.txt")
     with refuses("corpus.empty", "corpus.train", "empty.txt", kind=UsageError):
         split(write("empty.txt", ""))
     for name, content in (("empty.txt", ""), ("blank.jsonl", "\n \n")):
@@ -214,3 +221,93 @@ def test_downloads_go_to_the_shared_folder(tmp_path, monkeypatch):
     files = prepare_corpus(table, tmp_path / "run")
     assert calls == [("tinystories", tmp_path / "shared")]
     assert files.train == (tmp_path / "shared" / "train",)
+
+
+# ---- compressed files, pipes, directories
+
+
+@pytest.fixture
+def pipe(tmp_path):
+    """Make a named pipe; a thread writes the content into it once, as a process substitution does."""
+    writers = []
+
+    def pipe(name: str, content: bytes) -> Path:
+        path = tmp_path / name
+        os.mkfifo(path)
+        writers.append(threading.Thread(target=path.write_bytes, args=(content,), daemon=True))
+        writers[-1].start()
+        return path
+
+    yield pipe
+    for writer in writers:
+        writer.join(timeout=10)
+        assert not writer.is_alive(), "nobody read the pipe"
+
+
+def test_fault_107_compressed_files_and_pipes_become_text(write, pipe, tmp_path):
+    story = json.dumps({"text": "three"}).encode()
+    train = (
+        write("a.txt.gz", gzip.compress(b"one ") + gzip.compress("\u00e9".encode())),  # two members
+        pipe("b", b"two"),
+        write("c.jsonl.gz", gzip.compress(story)),
+        write("d.txt", "four"),
+    )
+    table = CorpusConfig(source="files", train=train, valid=(pipe("v", b"five"),))
+    files = prepare_corpus(table, tmp_path / "corpus", progress=lambda *report: None)
+    assert files.train[0].read_text() == f"one \u00e9{MARK}two{MARK}three{MARK}four{MARK}"
+    assert files.valid == (tmp_path / "corpus" / "valid.txt",)  # not the pipe
+    assert files.valid[0].read_text() == "five"
+
+
+def test_fault_107_sources_of_commands_may_be_compressed_or_pipes(write, pipe, tmp_path):
+    paths = [write("a.txt.gz", gzip.compress(b"one")), pipe("b", b"two"), write("c.txt", b"three")]
+    with plain_text_files(paths, tmp_path / "made") as texts:
+        assert [path.read_text() for path in texts] == ["one", "two", "three"]
+    assert list((tmp_path / "made").iterdir()) == []
+
+
+def test_fault_107_compressed_text_is_read_in_bounded_memory(write, tmp_path, refuses, monkeypatch):
+    size = 32 << 20
+    monkeypatch.setattr(corpora, "_LONGEST_LINE", 1 << 20)
+    word = write("bomb.txt.gz", gzip.compress(b"a" * size, 1))
+    line = write("bomb.jsonl.gz", gzip.compress(b"[" * size, 1))
+    tracemalloc.start()
+    try:
+        with plain_text_files(word, tmp_path / "made") as (text,):
+            assert text.stat().st_size == size
+        with refuses("corpus.long_line", "bomb.jsonl.gz, line 1"), plain_text_files(line, tmp_path / "made"):
+            pass
+        assert tracemalloc.get_traced_memory()[1] < size / 4
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:-9], lambda data: b"text" + data, lambda data: data[:40] + b"!" + data[41:]]
+)
+def test_fault_107_a_damaged_gzip_file_is_an_error(write, split, tmp_path, refuses, damage):
+    data = gzip.compress(random.Random(1).randbytes(500).hex().encode())
+    with refuses("corpus.damaged_gzip", "text.txt.gz"):
+        split(write("text.txt.gz", damage(data)))
+    assert list((tmp_path / "corpus").iterdir()) == []
+
+
+def test_fault_107_a_directory_is_an_error_that_says_so(split, tmp_path, refuses):
+    (tmp_path / "texts").mkdir()
+    with refuses("corpus.directory", "corpus.train", "texts", "is a directory", kind=UsageError):
+        split(tmp_path / "texts")
+    with (
+        refuses("text.unreadable", "texts", "is a directory", kind=UsageError),
+        plain_text_files(tmp_path / "texts") as texts,
+    ):
+        TextFiles(texts, SpecialTokens({}), "strict")
+
+
+@pytest.mark.parametrize("border", range(60))
+def test_text_is_the_same_wherever_a_block_ends(write, split, monkeypatch, border):
+    monkeypatch.setattr(corpora, "CHUNK_BYTES", 7 + border)
+    content = (
+        bytes([*range(0x70, 0x100)]) + "a\u00e9\u65e5\U0001f600".encode() * 5 + b"\x80" * 9 + b"\xf0\x9f"
+    )
+    train, valid = split(write("odd.txt", content), errors="replace")
+    assert (train + valid).decode() == content.decode("utf-8", "replace")

@@ -214,9 +214,8 @@ def test_compiled_once_and_kept(cache, monkeypatch):
 
 def test_fault_108_a_compiler_that_failed_is_quoted(cache, monkeypatch, tmp_path, caplog):
     compiler = tmp_path / "cc"
-    compiler.write_text(
-        "#!/bin/sh\necho 'In file words.c:' >&2\necho 'words.c:9: error: no such header' >&2\necho 'That is all.' >&2\nexit 3\n"
-    )
+    said = ("In file words.c:", "words.c:9: error: no such header", "That is all.")
+    compiler.write_text("#!/bin/sh\n" + "".join(f"echo '{line}' >&2\n" for line in said) + "exit 3\n")
     compiler.chmod(0o755)
     for name, words in (
         (str(compiler), ["error: no such header", "exit code 3"]),
