@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from lmkit.bench.report import read_rows
 from lmkit.errors import LmkitError, UsageError
-from lmkit.measure.statistics import median, unpaired_ratio
+from lmkit.measure.statistics import ALL_CHANGED, compare_runs, median
 from lmkit.measure.tables import Column, Rows, terminal_table
 
 # Results, though they are text or whole numbers: they do not say which measurement a row is.
@@ -28,12 +29,15 @@ RESULT_KEYS = {
     ),
     *("verdict", "versus_fp32_verdict", "versus_sdpa_verdict", "best_sdpa", "implementation"),
 }
+# Code of others, which did not change between two runs of one environment: their rows show what the machine did.
+REFERENCE_KEYS = ("kernel", "variant", "contender", "strategy", "way")
+REFERENCE = re.compile(r"(sdpa|torch|tiktoken|tokenizers|rustbpe)\b|torch_ddp")
 COLUMNS = (
     Column("what", "what"),
     Column("before_ms", "before ms", ".4g"),
     Column("after_ms", "after ms", ".4g"),
     Column("speedup", "speedup", ".3f"),
-    Column("low", "95% from", ".3f"),
+    Column("low", "98% from", ".3f"),
     Column("high", "to", ".3f"),
     Column("verdict", "verdict"),
 )
@@ -46,11 +50,13 @@ class Compared:
     Attributes:
         compared: how many have a verdict on their times: measured in both, often enough.
         worse: how many became slower, fail now, or are missing.
+        suspected: how many became slower together with all others, and no row of others' code tells why.
     """
 
     rows: Rows
     compared: int
     worse: int
+    suspected: int
 
     def __str__(self) -> str:
         if self.worse:
@@ -58,20 +64,25 @@ class Compared:
         elif self.compared:
             verdict = f"nothing became worse ({self.compared} of {len(self.rows)} compared)"
         else:
-            verdict = "nothing was compared: no measurement has enough samples in both"
-        return terminal_table(self.rows, COLUMNS) + verdict
+            verdict = "nothing was compared: no measurement has enough steady samples in both"
+        reasons: dict[str, list[str]] = {}
+        for row in self.rows:
+            if row.get("why"):
+                reasons.setdefault(row["why"], []).append(row["what"])
+        lines = [f"unclear, {why}: {_some(names)}\n" for why, names in reasons.items()]
+        return terminal_table(self.rows, COLUMNS) + "".join(lines) + verdict
 
     @property
     def is_fine(self) -> bool:
-        """Whether something was compared and nothing became worse."""
-        return self.compared > 0 and self.worse == 0
+        """Whether something was compared and nothing became worse, or is suspected to."""
+        return self.compared > 0 and self.worse == 0 and self.suspected == 0
 
 
 def compare_files(before: Path, after: Path, *, threshold: float) -> Compared:
     """Compare the rows of two result files or folders.
 
     Args:
-        threshold: what two runs of the same thing may differ by.
+        threshold: the smallest relative difference that counts.
 
     Raises:
         UsageError: no result file, or several; no measurement is in both; a threshold that is not finite.
@@ -123,9 +134,9 @@ def compare_rows(
     before: Sequence[Mapping[str, Any]],
     after: Sequence[Mapping[str, Any]],
     *,
-    smallest_difference: float = 0.05,
+    smallest_difference: float = 0.03,
 ) -> Compared:
-    """Match rows by everything that is not a result, and compare their raw samples."""
+    """Match rows by everything that is not a result, and compare their raw samples (`statistics.compare_runs`)."""
     old = {identity(row): row for row in before}
     new = {identity(row): row for row in after}
     keys = list(dict.fromkeys([*old, *new]))
@@ -133,15 +144,36 @@ def compare_rows(
     for name, value in (pair for key in keys for pair in key):
         values.setdefault(name, set()).add(value)
     rows = []
+    measured: list[tuple[dict[str, Any], bool, tuple[list[float], list[float]]]] = []
     for key in keys:
         # What all rows share would only repeat itself.
         what = " ".join(str(value) for name, value in key if len(values[name]) > 1) or "all"
-        rows.append({"what": what} | _compare(old.get(key), new.get(key), smallest_difference))
+        rows.append({"what": what})
+        if key not in old or key not in new:
+            rows[-1]["verdict"] = "missing" if key in old else "new"
+            continue
+        samples = (_samples_ms(old[key]), _samples_ms(new[key]))
+        if all(samples):
+            measured.append((rows[-1], _is_reference(new[key]), samples))
+        else:
+            rows[-1]["verdict"] = (
+                "stopped working" if samples[0] else "works now" if samples[1] else "not measured"
+            )
+    found = compare_runs(
+        [samples for *_, samples in measured],
+        [reference for _, reference, _ in measured],
+        smallest_difference=smallest_difference,
+    )
+    for (row, _, samples), ratio in zip(measured, found, strict=True):
+        row |= {"before_ms": median(samples[0]), "after_ms": median(samples[1]), **asdict(ratio)}
     verdicts = [row["verdict"] for row in rows]
     return Compared(
         rows,
         compared=sum(verdict in ("faster", "slower", "no difference") for verdict in verdicts),
         worse=sum(verdict in ("slower", "stopped working", "missing") for verdict in verdicts),
+        suspected=sum(
+            ALL_CHANGED in row.get("why", "") and row["after_ms"] > row["before_ms"] for row in rows
+        ),
     )
 
 
@@ -151,18 +183,13 @@ def identity(row: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     return tuple(sorted((key, row[key]) for key in told - RESULT_KEYS))
 
 
-def _compare(
-    old: Mapping[str, Any] | None, new: Mapping[str, Any] | None, smallest_difference: float
-) -> dict[str, Any]:
-    if old is None or new is None:
-        return {"verdict": "new" if old is None else "missing"}
-    before, after = _samples_ms(old), _samples_ms(new)
-    if not before or not after:
-        same = bool(before) == bool(after)
-        return {"verdict": "not measured" if same else "stopped working" if before else "works now"}
-    ratio = unpaired_ratio(after, before, smallest_difference=smallest_difference)
-    found = {"before_ms": median(before), "after_ms": median(after), "speedup": ratio.speedup}
-    return found | {"low": ratio.low, "high": ratio.high, "verdict": ratio.verdict}
+def _is_reference(row: Mapping[str, Any]) -> bool:
+    names = [row[key] for key in REFERENCE_KEYS if isinstance(row.get(key), str)]
+    return bool(names) and all(REFERENCE.match(name) for name in names)
+
+
+def _some(names: Sequence[str], most: int = 3) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _samples_ms(row: Mapping[str, Any]) -> list[float]:

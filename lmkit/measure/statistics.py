@@ -6,11 +6,12 @@ compared round by round: what slows a whole round down cancels in the round's ra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from statistics import fmean, median
-from typing import Any, TypeVar
+from typing import TypeVar
 
 FEWEST_PAIRS = 6
 """With fewer pairs no 95% interval of a median exists: even (min, max) of five covers only 94%."""
@@ -19,6 +20,16 @@ SMALLEST_DIFFERENCE = 0.005
 """Smaller differences are not called differences: code alignment alone makes them."""
 
 CONFIDENCE = 0.95
+
+FEWEST_REFERENCES = 3
+
+ALL_CHANGED = "all measurements take"
+
+NOISE_BETWEEN_RUNS = 0.005
+"""What the same code differs by between two processes at least (memory layout), as a standard deviation."""
+
+WIDTH = 2.8
+"""Half the width of an interval between runs, in standard deviations: 98% where their tails are heavy."""
 
 
 def quantile(samples: Sequence[float], fraction: float) -> float:
@@ -92,7 +103,7 @@ class PairedRatio:
     Attributes:
         speedup: baseline / candidate; above 1 the candidate is faster.
         low, high: 95% confidence interval of `speedup`.
-        pairs: rounds that were compared, or the samples of the shorter list.
+        pairs: rounds that were compared.
         verdict: "faster", "slower", "no difference" or "too few repeats" (fewer than `FEWEST_PAIRS`).
     """
 
@@ -122,37 +133,118 @@ def paired_ratio(candidate: Sequence[float], baseline: Sequence[float]) -> Paire
     return _judge(median(ratios), median_interval(ratios), len(ratios), SMALLEST_DIFFERENCE)
 
 
-def unpaired_ratio(
-    candidate: Sequence[float],
-    baseline: Sequence[float],
+@dataclass(frozen=True)
+class RunRatio:
+    """How the time of a measurement in one run compares with its time in another run.
+
+    Attributes:
+        speedup: before / after, divided by the drift; above 1 the second run is faster.
+        low, high: 98% confidence interval of `speedup`, noise between runs included.
+        verdict: "faster", "slower", "no difference", "too few repeats" or "unclear".
+        why: the reason of "unclear", else "".
+    """
+
+    speedup: float
+    low: float
+    high: float
+    verdict: str
+    why: str = ""
+
+
+def compare_runs(
+    pairs: Sequence[tuple[Sequence[float], Sequence[float]]],
+    references: Sequence[bool],
     *,
     smallest_difference: float,
-    resamples: int = 2000,
-) -> PairedRatio:
-    """Compare samples of two separate runs: the ratio of their medians, each resampled by itself (the percentile
-    bootstrap: Efron and Tibshirani 1993, ch. 13).
+) -> list[RunRatio]:
+    """Compare two separate runs by (before, after) samples of each measurement.
+
+    A time is the lower quartile of its samples: other processes only ever lengthen samples. What differs between runs
+    as a whole is seen in what the measurements have in common:
+
+    - Drift: the median change of the references, or with fewer than `FEWEST_REFERENCES` that of all measurements.
+      Without references it is not known whether a large drift is the machine's: then a difference must be one with
+      and without it.
+    - Noise between runs: how far changes scatter around their median beyond the noise of their samples. It is
+      too large, and small differences are missed, where a third of them changed and the rest did not.
 
     Args:
-        smallest_difference: what two runs of the same thing differ by: what differs between runs as a whole (clocks,
-            neighbours, memory layout) is not in the interval.
+        references: which measurements are of code that did not change.
 
     Raises:
         ValueError: a list is empty, or holds a time that is not positive.
     """
-    import numpy as np
+    changes, variances, reasons = [], [], []  # of the logarithm of before / after
+    for before, after in pairs:
+        _refuse_bad_times(before, after)
+        (log_before, error_before), (log_after, error_after) = _log_quartile(before), _log_quartile(after)
+        changes.append(log_before - log_after)
+        variances.append(error_before**2 + error_after**2)
+        reasons.append(_unsteady(before) or _unsteady(after))
+    steady = [i for i, reason in enumerate(reasons) if not reason]
+    if len(reasons) >= FEWEST_PAIRS and len(steady) < 2 / 3 * len(reasons):
+        saturated = f"only {len(steady)} of {len(reasons)} measurements were steady: the machine was busy"
+        reasons = [reason or saturated for reason in reasons]
+    stable = [i for i in steady if references[i]]
+    others = [i for i in steady if not references[i]]
+    known = len(stable) >= FEWEST_REFERENCES
+    common = stable if known else steady if len(steady) >= FEWEST_PAIRS else []
+    drift = median([changes[i] for i in common]) if common else 0.0
+    known = known or abs(drift) < math.log1p(smallest_difference)
+    noise, drift_variance = NOISE_BETWEEN_RUNS**2, 0.0
+    if common:
+        sampling = median([variances[i] for i in steady])
+        # A change that all but the references share is not scatter: each group has its own center.
+        center = median([changes[i] for i in others] or [drift]) if common is stable else drift
+        distances = [abs(changes[i] - (drift if references[i] else center)) for i in steady]
+        # 1.4826: a standard deviation from a median. An estimate from few needs room.
+        scatter = 1.4826 * median(distances) * (1.0 + 3.0 / len(distances))
+        noise = max(noise, scatter**2 - sampling)
+        drift_variance = 1.57 * (noise + sampling) / len(common)  # pi / 2: of a median
 
-    _refuse_bad_times(candidate, baseline)
-    generator = np.random.default_rng(0)
+    results = []
+    for (before, after), change, variance, reason in zip(pairs, changes, variances, reasons, strict=True):
+        reach = WIDTH * math.sqrt(variance + noise + drift_variance)
+        found = (change - drift,) if known else (change - drift, change)
+        speedup = math.exp(min(found, key=abs))
+        low, high = math.exp(min(found) - reach), math.exp(max(found) + reach)
+        verdict = _verdict(speedup, (low, high), min(len(before), len(after)), smallest_difference)
+        if verdict != "too few repeats":
+            alone = (math.exp(change - reach), math.exp(change + reach))
+            shared = _verdict(math.exp(change), alone, FEWEST_PAIRS, smallest_difference)
+            if not known and not reason and verdict == "no difference" != shared:
+                reason = f"{ALL_CHANGED} {math.exp(-drift):.3g}x the time: the machine, or what they share"
+            verdict = "unclear" if reason else verdict
+        results.append(RunRatio(speedup, low, high, verdict, reason if verdict == "unclear" else ""))
+    return results
 
-    def resampled_medians(samples: Sequence[float]) -> Any:
-        picks = generator.integers(0, len(samples), size=(resamples, len(samples)))
-        return np.median(np.asarray(samples, dtype=np.float64)[picks], axis=1)  # (resamples,)
 
-    ratios = resampled_medians(baseline) / resampled_medians(candidate)
-    tail = (1.0 - CONFIDENCE) / 2.0
-    low, high = (float(edge) for edge in np.quantile(ratios, [tail, 1.0 - tail]))
-    fewest = min(len(candidate), len(baseline))
-    return _judge(median(baseline) / median(candidate), (low, high), fewest, smallest_difference)
+def _log_quartile(samples: Sequence[float]) -> tuple[float, float]:
+    """Return the logarithm of the lower quartile, and its standard error from the order statistics around it."""
+    step = math.sqrt(0.25 * 0.75 / len(samples))
+    low, middle, high = (
+        math.log(quantile(samples, max(0.0, min(1.0, at)))) for at in (0.25 - step, 0.25, 0.25 + step)
+    )
+    return middle, (high - low) / 2.0
+
+
+def _unsteady(samples: Sequence[float]) -> str:
+    """Return why no single time can be told from the samples of one run, or ""."""
+    if len(samples) < FEWEST_PAIRS:
+        return ""
+    p25, p75 = quantile(samples, 0.25), quantile(samples, 0.75)
+    if p75 > 1.5 * p25:
+        return f"the middle half of the samples spans {p25:.3g} to {p75:.3g} ms: the machine was busy"
+    # Two modes: a gap that parts the samples, wider than what either side spreads.
+    ordered = sorted(samples)
+    fewest = max(2, len(ordered) // 4)
+    gap, at = max((ordered[i] / ordered[i - 1], i) for i in range(fewest, len(ordered) - fewest + 1))
+    sides = (ordered[:at], ordered[at:])
+    inner = max(quantile(side, 0.75) / quantile(side, 0.25) for side in sides)
+    if gap > max(1.15, inner):
+        modes = " and ".join(f"{median(side):.3g}" for side in sides)
+        return f"the samples have two modes, {modes} ms"
+    return ""
 
 
 def _refuse_bad_times(*samples: Sequence[float]) -> None:
@@ -163,16 +255,19 @@ def _refuse_bad_times(*samples: Sequence[float]) -> None:
 def _judge(
     speedup: float, interval: tuple[float, float], pairs: int, smallest_difference: float
 ) -> PairedRatio:
+    verdict = _verdict(speedup, interval, pairs, smallest_difference)
+    return PairedRatio(speedup, *interval, pairs, verdict)
+
+
+def _verdict(speedup: float, interval: tuple[float, float], pairs: int, smallest_difference: float) -> str:
     low, high = interval
     if pairs < FEWEST_PAIRS:
-        verdict = "too few repeats"
-    elif low > 1.0 and speedup >= 1.0 + smallest_difference:
-        verdict = "faster"
-    elif high < 1.0 and speedup <= 1.0 / (1.0 + smallest_difference):
-        verdict = "slower"
-    else:
-        verdict = "no difference"
-    return PairedRatio(speedup, low, high, pairs, verdict)
+        return "too few repeats"
+    if low > 1.0 and speedup >= 1.0 + smallest_difference:
+        return "faster"
+    if high < 1.0 and speedup <= 1.0 / (1.0 + smallest_difference):
+        return "slower"
+    return "no difference"
 
 
 Time = TypeVar("Time", int, float)

@@ -47,6 +47,86 @@ def test_every_verdict():
     assert max(map(len, terminal_table(compared.rows, COLUMNS, width=100).splitlines())) <= 100
 
 
+def one_run(rng, *, busy=False, offset=0.0):
+    """18 rows of 40 samples, every third of PyTorch's kernel. What differs between runs: a drift that all share, and
+    an offset of each row with heavy tails. Within runs: noise, interrupted samples; of 9 rows one has two modes and
+    one has samples of any length. `busy`: most samples lose the core for a while.
+    `offset`: how far rows of two runs differ beyond the usual."""
+    rows, drift = [], rng.gauss(0.0, 0.03)
+    for number in range(18):
+        heavy_tail = rng.gauss(0.0, 1.0) / math.sqrt(rng.gammavariate(2.0, 0.5))
+        typical = (1 + number) * math.exp(drift + 0.004 * heavy_tail + rng.gauss(0.0, offset))
+        slow_share = 0.7 if busy else 0.4 if number % 9 == 7 else 0.0
+        spread = 1.2 if number % 9 == 8 else 0.1 if busy else 0.015
+        samples = []
+        for _ in range(40):
+            interrupted = 1.0 + rng.expovariate(2.0) if rng.random() < 0.15 else 1.0
+            slow = rng.choice((1.5, 2.0, 3.0)) if rng.random() < slow_share else 1.0
+            samples.append(typical * rng.lognormvariate(0.0, spread) * interrupted * slow)
+        kernel = ("vectorized", "flash_torch", "sdpa")[number % 3]
+        rows.append({"kernel": kernel, "length": number // 3, "status": "ok", "samples_ms": samples})
+    return rows
+
+
+def slowed(rows, numbers, factor):
+    """The rows, those of these numbers slower by a factor."""
+    times = [factor if number in numbers else 1.0 for number in range(len(rows))]
+    return [
+        row | {"samples_ms": [sample * time for sample in row["samples_ms"]]}
+        for row, time in zip(rows, times, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("machine", [{}, {"busy": True}, {"offset": 0.03}])
+def test_fault_98_equal_runs_have_no_firm_verdicts(machine):
+    rng = random.Random(7)
+    verdicts = [
+        row["verdict"]
+        for _ in range(40)
+        for row in compare_rows(one_run(rng, **machine), one_run(rng, **machine)).rows
+    ]
+    assert len(verdicts) == 40 * 18
+    assert sum(verdict in ("faster", "slower") for verdict in verdicts) <= 0.02 * len(verdicts)
+
+
+@pytest.mark.parametrize("changed", [(4,), tuple(number for number in range(18) if number % 3 < 2)])
+def test_fault_98_a_slow_down_of_5_percent_is_found(changed):
+    """In steady rows: in one, and in all of ours."""
+    steady = [number for number in changed if number % 9 < 7]
+    found = []
+    for seed in range(60 // len(steady) + 20):
+        rng = random.Random(seed)
+        before, after = one_run(rng), slowed(one_run(rng), changed, 1.05)
+        rows = compare_rows(before, after).rows
+        found += [rows[number]["verdict"] for number in steady]
+    assert found.count("slower") >= 0.8 * len(found)
+    assert found.count("faster") == 0
+
+
+def test_fault_98_why_there_is_no_verdict():
+    rng = random.Random(3)
+    before, after = one_run(rng), one_run(rng)
+    two_modes, any_length = (compare_rows(before, after).rows[number] for number in (7, 8))
+    assert two_modes["verdict"] == any_length["verdict"] == "unclear"
+    assert "two modes" in two_modes["why"] or "spans" in two_modes["why"]
+    assert "spans" in any_length["why"]
+    assert any_length["why"] in str(compare_rows(before, after))
+
+
+def test_fault_98_without_rows_of_others_a_change_that_all_share_is_unclear_and_not_fine():
+    before = [row("a", 10, length=length) for length in range(8)]
+    after = [row("a", 12, length=length, seed=1) for length in range(8)]
+    compared = compare_rows(before, after)
+    assert {entry["verdict"] for entry in compared.rows} == {"unclear"}
+    assert (compared.worse, compared.suspected, compared.is_fine) == (0, 8, False)
+    others = [row("sdpa", 10, length=length) for length in range(3)]
+    for factor, verdict in ((10, "slower"), (12, "no difference")):  # did the code of others change as well?
+        later = [row("sdpa", factor, length=length, seed=1) for length in range(3)]
+        compared = compare_rows(before + others, after + later)
+        assert {entry["verdict"] for entry in compared.rows[:8]} == {verdict}
+        assert {entry["verdict"] for entry in compared.rows[8:]} == {"no difference"}
+
+
 def test_rows_are_matched_by_what_was_measured_in_any_order():
     before = [row("a", 10, length=128), row("a", 20, length=256)]
     after = [row("a", 20, length=256, seed=3), row("a", 10, length=128, seed=3)]

@@ -5,6 +5,7 @@ import pytest
 from lmkit.measure.statistics import (
     FEWEST_PAIRS,
     clip,
+    compare_runs,
     median_interval,
     overlap,
     paired_ratio,
@@ -12,7 +13,6 @@ from lmkit.measure.statistics import (
     spread,
     total,
     union,
-    unpaired_ratio,
 )
 
 
@@ -99,30 +99,25 @@ def test_verdicts(candidate, baseline, verdict):
     assert paired_ratio(candidate, baseline).verdict == verdict
 
 
-def test_the_interval_between_separate_runs_leaves_out_a_fortieth_on_either_side():
-    """Resampled, the median of 1 to 9 is at most 1 with 0.1%, at most 2 with 3.0%, at most 3 with 14%."""
-    nine = [float(value) for value in range(1, 10)]
-    result = unpaired_ratio([1.0], nine, smallest_difference=0.0, resamples=20_000)
-    assert (result.low, result.speedup, result.high) == (2.0, 5.0, 8.0)
-
-
-def test_separate_runs_are_compared_by_their_medians():
+def test_separate_runs_are_compared():
     rng = random.Random(1)
     slow = [10.0 * rng.lognormvariate(0.0, 0.03) for _ in range(60)]
     fast = [8.0 * rng.lognormvariate(0.0, 0.03) for _ in range(40)]
-    result = unpaired_ratio(fast, slow, smallest_difference=0.05)
-    assert result.low < 10.0 / 8.0 < result.high
-    for candidate, baseline, difference, verdict in (
-        (fast, slow, 0.05, "faster"),
-        (slow, fast, 0.05, "slower"),
-        (slow[:30], slow[30:], 0.05, "no difference"),
-        (fast, slow, 0.5, "no difference"),
-        (fast[: FEWEST_PAIRS - 1], slow, 0.05, "too few repeats"),
-        (fast, slow[:FEWEST_PAIRS], 0.05, "faster"),
+    for before, after, difference, verdict in (
+        (slow, fast, 0.05, "faster"),
+        (fast, slow, 0.05, "slower"),
+        (slow[30:], slow[:30], 0.05, "no difference"),
+        (slow, fast, 0.5, "no difference"),
+        (slow, fast[: FEWEST_PAIRS - 1], 0.05, "too few repeats"),
+        (slow, fast + [20.0 + sample for sample in fast], 0.05, "unclear"),
     ):
-        assert unpaired_ratio(candidate, baseline, smallest_difference=difference).verdict == verdict
+        (result,) = compare_runs([(before, after)], [False], smallest_difference=difference)
+        assert result.verdict == verdict
+        assert result.low < result.speedup < result.high
+        assert bool(result.why) == (verdict == "unclear")
     with pytest.raises(ValueError, match="samples"):
-        unpaired_ratio([], slow, smallest_difference=0.05)
+        compare_runs([(slow, [])], [False], smallest_difference=0.05)
+    assert compare_runs([], [], smallest_difference=0.05) == []
 
 
 @pytest.mark.parametrize(("candidate", "baseline"), [([1.0], [1.0, 2.0]), ([], []), ([0.0], [1.0])])
