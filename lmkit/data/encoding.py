@@ -43,7 +43,8 @@ def encode_corpus(
         >>> encode_corpus(["a.txt", "b.jsonl"], "tokens.npy", tokenizer)  # doctest: +SKIP
 
     Documents end with `<|endoftext|>`. A source without it at its end (trailing white space is ignored) gets one, so
-    that its last document does not run into the next source. A tokenizer without that token adds none. A source that
+    that its last document does not run into the next source. A tokenizer without that token adds none. The prefix and
+    suffix of the tokenizer stand around every document, the end-of-text token behind them. A source that
     ends in `.jsonl` holds one document a line, under the key "text".
 
     Args:
@@ -73,6 +74,7 @@ def _encode(
 ) -> TokenMeta:
     end_of_text = tokenizer.end_of_text_id
     num_documents = done_bytes = 0
+    begins = True  # whether the next token begins a document
     digest = hashlib.sha256()
     with TokenFileWriter(
         output, vocab_size=tokenizer.vocab_size, tokenizer_sha256=tokenizer.sha256
@@ -87,13 +89,23 @@ def _encode(
                     yield chunk
                 if end_of_text is not None and size and not tail.rstrip().endswith(_END):
                     yield Chunk(source, size, 0, _END)
+                elif end_of_text is None and size and tokenizer.suffix:
+                    yield Chunk(source, size, 0, b"")  # the end of the only document
 
         def encode(encoder: Encoder) -> Callable[[Chunk], np.ndarray]:
             return lambda chunk: encoder.encode(files.text_of(chunk), tokenizer.specials)
 
         def write(chunk: Chunk, ids: np.ndarray) -> None:
-            nonlocal num_documents, done_bytes
-            writer.append(ids)
+            nonlocal num_documents, done_bytes, begins
+            if tokenizer.prefix or tokenizer.suffix:
+                begins = begins or chunk.offset == 0
+                writer.append(_framed(ids, tokenizer, begins))
+                if len(ids):
+                    begins = bool(ids[-1] == end_of_text)
+                elif end_of_text is None:
+                    writer.append(np.array(tokenizer.suffix, np.int32))
+            else:
+                writer.append(ids)
             num_documents += int(np.count_nonzero(ids == end_of_text)) if end_of_text is not None else 0
             done_bytes += chunk.num_bytes
             if progress is not None:
@@ -105,6 +117,20 @@ def _encode(
             num_bytes=files.num_bytes,
             source_sha256=digest.hexdigest(),
         )
+
+
+def _framed(ids: np.ndarray, tokenizer: Tokenizer, begins: bool) -> np.ndarray:
+    """Put the prefix before the documents that begin in a chunk, and the suffix before each end-of-text token."""
+    ends = np.flatnonzero(ids == tokenizer.end_of_text_id)
+    starts = np.concatenate(([0] if begins else [], ends + 1)).astype(np.int64)
+    starts = starts[starts < len(ids)]
+    places = np.concatenate(
+        (np.repeat(starts, len(tokenizer.prefix)), np.repeat(ends, len(tokenizer.suffix)))
+    )
+    added = np.concatenate(
+        (np.tile(tokenizer.prefix, len(starts)), np.tile(tokenizer.suffix, len(ends)))
+    ).astype(np.int32)
+    return np.insert(ids, places, added)
 
 
 def _check_output(output: Path, sources: Iterable[Path], *, force: bool) -> None:

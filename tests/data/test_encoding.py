@@ -17,7 +17,7 @@ import pytest
 from lmkit.data.encoding import encode_corpus
 from lmkit.data.token_files import open_tokens
 from lmkit.errors import LmkitError, UsageError
-from lmkit.tokenizer import chunks, engine, train_tokenizer
+from lmkit.tokenizer import Tokenizer, chunks, engine, train_tokenizer
 from lmkit.tokenizer.bpe import PythonEncoder
 
 END = "<|endoftext|>"
@@ -66,6 +66,31 @@ def test_one_path_or_several_and_json_lines_are_taken(tmp_path, corpus, story, t
         encode_corpus(sources, tmp_path / f"{number}.npy", tokenizer)
         assert tokens(tmp_path / f"{number}.npy") == tokenizer.encode(story)
     assert len(list(tmp_path.iterdir())) == 2 + 2 * 4  # nothing but corpora, token files and descriptions
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("ends", [True, False])
+def test_fault_103_prefix_and_suffix_stand_around_every_document(
+    corpus, story, tmp_path, small_chunks, workers, ends
+):
+    """As `encode` puts them around a text."""
+    framed = Tokenizer(
+        vocab={i: bytes([i]) for i in range(256)},
+        merges=[],
+        special_tokens=("<s>", "</s>", *([END] if ends else [])),
+        prefix=(256, 256),
+        suffix=(257,),
+    )
+    (tmp_path / "two.txt").write_text(f"{END}one{END}{END}two", "utf-8")
+    encode_corpus([corpus, tmp_path / "two.txt"], tmp_path / "t.npy", framed, workers=workers)
+    if ends:
+        *documents, rest = story.split(END)
+        expected = [token for text in documents for token in (*framed.encode(text), 258)]
+        expected += [256, 256, *rest.encode()]  # white space behind the last end begins a document
+        expected += [token for text in ("", "one", "", "two") for token in (*framed.encode(text), 258)]
+    else:
+        expected = framed.encode(story) + framed.encode(f"{END}one{END}{END}two")
+    assert tokens(tmp_path / "t.npy") == expected
 
 
 def test_tokens_and_description(corpus, tokenizer, tmp_path, story):
