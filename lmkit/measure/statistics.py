@@ -184,7 +184,7 @@ def compare_runs(
     steady = [i for i, reason in enumerate(reasons) if not reason]
     if len(reasons) >= FEWEST_PAIRS and len(steady) < 2 / 3 * len(reasons):
         saturated = f"only {len(steady)} of {len(reasons)} measurements were steady: the machine was busy"
-        reasons = [reason or saturated for reason in reasons]
+        reasons = [saturated] * len(reasons)
     stable = [i for i in steady if references[i]]
     others = [i for i in steady if not references[i]]
     known = len(stable) >= FEWEST_REFERENCES
