@@ -29,6 +29,7 @@ from lmkit.data.token_files import open_tokens
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.progress import Progress
 from lmkit.measure.tables import megabytes, statement
+from lmkit.recipe.changes import is_under, refused, without_effect
 from lmkit.recipe.load import differences, load_recipe, recipe_to_toml, required
 from lmkit.recipe.run_folder import RECIPE
 from lmkit.recipe.schema import Recipe
@@ -187,11 +188,23 @@ class Pipeline:
         if path.exists():
             known = [dotted for dotted in FILES if self.record.knows(dotted)]  # their content counts
             changed = differences(load_recipe(path), self.recipe, ignore=(*FREE, *known))
-            if changed:
+            hint = f"to continue it: lmkit run {shlex.quote(str(path))}; or {OTHERWISE}"
+            trained, steps = self._trained_steps(), required(self.recipe.train, "train", command="run").steps
+            wrong = refused(changed) + [line for line in changed if is_under(line, ("corpus", "tokenizer"))]
+            if trained is None:  # the checkpoints are gone: what they were made with is all that is left
+                wrong = list(changed)
+            if wrong:
                 raise UsageError(
                     "run.other_recipe",
-                    f"{path}: another recipe made this run: " + "; ".join(changed),
-                    hint=f"to continue it: lmkit run {shlex.quote(str(path))}; or {OTHERWISE}",
+                    f"{path}: another recipe made this run: " + "; ".join(wrong),
+                    hint=hint,
+                )
+            if lost := without_effect(changed, step=trained or 0, steps=steps):
+                raise UsageError(
+                    "run.no_effect",
+                    f"{path}: its training has ended at step {trained}, so that nothing obeys "
+                    + "; ".join(lost),
+                    hint=f"to train on: --set train.steps=N, N above {trained}; {hint}",
                 )
         files = [] if self.skip_data else list(self.record.changed_content(self.recipe))
         if files and "train" not in self.redone:
@@ -203,6 +216,17 @@ class Pipeline:
 
     def _has_checkpoints(self) -> bool:
         return any(self.checkpoints.glob("*"))
+
+    def _trained_steps(self) -> int | None:
+        """Return the step of the newest checkpoint; reads none."""
+        names = [path.name.removeprefix("step-") for path in self.checkpoints.glob("step-*")]
+        return max((int(name) for name in names if name.isdecimal()), default=None)
+
+    def _was_trained_further(self) -> bool:
+        """Return whether `lmkit train` has gone on since the last `lmkit run`."""
+        if not self.record.is_finished("train"):
+            return False
+        return (self._trained_steps() or 0) > self.read("training", "train", "step")["step"]
 
     def would_set_aside(self) -> bool:
         """Return whether this run starts over a training that has checkpoints."""
@@ -244,7 +268,9 @@ class Pipeline:
                 shutil.copy2(self.folder / file, aside / file)
 
     def is_up_to_date(self, stage: str) -> bool:
-        return (self.skip_data and stage in DATA_STAGES) or self.record.is_finished(stage)
+        if stage in DATA_STAGES:
+            return self.skip_data or self.record.is_finished(stage)
+        return self.record.is_finished(stage) and not self._was_trained_further()
 
     def bring_up_to_date(self, stage: str) -> str:
         """Do a stage unless it is up to date; return "up to date" or the seconds that it took."""
@@ -385,6 +411,7 @@ def _train(run: Pipeline) -> Outputs:
         with FolderLock(run.folder):
             run.set_aside()
     run.record.begin("train")
+    run.record.forget(("evaluate", "generate"))
     run.tell_ranks("train")
     parallel, is_alone = run.recipe.parallel, os.environ.get("WORLD_SIZE", "1") == "1"
     if run.nproc == 1 and is_alone and "strategy" in parallel.model_fields_set:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lmkit.errors import UsageError
 from lmkit.parallel.protocol import ShardedState
+from lmkit.recipe import changes as rule
 from lmkit.recipe.load import differences, validate
 from lmkit.recipe.schema import Recipe
 from lmkit.training.checkpoint import (
@@ -23,14 +24,6 @@ from lmkit.training.model_state import load_optimizer_tensors, load_weights
 from lmkit.training.state import DataIdentity, TrainingState, restore_rng
 from lmkit.training.step import Step
 from lmkit.training.trainer import Moment
-
-MUST_AGREE = ("run.seed", "model", "data.source", "data.sampling", "train.batch_size", "train.precision")
-"""Keys that a resumed run may not change: the weights would not fit, or the steps would not continue the run.
-Everything else may change (learning rate, steps, intervals, ranks) and is reported. The other keys of [data] say
-where files lie; files are compared by content."""
-
-MAY_CHANGE_WITHIN = ("model.preset", "model.attention", "model.activation_checkpointing", "model.compile")
-"""Exceptions to `MUST_AGREE`: other ways to compute the same function."""
 
 UNREPORTED = ("run.name", "run.folder", "checkpoint", "generate", "wandb", "corpus", "tokenizer", "data")
 """Other differences that are not reported."""
@@ -76,12 +69,13 @@ def check_agreement(
     """Refuse to continue with another model or other batches; return lines for people about other changes."""
     path = checkpoint.path / STATE
     old = validate(checkpoint.state.recipe, origin=str(path), resolved=True)
-    refused, allowed = [], []
-    for line in differences(old, recipe):
-        if _is_under(line, MUST_AGREE) and not _is_under(line, MAY_CHANGE_WITHIN):
-            refused.append(line)
-        elif not _is_under(line, UNREPORTED):
-            allowed.append(f"changed since that checkpoint: {line}")
+    changes = differences(old, recipe)
+    refused = rule.refused(changes)
+    allowed = [
+        f"changed since that checkpoint: {line}"
+        for line in changes
+        if line not in refused and not rule.is_under(line, UNREPORTED)
+    ]
     if checkpoint.state.data is not None and data is not None and checkpoint.state.data != data:
         refused += [
             f"data.train: another token file ({name}: {before} -> {getattr(data, name)})"
@@ -94,6 +88,14 @@ def check_agreement(
             f"{checkpoint.path}: made by another recipe: {'; '.join(refused)}",
             hint="go back to those values, or start a new run with another --name",
         )
+    assert recipe.train is not None
+    step = checkpoint.state.step
+    if lost := rule.without_effect(changes, step=step, steps=recipe.train.steps):
+        raise UsageError(
+            "resume.no_effect",
+            f"{checkpoint.path}: step {step} ends this training, so that nothing obeys {'; '.join(lost)}",
+            hint=f"train on with --steps N, N above {step}; or start a new run with another --name",
+        )
     before = checkpoint.state.world_size
     if before != world_size:
         plural = "s" if before > 1 else ""
@@ -101,12 +103,6 @@ def check_agreement(
             f"saved by {before} rank{plural}, resuming on {world_size}: same batches, same state, resharded"
         )
     return allowed
-
-
-def _is_under(line: str, keys: tuple[str, ...]) -> bool:
-    """Return whether a difference (`model.d_model: 64 -> 128`) is about one of these tables or keys."""
-    name = line.partition(":")[0]
-    return any(name == key or name.startswith(f"{key}.") for key in keys)
 
 
 def restore(checkpoint: Checkpoint, step: Step) -> Moment:

@@ -54,10 +54,12 @@ def with_data(recipe: Recipe) -> Path:
 
 
 def with_longer_recipe(recipe: Recipe, *, checkpoint: bool = True) -> Path:
-    """The recipe in the run folder: one of more steps."""
+    """The recipe in the run folder: one of more steps and another model."""
     own = recipe.run.path / "recipe.toml"
     (recipe.run.path / "checkpoints" / ("step-00000001" if checkpoint else "")).mkdir(parents=True)
-    longer = load_recipe("quickstart", [f'run.folder="{recipe.run.folder}"', "train.steps=1260"])
+    longer = load_recipe(
+        "quickstart", [f'run.folder="{recipe.run.folder}"', "train.steps=1260", "model.d_ff=64"]
+    )
     own.write_text(recipe_to_toml(longer))
     return own
 
@@ -66,7 +68,7 @@ def test_a_run_of_another_recipe_is_refused_with_the_command_that_continues_it(t
     recipe = load_recipe("quickstart", [f'run.folder="{tmp_path}/my runs"'])
     own = with_longer_recipe(recipe)
     error = refused("run.other_recipe", recipe)
-    assert "train.steps: 1260 -> " in error.message
+    assert "model.d_ff: 64 -> " in error.message
     assert f"lmkit run '{own}';" in error.hint  # can be pasted
     assert states(recipe, force=True) == {"would run"}
 

@@ -1,0 +1,32 @@
+"""Which keys of a recipe may change while its run goes on: one rule for `lmkit run` and `lmkit train`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+MUST_AGREE = ("run.seed", "model", "data.source", "data.sampling", "train.batch_size", "train.precision")
+"""Keys that a resumed run may not change: the weights would not fit, or the steps would not continue the run.
+Everything else may change (learning rate, steps, intervals, ranks) and is reported. The other keys of [data] say
+where files lie; files are compared by content."""
+
+MAY_CHANGE_WITHIN = ("model.preset", "model.attention", "model.activation_checkpointing", "model.compile")
+"""Exceptions to `MUST_AGREE`: other ways to compute the same function."""
+
+NEED_STEPS = ("optimizer", "train.grad_clip", "train.accumulation")
+"""Keys that may change and that only further steps can obey."""
+
+
+def refused(changes: Iterable[str]) -> list[str]:
+    """Return the lines of `differences` with which the run cannot go on."""
+    return [line for line in changes if is_under(line, MUST_AGREE) and not is_under(line, MAY_CHANGE_WITHIN)]
+
+
+def without_effect(changes: Iterable[str], *, step: int, steps: int) -> list[str]:
+    """Return the lines of `differences` that no step would obey, because the training has reached its end."""
+    return [line for line in changes if step >= steps and is_under(line, NEED_STEPS)]
+
+
+def is_under(line: str, keys: tuple[str, ...]) -> bool:
+    """Return whether a difference (`model.d_model: 64 -> 128`) is about one of these tables or keys."""
+    name = line.partition(":")[0]
+    return any(name == key or name.startswith(f"{key}.") for key in keys)

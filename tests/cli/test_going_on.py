@@ -1,0 +1,62 @@
+"""`lmkit run` and `lmkit train` go on with each other's runs by one rule."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+
+def step(folder: Path) -> int:
+    return max(int(path.name.removeprefix("step-")) for path in folder.glob("checkpoints/step-*"))
+
+
+def evaluated(folder: Path) -> int:
+    return json.loads((folder / "evaluation.json").read_text())["step"]
+
+
+def test_fault_106_run_goes_on_with_more_steps_as_train_does(run: Path, terminal) -> None:
+    terminal("run fish.toml --set train.steps=4")
+    assert (step(run), evaluated(run)) == (4, 4)
+    terminal("train fish.toml --steps 5")
+    assert step(run) == 5
+    terminal("run fish.toml --set train.steps=6 --set optimizer.lr=2e-3")
+    assert (step(run), evaluated(run)) == (6, 6)
+    assert "optimizer.lr: 0.001 -> 0.002" in terminal.err
+
+
+def test_fault_106_run_after_a_longer_train_takes_its_model(run: Path, terminal) -> None:
+    terminal("train fish.toml --steps 4")
+    planned = json.loads(terminal("run fish.toml --dry-run --json"))["stages"]
+    assert [stage for stage, state in planned.items() if state == "would run"] == [
+        "train",
+        "evaluate",
+        "generate",
+    ]
+    done = json.loads(terminal("run fish.toml --json"))
+    assert (done["steps"], step(run), evaluated(run)) == (4, 4, 4)
+    assert set(json.loads(terminal("run fish.toml --json"))["stages"].values()) == {"up to date"}
+
+
+@pytest.mark.parametrize(
+    ("command", "code"), [("run", "run.no_effect"), ("train", "resume.no_effect")], ids=["run", "train"]
+)
+def test_fault_106_a_change_that_no_step_would_obey_is_refused(
+    command: str, code: str, run: Path, terminal
+) -> None:
+    before = (run / "recipe.toml").read_text()
+    for option in ("", " --dry-run"):
+        refused = terminal.refuses(
+            f"{command} fish.toml --set optimizer.lr=2e-3{option}", code=code, says=["optimizer.lr"]
+        )
+        assert "steps" in refused.hint
+    assert (run / "recipe.toml").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("command", "code"), [("run", "run.other_recipe"), ("train", "resume.other_recipe")], ids=["run", "train"]
+)
+def test_fault_106_another_model_is_refused_by_both(command: str, code: str, run: Path, terminal) -> None:
+    terminal.refuses(f"{command} fish.toml --set model.d_ff=64 --set train.steps=4", code=code, says=["d_ff"])
+    assert step(run) == 2
