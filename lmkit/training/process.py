@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -14,12 +15,14 @@ import torch
 
 from lmkit.errors import UsageError
 from lmkit.measure.environment import usable_cpus
-from lmkit.parallel.ranks import Ranks, local_device, process_group
+from lmkit.parallel.ranks import Ranks, absent_ranks, local_device, process_group
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import RunConfig
 
 _DETERMINISTIC: Any = torch.utils.deterministic  # its settings are properties, unknown to type checkers
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SILENCE_S = 2.0
+"""How long after a stopping signal the other ranks have time to answer before they are named."""
 
 
 def ranks_of(recipe: Recipe) -> AbstractContextManager[Ranks]:
@@ -69,15 +72,17 @@ def numerics(config: RunConfig, ranks: Ranks) -> Iterator[None]:
 
 
 class StopSignals:
-    """Record the first SIGTERM or SIGINT in `received`; end the process immediately at the second.
+    """Record the first SIGTERM or SIGINT in `received` and say what it does; end the process at the second.
 
     A thread counts the signals, because no Python handler runs while the main thread waits in C++ for a hanging rank
     or GPU. A process that ends like this does not clean up: partial files have partial names, and the next start
     removes them. Use it as a context manager in the main thread; elsewhere `with` raises ValueError.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Ranks | None = None) -> None:
         self.received: int | None = None
+        self._ranks = ranks or Ranks()
+        self._ended = threading.Event()
         self._before: dict[int, Any] = {}
         self._bell: int | None = None
         self._bell_before = -1
@@ -90,7 +95,10 @@ class StopSignals:
         os.set_blocking(self._bell, False)
         self._bell_before = signal.set_wakeup_fd(self._bell, warn_on_full_buffer=False)
         self._counting = threading.Thread(
-            target=_leave_at_the_second, args=(reading,), name="lmkit-signals", daemon=True
+            target=_leave_at_the_second,
+            args=(reading, self._ranks, self._ended),
+            name="lmkit-signals",
+            daemon=True,
         )
         self._counting.start()
         return self
@@ -100,6 +108,7 @@ class StopSignals:
     ) -> None:
         assert self._bell is not None
         assert self._counting is not None
+        self._ended.set()
         signal.set_wakeup_fd(self._bell_before)
         os.close(self._bell)  # ends the thread
         self._counting.join()
@@ -111,18 +120,44 @@ class StopSignals:
             self.received = number
 
 
-def _leave_at_the_second(reading: int) -> None:
-    """End the process at the second stopping signal.
+def _leave_at_the_second(reading: int, ranks: Ranks, ended: threading.Event) -> None:
+    """Say what the first stopping signal does; end the process at the second.
 
     The interpreter's own C handler writes each signal as a byte to the pipe, whatever the main thread does.
     """
-    told = False
+    saying: threading.Thread | None = None
     with open(reading, "rb", buffering=0) as bell:
         while byte := bell.read(1):
             if byte[0] in _SIGNALS:
-                if told:
+                if saying is not None:
                     os._exit(128 + byte[0])
-                told = True
+                # In a thread of its own: stderr may be a pipe that nobody reads.
+                saying = threading.Thread(target=_say, args=(byte[0], ranks, ended), daemon=True)
+                saying.start()
+    if saying is not None:
+        saying.join(SILENCE_S)
+
+
+def _say(number: int, ranks: Ranks, ended: threading.Event) -> None:
+    """Say that the run stops after this step; if it does not, which ranks have not taken the signal.
+
+    Rank 0 says the former, the first rank that is still there the latter.
+    """
+    again = f"{'Ctrl-C again' if number == signal.SIGINT else 'a second signal'} aborts without saving"
+    if ranks.is_first:
+        print(f"stopping after this step; {again}", file=sys.stderr, flush=True)
+    if ranks.store is None:
+        return
+    try:
+        ranks.store.set(f"stopping/{ranks.rank}", "yes")
+        if ended.wait(SILENCE_S):
+            return
+        silent = absent_ranks(ranks.store, "stopping", ranks.world_size, 0)
+    except RuntimeError:  # the store is gone: the run is ending
+        return
+    if silent and ranks.rank == min({*range(ranks.world_size)} - {*silent}):
+        names = ", ".join(map(str, silent))
+        print(f"waiting for rank {names}: no answer to the signal; {again}", file=sys.stderr, flush=True)
 
 
 def end_as_stopped(received: int | None) -> None:

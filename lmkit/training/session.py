@@ -173,7 +173,7 @@ def _run_rank(recipe: Recipe, stop_at_step: int | None) -> TrainResult | None:
                 sink.note(note)
             step = step_of(start.recipe, ranks, start.data)
             moment = Moment() if checkpoint is None else restore(checkpoint, step)
-            with StopSignals() as signals:
+            with StopSignals(ranks) as signals:
                 trainer = Trainer(
                     start.recipe,
                     step,

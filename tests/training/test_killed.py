@@ -110,6 +110,19 @@ def test_fault_71_a_second_signal_leaves_at_once_where_python_has_no_say(
     assert saved(tiny()) == [1]
 
 
+def test_fault_100_a_stop_says_at_once_what_it_does_and_whom_it_waits_for(
+    fleet: Fleet, settings: Callable[..., list[str]]
+) -> None:
+    first, second = fleet.start(settings("train.steps=100000", "train.log_interval=1"), ranks=2)
+    fleet.wait_until_said("step 1/")
+    os.kill(second.pid or 0, signal.SIGSTOP)
+    os.kill(first.pid or 0, signal.SIGINT)
+    fleet.wait_until_said("stopping after this step; Ctrl-C again aborts without saving\n")
+    fleet.wait_until_said("waiting for rank 1: ")
+    os.kill(first.pid or 0, signal.SIGINT)
+    assert ends([first]) == [130]
+
+
 def wait_until_taken(process: BaseProcess) -> None:
     """No signal waits any more: a second one would be the same to the system."""
     deadline = time.monotonic() + PATIENCE_S
