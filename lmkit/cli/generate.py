@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +13,7 @@ import typer
 
 from lmkit.cli.console import show, write
 from lmkit.cli.options import Commands, DeviceOption, JsonOption, SetOption, option
-from lmkit.errors import UsageError
+from lmkit.errors import UsageError, reason
 
 app = Commands()
 
@@ -22,11 +24,18 @@ def generate(
     prompt: Annotated[
         list[str] | None,
         option(
-            "Text to continue; repeatable. Empty: a new document. A long prompt is cut to its end.",
+            "Text to continue; repeatable. Empty: a new document; -: from stdin. A long prompt is cut to its end.",
             "--prompt",
             "-p",
         ),
     ] = None,
+    prompts_file: Annotated[
+        Path | None, option("Text file with one prompt a line; blank lines are left out.")
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, max=1_000_000, help="Texts per prompt.")] = 1,
+    json_lines: Annotated[
+        bool, typer.Option("--json-lines", help="Print each text as a line of JSON, with its prompt.")
+    ] = False,
     max_new_tokens: Annotated[int | None, option("Largest number of tokens per text.")] = None,
     temperature: Annotated[float | None, option("Sampling temperature; 0 is greedy.")] = None,
     top_k: Annotated[int | None, option("Sample from the k most likely tokens; 0 keeps all.")] = None,
@@ -50,10 +59,10 @@ def generate(
 ) -> None:
     """Write text with a trained model.
 
-    The run's [generate] table holds the defaults of the options.
+    Text i draws with seed + i. The run's [generate] table holds the defaults of the options.
     """
     flags = {
-        "prompts": prompt,
+        "prompts": _read_prompts(prompt, prompts_file),
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
         "top_k": top_k,
@@ -74,14 +83,40 @@ def generate(
         flags={f"generate.{key}": value for key, value in flags.items()},
         device=device,
         allow_special=allow_special,
-        stream=None if as_json else stream,
+        samples=samples,
+        stream=None if as_json or json_lines else stream,
     )
-    if streamed:
+    if json_lines:
+        write("".join(json.dumps(asdict(sample)) + "\n" for sample in result.samples))
+    elif streamed:
         stream("\n")
     else:
         show(result, as_json=as_json)
 
 
+def _read_prompts(given: list[str] | None, file: Path | None) -> list[str] | None:
+    """Return all prompts that flags name; None if there are none."""
+    prompts = list(given or ())
+    if "-" in prompts:
+        read = sys.stdin.buffer.read() if sys.stdin is not None else b""
+        typed = read.decode("utf-8", "replace").removesuffix("\n")
+        prompts = [typed if prompt == "-" else prompt for prompt in prompts]
+    if file is not None:
+        try:
+            lines = file.read_text("utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            why = reason(error) if isinstance(error, OSError) else f"invalid UTF-8 at byte {error.start}"
+            hint = "give a UTF-8 text file with one prompt a line"
+            raise UsageError("generate.prompts_file", f"--prompts-file: {file}: {why}", hint=hint) from error
+        found = [line for line in lines if line.strip()]
+        if not found:
+            message, hint = f"--prompts-file: {file}: holds no prompt", "write one prompt a line"
+            raise UsageError("generate.prompts_file", message, hint=hint)
+        prompts += found
+    return prompts or None
+
+
+_AT_ONCE = 64  # texts; more need more memory
 SEPARATOR = "\n\n---\n\n"
 
 
@@ -111,6 +146,7 @@ def write_text(
     flags: Mapping[str, Any] | None = None,
     device: str = "auto",
     allow_special: bool = False,
+    samples: int = 1,
     stream: Callable[[str], None] | None = None,
 ) -> GenerateResult:
     """Continue the prompts of a run's [generate] table, or those given.
@@ -119,6 +155,7 @@ def write_text(
         source: a run folder, its checkpoints folder, or one checkpoint.
         tokenizer: a tokenizer.json; None takes the run's.
         overrides, flags: as for `load_recipe`, over the run's recipe.
+        samples: texts per prompt.
         stream: called with the prompt and then with each piece of text, if there is a single prompt.
 
     Raises:
@@ -161,20 +198,26 @@ def write_text(
             )
         model = plain_model(checkpoint, device=ranks.device)
         # The prompt is written with the first piece: whatever is wrong with it has been refused by then.
-        unwritten = list(table.prompts) if stream is not None and len(table.prompts) == 1 else []
+        prompts = [prompt for prompt in table.prompts for _ in range(samples)]
+        unwritten = prompts[:] if stream is not None and len(prompts) == 1 else []
 
         def on_text(row: int, piece: str) -> None:
             assert stream is not None
             stream((unwritten.pop() if unwritten else "") + piece)
 
-        generations = generate(
-            model,
-            loaded,
-            table.prompts,
-            table,
-            allow_special=allow_special,
-            on_text=on_text if unwritten else None,
-        )
+        report = on_text if unwritten else None
+        generations = [
+            generation
+            for first in range(0, len(prompts), _AT_ONCE)
+            for generation in generate(
+                model,
+                loaded,
+                prompts[first : first + _AT_ONCE],
+                table.model_copy(update={"seed": table.seed + first}),
+                allow_special=allow_special,
+                on_text=report,
+            )
+        ]
         if unwritten:  # the model ended the text at once
             on_text(0, "")
     return GenerateResult(tuple(Sample(g.prompt, g.text, len(g.tokens), g.ended) for g in generations))

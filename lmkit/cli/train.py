@@ -72,10 +72,11 @@ def evaluate(
     tokens: Annotated[
         Path | None, option("Token file to evaluate on; default: the held-out file of the run.")
     ] = None,
+    text: Annotated[Path | None, option("Text file to evaluate on; the run's tokenizer encodes it.")] = None,
     device: DeviceOption = "auto",
     plugin: PluginOption = None,
 ) -> Any:
     """Print loss, perplexity and bits per byte on held-out data."""
     from lmkit.training.evaluation import evaluate_run
 
-    return evaluate_run(run, tokens=tokens, device=device)
+    return evaluate_run(run, tokens=tokens, text=text, device=device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lmkit.data.batches import evaluation_windows
+from lmkit.data.encoding import encode_corpus
 from lmkit.data.token_files import TokenFile, open_tokens
 from lmkit.errors import UsageError
 from lmkit.measure.ranges import range_
@@ -24,7 +26,8 @@ from lmkit.parallel.ranks import Ranks, process_group
 from lmkit.recipe.load import validate
 from lmkit.recipe.run_folder import RECIPE, placed_in, run_folder_of
 from lmkit.recipe.tables import ModelConfig, TrainConfig
-from lmkit.training.checkpoint import STATE, newest_checkpoint
+from lmkit.tokenizer import Tokenizer
+from lmkit.training.checkpoint import STATE, newest_checkpoint, run_tokenizer
 from lmkit.training.model_state import plain_model
 from lmkit.training.process import numerics
 from lmkit.training.step import autocast
@@ -143,17 +146,34 @@ class EvaluateResult:
         )
 
 
-def evaluate_run(path: Path, *, tokens: Path | None = None, device: str = "auto") -> EvaluateResult:
+def evaluate_run(
+    path: Path, *, tokens: Path | None = None, text: Path | None = None, device: str = "auto"
+) -> EvaluateResult:
     """Evaluate a run's newest good checkpoint, or one checkpoint, in the precision it was trained in.
 
     Args:
         path: a run folder or a checkpoint folder.
         tokens: a token file; None: the run's own held-out file.
+        text: a text file instead, which the run's tokenizer encodes.
 
     Raises:
         UsageError: there is no checkpoint or no token file, or the file was made with another tokenizer.
         LmkitError: something is damaged.
     """
+    if text is not None:
+        if tokens is not None:
+            message = "--tokens and --text: two files to evaluate on"
+            raise UsageError("evaluate.two_files", message, hint="leave out one of them")
+        tokenizer = run_tokenizer(newest_checkpoint(path).path)
+        if tokenizer is None:
+            hint = "encode the text with lmkit data encode, and name the token file: --tokens FILE.npy"
+            raise UsageError("evaluate.no_tokenizer", f"{path}: the run has no tokenizer.json", hint=hint)
+        with tempfile.TemporaryDirectory() as made:
+            encoded = Path(made, "text.npy")
+            encode_corpus(text, encoded, Tokenizer.load(tokenizer))
+            return dataclasses.replace(
+                evaluate_run(path, tokens=encoded, device=device), tokens_file=str(text)
+            )
     checkpoint = newest_checkpoint(path)
     run = Path(os.path.relpath(checkpoint.path.resolve().parent.parent))
     tables, place = checkpoint.state.recipe, run_folder_of(run / RECIPE)

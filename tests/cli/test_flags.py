@@ -2,9 +2,55 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from lmkit.cli import generate
 
 
 def test_fault_108_train_takes_the_learning_rate_and_the_batch_size(terminal) -> None:
     shown = json.loads(terminal("train quickstart --lr 0.25 --batch-size 6 --print-recipe --json"))
     assert (shown["optimizer"]["lr"], shown["train"]["batch_size"]) == (0.25, 6)
+
+
+def test_fault_108_evaluate_reads_a_text(run: Path, terminal) -> None:
+    terminal(f"data encode corpus.txt all.npy --tokenizer {run}/tokenizer.json")
+    of_tokens = json.loads(terminal(f"evaluate {run} --tokens all.npy --json"))
+    of_text = json.loads(terminal(f"evaluate {run} --text corpus.txt --json"))
+    assert of_text == of_tokens | {"tokens_file": "corpus.txt"}
+    terminal.refuses(f"evaluate {run} --text corpus.txt --tokens all.npy", code="evaluate.two_files")
+    terminal.refuses(f"evaluate {run} --text nowhere.txt", code="text.unreadable", says=["nowhere.txt"])
+
+
+def lines_of(terminal, *words: object) -> list[dict[str, object]]:
+    return [json.loads(line) for line in terminal(*words).splitlines()]
+
+
+def test_fault_108_prompts_come_from_files_and_stdin(
+    run: Path, terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("prompts.txt").write_text("one\n\n---\n")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"two\nlines \xff\n")))
+    found = lines_of(terminal, f"generate {run} -p - --prompts-file prompts.txt --samples 2 --json-lines")
+    prompts = ["two\nlines \ufffd", "one", "---"]
+    assert [sample["prompt"] for sample in found] == [prompt for prompt in prompts for _ in range(2)]
+    Path("bad.txt").write_bytes(b"one\n\xff")
+    Path("blank.txt").write_text("\n")
+    for name, why in (("bad.txt", "byte 4"), ("blank.txt", "no prompt"), ("none.txt", "no such file")):
+        terminal.refuses(
+            f"generate {run} --prompts-file {name}", code="generate.prompts_file", says=[name, why]
+        )
+
+
+def test_fault_108_samples_differ_by_their_seeds(
+    run: Path, terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = f"generate {run} -p fish --max-new-tokens 6 --temperature 1 --json-lines"
+    found = lines_of(terminal, f"{command} --samples 5 --seed 3")
+    assert [lines_of(terminal, f"{command} --seed {3 + number}")[0] for number in range(5)] == found
+    monkeypatch.setattr(generate, "_AT_ONCE", 2)
+    assert lines_of(terminal, f"{command} --samples 5 --seed 3") == found
