@@ -194,11 +194,8 @@ class Pipeline:
             if trained is None:  # the checkpoints are gone: what they were made with is all that is left
                 wrong = list(changed)
             if wrong:
-                raise UsageError(
-                    "run.other_recipe",
-                    f"{path}: another recipe made this run: " + "; ".join(wrong),
-                    hint=hint,
-                )
+                message = f"{path}: another recipe made this run: " + "; ".join(wrong)
+                raise UsageError("run.other_recipe", message, hint=hint)
             if lost := without_effect(changed, step=trained or 0, steps=steps):
                 raise UsageError(
                     "run.no_effect",
@@ -224,9 +221,8 @@ class Pipeline:
 
     def _was_trained_further(self) -> bool:
         """Return whether `lmkit train` has gone on since the last `lmkit run`."""
-        if not self.record.is_finished("train"):
-            return False
-        return (self._trained_steps() or 0) > self.read("training", "train", "step")["step"]
+        newest = self._trained_steps() or 0
+        return self.record.is_finished("train") and newest > self.read("training", "train", "step")["step"]
 
     def would_set_aside(self) -> bool:
         """Return whether this run starts over a training that has checkpoints."""
