@@ -196,7 +196,7 @@ def load_plugin(path: Path) -> None:
         spec.loader.exec_module(module)
     except LmkitError:  # a name that is taken
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UsageError(
             "plugin.failed",
             f"--plugin {path}: {type(error).__name__}: {error}",

@@ -68,7 +68,12 @@ def test_a_recipe_may_name_what_a_plugin_registers(plugin, terminal):
 
 @pytest.mark.parametrize(
     ("content", "code"),
-    [(None, "plugin.missing"), ("1 +", "plugin.failed"), ("import nothing", "plugin.failed")],
+    [
+        (None, "plugin.missing"),
+        ("1 +", "plugin.failed"),
+        ("import nothing", "plugin.failed"),
+        ("exit(0)", "plugin.failed"),
+    ],
 )
 def test_a_plugin_that_cannot_be_imported_is_one_error(plugin, content, code, terminal):
     plugin.unlink()

@@ -22,7 +22,7 @@ from lmkit.cli.options import (
 )
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.tables import enumeration, statement
-from lmkit.storage.outputs import refuse_existing
+from lmkit.storage.outputs import refuse_existing, refuse_replacing
 
 if TYPE_CHECKING:
     from lmkit.tokenizer import Tokenizer
@@ -62,6 +62,7 @@ def train(
     table = load_recipe(None, flags=flags).tokenizer
     assert table is not None
     _check_output(output, force=force)
+    refuse_replacing([output], sources)
     from lmkit.data.corpora import plain_text_files
     from lmkit.tokenizer import train_tokenizer
 

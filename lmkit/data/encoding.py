@@ -7,7 +7,6 @@ for any number of workers.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from lmkit.data.token_files import TokenFileWriter, TokenMeta, sidecar_path
 from lmkit.errors import UsageError
 from lmkit.measure.environment import usable_cpus
 from lmkit.measure.progress import Progress
-from lmkit.storage.outputs import refuse_existing
+from lmkit.storage.outputs import refuse_existing, refuse_replacing
 from lmkit.tokenizer import END_OF_TEXT, Tokenizer
 from lmkit.tokenizer.chunks import Chunk, ErrorMode, TextFiles
 from lmkit.tokenizer.engine import Encoder, share_out
@@ -142,11 +141,4 @@ def _check_output(output: Path, sources: Iterable[Path], *, force: bool) -> None
             hint=f"name it {output.with_suffix('.npy')}",
         )
     refuse_existing(output, force=force)
-    written = {os.path.realpath(path) for path in (output, sidecar_path(output))}
-    for source in sources:
-        if os.path.realpath(source) in written:
-            raise UsageError(
-                "output.replaces_source",
-                f"{source}: {output.name} and its description would replace this source",
-                hint="give the token file another name",
-            )
+    refuse_replacing((output, sidecar_path(output)), sources)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from lmkit.errors import UsageError, reason
@@ -25,6 +27,23 @@ def refuse_existing(output: Path, *, force: bool) -> None:
             f"{output}: exists already",
             hint="choose another name, or replace it with --force",
         )
+
+
+def refuse_replacing(outputs: Iterable[Path], sources: Iterable[Path]) -> None:
+    """Refuse outputs that would replace a source, also through a link and with --force.
+
+    Raises:
+        UsageError: names the source ("output.replaces_source").
+    """
+    written = {os.path.realpath(path): path for path in outputs}
+    for source in sources:
+        output = written.get(os.path.realpath(source))
+        if output is not None:
+            raise UsageError(
+                "output.replaces_source",
+                f"{source}: {output.name} would replace this source",
+                hint="give the output another name",
+            )
 
 
 def refuse_unwritable(folder: Path, *, option: str = "--output") -> None:

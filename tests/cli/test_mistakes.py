@@ -272,3 +272,15 @@ def test_out_of_memory_says_how_much_was_asked_for(raised: str, size: str | None
     if error is not None and size is not None:
         assert error.code == "memory.exhausted"
         assert size in error.message
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_trained_tokenizer_never_replaces_its_own_source(terminal, tmp_path, linked):
+    source = tmp_path / "text.json"
+    source.write_text("Once upon a time there was a fox. " * 50)
+    output = source
+    if linked:
+        output = tmp_path / "link.json"
+        output.symlink_to(source)
+    terminal.refuses("tokenizer", "train", source, output, "--force", code="output.replaces_source")
+    assert "fox" in source.read_text()
