@@ -25,9 +25,8 @@ def secure_streams() -> None:
     Call it first in a process: a file that is opened while descriptor 2 is closed would get that number, and then
     every message of a C library. Streams that somebody replaced stay.
     """
-    while (
-        number := os.open(os.devnull, os.O_RDONLY)
-    ) <= 2:  # to write there fails, as if it were still closed
+    # A closed descriptor opens read-only: writing to it still fails, and no other file gets its number.
+    while (number := os.open(os.devnull, os.O_RDONLY)) <= 2:
         os.set_inheritable(number, True)
     os.close(number)
     if sys.stdin is None:
@@ -61,7 +60,7 @@ class _Descriptor(io.FileIO):
         self._stream = name
 
     def write(self, data: Any, /) -> int:
-        if not memoryview(data).nbytes:  # asked by who wants to know whether this stream takes bytes
+        if not memoryview(data).nbytes:  # a caller tests whether this stream takes bytes
             return 0
         try:
             return super().write(data)
