@@ -228,7 +228,8 @@ class AdamW(torch.optim.Optimizer):
             if known == "steps" or len(alike) < sizes[number]:
                 self._cohorts |= dict.fromkeys([update.param for update in alike], next(numbers))
         counts = [self.state[update.param]["step"] for update in updates]
-        torch._foreach_add_(counts, (decision != 0).to(counts[0]))
+        made = (decision != 0).to(counts[0])
+        torch._foreach_add_(counts, [made] * len(counts))  # a single tensor would be read by the host
         return list(before.values())
 
     def _update_by_operations(self, updates: list[Update], scalars: Scalars) -> None:

@@ -199,7 +199,8 @@ def _consumer(index: gl.constexpr, call, CAUSAL: gl.constexpr, TAIL: gl.constexp
 @gluon.jit
 def _sleep(nanoseconds: gl.constexpr):
     """Sleep for up to twice as long (the guarantee of PTX)."""
-    sync.run_ptx(f"nanosleep.u32 {nanoseconds}; mov.b32 $0, 0;", 0)
+    PTX: gl.constexpr = f"nanosleep.u32 {nanoseconds}; mov.b32 $0, 0;"
+    sync.run_ptx(PTX, 0)
 
 
 @gluon.jit

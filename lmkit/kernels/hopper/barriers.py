@@ -32,20 +32,23 @@ def allocate_mbarrier():
 
 @gluon.jit
 def run_ptx(ptx: gl.constexpr, operand):
-    """Run PTX that reads $1 and sets $0, which nobody uses."""
+    """Run PTX that reads $1 and sets $0, which nobody uses. Callers give `ptx` a name first: Triton 3.6 passes an
+    f-string on as a plain string."""
     gl.inline_asm_elementwise(ptx, "=r,r", [gl.to_tensor(operand)], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def named_barrier_wait(barrier, num_threads: gl.constexpr):
     """Wait until `num_threads` threads (the caller's own included) have reached this barrier."""
-    run_ptx(f"bar.sync $1, {num_threads}; mov.b32 $0, 0;", barrier)
+    PTX: gl.constexpr = f"bar.sync $1, {num_threads}; mov.b32 $0, 0;"
+    run_ptx(PTX, barrier)
 
 
 @gluon.jit
 def named_barrier_arrive(barrier, num_threads: gl.constexpr):
     """Count the caller's threads as arrived, without waiting."""
-    run_ptx(f"bar.arrive $1, {num_threads}; mov.b32 $0, 0;", barrier)
+    PTX: gl.constexpr = f"bar.arrive $1, {num_threads}; mov.b32 $0, 0;"
+    run_ptx(PTX, barrier)
 
 
 @gluon.jit
@@ -75,41 +78,46 @@ def begin_turns(FIRST: gl.constexpr):
     the turn. Both run the same code, so a thread's number tells its group. Both groups must take and pass equally
     many turns, and end them.
     """
-    _as_warp_group(f"@p bar.arrive {FIRST}, {TURN_THREADS};")
+    PTX: gl.constexpr = f"@p bar.arrive {FIRST}, {TURN_THREADS};"
+    _as_warp_group(PTX)
 
 
 @gluon.jit
 def take_turn(FIRST: gl.constexpr):
     """Wait until the other group has passed the turn."""
-    _as_warp_group(f"add.u32 g, g, {FIRST}; bar.sync g, {TURN_THREADS};")
+    PTX: gl.constexpr = f"add.u32 g, g, {FIRST}; bar.sync g, {TURN_THREADS};"
+    _as_warp_group(PTX)
 
 
 @gluon.jit
 def pass_turn(FIRST: gl.constexpr):
     """Let the other group go on."""
-    _as_warp_group(f"xor.b32 g, g, 1; add.u32 g, g, {FIRST}; bar.arrive g, {TURN_THREADS};")
+    PTX: gl.constexpr = f"xor.b32 g, g, 1; add.u32 g, g, {FIRST}; bar.arrive g, {TURN_THREADS};"
+    _as_warp_group(PTX)
 
 
 @gluon.jit
 def end_turns(FIRST: gl.constexpr):
     """Let group 0 take the turn that group 1 passed last, so that no barrier is left half full."""
-    _as_warp_group(f"@!p bar.sync {FIRST}, {TURN_THREADS};")
+    PTX: gl.constexpr = f"@!p bar.sync {FIRST}, {TURN_THREADS};"
+    _as_warp_group(PTX)
 
 
 @gluon.jit
 def _as_warp_group(ptx: gl.constexpr):
     """Run PTX that finds its warp group's number in g, and in p whether that is not 0."""
-    run_ptx(
+    PTX: gl.constexpr = (
         "{ .reg .u32 g; .reg .pred p; mov.u32 g, %tid.x; shr.u32 g, g, 7; setp.ne.u32 p, g, 0; "
-        f"{ptx} mov.b32 $0, 0; }}",
-        0,
+        f"{ptx} mov.b32 $0, 0; }}"
     )
+    run_ptx(PTX, 0)
 
 
 @gluon.jit
 def declare_vote(name: gl.constexpr):
     """Declare the register that carries a partition's votes; once, outside of loops."""
-    run_ptx(f".reg .b32 vote_{name}; mov.b32 vote_{name}, 0; mov.b32 $0, 0;", 0)
+    PTX: gl.constexpr = f".reg .b32 vote_{name}; mov.b32 vote_{name}, 0; mov.b32 $0, 0;"
+    run_ptx(PTX, 0)
 
 
 @gluon.jit
