@@ -48,6 +48,7 @@ from lmkit.measure.tables import (
     terminal_table,
     wrote,
 )
+from lmkit.recipe.run_folder import ENVIRONMENT, RECIPE
 from lmkit.registry import BENCHES
 from lmkit.storage import FolderLock, write_atomic
 from lmkit.storage.outputs import refuse_unwritable
@@ -58,7 +59,6 @@ if TYPE_CHECKING:
     from lmkit.recipe.schema import Recipe
 
 JOURNAL = "rows.jsonl.partial"
-RECIPE = "recipe.toml"
 NOT_MEASURED = ("unsupported", "out of memory", "skipped", "failed", "wrong result")
 """The `status` of a row without a measurement; its `detail` says why."""
 REASONS_SHOWN = 3
@@ -121,7 +121,7 @@ def run_bench(
         rows, environment = measured
         summary, files = result_files(name, rows, environment)
         files |= {
-            "environment.json": json.dumps(environment, indent=1) + "\n",
+            ENVIRONMENT: json.dumps(environment, indent=1) + "\n",
             RECIPE: recipe_to_toml(recipe),
         }
         for file, content in files.items():

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from lmkit.bench.harness import Summary, bench_module, bullets, document, grouped, report_body
 from lmkit.errors import LmkitError, UsageError, reason
 from lmkit.measure.tables import Rows
+from lmkit.recipe.run_folder import ENVIRONMENT
 from lmkit.registry import BENCHES
 from lmkit.storage import write_atomic
 
@@ -130,7 +131,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 def _read(path: Path, root: Path) -> Iterator[Results]:
     by_kind = grouped([row for row in read_rows(path) if kind_of(row) is not None], kind_of)
-    facts = path.parent / "environment.json"
+    facts = path.parent / ENVIRONMENT
     environment = read_rows(facts)[0] if by_kind and facts.is_file() else {}
     pictures = tuple(sorted(picture.name for picture in path.parent.glob("*.png")))
     for kind, rows in by_kind.items():
@@ -285,7 +286,7 @@ def _write_up(
                 f"## {summary.title}: {title}",
                 f"Rows with raw samples: [{results.path.as_posix()}]({source}).",
             ]
-            facts = root / results.path.parent / "environment.json"
+            facts = root / results.path.parent / ENVIRONMENT
             parts += _or_damaged(facts, partial(report_body, summary, results.environment, level=3))
             parts += [
                 f"![{name[:-4].replace('_', ' ')}]({Path(source).parent.as_posix()}/{name})"

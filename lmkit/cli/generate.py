@@ -165,8 +165,10 @@ def write_text(
     from lmkit.generation import generate
     from lmkit.parallel.ranks import process_group
     from lmkit.recipe.load import load_recipe
+    from lmkit.recipe.run_folder import CHECKPOINTS, RECIPE, TOKENIZER
     from lmkit.tokenizer import Tokenizer
-    from lmkit.training.checkpoint import CHECKPOINTS, MANIFEST, newest_checkpoint, run_tokenizer
+    from lmkit.training.atomic_checkpoint import MANIFEST
+    from lmkit.training.checkpoint import newest_checkpoint, run_tokenizer
     from lmkit.training.model_state import plain_model
 
     for override in overrides:
@@ -179,7 +181,7 @@ def write_text(
         folder = source.resolve().parent.parent
     elif source.name == CHECKPOINTS:
         folder = source.resolve().parent
-    recipe_file = folder / "recipe.toml"
+    recipe_file = folder / RECIPE
     recipe = load_recipe(recipe_file if recipe_file.exists() else None, overrides, flags=flags)
     table = recipe.generate
     with process_group(device) as ranks:
@@ -187,7 +189,7 @@ def write_text(
         path = tokenizer or run_tokenizer(checkpoint.path)
         path = path or (recipe.tokenizer.path if recipe.tokenizer else None)
         if path is None:
-            message, hint = f"{source}: the run has no tokenizer.json", "name one with --tokenizer"
+            message, hint = f"{source}: the run has no {TOKENIZER}", "name one with --tokenizer"
             raise UsageError("generate.no_tokenizer", message, hint=hint)
         loaded, trained_on = Tokenizer.load(path), checkpoint.state.data
         if trained_on is not None and trained_on.tokenizer_sha256 != loaded.sha256:

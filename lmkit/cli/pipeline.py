@@ -22,7 +22,7 @@ from typing import Any
 
 from lmkit.cli.console import Result
 from lmkit.cli.ranks import alone, follow, leading
-from lmkit.cli.stages import FILES, NO_EFFECT, PIPE, RECORD, Outputs, StageRecord
+from lmkit.cli.stages import FILES, NO_EFFECT, PIPE, Outputs, StageRecord
 from lmkit.data.corpora import prepare_corpus
 from lmkit.data.encoding import encode_corpus
 from lmkit.data.token_files import open_tokens
@@ -31,7 +31,7 @@ from lmkit.measure.progress import Progress
 from lmkit.measure.tables import megabytes, statement
 from lmkit.recipe.changes import is_under, refused, without_effect
 from lmkit.recipe.load import differences, load_recipe, recipe_to_toml, required
-from lmkit.recipe.run_folder import RECIPE
+from lmkit.recipe.run_folder import CHECKPOINTS, METRICS, RECIPE, RECORD, STORIES, TOKENIZER, token_file
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.vocabulary import END_OF_TEXT
 from lmkit.storage import FolderLock, remove_partials, write_atomic
@@ -146,7 +146,7 @@ class Pipeline:
         self.skip_data, self.force = skip_data, force
         self.redone = names[names.index(from_stage) :] if from_stage is not None else []
         self.folder = recipe.run.path
-        self.checkpoints = self.folder / "checkpoints"
+        self.checkpoints = self.folder / CHECKPOINTS
         self.record = StageRecord(self.folder, recipe)
         self.tell_ranks: Callable[[str], None] = lambda word: None
 
@@ -259,7 +259,7 @@ class Pipeline:
         )
         os.replace(self.checkpoints, aside)
         log.warning("the checkpoints of the earlier training are kept in %s", aside)
-        for file in (RECIPE, "tokenizer.json", "metrics.jsonl"):
+        for file in (RECIPE, TOKENIZER, METRICS):
             if not aside.is_symlink() and (self.folder / file).is_file():
                 shutil.copy2(self.folder / file, aside / file)
 
@@ -321,8 +321,8 @@ def _summary(run: Pipeline, done: dict[str, str]) -> Result:
     """Collect what the stages left in the run folder; sizes in bytes, speeds in tokens per second."""
     evaluation = run.read("evaluation", "evaluate", "loss", "perplexity", "bits_per_byte")
     training = run.read("training", "train", "parameters", "step")
-    train, valid = (open_tokens(run.folder / "tokens" / f"{part}.npy").meta for part in ("train", "valid"))
-    story = (run.folder / "stories.txt").read_text("utf-8", "replace")
+    train, valid = (open_tokens(token_file(run.folder, part)).meta for part in ("train", "valid"))
+    story = (run.folder / STORIES).read_text("utf-8", "replace")
     loss, perplexity, bits = (evaluation[key] for key in ("loss", "perplexity", "bits_per_byte"))
     parameters, steps, speed = training["parameters"], training["step"], training.get("tokens_per_second")
     corpus_bytes = train.num_bytes + valid.num_bytes
@@ -380,16 +380,16 @@ def _make_tokenizer(run: Pipeline) -> Outputs:
             errors=run.corpus.errors,
             progress=run.progress,
         )
-    path = run.folder / "tokenizer.json"
+    path = run.folder / TOKENIZER
     tokenizer.save(path)
     return {"tokenizer": [path]}
 
 
 def _encode(run: Pipeline) -> Outputs:
-    tokenizer = Tokenizer.load(run.folder / "tokenizer.json")
+    tokenizer = Tokenizer.load(run.folder / TOKENIZER)
     outputs = {}
     for part, sources in run.record.outputs("corpus").items():
-        path = run.folder / "tokens" / f"{part}.npy"
+        path = token_file(run.folder, part)
         workers, errors = run.recipe.data.workers, run.corpus.errors
         encode_corpus(
             sources, path, tokenizer, workers=workers, errors=errors, force=True, progress=run.progress
@@ -417,7 +417,7 @@ def _train(run: Pipeline) -> Outputs:
 
 
 def _evaluate(run: Pipeline) -> Outputs:
-    from lmkit.training.checkpoint import saved_steps
+    from lmkit.training.atomic_checkpoint import saved_steps
     from lmkit.training.evaluation import EvaluateResult, evaluate_run
 
     # The training ends with an evaluation: use it if it is of the newest checkpoint.
@@ -435,7 +435,7 @@ def _generate(run: Pipeline) -> Outputs:
 
     with alone():
         result = write_text(run.folder, device=run.recipe.run.device)
-    path = run.folder / "stories.txt"
+    path = run.folder / STORIES
     write_atomic(path, str(result))
     return {"stories": [path]}
 

@@ -15,12 +15,12 @@ from typing import Any
 
 from lmkit.data.corpora import refuse_directory
 from lmkit.errors import UsageError
+from lmkit.recipe.run_folder import RECORD
 from lmkit.recipe.schema import Recipe
 from lmkit.storage import sha256_file, write_atomic
 
 Outputs = dict[str, list[Path]]
 """What a stage made: role -> files."""
-RECORD = "stages.json"
 # What each stage reads besides the results of the stage before it.
 READS = {
     "corpus": ("corpus",),

@@ -24,6 +24,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
 from lmkit.errors import LmkitError, UsageError
+from lmkit.recipe.run_folder import RECIPE, RECORD, token_file
 from lmkit.storage import atomic_path, write_atomic
 
 FORMAT = 1
@@ -226,9 +227,9 @@ def open_tokens(
 def _damaged(path: Path, problem: str) -> LmkitError:
     """Return the error for a damaged token file, with the command that makes `path` again as its hint."""
     folder = path.parent.parent
-    if path.parent.name == "tokens" and (folder / "stages.json").is_file():
+    if path == token_file(folder, path.stem) and (folder / RECORD).is_file():
         # `lmkit run` made the file and repeats a stage whose output is gone; the rest of the run stays.
-        hint = f"delete {path}, and lmkit run {shlex.quote(str(folder / 'recipe.toml'))} makes it again"
+        hint = f"delete {path}, and lmkit run {shlex.quote(str(folder / RECIPE))} makes it again"
     else:
         encode = f"lmkit data encode TEXT {shlex.quote(str(path))}"
         hint = f"make it again with: {encode} --tokenizer TOKENIZER.json --force"

@@ -35,6 +35,7 @@ from lmkit.profile.allocations import (
 from lmkit.profile.kineto import chrome_trace
 from lmkit.profile.steps import Workload, build_step, call_of
 from lmkit.profile.write_up import gib_key, summarize_memory
+from lmkit.recipe.run_folder import ENVIRONMENT
 from lmkit.training.setup import TrainingStep
 
 HISTORY_ENTRIES = 2_000_000
@@ -78,7 +79,7 @@ def run_profile(work: Workload) -> MemoryResult:
         PICTURE: _picture(profile, work),
         "memory_snapshot.pickle": recording.pickled,
         "memory_report.md": report_text(summary, environment, [PICTURE]),
-        "environment.json": json.dumps(environment, indent=1) + "\n",
+        ENVIRONMENT: json.dumps(environment, indent=1) + "\n",
     }
     return MemoryResult(rows, terminal_text(summary), files)
 

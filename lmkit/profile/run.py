@@ -21,6 +21,7 @@ from lmkit.profile.nsys import INSTALL, MISSING, find_nsys, profile_command, rea
 from lmkit.profile.steps import Mode, Workload, build_step, call_of
 from lmkit.profile.summary import report_of, summarize, text_of
 from lmkit.profile.trace import Trace
+from lmkit.recipe.run_folder import ENVIRONMENT
 from lmkit.recipe.schema import Recipe
 from lmkit.storage import write_atomic
 
@@ -129,7 +130,7 @@ def _store(
         "profile_report.md": report_of(summary) + picture,
         **({PICTURE: _picture(summary)} if picture else {}),
         **(recording or {}),
-        "environment.json": json.dumps(describe_environment(), indent=1) + "\n",
+        ENVIRONMENT: json.dumps(describe_environment(), indent=1) + "\n",
     }
     return Profiled(str(output), _write(files, output), summary, text_of(summary))
 

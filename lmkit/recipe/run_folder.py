@@ -1,4 +1,4 @@
-"""Tell the recipe of a run folder where the folder is now: it may have been moved, renamed or copied."""
+"""Name the files of a run folder, and tell its recipe where the folder is now: it may have been moved or copied."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ from pathlib import Path
 from typing import Any
 
 RECIPE = "recipe.toml"
+ENVIRONMENT = "environment.json"
+RECORD = "stages.json"
+TOKENIZER = "tokenizer.json"
+METRICS = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
+STORIES = "stories.txt"
 _PATHS = (
     ("corpus", "train"),
     ("corpus", "valid"),
@@ -19,14 +25,19 @@ _PATHS = (
 """Keys that may name files inside the run folder."""
 
 
+def token_file(folder: Path, part: str) -> Path:
+    """Return the token file of a run for "train" or "valid"."""
+    return folder / "tokens" / f"{part}.npy"
+
+
 def run_folder_of(recipe: Path) -> Path | None:
     """Return the run folder to which a recipe file belongs; None if it belongs to none."""
     folder = recipe.parent
     if recipe.name != RECIPE or not (
-        (folder / "stages.json").exists()
-        or any(folder.glob("checkpoints/step-*"))
+        (folder / RECORD).exists()
+        or any(folder.glob(f"{CHECKPOINTS}/step-*"))
         # The copy beside old checkpoints is for `lmkit generate`.
-        or ((folder / "metrics.jsonl").exists() and not any(folder.glob("step-*")))
+        or ((folder / METRICS).exists() and not any(folder.glob("step-*")))
     ):
         return None
     if folder.name in ("", ".."):  # the recipe was named from inside the folder

@@ -11,18 +11,15 @@ collectives, so nothing can get out of order with those of training.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -32,18 +29,18 @@ from lmkit.parallel.collectives import on_any_rank
 from lmkit.parallel.failures import RankLost
 from lmkit.parallel.ranks import Ranks
 from lmkit.storage.atomic import PARTIAL_SUFFIX
-from lmkit.training.checkpoint import (
-    FORMAT,
-    MANIFEST,
+from lmkit.training.atomic_checkpoint import (
     MODEL,
     STATE,
     FileEntry,
-    Retention,
-    manifest_checksum,
     publish,
     shard_name,
     step_name,
+    write_manifest,
+    write_tensors,
+    write_text,
 )
+from lmkit.training.checkpoint import Retention
 from lmkit.training.state import RngState, TrainingState
 
 Tensors = Mapping[str, torch.Tensor]
@@ -51,18 +48,6 @@ Files = dict[str, Tensors]
 """file name -> its tensors by name"""
 _POLL_S = 0.02
 """How often a thread looks for a message, and the trainer for the other ranks while it waits."""
-_BLOCK = 1 << 24
-"""Bytes handed to write() and to the hash at a time: large blocks release the GIL for long."""
-_DTYPE_CODES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 class CheckpointWriter:
@@ -357,59 +342,5 @@ class _Post:
         return f"checkpoint/{self._step}/{topic}/{sender}"
 
 
-# Files
-
-
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileEntry:
-    """Write contiguous CPU tensors to a safetensors file, fsync it, and return its hash and size.
-
-    The safetensors library only reads: this writer hashes while it writes, releases the GIL, and reports a full disk
-    as an OSError.
-    """
-    header: dict[str, dict[str, object]] = {}
-    # Readers of the format need every tensor aligned to its element size: write wide types first.
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    offset = 0
-    for name in names:
-        tensor = tensors[name]
-        end = offset + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": _DTYPE_CODES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    contents = (tensors[name].view(-1).view(torch.uint8).numpy().data for name in names)
-    return _write(path, (memoryview(len(text).to_bytes(8, "little") + text), *contents))
-
-
 def _write_files(folder: Path, files: Files) -> dict[str, FileEntry]:
     return {name: write_tensors(folder / name, tensors) for name, tensors in files.items()}
-
-
-def write_text(path: Path, text: str) -> FileEntry:
-    """Write UTF-8 text, fsync it, and return its hash and size."""
-    return _write(path, (memoryview(text.encode()),))
-
-
-def _write(path: Path, contents: Iterable[memoryview]) -> FileEntry:
-    digest = hashlib.sha256()
-    with open(path, "wb", buffering=0) as file:
-        for data in contents:
-            position = 0
-            while position < len(data):
-                written = os.write(file.fileno(), data[position : position + _BLOCK])
-                digest.update(data[position : position + written])
-                position += written
-        os.fsync(file.fileno())
-        return FileEntry(digest.hexdigest(), os.fstat(file.fileno()).st_size)
-
-
-def write_manifest(folder: Path, entries: Mapping[str, FileEntry]) -> None:
-    """Write and fsync `manifest.json`, the last file of a checkpoint."""
-    files = {name: {"sha256": entry.sha256, "bytes": entry.bytes} for name, entry in sorted(entries.items())}
-    content: dict[str, Any] = {"format": FORMAT, "files": files}
-    content["checksum"] = manifest_checksum(content)
-    write_text(folder / MANIFEST, json.dumps(content, indent=2))

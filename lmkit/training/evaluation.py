@@ -24,10 +24,11 @@ from lmkit.model.transformer import TransformerLM
 from lmkit.parallel.collectives import agree
 from lmkit.parallel.ranks import Ranks, process_group
 from lmkit.recipe.load import validate
-from lmkit.recipe.run_folder import RECIPE, placed_in, run_folder_of
+from lmkit.recipe.run_folder import RECIPE, TOKENIZER, placed_in, run_folder_of, token_file
 from lmkit.recipe.tables import ModelConfig, TrainConfig
 from lmkit.tokenizer import Tokenizer
-from lmkit.training.checkpoint import STATE, newest_checkpoint, run_tokenizer
+from lmkit.training.atomic_checkpoint import STATE
+from lmkit.training.checkpoint import newest_checkpoint, run_tokenizer
 from lmkit.training.model_state import plain_model
 from lmkit.training.process import numerics
 from lmkit.training.step import autocast
@@ -167,7 +168,7 @@ def evaluate_run(
         tokenizer = run_tokenizer(newest_checkpoint(path).path)
         if tokenizer is None:
             hint = "encode the text with lmkit data encode, and name the token file: --tokens FILE.npy"
-            raise UsageError("evaluate.no_tokenizer", f"{path}: the run has no tokenizer.json", hint=hint)
+            raise UsageError("evaluate.no_tokenizer", f"{path}: the run has no {TOKENIZER}", hint=hint)
         with tempfile.TemporaryDirectory() as made:
             encoded = Path(made, "text.npy")
             encode_corpus(text, encoded, Tokenizer.load(tokenizer))
@@ -182,7 +183,7 @@ def evaluate_run(
     recipe = validate(tables, origin=str(checkpoint.path / STATE), resolved=True)
     train, saved = recipe.train, checkpoint.state.data
     assert train is not None
-    file = tokens or recipe.data.valid or run / "tokens" / "valid.npy"
+    file = tokens or recipe.data.valid or token_file(run, "valid")
     if not file.exists():
         hint = "name a token file: lmkit evaluate RUN --tokens FILE.npy"
         raise UsageError("data.no_tokens", f"{file}: no held-out token file", hint=hint)

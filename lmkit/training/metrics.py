@@ -28,10 +28,10 @@ from typing import IO, Any
 from lmkit.errors import LmkitError, reason
 from lmkit.measure.plots import loss_curve
 from lmkit.measure.progress import wants_plain_text
+from lmkit.recipe.run_folder import METRICS
 from lmkit.recipe.schema import Recipe
 from lmkit.storage import write_atomic
 
-METRICS = "metrics.jsonl"
 LOSS_PICTURE = "loss.png"
 START_TIMEOUT_S = 30
 FINISH_TIMEOUT_S = 60

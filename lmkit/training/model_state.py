@@ -26,7 +26,8 @@ from lmkit.parallel.protocol import ShardedState
 from lmkit.parallel.shards import BucketLayout, ShardLayout, consolidate
 from lmkit.registry import ATTENTION
 from lmkit.storage import write_atomic
-from lmkit.training.checkpoint import MODEL, STATE, Checkpoint, damaged, parse_tensors
+from lmkit.training.atomic_checkpoint import MODEL, STATE, damaged
+from lmkit.training.checkpoint import Checkpoint, parse_tensors
 
 if TYPE_CHECKING:
     from lmkit.model.transformer import TransformerLM

@@ -9,17 +9,10 @@ from lmkit.errors import UsageError
 from lmkit.parallel.protocol import ShardedState
 from lmkit.recipe import changes as rule
 from lmkit.recipe.load import differences, validate
+from lmkit.recipe.run_folder import CHECKPOINTS
 from lmkit.recipe.schema import Recipe
-from lmkit.training.checkpoint import (
-    CHECKPOINTS,
-    STATE,
-    Checkpoint,
-    Choice,
-    newest_valid,
-    open_checkpoint,
-    saved_steps,
-    verify,
-)
+from lmkit.training.atomic_checkpoint import STATE, Choice, newest_valid, saved_steps, verify
+from lmkit.training.checkpoint import Checkpoint, open_checkpoint
 from lmkit.training.model_state import load_optimizer_tensors, load_weights
 from lmkit.training.state import DataIdentity, TrainingState, restore_rng
 from lmkit.training.step import Step

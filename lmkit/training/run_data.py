@@ -13,10 +13,10 @@ from lmkit.data.token_files import TokenFile, open_tokens
 from lmkit.errors import UsageError
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.load import required
+from lmkit.recipe.run_folder import TOKENIZER, token_file
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig, TrainConfig
 from lmkit.tokenizer import Tokenizer
-from lmkit.training.checkpoint import TOKENIZER
 from lmkit.training.state import DataIdentity
 
 _TOKENS_AT_ONCE = 1 << 24
@@ -93,8 +93,8 @@ def check_recipe(recipe: Recipe) -> None:
 
 def token_paths(recipe: Recipe) -> tuple[Path, Path]:
     """Return the token files to train and to evaluate on; they need not exist."""
-    tokens = recipe.run.path / "tokens"
-    return recipe.data.train or tokens / "train.npy", recipe.data.valid or tokens / "valid.npy"
+    folder = recipe.run.path
+    return recipe.data.train or token_file(folder, "train"), recipe.data.valid or token_file(folder, "valid")
 
 
 def _tokenizer_path(recipe: Recipe) -> Path:

@@ -19,25 +19,20 @@ from lmkit.errors import LmkitError, UsageError, limit_reached, reason
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.ranges import enable_ranges_from_environment
 from lmkit.model.accounting import count_parameters
+from lmkit.optim.schedules import schedule_warnings
 from lmkit.parallel.failures import losses_named
 from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.ranks import Ranks, local_device
 from lmkit.recipe.load import recipe_to_toml
-from lmkit.recipe.run_folder import RECIPE
+from lmkit.recipe.run_folder import CHECKPOINTS, ENVIRONMENT, METRICS, RECIPE
 from lmkit.recipe.schema import Recipe
 from lmkit.storage import FolderLock, remove_partials, write_atomic
 from lmkit.storage.outputs import refuse_unwritable
 from lmkit.streams import LOST
-from lmkit.training.checkpoint import (
-    CHECKPOINTS,
-    Checkpoint,
-    Choice,
-    clean_leftovers,
-    open_checkpoint,
-    saved_steps,
-)
+from lmkit.training.atomic_checkpoint import Choice, clean_leftovers, saved_steps
+from lmkit.training.checkpoint import Checkpoint, open_checkpoint
 from lmkit.training.evaluation import EvaluateResult, Evaluation
-from lmkit.training.metrics import METRICS, Fanout, draw_losses, duration, open_sink, read_metrics
+from lmkit.training.metrics import Fanout, draw_losses, duration, open_sink, read_metrics
 from lmkit.training.process import StopSignals, numerics, ranks_of
 from lmkit.training.resume import check_agreement, choose_start, is_finished, restore
 from lmkit.training.run_data import (
@@ -49,14 +44,13 @@ from lmkit.training.run_data import (
     resolved_tables,
     token_paths,
 )
-from lmkit.training.setup import check_device, schedule_warnings, step_of
+from lmkit.training.setup import check_device, step_of
 from lmkit.training.trainer import Moment, Trainer
 
 log = logging.getLogger("lmkit")
 
 T = TypeVar("T")
 Status = Literal["finished", "stopped early", "nothing to do"]
-ENVIRONMENT = "environment.json"
 
 
 @dataclass(frozen=True)
@@ -169,7 +163,7 @@ def _run_rank(recipe: Recipe, stop_at_step: int | None) -> TrainResult | None:
             begin = "no checkpoint yet: starting from scratch"
             if checkpoint is not None:
                 begin = f"resuming from {checkpoint.path}"
-            for note in (*start.notes, begin, *start.changes, *schedule_warnings(start.recipe)):
+            for note in (*start.notes, begin, *start.changes):
                 sink.note(note)
             step = step_of(start.recipe, ranks, start.data)
             moment = Moment() if checkpoint is None else restore(checkpoint, step)
@@ -228,7 +222,7 @@ class _Start:
     Attributes:
         recipe: resolved.
         checkpoint: to resume from; None: from scratch.
-        notes, changes: lines for people: on the choice of the checkpoint, on what changed since.
+        notes, changes: lines for people: on the choice of the checkpoint; on what changed since, and warnings.
         done: the result, if not even an evaluation is left to do.
     """
 
@@ -259,10 +253,11 @@ def _prepare(recipe: Recipe, ranks: Ranks, stop_at_step: int | None, held: ExitS
         (path, skipped), removed = decided_by_first(ranks, lambda: _open_folder(recipe, held))
     notes = [f"removed {left}, left by a session that was killed" for left in removed]
     notes += [f"skipped {why}" for why in skipped]
+    warnings = schedule_warnings(resolved.optimizer, resolved_tables(resolved)[1].steps)
     if path is None:
-        return _Start(resolved, data, batches, None, notes, [], None)
+        return _Start(resolved, data, batches, None, notes, warnings, None)
     checkpoint = open_checkpoint(path)
-    changes = check_agreement(checkpoint, resolved, data.identity, ranks.world_size)
+    changes = check_agreement(checkpoint, resolved, data.identity, ranks.world_size) + warnings
     done = None
     if is_finished(checkpoint.state, resolved, stop_at_step):
         done = _finished_before(resolved, checkpoint, data)
@@ -397,6 +392,6 @@ def plan(recipe: Recipe, *, stop_at_step: int | None = None, nproc: int = 1) -> 
         train_tokens=None if begin.data.train is None else begin.data.train.meta.num_tokens,
         ranks=nproc,
         start=start,
-        notes=(*begin.notes, *begin.changes, *schedule_warnings(begin.recipe)),
+        notes=(*begin.notes, *begin.changes),
         stop_at_step=stop_at_step,
     )

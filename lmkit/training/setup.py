@@ -1,4 +1,4 @@
-"""Build what training needs from the tables of a recipe: model, optimizer, step, learning rate.
+"""Build what training needs from the tables of a recipe: model, optimizer, step.
 
 `build_step` is the only place that puts a training step together. `lmkit train` runs its result, and so does
 `TrainingStep`, which benches and profilers measure.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -25,7 +24,7 @@ from lmkit.parallel.protocol import MakeOptimizer, build_strategy
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig, OptimizerConfig, ParallelConfig
-from lmkit.registry import OPTIMIZERS, SCHEDULES
+from lmkit.registry import OPTIMIZERS
 from lmkit.training.model_state import optimizer_layout
 from lmkit.training.run_data import Data, resolved_tables
 from lmkit.training.state import TrainingState, capture_rng
@@ -182,47 +181,6 @@ def check_device(recipe: Recipe, device: torch.device) -> None:
         raise UsageError(
             "train.wrong_device", 'train.precision: "fp16" needs a GPU', hint='use "bf16" or "fp32"'
         )
-
-
-def learning_rate(recipe: Recipe) -> Callable[[int, float | None], float]:
-    """Return the function (step, used fraction of `train.max_minutes` or None) -> learning rate.
-
-    Warm-up counts steps. Afterwards the schedule follows the steps or the time, whichever is further, so that it
-    always reaches its end.
-    """
-    steps, table = resolved_tables(recipe)[1].steps, recipe.optimizer
-    schedule = partial(
-        SCHEDULES.load(table.schedule),
-        lr=table.lr,
-        min_lr=table.min_lr,
-        warmup_steps=table.warmup_steps,
-        total_steps=steps,
-    )
-
-    def rate(step: int, fraction: float | None) -> float:
-        position: float = step + 1  # the update that is about to be made
-        if fraction is not None and position >= table.warmup_steps:
-            position = max(position, fraction * steps)
-        return schedule(position)
-
-    return rate
-
-
-def schedule_warnings(recipe: Recipe) -> list[str]:
-    """Return a warning if the learning rate of a resolved recipe never comes down from its top."""
-    table, steps, rate = recipe.optimizer, resolved_tables(recipe)[1].steps, learning_rate(recipe)
-    before, last = (rate(step, None) for step in (max(0, steps - 2), steps - 1))
-    if table.warmup_steps >= steps:
-        return [
-            f"warning: optimizer.warmup_steps = {table.warmup_steps} is not below train.steps = {steps}: "
-            f"the learning rate reaches {max(before, last):.4g} of optimizer.lr = {table.lr:.4g}"
-        ]
-    if last > before:
-        return [
-            f"warning: the learning rate still rises at the last step (train.steps = {steps}), "
-            f"from {before:.4g} to {last:.4g}"
-        ]
-    return []
 
 
 def initial_state(recipe: Recipe, step: Step, data: Data) -> TrainingState:

@@ -18,17 +18,19 @@ from lmkit.measure.limits import known_peak
 from lmkit.measure.memory import peak_memory
 from lmkit.measure.ranges import range_
 from lmkit.model.accounting import flops_per_token
+from lmkit.optim.schedules import learning_rate
 from lmkit.parallel.failures import StepWatch, losses_named
 from lmkit.parallel.ranks import Ranks
+from lmkit.recipe.run_folder import CHECKPOINTS
 from lmkit.recipe.schema import Recipe
-from lmkit.training.checkpoint import CHECKPOINTS, Retention
+from lmkit.training.checkpoint import Retention
 from lmkit.training.checkpoint_writer import CheckpointWriter
 from lmkit.training.evaluation import Evaluation, evaluate, held_out_of
 from lmkit.training.metrics import Sink
 from lmkit.training.model_state import model_weights, optimizer_tensors
 from lmkit.training.process import StopSignals, end_as_stopped
 from lmkit.training.run_data import Data, resolved_tables
-from lmkit.training.setup import initial_state, learning_rate
+from lmkit.training.setup import initial_state
 from lmkit.training.state import capture_rng
 from lmkit.training.step import Outcome, Step, load_batch
 
@@ -151,7 +153,7 @@ class Trainer:
         self._sink = sink
         self._signals = signals
         self._end = train.steps if stop_at_step is None else min(stop_at_step, train.steps)
-        self._learning_rate = learning_rate(recipe)
+        self._learning_rate = learning_rate(recipe.optimizer, train.steps)
         self._tokens_per_step = train.batch_size * model.context_length  # over all ranks
         peak = known_peak(device_name(ranks.device), train.precision)
         self._flops_share = None if peak is None else flops_per_token(model, model.context_length) / peak

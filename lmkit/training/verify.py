@@ -13,29 +13,26 @@ from pathlib import Path
 from lmkit.data.token_files import open_tokens
 from lmkit.errors import LmkitError, UsageError, reason
 from lmkit.recipe.load import load_recipe, required
-from lmkit.recipe.run_folder import RECIPE
+from lmkit.recipe.run_folder import CHECKPOINTS, ENVIRONMENT, METRICS, RECIPE, TOKENIZER
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import TokenizerConfig, WandbConfig
 from lmkit.storage.atomic import PARTIAL_SUFFIX
 from lmkit.tokenizer import Tokenizer
-from lmkit.training.checkpoint import (
-    CHECKPOINTS,
+from lmkit.training.atomic_checkpoint import (
     MANIFEST,
     MODEL,
     REPLACED_SUFFIX,
     STATE,
-    TOKENIZER,
-    hint_at_run,
-    open_checkpoint,
     saved_steps,
     shard_name,
     step_name,
     verify,
 )
-from lmkit.training.metrics import METRICS, read_metrics
+from lmkit.training.checkpoint import hint_at_run, open_checkpoint
+from lmkit.training.metrics import read_metrics
 from lmkit.training.model_state import check_weights
 from lmkit.training.run_data import token_paths
-from lmkit.training.session import ENVIRONMENT, train
+from lmkit.training.session import train
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from lmkit.cli.app import run_command_line
 from lmkit.cli.generate import write_text
 from lmkit.storage import FolderLock
 from lmkit.tokenizer import Tokenizer
-from lmkit.training import checkpoint as checkpoint_folder
+from lmkit.training import atomic_checkpoint as checkpoint_folder
 
 RECIPE = """
 [run]

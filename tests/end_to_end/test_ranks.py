@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 from sessions import PATIENCE_S, TORCHRUN, members, start, wait_for_all
 
-from lmkit.training.checkpoint import newest_valid, open_checkpoint
+from lmkit.training.atomic_checkpoint import newest_valid
+from lmkit.training.checkpoint import open_checkpoint
 
 Lmkit = Callable[..., "subprocess.CompletedProcess[str]"]
 Begin = Callable[..., "subprocess.Popen[str]"]

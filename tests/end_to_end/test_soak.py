@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 from sessions import PATIENCE_S, members, wait_for_all, write_tokens
 
-from lmkit.training.checkpoint import newest_valid
+from lmkit.training.atomic_checkpoint import newest_valid
 
 KILLS = 50
 STEPS = 5000

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from sessions import write_tokens
 
-from lmkit.training.checkpoint import saved_steps
+from lmkit.training.atomic_checkpoint import saved_steps
 
 pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="a file that is full, as Linux has it")
 full = pytest.mark.full

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from sessions import PATIENCE_S, TORCHRUN, start, write_tokens
 
-from lmkit.training.checkpoint import newest_valid, saved_steps
+from lmkit.training.atomic_checkpoint import newest_valid, saved_steps
 
 Lmkit = Callable[..., "subprocess.CompletedProcess[str]"]
 

@@ -30,17 +30,16 @@ from lmkit.recipe.load import (
     validate,
 )
 from lmkit.training import session
-from lmkit.training.checkpoint import (
+from lmkit.training.atomic_checkpoint import (
     MANIFEST,
     MODEL,
     STATE,
     FileEntry,
-    newest_checkpoint,
     newest_valid,
-    open_checkpoint,
     shard_name,
+    write_manifest,
 )
-from lmkit.training.checkpoint_writer import write_manifest
+from lmkit.training.checkpoint import newest_checkpoint, open_checkpoint
 from lmkit.training.metrics import MetricsFile, read_metrics
 from lmkit.training.model_state import load_optimizer_tensors, plain_model
 from lmkit.training.state import restore_rng

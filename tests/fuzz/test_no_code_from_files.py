@@ -20,8 +20,8 @@ import run_formats
 
 import lmkit
 from lmkit.errors import LmkitError
-from lmkit.training.checkpoint import MANIFEST, MODEL, FileEntry, open_checkpoint, shard_name
-from lmkit.training.checkpoint_writer import write_manifest
+from lmkit.training.atomic_checkpoint import MANIFEST, MODEL, FileEntry, shard_name, write_manifest
+from lmkit.training.checkpoint import open_checkpoint
 from lmkit.training.model_state import plain_model
 
 RUNS_CODE = {

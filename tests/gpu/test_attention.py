@@ -12,11 +12,7 @@ from lmkit.attention.run import run_attention
 from lmkit.errors import UsageError
 from lmkit.kernels.flash import tuning
 
-pytestmark = [
-    pytest.mark.gpu,
-    # torch's own compiler imports what torch itself calls deprecated
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
-]
+pytestmark = pytest.mark.gpu
 
 # No length but the last is a multiple of 16 or 1, for which kernels are compiled anew: compiling is what takes time.
 LENGTHS = [(127, 127), (129, 129), (1000, 300), (300, 1000)]

@@ -10,8 +10,6 @@ from lmkit.registry import ATTENTION
 
 pytestmark = [
     pytest.mark.gpu,
-    # torch's own compiler does what torch itself calls deprecated
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
 ]
 STEPS = 50

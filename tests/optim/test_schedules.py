@@ -2,7 +2,8 @@
 
 import pytest
 
-from lmkit.optim.schedules import constant_lr, cosine_lr, linear_lr
+from lmkit.optim.schedules import constant_lr, cosine_lr, learning_rate, linear_lr
+from lmkit.recipe.tables import OptimizerConfig
 from lmkit.registry import SCHEDULES
 
 SHAPE = {"lr": 1.0, "min_lr": 0.1, "warmup_steps": 10, "total_steps": 110}
@@ -25,6 +26,16 @@ def test_cosine() -> None:
 def test_linear_and_constant() -> None:
     assert [linear_lr(step, **SHAPE) for step in (10, 60, 110, 200)] == pytest.approx([1.0, 0.55, 0.1, 0.1])
     assert [constant_lr(step, **SHAPE) for step in (10, 60, 110, 200)] == [1.0] * 4
+
+
+def test_the_learning_rate_follows_the_steps_or_the_time_whichever_is_further() -> None:
+    rate = learning_rate(OptimizerConfig(lr=1.0, warmup_steps=10, schedule="linear"), 100)
+    assert rate(0, None) == pytest.approx(0.1)
+    assert rate(4, 0.9) == pytest.approx(0.5)  # warm-up counts steps
+    assert rate(54, None) == pytest.approx(0.5)
+    assert rate(54, 0.1) == rate(54, None)
+    assert rate(20, 0.55) == pytest.approx(0.5)
+    assert rate(20, 1.5) == 0.0
 
 
 def test_a_fraction_of_time_is_a_fractional_step() -> None:

@@ -12,7 +12,8 @@ import torch
 
 from lmkit.errors import LmkitError
 from lmkit.recipe.schema import Recipe
-from lmkit.training.checkpoint import Checkpoint, open_checkpoint, saved_steps
+from lmkit.training.atomic_checkpoint import saved_steps
+from lmkit.training.checkpoint import Checkpoint, open_checkpoint
 from lmkit.training.metrics import read_metrics
 from lmkit.training.session import TrainResult, train
 

@@ -15,27 +15,26 @@ from run_folders import refused
 from test_checkpoint_writer import make_state
 
 from lmkit.storage import sha256_file
-from lmkit.training.checkpoint import (
+from lmkit.training.atomic_checkpoint import (
     MANIFEST,
     MODEL,
     STATE,
     DamagedCheckpoint,
     NewerFormat,
-    Retention,
     clean_leftovers,
     manifest_checksum,
     newest_valid,
-    open_checkpoint,
-    parse_state,
-    parse_tensors,
     publish,
     read_manifest,
     read_verified,
     saved_steps,
     step_name,
     verify,
+    write_manifest,
+    write_tensors,
+    write_text,
 )
-from lmkit.training.checkpoint_writer import write_manifest, write_tensors, write_text
+from lmkit.training.checkpoint import Retention, open_checkpoint, parse_state, parse_tensors
 from lmkit.training.state import RngState, capture_rng, restore_rng
 
 SHARD = "optimizer-00000-of-00001.safetensors"

@@ -19,14 +19,8 @@ from lmkit.parallel.failures import RankLost
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.tables import ModelConfig
 from lmkit.training import checkpoint_writer
-from lmkit.training.checkpoint import (
-    MANIFEST,
-    Retention,
-    newest_valid,
-    open_checkpoint,
-    saved_steps,
-    step_name,
-)
+from lmkit.training.atomic_checkpoint import MANIFEST, newest_valid, saved_steps, step_name
+from lmkit.training.checkpoint import Retention, open_checkpoint
 from lmkit.training.checkpoint_writer import CheckpointWriter
 from lmkit.training.state import TrainingState, capture_rng
 

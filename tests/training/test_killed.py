@@ -16,7 +16,8 @@ from processes import PATIENCE_S, Fleet, ends
 from run_folders import assert_same_tensors, losses, newest, saved
 
 from lmkit.recipe.schema import Recipe
-from lmkit.training.checkpoint import newest_valid, open_checkpoint, step_name
+from lmkit.training.atomic_checkpoint import newest_valid, step_name
+from lmkit.training.checkpoint import open_checkpoint
 
 Tiny = Callable[..., Recipe]
 

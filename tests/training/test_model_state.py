@@ -22,7 +22,8 @@ from lmkit.parallel.ranks import Ranks
 from lmkit.parallel.zero1 import Zero1
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.tables import ModelConfig, ParallelConfig
-from lmkit.training.checkpoint import open_checkpoint, verify
+from lmkit.training.atomic_checkpoint import verify
+from lmkit.training.checkpoint import open_checkpoint
 from lmkit.training.model_state import (
     load_checkpoint,
     load_optimizer_tensors,

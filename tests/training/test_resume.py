@@ -14,7 +14,8 @@ from test_model_state import Touch
 from lmkit.errors import LmkitError, UsageError
 from lmkit.recipe.schema import Recipe
 from lmkit.storage import FolderLock
-from lmkit.training.checkpoint import MODEL, newest_checkpoint, step_name, verify
+from lmkit.training.atomic_checkpoint import MODEL, step_name, verify
+from lmkit.training.checkpoint import newest_checkpoint
 from lmkit.training.model_state import plain_model
 
 Tiny = Callable[..., Recipe]

@@ -18,7 +18,7 @@ from lmkit.recipe.tables import ModelConfig, OptimizerConfig
 from lmkit.registry import SCHEDULES
 from lmkit.training import build_step
 from lmkit.training.session import plan
-from lmkit.training.setup import TrainingStep, check_device, learning_rate
+from lmkit.training.setup import TrainingStep, check_device
 from lmkit.training.step import Step
 
 SMALL = ("model.vocab_size=64",)
@@ -84,18 +84,6 @@ def test_what_the_device_cannot_do_is_refused(tiny) -> None:
     triton = tiny(*SMALL, "model.attention=flash_triton")
     with pytest.raises(lmkit.errors.UsageError):
         check_device(triton, torch.device("cpu"))
-
-
-def test_the_learning_rate_follows_the_steps_or_the_time_whichever_is_further(tiny) -> None:
-    recipe = tiny(*SMALL, "train.steps=100", "optimizer.warmup_steps=10", "optimizer.schedule=linear")
-    rate = learning_rate(recipe)
-    lr = recipe.optimizer.lr
-    assert rate(0, None) == pytest.approx(lr / 10)
-    assert rate(4, 0.9) == pytest.approx(lr / 2)  # warm-up counts steps
-    assert rate(54, None) == pytest.approx(lr / 2)
-    assert rate(54, 0.1) == rate(54, None)
-    assert rate(20, 0.55) == pytest.approx(lr / 2)
-    assert rate(20, 1.5) == 0.0
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from lmkit.errors import UsageError
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.schema import Recipe
 from lmkit.training import trainer
-from lmkit.training.checkpoint import step_name
+from lmkit.training.atomic_checkpoint import step_name
 from lmkit.training.checkpoint_writer import CheckpointWriter
 from lmkit.training.step import Step
 from lmkit.training.trainer import Diverged, Speedometer, TrainingClock

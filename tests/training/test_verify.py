@@ -15,8 +15,7 @@ from lmkit.errors import UsageError
 from lmkit.recipe.schema import Recipe
 from lmkit.tokenizer import Tokenizer
 from lmkit.training import resume
-from lmkit.training.checkpoint import STATE, read_manifest
-from lmkit.training.checkpoint_writer import write_manifest, write_text
+from lmkit.training.atomic_checkpoint import STATE, read_manifest, write_manifest, write_text
 from lmkit.training.model_state import load_optimizer_tensors
 from lmkit.training.verify import verify_path, verify_resume
 

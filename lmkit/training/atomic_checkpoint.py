@@ -1,0 +1,323 @@
+"""Write, publish, verify, repair and delete checkpoint folders: a checkpoint is whole or absent.
+
+A checkpoint is a folder `checkpoints/step-00000100/`:
+
+    model.safetensors                          weights by parameter name
+    optimizer-00000-of-00002.safetensors ...   optimizer state, one file per shard
+    state.json                                 `TrainingState`: step, model, recipe, random generators
+    manifest.json                              size and SHA-256 of every other file, and its own checksum
+
+It is atomic. All files are written and fsynced in `step-00000100.partial/`, the manifest last; then one rename gives
+the folder its name (`publish`). A kill at any moment leaves the older checkpoints intact and at most
+
+- `step-00000100.partial`: being written or being deleted; never read, removed at the next start (`clean_leftovers`);
+- `step-00000100.replaced`: the older of two checkpoints of one step, between two renames.
+
+`checkpoint_writer.py` saves in the background, `checkpoint.py` loads. No file is a pickle, none is memory-mapped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from lmkit.errors import LmkitError, reason
+from lmkit.storage.atomic import PARTIAL_SUFFIX, fsync_folder, sha256_file
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+STATE = "state.json"
+MODEL = "model.safetensors"
+REPLACED_SUFFIX = ".replaced"
+_STEP_NAME = re.compile(r"step-(\d{8,12})")
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_MAX_MANIFEST_BYTES = 1 << 24
+_BLOCK = 1 << 24
+"""Bytes handed to write() and to the hash at a time: large blocks release the GIL for long."""
+_DTYPE_CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class DamagedCheckpoint(LmkitError):
+    """A part of a checkpoint is missing or is not what was saved. An older checkpoint may be whole."""
+
+
+class NewerFormat(LmkitError):
+    """The checkpoint is whole, but in a format that this version does not know."""
+
+
+_USE_AN_OLDER = "use an older checkpoint, or delete the damaged one"
+
+
+def damaged(path: object, what: str) -> DamagedCheckpoint:
+    """Return the error that names the file and what is wrong with it."""
+    return DamagedCheckpoint("checkpoint.damaged", f"{path}: {what}", hint=_USE_AN_OLDER)
+
+
+def newer(path: object, what: str, found: object, known: int) -> NewerFormat:
+    """Return the error for a format that a later lmkit wrote."""
+    return NewerFormat(
+        "checkpoint.newer_format",
+        f"{path}: {what} format {found}, this lmkit knows {known}",
+        hint="upgrade lmkit: pip install --upgrade lmkit",
+    )
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """Hash and size of a file, as the manifest lists them."""
+
+    sha256: str
+    bytes: int
+
+
+class SavedStep(NamedTuple):
+    """A folder with a checkpoint's name; its content is unknown."""
+
+    step: int
+    path: Path
+
+
+def step_name(step: int) -> str:
+    """Return `step-00000100` for 100."""
+    return f"step-{step:08d}"
+
+
+def shard_name(rank: int, shards: int) -> str:
+    """Return the name of the optimizer file of `rank`, from 0, of `shards` ranks."""
+    return f"optimizer-{rank:05d}-of-{shards:05d}.safetensors"
+
+
+def saved_steps(folder: Path) -> list[SavedStep]:
+    """List the folders with a checkpoint's name, lowest step first; [] where there is no such folder."""
+    if not folder.is_dir():
+        return []
+    found = [(_STEP_NAME.fullmatch(path.name), path) for path in folder.iterdir()]
+    return sorted(SavedStep(int(match[1]), path) for match, path in found if match)
+
+
+# Write
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileEntry:
+    """Write contiguous CPU tensors to a safetensors file, fsync it, and return its hash and size.
+
+    The safetensors library only reads: this writer hashes while it writes, releases the GIL, and reports a full disk
+    as an OSError.
+    """
+    header: dict[str, dict[str, object]] = {}
+    # Readers of the format need every tensor aligned to its element size: write wide types first.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    offset = 0
+    for name in names:
+        tensor = tensors[name]
+        end = offset + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _DTYPE_CODES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    contents = (tensors[name].view(-1).view(torch.uint8).numpy().data for name in names)
+    return _write(path, (memoryview(len(text).to_bytes(8, "little") + text), *contents))
+
+
+def write_text(path: Path, text: str) -> FileEntry:
+    """Write UTF-8 text, fsync it, and return its hash and size."""
+    return _write(path, (memoryview(text.encode()),))
+
+
+def _write(path: Path, contents: Iterable[memoryview]) -> FileEntry:
+    digest = hashlib.sha256()
+    with open(path, "wb", buffering=0) as file:
+        for data in contents:
+            position = 0
+            while position < len(data):
+                written = os.write(file.fileno(), data[position : position + _BLOCK])
+                digest.update(data[position : position + written])
+                position += written
+        os.fsync(file.fileno())
+        return FileEntry(digest.hexdigest(), os.fstat(file.fileno()).st_size)
+
+
+def write_manifest(folder: Path, entries: Mapping[str, FileEntry]) -> None:
+    """Write and fsync `manifest.json`, the last file of a checkpoint."""
+    files = {name: {"sha256": entry.sha256, "bytes": entry.bytes} for name, entry in sorted(entries.items())}
+    content: dict[str, Any] = {"format": FORMAT, "files": files}
+    content["checksum"] = manifest_checksum(content)
+    write_text(folder / MANIFEST, json.dumps(content, indent=2))
+
+
+def manifest_checksum(content: Mapping[str, Any]) -> str:
+    """Return the checksum that a manifest carries, of everything else in it."""
+    rest = {key: value for key, value in content.items() if key != "checksum"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+# Publish
+
+
+def publish(partial: Path, final: Path) -> None:
+    """Give a complete folder its final name. An older checkpoint of the same step is deleted afterwards."""
+    fsync_folder(partial)
+    replaced = final.with_name(final.name + REPLACED_SUFFIX)
+    if final.exists():
+        if replaced.exists():
+            shutil.rmtree(replaced)
+        os.replace(final, replaced)
+    os.replace(partial, final)
+    fsync_folder(final.parent)
+    if replaced.exists():
+        remove_folder(replaced)
+
+
+def remove_folder(path: Path) -> None:
+    """Delete a checkpoint. A kill half-way leaves nothing under a final name."""
+    partial = path.with_name(path.name + PARTIAL_SUFFIX)
+    if partial.exists():
+        shutil.rmtree(partial)
+    os.replace(path, partial)
+    shutil.rmtree(partial)
+
+
+def clean_leftovers(folder: Path) -> list[Path]:
+    """Repair what a killed process left; return what was removed. The caller holds the run folder's lock."""
+    removed = []
+    for path in sorted(folder.glob(f"step-*{REPLACED_SUFFIX}")):
+        final = path.with_name(path.name.removesuffix(REPLACED_SUFFIX))
+        if final.exists():
+            remove_folder(path)
+            removed.append(path)
+        else:
+            os.replace(path, final)
+            fsync_folder(folder)
+    for path in sorted(folder.glob(f"step-*{PARTIAL_SUFFIX}")):
+        shutil.rmtree(path)
+        removed.append(path)
+    return removed
+
+
+# Verify
+
+
+def read_manifest(folder: Path) -> dict[str, FileEntry]:
+    """Return the files of a checkpoint as its manifest lists them; reads no other file."""
+    path = folder / MANIFEST
+    try:
+        if path.stat().st_size > _MAX_MANIFEST_BYTES:
+            raise damaged(path, "larger than any manifest")
+        content = json.loads(path.read_bytes())
+        is_whole = isinstance(content, dict) and content.get("checksum") == manifest_checksum(content)
+    except FileNotFoundError:
+        what = f"{path}: missing, the checkpoint is incomplete"
+        raise DamagedCheckpoint("checkpoint.incomplete", what, hint=_USE_AN_OLDER) from None
+    except OSError as error:
+        raise damaged(path, reason(error)) from error
+    except (ValueError, RecursionError):
+        raise damaged(path, "not JSON") from None
+    if not is_whole:
+        raise damaged(path, "checksum error")
+    found = content.get("format")
+    if not isinstance(found, int) or found > FORMAT:
+        raise newer(path, "checkpoint", found, FORMAT)
+    files = content.get("files")
+    if not isinstance(files, dict) or not {MODEL, STATE} <= files.keys():
+        raise damaged(path, f"does not list {MODEL} and {STATE}")
+    return {name: _entry(path, name, fields) for name, fields in files.items()}
+
+
+def _entry(path: Path, name: str, fields: Any) -> FileEntry:
+    match fields:
+        case {"sha256": str(sha256), "bytes": int(size)} if _FILE_NAME.fullmatch(name):
+            return FileEntry(sha256, size)
+    raise damaged(path, f"{name!r} is no file of a checkpoint")
+
+
+def verify(folder: Path) -> dict[str, FileEntry]:
+    """Read every file of a checkpoint and compare it with the manifest, in constant memory.
+
+    Raises:
+        DamagedCheckpoint: naming the first file that is missing, cut or changed.
+        NewerFormat: written by a later lmkit.
+    """
+    entries = read_manifest(folder)
+    for name, entry in entries.items():
+        path = folder / name
+        try:
+            size = path.stat().st_size
+            sha256 = sha256_file(path) if size == entry.bytes else ""
+        except OSError as error:
+            raise damaged(path, reason(error)) from error
+        _compare(path, FileEntry(sha256, size), entry)
+    return entries
+
+
+def read_verified(path: Path, entry: FileEntry) -> bytes:
+    """Return the content of a file after comparing it with its entry.
+
+    The bytes that are hashed are the bytes that are used: the file may change or shrink afterwards.
+    """
+    try:
+        size = path.stat().st_size
+        data = path.read_bytes() if size == entry.bytes else b""
+    except OSError as error:
+        raise damaged(path, reason(error)) from error
+    _compare(path, FileEntry(hashlib.sha256(data).hexdigest(), size), entry)
+    return data
+
+
+def _compare(path: Path, found: FileEntry, entry: FileEntry) -> None:
+    if found.bytes != entry.bytes:
+        raise damaged(path, f"{found.bytes} bytes instead of {entry.bytes}")
+    if found.sha256 != entry.sha256:
+        raise damaged(path, "checksum error")
+
+
+class Choice(NamedTuple):
+    """The newest good checkpoint, and why newer ones were skipped."""
+
+    path: Path | None
+    skipped: tuple[str, ...]
+
+
+def newest_valid(folder: Path) -> Choice:
+    """Return the checkpoint with the highest step (clocks may go back) that verifies.
+
+    Raises:
+        LmkitError: there are checkpoints, but none is good; the message names each.
+        NewerFormat: the newest was written by a later lmkit; an older one would silently lose its steps.
+    """
+    skipped: list[str] = []
+    for saved in reversed(saved_steps(folder)):
+        try:
+            verify(saved.path)
+        except DamagedCheckpoint as error:
+            skipped.append(error.message)
+            continue
+        return Choice(saved.path, tuple(skipped))
+    if skipped:
+        raise LmkitError(
+            "checkpoint.none_good",
+            f"{folder}: no good checkpoint: " + "; ".join(skipped),
+            hint="copy the checkpoint again, or name another one; to start over, delete these folders",
+        )
+    return Choice(None, ())
