@@ -259,12 +259,10 @@ class OptimizerFacts(Facts):
     """An optimizer: `make(groups, options) -> torch.optim.Optimizer`, `options` being the table [optimizer].
 
     Attributes:
-        uses: the keys of [optimizer] that make a difference to it.
         elementwise: whether every weight is updated from its own gradient and state alone, so that flat shards of
             parameters can be updated in its place.
     """
 
-    uses: tuple[str, ...] = ()
     elementwise: bool = True
 
 

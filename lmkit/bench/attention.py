@@ -33,7 +33,6 @@ from lmkit.bench.attention_variants import (
 )
 from lmkit.bench.context import Context, Empties, FlagNames
 from lmkit.bench.harness import (
-    build_what_fits,
     grouped,
     not_enough_memory,
     out_of_memory_is_a_row,
@@ -216,28 +215,24 @@ class Sweep:
         inputs_row: dict[str, Any] = {"status": "ok", "detail": ""}
         inputs: Inputs | None = None
         gate: Gate | None = None
-
-        def build(name: str, row: dict[str, Any]) -> Callable[..., Tensor] | None:
-            nonlocal gate
-            if inputs is None:
-                row |= inputs_row | {"detail": f"inputs: {inputs_row['detail']}"}
-                return None
-            if refusal := self._refusal(name, case, directions[0]):
-                row |= refusal
-                return None
-            with refusal_is_a_row(row):
-                gate = gate or Gate(inputs)
-                function = build_variant(name, self._options.dtype)
-                row |= self._check(name, function, gate, case)
-                return function if row["status"] == "ok" else None
-            return None
-
+        functions: dict[str, Callable[..., Tensor]] = {}
         rows = {name: self._row(case, name) for name in kernels}
         found: Rows = []
         with matmul_precision(self._options.dtype):
             with out_of_memory_is_a_row(inputs_row, self._device):
                 inputs = self._inputs(case, backward=backward)
-            functions = build_what_fits(rows, build, self._device)
+            for name, row in rows.items():
+                if inputs is None:
+                    row |= inputs_row | {"detail": f"inputs: {inputs_row['detail']}"}
+                elif refusal := self._refusal(name, case, directions[0]):
+                    row |= refusal
+                else:
+                    with out_of_memory_is_a_row(row, self._device), refusal_is_a_row(row):
+                        gate = gate or Gate(inputs)
+                        function = build_variant(name, self._options.dtype)
+                        row |= self._check(name, function, gate, case)
+                        if row["status"] == "ok":
+                            functions[name] = function
             gate = None  # its tensors would take memory from what is measured
             for direction in directions:
                 of_direction = {name: row | {"direction": direction} for name, row in rows.items()}

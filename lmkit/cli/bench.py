@@ -106,19 +106,38 @@ def _command(name: str) -> Any:
         "as_json": (JsonOption, False),
     }
 
-    def command(recipe: str | None, set_: list[str] | None, **typed: Any) -> None:
-        values = {flag: typed.pop(flag.parameter) for flag in flags}
-        given = {flag: value for flag, value in values.items() if value is not None and value != []}
-        keys = {f"bench.{name}.{flag.key}": flag.value(value) for flag, value in given.items()}
-        named = {*keys, *(override.partition("=")[0].strip() for override in set_ or [])}
-        emptied = [
-            f"bench.{name}.{key}=[]"
-            for flag in given
-            for empties in flag.empties
-            if not any(f"bench.{name}.{key}" in named for key in empties)
-            for key in empties
-        ]
-        _run(name, recipe, [*emptied, *(set_ or [])], keys, **typed)
+    def command(
+        recipe: str | None,
+        set_: list[str] | None,
+        output: Path | None,
+        force: bool,
+        print_recipe: bool,
+        as_json: bool,
+        nproc: int = 1,
+        **typed: Any,
+    ) -> None:
+        from lmkit.recipe.load import load_recipe, recipe_to_toml
+
+        overrides, values = _given(name, {flag: typed[flag.parameter] for flag in flags}, set_ or [])
+        loaded = load_recipe(recipe if recipe is not None else on_gpu or None, overrides, flags=values)
+        if recipe is None and on_cpu != on_gpu and not _runs_on_gpu(loaded.run.device):
+            loaded = load_recipe(on_cpu, overrides, flags=values)
+        if print_recipe:
+            show(Result(recipe_to_toml(loaded), loaded.model_dump(mode="json")), as_json=as_json)
+            return
+        from lmkit.bench.harness import Interrupted, check_place, run_bench
+
+        check_place(loaded, output, force=force)
+        try:
+            with progress_on_stderr() as progress:
+                result = run_bench(name, loaded, output, nproc=nproc, progress=progress)
+        except Interrupted as stop:  # said here, where the progress bar is gone
+            typer.echo(str(stop), err=True)
+            raise
+        if result is not None:  # ranks other than the first print nothing
+            show(result, as_json=as_json)
+            if not result.measured:
+                raise typer.Exit(1)
 
     keyword = inspect.Parameter.KEYWORD_ONLY
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
@@ -199,40 +218,19 @@ def _number(word: str) -> int | float | str:
     return float(word) if re.fullmatch(r"-?[0-9]{0,18}\.?[0-9]{1,18}(e-?[0-9]{1,3})?", word) else word
 
 
-def _run(
-    name: str,
-    recipe: str | None,
-    overrides: list[str],
-    flags: dict[str, Any],
-    *,
-    output: Path | None,
-    force: bool,
-    print_recipe: bool,
-    as_json: bool,
-    nproc: int = 1,
-) -> None:
-    from lmkit.recipe.load import load_recipe, recipe_to_toml
-
-    on_gpu, on_cpu = BENCHES.facts(name).recipes
-    loaded = load_recipe(recipe if recipe is not None else on_gpu or None, overrides, flags=flags)
-    if recipe is None and on_cpu != on_gpu and not _runs_on_gpu(loaded.run.device):
-        loaded = load_recipe(on_cpu, overrides, flags=flags)
-    if print_recipe:
-        show(Result(recipe_to_toml(loaded), loaded.model_dump(mode="json")), as_json=as_json)
-        return
-    from lmkit.bench.harness import Interrupted, check_place, run_bench
-
-    check_place(loaded, output, force=force)
-    try:
-        with progress_on_stderr() as progress:
-            result = run_bench(name, loaded, output, nproc=nproc, progress=progress)
-    except Interrupted as stop:  # said here, where the progress bar is gone
-        typer.echo(str(stop), err=True)
-        raise
-    if result is not None:  # ranks other than the first print nothing
-        show(result, as_json=as_json)
-        if not result.measured:
-            raise typer.Exit(1)
+def _given(name: str, typed: dict[_Flag, Any], overrides: list[str]) -> tuple[list[str], dict[str, Any]]:
+    """Return overrides and values for `load_recipe`: what was typed, and the arrays that it empties."""
+    given = {flag: value for flag, value in typed.items() if value is not None and value != []}
+    values = {f"bench.{name}.{flag.key}": flag.value(value) for flag, value in given.items()}
+    named = {*values, *(override.partition("=")[0].strip() for override in overrides)}
+    emptied = [
+        f"bench.{name}.{key}=[]"
+        for flag in given
+        for empties in flag.empties
+        if not any(f"bench.{name}.{key}" in named for key in empties)
+        for key in empties
+    ]
+    return [*emptied, *overrides], values
 
 
 def _runs_on_gpu(device: str) -> bool:

@@ -67,9 +67,10 @@ def run(recipe: Recipe, *, progress: Progress, nproc: int = 1, **options: Any) -
         LmkitError: a stage failed.
     """
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if ranks > 1 and nproc > 1:
-        message, hint = "--nproc: torchrun has started the ranks already", "leave out one of them"
-        raise UsageError("ranks.started_twice", message, hint=hint)
+    if nproc > 1:
+        from lmkit.parallel.launch import refuse_torchrun
+
+        refuse_torchrun()  # not after the data stages
     if ranks > 1 and os.environ["RANK"] != "0":
         if follow() == "train":
             from lmkit.training.session import train

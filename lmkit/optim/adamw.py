@@ -267,7 +267,7 @@ class AdamW(torch.optim.Optimizer):
         self._launches[which](*columns, scalars, factor, decided)
 
 
-@OPTIMIZERS.register("adamw", order=1, uses=("betas", "eps", "weight_decay"))
+@OPTIMIZERS.register("adamw", order=1)
 def make_adamw(groups: list[dict[str, Any]], options: OptimizerConfig) -> AdamW:
     """Make the optimizer of the recipe's table `[optimizer]`; the groups hold the weight decay."""
     return AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps)

@@ -46,6 +46,13 @@ class RankFailed(LmkitError):
     """A rank ended without an error that could be forwarded: a signal, an exit code, or a foreign exception."""
 
 
+def refuse_torchrun() -> None:
+    """Refuse to start ranks in a rank that torchrun has started."""
+    if "RANK" in os.environ:
+        message = "--nproc: torchrun has started the ranks already"
+        raise UsageError("ranks.started_twice", message, hint="leave one of them out")
+
+
 def spawn_ranks(nproc: int, target: Callable[..., Any], args: Sequence[Any] = ()) -> Any:
     """Run `target(*args)` in `nproc` new processes and return what rank 0 returned.
 
@@ -54,6 +61,7 @@ def spawn_ranks(nproc: int, target: Callable[..., Any], args: Sequence[Any] = ()
     ranks have ended after that, SystemExit(143) or KeyboardInterrupt is raised here.
 
     Raises:
+        UsageError: torchrun has started this process.
         LmkitError: the error of the first rank that failed, with the rank's name in front of the message. An error of
             a rank that only lost contact counts if there is no other.
         RankFailed: that rank was killed, exited with a code, or raised something else (its traceback is on stderr).
@@ -62,6 +70,7 @@ def spawn_ranks(nproc: int, target: Callable[..., Any], args: Sequence[Any] = ()
         raise UsageError(
             "parallel.nproc", f"--nproc: {nproc} is not a number of ranks", hint="give 1 or more"
         )
+    refuse_torchrun()
     with hosted_store() as address:
         ranks = [_Rank(number, nproc, address, target, args) for number in range(nproc)]
         with _signals_passed_on(ranks) as received:

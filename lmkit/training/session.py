@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lmkit.data.batches import BatchSource
-from lmkit.errors import LmkitError, UsageError, limit_reached, reason
+from lmkit.errors import LmkitError, limit_reached, reason
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.ranges import enable_ranges_from_environment
 from lmkit.model.accounting import count_parameters
@@ -123,12 +123,6 @@ def train(recipe: Recipe, *, stop_at_step: int | None = None, nproc: int = 1) ->
     """
     check_recipe(recipe)  # before ranks start, which takes seconds
     if nproc > 1:
-        if "RANK" in os.environ:
-            raise UsageError(
-                "train.ranks_given_twice",
-                "--nproc: torchrun has started the ranks already",
-                hint="leave one of them out",
-            )
         return spawn_ranks(nproc, _run_rank, (recipe, stop_at_step))
     live: Callable[[Recipe, int | None], TrainResult | None] = _run_rank
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -241,7 +235,6 @@ def _prepare(recipe: Recipe, ranks: Ranks, stop_at_step: int | None, held: ExitS
     Args:
         held: gets the lock of the run folder, which is cleaned; None writes nothing.
     """
-    check_recipe(recipe)
     data = open_data(recipe)
     resolved = resolve(recipe, data)
     check_device(resolved, ranks.device)
@@ -374,6 +367,7 @@ def plan(recipe: Recipe, *, stop_at_step: int | None = None, nproc: int = 1) -> 
     Raises:
         UsageError: as `train`.
     """
+    check_recipe(recipe)
     ranks = Ranks(world_size=nproc, device=local_device(recipe.run.device, local_rank=nproc - 1))
     begin = _prepare(recipe, ranks, stop_at_step, None)
     refuse_unwritable(recipe.run.path, option="--set run.folder=...")

@@ -145,7 +145,7 @@ def test_an_unknown_stage_is_refused_with_the_stages_that_exist(recipe: Recipe) 
 
 
 def test_ranks_are_started_once(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
     refused("ranks.started_twice", recipe, run_now, nproc=2)
     assert not recipe.run.path.exists()
 
