@@ -7,5 +7,6 @@ operation has all of it: the plain form, the kernels, the autograd function, and
 * `norm`: residual sum and RMSNorm; `rope`: rotary positions in place; `swiglu`; `embedding`: its gradient;
 * `cross_entropy`: the head's product and the loss, a chunk of tokens at a time;
 * `adamw`: the optimizer's update in one pass over memory;
+* `decode`: a step of generation, and its plain form;
 * `launch`: cheap launches; `operators`: definition of operators; `versions`: differences between Triton's minors.
 """

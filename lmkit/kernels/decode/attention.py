@@ -1,0 +1,239 @@
+"""Attend from one new token of each row to the filled part of its cache: split-K flash-decoding (Dao et al. 2023).
+
+A program rotates the query heads of a group (RoPE), which are the rows of one product with the keys that they
+share, and takes one split of the old keys. The row's last split adds the new key as a softmax state of its own, so
+that nothing just written is read, and stores it. The last program of a row and key head merges all splits' states:
+
+    state (m, l, a) = (max s, sum exp2(s - m), sum exp2(s - m) v)        out = a / l
+
+Where the splits begin depends on the position alone, and they are merged in order: a row's result does not depend on
+the batch. Programs beyond the end of a row leave at once.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from lmkit.kernels.launch import Start, count_tiles, prepare_launch
+
+
+@triton.jit(do_not_specialize=["capacity"])
+def attend_kernel(
+    qkv_pointer,  # (rows, (HEADS + 2 KV_HEADS) * DIM)
+    keys_pointer,  # (rows, KV_HEADS, capacity, DIM)
+    values_pointer,
+    place_pointer,  # (rows) int64
+    cos_sin_pointer,  # (capacity, DIM / 2, 2) float32
+    out_pointer,  # (rows, HEADS * DIM)
+    sums_pointer,  # float32 (rows * KV_HEADS, MOST_SPLITS, GROUP, PADDED_DIM), of the splits
+    totals_pointer,  # float32 (rows * KV_HEADS, MOST_SPLITS, 2, GROUP), maxima and totals
+    arrived_pointer,  # (rows * KV_HEADS) int32, how many splits are done; zero between steps
+    capacity,
+    scale,  # of scores, times log2 e
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads of a key head, padded to a power of 2
+    SPLIT: tl.constexpr,
+    TILE: tl.constexpr,
+    MOST_SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One split of the old keys of a row and key head a program."""
+    row_head, split = tl.program_id(0), tl.program_id(1)
+    row, head = row_head // KV_HEADS, row_head % KV_HEADS
+    # Written at least two kernels ago, as the old keys and values: may be read before the wait.
+    place = tl.load(place_pointer + row).to(tl.int32)
+    splits = tl.maximum(tl.cdiv(place, SPLIT), 1)
+    if split >= splits:
+        return
+    ROWS: tl.constexpr = 16 if GROUP < 16 else GROUP  # of the product
+    old = tl.minimum(place - split * SPLIT, SPLIT)  # keys in this split
+    base = row_head.to(tl.int64) * capacity * DIM
+    begin = base + split * SPLIT * DIM
+    d, g, t = tl.arange(0, PADDED_DIM), tl.arange(0, ROWS), tl.arange(0, TILE)
+    d_inside = d < DIM
+    if SPLIT == TILE:  # the whole split is in registers before the wait
+        visible = t < old
+        # Keys come as (PADDED_DIM, TILE), so that they go from shared memory straight to the tensor cores.
+        k_at = keys_pointer + begin + t[None, :] * DIM + d[:, None]
+        v_at = values_pointer + begin + t[:, None] * DIM + d[None, :]
+        k = tl.load(k_at, mask=visible[None, :] & d_inside[:, None], other=0.0)
+        v = tl.load(v_at, mask=visible[:, None] & d_inside[None, :], other=0.0)
+    angle_at = cos_sin_pointer + place * DIM + (d // 2) * 2
+    cos = tl.load(angle_at, mask=d_inside, other=0.0)
+    sin = tl.load(angle_at + 1, mask=d_inside, other=0.0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    kind: tl.constexpr = keys_pointer.dtype.element_ty
+    new = qkv_pointer + row.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * DIM)
+    group: tl.constexpr = HEADS // KV_HEADS
+    heads = head * group + g
+    q_inside = (g < group)[:, None] & d_inside[None, :]
+    q = rotated(new + heads[:, None] * DIM, d[None, :], cos[None, :], sin[None, :], q_inside).to(kind)
+    k_new = rotated(new + (HEADS + head) * DIM, d, cos, sin, d_inside).to(kind)
+    v_new = tl.load(new + (HEADS + KV_HEADS + head) * DIM + d, mask=d_inside, other=0.0).to(kind)
+    top = tl.full((ROWS,), -1e30, tl.float32)  # finite, for a row without old keys
+    total = tl.zeros((ROWS,), tl.float32)
+    sums = tl.zeros((ROWS, PADDED_DIM), tl.float32)
+    if SPLIT == TILE:
+        top, total, sums = fold(top, total, sums, q, k, v, visible, scale)
+    else:
+        for i in tl.range(0, old, TILE, num_stages=STAGES):
+            visible = t + i < old
+            k_at = keys_pointer + begin + (i + t)[None, :] * DIM + d[:, None]
+            v_at = values_pointer + begin + (i + t)[:, None] * DIM + d[None, :]
+            k = tl.load(k_at, mask=visible[None, :] & d_inside[:, None], other=0.0)
+            v = tl.load(v_at, mask=visible[:, None] & d_inside[None, :], other=0.0)
+            top, total, sums = fold(top, total, sums, q, k, v, visible, scale)
+    if split == splits - 1:
+        score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * scale
+        highest = tl.maximum(top, score)
+        old_weight, new_weight = tl.exp2(top - highest), tl.exp2(score - highest)
+        top = highest
+        total = total * old_weight + new_weight
+        sums = sums * old_weight[:, None] + v_new.to(tl.float32)[None, :] * new_weight[:, None]
+        tl.store(keys_pointer + base + place * DIM + d, k_new, mask=d_inside)
+        tl.store(values_pointer + base + place * DIM + d, v_new, mask=d_inside)
+    out = out_pointer + row.to(tl.int64) * (HEADS * DIM) + head * (group * DIM)
+    if splits == 1:
+        result = (sums / total[:, None]).to(out_pointer.dtype.element_ty)
+        tl.store(out + g[:, None] * DIM + d[None, :], result, mask=q_inside)
+    else:
+        slot = (row_head * MOST_SPLITS + split).to(tl.int64)
+        kept = g < GROUP
+        tl.store(
+            sums_pointer + (slot * GROUP + g[:, None]) * PADDED_DIM + d[None, :], sums, mask=kept[:, None]
+        )
+        tl.store(totals_pointer + slot * (2 * GROUP) + g, top, mask=kept)
+        tl.store(totals_pointer + slot * (2 * GROUP) + GROUP + g, total, mask=kept)
+        tl.debug_barrier()  # all threads of the program have stored before one of them says so
+        if tl.atomic_add(arrived_pointer + row_head, 1, sem="acq_rel") == splits - 1:
+            s, h = tl.arange(0, triton.next_power_of_2(MOST_SPLITS)), tl.arange(0, GROUP)
+            there = (s < splits)[:, None]
+            slots = (row_head * MOST_SPLITS + s).to(tl.int64)[:, None]
+            tops_at = totals_pointer + slots * (2 * GROUP) + h[None, :]
+            tops = tl.load(tops_at, mask=there, other=float("-inf"))  # (splits, GROUP)
+            totals = tl.load(tops_at + GROUP, mask=there, other=0.0)
+            parts_at = ((slots * GROUP + h[None, :]) * PADDED_DIM)[:, :, None] + d[None, None, :]
+            parts = tl.load(sums_pointer + parts_at, mask=there[:, :, None], other=0.0)
+            weights = tl.exp2(tops - tl.max(tops, 0)[None, :])
+            merged = tl.sum(parts * weights[:, :, None], 0) / tl.sum(totals * weights, 0)[:, None]
+            merged = merged.to(out_pointer.dtype.element_ty)
+            inside = (h < group)[:, None] & d_inside[None, :]
+            tl.store(out + h[:, None] * DIM + d[None, :], merged, mask=inside)
+            tl.store(arrived_pointer + row_head, 0)
+
+
+@triton.jit
+def rotated(base, d, cos, sin, mask):
+    """Rotate neighbouring channels (2i, 2i + 1)."""
+    own = tl.load(base + d, mask=mask, other=0.0).to(tl.float32)
+    other = tl.load(base + (d ^ 1), mask=mask, other=0.0).to(tl.float32)
+    return own * cos + other * tl.where(d % 2 == 0, -sin, sin)
+
+
+@triton.jit
+def fold(top, total, sums, q, k, v, visible, scale):
+    """Take keys (PADDED_DIM, TILE) and values (TILE, PADDED_DIM) into the softmax states of the rows of q."""
+    scores = tl.dot(q, k, input_precision="ieee") * scale  # (ROWS, TILE)
+    scores = tl.where(visible[None, :], scores, float("-inf"))
+    highest = tl.maximum(top, tl.max(scores, 1))
+    weights, old_weight = tl.exp2(scores - highest[:, None]), tl.exp2(top - highest)
+    sums = tl.dot(weights.to(v.dtype), v, sums * old_weight[:, None], input_precision="ieee")
+    return highest, total * old_weight + tl.sum(weights, 1), sums
+
+
+class Split(NamedTuple):
+    """Keys of a program, keys at a time, warps and stages."""
+
+    keys: int
+    tile: int
+    warps: int
+    stages: int
+
+
+def split_of(rows: int, head_dim: int, dtype: torch.dtype) -> Split:
+    """Return how keys are split: one tile a program for a single row, whose latency counts; a loop for several."""
+    if dtype == torch.float32:
+        return Split(256, 32, 4, 2)
+    if rows > 1:
+        return Split(256, 64, 4, 3)
+    return Split(256, 256, 8, 1) if head_dim > 64 else Split(64, 64, 4, 1)
+
+
+class AttendSpace(NamedTuple):
+    """Memory of the splits' softmax states, one for all layers; `attend_kernel` has the shapes."""
+
+    sums: Tensor
+    totals: Tensor
+    arrived: Tensor
+
+
+def attend_space(
+    rows: int, heads: int, kv_heads: int, head_dim: int, capacity: int, like: Tensor
+) -> AttendSpace:
+    """Allocate for a cache of this capacity, for a model with the dtype and device of `like`."""
+    splits = count_tiles(capacity, split_of(rows, head_dim, like.dtype).keys)
+    states = rows * kv_heads * splits * triton.next_power_of_2(heads // kv_heads)
+    return AttendSpace(
+        like.new_empty(states * triton.next_power_of_2(max(16, head_dim)), dtype=torch.float32),
+        like.new_empty(states * 2, dtype=torch.float32),
+        like.new_zeros(rows * kv_heads, dtype=torch.int32),
+    )
+
+
+def prepare_attend(
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    place: Tensor,
+    cos_sin: Tensor,
+    out: Tensor,
+    space: AttendSpace,
+    *,
+    longest: int,
+    pdl: bool = False,
+) -> tuple[Start, tuple[int, ...]]:
+    """Prepare a step's attention; return (launch, its pointers).
+
+    Args:
+        qkv, keys, values: as for `plain_attend`.
+        place: (rows) int64, the position of each row's token.
+        cos_sin: (capacity, head_dim / 2, 2) float32, of every position.
+        out: (rows, heads * head_dim)
+        longest: no row has more old keys than this.
+        pdl: start before the kernel before has ended.
+    """
+    rows, kv_heads, capacity, head_dim = keys.shape
+    heads = out.shape[1] // head_dim
+    split = split_of(rows, head_dim, keys.dtype)
+    constants = {
+        "HEADS": heads,
+        "KV_HEADS": kv_heads,
+        "DIM": head_dim,
+        "PADDED_DIM": triton.next_power_of_2(max(16, head_dim)),
+        "GROUP": triton.next_power_of_2(heads // kv_heads),
+        "SPLIT": split.keys,
+        "TILE": split.tile,
+        "MOST_SPLITS": count_tiles(capacity, split.keys),
+        "STAGES": split.stages,
+        "PDL": pdl,
+        "num_warps": split.warps,
+        **({"launch_pdl": True} if pdl else {}),
+    }
+    tensors = (qkv, keys, values, place, cos_sin, out, *space)
+    grid = (rows * kv_heads, count_tiles(max(longest, 1), split.keys))
+    scale = head_dim**-0.5 * math.log2(math.e)
+    start = prepare_launch(attend_kernel, grid, tensors, (capacity, scale), constants)
+    return start, tuple(x.data_ptr() for x in tensors)

@@ -1,0 +1,366 @@
+"""Multiply up to 16 rows by a matrix at the speed of the memory, with what a decode step does before and after.
+
+    y = n(x) W^T        n(x) = x or, with a norm, x g / sqrt(mean(x^2) + eps)
+
+What follows is fused, too: "store" y; "swiglu": silu(gate) up of the joined result; "residual": add y to the stream;
+"logits": the rules for the next token (banned ids, repetition penalty) and the maximum of every tile.
+
+RMSNorm (Zhang and Sennrich 2019) costs no kernel: what updates the stream h also writes h g and sums of h^2 over 16
+features (`Parts`); the next product multiplies these, and scales its sums by 1 / sqrt(mean(h^2) + eps) at the end.
+
+A single row is multiplied and added in registers, and its first tile of weights is loaded before the kernel waits for
+the kernel before. 2 to 16 rows use tensor cores: the columns fall into four slices, one for each warp, so that a tile
+of 16 outputs keeps four warps busy, and small matrices still spread over all SMs.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from lmkit.kernels.decode.reference import Rules
+from lmkit.kernels.launch import Start, count_tiles, prepare_launch
+
+MOST_ROWS = 16
+PART = 16  # features in a sum of squares; a single row has smaller tiles and perhaps smaller parts
+SLICES = 4
+
+Then = Literal["store", "swiglu", "residual", "logits"]
+
+
+@triton.jit(do_not_specialize=["rows", "num_parts"])
+def single_row_kernel(
+    x_pointer,  # (1, K)
+    weight_pointer,  # (outputs, K), twice as many rows with "swiglu"
+    out_pointer,  # (1, outputs); "residual": the stream, which is read, too
+    gain_pointer,  # (outputs), of the norm that follows the residual sum
+    normed_pointer,  # (1, outputs), the new stream times the gain
+    parts_pointer,  # sums of squares of the stream: read with NORM, written with "residual"
+    tops_pointer,  # (1, tiles), maxima of tiles
+    banned_pointer,
+    seen_pointer,
+    settings_pointer,
+    rows,
+    outputs,
+    eps,
+    num_parts,
+    K: tl.constexpr,
+    THEN: tl.constexpr,
+    NORM: tl.constexpr,
+    PENALTY: tl.constexpr,
+    MOST_PARTS: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """TILE_N outputs a program."""
+    n = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
+    b = tl.arange(0, 1)
+    k = tl.arange(0, TILE_K)
+    weight_at = weight_pointer + tl.minimum(n, outputs - 1).to(tl.int64)[:, None] * K + k[None, :]
+    up_at = weight_at + outputs.to(tl.int64) * K
+    weight = tl.load(weight_at, mask=(k < K)[None, :], other=0.0)  # (TILE_N, TILE_K)
+    if THEN == "swiglu":
+        up = tl.load(up_at, mask=(k < K)[None, :], other=0.0)
+    late = load_late(gain_pointer, banned_pointer, n, outputs, THEN)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    stream = load_stream(out_pointer, n, b, rows, outputs, THEN)
+    x = tl.load(x_pointer + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
+    sums = weight.to(tl.float32) * x
+    if THEN == "swiglu":
+        up_sums = up.to(tl.float32) * x
+    for begin in range(TILE_K, K, TILE_K):
+        inside = k < K - begin
+        x = tl.load(x_pointer + begin + k, mask=inside, other=0.0).to(tl.float32)[None, :]
+        sums += tl.load(weight_at + begin, mask=inside[None, :], other=0.0).to(tl.float32) * x
+        if THEN == "swiglu":
+            up_sums += tl.load(up_at + begin, mask=inside[None, :], other=0.0).to(tl.float32) * x
+    y = tl.sum(sums, 1)[:, None]  # (TILE_N, 1)
+    y_up = y
+    if THEN == "swiglu":
+        y_up = tl.sum(up_sums, 1)[:, None]
+    if NORM:
+        scale = inverse_rms(parts_pointer, b, rows, num_parts, eps, K, MOST_PARTS)
+        y *= scale[None, :]
+        y_up *= scale[None, :]
+    finish(
+        y, y_up, stream, late, n, b, rows, outputs, out_pointer, normed_pointer, parts_pointer, tops_pointer,
+        seen_pointer, settings_pointer, THEN, PENALTY, TILE_N, 1,
+    )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["rows", "num_parts"]
+)  # one binary, hence the same bits, for all numbers of rows
+def few_rows_kernel(
+    x_pointer,  # (rows, K); the others as in `single_row_kernel`, with `rows` rows
+    weight_pointer,
+    out_pointer,
+    gain_pointer,
+    normed_pointer,
+    parts_pointer,
+    tops_pointer,
+    banned_pointer,
+    seen_pointer,
+    settings_pointer,
+    rows,
+    outputs,
+    eps,
+    num_parts,
+    K: tl.constexpr,
+    THEN: tl.constexpr,
+    NORM: tl.constexpr,
+    PENALTY: tl.constexpr,
+    MOST_PARTS: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """TILE_N outputs of up to 16 rows a program."""
+    SLICE: tl.constexpr = K // 4
+    n = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
+    b = tl.arange(0, 16)
+    k = tl.arange(0, TILE_K)
+    slices = tl.arange(0, 4)[:, None, None] * SLICE
+    weight_at = weight_pointer + tl.minimum(n, outputs - 1).to(tl.int64)[None, :, None] * K + k[None, None, :]
+    weight_at += slices  # (4, TILE_N, TILE_K)
+    up_at = weight_at + outputs.to(tl.int64) * K
+    x_at = x_pointer + b[None, None, :] * K + k[None, :, None] + slices  # (4, TILE_K, 16)
+    late = load_late(gain_pointer, banned_pointer, n, outputs, THEN)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    stream = load_stream(out_pointer, n, b, rows, outputs, THEN)
+    sums = tl.zeros((4, TILE_N, 16), tl.float32)
+    up_sums = tl.zeros((4, TILE_N, 16), tl.float32)
+    for begin in tl.range(0, SLICE, TILE_K, num_stages=STAGES):
+        inside = k < SLICE - begin
+        weight = tl.load(weight_at + begin, mask=inside[None, None, :], other=0.0)
+        x = tl.load(x_at + begin, mask=inside[None, :, None] & (b < rows)[None, None, :], other=0.0)
+        sums = tl.dot(weight, x, sums, input_precision="ieee")
+        if THEN == "swiglu":
+            up = tl.load(up_at + begin, mask=inside[None, None, :], other=0.0)
+            up_sums = tl.dot(up, x, up_sums, input_precision="ieee")
+    y = tl.sum(sums, 0)  # (TILE_N, 16)
+    y_up = y
+    if THEN == "swiglu":
+        y_up = tl.sum(up_sums, 0)
+    if NORM:
+        scale = inverse_rms(parts_pointer, b, rows, num_parts, eps, K, MOST_PARTS)
+        y *= scale[None, :]
+        y_up *= scale[None, :]
+    finish(
+        y, y_up, stream, late, n, b, rows, outputs, out_pointer, normed_pointer, parts_pointer, tops_pointer,
+        seen_pointer, settings_pointer, THEN, PENALTY, TILE_N, 16,
+    )  # fmt: skip
+
+
+@triton.jit
+def load_late(gain_pointer, banned_pointer, n, outputs, THEN: tl.constexpr):
+    """Ask early for what the end needs: the next norm's gain, or which ids are banned."""
+    if THEN == "logits":
+        late = tl.load(banned_pointer + n, mask=n < outputs, other=0).to(tl.float32)
+    elif THEN == "residual":
+        late = tl.load(gain_pointer + n, mask=n < outputs, other=0.0).to(tl.float32)
+    else:
+        late = n.to(tl.float32)
+    return late
+
+
+@triton.jit
+def load_stream(out_pointer, n, b, rows, outputs, THEN: tl.constexpr):
+    at = b[None, :].to(tl.int64) * outputs + n[:, None]
+    if THEN == "residual":
+        stream = tl.load(out_pointer + at, mask=(n < outputs)[:, None] & (b < rows)[None, :], other=0.0)
+    else:
+        stream = at
+    return stream
+
+
+@triton.jit
+def inverse_rms(parts_pointer, b, rows, num_parts, eps, K: tl.constexpr, MOST_PARTS: tl.constexpr):
+    """1 / sqrt(mean of squares + eps) of each row."""
+    part = tl.arange(0, MOST_PARTS)
+    there = (b < rows)[:, None] & (part < num_parts)[None, :]
+    parts = tl.load(parts_pointer + b[:, None] * num_parts + part[None, :], mask=there, other=0.0)
+    return tl.rsqrt(tl.sum(parts, 1) / K + eps)
+
+
+@triton.jit
+def finish(
+    y,  # (TILE_N, ROWS) float32
+    y_up,
+    stream,
+    late,
+    n,
+    b,
+    rows,
+    outputs,
+    out_pointer,
+    normed_pointer,
+    parts_pointer,
+    tops_pointer,
+    seen_pointer,
+    settings_pointer,
+    THEN: tl.constexpr,
+    PENALTY: tl.constexpr,
+    TILE_N: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Store a tile of results."""
+    inside = (n < outputs)[:, None] & (b < rows)[None, :]
+    at = b[None, :].to(tl.int64) * outputs + n[:, None]
+    if THEN == "store":
+        tl.store(out_pointer + at, y.to(out_pointer.dtype.element_ty), mask=inside)
+    elif THEN == "swiglu":
+        y = y / (1 + tl.exp(-y)) * y_up
+        tl.store(out_pointer + at, y.to(out_pointer.dtype.element_ty), mask=inside)
+    elif THEN == "logits":
+        if PENALTY:
+            penalty = tl.load(settings_pointer + 4).to(tl.float32)
+            seen = tl.load(seen_pointer + at, mask=inside, other=0)
+            y = tl.where(seen != 0, tl.where(y > 0, y / penalty, y * penalty), y)
+        y = tl.where((late == 0)[:, None] & (n < outputs)[:, None], y, float("-inf"))
+        tl.store(out_pointer + at, y, mask=inside)
+        # NaN shows as infinity, which the sampler refuses.
+        top = tl.where(tl.sum((y != y).to(tl.int32), 0) > 0, float("inf"), tl.max(y, 0))  # (ROWS)
+        tl.store(tops_pointer + b * tl.num_programs(0) + tl.program_id(0), top, mask=b < rows)
+    else:
+        new = (stream.to(tl.float32) + y).to(out_pointer.dtype.element_ty)
+        tl.store(out_pointer + at, new, mask=inside)
+        wide = new.to(tl.float32)  # the norm sees what the next layer reads
+        normed = wide * late[:, None]
+        tl.store(normed_pointer + at, normed.to(normed_pointer.dtype.element_ty), mask=inside)
+        SIZE: tl.constexpr = 16 if TILE_N > 16 else TILE_N
+        squares = tl.sum(tl.reshape(wide * wide, (TILE_N // SIZE, SIZE, ROWS)), 1)
+        part = tl.program_id(0) * (TILE_N // SIZE) + tl.arange(0, TILE_N // SIZE)
+        parts_at = b[None, :] * (outputs // SIZE) + part[:, None]
+        there = (part < outputs // SIZE)[:, None] & (b < rows)[None, :]
+        tl.store(parts_pointer + parts_at, squares, mask=there)
+
+
+class Tile(NamedTuple):
+    """What a program computes: outputs, columns at a time (in each slice, with several rows), warps, stages."""
+
+    outputs: int
+    columns: int
+    warps: int
+    stages: int
+
+
+# By the name of the matrix; measured for bfloat16 and a width of 2048 on an H200.
+SINGLE_ROW = {
+    "qkv": Tile(8, 1024, 4, 1),
+    "output": Tile(2, 2048, 4, 1),
+    "gate_up": Tile(4, 1024, 4, 1),
+    "down": Tile(8, 2048, 8, 1),
+    "head": Tile(4, 2048, 4, 1),
+}
+FEW_ROWS = {
+    "qkv": Tile(16, 128, 4, 3),
+    "output": Tile(16, 128, 4, 3),
+    "gate_up": Tile(16, 128, 4, 3),
+    "down": Tile(16, 64, 4, 6),
+    "head": Tile(32, 128, 4, 3),
+}
+FEW_ROWS_IN_FLOAT32 = dict.fromkeys(FEW_ROWS, Tile(16, 16, 4, 2))  # of shared memory for larger tiles
+
+
+def tile_of(name: str, rows: int, columns: int, dtype: torch.dtype) -> Tile:
+    """Return the tile of a matrix with this many columns. It depends on whether there is a single row, not on their
+    number."""
+    table = SINGLE_ROW if rows == 1 else FEW_ROWS_IN_FLOAT32 if dtype == torch.float32 else FEW_ROWS
+    tile = table[name]
+    return tile._replace(columns=min(tile.columns, triton.next_power_of_2(columns)))
+
+
+def parts_of(features: int, tile: Tile) -> int:
+    """Return how many sums of squares a residual product with this tile leaves of a row."""
+    return features // min(PART, tile.outputs)
+
+
+class Stream(NamedTuple):
+    """The residual stream of a step and what the next norm needs of it.
+
+    Attributes:
+        total: (rows, d_model)
+        normed: (rows, d_model), the stream times the gain of the next norm.
+        parts: float32, room for d_model sums of squares a row; row b begins at b * (number of parts).
+    """
+
+    total: Tensor
+    normed: Tensor
+    parts: Tensor
+
+
+def prepare_product(
+    name: str,
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    stream: Stream,
+    *,
+    then: Then = "store",
+    gain: Tensor | None = None,
+    num_parts: int = 0,
+    eps: float = 0.0,
+    rules: Rules | None = None,
+    tops: Tensor | None = None,
+    pdl: bool = False,
+) -> tuple[Start, tuple[int, ...]]:
+    """Prepare a product of `x` (rows, in) with `weight`; return (launch, its pointers).
+
+    Args:
+        name: of the matrix, for its tile.
+        out: (rows, out); "residual": `stream.total`; "logits": float32.
+        gain: "residual": of the norm that follows, (out).
+        num_parts: > 0: x is `stream.normed`, and its sums of squares come in this many parts.
+        rules, tops: "logits": what changes logits; the maxima of tiles, room for (rows, out).
+        pdl: start before the kernel before has ended.
+    """
+    rows, columns = x.shape
+    outputs = weight.shape[0] // (2 if then == "swiglu" else 1)
+    assert rows == 1 or (rows <= MOST_ROWS and columns % SLICES == 0)
+    tile = tile_of(name, rows, columns, x.dtype)
+    if rules is None:
+        rules = Rules(x, x, x, False)
+    gain = x if gain is None else gain
+    tops = x if tops is None else tops
+    tensors = (
+        x,
+        weight,
+        out,
+        gain,
+        stream.normed,
+        stream.parts,
+        tops,
+        rules.banned,
+        rules.seen,
+        rules.settings,
+    )
+    constants = {
+        "K": columns,
+        "THEN": then,
+        "NORM": num_parts > 0,
+        "PENALTY": rules.penalizes,
+        "MOST_PARTS": triton.next_power_of_2(columns // (2 if rows == 1 else PART)),
+        "TILE_N": tile.outputs,
+        "TILE_K": tile.columns,
+        "STAGES": tile.stages,
+        "PDL": pdl,
+        "num_warps": tile.warps,
+        **({"launch_pdl": True} if pdl else {}),
+    }
+    kernel = single_row_kernel if rows == 1 else few_rows_kernel
+    grid = (count_tiles(outputs, tile.outputs), 1)
+    start = prepare_launch(kernel, grid, tensors, (rows, outputs, eps, num_parts), constants)
+    return start, tuple(x.data_ptr() for x in tensors)

@@ -1,0 +1,270 @@
+"""Draw the next token of each row: temperature, top-k, top-p, min-p, greedy.
+
+Weights are integers, w = floor(2^40 exp((z - max z) / temperature)): their sums are exact, so no order of summation
+can change a draw. A draw takes 64 random bits r and finds the token in whose interval r total / 2^64 falls.
+
+No sort is needed for the sets of likeliest tokens: draw from all tokens; if the token lies in the set, it is the
+draw; if not, draw again among the tokens that are likelier (ties go by id). Every such set is the beginning of the
+tokens in the order of likelihood, so this draws each of its tokens with its exact share.
+
+Random bits are Philox4x32-10 (Salmon et al. 2011) of (seed of the row; number of the token, number of the draw):
+nothing else enters, neither the batch nor the tokens before.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from lmkit.kernels.decode.products import Stream
+from lmkit.kernels.decode.reference import Ends, Rows, Rules, Sampling
+from lmkit.kernels.launch import Start, count_tiles, prepare_launch
+
+LARGEST_WEIGHT = tl.constexpr(1 << 40)
+BLOCK = 8192  # logits at a time
+
+
+@triton.jit
+def advance_kernel(
+    logits_pointer,  # (rows, vocab_size) float32, with the rules applied
+    tops_pointer,  # (rows, tiles), maxima of tiles of TILE logits; infinite where one is NaN
+    settings_pointer,  # see `Sampling.settings`
+    place_pointer,
+    text_pointer,
+    number_pointer,
+    done_pointer,
+    seeds_pointer,
+    drawn_pointer,
+    logprobs_pointer,
+    seen_pointer,  # (rows, vocab_size)
+    table_pointer,  # (vocab_size, d_model), embeddings
+    gain_pointer,  # (d_model), of the first norm
+    stream_pointer,  # (rows, d_model)
+    normed_pointer,
+    parts_pointer,
+    vocab_size,
+    text_stride,
+    stop,
+    most,
+    num_parts,
+    KIND: tl.constexpr,
+    LOGPROBS: tl.constexpr,
+    PENALTY: tl.constexpr,
+    WIDTH: tl.constexpr,  # d_model
+    MOST_PARTS: tl.constexpr,
+    TILES: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One row a program. The embedding of its token begins the next step's stream.
+
+    KIND is compile-time: code that does not run would still have to come through the instruction cache.
+    """
+    row = tl.program_id(0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if tl.load(done_pointer + row) != 0:
+        return
+    logits_row = logits_pointer + row.to(tl.int64) * vocab_size
+    number = tl.load(number_pointer + row)
+    tile_ids = tl.arange(0, triton.next_power_of_2(TILES))
+    tops = tl.load(tops_pointer + row * TILES + tile_ids, mask=tile_ids < TILES, other=float("-inf"))
+    highest = tl.max(tops, 0)
+    token = tl.zeros((), tl.int32) - 1
+    if (highest < float("inf")) & (highest > float("-inf")):
+        if KIND == "greedy":
+            tile = tl.min(tl.where(tops == highest, tile_ids, TILES), 0) * TILE + tl.arange(0, TILE)
+            z = tl.load(logits_row + tile, mask=tile < vocab_size, other=float("-inf"))
+            token = tl.min(tl.where(z == highest, tile, vocab_size), 0)
+        else:
+            seed = tl.load(seeds_pointer + row)
+            token = draw(logits_row, highest, seed, number, settings_pointer, vocab_size, KIND, BLOCK, BLOCKS)
+        if LOGPROBS:
+            i = tl.arange(0, BLOCK)
+            mass = tl.zeros((BLOCK,), tl.float32)
+            for block in range(BLOCKS):
+                at = block * BLOCK + i
+                z = tl.load(logits_row + at, mask=at < vocab_size, other=float("-inf"))
+                mass += tl.exp(z - highest)
+            chosen = tl.load(logits_row + token) - highest - tl.log(tl.sum(mass, 0))
+            tl.store(logprobs_pointer + row, chosen)
+        if PENALTY:
+            tl.store(seen_pointer + row.to(tl.int64) * vocab_size + token, 1)
+    place = tl.load(place_pointer + row)
+    known = tl.maximum(token, 0)
+    tl.store(drawn_pointer + row, token)
+    tl.store(text_pointer + row * text_stride + place + 1, known)
+    tl.store(number_pointer + row, number + 1)
+    ending = ((token < 0) | (token == stop) | (number + 1 >= most)).to(tl.int64)
+    tl.store(done_pointer + row, ending)
+    tl.store(place_pointer + row, place + 1 - ending)
+    k = tl.arange(0, triton.next_power_of_2(WIDTH))
+    inside = k < WIDTH
+    embedding = tl.load(table_pointer + known.to(tl.int64) * WIDTH + k, mask=inside, other=0.0)
+    wide = embedding.to(tl.float32)
+    normed = wide * tl.load(gain_pointer + k, mask=inside, other=0.0).to(tl.float32)
+    tl.store(stream_pointer + row * WIDTH + k, embedding, mask=inside)
+    tl.store(normed_pointer + row * WIDTH + k, normed.to(normed_pointer.dtype.element_ty), mask=inside)
+    part = tl.arange(0, MOST_PARTS)
+    squares = tl.where(part == 0, tl.sum(wide * wide, 0), 0.0)
+    tl.store(parts_pointer + row * num_parts + part, squares, mask=part < num_parts)
+
+
+@triton.jit
+def draw(
+    logits_row,
+    highest,
+    seed,
+    number,
+    settings_pointer,
+    vocab_size,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Draw a token of one row, see the top of this file."""
+    scale = (tl.load(settings_pointer) * 1.4426950408889634).to(tl.float32)
+    i = tl.arange(0, BLOCK)
+    blocks = tl.arange(0, triton.next_power_of_2(BLOCKS))
+    sums = tl.zeros((triton.next_power_of_2(BLOCKS),), tl.int64)  # the weight of each block
+    for block in tl.range(0, BLOCKS, num_stages=3):
+        weights = weights_of(logits_row, block * BLOCK + i, vocab_size, highest, scale)
+        sums = tl.where(blocks == block, tl.sum(weights, 0), sums)
+    total = tl.sum(sums, 0)
+    if KIND != "all":
+        top_k = tl.load(settings_pointer + 1).to(tl.int64)
+        top_p = tl.load(settings_pointer + 2)
+        least = (tl.load(settings_pointer + 3) * LARGEST_WEIGHT).to(tl.int64)
+        mass = total
+        if KIND == "nested":
+            mass = mass_of_top_k(logits_row, top_k, vocab_size, highest, scale, BLOCK, BLOCKS)
+        limit = tl.where(top_p < 1, (mass.to(tl.float64) * top_p).to(tl.int64), mass + 1)
+    low = (
+        tl.zeros((), tl.int64) - 1
+    )  # tokens up to this weight are not drawn, and with this weight from `low_id` on
+    low_id = vocab_size
+    attempt = tl.zeros((), tl.int32)
+    accepted = tl.zeros((), tl.int32)
+    token = tl.zeros((), tl.int32)
+    while accepted == 0:
+        zero = tl.zeros((), tl.uint32)
+        r1, r0, _, _ = tl.philox(seed, number.to(tl.uint32), attempt.to(tl.uint32), zero, zero)
+        bits = (r1.to(tl.uint64) << 32) | r0.to(tl.uint64)
+        target = tl.umulhi(bits, total.to(tl.uint64)).to(tl.int64)
+        block = tl.sum((tl.cumsum(sums, 0) <= target).to(tl.int32), 0)
+        target -= tl.sum(tl.where(blocks < block, sums, 0), 0)
+        at = block * BLOCK + i
+        weights = weights_of(logits_row, at, vocab_size, highest, scale)
+        left = tl.where((weights > low) | ((weights == low) & (at < low_id)), weights, 0)
+        inner = tl.sum((tl.cumsum(left, 0) <= target).to(tl.int32), 0)
+        token = block * BLOCK + inner
+        accepted += 1
+        if KIND != "all":
+            low, low_id = tl.sum(tl.where(i == inner, weights, 0), 0), token
+            ahead = tl.zeros((), tl.int64)
+            for s in tl.range(0, BLOCKS, num_stages=3):
+                at = s * BLOCK + i
+                weights = weights_of(logits_row, at, vocab_size, highest, scale)
+                likelier = (weights > low) | ((weights == low) & (at < low_id))
+                sums = tl.where(blocks == s, tl.sum(tl.where(likelier, weights, 0), 0), sums)
+                ahead += tl.sum(likelier.to(tl.int32), 0)
+            total = tl.sum(sums, 0)
+            accepted = (((total < limit) & (ahead < top_k) & (low >= least)) | (total == 0)).to(tl.int32)
+        attempt += 1
+    return token
+
+
+@triton.jit
+def mass_of_top_k(logits_row, top_k, vocab_size, highest, scale, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+    """The weight of the k likeliest tokens: find the weight of the last by bisection, then add up."""
+    i = tl.arange(0, BLOCK)
+    low = tl.zeros((), tl.int64) - 1  # k tokens or more are heavier, or all are
+    high = tl.zeros((), tl.int64) + LARGEST_WEIGHT  # fewer than k are heavier
+    while high - low > 1:
+        middle = (low + high) >> 1
+        heavier = tl.zeros((), tl.int64)
+        for block in tl.range(0, BLOCKS, num_stages=3):
+            weights = weights_of(logits_row, block * BLOCK + i, vocab_size, highest, scale)
+            heavier += tl.sum((weights > middle).to(tl.int32), 0)
+        low = tl.where(heavier >= top_k, middle, low)
+        high = tl.where(heavier >= top_k, high, middle)
+    mass = tl.zeros((), tl.int64)
+    heavier = tl.zeros((), tl.int64)
+    for block in tl.range(0, BLOCKS, num_stages=3):
+        weights = weights_of(logits_row, block * BLOCK + i, vocab_size, highest, scale)
+        mass += tl.sum(tl.where(weights > high, weights, 0), 0)
+        heavier += tl.sum((weights > high).to(tl.int32), 0)
+    return mass + (top_k - heavier) * high  # ties with the last
+
+
+@triton.jit
+def weights_of(logits_row, at, vocab_size, highest, scale):
+    z = tl.load(logits_row + at, mask=at < vocab_size, other=float("-inf"))
+    return (tl.exp2((z - highest) * scale) * LARGEST_WEIGHT).to(tl.int64)
+
+
+def prepare_advance(
+    logits: Tensor,
+    tops: Tensor,
+    tile: int,
+    rows: Rows,
+    rules: Rules,
+    table: Tensor,
+    gain: Tensor,
+    stream: Stream,
+    num_parts: int,
+    *,
+    sampling: Sampling,
+    ends: Ends,
+    logprobs: bool = False,
+    pdl: bool = False,
+) -> tuple[Start, tuple[int, ...]]:
+    """Prepare the end of a step; return (launch, its pointers).
+
+    Args:
+        logits: (rows, vocab_size) float32
+        tops: maxima of tiles of `tile` logits.
+        table: (vocab_size, d_model), embeddings.
+        gain: of the first norm.
+        num_parts: in how many parts the first product of a step expects sums of squares.
+        logprobs: fill `rows.logprobs`.
+        pdl: start before the kernel before has ended.
+    """
+    vocab_size, width = logits.shape[1], table.shape[1]
+    block = min(BLOCK, triton.next_power_of_2(vocab_size))
+    tensors = (
+        *(
+            logits,
+            tops,
+            rules.settings,
+            rows.place,
+            rows.text,
+            rows.number,
+            rows.done,
+            rows.seeds,
+            rows.drawn,
+        ),
+        *(rows.logprobs, rules.seen, table, gain, stream.total, stream.normed, stream.parts),
+    )
+    numbers = (vocab_size, rows.text.stride(0), ends.stop, ends.most, num_parts)
+    constants = {
+        "KIND": sampling.kind,
+        "LOGPROBS": logprobs,
+        "PENALTY": rules.penalizes,
+        "WIDTH": width,
+        "MOST_PARTS": triton.next_power_of_2(num_parts),
+        "TILES": count_tiles(vocab_size, tile),
+        "TILE": tile,
+        "BLOCK": block,
+        "BLOCKS": count_tiles(vocab_size, block),
+        "PDL": pdl,
+        "num_warps": 16,
+        **({"launch_pdl": True} if pdl else {}),
+    }
+    start = prepare_launch(advance_kernel, (len(logits), 1), tensors, numbers, constants)
+    return start, tuple(x.data_ptr() for x in tensors)

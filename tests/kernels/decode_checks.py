@@ -1,0 +1,427 @@
+"""What the kernels of a decode step must do, on any device: run by Triton's interpreter on CPUs, and on GPUs.
+
+Results are compared with the plain form in float64. They may be at most twice as wrong as the plain form in the same
+dtype, plus one rounding; attention_oracle.py says how errors are measured. Draws are compared with the plain form's,
+token by token.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import torch
+from attention_oracle import error_of
+from torch import Tensor
+
+from lmkit.kernels.decode import attention, products, reference, sampling
+from lmkit.kernels.decode.products import Stream
+from lmkit.kernels.decode.reference import Ends, Rows, Rules, Sampling
+
+EPS = 1e-5
+
+
+def tuned(*size: int, seed: int = 0, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor:
+    """Numbers between 0.2 and 2.2, of either sign."""
+    generator = torch.Generator().manual_seed(seed)
+    signs = torch.randint(2, size, generator=generator) * 2 - 1
+    return ((torch.rand(size, generator=generator) * 2 + 0.2) * signs).to(device, dtype)
+
+
+def launch(prepared: tuple[Any, tuple[int, ...]]) -> None:
+    start, pointers = prepared
+    start(*pointers)
+
+
+def faults_of(got: Tensor, rival: Tensor, exact: Tensor) -> list[str]:
+    """What `got` gets wrong; `rival` is the plain form in the same dtype."""
+    rounding = torch.finfo(got.dtype).eps / 2 + 32 * torch.finfo(torch.float32).eps
+    if got.dtype == torch.bfloat16 and not got.is_cuda:
+        rounding *= 3  # the interpreter cuts off what it should round
+    error, budget = error_of(got, exact), error_of(rival, exact)
+    return [
+        f"{measure} error {value:.3g}, allowed {limit:.3g}"
+        for measure in ("overall", "worst_row")
+        if not (value := getattr(error, measure)) <= (limit := 2 * getattr(budget, measure) + rounding)
+    ]
+
+
+class Product(NamedTuple):
+    """A product: which tile, rows, columns, outputs, what follows, whether a norm precedes."""
+
+    name: str
+    rows: int
+    columns: int
+    outputs: int
+    then: products.Then
+    norm: bool
+
+
+PRODUCTS = [
+    Product("qkv", 1, 96, 37, "store", True),
+    Product("qkv", 5, 96, 37, "store", True),
+    Product("qkv", 16, 64, 24, "store", False),
+    Product("output", 1, 48, 32, "residual", False),
+    Product("output", 2, 64, 48, "residual", False),
+    Product("down", 1, 112, 64, "residual", False),
+    Product("down", 16, 112, 64, "residual", False),
+    Product("gate_up", 1, 64, 50, "swiglu", True),
+    Product("gate_up", 7, 64, 50, "swiglu", True),
+    Product("head", 1, 64, 101, "logits", True),
+    Product("head", 3, 64, 101, "logits", True),
+]
+
+
+def rules_of(rows: int, vocab_size: int, device: str, penalty: float = 1.0) -> Rules:
+    """Every seventh id is banned, every third has been seen by row 0, every fourth by row 1..."""
+    ids = torch.arange(vocab_size)
+    seen = torch.stack([ids % (3 + row) == 0 for row in range(rows)]).to(device, torch.int8)
+    settings = Sampling(repetition_penalty=penalty).settings(device)
+    return Rules((ids % 7 == 6).to(device, torch.int8), seen, settings, penalty != 1)
+
+
+def run_product(
+    case: Product, dtype: torch.dtype, device: str, rows: slice = slice(None)
+) -> dict[str, Tensor]:
+    """Run the kernel on these rows of the inputs; return its results by name."""
+    stream, gain, weight = inputs_of(case, dtype, device)
+    stream = stream[rows]
+    count = len(stream)
+    next_gain = tuned(case.outputs, seed=4, device=device, dtype=dtype)
+    x, num_parts = stream, 0
+    parts = torch.full((count * max(case.columns, case.outputs),), torch.nan, device=device)
+    if case.norm:
+        num_parts = case.columns // 16
+        x = (stream.float() * gain.float()).to(dtype)
+        squares = stream.float().square().unflatten(-1, (num_parts, -1)).sum(-1)
+        parts[: squares.numel()] = squares.flatten()
+    kind = torch.float32 if case.then == "logits" else dtype
+    out = torch.full((count, case.outputs), torch.nan, device=device, dtype=kind)
+    if case.then == "residual":
+        out.copy_(before_of(case, dtype, device)[rows])
+    normed = torch.full_like(out, torch.nan, dtype=dtype)
+    tops = torch.full((count * case.outputs,), torch.nan, device=device)
+    space = Stream(out, normed, parts)
+    rules = rules_of(case.rows, case.outputs, device, penalty=1.3)
+    rules = rules._replace(seen=rules.seen[rows].contiguous())
+    launch(
+        products.prepare_product(
+            case.name, x.contiguous(), weight, out, space, then=case.then, gain=next_gain, num_parts=num_parts,
+            eps=EPS, rules=rules if case.then == "logits" else None, tops=tops,
+        )
+    )  # fmt: skip
+    tile = products.tile_of(case.name, count, case.columns, dtype)
+    made = {"out": out}
+    if case.then == "residual":
+        kept = products.parts_of(case.outputs, tile)
+        made |= {"normed": normed, "squares": parts[: count * kept].view(count, kept).sum(-1, keepdim=True)}
+    if case.then == "logits":
+        tiles = -(-case.outputs // tile.outputs)
+        made["tops"] = tops[: count * tiles].view(count, tiles)
+    return made
+
+
+def inputs_of(case: Product, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    sizes = (case.rows, case.columns), (case.columns,)
+    height = case.outputs * (2 if case.then == "swiglu" else 1)
+    stream, gain = (tuned(*size, seed=i, device=device, dtype=dtype) for i, size in enumerate(sizes))
+    weight = tuned(height, case.columns, seed=3, device=device) * case.columns**-0.5
+    return stream, gain, weight.to(dtype)
+
+
+def before_of(case: Product, dtype: torch.dtype, device: str) -> Tensor:
+    return tuned(case.rows, case.outputs, seed=8, device=device, dtype=dtype)
+
+
+def plain_results(case: Product, dtype: torch.dtype, device: str, wide: torch.dtype) -> dict[str, Tensor]:
+    """The same by the plain forms in dtype `wide`; logits with their rules."""
+    stream, gain, weight = (x.to(wide) for x in inputs_of(case, dtype, device))
+    x = reference.plain_norm(stream, gain, eps=EPS) if case.norm else stream
+    y = torch.nn.functional.linear(x, weight)
+    if case.then == "swiglu":
+        return {"out": reference.plain_swiglu(y)}
+    if case.then == "logits":
+        logits = reference.plain_rules(y, rules_of(case.rows, case.outputs, device, penalty=1.3))
+        size = products.tile_of(case.name, case.rows, case.columns, dtype).outputs
+        padded = torch.nn.functional.pad(logits, (0, -case.outputs % size), value=-torch.inf)
+        return {"out": logits, "tops": padded.unflatten(-1, (-1, size)).amax(-1)}
+    if case.then != "residual":
+        return {"out": y}
+    total = before_of(case, dtype, device).to(wide) + y
+    normed = total * tuned(case.outputs, seed=4, device=device, dtype=dtype).to(wide)
+    return {"out": total, "normed": normed, "squares": total.square().sum(-1, keepdim=True)}
+
+
+def product_faults(case: Product, got: dict[str, Tensor], dtype: torch.dtype, device: str) -> list[str]:
+    exact = plain_results(case, dtype, device, torch.float64)
+    rivals = plain_results(case, dtype, device, dtype)
+    faults = []
+    for name, truth in exact.items():
+        never = truth == -torch.inf
+        if not torch.equal(never, got[name] == -torch.inf):
+            faults.append(f"{name}: other ids are banned")
+        trio = (x.masked_fill(never, 0) for x in (got[name], rivals[name].to(got[name].dtype), truth))
+        faults += [f"{name}: {fault}" for fault in faults_of(*trio)]
+    return faults
+
+
+def check_product(case: Product, dtype: torch.dtype, device: str) -> None:
+    assert product_faults(case, run_product(case, dtype, device), dtype, device) == []
+
+
+def check_product_faults_are_seen(case: Product, device: str) -> None:
+    right = plain_results(case, torch.float32, device, torch.float32)
+    for name, tensor in right.items():
+        spoilt = tensor.clone()
+        spoilt[-1, -1] = 0.0
+        for wrong in (torch.zeros_like(tensor), spoilt):
+            assert product_faults(case, {**right, name: wrong}, torch.float32, device), name
+
+
+def check_products_ignore_company(dtype: torch.dtype, device: str) -> None:
+    """A row has the same bits among 2, 3 and 16 rows, and at any place."""
+    for case in (Product("gate_up", 16, 192, 96, "swiglu", True), Product("down", 16, 192, 96, "residual", False),
+                 Product("head", 16, 192, 201, "logits", True)):  # fmt: skip
+        whole = run_product(case, dtype, device)
+        for part in (slice(0, 2), slice(5, 8), slice(3, 16)):
+            for name, got in run_product(case, dtype, device, part).items():
+                assert torch.equal(got, whole[name][part]), (case, part, name)
+
+
+class Attend(NamedTuple):
+    """Heads, key heads, head_dim, capacity, and the places of the rows."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    capacity: int
+    places: tuple[int, ...]
+
+
+ATTENDS = [
+    Attend(2, 2, 16, 600, (0,)),
+    Attend(2, 2, 16, 600, (64,)),
+    Attend(4, 2, 16, 600, (299,)),
+    Attend(2, 1, 80, 300, (257,)),
+    Attend(2, 1, 128, 300, (257,)),
+    Attend(2, 2, 16, 600, (0, 1, 63, 64, 65)),
+    Attend(6, 2, 8, 600, (599, 256, 257)),
+    Attend(20, 1, 32, 300, (299, 5)),
+]
+
+
+def attend_inputs(case: Attend, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
+    """qkv, keys, values, place, angles; what lies beyond a row's place is NaN."""
+    rows = len(case.places)
+    width = (case.heads + 2 * case.kv_heads) * case.head_dim
+    qkv = tuned(rows, width, device=device, dtype=dtype)
+    shape = rows, case.kv_heads, case.capacity, case.head_dim
+    keys, values = (tuned(*shape, seed=i, device=device, dtype=dtype) for i in (1, 2))
+    place = torch.tensor(case.places, device=device)
+    angles = tuned(case.capacity, case.head_dim // 2, seed=3, device=device)
+    return qkv, keys, values, place, torch.stack((angles.cos(), angles.sin()), dim=-1)
+
+
+def run_attend(case: Attend, dtype: torch.dtype, device: str, rows: slice = slice(None)) -> list[Tensor]:
+    """Run the kernel; return (output, keys, values)."""
+    qkv, keys, values, place, table = attend_inputs(case, dtype, device)
+    qkv, keys, values, place = (x[rows].contiguous() for x in (qkv, keys, values, place))
+    for row, at in enumerate(place.tolist()):
+        keys[row, :, at:], values[row, :, at:] = torch.nan, torch.nan
+    out = torch.full((len(qkv), case.heads * case.head_dim), torch.nan, device=device, dtype=dtype)
+    sizes = len(qkv), case.heads, case.kv_heads, case.head_dim, case.capacity
+    space = attention.attend_space(*sizes, qkv)
+    longest = int(place.max())
+    for _ in range(2):  # the second run finds the counters as the first has left them
+        launch(attention.prepare_attend(qkv, keys, values, place, table, out, space, longest=longest))
+    assert not space.arrived.any()
+    return [out, keys, values]
+
+
+def plain_attend(case: Attend, dtype: torch.dtype, device: str, wide: torch.dtype) -> list[Tensor]:
+    qkv, keys, values, place, table = attend_inputs(case, dtype, device)
+    keys, values = keys.to(wide), values.to(wide)
+    at = reference.position_of(place, table, wide)
+    out = reference.plain_attend(qkv.to(wide), keys, values, at)
+    return [out, keys, values]
+
+
+def attend_faults(case: Attend, got: list[Tensor], dtype: torch.dtype, device: str) -> list[str]:
+    rivals, exact = (plain_attend(case, dtype, device, wide) for wide in (dtype, torch.float64))
+    faults = [f"out: {fault}" for fault in faults_of(got[0], rivals[0], exact[0])]
+    for name, cache, rival, truth in zip(("keys", "values"), got[1:], rivals[1:], exact[1:], strict=True):
+        filled = [(slice(None), row, slice(0, place + 1)) for row, place in enumerate(case.places)]
+        for at in filled:
+            trio = [x.transpose(0, 1)[at] for x in (cache, rival, truth)]
+            faults += [f"{name}: {fault}" for fault in faults_of(*trio)]
+    return faults
+
+
+def check_attend(case: Attend, dtype: torch.dtype, device: str) -> None:
+    assert attend_faults(case, run_attend(case, dtype, device), dtype, device) == []
+
+
+def check_attend_faults_are_seen(case: Attend, device: str) -> None:
+    right = plain_attend(case, torch.float32, device, torch.float32)
+    zeros = torch.zeros_like(right[0])
+    assert attend_faults(case, [zeros, *right[1:]], torch.float32, device)
+    if max(case.places):  # a mask that is off by one
+        other = case._replace(places=tuple(max(0, place - 1) for place in case.places))
+        assert attend_faults(
+            case, plain_attend(other, torch.float32, device, torch.float32), torch.float32, device
+        )
+
+
+def check_attend_ignores_company(dtype: torch.dtype, device: str) -> None:
+    case = Attend(4, 2, 64, 800, (700, 3, 256, 255, 513))
+    whole = run_attend(case, dtype, device)
+    for part in (slice(0, 2), slice(1, 4), slice(3, 5)):
+        assert torch.equal(run_attend(case, dtype, device, part)[0], whole[0][part])
+
+
+SAMPLINGS = {
+    "greedy": Sampling(temperature=0.0),
+    "all": Sampling(temperature=0.8),
+    "flat": Sampling(temperature=1e6),
+    "cold": Sampling(temperature=1e-20),
+    "top-k": Sampling(top_k=5),
+    "top-p": Sampling(top_p=0.7),
+    "min-p": Sampling(min_p=0.2),
+    "top-p of top-k": Sampling(temperature=1.5, top_k=9, top_p=0.6),
+    "top-k of more than there are": Sampling(top_k=1000, top_p=0.9),
+}
+VOCAB, WIDTH = 150, 24
+
+
+class Advance(NamedTuple):
+    """A batch at the end of a step."""
+
+    logits: Tensor
+    rows: Rows
+    rules: Rules
+    table: Tensor
+    gain: Tensor
+
+
+def batch(sampling_: Sampling, device: str, rows: int = 6, vocab_size: int = VOCAB) -> Advance:
+    """Row 1 is done, row 2 has one token left."""
+    logits = tuned(rows, vocab_size, device=device) * 1.5
+    rules = rules_of(rows, vocab_size, device, sampling_.repetition_penalty)
+    rules = rules._replace(settings=sampling_.settings(device))
+    logits.masked_fill_(rules.banned != 0, -torch.inf)
+
+    def numbers(*values: int) -> Tensor:
+        return torch.tensor([values[i % len(values)] for i in range(rows)], device=device)
+
+    state = Rows(
+        place=numbers(3, 0, 7, 2),
+        text=torch.full((rows, 12), -5, device=device),
+        number=numbers(0, 4, 9, 1),
+        done=numbers(*(i == 1 for i in range(rows))).long(),
+        seeds=numbers(*range(40, 40 + rows)),
+        drawn=torch.full((rows,), -7, device=device),
+        logprobs=torch.full((rows,), torch.nan, device=device),
+    )
+    table = tuned(vocab_size, WIDTH, seed=6, device=device)
+    return Advance(logits, state, rules, table, tuned(WIDTH, seed=7, device=device))
+
+
+def run_advance(given: Advance, sampling_: Sampling, ends: Ends, *, tile: int = 32) -> Stream:
+    """Run the kernel; it changes `given.rows` and returns the stream."""
+    rows, device = len(given.logits), given.logits.device
+    padded = torch.nn.functional.pad(given.logits, (0, -given.logits.shape[1] % tile), value=-torch.inf)
+    tops = (
+        padded.unflatten(-1, (-1, tile)).amax(-1).nan_to_num_(torch.inf, torch.inf, -torch.inf).contiguous()
+    )
+    stream = Stream(
+        torch.full((rows, WIDTH), torch.nan, device=device),
+        torch.full((rows, WIDTH), torch.nan, device=device),
+        torch.full((rows * 3,), torch.nan, device=device),
+    )
+    launch(
+        sampling.prepare_advance(
+            given.logits, tops, tile, given.rows, given.rules, given.table, given.gain, stream, 3,
+            sampling=sampling_, ends=ends, logprobs=True,
+        )
+    )  # fmt: skip
+    return stream
+
+
+def check_advance(name: str, device: str) -> None:
+    """Tokens and all that is noted equal the plain form's; the embedding begins the next stream."""
+    sampling_, ends = SAMPLINGS[name], Ends(stop=-1, most=10)
+    mine, plain = batch(sampling_, device), batch(sampling_, device)
+    for _ in range(3):
+        before = mine.rows.done.clone()
+        stream = run_advance(mine, sampling_, ends)
+        reference.plain_advance(plain.logits, plain.rows, sampling_, plain.rules, ends, logprobs=True)
+        for field, got, other in zip(Rows._fields, mine.rows, plain.rows, strict=True):
+            if field == "logprobs":  # logarithms and sums of float32
+                torch.testing.assert_close(got, other, rtol=1e-5, atol=1e-5, equal_nan=True)
+            else:
+                assert torch.equal(got, other), field
+        for row, token in enumerate(mine.rows.drawn.tolist()):
+            if before[row]:
+                assert stream.total[row].isnan().all()
+                continue
+            assert torch.equal(stream.total[row], mine.table[token])
+            assert torch.equal(stream.normed[row], mine.table[token] * mine.gain)
+            torch.testing.assert_close(
+                stream.parts[3 * row : 3 * row + 3].sum(), mine.table[token].square().sum()
+            )
+    assert mine.rows.done.tolist() == [0, 1, 1, 0, 0, 0]
+    assert mine.rows.place.tolist() == [6, 0, 7, 5, 6, 3]
+
+
+def check_stop_tokens_end_rows(device: str) -> None:
+    greedy = SAMPLINGS["greedy"]
+    given = batch(greedy, device)
+    stop = int(given.logits[3].argmax())
+    run_advance(given, greedy, Ends(stop=stop, most=100))
+    assert given.rows.done.tolist() == [int(i in (1, 3)) for i in range(6)]
+    assert given.rows.place[3] == 2  # stands still
+
+
+def check_a_draw_depends_on_seed_and_number_alone(device: str) -> None:
+    for sampling_ in SAMPLINGS.values():
+        given, other = batch(sampling_, device), batch(sampling_, device)
+        run_advance(given, sampling_, Ends(-1, 100))
+        order = torch.tensor([4, 2, 0], device=device)
+        alone = other._replace(
+            logits=other.logits[order].contiguous(),
+            rows=Rows(*(x[order].contiguous() for x in other.rows)),
+            rules=other.rules._replace(seen=other.rules.seen[order].contiguous()),
+        )
+        run_advance(alone, sampling_, Ends(-1, 100), tile=16)
+        assert torch.equal(alone.rows.drawn, given.rows.drawn[order])
+
+
+def check_seen_tokens_are_noted(device: str) -> None:
+    sampling_ = Sampling(temperature=0.0, repetition_penalty=1.2)
+    given = batch(sampling_, device)
+    given.rules.seen.zero_()
+    run_advance(given, sampling_, Ends(-1, 100))
+    expected = torch.zeros_like(given.rules.seen)
+    for row in (0, 2, 3, 4, 5):
+        expected[row, given.rows.drawn[row]] = 1
+    assert torch.equal(given.rules.seen, expected)
+
+
+def check_logits_that_are_not_finite_end_in_minus_one(device: str) -> None:
+    for name, value in itertools.product(("greedy", "all", "top-p"), (torch.nan, torch.inf)):
+        given = batch(SAMPLINGS[name], device)
+        given.logits[0, 5] = value
+        given.logits[3] = -torch.inf
+        plain = batch(SAMPLINGS[name], device)
+        plain.logits.copy_(given.logits)
+        run_advance(given, SAMPLINGS[name], Ends(-1, 100))
+        reference.plain_advance(
+            plain.logits, plain.rows, SAMPLINGS[name], plain.rules, Ends(-1, 100), logprobs=False
+        )
+        for rows in (given.rows, plain.rows):
+            assert rows.drawn[[0, 3]].tolist() == [-1, -1]
+            assert rows.done[[0, 3, 4]].tolist() == [1, 1, 0]
+
+
+CHECKS = {name.removeprefix("check_"): check for name, check in list(globals().items())
+          if name.startswith("check_") and check.__code__.co_varnames[:1] == ("device",)}  # fmt: skip

@@ -1,0 +1,62 @@
+"""The kernels of a decode step in Triton's interpreter; the checks are in decode_checks.py."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+sys.path.insert(0, str(Path(__file__).parent))
+checks = importlib.import_module("decode_checks")
+
+# The interpreter computes on masked lanes, too, and NumPy says so.
+pytestmark = [
+    pytest.mark.interpreter,
+    pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero) encountered:RuntimeWarning"),
+]
+DTYPES = pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.full)], ids=str
+)
+
+
+@DTYPES
+@pytest.mark.parametrize("case", checks.PRODUCTS, ids=str)
+def test_products(case, dtype):
+    checks.check_product(case, dtype, "cpu")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", checks.PRODUCTS, ids=str)
+def test_faults_of_products_are_seen(case):
+    checks.check_product_faults_are_seen(case, "cpu")
+
+
+@DTYPES
+@pytest.mark.parametrize("case", checks.ATTENDS, ids=str)
+def test_attention(case, dtype):
+    checks.check_attend(case, dtype, "cpu")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", checks.ATTENDS, ids=str)
+def test_faults_of_attention_are_seen(case):
+    checks.check_attend_faults_are_seen(case, "cpu")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("greedy", "all", "top-p") else pytest.param(name, marks=pytest.mark.full)
+        for name in checks.SAMPLINGS
+    ],
+)
+def test_draws(name):
+    checks.check_advance(name, "cpu")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", checks.CHECKS)
+def test_step(name):
+    checks.CHECKS[name]("cpu")
