@@ -1,7 +1,8 @@
-"""The layers without positions: Linear, Embedding, RMSNorm, SwiGLU, and the functions softmax and silu."""
+"""The layers without positions: Linear (and several of them joined), Embedding, RMSNorm, SwiGLU; softmax and silu."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -51,8 +52,7 @@ class Linear(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw new weights from torch's default generator."""
-        std = (2 / (self.in_features + self.out_features)) ** 0.5
-        nn.init.trunc_normal_(self.weight, std=std, a=-3 * std, b=3 * std)
+        draw_weights(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features)"""
@@ -60,6 +60,101 @@ class Linear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}"
+
+
+def draw_weights(weight: Tensor) -> None:
+    """Draw the first values of a `Linear`'s weight, in place."""
+    std = (2 / sum(weight.shape)) ** 0.5
+    nn.init.trunc_normal_(weight, std=std, a=-3 * std, b=3 * std)
+
+
+class JoinedLinear(nn.Module):
+    """Several linear layers of one input as one: their weights lie one above the other in `weight`, one parameter.
+
+    One matrix product instead of several. `part` makes the layers' names: they, not this module, are in state dicts
+    and draw the first values.
+
+    >>> class Gates(nn.Module):
+    ...     def __init__(self) -> None:
+    ...         super().__init__()
+    ...         self.joined = JoinedLinear(4, 2 + 3)
+    ...         self.a, self.b = self.joined.part(2), self.joined.part(3)
+    >>> {name: tuple(weight.shape) for name, weight in Gates().state_dict().items()}
+    {'a.weight': (2, 4), 'b.weight': (3, 4)}
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, *, device: Device = None, dtype: DType = None
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
+        self._named_rows = 0
+
+    def part(self, rows: int) -> Part:
+        """Return a name for the next `rows` rows; draw their first values. Call it for all rows."""
+        start, self._named_rows = self._named_rows, self._named_rows + rows
+        return Part(self, slice(start, self._named_rows))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in_features) -> (..., out_features)"""
+        return F.linear(x, self.weight)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[1]}, {self.weight.shape[0]}"
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        pass
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        pass
+
+
+class Part(nn.Module):
+    """Rows of a `JoinedLinear` under a name of their own, as if they were a `Linear`. It has no parameters."""
+
+    def __init__(self, joined: JoinedLinear, rows: slice) -> None:
+        super().__init__()
+        self._owner = (joined,)  # not as a child, which would list its parameter twice
+        self.rows = rows
+        self.reset_parameters()
+
+    @property
+    def joined(self) -> JoinedLinear:
+        return self._owner[0]
+
+    @property
+    def weight(self) -> Tensor:
+        """(rows, in_features), a view."""
+        return self.joined.weight[self.rows]
+
+    def reset_parameters(self) -> None:
+        """Draw new weights from torch's default generator."""
+        draw_weights(self.weight.detach())
+
+    def extra_repr(self) -> str:
+        return f"rows {self.rows.start} to {self.rows.stop - 1}"
+
+    def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
+        destination[prefix + "weight"] = self.weight if keep_vars else self.weight.detach()
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Tensor],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        name, own = prefix + "weight", self.weight.detach()
+        if name not in state_dict:
+            missing_keys.append(name)
+        elif state_dict[name].shape != own.shape:
+            error_msgs.append(f"{name}: {tuple(state_dict[name].shape)} does not fit {tuple(own.shape)}")
+        else:
+            with torch.no_grad():
+                own.copy_(state_dict[name])
 
 
 class Embedding(nn.Module):
@@ -93,13 +188,15 @@ class SwiGLU(nn.Module):
 
     def __init__(self, d_model: int, d_ff: int, *, device: Device = None, dtype: DType = None) -> None:
         super().__init__()
-        self.w1 = Linear(d_model, d_ff, device=device, dtype=dtype)
+        self.gate_up = JoinedLinear(d_model, 2 * d_ff, device=device, dtype=dtype)
+        self.w1 = self.gate_up.part(d_ff)
         self.w2 = Linear(d_ff, d_model, device=device, dtype=dtype)
-        self.w3 = Linear(d_model, d_ff, device=device, dtype=dtype)
+        self.w3 = self.gate_up.part(d_ff)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., d_model) -> (..., d_model)"""
-        inner = F.silu(self.w1(x)) * self.w3(x)  # (..., d_ff); F.silu is one operation, `silu` two
+        gate, up = self.gate_up(x).chunk(2, dim=-1)  # W1 x and W3 x, (..., d_ff)
+        inner = F.silu(gate) * up  # (..., d_ff); F.silu is one operation, `silu` two
         return self.w2(inner)  # (..., d_model)
 
 

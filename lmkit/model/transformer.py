@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lmkit.attention import attention_function
 from lmkit.measure.ranges import range_
-from lmkit.model.layers import Device, DType, Embedding, Linear, RMSNorm, SwiGLU
+from lmkit.model.layers import Device, DType, Embedding, JoinedLinear, Linear, RMSNorm, SwiGLU
 from lmkit.model.loss import SliceLoss, linear_cross_entropy
 from lmkit.model.rope import RotaryEmbedding, apply_rope
 from lmkit.recipe.tables import ModelConfig
@@ -45,9 +45,10 @@ class SelfAttention(nn.Module):
         self.head_dim = config.head_dim
         self.attention = attention_function(config.attention)
         d_kv = self.kv_heads * self.head_dim
-        self.q_proj = Linear(config.d_model, config.d_model, device=device, dtype=dtype)
-        self.k_proj = Linear(config.d_model, d_kv, device=device, dtype=dtype)
-        self.v_proj = Linear(config.d_model, d_kv, device=device, dtype=dtype)
+        self.qkv_proj = JoinedLinear(config.d_model, config.d_model + 2 * d_kv, device=device, dtype=dtype)
+        self.q_proj = self.qkv_proj.part(config.d_model)
+        self.k_proj = self.qkv_proj.part(d_kv)
+        self.v_proj = self.qkv_proj.part(d_kv)
         self.output_proj = Linear(config.d_model, config.d_model, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, cos_sin: Tensor, attend: Attend | None = None) -> Tensor:
@@ -57,10 +58,8 @@ class SelfAttention(nn.Module):
             cos_sin: of the positions, see `apply_rope`.
             attend: replaces causal attention within the sequence; a KV cache's.
         """
-        # One matrix product for q, k and v, and one rotation for q and k: fewer and larger operations. The weights
-        # stay separate parameters; concatenating them is cheap compared to the product.
-        weight = torch.cat((self.q_proj.weight, self.k_proj.weight, self.v_proj.weight))
-        qkv = F.linear(x, weight)  # (batch, seq, (heads + 2 kv_heads) * head_dim)
+        # One matrix product for q, k and v, and one rotation for q and k: fewer and larger operations.
+        qkv = self.qkv_proj(x)  # (batch, seq, (heads + 2 kv_heads) * head_dim)
         qkv = qkv.unflatten(-1, (-1, self.head_dim))  # (batch, seq, heads + 2 kv_heads, head_dim)
         qk, v = qkv.split((self.num_heads + self.kv_heads, self.kv_heads), dim=2)
         q, k = apply_rope(qk, cos_sin).split((self.num_heads, self.kv_heads), dim=2)
@@ -225,12 +224,3 @@ def compile_model(
     else:
         model.layers.compile(backend=backend)
     model.lm_head.slice_loss.compile(backend=backend)
-
-
-def plain_name(name: str) -> str:
-    """Return a parameter's name without the prefixes of torch.compile and DDP: the name in checkpoints.
-
-    >>> plain_name("module._orig_mod.layers.0.ln1.weight")
-    'layers.0.ln1.weight'
-    """
-    return ".".join(part for part in name.split(".") if part not in ("_orig_mod", "module"))

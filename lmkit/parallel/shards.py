@@ -32,7 +32,10 @@ ParameterStates = dict[str, dict[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """One bucket: the index of its parameter group, its parameters' names and sizes, the elements per rank."""
+    """One bucket: the index of its parameter group, the names and sizes of what lies in it, the elements per rank.
+
+    A parameter has one name, or several of its parts, as `parameter_names` returns them.
+    """
 
     group: int
     names: tuple[str, ...]
@@ -72,7 +75,7 @@ def shard_size_of(num_elements: int, world_size: int) -> int:
 
 def plan_shards(
     groups: Sequence[Sequence[nn.Parameter]],
-    names: Mapping[nn.Parameter, str],
+    names: Mapping[nn.Parameter, Mapping[str, torch.Size]],
     *,
     capacity: int,
     weights: str,
@@ -81,7 +84,8 @@ def plan_shards(
     """Deal the parameters of each group that need gradients into buckets, in the order of launching.
 
     Args:
-        names: every parameter's name, in the order of the forward pass: the last becomes ready first.
+        names: every parameter's names and their shapes (see `parameter_names`), in the order of the forward pass: the
+            last becomes ready first.
         capacity: bytes of a bucket, counted in the dtype of `weights`.
     """
     position = {parameter: index for index, parameter in enumerate(names)}
@@ -99,9 +103,9 @@ def plan_shards(
     planned.sort(key=lambda item: -min(position[parameter] for parameter in item[1]))
     buckets = []
     for index, parameters in planned:
-        sizes = tuple(p.numel() for p in parameters)
-        shard_size = shard_size_of(sum(sizes), world_size)
-        layout = BucketLayout(index, tuple(names[p] for p in parameters), sizes, shard_size)
+        sizes = {name: shape.numel() for p in parameters for name, shape in names[p].items()}
+        shard_size = shard_size_of(sum(sizes.values()), world_size)
+        layout = BucketLayout(index, tuple(sizes), tuple(sizes.values()), shard_size)
         buckets.append((parameters, layout))
     return buckets
 
@@ -187,6 +191,7 @@ class ShardedBucket:
     ) -> None:
         self.parameters = list(parameters)
         self.layout = layout
+        self._sizes = [parameter.numel() for parameter in self.parameters]
         self._ranks = ranks
         self._averager = averager
         self._reduce_dtype = reduce_dtype
@@ -221,8 +226,8 @@ class ShardedBucket:
 
     def shard_slice(self, position: int) -> slice:
         """Return where the `position`-th parameter overlaps this rank's shard (may be empty)."""
-        start = sum(self.layout.sizes[:position]) - self._ranks.rank * self.layout.shard_size
-        stop = start + self.layout.sizes[position]
+        start = sum(self._sizes[:position]) - self._ranks.rank * self.layout.shard_size
+        stop = start + self._sizes[position]
         return slice(max(start, 0), max(min(stop, self.layout.shard_size), 0))
 
     def reduce(self) -> None:
@@ -264,7 +269,7 @@ class ShardedBucket:
         for position, parameter in enumerate(self.parameters):
             where = self.shard_slice(position)
             if parameter.grad is not None and where.start < where.stop:
-                before = self._ranks.rank * self.layout.shard_size - sum(self.layout.sizes[:position])
+                before = self._ranks.rank * self.layout.shard_size - sum(self._sizes[:position])
                 shard[where] = parameter.grad.reshape(-1)[before + where.start : before + where.stop]
         self.take_gradient(shard)
 
@@ -293,7 +298,7 @@ class ShardedBucket:
 
     def _parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the parameters' places in a flat tensor, in their shapes."""
-        parts = flat[: self.layout.num_elements].split(self.layout.sizes)
+        parts = flat[: self.layout.num_elements].split(self._sizes)
         return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lmkit.model.transformer import plain_name
+from lmkit.model.names import parameter_names
 from lmkit.optim.clipping import clip_for
 from lmkit.parallel.buckets import MIB, BucketHooks, order_of_first_rank
 from lmkit.parallel.collectives import reduce_dtype_for, unused_everywhere
@@ -64,7 +64,7 @@ class Zero1(Strategy):
         given = [{**group, "params": list(group["params"])} for group in groups]
         planned = plan_shards(
             [group["params"] for group in given],
-            {parameter: plain_name(name) for name, parameter in self._model.named_parameters()},
+            parameter_names(self._model),
             capacity=int(self.config.bucket_mb * MIB),
             weights=self.config.weights,
             world_size=self.ranks.world_size,

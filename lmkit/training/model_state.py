@@ -3,7 +3,8 @@
 Weights have the plain model's parameter names, also where the model is compiled or wrapped. Tied weights are saved
 once. The optimizer's `exp_avg` of a parameter is called `layers.0.ffn.w1.weight.exp_avg`. In a sharded optimizer it
 is `3.exp_avg`, for bucket 3 of the layout that the checkpoint's state describes. State moves freely between whole
-and sharded optimizers and between numbers of ranks.
+and sharded optimizers and between numbers of ranks. A parameter in which several matrices are joined has several
+names (see `parameter_names`): its state is saved in parts.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import nn
 
 from lmkit.errors import LmkitError, UsageError, reason
 from lmkit.model.accounting import count_parameters
-from lmkit.model.transformer import plain_name
+from lmkit.model.names import parameter_names, plain_name
 from lmkit.parallel.protocol import ShardedState
 from lmkit.parallel.shards import BucketLayout, ShardLayout, consolidate
 from lmkit.registry import ATTENTION
@@ -134,7 +135,7 @@ def load_checkpoint(
 
 def model_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the live weights by plain name; waits for weights that are still being gathered."""
-    return {name: tensor.detach() for name, tensor in _plain_state(model).items()}
+    return {name: tensor.detach() for name, tensor in _plain(model.state_dict(keep_vars=True)).items()}
 
 
 def load_weights(model: nn.Module, tensors: Tensors, *, origin: Path) -> None:
@@ -143,7 +144,8 @@ def load_weights(model: nn.Module, tensors: Tensors, *, origin: Path) -> None:
     Raises:
         UsageError: other names or shapes; the message lists the first differences.
     """
-    wanted = _plain_state(model)
+    state = model.state_dict(keep_vars=True)
+    wanted = _plain(state)
     wrong = [
         f"{name}: saved {_shape(tensors.get(name))}, model {_shape(wanted.get(name))}"
         for name in [*wanted, *(name for name in tensors if name not in wanted)]
@@ -158,18 +160,18 @@ def load_weights(model: nn.Module, tensors: Tensors, *, origin: Path) -> None:
         )
     # By identity, because tied weights have several names and are saved under one.
     saved = {id(tensor): tensors[name] for name, tensor in wanted.items()}
-    state = model.state_dict(keep_vars=True)
     model.load_state_dict({name: saved[id(tensor)] for name, tensor in state.items()})
 
 
-def _plain_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    state: dict[str, torch.Tensor] = {}
+def _plain(state: Tensors) -> dict[str, torch.Tensor]:
+    """Return a state dict's tensors by plain name, tied ones once."""
+    plain: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for name, tensor in state.items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            state[plain_name(name)] = tensor
-    return state
+            plain[plain_name(name)] = tensor
+    return plain
 
 
 def _shape(tensor: torch.Tensor | None) -> str:
@@ -229,15 +231,13 @@ def _model_with(
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, torch.Tensor]:
     """Return this rank's live state tensors by name. Numbers become scalar tensors (int64, float64)."""
-    states = (
-        optimizer.state_dict()["state"]
-        if isinstance(optimizer, ShardedState)
-        else {
-            name: optimizer.state[parameter]
-            for name, parameter in _held(optimizer, model).items()
-            if parameter in optimizer.state
-        }
-    )
+    states: States = {}
+    if isinstance(optimizer, ShardedState):
+        states = optimizer.state_dict()["state"]
+    else:
+        for parameter, shapes in _held(optimizer, model).items():
+            if parameter in optimizer.state:
+                states |= _split(optimizer.state[parameter], shapes)
     return {
         f"{name}.{key}": _as_tensor(value) for name, state in states.items() for key, value in state.items()
     }
@@ -286,7 +286,8 @@ def _load_into_shards(
 ) -> None:
     if layout is None:
         # Treat whole state as the state of one rank whose buckets hold one parameter each.
-        sizes = {name: parameter.numel() for name, parameter in _named_parameters(model).items()}
+        shapes = {name: shape for parts in parameter_names(model).values() for name, shape in parts.items()}
+        sizes = {name: shape.numel() for name, shape in shapes.items()}
         names = [name for name in grouped[0] if name in sizes]
         buckets = tuple(BucketLayout(0, (name,), (sizes[name],), sizes[name]) for name in names)
         layout = ShardLayout(1, buckets).as_json()
@@ -305,36 +306,54 @@ def _shard_states(grouped: Sequence[States], layout: Layout, *, groups: int) -> 
 
 def _load_into_whole(optimizer: torch.optim.Optimizer, model: nn.Module, whole: States) -> None:
     held = _held(optimizer, model)
-    unknown = sorted(set(whole) - set(held))
+    unknown = sorted(set(whole) - {name for shapes in held.values() for name in shapes})
     if unknown:
         raise ValueError(f"unknown parameters {', '.join(unknown[:3])}")
-    for name, state in whole.items():
-        parameter = held[name]
-        restored: dict[str, Any] = {}
-        for key, value in state.items():
-            if not isinstance(value, torch.Tensor):
-                restored[key] = value
-            elif value.dim() == 0:
-                restored[key] = value.clone()
-            elif value.numel() == parameter.numel():
-                restored[key] = value.view_as(parameter).to(parameter.device, copy=True)
-            else:
-                found = f"{name}.{key} has {value.numel()} elements"
-                raise ValueError(f"{found}, the parameter {parameter.numel()}")
+    for parameter, shapes in held.items():
+        if not shapes.keys() & whole.keys():
+            continue
+        restored = _join({name: whole[name] for name in shapes}, shapes, parameter)
         if MASTER in restored:
             with torch.no_grad():
-                parameter.copy_(restored.pop(MASTER).view_as(parameter))
+                parameter.copy_(restored.pop(MASTER))
         optimizer.state[parameter] = restored
 
 
-def _held(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters that the optimizer updates, by name."""
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    return {name: parameter for name, parameter in _named_parameters(model).items() if id(parameter) in held}
+def _split(state: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> States:
+    """Return the state of each part of a parameter; what is not shaped as the parameter, all parts have."""
+    parts: States = {name: {} for name in shapes}
+    sizes = [shape.numel() for shape in shapes.values()]
+    for key, value in state.items():
+        values: Sequence[Any] = [value] * len(shapes)
+        if len(shapes) > 1 and isinstance(value, torch.Tensor) and value.numel() == sum(sizes):
+            flats = value.flatten().split(sizes)
+            values = [flat.view(shape) for flat, shape in zip(flats, shapes.values(), strict=True)]
+        for name, part in zip(shapes, values, strict=True):
+            parts[name][key] = part
+    return parts
 
 
-def _named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {plain_name(name): parameter for name, parameter in model.named_parameters()}
+def _join(parts: States, shapes: Mapping[str, torch.Size], parameter: torch.Tensor) -> dict[str, Any]:
+    """Return the state of a parameter from that of its parts, flat or not; numbers are those of the first part."""
+    first = next(iter(parts.values()))
+    joined: dict[str, Any] = {}
+    for key, value in first.items():
+        joined[key] = value
+        if isinstance(value, torch.Tensor) and value.dim() == 0:
+            joined[key] = value.clone()
+        elif isinstance(value, torch.Tensor):
+            for name, shape in shapes.items():
+                if (size := parts[name][key].numel()) != shape.numel():
+                    raise ValueError(f"{name}.{key} has {size} elements, the parameter {shape.numel()}")
+            flat = torch.cat([parts[name][key].reshape(-1) for name in shapes])
+            joined[key] = flat.view_as(parameter).to(parameter.device)
+    return joined
+
+
+def _held(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[nn.Parameter, Mapping[str, torch.Size]]:
+    """Return the names of the parameters that the optimizer updates, see `parameter_names`."""
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    return {parameter: shapes for parameter, shapes in parameter_names(model).items() if parameter in held}
 
 
 def _by_owner(tensors: Tensors) -> States:

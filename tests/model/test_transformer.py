@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from lmkit.errors import UsageError
-from lmkit.model import ModelConfig, TransformerLM, compile_model
+from lmkit.model import ModelConfig, TransformerLM, compile_model, parameter_names
 
 MakeModel = Callable[..., TransformerLM]
 
@@ -90,8 +90,33 @@ def test_parameter_names(make_model: MakeModel) -> None:
     in_a_layer = "ln1 ln2 attn.q_proj attn.k_proj attn.v_proj attn.output_proj ffn.w1 ffn.w2 ffn.w3"
     names = {"token_embeddings.weight", "ln_final.weight", "lm_head.weight"}
     names |= {f"layers.{layer}.{name}.weight" for layer in range(2) for name in in_a_layer.split()}
-    assert {name for name, _ in model.named_parameters()} == names
     assert set(model.state_dict()) == names  # no buffer is saved
+    parts = parameter_names(model)
+    assert list(parts) == list(model.parameters())
+    assert {name for shapes in parts.values() for name in shapes} == names
+    state = model.state_dict()
+    for parameter, shapes in parts.items():
+        assert all(state[name].shape == shape for name, shape in shapes.items())
+        assert torch.equal(torch.cat([state[name] for name in shapes]), parameter)
+    assert list(parts[model.layers[0].attn.qkv_proj.weight]) == [
+        f"layers.0.attn.{name}_proj.weight" for name in "qkv"
+    ]
+
+
+def test_joined_matrices_load_by_their_own_names(make_model: MakeModel) -> None:
+    model, other = make_model(num_kv_heads=2), make_model(num_kv_heads=2, seed=1)
+    state = {name: weight.clone() for name, weight in model.state_dict().items()}
+    twin = copy.deepcopy(other)
+    twin.load_state_dict(state)
+    assert all(torch.equal(mine, state[name]) for name, mine in twin.state_dict().items())
+    assert not torch.equal(other.layers[0].attn.k_proj.weight, twin.layers[0].attn.k_proj.weight)
+    assert twin.layers[0].attn.k_proj.weight.data_ptr() == twin.layers[0].attn.qkv_proj.weight[32:].data_ptr()
+    name = "layers.1.attn.k_proj.weight"
+    wrong = {**state, name: state[name][1:]}
+    lacking = {key: value for key, value in state.items() if key != name}
+    for given in (wrong, lacking):
+        with pytest.raises(RuntimeError, match=name):
+            twin.load_state_dict(given)
 
 
 def test_a_tied_head_is_one_matrix_with_both_gradients(make_model: MakeModel) -> None:
@@ -114,7 +139,7 @@ def test_activation_checkpointing_recomputes_the_same_gradients(make_model: Make
     ids, targets = torch.randint(61, (2, 9)), torch.randint(61, (2, 9))
     models = [make_model(activation_checkpointing=checkpointing) for checkpointing in (False, True)]
     calls = []
-    models[1].layers[0].ffn.w1.register_forward_hook(lambda *_: calls.append(1))
+    models[1].layers[0].ffn.gate_up.register_forward_hook(lambda *_: calls.append(1))
     for model in models:
         model.token_embeddings.weight.requires_grad_(not frozen)
         model.loss(ids, targets).backward()
@@ -175,7 +200,7 @@ def test_blocks_share_one_graph(make_model: MakeModel, how: str, graphs: int) ->
     assert len(seen) == graphs
     if graphs:
         products = sum("linear" in str(node.target) for node in seen[0].graph.nodes)
-        in_a_block = 5  # q, k and v in one; output; three of the feed-forward network
+        in_a_block = 4  # q, k and v in one; output; gate and up in one; down
         assert products == in_a_block * (1 if how == "block" else 3)
 
 
@@ -245,6 +270,20 @@ def test_initial_weights_have_the_promised_spread(tied: bool) -> None:
         assert 2.5 * std < state[name].abs().max().item() <= 3 * std
     loss = model.loss(torch.randint(500, (4, 64)), torch.randint(500, (4, 64)))
     assert abs(loss.item() - math.log(500)) < 0.3  # near-uniform predictions at the start
+
+
+def test_a_seed_draws_the_weights_of_the_first_edition(make_model: MakeModel) -> None:
+    """One after the other, by name, as before matrices were joined."""
+    config = make_model(num_kv_heads=2).config
+    torch.manual_seed(3)
+    state = TransformerLM(config).state_dict()
+    torch.manual_seed(3)
+    for name, weight in state.items():
+        std = 1.0 if name == "token_embeddings.weight" else (2 / sum(weight.shape)) ** 0.5
+        expected = torch.ones_like(weight)
+        if "ln" not in name:
+            torch.nn.init.trunc_normal_(expected, std=std, a=-3 * std, b=3 * std)
+        assert torch.equal(weight, expected), name
 
 
 def test_a_model_without_memory_gets_the_values_of_the_seed_later(make_model: MakeModel) -> None:
