@@ -9,8 +9,23 @@ _PACKAGE_FOLDER = os.path.dirname(os.path.abspath(__file__))
 if sys.path and os.path.abspath(sys.path[0] or os.curdir) == _PACKAGE_FOLDER:
     sys.path[0] = os.path.dirname(_PACKAGE_FOLDER)
 
-import signal  # noqa: E402
-from types import FrameType  # noqa: E402
+_INTERRUPTED = 130
+
+
+def _exit_interrupted() -> None:
+    """Say that SIGINT came, and exit at once, without cleaning up."""
+    try:
+        if os.environ.get("RANK", "0") == "0":
+            os.write(2, b"interrupted\n")
+    finally:  # stderr may be closed
+        os._exit(_INTERRUPTED)
+
+
+try:
+    import signal
+    from types import FrameType
+except KeyboardInterrupt:
+    _exit_interrupted()
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -20,7 +35,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
             frame.f_code.co_name == "<module>"
             and frame.f_globals.get("__name__", "").partition(".")[0] == "torch"
         ):
-            os._exit(128 + number)
+            _exit_interrupted()
         frame = frame.f_back
     raise KeyboardInterrupt
 
@@ -30,11 +45,9 @@ def main() -> None:
     # After its import, threads of numpy's OpenBLAS spin for a tenth of a second on cores that the tokenizer's threads
     # need. Set before numpy is imported, this lets them sleep after 2**4 ticks of the clock.
     os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
-    if (
-        signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    ):  # else whoever started it wants it ignored
-        signal.signal(signal.SIGINT, _interrupt)
     try:
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else the caller wants it ignored
+            signal.signal(signal.SIGINT, _interrupt)
         from lmkit.streams import secure_streams
 
         secure_streams()
@@ -42,7 +55,11 @@ def main() -> None:
 
         code = run_command_line(sys.argv[1:])
     except KeyboardInterrupt:  # before or after the command: `run_command_line` handles those in it
-        code = 128 + signal.SIGINT
+        _exit_interrupted()
+    if code == _INTERRUPTED:
+        # An exception that left exec(), with which Python makes dataclasses, lets the process end by SIGINT instead
+        # of with our code. The next exec() takes that back.
+        exec("")
     if "lmkit.parallel.ranks" in sys.modules and "RANK" in os.environ:
         from lmkit.parallel.ranks import shutdown
 

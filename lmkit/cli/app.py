@@ -18,6 +18,7 @@ from lmkit.errors import LmkitError, UsageError, limit_reached, reason
 # The base of Typer's errors about arguments; its newer versions have no public name for it.
 _WrongArguments: type[Any] = typer.BadParameter.__base__  # type: ignore[assignment]
 
+_INTERRUPTED = 130
 COMMANDS = {
     "run": "run",
     "train": "train",
@@ -61,6 +62,14 @@ class _Root(Group):
             self.commands[cmd_name] = group.commands.get(cmd_name, group)
         return self.commands.get(cmd_name)
 
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; keep what an interrupted one has to say, which Typer would drop."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as stop:
+            ctx.obj["interrupted"] = str(stop) or "interrupted"
+            raise
+
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, _help_line(name)) for name in COMMANDS])
@@ -101,7 +110,7 @@ def root_command() -> Any:
 
 def run_command_line(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code: 0 done, 1 failed, 2 wrong use, 130 interrupted."""
-    settings: dict[str, bool] = {}  # filled by --debug, wherever it stands on the line
+    settings: dict[str, Any] = {}  # filled by --debug, wherever it stands on the line
     try:
         try:
             code = root_command().main(
@@ -111,6 +120,8 @@ def run_command_line(arguments: Sequence[str]) -> int:
             code = stop.code if isinstance(stop.code, int) else 1
         except _WrongArguments as error:
             code = _refuse_arguments(error, arguments)
+        if code == _INTERRUPTED and os.environ.get("RANK", "0") == "0":
+            print(settings.get("interrupted", "interrupted"), file=sys.stderr)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader of stdout has left
         return 1

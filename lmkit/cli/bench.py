@@ -125,15 +125,11 @@ def _command(name: str) -> Any:
         if print_recipe:
             show(Result(recipe_to_toml(loaded), loaded.model_dump(mode="json")), as_json=as_json)
             return
-        from lmkit.bench.harness import Interrupted, check_place, run_bench
+        from lmkit.bench.harness import check_place, run_bench
 
         check_place(loaded, output, force=force)
-        try:
-            with progress_on_stderr() as progress:
-                result = run_bench(name, loaded, output, nproc=nproc, progress=progress)
-        except Interrupted as stop:  # said here, where the progress bar is gone
-            typer.echo(str(stop), err=True)
-            raise
+        with progress_on_stderr() as progress:
+            result = run_bench(name, loaded, output, nproc=nproc, progress=progress)
         if result is not None:  # ranks other than the first print nothing
             show(result, as_json=as_json)
             if not result.measured:
