@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 resource: Any
@@ -101,6 +102,9 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def _printable(text: str) -> str:
+    # In a locale without UTF-8, Python reads an argument as bytes, each of them a surrogate.
+    with suppress(UnicodeEncodeError):
+        text = text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
     shown = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text[:LONGEST])
     return shown if len(text) <= LONGEST else shown + "..."
 

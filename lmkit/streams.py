@@ -1,7 +1,7 @@
 """Standard streams that may be lost: closed from the start, on a full disk, or with a reader that leaves.
 
-The log on stderr is not worth a command: once it cannot be written, it goes to `os.devnull`. What a command prints on
-stdout is its result: if it cannot be written, the command fails.
+A command goes on without its log: once stderr cannot be written, the log goes to `os.devnull`. What a command prints
+on stdout is its result: if that cannot be written, the command fails.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _DESCRIPTORS = {"stdout": 1, "stderr": 2}
 
 
 def secure_streams() -> None:
-    """Open the closed ones of stdin, stdout and stderr, and let stdout and stderr be lost without a traceback.
+    """Open those of stdin, stdout and stderr that are closed; lose stdout and stderr without a traceback.
 
     Call it first in a process: a file that is opened while descriptor 2 is closed would get that number, and then
     every message of a C library. Streams that somebody replaced stay.
@@ -76,5 +76,5 @@ class _Descriptor(io.FileIO):
             raise LmkitError(
                 "output.lost",
                 f"stdout: {LOST['stdout']}",
-                hint="give it a file or a program that reads to the end; files already written are kept",
+                hint="redirect it to a file, or to a program that reads to the end; files already written are kept",
             ) from error

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,18 +23,15 @@ def generate(
     prompt: Annotated[
         list[str] | None,
         option(
-            "Text to continue; repeatable. Empty: a new document; -: from stdin. A long prompt is cut to its end.",
+            "Text to continue; repeatable. Empty: a new document; -: stdin. Of a long prompt, only the end is used.",
             "--prompt",
             "-p",
         ),
     ] = None,
     prompts_file: Annotated[
-        Path | None, option("Text file with one prompt a line; blank lines are left out.")
+        Path | None, option("Text file with one prompt a line; blank lines are skipped.")
     ] = None,
     samples: Annotated[int, typer.Option(min=1, max=1_000_000, help="Texts per prompt.")] = 1,
-    json_lines: Annotated[
-        bool, typer.Option("--json-lines", help="Print each text as a line of JSON, with its prompt.")
-    ] = False,
     max_new_tokens: Annotated[int | None, option("Largest number of tokens per text.")] = None,
     temperature: Annotated[float | None, option("Sampling temperature; 0 is greedy.")] = None,
     top_k: Annotated[int | None, option("Sample from the k most likely tokens; 0 keeps all.")] = None,
@@ -59,7 +55,8 @@ def generate(
 ) -> None:
     """Write text with a trained model.
 
-    Text i draws with seed + i. The run's [generate] table holds the defaults of the options.
+    Text i draws with seed + i. The run's [generate] table holds the defaults of the options. Several texts are
+    separated by a line of three dashes, which a model may write, too; with --json they are a list.
     """
     flags = {
         "prompts": _read_prompts(prompt, prompts_file),
@@ -84,11 +81,9 @@ def generate(
         device=device,
         allow_special=allow_special,
         samples=samples,
-        stream=None if as_json or json_lines else stream,
+        stream=None if as_json else stream,
     )
-    if json_lines:
-        write("".join(json.dumps(asdict(sample)) + "\n" for sample in result.samples))
-    elif streamed:
+    if streamed:
         stream("\n")
     else:
         show(result, as_json=as_json)
@@ -98,8 +93,10 @@ def _read_prompts(given: list[str] | None, file: Path | None) -> list[str] | Non
     """Return all prompts that flags name; None if there are none."""
     prompts = list(given or ())
     if "-" in prompts:
-        read = sys.stdin.buffer.read() if sys.stdin is not None else b""
-        typed = read.decode("utf-8", "replace").removesuffix("\n")
+        typed = sys.stdin.buffer.read().decode("utf-8", "replace").removesuffix("\n")
+        if not typed:
+            hint = 'write the prompt to stdin; to start a new document: --prompt ""'
+            raise UsageError("generate.empty_stdin", "--prompt -: stdin holds no prompt", hint=hint)
         prompts = [typed if prompt == "-" else prompt for prompt in prompts]
     if file is not None:
         try:

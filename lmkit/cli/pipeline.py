@@ -1,8 +1,6 @@
-"""The stages of `lmkit run`: corpus -> tokenizer -> token files -> training -> evaluation -> stories.
+"""The pipeline of `lmkit run`: does the stages that are not up to date, and refuses what would lose a training.
 
-`STAGES`, at the end, lists them. A stage that is up to date is skipped (see `lmkit.cli.stages`).
-
-The stages that need torch import it when they run: a run that is up to date is summarised at once.
+`lmkit.cli.stages` has the stages, `lmkit.cli.stage_record` tells which are up to date.
 """
 
 from __future__ import annotations
@@ -21,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from lmkit.cli.console import Result
-from lmkit.cli.ranks import alone, follow, leading
-from lmkit.cli.stages import FILES, NO_EFFECT, PIPE, Outputs, StageRecord
-from lmkit.data.corpora import prepare_corpus
-from lmkit.data.encoding import encode_corpus
+from lmkit.cli.ranks import follow, leading
+from lmkit.cli.stage_record import FILES, NO_EFFECT, PIPE, StageRecord
+from lmkit.cli.stages import STAGES
 from lmkit.data.token_files import open_tokens
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.progress import Progress
@@ -36,7 +33,6 @@ from lmkit.recipe.schema import Recipe
 from lmkit.recipe.vocabulary import END_OF_TEXT
 from lmkit.storage import FolderLock, remove_partials, write_atomic
 from lmkit.storage.outputs import refuse_unwritable
-from lmkit.tokenizer import Tokenizer, train_tokenizer
 
 log = logging.getLogger("lmkit")
 
@@ -81,6 +77,7 @@ def run(recipe: Recipe, *, progress: Progress, nproc: int = 1, **options: Any) -
     with leading() if ranks > 1 else nullcontext(lambda word: None) as pipeline.tell_ranks:
         pipeline.open()
         done = {stage: pipeline.bring_up_to_date(stage) for stage in STAGES}
+        pipeline.record.save()
     return _summary(pipeline, done)
 
 
@@ -97,7 +94,10 @@ def plan(recipe: Recipe, **options: Any) -> Result:
         stage: "would run" if stage in redone or not pipeline.is_up_to_date(stage) else "up to date"
         for stage in STAGES
     }
-    lines = [str(pipeline.folder), *(f"  {stage:<10}{state}" for stage, state in states.items())]
+    lines = [str(pipeline.folder)]
+    for stage, state in states.items():
+        damage = pipeline.record.damage(stage) if state == "would run" and stage not in redone else None
+        lines.append(f"  {stage:<10}{state}" + (f": {damage}" if damage else ""))
     set_aside = pipeline.checkpoints if pipeline.would_set_aside() else None
     if set_aside is not None:
         lines.append(f"  {set_aside} would become {set_aside.name}.old-<time>")
@@ -148,7 +148,7 @@ class Pipeline:
         self.redone = names[names.index(from_stage) :] if from_stage is not None else []
         self.folder = recipe.run.path
         self.checkpoints = self.folder / CHECKPOINTS
-        self.record = StageRecord(self.folder, recipe)
+        self.record = StageRecord(self.folder, recipe, reads_sources=not skip_data)
         self.tell_ranks: Callable[[str], None] = lambda word: None
 
     def refuse(self) -> None:
@@ -158,6 +158,7 @@ class Pipeline:
         is_run = any((self.folder / name).exists() for name in (RECIPE, RECORD))
         if not self.force:
             self._refuse_another_recipe()
+            self._refuse_to_read_a_pipe_again()
         elif self.folder.is_dir() and not is_run:
             others = sorted(path.name for path in self.folder.iterdir() if not self._is_kept(path))
             if others:
@@ -170,8 +171,8 @@ class Pipeline:
     def _refuse_to_skip(self) -> None:
         redone = [stage for stage in self.redone if stage in DATA_STAGES]
         if self.force or redone:
-            other = "--force deletes" if self.force else f"--from {redone[0]} redoes"
-            message = f"--skip-data: {other} the data that it uses"
+            other = "--force deletes" if self.force else f"--from {redone[0]} makes again"
+            message = f"--skip-data uses the data that {other}"
             raise UsageError("run.options_exclude", message, hint="leave out one of them")
         for stage in DATA_STAGES:
             if not self.record.was_made(stage):
@@ -200,17 +201,28 @@ class Pipeline:
             if lost := without_effect(changed, step=trained or 0, steps=steps):
                 raise UsageError(
                     "run.no_effect",
-                    f"{path}: its training has ended at step {trained}, so that nothing obeys "
-                    + "; ".join(lost),
+                    f"{path}: the training ended at step {trained}, and no step would use " + "; ".join(lost),
                     hint=f"to train on: --set train.steps=N, N above {trained}; {hint}",
                 )
         files = [] if self.skip_data else list(self.record.changed_content(self.recipe))
         if files and "train" not in self.redone:
             raise UsageError(
                 "run.other_data",
-                f"{self.folder}: was trained on other content of " + "; ".join(files),
+                f"{self.folder}: changed since this run was trained: " + "; ".join(files),
                 hint=OTHERWISE,
             )
+
+    def _refuse_to_read_a_pipe_again(self) -> None:
+        damage = self.record.damage("corpus")
+        if damage is not None and self._came_from_a_pipe() and not self.is_up_to_date("corpus"):
+            raise UsageError(
+                "run.damaged_corpus",
+                f"{damage}: it came from a pipe, which cannot be read again",
+                hint="use it as it is: --skip-data; or read the pipe anew: --set run.name=...",
+            )
+
+    def _came_from_a_pipe(self) -> bool:
+        return any(PIPE in hashes for hashes in self.record.content.values())
 
     def _has_checkpoints(self) -> bool:
         return any(self.checkpoints.glob("*"))
@@ -223,7 +235,7 @@ class Pipeline:
     def _was_trained_further(self) -> bool:
         """Return whether `lmkit train` has gone on since the last `lmkit run`."""
         newest = self._trained_steps() or 0
-        return self.record.is_finished("train") and newest > self.read("training", "train", "step")["step"]
+        return self.record.is_finished("train") and newest > self.read("training", "step")["step"]
 
     def would_set_aside(self) -> bool:
         """Return whether this run starts over a training that has checkpoints."""
@@ -273,11 +285,13 @@ class Pipeline:
         """Do a stage unless it is up to date; return "up to date" or the seconds that it took."""
         if self.is_up_to_date(stage):
             log.info("%s: up to date", stage)
-            if stage == "corpus" and any(PIPE in hashes for hashes in self.record.content.values()):
+            if stage == "corpus" and self._came_from_a_pipe():
                 log.warning(
-                    "the corpus came from a pipe, which is not read again (see --from and --set run.name=...)"
+                    "the corpus came from a pipe and is not read again; to read another: --set run.name=..."
                 )
             return "up to date"
+        if damage := self.record.damage(stage):
+            log.warning("%s: %s, so that this stage runs again", stage, damage)
         started = time.perf_counter()
         if stage in DATA_STAGES:  # the others lock the folder themselves
             with FolderLock(self.folder):
@@ -296,7 +310,7 @@ class Pipeline:
         write_atomic(path, json.dumps(asdict(result), default=str) + "\n")
         return path
 
-    def read(self, name: str, stage: str, *keys: str) -> dict[str, Any]:
+    def read(self, name: str, *keys: str) -> dict[str, Any]:
         """Read what a stage wrote about itself."""
         path = self.folder / f"{name}.json"
         try:
@@ -305,7 +319,9 @@ class Pipeline:
             content = None
         if not isinstance(content, dict) or not all(key in content for key in keys):
             raise LmkitError(
-                "run.damaged_result", f"{path}: missing or damaged", hint=f"redo it with --from {stage}"
+                "run.damaged_result",
+                f"{path}: missing or damaged",
+                hint="delete it and run again: only the stage that makes it is redone",
             )
         return content
 
@@ -320,8 +336,8 @@ def _delete(path: Path) -> None:
 
 def _summary(run: Pipeline, done: dict[str, str]) -> Result:
     """Collect what the stages left in the run folder; sizes in bytes, speeds in tokens per second."""
-    evaluation = run.read("evaluation", "evaluate", "loss", "perplexity", "bits_per_byte")
-    training = run.read("training", "train", "parameters", "step")
+    evaluation = run.read("evaluation", "loss", "perplexity", "bits_per_byte")
+    training = run.read("training", "parameters", "step")
     train, valid = (open_tokens(token_file(run.folder, part)).meta for part in ("train", "valid"))
     story = (run.folder / STORIES).read_text("utf-8", "replace")
     loss, perplexity, bits = (evaluation[key] for key in ("loss", "perplexity", "bits_per_byte"))
@@ -357,95 +373,3 @@ def _summary(run: Pipeline, done: dict[str, str]) -> Result:
         "story": story,
     }
     return Result("\n".join(lines), fields)
-
-
-# The stages
-
-
-def _make_corpus(run: Pipeline) -> Outputs:
-    files = prepare_corpus(run.corpus, run.folder / "corpus", progress=run.progress)
-    return {"train": list(files.train), "valid": list(files.valid)}
-
-
-def _make_tokenizer(run: Pipeline) -> Outputs:
-    table = run.tokenizer
-    if table.path is not None:
-        tokenizer = Tokenizer.load(table.path)
-    else:
-        tokenizer = train_tokenizer(
-            run.record.outputs("corpus")["train"],
-            vocab_size=table.vocab_size,
-            special_tokens=table.special_tokens,
-            max_token_bytes=table.max_token_bytes,
-            workers=table.workers,
-            errors=run.corpus.errors,
-            progress=run.progress,
-        )
-    path = run.folder / TOKENIZER
-    tokenizer.save(path)
-    return {"tokenizer": [path]}
-
-
-def _encode(run: Pipeline) -> Outputs:
-    tokenizer = Tokenizer.load(run.folder / TOKENIZER)
-    outputs = {}
-    for part, sources in run.record.outputs("corpus").items():
-        path = token_file(run.folder, part)
-        workers, errors = run.recipe.data.workers, run.corpus.errors
-        encode_corpus(
-            sources, path, tokenizer, workers=workers, errors=errors, force=True, progress=run.progress
-        )
-        outputs[part] = [path]
-    return outputs
-
-
-def _train(run: Pipeline) -> Outputs:
-    from lmkit.training.run_data import open_data
-    from lmkit.training.session import train
-
-    if run.would_set_aside() and not run.force:  # --from; `open` did it for --force
-        open_data(run.recipe)  # refuses damaged token files while the checkpoints are in their place
-        with FolderLock(run.folder):
-            run.set_aside()
-    run.record.begin("train")
-    run.record.forget(("evaluate", "generate"))
-    run.tell_ranks("train")
-    parallel, is_alone = run.recipe.parallel, os.environ.get("WORLD_SIZE", "1") == "1"
-    if run.nproc == 1 and is_alone and "strategy" in parallel.model_fields_set:
-        log.info('parallel.strategy: "%s" has no effect on one rank (see --nproc)', parallel.strategy)
-    result = train(run.recipe, nproc=run.nproc)
-    return {"training": [run.write("training", result)], "checkpoints": [run.checkpoints]}
-
-
-def _evaluate(run: Pipeline) -> Outputs:
-    from lmkit.training.atomic_checkpoint import saved_steps
-    from lmkit.training.evaluation import EvaluateResult, evaluate_run
-
-    # The training ends with an evaluation: use it if it is of the newest checkpoint.
-    found = run.read("training", "train", "step").get("evaluation")
-    newest = saved_steps(run.checkpoints)[-1]
-    if found is not None and found["checkpoint"] == str(newest.path) and run.redone[:1] != ["evaluate"]:
-        return {"evaluation": [run.write("evaluation", EvaluateResult(**found))]}
-    with alone():
-        result = evaluate_run(run.folder, device=run.recipe.run.device)
-    return {"evaluation": [run.write("evaluation", result)]}
-
-
-def _generate(run: Pipeline) -> Outputs:
-    from lmkit.cli.generate import write_text
-
-    with alone():
-        result = write_text(run.folder, device=run.recipe.run.device)
-    path = run.folder / STORIES
-    write_atomic(path, str(result))
-    return {"stories": [path]}
-
-
-STAGES: dict[str, Callable[[Pipeline], Outputs]] = {
-    "corpus": _make_corpus,
-    "tokenizer": _make_tokenizer,
-    "encode": _encode,
-    "train": _train,
-    "evaluate": _evaluate,
-    "generate": _generate,
-}

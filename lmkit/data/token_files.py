@@ -35,7 +35,7 @@ _HEADER = re.compile(
 )
 _WRITE_BACK_BYTES = 1 << 22  # passed to the disk at a time
 _CHECK_TOKENS = 1 << 24  # compared at a time when ids are checked
-
+_MARK = "tokenizer_sha256"  # key of our descriptions
 
 Count = Annotated[int, Field(ge=0)]
 
@@ -182,7 +182,7 @@ def _refuse_to_replace_another_json(path: Path) -> None:
     if not sidecar_path(path).exists():
         return
     try:
-        is_ours = "tokenizer_sha256" in _read_object(path)
+        is_ours = _MARK in _read_object(path)
     except LmkitError:  # not a JSON object: a damaged description only if there is a token file
         is_ours = path.exists()
     if not is_ours:
@@ -224,8 +224,12 @@ def open_tokens(
     return TokenFile(tokens, meta)
 
 
-def _damaged(path: Path, problem: str) -> LmkitError:
-    """Return the error for a damaged token file, with the command that makes `path` again as its hint."""
+def _damaged(path: Path, problem: str, *, is_other_json: bool = False) -> LmkitError:
+    """Return the error for a damaged token file, with the command that makes `path` again as its hint.
+
+    Args:
+        is_other_json: the description may be a JSON file of somebody else, which this command would not replace.
+    """
     folder = path.parent.parent
     if path == token_file(folder, path.stem) and (folder / RECORD).is_file():
         # `lmkit run` made the file and repeats a stage whose output is gone; the rest of the run stays.
@@ -233,6 +237,8 @@ def _damaged(path: Path, problem: str) -> LmkitError:
     else:
         encode = f"lmkit data encode TEXT {shlex.quote(str(path))}"
         hint = f"make it again with: {encode} --tokenizer TOKENIZER.json --force"
+        if is_other_json:
+            hint = f"move {sidecar_path(path)} away, which may be another file of yours, and {hint}"
     return LmkitError("tokens.damaged", problem, hint=hint)
 
 
@@ -259,7 +265,9 @@ def _read_meta(path: Path) -> TokenMeta:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "a key"
-        raise _damaged(path, f"{sidecar}: {where}: {first['msg']}") from None
+        raise _damaged(
+            path, f"{sidecar}: {where}: {first['msg']}", is_other_json=_MARK not in content
+        ) from None
 
 
 def _read_object(path: Path) -> dict[str, Any]:

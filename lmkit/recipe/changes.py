@@ -13,7 +13,7 @@ MAY_CHANGE_WITHIN = ("model.preset", "model.attention", "model.activation_checkp
 """Exceptions to `MUST_AGREE`: other ways to compute the same function."""
 
 NEED_STEPS = ("optimizer", "train.grad_clip", "train.accumulation")
-"""Keys that may change and that only further steps can obey."""
+"""Keys that may change, but have an effect on further steps only."""
 
 
 def refused(changes: Iterable[str]) -> list[str]:
@@ -22,7 +22,7 @@ def refused(changes: Iterable[str]) -> list[str]:
 
 
 def without_effect(changes: Iterable[str], *, step: int, steps: int) -> list[str]:
-    """Return the lines of `differences` that no step would obey, because the training has reached its end."""
+    """Return the lines of `differences` that have no effect, because the training has reached its end."""
     return [line for line in changes if step >= steps and is_under(line, NEED_STEPS)]
 
 

@@ -45,7 +45,8 @@ class FolderLock:
     Missing folders are created. If the block fails and left them empty, they are removed again.
 
     Raises:
-        LmkitError: another process holds the lock ("storage.folder_busy").
+        LmkitError: another process holds the lock ("storage.folder_busy"), or `.lock` is a folder
+            ("storage.lock_is_folder").
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -57,6 +58,12 @@ class FolderLock:
         folder = self.path.parent
         self._made = [place for place in (folder, *folder.parents) if not place.exists()]
         folder.mkdir(parents=True, exist_ok=True)
+        if self.path.is_dir():
+            raise LmkitError(
+                "storage.lock_is_folder",
+                f"{self.path}: is a folder, where lmkit needs a lock file",
+                hint="delete it or move it away",
+            )
         self._descriptor = hold_file(self.path)
         if self._descriptor is None:
             raise LmkitError(

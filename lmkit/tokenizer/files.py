@@ -256,6 +256,13 @@ def save_gpt2(tokenizer: Tokenizer, folder: Path) -> None:
     names = _names(tokenizer)
     vocab = {name: token_id for token_id, name in names.items()}
     lines = [f"{names[left]} {names[right]}" for left, right, _ in tokenizer.merge_table.merges]
+    if tokenizer.prefix or tokenizer.suffix:
+        around = " and ".join(
+            f"{names[token_id]} {where} each text"
+            for where, ids in (("before", tokenizer.prefix), ("after", tokenizer.suffix))
+            for token_id in ids
+        )
+        _log.warning("%s: GPT-2's files cannot say that a tokenizer puts %s; left out", folder, around)
     write_atomic(folder / "vocab.json", json.dumps(vocab, ensure_ascii=False))
     write_atomic(folder / "merges.txt", "\n".join([_MERGES_HEADER, *lines]) + "\n")
 

@@ -232,7 +232,10 @@ class Tokenizer:
         return cls._from_file(files.load_json(Path(path)), path)
 
     def save_gpt2(self, folder: str | Path) -> None:
-        """Write GPT-2's `vocab.json` and `merges.txt` into `folder`."""
+        """Write GPT-2's `vocab.json` and `merges.txt` into `folder`.
+
+        These files have no place for `prefix` and `suffix`: they are left out, with a warning.
+        """
         files.save_gpt2(self, Path(folder))
 
     @classmethod

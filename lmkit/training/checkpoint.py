@@ -182,14 +182,14 @@ class Retention:
         self._losses[step] = valid_loss
 
     def prune(self) -> list[Path]:
-        """Delete the others and return them. Damaged ones are deleted once a good one with a higher step exists."""
+        """Delete the others and return them. Damaged ones stay while they are newer than one of the last to keep."""
         saved = saved_steps(self._folder)
         good = [item.step for item in saved if self._is_good(item)]
-        kept = set(good[-self._keep_last :]) | self._foreign
+        last = good[-self._keep_last :]
+        kept = {*last} | self._foreign
         rated = [(loss, step) for step in good if (loss := self._losses[step]) is not None]
         kept.update(step for _, step in sorted(rated)[: self._keep_best])
-        newest = good[-1] if good else -1
-        doomed = [item.path for item in saved if item.step not in kept and item.step < newest]
+        doomed = [item.path for item in saved if item.step not in kept and last and item.step < last[0]]
         for path in doomed:
             remove_folder(path)
         return doomed

@@ -165,6 +165,12 @@ def evaluate_run(
         if tokens is not None:
             message = "--tokens and --text: two files to evaluate on"
             raise UsageError("evaluate.two_files", message, hint="leave out one of them")
+        if text.is_fifo() and os.environ.get("WORLD_SIZE", "1") != "1":
+            raise UsageError(
+                "evaluate.pipe_of_ranks",
+                f"--text {text}: a pipe, of which each rank would read a part",
+                hint="evaluate on one rank, or write the text to a file first",
+            )
         tokenizer = run_tokenizer(newest_checkpoint(path).path)
         if tokenizer is None:
             hint = "encode the text with lmkit data encode, and name the token file: --tokens FILE.npy"

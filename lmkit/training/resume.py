@@ -18,6 +18,7 @@ from lmkit.training.state import DataIdentity, TrainingState, restore_rng
 from lmkit.training.step import Step
 from lmkit.training.trainer import Moment
 
+DAMAGED_SUFFIX = ".damaged"
 UNREPORTED = ("run.name", "run.folder", "checkpoint", "generate", "wandb", "corpus", "tokenizer", "data")
 """Other differences that are not reported."""
 
@@ -56,6 +57,22 @@ def choose_start(recipe: Recipe) -> Choice:
     return Choice(path, ())
 
 
+def keep_damaged(folder: Path, choice: Choice) -> list[Path]:
+    """Rename the damaged checkpoints that are newer than the chosen one, and return their new paths.
+
+    The steps since are made again: their checkpoints would replace the damaged ones, of which parts may be whole.
+    """
+    kept = []
+    for saved in reversed(saved_steps(folder)):
+        if not choice.skipped or saved.path == choice.path:
+            break
+        name = f"{saved.path.name}{DAMAGED_SUFFIX}"
+        while (place := folder / name).exists():
+            name += DAMAGED_SUFFIX
+        kept.append(saved.path.rename(place))
+    return kept
+
+
 def check_agreement(
     checkpoint: Checkpoint, recipe: Recipe, data: DataIdentity | None, world_size: int
 ) -> list[str]:
@@ -86,7 +103,7 @@ def check_agreement(
     if lost := rule.without_effect(changes, step=step, steps=recipe.train.steps):
         raise UsageError(
             "resume.no_effect",
-            f"{checkpoint.path}: step {step} ends this training, so that nothing obeys {'; '.join(lost)}",
+            f"{checkpoint.path}: the training ended at step {step}, and no step would use {'; '.join(lost)}",
             hint=f"train on with --steps N, N above {step}; or start a new run with another --name",
         )
     before = checkpoint.state.world_size

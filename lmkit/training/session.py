@@ -29,12 +29,12 @@ from lmkit.recipe.schema import Recipe
 from lmkit.storage import FolderLock, remove_partials, write_atomic
 from lmkit.storage.outputs import refuse_unwritable
 from lmkit.streams import LOST
-from lmkit.training.atomic_checkpoint import Choice, clean_leftovers, saved_steps
+from lmkit.training.atomic_checkpoint import clean_leftovers, saved_steps
 from lmkit.training.checkpoint import Checkpoint, open_checkpoint
 from lmkit.training.evaluation import EvaluateResult, Evaluation
 from lmkit.training.metrics import Fanout, draw_losses, duration, open_sink, read_metrics
 from lmkit.training.process import StopSignals, numerics, ranks_of
-from lmkit.training.resume import check_agreement, choose_start, is_finished, restore
+from lmkit.training.resume import check_agreement, choose_start, is_finished, keep_damaged, restore
 from lmkit.training.run_data import (
     Data,
     check_recipe,
@@ -241,11 +241,9 @@ def _prepare(recipe: Recipe, ranks: Ranks, stop_at_step: int | None, held: ExitS
     batches = make_batches(resolved, data, ranks)
     if held is None:
         path, skipped = choose_start(recipe)
-        removed: list[Path] = []
+        notes = [f"skipped {why}" for why in skipped]
     else:
-        (path, skipped), removed = decided_by_first(ranks, lambda: _open_folder(recipe, held))
-    notes = [f"removed {left}, left by a session that was killed" for left in removed]
-    notes += [f"skipped {why}" for why in skipped]
+        path, notes = decided_by_first(ranks, lambda: _open_folder(recipe, held))
     warnings = schedule_warnings(resolved.optimizer, resolved_tables(resolved)[1].steps)
     if path is None:
         return _Start(resolved, data, batches, None, notes, warnings, None)
@@ -257,15 +255,24 @@ def _prepare(recipe: Recipe, ranks: Ranks, stop_at_step: int | None, held: ExitS
     return _Start(resolved, data, batches, checkpoint, notes, changes, done)
 
 
-def _open_folder(recipe: Recipe, held: ExitStack) -> tuple[Choice, list[Path]]:
-    """On rank 0: lock the run folder, remove leftovers of a killed session, choose the checkpoint."""
+def _open_folder(recipe: Recipe, held: ExitStack) -> tuple[Path | None, list[str]]:
+    """On rank 0: lock the run folder, remove leftovers of a killed session, choose the checkpoint.
+
+    Returns:
+        The checkpoint, None from scratch; and lines for people.
+    """
     folder, checkpoints = recipe.run.path, recipe.run.path / CHECKPOINTS
     refuse_unwritable(folder, option="--set run.folder=...")
     held.enter_context(FolderLock(folder))
     removed = remove_partials(folder)
     if checkpoints.is_dir():
         removed += clean_leftovers(checkpoints)
-    return choose_start(recipe), removed
+    choice = choose_start(recipe)
+    return choice.path, [
+        *(f"removed {left}, left by a session that was killed" for left in removed),
+        *(f"skipped {why}" for why in choice.skipped),
+        *(f"kept a damaged checkpoint as {place}" for place in keep_damaged(checkpoints, choice)),
+    ]
 
 
 def decided_by_first(ranks: Ranks, decide: Callable[[], T]) -> T:

@@ -212,6 +212,7 @@ def test_a_character_that_the_encoding_lacks_is_escaped(
     result = lmkit("recipe", "show", "r.toml", **locale)
     assert (result.returncode, result.stderr) == (0, "")
     assert r'field = "n\xe9"' in result.stdout
+    assert r"n\xe9.toml" in lmkit("recipe", "show", "né.toml", **locale).stderr
 
 
 def test_debug_shows_the_traceback_wherever_it_stands(lmkit: Lmkit) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
 from lmkit.cli import generate
+from lmkit.training import evaluation
 
 
 def test_fault_108_train_takes_the_learning_rate_and_the_batch_size(terminal) -> None:
@@ -26,8 +28,8 @@ def test_fault_108_evaluate_reads_a_text(run: Path, terminal) -> None:
     terminal.refuses(f"evaluate {run} --text nowhere.txt", code="text.unreadable", says=["nowhere.txt"])
 
 
-def lines_of(terminal, *words: object) -> list[dict[str, object]]:
-    return [json.loads(line) for line in terminal(*words).splitlines()]
+def samples_of(terminal, command: str) -> list[dict[str, object]]:
+    return json.loads(terminal(f"{command} --json"))["samples"]
 
 
 def test_fault_108_prompts_come_from_files_and_stdin(
@@ -35,7 +37,7 @@ def test_fault_108_prompts_come_from_files_and_stdin(
 ) -> None:
     Path("prompts.txt").write_text("one\n\n---\n")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"two\nlines \xff\n")))
-    found = lines_of(terminal, f"generate {run} -p - --prompts-file prompts.txt --samples 2 --json-lines")
+    found = samples_of(terminal, f"generate {run} -p - --prompts-file prompts.txt --samples 2")
     prompts = ["two\nlines \ufffd", "one", "---"]
     assert [sample["prompt"] for sample in found] == [prompt for prompt in prompts for _ in range(2)]
     Path("bad.txt").write_bytes(b"one\n\xff")
@@ -46,11 +48,32 @@ def test_fault_108_prompts_come_from_files_and_stdin(
         )
 
 
+@pytest.mark.parametrize("stdin", [b"", b"\n"])
+def test_fault_112_no_prompt_on_stdin_is_refused(
+    stdin: bytes, run: Path, terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+    refused = terminal.refuses(f"generate {run} -p -", code="generate.empty_stdin", says=["stdin"])
+    assert "--prompt" in refused.hint
+    terminal.refuses(
+        f"generate {run} --prompts-file /dev/null", code="generate.prompts_file", says=["/dev/null"]
+    )
+
+
+def test_fault_113_a_pipe_is_not_shared_by_ranks(
+    run: Path, terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo("pipe")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(evaluation, "encode_corpus", lambda *_: pytest.fail("the pipe was read"))
+    terminal.refuses(f"evaluate {run} --text pipe", code="evaluate.pipe_of_ranks", says=["pipe"])
+
+
 def test_fault_108_samples_differ_by_their_seeds(
     run: Path, terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = f"generate {run} -p fish --max-new-tokens 6 --temperature 1 --json-lines"
-    found = lines_of(terminal, f"{command} --samples 5 --seed 3")
-    assert [lines_of(terminal, f"{command} --seed {3 + number}")[0] for number in range(5)] == found
+    command = f"generate {run} -p fish --max-new-tokens 6 --temperature 1"
+    found = samples_of(terminal, f"{command} --samples 5 --seed 3")
+    assert [samples_of(terminal, f"{command} --seed {3 + number}")[0] for number in range(5)] == found
     monkeypatch.setattr(generate, "_AT_ONCE", 2)
-    assert lines_of(terminal, f"{command} --samples 5 --seed 3") == found
+    assert samples_of(terminal, f"{command} --samples 5 --seed 3") == found

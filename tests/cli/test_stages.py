@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from lmkit.cli import stages
+from lmkit.cli import stage_record
+from lmkit.recipe.load import load_recipe
 
 RUN = Path("runs/fish")
 CHECKPOINT = "step-00000002/model.safetensors"
@@ -116,7 +117,7 @@ def test_content_is_read_once_while_its_file_stays_as_it_is(
     run: Path, terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     terminal("run fish.toml")
-    monkeypatch.setattr(stages, "sha256_file", lambda path: pytest.fail(f"{path} was read again"))
+    monkeypatch.setattr(stage_record, "sha256_file", lambda path: pytest.fail(f"{path} was read again"))
     terminal("run fish.toml")
 
 
@@ -155,3 +156,131 @@ def test_fault_107_a_directory_as_corpus_is_named(made: Path, terminal) -> None:
     terminal.refuses(
         "run fish.toml", code="corpus.directory", says=["texts", "is a directory", "corpus.train"]
     )
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+@pytest.mark.parametrize(
+    ("output", "redone"),
+    [
+        ("corpus/train.txt", "corpus"),
+        ("tokenizer.json", "tokenizer"),
+        ("tokens/train.npy", "encode"),
+        ("tokens/valid.json", "encode"),
+        ("training.json", "train evaluate generate"),
+        ("evaluation.json", "evaluate"),
+        ("stories.txt", "generate"),
+    ],
+)
+def test_fault_109_a_damaged_output_is_made_again(output: str, redone: str, run: Path, terminal) -> None:
+    before = content(run)
+    cut(run / output)
+    if output.endswith("valid.json"):
+        (run / output).write_text("{}")  # a JSON file of somebody else, as far as one can tell
+    planned = terminal("run fish.toml --dry-run")
+    assert f"{run / output} " in planned
+    made = states(terminal, "run fish.toml")
+    assert [stage for stage, state in made.items() if state != "up to date"] == redone.split()
+    assert f"{redone.split()[0]}: {run / output} " in terminal.err
+    after = content(run)
+    ours = [name for name in before if name.startswith(("corpus/", "tok", "checkpoints/", "stories"))]
+    assert {name: after[name] for name in ours} == {name: before[name] for name in ours}
+    assert set(states(terminal, "run fish.toml").values()) == {"up to date"}
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "model.safetensors", "state.json"])
+def test_fault_109_a_damaged_newest_checkpoint_is_trained_again_and_kept(
+    file: str, made: Path, terminal
+) -> None:
+    shutil.copy(made / "corpus.txt", ".")
+    Path("fish.toml").write_text((made / "fish.toml").read_text() + "[checkpoint]\ninterval = 1\n")
+    terminal("run fish.toml")
+    newest = RUN / "checkpoints" / "step-00000002"
+    whole = content(newest)
+    cut(newest / file)
+    damaged = content(newest)
+    assert str(newest / file) in terminal("run fish.toml --dry-run")
+    made_again = states(terminal, "run fish.toml --set checkpoint.keep_last=1")
+    redone = [stage for stage, state in made_again.items() if state != "up to date"]
+    assert redone == ["train", "evaluate", "generate"]
+    aside = newest.with_name("step-00000002.damaged")
+    assert str(aside) in terminal.err
+    assert content(aside) == damaged
+    assert content(newest)["model.safetensors"] == whole["model.safetensors"]
+    assert set(states(terminal, "run fish.toml").values()) == {"up to date"}
+
+
+def test_fault_109_the_only_checkpoint_damaged_is_named_and_stays(run: Path, terminal) -> None:
+    cut(run / "checkpoints" / CHECKPOINT)
+    before = content(run / "checkpoints")
+    terminal.refuses("run fish.toml", code="checkpoint.none_good", exit_code=1, says=[CHECKPOINT])
+    assert content(run / "checkpoints") == before
+
+
+def test_fault_109_a_damaged_corpus_from_a_pipe_is_named(run: Path, terminal) -> None:
+    text = (run / "stages.json").read_text()
+    (digest,) = json.loads(text)["corpus"]["content"]["corpus.train"]
+    record = json.loads(text.replace(digest, "a pipe"))
+    record["files"] = {str(Path("corpus.txt").absolute()): ["a pipe"]}
+    (run / "stages.json").write_text(json.dumps(record))
+    os.unlink("corpus.txt")
+    assert set(states(terminal, "run fish.toml").values()) == {"up to date"}
+    cut(run / "corpus" / "train.txt")
+    for option in ("", " --dry-run"):
+        refused = terminal.refuses(f"run fish.toml{option}", code="run.damaged_corpus", says=["train.txt"])
+        assert "--skip-data" in refused.hint
+    assert set(states(terminal, "run fish.toml --skip-data").values()) == {"up to date"}
+
+
+def test_fault_110_skip_data_needs_no_corpus(run: Path, terminal) -> None:
+    os.unlink("corpus.txt")
+    terminal.refuses("run fish.toml", code="run.missing_file", says=["corpus.txt"])
+    for options in ("--skip-data --dry-run", "--skip-data"):
+        assert set(states(terminal, f"run fish.toml {options}").values()) == {"up to date"}
+    shutil.rmtree(run / "corpus")
+    assert set(states(terminal, "run fish.toml --skip-data").values()) == {"up to date"}
+    assert states(terminal, "run fish.toml --skip-data --from train")["train"] != "up to date"
+    shutil.copy(run / "stories.txt", "corpus.txt")  # other content: what was trained on is still known
+    terminal.refuses("run fish.toml", code="run.other_data", says=["corpus.txt"])
+
+
+def test_a_key_that_is_newer_than_the_record_counts_with_its_default(run: Path, terminal) -> None:
+    record = json.loads((run / "stages.json").read_text())
+    for entry in record.values():
+        entry.get("values", {}).pop("tokenizer.max_token_bytes", None)
+    (run / "stages.json").write_text(json.dumps(record))
+    assert set(states(terminal, "run fish.toml").values()) == {"up to date"}
+    shutil.rmtree(run / "checkpoints")
+    for stage in ("train", "evaluate", "generate"):
+        del record[stage]
+    (run / "stages.json").write_text(json.dumps(record))
+    planned = states(terminal, "run fish.toml --dry-run --set tokenizer.max_token_bytes=8")
+    assert [stage for stage, state in planned.items() if state == "up to date"] == ["corpus"]
+
+
+def test_fault_116_a_run_folder_of_the_first_edition_is_up_to_date(run: Path, terminal) -> None:
+    """`first_edition/` holds the recipe and the record that version 0.1.0 left of this run."""
+    os.utime("corpus.txt", ns=(0, 1795443439318236027))  # when its corpus was written
+    sample = Path(__file__).parent / "first_edition"
+    for name in ("recipe.toml", "stages.json"):
+        shutil.copy(sample / name, run)
+    os.rename("runs", "elsewhere")
+    for options in ("--dry-run", ""):
+        made = states(terminal, f"run fish.toml --set run.folder=elsewhere {options}")
+        assert set(made.values()) == {"up to date"}
+    assert set(states(terminal, "run elsewhere/fish/recipe.toml").values()) == {"up to date"}
+
+    os.rename("elsewhere", "runs")
+    shutil.copy(sample / "stages.json", run)
+    recipe = (sample / "recipe.toml").read_text()
+    for old, new, redone in (
+        ("max_new_tokens = 1", "max_new_tokens = 2", ["generate"]),
+        ("lr = 0.001", "lr = 0.002", ["train", "evaluate", "generate"]),
+        ("[tokenizer]", "[tokenizer]\nvocab_size = true", list(stage_record.READS)),
+    ):
+        assert old in recipe
+        (run / "recipe.toml").write_text(recipe.replace(old, new, 1))  # then it did not make these stages
+        record = stage_record.StageRecord(run, load_recipe("fish.toml"))
+        assert [stage for stage in stage_record.READS if not record.is_finished(stage)] == redone

@@ -103,12 +103,6 @@ def test_text_becomes_a_story_and_a_second_run_recomputes_nothing(
     terminal.refuses("run tiny.toml --set model.d_model=32", code="run.other_recipe", says=[difference])
     assert made_at(RUN) == before
 
-    # A result that was damaged since: one line says how to redo it.
-    evaluation.write_text(evaluation.read_text()[:20])
-    refused = terminal.refuses("run tiny.toml", code="run.damaged_result", exit_code=1)
-    assert "evaluation.json" in refused.error
-    assert "--from evaluate" in refused.hint
-
     # --from redoes a stage and all after it; the same seed gives the same losses.
     earlier = losses(RUN)
     assert redone(terminal("run tiny.toml --from train --json")) == ["train", "evaluate", "generate"]
@@ -170,17 +164,18 @@ def test_fault_33_a_damaged_token_file_costs_no_checkpoint_and_the_hint_mends_it
     before = newest.stat().st_mtime_ns
     whole = tokens.read_bytes()
     tokens.write_bytes(whole[:-100])
-    for command in ("train tiny.toml --steps 21", "run tiny.toml --from train"):
-        terminal._capsys.readouterr()
-        assert terminal._run([command]) == 1
-        error, hint = terminal._capsys.readouterr().err.splitlines()[-2:]
-        assert str(tokens) in error
-        assert str(tokens) in hint
-        assert f"lmkit run {RUN / 'recipe.toml'}" in hint
+    for command in ("train tiny.toml --steps 21", "run tiny.toml --skip-data --from train"):
+        refused = terminal.refuses(command, code="tokens.damaged", exit_code=1, says=[str(tokens)])
+        assert f"delete {tokens}, and lmkit run {RUN / 'recipe.toml'}" in refused.hint
         assert newest.stat().st_mtime_ns == before
-    tokens.unlink()
-    terminal("run", RUN / "recipe.toml")
-    assert tokens.read_bytes() == whole
+    for description in ("{}", "{", None):  # of the file that is deleted
+        tokens.unlink()
+        if description is not None:
+            tokens.with_suffix(".json").write_text(description)
+        terminal("run", RUN / "recipe.toml")
+        assert tokens.read_bytes() == whole
+    terminal("run tiny.toml --dry-run")
+    assert newest.stat().st_mtime_ns == before
 
 
 def test_training_beyond_a_run_is_kept_and_two_fresh_runs_have_identical_losses(

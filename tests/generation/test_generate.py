@@ -227,6 +227,14 @@ def test_fault_91_special_tokens_in_a_prompt_are_plain_text_unless_allowed(scrip
     assert model.read == [[ord("a"), END, ord("b")]]
 
 
+def test_a_prompt_begins_with_the_prefix_of_the_tokenizer_and_ends_without_its_suffix(scripted, tokenizer):
+    model = scripted([ord("z")] * 3)
+    content = {name: getattr(tokenizer, name) for name in ("vocab", "merges", "special_tokens")}
+    around = Tokenizer(**content, prefix=[7, END], suffix=[8])
+    generate(model, around, ["ab"], greedy(1))
+    assert model.read == [[7, END, ord("a"), ord("b")]]
+
+
 def test_fault_92_an_empty_prompt_starts_from_end_of_text(scripted, tokenizer):
     model = scripted(list(b"hi"))
     (made,) = generate(model, tokenizer, [""], greedy(2))

@@ -27,6 +27,15 @@ def test_one_holder_at_a_time_and_the_next_when_it_leaves(tmp_path):
         pass
 
 
+def test_fault_114_a_lock_that_is_a_folder_is_named(tmp_path):
+    (tmp_path / ".lock").mkdir()
+    with pytest.raises(LmkitError) as caught, FolderLock(tmp_path):
+        pass
+    assert caught.value.code == "storage.lock_is_folder"
+    assert str(tmp_path / ".lock") in caught.value.message
+    assert caught.value.hint
+
+
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files through /proc")
 def test_no_file_stays_open(tmp_path):
     before = len(os.listdir("/proc/self/fd"))

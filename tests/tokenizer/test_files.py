@@ -59,6 +59,15 @@ def test_gpt2_files(trained, tmp_path, real_text):
     assert (tmp_path / "merges.txt").read_text("utf-8").startswith("#version: 0.2\n")
 
 
+def test_fault_115_what_gpt2_files_cannot_hold_is_said(tmp_path, caplog):
+    vocab = {i: bytes([i]) for i in range(256)}
+    tokenizer = Tokenizer(vocab=vocab, merges=[], special_tokens=("<s>", "</s>"), prefix=[256], suffix=[257])
+    tokenizer.save_gpt2(tmp_path)
+    (record,) = caplog.records
+    assert "<s>" in record.getMessage()
+    assert "</s>" in record.getMessage()
+
+
 def test_gpt2_files_with_their_own_order_of_bytes(tmp_path):
     """GPT-2 numbers the visible bytes first, and its end-of-text token is in the vocabulary."""
     visible = sorted(range(256), key=lambda byte: (ord(to_characters(bytes([byte]))), byte))

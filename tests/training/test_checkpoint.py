@@ -162,16 +162,17 @@ def test_fault_52_incomplete_checkpoints_do_not_count_towards_those_to_keep(tmp_
         make_checkpoint(tmp_path, step)
     (tmp_path / step_name(3) / MANIFEST).unlink()
     (tmp_path / step_name(2) / MODEL).write_text("damaged")
-    prune(tmp_path, keep_last=2)
-    assert steps_in(tmp_path) == [1, 4]
+    assert prune(tmp_path, keep_last=2) == []
+    assert prune(tmp_path, keep_last=1) == [step_name(1), step_name(2), step_name(3)]
 
 
-def test_damaged_checkpoints_are_deleted_only_when_a_newer_good_one_exists(tmp_path: Path) -> None:
+def test_fault_111_damaged_checkpoints_stay_while_they_are_newer_than_one_to_keep(tmp_path: Path) -> None:
     for step in (1, 2):
         make_checkpoint(tmp_path, step)
     (tmp_path / step_name(2) / MODEL).write_text("damaged")
     assert prune(tmp_path) == []
     make_checkpoint(tmp_path, 3)
+    assert prune(tmp_path, keep_last=2) == []
     assert prune(tmp_path) == [step_name(1), step_name(2)]
 
 

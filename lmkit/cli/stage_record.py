@@ -1,0 +1,265 @@
+"""Which stages of a run are up to date.
+
+The record of a finished stage holds the values of the recipe and the content of the files on which its result
+depends, and the content of its outputs. A stage is up to date if all three are still the same. Neither the place of a
+file nor its times count: a run folder may be moved, and a corpus copied. A key that is newer than the record counts
+with its default: a newer lmkit does not redo the stages of an older one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from lmkit.cli import first_edition
+from lmkit.data.corpora import refuse_directory
+from lmkit.errors import UsageError
+from lmkit.recipe.run_folder import RECORD
+from lmkit.recipe.schema import Recipe
+from lmkit.storage import sha256_file, write_atomic
+
+Outputs = dict[str, list[Path]]
+"""What a stage made: role -> files."""
+# Tables that a stage reads besides the results of the stages before it, in the order of the stages.
+READS = {
+    "corpus": ("corpus",),
+    "tokenizer": ("tokenizer",),
+    "encode": (),
+    "train": ("run", "data", "model", "optimizer", "train", "parallel"),
+    "evaluate": (),
+    "generate": ("generate",),
+}
+FILES = ("corpus.train", "corpus.valid", "tokenizer.path")  # keys that name files which a stage reads
+# Keys on which no result depends.
+NO_EFFECT = ("tokenizer.workers", "data.workers", "corpus.folder", "run.folder", "run.name")
+PIPE = "a pipe"  # stands for the hash of its content
+_INSIDE = "./"  # begins a path in the record that is relative to the run folder
+
+
+class StageRecord:
+    """The stages of one run, on disk.
+
+    Args:
+        reads_sources: hash the files that the recipe names; otherwise they count as unchanged and may be gone.
+
+    Attributes:
+        content: key of the recipe -> hashes of the files that it names now.
+    """
+
+    def __init__(self, folder: Path, recipe: Recipe, *, reads_sources: bool = True) -> None:
+        self.folder = folder
+        self._hashes: dict[str, list[Any]] = {}
+        self._entries: dict[str, dict[str, Any]] = {}
+        self._values, self._defaults = _values(recipe)
+        self.load()
+        if reads_sources:
+            self.content = self._contents(recipe)
+        else:
+            noted = [entry.get("content", {}) for entry in self._entries.values()]
+            self.content = {dotted: next((c[dotted] for c in noted if dotted in c), []) for dotted in FILES}
+
+    def load(self) -> None:
+        """Read the record."""
+        try:
+            content = json.loads((self.folder / RECORD).read_text("utf-8"))
+        except (OSError, ValueError, RecursionError):
+            content = None
+        # It is written atomically: an entry that is not ours was damaged from outside, and its stage is out of date.
+        entries = content if isinstance(content, dict) else {}
+        if isinstance(known := entries.get("files"), dict):
+            self._hashes = {
+                path: facts for path, facts in known.items() if isinstance(facts, list)
+            } | self._hashes
+        self._entries = {stage: entry for stage, entry in entries.items() if _is_entry(entry)}
+        if entries and "files" not in entries:
+            made = first_edition.read_record(self.folder, self._entries)
+            if made is not None:
+                self._adopt(made)
+
+    def _adopt(self, made: first_edition.Made) -> None:
+        """Bring the entries of a record of the first edition into today's form."""
+        values, content = _values(made.recipe)[0], self._contents(made.recipe)
+        for stage in made.stages:
+            entry = self._entries[stage]
+            entry |= _read_by(stage, values, content)
+            for names in entry.get("outputs", {}).values():
+                places = [Path(name) for name in names]
+                names[:] = [
+                    self._name(self.folder / place.relative_to(made.folder))
+                    if place.is_relative_to(made.folder)
+                    else str(place)
+                    for place in places
+                ]
+
+    def _contents(self, recipe: Recipe) -> dict[str, list[str]]:
+        """Return the hashes of the files that a recipe names: key of the recipe -> hashes."""
+        return {dotted: [self._hash(path, dotted) for path in paths_of(recipe, dotted)] for dotted in FILES}
+
+    def _hash(self, path: Path, key: str) -> str:
+        """Return the hash of the content of a file that the recipe names under `key`."""
+        name, is_corpus = str(path.absolute()), key.startswith("corpus.")
+        # A pipe can be read only once, by the stage; it may be gone when the run goes on.
+        if is_corpus and (path.is_fifo() or (self._hashes.get(name) == [PIPE] and not path.is_file())):
+            self._hashes[name] = [PIPE]
+            return PIPE
+        if is_corpus:
+            refuse_directory(key, path)
+        if not path.is_file():
+            raise UsageError(
+                "run.missing_file",
+                f"{path}: no such file (key {key})",
+                hint="paths in a recipe are relative to the current folder",
+            )
+        return self._digest(path)
+
+    def _digest(self, path: Path) -> str:
+        """Return the hash of a file's content; the file is not read if it is as it was at the last time."""
+        name, facts = str(path.absolute()), path.stat()
+        # A change that restores size and modification time still changes the time of the inode.
+        state = [facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns]
+        *known, digest = self._hashes.get(name, [None])
+        if known != state or not isinstance(digest, str):
+            digest = sha256_file(path)
+            self._hashes[name] = [*state, digest]
+        return digest
+
+    def knows(self, dotted: str) -> bool:
+        """Return whether some stage noted the content of the files that a key of the recipe names."""
+        return any(dotted in entry.get("content", {}) for entry in self._entries.values())
+
+    def changed_content(self, recipe: Recipe) -> Iterator[str]:
+        """Yield `FILE (key KEY)` for the files whose content is not the one that the stages before training read."""
+        for dotted, new in self.content.items():
+            olds = [entry.get("content", {}).get(dotted) for entry in self._entries.values()]
+            for old in [old for old in olds if old is not None and old != new][:1]:
+                paths = [str(path) for path in paths_of(recipe, dotted)]
+                if len(old) == len(new):
+                    paths = [path for path, before, now in zip(paths, old, new, strict=True) if before != now]
+                yield f"{', '.join(paths) or 'no file'} (key {dotted})"
+
+    def was_made(self, stage: str) -> bool:
+        """Return whether the stage finished at some time, up to date or not."""
+        return self._entries.get(stage, {}).get("done") is True
+
+    def is_finished(self, stage: str) -> bool:
+        """Return whether the stage is up to date: finished, of the same values and content, its outputs whole."""
+        return self._is_current(stage) and self.damage(stage) is None
+
+    def _is_current(self, stage: str) -> bool:
+        now = _read_by(stage, self._values, self.content)
+        entry = self._entries.get(stage, {})
+        values = self._defaults | entry.get("values", {})
+        return (
+            self.was_made(stage)
+            and "values" in entry
+            and all(values[dotted] == value for dotted, value in now["values"].items())
+            and entry.get("content") == now["content"]
+        )
+
+    def damage(self, stage: str) -> str | None:
+        """Return which output is not as the stage left it; None if there is none, or the stage is out of date."""
+        if not self._is_current(stage):
+            return None
+        made = self._entries[stage].get("made", {})
+        for paths in self.outputs(stage).values():
+            for path in paths:
+                if not _exists(path):
+                    return f"{path} is missing"
+                digest = made.get(self._name(path))
+                if digest is not None and not (path.is_file() and self._digest(path) == digest):
+                    return f"{path} was changed or damaged"
+        return None
+
+    def outputs(self, stage: str) -> Outputs:
+        """Return what a finished stage made."""
+        outputs = self._entries[stage]["outputs"]
+        return {role: [self._path(name) for name in names] for role, names in outputs.items()}
+
+    def _path(self, name: str) -> Path:
+        return self.folder / name if name.startswith(_INSIDE) else Path(name)
+
+    def _name(self, path: Path) -> str:
+        inside = path.is_relative_to(self.folder)
+        return _INSIDE + path.relative_to(self.folder).as_posix() if inside else str(path)
+
+    def begin(self, stage: str) -> None:
+        """Note that work on a stage starts."""
+        self._note(stage, done=False, outputs={})
+
+    def finish(self, stage: str, outputs: Outputs) -> None:
+        """Note that a stage is done."""
+        names = {role: [self._name(path) for path in paths] for role, paths in outputs.items()}
+        # Files elsewhere are not the run's: a corpus that is used where it lies.
+        inside = [path for paths in outputs.values() for path in paths if path.is_relative_to(self.folder)]
+        made = {self._name(path): self._digest(path) for path in inside if path.is_file()}
+        self._note(stage, done=True, outputs=names, made=made)
+
+    def _note(self, stage: str, **facts: Any) -> None:
+        self._entries[stage] = _read_by(stage, self._values, self.content) | facts
+        self.save()
+
+    def forget(self, stages: Iterable[str]) -> None:
+        """Drop stages: they are out of date from now on."""
+        for stage in stages:
+            self._entries.pop(stage, None)
+        self.save()
+
+    def save(self) -> None:
+        """Write the record, with the hashes of files that were read."""
+        write_atomic(
+            self.folder / RECORD, json.dumps(self._entries | {"files": self._hashes}, indent=1) + "\n"
+        )
+
+
+def paths_of(recipe: Recipe, dotted: str) -> list[Path]:
+    """Return the files that a key of the recipe names."""
+    table, key = dotted.split(".")
+    value = getattr(getattr(recipe, table), key)
+    return [value] if isinstance(value, Path) else list(value or ())
+
+
+def _values(recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the values, and their defaults, on which results depend: dotted key -> JSON value."""
+    values: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
+    for name in (name for names in READS.values() for name in names):
+        table = getattr(recipe, name)
+        for into, source in ((values, table), (defaults, type(table)())):
+            into |= {f"{name}.{key}": value for key, value in source.model_dump(mode="json").items()}
+    for dotted in (*NO_EFFECT, *FILES):
+        values.pop(dotted, None)
+    return values, defaults
+
+
+def _read_by(stage: str, values: dict[str, Any], content: dict[str, list[str]]) -> dict[str, Any]:
+    """Return what a stage and those before it read."""
+    names = list(READS)
+    tables = {table for before in names[: names.index(stage) + 1] for table in READS[before]}
+    return {
+        "values": {dotted: value for dotted, value in values.items() if dotted.split(".")[0] in tables},
+        "content": {dotted: hashes for dotted, hashes in content.items() if dotted.split(".")[0] in tables},
+    }
+
+
+def _is_entry(entry: Any) -> bool:
+    """Return whether an entry of the record has the form that `StageRecord` writes."""
+    if not isinstance(entry, dict) or not all(isinstance(entry.get(k, {}), dict) for k in ("values", "made")):
+        return False
+    outputs = entry.get("outputs", {} if entry.get("done") is False else None)
+    return all(
+        isinstance(lists, dict)
+        and all(
+            isinstance(items, list) and all(isinstance(item, str) and "\0" not in item for item in items)
+            for items in lists.values()
+        )
+        for lists in (outputs, entry.get("content", {}))
+    )
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # the name is too long
+        return False
