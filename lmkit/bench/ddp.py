@@ -185,7 +185,7 @@ def _build(name: str, case: Case, ranks: Ranks) -> tuple[TrainingStep | None, di
             start = torch.cuda.memory_allocated(ranks.device)
         built = make_training(name, case, ranks) if ranks.is_first or name not in SOLO else None
     # Steps are collective: ranks agree before them, too.
-    if agree(ranks, stop=facts["status"] != "ok").stop:
+    if agree(ranks, stop=facts["status"] != "ok"):
         return str(facts.get("detail", "on another rank"))
     with out_of_memory_is_a_row(facts, ranks.device):
         if built is not None:
@@ -195,7 +195,7 @@ def _build(name: str, case: Case, ranks: Ranks) -> tuple[TrainingStep | None, di
             facts["peak_bytes"] = torch.cuda.max_memory_allocated(ranks.device) - start
             facts["host_ms"] = _host_ms(built, ranks) if built is not None else None
         facts["communication_alone_ms"] = _communication_alone(name, built, ranks)
-    if agree(ranks, stop=facts["status"] != "ok").stop:
+    if agree(ranks, stop=facts["status"] != "ok"):
         del built
         release_memory(ranks.device)
         return str(facts.get("detail", "on another rank"))
@@ -305,7 +305,7 @@ def _time_together(
         for number, name in enumerate(trainings):
             samples[name].append([Sample(*each[number].tolist()) for each in of_rank])
         keep(samples)
-        return agree(ranks, stop=time.monotonic() > deadline).stop
+        return agree(ranks, stop=time.monotonic() > deadline)
 
     time_variants(
         {name: built.run if built else lambda: None for name, built in trainings.items()},
@@ -327,7 +327,7 @@ def settle(run: Callable[[], object], ranks: Ranks, steps: int) -> None:
 
     agree(ranks)  # or the time of those that rested would run out while the first is still measured
     until = time.perf_counter() + SETTLE_S
-    while not agree(ranks, stop=time.perf_counter() > until).stop:
+    while not agree(ranks, stop=time.perf_counter() > until):
         for _ in range(steps):
             run()
         torch.cuda.synchronize(ranks.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -153,43 +153,23 @@ def unused_everywhere(unused: Sequence[int], count: int, ranks: Ranks, traffic: 
     return [index for index in unused if not anywhere[index]]
 
 
-class Agreement(NamedTuple):
-    """What at least one rank reported."""
-
-    stop: bool
-    nonfinite: bool
-    save: bool = False
-
-
-def agree(
-    ranks: Ranks, *, stop: bool = False, nonfinite: bool | torch.Tensor = False, save: bool = False
-) -> Agreement:
-    """Tell every rank whether any rank wants to stop or to save, or saw a loss or gradient that is not finite.
-    Collective.
-
-    Call it once a step, before the optimizer step: all ranks then save the same step, and no rank applies an update
-    that another refuses.
-
-    Args:
-        nonfinite: a bool, or a tensor of one element on the rank's device. Reading the tensor waits for the GPU. On
-            GPUs the flags travel by NCCL if this is a tensor, else by gloo, which waits for no kernel.
-    """
-    if not isinstance(nonfinite, torch.Tensor):
-        return Agreement(*on_any_rank(ranks, stop, nonfinite, save))
-    flags = torch.zeros(3, dtype=torch.int32, device=nonfinite.device)
-    flags[1] = nonfinite
-    for index, wanted in ((0, stop), (2, save)):
-        if wanted:  # on GPUs every assignment is a kernel
-            flags[index] = 1
-    return Agreement(*_any(flags, ranks))
+def agree(ranks: Ranks, *, stop: bool = False) -> bool:
+    """Return whether any rank wants to stop. Collective."""
+    (stops,) = on_any_rank(ranks, stop)
+    return stops
 
 
 def on_any_rank(ranks: Ranks, *facts: bool) -> tuple[bool, ...]:
-    """Return, for each fact, whether it holds on at least one rank. Collective."""
-    return _any(torch.tensor(facts, dtype=torch.int32), ranks)
+    """Return, for each fact, whether it holds on at least one rank. Collective.
 
-
-def _any(flags: torch.Tensor, ranks: Ranks) -> tuple[bool, ...]:
-    if ranks.world_size > 1:
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    On GPUs the facts travel by gloo, which waits for no kernel.
+    """
+    flags = torch.tensor(facts, dtype=torch.int32)
+    largest_on_any_rank(flags, ranks)
     return tuple(map(bool, flags.tolist()))
+
+
+def largest_on_any_rank(numbers: torch.Tensor, ranks: Ranks) -> None:
+    """Replace each element by the largest that a rank has. Collective; with NCCL the host does not wait."""
+    if ranks.world_size > 1:
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -114,11 +115,11 @@ def build_step(work: Workload) -> TrainingStep:
 def call_of(step: TrainingStep, mode: Mode) -> Callable[[], object]:
     """Return a call that runs one step or pass and waits for it.
 
-    A step waits by itself: the ranks agree before the weights move. A pass gets a range of its own, "pass", that
-    waits for the device; the range around a forward pass alone ends when the device has its work.
+    A pass gets a range of its own, "pass", that waits for the device; the range around a forward pass alone ends when
+    the device has its work.
     """
     if mode == "step":
-        return step.run
+        return partial(step.run, wait=True)
     run = step.forward if mode == "forward" else step.forward_backward
 
     def one_pass() -> None:

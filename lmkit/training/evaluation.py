@@ -95,7 +95,7 @@ def evaluate(
     model.eval()
     with range_("evaluation"), torch.no_grad(), autocast(ranks.device, precision):
         for own in _rounds(windows, ranks):
-            if agree(ranks, stop=asked_to_stop()).stop:
+            if agree(ranks, stop=asked_to_stop()):
                 model.train(was_training)
                 return None
             if own is not None:

@@ -130,6 +130,7 @@ def restore(checkpoint: Checkpoint, step: Step) -> Moment:
         origin=str(checkpoint.path),
     )
     restore_rng(state.rng[ranks.rank if ranks.rank < len(state.rng) else 0], ranks.device)
+    step.skipped.fill_(state.skipped_in_a_row)
     if step.loss_scale is not None and state.loss_scale is not None:
         step.loss_scale.restore(state.loss_scale)
     return Moment(**{field.name: getattr(state, field.name) for field in fields(Moment)})

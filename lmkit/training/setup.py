@@ -42,6 +42,7 @@ def build_step(
     parallel: ParallelConfig = ALONE,
     precision: str = "fp32",
     grad_clip: float = 1.0,
+    max_skips: int | None = None,
     fingerprint: str = "",
 ) -> Step:
     """Build a model, its gradient synchronisation and its optimizer; return the step that trains it.
@@ -55,6 +56,7 @@ def build_step(
         make_optimizer: makes the optimizer of the parameter groups; None: the one that the table names.
         parallel: the table [parallel].
         precision, grad_clip: as in the table [train].
+        max_skips: see `Step`.
         fingerprint: has to be equal on all ranks.
 
     Raises:
@@ -83,6 +85,7 @@ def build_step(
         ranks,
         precision=precision,
         grad_clip=grad_clip,
+        max_skips=max_skips,
     )
 
 
@@ -99,6 +102,7 @@ def step_of(recipe: Recipe, ranks: Ranks, data: Data) -> Step:
         parallel=recipe.parallel if ranks.world_size > 1 else ALONE,
         precision=train.precision,
         grad_clip=train.grad_clip,
+        max_skips=train.max_skips if train.nonfinite == "skip" else 0,
         fingerprint=f"{recipe_sha256(recipe)} {data.identity}",
     )
 
@@ -133,16 +137,18 @@ class TrainingStep:
         self._done = 0
         self._batch: Batch | None = None
 
-    def run(self, *, before_update: Callable[[], None] | None = None) -> Tensor:
+    def run(self, *, wait: bool = False, before_update: Callable[[], None] | None = None) -> Tensor:
         """Make one whole step on the next batch; return the loss, a scalar on the device.
 
         Args:
-            before_update: called when the gradients are reduced and the weights are about to change.
+            wait: return when the step is made.
+            before_update: called before the weights change.
         """
         with range_("step"):
-            loss = self.step.accumulate(*self._next_batch())
-            self.step.update(loss, lr=self._lr, before_update=before_update)
-        return loss
+            outcome = self.step(*self._next_batch(), lr=self._lr, before_update=before_update)
+            if wait and outcome.loss.is_cuda:
+                torch.cuda.synchronize(outcome.loss.device)
+        return outcome.loss
 
     def backward(self) -> Tensor:
         """Run forward and backward on the current batch; the gradients stay, not yet reduced."""

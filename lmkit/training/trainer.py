@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -11,7 +13,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from lmkit.data.batches import BatchSource
+from lmkit.data.batches import Batch, BatchSource
 from lmkit.errors import LmkitError
 from lmkit.measure.environment import device_name
 from lmkit.measure.limits import known_peak
@@ -32,7 +34,7 @@ from lmkit.training.process import StopSignals, end_as_stopped
 from lmkit.training.run_data import Data, resolved_tables
 from lmkit.training.setup import initial_state
 from lmkit.training.state import capture_rng
-from lmkit.training.step import Outcome, Step, load_batch
+from lmkit.training.step import Outcome, Step, Wishes, load_batch
 
 Ending = Literal["finished", "stopped early"]
 
@@ -161,7 +163,9 @@ class Trainer:
         retention = Retention(folder, keep_last=keep.keep_last, keep_best=keep.keep_best)
         self._writer = CheckpointWriter(folder, ranks, retention)
         self._initial_state = initial_state(recipe, step, data)
-        self._began_at = moment.step
+        self._began_at = self._launched = moment.step
+        self._flying: deque[tuple[Outcome, float]] = deque()  # launched, not waited for; with learning rates
+        self._stops = self._wants_save = False  # some rank asked for it
         self._saved_step = moment.step  # resumed from this checkpoint; or step 0, which is not saved
         self._saved_seconds = self.clock.seconds
         self._logged_tokens = moment.tokens
@@ -190,7 +194,7 @@ class Trainer:
         if stopped:
             self._sink.note(f"stopped by a signal; step {self.moment.step} is saved")
             end_as_stopped(self._signals.received)
-        if self._progress() < 1:
+        if self._progress(self.moment.step) < 1:
             return "stopped early", None
         with losses_named(self.ranks, f"after step {self.moment.step}"):
             evaluation = self._evaluate("final", None)
@@ -199,43 +203,66 @@ class Trainer:
         return "finished", evaluation
 
     def _run_steps(self, watch: StepWatch) -> bool:
-        """Make steps until the end. Return True if a signal ended them."""
+        """Make steps until the end. Return True if a signal ended them.
+
+        A step that runs ahead is waited for when the next one is launched, unless something has to happen in between.
+        """
         batch = None if self._is_done() else self._next_batch()
         while batch is not None:
-            with range_("step"), watch.step(self.moment.step + 1):
-                lr = self._learning_rate(self.moment.step, self._fraction)
-                loss = self.step.accumulate(*batch)
-                upcoming = self._next_batch(ahead=1)  # the GPU is still computing
-                outcome = self.step.update(
-                    loss,
-                    lr=lr,
-                    stop=self._signals.received is not None,
-                    save=self._is_time_to_save(),
-                    before_update=self._writer.release_weights,
-                )
-                self._count(outcome)
-                self._fraction = self.clock.fraction()
-            with losses_named(self.ranks, f"after step {self.moment.step}"):
-                stopped = self._after_step(outcome, lr)
+            landed = None
+            with range_("step"):
+                with watch.step(self._launched + 1):
+                    batch = self._launch(*batch)
+                if len(self._flying) > 1 or not self.step.runs_ahead:
+                    landed = self._land(watch)
+            stopped = landed is not None and self._after_step(*landed)
+            if self._flying and self._must_land():
+                stopped = self._after_step(*self._land(watch))
             if stopped:
                 return True
-            batch = None if self._is_done() else upcoming
+            if self._is_done():
+                break
         return False
 
-    def _next_batch(self, ahead: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        return load_batch(self._batches, self.moment.step + ahead, self.ranks.device)
+    def _launch(self, inputs: torch.Tensor, targets: torch.Tensor) -> Batch:
+        """Make the next step; return the batch after it."""
+        lr = self._learning_rate(self._launched, self._fraction)
+        outcome = self.step(
+            inputs, targets, lr=lr, ask=self._wishes, before_update=self._writer.release_weights
+        )
+        self._launched += 1
+        self._flying.append((outcome, lr))
+        return self._next_batch()  # the GPU is still computing
 
-    def _progress(self) -> float:
+    def _must_land(self) -> bool:
+        """Return whether something has to happen before a further step."""
+        intervals = (self._train.eval_interval, self._checkpoint.interval)
+        is_due = any(interval and self._launched % interval == 0 for interval in intervals)
+        return is_due or self._is_done() or self._stops or self._wants_save
+
+    def _land(self, watch: StepWatch) -> tuple[Outcome, float]:
+        """Wait for the first step that was not waited for; count it."""
+        outcome, lr = self._flying.popleft()
+        with watch.step(self.moment.step + 1):
+            self._count(outcome)
+            self._fraction = self.clock.fraction()
+        return outcome, lr
+
+    def _next_batch(self) -> Batch:
+        return load_batch(self._batches, self._launched, self.ranks.device)
+
+    def _progress(self, step: int) -> float:
         """Return the share of the schedule that is done: of the steps or of the time, whichever is further."""
-        return max(self.moment.step / self._train.steps, self._fraction or 0.0)
+        return max(step / self._train.steps, self._fraction or 0.0)
 
-    def _is_time_to_save(self) -> bool:
-        """Return whether this is rank 0 and the last save is `checkpoint.minutes` ago."""
+    def _wishes(self) -> Wishes:
+        """Stop after a signal; save if this is rank 0 and the last save is `checkpoint.minutes` ago."""
         seconds = 60 * self._checkpoint.minutes
-        return self.ranks.is_first and 0 < seconds <= self.clock.seconds - self._saved_seconds
+        save = self.ranks.is_first and 0 < seconds <= self.clock.seconds - self._saved_seconds
+        return Wishes(stop=self._signals.received is not None, save=save)
 
     def _is_done(self) -> bool:
-        return self._progress() >= 1 or self.moment.step >= self._end
+        return self._progress(self._launched) >= 1 or self._launched >= self._end
 
     def _count(self, outcome: Outcome) -> None:
         """Advance by one step, applied or not: a bad batch must not come again."""
@@ -243,11 +270,13 @@ class Trainer:
         moment.step += 1
         moment.tokens += self._tokens_per_step
         moment.valid_loss = None
+        self._stops |= outcome.stop
+        self._wants_save |= outcome.save
         if not outcome.nonfinite:
             moment.skipped_in_a_row = 0
             return
         moment.skipped_in_a_row += 1
-        most = self._train.max_skips if self._train.nonfinite == "skip" else 0
+        most = self.step.max_skips or 0
         if moment.skipped_in_a_row > most:
             why, hint = "not finite; weights are untouched", "lower optimizer.lr"
             if most:
@@ -256,48 +285,44 @@ class Trainer:
                 hint += ', or go on without such steps: --set train.nonfinite="skip"'
             what = self._what_is_not_finite(outcome)
             raise Diverged("train.nonfinite", f"step {moment.step}: {what}: {why}", hint=hint)
-        self._sink.record({"kind": "skip", "step": moment.step, "loss": outcome.loss.item()})
+        loss = outcome.losses[self.ranks.rank].item()
+        self._sink.record({"kind": "skip", "step": moment.step, "loss": loss})
 
     def _what_is_not_finite(self, outcome: Outcome) -> str:
         """Return the losses that are not finite, by rank; else the norm of the averaged gradient."""
-        own = f"loss {outcome.loss.item():.4f}, gradient norm {outcome.grad_norm.item()}"
-        if self.ranks.world_size == 1:
-            return own
-        losses = [torch.empty_like(outcome.loss) for _ in range(self.ranks.world_size)]
-        dist.all_gather(losses, outcome.loss)
-        bad = [
-            f"{loss.item()} on rank {rank}" for rank, loss in enumerate(losses) if not torch.isfinite(loss)
-        ]
-        return f"loss {', '.join(bad)}" if bad else own
+        losses = outcome.losses.tolist()
+        own = f"loss {losses[self.ranks.rank]:.4f}, gradient norm {outcome.grad_norm.item()}"
+        bad = [f"{loss} on rank {rank}" for rank, loss in enumerate(losses) if not math.isfinite(loss)]
+        return f"loss {', '.join(bad)}" if bad and self.ranks.world_size > 1 else own
 
     def _after_step(self, outcome: Outcome, lr: float) -> bool:
         """Log, evaluate and save as due. Return True if a signal asks the run to stop."""
-        moment, train, checkpoint = self.moment, self._train, self._checkpoint
-        step = moment.step
-        stopped, ends = outcome.stop, self._is_done() or outcome.stop
-        if outcome.applied and (step == 1 or step % train.log_interval == 0 or ends):
-            self._log(outcome, lr)
-        is_best = False
-        if train.eval_interval and step % train.eval_interval == 0 and not stopped:
-            evaluation = self._evaluate("valid", train.eval_batches or None)
-            stopped = evaluation is None and self._held_out is not None
-            if evaluation is not None:
-                moment.valid_loss = evaluation.loss
-                is_best = moment.best_loss is None or evaluation.loss < moment.best_loss
-                moment.best_loss = evaluation.loss if is_best else moment.best_loss
-        is_due = outcome.save or (checkpoint.interval > 0 and step % checkpoint.interval == 0)
-        if ends or stopped or is_due or (is_best and checkpoint.keep_best > 0):
-            self._save()
-        elif step == self._began_at + 1 and (checkpoint.interval > 0 or checkpoint.minutes > 0):
-            self._writer.reserve(self._initial_state, **self._tensors())
-        return stopped
+        with losses_named(self.ranks, f"after step {self.moment.step}"):
+            moment, train, checkpoint = self.moment, self._train, self._checkpoint
+            step, is_last = moment.step, not self._flying
+            stopped = is_last and self._stops
+            ends = is_last and (self._is_done() or self._stops)
+            if outcome.applied and (step == 1 or step % train.log_interval == 0 or ends):
+                self._log(outcome, lr)
+            is_best = False
+            if train.eval_interval and step % train.eval_interval == 0 and not stopped:
+                evaluation = self._evaluate("valid", train.eval_batches or None)
+                stopped = evaluation is None and self._held_out is not None
+                if evaluation is not None:
+                    moment.valid_loss = evaluation.loss
+                    is_best = moment.best_loss is None or evaluation.loss < moment.best_loss
+                    moment.best_loss = evaluation.loss if is_best else moment.best_loss
+            is_due = is_last and self._wants_save
+            is_due |= checkpoint.interval > 0 and step % checkpoint.interval == 0
+            if ends or stopped or is_due or (is_best and checkpoint.keep_best > 0):
+                self._save()
+            elif step == self._began_at + 1 and (checkpoint.interval > 0 or checkpoint.minutes > 0):
+                self._writer.reserve(self._initial_state, **self._tensors())
+            return stopped
 
     def _log(self, outcome: Outcome, lr: float) -> None:
-        moment, loss = self.moment, outcome.loss
-        if self.ranks.world_size > 1:
-            dist.all_reduce(loss)
-            loss /= self.ranks.world_size
-        self.train_loss = loss.item()
+        moment = self.moment
+        self.train_loss = (outcome.losses.sum() / self.ranks.world_size).item()
         speed = self.speed.read(moment.tokens - self._logged_tokens)
         self._logged_tokens = moment.tokens
         share = None if self._flops_share is None else self._flops_share * speed / self.ranks.world_size
@@ -315,7 +340,7 @@ class Trainer:
                 "mfu": share,
                 "memory_bytes": peak_memory(self.ranks.device),
                 "seconds": self.clock.seconds,
-                "progress": self._progress(),
+                "progress": self._progress(moment.step),
                 "eta_seconds": steps_left if time_left is None else min(steps_left, time_left),
             }
         )
@@ -340,6 +365,7 @@ class Trainer:
     def _save(self) -> None:
         """Begin to save, unless this step is saved already."""
         moment, scale = self.moment, self.step.loss_scale
+        self._wants_save = False
         if moment.step == self._saved_step:
             return
         self._writer.wait_for_all()

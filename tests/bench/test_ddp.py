@@ -368,7 +368,7 @@ def test_settling_begins_when_the_rank_that_was_measured_has_come(monkeypatch, f
     def agree(ranks, *, stop=False):
         nonlocal now
         now += next(waits, 0.0)
-        return SimpleNamespace(stop=stop)
+        return stop
 
     def step() -> None:
         nonlocal now

@@ -42,7 +42,7 @@ from torch import nn
 
 from lmkit.errors import LmkitError, UsageError
 from lmkit.parallel import bucketed
-from lmkit.parallel.collectives import agree
+from lmkit.parallel.collectives import agree, largest_on_any_rank, on_any_rank
 from lmkit.parallel.protocol import broadcast_model, check_same_model
 from lmkit.parallel.ranks import Ranks, process_group, release_collectives
 from lmkit.recipe.tables import ParallelConfig
@@ -311,7 +311,6 @@ def check_nonfinite_reaches_everybody(ranks: Ranks, strategy: str) -> None:
     sync.finish()
     norm = sync.clip_gradients(1.0)
     assert not torch.isfinite(norm)
-    assert agree(ranks, nonfinite=~torch.isfinite(norm)).nonfinite
     optimizer.zero_grad(set_to_none=True)
     norm = one_step(sync, call, optimizer, ranks, 0)
     assert norm == norm, "nothing of the NaN is left in the next step"
@@ -320,11 +319,12 @@ def check_nonfinite_reaches_everybody(ranks: Ranks, strategy: str) -> None:
 @check()
 def check_agreement(ranks: Ranks) -> None:
     last = ranks.rank == ranks.world_size - 1
-    bad = torch.tensor(last, device=ranks.device)
-    assert agree(ranks) == (False, False, False)
-    assert agree(ranks, stop=last) == (True, False, False)
-    assert agree(ranks, stop=ranks.is_first, nonfinite=bad) == (True, True, False)
-    assert agree(ranks, save=ranks.is_first, nonfinite=bad) == (False, True, True)
+    assert not agree(ranks)
+    assert agree(ranks, stop=last)
+    assert on_any_rank(ranks, ranks.is_first, False, last) == (True, False, True)
+    numbers = torch.tensor([-5, ranks.rank, -ranks.rank], dtype=torch.int32, device=ranks.device)
+    largest_on_any_rank(numbers, ranks)
+    assert numbers.tolist() == [-5, ranks.world_size - 1, 0]
 
 
 @check(strategy=OURS)

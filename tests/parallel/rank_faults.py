@@ -129,10 +129,10 @@ def wait_for_signal(ready: str, stop_all: bool) -> str:
     signal.signal(signal.SIGINT, lambda number, frame: stopped.append(number))
     with process_group("cpu", timeout_s=PATIENT_S) as ranks:
         for step in range(10**6):
-            agreed = agree(ranks, stop=bool(stopped) and (stop_all or ranks.rank == 1))
+            stops = agree(ranks, stop=bool(stopped) and (stop_all or ranks.rank == 1))
             if step == 3:
                 Path(f"{ready}.pid{ranks.rank}").write_text(str(os.getpid()))
-            if agreed.stop:
+            if stops:
                 Path(f"{ready}.step{ranks.rank}").write_text(str(step))
                 sys.exit(128 + signal.SIGTERM)
     return "never"

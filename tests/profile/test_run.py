@@ -120,7 +120,9 @@ def test_the_workload_survives_its_way_to_another_process(monkeypatch):
 def test_the_threads_of_the_recipe_are_obeyed(tmp_path, monkeypatch):
     seen = []
     real = TrainingStep.run
-    monkeypatch.setattr(TrainingStep, "run", lambda step: seen.append(torch.get_num_threads()) or real(step))
+    monkeypatch.setattr(
+        TrainingStep, "run", lambda step, **wait: seen.append(torch.get_num_threads()) or real(step)
+    )
     recipe = RECIPE.model_copy(update={"run": RECIPE.run.model_copy(update={"threads": 3})})
     before = torch.get_num_threads()
     run_steps(recipe, tmp_path, engine="kineto", mode="step", steps=1)

@@ -175,7 +175,7 @@ def _tell_whether_a_refused_update_changed_weights(
     weights = [parameter for group in step.optimizer.param_groups for parameter in group["params"]]
     before = [weight.detach().clone() for weight in weights]
     outcome = update(step, *arguments, **options)
-    if outcome.nonfinite:
+    if not outcome.applied:
         same = all(torch.equal(old, new) for old, new in zip(before, weights, strict=True))
         say(f"rank {rank}: weights {'untouched' if same else 'CHANGED'}")
         REFUSED.set()
@@ -201,6 +201,11 @@ def _nan_loss_on_rank_1(rank: int) -> None:
         return loss * math.nan if next(calls) == 4 and rank == 1 else loss
 
     around(Step, "accumulate", accumulate)
+
+
+def _nan_loss_on_rank_1_found_a_step_late(rank: int) -> None:
+    Step.runs_ahead = True  # type: ignore[method-assign, assignment]
+    _nan_loss_on_rank_1(rank)
 
 
 def _infinite_gradient_on_rank_1(rank: int) -> None:
@@ -330,6 +335,7 @@ PLACES: dict[str, Callable[[int, Happening], None]] = {
 FAULTS: dict[str, Callable[[int], None]] = {
     "no fault: random numbers are drawn": _draw_in_every_step,
     "nan loss on rank 1": _nan_loss_on_rank_1,
+    "nan loss on rank 1, found a step late": _nan_loss_on_rank_1_found_a_step_late,
     "infinite gradient on rank 1": _infinite_gradient_on_rank_1,
     "SIGTERM to rank 1": _sigterm_to_rank_1,
     "rank 0 dies at the start": _first_rank_dies_at_the_start,

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from lmkit.model.transformer import TransformerLM
-from lmkit.parallel.collectives import Agreement
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.tables import ModelConfig
 from lmkit.training import evaluation
@@ -94,7 +93,7 @@ def test_ranks_share_the_batches_and_the_sums(
         tensor.copy_(torch.tensor([50.0, 25.0]))
 
     monkeypatch.setattr(evaluation, "dist", SimpleNamespace(all_reduce=all_reduce))
-    monkeypatch.setattr(evaluation, "agree", lambda ranks, *, stop: Agreement(stop=stop, nonfinite=False))
+    monkeypatch.setattr(evaluation, "agree", lambda ranks, *, stop: stop)
     for rank in range(world_size):
 
         def ask(rank: int = rank) -> bool:

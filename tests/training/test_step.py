@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -13,7 +13,8 @@ from lmkit.optim.adamw import AdamW, decay_groups
 from lmkit.parallel.none import NoSync
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.tables import ModelConfig, ParallelConfig
-from lmkit.training.step import GROWTH_INTERVAL, INITIAL_SCALE, LossScale, Step
+from lmkit.training.state import LossScaleState
+from lmkit.training.step import GROWTH_INTERVAL, INITIAL_SCALE, LossScale, Outcome, Step, Wishes
 
 CONFIG = ModelConfig(vocab_size=64, context_length=8, d_model=16, d_ff=32, num_layers=1, num_heads=2)
 
@@ -39,13 +40,19 @@ class Job:
     """A model, its optimizer and its step, in float64 so that order of summation hardly matters."""
 
     def __init__(
-        self, *, grad_clip: float = 0.0, precision: str = "fp32", dtype: torch.dtype = torch.float64
+        self,
+        *,
+        grad_clip: float = 0.0,
+        precision: str = "fp32",
+        max_skips: int | None = None,
+        dtype: torch.dtype = torch.float64,
+        optimizer: Callable[..., torch.optim.Optimizer] = AdamW,
     ) -> None:
         torch.manual_seed(5)
         self.model = TransformerLM(CONFIG, dtype=dtype)
         self.sync = NotedSync()
         call = self.sync.attach(self.model)
-        self.optimizer = self.sync.build_optimizer(AdamW, decay_groups(self.model.parameters(), 0.1))
+        self.optimizer = self.sync.build_optimizer(optimizer, decay_groups(self.model.parameters(), 0.1))
         self.step = Step(
             self.model,
             call,  # type: ignore[arg-type]
@@ -54,6 +61,7 @@ class Job:
             Ranks(),
             precision=precision,
             grad_clip=grad_clip,
+            max_skips=max_skips,
         )
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -81,7 +89,7 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch() -> None:
 def update(job: Job, loss: torch.Tensor, **options):
     events: list[str] = []
     outcome = job.step.update(
-        loss, **{"lr": 0.01, "stop": False, "before_update": lambda: events.append("released"), **options}
+        loss, **{"lr": 0.01, "before_update": lambda: events.append("released"), **options}
     )
     return outcome, events
 
@@ -118,9 +126,8 @@ def test_fault_66_a_loss_that_is_not_finite_leaves_weights_and_optimizer_untouch
     update(job, job.step.accumulate(*make_batch(2)))
     before, moments = job.weights(), copy.deepcopy(list(job.optimizer.state.values()))
     loss = job.step.accumulate(*make_batch(2))
-    outcome, events = update(job, loss * value)
+    outcome, _ = update(job, loss * value)
     assert (outcome.applied, outcome.nonfinite) == (False, True)
-    assert events == []
     for name, weight in job.weights().items():
         assert torch.equal(weight, before[name])
     for state, expected in zip(job.optimizer.state.values(), moments, strict=True):
@@ -143,10 +150,10 @@ def test_fault_67_a_gradient_that_is_not_finite_leaves_the_weights_untouched(val
 
 def test_a_wish_to_stop_comes_back_and_the_step_is_still_made() -> None:
     job = Job()
-    outcome, _ = update(job, job.step.accumulate(*make_batch(2)), stop=True)
+    outcome, _ = update(job, job.step.accumulate(*make_batch(2)), ask=lambda: Wishes(stop=True))
     assert outcome.stop
     assert outcome.applied
-    outcome, _ = update(job, job.step.accumulate(*make_batch(2)) * math.nan, stop=True)
+    outcome, _ = update(job, job.step.accumulate(*make_batch(2)) * math.nan, ask=lambda: Wishes(stop=True))
     assert outcome.stop
     assert not outcome.applied
     assert not update(job, job.step.accumulate(*make_batch(2)))[0].stop
@@ -191,35 +198,71 @@ def test_an_overflow_of_the_loss_scale_is_left_out_and_no_failure_until_it_canno
     assert scale is not None
     outcomes = []
     for value in (4.0, 2.0, 1.0):
-        scale.scale = value
+        scale.restore(LossScaleState(scale=value, good_steps=0))
         loss = job.step.accumulate(*make_batch(2))
         assert job.model.ln_final.weight.grad is not None
         job.model.ln_final.weight.grad[3] = math.inf
-        outcome, events = update(job, loss)
-        assert events == []
+        outcome, _ = update(job, loss)
         assert all(parameter.grad is None for parameter in job.model.parameters())
-        outcomes.append((scale.scale, outcome.applied, outcome.nonfinite))
+        outcomes.append((scale.scale.item(), outcome.applied, outcome.nonfinite))
     assert outcomes == [(2.0, False, False), (1.0, False, False), (1.0, False, True)]
     assert all(torch.equal(weight, before[name]) for name, weight in job.weights().items())
 
 
 def test_the_loss_scale_halves_on_overflow_and_grows_after_good_steps_in_a_row() -> None:
     scale, resumed = LossScale(), LossScale()
+    good, bad = torch.tensor(False), torch.tensor(True)
     for _ in range(GROWTH_INTERVAL - 1):
-        scale.keep()
-    assert scale.shrink()
-    assert scale.scale == INITIAL_SCALE / 2
+        assert not scale.judge(good)
+    assert not scale.judge(bad)
+    assert scale.state() == LossScaleState(scale=INITIAL_SCALE / 2, good_steps=0)
     for number in range(GROWTH_INTERVAL - 1):
-        scale.keep()
+        scale.judge(good)
         if number == 7:
             resumed.restore(scale.state())
         elif number > 7:
-            resumed.keep()
+            resumed.judge(good)
     for each in (scale, resumed):  # the steps before the overflow do not count
-        assert each.scale == INITIAL_SCALE / 2
-        each.keep()
-        assert (each.scale, each.state().good_steps) == (INITIAL_SCALE, 0)
+        assert each.state() == LossScaleState(scale=INITIAL_SCALE / 2, good_steps=GROWTH_INTERVAL - 1)
+        each.judge(good)
+        assert each.state() == LossScaleState(scale=INITIAL_SCALE, good_steps=0)
     halvings = 0
-    while scale.shrink():
+    while not scale.judge(bad):
         halvings += 1
-    assert (halvings, scale.scale) == (16, 1.0)
+    assert (halvings, scale.state().scale) == (16, 1.0)
+
+
+class TorchAdamW(torch.optim.AdamW):
+    """An optimizer that obeys no decision."""
+
+
+@pytest.mark.parametrize("optimizer", [AdamW, TorchAdamW])
+def test_fault_66_after_too_many_bad_steps_no_step_changes_anything(optimizer: type) -> None:
+    """The step after the last one may be launched already when the host learns that the run is over."""
+    job = Job(max_skips=1, optimizer=optimizer)
+    assert job.step.runs_ahead is False
+    outcomes = []
+    for value in (1.0, math.nan, 1.0, math.nan, math.nan, 1.0, 1.0):
+        before = [*job.weights().values()], copy.deepcopy(list(job.optimizer.state.values()))
+        outcome, _ = update(job, job.step.accumulate(*make_batch(2)) * value)
+        outcomes.append((outcome.applied, outcome.nonfinite))
+        same = all(map(torch.equal, before[0], job.weights().values()))
+        assert same == (not outcome.applied)
+        if not outcome.applied:
+            for state, expected in zip(job.optimizer.state.values(), before[1], strict=True):
+                assert all(torch.equal(state[key], expected[key]) for key in expected)
+    good, bad, over = (True, False), (False, True), (False, False)
+    assert outcomes == [good, bad, good, bad, bad, over, over]
+    assert job.step.skipped.item() == 2
+
+
+def test_an_outcome_has_the_losses_of_all_ranks_bit_for_bit() -> None:
+    """Bits travel as integers, of which the largest over the ranks is kept: NaN, infinity and -0.0 come through."""
+    values = torch.tensor([math.nan, -0.0, math.inf, -1e-45, 3.7])
+    ranks = Ranks(rank=2, world_size=5)
+    report = torch.cat((torch.tensor([0, 1, 0, 0]), values.view(torch.int32), values[4:].view(torch.int32)))
+    outcome = Outcome(report.to(torch.int32), ranks)
+    assert torch.equal(outcome.losses.view(torch.int32), values.view(torch.int32))
+    assert outcome.loss.item() == math.inf
+    assert outcome.grad_norm.item() == values[4].item()
+    assert (outcome.stop, outcome.nonfinite, outcome.save, outcome.applied) == (False, True, False, False)

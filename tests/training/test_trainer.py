@@ -32,7 +32,7 @@ from lmkit.recipe.schema import Recipe
 from lmkit.training import trainer
 from lmkit.training.atomic_checkpoint import step_name
 from lmkit.training.checkpoint_writer import CheckpointWriter
-from lmkit.training.step import Step
+from lmkit.training.step import Outcome, Step
 from lmkit.training.trainer import Diverged, Speedometer, TrainingClock
 
 Tiny = Callable[..., Recipe]
@@ -127,13 +127,19 @@ def test_fault_99_a_run_saves_by_the_clock_and_goes_on_from_there_as_the_same_ru
     assert_same_tensors(newest(often), newest(whole))
 
 
-def test_fault_99_a_save_starts_the_clock_anew(time: Time, tiny: Tiny, monkeypatch) -> None:
+def every_half_minute(time: Time, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a step take half a minute."""
+
     def half_a_minute_later(self: Step, *batch: torch.Tensor) -> torch.Tensor:
         time.now += 30.0
         return original(self, *batch)
 
     original = Step.accumulate
     monkeypatch.setattr(Step, "accumulate", half_a_minute_later)
+
+
+def test_fault_99_a_save_starts_the_clock_anew(time: Time, tiny: Tiny, monkeypatch) -> None:
+    every_half_minute(time, monkeypatch)
     recipe = tiny("checkpoint.minutes=2", "checkpoint.interval=3", "checkpoint.keep_last=20")
     train_here(recipe)
     assert saved(recipe) == [3, 6, 9, 10]
@@ -176,6 +182,61 @@ def test_nan_steps_can_be_skipped_up_to_a_limit(tiny: Tiny, monkeypatch: pytest.
         train_here(tiny('train.nonfinite="skip"', "train.max_skips=2", "run.name=worse"))
 
 
+@pytest.fixture
+def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are waited for when the next one is launched, as on GPUs."""
+    monkeypatch.setattr(Step, "runs_ahead", True)
+
+
+def test_running_ahead_changes_neither_metrics_nor_checkpoints(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where losses are NaN (fault 66) and the run is resumed (fault 53)."""
+    options = ('train.nonfinite="skip"', "train.max_skips=2", "checkpoint.interval=6")
+    whole, parts = tiny(*options, "run.name=whole"), tiny(*options, "run.name=parts")
+    spoil(monkeypatch, {3, 4, 7})
+    train_here(whole)
+    monkeypatch.setattr(Step, "runs_ahead", True)
+    spoil(monkeypatch, {3, 4, 7})
+    train_here(parts, stop_at_step=6)
+    spoil(monkeypatch, {1})
+    assert train_here(parts).resumed_from == 6
+    for kind in ("train", "skip", "valid", "final"):
+        assert losses(whole, kind) == losses(parts, kind) != []
+    assert_same_state(newest(whole), newest(parts))
+    assert saved(whole) == saved(parts)
+
+
+def test_fault_66_a_step_launched_after_nan_changes_nothing(
+    ahead: None, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sums: list[float] = []
+
+    def update(self: Step, *arguments: Any, **options: Any) -> Outcome:
+        outcome = original(self, *arguments, **options)
+        sums.append(sum(weights.double().sum().item() for weights in self.model.parameters()))
+        return outcome
+
+    original = Step.update
+    monkeypatch.setattr(Step, "update", update)
+    spoil(monkeypatch, {6})
+    with refused("train.nonfinite", "step 6", "loss nan", kind=Diverged):
+        train_here(tiny("checkpoint.interval=5"))
+    assert len(sums) == 7
+    assert len(set(sums[:5])) == 5
+    assert sums[4] == sums[5] == sums[6]
+    assert [step for step, _ in losses(tiny())] == [1, 2, 3, 4, 5]
+
+
+def test_fault_99_the_clock_saves_a_step_later_when_running_ahead(
+    ahead: None, time: Time, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every_half_minute(time, monkeypatch)
+    recipe = tiny("checkpoint.minutes=1", "train.eval_interval=0", "checkpoint.keep_last=20")
+    train_here(recipe)
+    assert saved(recipe) == [3, 6, 9, 10]  # asked for in 2, 5 (after 3 + 2) and 8
+
+
 PLACES = {
     "step": (Step, "accumulate"),
     "evaluation": (trainer, "evaluate"),
@@ -183,12 +244,24 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize(("where", "call", "step"), [("step", 3, 3), ("evaluation", 1, 4), ("save", 1, 6)])
+@pytest.mark.parametrize(
+    ("where", "call", "steps"), [("step", 2, (2, 3)), ("evaluation", 1, (4, 4)), ("save", 1, (6, 7))]
+)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("late", [False, True])
 def test_fault_69_a_signal_finishes_the_step_and_saves_once(
-    where: str, call: int, step: int, number: int, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+    where: str,
+    call: int,
+    steps: tuple[int, int],
+    number: int,
+    late: bool,
+    tiny: Tiny,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The signal comes in the middle of step 3, of an evaluation, or of a save."""
+    """The signal comes in the middle of step 2, of an evaluation, or of a save. Where steps run ahead, the next one
+    is launched already when the wish is read."""
+    step = steps[late]
+    monkeypatch.setattr(Step, "runs_ahead", late)
     whole, recipe = tiny("run.name=whole"), tiny("run.name=stopped", "checkpoint.interval=5")
     train_here(whole)
     owner, name = PLACES[where]
@@ -207,7 +280,7 @@ def test_fault_69_a_signal_finishes_the_step_and_saves_once(
     if number == signal.SIGTERM:
         assert caught.value.code == 143  # type: ignore[union-attr]
     # In a save (of step 5) the signal is seen during the step after it.
-    assert saved(recipe) == ([5, 6] if where == "save" else [step])
+    assert saved(recipe) == ([5, step] if where == "save" else [step])
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert train_here(recipe).resumed_from == step
     assert_same_state(newest(whole), newest(recipe))
