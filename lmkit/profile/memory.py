@@ -18,6 +18,7 @@ import torch
 
 from lmkit.bench.harness import report_text, terminal_text
 from lmkit.measure.environment import describe_environment
+from lmkit.measure.kineto import chrome_trace
 from lmkit.measure.memory import GIB
 from lmkit.measure.plots import stacked_areas
 from lmkit.measure.ranges import disable_ranges, observe_ranges, quietly, range_
@@ -32,7 +33,6 @@ from lmkit.profile.allocations import (
     blocks_of,
     profile_memory,
 )
-from lmkit.profile.kineto import chrome_trace
 from lmkit.profile.steps import Workload, build_step, call_of
 from lmkit.profile.write_up import gib_key, summarize_memory
 from lmkit.recipe.run_folder import ENVIRONMENT

@@ -17,7 +17,7 @@ from typing import Any
 
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.ranges import ENVIRONMENT_VARIABLE
-from lmkit.profile.trace import Call, DeviceWork, Range, Trace
+from lmkit.measure.trace import Call, DeviceWork, Range, Trace
 
 MISSING = "nsys (Nsight Systems) is not on the PATH"
 INSTALL = "install it (Debian: nsight-systems in non-free)"

@@ -13,14 +13,14 @@ from typing import Any, Literal
 
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.environment import describe_environment
+from lmkit.measure.kineto import profile_work, read_chrome_trace
 from lmkit.measure.plots import grouped_bars
 from lmkit.measure.ranges import nvtx_is_available
 from lmkit.measure.tables import Row, wrote
-from lmkit.profile.kineto import profile_work, read_chrome_trace
+from lmkit.measure.trace import Trace
 from lmkit.profile.nsys import INSTALL, MISSING, find_nsys, profile_command, read_nsys_file
 from lmkit.profile.steps import Mode, Workload, build_step, call_of
 from lmkit.profile.summary import report_of, summarize, text_of
-from lmkit.profile.trace import Trace
 from lmkit.recipe.run_folder import ENVIRONMENT
 from lmkit.recipe.schema import Recipe
 from lmkit.storage import write_atomic

@@ -17,7 +17,7 @@ from typing import Any
 
 from lmkit.measure.statistics import clip, median, overlap, total
 from lmkit.measure.tables import TERMINAL_WIDTH, Column, Row, Rows, markdown_table, terminal_table
-from lmkit.profile.trace import Call, DeviceWork, Range, Trace
+from lmkit.measure.trace import Call, DeviceWork, Range, Trace
 
 STEP, FORWARD = "step", "forward"
 WINDOW_RANGES = (STEP, "pass", "fwd+bwd", FORWARD)

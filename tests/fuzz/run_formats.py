@@ -20,11 +20,11 @@ from mutations import damage, damage_sqlite
 
 from lmkit.cli.pipeline import STAGES, Pipeline
 from lmkit.errors import LmkitError
+from lmkit.measure.kineto import read_chrome_trace
+from lmkit.measure.trace import Trace
 from lmkit.optim.adamw import AdamW
-from lmkit.profile.kineto import read_chrome_trace
 from lmkit.profile.nsys import read_nsys_database
 from lmkit.profile.summary import report_of, summarize
-from lmkit.profile.trace import Trace
 from lmkit.recipe.load import (
     load_recipe,
     validate,

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from lmkit.errors import UsageError
+from lmkit.measure import kineto
+from lmkit.measure.kineto import parse_chrome_trace, profile_work, read_chrome_trace
 from lmkit.measure.ranges import range_
-from lmkit.profile import kineto
-from lmkit.profile.kineto import parse_chrome_trace, profile_work, read_chrome_trace
 from lmkit.profile.summary import base_name, summarize
 
 

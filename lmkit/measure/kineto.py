@@ -18,7 +18,7 @@ from lmkit.errors import UsageError
 from lmkit.measure.ranges import disable_ranges, enable_ranges, quietly
 from lmkit.measure.statistics import median
 from lmkit.measure.timing import clock_for
-from lmkit.profile.trace import Call, DeviceWork, Range, Trace
+from lmkit.measure.trace import Call, DeviceWork, Range, Trace
 
 _RANGES_OF_TORCH = ("ProfilerStep", "Optimizer.")
 _MOST_BYTES = 2 << 30  # of a trace, unpacked: minutes of training; a packed file could claim any size
@@ -37,12 +37,21 @@ _CALL_CATEGORIES = ("cuda_runtime", "cuda_driver")
 
 
 def profile_work(
-    work: Callable[[], object], *, steps: int, warmup: int, device: torch.device, source: str
+    work: Callable[[], object],
+    *,
+    steps: int,
+    warmup: int,
+    device: torch.device,
+    source: str,
+    ranges: bool = True,
 ) -> tuple[Trace, bytes]:
-    """Run `work` `warmup` times, `steps` times under a clock, and `steps` times recorded with lmkit's ranges on.
+    """Run `work` `warmup` times, `steps` times under a clock, and `steps` times recorded.
 
     The clock shows what the profiler adds: it slows every operation of the CPU, so that a GPU looks idle. `work`
     marks its own ranges; a "step" (or "pass") range around one call makes the summary's window.
+
+    Args:
+        ranges: record lmkit's ranges; code of theirs that was compiled without them is compiled again.
 
     Returns:
         The recording, and its chrome trace (JSON, for Perfetto).
@@ -54,7 +63,8 @@ def profile_work(
         work()
     clock = clock_for(device, "wall")
     undisturbed_ms = median([clock.sample_ms(work, 1, before=()) for _ in range(steps)])
-    enable_ranges("kineto")
+    if ranges:
+        enable_ranges("kineto")
     try:
         # acc_events avoids a warning of older versions of torch; with one cycle it changes nothing else.
         with quietly(torch.profiler.profile(activities=activities, acc_events=True)) as profiler:
