@@ -26,7 +26,7 @@ from lmkit.bench.harness import (
 from lmkit.bench.pictures import bars
 from lmkit.errors import UsageError
 from lmkit.measure.limits import Limits
-from lmkit.measure.memory import GB, available_memory, release_memory, resident_memory, track_peak
+from lmkit.measure.memory import GB, available_memory, memory_in_use, release_memory, track_peak
 from lmkit.measure.plots import line_panels
 from lmkit.measure.statistics import FEWEST_PAIRS, paired_ratio
 from lmkit.measure.tables import Column, Rows, markdown_table
@@ -41,9 +41,6 @@ Mode = Literal["forward", "fwd+bwd", "step"]
 Variant = tuple[Any, str]  # mode, precision
 MODES: tuple[Mode, ...] = ("forward", "fwd+bwd", "step")
 STUDY_STEPS = 10
-UPDATE_BYTES = 32
-"""Least bytes that a step moves for each fp32 parameter: clipping reads the gradient (4); AdamW reads weight,
-gradient and both moments (16) and writes all but the gradient (12)."""
 
 
 class Options(Table):
@@ -109,7 +106,7 @@ def model(context: Context) -> Rows:
     if "fp16" in options.precisions and not on_gpu:
         _refuse_fp16()
     limits = context.limits(options.precisions)
-    before = _memory_in_use(context)
+    before = memory_in_use(context.device)
     rows: Rows = []
     # The study comes first: a warm-up of zero steps is about a process that has run nothing.
     for compiled in options.compile if options.warmup_study else ():
@@ -190,7 +187,7 @@ def _measure(config: ModelConfig, context: Context, limits: Limits, before: int)
         for precision in options.precisions
     }
     step: TrainingStep | None = None
-    too_large = _too_large_for_host(config, context)
+    too_large = too_large_for_host(config, context)
 
     def build(variant: Variant, row: dict[str, Any]) -> Work | None:
         nonlocal step
@@ -242,7 +239,12 @@ def _call(step: TrainingStep, mode: str, precision: str) -> object:
 def _speed_fields(
     samples_ms: Sequence[float], config: ModelConfig, variant: Variant, context: Context, limits: Limits
 ) -> dict[str, Any]:
-    from lmkit.model.accounting import count_parameters, flops_per_token, forward_flops_per_token
+    from lmkit.model.accounting import (
+        count_parameters,
+        flops_per_token,
+        forward_flops_per_token,
+        update_bytes,
+    )
 
     mode, precision = variant
     fields = time_fields(samples_ms) | {"repeats": len(samples_ms)}
@@ -256,7 +258,7 @@ def _speed_fields(
         "share_of_matmul": rate / limits.matmul_flops[precision],
     }
     if mode == "step":
-        floor = count_parameters(config).total * UPDATE_BYTES / limits.copy_bytes_per_s
+        floor = count_parameters(config).total * update_bytes(4) / limits.copy_bytes_per_s
         fields["optimizer_floor_ms"] = floor * 1e3
     return fields
 
@@ -264,7 +266,7 @@ def _speed_fields(
 def _study_warmup(config: ModelConfig, warmup: int, context: Context) -> dict[str, Any]:
     """Time whole steps of a fresh model after `warmup` untimed ones."""
     row = _row(config, context.options, "warm-up", "step", context.options.precisions[0]) | {"warmup": warmup}
-    if too_large := _too_large_for_host(config, context):
+    if too_large := too_large_for_host(config, context):
         return row | not_enough_memory(too_large)
     clock = clock_for(context.device, "wall")
     with out_of_memory_is_a_row(row, context.device):
@@ -278,7 +280,7 @@ def _study_warmup(config: ModelConfig, warmup: int, context: Context) -> dict[st
     return row
 
 
-def _too_large_for_host(config: ModelConfig, context: Context) -> str:
+def too_large_for_host(config: ModelConfig, context: Context) -> str:
     """Return why a model does not fit on a CPU: Linux kills the process instead of raising, so bytes are added up."""
     from lmkit.model.accounting import training_memory
 
@@ -288,13 +290,6 @@ def _too_large_for_host(config: ModelConfig, context: Context) -> str:
     if free is None or needed < 0.8 * free:
         return ""
     return f"weights, gradients and optimizer need {needed / GB:.1f} GB, {free / GB:.1f} GB free"
-
-
-def _memory_in_use(context: Context) -> int:
-    import torch
-
-    on_gpu = context.device.type == "cuda"
-    return torch.cuda.memory_allocated(context.device) if on_gpu else resident_memory()
 
 
 # Rows in words

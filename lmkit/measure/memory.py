@@ -50,8 +50,7 @@ def track_peak(device: torch.device | str = "cpu") -> Iterator[PeakMemory]:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
-        peak.source = "cuda allocator"
-        peak.start_bytes = torch.cuda.memory_allocated(device)
+        peak.source, peak.start_bytes = "cuda allocator", memory_in_use(device)
     else:
         if malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc only
             malloc_trim(0)  # what the block takes from freed memory would not show as growth
@@ -71,6 +70,13 @@ def peak_memory(device: torch.device) -> int:
     import torch
 
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _peak_rss()
+
+
+def memory_in_use(device: torch.device) -> int:
+    """Return the bytes in use now: of the CUDA allocator on a GPU, else of the process (RSS)."""
+    import torch
+
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else resident_memory()
 
 
 def _peak_rss() -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmkit.errors import UsageError, did_you_mean
+from lmkit.measure import kernel_classes as classes
 from lmkit.recipe.tables import PRESETS, ModelConfig
 
 
@@ -68,19 +69,77 @@ def count_parameters(config: ModelConfig) -> ParameterCounts:
     )
 
 
-def flops_per_token(config: ModelConfig, context: int) -> int:
+def flops_per_token(config: ModelConfig, context: int, *, causal: bool = False) -> int:
     """Return the floating-point operations of one training step per token: 6 N + 12 L d T (Chowdhery et al. 2022,
     "PaLM", appendix B), with N the multiplying parameters, L layers, width d and T = `context` tokens.
 
     A third of them is the forward pass. As in the paper, attention counts in full although a causal kernel may skip
     half of it, and recomputation (activation checkpointing) does not count.
+
+    Args:
+        causal: count only the half of attention that a causal kernel needs: 6 N + 6 L d T.
     """
-    return 3 * forward_flops_per_token(config, context)
+    return 3 * forward_flops_per_token(config, context, causal=causal)
 
 
-def forward_flops_per_token(config: ModelConfig, context: int) -> int:
-    """Return the floating-point operations of a forward pass per token: 2 N + 4 L d T."""
-    return 2 * count_parameters(config).multiplying + 4 * config.num_layers * config.d_model * context
+def forward_flops_per_token(config: ModelConfig, context: int, *, causal: bool = False) -> int:
+    """Return the floating-point operations of a forward pass per token: 2 N + 4 L d T; `causal`: 2 N + 2 L d T."""
+    attention = (2 if causal else 4) * config.num_layers * config.d_model * context
+    return 2 * count_parameters(config).multiplying + attention
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step cannot do without: floating-point operations on tensor cores, bytes read and written."""
+
+    flops: int = 0
+    num_bytes: int = 0
+
+
+def update_bytes(element_bytes: int) -> int:
+    """Return the least bytes that clipping and AdamW move for each parameter.
+
+    Clipping reads the gradient; AdamW reads it again, reads and writes a float32 weight and two moments, and writes a
+    copy of the weight where elements are narrower than float32.
+    """
+    copy = element_bytes if element_bytes < 4 else 0
+    return 2 * element_bytes + 6 * 4 + copy
+
+
+def step_work(config: ModelConfig, rows: int, *, element_bytes: int) -> dict[str, Work]:
+    """Return class (of `measure.kernel_classes`) -> the least work of a training step in that class.
+
+    Attention is causal, keeps no scores and computes them again in its backward pass. An elementwise operation reads
+    its inputs and writes its results once, joined with the additions around it. SwiGLU keeps only its inputs, and
+    the gradient of the logits takes their place.
+
+    Args:
+        rows: sequences of `config.context_length` tokens.
+        element_bytes: of activations and gradients.
+    """
+    tokens = rows * config.context_length
+    d, layers = config.d_model, config.num_layers
+    d_kv = config.kv_heads * config.head_dim
+    counts = count_parameters(config)
+    assert config.vocab_size is not None
+    gains = (2 * layers + 1) * d
+    attention = 2 * layers * d * config.context_length * tokens
+    element = element_bytes * tokens
+    return {
+        classes.PRODUCTS: Work(flops=6 * (counts.multiplying - gains) * tokens),
+        classes.ATTENTION_FORWARD: Work(flops=attention),
+        classes.ATTENTION_BACKWARD: Work(flops=5 * attention // 2),  # five products, the forward pass has two
+        # Forward: two read, one written; backward: three read, two written.
+        classes.ACTIVATION: Work(num_bytes=8 * config.d_ff * layers * element),
+        # Forward: residual and update read, sum and norm written; backward: sum and two gradients read, one written.
+        classes.NORM: Work(num_bytes=8 * gains * element),
+        classes.LOSS: Work(num_bytes=2 * config.vocab_size * element),
+        classes.OPTIMIZER: Work(num_bytes=update_bytes(element_bytes) * counts.total),
+        classes.ROPE: Work(
+            num_bytes=4 * (d + d_kv) * layers * element
+        ),  # read and written, forward and backward
+        classes.EMBEDDING: Work(num_bytes=4 * d * element),  # likewise
+    }
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from lmkit.model import (
     preset_config,
     training_memory,
 )
+from lmkit.model.accounting import step_work, update_bytes
 
 SIZES = {"vocab_size": 97, "d_model": 48, "d_ff": 80, "num_layers": 3, "num_heads": 6}
 
@@ -46,6 +47,32 @@ def test_flops_of_the_matrix_products_are_counted() -> None:
     gains = (2 * config.num_layers + 1) * config.d_model
     assert counter.get_total_flops() == 2 * 32 * (forward_flops_per_token(config, 32) - 2 * gains)
     assert flops_per_token(config, 32) == 6 * count_parameters(config).multiplying + 12 * 3 * 48 * 32
+    assert flops_per_token(config, 32, causal=True) == flops_per_token(config, 32) - 6 * 3 * 48 * 32
+
+
+def test_work_of_a_step_by_class() -> None:
+    """Counted by hand for 2 x 32 tokens: 3 layers, d 48, 4 heads of 12, 2 of them of keys and values."""
+    config = ModelConfig(**SIZES | {"num_heads": 4}, num_kv_heads=2, context_length=32)
+    work = step_work(config, 2, element_bytes=2)
+    gains = (2 * 3 + 1) * 48
+    products = 6 * 64 * (count_parameters(config).multiplying - gains)
+    attention = work["attention forward"].flops
+    assert work["matrix products"].flops == products
+    # q k^T and weights v: 4 heads of 12, 32 x 32 / 2 pairs in each of 2 rows, 2 operations each
+    assert attention == 3 * 2 * 2 * (2 * 4 * 12 * 32 * 32 // 2)
+    assert work["attention backward"].flops * 2 == attention * 5
+    # MFU counts the backward pass as two forward passes, and gains as if they were products.
+    assert products + 6 * 64 * gains + 3 * attention == 64 * flops_per_token(config, 32, causal=True)
+    num_bytes = {name: part.num_bytes for name, part in work.items() if part.num_bytes}
+    assert num_bytes == {
+        "SwiGLU, GELU": 3 * 64 * (3 + 5) * config.d_ff * 2,
+        "norm": 7 * 64 * (4 + 4) * 48 * 2,
+        "cross-entropy": 64 * 2 * 97 * 2,
+        "clipping, optimizer": count_parameters(config).total * 30,
+        "RoPE": 3 * 64 * 4 * (48 + 24) * 2,
+        "embedding": 64 * 4 * 48 * 2,
+    }
+    assert (update_bytes(2), update_bytes(4)) == (30, 32)
 
 
 @pytest.mark.parametrize(

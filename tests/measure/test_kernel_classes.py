@@ -1,0 +1,92 @@
+"""Kernels and operators are sorted by their names, as profilers report them."""
+
+import pytest
+
+from lmkit.measure.kernel_classes import CLASSES, class_times, kernel_class
+from lmkit.measure.trace import DeviceWork, Trace
+
+NAMES = {
+    "matrix products": (
+        "nvjet_tst_192x192_64x4_2x1_v_bz_TNT",
+        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize64x64x64_warpgroupsize1x1x1_execute_segment_k_off_kernel",
+        "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_bf16_128x256_32x3_nt_align8>(Params)",
+        "void cublasLt::splitKreduce_kernel<32, 16, int, float>(cublasSplitKParams<float>)",
+        "triton_tem_fused_mm_3",
+        "aten::mm",
+        *("aten::addmm", "aten::bmm", "aten::baddbmm"),
+    ),
+    "attention forward": (
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x64_4x1x1_kernel0_0",
+        "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4>>(Flash_fwd_params)",
+        "fmha_cutlassF_bf16_aligned_64x64_rf_sm80",
+        "forward_kernel",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+    ),
+    "attention backward": (
+        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_31_64x64x64_4x1x1_kernel0_0",
+        "void cudnn::fusion::compute_dot_do_o_specialized<true, __nv_bfloat16, 256, 64>(Params)",
+        "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Traits>(Flash_bwd_params)",
+        "fmha_cutlassB_bf16_aligned_64x64_k64_sm80",
+        *(
+            "dkdv_kernel",
+            "dq_kernel",
+            "dqdkdv_d64_kernel",
+            "dkdv_d128_kernel",
+            "prepare_kernel",
+            "finish_kernel",
+        ),
+        "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+    ),
+    "SwiGLU, GELU": ("swiglu_kernel", "swiglu_gradient_kernel", "triton_poi_fused_mul_silu_4", "aten::gelu"),
+    "norm": (
+        *("add_norm_kernel", "norm_gradient_kernel", "aten::native_layer_norm", "aten::linalg_vector_norm"),
+        "triton_red_fused__fused_rms_norm__to_copy_add_2",
+        "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float, true>(int, float)",
+        "void at::native::GammaBetaBackwardCUDAKernelTemplate<float, float, 32, 32, 128, true, true, true>(long)",
+        "triton_per_fused__to_copy_add_mean_mul_pow_rsqrt_0",
+    ),
+    "cross-entropy": (
+        *("cross_entropy_kernel", "triton_red_fused__log_softmax__to_copy_view_1", "aten::gather"),
+        "void at::native::(anonymous namespace)::cunn_SoftMaxForward<4, float, float, float>(float*, float*, int)",
+    ),
+    "clipping, optimizer": (
+        *("adamw_kernel", "decide_kernel", "aten::_foreach_norm", "aten::_fused_adamw_"),
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<Metadata, LpNormFunctor<float>>(Metadata)",
+    ),
+    "RoPE": ("rope_kernel", "aten::view_as_complex"),
+    "embedding": (
+        "void at::native::(anonymous namespace)::compute_grad_weight<float, long, 128>(long*, float*, long*)",
+        *("scatter_add_kernel", "sorted_sum_kernel", "aten::embedding_dense_backward", "aten::index_select"),
+        "void at::native::vectorized_gather_kernel<16, long>(char*, char*, long*, int, long, long, long, long, bool)",
+    ),
+    "rest": ("memcpy", "triton_poi_fused_add_0", "aten::copy_", "ncclDevKernel_AllReduce_Sum_f32_RING_LL"),
+}
+
+
+def test_every_class_has_an_example():
+    assert tuple(NAMES) == CLASSES
+
+
+@pytest.mark.parametrize(("wanted", "names"), NAMES.items())
+def test_names_are_sorted(wanted, names):
+    assert {name: kernel_class(name) for name in names} == dict.fromkeys(names, wanted)
+
+
+def test_times_of_a_class_are_added_and_divided_by_the_steps():
+    work = [
+        DeviceWork("kernel", name, start, start + 3_000_000, 1, 0, start)
+        for start, name in enumerate(("aten::mm", "gemm", "adamw_kernel", "memcpy"))
+    ]
+    # Operators do not count where there is a GPU.
+    times = class_times(Trace("kineto", "t", (), (), work, ops={"aten::mm": (1, 10**9)}), steps=2)
+    assert {name: ms for name, ms in times.items() if ms} == {
+        "matrix products": 3.0,
+        "clipping, optimizer": 1.5,
+        "rest": 1.5,
+    }
+    assert tuple(times) == CLASSES
+
+
+def test_without_a_gpu_operators_count():
+    times = class_times(Trace("kineto", "t", (), None, None, ops={"aten::mm": (4, 8_000_000)}), steps=4)
+    assert times == dict.fromkeys(CLASSES, 0.0) | {"matrix products": 2.0}
