@@ -1,0 +1,378 @@
+"""`lmkit bench step`: the whole training step beside what others would train with, and where its milliseconds go.
+
+The step is the one that `lmkit train` runs. All variants of a size are alive at once and take turns: a sample is a
+few steps of a loop in steady state. A variant whose loss is not finite or does not fall is not timed.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from lmkit.bench.context import Context
+from lmkit.bench.harness import (
+    Summary,
+    build_what_fits,
+    grouped,
+    mfu_fields,
+    mfu_notes,
+    not_enough_memory,
+    ratio_fields,
+    time_fields,
+    time_what_fits,
+    without_garbage_collection,
+)
+from lmkit.bench.model import too_large_for_host
+from lmkit.bench.pictures import bars
+from lmkit.measure.kernel_classes import CLASSES, class_times
+from lmkit.measure.limits import Limits
+from lmkit.measure.memory import GB, claim_workspaces, memory_in_use, release_memory, track_peak
+from lmkit.measure.statistics import paired_ratio
+from lmkit.measure.tables import Column, Rows, markdown_table
+from lmkit.measure.timing import SteadyStateClock, time_variants
+from lmkit.recipe.tables import AttentionName, Count, ModelConfig, PositiveFloat, PositiveInt, Table
+from lmkit.registry import BENCHES
+
+if TYPE_CHECKING:
+    import torch
+
+    from lmkit.data.batches import Batch
+
+FIELDS = ("num_layers", "d_model", "num_heads", "d_ff", "vocab_size", "context_length")
+SIZES = {
+    "tiny": (4, (2, 64, 4, 192, 256, 32)),
+    "quickstart": (16, (4, 128, 4, 352, 2048, 128)),
+    "matrix": (8, (24, 512, 16, 4096, 10_000, 256)),
+    "162M": (32, (12, 768, 12, 2048, 50_304, 1024)),
+    "1.3B": (8, (24, 2048, 16, 5504, 50_304, 2048)),
+}
+"""Name -> (sequences per step, `FIELDS` of [model]): one for tests, those of the recipes quickstart and lm_matrix,
+one as large as GPT-2, one in which matrix products dominate."""
+
+COMPILED: dict[str, Literal["none", "block", "whole"]] = {
+    "lmkit": "none",
+    "lmkit_block": "block",
+    "lmkit_whole": "whole",
+}
+"""Variant of lmkit -> its `model.compile`."""
+
+BATCHES = 4
+HOST_STEPS = 5
+
+
+class Options(Table):
+    """`[bench.step]`."""
+
+    sizes: tuple[Literal["tiny", "quickstart", "matrix", "162M", "1.3B"], ...] = ("tiny",)
+    """Models with their batches: quickstart 16 x 128 tokens, matrix 8 x 256, 162M 32 x 1024, 1.3B 8 x 2048."""
+    variants: tuple[
+        Literal["lmkit", "lmkit_block", "lmkit_whole", "nanogpt", "plain", "plain_eager"], ...
+    ] = ("lmkit", "nanogpt", "plain", "plain_eager")
+    """lmkit's step (eager, or compiled), nanoGPT's model compiled, and our architecture in PyTorch's modules compiled
+    and eager. The others are compared with the first."""
+    precision: Literal["fp32", "bf16"] = "bf16"
+    """Of lmkit, as in [train]; of the rivals, by autocast."""
+    attention: AttentionName = "sdpa"
+    """The attention kernel of lmkit; the rivals run PyTorch's."""
+    rounds: PositiveInt = 12
+    """Interleaved samples of each variant; fewer than 6 give no interval."""
+    steps_per_sample: PositiveInt = 10
+    """Training steps that one sample times; half as many, untimed, lead into it."""
+    profiled_steps: Count = 3
+    """Steps that are recorded for the table of kernel classes; 0: no table."""
+    max_seconds: PositiveFloat = 120.0
+    """Seconds of timing per size; whole rounds only."""
+
+
+class Training(Protocol):
+    """What is timed."""
+
+    @property
+    def model(self) -> torch.nn.Module: ...
+
+    def run(self) -> torch.Tensor:
+        """Make one step; return its loss."""
+        ...
+
+
+@dataclass(frozen=True)
+class FewBatches:
+    """Give a few batches again and again: their loss has to fall."""
+
+    batches: tuple[Batch, ...]
+
+    def batch(self, step: int) -> Batch:
+        """Return (inputs, targets), int64 (1, rows, seq)."""
+        return self.batches[step % len(self.batches)]
+
+
+@BENCHES.register(
+    "step",
+    order=2,
+    help="The whole training step beside nanoGPT's model and plain PyTorch.",
+    recipes=("bench_step", "bench_step_cpu"),
+    example="lmkit bench step bench_step_cpu",
+    row_keys=("size", "variant", "context_length"),
+)
+def step(context: Context) -> Rows:
+    """Return a row per size and variant."""
+    options = context.options
+    limits = context.limits([options.precision])
+    claim_workspaces(context.device)
+    rows: Rows = []
+    for done, size in enumerate(options.sizes):
+        context.progress("sizes", done, len(options.sizes))
+        found = _measure(size, context, limits)
+        context.keep(found)
+        rows += found
+    context.progress("sizes", len(options.sizes), len(options.sizes))
+    return rows
+
+
+def config_of(size: str, variant: str, attention: str) -> ModelConfig:
+    """Return the table [model] of a variant."""
+    sizes: dict[str, Any] = dict(zip(FIELDS, SIZES[size][1], strict=True))
+    return ModelConfig(**sizes, attention=attention, compile=COMPILED.get(variant, "none"))
+
+
+def _measure(size: str, context: Context, limits: Limits) -> Rows:
+    """Return one row per variant of one size."""
+    import torch
+
+    options, device = context.options, context.device
+    torch.compiler.reset()
+    rows = {variant: _row(size, variant, options) for variant in options.variants}
+
+    def build(variant: str, row: dict[str, Any]) -> Training | None:
+        if too_large := too_large_for_host(config_of(size, variant, options.attention), context):
+            row |= not_enough_memory(too_large)
+            return None
+        before = memory_in_use(device)
+        training = _build(size, variant, context)
+        row["parameters"] = sum(parameter.numel() for parameter in training.model.parameters())
+        losses = [training.run().item() for _ in range(2 * BATCHES)]
+        if wrong := _why_wrong(losses):
+            row |= {"status": "wrong result", "detail": wrong}
+            return None
+        row |= {"first_loss": losses[0], "last_loss": losses[-1]}
+        with track_peak(device) as peak:
+            training.run()
+        row["peak_gb"] = (peak.peak_bytes - before) / GB
+        if device.type == "cuda":
+            row["host_ms"] = _host_ms(training, device)
+        if options.profiled_steps:
+            row["class_ms"] = _class_ms(training, context)
+        return training
+
+    def time_together(left: dict[str, Any]) -> dict[str, tuple[float, ...]]:
+        with without_garbage_collection():
+            timings = time_variants(
+                left,
+                device=device,
+                repeats=options.rounds,
+                warmup=1,
+                max_seconds=options.max_seconds,
+                seed=context.recipe.run.seed,
+                clock=SteadyStateClock(device, options.steps_per_sample),
+            )
+        return {variant: timing.samples_ms for variant, timing in timings.items()}
+
+    trainings = build_what_fits(rows, build, device)
+    calls = {variant: training.run for variant, training in trainings.items()}
+    trainings.clear()
+    samples = time_what_fits(calls, rows, device, time_together)
+    first = options.variants[0]
+    for variant, samples_ms in samples.items():
+        rows[variant] |= _speed_fields(samples_ms, size, context, limits)
+        if variant != first and first in samples:
+            rows[variant] |= ratio_fields(paired_ratio(samples[first], samples_ms), "first_is", "verdict")
+    calls.clear()
+    samples = {}
+    release_memory(device)
+    return list(rows.values())
+
+
+def _row(size: str, variant: str, options: Options) -> dict[str, Any]:
+    return {
+        "size": size,
+        "variant": variant,
+        "versus": options.variants[0],
+        "context_length": config_of(size, variant, options.attention).context_length,
+        "batch_size": SIZES[size][0],
+        "precision": options.precision,
+        "attention": options.attention if variant in COMPILED else "PyTorch's",
+        "status": "ok",
+        "detail": "",
+    }
+
+
+def _build(size: str, variant: str, context: Context) -> Training:
+    from lmkit.bench.step_rivals import RivalStep
+    from lmkit.data.batches import RandomTokens
+    from lmkit.training.setup import TrainingStep
+
+    options, seed = context.options, context.recipe.run.seed
+    config = config_of(size, variant, options.attention)
+    assert config.vocab_size is not None
+    random = RandomTokens(
+        config.vocab_size, batch_size=SIZES[size][0], context_length=config.context_length, seed=seed
+    )
+    batches = FewBatches(tuple(random.batch(number) for number in range(BATCHES)))
+    if variant in COMPILED:
+        # As [train] has it by default: a step that is not finite is the last.
+        return TrainingStep(
+            config, context.ranks, batches, precision=options.precision, max_skips=0, seed=seed
+        )
+    return RivalStep(variant, config, context.device, batches, precision=options.precision, seed=seed)
+
+
+def _why_wrong(losses: list[float]) -> str:
+    """Return why losses over the same batches twice are not those of a training, or ""."""
+    first, second = fmean(losses[:BATCHES]), fmean(losses[BATCHES:])
+    if second < first:  # false for NaN
+        return ""
+    return f"the loss over {BATCHES} batches does not fall: {first:.4f}, then {second:.4f}"
+
+
+def _host_ms(training: Training, device: torch.device) -> float:
+    """Return the median time until a step that nothing delays returns to the host; waits inside it count."""
+    import torch
+
+    found = []
+    for _ in range(HOST_STEPS):
+        torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        training.run()
+        found.append((time.perf_counter() - began) * 1e3)
+    torch.cuda.synchronize(device)
+    return median(found)
+
+
+def _class_ms(training: Training, context: Context) -> dict[str, float]:
+    from lmkit.measure.kineto import profile_work
+
+    steps = context.options.profiled_steps
+    trace, _ = profile_work(
+        training.run, steps=steps, warmup=0, device=context.device, source="bench step", ranges=False
+    )
+    return class_times(trace, steps)
+
+
+def _speed_fields(
+    samples_ms: tuple[float, ...], size: str, context: Context, limits: Limits
+) -> dict[str, Any]:
+    from lmkit.model.accounting import flops_per_token, step_work
+
+    config, precision = config_of(size, "", "sdpa"), context.options.precision
+    rows = SIZES[size][0]
+    fields = time_fields(samples_ms)
+    tokens_per_s = rows * config.context_length / (fields["median_ms"] * 1e-3)
+    rate = tokens_per_s * flops_per_token(config, config.context_length, causal=True)
+    floors = {
+        name: max(work.flops / limits.matmul_flops[precision], work.num_bytes / limits.copy_bytes_per_s) * 1e3
+        for name, work in step_work(config, rows, element_bytes=4 if precision == "fp32" else 2).items()
+    }
+    return fields | {
+        "tokens_per_s": tokens_per_s,
+        **mfu_fields(rate, context.device, precision, limits),
+        "floor_ms": floors,
+    }
+
+
+# Rows in words
+
+COLUMNS = (
+    Column("size", "size"),
+    Column("variant", "variant"),
+    Column("median_ms", "ms", ".2f", instead="status"),
+    Column("tokens_per_s", "tokens/s", ",.0f"),
+    Column("mfu", "MFU", ".1%"),
+    Column("host_ms", "host ms", ".2f"),
+    Column("peak_gb", "GB", ".2f"),
+)
+WIDE = (
+    Column("spread", "spread", ".1%"),
+    Column("p10_ms", "p10 ms", ".2f"),
+    Column("p90_ms", "p90 ms", ".2f"),
+    Column("verdict", "verdict"),
+)
+
+
+def summarize(rows: Rows) -> Summary:
+    """Say how much faster the first variant is than each rival, and where the milliseconds go."""
+    first = rows[0]
+    return Summary(
+        "Training step",
+        (
+            *COLUMNS,
+            Column("first_is", f"{first['versus']} x", ".3f"),
+            Column("first_is_low", "95% from", ".3f"),
+            Column("first_is_high", "to", ".3f"),
+        ),
+        rows,
+        about=f"{first['precision']}, attention of lmkit: {first['attention']}",
+        findings=findings(rows),
+        tables={
+            f"Where the milliseconds of {size} go": table
+            for size, members in grouped(rows, lambda row: str(row["size"])).items()
+            if (table := class_table(members))
+        },
+        notes=(
+            *mfu_notes(rows),
+            "MFU counts 6 N + 6 L d T operations a token (causal attention by half), the same for all variants of a "
+            "size; host ms: until a step returns, its waits included; GB (10^9): peak of a step",
+            f"{first['versus']} x: how many times as fast {first['versus']} is, the median over rounds; spread: "
+            "(p90 - p10) / median",
+        ),
+        wide=WIDE,
+    )
+
+
+def findings(rows: Rows) -> list[str]:
+    """Return a sentence for each comparison."""
+    return [
+        f"{row['size']}: {row['versus']} is {row['first_is']:.3f}x as fast as {row['variant']} "
+        f"(95%: {row['first_is_low']:.3f} to {row['first_is_high']:.3f}; {row['verdict']})."
+        for row in rows
+        if row.get("first_is") is not None
+    ]
+
+
+def class_table(rows: Rows) -> str:
+    """Return Markdown of the ms per step that each class of kernels takes, beside its floor; "" without a profile."""
+    recorded = [row for row in rows if row.get("class_ms")]
+    if not recorded:
+        return ""
+    floors: dict[str, float] = next((row["floor_ms"] for row in rows if row.get("floor_ms")), {})
+    of_variant = {row["variant"]: row["class_ms"] for row in recorded}
+    lines: Rows = [
+        {"class": name, "floor": floors.get(name), **{key: of[name] for key, of in of_variant.items()}}
+        for name in CLASSES
+    ]
+    sums = {key: sum(of.values()) for key, of in of_variant.items()}
+    lines.append({"class": "sum", "floor": sum(floors.values()), **sums})
+    lines.append({"class": "step", **{row["variant"]: row.get("median_ms") for row in recorded}})
+    columns = [Column("class", "ms"), Column("floor", "floor", ".2f")]
+    columns += [Column(variant, variant, ".2f") for variant in of_variant]
+    return markdown_table(lines, columns) + (
+        "\nFloor: the least operations at the measured matmul rate, or bytes at the measured copy bandwidth, of our "
+        "architecture with weights and activations of the precision's width. A compiled kernel counts in the "
+        "first class that one of its operations is of; on a CPU, operators count.\n"
+    )
+
+
+def pictures(rows: Rows) -> dict[str, bytes]:
+    """Draw the utilization of each variant."""
+    picture = bars(
+        [row | {"percent": 100 * row["mfu"] if row.get("mfu") is not None else None} for row in rows],
+        "percent",
+        group="size",
+        series="variant",
+        title="Model FLOPs utilization of a training step",
+        x_label="model",
+        y_label="MFU (%)",
+        spec=".1f",
+    )
+    return {"step_mfu.png": picture}

@@ -1,0 +1,176 @@
+"""The rivals of `lmkit bench step`: models of plain PyTorch modules, and the loop that trains them.
+
+Each trains as its users do: float32 weights under autocast, logits of all tokens at once, PyTorch's fused AdamW.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lmkit.data.batches import BatchSource
+from lmkit.model.rope import RotaryEmbedding
+from lmkit.optim.adamw import decay_groups
+from lmkit.recipe.tables import ModelConfig
+from lmkit.training.step import autocast, load_batch
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, num_heads: int) -> Tensor:
+    """PyTorch's attention of q, k and v (batch, seq, d_model); the result has their shape."""
+    q, k, v = (x.unflatten(-1, (num_heads, -1)).transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+class NanoGPTBlock(nn.Module):
+    """Pre-norm layer of GPT-2 without biases: x + attention(norm(x)), then x + MLP(norm(x))."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        d = config.d_model
+        self.num_heads = config.num_heads
+        # As many products as SwiGLU's three matrices; 4 d_model where d_ff is 8/3 d_model.
+        d_hidden = 3 * config.d_ff // 2
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(d, bias=False), nn.LayerNorm(d, bias=False)
+        self.qkv = nn.Linear(d, 3 * d, bias=False)
+        self.attention_out = nn.Linear(d, d, bias=False)
+        self.mlp_in = nn.Linear(d, d_hidden, bias=False)
+        self.mlp_out = nn.Linear(d_hidden, d, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, seq, d_model) -> (batch, seq, d_model)"""
+        q, k, v = self.qkv(self.attention_norm(x)).chunk(3, dim=-1)
+        x = x + self.attention_out(causal_attention(q, k, v, self.num_heads))
+        return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
+
+
+class NanoGPT(nn.Module):
+    """GPT-2 as https://github.com/karpathy/nanoGPT describes its training: learned positions, LayerNorm, GELU, no
+    biases, no dropout, a tied head, weights from N(0, 0.02), those before a residual addition smaller by
+    sqrt(2 layers) (Radford et al. 2019, section 2.3)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        assert config.vocab_size is not None
+        self.tokens = nn.Embedding(config.vocab_size, config.d_model)
+        self.positions = nn.Embedding(config.context_length, config.d_model)
+        self.blocks = nn.ModuleList([NanoGPTBlock(config) for _ in range(config.num_layers)])
+        self.norm = nn.LayerNorm(config.d_model, bias=False)
+        self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.head.weight = self.tokens.weight
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                residual = name.endswith(("attention_out.weight", "mlp_out.weight"))
+                nn.init.normal_(parameter, std=0.02 / (2 * config.num_layers) ** 0.5 if residual else 0.02)
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross-entropy of (batch, seq) ids, a scalar in nats per token."""
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+class PlainBlock(nn.Module):
+    """The layer of `lmkit.model.TransformerBlock` in PyTorch's modules, with joined projections."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        d = config.d_model
+        self.num_heads = config.num_heads
+        self.ln1, self.ln2 = (nn.RMSNorm(d, eps=config.norm_eps) for _ in range(2))
+        self.qkv = nn.Linear(d, 3 * d, bias=False)
+        self.output = nn.Linear(d, d, bias=False)
+        self.gate_up = nn.Linear(d, 2 * config.d_ff, bias=False)
+        self.down = nn.Linear(config.d_ff, d, bias=False)
+
+    def forward(self, x: Tensor, cos_sin: Tensor) -> Tensor:
+        """(batch, seq, d_model), (seq, head_dim / 2, 2) -> (batch, seq, d_model)"""
+        q, k, v = self.qkv(self.ln1(x)).chunk(3, dim=-1)
+        q, k = (self.rotated(part, cos_sin) for part in (q, k))
+        x = x + self.output(causal_attention(q, k, v, self.num_heads))
+        gate, up = self.gate_up(self.ln2(x)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
+
+    def rotated(self, x: Tensor, cos_sin: Tensor) -> Tensor:
+        """Rotate the pairs of channels of each head of x (batch, seq, d_model)."""
+        even, odd = x.unflatten(-1, (self.num_heads, -1, 2)).unbind(-1)  # (batch, seq, heads, head_dim / 2)
+        cos, sin = cos_sin.unsqueeze(1).unbind(-1)  # (seq, 1, head_dim / 2), float32
+        return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(2).to(x.dtype)
+
+
+class Plain(nn.Module):
+    """The architecture of `lmkit.model.TransformerLM` in PyTorch's modules."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        assert config.vocab_size is not None
+        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.blocks = nn.ModuleList([PlainBlock(config) for _ in range(config.num_layers)])
+        self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.rope = RotaryEmbedding(
+            head_dim=config.head_dim, context_length=config.context_length, theta=config.rope_theta
+        )
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross-entropy of (batch, seq) ids, a scalar in nats per token."""
+        x, cos_sin = self.embedding(ids), self.rope(ids.shape[1])
+        for block in self.blocks:
+            x = block(x, cos_sin)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+RIVALS: dict[str, tuple[type[nn.Module], bool]] = {
+    "nanogpt": (NanoGPT, True),
+    "plain": (Plain, True),
+    "plain_eager": (Plain, False),
+}
+"""Name -> the model, and whether torch.compile compiles it as a whole."""
+
+
+class RivalStep:
+    """Train a rival step by step, with the interface of `lmkit.training.setup.TrainingStep.run`.
+
+    Args:
+        name: of `RIVALS`.
+        batches: int64, (1, rows, seq) each.
+        precision: of the matrix products, by autocast.
+        seed: of the initial weights.
+        lr: constant learning rate.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: ModelConfig,
+        device: torch.device,
+        batches: BatchSource,
+        *,
+        precision: str,
+        seed: int = 0,
+        lr: float = 3e-4,
+    ) -> None:
+        torch.manual_seed(seed)
+        make, compiled = RIVALS[name]
+        with device:
+            self.model = make(config).to(device)
+        if compiled:
+            self.model.compile()
+        self.optimizer = torch.optim.AdamW(
+            decay_groups(self.model.parameters(), 0.1), lr=lr, betas=(0.9, 0.95), fused=True
+        )
+        self._device, self._batches, self._precision = device, batches, precision
+        self._done = 0
+
+    def run(self) -> Tensor:
+        """Make one step on the next batch: forward, backward, clipping to norm 1, AdamW; return the loss."""
+        inputs, targets = load_batch(self._batches, self._done, self._device)
+        self._done += 1
+        with autocast(self._device, self._precision):
+            loss: Tensor = self.model(inputs[0], targets[0])
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
