@@ -31,7 +31,7 @@ from lmkit.recipe.load import differences, load_recipe, recipe_to_toml, required
 from lmkit.recipe.run_folder import CHECKPOINTS, METRICS, RECIPE, RECORD, STORIES, TOKENIZER, token_file
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.vocabulary import END_OF_TEXT
-from lmkit.storage import FolderLock, remove_partials, write_atomic
+from lmkit.storage import FolderLock, keep_damaged, remove_partials, write_atomic
 from lmkit.storage.outputs import refuse_unwritable
 
 log = logging.getLogger("lmkit")
@@ -96,7 +96,7 @@ def plan(recipe: Recipe, **options: Any) -> Result:
     }
     lines = [str(pipeline.folder)]
     for stage, state in states.items():
-        damage = pipeline.record.damage(stage) if state == "would run" and stage not in redone else None
+        damage = pipeline.damage(stage) if state == "would run" and stage not in redone else None
         lines.append(f"  {stage:<10}{state}" + (f": {damage}" if damage else ""))
     set_aside = pipeline.checkpoints if pipeline.would_set_aside() else None
     if set_aside is not None:
@@ -213,7 +213,7 @@ class Pipeline:
             )
 
     def _refuse_to_read_a_pipe_again(self) -> None:
-        damage = self.record.damage("corpus")
+        damage = self.damage("corpus")
         if damage is not None and self._came_from_a_pipe() and not self.is_up_to_date("corpus"):
             raise UsageError(
                 "run.damaged_corpus",
@@ -234,8 +234,24 @@ class Pipeline:
 
     def _was_trained_further(self) -> bool:
         """Return whether `lmkit train` has gone on since the last `lmkit run`."""
-        newest = self._trained_steps() or 0
-        return self.record.is_finished("train") and newest > self.read("training", "step")["step"]
+        if not self.record.was_made("train"):
+            return False
+        try:
+            step = self.read("training", "step")["step"]
+        except LmkitError:  # damaged: the stage is redone
+            return False
+        return (self._trained_steps() or 0) > step
+
+    def damage(self, stage: str) -> str | None:
+        """Return what is wrong with the outputs of a finished stage; None if nothing is."""
+        damaged = self.record.damaged(stage)
+        if not damaged:
+            return None
+        if (
+            stage == "train" and self._was_trained_further()
+        ):  # `lmkit train` has deleted the recorded checkpoint
+            return None
+        return f"{damaged[0]} {'was changed or damaged' if damaged[0].exists() else 'is missing'}"
 
     def would_set_aside(self) -> bool:
         """Return whether this run starts over a training that has checkpoints."""
@@ -290,8 +306,11 @@ class Pipeline:
                     "the corpus came from a pipe and is not read again; to read another: --set run.name=..."
                 )
             return "up to date"
-        if damage := self.record.damage(stage):
+        if damage := self.damage(stage):
             log.warning("%s: %s, so that this stage runs again", stage, damage)
+            for path in self.record.damaged(stage):
+                if path.exists() and not path.is_relative_to(self.checkpoints):  # a training keeps whole ones
+                    log.warning("%s: kept as %s", stage, keep_damaged(path))
         started = time.perf_counter()
         if stage in DATA_STAGES:  # the others lock the folder themselves
             with FolderLock(self.folder):

@@ -145,7 +145,7 @@ class StageRecord:
 
     def is_finished(self, stage: str) -> bool:
         """Return whether the stage is up to date: finished, of the same values and content, its outputs whole."""
-        return self._is_current(stage) and self.damage(stage) is None
+        return self._is_current(stage) and not self.damaged(stage)
 
     def _is_current(self, stage: str) -> bool:
         now = _read_by(stage, self._values, self.content)
@@ -158,19 +158,18 @@ class StageRecord:
             and entry.get("content") == now["content"]
         )
 
-    def damage(self, stage: str) -> str | None:
-        """Return which output is not as the stage left it; None if there is none, or the stage is out of date."""
+    def damaged(self, stage: str) -> list[Path]:
+        """Return the outputs that are missing or not as the stage left them; [] if the stage is out of date."""
         if not self._is_current(stage):
-            return None
+            return []
         made = self._entries[stage].get("made", {})
-        for paths in self.outputs(stage).values():
-            for path in paths:
-                if not _exists(path):
-                    return f"{path} is missing"
-                digest = made.get(self._name(path))
-                if digest is not None and not (path.is_file() and self._digest(path) == digest):
-                    return f"{path} was changed or damaged"
-        return None
+        outputs = [path for paths in self.outputs(stage).values() for path in paths]
+        return [path for path in outputs if not self._is_whole(path, made.get(self._name(path)))]
+
+    def _is_whole(self, path: Path, digest: str | None) -> bool:
+        if digest is None or not _exists(path):
+            return _exists(path)
+        return path.is_file() and self._digest(path) == digest
 
     def outputs(self, stage: str) -> Outputs:
         """Return what a finished stage made."""

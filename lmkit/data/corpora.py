@@ -234,7 +234,7 @@ def _join(
 def _opened(path: Path) -> Iterator[tuple[BinaryIO, IO[bytes] | gzip.GzipFile]]:
     """Yield an open file or pipe, and the stream of its content, which is another one if the file is compressed."""
     if path.is_fifo():
-        log.info("reading the pipe %s", path)  # waits until somebody writes into it
+        log.info("reading the pipe %s until its writer closes it", path)
     try:
         file = open(path, "rb")  # noqa: SIM115  closed below
     except OSError as error:

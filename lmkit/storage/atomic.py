@@ -13,6 +13,7 @@ from lmkit.errors import LmkitError
 from lmkit.storage.locks import hold_file
 
 PARTIAL_SUFFIX = ".partial"
+DAMAGED_SUFFIX = ".damaged"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _BLOCK = 1 << 20
 
@@ -76,6 +77,14 @@ def remove_partials(folder: str | os.PathLike[str]) -> list[Path]:
             os.close(descriptor)
             removed.append(partial)
     return removed
+
+
+def keep_damaged(path: Path) -> Path:
+    """Rename a file or folder to `<path>.damaged` and return the new path; if that exists, add more such endings."""
+    kept = path
+    while kept.exists():
+        kept = kept.with_name(kept.name + DAMAGED_SUFFIX)
+    return path.rename(kept)
 
 
 def sha256_file(path: str | os.PathLike[str]) -> str:

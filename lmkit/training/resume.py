@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from itertools import takewhile
 from pathlib import Path
 
 from lmkit.errors import UsageError
@@ -11,6 +12,7 @@ from lmkit.recipe import changes as rule
 from lmkit.recipe.load import differences, validate
 from lmkit.recipe.run_folder import CHECKPOINTS
 from lmkit.recipe.schema import Recipe
+from lmkit.storage import keep_damaged
 from lmkit.training.atomic_checkpoint import STATE, Choice, newest_valid, saved_steps, verify
 from lmkit.training.checkpoint import Checkpoint, open_checkpoint
 from lmkit.training.model_state import load_optimizer_tensors, load_weights
@@ -18,7 +20,6 @@ from lmkit.training.state import DataIdentity, TrainingState, restore_rng
 from lmkit.training.step import Step
 from lmkit.training.trainer import Moment
 
-DAMAGED_SUFFIX = ".damaged"
 UNREPORTED = ("run.name", "run.folder", "checkpoint", "generate", "wandb", "corpus", "tokenizer", "data")
 """Other differences that are not reported."""
 
@@ -57,20 +58,13 @@ def choose_start(recipe: Recipe) -> Choice:
     return Choice(path, ())
 
 
-def keep_damaged(folder: Path, choice: Choice) -> list[Path]:
-    """Rename the damaged checkpoints that are newer than the chosen one, and return their new paths.
+def keep_newer(folder: Path, choice: Choice) -> list[Path]:
+    """Rename the checkpoints that are newer than the chosen one, all damaged, and return their new paths.
 
     The steps since are made again: their checkpoints would replace the damaged ones, of which parts may be whole.
     """
-    kept = []
-    for saved in reversed(saved_steps(folder)):
-        if not choice.skipped or saved.path == choice.path:
-            break
-        name = f"{saved.path.name}{DAMAGED_SUFFIX}"
-        while (place := folder / name).exists():
-            name += DAMAGED_SUFFIX
-        kept.append(saved.path.rename(place))
-    return kept
+    newest_first = [saved.path for saved in reversed(saved_steps(folder))] if choice.skipped else []
+    return [keep_damaged(path) for path in takewhile(lambda path: path != choice.path, newest_first)]
 
 
 def check_agreement(

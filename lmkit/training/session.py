@@ -34,7 +34,7 @@ from lmkit.training.checkpoint import Checkpoint, open_checkpoint
 from lmkit.training.evaluation import EvaluateResult, Evaluation
 from lmkit.training.metrics import Fanout, draw_losses, duration, open_sink, read_metrics
 from lmkit.training.process import StopSignals, numerics, ranks_of
-from lmkit.training.resume import check_agreement, choose_start, is_finished, keep_damaged, restore
+from lmkit.training.resume import check_agreement, choose_start, is_finished, keep_newer, restore
 from lmkit.training.run_data import (
     Data,
     check_recipe,
@@ -271,7 +271,7 @@ def _open_folder(recipe: Recipe, held: ExitStack) -> tuple[Path | None, list[str
     return choice.path, [
         *(f"removed {left}, left by a session that was killed" for left in removed),
         *(f"skipped {why}" for why in choice.skipped),
-        *(f"kept a damaged checkpoint as {place}" for place in keep_damaged(checkpoints, choice)),
+        *(f"kept a damaged checkpoint as {place}" for place in keep_newer(checkpoints, choice)),
     ]
 
 

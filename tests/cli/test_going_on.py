@@ -27,7 +27,10 @@ def test_fault_106_run_goes_on_with_more_steps_as_train_does(run: Path, terminal
 
 
 def test_fault_106_run_after_a_longer_train_takes_its_model(run: Path, terminal) -> None:
-    terminal("train fish.toml --steps 4")
+    terminal("train fish.toml --steps 4 --set checkpoint.keep_last=1")
+    first = str(run / "checkpoints" / "step-00000002")
+    assert not Path(first).exists()
+    assert first not in terminal("run fish.toml --dry-run")  # that checkpoint is not missed
     planned = json.loads(terminal("run fish.toml --dry-run --json"))["stages"]
     assert [stage for stage, state in planned.items() if state == "would run"] == [
         "train",
@@ -36,6 +39,7 @@ def test_fault_106_run_after_a_longer_train_takes_its_model(run: Path, terminal)
     ]
     done = json.loads(terminal("run fish.toml --json"))
     assert (done["steps"], step(run), evaluated(run)) == (4, 4, 4)
+    assert first not in terminal.err
     assert set(json.loads(terminal("run fish.toml --json"))["stages"].values()) == {"up to date"}
 
 

@@ -179,12 +179,15 @@ def test_fault_109_a_damaged_output_is_made_again(output: str, redone: str, run:
     cut(run / output)
     if output.endswith("valid.json"):
         (run / output).write_text("{}")  # a JSON file of somebody else, as far as one can tell
+    damaged = (run / output).read_bytes()
     planned = terminal("run fish.toml --dry-run")
     assert f"{run / output} " in planned
     made = states(terminal, "run fish.toml")
     assert [stage for stage, state in made.items() if state != "up to date"] == redone.split()
     assert f"{redone.split()[0]}: {run / output} " in terminal.err
     after = content(run)
+    assert after[f"{output}.damaged"] == damaged  # perhaps somebody has edited it
+    assert str(run / f"{output}.damaged") in terminal.err
     ours = [name for name in before if name.startswith(("corpus/", "tok", "checkpoints/", "stories"))]
     assert {name: after[name] for name in ours} == {name: before[name] for name in ours}
     assert set(states(terminal, "run fish.toml").values()) == {"up to date"}
