@@ -49,9 +49,8 @@ def read_record(folder: Path, entries: Mapping[str, Mapping[str, Any]]) -> Made 
         recipe = load_recipe(folder / RECIPE)
     except (LmkitError, OSError, KeyError, TypeError, ValueError):  # not as the first edition left them
         return None
-    return Made(
-        recipe, before, tuple(stage for stage in entries if entries[stage].get("key") == keys.get(stage))
-    )
+    made = tuple(stage for stage, key in keys.items() if entries.get(stage, {}).get("key") == key)
+    return Made(recipe, before, made)
 
 
 def _keys(recipe: Mapping[str, Any]) -> dict[str, str]:

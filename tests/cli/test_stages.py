@@ -269,6 +269,9 @@ def test_fault_116_a_run_folder_of_the_first_edition_is_up_to_date(run: Path, te
     sample = Path(__file__).parent / "first_edition"
     for name in ("recipe.toml", "stages.json"):
         shutil.copy(sample / name, run)
+    record = json.loads((sample / "stages.json").read_text())
+    record["no stage of ours"] = {"done": False}
+    (run / "stages.json").write_text(json.dumps(record))
     os.rename("runs", "elsewhere")
     for options in ("--dry-run", ""):
         made = states(terminal, f"run fish.toml --set run.folder=elsewhere {options}")
