@@ -13,7 +13,7 @@ from lmkit.data.batches import BatchSource
 from lmkit.model.rope import RotaryEmbedding
 from lmkit.optim.adamw import decay_groups
 from lmkit.recipe.tables import ModelConfig
-from lmkit.training.step import autocast, load_batch
+from lmkit.training.step import load_batch
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, num_heads: int) -> Tensor:
@@ -135,7 +135,7 @@ class RivalStep:
     Args:
         name: of `RIVALS`.
         batches: int64, (1, rows, seq) each.
-        precision: of the matrix products, by autocast.
+        precision: of the matrix products: "fp32", or bfloat16 by autocast.
         seed: of the initial weights.
         lr: constant learning rate.
     """
@@ -160,14 +160,14 @@ class RivalStep:
         self.optimizer = torch.optim.AdamW(
             decay_groups(self.model.parameters(), 0.1), lr=lr, betas=(0.9, 0.95), fused=True
         )
-        self._device, self._batches, self._precision = device, batches, precision
+        self._device, self._batches, self._narrow = device, batches, precision != "fp32"
         self._done = 0
 
     def run(self) -> Tensor:
         """Make one step on the next batch: forward, backward, clipping to norm 1, AdamW; return the loss."""
         inputs, targets = load_batch(self._batches, self._done, self._device)
         self._done += 1
-        with autocast(self._device, self._precision):
+        with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._narrow):
             loss: Tensor = self.model(inputs[0], targets[0])
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)

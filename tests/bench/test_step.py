@@ -210,10 +210,8 @@ def test_nanogpt_multiplies_as_much_as_ours(size):
 
 
 def test_a_rival_makes_the_steps_of_adamw_with_clipping():
-    def one(value):
-        return bench.FewBatches(((value[0][None], value[1][None]),))
-
-    rival = RivalStep("plain_eager", TINY, torch.device("cpu"), one(batch()), precision="fp32", lr=1e-2)
+    batches = bench.FewBatches((batch()[:, None],))
+    rival = RivalStep("plain_eager", TINY, torch.device("cpu"), batches, precision="fp32", lr=1e-2)
     torch.manual_seed(0)
     model = Plain(TINY)
     model(*batch()).backward()
@@ -230,6 +228,20 @@ def test_a_rival_makes_the_steps_of_adamw_with_clipping():
         # A gradient near eps is known to 1e-6 of the largest: its sign-like step is not.
         large = gradient.abs() > 1e-5 * gradient.abs().max()
         torch.testing.assert_close(after[name].double()[large], expected[large], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_products_of_a_rival_run_in_the_precision_and_its_weights_are_float32(precision, dtype):
+    rival = RivalStep(
+        "plain_eager", TINY, torch.device("cpu"), bench.FewBatches((batch()[:, None],)), precision=precision
+    )
+    found = []
+    for module in rival.model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_hook(lambda module, inputs, output: found.append(output.dtype))
+    rival.run()
+    assert found == [dtype] * (4 * 2 + 1)
+    assert {parameter.dtype for parameter in rival.model.parameters()} == {torch.float32}
 
 
 def test_batches_come_again():
