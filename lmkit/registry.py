@@ -261,9 +261,11 @@ class OptimizerFacts(Facts):
     Attributes:
         elementwise: whether every weight is updated from its own gradient and state alone, so that flat shards of
             parameters can be updated in its place.
+        keeps_masters: whether it has the method `keep_masters` of AdamW, which `train.precision = "bf16"` needs.
     """
 
     elementwise: bool = True
+    keeps_masters: bool = False
 
 
 @dataclass(frozen=True)

@@ -377,7 +377,7 @@ def compare_with_expected(rows: Rows, case: Case) -> None:
             row["peak_overhead"] = row["peak_bytes"] / alone - 1.0
         if row.get("parameter_bytes") and row["world_size"] > 1:
             row["expected_link_bytes"] = expected_link_bytes(
-                row["variant"], row["parameter_bytes"], row["world_size"], case.parallel
+                row["variant"], row["parameter_bytes"], row["world_size"], case.parallel, case.precision
             )
 
 

@@ -55,7 +55,7 @@ class RanksOptions(Table):
 
     rows: PositiveInt = 4
     """Sequences per rank and step."""
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Literal["fp32", "bf16", "bf16-autocast"] = "fp32"
     """Precision of the matrix products."""
     variants: Annotated[
         tuple[StrategyVariant, ...], AfterValidator(_todays_names), FlagNames(("--contenders",))
@@ -170,7 +170,9 @@ def _named_options(detail: str) -> dict[str, Any] | None:
     return named
 
 
-def expected_link_bytes(name: str, parameter_bytes: int, world_size: int, parallel: ParallelConfig) -> float:
+def expected_link_bytes(
+    name: str, parameter_bytes: int, world_size: int, parallel: ParallelConfig, precision: str = "fp32"
+) -> float:
     """Return what a rank must send per step, without flags and padding.
 
     An all-reduce of the gradients costs 2 (W-1)/W of their bytes, and so do a reduce-scatter and an all-gather
@@ -181,7 +183,8 @@ def expected_link_bytes(name: str, parameter_bytes: int, world_size: int, parall
     if name == "none":
         return 0.0
     options = parallel_of(name, parallel)
-    gradients = 0.5 if options.reduce_dtype == "bf16" and options.weights == "fp32" else 1.0
+    are_wide = options.weights == "fp32" and precision != "bf16"
+    gradients = 0.5 if options.reduce_dtype == "bf16" and are_wide else 1.0
     second_half = 1.0 if is_sharded(name) and name != TORCH_ZERO else gradients
     broadcast = 1.0 if name == TORCH_ZERO else 0.0
     return (gradients + second_half + broadcast) * (world_size - 1) / world_size * parameter_bytes
@@ -207,7 +210,8 @@ def make_training(name: str, case: Case, ranks: Ranks) -> TrainingStep:
         case.model,
         ranks,
         batches,
-        precision=case.precision,
+        # PyTorch's ZeRO keeps no masters of bf16 weights.
+        precision="bf16-autocast" if (case.precision, name) == ("bf16", TORCH_ZERO) else case.precision,
         parallel=parallel_of(name, case.parallel),
         make_optimizer=_torch_zero if name == TORCH_ZERO else None,
     )

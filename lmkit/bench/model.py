@@ -1,11 +1,12 @@
 """`lmkit bench model`: forward, forward + backward and whole steps over sizes, lengths, precisions and compilation.
 
-The variants of one model (how much of a step x precision) share its weights and are timed in interleaved rounds, on
-the wall clock: what a user waits for, dispatch included. What does not fit becomes a row.
+The variants of one model (how much of a step x precision) begin with the same weights and are timed in interleaved
+rounds, on the wall clock: what a user waits for, dispatch included. What does not fit becomes a row.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -106,7 +107,6 @@ def model(context: Context) -> Rows:
     if "fp16" in options.precisions and not on_gpu:
         _refuse_fp16()
     limits = context.limits(options.precisions)
-    before = memory_in_use(context.device)
     rows: Rows = []
     # The study comes first: a warm-up of zero steps is about a process that has run nothing.
     for compiled in options.compile if options.warmup_study else ():
@@ -118,7 +118,7 @@ def model(context: Context) -> Rows:
     ]
     for done, case in enumerate(models):
         context.progress("models", done, len(models))
-        found = _measure(_config(*case, options), context, limits, before)
+        found = _measure(_config(*case, options), context, limits)
         rows += found
         context.keep(found)
     context.progress("models", len(models), len(models))
@@ -157,7 +157,7 @@ def _row(config: ModelConfig, options: Options, part: str, mode: str, precision:
     }
 
 
-def _build(config: ModelConfig, context: Context) -> TrainingStep:
+def _build(config: ModelConfig, precision: str, context: Context) -> TrainingStep:
     import torch
 
     from lmkit.data.batches import RandomTokens
@@ -169,15 +169,11 @@ def _build(config: ModelConfig, context: Context) -> TrainingStep:
     batches = RandomTokens(
         config.vocab_size, batch_size=options.batch_size, context_length=config.context_length, seed=seed
     )
-    return TrainingStep(config, context.ranks, batches, precision=options.precisions[0], seed=seed)
+    return TrainingStep(config, context.ranks, batches, precision=precision, seed=seed)
 
 
-def _measure(config: ModelConfig, context: Context, limits: Limits, before: int) -> Rows:
-    """Return one row per mode and precision of one model.
-
-    Args:
-        before: bytes in use before the bench.
-    """
+def _measure(config: ModelConfig, context: Context, limits: Limits) -> Rows:
+    """Return one row per mode and precision of one model."""
     options = context.options
     # Cheap modes first: the optimizer's state must not count in what a forward pass needs.
     rows: dict[Variant, dict[str, Any]] = {
@@ -186,26 +182,31 @@ def _measure(config: ModelConfig, context: Context, limits: Limits, before: int)
         if mode in options.modes
         for precision in options.precisions
     }
-    step: TrainingStep | None = None
+    steps: dict[str, TrainingStep] = {}
+    own_bytes: Counter[str] = Counter()  # of each precision's step
     too_large = too_large_for_host(config, context)
 
     def build(variant: Variant, row: dict[str, Any]) -> Work | None:
-        nonlocal step
         if too_large:
             row |= not_enough_memory(too_large)
             return None
-        step = step or _build(config, context)
-        step.optimizer.zero_grad(set_to_none=True)  # a variant that did not fit left some
-        call = partial(_call, step, *variant)
+        mode, precision = variant
+        for step in steps.values():
+            step.optimizer.zero_grad(set_to_none=True)  # a variant that did not fit left some
+        others = memory_in_use(context.device) - own_bytes[precision]
+        if precision not in steps:
+            steps[precision] = _build(config, precision, context)
+        call = partial(_call, steps[precision], mode)
         call()  # compiles and autotunes, which takes memory of its own
+        own_bytes[precision] = memory_in_use(context.device) - others
         with track_peak(context.device) as peak:
             call()
-        row["peak_gb"] = (peak.peak_bytes - before) / GB
+        row["peak_gb"] = (peak.peak_bytes - others) / GB
         return call
 
     def time_together(left: dict[Variant, Work]) -> dict[Variant, tuple[float, ...]]:
-        assert step is not None
-        step.optimizer.zero_grad(set_to_none=True)
+        for step in steps.values():
+            step.optimizer.zero_grad(set_to_none=True)
         timings = time_variants(
             {" ".join(variant): call for variant, call in left.items()},
             device=context.device,
@@ -226,13 +227,12 @@ def _measure(config: ModelConfig, context: Context, limits: Limits, before: int)
             ratio = paired_ratio(samples_ms, samples[mode, "fp32"])
             row |= ratio_fields(ratio, "versus_fp32", "versus_fp32_verdict")
     calls.clear()
-    step = None
+    steps.clear()
     release_memory(context.device)
     return list(rows.values())
 
 
-def _call(step: TrainingStep, mode: str, precision: str) -> object:
-    step.set_precision(precision)
+def _call(step: TrainingStep, mode: str) -> object:
     return {"forward": step.forward, "fwd+bwd": step.forward_backward, "step": step.run}[mode]()
 
 
@@ -270,7 +270,7 @@ def _study_warmup(config: ModelConfig, warmup: int, context: Context) -> dict[st
         return row | not_enough_memory(too_large)
     clock = clock_for(context.device, "wall")
     with out_of_memory_is_a_row(row, context.device):
-        step = _build(config, context)
+        step = _build(config, context.options.precisions[0], context)
         for _ in range(warmup):
             step.run()
         samples = [clock.sample_ms(step.run, 1, before=()) for _ in range(STUDY_STEPS)]

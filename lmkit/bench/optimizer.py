@@ -81,7 +81,8 @@ def optimizer(context: Context) -> Rows:
 
     options, ranks = context.options, context.ranks
     case = case_of(context.recipe, options, "optimizer")
-    limits = context.limits([options.precision]) if ranks.is_first else None
+    dtype = options.precision.removesuffix("-autocast")
+    limits = context.limits([dtype]) if ranks.is_first else None
     claim_workspaces(ranks.device)
     names = options.variants or default_variants()
     flops = flops_per_token(case.model, case.model.context_length)
@@ -103,7 +104,7 @@ def optimizer(context: Context) -> Rows:
         row["tokens_per_s"] = ranks.world_size * case.tokens_per_step / row["step_ms"] * 1e3
         rate = row["tokens_per_s"] / ranks.world_size * flops
         row |= {"precision": case.precision, "flops_per_token": flops}
-        row |= mfu_fields(rate, ranks.device, case.precision, limits)
+        row |= mfu_fields(rate, ranks.device, dtype, limits)
         rows.append(row)
         context.keep([row])
         del built

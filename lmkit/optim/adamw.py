@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,6 +23,8 @@ SWEEP_ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 26}
 # Devices and dtypes for which a kernel of ours updates in one pass over memory.
 ONE_PASS_DEVICES = {"cuda"}
 ONE_PASS_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
+MASTER = "master"
+"""Name of the state that holds the float32 weights behind narrower ones."""
 MOST_LAUNCHES = 64
 """Lists of parameters whose addresses are kept from step to step; a model has a few."""
 
@@ -77,7 +79,8 @@ class AdamW(torch.optim.Optimizer):
 
     State per parameter: `step` (float32 scalar, on the CPU; on the device after a decision), `exp_avg`, `exp_avg_sq`
     (as the parameter), as in `torch.optim.AdamW`; either loads the other's state, unless it was made with `maximize`
-    or `amsgrad`. A gradient may have another dtype than its parameter, where the parameter's `grad_dtype` allows it.
+    or `amsgrad`. With `keep_masters` there is also `master`, whose dtype the moments have. A gradient may have
+    another dtype than its parameter, where the parameter's `grad_dtype` allows it.
 
     On CUDA devices, `lmkit.kernels.adamw` updates contiguous parameters of at most 32 bits in one pass over memory,
     in float32. Everything else is updated by operations over many tensors (`_update_by_operations`, to read).
@@ -118,8 +121,30 @@ class AdamW(torch.optim.Optimizer):
         for setting in ("maximize", "amsgrad"):
             if any(group.get(setting) for group in state_dict["param_groups"]):
                 raise ValueError(f"the state was made with {setting}=True, which this AdamW does not support")
+        masters = {param for param, state in self.state.items() if MASTER in state}
         super().load_state_dict(state_dict)
         self._cohorts.clear()
+        # The base class casts state to the parameter's dtype.
+        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        for index, param in zip(saved, params, strict=True):
+            state = state_dict["state"].get(index, {})
+            if MASTER in state or param in masters:
+                for name in state.keys() - {"step"}:
+                    self.state[param][name] = state[name].to(param.device, copy=True)
+            if param in masters and MASTER not in state:
+                self.state[param][MASTER] = param.detach().float()
+
+    def keep_masters(self, masters: Mapping[Tensor, Tensor]) -> None:
+        """Update these parameters as rounded copies of float32 weights, which the state `master` holds from now on.
+
+        Call it before the first step.
+
+        Args:
+            masters: parameter -> its value before rounding.
+        """
+        for param, master in masters.items():
+            self.state[param][MASTER] = master
 
     def _forget_tensors(self) -> None:
         self.gradient_factor: Tensor | None = None
@@ -172,7 +197,7 @@ class AdamW(torch.optim.Optimizer):
         if not isinstance(lr, Tensor):
             lr = torch.full((), lr, dtype=torch.float64, device=device)
         for alike in self._count_on_device(updates, decision):
-            step = self.state[alike[0].param]["step"]
+            step = alike[0].state["step"]
             decided = decide(decision, step, lr, self._settings[device, settings])
             self._update_in_one_pass(alike, Scalars(beta1, beta2, 0, 0, 0), decided)
 
@@ -188,18 +213,20 @@ class AdamW(torch.optim.Optimizer):
             if param.grad is None:
                 continue
             state = self.state[param]
-            if not state:
+            master = state.get(MASTER)
+            exact, copy = (param, self.copies.get(param)) if master is None else (master, param)
+            if "step" not in state:
                 state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
-                state["exp_avg"] = torch.zeros_like(param)
-                state["exp_avg_sq"] = torch.zeros_like(param)
-            update = Update(param, param.grad, state["exp_avg"], state["exp_avg_sq"], self.copies.get(param))
+                state["exp_avg"] = torch.zeros_like(exact)
+                state["exp_avg_sq"] = torch.zeros_like(exact)
+            update = Update(exact, param.grad, state["exp_avg"], state["exp_avg_sq"], copy, state)
             by_kind.setdefault(_kind(update), []).append(update)
         return by_kind
 
     def _count(self, updates: list[Update]) -> dict[int, list[Update]]:
         """Count the step; group the updates by their number of steps."""
         self._cohorts.clear()
-        states = [self.state[update.param] for update in updates]
+        states = [update.state for update in updates]
         for state in states:
             state["step"] = state["step"].cpu()  # the device counted before
         torch._foreach_add_([state["step"] for state in states], 1)
@@ -217,7 +244,7 @@ class AdamW(torch.optim.Optimizer):
         sizes = Counter(self._cohorts.values())
         before: dict[tuple[str, int], list[Update]] = {}
         for update in updates:
-            state = self.state[update.param]
+            state = update.state
             if update.param in self._cohorts:
                 before.setdefault(("cohort", self._cohorts[update.param]), []).append(update)
             else:
@@ -227,7 +254,7 @@ class AdamW(torch.optim.Optimizer):
         for (known, number), alike in before.items():
             if known == "steps" or len(alike) < sizes[number]:
                 self._cohorts |= dict.fromkeys([update.param for update in alike], next(numbers))
-        counts = [self.state[update.param]["step"] for update in updates]
+        counts = [update.state["step"] for update in updates]
         made = (decision != 0).to(counts[0])
         torch._foreach_add_(counts, [made] * len(counts))  # a single tensor would be read by the host
         return list(before.values())
@@ -267,20 +294,26 @@ class AdamW(torch.optim.Optimizer):
         self._launches[which](*columns, scalars, factor, decided)
 
 
-@OPTIMIZERS.register("adamw", order=1)
+@OPTIMIZERS.register("adamw", order=1, keeps_masters=True)
 def make_adamw(groups: list[dict[str, Any]], options: OptimizerConfig) -> AdamW:
     """Make the optimizer of the recipe's table `[optimizer]`; the groups hold the weight decay."""
     return AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps)
 
 
 class Update(NamedTuple):
-    """The tensors of one parameter's update."""
+    """The tensors of one parameter's update.
+
+    Attributes:
+        param: the parameter or its master, of which the parameter is then the copy.
+        state: of the parameter.
+    """
 
     param: Tensor
     grad: Tensor
     mean: Tensor
     square: Tensor
     copy: Tensor | None
+    state: dict[str, Any]
 
 
 class _Kind(NamedTuple):
@@ -302,16 +335,14 @@ def _columns(
     updates: list[Update],
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
     """Return parameters, gradients, moments and copies (perhaps none) of updates of one kind."""
-    params, grads, means, squares, copies = map(list, zip(*updates, strict=True))
+    params, grads, means, squares, copies, _ = map(list, zip(*updates, strict=True))
     return params, grads, means, squares, [copy for copy in copies if copy is not None]
 
 
 def _kind(update: Update) -> _Kind:
-    param, grad, mean, square, copy = update
+    param, grad, *others, copy, _ = update
     copy_dtype = None if copy is None else copy.dtype
-    contiguous = (
-        param.is_contiguous() and grad.is_contiguous() and mean.is_contiguous() and square.is_contiguous()
-    )
+    contiguous = all(tensor is None or tensor.is_contiguous() for tensor in (param, grad, *others, copy))
     return _Kind(param.device, param.dtype, grad.dtype, copy_dtype, contiguous)
 
 

@@ -51,8 +51,12 @@ def gradient_norm(grads: list[Tensor]) -> Tensor:
     """
     if not grads:
         return torch.zeros(())
-    wide = functools.reduce(torch.promote_types, {grad.dtype for grad in grads}, torch.float32)
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2, wide)))
+    dtypes = sorted({grad.dtype for grad in grads}, key=str)
+    wide = functools.reduce(torch.promote_types, dtypes, torch.float32)
+    # One call per dtype: a list of several is worked on tensor by tensor.
+    alike = [[grad for grad in grads if grad.dtype == dtype] for dtype in dtypes]
+    norms = [norm for group in alike for norm in torch._foreach_norm(group, 2, wide)]
+    return torch.linalg.vector_norm(torch.stack(norms))
 
 
 @torch.no_grad()

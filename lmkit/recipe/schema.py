@@ -141,6 +141,15 @@ def _shards_fit_the_optimizer(tables: Mapping[str, Any]) -> Iterator[str]:
         yield f'parallel.strategy: "{strategy}" cuts flat shards, but "{optimizer.name}" updates whole matrices'
 
 
+def _masters_have_a_keeper(tables: Mapping[str, Any]) -> Iterator[str]:
+    train, optimizer = tables.get("train"), tables.get("optimizer")
+    if not train or not optimizer or train.precision != "bf16":
+        return
+    if not OPTIMIZERS.facts(optimizer.name).keeps_masters:
+        why = f'bf16 weights need float32 masters, which "{optimizer.name}" does not keep'
+        yield f'train.precision: {why}; use "bf16-autocast"'
+
+
 def _model_holds_the_vocabulary(tables: Mapping[str, Any]) -> Iterator[str]:
     corpus, tokenizer, data, model = map(tables.get, ("corpus", "tokenizer", "data", "model"))
     if not (corpus and tokenizer and data and model):
@@ -157,6 +166,7 @@ CHECKS: tuple[Check, ...] = (
     _random_tokens_need_a_vocabulary,
     _strategy_uses_its_keys,
     _shards_fit_the_optimizer,
+    _masters_have_a_keeper,
 )
 CHECKS_BEFORE_TOKENS: tuple[Check, ...] = (*CHECKS, _model_holds_the_vocabulary)
 """Checks of a recipe whose tokenizer is still to be trained. It may reach fewer tokens than the recipe asks for, so

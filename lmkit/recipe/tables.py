@@ -284,8 +284,9 @@ class TrainConfig(Table):
     """Sequences per optimizer step over all ranks; accumulation and ranks divide it."""
     accumulation: PositiveInt = 1
     """Micro-batches per optimizer step."""
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Dtype of the matrix products (autocast); weights and optimizer state stay in fp32."""
+    precision: Literal["fp32", "bf16", "bf16-autocast", "fp16"] = "fp32"
+    """Dtype of the matrix products. `bf16` holds the matrices in bf16, and fp32 masters in the optimizer;
+    `bf16-autocast` and `fp16` cast fp32 weights in every pass."""
     grad_clip: NonNegativeFloat = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
     log_interval: PositiveInt = 10

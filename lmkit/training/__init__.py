@@ -30,7 +30,7 @@ __getattr__, __dir__, __all__ = exports(
         "CheckpointWriter": "checkpoint_writer",
         "Evaluation": "evaluation",
         "HeldOut": "evaluation",
-        "LossScale": "step",
+        "LossScale": "precision",
         "Outcome": "step",
         "Retention": "checkpoint",
         "Step": "step",

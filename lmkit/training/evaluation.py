@@ -30,8 +30,8 @@ from lmkit.tokenizer import Tokenizer
 from lmkit.training.atomic_checkpoint import STATE
 from lmkit.training.checkpoint import newest_checkpoint, run_tokenizer
 from lmkit.training.model_state import plain_model
+from lmkit.training.precision import autocast, hold_weights
 from lmkit.training.process import numerics
-from lmkit.training.step import autocast
 
 
 @dataclass(frozen=True)
@@ -197,6 +197,7 @@ def evaluate_run(
     held_out = held_out_of(opened, checkpoint.state.model, train)
     with process_group(device) as ranks, numerics(recipe.run, ranks):
         model = plain_model(checkpoint, device=ranks.device)
+        hold_weights(model, train.precision)
         evaluation = evaluate(model, held_out, ranks, precision=train.precision)
     assert evaluation is not None
     return EvaluateResult(

@@ -23,12 +23,14 @@ from torch import nn
 from lmkit.errors import LmkitError, UsageError, reason
 from lmkit.model.accounting import count_parameters
 from lmkit.model.names import parameter_names, plain_name
+from lmkit.optim.adamw import MASTER
 from lmkit.parallel.protocol import ShardedState
 from lmkit.parallel.shards import BucketLayout, ShardLayout, consolidate
 from lmkit.registry import ATTENTION
 from lmkit.storage import write_atomic
 from lmkit.training.atomic_checkpoint import MODEL, STATE, damaged
 from lmkit.training.checkpoint import Checkpoint, parse_tensors
+from lmkit.training.precision import hold_weights
 
 if TYPE_CHECKING:
     from lmkit.model.transformer import TransformerLM
@@ -39,9 +41,6 @@ Tensors = Mapping[str, torch.Tensor]
 Layout = dict[str, Any]
 States = dict[str, dict[str, Any]]
 """parameter or bucket -> name of the state -> value"""
-
-MASTER = "master"
-"""Name of the fp32 weights behind bf16 ones, which a sharded optimizer keeps."""
 
 
 # A model and an optimizer in one file
@@ -117,6 +116,7 @@ def load_checkpoint(
         raise damaged(origin, "not a file of save_checkpoint")
     load_weights(model, weights, origin=origin)
     if optimizer is not None and groups is not None:
+        load_masters(optimizer, model, weights)
         load_optimizer_tensors(optimizer, model, [states], layout, origin=str(origin))
         try:
             for group, saved in zip(optimizer.param_groups, groups, strict=True):
@@ -222,6 +222,8 @@ def _model_with(
             hint="copy the whole checkpoint folder again, or use another one",
         )
     model = TransformerLM(config.model_copy(update={"attention": attention}), device=device)
+    if any(tensor.dtype == torch.bfloat16 for tensor in tensors.values()):
+        hold_weights(model, "bf16")
     load_weights(model, tensors, origin=path / MODEL)
     return model
 
@@ -281,6 +283,20 @@ def load_optimizer_tensors(
         ) from error
 
 
+def load_masters(optimizer: torch.optim.Optimizer, model: nn.Module, weights: Tensors) -> None:
+    """Load the masters of bf16 weights, if the optimizer keeps some, from whole weights of any dtype.
+
+    Call it after the model's weights were loaded, and before the state: that may hold masters of its own.
+    """
+    if isinstance(optimizer, ShardedState):
+        optimizer.load_masters(weights)
+        return
+    for parameter, shapes in _held(optimizer, model).items():
+        master = optimizer.state.get(parameter, {}).get(MASTER)
+        if master is not None:
+            master.copy_(torch.cat([weights[name].reshape(-1) for name in shapes]).view_as(master))
+
+
 def _load_into_shards(
     optimizer: ShardedState, model: nn.Module, grouped: list[States], layout: Layout | None
 ) -> None:
@@ -313,9 +329,14 @@ def _load_into_whole(optimizer: torch.optim.Optimizer, model: nn.Module, whole: 
         if not shapes.keys() & whole.keys():
             continue
         restored = _join({name: whole[name] for name in shapes}, shapes, parameter)
+        kept = optimizer.state.get(parameter, {}).get(MASTER)
         if MASTER in restored:
             with torch.no_grad():
-                parameter.copy_(restored.pop(MASTER))
+                parameter.copy_(restored[MASTER])
+            if kept is None:
+                del restored[MASTER]
+        elif kept is not None:
+            restored[MASTER] = kept  # of `load_masters`
         optimizer.state[parameter] = restored
 
 

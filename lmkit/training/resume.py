@@ -7,7 +7,6 @@ from itertools import takewhile
 from pathlib import Path
 
 from lmkit.errors import UsageError
-from lmkit.parallel.protocol import ShardedState
 from lmkit.recipe import changes as rule
 from lmkit.recipe.load import differences, validate
 from lmkit.recipe.run_folder import CHECKPOINTS
@@ -15,7 +14,7 @@ from lmkit.recipe.schema import Recipe
 from lmkit.storage import keep_damaged
 from lmkit.training.atomic_checkpoint import STATE, Choice, newest_valid, saved_steps, verify
 from lmkit.training.checkpoint import Checkpoint, open_checkpoint
-from lmkit.training.model_state import load_optimizer_tensors, load_weights
+from lmkit.training.model_state import load_masters, load_optimizer_tensors, load_weights
 from lmkit.training.state import DataIdentity, TrainingState, restore_rng
 from lmkit.training.step import Step
 from lmkit.training.trainer import Moment
@@ -114,8 +113,7 @@ def restore(checkpoint: Checkpoint, step: Step) -> Moment:
     state, ranks = checkpoint.state, step.ranks
     weights = checkpoint.model_tensors()
     load_weights(step.model, weights, origin=checkpoint.path)
-    if isinstance(step.optimizer, ShardedState):
-        step.optimizer.load_masters(weights)
+    load_masters(step.optimizer, step.model, weights)
     load_optimizer_tensors(
         step.optimizer,
         step.model,

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lmkit import __version__
@@ -24,11 +25,12 @@ from lmkit.parallel.protocol import MakeOptimizer, build_strategy
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig, OptimizerConfig, ParallelConfig
-from lmkit.registry import OPTIMIZERS
+from lmkit.registry import OPTIMIZERS, STRATEGIES
 from lmkit.training.model_state import optimizer_layout
+from lmkit.training.precision import PRODUCTS, autocast, hold_weights
 from lmkit.training.run_data import Data, resolved_tables
 from lmkit.training.state import TrainingState, capture_rng
-from lmkit.training.step import PRECISIONS, Step, TrainableModel, autocast, load_batch
+from lmkit.training.step import Step, TrainableModel, load_batch
 
 ALONE = ParallelConfig(strategy="none")
 
@@ -61,6 +63,7 @@ def build_step(
 
     Raises:
         LmkitError: ranks have different models or fingerprints.
+        UsageError: the precision is "bf16" and the optimizer keeps no masters.
 
     Example:
 
@@ -71,16 +74,33 @@ def build_step(
     table = optimizer or OptimizerConfig()
     plain = TransformerLM(model, device=ranks.device)
     compile_model(plain, model.compile)
+    masters: dict[Tensor, Tensor] = {}
+    if precision == "bf16" and "weights" in STRATEGIES.facts(parallel.strategy).uses:
+        parallel = parallel.model_copy(update={"weights": "bf16"})  # the strategy keeps masters itself
+    else:
+        masters = hold_weights(plain, precision)
     sync = build_strategy(parallel, ranks)
     call = sync.attach(plain, fingerprint=fingerprint)
+    for master in masters.values() if ranks.world_size > 1 else ():
+        dist.broadcast(master, src=0)
 
     def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return OPTIMIZERS.load(table.name)(groups, table)
 
+    groups = decay_groups(plain.parameters(), table.weight_decay)
+    made = sync.build_optimizer(make_optimizer or make, groups)
+    if masters:
+        if not hasattr(made, "keep_masters"):
+            raise UsageError(
+                "train.no_masters",
+                f'train.precision: "bf16" needs float32 masters, which {type(made).__name__} does not keep',
+                hint='use "bf16-autocast", or the optimizer adamw',
+            )
+        made.keep_masters(masters)
     return Step(
         plain,
         cast(TrainableModel, call),  # attach keeps the model's `loss`
-        sync.build_optimizer(make_optimizer or make, decay_groups(plain.parameters(), table.weight_decay)),
+        made,
         sync,
         ranks,
         precision=precision,
@@ -130,7 +150,6 @@ class TrainingStep:
         torch.manual_seed(seed)
         self.step = build_step(config, ranks, **options)
         self.model, self.optimizer = self.step.model, self.step.optimizer
-        self.set_precision = self.step.set_precision
         self._device = ranks.device
         self._batches = batches
         self._lr = lr
@@ -181,7 +200,7 @@ class TrainingStep:
 def check_device(recipe: Recipe, device: torch.device) -> None:
     """Refuse fp16 on a CPU and an attention kernel that does not run there, before anything is written or built."""
     model, train = resolved_tables(recipe)
-    one_query = torch.empty(1, 1, 1, model.head_dim, dtype=PRECISIONS[train.precision], device=device)
+    one_query = torch.empty(1, 1, 1, model.head_dim, dtype=PRODUCTS[train.precision], device=device)
     check_kernel(model.attention, one_query)
     if train.precision == "fp16" and device.type == "cpu":
         raise UsageError(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
@@ -17,21 +17,11 @@ from lmkit.parallel.collectives import largest_on_any_rank
 from lmkit.parallel.protocol import GradientSync
 from lmkit.parallel.ranks import Ranks
 from lmkit.parallel.sharded_optimizer import Zero1Optimizer
-from lmkit.training.state import LossScaleState
+from lmkit.training.precision import GradientSums, LossScale, autocast
 
-PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-GROWTH_INTERVAL = 2000
-INITIAL_SCALE = 65536.0
-SMALLEST_SCALE = 1.0
 _FLAGS = 4
 """Flags of a report, see `Step._report`; floats follow."""
 _LEAST = torch.iinfo(torch.int32).min
-
-
-def autocast(device: torch.device, precision: str) -> AbstractContextManager:
-    """Run matrix products in `precision`; for "fp32" change nothing."""
-    dtype = PRECISIONS[precision]
-    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
 def load_batch(batches: BatchSource, step: int, device: torch.device) -> Batch:
@@ -131,7 +121,7 @@ class Step:
     Args:
         model: the plain model.
         call: what `GradientSync.attach` returned for it: `call.loss(ids, targets)` is the mean loss.
-        precision: of the matrix products: "fp32", "bf16" or "fp16" (with loss scaling).
+        precision: how the model computes; see `lmkit.training.precision`.
         grad_clip: largest norm of the gradient; 0 does not clip.
         max_skips: after more steps in a row whose loss or gradient is not finite, no further step changes anything.
             None: every step is judged by itself.
@@ -164,12 +154,8 @@ class Step:
         self._wished = Wishes()
         self._wishes = torch.zeros(2, dtype=torch.int32, device=ranks.device)
         self._max_norm = grad_clip or math.inf
-        self.set_precision(precision)
-
-    def set_precision(self, precision: str) -> None:
-        """Change the precision of the matrix products; weights and optimizer state stay."""
         self.precision = precision
-        self.loss_scale = LossScale(self.ranks.device) if precision == "fp16" else None
+        self.loss_scale = LossScale(ranks.device) if precision == "fp16" else None
 
     @property
     def runs_ahead(self) -> bool:
@@ -208,14 +194,19 @@ class Step:
             inputs, targets: int64, (accumulation, rows, seq), on the device.
         """
         total = torch.zeros((), device=inputs.device)
+        sums = GradientSums(self.model.parameters() if len(inputs) > 2 else ())
         scale = (1.0 if self.loss_scale is None else self.loss_scale.scale) / len(inputs)
         for index, (ids, wanted) in enumerate(zip(inputs, targets, strict=True)):
             is_last = index == len(inputs) - 1
+            if is_last:
+                sums.give()
             with nullcontext() if is_last else self.sync.no_sync():
                 with range_("forward"), autocast(self.ranks.device, self.precision):
                     loss = self.call.loss(ids, wanted)  # (rows, seq) -> scalar
                 with range_("backward"):
                     (loss * scale).backward()
+            if not is_last:
+                sums.take()
             total += loss.detach().float()
         return total / len(inputs)
 
@@ -286,49 +277,3 @@ class Step:
             self.skipped.copy_(torch.where(is_over, self.skipped, (self.skipped + 1) * nonfinite))
         flags = torch.stack((agreed[0], nonfinite, agreed[1], applied))  # int32: the widest of them
         return torch.cat((flags, agreed[3:], norm.view(torch.int32)[None]))
-
-
-class LossScale:
-    """Scale the loss dynamically for fp16 (Micikevicius et al. 2018, "Mixed Precision Training", section 3.2).
-
-    Gradients below 6e-8 vanish in fp16, so the loss is multiplied by a factor and the gradients are divided by it
-    before anything reads them. The factor is halved when a gradient overflows (that step is skipped) and doubled
-    after `GROWTH_INTERVAL` good steps. Unlike torch's GradScaler it does not decide itself, so that all ranks share
-    one decision. The host reads nothing but the `state` of a checkpoint.
-
-    Attributes:
-        scale: the factor; a float32 scalar on the device.
-    """
-
-    def __init__(self, device: torch.device | str = "cpu") -> None:
-        self.scale = torch.full((), INITIAL_SCALE, device=device)
-        self._good_steps = torch.zeros((), dtype=torch.int32, device=device)
-
-    def unscale_(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Divide the gradients by the factor."""
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        if gradients:
-            torch._foreach_mul_(gradients, 1.0 / self.scale)
-
-    def judge(self, bad: torch.Tensor) -> torch.Tensor:
-        """Count a good step, or halve the factor after an overflow.
-
-        Args:
-            bad: whether the loss or gradient is not finite; a bool scalar on the device.
-
-        Returns:
-            Whether that is real, because the factor is at its minimum; a bool scalar on the device.
-        """
-        can_shrink = self.scale > SMALLEST_SCALE
-        good_steps = (self._good_steps + 1) * ~bad
-        grows = good_steps >= GROWTH_INTERVAL
-        self._good_steps.copy_(good_steps * ~grows)
-        self.scale *= 1 + grows.float() - 0.5 * (bad & can_shrink)
-        return bad & ~can_shrink
-
-    def state(self) -> LossScaleState:
-        return LossScaleState(scale=self.scale.item(), good_steps=int(self._good_steps))
-
-    def restore(self, state: LossScaleState) -> None:
-        self.scale.fill_(state.scale)
-        self._good_steps.fill_(state.good_steps)

@@ -157,7 +157,7 @@ class Trainer:
         self._end = train.steps if stop_at_step is None else min(stop_at_step, train.steps)
         self._learning_rate = learning_rate(recipe.optimizer, train.steps)
         self._tokens_per_step = train.batch_size * model.context_length  # over all ranks
-        peak = known_peak(device_name(ranks.device), train.precision)
+        peak = known_peak(device_name(ranks.device), train.precision.removesuffix("-autocast"))
         self._flops_share = None if peak is None else flops_per_token(model, model.context_length) / peak
         folder = recipe.run.path / CHECKPOINTS
         retention = Retention(folder, keep_last=keep.keep_last, keep_best=keep.keep_best)

@@ -113,6 +113,48 @@ def test_state_has_torchs_names_and_loads_both_ways() -> None:
     assert_equals_torch(ours, theirs)
 
 
+def narrow(exact: list) -> tuple[list, AdamW]:
+    """bf16 parameters whose masters are copies of `exact`, and their optimizer."""
+    params = [torch.nn.Parameter(param.detach().bfloat16()) for param in exact]
+    optimizer = AdamW(params, **SETTINGS)
+    optimizer.keep_masters({p: e.detach().clone() for p, e in zip(params, exact, strict=True)})
+    return params, optimizer
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_bf16_parameters_are_rounded_masters_also_after_their_state_was_loaded(saved: bool) -> None:
+    """`load_state_dict` of torch casts state to the parameter's dtype."""
+    gradients = [[grad.bfloat16() for grad in grads] for grads in recorded(20)]
+    exact, initial = parameters(), parameters()
+    expected = AdamW(exact, **SETTINGS)
+    run(expected, gradients)
+    params, optimizer = narrow(initial)
+    run(optimizer, gradients[:7])
+    if saved:
+        state = copy.deepcopy(optimizer.state_dict())
+        params, optimizer = narrow([torch.zeros_like(param) for param in initial])
+        optimizer.load_state_dict(state)
+    run(optimizer, gradients[7:], start=7)
+    for param, master in zip(params, exact, strict=True):
+        state = optimizer.state[param]
+        assert torch.equal(state["master"], master)
+        assert torch.equal(param, master.bfloat16())
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(state[name], expected.state[master][name])
+
+
+def test_masters_of_loaded_state_without_any_are_the_weights() -> None:
+    gradients = recorded(5)
+    theirs = parameters()
+    yours = torch.optim.AdamW(theirs, **SETTINGS)
+    run(yours, gradients)
+    params, optimizer = narrow(parameters())
+    optimizer.load_state_dict(yours.state_dict())
+    for param, other in zip(params, theirs, strict=True):
+        assert torch.equal(optimizer.state[param]["master"], param.float())
+        assert torch.equal(optimizer.state[param]["exp_avg"], yours.state[other]["exp_avg"])
+
+
 @pytest.mark.parametrize("setting", ["maximize", "amsgrad"])
 def test_state_of_another_rule_is_refused(setting: str) -> None:
     theirs, mine = torch.optim.AdamW(parameters(), **{setting: True}), AdamW(parameters(), **SETTINGS)
@@ -263,7 +305,7 @@ def test_sweeps_hold_as_much_as_fits_and_at_least_one(monkeypatch: pytest.Monkey
         (11, 3, 12, 8): [[11], [3], [12], [8]],
         (25,): [[25]],
     }.items():
-        updates = [Update(*[torch.zeros(n)] * 4, None) for n in sizes]
+        updates = [Update(*[torch.zeros(n)] * 4, None, {}) for n in sizes]
         assert [[update.param.numel() for update in sweep] for sweep in sweeps(updates)] == expected
 
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from lmkit.errors import LmkitError
 from lmkit.parallel.ranks import RENDEZVOUS_VARIABLE, Ranks, hosted_store
 from lmkit.recipe.load import load_recipe
-from lmkit.training import checkpoint_writer, session, trainer
+from lmkit.training import checkpoint_writer, session, setup, trainer
 from lmkit.training.checkpoint import Retention
 from lmkit.training.process import StopSignals
 from lmkit.training.step import Step
@@ -247,6 +247,11 @@ def _in_the_save_of_step_3_while_step_6_waits_for_it(rank: int, happen: Happenin
     when_written(lambda: (_must(next_save.wait(PATIENCE_S)), happen(rank)))
 
 
+def _other_first_weights_on_rank_1(rank: int) -> None:
+    if rank == 1:
+        around(setup, "TransformerLM", lambda original, *a, **b: (torch.rand(3), original(*a, **b))[1])
+
+
 def _die(rank: int) -> None:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -333,6 +338,7 @@ PLACES: dict[str, Callable[[int, Happening], None]] = {
     "in a save that is waited for": _in_the_save_of_step_3_while_step_6_waits_for_it,
 }
 FAULTS: dict[str, Callable[[int], None]] = {
+    "other first weights on rank 1": _other_first_weights_on_rank_1,
     "no fault: random numbers are drawn": _draw_in_every_step,
     "nan loss on rank 1": _nan_loss_on_rank_1,
     "nan loss on rank 1, found a step late": _nan_loss_on_rank_1_found_a_step_late,

@@ -75,12 +75,24 @@ def test_whole_weights_survive_a_session_with_bf16_weights(
         assert torch.allclose(after[name], weights, rtol=0, atol=1e-10), name  # two updates of at most 1e-12
 
 
-@pytest.mark.parametrize("strategy", full_except("zero1", "naive", "bucketed", "torch_ddp"))
+@pytest.mark.parametrize(
+    ("strategy", "precision"),
+    full_except(
+        ("zero1", "fp32"),
+        ("naive", "fp32"),
+        ("bucketed", "fp32"),
+        ("torch_ddp", "fp32"),
+        ("zero1", "bf16"),
+        ("bucketed", "bf16"),
+        ("torch_ddp", "bf16"),
+    ),
+)
 def test_fault_54_two_ranks_resume_bit_for_bit(
-    strategy: str, fleet: Fleet, tiny: Tiny, settings: Settings
+    strategy: str, precision: str, fleet: Fleet, tiny: Tiny, settings: Settings
 ) -> None:
     chosen = f"parallel.strategy={strategy}"
-    whole, parts = settings(chosen, "run.name=whole"), settings(chosen, "run.name=parts")
+    both = (chosen, f"train.precision={precision}", "train.accumulation=4")
+    whole, parts = settings(*both, "run.name=whole"), settings(*both, "run.name=parts")
     options = {"ranks": 2, "fault": "no fault: random numbers are drawn"}
     assert fleet.train(whole, **options) == [0, 0], fleet.said()
     assert fleet.train(parts, **options, stop_at_step=5) == [0, 0], fleet.said()

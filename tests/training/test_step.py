@@ -13,8 +13,9 @@ from lmkit.optim.adamw import AdamW, decay_groups
 from lmkit.parallel.none import NoSync
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.tables import ModelConfig, ParallelConfig
+from lmkit.training.precision import GROWTH_INTERVAL, INITIAL_SCALE, LossScale
 from lmkit.training.state import LossScaleState
-from lmkit.training.step import GROWTH_INTERVAL, INITIAL_SCALE, LossScale, Outcome, Step, Wishes
+from lmkit.training.step import Outcome, Step, Wishes
 
 CONFIG = ModelConfig(vocab_size=64, context_length=8, d_model=16, d_ff=32, num_layers=1, num_heads=2)
 
@@ -160,7 +161,8 @@ def test_a_wish_to_stop_comes_back_and_the_step_is_still_made() -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "dtype"), [("fp32", None), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+    ("precision", "dtype"),
+    [("fp32", None), ("bf16", None), ("bf16-autocast", torch.bfloat16), ("fp16", torch.float16)],
 )
 def test_products_run_in_the_precision_of_the_recipe(precision: str, dtype: torch.dtype | None) -> None:
     job, seen = Job(precision=precision, dtype=torch.float32), []

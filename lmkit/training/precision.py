@@ -1,0 +1,127 @@
+"""What `train.precision` means.
+
+| precision | weights | matrix products | masters, moments |
+|-|-|-|-|
+| `fp32` | float32 | float32 | weights, float32 |
+| `bf16` | matrices bf16, gains float32 | bf16 | float32, float32 |
+| `bf16-autocast` | float32, cast anew in every pass | bf16 (`torch.autocast`) | weights, float32 |
+| `fp16` | float32, cast anew in every pass | fp16 (`torch.autocast`), loss scaled | weights, float32 |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from lmkit.training.state import LossScaleState
+
+PRODUCTS = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "bf16-autocast": torch.bfloat16,
+    "fp16": torch.float16,
+}
+"""precision -> dtype of the matrix products."""
+GROWTH_INTERVAL = 2000
+INITIAL_SCALE = 65536.0
+SMALLEST_SCALE = 1.0
+
+
+def autocast(device: torch.device, precision: str) -> AbstractContextManager:
+    """Run matrix products in `precision`, where the weights do not have its dtype."""
+    if precision in ("fp32", "bf16"):
+        return nullcontext()
+    return torch.autocast(device.type, dtype=PRODUCTS[precision])
+
+
+@torch.no_grad()
+def hold_weights(model: nn.Module, precision: str) -> dict[Tensor, Tensor]:
+    """Cast the matrices of a model to bf16, in place, if the precision is "bf16".
+
+    Returns:
+        parameter -> its value before that, where it was wider.
+    """
+    masters: dict[Tensor, Tensor] = {}
+    for parameter in model.parameters() if precision == "bf16" else ():
+        if parameter.dim() >= 2 and parameter.dtype != torch.bfloat16:
+            masters[parameter] = parameter.detach()
+            parameter.data = parameter.detach().bfloat16()
+    return masters
+
+
+class GradientSums:
+    """Add up the gradients of micro-batches in float32.
+
+    The strategies reduce gradients in the dtype of their parameters. So only the last micro-batch adds to a narrow
+    gradient, the rounded sum of those before it, however many they are.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._parameters = [p for p in parameters if p.requires_grad and p.dtype == torch.bfloat16]
+        self._sums: dict[Tensor, Tensor] = {}
+
+    def take(self) -> None:
+        """Add the gradients of one micro-batch, and drop them."""
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                continue
+            if parameter in self._sums:
+                self._sums[parameter] += parameter.grad
+            else:
+                self._sums[parameter] = parameter.grad.float()
+            parameter.grad = None
+
+    def give(self) -> None:
+        """Set the gradients to the sums."""
+        for parameter, total in self._sums.items():
+            parameter.grad = total.to(parameter.dtype)
+        self._sums.clear()
+
+
+class LossScale:
+    """Scale the loss dynamically for fp16 (Micikevicius et al. 2018, "Mixed Precision Training", section 3.2).
+
+    Gradients below 6e-8 vanish in fp16, so the loss is multiplied by a factor and the gradients are divided by it
+    before anything reads them. The factor is halved when a gradient overflows (that step is skipped) and doubled
+    after `GROWTH_INTERVAL` good steps. Unlike torch's GradScaler it does not decide itself, so that all ranks share
+    one decision. The host reads nothing but the `state` of a checkpoint.
+
+    Attributes:
+        scale: the factor; a float32 scalar on the device.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.scale = torch.full((), INITIAL_SCALE, device=device)
+        self._good_steps = torch.zeros((), dtype=torch.int32, device=device)
+
+    def unscale_(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Divide the gradients by the factor."""
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, 1.0 / self.scale)
+
+    def judge(self, bad: torch.Tensor) -> torch.Tensor:
+        """Count a good step, or halve the factor after an overflow.
+
+        Args:
+            bad: whether the loss or gradient is not finite; a bool scalar on the device.
+
+        Returns:
+            Whether that is real, because the factor is at its minimum; a bool scalar on the device.
+        """
+        can_shrink = self.scale > SMALLEST_SCALE
+        good_steps = (self._good_steps + 1) * ~bad
+        grows = good_steps >= GROWTH_INTERVAL
+        self._good_steps.copy_(good_steps * ~grows)
+        self.scale *= 1 + grows.float() - 0.5 * (bad & can_shrink)
+        return bad & ~can_shrink
+
+    def state(self) -> LossScaleState:
+        return LossScaleState(scale=self.scale.item(), good_steps=int(self._good_steps))
+
+    def restore(self, state: LossScaleState) -> None:
+        self.scale.fill_(state.scale)
+        self._good_steps.fill_(state.good_steps)

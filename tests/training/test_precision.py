@@ -1,0 +1,209 @@
+"""bf16 weights and their float32 masters: in one step, in checkpoints, on several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from processes import Fleet
+from run_folders import losses, newest, refused, train_here
+
+from lmkit.errors import UsageError
+from lmkit.optim.clipping import gradient_norm
+from lmkit.parallel.ranks import Ranks
+from lmkit.recipe.schema import Recipe
+from lmkit.recipe.tables import ModelConfig, ParallelConfig
+from lmkit.registry import OPTIMIZERS
+from lmkit.training.evaluation import evaluate_run
+from lmkit.training.model_state import model_weights, plain_model
+from lmkit.training.precision import GradientSums
+from lmkit.training.resume import restore
+from lmkit.training.setup import build_step
+from lmkit.training.step import Step
+
+Tiny = Callable[..., Recipe]
+CONFIG = ModelConfig(vocab_size=64, context_length=8, d_model=16, d_ff=32, num_layers=1, num_heads=2)
+ZERO1 = ParallelConfig(strategy="zero1")
+
+
+def make_step(seed: int = 0, **options: Any) -> Step:
+    torch.manual_seed(seed)
+    return build_step(CONFIG, Ranks(), **options)
+
+
+def masters_of(step: Step) -> dict[torch.Tensor, torch.Tensor]:
+    return {p: state["master"] for p, state in step.optimizer.state.items() if "master" in state}
+
+
+def batch(accumulation: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randint(64, (2, 8, 8), generator=torch.Generator().manual_seed(1))
+    inputs, targets = ids.view(2, accumulation, 8 // accumulation, 8)
+    return inputs, targets
+
+
+def test_matrices_are_held_in_bf16_gains_and_masters_in_float32() -> None:
+    exact, step = make_step(), make_step(precision="bf16")
+    masters = masters_of(step)
+    for parameter, before in zip(step.model.parameters(), exact.model.parameters(), strict=True):
+        if parameter.dim() >= 2:
+            assert parameter.dtype == torch.bfloat16
+            assert torch.equal(masters[parameter], before)
+            assert torch.equal(parameter, before.bfloat16())
+        else:
+            assert parameter.dtype == torch.float32
+            assert parameter not in masters
+
+
+@pytest.mark.parametrize("parallel", [ParallelConfig(strategy="none"), ZERO1])
+def test_updates_too_small_for_bf16_add_up_in_the_masters(parallel: ParallelConfig) -> None:
+    """With lr = 1e-5 no bf16 weight of size 1 would ever move; after 400 steps of one sign it has moved by 4e-3."""
+    step = make_step(precision="bf16", parallel=parallel)
+    before = model_weights(step.model)["token_embeddings.weight"].clone()
+    for _ in range(400):
+        step(*batch(), lr=1e-5)
+    after = model_weights(step.model)["token_embeddings.weight"]
+    assert after.dtype == torch.bfloat16
+    large = before.abs() > 0.5
+    assert (after != before)[large].float().mean() > 0.3
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 8])
+def test_gradients_are_near_those_of_float32(accumulation: int) -> None:
+    exact, narrow = make_step(), make_step(precision="bf16")
+    for step in (exact, narrow):
+        step.accumulate(*batch(accumulation))
+    for (name, parameter), other in zip(
+        exact.model.named_parameters(), narrow.model.parameters(), strict=True
+    ):
+        assert parameter.grad is not None
+        assert other.grad is not None
+        assert other.grad.dtype == other.dtype
+        error = (other.grad.float() - parameter.grad).norm() / parameter.grad.norm()
+        assert error < 0.03, name  # bf16 has 8 bits: a few roundings of 2^-9 each
+
+
+def test_gradients_of_micro_batches_add_up_in_float32() -> None:
+    """1 + 100 x 2^-9 is 1 where bf16 adds."""
+    weight = torch.zeros(3, dtype=torch.bfloat16, requires_grad=True)
+    unused = torch.zeros(3, dtype=torch.bfloat16, requires_grad=True)
+    sums = GradientSums([weight, unused])
+    for value in (1.0, *[2.0**-9] * 100):
+        weight.grad = torch.full_like(weight, value)
+        sums.take()
+        assert weight.grad is None
+    sums.give()
+    assert torch.equal(weight.grad, torch.full_like(weight, 1 + 100 * 2.0**-9))
+    assert unused.grad is None
+
+
+def test_the_norm_of_gradients_of_two_dtypes_is_in_float32() -> None:
+    grads = [torch.full((300,), 0.1, dtype=torch.bfloat16), torch.full((100,), 0.2)]
+    expected = sum(grad.double().square().sum() for grad in grads) ** 0.5
+    assert gradient_norm(grads).dtype == torch.float32
+    torch.testing.assert_close(gradient_norm(grads).double(), expected, rtol=1e-6, atol=0)  # float32
+
+
+def test_float32_weights_become_masters_and_come_back(tiny: Tiny) -> None:
+    """As in checkpoints of the first edition, in which "bf16" meant autocast."""
+    recipe = tiny("train.precision=bf16-autocast")
+    train_here(recipe, stop_at_step=5)
+    checkpoint = newest(recipe)
+    weights = checkpoint.model_tensors()
+    for parallel in (ParallelConfig(strategy="none"), ZERO1):
+        step = make_step(1, precision="bf16", parallel=parallel)
+        assert restore(checkpoint, step).step == 5
+        for name, tensor in model_weights(step.model).items():
+            assert torch.equal(tensor, weights[name].to(tensor.dtype)), name
+        exact = step.optimizer.state_dict()["state"] if parallel is ZERO1 else step.optimizer.state
+        held = sorted(
+            abs(state["master"]).double().sum().item() for state in exact.values() if "master" in state
+        )
+        assert len(held) > 1
+        total = sum(
+            abs(w).double().sum().item() for w in weights.values() if parallel is ZERO1 or w.dim() > 1
+        )
+        assert sum(held) == pytest.approx(total, rel=1e-12)
+
+
+@pytest.mark.parametrize("saved_by", ["none", "zero1"])
+def test_a_checkpoint_with_masters_goes_on_under_every_precision_and_strategy(
+    saved_by: str, tiny: Tiny
+) -> None:
+    first = make_step(precision="bf16", parallel=ParallelConfig(strategy=saved_by))
+    checkpoint = _saved(first, tiny)
+    exact = make_step(1)
+    restore(checkpoint, exact)  # float32 weights: the masters
+    for options in (
+        {"precision": "bf16"},
+        {"precision": "bf16", "parallel": ZERO1},
+        {"precision": "bf16-autocast"},
+    ):
+        step = make_step(2, **options)
+        restore(checkpoint, step)
+        for name, tensor in model_weights(step.model).items():
+            assert torch.equal(tensor, model_weights(exact.model)[name].to(tensor.dtype)), (options, name)
+        for parameter, master in masters_of(step).items():
+            assert torch.equal(parameter, master.bfloat16())
+    assert any(torch.any(w != w.bfloat16()) for w in exact.model.parameters())
+
+
+def _saved(step: Step, tiny: Tiny) -> Any:
+    """Make three steps and save them as a run does."""
+    from lmkit.training.checkpoint import Retention
+    from lmkit.training.checkpoint_writer import CheckpointWriter
+    from lmkit.training.model_state import optimizer_tensors
+    from lmkit.training.run_data import Data
+    from lmkit.training.setup import initial_state
+
+    recipe = tiny("model.vocab_size=64")
+    for _ in range(3):
+        step(*batch(), lr=1e-3)
+    folder = recipe.run.path / "checkpoints"
+    writer = CheckpointWriter(folder, Ranks(), Retention(folder, keep_last=1, keep_best=0))
+    state = initial_state(recipe, step, Data(None, None)).model_copy(update={"step": 3})
+    tensors = optimizer_tensors(step.optimizer, step.model)
+    writer.save(state, model=model_weights(step.model), optimizer=tensors)
+    writer.wait_for_all()
+    return newest(recipe)
+
+
+def test_evaluation_and_generation_compute_in_bf16(tiny: Tiny) -> None:
+    recipe = tiny("train.precision=bf16")
+    result = train_here(recipe)
+    checkpoint = newest(recipe)
+    model = plain_model(checkpoint, device="cpu")
+    assert {p.dtype for p in model.parameters() if p.dim() >= 2} == {torch.bfloat16}
+    assert model(torch.zeros(1, 4, dtype=torch.int64)).dtype == torch.bfloat16
+    assert (
+        evaluate_run(recipe.run.path, device="cpu").loss == result.valid_loss == losses(recipe, "final")[0][1]
+    )
+    names = {name.rpartition(".")[2] for name in checkpoint.all_optimizer_shards()[0]}
+    assert names == {"step", "exp_avg", "exp_avg_sq", "master"}
+
+
+def test_an_optimizer_that_keeps_no_masters_is_refused(tiny: Tiny) -> None:
+    name = "without_masters"
+    if name not in OPTIMIZERS.names:
+        OPTIMIZERS.register(name)(lambda groups, options: torch.optim.SGD(groups, lr=options.lr))
+    with pytest.raises(UsageError) as caught:
+        tiny("train.precision=bf16", f"optimizer.name={name}")
+    assert "train.precision" in str(caught.value)
+    assert "bf16-autocast" in str(caught.value)
+    tiny("train.precision=bf16-autocast", f"optimizer.name={name}")
+    with refused("train.no_masters", "train.precision", "SGD"):
+        make_step(precision="bf16", make_optimizer=lambda groups: torch.optim.SGD(groups, lr=1.0))
+
+
+def test_all_ranks_take_the_masters_of_the_first(fleet: Fleet, tiny: Tiny, settings: Any) -> None:
+    """Rank 1 draws other weights. Losses on two ranks are those of one, up to rounding in bf16."""
+    narrow = ("train.precision=bf16", "parallel.strategy=bucketed", "train.accumulation=4")
+    for name, ranks in (("one", 1), ("two", 2)):
+        chosen = settings(*narrow, f"run.name={name}")
+        assert fleet.train(chosen, ranks=ranks, fault="other first weights on rank 1") == [0] * ranks, (
+            fleet.said()
+        )
+    one, two = (losses(tiny(*narrow, f"run.name={name}")) for name in ("one", "two"))
+    assert [loss for _, loss in two] == pytest.approx([loss for _, loss in one], rel=2e-3)
+    assert len(one) == 10
