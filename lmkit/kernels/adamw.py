@@ -158,6 +158,7 @@ class AdamWLaunch:
         self._addresses: list[list[int]] = []
         self._sizes: list[int] = []
         self._programs = 0
+        self._unsent: list[tuple[Tensor, Tensor]] = []
 
     def __call__(
         self,
@@ -223,11 +224,24 @@ class AdamWLaunch:
         if self._programs:
             copies = addresses[4] if len(addresses) == 5 else [0] * len(sizes)
             rows = zip(*addresses[:4], copies, sizes, firsts[:-1], whole, strict=True)
-            self._table = _send(torch.tensor(list(rows), dtype=torch.int64), device)
+            self._table = self._sent(torch.tensor(list(rows), dtype=torch.int64), device)
             if sizes != self._sizes:
                 owners = torch.arange(len(sizes), dtype=torch.int32)
-                self._owners = _send(owners.repeat_interleave(torch.tensor(programs)), device)
+                self._owners = self._sent(owners.repeat_interleave(torch.tensor(programs)), device)
         self._addresses, self._sizes = addresses, sizes
+
+    def _sent(self, numbers: Tensor, device: torch.device) -> Tensor:
+        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            return _send(numbers, device)
+        place = torch.empty_like(numbers, device=device)
+        self._unsent.append((place, numbers))
+        return place
+
+    def send(self) -> None:
+        """Send what a launch could not, because a CUDA graph would have copied it anew with every replay."""
+        for place, numbers in self._unsent:
+            place.copy_(numbers)
+        self._unsent.clear()
 
 
 def _check(arrays: Sequence[Sequence[Tensor]]) -> None:

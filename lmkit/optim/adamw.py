@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -200,6 +201,22 @@ class AdamW(torch.optim.Optimizer):
             step = alike[0].state["step"]
             decided = decide(decision, step, lr, self._settings[device, settings])
             self._update_in_one_pass(alike, Scalars(beta1, beta2, 0, 0, 0), decided)
+
+    @contextmanager
+    def captured(self) -> Iterator[object]:
+        """Let a CUDA graph capture the steps inside; every parameter must have been updated before.
+
+        Yields:
+            What the graph needs: keep it as long as the graph.
+        """
+        before, self._launches = self._launches, {}
+        launches = self._launches
+        try:
+            yield launches
+        finally:
+            self._launches = before
+        for launch in launches.values():
+            launch.send()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, and `gradient_factor` and `decision` with them."""

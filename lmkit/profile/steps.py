@@ -109,7 +109,8 @@ def build_step(work: Workload) -> TrainingStep:
         context_length=model.context_length,
         seed=work.recipe.run.seed,
     )
-    return TrainingStep(model, work.ranks, batches, precision=work.train.precision)
+    # Of a graph a profile would not show the phases.
+    return TrainingStep(model, work.ranks, batches, precision=work.train.precision, cuda_graph="off")
 
 
 def call_of(step: TrainingStep, mode: Mode) -> Callable[[], object]:

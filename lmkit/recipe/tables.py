@@ -287,6 +287,8 @@ class TrainConfig(Table):
     precision: Literal["fp32", "bf16", "bf16-autocast", "fp16"] = "fp32"
     """Dtype of the matrix products. `bf16` holds the matrices in bf16, and fp32 masters in the optimizer;
     `bf16-autocast` and `fp16` cast fp32 weights in every pass."""
+    cuda_graph: Literal["auto", "on", "off"] = "auto"
+    """Capture the training step in a CUDA graph; `auto`: on one GPU, where the host would set the pace."""
     grad_clip: NonNegativeFloat = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
     log_interval: PositiveInt = 10

@@ -31,7 +31,7 @@ __getattr__, __dir__, __all__ = exports(
         "Evaluation": "evaluation",
         "HeldOut": "evaluation",
         "LossScale": "precision",
-        "Outcome": "step",
+        "Outcome": "outcome",
         "Retention": "checkpoint",
         "Step": "step",
         "StopSignals": "process",

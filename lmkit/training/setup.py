@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,7 @@ def build_step(
     precision: str = "fp32",
     grad_clip: float = 1.0,
     max_skips: int | None = None,
+    cuda_graph: Literal["auto", "on", "off"] = "off",
     fingerprint: str = "",
 ) -> Step:
     """Build a model, its gradient synchronisation and its optimizer; return the step that trains it.
@@ -58,7 +59,8 @@ def build_step(
         make_optimizer: makes the optimizer of the parameter groups; None: the one that the table names.
         parallel: the table [parallel].
         precision, grad_clip: as in the table [train].
-        max_skips: see `Step`.
+        max_skips, cuda_graph: see `Step`. A graph does not notice changes of model and optimizer but of the learning
+            rate, weights and state.
         fingerprint: has to be equal on all ranks.
 
     Raises:
@@ -106,6 +108,7 @@ def build_step(
         precision=precision,
         grad_clip=grad_clip,
         max_skips=max_skips,
+        cuda_graph=cuda_graph,
     )
 
 
@@ -122,6 +125,7 @@ def step_of(recipe: Recipe, ranks: Ranks, data: Data) -> Step:
         parallel=recipe.parallel if ranks.world_size > 1 else ALONE,
         precision=train.precision,
         grad_clip=train.grad_clip,
+        cuda_graph=train.cuda_graph,
         max_skips=train.max_skips if train.nonfinite == "skip" else 0,
         fingerprint=f"{recipe_sha256(recipe)} {data.identity}",
     )
@@ -134,6 +138,7 @@ class TrainingStep:
         batches: this rank's batches.
         seed: of the initial weights.
         lr: constant learning rate.
+        cuda_graph: as in the table [train].
         options: `optimizer`, `make_optimizer`, `parallel`, `precision` and `grad_clip` of `build_step`.
     """
 
@@ -145,10 +150,11 @@ class TrainingStep:
         *,
         seed: int = 0,
         lr: float = 3e-4,
+        cuda_graph: Literal["auto", "on", "off"] = "auto",
         **options: Any,
     ) -> None:
         torch.manual_seed(seed)
-        self.step = build_step(config, ranks, **options)
+        self.step = build_step(config, ranks, cuda_graph=cuda_graph, **options)
         self.model, self.optimizer = self.step.model, self.step.optimizer
         self._device = ranks.device
         self._batches = batches
@@ -161,10 +167,16 @@ class TrainingStep:
 
         Args:
             wait: return when the step is made.
-            before_update: called before the weights change.
+            before_update: called before the weights change; the step is then made without a CUDA graph.
         """
         with range_("step"):
-            outcome = self.step(*self._next_batch(), lr=self._lr, before_update=before_update)
+            batch = self._next_batch()
+            if before_update is None:
+                outcome = self.step(*batch, lr=self._lr)
+            else:
+                outcome = self.step.update(
+                    self.step.accumulate(*batch), lr=self._lr, before_update=before_update
+                )
             if wait and outcome.loss.is_cuda:
                 torch.cuda.synchronize(outcome.loss.device)
         return outcome.loss

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -17,10 +16,10 @@ from lmkit.parallel.collectives import largest_on_any_rank
 from lmkit.parallel.protocol import GradientSync
 from lmkit.parallel.ranks import Ranks
 from lmkit.parallel.sharded_optimizer import Zero1Optimizer
+from lmkit.training.graph import StepGraph
+from lmkit.training.outcome import APPLIED, Outcome, Wishes
 from lmkit.training.precision import GradientSums, LossScale, autocast
 
-_FLAGS = 4
-"""Flags of a report, see `Step._report`; floats follow."""
 _LEAST = torch.iinfo(torch.int32).min
 
 
@@ -39,79 +38,6 @@ class TrainableModel(Protocol):
     def loss(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor: ...
 
 
-class Wishes(NamedTuple):
-    """What a rank wants of a step. One rank's wish is all ranks'.
-
-    Attributes:
-        stop: the step shall be the last.
-        save: a checkpoint shall be made of it.
-    """
-
-    stop: bool = False
-    save: bool = False
-
-
-class Outcome:
-    """The result of one step. On GPUs, reading anything but `loss` waits for the step.
-
-    Args:
-        report: what `Step._report` made of it.
-        ranks: those that made it.
-
-    Attributes:
-        loss: mean over this rank's rows, in nats per token; a scalar on the device.
-    """
-
-    def __init__(self, report: torch.Tensor, ranks: Ranks) -> None:
-        self.loss = report[_FLAGS + ranks.rank].view(torch.float32)
-        self._host, self._arrived = report, None
-        if report.is_cuda:
-            self._host = torch.empty_like(report, device="cpu", pin_memory=True)
-            self._host.copy_(report, non_blocking=True)
-            self._arrived = torch.cuda.current_stream(report.device).record_event()
-
-    @cached_property
-    def _flags(self) -> list[bool]:
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return [flag != 0 for flag in self._host[:_FLAGS].tolist()]
-
-    @property
-    def stop(self) -> bool:
-        """Whether some rank wants to stop."""
-        return self._flags[0]
-
-    @property
-    def nonfinite(self) -> bool:
-        """Whether some rank saw a loss or gradient that is not finite (and loss scaling did not cause it)."""
-        return self._flags[1]
-
-    @property
-    def save(self) -> bool:
-        """Whether some rank wants a checkpoint of this step."""
-        return self._flags[2]
-
-    @property
-    def applied(self) -> bool:
-        """Whether the optimizer changed the weights."""
-        return self._flags[3]
-
-    @property
-    def losses(self) -> torch.Tensor:
-        """The loss of every rank: float32, (world_size,), in host memory."""
-        return self._numbers[:-1]
-
-    @property
-    def grad_norm(self) -> torch.Tensor:
-        """The norm of the mean gradient over all ranks, before clipping: a float32 scalar in host memory."""
-        return self._numbers[-1]
-
-    @property
-    def _numbers(self) -> torch.Tensor:
-        assert self._flags  # have arrived
-        return self._host[_FLAGS:].view(torch.float32)
-
-
 class Step:
     """Turn batches into weight updates, the same on every rank. `lmkit.training.build_step` makes one.
 
@@ -125,6 +51,8 @@ class Step:
         grad_clip: largest norm of the gradient; 0 does not clip.
         max_skips: after more steps in a row whose loss or gradient is not finite, no further step changes anything.
             None: every step is judged by itself.
+        cuda_graph: "on": capture the step in a CUDA graph; "auto": on a GPU whose host would set the pace; see
+            `StepGraph`.
 
     Attributes:
         skipped: steps in a row, up to now, whose loss or gradient was not finite; an int32 scalar on the device.
@@ -143,6 +71,7 @@ class Step:
         precision: str = "fp32",
         grad_clip: float = 0.0,
         max_skips: int | None = None,
+        cuda_graph: Literal["auto", "on", "off"] = "off",
     ) -> None:
         self.model = model
         self.call = call
@@ -156,14 +85,17 @@ class Step:
         self._max_norm = grad_clip or math.inf
         self.precision = precision
         self.loss_scale = LossScale(ranks.device) if precision == "fp16" else None
+        self.graph: StepGraph | None = None
+        if cuda_graph == "on" or (cuda_graph == "auto" and ranks.device.type == "cuda"):
+            self.graph = StepGraph(self, always=cuda_graph == "on")
 
     @property
     def runs_ahead(self) -> bool:
         """Whether a step returns before its outcome is known."""
-        return self.ranks.device.type == "cuda" and self._decider is not None
+        return self.ranks.device.type == "cuda" and self.decider is not None
 
     @property
-    def _decider(self) -> Any:
+    def decider(self) -> Any:
         """The optimizer that obeys its attribute `decision`; None if there is none."""
         inner = self.optimizer.inner if isinstance(self.optimizer, Zero1Optimizer) else self.optimizer
         return inner if hasattr(inner, "decision") else None
@@ -184,8 +116,27 @@ class Step:
             ask, before_update: of `update`.
         """
         device = self.ranks.device
-        loss = self.accumulate(inputs.to(device), targets.to(device))
-        return self.update(loss, lr=lr, ask=ask, before_update=before_update)
+        inputs, targets = inputs.to(device), targets.to(device)
+
+        def without_graph() -> Outcome:
+            loss = self.accumulate(inputs, targets)
+            return self.update(loss, lr=lr, ask=ask, before_update=before_update)
+
+        if self.graph is None:
+            return without_graph()
+        if not self.graph.fits(inputs):
+            return self.graph.prepare(without_graph, inputs, targets)
+        self._hear(ask, before_update)
+        return Outcome(self.graph.replay(inputs, targets, lr), self.ranks)
+
+    def launch(self, inputs: torch.Tensor, targets: torch.Tensor, lr: torch.Tensor) -> torch.Tensor:
+        """Launch all that the device does in a step; return the report that `Outcome` takes.
+
+        Args:
+            lr: a scalar on the device.
+        """
+        loss = self.accumulate(inputs, targets)
+        return self._update(loss, self._reduce(), lr)
 
     def accumulate(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Run forward and backward over the micro-batches; return the mean loss (a scalar on the device).
@@ -226,6 +177,12 @@ class Step:
             ask: called after the backward pass; returns what this rank wants.
             before_update: called before the weights change.
         """
+        norm = self._reduce()
+        self._hear(ask, before_update)
+        return Outcome(self._update(loss, norm, lr), self.ranks)
+
+    def _reduce(self) -> torch.Tensor:
+        """Reduce and clip the gradients; return their norm before that."""
         with range_("sync"):
             # Unscaling reads the gradients itself; clipping waits for the gradients that it reads.
             self.sync.finish(wait=self.loss_scale is not None)
@@ -233,34 +190,37 @@ class Step:
             if self.loss_scale is not None:
                 # The optimizer's tensors: parameters, or this rank's flat shards.
                 self.loss_scale.unscale_(p for group in self.optimizer.param_groups for p in group["params"])
-            norm = self.sync.clip_gradients(self._max_norm)
-        self._wish(ask())
-        report = self._report(loss.float(), norm.float())
-        applied = report[3]
-        if before_update is not None:
-            before_update()
-        with range_("optimizer"):
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            if self._decider is not None:
-                self._decider.decision = applied
-            if self._decider is not None or applied:  # the latter waits for the device
-                self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-        return Outcome(report, self.ranks)
+            return self.sync.clip_gradients(self._max_norm)
 
-    def _wish(self, wishes: Wishes) -> None:
-        """Tell the device what this rank wants."""
+    def _hear(self, ask: Callable[[], Wishes], before_update: Callable[[], None] | None) -> None:
+        """Tell the device what this rank wants; say that the weights are about to change."""
+        wishes = ask()
         if wishes != self._wished:
             for on_device, wanted in zip(self._wishes, wishes, strict=True):
                 on_device.fill_(wanted)
             self._wished = wishes
+        if before_update is not None:
+            before_update()
+
+    def _update(self, loss: torch.Tensor, norm: torch.Tensor, lr: float | torch.Tensor) -> torch.Tensor:
+        """Step the optimizer if the ranks agree that the gradients are good; return the report."""
+        report = self._report(loss.float(), norm.float())
+        applied = report[APPLIED]
+        with range_("optimizer"):
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            if self.decider is not None:
+                self.decider.decision = applied
+            if self.decider is not None or applied:  # the latter waits for the device
+                self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        return report
 
     def _report(self, loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
         """Agree with the other ranks and decide whether the update is made. The host waits for nothing.
 
         Returns:
-            int32: stop, nonfinite, save, applied, then the bits of float32 numbers: every rank's loss, the norm.
+            The report that `Outcome` takes.
         """
         ranks = self.ranks
         losses = torch.full((ranks.world_size,), _LEAST, dtype=torch.int32, device=loss.device)

@@ -165,6 +165,7 @@ class Trainer:
         self._initial_state = initial_state(recipe, step, data)
         self._began_at = self._launched = moment.step
         self._flying: deque[tuple[Outcome, float]] = deque()  # launched, not waited for; with learning rates
+        self._said = ""
         self._stops = self._wants_save = False  # some rank asked for it
         self._saved_step = moment.step  # resumed from this checkpoint; or step 0, which is not saved
         self._saved_seconds = self.clock.seconds
@@ -231,6 +232,9 @@ class Trainer:
             inputs, targets, lr=lr, ask=self._wishes, before_update=self._writer.release_weights
         )
         self._launched += 1
+        if (graph := self.step.graph) is not None and graph.note != self._said:
+            self._said = graph.note
+            self._sink.note(graph.note)
         self._flying.append((outcome, lr))
         return self._next_batch()  # the GPU is still computing
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from lmkit.data.batches import RandomTokens
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.tables import ModelConfig
 from lmkit.training import session
+from lmkit.training.model_state import load_checkpoint, save_checkpoint
 from lmkit.training.setup import build_step
 from lmkit.training.step import Step
 
@@ -24,7 +26,7 @@ pytestmark = pytest.mark.gpu
 
 CONFIG = ModelConfig(vocab_size=256, context_length=64, d_model=128, d_ff=256, num_layers=2, num_heads=2)
 BATCHES = RandomTokens(256, batch_size=8, context_length=64, seed=0, accumulation=2)
-PRECISIONS = ["fp32", "bf16", "fp16"]
+PRECISIONS = ["fp32", "bf16", "bf16-autocast", "fp16"]
 
 
 def batch(number):
@@ -101,41 +103,130 @@ def recipe(folder, name, *more):
 
 
 def spoil(monkeypatch, steps):
-    """Make the loss of some steps (counted from 1) NaN; the host does not wait."""
-    original, calls = Step.accumulate, iter(range(1, 1000))
-    monkeypatch.setattr(
-        Step,
-        "accumulate",
-        lambda self, *batch: original(self, *batch) * (math.nan if next(calls) in steps else 1.0),
-    )
+    """Make the loss of some steps (counted from 1) NaN; the host does not wait, and a graph sees it."""
+    make, accumulate, calls = Step.__call__, Step.accumulate, iter(range(1, 1000))
+    factor = torch.ones((), device="cuda")
+
+    def called(self, *batch, **options):
+        factor.fill_(math.nan if next(calls) in steps else 1.0)
+        return make(self, *batch, **options)
+
+    monkeypatch.setattr(Step, "__call__", called)
+    monkeypatch.setattr(Step, "accumulate", lambda self, *batch: accumulate(self, *batch) * factor)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_runs_that_run_ahead_are_the_runs_that_wait_and_resume_bit_for_bit(precision, tmp_path, monkeypatch):
+def test_with_and_without_graph_or_waiting_runs_are_the_same_and_resume_bit_for_bit(
+    precision, tmp_path, monkeypatch
+):
+    """Checkpoints are written between replays, and two steps have a NaN loss."""
     monkeypatch.setattr(session, "draw_losses", lambda *arguments, **options: None)
 
-    def run(name, *more, **options):
-        chosen = recipe(tmp_path, name, f"train.precision={precision}", *more)
+    def run(name, graph, **options):
+        chosen = recipe(
+            tmp_path,
+            name,
+            f"train.precision={precision}",
+            f"train.cuda_graph={graph}",
+            "checkpoint.interval=4",
+        )
         run_folders.train_here(chosen, **options)
         return chosen
 
     with monkeypatch.context() as patch:
         spoil(patch, {3, 8})
-        ahead = run("ahead")
-    with monkeypatch.context() as patch:
-        spoil(patch, {3, 8})
-        patch.setattr(Step, "runs_ahead", False)
-        waiting = run("waiting")
-    others = [waiting]
+        eager = run("eager", "off")
+    others = []
+    for name, graph, ahead in (("waiting", "off", False), ("graph", "on", True), ("auto", "auto", True)):
+        with monkeypatch.context() as patch:
+            spoil(patch, {3, 8})
+            if not ahead:
+                patch.setattr(Step, "runs_ahead", False)
+            others.append(run(name, graph))
     for first in (1, 5, 9):
         with monkeypatch.context() as patch:
             spoil(patch, {3, 8})
-            run(f"parts{first}", stop_at_step=first)
+            run(f"parts{first}", "on", stop_at_step=first)
         with monkeypatch.context() as patch:
             spoil(patch, {3 - first, 8 - first})
-            others.append(run(f"parts{first}"))
+            others.append(run(f"parts{first}", "on"))
+    assert len(run_folders.losses(eager)) == 8
     for other in others:
         for kind in ("train", "skip"):
-            assert run_folders.losses(ahead, kind) == run_folders.losses(other, kind)
-        assert len(run_folders.losses(other)) == 8
-        run_folders.assert_same_state(run_folders.newest(ahead), run_folders.newest(other))
+            assert run_folders.losses(eager, kind) == run_folders.losses(other, kind)
+        run_folders.assert_same_state(run_folders.newest(eager), run_folders.newest(other))
+
+
+@pytest.fixture
+def deterministic(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def assert_same_weights(left, right):
+    for ours, theirs in zip(left.model.parameters(), right.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_replays_wait_for_nothing_and_other_shapes_and_loaded_state_are_noticed(
+    precision, tmp_path, deterministic
+):
+    graph, eager = (make_step(precision=precision, cuda_graph=mode) for mode in ("on", "off"))
+    for number in range(4):
+        for step in (graph, eager):
+            step(*batch(number), lr=1e-3)
+    assert graph.graph._graph is not None
+    batches = [batch(number) for number in range(4, 7)]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.cuda._sleep(400_000_000)
+        outcomes = [graph(*of_step, lr=1e-3) for of_step in batches]
+        assert not torch.cuda.current_stream().query(), "the host has waited for the sleep"
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    losses = [outcome.loss.item() for outcome in outcomes]
+    assert losses == [eager(*of_step, lr=1e-3).loss.item() for of_step in batches]
+    assert_same_weights(graph, eager)
+    inputs, targets = batch(7)
+    for step in (graph, eager):
+        step(inputs[:1], targets[:1], lr=1e-3)  # another shape
+        step(*batch(8), lr=1e-3)
+    assert_same_weights(graph, eager)
+    assert graph.graph._graph is not None
+    save_checkpoint(eager.model, eager.optimizer, 9, tmp_path / "step.safetensors")
+    for step in (graph, eager):
+        step(*batch(9), lr=1e-3)
+        load_checkpoint(tmp_path / "step.safetensors", step.model, step.optimizer)
+        for number in range(10, 15):
+            step(*batch(number), lr=1e-3)
+    assert_same_weights(graph, eager)
+    assert graph.graph._graph is not None
+
+
+def test_the_host_is_free_where_it_would_set_the_pace():
+    """`auto` captures a small model, whose host then launches one graph."""
+    step = make_step(precision="bf16", cuda_graph="auto")
+    of_step, host_ms = batch(0), []
+    for _ in range(30):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        step(*of_step, lr=1e-3)
+        host_ms.append((time.perf_counter() - started) * 1e3)
+    assert step.graph.note.startswith("CUDA graph: on")
+    eager, replayed = sorted(host_ms[1:4])[0], sorted(host_ms[10:])[10]
+    print(f"host: {eager:.2f} ms without, {replayed:.2f} ms with a graph")
+    assert replayed < eager / 4
+
+
+def test_a_step_that_cannot_be_captured_goes_on_without():
+    step = make_step(cuda_graph="on")
+    step.model.ln_final.register_forward_hook(lambda *_: torch.ones((), device="cuda").item())
+    outcomes = [step(*batch(number), lr=1e-3) for number in range(6)]
+    assert all(outcome.applied for outcome in outcomes)
+    assert step.graph.note.startswith("CUDA graph: off")
+    assert [step.optimizer.state[p]["step"].item() for p in step.model.parameters()][:2] == [6, 6]

@@ -1,0 +1,139 @@
+"""Capture a whole training step in a CUDA graph: the host then launches one graph, not a thousand kernels."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lmkit.measure.ranges import range_
+from lmkit.training.outcome import Outcome
+
+if TYPE_CHECKING:
+    from lmkit.training.step import Step
+
+WARM_UPS = 2
+"""Steps without graph in which things are compiled, tuned and allocated."""
+MEASURED = 2
+"""Steps after these whose host time is measured."""
+HOST_SHARE = 0.7
+"""A step whose host is busy for a larger share of it is captured: so near, the host sets the pace of some steps."""
+
+
+class StepGraph:
+    """Capture the step after a few that are made without a graph; replay it from then on.
+
+    A graph does the same operations in the same order on the same tensors: weights, optimizer state and losses are
+    bit for bit those without it (where the kernels themselves are deterministic). Batches, learning rate and wishes
+    are copied to tensors that the graph reads. Batches of another shape are worked on without the graph.
+
+    Args:
+        always: capture any step; False: only one whose host is busy for more than `HOST_SHARE` of it.
+
+    Attributes:
+        note: what was decided, and why, in one line; empty while nothing is.
+    """
+
+    def __init__(self, step: Step, *, always: bool) -> None:
+        self.note = ""
+        self._step = step
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._captures: bool | None = None  # not decided
+        self._steps = 0
+        self._host_s: list[float] = []
+        self._total_s: list[float] = []
+        if why := self._refusal():
+            self._decide(False, why)
+        elif always:
+            self._decide(True, "as train.cuda_graph says")
+
+    def _refusal(self) -> str:
+        """Return why the step cannot be captured; empty if it can."""
+        step, name = self._step, type(self._step.optimizer).__name__
+        if step.ranks.device.type != "cuda":
+            return "there is no GPU"
+        if step.ranks.world_size > 1:
+            return "steps of several ranks are not captured"
+        if not step.runs_ahead:
+            return f"the host waits for the GPU before {name} makes its step"
+        if not hasattr(step.optimizer, "captured"):
+            return f"{name} cannot be captured"
+        return ""
+
+    def _decide(self, captures: bool, why: str) -> None:
+        self._captures = captures
+        self.note = f"CUDA graph: {'on' if captures else 'off'}, {why}"
+
+    def fits(self, inputs: torch.Tensor) -> bool:
+        """Return whether `replay` may be called for a batch."""
+        if self._graph is None:
+            return False
+        if (
+            self._first_state() is not self._state
+        ):  # state was loaded: the graph would update what was there before
+            self._graph, self._steps = None, 0
+            return False
+        return inputs.shape == self._inputs.shape
+
+    def replay(self, inputs: torch.Tensor, targets: torch.Tensor, lr: float) -> torch.Tensor:
+        """Make a step; return its report."""
+        assert self._graph is not None
+        with range_("graph"):
+            self._inputs.copy_(inputs)
+            self._targets.copy_(targets)
+            self._lr.fill_(lr)
+            self._set_lr(lr)
+            self._graph.replay()
+            return self._report.clone()  # the next replay writes to it
+
+    def prepare(self, make: Callable[[], Outcome], inputs: torch.Tensor, targets: torch.Tensor) -> Outcome:
+        """Make a step without the graph. Capture the next, if it was the last one before that."""
+        if self._captures is False or self._graph is not None:
+            return make()
+        self._steps += 1
+        if self._captures is None and self._steps > WARM_UPS:
+            outcome = self._measured(make)
+            if len(self._host_s) == MEASURED:
+                share = min(self._host_s) / min(self._total_s)
+                self._decide(share > HOST_SHARE, f"the host is busy for {share:.0%} of a step")
+        else:
+            outcome = make()
+        if self._captures and self._steps >= WARM_UPS:
+            self._capture(inputs, targets)
+        return outcome
+
+    def _measured(self, make: Callable[[], Outcome]) -> Outcome:
+        """Measure how long the host and the GPU are busy with a step; waits for the GPU."""
+        torch.cuda.synchronize(self._step.ranks.device)
+        started = time.perf_counter()
+        outcome = make()
+        self._host_s.append(time.perf_counter() - started)
+        torch.cuda.synchronize(self._step.ranks.device)
+        self._total_s.append(time.perf_counter() - started)
+        return outcome
+
+    def _capture(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        step, lr = self._step, self._step.optimizer.param_groups[0]["lr"]
+        self._inputs, self._targets = inputs.clone(), targets.clone()
+        self._lr = torch.zeros((), dtype=torch.float64, device=inputs.device)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # "thread_local": the thread that writes a checkpoint may go on.
+            capture = torch.cuda.graph(graph, capture_error_mode="thread_local")
+            with step.decider.captured() as self._launches, capture:
+                self._report = step.launch(self._inputs, self._targets, self._lr)
+            self._graph, self._state = graph, self._first_state()
+        except RuntimeError as error:
+            self._decide(False, f"the step cannot be captured: {str(error).partition(chr(10))[0]}")
+            step.optimizer.zero_grad(set_to_none=True)
+        self._set_lr(lr)
+
+    def _set_lr(self, lr: float) -> None:
+        for group in self._step.optimizer.param_groups:
+            group["lr"] = lr
+
+    def _first_state(self) -> Any:
+        optimizer = self._step.optimizer
+        return optimizer.state.get(optimizer.param_groups[0]["params"][0])

@@ -1,0 +1,101 @@
+"""When a step is captured in a CUDA graph. `tests/gpu/test_step.py` captures some."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lmkit.parallel.ranks import Ranks
+from lmkit.recipe.tables import ModelConfig
+from lmkit.training.graph import MEASURED, WARM_UPS, StepGraph
+from lmkit.training.setup import build_step
+from lmkit.training.step import Step
+
+CONFIG = ModelConfig(vocab_size=64, context_length=8, d_model=16, d_ff=32, num_layers=1, num_heads=2)
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randint(64, (2, 1, 4, 8), generator=torch.Generator().manual_seed(1))
+    return ids[0], ids[1]
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let graphs be captured on CPUs: the number of steps made until then is noted."""
+    captured: list[int] = []
+
+    def capture(self: StepGraph, *batch: Any) -> None:
+        captured.append(self._steps)
+        self._graph, self._state = object(), self._first_state()  # type: ignore[assignment]
+        self._inputs = batch[0]
+
+    def replay(self: StepGraph, *batch: Any) -> torch.Tensor:
+        return torch.tensor([0, 0, 0, 1, 5, 5], dtype=torch.int32)
+
+    monkeypatch.setattr(StepGraph, "_refusal", lambda self: "")
+    monkeypatch.setattr(StepGraph, "_capture", capture)
+    monkeypatch.setattr(StepGraph, "replay", replay)
+    return captured
+
+
+def measure(monkeypatch: pytest.MonkeyPatch, host_s: list[float], total_s: list[float]) -> None:
+    def measured(self: StepGraph, make: Any) -> Any:
+        self._host_s.append(host_s.pop(0))
+        self._total_s.append(total_s.pop(0))
+        return make()
+
+    monkeypatch.setattr(StepGraph, "_measured", measured)
+
+
+def steps(step: Step, number: int) -> list[bool]:
+    """Make steps; return which were replayed."""
+    return [step(*batch(), lr=1e-3).losses.view(torch.int32).item() == 5 for _ in range(number)]
+
+
+def make_step(*, always: bool) -> Step:
+    step = build_step(CONFIG, Ranks())
+    step.graph = StepGraph(step, always=always)
+    return step
+
+
+def test_a_step_whose_host_sets_the_pace_is_captured_once(
+    pretend: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure(monkeypatch, [9.0, 8.0], [10.0, 20.0])  # the shortest of each
+    step = make_step(always=False)
+    assert steps(step, 7) == [False] * (WARM_UPS + MEASURED) + [True] * 3
+    assert pretend == [WARM_UPS + MEASURED]
+    assert step.graph is not None
+    assert step.graph.note.startswith("CUDA graph: on")
+    assert "80%" in step.graph.note
+
+
+def test_a_step_whose_gpu_sets_the_pace_is_not(pretend: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    measure(monkeypatch, [9.0, 6.9], [10.0, 10.0])
+    step = make_step(always=False)
+    assert steps(step, 7) == [False] * 7
+    assert pretend == []
+    assert step.graph is not None
+    assert step.graph.note.startswith("CUDA graph: off")
+    assert "69%" in step.graph.note
+
+
+def test_other_shapes_are_made_without_the_graph_and_other_state_needs_another(pretend: list[int]) -> None:
+    step = make_step(always=True)
+    assert steps(step, 4) == [False] * WARM_UPS + [True] * 2
+    inputs, targets = batch()
+    assert step(inputs[:, :2], targets[:, :2], lr=1e-3).losses.view(torch.int32).item() != 5
+    assert steps(step, 1) == [True]
+    step.optimizer.load_state_dict(step.optimizer.state_dict())
+    assert steps(step, 4) == [False] * WARM_UPS + [True] * 2
+    assert pretend == [WARM_UPS] * 2
+
+
+def test_a_step_that_cannot_be_captured_says_why() -> None:
+    assert build_step(CONFIG, Ranks(), cuda_graph="auto").graph is None  # on a CPU
+    step = build_step(CONFIG, Ranks(), cuda_graph="on")
+    assert step.graph is not None
+    assert "no GPU" in step.graph.note
+    assert steps(step, 4) == [False] * 4
