@@ -49,10 +49,12 @@ class GradientSync(Protocol):
         traffic: what was communicated; see `Traffic`.
         gather: how weights that other ranks updated are read: "reads peers" (from the memory of their GPUs),
             "collective", or None where every rank updates all weights. Known after `build_optimizer`.
+        can_be_captured: whether a CUDA graph may capture a step: its collectives are NCCL's and end with the step.
     """
 
     traffic: Traffic
     gather: str | None
+    can_be_captured: bool
 
     def attach(self, model: nn.Module, *, fingerprint: str = "") -> nn.Module:
         """Compare the ranks' models, take rank 0's values, install hooks; return the module to call.
@@ -173,6 +175,12 @@ class Strategy(GradientSync):
         self._optimizer: torch.optim.Optimizer | None = None
         self._is_accumulating = False
         self._ever_accumulated = False
+
+    @property
+    def can_be_captured(self) -> bool:  # type: ignore[override]
+        facts = STRATEGIES.facts(self.config.strategy)
+        on_nccl = self.ranks.device.type == "cuda" and "nccl" in str(dist.get_backend_config())
+        return on_nccl and not facts.shards and not facts.rival
 
     def attach(self, model: nn.Module, *, fingerprint: str = "") -> nn.Module:
         self.parameters = trainable_parameters(model)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lmkit.measure.ranges import range_
+from lmkit.parallel.collectives import agree
 from lmkit.training.outcome import Outcome
 
 if TYPE_CHECKING:
@@ -44,18 +45,21 @@ class StepGraph:
         self._steps = 0
         self._host_s: list[float] = []
         self._total_s: list[float] = []
-        if why := self._refusal():
+        if why := self._refusal(always):
             self._decide(False, why)
         elif always:
             self._decide(True, "as train.cuda_graph says")
 
-    def _refusal(self) -> str:
+    def _refusal(self, always: bool) -> str:
         """Return why the step cannot be captured; empty if it can."""
         step, name = self._step, type(self._step.optimizer).__name__
         if step.ranks.device.type != "cuda":
             return "there is no GPU"
         if step.ranks.world_size > 1:
-            return "steps of several ranks are not captured"
+            if not always:
+                return 'with several ranks only as train.cuda_graph = "on"'
+            if not step.sync.can_be_captured:
+                return "the collectives of this strategy or backend cannot be captured"
         if not step.runs_ahead:
             return f"the host waits for the GPU before {name} makes its step"
         if not hasattr(step.optimizer, "captured"):
@@ -127,8 +131,12 @@ class StepGraph:
             self._graph, self._state = graph, self._first_state()
         except RuntimeError as error:
             self._decide(False, f"the step cannot be captured: {str(error).partition(chr(10))[0]}")
+            step.sync.reset()
             step.optimizer.zero_grad(set_to_none=True)
         self._set_lr(lr)
+        if step.ranks.world_size > 1 and agree(step.ranks, stop=self._graph is None) and self._graph:
+            self._graph = None
+            self._decide(False, "another rank cannot capture its step")
 
     def _set_lr(self, lr: float) -> None:
         for group in self._step.optimizer.param_groups:

@@ -190,6 +190,7 @@ class Trainer:
             self._await_save()  # an earlier checkpoint is good, and all ranks are there to finish it
             raise
         finally:
+            self.step.graph = None  # NCCL waits for graphs when its group ends
             if not completed:
                 self._writer.abandon()
         if stopped:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from lmkit.data.batches import RandomTokens
+from lmkit.parallel.launch import spawn_ranks
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.tables import ModelConfig
 from lmkit.training import session
@@ -20,7 +21,9 @@ from lmkit.training.setup import build_step
 from lmkit.training.step import Step
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
+sys.path.insert(0, str(Path(__file__).parent))
 run_folders = importlib.import_module("run_folders")
+step_ranks = importlib.import_module("step_ranks")
 
 pytestmark = pytest.mark.gpu
 
@@ -230,3 +233,13 @@ def test_a_step_that_cannot_be_captured_goes_on_without():
     assert all(outcome.applied for outcome in outcomes)
     assert step.graph.note.startswith("CUDA graph: off")
     assert [step.optimizer.state[p]["step"].item() for p in step.model.parameters()][:2] == [6, 6]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("strategy", ["flat", "bucketed"])
+def test_a_graph_holds_the_collectives_of_two_ranks(strategy, monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    note, graph, eager, same = spawn_ranks(2, step_ranks.captured_like_eager, (strategy,))
+    assert note.startswith("CUDA graph: on"), note
+    assert graph == eager
+    assert same

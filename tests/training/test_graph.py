@@ -34,7 +34,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def replay(self: StepGraph, *batch: Any) -> torch.Tensor:
         return torch.tensor([0, 0, 0, 1, 5, 5], dtype=torch.int32)
 
-    monkeypatch.setattr(StepGraph, "_refusal", lambda self: "")
+    monkeypatch.setattr(StepGraph, "_refusal", lambda self, always: "")
     monkeypatch.setattr(StepGraph, "_capture", capture)
     monkeypatch.setattr(StepGraph, "replay", replay)
     return captured
