@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import torch
 from torch import nn
 
 from lmkit.parallel.protocol import Strategy, trainable_parameters
@@ -15,6 +18,9 @@ class NoSync(Strategy):
     def attach(self, model: nn.Module, *, fingerprint: str = "") -> nn.Module:
         self.parameters = trainable_parameters(model)
         return model
+
+    def take_first_ranks(self, values: Iterable[torch.Tensor]) -> None:
+        """Do nothing, as `attach`."""
 
     def finish(self, *, wait: bool = True) -> None:
         """Do nothing: gradients stay this rank's own."""

@@ -67,6 +67,9 @@ class GradientSync(Protocol):
                 differ between ranks.
         """
 
+    def take_first_ranks(self, values: Iterable[torch.Tensor]) -> None:
+        """Take rank 0's values of tensors that belong to the model, as `attach` does with its parameters."""
+
     def build_optimizer(self, make: MakeOptimizer, groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
         """Make the optimizer for these parameter groups. A strategy that shards passes `make` this rank's shards."""
 
@@ -190,6 +193,10 @@ class Strategy(GradientSync):
             self._averager = Averager(self.ranks, self.traffic)
             self._install()
         return model
+
+    def take_first_ranks(self, values: Iterable[torch.Tensor]) -> None:
+        for value in values if self.ranks.world_size > 1 else ():
+            dist.broadcast(value, src=0)
 
     def build_optimizer(self, make: MakeOptimizer, groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
         self._optimizer = make(list(groups))

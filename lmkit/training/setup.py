@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any, Literal, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lmkit import __version__
@@ -83,8 +82,7 @@ def build_step(
         masters = hold_weights(plain, precision)
     sync = build_strategy(parallel, ranks)
     call = sync.attach(plain, fingerprint=fingerprint)
-    for master in masters.values() if ranks.world_size > 1 else ():
-        dist.broadcast(master, src=0)
+    sync.take_first_ranks(masters.values())
 
     def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return OPTIMIZERS.load(table.name)(groups, table)
