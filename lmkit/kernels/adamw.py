@@ -158,7 +158,9 @@ class AdamWLaunch:
         self._addresses: list[list[int]] = []
         self._sizes: list[int] = []
         self._programs = 0
-        self._unsent: list[tuple[Tensor, Tensor]] = []
+        self._table: Tensor | None = None
+        self._owners: Tensor | None = None
+        self._unsent: Tensor | None = None
 
     def __call__(
         self,
@@ -224,24 +226,36 @@ class AdamWLaunch:
         if self._programs:
             copies = addresses[4] if len(addresses) == 5 else [0] * len(sizes)
             rows = zip(*addresses[:4], copies, sizes, firsts[:-1], whole, strict=True)
-            self._table = self._sent(torch.tensor(list(rows), dtype=torch.int64), device)
-            if sizes != self._sizes:
-                owners = torch.arange(len(sizes), dtype=torch.int32)
-                self._owners = self._sent(owners.repeat_interleave(torch.tensor(programs)), device)
+            table = torch.tensor(list(rows), dtype=torch.int64)
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                if self._table is None or sizes != self._sizes:
+                    raise RuntimeError("these tensors were not updated together before the capture")
+                self._unsent = table
+            else:
+                self._table = _send(table, device)
+                if sizes != self._sizes:
+                    owners = torch.arange(len(sizes), dtype=torch.int32)
+                    self._owners = _send(owners.repeat_interleave(torch.tensor(programs)), device)
         self._addresses, self._sizes = addresses, sizes
 
-    def _sent(self, numbers: Tensor, device: torch.device) -> Tensor:
-        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-            return _send(numbers, device)
-        place = torch.empty_like(numbers, device=device)
-        self._unsent.append((place, numbers))
-        return place
+    def for_graph(self) -> AdamWLaunch:
+        """Return a launch of the same tensors for a CUDA graph. Call its `send` after the capture.
+
+        It has a table already: memory that is allocated during a capture may be written to by what was captured
+        before, in every replay.
+        """
+        launch = AdamWLaunch()
+        if self._table is not None:
+            launch._table, launch._owners = torch.empty_like(self._table), self._owners
+            launch._sizes = self._sizes
+        return launch
 
     def send(self) -> None:
-        """Send what a launch could not, because a CUDA graph would have copied it anew with every replay."""
-        for place, numbers in self._unsent:
-            place.copy_(numbers)
-        self._unsent.clear()
+        """Send the table of a captured launch: the graph would copy it anew in every replay."""
+        if self._unsent is not None:
+            assert self._table is not None
+            self._table.copy_(self._unsent)
+            self._unsent = None
 
 
 def _check(arrays: Sequence[Sequence[Tensor]]) -> None:

@@ -209,8 +209,8 @@ class AdamW(torch.optim.Optimizer):
         Yields:
             What the graph needs: keep it as long as the graph.
         """
-        before, self._launches = self._launches, {}
-        launches = self._launches
+        before = self._launches
+        launches = self._launches = {which: launch.for_graph() for which, launch in before.items()}
         try:
             yield launches
         finally:

@@ -13,6 +13,7 @@ import torch
 
 from lmkit.data.batches import RandomTokens
 from lmkit.parallel.launch import spawn_ranks
+from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.tables import ModelConfig
 from lmkit.training import session
@@ -38,7 +39,7 @@ def batch(number):
 
 def make_step(**options):
     torch.manual_seed(0)
-    return build_step(CONFIG, **options)
+    return build_step(CONFIG, Ranks(device=torch.device("cuda")), **options)
 
 
 # The mode is a prototype, PyTorch says.
@@ -227,8 +228,11 @@ def test_the_host_is_free_where_it_would_set_the_pace():
 
 
 def test_a_step_that_cannot_be_captured_goes_on_without():
+    def wait(*_):
+        torch.ones((), device="cuda").item()
+
     step = make_step(cuda_graph="on")
-    step.model.ln_final.register_forward_hook(lambda *_: torch.ones((), device="cuda").item())
+    step.model.ln_final.register_forward_hook(wait)
     outcomes = [step(*batch(number), lr=1e-3) for number in range(6)]
     assert all(outcome.applied for outcome in outcomes)
     assert step.graph.note.startswith("CUDA graph: off")
