@@ -262,7 +262,7 @@ class AdamW(torch.optim.Optimizer):
         before: dict[tuple[str, int], list[Update]] = {}
         for update in updates:
             state = update.state
-            if update.param in self._cohorts:
+            if update.param in self._cohorts and state["step"].device == update.param.device:  # not loaded since
                 before.setdefault(("cohort", self._cohorts[update.param]), []).append(update)
             else:
                 steps = int(state["step"])

@@ -54,7 +54,7 @@ def test_a_step_never_waits_for_the_gpu(precision):
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        torch.cuda._sleep(400_000_000)
+        torch.cuda._sleep(2_000_000_000)
         outcomes = [step(*batches[number], lr=1e-3 / (number + 1)) for number in range(3, 6)]
         assert not torch.cuda.current_stream().query(), "the host has waited for the sleep"
     finally:
@@ -188,7 +188,7 @@ def test_replays_wait_for_nothing_and_other_shapes_and_loaded_state_are_noticed(
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        torch.cuda._sleep(400_000_000)
+        torch.cuda._sleep(2_000_000_000)
         outcomes = [graph(*of_step, lr=1e-3) for of_step in batches]
         assert not torch.cuda.current_stream().query(), "the host has waited for the sleep"
     finally:
