@@ -123,6 +123,8 @@ class StepGraph:
         self._inputs, self._targets = inputs.clone(), targets.clone()
         self._lr = torch.zeros((), dtype=torch.float64, device=inputs.device)
         graph = torch.cuda.CUDAGraph()
+        generator = torch.cuda.default_generators[inputs.device.index]
+        before = generator.clone_state()
         try:
             # "thread_local": the thread that writes a checkpoint may go on.
             capture = torch.cuda.graph(graph, capture_error_mode="thread_local")
@@ -131,6 +133,7 @@ class StepGraph:
             self._graph, self._state = graph, self._first_state()
         except RuntimeError as error:
             self._decide(False, f"the step cannot be captured: {str(error).partition(chr(10))[0]}")
+            generator.graphsafe_set_state(before)  # PyTorch leaves it in the state of a capture
             step.sync.reset()
             step.optimizer.zero_grad(set_to_none=True)
         self._set_lr(lr)

@@ -237,6 +237,7 @@ def test_a_step_that_cannot_be_captured_goes_on_without():
     assert all(outcome.applied for outcome in outcomes)
     assert step.graph.note.startswith("CUDA graph: off")
     assert [step.optimizer.state[p]["step"].item() for p in step.model.parameters()][:2] == [6, 6]
+    torch.randn(3, device="cuda")  # the generator is usable again
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
