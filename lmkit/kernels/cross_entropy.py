@@ -159,9 +159,9 @@ def forward(
     one = torch.ones_like(share)
     late = weight.dtype == torch.float16
     losses = hidden.new_empty(tokens, dtype=torch.float32)
-    grad_hidden = hidden.new_zeros(hidden.shape if of_hidden else 0)
-    several = late or tokens > chunk  # sums over chunks, and float16, need the range of float32
-    sums = weight.new_zeros(weight.shape if of_weight else 0, dtype=torch.float32 if several else None)
+    grad_hidden = hidden.new_empty(hidden.shape if of_hidden else 0)
+    make = weight.new_empty if tokens else weight.new_zeros
+    sums = make(weight.shape if of_weight else 0, dtype=torch.float32)
     buffer = empty_logits(min(chunk, tokens), weight)
     for start in range(0, tokens, chunk):
         part = slice(start, start + chunk)
@@ -172,13 +172,19 @@ def forward(
         if of_hidden:
             torch.mm(logits, weight, out=grad_hidden[part])
         if of_weight:
-            _add_product(sums, logits.t(), h)
-    return losses.sum() * share, grad_hidden, sums if late else sums.to(weight.dtype), share if late else one
+            _add_product(sums, logits.t(), h, begin=start == 0)
+    return losses.sum() * share, grad_hidden, sums, share if late else one
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a b to `total`, which may be wider than the factors."""
-    if total.dtype == a.dtype:
+def _add_product(total: Tensor, a: Tensor, b: Tensor, *, begin: bool) -> None:
+    """Add a b to `total`, which may be wider than the factors; `begin` with nothing in it."""
+    if begin and total.dtype == a.dtype:
+        torch.mm(a, b, out=total)
+    elif begin and total.is_cuda:
+        torch.mm(a, b, out_dtype=total.dtype, out=total)
+    elif begin:
+        total.copy_(a @ b)
+    elif total.dtype == a.dtype:
         total.addmm_(a, b)
     elif total.is_cuda:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
@@ -214,11 +220,15 @@ def _scaled(
     grad_hidden: Tensor, grad_weight: Tensor, scale: Tensor, wants: tuple[bool, bool], *, in_place: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Multiply the gradients by a float32 scalar on the device; the weight's gets the dtype of the hidden's."""
-    multiply = Tensor.mul_ if in_place else torch.mul
     of_hidden, of_weight = wants
+    if not in_place:
+        grad_weight = (grad_weight * scale).to(grad_hidden.dtype)
+        return grad_hidden * scale if of_hidden else None, grad_weight if of_weight else None
+    dtype = grad_hidden.dtype
+    place = grad_weight if grad_weight.dtype == dtype else torch.empty_like(grad_weight, dtype=dtype)
     return (
-        multiply(grad_hidden, scale) if of_hidden else None,
-        multiply(grad_weight, scale).to(grad_hidden.dtype) if of_weight else None,
+        grad_hidden.mul_(scale) if of_hidden else None,
+        torch.mul(grad_weight, scale, out=place) if of_weight else None,
     )
 
 
@@ -231,10 +241,7 @@ operator = define(
     lambda hidden, weight, targets, chunk, of_hidden, of_weight: (
         hidden.new_empty((), dtype=torch.float32),
         hidden.new_empty(hidden.shape if of_hidden else 0),
-        weight.new_empty(
-            weight.shape if of_weight else 0,
-            dtype=torch.float32 if weight.dtype == torch.float16 else weight.dtype,
-        ),
+        weight.new_empty(weight.shape if of_weight else 0, dtype=torch.float32),
         hidden.new_empty((), dtype=torch.float32),
     ),
 )

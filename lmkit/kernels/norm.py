@@ -104,13 +104,14 @@ def norm_gradient_kernel(
     gain_pointer,
     inverse_rms_pointer,
     grad_x_pointer,
-    grad_gain_pointer,  # (programs, width), partial sums
+    grad_gain_pointer,  # (width), or (programs, width): the sums of each program
     grad_stride,
     past_stride,
     total_stride,
     rows,
     width,
     PAST: tl.constexpr,  # the sum has a gradient
+    ATOMIC: tl.constexpr,  # the gain's gradient is added up here, in any order
     BLOCK: tl.constexpr,
 ):
     """A program takes every num_programs-th row."""
@@ -134,7 +135,10 @@ def norm_gradient_kernel(
         tl.store(
             grad_x_pointer + row * width + columns, grad.to(grad_x_pointer.dtype.element_ty), mask=inside
         )
-    tl.store(grad_gain_pointer + tl.program_id(0) * width + columns, sums, mask=inside)
+    if ATOMIC:
+        tl.atomic_add(grad_gain_pointer + columns, sums, mask=inside, sem="relaxed")
+    else:
+        tl.store(grad_gain_pointer + tl.program_id(0) * width + columns, sums, mask=inside)
 
 
 def block_constants(width: int) -> dict[str, int]:
@@ -152,11 +156,12 @@ def _prepare_forward(tensors: tuple[Tensor, ...], options: tuple) -> Start:
 
 
 def _prepare_backward(tensors: tuple[Tensor, ...], options: tuple) -> Start:
-    grad, past, total, *_, grad_gain = tensors
+    grad, past, total, *_ = tensors
+    with_past, programs, atomic = options
     rows, width = grad.shape
     numbers = (grad.stride(0), past.stride(0), total.stride(0), rows, width)
-    constants = {"PAST": options[0], **block_constants(width)}
-    return prepare_launch(norm_gradient_kernel, (len(grad_gain), 1), tensors, numbers, constants)
+    constants = {"PAST": with_past, "ATOMIC": atomic, **block_constants(width)}
+    return prepare_launch(norm_gradient_kernel, (programs, 1), tensors, numbers, constants)
 
 
 forward_calls = LaunchCache(_prepare_forward)
@@ -182,6 +187,8 @@ def backward(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of x (which is delta's too) and of gain, in their dtypes.
 
+    Unless algorithms have to be deterministic, the gain's is a sum in an order that changes from run to run.
+
     Args:
         grad, past: of the norm and of the sum (None: it has none).
     """
@@ -191,11 +198,13 @@ def backward(
     per_sm = 8 if width <= 1024 else 4  # too few programs cannot keep the memory busy
     programs = min(rows, per_sm * (count_sms(grad.device) if grad.is_cuda else 1))
     grad_x = grad.new_empty(shape, dtype=dtype)
-    partial = grad.new_empty(programs, width, dtype=torch.float32)
+    atomic = not torch.are_deterministic_algorithms_enabled()
+    make = grad.new_zeros if atomic else grad.new_empty
+    sums = make((width,) if atomic else (programs, width), dtype=torch.float32)
     if rows:
         inputs = (grad, grad if past is None else as_rows(past), total, gain.contiguous(), inverse_rms)
-        backward_calls(inputs, (grad_x, partial), (past is not None,))
-    return grad_x, partial.sum(dim=0).to(gain.dtype)
+        backward_calls(inputs, (grad_x, sums), (past is not None, programs, atomic))
+    return grad_x, (sums if atomic else sums.sum(dim=0)).to(gain.dtype)
 
 
 class AddRMSNorm(torch.autograd.Function):

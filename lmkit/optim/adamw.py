@@ -262,7 +262,8 @@ class AdamW(torch.optim.Optimizer):
         before: dict[tuple[str, int], list[Update]] = {}
         for update in updates:
             state = update.state
-            if update.param in self._cohorts and state["step"].device == update.param.device:  # not loaded since
+            was_loaded = state["step"].device != update.param.device
+            if update.param in self._cohorts and not was_loaded:
                 before.setdefault(("cohort", self._cohorts[update.param]), []).append(update)
             else:
                 steps = int(state["step"])

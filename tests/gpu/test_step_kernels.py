@@ -57,7 +57,8 @@ def test_usual_sizes(name, dtype):
 @pytest.mark.parametrize("name", ["norm", "cross-entropy", "embedding, sorted"])
 def test_the_same_bits_on_every_run(name):
     case = USUAL[name]
-    runs = [checks.run(case.fused, *checks.inputs_of(case, torch.bfloat16, "cuda")) for _ in range(3)]
+    with checks.deterministically(name == "norm"):
+        runs = [checks.run(case.fused, *checks.inputs_of(case, torch.bfloat16, "cuda")) for _ in range(3)]
     for other in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], other, strict=True))
 

@@ -373,6 +373,11 @@ def check_embedding_gradient_dtypes(device: str) -> None:
             assert torch.equal(weight.grad, expected)
 
 
+def check_gain_gradient_in_a_fixed_order(device: str) -> None:
+    with deterministically(True):
+        check_case("norm of many rows and blocks", torch.float32, device)
+
+
 def check_second_derivatives_are_refused(device: str) -> None:
     for name in ("norm", "swiglu in place", "cross-entropy", "embedding"):
         case = CASES[name]
