@@ -223,6 +223,9 @@ class KernelFacts(Facts):
         fallback: a function of the module: `fallback(q, k, v)` says why a call does not run the fastest
             implementation; None if it does.
         variants: name -> keyword arguments of the kernel, for `bench attention --kernels KERNEL:NAME`.
+        joined: "module:function" of the same causal attention on a joined projection,
+            `joined(qkv, *, kv_heads, head_dim) -> out`: (batch, seq, (heads + 2 kv_heads) * head_dim) ->
+            (batch, seq, heads * head_dim).
     """
 
     requires: tuple[str, ...] = ()
@@ -235,6 +238,23 @@ class KernelFacts(Facts):
     implementation: str | None = None
     fallback: str | None = None
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    joined: str | None = None
+
+
+@dataclass(frozen=True)
+class OperationsFacts(Facts):
+    """What a model computes around its matrix products: a subclass of `lmkit.model.operations.Operations`.
+
+    Attributes:
+        requires: packages that have to be installed.
+        devices: where the operations run.
+        check: a function of the module: `check(weight)` raises UsageError for a device or dtype that they do not
+            support.
+    """
+
+    requires: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    check: str | None = None
 
 
 @dataclass(frozen=True)
@@ -295,6 +315,7 @@ class BenchFacts(Facts):
 
 
 ATTENTION = Registry("ATTENTION", "attention kernel", "attention", KernelFacts)
+OPERATIONS = Registry("OPERATIONS", "set of operations", "model", OperationsFacts)
 STRATEGIES = Registry("STRATEGIES", "strategy", "parallel", StrategyFacts)
 OPTIMIZERS = Registry("OPTIMIZERS", "optimizer", "optim", OptimizerFacts)
 BENCHES = Registry("BENCHES", "bench", "bench", BenchFacts)

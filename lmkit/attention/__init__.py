@@ -33,6 +33,7 @@ __getattr__, __dir__, __all__ = exports(
         "attention": "dispatch",
         "attention_function": "dispatch",
         "check_kernel": "dispatch",
+        "joined_function": "dispatch",
         "reference": "reference",
         "vectorized": "vectorized",
         "flash_torch": "flash_torch",

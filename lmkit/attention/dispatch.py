@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import pkgutil
 from collections.abc import Callable
 from typing import Any
 
@@ -77,6 +78,12 @@ def attention_function(name: str) -> Callable[..., Tensor]:
     """
     function: Callable[..., Tensor] = ATTENTION.load(name)
     return function
+
+
+def joined_function(name: str) -> Callable[..., Tensor] | None:
+    """Return the kernel's function on a joined projection (see `KernelFacts.joined`); None if it has none."""
+    where = ATTENTION.facts(name).joined
+    return None if where is None else pkgutil.resolve_name(where)
 
 
 def check_kernel(name: str, q: Tensor) -> None:

@@ -47,6 +47,7 @@ LARGEST_HEAD_DIM = 256
     check="refuse_unsupported",
     implementation="implementation_for",
     fallback="hopper_refusal",
+    joined="lmkit.attention.joined:flash_triton_joined",
     variants={
         "portable": {"implementation": "portable"},
         "hopper": {"implementation": "hopper"},

@@ -49,9 +49,10 @@ def flash_triton_joined(qkv: Tensor, *, kv_heads: int, head_dim: int, causal: bo
 
 def heads_of(qkv: Tensor, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return views of q (batch, heads, seq, head_dim), k and v (batch, kv_heads, seq, head_dim)."""
-    heads = qkv.unflatten(-1, (-1, head_dim)).transpose(1, 2)  # (batch, heads + 2 kv_heads, seq, head_dim)
-    q, k, v = heads.split((heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
-    return q, k, v
+    heads = qkv.unflatten(-1, (-1, head_dim))  # (batch, seq, heads + 2 kv_heads, head_dim)
+    # Split before they are transposed: autograd concatenates the gradients as they lie in qkv.
+    q, k, v = heads.split((heads.shape[2] - 2 * kv_heads, kv_heads, kv_heads), dim=2)
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
 class JoinedAttention(torch.autograd.Function):

@@ -32,7 +32,16 @@ from lmkit.measure.plots import line_panels
 from lmkit.measure.statistics import FEWEST_PAIRS, paired_ratio
 from lmkit.measure.tables import Column, Rows, markdown_table
 from lmkit.measure.timing import Work, clock_for, time_variants
-from lmkit.recipe.tables import PRESETS, AttentionName, Count, ModelConfig, PositiveFloat, PositiveInt, Table
+from lmkit.recipe.tables import (
+    PRESETS,
+    AttentionName,
+    Count,
+    ModelConfig,
+    OperationsName,
+    PositiveFloat,
+    PositiveInt,
+    Table,
+)
 from lmkit.registry import BENCHES
 
 if TYPE_CHECKING:
@@ -62,6 +71,8 @@ class Options(Table):
     """Parts of a step; `step` is forward, backward, clipping and AdamW."""
     attention: AttentionName = "sdpa"
     """The attention kernel, one for all."""
+    operations: OperationsName = "auto"
+    """As in [model]."""
     activation_checkpointing: bool = False
     """As in [model]."""
     tie_embeddings: bool = False
@@ -133,6 +144,7 @@ def _config(size: Any, length: int, compiled: Any, options: Options) -> ModelCon
         context_length=length,
         compile=compiled,
         attention=options.attention,
+        operations=options.operations,
         activation_checkpointing=options.activation_checkpointing,
         tie_embeddings=options.tie_embeddings,
     )

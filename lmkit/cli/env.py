@@ -7,7 +7,15 @@ import shutil
 
 from lmkit.cli.console import Result
 from lmkit.cli.options import Commands, PluginOption
-from lmkit.registry import ATTENTION, DATASETS, OPTIMIZERS, STRATEGIES, KernelFacts
+from lmkit.registry import (
+    ATTENTION,
+    DATASETS,
+    OPERATIONS,
+    OPTIMIZERS,
+    STRATEGIES,
+    KernelFacts,
+    OperationsFacts,
+)
 
 app = Commands()
 
@@ -40,6 +48,10 @@ def _features(has_gpu: bool) -> dict[str, str]:
             features[name] = f"no: {refusal}"
         elif facts.implementation is not None and has_gpu:
             features[name] = _implementation(name, facts)
+    refusals = {name: _refusal(OPERATIONS.facts(name), has_gpu) for name in OPERATIONS.names}
+    chosen = next(name for name, refusal in refusals.items() if refusal is None)
+    others = [f"{name}: {refusal}" for name, refusal in refusals.items() if refusal is not None]
+    features["operations"] = chosen + "".join(f" ({other})" for other in others)
     registries = {"strategies": STRATEGIES, "optimizers": OPTIMIZERS, "datasets": DATASETS}
     features |= {title: ", ".join(registry.names) for title, registry in registries.items()}  # type: ignore[attr-defined]
     features["ranks"] = "nccl, gloo" if has_gpu else "gloo"
@@ -49,8 +61,8 @@ def _features(has_gpu: bool) -> dict[str, str]:
     return features
 
 
-def _refusal(facts: KernelFacts, has_gpu: bool) -> str | None:
-    """Return why a kernel does not run here; None if it does."""
+def _refusal(facts: KernelFacts | OperationsFacts, has_gpu: bool) -> str | None:
+    """Return why a kernel or a set of operations does not run here; None if it does."""
     missing = [package for package in facts.requires if importlib.util.find_spec(package) is None]
     if missing:
         return f"{', '.join(missing)} is not installed"

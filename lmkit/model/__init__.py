@@ -1,4 +1,4 @@
-"""The Transformer language model: `transformer` and `layers` are all of it, with `rope` and `loss`.
+"""The Transformer language model: `transformer` and `layers` are all of it, with `operations`, `rope` and `loss`.
 
 from lmkit.model import ModelConfig, TransformerLM
 
@@ -20,9 +20,12 @@ __getattr__, __dir__, __all__ = exports(
         "Linear": "layers",
         "JoinedLinear": "layers",
         "RMSNorm": "layers",
+        "AddRMSNorm": "layers",
         "SwiGLU": "layers",
         "silu": "layers",
         "softmax": "layers",
+        "Operations": "operations",
+        "choose_operations": "operations",
         "RotaryEmbedding": "rope",
         "apply_rope": "rope",
         "cross_entropy": "loss",

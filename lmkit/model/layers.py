@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lmkit.autograd import differentiable_once
+from lmkit.model.operations import PLAIN, Operations, rms_norm
 
 Device = torch.device | str | None
 DType = torch.dtype | None
@@ -174,9 +174,9 @@ class Embedding(nn.Module):
         """Draw new vectors from torch's default generator."""
         nn.init.trunc_normal_(self.weight, std=1.0, a=-3.0, b=3.0)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, operations: Operations = PLAIN) -> Tensor:
         """(batch, seq) -> (batch, seq, d_model)"""
-        return F.embedding(ids, self.weight)
+        return operations.embedding(ids, self.weight)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, {self.weight.shape[1]}"
@@ -193,11 +193,10 @@ class SwiGLU(nn.Module):
         self.w2 = Linear(d_ff, d_model, device=device, dtype=dtype)
         self.w3 = self.gate_up.part(d_ff)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, operations: Operations = PLAIN) -> Tensor:
         """(..., d_model) -> (..., d_model)"""
-        gate, up = self.gate_up(x).chunk(2, dim=-1)  # W1 x and W3 x, (..., d_ff)
-        inner = F.silu(gate) * up  # (..., d_ff); F.silu is one operation, `silu` two
-        return self.w2(inner)  # (..., d_model)
+        joint = self.gate_up(x)  # W1 x and W3 x, (..., 2 d_ff)
+        return self.w2(operations.swiglu(joint))  # (..., d_model)
 
 
 class RMSNorm(nn.Module):
@@ -219,38 +218,21 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., d_model) -> (..., d_model)"""
-        if x.device.type == "cpu" and x.dtype == self.weight.dtype and not torch.compiler.is_compiling():
-            # PyTorch fuses this on CUDA, and its compiler fuses it everywhere. Eager on a CPU, it runs a chain of
-            # about twenty operations, which is slower than the eight of `_RMSNormOnCPU`.
-            return _RMSNormOnCPU.apply(x, self.weight, self.eps)[0]
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
-class _RMSNormOnCPU(torch.autograd.Function):
-    """RMSNorm with its gradient written by hand."""
+class AddRMSNorm(RMSNorm):
+    """Add a layer's output to the residual stream and normalise the sum (see `RMSNorm`)."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)  # (..., 1)
-        inverse_rms = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()  # (..., 1)
-        unit = x * inverse_rms  # (..., d_model)
-        # `differentiable_once` needs an output among the saved tensors; the result may be written to in place.
-        empty = x.new_empty(0)
-        ctx.set_materialize_grads(False)  # or autograd would allocate zeros as the gradient of `empty`
-        ctx.save_for_backward(unit, inverse_rms, weight, empty)
-        return (unit * weight).to(x.dtype), empty
+    def forward(  # type: ignore[override]
+        self, x: Tensor, delta: Tensor | None, operations: Operations = PLAIN
+    ) -> tuple[Tensor, Tensor]:
+        """Return (x + delta, its norm), both shaped as x, (..., d_model).
 
-    @staticmethod
-    @differentiable_once("RMSNorm on a CPU", instead="torch.nn.functional.rms_norm has a second derivative")
-    def backward(ctx: Any, saved: Any, grad: Tensor, _: None) -> tuple[Tensor, Tensor, None]:
-        # y = w u with u = x r and r = (mean(x^2) + eps)^-1/2, hence du/dx = r (1 - u u^T / d).
-        unit, inverse_rms, weight = saved[:3]
-        product = grad * unit  # (..., d_model)
-        grad_weight = product.reshape(-1, product.shape[-1]).sum(dim=0)  # (d_model)
-        along_unit = (product @ weight.to(product.dtype)).unsqueeze(-1) / unit.shape[-1]  # (..., 1)
-        grad_x = torch.addcmul(grad * weight, unit, along_unit, value=-1).mul_(inverse_rms)  # (..., d_model)
-        return grad_x.to(grad.dtype), grad_weight.to(weight.dtype), None
+        Args:
+            delta: None adds nothing.
+        """
+        return operations.add_rms_norm(x, delta, self.weight, self.eps)

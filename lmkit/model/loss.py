@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from lmkit.autograd import differentiable_once
 
+SliceGradient = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""A `SliceLoss`, perhaps compiled."""
+
 # Elements of a slice of logits: 4 MiB of float32 stay in a core's cache; a GPU wants large matrix products.
 SLICE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 28}
 
@@ -60,7 +63,7 @@ def linear_cross_entropy(
     weight: Tensor,
     targets: Tensor,
     *,
-    slice_loss: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
+    slice_loss: SliceGradient | None = None,
 ) -> Tensor:
     """Return the mean over tokens of -log softmax(hidden weight^T)[target], in nats, as a float32 (or wider) scalar.
 
@@ -75,7 +78,7 @@ def linear_cross_entropy(
         hidden: (..., d_model)
         weight: (vocab_size, d_model)
         targets: (...) int64 ids below vocab_size
-        slice_loss: a `SliceLoss`, perhaps compiled.
+        slice_loss: None makes a `SliceLoss`.
     """
     if not torch.is_grad_enabled():
         weight = weight.detach()  # a parameter requires grad even then, and its gradient would be computed
@@ -95,7 +98,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
-        slice_loss: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+        slice_loss: SliceGradient,
     ) -> tuple[Tensor, Tensor]:
         device_type = hidden.device.type
         autocast = torch.is_autocast_enabled(device_type)

@@ -11,14 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lmkit.attention import attention_function
+from lmkit.attention import attention_function, joined_function
 from lmkit.measure.ranges import range_
-from lmkit.model.layers import Device, DType, Embedding, JoinedLinear, Linear, RMSNorm, SwiGLU
-from lmkit.model.loss import SliceLoss, linear_cross_entropy
-from lmkit.model.rope import RotaryEmbedding, apply_rope
+from lmkit.model.layers import AddRMSNorm, Device, DType, Embedding, JoinedLinear, Linear, SwiGLU
+from lmkit.model.loss import SliceLoss
+from lmkit.model.operations import PLAIN, Attend, Operations, choose_operations
+from lmkit.model.rope import RotaryEmbedding
 from lmkit.recipe.tables import ModelConfig
-
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class ModelCache(Protocol):
@@ -40,73 +39,96 @@ class SelfAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, *, device: Device = None, dtype: DType = None) -> None:
         super().__init__()
-        self.num_heads = config.num_heads
         self.kv_heads = config.kv_heads
-        self.head_dim = config.head_dim
         self.attention = attention_function(config.attention)
-        d_kv = self.kv_heads * self.head_dim
+        self.joined_attention = joined_function(config.attention)
+        d_kv = config.kv_heads * config.head_dim
         self.qkv_proj = JoinedLinear(config.d_model, config.d_model + 2 * d_kv, device=device, dtype=dtype)
         self.q_proj = self.qkv_proj.part(config.d_model)
         self.k_proj = self.qkv_proj.part(d_kv)
         self.v_proj = self.qkv_proj.part(d_kv)
         self.output_proj = Linear(config.d_model, config.d_model, device=device, dtype=dtype)
 
-    def forward(self, x: Tensor, cos_sin: Tensor, attend: Attend | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, cos_sin: Tensor, operations: Operations = PLAIN, attend: Attend | None = None
+    ) -> Tensor:
         """(batch, seq, d_model) -> (batch, seq, d_model)
 
         Args:
             cos_sin: of the positions, see `apply_rope`.
             attend: replaces causal attention within the sequence; a KV cache's.
         """
-        # One matrix product for q, k and v, and one rotation for q and k: fewer and larger operations.
         qkv = self.qkv_proj(x)  # (batch, seq, (heads + 2 kv_heads) * head_dim)
-        qkv = qkv.unflatten(-1, (-1, self.head_dim))  # (batch, seq, heads + 2 kv_heads, head_dim)
-        qk, v = qkv.split((self.num_heads + self.kv_heads, self.kv_heads), dim=2)
-        q, k = apply_rope(qk, cos_sin).split((self.num_heads, self.kv_heads), dim=2)
-        # Views, not copies: q (batch, heads, seq, head_dim), k and v (batch, kv_heads, seq, head_dim)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        with range_("attention"):
-            out = self.attention(q, k, v, causal=True) if attend is None else attend(q, k, v)
-        out = out.transpose(1, 2).flatten(2)  # (batch, seq, d_model)
+        if attend is None:
+            attend, joined = partial(self.attention, causal=True), self.joined_attention
+        else:
+            joined = None
+        out = operations.attention(qkv, cos_sin, self.kv_heads, attend, joined)  # (batch, seq, d_model)
         return self.output_proj(out)  # (batch, seq, d_model)
 
 
 class TransformerBlock(nn.Module):
-    """Pre-norm residual layer (Xiong et al. 2020): x + attn(ln1(x)), then x + ffn(ln2(x))."""
+    """Pre-norm residual layer (Xiong et al. 2020): x + attn(ln1(x)), then x + ffn(ln2(x)).
+
+    The last sum is left to whoever reads it, because its norm is computed in the same pass over memory.
+    """
 
     def __init__(self, config: ModelConfig, *, device: Device = None, dtype: DType = None) -> None:
         super().__init__()
-        self.ln1 = RMSNorm(config.d_model, eps=config.norm_eps, device=device, dtype=dtype)
+        self.ln1 = AddRMSNorm(config.d_model, eps=config.norm_eps, device=device, dtype=dtype)
         self.attn = SelfAttention(config, device=device, dtype=dtype)
-        self.ln2 = RMSNorm(config.d_model, eps=config.norm_eps, device=device, dtype=dtype)
+        self.ln2 = AddRMSNorm(config.d_model, eps=config.norm_eps, device=device, dtype=dtype)
         self.ffn = SwiGLU(config.d_model, config.d_ff, device=device, dtype=dtype)
 
-    def forward(self, x: Tensor, cos_sin: Tensor, attend: Attend | None = None) -> Tensor:
-        """(batch, seq, d_model) -> (batch, seq, d_model)"""
-        x = x + self.attn(self.ln1(x), cos_sin, attend)
-        return x + self.ffn(self.ln2(x))
+    def forward(
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        cos_sin: Tensor,
+        operations: Operations = PLAIN,
+        attend: Attend | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Apply the layer to x + delta; return (x, delta), whose sum is the output. All are (batch, seq, d_model)."""
+        x, normed = self.ln1(x, delta, operations)
+        delta = self.attn(normed, cos_sin, operations, attend)
+        x, normed = self.ln2(x, delta, operations)
+        return x, self.ffn(normed, operations)
 
 
 class Layers(nn.ModuleList):
-    """The stack of blocks. A module of its own, so that `compile_model` can compile it as one graph."""
+    """The stack of blocks. A module of its own, so that `compile_model` can compile it as one graph.
+
+    Attributes:
+        operations: of the blocks; None: those of the model.
+        sums: whether blocks get x + delta as one tensor: fewer to keep, and one graph for all.
+    """
 
     def __init__(self, blocks: Sequence[TransformerBlock], *, checkpointing: bool) -> None:
         super().__init__(blocks)
         self.checkpointing = checkpointing
+        self.sums = checkpointing
+        self.operations: Operations | None = None
 
-    def forward(self, x: Tensor, cos_sin: Tensor, kv_cache: ModelCache | None = None) -> Tensor:
-        """(batch, seq, d_model) -> (batch, seq, d_model)"""
+    def forward(
+        self, x: Tensor, cos_sin: Tensor, operations: Operations, kv_cache: ModelCache | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return (x, delta), whose sum is the output of the last block; (batch, seq, d_model)."""
+        operations = self.operations or operations
+        delta = None
         for index, block in enumerate(self):
+            if self.sums and delta is not None:
+                x, delta = x + delta, None
             if kv_cache is not None:
                 # `forward`, because `__call__` may be compiled and would make a graph for every length.
-                x = block.forward(x, cos_sin, partial(kv_cache.attend, index))
+                x, delta = block.forward(x, delta, cos_sin, operations, partial(kv_cache.attend, index))
             elif self.checkpointing and torch.is_grad_enabled():
                 # Keep only the block's input, and compute the rest again in backward (Chen et al. 2016). Nothing in
                 # a block is random, so the state of the random generator need not be kept.
-                x = checkpoint(block, x, cos_sin, use_reentrant=False, preserve_rng_state=False)
+                inputs = (x, delta, cos_sin, operations)
+                x, delta = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = block(x, cos_sin)
-        return x
+                x, delta = block(x, delta, cos_sin, operations)
+        return x, delta
 
 
 class Head(Linear):
@@ -120,12 +142,14 @@ class Head(Linear):
         super().__init__(d_model, vocab_size, device=device, dtype=dtype)
         self.slice_loss = SliceLoss()
 
-    def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, targets: Tensor | None = None, operations: Operations = PLAIN
+    ) -> Tensor:
         """Return the logits (..., vocab_size) of hidden states (..., d_model), or with `targets` (...) their mean
         cross-entropy in nats, for which the logits are never held all at once (see `linear_cross_entropy`)."""
         if targets is None:
             return F.linear(hidden, self.weight)
-        return linear_cross_entropy(hidden, self.weight, targets, slice_loss=self.slice_loss)
+        return operations.linear_cross_entropy(hidden, self.weight, targets, self.slice_loss)
 
 
 class TransformerLM(nn.Module):
@@ -143,9 +167,13 @@ class TransformerLM(nn.Module):
         config: the recipe's table `[model]` with `vocab_size` filled in.
         device, dtype: of the parameters. Mixed precision keeps float32 here and wraps calls in `torch.autocast`.
 
+    Attributes:
+        operations: what runs around the matrix products. Chosen as the configuration says, again when the model moves
+            to another device or dtype.
+
     Raises:
         ValueError: the configuration has no vocabulary size.
-        UsageError: no attention kernel has this name.
+        UsageError: no attention kernel has this name, or the named operations do not run here.
 
     Parameters draw their first values from torch's default generator. With `tie_embeddings` the head's matrix is the
     embedding (Press and Wolf 2017), initialised as a head, which is smaller.
@@ -161,7 +189,7 @@ class TransformerLM(nn.Module):
             [TransformerBlock(config, device=device, dtype=dtype) for _ in range(config.num_layers)],
             checkpointing=config.activation_checkpointing,
         )
-        self.ln_final = RMSNorm(config.d_model, eps=config.norm_eps, device=device, dtype=dtype)
+        self.ln_final = AddRMSNorm(config.d_model, eps=config.norm_eps, device=device, dtype=dtype)
         self.lm_head = Head(config.d_model, config.vocab_size, device=device, dtype=dtype)
         if config.tie_embeddings:
             self.token_embeddings.weight = self.lm_head.weight
@@ -171,6 +199,13 @@ class TransformerLM(nn.Module):
             theta=config.rope_theta,
             device=device,
         )
+        self.operations = choose_operations(config.operations, self.lm_head.weight)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TransformerLM:
+        # nn.Module calls this in .to(), .half() and .to_empty().
+        super()._apply(fn, recurse)
+        self.operations = choose_operations(self.config.operations, self.lm_head.weight)
+        return self
 
     def hidden_states(self, ids: Tensor, kv_cache: ModelCache | None = None) -> Tensor:
         """Return the normalised input of the head: (batch, seq) ids -> (batch, seq, d_model).
@@ -178,13 +213,16 @@ class TransformerLM(nn.Module):
         Raises:
             ValueError: the sequence is longer than the context.
         """
-        x = self.token_embeddings(ids)  # (batch, seq, d_model)
+        operations = self.operations
+        x = self.token_embeddings(ids, operations)  # (batch, seq, d_model)
         if kv_cache is None:
-            x = self.layers(x, self.rope(ids.shape[1]))  # (batch, seq, d_model)
+            x, delta = self.layers(x, self.rope(ids.shape[1]), operations)  # (batch, seq, d_model)
         else:
             cos_sin = self.rope.at(kv_cache.positions(ids.shape[1]))  # (batch, seq, head_dim / 2, 2)
-            x = self.layers.forward(x, cos_sin, kv_cache)  # `forward`: not compiled, see `Layers`
-        return self.ln_final(x)
+            # `forward`: not compiled, see `Layers`
+            x, delta = self.layers.forward(x, cos_sin, operations, kv_cache)
+        _, normed = self.ln_final(x, delta, operations)
+        return normed
 
     def forward(self, ids: Tensor, kv_cache: ModelCache | None = None) -> Tensor:
         """Return the logits of the token after each position: (batch, seq) -> (batch, seq, vocab_size).
@@ -203,7 +241,7 @@ class TransformerLM(nn.Module):
         """
         hidden = self.hidden_states(ids)  # (batch, seq, d_model)
         with range_("loss"):
-            return self.lm_head(hidden, targets)
+            return self.lm_head(hidden, targets, self.operations)
 
 
 def compile_model(
@@ -218,7 +256,10 @@ def compile_model(
     """
     if how == "none":
         return
+    if model.config.operations == "auto":
+        model.layers.operations = PLAIN  # the compiler fuses them itself
     if how == "block":
+        model.layers.sums = True
         for block in model.layers:
             block.compile(backend=backend)
     else:

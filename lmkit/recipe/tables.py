@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 
 from lmkit.errors import did_you_mean
 from lmkit.recipe.vocabulary import END_OF_TEXT, MAX_TOKEN_BYTES, MAX_VOCABULARY, NUM_BYTES
-from lmkit.registry import ATTENTION, DATASETS, OPTIMIZERS, SCHEDULES, STRATEGIES, Registry
+from lmkit.registry import ATTENTION, DATASETS, OPERATIONS, OPTIMIZERS, SCHEDULES, STRATEGIES, Registry
 
 
 class Table(BaseModel):
@@ -55,6 +55,7 @@ class RegisteredName:
 AttentionName = Annotated[str, AfterValidator(RegisteredName(ATTENTION))]
 AttentionVariant = Annotated[str, AfterValidator(RegisteredName(ATTENTION, with_variant=True))]
 CorpusSource = Annotated[str, AfterValidator(RegisteredName(DATASETS, also=("synth", "files")))]
+OperationsName = Annotated[str, AfterValidator(RegisteredName(OPERATIONS, also=("auto",)))]
 OptimizerName = Annotated[str, AfterValidator(RegisteredName(OPTIMIZERS))]
 ScheduleName = Annotated[str, AfterValidator(RegisteredName(SCHEDULES))]
 StrategyName = Annotated[str, AfterValidator(RegisteredName(STRATEGIES))]
@@ -213,6 +214,9 @@ class ModelConfig(Table):
     """Share one matrix between the input embedding and the head."""
     attention: AttentionName = "sdpa"
     """The attention kernel; `lmkit env` lists the kernels that run here."""
+    operations: OperationsName = "auto"
+    """What runs around the matrix products: kernels ("fused") or PyTorch's operations ("plain"). "auto" takes "fused"
+    where they run, but "plain" in compiled blocks."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them: less memory, more time."""
     compile: Literal["none", "block", "whole"] = "none"

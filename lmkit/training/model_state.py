@@ -26,7 +26,7 @@ from lmkit.model.names import parameter_names, plain_name
 from lmkit.optim.adamw import MASTER
 from lmkit.parallel.protocol import ShardedState
 from lmkit.parallel.shards import BucketLayout, ShardLayout, consolidate
-from lmkit.registry import ATTENTION
+from lmkit.registry import ATTENTION, OPERATIONS
 from lmkit.storage import write_atomic
 from lmkit.training.atomic_checkpoint import MODEL, STATE, damaged
 from lmkit.training.checkpoint import Checkpoint, parse_tensors
@@ -181,13 +181,18 @@ def _shape(tensor: torch.Tensor | None) -> str:
 def plain_model(checkpoint: Checkpoint, *, device: torch.device | str) -> TransformerLM:
     """Return the model of a checkpoint in eval mode, neither compiled nor wrapped.
 
-    Where its attention kernel does not run on the device, the model uses `sdpa`, and the log says so.
+    Where its attention kernel does not run on the device, the model uses `sdpa`, and the log says so. Where its
+    operations do not, it uses others.
     """
-    attention, place = checkpoint.state.model.attention, torch.device(device).type
+    config, place = checkpoint.state.model, torch.device(device).type
+    attention, operations = config.attention, config.operations
     if place not in ATTENTION.facts(attention).devices:
         log.warning("attention %s does not run on %s: using sdpa", attention, place)
         attention = "sdpa"
-    return _model_with(checkpoint, checkpoint.model_tensors(), attention, device).eval()
+    if operations in OPERATIONS.names and place not in OPERATIONS.facts(operations).devices:
+        operations = "auto"
+    changes = {"attention": attention, "operations": operations}
+    return _model_with(checkpoint, checkpoint.model_tensors(), changes, device).eval()
 
 
 def check_weights(checkpoint: Checkpoint) -> None:
@@ -198,11 +203,11 @@ def check_weights(checkpoint: Checkpoint) -> None:
     """
     shapes = checkpoint.model_shapes()
     tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    _model_with(checkpoint, tensors, "sdpa", "meta")
+    _model_with(checkpoint, tensors, {"attention": "sdpa"}, "meta")
 
 
 def _model_with(
-    checkpoint: Checkpoint, tensors: Tensors, attention: str, device: torch.device | str
+    checkpoint: Checkpoint, tensors: Tensors, changes: dict[str, str], device: torch.device | str
 ) -> TransformerLM:
     from lmkit.model.transformer import TransformerLM
 
@@ -221,7 +226,7 @@ def _model_with(
             f"{path / MODEL}: holds {saved} parameters, the model in {STATE} has {wanted}",
             hint="copy the whole checkpoint folder again, or use another one",
         )
-    model = TransformerLM(config.model_copy(update={"attention": attention}), device=device)
+    model = TransformerLM(config.model_copy(update=changes), device=device)
     if any(tensor.dtype == torch.bfloat16 for tensor in tensors.values()):
         hold_weights(model, "bf16")
     load_weights(model, tensors, origin=path / MODEL)

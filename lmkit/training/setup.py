@@ -18,6 +18,7 @@ from lmkit.attention import check_kernel
 from lmkit.data.batches import Batch, BatchSource
 from lmkit.errors import UsageError
 from lmkit.measure.ranges import range_
+from lmkit.model.operations import choose_operations
 from lmkit.model.transformer import TransformerLM, compile_model
 from lmkit.optim.adamw import decay_groups
 from lmkit.parallel.protocol import MakeOptimizer, build_strategy
@@ -208,10 +209,11 @@ class TrainingStep:
 
 
 def check_device(recipe: Recipe, device: torch.device) -> None:
-    """Refuse fp16 on a CPU and an attention kernel that does not run there, before anything is written or built."""
+    """Refuse what does not run on the device, before anything is written or built: fp16 on a CPU, kernels."""
     model, train = resolved_tables(recipe)
     one_query = torch.empty(1, 1, 1, model.head_dim, dtype=PRODUCTS[train.precision], device=device)
     check_kernel(model.attention, one_query)
+    choose_operations(model.operations, one_query)
     if train.precision == "fp16" and device.type == "cpu":
         raise UsageError(
             "train.wrong_device", 'train.precision: "fp16" needs a GPU', hint='use "bf16" or "fp32"'

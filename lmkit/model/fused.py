@@ -1,0 +1,88 @@
+"""The operations of a Transformer as fused Triton kernels (`lmkit.kernels`), for CUDA devices."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lmkit.errors import UsageError
+from lmkit.measure.ranges import range_
+from lmkit.model.loss import SliceGradient
+from lmkit.model.operations import Attend, JoinedAttention, Operations
+from lmkit.registry import OPERATIONS
+
+try:
+    from lmkit.attention.joined import heads_of
+    from lmkit.kernels.cross_entropy import linear_cross_entropy
+    from lmkit.kernels.embedding import embedding
+    from lmkit.kernels.norm import add_rms_norm, rms_norm
+    from lmkit.kernels.rope import rope_
+    from lmkit.kernels.swiglu import swiglu
+    from lmkit.kernels.versions import INTERPRETED
+except ModuleNotFoundError as error:
+    if (error.name or "").split(".")[0] != "triton":
+        raise
+    raise UsageError(
+        "operations.not_installed",
+        "fused operations need Triton, which is not installed",
+        hint='pip install triton (Linux), or set model.operations = "plain"',
+    ) from error
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@OPERATIONS.register("fused", order=1, requires=("triton",), devices=("cuda",), check="refuse_unsupported")
+class Fused(Operations):
+    """Each operation reads and writes memory once. Swiglu, RoPE and the loss reuse their inputs' memory in the
+    backward pass, so that it runs once."""
+
+    def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
+        return embedding(ids, weight)
+
+    def add_rms_norm(
+        self, x: Tensor, delta: Tensor | None, gain: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        device_type = x.device.type
+        # Under autocast a matrix product reads the norm: it is written as the product wants it.
+        autocast = torch.is_autocast_enabled(device_type)
+        dtype = torch.get_autocast_dtype(device_type) if autocast else x.dtype
+        if delta is None:
+            return x, rms_norm(x, gain, eps=eps, dtype=dtype)
+        return add_rms_norm(x, delta, gain, eps=eps, dtype=dtype)
+
+    def attention(
+        self,
+        qkv: Tensor,
+        cos_sin: Tensor,
+        kv_heads: int,
+        attend: Attend,
+        joined: JoinedAttention | None = None,
+    ) -> Tensor:
+        if cos_sin.dim() == 4 and len(cos_sin) == 1:
+            cos_sin = cos_sin[0]  # the same positions in all rows
+        # What follows hands back one gradient, new and read by nothing else.
+        qkv = rope_(qkv, cos_sin, kv_heads, reuse_grad=True)
+        head_dim = 2 * cos_sin.shape[-2]
+        with range_("attention"):
+            if joined is not None:
+                return joined(qkv, kv_heads=kv_heads, head_dim=head_dim)
+            return attend(*heads_of(qkv, kv_heads, head_dim)).transpose(1, 2).flatten(2)
+
+    def swiglu(self, joint: Tensor) -> Tensor:
+        return swiglu(joint)
+
+    def linear_cross_entropy(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, slice_loss: SliceGradient
+    ) -> Tensor:
+        return linear_cross_entropy(hidden, weight, targets)
+
+
+def refuse_unsupported(weight: Tensor) -> None:
+    """Raise UsageError unless the kernels run on the weight's device and in its dtype."""
+    if weight.dtype not in DTYPES or not (weight.is_cuda or INTERPRETED):
+        raise UsageError(
+            "operations.unsupported",
+            f'model.operations: "fused" runs in float32, float16 and bfloat16 on a CUDA device, '
+            f"not in {str(weight.dtype).removeprefix('torch.')} on {weight.device.type}",
+            hint='use "auto" or "plain"',
+        )

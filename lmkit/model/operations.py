@@ -1,0 +1,147 @@
+"""What a Transformer computes around its matrix products, by operations of PyTorch: the form to read, and for CPUs.
+
+`fused` has the same operations as kernels. `choose_operations` finds those that run on a device.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lmkit.autograd import differentiable_once
+from lmkit.errors import UsageError
+from lmkit.measure.ranges import range_
+from lmkit.model.loss import SliceGradient, linear_cross_entropy
+from lmkit.model.rope import apply_rope
+from lmkit.registry import OPERATIONS
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Attention of q (batch, heads, seq, head_dim) to k, v (batch, kv_heads, seq, head_dim), shaped as q."""
+JoinedAttention = Callable[..., Tensor]
+"""See `KernelFacts.joined`."""
+
+
+@OPERATIONS.register("plain", order=2)
+class Operations:
+    """The operations by name. Another set is a subclass."""
+
+    def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
+        """Return the rows of weight (vocab_size, d_model) for ids (...): (..., d_model)."""
+        return F.embedding(ids, weight)
+
+    def add_rms_norm(
+        self, x: Tensor, delta: Tensor | None, gain: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return (x + delta, its RMSNorm times gain (d_model)), both (..., d_model)."""
+        total = x if delta is None else x + delta
+        return total, rms_norm(total, gain, eps)
+
+    def attention(
+        self,
+        qkv: Tensor,
+        cos_sin: Tensor,
+        kv_heads: int,
+        attend: Attend,
+        joined: JoinedAttention | None = None,
+    ) -> Tensor:
+        """Rotate q and k in the projection q|k|v and attend; return (batch, seq, heads * head_dim).
+
+        Args:
+            qkv: (batch, seq, (heads + 2 kv_heads) * head_dim); may be overwritten.
+            cos_sin: of the positions, see `apply_rope`.
+            joined: computes the same as `attend` from the projection; None: there is no such kernel.
+        """
+        heads = qkv.unflatten(-1, (-1, 2 * cos_sin.shape[-2]))  # (batch, seq, heads + 2 kv_heads, head_dim)
+        qk, v = heads.split((heads.shape[2] - kv_heads, kv_heads), dim=2)
+        q, k = apply_rope(qk, cos_sin).split((qk.shape[2] - kv_heads, kv_heads), dim=2)
+        with range_("attention"):
+            # Views, not copies: q (batch, heads, seq, head_dim), k and v (batch, kv_heads, seq, head_dim)
+            out = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        return out.transpose(1, 2).flatten(2)
+
+    def swiglu(self, joint: Tensor) -> Tensor:
+        """Return silu(gate) * up of gate|up, which may be overwritten: (..., 2 d_ff) -> (..., d_ff)."""
+        gate, up = joint.chunk(2, dim=-1)  # (..., d_ff)
+        return F.silu(gate) * up
+
+    def linear_cross_entropy(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, slice_loss: SliceGradient
+    ) -> Tensor:
+        """Return the mean cross-entropy of hidden weight^T, see `lmkit.model.loss`."""
+        return linear_cross_entropy(hidden, weight, targets, slice_loss=slice_loss)
+
+
+PLAIN = Operations()
+
+
+def choose_operations(name: str, weight: Tensor) -> Operations:
+    """Return a registered set of operations for a model.
+
+    Args:
+        name: "auto" takes the first set that runs on the weight's device and in its dtype.
+        weight: one of the model's matrices. Without memory (on the device "meta") nothing runs: always "plain".
+
+    Raises:
+        UsageError: the named set does not run there, or needs a package that is not installed.
+    """
+    if weight.is_meta:
+        return PLAIN
+    if name == "auto":
+        name = next(name for name in OPERATIONS.names if _runs(name, weight))
+    elif (check := OPERATIONS.facts(name).check) is not None:
+        OPERATIONS.function_of(name, check)(weight)
+    made: Operations = OPERATIONS.load(name)()
+    return made
+
+
+def _runs(name: str, weight: Tensor) -> bool:
+    facts = OPERATIONS.facts(name)
+    if weight.device.type not in facts.devices or not all(map(importlib.util.find_spec, facts.requires)):
+        return False
+    try:
+        if facts.check is not None:
+            OPERATIONS.function_of(name, facts.check)(weight)
+    except UsageError:
+        return False
+    return True
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension, (..., d_model) -> (..., d_model)."""
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        # PyTorch fuses this on CUDA, and its compiler fuses it everywhere. Eager on a CPU, it runs a chain of
+        # about twenty operations, which is slower than the eight of `_RMSNormOnCPU`.
+        return _RMSNormOnCPU.apply(x, weight, eps)[0]
+    return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+
+
+class _RMSNormOnCPU(torch.autograd.Function):
+    """RMSNorm with its gradient written by hand."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)  # (..., 1)
+        inverse_rms = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()  # (..., 1)
+        unit = x * inverse_rms  # (..., d_model)
+        # `differentiable_once` needs an output among the saved tensors; the result may be written to in place.
+        empty = x.new_empty(0)
+        ctx.set_materialize_grads(False)  # or autograd would allocate zeros as the gradient of `empty`
+        ctx.save_for_backward(unit, inverse_rms, weight, empty)
+        return (unit * weight).to(x.dtype), empty
+
+    @staticmethod
+    @differentiable_once("RMSNorm on a CPU", instead="torch.nn.functional.rms_norm has a second derivative")
+    def backward(ctx: Any, saved: Any, grad: Tensor, _: None) -> tuple[Tensor, Tensor, None]:
+        # y = w u with u = x r and r = (mean(x^2) + eps)^-1/2, hence du/dx = r (1 - u u^T / d).
+        unit, inverse_rms, weight = saved[:3]
+        product = grad * unit  # (..., d_model)
+        grad_weight = product.reshape(-1, product.shape[-1]).sum(dim=0)  # (d_model)
+        along_unit = (product @ weight.to(product.dtype)).unsqueeze(-1) / unit.shape[-1]  # (..., 1)
+        grad_x = torch.addcmul(grad * weight, unit, along_unit, value=-1).mul_(inverse_rms)  # (..., d_model)
+        return grad_x.to(grad.dtype), grad_weight.to(weight.dtype), None

@@ -1,0 +1,105 @@
+"""Models on the fused kernels, in Triton's interpreter, against the same models on PyTorch's operations."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from lmkit.generation.kv_cache import KVCache
+from lmkit.model import ModelConfig, TransformerLM, compile_model
+from lmkit.model.operations import PLAIN
+
+# The interpreter computes on masked lanes, too, and NumPy says so.
+pytestmark = [
+    pytest.mark.interpreter,
+    pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero) encountered:RuntimeWarning"),
+]
+IDS = torch.tensor([[5, 1, 7, 7, 0, 3, 2], [4, 4, 1, 0, 6, 2, 8]])
+TARGETS = torch.tensor([[1, 7, 7, 0, 3, 2, 9], [4, 1, 0, 6, 2, 8, 10]])
+
+
+def make_models(**fields) -> list[TransformerLM]:
+    """A fused model and its plain copy, 2 layers; gains are not 1, where a wrong one would not show."""
+    sizes = {
+        "vocab_size": 11,
+        "context_length": 7,
+        "d_model": 32,
+        "d_ff": 24,
+        "num_layers": 2,
+        "num_heads": 2,
+    }
+    torch.manual_seed(0)
+    config = ModelConfig(**{**sizes, "attention": "flash_triton", "operations": "fused", **fields})
+    fused = TransformerLM(config)
+    with torch.no_grad():
+        for name, parameter in fused.named_parameters():
+            if "ln" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    plain = copy.deepcopy(fused)
+    plain.operations = PLAIN
+    return [fused, plain]
+
+
+def assert_equal_gradients(fused: TransformerLM, plain: TransformerLM, tolerance: float) -> None:
+    for (name, mine), other in zip(fused.named_parameters(), plain.parameters(), strict=True):
+        assert mine.grad.dtype == other.grad.dtype == mine.dtype
+        assert (mine.grad - other.grad).norm() < tolerance * other.grad.norm(), name
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"num_kv_heads": 1, "tie_embeddings": True},
+        {"activation_checkpointing": True, "attention": "sdpa"},
+    ],
+    ids=str,
+)
+def test_losses_logits_and_gradients(fields):
+    fused, plain = make_models(**fields)
+    losses = [model.loss(IDS, TARGETS) for model in (fused, plain)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
+    assert_equal_gradients(fused, plain, 3e-6)  # float32: sums in other orders, over two layers
+    with torch.no_grad():
+        torch.testing.assert_close(fused(IDS), plain(IDS), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(fused.loss(IDS, TARGETS), losses[0].detach(), rtol=1e-6, atol=0)
+
+
+def test_under_autocast():
+    models = make_models(num_layers=1)
+    for model in models:
+        with torch.autocast("cpu", dtype=torch.float16):
+            model.loss(IDS, TARGETS).backward()
+    assert_equal_gradients(*models, 0.02)  # float16: 11 bits, about twenty roundings deep
+
+
+def test_a_key_value_cache():
+    fused, plain = make_models(num_kv_heads=1)
+    logits = []
+    for model in (fused, plain):
+        cache = KVCache(model.config, batch=2)
+        with torch.inference_mode():
+            first = model(IDS[:, :5], cache.prefill([0, 1], [5, 3]))
+            logits.append([first[1, :3], first[0], model(IDS[:, 5:6], cache.decode([0, 1]))])
+    for mine, other in zip(*logits, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("how", ["block", "whole"])
+def test_compiled(how):
+    """The kernels as custom operators, which the configuration has to name."""
+    torch.compiler.reset()
+    fused, plain = make_models(num_layers=1, activation_checkpointing=how == "block")
+    compile_model(fused, how, backend="aot_eager")
+    assert fused.layers.operations is None
+    for model in (fused, plain):
+        model.loss(IDS, TARGETS).backward()
+    assert_equal_gradients(fused, plain, 3e-6)

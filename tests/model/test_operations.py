@@ -1,0 +1,80 @@
+"""Which operations a model runs, and that all of them go through the set. The kernels' numbers: tests/kernels."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from lmkit.errors import UsageError
+from lmkit.model import ModelConfig, Operations, TransformerLM, choose_operations, compile_model
+from lmkit.model.operations import PLAIN
+from lmkit.registry import OPERATIONS
+
+MakeModel = Callable[..., TransformerLM]
+NAMES = {"embedding", "add_rms_norm", "attention", "swiglu", "linear_cross_entropy"}
+
+
+class Watched(Operations):
+    """Writes down what is called."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+
+    def __getattribute__(self, name: str) -> object:
+        if name in NAMES:
+            self.called.append(name)
+        return super().__getattribute__(name)
+
+
+@pytest.fixture
+def watched() -> Iterator[str]:
+    OPERATIONS.register("watched", devices=("cpu",))(Watched)
+    yield "watched"
+    OPERATIONS.unregister("watched")
+
+
+def test_a_set_from_outside_runs_everything_around_the_matrix_products(
+    make_model: MakeModel, watched: str
+) -> None:
+    model, plain = make_model(operations=watched), make_model()
+    ids = torch.randint(61, (2, 9))
+    loss = model.loss(ids, ids)
+    assert isinstance(model.operations, Watched)
+    once = ["add_rms_norm", "attention", "add_rms_norm", "swiglu"]
+    assert model.operations.called == ["embedding", *once, *once, "add_rms_norm", "linear_cross_entropy"]
+    assert torch.equal(loss, plain.loss(ids, ids))
+
+
+def test_auto_takes_what_runs() -> None:
+    assert OPERATIONS.names[:2] == ("fused", "plain")
+    for weight in (torch.empty(1), torch.empty(1).double(), torch.empty(1, device="meta")):
+        assert type(choose_operations("auto", weight)) is Operations
+    assert type(choose_operations("fused", torch.empty(1, device="meta"))) is Operations  # nothing runs yet
+
+
+def test_a_named_set_that_does_not_run_is_refused() -> None:
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("the interpreter runs kernels on CPUs")
+    pytest.importorskip("triton", reason="Triton exists for Linux only")
+    with pytest.raises(UsageError) as caught:
+        TransformerLM(ModelConfig(vocab_size=5, operations="fused"))
+    assert caught.value.code == "operations.unsupported"
+    assert "model.operations" in str(caught.value)
+
+
+def test_a_model_chooses_again_where_it_is_moved(make_model: MakeModel, watched: str) -> None:
+    model = make_model(operations=watched)
+    before = model.operations
+    assert model.float().operations is not before
+    assert isinstance(model.operations, Watched)
+
+
+def test_compiled_blocks_are_left_to_the_compiler(make_model: MakeModel, watched: str) -> None:
+    """Unless a set is named."""
+    for name, expected in (("auto", PLAIN), (watched, None)):
+        model = make_model(operations=name)
+        compile_model(model, "whole", backend="eager")
+        assert model.layers.operations is expected
