@@ -12,6 +12,7 @@ from run_folders import losses, newest, refused, train_here
 
 from lmkit.errors import UsageError
 from lmkit.optim.clipping import gradient_norm
+from lmkit.parallel.none import NoSync
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig, ParallelConfig
@@ -207,3 +208,8 @@ def test_all_ranks_take_the_masters_of_the_first(fleet: Fleet, tiny: Tiny, setti
     one, two = (losses(tiny(*narrow, f"run.name={name}")) for name in ("one", "two"))
     assert [loss for _, loss in two] == pytest.approx([loss for _, loss in one], rel=2e-3)
     assert len(one) == 10
+
+
+def test_ranks_of_none_keep_their_own_masters() -> None:
+    """There is no process group: a collective would raise."""
+    NoSync(Ranks(rank=1, world_size=2), ParallelConfig(strategy="none")).take_first_ranks([torch.ones(2)])
