@@ -19,6 +19,7 @@ from lmkit.errors import UsageError
 from lmkit.model.transformer import TransformerLM
 from lmkit.optim.adamw import AdamW, decay_groups
 from lmkit.parallel.ranks import Ranks
+from lmkit.parallel.shards import consolidate
 from lmkit.parallel.zero1 import Zero1
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.tables import ModelConfig, ParallelConfig
@@ -29,6 +30,7 @@ from lmkit.training.model_state import (
     load_optimizer_tensors,
     load_weights,
     model_weights,
+    optimizer_layout,
     optimizer_tensors,
     plain_model,
     save_checkpoint,
@@ -104,6 +106,38 @@ def test_a_checkpoint_without_optimizer_and_one_on_a_sharded_one(tmp_path: Path)
     assert load_checkpoint(tmp_path / "sharded", other, plain) == 8
     assert torch.equal(other.lm_head.weight, model.lm_head.weight)
     assert plain.state[other.lm_head.weight]["exp_avg"].abs().sum() > 0
+
+
+def test_state_of_a_joined_matrix_is_saved_by_the_names_of_its_parts() -> None:
+    """By whole and by sharded optimizers; either loads what the other saved."""
+    parts = {"q": slice(0, 16), "k": slice(16, 24), "v": slice(24, 32)}
+    whole, sharded = (make_model(num_kv_heads=1) for _ in range(2))
+    load_weights(sharded, model_weights(whole), origin=Path("saved"))
+    plain = torch.optim.AdamW(whole.parameters())
+    sync = Zero1(Ranks(), ParallelConfig(strategy="zero1"))
+    sync.attach(sharded)
+    shards = sync.build_optimizer(torch.optim.AdamW, [{"params": list(sharded.parameters())}])
+    for model, optimizer in ((whole, plain), (sharded, shards)):
+        model.loss(torch.arange(8)[None], torch.arange(8)[None]).backward()
+        if optimizer is shards:
+            sync.finish()
+        optimizer.step()
+    of_shards = consolidate([shards.state_dict()])
+    saved = optimizer_tensors(plain, whole)
+    moments = plain.state[whole.layers[0].attn.qkv_proj.weight]
+    for letter, rows in parts.items():
+        name = f"layers.0.attn.{letter}_proj.weight"
+        assert torch.equal(saved[f"{name}.exp_avg"], moments["exp_avg"][rows])
+        assert torch.equal(of_shards[name]["exp_avg"], saved[f"{name}.exp_avg"].flatten())
+        assert saved[f"{name}.step"] == 1
+
+    again = torch.optim.AdamW(sharded.parameters())
+    tensors = optimizer_tensors(shards, sharded)
+    load_optimizer_tensors(again, sharded, [tensors], optimizer_layout(shards), origin="saved")
+    loaded = again.state[sharded.layers[0].attn.qkv_proj.weight]["exp_avg"]
+    assert torch.equal(loaded, moments["exp_avg"])
+    load_optimizer_tensors(shards, sharded, [saved], None, origin="saved")
+    assert torch.equal(optimizer_tensors(shards, sharded)["0.exp_avg"], tensors["0.exp_avg"])
 
 
 class Touch:
