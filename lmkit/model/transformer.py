@@ -100,13 +100,13 @@ class Layers(nn.ModuleList):
 
     Attributes:
         operations: of the blocks; None: those of the model.
-        sums: whether blocks get x + delta as one tensor: fewer to keep, and one graph for all.
+        sums: whether blocks get x + delta as one tensor, so that the first is compiled as the others are.
     """
 
     def __init__(self, blocks: Sequence[TransformerBlock], *, checkpointing: bool) -> None:
         super().__init__(blocks)
         self.checkpointing = checkpointing
-        self.sums = checkpointing
+        self.sums = False
         self.operations: Operations | None = None
 
     def forward(
@@ -122,9 +122,9 @@ class Layers(nn.ModuleList):
                 # `forward`, because `__call__` may be compiled and would make a graph for every length.
                 x, delta = block.forward(x, delta, cos_sin, operations, partial(kv_cache.attend, index))
             elif self.checkpointing and torch.is_grad_enabled():
-                # Keep only the block's input, and compute the rest again in backward (Chen et al. 2016). Nothing in
-                # a block is random, so the state of the random generator need not be kept.
-                inputs = (x, delta, cos_sin, operations)
+                # Keep only the block's input, one tensor, and compute the rest again in backward (Chen et al. 2016).
+                # Nothing in a block is random, so the state of the random generator need not be kept.
+                inputs = (x if delta is None else x + delta, None, cos_sin, operations)
                 x, delta = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
             else:
                 x, delta = block(x, delta, cos_sin, operations)
