@@ -233,6 +233,6 @@ class AddRMSNorm(RMSNorm):
         """Return (x + delta, its norm), both shaped as x, (..., d_model).
 
         Args:
-            delta: None adds nothing.
+            delta: may be overwritten; None adds nothing.
         """
         return operations.add_rms_norm(x, delta, self.weight, self.eps)

@@ -37,8 +37,13 @@ class Operations:
     def add_rms_norm(
         self, x: Tensor, delta: Tensor | None, gain: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """Return (x + delta, its RMSNorm times gain (d_model)), both (..., d_model)."""
-        total = x if delta is None else x + delta
+        """Return (x + delta, its RMSNorm times gain (d_model)), both (..., d_model); `delta` may be overwritten."""
+        if delta is None:
+            total = x
+        elif x.dtype == delta.dtype:
+            total = delta.add_(x)  # new memory costs a CPU more than the sum
+        else:
+            total = x + delta  # under autocast
         return total, rms_norm(total, gain, eps)
 
     def attention(
