@@ -320,6 +320,6 @@ STRATEGIES = Registry("STRATEGIES", "strategy", "parallel", StrategyFacts)
 OPTIMIZERS = Registry("OPTIMIZERS", "optimizer", "optim", OptimizerFacts)
 BENCHES = Registry("BENCHES", "bench", "bench", BenchFacts)
 SCHEDULES = Registry("SCHEDULES", "learning-rate schedule", "optim", Facts)
-"""Functions `schedule(step, *, lr, min_lr, warmup_steps, total_steps) -> lr`, see `lmkit.optim.schedules`."""
+"""Functions `schedule(step, *, lr, min_lr, warmup_steps, total_steps) -> lr`, see `lmkit.optim.learning_rate`."""
 DATASETS = Registry("DATASETS", "dataset", "data", Facts)
 """Functions that return their `lmkit.data.download.Dataset`."""

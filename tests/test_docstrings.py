@@ -19,7 +19,7 @@ EXAMPLES = [
     "model.transformer",
     "optim.adamw",
     "optim.clipping",
-    "optim.schedules",
+    "optim.learning_rate",
 ]
 
 

@@ -13,8 +13,8 @@ __getattr__, __dir__, __all__ = exports(
         "clip_gradients": "clipping",
         "clip_for": "clipping",
         "gradient_norm": "clipping",
-        "cosine_lr": "schedules",
-        "linear_lr": "schedules",
-        "constant_lr": "schedules",
+        "cosine_lr": "learning_rate",
+        "linear_lr": "learning_rate",
+        "constant_lr": "learning_rate",
     },
 )

@@ -17,7 +17,7 @@ __getattr__, __dir__, __all__ = exports(
         "GradientSync": "protocol",
         "ParallelConfig": "protocol",
         "Ranks": "ranks",
-        "ShardedOptimizer": "sharded_optimizer",
+        "ShardedOptimizer": "zero1_optimizer",
         "Strategy": "protocol",
         "build_strategy": "protocol",
         "process_group": "ranks",

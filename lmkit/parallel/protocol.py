@@ -37,7 +37,7 @@ from lmkit.recipe.tables import ParallelConfig
 from lmkit.registry import STRATEGIES
 
 if TYPE_CHECKING:
-    from lmkit.parallel.shards import ShardLayout
+    from lmkit.parallel.zero1_shards import ShardLayout
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 

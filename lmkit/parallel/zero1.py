@@ -27,8 +27,8 @@ from lmkit.parallel.gather import (
 )
 from lmkit.parallel.protocol import MakeOptimizer, Strategy
 from lmkit.parallel.ranks import Ranks
-from lmkit.parallel.sharded_optimizer import Zero1Optimizer
-from lmkit.parallel.shards import BucketLayout, ShardedBucket, plan_shards
+from lmkit.parallel.zero1_optimizer import Zero1Optimizer
+from lmkit.parallel.zero1_shards import BucketLayout, ShardedBucket, plan_shards
 from lmkit.recipe.tables import ParallelConfig
 from lmkit.registry import STRATEGIES
 

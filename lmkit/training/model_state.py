@@ -25,7 +25,7 @@ from lmkit.model.accounting import count_parameters
 from lmkit.model.names import parameter_names, plain_name
 from lmkit.optim.adamw import MASTER
 from lmkit.parallel.protocol import ShardedState
-from lmkit.parallel.shards import BucketLayout, ShardLayout, consolidate
+from lmkit.parallel.zero1_shards import BucketLayout, ShardLayout, consolidate
 from lmkit.registry import ATTENTION, OPERATIONS
 from lmkit.storage import write_atomic
 from lmkit.training.atomic_checkpoint import MODEL, STATE, damaged

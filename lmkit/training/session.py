@@ -19,7 +19,7 @@ from lmkit.errors import LmkitError, limit_reached, reason
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.ranges import enable_ranges_from_environment
 from lmkit.model.accounting import count_parameters
-from lmkit.optim.schedules import schedule_warnings
+from lmkit.optim.learning_rate import schedule_warnings
 from lmkit.parallel.failures import losses_named
 from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.ranks import Ranks, local_device

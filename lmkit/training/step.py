@@ -15,7 +15,7 @@ from lmkit.model.transformer import TransformerLM
 from lmkit.parallel.collectives import largest_on_any_rank
 from lmkit.parallel.protocol import GradientSync
 from lmkit.parallel.ranks import Ranks
-from lmkit.parallel.sharded_optimizer import Zero1Optimizer
+from lmkit.parallel.zero1_optimizer import Zero1Optimizer
 from lmkit.training.graph import StepGraph
 from lmkit.training.outcome import APPLIED, Outcome, Wishes
 from lmkit.training.precision import GradientSums, LossScale, autocast

@@ -20,7 +20,7 @@ from lmkit.measure.limits import known_peak
 from lmkit.measure.memory import peak_memory
 from lmkit.measure.ranges import range_
 from lmkit.model.accounting import flops_per_token
-from lmkit.optim.schedules import learning_rate
+from lmkit.optim.learning_rate import learning_rate
 from lmkit.parallel.failures import StepWatch, losses_named
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.run_folder import CHECKPOINTS

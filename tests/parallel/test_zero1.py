@@ -13,8 +13,8 @@ from lmkit.parallel.buckets import ReducingBucket
 from lmkit.parallel.collectives import PendingMean
 from lmkit.parallel.overlap import OverlapSync
 from lmkit.parallel.ranks import Ranks
-from lmkit.parallel.shards import BucketLayout, ShardedBucket, shard_size_of, start_gather
 from lmkit.parallel.zero1 import LazyWeights
+from lmkit.parallel.zero1_shards import BucketLayout, ShardedBucket, shard_size_of, start_gather
 from lmkit.recipe.tables import ParallelConfig
 
 RANKS = Ranks(world_size=2)

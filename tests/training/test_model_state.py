@@ -19,8 +19,8 @@ from lmkit.errors import UsageError
 from lmkit.model.transformer import TransformerLM
 from lmkit.optim.adamw import AdamW, decay_groups
 from lmkit.parallel.ranks import Ranks
-from lmkit.parallel.shards import consolidate
 from lmkit.parallel.zero1 import Zero1
+from lmkit.parallel.zero1_shards import consolidate
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.tables import ModelConfig, ParallelConfig
 from lmkit.training.atomic_checkpoint import verify

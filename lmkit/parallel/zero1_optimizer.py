@@ -15,7 +15,7 @@ from lmkit.parallel.collectives import Averager, Traffic
 from lmkit.parallel.gather import WeightGather
 from lmkit.parallel.protocol import MakeOptimizer
 from lmkit.parallel.ranks import Ranks
-from lmkit.parallel.shards import (
+from lmkit.parallel.zero1_shards import (
     ShardedBucket,
     ShardLayout,
     StateDict,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lmkit.optim.schedules import constant_lr, cosine_lr, learning_rate, linear_lr
+from lmkit.optim.learning_rate import constant_lr, cosine_lr, learning_rate, linear_lr
 from lmkit.recipe.tables import OptimizerConfig
 from lmkit.registry import SCHEDULES
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from lmkit.parallel.ranks import Ranks
-from lmkit.parallel.shards import BucketLayout, ShardLayout, consolidate, shard_size_of, take_shards
 from lmkit.parallel.zero1 import Zero1
+from lmkit.parallel.zero1_shards import BucketLayout, ShardLayout, consolidate, shard_size_of, take_shards
 from lmkit.recipe.tables import ParallelConfig
 
 
