@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from lmkit.bench.report import read_rows
 from lmkit.errors import LmkitError, UsageError
-from lmkit.measure.statistics import ALL_CHANGED, compare_runs, median
+from lmkit.measure.statistics import ALL_CHANGED, RunRatio, compare_runs, median
 from lmkit.measure.tables import Column, Rows, terminal_table
 
 # Results, though they are text or whole numbers: they do not say which measurement a row is.
@@ -32,6 +32,8 @@ RESULT_KEYS = {
 # Code of others, which did not change between two runs of one environment: their rows show what the machine did.
 REFERENCE_KEYS = ("kernel", "variant", "contender", "strategy", "way")
 REFERENCE = re.compile(r"(sdpa|torch|tiktoken|tokenizers|rustbpe)\b|torch_ddp")
+SMALLEST_DIFFERENCE = 0.03
+Samples = list[float]
 COLUMNS = (
     Column("what", "what"),
     Column("before_ms", "before ms", ".4g"),
@@ -92,7 +94,7 @@ def compare_files(before: Path, after: Path, *, threshold: float) -> Compared:
         raise UsageError(
             "compare.threshold", f"--threshold: {threshold} is not a share", hint="0.05 lets 5% pass"
         )
-    old, new = _rows(before), _rows(after)
+    old, new = stored_rows(before), stored_rows(after)
     try:
         compared = compare_rows(old, new, smallest_difference=threshold)
     except (TypeError, ValueError, ArithmeticError) as error:
@@ -110,7 +112,13 @@ def compare_files(before: Path, after: Path, *, threshold: float) -> Compared:
     return compared
 
 
-def _rows(path: Path) -> Rows:
+def stored_rows(path: Path) -> Rows:
+    """Return the rows of a result file, or of the only one in a folder.
+
+    Raises:
+        UsageError: no result file, or several; it holds no results.
+        LmkitError: it is damaged.
+    """
     file = path
     if path.is_dir():
         found = sorted(path.glob("*.jsonl"))
@@ -134,9 +142,15 @@ def compare_rows(
     before: Sequence[Mapping[str, Any]],
     after: Sequence[Mapping[str, Any]],
     *,
-    smallest_difference: float = 0.03,
+    smallest_difference: float = SMALLEST_DIFFERENCE,
+    in_turns: Callable[[Samples, Samples], RunRatio] | None = None,
 ) -> Compared:
-    """Match rows by everything that is not a result, and compare their raw samples (`statistics.compare_runs`)."""
+    """Match rows by everything that is not a result, and compare their raw samples.
+
+    Args:
+        in_turns: compares samples that were taken in turns; without it they are of separate runs
+            (`statistics.compare_runs`).
+    """
     old = {identity(row): row for row in before}
     new = {identity(row): row for row in after}
     keys = list(dict.fromkeys([*old, *new]))
@@ -144,7 +158,7 @@ def compare_rows(
     for name, value in (pair for key in keys for pair in key):
         values.setdefault(name, set()).add(value)
     rows = []
-    measured: list[tuple[dict[str, Any], bool, tuple[list[float], list[float]]]] = []
+    measured: list[tuple[dict[str, Any], bool, tuple[Samples, Samples]]] = []
     for key in keys:
         # What all rows share would only repeat itself.
         what = " ".join(str(value) for name, value in key if len(values[name]) > 1) or "all"
@@ -159,11 +173,12 @@ def compare_rows(
             rows[-1]["verdict"] = (
                 "stopped working" if samples[0] else "works now" if samples[1] else "not measured"
             )
-    found = compare_runs(
-        [samples for *_, samples in measured],
-        [reference for _, reference, _ in measured],
-        smallest_difference=smallest_difference,
-    )
+    pairs = [samples for *_, samples in measured]
+    if in_turns is not None:
+        found = [in_turns(*samples) for samples in pairs]
+    else:
+        references = [reference for _, reference, _ in measured]
+        found = compare_runs(pairs, references, smallest_difference=smallest_difference)
     for (row, _, samples), ratio in zip(measured, found, strict=True):
         row |= {"before_ms": median(samples[0]), "after_ms": median(samples[1]), **asdict(ratio)}
     verdicts = [row["verdict"] for row in rows]
@@ -192,5 +207,5 @@ def _some(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def _samples_ms(row: Mapping[str, Any]) -> list[float]:
+def _samples_ms(row: Mapping[str, Any]) -> Samples:
     return row.get("samples_ms") or [sample * 1e3 for sample in row.get("samples_s") or ()]

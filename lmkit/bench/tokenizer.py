@@ -13,9 +13,9 @@ import subprocess
 import sys
 import tempfile
 import threading
-import timeit
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -25,8 +25,9 @@ from lmkit.bench.context import Context
 from lmkit.bench.harness import Summary, ratio_fields
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.memory import process_tree_memory
-from lmkit.measure.statistics import median, paired_ratio, spread
+from lmkit.measure.statistics import median
 from lmkit.measure.tables import Column, Rows
+from lmkit.measure.timing import Timing, Work, time_variants
 from lmkit.recipe.tables import PositiveFloat, PositiveInt, Table
 from lmkit.registry import BENCHES
 
@@ -146,34 +147,53 @@ def measure(case: Case, rounds: int, folder: Path) -> Rows:
             f"{case.name}, vocabulary {case.vocab_size}: encoders disagree: {ids}",
             hint="nothing was timed; compare the ids of the text with each of them",
         )
-    samples: dict[str, list[dict[str, Any]]] = {name: [] for name in jobs}
-    order = list(jobs)
-    for _ in range(rounds):
-        for name in order:
-            samples[name].append(_result(jobs[name], _start(jobs[name])))
-        order = order[1:] + order[:1]
-    seconds = {name: [sample["seconds"] for sample in taken] for name, taken in samples.items()}
+    cpu: dict[str, list[float]] = {name: [] for name in jobs}
+
+    def run(name: str) -> dict[str, Any]:
+        result = _result(jobs[name], _start(jobs[name]))
+        cpu[name].append(result["cpu_seconds"])
+        return result
+
+    works = {name: partial(run, name) for name in jobs}
+    timings = time_variants(works, repeats=rounds, warmup=0, clock=JobClock(case.workers))
     num_bytes = case.text.stat().st_size
     rows: Rows = []
-    for name, taken in samples.items():
-        cpu = [sample["cpu_seconds"] for sample in taken]
+    for name, timing in timings.items():
         facts = {"task": case.task, "text": case.name, "bytes": num_bytes, "vocab_size": case.vocab_size}
         facts |= {"workers": case.workers, "variant": name}
-        measured = {"cpu_s": median(cpu), "peak_pss_mb": peaks[name] / 1e6, "samples_cpu_s": cpu}
-        rows.append(facts | _speed_fields(seconds[name], seconds[OURS], num_bytes) | measured)
+        measured = {"cpu_s": median(cpu[name]), "peak_pss_mb": peaks[name] / 1e6, "samples_cpu_s": cpu[name]}
+        rows.append(facts | _speed_fields(timing, timings[OURS], num_bytes) | measured)
     return rows
 
 
-def _speed_fields(seconds: list[float], ours: list[float], num_bytes: int) -> dict[str, Any]:
-    times = spread(seconds)
+class JobClock:
+    """Reads the seconds of a job from its result.
+
+    Attributes:
+        cpu_time: the clock of the same jobs' CPU time where one thread works, for `lmkit bench --against`.
+    """
+
+    def __init__(self, workers: int, key: str = "seconds") -> None:
+        self.name = f"{key} of a process"
+        self.cpu_time = JobClock(workers, "cpu_seconds") if workers == 1 and key == "seconds" else None
+        self._key = key
+
+    def sample_ms(self, work: Work, calls: int, *, before: Sequence[Work]) -> float:
+        """Return the milliseconds of `calls` jobs; `work` returns the result of one."""
+        results: list[Any] = [work() for _ in range(calls)]
+        return 1e3 * sum(result[self._key] for result in results)
+
+
+def _speed_fields(timing: Timing, ours: Timing, num_bytes: int) -> dict[str, Any]:
+    times = timing.spread
     return {
-        "median_s": times.median,
-        "p10_s": times.p10,
-        "p90_s": times.p90,
-        "minimum_s": times.minimum,
-        "mb_per_s": num_bytes / 1e6 / times.median,
-        **ratio_fields(paired_ratio(ours, seconds)),
-        "samples_s": seconds,
+        "median_s": times.median / 1e3,
+        "p10_s": times.p10 / 1e3,
+        "p90_s": times.p90 / 1e3,
+        "minimum_s": times.minimum / 1e3,
+        "mb_per_s": num_bytes / 1e3 / times.median,
+        **ratio_fields(ours.versus(timing)),
+        "samples_ms": list(timing.samples_ms),
     }
 
 
@@ -242,17 +262,14 @@ def prompt_rows(cases: Sequence[Case]) -> Rows:
 
         encoding = tiktoken_encoding(tokenizer)
         encoders["tiktoken"] = lambda: encoding.encode(PROMPT, allowed_special="all")
-    seconds: dict[str, list[float]] = {name: [] for name in encoders}
-    for _ in range(15):
-        for name, encode in encoders.items():
-            seconds[name].append(timeit.timeit(encode, number=300) / 300)
+    timings = time_variants(encoders, repeats=15, warmup=100, min_sample_ms=3.0)
     facts = {"task": "encode a prompt", "text": f"{len(PROMPT)} characters", "bytes": len(PROMPT)}
     facts |= {"vocab_size": case.vocab_size, "workers": 1}
     return [
         facts
-        | {"variant": name, "microseconds": 1e6 * median(taken)}
-        | _speed_fields(taken, seconds[OURS], len(PROMPT))
-        for name, taken in seconds.items()
+        | {"variant": name, "microseconds": 1e3 * timing.median_ms}
+        | _speed_fields(timing, timings[OURS], len(PROMPT))
+        for name, timing in timings.items()
     ]
 
 

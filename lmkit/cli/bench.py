@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,13 +24,22 @@ from lmkit.cli.options import (
     SetOption,
     option,
 )
-from lmkit.registry import BENCHES, load_plugin
+from lmkit.errors import UsageError
+from lmkit.registry import BENCHES, PLUGINS, load_plugin
 
 OutputOption = Annotated[
     Path | None,
     option(
         "Folder for the results.  [default: artifacts/benches/<run.name>/<bench>, overwritten by each run]",
         "--output",
+    ),
+]
+AgainstOption = Annotated[
+    Path | None,
+    option(
+        "Compare with another version of lmkit, sample by sample: a folder that holds it, or a Python executable.",
+        "--against",
+        metavar="PATH",
     ),
 ]
 
@@ -100,6 +110,7 @@ def _command(name: str) -> Any:
         "set_": (SetOption, None),
         **{flag.parameter: (flag.annotation, None) for flag in flags},
         **({"nproc": (NprocOption, 1)} if facts.ranks else {}),
+        **({"against": (AgainstOption, None)} if facts.ranks != "required" else {}),
         "output": (OutputOption, None),
         "force": (ForceOption, False),
         "print_recipe": (PrintRecipeOption, False),
@@ -114,20 +125,36 @@ def _command(name: str) -> Any:
         print_recipe: bool,
         as_json: bool,
         nproc: int = 1,
+        against: Path | None = None,
         **typed: Any,
     ) -> None:
-        from lmkit.recipe.load import load_recipe, recipe_to_toml
+        from lmkit.recipe.load import find_recipe, load_recipe, recipe_to_toml
 
         overrides, values = _given(name, {flag: typed[flag.parameter] for flag in flags}, set_ or [])
-        loaded = load_recipe(recipe if recipe is not None else on_gpu or None, overrides, flags=values)
+        source = recipe if recipe is not None else on_gpu or None
+        loaded = load_recipe(source, overrides, flags=values)
         if recipe is None and on_cpu != on_gpu and not _runs_on_gpu(loaded.run.device):
-            loaded = load_recipe(on_cpu, overrides, flags=values)
+            source = on_cpu
+            loaded = load_recipe(source, overrides, flags=values)
         if print_recipe:
             show(Result(recipe_to_toml(loaded), loaded.model_dump(mode="json")), as_json=as_json)
             return
         from lmkit.bench.harness import check_place, run_bench
 
         check_place(loaded, output, force=force)
+        if against is not None:
+            if nproc > 1:
+                raise UsageError(
+                    "bench.against_ranks", "--against: not with --nproc", hint="leave out --nproc"
+                )
+            settings = [*overrides, *(f"{key}={json.dumps(value)}" for key, value in values.items())]
+            settings += [] if loaded.run.threads else ["run.threads=1"]
+            words = [_command_name(name), *([str(find_recipe(source))] if source else [])]
+            words += [word for setting in settings for word in ("--set", setting)]
+            words += [word for plugin in PLUGINS for word in ("--plugin", str(plugin))]
+            words += ["--force"] if force else []
+            _compare(against, words, output, loaded.run.seed, as_json=as_json)
+            return
         with progress_on_stderr() as progress:
             result = run_bench(name, loaded, output, nproc=nproc, progress=progress)
         if result is not None:  # ranks other than the first print nothing
@@ -227,6 +254,16 @@ def _given(name: str, typed: dict[_Flag, Any], overrides: list[str]) -> tuple[li
         for key in empties
     ]
     return [*emptied, *overrides], values
+
+
+def _compare(against: Path, arguments: list[str], output: Path | None, seed: int, *, as_json: bool) -> None:
+    from lmkit.bench.against import run_against
+
+    with progress_on_stderr() as progress:
+        compared = run_against(against, arguments, output, seed=seed, progress=progress)
+    show(compared, as_json=as_json)
+    if not compared.is_fine:
+        raise typer.Exit(1)
 
 
 def _runs_on_gpu(device: str) -> bool:

@@ -23,6 +23,7 @@ def compare(
     """Compare two results of one bench, row by row.
 
     Verdicts allow for what the machine did: its drift, by rows of other people's code (sdpa, torch), and its noise.
+    On a busy machine most are unclear: there, `lmkit bench NAME --against PATH` runs both versions in turns.
     Exit code 1 if something is worse, may be worse, or nothing was compared.
     """
     from lmkit.bench.compare import compare_files

@@ -28,6 +28,9 @@ ALL_CHANGED = "all measurements take"
 NOISE_BETWEEN_RUNS = 0.005
 """What the same code differs by between two processes at least (memory layout), as a standard deviation."""
 
+FEWEST_TURNS = 20
+"""Fewer pairs of samples that two processes took in turns give no verdict: they are all of one moment."""
+
 WIDTH = 2.8
 """Half the width of an interval between runs, in standard deviations: 98% where their tails are heavy."""
 
@@ -126,11 +129,17 @@ def paired_ratio(candidate: Sequence[float], baseline: Sequence[float]) -> Paire
     Raises:
         ValueError: the lists differ in length, are empty, or hold a time that is not positive.
     """
+    ratios = _ratios(candidate, baseline)
+    speedup, interval = median(ratios), median_interval(ratios)
+    verdict = _verdict(speedup, interval, len(ratios), SMALLEST_DIFFERENCE)
+    return PairedRatio(speedup, *interval, len(ratios), verdict)
+
+
+def _ratios(candidate: Sequence[float], baseline: Sequence[float]) -> list[float]:
     if len(candidate) != len(baseline):
         raise ValueError(f"need equally many samples of both, got {len(candidate)} and {len(baseline)}")
     _refuse_bad_times(candidate, baseline)
-    ratios = [base / own for own, base in zip(candidate, baseline, strict=True)]
-    return _judge(median(ratios), median_interval(ratios), len(ratios), SMALLEST_DIFFERENCE)
+    return [base / own for own, base in zip(candidate, baseline, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -138,7 +147,7 @@ class RunRatio:
     """How the time of a measurement in one run compares with its time in another run.
 
     Attributes:
-        speedup: before / after, divided by the drift; above 1 the second run is faster.
+        speedup: before / after, divided by the drift; above 1 the second run is faster. Runs in turns have no drift.
         low, high: 98% confidence interval of `speedup`, noise between runs included.
         verdict: "faster", "slower", "no difference", "too few repeats" or "unclear".
         why: the reason of "unclear", else "".
@@ -219,6 +228,48 @@ def compare_runs(
     return results
 
 
+def compare_turns(before: Sequence[float], after: Sequence[float], *, smallest_difference: float) -> RunRatio:
+    """Compare samples that two processes took in turns: sample i of one beside sample i of the other.
+
+    What slows the machine down slows neighbours down alike, so the speedup is the median of the pairs' ratios. To its
+    interval comes what equal code differs by in two processes (`NOISE_BETWEEN_RUNS`).
+
+    Raises:
+        ValueError: the lists differ in length, are empty, or hold a time that is not positive.
+    """
+    ratios = _ratios(after, before)
+    speedup, (low, high) = median(ratios), median_interval(ratios, 0.98)
+    reach = math.exp(2.33 * NOISE_BETWEEN_RUNS)  # 98% of a normal distribution
+    low, high = low / reach, high * reach
+    verdict, why = _verdict(speedup, (low, high), len(ratios), smallest_difference), ""
+    if len(ratios) < FEWEST_TURNS:
+        verdict = "too few repeats"
+    else:
+        half = len(ratios) // 2
+        first, second = (median_interval(part, 0.98) for part in (ratios[:half], ratios[half:]))
+        if max(first[0], second[0]) > min(first[1], second[1]) * reach:
+            found = " to ".join(f"{median(part):.3f}" for part in (ratios[:half], ratios[half:]))
+            verdict, why = "unclear", f"the speedup changed while it was measured, from {found}"
+        elif verdict == "no difference" and not turns_suffice(
+            before, after, smallest_difference=smallest_difference
+        ):
+            why = f"after {len(ratios)} turns the speedup is known as {low:.3f} to {high:.3f}: the machine was busy"
+            verdict = "unclear"
+    return RunRatio(speedup, low, high, verdict, why)
+
+
+def turns_suffice(before: Sequence[float], after: Sequence[float], *, smallest_difference: float) -> bool:
+    """Return whether samples taken in turns tell the speedup closely enough to stop.
+
+    Half of the interval must be narrower than two thirds of the smallest difference, or than a quarter of what was
+    found. To stop once a difference is significant would name differences that are not there: who looks often, finds.
+    """
+    ratios = _ratios(after, before)
+    low, high = median_interval(ratios, 0.98)
+    wanted = max(math.log1p(smallest_difference) * 2 / 3, abs(math.log(median(ratios))) / 4)
+    return len(ratios) >= FEWEST_TURNS and math.log(high / low) <= 2 * wanted
+
+
 def _log_quartile(samples: Sequence[float]) -> tuple[float, float]:
     """Return the logarithm of the lower quartile, and its standard error from the order statistics around it."""
     step = math.sqrt(0.25 * 0.75 / len(samples))
@@ -250,13 +301,6 @@ def _unsteady(samples: Sequence[float]) -> str:
 def _refuse_bad_times(*samples: Sequence[float]) -> None:
     if any(not times or min(times) <= 0 for times in samples):
         raise ValueError("need samples of both, all positive")
-
-
-def _judge(
-    speedup: float, interval: tuple[float, float], pairs: int, smallest_difference: float
-) -> PairedRatio:
-    verdict = _verdict(speedup, interval, pairs, smallest_difference)
-    return PairedRatio(speedup, *interval, pairs, verdict)
 
 
 def _verdict(speedup: float, interval: tuple[float, float], pairs: int, smallest_difference: float) -> str:

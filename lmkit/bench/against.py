@@ -1,0 +1,222 @@
+"""`lmkit bench NAME --against PATH`: this version of lmkit beside another one, sample by sample.
+
+Both run the whole bench, each in a process of its own (`side`), at the same time. What they would time they say, and
+wait: each then takes one sample when it is told to and neither works meanwhile. Sample i of one and sample i of the
+other are milliseconds apart, so what else the machine does falls on both of them alike, and a case ends when its
+speedup is known closely enough (`statistics.turns_suffice`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from lmkit.bench import side
+from lmkit.bench.compare import SMALLEST_DIFFERENCE, Compared, Samples, compare_rows, stored_rows
+from lmkit.errors import LmkitError, UsageError
+from lmkit.measure.progress import Progress
+from lmkit.measure.statistics import FEWEST_PAIRS, FEWEST_TURNS, RunRatio, compare_turns, turns_suffice
+
+SECONDS_PER_ROW = 12.0
+MAX_CALLS_PER_SAMPLE = 10_000
+# glibc maps large blocks anew or reuses them, depending on what a process freed before: equal code in two processes
+# differed by 60%. With these limits both keep what they freed.
+MALLOC = {
+    "MALLOC_MMAP_THRESHOLD_": str(2**32),
+    "MALLOC_TRIM_THRESHOLD_": str(2**33),
+    "MALLOC_TOP_PAD_": str(2**26),
+}
+Pairs = dict[str, tuple[Samples, Samples]]
+
+
+def run_against(
+    other: Path, arguments: Sequence[str], output: Path | None, *, seed: int, progress: Progress
+) -> Compared:
+    """Run a bench with the lmkit of `other` (before) and this one (after) in turns, and compare the rows.
+
+    Args:
+        other: a folder that holds another version's folder `lmkit`, or a Python executable that imports it.
+        arguments: of `lmkit bench` in both versions: name, recipe, flags.
+        output: the folder for the results of both, in `before` and `after`; by default they are not kept.
+        seed: of the order in each pair.
+
+    Raises:
+        UsageError: `other` is neither.
+        LmkitError: a side failed.
+    """
+    commands = {"before": _command(other), "after": _command(Path(__file__).parents[2])}
+    taken: dict[tuple[Any, Any], None] = {}
+    with ExitStack() as stack:
+        folder = output or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lmkit-against-")))
+        sides = [
+            stack.enter_context(_started(name, *command, arguments, folder / name))
+            for name, command in commands.items()
+        ]
+        rng = random.Random(seed)
+        for number, asked in enumerate(_cases(sides)):
+            stage = f"case {number + 1}, {len(asked[0])} variants"
+            for pair in _take_turns(sides, asked, rng, stage, progress).values():
+                taken[tuple(pair[0]), tuple(pair[1])] = None
+        for each in sides:
+            each.finish()
+        before, after = (stored_rows(each.folder) for each in sides)
+
+    def in_turns(old: Samples, new: Samples) -> RunRatio:
+        if (tuple(old), tuple(new)) in taken:
+            return compare_turns(old, new, smallest_difference=SMALLEST_DIFFERENCE)
+        return RunRatio(math.nan, math.nan, math.nan, "unclear", "not measured in turns")
+
+    return compare_rows(before, after, in_turns=in_turns)
+
+
+def _command(path: Path) -> tuple[list[str], dict[str, str]]:
+    """Return the Python of a version and what its environment has besides ours."""
+    if (path / "lmkit" / "__main__.py").is_file():
+        paths = os.pathsep.join(filter(None, (str(path.resolve()), os.environ.get("PYTHONPATH"))))
+        return [sys.executable], {"PYTHONPATH": paths}
+    if path.is_file() and os.access(path, os.X_OK):
+        return [str(path.absolute())], {"PYTHONPATH": ""}  # not resolved: a link makes a virtual environment
+    raise UsageError(
+        "bench.against",
+        f"--against {path}: neither a folder with another version's lmkit, nor a Python executable",
+        hint="make such a folder with: git worktree add ../before main",
+    )
+
+
+class Side:
+    """The process of one version."""
+
+    def __init__(self, name: str, process: subprocess.Popen[bytes], link: side.Link, folder: Path) -> None:
+        self.name = name
+        self.folder = folder
+        self._process = process
+        self._link = link
+
+    def receive(self) -> Any:
+        """Return the next message, None where the process ended."""
+        try:
+            return self._link.receive()
+        except OSError:
+            return None
+
+    def send(self, **message: Any) -> None:
+        """Send one message."""
+        self._link.send(message)
+
+    def sample_ms(self, variant: str, calls: int, *, keep: bool = True) -> float:
+        """Let it take a sample and return ms per call."""
+        self.send(variant=variant, calls=calls, keep=keep)
+        answer = self.receive()
+        if answer is None or "ms" not in answer:
+            raise self._failed(f"stopped while it measured {variant}")
+        return max(float(answer["ms"]), 1e-9)
+
+    def finish(self) -> None:
+        """Wait for the end.
+
+        Raises:
+            LmkitError: it left no results.
+        """
+        self._process.wait()
+        if not any(self.folder.glob("*.jsonl")):
+            raise self._failed("left no results")
+
+    def _failed(self, what: str) -> LmkitError:
+        log = self.folder.with_suffix(".log").read_text("utf-8", "replace")
+        said = [line for line in log.splitlines() if line.strip()][-2:]
+        return LmkitError(
+            "bench.side_failed",
+            f"--against: {self.name} {what}: {' '.join(said) or 'it said nothing'}",
+            hint="run the bench with that version alone",
+        )
+
+
+@contextmanager
+def _started(
+    name: str, python: Sequence[str], environment: Mapping[str, str], arguments: Sequence[str], folder: Path
+) -> Iterator[Side]:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    ours, theirs = socket.socketpair()
+    command = [*python, side.__file__, str(theirs.fileno()), "bench", *arguments, "--output", str(folder)]
+    # `python -m lmkit...` in a bench would look into the current folder first, which may hold the other version.
+    environment = {**os.environ, **MALLOC, **environment, "PYTHONSAFEPATH": "1"}
+    with ours, folder.with_suffix(".log").open("wb") as log:
+        with theirs:
+            process = subprocess.Popen(
+                command, env=environment, pass_fds=[theirs.fileno()], stdout=subprocess.DEVNULL, stderr=log
+            )
+        try:
+            yield Side(name, process, side.Link(ours), folder)
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _cases(sides: Sequence[Side]) -> Iterator[list[dict[str, float]]]:
+    """Yield what both sides want to time: variant -> shortest sample in ms. A side that is left goes on alone."""
+    while True:
+        asked = [each.receive() for each in sides]
+        if all(asked):
+            yield [dict(one["variants"]) for one in asked]
+            continue
+        for each, one in zip(sides, asked, strict=True):
+            if one is None:  # if it failed, there is nothing to compare the other with
+                each.finish()
+        for each, one in zip(sides, asked, strict=True):
+            while one:
+                each.send(alone=True)
+                one = each.receive()
+        return
+
+
+def _take_turns(
+    sides: Sequence[Side],
+    asked: Sequence[Mapping[str, float]],
+    rng: random.Random,
+    stage: str,
+    progress: Progress,
+) -> Pairs:
+    """Take samples of one case until every speedup is known, or the time is over."""
+    cpu = rng.choice(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else None
+    for each in sides:
+        each.send(alone=False, cpu=cpu)
+    for each, own, others in zip(sides, asked, reversed(asked), strict=True):
+        for variant in own.keys() - others.keys():
+            for _ in range(FEWEST_PAIRS):
+                each.sample_ms(variant, 1)
+    calls: dict[str, int] = {}
+    for variant in (variant for variant in asked[0] if variant in asked[1]):
+        once = min(each.sample_ms(variant, 1, keep=False) for each in sides)
+        wanted = math.ceil(max(one[variant] for one in asked) / once)
+        calls[variant] = max(1, min(MAX_CALLS_PER_SAMPLE, wanted))
+    pairs: Pairs = {variant: ([], []) for variant in calls}
+    left, look_at = list(pairs), FEWEST_TURNS
+    end = time.monotonic() + SECONDS_PER_ROW * len(left)
+    while left:
+        progress(stage, len(pairs) - len(left), len(pairs))
+        for _ in range(look_at - len(pairs[left[0]][0])):
+            rng.shuffle(left)
+            for variant in left:
+                for number in rng.sample(range(2), 2):
+                    pairs[variant][number].append(sides[number].sample_ms(variant, calls[variant]))
+        if time.monotonic() > end:
+            break
+        left = [
+            variant
+            for variant in left
+            if not turns_suffice(*pairs[variant], smallest_difference=SMALLEST_DIFFERENCE)
+        ]
+        look_at += max(5, look_at // 8)
+    for each in sides:
+        each.send(variant=None)
+    return pairs
