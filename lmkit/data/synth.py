@@ -316,9 +316,8 @@ class _Story(dict[str, str]):
     def __init__(self, draw: Callable[[], float]) -> None:
         self._draw = draw
         self._taken: set[str] = set()
-        genders = (
-            ("girl", "boy") if draw() < 0.5 else ("boy", "girl")
-        )  # a pronoun says who of the two is meant
+        # A pronoun says who of the two is meant.
+        genders = ("girl", "boy") if draw() < 0.5 else ("boy", "girl")
         for role, gender in zip(("hero", "pal"), genders, strict=True):
             is_animal = draw() < 0.3
             self._add_person(role, self._another("pet" if is_animal else gender), gender)

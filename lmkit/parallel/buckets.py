@@ -275,9 +275,8 @@ class BucketHooks:
 
     def _begin(self) -> bool:
         """Return whether the backward pass that runs is a new one; see `check_finished`."""
-        current = (
-            torch._C._current_graph_task_id()
-        )  # the pass's number, for which there is no public function
+        # The pass's number, for which there is no public function.
+        current = torch._C._current_graph_task_id()
         if self._pass == current:
             return False
         if self._pass is not None:

@@ -65,9 +65,7 @@ class DataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._is_finished = False
-        if (
-            self._is_running and torch._C._current_graph_task_id() == -1
-        ):  # no pass runs now: the last one raised
+        if self._is_running and torch._C._current_graph_task_id() == -1:  # no pass runs: the last one raised
             self._sync.reset()
             self._is_running = False
         return self._call(*args, **kwargs)  # type: ignore[operator]

@@ -56,14 +56,12 @@ def test_fault_16_ctrl_c_in_a_bench_is_130_and_one_line_that_says_where_its_rows
     arguments: str, tmp_path: Path
 ) -> None:
     kept = tmp_path / KEPT
-    code, out, err = interrupt(
-        tmp_path, arguments, when=lambda: kept.exists() and kept.stat().st_size > 0
-    )  # it is there before its first row is
+    # The file is there before its first row is.
+    code, out, err = interrupt(tmp_path, arguments, when=lambda: kept.exists() and kept.stat().st_size > 0)
     assert (code, out) == (130, "")
     *progress, last = err.splitlines(keepends=True)
     assert last == SAID
-    assert all(re.fullmatch(r"[^:]+: \d+%, \d+ s left\n", line) for line in progress), (
-        err
-    )  # of a slow machine
+    # A slow machine reports progress.
+    assert all(re.fullmatch(r"[^:]+: \d+%, \d+ s left\n", line) for line in progress), err
     rows = [json.loads(line) for line in kept.read_text().splitlines()]
     assert {row["status"] for row in rows} == {"ok"}

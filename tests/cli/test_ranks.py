@@ -86,9 +86,8 @@ def test_under_torchrun_an_error_of_all_ranks_is_said_once_and_its_summary_holds
     result = torchrun("lmkit train quickstart --set run.name=two")
     (error,) = errors(result)
     message = error.partition("]: ")[2]
-    assert re.match(
-        r"rank [01]: artifacts/runs/two/tokens/train\.npy: ", message
-    )  # rank 0's, unless it is late
+    # Rank 0's, unless it is late.
+    assert re.match(r"rank [01]: artifacts/runs/two/tokens/train\.npy: ", message)
     summary = [line for line in result.stderr.splitlines() if line.startswith("  traceback : ")]
     assert summary[-1] == f"  traceback : {message}"
     assert "lmkit/cli" not in result.stderr

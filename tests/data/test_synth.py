@@ -126,9 +126,8 @@ def test_every_story_is_new_and_every_plot_is_told(stories):
     for number, plot in enumerate(synth._RULES["plot"]):
         story = synth._Story(random.Random(number).random)
         text = story.expand([plot])
-        assert (
-            text.count(story["hero"]) + text.count(story["kind"]) >= 2
-        )  # whoever is introduced comes up again
+        # Whoever is introduced comes up again.
+        assert text.count(story["hero"]) + text.count(story["kind"]) >= 2
         assert text.count(" // ") >= 1
 
 

@@ -300,9 +300,8 @@ def check_the_device_decides(device: str) -> None:
     for one, two in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-7)
         assert mine.state[one]["step"].item() == other.state[two]["step"].item()
-    assert len({state["step"].data_ptr() for state in mine.state.values()}) == len(
-        ours
-    )  # as checkpoints need them
+    # As checkpoints need them.
+    assert len({state["step"].data_ptr() for state in mine.state.values()}) == len(ours)
 
 
 def check_scalars_of_the_device(device: str) -> None:

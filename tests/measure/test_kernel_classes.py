@@ -30,8 +30,8 @@ NAMES = {
         *(
             "dkdv_kernel",
             "dq_kernel",
-            "dqdkdv_d64_kernel",
-            "dkdv_d128_kernel",
+            "dqdkdv_staggered_kernel",
+            "dqdkdv_lockstep_kernel",
             "prepare_kernel",
             "finish_kernel",
         ),

@@ -73,9 +73,8 @@ def test_the_interval_of_a_median_by_hand():
 def test_no_difference_is_not_found_on_a_noisy_machine(noisy_rounds, rounds):
     verdicts = [paired_ratio(*noisy_rounds(1.0, rounds, seed)).verdict for seed in range(300)]
     # The interval alone may be wrong 5 times in 100; 4 standard deviations of a proportion more.
-    assert (
-        (0.95 - 0.051) * 300 <= verdicts.count("no difference") < 300
-    )  # a test of noise, not of equal numbers
+    # A test of noise, not of equal numbers.
+    assert (0.95 - 0.051) * 300 <= verdicts.count("no difference") < 300
 
 
 def test_pairs_cancel_a_drift_that_is_much_larger_than_the_difference():

@@ -26,9 +26,8 @@ def test_each_position_is_multiplied_by_its_matrix(head_dim: int, theta: float) 
     torch.manual_seed(0)
     rope = RotaryEmbedding(head_dim=head_dim, context_length=40, theta=theta)
     x = torch.randn(2, 40, 3, head_dim, dtype=torch.float64)
-    expected = torch.stack(
-        [x[:, p] @ rotation_matrix(p, head_dim, theta).T for p in range(40)], dim=1
-    )  # (batch, seq, heads, head_dim)
+    # (batch, seq, heads, head_dim)
+    expected = torch.stack([x[:, p] @ rotation_matrix(p, head_dim, theta).T for p in range(40)], dim=1)
     # The table is float32: its entries are off by 2^-25 at most.
     torch.testing.assert_close(apply_rope(x, rope(40)), expected, rtol=0, atol=1e-6)
 

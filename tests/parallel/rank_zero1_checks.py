@@ -336,9 +336,8 @@ def check_zero1_weights_are_whole_when_read(ranks: Ranks) -> None:
     joined_run(oracle, ranks.world_size, [1])
     with gathered_when_waited_for():
         run.step(0)
-        assert torch.allclose(
-            run.model.scale, oracle.scale
-        )  # no layer's call reads the model's own parameter
+        # No layer's call reads the model's own parameter.
+        assert torch.allclose(run.model.scale, oracle.scale)
         with torch.no_grad():
             assert torch.allclose(run.model.loss(*batch(9, 0), 0), oracle.loss(*batch(9, 0), 0))
     assert_close_models(run.model, oracle, FLOAT64_TOLERANCE)

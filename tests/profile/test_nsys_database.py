@@ -26,9 +26,8 @@ def test_the_answers_of_a_recording_worked_by_hand(two_steps):
     assert summary["dispatch_share"] == pytest.approx(0.055)
     assert summary["wait_share"] == 0.0
     assert summary["communication_ms"] == pytest.approx(0.180)
-    assert summary["communication_overlap_share"] == pytest.approx(
-        (700 - 610 + 10) / 180
-    )  # gemm, then the copy
+    # gemm, then the copy
+    assert summary["communication_overlap_share"] == pytest.approx((700 - 610 + 10) / 180)
     ranges = {entry["name"]: entry for entry in summary["ranges"]}
     assert ranges["lmkit.forward"] == {
         "name": "lmkit.forward",

@@ -230,9 +230,8 @@ def test_fault_73_a_rank_that_hangs_is_named_with_the_step_at_the_timeout(
     assert ends([waiting]) == [1], fleet.said()
     assert re.search(LOST[where], fleet.said()), fleet.said()
     assert "Traceback" not in fleet.said()
-    assert hanging.is_alive() or where.startswith(
-        "in a save"
-    )  # the trainer of rank 1 went on, and lost rank 0
+    # In a save the trainer of rank 1 went on, and lost rank 0.
+    assert hanging.is_alive() or where.startswith("in a save")
 
 
 @full

@@ -167,9 +167,8 @@ def walk_over_queries(
 
         scores = tiles.dot_over_parts(k, k_rest, q, q_rest, REST, PRECISION)  # (COLUMNS, ROWS), transposed
         if OF_KEYS:
-            dp = tiles.dot_over_parts(
-                v, v_rest, dout, dout_rest, REST, PRECISION
-            )  # (COLUMNS, ROWS), transposed
+            # (COLUMNS, ROWS), transposed
+            dp = tiles.dot_over_parts(v, v_rest, dout, dout_rest, REST, PRECISION)
         p = tl.exp2(scores * scale_log2 - lse_log2[None, :])
         if MASKED:
             p = tl.where(rows[None, :] >= columns[:, None], p, 0.0)

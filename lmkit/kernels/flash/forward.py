@@ -166,9 +166,8 @@ def walk_over_keys(
         p = p.to(v.dtype)
         acc = tl.dot(p, v, acc, input_precision=PRECISION)
         if REST > 0:
-            v_rest = tiles.load_rest(
-                v_view, column, COLUMNS, MAIN, REST, HEAD_DIM, MASKED, v
-            )  # (COLUMNS, REST)
+            # (COLUMNS, REST)
+            v_rest = tiles.load_rest(v_view, column, COLUMNS, MAIN, REST, HEAD_DIM, MASKED, v)
             acc_rest = acc_rest * shrink[:, None]
             acc_rest = tl.dot(p, v_rest, acc_rest, input_precision=PRECISION)
         if MAIN > 128:

@@ -2,10 +2,10 @@
 
 | width of the heads | gradients | fast | deterministic |
 |-|-|-|-|
-| 64; 128 where `takes_d64_kernel` | dQ | `backward_dqdkdv_d64` | `backward_dq` |
-| | dK, dV | the same kernel | `backward_dkdv_d128` |
-| 128 | dQ | `backward_dkdv_d128` with ADD_DQ | `backward_dq` |
-| | dK, dV | the same kernel | `backward_dkdv_d128` |
+| 64; 128 where `takes_staggered_kernel` | dQ | `backward_dqdkdv_staggered` | `backward_dq` |
+| | dK, dV | the same kernel | `backward_dqdkdv_lockstep` |
+| 128 | dQ | `backward_dqdkdv_lockstep` with ADD_DQ | `backward_dq` |
+| | dK, dV | the same kernel | `backward_dqdkdv_lockstep` |
 | 256 | dQ | `backward_dq` | `backward_dq` |
 | | dK, dV | `backward_dkdv_d256` | `backward_dkdv_d256` |
 
@@ -29,10 +29,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lmkit.kernels.flash.tiles import LOG2_E
-from lmkit.kernels.hopper.backward_dkdv_d128 import dkdv_d128_kernel
 from lmkit.kernels.hopper.backward_dkdv_d256 import dkdv_d256_kernel
 from lmkit.kernels.hopper.backward_dq import dq_kernel
-from lmkit.kernels.hopper.backward_dqdkdv_d64 import dqdkdv_d64_kernel
+from lmkit.kernels.hopper.backward_dqdkdv_lockstep import dqdkdv_lockstep_kernel
+from lmkit.kernels.hopper.backward_dqdkdv_staggered import dqdkdv_staggered_kernel
 from lmkit.kernels.hopper.forward import PREPARED_CALLS
 from lmkit.kernels.hopper.support import used_of, width_of
 from lmkit.kernels.hopper.tma import flat_boxes, head_boxes, suits_tma
@@ -54,7 +54,7 @@ TOKENS_TOGETHER = 16384
 class BackwardConfig:
     """What differs between the widths of heads.
 
-    queries, keys: of a step of the dK/dV kernel; packed_p: see `dkdv_d128_kernel`. query_keys, query_k_stages,
+    queries, keys: of a step of the dK/dV kernel; packed_p: see `dqdkdv_lockstep_kernel`. query_keys, query_k_stages,
     query_v_stages: keys of a block and slots of the dQ kernel.
     """
 
@@ -73,10 +73,10 @@ CONFIGS = {
 }  # fmt: skip
 
 
-def takes_d64_kernel(
+def takes_staggered_kernel(
     head_dim: int, num_queries: int, num_keys: int, causal: bool, dtype: torch.dtype
 ) -> bool:
-    """Return whether `dqdkdv_d64_kernel` serves fast calls of this kind.
+    """Return whether `dqdkdv_staggered_kernel` serves fast calls of this kind.
 
     At head_dim 128 it is faster only without a mask and from about 2048 queries and keys on (measured on an H200, in
     bfloat16). It has no short cut for narrower heads (`wgmma.issue_scores`).
@@ -220,10 +220,10 @@ def _prepare_fast(kind: _Kind) -> tuple[int, Start]:
         ),
         constants,
     )
-    if takes_d64_kernel(head_dim, num_queries, num_keys, kind.causal, kind.dtype):
-        launch_keys = _prepare_dqdkdv_d64(kind)
+    if takes_staggered_kernel(head_dim, num_queries, num_keys, kind.causal, kind.dtype):
+        launch_keys = _prepare_staggered(kind)
     else:
-        launch_keys = _prepare_dkdv_d128(kind, plane * width // 32, add_dq=True)
+        launch_keys = _prepare_lockstep(kind, plane * width // 32, add_dq=True)
     launch_finish = prepare_launch(
         finish_kernel,
         grid,
@@ -275,7 +275,7 @@ def _prepare_deterministic(kind: _Kind) -> tuple[int, Start]:
         constants |= {"REGISTERS": CONSUMER_REGISTERS, "num_warps": 4}
         launch_keys = _prepare_keys(dkdv_d256_kernel, kind, config.keys, [], constants)
     else:  # nothing is added up, but the descriptor of the sum needs room for one box
-        launch_keys = _prepare_dkdv_d128(kind, config.queries * width // 32, add_dq=False)
+        launch_keys = _prepare_lockstep(kind, config.queries * width // 32, add_dq=False)
 
     def start(q, k, v, out, lse, dout, dq, dk, dv, lse_log2):
         delta, total = lse_log2 + 4 * plane, lse_log2 + 8 * plane
@@ -285,7 +285,7 @@ def _prepare_deterministic(kind: _Kind) -> tuple[int, Start]:
     return 2 * plane + config.queries * width, start
 
 
-def _prepare_dqdkdv_d64(kind: _Kind) -> Start:
+def _prepare_staggered(kind: _Kind) -> Start:
     config = CONFIGS[kind.width]
     if kind.width == 64:  # each consumer adds up 64 of the 128 queries
         dq_sum = flat_boxes((kind.plane * 2, 32), (config.queries, 32))
@@ -294,11 +294,11 @@ def _prepare_dqdkdv_d64(kind: _Kind) -> Start:
     constants: dict[str, Any] = {"CAUSAL": kind.causal, "TAIL": kind.k_shape[2] % config.keys != 0}
     constants |= {"REGISTERS": CONSUMER_REGISTERS, "num_warps": 4}
     # Each consumer copies its own half of the keys.
-    return _prepare_keys(dqdkdv_d64_kernel, kind, config.keys // 2, [dq_sum], constants)
+    return _prepare_keys(dqdkdv_staggered_kernel, kind, config.keys // 2, [dq_sum], constants)
 
 
-def _prepare_dkdv_d128(kind: _Kind, sum_rows: int, add_dq: bool) -> Start:
-    """Prepare `dkdv_d128_kernel`; the sum of dQ has `sum_rows` rows of 32 numbers."""
+def _prepare_lockstep(kind: _Kind, sum_rows: int, add_dq: bool) -> Start:
+    """Prepare `dqdkdv_lockstep_kernel`; the sum of dQ has `sum_rows` rows of 32 numbers."""
     width, config = kind.width, CONFIGS[kind.width]
     constants = {
         "QUERIES": config.queries,
@@ -311,7 +311,7 @@ def _prepare_dkdv_d128(kind: _Kind, sum_rows: int, add_dq: bool) -> Start:
         "num_warps": 8,
     }
     dq_sum = flat_boxes((sum_rows, 32), (config.queries * width // 32, 32))
-    return _prepare_keys(dkdv_d128_kernel, kind, config.keys, [dq_sum], constants)
+    return _prepare_keys(dqdkdv_lockstep_kernel, kind, config.keys, [dq_sum], constants)
 
 
 def _prepare_keys(

@@ -3,7 +3,7 @@
 Accumulators of 64 x 256 fill 128 registers a thread. So the first warp group holds dV and computes S^T = K Q^T and
 P^T, the second holds dK and computes dP^T = V dO^T and dS^T: each does one product from shared memory and one from
 registers a step. All that passes between them is P, in float32 through shared memory, in one direction. A
-**producer** warp streams Q and dO with TMA, as in `backward_dkdv_d128` (which has the formulas).
+**producer** warp streams Q and dO with TMA, as in `backward_dqdkdv_lockstep` (which has the formulas).
 
 Timeline. The first warp group may run two tiles ahead of the second, so its exponentials fall into the other's
 products:
@@ -47,7 +47,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lmkit.kernels.hopper import barriers as sync
 from lmkit.kernels.hopper import fragments, schedule, wgmma
-from lmkit.kernels.hopper.backward_dkdv_d128 import Problem
+from lmkit.kernels.hopper.backward_dqdkdv_lockstep import Problem
 from lmkit.kernels.hopper.barriers import partition_barrier
 from lmkit.kernels.hopper.tma import allocate_slots, allocate_tile, fetch_rows, send_through, tma_load
 

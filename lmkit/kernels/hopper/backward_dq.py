@@ -6,8 +6,8 @@ float32 scratch is needed; the price is computing S and dP twice (7 products in 
 shared memory, K and V stream past. S = Q K^T and dP = dO V^T have queries along rows, so dS feeds dQ += dS K
 straight from registers and the warp groups exchange nothing.
 
-delta and lse (in log2 units, padded with +inf) are written out for `backward_dkdv_d128` or `backward_dkdv_d256`,
-which runs next.
+delta and lse (in log2 units, padded with +inf) are written out for `backward_dqdkdv_lockstep` or
+`backward_dkdv_d256`, which runs next.
 
 A **producer** warp loads with TMA; two **consumer** warp groups, one partition of eight warps, own 64 queries each.
 Timeline of a step (a block of keys) of a consumer. Every product is an asynchronous wgmma:
@@ -66,7 +66,7 @@ Descriptors = namedtuple("Descriptors", ["q", "k", "v", "do", "dq"])
 Tiles = namedtuple("Tiles", ["q", "do", "k", "v"])
 # mbarriers: one for both Q and dO, one a slot of K, one a slot of V (see the module)
 Barriers = namedtuple("Barriers", ["q_full", "k_full", "v_full"])
-# The sizes of a call, as `backward_dkdv_d128.Problem` explains them
+# The sizes of a call, as `backward_dqdkdv_lockstep.Problem` explains them
 Problem = namedtuple(
     "Problem",
     ["num_queries", "num_keys", "padded", "batches", "heads", "group", "together", "num_query_tiles"],

@@ -2,7 +2,7 @@
 
 A named barrier (`bar.sync` waits, `bar.arrive` only announces) hands a token from one warp group to another without
 the partition-wide barrier that Triton puts around `mbarrier.arrive`. Triton itself uses the lower numbers, at most
-0 to 4 in these kernels; lmkit uses 9 to 15, and in `backward_dqdkdv_d64` also 7 and 8.
+0 to 4 in these kernels; lmkit uses 9 to 15, and in `backward_dqdkdv_staggered` also 7 and 8.
 """
 
 from triton.experimental import gluon

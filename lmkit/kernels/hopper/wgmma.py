@@ -44,7 +44,7 @@ def issue_scores(a, b, USED: gl.constexpr, LAYOUT: gl.constexpr):
     """Issue a @ b^T, where a and b are (rows, D) with zeros from column USED on (see `support.used_of`).
 
     The zeros are left out: one product of the first half of the columns, one of the rest up to USED.
-    `backward_dqdkdv_d64` multiplies all columns instead, because it would spill more.
+    `backward_dqdkdv_staggered` multiplies all columns instead, because it would spill more.
     """
     D: gl.constexpr = a.shape[1]
     if USED == D:

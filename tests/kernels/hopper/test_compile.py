@@ -17,14 +17,14 @@ from lmkit.kernels.versions import INSTALLED_MINOR
 # Spilled bytes a thread that are known: values that are stored once and loaded outside of the main loops or at their
 # rim. Other kernels spill nothing.
 KNOWN_SPILLS = {
-    ("dqdkdv_d64_kernel", torch.bfloat16): 36,
-    ("dqdkdv_d64_kernel", torch.float16): 64,
-    ("dkdv_d128_kernel", torch.float16): 12,
+    ("dqdkdv_staggered_kernel", torch.bfloat16): 36,
+    ("dqdkdv_staggered_kernel", torch.float16): 64,
+    ("dqdkdv_lockstep_kernel", torch.float16): 12,
 }
 if INSTALLED_MINOR >= (3, 8):
     for dtype in (torch.bfloat16, torch.float16):
         KNOWN_SPILLS["forward_kernel", dtype] = 16  # four arguments, at head_dim 256 with a causal mask
-    KNOWN_SPILLS["dqdkdv_d64_kernel", torch.float16] = 80
+    KNOWN_SPILLS["dqdkdv_staggered_kernel", torch.float16] = 80
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="the Hopper kernels need triton")
 
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from lmkit.kernels.hopper.backward import takes_d64_kernel
+from lmkit.kernels.hopper.backward import takes_staggered_kernel
 from lmkit.kernels.hopper.forward import forward_kernel
 from lmkit.kernels.hopper.support import HEAD_DIMS, WIDTHS, used_of, width_of
 from lmkit.kernels.hopper.tma import head_boxes, shared_layout, suits_tma, tma_strides
@@ -37,8 +37,8 @@ def test_heads_take_the_next_width(head_dim, width, used):
 
 
 def test_long_backward_in_float16_keeps_its_kernel():
-    assert takes_d64_kernel(128, 2048, 2048, False, torch.bfloat16)
-    assert not takes_d64_kernel(128, 2048, 2048, False, torch.float16)
+    assert takes_staggered_kernel(128, 2048, 2048, False, torch.bfloat16)
+    assert not takes_staggered_kernel(128, 2048, 2048, False, torch.float16)
 
 
 def strides_of(tensor):
@@ -90,9 +90,9 @@ def test_prepared_launch_is_tritons_own(stand_in_gpu):
     assert prepared == ordinary
 
 
-FAST = ["prepare_kernel", "dkdv_d128_kernel", "finish_kernel"]
-D64 = ["prepare_kernel", "dqdkdv_d64_kernel", "finish_kernel"]
-DETERMINISTIC = ["dq_kernel", "dkdv_d128_kernel"]
+FAST = ["prepare_kernel", "dqdkdv_lockstep_kernel", "finish_kernel"]
+STAGGERED = ["prepare_kernel", "dqdkdv_staggered_kernel", "finish_kernel"]
+DETERMINISTIC = ["dq_kernel", "dqdkdv_lockstep_kernel"]
 WIDE = ["dq_kernel", "dkdv_d256_kernel"]
 
 
@@ -110,19 +110,19 @@ UNUSED = rows(256, 64)  # the deterministic way adds nothing up: room for one bo
 
 
 BACKWARDS = [
-    (64, 200, 200, True, False, D64, 64, rows(128, 256 * 2)),
-    (128, 2049, 3000, False, False, D64, 64, half_columns(2176)),
+    (64, 200, 200, True, False, STAGGERED, 64, rows(128, 256 * 2)),
+    (128, 2049, 3000, False, False, STAGGERED, 64, half_columns(2176)),
     (136, 200, 200, True, False, WIDE, 64, None),
 ]
 MORE_BACKWARDS = [
     (64, 200, 200, True, True, DETERMINISTIC, 128, None),
     (96, 2048, 2048, False, False, FAST, 128, rows(256, 2048 * 4)),
-    (40, 200, 200, True, False, D64, 64, rows(128, 256 * 2)),
-    (64, 2048, 100, False, False, D64, 64, rows(128, 2048 * 2)),
+    (40, 200, 200, True, False, STAGGERED, 64, rows(128, 256 * 2)),
+    (64, 2048, 100, False, False, STAGGERED, 64, rows(128, 2048 * 2)),
     (80, 200, 200, True, False, FAST, 128, rows(256, 256 * 4)),
     (96, 200, 200, True, True, DETERMINISTIC, 128, UNUSED),
     (128, 200, 200, True, False, FAST, 128, rows(256, 256 * 4)),
-    (128, 2048, 2048, False, False, D64, 64, half_columns(2048)),
+    (128, 2048, 2048, False, False, STAGGERED, 64, half_columns(2048)),
     (128, 2047, 2048, False, False, FAST, 128, rows(256, 2048 * 4)),
     (128, 2048, 2047, False, False, FAST, 128, rows(256, 2048 * 4)),
     (128, 2048, 2048, True, False, FAST, 128, rows(256, 2048 * 4)),

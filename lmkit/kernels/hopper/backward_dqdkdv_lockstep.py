@@ -110,7 +110,7 @@ class Work(NamedTuple):
     start: gl.tensor  # the query tile to begin with
 
 
-# The compile-time parameters of `dkdv_d128_kernel`
+# The compile-time parameters of `dqdkdv_lockstep_kernel`
 Shape = namedtuple("Shape", ["QUERIES", "D", "USED", "CAUSAL", "TAIL", "ADD_DQ", "PACKED_P"])
 
 
@@ -207,9 +207,8 @@ def _consumers(call, shape):
     SCORES_PRODUCTS: gl.constexpr = wgmma.count_score_wgmmas(shape.USED, D)
     GRADIENT: gl.constexpr = wgmma.accumulator_layout(D, 8)
     OPERAND: gl.constexpr = wgmma.operand_layout(GRADIENT)
-    DQ: gl.constexpr = wgmma.accumulator_layout(
-        D // 2, 4, 2
-    )  # 64 rows, one warp group's height: they share its columns
+    # 64 rows, one warp group's height: the warp groups share its columns
+    DQ: gl.constexpr = wgmma.accumulator_layout(D // 2, 4, 2)
     COLUMN: gl.constexpr = gl.SliceLayout(0, SCORES)
     num_keys = problem.num_keys
     work = locate_work(problem, shape.QUERIES, shape.CAUSAL)
@@ -314,7 +313,7 @@ def _consumers(call, shape):
 
 
 @gluon.jit(do_not_specialize=list(Problem._fields))
-def dkdv_d128_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc,
+def dqdkdv_lockstep_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc,
                               num_queries, num_keys, padded, batches, heads, group, together, num_query_tiles,
                               num_key_tiles, scale_log2, scale,
                               QUERIES: gl.constexpr, D: gl.constexpr, USED: gl.constexpr, CAUSAL: gl.constexpr,

@@ -1,9 +1,9 @@
 """Compute dQ, dK and dV together on Hopper: the fast backward of D = 64, and of long unmasked D = 128.
 
 One CTA owns 128 keys: it computes their dK and dV and adds their share to the sum of dQ. The mathematics, the
-transposes, the producer and the sum of dQ are those of `backward_dkdv_d128` (read it first). There two warp groups
-meet at two barriers a step; at D = 64, with twice the exponentials of D = 128 for the same products, both would
-compute exponentials while the tensor cores idle.
+transposes, the producer and the sum of dQ are those of `backward_dqdkdv_lockstep` (read it first). There two warp
+groups meet at two barriers a step; at D = 64, with twice the exponentials of D = 128 for the same products, both
+would compute exponentials while the tensor cores idle.
 
 So each consumer is a **partition of its own**. It has dK and dV of 64 keys, and a 64 x 64 part of each step's dQ:
 at D = 64, in steps of 128 queries, 64 of the queries; at D = 128, in steps of 64, half of the columns. Of the other
@@ -58,7 +58,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lmkit.kernels.hopper import barriers as sync
 from lmkit.kernels.hopper import fragments, wgmma
-from lmkit.kernels.hopper.backward_dkdv_d128 import (
+from lmkit.kernels.hopper.backward_dqdkdv_lockstep import (
     KEYS,
     NEVER,
     STAGES,
@@ -289,13 +289,13 @@ def _add_dq(index: gl.constexpr, descriptors, tiles, row):
 
 
 @gluon.jit(do_not_specialize=list(Problem._fields))
-def dqdkdv_d64_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc,
+def dqdkdv_staggered_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc,
                            num_queries, num_keys, padded, batches, heads, group, together, num_query_tiles,
                            num_key_tiles, scale_log2, scale,
                            CAUSAL: gl.constexpr, TAIL: gl.constexpr, REGISTERS: gl.constexpr):  # fmt: skip
     """Allocate and start the partitions of one CTA per (key tile, key head of the batch).
 
-    Descriptors as `dkdv_d128_kernel`'s, with boxes of 128 queries of 64 numbers or 64 of 128, but those of
+    Descriptors as `dqdkdv_lockstep_kernel`'s, with boxes of 128 queries of 64 numbers or 64 of 128, but those of
     K, V, dK, dV in boxes of 64 keys, and dq_desc in boxes of a consumer's part: at D = 64 (128, 32); at D = 128
     (4, 32, 32) of the sum as (queries / 16, 64, 32). REGISTERS: a thread's of the second consumer.
     """
