@@ -11,7 +11,7 @@ import torch
 EXAMPLES = [
     "attention.dispatch",
     "attention.flash_torch",
-    "generation.sampling",
+    "kernels.decode.reference",
     "model.accounting",
     "model.layers",
     "model.loss",

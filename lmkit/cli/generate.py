@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -39,6 +39,22 @@ def generate(
         float | None,
         option("Sample from the smallest set of tokens whose probability reaches p; 1 keeps all."),
     ] = None,
+    min_p: Annotated[
+        float | None, option("Drop tokens less likely than this times the likeliest; 0: none.")
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, option("Above 1: make tokens that the text holds already less likely.")
+    ] = None,
+    logprobs: Annotated[
+        bool | None, option("Put the log-probability of each token into JSON, or leave it out.")
+    ] = None,
+    batch_size: Annotated[
+        int | None, option("Texts written at once; on a GPU 1 is fastest for one text, 256 for thousands.")
+    ] = None,
+    precision: Annotated[
+        Literal["auto", "fp32", "bf16"] | None,
+        option("Dtype of weights and KV cache; `auto`: bf16 on GPUs, fp32 on CPUs."),
+    ] = None,
     seed: Annotated[int | None, option("Seed of the random numbers.")] = None,
     stop_at_end: Annotated[bool | None, option("Stop at <|endoftext|>, or continue.")] = None,
     allow_special: Annotated[
@@ -64,6 +80,11 @@ def generate(
         "temperature": temperature,
         "top_k": top_k,
         "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "logprobs": logprobs,
+        "batch_size": batch_size,
+        "precision": precision,
         "seed": seed,
         "stop_at_end": stop_at_end,
     }
@@ -113,18 +134,21 @@ def _read_prompts(given: list[str] | None, file: Path | None) -> list[str] | Non
     return prompts or None
 
 
-_AT_ONCE = 64  # texts; more need more memory
 SEPARATOR = "\n\n---\n\n"
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt and the text that follows it; `ended` says whether the model ended the document itself."""
+    """A prompt and the text that follows it; `ended` says whether the model ended the document itself.
+
+    `logprobs` holds the natural logarithm of each token's probability, if the table asks for it.
+    """
 
     prompt: str
     text: str
     num_tokens: int
     ended: bool
+    logprobs: tuple[float, ...] | None
 
 
 @dataclass(frozen=True)
@@ -159,6 +183,8 @@ def write_text(
         UsageError: no checkpoint, no tokenizer or not the model's, or sampling options out of range.
         LmkitError: the checkpoint is damaged.
     """
+    import torch
+
     from lmkit.generation import generate
     from lmkit.parallel.ranks import process_group
     from lmkit.recipe.load import load_recipe
@@ -196,6 +222,8 @@ def write_text(
                 hint="use the tokenizer that encoded its token files",
             )
         model = plain_model(checkpoint, device=ranks.device)
+        narrow = table.precision == "bf16" or (table.precision == "auto" and ranks.device.type == "cuda")
+        model.to(torch.bfloat16 if narrow else torch.float32)
         # The prompt is written with the first piece: whatever is wrong with it has been refused by then.
         prompts = [prompt for prompt in table.prompts for _ in range(samples)]
         unwritten = prompts[:] if stream is not None and len(prompts) == 1 else []
@@ -205,18 +233,9 @@ def write_text(
             stream((unwritten.pop() if unwritten else "") + piece)
 
         report = on_text if unwritten else None
-        generations = [
-            generation
-            for first in range(0, len(prompts), _AT_ONCE)
-            for generation in generate(
-                model,
-                loaded,
-                prompts[first : first + _AT_ONCE],
-                table.model_copy(update={"seed": table.seed + first}),
-                allow_special=allow_special,
-                on_text=report,
-            )
-        ]
+        generations = generate(model, loaded, prompts, table, allow_special=allow_special, on_text=report)
         if unwritten:  # the model ended the text at once
             on_text(0, "")
-    return GenerateResult(tuple(Sample(g.prompt, g.text, len(g.tokens), g.ended) for g in generations))
+    return GenerateResult(
+        tuple(Sample(g.prompt, g.text, len(g.tokens), g.ended, g.logprobs) for g in generations)
+    )

@@ -1,4 +1,4 @@
-"""Generate text from a trained model: sampling, the KV cache, streaming."""
+"""Generate text from a trained model: prompts in a queue, steps of several texts, streaming."""
 
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ __getattr__, __dir__, __all__ = exports(
         "Generation": "generate",
         "GenerateConfig": "generate",
         "TextStream": "generate",
-        "sample": "sampling",
-        "KVCache": "kv_cache",
+        "Drawn": "generate",
+        "Decoder": "decoder",
     },
 )

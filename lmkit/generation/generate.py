@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import codecs
 import logging
-import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import NamedTuple
 
 from lmkit.errors import LmkitError, UsageError
-from lmkit.generation.kv_cache import KVCache
-from lmkit.generation.sampling import sample
+from lmkit.generation.decoder import Decoder, Newest, can_run_kernels
+from lmkit.kernels.decode.reference import Ends, Sampling
 from lmkit.model.transformer import TransformerLM
 from lmkit.recipe.tables import GenerateConfig
-from lmkit.registry import ATTENTION
 from lmkit.tokenizer import Tokenizer
 
 log = logging.getLogger("lmkit")
+
+MOST_STEPS_LATE = 8  # the host reads tokens of a GPU this many steps after they were drawn, or earlier
 
 
 @dataclass(frozen=True)
@@ -30,6 +29,7 @@ class Generation:
         prompt: as it was given.
         text: what follows the prompt.
         tokens: the ids of `text`.
+        logprobs: of each token, see `Drawn`; None without `options.logprobs`.
         ended: True if the model ended the text with end-of-text, False if `max_new_tokens` did.
     """
 
@@ -37,6 +37,7 @@ class Generation:
     text: str
     tokens: tuple[int, ...]
     ended: bool
+    logprobs: tuple[float, ...] | None = None
 
 
 def generate(
@@ -57,7 +58,8 @@ def generate(
     - A prompt longer than the context is cut to its last `context_length - 1` tokens, with a warning in the log.
     - A text that outgrows the context continues from its last half, which is read again as if nothing came before.
       Each later token thus sees between a half and a whole context.
-    - Prompt i draws from its own random stream, seeded by `seed + i`; other prompts in the batch do not change it.
+    - Prompt i draws from its own random stream, seeded by `seed + i`; other prompts do not change it. On a GPU its
+      text has the same bits whatever the other prompts are, for one `batch_size` and for all from 2 to 16.
 
     Args:
         prompts: a string is one prompt.
@@ -74,6 +76,7 @@ def generate(
     starts = [_prompt_ids(model, tokenizer, prompt, allow_special=allow_special) for prompt in prompts]
     streams = [TextStream(tokenizer) for _ in prompts]
     tokens: list[list[int]] = [[] for _ in prompts]
+    logprobs: list[list[float]] = [[] for _ in prompts]
     pieces: list[list[str]] = [[] for _ in prompts]
 
     def emit(row: int, piece: str) -> None:
@@ -84,7 +87,7 @@ def generate(
 
     stop_id = tokenizer.end_of_text_id if options.stop_at_end else None
     ended = [False] * len(prompts)
-    for row, token in generate_tokens(
+    for row, token, logprob in generate_tokens(
         model,
         starts,
         options,
@@ -96,13 +99,49 @@ def generate(
             ended[row] = True
         else:
             tokens[row].append(token)
+            if logprob is not None:
+                logprobs[row].append(logprob)
             emit(row, streams[row].push(token))
     for row, stream in enumerate(streams):
         emit(row, stream.finish())
     return [
-        Generation(prompt, "".join(pieces[row]), tuple(tokens[row]), ended[row])
+        Generation(
+            prompt,
+            "".join(pieces[row]),
+            tuple(tokens[row]),
+            ended[row],
+            tuple(logprobs[row]) if options.logprobs else None,
+        )
         for row, prompt in enumerate(prompts)
     ]
+
+
+class Drawn(NamedTuple):
+    """A token that was drawn.
+
+    Attributes:
+        number: of the prompt.
+        logprob: natural logarithm of its probability at temperature 1; None without `options.logprobs`.
+    """
+
+    number: int
+    token: int
+    logprob: float | None
+
+
+@dataclass
+class _Seat:
+    """A prompt in a row of the decoder. The host knows all but where the text ends by itself.
+
+    Attributes:
+        length: tokens in the row's text.
+        drawn: tokens that steps so far have drawn.
+    """
+
+    number: int
+    length: int
+    drawn: int = 0
+    ended: bool = False
 
 
 def generate_tokens(
@@ -113,10 +152,11 @@ def generate_tokens(
     vocab_size: int | None = None,
     never: Sequence[int] = (),
     stop_id: int | None = None,
-) -> Iterator[tuple[int, int]]:
-    """Yield (number of the prompt, token) as tokens are drawn.
+) -> Iterator[Drawn]:
+    """Yield tokens as they are drawn; `generate` says what happens at the end of the context.
 
-    `generate` says what happens at the end of the context, and how random numbers are drawn.
+    `options.batch_size` texts are written at once. A row whose text has ended takes the next prompt. On a GPU the
+    host reads tokens some steps late, so that it need not wait; rows that have ended stand still meanwhile.
 
     Args:
         prompts: token ids, at least one each and at most `context_length`.
@@ -125,49 +165,67 @@ def generate_tokens(
         stop_id: ends a row after it was yielded; `options.max_new_tokens` ends the others.
 
     Raises:
-        LmkitError: the logits are not finite.
+        LmkitError: the logits are not finite, or the KV cache does not fit into the GPU's memory.
     """
-    device, dtype = model.lm_head.weight.device, model.lm_head.weight.dtype
-    cache = KVCache(model.config, batch=len(prompts), device=device, dtype=dtype)
-    texts = [list(prompt) for prompt in prompts]
-    # (batch, max_new_tokens)
-    uniforms = _random_streams(options.seed, len(prompts), options.max_new_tokens).to(device)
-    active = list(range(len(prompts)))
-    rereads = not ATTENTION.facts(model.config.attention).sees_all
-    gaps = torch.tensor(never, dtype=torch.int64, device=device)
-    logits = torch.zeros(len(prompts), model.lm_head.out_features, device=device, dtype=dtype)
-
-    for number in range(options.max_new_tokens):
-        if not active:
+    if not prompts:
+        return
+    # Without a graph of a fixed width, empty rows would only cost time.
+    rows = options.batch_size if can_run_kernels(model) else min(options.batch_size, len(prompts))
+    decoder = Decoder(
+        model,
+        rows,
+        sampling=sampling_of(options),
+        ends=Ends(-1 if stop_id is None else stop_id, options.max_new_tokens),
+        vocab_size=vocab_size,
+        never=never,
+        logprobs=options.logprobs,
+    )
+    lag = MOST_STEPS_LATE if decoder.device.type == "cuda" else 0
+    waiting = iter(enumerate(prompts))
+    seats: list[_Seat | None] = [None] * rows
+    steps: deque[tuple[Newest, list[tuple[int, _Seat]]]] = deque()  # not yet read
+    while True:
+        for row in range(rows):
+            if seats[row] is None and (waits := next(waiting, None)) is not None:
+                number, ids = waits
+                decoder.start(row, ids, options.seed + number)
+                seats[row] = _Seat(number, len(ids))
+        taken = [(row, seat) for row, seat in enumerate(seats) if seat is not None]
+        if taken:
+            for row, seat in taken:
+                if seat.length > decoder.capacity:
+                    seat.length = decoder.slide(row)
+            decoder.step(max(seat.length for _, seat in taken))
+            steps.append((decoder.newest(), taken))
+            for row, seat in taken:
+                seat.length += 1
+                seat.drawn += 1
+                if seat.drawn == options.max_new_tokens:
+                    seats[row] = None
+        elif not steps:
             return
-        if number == 0:
-            _prefill(model, cache, active, texts, logits)
-        else:
-            full = [row for row in active if cache.lengths[row] == cache.context_length]
-            again = active if rereads else full
-            growing = [row for row in active if row not in again]
-            if growing:
-                logits.copy_(_decode(model, cache, growing, texts))
-            if again:
-                windows = list(texts)
-                for row in again:
-                    kept = max(1, cache.context_length // 2) if row in full else cache.lengths[row] + 1
-                    windows[row] = texts[row][-kept:]
-                _prefill(model, cache, again, windows, logits)
-        if len(gaps):
-            logits.index_fill_(1, gaps, -math.inf)
-        if not torch.isfinite(logits[active, :vocab_size].amax(dim=-1)).all():
-            raise LmkitError(
-                "generate.not_finite",
-                "the model's predictions are not finite numbers",
-                hint="its training diverged; use an older checkpoint",
-            )
-        drawn = sample(logits[:, :vocab_size], uniforms[:, number], options).tolist()
-        for row in tuple(active):
-            texts[row].append(drawn[row])
-            if drawn[row] == stop_id:
-                active.remove(row)
-            yield row, drawn[row]
+        while steps and (not taken or len(steps) > lag or steps[0][0].has_come()):
+            newest, sat = steps.popleft()
+            tokens, logprobs = newest.read()
+            for row, seat in sat:
+                if seat.ended:
+                    continue
+                if tokens[row] < 0:
+                    raise LmkitError(
+                        "generate.not_finite",
+                        "the model's predictions are not finite numbers",
+                        hint="its training diverged; use an older checkpoint",
+                    )
+                yield Drawn(seat.number, tokens[row], logprobs[row] if logprobs else None)
+                if tokens[row] == stop_id:
+                    seat.ended = True
+                    if seats[row] is seat:
+                        seats[row] = None
+
+
+def sampling_of(options: GenerateConfig) -> Sampling:
+    """Return how the table `[generate]` has tokens drawn."""
+    return Sampling(**{key: getattr(options, key) for key in Sampling._fields})
 
 
 class TextStream:
@@ -206,31 +264,3 @@ def _prompt_ids(model: TransformerLM, tokenizer: Tokenizer, prompt: str, *, allo
     if len(ids) > room:
         log.warning("the prompt has %d tokens: only the last %d fit into the context", len(ids), room)
     return ids[-room:]
-
-
-def _random_streams(seed: int, rows: int, length: int) -> Tensor:
-    """Return numbers from [0, 1), (rows, length), the same on every device."""
-    streams = [torch.rand(length, generator=torch.Generator().manual_seed(seed + row)) for row in range(rows)]
-    return torch.stack(streams) if streams else torch.zeros(0, length)
-
-
-@torch.inference_mode()
-def _prefill(
-    model: TransformerLM, cache: KVCache, rows: list[int], texts: Sequence[Sequence[int]], logits: Tensor
-) -> None:
-    """Read the whole texts of these rows; write the logits of the tokens that follow them into `logits`."""
-    lengths = [len(texts[row]) for row in rows]
-    ids = torch.zeros(len(rows), max(lengths), dtype=torch.int64)
-    for index, row in enumerate(rows):
-        ids[index, : lengths[index]] = torch.tensor(texts[row])
-    # (rows, seq, d_model)
-    hidden = model.hidden_states(ids.to(logits.device), cache.prefill(rows, lengths))
-    last = hidden[torch.arange(len(rows)), torch.tensor(lengths) - 1]  # (rows, d_model)
-    logits[rows] = model.lm_head(last).to(logits.dtype)
-
-
-@torch.inference_mode()
-def _decode(model: TransformerLM, cache: KVCache, rows: list[int], texts: Sequence[Sequence[int]]) -> Tensor:
-    """Read the last token of every text; return the next logits (batch, vocab_size), valid for `rows` only."""
-    ids = torch.tensor([[text[-1]] for text in texts]).to(cache.keys.device)  # (batch, 1)
-    return model(ids, cache.decode(rows))[:, -1]

@@ -364,6 +364,16 @@ class GenerateConfig(Table):
     """Sample from the k most likely tokens; 0: from all."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Sample from the smallest set of tokens whose probability reaches p (Holtzman et al. 2020)."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Drop tokens less likely than this times the likeliest (Nguyen et al. 2024); 0: none."""
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
+    """Above 1: make tokens that the text holds already less likely (Keskar et al. 2019)."""
+    logprobs: bool = False
+    """Keep the natural logarithm of each token's probability, at temperature 1."""
+    batch_size: Annotated[int, Field(gt=0, le=65_536)] = 16
+    """Texts written at once. On a GPU, 1 is fastest for a single text, 256 for thousands."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Dtype of weights and KV cache; `auto`: bf16 on GPUs, fp32 on CPUs."""
     seed: Count = 0
     """Seed of the sampling."""
     stop_at_end: bool = True

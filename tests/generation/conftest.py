@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
+from lmkit.generation import Decoder
 from lmkit.model.transformer import TransformerLM
 from lmkit.recipe.tables import ModelConfig
 from lmkit.tokenizer import Tokenizer
@@ -46,31 +49,33 @@ def make_model():
     return make
 
 
-class Scripted(TransformerLM):
-    """Says the ids of a script one after the other, whatever it reads, and notes what it reads."""
-
-    def __init__(self, script, *, context_length):
-        super().__init__(
-            ModelConfig(vocab_size=260, context_length=context_length, d_model=8, d_ff=8, num_heads=2)
-        )
-        self.script = iter(script)
-        self.read: list[list[int]] = []
-        # The hidden state is the prediction itself, which the head hands on.
-        self.lm_head.weight = torch.nn.Parameter(torch.eye(260))
-
-    def hidden_states(self, ids, kv_cache=None):
-        self.read.extend(ids.tolist())
-        super().hidden_states(ids, kv_cache)  # the cache is filled as ever
-        return (
-            torch.nn.functional.one_hot(torch.tensor(next(self.script)), 260).float().expand(*ids.shape, -1)
-        )
-
-
 @pytest.fixture
-def scripted():
-    """scripted(ids) -> a model that says exactly that to a single prompt."""
+def scripted(monkeypatch):
+    """scripted(ids) -> a model that says exactly that, and whose `read` lists the texts that it reads from their
+    beginning.
+
+    It knows which id follows which; after an id that the script does not hold it begins the script.
+    """
+    read = Decoder._read
+
+    def note(decoder, row, ids):
+        decoder.model.read.append(ids.tolist())
+        read(decoder, row, ids)
+
+    monkeypatch.setattr(Decoder, "_read", note)
 
     def make(script, *, context_length=64):
-        return Scripted(script, context_length=context_length)
+        sizes = {"d_model": 260, "d_ff": 8, "num_heads": 2, "num_layers": 1, "context_length": context_length}
+        model = TransformerLM(ModelConfig(vocab_size=260, **sizes))
+        follows = dict(itertools.pairwise(script))
+        with torch.no_grad():
+            for weight in (model.layers[0].attn.output_proj.weight, model.layers[0].ffn.w2.weight):
+                weight.zero_()  # the stream is the embedding
+            model.token_embeddings.weight.copy_(torch.eye(260))
+            model.lm_head.weight.zero_()
+            for token in range(260):
+                model.lm_head.weight[follows.get(token, script[0]), token] = 1
+        model.read = []
+        return model
 
     return make

@@ -5,7 +5,8 @@ import copy
 import pytest
 import torch
 
-from lmkit.generation.kv_cache import KVCache
+from lmkit.generation import Decoder
+from lmkit.kernels.decode.reference import Ends, Sampling
 from lmkit.model import ModelConfig, TransformerLM, compile_model
 from lmkit.model.fused import Fused
 from lmkit.model.operations import PLAIN
@@ -119,13 +120,13 @@ def test_activation_checkpointing_gives_the_same_gradients():
 def test_prefill_and_decode():
     model = narrow_copy(make_model(num_kv_heads=2)).eval()
     other = plain_copy(model)
-    ids = torch.randint(model.config.vocab_size, (3, 20), device="cuda")
+    ids = torch.randint(model.config.vocab_size, (20,)).tolist()
     logits = []
     for each in (model, other):
-        cache = KVCache(each.config, batch=3, device="cuda", dtype=torch.bfloat16)
+        decoder = Decoder(each, 1, sampling=Sampling(0.0), ends=Ends(-1, 9), kernels=False)
+        decoder.start(0, ids, seed=0)
         with torch.inference_mode():
-            first = each(ids[:, :19], cache.prefill([0, 1, 2], [19] * 3))
-            logits.append((first, each(ids[:, 19:], cache.decode([0, 1, 2]))))
+            logits.append((decoder.keys, decoder.values, decoder._step.logits(20)))
     for mine, theirs in zip(*logits, strict=True):
         assert (mine.float() - theirs.float()).norm() < 0.03 * theirs.float().norm()  # roundings to 8 bits
 

@@ -279,6 +279,22 @@ def check_attend_ignores_company(dtype: torch.dtype, device: str) -> None:
         assert torch.equal(run_attend(case, dtype, device, part)[0], whole[0][part])
 
 
+def check_a_row_that_is_too_long_for_a_launch_harms_nothing(device: str) -> None:
+    """It has ended. The counters are ready for the text that takes its row."""
+    case = Attend(2, 2, 16, 600, (599, 60))
+    qkv, keys, values, place, table = attend_inputs(case, torch.float32, device)
+    out = torch.empty(2, 32, device=device)
+    space = attention.attend_space(2, 2, 2, 16, 600, qkv)
+    launch(attention.prepare_attend(qkv, keys, values, place, table, out, space, longest=300))
+    assert not space.arrived.any()
+    expected = plain_attend(case, torch.float32, device, torch.float32)[0]
+    torch.testing.assert_close(out[1], expected[1])
+    place[0] = 299
+    launch(attention.prepare_attend(qkv, keys, values, place, table, out, space, longest=300))
+    expected = plain_attend(case._replace(places=(299, 60)), torch.float32, device, torch.float32)[0]
+    torch.testing.assert_close(out, expected)
+
+
 SAMPLINGS = {
     "greedy": Sampling(temperature=0.0),
     "all": Sampling(temperature=0.8),

@@ -9,7 +9,8 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from lmkit.generation.kv_cache import KVCache
+from lmkit.generation import Decoder
+from lmkit.kernels.decode.reference import Ends, Sampling
 from lmkit.model import ModelConfig, TransformerLM, compile_model
 from lmkit.model.operations import PLAIN
 
@@ -83,10 +84,10 @@ def test_a_key_value_cache():
     fused, plain = make_models(num_kv_heads=1)
     logits = []
     for model in (fused, plain):
-        cache = KVCache(model.config, batch=2)
+        decoder = Decoder(model, 1, sampling=Sampling(0.0), ends=Ends(-1, 9), kernels=False)
+        decoder.start(0, IDS[0, :6].tolist(), seed=0)
         with torch.inference_mode():
-            first = model(IDS[:, :5], cache.prefill([0, 1], [5, 3]))
-            logits.append([first[1, :3], first[0], model(IDS[:, 5:6], cache.decode([0, 1]))])
+            logits.append([decoder.keys, decoder.values, decoder._step.logits(6)])
     for mine, other in zip(*logits, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
 

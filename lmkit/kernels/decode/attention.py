@@ -53,7 +53,8 @@ def attend_kernel(
     row, head = row_head // KV_HEADS, row_head % KV_HEADS
     # Written at least two kernels ago, as the old keys and values: may be read before the wait.
     place = tl.load(place_pointer + row).to(tl.int32)
-    splits = tl.maximum(tl.cdiv(place, SPLIT), 1)
+    # A row that is longer than the launch is meant for has ended: its result counts for nothing, its counter does.
+    splits = tl.minimum(tl.maximum(tl.cdiv(place, SPLIT), 1), tl.num_programs(1))
     if split >= splits:
         return
     ROWS: tl.constexpr = 16 if GROUP < 16 else GROUP  # of the product
@@ -165,7 +166,7 @@ class Split(NamedTuple):
 
 def split_of(rows: int, head_dim: int, dtype: torch.dtype) -> Split:
     """Return how keys are split: one tile a program for a single row, whose latency counts; a loop for several."""
-    if dtype == torch.float32:
+    if dtype == torch.float32 or head_dim > 128:  # of shared memory for larger tiles
         return Split(256, 32, 4, 2)
     if rows > 1:
         return Split(256, 64, 4, 3)
@@ -212,7 +213,7 @@ def prepare_attend(
         place: (rows) int64, the position of each row's token.
         cos_sin: (capacity, head_dim / 2, 2) float32, of every position.
         out: (rows, heads * head_dim)
-        longest: no row has more old keys than this.
+        longest: more old keys than this are not seen.
         pdl: start before the kernel before has ended.
     """
     rows, kv_heads, capacity, head_dim = keys.shape

@@ -5,6 +5,7 @@ What the kernels of this package share with it is defined here: the state of the
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Literal, NamedTuple
 
@@ -182,7 +183,7 @@ def plain_draw(logits: Tensor, seeds: Tensor, numbers: Tensor, sampling: Samplin
 
     >>> logits = torch.tensor([[2.0, 1.0, 0.0], [2.0, 1.0, 0.0]])
     >>> plain_draw(logits, torch.tensor([3, 4]), torch.tensor([0, 0]), Sampling(top_k=2)).tolist()
-    [0, 1]
+    [1, 0]
 
     Args:
         logits: (rows, vocab_size); -inf is never drawn.
@@ -193,44 +194,42 @@ def plain_draw(logits: Tensor, seeds: Tensor, numbers: Tensor, sampling: Samplin
         (rows) int64; -1 where no logit is finite or one is infinite or NaN.
     """
     highest = logits.amax(dim=-1, keepdim=True)  # (rows, 1); NaN if there is any
-    drawn = logits.argmax(dim=-1)
-    if sampling.temperature:
-        drawn = _draw_from_sets(logits - highest, seeds.tolist(), numbers.tolist(), sampling)
-    return drawn.masked_fill_(~highest[:, 0].isfinite(), -1)
-
-
-def _draw_from_sets(below: Tensor, seeds: list[int], numbers: list[int], sampling: Sampling) -> Tensor:
-    """Draw tokens; `below` (rows, vocab_size) are the logits less their maxima."""
+    finite = highest[:, 0].isfinite()
+    if sampling.temperature == 0:
+        return logits.argmax(dim=-1).masked_fill_(~finite, -1)
     scale, top_k, top_p, min_p, _ = sampling.settings().tolist()
-    ids = torch.arange(below.shape[1], device=below.device)
-    below = below.to(torch.promote_types(below.dtype, torch.float32))
-    weights = (
-        (torch.exp2(below * (scale * math.log2(math.e))) * 2.0**40).nan_to_num_().long()
-    )  # (rows, vocab)
-    left, total = weights, weights.sum(dim=-1)
-    limit = total
-    if sampling.kind == "nested":
-        limit = weights.topk(min(sampling.top_k, below.shape[1])).values.sum(dim=-1)
-    limit = (limit.double() * top_p).long() if top_p < 1 else limit + 1
-    drawn = torch.zeros_like(total)
-    accepted = torch.zeros_like(total, dtype=torch.bool)
-    attempt = 0
-    while True:
-        bits = [philox(seed, number, attempt) for seed, number in zip(seeds, numbers, strict=True)]
-        targets = [(r * t) >> 64 for r, t in zip(bits, total.tolist(), strict=True)]
-        target = torch.tensor(targets, device=below.device)[:, None]
-        found = torch.searchsorted(left.cumsum(dim=-1), target, right=True).clamp_(max=below.shape[1] - 1)
-        drawn = torch.where(accepted, drawn, found[:, 0])
+    below = (logits - highest).to(torch.promote_types(logits.dtype, torch.float32))
+    weights = (torch.exp2(below * (scale * math.log2(math.e))) * 2.0**40).long()  # (rows, vocab_size)
+    left = weights  # of the tokens that the next draw is from
+    accepted = ~finite
+    drawn = torch.full_like(seeds, -1)
+    for attempt in itertools.count():
+        cumulative = left.cumsum(dim=-1)
+        total = cumulative[:, -1]
+        stream = zip(seeds.tolist(), numbers.tolist(), total.tolist(), strict=True)
+        targets = [[philox(seed, number, attempt) * weight >> 64] for seed, number, weight in stream]
+        found = torch.searchsorted(
+            cumulative, torch.tensor(targets, device=left.device), right=True
+        )  # (rows, 1)
+        drawn = drawn.where(accepted, found[:, 0])
         if sampling.kind == "all":
             return drawn
-        own = weights.gather(1, drawn[:, None])  # (rows, 1)
-        likelier = (weights > own) | ((weights == own) & (ids < drawn[:, None]))
+        if attempt == 0:
+            limit = total
+            if sampling.kind == "nested":
+                limit = weights.topk(min(sampling.top_k, weights.shape[1])).values.sum(dim=-1)
+            limit = (limit.double() * top_p).long() if top_p < 1 else limit + 1
+            ids = torch.arange(left.shape[1], device=left.device)
+        token = drawn.clamp(min=0)[:, None]
+        own = weights.gather(1, token)  # (rows, 1)
+        likelier = (weights > own) | ((weights == own) & (ids < token))
         left = weights * likelier
-        total, ahead = left.sum(dim=-1), likelier.sum(dim=-1)
-        accepted = ((total < limit) & (ahead < top_k) & (own[:, 0] >= int(min_p * 2**40))) | (total == 0)
-        if bool(accepted.all()):
+        ahead = left.sum(dim=-1)  # the weight of likelier tokens
+        within = (ahead < limit) & (likelier.sum(dim=-1) < top_k) & (own[:, 0] >= int(min_p * 2**40))
+        accepted |= within | (ahead == 0)
+        if accepted.all():
             return drawn
-        attempt += 1
+    raise AssertionError("unreachable")
 
 
 def philox(seed: int, number: int, attempt: int) -> int:

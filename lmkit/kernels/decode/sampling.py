@@ -86,12 +86,12 @@ def advance_kernel(
             token = draw(logits_row, highest, seed, number, settings_pointer, vocab_size, KIND, BLOCK, BLOCKS)
         if LOGPROBS:
             i = tl.arange(0, BLOCK)
-            mass = tl.zeros((BLOCK,), tl.float32)
+            mass = tl.zeros((), tl.float32)
             for block in range(BLOCKS):
                 at = block * BLOCK + i
                 z = tl.load(logits_row + at, mask=at < vocab_size, other=float("-inf"))
-                mass += tl.exp(z - highest)
-            chosen = tl.load(logits_row + token) - highest - tl.log(tl.sum(mass, 0))
+                mass += tl.sum(tl.exp(z - highest), 0)
+            chosen = tl.load(logits_row + token) - highest - tl.log(mass)
             tl.store(logprobs_pointer + row, chosen)
         if PENALTY:
             tl.store(seen_pointer + row.to(tl.int64) * vocab_size + token, 1)

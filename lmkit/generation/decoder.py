@@ -1,0 +1,242 @@
+"""Write several texts at once: their state and KV cache on the device, and the step that adds a token to each.
+
+A step exists in three forms with the same state:
+
+* up to 16 rows on a GPU: a list of kernel launches (`kernel_step`), recorded as a CUDA graph;
+* more rows on a GPU: a library's matrix products between fused kernels, recorded as well;
+* elsewhere: PyTorch's operations (`torch_step`).
+
+A graph serves all lengths of a bucket: programs beyond the end of a row leave at once, but many of them cost time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lmkit.attention import attention_function
+from lmkit.errors import LmkitError
+from lmkit.generation.torch_step import TorchStep
+from lmkit.kernels.decode.reference import Ends, Rows, Rules, Sampling
+from lmkit.model.transformer import TransformerLM
+from lmkit.registry import ATTENTION
+
+if TYPE_CHECKING:
+    from lmkit.generation.kernel_step import KernelStep
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """The cache of one row in a pass of the model that reads a text from its beginning.
+
+    Attributes:
+        keys, values: (num_layers, kv_heads, capacity, head_dim)
+    """
+
+    keys: Tensor
+    values: Tensor
+    attention: Callable[..., Tensor]
+
+    def positions(self, seq: int) -> Tensor:
+        """Return 0 ... seq - 1, (1, seq)."""
+        return torch.arange(seq, device=self.keys.device).unsqueeze(0)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store k and v (1, kv_heads, seq, head_dim); return causal attention of q (1, heads, seq, head_dim)."""
+        seq = k.shape[2]
+        self.keys[layer, :, :seq] = k[0].to(self.keys.dtype)
+        self.values[layer, :, :seq] = v[0].to(self.values.dtype)
+        return self.attention(q, k, v, causal=True)
+
+
+class LayerWeights(NamedTuple):
+    """What a step reads of a block: gains (d_model) and matrices (out, in)."""
+
+    norm1: Tensor
+    qkv: Tensor
+    output: Tensor
+    norm2: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+def layer_weights(block: Any) -> LayerWeights:
+    attn, ffn = block.attn, block.ffn
+    return LayerWeights(
+        *(block.ln1.weight, attn.qkv_proj.weight, attn.output_proj.weight),
+        *(block.ln2.weight, ffn.gate_up.weight, ffn.w2.weight),
+    )
+
+
+class Decoder:
+    """State of `rows` texts. `start` puts a prompt into a row; `step` draws one more token of every row.
+
+    Rows draw from random streams of their own. On a GPU a row's text has the same bits whatever the other rows hold,
+    for 2 to 16 rows whatever their number; a single row and every larger number sum in orders of their own.
+
+    Args:
+        model: not changed while the decoder is used.
+        rows: texts at once.
+        ends: what ends a row on the device: it then stands still.
+        vocab_size: draw ids below it.
+        never: ids that are not drawn.
+        logprobs: keep the log-probability of each token in `state.logprobs`.
+        kernels: run the kernels' step; None: where there is a GPU that can. Triton's interpreter runs it on a CPU.
+
+    Attributes:
+        state: of the rows; `state.drawn` holds their newest tokens.
+        keys, values: (num_layers, rows, kv_heads, context_length, head_dim)
+
+    Raises:
+        LmkitError: the cache does not fit into the GPU's free memory; nothing was allocated.
+    """
+
+    def __init__(
+        self,
+        model: TransformerLM,
+        rows: int,
+        *,
+        sampling: Sampling,
+        ends: Ends,
+        vocab_size: int | None = None,
+        never: Sequence[int] = (),
+        logprobs: bool = False,
+        kernels: bool | None = None,
+    ) -> None:
+        config, weight = model.config, model.lm_head.weight
+        self.model, self.rows, self.sampling, self.ends, self.logprobs = model, rows, sampling, ends, logprobs
+        self.device, self.capacity = weight.device, config.context_length
+        self.rereads = not ATTENTION.facts(config.attention).sees_all
+        self.attention = attention_function(config.attention)
+        shape = (config.num_layers, rows, config.kv_heads, self.capacity, config.head_dim)
+        check_memory(shape, weight)
+        # Zeros: what lies beyond a row's length is multiplied by a probability of 0, and 0 * nan is nan.
+        self.keys, self.values = weight.new_zeros(shape), weight.new_zeros(shape)
+
+        def numbers(*size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.int64, device=self.device)
+
+        self.state = Rows(
+            place=numbers(rows),
+            text=numbers(rows, self.capacity + 1),
+            number=numbers(rows),
+            done=numbers(rows) + 1,
+            seeds=numbers(rows),
+            drawn=numbers(rows),
+            logprobs=torch.zeros(rows, device=self.device),
+        )
+        banned = torch.zeros(weight.shape[0], dtype=torch.int8, device=self.device)
+        if vocab_size is not None:
+            banned[vocab_size:] = 1
+        banned[torch.tensor(never, dtype=torch.int64, device=self.device)] = 1
+        penalizes = sampling.repetition_penalty != 1
+        seen = torch.zeros(rows if penalizes else 0, len(banned), dtype=torch.int8, device=self.device)
+        self.rules = Rules(banned, seen, sampling.settings(self.device), penalizes)
+        self.layers = [layer_weights(layer) for layer in model.layers]
+        if can_run_kernels(model) if kernels is None else kernels:
+            from lmkit.generation.kernel_step import KernelStep
+
+            self._step: KernelStep | TorchStep = KernelStep(self)
+        else:
+            self._step = TorchStep(self)
+
+    @torch.inference_mode()
+    def start(self, row: int, ids: Sequence[int], seed: int) -> None:
+        """Put a prompt of 1 to `capacity` ids into a row; the next step reads its last id and draws."""
+        text = torch.tensor(ids, device=self.device)
+        self.state.number[row] = self.state.done[row] = 0
+        self.state.seeds[row] = seed
+        if self.rules.penalizes:
+            self.rules.seen[row] = 0
+            self.rules.seen[row, text] = 1
+        self._read(row, text)
+
+    @torch.inference_mode()
+    def slide(self, row: int) -> int:
+        """Continue a row whose text has outgrown the cache from its last half, read as if nothing came before; return
+        the number of its tokens."""
+        kept = max(1, self.capacity // 2)
+        self._read(row, self.state.text[row, -kept:].clone())
+        return kept
+
+    def _read(self, row: int, ids: Tensor) -> None:
+        self.state.text[row, : len(ids)] = ids
+        self.state.place[row] = len(ids) - 1
+        if len(ids) > 1 and not self.rereads:
+            cache = Prefill(self.keys[:, row], self.values[:, row], self.attention)
+            self.model.hidden_states(ids[None, :-1], cache)
+        self._step.begin(row, ids[-1])
+
+    @torch.inference_mode()
+    def step(self, longest: int) -> None:
+        """Draw one more token of every row that is not done.
+
+        Args:
+            longest: no row has more tokens. Each has at most `capacity`.
+        """
+        self._step(longest)
+
+    def newest(self) -> Newest:
+        """Begin to copy the newest tokens to the host, without waiting for them."""
+        columns = [self.state.drawn, *([self.state.logprobs] if self.logprobs else [])]
+        if self.device.type != "cuda":
+            return Newest([column.clone() for column in columns], None)
+        on_host = [torch.empty_like(column, device="cpu", pin_memory=True) for column in columns]
+        for copy, column in zip(on_host, columns, strict=True):
+            copy.copy_(column, non_blocking=True)
+        event = torch.cuda.Event(blocking=True)  # or the host would spin while it waits
+        event.record()
+        return Newest(on_host, event)
+
+
+@dataclass(frozen=True)
+class Newest:
+    """The tokens of a step on their way to the host."""
+
+    columns: list[Tensor]
+    event: torch.cuda.Event | None
+
+    def has_come(self) -> bool:
+        return self.event is None or self.event.query()
+
+    def read(self) -> tuple[list[int], list[float] | None]:
+        """Wait for the copy; return the token of every row, and its log-probability if that is kept."""
+        if self.event is not None:
+            self.event.synchronize()
+        tokens, *logprobs = (column.tolist() for column in self.columns)
+        return tokens, logprobs[0] if logprobs else None
+
+
+def can_run_kernels(model: TransformerLM) -> bool:
+    """Whether the kernels of `lmkit.kernels.decode` run for this model where it is."""
+    config, weight = model.config, model.lm_head.weight
+    return (
+        weight.is_cuda
+        and weight.dtype in (torch.bfloat16, torch.float16, torch.float32)
+        and ATTENTION.facts(config.attention).sees_all
+        # Four slices of columns, 16 bytes at a time; sums of squares over 16 features.
+        and config.d_model % 64 == 0
+        and config.d_ff % 32 == 0
+        and config.head_dim <= 256
+    )
+
+
+def check_memory(shape: tuple[int, ...], weight: Tensor) -> None:
+    """Refuse a KV cache (keys and values of this shape each, rows second) that the GPU has no room for."""
+    if not weight.is_cuda:
+        return
+    free, _ = torch.cuda.mem_get_info(weight.device)
+    rows = shape[1]
+    row_bytes = 2 * math.prod(shape) * weight.element_size() // rows
+    if rows * row_bytes > free:
+        raise LmkitError(
+            "generate.out_of_memory",
+            f"generate.batch_size: the KV cache of {rows} texts needs {rows * row_bytes / 1e9:.1f} GB, and "
+            f"{free / 1e9:.1f} GB are free",
+            hint=f"set generate.batch_size to at most {free // row_bytes}",
+        )

@@ -1,0 +1,189 @@
+"""The step of a `Decoder` on a GPU, as launches that were prepared once; one CUDA graph per bucket of lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn import functional as F
+
+from lmkit.kernels.decode.attention import attend_space, prepare_attend
+from lmkit.kernels.decode.products import MOST_ROWS, Stream, parts_of, prepare_product, tile_of
+from lmkit.kernels.decode.reference import plain_rules
+from lmkit.kernels.decode.sampling import prepare_advance
+from lmkit.kernels.launch import capability, count_tiles, selected
+from lmkit.kernels.norm import add_rms_norm, rms_norm
+from lmkit.kernels.swiglu import swiglu
+
+if TYPE_CHECKING:
+    from lmkit.generation.decoder import Decoder
+
+SMALLEST_BUCKET = 256
+
+
+class KernelStep:
+    """Call it with the number of tokens of the longest row to make a step."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        model, config, rows = decoder.model, decoder.model.config, decoder.rows
+        weight = model.lm_head.weight
+        self.decoder, self.few, self.eps = decoder, rows <= MOST_ROWS, config.norm_eps
+        # Programmatic dependent launch needs Hopper.
+        self.pdl = weight.is_cuda and capability(weight.device) >= (9, 0)
+        vocab_size, width = weight.shape
+        self.stream = Stream(
+            weight.new_zeros(rows, width),
+            weight.new_zeros(rows, width),
+            weight.new_zeros(rows * width, dtype=torch.float32),
+        )
+        self.qkv = weight.new_zeros(rows, (config.num_heads + 2 * config.kv_heads) * config.head_dim)
+        self.attended = weight.new_zeros(rows, width)
+        self.hidden = weight.new_zeros(rows, config.d_ff)
+        self.logits = weight.new_zeros(rows, vocab_size, dtype=torch.float32)
+        self.tile = tile_of("head", min(rows, MOST_ROWS), width, weight.dtype).outputs
+        self.tops = weight.new_zeros(rows, count_tiles(vocab_size, self.tile), dtype=torch.float32)
+        heads = config.num_heads, config.kv_heads, config.head_dim
+        self.space = attend_space(rows, *heads, decoder.capacity, weight)
+        # In how many parts the sums of squares come that the last product of a layer leaves.
+        self.parts = parts_of(width, tile_of("down", min(rows, MOST_ROWS), config.d_ff, weight.dtype))
+        self.gains: list[Tensor] = []  # of all norms, in order
+        for layer in decoder.layers:
+            self.gains += [layer.norm1, layer.norm2]
+        self.gains.append(model.ln_final.weight)
+        self._runs: dict[int, Callable[[], None]] = {}
+
+    def begin(self, row: int, token: Tensor) -> None:
+        """Let the next step read this token in this row."""
+        x = self.decoder.model.token_embeddings.weight[token]  # (d_model)
+        self.stream.total[row] = x
+        self.stream.normed[row] = x.float() * self.gains[0].float()
+        parts = self.stream.parts[: self.decoder.rows * self.parts].view(-1, self.parts)[row]
+        parts.zero_()[0] = x.float().square().sum()
+
+    def __call__(self, longest: int) -> None:
+        bucket = min(self.decoder.capacity, max(SMALLEST_BUCKET, triton.next_power_of_2(longest)))
+        with selected(self.decoder.device):
+            if bucket not in self._runs:
+                self._runs[bucket] = self._record(self._few(bucket) if self.few else self._many(bucket))
+            self._runs[bucket]()
+
+    def _record(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Record a step as a CUDA graph; return what replays it."""
+        if self.decoder.device.type != "cuda":
+            return run
+        done = self.decoder.state.done
+        changed = (*self.stream, done)
+        kept = [x.clone() for x in changed]
+        done.fill_(1)  # no token is drawn; the cache gets what the next step would write
+        run()  # libraries prepare themselves
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        for x, before in zip(changed, kept, strict=True):
+            x.copy_(before)
+        return graph.replay
+
+    def _attend(self, layer: int, bucket: int) -> Callable[[], None]:
+        decoder = self.decoder
+        start, pointers = prepare_attend(
+            self.qkv,
+            decoder.keys[layer],
+            decoder.values[layer],
+            decoder.state.place,
+            decoder.model.rope.cos_sin,
+            self.attended,
+            self.space,
+            longest=bucket,
+            pdl=self.pdl and self.few,  # before it comes a kernel of ours
+        )
+        return partial(start, *pointers)
+
+    def _advance(self) -> Callable[[], None]:
+        decoder = self.decoder
+        start, pointers = prepare_advance(
+            self.logits,
+            self.tops,
+            self.tile,
+            decoder.state,
+            decoder.rules,
+            decoder.model.token_embeddings.weight,
+            self.gains[0],
+            self.stream,
+            self.parts,
+            sampling=decoder.sampling,
+            ends=decoder.ends,
+            logprobs=decoder.logprobs,
+            pdl=self.pdl and self.few,
+        )
+        return partial(start, *pointers)
+
+    def _few(self, bucket: int) -> Callable[[], None]:
+        """Prepare the launches of a step of up to 16 rows."""
+        stream, weight = self.stream, self.decoder.model.lm_head.weight
+        output_parts = parts_of(
+            weight.shape[1], tile_of("output", len(self.qkv), weight.shape[1], weight.dtype)
+        )
+
+        def product(name: str, x: Tensor, weight: Tensor, out: Tensor, **options: Any) -> Callable[[], None]:
+            start, pointers = prepare_product(
+                name, x, weight, out, stream, eps=self.eps, pdl=self.pdl, **options
+            )
+            return partial(start, *pointers)
+
+        launches: list[Callable[[], None]] = []
+        for layer, weights in enumerate(self.decoder.layers):
+            _, qkv, output, norm2, gate_up, down = weights
+            next_norm = self.gains[2 * layer + 2]
+            launches += [
+                product("qkv", stream.normed, qkv, self.qkv, num_parts=self.parts),
+                self._attend(layer, bucket),
+                product("output", self.attended, output, stream.total, then="residual", gain=norm2),
+                product(
+                    "gate_up", stream.normed, gate_up, self.hidden, then="swiglu", num_parts=output_parts
+                ),
+                product("down", self.hidden, down, stream.total, then="residual", gain=next_norm),
+            ]
+        rules = {"rules": self.decoder.rules, "tops": self.tops}
+        head = product(
+            "head", stream.normed, weight, self.logits, then="logits", num_parts=self.parts, **rules
+        )
+        launches += [head, self._advance()]
+
+        def run() -> None:
+            for launch in launches:
+                launch()
+
+        return run
+
+    def _many(self, bucket: int) -> Callable[[], None]:
+        """Prepare a step of more rows: a library's products are as fast as the memory from 64 rows on."""
+        decoder, gains = self.decoder, self.gains
+        attends = [self._attend(layer, bucket) for layer in range(len(decoder.layers))]
+        advance = self._advance()
+        head = decoder.model.lm_head.weight
+        # Logits in float32, as the kernels of few rows leave them.
+        wide: dict[str, Any] = {} if head.dtype == torch.float32 else {"out_dtype": torch.float32}
+        padding = (0, -len(head) % self.tile)
+
+        def run() -> None:
+            x = self.stream.total
+            normed = rms_norm(x, gains[0], eps=self.eps)
+            for layer, weights in enumerate(decoder.layers):
+                torch.mm(normed, weights.qkv.T, out=self.qkv)
+                attends[layer]()
+                delta = F.linear(self.attended, weights.output)
+                x, normed = add_rms_norm(x, delta, weights.norm2, eps=self.eps)
+                delta = F.linear(swiglu(F.linear(normed, weights.gate_up)), weights.down)
+                x, normed = add_rms_norm(x, delta, gains[2 * layer + 2], eps=self.eps)
+            self.logits.copy_(torch.mm(normed, head.T, **wide))
+            padded = F.pad(plain_rules(self.logits, decoder.rules), padding, value=-torch.inf)
+            tops = padded.unflatten(-1, (-1, self.tile)).amax(dim=-1)  # NaN if there is any
+            self.tops.copy_(tops.nan_to_num_(torch.inf, torch.inf, -torch.inf))
+            advance()
+
+        return run

@@ -1,0 +1,39 @@
+"""The step of kernels in Triton's interpreter: it writes the same as PyTorch's operations."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from lmkit.kernels.decode.reference import Sampling
+from lmkit.kernels.versions import INTERPRETED
+
+sys.path.insert(0, str(Path(__file__).parent))
+checks = importlib.import_module("decoder_checks")
+
+pytestmark = [
+    pytest.mark.interpreter,
+    pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1 (nox -s interpreter)"),
+    # The interpreter computes on masked lanes, too, and NumPy says so.
+    pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero) encountered:RuntimeWarning"),
+]
+
+
+@pytest.mark.parametrize(
+    ("rows", "lengths", "fields"),
+    [
+        (1, (17,), {}),
+        pytest.param(1, (280,), {"num_kv_heads": 2}, marks=pytest.mark.full),
+        pytest.param(3, (1, 66, 280), {"num_kv_heads": 2, "tie_embeddings": True}, marks=pytest.mark.full),
+        pytest.param(17, (1, 9), {}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "sampling", [Sampling(0.0), Sampling(0.9, top_p=0.8, repetition_penalty=1.3)], ids=str
+)
+def test_writes_what_plain_operations_write(rows, lengths, fields, sampling):
+    checks.check_equals_plain_step(rows, lengths, sampling, "cpu", **fields)

@@ -1,0 +1,81 @@
+"""Generation on a GPU: graphs, late reading, refilled rows; texts do not depend on their company."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from lmkit.errors import LmkitError
+from lmkit.generation import GenerateConfig, generate_tokens
+from lmkit.kernels.decode.reference import Sampling
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "generation"))
+checks = importlib.import_module("decoder_checks")
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def exact_products():
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@pytest.mark.parametrize("fields", [{}, {"num_kv_heads": 2, "tie_embeddings": True}], ids=str)
+@pytest.mark.parametrize("rows", [1, 3, 16, 64])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(0.0), Sampling(0.9, top_p=0.8, repetition_penalty=1.3)], ids=str
+)
+def test_500_tokens_equal_the_plain_step_in_float64(rows, fields, sampling):
+    lengths = (1, 66, 280)[:rows]
+    checks.check_equals_plain_step(rows, lengths, sampling, "cuda", new=500, context_length=1024, **fields)
+
+
+def texts(model, prompts, **options):
+    made: list[list[int]] = [[] for _ in prompts]
+    for number, token, _ in generate_tokens(model, prompts, GenerateConfig(**options), stop_id=100):
+        made[number].append(token)
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("batch_size", [16, 64])
+def test_a_text_does_not_depend_on_its_company(dtype, batch_size):
+    """Alone, in a full batch, and in a queue of 500 whose rows are refilled; beyond the context, too."""
+    model = checks.model_of("cuda", dtype, context_length=64)
+    prompts = checks.prompts_of(tuple(1 + i * 7 % 60 for i in range(500)))
+    options = {"max_new_tokens": 90, "temperature": 1.0, "top_p": 0.9, "batch_size": batch_size}
+    queued = texts(model, prompts, **options)
+    assert len({len(text) for text in queued}) > 20
+    assert texts(model, prompts[:batch_size], **options) == queued[:batch_size]
+    for number in (0, 77, 499):
+        assert texts(model, prompts[number : number + 1], **options, seed=number) == [queued[number]]
+
+
+def test_2_to_16_rows_write_the_same():
+    model = checks.model_of("cuda", torch.bfloat16)
+    prompts = checks.prompts_of(tuple(range(1, 40)))
+    made = [texts(model, prompts, max_new_tokens=40, batch_size=rows) for rows in (2, 5, 16)]
+    assert made[0] == made[1] == made[2]
+
+
+def test_predictions_that_are_not_finite_are_refused():
+    for batch_size in (1, 8, 64):
+        model = checks.model_of("cuda")
+        with torch.no_grad():
+            model.lm_head.weight[3] = torch.nan
+        with pytest.raises(LmkitError) as caught:
+            texts(model, [[1, 2]], batch_size=batch_size)
+        assert caught.value.code == "generate.not_finite"
+
+
+def test_a_cache_that_does_not_fit_is_refused_before_it_is_allocated():
+    model = checks.model_of("cuda", context_length=200_000)
+    before = torch.cuda.max_memory_allocated()
+    with pytest.raises(LmkitError) as caught:
+        texts(model, [[1, 2]], batch_size=65_536)
+    assert caught.value.code == "generate.out_of_memory"
+    assert torch.cuda.max_memory_allocated() - before < 1e9
