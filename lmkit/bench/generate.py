@@ -1,0 +1,337 @@
+"""`lmkit bench generate`: a decode step of several texts beside Hugging Face transformers.
+
+The step is the one that `lmkit generate` runs. A step is timed with this many tokens in the cache of every text; the
+least that it reads is all weights but the embedding, and the filled part of the cache. Weights are random.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+
+from pydantic import Field
+
+from lmkit.bench.context import Context
+from lmkit.bench.harness import (
+    Summary,
+    build_what_fits,
+    ratio_fields,
+    time_fields,
+    time_what_fits,
+    without_garbage_collection,
+)
+from lmkit.bench.pictures import bars
+from lmkit.bench.step import config_of
+from lmkit.errors import UsageError
+from lmkit.measure.limits import Limits
+from lmkit.measure.memory import release_memory
+from lmkit.measure.statistics import paired_ratio
+from lmkit.measure.tables import Column, Rows
+from lmkit.measure.timing import SteadyStateClock, time_variants
+from lmkit.recipe.tables import Count, ModelConfig, PositiveFloat, PositiveInt, Table
+from lmkit.registry import BENCHES
+
+if TYPE_CHECKING:
+    from lmkit.generation import Decoder
+    from lmkit.model.transformer import TransformerLM
+
+FEW = 5  # samples of what is not compared
+
+
+class Options(Table):
+    """`[bench.generate]`: the product of sizes, batch sizes and contexts is measured."""
+
+    sizes: tuple[Literal["tiny", "quickstart", "matrix", "162M", "1.3B"], ...] = ("tiny",)
+    """Models, as in `bench step`."""
+    kv_heads: Count = 0
+    """Heads of keys and values; 0: as many as query heads."""
+    batch_sizes: tuple[PositiveInt, ...] = (1,)
+    """Texts at once."""
+    contexts: tuple[PositiveInt, ...] = (16,)
+    """Tokens in the cache of each text."""
+    capacity: PositiveInt = 128
+    """Tokens that the cache has room for."""
+    variants: tuple[Literal["lmkit", "transformers", "transformers_compiled"], ...] = (
+        "lmkit",
+        "transformers",
+    )
+    """lmkit, and transformers' Llama with a static cache, eager or compiled. The first is compared with others."""
+    precision: Literal["fp32", "bf16"] = "bf16"
+    """Dtype of weights and cache."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """Sampling temperature of lmkit; 0 is greedy, as transformers is measured."""
+    rounds: PositiveInt = 12
+    """Interleaved samples of each variant; fewer than 6 give no interval."""
+    steps_per_sample: PositiveInt = 16
+    """Steps that one sample times; half as many, untimed, lead into it."""
+    max_seconds: PositiveFloat = 60.0
+    """Seconds of timing per case; whole rounds only."""
+
+
+class Writer(Protocol):
+    """What is timed."""
+
+    def refill(self) -> None:
+        """Put `context` tokens into the cache of every text."""
+        ...
+
+    def step(self) -> None:
+        """Write one more token of every text."""
+        ...
+
+    def first_token(self) -> None:
+        """Read one prompt of `context` tokens and write a token; wait for it."""
+        ...
+
+
+class OwnWriter:
+    """The decoder that `lmkit generate` runs."""
+
+    def __init__(self, model: TransformerLM, batch_size: int, context: int, temperature: float) -> None:
+        from lmkit.generation import Decoder
+        from lmkit.kernels.decode.reference import Ends, Sampling
+
+        self.decoder: Decoder = Decoder(
+            model, batch_size, sampling=Sampling(temperature), ends=Ends(stop=-1, most=1 << 40)
+        )
+        self.context = context
+        for cache in (self.decoder.keys, self.decoder.values):
+            cache.normal_()
+        for row in range(batch_size):
+            self.decoder.start(row, [row % 100], seed=row)
+
+    def refill(self) -> None:
+        self.decoder.state.place.fill_(self.context)
+
+    def step(self) -> None:
+        self.decoder.step(min(self.decoder.capacity, 2 * self.context))
+
+    def first_token(self) -> None:
+        self.decoder.start(0, [1] * self.context, seed=0)
+        self.decoder.step(self.context)
+        self.decoder.newest().read()
+
+
+def check(recipe: Any) -> None:
+    """Refuse a cache that the timed steps would overflow, and a missing rival, before anything is measured."""
+    from importlib.util import find_spec
+
+    options = recipe.bench.table("generate")
+    room = max(options.contexts) + 2 * options.steps_per_sample
+    if room > options.capacity:
+        raise UsageError(
+            "bench.capacity",
+            f"bench.generate.capacity: {options.capacity} tokens; the largest context and the steps need {room}",
+            hint="raise capacity, or lower contexts or steps_per_sample",
+        )
+    if any(name != "lmkit" for name in options.variants) and find_spec("transformers") is None:
+        raise UsageError(
+            "bench.missing_rival",
+            "bench.generate.variants: transformers is not installed",
+            hint='pip install "transformers>=5,<6", or --variants lmkit',
+        )
+
+
+@BENCHES.register(
+    "generate",
+    order=3,
+    help="A decode step of several texts beside transformers.",
+    recipes=("bench_generate", "bench_generate_cpu"),
+    example="lmkit bench generate bench_generate_cpu",
+    row_keys=("size", "variant", "batch_size", "context"),
+)
+def generate(context: Context) -> Rows:
+    """Return a row per size, batch size, context and variant."""
+    options = context.options
+    limits = context.limits([options.precision])
+    cases = [(size, b, c) for size in options.sizes for b in options.batch_sizes for c in options.contexts]
+    rows: Rows = []
+    for done, case in enumerate(cases):
+        context.progress("cases", done, len(cases))
+        found = _measure(*case, context, limits)
+        context.keep(found)
+        rows += found
+    context.progress("cases", len(cases), len(cases))
+    return rows
+
+
+def least_bytes(config: ModelConfig, batch_size: int, context: int, element_bytes: int) -> int:
+    """Return the bytes that a step has to read: all weights but the embedding, and the filled part of the cache."""
+    from lmkit.model.accounting import count_parameters
+
+    assert config.vocab_size is not None
+    embedding = 0 if config.tie_embeddings else config.vocab_size * config.d_model
+    cache = 2 * config.num_layers * config.kv_heads * config.head_dim * context * batch_size
+    return element_bytes * (count_parameters(config).total - embedding + cache)
+
+
+def _measure(size: str, batch_size: int, filled: int, context: Context, limits: Limits) -> Rows:
+    """Return one row per variant of one case."""
+    options, device = context.options, context.device
+    config = config_of(size, "", "sdpa")
+    config = config.model_copy(
+        update={"context_length": options.capacity, "num_kv_heads": options.kv_heads or None}
+    )
+    rows = {
+        variant: {
+            "size": size,
+            "variant": variant,
+            "versus": options.variants[0],
+            "batch_size": batch_size,
+            "context": filled,
+            "kv_heads": config.kv_heads,
+            "precision": options.precision,
+            "status": "ok",
+            "detail": "",
+        }
+        for variant in options.variants
+    }
+
+    def build(variant: str, row: dict[str, Any]) -> Writer | None:
+        writer = _build(variant, config, batch_size, filled, context)
+        for _ in range(3):  # compiles
+            writer.step()
+        row["first_ms"] = median(_wall_ms(writer.first_token, context) for _ in range(FEW))
+        if device.type == "cuda":
+            row["host_ms"] = median(_wall_ms(writer.step, context, wait=False) for _ in range(FEW))
+        writer.refill()
+        return writer
+
+    def time_together(left: dict[str, Any]) -> dict[str, tuple[float, ...]]:
+        with without_garbage_collection():
+            timings = time_variants(
+                {variant: writer.step for variant, writer in left.items()},
+                device=device,
+                repeats=options.rounds,
+                warmup=1,
+                max_seconds=options.max_seconds,
+                seed=context.recipe.run.seed,
+                prepare={variant: writer.refill for variant, writer in left.items()},
+                clock=SteadyStateClock(device, options.steps_per_sample),
+            )
+        return {variant: timing.samples_ms for variant, timing in timings.items()}
+
+    writers: dict[str, Any] = build_what_fits(rows, build, device)
+    samples = time_what_fits(writers, rows, device, time_together)
+    first = options.variants[0]
+    least = least_bytes(config, batch_size, filled, 2 if options.precision == "bf16" else 4)
+    for variant, samples_ms in samples.items():
+        fields = time_fields(samples_ms)
+        seconds = fields["median_ms"] * 1e-3
+        rows[variant] |= fields | {
+            "tokens_per_s": batch_size / seconds,
+            "least_bytes": least,
+            "share": least / seconds / limits.copy_bytes_per_s,
+        }
+        if variant != first and first in samples:
+            rows[variant] |= ratio_fields(paired_ratio(samples[first], samples_ms), "first_is", "verdict")
+    writers.clear()
+    release_memory(device)
+    return list(rows.values())
+
+
+def _build(variant: str, config: ModelConfig, batch_size: int, filled: int, context: Context) -> Writer:
+    import torch
+
+    options, device = context.options, context.device
+    dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
+    torch.manual_seed(context.recipe.run.seed)
+    if variant != "lmkit":
+        from lmkit.bench.generate_rivals import TransformersWriter
+
+        return TransformersWriter(
+            config, batch_size, filled, device=device, dtype=dtype, compiled=variant.endswith("compiled")
+        )
+    from lmkit.model.transformer import TransformerLM
+
+    model = TransformerLM(config, device=device, dtype=dtype).eval()
+    return OwnWriter(model, batch_size, filled, options.temperature)
+
+
+def _wall_ms(work: Callable[[], None], context: Context, *, wait: bool = True) -> float:
+    """Return the time until `work` returns, and with `wait` until the device has done it."""
+    import torch
+
+    def synchronize() -> None:
+        if context.device.type == "cuda":
+            torch.cuda.synchronize(context.device)
+
+    synchronize()
+    began = time.perf_counter()
+    work()
+    if wait:
+        synchronize()
+    return (time.perf_counter() - began) * 1e3
+
+
+# Rows in words
+
+COLUMNS = (
+    Column("size", "size"),
+    Column("batch_size", "texts", "d"),
+    Column("context", "context", "d"),
+    Column("variant", "variant"),
+    Column("median_ms", "ms/token", ".3f", instead="status"),
+    Column("tokens_per_s", "tokens/s", ",.0f"),
+    Column("share", "bandwidth", ".0%"),
+    Column("first_ms", "first ms", ".1f"),
+    Column("host_ms", "host ms", ".3f"),
+)
+WIDE = (
+    Column("kv_heads", "key heads", "d"),
+    Column("spread", "spread", ".1%"),
+    Column("verdict", "verdict"),
+)
+
+
+def summarize(rows: Rows) -> Summary:
+    """Say how much faster the first variant is than each rival."""
+    first = rows[0]
+    return Summary(
+        "Generation",
+        (*COLUMNS, Column("first_is", f"{first['versus']} x", ".2f")),
+        rows,
+        about=f"{first['precision']}, {first['kv_heads']} key heads"
+        if len({r["size"] for r in rows}) == 1
+        else "",
+        findings=[
+            f"{row['size']}, {row['batch_size']} texts, context {row['context']}: {row['versus']} is "
+            f"{row['first_is']:.2f}x as fast as {row['variant']} (95%: {row['first_is_low']:.2f} to "
+            f"{row['first_is_high']:.2f}; {row['verdict']})."
+            for row in rows
+            if row.get("first_is") is not None
+        ],
+        notes=(
+            "bandwidth: the least bytes of a step (weights and filled cache) over its time, as a share of the copy "
+            "bandwidth of this run; first ms: reading one prompt as long as the context, and its first token; host "
+            "ms: until a step returns to the host",
+            f"{first['versus']} x: how many times as fast {first['versus']} is, the median over rounds; spread: "
+            "(p90 - p10) / median",
+        ),
+        wide=WIDE,
+    )
+
+
+def pictures(rows: Rows) -> dict[str, bytes]:
+    """Draw the share of the bandwidth of each case."""
+    shown = [
+        row
+        | {
+            "case": f"{row['size']}, {row['batch_size']} x {row['context']}",
+            "percent": 100 * row["share"] if row.get("share") is not None else None,
+        }
+        for row in rows
+    ]
+    picture = bars(
+        shown,
+        "percent",
+        group="case",
+        series="variant",
+        title="Share of the memory's bandwidth in a decode step",
+        x_label="model, texts x tokens in the cache",
+        y_label="share of the copy bandwidth (%)",
+        spec=".0f",
+    )
+    return {"generate_share.png": picture}

@@ -1,0 +1,84 @@
+"""The bench of decode steps: what is timed, against which bytes, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lmkit.bench import generate as bench
+from lmkit.bench.generate import OwnWriter, least_bytes
+from lmkit.bench.step import config_of
+from lmkit.errors import UsageError
+from lmkit.model.transformer import TransformerLM
+from lmkit.recipe.load import validate
+
+TINY = config_of("tiny", "", "sdpa").model_copy(update={"context_length": 40})
+QUICK = {"precision": "fp32", "rounds": 2, "steps_per_sample": 2, "contexts": (8, 20), "capacity": 40}
+
+
+def test_every_case_is_measured_against_its_least_bytes(run_bench):
+    result = run_bench("generate", **QUICK, batch_sizes=(1, 3), variants=("lmkit",))
+    assert [(row["batch_size"], row["context"]) for row in result.rows] == [(1, 8), (1, 20), (3, 8), (3, 20)]
+    for row in result.rows:
+        seconds = row["median_ms"] / 1e3
+        assert (row["status"], len(row["samples_ms"])) == ("ok", 2)
+        assert row["tokens_per_s"] == pytest.approx(row["batch_size"] / seconds)
+        assert row["least_bytes"] == least_bytes(TINY, row["batch_size"], row["context"], 4)
+        assert row["share"] == pytest.approx(row["least_bytes"] / seconds / 1e10)
+        assert row["first_ms"] > 0
+    assert set(result.files) >= {"generate_results.jsonl", "generate_report.md", "generate_share.png"}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_least_bytes_are_the_matrices_and_the_filled_cache(tied):
+    config = TINY.model_copy(update={"tie_embeddings": tied, "num_kv_heads": 2})
+    model = TransformerLM(config)
+    names = dict(model.named_parameters())
+    weights = sum(x.numel() for name, x in names.items() if tied or name != "token_embeddings.weight")
+    cache = 2 * config.num_layers * 2 * config.head_dim * 7 * 3
+    assert least_bytes(config, 3, 7, 2) == 2 * (weights + cache)
+
+
+def test_what_is_timed_writes_tokens_at_the_context():
+    writer = OwnWriter(TransformerLM(TINY), 2, 8, temperature=0.0)
+    writer.refill()
+    for _ in range(3):
+        writer.step()
+    assert writer.decoder.state.place.tolist() == [11, 11]
+    writer.first_token()
+    assert writer.decoder.state.place[0] == 8
+
+
+@pytest.mark.full
+def test_transformers_is_measured_beside_it(run_bench):
+    pytest.importorskip("transformers")
+    keys = {**QUICK, "contexts": (8,), "rounds": 6}
+    own, rival = run_bench("generate", **keys, variants=("lmkit", "transformers")).rows
+    assert own["status"] == rival["status"] == "ok"
+    assert rival["first_is"] > 0
+    assert rival["least_bytes"] == own["least_bytes"]
+
+
+@pytest.mark.full
+def test_the_rival_steps_through_its_cache():
+    transformers = pytest.importorskip("transformers")
+    from lmkit.bench.generate_rivals import TransformersWriter
+
+    torch.manual_seed(0)
+    rival = TransformersWriter(TINY, 1, 8, device=torch.device("cpu"), dtype=torch.float32, compiled=False)
+    text = [0] * 8
+    for _ in range(3):
+        text.append(int(rival.tokens))
+        rival.step()
+    with torch.inference_mode():
+        logits = rival.model(torch.tensor([text])).logits[0, -1]
+    assert transformers is not None
+    assert int(rival.tokens) == logits.argmax()
+
+
+def test_a_cache_that_steps_would_overflow_is_refused():
+    recipe = validate({"bench": {"generate": {"contexts": [100], "capacity": 120}}}, origin="test")
+    with pytest.raises(UsageError) as caught:
+        bench.check(recipe)
+    assert caught.value.code == "bench.capacity"
+    assert "bench.generate.capacity" in caught.value.message
