@@ -106,7 +106,7 @@ class Decoder:
         vocab_size: int | None = None,
         never: Sequence[int] = (),
         logprobs: bool = False,
-        kernels: bool | None = None,
+        kernels: bool | None = False,
     ) -> None:
         config, weight = model.config, model.lm_head.weight
         self.model, self.rows, self.sampling, self.ends, self.logprobs = model, rows, sampling, ends, logprobs
