@@ -262,9 +262,10 @@ class Pipeline:
         self.refuse()
         refuse_unwritable(self.folder, option="--set run.folder=...")
         with FolderLock(self.folder):
+            # Before a data stage replaces the tokenizer that the checkpoints need.
+            if self.would_set_aside() and (self.force or self.redone[0] in DATA_STAGES):
+                self.set_aside()
             if self.force:
-                if self.would_set_aside():
-                    self.set_aside()
                 for path in self.folder.iterdir():
                     if not self._is_kept(path):
                         _delete(path)
@@ -279,18 +280,24 @@ class Pipeline:
         return path.name == LOCK or path.name.startswith(f"{self.checkpoints.name}.old-")
 
     def set_aside(self) -> None:
-        """Rename the folder of checkpoints; a copy of what `lmkit generate` needs goes into it."""
+        """Copy what `lmkit generate` needs into the folder of checkpoints, then rename it."""
         name = f"{self.checkpoints.name}.old-{time.strftime('%Y%m%d-%H%M%S')}"
         aside = next(
             path
             for number in itertools.count(1)
             if not (path := self.folder / (name + (f"-{number}" if number > 1 else ""))).exists()
         )
+        files = () if self.checkpoints.is_symlink() else (RECIPE, TOKENIZER, METRICS)
+        copied = [file for file in files if (self.folder / file).is_file()]
+        try:
+            for file in copied:
+                write_atomic(self.checkpoints / file, (self.folder / file).read_bytes())
+        except BaseException:  # a full disk, Ctrl-C: nothing has changed then
+            for file in copied:
+                (self.checkpoints / file).unlink(missing_ok=True)
+            raise
         os.replace(self.checkpoints, aside)
         log.warning("the checkpoints of the earlier training are kept in %s", aside)
-        for file in (RECIPE, TOKENIZER, METRICS):
-            if not aside.is_symlink() and (self.folder / file).is_file():
-                shutil.copy2(self.folder / file, aside / file)
 
     def is_up_to_date(self, stage: str) -> bool:
         if stage in DATA_STAGES:

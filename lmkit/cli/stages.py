@@ -68,7 +68,7 @@ def _train(run: Pipeline) -> Outputs:
     from lmkit.training.run_data import open_data
     from lmkit.training.session import train
 
-    if run.would_set_aside() and not run.force:  # --from; `open` did it for --force
+    if run.would_set_aside():  # --from train; otherwise `open` did it
         open_data(run.recipe)  # refuses damaged token files while the checkpoints are in their place
         with FolderLock(run.folder):
             run.set_aside()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -10,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from lmkit.cli import stage_record
+from lmkit.cli import pipeline, stage_record
 from lmkit.recipe.load import load_recipe
+from lmkit.storage import write_atomic
 
 RUN = Path("runs/fish")
 CHECKPOINT = "step-00000002/model.safetensors"
@@ -96,6 +98,29 @@ def test_fault_95_starting_over_sets_the_checkpoints_aside(option: str, run: Pat
 
     terminal(f"run fish.toml {option}")
     assert len(list(run.glob("checkpoints.old-*"))) == 2
+
+
+def test_fault_117_other_text_does_not_replace_the_tokenizer_of_a_kept_training(run: Path, terminal) -> None:
+    before = (run / "tokenizer.json").read_bytes()
+    Path("corpus.txt").write_text(
+        "".join(f"quite other words, {number}<|endoftext|>\n" for number in range(400))
+    )
+    terminal("run fish.toml --from corpus")
+    (aside,) = run.glob("checkpoints.old-*")
+    assert (aside / "tokenizer.json").read_bytes() == before != (run / "tokenizer.json").read_bytes()
+    assert terminal(f"generate {aside}")
+
+
+def test_fault_118_force_on_a_full_disk_changes_nothing(run: Path, terminal, monkeypatch) -> None:
+    def write(path: Path, data: object) -> None:
+        if path.parent == run / "checkpoints" and path.name == "tokenizer.json":
+            raise OSError(errno.ENOSPC, "no space left", str(path))
+        write_atomic(path, data)
+
+    monkeypatch.setattr(pipeline, "write_atomic", write)
+    before = content(run)
+    terminal.refuses("run fish.toml --force", code="file.failed", says=["tokenizer.json"], exit_code=1)
+    assert content(run) == before
 
 
 def test_a_training_that_was_not_begun_leaves_nothing_to_set_aside(run: Path, terminal) -> None:
