@@ -292,10 +292,11 @@ def test_two_versions_run_in_turns(bench, tmp_path):
 
 @pytest.mark.full
 def test_a_version_that_fails_is_named(tmp_path, terminal):
-    other = copy_of_lmkit(tmp_path / "other", "\nraise SystemExit('is broken')\n")
+    other = copy_of_lmkit(tmp_path / "other", "\nraise RuntimeError('is broken')\n")
     terminal.refuses(
         f"bench attention bench_attention_cpu --against {other}",
         code="bench.side_failed",
+        exit_code=1,
         says=["before", "broken"],
     )
 
