@@ -155,11 +155,13 @@ def _started(
             process = subprocess.Popen(
                 command, env=environment, pass_fds=[theirs.fileno()], stdout=subprocess.DEVNULL, stderr=log
             )
+        link = side.Link(ours)
         try:
-            yield Side(name, process, side.Link(ours), folder)
+            yield Side(name, process, link, folder)
         finally:
             process.kill()
             process.wait()
+            link.close()
 
 
 def _cases(sides: Sequence[Side]) -> Iterator[list[dict[str, float]]]:

@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 WARMUP_SECONDS = 1.0
@@ -53,6 +53,12 @@ class Link:
         """Return the next message; None after the last."""
         line = self._incoming.readline()
         return json.loads(line) if line else None
+
+    def close(self) -> None:
+        """Close both files; the socket closes after them."""
+        for file in (self._incoming, self._outgoing):
+            with suppress(OSError):  # the other end is closed
+                file.close()
 
 
 def time_in_turns(
