@@ -118,7 +118,7 @@ def _checks_of_run(folder: Path) -> Iterator[Check]:
     if not checkpoints:
         yield Check(str(folder / CHECKPOINTS), ok=False, found="no checkpoint")
     for saved in checkpoints:
-        yield _check(saved.path, _checkpoint)
+        yield _check(saved.path, lambda path: _checkpoint(path, sha256))
     for suffix in (PARTIAL_SUFFIX, REPLACED_SUFFIX):
         for left in sorted(folder.rglob(f"*{suffix}")):
             yield Check(str(left), ok=False, found="half written, or being written")
@@ -135,9 +135,17 @@ def _check(path: Path, look: Callable[[Path], str]) -> Check:
         return Check(str(path), ok=False, found=reason(error))
 
 
-def _checkpoint(path: Path) -> str:
+def _checkpoint(path: Path, tokenizer_sha256: str | None = None) -> str:
     entries = verify(path)
-    check_weights(open_checkpoint(path))
+    checkpoint = open_checkpoint(path)
+    check_weights(checkpoint)
+    data = checkpoint.state.data
+    if data is not None and tokenizer_sha256 not in (None, data.tokenizer_sha256):
+        raise LmkitError(
+            "verify.wrong_tokenizer",
+            f"{path}: trained with tokenizer {data.tokenizer_sha256[:12]}, not with the run's {TOKENIZER}",
+            hint="put the tokenizer of its token files back",
+        )
     size = sum(entry.bytes for entry in entries.values()) / 1e6
     return f"{size:.1f} MB, checksums and weights right"
 

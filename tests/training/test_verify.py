@@ -111,16 +111,20 @@ def test_weights_of_another_model_are_named_whatever_the_manifest_says(
     assert says in found
 
 
-def test_token_files_of_another_tokenizer_are_named(run_folder: Path, token_files: tuple[Path, Path]) -> None:
+def test_fault_119_what_another_tokenizer_made_is_named(
+    run_folder: Path, token_files: tuple[Path, Path]
+) -> None:
     Tokenizer(vocab={i: bytes([i]) for i in range(256)}, merges=[], special_tokens=()).save(
         run_folder / "tokenizer.json"
     )
     (run_folder / "tokens").mkdir()
     for path in (token_files[0], token_files[0].with_suffix(".json")):
         shutil.copy(path, run_folder / "tokens")
-    (found,) = wrong(run_folder)
-    assert "tokens/train.npy" in found
-    assert "aaaa" in found
+    tokens, *checkpoints = wrong(run_folder)
+    assert "tokens/train.npy" in tokens
+    assert "aaaa" in tokens
+    assert len(checkpoints) == 2  # fault 119: trained with the other tokenizer, too
+    assert all("trained with tokenizer aaaa" in found for found in checkpoints)
 
 
 def test_what_lmkit_does_not_make_is_wrong_use(tmp_path: Path) -> None:
