@@ -94,7 +94,7 @@ def generate(
         streamed.append(piece)
         write(piece)
 
-    result = write_text(
+    result = continue_prompts(
         run,
         tokenizer=tokenizer,
         overrides=set_ or (),
@@ -159,7 +159,7 @@ class GenerateResult:
         return SEPARATOR.join((sample.prompt + sample.text).rstrip("\n") for sample in self.samples) + "\n"
 
 
-def write_text(
+def continue_prompts(
     source: Path,
     *,
     tokenizer: Path | None = None,

@@ -99,10 +99,10 @@ def _evaluate(run: Pipeline) -> Outputs:
 
 
 def _generate(run: Pipeline) -> Outputs:
-    from lmkit.cli.generate import write_text
+    from lmkit.cli.generate import continue_prompts
 
     with alone():
-        result = write_text(run.folder, device=run.recipe.run.device)
+        result = continue_prompts(run.folder, device=run.recipe.run.device)
     path = run.folder / STORIES
     write_atomic(path, str(result))
     return {"stories": [path]}

@@ -62,9 +62,9 @@ class TrainResult:
         tokens: seen by the optimizer in the whole run.
         tokens_per_second: in this session, without evaluation.
         loss: of the last logged training step.
-        valid_loss, perplexity, bits_per_byte: on all held-out tokens, after the last step only.
+        valid_loss, perplexity, bits_per_byte: those of `evaluation`, under the names of the first edition's JSON.
         checkpoint: the newest of the run, at most at `step`.
-        evaluation: the evaluation after the last step, as `lmkit evaluate` reports it.
+        evaluation: on all held-out tokens, after the last step only, as `lmkit evaluate` reports it.
         log_lost: why stderr could not take the whole log; None: it could.
     """
 

@@ -24,7 +24,7 @@ from lmkit.optim.adamw import decay_groups
 from lmkit.parallel.protocol import MakeOptimizer, build_strategy
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.schema import Recipe
-from lmkit.recipe.tables import ModelConfig, OptimizerConfig, ParallelConfig
+from lmkit.recipe.tables import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from lmkit.registry import OPTIMIZERS, STRATEGIES
 from lmkit.training.model_state import optimizer_layout
 from lmkit.training.precision import PRODUCTS, autocast, hold_weights
@@ -33,6 +33,7 @@ from lmkit.training.state import TrainingState, capture_rng
 from lmkit.training.step import Step, TrainableModel, load_batch
 
 ALONE = ParallelConfig(strategy="none")
+_USUAL = TrainConfig()
 
 
 def build_step(
@@ -42,8 +43,8 @@ def build_step(
     optimizer: OptimizerConfig | None = None,
     make_optimizer: MakeOptimizer | None = None,
     parallel: ParallelConfig = ALONE,
-    precision: str = "fp32",
-    grad_clip: float = 1.0,
+    precision: str = _USUAL.precision,
+    grad_clip: float = _USUAL.grad_clip,
     max_skips: int | None = None,
     cuda_graph: Literal["auto", "on", "off"] = "off",
     fingerprint: str = "",

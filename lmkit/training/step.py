@@ -68,8 +68,8 @@ class Step:
         sync: GradientSync,
         ranks: Ranks,
         *,
-        precision: str = "fp32",
-        grad_clip: float = 0.0,
+        precision: str,
+        grad_clip: float,
         max_skips: int | None = None,
         cuda_graph: Literal["auto", "on", "off"] = "off",
     ) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from lmkit.cli.app import run_command_line
-from lmkit.cli.generate import write_text
+from lmkit.cli.generate import continue_prompts
 from lmkit.storage import FolderLock
 from lmkit.tokenizer import Tokenizer
 from lmkit.training import atomic_checkpoint as checkpoint_folder
@@ -210,7 +210,7 @@ def test_fault_90_the_warning_of_a_long_prompt_stands_before_the_text(
 ) -> None:
     said: list[tuple[str, int]] = []
     prompt = 'generate.prompts=["one fish two fish"]'
-    write_text(
+    continue_prompts(
         Path("runs/run"),
         tokenizer=Path("tok.json"),
         overrides=[prompt, "generate.max_new_tokens=1"],

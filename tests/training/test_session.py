@@ -14,7 +14,7 @@ import pytest
 import torch
 from run_folders import assert_same_state, losses, newest, records, refused, saved, train_here
 
-from lmkit.cli.generate import write_text
+from lmkit.cli.generate import continue_prompts
 from lmkit.errors import UsageError
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.schema import Recipe
@@ -246,8 +246,8 @@ def test_fault_32_a_tokenizer_that_did_not_make_the_tokens_is_refused_with_both_
         assert "a" * 64 in caught.value.message
 
     refuse(lambda: train_here(tiny("run.name=new", f'tokenizer.path="{given}"')))
-    refuse(lambda: write_text(tiny().run.path, tokenizer=given))
+    refuse(lambda: continue_prompts(tiny().run.path, tokenizer=given))
     assert not (tiny().run.folder / "new").exists()
     other.save(tiny().run.path / "tokenizer.json")
     refuse(lambda: train_here(tiny()))
-    refuse(lambda: write_text(tiny().run.path))
+    refuse(lambda: continue_prompts(tiny().run.path))
