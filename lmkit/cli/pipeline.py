@@ -247,10 +247,8 @@ class Pipeline:
         damaged = self.record.damaged(stage)
         if not damaged:
             return None
-        if (
-            stage == "train" and self._was_trained_further()
-        ):  # `lmkit train` has deleted the recorded checkpoint
-            return None
+        if stage == "train" and self._was_trained_further():
+            return None  # `lmkit train` has deleted the recorded checkpoint
         return f"{damaged[0]} {'was changed or damaged' if damaged[0].exists() else 'is missing'}"
 
     def would_set_aside(self) -> bool:

@@ -2,9 +2,9 @@
 
 A step exists in three forms with the same state:
 
-* up to 16 rows on a GPU: a list of kernel launches (`kernel_step`), recorded as a CUDA graph;
-* more rows on a GPU: a library's matrix products between fused kernels, recorded as well;
-* elsewhere: PyTorch's operations (`torch_step`).
+* PyTorch's operations (`torch_step`): the default;
+* with `kernels`, up to 16 rows on a GPU: a list of kernel launches (`kernel_step`), recorded as a CUDA graph;
+* with `kernels`, more rows on a GPU: a library's matrix products between fused kernels, recorded as well.
 
 A graph serves all lengths of a bucket: programs beyond the end of a row leave at once, but many of them cost time.
 """
@@ -76,8 +76,8 @@ def layer_weights(block: Any) -> LayerWeights:
 class Decoder:
     """State of `rows` texts. `start` puts a prompt into a row; `step` draws one more token of every row.
 
-    Rows draw from random streams of their own. On a GPU a row's text has the same bits whatever the other rows hold,
-    for 2 to 16 rows whatever their number; a single row and every larger number sum in orders of their own.
+    Rows draw from random streams of their own. With `kernels`, a row's text has the same bits whatever the other rows
+    hold, for 2 to 16 rows whatever their number; a single row and every larger number sum in orders of their own.
 
     Args:
         model: not changed while the decoder is used.
@@ -86,7 +86,8 @@ class Decoder:
         vocab_size: draw ids below it.
         never: ids that are not drawn.
         logprobs: keep the log-probability of each token in `state.logprobs`.
-        kernels: run the kernels' step; None: where there is a GPU that can. Triton's interpreter runs it on a CPU.
+        kernels: run the kernels' step; None: where there is a GPU that can; False: run PyTorch's operations. Triton's
+            interpreter runs the kernels on a CPU.
 
     Attributes:
         state: of the rows; `state.drawn` holds their newest tokens.

@@ -165,7 +165,7 @@ class TransformerLM(nn.Module):
 
     Args:
         config: the recipe's table `[model]` with `vocab_size` filled in.
-        device, dtype: of the parameters. Mixed precision keeps float32 here and wraps calls in `torch.autocast`.
+        device, dtype: of the parameters. `lmkit.training.precision` casts or autocasts them for training.
 
     Attributes:
         operations: what runs around the matrix products. Chosen as the configuration says, again when the model moves

@@ -74,9 +74,8 @@ class StepGraph:
         """Return whether `replay` may be called for a batch."""
         if self._graph is None:
             return False
-        if (
-            self._first_state() is not self._state
-        ):  # state was loaded: the graph would update what was there before
+        # State was loaded: the graph would update what was there before.
+        if self._first_state() is not self._state:
             self._graph, self._steps = None, 0
             return False
         return inputs.shape == self._inputs.shape

@@ -97,9 +97,8 @@ def single_row_kernel(
     )  # fmt: skip
 
 
-@triton.jit(
-    do_not_specialize=["rows", "num_parts"]
-)  # one binary, hence the same bits, for all numbers of rows
+# Not specialised: one binary, hence the same bits, for all numbers of rows.
+@triton.jit(do_not_specialize=["rows", "num_parts"])
 def few_rows_kernel(
     x_pointer,  # (rows, K); the others as in `single_row_kernel`, with `rows` rows
     weight_pointer,
