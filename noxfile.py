@@ -56,7 +56,15 @@ def full(session: nox.Session) -> None:
 @nox.session
 def interpreter(session: nox.Session) -> None:
     """A few Triton kernels on the CPU. The variable must be set before triton is imported: a process of its own."""
-    _python(session, "pytest", "-m", "interpreter and not full", *session.posargs, TRITON_INTERPRET="1")
+    _python(
+        session,
+        "pytest",
+        *_PARALLEL,
+        "-m",
+        "interpreter and not full",
+        *session.posargs,
+        TRITON_INTERPRET="1",
+    )
 
 
 @nox.session

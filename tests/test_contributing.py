@@ -48,6 +48,7 @@ def example(tmp_path):
     return write
 
 
+@pytest.mark.full
 def test_a_kernel_is_one_file(example, lmkit):
     path = example("sliding_window.py")
     load_plugin(path)

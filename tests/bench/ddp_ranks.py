@@ -79,7 +79,7 @@ def measure_all() -> dict[str, Any]:
     bench_context.measure_limits = lambda *_: Limits("a test", {"fp32": 1e12}, 1e10)  # this process is ours
     with process_group("cpu", timeout_s=240) as ranks:
         reports: list[tuple[str, int, int]] = []
-        ladder = context_of("ddp", ranks, reports, rows=2, precision="bf16-autocast", rounds=6)
+        ladder = context_of("ddp", ranks, reports, rows=2, precision="bf16-autocast", rounds=3)
         case = case_of(ladder.recipe, ladder.options, "ddp")
         # Rank 1 has all the time in the world; rank 0's is up after the first round.
         short = context_of("ddp", ranks, [], rounds=6, max_seconds=1e-9 if ranks.is_first else 1e9)

@@ -58,6 +58,7 @@ def test_everything_is_measured_and_every_file_is_there(run_bench, tmp_path):
     assert max(map(len, result.table.splitlines())) <= 100
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo looks at every tensor's
 def test_compiled_variants_run(run_bench, monkeypatch):
     real, modules = torch.nn.Module.compile, []

@@ -95,7 +95,8 @@ needs_proc = pytest.mark.skipif(
 
 
 @needs_proc
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.full), 1])
+@pytest.mark.full
+@pytest.mark.parametrize("victim", [0, 1])
 def test_fault_72_a_killed_rank_ends_the_job_and_is_named(victim: int, begin: Begin, recipe: Path) -> None:
     process = begin("-m", "lmkit", "train", str(recipe), "--nproc", "2")
     os.kill(members(process.pid)[f"rank {victim}"], signal.SIGKILL)

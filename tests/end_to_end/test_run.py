@@ -109,6 +109,7 @@ def test_text_becomes_a_story_and_a_second_run_recomputes_nothing(
     assert losses(RUN) == earlier
 
 
+@pytest.mark.full
 def test_the_literal_torchrun_lmkit_makes_the_data_once_and_trains_on_all_ranks(
     recipe: Path, tmp_path: Path
 ) -> None:

@@ -137,6 +137,7 @@ def test_no_sampler_spills(prepare_step, assembled, kind):
     assert assembled["advance_kernel"].spills <= SPILLS
 
 
+@pytest.mark.full
 def test_without_dependent_launch_they_compile_for_ampere(prepare_step, stand_in_gpu, assembled):
     stand_in_gpu.target = GPUTarget("cuda", 80, 32)
     for rows in (1, 16):

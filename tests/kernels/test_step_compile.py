@@ -64,7 +64,9 @@ def ptx(stand_in_gpu, assembled, monkeypatch):
         kernel.device_caches.clear()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.full)], ids=str
+)
 @pytest.mark.parametrize(
     "width", [768, *(pytest.param(width, marks=pytest.mark.full) for width in D_FF if width != 768)]
 )

@@ -145,9 +145,9 @@ def test_nproc_must_be_positive():
 @pytest.mark.parametrize(
     ("number", "to_one", "code"),
     [
-        (signal.SIGTERM, False, 143),
+        pytest.param(signal.SIGTERM, False, 143, marks=pytest.mark.full),
         pytest.param(signal.SIGINT, False, 130, marks=pytest.mark.full),
-        pytest.param(signal.SIGTERM, True, 143, marks=pytest.mark.full),
+        (signal.SIGTERM, True, 143),
     ],
 )
 def test_signals_stop_all_ranks_at_the_same_step(tmp_path, number, to_one, code):

@@ -50,7 +50,9 @@ def check(reports, dtype):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "length", "deterministic"), [(64, 2048, False), (128, 200, True)], ids=str
+    ("head_dim", "length", "deterministic"),
+    [pytest.param(64, 2048, False, marks=pytest.mark.full), (128, 200, True)],
+    ids=str,
 )
 def test_usual_kernels(compile_pass, head_dim, length, deterministic):
     """The kernels of a training step, and the deterministic ones."""
