@@ -280,12 +280,14 @@ class OptimizerFacts(Facts):
 
     Attributes:
         elementwise: whether every weight is updated from its own gradient and state alone, so that flat shards of
-            parameters can be updated in its place.
+            parameters can be updated in its place. Otherwise its groups have the key "parts", see `lmkit.optim.Muon`.
         keeps_masters: whether it has the method `keep_masters` of AdamW, which `train.precision = "bf16"` needs.
+        options: name -> default of its own options, the table [optimizer.options].
     """
 
     elementwise: bool = True
     keeps_masters: bool = False
+    options: Mapping[str, int | float | str | bool] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

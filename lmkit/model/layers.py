@@ -157,6 +157,18 @@ class Part(nn.Module):
                 own.copy_(state_dict[name])
 
 
+def linear_maps(blocks: nn.Module) -> dict[Tensor, tuple[int, ...]]:
+    """Return, for the matrix of every `Linear` and `JoinedLinear`, the rows of the linear maps that lie in it."""
+    maps: dict[Tensor, tuple[int, ...]] = {}
+    for module in blocks.modules():
+        if isinstance(module, Linear):
+            maps[module.weight] = (module.out_features,)
+        elif isinstance(module, Part):
+            weight = module.joined.weight
+            maps[weight] = (*maps.get(weight, ()), module.rows.stop - module.rows.start)
+    return maps
+
+
 class Embedding(nn.Module):
     """Row `id` of `weight` (vocab_size, d_model) for each id.
 

@@ -10,6 +10,8 @@ __getattr__, __dir__, __all__ = exports(
     {
         "AdamW": "adamw",
         "decay_groups": "adamw",
+        "Muon": "muon",
+        "orthogonalize": "muon",
         "clip_gradients": "clipping",
         "clip_for": "clipping",
         "gradient_norm": "clipping",

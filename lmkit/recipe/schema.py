@@ -121,15 +121,27 @@ def strategy_mistakes(parallel: ParallelConfig) -> Iterator[str]:
         if key not in (*_ANY_STRATEGY, *facts.uses) and value != field.default:
             users = ", ".join(name for name in STRATEGIES.names if key in STRATEGIES.facts(name).uses)
             yield f'parallel.{key}: "{value}" has no effect with strategy = "{strategy}"; it is for {users}'
-    for name, value in parallel.options.items():
-        if name not in facts.options:
-            has = f"its options are {', '.join(facts.options)}" if facts.options else "it has none"
-            near = did_you_mean(name, facts.options)
-            yield f'parallel.options.{name}: strategy = "{strategy}" has no such option{near}; {has}'
+    yield from _option_mistakes("parallel", strategy, parallel.options, facts.options)
+
+
+def _optimizer_has_its_options(tables: Mapping[str, Any]) -> Iterator[str]:
+    if optimizer := tables.get("optimizer"):
+        known = OPTIMIZERS.facts(optimizer.name).options
+        yield from _option_mistakes("optimizer", optimizer.name, optimizer.options, known)
+
+
+def _option_mistakes(
+    table: str, owner: str, given: Mapping[str, Any], known: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield complaints about names or types in [TABLE.options] of a registered object."""
+    for name, value in given.items():
+        if name not in known:
+            has = f"its options are {', '.join(known)}" if known else "it has none"
+            yield f'{table}.options.{name}: "{owner}" has no such option{did_you_mean(name, known)}; {has}'
             continue
-        wanted = type(facts.options[name])
+        wanted = type(known[name])
         if type(value) is not wanted and not (wanted is float and type(value) is int):
-            yield f"parallel.options.{name}: {strategy} expects {wanted.__name__}, not {value!r}"
+            yield f"{table}.options.{name}: {owner} expects {wanted.__name__}, not {value!r}"
 
 
 def _shards_fit_the_optimizer(tables: Mapping[str, Any]) -> Iterator[str]:
@@ -165,6 +177,7 @@ CHECKS: tuple[Check, ...] = (
     _half_precision_has_a_device,
     _random_tokens_need_a_vocabulary,
     _strategy_uses_its_keys,
+    _optimizer_has_its_options,
     _shards_fit_the_optimizer,
     _masters_have_a_keeper,
 )

@@ -254,7 +254,7 @@ class OptimizerConfig(Table):
     """`[optimizer]`: the optimizer and its learning-rate schedule."""
 
     name: OptimizerName = "adamw"
-    """AdamW (Loshchilov and Hutter 2019), or a registered optimizer of your own."""
+    """`adamw` (Loshchilov and Hutter 2019), `muon` (Jordan 2024), or a registered optimizer of your own."""
     lr: Annotated[float, Field(gt=0, le=1e6)] = 1e-3
     """Peak learning rate, reached at the end of the warm-up."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
@@ -269,6 +269,8 @@ class OptimizerConfig(Table):
     """Steps in which the rate rises linearly from 0."""
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at the end of the schedule, at `train.steps`."""
+    options: dict[str, int | float | str | bool] = Field(default_factory=dict)
+    """`[optimizer.options]`: the optimizer's own options, if it has any."""
 
     @model_validator(mode="after")
     def _ends_below_its_top(self) -> OptimizerConfig:

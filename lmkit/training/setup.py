@@ -18,6 +18,7 @@ from lmkit.attention import check_kernel
 from lmkit.data.batches import Batch, BatchSource
 from lmkit.errors import UsageError
 from lmkit.measure.ranges import range_
+from lmkit.model.layers import linear_maps
 from lmkit.model.operations import choose_operations
 from lmkit.model.transformer import TransformerLM, compile_model
 from lmkit.optim.adamw import decay_groups
@@ -90,6 +91,10 @@ def build_step(
         return OPTIMIZERS.load(table.name)(groups, table)
 
     groups = decay_groups(plain.parameters(), table.weight_decay)
+    if not OPTIMIZERS.facts(table.name).elementwise:
+        maps = linear_maps(plain.layers)
+        for group in groups:
+            group["parts"] = [maps.get(param, ()) for param in group["params"]]
     made = sync.build_optimizer(make_optimizer or make, groups)
     if masters:
         if not hasattr(made, "keep_masters"):

@@ -1,0 +1,172 @@
+"""Muon: its orthogonalisation against an SVD in float64, its step against the formula, what it leaves to AdamW."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from lmkit.errors import UsageError
+from lmkit.model.layers import linear_maps
+from lmkit.optim.adamw import AdamW
+from lmkit.optim.muon import COEFFICIENTS, Muon, orthogonalize
+from lmkit.parallel.ranks import Ranks
+from lmkit.recipe.load import validate
+from lmkit.recipe.tables import ModelConfig, OptimizerConfig
+from lmkit.training.setup import build_step
+from lmkit.training.step import Step
+
+CONFIG = ModelConfig(vocab_size=50, context_length=16, d_model=16, d_ff=24, num_layers=2, num_heads=2)
+
+
+def by_svd(matrix: torch.Tensor, iterations: int) -> torch.Tensor:
+    """What the iterations do to the singular values, done to them one by one."""
+    u, values, vh = torch.linalg.svd(matrix, full_matrices=False)
+    values = values / values.norm()
+    a, b, c = COEFFICIENTS
+    for _ in range(iterations):
+        values = a * values + b * values**3 + c * values**5
+    return u @ values.diag() @ vh
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (5, 17), (17, 5), (1, 9)])
+@pytest.mark.parametrize("iterations", [1, 5])
+def test_singular_values_follow_the_polynomial(shape, iterations):
+    torch.manual_seed(0)
+    matrices = torch.randn(3, *shape, dtype=torch.float64) * torch.tensor([1e-9, 1.0, 1e9])[:, None, None]
+    found = orthogonalize(matrices, iterations=iterations)
+    for one, matrix in zip(found, matrices, strict=True):
+        # Rounding of float64, multiplied by at most 3.4445 in each iteration.
+        torch.testing.assert_close(one, by_svd(matrix, iterations), rtol=1e-9, atol=1e-9)
+
+
+def test_singular_values_end_near_one():
+    torch.manual_seed(0)
+    u, _ = torch.linalg.qr(torch.randn(64, 64, dtype=torch.float64))
+    v, _ = torch.linalg.qr(torch.randn(64, 64, dtype=torch.float64))
+    values = torch.logspace(0, -2, 64, dtype=torch.float64)  # the least is 0.0035 of the norm
+    found = torch.linalg.svdvals(orthogonalize(u @ values.diag() @ v))
+    assert found.min() > 0.68
+    assert found.max() < 1.21
+
+
+def test_zeros_stay_zero():
+    assert not orthogonalize(torch.zeros(2, 3, 4)).any()
+
+
+def test_equals_the_formula():
+    """Two linear maps in one parameter, each orthogonalised alone; float64, so that rounding hides nothing."""
+    torch.manual_seed(0)
+    joined, other = (torch.nn.Parameter(torch.randn(10, 4, dtype=torch.float64)) for _ in range(2))
+    optimizer = Muon(
+        [{"params": [joined, other], "parts": [[6, 4], ()], "weight_decay": 0.3}],
+        lr=0.01,
+        matrix_lr=0.05,
+        momentum=0.8,
+    )
+    like_other = torch.nn.Parameter(other.detach().clone())
+    adamw = AdamW([like_other], lr=0.01, weight_decay=0.3)
+    parts = [part.clone() for part in joined.detach().split([6, 4])]
+    means = [torch.zeros_like(part) for part in parts]
+    for step in range(4):
+        for group in (*optimizer.param_groups, *adamw.param_groups):
+            group["lr"] = 0.01 * (step + 1)
+        joined.grad, other.grad = torch.randn_like(joined), torch.randn_like(other)
+        like_other.grad = other.grad
+        optimizer.step()
+        adamw.step()
+        rate = 0.05 * (step + 1)
+        for part, mean, gradient in zip(parts, means, joined.grad.split([6, 4]), strict=True):
+            mean.mul_(0.8).add_(0.2 * gradient)
+            direction = by_svd(0.8 * mean + 0.2 * gradient, 5)
+            part.mul_(1 - rate * 0.3).sub_(rate * math.sqrt(max(1, len(part) / 4)) * direction)
+    torch.testing.assert_close(joined.detach(), torch.cat(parts), rtol=1e-9, atol=1e-9)  # as above
+    assert torch.equal(other, like_other)
+    assert set(optimizer.state[joined]) == {"momentum_buffer"}
+
+
+def test_a_refused_step_changes_nothing():
+    torch.manual_seed(0)
+    matrix = torch.nn.Parameter(torch.randn(6, 4))
+    optimizer = Muon([{"params": [matrix], "parts": [[6]]}], lr=0.1, weight_decay=0.5)
+    for applied in (True, False, True):
+        before = (
+            matrix.detach().clone(),
+            optimizer.state[matrix].get("momentum_buffer", torch.zeros(())).clone(),
+        )
+        matrix.grad = torch.randn(6, 4) if applied else torch.full((6, 4), math.nan)
+        optimizer.decision = torch.tensor(applied)
+        optimizer.step()
+        optimizer.zero_grad()
+        after = matrix.detach(), optimizer.state[matrix]["momentum_buffer"]
+        assert all(torch.equal(one, two) for one, two in zip(before, after, strict=True)) is not applied
+        assert all(tensor.isfinite().all() for tensor in after)
+
+
+def step_of(precision: str = "fp32", seed: int = 0) -> Step:
+    torch.manual_seed(seed)
+    table = OptimizerConfig(name="muon", lr=3e-3)
+    return build_step(CONFIG, Ranks(), optimizer=table, precision=precision)
+
+
+def train(step: Step, steps: int = 3) -> list[float]:
+    torch.manual_seed(1)
+    ids = torch.randint(50, (steps, 1, 4, 17))
+    return [float(step(batch[..., :-1], batch[..., 1:], lr=3e-3).loss) for batch in ids]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_blocks_get_muon_and_the_rest_adamw(precision):
+    step = step_of(precision)
+    train(step)
+    model = step.model
+    muon = {p for p, state in step.optimizer.state.items() if "momentum_buffer" in state}
+    adamw = {p for p, state in step.optimizer.state.items() if "exp_avg" in state}
+    assert muon == {p for p in model.layers.parameters() if p.dim() == 2}
+    assert adamw == set(model.parameters()) - muon
+    maps = linear_maps(model.layers)
+    assert [maps[p] for p in model.layers[0].parameters() if p.dim() == 2] == [
+        (16, 16, 16), (16,), (24, 24), (16,)
+    ]  # fmt: skip
+    for weight in muon:
+        assert weight.dtype == (torch.bfloat16 if precision == "bf16" else torch.float32)
+        assert step.optimizer.state[weight]["momentum_buffer"].dtype == torch.float32
+
+
+def test_learns_faster_than_it_forgets():
+    """On one batch again and again, the loss falls below a half of ln 50."""
+    step = step_of()
+    torch.manual_seed(1)
+    ids = torch.randint(50, (1, 4, 17))
+    losses = [float(step(ids[..., :-1], ids[..., 1:], lr=3e-3).loss) for _ in range(40)]
+    assert losses[-1] < 0.5 * math.log(50)
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"momentums": 0.9}, "optimizer.options.momentums"),
+        ({"iterations": 2.5}, "optimizer.options.iterations"),
+    ],
+)
+def test_its_options_are_checked(options, names):
+    with pytest.raises(UsageError) as caught:
+        validate({"run": {"name": "x"}, "optimizer": {"name": "muon", "options": options}}, origin="test")
+    assert names in str(caught.value)
+
+
+def test_adamw_has_no_options_and_zero1_no_muon():
+    for tables, names in (
+        ({"optimizer": {"options": {"momentum": 0.9}}}, "optimizer.options.momentum"),
+        ({"optimizer": {"name": "muon"}, "parallel": {"strategy": "zero1"}}, "zero1"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            validate({"run": {"name": "x"}, **tables}, origin="test")
+        assert names in str(caught.value)
+
+
+@pytest.mark.parametrize("setting", [{"matrix_lr": -1.0}, {"momentum": 1.0}, {"iterations": 0}])
+def test_settings_out_of_range_are_refused(setting):
+    with pytest.raises(ValueError, match=next(iter(setting))):
+        Muon([torch.nn.Parameter(torch.ones(2, 2))], **setting)
