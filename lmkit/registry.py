@@ -291,6 +291,17 @@ class OptimizerFacts(Facts):
 
 
 @dataclass(frozen=True)
+class ScheduleFacts(Facts):
+    """A learning-rate schedule.
+
+    Attributes:
+        uses: further keys of [optimizer], which it gets by name.
+    """
+
+    uses: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class BenchFacts(Facts):
     """A benchmark: `bench(context) -> rows`, see `lmkit.bench.harness`.
 
@@ -321,7 +332,8 @@ OPERATIONS = Registry("OPERATIONS", "set of operations", "model", OperationsFact
 STRATEGIES = Registry("STRATEGIES", "strategy", "parallel", StrategyFacts)
 OPTIMIZERS = Registry("OPTIMIZERS", "optimizer", "optim", OptimizerFacts)
 BENCHES = Registry("BENCHES", "bench", "bench", BenchFacts)
-SCHEDULES = Registry("SCHEDULES", "learning-rate schedule", "optim", Facts)
-"""Functions `schedule(step, *, lr, min_lr, warmup_steps, total_steps) -> lr`, see `lmkit.optim.learning_rate`."""
+SCHEDULES = Registry("SCHEDULES", "learning-rate schedule", "optim", ScheduleFacts)
+"""Functions `schedule(step, *, lr, min_lr, warmup_steps, total_steps, **uses) -> lr`; see
+`lmkit.optim.learning_rate`."""
 DATASETS = Registry("DATASETS", "dataset", "data", Facts)
 """Functions that return their `lmkit.data.download.Dataset`."""

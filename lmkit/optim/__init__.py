@@ -18,5 +18,6 @@ __getattr__, __dir__, __all__ = exports(
         "cosine_lr": "learning_rate",
         "linear_lr": "learning_rate",
         "constant_lr": "learning_rate",
+        "wsd_lr": "learning_rate",
     },
 )

@@ -31,6 +31,7 @@ def learning_rate(table: OptimizerConfig, steps: int) -> Callable[[int, float | 
         min_lr=table.min_lr,
         warmup_steps=table.warmup_steps,
         total_steps=steps,
+        **{key: getattr(table, key) for key in SCHEDULES.facts(table.schedule).uses},
     )
 
     def rate(step: int, fraction: float | None) -> float:
@@ -90,6 +91,32 @@ def linear_lr(step: float, *, lr: float, min_lr: float, warmup_steps: float, tot
 def constant_lr(step: float, *, lr: float, min_lr: float, warmup_steps: float, total_steps: float) -> float:
     """Return the learning rate: linear warm-up, then `lr`; `min_lr` and `total_steps` are not used."""
     return lr * step / warmup_steps if step < warmup_steps else lr
+
+
+@SCHEDULES.register("wsd", order=4, uses=("cooldown_steps",))
+def wsd_lr(
+    step: float,
+    *,
+    lr: float,
+    min_lr: float,
+    warmup_steps: float,
+    total_steps: float,
+    cooldown_steps: float | None = None,
+) -> float:
+    """Return the learning rate: linear warm-up, `lr`, a straight line down to `min_lr` (Hu et al. 2024, "MiniCPM").
+
+    >>> [wsd_lr(s, lr=1.0, min_lr=0.0, warmup_steps=10, total_steps=100, cooldown_steps=20) for s in (50, 80, 90)]
+    [1.0, 1.0, 0.5]
+
+    Args:
+        cooldown_steps: length of the way down, which ends at `total_steps`; None: 40% of them.
+    """
+    if cooldown_steps is None:
+        cooldown_steps = 0.4 * total_steps
+    start = max(warmup_steps, total_steps - cooldown_steps)
+    if step < warmup_steps:
+        return lr * step / warmup_steps
+    return lr if step < start else min_lr + (lr - min_lr) * (1 - _descent(step, start, total_steps))
 
 
 def _descent(step: float, warmup_steps: float, total_steps: float) -> float:

@@ -267,6 +267,8 @@ class OptimizerConfig(Table):
     """Shape of the decay after the warm-up."""
     warmup_steps: Count = 0
     """Steps in which the rate rises linearly from 0."""
+    cooldown_steps: Count | None = None
+    """`wsd`: steps in which the rate falls at the end; default: 40% of `train.steps`."""
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at the end of the schedule, at `train.steps`."""
     options: dict[str, int | float | str | bool] = Field(default_factory=dict)

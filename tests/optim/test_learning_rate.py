@@ -2,7 +2,7 @@
 
 import pytest
 
-from lmkit.optim.learning_rate import constant_lr, cosine_lr, learning_rate, linear_lr
+from lmkit.optim.learning_rate import constant_lr, cosine_lr, learning_rate, linear_lr, wsd_lr
 from lmkit.recipe.tables import OptimizerConfig
 from lmkit.registry import SCHEDULES
 
@@ -26,6 +26,24 @@ def test_cosine() -> None:
 def test_linear_and_constant() -> None:
     assert [linear_lr(step, **SHAPE) for step in (10, 60, 110, 200)] == pytest.approx([1.0, 0.55, 0.1, 0.1])
     assert [constant_lr(step, **SHAPE) for step in (10, 60, 110, 200)] == [1.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("cooldown", "at", "rates"),
+    [
+        (20, (9, 10, 90, 100, 110, 200), (0.9, 1.0, 1.0, 0.55, 0.1, 0.1)),
+        (None, (66, 88, 110), (1.0, 0.55, 0.1)),  # 40% of 110 steps
+        (1000, (5, 10, 60), (0.5, 1.0, 0.55)),  # begins where the warm-up ends
+        (0, (109, 110), (1.0, 0.1)),
+    ],
+)
+def test_wsd(cooldown: int | None, at: tuple[int, ...], rates: tuple[float, ...]) -> None:
+    assert [wsd_lr(step, **SHAPE, cooldown_steps=cooldown) for step in at] == pytest.approx(rates)
+
+
+def test_wsd_takes_its_key_from_the_recipe() -> None:
+    rate = learning_rate(OptimizerConfig(lr=1.0, schedule="wsd", cooldown_steps=10), 100)
+    assert [rate(step - 1, None) for step in (90, 95, 100)] == pytest.approx([1.0, 0.5, 0.0])
 
 
 def test_the_learning_rate_follows_the_steps_or_the_time_whichever_is_further() -> None:
