@@ -22,10 +22,12 @@ Tiny = Callable[..., Recipe]
 
 
 @pytest.mark.parametrize("stop", [1, 5, 9])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_fault_54_10_steps_are_5_and_5_bit_for_bit(stop: int, precision: str, tiny: Tiny) -> None:
-    chosen = f"train.precision={precision}"
-    whole, parts = tiny(chosen, "run.name=whole"), tiny(chosen, "run.name=parts")
+@pytest.mark.parametrize(("precision", "optimizer"), [("fp32", "adamw"), ("bf16", "adamw"), ("bf16", "muon")])
+def test_fault_54_10_steps_are_5_and_5_bit_for_bit(
+    stop: int, precision: str, optimizer: str, tiny: Tiny
+) -> None:
+    chosen = (f"train.precision={precision}", f"optimizer.name={optimizer}")
+    whole, parts = tiny(*chosen, "run.name=whole"), tiny(*chosen, "run.name=parts")
     train_here(whole)
     first = train_here(parts, stop_at_step=stop)
     assert (first.status, first.step) == ("stopped early", stop)
