@@ -176,9 +176,9 @@ def expected_link_bytes(
     """Return what a rank must send per step, without flags and padding.
 
     An all-reduce of the gradients costs 2 (W-1)/W of their bytes, and so do a reduce-scatter and an all-gather
-    together (of gradients and weights). Gradients of fp32 weights that are reduced as bf16 count half. PyTorch's
-    ZeRO-1 reduces whole gradients everywhere and then broadcasts the weights, which costs (W-1)/W of their bytes on
-    top.
+    together (of gradients and weights). Gradients of fp32 weights that are reduced as bf16 count half. Weights that
+    are sharded are gathered a second time (the last layer's are not, which this leaves out). PyTorch's ZeRO-1 reduces
+    whole gradients everywhere and then broadcasts the weights, which costs (W-1)/W of their bytes on top.
     """
     if name == "none":
         return 0.0
@@ -186,8 +186,8 @@ def expected_link_bytes(
     are_wide = options.weights == "fp32" and precision != "bf16"
     gradients = 0.5 if options.reduce_dtype == "bf16" and are_wide else 1.0
     second_half = 1.0 if is_sharded(name) and name != TORCH_ZERO else gradients
-    broadcast = 1.0 if name == TORCH_ZERO else 0.0
-    return (gradients + second_half + broadcast) * (world_size - 1) / world_size * parameter_bytes
+    third = 1.0 if name == TORCH_ZERO or "parameters" in STRATEGIES.facts(options.strategy).shards else 0.0
+    return (gradients + second_half + third) * (world_size - 1) / world_size * parameter_bytes
 
 
 def make_training(name: str, case: Case, ranks: Ranks) -> TrainingStep:

@@ -149,9 +149,9 @@ def _measure_memory(name: str, case: Case, context: Context) -> tuple[TrainingSt
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
     built.run(before_update=lambda: note("before_step"))
-    built.wait_for_weights()
     note("after_step")
     points["peak_bytes"] = torch.cuda.max_memory_allocated(device) - start if on_gpu else None
+    built.wait_for_weights()
     return built, {
         "case": case.name,
         "variant": name,

@@ -1,9 +1,12 @@
-"""Ranks, and gradient synchronisation between them: strategies from naive to ZeRO-1, launching, failures.
+"""Ranks, and gradient synchronisation between them: strategies from naive to FSDP, launching, failures.
 
 Inside a process group that is already there (or in a single process):
 
     model = DataParallel(model, "bucketed", bucket_mb=25)
     optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-4)
+
+    model = FSDP(model, compute_dtype=torch.bfloat16)     # shards parameters and gradients, too
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
 
 `lmkit.parallel.protocol` describes the interface of strategies that the trainer uses.
 """
@@ -14,12 +17,14 @@ __getattr__, __dir__, __all__ = exports(
     __name__,
     {
         "DataParallel": "data_parallel",
+        "FSDP": "fsdp_module",
         "GradientSync": "protocol",
         "ParallelConfig": "protocol",
         "Ranks": "ranks",
         "ShardedOptimizer": "zero1_optimizer",
         "Strategy": "protocol",
         "build_strategy": "protocol",
+        "gather_full_parameters": "fsdp_module",
         "process_group": "ranks",
         "spawn_ranks": "launch",
     },

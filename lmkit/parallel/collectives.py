@@ -83,11 +83,16 @@ class PendingMean:
 
 
 class Averager:
-    """Start averaging collectives and count them in `traffic`."""
+    """Start averaging collectives and count them in `traffic`.
 
-    def __init__(self, ranks: Ranks, traffic: Traffic) -> None:
+    Args:
+        group: for `reduce_scatter` and `all_gather`: a process group of all ranks; None: the default one.
+    """
+
+    def __init__(self, ranks: Ranks, traffic: Traffic, group: dist.ProcessGroup | None = None) -> None:
         self._ranks = ranks
         self._traffic = traffic
+        self._group = group
         self._has_nccl = "nccl" in str(dist.get_backend_config())
 
     def all_reduce(self, tensors: list[torch.Tensor]) -> PendingMean:
@@ -114,11 +119,12 @@ class Averager:
         """Start averaging `flat` (world_size * n,); the result is this rank's part (n,), a view of `flat`."""
         part = self._count_and_take_part(flat)
         op, divide_by = self._mean_of(flat)
-        return PendingMean([_reduce_scatter(part, flat, op=op, async_op=True)], [part], divide_by)
+        works = [_reduce_scatter(part, flat, op=op, group=self._group, async_op=True)]
+        return PendingMean(works, [part], divide_by)
 
     def all_gather(self, flat: torch.Tensor) -> Work:
         """Start filling `flat` (world_size * n,) with all parts; this rank's part is in place already."""
-        work: Work = _all_gather(flat, self._count_and_take_part(flat), async_op=True)
+        work: Work = _all_gather(flat, self._count_and_take_part(flat), group=self._group, async_op=True)
         return work
 
     def _count_and_take_part(self, flat: torch.Tensor) -> torch.Tensor:

@@ -43,7 +43,7 @@ MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
 class GradientSync(Protocol):
-    """Keep the replicas of a model equal. Not thread-safe; one instance serves one model.
+    """Train one model on all ranks. Not thread-safe; one instance serves one model.
 
     Attributes:
         traffic: what was communicated; see `Traffic`.
@@ -60,6 +60,7 @@ class GradientSync(Protocol):
         """Compare the ranks' models, take rank 0's values, install hooks; return the module to call.
 
         Args:
+            model: on this rank's device; for a strategy that shards parameters it may be on "meta".
             fingerprint: compared between ranks, too: a digest of the recipe and the data, say.
 
         Raises:
@@ -104,7 +105,7 @@ class GradientSync(Protocol):
         """
 
     def wait_for_weights(self) -> None:
-        """Wait for weights that are being gathered; `zero1` gathers them behind the next forward pass.
+        """Make all weights whole. `zero1` gathers them behind the next forward pass; `fsdp` layer by layer.
 
         Call it before parameters are read in any way but the model's call, `loss` and `state_dict`. Write to
         parameters only after a barrier behind this call if another rank could be reading them.
@@ -123,6 +124,8 @@ class ShardedState(Protocol):
 
     shard_layout: ShardLayout
     """Which elements of which parameters each rank holds."""
+    inner: torch.optim.Optimizer
+    """The optimizer of this rank's shards."""
     param_groups: list[dict[str, Any]]
 
     def state_dict(self) -> dict[str, Any]:
@@ -259,7 +262,7 @@ def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def present_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+def present_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return the gradients of the parameters that have one."""
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
@@ -290,15 +293,20 @@ def check_same_model(model: nn.Module, ranks: Ranks, fingerprint: str = "") -> N
             )
 
 
-@torch.no_grad()
 def broadcast_model(model: nn.Module) -> None:
-    """Give every rank rank 0's parameters and buffers, of any dtype and strides. Collective.
+    """Give every rank rank 0's parameters and buffers; see `broadcast_tensors`."""
+    broadcast_tensors((*model.named_parameters(), *model.named_buffers()))
+
+
+@torch.no_grad()
+def broadcast_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Give every rank rank 0's values of tensors, of any dtype and strides. Collective.
 
     Raises:
         LmkitError: elements of a tensor share memory (`expand`), so that they cannot be written.
     """
     sent = []
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    for name, tensor in named:
         if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
             raise LmkitError(
                 "parallel.expanded_tensor",

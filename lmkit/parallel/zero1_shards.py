@@ -124,12 +124,13 @@ def consolidate(states: Sequence[StateDict]) -> ParameterStates:
         raise ValueError("the ranks' states have different layouts: they are not of one checkpoint")
     whole: ParameterStates = {name: {} for bucket in layout.buckets for name in bucket.names}
     for index, bucket in enumerate(layout.buckets):
-        for key, value in states[0]["state"].get(str(index), {}).items():
-            if value.ndim == 0:  # a step counter: equal on all ranks and for every parameter of the bucket
-                parts: Sequence[torch.Tensor] = [value] * len(bucket.names)
+        held = [state["state"].get(str(index), {}) for state in states]
+        for key in dict.fromkeys(key for state in held for key in state):
+            values = [state[key] for state in held if key in state]
+            if values[0].ndim == 0:  # a step counter: equal for all elements of the bucket
+                parts: Sequence[torch.Tensor] = [values[0]] * len(bucket.names)
             else:
-                full = torch.cat([state["state"][str(index)][key] for state in states])
-                parts = full[: bucket.num_elements].split(bucket.sizes)
+                parts = torch.cat(values)[: bucket.num_elements].split(bucket.sizes)
             for name, part in zip(bucket.names, parts, strict=True):
                 whole[name][key] = part
     return whole
@@ -233,24 +234,13 @@ class ShardedBucket:
     def reduce(self) -> None:
         """Start averaging the parameters' gradients (none of them None), and release them."""
         self.wait_gathered()  # has nothing to wait for, unless no layer that ran read these weights
-        flat = self._pack(gradients_of(self.parameters))
+        flat = pack(gradients_of(self.parameters), self.weights.numel(), self._reduce_dtype)
         for parameter in self.parameters:
             parameter.grad = None
         if self._averager is None:
             self.take_gradient(flat)
         else:
             self._pending = self._averager.reduce_scatter(flat)
-
-    def _pack(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        """Return all gradients in one padded tensor: a single one that needs no cast or padding is that tensor."""
-        first, size = gradients[0], self.weights.numel()
-        if first.numel() == size and first.dtype == self._reduce_dtype and first.is_contiguous():
-            return first.view(-1)
-        flat = torch.empty(size, dtype=self._reduce_dtype, device=first.device)
-        if size > self.layout.num_elements:
-            flat[self.layout.num_elements :].zero_()  # the allocator's leftovers must not be reduced
-        torch._foreach_copy_(_unflatten_dense_tensors(flat, gradients), gradients)
-        return flat
 
     def wait_reduced(self) -> None:
         """Wait until `master.grad` is this rank's part of the mean gradient (on GPUs: for the current stream)."""
@@ -300,6 +290,19 @@ class ShardedBucket:
         """Return the parameters' places in a flat tensor, in their shapes."""
         parts = flat[: self.layout.num_elements].split(self._sizes)
         return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
+
+
+def pack(gradients: list[torch.Tensor], size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return all gradients in one flat tensor (size,), padded with zeros; one that needs no cast or padding is that
+    tensor."""
+    first = gradients[0]
+    if first.numel() == size and first.dtype == dtype and first.is_contiguous():
+        return first.view(-1)
+    flat = torch.empty(size, dtype=dtype, device=first.device)
+    # The allocator's leftovers must not be reduced.
+    flat[sum(gradient.numel() for gradient in gradients) :].zero_()
+    torch._foreach_copy_(_unflatten_dense_tensors(flat, gradients), gradients)
+    return flat
 
 
 def start_gather(buckets: Sequence[ShardedBucket], gather: WeightGather | None) -> None:

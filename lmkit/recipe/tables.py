@@ -10,15 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from lmkit.errors import did_you_mean
 from lmkit.recipe.vocabulary import END_OF_TEXT, MAX_TOKEN_BYTES, MAX_VOCABULARY, NUM_BYTES
@@ -195,11 +187,6 @@ PRESETS: dict[str, dict[str, int]] = {
 models larger than their namesakes; `lmkit recipe show` prints the parameter count."""
 
 
-Switch = BeforeValidator(lambda value: ("block" if value else "none") if isinstance(value, bool) else value)
-"""Reads true and false, which recipes of older versions have, as "block" and "none"."""
-Checkpointing = Annotated[Literal["none", "block", "attention"], Switch]
-
-
 class ModelConfig(Table):
     """`[model]`: the shape of the Transformer. A preset fills in what the recipe leaves out."""
 
@@ -230,11 +217,8 @@ class ModelConfig(Table):
     operations: OperationsName = "auto"
     """What runs around the matrix products: kernels ("fused") or PyTorch's operations ("plain"). "auto" takes "fused"
     where they run, but "plain" in compiled blocks."""
-    activation_checkpointing: Annotated[Literal["none", "block", "attention", "selective"], Switch] = "none"
-    """Recompute activations in the backward pass: less memory, more time. `block` keeps the inputs of blocks,
-    `attention` the outputs of attention, too; `selective` as much as `activation_gb` allows, the dearest first."""
-    activation_gb: PositiveFloat | None = None
-    """`selective`: GB (10^9 bytes) that the blocks keep of a micro-batch on a rank; at least their inputs."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass instead of keeping them: less memory, more time."""
     compile: Literal["none", "block", "whole"] = "none"
     """Use torch.compile on each block (starts sooner) or on the whole stack."""
 
@@ -243,12 +227,6 @@ class ModelConfig(Table):
         check_heads(self.d_model, self.num_heads)
         if self.num_heads % self.kv_heads:
             raise ValueError(f"num_heads {self.num_heads} is not divisible by num_kv_heads {self.kv_heads}")
-        return self
-
-    @model_validator(mode="after")
-    def _selects_within_a_budget(self) -> ModelConfig:
-        if (self.activation_checkpointing == "selective") != (self.activation_gb is not None):
-            raise ValueError('activation_checkpointing = "selective" and activation_gb need each other')
         return self
 
     @property
@@ -349,9 +327,9 @@ class ParallelConfig(Table):
     bucket_mb: PositiveFloat = 50.0
     """Bucket size in MiB (`bucketed`, `torch_ddp`, `zero1`). Small models whose host is slow gain from more."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Dtype in which fp32 gradients are reduced (`flat`, `overlap`, `bucketed`, `torch_ddp`, `zero1`)."""
+    """Dtype in which fp32 gradients are reduced (`flat`, `overlap`, `bucketed`, `torch_ddp`, `zero1`, `fsdp`)."""
     weights: Literal["fp32", "bf16"] = "fp32"
-    """`zero1`: fp32 weights, or bf16 weights with fp32 master weights in the shards."""
+    """`zero1`, `fsdp`, `torch_fsdp`: fp32 weights, or bf16 weights with fp32 master weights in the shards."""
     gather: Literal["auto", "collective"] = "auto"
     """`zero1`: read weights from the memory of other GPUs if they can reach each other, or use the backend."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"

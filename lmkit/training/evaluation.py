@@ -83,7 +83,7 @@ def evaluate(
     Every rank calls it and gets the same result. Batch b goes to rank b mod world_size.
 
     Args:
-        model: the plain model; `model.loss` must not communicate.
+        model: the plain model. Every rank calls `model.loss` equally often, because it may gather weights.
         ranks: this process's place; None: as in torch.distributed's default group, alone without one.
         max_batches: only this many batches, over all ranks; None: the whole file.
         asked_to_stop: called once per batch; if true on any rank, all return None.
@@ -94,13 +94,14 @@ def evaluate(
     was_training = model.training
     model.eval()
     with range_("evaluation"), torch.no_grad(), autocast(ranks.device, precision):
-        for own in _rounds(windows, ranks):
+        for (rows, wanted), counts in _rounds(windows, ranks):
             if agree(ranks, stop=asked_to_stop()):
                 model.train(was_training)
                 return None
-            if own is not None:
-                inputs, targets = own[0].to(ranks.device), own[1].to(ranks.device)  # (rows, seq)
-                nats += model.loss(inputs, targets).item() * targets.numel()
+            inputs, targets = rows.to(ranks.device), wanted.to(ranks.device)  # (rows, seq)
+            loss = model.loss(inputs, targets)
+            if counts:
+                nats += loss.item() * targets.numel()
                 tokens += targets.numel()
     model.train(was_training)
     if ranks.world_size > 1:
@@ -112,10 +113,11 @@ def evaluate(
 
 def _rounds(
     windows: Iterator[tuple[torch.Tensor, torch.Tensor]], ranks: Ranks
-) -> Iterator[tuple[torch.Tensor, torch.Tensor] | None]:
-    """Yield this rank's batch of every `world_size` batches, or None where the last round is too short for it."""
+) -> Iterator[tuple[tuple[torch.Tensor, torch.Tensor], bool]]:
+    """Yield this rank's batch of every `world_size` batches, and whether it counts: where the last round is too short
+    for a rank, the batch is another rank's."""
     while batches := list(islice(windows, ranks.world_size)):
-        yield batches[ranks.rank] if ranks.rank < len(batches) else None
+        yield batches[min(ranks.rank, len(batches) - 1)], ranks.rank < len(batches)
 
 
 def summarise(loss: float, tokens: int, bytes_per_token: float | None) -> Evaluation:

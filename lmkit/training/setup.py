@@ -76,10 +76,13 @@ def build_step(
     """
     ranks = ranks or Ranks.current()
     table = optimizer or OptimizerConfig()
-    plain = TransformerLM(model, device=ranks.device)
+    facts = STRATEGIES.facts(parallel.strategy)
+    # A strategy that shards parameters draws them layer by layer: no rank holds the whole model.
+    is_drawn_later = ranks.world_size > 1 and "parameters" in facts.shards
+    plain = TransformerLM(model, device="meta" if is_drawn_later else ranks.device)
     compile_model(plain, model.compile)
     masters: dict[Tensor, Tensor] = {}
-    if precision == "bf16" and "weights" in STRATEGIES.facts(parallel.strategy).uses:
+    if precision == "bf16" and "weights" in facts.uses:
         parallel = parallel.model_copy(update={"weights": "bf16"})  # the strategy keeps masters itself
     else:
         masters = hold_weights(plain, precision)

@@ -15,7 +15,6 @@ from lmkit.model.transformer import TransformerLM
 from lmkit.parallel.collectives import largest_on_any_rank
 from lmkit.parallel.protocol import GradientSync
 from lmkit.parallel.ranks import Ranks
-from lmkit.parallel.zero1_optimizer import Zero1Optimizer
 from lmkit.training.graph import StepGraph
 from lmkit.training.outcome import APPLIED, Outcome, Wishes
 from lmkit.training.precision import GradientSums, LossScale, autocast
@@ -97,7 +96,7 @@ class Step:
     @property
     def decider(self) -> Any:
         """The optimizer that obeys its attribute `decision`; None if there is none."""
-        inner = self.optimizer.inner if isinstance(self.optimizer, Zero1Optimizer) else self.optimizer
+        inner = getattr(self.optimizer, "inner", self.optimizer)  # of a sharded optimizer
         return inner if hasattr(inner, "decision") else None
 
     def __call__(

@@ -86,6 +86,7 @@ def test_bytes_agree_with_the_formula(ladder):
         ("torch_ddp + ZeRO", 1.5 + 0.75),  # weights are broadcast after whole gradients were reduced
         ("bucketed bf16 wire 100 MB", 0.75),
         ("zero1", 1.5),
+        ("fsdp", 3 * 0.75),  # weights are gathered twice
         ("zero1 bf16 wire", 0.375 + 0.75),  # gradients in half of the weights' width, one way each
         ("zero1 bf16 bf16 wire", 1.5),  # of weights that are bf16 already
     ],
@@ -194,8 +195,10 @@ def test_sharded_state_is_one_share(measured):
 
 def test_default_variants_are_those_of_the_registry():
     assert ddp.ladder()[:3] == ("one rank", "none", "naive")
-    assert optimizer.default_variants() == ("bucketed", "zero1", "zero1 bf16", "torch_ddp + ZeRO")
-    assert [name for name in ddp.ladder() if is_sharded(name)] == ["zero1", "torch_ddp + ZeRO"]
+    sharded = ("zero1", "fsdp", "torch_fsdp")
+    halved = (f"{name} bf16" for name in sharded)
+    assert optimizer.default_variants() == ("bucketed", *sharded, *halved, "torch_ddp + ZeRO")
+    assert [name for name in ddp.ladder() if is_sharded(name)] == [*sharded, "torch_ddp + ZeRO"]
     for name in (*ddp.ladder(), *SOLO, *optimizer.default_variants()):
         parallel_of(name, PARALLEL)
         assert "," not in name  # --variants is split there

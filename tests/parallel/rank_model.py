@@ -4,10 +4,10 @@ run that is its oracle, a training under any strategy, and the list of checks.""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -80,6 +80,24 @@ class HardModel(nn.Module):
     forward = loss
 
 
+class OrderlyModel(HardModel):
+    """The same, but all ranks call the same layers in the same order, though not all use the results."""
+
+    def loss(self, ids: torch.Tensor, targets: torch.Tensor, rank: int) -> torch.Tensor:
+        ids, targets = ids.to(self.scale.device), targets.to(self.scale.device)
+        x = self.embedding(ids)  # (rows, width)
+        for layer in self.layers:
+            x = layer(x)
+        x = self.frozen(x)
+        x = torch.cat([x[:, :3] + self.shift, x[:, 3:]], dim=1) * self.scale
+        used_by_rank_1 = self.sometimes(x)
+        if rank == 1:
+            x = x + used_by_rank_1
+        return nn.functional.cross_entropy(self.head(x), targets)
+
+    forward = loss
+
+
 def seeded_model(
     seed: int, ranks: Ranks, dtype: torch.dtype = torch.float64, kind: Callable = HardModel
 ) -> Any:
@@ -136,7 +154,7 @@ def joined_run(
 
 
 def build(strategy: str, ranks: Ranks, config: ParallelConfig = SMALL_BUCKETS) -> GradientSync:
-    own = {"find_unused_parameters": True} if strategy == "torch_ddp" else {}
+    own = {"find_unused_parameters": True} if strategy == "torch_ddp" else config.options
     return build_strategy(config.model_copy(update={"strategy": strategy, "options": own}), ranks)
 
 
@@ -181,6 +199,7 @@ def assert_equals_joined_run(
     make: Callable = adamw,
     kind: Callable = HardModel,
     prepare: Callable[[Any, torch.optim.Optimizer], Callable[[], None]] = lambda model, _: lambda: None,
+    options: Mapping[str, Any] = MappingProxyType({}),
     **how: Any,
 ) -> Any:
     """The weights, and the norms if it clips, are those of training on the joined batch; returns the model.
@@ -192,7 +211,7 @@ def assert_equals_joined_run(
         oracle, ranks.world_size, passes, INFINITY if max_norm is None else max_norm, make=make
     )
     model = seeded_model(ranks.rank, ranks, kind=kind)  # rank 0's values must win
-    sync, call, optimizer = start(strategy, model, ranks, make)
+    sync, call, optimizer = start(strategy, model, ranks, make, options=dict(options))
     when_reduced = prepare(model, optimizer)
     norms = [
         one_step(

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from lmkit.errors import LmkitError
+from lmkit.parallel.collectives import Averager
 from lmkit.parallel.ranks import RENDEZVOUS_VARIABLE, Ranks, hosted_store
 from lmkit.recipe.load import load_recipe
 from lmkit.training import checkpoint_writer, session, setup, trainer
@@ -268,7 +269,8 @@ def _hang(rank: int) -> None:
     assert dist.group.WORLD._get_backend(ranks.device).options._timeout == timedelta(seconds=TIMEOUT_S)
     object.__setattr__(ranks, "timeout_s", HANG_S)
     if threading.current_thread() is threading.main_thread():  # the writer's thread waits in no collective
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=HANG_S))
+        for group in dist.distributed_c10d._world.pg_map:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=HANG_S), group)
 
 
 def _signal(rank: int) -> None:
@@ -331,8 +333,26 @@ def _draw_in_every_step(rank: int) -> None:
     around(Step, "accumulate", accumulate)
 
 
+def _in_a_collective_of_step_3(rank: int, happen: Happening, name: str) -> None:
+    """In the middle of the model: some have been made before."""
+
+    def begin(step: Step) -> None:
+        calls = itertools.count(1)
+
+        def start(original: Any, *arguments: Any) -> Any:
+            if next(calls) == 3:
+                happen(rank)
+            return original(*arguments)
+
+        around(Averager, name, start)
+
+    in_step(3, begin)
+
+
 PLACES: dict[str, Callable[[int, Happening], None]] = {
     "in backward": _in_backward_of_step_3,
+    "in a gather": partial(_in_a_collective_of_step_3, name="all_gather"),
+    "in a reduction": partial(_in_a_collective_of_step_3, name="reduce_scatter"),
     "in evaluation": _in_the_evaluation_after_step_4,
     "in a save": _in_the_save_of_step_3,
     "in a save that is waited for": _in_the_save_of_step_3_while_step_6_waits_for_it,

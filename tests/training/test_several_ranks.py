@@ -82,6 +82,8 @@ def test_whole_weights_survive_a_session_with_bf16_weights(
         ("naive", "fp32"),
         ("bucketed", "fp32"),
         ("torch_ddp", "fp32"),
+        ("fsdp", "fp32"),
+        ("fsdp", "bf16"),
         ("zero1", "bf16"),
         ("bucketed", "bf16"),
         ("torch_ddp", "bf16"),
@@ -112,7 +114,16 @@ def test_fault_54_two_ranks_resume_bit_for_bit(
 
 @pytest.mark.parametrize(
     ("first", "then"),
-    full_except(((2, "zero1"), (1, "none")), ((1, "none"), (2, "zero1")), ((2, "bucketed"), (1, "none"))),
+    full_except(
+        ((2, "zero1"), (1, "none")),
+        ((1, "none"), (2, "zero1")),
+        ((2, "bucketed"), (1, "none")),
+        ((2, "fsdp"), (1, "none")),
+        ((1, "none"), (2, "fsdp")),
+        ((2, "fsdp"), (4, "fsdp")),
+        ((4, "zero1"), (2, "fsdp")),
+        ((4, "fsdp"), (2, "zero1")),
+    ),
 )
 def test_fault_56_another_number_of_ranks_goes_on_with_the_same_run_and_says_so(
     first: tuple[int, str], then: tuple[int, str], fleet: Fleet, tiny: Tiny, settings: Settings
@@ -126,18 +137,19 @@ def test_fault_56_another_number_of_ranks_goes_on_with_the_same_run_and_says_so(
 
 
 @pytest.mark.parametrize(
-    ("fault", "refused"),
+    ("fault", "refused", "strategy"),
     full_except(
-        ("nan loss on rank 1, found a step late", 2),
-        ("nan loss on rank 1", 1),
-        ("infinite gradient on rank 1", 1),
+        ("nan loss on rank 1, found a step late", 2, "zero1"),
+        ("nan loss on rank 1", 1, "zero1"),
+        ("nan loss on rank 1", 1, "fsdp"),
+        ("infinite gradient on rank 1", 1, "zero1"),
     ),
 )
 def test_fault_66_and_67_all_ranks_stop_before_the_update_that_one_cannot_make(
-    fault: str, refused: int, fleet: Fleet, tiny: Tiny, settings: Settings
+    fault: str, refused: int, strategy: str, fleet: Fleet, tiny: Tiny, settings: Settings
 ) -> None:
     """Nor does the step change anything that is launched before the host learns of it."""
-    sharded = ["checkpoint.interval=3", "parallel.strategy=zero1"]  # so that both ranks have to write
+    sharded = ["checkpoint.interval=3", f"parallel.strategy={strategy}"]  # so that both ranks have to write
     sharded.append("train.eval_interval=0")  # which would wait for step 4 before step 5 is launched
     recipe = tiny(*sharded)
     assert fleet.train(settings(*sharded), ranks=2, fault=fault) == [1, 1], fleet.said()
@@ -193,17 +205,21 @@ def test_fault_74_another_model_or_recipe_on_one_rank_is_an_error_at_the_start(
 LATE = r"step-00000003: rank 1\b"
 LOST = {
     "in backward": r"rank 0, step 3\b.*\brank 1\b",
+    "in a gather": r"rank 0, step 3\b.*\brank 1\b",
+    "in a reduction": r"rank 0, step 3\b.*\brank 1\b",
     "in evaluation": r"rank 0, after step 4\b.*\brank 1\b",
     "in a save": r"rank 0, (after )?step \d\b.*\brank 1\b|" + LATE,
     "in a save that is waited for": r"rank 0, after step 6\b.*\brank 1\b|" + LATE,
 }
 
 
-@pytest.mark.parametrize("where", full_except(*LOST))
+@pytest.mark.parametrize(
+    ("where", "strategy"), full_except(*((place, name) for name in ("zero1", "fsdp") for place in LOST))
+)
 def test_fault_72_a_rank_that_dies_ends_the_other_which_names_it_and_the_step(
-    where: str, fleet: Fleet, tiny: Tiny, settings: Settings
+    where: str, strategy: str, fleet: Fleet, tiny: Tiny, settings: Settings
 ) -> None:
-    sharded = ("parallel.strategy=zero1", "checkpoint.interval=3")
+    sharded = (f"parallel.strategy={strategy}", "checkpoint.interval=3")
     fault = f"rank 1 dies {where}"
     assert fleet.train(settings(*sharded), ranks=2, fault=fault) == [1, -signal.SIGKILL], fleet.said()
     assert re.search(LOST[where], fleet.said()), fleet.said()
@@ -221,11 +237,17 @@ def test_fault_72_a_first_rank_that_dies_while_it_looks_where_to_begin_ends_the_
     assert len(fleet.said().splitlines()) == 1
 
 
-@pytest.mark.parametrize("where", full_except(*LOST))
+HANGS = (
+    *((place, "zero1") for place in LOST if place not in ("in a gather", "in a reduction")),
+    *((place, "fsdp") for place in ("in a gather", "in a reduction", "in a save that is waited for")),
+)
+
+
+@pytest.mark.parametrize(("where", "strategy"), full_except(*HANGS))
 def test_fault_73_a_rank_that_hangs_is_named_with_the_step_at_the_timeout(
-    where: str, fleet: Fleet, settings: Settings
+    where: str, strategy: str, fleet: Fleet, settings: Settings
 ) -> None:
-    options = ("parallel.strategy=zero1", "checkpoint.interval=3", f"parallel.timeout_s={TIMEOUT_S}")
+    options = (f"parallel.strategy={strategy}", "checkpoint.interval=3", f"parallel.timeout_s={TIMEOUT_S}")
     waiting, hanging = fleet.start(settings(*options), ranks=2, fault=f"rank 1 hangs {where}")
     assert ends([waiting]) == [1], fleet.said()
     assert re.search(LOST[where], fleet.said()), fleet.said()

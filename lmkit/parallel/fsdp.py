@@ -1,0 +1,413 @@
+"""`fsdp`: parameters, gradients and optimizer state sharded over the ranks (Rajbhandari et al. 2020, "ZeRO", stage 3;
+Zhao et al. 2023, "PyTorch FSDP").
+
+A layer's weights are gathered right before its forward pass and again before its backward pass, while the layer
+before it computes, and freed afterwards. Gradients are reduce-scattered as soon as a layer's are complete, in every
+backward pass, so that no rank ever holds more than a few layers' weights and gradients.
+
+Ranks may differ in which gradients come, and when. So gathers and reductions use two process groups, and in each of
+them go in an order that follows from the calls of the forward pass alone: these must be the same on every rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lmkit.errors import UsageError
+from lmkit.model.names import parameter_names, plain_name
+from lmkit.optim.clipping import clip_for, gradient_norm
+from lmkit.parallel.buckets import at_end_of_pass, on_gradient
+from lmkit.parallel.collectives import Averager, reduce_dtype_for, unused_everywhere
+from lmkit.parallel.fsdp_optimizer import FsdpOptimizer
+from lmkit.parallel.fsdp_shards import FlatParameters, draw, leave_meta
+from lmkit.parallel.protocol import (
+    MakeOptimizer,
+    Strategy,
+    broadcast_tensors,
+    check_same_model,
+    trainable_parameters,
+)
+from lmkit.parallel.ranks import Ranks
+from lmkit.parallel.zero1 import forward_units
+from lmkit.recipe.tables import ParallelConfig
+from lmkit.registry import STRATEGIES
+
+MOST_REDUCTIONS = 2
+"""Reductions under way at a time: each has a flat tensor of a layer's gradients."""
+
+
+@STRATEGIES.register(
+    "fsdp",
+    order=8,
+    uses=("reduce_dtype", "weights"),
+    shards=("parameters", "gradients", "optimizer"),
+    options={"reshard_after_forward": True, "state_dtype": "fp32"},
+)
+class Fsdp(Strategy):
+    """Gather each layer's weights for its passes, scatter its gradients, update a shard.
+
+    `attach` shards the model. A layer's weights are gathered and freed together: those of a child of the model, or of
+    a member of its lists of layers. Every rank must call the same layers in the same order, also without gradients.
+    Weights that several layers share are gathered for each of them. The model's own parameters stay gathered.
+
+    A model on the device "meta" is drawn layer by layer, with the values that it would have drawn at once.
+
+    Options: `reshard_after_forward` frees a layer's weights after its forward pass; if false, they stay until its
+    backward pass, which takes memory and saves a gather. `state_dtype` ("fp32" or "bf16") is the dtype of the shards,
+    of their gradients and of the optimizer's state.
+
+    Attributes:
+        compute_dtype: in which fp32 weights are gathered; None: as `parallel.weights` says.
+    """
+
+    compute_dtype: torch.dtype | None = None
+
+    def __init__(self, ranks: Ranks, config: ParallelConfig) -> None:
+        super().__init__(ranks, config)
+        options = {**STRATEGIES.facts("fsdp").options, **config.options}
+        self._reshards = options["reshard_after_forward"]
+        self._state_dtype = str(options["state_dtype"])
+        if self._state_dtype not in ("fp32", "bf16"):
+            raise UsageError(
+                "parallel.wrong_option",
+                f'parallel.options.state_dtype: "{self._state_dtype}" is no dtype of the state',
+                hint='use "fp32" or "bf16"',
+            )
+        self._flats: list[FlatParameters] = []
+        self._flats_of: dict[nn.Module, list[FlatParameters]] = {}
+        self._calls: list[nn.Module] = []  # layers in the order of this forward pass
+        self._after: dict[nn.Module, nn.Module] = {}  # layer -> the one that was called after it last time
+        self._used: set[nn.Parameter] = set()  # got a gradient on this rank since `finish`
+        self._reducing: list[FlatParameters] = []
+        self._order: list[FlatParameters] = []  # in which gradients are reduced
+        self._pass: int | None = None
+
+    # Shard the model
+
+    def attach(self, model: nn.Module, *, fingerprint: str = "") -> nn.Module:
+        gathers = reductions = None
+        if self.ranks.world_size > 1:
+            check_same_model(model, self.ranks, fingerprint)
+            group = _second_group(dist.group.WORLD, self.ranks.timeout_s)
+            gathers = Averager(self.ranks, self.traffic)
+            reductions = Averager(self.ranks, self.traffic, group)
+            self.gather = "collective"
+        self._model = model
+        is_on_meta = any(parameter.is_meta for parameter in model.parameters())
+        if is_on_meta:
+            leave_meta(model, self.ranks.device)
+        elif self.ranks.world_size > 1:
+            broadcast_tensors(model.named_buffers())
+        self.parameters = trainable_parameters(model)
+        self._shard(model, gathers, reductions)
+        if is_on_meta:
+            for layer, flats in self._flats_of.items():
+                for flat in flats:
+                    flat.lend()
+                draw(layer)
+                for flat in flats:
+                    flat.take_back(of_first=True)
+        else:
+            for flat in self._flats:
+                flat.lend()
+                flat.take_back(of_first=True)
+        self._hook_into(model)
+        self.refresh()
+        return model
+
+    def _shard(self, model: nn.Module, gathers: Averager | None, reductions: Averager | None) -> None:
+        layers = list(forward_units(model))
+        owners: dict[nn.Parameter, list[nn.Module]] = {p: [] for p in model.parameters()}
+        for layer in layers:
+            for parameter in layer.parameters():
+                owners[parameter].append(layer)
+        together: dict[tuple, list[nn.Parameter]] = {}
+        for parameter, of in owners.items():
+            key = (*of, parameter.dtype, parameter.device, parameter.requires_grad)
+            together.setdefault(key, []).append(parameter)
+        names = parameter_names(model)
+        for parameters in together.values():
+            dtype, layers_of = parameters[0].dtype, owners[parameters[0]]
+            compute_dtype = reduce_dtype_for(dtype, self.config.weights)
+            if dtype == torch.float32 and self.compute_dtype is not None:
+                compute_dtype = self.compute_dtype
+            flat = FlatParameters(
+                parameters,
+                [names[parameter] for parameter in parameters],
+                self.ranks,
+                compute_dtype=compute_dtype,
+                state_dtype=reduce_dtype_for(dtype, self._state_dtype),
+                reduce_dtype=reduce_dtype_for(compute_dtype, self.config.reduce_dtype),
+                gathers=gathers,
+                reductions=reductions,
+                kept=not layers_of,
+            )
+            self._flats.append(flat)
+            for layer in layers_of:
+                self._flats_of.setdefault(layer, []).append(flat)
+        self._flats_of = {layer: self._flats_of[layer] for layer in layers if layer in self._flats_of}
+        self._shared = {flat for flat in self._flats if len(owners[flat.parameters[0]]) > 1}
+        in_order = list(self._flats_of)
+        self._after = dict(itertools.pairwise(in_order))
+        self._flat_of = {parameter: flat for flat in self._flats for parameter in flat.parameters}
+
+    def _hook_into(self, model: nn.Module) -> None:
+        for layer in self._flats_of:
+            layer.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+            layer.register_forward_hook(self._after_forward)
+            layer.register_load_state_dict_pre_hook(lambda layer, *_: self._lend(self._flats_of[layer]))
+            layer.register_load_state_dict_post_hook(lambda layer, _: self._take_back(self._flats_of[layer]))
+        kept = [flat for flat in self._flats if flat.kept]
+        model.register_load_state_dict_pre_hook(lambda *_: self._lend(kept))
+        model.register_load_state_dict_post_hook(lambda *_: self._take_back(kept))
+        model.register_state_dict_post_hook(lambda _, *found: self._give_weights(*found))
+        for parameter in self.parameters:
+            on_gradient(parameter, self._on_gradient)
+
+    # Weights that are read otherwise than by a layer's call
+
+    def refresh(self) -> None:
+        """Free all gathered weights, because the shards have changed; gather those that stay. Collective."""
+        for flat in self._flats:
+            flat.hide()
+            if flat.kept:
+                flat.start()
+                flat.open()
+
+    def wait_for_weights(self) -> None:
+        """Gather all weights. They stay until they are used, or the optimizer's next step."""
+        for flat in self._flats:
+            flat.start()
+            flat.open()
+
+    def whole_weights(self, device: torch.device | str | None = None) -> dict[str, torch.Tensor]:
+        """Return the exact weights by the names of checkpoints, tied names too. Collective.
+
+        Args:
+            device: where they shall be; None: where the shards are. One layer at a time is whole on their own device.
+        """
+        weights: dict[str, torch.Tensor] = {}
+        for flat in self._flats:
+            weights |= flat.named(flat.gather_state().to(device or flat.shard.device))
+        names = parameter_names(self._model)
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):
+            first, *others = names[parameter]
+            if not others:
+                weights[plain_name(name)] = weights[first]
+        return weights
+
+    def _give_weights(self, state_dict: dict[str, Any], prefix: str, _: object) -> None:
+        weights = self.whole_weights("cpu")
+        for name in state_dict:
+            if name.startswith(prefix) and (plain := plain_name(name.removeprefix(prefix))) in weights:
+                state_dict[name] = weights[plain]
+
+    def _lend(self, flats: Iterable[FlatParameters]) -> None:
+        for flat in flats:
+            flat.lend(flat.gather_state())
+
+    def _take_back(self, flats: Iterable[FlatParameters]) -> None:
+        for flat in flats:
+            flat.take_back(of_first=False)
+            if flat.kept:
+                flat.start()
+                flat.open()
+
+    # Forward. A compiled layer runs these hooks around its graph, not in it.
+
+    @torch.compiler.disable
+    def _before_forward(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        flats, recomputes = self._flats_of[layer], _runs_backward()
+        if not recomputes and self._pass is not None:
+            self.reset()  # the last backward pass raised
+        for flat in flats:
+            flat.start()
+        for flat in flats:
+            flat.open()
+        if recomputes:
+            return
+        if layer in self._after:
+            for flat in self._flats_of[self._after[layer]]:
+                flat.start()
+        if inputs := _differentiable((args, kwargs)):
+            _in_each_pass(inputs, len(inputs), partial(self._after_backward, layer))
+
+    @torch.compiler.disable
+    def _after_forward(self, layer: nn.Module, args: tuple, output: Any) -> None:
+        if _runs_backward():  # computes activations again
+            return
+        stays = False
+        if outputs := _differentiable(output):
+            # The backward pass of the layer that is called last comes first.
+            stays = not self._reshards or layer not in self._after
+            _in_each_pass(outputs, 1, partial(self._before_backward, layer, len(self._calls)))
+            self._calls.append(layer)
+        for flat in self._flats_of[layer] if not stays else ():
+            flat.hide()
+
+    # Backward
+
+    def _begin(self) -> None:
+        """Note that a backward pass runs."""
+        if self._pass is not None:
+            return
+        self._pass = torch._C._current_graph_task_id()
+        self._cursor = len(self._calls)
+        self._gathered: set[FlatParameters] = set()
+        self._arrived: Counter[FlatParameters] = Counter()
+        self._next = 0
+        if self._calls:
+            called = [flat for layer in reversed(self._calls) for flat in self._flats_of[layer]]
+            kept = [flat for flat in self._flats if flat.kept]
+            self._order = [flat for flat in dict.fromkeys([*called, *kept]) if flat.trains]
+        at_end_of_pass(self._end_pass)
+
+    @torch.no_grad()
+    def _before_backward(self, layer: nn.Module, call: int) -> None:
+        self._begin()
+        self._gather_back_to(call)
+        for flat in self._flats_of[layer]:
+            flat.start()
+            flat.open()
+        self._gather_back_to(call - 1)
+
+    def _gather_back_to(self, call: int) -> None:
+        """Start to gather what the backward pass needs up to a call, in the opposite order of the calls."""
+        while self._cursor > max(call, 0):
+            self._cursor -= 1
+            for flat in self._flats_of[self._calls[self._cursor]]:
+                if flat not in self._gathered:
+                    self._gathered.add(flat)
+                    flat.start()
+
+    def _after_backward(self, layer: nn.Module) -> None:
+        """Free frozen weights, if nothing is left to compute that may need them. Others are freed when they are
+        reduced."""
+        flats = self._flats_of[layer]
+        is_complete = all(self._arrived[flat] == len(flat.parameters) for flat in flats if flat.trains)
+        if is_complete and self._calls.count(layer) == 1:
+            for flat in flats:
+                if flat not in self._shared:
+                    flat.hide()
+
+    def _on_gradient(self, parameter: nn.Parameter) -> None:
+        self._begin()
+        self._used.add(parameter)
+        self._arrived[self._flat_of[parameter]] += 1
+        self._reduce_while(lambda flat: self._arrived[flat] == len(flat.parameters))
+
+    def _reduce_while(self, is_ready: Callable[[FlatParameters], bool]) -> None:
+        while self._next < len(self._order) and is_ready(self._order[self._next]):
+            flat = self._order[self._next]
+            self._next += 1
+            while len(self._reducing) >= MOST_REDUCTIONS:
+                self._reducing.pop(0).wait_reduced()
+            flat.reduce()
+            self._reducing.append(flat)
+            if not flat.kept:
+                flat.hide()
+
+    def _end_pass(self) -> None:
+        """Do what the other ranks' passes may have needed, too, and free all weights."""
+        self._gather_back_to(0)
+        self._reduce_while(lambda flat: True)
+        for flat in self._flats:
+            if not flat.kept:
+                flat.hide()
+        if self._calls:
+            self._after = dict(itertools.pairwise(self._calls))
+        self._calls.clear()
+        self._pass = None
+
+    # The step
+
+    def build_optimizer(self, make: MakeOptimizer, groups: Iterable[dict[str, Any]]) -> FsdpOptimizer:
+        self._sharded = FsdpOptimizer(make, list(groups), self._flats, self.ranks, self.refresh)
+        return self._sharded
+
+    @torch.no_grad()
+    def finish(self, *, wait: bool = True) -> None:
+        """Wait for the gradients; they are then those of the optimizer's slices, not `parameter.grad`."""
+        for flat in self._reducing:
+            flat.wait_reduced()
+        self._reducing.clear()
+        unused = [index for index, parameter in enumerate(self.parameters) if parameter not in self._used]
+        if self.ranks.world_size > 1:
+            unused = unused_everywhere(unused, len(self.parameters), self.ranks, self.traffic)
+        used = set(self.parameters).difference(self.parameters[index] for index in unused)
+        self._used.clear()
+        for flat in self._flats:
+            flat.give_gradients(used)
+
+    @torch.no_grad()
+    def clip_gradients(self, max_norm: float) -> torch.Tensor:
+        gradients = [flat.gradient for flat in self._flats if flat.gradient is not None]
+        square = gradient_norm(gradients).to(self.ranks.device).square()
+        if self.ranks.world_size > 1:
+            self.traffic.count_all_reduce(square.nbytes, self.ranks.world_size)
+            dist.all_reduce(square)
+        norm = square.sqrt()
+        clip_for(self._sharded.inner, gradients, norm, max_norm)
+        return norm
+
+    def reset(self) -> None:
+        for flat in self._flats:
+            flat.drop_gradients()
+            if not flat.kept:
+                flat.hide()
+        self._reducing.clear()
+        self._used.clear()
+        self._calls.clear()
+        self._pass = None
+
+
+@functools.lru_cache(maxsize=1)
+def _second_group(world: dist.ProcessGroup, timeout_s: float) -> dist.ProcessGroup:
+    """Return a further process group of all ranks. Collective."""
+    return dist.new_group(timeout=timedelta(seconds=timeout_s))
+
+
+def _in_each_pass(tensors: Sequence[torch.Tensor], count: int, call: Callable[[], None]) -> None:
+    """Call `call` in each backward pass when so many of the tensors have their gradients.
+
+    `register_multi_grad_hook` would hold the graph that holds its hook.
+    """
+    arrived: Counter[int] = Counter()
+
+    def hook(gradient: torch.Tensor) -> None:
+        number = torch._C._current_graph_task_id()
+        arrived[number] += 1
+        if arrived[number] == count:
+            call()
+
+    for tensor in tensors:
+        tensor.register_hook(hook)
+
+
+def _runs_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _differentiable(values: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested tuples, lists and dicts that need a gradient; [] where none is recorded."""
+    return [value for value in _leaves(values) if value.requires_grad] if torch.is_grad_enabled() else []
+
+
+def _leaves(values: Any) -> Iterator[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, Mapping):
+        yield from _leaves(list(values.values()))
+    elif isinstance(values, Sequence) and not isinstance(values, str):
+        for value in values:
+            yield from _leaves(value)

@@ -1,0 +1,97 @@
+"""A module whose parameters, gradients and optimizer state are sharded over the ranks of the process group that is
+already there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from lmkit.parallel.fsdp import Fsdp
+from lmkit.parallel.ranks import Ranks
+from lmkit.recipe.tables import ParallelConfig
+
+
+class FSDP(nn.Module):
+    """Wrap a module so that every rank holds a share of its parameters, gradients and optimizer state.
+
+        model = FSDP(model, compute_dtype=torch.bfloat16)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+        loss_function(model(inputs), targets).backward()   # each rank with its own part of the batch
+        optimizer.step()
+
+    `parameters` and `named_parameters` are this rank's elements, flat. When a backward pass ends, their gradients are
+    the mean over the ranks, added to what was there. The optimizer must update every element by itself. Every rank
+    must call the same layers in the same order; see `lmkit.parallel.fsdp` for what a layer is. `state_dict` and
+    `load_state_dict` are those of the whole module; the former is on the CPU.
+
+    Args:
+        module: the same on every rank; rank 0's values count. On the device "meta", its layers are drawn one by one.
+        compute_dtype: in which fp32 weights are gathered and inputs are cast; None: as they are.
+        reshard_after_forward: free a layer's weights between its forward and its backward pass.
+
+    Attributes:
+        module: the wrapped module.
+
+    Raises:
+        LmkitError: the modules differ between ranks.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        compute_dtype: torch.dtype | None = None,
+        *,
+        reshard_after_forward: bool = True,
+    ) -> None:
+        super().__init__()
+        config = ParallelConfig(strategy="fsdp", options={"reshard_after_forward": reshard_after_forward})
+        self._sync = _FinishedByThePass(Ranks.current(), config)
+        self._sync.compute_dtype = compute_dtype
+        self._compute_dtype = compute_dtype
+        self._sync.attach(module)
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._sync.notice_the_step()
+        args, kwargs = tree_map(self._cast, (args, kwargs))
+        return self.module(*args, **kwargs)
+
+    def _cast(self, value: Any) -> Any:
+        is_wide = isinstance(value, torch.Tensor) and value.dtype == torch.float32
+        return value.to(self._compute_dtype) if is_wide and self._compute_dtype is not None else value
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield this rank's elements of every parameter that trains; parameters without any are left out."""
+        slices = self._sync.slices
+        for name, parameter in self.module.named_parameters(prefix=prefix):
+            if parameter in slices:
+                yield name, slices[parameter]
+
+
+def gather_full_parameters(model: FSDP) -> dict[str, torch.Tensor]:
+    """Return the whole parameters by name, on every rank, in the dtype that they had before. Collective."""
+    return model._sync.whole_weights()
+
+
+class _FinishedByThePass(Fsdp):
+    """`fsdp` for optimizers that it does not know: a backward pass ends with the gradients in place."""
+
+    @property
+    def slices(self) -> dict[nn.Parameter, nn.Parameter]:
+        return {parameter: part for flat in self._flats for parameter, part in flat.slices.items()}
+
+    def notice_the_step(self) -> None:
+        """Drop weights that may be old, and gradients that were released."""
+        self.refresh()
+        for flat in self._flats:
+            flat.notice_released()
+
+    def _end_pass(self) -> None:
+        super()._end_pass()
+        self.finish()

@@ -1,0 +1,288 @@
+"""The memory of `fsdp`: flat tensors of parameters, of which every rank keeps one part and gathers the others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lmkit.parallel.collectives import Averager, PendingMean, Work
+from lmkit.parallel.ranks import Ranks
+from lmkit.parallel.zero1_shards import BucketLayout, pack, shard_size_of
+
+
+class FlatParameters:
+    """Parameters of one dtype, one after the other in one flat tensor, padded to a multiple of the world size.
+
+    Rank r keeps the elements [r * shard_size, (r + 1) * shard_size), across the borders of parameters. While the
+    others are not gathered, every parameter is a NaN that takes no memory, expanded to the parameter's shape.
+
+    Gathered weights lie in one storage, which is emptied and filled again: what autograd has saved for the backward
+    pass, views of weights too, reads what is gathered then.
+
+    Args:
+        parameters: of one dtype and device; they all require gradients, or none does.
+        shapes: the names and shapes of what checkpoints save of each parameter, see `parameter_names`.
+        compute_dtype: in which weights are gathered.
+        state_dtype: of the shard, its gradient and so of the optimizer's state.
+        reduce_dtype: in which gradients are reduced.
+        gathers, reductions: None if this rank is alone.
+        kept: whether the weights stay gathered, because no layer's call tells when they are read.
+
+    Attributes:
+        shard: this rank's elements, (shard_size,), in `state_dtype`.
+        gradient: their mean gradient, (shard_size,), or None.
+        slices: parameter -> its elements in the shard, a view; parameters without any are left out.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        shapes: Sequence[Mapping[str, torch.Size]],
+        ranks: Ranks,
+        *,
+        compute_dtype: torch.dtype,
+        state_dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
+        gathers: Averager | None,
+        reductions: Averager | None,
+        kept: bool,
+    ) -> None:
+        first = parameters[0]
+        self.parameters = list(parameters)
+        self.shapes = list(shapes)
+        self.trains = first.requires_grad
+        self.kept = kept
+        self.gradient: torch.Tensor | None = None
+        self._ranks = ranks
+        self._gathers = gathers
+        self._reductions = reductions
+        self._reduce_dtype = reduce_dtype
+        self._sizes = [parameter.numel() for parameter in parameters]
+        self._offsets = [sum(self._sizes[:index]) for index in range(len(parameters))]
+        self.shard_size = shard_size_of(sum(self._sizes), ranks.world_size)
+        self._given_dtype = first.dtype
+        self.shard = torch.zeros(self.shard_size, dtype=state_dtype, device=first.device)
+        self._weights = torch.empty(
+            self.shard_size * ranks.world_size, dtype=compute_dtype, device=first.device
+        )
+        self._bytes = self._weights.nbytes
+        self._views = self._parts(self._weights)
+        self._weights.untyped_storage().resize_(0)
+        self._absent = [absent(parameter.shape, compute_dtype, first.device) for parameter in parameters]
+        self._is_gathered = self._is_open = False
+        self._arriving: Work | None = None
+        self._pending: PendingMean | None = None
+        self._lent: torch.Tensor | None = None
+        self.slices: dict[nn.Parameter, nn.Parameter] = {}
+        for position, parameter in enumerate(parameters):
+            in_shard, _ = self.own_part(position)
+            if self.trains and in_shard.start < in_shard.stop:
+                self.slices[parameter] = nn.Parameter(self.shard[in_shard])
+
+    def own_part(self, position: int) -> tuple[slice, slice]:
+        """Return where this rank's part of the `position`-th parameter lies: in the shard, and in the flattened
+        parameter. Both may be empty."""
+        before, size = self._offsets[position], self._sizes[position]
+        begin = self._ranks.rank * self.shard_size
+        start = min(max(begin, before), before + size)
+        stop = max(min(begin + self.shard_size, before + size), start)
+        return slice(start - begin, stop - begin), slice(start - before, stop - before)
+
+    def layouts(self, group_of: Mapping[nn.Parameter, int]) -> dict[nn.Parameter, BucketLayout]:
+        """Return, for every parameter that trains, how checkpoints describe its state: as a bucket of its own."""
+        return {
+            parameter: BucketLayout(
+                group_of.get(parameter, 0),
+                tuple(shapes),
+                tuple(shape.numel() for shape in shapes.values()),
+                self.shard_size,
+            )
+            for parameter, shapes in zip(self.parameters, self.shapes, strict=True)
+        }
+
+    # Weights
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes that the gathered weights take now."""
+        return self._weights.untyped_storage().nbytes()
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Start to gather the weights, unless they are there or on their way. Collective."""
+        if self._is_gathered:
+            return
+        self._is_gathered = True
+        self._weights.untyped_storage().resize_(self._bytes)
+        self._weights.chunk(self._ranks.world_size)[self._ranks.rank].copy_(self.shard)
+        if self._gathers is not None:
+            self._arriving = self._gathers.all_gather(self._weights)
+
+    def open(self) -> None:
+        """Wait until the weights are there (on GPUs: for the current stream), and let the parameters be them."""
+        if self._arriving is not None:
+            self._arriving.wait()
+            self._arriving = None
+        if not self._is_open:
+            self._show(self._views)
+            self._is_open = True
+
+    def hide(self) -> None:
+        """Free the gathered weights."""
+        if not self._is_gathered:
+            return
+        self.open()
+        self._show(self._absent)
+        self._is_gathered = self._is_open = False
+        self._weights.untyped_storage().resize_(0)
+
+    def _show(self, tensors: Iterable[torch.Tensor]) -> None:
+        for parameter, tensor in zip(self.parameters, tensors, strict=True):
+            parameter.data = tensor
+
+    def _parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return the parameters' places in a flat tensor, in their shapes."""
+        parts = flat[: sum(self._sizes)].split(self._sizes)
+        return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
+
+    # The exact weights, in the dtype of the state
+
+    @torch.no_grad()
+    def gather_state(self) -> torch.Tensor:
+        """Return all shards in one new tensor, (world_size * shard_size,). Collective."""
+        whole = self.shard.new_empty(self.shard_size * self._ranks.world_size)
+        whole.chunk(self._ranks.world_size)[self._ranks.rank].copy_(self.shard)
+        if self._gathers is not None:
+            self._gathers.all_gather(whole).wait()
+        return whole
+
+    @torch.no_grad()
+    def named(self, whole: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the parts of a flat tensor by the names of checkpoints."""
+        shapes = {name: shape for of_parameter in self.shapes for name, shape in of_parameter.items()}
+        parts = whole[: sum(self._sizes)].split([shape.numel() for shape in shapes.values()])
+        return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+
+    @torch.no_grad()
+    def lend(self, whole: torch.Tensor | None = None) -> None:
+        """Let the parameters be parts of a tensor that may be written to, until `take_back`.
+
+        Args:
+            whole: of `gather_state`; None: the values that the parameters have now.
+        """
+        if whole is None:
+            size = self.shard_size * self._ranks.world_size
+            whole = torch.zeros(size, dtype=self._given_dtype, device=self.shard.device)
+            for parameter, part in zip(self.parameters, self._parts(whole), strict=True):
+                part.copy_(parameter.detach())
+        self.hide()
+        self._show(self._parts(whole))
+        self._lent = whole
+
+    @torch.no_grad()
+    def take_back(self, *, of_first: bool) -> None:
+        """Cut this rank's shard from what was lent.
+
+        Args:
+            of_first: take rank 0's values. Collective.
+        """
+        assert self._lent is not None
+        if of_first and self._ranks.world_size > 1:
+            dist.broadcast(self._lent.view(torch.uint8), src=0)  # backends do not know every dtype
+        self.shard.copy_(self._lent.chunk(self._ranks.world_size)[self._ranks.rank])
+        self._lent = None
+        self._show(self._absent)
+
+    @torch.no_grad()
+    def take_own(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Copy this rank's elements from whole weights by name."""
+        for position, shapes in enumerate(self.shapes):
+            in_shard, in_parameter = self.own_part(position)
+            if in_shard.start < in_shard.stop:
+                whole = torch.cat([weights[name].reshape(-1) for name in shapes])
+                self.shard[in_shard] = whole[in_parameter].to(self.shard.device)
+
+    # Gradients
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Start to average the parameters' gradients, and release them. Collective."""
+        self.wait_reduced()
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        flat = pack(gradients, self.shard_size * self._ranks.world_size, self._reduce_dtype)
+        if self._reductions is None:
+            self._pending = PendingMean([], [flat])
+        else:
+            self._pending = self._reductions.reduce_scatter(flat)
+
+    @torch.no_grad()
+    def wait_reduced(self) -> None:
+        """Add the mean gradient, if one is on its way, to `gradient` (on GPUs: on the current stream)."""
+        if self._pending is None:
+            return
+        (mean,) = self._pending.wait()
+        self._pending = None
+        if self.gradient is None:
+            self.gradient = mean.to(self.shard.dtype, copy=True)  # the flat tensor is released
+        else:
+            self.gradient += mean
+
+    def give_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Let the slices of these parameters have their parts of the gradient."""
+        for position, parameter in enumerate(self.parameters):
+            if self.gradient is not None and parameter in parameters and parameter in self.slices:
+                self.slices[parameter].grad = self.gradient[self.own_part(position)[0]]
+
+    def notice_released(self) -> None:
+        """Forget the gradient where the slices' have been set to None."""
+        if self.gradient is None:
+            return
+        for position, parameter in enumerate(self.parameters):
+            if parameter in self.slices and self.slices[parameter].grad is None:
+                self.gradient[self.own_part(position)[0]] = 0
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients, also if they are still being reduced."""
+        if self._pending is not None:
+            self._pending.abandon()
+            self._pending = None
+        self.gradient = None
+        for tensor in (*self.parameters, *self.slices.values()):
+            tensor.grad = None
+
+
+def absent(shape: torch.Size, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    """Return a NaN in the given shape. It takes the memory of one element and cannot be written to."""
+    return torch.full((), math.nan, dtype=dtype, device=device).expand(shape)
+
+
+def leave_meta(model: nn.Module, device: torch.device) -> None:
+    """Let parameters and buffers of the device "meta" be on `device`, without memory or values; ties stay."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model._apply(lambda tensor: absent(tensor.shape, tensor.dtype, device))
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+def draw(module: nn.Module) -> None:
+    """Draw the first values of a module's parameters, in the order in which its constructor does.
+
+    Raises:
+        ValueError: a parameter is drawn by no `reset_parameters`.
+    """
+    for part in module.modules():
+        reset = getattr(part, "reset_parameters", None)
+        if reset is not None:
+            reset()
+    for name, parameter in module.named_parameters():
+        if torch.isnan(parameter).any():
+            owner = type(module).__name__
+            raise ValueError(f'{name} of {owner} is on "meta", and no reset_parameters draws it')

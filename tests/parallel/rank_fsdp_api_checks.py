@@ -1,0 +1,119 @@
+"""Checks of the module `FSDP`, of whole weights in and out of shards, and of the rival `torch_fsdp`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from rank_fsdp_checks import TINY, sharded, tokens
+from rank_model import adamw, check, groups_of, refused, sgd, start
+from torch import nn
+
+from lmkit.errors import UsageError
+from lmkit.model.transformer import TransformerLM
+from lmkit.parallel import FSDP, Ranks, gather_full_parameters
+from lmkit.parallel.ranks import process_group
+from lmkit.recipe.tables import ModelConfig, ParallelConfig
+from lmkit.training.setup import build_step
+
+
+@check(make=(adamw, sgd))
+def check_joined_batch_by_torch_fsdp(ranks: Ranks, make: Callable) -> None:
+    torch.manual_seed(0)
+    oracle = nn.Sequential(nn.Linear(6, 8), nn.Sequential(nn.Tanh(), nn.Linear(8, 6))).to(ranks.device)
+    model = copy.deepcopy(oracle)
+    sync, call, optimizer = start("torch_fsdp", model, ranks, make)
+    reference = make(groups_of(oracle))
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)).to(ranks.device)
+    for _ in range(4):
+        oracle(x).square().mean().backward()
+        call(x.chunk(ranks.world_size)[ranks.rank]).square().mean().backward()
+        norm = nn.utils.clip_grad_norm_(oracle.parameters(), 0.1)
+        sync.finish()
+        assert float(sync.clip_gradients(0.1)) == pytest.approx(float(norm), rel=1e-5)
+        for either in (reference, optimizer):
+            either.step()
+            either.zero_grad()
+    # float32, four updates of up to 0.02 by AdamW: rounding of 1e-7 in its quotient of moments.
+    for mine, theirs in zip(model.parameters(), oracle.parameters(), strict=True):
+        torch.testing.assert_close(mine.full_tensor(), theirs.detach(), rtol=0, atol=1e-5)
+    with refused("parallel.rival_saves_nothing", UsageError, "torch_fsdp"):
+        model.state_dict()
+
+
+@check()
+def check_fsdp_loads_state_of_the_whole_model(ranks: Ranks) -> None:
+    """`load_state_dict` writes shards; names that are missing keep their values."""
+    _, model, _ = sharded(TINY, ranks)
+    torch.manual_seed(5)
+    other = TransformerLM(TINY)
+    model.load_state_dict(other.state_dict())
+    partly = {name: value + 1 for name, value in other.state_dict().items() if name.endswith("w1.weight")}
+    model.load_state_dict(partly, strict=False)
+    for name, value in (other.state_dict() | partly).items():
+        assert torch.equal(model.state_dict()[name], value), name
+    with pytest.raises(RuntimeError, match="Missing key"):
+        model.load_state_dict({})
+
+
+@check(dtype=(None,), tied=(False, True))
+@check(dtype=(torch.bfloat16,), tied=(False,))
+def check_fsdp_module(ranks: Ranks, dtype: torch.dtype | None, tied: bool) -> None:
+    """As training on the joined batch, with an optimizer that knows nothing of ranks."""
+    config = TINY.model_copy(update={"tie_embeddings": tied})
+    torch.manual_seed(0)
+    oracle = TransformerLM(config, device=ranks.device)
+    torch.manual_seed(ranks.rank)  # rank 0's values must win
+    model = FSDP(TransformerLM(config, device=ranks.device), dtype)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    share = sum(p.numel() for p in oracle.parameters()) / ranks.world_size
+    # The padding of seven layers may lie on one rank.
+    assert abs(sum(p.numel() for p in model.parameters()) - share) < 128 * ranks.world_size * 7
+    whole = gather_full_parameters(model)
+    assert all(torch.equal(whole[name], value) for name, value in oracle.state_dict().items())
+    make = partial(torch.optim.SGD, lr=0.5)
+    optimizer, reference = make(model.parameters()), make(oracle.parameters())
+    for step in range(4):
+        for rank in range(ranks.world_size):
+            ids, wanted = tokens(Ranks(rank, device=ranks.device), step)
+            loss = nn.functional.cross_entropy(oracle(ids).flatten(0, 1), wanted.flatten())
+            (loss / ranks.world_size).backward()
+            if rank == ranks.rank:
+                for part in range(2):  # accumulates
+                    logits = model(ids[part : part + 1]).float()
+                    (nn.functional.cross_entropy(logits.flatten(0, 1), wanted[part]) / 2).backward()
+        for either in (optimizer, reference):
+            either.step()
+            either.zero_grad()
+    tolerance = 1e-6 if dtype is None else 0.02  # bf16: updates of 0.5 times gradients rounded by 2^-8
+    for name, value in gather_full_parameters(model).items():
+        assert value.dtype == torch.float32
+        assert (value - oracle.state_dict()[name]).abs().max() <= tolerance, name
+    with torch.no_grad():
+        ids, _ = tokens(Ranks(device=ranks.device), 9)
+        difference = (model(ids).float() - oracle(ids)).abs().max()
+    assert difference <= (1e-5 if dtype is None else 0.2)  # logits of about 3
+
+
+def memory_of_steps() -> tuple[list[int], int, int]:
+    """The peaks of three steps, the bytes held after the last one, and those of one copy of the shards, on a GPU. Run
+    on every rank, by itself."""
+    config = ModelConfig(
+        vocab_size=8192, context_length=128, d_model=512, d_ff=2048, num_layers=8, num_heads=8
+    )
+    with process_group("cuda", timeout_s=60) as ranks:
+        torch.zeros(64, 64, device=ranks.device) @ torch.zeros(64, 64, device=ranks.device)  # workspaces
+        before = torch.cuda.memory_allocated(ranks.device)
+        step = build_step(config, ranks, parallel=ParallelConfig(strategy="fsdp"))
+        peaks = []
+        ids = torch.zeros(1, 1, 128, dtype=torch.int64)
+        for _ in range(3):
+            torch.cuda.reset_peak_memory_stats(ranks.device)
+            assert step(ids, ids, lr=1e-3).applied
+            peaks.append(torch.cuda.max_memory_allocated(ranks.device) - before)
+        torch.cuda.synchronize(ranks.device)
+        shards = sum(flat.shard.nbytes for flat in step.sync._flats)  # type: ignore[attr-defined]
+        return peaks, torch.cuda.memory_allocated(ranks.device) - before, shards
