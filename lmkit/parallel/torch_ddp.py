@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -55,6 +56,10 @@ class TorchDDP(Strategy):
             **_NO_BUFFER_TRAFFIC,
             **{**STRATEGIES.facts("torch_ddp").options, **self.config.options},  # type: ignore[arg-type]
         )
+        # Without this the reducer may be the last to hold the group: its destructor joins gloo's threads while it has
+        # the interpreter's lock, for which such a thread may wait to drop a tensor.
+        for holder in (self._ddp.reducer, self._ddp.logger):
+            weakref.finalize(holder, lambda group: None, dist.group.WORLD).atexit = False
         if self.config.reduce_dtype == "bf16":
             self._ddp.register_comm_hook(None, default_hooks.bf16_compress_hook)
         return _Synchronised(self._ddp)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import itertools
 import math
 import os
@@ -129,6 +130,7 @@ def _live(
         FAULTS[fault](rank)
     around(session, "draw_losses", lambda *arguments, **keywords: None)
     sys.stderr = open(log, "a")  # noqa: SIM115
+    faulthandler.dump_traceback_later(0.9 * PATIENCE_S, file=sys.stderr)  # where a rank hangs
     try:
         session.train(load_recipe(recipe, settings), **options)
     except LmkitError as error:
