@@ -22,7 +22,7 @@ from lmkit.cli.options import (
 )
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.tables import enumeration, statement
-from lmkit.storage.outputs import refuse_existing, refuse_replacing
+from lmkit.storage.outputs import refuse_existing, refuse_replacing, refuse_unwritable
 
 if TYPE_CHECKING:
     from lmkit.tokenizer import Tokenizer
@@ -184,6 +184,7 @@ def export(
     """Write a tokenizer as GPT-2's two files, for other libraries."""
     from lmkit.tokenizer import Tokenizer
 
+    refuse_unwritable(folder, option="the argument FOLDER")
     files = [folder / name for name in GPT2_FILES]
     for file in files:
         refuse_existing(file, force=force)

@@ -6,6 +6,7 @@ Everything wrong with a recipe is reported at once, each mistake with its dotted
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -112,7 +113,7 @@ def find_recipe(source: str | Path) -> Path:
         UsageError: there is neither.
     """
     path, shipped = Path(source), shipped_recipes()
-    if path.exists() and not path.is_dir():
+    if os.path.lexists(path) and not path.is_dir():  # the reader says what is wrong with a link
         return path
     if str(source) in shipped:
         return shipped[str(source)]

@@ -35,6 +35,8 @@ _CHANGE_MODEL = (  # keys of the model that change ids
 )
 _MOST_IDS = 1 << 24  # an embedding needs a row for each id, used or not
 _MERGES_HEADER = "#version: 0.2"
+_ONE_FILE = "a tokenizer is one file, tokenizer.json; make it from GPT-2's two with lmkit tokenizer import"
+_TWO_FILES = "GPT-2's tokenizer is two files, vocab.json and merges.txt; a tokenizer.json is used as it is"
 
 
 def damaged(path: str | Path, what: object) -> LmkitError:
@@ -269,8 +271,8 @@ def save_gpt2(tokenizer: Tokenizer, folder: Path) -> None:
 
 def load_gpt2(vocab_json: Path, merges_txt: Path) -> dict[str, Any]:
     """Return the arguments of `Tokenizer`. A token that is no byte and comes from no merge is a special token."""
-    content = _parse(vocab_json)
-    lines = _read(merges_txt).splitlines()
+    content = _parse(vocab_json, _TWO_FILES)
+    lines = _read(merges_txt, _TWO_FILES).splitlines()
     try:
         merges = _distinct(_pair(line) for line in lines if line and not line.startswith("#version"))
     except ValueError as error:
@@ -316,9 +318,9 @@ def _names(tokenizer: Tokenizer) -> dict[int, str]:
     return names
 
 
-def _parse(path: Path) -> dict[str, Any]:
+def _parse(path: Path, hint: str = _ONE_FILE) -> dict[str, Any]:
     try:
-        content = json.loads(_read(path))
+        content = json.loads(_read(path, hint))
     except json.JSONDecodeError as error:
         raise damaged(path, f"not JSON (near byte {error.pos})") from error
     except RecursionError as error:
@@ -330,14 +332,10 @@ def _parse(path: Path) -> dict[str, Any]:
     return content
 
 
-def _read(path: Path) -> str:
+def _read(path: Path, hint: str) -> str:
     try:
         return path.read_bytes().decode()
     except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
-        raise UsageError(
-            "tokenizer.unreadable",
-            f"{path}: {reason(error)}",
-            hint="a tokenizer is one file, tokenizer.json; make it from GPT-2's two with lmkit tokenizer import",
-        ) from error
+        raise UsageError("tokenizer.unreadable", f"{path}: {reason(error)}", hint=hint) from error
     except UnicodeDecodeError as error:
         raise damaged(path, f"not UTF-8 at byte {error.start}") from error

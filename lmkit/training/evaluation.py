@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lmkit.data.batches import evaluation_windows
 from lmkit.data.encoding import encode_corpus
 from lmkit.data.token_files import TokenFile, open_tokens
-from lmkit.errors import UsageError
+from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.ranges import range_
 from lmkit.model.transformer import TransformerLM
 from lmkit.parallel.collectives import agree
@@ -32,6 +32,14 @@ from lmkit.training.checkpoint import newest_checkpoint, run_tokenizer
 from lmkit.training.model_state import plain_model
 from lmkit.training.precision import autocast, hold_weights
 from lmkit.training.process import numerics
+
+# Where a text is named on the command line: no option replaces invalid bytes or names another key, and the model has
+# its context.
+_HINTS_OF_TEXT = {
+    "text.not_utf8": "convert the text to UTF-8 first, for example with iconv",
+    "corpus.no_field": 'every line must hold its text under "text"',
+    "tokens.too_short": "use a longer text",
+}
 
 
 @dataclass(frozen=True)
@@ -179,10 +187,14 @@ def evaluate_run(
             raise UsageError("evaluate.no_tokenizer", f"{path}: the run has no {TOKENIZER}", hint=hint)
         with tempfile.TemporaryDirectory() as made:
             encoded = Path(made, "text.npy")
-            encode_corpus(text, encoded, Tokenizer.load(tokenizer))
-            return dataclasses.replace(
-                evaluate_run(path, tokens=encoded, device=device), tokens_file=str(text)
-            )
+            try:
+                encode_corpus(text, encoded, Tokenizer.load(tokenizer))
+                result = evaluate_run(path, tokens=encoded, device=device)
+            except LmkitError as error:
+                message = error.message.replace(str(encoded), str(text))
+                hint = _HINTS_OF_TEXT.get(error.code, error.hint)
+                raise type(error)(error.code, message, hint=hint) from error
+        return dataclasses.replace(result, tokens_file=str(text))
     checkpoint = newest_checkpoint(path)
     run = Path(os.path.relpath(checkpoint.path.resolve().parent.parent))
     tables, place = checkpoint.state.recipe, run_folder_of(run / RECIPE)

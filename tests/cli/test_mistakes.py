@@ -47,6 +47,27 @@ def test_fault_10_wrong_override(terminal) -> None:
     terminal.refuses("train quickstart --set train.stepz=1", code="recipe.unknown_key", says=["steps?"])
 
 
+def test_fault_123_a_link_that_leads_nowhere_is_named(terminal) -> None:
+    Path("loop.toml").symlink_to("loop.toml")
+    terminal.refuses("recipe validate loop.toml", code="recipe.unreadable", says=["loop.toml", "links"])
+
+
+def test_fault_123_import_and_export_of_gpt2_files_name_the_folder(terminal, text: Path) -> None:
+    Path("empty").mkdir()
+    terminal("tokenizer train text.txt ours.json --vocab-size 260")
+    refused = terminal.refuses(
+        "tokenizer import empty other.json", code="tokenizer.unreadable", says=["empty/vocab.json"]
+    )
+    assert "merges.txt" in refused.hint
+    assert "lmkit tokenizer import" not in refused.hint
+    before = text.read_bytes()
+    refused = terminal.refuses(
+        "tokenizer export ours.json text.txt", code="output.unwritable", says=["text.txt", "directory"]
+    )
+    assert "folder" in refused.hint
+    assert text.read_bytes() == before
+
+
 @pytest.fixture
 def text() -> Path:
     path = Path("text.txt")
