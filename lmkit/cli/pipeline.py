@@ -12,8 +12,8 @@ import os
 import shlex
 import shutil
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,9 @@ from lmkit.recipe.run_folder import CHECKPOINTS, METRICS, RECIPE, RECORD, STORIE
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.vocabulary import END_OF_TEXT
 from lmkit.storage import FolderLock, keep_damaged, remove_partials, write_atomic
+from lmkit.storage.atomic import PARTIAL_SUFFIX
 from lmkit.storage.outputs import refuse_unwritable
+from lmkit.tokenizer import Tokenizer
 
 log = logging.getLogger("lmkit")
 
@@ -74,11 +76,10 @@ def run(recipe: Recipe, *, progress: Progress, nproc: int = 1, **options: Any) -
             train(recipe)
         return None
     pipeline = Pipeline(recipe, progress=progress, nproc=nproc, **options)
-    with leading() if ranks > 1 else nullcontext(lambda word: None) as pipeline.tell_ranks:
-        pipeline.open()
+    with leading() if ranks > 1 else nullcontext(lambda word: None) as pipeline.tell_ranks, pipeline.opened():
         done = {stage: pipeline.bring_up_to_date(stage) for stage in STAGES}
         pipeline.record.save()
-    return _summary(pipeline, done)
+        return _summary(pipeline, done)
 
 
 def plan(recipe: Recipe, **options: Any) -> Result:
@@ -150,18 +151,20 @@ class Pipeline:
         self.checkpoints = self.folder / CHECKPOINTS
         self.record = StageRecord(self.folder, recipe, reads_sources=not skip_data)
         self.tell_ranks: Callable[[str], None] = lambda word: None
+        self.lock = FolderLock(self.folder)
 
     def refuse(self) -> None:
         """Refuse options and folders with which the run would lose or lack something; touches nothing."""
         if self.skip_data:
             self._refuse_to_skip()
-        is_run = any((self.folder / name).exists() for name in (RECIPE, RECORD))
         if not self.force:
             self._refuse_another_recipe()
             self._refuse_to_read_a_pipe_again()
-        elif self.folder.is_dir() and not is_run:
-            others = sorted(path.name for path in self.folder.iterdir() if not self._is_kept(path))
-            if others:
+        elif self.folder.is_dir():
+            # One look: another process may be making a run of it.
+            names = sorted(path.name for path in self.folder.iterdir() if not self._is_kept(path))
+            others = [name for name in names if not name.endswith(PARTIAL_SUFFIX)]
+            if others and RECIPE not in names and RECORD not in names:
                 raise UsageError(
                     "run.not_a_run_folder",
                     f"{self.folder}: --force would delete {others[0]!r}, and this folder is not a run",
@@ -242,6 +245,17 @@ class Pipeline:
             return False
         return (self._trained_steps() or 0) > step
 
+    def _has_tokenizer_of_training(self) -> bool:
+        """Return whether the run's tokenizer is the one with which the finished training was done."""
+        if not self.record.is_finished("tokenizer"):  # it will be made again
+            return True
+        try:
+            state = self.checkpoints / f"step-{self._trained_steps():08d}" / "state.json"
+            trained_with = json.loads(state.read_bytes())["data"]["tokenizer_sha256"]
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):  # random tokens, or damaged
+            return True
+        return trained_with == Tokenizer.load(self.folder / TOKENIZER).sha256
+
     def damage(self, stage: str) -> str | None:
         """Return what is wrong with the outputs of a finished stage; None if nothing is."""
         damaged = self.record.damaged(stage)
@@ -255,11 +269,12 @@ class Pipeline:
         """Return whether this run starts over a training that has checkpoints."""
         return (self.force or "train" in self.redone) and self._has_checkpoints()
 
-    def open(self) -> None:
-        """Make the run folder, or check that the existing one belongs to this recipe."""
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Hold the run folder, which is made, or checked for belonging to this recipe."""
         self.refuse()
         refuse_unwritable(self.folder, option="--set run.folder=...")
-        with FolderLock(self.folder):
+        with self.lock:
             # Before a data stage replaces the tokenizer that the checkpoints need.
             if self.would_set_aside() and (self.force or self.redone[0] in DATA_STAGES):
                 self.set_aside()
@@ -272,6 +287,7 @@ class Pipeline:
             remove_partials(self.folder)
             write_atomic(self.folder / RECIPE, recipe_to_toml(self.recipe))
             self.record.forget(self.redone)
+            yield
 
     def _is_kept(self, path: Path) -> bool:
         """Return whether `--force` leaves a path of the run folder alone."""
@@ -300,7 +316,9 @@ class Pipeline:
     def is_up_to_date(self, stage: str) -> bool:
         if stage in DATA_STAGES:
             return self.skip_data or self.record.is_finished(stage)
-        return self.record.is_finished(stage) and not self._was_trained_further()
+        if not self.record.is_finished(stage) or self._was_trained_further():
+            return False
+        return stage != "train" or self._has_tokenizer_of_training()
 
     def bring_up_to_date(self, stage: str) -> str:
         """Do a stage unless it is up to date; return "up to date" or the seconds that it took."""
@@ -317,12 +335,9 @@ class Pipeline:
                 if path.exists() and not path.is_relative_to(self.checkpoints):  # a training keeps whole ones
                     log.warning("%s: kept as %s", stage, keep_damaged(path))
         started = time.perf_counter()
-        if stage in DATA_STAGES:  # the others lock the folder themselves
-            with FolderLock(self.folder):
-                self.record.begin(stage)
-                outputs = STAGES[stage](self)
-        else:
-            outputs = STAGES[stage](self)
+        if stage in DATA_STAGES:
+            self.record.begin(stage)
+        outputs = STAGES[stage](self)
         self.record.finish(stage, outputs)
         seconds = time.perf_counter() - started
         log.info("%s: done in %.1f s", stage, seconds)

@@ -17,7 +17,7 @@ from lmkit.data.corpora import prepare_corpus
 from lmkit.data.encoding import encode_corpus
 from lmkit.data.token_files import sidecar_path
 from lmkit.recipe.run_folder import STORIES, TOKENIZER, token_file
-from lmkit.storage import FolderLock, write_atomic
+from lmkit.storage import write_atomic
 from lmkit.tokenizer import Tokenizer, train_tokenizer
 
 if TYPE_CHECKING:
@@ -68,17 +68,16 @@ def _train(run: Pipeline) -> Outputs:
     from lmkit.training.run_data import open_data
     from lmkit.training.session import train
 
-    if run.would_set_aside():  # --from train; otherwise `open` did it
+    if run.would_set_aside():  # --from train; otherwise `opened` did it
         open_data(run.recipe)  # refuses damaged token files while the checkpoints are in their place
-        with FolderLock(run.folder):
-            run.set_aside()
+        run.set_aside()
     run.record.begin("train")
     run.record.forget(("evaluate", "generate"))
     run.tell_ranks("train")
     parallel, is_alone = run.recipe.parallel, os.environ.get("WORLD_SIZE", "1") == "1"
     if run.nproc == 1 and is_alone and "strategy" in parallel.model_fields_set:
         log.info('parallel.strategy: "%s" has no effect on one rank (see --nproc)', parallel.strategy)
-    result = train(run.recipe, nproc=run.nproc)
+    result = train(run.recipe, nproc=run.nproc, lock=run.lock)
     assert result is not None
     newest = [] if result.checkpoint is None else sorted(Path(result.checkpoint).iterdir())
     return {"training": [run.write("training", result)], "checkpoints": [run.checkpoints, *newest]}

@@ -1,6 +1,6 @@
 """Lock files and folders against a second writer.
 
-The locks are the kernel's (`flock`): they end with their process, so a killed process blocks nobody.
+The locks are the kernel's (`flock`): they end with their processes, so a killed process blocks nobody.
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ import os
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from lmkit.errors import LmkitError
+
+_LONGEST_NAME = 200
 
 
 def hold_file(path: Path) -> int | None:
@@ -42,7 +45,9 @@ def _is_named(descriptor: int, path: Path) -> bool:
 class FolderLock:
     """Hold `folder/.lock` inside the `with` block; a second holder gets an error at once.
 
-    Missing folders are created. If the block fails and left them empty, they are removed again.
+    Missing folders are created. If the block fails and left them empty, they are removed again. The file names the
+    process that holds it. A held lock can be an argument of a new process of multiprocessing: then that process holds
+    it, too, until it ends.
 
     Raises:
         LmkitError: another process holds the lock ("storage.folder_busy"), or `.lock` is a folder
@@ -66,12 +71,28 @@ class FolderLock:
             )
         self._descriptor = hold_file(self.path)
         if self._descriptor is None:
+            with open(self.path, encoding="utf-8", errors="replace") as file:
+                holder = file.read(_LONGEST_NAME).strip() or "another process"
             raise LmkitError(
                 "storage.folder_busy",
-                f"{folder}: another process is working in this folder",
+                f"{folder}: {holder} is working in this folder",
                 hint="wait for it to end, or work in another folder (--set run.name=... for a run)",
             )
+        with suppress(OSError):  # the disk is full: the holder has no name then
+            os.ftruncate(self._descriptor, 0)
+            os.write(self._descriptor, f"process {os.getpid()} on {os.uname().nodename}".encode())
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        from multiprocessing.reduction import DupFd
+
+        assert self._descriptor is not None
+        return {**self.__dict__, "_descriptor": DupFd(self._descriptor)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        descriptor = state["_descriptor"].detach()
+        os.set_inheritable(descriptor, False)
+        self.__dict__ |= {**state, "_descriptor": descriptor}
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
@@ -84,5 +105,6 @@ class FolderLock:
                     self.path.unlink()
                     for folder in self._made:
                         folder.rmdir()
+        os.ftruncate(self._descriptor, 0)
         os.close(self._descriptor)
         self._descriptor = None

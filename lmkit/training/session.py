@@ -6,7 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
@@ -106,12 +106,15 @@ class TrainResult:
         return "\n".join(lines)
 
 
-def train(recipe: Recipe, *, stop_at_step: int | None = None, nproc: int = 1) -> TrainResult | None:
+def train(
+    recipe: Recipe, *, stop_at_step: int | None = None, nproc: int = 1, lock: FolderLock | None = None
+) -> TrainResult | None:
     """Train, from scratch or from the newest checkpoint of the run folder.
 
     Args:
         stop_at_step: end early after this step; the learning-rate schedule stays that of `train.steps`.
         nproc: ranks to start on this machine. Under torchrun leave it at 1.
+        lock: of the run folder, if the caller holds it.
 
     Returns:
         The result; None on ranks other than the first.
@@ -123,16 +126,16 @@ def train(recipe: Recipe, *, stop_at_step: int | None = None, nproc: int = 1) ->
     """
     check_recipe(recipe)  # before ranks start, which takes seconds
     if nproc > 1:
-        return spawn_ranks(nproc, _run_rank, (recipe, stop_at_step))
-    live: Callable[[Recipe, int | None], TrainResult | None] = _run_rank
+        return spawn_ranks(nproc, _run_rank, (recipe, stop_at_step, lock))
+    live: Callable[[Recipe, int | None, FolderLock | None], TrainResult | None] = _run_rank
     if "TORCHELASTIC_RUN_ID" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import record
 
         live = record(live)  # lets torchrun show the traceback of errors that are no LmkitError
-    return live(recipe, stop_at_step)
+    return live(recipe, stop_at_step, lock)
 
 
-def _run_rank(recipe: Recipe, stop_at_step: int | None) -> TrainResult | None:
+def _run_rank(recipe: Recipe, stop_at_step: int | None, lock: FolderLock | None) -> TrainResult | None:
     """Train as one of the ranks; return the result on rank 0."""
     enable_ranges_from_environment()
     with (
@@ -142,7 +145,8 @@ def _run_rank(recipe: Recipe, stop_at_step: int | None) -> TrainResult | None:
         numerics(recipe.run, ranks),
         ExitStack() as held,
     ):
-        start = _prepare(recipe, ranks, stop_at_step, held)
+        own = FolderLock(recipe.run.path) if lock is None else nullcontext()
+        start = _prepare(recipe, ranks, stop_at_step, lambda: held.enter_context(own))
         checkpoint = start.checkpoint
         if start.done is not None:
             for note in start.notes if ranks.is_first else ():
@@ -229,21 +233,23 @@ class _Start:
     done: TrainResult | None
 
 
-def _prepare(recipe: Recipe, ranks: Ranks, stop_at_step: int | None, held: ExitStack | None) -> _Start:
+def _prepare(
+    recipe: Recipe, ranks: Ranks, stop_at_step: int | None, hold: Callable[[], object] | None
+) -> _Start:
     """Refuse what cannot work; choose the checkpoint.
 
     Args:
-        held: gets the lock of the run folder, which is cleaned; None writes nothing.
+        hold: locks the run folder, which is cleaned then; None writes nothing.
     """
     data = open_data(recipe)
     resolved = resolve(recipe, data)
     check_device(resolved, ranks.device)
     batches = make_batches(resolved, data, ranks)
-    if held is None:
+    if hold is None:
         path, skipped = choose_start(recipe)
         notes = [f"skipped {why}" for why in skipped]
     else:
-        path, notes = decided_by_first(ranks, lambda: _open_folder(recipe, held))
+        path, notes = decided_by_first(ranks, lambda: _open_folder(recipe, hold))
     warnings = schedule_warnings(resolved.optimizer, resolved_tables(resolved)[1].steps)
     if path is None:
         return _Start(resolved, data, batches, None, notes, warnings, None)
@@ -255,7 +261,7 @@ def _prepare(recipe: Recipe, ranks: Ranks, stop_at_step: int | None, held: ExitS
     return _Start(resolved, data, batches, checkpoint, notes, changes, done)
 
 
-def _open_folder(recipe: Recipe, held: ExitStack) -> tuple[Path | None, list[str]]:
+def _open_folder(recipe: Recipe, hold: Callable[[], object]) -> tuple[Path | None, list[str]]:
     """On rank 0: lock the run folder, remove leftovers of a killed session, choose the checkpoint.
 
     Returns:
@@ -263,7 +269,7 @@ def _open_folder(recipe: Recipe, held: ExitStack) -> tuple[Path | None, list[str
     """
     folder, checkpoints = recipe.run.path, recipe.run.path / CHECKPOINTS
     refuse_unwritable(folder, option="--set run.folder=...")
-    held.enter_context(FolderLock(folder))
+    hold()
     removed = remove_partials(folder)
     if checkpoints.is_dir():
         removed += clean_leftovers(checkpoints)

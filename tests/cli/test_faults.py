@@ -202,7 +202,7 @@ def test_fault_60_a_missing_shard_at_the_terminal(refuses) -> None:
 
 def test_fault_61_two_runs_in_one_folder_at_the_terminal(refuses) -> None:
     with FolderLock("runs/run"):
-        refuses(1, "train tiny.toml --steps 6", "runs/run: another process")
+        refuses(1, "train tiny.toml --steps 6", "runs/run: process")
 
 
 def test_fault_90_the_warning_of_a_long_prompt_stands_before_the_text(

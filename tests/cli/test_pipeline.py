@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from lmkit.cli import pipeline
-from lmkit.errors import UsageError
+from lmkit.errors import LmkitError, UsageError
 from lmkit.recipe.load import load_recipe, recipe_to_toml
 from lmkit.recipe.schema import Recipe
+from lmkit.storage import FolderLock
 
 
 @pytest.fixture
@@ -77,7 +78,8 @@ def test_a_run_without_a_training_continues_with_a_changed_recipe(recipe: Recipe
     with_longer_recipe(recipe, checkpoint=False)
     begun = {stage: {"key": "key", "before": "", "done": False} for stage in ("corpus", "train")}
     (recipe.run.path / "stages.json").write_text(json.dumps(begun))
-    pipeline_of(recipe).open()
+    with pipeline_of(recipe).opened():
+        pass
     assert (recipe.run.path / "recipe.toml").read_text() == recipe_to_toml(recipe)
     assert states(recipe) == {"would run"}
 
@@ -95,7 +97,19 @@ def test_force_empties_no_folder_but_a_runs(recipe: Recipe) -> None:
     assert "thesis.tex" in refused("run.not_a_run_folder", recipe, force=True).message
     assert [path.name for path in run.folder.iterdir()] == ["thesis.tex"]
     (run.folder / "thesis.tex").unlink()
-    run.open()  # an empty one may be a run's
+    with run.opened():  # an empty one may be a run's
+        pass
+
+
+def test_fault_121_force_on_a_folder_that_another_process_has_just_made(recipe: Recipe) -> None:
+    run = pipeline_of(recipe, force=True)
+    run.folder.mkdir(parents=True)
+    (run.folder / "recipe.toml.partial").touch()
+    with FolderLock(run.folder), pytest.raises(LmkitError) as caught:
+        run_now(recipe, force=True)
+    assert caught.value.code == "storage.folder_busy"
+    (run.folder / "thesis.tex").write_text("precious")
+    assert "thesis.tex" in refused("run.not_a_run_folder", recipe, force=True).message
 
 
 @pytest.mark.parametrize("mark", ["recipe.toml", "stages.json"])
@@ -110,7 +124,8 @@ def test_force_empties_the_folder_of_a_run_but_not_what_its_links_lead_to(
     (folder / "checkpoints").symlink_to(elsewhere)
     for name in (mark, "corpus.txt"):
         (folder / name).write_text("{}")
-    pipeline_of(recipe, force=True).open()
+    with pipeline_of(recipe, force=True).opened():
+        pass
     names = {path.name.partition(".old-")[0] for path in folder.iterdir()}
     assert names == {".lock", "recipe.toml", "stages.json", "checkpoints"}
     assert [path.name for path in elsewhere.iterdir()] == ["weights"]

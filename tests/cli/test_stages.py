@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from lmkit.cli import pipeline, stage_record
+from lmkit.errors import LmkitError
 from lmkit.recipe.load import load_recipe
-from lmkit.storage import write_atomic
+from lmkit.storage import FolderLock, sha256_file, write_atomic
 
 RUN = Path("runs/fish")
 CHECKPOINT = "step-00000002/model.safetensors"
@@ -260,6 +261,45 @@ def test_fault_109_a_damaged_corpus_from_a_pipe_is_named(run: Path, terminal) ->
         refused = terminal.refuses(f"run fish.toml{option}", code="run.damaged_corpus", says=["train.txt"])
         assert "--skip-data" in refused.hint
     assert set(states(terminal, "run fish.toml --skip-data").values()) == {"up to date"}
+
+
+def test_fault_120_a_run_holds_its_folder_from_the_first_stage_to_the_last(
+    run: Path, terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = []
+
+    def look(original, self, stage: str) -> bool:
+        looked.append(stage)
+        # Another process has a file description of its own, as this lock has.
+        with pytest.raises(LmkitError) as caught, FolderLock(run):
+            pass
+        assert caught.value.code == "storage.folder_busy"
+        return original(self, stage)
+
+    original = pipeline.Pipeline.is_up_to_date
+    monkeypatch.setattr(pipeline.Pipeline, "is_up_to_date", lambda *them: look(original, *them))
+    for options in ("", "--from train", "--force"):
+        looked.clear()
+        terminal(f"run fish.toml {options}")
+        assert looked == list(stage_record.READS)
+    with FolderLock(run):
+        before = content(run)
+        for command in ("run fish.toml", "run fish.toml --force", "train fish.toml --steps 9"):
+            terminal.refuses(command, code="storage.folder_busy", exit_code=1, says=[str(run)])
+        assert content(run) == before
+
+
+def test_fault_122_a_training_with_another_tokenizer_is_not_up_to_date(run: Path, terminal) -> None:
+    """As two runs left it that worked on one folder at a time."""
+    before = content(run / "checkpoints")
+    terminal("tokenizer train corpus.txt other.json --vocab-size 261")
+    shutil.copy("other.json", run / "tokenizer.json")
+    record = json.loads((run / "stages.json").read_text())
+    record["tokenizer"]["made"]["./tokenizer.json"] = sha256_file(run / "tokenizer.json")
+    (run / "stages.json").write_text(json.dumps(record))
+    assert states(terminal, "run fish.toml --dry-run")["train"] == "would run"
+    terminal.refuses("run fish.toml", code="data.other_tokenizer", says=["tokenizer.json"])
+    assert content(run / "checkpoints") == before
 
 
 def test_fault_110_skip_data_needs_no_corpus(run: Path, terminal) -> None:

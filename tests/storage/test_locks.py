@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,39 @@ def test_one_holder_at_a_time_and_the_next_when_it_leaves(tmp_path):
         raise ZeroDivisionError
     with FolderLock(folder):
         pass
+
+
+def hold_until_told(lock: FolderLock, link: Connection) -> None:
+    link.send("started")
+    link.recv()
+
+
+def test_fault_120_a_process_that_was_given_the_lock_holds_it_until_it_ends(tmp_path):
+    """A rank goes on for a moment when the process that started it was killed."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    with FolderLock(tmp_path) as lock:
+        process = context.Process(target=hold_until_told, args=(lock, theirs))
+        process.start()
+        ours.recv()
+    with pytest.raises(LmkitError) as caught, FolderLock(tmp_path):
+        pass
+    assert caught.value.code == "storage.folder_busy"
+    ours.send("end")
+    process.join()
+    with FolderLock(tmp_path):
+        pass
+
+
+def test_fault_120_who_holds_a_folder_is_named(tmp_path):
+    with FolderLock(tmp_path), pytest.raises(LmkitError) as caught, FolderLock(tmp_path):
+        pass
+    assert f"process {os.getpid()} on {os.uname().nodename}" in caught.value.message
+    with FolderLock(tmp_path):
+        (tmp_path / ".lock").write_text("")  # it has not written its name yet, or there was no room for it
+        with pytest.raises(LmkitError) as caught, FolderLock(tmp_path):
+            pass
+    assert "another process" in caught.value.message
 
 
 def test_fault_114_a_lock_that_is_a_folder_is_named(tmp_path):
