@@ -212,6 +212,25 @@ def check_fsdp_memory(ranks: Ranks, reshard: bool) -> None:
 
 
 @check()
+def check_fsdp_gathers_the_next_layer_meanwhile(ranks: Ranks) -> None:
+    sync, model, optimizer = sharded(TINY, ranks)
+    first, second, third, _ = model.layers
+    seen: list[tuple[str, bool]] = []
+
+    def note(what: str, layer: nn.Module) -> None:
+        (flat,) = sync._flats_of[layer]
+        seen.append((what, flat.gathered_bytes > 0))
+
+    second.ln1.register_forward_pre_hook(lambda *_: note("forward", third))
+    second.attn.register_forward_hook(
+        lambda *args: args[-1].register_hook(lambda _: note("backward", first)) and None
+    )
+    for step in range(2):
+        lm_step(sync, model, optimizer, ranks, step)
+    assert seen == [("forward", True), ("backward", True)] * 2
+
+
+@check()
 def check_fsdp_weights_are_nan_while_they_are_away(ranks: Ranks) -> None:
     """Not memory that was freed."""
     sync, model, optimizer = sharded(TINY, ranks)

@@ -128,7 +128,7 @@ def test_float32_weights_become_masters_and_come_back(tiny: Tiny) -> None:
         assert sum(held) == pytest.approx(total, rel=1e-12)
 
 
-@pytest.mark.parametrize("saved_by", ["none", "zero1"])
+@pytest.mark.parametrize("saved_by", ["none", "zero1", "fsdp"])
 def test_a_checkpoint_with_masters_goes_on_under_every_precision_and_strategy(
     saved_by: str, tiny: Tiny
 ) -> None:
@@ -139,6 +139,7 @@ def test_a_checkpoint_with_masters_goes_on_under_every_precision_and_strategy(
     for options in (
         {"precision": "bf16"},
         {"precision": "bf16", "parallel": ZERO1},
+        {"precision": "bf16", "parallel": ParallelConfig(strategy="fsdp")},
         {"precision": "bf16-autocast"},
     ):
         step = make_step(2, **options)
