@@ -60,7 +60,8 @@ class Fsdp(Strategy):
     a member of its lists of layers. Every rank must call the same layers in the same order, also without gradients.
     Weights that several layers share are gathered for each of them. The model's own parameters stay gathered.
 
-    A model on the device "meta" is drawn layer by layer, with the values that it would have drawn at once.
+    A model on the device "meta" is drawn layer by layer, with the values that it would have drawn at once. Its
+    `state_dict`, a collective, has the exact weights in host memory of rank 0; on other ranks it has their shapes.
 
     Options: `reshard_after_forward` frees a layer's weights after its forward pass; if false, they stay until its
     backward pass, which takes memory and saves a gather. `state_dtype` ("fp32" or "bf16") is the dtype of the shards,
@@ -68,9 +69,11 @@ class Fsdp(Strategy):
 
     Attributes:
         compute_dtype: in which fp32 weights are gathered; None: as `parallel.weights` says.
+        saves_everywhere: whether `state_dict` has the weights on every rank.
     """
 
     compute_dtype: torch.dtype | None = None
+    saves_everywhere = False
 
     def __init__(self, ranks: Ranks, config: ParallelConfig) -> None:
         super().__init__(ranks, config)
@@ -207,7 +210,7 @@ class Fsdp(Strategy):
         return weights
 
     def _give_weights(self, state_dict: dict[str, Any], prefix: str, _: object) -> None:
-        weights = self.whole_weights("cpu")
+        weights = self.whole_weights("cpu" if self.ranks.is_first or self.saves_everywhere else "meta")
         for name in state_dict:
             if name.startswith(prefix) and (plain := plain_name(name.removeprefix(prefix))) in weights:
                 state_dict[name] = weights[plain]

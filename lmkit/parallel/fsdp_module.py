@@ -82,6 +82,8 @@ def gather_full_parameters(model: FSDP) -> dict[str, torch.Tensor]:
 class _FinishedByThePass(Fsdp):
     """`fsdp` for optimizers that it does not know: a backward pass ends with the gradients in place."""
 
+    saves_everywhere = True
+
     @property
     def slices(self) -> dict[nn.Parameter, nn.Parameter]:
         return {parameter: part for flat in self._flats for parameter, part in flat.slices.items()}

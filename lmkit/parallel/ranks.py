@@ -108,8 +108,9 @@ def process_group(
     try:
         yield Ranks(rank, world_size, local_rank, place, timeout_s, store)
     except BaseException:
-        if place.type == "cuda" and dist.group.WORLD is not None:
-            dist.group.WORLD.abort()  # a plain destroy would wait for kernels that wait for a lost rank
+        # A plain destroy would wait for kernels that wait for a lost rank. A strategy may have made further groups.
+        for group in list(dist.distributed_c10d._world.pg_map) if place.type == "cuda" else ():
+            group.abort()
         raise
     finally:
         dist.destroy_process_group()

@@ -15,6 +15,7 @@ from torch import nn
 from lmkit.errors import UsageError
 from lmkit.model.transformer import TransformerLM
 from lmkit.parallel import FSDP, Ranks, gather_full_parameters
+from lmkit.parallel.protocol import build_strategy
 from lmkit.parallel.ranks import process_group
 from lmkit.recipe.tables import ModelConfig, ParallelConfig
 from lmkit.training.setup import build_step
@@ -47,14 +48,15 @@ def check_joined_batch_by_torch_fsdp(ranks: Ranks, make: Callable) -> None:
 @check()
 def check_fsdp_loads_state_of_the_whole_model(ranks: Ranks) -> None:
     """`load_state_dict` writes shards; names that are missing keep their values."""
-    _, model, _ = sharded(TINY, ranks)
+    sync, model, _ = sharded(TINY, ranks)
     torch.manual_seed(5)
     other = TransformerLM(TINY)
     model.load_state_dict(other.state_dict())
     partly = {name: value + 1 for name, value in other.state_dict().items() if name.endswith("w1.weight")}
     model.load_state_dict(partly, strict=False)
+    loaded = sync.whole_weights("cpu")
     for name, value in (other.state_dict() | partly).items():
-        assert torch.equal(model.state_dict()[name], value), name
+        assert torch.equal(loaded[name], value), name
     with pytest.raises(RuntimeError, match="Missing key"):
         model.load_state_dict({})
 
@@ -96,6 +98,20 @@ def check_fsdp_module(ranks: Ranks, dtype: torch.dtype | None, tied: bool) -> No
         ids, _ = tokens(Ranks(device=ranks.device), 9)
         difference = (model(ids).float() - oracle(ids)).abs().max()
     assert difference <= (1e-5 if dtype is None else 0.2)  # logits of about 3
+
+
+@check()
+def check_fsdp_refuses_a_state_of_another_dtype(ranks: Ranks) -> None:
+    with refused("parallel.wrong_option", UsageError, "state_dtype", "fp8"):
+        build_strategy(ParallelConfig(strategy="fsdp", options={"state_dtype": "fp8"}), ranks)
+
+
+@check()
+def check_fsdp_names_what_cannot_be_drawn(ranks: Ranks) -> None:
+    model = nn.Sequential(nn.PReLU(device="meta"))
+    model[0].reset_parameters = lambda: None
+    with pytest.raises(ValueError, match="weight of PReLU"):
+        build_strategy("fsdp", ranks).attach(model)
 
 
 def memory_of_steps() -> tuple[list[int], int, int]:

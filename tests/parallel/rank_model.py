@@ -237,9 +237,9 @@ def assert_equals_joined_run(
 
 
 def assert_same_on_all_ranks(model: nn.Module, ranks: Ranks) -> None:
-    for name, value in model.state_dict().items():
-        everyone = [torch.empty_like(value) for _ in range(ranks.world_size)]
-        dist.all_gather(everyone, value.contiguous())
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        everyone = [torch.empty_like(value, requires_grad=False) for _ in range(ranks.world_size)]
+        dist.all_gather(everyone, value.detach().contiguous())
         for rank, other in enumerate(everyone):
             assert torch.equal(other, everyone[0]), f"{name} of rank {rank} differs from rank 0's"
 
