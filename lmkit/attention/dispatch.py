@@ -57,7 +57,7 @@ def attention(
             mask = mask.unsqueeze(1)  # (batch, 1, num_queries, num_keys)
         q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)  # (batch, 1, seq, head_dim)
         return attention(q, k, v, causal, mask, scale, kernel=kernel, **options).squeeze(1)
-    name = _best_kernel(q, mask) if kernel == "auto" else ATTENTION.canonical(kernel)
+    name = best_kernel(q, mask) if kernel == "auto" else ATTENTION.canonical(kernel)
     function = attention_function(name)
     if mask is None:
         return function(q, k, v, causal=causal, scale=scale, **options)
@@ -98,7 +98,8 @@ def check_kernel(name: str, q: Tensor) -> None:
         ATTENTION.function_of(name, check)(q)
 
 
-def _best_kernel(q: Tensor, mask: Tensor | None) -> str:
+def best_kernel(q: Tensor, mask: Tensor | None = None) -> str:
+    """Return the kernel that `attention` takes for tensors like q (batch, heads, seq, head_dim) by itself."""
     for name in PREFERRED[:-1]:
         facts = ATTENTION.facts(name)
         installed = all(importlib.util.find_spec(package) for package in facts.requires)

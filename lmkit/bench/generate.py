@@ -53,11 +53,12 @@ class Options(Table):
     """Tokens in the cache of each text."""
     capacity: PositiveInt = 128
     """Tokens that the cache has room for."""
-    variants: tuple[Literal["lmkit", "transformers", "transformers_compiled"], ...] = (
+    variants: tuple[Literal["lmkit", "lmkit_torch", "transformers", "transformers_compiled"], ...] = (
         "lmkit",
         "transformers",
     )
-    """lmkit, and transformers' Llama with a static cache, eager or compiled. The first is compared with others."""
+    """lmkit (with its kernels where they run, or PyTorch's operations), and transformers' Llama with a static cache,
+    eager or compiled. The first is compared with others."""
     precision: Literal["fp32", "bf16"] = "bf16"
     """Dtype of weights and cache."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
@@ -68,6 +69,9 @@ class Options(Table):
     """Steps that one sample times; half as many, untimed, lead into it."""
     max_seconds: PositiveFloat = 60.0
     """Seconds of timing per case; whole rounds only."""
+    queue: Count = 0
+    """Texts of a queue that lmkit writes, prompts of 1 to `context` tokens and `context` more each, so that the cache
+    holds `context` tokens of a text on average; 0: none."""
 
 
 class Writer(Protocol):
@@ -81,6 +85,10 @@ class Writer(Protocol):
         """Write one more token of every text."""
         ...
 
+    def read_prompt(self) -> None:
+        """Read one prompt of `context` tokens."""
+        ...
+
     def first_token(self) -> None:
         """Read one prompt of `context` tokens and write a token; wait for it."""
         ...
@@ -89,18 +97,30 @@ class Writer(Protocol):
 class OwnWriter:
     """The decoder that `lmkit generate` runs."""
 
-    def __init__(self, model: TransformerLM, batch_size: int, context: int, temperature: float) -> None:
+    def __init__(
+        self,
+        model: TransformerLM,
+        batch_size: int,
+        context: int,
+        temperature: float,
+        *,
+        kernels: bool | None = None,
+    ) -> None:
         from lmkit.generation import Decoder
         from lmkit.kernels.decode.reference import Ends, Sampling
 
         self.decoder: Decoder = Decoder(
-            model, batch_size, sampling=Sampling(temperature), ends=Ends(stop=-1, most=1 << 40)
+            model,
+            batch_size,
+            sampling=Sampling(temperature),
+            ends=Ends(stop=-1, most=1 << 40),
+            kernels=kernels,
         )
-        self.context = context
+        self.context, self.temperature, self.kernels = context, temperature, kernels
         for cache in (self.decoder.keys, self.decoder.values):
             cache.normal_()
-        for row in range(batch_size):
-            self.decoder.start(row, [row % 100], seed=row)
+        rows = range(batch_size)
+        self.decoder.start(rows, [[row % 100] for row in rows], seeds=rows)
 
     def refill(self) -> None:
         self.decoder.state.place.fill_(self.context)
@@ -108,10 +128,35 @@ class OwnWriter:
     def step(self) -> None:
         self.decoder.step(min(self.decoder.capacity, 2 * self.context))
 
+    def read_prompt(self) -> None:
+        self.decoder.start([0], [[1] * self.context], seeds=[0])
+
     def first_token(self) -> None:
-        self.decoder.start(0, [1] * self.context, seed=0)
+        self.read_prompt()
         self.decoder.step(self.context)
         self.decoder.newest().read()
+
+    def queue_seconds(self, texts: int) -> float:
+        """Return how long `generate` takes for a queue, beyond loading."""
+        from lmkit.generation import GenerateConfig, generate
+        from lmkit.tokenizer import Tokenizer
+
+        lengths = [1 + number * 7919 % self.context for number in range(texts)]  # spread evenly
+        options = GenerateConfig(
+            max_new_tokens=self.context,
+            temperature=self.temperature,
+            batch_size=self.decoder.rows,
+            stop_at_end=False,
+        )
+        began = time.perf_counter()
+        generate(
+            self.decoder.model,
+            Tokenizer.from_merges([]),
+            ["a" * length for length in lengths],
+            options,
+            kernels=self.kernels,
+        )
+        return time.perf_counter() - began
 
 
 def check(recipe: Any) -> None:
@@ -119,14 +164,18 @@ def check(recipe: Any) -> None:
     from importlib.util import find_spec
 
     options = recipe.bench.table("generate")
-    room = max(options.contexts) + 2 * options.steps_per_sample
+    largest = max(options.contexts)
+    room = max(largest + 2 * options.steps_per_sample, 2 * largest if options.queue else 0)
     if room > options.capacity:
         raise UsageError(
             "bench.capacity",
-            f"bench.generate.capacity: {options.capacity} tokens; the largest context and the steps need {room}",
+            f"bench.generate.capacity: {options.capacity} tokens; contexts and what is written need {room}",
             hint="raise capacity, or lower contexts or steps_per_sample",
         )
-    if any(name != "lmkit" for name in options.variants) and find_spec("transformers") is None:
+    if (
+        any(name.startswith("transformers") for name in options.variants)
+        and find_spec("transformers") is None
+    ):
         raise UsageError(
             "bench.missing_rival",
             "bench.generate.variants: transformers is not installed",
@@ -193,9 +242,13 @@ def _measure(size: str, batch_size: int, filled: int, context: Context, limits: 
         writer = _build(variant, config, batch_size, filled, context)
         for _ in range(3):  # compiles
             writer.step()
+        row["prefill_ms"] = median(_wall_ms(writer.read_prompt, context) for _ in range(FEW))
         row["first_ms"] = median(_wall_ms(writer.first_token, context) for _ in range(FEW))
         if device.type == "cuda":
             row["host_ms"] = median(_wall_ms(writer.step, context, wait=False) for _ in range(FEW))
+        if options.queue and isinstance(writer, OwnWriter):
+            writer.queue_seconds(2 * batch_size)  # records
+            row["queue_tokens_per_s"] = options.queue * filled / writer.queue_seconds(options.queue)
         writer.refill()
         return writer
 
@@ -225,6 +278,8 @@ def _measure(size: str, batch_size: int, filled: int, context: Context, limits: 
             "least_bytes": least,
             "share": least / seconds / limits.copy_bytes_per_s,
         }
+        if "queue_tokens_per_s" in rows[variant]:
+            rows[variant]["queue_share"] = rows[variant]["queue_tokens_per_s"] * seconds / batch_size
         if variant != first and first in samples:
             rows[variant] |= ratio_fields(paired_ratio(samples[first], samples_ms), "first_is", "verdict")
     writers.clear()
@@ -238,7 +293,7 @@ def _build(variant: str, config: ModelConfig, batch_size: int, filled: int, cont
     options, device = context.options, context.device
     dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
     torch.manual_seed(context.recipe.run.seed)
-    if variant != "lmkit":
+    if variant.startswith("transformers"):
         from lmkit.bench.generate_rivals import TransformersWriter
 
         return TransformersWriter(
@@ -247,7 +302,8 @@ def _build(variant: str, config: ModelConfig, batch_size: int, filled: int, cont
     from lmkit.model.transformer import TransformerLM
 
     model = TransformerLM(config, device=device, dtype=dtype).eval()
-    return OwnWriter(model, batch_size, filled, options.temperature)
+    kernels = None if variant == "lmkit" else False
+    return OwnWriter(model, batch_size, filled, options.temperature, kernels=kernels)
 
 
 def _wall_ms(work: Callable[[], None], context: Context, *, wait: bool = True) -> float:
@@ -278,9 +334,12 @@ COLUMNS = (
     Column("share", "bandwidth", ".0%"),
     Column("first_ms", "first ms", ".1f"),
     Column("host_ms", "host ms", ".3f"),
+    Column("queue_share", "queue", ".0%"),
 )
 WIDE = (
     Column("kv_heads", "key heads", "d"),
+    Column("prefill_ms", "prefill ms", ".2f"),
+    Column("queue_tokens_per_s", "queue tokens/s", ",.0f"),
     Column("spread", "spread", ".1%"),
     Column("verdict", "verdict"),
 )
@@ -306,7 +365,8 @@ def summarize(rows: Rows) -> Summary:
         notes=(
             "bandwidth: the least bytes of a step (weights and filled cache) over its time, as a share of the copy "
             "bandwidth of this run; first ms: reading one prompt as long as the context, and its first token; host "
-            "ms: until a step returns to the host",
+            "ms: until a step returns to the host; queue: tokens/s of a queue of prompts, reading included, as a "
+            "share of the step's",
             f"{first['versus']} x: how many times as fast {first['versus']} is, the median over rounds; spread: "
             "(p90 - p10) / median",
         ),
@@ -315,7 +375,7 @@ def summarize(rows: Rows) -> Summary:
 
 
 def pictures(rows: Rows) -> dict[str, bytes]:
-    """Draw the share of the bandwidth of each case."""
+    """Draw the share of the bandwidth and the tokens per second of each case."""
     shown = [
         row
         | {
@@ -324,14 +384,24 @@ def pictures(rows: Rows) -> dict[str, bytes]:
         }
         for row in rows
     ]
-    picture = bars(
-        shown,
-        "percent",
-        group="case",
-        series="variant",
-        title="Share of the memory's bandwidth in a decode step",
-        x_label="model, texts x tokens in the cache",
-        y_label="share of the copy bandwidth (%)",
-        spec=".0f",
-    )
-    return {"generate_share.png": picture}
+    drawn = {
+        "share": (
+            "percent",
+            "Share of the memory's bandwidth in a decode step",
+            "share of the copy bandwidth (%)",
+        ),
+        "throughput": ("tokens_per_s", "Tokens written per second", "tokens/s"),
+    }
+    return {
+        f"generate_{name}.png": bars(
+            shown,
+            key,
+            group="case",
+            series="variant",
+            title=title,
+            x_label="model, texts x tokens in the cache",
+            y_label=label,
+            spec=",.0f",
+        )
+        for name, (key, title, label) in drawn.items()
+    }

@@ -24,6 +24,7 @@ COMMANDS = {
     "train": "train",
     "evaluate": "train",
     "generate": "generate",
+    "chat": "chat",
     "data": "data",
     "tokenizer": "tokenizer",
     "bench": "bench",

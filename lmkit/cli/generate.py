@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from lmkit.cli.console import show, write
+from lmkit.cli.console import progress_on_stderr, show, write
 from lmkit.cli.options import Commands, DeviceOption, JsonOption, SetOption, option
 from lmkit.errors import UsageError, reason
+
+if TYPE_CHECKING:
+    from lmkit.generation import Generation
+    from lmkit.measure.progress import Progress
+    from lmkit.model.transformer import TransformerLM
+    from lmkit.recipe.tables import GenerateConfig
+    from lmkit.tokenizer import Tokenizer
 
 app = Commands()
 
@@ -67,13 +77,20 @@ def generate(
     tokenizer: Annotated[Path | None, option("A tokenizer.json; default: the run's.")] = None,
     device: DeviceOption = "auto",
     set_: SetOption = None,
+    as_lines: Annotated[
+        bool, typer.Option("--jsonl", help="Print each text as a line of JSON as soon as it is complete.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Write text with a trained model.
 
     Text i draws with seed + i. The run's [generate] table holds the defaults of the options. Several texts are
-    separated by a line of three dashes, which a model may write, too; with --json they are a list.
+    separated by a line of three dashes, which a model may write, too; with --json they are a list. Ctrl-C prints what
+    there is.
     """
+    if as_lines and as_json:
+        hint = "choose one of them"
+        raise UsageError("generate.two_formats", "--jsonl and --json: two formats for one output", hint=hint)
     flags = {
         "prompts": _read_prompts(prompt, prompts_file),
         "max_new_tokens": max_new_tokens,
@@ -89,25 +106,58 @@ def generate(
         "stop_at_end": stop_at_end,
     }
     streamed: list[str] = []
+    numbers: set[int] = set()  # of the texts on stdout
 
     def stream(piece: str) -> None:
         streamed.append(piece)
         write(piece)
 
-    result = continue_prompts(
-        run,
-        tokenizer=tokenizer,
-        overrides=set_ or (),
-        flags={f"generate.{key}": value for key, value in flags.items()},
-        device=device,
-        allow_special=allow_special,
-        samples=samples,
-        stream=None if as_json else stream,
-    )
-    if streamed:
-        stream("\n")
-    else:
-        show(result, as_json=as_json)
+    def print_line(sample: Sample) -> None:
+        with _uninterrupted():
+            write(json.dumps(asdict(sample)) + "\n")
+            numbers.add(sample.number)
+
+    def finish(result: GenerateResult) -> None:
+        """Print what is not yet printed."""
+        if streamed:
+            stream("\n")
+        elif as_lines:
+            for sample in result.samples:
+                if sample.number not in numbers:
+                    print_line(sample)
+        elif result.samples:
+            with _uninterrupted():
+                show(result, as_json=as_json)
+
+    try:
+        # A bar would take lines of JSON for text that belongs above it.
+        with nullcontext() if as_lines else progress_on_stderr() as progress:
+            result = continue_prompts(
+                run,
+                tokenizer=tokenizer,
+                overrides=set_ or (),
+                flags={f"generate.{key}": value for key, value in flags.items()},
+                device=device,
+                allow_special=allow_special,
+                samples=samples,
+                stream=None if as_json or as_lines else stream,
+                on_sample=print_line if as_lines else None,
+                progress=progress,
+            )
+    except Interrupted as stop:
+        finish(stop.result)
+        raise
+    finish(result)
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Hold SIGINT back for the block: half a line would not be JSON."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _read_prompts(given: list[str] | None, file: Path | None) -> list[str] | None:
@@ -141,9 +191,11 @@ SEPARATOR = "\n\n---\n\n"
 class Sample:
     """A prompt and the text that follows it; `ended` says whether the model ended the document itself.
 
-    `logprobs` holds the natural logarithm of each token's probability, if the table asks for it.
+    `number` counts prompts and their samples. `logprobs` holds the natural logarithm of each token's probability, if
+    the table asks for it.
     """
 
+    number: int
     prompt: str
     text: str
     num_tokens: int
@@ -159,6 +211,14 @@ class GenerateResult:
         return SEPARATOR.join((sample.prompt + sample.text).rstrip("\n") for sample in self.samples) + "\n"
 
 
+class Interrupted(KeyboardInterrupt):
+    """SIGINT came; `result` holds the texts that have begun."""
+
+    def __init__(self, result: GenerateResult, said: str) -> None:
+        self.result = result
+        super().__init__(said)
+
+
 def continue_prompts(
     source: Path,
     *,
@@ -169,15 +229,74 @@ def continue_prompts(
     allow_special: bool = False,
     samples: int = 1,
     stream: Callable[[str], None] | None = None,
+    on_sample: Callable[[Sample], None] | None = None,
+    progress: Progress | None = None,
 ) -> GenerateResult:
     """Continue the prompts of a run's [generate] table, or those given.
+
+    Args:
+        source, tokenizer, overrides, flags, device: as for `loaded_model`.
+        samples: texts per prompt.
+        stream: called with the prompt and then with each piece of text, if there is a single prompt.
+        on_sample: called with each text when it is complete.
+        progress: told how many texts are complete.
+
+    Raises:
+        UsageError: as `loaded_model`.
+        LmkitError: the checkpoint is damaged, or memory does not suffice.
+        Interrupted: in place of KeyboardInterrupt, once texts are written.
+    """
+    with loaded_model(source, tokenizer, overrides, flags, device) as (model, loaded, table):
+        from lmkit import generation
+
+        # The prompt is written with the first piece: whatever is wrong with it has been refused by then.
+        prompts = [prompt for prompt in table.prompts for _ in range(samples)]
+        unwritten = prompts[:] if stream is not None and len(prompts) == 1 else []
+        complete = 0
+
+        def on_text(row: int, piece: str) -> None:
+            assert stream is not None
+            stream((unwritten.pop() if unwritten else "") + piece)
+
+        def on_end(number: int, generation: Generation) -> None:
+            nonlocal complete
+            complete += 1
+            if on_sample is not None:
+                on_sample(_sample(number, generation))
+            if progress is not None:
+                progress("texts", complete, len(prompts))
+
+        report = on_text if unwritten else None
+        try:
+            made = generation.generate(
+                model, loaded, prompts, table, allow_special=allow_special, on_text=report, on_end=on_end
+            )
+        except generation.Interrupted as stop:
+            result = GenerateResult(tuple(_sample(*item) for item in stop.generations.items()))
+            raise Interrupted(result, str(stop)) from None
+        if unwritten:  # the model ended the text at once
+            on_text(0, "")
+    return GenerateResult(tuple(_sample(*item) for item in enumerate(made)))
+
+
+def _sample(number: int, made: Generation) -> Sample:
+    return Sample(number, made.prompt, made.text, len(made.tokens), made.ended, made.logprobs)
+
+
+@contextmanager
+def loaded_model(
+    source: Path,
+    tokenizer: Path | None,
+    overrides: Sequence[str],
+    flags: Mapping[str, Any] | None,
+    device: str,
+) -> Iterator[tuple[TransformerLM, Tokenizer, GenerateConfig]]:
+    """Yield the model of a run, its tokenizer and its [generate] table.
 
     Args:
         source: a run folder, its checkpoints folder, or one checkpoint.
         tokenizer: a tokenizer.json; None takes the run's.
         overrides, flags: as for `load_recipe`, over the run's recipe.
-        samples: texts per prompt.
-        stream: called with the prompt and then with each piece of text, if there is a single prompt.
 
     Raises:
         UsageError: no checkpoint, no tokenizer or not the model's, or sampling options out of range.
@@ -185,7 +304,6 @@ def continue_prompts(
     """
     import torch
 
-    from lmkit.generation import generate
     from lmkit.parallel.ranks import process_group
     from lmkit.recipe.load import load_recipe
     from lmkit.recipe.run_folder import CHECKPOINTS, RECIPE, TOKENIZER
@@ -224,18 +342,4 @@ def continue_prompts(
         model = plain_model(checkpoint, device=ranks.device)
         narrow = table.precision == "bf16" or (table.precision == "auto" and ranks.device.type == "cuda")
         model.to(torch.bfloat16 if narrow else torch.float32)
-        # The prompt is written with the first piece: whatever is wrong with it has been refused by then.
-        prompts = [prompt for prompt in table.prompts for _ in range(samples)]
-        unwritten = prompts[:] if stream is not None and len(prompts) == 1 else []
-
-        def on_text(row: int, piece: str) -> None:
-            assert stream is not None
-            stream((unwritten.pop() if unwritten else "") + piece)
-
-        report = on_text if unwritten else None
-        generations = generate(model, loaded, prompts, table, allow_special=allow_special, on_text=report)
-        if unwritten:  # the model ended the text at once
-            on_text(0, "")
-    return GenerateResult(
-        tuple(Sample(g.prompt, g.text, len(g.tokens), g.ended, g.logprobs) for g in generations)
-    )
+        yield model, loaded, table

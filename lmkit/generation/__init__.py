@@ -16,6 +16,7 @@ __getattr__, __dir__, __all__ = exports(
         "GenerateConfig": "generate",
         "TextStream": "generate",
         "Drawn": "generate",
+        "Interrupted": "generate",
         "Decoder": "decoder",
     },
 )

@@ -1,8 +1,9 @@
 """Write several texts at once: their state and KV cache on the device, and the step that adds a token to each.
 
-A step exists in three forms with the same state:
+A step exists in four forms with the same state:
 
 * PyTorch's operations (`torch_step`): the default;
+* a single row on a CPU: NumPy's (`single_row_step`);
 * with `kernels`, up to 16 rows on a GPU: a list of kernel launches (`kernel_step`), recorded as a CUDA graph;
 * with `kernels`, more rows on a GPU: a library's matrix products between fused kernels, recorded as well.
 
@@ -11,18 +12,19 @@ A graph serves all lengths of a bucket: programs beyond the end of a row leave a
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lmkit.attention import attention_function
 from lmkit.errors import LmkitError
+from lmkit.generation.prefill import Prefill, Text
+from lmkit.generation.single_row_step import SingleRowStep
 from lmkit.generation.torch_step import TorchStep
 from lmkit.kernels.decode.reference import Ends, Rows, Rules, Sampling
+from lmkit.measure.memory import available_memory
 from lmkit.model.transformer import TransformerLM
 from lmkit.registry import ATTENTION
 
@@ -30,28 +32,8 @@ if TYPE_CHECKING:
     from lmkit.generation.kernel_step import KernelStep
 
 
-@dataclass(frozen=True)
-class Prefill:
-    """The cache of one row in a pass of the model that reads a text from its beginning.
-
-    Attributes:
-        keys, values: (num_layers, kv_heads, capacity, head_dim)
-    """
-
-    keys: Tensor
-    values: Tensor
-    attention: Callable[..., Tensor]
-
-    def positions(self, seq: int) -> Tensor:
-        """Return 0 ... seq - 1, (1, seq)."""
-        return torch.arange(seq, device=self.keys.device).unsqueeze(0)
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store k and v (1, kv_heads, seq, head_dim); return causal attention of q (1, heads, seq, head_dim)."""
-        seq = k.shape[2]
-        self.keys[layer, :, :seq] = k[0].to(self.keys.dtype)
-        self.values[layer, :, :seq] = v[0].to(self.values.dtype)
-        return self.attention(q, k, v, causal=True)
+KERNELS: bool | None = False
+"""The default of `kernels`: see `Decoder`."""
 
 
 class LayerWeights(NamedTuple):
@@ -94,7 +76,7 @@ class Decoder:
         keys, values: (num_layers, rows, kv_heads, context_length, head_dim)
 
     Raises:
-        LmkitError: the cache does not fit into the GPU's free memory; nothing was allocated.
+        LmkitError: the rows do not fit into the device's free memory; nothing was allocated.
     """
 
     def __init__(
@@ -107,15 +89,14 @@ class Decoder:
         vocab_size: int | None = None,
         never: Sequence[int] = (),
         logprobs: bool = False,
-        kernels: bool | None = False,
+        kernels: bool | None = KERNELS,
     ) -> None:
         config, weight = model.config, model.lm_head.weight
         self.model, self.rows, self.sampling, self.ends, self.logprobs = model, rows, sampling, ends, logprobs
         self.device, self.capacity = weight.device, config.context_length
         self.rereads = not ATTENTION.facts(config.attention).sees_all
-        self.attention = attention_function(config.attention)
+        check_memory(model, rows)
         shape = (config.num_layers, rows, config.kv_heads, self.capacity, config.head_dim)
-        check_memory(shape, weight)
         # Zeros: what lies beyond a row's length is multiplied by a probability of 0, and 0 * nan is nan.
         self.keys, self.values = weight.new_zeros(shape), weight.new_zeros(shape)
 
@@ -142,36 +123,37 @@ class Decoder:
         if can_run_kernels(model) if kernels is None else kernels:
             from lmkit.generation.kernel_step import KernelStep
 
-            self._step: KernelStep | TorchStep = KernelStep(self)
+            self._step: KernelStep | TorchStep | SingleRowStep = KernelStep(self)
+            self._prefill = Prefill(self, padded=True)
+            return
+        exact = weight.dtype in (torch.float32, torch.float64)
+        if rows == 1 and self.device.type == "cpu" and exact and not self.rereads:
+            self._step = SingleRowStep(self)
         else:
             self._step = TorchStep(self)
+        self._prefill = Prefill(self, padded=False)
+
+    @property
+    def refill(self) -> int:
+        """How many rows are best started together."""
+        return self._prefill.together
 
     @torch.inference_mode()
-    def start(self, row: int, ids: Sequence[int], seed: int) -> None:
-        """Put a prompt of 1 to `capacity` ids into a row; the next step reads its last id and draws."""
-        text = torch.tensor(ids, device=self.device)
-        self.state.number[row] = self.state.done[row] = 0
-        self.state.seeds[row] = seed
+    def start(self, rows: Sequence[int], prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:
+        """Put prompts of 1 to `capacity` ids into rows; the next step reads their last ids and draws."""
+        self._prefill([Text(*text) for text in zip(rows, prompts, seeds, strict=True)])
         if self.rules.penalizes:
-            self.rules.seen[row] = 0
-            self.rules.seen[row, text] = 1
-        self._read(row, text)
+            for row, ids in zip(rows, prompts, strict=True):
+                self.rules.seen[row] = 0
+                self.rules.seen[row, torch.tensor(ids, device=self.device)] = 1
 
     @torch.inference_mode()
-    def slide(self, row: int) -> int:
-        """Continue a row whose text has outgrown the cache from its last half, read as if nothing came before; return
+    def slide(self, rows: Sequence[int]) -> int:
+        """Continue rows whose text has outgrown the cache from its last half, read as if nothing came before; return
         the number of its tokens."""
         kept = max(1, self.capacity // 2)
-        self._read(row, self.state.text[row, -kept:].clone())
+        self._prefill.slide(rows, kept)
         return kept
-
-    def _read(self, row: int, ids: Tensor) -> None:
-        self.state.text[row, : len(ids)] = ids
-        self.state.place[row] = len(ids) - 1
-        if len(ids) > 1 and not self.rereads:
-            cache = Prefill(self.keys[:, row], self.values[:, row], self.attention)
-            self.model.hidden_states(ids[None, :-1], cache)
-        self._step.begin(row, ids[-1])
 
     @torch.inference_mode()
     def step(self, longest: int) -> None:
@@ -227,17 +209,28 @@ def can_run_kernels(model: TransformerLM) -> bool:
     )
 
 
-def check_memory(shape: tuple[int, ...], weight: Tensor) -> None:
-    """Refuse a KV cache (keys and values of this shape each, rows second) that the GPU has no room for."""
-    if not weight.is_cuda:
+def check_memory(model: TransformerLM, rows: int) -> None:
+    """Refuse rows that the free memory of the device has no room for; nothing has been allocated yet."""
+    config, weight = model.config, model.lm_head.weight
+    if weight.is_cuda:
+        free, _ = torch.cuda.mem_get_info(weight.device)
+        free += torch.cuda.memory_reserved(weight.device) - torch.cuda.memory_allocated(weight.device)
+    elif (available := available_memory()) is not None:
+        free = available
+    else:
         return
-    free, _ = torch.cuda.mem_get_info(weight.device)
-    rows = shape[1]
-    row_bytes = 2 * math.prod(shape) * weight.element_size() // rows
-    if rows * row_bytes > free:
-        raise LmkitError(
-            "generate.out_of_memory",
-            f"generate.batch_size: the KV cache of {rows} texts needs {rows * row_bytes / 1e9:.1f} GB, and "
-            f"{free / 1e9:.1f} GB are free",
-            hint=f"set generate.batch_size to at most {free // row_bytes}",
+    element = weight.element_size()
+    cache = 2 * config.num_layers * config.kv_heads * config.context_length * config.head_dim * element
+    each = cache + 8 * config.context_length + 12 * len(weight)  # of a row: also its tokens, and logits
+    once = config.context_length * (3 * config.d_ff + 8 * config.d_model) * element  # to read a prompt
+    if once + rows * each > free:
+        needed = (
+            f"the KV cache of {rows} texts needs {rows * cache / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"
         )
+        raise does_not_fit(needed, max(0, free - once) // each)
+
+
+def does_not_fit(why: str, fits: int) -> LmkitError:
+    """Return the error that says which batch fits."""
+    hint = f"set generate.batch_size to at most {fits}" if fits else "use a smaller model, or more memory"
+    return LmkitError("generate.out_of_memory", f"generate.batch_size: {why}", hint=hint)

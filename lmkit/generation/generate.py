@@ -7,10 +7,12 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from lmkit.errors import LmkitError, UsageError
-from lmkit.generation.decoder import Decoder, Newest, can_run_kernels
+from lmkit.generation.decoder import KERNELS, Decoder, Newest, can_run_kernels, does_not_fit
 from lmkit.kernels.decode.reference import Ends, Sampling
 from lmkit.model.transformer import TransformerLM
 from lmkit.recipe.tables import GenerateConfig
@@ -48,6 +50,8 @@ def generate(
     *,
     allow_special: bool = False,
     on_text: Callable[[int, str], None] | None = None,
+    on_end: Callable[[int, Generation], None] | None = None,
+    kernels: bool | None = KERNELS,
 ) -> list[Generation]:
     """Continue each prompt.
 
@@ -67,53 +71,74 @@ def generate(
         allow_special: encode special tokens in prompts as such; by default they are plain text.
         on_text: called with the number of a prompt and each piece of its text as soon as it is known. Pieces hold
             whole characters; where a text ends inside a character, the last piece is U+FFFD.
+        on_end: called with the number of a prompt and its whole text when that is complete.
+        kernels: see `Decoder`.
 
     Raises:
         UsageError: a prompt is empty and the tokenizer has no end-of-text.
-        LmkitError: the logits are not finite.
+        LmkitError: the logits are not finite, or memory does not suffice for `options.batch_size` texts.
+        Interrupted: in place of KeyboardInterrupt, with what there is.
     """
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-    starts = [_prompt_ids(model, tokenizer, prompt, allow_special=allow_special) for prompt in prompts]
-    streams = [TextStream(tokenizer) for _ in prompts]
+    starts = [prompt_ids(model, tokenizer, prompt, allow_special=allow_special) for prompt in prompts]
+    streams = [TextStream(tokenizer) if on_text is not None else None for _ in prompts]
     tokens: list[list[int]] = [[] for _ in prompts]
     logprobs: list[list[float]] = [[] for _ in prompts]
-    pieces: list[list[str]] = [[] for _ in prompts]
-
-    def emit(row: int, piece: str) -> None:
-        if piece:
-            pieces[row].append(piece)
-            if on_text is not None:
-                on_text(row, piece)
-
-    stop_id = tokenizer.end_of_text_id if options.stop_at_end else None
     ended = [False] * len(prompts)
-    for row, token, logprob in generate_tokens(
-        model,
-        starts,
-        options,
-        vocab_size=tokenizer.vocab_size,
-        never=[number for number in range(tokenizer.vocab_size) if number not in tokenizer.vocab],
-        stop_id=stop_id,
-    ):
-        if token == stop_id:
-            ended[row] = True
-        else:
-            tokens[row].append(token)
-            if logprob is not None:
-                logprobs[row].append(logprob)
-            emit(row, streams[row].push(token))
-    for row, stream in enumerate(streams):
-        emit(row, stream.finish())
-    return [
-        Generation(
-            prompt,
-            "".join(pieces[row]),
-            tuple(tokens[row]),
-            ended[row],
-            tuple(logprobs[row]) if options.logprobs else None,
+    limits = drawn_from(tokenizer, options)
+    stop_id = limits["stop_id"]
+
+    def emit(number: int, piece: str) -> None:
+        if piece:
+            assert on_text is not None
+            on_text(number, piece)
+
+    def made(number: int) -> Generation:
+        return Generation(
+            prompts[number],
+            tokenizer.decode(tokens[number]),
+            tuple(tokens[number]),
+            ended[number],
+            tuple(logprobs[number][: len(tokens[number])]) if options.logprobs else None,
         )
-        for row, prompt in enumerate(prompts)
-    ]
+
+    finished: dict[int, Generation] = {}
+    try:
+        for number, token, logprob in generate_tokens(model, starts, options, kernels=kernels, **limits):
+            stream = streams[number]
+            if token == stop_id:
+                ended[number] = True
+            else:
+                if logprob is not None:
+                    logprobs[number].append(logprob)
+                tokens[number].append(token)
+                if stream is not None:
+                    emit(number, stream.push(token))
+            if ended[number] or len(tokens[number]) == options.max_new_tokens:
+                if stream is not None:
+                    emit(number, stream.finish())
+                generation = made(number)
+                finished[number] = generation
+                if on_end is not None:
+                    on_end(number, generation)
+    except KeyboardInterrupt:
+        begun = [number for number in range(len(prompts)) if tokens[number] or number in finished]
+        generations = {number: finished.get(number) or made(number) for number in begun}
+        raise Interrupted(generations, len(finished)) from None
+    return [finished[number] for number in range(len(prompts))]
+
+
+class Interrupted(KeyboardInterrupt):
+    """SIGINT came while texts were written.
+
+    Attributes:
+        generations: number of the prompt -> what there is of its text, in order, of all texts that have begun.
+        finished: how many of them are complete.
+    """
+
+    def __init__(self, generations: dict[int, Generation], finished: int) -> None:
+        self.generations, self.finished = generations, finished
+        super().__init__(f"interrupted: {finished} of {len(generations)} texts that have begun are complete")
 
 
 class Drawn(NamedTuple):
@@ -152,26 +177,50 @@ def generate_tokens(
     vocab_size: int | None = None,
     never: Sequence[int] = (),
     stop_id: int | None = None,
+    kernels: bool | None = KERNELS,
 ) -> Iterator[Drawn]:
     """Yield tokens as they are drawn; `generate` says what happens at the end of the context.
 
-    `options.batch_size` texts are written at once. A row whose text has ended takes the next prompt. On a GPU the
-    host reads tokens some steps late, so that it need not wait; rows that have ended stand still meanwhile.
+    `options.batch_size` texts are written at once. A row whose text has ended takes the next prompt; many rows are
+    refilled a sixteenth at a time. On a GPU the host reads tokens some steps late, so that it need not wait; rows
+    that have ended stand still meanwhile.
 
     Args:
         prompts: token ids, at least one each and at most `context_length`.
         vocab_size: draw ids below it (a model may have more rows than the tokenizer has tokens).
         never: ids that are not drawn (a vocabulary may have gaps).
         stop_id: ends a row after it was yielded; `options.max_new_tokens` ends the others.
+        kernels: see `Decoder`.
 
     Raises:
-        LmkitError: the logits are not finite, or the KV cache does not fit into the GPU's memory.
+        LmkitError: the logits are not finite, or memory does not suffice.
     """
     if not prompts:
         return
     # Without a graph of a fixed width, empty rows would only cost time.
-    rows = options.batch_size if can_run_kernels(model) else min(options.batch_size, len(prompts))
-    decoder = Decoder(
+    in_graph = can_run_kernels(model) and kernels is not False
+    rows = options.batch_size if in_graph else min(options.batch_size, len(prompts))
+    limits: dict[str, Any] = {"vocab_size": vocab_size, "never": never, "stop_id": stop_id}
+    try:
+        decoder = decoder_for(model, options, rows, kernels=kernels, **limits)
+        yield from write_texts(decoder, prompts, options.seed)
+    except torch.OutOfMemoryError as error:
+        why = ". ".join(str(error).split(". ")[:2])
+        raise does_not_fit(f"{rows} texts do not fit: {why}", rows // 2) from error
+
+
+def decoder_for(
+    model: TransformerLM,
+    options: GenerateConfig,
+    rows: int,
+    *,
+    vocab_size: int | None,
+    never: Sequence[int],
+    stop_id: int | None,
+    kernels: bool | None = KERNELS,
+) -> Decoder:
+    """Return a decoder that draws as the table `[generate]` says; `generate_tokens` has the other arguments."""
+    return Decoder(
         model,
         rows,
         sampling=sampling_of(options),
@@ -179,48 +228,74 @@ def generate_tokens(
         vocab_size=vocab_size,
         never=never,
         logprobs=options.logprobs,
+        kernels=kernels,
     )
+
+
+def drawn_from(tokenizer: Tokenizer, options: GenerateConfig) -> dict[str, Any]:
+    """Return the arguments of `generate_tokens` that say which ids are drawn, and which ends a text."""
+    return {
+        "vocab_size": tokenizer.vocab_size,
+        "never": [number for number in range(tokenizer.vocab_size) if number not in tokenizer.vocab],
+        "stop_id": tokenizer.end_of_text_id if options.stop_at_end else None,
+    }
+
+
+def write_texts(decoder: Decoder, prompts: Sequence[Sequence[int]], seed: int) -> Iterator[Drawn]:
+    """Yield the tokens of prompts that take the rows of a decoder in turn; prompt i draws from stream `seed + i`."""
+    rows, stop, most = decoder.rows, decoder.ends.stop, decoder.ends.most
     lag = MOST_STEPS_LATE if decoder.device.type == "cuda" else 0
     waiting = iter(enumerate(prompts))
-    seats: list[_Seat | None] = [None] * rows
+    free = list(range(rows))
+    seats: dict[int, _Seat] = {}  # by row
     steps: deque[tuple[Newest, list[tuple[int, _Seat]]]] = deque()  # not yet read
     while True:
-        for row in range(rows):
-            if seats[row] is None and (waits := next(waiting, None)) is not None:
-                number, ids = waits
-                decoder.start(row, ids, options.seed + number)
-                seats[row] = _Seat(number, len(ids))
-        taken = [(row, seat) for row, seat in enumerate(seats) if seat is not None]
-        if taken:
-            for row, seat in taken:
-                if seat.length > decoder.capacity:
-                    seat.length = decoder.slide(row)
-            decoder.step(max(seat.length for _, seat in taken))
+        if len(free) >= decoder.refill or not seats:
+            taking = list(zip(free, waiting))  # noqa: B905  fewer prompts than rows, or the other way round
+            if taking:
+                del free[: len(taking)]
+                decoder.start(
+                    [row for row, _ in taking],
+                    [ids for _, (_, ids) in taking],
+                    [seed + number for _, (number, _) in taking],
+                )
+                seats |= {row: _Seat(number, len(ids)) for row, (number, ids) in taking}
+        if seats:
+            full = [row for row, seat in seats.items() if seat.length > decoder.capacity]
+            if full:
+                kept = decoder.slide(full)
+                for row in full:
+                    seats[row].length = kept
+            decoder.step(max(seat.length for seat in seats.values()))
+            taken = list(seats.items())
             steps.append((decoder.newest(), taken))
             for row, seat in taken:
                 seat.length += 1
                 seat.drawn += 1
-                if seat.drawn == options.max_new_tokens:
-                    seats[row] = None
+                if seat.drawn == most:
+                    free.append(row)
+                    del seats[row]
         elif not steps:
             return
-        while steps and (not taken or len(steps) > lag or steps[0][0].has_come()):
+        while steps and (not seats or len(steps) > lag or steps[0][0].has_come()):
             newest, sat = steps.popleft()
             tokens, logprobs = newest.read()
             for row, seat in sat:
                 if seat.ended:
                     continue
-                if tokens[row] < 0:
+                token = tokens[row]
+                if token < 0:
                     raise LmkitError(
                         "generate.not_finite",
                         "the model's predictions are not finite numbers",
                         hint="its training diverged; use an older checkpoint",
                     )
-                yield Drawn(seat.number, tokens[row], logprobs[row] if logprobs else None)
-                if tokens[row] == stop_id:
+                yield Drawn(seat.number, token, logprobs[row] if logprobs else None)
+                if token == stop:
                     seat.ended = True
-                    if seats[row] is seat:
-                        seats[row] = None
+                    if seats.get(row) is seat:
+                        free.append(row)
+                        del seats[row]
 
 
 def sampling_of(options: GenerateConfig) -> Sampling:
@@ -248,7 +323,8 @@ class TextStream:
         return self._decoder.decode(b"", final=True)
 
 
-def _prompt_ids(model: TransformerLM, tokenizer: Tokenizer, prompt: str, *, allow_special: bool) -> list[int]:
+def prompt_ids(model: TransformerLM, tokenizer: Tokenizer, prompt: str, *, allow_special: bool) -> list[int]:
+    """Return the ids of a prompt: at least one, and at most `context_length - 1`."""
     if not prompt:
         if tokenizer.end_of_text_id is None:
             raise UsageError(

@@ -56,13 +56,14 @@ class KernelStep:
         self.gains.append(model.ln_final.weight)
         self._runs: dict[int, Callable[[], None]] = {}
 
-    def begin(self, row: int, token: Tensor) -> None:
-        """Let the next step read this token in this row."""
-        x = self.decoder.model.token_embeddings.weight[token]  # (d_model)
-        self.stream.total[row] = x
-        self.stream.normed[row] = x.float() * self.gains[0].float()
-        parts = self.stream.parts[: self.decoder.rows * self.parts].view(-1, self.parts)[row]
-        parts.zero_()[0] = x.float().square().sum()
+    def begin(self, rows: Tensor, tokens: Tensor) -> None:
+        """Let the next step read these tokens in these rows, both (texts) int64."""
+        x = self.decoder.model.token_embeddings.weight[tokens]  # (texts, d_model)
+        self.stream.total[rows] = x
+        self.stream.normed[rows] = (x.float() * self.gains[0].float()).to(x.dtype)
+        parts = self.stream.parts[: self.decoder.rows * self.parts].view(-1, self.parts)
+        sums = F.pad(x.float().square().sum(dim=1, keepdim=True), (0, self.parts - 1))
+        parts[rows] = sums  # the first holds all
 
     def __call__(self, longest: int) -> None:
         bucket = min(self.decoder.capacity, max(SMALLEST_BUCKET, triton.next_power_of_2(longest)))

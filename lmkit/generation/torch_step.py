@@ -55,7 +55,7 @@ class TorchStep:
         ]
         self.grouped = config.num_heads != config.kv_heads
 
-    def begin(self, row: int, token: Tensor) -> None:
+    def begin(self, rows: Tensor, tokens: Tensor) -> None:
         """Prepare nothing: a step reads its tokens from the rows' texts."""
 
     def __call__(self, longest: int) -> None:

@@ -21,7 +21,7 @@ from lmkit.recipe.tables import ModelConfig
 
 
 class ModelCache(Protocol):
-    """What the model asks of a KV cache, see `lmkit.generation.decoder.Prefill`."""
+    """What the model asks of a KV cache, see `lmkit.generation.prefill.RowsOfCache`."""
 
     def positions(self, seq: int) -> Tensor:
         """Return the positions of the next `seq` tokens of each row, (batch, seq) or (1, seq)."""

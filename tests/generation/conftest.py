@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from lmkit.generation import Decoder
+from lmkit.generation.prefill import HEADER, Prefill
 from lmkit.model.transformer import TransformerLM
 from lmkit.recipe.tables import ModelConfig
 from lmkit.tokenizer import Tokenizer
@@ -56,13 +56,13 @@ def scripted(monkeypatch):
 
     It knows which id follows which; after an id that the script does not hold it begins the script.
     """
-    read = Decoder._read
+    read = Prefill._read
 
-    def note(decoder, row, ids):
-        decoder.model.read.append(ids.tolist())
-        read(decoder, row, ids)
+    def note(prefill, packed):
+        prefill.decoder.model.read += [text[HEADER : HEADER + text[1]] for text in packed.tolist()]
+        read(prefill, packed)
 
-    monkeypatch.setattr(Decoder, "_read", note)
+    monkeypatch.setattr(Prefill, "_read", note)
 
     def make(script, *, context_length=64):
         sizes = {"d_model": 260, "d_ff": 8, "num_heads": 2, "num_layers": 1, "context_length": context_length}

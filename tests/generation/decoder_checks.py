@@ -32,8 +32,7 @@ def model_of(device: str, dtype: torch.dtype = torch.float32, **fields) -> Trans
 
 def write(decoder: Decoder, prompts: list[list[int]], new: int) -> list[list[int]]:
     """Write `new` tokens after each prompt, one prompt a row, seeds 5, 6..."""
-    for row, ids in enumerate(prompts):
-        decoder.start(row, ids, seed=5 + row)
+    decoder.start(range(len(prompts)), prompts, seeds=range(5, 5 + len(prompts)))
     texts: list[list[int]] = [[] for _ in prompts]
     longest = max(map(len, prompts))
     for number in range(new):

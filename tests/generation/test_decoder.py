@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lmkit.errors import LmkitError
 from lmkit.generation import Decoder
+from lmkit.generation import decoder as decoder_module
+from lmkit.generation.prefill import Prefill
+from lmkit.generation.single_row_step import SingleRowStep
+from lmkit.generation.torch_step import TorchStep
 from lmkit.kernels.decode.reference import Ends, Sampling
 
 GREEDY, ENDLESS = Sampling(temperature=0.0), Ends(stop=-1, most=1000)
@@ -17,13 +22,13 @@ def texts_of(decoder):
 
 
 @pytest.mark.parametrize("attention", ["vectorized", "sdpa", "reference"])
-@pytest.mark.parametrize(("kv_heads", "rows"), [(4, 3), (2, 3), (1, 3), (2, 1)])
+@pytest.mark.parametrize(("kv_heads", "rows"), [(4, 3), (2, 3), (1, 3), (4, 1), (2, 1), (1, 1)])
 def test_logits_equal_those_without_a_cache(make_model, kv_heads, rows, attention):
     model = make_model(num_kv_heads=kv_heads, attention=attention)
     decoder = Decoder(model, rows, sampling=GREEDY, ends=ENDLESS)
     torch.manual_seed(1)
-    for row, length in enumerate((5, 1, 9)[:rows]):
-        decoder.start(row, torch.randint(260, (length,)).tolist(), seed=0)
+    prompts = [torch.randint(260, (length,)).tolist() for length in (5, 1, 9)[:rows]]
+    decoder.start(range(rows), prompts, seeds=[0] * rows)
     for _ in range(7):
         texts = texts_of(decoder)
         with torch.inference_mode():
@@ -43,18 +48,18 @@ def test_rows_that_rest_do_not_change_the_others(make_model):
     alone = Decoder(model, 1, sampling=GREEDY, ends=ENDLESS)
     torch.manual_seed(1)
     first, second, third = (torch.randint(260, (length,)).tolist() for length in (3, 15, 8))
-    decoder.start(1, second, seed=0)
+    decoder.start([1], [second], seeds=[0])
     decoder.step(15)
     decoder.step(16)
     assert decoder.state.done.tolist() == [1, 1]
-    decoder.start(0, first, seed=0)
-    alone.start(0, first, seed=0)
+    decoder.start([0], [first], seeds=[0])
+    alone.start([0], [first], seeds=[0])
     for length in (3, 4):
         decoder.step(16)
         alone.step(length)
     assert decoder.state.drawn[0] == alone.state.drawn[0]
-    decoder.start(1, third, seed=0)
-    alone.start(0, third, seed=0)
+    decoder.start([1], [third], seeds=[0])
+    alone.start([0], [third], seeds=[0])
     for length in (8, 9):
         decoder.step(max(5, length))
         alone.step(length)
@@ -67,10 +72,74 @@ def test_logits_in_other_dtypes(make_model, dtype):
     text = torch.randint(260, (9,)).tolist()
     exact = model(torch.tensor([text]))[0, -1].detach()
     decoder = Decoder(model.to(dtype), 2, sampling=GREEDY, ends=ENDLESS)
-    decoder.start(1, text, seed=0)
+    decoder.start([1], [text], seeds=[0])
     with torch.inference_mode():
         logits = decoder._step.logits(9)[1]
     assert decoder.keys.dtype == decoder.values.dtype == logits.dtype == dtype
     # bfloat16 has 8 bits of mantissa, some twenty roundings deep: a percent or two of the norm.
     allowed = 0.05 if dtype == torch.bfloat16 else 1e-5
     assert (logits.double() - exact).norm() < allowed * exact.norm()
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(0.0),
+        Sampling(0.7, repetition_penalty=1.3),
+        Sampling(1.5, top_k=40),
+        Sampling(1.5, top_p=0.9, min_p=0.01),
+        Sampling(1.5, top_k=40, top_p=0.9),
+    ],
+    ids=str,
+)
+def test_a_single_row_writes_what_the_plain_step_writes(make_model, sampling):
+    """Also the state that it leaves, and where it ends: after 12 tokens, or at token 7."""
+    model = make_model(context_length=32, num_kv_heads=2)
+    options = {"sampling": sampling, "vocab_size": 250, "never": [3, 5], "logprobs": True}
+    for seed in range(10):
+        single, plain = (Decoder(model, 1, ends=Ends(stop=7, most=12), **options) for _ in range(2))
+        assert isinstance(single._step, SingleRowStep)
+        plain._step = TorchStep(plain)
+        for decoder in (single, plain):
+            decoder.start([0], [[1, 2, 9]], seeds=[seed])
+            for length in range(3, 17):
+                decoder.step(length)
+        assert single.state.done[0] == 1
+        for mine, theirs in zip(single.state[:-1], plain.state[:-1], strict=True):
+            assert torch.equal(mine, theirs)
+        torch.testing.assert_close(single.state.logprobs, plain.state.logprobs)
+        assert torch.equal(single.rules.seen, plain.rules.seen)
+
+
+def test_texts_that_are_read_padded_and_together_are_read_the_same(make_model):
+    """As beside the kernels' step. Some groups are not full; the padding of short texts is cut at the capacity."""
+    model = make_model(context_length=150, num_kv_heads=2)
+    torch.manual_seed(1)
+    prompts = [torch.randint(260, (length,)).tolist() for length in (1, 2, 64, 65, 66, 129, 150, 149, 70, 9)]
+    written = []
+    for padded in (False, True):
+        decoder = Decoder(model, 48, sampling=GREEDY, ends=ENDLESS)
+        decoder._prefill = Prefill(decoder, padded=padded)
+        assert decoder.refill == (3 if padded else 1)
+        rows = range(40, 30, -1)
+        decoder.start(rows, prompts, seeds=[0] * 10)
+        decoder.step(150)
+        decoder.slide([34, 40])  # 150 and 1 tokens: the second slides too early, in the same way
+        decoder.step(150)
+        written.append([decoder.state.text[row, : decoder.state.place[row] + 1].tolist() for row in rows])
+    assert written[0] == written[1]
+    assert [len(text) for text in written[0]] == [76, 4, 66, 67, 68, 131, 76, 151, 72, 11]
+
+
+def test_rows_that_do_not_fit_are_refused_before_anything_is_allocated(make_model, monkeypatch):
+    model = make_model()
+    row = 2 * 2 * 4 * 16 * 8 * 8 + 8 * 16 + 12 * 260  # keys and values of two layers; tokens; logits
+    prompt = 16 * (3 * 48 + 8 * 32) * 8
+    monkeypatch.setattr(decoder_module, "available_memory", lambda: prompt + 3 * row)
+    Decoder(model, 3, sampling=GREEDY, ends=ENDLESS)
+    monkeypatch.setattr(torch.Tensor, "new_zeros", lambda *_: pytest.fail("memory was allocated"))
+    with pytest.raises(LmkitError) as caught:
+        Decoder(model, 4, sampling=GREEDY, ends=ENDLESS)
+    assert caught.value.code == "generate.out_of_memory"
+    assert "generate.batch_size" in caught.value.message
+    assert caught.value.hint.endswith(" 3")

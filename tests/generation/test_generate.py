@@ -10,7 +10,7 @@ import torch
 
 from lmkit.attention import attention
 from lmkit.errors import LmkitError, UsageError
-from lmkit.generation import GenerateConfig, generate, generate_tokens
+from lmkit.generation import Decoder, GenerateConfig, Interrupted, generate, generate_tokens
 from lmkit.generation.generate import sampling_of
 from lmkit.generation.torch_step import TorchStep
 from lmkit.kernels.decode.reference import plain_draw
@@ -71,6 +71,22 @@ def test_equals_the_loop_without_cache_far_beyond_the_context(make_model, settin
         assert got[row] == plain_loop(model, prompt, options, seed=5 + row)
     if options.temperature:
         assert len({tuple(text) for text in got}) == 4
+
+
+@pytest.mark.parametrize("fields", [{}, {"num_kv_heads": 2}, {"tie_embeddings": True}], ids=str)
+@pytest.mark.parametrize("rows_at_once", [1, 3])
+def test_500_greedy_tokens_in_float32_are_those_without_a_cache(make_model, fields, rows_at_once):
+    """Each token is the likeliest after the tokens before it, in one pass of the model over the whole text."""
+    model = make_model(context_length=540, **fields).float()
+    with torch.no_grad():  # or each token would be likeliest after itself
+        model.token_embeddings.weight.mul_(0.05)
+    torch.manual_seed(2)
+    prompts = [torch.randint(260, (length,)).tolist() for length in (17, 1, 40)[:rows_at_once]]
+    for prompt, text in zip(prompts, rows(model, prompts, greedy(500)), strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *text]]))[0, len(prompt) - 1 : -1]
+        assert logits.argmax(dim=-1).tolist() == text
+        assert len(set(text)) > 5
 
 
 def window_of_three(q, k, v, *, causal, scale=None):
@@ -177,6 +193,21 @@ def test_a_text_does_not_depend_on_its_company(make_model, settings):
     for row in (0, 63):
         alone = options.model_copy(update={"seed": 3 + row})
         assert rows(model, prompts[row : row + 1], alone, stop) == [together[row]]
+
+
+@pytest.mark.full
+def test_a_queue_of_a_thousand_texts_is_as_each_alone(make_model):
+    model = make_model()
+    torch.manual_seed(4)
+    prompts = [torch.randint(260, (1 + i % 15,)).tolist() for i in range(1000)]
+    options = sampling(1.0, 0, 0.9, new=24, seed=3)
+    stop = rows(model, prompts[:1], options)[0][5]
+    queue = rows(model, prompts, options.model_copy(update={"batch_size": 64}), stop)
+    assert len({len(text) for text in queue}) > 10
+    for number in range(0, 1000, 37):
+        alone = options.model_copy(update={"seed": 3 + number})
+        # float64: matrix products of other shapes round otherwise, which decides no draw.
+        assert rows(model, prompts[number : number + 1], alone, stop) == [queue[number]]
 
 
 def test_logprobs_are_those_of_the_model(make_model, tokenizer):
@@ -330,3 +361,53 @@ def test_predictions_that_are_not_finite_are_refused(make_model, weight, setting
         with pytest.raises(LmkitError) as caught:
             make()
         assert caught.value.code == "generate.not_finite"
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_ctrl_c_at_any_step_leaves_what_there_is(make_model, tokenizer, monkeypatch, batch_size):
+    """Of three prompts: whole texts, the beginnings of others, and nothing of those that have not begun."""
+    model = make_model()
+    options = sampling(new=5).model_copy(update={"batch_size": batch_size})
+    whole = generate(model, tokenizer, ["ab", "c", "def"], options)
+    for steps in range(16):
+        left = iter(range(steps))
+
+        def stop(decoder, longest, left=left, step=Decoder.step):
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            step(decoder, longest)
+
+        completed: list[int] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(Decoder, "step", stop)
+            try:
+                generate(
+                    model,
+                    tokenizer,
+                    ["ab", "c", "def"],
+                    options,
+                    on_end=lambda number, _, completed=completed: completed.append(number),
+                )
+                break
+            except Interrupted as interrupted:
+                found, finished = interrupted.generations, interrupted.finished
+        assert finished == len(completed)
+        assert all(found[number] == whole[number] for number in completed)
+        assert sum(len(one.tokens) for one in found.values()) >= steps
+        for number, one in found.items():
+            assert one.tokens
+            assert one.tokens == whole[number].tokens[: len(one.tokens)]
+            assert one.text == tokenizer.decode(one.tokens)
+    assert steps == (15 if batch_size == 1 else 10)
+
+
+def test_memory_that_runs_out_on_the_way_says_which_batch_fits(make_model, monkeypatch):
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has much.")
+
+    monkeypatch.setattr(Decoder, "step", fail)
+    with pytest.raises(LmkitError) as caught:
+        rows(make_model(), [[1]] * 9, greedy(3, batch_size=8))
+    assert caught.value.code == "generate.out_of_memory"
+    assert "2.00 GiB" in caught.value.message
+    assert caught.value.hint.endswith(" 4")

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmkit.errors import UsageError
+from lmkit.generation.single_row_step import draw as draw_one
 from lmkit.kernels.decode.reference import Sampling, philox, plain_draw
 from lmkit.recipe.load import load_recipe
 
@@ -134,6 +135,21 @@ def test_an_excluded_token_is_never_drawn(logits, seed, temperature, top_k, top_
     if top_p < 1 and not top_k:
         assert p[likelier].sum() <= top_p + 1e-5
     assert p[token] >= min_p * p.max() * (1 - 1e-3) - 1e-11  # weights end at 2^-40
+
+
+@pytest.mark.parametrize("top_k", [0, 1, 7, 50])
+@pytest.mark.parametrize("top_p", [0.3, 0.9, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 3.0])
+def test_a_single_row_is_drawn_as_several_are(temperature, top_k, top_p):
+    torch.manual_seed(0)
+    logits = torch.randn(100, 40, dtype=torch.float64).round(decimals=1)  # some are equal
+    logits[::7, 3] = -torch.inf
+    logits[1, 5], logits[2, 5] = torch.nan, torch.inf
+    for min_p in (0.0, 0.2):
+        options = sampling(temperature, top_k, top_p, min_p)
+        tokens = draw(logits, options)
+        assert [draw_one(z.numpy(), seed, 0, options) for seed, z in enumerate(logits)] == tokens.tolist()
+        assert tokens[1:3].tolist() == [-1, -1]
 
 
 def test_rows_are_drawn_independently():

@@ -124,7 +124,7 @@ def test_prefill_and_decode():
     logits = []
     for each in (model, other):
         decoder = Decoder(each, 1, sampling=Sampling(0.0), ends=Ends(-1, 9), kernels=False)
-        decoder.start(0, ids, seed=0)
+        decoder.start([0], [ids], seeds=[0])
         with torch.inference_mode():
             logits.append((decoder.keys, decoder.values, decoder._step.logits(20)))
     for mine, theirs in zip(*logits, strict=True):

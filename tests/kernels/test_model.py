@@ -85,7 +85,7 @@ def test_a_key_value_cache():
     logits = []
     for model in (fused, plain):
         decoder = Decoder(model, 1, sampling=Sampling(0.0), ends=Ends(-1, 9), kernels=False)
-        decoder.start(0, IDS[0, :6].tolist(), seed=0)
+        decoder.start([0], [IDS[0, :6].tolist()], seeds=[0])
         with torch.inference_mode():
             logits.append([decoder.keys, decoder.values, decoder._step.logits(6)])
     for mine, other in zip(*logits, strict=True):

@@ -1,0 +1,119 @@
+"""`lmkit chat`: write with a trained model, line by line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lmkit.cli.console import Result, write
+from lmkit.cli.generate import loaded_model
+from lmkit.cli.options import Commands, DeviceOption, JsonOption, SetOption, option
+
+if TYPE_CHECKING:
+    from lmkit.model.transformer import TransformerLM
+    from lmkit.recipe.tables import GenerateConfig
+    from lmkit.tokenizer import Tokenizer
+
+app = Commands()
+RESET = "/reset"
+
+
+@app.add("lmkit chat artifacts/runs/quickstart")
+def chat(
+    run: Annotated[Path, typer.Argument(help="A run folder or a checkpoint folder.")],
+    max_new_tokens: Annotated[int | None, option("Largest number of tokens per answer.")] = None,
+    temperature: Annotated[float | None, option("Sampling temperature; 0 is greedy.")] = None,
+    seed: Annotated[int | None, option("Seed of the random numbers.")] = None,
+    tokenizer: Annotated[Path | None, option("A tokenizer.json; default: the run's.")] = None,
+    device: DeviceOption = "auto",
+    set_: SetOption = None,
+    as_json: JsonOption = False,
+) -> Result | None:
+    """Write with a trained model, line by line.
+
+    The model continues all lines so far, its own and yours; an empty line lets it go on. The oldest text is forgotten
+    where the context is full. /reset forgets all. Ctrl-C ends an answer, Ctrl-D the program. Other settings:
+    --set generate.top_p=0.9.
+    """
+    flags = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+    keys = {f"generate.{key}": value for key, value in flags.items()}
+    turns = []
+    with loaded_model(run, tokenizer, set_ or (), keys, device) as (model, loaded, table):
+        conversation = Conversation(model, loaded, table)
+        for line in _lines():
+            if line == RESET:
+                conversation.reset()
+                continue
+            text = ""
+            try:
+                for piece in conversation.answer(line):
+                    text += piece
+                    if not as_json:
+                        write(piece)
+            except KeyboardInterrupt:
+                pass  # the answer has ended
+            if not as_json:
+                write("\n")
+            turns.append({"prompt": line, "text": text})
+    return Result("", {"turns": turns}) if as_json else None
+
+
+def _lines() -> Iterator[str]:
+    """Yield the lines of stdin; a terminal is asked for each, and Ctrl-C there begins a new one."""
+    if not sys.stdin.isatty():
+        for raw in sys.stdin.buffer:
+            yield raw.decode("utf-8", "replace").rstrip("\r\n")
+        return
+    import readline  # noqa: F401  lets `input` edit lines
+
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            write("\n")
+            return
+        except KeyboardInterrupt:
+            write("\n")
+
+
+class Conversation:
+    """Text that a user and a model write in turn. Only the newest that fits into the context is kept."""
+
+    def __init__(self, model: TransformerLM, tokenizer: Tokenizer, options: GenerateConfig) -> None:
+        from lmkit.generation.generate import decoder_for, drawn_from
+
+        self._tokenizer, self._seed = tokenizer, options.seed
+        self._decoder = decoder_for(model, options, rows=1, **drawn_from(tokenizer, options))
+        # Room for the answer; one that needs more than half of the context makes the text slide.
+        capacity = self._decoder.capacity
+        self._kept = max(1, capacity - min(options.max_new_tokens, capacity // 2))
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the text: a new document begins."""
+        end = self._tokenizer.end_of_text_id
+        self._ids: list[int] = [*self._tokenizer.prefix] or ([] if end is None else [end])
+        self._goes_on = False
+
+    def answer(self, line: str) -> Iterator[str]:
+        """Add a line to the text; yield pieces of what the model adds."""
+        from lmkit.generation.generate import TextStream, write_texts
+
+        added = "\n" + line if line and self._goes_on else line
+        self._ids += self._tokenizer.encode(added, allowed_special=frozenset(), add_special_tokens=False)
+        self._ids = self._ids[-self._kept :]
+        if not self._ids:
+            return
+        stream, self._goes_on = TextStream(self._tokenizer), True
+        self._seed += 1  # another stream for each answer
+        for _, token, _ in write_texts(self._decoder, [self._ids[:]], self._seed - 1):
+            self._ids.append(token)
+            if token == self._decoder.ends.stop:
+                self._goes_on = False
+            else:
+                yield stream.push(token)
+        yield stream.finish()

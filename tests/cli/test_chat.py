@@ -1,0 +1,122 @@
+"""`lmkit chat`: what the model is given, what is printed, and how it ends."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from lmkit.generation import Decoder, Drawn
+from lmkit.tokenizer import Tokenizer
+
+SETTINGS = "--max-new-tokens 3 --temperature 5 --set generate.stop_at_end=false"
+END = 259
+
+
+@pytest.fixture
+def heard(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
+    """Of each answer: the ids that the model continues, and those that it adds."""
+    answers: list[tuple[list[int], list[int]]] = []
+    generate = sys.modules["lmkit.generation.generate"]
+    write_texts = generate.write_texts
+
+    def note(decoder, prompts, seed):
+        answers.append((list(prompts[0]), []))
+        for drawn in write_texts(decoder, prompts, seed):
+            answers[-1][1].append(drawn.token)
+            yield drawn
+
+    monkeypatch.setattr(generate, "write_texts", note)
+    return answers
+
+
+@pytest.fixture
+def chat(run: Path, terminal, monkeypatch: pytest.MonkeyPatch):
+    """chat(lines, flags=SETTINGS) -> what `lmkit chat` prints."""
+
+    def talk(lines: bytes, flags: str = SETTINGS) -> str:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines)))
+        return terminal(f"chat {run} {flags}")
+
+    return talk
+
+
+def turns(chat, lines: bytes, flags: str = SETTINGS) -> list[dict[str, str]]:
+    return json.loads(chat(lines, f"{flags} --json"))["turns"]
+
+
+def test_each_line_is_answered_from_all_that_fits_into_the_context(chat, heard, run: Path) -> None:
+    """A context of 8 tokens, 3 of them for the answer."""
+    tokenizer = Tokenizer.load(run / "tokenizer.json")
+    made = turns(chat, b"fish\nx\n\nlonger\n")
+    assert [turn["prompt"] for turn in made] == ["fish", "x", "", "longer"]
+    text = [END]
+    added = ["fish", "\nx", "", "\nlonger"]
+    for words, turn, (given, answer) in zip(added, made, heard, strict=True):
+        text += tokenizer.encode(words)
+        assert given == text[-5:]
+        assert len(answer) == 3
+        assert turn["text"] == tokenizer.decode(answer)
+        text += answer
+
+
+def test_answers_are_printed_a_line_each_and_drawn_from_streams_of_their_own(chat) -> None:
+    made = turns(chat, b"a\n/reset\na\n")
+    assert made[0]["text"] != made[1]["text"]
+    assert chat(b"a\n/reset\na\n") == "".join(turn["text"] + "\n" for turn in made)
+    assert turns(chat, b"a\n", f"{SETTINGS} --seed 1")[0]["text"] == made[1]["text"]
+
+
+def test_reset_forgets(chat, heard) -> None:
+    turns(chat, b"a\n/reset\nb\n")
+    assert [given for given, _ in heard] == [[END, ord("a")], [END, ord("b")]]
+
+
+def test_after_the_end_of_a_text_a_new_one_begins(chat, monkeypatch) -> None:
+    given = []
+
+    def write_texts(decoder, prompts, seed):
+        given.append(prompts[0])
+        yield Drawn(0, decoder.ends.stop, None)
+
+    monkeypatch.setattr(sys.modules["lmkit.generation.generate"], "write_texts", write_texts)
+    assert chat(b"a\nb\n", "--max-new-tokens 3") == "\n\n"
+    assert given == [[END, ord("a")], [END, ord("a"), END, ord("b")]]
+
+
+def test_ctrl_c_ends_the_answer_and_what_was_written_stays(chat, heard, monkeypatch) -> None:
+    steps = iter(range(2))
+
+    def step(decoder, longest, step=Decoder.step):
+        if next(steps, None) == 1:
+            raise KeyboardInterrupt
+        step(decoder, longest)
+
+    monkeypatch.setattr(Decoder, "step", step)
+    turns(chat, b"a\nb\n")
+    (_, cut), (given, answer) = heard
+    assert (len(cut), len(answer)) == (1, 3)
+    assert given == [END, ord("a"), *cut, *b"\nb"]
+
+
+def test_a_terminal_is_asked_until_ctrl_d(chat, monkeypatch) -> None:
+    typed = iter(["a", KeyboardInterrupt(), "b", EOFError()])
+
+    def ask(prompt: str) -> str:
+        assert prompt
+        line = next(typed)
+        if isinstance(line, BaseException):
+            raise line
+        return line
+
+    class Keyboard(io.TextIOWrapper):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr("builtins.input", ask)
+    monkeypatch.setattr(io, "TextIOWrapper", Keyboard)
+    assert chat(b"", "--max-new-tokens 1 --temperature 0").count("\n") >= 4
+    assert next(typed, None) is None
