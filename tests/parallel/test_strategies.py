@@ -22,7 +22,8 @@ CHECKS = [name for name in rank_checks.CHECKS if "compiled" not in name]  # whic
 PREFIXES = (
     *("late gradients: bucketed", "late gradients: zero1", "traffic", "by the other gather"),
     *("zero1 single", "zero1 equals", "zero1 state", "zero1 weights"),
-    *("data parallel: bucketed", "sharded optimizer", "fsdp"),
+    *("data parallel: bucketed", "sharded optimizer"),
+    *("fsdp in", "fsdp memory", "fsdp draws", "fsdp of blocks: compiled", "fsdp module", "fsdp loads"),
 )
 FOUR_RANKS = [
     name
