@@ -98,7 +98,9 @@ def time_in_turns(
     shortest = options.get("min_sample_ms", 0.0)
     link.send({"variants": [[name, 0.0 if before[name] else shortest] for name in variants]})
     start = link.receive()
-    if start is None or start["alone"]:
+    if start is None:  # who compares is gone
+        raise SystemExit(1)
+    if start["alone"]:
         return alone(variants, **options)
     samples: dict[str, list[float]] = {name: [] for name in variants}
     calls = dict.fromkeys(variants, 1)

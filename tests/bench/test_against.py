@@ -178,6 +178,17 @@ def test_a_side_answers_with_samples_and_keeps_those_it_is_told_to():
         end.close()
 
 
+def test_fault_125_a_side_ends_when_who_compares_is_gone():
+    ours, theirs = socket.socketpair()
+    ours.shutdown(socket.SHUT_WR)
+    link = Link(theirs)
+    with pytest.raises(SystemExit):
+        time_in_turns(link, pytest.fail, {"a": lambda: None}, warmup=0)
+    link.close()
+    for end in (ours, theirs):
+        end.close()
+
+
 @pytest.mark.parametrize(("workers", "ms"), [(1, 3000.0), (2, 5000.0)])
 def test_a_job_of_one_thread_is_timed_by_its_cpu_time(workers, ms):
     ours, theirs = socket.socketpair()
@@ -302,6 +313,7 @@ def test_a_version_that_fails_is_named(tmp_path, terminal):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(0)  # twenty runs take most of an hour
 def test_how_often_verdicts_in_turns_are_right(tmp_path):
     """Beside two busy processes: at most 2% of the rows of equal versions are called different, 80% of 5% found."""
     runs = int(os.environ.get("LMKIT_AGAINST_RUNS", "3"))
