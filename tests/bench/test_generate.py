@@ -39,6 +39,21 @@ def test_least_bytes_are_the_matrices_and_the_filled_cache(tied):
     assert least_bytes(config, 3, 7, 2) == 2 * (weights + cache)
 
 
+def test_a_queue_is_measured_against_the_step(run_bench):
+    keys = {**QUICK, "contexts": (8,), "batch_sizes": (3,), "queue": 5}
+    own, plain = run_bench("generate", **keys, variants=("lmkit", "lmkit_torch")).rows
+    for row in (own, plain):
+        assert row["queue_share"] == pytest.approx(row["queue_tokens_per_s"] / row["tokens_per_s"])
+        assert row["prefill_ms"] > 0
+    recipe = validate(
+        {"bench": {"generate": {"contexts": [21], "capacity": 40, "queue": 1, "steps_per_sample": 2}}},
+        origin="test",
+    )
+    with pytest.raises(UsageError) as caught:
+        bench.check(recipe)
+    assert caught.value.code == "bench.capacity"
+
+
 def test_what_is_timed_writes_tokens_at_the_context():
     writer = OwnWriter(TransformerLM(TINY), 2, 8, temperature=0.0)
     writer.refill()
