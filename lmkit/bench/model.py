@@ -137,9 +137,10 @@ def model(context: Context) -> Rows:
 
 
 def _config(size: Any, length: int, compiled: Any, options: Options) -> ModelConfig:
+    sizes: dict[str, Any] = PRESETS[size]
     return ModelConfig(
         preset=size,
-        **PRESETS[size],
+        **sizes,
         vocab_size=options.vocab_size,
         context_length=length,
         compile=compiled,

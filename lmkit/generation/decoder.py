@@ -37,10 +37,11 @@ KERNELS: bool | None = False
 
 
 class LayerWeights(NamedTuple):
-    """What a step reads of a block: gains (d_model) and matrices (out, in)."""
+    """What a step reads of a block: gains (d_model), matrices (out, in), the bias of q|k|v if there is one."""
 
     norm1: Tensor
     qkv: Tensor
+    qkv_bias: Tensor | None
     output: Tensor
     norm2: Tensor
     gate_up: Tensor
@@ -50,7 +51,7 @@ class LayerWeights(NamedTuple):
 def layer_weights(block: Any) -> LayerWeights:
     attn, ffn = block.attn, block.ffn
     return LayerWeights(
-        *(block.ln1.weight, attn.qkv_proj.weight, attn.output_proj.weight),
+        *(block.ln1.weight, attn.qkv_proj.weight, attn.qkv_proj.bias, attn.output_proj.weight),
         *(block.ln2.weight, ffn.gate_up.weight, ffn.w2.weight),
     )
 
@@ -206,6 +207,7 @@ def can_run_kernels(model: TransformerLM) -> bool:
         and config.d_model % 64 == 0
         and config.d_ff % 32 == 0
         and config.head_dim <= 256
+        and not config.qkv_bias
     )
 
 

@@ -30,6 +30,7 @@ class KernelStep:
 
     def __init__(self, decoder: Decoder) -> None:
         model, config, rows = decoder.model, decoder.model.config, decoder.rows
+        assert not config.qkv_bias, "the kernels add no biases"
         weight = model.lm_head.weight
         self.decoder, self.few, self.eps = decoder, rows <= MOST_ROWS, config.norm_eps
         # Programmatic dependent launch needs Hopper.
@@ -138,7 +139,7 @@ class KernelStep:
 
         launches: list[Callable[[], None]] = []
         for layer, weights in enumerate(self.decoder.layers):
-            _, qkv, output, norm2, gate_up, down = weights
+            _, qkv, _, output, norm2, gate_up, down = weights
             next_norm = self.gains[2 * layer + 2]
             launches += [
                 product("qkv", stream.normed, qkv, self.qkv, num_parts=self.parts),

@@ -51,7 +51,8 @@ class TorchStep:
             for keys, values in zip(decoder.keys, decoder.values, strict=True)
         ]
         self.matrices = [  # transposed
-            (layer.qkv.T, layer.output.T, layer.gate_up.T, layer.down.T) for layer in decoder.layers
+            (layer.qkv.T, layer.qkv_bias, layer.output.T, layer.gate_up.T, layer.down.T)
+            for layer in decoder.layers
         ]
         self.grouped = config.num_heads != config.kv_heads
 
@@ -85,10 +86,12 @@ class TorchStep:
         all_keys = decoder.keys[:, :, :, :longest].unbind()
         all_values = decoder.values[:, :, :, :longest].unbind()
         gains = iter(self.gains)
-        for (qkv, output, gate_up, down), caches, keys, values in zip(
+        for (qkv, bias, output, gate_up, down), caches, keys, values in zip(
             self.matrices, self.caches, all_keys, all_values, strict=True
         ):
             torch.mm(self.normed(next(gains)), qkv, out=self.qkv)
+            if bias is not None:
+                self.qkv += bias
             self.rotate(turn)
             caches[0].index_copy_(0, at, self.k.flatten(0, 1))
             caches[1].index_copy_(0, at, self.v.flatten(0, 1))

@@ -39,7 +39,7 @@ class ParameterCounts:
     Attributes:
         total: all of them; a matrix that is both embedding and head counts once.
         multiplying: those by which each token is multiplied: all but a separate input embedding, which is only
-            looked up.
+            looked up, and biases, which are added.
     """
 
     total: int
@@ -64,9 +64,9 @@ def count_parameters(config: ModelConfig) -> ParameterCounts:
     norms = 2 * d
     head = config.vocab_size * d
     multiplying = config.num_layers * (attention + feed_forward + norms) + d + head
-    return ParameterCounts(
-        total=multiplying if config.tie_embeddings else multiplying + head, multiplying=multiplying
-    )
+    biases = config.num_layers * (d + 2 * d_kv) if config.qkv_bias else 0
+    total = multiplying + biases + (0 if config.tie_embeddings else head)
+    return ParameterCounts(total=total, multiplying=multiplying)
 
 
 def flops_per_token(config: ModelConfig, context: int, *, causal: bool = False) -> int:

@@ -72,7 +72,7 @@ class JoinedLinear(nn.Module):
     """Several linear layers of one input as one: their weights lie one above the other in `weight`, one parameter.
 
     One matrix product instead of several. `part` makes the layers' names: they, not this module, are in state dicts
-    and draw the first values.
+    and draw the first values. With `bias`, each layer adds one, which starts from zeros.
 
     >>> class Gates(nn.Module):
     ...     def __init__(self) -> None:
@@ -84,10 +84,17 @@ class JoinedLinear(nn.Module):
     """
 
     def __init__(
-        self, in_features: int, out_features: int, *, device: Device = None, dtype: DType = None
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        device: Device = None,
+        dtype: DType = None,
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         self._named_rows = 0
 
     def part(self, rows: int) -> Part:
@@ -97,7 +104,9 @@ class JoinedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features)"""
-        return F.linear(x, self.weight)
+        if self.bias is None:
+            return F.linear(x, self.weight)
+        return F.linear(x, self.weight, self.bias.to(self.weight.dtype))  # bf16 matrices have float32 biases
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[1]}, {self.weight.shape[0]}"
@@ -127,15 +136,25 @@ class Part(nn.Module):
         """(rows, in_features), a view."""
         return self.joined.weight[self.rows]
 
+    def named_views(self) -> dict[str, tuple[nn.Parameter, Tensor]]:
+        """Return "weight", and "bias" if there is one -> the joined parameter and this layer's view of it."""
+        views = {"weight": (self.joined.weight, self.weight)}
+        if self.joined.bias is not None:
+            views["bias"] = (self.joined.bias, self.joined.bias[self.rows])
+        return views
+
     def reset_parameters(self) -> None:
-        """Draw new weights from torch's default generator."""
+        """Draw new weights from torch's default generator; set biases to zero."""
         draw_weights(self.weight.detach())
+        if self.joined.bias is not None:
+            self.joined.bias.detach()[self.rows].zero_()
 
     def extra_repr(self) -> str:
         return f"rows {self.rows.start} to {self.rows.stop - 1}"
 
     def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
-        destination[prefix + "weight"] = self.weight if keep_vars else self.weight.detach()
+        for name, (_, view) in self.named_views().items():
+            destination[prefix + name] = view if keep_vars else view.detach()
 
     def _load_from_state_dict(
         self,
@@ -147,14 +166,15 @@ class Part(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        name, own = prefix + "weight", self.weight.detach()
-        if name not in state_dict:
-            missing_keys.append(name)
-        elif state_dict[name].shape != own.shape:
-            error_msgs.append(f"{name}: {tuple(state_dict[name].shape)} does not fit {tuple(own.shape)}")
-        else:
-            with torch.no_grad():
-                own.copy_(state_dict[name])
+        for key, (_, view) in self.named_views().items():
+            name, own = prefix + key, view.detach()
+            if name not in state_dict:
+                missing_keys.append(name)
+            elif state_dict[name].shape != own.shape:
+                error_msgs.append(f"{name}: {tuple(state_dict[name].shape)} does not fit {tuple(own.shape)}")
+            else:
+                with torch.no_grad():
+                    own.copy_(state_dict[name])
 
 
 def linear_maps(blocks: nn.Module) -> dict[Tensor, tuple[int, ...]]:

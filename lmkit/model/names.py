@@ -30,7 +30,8 @@ def parameter_names(model: nn.Module) -> dict[nn.Parameter, dict[str, torch.Size
     parts: dict[nn.Parameter, dict[str, torch.Size]] = {}
     for name, module in model.named_modules():
         if isinstance(module, Part):
-            parts.setdefault(module.joined.weight, {})[plain_name(f"{name}.weight")] = module.weight.shape
+            for key, (joined, view) in module.named_views().items():
+                parts.setdefault(joined, {})[plain_name(f"{name}.{key}")] = view.shape
     return {
         parameter: parts.get(parameter) or {plain_name(name): parameter.shape}
         for name, parameter in model.named_parameters()

@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+
+from lmkit.recipe.tables import ModelConfig
+
+
+def scale_frequencies(config: ModelConfig, frequencies: Tensor) -> Tensor:
+    """Slow rotations down as `rope_scaling` says; radians per position in and out, any shape.
+
+    "linear" divides all of them by `rope_factor` (Chen et al. 2023, "Extending Context Window of Large Language
+    Models via Position Interpolation"). "llama3" leaves a share of each as it is, which grows from 0 to 1 with the
+    number of turns in the original context (Llama 3.1; `apply_scaling` of its reference code).
+    """
+    if config.rope_scaling == "none":
+        return frequencies
+    kept = torch.zeros_like(frequencies)
+    if config.rope_scaling == "llama3":
+        low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+        turns = config.rope_original_context * frequencies / (2 * math.pi)
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * ((1 - kept) / config.rope_factor + kept)
 
 
 class RotaryEmbedding(nn.Module):
     """A table of cosines and sines of every position and pair of channels (Su et al. 2021, eq. 15).
 
     `cos_sin[p, i] = (cos(a), sin(a))` with the angle `a = p theta^(-2i / head_dim)`, shape
-    (context_length, head_dim / 2, 2), float32.
+    (context_length, head_dim / 2, 2), float32. `scale` changes the angles per position.
 
     One table serves all layers. Checkpoints do not contain it, and it stays in float32 when the model is cast to a
     narrower type: bfloat16 cannot tell positions beyond 256 from their neighbours.
@@ -31,6 +51,7 @@ class RotaryEmbedding(nn.Module):
         head_dim: int,
         context_length: int,
         theta: float = 10_000.0,
+        scale: Callable[[Tensor], Tensor] | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
@@ -39,13 +60,17 @@ class RotaryEmbedding(nn.Module):
         self.head_dim = head_dim
         self.context_length = context_length
         self.theta = theta
+        self.scale = scale
         self.register_buffer("cos_sin", self._compute().to(device), persistent=False)
 
     def _compute(self) -> Tensor:
         # In float64: a float32 angle of 100,000 radians is off by 0.004.
         channels = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device="cpu")  # (head_dim / 2)
         positions = torch.arange(self.context_length, dtype=torch.float64, device="cpu")  # (context)
-        angles = torch.outer(positions, self.theta ** (-channels / self.head_dim))  # (context, head_dim / 2)
+        frequencies = self.theta ** (-channels / self.head_dim)
+        if self.scale is not None:
+            frequencies = self.scale(frequencies)
+        angles = torch.outer(positions, frequencies)  # (context, head_dim / 2)
         return torch.stack((angles.cos(), angles.sin()), dim=-1).float()  # (context, head_dim / 2, 2)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:

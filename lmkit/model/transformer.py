@@ -16,7 +16,7 @@ from lmkit.measure.ranges import range_
 from lmkit.model.layers import AddRMSNorm, Device, DType, Embedding, JoinedLinear, Linear, SwiGLU
 from lmkit.model.loss import SliceLoss
 from lmkit.model.operations import PLAIN, Attend, Operations, choose_operations
-from lmkit.model.rope import RotaryEmbedding
+from lmkit.model.rope import RotaryEmbedding, scale_frequencies
 from lmkit.recipe.tables import ModelConfig
 
 
@@ -43,7 +43,9 @@ class SelfAttention(nn.Module):
         self.attention = attention_function(config.attention)
         self.joined_attention = joined_function(config.attention)
         d_kv = config.kv_heads * config.head_dim
-        self.qkv_proj = JoinedLinear(config.d_model, config.d_model + 2 * d_kv, device=device, dtype=dtype)
+        self.qkv_proj = JoinedLinear(
+            config.d_model, config.d_model + 2 * d_kv, bias=config.qkv_bias, device=device, dtype=dtype
+        )
         self.q_proj = self.qkv_proj.part(config.d_model)
         self.k_proj = self.qkv_proj.part(d_kv)
         self.v_proj = self.qkv_proj.part(d_kv)
@@ -197,6 +199,7 @@ class TransformerLM(nn.Module):
             head_dim=config.head_dim,
             context_length=config.context_length,
             theta=config.rope_theta,
+            scale=partial(scale_frequencies, config),
             device=device,
         )
         self.operations = choose_operations(config.operations, self.lm_head.weight)

@@ -208,6 +208,19 @@ class ModelConfig(Table):
     """Fewer than `num_heads`: grouped-query attention (Ainslie et al. 2023). Default: `num_heads`."""
     rope_theta: PositiveFloat = 10_000.0
     """Base of the wavelengths of rotary position embeddings (Su et al. 2021)."""
+    rope_scaling: Literal["none", "linear", "llama3"] = "none"
+    """Slower rotations for longer contexts: all of them (`linear`, Chen et al. 2023), or those of long wavelengths
+    (`llama3`, as in Llama 3.1)."""
+    rope_factor: PositiveFloat = 1.0
+    """How much slower (`linear`, `llama3`)."""
+    rope_low_freq_factor: PositiveFloat = 1.0
+    """Wavelengths of more than `rope_original_context` / this are scaled in full (`llama3`)."""
+    rope_high_freq_factor: PositiveFloat = 4.0
+    """Wavelengths of less than `rope_original_context` / this are not scaled (`llama3`)."""
+    rope_original_context: PositiveInt = 8192
+    """Tokens that the model saw at once before its wavelengths were scaled (`llama3`)."""
+    qkv_bias: bool = False
+    """Add a bias to queries, keys and values, as Qwen2 does."""
     norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-5
     """Added to the mean square in RMSNorm."""
     tie_embeddings: bool = False
@@ -227,6 +240,13 @@ class ModelConfig(Table):
         check_heads(self.d_model, self.num_heads)
         if self.num_heads % self.kv_heads:
             raise ValueError(f"num_heads {self.num_heads} is not divisible by num_kv_heads {self.kv_heads}")
+        return self
+
+    @model_validator(mode="after")
+    def _wavelengths_are_in_order(self) -> ModelConfig:
+        low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
+        if low >= high:
+            raise ValueError(f"rope_low_freq_factor {low} is not below rope_high_freq_factor {high}")
         return self
 
     @property

@@ -41,6 +41,27 @@ def test_logits_equal_those_without_a_cache(make_model, kv_heads, rows, attentio
         assert [text[:-1] for text in texts_of(decoder)] == texts
 
 
+def test_biases_and_scaled_positions_are_in_the_step(make_model):
+    model = make_model(
+        num_kv_heads=2, qkv_bias=True, rope_scaling="llama3", rope_factor=8.0, rope_original_context=32
+    )
+    with torch.no_grad():
+        for layer in model.layers:
+            layer.attn.qkv_proj.bias.normal_()
+    decoder = Decoder(model, 2, sampling=GREEDY, ends=ENDLESS)
+    for row, text in enumerate(([1, 2, 3], [9])):
+        decoder.start(row, text, seed=0)
+    for _ in range(5):
+        texts = texts_of(decoder)
+        with torch.inference_mode():
+            logits = decoder._step.logits(max(map(len, texts)))
+        for row, text in enumerate(texts):
+            exact = model(torch.tensor([text]))[0, -1]
+            # float64; matrix products of other shapes sum in another order.
+            torch.testing.assert_close(logits[row], exact, rtol=1e-11, atol=1e-11)
+        decoder.step(max(map(len, texts)))
+
+
 def test_rows_that_rest_do_not_change_the_others(make_model):
     """Row 1 is full and stands still while row 0 goes on; then it starts over."""
     model = make_model()

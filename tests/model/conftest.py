@@ -30,7 +30,7 @@ def make_model() -> Callable[..., TransformerLM]:
         model = TransformerLM(ModelConfig(**{**sizes, **fields}), dtype=dtype)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if "ln" in name:
+                if "ln" in name or "bias" in name:
                     parameter.add_(torch.randn_like(parameter) * 0.3)
         return model
 

@@ -21,13 +21,16 @@ SIZES = {"vocab_size": 97, "d_model": 48, "d_ff": 80, "num_layers": 3, "num_head
 
 
 @pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kv_heads", [None, 2])
-def test_counts_are_those_of_the_model(tied: bool, kv_heads: int | None) -> None:
-    config = ModelConfig(**SIZES, num_kv_heads=kv_heads, tie_embeddings=tied)
+def test_counts_are_those_of_the_model(tied: bool, bias: bool, kv_heads: int | None) -> None:
+    config = ModelConfig(**SIZES, num_kv_heads=kv_heads, tie_embeddings=tied, qkv_bias=bias)
     model = TransformerLM(config)
     counts = count_parameters(config)
     assert counts.total == sum(parameter.numel() for parameter in model.parameters())
-    assert counts.multiplying == counts.total - (0 if tied else model.token_embeddings.weight.numel())
+    added = sum(parameter.numel() for name, parameter in model.named_parameters() if name.endswith("bias"))
+    assert bool(added) == bias
+    assert counts.multiplying == counts.total - added - (0 if tied else model.token_embeddings.weight.numel())
     memory = training_memory(config)
     shares = (memory.weights, memory.gradients, memory.optimizer, memory.total)
     assert shares == tuple(times * counts.total for times in (4, 4, 8, 16))

@@ -31,6 +31,9 @@ def retold(model: TransformerLM, ids: list[int]) -> torch.Tensor:
         turned = vector.clone()
         for i in range(0, size, 2):
             angle = position / config.rope_theta ** (i / size)
+            if config.rope_scaling != "none":
+                wavelength = 2 * math.pi * config.rope_theta ** (i / size)
+                angle *= retold_share(config, wavelength)
             turned[i] = vector[i] * math.cos(angle) - vector[i + 1] * math.sin(angle)
             turned[i + 1] = vector[i] * math.sin(angle) + vector[i + 1] * math.cos(angle)
         return turned
@@ -40,7 +43,12 @@ def retold(model: TransformerLM, ids: list[int]) -> torch.Tensor:
         at = f"layers.{layer}."
         normed = [norm(x, at + "ln1") for x in stream]
         q, k, v = (
-            [(weights[f"{at}attn.{name}_proj.weight"] @ x).unflatten(0, (-1, size)) for x in normed]
+            [
+                (
+                    weights[f"{at}attn.{name}_proj.weight"] @ x + weights.get(f"{at}attn.{name}_proj.bias", 0)
+                ).unflatten(0, (-1, size))
+                for x in normed
+            ]
             for name in "qkv"
         )
         for i in range(len(ids)):
@@ -61,6 +69,21 @@ def retold(model: TransformerLM, ids: list[int]) -> torch.Tensor:
     return torch.stack([weights["lm_head.weight"] @ norm(x, "ln_final") for x in stream])
 
 
+def retold_share(config: ModelConfig, wavelength: float) -> float:
+    """By how much Llama 3.1's reference code, or linear scaling, multiplies the frequency of a wavelength."""
+    if (
+        config.rope_scaling == "linear"
+        or wavelength > config.rope_original_context / config.rope_low_freq_factor
+    ):
+        return 1 / config.rope_factor
+    if wavelength < config.rope_original_context / config.rope_high_freq_factor:
+        return 1.0
+    smooth = (config.rope_original_context / wavelength - config.rope_low_freq_factor) / (
+        config.rope_high_freq_factor - config.rope_low_freq_factor
+    )
+    return (1 - smooth) / config.rope_factor + smooth
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -69,6 +92,9 @@ def retold(model: TransformerLM, ids: list[int]) -> torch.Tensor:
         {"num_kv_heads": 1, "tie_embeddings": True},
         {"norm_eps": 0.01, "rope_theta": 100.0},
         {"attention": "sdpa"},
+        {"qkv_bias": True, "num_kv_heads": 2},
+        {"rope_scaling": "linear", "rope_factor": 3.0},
+        {"rope_scaling": "llama3", "rope_factor": 3.0, "rope_original_context": 40, "rope_theta": 100.0},
     ],
     ids=str,
 )
@@ -101,6 +127,23 @@ def test_parameter_names(make_model: MakeModel) -> None:
     assert list(parts[model.layers[0].attn.qkv_proj.weight]) == [
         f"layers.0.attn.{name}_proj.weight" for name in "qkv"
     ]
+
+
+def test_biases_have_names_of_their_own_and_start_from_zero(make_model: MakeModel) -> None:
+    config = make_model(num_kv_heads=2, qkv_bias=True).config
+    model = TransformerLM(config)
+    biases = {name: value for name, value in model.state_dict().items() if name.endswith("bias")}
+    assert {name: tuple(value.shape) for name, value in biases.items()} == {
+        f"layers.{layer}.attn.{name}_proj.bias": (size,)
+        for layer in range(2)
+        for name, size in (("q", 32), ("k", 16), ("v", 16))
+    }
+    assert not any(value.any() for value in biases.values())
+    other = TransformerLM(config)
+    other.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+    assert torch.equal(other.layers[1].attn.qkv_proj.bias, torch.ones(64))
+    names = parameter_names(model)[model.layers[1].attn.qkv_proj.bias]
+    assert list(names) == [f"layers.1.attn.{name}_proj.bias" for name in "qkv"]
 
 
 def test_joined_matrices_load_by_their_own_names(make_model: MakeModel) -> None:
