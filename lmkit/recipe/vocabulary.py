@@ -4,6 +4,8 @@ from __future__ import annotations
 
 END_OF_TEXT = "<|endoftext|>"
 """The special token that ends every document."""
+END_OF_TEXT_OF_LLAMA = "<|end_of_text|>"
+"""Its name in the vocabulary of Llama 3."""
 NUM_BYTES = 256
 """The first tokens of every vocabulary: one per byte."""
 MAX_TOKEN_BYTES = 256

@@ -18,7 +18,7 @@ from itertools import chain, pairwise
 import numpy as np
 
 from lmkit.recipe.vocabulary import MAX_TOKEN_BYTES
-from lmkit.tokenizer.pretokenize import SpecialTokens, split_words
+from lmkit.tokenizer.pretokenize import SpecialTokens, split_words, word_finder
 
 Pair = tuple[bytes, bytes]
 
@@ -79,14 +79,28 @@ class MergeTable:
         byte_ids: the token id of each of the 256 bytes.
         merges: (left id, right id, id of the merged token) in the order in which the merges were learned. The
             position of a merge is its rank.
+        pattern: finds words, see `PATTERNS`.
+        whole: words that are tokens without any merge -> id.
+        nfc: whether texts are put into Unicode's normal form C first.
 
     >>> MergeTable(range(256), [(ord("h"), ord("e"), 256), (256, ord("l"), 257)]).encode_word(b"hello")
     [257, 108, 111]
     """
 
-    def __init__(self, byte_ids: Sequence[int], merges: Sequence[tuple[int, int, int]]) -> None:
+    def __init__(
+        self,
+        byte_ids: Sequence[int],
+        merges: Sequence[tuple[int, int, int]],
+        *,
+        pattern: str = "gpt2",
+        whole: Mapping[bytes, int] | None = None,
+        nfc: bool = False,
+    ) -> None:
         self.byte_ids = list(byte_ids)
         self.merges = list(merges)
+        self.pattern = pattern
+        self.whole = whole or {}
+        self.nfc = nfc
 
     @functools.cached_property
     def _ranks(self) -> dict[tuple[int, int], int]:
@@ -95,6 +109,8 @@ class MergeTable:
 
     def encode_word(self, word: bytes) -> list[int]:
         """Return the token ids of one word: merge the pair of lowest rank, the leftmost first, until none is left."""
+        if (whole := self.whole.get(word)) is not None:
+            return [whole]
         ids = [self.byte_ids[byte] for byte in word]
         if len(ids) > _LONG_WORD:
             return self._encode_long(ids)
@@ -197,6 +213,7 @@ class PythonEncoder:
 
     def __init__(self, merges: MergeTable) -> None:
         self._known = _KnownWords(merges)
+        self._find_words = word_finder(merges.pattern)
 
     def encode(self, data: bytes, specials: SpecialTokens) -> np.ndarray:
         """Return the ids of a chunk, int32; only `specials` count as special tokens."""
@@ -204,7 +221,7 @@ class PythonEncoder:
             self._known.clear()
         ids = array("i")
         for text, special_id in specials.split(data):
-            words = split_words(text.decode("utf-8", "surrogateescape"))
+            words = self._find_words(text.decode("utf-8", "surrogateescape"))
             ids.extend(chain.from_iterable(map(self._known.__getitem__, words)))
             if special_id is not None:
                 ids.append(special_id)

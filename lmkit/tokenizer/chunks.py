@@ -1,10 +1,10 @@
 """Cut a stream of text into chunks that can be encoded apart.
 
 A cut is exact if a word begins there whatever text follows: then the ids of the chunks, joined, are the ids of the
-text. No word of GPT-2's pattern contains whitespace behind a character of another kind. So a space or a newline
-behind such a character always begins a word, and no look-ahead of the pattern reaches across it. The same holds
-between a letter or number and a character that is neither, which serves scripts without spaces. A special token is
-never cut.
+text. No word of any pattern contains a space behind a character that is no whitespace, or a newline behind a letter
+or number. So these always begin a word, and no look-ahead of a pattern reaches across them. The same holds between a
+letter or number and a character that is neither, which serves scripts without spaces; a mark is left with its letter,
+because normal forms compose the two. A special token is never cut.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from lmkit.tokenizer.pretokenize import SpecialTokens
 
 ErrorMode = Literal["strict", "replace"]
 
-_BEFORE_SPACE = re.compile(rb"[\x21-\x7e](?=[ \n])")
-_AFTER_LETTER = regex.compile(r"(?<=[\p{L}\p{N}])(?=[^\p{L}\p{N}])")
+_BEFORE_SPACE = re.compile(rb"[\x21-\x7e](?= )|[0-9A-Za-z](?=\n)")
+_AFTER_LETTER = regex.compile(r"(?<=[\p{L}\p{N}])(?=[^\p{L}\p{N}\p{M}])")
 _LONGEST_CHARACTER = 4  # bytes of UTF-8
 _TRIES = 16  # places to try per window; some may lie in special tokens
 

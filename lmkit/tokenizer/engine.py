@@ -17,6 +17,7 @@ import platform
 import queue
 import subprocess
 import tempfile
+import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
@@ -27,7 +28,7 @@ import numpy as np
 
 from lmkit.errors import reason
 from lmkit.tokenizer.bpe import MergeTable, PythonCounter, PythonEncoder, WordCounts
-from lmkit.tokenizer.pretokenize import SpecialTokens, character_classes
+from lmkit.tokenizer.pretokenize import PATTERNS, SpecialTokens, character_classes
 
 CHUNK_BYTES = 1 << 18
 """Bytes of text to encode or count at a time: a chunk stays in the cache, and no thread waits long for another."""
@@ -42,7 +43,8 @@ _log = logging.getLogger("lmkit")
 def new_encoder(merges: MergeTable) -> Encoder:
     """Return a new encoder: in C if the machine can compile it, otherwise in Python."""
     code = library()
-    return PythonEncoder(merges) if code is None else NativeEncoder(code, merges)
+    encoder = PythonEncoder(merges) if code is None else NativeEncoder(code, merges)
+    return NormalizingEncoder(encoder) if merges.nfc else encoder
 
 
 def new_counter(specials: SpecialTokens) -> WordCounter:
@@ -76,7 +78,16 @@ class NativeEncoder:
         table = np.fromiter(chain.from_iterable(merges.merges), np.int32, 3 * len(merges.merges))
         left, right, merged = table.reshape(-1, 3).T.copy()
         addresses = [column.ctypes.data for column in (self._classes, byte_ids, left, right, merged)]
-        self._encoder = code.lmkit_encoder_new(*addresses, len(merged))
+        words = b"".join(merges.whole)
+        sizes, ids = (
+            np.array([*numbers], np.int64) for numbers in (map(len, merges.whole), merges.whole.values())
+        )
+        self._encoder = code.lmkit_encoder_new(
+            *addresses,
+            len(merged),
+            list(PATTERNS).index(merges.pattern),
+            *(words, len(words), sizes.ctypes.data, ids.ctypes.data, len(ids)),
+        )
         if not self._encoder:
             raise MemoryError("no memory for the encoder")
         self._room = np.empty(_ROOM, np.int32)
@@ -93,6 +104,29 @@ class NativeEncoder:
     def __del__(self) -> None:
         if encoder := getattr(self, "_encoder", None):
             self._code.lmkit_encoder_free(encoder)
+
+
+class NormalizingEncoder:
+    """Encodes in Unicode's normal form C what lies between special tokens.
+
+    Texts may be cut before a space, or between a letter or number and a character that is none and no mark: nothing
+    composes across such a place.
+    """
+
+    def __init__(self, encoder: NativeEncoder | PythonEncoder) -> None:
+        self._encoder = encoder
+        self._no_specials = SpecialTokens({})
+
+    def encode(self, data: bytes, specials: SpecialTokens) -> np.ndarray:
+        if unicodedata.is_normalized("NFC", data.decode("utf-8", "surrogateescape")):
+            return self._encoder.encode(data, specials)
+        parts = []
+        for text, special_id in specials.split(data):
+            normal = unicodedata.normalize("NFC", text.decode("utf-8", "surrogateescape"))
+            parts.append(self._encoder.encode(normal.encode("utf-8", "surrogateescape"), self._no_specials))
+            if special_id is not None:
+                parts.append(np.array([special_id], np.int32))
+        return np.concatenate(parts)
 
 
 class NativeCounter:
@@ -131,7 +165,7 @@ class NativeCounter:
             self._code.lmkit_counter_free(counter)
 
 
-Encoder = NativeEncoder | PythonEncoder
+Encoder = NativeEncoder | PythonEncoder | NormalizingEncoder
 WordCounter = NativeCounter | PythonCounter
 
 
@@ -147,7 +181,7 @@ def library() -> ctypes.CDLL | None:
     data = (ctypes.c_char_p, size)
     for name, result, *arguments in (
         ("lmkit_is_utf8", ctypes.c_int, *data),
-        ("lmkit_encoder_new", pointer, pointer, pointer, pointer, pointer, pointer, size),
+        ("lmkit_encoder_new", pointer, *5 * (pointer,), size, ctypes.c_int, *data, pointer, pointer, size),
         ("lmkit_encoder_free", None, pointer),
         ("lmkit_encode", size, pointer, *data, *data, pointer),
         ("lmkit_counter_new", pointer, pointer),

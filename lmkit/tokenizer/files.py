@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmkit.errors import LmkitError, UsageError, reason
 from lmkit.storage import write_atomic
+from lmkit.tokenizer.pretokenize import PATTERNS
 
 if TYPE_CHECKING:
     from lmkit.tokenizer.tokenizer import Tokenizer
@@ -28,7 +29,6 @@ _DAMAGED_HINT = (
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 _CHANGE_MODEL = (  # keys of the model that change ids
     "dropout",
-    "ignore_merges",
     "byte_fallback",
     "continuing_subword_prefix",
     "end_of_word_suffix",
@@ -89,14 +89,15 @@ def to_json(tokenizer: Tokenizer) -> str:
             {"id": token_id, "content": text, **plain, "special": True}
             for text, token_id in sorted(tokenizer.special_ids.items(), key=lambda item: item[1])
         ],
-        "normalizer": None,
-        "pre_tokenizer": _BYTE_LEVEL,
+        "normalizer": {"type": "NFC"} if tokenizer.nfc else None,
+        "pre_tokenizer": _pre_tokenizer(tokenizer.pattern),
         "post_processor": _template(tokenizer),
         "decoder": _BYTE_LEVEL,
         "model": {
             "type": "BPE",
             **dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")),
-            **dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False),
+            **dict.fromkeys(("fuse_unk", "byte_fallback"), False),
+            "ignore_merges": tokenizer.whole_words,
         },
     }
     # The two long parts are joined by hand, with each token quoted once: json.dumps takes twice as long, and every
@@ -107,6 +108,34 @@ def to_json(tokenizer: Tokenizer) -> str:
     merges = ", ".join([f"[{quoted[left]}, {quoted[right]}]" for left, right, _ in pairs])
     the_rest = json.dumps(content, ensure_ascii=False).removesuffix("}}")
     return f'{the_rest}, "vocab": {{{vocab}}}, "merges": [{merges}]}}}}'
+
+
+def _pre_tokenizer(pattern: str) -> dict[str, Any]:
+    """Return the pre-tokenizer that finds the words of one of `PATTERNS`."""
+    if pattern == "gpt2":
+        return _BYTE_LEVEL
+    if pattern == "digits":
+        return {
+            "type": "Sequence",
+            "pretokenizers": [{"type": "Digits", "individual_digits": True}, _BYTE_LEVEL],
+        }
+    split = {"pattern": {"Regex": PATTERNS[pattern]}, "behavior": "Isolated", "invert": False}
+    byte_level = {**_BYTE_LEVEL, "use_regex": False}
+    return {"type": "Sequence", "pretokenizers": [{"type": "Split", **split}, byte_level]}
+
+
+def _pattern_of(pre_tokenizer: dict[str, Any]) -> str | None:
+    """Return which of `PATTERNS` a pre-tokenizer is; None for others."""
+    found = _steps(pre_tokenizer)
+    return next((name for name in PATTERNS if _steps(_pre_tokenizer(name)) == found), None)
+
+
+def _steps(pre_tokenizer: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a list of the pre-tokenizers, without what changes offsets only."""
+    is_sequence = pre_tokenizer.get("type") == "Sequence"
+    steps = pre_tokenizer["pretokenizers"] if is_sequence else [pre_tokenizer]
+    defaults = {"use_regex": True, "trim_offsets": None}
+    return [{**defaults, **step} | {"trim_offsets": None} for step in steps]
 
 
 def _template(tokenizer: Tokenizer) -> dict[str, Any] | None:
@@ -144,7 +173,7 @@ def load_json(path: Path) -> dict[str, Any]:
             raise UsageError(
                 "tokenizer.unsupported",
                 f"{path}: would encode differently here: {', '.join(refused)}",
-                hint="lmkit reads byte-level BPE with GPT-2's words; train one with: lmkit tokenizer train",
+                hint="lmkit reads byte-level BPE with the words of GPT-2, Llama 3, Qwen2 or SmolLM",
             )
         prefix, suffix = _around(content.get("post_processor"), path)
         merges = _distinct(_pair(merge) for merge in model["merges"])
@@ -165,6 +194,9 @@ def load_json(path: Path) -> dict[str, Any]:
         "special_tokens": tuple(text for text, _ in added),
         "prefix": prefix,
         "suffix": suffix,
+        "pattern": _pattern_of(content["pre_tokenizer"]),
+        "whole_words": bool(model.get("ignore_merges")),
+        "nfc": content.get("normalizer") is not None,
     }
 
 
@@ -176,14 +208,15 @@ def _other_ids(content: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for key in _CHANGE_MODEL:
         if model.get(key):
             yield f"model.{key}", model[key]
-    if content.get("normalizer") is not None:
-        yield "normalizer", content["normalizer"]
-    if before.get("type") != "ByteLevel":
-        yield "pre_tokenizer", content["pre_tokenizer"]
-    elif before.get("add_prefix_space"):
+    normalizer = content.get("normalizer")
+    if normalizer not in (None, {"type": "NFC"}):
+        yield "normalizer", normalizer
+    if before.get("type") == "ByteLevel" and before.get("add_prefix_space"):
         yield "pre_tokenizer.add_prefix_space", before["add_prefix_space"]
-    elif not before.get("use_regex", True):
+    elif before.get("type") == "ByteLevel" and not before.get("use_regex", True):
         yield "pre_tokenizer.use_regex", before["use_regex"]
+    elif _pattern_of(before) is None:
+        yield "pre_tokenizer", content["pre_tokenizer"]
 
     vocab = model.get("vocab", {})
     next_free = len(vocab)
@@ -197,7 +230,9 @@ def _other_ids(content: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield f"added_tokens[{i}].id", token["id"]
         next_free = max(next_free, expected + 1)
         # Normalized tokens are looked for in what the others have left: another order only if they overlap.
-        if token.get("normalized") and any(_overlap(token["content"], other) for other in found_first):
+        if token.get("normalized") and (
+            normalizer is not None or any(_overlap(token["content"], other) for other in found_first)
+        ):
             yield f"added_tokens[{i}].normalized", True
 
 
@@ -255,6 +290,12 @@ def _distinct(merges: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]
 
 
 def save_gpt2(tokenizer: Tokenizer, folder: Path) -> None:
+    if tokenizer.pattern != "gpt2" or tokenizer.whole_words or tokenizer.nfc:
+        raise UsageError(
+            "tokenizer.unsupported",
+            f"{folder}: GPT-2's files cannot say how this tokenizer finds words ({tokenizer.pattern})",
+            hint="use its tokenizer.json",
+        )
     names = _names(tokenizer)
     vocab = {name: token_id for token_id, name in names.items()}
     lines = [f"{names[left]} {names[right]}" for left, right, _ in tokenizer.merge_table.merges]

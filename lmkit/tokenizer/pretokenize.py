@@ -1,4 +1,4 @@
-"""Split text into words (GPT-2's pattern) and find special tokens.
+"""Split text into words (GPT-2's pattern, or another model's) and find special tokens.
 
 Byte-level BPE merges within words only. A corpus is therefore a multiset of short words: training needs the counts of
 the distinct words, and encoding merges each distinct word once. `words.c` contains the fast form of this file.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import re
 import struct
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from enum import IntEnum
 
 import numpy as np
@@ -20,16 +20,33 @@ from lmkit.recipe.vocabulary import END_OF_TEXT as END_OF_TEXT
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """GPT-2's pattern (Radford et al. 2019, `encoder.py`), in the equivalent form that tiktoken uses."""
 
-_find_words = regex.compile(PATTERN).findall
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+PATTERNS = {
+    "gpt2": PATTERN,
+    # SmolLM: every digit is a word, and so is the whole space before one.
+    "digits": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+",
+    "llama3": _LLAMA3,
+    "qwen2": _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}"),
+}
+"""By the name of the model that introduced it. Training uses GPT-2's; tokenizers from elsewhere bring theirs."""
 
 
-def split_words(text: str) -> list[str]:
+@functools.cache
+def word_finder(pattern: str) -> Callable[[str], list[str]]:
+    """Return the function that splits a text into the words of one of `PATTERNS`."""
+    return regex.compile(PATTERNS[pattern]).findall
+
+
+def split_words(text: str, pattern: str = "gpt2") -> list[str]:
     """Split text into words. Every character belongs to exactly one word.
 
     >>> split_words("I'll see 42 stars.")
     ['I', "'ll", ' see', ' 42', ' stars', '.']
     """
-    return _find_words(text)
+    return word_finder(pattern)(text)
 
 
 class CharacterClass(IntEnum):

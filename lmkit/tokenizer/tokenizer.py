@@ -11,20 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmkit.recipe.vocabulary import END_OF_TEXT, NUM_BYTES
+from lmkit.recipe.vocabulary import END_OF_TEXT, END_OF_TEXT_OF_LLAMA, NUM_BYTES
 from lmkit.tokenizer import files
 from lmkit.tokenizer.bpe import MergeTable, Pair, PythonEncoder
 from lmkit.tokenizer.chunks import exact_chunks, read_blocks, valid_utf8
-from lmkit.tokenizer.engine import CHUNK_BYTES, Encoder, is_utf8, new_encoder
+from lmkit.tokenizer.engine import CHUNK_BYTES, Encoder, NormalizingEncoder, is_utf8, new_encoder
 from lmkit.tokenizer.pretokenize import SpecialTokens
 
 _STREAM_BYTES = 1 << 16
 
 
 class Tokenizer:
-    """Byte-level BPE with GPT-2's pre-tokenization.
+    """Byte-level BPE with GPT-2's pre-tokenization, or that of another model.
 
-    Every string has ids and every list of ids has bytes: `decode(encode(text)) == text`.
+    Every string has ids and every list of ids has bytes: `decode(encode(text)) == text`, but for `nfc`.
 
     Args:
         vocab: token id -> bytes; contains all 256 single bytes.
@@ -32,6 +32,9 @@ class Tokenizer:
         special_tokens: never split, never merged across; one that `vocab` lacks gets the next free id.
         prefix: ids before every text, such as a begin-of-sequence token.
         suffix: ids after every text.
+        pattern: finds words: a name of `lmkit.tokenizer.pretokenize.PATTERNS`.
+        whole_words: whether a word that is in `vocab` is one token even if no merges make it (Llama 3).
+        nfc: whether text is put into Unicode's normal form C first (Qwen2).
 
     Raises:
         ValueError: a byte, a merged token or an id of the prefix or suffix is missing in `vocab`, or a special token
@@ -53,13 +56,16 @@ class Tokenizer:
         special_tokens: Sequence[str] = (),
         prefix: Sequence[int] = (),
         suffix: Sequence[int] = (),
+        pattern: str = "gpt2",
+        whole_words: bool = False,
+        nfc: bool = False,
     ) -> None:
         if "" in special_tokens or len(set(special_tokens)) != len(special_tokens):
             raise ValueError("special tokens must be distinct and not empty")
         self.vocab = dict(sorted(vocab.items()))
         self.merges = list(merges)
         self.special_tokens = tuple(special_tokens)
-        ordinary = _ordinary_ids(self.vocab, self.merges)
+        ordinary = _ordinary_ids(self.vocab, self.merges, whole_words)
         self.special_ids = _special_ids(self.vocab, ordinary, self.special_tokens)
         for text, token_id in self.special_ids.items():
             self.vocab[token_id] = text.encode()
@@ -70,9 +76,15 @@ class Tokenizer:
         for token_id in (*self.prefix, *self.suffix):
             if token_id not in self.vocab:
                 raise ValueError(f"prefix or suffix: {token_id} is not a token id of this vocabulary")
+        self.pattern, self.whole_words, self.nfc = pattern, whole_words, nfc
+        special = set(self.special_ids.values())
+        whole = {token: i for i, token in reversed(self.vocab.items()) if i not in special}
         self.merge_table = MergeTable(
             [ordinary[bytes([byte])] for byte in range(256)],
             [(ordinary[left], ordinary[right], ordinary[left + right]) for left, right in self.merges],
+            pattern=pattern,
+            whole=whole if whole_words else None,
+            nfc=nfc,
         )
         self._lock = threading.Lock()  # an encoder serves one thread at a time
 
@@ -88,15 +100,14 @@ class Tokenizer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickle the content; locks and compiled encoders are made anew.
-        content = {
-            name: getattr(self, name) for name in ("vocab", "merges", "special_tokens", "prefix", "suffix")
-        }
-        return functools.partial(Tokenizer, **content), ()
+        names = ("vocab", "merges", "special_tokens", "prefix", "suffix", "pattern", "whole_words", "nfc")
+        return functools.partial(Tokenizer, **{name: getattr(self, name) for name in names}), ()
 
     @property
     def end_of_text_id(self) -> int | None:
-        """The id of `<|endoftext|>`, which ends every document; None if the tokenizer lacks it."""
-        return self.special_ids.get(END_OF_TEXT)
+        """The id of `<|endoftext|>`, or of Llama 3's `<|end_of_text|>`, which ends every document; None if the
+        tokenizer lacks both."""
+        return self.special_ids.get(END_OF_TEXT, self.special_ids.get(END_OF_TEXT_OF_LLAMA))
 
     @functools.cached_property
     def sha256(self) -> str:
@@ -136,7 +147,9 @@ class Tokenizer:
         if is_utf8(data):
             ids = self._encode_utf8(data, specials)
         else:
-            ids = PythonEncoder(self.merge_table).encode(data, specials).tolist()
+            encoder = PythonEncoder(self.merge_table)
+            encoded = NormalizingEncoder(encoder) if self.nfc else encoder
+            ids = encoded.encode(data, specials).tolist()
         return self._around(ids) if add_special_tokens else ids
 
     def encode_iterable(self, texts: Iterable[str]) -> Iterator[int]:
@@ -220,7 +233,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """Read a `tokenizer.json` of lmkit, or of another byte-level BPE with GPT-2's pre-tokenization.
+        """Read a `tokenizer.json` of lmkit, or of another byte-level BPE with one of the pre-tokenizations that lmkit
+        knows.
 
         Post-processors that put tokens around a text become `prefix` and `suffix`. Truncation and padding are
         ignored, with a warning.
@@ -235,6 +249,9 @@ class Tokenizer:
         """Write GPT-2's `vocab.json` and `merges.txt` into `folder`.
 
         These files have no place for `prefix` and `suffix`: they are left out, with a warning.
+
+        Raises:
+            UsageError: the words are not GPT-2's.
         """
         files.save_gpt2(self, Path(folder))
 
@@ -255,12 +272,16 @@ class Tokenizer:
             raise files.damaged(path, error) from error
 
 
-def _ordinary_ids(vocab: Mapping[int, bytes], merges: Sequence[tuple[bytes, bytes]]) -> dict[bytes, int]:
+def _ordinary_ids(
+    vocab: Mapping[int, bytes], merges: Sequence[tuple[bytes, bytes]], whole_words: bool
+) -> dict[bytes, int]:
     """Return the ids of the bytes and of the merged tokens; of two tokens with the same bytes the lowest id."""
     lowest: dict[bytes, int] = {}
     for token_id, token in vocab.items():
         lowest.setdefault(token, token_id)
     needed = [bytes([byte]) for byte in range(256)] + [left + right for left, right in merges]
+    if whole_words:  # a merge may wait for a token that only a whole word is
+        needed += [token for pair in merges for token in pair]
     try:
         ordinary = {token: lowest[token] for token in needed}
     except KeyError as error:

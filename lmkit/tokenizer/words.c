@@ -16,6 +16,7 @@
 #endif
 
 enum { OTHER, LETTER, NUMBER, SPACE };          /* pretokenize.CharacterClass */
+enum { GPT2, DIGITS, LLAMA3, QWEN2 };           /* pretokenize.PATTERNS */
 static const uint64_t NO_MERGE = UINT64_MAX;    /* value of a pair that is not merged */
 enum { SHORT_WORD = 64 };                       /* bytes; a longer word is merged with a heap */
 enum { LONGEST_REMEMBERED = 1 << 12 };          /* bytes; an Encoder does not remember longer words */
@@ -114,7 +115,7 @@ int lmkit_is_utf8(const uint8_t *data, int64_t size)
     return 1;
 }
 
-/* ---- words: GPT-2's pattern */
+/* ---- words: GPT-2's pattern, and others */
 
 /* Return the class of the character at p (valid UTF-8), and set `size` to its number of bytes. */
 static inline int class_at(const uint8_t *classes, const uint8_t *p, int *size)
@@ -186,6 +187,70 @@ static const uint8_t *word_end(const uint8_t *classes, const uint8_t *p, const u
     for (q = p; q < end && class_at(classes, q, &size) == SPACE; q += size)
         last = q;
     return q == end || last == p ? q : last;
+}
+
+/* Return the end of the word of an Encoder's pattern that is not GPT-2's; arguments as of word_end.
+ * DIGITS: '(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+ */
+static const uint8_t *word_end_digits(const uint8_t *classes, const uint8_t *p, const uint8_t *end)
+{
+    int size, kind = class_at(classes, p, &size);
+    const uint8_t *after;
+    if (kind == NUMBER)
+        return p + size;
+    if (*p == '\'' && (after = contraction_end(p, end)))
+        return after;
+    const uint8_t *q = p + (*p == ' ' && p + 1 < end), *last = p;
+    kind = class_at(classes, q, &size);
+    if (kind == LETTER || kind == OTHER)
+        return run_end(classes, q + size, end, kind);
+    for (q = p; q < end && (kind = class_at(classes, q, &size)) == SPACE; q += size)
+        last = q;
+    return q == end || kind == NUMBER || last == p ? q : last;
+}
+
+/* Return the end of the contraction in letters of either case whose apostrophe is at p, or NULL. U+017F is an s. */
+static const uint8_t *any_contraction_end(const uint8_t *p, const uint8_t *end)
+{
+    int left = end - p < 3 ? (int)(end - p) : 3;
+    uint8_t a = left > 1 ? p[1] | 0x20 : 0, b = left > 2 ? p[2] | 0x20 : 0;
+    if (a == 's' || a == 't' || a == 'm' || a == 'd')
+        return p + 2;
+    if ((a == 'l' && b == 'l') || (a == 'v' && b == 'e') || (a == 'r' && b == 'e'))
+        return p + 3;
+    return left == 3 && p[1] == 0xC5 && p[2] == 0xBF ? p + 3 : NULL;
+}
+
+/* The same for LLAMA3, and for QWEN2 with {1} instead of {1,3}:
+ * (?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+ */
+static const uint8_t *word_end_llama(const uint8_t *classes, const uint8_t *p, const uint8_t *end, int most_numbers)
+{
+    int size, next_size, kind = class_at(classes, p, &size);
+    const uint8_t *q = p + size, *after;
+    if (kind == LETTER)
+        return run_end(classes, q, end, LETTER);
+    if (kind == NUMBER) {
+        for (int i = 1; i < most_numbers && q < end && class_at(classes, q, &size) == NUMBER; i++)
+            q += size;
+        return q;
+    }
+    if (*p == '\'' && (after = any_contraction_end(p, end)))
+        return after;
+    if (*p != '\r' && *p != '\n' && q < end && class_at(classes, q, &next_size) == LETTER)
+        return run_end(classes, q + next_size, end, LETTER);
+    q = p + (*p == ' ' && p + 1 < end);
+    if (class_at(classes, q, &size) == OTHER) {
+        q = run_end(classes, q + size, end, OTHER);
+        while (q < end && (*q == '\r' || *q == '\n'))
+            q++;
+        return q;
+    }
+    const uint8_t *last = p, *line = NULL;      /* the last character of the whitespace; the end of its last line */
+    for (q = p; q < end && class_at(classes, q, &size) == SPACE; q += size) {
+        last = q;
+        if (*q == '\r' || *q == '\n')
+            line = q + 1;
+    }
+    return line ? line : q == end || last == p ? q : last;
 }
 
 /* ---- known words */
@@ -374,6 +439,8 @@ typedef struct {
     int32_t byte_ids[256];
     Merge *merges;
     uint64_t merges_mask;
+    int pattern;                                /* the place in pretokenize.PATTERNS */
+    Table whole;                                /* words that are one token, with its id (int32_t) */
     Table known;
 } Encoder;
 
@@ -502,15 +569,26 @@ static int64_t merge_long(const Encoder *encoder, const uint8_t *word, int64_t s
 /* ---- encoding */
 
 /* Merge a word; out has room for a token per byte. Return the number of tokens, -1 without memory. */
-static int64_t merge_word(const Encoder *encoder, const uint8_t *word, int64_t size, int32_t *out)
+static int64_t merge_word(const Encoder *encoder, const uint8_t *word, int64_t size, const uint8_t *end, int32_t *out)
 {
+    uint64_t key[2];
+    const Word *whole = NULL;
+    if (encoder->whole.num_words) {
+        key_of(word, size, end, key);
+        whole = find_word(&encoder->whole, key, word, size);
+    }
+    if (whole) {
+        *out = *(const int32_t *)value_of(whole);
+        return 1;
+    }
     return size <= SHORT_WORD ? merge_short(encoder, word, size, out) : merge_long(encoder, word, size, out);
 }
 
-static int64_t encode_new_word(Encoder *encoder, const uint64_t key[2], const uint8_t *word, int64_t size, int32_t *out)
+static int64_t encode_new_word(Encoder *encoder, const uint64_t key[2], const uint8_t *word, int64_t size,
+                               const uint8_t *end, int32_t *out)
 {
     Table *known = &encoder->known;
-    int64_t count = merge_word(encoder, word, size, out), bytes = (1 + count) * sizeof *out;
+    int64_t count = merge_word(encoder, word, size, end, out), bytes = (1 + count) * sizeof *out;
     if (count < 0)
         return -1;
     if (known->num_words == MOST_WORDS || known->size + bytes_with(size, bytes) > MOST_BYTES)
@@ -528,12 +606,12 @@ static int64_t encode_new_word(Encoder *encoder, const uint64_t key[2], const ui
 static inline int64_t encode_word(Encoder *encoder, const uint8_t *word, int64_t size, const uint8_t *end, int32_t *out)
 {
     if (size > LONGEST_REMEMBERED)
-        return merge_word(encoder, word, size, out);
+        return merge_word(encoder, word, size, end, out);
     uint64_t key[2];
     key_of(word, size, end, key);
     const Word *known = find_word(&encoder->known, key, word, size);
     if (!known)
-        return encode_new_word(encoder, key, word, size, out);
+        return encode_new_word(encoder, key, word, size, end, out);
     const int32_t *tokens = value_of(known);
     int64_t count = *tokens++;
     if (count == 1)
@@ -548,13 +626,34 @@ void lmkit_encoder_free(Encoder *encoder)
     if (!encoder)
         return;
     free(encoder->merges);
+    free_table(&encoder->whole);
     free_table(&encoder->known);
     free(encoder);
 }
 
-/* Return a new encoder, NULL without memory. `classes` is borrowed: it must outlive the encoder. */
+/* Fill the table of words that are one token; -1 without memory. */
+static int take_whole_words(Table *whole, const uint8_t *words, int64_t num_bytes, const int64_t *sizes,
+                            const int64_t *ids, int64_t number)
+{
+    const uint8_t *end = words + num_bytes;
+    if (number && resize(whole, FIRST_CAPACITY))
+        return -1;
+    for (int64_t i = 0; i < number; words += sizes[i++]) {
+        uint64_t key[2];
+        key_of(words, sizes[i], end, key);
+        Word *added = add_word(whole, key, words, sizes[i], sizeof(int32_t));
+        if (!added)
+            return -1;
+        *(int32_t *)value_of(added) = (int32_t)ids[i];
+    }
+    return 0;
+}
+
+/* Return a new encoder, NULL without memory. `classes` is borrowed: it must outlive the encoder. The words that are
+ * one token are distinct; their bytes are joined. */
 Encoder *lmkit_encoder_new(const uint8_t *classes, const int32_t *byte_ids, const int32_t *left, const int32_t *right,
-                           const int32_t *merged, int64_t num_merges)
+                           const int32_t *merged, int64_t num_merges, int pattern, const uint8_t *whole_words,
+                           int64_t whole_bytes, const int64_t *whole_sizes, const int64_t *whole_ids, int64_t num_whole)
 {
     uint64_t capacity = 16;
     while (capacity < 4 * (uint64_t)num_merges)
@@ -563,11 +662,13 @@ Encoder *lmkit_encoder_new(const uint8_t *classes, const int32_t *byte_ids, cons
     if (!encoder)
         return NULL;
     encoder->classes = classes;
+    encoder->pattern = pattern;
     memcpy(encoder->byte_ids, byte_ids, sizeof encoder->byte_ids);
     encoder->merges_mask = capacity - 1;
     encoder->merges = malloc(capacity * sizeof(Merge));
     /* Reserve MOST_BYTES at once: unused pages cost nothing, and no words are copied later. */
-    if (!encoder->merges || resize(&encoder->known, FIRST_CAPACITY) || extend(&encoder->known, MOST_BYTES)) {
+    if (!encoder->merges || resize(&encoder->known, FIRST_CAPACITY) || extend(&encoder->known, MOST_BYTES)
+        || take_whole_words(&encoder->whole, whole_words, whole_bytes, whole_sizes, whole_ids, num_whole)) {
         lmkit_encoder_free(encoder);
         return NULL;
     }
@@ -591,7 +692,9 @@ int64_t lmkit_encode(Encoder *encoder, const uint8_t *data, int64_t size, const 
     while (p < end) {
         Span special = next_special(&specials, p, end);
         for (const uint8_t *after; p < special.begin; p = after) {
-            after = word_end(encoder->classes, p, special.begin);
+            after = encoder->pattern == GPT2 ? word_end(encoder->classes, p, special.begin)
+                    : encoder->pattern == DIGITS ? word_end_digits(encoder->classes, p, special.begin)
+                    : word_end_llama(encoder->classes, p, special.begin, encoder->pattern == LLAMA3 ? 3 : 1);
             int64_t count = encode_word(encoder, p, after - p, end, out);
             if (count < 0)
                 return -1;

@@ -219,7 +219,7 @@ def test_fault_103_a_foreign_tokenizer_gives_the_ids_of_hugging_face(
     [
         *[(field, {field: value}) for field, value in (
             ("model.continuing_subword_prefix", "##"), ("model.end_of_word_suffix", "</w>"),
-            ("model.dropout", 0.1), ("model.ignore_merges", True), ("normalizer", {"type": "NFC"}),
+            ("model.dropout", 0.1), ("normalizer", {"type": "NFKC"}),
             ("pre_tokenizer.add_prefix_space", True), ("pre_tokenizer.use_regex", False),
             ("pre_tokenizer", {"type": "Whitespace"}), ("pre_tokenizer", None), ("model.type", "Unigram"),
         )],

@@ -1,0 +1,138 @@
+"""The words of Llama 3, Qwen2 and SmolLM, whole words and normal forms, against Hugging Face's library."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lmkit.errors import UsageError
+from lmkit.tokenizer import Tokenizer, chunks
+from lmkit.tokenizer.pretokenize import PATTERNS, SpecialTokens, split_words
+
+KINDS = {
+    "gpt2": {},
+    "digits": {"pattern": "digits"},
+    "llama3": {"pattern": "llama3", "whole_words": True},
+    "qwen2": {"pattern": "qwen2", "nfc": True},
+}
+MORE = [
+    *"SDMTLVRE\u017f\u0301\u0323\u1100\u1161\u2126\u037e\u00a0\r\t", "'S", "'LL", "'Ve", "'\u017f", "'\u017fa",
+    "e\u0301", "\n\n", " \n ", "12345", " 1", "  7", ".\n", "!!\r\n", "\n.", "(a", "\ta", "\na", "'x", "_x",
+    " theory",
+]  # fmt: skip
+
+
+def kind_of(trained, name):
+    """The trained tokenizer with another pattern; Llama's has two words that no merges make."""
+    vocab = {i: token for i, token in trained.vocab.items() if i not in trained.special_ids.values()}
+    vocab |= {2100: b" theory", 2101: b"self-", 2102: b"\n\n\n"}
+    return Tokenizer(
+        vocab=vocab, merges=trained.merges, special_tokens=("<|endoftext|>", "<|pad|>"), **KINDS[name]
+    )
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_ids_are_those_of_hugging_face(trained, pieces, code, name, tmp_path, monkeypatch):
+    tokenizers = pytest.importorskip("tokenizers")
+    monkeypatch.setattr(chunks.exact_chunks, "__kwdefaults__", {"size": 40, "source": 0})
+    ours = kind_of(trained, name)
+    ours.save(tmp_path / "tokenizer.json")
+    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    again = Tokenizer.load(tmp_path / "tokenizer.json")
+    assert again.sha256 == ours.sha256 == pickle.loads(pickle.dumps(ours)).sha256
+    assert (again.pattern, again.whole_words, again.nfc) == (ours.pattern, ours.whole_words, ours.nfc)
+    texts = st.lists(st.sampled_from([*pieces, *MORE]), max_size=40).map("".join)
+
+    @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(texts)
+    def check(text):
+        expected = theirs.encode(text).ids
+        assert ours.encode(text) == expected
+        assert list(ours.encode_iterable([text[:7], text[7:]])) == expected
+
+    check()
+
+
+def test_whole_words_need_no_merges(trained, code):
+    ours = kind_of(trained, "llama3")
+    assert ours.encode(" theory") == [2100]
+    assert ours.encode("\n\n\n") == [2102]
+    assert ours.encode("self-") != [2101]  # two words of the pattern
+    assert kind_of(trained, "gpt2").encode(" theory") != [2100]
+
+
+def test_qwen_composes_what_lies_between_special_tokens(trained, code):
+    ours = kind_of(trained, "qwen2")
+    text = "cafe\u0301<|pad|>e\u0301"
+    assert ours.decode(ours.encode(text)) == "caf\u00e9<|pad|>\u00e9"
+    assert ours.encode_bytes(text.encode() + b"\xff") == [*ours.encode(text), *ours.encode_bytes(b"\xff")]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@settings(max_examples=200, deadline=None)
+@given(
+    text=st.lists(
+        st.sampled_from([*"aé日1½ \n\r\t.,'", "'s", "e\u0301", "  ", "\r\n", "😀"]), max_size=60
+    ).map("".join)
+)
+def test_chunks_have_the_words_of_the_whole(pattern, text):
+    data = text.encode()
+    found = [chunk.data.decode() for chunk in chunks.exact_chunks([data], SpecialTokens({}), size=16)]
+    assert [word for chunk in found for word in split_words(chunk, pattern)] == split_words(text, pattern)
+
+
+def changed(tmp_path, trained, name, change):
+    path = tmp_path / "tokenizer.json"
+    kind_of(trained, name).save(path)
+    content = json.loads(path.read_text("utf-8"))
+    change(content)
+    path.write_text(json.dumps(content), "utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "change"),
+    [
+        ("qwen2", "normalizer", lambda it: it.update(normalizer={"type": "NFD"})),
+        ("qwen2", "added_tokens[0].normalized", lambda it: it["added_tokens"][0].update(normalized=True)),
+        ("llama3", "pre_tokenizer",
+         lambda it: it["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(Regex=r"\w+")),
+        ("llama3", "pre_tokenizer", lambda it: it["pre_tokenizer"]["pretokenizers"][0].update(invert=True)),
+        ("llama3", "pre_tokenizer",
+         lambda it: it["pre_tokenizer"]["pretokenizers"][0].update(behavior="Removed")),
+        ("llama3", "pre_tokenizer", lambda it: it["pre_tokenizer"]["pretokenizers"][1].update(use_regex=True)),
+        ("llama3", "pre_tokenizer", lambda it: it["pre_tokenizer"]["pretokenizers"].pop()),
+        ("digits", "pre_tokenizer",
+         lambda it: it["pre_tokenizer"]["pretokenizers"][0].update(individual_digits=False)),
+    ],
+)  # fmt: skip
+def test_other_words_are_refused_with_the_field(trained, terminal, tmp_path, name, field, change):
+    path = changed(tmp_path, trained, name, change)
+    refusal = terminal.refuses("tokenizer", "encode", path, "hello", code="tokenizer.unsupported")
+    assert f" {field} = " in refusal.error
+
+
+def test_offsets_do_not_matter(trained, tmp_path):
+    path = changed(
+        tmp_path,
+        trained,
+        "qwen2",
+        lambda it: it["pre_tokenizer"]["pretokenizers"][1].update(trim_offsets=False),
+    )
+    assert Tokenizer.load(path).sha256 == kind_of(trained, "qwen2").sha256
+
+
+def test_gpt2_files_cannot_hold_other_words(trained, tmp_path):
+    with pytest.raises(UsageError) as caught:
+        kind_of(trained, "llama3").save_gpt2(tmp_path)
+    assert caught.value.code == "tokenizer.unsupported"
+    assert not list(tmp_path.iterdir())
+
+
+def test_llama_has_its_own_end_of_text(trained):
+    ours = Tokenizer(vocab=trained.vocab, merges=trained.merges, special_tokens=("<|end_of_text|>",))
+    assert ours.end_of_text_id == ours.special_ids["<|end_of_text|>"]
