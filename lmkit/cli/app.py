@@ -25,6 +25,8 @@ COMMANDS = {
     "evaluate": "train",
     "generate": "generate",
     "chat": "chat",
+    "export": "exchange",
+    "import": "exchange",
     "data": "data",
     "tokenizer": "tokenizer",
     "bench": "bench",
@@ -41,9 +43,9 @@ COMMANDS = {
 def _help_line(name: str) -> str:
     """Return the first sentence of a command's help, read from the source of its module."""
     source = (Path(__file__).parent / f"{COMMANDS[name]}.py").read_text("utf-8")
-    function = source.find(f"\ndef {name}(")
-    if function >= 0:
-        docstring = source.index('"""', function) + len('"""')
+    function = re.search(rf"\ndef {name}_?\(", source)  # `import` is a word of Python
+    if function is not None:
+        docstring = source.index('"""', function.end()) + len('"""')
         line = source[docstring:].splitlines()[0].removesuffix('"""')
     else:
         (line,) = re.findall(r'= Commands\(\s*"([^"]+)"', source)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from lmkit.errors import LmkitError
+from lmkit.errors import LmkitError, UsageError
 from lmkit.storage.locks import hold_file
 
 PARTIAL_SUFFIX = ".partial"
@@ -60,6 +61,45 @@ def write_atomic(path: str | os.PathLike[str], content: bytes | str) -> None:
     data = content.encode("utf-8") if isinstance(content, str) else content
     with atomic_path(path) as partial:
         partial.write_bytes(data)
+
+
+@contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Yield the new folder `<path>.partial/` to write to; on success fsync and rename it to `path`, else remove it.
+
+    Missing parent folders are created. A kill leaves the partial folder behind: the next writer of `path` empties it.
+
+    Raises:
+        UsageError: `path` exists, and is not an empty folder ("output.exists").
+        LmkitError: another process is writing the same folder ("storage.file_busy").
+    """
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        hint = "choose another name, or move it away"
+        raise UsageError("output.exists", f"{path}: exists already", hint=hint)
+    partial = path.with_name(path.name + PARTIAL_SUFFIX)
+    lock = partial / ".lock"
+    partial.mkdir(parents=True, exist_ok=True)
+    descriptor = hold_file(lock)
+    if descriptor is None:
+        hint = "wait for it to end, or choose another name"
+        raise LmkitError("storage.file_busy", f"{path}: is being written by another process", hint=hint)
+    try:
+        for left in partial.iterdir():
+            if left != lock:
+                shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+        yield partial
+        for folder, _, files in os.walk(partial):
+            for name in files:
+                fsync_file(Path(folder, name))
+            fsync_folder(folder)
+        lock.unlink()
+        os.replace(partial, path)
+        fsync_folder(path.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    finally:
+        os.close(descriptor)
 
 
 def remove_partials(folder: str | os.PathLike[str]) -> list[Path]:

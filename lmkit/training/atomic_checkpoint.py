@@ -23,8 +23,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,7 +44,7 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _MAX_MANIFEST_BYTES = 1 << 24
 _BLOCK = 1 << 24
 """Bytes handed to write() and to the hash at a time: large blocks release the GIL for long."""
-_DTYPE_CODES = {
+DTYPE_CODES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -116,13 +117,23 @@ def saved_steps(folder: Path) -> list[SavedStep]:
 # Write
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileEntry:
+def write_tensors(
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    read: Callable[[str], torch.Tensor] | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> FileEntry:
     """Write contiguous CPU tensors to a safetensors file, fsync it, and return its hash and size.
 
     The safetensors library only reads: this writer hashes while it writes, releases the GIL, and reports a full disk
     as an OSError.
+
+    Args:
+        read: returns a tensor when its turn has come; `tensors` then give shapes and dtypes only, on "meta" too.
+        metadata: the file's own, for other libraries.
     """
-    header: dict[str, dict[str, object]] = {}
+    header: dict[str, Mapping[str, object]] = {} if metadata is None else {"__metadata__": metadata}
     # Readers of the format need every tensor aligned to its element size: write wide types first.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     offset = 0
@@ -130,15 +141,16 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileEntry:
         tensor = tensors[name]
         end = offset + tensor.numel() * tensor.element_size()
         header[name] = {
-            "dtype": _DTYPE_CODES[tensor.dtype],
+            "dtype": DTYPE_CODES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [offset, end],
         }
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    contents = (tensors[name].view(-1).view(torch.uint8).numpy().data for name in names)
-    return _write(path, (memoryview(len(text).to_bytes(8, "little") + text), *contents))
+    values = map(read or tensors.__getitem__, names)
+    contents = (value.view(-1).view(torch.uint8).numpy().data for value in values)
+    return _write(path, chain([memoryview(len(text).to_bytes(8, "little") + text)], contents))
 
 
 def write_text(path: Path, text: str) -> FileEntry:
@@ -261,14 +273,18 @@ def verify(folder: Path) -> dict[str, FileEntry]:
     """
     entries = read_manifest(folder)
     for name, entry in entries.items():
-        path = folder / name
-        try:
-            size = path.stat().st_size
-            sha256 = sha256_file(path) if size == entry.bytes else ""
-        except OSError as error:
-            raise damaged(path, reason(error)) from error
-        _compare(path, FileEntry(sha256, size), entry)
+        verify_file(folder / name, entry)
     return entries
+
+
+def verify_file(path: Path, entry: FileEntry) -> None:
+    """Read a file and compare it with its entry, in constant memory; see `verify`."""
+    try:
+        size = path.stat().st_size
+        sha256 = sha256_file(path) if size == entry.bytes else ""
+    except OSError as error:
+        raise damaged(path, reason(error)) from error
+    _compare(path, FileEntry(sha256, size), entry)
 
 
 def read_verified(path: Path, entry: FileEntry) -> bytes:

@@ -201,8 +201,7 @@ def evaluate_run(
     if place is not None:
         tables = placed_in(place, tables)
     recipe = validate(tables, origin=str(checkpoint.path / STATE), resolved=True)
-    train, saved = recipe.train, checkpoint.state.data
-    assert train is not None
+    train, saved = recipe.train or TrainConfig(), checkpoint.state.data  # imported models have no [train]
     file = tokens or recipe.data.valid or token_file(run, "valid")
     if not file.exists():
         hint = "name a token file: lmkit evaluate RUN --tokens FILE.npy"

@@ -272,6 +272,8 @@ def load_optimizer_tensors(
     Raises:
         LmkitError: the state belongs to other parameters.
     """
+    if not any(shards):
+        return  # of an imported model: the optimizer begins afresh
     grouped = [_by_owner(shard) for shard in shards]
     try:
         if isinstance(optimizer, ShardedState):

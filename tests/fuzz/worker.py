@@ -22,6 +22,7 @@ from random import Random
 from typing import Any
 
 import download_formats  # noqa: F401  registers its formats
+import exchange_formats  # noqa: F401
 import formats
 import run_formats  # noqa: F401
 

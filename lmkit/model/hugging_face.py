@@ -1,0 +1,314 @@
+"""Models of the Llama family as Hugging Face folders have them: `config.json`, and names and order of weights.
+
+Both sides compute the same function. They differ in RoPE: lmkit turns neighbouring channels (2i, 2i + 1) of a head,
+Llama's code in transformers turns (i, i + head_dim / 2), so the rows of q and k are stored in another order.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
+
+from lmkit.errors import LmkitError, UsageError, reason
+from lmkit.recipe.tables import ModelConfig
+from lmkit.registry import ATTENTION
+
+CONFIG = "config.json"
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+_TOP = {
+    "token_embeddings.weight": "model.embed_tokens.weight",
+    "ln_final.weight": "model.norm.weight",
+    "lm_head.weight": "lm_head.weight",
+}
+_IN_A_LAYER = {
+    "ln1.weight": "input_layernorm.weight",
+    "attn.q_proj.weight": "self_attn.q_proj.weight",
+    "attn.k_proj.weight": "self_attn.k_proj.weight",
+    "attn.v_proj.weight": "self_attn.v_proj.weight",
+    "attn.q_proj.bias": "self_attn.q_proj.bias",
+    "attn.k_proj.bias": "self_attn.k_proj.bias",
+    "attn.v_proj.bias": "self_attn.v_proj.bias",
+    "attn.output_proj.weight": "self_attn.o_proj.weight",
+    "ln2.weight": "post_attention_layernorm.weight",
+    "ffn.w1.weight": "mlp.gate_proj.weight",
+    "ffn.w2.weight": "mlp.down_proj.weight",
+    "ffn.w3.weight": "mlp.up_proj.weight",
+}
+_MOST_BYTES = 1 << 22
+_LONGEST_CONTEXT = 1 << 24
+
+
+# Weights
+
+
+def weight_names(config: ModelConfig) -> Iterator[tuple[str, str]]:
+    """Yield the name of every weight in lmkit and in a Hugging Face folder."""
+    yield "token_embeddings.weight", _TOP["token_embeddings.weight"]
+    for layer in range(config.num_layers):
+        for ours, theirs in _IN_A_LAYER.items():
+            if config.qkv_bias or not ours.endswith(".bias"):
+                yield f"layers.{layer}.{ours}", f"model.layers.{layer}.{theirs}"
+    yield "ln_final.weight", _TOP["ln_final.weight"]
+    if not config.tie_embeddings:
+        yield "lm_head.weight", _TOP["lm_head.weight"]
+
+
+def to_pairs(name: str, weight: Tensor, config: ModelConfig) -> Tensor:
+    """Return a weight of a Hugging Face folder in lmkit's order; `name` is lmkit's."""
+    if not _is_turned(name):
+        return weight
+    halves = weight.unflatten(0, (-1, 2, config.head_dim // 2))  # (heads, 2, head_dim / 2, ...)
+    return halves.transpose(1, 2).flatten(0, 2).contiguous()
+
+
+def to_halves(name: str, weight: Tensor, config: ModelConfig) -> Tensor:
+    """Return a weight of lmkit in the order of a Hugging Face folder; `name` is lmkit's."""
+    if not _is_turned(name):
+        return weight
+    pairs = weight.unflatten(0, (-1, config.head_dim // 2, 2))  # (heads, head_dim / 2, 2, ...)
+    return pairs.transpose(1, 2).flatten(0, 2).contiguous()
+
+
+def _is_turned(name: str) -> bool:
+    return re.search(r"\.attn\.[qk]_proj\.", name) is not None
+
+
+# config.json
+
+
+class _Rope(BaseModel):
+    """`rope_parameters`, or the older `rope_scaling`. Other keys are kept, and refused."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow")
+
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: float | None = None
+    factor: float | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    original_max_position_embeddings: int | None = None
+    partial_rotary_factor: float | None = None
+
+
+class _Config(BaseModel):
+    """What decides the function that a model of the family computes. Defaults are those of transformers."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    model_type: Literal["llama", "mistral", "qwen2"]
+    architectures: list[str] | None = None
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    rope_scaling: _Rope | None = None
+    rope_parameters: _Rope | None = None
+    partial_rotary_factor: float | None = None
+    tie_word_embeddings: bool = False
+    hidden_act: str = "silu"
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    sliding_window: int | None = Field(default=-1)
+    """-1: the key is missing."""
+    use_sliding_window: bool = False
+    layer_types: list[str] | None = None
+    quantization_config: Any = None
+
+
+def read_config(path: Path, *, context_length: int | None = None) -> ModelConfig:
+    """Read a `config.json`.
+
+    Args:
+        context_length: replaces `max_position_embeddings`; at most that.
+
+    Raises:
+        UsageError: no such file, or a model that lmkit cannot express; the message names each key.
+        LmkitError: the file is damaged.
+    """
+    config = _parse(path)
+    longest = config.max_position_embeddings
+    length = longest if context_length is None else context_length
+    if not 0 < length <= min(longest, _LONGEST_CONTEXT):
+        raise UsageError(
+            "import.context_length",
+            f"{path}: a context of {length} tokens; max_position_embeddings is {longest}",
+            hint=f"give --context-length, at most {min(longest, _LONGEST_CONTEXT)}",
+        )
+    rope = config.rope_parameters or config.rope_scaling or _Rope()
+    if refused := list(_inexpressible(config, rope, length)):
+        raise UsageError(
+            "import.unsupported",
+            f"{path}: lmkit cannot express {'; '.join(refused)}",
+            hint="lmkit imports Llama, Mistral without windows and Qwen2, with rope_type default, linear or llama3",
+        )
+    scaling: dict[str, Any] = {"rope_scaling": _rope_type(rope)}
+    if scaling["rope_scaling"] != "none":
+        scaling["rope_factor"] = rope.factor
+    if scaling["rope_scaling"] == "llama3":
+        scaling["rope_low_freq_factor"] = rope.low_freq_factor
+        scaling["rope_high_freq_factor"] = rope.high_freq_factor
+        scaling["rope_original_context"] = rope.original_max_position_embeddings or longest
+    try:
+        return ModelConfig(
+            vocab_size=config.vocab_size,
+            context_length=length,
+            d_model=config.hidden_size,
+            d_ff=config.intermediate_size,
+            num_layers=config.num_hidden_layers,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            rope_theta=config.rope_theta if rope.rope_theta is None else rope.rope_theta,
+            norm_eps=config.rms_norm_eps,
+            tie_embeddings=config.tie_word_embeddings,
+            qkv_bias=config.model_type == "qwen2",
+            **scaling,
+        )
+    except ValidationError as error:
+        raise _damaged(path, error) from None
+
+
+def _parse(path: Path) -> _Config:
+    try:
+        with open(path, "rb") as file:
+            data = file.read(_MOST_BYTES + 1)
+    except OSError as error:
+        hint = "name the folder of a model: config.json, *.safetensors, tokenizer.json"
+        raise UsageError("import.no_config", f"{path}: {reason(error)}", hint=hint) from error
+    hint = "copy or download the file again"
+    if len(data) > _MOST_BYTES:
+        raise LmkitError("import.damaged_config", f"{path}: larger than any configuration", hint=hint)
+    try:
+        content = json.loads(data)
+    except RecursionError:
+        raise LmkitError("import.damaged_config", f"{path}: nested too deeply", hint=hint) from None
+    except ValueError as error:
+        raise LmkitError("import.damaged_config", f"{path}: not JSON: {error}", hint=hint) from None
+    if not isinstance(content, dict):
+        raise LmkitError("import.damaged_config", f"{path}: not a JSON object", hint=hint)
+    if content.get("model_type") not in ARCHITECTURES:
+        raise UsageError(
+            "import.unsupported",
+            f"{path}: model_type {json.dumps(content.get('model_type'))[:60]} is not supported",
+            hint=f"lmkit imports {', '.join(ARCHITECTURES)}",
+        )
+    try:
+        return _Config.model_validate(content)
+    except ValidationError as error:
+        raise _damaged(path, error) from None
+
+
+def _damaged(path: Path, error: ValidationError) -> LmkitError:
+    wrong = [
+        f"{'.'.join(map(str, detail['loc'])) or 'the model'}: {detail['msg']}"
+        for detail in error.errors(include_url=False)
+    ]
+    hint = "copy or download the file again"
+    return LmkitError("import.damaged_config", f"{path}: {'; '.join(wrong)}", hint=hint)
+
+
+def _rope_type(rope: _Rope) -> str:
+    name = rope.rope_type or rope.type or "default"
+    return "none" if name == "default" else name
+
+
+def _inexpressible(config: _Config, rope: _Rope, length: int) -> Iterator[str]:
+    """Yield the keys, with their values, that make another function than lmkit's."""
+    named = config.architectures
+    if named is not None and named != [ARCHITECTURES[config.model_type]]:
+        yield f"architectures {json.dumps(named)[:80]}"
+    if config.hidden_act not in ("silu", "swish"):
+        yield f"hidden_act {config.hidden_act}"
+    for key in ("attention_bias", "mlp_bias"):
+        if getattr(config, key):
+            yield f"{key} true"
+    if config.quantization_config is not None:
+        yield "quantization_config"
+    heads = config.num_attention_heads
+    if config.head_dim is not None and config.head_dim * heads != config.hidden_size:
+        yield f"head_dim {config.head_dim} with {heads} heads and hidden_size {config.hidden_size}"
+    if config.model_type != "llama" and config.num_key_value_heads is None:
+        yield "num_key_value_heads, which is missing"
+    window = config.sliding_window
+    if config.model_type == "mistral":
+        window = 4096 if window == -1 else window
+    elif not config.use_sliding_window:
+        window = None
+    if window is not None and window < length:
+        yield f"sliding_window {window} with a context of {length} (--context-length {window} does without)"
+    if window is None and any(kind != "full_attention" for kind in config.layer_types or ()):
+        yield "layer_types other than full_attention"
+    if config.rope_scaling is not None and config.rope_parameters is not None:
+        yield "rope_scaling beside rope_parameters"
+    kind = _rope_type(rope)
+    needed = {"none": (), "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
+    if kind not in needed:
+        yield f"rope_type {kind}"
+    elif missing := [key for key in needed[kind] if getattr(rope, key) is None]:
+        yield f"rope_type {kind} without {' and '.join(missing)}"
+    if {rope.partial_rotary_factor, config.partial_rotary_factor} - {None, 1.0}:
+        yield "partial_rotary_factor"
+    for key, value in (rope.model_extra or {}).items():
+        if value is not None:
+            yield f"{key} of rope_type {kind}"
+
+
+def config_json(config: ModelConfig, *, dtype: str, begin: int | None, end: int | None) -> dict[str, Any]:
+    """Return the content of a `config.json`, in the form that transformers 4 and 5, vLLM and llama.cpp read.
+
+    Args:
+        dtype: of the weights, as PyTorch calls it.
+        begin, end: ids of the tokens that begin and end a text.
+
+    Raises:
+        UsageError: the architecture cannot express the model ("export.unsupported").
+    """
+    if not ATTENTION.facts(config.attention).sees_all:
+        raise UsageError(
+            "export.unsupported",
+            f'model.attention: "{config.attention}" does not see all keys, and Llama\'s attention does',
+            hint="train with another attention kernel",
+        )
+    kind = "qwen2" if config.qkv_bias else "llama"
+    scaling: dict[str, Any] | None = None
+    if config.rope_scaling != "none":
+        scaling = {"rope_type": config.rope_scaling, "factor": config.rope_factor}
+    if scaling is not None and config.rope_scaling == "llama3":
+        scaling["low_freq_factor"] = config.rope_low_freq_factor
+        scaling["high_freq_factor"] = config.rope_high_freq_factor
+        scaling["original_max_position_embeddings"] = config.rope_original_context
+    own = {"use_sliding_window": False} if kind == "qwen2" else {"attention_bias": False, "mlp_bias": False}
+    return {
+        "architectures": [ARCHITECTURES[kind]],
+        "model_type": kind,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.d_model,
+        "intermediate_size": config.d_ff,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.context_length,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": scaling,
+        "tie_word_embeddings": config.tie_embeddings,
+        "attention_dropout": 0.0,
+        **own,
+        "bos_token_id": begin,
+        "eos_token_id": end,
+        "torch_dtype": dtype,
+    }

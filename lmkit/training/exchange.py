@@ -1,0 +1,287 @@
+"""Exchange models with Hugging Face: write a folder that transformers opens, make a run of such a folder.
+
+Weights pass one by one: no more than two are in memory at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lmkit import __version__
+from lmkit.errors import UsageError
+from lmkit.measure.environment import describe_environment
+from lmkit.model.accounting import count_parameters
+from lmkit.model.hugging_face import CONFIG, config_json, to_halves, weight_names
+from lmkit.recipe.load import recipe_to_toml, validate
+from lmkit.recipe.run_folder import CHECKPOINTS, ENVIRONMENT, METRICS, RECIPE, TOKENIZER
+from lmkit.recipe.schema import Recipe
+from lmkit.storage import atomic_folder
+from lmkit.tokenizer import Tokenizer
+from lmkit.training.atomic_checkpoint import (
+    MODEL,
+    STATE,
+    FileEntry,
+    shard_name,
+    step_name,
+    write_manifest,
+    write_tensors,
+    write_text,
+)
+from lmkit.training.given_weights import INDEX, ONE_FILE, GivenWeights, open_hugging_face, open_weights
+from lmkit.training.setup import recipe_sha256
+from lmkit.training.state import TrainingState, capture_rng
+
+log = logging.getLogger("lmkit")
+
+SHARD_BYTES = 5 * 10**9
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_FOR_OTHERS = {"format": "pt"}
+"""Metadata of safetensors files: transformers refuses other formats."""
+
+
+# Export
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """What `export_model` wrote."""
+
+    source: str
+    folder: str
+    architecture: str
+    parameters: int
+    dtype: str
+    bytes: int
+    files: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.source} -> {self.folder}\n"
+            f"{self.architecture}, {self.parameters:,} parameters in {self.dtype}, {self.bytes / 1e9:.2f} GB\n"
+            f"files: {', '.join(self.files)}"
+        )
+
+
+def export_model(
+    source: Path, output: Path, *, dtype: str | None = None, shard_bytes: int = SHARD_BYTES
+) -> ExportResult:
+    """Write a Hugging Face folder: LlamaForCausalLM, or Qwen2ForCausalLM with biases of q, k and v.
+
+    Args:
+        source: a run folder or a checkpoint.
+        output: a new folder; it appears when it is complete.
+        dtype: of the weights, "fp32", "bf16" or "fp16"; None leaves each as it is.
+        shard_bytes: largest safetensors file.
+
+    Raises:
+        UsageError: the output exists, or the architecture cannot express the model; the message names the key.
+        LmkitError: the checkpoint is damaged.
+    """
+    weights = open_weights(source)
+    tokenizer = None if weights.tokenizer is None else Tokenizer.load(weights.tokenizer)
+    if tokenizer is None:
+        log.warning("%s: has no %s: exporting the weights alone", source, TOKENIZER)
+    kept = next(spec.dtype for spec in weights.specs.values() if spec.dim() == 2)
+    content = config_json(
+        weights.config,
+        dtype=str(_DTYPES[dtype] if dtype else kept).removeprefix("torch."),
+        **_borders(tokenizer),
+    )
+    with atomic_folder(output) as partial:
+        num_bytes = _write_shards(partial, weights, _DTYPES[dtype] if dtype else None, shard_bytes)
+        _write_json(partial / CONFIG, content)
+        ends = {"bos_token_id": content["bos_token_id"], "eos_token_id": content["eos_token_id"]}
+        _write_json(partial / "generation_config.json", ends)
+        if tokenizer is not None:
+            tokenizer.save(partial / TOKENIZER)
+            _write_json(partial / "tokenizer_config.json", _tokenizer_config(tokenizer, weights))
+        files = tuple(sorted(path.name for path in partial.iterdir() if not path.name.startswith(".")))
+    return ExportResult(
+        str(weights.path),
+        str(output),
+        content["architectures"][0],
+        count_parameters(weights.config).total,
+        content["torch_dtype"],
+        num_bytes,
+        files,
+    )
+
+
+def _write_shards(folder: Path, weights: GivenWeights, dtype: torch.dtype | None, shard_bytes: int) -> int:
+    """Write the weights, and their index if there are several files; return the bytes of all tensors."""
+    specs = {
+        theirs: weights.specs[ours].to(dtype or weights.specs[ours].dtype)
+        for ours, theirs in weight_names(weights.config)
+    }
+    names = {theirs: ours for ours, theirs in weight_names(weights.config)}
+
+    def read(theirs: str) -> torch.Tensor:
+        weight = weights.read(names[theirs])
+        return to_halves(names[theirs], weight, weights.config).to(specs[theirs].dtype)
+
+    shards = list(_shards(specs, shard_bytes))
+    files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    for name, shard in zip(files if len(files) > 1 else [ONE_FILE], shards, strict=True):
+        write_tensors(folder / name, shard, read=read, metadata=_FOR_OTHERS)
+    total = sum(spec.nbytes for spec in specs.values())
+    if len(files) > 1:
+        places = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+    return total
+
+
+def _shards(specs: dict[str, torch.Tensor], shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Cut a list of tensors, in order, into parts of at most `shard_bytes`, or of one tensor."""
+    shard: dict[str, torch.Tensor] = {}
+    held = 0
+    for name, spec in specs.items():
+        if shard and held + spec.nbytes > shard_bytes:
+            yield shard
+            shard, held = {}, 0
+        shard[name] = spec
+        held += spec.nbytes
+    yield shard
+
+
+def _borders(tokenizer: Tokenizer | None) -> dict[str, int | None]:
+    """Return the ids of the tokens that begin and end a text; a document begins after the end of another one."""
+    end = None if tokenizer is None else tokenizer.end_of_text_id
+    begin = tokenizer.prefix[0] if tokenizer is not None and tokenizer.prefix else end
+    return {"begin": begin, "end": end}
+
+
+def _tokenizer_config(tokenizer: Tokenizer, weights: GivenWeights) -> dict[str, Any]:
+    names = {
+        key: tokenizer.vocab[number].decode()
+        for key, number in zip(("bos_token", "eos_token"), _borders(tokenizer).values(), strict=True)
+        if number is not None
+    }
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": weights.config.context_length,
+        **names,
+    }
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+# Import
+
+
+@dataclass(frozen=True)
+class ImportResult:
+    """What `import_model` wrote."""
+
+    source: str
+    folder: str
+    checkpoint: str
+    parameters: int
+    dtype: str
+    tokenizer: str | None
+
+    def __str__(self) -> str:
+        tokens = "no tokenizer" if self.tokenizer is None else self.tokenizer
+        return (
+            f"{self.source} -> {self.folder}\n"
+            f"{self.parameters:,} parameters in {self.dtype}; {tokens}\n"
+            f"write text: lmkit generate {self.folder}"
+        )
+
+
+def import_model(
+    folder: Path, output: Path, *, context_length: int | None = None, with_tokenizer: bool = True
+) -> ImportResult:
+    """Make a run folder of a Hugging Face folder: one checkpoint at step 0 with a fresh optimizer.
+
+    The weights keep their dtype.
+
+    Args:
+        folder: of a Llama, Mistral or Qwen2 model; see `lmkit.model.hugging_face.read_config`.
+        output: the new run folder; it appears when it is complete.
+        context_length: replaces the folder's, which may be longer.
+        with_tokenizer: False imports the weights alone.
+
+    Raises:
+        UsageError: the output exists, or lmkit cannot express the model or its tokenizer; the message says why.
+        LmkitError: a file is damaged or missing.
+    """
+    weights = open_hugging_face(folder, context_length=context_length)
+    tokenizer = _their_tokenizer(weights, folder) if with_tokenizer else None
+    dtypes = {spec.dtype for spec in weights.specs.values() if spec.dim() == 2}
+    tables = {
+        "run": {"folder": str(output.parent), "name": output.name},
+        "model": weights.config.model_dump(mode="json", exclude_none=True),
+        "train": {"precision": "bf16" if dtypes == {torch.bfloat16} else "fp32"},
+    }
+    recipe = validate(tables, origin=str(output), resolved=True)
+    with atomic_folder(output) as partial:
+        step = partial / CHECKPOINTS / step_name(0)
+        step.mkdir(parents=True)
+        entries = {
+            MODEL: write_tensors(step / MODEL, weights.specs, read=weights.read),
+            shard_name(0, 1): write_tensors(step / shard_name(0, 1), {}),
+            STATE: _write_state(step / STATE, recipe),
+        }
+        write_manifest(step, entries)
+        write_text(partial / RECIPE, recipe_to_toml(recipe))
+        write_text(partial / ENVIRONMENT, json.dumps(describe_environment(), indent=1) + "\n")
+        write_text(partial / METRICS, "")
+        if tokenizer is not None:
+            tokenizer.save(partial / TOKENIZER)
+    return ImportResult(
+        str(folder),
+        str(output),
+        str(output / CHECKPOINTS / step_name(0)),
+        count_parameters(weights.config).total,
+        " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)),
+        None if tokenizer is None else f"vocabulary {tokenizer.vocab_size:,}",
+    )
+
+
+def _their_tokenizer(weights: GivenWeights, folder: Path) -> Tokenizer:
+    alone = "--without-tokenizer imports the weights alone"
+    if weights.tokenizer is None:
+        raise UsageError("import.no_tokenizer", f"{folder}: holds no {TOKENIZER}", hint=alone)
+    try:
+        tokenizer = Tokenizer.load(weights.tokenizer)
+    except UsageError as error:
+        raise UsageError("import.tokenizer", error.message, hint=alone) from error
+    rows = weights.config.vocab_size
+    assert rows is not None
+    if tokenizer.vocab_size > rows:
+        raise UsageError(
+            "import.tokenizer",
+            f"{weights.tokenizer}: has ids up to {tokenizer.vocab_size - 1}, the model's embedding {rows} rows",
+            hint=alone,
+        )
+    return tokenizer
+
+
+def _write_state(path: Path, recipe: Recipe) -> FileEntry:
+    """Write the state before the first step; its recipe has no [train], because nothing has been trained."""
+    assert recipe.model is not None
+    untrained = recipe.model_copy(update={"train": None})
+    state = TrainingState(
+        lmkit=__version__,
+        step=0,
+        seconds=0.0,
+        tokens=0,
+        world_size=1,
+        strategy="none",
+        optimizer_shards=1,
+        rng=(capture_rng(torch.device("cpu")),),
+        model=recipe.model,
+        recipe=untrained.model_dump(mode="json", exclude_none=True),
+        recipe_sha256=recipe_sha256(untrained),
+    )
+    return write_text(path, state.model_dump_json(indent=1) + "\n")

@@ -1,0 +1,212 @@
+"""Open the weights of a trained model, wherever they lie: a run, a checkpoint, or a Hugging Face folder.
+
+All three become a `ModelConfig` and tensors under lmkit's names, read one by one. Pickles are never read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lmkit.errors import LmkitError, UsageError, reason
+from lmkit.model.accounting import count_parameters
+from lmkit.model.hugging_face import CONFIG, read_config, to_pairs, weight_names
+from lmkit.model.transformer import TransformerLM
+from lmkit.recipe.run_folder import TOKENIZER
+from lmkit.recipe.tables import ModelConfig
+from lmkit.training.atomic_checkpoint import MODEL, verify_file
+from lmkit.training.checkpoint import newest_checkpoint, run_tokenizer
+from lmkit.training.model_state import model_weights
+from lmkit.training.tensor_files import TensorFile, damaged_file
+
+INDEX = "model.safetensors.index.json"
+ONE_FILE = "model.safetensors"
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.safetensors")
+_PICKLES = ("*.bin", "*.pth", "*.pt", "*.ckpt")
+_MOST_INDEX_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class GivenWeights:
+    """The weights of a trained model. Their names, shapes and dtypes are known; values are read on demand.
+
+    Attributes:
+        path: the checkpoint or the folder.
+        config: with the vocabulary size filled in.
+        tokenizer: the `tokenizer.json` that belongs to them, if there is one.
+        specs: name -> a tensor on "meta", with the shape that `config` asks for and the dtype of the file.
+        places: name -> the file, and the name in it.
+        in_halves: whether q and k lie in the order of Hugging Face folders.
+    """
+
+    path: Path
+    config: ModelConfig
+    tokenizer: Path | None
+    specs: Mapping[str, torch.Tensor]
+    places: Mapping[str, tuple[TensorFile, str]]
+    in_halves: bool
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a weight on the CPU, in memory of its own.
+
+        Raises:
+            LmkitError: its file has changed.
+        """
+        file, stored_as = self.places[name]
+        weight = file.read(stored_as)
+        return to_pairs(name, weight, self.config) if self.in_halves else weight
+
+
+def open_weights(path: Path) -> GivenWeights:
+    """Open a run's newest good checkpoint, a checkpoint, or a Hugging Face folder.
+
+    Raises:
+        UsageError: there are no weights, pickled ones, or those of a model that lmkit cannot express.
+        LmkitError: a file is damaged, or missing.
+    """
+    if (path / CONFIG).is_file() or _has_any(path, (*_PICKLES, INDEX)):
+        return open_hugging_face(path)
+    checkpoint = newest_checkpoint(path)
+    file = checkpoint.path / MODEL
+    verify_file(file, checkpoint.entries[MODEL])
+    opened, config = TensorFile(file), checkpoint.state.model
+    places = {name: (opened, name) for name in opened.tensors}
+    specs = _specs(file, config, places)
+    return GivenWeights(checkpoint.path, config, run_tokenizer(checkpoint.path), specs, places, False)
+
+
+def open_hugging_face(folder: Path, *, context_length: int | None = None) -> GivenWeights:
+    """Open a folder with `config.json` and `model.safetensors`, or its shards and their index.
+
+    Args:
+        context_length: of the model; None: what the folder says. At most that.
+
+    Raises:
+        UsageError, LmkitError: as `open_weights`.
+    """
+    config = read_config(folder / CONFIG, context_length=context_length)
+    theirs = {name: file for file in _tensor_files(folder) for name in file.tensors}
+    for name in [*theirs]:
+        # Buffers that older versions saved, and the second name of a tied matrix
+        if name.endswith(".rotary_emb.inv_freq") or (config.tie_embeddings and name == "lm_head.weight"):
+            del theirs[name]
+    places: dict[str, tuple[TensorFile, str]] = {}
+    missing: list[str] = []
+    for ours, stored_as in weight_names(config):
+        if stored_as in theirs:
+            places[ours] = (theirs.pop(stored_as), stored_as)
+        else:
+            missing.append(stored_as)
+        if len(missing) > 3:  # a damaged configuration may ask for a billion layers
+            break
+    if missing:
+        raise LmkitError(
+            "weights.missing",
+            f"{folder}: no tensor {', '.join(missing[:3])}{' and others' if len(missing) > 3 else ''}",
+            hint=f"copy or download the folder again; {CONFIG} and the weights belong together",
+        )
+    if theirs:
+        raise UsageError(
+            "import.unsupported",
+            f"{folder}: tensors that lmkit's model does not have: {', '.join(sorted(theirs)[:3])}"
+            f"{f' and {len(theirs) - 3} more' if len(theirs) > 3 else ''}",
+            hint="lmkit imports Llama, Mistral and Qwen2 as transformers saves them, without adapters",
+        )
+    tokenizer = folder / TOKENIZER
+    specs = _specs(folder, config, places)
+    return GivenWeights(folder, config, tokenizer if tokenizer.is_file() else None, specs, places, True)
+
+
+def _tensor_files(folder: Path) -> Iterator[TensorFile]:
+    """Yield the files of a Hugging Face folder, after comparing them with the index if there is one."""
+    index = folder / INDEX
+    if index.is_file():
+        weight_map = _read_index(index)
+        for name in sorted(set(weight_map.values())):
+            file = TensorFile(folder / name)
+            listed = {tensor for tensor, where in weight_map.items() if where == name}
+            if listed != file.tensors.keys():
+                odd = sorted(listed ^ file.tensors.keys())[0]
+                raise damaged_file(index, f"{name} and this index disagree about {odd}")
+            yield file
+    elif (folder / ONE_FILE).exists():
+        yield TensorFile(folder / ONE_FILE)
+    elif _has_any(folder, _PICKLES):
+        raise UsageError(
+            "import.pickle",
+            f"{folder}: holds pickled weights, which lmkit never reads: loading them runs code",
+            hint="download the safetensors files, or convert with transformers: save_pretrained(FOLDER)",
+        )
+    else:
+        hint = f"a folder holds {ONE_FILE}, or shards with {INDEX}"
+        raise UsageError("import.no_weights", f"{folder}: no safetensors files", hint=hint)
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Return tensor name -> file name."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(_MOST_INDEX_BYTES + 1)
+    except OSError as error:
+        raise damaged_file(path, reason(error)) from error
+    if len(data) > _MOST_INDEX_BYTES:
+        raise damaged_file(path, "larger than any index")
+    try:
+        content = json.loads(data)
+    except RecursionError:
+        raise damaged_file(path, "nested too deeply") from None
+    except ValueError as error:
+        raise damaged_file(path, f"not JSON: {error}") from None
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise damaged_file(path, "no weight_map")
+    for name in weight_map.values():
+        if not isinstance(name, str) or _FILE_NAME.fullmatch(name) is None:
+            raise damaged_file(path, f"{json.dumps(name)[:80]} is no name of a safetensors file")
+    return weight_map
+
+
+def _has_any(folder: Path, patterns: tuple[str, ...]) -> bool:
+    return any(any(folder.glob(pattern)) for pattern in patterns)
+
+
+def _specs(
+    path: Path, config: ModelConfig, places: Mapping[str, tuple[TensorFile, str]]
+) -> dict[str, torch.Tensor]:
+    """Compare what is stored with the model of `config`; return name -> a tensor on "meta"."""
+    if config.vocab_size is None:
+        hint = "use another checkpoint"
+        raise LmkitError("weights.other_model", f"{path}: model.vocab_size is missing", hint=hint)
+    stored = {name: file.tensors[stored_as] for name, (file, stored_as) in places.items()}
+    for name, tensor in stored.items():
+        if tensor.dtype not in DTYPES:
+            raise UsageError(
+                "import.unsupported",
+                f"{path}: {name} is {str(tensor.dtype).removeprefix('torch.')}",
+                hint="lmkit reads weights in float32, float16 and bfloat16, not quantised ones",
+            )
+    specs = {name: torch.empty(it.shape, dtype=it.dtype, device="meta") for name, it in stored.items()}
+    held, wanted = sum(spec.numel() for spec in specs.values()), count_parameters(config).total
+    wrong = [] if held == wanted else [f"{held:,} parameters, the configuration asks for {wanted:,}"]
+    if not wrong:  # so the sizes are possible: make the model, without memory, and compare them
+        changes = {"context_length": 1, "attention": "sdpa", "operations": "plain"}
+        model = TransformerLM(config.model_copy(update=changes), device="meta")
+        asked = {name: weight.shape for name, weight in model_weights(model).items()}
+        wrong = [
+            f"{name}: {tuple(spec.shape)}, the configuration asks for {tuple(asked.get(name, ()))}"
+            for name, spec in specs.items()
+            if spec.shape != asked.get(name)
+        ]
+    if wrong:
+        raise LmkitError(
+            "weights.other_model",
+            f"{path}: {'; '.join(wrong[:3])}{f' and {len(wrong) - 3} more' if len(wrong) > 3 else ''}",
+            hint=f"{CONFIG} and the weights belong together; copy or download the folder again",
+        )
+    return specs

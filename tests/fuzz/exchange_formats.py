@@ -1,0 +1,82 @@
+"""Formats of Hugging Face folders: config.json, the index of shards, the headers of safetensors files.
+
+The import itself starts processes (git) and syncs files; here the folder is opened and every weight is read.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from random import Random
+
+import torch
+from formats import TEXT, Files, Format, content_of, form, safetensors_header
+from mutations import damage
+from run_formats import plain_tensors
+
+from lmkit.model import ModelConfig, TransformerLM
+from lmkit.model.hugging_face import config_json, to_halves, weight_names
+from lmkit.training.atomic_checkpoint import write_tensors
+from lmkit.training.given_weights import INDEX, open_hugging_face
+
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+SIZES = {"vocab_size": 40, "context_length": 16, "d_model": 16, "d_ff": 24, "num_layers": 1, "num_heads": 2}
+KINDS = (
+    {"num_kv_heads": 1, "rope_scaling": "llama3", "rope_factor": 2.0},
+    {"qkv_bias": True, "tie_embeddings": True},
+)
+
+
+@functools.cache
+def folders(place: Path) -> tuple[Files, ...]:
+    """Undamaged folders, of two shards each."""
+    goods = []
+    for fields in KINDS:
+        config = ModelConfig(**SIZES, **fields)
+        state = TransformerLM(config).state_dict()
+        names = {theirs: ours for ours, theirs in weight_names(config)}
+        tensors = {theirs: to_halves(ours, state[ours], config) for theirs, ours in names.items()}
+        cut = len(tensors) // 2
+        parts = [dict([*tensors.items()][:cut]), dict([*tensors.items()][cut:])]
+        for name, part in zip(SHARDS, parts, strict=True):
+            write_tensors(place / name, {key: value.contiguous() for key, value in part.items()})
+        weight_map = {key: name for name, part in zip(SHARDS, parts, strict=True) for key in part}
+        (place / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1))
+        content = config_json(config, dtype="float32", begin=1, end=2)
+        (place / "config.json").write_text(json.dumps(content, indent=1))
+        goods.append(content_of(place))
+    return tuple(goods)
+
+
+def read(folder: Path, good: Files, random: Random) -> None:
+    """What is opened fits its own configuration, and every weight is what a plain parser finds."""
+    opened = open_hugging_face(folder)
+    weight_map = json.loads((folder / INDEX).read_bytes())["weight_map"]
+    plain = {name: plain_tensors((folder / name).read_bytes()) for name in set(weight_map.values())}
+    shapes = {
+        name: value.shape for name, value in TransformerLM(opened.config, device="meta").state_dict().items()
+    }
+    for ours, theirs in weight_names(opened.config):
+        weight = opened.read(ours)
+        assert weight.shape == shapes[ours]
+        shape, raw = plain[weight_map[theirs]][theirs]
+        stored = to_halves(ours, weight, opened.config)
+        assert list(stored.shape) == shape
+        assert stored.view(-1).view(torch.uint8).numpy().tobytes() == raw
+
+
+@form("hugging face config.json")
+def config_file(folder: Path) -> Format:
+    return Format([*folders(folder)], {"config.json": TEXT}, read)
+
+
+@form("safetensors index")
+def index_file(folder: Path) -> Format:
+    return Format([*folders(folder)], {INDEX: TEXT}, read)
+
+
+@form("safetensors shards")
+def shard_files(folder: Path) -> Format:
+    headers = (safetensors_header, safetensors_header, damage)
+    return Format([*folders(folder)], dict.fromkeys(SHARDS, headers), read)
