@@ -29,6 +29,7 @@ class Layer(NamedTuple):
 
     gain1: Array
     qkv: Tensor
+    qkv_bias: Tensor | None
     output: Tensor
     gain2: Array
     gate_up: Tensor
@@ -70,7 +71,12 @@ class SingleRowStep:
         self.eps, self.root, self.scale = config.norm_eps * width, math.sqrt(width), head_dim**-0.5
         self.layers = [
             Layer(
-                *(self.gain(layer.norm1), layer.qkv.detach(), layer.output.detach()),
+                *(
+                    self.gain(layer.norm1),
+                    layer.qkv.detach(),
+                    _detached(layer.qkv_bias),
+                    layer.output.detach(),
+                ),
                 *(self.gain(layer.norm2), layer.gate_up.detach(), layer.down.detach()),
                 *(keys[0].numpy(), values[0].numpy()),
             )
@@ -118,9 +124,11 @@ class SingleRowStep:
         q, gate = self.q, self.gate
         x_array[:] = self.table[self.state.text[0, place]]
         turn, seen = self.turns[place], place + 1
-        for gain1, qkv, output, gain2, gate_up, down, keys, values in self.layers:
+        for gain1, qkv, bias, output, gain2, gate_up, down, keys, values in self.layers:
             self.norm(gain1)
             torch.mv(qkv, normed, out=self.qkv)
+            if bias is not None:
+                self.qkv += bias
             np.multiply(self.pairs, turn, out=self.pairs)  # a rotation of the plane is a complex product
             np.multiply(q, self.scale, out=q)
             keys[:, place] = self.k
@@ -180,3 +188,7 @@ def draw(logits: Array, seed: int, number: int, sampling: Sampling) -> int:
         if (ahead < limit and count < sampling.top_k and own >= int(sampling.min_p * 2**40)) or ahead == 0:
             return token
     raise AssertionError("unreachable")
+
+
+def _detached(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.detach()

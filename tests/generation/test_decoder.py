@@ -41,16 +41,16 @@ def test_logits_equal_those_without_a_cache(make_model, kv_heads, rows, attentio
         assert [text[:-1] for text in texts_of(decoder)] == texts
 
 
-def test_biases_and_scaled_positions_are_in_the_step(make_model):
+@pytest.mark.parametrize("rows", [1, 2])
+def test_biases_and_scaled_positions_are_in_the_step(make_model, rows):
     model = make_model(
         num_kv_heads=2, qkv_bias=True, rope_scaling="llama3", rope_factor=8.0, rope_original_context=32
     )
     with torch.no_grad():
         for layer in model.layers:
             layer.attn.qkv_proj.bias.normal_()
-    decoder = Decoder(model, 2, sampling=GREEDY, ends=ENDLESS)
-    for row, text in enumerate(([1, 2, 3], [9])):
-        decoder.start(row, text, seed=0)
+    decoder = Decoder(model, rows, sampling=GREEDY, ends=ENDLESS)
+    decoder.start(range(rows), [[1, 2, 3], [9]][:rows], seeds=[0] * rows)
     for _ in range(5):
         texts = texts_of(decoder)
         with torch.inference_mode():
