@@ -79,7 +79,7 @@ def limit_reached(error: BaseException) -> LmkitError | None:
         (part.strip() for part in parts if re.search(r"allocate.*\d|failed to map segment", part)), ""
     )
     detail = re.sub(r"\b(\d{8,}) bytes", lambda size: f"{int(size[1]) / 2**30:,.1f} GiB", detail)
-    hint = "use a smaller batch, context or model, or fewer workers"
+    hint = "use a smaller batch, context or model (lmkit plan RECIPE says what fits), or fewer workers"
     if (limit := _limit("RLIMIT_AS")) is not None:
         hint = f"raise the limit with ulimit -v, which is {limit // 1024} kB here, or {hint}"
     return LmkitError("memory.exhausted", f"out of memory{': ' + detail if detail else ''}", hint=hint)

@@ -250,11 +250,14 @@ class OperationsFacts(Facts):
         devices: where the operations run.
         check: a function of the module: `check(weight)` raises UsageError for a device or dtype that they do not
             support.
+        reuses_memory: whether RoPE turns q and k in place, SwiGLU keeps its input only, and the loss writes gradients
+            over the logits; see `lmkit.model.memory`.
     """
 
     requires: tuple[str, ...] = ()
     devices: tuple[str, ...] = ("cpu", "cuda")
     check: str | None = None
+    reuses_memory: bool = False
 
 
 @dataclass(frozen=True)
@@ -264,12 +267,17 @@ class StrategyFacts(Facts):
     Attributes:
         uses: the keys of [parallel] that make a difference to it.
         shards: what it divides among the ranks, of "optimizer" (its state), "gradients" and "parameters".
+        gathers: the blocks (or the embedding, or the head) whose weights and gradients a rank holds whole at a time,
+            if it shards "parameters".
+        packs: which gradients are copied into another tensor to be reduced: "", "bucket" or "all".
         rival: whether it is PyTorch's, here to be compared with.
         options: name -> default (an int, float, str or bool) of its own options, the table [parallel.options].
     """
 
     uses: tuple[str, ...] = ()
     shards: tuple[str, ...] = ()
+    gathers: int = 0
+    packs: str = ""
     rival: bool = False
     options: Mapping[str, int | float | str | bool] = field(default_factory=dict)
 
@@ -282,11 +290,14 @@ class OptimizerFacts(Facts):
         elementwise: whether every weight is updated from its own gradient and state alone, so that flat shards of
             parameters can be updated in its place. Otherwise its groups have the key "parts", see `lmkit.optim.Muon`.
         keeps_masters: whether it has the method `keep_masters` of AdamW, which `train.precision = "bf16"` needs.
+        moments: float32 numbers of state for each weight of the blocks' matrices, masters not counted; all other
+            weights have two.
         options: name -> default of its own options, the table [optimizer.options].
     """
 
     elementwise: bool = True
     keeps_masters: bool = False
+    moments: int = 2
     options: Mapping[str, int | float | str | bool] = field(default_factory=dict)
 
 

@@ -32,6 +32,7 @@ from lmkit.measure.statistics import paired_ratio
 from lmkit.measure.tables import Rows
 from lmkit.recipe.tables import (
     AttentionName,
+    Checkpointing,
     Count,
     ModelConfig,
     ParallelConfig,
@@ -76,7 +77,7 @@ class Options(Table):
     """As in [model]."""
     compile: Literal["none", "block", "whole"] = "none"
     """As in [model]."""
-    activation_checkpointing: bool = False
+    activation_checkpointing: Checkpointing = "none"
     """As in [model]."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Precision of the matrix products (autocast)."""

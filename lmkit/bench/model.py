@@ -35,6 +35,7 @@ from lmkit.measure.timing import Work, clock_for, time_variants
 from lmkit.recipe.tables import (
     PRESETS,
     AttentionName,
+    Checkpointing,
     Count,
     ModelConfig,
     OperationsName,
@@ -73,7 +74,7 @@ class Options(Table):
     """The attention kernel, one for all."""
     operations: OperationsName = "auto"
     """As in [model]."""
-    activation_checkpointing: bool = False
+    activation_checkpointing: Checkpointing = "none"
     """As in [model]."""
     tie_embeddings: bool = False
     """As in [model]."""
@@ -295,7 +296,7 @@ def _study_warmup(config: ModelConfig, warmup: int, context: Context) -> dict[st
 
 def too_large_for_host(config: ModelConfig, context: Context) -> str:
     """Return why a model does not fit on a CPU: Linux kills the process instead of raising, so bytes are added up."""
-    from lmkit.model.accounting import training_memory
+    from lmkit.model.memory import training_memory
 
     if context.device.type == "cuda":
         return ""

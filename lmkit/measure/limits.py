@@ -34,6 +34,48 @@ _DENSE_PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
     (r"\bT4\b", {"fp16": 65e12, "fp32": 8.1e12}),
 )
 
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU as a plan sees it.
+
+    Attributes:
+        name: as torch calls it; `known_peak` knows it.
+        memory: bytes that torch can see of it.
+        bytes_per_s: of its memory, by the data sheet; None: not known.
+    """
+
+    name: str
+    memory: int
+    bytes_per_s: float | None
+
+
+# Memory as torch reports it: less than the name of a card says, more than its GB of 10^9 bytes.
+CARDS = {
+    "T4": Card("Tesla T4", int(14.74 * GIB), 320e9),
+    "L4": Card("NVIDIA L4", int(22.0 * GIB), 300e9),
+    "RTX 4090": Card("NVIDIA GeForce RTX 4090", int(23.5 * GIB), 1008e9),
+    "A100 40GB": Card("NVIDIA A100-SXM4-40GB", int(39.4 * GIB), 1555e9),
+    "A100": Card("NVIDIA A100-SXM4-80GB", int(79.1 * GIB), 2039e9),
+    "H100": Card("NVIDIA H100 80GB HBM3", int(79.1 * GIB), 3350e9),
+    "H200": Card("NVIDIA H200", 150_109_880_320, 4800e9),
+}
+"""Name on the command line -> card."""
+
+
+def card_here() -> Card:
+    """Return this machine's first GPU; an H200 where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return CARDS["H200"]
+    found = torch.cuda.get_device_properties(0)
+    alike = [card.bytes_per_s for card in CARDS.values() if card.name == found.name]
+    return Card(found.name, found.total_memory, *(alike or [None]))
+
+
 DTYPES = ("fp32", "tf32", "bf16", "fp16")
 """How a matmul is computed; "tf32": fp32 values on tensor cores."""
 

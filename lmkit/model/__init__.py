@@ -36,6 +36,6 @@ __getattr__, __dir__, __all__ = exports(
         "count_parameters": "accounting",
         "flops_per_token": "accounting",
         "forward_flops_per_token": "accounting",
-        "training_memory": "accounting",
+        "training_memory": "memory",
     },
 )

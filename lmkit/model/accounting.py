@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,20 +143,86 @@ def step_work(config: ModelConfig, rows: int, *, element_bytes: int) -> dict[str
     }
 
 
-@dataclass(frozen=True)
-class TrainingMemory:
-    """Bytes that are held from step to step; activations need more."""
+def recomputed_work(
+    config: ModelConfig, keeps: Iterable[str], rows: int, *, element_bytes: int
+) -> dict[str, Work]:
+    """Return class -> what the backward pass computes again; see `lmkit.model.memory.Keep`.
 
-    weights: int
-    gradients: int
-    optimizer: int
+    Args:
+        keeps: what each block keeps.
+        rows, element_bytes: as of `step_work`.
+    """
+    d, d_kv = config.d_model, config.kv_heads * config.head_dim
+    tokens, layers = rows * config.context_length, config.num_layers
+    step = step_work(config, rows, element_bytes=element_bytes)
+    project = 2 * tokens * d * (d + 2 * d_kv)
+    expand = (
+        2 * tokens * d * (d + 2 * config.d_ff)
+    )  # after attention; the last product of a block is never repeated
+    products = {"input": project + expand, "attention": project + expand, "qkv": expand}
+    sums = dict.fromkeys(step, 0)
+    for keep in keeps:
+        if keep == "all":
+            continue
+        sums[classes.PRODUCTS] += products.get(keep, 0)
+        sums[classes.ATTENTION_FORWARD] += (
+            step[classes.ATTENTION_FORWARD].flops // layers if keep == "input" else 0
+        )
+        sums[classes.ROPE] += (
+            step[classes.ROPE].num_bytes // layers // 2 if products.get(keep) != expand else 0
+        )
+        sums[classes.NORM] += step[classes.NORM].num_bytes // layers // 2
+        sums[classes.ACTIVATION] += 3 * step[classes.ACTIVATION].num_bytes // layers // 8
+    return {
+        name: Work(flops=found) if step[name].flops else Work(num_bytes=found)
+        for name, found in sums.items()
+        if found
+    }
 
-    @property
-    def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer
+
+REACHED = {
+    classes.PRODUCTS: 0.70,
+    classes.ACTIVATION: 0.88,
+    classes.NORM: 0.79,
+    classes.LOSS: 0.49,
+    classes.OPTIMIZER: 0.81,
+    classes.ROPE: 0.85,
+    classes.EMBEDDING: 0.41,
+}
+"""Class -> the share of the data sheet's FLOP/s or bytes/s that its kernels reach in a step (fused operations, bf16,
+one H200: `artifacts/h200/step`)."""
+_REACHED_BY_ATTENTION = {
+    classes.ATTENTION_FORWARD: (0.40, 0.615, 370),
+    classes.ATTENTION_BACKWARD: (0.50, 0.58, 1150),
+}
+"""The same for `flash_triton`: heads of up to 64, wider heads; tokens at which half of it is reached."""
+_KERNEL_S = 3.2e-6
+"""Seconds that a kernel takes at least, as a graph launches it."""
+_KERNELS_OF_A_BLOCK = 34
 
 
-def training_memory(config: ModelConfig) -> TrainingMemory:
-    """Return the bytes of float32 weights, their gradients and AdamW's two moments, on one rank."""
-    weights = 4 * count_parameters(config).total
-    return TrainingMemory(weights=weights, gradients=weights, optimizer=2 * weights)
+def reached(config: ModelConfig, name: str) -> float:
+    """Return the share of its limit that a class of kernels reaches."""
+    if name not in _REACHED_BY_ATTENTION:
+        return REACHED[name]
+    narrow, wide, half = _REACHED_BY_ATTENTION[name]
+    most = narrow if config.head_dim <= 64 else wide
+    return most * config.context_length / (config.context_length + half)
+
+
+def step_seconds(
+    config: ModelConfig, work: Mapping[str, Work], *, flops_per_s: float, bytes_per_s: float
+) -> float:
+    """Predict the seconds of a step on one GPU: each class at the share of the limits that it reaches.
+
+    Communication that nothing hides is not in it.
+
+    Args:
+        work: class -> what the step does, see `step_work`.
+        flops_per_s, bytes_per_s: the limits, by the data sheet.
+    """
+    busy = sum(
+        max(part.flops / flops_per_s, part.num_bytes / bytes_per_s) / reached(config, name)
+        for name, part in work.items()
+    )
+    return busy + _KERNEL_S * _KERNELS_OF_A_BLOCK * (config.num_layers + 1)

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from lmkit.errors import UsageError
-from lmkit.measure.ranges import range_
 from lmkit.model.loss import SliceGradient
-from lmkit.model.operations import Attend, JoinedAttention, Operations
+from lmkit.model.operations import Operations
 from lmkit.registry import OPERATIONS
 
 try:
@@ -31,7 +30,9 @@ except ModuleNotFoundError as error:
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-@OPERATIONS.register("fused", order=1, requires=("triton",), devices=("cuda",), check="refuse_unsupported")
+@OPERATIONS.register(
+    "fused", order=1, requires=("triton",), devices=("cuda",), check="refuse_unsupported", reuses_memory=True
+)
 class Fused(Operations):
     """Each operation reads and writes memory once. Swiglu, RoPE and the loss reuse their inputs' memory in the
     backward pass, so that it runs once."""
@@ -50,23 +51,12 @@ class Fused(Operations):
             return x, rms_norm(x, gain, eps=eps, dtype=dtype)
         return add_rms_norm(x, delta, gain, eps=eps, dtype=dtype)
 
-    def attention(
-        self,
-        qkv: Tensor,
-        cos_sin: Tensor,
-        kv_heads: int,
-        attend: Attend,
-        joined: JoinedAttention | None = None,
-    ) -> Tensor:
+    def rotated(self, qkv: Tensor, cos_sin: Tensor, kv_heads: int, *, joined: bool) -> tuple[Tensor, ...]:
         if cos_sin.dim() == 4 and len(cos_sin) == 1:
             cos_sin = cos_sin[0]  # the same positions in all rows
         # What follows hands back one gradient, new and read by nothing else.
         qkv = rope_(qkv, cos_sin, kv_heads, reuse_grad=True)
-        head_dim = 2 * cos_sin.shape[-2]
-        with range_("attention"):
-            if joined is not None:
-                return joined(qkv, kv_heads=kv_heads, head_dim=head_dim)
-            return attend(*heads_of(qkv, kv_heads, head_dim)).transpose(1, 2).flatten(2)
+        return (qkv,) if joined else heads_of(qkv, kv_heads, 2 * cos_sin.shape[-2])
 
     def swiglu(self, joint: Tensor) -> Tensor:
         return swiglu(joint)

@@ -9,12 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from lmkit.autograd import differentiable_once
+from lmkit.model.memory import tokens_per_slice
 
 SliceGradient = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """A `SliceLoss`, perhaps compiled."""
-
-# Elements of a slice of logits: 4 MiB of float32 stay in a core's cache; a GPU wants large matrix products.
-SLICE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 28}
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -86,11 +84,6 @@ def linear_cross_entropy(
     return _LinearCrossEntropy.apply(hidden, weight, targets.flatten(), slice_loss or SliceLoss())[0]
 
 
-def _tokens_per_slice(vocab_size: int, device_type: str) -> int:
-    fitting = max(1, SLICE_ELEMENTS.get(device_type, SLICE_ELEMENTS["cuda"]) // vocab_size)
-    return 1 << (fitting.bit_length() - 1)  # a power of two divides the usual batches evenly
-
-
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -110,7 +103,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_weight = torch.zeros_like(w, dtype=wide) if wants_weight else None
         total = torch.zeros((), device=hidden.device, dtype=wide)
 
-        rows = _tokens_per_slice(len(w), device_type)
+        rows = tokens_per_slice(len(w), device_type)
         with torch.autocast(device_type, enabled=False):
             for start in range(0, len(h), rows):
                 part = slice(start, start + rows)

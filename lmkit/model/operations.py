@@ -15,20 +15,23 @@ from torch.nn import functional as F
 
 from lmkit.autograd import differentiable_once
 from lmkit.errors import UsageError
-from lmkit.measure.ranges import range_
 from lmkit.model.loss import SliceGradient, linear_cross_entropy
 from lmkit.model.rope import apply_rope
 from lmkit.registry import OPERATIONS
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attention of q (batch, heads, seq, head_dim) to k, v (batch, kv_heads, seq, head_dim), shaped as q."""
-JoinedAttention = Callable[..., Tensor]
-"""See `KernelFacts.joined`."""
 
 
 @OPERATIONS.register("plain", order=2)
 class Operations:
-    """The operations by name. Another set is a subclass."""
+    """The operations by name. Another set is a subclass.
+
+    Attributes:
+        name: under which the set is registered.
+    """
+
+    name = "plain"
 
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
         """Return the rows of weight (vocab_size, d_model) for ids (...): (..., d_model)."""
@@ -46,28 +49,22 @@ class Operations:
             total = x + delta  # under autocast
         return total, rms_norm(total, gain, eps)
 
-    def attention(
-        self,
-        qkv: Tensor,
-        cos_sin: Tensor,
-        kv_heads: int,
-        attend: Attend,
-        joined: JoinedAttention | None = None,
-    ) -> Tensor:
-        """Rotate q and k in the projection q|k|v and attend; return (batch, seq, heads * head_dim).
+    def rotated(self, qkv: Tensor, cos_sin: Tensor, kv_heads: int, *, joined: bool) -> tuple[Tensor, ...]:
+        """Rotate q and k in the projection q|k|v.
 
         Args:
             qkv: (batch, seq, (heads + 2 kv_heads) * head_dim); may be overwritten.
             cos_sin: of the positions, see `apply_rope`.
-            joined: computes the same as `attend` from the projection; None: there is no such kernel.
+            joined: the attention kernel has a form that takes the projection as it is.
+
+        Returns:
+            q (batch, heads, seq, head_dim), k and v (batch, kv_heads, seq, head_dim), as views where they can be. If
+            `joined`, it may be the projection alone, shaped as qkv.
         """
         heads = qkv.unflatten(-1, (-1, 2 * cos_sin.shape[-2]))  # (batch, seq, heads + 2 kv_heads, head_dim)
         qk, v = heads.split((heads.shape[2] - kv_heads, kv_heads), dim=2)
         q, k = apply_rope(qk, cos_sin).split((qk.shape[2] - kv_heads, kv_heads), dim=2)
-        with range_("attention"):
-            # Views, not copies: q (batch, heads, seq, head_dim), k and v (batch, kv_heads, seq, head_dim)
-            out = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-        return out.transpose(1, 2).flatten(2)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def swiglu(self, joint: Tensor) -> Tensor:
         """Return silu(gate) * up of gate|up, which may be overwritten: (..., 2 d_ff) -> (..., d_ff)."""
@@ -101,6 +98,7 @@ def choose_operations(name: str, weight: Tensor) -> Operations:
     elif (check := OPERATIONS.facts(name).check) is not None:
         OPERATIONS.function_of(name, check)(weight)
     made: Operations = OPERATIONS.load(name)()
+    made.name = OPERATIONS.canonical(name)
     return made
 
 

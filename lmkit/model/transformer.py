@@ -9,15 +9,17 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from lmkit.attention import attention_function, joined_function
 from lmkit.measure.ranges import range_
+from lmkit.model.again import again, attend_again
 from lmkit.model.layers import AddRMSNorm, Device, DType, Embedding, JoinedLinear, Linear, SwiGLU
 from lmkit.model.loss import SliceLoss
+from lmkit.model.memory import Form, Keep, kept_by_layers
 from lmkit.model.operations import PLAIN, Attend, Operations, choose_operations
 from lmkit.model.rope import RotaryEmbedding, scale_frequencies
 from lmkit.recipe.tables import ModelConfig
+from lmkit.registry import OPERATIONS
 
 
 class ModelCache(Protocol):
@@ -39,7 +41,7 @@ class SelfAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, *, device: Device = None, dtype: DType = None) -> None:
         super().__init__()
-        self.kv_heads = config.kv_heads
+        self.kv_heads, self.head_dim = config.kv_heads, config.head_dim
         self.attention = attention_function(config.attention)
         self.joined_attention = joined_function(config.attention)
         d_kv = config.kv_heads * config.head_dim
@@ -61,12 +63,24 @@ class SelfAttention(nn.Module):
             attend: replaces causal attention within the sequence; a KV cache's.
         """
         qkv = self.qkv_proj(x)  # (batch, seq, (heads + 2 kv_heads) * head_dim)
-        if attend is None:
-            attend, joined = partial(self.attention, causal=True), self.joined_attention
-        else:
-            joined = None
-        out = operations.attention(qkv, cos_sin, self.kv_heads, attend, joined)  # (batch, seq, d_model)
-        return self.output_proj(out)  # (batch, seq, d_model)
+        heads = self.rotated(qkv, cos_sin, operations, attend)
+        return self.output_proj(self.attend(heads, attend))  # (batch, seq, d_model)
+
+    def rotated(
+        self, qkv: Tensor, cos_sin: Tensor, operations: Operations, attend: Attend | None = None
+    ) -> tuple[Tensor, ...]:
+        """Return what `attend` takes: q, k, v, or the projection q|k|v alone."""
+        joined = attend is None and self.joined_attention is not None
+        return operations.rotated(qkv, cos_sin, self.kv_heads, joined=joined)
+
+    def attend(self, heads: tuple[Tensor, ...], attend: Attend | None = None) -> Tensor:
+        """Return the attention of rotated heads, (batch, seq, heads * head_dim)."""
+        with range_("attention"):
+            if len(heads) == 1:
+                assert self.joined_attention is not None
+                return self.joined_attention(heads[0], kv_heads=self.kv_heads, head_dim=self.head_dim)
+            out = self.attention(*heads, causal=True) if attend is None else attend(*heads)
+        return out.transpose(1, 2).flatten(2)
 
 
 class TransformerBlock(nn.Module):
@@ -89,12 +103,54 @@ class TransformerBlock(nn.Module):
         cos_sin: Tensor,
         operations: Operations = PLAIN,
         attend: Attend | None = None,
+        keep: Keep = "all",
     ) -> tuple[Tensor, Tensor]:
-        """Apply the layer to x + delta; return (x, delta), whose sum is the output. All are (batch, seq, d_model)."""
+        """Apply the layer to x + delta; return (x, delta), whose sum is the output. All are (batch, seq, d_model).
+
+        Args:
+            keep: for the backward pass; the rest is computed again. Values but "all" take neither delta nor attend.
+        """
+        if keep != "all":
+            return self._forward_and_again(x, cos_sin, operations, keep)
         x, normed = self.ln1(x, delta, operations)
         delta = self.attn(normed, cos_sin, operations, attend)
         x, normed = self.ln2(x, delta, operations)
         return x, self.ffn(normed, operations)
+
+    def _forward_and_again(
+        self, x: Tensor, cos_sin: Tensor, operations: Operations, keep: Keep
+    ) -> tuple[Tensor, Tensor]:
+        """Do as `forward`, in parts each of which keeps its inputs and is computed again in the backward pass.
+
+        A part is computed again up to the last tensor that it had saved: the matrix product at its end is not.
+        """
+
+        def project(x: Tensor) -> Tensor:
+            return self.attn.qkv_proj(self.ln1(x, None, operations)[1])
+
+        def expand(x: Tensor) -> Tensor:
+            return self.ffn.gate_up(self.ln2(x, None, operations)[1])
+
+        def contract(joint: Tensor) -> Tensor:
+            return self.ffn.w2(operations.swiglu(joint))
+
+        def all_after_attention(x: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+            x, normed = self.ln2(x, self.attn.output_proj(out), operations)
+            return x, self.ffn(normed, operations)
+
+        def heads(x: Tensor) -> tuple[Tensor, ...]:
+            return self.attn.rotated(project(x), cos_sin, operations)
+
+        if keep == "input":
+            return again(lambda x: self.forward(x, None, cos_sin, operations), x)
+        if keep == "attention":
+            out = attend_again(heads, self.attn.attend, x)
+        else:
+            out = self.attn.attend(self.attn.rotated(again(project, x), cos_sin, operations))
+        if keep != "products":
+            return again(all_after_attention, x, out)
+        x = x + self.attn.output_proj(out)
+        return x, again(contract, again(expand, x))
 
 
 class Layers(nn.ModuleList):
@@ -105,16 +161,24 @@ class Layers(nn.ModuleList):
         sums: whether blocks get x + delta as one tensor, so that the first is compiled as the others are.
     """
 
-    def __init__(self, blocks: Sequence[TransformerBlock], *, checkpointing: bool) -> None:
+    def __init__(self, blocks: Sequence[TransformerBlock]) -> None:
         super().__init__(blocks)
-        self.checkpointing = checkpointing
         self.sums = False
         self.operations: Operations | None = None
 
     def forward(
-        self, x: Tensor, cos_sin: Tensor, operations: Operations, kv_cache: ModelCache | None = None
+        self,
+        x: Tensor,
+        cos_sin: Tensor,
+        operations: Operations,
+        kv_cache: ModelCache | None = None,
+        keeps: Sequence[Keep] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return (x, delta), whose sum is the output of the last block; (batch, seq, d_model)."""
+        """Return (x, delta), whose sum is the output of the last block; (batch, seq, d_model).
+
+        Args:
+            keeps: what each block keeps for the backward pass; None: everything.
+        """
         operations = self.operations or operations
         delta = None
         for index, block in enumerate(self):
@@ -123,13 +187,11 @@ class Layers(nn.ModuleList):
             if kv_cache is not None:
                 # `forward`, because `__call__` may be compiled and would make a graph for every length.
                 x, delta = block.forward(x, delta, cos_sin, operations, partial(kv_cache.attend, index))
-            elif self.checkpointing and torch.is_grad_enabled():
-                # Keep only the block's input, one tensor, and compute the rest again in backward (Chen et al. 2016).
-                # Nothing in a block is random, so the state of the random generator need not be kept.
-                inputs = (x if delta is None else x + delta, None, cos_sin, operations)
-                x, delta = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
-            else:
+            elif keeps is None or keeps[index] == "all":
                 x, delta = block(x, delta, cos_sin, operations)
+            else:  # keeps the block's input, one tensor
+                x = x if delta is None else x + delta
+                x, delta = block(x, None, cos_sin, operations, keep=keeps[index])
         return x, delta
 
 
@@ -188,8 +250,7 @@ class TransformerLM(nn.Module):
         self.config = config
         self.token_embeddings = Embedding(config.vocab_size, config.d_model, device=device, dtype=dtype)
         self.layers = Layers(
-            [TransformerBlock(config, device=device, dtype=dtype) for _ in range(config.num_layers)],
-            checkpointing=config.activation_checkpointing,
+            [TransformerBlock(config, device=device, dtype=dtype) for _ in range(config.num_layers)]
         )
         self.ln_final = AddRMSNorm(config.d_model, eps=config.norm_eps, device=device, dtype=dtype)
         self.lm_head = Head(config.d_model, config.vocab_size, device=device, dtype=dtype)
@@ -219,13 +280,30 @@ class TransformerLM(nn.Module):
         operations = self.operations
         x = self.token_embeddings(ids, operations)  # (batch, seq, d_model)
         if kv_cache is None:
-            x, delta = self.layers(x, self.rope(ids.shape[1]), operations)  # (batch, seq, d_model)
+            keeps = self._keeps(x)
+            x, delta = self.layers(
+                x, self.rope(ids.shape[1]), operations, keeps=keeps
+            )  # (batch, seq, d_model)
         else:
             cos_sin = self.rope.at(kv_cache.positions(ids.shape[1]))  # (batch, seq, head_dim / 2, 2)
             # `forward`: not compiled, see `Layers`
             x, delta = self.layers.forward(x, cos_sin, operations, kv_cache)
         _, normed = self.ln_final(x, delta, operations)
         return normed
+
+    def _keeps(self, x: Tensor) -> list[Keep] | None:
+        """Return what each block keeps of x (batch, seq, d_model) for the backward pass; None: everything."""
+        if self.config.activation_checkpointing == "none" or not torch.is_grad_enabled():
+            return None
+        device, operations = x.device.type, self.layers.operations or self.operations
+        autocast = torch.is_autocast_enabled(device)
+        form = Form(
+            OPERATIONS.facts(operations.name).reuses_memory,
+            device,
+            stream=x.element_size(),
+            product=torch.get_autocast_dtype(device).itemsize if autocast else x.element_size(),
+        )
+        return kept_by_layers(self.config, form, tokens=x.shape[0] * x.shape[1])
 
     def forward(self, ids: Tensor, kv_cache: ModelCache | None = None) -> Tensor:
         """Return the logits of the token after each position: (batch, seq) -> (batch, seq, vocab_size).

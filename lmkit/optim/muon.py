@@ -178,6 +178,7 @@ def _sweeps(matrices: list[tuple[Tensor, Sequence[int]]]) -> Iterator[list[tuple
     "muon",
     order=2,
     elementwise=False,
+    moments=1,
     keeps_masters=True,
     options={"matrix_lr": 0.02, "momentum": 0.95, "iterations": 5},
 )

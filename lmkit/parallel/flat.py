@@ -11,7 +11,7 @@ from lmkit.parallel.protocol import Strategy
 from lmkit.registry import STRATEGIES
 
 
-@STRATEGIES.register("flat", order=3, aliases=("naive bucketed",), uses=("reduce_dtype",))
+@STRATEGIES.register("flat", order=3, aliases=("naive bucketed",), uses=("reduce_dtype",), packs="all")
 class FlatSync(Strategy):
     """Make one collective per device and dtype; needs memory for a second copy of the gradients."""
 

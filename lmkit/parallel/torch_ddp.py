@@ -29,6 +29,7 @@ _NO_BUFFER_TRAFFIC: dict[str, Any] = {"forward_sync_buffers" if _NEW_NAME else "
     aliases=("pytorch", "Pytorch DDP"),
     uses=("bucket_mb", "reduce_dtype"),
     options={"gradient_as_bucket_view": True, "static_graph": False, "find_unused_parameters": False},
+    packs="all",
     rival=True,
 )
 class TorchDDP(Strategy):

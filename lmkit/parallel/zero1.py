@@ -39,6 +39,7 @@ from lmkit.registry import STRATEGIES
     aliases=("sharded_optimizer",),
     uses=("bucket_mb", "reduce_dtype", "weights", "gather"),
     shards=("optimizer",),
+    packs="bucket",
 )
 class Zero1(Strategy):
     """Reduce-scatter gradients, update a shard, gather the weights.

@@ -9,7 +9,10 @@ MUST_AGREE = ("run.seed", "model", "data.source", "data.sampling", "train.batch_
 Everything else may change (learning rate, steps, intervals, ranks) and is reported. The other keys of [data] say
 where files lie; files are compared by content."""
 
-MAY_CHANGE_WITHIN = ("model.preset", "model.attention", "model.activation_checkpointing", "model.compile")
+MAY_CHANGE_WITHIN = (
+    *("model.preset", "model.attention", "model.compile"),
+    *("model.activation_checkpointing", "model.activation_gb"),
+)
 """Exceptions to `MUST_AGREE`: other ways to compute the same function."""
 
 NEED_STEPS = ("optimizer", "train.grad_clip", "train.accumulation")

@@ -10,7 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
 
 from lmkit.errors import did_you_mean
 from lmkit.recipe.vocabulary import END_OF_TEXT, MAX_TOKEN_BYTES, MAX_VOCABULARY, NUM_BYTES
@@ -187,6 +195,11 @@ PRESETS: dict[str, dict[str, int]] = {
 models larger than their namesakes; `lmkit recipe show` prints the parameter count."""
 
 
+Switch = BeforeValidator(lambda value: ("block" if value else "none") if isinstance(value, bool) else value)
+"""Reads true and false, which recipes of older versions have, as "block" and "none"."""
+Checkpointing = Annotated[Literal["none", "block", "attention"], Switch]
+
+
 class ModelConfig(Table):
     """`[model]`: the shape of the Transformer. A preset fills in what the recipe leaves out."""
 
@@ -230,8 +243,11 @@ class ModelConfig(Table):
     operations: OperationsName = "auto"
     """What runs around the matrix products: kernels ("fused") or PyTorch's operations ("plain"). "auto" takes "fused"
     where they run, but "plain" in compiled blocks."""
-    activation_checkpointing: bool = False
-    """Recompute activations in the backward pass instead of keeping them: less memory, more time."""
+    activation_checkpointing: Annotated[Literal["none", "block", "attention", "selective"], Switch] = "none"
+    """Recompute activations in the backward pass: less memory, more time. `block` keeps the inputs of blocks,
+    `attention` the outputs of attention, too; `selective` as much as `activation_gb` allows, the dearest first."""
+    activation_gb: PositiveFloat | None = None
+    """`selective`: GB (10^9 bytes) that the blocks keep of a micro-batch on a rank; at least their inputs."""
     compile: Literal["none", "block", "whole"] = "none"
     """Use torch.compile on each block (starts sooner) or on the whole stack."""
 
@@ -247,6 +263,12 @@ class ModelConfig(Table):
         low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
         if low >= high:
             raise ValueError(f"rope_low_freq_factor {low} is not below rope_high_freq_factor {high}")
+        return self
+
+    @model_validator(mode="after")
+    def _selects_within_a_budget(self) -> ModelConfig:
+        if (self.activation_checkpointing == "selective") != (self.activation_gb is not None):
+            raise ValueError('activation_checkpointing = "selective" and activation_gb need each other')
         return self
 
     @property

@@ -14,7 +14,7 @@ from lmkit.model.operations import PLAIN
 from lmkit.registry import OPERATIONS
 
 MakeModel = Callable[..., TransformerLM]
-NAMES = {"embedding", "add_rms_norm", "attention", "swiglu", "linear_cross_entropy"}
+NAMES = {"embedding", "add_rms_norm", "rotated", "swiglu", "linear_cross_entropy"}
 
 
 class Watched(Operations):
@@ -43,7 +43,7 @@ def test_a_set_from_outside_runs_everything_around_the_matrix_products(
     ids = torch.randint(61, (2, 9))
     loss = model.loss(ids, ids)
     assert isinstance(model.operations, Watched)
-    once = ["add_rms_norm", "attention", "add_rms_norm", "swiglu"]
+    once = ["add_rms_norm", "rotated", "add_rms_norm", "swiglu"]
     assert model.operations.called == ["embedding", *once, *once, "add_rms_norm", "linear_cross_entropy"]
     assert torch.equal(loss, plain.loss(ids, ids))
 

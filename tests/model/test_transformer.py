@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lmkit.errors import UsageError
-from lmkit.model import ModelConfig, TransformerLM, compile_model, parameter_names
+from lmkit.model import ModelConfig, TransformerLM, compile_model, parameter_names, transformer
+from lmkit.model.memory import KEEPS, Form, kept, kept_by_layers
 
 MakeModel = Callable[..., TransformerLM]
 
@@ -176,26 +179,89 @@ def test_a_tied_head_is_one_matrix_with_both_gradients(make_model: MakeModel) ->
     assert tied.float().lm_head.weight is tied.token_embeddings.weight  # a cast keeps them one
 
 
+KEPT = [
+    {"activation_checkpointing": "block"},
+    {"activation_checkpointing": "attention"},
+    # float64, 18 tokens, 4 heads of 8, d_ff 48: inputs of blocks 9 kB, attention 9 kB, q, k, v 23 kB ...
+    *({"activation_checkpointing": "selective", "activation_gb": kb * 1e-6} for kb in (1, 25, 60, 100, 500)),
+]
+
+
 @pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen embeddings"])
-def test_activation_checkpointing_recomputes_the_same_gradients(make_model: MakeModel, frozen: bool) -> None:
-    """Also where the first block's input needs no gradient but its weights do."""
+@pytest.mark.parametrize("attention", ["reference", "flash_torch", "sdpa"])
+@pytest.mark.parametrize("fields", KEPT, ids=str)
+def test_activation_checkpointing_recomputes_the_same_gradients(
+    make_model: MakeModel, fields: dict[str, Any], attention: str, frozen: bool
+) -> None:
+    """Bit for bit; also where the first block's input needs no gradient but its weights do."""
     ids, targets = torch.randint(61, (2, 9)), torch.randint(61, (2, 9))
-    models = [make_model(activation_checkpointing=checkpointing) for checkpointing in (False, True)]
-    calls = []
-    models[1].layers[0].ffn.gate_up.register_forward_hook(lambda *_: calls.append(1))
+    models = [make_model(attention=attention, **each) for each in ({}, fields)]
     for model in models:
         model.token_embeddings.weight.requires_grad_(not frozen)
         model.loss(ids, targets).backward()
-    assert len(calls) == 2  # forward and again in backward
     for (name, plain), again in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         if frozen and name == "token_embeddings.weight":
             assert plain.grad is again.grad is None
         else:
             assert plain.grad.any(), name
             assert torch.equal(plain.grad, again.grad), name
-    with torch.no_grad():
-        models[1].loss(ids, targets)
-    assert len(calls) == 3  # nothing to recompute
+
+
+@pytest.mark.parametrize(
+    ("keep", "again"),
+    [
+        ("input", {"qkv_proj": 2, "output_proj": 2, "gate_up": 2, "swiglu": 2, "attention": 2}),
+        ("attention", {"qkv_proj": 2, "output_proj": 2, "gate_up": 2, "swiglu": 2, "attention": 1}),
+        ("qkv", {"qkv_proj": 1, "output_proj": 2, "gate_up": 2, "swiglu": 2, "attention": 1}),
+        ("products", {"qkv_proj": 1, "output_proj": 1, "gate_up": 1, "swiglu": 2, "attention": 1}),
+        ("all", {"qkv_proj": 1, "output_proj": 1, "gate_up": 1, "swiglu": 1, "attention": 1}),
+    ],
+)
+def test_what_a_block_keeps_is_not_computed_again(
+    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch, keep: str, again: dict[str, int]
+) -> None:
+    model = make_model(num_layers=1, activation_checkpointing="block")
+    monkeypatch.setattr(
+        transformer, "kept_by_layers", lambda config, form, tokens: [keep] * config.num_layers
+    )
+    calls = dict.fromkeys(again, 0)
+    block = model.layers[0]
+
+    class Counting(TorchDispatchMode):
+        """Count matrix products by the shape of their weights."""
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is torch.ops.aten.mm.default and args[1].is_contiguous() is False:
+                for name in ("qkv_proj", "output_proj", "gate_up"):
+                    owner = block.ffn if name == "gate_up" else block.attn
+                    weight = getattr(owner, name).weight
+                    calls[name] += args[1].untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
+            calls["swiglu"] += function is torch.ops.aten.silu.default
+            calls["attention"] += function is torch.ops.aten._softmax.default
+            return function(*args, **(kwargs or {}))
+
+    ids = torch.randint(61, (2, 9))
+    with Counting():
+        model.loss(ids, ids).backward()
+    assert calls == again
+
+
+def test_a_budget_is_spent_on_the_dearest_first(make_model: MakeModel) -> None:
+    config = make_model(num_layers=3, attention="sdpa").config
+    form = Form(reuses_memory=True, device="cuda", stream=2, product=2)
+    size = {keep: 1000 * kept(config, form, keep) for keep in KEEPS}
+    assert list(size.values()) == sorted(size.values())
+
+    def choose(budget: int) -> list[str]:
+        asked = {"activation_checkpointing": "selective", "activation_gb": budget / 1e9}
+        return kept_by_layers(config.model_copy(update=asked), form, tokens=1000)
+
+    assert choose(1) == choose(3 * size["input"]) == ["input"] * 3
+    assert choose(2 * size["input"] + size["attention"] + 1) == ["input", "input", "attention"]
+    assert choose(3 * size["attention"] - 1) == ["input", "attention", "attention"]
+    assert choose(2 * size["attention"] + size["qkv"] + 1) == ["attention", "attention", "qkv"]
+    assert choose(2 * size["products"] + size["all"] + 1) == ["products", "products", "all"]
+    assert choose(3 * size["all"] + 1) == ["all"] * 3
 
 
 # Dynamo looks at the .grad of every tensor that enters a graph, and PyTorch warns of that for a block's input.
@@ -205,16 +271,16 @@ ignore_dynamo = pytest.mark.filterwarnings(
 
 
 @ignore_dynamo
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize("fields", [{}, *KEPT[:2], KEPT[4], KEPT[5]], ids=str)
 @pytest.mark.parametrize("how", ["none", "block", "whole"])
 def test_a_compiled_model_has_the_same_names_and_numbers(
-    make_model: MakeModel, how: str, checkpointing: bool
+    make_model: MakeModel, how: str, fields: dict[str, Any]
 ) -> None:
     torch.compiler.reset()
     torch.manual_seed(0)
     ids, targets = torch.randint(61, (2, 9)), torch.randint(61, (2, 9))
     plain = make_model(attention="vectorized")
-    compiled = make_model(attention="vectorized", activation_checkpointing=checkpointing)
+    compiled = make_model(attention="vectorized", **fields)
     compile_model(compiled, how, backend="aot_eager")
     for model in (plain, compiled):
         model.loss(ids, targets).backward()

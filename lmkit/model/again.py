@@ -1,0 +1,68 @@
+"""Compute parts of the model again in the backward pass instead of keeping what they saved (Chen et al. 2016)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+
+def again(function: Callable[..., Any], *inputs: Tensor) -> Any:
+    """Return function(*inputs); its backward pass keeps only the inputs and computes the function again.
+
+    Nothing in a model is random, so the state of the random generator is not kept.
+    """
+    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+
+def attend_again(
+    project: Callable[[Tensor], tuple[Tensor, ...]], attend: Callable[[tuple[Tensor, ...]], Tensor], x: Tensor
+) -> Tensor:
+    """Return attend(project(x)); keep x and what `attend` saves beside its inputs: its output and statistics.
+
+    The backward pass computes `project` again, and `attend` never. Under torch.compile the compiler decides what it
+    computes again.
+
+    Args:
+        project: returns the inputs of `attend`, which may be views of one another's memory.
+    """
+    if torch.compiler.is_compiling():
+        return attend(again(project, x))
+    inputs = again(lambda x: _Saved.apply(*project(x)), x)
+    node = inputs[0].grad_fn
+    if node is None:  # no gradient is asked for
+        return attend(inputs)
+    index_of = {tensor.untyped_storage().data_ptr(): index for index, tensor in enumerate(inputs)}
+    recomputed: list[Tensor] = []
+
+    def pack(saved: Tensor) -> Any:
+        index = index_of.get(saved.untyped_storage().data_ptr())
+        return saved if index is None else (index, saved.shape, saved.stride(), saved.storage_offset())
+
+    def unpack(packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        if not recomputed:
+            recomputed.extend(node.saved_tensors)  # once: checkpointing hands them out once
+        index, *place = packed
+        return recomputed[index].as_strided(*place)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        return attend(inputs)
+
+
+class _Saved(torch.autograd.Function):
+    """Return the inputs, which the node of the graph saves."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return grads

@@ -1,0 +1,338 @@
+"""Count the bytes of a training step from its configuration alone. Does not import torch.
+
+`saved` is the one place that says what the operations of a block keep for the backward pass, and `step_memory` when
+what is alive. Bytes are those of tensors; an allocator, the CUDA context and libraries take more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import pairwise
+from typing import Literal, get_args
+
+from lmkit.model.accounting import count_parameters
+from lmkit.recipe.tables import ModelConfig
+from lmkit.registry import ATTENTION
+
+FLOAT = 4  # bytes of a float32
+GB = 10**9
+SLICE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 28}
+"""Logits of a slice. 4 MiB of float32 stay in a core's cache; a GPU wants large matrix products."""
+
+Keep = Literal["input", "attention", "qkv", "products", "all"]
+"""What a block keeps for its backward pass: its input alone; also the output of attention; also q, k, v; also the
+outputs of the other matrix products but the last; or everything, so that nothing is computed again."""
+KEEPS: tuple[Keep, ...] = get_args(Keep)
+
+NORM = "norms"
+INPUTS = "inputs of products"
+QKV = "q, k, v"
+OUT = "attention"
+GATE_UP = "gate, up"
+SWIGLU = "SwiGLU"
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a model computes, as far as memory depends on it.
+
+    Attributes:
+        reuses_memory: the fact of the operations.
+        device: "cuda" or "cpu".
+        stream, product: bytes of an element of the residual stream, and of what matrix products read and write.
+        compiled: torch.compile makes the blocks.
+    """
+
+    reuses_memory: bool
+    device: str
+    stream: int
+    product: int
+    compiled: bool = False
+
+
+@cache
+def saved(config: ModelConfig, form: Form) -> Mapping[str, int]:
+    """Return kind -> bytes that a block keeps of each token if it computes nothing again.
+
+    Attention kernels keep q, k, v, their output and a float32 per head and query (log-sum-exp); those that hold all
+    scores keep the weights, too, of `config.context_length` keys. Of a compiled block, the compiler decides: this is
+    what it kept on an H200 (`compile = "block"`, plain operations).
+    """
+    d, d_kv, d_ff = config.d_model, config.kv_heads * config.head_dim, config.d_ff
+    fused = form.reuses_memory
+    # The sum (PyTorch's operations on a CPU keep it normalised, in float32), and the inverse RMS.
+    sums = max(form.stream, FLOAT) if form.device == "cpu" and not fused else form.stream
+    attention = form.product * d + FLOAT * config.num_heads
+    if ATTENTION.facts(config.attention).keeps_scores:
+        attention += form.product * (config.num_heads * config.context_length + d + 2 * d_kv)
+    return {
+        NORM: 2 * (sums * d + FLOAT),
+        INPUTS: form.product * 2 * d,  # of q, k, v and of gate, up
+        # In place, or the rotated q and k beside the projection, of which v is a view.
+        QKV: form.product * (d + 2 * d_kv + (0 if fused else d + d_kv)),
+        OUT: attention,
+        GATE_UP: form.product * 2 * d_ff,
+        SWIGLU: form.product * (d_ff if fused or form.compiled else 2 * d_ff),  # the result, and silu(gate)
+    }
+
+
+@cache
+def kept(config: ModelConfig, form: Form, keep: Keep) -> int:
+    """Return the bytes that a block keeps of each token; see `Keep`."""
+    of, x = saved(config, form), form.stream * config.d_model
+    return {
+        "input": x,
+        "attention": x + of[OUT],
+        "qkv": x + of[OUT] + of[QKV],
+        "products": 2 * x + of[OUT] + of[QKV] + of[GATE_UP],  # x after attention, too
+        "all": sum(of.values()),
+    }[keep]
+
+
+def kept_by_layers(config: ModelConfig, form: Form, *, tokens: int) -> list[Keep]:
+    """Return what each block keeps of a micro-batch of this many tokens.
+
+    "selective" spends `config.activation_gb` on what saves most time for its bytes. That is first the outputs of
+    attention: of long sequences, a GB costs ten times as many FLOPs to compute again as a GB of matrix products. The
+    last blocks come first: their memory is free again when an earlier block computes anew.
+    """
+    layers = config.num_layers
+    if config.activation_checkpointing != "selective":
+        keep: dict[str, Keep] = {"none": "all", "block": "input", "attention": "attention"}
+        return [keep[config.activation_checkpointing]] * layers
+    assert config.activation_gb is not None
+    cost = {keep: tokens * kept(config, form, keep) for keep in KEEPS}
+    chosen: list[Keep] = ["input"] * layers
+    left = config.activation_gb * GB - layers * cost["input"]
+    for before, after in pairwise(KEEPS):
+        for index in reversed(range(layers)):
+            if chosen[index] == before and cost[after] - cost[before] <= left:
+                left -= cost[after] - cost[before]
+                chosen[index] = after
+    return chosen
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one rank holds of the model, and in which dtypes.
+
+    Attributes:
+        weight, gradient: bytes of an element of a matrix and of its gradient; gains and their gradients are float32.
+        master: bytes of the float32 copy of a matrix' element, or 0.
+        state: bytes of a number of optimizer state.
+        moments: numbers of optimizer state for each weight of the blocks' matrices; other weights have two.
+        of_weights, of_gradients, of_state: the share that the rank holds; of_state is of masters, too.
+        gathered_units: blocks (or the embedding, or the head) whose whole weights and gradients it holds at a time.
+        packed: the share of the gradients that is copied, to be reduced.
+    """
+
+    weight: int = FLOAT
+    gradient: int = FLOAT
+    master: int = 0
+    state: int = FLOAT
+    moments: int = 2
+    of_weights: float = 1.0
+    of_gradients: float = 1.0
+    of_state: float = 1.0
+    gathered_units: int = 0
+    packed: float = 0.0
+
+
+@dataclass(frozen=True)
+class TrainingMemory:
+    """Bytes that a rank holds of a model; activations need more. Masters are the optimizer's."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+
+def training_memory(config: ModelConfig, held: Held = Held()) -> TrainingMemory:
+    """Return the bytes of weights, their gradients and optimizer state; by default in float32, with AdamW's moments,
+    on one rank."""
+    counts, gains = count_parameters(config), (2 * config.num_layers + 1) * config.d_model
+    assert config.vocab_size is not None
+    matrices = counts.total - gains
+    in_blocks = counts.multiplying - gains - config.vocab_size * config.d_model
+    state = held.moments * in_blocks + 2 * (counts.total - in_blocks)
+    return TrainingMemory(
+        weights=int((held.weight * matrices + FLOAT * gains) * held.of_weights),
+        gradients=int((held.gradient * matrices + FLOAT * gains) * (held.of_gradients + held.packed)),
+        optimizer=int((held.master * matrices + held.state * state) * held.of_state),
+    )
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes of a training step on one rank.
+
+    Attributes:
+        weights, optimizer: held all the time; masters are the optimizer's.
+        gradients: of all weights, at the end of the backward pass, with those that are copied to be reduced.
+        activations: kind -> bytes that all blocks keep.
+        recomputed: what one block computes again, at most at a time.
+        loss: the hidden states at the head and their gradient, and that of the head's matrix in float32.
+        logits: of the slice that exists at a time.
+        gathered: whole weights and gradients of sharded units.
+        moments: what the step does -> bytes at that moment; the largest is the peak.
+    """
+
+    weights: int
+    optimizer: int
+    gradients: int
+    activations: Mapping[str, int]
+    recomputed: int
+    loss: int
+    logits: int
+    gathered: int
+    moments: Mapping[str, int] = field(repr=False)
+
+    @property
+    def peak(self) -> int:
+        return max(self.moments.values())
+
+    @property
+    def peaks_at(self) -> str:
+        """The name of the moment at which memory is largest."""
+        return max(self.moments, key=lambda name: self.moments[name])
+
+
+def step_memory(
+    config: ModelConfig, form: Form, held: Held, *, tokens: int, accumulation: int = 1
+) -> StepMemory:
+    """Count the bytes of a step in steady state: optimizer state exists, gradients of the step before do not.
+
+    Args:
+        tokens: of a micro-batch on one rank.
+    """
+    d, layers, product = config.d_model, config.num_layers, form.product
+    counts = count_parameters(config)
+    assert config.vocab_size is not None
+    table = config.vocab_size * d
+    block = (counts.multiplying - table - d) // layers  # weights
+    casts = product * layers * block if form.product < held.weight else 0  # kept from forward to backward
+
+    model = training_memory(config, held)
+
+    def gradients(elements: int) -> int:
+        return int(held.gradient * elements * (held.of_gradients + held.packed))
+
+    units = [table, *[block] * layers, table]
+    gathered = (product + held.gradient) * max(
+        sum(units[index : index + held.gathered_units]) for index in range(len(units))
+    )
+    base = model.weights + model.optimizer + gathered
+    # Sums of more than two micro-batches in bf16 are float32.
+    if accumulation > 1:
+        base += model.gradients * (2 if accumulation > 2 and held.gradient < FLOAT else 1)
+
+    keeps = kept_by_layers(config, form, tokens=tokens)
+    activations = _kinds(config, form, keeps, tokens)
+    activations[NORM] += tokens * (saved(config, form)[NORM] // 2)  # the norm in front of the head
+    if casts:
+        activations["cast weights"] = casts
+    blocks = sum(activations.values())
+
+    stream, hidden = tokens * form.stream * d, tokens * product * d
+    logits, loss_only = _loss(config, form, tokens)
+    loss = 2 * hidden + FLOAT * table
+    wide_head = _head_gradient(form, table)
+    again = [_recomputed(config, form, keep) for keep in keeps]
+    # The gradients of the product before the last matrix, and of the residual stream.
+    on_the_way = tokens * product * max(config.d_ff, 3 * d) + stream
+    first = tokens * kept(config, form, keeps[0])
+    head, without_embedding = gradients(table), gradients(counts.multiplying)
+    embedding = 0 if config.tie_embeddings else gradients(table)
+    if form.reuses_memory:
+        embedding += FLOAT * table if held.gradient < FLOAT or config.tie_embeddings else 0
+    elif config.tie_embeddings:
+        embedding += held.gradient * table
+    return StepMemory(
+        weights=model.weights,
+        optimizer=model.optimizer,
+        gradients=model.gradients,
+        activations=activations,
+        recomputed=tokens * max(again),
+        loss=loss,
+        logits=logits,
+        gathered=gathered,
+        moments={
+            "the loss": base + blocks + loss + loss_only,
+            "the gradient of the head": base + blocks + hidden + wide_head,
+            "the backward pass of the last block": base + blocks + head + tokens * again[-1] + on_the_way,
+            "the backward pass of the first block": base
+            + without_embedding
+            + first
+            + tokens * again[0]
+            + on_the_way,
+            "the gradient of the embedding": base + without_embedding + embedding + stream,
+        },
+    )
+
+
+def _kinds(config: ModelConfig, form: Form, keeps: list[Keep], tokens: int) -> dict[str, int]:
+    """Return kind -> bytes that the blocks keep."""
+    of, x = saved(config, form), form.stream * config.d_model
+    kinds = {"inputs of blocks": 0, **dict.fromkeys(of, 0)}
+    for keep in keeps:
+        if keep == "all":
+            for kind, size in of.items():
+                kinds[kind] += tokens * size
+            continue
+        level = KEEPS.index(keep)
+        kinds["inputs of blocks"] += tokens * x
+        kinds[OUT] += tokens * of[OUT] * (level >= KEEPS.index("attention"))
+        kinds[QKV] += tokens * of[QKV] * (level >= KEEPS.index("qkv"))
+        kinds[GATE_UP] += tokens * (of[GATE_UP] + x) * (level >= KEEPS.index("products"))
+    return kinds
+
+
+def _recomputed(config: ModelConfig, form: Form, keep: Keep) -> int:
+    """Return the bytes of a token that a block computes again at a time."""
+    of, x = saved(config, form), form.stream * config.d_model
+    after = of[NORM] // 2 + of[INPUTS] // 2 + of[GATE_UP] + of[SWIGLU]
+    before = of[NORM] // 2 + of[INPUTS] // 2 + of[QKV]
+    return {
+        "input": sum(of.values()) - (x if form.reuses_memory or form.device == "cuda" else 0),
+        "attention": max(before, after),
+        "qkv": after,
+        "products": of[SWIGLU],
+        "all": 0,
+    }[keep]
+
+
+def _loss(config: ModelConfig, form: Form, tokens: int) -> tuple[int, int]:
+    """Return the bytes of a slice of logits; and of all that exists only while the loss is computed."""
+    vocab_size, product = config.vocab_size, form.product
+    assert vocab_size is not None
+    rows = min(tokens, tokens_per_slice(vocab_size, "cuda" if form.reuses_memory else form.device))
+    slices = -(-tokens // rows)
+    hidden = tokens * product * config.d_model
+    table = vocab_size * config.d_model
+    cast = product * table if form.product < form.stream else 0
+    if form.reuses_memory:
+        logits = rows * -(-vocab_size // 16) * 16 * product
+        return logits, logits + hidden + cast
+    logits = rows * vocab_size * product
+    narrow = product < FLOAT
+    # Logits and their gradient, that of the slice before, log-probabilities in float32; later a product to add.
+    of_slice = logits * (2 if slices > 1 or narrow else 1) + rows * vocab_size * FLOAT
+    return logits, max(of_slice, 2 * logits + (product * table if narrow else 0)) + hidden + cast
+
+
+def tokens_per_slice(vocab_size: int, device_type: str) -> int:
+    """Return the tokens whose logits exist at a time."""
+    fitting = max(1, SLICE_ELEMENTS.get(device_type, SLICE_ELEMENTS["cuda"]) // vocab_size)
+    return 1 << (fitting.bit_length() - 1)  # a power of two divides the usual batches evenly
+
+
+def _head_gradient(form: Form, table: int) -> int:
+    """Return the bytes while the head's gradient is scaled and rounded to the weights' dtype."""
+    narrow = form.product * table if form.product < FLOAT else 0
+    return (FLOAT if form.reuses_memory else 2 * FLOAT) * table + narrow

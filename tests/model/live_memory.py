@@ -1,0 +1,44 @@
+"""Count the bytes of all tensors that are alive, whoever holds them: what a CUDA allocator would count, on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveMemory(TorchDispatchMode):
+    """Within the block, count storages that operations return. What lies inside an operation is not seen.
+
+    Attributes:
+        peak: the most that was alive after any operation since the last `restart`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage.nbytes() and storage._cdata not in self._storages:
+                    self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.peak = max(self.peak, self.live)
+        return out
+
+    @property
+    def live(self) -> int:
+        """Bytes that are alive now."""
+        self._storages = {key: kept for key, kept in self._storages.items() if not kept[0].expired()}
+        return sum(size for _, size in self._storages.values())
+
+    def restart(self) -> None:
+        self.peak = self.live
