@@ -267,8 +267,8 @@ class StrategyFacts(Facts):
     Attributes:
         uses: the keys of [parallel] that make a difference to it.
         shards: what it divides among the ranks, of "optimizer" (its state), "gradients" and "parameters".
-        gathers: the blocks (or the embedding, or the head) whose weights and gradients a rank holds whole at a time,
-            if it shards "parameters".
+        gathers: the blocks (or the embedding, or the head) whose weights a rank holds whole at a time, if it shards
+            "parameters"; all of them if its option `reshard_after_forward` is false.
         packs: which gradients are copied into another tensor to be reduced: "", "bucket" or "all".
         rival: whether it is PyTorch's, here to be compared with.
         options: name -> default (an int, float, str or bool) of its own options, the table [parallel.options].
@@ -276,7 +276,7 @@ class StrategyFacts(Facts):
 
     uses: tuple[str, ...] = ()
     shards: tuple[str, ...] = ()
-    gathers: int = 0
+    gathers: int = 2
     packs: str = ""
     rival: bool = False
     options: Mapping[str, int | float | str | bool] = field(default_factory=dict)

@@ -21,6 +21,7 @@ _WrongArguments: type[Any] = typer.BadParameter.__base__  # type: ignore[assignm
 _INTERRUPTED = 130
 COMMANDS = {
     "run": "run",
+    "plan": "plan",
     "train": "train",
     "evaluate": "train",
     "generate": "generate",

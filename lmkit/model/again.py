@@ -40,7 +40,9 @@ def attend_again(
 
     def pack(saved: Tensor) -> Any:
         index = index_of.get(saved.untyped_storage().data_ptr())
-        return saved if index is None else (index, saved.shape, saved.stride(), saved.storage_offset())
+        if index is None:
+            return saved.detach()  # the output of `attend` refers to the node that saves it
+        return index, saved.shape, saved.stride(), saved.storage_offset()
 
     def unpack(packed: Any) -> Tensor:
         if isinstance(packed, Tensor):

@@ -124,7 +124,8 @@ class Held:
         state: bytes of a number of optimizer state.
         moments: numbers of optimizer state for each weight of the blocks' matrices; other weights have two.
         of_weights, of_gradients, of_state: the share that the rank holds; of_state is of masters, too.
-        gathered_units: blocks (or the embedding, or the head) whose whole weights and gradients it holds at a time.
+        gathered_units: blocks (or the embedding, or the head) whose whole weights it holds at a time, in the dtype of
+            the products; of two at most, the whole gradients.
         packed: the share of the gradients that is copied, to be reduced.
     """
 
@@ -177,7 +178,7 @@ class StepMemory:
         gradients: of all weights, at the end of the backward pass, with those that are copied to be reduced.
         activations: kind -> bytes that all blocks keep.
         recomputed: what one block computes again, at most at a time.
-        loss: the hidden states at the head and their gradient, and that of the head's matrix in float32.
+        loss: the gradient of the hidden states at the head, and that of the head's matrix in float32.
         logits: of the slice that exists at a time.
         gathered: whole weights and gradients of sharded units.
         moments: what the step does -> bytes at that moment; the largest is the peak.
@@ -216,7 +217,9 @@ def step_memory(
     assert config.vocab_size is not None
     table = config.vocab_size * d
     block = (counts.multiplying - table - d) // layers  # weights
-    casts = product * layers * block if form.product < held.weight else 0  # kept from forward to backward
+    casts = (
+        product * layers * (block - 2 * d) if form.product < form.stream else 0
+    )  # kept from forward to backward
 
     model = training_memory(config, held)
 
@@ -224,9 +227,11 @@ def step_memory(
         return int(held.gradient * elements * (held.of_gradients + held.packed))
 
     units = [table, *[block] * layers, table]
-    gathered = (product + held.gradient) * max(
-        sum(units[index : index + held.gathered_units]) for index in range(len(units))
+    whole_weights, whole_gradients = (
+        max(sum(units[index : index + count]) for index in range(len(units)))
+        for count in (held.gathered_units, min(held.gathered_units, 2))
     )
+    gathered = product * (whole_weights + whole_gradients)
     base = model.weights + model.optimizer + gathered
     # Sums of more than two micro-batches in bf16 are float32.
     if accumulation > 1:
@@ -234,19 +239,21 @@ def step_memory(
 
     keeps = kept_by_layers(config, form, tokens=tokens)
     activations = _kinds(config, form, keeps, tokens)
-    activations[NORM] += tokens * (saved(config, form)[NORM] // 2)  # the norm in front of the head
+    last_norm = tokens * (saved(config, form)[NORM] // 2)  # in front of the head
+    activations[NORM] += last_norm
     if casts:
         activations["cast weights"] = casts
     blocks = sum(activations.values())
 
     stream, hidden = tokens * form.stream * d, tokens * product * d
     logits, loss_only = _loss(config, form, tokens)
-    loss = 2 * hidden + FLOAT * table
+    loss = hidden + FLOAT * table
     wide_head = _head_gradient(form, table)
     again = [_recomputed(config, form, keep) for keep in keeps]
-    # The gradients of the product before the last matrix, and of the residual stream.
-    on_the_way = tokens * product * max(config.d_ff, 3 * d) + stream
-    first = tokens * kept(config, form, keeps[0])
+    # A block's backward pass takes most at SwiGLU: gradients of the residual stream, around the result, and of w2.
+    at_swiglu = stream + tokens * product * config.d_ff * (1 if form.reuses_memory else 2)
+    at_swiglu += gradients(d * config.d_ff)
+    in_last, in_first = (tokens * part + at_swiglu for part in (again[-1], again[0]))
     head, without_embedding = gradients(table), gradients(counts.multiplying)
     embedding = 0 if config.tie_embeddings else gradients(table)
     if form.reuses_memory:
@@ -265,12 +272,12 @@ def step_memory(
         moments={
             "the loss": base + blocks + loss + loss_only,
             "the gradient of the head": base + blocks + hidden + wide_head,
-            "the backward pass of the last block": base + blocks + head + tokens * again[-1] + on_the_way,
+            "the backward pass of the last block": base + blocks - last_norm + head + in_last,
             "the backward pass of the first block": base
             + without_embedding
-            + first
-            + tokens * again[0]
-            + on_the_way,
+            - gradients(block)
+            + tokens * kept(config, form, keeps[0])
+            + in_first,
             "the gradient of the embedding": base + without_embedding + embedding + stream,
         },
     )

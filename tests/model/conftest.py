@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,8 @@ import torch
 
 from lmkit.model.transformer import TransformerLM
 from lmkit.recipe.tables import ModelConfig
+
+sys.path.insert(0, str(Path(__file__).parent))  # for live_memory.py
 
 
 @pytest.fixture

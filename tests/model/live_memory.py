@@ -1,4 +1,4 @@
-"""Count the bytes of all tensors that are alive, whoever holds them: what a CUDA allocator would count, on a CPU."""
+"""Count the bytes of tensors that are alive, whoever holds them: what a CUDA allocator would count, on a CPU."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveMemory(TorchDispatchMode):
-    """Within the block, count storages that operations return. What lies inside an operation is not seen.
+    """Within the block, count storages that operations make. What lies inside an operation is not seen.
 
     Attributes:
-        peak: the most that was alive after any operation since the last `restart`.
+        peak: the most that was alive after any operation.
     """
 
     def __init__(self) -> None:
@@ -25,12 +25,11 @@ class LiveMemory(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
+        given = {storage._cdata for storage in _storages((args, kwargs))}
         out = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage.nbytes() and storage._cdata not in self._storages:
-                    self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        for storage in _storages(out):
+            if storage._cdata not in given and storage._cdata not in self._storages:
+                self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         self.peak = max(self.peak, self.live)
         return out
 
@@ -40,5 +39,6 @@ class LiveMemory(TorchDispatchMode):
         self._storages = {key: kept for key, kept in self._storages.items() if not kept[0].expired()}
         return sum(size for _, size in self._storages.values())
 
-    def restart(self) -> None:
-        self.peak = self.live
+
+def _storages(tree: Any) -> list[torch.UntypedStorage]:
+    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

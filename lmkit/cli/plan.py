@@ -1,0 +1,190 @@
+"""`lmkit plan`: what a training needs, and what fits, before anything is allocated."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lmkit.cli.console import Result
+from lmkit.cli.options import Commands, RecipeArgument, SetOption, option
+
+if TYPE_CHECKING:
+    from lmkit.training.plan import Plan
+
+app = Commands()
+GB = 10**9
+
+
+@app.add("lmkit plan llama_1b --gpu H100", "lmkit plan course_8b --ranks 8 --all-gpus")
+def plan(
+    recipe: RecipeArgument,
+    set_: SetOption = None,
+    gpu: Annotated[
+        str | None,
+        option("T4, L4, RTX 4090, A100 40GB, A100, H100, H200.  [default: that of this machine, or H200]"),
+    ] = None,
+    ranks: Annotated[int, typer.Option(min=1, max=65536, help="GPUs that train together.")] = 1,
+    strategy: Annotated[str | None, option("How they share the work (parallel.strategy).")] = None,
+    all_gpus: Annotated[bool, typer.Option("--all-gpus", help="Compare all known GPUs.")] = False,
+) -> Result:
+    """Say what a training needs and whether it fits, from its recipe alone.
+
+    Bytes are those of tensors. GB are 10^9 bytes.
+    """
+    from lmkit.errors import UsageError, did_you_mean
+    from lmkit.measure.limits import CARDS, card_here
+    from lmkit.recipe.load import load_recipe
+
+    loaded = load_recipe(recipe, set_ or (), flags={"parallel.strategy": strategy})
+    if gpu is not None and gpu not in CARDS:
+        raise UsageError(
+            "plan.unknown_gpu",
+            f"--gpu {gpu}: not known{did_you_mean(gpu, CARDS)}",
+            hint="there are: " + ", ".join(CARDS),
+        )
+    from lmkit.training.plan import plan as make_plan
+
+    if all_gpus:
+        plans = {name: make_plan(loaded, card, ranks=ranks) for name, card in CARDS.items()}
+        return Result(_table(plans), {"gpus": {name: _fields(made) for name, made in plans.items()}})
+    made = make_plan(loaded, CARDS[gpu] if gpu is not None else card_here(), ranks=ranks)
+    return Result(_text(made), _fields(made))
+
+
+def _fields(made: Plan) -> dict[str, Any]:
+    """Return what `--json` prints: bytes, seconds."""
+    memory = made.memory
+    return {
+        "gpu": made.card.name,
+        "gpu_bytes": made.card.memory,
+        "usable_bytes": made.usable,
+        "fits": made.fits,
+        "ranks": made.ranks,
+        "strategy": made.strategy,
+        "rows": made.rows,
+        "context_length": made.config.context_length,
+        "parameters": made.parameters,
+        "peak_bytes": memory.peak,
+        "peaks_at": memory.peaks_at,
+        "bytes": {
+            "weights": memory.weights,
+            "optimizer": memory.optimizer,
+            "gradients": memory.gradients,
+            "gathered": memory.gathered,
+            "activations": dict(memory.activations),
+            "recomputed": memory.recomputed,
+            "loss": memory.loss,
+            "logits": memory.logits,
+            "kv_cache": made.kv_cache,
+        },
+        "moments": dict(memory.moments),
+        "most_rows": made.most_rows,
+        "most_context": made.most_context,
+        "flops": sum(part.flops for part in made.work.values()),
+        "moved_bytes": sum(part.num_bytes for part in made.work.values()),
+        "seconds": made.seconds,
+        "least_seconds": made.least_seconds,
+        "tokens_per_s": made.tokens_per_s,
+        "mfu": made.mfu,
+    }
+
+
+def _text(made: Plan) -> str:
+    from lmkit.measure.tables import Column, terminal_table
+
+    memory, config, train = made.memory, made.config, made.train
+    kinds = {
+        "weights": memory.weights,
+        "optimizer state": memory.optimizer,
+        "gathered weights and gradients": memory.gathered,
+        **{f"activations: {name}": size for name, size in memory.activations.items()},
+        "activations of a block, computed again": memory.recomputed,
+        "gradients": memory.gradients,
+        "loss: gradients of the head": memory.loss,
+        "loss: slice of logits": memory.logits,
+    }
+    rows = [{"kind": kind, "gb": size / GB} for kind, size in kinds.items() if size]
+    table = terminal_table(rows, (Column("kind", "a rank holds"), Column("gb", "GB", ",.3f")), width=98)
+    where = f"{made.ranks} x {made.card.name}, {made.strategy}" if made.ranks > 1 else made.card.name
+    accumulated = f" x {train.accumulation} micro-batches" if train.accumulation > 1 else ""
+    operations = "fused" if made.fused else "plain"
+    lines = [
+        f"{made.parameters:,} parameters, {train.precision}, {operations} operations, on {where}",
+        f"a rank's batch: {made.rows:,} x {config.context_length:,} tokens{accumulated}",
+        "",
+        table,
+        f"peak: {memory.peak / GB:.2f} GB, in {memory.peaks_at}; not all of the above exists at that moment",
+        f"{'fits' if made.fits else 'DOES NOT FIT'}: {made.usable / GB:.1f} GB are usable of the GPU's "
+        f"{made.card.memory / GB:.1f} GB",
+        f"largest micro-batch: {_count(made.most_rows)} of {config.context_length:,} tokens; "
+        f"longest context: {made.most_context:,} tokens for {made.rows:,}",
+        f"generating: {made.kv_cache / GB:.3f} GB of keys and values beside {made.generating / GB:.3f} GB of weights",
+        "",
+        *_speed(made),
+    ]
+    return "\n".join(lines)
+
+
+def _count(rows: int) -> str:
+    return f"{rows:,} sequence{'' if rows == 1 else 's'}"
+
+
+def _speed(made: Plan) -> list[str]:
+    """Return lines about the step's time."""
+    flops = sum(part.flops for part in made.work.values())
+    moved = sum(part.num_bytes for part in made.work.values())
+    lines = [
+        f"a step on each rank: {flops / 1e12:,.2f} TFLOP on tensor cores, {moved / GB:,.2f} GB moved beside"
+    ]
+    if made.seconds is None or made.least_seconds is None:
+        return [
+            *lines,
+            f"no time is predicted: {made.card.name}'s limits in {made.train.precision} are not known",
+        ]
+    assert made.tokens_per_s is not None
+    assert made.mfu is not None
+    lines.append(
+        f"predicted: {made.seconds * 1e3:,.1f} ms (at the data sheet's limits {made.least_seconds * 1e3:,.1f}), "
+        f"{made.tokens_per_s:,.0f} tokens/s, MFU {made.mfu:.1%}"
+    )
+    lines.append(
+        "by what fused kernels reach on an H200" + (", without communication" if made.ranks > 1 else "")
+    )
+    return lines
+
+
+def _table(plans: dict[str, Plan]) -> str:
+    from lmkit.measure.tables import Column, terminal_table
+
+    made = next(iter(plans.values()))
+    rows = [
+        {
+            "gpu": name,
+            "usable": each.usable / GB,
+            "needs": each.memory.peak / GB,
+            "fits": "yes" if each.fits else "no",
+            "rows": each.most_rows,
+            "context": each.most_context,
+            "ms": None if each.seconds is None or not each.fits else each.seconds * 1e3,
+            "tokens": None if each.tokens_per_s is None or not each.fits else each.tokens_per_s,
+        }
+        for name, each in plans.items()
+    ]
+    columns = (
+        Column("gpu", "GPU"),
+        Column("usable", "usable GB", ".1f"),
+        Column("needs", "needs GB", ".2f"),
+        Column("fits", "fits"),
+        Column("rows", "largest batch", ",d"),
+        Column("context", "longest context", ",d"),
+        Column("ms", "ms a step", ",.1f"),
+        Column("tokens", "tokens/s", ",.0f"),
+    )
+    ranks = f"{made.ranks} GPUs, {made.strategy}" if made.ranks > 1 else "1 GPU"
+    head = (
+        f"{made.parameters:,} parameters, {made.train.precision}, "
+        f"{made.rows:,} x {made.config.context_length:,} tokens a rank, {ranks}"
+    )
+    notes = "largest batch: sequences of a micro-batch on a rank; longest context: for the recipe's batch"
+    return f"{head}\n\n{terminal_table(rows, columns, width=98)}\n{notes}"

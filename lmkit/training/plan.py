@@ -1,0 +1,236 @@
+"""Plan a training from its recipe alone: a rank's memory, what fits on a GPU, a step's time. Allocates nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lmkit.errors import UsageError
+from lmkit.measure.limits import Card, known_peak
+from lmkit.model.accounting import (
+    Work,
+    count_parameters,
+    flops_per_token,
+    recomputed_work,
+    step_seconds,
+    step_work,
+)
+from lmkit.model.memory import Form, Held, StepMemory, kept_by_layers, step_memory
+from lmkit.recipe.load import required
+from lmkit.recipe.schema import Recipe
+from lmkit.recipe.tables import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from lmkit.registry import OPERATIONS, OPTIMIZERS, STRATEGIES
+
+KEPT_BACK = 800_000_000
+KEPT_BACK_SHARE = 0.02
+"""Bytes, and the share of a card, for the CUDA context, libraries and the gaps between tensors."""
+LONGEST = 1 << 24
+_WIDTHS = {"fp32": (4, 4), "bf16": (2, 2), "bf16-autocast": (4, 2), "fp16": (4, 2)}
+"""precision -> bytes of an element of weights and the residual stream, and of what matrix products read."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a step of a recipe needs on one rank, and what fits on a card.
+
+    Attributes:
+        rows: sequences of a micro-batch on one rank, of `context` tokens.
+        memory: bytes by kind.
+        usable: bytes of the card that tensors may take.
+        most_rows: with this context; most_context: with these rows, a multiple of 64. 0: not even one fits.
+        kv_cache: bytes for [generate], beside the weights, which then take `generating`.
+        work: class of kernels -> what a step does on one rank.
+        seconds: of a step, predicted for fused operations without communication; None for an unknown card or dtype.
+        least_seconds: at the data sheet's FLOP/s and bytes/s.
+    """
+
+    card: Card
+    config: ModelConfig
+    train: TrainConfig
+    strategy: str
+    ranks: int
+    rows: int
+    parameters: int
+    fused: bool
+    memory: StepMemory
+    usable: int
+    most_rows: int
+    most_context: int
+    kv_cache: int
+    generating: int
+    work: Mapping[str, Work]
+    seconds: float | None
+    least_seconds: float | None
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.peak <= self.usable
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Of all ranks."""
+        if self.seconds is None:
+            return None
+        return self.train.batch_size * self.config.context_length / self.seconds
+
+    @property
+    def mfu(self) -> float | None:
+        """The share of the card's peak, causal attention by half."""
+        peak = known_peak(self.card.name, _peak_of(self.train.precision))
+        if self.tokens_per_s is None or peak is None:
+            return None
+        per_token = flops_per_token(self.config, self.config.context_length, causal=True)
+        return self.tokens_per_s / self.ranks * per_token / peak
+
+
+def plan(recipe: Recipe, card: Card, *, ranks: int = 1) -> Plan:
+    """Count what the recipe needs on each of `ranks` cards.
+
+    Raises:
+        UsageError: a table or the vocabulary is missing, or the ranks do not divide the batch.
+    """
+    config, train = _tables(recipe)
+    parallel = recipe.parallel if ranks > 1 else ParallelConfig(strategy="none")
+    if train.batch_size % (ranks * train.accumulation):
+        raise UsageError(
+            "batches.indivisible",
+            f"train.batch_size = {train.batch_size} is not divisible by "
+            f"{ranks} ranks x {train.accumulation} accumulation steps",
+            hint=f"use a multiple of {ranks * train.accumulation}",
+        )
+    rows = train.batch_size // (ranks * train.accumulation)
+    precision = train.precision
+    if precision == "fp32" and parallel.weights == "bf16":
+        precision = "bf16"
+    form, fused = form_of(config, precision)
+    held = held_by(config, train, parallel, recipe.optimizer, ranks)
+
+    def memory(config: ModelConfig, rows: int) -> StepMemory:
+        tokens = rows * config.context_length
+        return step_memory(config, form, held, tokens=tokens, accumulation=train.accumulation)
+
+    def longer(context: int) -> ModelConfig:
+        return config.model_copy(update={"context_length": context})
+
+    usable = int(card.memory * (1 - KEPT_BACK_SHARE)) - KEPT_BACK
+    work = _work(config, form, rows, train.accumulation)
+    peak = known_peak(card.name, _peak_of(train.precision))
+    limits: dict[str, Any] = {"flops_per_s": peak, "bytes_per_s": card.bytes_per_s}
+    known = all(limits.values())
+    parameters = count_parameters(config).total
+    return Plan(
+        card=card,
+        config=config,
+        train=train,
+        strategy=parallel.strategy,
+        ranks=ranks,
+        rows=rows,
+        parameters=parameters,
+        fused=fused,
+        memory=memory(config, rows),
+        usable=usable,
+        most_rows=_most(lambda rows: memory(config, rows).peak <= usable),
+        most_context=64 * _most(lambda units: memory(longer(64 * units), rows).peak <= usable, LONGEST // 64),
+        kv_cache=_kv_cache(config, recipe),
+        generating=parameters * (4 if recipe.generate.precision == "fp32" else 2),
+        work=work,
+        seconds=step_seconds(config, work, **limits) if known else None,
+        least_seconds=sum(
+            max(part.flops / limits["flops_per_s"], part.num_bytes / limits["bytes_per_s"])
+            for part in work.values()
+        )
+        if known
+        else None,
+    )
+
+
+def _tables(recipe: Recipe) -> tuple[ModelConfig, TrainConfig]:
+    """Return [model] with the vocabulary that the tokenizer is asked for, and [train]."""
+    config = required(recipe.model, "model", command="plan")
+    train = required(recipe.train, "train", command="plan")
+    if config.vocab_size is None:
+        if recipe.tokenizer is None:
+            raise UsageError(
+                "plan.no_vocabulary",
+                "model.vocab_size: missing, and the recipe has no [tokenizer] that could give it",
+                hint="for example --set model.vocab_size=50304",
+            )
+        config = config.model_copy(update={"vocab_size": recipe.tokenizer.vocab_size})
+    return config, train
+
+
+def form_of(config: ModelConfig, precision: str, device: str = "cuda") -> tuple[Form, bool]:
+    """Return how a model computes, and whether by fused operations."""
+    operations = config.operations
+    if operations == "auto":
+        compiled = config.compile != "none"
+        runs = (name for name in OPERATIONS.names if device in OPERATIONS.facts(name).devices)
+        operations = "plain" if compiled else next(runs)
+    stream, product = _WIDTHS[precision]
+    reuses = OPERATIONS.facts(operations).reuses_memory
+    return Form(reuses, device, stream, product, compiled=config.compile != "none"), reuses
+
+
+def held_by(
+    config: ModelConfig, train: TrainConfig, parallel: ParallelConfig, optimizer: OptimizerConfig, ranks: int
+) -> Held:
+    """Return what a rank holds of the model: what the strategy's facts say."""
+    facts = STRATEGIES.facts(parallel.strategy)
+    share = dict.fromkeys(facts.shards, 1 / ranks)
+    shared: dict[str, Any] = {
+        "moments": OPTIMIZERS.facts(optimizer.name).moments,
+        "of_weights": share.get("parameters", 1.0),
+        "of_gradients": share.get("gradients", 1.0),
+        "of_state": share.get("optimizer", 1.0),
+    }
+    if "parameters" in facts.shards:  # the shards are the masters
+        options = {**facts.options, **parallel.options}
+        state = 2 if options.get("state_dtype") == "bf16" else 4
+        units = facts.gathers if options.get("reshard_after_forward", True) else config.num_layers + 2
+        return Held(weight=state, gradient=state, state=state, gathered_units=units, **shared)
+    narrow = train.precision == "bf16" or parallel.weights == "bf16"
+    gradient = 2 if narrow else 4
+    bucket = parallel.bucket_mb * 2**20 / (gradient * count_parameters(config).total)
+    packed = {"": 0.0, "bucket": min(1.0, bucket), "all": 1.0}[facts.packs]
+    return Held(weight=gradient, gradient=gradient, master=4 if narrow else 0, packed=packed, **shared)
+
+
+def _work(config: ModelConfig, form: Form, rows: int, accumulation: int) -> dict[str, Work]:
+    """Return class -> what a step does on one rank: the optimizer's part once, the others for each micro-batch."""
+    element = form.product
+    once = step_work(config, rows, element_bytes=element)
+    keeps = kept_by_layers(config, form, tokens=rows * config.context_length)
+    more = recomputed_work(config, keeps, rows, element_bytes=element)
+    all_batches = step_work(config, rows * accumulation, element_bytes=element)
+    return {
+        name: Work(
+            all_batches[name].flops + accumulation * more.get(name, Work()).flops,
+            all_batches[name].num_bytes + accumulation * more.get(name, Work()).num_bytes,
+        )
+        for name in once
+    }
+
+
+def _most(fits: Callable[[int], bool], largest: int = 1 << 20) -> int:
+    """Return the largest number that fits, 0 if 1 does not; whatever is below one that fits fits, too."""
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while high <= largest and fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _kv_cache(config: ModelConfig, recipe: Recipe) -> int:
+    """Return the bytes of the keys and values of [generate], of texts as long as the context."""
+    element = 4 if recipe.generate.precision == "fp32" else 2
+    of_token = 2 * config.num_layers * config.kv_heads * config.head_dim * element
+    return recipe.generate.batch_size * config.context_length * of_token
+
+
+def _peak_of(precision: str) -> str:
+    return precision.partition("-")[0]

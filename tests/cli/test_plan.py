@@ -1,0 +1,43 @@
+"""`lmkit plan` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from lmkit.cli.app import run_command_line
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--gpu", "A100 40GB"], ["--all-gpus"], ["--gpu", "H100", "--ranks", "2"]]
+)
+@pytest.mark.parametrize("name", ["quickstart", "llama_1b", "course_8b"])
+def test_a_plan_is_narrow_and_says_whether_it_fits(
+    capsys: pytest.CaptureFixture[str], name: str, arguments: list[str]
+) -> None:
+    assert run_command_line(["plan", name, *arguments]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"\bfits?\b", text.lower())
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_json_has_bytes_and_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command_line(["plan", "llama_1b", "--gpu", "H100", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] is True
+    assert found["peak_bytes"] == max(found["moments"].values())
+    assert (
+        found["bytes"]["weights"] + found["bytes"]["optimizer"] < found["peak_bytes"] < found["usable_bytes"]
+    )
+    # Keys and values of 16 texts of 4096 tokens: 16 layers, 8 heads of 64, bf16
+    assert found["bytes"]["kv_cache"] == 16 * 4096 * 2 * 16 * 8 * 64 * 2
+    assert 0 < found["least_seconds"] < found["seconds"]
+
+
+def test_an_unknown_gpu_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command_line(["plan", "llama_1b", "--gpu", "H20"]) == 2
+    error = capsys.readouterr().err
+    assert "error[plan.unknown_gpu]: --gpu H20" in error
+    assert "hint: " in error

@@ -1,0 +1,106 @@
+"""Planned memory and time against a real step, from the quickstart's model to 1.4 billion parameters."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from lmkit.bench.step import FIELDS, SIZES, FewBatches
+from lmkit.data.batches import RandomTokens
+from lmkit.measure.limits import card_here
+from lmkit.measure.memory import claim_workspaces, memory_in_use, release_memory, track_peak
+from lmkit.parallel.ranks import Ranks
+from lmkit.recipe.load import load_recipe
+from lmkit.training.plan import Plan, plan
+from lmkit.training.setup import TrainingStep
+
+pytestmark = pytest.mark.gpu
+AUTOCAST = "bf16-autocast"
+SETTINGS: list[tuple[str, dict[str, Any]]] = [
+    ("quickstart", {}),
+    ("matrix", {}),
+    *(("162M", {"activation_checkpointing": how}) for how in ("none", "block", "attention")),
+    ("162M", {"activation_checkpointing": "selective", "activation_gb": 5.0}),
+    ("162M", {"precision": AUTOCAST}),
+    ("162M", {"operations": "plain"}),
+    ("162M", {"attention": "sdpa"}),
+    ("162M", {"compile": "block"}),
+    ("162M", {"num_kv_heads": 4, "tie_embeddings": True}),
+    ("1.3B", {}),
+    ("1.3B", {"activation_checkpointing": "attention"}),
+]
+
+
+def planned(size: str, fields: dict[str, Any]) -> Plan:
+    batch_size, shape = SIZES[size]
+    fields = {"precision": "bf16", **fields}
+    precision = fields.pop("precision")
+    model = {
+        **dict(zip(FIELDS, shape, strict=True)),
+        "num_kv_heads": shape[2],
+        "tie_embeddings": False,
+        **fields,
+    }
+    keys = [*(f"model.{key}={str(value).lower()}" for key, value in model.items())]
+    more = [f"train.batch_size={batch_size}", f"train.precision={precision}"]
+    return plan(load_recipe("llama_1b", [*keys, *more]), card_here())
+
+
+@pytest.mark.parametrize(("size", "fields"), SETTINGS, ids=str)
+def test_the_peak_is_within_5_percent(size: str, fields: dict[str, Any]) -> None:
+    """Without a CUDA graph, whose memory the allocator counts apart; the time within 20% where it is fused bf16."""
+    torch.compiler.reset()
+    made = planned(size, fields)
+    precision = made.train.precision
+    device = torch.device("cuda")
+    claim_workspaces(device)
+    release_memory(device)
+    before = memory_in_use(device)
+    random = RandomTokens(
+        made.config.vocab_size or 0, batch_size=made.rows, context_length=made.config.context_length, seed=0
+    )
+    batches = FewBatches(tuple(random.batch(number) for number in range(2)))
+    ranks = Ranks(device=torch.device("cuda", 0))
+    step = TrainingStep(made.config, ranks, batches, precision=precision, cuda_graph="off")
+    for _ in range(3):
+        step.run(wait=True)
+    with track_peak(device) as peak:
+        step.run(wait=True)
+    started = time.perf_counter()
+    for _ in range(5):
+        step.run()
+    torch.cuda.synchronize()
+    seconds = (time.perf_counter() - started) / 5
+    measured = peak.peak_bytes - before
+    print(
+        f"{size} {fields} {precision}: planned {made.memory.peak / 1e9:.3f} GB in {made.memory.peaks_at}, "
+        f"measured {measured / 1e9:.3f}; {(made.seconds or 0) * 1e3:.2f} ms, {seconds * 1e3:.2f}"
+    )
+    del step
+    release_memory(device)
+    # A tensor of a small model is rounded up to 512 bytes or 2 MiB.
+    assert made.memory.peak == pytest.approx(measured, rel=0.05, abs=8 * 2**20)
+    if size in ("162M", "1.3B") and made.fused and fields.get("attention") is None and precision == "bf16":
+        assert made.seconds == pytest.approx(seconds, rel=0.2)
+
+
+def test_what_fits_fits_and_what_does_not_raises() -> None:
+    """5% below and above the largest batch of the 162M model on this GPU."""
+    made = planned("162M", {})
+    device = torch.device("cuda")
+    for rows, fits in ((int(made.most_rows * 0.95), True), (int(made.most_rows * 1.1), False)):
+        release_memory(device)
+        random = RandomTokens(made.config.vocab_size or 0, batch_size=rows, context_length=1024, seed=0)
+        batches = FewBatches((random.batch(0),))
+        ranks = Ranks(device=torch.device("cuda", 0))
+        step = TrainingStep(made.config, ranks, batches, precision="bf16", cuda_graph="off")
+        if fits:
+            step.run(wait=True)
+            step.run(wait=True)
+        else:
+            with pytest.raises(torch.OutOfMemoryError):
+                step.run(wait=True)
+        del step

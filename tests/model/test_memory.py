@@ -1,0 +1,149 @@
+"""Bytes that are planned against bytes that are alive when the real model runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from live_memory import LiveMemory
+
+from lmkit.model import ModelConfig, TransformerLM
+from lmkit.model.memory import Form, Held, kept_by_layers, step_memory, training_memory
+from lmkit.recipe.tables import OptimizerConfig, ParallelConfig, TrainConfig
+from lmkit.training import build_step
+from lmkit.training.plan import form_of, held_by
+from lmkit.training.precision import autocast
+
+SIZES = {
+    "vocab_size": 80,
+    "context_length": 32,
+    "d_model": 32,
+    "d_ff": 80,
+    "num_layers": 3,
+    "num_heads": 4,
+}
+LEVELS: list[dict[str, Any]] = [
+    {},
+    {"activation_checkpointing": "block"},
+    {"activation_checkpointing": "attention"},
+    # 128 tokens: three inputs of blocks take 49 kB, all that three blocks keep a megabyte.
+    *(
+        {"activation_checkpointing": "selective", "activation_gb": kb * 1e-6}
+        for kb in (90, 200, 300, 400, 900)
+    ),
+]
+ROWS = 4
+CPU = torch.device("cpu")
+
+
+def build(precision: str, **fields: Any) -> tuple[Any, Form, Held]:
+    config = ModelConfig(**{**SIZES, "attention": "sdpa", **fields})
+    torch.manual_seed(0)
+    step = build_step(config, precision=precision)
+    train = TrainConfig(precision=precision, batch_size=ROWS)
+    held = held_by(config, train, ParallelConfig(strategy="none"), OptimizerConfig(), 1)
+    return step, form_of(config, precision, "cpu")[0], held
+
+
+def batch(config: ModelConfig) -> torch.Tensor:
+    return torch.randint(config.vocab_size or 0, (1, ROWS, config.context_length))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("fields", LEVELS, ids=str)
+def test_what_the_backward_pass_needs_is_planned_to_the_byte(fields: dict[str, Any], precision: str) -> None:
+    step, form, held = build(precision, **fields)
+    config, ids = step.model.config, batch(step.model.config)[0]
+    planned = step_memory(config, form, held, tokens=ids.numel())
+    with LiveMemory() as memory:
+        loss = step.model.loss(ids, ids)
+        assert memory.live - loss.nbytes == sum(planned.activations.values()) + planned.loss
+        loss.backward()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_kv_heads": 2, "attention": "flash_torch"},
+        {"tie_embeddings": True},
+        {"num_layers": 1, "context_length": 64, "d_ff": 96, "num_heads": 2},
+    ],
+    ids=str,
+)
+def test_other_shapes_too(fields: dict[str, Any]) -> None:
+    test_what_the_backward_pass_needs_is_planned_to_the_byte(fields, "fp32")
+
+
+def test_weights_that_autocast_casts_are_counted() -> None:
+    step, form, held = build("bf16-autocast")
+    ids = batch(step.model.config)[0]
+    planned = step_memory(step.model.config, form, held, tokens=ids.numel())
+    assert planned.activations["cast weights"] == 2 * 3 * (4 * 32 * 32 + 3 * 32 * 80)
+    with LiveMemory() as memory:
+        with autocast(CPU, "bf16-autocast"):
+            loss = step.model.loss(ids, ids)
+        assert memory.live - loss.nbytes == sum(planned.activations.values()) + planned.loss
+
+
+@pytest.mark.parametrize("fields", LEVELS[:5], ids=str)
+def test_the_peak_of_forward_and_backward(fields: dict[str, Any]) -> None:
+    """Within 1% of what a step adds: the plan leaves out scalars and statistics of the loss."""
+    step, form, held = build("fp32", vocab_size=16, d_ff=96, **fields)
+    ids = batch(step.model.config)
+    planned = step_memory(step.model.config, form, held, tokens=ids.numel())
+    with LiveMemory() as memory:
+        step.accumulate(ids, ids)
+    assert memory.peak == pytest.approx(planned.peak - planned.weights - planned.optimizer, rel=0.01)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_is_held_from_step_to_step(precision: str) -> None:
+    step, _, held = build(precision)
+    ids = batch(step.model.config)
+    planned = training_memory(step.model.config, held)
+    step.accumulate(ids, ids)
+    parameters = list(step.model.parameters())
+    assert planned.gradients == sum(p.grad.nbytes for p in parameters)
+    step.optimizer.step()
+    state = step.optimizer.state.values()
+    assert planned.weights == sum(p.nbytes for p in parameters)
+    assert planned.optimizer == sum(x.nbytes for each in state for name, x in each.items() if name != "step")
+
+
+def test_a_forward_pass_that_is_dropped_leaves_nothing() -> None:
+    """Saved-tensor hooks that hold an output make a cycle that no garbage collector sees."""
+    model = TransformerLM(ModelConfig(**SIZES, activation_checkpointing="attention"))
+    ids = batch(model.config)[0]
+    with LiveMemory() as memory:
+        model.loss(ids, ids)
+        assert memory.live == 0
+        model.loss(ids, ids).backward()
+        model.zero_grad()
+        assert memory.live <= 2 * 4 * 3 * 32  # caches of PyTorch
+
+
+def test_shards_and_gathered_units() -> None:
+    config = ModelConfig(**SIZES)
+    form = Form(True, "cuda", 2, 2)
+    whole = step_memory(config, form, Held(2, 2, 4), tokens=128)
+    sharded = Held(4, 4, 0, of_weights=1 / 4, of_gradients=1 / 4, of_state=1 / 4, gathered_units=2)
+    parts = step_memory(config, form, sharded, tokens=128)
+    block, table = 4 * 32 * 32 + 3 * 32 * 80 + 64, 80 * 32
+    total = 3 * block + 32 + 2 * table
+    assert parts.weights == parts.gradients == total
+    assert parts.optimizer == 2 * total
+    assert parts.gathered == (2 + 2) * 2 * block
+    assert parts.activations == whole.activations
+    assert whole.optimizer == 8 * total + 4 * (total - 7 * 32)
+
+
+def test_a_budget_bounds_what_blocks_keep() -> None:
+    form = Form(True, "cuda", 2, 2)
+    for kb in range(25, 600, 25):
+        config = ModelConfig(**SIZES, activation_checkpointing="selective", activation_gb=kb * 1e-6)
+        kept = sum(step_memory(config, form, Held(), tokens=128).activations.values())
+        kept -= 128 * (2 * 32 + 4)  # the norm in front of the head is no block's
+        assert kept <= kb * 1e3
+        assert kb < 250 or kept > 0.8 * min(kb * 1e3, 3 * 128 * 2 * (8 * 32 + 3 * 80)), kb
+        assert len(kept_by_layers(config, form, tokens=128)) == 3

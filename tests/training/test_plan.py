@@ -1,0 +1,100 @@
+"""Plans: what was measured on a GPU, what strategies share out, and where the edge lies."""
+
+from __future__ import annotations
+
+import pytest
+
+from lmkit.errors import UsageError
+from lmkit.measure.limits import CARDS
+from lmkit.recipe.load import load_recipe
+from lmkit.recipe.schema import Recipe
+from lmkit.training.plan import plan
+
+H200 = CARDS["H200"]
+SHAPE = ("num_layers", "d_model", "num_heads", "num_kv_heads", "d_ff", "vocab_size", "context_length")
+MEASURED = {
+    "162M": ((12, 768, 12, 12, 2048, 50_304, 1024), 32, 12.76, 56.6),
+    "1.3B": ((24, 2048, 16, 16, 5504, 50_304, 2048), 8, 47.2, 254.6),
+}
+"""Name -> shape, batch, GB and ms of a step (artifacts/h200/step: bf16, fused operations, flash_triton)."""
+
+
+def recipe(shape: tuple[int, ...], batch_size: int, *more: str) -> Recipe:
+    sizes = [f"model.{key}={value}" for key, value in zip(SHAPE, shape, strict=True)]
+    batch = f"train.batch_size={batch_size}"
+    return load_recipe("llama_1b", [*sizes, "model.tie_embeddings=false", batch, *more])
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_the_plan_agrees_with_what_an_h200_took(name: str) -> None:
+    shape, batch_size, gb, ms = MEASURED[name]
+    made = plan(recipe(shape, batch_size), H200)
+    assert made.fits
+    assert made.memory.peak / 1e9 == pytest.approx(gb, rel=0.05)
+    assert made.seconds is not None
+    assert made.seconds * 1e3 == pytest.approx(ms, rel=0.2)
+    assert made.least_seconds is not None
+    assert made.least_seconds < made.seconds
+
+
+def test_the_largest_batch_and_context_fit_and_the_next_do_not() -> None:
+    shape, batch_size, *_ = MEASURED["1.3B"]
+    made = plan(recipe(shape, batch_size), CARDS["A100"])
+    for rows, fits in ((made.most_rows, True), (made.most_rows + 1, False)):
+        assert plan(recipe(shape, rows), CARDS["A100"]).fits is fits
+    for context, fits in ((made.most_context, True), (made.most_context + 64, False)):
+        assert plan(recipe((*shape[:-1], context), batch_size), CARDS["A100"]).fits is fits
+    assert plan(recipe(shape, batch_size), CARDS["T4"]).most_rows == 0
+
+
+def test_checkpointing_takes_less_memory_and_more_time() -> None:
+    shape, batch_size, *_ = MEASURED["1.3B"]
+    levels = ("block", "attention", "none")
+    plans = [plan(recipe(shape, batch_size, f"model.activation_checkpointing={how}"), H200) for how in levels]
+    peaks, times = [made.memory.peak for made in plans], [made.seconds for made in plans]
+    assert peaks == sorted(peaks)
+    assert times == sorted(times, reverse=True)  # type: ignore[type-var]
+    budget = ("model.activation_checkpointing=selective", "model.activation_gb=15")
+    chosen = plan(recipe(shape, batch_size, *budget), H200)
+    assert peaks[1] < chosen.memory.peak < peaks[2]
+    # What blocks keep: all but the norm in front of the head.
+    assert 14e9 < sum(chosen.memory.activations.values()) < 15.1e9
+
+
+@pytest.mark.parametrize(
+    ("strategy", "weights", "state", "gradients"),
+    [("bucketed", 1, 1, 1), ("zero1", 1, 1 / 4, 1), ("flat", 1, 1, 2)],
+)
+def test_a_rank_holds_what_the_strategy_says(
+    strategy: str, weights: float, state: float, gradients: float
+) -> None:
+    shape, batch_size, *_ = MEASURED["162M"]
+    alone = plan(recipe(shape, batch_size), H200).memory
+    shared = plan(recipe(shape, batch_size, f"parallel.strategy={strategy}"), H200, ranks=4)
+    assert shared.rows == batch_size // 4
+    assert shared.memory.weights == pytest.approx(weights * alone.weights)
+    assert shared.memory.optimizer == pytest.approx(state * alone.optimizer)
+    packed = 52_428_800 if strategy == "zero1" else 0  # a bucket of 50 MiB
+    assert shared.memory.gradients == pytest.approx(gradients * alone.gradients + packed, rel=1e-3)
+
+
+def test_what_cannot_be_planned() -> None:
+    shape, *_ = MEASURED["162M"]
+    for code, made, ranks in (
+        ("batches.indivisible", recipe(shape, 32), 3),
+        ("recipe.missing_table", load_recipe("bench_step"), 1),
+    ):
+        with pytest.raises(UsageError) as caught:
+            plan(made, H200, ranks=ranks)
+        assert caught.value.code == code
+    no_vocabulary = load_recipe("quickstart").model_copy(update={"tokenizer": None})
+    with pytest.raises(UsageError) as caught:
+        plan(no_vocabulary, H200)
+    assert caught.value.code == "plan.no_vocabulary"
+
+
+def test_the_8b_model_fits_two_h200() -> None:
+    made = plan(load_recipe("course_8b"), H200, ranks=2)
+    assert made.parameters == 8_125_698_048
+    assert made.fits
+    assert not plan(load_recipe("course_8b"), CARDS["H100"], ranks=2).fits
