@@ -97,4 +97,4 @@ def test_the_8b_model_fits_two_h200() -> None:
     made = plan(load_recipe("course_8b"), H200, ranks=2)
     assert made.parameters == 8_125_698_048
     assert made.fits
-    assert not plan(load_recipe("course_8b"), CARDS["H100"], ranks=2).fits
+    assert not plan(load_recipe("course_8b"), CARDS["A100 40GB"], ranks=2).fits
