@@ -21,7 +21,7 @@ def export(
     ] = None,
     plugin: PluginOption = None,
 ) -> Any:
-    """Write a model as a Hugging Face folder, which transformers opens with AutoModelForCausalLM."""
+    """Write a model as a Hugging Face folder, which transformers opens."""
     from lmkit.training.exchange import export_model
 
     return export_model(run, folder, dtype=dtype)
