@@ -326,6 +326,8 @@ class OptimizerConfig(Table):
 class TrainConfig(Table):
     """`[train]`: number of steps, batch size, precision, evaluation."""
 
+    init_from: Path | None = None
+    """Begin with the weights of this run, checkpoint or Hugging Face folder, and with a fresh optimizer."""
     steps: PositiveInt = 1000
     """Optimizer steps; the learning-rate schedule spans them."""
     max_minutes: PositiveFloat | None = None

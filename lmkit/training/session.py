@@ -32,6 +32,8 @@ from lmkit.streams import LOST
 from lmkit.training.atomic_checkpoint import clean_leftovers, saved_steps
 from lmkit.training.checkpoint import Checkpoint, open_checkpoint
 from lmkit.training.evaluation import EvaluateResult, Evaluation
+from lmkit.training.given_weights import GivenWeights
+from lmkit.training.init_from import begin_with, open_given
 from lmkit.training.metrics import Fanout, draw_losses, duration, open_sink, read_metrics
 from lmkit.training.process import StopSignals, numerics, ranks_of
 from lmkit.training.resume import check_agreement, choose_start, is_finished, keep_newer, restore
@@ -158,12 +160,14 @@ def _run_rank(recipe: Recipe, stop_at_step: int | None, lock: FolderLock | None)
             write_atomic(recipe.run.path / ENVIRONMENT, json.dumps(describe_environment(), indent=1) + "\n")
             sink = open_sink(start.recipe, after_step=0 if checkpoint is None else checkpoint.state.step)
         try:
-            begin = "no checkpoint yet: starting from scratch"
+            begin = f"no checkpoint yet: {start.beginning}"
             if checkpoint is not None:
                 begin = f"resuming from {checkpoint.path}"
             for note in (*start.notes, begin, *start.changes):
                 sink.note(note)
             step = step_of(start.recipe, ranks, start.data)
+            if start.given is not None:
+                begin_with(start.given, step)
             moment = Moment() if checkpoint is None else restore(checkpoint, step)
             with StopSignals(ranks) as signals:
                 trainer = Trainer(
@@ -219,7 +223,7 @@ class _Start:
 
     Attributes:
         recipe: resolved.
-        checkpoint: to resume from; None: from scratch.
+        checkpoint: to resume from; None: from scratch, or with the weights `given`.
         notes, changes: lines for people: on the choice of the checkpoint; on what changed since, and warnings.
         done: the result, if not even an evaluation is left to do.
     """
@@ -231,6 +235,12 @@ class _Start:
     notes: list[str]
     changes: list[str]
     done: TrainResult | None
+    given: GivenWeights | None = None
+
+    @property
+    def beginning(self) -> str:
+        """How a run begins that has no checkpoint."""
+        return "starting from scratch" if self.given is None else f"starting from {self.given.path}"
 
 
 def _prepare(
@@ -252,7 +262,7 @@ def _prepare(
         path, notes = decided_by_first(ranks, lambda: _open_folder(recipe, hold))
     warnings = schedule_warnings(resolved.optimizer, resolved_tables(resolved)[1].steps)
     if path is None:
-        return _Start(resolved, data, batches, None, notes, warnings, None)
+        return _Start(resolved, data, batches, None, notes, warnings, None, open_given(resolved, data))
     checkpoint = open_checkpoint(path)
     changes = check_agreement(checkpoint, resolved, data.identity, ranks.world_size) + warnings
     done = None
@@ -385,7 +395,7 @@ def plan(recipe: Recipe, *, stop_at_step: int | None = None, nproc: int = 1) -> 
     begin = _prepare(recipe, ranks, stop_at_step, None)
     refuse_unwritable(recipe.run.path, option="--set run.folder=...")
     model, table = resolved_tables(begin.recipe)
-    start = "starting from scratch"
+    start = begin.beginning
     if begin.checkpoint is not None:
         start = f"resuming from {begin.checkpoint.path}"
         if is_finished(begin.checkpoint.state, begin.recipe, stop_at_step):

@@ -182,6 +182,9 @@ class Trainer:
         """
         completed = False
         try:
+            if self._train.init_from is not None and self.moment.step == 0:  # to see what training changes
+                with losses_named(self.ranks, "before step 1"):
+                    self._evaluate("valid", self._train.eval_batches or None)
             with StepWatch(self.ranks) as watch:
                 stopped = self._run_steps(watch)
             self._await_save()

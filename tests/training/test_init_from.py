@@ -1,0 +1,124 @@
+"""`train.init_from`: the weights of a run, a checkpoint or a Hugging Face folder, with a fresh optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_folders import assert_same_state, losses, newest, refused, train_here
+
+from lmkit.errors import UsageError
+from lmkit.recipe.schema import Recipe
+from lmkit.training.checkpoint import Checkpoint
+from lmkit.training.exchange import export_model
+from lmkit.training.session import plan
+
+Tiny = Callable[..., Recipe]
+
+
+@pytest.fixture
+def trained(tiny: Tiny) -> Checkpoint:
+    recipe = tiny("run.name=before", "optimizer.lr=0.05")
+    train_here(recipe)
+    return newest(recipe)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_begins_with_the_weights_and_a_fresh_optimizer(
+    trained: Checkpoint, tiny: Tiny, precision: str
+) -> None:
+    chosen = (f"train.init_from={trained.path}", f"train.precision={precision}", "train.eval_batches=0")
+    recipe = tiny("run.name=after", *chosen)
+    result = train_here(recipe, stop_at_step=3)
+    assert (result.status, result.step, result.resumed_from) == ("stopped early", 3, None)
+    (step, before), *_ = losses(recipe, "valid")
+    ended = losses(tiny("run.name=before"), "final")[-1][1]
+    # Weights rounded to 8 bits move a loss of 4 by some thousandths; in fp32 it is the same computation.
+    assert (step, before) == (0, pytest.approx(ended, abs=1e-6 if precision == "fp32" else 1e-2))
+    untrained = losses(tiny("run.name=before"))[0][1]
+    assert ended < untrained - 0.1
+    assert losses(recipe)[-1][1] < untrained - 0.1  # the masters of bf16 weights are loaded, too
+    (state,) = newest(recipe).all_optimizer_shards()
+    counted = [value for name, value in state.items() if name.endswith(".step")]
+    assert counted
+    assert all(value == 3 for value in counted)
+
+
+def test_a_run_a_checkpoint_and_an_exported_folder_are_the_same_weights(
+    trained: Checkpoint, tiny: Tiny, tmp_path: Path
+) -> None:
+    export_model(trained.path, tmp_path / "exported", dtype=None)
+    found = []
+    for number, source in enumerate((trained.path.parent.parent, trained.path, tmp_path / "exported")):
+        recipe = tiny(f"run.name=after{number}", f"train.init_from={source}")
+        train_here(recipe)
+        found.append((losses(recipe), losses(recipe, "valid")))
+    assert found[0] == found[1] == found[2]
+
+
+def test_it_resumes_without_the_weights_bit_for_bit(trained: Checkpoint, tiny: Tiny) -> None:
+    source = f"train.init_from={trained.path.parent.parent}"
+    whole, parts = tiny("run.name=whole", source), tiny("run.name=parts", source)
+    train_here(whole)
+    train_here(parts, stop_at_step=5)
+    trained.path.parent.parent.rename(trained.path.parent.parent.with_name("gone"))
+    assert train_here(parts).resumed_from == 5
+    assert_same_state(newest(whole), newest(parts))
+    assert losses(whole) == losses(parts)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["bucketed", "zero1"])
+def test_two_ranks_have_the_losses_of_one(
+    strategy: str, trained: Checkpoint, fleet: Any, settings: Callable[..., list[str]], tiny: Tiny
+) -> None:
+    source = f"train.init_from={trained.path}"
+    alone = tiny("run.name=alone", source)
+    train_here(alone)
+    together = settings("run.name=together", source, f"parallel.strategy={strategy}")
+    assert fleet.train(together, ranks=2) == [0, 0], fleet.said()
+    found, expected = losses(tiny("run.name=together")), losses(alone)
+    # Sums over two ranks have another order than over one.
+    assert [loss for _, loss in found] == pytest.approx([loss for _, loss in expected], abs=1e-5)
+
+
+def test_another_model_is_refused_with_all_its_differences(trained: Checkpoint, tiny: Tiny) -> None:
+    recipe = tiny(
+        *("run.name=wider", f"train.init_from={trained.path}", "model.d_model=32", "model.d_ff=48"),
+        *("model.rope_theta=500.0", "model.vocab_size=80"),
+    )
+    keys = ("d_model: 32, the weights have 16", "d_ff: 48", "rope_theta: 500.0", "vocab_size: 80")
+    for begin in (train_here, plan):
+        with refused("train.other_model", trained.path, *keys, kind=UsageError):
+            begin(recipe)
+    assert not (recipe.run.path / "checkpoints").exists()
+
+
+def test_another_context_and_kernel_are_allowed(trained: Checkpoint, tiny: Tiny) -> None:
+    recipe = tiny(
+        *("run.name=longer", f"train.init_from={trained.path}", "model.context_length=16"),
+        "model.attention=reference",
+    )
+    assert train_here(recipe).status == "finished"
+
+
+def test_another_tokenizer_is_refused(trained: Checkpoint, tiny: Tiny, tmp_path: Path) -> None:
+    from lmkit.tokenizer import train_tokenizer
+
+    tokenizer = trained.path.parent.parent / "tokenizer.json"
+    text = tmp_path / "text.txt"
+    text.write_text("some words and others")
+    train_tokenizer([text], vocab_size=257).save(tokenizer)
+    with refused("train.other_tokenizer", trained.path, "a" * 12, kind=UsageError) as caught:
+        train_here(tiny("run.name=after", f"train.init_from={trained.path}"))
+    assert str(tokenizer) in caught.value.hint
+
+
+def test_what_is_no_model_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    for name in ("nothing", "empty"):
+        if name == "empty":
+            (tmp_path / name).mkdir()
+        with refused("checkpoint.not_found", name):
+            train_here(tiny("run.name=after", f"train.init_from={tmp_path / name}"))
