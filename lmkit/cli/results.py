@@ -9,6 +9,7 @@ import typer
 
 from lmkit.cli.console import show
 from lmkit.cli.options import Commands, JsonOption, option
+from lmkit.errors import UsageError
 
 app = Commands()
 
@@ -34,19 +35,26 @@ def compare(
         raise typer.Exit(1)
 
 
-@app.add("lmkit report", "lmkit report artifacts/profiles --output write_ups")
+@app.add(
+    "lmkit report",
+    "lmkit report artifacts/profiles --output write_ups",
+    "lmkit report artifacts/runs/quickstart --html",
+)
 def report(
     folder: Annotated[
         Path | None,
         typer.Argument(
-            help="Where the results of benches and profiles lie, at any depth.  "
+            help="Where the results of benches and profiles lie, at any depth; with --html a run folder.  "
             "[default: artifacts/benches and artifacts/profiles]",
             show_default=False,
         ),
     ] = None,
     output: Annotated[
         Path | None,
-        option("Folder of the write-ups.  [default: `reports` in that folder, or in artifacts/benches]"),
+        option(
+            "Folder of the write-ups, or the page.  "
+            "[default: `reports` in that folder, or in artifacts/benches; `report.html` in the run folder]"
+        ),
     ] = None,
     check: Annotated[
         bool,
@@ -54,11 +62,27 @@ def report(
             "--check", help="Write nothing; exit code 1 if a write-up does not say what the rows say."
         ),
     ] = False,
+    html: Annotated[
+        bool, typer.Option("--html", help="Write one page about a run, which a browser opens.")
+    ] = False,
+    beside: Annotated[list[Path] | None, option("With --html: another run on the same page.")] = None,
 ) -> Any:
     """Make write-ups of measured results.
 
-    Of profiling, attention, data parallelism and optimizer sharding, as far as there are results.
+    Of profiling, attention, data parallelism and optimizer sharding, as far as there are results. With --html: one
+    page about a run, with its curves, texts, recipe and environment in it.
     """
+    if (beside and not html) or (html and (folder is None or check)):
+        raise UsageError(
+            "report.options_exclude",
+            "--html takes a run folder and not --check; --beside belongs to --html",
+            hint="for example: lmkit report artifacts/runs/quickstart --html --beside artifacts/runs/other",
+        )
+    if html:
+        from lmkit.training.page import write_page
+
+        assert folder is not None
+        return write_page(folder, beside or (), output=output)
     from lmkit.bench.report import write_reports
     from lmkit.profile.write_up import SUMMARIES, side_by_side
 

@@ -228,14 +228,19 @@ def line_panels(
 
 
 def loss_curve(
-    series: Mapping[str, Points], *, title: str, x_label: str = "step", marked: Collection[str] = ()
+    series: Mapping[str, Points],
+    *,
+    title: str,
+    x_label: str = "step",
+    y_label: str = "loss (nats per token)",
+    marked: Collection[str] = (),
 ) -> bytes:
     """Draw training curves: thin lines, one per name.
 
     Args:
         marked: names whose every point gets a marker; the others are measured too often for that.
     """
-    figure, axes = _figure(title, x_label, "loss (nats per token)")
+    figure, axes = _figure(title, x_label, y_label)
     for index, (name, points) in enumerate(series.items()):
         look = {
             "linestyle": STYLES[(index // len(COLORS) + index) % len(STYLES)],  # equal curves stay visible

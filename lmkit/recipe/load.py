@@ -342,13 +342,19 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def differences(old: Recipe, new: Recipe, *, ignore: Collection[str] = ()) -> tuple[str, ...]:
+def differences(
+    old: Recipe | Mapping[str, Any], new: Recipe | Mapping[str, Any], *, ignore: Collection[str] = ()
+) -> tuple[str, ...]:
     """Return lines such as `train.steps: 100 -> 200`, in the order of the schema.
 
     Args:
+        old, new: recipes, or what `read_toml` returned.
         ignore: tables (`generate`) and keys (`checkpoint.resume`) that may differ.
     """
-    before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
+    before, after = (
+        _flat(tables if isinstance(tables, Mapping) else tables.model_dump(mode="json"))
+        for tables in (old, new)
+    )
     return tuple(
         f"{key}: {before.get(key)} -> {after.get(key)}"
         for key in {**before, **after}

@@ -1,0 +1,220 @@
+"""One self-contained HTML page about runs: curves, figures, texts, recipe, environment. `lmkit report RUN --html`."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from lmkit.errors import LmkitError, UsageError, reason
+from lmkit.measure.plots import loss_curve
+from lmkit.recipe.load import differences, read_toml
+from lmkit.recipe.run_folder import ENVIRONMENT, RECIPE
+from lmkit.storage import write_atomic
+from lmkit.training.metrics import METRICS, read_metrics
+
+PAGE = "report.html"
+STORIES = "stories.txt"
+Record = dict[str, Any]
+
+_STYLE = """
+body { max-width: 60rem; margin: 0 auto; padding: 0 1rem 3rem; font: 16px/1.5 system-ui, sans-serif; color: #222; }
+img { max-width: 100%; height: auto; }
+.wide, pre { overflow-x: auto; }
+pre { background: #f4f4f4; padding: .7rem; font-size: 13px; }
+pre.text { white-space: pre-wrap; overflow-wrap: anywhere; }
+table { border-collapse: collapse; }
+th, td { text-align: left; padding: .2rem .9rem .2rem 0; border-bottom: 1px solid #ddd; white-space: nowrap; }
+"""
+_LOADS_NOTHING = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run folder holds.
+
+    Attributes:
+        name: by which the page calls it.
+        recipe: its tables, as they stand in `recipe.toml`.
+        records: of `metrics.jsonl`.
+        environment: content of `environment.json`; {} without one.
+        text: what the run wrote; "" if nothing.
+    """
+
+    name: str
+    folder: Path
+    recipe: dict[str, Any]
+    records: list[Record]
+    environment: dict[str, Any]
+    text: str
+
+    def of_kind(self, kind: str) -> list[Record]:
+        return [record for record in self.records if record["kind"] == kind]
+
+    def points(self, kind: str, x: str, y: str) -> list[tuple[float, float]]:
+        return [(r[x], r[y]) for r in self.of_kind(kind) if r.get(x) is not None and r.get(y) is not None]
+
+
+@dataclass(frozen=True)
+class Page:
+    """The written page."""
+
+    path: str
+    runs: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.path}: {', '.join(self.runs)}"
+
+
+def write_page(folder: Path, others: Sequence[Path] = (), *, output: Path | None = None) -> Page:
+    """Write a page about a run, beside other runs; a browser opens it without a network.
+
+    Args:
+        output: the file; None: `report.html` in the run folder.
+
+    Raises:
+        UsageError: a folder is no run, or has no metrics yet.
+        LmkitError: a file in it is damaged.
+    """
+    folders = [folder, *others]
+    parts = [list(path.resolve().parts) for path in folders]
+    depth = 1
+    while len({tuple(names[-depth:]) for names in parts}) < len({tuple(names) for names in parts}):
+        depth += 1
+    runs = [_read_run(path, "/".join(names[-depth:])) for path, names in zip(folders, parts, strict=True)]
+    path = output or folder / PAGE
+    write_atomic(path, _page(runs))
+    return Page(str(path), tuple(run.name for run in runs))
+
+
+def _read_run(folder: Path, name: str) -> Run:
+    if not (folder / METRICS).is_file():
+        hint = "name a run folder that `lmkit run` or `lmkit train` made"
+        raise UsageError("report.no_run", f"{folder}: no {METRICS}", hint=hint)
+    records = read_metrics(folder / METRICS)
+    return Run(
+        name,
+        folder,
+        read_toml(folder / RECIPE),
+        records,
+        _environment(folder / ENVIRONMENT),
+        _text_of(folder / STORIES),
+    )
+
+
+def _environment(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(_text_of(path) or "{}"))
+    except (ValueError, TypeError, RecursionError) as error:
+        hint = "move it away: the page does without it"
+        raise LmkitError("report.damaged", f"{path}: not what lmkit wrote ({error})", hint=hint) from error
+
+
+def _text_of(path: Path) -> str:
+    """Return a file's text; "" if there is none.
+
+    Raises:
+        LmkitError: it cannot be read.
+    """
+    try:
+        return path.read_text("utf-8", errors="replace")
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        hint = "make the file readable, or move it away"
+        raise LmkitError("report.unreadable", f"{path}: {reason(error)}", hint=hint) from error
+
+
+def _page(runs: Sequence[Run]) -> str:
+    title = escape(" and ".join(run.name for run in runs))
+    parts = [f"<h1>{title}</h1>", _figures(runs)]
+    parts += [
+        _losses(runs, "step", "step", lambda x: x),
+        _losses(runs, "seconds", "minutes", lambda x: x / 60),
+    ]
+    speed = {run.name: run.points("train", "step", "tokens_per_second") for run in runs}
+    parts.append(_picture(speed, "Throughput", "step", "tokens/s"))
+    for run in runs:
+        if run.text:
+            parts.append(_section(f"Texts of {run.name}", f'<pre class="text">{escape(run.text)}</pre>'))
+    first, *others = runs
+    for run in others:
+        changed = differences(first.recipe, run.recipe) or ["the recipes are equal"]
+        parts.append(_section(f"From {first.name} to {run.name}", _pre("\n".join(changed))))
+    for run in runs:
+        parts.append(_section(f"Recipe of {run.name}", _pre(_text_of(run.folder / RECIPE))))
+        parts.append(_section(f"Environment of {run.name}", _pre(json.dumps(run.environment, indent=1))))
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_LOADS_NOTHING}">\n'
+        f'<link rel="icon" href="data:,"><style>{_STYLE}</style></head>\n<body>\n'
+        + "\n".join(parts)
+        + "\n</body></html>\n"
+    )
+
+
+def _figures(runs: Sequence[Run]) -> str:
+    head = ("run", "steps", "tokens", "minutes", "tokens/s", "held-out loss", "perplexity", "bits per byte")
+    rows = []
+    for run in runs:
+        trained, held_out = run.of_kind("train")[-1:], (run.of_kind("final") or run.of_kind("valid"))[-1:]
+        last, judged = (found[0] if found else {} for found in (trained, held_out))
+        seconds = last.get("seconds")
+        rows.append(
+            (
+                escape(run.name),
+                _number(last.get("step"), ",d"),
+                _number(last.get("tokens"), ",d"),
+                _number(None if seconds is None else seconds / 60, ".1f"),
+                _number(last.get("tokens_per_second"), ",.0f"),
+                _number(judged.get("loss"), ".4f"),
+                _number(judged.get("perplexity"), ".2f"),
+                _number(judged.get("bits_per_byte"), ".4f"),
+            )
+        )
+    lines = [f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows]
+    heads = "".join(f"<th>{name}</th>" for name in head)
+    return f'<div class="wide"><table><tr>{heads}</tr>{"".join(lines)}</table></div>'
+
+
+def _number(value: Any, spec: str) -> str:
+    return "-" if value is None else format(value, spec)
+
+
+def _losses(runs: Sequence[Run], x: str, label: str, unit: Callable[[float], float]) -> str:
+    series = {}
+    for run in runs:
+        when = {0: 0.0} | dict(run.points("train", "step", x))
+        series[f"{run.name}, training"] = [(unit(at), y) for at, y in run.points("train", x, "loss")]
+        held_out = [*run.points("valid", "step", "loss"), *run.points("final", "step", "loss")]
+        series[f"{run.name}, held out"] = [(unit(when[step]), y) for step, y in held_out if step in when]
+    marked = [name for name in series if name.endswith("held out")]
+    return _picture(series, f"Loss over {label}", label, "loss (nats per token)", marked)
+
+
+def _picture(
+    series: dict[str, list[tuple[float, float]]],
+    title: str,
+    x_label: str,
+    y_label: str,
+    marked: Sequence[str] = (),
+) -> str:
+    series = {name: points for name, points in series.items() if points}
+    if not series:
+        return ""
+    drawn = loss_curve(series, title=title, x_label=x_label, y_label=y_label, marked=marked)
+    data = base64.b64encode(drawn).decode("ascii")
+    return f'<p><img alt="{escape(title)}" src="data:image/png;base64,{data}"></p>'
+
+
+def _section(title: str, content: str) -> str:
+    return f"<h2>{escape(title)}</h2>\n{content}"
+
+
+def _pre(text: str) -> str:
+    return f"<pre>{escape(text)}</pre>"
