@@ -122,7 +122,7 @@ def remove_partials(folder: str | os.PathLike[str]) -> list[Path]:
 def keep_damaged(path: Path) -> Path:
     """Rename a file or folder to `<path>.damaged` and return the new path; if that exists, add more such endings."""
     kept = path
-    while kept.exists():
+    while os.path.lexists(kept):  # a link to nothing, too
         kept = kept.with_name(kept.name + DAMAGED_SUFFIX)
     return path.rename(kept)
 

@@ -192,23 +192,29 @@ def publish(partial: Path, final: Path) -> None:
     """Give a complete folder its final name. An older checkpoint of the same step is deleted afterwards."""
     fsync_folder(partial)
     replaced = final.with_name(final.name + REPLACED_SUFFIX)
-    if final.exists():
-        if replaced.exists():
-            shutil.rmtree(replaced)
+    if os.path.lexists(final):
+        _delete(replaced)
         os.replace(final, replaced)
     os.replace(partial, final)
     fsync_folder(final.parent)
-    if replaced.exists():
+    if os.path.lexists(replaced):
         remove_folder(replaced)
 
 
 def remove_folder(path: Path) -> None:
-    """Delete a checkpoint. A kill half-way leaves nothing under a final name."""
+    """Delete a checkpoint, or the link to one. A kill half-way leaves nothing under a final name."""
     partial = path.with_name(path.name + PARTIAL_SUFFIX)
-    if partial.exists():
-        shutil.rmtree(partial)
+    _delete(partial)
     os.replace(path, partial)
-    shutil.rmtree(partial)
+    _delete(partial)
+
+
+def _delete(path: Path) -> None:
+    """Delete a folder if it is there; of a link, only the link: what it names belongs to somebody else."""
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
 
 
 def clean_leftovers(folder: Path) -> list[Path]:
@@ -223,7 +229,7 @@ def clean_leftovers(folder: Path) -> list[Path]:
             os.replace(path, final)
             fsync_folder(folder)
     for path in sorted(folder.glob(f"step-*{PARTIAL_SUFFIX}")):
-        shutil.rmtree(path)
+        _delete(path)
         removed.append(path)
     return removed
 

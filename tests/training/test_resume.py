@@ -108,6 +108,24 @@ def test_fault_46_leftovers_of_a_killed_session_are_removed(
     assert not list(recipe.run.path.rglob("*.partial"))
 
 
+def test_fault_126_links_in_place_of_checkpoints_neither_stop_training_nor_lose_what_they_name(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    """One leads to a checkpoint that was moved away and is pruned now, one to nothing, one is a leftover."""
+    recipe = tiny("checkpoint.interval=2", "checkpoint.keep_last=2")
+    train_here(recipe, stop_at_step=4)
+    folder = recipe.run.path / "checkpoints"
+    moved, gone = tmp_path / "moved", tmp_path / "gone"
+    (folder / step_name(2)).rename(moved)
+    (folder / step_name(2)).symlink_to(moved)
+    (folder / step_name(6)).symlink_to(gone)
+    (folder / (step_name(8) + ".partial")).symlink_to(moved)
+    assert train_here(recipe).resumed_from == 4
+    verify(moved)
+    assert {path.name for path in folder.iterdir() if not path.is_symlink()} == {step_name(8), step_name(10)}
+    assert [path.name for path in folder.iterdir() if path.is_symlink()] == [f"{step_name(6)}.damaged"]
+
+
 def test_fault_55_a_changed_learning_rate_goes_on_and_says_so(
     tiny: Tiny, capsys: pytest.CaptureFixture[str]
 ) -> None:
