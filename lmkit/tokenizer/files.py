@@ -36,6 +36,8 @@ _CHANGE_MODEL = (  # keys of the model that change ids
 _MOST_IDS = 1 << 24  # an embedding needs a row for each id, used or not
 _MERGES_HEADER = "#version: 0.2"
 _ONE_FILE = "a tokenizer is one file, tokenizer.json; make it from GPT-2's two with lmkit tokenizer import"
+_SPACE = "Ġ"
+"""A space, in the characters that stand for bytes."""
 _TWO_FILES = "GPT-2's tokenizer is two files, vocab.json and merges.txt; a tokenizer.json is used as it is"
 
 
@@ -328,6 +330,10 @@ def load_gpt2(vocab_json: Path, merges_txt: Path) -> dict[str, Any]:
     except ValueError as error:
         raise damaged(vocab_json, error) from error
     special_tokens = tuple(token for token in content if token not in made)
+    lost = [token for token in special_tokens if _SPACE in token]
+    if lost:  # nobody spells a special token so
+        more = f" and {len(lost) - 1:,} more tokens" if len(lost) > 1 else ""
+        raise damaged(merges_txt, f"no merge makes {lost[0]}{more} of {vocab_json.name}; is it complete?")
     return {"vocab": vocab, "merges": merges, "special_tokens": special_tokens}
 
 

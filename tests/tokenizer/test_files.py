@@ -68,6 +68,16 @@ def test_fault_115_what_gpt2_files_cannot_hold_is_said(tmp_path, caplog):
     assert "</s>" in record.getMessage()
 
 
+@pytest.mark.parametrize("kept", [0, 40])
+def test_fault_127_a_cut_list_of_merges_is_damage(trained, tmp_path, kept):
+    trained.save_gpt2(tmp_path)
+    merges = tmp_path / "merges.txt"
+    merges.write_text("\n".join(merges.read_text().splitlines()[: 1 + kept]))
+    with pytest.raises(LmkitError) as caught:
+        Tokenizer.load_gpt2(tmp_path / "vocab.json", merges)
+    assert str(merges) in caught.value.message
+
+
 def test_gpt2_files_with_their_own_order_of_bytes(tmp_path):
     """GPT-2 numbers the visible bytes first, and its end-of-text token is in the vocabulary."""
     visible = sorted(range(256), key=lambda byte: (ord(to_characters(bytes([byte]))), byte))
