@@ -377,7 +377,10 @@ class Fsdp(Strategy):
 @functools.lru_cache(maxsize=1)
 def _second_group(world: dist.ProcessGroup, timeout_s: float) -> dist.ProcessGroup:
     """Return a further process group of all ranks. Collective."""
-    return dist.new_group(timeout=timedelta(seconds=timeout_s))
+    group: Any = dist.new_group(
+        timeout=timedelta(seconds=timeout_s)
+    )  # some torch types the "no member" of it, too
+    return group
 
 
 def _in_each_pass(tensors: Sequence[torch.Tensor], count: int, call: Callable[[], None]) -> None:

@@ -375,7 +375,9 @@ def check_fsdp_of_blocks(ranks: Ranks, how: str, reshard: bool) -> None:
     """Blocks that are computed again in the backward pass, or compiled: bit for bit, or to float32's rounding."""
     options = {"reshard_after_forward": reshard}
     plain_run = sharded(TINY, ranks, options=options)
-    config = TINY.model_copy(update={"activation_checkpointing": how == "checkpointed"})
+    config = TINY.model_copy(
+        update={"activation_checkpointing": "block" if how == "checkpointed" else "none"}
+    )
     sync, model, optimizer = sharded(config, ranks, options=options)
     if how == "compiled":
         compile_model(model, "block", backend="aot_eager")
