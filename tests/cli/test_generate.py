@@ -103,5 +103,6 @@ def test_fault_124_a_real_ctrl_c(run: Path, arguments: str) -> None:
     assert text[-1] == "\n"
     if "--jsonl" in arguments:
         found = lines_of(text)
-        assert {line["num_tokens"] for line in found[:-16]} == {20}
+        assert found[0]["num_tokens"] == 20  # it came before the signal
+        assert sum(line["num_tokens"] != 20 for line in found) <= 16  # the rows that were being written
         assert len({line["number"] for line in found}) == len(found)
