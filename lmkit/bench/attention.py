@@ -44,7 +44,8 @@ from lmkit.measure.limits import Limits
 from lmkit.measure.memory import GB, available_memory, release_memory, track_peak
 from lmkit.measure.tables import Rows
 from lmkit.measure.timing import Timing, time_variants
-from lmkit.recipe.tables import AttentionVariant, Count, PositiveFloat, PositiveInt, Table
+from lmkit.recipe.tables import Count, PositiveFloat, PositiveInt, Table
+from lmkit.recipe.values import AttentionVariant
 from lmkit.registry import ATTENTION, BENCHES
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from pydantic import AfterValidator
 from lmkit.bench.context import FlagNames
 from lmkit.bench.report import OLD_NAMES
 from lmkit.errors import UsageError, did_you_mean
-from lmkit.recipe.tables import ModelConfig, ParallelConfig, PositiveInt, StrategyVariant, Table
+from lmkit.recipe.tables import ModelConfig, ParallelConfig, PositiveInt, Table
+from lmkit.recipe.values import StrategyVariant
 from lmkit.registry import STRATEGIES
 
 if TYPE_CHECKING:

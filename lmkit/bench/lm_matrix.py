@@ -30,18 +30,17 @@ from lmkit.errors import UsageError
 from lmkit.measure.memory import GB, claim_workspaces, release_memory, track_peak
 from lmkit.measure.statistics import paired_ratio
 from lmkit.measure.tables import Rows
+from lmkit.recipe.model_table import Checkpointing
 from lmkit.recipe.tables import (
-    AttentionName,
-    Checkpointing,
     Count,
     ModelConfig,
     ParallelConfig,
     PositiveFloat,
     PositiveInt,
-    StrategyName,
     Table,
     check_heads,
 )
+from lmkit.recipe.values import AttentionName, StrategyName
 from lmkit.recipe.vocabulary import NUM_BYTES
 from lmkit.registry import BENCHES
 

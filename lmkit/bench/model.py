@@ -32,17 +32,9 @@ from lmkit.measure.plots import line_panels
 from lmkit.measure.statistics import FEWEST_PAIRS, paired_ratio
 from lmkit.measure.tables import Column, Rows, markdown_table
 from lmkit.measure.timing import Work, clock_for, time_variants
-from lmkit.recipe.tables import (
-    PRESETS,
-    AttentionName,
-    Checkpointing,
-    Count,
-    ModelConfig,
-    OperationsName,
-    PositiveFloat,
-    PositiveInt,
-    Table,
-)
+from lmkit.recipe.model_table import Checkpointing
+from lmkit.recipe.tables import PRESETS, Count, ModelConfig, PositiveFloat, PositiveInt, Table
+from lmkit.recipe.values import AttentionName, OperationsName
 from lmkit.registry import BENCHES
 
 if TYPE_CHECKING:

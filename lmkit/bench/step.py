@@ -32,7 +32,8 @@ from lmkit.measure.memory import GB, claim_workspaces, memory_in_use, release_me
 from lmkit.measure.statistics import paired_ratio
 from lmkit.measure.tables import Column, Rows, markdown_table
 from lmkit.measure.timing import SteadyStateClock, time_variants
-from lmkit.recipe.tables import AttentionName, Count, ModelConfig, PositiveFloat, PositiveInt, Table
+from lmkit.recipe.tables import Count, ModelConfig, PositiveFloat, PositiveInt, Table
+from lmkit.recipe.values import AttentionName
 from lmkit.registry import BENCHES
 
 if TYPE_CHECKING:

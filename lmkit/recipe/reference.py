@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from lmkit.recipe.schema import Recipe, table_type
-from lmkit.recipe.tables import RegisteredName, Table
+from lmkit.recipe.tables import Table
+from lmkit.recipe.values import RegisteredName
 
 _WIDTH = 100
 _COLUMN = 34

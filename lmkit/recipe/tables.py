@@ -6,75 +6,27 @@ The docstring below a key is its documentation: `lmkit recipe show` prints it. T
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    field_validator,
-    model_validator,
+from pydantic import Field, field_validator, model_validator
+
+from lmkit.recipe.model_table import PRESETS as PRESETS
+from lmkit.recipe.model_table import ModelConfig as ModelConfig
+from lmkit.recipe.model_table import check_heads as check_heads
+from lmkit.recipe.values import (
+    CorpusSource,
+    Count,
+    NonNegativeFloat,
+    OptimizerName,
+    PositiveFloat,
+    PositiveInt,
+    ScheduleName,
+    StrategyName,
+    Table,
+    Workers,
 )
-
-from lmkit.errors import did_you_mean
 from lmkit.recipe.vocabulary import END_OF_TEXT, MAX_TOKEN_BYTES, MAX_VOCABULARY, NUM_BYTES
-from lmkit.registry import ATTENTION, DATASETS, OPERATIONS, OPTIMIZERS, SCHEDULES, STRATEGIES, Registry
-
-
-class Table(BaseModel):
-    """A TOML table. Refuses unknown keys, wrong types (`true` or `"12"` for an integer), inf and nan."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
-
-
-@dataclass(frozen=True)
-class RegisteredName:
-    """Validate a name of a registry; an alias becomes the name.
-
-    Attributes:
-        also: further values, in front of the names.
-        with_variant: accept `name:variant` and `name+compile`, and leave unknown names to the bench, which has
-            rivals of its own.
-    """
-
-    registry: Registry[Any]
-    also: tuple[str, ...] = ()
-    with_variant: bool = False
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (*self.also, *self.registry.names)
-
-    def __call__(self, value: str) -> str:
-        if self.with_variant:
-            name, plus, variant = value.partition("+")
-            return self.registry.aliases.get(name, name) + plus + variant
-        name = self.registry.aliases.get(value, value)
-        if name not in self.names:
-            known = ", ".join(self.names)
-            raise ValueError(f'"{value}" is not one of {known}{did_you_mean(value, self.names)}')
-        return name
-
-
-AttentionName = Annotated[str, AfterValidator(RegisteredName(ATTENTION))]
-AttentionVariant = Annotated[str, AfterValidator(RegisteredName(ATTENTION, with_variant=True))]
-CorpusSource = Annotated[str, AfterValidator(RegisteredName(DATASETS, also=("synth", "files")))]
-OperationsName = Annotated[str, AfterValidator(RegisteredName(OPERATIONS, also=("auto",)))]
-OptimizerName = Annotated[str, AfterValidator(RegisteredName(OPTIMIZERS))]
-ScheduleName = Annotated[str, AfterValidator(RegisteredName(SCHEDULES))]
-StrategyName = Annotated[str, AfterValidator(RegisteredName(STRATEGIES))]
-StrategyVariant = Annotated[str, AfterValidator(RegisteredName(STRATEGIES, with_variant=True))]
-_LARGEST = (1 << 63) - 1  # TOML's integers have 64 bits
-PositiveInt = Annotated[int, Field(gt=0, le=_LARGEST)]
-Count = Annotated[int, Field(ge=0, le=_LARGEST)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-Workers = Annotated[int, Field(ge=0, le=1024)]
-"""A number of worker threads or processes; 0 means one per usable CPU."""
 
 
 class RunConfig(Table):
@@ -181,112 +133,6 @@ class DataConfig(Table):
     """Sequences start anywhere in the file, or at the beginning of a document."""
     workers: Workers = 0
     """Threads that encode the corpus; 0: one per CPU. The result does not depend on it."""
-
-
-PRESETS: dict[str, dict[str, int]] = {
-    "tiny": {"d_model": 192, "d_ff": 512, "num_layers": 4, "num_heads": 6},
-    "small": {"d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12},
-    "medium": {"d_model": 1024, "d_ff": 4096, "num_layers": 24, "num_heads": 16},
-    "large": {"d_model": 1280, "d_ff": 5120, "num_layers": 36, "num_heads": 20},
-    "xl": {"d_model": 1600, "d_ff": 6400, "num_layers": 48, "num_heads": 25},
-    "2.7b": {"d_model": 2560, "d_ff": 10240, "num_layers": 32, "num_heads": 32},
-}
-"""Sizes named after GPT-2 and GPT-3 (Brown et al. 2020, table 2.1). SwiGLU's third matrix and an untied head make the
-models larger than their namesakes; `lmkit recipe show` prints the parameter count."""
-
-
-Switch = BeforeValidator(lambda value: ("block" if value else "none") if isinstance(value, bool) else value)
-"""Reads true and false, which recipes of older versions have, as "block" and "none"."""
-Checkpointing = Annotated[Literal["none", "block", "attention"], Switch]
-
-
-class ModelConfig(Table):
-    """`[model]`: the shape of the Transformer. A preset fills in what the recipe leaves out."""
-
-    preset: Literal["tiny", "small", "medium", "large", "xl", "2.7b"] | None = None
-    """Sets d_model, d_ff, num_layers and num_heads unless the recipe gives them."""
-    vocab_size: PositiveInt | None = None
-    """Default: the vocabulary size of the token file."""
-    context_length: PositiveInt = 256
-    """Tokens that the model sees at once."""
-    d_model: PositiveInt = 192
-    """Width of the residual stream."""
-    d_ff: PositiveInt = 512
-    """Width of the feed-forward part (SwiGLU: three matrices of d_model x d_ff)."""
-    num_layers: PositiveInt = 4
-    """Transformer blocks."""
-    num_heads: PositiveInt = 6
-    """Attention heads; each has d_model / num_heads dimensions."""
-    num_kv_heads: PositiveInt | None = None
-    """Fewer than `num_heads`: grouped-query attention (Ainslie et al. 2023). Default: `num_heads`."""
-    rope_theta: PositiveFloat = 10_000.0
-    """Base of the wavelengths of rotary position embeddings (Su et al. 2021)."""
-    rope_scaling: Literal["none", "linear", "llama3"] = "none"
-    """Slower rotations for longer contexts: all of them (`linear`, Chen et al. 2023), or those of long wavelengths
-    (`llama3`, as in Llama 3.1)."""
-    rope_factor: PositiveFloat = 1.0
-    """How much slower (`linear`, `llama3`)."""
-    rope_low_freq_factor: PositiveFloat = 1.0
-    """Wavelengths of more than `rope_original_context` / this are scaled in full (`llama3`)."""
-    rope_high_freq_factor: PositiveFloat = 4.0
-    """Wavelengths of less than `rope_original_context` / this are not scaled (`llama3`)."""
-    rope_original_context: PositiveInt = 8192
-    """Tokens that the model saw at once before its wavelengths were scaled (`llama3`)."""
-    qkv_bias: bool = False
-    """Add a bias to queries, keys and values, as Qwen2 does."""
-    norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-5
-    """Added to the mean square in RMSNorm."""
-    tie_embeddings: bool = False
-    """Share one matrix between the input embedding and the head."""
-    attention: AttentionName = "sdpa"
-    """The attention kernel; `lmkit env` lists the kernels that run here."""
-    operations: OperationsName = "auto"
-    """What runs around the matrix products: kernels ("fused") or PyTorch's operations ("plain"). "auto" takes "fused"
-    where they run, but "plain" in compiled blocks."""
-    activation_checkpointing: Annotated[Literal["none", "block", "attention", "selective"], Switch] = "none"
-    """Recompute activations in the backward pass: less memory, more time. `block` keeps the inputs of blocks,
-    `attention` the outputs of attention, too; `selective` as much as `activation_gb` allows, the dearest first."""
-    activation_gb: PositiveFloat | None = None
-    """`selective`: GB (10^9 bytes) that the blocks keep of a micro-batch on a rank; at least their inputs."""
-    compile: Literal["none", "block", "whole"] = "none"
-    """Use torch.compile on each block (starts sooner) or on the whole stack."""
-
-    @model_validator(mode="after")
-    def _heads_divide(self) -> ModelConfig:
-        check_heads(self.d_model, self.num_heads)
-        if self.num_heads % self.kv_heads:
-            raise ValueError(f"num_heads {self.num_heads} is not divisible by num_kv_heads {self.kv_heads}")
-        return self
-
-    @model_validator(mode="after")
-    def _wavelengths_are_in_order(self) -> ModelConfig:
-        low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
-        if low >= high:
-            raise ValueError(f"rope_low_freq_factor {low} is not below rope_high_freq_factor {high}")
-        return self
-
-    @model_validator(mode="after")
-    def _selects_within_a_budget(self) -> ModelConfig:
-        if (self.activation_checkpointing == "selective") != (self.activation_gb is not None):
-            raise ValueError('activation_checkpointing = "selective" and activation_gb need each other')
-        return self
-
-    @property
-    def kv_heads(self) -> int:
-        """Heads of keys and values."""
-        return self.num_kv_heads or self.num_heads
-
-    @property
-    def head_dim(self) -> int:
-        return self.d_model // self.num_heads
-
-
-def check_heads(d_model: int, num_heads: int) -> None:
-    """Raise ValueError if a model of this width cannot have this many heads."""
-    if d_model % num_heads:
-        raise ValueError(f"d_model {d_model} is not divisible by num_heads {num_heads}")
-    if d_model // num_heads % 2:
-        raise ValueError(f"d_model / num_heads = {d_model // num_heads} is odd, and RoPE rotates pairs")
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]

@@ -1,0 +1,63 @@
+"""What the tables of a recipe are made of: their base class, and types of values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from lmkit.errors import did_you_mean
+from lmkit.registry import ATTENTION, DATASETS, OPERATIONS, OPTIMIZERS, SCHEDULES, STRATEGIES, Registry
+
+
+class Table(BaseModel):
+    """A TOML table. Refuses unknown keys, wrong types (`true` or `"12"` for an integer), inf and nan."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+
+@dataclass(frozen=True)
+class RegisteredName:
+    """Validate a name of a registry; an alias becomes the name.
+
+    Attributes:
+        also: further values, in front of the names.
+        with_variant: accept `name:variant` and `name+compile`, and leave unknown names to the bench, which has
+            rivals of its own.
+    """
+
+    registry: Registry[Any]
+    also: tuple[str, ...] = ()
+    with_variant: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self.also, *self.registry.names)
+
+    def __call__(self, value: str) -> str:
+        if self.with_variant:
+            name, plus, variant = value.partition("+")
+            return self.registry.aliases.get(name, name) + plus + variant
+        name = self.registry.aliases.get(value, value)
+        if name not in self.names:
+            known = ", ".join(self.names)
+            raise ValueError(f'"{value}" is not one of {known}{did_you_mean(value, self.names)}')
+        return name
+
+
+AttentionName = Annotated[str, AfterValidator(RegisteredName(ATTENTION))]
+AttentionVariant = Annotated[str, AfterValidator(RegisteredName(ATTENTION, with_variant=True))]
+CorpusSource = Annotated[str, AfterValidator(RegisteredName(DATASETS, also=("synth", "files")))]
+OperationsName = Annotated[str, AfterValidator(RegisteredName(OPERATIONS, also=("auto",)))]
+OptimizerName = Annotated[str, AfterValidator(RegisteredName(OPTIMIZERS))]
+ScheduleName = Annotated[str, AfterValidator(RegisteredName(SCHEDULES))]
+StrategyName = Annotated[str, AfterValidator(RegisteredName(STRATEGIES))]
+StrategyVariant = Annotated[str, AfterValidator(RegisteredName(STRATEGIES, with_variant=True))]
+_LARGEST = (1 << 63) - 1  # TOML's integers have 64 bits
+PositiveInt = Annotated[int, Field(gt=0, le=_LARGEST)]
+Count = Annotated[int, Field(ge=0, le=_LARGEST)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Workers = Annotated[int, Field(ge=0, le=1024)]
+"""A number of worker threads or processes; 0 means one per usable CPU."""
