@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import math
 import os
 import shlex
 import shutil
@@ -194,14 +195,15 @@ class Pipeline:
             known = [dotted for dotted in FILES if self.record.knows(dotted)]  # their content counts
             changed = differences(load_recipe(path), self.recipe, ignore=(*FREE, *known))
             hint = f"to continue it: lmkit run {shlex.quote(str(path))}; or {OTHERWISE}"
-            trained, steps = self._trained_steps(), required(self.recipe.train, "train", command="run").steps
+            trained, table = self._trained_steps(), required(self.recipe.train, "train", command="run")
             wrong = refused(changed) + [line for line in changed if is_under(line, ("corpus", "tokenizer"))]
             if trained is None:  # the checkpoints are gone: what they were made with is all that is left
                 wrong = list(changed)
             if wrong:
                 message = f"{path}: another recipe made this run: " + "; ".join(wrong)
                 raise UsageError("run.other_recipe", message, hint=hint)
-            if lost := without_effect(changed, step=trained or 0, steps=steps):
+            ends = math.inf if table.epochs else table.steps  # training knows how long an epoch is
+            if lost := without_effect(changed, step=trained or 0, steps=ends):
                 raise UsageError(
                     "run.no_effect",
                     f"{path}: the training ended at step {trained}, and no step would use " + "; ".join(lost),

@@ -176,6 +176,8 @@ class TrainConfig(Table):
     """Begin with the weights of this run, checkpoint or Hugging Face folder, and with a fresh optimizer."""
     steps: PositiveInt = 1000
     """Optimizer steps; the learning-rate schedule spans them."""
+    epochs: PositiveFloat | None = None
+    """Steps that see this many times as many tokens as the token file has; takes the place of `steps`."""
     max_minutes: PositiveFloat | None = None
     """Stop after this much wall-clock time; the schedule then follows the fraction of time used."""
     batch_size: PositiveInt = 32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,11 +104,16 @@ def _tokenizer_path(recipe: Recipe) -> Path:
 
 
 def resolve(recipe: Recipe, data: Data) -> Recipe:
-    """Fill in the vocabulary size from the token file; refuse one that is too small, or too few held-out tokens."""
+    """Fill in the vocabulary size and the steps of `train.epochs` from the token file.
+
+    Raises:
+        UsageError: the vocabulary is too small, or there are too few held-out tokens, or no file to count epochs of.
+    """
     assert recipe.model is not None
     model = recipe.model
     if data.valid is not None:  # refused now, not at the first evaluation
         check_length(data.valid.tokens, model.context_length)
+    recipe = _count_epochs(recipe, data)
     if data.train is None:
         return recipe
     needed = data.train.meta.vocab_size
@@ -120,6 +126,23 @@ def resolve(recipe: Recipe, data: Data) -> Recipe:
             hint="leave it out to take the token file's",
         )
     return recipe
+
+
+def _count_epochs(recipe: Recipe, data: Data) -> Recipe:
+    """Return the recipe with the `train.steps` that `train.epochs` asks for, rounded up."""
+    assert recipe.model is not None
+    train = recipe.train
+    if train is None or train.epochs is None:
+        return recipe
+    if data.train is None:
+        raise UsageError(
+            "train.endless_epoch",
+            'train.epochs: data.source = "random" has no end, so no epoch',
+            hint="give train.steps instead",
+        )
+    tokens_per_step = train.batch_size * recipe.model.context_length
+    steps = math.ceil(train.epochs * data.train.meta.num_tokens / tokens_per_step)
+    return recipe.model_copy(update={"train": train.model_copy(update={"steps": steps})})
 
 
 def make_batches(recipe: Recipe, data: Data, ranks: Ranks) -> BatchSource:

@@ -31,7 +31,7 @@ from lmkit.training.atomic_checkpoint import (
 from lmkit.training.checkpoint import hint_at_run, open_checkpoint
 from lmkit.training.metrics import read_metrics
 from lmkit.training.model_state import check_weights
-from lmkit.training.run_data import token_paths
+from lmkit.training.run_data import open_data, resolve, resolved_tables, token_paths
 from lmkit.training.session import train
 
 
@@ -201,6 +201,8 @@ def verify_resume(recipe: Recipe, *, steps: int = 5) -> VerifyResult:
         UsageError: the recipe cannot be trained.
     """
     table = required(recipe.train, "train", command="verify resume")
+    if table.epochs is not None:
+        table = resolved_tables(resolve(recipe, open_data(recipe)))[1]
     half = min(steps, table.steps // 2)
     if half < 1:
         hint = "raise train.steps"

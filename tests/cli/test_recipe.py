@@ -40,3 +40,8 @@ def test_print_recipe_prints_a_recipe(command: str, terminal) -> None:
     assert "\nsteps = 7 " in shown
     assert shown.startswith("# parameters: ")
     assert json.loads(terminal(f"{command} --json"))["train"]["steps"] == 7
+
+
+def test_steps_on_the_command_line_take_the_place_of_epochs(terminal) -> None:
+    printed = json.loads(terminal("train quickstart --set train.epochs=2 --steps 7 --print-recipe --json"))
+    assert (printed["train"]["steps"], printed["train"]["epochs"]) == (7, None)

@@ -59,6 +59,19 @@ def test_it_learns_and_leaves_a_whole_run_folder(tiny: Tiny, monkeypatch: pytest
     assert "finished at step 60 of 60" in str(result)
 
 
+def test_epochs_count_the_tokens_of_the_file(tiny: Tiny) -> None:
+    recipe = tiny("train.epochs=0.5", "train.steps=3")  # half of 4000 tokens, 64 a step: 31.25 steps
+    assert plan(recipe).steps == 32
+    result = train_here(recipe)
+    assert (result.step, result.tokens) == (32, 32 * 64)
+    assert losses(recipe)[-1][0] == 32
+    assert load_recipe(recipe.run.path / "recipe.toml") == recipe
+    longer = train_here(tiny("train.epochs=1"))
+    assert (longer.resumed_from, longer.step) == (32, 63)
+    with refused("train.endless_epoch"):
+        plan(tiny("train.epochs=1", 'data.source="random"', "model.vocab_size=64", "run.name=other"))
+
+
 def test_the_result_reports_the_last_evaluation_as_lmkit_evaluate_does(tiny: Tiny) -> None:
     recipe = tiny()
     result = train_here(recipe)

@@ -1,0 +1,8 @@
+"""Make course_ranks.py importable by plain name, here and in spawned ranks (they inherit sys.path)."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
