@@ -11,12 +11,17 @@ from lmkit.cli.options import Commands, RecipeArgument, SetOption, option
 
 if TYPE_CHECKING:
     from lmkit.training.plan import Plan
+    from lmkit.training.plan_check import Measured
 
 app = Commands()
 GB = 10**9
 
 
-@app.add("lmkit plan llama_1b --gpu H100", "lmkit plan course_8b --ranks 8 --all-gpus")
+@app.add(
+    "lmkit plan llama_1b --gpu H100",
+    "lmkit plan course_8b --ranks 8 --all-gpus",
+    "lmkit plan llama_1b --check",
+)
 def plan(
     recipe: RecipeArgument,
     set_: SetOption = None,
@@ -27,6 +32,9 @@ def plan(
     ranks: Annotated[int, typer.Option(min=1, max=65536, help="GPUs that train together.")] = 1,
     strategy: Annotated[str | None, option("How they share the work (parallel.strategy).")] = None,
     all_gpus: Annotated[bool, typer.Option("--all-gpus", help="Compare all known GPUs.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Make two steps here; compare with the plan.")
+    ] = False,
 ) -> Result:
     """Say what a training needs and whether it fits, from its recipe alone.
 
@@ -43,13 +51,41 @@ def plan(
             f"--gpu {gpu}: not known{did_you_mean(gpu, CARDS)}",
             hint="there are: " + ", ".join(CARDS),
         )
+    if check and (gpu is not None or all_gpus):
+        raise UsageError(
+            "plan.options_exclude",
+            "--check measures on this machine's GPUs, --gpu and --all-gpus name others",
+            hint="leave one of them out",
+        )
     from lmkit.training.plan import plan as make_plan
 
     if all_gpus:
         plans = {name: make_plan(loaded, card, ranks=ranks) for name, card in CARDS.items()}
         return Result(_table(plans), {"gpus": {name: _fields(made) for name, made in plans.items()}})
     made = make_plan(loaded, CARDS[gpu] if gpu is not None else card_here(), ranks=ranks)
-    return Result(_text(made), _fields(made))
+    text, fields = _text(made), _fields(made)
+    if check:
+        from lmkit.training.plan_check import check as measure
+
+        found = measure(loaded, ranks=ranks)
+        fields["measured"] = {"peak_bytes": found.peak_bytes, "seconds": found.seconds}
+        text += "\n\n" + _compared(made, found)
+    return Result(text, fields)
+
+
+def _compared(made: Plan, found: Measured) -> str:
+    if found.peak_bytes is None or found.seconds is None:
+        return "measured: out of memory"
+    lines = [_beside("peak", made.memory.peak / GB, found.peak_bytes / GB, "GB", ".2f")]
+    if made.seconds is not None:
+        lines.append(_beside("second step", made.seconds * 1e3, found.seconds * 1e3, "ms", ",.1f"))
+    return "\n".join(lines)
+
+
+def _beside(what: str, planned: float, measured: float, unit: str, spec: str) -> str:
+    return (
+        f"{what}: planned {planned:{spec}} {unit}, measured {measured:{spec}} ({planned / measured - 1:+.1%})"
+    )
 
 
 def _fields(made: Plan) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmkit.errors import UsageError
-from lmkit.measure.limits import Card, known_peak
+from lmkit.measure.limits import Card, card_here, known_peak
 from lmkit.model.accounting import (
     Work,
     count_parameters,
@@ -142,6 +142,21 @@ def plan(recipe: Recipe, card: Card, *, ranks: int = 1) -> Plan:
         )
         if known
         else None,
+    )
+
+
+def misfit(recipe: Recipe, *, ranks: int) -> str | None:
+    """Return a warning if the recipe will not fit on this machine's GPUs; None if it will, or they are not used."""
+    import torch
+
+    if recipe.run.device == "cpu" or not torch.cuda.is_available():
+        return None
+    made = plan(recipe, card_here(), ranks=ranks)
+    if made.fits:
+        return None
+    return (
+        f"this will not fit: a step takes {made.memory.peak / 1e9:.1f} GB in {made.memory.peaks_at}, and "
+        f"{made.usable / 1e9:.1f} GB of {made.card.name} are usable; lmkit plan says what fits"
     )
 
 

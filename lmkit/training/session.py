@@ -35,6 +35,7 @@ from lmkit.training.evaluation import EvaluateResult, Evaluation
 from lmkit.training.given_weights import GivenWeights
 from lmkit.training.init_from import begin_with, open_given
 from lmkit.training.metrics import Fanout, draw_losses, duration, open_sink, read_metrics
+from lmkit.training.plan import misfit
 from lmkit.training.process import StopSignals, numerics, ranks_of
 from lmkit.training.resume import check_agreement, choose_start, is_finished, keep_newer, restore
 from lmkit.training.run_data import (
@@ -261,6 +262,8 @@ def _prepare(
     else:
         path, notes = decided_by_first(ranks, lambda: _open_folder(recipe, hold))
     warnings = schedule_warnings(resolved.optimizer, resolved_tables(resolved)[1].steps)
+    if no_fit := misfit(resolved, ranks=ranks.world_size):
+        warnings.append(no_fit)
     if path is None:
         return _Start(resolved, data, batches, None, notes, warnings, None, open_given(resolved, data))
     checkpoint = open_checkpoint(path)

@@ -192,3 +192,13 @@ def test_a_run_takes_the_evaluation_of_its_training_unless_asked_for_another(
     assert evaluated == [recipe.run.path]
     assert (again.fields["loss"], again.fields["steps"]) == (once.fields["loss"], 2)
     assert json.loads((recipe.run.path / "evaluation.json").read_text())["tokens"] == found["tokens"]
+
+
+def test_what_will_not_fit_is_said_before_data_are_made(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("lmkit.training.plan.misfit", lambda recipe, *, ranks: f"no fit on {ranks}")
+    monkeypatch.setattr(pipeline.Pipeline, "bring_up_to_date", lambda self, stage: {}[stage])
+    with pytest.raises(KeyError, match="corpus"):
+        run_now(recipe, nproc=2)
+    assert "no fit on 2" in caplog.text

@@ -8,6 +8,8 @@ import re
 import pytest
 
 from lmkit.cli.app import run_command_line
+from lmkit.training import plan_check
+from lmkit.training.plan_check import Measured
 
 
 @pytest.mark.parametrize(
@@ -41,3 +43,27 @@ def test_an_unknown_gpu_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     error = capsys.readouterr().err
     assert "error[plan.unknown_gpu]: --gpu H20" in error
     assert "hint: " in error
+
+
+def test_a_check_needs_a_gpu_and_measures_on_this_machine(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run_command_line(["plan", "llama_1b", "--check", "--gpu", "H100"]) == 2
+    assert "error[plan.options_exclude]: " in capsys.readouterr().err
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert run_command_line(["plan", "llama_1b", "--check"]) == 2
+    assert "error[plan.no_gpu]: --check" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("found", [Measured(38_000_000_000, 0.25), Measured(None, None)])
+def test_what_was_measured_stands_beside_the_plan(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, found: Measured
+) -> None:
+    monkeypatch.setattr(plan_check, "check", lambda recipe, *, ranks: found)
+    assert run_command_line(["plan", "llama_1b", "--check", "--json"]) == 0
+    fields = json.loads(capsys.readouterr().out)["measured"]
+    assert fields == {"peak_bytes": found.peak_bytes, "seconds": found.seconds}
+    assert run_command_line(["plan", "llama_1b", "--check"]) == 0
+    last = capsys.readouterr().out.splitlines()[-2:]
+    assert ("38.00" in last[0]) == (found.peak_bytes is not None)
+    assert max(map(len, last)) <= 100

@@ -8,7 +8,9 @@ from lmkit.errors import UsageError
 from lmkit.measure.limits import CARDS
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.schema import Recipe
-from lmkit.training.plan import plan
+from lmkit.training import plan as planning
+from lmkit.training.plan import misfit, plan
+from lmkit.training.plan_check import measure
 
 H200 = CARDS["H200"]
 SHAPE = ("num_layers", "d_model", "num_heads", "num_kv_heads", "d_ff", "vocab_size", "context_length")
@@ -98,3 +100,37 @@ def test_the_8b_model_fits_two_h200() -> None:
     assert made.parameters == 8_125_698_048
     assert made.fits
     assert not plan(load_recipe("course_8b"), CARDS["A100 40GB"], ranks=2).fits
+
+
+@pytest.mark.parametrize(("card", "is_said"), [("A100 40GB", True), ("H100", False)])
+def test_a_recipe_that_will_not_fit_is_said(
+    monkeypatch: pytest.MonkeyPatch, card: str, is_said: bool
+) -> None:
+    course = load_recipe("course_8b")
+    assert (
+        misfit(course.model_copy(update={"run": load_recipe("quickstart", ["run.device=cpu"]).run}), ranks=2)
+        is None
+    )
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(planning, "card_here", lambda: CARDS[card])
+    said = misfit(course, ranks=2)
+    assert (said is not None) == is_said
+    assert said is None or CARDS[card].name in said
+
+
+def test_two_steps_are_measured() -> None:
+    """On a CPU, for which nothing is planned: as a rank does on a GPU."""
+    small = load_recipe(
+        "quickstart",
+        [
+            "run.device=cpu",
+            "model.num_layers=1",
+            "model.context_length=8",
+            "train.batch_size=2",
+            "train.accumulation=2",
+        ],
+    )
+    found = measure(small)
+    assert found.peak_bytes is not None
+    assert found.seconds is not None
+    assert found.seconds > 0

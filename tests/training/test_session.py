@@ -227,6 +227,11 @@ def test_a_plan_says_what_train_would_do_and_writes_nothing(tiny: Tiny) -> None:
     assert "saved by 1 rank" in plan(tiny(), nproc=2).notes[0]
 
 
+def test_what_will_not_fit_is_said_before_the_first_step(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmkit.training.session.misfit", lambda recipe, *, ranks: f"no fit on {ranks}")
+    assert plan(tiny(), nproc=2).notes == ("no fit on 2",)
+
+
 def test_recipes_that_do_not_fit_their_data_are_refused_before_anything_is_written(tiny: Tiny) -> None:
     for attempt in (plan, train_here):  # the held-out file has 701 tokens
         with pytest.raises(UsageError) as caught:

@@ -1,0 +1,85 @@
+"""Compare a plan with a training on this machine: two steps, on random tokens."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from lmkit.data.batches import RandomTokens
+from lmkit.errors import LmkitError, UsageError, limit_reached
+from lmkit.measure.limits import card_here
+from lmkit.measure.memory import claim_workspaces, memory_in_use, track_peak
+from lmkit.parallel.launch import spawn_ranks
+from lmkit.recipe.schema import Recipe
+from lmkit.training.plan import plan
+from lmkit.training.process import numerics, ranks_of
+from lmkit.training.setup import ALONE, TrainingStep
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the second step took on the rank that took most; None: memory ran out."""
+
+    peak_bytes: int | None
+    seconds: float | None
+
+
+def check(recipe: Recipe, *, ranks: int = 1) -> Measured:
+    """Make two steps of a recipe on this machine's GPUs.
+
+    Raises:
+        UsageError: as `plan`, or there is no GPU, or there are fewer than ranks.
+    """
+    if not torch.cuda.is_available():
+        raise UsageError(
+            "plan.no_gpu", "--check: this machine shows no GPU to measure on", hint="leave out --check"
+        )
+    try:
+        return spawn_ranks(ranks, measure, (recipe,))  # in processes whose memory holds nothing else
+    except LmkitError as error:
+        if error.code != "memory.exhausted":
+            raise
+        return Measured(None, None)
+
+
+def measure(recipe: Recipe) -> Measured:
+    """Make two steps as one of the ranks; return what the second took on the rank that took most."""
+    with ranks_of(recipe) as ranks, numerics(recipe.run, ranks):
+        made = plan(recipe, card_here(), ranks=ranks.world_size)
+        config, train = made.config, made.train
+        assert config.vocab_size is not None
+        batches = RandomTokens(
+            config.vocab_size,
+            batch_size=train.batch_size,
+            context_length=config.context_length,
+            seed=0,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            accumulation=train.accumulation,
+        )
+        claim_workspaces(ranks.device)
+        before = memory_in_use(ranks.device)
+        try:
+            training = TrainingStep(
+                config,
+                ranks,
+                batches,
+                optimizer=recipe.optimizer,
+                parallel=recipe.parallel if ranks.world_size > 1 else ALONE,
+                precision=train.precision,
+                grad_clip=train.grad_clip,
+                cuda_graph="off",
+            )
+            training.run(wait=True)
+            with track_peak(ranks.device) as peak:
+                started = time.perf_counter()
+                training.run(wait=True)
+                seconds = time.perf_counter() - started
+        except RuntimeError as error:
+            raise limit_reached(error) or error from error
+        most = torch.tensor([peak.peak_bytes - before, seconds], dtype=torch.float64)
+        if ranks.world_size > 1:
+            torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
+        return Measured(int(most[0]), most[1].item())
