@@ -1,20 +1,29 @@
 """`lmkit bench all-reduce`: time of collectives over message sizes, and the bandwidth that it amounts to.
 
-Bus bandwidth as NCCL's tests define it: bytes that cross each rank's link per second. It does not depend on the
-number of ranks: 2 (W-1)/W of the buffer for an all-reduce, (W-1)/W for reduce-scatter and all-gather.
+Bandwidths as NCCL's tests define them. Algorithm bandwidth: bytes of the buffer per second. Bus bandwidth: bytes that
+cross each rank's link per second, which does not depend on the number of ranks: 2 (W-1)/W of the buffer for an
+all-reduce, (W-1)/W for reduce-scatter and all-gather.
+
+The time of n bytes is about latency + n / bandwidth (Hockney 1994); `fitted_line` finds both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
 
 from lmkit.bench.context import Context
-from lmkit.bench.harness import Summary
+from lmkit.bench.harness import NOT_MEASURED, Measured, Summary, grouped
 from lmkit.bench.pictures import lines
+from lmkit.errors import UsageError
+from lmkit.measure.environment import describe_environment
 from lmkit.measure.memory import release_memory
+from lmkit.measure.plots import line_panels
 from lmkit.measure.statistics import spread
-from lmkit.measure.tables import Column, Rows
+from lmkit.measure.tables import Column, Rows, markdown_table
 from lmkit.measure.timing import SteadyStateClock, time_variants
 from lmkit.recipe.tables import PositiveFloat, PositiveInt, Table
 from lmkit.registry import BENCHES
@@ -23,6 +32,7 @@ if TYPE_CHECKING:
     import torch
 
     from lmkit.parallel.ranks import Ranks
+    from lmkit.recipe.schema import Recipe
 
 CALLS_PER_SAMPLE = 4
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")
@@ -31,6 +41,10 @@ OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")
 class Options(Table):
     """`[bench.all_reduce]`."""
 
+    ranks: tuple[Annotated[int, Field(ge=2, le=64)], ...] = ()
+    """Numbers of ranks, which are started one after the other, in place of --nproc."""
+    backends: tuple[Literal["gloo", "nccl"], ...] = ()
+    """gloo between CPUs, nccl between GPUs; empty: `parallel.backend`."""
     sizes_mb: tuple[PositiveFloat, ...] = (1, 4, 16, 25, 64)
     """Sizes of the whole buffer, in 10^6 bytes."""
     dtypes: tuple[Literal["fp32", "bf16"], ...] = ("fp32", "bf16")
@@ -45,7 +59,7 @@ class Options(Table):
     help="all-reduce, reduce-scatter and all-gather over message sizes.",
     recipes=("bench_ddp", "bench_ddp_cpu"),
     ranks="required",
-    example="lmkit bench all-reduce bench_ddp_cpu --nproc 2",
+    example="lmkit bench all-reduce bench_ddp_cpu --ranks 2,4 --backends gloo,nccl",
     row_keys=("operation", "dtype", "world_size", "bytes", "bus_gb_per_s"),
 )
 def all_reduce(context: Context) -> Rows:
@@ -75,7 +89,8 @@ def all_reduce(context: Context) -> Rows:
                 prepare={operation: (lambda: agree(ranks)) for operation in OPERATIONS},
             )
             found = [
-                _row(operation, name, flat.nbytes, ranks, context.slowest_rank(timing.samples_ms))
+                {"size_mb": size_mb}
+                | _row(operation, name, flat.nbytes, ranks, context.slowest_rank(timing.samples_ms))
                 for operation, timing in timings.items()
             ]
             rows += found
@@ -83,6 +98,34 @@ def all_reduce(context: Context) -> Rows:
             del flat
             release_memory(ranks.device)
     return rows
+
+
+def in_worlds(recipe: Recipe, nproc: int, start: Callable[[Recipe, int], Measured | None]) -> Measured | None:
+    """Run every backend on every number of ranks. What a machine has too few GPUs for becomes a row."""
+    from lmkit.parallel.ranks import local_device
+
+    options = recipe.bench.table("all_reduce")
+    if not options.ranks and not options.backends:
+        return start(recipe, nproc)
+    rows: Rows = []
+    environment: dict[str, Any] = {}
+    for backend, ranks in product(options.backends or (recipe.parallel.backend,), options.ranks or (nproc,)):
+        device = {"gloo": "cpu", "nccl": "cuda"}.get(backend, recipe.run.device)
+        tables = {
+            "run": recipe.run.model_copy(update={"device": device}),
+            "parallel": recipe.parallel.model_copy(update={"backend": backend}),
+        }
+        try:
+            local_device(device, local_rank=ranks - 1)
+        except UsageError as error:
+            lack = {"status": "unsupported", "detail": error.message}
+            rows.append({"operation": "all_reduce", "backend": backend, "world_size": ranks} | lack)
+            continue
+        if (measured := start(recipe.model_copy(update=tables), ranks)) is not None:
+            rows += measured[0]
+            environment = measured[1]
+    environment.pop("world_size", None)  # the rows have several
+    return rows, environment or describe_environment()
 
 
 def _call(operation: str, flat: torch.Tensor, ranks: Ranks) -> Callable[[], object]:
@@ -119,45 +162,131 @@ def _row(operation: str, dtype: str, num_bytes: int, ranks: Ranks, samples_ms: l
 
 COLUMNS = (
     Column("operation", "operation"),
-    Column("dtype", "dtype"),
+    Column("backend", "backend"),
     Column("world_size", "ranks", "d"),
+    Column("dtype", "dtype"),
     Column("bytes", "bytes", ",d"),
-    Column("median_us", "us", ",.1f"),
+    Column("median_us", "us", ",.1f", instead="status"),
     Column("spread", "spread", ".1%"),
-    Column("bus_gb_per_s", "bus GB/s", ".2f"),
+    Column("algorithm_gb_per_s", "GB/s", ".3g"),
+    Column("bus_gb_per_s", "bus GB/s", ".3g"),
+    Column("line_us", "line us", ",.1f"),
+)
+LINE_COLUMNS = (
+    *COLUMNS[:4],
+    Column("latency_us", "latency us", ",.1f"),
+    Column("line_gb_per_s", "GB/s", ".3g"),
+    Column("line_bus_gb_per_s", "bus GB/s", ".3g"),
+    Column("off", "farthest point", ".0%"),
 )
 
 
+def fitted_line(points: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
+    """Return (latency, time per byte) of the line with the least squares of relative errors; None of one size.
+
+    Absolute errors would leave the latency to chance: those of the largest sizes outweigh it.
+
+    Args:
+        points: (bytes, time).
+    """
+    import numpy as np
+
+    sizes, times = np.array(points, dtype=float).T
+    if len(set(sizes)) < 2:
+        return None
+    latency, per_byte = np.linalg.lstsq(np.stack([1 / times, sizes / times], 1), np.ones(len(times)))[0]
+    if latency < 0:  # the best of those through the origin
+        latency, per_byte = 0.0, (sizes / times).sum() / (sizes / times).dot(sizes / times)
+    return float(latency), float(per_byte)
+
+
+def with_lines(rows: Rows) -> tuple[Rows, Rows]:
+    """Return the rows with the time that their line gives, and a row for each line."""
+    keys = [column.key for column in COLUMNS[:4]]
+    fitted: dict[Any, tuple[float, float]] = {}
+    lines: Rows = []
+    for key, members in grouped(rows, lambda row: tuple(row.get(key) for key in keys)).items():
+        measured = [row for row in members if row.get("median_us") is not None]
+        line = fitted_line([(row["bytes"], row["median_us"]) for row in measured]) if measured else None
+        if line is None or line[1] <= 0:
+            continue
+        fitted[key] = line
+        offs = [
+            abs(line[0] + row["bytes"] * line[1] - row["median_us"]) / row["median_us"] for row in measured
+        ]
+        rate = 1e-3 / line[1]  # bytes per us -> 10^9 bytes per second
+        crossing = measured[0]["bus_gb_per_s"] / measured[0]["algorithm_gb_per_s"]
+        values = {"latency_us": line[0], "line_gb_per_s": rate, "line_bus_gb_per_s": rate * crossing}
+        lines.append(dict(zip(keys, key, strict=True)) | values | {"off": max(offs)})
+    told = []
+    for row in rows:
+        line = fitted.get(tuple(row.get(key) for key in keys))
+        told.append(row | ({"line_us": line[0] + row["bytes"] * line[1]} if line and "bytes" in row else {}))
+    return told, lines
+
+
 def summarize(rows: Rows) -> Summary:
-    """Say what the rows support: the highest bandwidth, the shortest call."""
-    fastest = max(rows, key=lambda row: row["bus_gb_per_s"])
-    shortest = min(rows, key=lambda row: row["median_us"])
+    """Say what the rows support: the highest bandwidth, the shortest call, and the lines through the sizes."""
+    measured = [row for row in rows if row.get("status") not in NOT_MEASURED]
+    told, lines = with_lines(rows)
+    findings: list[str] = []
+    for backend, of_backend in grouped(measured, lambda row: row["backend"]).items():
+        fastest = max(of_backend, key=lambda row: row["bus_gb_per_s"])
+        shortest = min(of_backend, key=lambda row: row["median_us"])
+        findings += [
+            f"Highest bus bandwidth of {backend}: {fastest['operation']} of {fastest['bytes'] / 1e6:,.4g} MB "
+            f"{fastest['dtype']} on {fastest['world_size']} ranks, {fastest['bus_gb_per_s']:.1f} GB/s.",
+            f"A call of {backend} takes at least {shortest['median_us']:.0f} us ({shortest['operation']}, "
+            f"{shortest['bytes']:,} bytes): many small calls cost that much each.",
+        ]
     return Summary(
         "Collectives",
         COLUMNS,
-        rows,
-        findings=(
-            f"Highest bus bandwidth: {fastest['operation']} of {fastest['bytes'] / 1e6:,.4g} MB "
-            f"{fastest['dtype']} on {fastest['world_size']} ranks, {fastest['bus_gb_per_s']:.1f} GB/s.",
-            f"A call takes at least {shortest['median_us']:.0f} us ({shortest['operation']}, "
-            f"{shortest['bytes']:,} bytes): many small calls cost that much each.",
-        ),
+        told,
+        findings=findings,
+        tables={"Time = latency + bytes / bandwidth": markdown_table(lines, LINE_COLUMNS)} if lines else {},
         notes=(
-            "bus GB/s (10^9 bytes): what a rank must send, 2 (W-1)/W of the buffer for an all-reduce and (W-1)/W for "
-            "the others, divided by the time; MB: 10^6 bytes",
+            "GB/s (10^9 bytes): the buffer / time; bus GB/s: what a rank must send, 2 (W-1)/W of the buffer for an "
+            "all-reduce and (W-1)/W for the others, / time; MB: 10^6 bytes",
+            *(["line: latency + bytes / bandwidth, fitted to the sizes of a row's kind"] if lines else []),
         ),
     )
 
 
 def pictures(rows: Rows) -> dict[str, bytes]:
-    """Draw bandwidth over message size."""
-    picture = lines(
-        [row | {"mb": float(f"{row['bytes'] / 1e6:.3g}")} for row in rows],
-        "mb",
+    """Draw bus bandwidth over the size; and the times of all-reduces with their lines, a panel per backend."""
+    measured = [
+        {"size_mb": float(f"{row['bytes'] / 1e6:.3g}")} | row
+        for row in rows
+        if row.get("status") not in NOT_MEASURED
+    ]
+    if not measured:
+        return {}
+    worlds = {(row["backend"], row["world_size"]) for row in measured}
+    shown = measured if len(worlds) == 1 else [row for row in measured if row["operation"] == "all_reduce"]
+    what = "Collectives" if len(worlds) == 1 else "all_reduce"
+    size = "buffer (MB, 10^6 bytes)"
+    bandwidth = lines(
+        shown,
+        "size_mb",
         "bus_gb_per_s",
-        series=lambda row: f"{row['operation']} {row['dtype']}",
-        title=f"Collectives on {rows[0]['world_size']} ranks",
-        x_label="buffer (MB, 10^6 bytes)",
+        series=lambda row: (
+            f"{row['operation']} {row['dtype']}"
+            if len(worlds) == 1
+            else f"{row['backend']}, {row['world_size']} ranks, {row['dtype']}"
+        ),
+        title=f"{what} on {' and '.join(str(n) for n in sorted({n for _, n in worlds}))} ranks",
+        x_label=size,
         y_label="bus bandwidth (GB/s, 10^9 bytes)",
+        log_y=len({backend for backend, _ in worlds}) > 1,
     )
-    return {"all_reduce_bandwidth.png": picture}
+    panels: dict[str, dict[tuple[str, str], list[tuple[float, float]]]] = {}
+    for row in with_lines([row for row in measured if row["operation"] == "all_reduce"])[0]:
+        panel = panels.setdefault(f"{row['backend']}, {row['world_size']} ranks", {})
+        for kind, key in (("measured", "median_us"), ("line", "line_us")):
+            if key in row:
+                panel.setdefault((row["dtype"], kind), []).append((row["size_mb"], row[key] / 1e3))
+    times = line_panels(
+        panels, title="all_reduce: latency + bytes / bandwidth", x_label=size, y_label="time (ms)", log_y=True
+    )
+    return {"all_reduce_bandwidth.png": bandwidth, "all_reduce_time.png": times}

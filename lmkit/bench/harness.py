@@ -12,7 +12,8 @@ A bench is one file of this package that registers a function `bench(context) ->
         ...
 
 From these come `lmkit bench copy --sizes 1,2`, the recipe's [bench.copy], the folder, the journal and the report. A
-file may also define `check(recipe)`, `summarize(rows) -> Summary` and `pictures(rows)`.
+file may also define `check(recipe)`, `summarize(rows) -> Summary` and `pictures(rows)`, and `in_worlds(recipe, nproc,
+start)`, which calls `start(recipe, nproc) -> (rows, environment)` for every world size and joins what they return.
 
 Importing this module is cheap: torch loads when a bench runs.
 """
@@ -62,6 +63,8 @@ JOURNAL = "rows.jsonl.partial"
 NOT_MEASURED = ("unsupported", "out of memory", "skipped", "failed", "wrong result")
 """The `status` of a row without a measurement; its `detail` says why."""
 REASONS_SHOWN = 3
+Measured = tuple[Rows, dict[str, Any]]
+"""Rows, and what `environment.json` says."""
 Key = TypeVar("Key")
 Result = TypeVar("Result")
 
@@ -109,13 +112,19 @@ def run_bench(
     """
     from lmkit.recipe.load import recipe_to_toml  # it imports the tables of all benches
 
-    if check := getattr(bench_module(name), "check", None):
+    module = bench_module(name)
+    if check := getattr(module, "check", None):
         check(recipe)
     bench = BENCHES.facts(name).folder or name
     folder = output or default_folder(recipe) / bench
     with _place(folder) as journal:
-        given = (name, recipe, journal, progress)
-        measured = _on_rank(*given) if nproc == 1 else _on_several_ranks(*given, nproc)
+
+        def start(recipe: Recipe, nproc: int) -> Measured | None:
+            given = (name, recipe, journal, progress)
+            return _on_rank(*given) if nproc == 1 else _on_several_ranks(*given, nproc)
+
+        in_worlds = getattr(module, "in_worlds", None)
+        measured = in_worlds(recipe, nproc, start) if in_worlds else start(recipe, nproc)
         if measured is None:
             return None
         rows, environment = measured
@@ -166,7 +175,7 @@ def _place(folder: Path) -> Iterator[Journal]:
 
 def _on_several_ranks(
     name: str, recipe: Recipe, journal: Journal, progress: Progress, nproc: int
-) -> tuple[Rows, dict[str, Any]] | None:
+) -> Measured | None:
     """Start ranks; start them again after one ran out of memory, if the journal has something new."""
     from lmkit.parallel.launch import relayed, spawn_ranks
 
@@ -180,9 +189,7 @@ def _on_several_ranks(
                 raise
 
 
-def _on_rank(
-    name: str, recipe: Recipe, journal: Journal, progress: Progress
-) -> tuple[Rows, dict[str, Any]] | None:
+def _on_rank(name: str, recipe: Recipe, journal: Journal, progress: Progress) -> Measured | None:
     """Return rows and environment; None on ranks other than the first."""
     from lmkit.parallel.failures import losses_named
     from lmkit.training.process import numerics, ranks_of

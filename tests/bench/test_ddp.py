@@ -158,7 +158,7 @@ def test_collectives_have_bandwidths(measured):
         passes = 2 if row["operation"] == "all_reduce" else 1
         seconds = row["median_us"] / 1e6
         assert row["bus_gb_per_s"] == pytest.approx(passes * 0.5 * row["bytes"] / seconds / 1e9)
-    names = ("results.csv", "results.jsonl", "bandwidth.png", "report.md")
+    names = ("results.csv", "results.jsonl", "bandwidth.png", "time.png", "report.md")
     assert set(result_files("all_reduce", rows, {})[1]) == {f"all_reduce_{name}" for name in names}
 
 
