@@ -218,7 +218,10 @@ def least_bytes(config: ModelConfig, batch_size: int, context: int, element_byte
 
 def _measure(size: str, batch_size: int, filled: int, context: Context, limits: Limits) -> Rows:
     """Return one row per variant of one case."""
+    import torch
+
     options, device = context.options, context.device
+    torch.compiler.reset()  # or a rival's graph of another batch size would be made again for all sizes
     config = config_of(size, "", "sdpa")
     config = config.model_copy(
         update={"context_length": options.capacity, "num_kv_heads": options.kv_heads or None}

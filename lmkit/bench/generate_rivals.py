@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 from lmkit.recipe.tables import ModelConfig
+
+# The argument that takes a cache: releases of transformers differ.
+CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
 
 
 class TransformersWriter:
@@ -56,12 +61,12 @@ class TransformersWriter:
         """Read a prompt of zeros, as long as the context, for every text."""
         self.cache.reset()
         prompt = self.tokens.new_zeros(len(self.tokens), self.context)
-        self.model(prompt, past_key_values=self.cache, logits_to_keep=1)
+        self.model(prompt, **{CACHE: self.cache}, logits_to_keep=1)
 
     @torch.inference_mode()
     def step(self) -> None:
         """Write one more token of every text."""
-        logits = self.forward(self.tokens, past_key_values=self.cache).logits[:, -1]
+        logits = self.forward(self.tokens, **{CACHE: self.cache}).logits[:, -1]
         self.tokens.copy_(logits.argmax(dim=-1, keepdim=True))
 
     @torch.inference_mode()
@@ -69,7 +74,7 @@ class TransformersWriter:
         """Read one prompt as long as the context; leave the logits of the next token in `logits`."""
         self.prompt_cache.reset()
         prompt = self.tokens.new_zeros(1, self.context)
-        self.logits = self.model(prompt, past_key_values=self.prompt_cache, logits_to_keep=1).logits
+        self.logits = self.model(prompt, **{CACHE: self.prompt_cache}, logits_to_keep=1).logits
 
     def first_token(self) -> None:
         """Read one prompt as long as the context and write a token."""

@@ -2,10 +2,10 @@
 
 A step exists in four forms with the same state:
 
-* PyTorch's operations (`torch_step`): the default;
+* PyTorch's operations (`torch_step`);
 * a single row on a CPU: NumPy's (`single_row_step`);
-* with `kernels`, up to 16 rows on a GPU: a list of kernel launches (`kernel_step`), recorded as a CUDA graph;
-* with `kernels`, more rows on a GPU: a library's matrix products between fused kernels, recorded as well.
+* up to 16 rows on a GPU: a list of kernel launches (`kernel_step`), recorded as a CUDA graph;
+* more rows on a GPU: a library's matrix products between fused kernels, recorded as well.
 
 A graph serves all lengths of a bucket: programs beyond the end of a row leave at once, but many of them cost time.
 """
@@ -30,10 +30,6 @@ from lmkit.registry import ATTENTION
 
 if TYPE_CHECKING:
     from lmkit.generation.kernel_step import KernelStep
-
-
-KERNELS: bool | None = False
-"""The default of `kernels`: see `Decoder`."""
 
 
 class LayerWeights(NamedTuple):
@@ -90,7 +86,7 @@ class Decoder:
         vocab_size: int | None = None,
         never: Sequence[int] = (),
         logprobs: bool = False,
-        kernels: bool | None = KERNELS,
+        kernels: bool | None = None,
     ) -> None:
         config, weight = model.config, model.lm_head.weight
         self.model, self.rows, self.sampling, self.ends, self.logprobs = model, rows, sampling, ends, logprobs

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lmkit.errors import LmkitError, UsageError
-from lmkit.generation.decoder import KERNELS, Decoder, Newest, can_run_kernels, does_not_fit
+from lmkit.generation.decoder import Decoder, Newest, can_run_kernels, does_not_fit
 from lmkit.kernels.decode.reference import Ends, Sampling
 from lmkit.model.transformer import TransformerLM
 from lmkit.recipe.tables import GenerateConfig
@@ -51,7 +51,7 @@ def generate(
     allow_special: bool = False,
     on_text: Callable[[int, str], None] | None = None,
     on_end: Callable[[int, Generation], None] | None = None,
-    kernels: bool | None = KERNELS,
+    kernels: bool | None = None,
 ) -> list[Generation]:
     """Continue each prompt.
 
@@ -177,7 +177,7 @@ def generate_tokens(
     vocab_size: int | None = None,
     never: Sequence[int] = (),
     stop_id: int | None = None,
-    kernels: bool | None = KERNELS,
+    kernels: bool | None = None,
 ) -> Iterator[Drawn]:
     """Yield tokens as they are drawn; `generate` says what happens at the end of the context.
 
@@ -217,7 +217,7 @@ def decoder_for(
     vocab_size: int | None,
     never: Sequence[int],
     stop_id: int | None,
-    kernels: bool | None = KERNELS,
+    kernels: bool | None = None,
 ) -> Decoder:
     """Return a decoder that draws as the table `[generate]` says; `generate_tokens` has the other arguments."""
     return Decoder(

@@ -114,7 +114,8 @@ def run_product(
     made = {"out": out}
     if case.then == "residual":
         kept = products.parts_of(case.outputs, tile)
-        made |= {"normed": normed, "squares": parts[: count * kept].view(count, kept).sum(-1, keepdim=True)}
+        squares = parts[: count * kept].view(count, kept).sum(-1, keepdim=True)
+        made |= {"normed": normed, "squares": squares.to(dtype)}  # of the stream, which is rounded
     if case.then == "logits":
         tiles = -(-case.outputs // tile.outputs)
         made["tops"] = tops[: count * tiles].view(count, tiles)

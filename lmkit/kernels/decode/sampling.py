@@ -79,8 +79,8 @@ def advance_kernel(
     if (highest < float("inf")) & (highest > float("-inf")):
         if KIND == "greedy":
             tile = tl.min(tl.where(tops == highest, tile_ids, TILES), 0) * TILE + tl.arange(0, TILE)
-            z = tl.load(logits_row + tile, mask=tile < vocab_size, other=float("-inf"))
-            token = tl.min(tl.where(z == highest, tile, vocab_size), 0)
+            in_tile = tl.load(logits_row + tile, mask=tile < vocab_size, other=float("-inf"))
+            token = tl.min(tl.where(in_tile == highest, tile, vocab_size), 0)
         else:
             seed = tl.load(seeds_pointer + row)
             token = draw(logits_row, highest, seed, number, settings_pointer, vocab_size, KIND, BLOCK, BLOCKS)
