@@ -86,13 +86,14 @@ class Averager:
     """Start averaging collectives and count them in `traffic`.
 
     Args:
-        group: for `reduce_scatter` and `all_gather`: a process group of all ranks; None: the default one.
+        ranks: this rank's place in the group.
+        group: for everything but `all_reduce` of several tensors; None: the default one, of all ranks.
     """
 
     def __init__(self, ranks: Ranks, traffic: Traffic, group: dist.ProcessGroup | None = None) -> None:
         self._ranks = ranks
         self._traffic = traffic
-        self._group = group
+        self.group = group
         self._has_nccl = "nccl" in str(dist.get_backend_config())
 
     def all_reduce(self, tensors: list[torch.Tensor]) -> PendingMean:
@@ -106,7 +107,7 @@ class Averager:
         self._traffic.count_all_reduce(num_bytes, self._ranks.world_size, calls)
         op, divide_by = self._mean_of(tensors[0])
         if one_by_one:
-            works = [dist.all_reduce(tensor, op=op, async_op=True) for tensor in tensors]
+            works = [dist.all_reduce(tensor, op=op, group=self.group, async_op=True) for tensor in tensors]
             return PendingMean(works, tensors, divide_by)
         # torch.distributed offers a deprecated function for this, and a context manager whose overhead on the host
         # is as large as the launch.
@@ -119,12 +120,12 @@ class Averager:
         """Start averaging `flat` (world_size * n,); the result is this rank's part (n,), a view of `flat`."""
         part = self._count_and_take_part(flat)
         op, divide_by = self._mean_of(flat)
-        works = [_reduce_scatter(part, flat, op=op, group=self._group, async_op=True)]
+        works = [_reduce_scatter(part, flat, op=op, group=self.group, async_op=True)]
         return PendingMean(works, [part], divide_by)
 
     def all_gather(self, flat: torch.Tensor) -> Work:
         """Start filling `flat` (world_size * n,) with all parts; this rank's part is in place already."""
-        work: Work = _all_gather(flat, self._count_and_take_part(flat), group=self._group, async_op=True)
+        work: Work = _all_gather(flat, self._count_and_take_part(flat), group=self.group, async_op=True)
         return work
 
     def _count_and_take_part(self, flat: torch.Tensor) -> torch.Tensor:

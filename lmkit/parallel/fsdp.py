@@ -11,11 +11,10 @@ them go in an order that follows from the calls of the forward pass alone: these
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import timedelta
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +26,8 @@ from lmkit.errors import UsageError
 from lmkit.model.names import parameter_names, plain_name
 from lmkit.optim.clipping import clip_for, gradient_norm
 from lmkit.parallel.buckets import at_end_of_pass, on_gradient
-from lmkit.parallel.collectives import Averager, reduce_dtype_for, unused_everywhere
+from lmkit.parallel.collectives import reduce_dtype_for, unused_everywhere
+from lmkit.parallel.fsdp_links import Links, link
 from lmkit.parallel.fsdp_optimizer import FsdpOptimizer
 from lmkit.parallel.fsdp_shards import FlatParameters, draw, leave_meta
 from lmkit.parallel.protocol import (
@@ -51,7 +51,7 @@ MOST_REDUCTIONS = 2
     order=8,
     uses=("reduce_dtype", "weights"),
     shards=("parameters", "gradients", "optimizer"),
-    options={"reshard_after_forward": True, "state_dtype": "fp32"},
+    options={"reshard_after_forward": True, "state_dtype": "fp32", "shard_ranks": 0},
 )
 class Fsdp(Strategy):
     """Gather each layer's weights for its passes, scatter its gradients, update a shard.
@@ -65,7 +65,9 @@ class Fsdp(Strategy):
 
     Options: `reshard_after_forward` frees a layer's weights after its forward pass; if false, they stay until its
     backward pass, which takes memory and saves a gather. `state_dtype` ("fp32" or "bf16") is the dtype of the shards,
-    of their gradients and of the optimizer's state.
+    of their gradients and of the optimizer's state. `shard_ranks`, the number of GPUs of a machine, say, lets so many
+    consecutive ranks share one copy of the model (hybrid sharding): weights travel inside a machine only, and between
+    machines the mean of each shard's gradients. 0: all ranks share one.
 
     Attributes:
         compute_dtype: in which fp32 weights are gathered; None: as `parallel.weights` says.
@@ -86,6 +88,14 @@ class Fsdp(Strategy):
                 f'parallel.options.state_dtype: "{self._state_dtype}" is no dtype of the state',
                 hint='use "fp32" or "bf16"',
             )
+        count = int(options["shard_ranks"]) or ranks.world_size
+        if not 0 < count <= ranks.world_size or ranks.world_size % count:
+            raise UsageError(
+                "parallel.wrong_option",
+                f"parallel.options.shard_ranks: {count} does not divide {ranks.world_size} ranks",
+                hint="use the number of GPUs of a machine, or 0 for all ranks",
+            )
+        self._within = replace(ranks, rank=ranks.rank % count, world_size=count)
         self._flats: list[FlatParameters] = []
         self._flats_of: dict[nn.Module, list[FlatParameters]] = {}
         self._calls: list[nn.Module] = []  # layers in the order of this forward pass
@@ -98,12 +108,11 @@ class Fsdp(Strategy):
     # Shard the model
 
     def attach(self, model: nn.Module, *, fingerprint: str = "") -> nn.Module:
-        gathers = reductions = None
+        links = Links()
         if self.ranks.world_size > 1:
             check_same_model(model, self.ranks, fingerprint)
-            group = _second_group(dist.group.WORLD, self.ranks.timeout_s)
-            gathers = Averager(self.ranks, self.traffic)
-            reductions = Averager(self.ranks, self.traffic, group)
+            links = link(self.ranks, self._within, self.traffic)
+            self._of_copy = links.group
             self.gather = "collective"
         self._model = model
         is_on_meta = any(parameter.is_meta for parameter in model.parameters())
@@ -112,7 +121,7 @@ class Fsdp(Strategy):
         elif self.ranks.world_size > 1:
             broadcast_tensors(model.named_buffers())
         self.parameters = trainable_parameters(model)
-        self._shard(model, gathers, reductions)
+        self._shard(model, links)
         if is_on_meta:
             for layer, flats in self._flats_of.items():
                 for flat in flats:
@@ -128,7 +137,7 @@ class Fsdp(Strategy):
         self.refresh()
         return model
 
-    def _shard(self, model: nn.Module, gathers: Averager | None, reductions: Averager | None) -> None:
+    def _shard(self, model: nn.Module, links: Links) -> None:
         layers = list(forward_units(model))
         owners: dict[nn.Parameter, list[nn.Module]] = {p: [] for p in model.parameters()}
         for layer in layers:
@@ -147,12 +156,11 @@ class Fsdp(Strategy):
             flat = FlatParameters(
                 parameters,
                 [names[parameter] for parameter in parameters],
-                self.ranks,
+                self._within,
                 compute_dtype=compute_dtype,
                 state_dtype=reduce_dtype_for(dtype, self._state_dtype),
                 reduce_dtype=reduce_dtype_for(compute_dtype, self.config.reduce_dtype),
-                gathers=gathers,
-                reductions=reductions,
+                **links._asdict(),
                 kept=not layers_of,
             )
             self._flats.append(flat)
@@ -316,6 +324,8 @@ class Fsdp(Strategy):
             while len(self._reducing) >= MOST_REDUCTIONS:
                 self._reducing.pop(0).wait_reduced()
             flat.reduce()
+            if self._reducing:
+                self._reducing[-1].replicate()
             self._reducing.append(flat)
             if not flat.kept:
                 flat.hide()
@@ -335,7 +345,7 @@ class Fsdp(Strategy):
     # The step
 
     def build_optimizer(self, make: MakeOptimizer, groups: Iterable[dict[str, Any]]) -> FsdpOptimizer:
-        self._sharded = FsdpOptimizer(make, list(groups), self._flats, self.ranks, self.refresh)
+        self._sharded = FsdpOptimizer(make, list(groups), self._flats, self._within, self.refresh)
         return self._sharded
 
     @torch.no_grad()
@@ -357,8 +367,8 @@ class Fsdp(Strategy):
         gradients = [flat.gradient for flat in self._flats if flat.gradient is not None]
         square = gradient_norm(gradients).to(self.ranks.device).square()
         if self.ranks.world_size > 1:
-            self.traffic.count_all_reduce(square.nbytes, self.ranks.world_size)
-            dist.all_reduce(square)
+            self.traffic.count_all_reduce(square.nbytes, self._within.world_size)
+            dist.all_reduce(square, group=self._of_copy)
         norm = square.sqrt()
         clip_for(self._sharded.inner, gradients, norm, max_norm)
         return norm
@@ -372,15 +382,6 @@ class Fsdp(Strategy):
         self._used.clear()
         self._calls.clear()
         self._pass = None
-
-
-@functools.lru_cache(maxsize=1)
-def _second_group(world: dist.ProcessGroup, timeout_s: float) -> dist.ProcessGroup:
-    """Return a further process group of all ranks. Collective."""
-    group: Any = dist.new_group(
-        timeout=timedelta(seconds=timeout_s)
-    )  # some torch types the "no member" of it, too
-    return group
 
 
 def _in_each_pass(tensors: Sequence[torch.Tensor], count: int, call: Callable[[], None]) -> None:

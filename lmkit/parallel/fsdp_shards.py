@@ -29,7 +29,9 @@ class FlatParameters:
         compute_dtype: in which weights are gathered.
         state_dtype: of the shard, its gradient and so of the optimizer's state.
         reduce_dtype: in which gradients are reduced.
-        gathers, reductions: None if this rank is alone.
+        ranks: this rank's place among those that share one copy of the model.
+        gathers, reductions: between these; None if this rank is alone.
+        replicas: between the ranks that keep the same shard of other copies; None if there is one copy.
         kept: whether the weights stay gathered, because no layer's call tells when they are read.
 
     Attributes:
@@ -49,6 +51,7 @@ class FlatParameters:
         reduce_dtype: torch.dtype,
         gathers: Averager | None,
         reductions: Averager | None,
+        replicas: Averager | None,
         kept: bool,
     ) -> None:
         first = parameters[0]
@@ -60,6 +63,7 @@ class FlatParameters:
         self._ranks = ranks
         self._gathers = gathers
         self._reductions = reductions
+        self._replicas = replicas
         self._reduce_dtype = reduce_dtype
         self._sizes = [parameter.numel() for parameter in parameters]
         self._offsets = [sum(self._sizes[:index]) for index in range(len(parameters))]
@@ -76,6 +80,7 @@ class FlatParameters:
         self._is_gathered = self._is_open = False
         self._arriving: Work | None = None
         self._pending: PendingMean | None = None
+        self._is_replicating = False
         self._lent: torch.Tensor | None = None
         self.slices: dict[nn.Parameter, nn.Parameter] = {}
         for position, parameter in enumerate(parameters):
@@ -191,7 +196,7 @@ class FlatParameters:
             of_first: take rank 0's values. Collective.
         """
         assert self._lent is not None
-        if of_first and self._ranks.world_size > 1:
+        if of_first and (self._gathers is not None or self._replicas is not None):
             dist.broadcast(self._lent.view(torch.uint8), src=0)  # backends do not know every dtype
         self.shard.copy_(self._lent.chunk(self._ranks.world_size)[self._ranks.rank])
         self._lent = None
@@ -220,12 +225,21 @@ class FlatParameters:
             self._pending = PendingMean([], [flat])
         else:
             self._pending = self._reductions.reduce_scatter(flat)
+        self._is_replicating = False
+
+    @torch.no_grad()
+    def replicate(self) -> None:
+        """Start to average the mean that is on its way over the replicas, if there are any. Collective."""
+        if self._pending is not None and self._replicas is not None and not self._is_replicating:
+            self._is_replicating = True
+            self._pending = self._replicas.all_reduce(self._pending.wait())
 
     @torch.no_grad()
     def wait_reduced(self) -> None:
         """Add the mean gradient, if one is on its way, to `gradient` (on GPUs: on the current stream)."""
         if self._pending is None:
             return
+        self.replicate()
         (mean,) = self._pending.wait()
         self._pending = None
         if self.gradient is None:

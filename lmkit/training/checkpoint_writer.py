@@ -157,7 +157,7 @@ class CheckpointWriter:
         """Return what this rank writes: file name -> tensors."""
         rank = self._ranks.rank
         files: Files = {MODEL: model} if self._ranks.is_first else {}
-        if self._ranks.is_first or state.optimizer_shards > 1:
+        if rank < state.optimizer_shards:  # further ranks keep copies
             files[shard_name(rank, state.optimizer_shards)] = optimizer
         return files
 

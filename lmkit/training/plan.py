@@ -192,7 +192,8 @@ def held_by(
 ) -> Held:
     """Return what a rank holds of the model: what the strategy's facts say."""
     facts = STRATEGIES.facts(parallel.strategy)
-    share = dict.fromkeys(facts.shards, 1 / ranks)
+    options = {**facts.options, **parallel.options}
+    share = dict.fromkeys(facts.shards, 1 / (int(options.get("shard_ranks", 0)) or ranks))
     shared: dict[str, Any] = {
         "moments": OPTIMIZERS.facts(optimizer.name).moments,
         "of_weights": share.get("parameters", 1.0),
@@ -200,7 +201,6 @@ def held_by(
         "of_state": share.get("optimizer", 1.0),
     }
     if "parameters" in facts.shards:  # the shards are the masters
-        options = {**facts.options, **parallel.options}
         state = 2 if options.get("state_dtype") == "bf16" else 4
         units = facts.gathers if options.get("reshard_after_forward", True) else config.num_layers + 2
         return Held(weight=state, gradient=state, state=state, gathered_units=units, **shared)

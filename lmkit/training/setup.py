@@ -239,7 +239,7 @@ def initial_state(recipe: Recipe, step: Step, data: Data) -> TrainingState:
         tokens=0,
         world_size=step.ranks.world_size,
         strategy=recipe.parallel.strategy,
-        optimizer_shards=1 if layout is None else step.ranks.world_size,
+        optimizer_shards=1 if layout is None else layout["world_size"],
         optimizer_layout=layout,
         rng=(capture_rng(step.ranks.device),),
         model=resolved_tables(recipe)[0],

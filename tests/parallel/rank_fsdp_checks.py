@@ -28,12 +28,14 @@ from rank_model import (
     one_step,
     our_adamw,
     plain,
+    refused,
     seeded_model,
     sgd,
     start,
 )
 from torch import nn
 
+from lmkit.errors import UsageError
 from lmkit.model.transformer import TransformerLM, compile_model
 from lmkit.optim.adamw import decay_groups
 from lmkit.parallel.fsdp import Fsdp
@@ -71,11 +73,14 @@ def lm_step(sync: Fsdp, model: TransformerLM, optimizer: Any, ranks: Ranks, step
     return loss.item()
 
 
-@check(strategy=("fsdp",), accumulation=(1, 2), make=(adamw,), reshard=(True, False))
-@check(strategy=("fsdp",), accumulation=(1,), make=(our_adamw, sgd), reshard=(True,))
-def check_joined_batch(ranks: Ranks, strategy: str, accumulation: int, make: Callable, reshard: bool) -> None:
-    """Unused, frozen, tied parameters, clipping: as training on the joined batch."""
-    options = {"reshard_after_forward": reshard}
+@check(strategy=("fsdp",), accumulation=(1, 2), make=(adamw,), reshard=(True, False), copies=(1,))
+@check(strategy=("fsdp",), accumulation=(1,), make=(our_adamw, sgd), reshard=(True,), copies=(1,))
+@check(strategy=("fsdp",), accumulation=(2,), make=(adamw,), reshard=(True,), copies=(2,))
+def check_joined_batch(
+    ranks: Ranks, strategy: str, accumulation: int, make: Callable, reshard: bool, copies: int
+) -> None:
+    """Unused, frozen, tied parameters, clipping, several copies: as training on the joined batch."""
+    options = {"reshard_after_forward": reshard, "shard_ranks": ranks.world_size // copies}
     model = assert_equals_joined_run(
         ranks,
         strategy,
@@ -207,6 +212,23 @@ def check_fsdp_memory(ranks: Ranks, reshard: bool) -> None:
             assert all(flat.gradient is None for flat in sync._flats)
     layers = len(sync._flats)
     assert peaks == ([2] * 3 if reshard else [layers] * 3)
+
+
+@check()
+def check_fsdp_hybrid(ranks: Ranks) -> None:
+    """Two copies of the model: a rank holds its share of one, and gathers nothing from the other."""
+    whole = sharded(TINY, ranks)
+    count = ranks.world_size // 2
+    sync, model, optimizer = sharded(TINY, ranks, options={"shard_ranks": count})
+    for step in range(3):
+        losses = [lm_step(*run, ranks, step) for run in (whole, (sync, model, optimizer))]
+        assert losses[1] == pytest.approx(losses[0], rel=1e-6)  # float32 sums in another order
+    share = sum(p.numel() for p in model.parameters()) / count
+    assert share <= sum(flat.shard.numel() for flat in sync._flats) <= share + 128 * len(sync._flats)
+    assert optimizer.state_dict()["rank"] == ranks.rank % count
+    assert optimizer.shard_layout.world_size == count
+    with refused("parallel.wrong_option", UsageError, "shard_ranks", "3"):
+        build_strategy(ParallelConfig(strategy="fsdp", options={"shard_ranks": 3}), ranks)
 
 
 @check()

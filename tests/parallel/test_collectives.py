@@ -15,8 +15,8 @@ def test_gloo_reduces_cuda_tensors_one_by_one(monkeypatch):
     """It has no grouped call for them. (On GPUs: tests/gpu.)"""
     reduced, waited = [], []
 
-    def all_reduce(tensor, op, async_op):
-        reduced.append((tensor.name, op, async_op))
+    def all_reduce(tensor, op, group, async_op):
+        reduced.append((tensor.name, op, group, async_op))
         return SimpleNamespace(wait=lambda: waited.append(tensor.name))
 
     monkeypatch.setattr(collectives.dist, "get_backend_config", lambda: "cpu:gloo,cuda:gloo")
@@ -25,7 +25,7 @@ def test_gloo_reduces_cuda_tensors_one_by_one(monkeypatch):
     tensors = [SimpleNamespace(name=n, nbytes=8, device=SimpleNamespace(type="cuda")) for n in "ab"]
     traffic = Traffic()
     pending = Averager(Ranks(world_size=2), traffic).all_reduce(tensors)
-    assert reduced == [(name, collectives.dist.ReduceOp.SUM, True) for name in "ab"]
+    assert reduced == [(name, collectives.dist.ReduceOp.SUM, None, True) for name in "ab"]
     assert waited == []
     assert pending.wait() == tensors
     assert waited == ["a", "b", 2]

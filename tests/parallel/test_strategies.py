@@ -23,7 +23,15 @@ PREFIXES = (
     *("late gradients: bucketed", "late gradients: zero1", "traffic", "by the other gather"),
     *("zero1 single", "zero1 equals", "zero1 state", "zero1 weights"),
     *("data parallel: bucketed", "sharded optimizer"),
-    *("fsdp in", "fsdp memory", "fsdp draws", "fsdp of blocks: compiled", "fsdp module", "fsdp loads"),
+    *(
+        "fsdp in",
+        "fsdp memory",
+        "fsdp draws",
+        "fsdp hybrid",
+        "fsdp of blocks: compiled",
+        "fsdp module",
+        "fsdp loads",
+    ),
 )
 FOUR_RANKS = [
     name

@@ -80,6 +80,15 @@ def test_a_rank_holds_what_the_strategy_says(
     assert shared.memory.gradients == pytest.approx(gradients * alone.gradients + packed, rel=1e-3)
 
 
+def test_hybrid_sharding_divides_by_the_ranks_of_one_copy() -> None:
+    course = load_recipe("course_8b", ["train.batch_size=8"])
+    hybrid = load_recipe("course_8b", ["train.batch_size=8", "parallel.options={shard_ranks=2}"])
+    two, eight = plan(course, H200, ranks=2).memory, plan(course, H200, ranks=8).memory
+    of_copy = plan(hybrid, H200, ranks=8).memory
+    assert two.weights == of_copy.weights == 4 * eight.weights
+    assert two.optimizer == of_copy.optimizer
+
+
 def test_what_cannot_be_planned() -> None:
     shape, *_ = MEASURED["162M"]
     for code, made, ranks in (

@@ -120,6 +120,7 @@ def test_fault_54_two_ranks_resume_bit_for_bit(
         ((2, "bucketed"), (1, "none")),
         ((2, "fsdp"), (1, "none")),
         ((2, "fsdp"), (4, "fsdp")),
+        ((4, "fsdp parallel.options.shard_ranks=2"), (2, "fsdp")),
         ((4, "zero1"), (2, "fsdp")),
         ((4, "fsdp"), (2, "zero1")),
     ),
@@ -129,7 +130,7 @@ def test_fault_56_another_number_of_ranks_goes_on_with_the_same_run_and_says_so(
 ) -> None:
     assert fleet.train(settings("run.name=whole")) == [0]
     for (ranks, strategy), options in ((first, {"stop_at_step": 5}), (then, {})):
-        changed = settings("run.name=parts", f"parallel.strategy={strategy}")
+        changed = settings("run.name=parts", *f"parallel.strategy={strategy}".split())
         assert fleet.train(changed, ranks=ranks, **options) == [0] * ranks, fleet.said()
     assert f"saved by {first[0]} rank" in fleet.said()
     assert_same_losses(tiny("run.name=whole"), tiny("run.name=parts"), ("train",))

@@ -1,0 +1,65 @@
+"""Between whom the collectives of `fsdp` go: ranks that share a copy of the model, and ranks with the same shard."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from lmkit.parallel.collectives import Averager, Traffic
+from lmkit.parallel.ranks import Ranks
+
+
+class Links(NamedTuple):
+    """What `FlatParameters` takes; all None: this rank is alone."""
+
+    gathers: Averager | None = None
+    reductions: Averager | None = None
+    replicas: Averager | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks that share a copy of the model; None: all."""
+        return None if self.reductions is None else self.reductions.group
+
+
+def link(ranks: Ranks, within: Ranks, traffic: Traffic) -> Links:
+    """Return averagers of this rank. Collective.
+
+    Args:
+        within: its place among the ranks that share its copy of the model: `within.world_size` consecutive ones.
+    """
+    groups = _groups(dist.group.WORLD, within.world_size, ranks.timeout_s)
+    replicas = None
+    if within.world_size < ranks.world_size:
+        copies = ranks.world_size // within.world_size
+        across = replace(within, rank=ranks.rank // within.world_size, world_size=copies)
+        replicas = Averager(across, traffic, groups["replicas"])
+    return Links(
+        Averager(within, traffic, groups["gathers"]),
+        Averager(within, traffic, groups["reductions"]),
+        replicas,
+    )
+
+
+@functools.lru_cache(maxsize=1)
+def _groups(world: dist.ProcessGroup, count: int, timeout_s: float) -> dict[str, Any]:
+    """Return this rank's process groups: two of the `count` ranks that share a copy of the model, one of those that
+    keep the same shard. Collective."""
+    ranks = list(range(world.size()))
+    copies = [ranks[start : start + count] for start in range(0, len(ranks), count)]
+    members = {"reductions": copies}
+    found: dict[str, Any] = {"gathers": None}  # the default group
+    if len(copies) > 1:
+        members |= {"gathers": copies, "replicas": [ranks[index::count] for index in range(count)]}
+    for name, groups in members.items():
+        for group in groups:
+            made = dist.new_group(
+                group, timeout=timedelta(seconds=timeout_s)
+            )  # every rank takes part in each
+            if world.rank() in group:
+                found[name] = made
+    return found
