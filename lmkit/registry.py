@@ -215,6 +215,7 @@ class KernelFacts(Facts):
         check: a function of the module: `check(q)` raises UsageError for a dtype, head_dim or device that the kernel
             does not support.
         masks: whether it takes `mask=`.
+        windows: whether it takes `first=`: with `causal`, query i sees no key before first[i].
         sees_all: whether each query sees all keys, or with `causal` all earlier ones. If not, generation reads the
             whole text again for every token: the attention of the key-value cache sees all keys.
         second_derivatives: whether its backward pass can be differentiated.
@@ -232,6 +233,7 @@ class KernelFacts(Facts):
     devices: tuple[str, ...] = ("cpu", "cuda")
     check: str | None = None
     masks: bool = False
+    windows: bool = False
     sees_all: bool = True
     second_derivatives: bool = False
     keeps_scores: bool = False

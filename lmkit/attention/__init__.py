@@ -13,6 +13,8 @@ with q (batch, heads, num_queries, head_dim), k and v (batch, kv_heads, num_keys
 - a row that sees no key gives zeros;
 - kernels with the fact `masks` take `mask`, booleans that broadcast to (batch, heads, num_queries, num_keys): True
   where a query may see a key;
+- kernels with the fact `windows` take `first` (batch or 1, num_queries), integers that never fall and are at most i:
+  with `causal`, query i sees the keys first[i] <= j <= i. Sliding windows and documents are both of this kind;
 - under `torch.autocast`, inputs other than float64 are cast to the autocast dtype, as in PyTorch's attention.
 """
 

@@ -98,12 +98,21 @@ def check_kernel(name: str, q: Tensor) -> None:
         ATTENTION.function_of(name, check)(q)
 
 
-def best_kernel(q: Tensor, mask: Tensor | None = None) -> str:
-    """Return the kernel that `attention` takes for tensors like q (batch, heads, seq, head_dim) by itself."""
+def best_kernel(q: Tensor, mask: Tensor | None = None, *, windows: bool = False) -> str:
+    """Return the kernel that `attention` takes for tensors like q (batch, heads, seq, head_dim) by itself.
+
+    Args:
+        windows: it has to take `first=`.
+    """
     for name in PREFERRED[:-1]:
         facts = ATTENTION.facts(name)
         installed = all(importlib.util.find_spec(package) for package in facts.requires)
-        if q.device.type in facts.devices and installed and (mask is None or facts.masks):
+        if (
+            q.device.type in facts.devices
+            and installed
+            and (mask is None or facts.masks)
+            and facts.windows >= windows
+        ):
             try:
                 check_kernel(name, q)
             except UsageError:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmkit.attention.inputs import SECOND_DERIVATIVES, prepare_inputs
+from lmkit.attention.inputs import SECOND_DERIVATIVES, check_first, prepare_inputs
 from lmkit.autograd import differentiable_once
 from lmkit.registry import ATTENTION
 
@@ -25,14 +25,24 @@ QUERY_TILE = 128
 KEY_TILE = 128
 
 
-@ATTENTION.register("flash_torch", order=3)
-def flash_torch(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None) -> Tensor:
+@ATTENTION.register("flash_torch", order=3, windows=True)
+def flash_torch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float | None = None,
+    first: Tensor | None = None,
+) -> Tensor:
     """Compute exact attention in memory linear in the sequence lengths, forward and backward.
 
     Accumulates in float32 (float64 for float64 inputs). See `lmkit.attention` for shapes and conventions.
     """
     q, k, v, scale = prepare_inputs(q, k, v, scale)
-    return FlashAttention.apply(q, k, v, causal, scale)
+    if first is not None:
+        check_first(q, k, first, causal)
+    return FlashAttention.apply(q, k, v, causal, scale, first)
 
 
 class FlashAttention(torch.autograd.Function):
@@ -48,14 +58,20 @@ class FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool = False,
+        scale: float | None = None,
+        first: Tensor | None = None,
     ) -> Tensor:
         if scale is None:
             scale = q.shape[-1] ** -0.5
         with torch.autocast(q.device.type, enabled=False):
-            out, lse = forward(q, k, v, causal, scale)
+            out, lse = forward(q, k, v, causal, scale, first)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.causal, ctx.scale = causal, scale
+        ctx.causal, ctx.scale, ctx.first = causal, scale, first
         return out
 
     @staticmethod
@@ -64,12 +80,14 @@ class FlashAttention(torch.autograd.Function):
         dout = grads[0]
         with torch.autocast(dout.device.type, enabled=False):
             q, k, v, out, lse = saved
-            dq, dk, dv = backward(dout, q, k, v, out, lse, ctx.causal, ctx.scale)
-        return dq, dk, dv, None, None
+            dq, dk, dv = backward(dout, q, k, v, out, lse, ctx.causal, ctx.scale, ctx.first)
+        return dq, dk, dv, None, None, None
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Return (out, lse): algorithm 1.
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, first: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return (out, lse): algorithm 1. With `first` (batch or 1, num_queries), query i sees no key before first[i].
 
     q and out are (batch, heads, num_queries, head_dim), k and v (batch, kv_heads, num_keys, head_dim),
     lse (batch, heads, num_queries).
@@ -87,9 +105,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tupl
         largest = lse.new_full((*q_tile.shape[:-1], 1), -math.inf)  # running maximum of the scores
         total = torch.zeros_like(largest)  # running sum of exp(score - largest)
         weighted = torch.zeros_like(q_tile)  # running sum of exp(score - largest) * v
-        for columns in visible_key_tiles(rows, k.shape[-2], causal):
-            scores = tile_scores(q_tile, k, rows, columns, causal, scale)  # (..., tile, key tile)
+        for columns in visible_key_tiles(rows, k.shape[-2], causal, first):
+            scores = tile_scores(q_tile, k, rows, columns, causal, scale, first)  # (..., tile, key tile)
             new_largest = torch.maximum(largest, scores.amax(dim=-1, keepdim=True))
+            if first is not None:  # a row that has seen no key yet: its sums stay zero
+                new_largest = new_largest.clamp_min(torch.finfo(lse.dtype).min)
             p = torch.exp(scores - new_largest)  # (..., tile, key tile)
             # The sums so far are relative to the old maximum.
             shrink = torch.exp(largest - new_largest)
@@ -103,7 +123,15 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tupl
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    first: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv): algorithm 2.
 
@@ -124,9 +152,9 @@ def backward(
 
     for rows in tiles(q.shape[-2], QUERY_TILE):
         q_tile, dout_tile = q[..., rows, :].to(lse.dtype), dout[..., rows, :].to(lse.dtype)
-        for columns in visible_key_tiles(rows, k.shape[-2], causal):
+        for columns in visible_key_tiles(rows, k.shape[-2], causal, first):
             k_tile, v_tile = k[..., columns, :].to(lse.dtype), v[..., columns, :].to(lse.dtype)
-            scores = tile_scores(q_tile, k, rows, columns, causal, scale)  # (..., tile, key tile)
+            scores = tile_scores(q_tile, k, rows, columns, causal, scale, first)  # (..., tile, key tile)
             p = torch.exp(scores - lse[..., rows, None])
             dp = dout_tile @ v_tile.transpose(-2, -1)  # (..., tile, key tile)
             ds = p * (dp - delta[..., rows, None])  # (..., tile, key tile)
@@ -144,13 +172,24 @@ def grouped(x: Tensor, k: Tensor) -> Tensor:
     return x.unflatten(1, (kv_heads, x.shape[1] // max(kv_heads, 1)))
 
 
-def tile_scores(q_tile: Tensor, k: Tensor, rows: slice, columns: slice, causal: bool, scale: float) -> Tensor:
+def tile_scores(
+    q_tile: Tensor,
+    k: Tensor,
+    rows: slice,
+    columns: slice,
+    causal: bool,
+    scale: float,
+    first: Tensor | None = None,
+) -> Tensor:
     """Return the masked, scaled scores of one tile, (..., tile, key tile)."""
     scores = q_tile @ k[..., columns, :].to(q_tile.dtype).transpose(-2, -1) * scale
     if causal and columns.stop - 1 > rows.start:  # the tile touches the diagonal
         i = torch.arange(rows.start, rows.stop, device=k.device)[:, None]
         j = torch.arange(columns.start, columns.stop, device=k.device)[None, :]
         scores = scores.masked_fill(j > i, -math.inf)
+    if first is not None:
+        j = torch.arange(columns.start, columns.stop, device=k.device)
+        scores = scores.masked_fill(j < first[:, None, None, rows, None], -math.inf)
     return scores
 
 
@@ -159,9 +198,16 @@ def tiles(length: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, length)) for start in range(0, length, size))
 
 
-def visible_key_tiles(rows: slice, num_keys: int, causal: bool) -> Iterator[slice]:
-    """Yield the tiles of keys that any query of `rows` sees; a causal mask skips the others."""
-    return tiles(min(num_keys, rows.stop) if causal else num_keys, KEY_TILE)
+def visible_key_tiles(
+    rows: slice, num_keys: int, causal: bool, first: Tensor | None = None
+) -> Iterator[slice]:
+    """Yield the tiles of keys that any query of `rows` sees; a causal mask skips the others.
+
+    On a CPU, so does `first`; elsewhere the host would wait for the device to learn it.
+    """
+    start = int(first[:, rows].min()) if first is not None and first.device.type == "cpu" else 0
+    stop = min(num_keys, rows.stop) if causal else num_keys
+    return (columns for columns in tiles(stop, KEY_TILE) if columns.stop > start)
 
 
 def accumulation_dtype(x: Tensor) -> torch.dtype:

@@ -47,14 +47,20 @@ def causal_mask(num_queries: int, num_keys: int, device: torch.device) -> Tensor
     return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril()
 
 
-def visible_keys(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -> Tensor | None:
+def visible_keys(
+    q: Tensor, k: Tensor, causal: bool, mask: Tensor | None, first: Tensor | None = None
+) -> Tensor | None:
     """Return booleans, True where a query sees a key: (num_queries, num_keys), or (batch, heads, num_queries,
     num_keys) if there is a mask. None means that every query sees every key.
 
     Raises:
-        ValueError: `mask` is not boolean, or does not broadcast.
+        ValueError: `mask` is not boolean, or does not broadcast; `first` without `causal`, or of another shape.
     """
     num_queries, num_keys = q.shape[2], k.shape[2]
+    if first is not None:
+        check_first(q, k, first, causal)
+        after = torch.arange(num_keys, device=q.device) >= first[:, None, :, None]
+        mask = after if mask is None else mask & after  # (batch or 1, 1, num_queries, num_keys)
     below_diagonal = causal_mask(num_queries, num_keys, q.device) if causal else None
     if mask is None:
         return below_diagonal
@@ -67,6 +73,21 @@ def visible_keys(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -> Ten
     ):
         raise ValueError(f"mask {tuple(mask.shape)} does not broadcast to {full}")
     return (mask if below_diagonal is None else mask & below_diagonal).expand(full)
+
+
+def check_first(q: Tensor, k: Tensor, first: Tensor, causal: bool) -> None:
+    """Raise ValueError unless `first` is (batch or 1, num_queries) and causal attention uses it."""
+    if not causal or k.shape[2] < q.shape[2]:
+        raise ValueError("first= needs causal=True, and as many keys as queries")
+    if first.dim() != 2 or first.shape[0] not in (1, q.shape[0]) or first.shape[1] != q.shape[2]:
+        raise ValueError(f"first {tuple(first.shape)} does not fit queries {tuple(q.shape)}")
+
+
+def first_in_window(window: int | None, seq: int, device: torch.device) -> Tensor | None:
+    """Return the first token that each token sees, itself and those before it being `window`: (1, seq) int32."""
+    if window is None:
+        return None
+    return (torch.arange(seq, device=device, dtype=torch.int32) - (window - 1)).clamp_min(0)[None]
 
 
 def zeros_like_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

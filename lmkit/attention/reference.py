@@ -14,11 +14,19 @@ from lmkit.registry import ATTENTION
     order=1,
     aliases=("scaled_dot_prod_attention",),
     masks=True,
+    windows=True,
     second_derivatives=True,
     keeps_scores=True,
 )
 def reference(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, mask: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float | None = None,
+    mask: Tensor | None = None,
+    first: Tensor | None = None,
 ) -> Tensor:
     """Return softmax(q k^T * scale) v ("Attention Is All You Need", eq. 1).
 
@@ -31,7 +39,7 @@ def reference(
 
     with range_("attention.scores"):
         scores = q @ k.transpose(-2, -1) * scale  # (batch, heads, num_queries, num_keys)
-        visible = visible_keys(q, k, causal, mask)
+        visible = visible_keys(q, k, causal, mask, first)
         if visible is not None:
             scores = scores.masked_fill(~visible, -math.inf)
     with range_("attention.softmax"):

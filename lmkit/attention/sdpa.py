@@ -21,6 +21,7 @@ BACKENDS = {
     "sdpa",
     order=5,
     masks=True,
+    windows=True,
     variants={
         "cudnn": {"backend": "cudnn"},
         "flash": {"backend": "flash"},
@@ -35,6 +36,7 @@ def sdpa(
     causal: bool,
     scale: float | None = None,
     mask: Tensor | None = None,
+    first: Tensor | None = None,
     backend: Literal["cudnn", "flash", "efficient"] | None = None,
 ) -> Tensor:
     """Call `torch.nn.functional.scaled_dot_product_attention`.
@@ -57,15 +59,15 @@ def sdpa(
                 hint="there are: " + ", ".join(BACKENDS),
             )
         with sdpa_kernel(BACKENDS[backend]):
-            return sdpa(q, k, v, causal=causal, scale=scale, mask=mask)
+            return sdpa(q, k, v, causal=causal, scale=scale, mask=mask, first=first)
     q, k, v, scale = prepare_inputs(q, k, v, scale)
     if k.shape[2] == 0:
         return zeros_like_queries(q, k, v)
     if scale <= 0:
         # PyTorch's flash kernels mask before they scale, which gives NaN or counts masked keys.
         q, scale = q * scale, 1.0
-    if mask is not None:  # PyTorch takes either a mask or is_causal
-        mask, causal = visible_keys(q, k, causal, mask), False
+    if mask is not None or first is not None:  # PyTorch takes either a mask or is_causal
+        mask, causal = visible_keys(q, k, causal, mask, first), False
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )

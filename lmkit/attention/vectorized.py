@@ -15,11 +15,19 @@ from lmkit.registry import ATTENTION
     order=2,
     aliases=("vectorized_torch",),
     masks=True,
+    windows=True,
     second_derivatives=True,
     keeps_scores=True,
 )
 def vectorized(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, mask: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float | None = None,
+    mask: Tensor | None = None,
+    first: Tensor | None = None,
 ) -> Tensor:
     """Compute attention as batched matrix products; the heads of a group share their keys without a copy.
 
@@ -35,7 +43,7 @@ def vectorized(
     with range_("attention.scores"):
         # (batch, kv_heads, group * num_queries, num_keys)
         scores = torch.matmul(rows, k.transpose(-2, -1)) * scale
-        visible = visible_keys(q, k, causal, mask)
+        visible = visible_keys(q, k, causal, mask, first)
         if visible is not None:
             by_head = scores.view(batch, heads, num_queries, num_keys)
             scores = by_head.masked_fill(~visible, -math.inf).view(scores.shape)

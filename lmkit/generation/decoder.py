@@ -1,8 +1,10 @@
 """Write several texts at once: their state and KV cache on the device, and the step that adds a token to each.
 
-A step exists in four forms with the same state:
+A step exists in five forms with the same state. None is taken for a model with a switch (`ModelConfig.switches`) that
+it does not implement:
 
-* PyTorch's operations (`torch_step`);
+* the model itself (`model_step`), which has all switches;
+* PyTorch's operations (`torch_step`), which have fewer;
 * a single row on a CPU: NumPy's (`single_row_step`);
 * up to 16 rows on a GPU: a list of kernel launches (`kernel_step`), recorded as a CUDA graph;
 * more rows on a GPU: a library's matrix products between fused kernels, recorded as well.
@@ -14,12 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lmkit.errors import LmkitError
+from lmkit.generation.model_step import ModelStep
 from lmkit.generation.prefill import Prefill, Text
 from lmkit.generation.single_row_step import SingleRowStep
 from lmkit.generation.torch_step import TorchStep
@@ -116,19 +120,25 @@ class Decoder:
         penalizes = sampling.repetition_penalty != 1
         seen = torch.zeros(rows if penalizes else 0, len(banned), dtype=torch.int8, device=self.device)
         self.rules = Rules(banned, seen, sampling.settings(self.device), penalizes)
-        self.layers = [layer_weights(layer) for layer in model.layers]
         if can_run_kernels(model) if kernels is None else kernels:
             from lmkit.generation.kernel_step import KernelStep
 
-            self._step: KernelStep | TorchStep | SingleRowStep = KernelStep(self)
+            self._step: KernelStep | TorchStep | SingleRowStep | ModelStep = KernelStep(self)
             self._prefill = Prefill(self, padded=True)
             return
         exact = weight.dtype in (torch.float32, torch.float64)
-        if rows == 1 and self.device.type == "cpu" and exact and not self.rereads:
+        alone = rows == 1 and self.device.type == "cpu" and exact
+        if alone and not self.rereads and config.switches <= SingleRowStep.switches:
             self._step = SingleRowStep(self)
-        else:
+        elif not self.rereads and config.switches <= TorchStep.switches:
             self._step = TorchStep(self)
+        else:
+            self._step = ModelStep(self)
         self._prefill = Prefill(self, padded=False)
+
+    @cached_property
+    def layers(self) -> list[LayerWeights]:
+        return [layer_weights(layer) for layer in self.model.layers]
 
     @property
     def refill(self) -> int:
@@ -203,7 +213,7 @@ def can_run_kernels(model: TransformerLM) -> bool:
         and config.d_model % 64 == 0
         and config.d_ff % 32 == 0
         and config.head_dim <= 256
-        and not config.qkv_bias
+        and not config.switches
     )
 
 

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from lmkit.attention import attention_function
 from lmkit.attention.dispatch import best_kernel
+from lmkit.attention.inputs import first_in_window
+from lmkit.recipe.tables import ModelConfig
 
 if TYPE_CHECKING:
     from lmkit.generation.decoder import Decoder
@@ -36,7 +38,10 @@ class RowsOfCache:
     Attributes:
         keys, values: (num_layers, rows, kv_heads, capacity, head_dim)
         rows: (texts) int64, where each text goes.
+        attention: takes `first=` if the model has windows.
     """
+
+    config: ModelConfig
 
     keys: Tensor
     values: Tensor
@@ -52,7 +57,10 @@ class RowsOfCache:
         seq = k.shape[2]
         self.keys[layer][self.rows, :, :seq] = k.to(self.keys.dtype)
         self.values[layer][self.rows, :, :seq] = v.to(self.values.dtype)
-        return self.attention(q, k, v, causal=True)
+        first = first_in_window(self.config.window(layer), seq, q.device)
+        if first is None:
+            return self.attention(q, k, v, causal=True)
+        return self.attention(q, k, v, causal=True, first=first)
 
 
 class Text(NamedTuple):
@@ -80,7 +88,7 @@ class Prefill:
         self.decoder, self.padded = decoder, padded
         config, weight = decoder.model.config, decoder.model.lm_head.weight
         like_q = weight.new_empty(1, config.num_heads, 1, config.head_dim)
-        self.attention = attention_function(best_kernel(like_q))
+        self.attention = attention_function(best_kernel(like_q, windows=config.attention_window is not None))
         self.together = max(1, decoder.rows // 16) if padded else 1
         self._graphs: dict[tuple[int, ...], tuple[torch.cuda.CUDAGraph, Tensor] | None] = {}
         self._pool: Any = None  # of the graphs' memory
@@ -158,6 +166,6 @@ class Prefill:
         state.seeds[row], state.number[row], state.done[row] = seed, number, done
         state.text[row, : ids.shape[1]] = ids
         if ids.shape[1] > 1 and not decoder.rereads:
-            cache = RowsOfCache(decoder.keys, decoder.values, row, self.attention)
+            cache = RowsOfCache(decoder.model.config, decoder.keys, decoder.values, row, self.attention)
             decoder.model.hidden_states(ids[:, :-1], cache)
         decoder._step.begin(row, ids.gather(1, last[:, None])[:, 0])

@@ -39,7 +39,13 @@ class Layer(NamedTuple):
 
 
 class SingleRowStep:
-    """Call it with the number of tokens of the row to make a step, in float32 or float64."""
+    """Call it with the number of tokens of the row to make a step, in float32 or float64.
+
+    Attributes:
+        switches: those of [model] that it implements.
+    """
+
+    switches = frozenset({"qkv_bias"})
 
     def __init__(self, decoder: Decoder) -> None:
         model, config = decoder.model, decoder.model.config

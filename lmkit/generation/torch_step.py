@@ -17,8 +17,26 @@ if TYPE_CHECKING:
     from lmkit.generation.decoder import Decoder
 
 
+def advance(decoder: Decoder, logits: Tensor) -> None:
+    """Draw the next token of every row from its logits, (rows, vocab_size)."""
+    plain_advance(
+        plain_rules(logits, decoder.rules),
+        decoder.state,
+        decoder.sampling,
+        decoder.rules,
+        decoder.ends,
+        logprobs=decoder.logprobs,
+    )
+
+
 class TorchStep:
-    """Call it with the number of tokens of the longest row to make a step."""
+    """Call it with the number of tokens of the longest row to make a step.
+
+    Attributes:
+        switches: those of [model] that it implements.
+    """
+
+    switches = frozenset({"qkv_bias"})
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
@@ -60,16 +78,7 @@ class TorchStep:
         """Prepare nothing: a step reads its tokens from the rows' texts."""
 
     def __call__(self, longest: int) -> None:
-        decoder = self.decoder
-        logits = self.reread() if decoder.rereads else self.logits(longest)
-        plain_advance(
-            plain_rules(logits, decoder.rules),
-            decoder.state,
-            decoder.sampling,
-            decoder.rules,
-            decoder.ends,
-            logprobs=decoder.logprobs,
-        )
+        advance(self.decoder, self.logits(longest))
 
     def logits(self, longest: int) -> Tensor:
         """Read the newest token of every row; return the logits of the next, (rows, vocab_size)."""
@@ -115,9 +124,3 @@ class TorchStep:
         pairs = torch.view_as_complex(self.qk.to(self.wide)).mul_(turn)
         if self.qk.dtype != self.wide:  # `to` has made a copy
             self.qk.copy_(torch.view_as_real(pairs))
-
-    def reread(self) -> Tensor:
-        """Return logits for an attention kernel that does not see all keys: read whole texts, without a cache."""
-        state, model = self.decoder.state, self.decoder.model
-        texts = [text[: place + 1] for text, place in zip(state.text, state.place.tolist(), strict=True)]
-        return torch.cat([model(text[None])[:, -1] for text in texts])

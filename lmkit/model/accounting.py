@@ -40,11 +40,13 @@ class ParameterCounts:
     Attributes:
         total: all of them; a matrix that is both embedding and head counts once.
         multiplying: those by which each token is multiplied: all but a separate input embedding, which is only
-            looked up, and biases, which are added.
+            looked up, as are value embeddings, and biases, which are added.
+        vectors: gains, biases and scalars, which are float32 and not decayed.
     """
 
     total: int
     multiplying: int
+    vectors: int
 
 
 def count_parameters(config: ModelConfig) -> ParameterCounts:
@@ -61,13 +63,21 @@ def count_parameters(config: ModelConfig) -> ParameterCounts:
     d = config.d_model
     d_kv = config.kv_heads * config.head_dim
     attention = 2 * d * d + 2 * d * d_kv  # q and output, k and v
-    feed_forward = 3 * d * config.d_ff  # w1, w2, w3
+    feed_forward = (config.mlp_inputs + 1) * d * config.d_ff  # w1, w2, and w3 of SwiGLU
     norms = 2 * d
     head = config.vocab_size * d
     multiplying = config.num_layers * (attention + feed_forward + norms) + d + head
-    biases = config.num_layers * (d + 2 * d_kv) if config.qkv_bias else 0
-    total = multiplying + biases + (0 if config.tie_embeddings else head)
-    return ParameterCounts(total=total, multiplying=multiplying)
+    others = (
+        (d + 2 * d_kv) * config.qkv_bias + 2 * config.head_dim * config.qk_norm + 2 * config.layer_scalars
+    )
+    others *= config.num_layers
+    tables = 0 if config.tie_embeddings else head
+    tables += config.vocab_size * d_kv * sum(map(config.has_value_embeddings, range(config.num_layers)))
+    return ParameterCounts(
+        total=multiplying + others + tables,
+        multiplying=multiplying,
+        vectors=config.num_layers * norms + d + others,
+    )
 
 
 def flops_per_token(config: ModelConfig, context: int, *, causal: bool = False) -> int:
@@ -84,9 +94,18 @@ def flops_per_token(config: ModelConfig, context: int, *, causal: bool = False) 
 
 
 def forward_flops_per_token(config: ModelConfig, context: int, *, causal: bool = False) -> int:
-    """Return the floating-point operations of a forward pass per token: 2 N + 4 L d T; `causal`: 2 N + 2 L d T."""
-    attention = (2 if causal else 4) * config.num_layers * config.d_model * context
+    """Return the floating-point operations of a forward pass per token: 2 N + 4 L d T; `causal`: 2 N + 2 L d T.
+
+    In a layer with a window, twice the tokens that a token sees on average take the place of T.
+    """
+    attention = (2 if causal else 4) * config.d_model * _seen(config, context)
     return 2 * count_parameters(config).multiplying + attention
+
+
+def _seen(config: ModelConfig, context: int) -> int:
+    """Return, over all layers, twice the tokens that a token sees on average: L T without windows."""
+    windows = (min(config.window(layer) or context, context) for layer in range(config.num_layers))
+    return sum(window * (2 * context - window) // context for window in windows)
 
 
 @dataclass(frozen=True)
@@ -124,16 +143,19 @@ def step_work(config: ModelConfig, rows: int, *, element_bytes: int) -> dict[str
     counts = count_parameters(config)
     assert config.vocab_size is not None
     gains = (2 * layers + 1) * d
-    attention = 2 * layers * d * config.context_length * tokens
+    normed = gains + layers * (d + d_kv) * config.qk_norm
+    attention = 2 * d * _seen(config, config.context_length) * tokens
     element = element_bytes * tokens
     return {
         classes.PRODUCTS: Work(flops=6 * (counts.multiplying - gains) * tokens),
         classes.ATTENTION_FORWARD: Work(flops=attention),
         classes.ATTENTION_BACKWARD: Work(flops=5 * attention // 2),  # five products, the forward pass has two
-        # Forward: two read, one written; backward: three read, two written.
-        classes.ACTIVATION: Work(num_bytes=8 * config.d_ff * layers * element),
+        # Forward: two read, one written; backward: three read, two written. PyTorch's operations of relu2: 12.
+        classes.ACTIVATION: Work(
+            num_bytes=(8 if config.mlp == "swiglu" else 12) * config.d_ff * layers * element
+        ),
         # Forward: residual and update read, sum and norm written; backward: sum and two gradients read, one written.
-        classes.NORM: Work(num_bytes=8 * gains * element),
+        classes.NORM: Work(num_bytes=8 * normed * element),
         classes.LOSS: Work(num_bytes=2 * config.vocab_size * element),
         classes.OPTIMIZER: Work(num_bytes=update_bytes(element_bytes) * counts.total),
         classes.ROPE: Work(
@@ -157,7 +179,7 @@ def recomputed_work(
     step = step_work(config, rows, element_bytes=element_bytes)
     project = 2 * tokens * d * (d + 2 * d_kv)
     expand = (
-        2 * tokens * d * (d + 2 * config.d_ff)
+        2 * tokens * d * (d + config.mlp_inputs * config.d_ff)
     )  # after attention; the last product of a block is never repeated
     products = {"input": project + expand, "attention": project + expand, "qkv": expand}
     sums = dict.fromkeys(step, 0)

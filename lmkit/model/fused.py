@@ -35,7 +35,10 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 )
 class Fused(Operations):
     """Each operation reads and writes memory once. Swiglu, RoPE and the loss reuse their inputs' memory in the
-    backward pass, so that it runs once."""
+    backward pass, so that it runs once.
+
+    The norms of queries and keys, relu2, and the loss of soft-capped logits have no kernels: they are PyTorch's.
+    """
 
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
         return embedding(ids, weight)
@@ -64,6 +67,8 @@ class Fused(Operations):
     def linear_cross_entropy(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, slice_loss: SliceGradient
     ) -> Tensor:
+        if getattr(slice_loss, "softcap", None) is not None:
+            return super().linear_cross_entropy(hidden, weight, targets, slice_loss)
         return linear_cross_entropy(hidden, weight, targets)
 
 

@@ -40,6 +40,8 @@ _IN_A_LAYER = {
     "ffn.w2.weight": "mlp.down_proj.weight",
     "ffn.w3.weight": "mlp.up_proj.weight",
 }
+SWITCHES = frozenset({"qkv_bias"})
+"""Those of [model] that these architectures have."""
 _MOST_BYTES = 1 << 22
 _LONGEST_CONTEXT = 1 << 24
 
@@ -280,6 +282,12 @@ def config_json(config: ModelConfig, *, dtype: str, begin: int | None, end: int 
             "export.unsupported",
             f'model.attention: "{config.attention}" does not see all keys, and Llama\'s attention does',
             hint="train with another attention kernel",
+        )
+    if foreign := sorted(config.switches - SWITCHES):
+        raise UsageError(
+            "export.unsupported",
+            f"{', '.join(f'model.{key}' for key in foreign)}: Llama's architecture has no such switch",
+            hint="train without, or generate with lmkit",
         )
     kind = "qwen2" if config.qkv_bias else "llama"
     scaling: dict[str, Any] | None = None

@@ -38,13 +38,20 @@ class Linear(nn.Module):
     """y = x W^T, without bias; W is `weight` (out_features, in_features).
 
     Weights start from a normal distribution of variance 2 / (in + out) (Glorot and Bengio 2010, eq. 12), which keeps
-    the scale of signals forwards and of gradients backwards, cut at three standard deviations.
+    the scale of signals forwards and of gradients backwards, cut at three standard deviations; or from zeros.
     """
 
     def __init__(
-        self, in_features: int, out_features: int, *, device: Device = None, dtype: DType = None
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        zeros: bool = False,
+        device: Device = None,
+        dtype: DType = None,
     ) -> None:
         super().__init__()
+        self.zeros = zeros
         self.in_features = in_features
         self.out_features = out_features
         self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
@@ -52,7 +59,10 @@ class Linear(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw new weights from torch's default generator."""
-        draw_weights(self.weight)
+        if self.zeros:
+            nn.init.zeros_(self.weight)
+        else:
+            draw_weights(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features)"""
@@ -194,17 +204,29 @@ class Embedding(nn.Module):
 
     Weights start from a standard normal distribution cut at three standard deviations, so that the residual stream
     starts at the unit scale to which every RMSNorm returns it: embeddings that are small against the output of the
-    blocks make training unstable (Takase et al. 2023, "Spike No More").
+    blocks make training unstable (Takase et al. 2023, "Spike No More"). Or they start from zeros.
     """
 
-    def __init__(self, vocab_size: int, d_model: int, *, device: Device = None, dtype: DType = None) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        d_model: int,
+        *,
+        zeros: bool = False,
+        device: Device = None,
+        dtype: DType = None,
+    ) -> None:
         super().__init__()
+        self.zeros = zeros
         self.weight = nn.Parameter(torch.empty(vocab_size, d_model, device=device, dtype=dtype))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw new vectors from torch's default generator."""
-        nn.init.trunc_normal_(self.weight, std=1.0, a=-3.0, b=3.0)
+        if self.zeros:
+            nn.init.zeros_(self.weight)
+        else:
+            nn.init.trunc_normal_(self.weight, std=1.0, a=-3.0, b=3.0)
 
     def forward(self, ids: Tensor, operations: Operations = PLAIN) -> Tensor:
         """(batch, seq) -> (batch, seq, d_model)"""
@@ -216,19 +238,73 @@ class Embedding(nn.Module):
 
 class SwiGLU(nn.Module):
     """The feed-forward network W2 (silu(W1 x) * W3 x) (Shazeer 2020, "GLU Variants Improve Transformer", eq. 6,
-    without biases)."""
+    without biases). `zeros`: W2 starts from zeros."""
 
-    def __init__(self, d_model: int, d_ff: int, *, device: Device = None, dtype: DType = None) -> None:
+    def __init__(
+        self, d_model: int, d_ff: int, *, zeros: bool = False, device: Device = None, dtype: DType = None
+    ) -> None:
         super().__init__()
         self.gate_up = JoinedLinear(d_model, 2 * d_ff, device=device, dtype=dtype)
         self.w1 = self.gate_up.part(d_ff)
-        self.w2 = Linear(d_ff, d_model, device=device, dtype=dtype)
+        self.w2 = Linear(d_ff, d_model, zeros=zeros, device=device, dtype=dtype)
         self.w3 = self.gate_up.part(d_ff)
 
     def forward(self, x: Tensor, operations: Operations = PLAIN) -> Tensor:
         """(..., d_model) -> (..., d_model)"""
-        joint = self.gate_up(x)  # W1 x and W3 x, (..., 2 d_ff)
-        return self.w2(operations.swiglu(joint))  # (..., d_model)
+        return self.contract(self.expand(x), operations)
+
+    def expand(self, x: Tensor) -> Tensor:
+        """Return W1 x and W3 x, (..., 2 d_ff)."""
+        return self.gate_up(x)
+
+    def contract(self, expanded: Tensor, operations: Operations) -> Tensor:
+        """Return the output of what `expand` returned, which may be overwritten."""
+        return self.w2(operations.swiglu(expanded))  # (..., d_model)
+
+
+class Relu2(nn.Module):
+    """The feed-forward network W2 relu(W1 x)^2 (So et al. 2021, "Primer", section 3).
+    `zeros`: W2 starts from zeros."""
+
+    def __init__(
+        self, d_model: int, d_ff: int, *, zeros: bool = False, device: Device = None, dtype: DType = None
+    ) -> None:
+        super().__init__()
+        self.w1 = Linear(d_model, d_ff, device=device, dtype=dtype)
+        self.w2 = Linear(d_ff, d_model, zeros=zeros, device=device, dtype=dtype)
+
+    forward = SwiGLU.forward
+
+    def expand(self, x: Tensor) -> Tensor:
+        """Return W1 x, (..., d_ff)."""
+        return self.w1(x)
+
+    def contract(self, expanded: Tensor, operations: Operations) -> Tensor:
+        """Return the output of what `expand` returned, which may be overwritten."""
+        return self.w2(operations.relu2(expanded))
+
+
+MLPS: dict[str, type[SwiGLU] | type[Relu2]] = {"swiglu": SwiGLU, "relu2": Relu2}
+"""`model.mlp` -> the feed-forward network."""
+
+
+class Scalars(nn.Module):
+    """r x + s e with learned r and s, as two tensors whose sum that is (Jordan 2024, modded-nanogpt)."""
+
+    def __init__(self, *, device: Device = None, dtype: DType = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(2, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set r to 1 and s to 0."""
+        with torch.no_grad():
+            self.weight[0], self.weight[1] = 1.0, 0.0
+
+    def forward(self, x: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
+        """(batch, seq, d_model) each -> r x, s embedded"""
+        r, s = self.weight.to(x.dtype)
+        return r * x, s * embedded
 
 
 class RMSNorm(nn.Module):

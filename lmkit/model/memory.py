@@ -32,6 +32,7 @@ QKV = "q, k, v"
 OUT = "attention"
 GATE_UP = "gate, up"
 SWIGLU = "SwiGLU"
+MIXED = "layer scalars"
 
 
 @dataclass(frozen=True)
@@ -67,14 +68,24 @@ def saved(config: ModelConfig, form: Form) -> Mapping[str, int]:
     attention = form.product * d + FLOAT * config.num_heads
     if ATTENTION.facts(config.attention).keeps_scores:
         attention += form.product * (config.num_heads * config.context_length + d + 2 * d_kv)
+    heads_normed = 0
+    if (
+        config.qk_norm
+    ):  # on a CPU normalised in float32, elsewhere the projection before its norms; inverse RMS
+        heads_normed = (
+            max(form.product, FLOAT) * (d + d_kv) if form.device == "cpu" else form.product * (d + 2 * d_kv)
+        )
+        heads_normed += FLOAT * (config.num_heads + config.kv_heads)
+    silu = config.mlp == "swiglu" and not (fused or form.compiled)
     return {
+        MIXED: form.stream * d * config.layer_scalars,
         NORM: 2 * (sums * d + FLOAT),
         INPUTS: form.product * 2 * d,  # of q, k, v and of gate, up
         # In place, or the rotated q and k beside the projection, of which v is a view.
-        QKV: form.product * (d + 2 * d_kv + (0 if fused else d + d_kv)),
+        QKV: form.product * (d + 2 * d_kv + (0 if fused else d + d_kv)) + heads_normed,
         OUT: attention,
-        GATE_UP: form.product * 2 * d_ff,
-        SWIGLU: form.product * (d_ff if fused or form.compiled else 2 * d_ff),  # the result, and silu(gate)
+        GATE_UP: form.product * config.mlp_inputs * d_ff,
+        SWIGLU: form.product * d_ff * (2 if silu else 1),  # the result, and silu(gate)
     }
 
 
@@ -82,11 +93,12 @@ def saved(config: ModelConfig, form: Form) -> Mapping[str, int]:
 def kept(config: ModelConfig, form: Form, keep: Keep) -> int:
     """Return the bytes that a block keeps of each token; see `Keep`."""
     of, x = saved(config, form), form.stream * config.d_model
+    mixed = x + of[MIXED]
     return {
         "input": x,
-        "attention": x + of[OUT],
-        "qkv": x + of[OUT] + of[QKV],
-        "products": 2 * x + of[OUT] + of[QKV] + of[GATE_UP],  # x after attention, too
+        "attention": mixed + of[OUT],
+        "qkv": mixed + of[OUT] + of[QKV],
+        "products": x + mixed + of[OUT] + of[QKV] + of[GATE_UP],  # x after attention, too
         "all": sum(of.values()),
     }[keep]
 
@@ -159,12 +171,12 @@ def training_memory(config: ModelConfig, held: Held = Held()) -> TrainingMemory:
     on one rank."""
     counts, gains = count_parameters(config), (2 * config.num_layers + 1) * config.d_model
     assert config.vocab_size is not None
-    matrices = counts.total - gains
+    vectors, matrices = counts.vectors, counts.total - counts.vectors
     in_blocks = counts.multiplying - gains - config.vocab_size * config.d_model
     state = held.moments * in_blocks + 2 * (counts.total - in_blocks)
     return TrainingMemory(
-        weights=int((held.weight * matrices + FLOAT * gains) * held.of_weights),
-        gradients=int((held.gradient * matrices + FLOAT * gains) * (held.of_gradients + held.packed)),
+        weights=int((held.weight * matrices + FLOAT * vectors) * held.of_weights),
+        gradients=int((held.gradient * matrices + FLOAT * vectors) * (held.of_gradients + held.packed)),
         optimizer=int((held.master * matrices + held.state * state) * held.of_state),
     )
 
@@ -217,6 +229,7 @@ def step_memory(
     assert config.vocab_size is not None
     table = config.vocab_size * d
     block = (counts.multiplying - table - d) // layers  # weights
+    value_table = config.vocab_size * config.kv_heads * config.head_dim if config.value_embeddings else 0
     casts = (
         product * layers * (block - 2 * d) if form.product < form.stream else 0
     )  # kept from forward to backward
@@ -226,7 +239,7 @@ def step_memory(
     def gradients(elements: int) -> int:
         return int(held.gradient * elements * (held.of_gradients + held.packed))
 
-    units = [table, *[block] * layers, table]
+    units = [table, *(block + value_table * config.has_value_embeddings(i) for i in range(layers)), table]
     whole_weights, whole_gradients = (
         max(sum(units[index : index + count]) for index in range(len(units)))
         for count in (held.gathered_units, min(held.gathered_units, 2))
@@ -254,7 +267,8 @@ def step_memory(
     at_swiglu = stream + tokens * product * config.d_ff * (1 if form.reuses_memory else 2)
     at_swiglu += gradients(d * config.d_ff)
     in_last, in_first = (tokens * part + at_swiglu for part in (again[-1], again[0]))
-    head, without_embedding = gradients(table), gradients(counts.multiplying)
+    head = gradients(table)
+    without_embedding = gradients(counts.total - (0 if config.tie_embeddings else table))
     embedding = 0 if config.tie_embeddings else gradients(table)
     if form.reuses_memory:
         embedding += FLOAT * table if held.gradient < FLOAT or config.tie_embeddings else 0
@@ -294,6 +308,7 @@ def _kinds(config: ModelConfig, form: Form, keeps: list[Keep], tokens: int) -> d
             continue
         level = KEEPS.index(keep)
         kinds["inputs of blocks"] += tokens * x
+        kinds[MIXED] += tokens * of[MIXED] * (level > 0)
         kinds[OUT] += tokens * of[OUT] * (level >= KEEPS.index("attention"))
         kinds[QKV] += tokens * of[QKV] * (level >= KEEPS.index("qkv"))
         kinds[GATE_UP] += tokens * (of[GATE_UP] + x) * (level >= KEEPS.index("products"))

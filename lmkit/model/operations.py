@@ -49,6 +49,14 @@ class Operations:
             total = x + delta  # under autocast
         return total, rms_norm(total, gain, eps)
 
+    def normed_heads(self, qkv: Tensor, gains: tuple[Tensor, Tensor], kv_heads: int, eps: float) -> Tensor:
+        """Return the projection q|k|v (..., (heads + 2 kv_heads) * head_dim) with the RMSNorm of each query and key
+        in its place, times gains (head_dim) of queries and of keys."""
+        heads = qkv.unflatten(-1, (-1, gains[0].numel()))  # (..., heads + 2 kv_heads, head_dim)
+        q, k, v = heads.split((heads.shape[-2] - 2 * kv_heads, kv_heads, kv_heads), dim=-2)
+        q, k = (rms_norm(x, gain, eps).to(v.dtype) for x, gain in zip((q, k), gains, strict=True))
+        return torch.cat((q, k, v), dim=-2).flatten(-2)
+
     def rotated(self, qkv: Tensor, cos_sin: Tensor, kv_heads: int, *, joined: bool) -> tuple[Tensor, ...]:
         """Rotate q and k in the projection q|k|v.
 
@@ -70,6 +78,10 @@ class Operations:
         """Return silu(gate) * up of gate|up, which may be overwritten: (..., 2 d_ff) -> (..., d_ff)."""
         gate, up = joint.chunk(2, dim=-1)  # (..., d_ff)
         return F.silu(gate) * up
+
+    def relu2(self, x: Tensor) -> Tensor:
+        """Return relu(x)^2, element by element."""
+        return F.relu(x).square()
 
     def linear_cross_entropy(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, slice_loss: SliceGradient

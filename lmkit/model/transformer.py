@@ -4,17 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lmkit.attention import attention_function, joined_function
+from lmkit.attention.inputs import first_in_window
 from lmkit.measure.ranges import range_
 from lmkit.model.again import again, attend_again
-from lmkit.model.layers import AddRMSNorm, Device, DType, Embedding, JoinedLinear, Linear, SwiGLU
-from lmkit.model.loss import SliceLoss
+from lmkit.model.layers import (
+    MLPS,
+    AddRMSNorm,
+    Device,
+    DType,
+    Embedding,
+    JoinedLinear,
+    Linear,
+    RMSNorm,
+    Scalars,
+)
+from lmkit.model.loss import SliceLoss, soft_capped
 from lmkit.model.memory import Form, Keep, kept_by_layers
 from lmkit.model.operations import PLAIN, Attend, Operations, choose_operations
 from lmkit.model.rope import RotaryEmbedding, scale_frequencies
@@ -35,15 +46,38 @@ class ModelCache(Protocol):
         ...
 
 
+class Given(NamedTuple):
+    """What blocks read of a batch beside the residual stream.
+
+    Attributes:
+        cos_sin: of the positions, see `apply_rope`.
+        first: the first token that each token sees in a layer with a window, (1, seq); None without any.
+        ids: (batch, seq), if there are value embeddings.
+        embedded: what the residual stream began with, (batch, seq, d_model), if there are layer scalars.
+    """
+
+    cos_sin: Tensor
+    first: Tensor | None = None
+    ids: Tensor | None = None
+    embedded: Tensor | None = None
+
+
 class SelfAttention(nn.Module):
     """Causal multi-head attention with rotary positions and, where the configuration says so, fewer key/value heads
-    than query heads (grouped-query attention, Ainslie et al. 2023)."""
+    than query heads (grouped-query attention, Ainslie et al. 2023).
 
-    def __init__(self, config: ModelConfig, *, device: Device = None, dtype: DType = None) -> None:
+    Args:
+        layer: counts from 0.
+    """
+
+    def __init__(
+        self, config: ModelConfig, layer: int = 0, *, device: Device = None, dtype: DType = None
+    ) -> None:
         super().__init__()
+        self.window = config.window(layer)
         self.kv_heads, self.head_dim = config.kv_heads, config.head_dim
         self.attention = attention_function(config.attention)
-        self.joined_attention = joined_function(config.attention)
+        self.joined_attention = joined_function(config.attention) if self.window is None else None
         d_kv = config.kv_heads * config.head_dim
         self.qkv_proj = JoinedLinear(
             config.d_model, config.d_model + 2 * d_kv, bias=config.qkv_bias, device=device, dtype=dtype
@@ -51,35 +85,60 @@ class SelfAttention(nn.Module):
         self.q_proj = self.qkv_proj.part(config.d_model)
         self.k_proj = self.qkv_proj.part(d_kv)
         self.v_proj = self.qkv_proj.part(d_kv)
-        self.output_proj = Linear(config.d_model, config.d_model, device=device, dtype=dtype)
+        self.output_proj = Linear(
+            config.d_model, config.d_model, zeros=config.zero_init, device=device, dtype=dtype
+        )
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, eps=config.norm_eps, device=device, dtype=dtype)
+            self.k_norm = RMSNorm(config.head_dim, eps=config.norm_eps, device=device, dtype=dtype)
+        self.value_embeddings = None
+        if config.has_value_embeddings(layer):
+            assert config.vocab_size is not None
+            self.value_embeddings = Embedding(config.vocab_size, d_kv, zeros=True, device=device, dtype=dtype)
 
     def forward(
-        self, x: Tensor, cos_sin: Tensor, operations: Operations = PLAIN, attend: Attend | None = None
+        self, x: Tensor, given: Given, operations: Operations = PLAIN, attend: Attend | None = None
     ) -> Tensor:
         """(batch, seq, d_model) -> (batch, seq, d_model)
 
         Args:
-            cos_sin: of the positions, see `apply_rope`.
             attend: replaces causal attention within the sequence; a KV cache's.
         """
-        qkv = self.qkv_proj(x)  # (batch, seq, (heads + 2 kv_heads) * head_dim)
-        heads = self.rotated(qkv, cos_sin, operations, attend)
-        return self.output_proj(self.attend(heads, attend))  # (batch, seq, d_model)
+        heads = self.rotated(self.project(x, given, operations), given, operations, attend)
+        return self.output_proj(self.attend(heads, given, attend))  # (batch, seq, d_model)
+
+    def project(self, x: Tensor, given: Given, operations: Operations) -> Tensor:
+        """Return q|k|v, not yet rotated, (batch, seq, (heads + 2 kv_heads) * head_dim)."""
+        qkv = self.qkv_proj(x)
+        if self.value_embeddings is not None:
+            assert given.ids is not None
+            values = self.value_embeddings(given.ids, operations)  # (batch, seq, kv_heads * head_dim)
+            qkv[..., -values.shape[-1] :] += values
+        if self.q_norm is not None and self.k_norm is not None:
+            gains = self.q_norm.weight, self.k_norm.weight
+            qkv = operations.normed_heads(qkv, gains, self.kv_heads, self.q_norm.eps)
+        return qkv
 
     def rotated(
-        self, qkv: Tensor, cos_sin: Tensor, operations: Operations, attend: Attend | None = None
+        self, qkv: Tensor, given: Given, operations: Operations, attend: Attend | None = None
     ) -> tuple[Tensor, ...]:
         """Return what `attend` takes: q, k, v, or the projection q|k|v alone."""
         joined = attend is None and self.joined_attention is not None
-        return operations.rotated(qkv, cos_sin, self.kv_heads, joined=joined)
+        return operations.rotated(qkv, given.cos_sin, self.kv_heads, joined=joined)
 
-    def attend(self, heads: tuple[Tensor, ...], attend: Attend | None = None) -> Tensor:
+    def attend(self, heads: tuple[Tensor, ...], given: Given, attend: Attend | None = None) -> Tensor:
         """Return the attention of rotated heads, (batch, seq, heads * head_dim)."""
         with range_("attention"):
             if len(heads) == 1:
                 assert self.joined_attention is not None
                 return self.joined_attention(heads[0], kv_heads=self.kv_heads, head_dim=self.head_dim)
-            out = self.attention(*heads, causal=True) if attend is None else attend(*heads)
+            if attend is not None:
+                out = attend(*heads)
+            elif self.window is None:
+                out = self.attention(*heads, causal=True)
+            else:
+                out = self.attention(*heads, causal=True, first=given.first)
         return out.transpose(1, 2).flatten(2)
 
 
@@ -87,20 +146,28 @@ class TransformerBlock(nn.Module):
     """Pre-norm residual layer (Xiong et al. 2020): x + attn(ln1(x)), then x + ffn(ln2(x)).
 
     The last sum is left to whoever reads it, because its norm is computed in the same pass over memory.
+
+    Args:
+        layer: counts from 0.
     """
 
-    def __init__(self, config: ModelConfig, *, device: Device = None, dtype: DType = None) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int = 0, *, device: Device = None, dtype: DType = None
+    ) -> None:
         super().__init__()
+        self.scalars = Scalars(device=device, dtype=dtype) if config.layer_scalars else None
         self.ln1 = AddRMSNorm(config.d_model, eps=config.norm_eps, device=device, dtype=dtype)
-        self.attn = SelfAttention(config, device=device, dtype=dtype)
+        self.attn = SelfAttention(config, layer, device=device, dtype=dtype)
         self.ln2 = AddRMSNorm(config.d_model, eps=config.norm_eps, device=device, dtype=dtype)
-        self.ffn = SwiGLU(config.d_model, config.d_ff, device=device, dtype=dtype)
+        self.ffn = MLPS[config.mlp](
+            config.d_model, config.d_ff, zeros=config.zero_init, device=device, dtype=dtype
+        )
 
     def forward(
         self,
         x: Tensor,
         delta: Tensor | None,
-        cos_sin: Tensor,
+        given: Given,
         operations: Operations = PLAIN,
         attend: Attend | None = None,
         keep: Keep = "all",
@@ -111,14 +178,22 @@ class TransformerBlock(nn.Module):
             keep: for the backward pass; the rest is computed again. Values but "all" take neither delta nor attend.
         """
         if keep != "all":
-            return self._forward_and_again(x, cos_sin, operations, keep)
+            return self._forward_and_again(x, given, operations, keep)
+        x, delta = self._input(x, delta, given)
         x, normed = self.ln1(x, delta, operations)
-        delta = self.attn(normed, cos_sin, operations, attend)
+        delta = self.attn(normed, given, operations, attend)
         x, normed = self.ln2(x, delta, operations)
         return x, self.ffn(normed, operations)
 
+    def _input(self, x: Tensor, delta: Tensor | None, given: Given) -> tuple[Tensor, Tensor | None]:
+        """Return two tensors whose sum is the input of the block."""
+        if self.scalars is None:
+            return x, delta
+        assert given.embedded is not None
+        return self.scalars(x if delta is None else x + delta, given.embedded)
+
     def _forward_and_again(
-        self, x: Tensor, cos_sin: Tensor, operations: Operations, keep: Keep
+        self, x: Tensor, given: Given, operations: Operations, keep: Keep
     ) -> tuple[Tensor, Tensor]:
         """Do as `forward`, in parts each of which keeps its inputs and is computed again in the backward pass.
 
@@ -126,27 +201,29 @@ class TransformerBlock(nn.Module):
         """
 
         def project(x: Tensor) -> Tensor:
-            return self.attn.qkv_proj(self.ln1(x, None, operations)[1])
+            return self.attn.project(self.ln1(x, None, operations)[1], given, operations)
 
         def expand(x: Tensor) -> Tensor:
-            return self.ffn.gate_up(self.ln2(x, None, operations)[1])
+            return self.ffn.expand(self.ln2(x, None, operations)[1])
 
-        def contract(joint: Tensor) -> Tensor:
-            return self.ffn.w2(operations.swiglu(joint))
+        def contract(expanded: Tensor) -> Tensor:
+            return self.ffn.contract(expanded, operations)
 
         def all_after_attention(x: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
             x, normed = self.ln2(x, self.attn.output_proj(out), operations)
             return x, self.ffn(normed, operations)
 
         def heads(x: Tensor) -> tuple[Tensor, ...]:
-            return self.attn.rotated(project(x), cos_sin, operations)
+            return self.attn.rotated(project(x), given, operations)
 
         if keep == "input":
-            return again(lambda x: self.forward(x, None, cos_sin, operations), x)
+            return again(lambda x: self.forward(x, None, given, operations), x)
+        x, mixed_in = self._input(x, None, given)
+        x = x if mixed_in is None else x + mixed_in
         if keep == "attention":
-            out = attend_again(heads, self.attn.attend, x)
+            out = attend_again(heads, lambda heads: self.attn.attend(heads, given), x)
         else:
-            out = self.attn.attend(self.attn.rotated(again(project, x), cos_sin, operations))
+            out = self.attn.attend(self.attn.rotated(again(project, x), given, operations), given)
         if keep != "products":
             return again(all_after_attention, x, out)
         x = x + self.attn.output_proj(out)
@@ -169,7 +246,7 @@ class Layers(nn.ModuleList):
     def forward(
         self,
         x: Tensor,
-        cos_sin: Tensor,
+        given: Given,
         operations: Operations,
         kv_cache: ModelCache | None = None,
         keeps: Sequence[Keep] | None = None,
@@ -186,12 +263,12 @@ class Layers(nn.ModuleList):
                 x, delta = x + delta, None
             if kv_cache is not None:
                 # `forward`, because `__call__` may be compiled and would make a graph for every length.
-                x, delta = block.forward(x, delta, cos_sin, operations, partial(kv_cache.attend, index))
+                x, delta = block.forward(x, delta, given, operations, partial(kv_cache.attend, index))
             elif keeps is None or keeps[index] == "all":
-                x, delta = block(x, delta, cos_sin, operations)
+                x, delta = block(x, delta, given, operations)
             else:  # keeps the block's input, one tensor
                 x = x if delta is None else x + delta
-                x, delta = block(x, None, cos_sin, operations, keep=keeps[index])
+                x, delta = block(x, None, given, operations, keep=keeps[index])
         return x, delta
 
 
@@ -202,9 +279,17 @@ class Head(Linear):
     hook: a loss that read `lm_head.weight` from outside would need it before the first layer runs.
     """
 
-    def __init__(self, d_model: int, vocab_size: int, *, device: Device = None, dtype: DType = None) -> None:
+    def __init__(
+        self,
+        d_model: int,
+        vocab_size: int,
+        *,
+        softcap: float | None = None,
+        device: Device = None,
+        dtype: DType = None,
+    ) -> None:
         super().__init__(d_model, vocab_size, device=device, dtype=dtype)
-        self.slice_loss = SliceLoss()
+        self.slice_loss = SliceLoss(softcap)
 
     def forward(
         self, hidden: Tensor, targets: Tensor | None = None, operations: Operations = PLAIN
@@ -212,7 +297,9 @@ class Head(Linear):
         """Return the logits (..., vocab_size) of hidden states (..., d_model), or with `targets` (...) their mean
         cross-entropy in nats, for which the logits are never held all at once (see `linear_cross_entropy`)."""
         if targets is None:
-            return F.linear(hidden, self.weight)
+            logits = F.linear(hidden, self.weight)
+            softcap = self.slice_loss.softcap
+            return logits if softcap is None else soft_capped(logits, softcap)
         return operations.linear_cross_entropy(hidden, self.weight, targets, self.slice_loss)
 
 
@@ -250,10 +337,15 @@ class TransformerLM(nn.Module):
         self.config = config
         self.token_embeddings = Embedding(config.vocab_size, config.d_model, device=device, dtype=dtype)
         self.layers = Layers(
-            [TransformerBlock(config, device=device, dtype=dtype) for _ in range(config.num_layers)]
+            [
+                TransformerBlock(config, layer, device=device, dtype=dtype)
+                for layer in range(config.num_layers)
+            ]
         )
         self.ln_final = AddRMSNorm(config.d_model, eps=config.norm_eps, device=device, dtype=dtype)
-        self.lm_head = Head(config.d_model, config.vocab_size, device=device, dtype=dtype)
+        self.lm_head = Head(
+            config.d_model, config.vocab_size, softcap=config.logit_softcap, device=device, dtype=dtype
+        )
         if config.tie_embeddings:
             self.token_embeddings.weight = self.lm_head.weight
         self.rope = RotaryEmbedding(
@@ -280,16 +372,23 @@ class TransformerLM(nn.Module):
         operations = self.operations
         x = self.token_embeddings(ids, operations)  # (batch, seq, d_model)
         if kv_cache is None:
-            keeps = self._keeps(x)
-            x, delta = self.layers(
-                x, self.rope(ids.shape[1]), operations, keeps=keeps
-            )  # (batch, seq, d_model)
+            given = self._given(self.rope(ids.shape[1]), ids, x)
+            x, delta = self.layers(x, given, operations, keeps=self._keeps(x))  # (batch, seq, d_model)
         else:
             cos_sin = self.rope.at(kv_cache.positions(ids.shape[1]))  # (batch, seq, head_dim / 2, 2)
             # `forward`: not compiled, see `Layers`
-            x, delta = self.layers.forward(x, cos_sin, operations, kv_cache)
+            x, delta = self.layers.forward(x, self._given(cos_sin, ids, x), operations, kv_cache)
         _, normed = self.ln_final(x, delta, operations)
         return normed
+
+    def _given(self, cos_sin: Tensor, ids: Tensor, x: Tensor) -> Given:
+        config = self.config
+        return Given(
+            cos_sin,
+            first_in_window(config.attention_window, ids.shape[1], ids.device),
+            ids if config.value_embeddings else None,
+            x if config.layer_scalars else None,
+        )
 
     def _keeps(self, x: Tensor) -> list[Keep] | None:
         """Return what each block keeps of x (batch, seq, d_model) for the backward pass; None: everything."""

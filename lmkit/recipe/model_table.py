@@ -7,6 +7,11 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from lmkit.recipe.values import AttentionName, OperationsName, PositiveFloat, PositiveInt, Table
+from lmkit.registry import ATTENTION
+
+OWN = "own"
+"""Marks a key of [model] that, unless it has its default, makes another function than Llama's; see
+`ModelConfig.switches`."""
 
 PRESETS: dict[str, dict[str, int]] = {
     "tiny": {"d_model": 192, "d_ff": 512, "num_layers": 4, "num_heads": 6},
@@ -37,7 +42,7 @@ class ModelConfig(Table):
     d_model: PositiveInt = 192
     """Width of the residual stream."""
     d_ff: PositiveInt = 512
-    """Width of the feed-forward part (SwiGLU: three matrices of d_model x d_ff)."""
+    """Width of the feed-forward part: three matrices of d_model x d_ff, of `relu2` two."""
     num_layers: PositiveInt = 4
     """Transformer blocks."""
     num_heads: PositiveInt = 6
@@ -57,8 +62,24 @@ class ModelConfig(Table):
     """Wavelengths of less than `rope_original_context` / this are not scaled (`llama3`)."""
     rope_original_context: PositiveInt = 8192
     """Tokens that the model saw at once before its wavelengths were scaled (`llama3`)."""
-    qkv_bias: bool = False
+    qkv_bias: Annotated[bool, OWN] = False
     """Add a bias to queries, keys and values, as Qwen2 does."""
+    qk_norm: Annotated[bool, OWN] = False
+    """RMSNorm of each head's query and key, in front of RoPE, with one gain for all heads (as Qwen3)."""
+    mlp: Annotated[Literal["swiglu", "relu2"], OWN] = "swiglu"
+    """`relu2`: the square of relu(W1 x), without a gate (So et al. 2021); equal parameters take 3/2 of `d_ff`."""
+    layer_scalars: Annotated[bool, OWN] = False
+    """A block's input is r x + s e, with e the embedding of the token; r and s are learned, from 1 and 0."""
+    value_embeddings: Annotated[bool, OWN] = False
+    """Add a learned vector per token to the values, in every other layer up to the last (Zhou et al. 2024)."""
+    logit_softcap: Annotated[PositiveFloat | None, OWN] = None
+    """Bound the logits z to c tanh(z / c) (Gemma 2)."""
+    attention_window: Annotated[PositiveInt | None, OWN] = None
+    """Tokens that a short layer sees, itself among them; see `attention_pattern`."""
+    attention_pattern: Annotated[str, Field(pattern="^[SL]+$")] = "SSSL"
+    """Short and long layers, repeated from the first; a long layer sees all earlier tokens, and the last is long."""
+    zero_init: bool = False
+    """Start the matrices that write to the residual stream from zeros: each block begins as the identity."""
     norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-5
     """Added to the mean square in RMSNorm."""
     tie_embeddings: bool = False
@@ -95,6 +116,40 @@ class ModelConfig(Table):
         if (self.activation_checkpointing == "selective") != (self.activation_gb is not None):
             raise ValueError('activation_checkpointing = "selective" and activation_gb need each other')
         return self
+
+    @model_validator(mode="after")
+    def _kernel_takes_windows(self) -> ModelConfig:
+        if self.attention_window is not None and not ATTENTION.facts(self.attention).windows:
+            takers = ", ".join(name for name in ATTENTION.names if ATTENTION.facts(name).windows)
+            raise ValueError(f'attention_window: attention = "{self.attention}" takes none; use {takers}')
+        return self
+
+    @property
+    def switches(self) -> frozenset[str]:
+        """The keys that make another function than Llama's and do not have their defaults.
+
+        Code that computes the model by itself (a decode step, an exchange format) lists the switches that it
+        implements, and is not used for a model with others.
+        """
+        fields = type(self).model_fields.items()
+        return frozenset(
+            key for key, field in fields if OWN in field.metadata and getattr(self, key) != field.default
+        )
+
+    def window(self, layer: int) -> int | None:
+        """Return how many tokens a layer's tokens see at most; None: all earlier ones."""
+        is_long = (
+            layer == self.num_layers - 1 or self.attention_pattern[layer % len(self.attention_pattern)] == "L"
+        )
+        return None if is_long else self.attention_window
+
+    def has_value_embeddings(self, layer: int) -> bool:
+        return self.value_embeddings and (self.num_layers - 1 - layer) % 2 == 0
+
+    @property
+    def mlp_inputs(self) -> int:
+        """Matrices of d_ff x d_model that read the input of the feed-forward part."""
+        return 2 if self.mlp == "swiglu" else 1
 
     @property
     def kv_heads(self) -> int:

@@ -216,6 +216,28 @@ def test_a_mask_of_another_kind_or_shape_is_refused(name, random_inputs):
             attention(q, k, v, mask=mask, kernel=name)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_first_hides_the_keys_before_it(kernel, batch, dtype, random_inputs):
+    """Windows, and documents that differ between rows; some begin inside a tile, some hide whole tiles."""
+    q, k, v, dout = random_inputs(heads=2, kv_heads=1, queries=260, head_dim=4, dtype=dtype)
+    place = torch.arange(260)
+    window = (place - 9).clamp_min(0)
+    documents = torch.stack([place // 150 * 150, torch.where(place < 250, 0, 250)])
+    first = torch.maximum(window, documents) if batch == 2 else window[None]
+    visible = (place >= first[..., None])[:, None] & (place <= place[:, None])
+    exact = (x.double() for x in (q, k, v, dout))
+    want = run_attention(lambda q, k, v: by_hand(q, k, v, visible), *exact)
+    got = run_attention(lambda q, k, v: kernel(q, k, v, causal=True, first=first.int()), q, k, v, dout)
+    # bfloat16 has 8 bits of mantissa; sums of at most ten products.
+    close = {"rtol": 1e-10, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 0.05, "atol": 0.05}
+    for mine, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(mine.double(), theirs, **close)
+    for wrong, causal in ((first, False), (first[:, 1:], True), (first[0], True)):
+        with pytest.raises(ValueError, match="first"):
+            kernel(q, k, v, causal=causal, first=wrong)
+
+
 # The public function
 
 

@@ -8,6 +8,7 @@ import torch
 from lmkit.errors import LmkitError
 from lmkit.generation import Decoder
 from lmkit.generation import decoder as decoder_module
+from lmkit.generation.decoder import can_run_kernels
 from lmkit.generation.prefill import Prefill
 from lmkit.generation.single_row_step import SingleRowStep
 from lmkit.generation.torch_step import TorchStep
@@ -39,6 +40,51 @@ def test_logits_equal_those_without_a_cache(make_model, kv_heads, rows, attentio
             torch.testing.assert_close(logits[row], exact, rtol=1e-11, atol=1e-11)
         decoder.step(max(map(len, texts)))
         assert [text[:-1] for text in texts_of(decoder)] == texts
+
+
+SWITCHES = {
+    "qk_norm": True,
+    "mlp": "relu2",
+    "layer_scalars": True,
+    "value_embeddings": True,
+    "logit_softcap": 3.0,
+    "attention_window": 4,
+}
+
+
+@pytest.mark.parametrize("switch", [*SWITCHES, "all"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_every_switch_is_in_the_step_and_in_the_cache(make_model, rows, switch):
+    """A switch of the model that no faster step knows is computed by the model itself."""
+    model = make_model(num_kv_heads=2, **(SWITCHES if switch == "all" else {switch: SWITCHES[switch]}))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() == 1 or "value_embeddings" in name:
+                weight.add_(torch.randn_like(weight) * 0.3)
+    decoder = Decoder(model, rows, sampling=GREEDY, ends=ENDLESS)
+    assert not can_run_kernels(model)
+    decoder.start(range(rows), [[1, 2, 3, 4, 5, 6], [9], [7, 8]][:rows], seeds=[0] * rows)
+    for _ in range(5):
+        texts = texts_of(decoder)
+        with torch.inference_mode():
+            logits = decoder._step.logits(max(map(len, texts)))
+        for row, text in enumerate(texts):
+            exact = model(torch.tensor([text]))[0, -1]
+            # float64; matrix products of other shapes sum in another order.
+            torch.testing.assert_close(logits[row], exact, rtol=1e-11, atol=1e-11)
+        decoder.step(max(map(len, texts)))
+
+
+def test_a_step_lists_the_switches_that_it_knows(make_model):
+    """The switches above are all there are, but for the biases, which every step on a CPU has."""
+    model = make_model(**SWITCHES)
+    assert model.config.switches == set(SWITCHES)
+    unknown = {key for key in SWITCHES if key not in TorchStep.switches}
+    for rows, step in ((1, SingleRowStep), (2, TorchStep)):
+        for key, value in SWITCHES.items():
+            decoder = Decoder(make_model(**{key: value}), rows, sampling=GREEDY, ends=ENDLESS)
+            assert isinstance(decoder._step, step) == (key in step.switches)
+    assert unknown
 
 
 @pytest.mark.parametrize("rows", [1, 2])

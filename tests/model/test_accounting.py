@@ -1,5 +1,7 @@
 """Named sizes, and counts against real models."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -34,6 +36,33 @@ def test_counts_are_those_of_the_model(tied: bool, bias: bool, kv_heads: int | N
     memory = training_memory(config)
     shares = (memory.weights, memory.gradients, memory.optimizer, memory.total)
     assert shares == tuple(times * counts.total for times in (4, 4, 8, 16))
+
+
+def test_switches_are_counted() -> None:
+    fields: dict[str, Any] = {
+        "qk_norm": True,
+        "layer_scalars": True,
+        "value_embeddings": True,
+        "mlp": "relu2",
+    }
+    config = ModelConfig(**SIZES, num_kv_heads=2, **fields)
+    named = dict(TransformerLM(config).named_parameters())
+    counts = count_parameters(config)
+    assert counts.total == sum(parameter.numel() for parameter in named.values())
+    assert counts.vectors == sum(parameter.numel() for parameter in named.values() if parameter.dim() == 1)
+    looked_up = sum(parameter.numel() for name, parameter in named.items() if "embeddings" in name)
+    gains = (2 * config.num_layers + 1) * config.d_model
+    assert counts.multiplying == counts.total - looked_up - counts.vectors + gains
+    assert training_memory(config).total == 16 * counts.total
+
+
+def test_a_window_saves_flops() -> None:
+    config = ModelConfig(**SIZES, context_length=64, attention_window=16, attention_pattern="SL")
+    whole = config.model_copy(update={"attention_window": None})
+    seen = [sum(min(i + 1, window) for i in range(64)) for window in (16, 64)]  # by all tokens of a layer
+    saved = flops_per_token(whole, 64, causal=True) - flops_per_token(config, 64, causal=True)
+    # A short layer of three (the last is long); the formula counts a token as half of itself.
+    assert 64 * saved == pytest.approx(12 * 48 * (seen[1] - seen[0]), rel=0.03)
 
 
 def test_nothing_is_counted_without_a_vocabulary() -> None:

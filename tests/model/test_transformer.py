@@ -26,6 +26,9 @@ def retold(model: TransformerLM, ids: list[int]) -> torch.Tensor:
     heads, kv_heads = config.num_heads, config.num_kv_heads or config.num_heads
     size = config.d_model // heads
 
+    def normed_heads(heads: torch.Tensor, name: str) -> torch.Tensor:
+        return torch.stack([norm(head, name) for head in heads]) if config.qk_norm else heads
+
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
         rms = math.sqrt(sum(float(value) ** 2 for value in x) / len(x) + config.norm_eps)
         return x / rms * weights[name + ".weight"]
@@ -41,9 +44,13 @@ def retold(model: TransformerLM, ids: list[int]) -> torch.Tensor:
             turned[i + 1] = vector[i] * math.sin(angle) + vector[i + 1] * math.cos(angle)
         return turned
 
-    stream = [weights["token_embeddings.weight"][token] for token in ids]
+    embedded = [weights["token_embeddings.weight"][token] for token in ids]
+    stream = embedded
     for layer in range(config.num_layers):
         at = f"layers.{layer}."
+        if config.layer_scalars:
+            r, s = weights[at + "scalars.weight"]
+            stream = [r * x + s * e for x, e in zip(stream, embedded, strict=True)]
         normed = [norm(x, at + "ln1") for x in stream]
         q, k, v = (
             [
@@ -54,22 +61,35 @@ def retold(model: TransformerLM, ids: list[int]) -> torch.Tensor:
             ]
             for name in "qkv"
         )
+        q, k = (
+            [normed_heads(x, f"{at}attn.{name}_norm") for x in given] for name, given in (("q", q), ("k", k))
+        )
+        if config.value_embeddings and layer % 2 == 1:  # the second and last of two layers
+            table = weights[at + "attn.value_embeddings.weight"]
+            v = [x + table[token].unflatten(0, (-1, size)) for x, token in zip(v, ids, strict=True)]
+        window = config.attention_window if layer == 0 else None
         for i in range(len(ids)):
             outputs = []
+            start = 0 if window is None else max(0, i + 1 - window)
             for head in range(heads):
                 shared = head // (heads // kv_heads)
                 query = turn(q[i][head], i)
-                scores = [float(query @ turn(k[j][shared], j)) / math.sqrt(size) for j in range(i + 1)]
+                scores = [float(query @ turn(k[j][shared], j)) / math.sqrt(size) for j in range(start, i + 1)]
                 highest = max(scores)
                 shares = [math.exp(score - highest) for score in scores]
-                outputs.append(sum(s / sum(shares) * v[j][shared] for j, s in enumerate(shares)))
+                outputs.append(sum(s / sum(shares) * v[start + j][shared] for j, s in enumerate(shares)))
             stream[i] = stream[i] + weights[at + "attn.output_proj.weight"] @ torch.cat(outputs)
         for i, x in enumerate(stream):
             normed_x = norm(x, at + "ln2")
             gate = weights[at + "ffn.w1.weight"] @ normed_x
-            inner = gate / (1 + torch.exp(-gate)) * (weights[at + "ffn.w3.weight"] @ normed_x)
+            if config.mlp == "relu2":
+                inner = torch.where(gate > 0, gate * gate, 0.0)
+            else:
+                inner = gate / (1 + torch.exp(-gate)) * (weights[at + "ffn.w3.weight"] @ normed_x)
             stream[i] = x + weights[at + "ffn.w2.weight"] @ inner
-    return torch.stack([weights["lm_head.weight"] @ norm(x, "ln_final") for x in stream])
+    logits = torch.stack([weights["lm_head.weight"] @ norm(x, "ln_final") for x in stream])
+    c = config.logit_softcap
+    return logits if c is None else c * torch.tanh(logits / c)
 
 
 def retold_share(config: ModelConfig, wavelength: float) -> float:
@@ -87,10 +107,23 @@ def retold_share(config: ModelConfig, wavelength: float) -> float:
     return (1 - smooth) / config.rope_factor + smooth
 
 
+SWITCHES: list[dict[str, Any]] = [
+    {"qk_norm": True, "num_kv_heads": 2},
+    {"mlp": "relu2"},
+    {"layer_scalars": True},
+    {"value_embeddings": True, "num_kv_heads": 2},
+    {"logit_softcap": 3.0},
+    {"attention_window": 4, "attention": "sdpa"},
+]
+ALL_SWITCHES: dict[str, Any] = {key: value for fields in SWITCHES for key, value in fields.items()}
+
+
 @pytest.mark.parametrize(
     "fields",
     [
         {},
+        *SWITCHES,
+        ALL_SWITCHES | {"attention": "flash_torch"},
         {"num_kv_heads": 2},
         {"num_kv_heads": 1, "tie_embeddings": True},
         {"norm_eps": 0.01, "rope_theta": 100.0},
@@ -179,12 +212,36 @@ def test_a_tied_head_is_one_matrix_with_both_gradients(make_model: MakeModel) ->
     assert tied.float().lm_head.weight is tied.token_embeddings.weight  # a cast keeps them one
 
 
+def test_switches_have_their_parameters_and_are_all_listed(make_model: MakeModel) -> None:
+    """A switch without the mark would be used by decode steps that do not know it."""
+    config = make_model(**ALL_SWITCHES).config
+    assert config.switches == set(ALL_SWITCHES) - {"num_kv_heads", "attention"}
+    model = TransformerLM(config.model_copy(update={"zero_init": True}))
+    first, last = model.layers
+    assert first.scalars.weight.tolist() == [1.0, 0.0]
+    assert not last.attn.value_embeddings.weight.any()
+    assert first.attn.value_embeddings is None
+    for layer in model.layers:
+        assert not layer.attn.output_proj.weight.any()
+        assert not layer.ffn.w2.weight.any()
+        assert not hasattr(layer.ffn, "w3")
+        assert layer.attn.qkv_proj.weight.any()
+
+
 KEPT = [
     {"activation_checkpointing": "block"},
     {"activation_checkpointing": "attention"},
     # float64, 18 tokens, 4 heads of 8, d_ff 48: inputs of blocks 9 kB, attention 9 kB, q, k, v 23 kB ...
     *({"activation_checkpointing": "selective", "activation_gb": kb * 1e-6} for kb in (1, 25, 60, 100, 500)),
 ]
+
+
+@pytest.mark.parametrize("keep", ["block", "attention", "selective"])
+def test_switches_are_recomputed_the_same(make_model: MakeModel, keep: str) -> None:
+    budget = {"activation_gb": 60e-6} if keep == "selective" else {}
+    test_activation_checkpointing_recomputes_the_same_gradients(
+        make_model, {**ALL_SWITCHES, "activation_checkpointing": keep, **budget}, "sdpa", False
+    )
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen embeddings"])
@@ -195,7 +252,8 @@ def test_activation_checkpointing_recomputes_the_same_gradients(
 ) -> None:
     """Bit for bit; also where the first block's input needs no gradient but its weights do."""
     ids, targets = torch.randint(61, (2, 9)), torch.randint(61, (2, 9))
-    models = [make_model(attention=attention, **each) for each in ({}, fields)]
+    same = {key: value for key, value in fields.items() if not key.startswith("activation")}
+    models = [make_model(**{"attention": attention, **each}) for each in (same, fields)]
     for model in models:
         model.token_embeddings.weight.requires_grad_(not frozen)
         model.loss(ids, targets).backward()
@@ -279,8 +337,9 @@ def test_a_compiled_model_has_the_same_names_and_numbers(
     torch.compiler.reset()
     torch.manual_seed(0)
     ids, targets = torch.randint(61, (2, 9)), torch.randint(61, (2, 9))
-    plain = make_model(attention="vectorized")
-    compiled = make_model(attention="vectorized", **fields)
+    same = {key: value for key, value in fields.items() if not key.startswith("activation")}
+    plain = make_model(**{"attention": "vectorized", **same})
+    compiled = make_model(**{"attention": "vectorized", **fields})
     compile_model(compiled, how, backend="aot_eager")
     for model in (plain, compiled):
         model.loss(ids, targets).backward()
@@ -289,6 +348,11 @@ def test_a_compiled_model_has_the_same_names_and_numbers(
         # float64; RoPE's table is float32 on both sides.
         torch.testing.assert_close(mine.grad, yours.grad, rtol=1e-9, atol=1e-12, msg=name)
     torch.testing.assert_close(compiled(ids), plain(ids), rtol=1e-9, atol=1e-12)
+
+
+@ignore_dynamo
+def test_switches_are_compiled(make_model: MakeModel) -> None:
+    test_a_compiled_model_has_the_same_names_and_numbers(make_model, "block", ALL_SWITCHES)
 
 
 @ignore_dynamo

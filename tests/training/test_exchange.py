@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lmkit.errors import LmkitError, UsageError
 from lmkit.generation import generate
 from lmkit.model import ModelConfig, TransformerLM
+from lmkit.model.hugging_face import config_json
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.tables import GenerateConfig
 from lmkit.tokenizer import Tokenizer
@@ -509,6 +510,13 @@ def test_an_attention_kernel_that_does_not_see_all_is_refused_by_name(
     with refused("export.unsupported", "model.attention", "sdpa", kind=UsageError):
         export_model(tmp_path / "run", tmp_path / "exported")
     assert not (tmp_path / "exported").exists()
+
+
+def test_switches_that_llama_lacks_are_refused_by_name() -> None:
+    config = ModelConfig(vocab_size=300, mlp="relu2", qk_norm=True, qkv_bias=True, zero_init=True)
+    with refused("export.unsupported", "model.mlp", "model.qk_norm", kind=UsageError) as caught:
+        config_json(config, dtype="float32", begin=None, end=None)
+    assert "qkv_bias" not in str(caught.value)
 
 
 def test_rope_keys_are_checked() -> None:
