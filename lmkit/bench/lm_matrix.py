@@ -1,7 +1,8 @@
 """`lmkit bench lm-matrix`: short real trainings over attention kernels x gradient strategies.
 
 All strategies of a kernel are alive at once and take turns, one epoch each per round, so that their epochs pair.
-Every training starts from the same weights and sees the same batches: their loss curves can be compared, too.
+Every training starts from the same weights and sees the same batches: their loss curves can be compared, too. "one
+rank" is the same training on one GPU, with the whole batch, while the other ranks wait.
 
 A training that does not fit in memory becomes a row. On several ranks the harness then starts the ranks again,
 without that cell.
@@ -15,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import model_validator
+from pydantic import AfterValidator, BeforeValidator, model_validator
 
 from lmkit.bench.context import Context, FlagNames, RankOutOfMemory
 from lmkit.bench.harness import (
@@ -24,9 +25,10 @@ from lmkit.bench.harness import (
     ratio_fields,
     time_fields,
 )
+from lmkit.bench.lm_matrix_summary import ONE_RANK
 from lmkit.bench.lm_matrix_summary import pictures as pictures
 from lmkit.bench.lm_matrix_summary import summarize as summarize
-from lmkit.errors import UsageError
+from lmkit.errors import UsageError, reason
 from lmkit.measure.memory import GB, claim_workspaces, release_memory, track_peak
 from lmkit.measure.statistics import paired_ratio
 from lmkit.measure.tables import Rows
@@ -40,9 +42,9 @@ from lmkit.recipe.tables import (
     Table,
     check_heads,
 )
-from lmkit.recipe.values import AttentionName, StrategyName
+from lmkit.recipe.values import AttentionName, RegisteredName
 from lmkit.recipe.vocabulary import NUM_BYTES
-from lmkit.registry import BENCHES
+from lmkit.registry import BENCHES, STRATEGIES
 
 if TYPE_CHECKING:
     import numpy as np
@@ -51,6 +53,19 @@ if TYPE_CHECKING:
     from lmkit.training.setup import TrainingStep
 
 STORIES = 400  # about half a megabyte
+HELD_OUT = 0.1
+"""The share of the tokens, at their end, that no training sees."""
+EVAL_BATCHES = 20
+
+
+def _single(name: str) -> str:
+    """Return the name of the variant that other projects call so; here `none` has a replica on every rank."""
+    return ONE_RANK if name == "Local No DDP" else name
+
+
+MatrixStrategy = Annotated[
+    str, BeforeValidator(_single), AfterValidator(RegisteredName(STRATEGIES, also=(ONE_RANK,)))
+]
 
 
 class Options(Table):
@@ -58,8 +73,8 @@ class Options(Table):
 
     kernels: tuple[AttentionName, ...] = ("vectorized", "flash_torch", "sdpa")
     """Attention kernels, the rows of the matrix."""
-    strategies: Annotated[tuple[StrategyName, ...], FlagNames(("--wrappers", "--modes"))] = ("none",)
-    """Strategies of gradient synchronization, the columns of the matrix."""
+    strategies: Annotated[tuple[MatrixStrategy, ...], FlagNames(("--wrappers", "--modes"))] = ("none",)
+    """Strategies of gradient synchronization, the columns of the matrix, and "one rank"."""
     num_layers: PositiveInt = 2
     """Blocks of the model."""
     d_model: PositiveInt = 64
@@ -79,9 +94,9 @@ class Options(Table):
     activation_checkpointing: Checkpointing = "none"
     """As in [model]."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Precision of the matrix products (autocast)."""
+    """As in [train]."""
     batch_size: PositiveInt = 8
-    """Sequences per step over all ranks."""
+    """Sequences per step over all ranks; of "one rank", on its one."""
     steps_per_epoch: PositiveInt = 5
     """Steps of an epoch, which is what one sample times."""
     warmup_epochs: Count = 1
@@ -91,7 +106,7 @@ class Options(Table):
     bucket_mb: PositiveFloat = 50.0
     """Bucket size in MiB (`bucketed`, `torch_ddp`, `zero1`)."""
     tokens: Annotated[Path | None, FlagNames(("--train-path",))] = None
-    """A token file; left out: the bytes of generated stories."""
+    """A token file (.npy), or a text, whose bytes are the tokens; left out: generated stories."""
     lr: PositiveFloat = 3e-4
     """Constant learning rate."""
 
@@ -136,16 +151,17 @@ def lm_matrix(context: Context) -> Rows:
     _check_batches(options, tokens, context.ranks)
     # Rank 0 measures while the others wait for it at the first collective.
     limits = context.limits([options.precision]) if context.ranks.is_first else None
+    training_part, held_out = _parted(tokens)
     known = {(row["kernel"], row["strategy"]): row for row in context.journal.rows()}
     for done, kernel in enumerate(options.kernels):
         context.progress("kernels", done, len(options.kernels))
         missing = [strategy for strategy in options.strategies if (kernel, strategy) not in known]
-        rows = _train_kernel(kernel, missing, context, tokens) if missing else []
+        rows = _train_kernel(kernel, missing, context, training_part, held_out) if missing else []
         torch.compiler.reset()
         release_memory(context.device)
         for row in rows:
             if flops := row.pop("flops_per_token", None):
-                rate = row["tokens_per_s"] / context.ranks.world_size * flops
+                rate = row["tokens_per_s"] / row["ranks"] * flops
                 row |= mfu_fields(rate, context.device, options.precision, limits)
         context.keep(rows)
         known |= {(kernel, row["strategy"]): row for row in rows}
@@ -154,16 +170,36 @@ def lm_matrix(context: Context) -> Rows:
 
 
 def _tokens(options: Options, seed: int) -> np.ndarray:
-    """Return the token file, memory-mapped, or the bytes of stories: text with something to learn, offline."""
+    """Return the token file, memory-mapped, or the bytes of a text, or of stories: something to learn, offline."""
     import numpy as np
 
     from lmkit.data.synth import generate_stories
     from lmkit.data.token_files import open_tokens
 
-    if options.tokens is not None:
+    if options.tokens is not None and options.tokens.suffix == ".npy":
         return open_tokens(options.tokens).tokens
+    if options.tokens is not None:
+        return _bytes_of(options.tokens)
     text = b"\n".join(story.encode() for story in islice(generate_stories(seed), STORIES))
     return np.frombuffer(text, dtype=np.uint8).astype(np.uint16)
+
+
+def _bytes_of(path: Path) -> np.ndarray:
+    """Return a text's bytes, memory-mapped."""
+    import numpy as np
+
+    try:
+        return np.memmap(path, dtype=np.uint8, mode="r")
+    except (OSError, ValueError) as error:  # numpy refuses empty files with a ValueError
+        why = reason(error) if isinstance(error, OSError) else "an empty file"
+        hint = "name a token file (.npy) or a text"
+        raise UsageError("bench.no_text", f"bench.lm_matrix.tokens: {path}: {why}", hint=hint) from error
+
+
+def _parted(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens to train on and those that are held out."""
+    border = int(len(tokens) * (1 - HELD_OUT))
+    return tokens[:border], tokens[border:]
 
 
 def _check_batches(options: Options, tokens: np.ndarray, ranks: Ranks) -> None:
@@ -174,18 +210,21 @@ def _check_batches(options: Options, tokens: np.ndarray, ranks: Ranks) -> None:
             f"{ranks.world_size} ranks",
             hint=f"give a multiple of {ranks.world_size}",
         )
-    if len(tokens) <= options.context_length:
+    if (shortest := min(map(len, _parted(tokens)))) <= options.context_length:
         raise UsageError(
             "bench.context_length",
-            f"bench.lm_matrix.context_length: {options.context_length} + 1 tokens are more than the text has, "
-            f"{len(tokens)}",
+            f"bench.lm_matrix.context_length: {options.context_length} + 1 tokens are more than the held-out text "
+            f"has, {shortest}",
             hint="give a shorter context" + ("" if options.tokens is None else ", or a longer token file"),
         )
 
 
-def _train_kernel(kernel: str, strategies: Sequence[str], context: Context, tokens: np.ndarray) -> Rows:
+def _train_kernel(
+    kernel: str, strategies: Sequence[str], context: Context, tokens: np.ndarray, held_out: np.ndarray
+) -> Rows:
     """Return one row per strategy. Their epochs are interleaved, in an order that turns from round to round."""
     from lmkit.model.accounting import count_parameters
+    from lmkit.parallel.collectives import agree
     from lmkit.parallel.failures import StepWatch
 
     options, ranks = context.options, context.ranks
@@ -197,7 +236,7 @@ def _train_kernel(kernel: str, strategies: Sequence[str], context: Context, toke
         strategy: {
             "kernel": kernel,
             "strategy": strategy,
-            "ranks": ranks.world_size,
+            "ranks": 1 if strategy == ONE_RANK else ranks.world_size,
             "precision": options.precision,
             "compile": options.compile,
             "parameters": count_parameters(config).total,
@@ -232,6 +271,11 @@ def _train_kernel(kernel: str, strategies: Sequence[str], context: Context, toke
                 release_memory(ranks.device)
             if rows[strategy]["status"] == "out of memory":
                 give_up(strategy)
+            with watch.step(0):
+                if strategy == ONE_RANK and agree(
+                    ranks, stop=rows[ONE_RANK]["status"] != "ok"
+                ):  # on the first rank
+                    trainings.pop(ONE_RANK, None)
         order = list(trainings)
         for epoch in range(options.warmup_epochs + options.timed_epochs):
             for strategy in order:
@@ -240,25 +284,39 @@ def _train_kernel(kernel: str, strategies: Sequence[str], context: Context, toke
                 if rows[strategy]["status"] != "ok":
                     give_up(strategy)
             order = [name for name in (*order[1:], *order[:1]) if name in trainings]  # the same on every rank
-    baseline = trainings.get(options.strategies[0])
-    for strategy, training in trainings.items():
-        # Their memory would be given back while the next kernel is being measured.
-        training.step.wait_for_weights()
-        rows[strategy] |= training.fields(config)
-        if baseline is not None:
-            rows[strategy] |= ratio_fields(paired_ratio(training.samples_ms, baseline.samples_ms))
+        baseline = trainings.get(options.strategies[0])
+        for strategy, training in trainings.items():
+            with watch.step(options.warmup_epochs + options.timed_epochs):
+                training.end(held_out)
+            if ranks.is_first:
+                rows[strategy] |= training.fields(config)
+                if baseline is not None:
+                    rows[strategy] |= ratio_fields(paired_ratio(training.samples_ms, baseline.samples_ms))
     return list(rows.values())
 
 
 class _Training:
-    """One cell of the matrix while it runs."""
+    """One cell of the matrix while it runs.
+
+    Attributes:
+        step: None on ranks that wait for the training of one rank.
+    """
 
     def __init__(self, strategy: str, context: Context, config: ModelConfig, tokens: np.ndarray) -> None:
         from lmkit.data.batches import TokenBatches
+        from lmkit.parallel.ranks import Ranks
         from lmkit.training.setup import TrainingStep
 
         self._options, seed = context.options, context.recipe.run.seed
-        self._ranks = ranks = context.ranks
+        self._all_ranks = context.ranks
+        self._ranks = ranks = Ranks(device=context.device) if strategy == ONE_RANK else context.ranks
+        self.step: TrainingStep | None = None
+        self.samples_ms: list[float] = []
+        self._losses: list[float] = []
+        self._valid_loss: float | None = None
+        self._own_bytes = self._peak_bytes = 0
+        if strategy == ONE_RANK and not context.ranks.is_first:
+            return
         batches = TokenBatches(
             tokens,
             batch_size=self._options.batch_size,
@@ -274,20 +332,27 @@ class _Training:
             ranks,
             batches,
             precision=self._options.precision,
-            parallel=ParallelConfig(strategy=strategy, bucket_mb=self._options.bucket_mb),
+            parallel=ParallelConfig(
+                strategy="none" if strategy == ONE_RANK else strategy, bucket_mb=self._options.bucket_mb
+            ),
             seed=seed,
             lr=self._options.lr,
+            # NCCL's watchdog, which looks at events, would break the capture of one rank's steps.
+            cuda_graph="auto" if context.ranks.world_size == 1 else "off",
         )
-        self.samples_ms: list[float] = []
-        self._losses = [self.step.run().item()]  # the optimizer's state exists from here on
+        self._losses.append(self.step.run().item())  # the optimizer's state exists from here on
         _settle(ranks)
         self._own_bytes = _kept_bytes(self.step, ranks, before)
-        self._peak_bytes = 0
 
     def run_epoch(self, *, timed: bool) -> None:
-        """Run `steps_per_epoch` steps; if `timed`, their ms per step become a sample."""
+        """Run `steps_per_epoch` steps; if `timed`, their ms per step become a sample. Collective."""
+        from lmkit.parallel.collectives import agree
+
         num_steps = self._options.steps_per_epoch
         _settle(self._ranks)
+        agree(self._all_ranks)  # nobody computes beside the training of one rank
+        if self.step is None:
+            return
         with track_peak(self._ranks.device) as peak:
             began = time.perf_counter()
             losses = [self.step.run() for _ in range(num_steps)]
@@ -299,6 +364,28 @@ class _Training:
         if timed:
             self.samples_ms.append(elapsed_ms / num_steps)
 
+    def end(self, held_out: np.ndarray) -> None:
+        """Evaluate; make the losses those of all ranks. Collective."""
+        import torch
+        import torch.distributed as dist
+
+        from lmkit.training.evaluation import HeldOut, evaluate
+
+        if self.step is None:
+            return
+        # Their memory would be given back while the next kernel is being measured.
+        self.step.wait_for_weights()
+        if self._ranks.world_size > 1:
+            losses = torch.tensor(self._losses, dtype=torch.float64)
+            dist.all_reduce(losses)
+            self._losses = (losses / self._ranks.world_size).tolist()
+        rows = self._options.batch_size // self._all_ranks.world_size  # the same batches for all
+        data = HeldOut(held_out, None, self._options.context_length, rows)
+        found = evaluate(
+            self.step.model, data, self._ranks, precision=self.step.step.precision, max_batches=EVAL_BATCHES
+        )
+        self._valid_loss = None if found is None else found.loss
+
     def fields(self, config: ModelConfig) -> dict[str, Any]:
         """Return what was measured."""
         from lmkit.model.accounting import flops_per_token
@@ -307,11 +394,13 @@ class _Training:
         fields = time_fields(self.samples_ms)
         return fields | {
             "epochs": len(self.samples_ms),
+            "epoch_s": fields["median_ms"] * self._options.steps_per_epoch / 1e3,
             "tokens_per_s": self._options.batch_size * length / (fields["median_ms"] * 1e-3),
             "flops_per_token": flops_per_token(config, length),
             "peak_gb": self._peak_bytes / GB,
             "first_loss": self._losses[0],
             "final_loss": self._losses[-1],
+            "valid_loss": self._valid_loss,
             "losses": self._losses,
         }
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from lmkit.bench.ddp_variants import SOLO
 from lmkit.bench.harness import Summary, grouped, mfu_notes
 from lmkit.bench.pictures import bars
 from lmkit.measure.plots import loss_curve, of_rate, table_picture
-from lmkit.measure.statistics import paired_ratio
+from lmkit.measure.statistics import FEWEST_PAIRS, median, paired_ratio
 from lmkit.measure.tables import Column, Rows
 from lmkit.registry import ATTENTION
 
+ONE_RANK = SOLO[0]
+HEADLINE = (ONE_RANK, "naive", "bucketed")
+"""The strategies of the headline picture, which show what each idea is worth."""
 SAME_CURVE = 0.005
 """Loss curves closer than this share of the loss are drawn as one: the eye could not tell them apart."""
 COLUMNS = (
@@ -22,28 +27,64 @@ COLUMNS = (
     Column("mfu", "MFU", ".1%"),
     Column("peak_gb", "GB", ".3f"),
     Column("speedup", "speedup", ".3f"),
+    Column("valid_loss", "valid loss", ".4f"),
+)
+WIDE = (
+    Column("speedup_low", "95% from", ".3f"),
+    Column("speedup_high", "to", ".3f"),
+    Column("scaling", "scaling", ".1%"),
+    Column("overhead", "memory over none", "+.1%"),
+    Column("epoch_s", "s per epoch", ".3f"),
     Column("final_loss", "last loss", ".4f"),
 )
 
 
 def summarize(rows: Rows) -> Summary:
     """Say what the rows support: the fastest cell, the best strategy against naive, convergence."""
+    rows = with_ratios(rows)
+    first = rows[0]
+    has = {key for row in rows for key, value in row.items() if value is not None}
+    notes = [
+        *mfu_notes(rows),
+        f"speedup: {first['strategy']} / strategy of the same kernel, paired epochs; GB (10^9): peak of one "
+        "rank, weights and optimizer included",
+    ]
+    if "scaling" in has:
+        notes.append(
+            f"scaling: the speed of all ranks / ranks x that of {ONE_RANK}, with the same batch of all ranks"
+        )
+    if "epoch_s" in has:
+        notes.append("valid loss: after all epochs, on held-out text")
     return Summary(
         "lm-matrix: attention kernels x gradient strategies",
         COLUMNS,
         rows,
-        about=f"{_ranks(rows)}, {rows[0].get('precision', '')}, compile {rows[0].get('compile', 'none')}",
+        about=f"{_ranks(rows)}, {first.get('precision', '')}, compile {first.get('compile', 'none')}",
         findings=findings(rows),
-        notes=(
-            *mfu_notes(rows),
-            f"speedup: {rows[0]['strategy']} / strategy of the same kernel, paired epochs; GB (10^9): peak of one "
-            "rank, weights and optimizer included",
-        ),
+        notes=notes,
+        wide=WIDE,
     )
 
 
+def with_ratios(rows: Rows) -> Rows:
+    """Add scaling (against one rank) and memory overhead (against `none`) within each kernel."""
+    found = {(row["kernel"], row["strategy"]): row for row in rows if row["status"] == "ok"}
+    told = []
+    for row in rows:
+        alone, bare = (found.get((row["kernel"], name)) for name in (ONE_RANK, "none"))
+        more: dict[str, Any] = {}
+        if row["status"] == "ok" and row["ranks"] > 1:
+            if alone is not None:
+                more["scaling"] = paired_ratio(row["samples_ms"], alone["samples_ms"]).speedup / row["ranks"]
+            if bare is not None:
+                more["overhead"] = row["peak_gb"] / bare["peak_gb"] - 1
+        told.append(row | more)
+    return told
+
+
 def _ranks(rows: Rows) -> str:
-    return "1 rank" if rows[0]["ranks"] == 1 else f"{rows[0]['ranks']} ranks"
+    ranks = max(row["ranks"] for row in rows)
+    return "1 rank" if ranks == 1 else f"{ranks} ranks"
 
 
 def _apart(losses: Sequence[float], others: Sequence[float]) -> float:
@@ -63,16 +104,11 @@ def findings(rows: Rows) -> list[str]:
         return [only_none if ran else "Nothing ran."]
     best = max(trained, key=lambda row: row["tokens_per_s"])
     found = [f"Fastest: {best['kernel']} with {best['strategy']}, {best['tokens_per_s']:,.0f} tokens/s."]
-    of_kernel = {row["strategy"]: row for row in ran if row["kernel"] == best["kernel"]}
-    naive, none = of_kernel.get("naive"), of_kernel.get("none")
-    if best["ranks"] > 1 and naive is not None and best is not naive:
-        ratio = paired_ratio(best["samples_ms"], naive["samples_ms"])
-        bound = ""
-        if none is not None:
-            bound = (
-                f"; that is {none['median_ms'] / best['median_ms']:.0%} of the speed without communication"
-            )
-        found.append(f"{best['strategy']} against naive: {ratio}{bound}.")
+    for kernel, of_kernel in grouped(ran, lambda row: str(row["kernel"])).items():
+        if text := _of_kernel({row["strategy"]: row for row in of_kernel}):
+            found.append(f"{kernel}: {text}.")
+    if wide := _undecided(ran):
+        found.append(wide)
     if len(trained) > 1:
         first = trained[0]
         apart = max(_apart(row["losses"], first["losses"]) for row in trained[1:])
@@ -81,6 +117,39 @@ def findings(rows: Rows) -> list[str]:
             f"which falls from {first['first_loss']:.3f} to {first['final_loss']:.3f}."
         )
     return found
+
+
+def _of_kernel(rows: Mapping[str, dict[str, Any]]) -> str:
+    """Return what one rank, naive and the best strategy are to each other."""
+    parts = []
+    naive, alone, none = (rows.get(name) for name in ("naive", ONE_RANK, "none"))
+    together = {name: row for name, row in rows.items() if row["ranks"] > 1 and name != "none"}
+    if not together:
+        return ""
+    name, best = min(together.items(), key=lambda item: item[1]["median_ms"])
+    if "bucketed" in together:
+        name, best = "bucketed", together["bucketed"]  # the headline's
+    if naive is not None and best is not naive:
+        parts.append(f"{name} against naive {paired_ratio(best['samples_ms'], naive['samples_ms'])}")
+    if none is not None:
+        parts.append(f"{none['median_ms'] / best['median_ms']:.0%} of the speed without communication")
+    if alone is not None:
+        ratio = paired_ratio(best["samples_ms"], alone["samples_ms"])
+        parts.append(f"{name} on {best['ranks']} ranks against one rank {ratio}")
+    return "; ".join(parts)
+
+
+def _undecided(ran: Rows) -> str:
+    """Say how sure the speedups are."""
+    reach = [
+        (row["speedup_high"] - row["speedup_low"]) / 2 / row["speedup"]
+        for row in ran
+        if len(row["samples_ms"]) >= FEWEST_PAIRS
+        and row.get("speedup_low") not in (None, row.get("speedup_high"))
+    ]
+    if not reach:
+        return ""
+    return f"The 95% intervals of the speedups reach +-{max(reach):.1%} at most, +-{median(reach):.1%} in the middle."
 
 
 def pictures(rows: Rows) -> dict[str, bytes]:
@@ -103,10 +172,13 @@ def pictures(rows: Rows) -> dict[str, bytes]:
             ("throughput", "tokens_per_s", "Training throughput", throughput, ",.0f"),
         )
     }
+    rows = with_ratios(rows)
+    files["lm_matrix_headline.png"] = headline(rows)
     files["lm_matrix_convergence.png"] = loss_curve(
         coinciding_curves(rows), title="Convergence, same start and batches", x_label="optimizer step"
     )
-    columns = COLUMNS[1:]
+    has = {key for row in rows for key, value in row.items() if value is not None}
+    columns = [column for column in (*COLUMNS[1:], *WIDE) if column.key in has or column.instead]
     for kernel, chosen in grouped(rows, lambda row: str(row["kernel"])).items():
         picture = bars(
             chosen,
@@ -148,3 +220,21 @@ def coinciding_curves(rows: Rows) -> dict[str, list[tuple[float, float]]]:
         )
         curves[name] = [(float(step), loss) for step, loss in enumerate(group[0]["losses"], 1)]
     return curves
+
+
+def headline(rows: Rows) -> bytes:
+    """Draw one rank -> naive -> bucketed and overlapped, for each kernel."""
+    shown = [row for row in rows if row["strategy"] in HEADLINE] or rows
+    return bars(
+        shown,
+        "tokens_per_s",
+        group="kernel",
+        series=lambda row: (
+            ONE_RANK if row["strategy"] == ONE_RANK else f"{row['strategy']}, {_ranks([dict(row)])}"
+        ),
+        whisker=of_rate,
+        title=f"One rank, naive, bucketed and overlapped ({_ranks(rows)}; whiskers p10 to p90)",
+        x_label="attention kernel",
+        y_label="tokens per second",
+        spec=",.0f",
+    )

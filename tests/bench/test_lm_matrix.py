@@ -12,7 +12,7 @@ import torch
 
 from lmkit.bench import harness
 from lmkit.bench.harness import run_bench as run_on_ranks
-from lmkit.bench.lm_matrix_summary import coinciding_curves, findings
+from lmkit.bench.lm_matrix_summary import coinciding_curves, findings, with_ratios
 from lmkit.data import token_files
 from lmkit.errors import UsageError
 from lmkit.recipe.load import load_recipe
@@ -59,7 +59,10 @@ def test_kernels_train_alike_and_every_file_is_there(run_bench):
     old_names = [alias for alias, name in ATTENTION.aliases.items() if name in kernels]
     assert set(result.files) == {
         *(f"lm_matrix_{name}" for name in ("results.csv", "results.jsonl", "report.md")),
-        *(f"lm_matrix_{picture}.png" for picture in ("time", "memory", "throughput", "convergence")),
+        *(
+            f"lm_matrix_{picture}.png"
+            for picture in ("time", "memory", "throughput", "headline", "convergence")
+        ),
         *(f"{kernel}_lm_matrix_throughput.png" for kernel in (*kernels, *old_names)),
         *(f"lm_matrix_table_{kernel}.png" for kernel in (*kernels, *old_names)),
     }
@@ -72,18 +75,33 @@ def test_kernels_train_alike_and_every_file_is_there(run_bench):
 
 
 @pytest.mark.full
-def test_two_ranks_train_as_one(run_bench, tmp_path):
+def test_two_ranks_train_as_one(tmp_path):
     """The same global batch on one and on two ranks: the mean of the two ranks' gradients is one rank's."""
     keys = {**SMALL, "timed_epochs": 1, "warmup_epochs": 0, "kernels": ["sdpa"], "steps_per_epoch": 4}
-    alone = run_bench("lm_matrix", **keys)
-    together = measure(nproc=2, output=tmp_path / "two", strategies=["none", "naive", "zero1"], **keys)
+    names = ["Local No DDP", "none", "naive", "zero1"]
+    together = measure(nproc=2, output=tmp_path / "two", strategies=names, **keys)
     by_strategy = {row["strategy"]: row for row in together.rows}
-    assert {row["ranks"] for row in together.rows} == {2}
-    naive, none = by_strategy["naive"]["losses"], by_strategy["none"]["losses"]
-    assert by_strategy["zero1"]["losses"] == pytest.approx(naive, rel=1e-4)  # fp32 sums in another order
-    assert none != pytest.approx(naive, rel=1e-4)  # without communication rank 0 learns from its half alone
-    # Rank 0 shows the loss of its half of the batch: near the whole batch's, not equal to it.
-    assert naive == pytest.approx(alone.rows[0]["losses"], rel=0.05)
+    assert {name: row["ranks"] for name, row in by_strategy.items()} == {
+        "one rank": 1, "none": 2, "naive": 2, "zero1": 2,
+    }  # fmt: skip
+    for key in ("losses", "valid_loss"):
+        alone, none, naive, zero1 = (row[key] for row in by_strategy.values())
+        # fp32 sums in another order; the losses are the mean of the ranks'
+        assert zero1 == pytest.approx(naive, rel=1e-4)
+        assert naive == pytest.approx(alone, rel=1e-4)
+        assert none != pytest.approx(
+            naive, rel=1e-4
+        )  # without communication ranks learn from their half alone
+    assert by_strategy["naive"]["valid_loss"] == pytest.approx(by_strategy["naive"]["losses"][-1], rel=0.1)
+
+
+@pytest.mark.full
+def test_a_kernel_that_one_rank_refuses_leaves_no_rank_behind(tmp_path):
+    """Rank 0 alone builds the training of one rank; the other must not wait for it."""
+    result = measure(
+        nproc=2, output=tmp_path, kernels=["flash_triton"], strategies=["one rank", "naive"], **SMALL
+    )
+    assert {row["status"] for row in result.rows} == {"unsupported"}  # fp32 on a CPU
 
 
 def test_fault_85_what_does_not_fit_is_a_row_and_the_others_complete(run_bench, monkeypatch):
@@ -150,6 +168,19 @@ def test_it_trains_on_a_token_file(run_bench, monkeypatch):
     assert result.rows[0]["final_loss"] < 3  # always the same token: soon known
 
 
+def test_it_trains_on_the_bytes_of_a_text(run_bench, tmp_path):
+    text = tmp_path / "a.txt"
+    text.write_text("abcd" * 500)
+    result = run_bench("lm_matrix", kernels=["sdpa"], tokens=str(text), **SMALL)
+    assert result.rows[0]["final_loss"] < 4.0  # 5.5 at the start: only four bytes come
+    assert result.rows[0]["valid_loss"] < 4.0
+    text.write_text("")
+    with pytest.raises(UsageError) as refused:
+        run_bench("lm_matrix", kernels=["sdpa"], tokens=str(text), **SMALL)
+    assert refused.value.code == "bench.no_text"
+    assert "bench.lm_matrix.tokens" in refused.value.message
+
+
 def cell(strategy, ms, *, kernel="sdpa", ranks=2, last=3.0):
     return {
         "kernel": kernel,
@@ -160,6 +191,8 @@ def cell(strategy, ms, *, kernel="sdpa", ranks=2, last=3.0):
         "samples_ms": [ms + 0.01 * i for i in range(8)],
         "tokens_per_s": 1000 / ms,
         "speedup": 10.0 / ms,
+        "speedup_low": 9.5 / ms,
+        "speedup_high": 10.5 / ms,
         "mfu": 0.1,
         "peak_gb": 1.0,
         "losses": [4.0, last],
@@ -169,22 +202,38 @@ def cell(strategy, ms, *, kernel="sdpa", ranks=2, last=3.0):
 
 
 def test_findings_on_several_ranks_call_nothing_fastest_that_does_not_synchronize():
-    fastest, compared, alike = findings(
-        [cell("none", 8.0, last=3.5), cell("naive", 12.0), cell("bucketed", 10.0)]
+    fastest, compared, sure, alike = findings(
+        [
+            cell("one rank", 18.0, ranks=1),
+            cell("none", 8.0, last=3.5),
+            cell("naive", 12.0),
+            cell("bucketed", 10.0),
+        ]
     )
     assert "sdpa with bucketed" in fastest
-    assert "bucketed against naive: 1.199x" in compared
+    assert "bucketed against naive 1.199x" in compared
     assert "80% of the speed without communication" in compared
-    assert "2 trainings differ by at most 0 of the loss" in alike
+    assert "bucketed on 2 ranks against one rank 1.797x" in compared
+    assert "+-5.0% at most" in sure
+    assert "3 trainings differ by at most 0 of the loss" in alike
     on_one = [
         cell("none", 10.0, ranks=1),
         cell("flat", 9.8, ranks=1),
         cell("flat", 9.0, kernel="fast", ranks=1),
     ]
     assert "fast with flat" in findings(on_one)[0]
-    assert len(findings(on_one)) == 2  # without ranks there is no naive to compare with
+    assert len(findings(on_one)) == 3  # without ranks there is no naive to compare with
     assert "Only `none` ran" in findings([cell("none", 8.0)])[0]
     assert findings([cell("none", 8.0) | {"status": "unsupported"}]) == ["Nothing ran."]
+
+
+def test_scaling_is_against_one_rank_and_overhead_against_no_communication():
+    rows = [cell("one rank", 18.0, ranks=1), cell("none", 8.0), cell("naive", 12.0) | {"peak_gb": 1.25}]
+    one, none, naive = with_ratios(rows)
+    assert not {"scaling", "overhead"} & one.keys()
+    assert (none["scaling"], naive["scaling"]) == pytest.approx((18 / 8 / 2, 18 / 12 / 2), rel=0.01)
+    assert (none["overhead"], naive["overhead"]) == (0, 0.25)
+    assert "scaling" not in with_ratios(rows[1:])[1]
 
 
 def test_curves_that_coincide_are_one():
