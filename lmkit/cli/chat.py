@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lmkit.model.transformer import TransformerLM
     from lmkit.recipe.tables import GenerateConfig
     from lmkit.tokenizer import Tokenizer
+    from lmkit.tokenizer.chat import ChatTemplate
 
 app = Commands()
 RESET = "/reset"
@@ -35,15 +36,16 @@ def chat(
 ) -> Result | None:
     """Write with a trained model, line by line.
 
-    The model continues all lines so far, its own and yours; an empty line lets it go on. The oldest text is forgotten
-    where the context is full. /reset forgets all. Ctrl-C ends an answer, Ctrl-D the program. Other settings:
+    A model that was trained on conversations answers, by the chat_template.json beside its tokenizer. Any other model
+    continues all lines so far, its own and yours; an empty line lets it go on. The oldest text is forgotten where the
+    context is full. /reset forgets all. Ctrl-C ends an answer, Ctrl-D the program. Other settings:
     --set generate.top_p=0.9.
     """
     flags = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     keys = {f"generate.{key}": value for key, value in flags.items()}
     turns = []
-    with loaded_model(run, tokenizer, set_ or (), keys, device) as (model, loaded, table):
-        conversation = Conversation(model, loaded, table)
+    with loaded_model(run, tokenizer, set_ or (), keys, device) as (model, loaded, table, template):
+        conversation = Conversation(model, loaded, table, template)
         for line in _lines():
             if line == RESET:
                 conversation.reset()
@@ -81,13 +83,30 @@ def _lines() -> Iterator[str]:
 
 
 class Conversation:
-    """Text that a user and a model write in turn. Only the newest that fits into the context is kept."""
+    """Text that a user and a model write in turn. Only the newest that fits into the context is kept.
 
-    def __init__(self, model: TransformerLM, tokenizer: Tokenizer, options: GenerateConfig) -> None:
+    Args:
+        template: what stands around their messages; None: nothing, the model goes on in the same text.
+
+    Raises:
+        UsageError: the template is not for this tokenizer.
+    """
+
+    def __init__(
+        self,
+        model: TransformerLM,
+        tokenizer: Tokenizer,
+        options: GenerateConfig,
+        template: ChatTemplate | None,
+    ) -> None:
         from lmkit.generation.generate import decoder_for, drawn_from
 
-        self._tokenizer, self._seed = tokenizer, options.seed
-        self._decoder = decoder_for(model, options, rows=1, **drawn_from(tokenizer, options))
+        self._tokenizer, self._seed, self._template = tokenizer, options.seed, template
+        limits = drawn_from(tokenizer, options)
+        if template is not None:
+            template.check(tokenizer, "lmkit chat")
+            limits["stop_id"] = tokenizer.special_ids[template.end]
+        self._decoder = decoder_for(model, options, rows=1, **limits)
         # Room for the answer; one that needs more than half of the context makes the text slide.
         capacity = self._decoder.capacity
         self._kept = max(1, capacity - min(options.max_new_tokens, capacity // 2))
@@ -98,13 +117,14 @@ class Conversation:
         end = self._tokenizer.end_of_text_id
         self._ids: list[int] = [*self._tokenizer.prefix] or ([] if end is None else [end])
         self._goes_on = False
+        if self._template is not None:
+            self._ids, self._between = [], self._template.begin
 
     def answer(self, line: str) -> Iterator[str]:
         """Add a line to the text; yield pieces of what the model adds."""
         from lmkit.generation.generate import TextStream, write_texts
 
-        added = "\n" + line if line and self._goes_on else line
-        self._ids += self._tokenizer.encode(added, allowed_special=frozenset(), add_special_tokens=False)
+        self._ids += self._continued(line) if self._template is None else self._asked(line, self._template)
         self._ids = self._ids[-self._kept :]
         if not self._ids:
             return
@@ -117,3 +137,17 @@ class Conversation:
             else:
                 yield stream.push(token)
         yield stream.finish()
+
+    def _continued(self, line: str) -> list[int]:
+        return self._encode("\n" + line if line and self._goes_on else line, allowed_special=frozenset())
+
+    def _asked(self, line: str, template: ChatTemplate) -> list[int]:
+        """Return the tokens of a user's message and of all that stands around it."""
+        between = template.after if self._goes_on else self._between  # an answer that was cut has no end
+        self._between = template.rest
+        asked = self._encode(line.strip(), allowed_special=frozenset())
+        after = template.after + template.head("assistant")
+        return [*self._encode(between + template.head("user")), *asked, *self._encode(after)]
+
+    def _encode(self, text: str, **allowed: Collection[str]) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False, **allowed)

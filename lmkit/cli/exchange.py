@@ -37,6 +37,10 @@ def import_(
     without_tokenizer: Annotated[
         bool, typer.Option("--without-tokenizer", help="Import the weights alone.")
     ] = False,
+    chat_template: Annotated[
+        Literal["plain", "chatml", "llama3"] | None,
+        option("Template of `lmkit chat`; default: the folder's, if lmkit wrote it."),
+    ] = None,
 ) -> Any:
     """Make a run of a Hugging Face folder, to write with, evaluate and train.
 
@@ -44,4 +48,10 @@ def import_(
     """
     from lmkit.training.exchange import import_model
 
-    return import_model(folder, run, context_length=context_length, with_tokenizer=not without_tokenizer)
+    return import_model(
+        folder,
+        run,
+        context_length=context_length,
+        with_tokenizer=not without_tokenizer,
+        chat_template=chat_template,
+    )

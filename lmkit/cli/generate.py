@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lmkit.model.transformer import TransformerLM
     from lmkit.recipe.tables import GenerateConfig
     from lmkit.tokenizer import Tokenizer
+    from lmkit.tokenizer.chat import ChatTemplate
 
 app = Commands()
 
@@ -246,7 +247,7 @@ def continue_prompts(
         LmkitError: the checkpoint is damaged, or memory does not suffice.
         Interrupted: in place of KeyboardInterrupt, once texts are written.
     """
-    with loaded_model(source, tokenizer, overrides, flags, device) as (model, loaded, table):
+    with loaded_model(source, tokenizer, overrides, flags, device) as (model, loaded, table, _):
         from lmkit import generation
 
         # The prompt is written with the first piece: whatever is wrong with it has been refused by then.
@@ -290,8 +291,8 @@ def loaded_model(
     overrides: Sequence[str],
     flags: Mapping[str, Any] | None,
     device: str,
-) -> Iterator[tuple[TransformerLM, Tokenizer, GenerateConfig]]:
-    """Yield the model of a run, its tokenizer and its [generate] table.
+) -> Iterator[tuple[TransformerLM, Tokenizer, GenerateConfig, ChatTemplate | None]]:
+    """Yield the model of a run, its tokenizer, its [generate] table, and the chat template beside the tokenizer.
 
     Args:
         source: a run folder, its checkpoints folder, or one checkpoint.
@@ -308,6 +309,7 @@ def loaded_model(
     from lmkit.recipe.load import load_recipe
     from lmkit.recipe.run_folder import CHECKPOINTS, RECIPE, TOKENIZER
     from lmkit.tokenizer import Tokenizer
+    from lmkit.tokenizer.chat import beside
     from lmkit.training.atomic_checkpoint import MANIFEST
     from lmkit.training.checkpoint import newest_checkpoint, run_tokenizer
     from lmkit.training.model_state import plain_model
@@ -342,4 +344,4 @@ def loaded_model(
         model = plain_model(checkpoint, device=ranks.device)
         narrow = table.precision == "bf16" or (table.precision == "auto" and ranks.device.type == "cuda")
         model.to(torch.bfloat16 if narrow else torch.float32)
-        yield model, loaded, table
+        yield model, loaded, table, beside(path)

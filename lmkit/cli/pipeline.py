@@ -29,7 +29,16 @@ from lmkit.measure.progress import Progress
 from lmkit.measure.tables import megabytes, statement
 from lmkit.recipe.changes import is_under, refused, without_effect
 from lmkit.recipe.load import differences, load_recipe, recipe_to_toml, required
-from lmkit.recipe.run_folder import CHECKPOINTS, METRICS, RECIPE, RECORD, STORIES, TOKENIZER, token_file
+from lmkit.recipe.run_folder import (
+    CHAT_TEMPLATE,
+    CHECKPOINTS,
+    METRICS,
+    RECIPE,
+    RECORD,
+    STORIES,
+    TOKENIZER,
+    token_file,
+)
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.vocabulary import END_OF_TEXT
 from lmkit.storage import FolderLock, keep_damaged, remove_partials, write_atomic
@@ -308,7 +317,7 @@ class Pipeline:
             for number in itertools.count(1)
             if not (path := self.folder / (name + (f"-{number}" if number > 1 else ""))).exists()
         )
-        files = () if self.checkpoints.is_symlink() else (RECIPE, TOKENIZER, METRICS)
+        files = () if self.checkpoints.is_symlink() else (RECIPE, TOKENIZER, CHAT_TEMPLATE, METRICS)
         copied = [file for file in files if (self.folder / file).is_file()]
         try:
             for file in copied:

@@ -16,7 +16,7 @@ from typing import Any
 from lmkit.cli import first_edition
 from lmkit.data.corpora import refuse_directory
 from lmkit.errors import UsageError
-from lmkit.recipe.run_folder import RECORD
+from lmkit.recipe.run_folder import CHAT_TEMPLATE, RECORD
 from lmkit.recipe.schema import Recipe
 from lmkit.storage import sha256_file, write_atomic
 
@@ -213,10 +213,13 @@ class StageRecord:
 
 
 def paths_of(recipe: Recipe, dotted: str) -> list[Path]:
-    """Return the files that a key of the recipe names."""
+    """Return the files that a key of the recipe names; with a tokenizer the chat template beside it."""
     table, key = dotted.split(".")
     value = getattr(getattr(recipe, table), key)
-    return [value] if isinstance(value, Path) else list(value or ())
+    if isinstance(value, Path):
+        template = value.with_name(CHAT_TEMPLATE)
+        return [value, template] if template.is_file() else [value]
+    return list(value or ())
 
 
 def _values(recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any]]:

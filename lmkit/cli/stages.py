@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING
 
 from lmkit.cli.ranks import alone
 from lmkit.cli.stage_record import Outputs
+from lmkit.data.chat import encode_chat
 from lmkit.data.corpora import prepare_corpus
 from lmkit.data.encoding import encode_corpus
-from lmkit.data.token_files import sidecar_path
-from lmkit.recipe.run_folder import STORIES, TOKENIZER, token_file
+from lmkit.data.token_files import mask_path, sidecar_path
+from lmkit.recipe.run_folder import CHAT_TEMPLATE, STORIES, TOKENIZER, token_file
 from lmkit.storage import write_atomic
 from lmkit.tokenizer import Tokenizer, train_tokenizer
+from lmkit.tokenizer.chat import read_template, template_for
 
 if TYPE_CHECKING:
     from lmkit.cli.pipeline import Pipeline
@@ -45,9 +47,15 @@ def _make_tokenizer(run: Pipeline) -> Outputs:
             errors=run.corpus.errors,
             progress=run.progress,
         )
-    path = run.folder / TOKENIZER
+    path, beside = run.folder / TOKENIZER, run.folder / CHAT_TEMPLATE
+    template = template_for(table, source=run.corpus.source)
+    if template is None:
+        beside.unlink(missing_ok=True)
+    else:
+        template.check(tokenizer, table.path or path)
+        template.save(beside)
     tokenizer.save(path)
-    return {"tokenizer": [path]}
+    return {"tokenizer": [path, beside][: 1 if template is None else 2]}
 
 
 def _encode(run: Pipeline) -> Outputs:
@@ -57,6 +65,11 @@ def _encode(run: Pipeline) -> Outputs:
         path = token_file(run.folder, part)
         workers, errors = run.recipe.data.workers, run.corpus.errors
         sidecar_path(path).unlink(missing_ok=True)  # a damaged one would not be replaced
+        if run.corpus.source == "chat":
+            template = read_template(run.folder / CHAT_TEMPLATE)
+            encode_chat(sources, path, tokenizer, template, progress=run.progress)
+            outputs[part] = [path, sidecar_path(path), mask_path(path)]
+            continue
         encode_corpus(
             sources, path, tokenizer, workers=workers, errors=errors, force=True, progress=run.progress
         )
@@ -101,7 +114,9 @@ def _generate(run: Pipeline) -> Outputs:
     from lmkit.cli.generate import continue_prompts
 
     with alone():
-        result = continue_prompts(run.folder, device=run.recipe.run.device)
+        # The prompts of a chat are written as its template has them.
+        is_chat = run.corpus.source == "chat"
+        result = continue_prompts(run.folder, device=run.recipe.run.device, allow_special=is_chat)
     path = run.folder / STORIES
     write_atomic(path, str(result))
     return {"stories": [path]}

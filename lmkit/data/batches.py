@@ -63,13 +63,13 @@ class _Sampler:
         raw = stream.random_raw(self.batch_size * numbers).reshape(self.batch_size, numbers)
         windows = self._windows(raw[self.rank * rows : (self.rank + 1) * rows])  # (rows, context + 1)
         windows = windows.reshape(self.accumulation, -1, self.context_length + 1)
-        return _tensor(windows[..., :-1]), _tensor(windows[..., 1:])
+        return _inputs(windows[..., :-1]), _targets(windows[..., 1:])
 
     def _numbers_per_row(self) -> int:
         raise NotImplementedError
 
     def _windows(self, raw: np.ndarray) -> np.ndarray:
-        """Turn random uint64 (rows, numbers per row) into token ids (rows, context_length + 1)."""
+        """Turn random uint64 (rows, numbers per row) into tokens (rows, context_length + 1) as of `_marked`."""
         raise NotImplementedError
 
 
@@ -96,6 +96,7 @@ class TokenBatches(_Sampler):
         seed: decides the batches, together with the step.
         rank, world_size, accumulation: the slices of the global batch to return.
         document_starts: positions at which a window may start; None allows every position.
+        mask: of a `TokenFile`: targets that do not count are -1.
 
     Raises:
         UsageError: the file holds fewer than `context_length + 1` tokens ("tokens.too_short"), or ranks x
@@ -104,6 +105,7 @@ class TokenBatches(_Sampler):
 
     tokens: np.ndarray = field(kw_only=False)
     document_starts: np.ndarray | None = None
+    mask: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -127,7 +129,8 @@ class TokenBatches(_Sampler):
             starts = raw[:, 0] % np.uint64(len(self.tokens) - self.context_length)
         else:
             starts = self.document_starts[raw[:, 0] % np.uint64(len(self.document_starts))]
-        return np.stack([self.tokens[i : i + self.context_length + 1] for i in starts.astype(np.int64)])
+        ends = self.context_length + 1
+        return np.stack([_marked(self.tokens, self.mask, i, i + ends) for i in starts.astype(np.int64)])
 
 
 @dataclass(kw_only=True, eq=False)
@@ -140,38 +143,58 @@ class RandomTokens(_Sampler):
         return self.context_length + 1
 
     def _windows(self, raw: np.ndarray) -> np.ndarray:
-        return raw % np.uint64(self.vocab_size)
+        return (raw % np.uint64(self.vocab_size)).astype(np.int64)
 
 
 def evaluation_windows(
-    tokens: np.ndarray, context_length: int, batch_size: int, max_batches: int | None = None
+    tokens: np.ndarray,
+    context_length: int,
+    batch_size: int,
+    max_batches: int | None = None,
+    *,
+    mask: np.ndarray | None = None,
 ) -> Iterator[Batch]:
     """Yield (inputs, targets), each int64 (rows, context_length), that cover the file once, in order.
 
     Windows do not overlap, and every token but the first is a target exactly once. The last full batch may have
     fewer rows, and the rest of the file comes as one shorter row: weight losses by the number of targets.
-    `max_batches` limits the number of batches.
+    `max_batches` limits the number of batches. `mask` is that of a `TokenFile`: targets that do not count are -1.
 
     Raises:
         UsageError: the file holds fewer than `context_length + 1` tokens ("tokens.too_short").
     """
     check_length(tokens, context_length)
-    return islice(_consecutive_windows(tokens, context_length, batch_size), max_batches)
+    return islice(_consecutive_windows(tokens, mask, context_length, batch_size), max_batches)
 
 
-def _consecutive_windows(tokens: np.ndarray, context_length: int, batch_size: int) -> Iterator[Batch]:
+def _consecutive_windows(
+    tokens: np.ndarray, mask: np.ndarray | None, context_length: int, batch_size: int
+) -> Iterator[Batch]:
     num_windows = (len(tokens) - 1) // context_length
     for first in range(0, num_windows, batch_size):
         last = min(first + batch_size, num_windows)
-        span = tokens[first * context_length : last * context_length + 1]
-        yield _tensor(span[:-1].reshape(-1, context_length)), _tensor(span[1:].reshape(-1, context_length))
-    rest = tokens[num_windows * context_length :]
+        span = _marked(tokens, mask, first * context_length, last * context_length + 1)
+        yield _inputs(span[:-1].reshape(-1, context_length)), _targets(span[1:].reshape(-1, context_length))
+    rest = _marked(tokens, mask, num_windows * context_length, len(tokens))
     if len(rest) > 1:
-        yield _tensor(rest[None, :-1]), _tensor(rest[None, 1:])
+        yield _inputs(rest[None, :-1]), _targets(rest[None, 1:])
 
 
-def _tensor(ids: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(ids.astype(np.int64, order="C"))
+def _marked(tokens: np.ndarray, mask: np.ndarray | None, start: int, end: int) -> np.ndarray:
+    """Return tokens as int64; those that do not count as targets as their complement, which is negative."""
+    ids = tokens[start:end].astype(np.int64)
+    if mask is None:
+        return ids
+    bits = np.unpackbits(mask[start // 8 : -(-end // 8)])[start % 8 :][: len(ids)]
+    return np.where(bits, ids, ~ids)
+
+
+def _inputs(marked: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.maximum(marked, ~marked))
+
+
+def _targets(marked: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.maximum(marked, -1))
 
 
 def check_length(tokens: np.ndarray, context_length: int) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from lmkit.data.download import download_dataset
 from lmkit.data.synth import write_stories
@@ -23,6 +23,7 @@ from lmkit.measure.progress import Progress
 from lmkit.recipe.tables import CorpusConfig
 from lmkit.recipe.vocabulary import END_OF_TEXT
 from lmkit.storage import atomic_path
+from lmkit.tokenizer.chat import messages_of
 from lmkit.tokenizer.chunks import Chunk, ErrorMode, text_file_status, valid_utf8
 from lmkit.tokenizer.engine import CHUNK_BYTES
 
@@ -37,7 +38,7 @@ log = logging.getLogger("lmkit")
 
 @dataclass(frozen=True)
 class CorpusFiles:
-    """Text files, UTF-8; documents end with `<|endoftext|>`."""
+    """Text files, UTF-8; documents end with `<|endoftext|>`. Conversations are JSON lines."""
 
     train: tuple[Path, ...]
     valid: tuple[Path, ...]
@@ -62,6 +63,7 @@ def prepare_corpus(table: CorpusConfig, folder: Path, *, progress: Progress | No
       (a book without `<|endoftext|>`) is cut at the end of a line instead, or between two characters if it has one
       line. Files ending in `.jsonl` hold one document a line, under the key `table.field`. Files ending in `.gz`
       are decompressed, and pipes are read once: their text is written to `folder`.
+    - `chat`: the same of conversations, JSON lines of messages: `folder` gets `train.jsonl` and `valid.jsonl`.
     - any other source is a dataset, see `lmkit.data.download`: downloaded to `table.folder` unless it is there.
 
     Everything is streamed, and a file appears under its name when it is complete. Text files that are used where
@@ -74,12 +76,13 @@ def prepare_corpus(table: CorpusConfig, folder: Path, *, progress: Progress | No
             JSON line ("corpus.not_json"), or one that is too long ("corpus.long_line"); a broken `.gz` file
             ("corpus.damaged_gzip").
     """
-    train, valid = folder / "train.txt", folder / "valid.txt"
+    suffix = ".jsonl" if table.source == "chat" else ".txt"
+    train, valid = folder / f"train{suffix}", folder / f"valid{suffix}"
     if table.source == "synth":
         size = table.size_mb
         write_stories(train, size_mb=size, seed=table.seed, progress=progress)
         write_stories(valid, size_mb=size * table.valid_fraction, seed=table.seed + _HELD_OUT_SEED)
-    elif table.source != "files":
+    elif table.source not in ("files", "chat"):
         train, valid = download_dataset(table.source, table.folder, progress=progress)
     else:
         for key, paths in (("corpus.train", table.train), ("corpus.valid", table.valid)):
@@ -167,7 +170,7 @@ def _plain_text(
     key: str, paths: tuple[Path, ...], table: CorpusConfig, joined: Path, progress: Progress | None
 ) -> tuple[Path, ...]:
     """Return the files themselves if all are text, else one text file made of them."""
-    if not any(map(_is_converted, paths)):
+    if table.source == "files" and not any(map(_is_converted, paths)):
         return paths
     with atomic_path(joined) as partial:
         _join(key, paths, table, partial, progress)
@@ -188,7 +191,8 @@ def _find_cut(file: BinaryIO, table: CorpusConfig) -> int:
     with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
         size = len(text)
         wanted = max(1, int(size * (1 - table.valid_fraction)))
-        for mark in (_END_OF_DOCUMENT + b"\n", _END_OF_DOCUMENT, b"\n"):
+        ends = (_END_OF_DOCUMENT + b"\n", _END_OF_DOCUMENT) if table.source == "files" else ()
+        for mark in (*ends, b"\n"):
             before = text.rfind(mark, 0, wanted)
             after = text.find(mark, max(0, wanted - len(mark) + 1))
             if before >= 0:
@@ -196,6 +200,8 @@ def _find_cut(file: BinaryIO, table: CorpusConfig) -> int:
             # A mark at the end of the file, even before a line break, leaves nothing to hold out.
             if 0 <= after < size - 1 - len(mark):
                 return after + len(mark)
+        if table.source == "chat":
+            wanted = 0  # one conversation
         while 0 < wanted < size and text[wanted] & 0xC0 == 0x80:  # UTF-8 continuation byte
             wanted -= 1
     if not 0 < wanted < size:
@@ -216,22 +222,24 @@ def _join(
     with open(target, "wb") as file:
         for path, size in zip(paths, sizes, strict=True):
             ending = b""
-            with _opened(path) as (source, stream):
+            with opened(path) as (source, stream):
                 make_pieces = _json_documents if _holds_json(path) else _text_pieces
+                if table.source == "chat":
+                    make_pieces = _conversations
                 for piece in make_pieces(stream, path, table):
                     written += file.write(piece)
                     ending = (ending + piece)[-len(_END_OF_DOCUMENT) - 1 :]
                     if progress is not None and source.seekable():
                         progress("corpus", done + source.tell(), sum(sizes))
             done += size
-            if len(paths) > 1 and ending and _END_OF_DOCUMENT not in ending:
+            if table.source != "chat" and len(paths) > 1 and ending and _END_OF_DOCUMENT not in ending:
                 file.write(_END_OF_DOCUMENT + b"\n")  # two files are two documents
     if not written:
         raise _empty(key, paths)
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[tuple[BinaryIO, IO[bytes] | gzip.GzipFile]]:
+def opened(path: Path) -> Iterator[tuple[BinaryIO, IO[bytes] | gzip.GzipFile]]:
     """Yield an open file or pipe, and the stream of its content, which is another one if the file is compressed."""
     if path.is_fifo():
         log.info("reading the pipe %s until its writer closes it", path)
@@ -270,6 +278,33 @@ def _text_pieces(stream: IO[bytes] | gzip.GzipFile, path: Path, table: CorpusCon
 
 def _json_documents(stream: IO[bytes] | gzip.GzipFile, path: Path, table: CorpusConfig) -> Iterator[bytes]:
     """Yield a document with its end mark for every line that is not blank."""
+    for number, record in json_records(stream, path, table):
+        document = record.get(table.field) if isinstance(record, dict) else None
+        if not isinstance(document, str):
+            raise UsageError(
+                "corpus.no_field",
+                f'{path}, line {number}: no text under "{table.field}"',
+                hint="a recipe names the key that holds the text: corpus.field",
+            )
+        # A lone surrogate (\ud800) is valid JSON but cannot be encoded.
+        yield document.encode("utf-8", "replace") + _END_OF_DOCUMENT + b"\n"
+
+
+def _conversations(stream: IO[bytes] | gzip.GzipFile, path: Path, table: CorpusConfig) -> Iterator[bytes]:
+    """Yield a line of JSON for every conversation."""
+    for number, record in json_records(stream, path, table):
+        messages = [message._asdict() for message in messages_of(record, f"{path}, line {number}")]
+        yield json.dumps({"messages": messages}, ensure_ascii=False).encode() + b"\n"
+
+
+def json_records(
+    stream: IO[bytes] | gzip.GzipFile, path: Path, table: CorpusConfig
+) -> Iterator[tuple[int, Any]]:
+    """Yield the number and the content of every line that is not blank.
+
+    Raises:
+        LmkitError: a line is too long, not UTF-8 or not JSON.
+    """
     read = number = 0
     while line := stream.readline(_LONGEST_LINE + 1):
         number += 1
@@ -291,12 +326,4 @@ def _json_documents(stream: IO[bytes] | gzip.GzipFile, path: Path, table: Corpus
                 f"{path}, line {number}: not JSON ({error})",
                 hint="every line must hold one JSON object",
             ) from None
-        document = record.get(table.field) if isinstance(record, dict) else None
-        if not isinstance(document, str):
-            raise UsageError(
-                "corpus.no_field",
-                f'{path}, line {number}: no text under "{table.field}"',
-                hint="a recipe names the key that holds the text: corpus.field",
-            )
-        # A lone surrogate (\ud800) is valid JSON but cannot be encoded.
-        yield document.encode("utf-8", "replace") + _END_OF_DOCUMENT + b"\n"
+        yield number, record

@@ -13,7 +13,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Any
@@ -35,6 +35,7 @@ _HEADER = re.compile(
 )
 _WRITE_BACK_BYTES = 1 << 22  # passed to the disk at a time
 _CHECK_TOKENS = 1 << 24  # compared at a time when ids are checked
+_COUNTS_AT_ONCE = 1 << 12  # appended parts whose bits wait to be written
 _MARK = "tokenizer_sha256"  # key of our descriptions
 
 Count = Annotated[int, Field(ge=0)]
@@ -47,6 +48,7 @@ class TokenMeta:
     Attributes:
         num_bytes: size of the text.
         source_sha256: SHA-256 of the text files, concatenated.
+        counted_tokens, counted_bytes: tokens that count as targets, and their text; None: all of them.
     """
 
     tokenizer_sha256: str
@@ -56,14 +58,23 @@ class TokenMeta:
     num_bytes: Count
     source_sha256: str
     format: int
+    counted_tokens: Count | None = None
+    counted_bytes: Count | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenFile:
-    """An open token file: `tokens` is a read-only memory map, one-dimensional, uint16 or uint32."""
+    """An open token file.
+
+    Attributes:
+        tokens: a read-only memory map, one-dimensional, uint16 or uint32.
+        mask: a memory map with a bit for each token, the highest bit of a byte first: whether it counts as a target.
+            None: all count.
+    """
 
     tokens: np.ndarray
     meta: TokenMeta
+    mask: np.ndarray | None = None
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -74,6 +85,11 @@ def token_dtype(vocab_size: int) -> np.dtype:
 def sidecar_path(path: Path) -> Path:
     """Return the path of the description: tokens.npy -> tokens.json."""
     return path.with_suffix(".json")
+
+
+def mask_path(path: Path) -> Path:
+    """Return the path of the mask: tokens.npy -> tokens.mask."""
+    return path.with_suffix(".mask")
 
 
 class TokenFileWriter:
@@ -87,13 +103,14 @@ class TokenFileWriter:
 
     Args:
         path: ends in `.npy`.
+        masked: write a mask beside it.
 
     Raises:
         ValueError: `path` does not end in `.npy`.
         UsageError: the description would replace another JSON file, such as the tokenizer ("tokens.replaces_json").
     """
 
-    def __init__(self, path: Path, *, vocab_size: int, tokenizer_sha256: str) -> None:
+    def __init__(self, path: Path, *, vocab_size: int, tokenizer_sha256: str, masked: bool = False) -> None:
         if path.suffix != ".npy":
             raise ValueError(f"a token file ends in .npy: {path}")
         self._path = path
@@ -103,6 +120,9 @@ class TokenFileWriter:
         self._num_tokens = 0
         self._write_back_from = 0
         self._meta: TokenMeta | None = None
+        self._masked = masked
+        self._counts: list[np.ndarray] = []  # of tokens whose bits are not yet written
+        self._counted_tokens = 0
         self._context: AbstractContextManager[TokenFileWriter] = self._writing()
 
     def __enter__(self) -> TokenFileWriter:
@@ -116,17 +136,20 @@ class TokenFileWriter:
     @contextmanager
     def _writing(self) -> Iterator[TokenFileWriter]:
         _refuse_to_replace_another_json(self._path)
-        with atomic_path(self._path) as partial, open(partial, "wb") as self._file:
+        with ExitStack() as stack:
+            self._file = stack.enter_context(open(stack.enter_context(atomic_path(self._path)), "wb"))
+            if self._masked:
+                partial = stack.enter_context(atomic_path(mask_path(self._path)))
+                self._mask_file = stack.enter_context(open(partial, "wb"))
             self._write_header()
             yield self
             if self._meta is None:
                 raise RuntimeError("the token file was not finished")
             self._path.unlink(missing_ok=True)  # old ids must not meet the new description
-            description = json.dumps(dataclasses.asdict(self._meta), indent=2) + "\n"
-            write_atomic(sidecar_path(self._path), description)
+            write_atomic(sidecar_path(self._path), json.dumps(as_json(self._meta), indent=2) + "\n")
 
-    def append(self, ids: np.ndarray) -> None:
-        """Add ids at the end.
+    def append(self, ids: np.ndarray, *, counts: bool = True) -> None:
+        """Add ids at the end; `counts`: whether they count as targets.
 
         Raises:
             ValueError: an id is negative or beyond the vocabulary.
@@ -136,9 +159,18 @@ class TokenFileWriter:
         self._file.write(ids.astype(self._dtype).data)
         self._num_tokens += len(ids)
         self._begin_write_back()
+        if self._masked:
+            self._counts.append(np.full(len(ids), counts))
+            self._counted_tokens += len(ids) * counts
+            if len(self._counts) == _COUNTS_AT_ONCE:
+                self._write_mask()
 
-    def finish(self, *, num_documents: int, num_bytes: int, source_sha256: str) -> TokenMeta:
+    def finish(
+        self, *, num_documents: int, num_bytes: int, source_sha256: str, counted_bytes: int | None = None
+    ) -> TokenMeta:
         """Complete the file; it appears when the `with` block ends."""
+        if self._masked:
+            self._write_mask(is_last=True)
         header_end = self._write_header()
         assert header_end + self._num_tokens * self._dtype.itemsize == os.fstat(self._file.fileno()).st_size
         self._meta = TokenMeta(
@@ -149,8 +181,18 @@ class TokenFileWriter:
             num_bytes=num_bytes,
             source_sha256=source_sha256,
             format=FORMAT,
+            counted_tokens=self._counted_tokens if self._masked else None,
+            counted_bytes=counted_bytes,
         )
         return self._meta
+
+    def _write_mask(self, *, is_last: bool = False) -> None:
+        """Write the bits of whole bytes; at last also those of the byte that is not full."""
+        counts = np.concatenate(self._counts or [np.empty(0, bool)])
+        whole = len(counts) if is_last else len(counts) // 8 * 8
+        self._mask_file.write(np.packbits(counts[:whole]).data)
+        self._mask_file.flush()
+        self._counts = [counts[whole:]]
 
     def _begin_write_back(self) -> None:
         """Start to write recent pages to the disk, so that the fsync at the end has little left to do.
@@ -176,6 +218,11 @@ class TokenFileWriter:
         end = self._file.tell()
         self._file.flush()
         return end
+
+
+def as_json(meta: TokenMeta) -> dict[str, Any]:
+    """Return the content of a description; keys that are None are left out, as older versions knew none of them."""
+    return {key: value for key, value in dataclasses.asdict(meta).items() if value is not None}
 
 
 def _refuse_to_replace_another_json(path: Path) -> None:
@@ -219,9 +266,12 @@ def open_tokens(
             f"{path}: made with tokenizer {meta.tokenizer_sha256}, not with {tokenizer_sha256}",
             hint="encode the text again, or use the tokenizer that the file was made with",
         )
+    mask = None if meta.counted_tokens is None else _map_mask(path, meta)
     if check_ids:
         _check_ids(path, tokens, meta.vocab_size)
-    return TokenFile(tokens, meta)
+        if mask is not None:
+            _check_mask(path, mask, meta)
+    return TokenFile(tokens, meta, mask)
 
 
 def _damaged(path: Path, problem: str, *, is_other_json: bool = False) -> LmkitError:
@@ -304,6 +354,26 @@ def _map(path: Path, meta: TokenMeta) -> np.ndarray:
     if length == 0:
         raise LmkitError("tokens.empty", f"{path}: no tokens in it", hint="encode a text that is not empty")
     return np.memmap(path, expected, "r", offset, (length,))
+
+
+def _map_mask(path: Path, meta: TokenMeta) -> np.ndarray:
+    mask = mask_path(path)
+    size = mask.stat().st_size if mask.is_file() else None
+    if size is None:
+        raise _damaged(path, f"{mask}: missing; {path.name} has a mask")
+    if size != -(-meta.num_tokens // 8):
+        raise _damaged(path, f"{mask}: {size} bytes for {meta.num_tokens} tokens")
+    return np.memmap(mask, np.uint8, "r")
+
+
+def _check_mask(path: Path, mask: np.ndarray, meta: TokenMeta) -> None:
+    starts = range(0, len(mask), _CHECK_TOKENS // 8)
+    counted = sum(int(np.unpackbits(mask[i : i + _CHECK_TOKENS // 8]).sum()) for i in starts)
+    beyond = int(mask[-1]) & (0xFF >> meta.num_tokens % 8) if meta.num_tokens % 8 else 0
+    if beyond or counted != meta.counted_tokens:
+        raise _damaged(
+            path, f"{mask_path(path)}: {counted} tokens count, {meta.counted_tokens} in the description"
+        )
 
 
 def _read_header(path: Path) -> tuple[str, int, int, int]:

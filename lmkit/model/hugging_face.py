@@ -200,7 +200,7 @@ def _parse(path: Path) -> _Config:
         raise LmkitError("import.damaged_config", f"{path}: not JSON: {error}", hint=hint) from None
     if not isinstance(content, dict):
         raise LmkitError("import.damaged_config", f"{path}: not a JSON object", hint=hint)
-    if content.get("model_type") not in ARCHITECTURES:
+    if content.get("model_type") not in tuple(ARCHITECTURES):  # perhaps not hashable
         raise UsageError(
             "import.unsupported",
             f"{path}: model_type {json.dumps(content.get('model_type'))[:60]} is not supported",

@@ -16,20 +16,21 @@ SliceGradient = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean of -log softmax(logits)[target], in nats, as a scalar.
+    """Return the mean over targets that count of -log softmax(logits)[target], in nats, as a scalar.
 
     >>> cross_entropy(torch.zeros(4, 10), torch.tensor([1, 2, 3, 4]))  # ln 10
     tensor(2.3026)
 
     Args:
         logits: (..., vocab_size)
-        targets: (...) int64 ids below vocab_size
+        targets: (...) int64 ids below vocab_size; below zero: does not count. Without any that counts the loss is 0.
 
     Training uses `linear_cross_entropy`, which does not need the logits.
     """
     shifted = logits - logits.amax(dim=-1, keepdim=True)  # (..., vocab_size); exp cannot overflow
-    of_target = shifted.gather(-1, targets.unsqueeze(-1)).squeeze(-1)  # (...)
-    return (shifted.exp().sum(dim=-1).log() - of_target).mean()
+    of_target = shifted.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)  # (...)
+    losses, counts = shifted.exp().sum(dim=-1).log() - of_target, targets >= 0
+    return (losses * counts).sum() / counts.sum().clamp(min=1)
 
 
 def soft_capped(logits: Tensor, softcap: float) -> Tensor:
@@ -54,19 +55,20 @@ class SliceLoss(nn.Module):
 
         Args:
             logits: (tokens, vocab_size)
-            targets: (tokens) ids
+            targets: (tokens) ids; the loss of one below zero is 0, its gradient is of no use
         """
         wide = torch.promote_types(logits.dtype, torch.float32)
         capped = logits if self.softcap is None else soft_capped(logits.to(wide), self.softcap)
         log_p = capped.log_softmax(dim=-1, dtype=wide)  # (tokens, vocab_size)
-        losses = -log_p.gather(1, targets.unsqueeze(1)).squeeze(1)  # (tokens)
+        wanted = targets.clamp(min=0)
+        losses = -log_p.gather(1, wanted.unsqueeze(1)).squeeze(1) * (targets >= 0)  # (tokens)
         # d loss / d logit_j = p_j - [j is the target]
         if torch.compiler.is_compiling():
             ids = torch.arange(logits.shape[1], device=logits.device)  # (vocab_size)
-            gradient = log_p.exp() - (ids == targets.unsqueeze(1)).to(wide)  # fuses; a scatter would not
+            gradient = log_p.exp() - (ids == wanted.unsqueeze(1)).to(wide)  # fuses; a scatter would not
         else:
             gradient = log_p.exp_()  # (tokens, vocab_size)
-            gradient.scatter_add_(1, targets.unsqueeze(1), gradient.new_full((len(targets), 1), -1.0))
+            gradient.scatter_add_(1, wanted.unsqueeze(1), gradient.new_full((len(targets), 1), -1.0))
         if self.softcap is not None:  # the derivative of c tanh(z / c) is 1 - tanh^2
             gradient = gradient * (1 - (capped / self.softcap).square())
         return losses, gradient.to(logits.dtype)
@@ -79,7 +81,8 @@ def linear_cross_entropy(
     *,
     slice_loss: SliceGradient | None = None,
 ) -> Tensor:
-    """Return the mean over tokens of -log softmax(hidden weight^T)[target], in nats, as a float32 (or wider) scalar.
+    """Return the mean over the tokens that count of -log softmax(hidden weight^T)[target], in nats, as a float32 (or
+    wider) scalar.
 
     Logits (tokens, vocabulary) are by far the largest tensor of a small model's training step. This function computes
     a slice of them at a time, and forms its gradient while the slice is there: the same result with the same number
@@ -91,7 +94,7 @@ def linear_cross_entropy(
     Args:
         hidden: (..., d_model)
         weight: (vocab_size, d_model)
-        targets: (...) int64 ids below vocab_size
+        targets: (...) int64 ids below vocab_size; below zero: does not count. Without any that counts the loss is 0.
         slice_loss: None makes a `SliceLoss`.
     """
     if not torch.is_grad_enabled():
@@ -118,6 +121,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(h) if wants_hidden else None
         grad_weight = torch.zeros_like(w, dtype=wide) if wants_weight else None
         total = torch.zeros((), device=hidden.device, dtype=wide)
+        counts = (targets >= 0).unsqueeze(1)  # (tokens, 1)
+        counted = counts.sum().clamp(min=1)
 
         rows = tokens_per_slice(len(w), device_type)
         with torch.autocast(device_type, enabled=False):
@@ -127,22 +132,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 losses, grad_logits = slice_loss(logits, targets[part])  # (slice), (slice, vocab_size)
                 total += losses.sum()
                 if grad_hidden is not None:
-                    torch.mm(grad_logits, w, out=grad_hidden[part])
+                    torch.mm(grad_logits, w, out=grad_hidden[part]).mul_(counts[part])
                 if grad_weight is not None:
+                    counting = h[part] * counts[part]
                     if dtype == wide:
-                        grad_weight.addmm_(grad_logits.t(), h[part])
+                        grad_weight.addmm_(grad_logits.t(), counting)
                     else:
-                        grad_weight += grad_logits.t() @ h[part]
+                        grad_weight += grad_logits.t() @ counting
 
-        # Backward divides by the number of tokens: here the division would underflow float16 gradients, before the
-        # loss scale multiplies them.
+        # Backward divides by the number of tokens that count: here the division would underflow float16 gradients,
+        # before the loss scale multiplies them.
         # `differentiable_once` needs an output among the saved tensors; the loss may be written to in place.
         empty = total.new_empty(0)
         ctx.set_materialize_grads(False)  # or autograd would allocate zeros as the gradient of `empty`
-        ctx.save_for_backward(grad_hidden, grad_weight, empty)
+        ctx.save_for_backward(grad_hidden, grad_weight, empty, counted)
         ctx.dtypes = (hidden.dtype, weight.dtype)
-        ctx.tokens = len(targets)
-        return total / len(targets), empty
+        return total / counted, empty
 
     @staticmethod
     @differentiable_once(
@@ -151,9 +156,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(
         ctx: Any, saved: Any, grad: Tensor, _: None
     ) -> tuple[Tensor | None, Tensor | None, None, None]:
-        grad_hidden, grad_weight = saved[:2]  # (tokens, d_model), (vocab_size, d_model)
+        grad_hidden, grad_weight, _, counted = saved  # (tokens, d_model), (vocab_size, d_model), ...
         hidden_dtype, weight_dtype = ctx.dtypes
-        scale = grad / ctx.tokens
+        scale = grad / counted
         if grad_hidden is not None:
             grad_hidden = grad_hidden.to(hidden_dtype) * scale
         if grad_weight is not None:

@@ -176,6 +176,13 @@ def on_any_rank(ranks: Ranks, *facts: bool) -> tuple[bool, ...]:
     return tuple(map(bool, flags.tolist()))
 
 
+def sum_over_ranks(numbers: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """Replace each element by its sum over the ranks; return all. Collective; with NCCL the host does not wait."""
+    if ranks.world_size > 1:
+        dist.all_reduce(numbers)
+    return numbers
+
+
 def largest_on_any_rank(numbers: torch.Tensor, ranks: Ranks) -> None:
     """Replace each element by the largest that a rank has. Collective; with NCCL the host does not wait."""
     if ranks.world_size > 1:

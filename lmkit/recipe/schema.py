@@ -173,7 +173,14 @@ def _model_holds_the_vocabulary(tables: Mapping[str, Any]) -> Iterator[str]:
         yield f"model.vocab_size: {model.vocab_size} is less than the tokenizer's {needed}; leave it out"
 
 
+def _conversations_have_a_tokenizer(tables: Mapping[str, Any]) -> Iterator[str]:
+    corpus, tokenizer = tables.get("corpus"), tables.get("tokenizer")
+    if corpus and corpus.source == "chat" and tokenizer and tokenizer.path is None:
+        yield 'tokenizer.path: missing; corpus.source = "chat" needs the tokenizer of the model to finetune'
+
+
 CHECKS: tuple[Check, ...] = (
+    _conversations_have_a_tokenizer,
     _half_precision_has_a_device,
     _random_tokens_need_a_vocabulary,
     _strategy_uses_its_keys,

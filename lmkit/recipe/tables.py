@@ -66,7 +66,8 @@ class CorpusConfig(Table):
     """`[corpus]`: the text to train on and the part of it that is held out."""
 
     source: CorpusSource = "synth"
-    """`synth`: generated stories, offline. `files`: your own text. A dataset (`tinystories`, `owt`) is downloaded."""
+    """`synth`: generated stories, offline. `files`: your own text. `chat`: conversations, JSON lines of messages, of
+    which the assistant's words are learned. A dataset (`tinystories`, `owt`) is downloaded."""
     folder: Path = Path("artifacts/data")
     """Downloads are kept here, shared by all runs."""
     size_mb: PositiveFloat = 20.0
@@ -74,9 +75,9 @@ class CorpusConfig(Table):
     seed: Count = 0
     """Seed of the generator (`synth`)."""
     train: tuple[Path, ...] = ()
-    """Text files, or JSON lines files that end in `.jsonl`; compressed (`.gz`) or a pipe, too (`files`)."""
+    """Text files, or JSON lines files that end in `.jsonl`; compressed (`.gz`) or a pipe, too (`files`, `chat`)."""
     valid: tuple[Path, ...] = ()
-    """Held-out files (`files`); if empty, the last `valid_fraction` of the documents is held out."""
+    """Held-out files (`files`, `chat`); if empty, the last `valid_fraction` of the documents is held out."""
     valid_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """The part of the documents that is held out if `valid` is empty."""
     field: str = "text"
@@ -86,10 +87,11 @@ class CorpusConfig(Table):
 
     @model_validator(mode="after")
     def _files_are_named(self) -> CorpusConfig:
-        if self.source == "files" and not self.train:
-            raise ValueError('source = "files" needs train = ["some/file.txt"]')
-        if self.source != "files" and (self.train or self.valid):
-            raise ValueError(f'train and valid belong to source = "files", not "{self.source}"')
+        has_files = self.source in ("files", "chat")
+        if has_files and not self.train:
+            raise ValueError(f'source = "{self.source}" needs train = ["some/file"]')
+        if not has_files and (self.train or self.valid):
+            raise ValueError(f'train and valid belong to source = "files" or "chat", not "{self.source}"')
         return self
 
 
@@ -106,6 +108,9 @@ class TokenizerConfig(Table):
     """Threads for training; 0: one per CPU. The result does not depend on it."""
     path: Path | None = None
     """Use this tokenizer.json instead of training one."""
+    chat_template: Literal["plain", "chatml", "llama3"] | None = None
+    """What stands around the messages of `corpus.source = "chat"`; default: the chat_template.json beside `path`, or
+    `plain`, which needs no special token but `<|endoftext|>`."""
 
     @model_validator(mode="after")
     def _room_for_bytes_and_specials(self) -> TokenizerConfig:

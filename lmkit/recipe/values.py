@@ -48,7 +48,7 @@ class RegisteredName:
 
 AttentionName = Annotated[str, AfterValidator(RegisteredName(ATTENTION))]
 AttentionVariant = Annotated[str, AfterValidator(RegisteredName(ATTENTION, with_variant=True))]
-CorpusSource = Annotated[str, AfterValidator(RegisteredName(DATASETS, also=("synth", "files")))]
+CorpusSource = Annotated[str, AfterValidator(RegisteredName(DATASETS, also=("synth", "files", "chat")))]
 OperationsName = Annotated[str, AfterValidator(RegisteredName(OPERATIONS, also=("auto",)))]
 OptimizerName = Annotated[str, AfterValidator(RegisteredName(OPTIMIZERS))]
 ScheduleName = Annotated[str, AfterValidator(RegisteredName(SCHEDULES))]

@@ -48,23 +48,28 @@ class HeldOut:
 
     Attributes:
         tokens: one-dimensional token ids, usually a memory map.
-        bytes_per_token: of their text; None if unknown.
+        bytes_per_token: of the text of those that count; None if unknown.
         context_length: longest window.
         rows: windows per batch.
+        mask: of a `TokenFile`: the tokens that count; None: all.
     """
 
     tokens: np.ndarray
     bytes_per_token: float | None
     context_length: int
     rows: int
+    mask: np.ndarray | None = None
 
 
 def held_out_of(file: TokenFile, model: ModelConfig, train: TrainConfig) -> HeldOut:
     """Return a token file as held-out data, in batches of one micro-batch."""
-    bytes_per_token = file.meta.num_bytes / file.meta.num_tokens if file.meta.num_bytes else None
-    return HeldOut(
-        file.tokens, bytes_per_token, model.context_length, rows=train.batch_size // train.accumulation
-    )
+    meta = file.meta
+    num_bytes, num_tokens = meta.num_bytes, meta.num_tokens
+    if meta.counted_tokens is not None:
+        num_bytes, num_tokens = meta.counted_bytes or 0, meta.counted_tokens
+    bytes_per_token = num_bytes / num_tokens if num_bytes else None
+    rows = train.batch_size // train.accumulation
+    return HeldOut(file.tokens, bytes_per_token, model.context_length, rows, file.mask)
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,8 @@ def evaluate(
     max_batches: int | None = None,
     asked_to_stop: Callable[[], bool] = lambda: False,
 ) -> Evaluation | None:
-    """Return the mean loss over consecutive, non-overlapping windows from the start of the held-out tokens.
+    """Return the mean loss over consecutive, non-overlapping windows from the start of the held-out tokens; nan if
+    none of their tokens counts.
 
     Every rank calls it and gets the same result. Batch b goes to rank b mod world_size.
 
@@ -97,7 +103,9 @@ def evaluate(
         asked_to_stop: called once per batch; if true on any rank, all return None.
     """
     ranks = ranks or Ranks.current()
-    windows = evaluation_windows(held_out.tokens, held_out.context_length, held_out.rows, max_batches)
+    windows = evaluation_windows(
+        held_out.tokens, held_out.context_length, held_out.rows, max_batches, mask=held_out.mask
+    )
     nats, tokens = 0.0, 0
     was_training = model.training
     model.eval()
@@ -109,14 +117,15 @@ def evaluate(
             inputs, targets = rows.to(ranks.device), wanted.to(ranks.device)  # (rows, seq)
             loss = model.loss(inputs, targets)
             if counts:
-                nats += loss.item() * targets.numel()
-                tokens += targets.numel()
+                counted = int((wanted >= 0).sum())
+                nats += loss.item() * counted
+                tokens += counted
     model.train(was_training)
     if ranks.world_size > 1:
         summed = torch.tensor([nats, tokens], dtype=torch.float64, device=ranks.device)
         dist.all_reduce(summed)
         nats, tokens = summed.tolist()
-    return summarise(nats / tokens, int(tokens), held_out.bytes_per_token)
+    return summarise(nats / tokens if tokens else math.nan, int(tokens), held_out.bytes_per_token)
 
 
 def _rounds(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,11 @@ from lmkit.measure.environment import describe_environment
 from lmkit.model.accounting import count_parameters
 from lmkit.model.hugging_face import CONFIG, config_json, to_halves, weight_names
 from lmkit.recipe.load import recipe_to_toml, validate
-from lmkit.recipe.run_folder import CHECKPOINTS, ENVIRONMENT, METRICS, RECIPE, TOKENIZER
+from lmkit.recipe.run_folder import CHAT_TEMPLATE, CHECKPOINTS, ENVIRONMENT, METRICS, RECIPE, TOKENIZER
 from lmkit.recipe.schema import Recipe
 from lmkit.storage import atomic_folder
 from lmkit.tokenizer import Tokenizer
+from lmkit.tokenizer.chat import TEMPLATES, ChatTemplate, beside, from_jinja
 from lmkit.training.atomic_checkpoint import (
     MODEL,
     STATE,
@@ -42,6 +44,8 @@ log = logging.getLogger("lmkit")
 
 SHARD_BYTES = 5 * 10**9
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TOKENIZER_CONFIG = "tokenizer_config.json"
+_JINJA = "chat_template.jinja"
 _FOR_OTHERS = {"format": "pt"}
 """Metadata of safetensors files: transformers refuses other formats."""
 
@@ -97,11 +101,17 @@ def export_model(
     with atomic_folder(output) as partial:
         num_bytes = _write_shards(partial, weights, _DTYPES[dtype] if dtype else None, shard_bytes)
         _write_json(partial / CONFIG, content)
-        ends = {"bos_token_id": content["bos_token_id"], "eos_token_id": content["eos_token_id"]}
-        _write_json(partial / "generation_config.json", ends)
+        ends: dict[str, Any] = {key: content[key] for key in ("bos_token_id", "eos_token_id")}
+        template = beside(weights.tokenizer)
         if tokenizer is not None:
             tokenizer.save(partial / TOKENIZER)
-            _write_json(partial / "tokenizer_config.json", _tokenizer_config(tokenizer, weights))
+            described = _tokenizer_config(tokenizer, weights)
+            if template is not None:
+                described["chat_template"] = template.to_jinja()
+                turn = tokenizer.special_ids.get(template.end, ends["eos_token_id"])
+                ends["eos_token_id"] = turn if turn == ends["eos_token_id"] else [ends["eos_token_id"], turn]
+            _write_json(partial / TOKENIZER_CONFIG, described)
+        _write_json(partial / "generation_config.json", ends)
         files = tuple(sorted(path.name for path in partial.iterdir() if not path.name.startswith(".")))
     return ExportResult(
         str(weights.path),
@@ -199,7 +209,12 @@ class ImportResult:
 
 
 def import_model(
-    folder: Path, output: Path, *, context_length: int | None = None, with_tokenizer: bool = True
+    folder: Path,
+    output: Path,
+    *,
+    context_length: int | None = None,
+    with_tokenizer: bool = True,
+    chat_template: str | None = None,
 ) -> ImportResult:
     """Make a run folder of a Hugging Face folder: one checkpoint at step 0 with a fresh optimizer.
 
@@ -210,6 +225,7 @@ def import_model(
         output: the new run folder; it appears when it is complete.
         context_length: replaces the folder's, which may be longer.
         with_tokenizer: False imports the weights alone.
+        chat_template: one of `lmkit.tokenizer.chat.TEMPLATES`, in place of the folder's.
 
     Raises:
         UsageError: the output exists, or lmkit cannot express the model or its tokenizer; the message says why.
@@ -217,6 +233,9 @@ def import_model(
     """
     weights = open_hugging_face(folder, context_length=context_length)
     tokenizer = _their_tokenizer(weights, folder) if with_tokenizer else None
+    template = None if tokenizer is None else their_template(folder, chat_template)
+    if tokenizer is not None and template is not None:
+        template.check(tokenizer, folder / TOKENIZER)
     dtypes = {spec.dtype for spec in weights.specs.values() if spec.dim() == 2}
     tables = {
         "run": {"folder": str(output.parent), "name": output.name},
@@ -238,6 +257,8 @@ def import_model(
         write_text(partial / METRICS, "")
         if tokenizer is not None:
             tokenizer.save(partial / TOKENIZER)
+        if template is not None:
+            template.save(partial / CHAT_TEMPLATE)
     return ImportResult(
         str(folder),
         str(output),
@@ -265,6 +286,26 @@ def _their_tokenizer(weights: GivenWeights, folder: Path) -> Tokenizer:
             hint=alone,
         )
     return tokenizer
+
+
+def their_template(folder: Path, wanted: str | None) -> ChatTemplate | None:
+    """Return the template of a name, or that of the folder if `lmkit export` wrote it. Others are programs, and left
+    out with a warning."""
+    if wanted is not None:
+        return TEMPLATES[wanted]
+    content: Any = None
+    with suppress(OSError, ValueError, RecursionError):  # a damaged file has no effect on anything else
+        content = json.loads((folder / TOKENIZER_CONFIG).read_bytes())
+    found = content.get("chat_template") if isinstance(content, dict) else None
+    with suppress(OSError, ValueError):
+        found = (folder / _JINJA).read_text("utf-8")
+    template = from_jinja(found) if isinstance(found, str) else None
+    if found is not None and template is None:
+        log.warning(
+            "%s: its chat template is a program, which is left out; --chat-template names one of lmkit's",
+            folder,
+        )
+    return template
 
 
 def _write_state(path: Path, recipe: Recipe) -> FileEntry:

@@ -160,7 +160,7 @@ def make_batches(recipe: Recipe, data: Data, ranks: Ranks) -> BatchSource:
         assert model.vocab_size is not None
         return RandomTokens(model.vocab_size, **shared)
     starts = _document_starts(recipe, data.train) if recipe.data.sampling == "documents" else None
-    return TokenBatches(data.train.tokens, **shared, document_starts=starts)
+    return TokenBatches(data.train.tokens, **shared, document_starts=starts, mask=data.train.mask)
 
 
 def _document_starts(recipe: Recipe, file: TokenFile) -> np.ndarray:

@@ -46,6 +46,7 @@ def build_step(
     parallel: ParallelConfig = ALONE,
     precision: str = _USUAL.precision,
     grad_clip: float = _USUAL.grad_clip,
+    masked: bool = False,
     max_skips: int | None = None,
     cuda_graph: Literal["auto", "on", "off"] = "off",
     fingerprint: str = "",
@@ -61,8 +62,8 @@ def build_step(
         make_optimizer: makes the optimizer of the parameter groups; None: the one that the table names.
         parallel: the table [parallel].
         precision, grad_clip: as in the table [train].
-        max_skips, cuda_graph: see `Step`. A graph does not notice changes of model and optimizer but of the learning
-            rate, weights and state.
+        masked, max_skips, cuda_graph: see `Step`. A graph does not notice changes of model and optimizer but of the
+            learning rate, weights and state.
         fingerprint: has to be equal on all ranks.
 
     Raises:
@@ -115,6 +116,7 @@ def build_step(
         ranks,
         precision=precision,
         grad_clip=grad_clip,
+        masked=masked,
         max_skips=max_skips,
         cuda_graph=cuda_graph,
     )
@@ -133,6 +135,7 @@ def step_of(recipe: Recipe, ranks: Ranks, data: Data) -> Step:
         parallel=recipe.parallel if ranks.world_size > 1 else ALONE,
         precision=train.precision,
         grad_clip=train.grad_clip,
+        masked=data.train is not None and data.train.mask is not None,
         cuda_graph=train.cuda_graph,
         max_skips=train.max_skips if train.nonfinite == "skip" else 0,
         fingerprint=f"{recipe_sha256(recipe)} {data.identity}",

@@ -12,7 +12,7 @@ import torch
 from lmkit.data.batches import Batch, BatchSource
 from lmkit.measure.ranges import range_
 from lmkit.model.transformer import TransformerLM
-from lmkit.parallel.collectives import largest_on_any_rank
+from lmkit.parallel.collectives import largest_on_any_rank, sum_over_ranks
 from lmkit.parallel.protocol import GradientSync
 from lmkit.parallel.ranks import Ranks
 from lmkit.training.graph import StepGraph
@@ -48,6 +48,8 @@ class Step:
         call: what `GradientSync.attach` returned for it: `call.loss(ids, targets)` is the mean loss.
         precision: how the model computes; see `lmkit.training.precision`.
         grad_clip: largest norm of the gradient; 0 does not clip.
+        masked: some targets do not count (they are below zero). Each that counts then has the same weight, in
+            whatever row of the global batch it stands.
         max_skips: after more steps in a row whose loss or gradient is not finite, no further step changes anything.
             None: every step is judged by itself.
         cuda_graph: "on": capture the step in a CUDA graph; "auto": on a GPU whose host would set the pace; see
@@ -69,6 +71,7 @@ class Step:
         *,
         precision: str,
         grad_clip: float,
+        masked: bool = False,
         max_skips: int | None = None,
         cuda_graph: Literal["auto", "on", "off"] = "off",
     ) -> None:
@@ -77,6 +80,7 @@ class Step:
         self.optimizer = optimizer
         self.sync = sync
         self.ranks = ranks
+        self.masked = masked
         self.max_skips = max_skips
         self.skipped = torch.zeros((), dtype=torch.int32, device=ranks.device)
         self._wished = Wishes()
@@ -146,6 +150,7 @@ class Step:
         total = torch.zeros((), device=inputs.device)
         sums = GradientSums(self.model.parameters() if len(inputs) > 2 else ())
         scale = (1.0 if self.loss_scale is None else self.loss_scale.scale) / len(inputs)
+        weights = self._weights(targets) if self.masked else None
         for index, (ids, wanted) in enumerate(zip(inputs, targets, strict=True)):
             is_last = index == len(inputs) - 1
             if is_last:
@@ -153,12 +158,21 @@ class Step:
             with nullcontext() if is_last else self.sync.no_sync():
                 with range_("forward"), autocast(self.ranks.device, self.precision):
                     loss = self.call.loss(ids, wanted)  # (rows, seq) -> scalar
+                    if weights is not None:
+                        loss = loss * weights[index]
                 with range_("backward"):
                     (loss * scale).backward()
             if not is_last:
                 sums.take()
             total += loss.detach().float()
         return total / len(inputs)
+
+    def _weights(self, targets: torch.Tensor) -> torch.Tensor:
+        """Return the factors that turn the mean losses of the micro-batches of all ranks, whose mean is taken, into
+        shares of the mean over all targets that count; (accumulation)."""
+        counts = (targets >= 0).sum(dim=(1, 2))
+        total = sum_over_ranks(counts.sum(), self.ranks).clamp(min=1)
+        return counts * (len(targets) * self.ranks.world_size) / total
 
     def update(
         self,

@@ -11,6 +11,7 @@ import pytest
 
 from lmkit.generation import Decoder, Drawn
 from lmkit.tokenizer import Tokenizer
+from lmkit.tokenizer.chat import TEMPLATES, Message
 
 SETTINGS = "--max-new-tokens 3 --temperature 5 --set generate.stop_at_end=false"
 END = 259
@@ -120,3 +121,88 @@ def test_a_terminal_is_asked_until_ctrl_d(chat, monkeypatch) -> None:
     monkeypatch.setattr(io, "TextIOWrapper", Keyboard)
     assert chat(b"", "--max-new-tokens 1 --temperature 0").count("\n") >= 4
     assert next(typed, None) is None
+
+
+# ---- conversations
+
+CHAT = (
+    *("run", "fish.toml", "--set", "run.name=talk", "--set", "corpus.source=chat"),
+    *("--set", 'corpus.train=["talk.jsonl"]', "--set", "tokenizer.path=runs/fish/tokenizer.json"),
+    *("--set", "train.init_from=runs/fish"),
+    *("--set", 'generate.prompts=["user:\\nfish?<|endoftext|>assistant:\\n"]'),
+)
+
+
+@pytest.fixture
+def talk(run: Path, terminal) -> Path:
+    """A run that was trained on conversations, with the weights of the other one."""
+    record = {
+        "messages": [{"role": "user", "content": "fish?"}, {"role": "assistant", "content": "red fish"}]
+    }
+    Path("talk.jsonl").write_text((json.dumps(record) + "\n") * 30)
+    terminal(*CHAT)
+    return Path("runs/talk")
+
+
+def test_a_run_on_conversations_keeps_its_template_and_its_mask(talk: Path, terminal) -> None:
+    assert json.loads((talk / "chat_template.json").read_text()) == {
+        "begin": "",
+        "before": "{role}:\n",
+        "after": "<|endoftext|>",
+    }
+    meta = json.loads((talk / "tokens/valid.json").read_text())
+    assert meta["counted_bytes"] == len("red fish<|endoftext|>") * meta["num_documents"]
+    assert (talk / "stories.txt").read_text().startswith("user:\nfish?<|endoftext|>assistant:\n")
+    done = json.loads(terminal(*CHAT, "--json"))["stages"]
+    assert set(done.values()) == {"up to date"}
+    (talk / "tokens/train.mask").unlink()
+    done = json.loads(terminal(*CHAT, "--json"))["stages"]
+    assert done["encode"] != "up to date"
+    assert done["corpus"] == "up to date"
+
+
+def test_a_changed_template_beside_the_tokenizer_is_other_data(talk: Path, terminal) -> None:
+    TEMPLATES["plain"].save(Path("runs/fish/chat_template.json"))
+    terminal.refuses(*CHAT, code="run.other_data", says=["tokenizer.path"])
+
+
+def test_answers_are_asked_for_as_the_template_says(talk: Path, terminal, heard, monkeypatch) -> None:
+    lines = b"a<|endoftext|>\n b \n/reset\nc\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines)))
+    terminal(f"chat {talk} --max-new-tokens 1 --temperature 0")
+    tokenizer = Tokenizer.load(talk / "tokenizer.json")
+
+    def ids(text: str) -> list[int]:
+        return tokenizer.encode(text)
+
+    typed = tokenizer.encode("a<|endoftext|>", allowed_special=())
+    between = [*ids("<|endoftext|>assistant:\n")]
+    first = [*ids("user:\n"), *typed, *between]
+    cut = [] if heard[0][1] == [END] else ids("<|endoftext|>")
+    second = [*first, *heard[0][1], *cut, *ids("user:\nb<|endoftext|>assistant:\n")]
+    third = ids(TEMPLATES["plain"].render([Message("user", "c")], add_generation_prompt=True))
+    kept = 7  # of a context of 8
+    assert [given for given, _ in heard] == [whole[-kept:] for whole in (first, second, third)]
+
+
+def test_the_template_survives_export_and_import(talk: Path, terminal) -> None:
+    terminal(f"export {talk} exported")
+    terminal("import exported runs/back")
+    assert (Path("runs/back") / "chat_template.json").read_bytes() == (
+        talk / "chat_template.json"
+    ).read_bytes()
+    config = json.loads(Path("exported/tokenizer_config.json").read_text())
+    config["chat_template"] = "{{ messages }}"
+    Path("exported/tokenizer_config.json").write_text(json.dumps(config))
+    terminal("import exported runs/other")
+    assert not Path("runs/other/chat_template.json").exists()
+    terminal("import exported runs/named --chat-template plain")
+    assert (Path("runs/named") / "chat_template.json").read_bytes() == (
+        talk / "chat_template.json"
+    ).read_bytes()
+    terminal.refuses("import exported runs/never --chat-template chatml", code="chat.no_end")
+    assert not Path("runs/never").exists()
+
+
+def test_conversations_need_a_tokenizer(run: Path, terminal) -> None:
+    terminal.refuses(*CHAT[:8], code="recipe.conflict", says=["tokenizer.path"])

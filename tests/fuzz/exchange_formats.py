@@ -1,4 +1,4 @@
-"""Formats of Hugging Face folders: config.json, the index of shards, the headers of safetensors files.
+"""Formats of Hugging Face folders: config.json, tokenizer.json, the index of shards, headers of safetensors files.
 
 The import itself starts processes (git) and syncs files; here the folder is opened and every weight is read.
 """
@@ -10,13 +10,15 @@ import json
 from pathlib import Path
 from random import Random
 
+import tokenizers
 import torch
-from formats import TEXT, Files, Format, content_of, form, safetensors_header
+from formats import SAMPLE, TEXT, Files, Format, content_of, form, safetensors_header, small_tokenizer
 from mutations import damage
 from run_formats import plain_tensors
 
 from lmkit.model import ModelConfig, TransformerLM
 from lmkit.model.hugging_face import config_json, to_halves, weight_names
+from lmkit.tokenizer import Tokenizer
 from lmkit.training.atomic_checkpoint import write_tensors
 from lmkit.training.given_weights import INDEX, open_hugging_face
 
@@ -80,3 +82,37 @@ def index_file(folder: Path) -> Format:
 def shard_files(folder: Path) -> Format:
     headers = (safetensors_header, safetensors_header, damage)
     return Format([*folders(folder)], dict.fromkeys(SHARDS, headers), read)
+
+
+TEXTS = (SAMPLE, "I'LL the\r\n\n  the  12345 x\u0301 e\u0301", "thethe\t<|pad|>\u3000\xa0 -- \u0e01\u0e33")
+
+
+@form("hugging face tokenizer.json")
+def tokenizer_file(folder: Path) -> Format:
+    """Where Hugging Face's own library reads the file, too, its ids are lmkit's."""
+
+    def read(folder: Path, good: Files, random: Random) -> None:
+        data = (folder / "tokenizer.json").read_bytes()
+        ours = Tokenizer.load(folder / "tokenizer.json")
+        try:
+            theirs = tokenizers.Tokenizer.from_buffer(data)
+            theirs.no_padding()
+            theirs.no_truncation()
+            expected = [theirs.encode(text).ids for text in TEXTS]
+        except Exception:  # noqa: BLE001  it raises nothing narrower
+            expected = None
+        found = [ours.encode(text) for text in TEXTS]
+        assert expected in (None, found)
+        assert [ours.decode(ours.encode(text, add_special_tokens=False)) for text in TEXTS[:1]] == [SAMPLE]
+
+    merges, goods = [*small_tokenizer().merges, (b"\r", b"\n")], []
+    vocab = Tokenizer.from_merges(merges).vocab
+    for kind in (
+        {"pattern": "llama3", "whole_words": True, "prefix": (265,)},
+        {"pattern": "qwen2", "nfc": True},
+        {"pattern": "digits"},
+    ):
+        made = Tokenizer(vocab=vocab, merges=merges, special_tokens=("<|endoftext|>", "<|pad|>"), **kind)
+        made.save(folder / "tokenizer.json")
+        goods.append(content_of(folder))
+    return Format(goods, {"tokenizer.json": TEXT}, read)

@@ -23,7 +23,7 @@ from mutations import damage, damage_header, damage_text
 
 from lmkit.cli.app import run_command_line
 from lmkit.data.corpora import prepare_corpus
-from lmkit.data.token_files import TokenFileWriter, open_tokens
+from lmkit.data.token_files import TokenFileWriter, as_json, open_tokens
 from lmkit.errors import LmkitError
 from lmkit.recipe.load import (
     load_recipe,
@@ -181,20 +181,25 @@ def token_file(folder: Path) -> Format:
         opened = open_tokens(folder / "tokens.npy")
         data = (folder / "tokens.npy").read_bytes()
         meta = json.loads((folder / "tokens.json").read_bytes())
-        assert vars(opened.meta) == meta
+        assert as_json(opened.meta) == meta
         assert opened.tokens.tobytes() == data[len(data) - opened.tokens.nbytes :]
         assert len(opened.tokens) == meta["num_tokens"] > 0
         assert int(opened.tokens.max()) < meta["vocab_size"]
+        bits = "".join(f"{byte:08b}" for byte in opened.mask) if opened.mask is not None else ""
+        assert bits.count("1") == meta.get("counted_tokens", 0)
 
     goods = []
-    for vocab_size in (1000, 1 << 16, 70_000):
+    for vocab_size, masked in ((1000, False), (1 << 16, False), (70_000, False), (1000, True)):
         with TokenFileWriter(
-            folder / "tokens.npy", vocab_size=vocab_size, tokenizer_sha256="a" * 64
+            folder / "tokens.npy", vocab_size=vocab_size, tokenizer_sha256="a" * 64, masked=masked
         ) as writer:
-            writer.append(np.random.default_rng(vocab_size).integers(0, vocab_size, 500))
-            writer.finish(num_documents=3, num_bytes=1500, source_sha256="b" * 64)
+            for counts in (True, False):
+                writer.append(np.random.default_rng(vocab_size).integers(0, vocab_size, 250), counts=counts)
+            counted = 750 if masked else None
+            writer.finish(num_documents=3, num_bytes=1500, source_sha256="b" * 64, counted_bytes=counted)
         goods.append(content_of(folder))
-    return Format(goods, {"tokens.npy": (npy_header, npy_header, damage), "tokens.json": TEXT}, read)
+    headers = (npy_header, npy_header, damage)
+    return Format(goods, {"tokens.npy": headers, "tokens.json": TEXT, "tokens.mask": (damage,)}, read)
 
 
 @form("corpus .jsonl and .txt")

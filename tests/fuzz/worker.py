@@ -21,7 +21,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import download_formats  # noqa: F401  registers its formats
+import chat_formats  # noqa: F401  registers its formats
+import download_formats  # noqa: F401
 import exchange_formats  # noqa: F401
 import formats
 import run_formats  # noqa: F401

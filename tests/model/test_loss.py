@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from lmkit.model import cross_entropy, linear_cross_entropy, memory
+from lmkit.model.loss import SliceLoss
 
 
 @pytest.fixture(params=[1, 64, 1 << 20], ids=["one token a slice", "some tokens", "all at once"])
@@ -43,6 +44,29 @@ def test_value_and_gradients_equal_the_plain_way() -> None:
     yours = torch.autograd.grad(plain * 3.5, (hidden, weight))
     for one, other in zip(mine, yours, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.usefixtures("slice_elements")
+@pytest.mark.parametrize("form", ["eager", "compiled"])
+def test_targets_below_zero_do_not_count(form: str) -> None:
+    hidden, weight, targets = inputs(torch.float64)
+    targets[0, :4] = targets[2] = -1
+    slice_loss = SliceLoss()
+    if form == "compiled":
+        slice_loss.compile(backend="eager")
+    ours = linear_cross_entropy(hidden, weight, targets, slice_loss=slice_loss)
+    logits = (hidden @ weight.T).flatten(0, 1)
+    theirs = F.cross_entropy(logits, targets.flatten(), ignore_index=-1)
+    for mine in (ours, cross_entropy(logits, targets.flatten())):
+        torch.testing.assert_close(
+            mine, theirs, rtol=1e-13, atol=0
+        )  # float64: the order of sums alone differs
+    pair = (torch.autograd.grad(loss, (hidden, weight)) for loss in (ours, theirs))
+    for one, other in zip(*pair, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+    none = linear_cross_entropy(hidden, weight, torch.full_like(targets, -1), slice_loss=slice_loss)
+    assert none.item() == 0
+    assert not any(grad.any() for grad in torch.autograd.grad(none, (hidden, weight)))
 
 
 def test_a_single_token_needs_no_other_axis() -> None:

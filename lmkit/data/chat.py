@@ -1,0 +1,71 @@
+"""Conversations: JSON lines of messages -> a token file with a mask, in which the assistant's words count."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from lmkit.data.corpora import json_records, opened
+from lmkit.data.token_files import TokenFileWriter, TokenMeta
+from lmkit.errors import UsageError
+from lmkit.measure.progress import Progress
+from lmkit.recipe.tables import CorpusConfig
+from lmkit.tokenizer import Tokenizer
+from lmkit.tokenizer.chat import ChatTemplate, Part, messages_of
+
+
+def encode_chat(
+    sources: Sequence[Path],
+    output: Path,
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    *,
+    progress: Progress | None = None,
+) -> TokenMeta:
+    """Encode conversations, a JSON line each, into one token file with its mask.
+
+    The assistant's words count, with the token that ends its turn. `<|endoftext|>` ends every conversation, unless it
+    ends its last message.
+
+    Args:
+        output: the token file; it is replaced.
+        progress: called with ("encode", bytes done, bytes in all).
+
+    Raises:
+        UsageError: a line is no conversation, or there is no word of an assistant in all of them ("chat.no_answer").
+        LmkitError: a line is not JSON, or not UTF-8.
+    """
+    end_of_text = tokenizer.end_of_text_id
+    closing = [] if end_of_text in (None, tokenizer.special_ids[template.end]) else [end_of_text]
+    sizes = [path.stat().st_size for path in sources]
+    done = conversations = num_bytes = counted_bytes = 0
+    digest = hashlib.sha256()
+    with TokenFileWriter(
+        output, vocab_size=tokenizer.vocab_size, tokenizer_sha256=tokenizer.sha256, masked=True
+    ) as writer:
+        for path, size in zip(sources, sizes, strict=True):
+            with opened(path) as (source, stream):
+                for number, record in json_records(stream, path, CorpusConfig()):
+                    messages = messages_of(record, f"{path}, line {number}")
+                    for ids, counts in [*template.encode(messages, tokenizer), Part(closing, False)]:
+                        text = tokenizer.decode_bytes(ids)
+                        num_bytes += len(text)
+                        counted_bytes += len(text) * counts
+                        digest.update(b"%d %d " % (len(text), counts) + text)
+                        writer.append(np.array(ids, np.int64), counts=counts)
+                    conversations += 1
+                    if progress is not None:
+                        progress("encode", done + source.tell(), sum(sizes))
+            done += size
+        if not counted_bytes:
+            hint = "conversations to learn from, and to hold out, need messages of the role assistant"
+            raise UsageError("chat.no_answer", f"{sources[0]}: no words of an assistant", hint=hint)
+        return writer.finish(
+            num_documents=conversations,
+            num_bytes=num_bytes,
+            source_sha256=digest.hexdigest(),
+            counted_bytes=counted_bytes,
+        )

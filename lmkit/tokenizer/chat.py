@@ -1,0 +1,239 @@
+"""Conversations as text: a template says what stands around each message.
+
+A template lies beside its tokenizer, in `chat_template.json`. It is data, not a program: Hugging Face's templates are
+programs (Jinja), so that lmkit writes them and reads back none but those that it wrote.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lmkit.errors import LmkitError, UsageError, reason
+from lmkit.recipe.run_folder import CHAT_TEMPLATE
+from lmkit.recipe.tables import TokenizerConfig
+from lmkit.storage import write_atomic
+from lmkit.tokenizer.pretokenize import split_words
+from lmkit.tokenizer.tokenizer import Tokenizer
+
+ROLES = ("system", "user", "assistant")
+_ROLE = "{role}"
+_MOST_BYTES = 1 << 16
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+_EACH = 'every line must hold {"messages": [{"role": "user", "content": "..."}, ...]}'
+_DAMAGED_HINT = "copy it again; a template has the keys begin, before (with {role} in it) and after"
+
+
+class Message(NamedTuple):
+    """One turn of a conversation; `role` is one of `ROLES`."""
+
+    role: str
+    content: str
+
+
+class Part(NamedTuple):
+    """Consecutive tokens of a conversation; `counts`: a model shall learn to write them."""
+
+    ids: list[int]
+    counts: bool
+
+
+def messages_of(record: Any, where: str) -> list[Message]:
+    """Return the messages of a conversation.
+
+    Args:
+        record: the content of a JSON line.
+        where: names the line in errors.
+
+    Raises:
+        UsageError: it has no messages ("chat.no_messages"), or one that is not a role of `ROLES` with a text
+            ("chat.wrong_message").
+    """
+    found = record.get("messages") if isinstance(record, dict) else None
+    if not isinstance(found, list) or not found:
+        raise UsageError("chat.no_messages", f"{where}: no list of messages", hint=_EACH)
+    messages = []
+    for number, message in enumerate(found, 1):
+        role, content = (message.get(key) if isinstance(message, dict) else None for key in Message._fields)
+        if role not in ROLES or not isinstance(content, str):
+            what = "no text as content" if role in ROLES else f"role {json.dumps(role)[:40]}"
+            hint = f"a message has a role ({', '.join(ROLES)}) and a content, which is a text"
+            raise UsageError("chat.wrong_message", f"{where}: message {number}: {what}", hint=hint)
+        # A lone surrogate (\ud800) is valid JSON but cannot be encoded.
+        messages.append(Message(role, content.encode("utf-8", "replace").decode()))
+    return messages
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """What stands around messages. White space at both ends of a message is dropped.
+
+    Attributes:
+        begin: begins every conversation.
+        before: stands before a message; `{role}` becomes its role.
+        after: stands behind a message: a special token, which ends the assistant's turn, and perhaps white space.
+
+    Raises:
+        ValueError: a conversation could not be taken apart again.
+
+    >>> CHATML.render([Message("user", "Hi"), Message("assistant", " Ho ")])
+    '<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHo<|im_end|>\\n'
+    """
+
+    begin: str
+    before: str
+    after: str
+
+    def __post_init__(self) -> None:
+        f"{self.begin}{self.before}{self.after}".encode()
+        if self.before.count(_ROLE) != 1:
+            raise ValueError(f"before has to hold {_ROLE} once")
+        if not self.end:
+            raise ValueError("after has to begin with a special token")
+
+    @property
+    def end(self) -> str:
+        """The special token that ends a message."""
+        return self.after.rstrip()
+
+    @property
+    def rest(self) -> str:
+        """The white space behind it."""
+        return self.after[len(self.end) :]
+
+    def head(self, role: str) -> str:
+        """Return what stands before a message."""
+        return self.before.replace(_ROLE, role)
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+        """Return the text of a conversation; with what begins an answer, if it is asked for."""
+        turns = [self.head(role) + content.strip() + self.after for role, content in messages]
+        return "".join([self.begin, *turns, self.head("assistant") if add_generation_prompt else ""])
+
+    def check(self, tokenizer: Tokenizer, path: str | Path) -> None:
+        """Refuse a tokenizer that does not keep the template's tokens apart from those of a message.
+
+        Raises:
+            UsageError: it lacks the special token at the end of a message ("chat.no_end"), or its words cross the
+                border between a message and what stands before it ("chat.border").
+        """
+        if self.end not in tokenizer.special_ids:
+            raise UsageError(
+                "chat.no_end",
+                f"{path}: has no special token {json.dumps(self.end)}, with which the chat template ends a message",
+                hint='choose another: tokenizer.chat_template = "plain" needs <|endoftext|> only',
+            )
+        for role in ROLES:
+            *_, (last, _) = tokenizer.specials.split(self.head(role).encode())
+            words = functools.partial(split_words, pattern=tokenizer.pattern)
+            if any(words(last.decode() + text) != [*words(last.decode()), text] for text in "a1."):
+                raise UsageError(
+                    "chat.border",
+                    f"{path}: words of this tokenizer cross the end of {json.dumps(self.before)}, "
+                    "which the chat template has before a message",
+                    hint="end it with one new line, or with a special token of the tokenizer",
+                )
+
+    def encode(self, messages: Sequence[Message], tokenizer: Tokenizer) -> list[Part]:
+        """Return the tokens of a conversation in parts; joined, they are those of `render`.
+
+        What the assistant says counts, and the token that ends its turn.
+        """
+        parts, between = [], self.begin
+        for role, content in messages:
+            parts.append(Part(_ids(tokenizer, between + self.head(role)), False))
+            words = [*_ids(tokenizer, content.strip()), tokenizer.special_ids[self.end]]
+            parts.append(Part(words, role == "assistant"))
+            between = self.rest
+        return [*parts, Part(_ids(tokenizer, between), False)]
+
+    def to_jinja(self) -> str:
+        """Return the template as transformers' `apply_chat_template` reads it, which then renders the same text."""
+        first, second = self.before.split(_ROLE)
+        begin, before, behind, end, rest, answer = (
+            json.dumps(text, ensure_ascii=False)
+            for text in (self.begin, first, second, self.end, self.rest, self.head("assistant"))
+        )
+        words = f"{{{{ message['content'] | trim + {end} }}}}"
+        return (
+            f"{{{{ {begin} }}}}{{% for message in messages %}}{{{{ {before} + message['role'] + {behind} }}}}"
+            f"{{% if message['role'] == 'assistant' %}}{{% generation %}}{words}{{% endgeneration %}}"
+            f"{{% else %}}{words}{{% endif %}}{{{{ {rest} }}}}{{% endfor %}}"
+            f"{{% if add_generation_prompt %}}{{{{ {answer} }}}}{{% endif %}}"
+        )
+
+    def save(self, path: Path) -> None:
+        write_atomic(path, json.dumps(asdict(self), ensure_ascii=False, indent=1) + "\n")
+
+
+CHATML = ChatTemplate("", "<|im_start|>{role}\n", "<|im_end|>\n")
+TEMPLATES = {
+    "plain": ChatTemplate("", "{role}:\n", "<|endoftext|>"),
+    "chatml": CHATML,
+    "llama3": ChatTemplate(
+        "<|begin_of_text|>", "<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>"
+    ),
+}
+
+
+def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def from_jinja(text: str) -> ChatTemplate | None:
+    """Return the template of which `to_jinja` made a text; None for other texts. Nothing is evaluated."""
+    try:
+        begin, first, second, end, _, rest, _ = map(json.loads, _STRING.findall(text))
+        template = ChatTemplate(begin, f"{first}{_ROLE}{second}", end + rest)
+    except (ValueError, TypeError):
+        return None
+    return template if template.to_jinja() == text else None
+
+
+def beside(tokenizer: Path | None) -> ChatTemplate | None:
+    """Return the template beside a `tokenizer.json`, if there is one."""
+    path = None if tokenizer is None else tokenizer.with_name(CHAT_TEMPLATE)
+    return None if path is None or not path.is_file() else read_template(path)
+
+
+def template_for(table: TokenizerConfig, *, source: str) -> ChatTemplate | None:
+    """Return the template of a recipe: the one it names, or the one beside its tokenizer; for conversations as corpus
+    one at all."""
+    if table.chat_template is not None:
+        return TEMPLATES[table.chat_template]
+    return beside(table.path) or (TEMPLATES["plain"] if source == "chat" else None)
+
+
+def read_template(path: Path) -> ChatTemplate:
+    """Read a `chat_template.json`.
+
+    Raises:
+        LmkitError: it is damaged ("chat.damaged_template").
+    """
+
+    def damaged(what: object) -> LmkitError:
+        return LmkitError("chat.damaged_template", f"{path}: {what}", hint=_DAMAGED_HINT)
+
+    try:
+        with open(path, "rb") as file:
+            data = file.read(_MOST_BYTES + 1)
+        content = json.loads(data) if len(data) <= _MOST_BYTES else None
+    except OSError as error:
+        raise damaged(reason(error)) from error
+    except (ValueError, RecursionError):
+        raise damaged("not JSON") from None
+    keys = ChatTemplate.__dataclass_fields__.keys()
+    if not isinstance(content, dict) or content.keys() != keys:
+        raise damaged("not an object with begin, before and after")
+    for key, value in content.items():
+        if not isinstance(value, str):
+            raise damaged(f"{key} is not a text")
+    try:
+        return ChatTemplate(**content)
+    except ValueError as error:
+        raise damaged(error) from None

@@ -1,0 +1,168 @@
+"""Conversations become tokens and a mask; batches and evaluation read both."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lmkit.data.batches import TokenBatches, evaluation_windows
+from lmkit.data.chat import encode_chat
+from lmkit.data.corpora import prepare_corpus
+from lmkit.data.token_files import TokenFileWriter, mask_path, open_tokens, sidecar_path
+from lmkit.errors import LmkitError, UsageError
+from lmkit.recipe.tables import CorpusConfig
+from lmkit.tokenizer import Tokenizer
+from lmkit.tokenizer.chat import TEMPLATES, Message
+
+TALKS = [
+    [Message("user", f"{n} the é"), Message("assistant", "yes " * n), Message("user", "<|endoftext|>")]
+    for n in range(1, 30)
+]
+
+
+def line(talk: list[Message]) -> str:
+    return json.dumps({"messages": [message._asdict() for message in talk]}) + "\n"
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    path = tmp_path / "talks.jsonl"
+    path.write_text("\n".join(line(talk) for talk in TALKS))  # with blank lines
+    return path
+
+
+def masked(path: Path, flags: list[bool], part: int = 5) -> None:
+    """Write a token file whose ids count up, in parts of tokens that all count or not."""
+    with TokenFileWriter(path, vocab_size=1000, tokenizer_sha256="a", masked=True) as writer:
+        for start in range(0, len(flags), part):
+            for token, counts in enumerate(flags[start : start + part], start):
+                writer.append(np.array([token]), counts=counts)
+        writer.finish(num_documents=1, num_bytes=9, source_sha256="b", counted_bytes=4)
+
+
+@pytest.mark.parametrize("name", ["plain", "chatml"])
+def test_words_of_the_assistant_count_and_survive(name: str, corpus: Path, tmp_path: Path) -> None:
+    tokenizer, template = (
+        Tokenizer.from_merges([], ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]),
+        TEMPLATES[name],
+    )
+    meta = encode_chat([corpus], tmp_path / "t.npy", tokenizer, template)
+    file = open_tokens(tmp_path / "t.npy", tokenizer_sha256=tokenizer.sha256)
+    between = "" if name == "plain" else "<|endoftext|>"
+    text = "".join(template.render(talk) + between for talk in TALKS)
+    assert tokenizer.decode(file.tokens) == text
+    assert (meta.num_documents, meta.num_bytes) == (len(TALKS), len(text.encode()))
+    assert file.mask is not None
+    flags = np.unpackbits(file.mask)[: len(file.tokens)].astype(bool)
+    answers = "".join(talk[1].content.strip() + template.end for talk in TALKS)
+    assert tokenizer.decode(file.tokens[flags]) == answers
+    assert (meta.counted_tokens, meta.counted_bytes) == (flags.sum(), len(answers))
+
+
+def test_the_identity_of_the_data_holds_the_mask(tmp_path: Path) -> None:
+    """A user who writes what the template writes: the same text, but another mask."""
+    tokenizer, path, found = Tokenizer.from_merges([], ["<|endoftext|>"]), tmp_path / "talk.jsonl", set()
+    for quoted in ("x<|endoftext|>assistant:\ny", "x"):
+        talk = [Message("user", quoted), Message("assistant", "y"), Message("assistant", "z")]
+        path.write_text(line(talk if quoted == "x" else [talk[0], talk[2]]))
+        meta = encode_chat([path], tmp_path / "t.npy", tokenizer, TEMPLATES["plain"])
+        found.add((meta.num_tokens, meta.source_sha256))
+    assert len({tokens for tokens, _ in found}) == 1
+    assert len(found) == 2
+
+
+def test_batches_and_windows_mark_targets_that_do_not_count(tmp_path: Path) -> None:
+    flags = (np.random.default_rng(0).random(203) < 0.4).tolist()
+    masked(tmp_path / "t.npy", flags)
+    file = open_tokens(tmp_path / "t.npy")
+    options = {"batch_size": 8, "context_length": 13, "seed": 1, "accumulation": 2}
+    inputs, targets = TokenBatches(file.tokens, **options, mask=file.mask).batch(3)
+    plain, following = TokenBatches(file.tokens, **options).batch(3)
+    assert inputs.equal(plain)
+    wanted = np.where(np.array(flags)[following.numpy()], following.numpy(), -1)
+    assert (targets.numpy() == wanted).all()
+    assert 0 < (targets < 0).sum() < targets.numel()
+    windows = list(evaluation_windows(file.tokens, 13, 4, mask=file.mask))
+    assert [int(token) for rows, _ in windows for token in rows.flatten()] == list(range(202))
+    seen = [int(token) for _, rows in windows for token in rows.flatten()]
+    assert seen == [token if flags[token] else -1 for token in range(1, 203)]
+
+
+def test_many_parts_make_one_mask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmkit.data.token_files._COUNTS_AT_ONCE", 3)
+    flags = [n % 3 == 0 for n in range(100)]
+    masked(tmp_path / "t.npy", flags)
+    mask = open_tokens(tmp_path / "t.npy").mask
+    assert mask is not None
+    assert np.unpackbits(mask)[:100].astype(bool).tolist() == flags
+    assert mask_path(tmp_path / "t.npy").stat().st_size == 13
+
+
+@pytest.mark.parametrize("damage", ["missing", "short", "long", "flipped", "beyond", "count"])
+def test_a_damaged_mask_is_named(damage: str, tmp_path: Path) -> None:
+    path = tmp_path / "t.npy"
+    masked(path, [True, False] * 10)
+    mask, data = mask_path(path), mask_path(path).read_bytes()
+    if damage == "missing":
+        mask.unlink()
+    elif damage == "count":
+        sidecar_path(path).write_text(sidecar_path(path).read_text().replace(": 10,", ": 11,"))
+    else:
+        changed = {"short": data[:-1], "long": data + b"\0", "flipped": b"\0" + data[1:]}
+        mask.write_bytes(changed.get(damage, data[:-1] + bytes([data[-1] | 1])))
+    with pytest.raises(LmkitError) as caught:
+        open_tokens(path)
+    assert caught.value.code == "tokens.damaged"
+    assert str(mask) in caught.value.message
+
+
+def test_a_file_without_mask_is_described_as_ever(tmp_path: Path) -> None:
+    with TokenFileWriter(tmp_path / "t.npy", vocab_size=9, tokenizer_sha256="a") as writer:
+        writer.append(np.arange(9))
+        writer.finish(num_documents=1, num_bytes=9, source_sha256="b")
+    assert "counted" not in sidecar_path(tmp_path / "t.npy").read_text()
+    assert not mask_path(tmp_path / "t.npy").exists()
+
+
+def test_the_last_conversations_are_held_out(corpus: Path, tmp_path: Path) -> None:
+    table = CorpusConfig(source="chat", train=(corpus, corpus), valid_fraction=0.1)
+    files = prepare_corpus(table, tmp_path / "corpus")
+    assert [path.name for path in files.train + files.valid] == ["train.jsonl", "valid.jsonl"]
+    lines = [json.loads(text) for path in files.train + files.valid for text in path.read_text().splitlines()]
+    assert lines == [json.loads(line(talk)) for talk in TALKS * 2]
+    assert len(files.valid[0].read_text().splitlines()) < 12
+    named = CorpusConfig(source="chat", train=(corpus,), valid=(corpus,))
+    files = prepare_corpus(named, tmp_path / "named")
+    assert files.train[0].read_bytes() == files.valid[0].read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ('{"messages": 1}\n', "chat.no_messages"),
+        (line(TALKS[0]) + "{\n", "corpus.not_json"),
+        (line(TALKS[0]), "corpus.too_short"),
+        ("\n", "corpus.empty"),
+    ],
+)
+def test_what_is_no_corpus_of_conversations_is_refused(text: str, code: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(text)
+    with pytest.raises(LmkitError) as caught:
+        prepare_corpus(CorpusConfig(source="chat", train=(path,)), tmp_path / "corpus")
+    assert caught.value.code == code
+    assert str(path) in caught.value.message
+    assert not any((tmp_path / "corpus").glob("*.jsonl"))
+
+
+def test_conversations_without_an_answer_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(line([Message("user", "Hello?")]))
+    tokenizer = Tokenizer.from_merges([], ["<|endoftext|>"])
+    with pytest.raises(UsageError) as caught:
+        encode_chat([path], tmp_path / "t.npy", tokenizer, TEMPLATES["plain"])
+    assert caught.value.code == "chat.no_answer"
+    assert not list(tmp_path.glob("t.*"))

@@ -1,0 +1,198 @@
+"""Chat templates against transformers' `apply_chat_template`, and those that are damaged or do not fit."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmkit.errors import LmkitError, UsageError
+from lmkit.tokenizer import Tokenizer
+from lmkit.tokenizer.chat import (
+    ROLES,
+    TEMPLATES,
+    ChatTemplate,
+    Message,
+    beside,
+    from_jinja,
+    messages_of,
+    read_template,
+)
+from lmkit.tokenizer.pretokenize import PATTERNS
+
+MARKS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|begin_of_text|>",
+    "<|end_header_id|>",
+)
+PAIRS = (
+    (b"h", b"e"),
+    (b" ", b"t"),
+    (b"\n", b"\n"),
+    (b":", b"\n"),
+    (b"\n", b" "),
+    (b"\n", b"t"),
+    (b"1", b"2"),
+)
+WORDS = st.lists(
+    st.sampled_from([*"the \n\r\t:.12'é日\u0301\x1c\xa0", "<|im_end|>", "<|im", "<|endoftext|>", "assistant"]),
+    max_size=12,
+).map("".join)  # fmt: skip
+CONVERSATIONS = st.lists(
+    st.builds(Message, st.sampled_from(ROLES), st.one_of(WORDS, st.text(max_size=12))), min_size=1, max_size=5
+)
+
+
+def tokenizer_of(pattern: str = "gpt2", nfc: bool = False) -> Tokenizer:
+    plain = Tokenizer.from_merges(PAIRS)
+    return Tokenizer(vocab=plain.vocab, merges=PAIRS, special_tokens=MARKS, pattern=pattern, nfc=nfc)
+
+
+def joined(template: ChatTemplate, messages: list[Message], tokenizer: Tokenizer) -> list[tuple[int, bool]]:
+    parts = template.encode(messages, tokenizer)
+    return [(token, counts) for ids, counts in parts for token in ids]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_parts_joined_are_the_tokens_of_the_text(name: str, pattern: str) -> None:
+    tokenizer, template = tokenizer_of(pattern, nfc=pattern == "qwen2"), TEMPLATES[name]
+    if name == "llama3" and pattern in ("gpt2", "digits"):  # the second new line would begin a word
+        with pytest.raises(UsageError) as caught:
+            template.check(tokenizer, "tokenizer.json")
+        assert caught.value.code == "chat.border"
+        return
+    template.check(tokenizer, "tokenizer.json")
+
+    @settings(max_examples=50, deadline=None)
+    @given(CONVERSATIONS)
+    def check(messages: list[Message]) -> None:
+        found = [token for token, _ in joined(template, messages, tokenizer)]
+        assert found == tokenizer.encode(template.render(messages), add_special_tokens=False)
+
+    check()
+
+
+@pytest.mark.full  # importing transformers takes seconds
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_transformers_renders_the_same_text_tokens_and_mask(name: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer, template = tokenizer_of("llama3"), TEMPLATES[name]
+    tokenizer.save(tmp_path / "tokenizer.json")
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    config["chat_template"] = template.to_jinja()
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+
+    @settings(max_examples=50, deadline=None)
+    @given(CONVERSATIONS)
+    def check(messages: list[Message]) -> None:
+        given = [message._asdict() for message in messages]
+        for prompted in (False, True):
+            text = theirs.apply_chat_template(given, tokenize=False, add_generation_prompt=prompted)
+            assert text == template.render(messages, add_generation_prompt=prompted)
+        made = theirs.apply_chat_template(
+            given, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        assert made["input_ids"] == [token for token, _ in joined(template, messages, tokenizer)]
+        assert made["assistant_masks"] == [int(counts) for _, counts in joined(template, messages, tokenizer)]
+
+    check()
+
+
+def test_the_assistants_words_and_their_end_count() -> None:
+    messages = [Message("user", "Hi"), Message("assistant", " the\n"), Message("assistant", "")]
+    tokenizer = tokenizer_of()
+    found = joined(TEMPLATES["chatml"], messages, tokenizer)
+    counted = [
+        tokenizer.decode([token for token, _ in group])
+        for counts, group in itertools.groupby(found, key=lambda item: item[1])
+        if counts
+    ]
+    assert counted == ["the<|im_end|>", "<|im_end|>"]
+
+
+TEXTS = st.one_of(
+    st.text(max_size=8), st.sampled_from(['"', "\\", "{{ x }}", "{% raw %}", "'", "\n", "\ud83d\ude00"])
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(TEXTS, TEXTS, TEXTS, TEXTS)
+def test_the_program_of_a_template_is_read_back_and_no_other(a: str, b: str, c: str, end: str) -> None:
+    try:
+        template = ChatTemplate(a, f"{b}{{role}}{c}", end)
+    except ValueError:
+        return
+    program = template.to_jinja()
+    assert from_jinja(program) == template
+    for other in (program + " ", program.replace("trim", "upper"), program[:-1]):
+        assert from_jinja(other) is None
+
+
+def test_templates_are_saved_and_read(tmp_path: Path) -> None:
+    assert beside(None) is beside(tmp_path / "tokenizer.json") is None
+    for template in TEMPLATES.values():
+        template.save(tmp_path / "chat_template.json")
+        assert beside(tmp_path / "tokenizer.json") == template
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"[]", b"{", b"[" * 100_000, b"\xff", b" " * 70_000,
+        b'{"begin": "", "before": "{role}"}',
+        b'{"begin": "", "before": "{role}", "after": 1}',
+        b'{"begin": "", "before": "{role}", "after": "x", "more": ""}',
+        b'{"begin": "", "before": "role", "after": "x"}',
+        b'{"begin": "", "before": "{role}{role}", "after": "x"}',
+        b'{"begin": "", "before": "{role}", "after": " "}',
+        b'{"begin": "\\ud800", "before": "{role}", "after": "x"}',
+    ],
+)  # fmt: skip
+def test_a_damaged_template_is_named(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "chat_template.json"
+    path.write_bytes(content)
+    with pytest.raises(LmkitError) as caught:
+        read_template(path)
+    assert caught.value.code == "chat.damaged_template"
+    assert str(path) in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+def test_a_template_that_does_not_fit_the_tokenizer_is_refused() -> None:
+    bare = Tokenizer.from_merges([], ["<|endoftext|>"])
+    for template, code in (
+        (TEMPLATES["chatml"], "chat.no_end"),
+        (ChatTemplate("", "{role}: ", "<|endoftext|>"), "chat.border"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            template.check(bare, "tokenizer.json")
+        assert caught.value.code == code
+        assert "tokenizer.json" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("record", "code"),
+    [
+        ([], "chat.no_messages"),
+        ({"messages": []}, "chat.no_messages"),
+        ({"messages": "user"}, "chat.no_messages"),
+        ({"messages": ["user"]}, "chat.wrong_message"),
+        ({"messages": [{"role": "tool", "content": ""}]}, "chat.wrong_message"),
+        ({"messages": [{"role": ["user"], "content": ""}]}, "chat.wrong_message"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "chat.wrong_message"),
+    ],
+)
+def test_what_is_no_conversation_is_refused(record: object, code: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        messages_of(record, "a.jsonl, line 3")
+    assert caught.value.code == code
+    assert "a.jsonl, line 3" in caught.value.message
