@@ -139,8 +139,7 @@ def _row(operation: str, dtype: str, num_bytes: int, ranks: Ranks, samples_ms: l
     import torch.distributed as dist
 
     times = spread(samples_ms)
-    passes = 2 if operation == "all_reduce" else 1
-    link_bytes = passes * (ranks.world_size - 1) / ranks.world_size * num_bytes
+    link_bytes = _bus_share(operation, ranks.world_size) * num_bytes
     assert dist.group.WORLD is not None
     return {
         "operation": operation,
@@ -156,6 +155,11 @@ def _row(operation: str, dtype: str, num_bytes: int, ranks: Ranks, samples_ms: l
         "bus_gb_per_s": link_bytes / times.median / 1e6,
         "samples_ms": samples_ms,
     }
+
+
+def _bus_share(operation: str, world_size: int) -> float:
+    """Return the bytes that a rank must send, as a share of the buffer."""
+    return (2 if operation == "all_reduce" else 1) * (world_size - 1) / world_size
 
 
 # Rows in words
@@ -215,7 +219,7 @@ def with_lines(rows: Rows) -> tuple[Rows, Rows]:
             abs(line[0] + row["bytes"] * line[1] - row["median_us"]) / row["median_us"] for row in measured
         ]
         rate = 1e-3 / line[1]  # bytes per us -> 10^9 bytes per second
-        crossing = measured[0]["bus_gb_per_s"] / measured[0]["algorithm_gb_per_s"]
+        crossing = _bus_share(members[0]["operation"], members[0]["world_size"])
         values = {"latency_us": line[0], "line_gb_per_s": rate, "line_bus_gb_per_s": rate * crossing}
         lines.append(dict(zip(keys, key, strict=True)) | values | {"off": max(offs)})
     told = []
@@ -230,7 +234,7 @@ def summarize(rows: Rows) -> Summary:
     measured = [row for row in rows if row.get("status") not in NOT_MEASURED]
     told, lines = with_lines(rows)
     findings: list[str] = []
-    for backend, of_backend in grouped(measured, lambda row: row["backend"]).items():
+    for backend, of_backend in grouped(measured, lambda row: row.get("backend", "the backend")).items():
         fastest = max(of_backend, key=lambda row: row["bus_gb_per_s"])
         shortest = min(of_backend, key=lambda row: row["median_us"])
         findings += [
@@ -262,7 +266,7 @@ def pictures(rows: Rows) -> dict[str, bytes]:
     ]
     if not measured:
         return {}
-    worlds = {(row["backend"], row["world_size"]) for row in measured}
+    worlds = {(row.get("backend"), row["world_size"]) for row in measured}
     shown = measured if len(worlds) == 1 else [row for row in measured if row["operation"] == "all_reduce"]
     what = "Collectives" if len(worlds) == 1 else "all_reduce"
     size = "buffer (MB, 10^6 bytes)"
@@ -282,7 +286,7 @@ def pictures(rows: Rows) -> dict[str, bytes]:
     )
     panels: dict[str, dict[tuple[str, str], list[tuple[float, float]]]] = {}
     for row in with_lines([row for row in measured if row["operation"] == "all_reduce"])[0]:
-        panel = panels.setdefault(f"{row['backend']}, {row['world_size']} ranks", {})
+        panel = panels.setdefault(f"{row.get('backend', '')}, {row['world_size']} ranks", {})
         for kind, key in (("measured", "median_us"), ("line", "line_us")):
             if key in row:
                 panel.setdefault((row["dtype"], kind), []).append((row["size_mb"], row[key] / 1e3))
