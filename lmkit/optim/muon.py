@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lmkit.optim.adamw import MASTER, SWEEP_ELEMENTS, AdamW
+from lmkit.optim.adamw import MASTER, SWEEP_ELEMENTS, AdamW, decay_of, settings_of
 from lmkit.registry import OPTIMIZERS
 
 if TYPE_CHECKING:
@@ -131,7 +131,8 @@ class Muon(AdamW):
             changes = orthogonalize(directions, iterations=self.iterations)
             changes *= -rate * max(1.0, rows / columns) ** 0.5
             for part, change in zip(alike, changes, strict=True):
-                part.weight.mul_(1 - rate * group["weight_decay"]).add_(change)
+                decayed = part.weight * (part.weight * change < 0) if group["cautious"] else part.weight
+                part.weight.sub_(decayed * (rate * decay_of(group, group["lr"]))).add_(change)
         for param, _ in matrices:
             if MASTER in self.state[param]:
                 param.copy_(self.state[param][MASTER])
@@ -185,4 +186,4 @@ def _sweeps(matrices: list[tuple[Tensor, Sequence[int]]]) -> Iterator[list[tuple
 def make_muon(groups: list[dict[str, Any]], options: OptimizerConfig) -> Muon:
     """Make the optimizer of the recipe's tables `[optimizer]` and `[optimizer.options]`."""
     own: dict[str, Any] = {**OPTIMIZERS.facts("muon").options, **options.options}
-    return Muon(groups, lr=options.lr, betas=options.betas, eps=options.eps, **own)
+    return Muon(groups, **settings_of(options), **own)

@@ -156,6 +156,10 @@ class OptimizerConfig(Table):
     """Added to the root of the mean square."""
     weight_decay: Annotated[float, Field(ge=0, le=1e6)] = 0.1
     """Applied to matrices only, not to norm gains."""
+    cautious_decay: bool = False
+    """Decay a weight only where its update, too, brings it nearer to zero (Chen et al. 2025)."""
+    decay_schedule: Literal["constant", "lr"] = "constant"
+    """`lr`: the weight decay falls with the learning rate, in proportion."""
     schedule: ScheduleName = "cosine"
     """Shape of the decay after the warm-up."""
     warmup_steps: Count = 0

@@ -55,7 +55,8 @@ def test_zeros_stay_zero():
     assert not orthogonalize(torch.zeros(2, 3, 4)).any()
 
 
-def test_equals_the_formula():
+@pytest.mark.parametrize("cautious", [False, True])
+def test_equals_the_formula(cautious):
     """Two linear maps in one parameter, each orthogonalised alone; float64, so that rounding hides nothing."""
     torch.manual_seed(0)
     joined, other = (torch.nn.Parameter(torch.randn(10, 4, dtype=torch.float64)) for _ in range(2))
@@ -64,9 +65,11 @@ def test_equals_the_formula():
         lr=0.01,
         matrix_lr=0.05,
         momentum=0.8,
+        cautious=cautious,
+        decay_peak=0.02,
     )
     like_other = torch.nn.Parameter(other.detach().clone())
-    adamw = AdamW([like_other], lr=0.01, weight_decay=0.3)
+    adamw = AdamW([like_other], lr=0.01, weight_decay=0.3, cautious=cautious, decay_peak=0.02)
     parts = [part.clone() for part in joined.detach().split([6, 4])]
     means = [torch.zeros_like(part) for part in parts]
     for step in range(4):
@@ -80,7 +83,9 @@ def test_equals_the_formula():
         for part, mean, gradient in zip(parts, means, joined.grad.split([6, 4]), strict=True):
             mean.mul_(0.8).add_(0.2 * gradient)
             direction = by_svd(0.8 * mean + 0.2 * gradient, 5)
-            part.mul_(1 - rate * 0.3).sub_(rate * math.sqrt(max(1, len(part) / 4)) * direction)
+            decay = 0.3 * (0.01 * (step + 1) / 0.02)
+            decayed = part * (part * direction > 0) if cautious else part
+            part.sub_(rate * decay * decayed).sub_(rate * math.sqrt(max(1, len(part) / 4)) * direction)
     torch.testing.assert_close(joined.detach(), torch.cat(parts), rtol=1e-9, atol=1e-9)  # as above
     assert torch.equal(other, like_other)
     assert set(optimizer.state[joined]) == {"momentum_buffer"}
