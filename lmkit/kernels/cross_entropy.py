@@ -5,7 +5,7 @@ in the place of the logits; then both products with that gradient.
 
     loss = log(sum(exp(z))) - z[target]        dz = (softmax(z) - [target]) / tokens that count
 
-Logits have the dtype of the weights. Statistics, losses and the sum of the weight's gradient over the chunks are
+Logits have the dtype of the weights. Statistics, losses and the sum of the weight's gradient over several chunks are
 float32. A target below zero masks its token: no loss, no gradient, and it does not count in the mean.
 """
 
@@ -19,14 +19,14 @@ import triton.language as tl
 from torch import Tensor
 
 from lmkit.autograd import differentiable_once
-from lmkit.kernels.launch import LaunchCache, Start, prepare_launch
+from lmkit.kernels.launch import LaunchCache, Start, count_tiles, prepare_launch
 from lmkit.kernels.operators import define
 
 LOG2_E = tl.constexpr(1.4426950408889634)  # exp(x) = 2^(x * LOG2_E)
 LN_2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-1e30)  # finite: the difference of two of them is 0, not NaN
-BLOCK_BYTES = 16384  # of the row that a program holds at a time
-CHUNK_ELEMENTS = 1 << 28  # logits of a chunk
+BLOCK_BYTES = 8192  # of the row that a program holds at a time
+SCALED_BLOCK = 2048  # elements that a program of `scale_kernel` multiplies
 ROW_ALIGNMENT = 16  # elements; aligned rows are loaded in vectors, and multiplied faster
 
 
@@ -52,15 +52,14 @@ def linear_cross_entropy(
         weight: (vocab_size, d_model); float32, bfloat16 or float16. Autocast casts it and `hidden`.
         targets: (...) int64 ids below vocab_size; below zero: masked. Without any that counts the loss is 0. A larger
             id makes the loss NaN.
-        chunk: tokens whose logits exist at a time; None takes as many as fit in 2^28 logits.
+        chunk: tokens whose logits exist at a time; None takes all.
     """
     device_type = weight.device.type
     if torch.is_autocast_enabled(device_type):
         weight = weight.to(torch.get_autocast_dtype(device_type))
     hidden = hidden.reshape(-1, hidden.shape[-1]).to(weight.dtype)  # (tokens, d_model)
     targets = targets.reshape(-1)
-    if chunk is None:
-        chunk = 1 << (max(1, CHUNK_ELEMENTS // len(weight)).bit_length() - 1)
+    chunk = chunk or max(1, len(hidden))
     with_grad = torch.is_grad_enabled()
     of_hidden, of_weight = with_grad and hidden.requires_grad, with_grad and weight.requires_grad
     if torch.compiler.is_compiling():
@@ -79,7 +78,8 @@ def cross_entropy_kernel(
     GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row a program, in two passes. Between vocab_size and stride a row is padding, which may be overwritten."""
+    """One row a program, in two passes: forwards for the statistics, then backwards for the gradient, which so begins
+    where the row is still in the cache. Between vocab_size and stride a row is padding, which may be overwritten."""
     row = tl.program_id(0)
     logits = logits_pointer + row.to(tl.int64) * stride
     target = tl.load(targets_pointer + row)
@@ -104,24 +104,54 @@ def cross_entropy_kernel(
     if GRADIENT:
         scale = tl.where(counts, tl.load(scale_pointer), 0.0)
         inverse_sum = 1.0 / sum_exp
-        for start in range(0, vocab_size, BLOCK):
-            columns = start + lanes
+        last = (tl.cdiv(vocab_size, BLOCK) - 1) * BLOCK
+        for back in range(0, vocab_size, BLOCK):
+            columns = last - back + lanes
             z = tl.load(logits + columns, mask=columns < stride, other=0.0).to(tl.float32)
             p = tl.exp2((z - most) * LOG2_E) * inverse_sum
             gradient = tl.where(columns == target, p - 1.0, p) * scale
-            tl.store(logits + columns, gradient.to(logits_pointer.dtype.element_ty), mask=columns < stride)
+            kind: tl.constexpr = logits_pointer.dtype.element_ty
+            # Evicted first, so that the rows that are still to be read again stay in the cache.
+            tl.store(logits + columns, gradient.to(kind), mask=columns < stride, cache_modifier=".cs")
 
 
 def _prepare(tensors: tuple[Tensor, ...], options: tuple) -> Start:
     logits, *_ = tensors
     rows, vocab_size = logits.shape
     block = min(BLOCK_BYTES // logits.element_size(), triton.next_power_of_2(vocab_size))
-    constants = {"GRADIENT": options[0], "BLOCK": block, "num_warps": min(max(block // 512, 1), 16)}
+    constants = {"GRADIENT": options[0], "BLOCK": block, "num_warps": min(max(block // 256, 1), 16)}
     numbers = (logits.stride(0), vocab_size)
     return prepare_launch(cross_entropy_kernel, (rows, 1), tensors, numbers, constants)
 
 
 calls = LaunchCache(_prepare)
+
+
+@triton.jit
+def scale_kernel(
+    x_pointer,
+    scale_pointer,  # one float32
+    out_pointer,
+    total,
+    IN_PLACE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """BLOCK elements a program. In place, a scale of 1 moves no memory: that of a step with one micro-batch."""
+    scale = tl.load(scale_pointer)
+    if IN_PLACE and scale == 1.0:
+        return
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_pointer + index, mask=index < total, other=0.0).to(tl.float32)
+    tl.store(out_pointer + index, (x * scale).to(out_pointer.dtype.element_ty), mask=index < total)
+
+
+def _prepare_scale(tensors: tuple[Tensor, ...], options: tuple) -> Start:
+    total = tensors[0].numel()
+    constants = {"IN_PLACE": options[0], "BLOCK": SCALED_BLOCK, "num_warps": 4}
+    return prepare_launch(scale_kernel, (count_tiles(total, SCALED_BLOCK), 1), tensors, (total,), constants)
+
+
+scale_calls = LaunchCache(_prepare_scale)
 
 
 def empty_logits(rows: int, weight: Tensor) -> Tensor:
@@ -146,9 +176,16 @@ def cross_entropy_(
 
 
 def forward(
-    hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, of_hidden: bool, of_weight: bool
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunk: int,
+    of_hidden: bool,
+    of_weight: bool,
+    *,
+    sums_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (loss, gradient of hidden, gradient of weight, a factor that the gradients still lack).
+    """Return (loss, gradient of hidden, gradient of weight in `sums_dtype`, a factor that the gradients still lack).
 
     The factor is 1, or for float16 the division by the number of tokens: that would underflow before the loss scale
     multiplies the gradients. A gradient that is not wanted is empty.
@@ -161,7 +198,7 @@ def forward(
     losses = hidden.new_empty(tokens, dtype=torch.float32)
     grad_hidden = hidden.new_empty(hidden.shape if of_hidden else 0)
     make = weight.new_empty if tokens else weight.new_zeros
-    sums = make(weight.shape if of_weight else 0, dtype=torch.float32)
+    sums = make(weight.shape if of_weight else 0, dtype=sums_dtype)
     buffer = empty_logits(min(chunk, tokens), weight)
     for start in range(0, tokens, chunk):
         part = slice(start, start + chunk)
@@ -200,7 +237,11 @@ class LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, options: tuple[int, bool, bool]
     ) -> tuple[Tensor, Tensor]:
         ctx.wants = options[1:]
-        loss, *gradients = forward(hidden, weight, targets, *options)
+        one_chunk = options[0] >= len(hidden)
+        # A float16 sum over the tokens might overflow: its division by their number comes later.
+        in_half = one_chunk and weight.dtype == torch.bfloat16
+        sums_dtype = torch.bfloat16 if in_half else torch.float32
+        loss, *gradients = forward(hidden, weight, targets, *options, sums_dtype=sums_dtype)
         # `differentiable_once` needs an output among the saved tensors; the loss may be written to in place.
         empty = loss.new_empty(0)
         ctx.set_materialize_grads(False)  # or autograd would allocate zeros as the gradient of `empty`
@@ -224,12 +265,16 @@ def _scaled(
     if not in_place:
         grad_weight = (grad_weight * scale).to(grad_hidden.dtype)
         return grad_hidden * scale if of_hidden else None, grad_weight if of_weight else None
-    dtype = grad_hidden.dtype
-    place = grad_weight if grad_weight.dtype == dtype else torch.empty_like(grad_weight, dtype=dtype)
-    return (
-        grad_hidden.mul_(scale) if of_hidden else None,
-        torch.mul(grad_weight, scale, out=place) if of_weight else None,
+    place = (
+        grad_weight
+        if grad_weight.dtype == grad_hidden.dtype
+        else torch.empty_like(grad_weight, dtype=grad_hidden.dtype)
     )
+    for wanted, x, out in ((of_hidden, grad_hidden, grad_hidden), (of_weight, grad_weight, place)):
+        if wanted and x.numel():
+            scale_calls((x, scale), (out,), (x is out,))
+            torch.autograd.graph.increment_version(out)  # a second backward pass finds out
+    return grad_hidden if of_hidden else None, place if of_weight else None
 
 
 _LIBRARY = torch.library.Library("lmkit", "FRAGMENT")

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lmkit.errors import UsageError
 from lmkit.model.loss import SliceGradient
+from lmkit.model.memory import tokens_per_slice
 from lmkit.model.operations import Operations
 from lmkit.registry import OPERATIONS
 
@@ -69,7 +70,7 @@ class Fused(Operations):
     ) -> Tensor:
         if getattr(slice_loss, "softcap", None) is not None:
             return super().linear_cross_entropy(hidden, weight, targets, slice_loss)
-        return linear_cross_entropy(hidden, weight, targets)
+        return linear_cross_entropy(hidden, weight, targets, chunk=tokens_per_slice(len(weight), "fused"))
 
 
 def refuse_unsupported(weight: Tensor) -> None:

@@ -18,8 +18,9 @@ from lmkit.registry import ATTENTION
 
 FLOAT = 4  # bytes of a float32
 GB = 10**9
-SLICE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 28}
-"""Logits of a slice. 4 MiB of float32 stay in a core's cache; a GPU wants large matrix products."""
+SLICE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 28, "fused": 1 << 30}
+"""Logits of a slice. 4 MiB of float32 stay in a core's cache; a GPU wants large matrix products, and the fused loss
+holds a slice only once."""
 
 Keep = Literal["input", "attention", "qkv", "products", "all"]
 """What a block keeps for its backward pass: its input alone; also the output of attention; also q, k, v; also the
@@ -260,8 +261,11 @@ def step_memory(
 
     stream, hidden = tokens * form.stream * d, tokens * product * d
     logits, loss_only = _loss(config, form, tokens)
-    loss = hidden + FLOAT * table
-    wide_head = _head_gradient(form, table)
+    of_sums = (
+        product if form.reuses_memory and tokens <= tokens_per_slice(config.vocab_size, "fused") else FLOAT
+    )
+    loss = hidden + of_sums * table
+    wide_head = _head_gradient(form, of_sums) * table
     again = [_recomputed(config, form, keep) for keep in keeps]
     # A block's backward pass takes most at SwiGLU: gradients of the residual stream, around the result, and of w2.
     at_swiglu = stream + tokens * product * config.d_ff * (1 if form.reuses_memory else 2)
@@ -333,7 +337,7 @@ def _loss(config: ModelConfig, form: Form, tokens: int) -> tuple[int, int]:
     """Return the bytes of a slice of logits; and of all that exists only while the loss is computed."""
     vocab_size, product = config.vocab_size, form.product
     assert vocab_size is not None
-    rows = min(tokens, tokens_per_slice(vocab_size, "cuda" if form.reuses_memory else form.device))
+    rows = min(tokens, tokens_per_slice(vocab_size, "fused" if form.reuses_memory else form.device))
     slices = -(-tokens // rows)
     hidden = tokens * product * config.d_model
     table = vocab_size * config.d_model
@@ -348,13 +352,13 @@ def _loss(config: ModelConfig, form: Form, tokens: int) -> tuple[int, int]:
     return logits, max(of_slice, 2 * logits + (product * table if narrow else 0)) + hidden + cast
 
 
-def tokens_per_slice(vocab_size: int, device_type: str) -> int:
-    """Return the tokens whose logits exist at a time."""
-    fitting = max(1, SLICE_ELEMENTS.get(device_type, SLICE_ELEMENTS["cuda"]) // vocab_size)
+def tokens_per_slice(vocab_size: int, kind: str) -> int:
+    """Return the tokens whose logits exist at a time. `kind` is a type of device, or "fused"."""
+    fitting = max(1, SLICE_ELEMENTS.get(kind, SLICE_ELEMENTS["cuda"]) // vocab_size)
     return 1 << (fitting.bit_length() - 1)  # a power of two divides the usual batches evenly
 
 
-def _head_gradient(form: Form, table: int) -> int:
-    """Return the bytes while the head's gradient is scaled and rounded to the weights' dtype."""
-    narrow = form.product * table if form.product < FLOAT else 0
-    return (FLOAT if form.reuses_memory else 2 * FLOAT) * table + narrow
+def _head_gradient(form: Form, of_sums: int) -> int:
+    """Return the bytes of a weight while the head's gradient is scaled and rounded to the weights' dtype."""
+    narrow = form.product if form.product < of_sums else 0
+    return (of_sums if form.reuses_memory else 2 * of_sums) + narrow

@@ -110,7 +110,7 @@ CASES = {
     "swiglu of one": Case(swiglu.swiglu, swiglu.plain_swiglu, [(7, 2)]),
     "cross-entropy": headed(19, 12, 37, chunk=8),
     "cross-entropy, masked": headed(19, 12, 64, chunk=32, masked=[0, 7, 12]),
-    "cross-entropy over two blocks": headed(3, 4, 8192 + 5, chunk=2),
+    "cross-entropy over two blocks": headed(3, 4, 4096 + 5, chunk=2),
     "embedding": looked_up((4, 25), 12, 9, False),
     "embedding, sorted": looked_up((4, 25), 12, 9, True),
     "embedding, sorted, wide": looked_up((3, 50), 300, 3, True),
@@ -155,6 +155,8 @@ def faults_of(
     rounding = torch.finfo(dtype).eps / 2
     if dtype == torch.bfloat16 and not inputs[0].is_cuda:
         rounding *= 3  # the interpreter cuts off what it should round, in two places of a norm
+    # A number that is cut off is wrong by up to twice as much as a rounded one.
+    times = 4 if dtype == torch.bfloat16 and not inputs[0].is_cuda else 2
     longest = max(max(x.shape) for x in inputs)  # the error of a sum grows with the root of its terms
     floor = rounding + max(16, longest**0.5) * torch.finfo(torch.float32).eps
     exact = run(plain, [x.double() for x in inputs], [x.double() for x in grads])
@@ -167,7 +169,7 @@ def faults_of(
         truth = truth.reshape(-1, truth.shape[-1] if truth.dim() else 1)
         error, budget = error_of(got.reshape_as(truth), truth), error_of(rival.reshape_as(truth), truth)
         for measure in ("overall", "worst_row"):
-            value, limit = getattr(error, measure), 2 * getattr(budget, measure) + floor
+            value, limit = getattr(error, measure), times * getattr(budget, measure) + floor
             if not value <= limit:
                 faults.append(f"{i}: {measure} error {value:.3g}, allowed {limit:.3g}")
     return faults
