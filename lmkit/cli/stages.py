@@ -98,7 +98,8 @@ def _train(run: Pipeline) -> Outputs:
 
 def _evaluate(run: Pipeline) -> Outputs:
     from lmkit.training.atomic_checkpoint import saved_steps
-    from lmkit.training.evaluation import EvaluateResult, evaluate_run
+    from lmkit.training.evaluation import EvaluateResult
+    from lmkit.training.judging import evaluate_run
 
     # The training ends with an evaluation: use it if it is of the newest checkpoint.
     found = run.read("training", "step").get("evaluation")

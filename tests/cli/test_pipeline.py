@@ -168,12 +168,12 @@ def test_ranks_are_started_once(recipe: Recipe, monkeypatch: pytest.MonkeyPatch)
 def test_a_run_takes_the_evaluation_of_its_training_unless_asked_for_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lmkit.training import evaluation
+    from lmkit.training import judging
 
     evaluated: list[Path] = []
-    original = evaluation.evaluate_run
+    original = judging.evaluate_run
     monkeypatch.setattr(
-        evaluation,
+        judging,
         "evaluate_run",
         lambda path, **options: evaluated.append(path) or original(path, **options),
     )
