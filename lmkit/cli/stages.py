@@ -47,6 +47,7 @@ def _make_tokenizer(run: Pipeline) -> Outputs:
             errors=run.corpus.errors,
             progress=run.progress,
         )
+    run.refuse_to_replace_tokenizer(tokenizer)
     path, beside = run.folder / TOKENIZER, run.folder / CHAT_TEMPLATE
     template = template_for(table, source=run.corpus.source)
     if template is None:
