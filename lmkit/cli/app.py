@@ -23,7 +23,7 @@ COMMANDS = {
     "run": "run",
     "plan": "plan",
     "train": "train",
-    "evaluate": "evaluate",
+    "evaluate": "train",
     "generate": "generate",
     "chat": "chat",
     "export": "exchange",

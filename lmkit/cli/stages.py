@@ -47,7 +47,6 @@ def _make_tokenizer(run: Pipeline) -> Outputs:
             errors=run.corpus.errors,
             progress=run.progress,
         )
-    run.refuse_to_replace_tokenizer(tokenizer)
     path, beside = run.folder / TOKENIZER, run.folder / CHAT_TEMPLATE
     template = template_for(table, source=run.corpus.source)
     if template is None:
@@ -99,8 +98,7 @@ def _train(run: Pipeline) -> Outputs:
 
 def _evaluate(run: Pipeline) -> Outputs:
     from lmkit.training.atomic_checkpoint import saved_steps
-    from lmkit.training.evaluation import EvaluateResult
-    from lmkit.training.judging import evaluate_run
+    from lmkit.training.evaluation import EvaluateResult, evaluate_run
 
     # The training ends with an evaluation: use it if it is of the newest checkpoint.
     found = run.read("training", "step").get("evaluation")

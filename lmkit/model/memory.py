@@ -27,6 +27,14 @@ Keep = Literal["input", "attention", "qkv", "products", "all"]
 outputs of the other matrix products but the last; or everything, so that nothing is computed again."""
 KEEPS: tuple[Keep, ...] = get_args(Keep)
 
+LOSS, HEAD, LAST, FIRST, EMBEDDING = MOMENTS = (
+    "the loss",
+    "the gradient of the head",
+    "the backward pass of the last block",
+    "the backward pass of the first block",
+    "the gradient of the embedding",
+)
+
 NORM = "norms"
 INPUTS = "inputs of products"
 QKV = "q, k, v"
@@ -138,7 +146,7 @@ class Held:
         moments: numbers of optimizer state for each weight of the blocks' matrices; other weights have two.
         of_weights, of_gradients, of_state: the share that the rank holds; of_state is of masters, too.
         gathered_units: blocks (or the embedding, or the head) whose whole weights it holds at a time, in the dtype of
-            the products; of two at most, the whole gradients.
+            the products: two, or all. Of the two before, it holds the whole gradients.
         packed: the share of the gradients that is copied, to be reduced.
     """
 
@@ -193,7 +201,7 @@ class StepMemory:
         recomputed: what one block computes again, at most at a time.
         loss: the gradient of the hidden states at the head, and that of the head's matrix in float32.
         logits: of the slice that exists at a time.
-        gathered: whole weights and gradients of sharded units.
+        gathered: whole weights and gradients of sharded units, at most at a time.
         moments: what the step does -> bytes at that moment; the largest is the peak.
     """
 
@@ -240,13 +248,9 @@ def step_memory(
     def gradients(elements: int) -> int:
         return int(held.gradient * elements * (held.of_gradients + held.packed))
 
-    units = [table, *(block + value_table * config.has_value_embeddings(i) for i in range(layers)), table]
-    whole_weights, whole_gradients = (
-        max(sum(units[index : index + count]) for index in range(len(units)))
-        for count in (held.gathered_units, min(held.gathered_units, 2))
-    )
-    gathered = product * (whole_weights + whole_gradients)
-    base = model.weights + model.optimizer + gathered
+    of_layers = [block + value_table * config.has_value_embeddings(index) for index in range(layers)]
+    gathered = _gathered(config, form, held, table=table, blocks=of_layers)
+    base = model.weights + model.optimizer
     # Sums of more than two micro-batches in bf16 are float32.
     if accumulation > 1:
         base += model.gradients * (2 if accumulation > 2 and held.gradient < FLOAT else 1)
@@ -286,19 +290,45 @@ def step_memory(
         recomputed=tokens * max(again),
         loss=loss,
         logits=logits,
-        gathered=gathered,
+        gathered=max(gathered.values()),
         moments={
-            "the loss": base + blocks + loss + loss_only,
-            "the gradient of the head": base + blocks + hidden + wide_head,
-            "the backward pass of the last block": base + blocks - last_norm + head + in_last,
-            "the backward pass of the first block": base
-            + without_embedding
-            - gradients(block)
-            + tokens * kept(config, form, keeps[0])
-            + in_first,
-            "the gradient of the embedding": base + without_embedding + embedding + stream,
+            moment: base + gathered[moment] + more
+            for moment, more in {
+                LOSS: blocks + loss + loss_only,
+                HEAD: blocks + hidden + wide_head,
+                LAST: blocks - last_norm + head + in_last,
+                FIRST: without_embedding
+                - gradients(block)
+                + tokens * kept(config, form, keeps[0])
+                + in_first,
+                EMBEDDING: without_embedding + embedding + stream,
+            }.items()
         },
     )
+
+
+def _gathered(
+    config: ModelConfig, form: Form, held: Held, *, table: int, blocks: list[int]
+) -> dict[str, int]:
+    """Return moment -> bytes of the whole weights and gradients of sharded units.
+
+    Args:
+        table, blocks: weights of the embedding, or the head, and of each block.
+    """
+    if not held.gathered_units:
+        return dict.fromkeys(MOMENTS, 0)
+    keeps, tables = held.gathered_units > 2, table if config.tie_embeddings else 2 * table
+    block, every = max(blocks), sum(blocks)
+    weights = {
+        LOSS: tables + every if keeps else table,
+        HEAD: tables + every if keeps else table + block,
+        LAST: table + every if keeps else 2 * block,
+        FIRST: block + table,
+        EMBEDDING: table,
+    }
+    of_head = 0 if config.tie_embeddings else table  # the embedding's is added before they are reduced
+    gradients = {LOSS: 0, HEAD: of_head, LAST: of_head, FIRST: 2 * block, EMBEDDING: table + block}
+    return {moment: form.product * (weights[moment] + gradients[moment]) for moment in MOMENTS}
 
 
 def _kinds(config: ModelConfig, form: Form, keeps: list[Keep], tokens: int) -> dict[str, int]:
@@ -347,6 +377,8 @@ def _loss(config: ModelConfig, form: Form, tokens: int) -> tuple[int, int]:
         return logits, logits + hidden + cast
     logits = rows * vocab_size * product
     narrow = product < FLOAT
+    if form.compiled and slices == 1:  # as tinystories took it on an H200: the gradient overwrites the logits
+        return logits, logits + hidden + cast
     # Logits and their gradient, that of the slice before, log-probabilities in float32; later a product to add.
     of_slice = logits * (2 if slices > 1 or narrow else 1) + rows * vocab_size * FLOAT
     return logits, max(of_slice, 2 * logits + (product * table if narrow else 0)) + hidden + cast

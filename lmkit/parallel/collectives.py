@@ -130,6 +130,10 @@ class Averager:
 
     def _count_and_take_part(self, flat: torch.Tensor) -> torch.Tensor:
         self._traffic.count_scatter_or_gather(flat.nbytes, self._ranks.world_size)
+        return self.own_part(flat)
+
+    def own_part(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part (n,) of `flat` (world_size * n,), a view."""
         return flat.chunk(self._ranks.world_size)[self._ranks.rank]
 
     def _mean_of(self, flat: torch.Tensor) -> tuple[dist.ReduceOp.RedOpType, int]:

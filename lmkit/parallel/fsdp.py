@@ -30,6 +30,7 @@ from lmkit.parallel.collectives import reduce_dtype_for, unused_everywhere
 from lmkit.parallel.fsdp_links import Links, link
 from lmkit.parallel.fsdp_optimizer import FsdpOptimizer
 from lmkit.parallel.fsdp_shards import FlatParameters, draw, leave_meta
+from lmkit.parallel.gather import can_share_memory
 from lmkit.parallel.protocol import (
     MakeOptimizer,
     Strategy,
@@ -49,7 +50,7 @@ MOST_REDUCTIONS = 2
 @STRATEGIES.register(
     "fsdp",
     order=8,
-    uses=("reduce_dtype", "weights"),
+    uses=("reduce_dtype", "weights", "gather"),
     shards=("parameters", "gradients", "optimizer"),
     options={"reshard_after_forward": True, "state_dtype": "fp32", "shard_ranks": 0},
 )
@@ -108,12 +109,8 @@ class Fsdp(Strategy):
     # Shard the model
 
     def attach(self, model: nn.Module, *, fingerprint: str = "") -> nn.Module:
-        links = Links()
         if self.ranks.world_size > 1:
             check_same_model(model, self.ranks, fingerprint)
-            links = link(self.ranks, self._within, self.traffic)
-            self._of_copy = links.group
-            self.gather = "collective"
         self._model = model
         is_on_meta = any(parameter.is_meta for parameter in model.parameters())
         if is_on_meta:
@@ -121,7 +118,10 @@ class Fsdp(Strategy):
         elif self.ranks.world_size > 1:
             broadcast_tensors(model.named_buffers())
         self.parameters = trainable_parameters(model)
+        links = self._link(model) if self.ranks.world_size > 1 else Links()
         self._shard(model, links)
+        if links.gathers is not None:
+            links.gathers.reserve(max(flat.sent_bytes for flat in self._flats))
         if is_on_meta:
             for layer, flats in self._flats_of.items():
                 for flat in flats:
@@ -136,6 +136,15 @@ class Fsdp(Strategy):
         self._hook_into(model)
         self.refresh()
         return model
+
+    def _link(self, model: nn.Module) -> Links:
+        one_copy = self._within.world_size == self.ranks.world_size
+        one_device = {parameter.device for parameter in model.parameters()} == {self.ranks.device}
+        reads = self.config.gather == "auto" and one_copy and can_share_memory(self.ranks) and one_device
+        self.gather = "reads peers" if reads else "collective"
+        links = link(self.ranks, self._within, self.traffic, reads_peers=reads)
+        self._of_copy = links.group
+        return links
 
     def _shard(self, model: nn.Module, links: Links) -> None:
         layers = list(forward_units(model))

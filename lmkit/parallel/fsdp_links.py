@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from lmkit.parallel.collectives import Averager, Traffic
+from lmkit.parallel.fsdp_gather import PeerShardGather, ShardGather
 from lmkit.parallel.ranks import Ranks
 
 
 class Links(NamedTuple):
     """What `FlatParameters` takes; all None: this rank is alone."""
 
-    gathers: Averager | None = None
+    gathers: ShardGather | None = None
     reductions: Averager | None = None
     replicas: Averager | None = None
 
@@ -26,11 +27,12 @@ class Links(NamedTuple):
         return None if self.reductions is None else self.reductions.group
 
 
-def link(ranks: Ranks, within: Ranks, traffic: Traffic) -> Links:
-    """Return averagers of this rank. Collective.
+def link(ranks: Ranks, within: Ranks, traffic: Traffic, *, reads_peers: bool) -> Links:
+    """Return what this rank communicates by. Collective.
 
     Args:
         within: its place among the ranks that share its copy of the model: `within.world_size` consecutive ones.
+        reads_peers: gather by reading the memory of other GPUs; only where all ranks share one copy.
     """
     groups = _groups(dist.group.WORLD, within.world_size, ranks.timeout_s)
     replicas = None
@@ -38,11 +40,9 @@ def link(ranks: Ranks, within: Ranks, traffic: Traffic) -> Links:
         copies = ranks.world_size // within.world_size
         across = replace(within, rank=ranks.rank // within.world_size, world_size=copies)
         replicas = Averager(across, traffic, groups["replicas"])
-    return Links(
-        Averager(within, traffic, groups["gathers"]),
-        Averager(within, traffic, groups["reductions"]),
-        replicas,
-    )
+    averager = Averager(within, traffic, groups["gathers"])
+    gathers = PeerShardGather(averager, ranks, traffic) if reads_peers else ShardGather(averager)
+    return Links(gathers, Averager(within, traffic, groups["reductions"]), replicas)
 
 
 @functools.lru_cache(maxsize=1)

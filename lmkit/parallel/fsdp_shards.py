@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lmkit.parallel.collectives import Averager, PendingMean, Work
+from lmkit.parallel.fsdp_gather import ShardGather
 from lmkit.parallel.ranks import Ranks
 from lmkit.parallel.zero1_shards import BucketLayout, pack, shard_size_of
 
@@ -49,7 +50,7 @@ class FlatParameters:
         compute_dtype: torch.dtype,
         state_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
-        gathers: Averager | None,
+        gathers: ShardGather | None,
         reductions: Averager | None,
         replicas: Averager | None,
         kept: bool,
@@ -112,6 +113,11 @@ class FlatParameters:
     # Weights
 
     @property
+    def sent_bytes(self) -> int:
+        """Bytes of the shard in the dtype in which it is gathered."""
+        return self.shard_size * self._weights.itemsize
+
+    @property
     def gathered_bytes(self) -> int:
         """Bytes that the gathered weights take now."""
         return self._weights.untyped_storage().nbytes()
@@ -123,9 +129,10 @@ class FlatParameters:
             return
         self._is_gathered = True
         self._weights.untyped_storage().resize_(self._bytes)
-        self._weights.chunk(self._ranks.world_size)[self._ranks.rank].copy_(self.shard)
-        if self._gathers is not None:
-            self._arriving = self._gathers.all_gather(self._weights)
+        if self._gathers is None:
+            self._weights.copy_(self.shard)
+        else:
+            self._arriving = self._gathers.start(self._weights, self.shard)
 
     def open(self) -> None:
         """Wait until the weights are there (on GPUs: for the current stream), and let the parameters be them."""
@@ -159,10 +166,10 @@ class FlatParameters:
     @torch.no_grad()
     def gather_state(self) -> torch.Tensor:
         """Return all shards in one new tensor, (world_size * shard_size,). Collective."""
+        if self._gathers is None:
+            return self.shard.clone()
         whole = self.shard.new_empty(self.shard_size * self._ranks.world_size)
-        whole.chunk(self._ranks.world_size)[self._ranks.rank].copy_(self.shard)
-        if self._gathers is not None:
-            self._gathers.all_gather(whole).wait()
+        self._gathers.collect(whole, self.shard).wait()
         return whole
 
     @torch.no_grad()

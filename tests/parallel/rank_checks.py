@@ -422,7 +422,14 @@ def launches_ahead() -> int:
 
 
 for name, function in list(CHECKS.items()):
-    if "zero1" in name or name in ("traffic", "peers wait for one another"):
+    of_fsdp = (
+        "fsdp in float32",
+        "fsdp dtypes",
+        "fsdp peers",
+        "fsdp without",
+        "joined batch: fsdp, 2, adamw, True, 1",
+    )
+    if "zero1" in name or name in ("traffic", "peers wait for one another") or name.startswith(of_fsdp):
         CHECKS[f"by the other gather: {name}"] = partial(
             rank_zero1_checks.by_the_other_gather, check=function
         )

@@ -251,6 +251,32 @@ def check_fsdp_gathers_the_next_layer_meanwhile(ranks: Ranks) -> None:
 
 
 @check()
+def check_fsdp_peers_wait_for_one_another(ranks: Ranks) -> None:
+    """Ranks that are late, each in turn and anywhere in a step, change no bit of what is gathered from memory."""
+    late_by = torch.Generator().manual_seed(ranks.rank)
+
+    def fall_behind(*_: object) -> None:
+        if ranks.device.type == "cuda":
+            torch.cuda._sleep(int(torch.randint(2_000_000, (), generator=late_by)))  # up to 1 ms
+
+    def weights_after_steps(gather: str) -> dict[str, torch.Tensor]:
+        sync, model, optimizer = sharded(TINY, ranks, gather=gather)
+        for layer in model.modules():
+            layer.register_forward_pre_hook(fall_behind)
+        optimizer.register_step_pre_hook(fall_behind)
+        for step in range(6):
+            lm_step(sync, model, optimizer, ranks, step)
+        return sync.whole_weights()
+
+    read, gathered = (weights_after_steps(gather) for gather in ("auto", "collective"))
+    for name, weights in read.items():
+        # Of GPUs, the embedding's gradient is a sum in any order.
+        torch.testing.assert_close(
+            weights, gathered[name], rtol=0, atol=0 if ranks.device.type == "cpu" else 1e-5
+        )
+
+
+@check()
 def check_fsdp_weights_are_nan_while_they_are_away(ranks: Ranks) -> None:
     """Not memory that was freed."""
     sync, model, optimizer = sharded(TINY, ranks)

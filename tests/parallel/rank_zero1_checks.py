@@ -33,7 +33,7 @@ from rank_model import (
 )
 from torch import nn
 
-from lmkit.parallel import zero1
+from lmkit.parallel import fsdp, fsdp_gather, zero1
 from lmkit.parallel.collectives import agree
 from lmkit.parallel.gather import PeerMemory, check_pairing
 from lmkit.parallel.protocol import build_strategy
@@ -402,8 +402,10 @@ def by_the_other_gather(ranks: Ranks, check: Callable[[Ranks], None]) -> None:
         return made[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zero1, "can_share_memory", lambda ranks: is_cpu)
-        patch.setattr(zero1, "PeerMemory", make)
+        for strategy, gather in ((zero1, zero1), (fsdp, fsdp_gather)):
+            patch.setattr(strategy, "can_share_memory", lambda ranks: is_cpu)
+            patch.setattr(gather, "PeerMemory", make)
+        patch.setattr(fsdp_gather, "SLOT_BYTES", 1024)  # a shard takes several
         check(ranks)
     assert bool(made) == is_cpu
 

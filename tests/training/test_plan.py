@@ -15,10 +15,15 @@ from lmkit.training.plan_check import measure
 H200 = CARDS["H200"]
 SHAPE = ("num_layers", "d_model", "num_heads", "num_kv_heads", "d_ff", "vocab_size", "context_length")
 MEASURED = {
-    "162M": ((12, 768, 12, 12, 2048, 50_304, 1024), 32, 12.76, 56.6),
+    "162M": ((12, 768, 12, 12, 2048, 50_304, 1024), 32, 14.0, 56.6),
     "1.3B": ((24, 2048, 16, 16, 5504, 50_304, 2048), 8, 47.2, 254.6),
 }
 """Name -> shape, batch, GB and ms of a step (artifacts/h200/step: bf16, fused operations, flash_triton)."""
+
+LLAMA = [
+    *("parallel.strategy=fsdp", "model.tie_embeddings=false"),
+    *("model.activation_checkpointing=attention", "model.context_length=2048"),
+]
 
 
 def recipe(shape: tuple[int, ...], batch_size: int, *more: str) -> Recipe:
@@ -37,6 +42,22 @@ def test_the_plan_agrees_with_what_an_h200_took(name: str) -> None:
     assert made.seconds * 1e3 == pytest.approx(ms, rel=0.2)
     assert made.least_seconds is not None
     assert made.least_seconds < made.seconds
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "gb"),
+    [
+        ("course_8b", ['parallel.options={state_dtype="bf16"}'], 48.712),
+        ("course_8b", [], 73.092),
+        ("llama_1b", LLAMA, 13.607),
+        ("tinystories", ["parallel.strategy=bucketed"], 1.926),
+    ],
+)
+def test_the_plan_of_several_ranks_agrees_with_what_two_h200_took(
+    name: str, keys: list[str], gb: float
+) -> None:
+    made = plan(load_recipe(name, keys), H200, ranks=2)
+    assert made.memory.peak / 1e9 == pytest.approx(gb, rel=0.05)
 
 
 def test_the_largest_batch_and_context_fit_and_the_next_do_not() -> None:
