@@ -13,6 +13,7 @@ from rank_model import adamw, check, groups_of, refused, sgd, start
 from torch import nn
 
 from lmkit.errors import UsageError
+from lmkit.measure.memory import claim_workspaces
 from lmkit.model.transformer import TransformerLM
 from lmkit.parallel import FSDP, Ranks, gather_full_parameters
 from lmkit.parallel.protocol import build_strategy
@@ -121,7 +122,7 @@ def memory_of_steps() -> tuple[list[int], int, int]:
         vocab_size=8192, context_length=128, d_model=512, d_ff=2048, num_layers=8, num_heads=8
     )
     with process_group("cuda", timeout_s=60) as ranks:
-        torch.zeros(64, 64, device=ranks.device) @ torch.zeros(64, 64, device=ranks.device)  # workspaces
+        claim_workspaces(ranks.device)
         before = torch.cuda.memory_allocated(ranks.device)
         step = build_step(config, ranks, parallel=ParallelConfig(strategy="fsdp"))
         peaks = []

@@ -63,6 +63,11 @@ def tokens(ranks: Ranks, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return ids[:, :-1], ids[:, 1:]
 
 
+def noise(ranks: Ranks, on_gpu: float) -> float:
+    """The tolerance between runs of the same arithmetic: GPUs add the rows of an embedding's gradient in any order."""
+    return 0.0 if ranks.device.type == "cpu" else on_gpu
+
+
 def lm_step(sync: Fsdp, model: TransformerLM, optimizer: Any, ranks: Ranks, step: int) -> float:
     loss = model.loss(*tokens(ranks, step))
     loss.backward()
@@ -270,10 +275,8 @@ def check_fsdp_peers_wait_for_one_another(ranks: Ranks) -> None:
 
     read, gathered = (weights_after_steps(gather) for gather in ("auto", "collective"))
     for name, weights in read.items():
-        # Of GPUs, the embedding's gradient is a sum in any order.
-        torch.testing.assert_close(
-            weights, gathered[name], rtol=0, atol=0 if ranks.device.type == "cpu" else 1e-5
-        )
+        # An update that was missed is 0.02; AdamW amplifies the differences of what GPUs add in any order.
+        torch.testing.assert_close(weights, gathered[name], rtol=0, atol=noise(ranks, 1e-3))
 
 
 @check()
@@ -433,7 +436,8 @@ def check_fsdp_of_blocks(ranks: Ranks, how: str, reshard: bool) -> None:
         assert len(set(model._keeps(torch.zeros(2, 8, 32, requires_grad=True)))) >= 2
     for step in range(2):
         loss = lm_step(sync, model, optimizer, ranks, step)
-        assert loss == pytest.approx(lm_step(*plain_run, ranks, step), rel=1e-5 if compiled else 0)
+        tolerance = 1e-5 if compiled else noise(ranks, 1e-6)
+        assert loss == pytest.approx(lm_step(*plain_run, ranks, step), rel=tolerance)
     assert all(flat.gathered_bytes == 0 for flat in sync._flats)
 
 
@@ -446,20 +450,22 @@ def check_fsdp_without_gradients(ranks: Ranks) -> None:
             lm_step(sync, model, optimizer, ranks, step)
         sync, model, _ = runs[1]
         with torch.no_grad():
-            alone = model.loss(*tokens(Ranks(), 9)).item()
+            alone = model.loss(*tokens(Ranks(device=ranks.device), 9)).item()
         assert all(flat.gathered_bytes == 0 for flat in sync._flats)
         whole = TransformerLM(TINY, device=ranks.device)
         whole.load_state_dict(sync.whole_weights())
-        assert alone == whole.loss(*tokens(Ranks(device=ranks.device), 9)).item()
+        expected = whole.loss(*tokens(Ranks(device=ranks.device), 9)).item()
+        assert alone == pytest.approx(expected, rel=noise(ranks, 1e-6))
     first, second = (run[0].whole_weights() for run in runs)
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    for name, weights in first.items():
+        torch.testing.assert_close(second[name], weights, rtol=0, atol=noise(ranks, 1e-3))
 
 
 @check(name=("fsdp",))
 def check_fsdp_traffic(ranks: Ranks, name: str) -> None:
     """Each layer's weights are gathered twice, but the last one's once, and its gradients are scattered."""
     model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(6)]).to(ranks.device)
-    sync = build_strategy(name, ranks)
+    sync = build_strategy(ParallelConfig(strategy=name, gather="collective"), ranks)
     sync.attach(model)
     sync.build_optimizer(sgd, [{"params": list(model.parameters())}])
     sync.traffic.reset()
