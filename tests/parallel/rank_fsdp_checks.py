@@ -64,7 +64,7 @@ def tokens(ranks: Ranks, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def noise(ranks: Ranks, on_gpu: float) -> float:
-    """The tolerance between runs of the same arithmetic: GPUs add the rows of an embedding's gradient in any order."""
+    """The tolerance between runs of the same arithmetic: GPUs add the rows of embeddings' gradients in any order."""
     return 0.0 if ranks.device.type == "cpu" else on_gpu
 
 
