@@ -29,14 +29,21 @@ except KeyboardInterrupt:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Raise KeyboardInterrupt. While torch is imported, exit at once: parts of torch swallow the exception."""
+    """Raise KeyboardInterrupt for SIGINT, SystemExit for others, so that partial files are removed.
+
+    While torch is imported, exit at once: parts of torch swallow the exception.
+    """
     while frame is not None:
         if (
             frame.f_code.co_name == "<module>"
             and frame.f_globals.get("__name__", "").partition(".")[0] == "torch"
         ):
+            if number != signal.SIGINT:
+                os._exit(128 + number)
             _exit_interrupted()
         frame = frame.f_back
+    if number != signal.SIGINT:
+        raise SystemExit(128 + number)
     raise KeyboardInterrupt
 
 
@@ -48,6 +55,11 @@ def main() -> None:
     try:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else the caller wants it ignored
             signal.signal(signal.SIGINT, _interrupt)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if (
+                "RANK" not in os.environ and signal.getsignal(number) is signal.SIG_DFL
+            ):  # torchrun ends its own
+                signal.signal(number, _interrupt)
         from lmkit.streams import secure_streams
 
         secure_streams()

@@ -3,11 +3,13 @@
 Both run the whole bench, each in a process of its own (`side`), at the same time. What they would time they say, and
 wait: each then takes one sample when it is told to and neither works meanwhile. Sample i of one and sample i of the
 other are milliseconds apart, so what else the machine does falls on both of them alike, and a case ends when its
-speedup is known closely enough (`statistics.turns_suffice`).
+speedup is known closely enough (`statistics.turns_suffice`). Equal code still differs by 1 to 2% in two processes,
+because of where their memory lies: both sides start `STARTS` times, and each start is one observation.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import random
@@ -22,12 +24,23 @@ from pathlib import Path
 from typing import Any
 
 from lmkit.bench import side
-from lmkit.bench.compare import SMALLEST_DIFFERENCE, Compared, Samples, compare_rows, stored_rows
+from lmkit.bench.compare import (
+    SMALLEST_DIFFERENCE,
+    Compared,
+    Key,
+    Samples,
+    compare_rows,
+    identity,
+    samples_ms,
+    stored_rows,
+)
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.progress import Progress
-from lmkit.measure.statistics import FEWEST_PAIRS, FEWEST_TURNS, RunRatio, compare_turns, turns_suffice
+from lmkit.measure.statistics import FEWEST_PAIRS, FEWEST_TURNS, RunRatio, compare_starts, turns_suffice
+from lmkit.measure.tables import Rows
 
-SECONDS_PER_ROW = 12.0
+STARTS = 4
+SECONDS_PER_ROW = 3.0  # in each start
 MAX_CALLS_PER_SAMPLE = 10_000
 # glibc maps large blocks anew or reuses them, depending on what a process freed before: equal code in two processes
 # differed by 60%. With these limits both keep what they freed.
@@ -47,7 +60,8 @@ def run_against(
     Args:
         other: a folder that holds another version's folder `lmkit`, or a Python executable that imports it.
         arguments: of `lmkit bench` in both versions: name, recipe, flags.
-        output: the folder for the results of both, in `before` and `after`; by default they are not kept.
+        output: the folder for the results of both, in `start-1/before`, `start-1/after` and so on; by default they
+            are not kept.
         seed: of the order in each pair.
 
     Raises:
@@ -55,28 +69,46 @@ def run_against(
         LmkitError: a side failed.
     """
     commands = {"before": _command(other), "after": _command(Path(__file__).parents[2])}
-    taken: dict[tuple[Any, Any], None] = {}
+    rng = random.Random(seed)
+    turns: set[tuple[Any, Any]] = set()
+    rows: tuple[list[Rows], list[Rows]] = ([], [])  # before and after, of each start
     with ExitStack() as stack:
         folder = output or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lmkit-against-")))
-        sides = [
-            stack.enter_context(_started(name, *command, arguments, folder / name))
-            for name, command in commands.items()
-        ]
-        rng = random.Random(seed)
-        for number, asked in enumerate(_cases(sides)):
-            stage = f"case {number + 1}, {len(asked[0])} variants"
-            for pair in _take_turns(sides, asked, rng, stage, progress).values():
-                taken[tuple(pair[0]), tuple(pair[1])] = None
-        for each in sides:
-            each.finish()
-        before, after = (stored_rows(each.folder) for each in sides)
+        for number in range(1, STARTS + 1):
+            place, label = folder / f"start-{number}", f"start {number} of {STARTS}"
+            with ExitStack() as processes:
+                sides = [
+                    processes.enter_context(_started(name, *command, arguments, place / name))
+                    for name, command in commands.items()
+                ]
+                for case, asked in enumerate(_cases(sides), 1):
+                    stage = f"{label}, case {case}, {len(asked[0])} variants"
+                    for before, after in _take_turns(sides, asked, rng, stage, progress).values():
+                        turns.add((tuple(before), tuple(after)))
+                for each, found in zip(sides, rows, strict=True):
+                    each.finish()
+                    found.append(stored_rows(each.folder))
+    old, new = map(_samples_of_starts, rows)
 
-    def in_turns(old: Samples, new: Samples) -> RunRatio:
-        if (tuple(old), tuple(new)) in taken:
-            return compare_turns(old, new, smallest_difference=SMALLEST_DIFFERENCE)
-        return RunRatio(math.nan, math.nan, math.nan, "unclear", "not measured in turns")
+    def in_turns(key: Key) -> RunRatio:
+        pairs = [(tuple(before), tuple(after)) for before, after in zip(old[key], new[key], strict=False)]
+        if not len(old[key]) == len(new[key]) == STARTS or not turns.issuperset(pairs):
+            return RunRatio(math.nan, math.nan, math.nan, "unclear", "not measured in turns in every start")
+        return compare_starts(pairs, smallest_difference=SMALLEST_DIFFERENCE)
 
-    return compare_rows(before, after, in_turns=in_turns)
+    pooled = (
+        [row | {"samples_ms": list(itertools.chain(*samples[identity(row)]))} for row in found[0]]
+        for found, samples in zip(rows, (old, new), strict=True)
+    )
+    return compare_rows(*pooled, in_turns=in_turns)
+
+
+def _samples_of_starts(starts: Sequence[Rows]) -> dict[Key, list[Samples]]:
+    """Return the samples of each row in each start."""
+    found: dict[Key, list[Samples]] = {}
+    for row in itertools.chain(*starts):
+        found.setdefault(identity(row), []).append(samples_ms(row))
+    return found
 
 
 def _command(path: Path) -> tuple[list[str], dict[str, str]]:

@@ -34,6 +34,7 @@ REFERENCE_KEYS = ("kernel", "variant", "contender", "strategy", "way")
 REFERENCE = re.compile(r"(sdpa|torch|tiktoken|tokenizers|rustbpe)\b|torch_ddp")
 SMALLEST_DIFFERENCE = 0.03
 Samples = list[float]
+Key = tuple[tuple[str, Any], ...]
 COLUMNS = (
     Column("what", "what"),
     Column("before_ms", "before ms", ".4g"),
@@ -143,13 +144,13 @@ def compare_rows(
     after: Sequence[Mapping[str, Any]],
     *,
     smallest_difference: float = SMALLEST_DIFFERENCE,
-    in_turns: Callable[[Samples, Samples], RunRatio] | None = None,
+    in_turns: Callable[[Key], RunRatio] | None = None,
 ) -> Compared:
     """Match rows by everything that is not a result, and compare their raw samples.
 
     Args:
-        in_turns: compares samples that were taken in turns; without it they are of separate runs
-            (`statistics.compare_runs`).
+        in_turns: compares the measurement of an identity, of which both took samples in turns; without it samples are
+            of separate runs (`statistics.compare_runs`).
     """
     old = {identity(row): row for row in before}
     new = {identity(row): row for row in after}
@@ -158,7 +159,7 @@ def compare_rows(
     for name, value in (pair for key in keys for pair in key):
         values.setdefault(name, set()).add(value)
     rows = []
-    measured: list[tuple[dict[str, Any], bool, tuple[Samples, Samples]]] = []
+    measured: list[tuple[dict[str, Any], Key, tuple[Samples, Samples]]] = []
     for key in keys:
         # What all rows share would only repeat itself.
         what = " ".join(str(value) for name, value in key if len(values[name]) > 1) or "all"
@@ -166,18 +167,18 @@ def compare_rows(
         if key not in old or key not in new:
             rows[-1]["verdict"] = "missing" if key in old else "new"
             continue
-        samples = (_samples_ms(old[key]), _samples_ms(new[key]))
+        samples = (samples_ms(old[key]), samples_ms(new[key]))
         if all(samples):
-            measured.append((rows[-1], _is_reference(new[key]), samples))
+            measured.append((rows[-1], key, samples))
         else:
             rows[-1]["verdict"] = (
                 "stopped working" if samples[0] else "works now" if samples[1] else "not measured"
             )
-    pairs = [samples for *_, samples in measured]
     if in_turns is not None:
-        found = [in_turns(*samples) for samples in pairs]
+        found = [in_turns(key) for _, key, _ in measured]
     else:
-        references = [reference for _, reference, _ in measured]
+        pairs = [samples for *_, samples in measured]
+        references = [_is_reference(new[key]) for _, key, _ in measured]
         found = compare_runs(pairs, references, smallest_difference=smallest_difference)
     for (row, _, samples), ratio in zip(measured, found, strict=True):
         row |= {"before_ms": median(samples[0]), "after_ms": median(samples[1]), **asdict(ratio)}
@@ -192,7 +193,7 @@ def compare_rows(
     )
 
 
-def identity(row: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+def identity(row: Mapping[str, Any]) -> Key:
     """Return the sorted (key, value) pairs that say what was measured: text, whole numbers and switches."""
     told = {key for key, value in row.items() if isinstance(value, (str, int)) and not key.endswith("_bytes")}
     return tuple(sorted((key, row[key]) for key in told - RESULT_KEYS))
@@ -207,5 +208,6 @@ def _some(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def _samples_ms(row: Mapping[str, Any]) -> Samples:
+def samples_ms(row: Mapping[str, Any]) -> Samples:
+    """Return the samples of a row in milliseconds; [] if it has none."""
     return row.get("samples_ms") or [sample * 1e3 for sample in row.get("samples_s") or ()]

@@ -23,7 +23,7 @@ COMMANDS = {
     "run": "run",
     "plan": "plan",
     "train": "train",
-    "evaluate": "train",
+    "evaluate": "evaluate",
     "generate": "generate",
     "chat": "chat",
     "export": "exchange",

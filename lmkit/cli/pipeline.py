@@ -110,7 +110,7 @@ def plan(recipe: Recipe, **options: Any) -> Result:
         stage: "would run" if stage in redone or not pipeline.is_up_to_date(stage) else "up to date"
         for stage in STAGES
     }
-    lines = [str(pipeline.folder)]
+    lines = [str(pipeline.folder), *([f"  {damage}"] if (damage := pipeline.record.damage) else [])]
     for stage, state in states.items():
         damage = pipeline.damage(stage) if state == "would run" and stage not in redone else None
         lines.append(f"  {stage:<10}{state}" + (f": {damage}" if damage else ""))
@@ -169,7 +169,7 @@ class Pipeline:
         self.lock = FolderLock(self.folder)
 
     def refuse(self) -> None:
-        """Refuse options and folders with which the run would lose or lack something; touches nothing."""
+        """Refuse options and folders with which the run would lose or lack something; changes nothing."""
         if self.skip_data:
             self._refuse_to_skip()
         if not self.force:
@@ -185,6 +185,7 @@ class Pipeline:
                     f"{self.folder}: --force would delete {others[0]!r}, and this folder is not a run",
                     hint="empty it yourself, or choose another folder with --set run.folder=...",
                 )
+        refuse_unwritable(self.folder, option="--set run.folder=...")
 
     def _refuse_to_skip(self) -> None:
         redone = [stage for stage in self.redone if stage in DATA_STAGES]
@@ -261,16 +262,29 @@ class Pipeline:
             return False
         return (self._trained_steps() or 0) > step
 
+    def _trained_with(self) -> str | None:
+        """Return the hash of the tokenizer of the newest checkpoint; None if there is none, or it is damaged."""
+        try:
+            state = self.checkpoints / f"step-{self._trained_steps():08d}" / "state.json"
+            return json.loads(state.read_bytes())["data"]["tokenizer_sha256"]
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+            return None
+
     def _has_tokenizer_of_training(self) -> bool:
         """Return whether the run's tokenizer is the one with which the finished training was done."""
         if not self.record.is_finished("tokenizer"):  # it will be made again
             return True
-        try:
-            state = self.checkpoints / f"step-{self._trained_steps():08d}" / "state.json"
-            trained_with = json.loads(state.read_bytes())["data"]["tokenizer_sha256"]
-        except (OSError, ValueError, TypeError, KeyError, RecursionError):  # random tokens, or damaged
-            return True
-        return trained_with == Tokenizer.load(self.folder / TOKENIZER).sha256
+        return self._trained_with() in (None, Tokenizer.load(self.folder / TOKENIZER).sha256)
+
+    def refuse_to_replace_tokenizer(self, made: Tokenizer) -> None:
+        """Refuse a tokenizer other than that of the checkpoints, where no record told that the text changed."""
+        if self._trained_with() not in (None, made.sha256):
+            self.record.forget(("corpus", "tokenizer"))  # with the old corpus, the run goes on
+            raise UsageError(
+                "run.other_data",
+                f"{self.folder / TOKENIZER}: the checkpoints need it, and this corpus makes another one",
+                hint=OTHERWISE,
+            )
 
     def damage(self, stage: str) -> str | None:
         """Return what is wrong with the outputs of a finished stage; None if nothing is."""
@@ -289,7 +303,6 @@ class Pipeline:
     def opened(self) -> Iterator[None]:
         """Hold the run folder, which is made, or checked for belonging to this recipe."""
         self.refuse()
-        refuse_unwritable(self.folder, option="--set run.folder=...")
         with self.lock:
             # Before a data stage replaces the tokenizer that the checkpoints need.
             if self.would_set_aside() and (self.force or self.redone[0] in DATA_STAGES):
@@ -300,6 +313,8 @@ class Pipeline:
                         _delete(path)
             self.record.load()
             self._refuse_another_recipe()  # another process may have made it a moment ago
+            if self.record.damage:
+                log.warning("%s", self.record.damage)
             remove_partials(self.folder)
             write_atomic(self.folder / RECIPE, recipe_to_toml(self.recipe))
             self.record.forget(self.redone)

@@ -46,6 +46,7 @@ class StageRecord:
 
     Attributes:
         content: key of the recipe -> hashes of the files that it names now.
+        damage: what is wrong with the record; None if nothing is.
     """
 
     def __init__(self, folder: Path, recipe: Recipe, *, reads_sources: bool = True) -> None:
@@ -61,18 +62,25 @@ class StageRecord:
             self.content = {dotted: next((c[dotted] for c in noted if dotted in c), []) for dotted in FILES}
 
     def load(self) -> None:
-        """Read the record."""
+        """Read the record. It is written atomically: an entry that is not ours was damaged from outside."""
+        path = self.folder / RECORD
+        content: Any = {}
         try:
-            content = json.loads((self.folder / RECORD).read_text("utf-8"))
+            content = json.loads(path.read_text("utf-8"))
+        except FileNotFoundError:
+            pass
         except (OSError, ValueError, RecursionError):
             content = None
-        # It is written atomically: an entry that is not ours was damaged from outside, and its stage is out of date.
         entries = content if isinstance(content, dict) else {}
         if isinstance(known := entries.get("files"), dict):
             self._hashes = {
                 path: facts for path, facts in known.items() if isinstance(facts, list)
             } | self._hashes
         self._entries = {stage: entry for stage, entry in entries.items() if _is_entry(entry)}
+        lost = [stage for stage in READS if stage in entries and stage not in self._entries]
+        if content != entries:
+            lost = ["every stage"]
+        self.damage = f"{path}: damaged, so that {', '.join(lost)} may run again" if lost else None
         if entries and "files" not in entries:
             made = first_edition.read_record(self.folder, self._entries)
             if made is not None:

@@ -47,6 +47,7 @@ def _make_tokenizer(run: Pipeline) -> Outputs:
             errors=run.corpus.errors,
             progress=run.progress,
         )
+    run.refuse_to_replace_tokenizer(tokenizer)
     path, beside = run.folder / TOKENIZER, run.folder / CHAT_TEMPLATE
     template = template_for(table, source=run.corpus.source)
     if template is None:
@@ -98,7 +99,8 @@ def _train(run: Pipeline) -> Outputs:
 
 def _evaluate(run: Pipeline) -> Outputs:
     from lmkit.training.atomic_checkpoint import saved_steps
-    from lmkit.training.evaluation import EvaluateResult, evaluate_run
+    from lmkit.training.evaluation import EvaluateResult
+    from lmkit.training.judging import evaluate_run
 
     # The training ends with an evaluation: use it if it is of the newest checkpoint.
     found = run.read("training", "step").get("evaluation")

@@ -1,19 +1,14 @@
-"""`lmkit train` and `lmkit evaluate`."""
+"""`lmkit train`."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
-
-import typer
 
 from lmkit.cli.console import Result
 from lmkit.cli.options import (
     Commands,
-    DeviceOption,
     DryRunOption,
     NprocOption,
-    PluginOption,
     PrintRecipeOption,
     RecipeArgument,
     SetOption,
@@ -67,19 +62,3 @@ def train(
     if dry_run:
         return session.plan(loaded, stop_at_step=stop_at_step, nproc=nproc)
     return session.train(loaded, stop_at_step=stop_at_step, nproc=nproc)
-
-
-@app.add("lmkit evaluate artifacts/runs/quickstart")
-def evaluate(
-    run: Annotated[Path, typer.Argument(help="A run folder or a checkpoint folder.")],
-    tokens: Annotated[
-        Path | None, option("Token file to evaluate on; default: the held-out file of the run.")
-    ] = None,
-    text: Annotated[Path | None, option("Text file to evaluate on; the run's tokenizer encodes it.")] = None,
-    device: DeviceOption = "auto",
-    plugin: PluginOption = None,
-) -> Any:
-    """Print loss, perplexity and bits per byte on held-out data."""
-    from lmkit.training.evaluation import evaluate_run
-
-    return evaluate_run(run, tokens=tokens, text=text, device=device)

@@ -316,6 +316,8 @@ def json_records(
             )
         text = valid_utf8(Chunk(0, read, len(line), line), path, table.errors).decode()
         read += len(line)
+        if number == 1:  # some editors begin a file with a byte order mark
+            text = text.removeprefix("\ufeff")
         if not text.strip():
             continue
         try:

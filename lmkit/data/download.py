@@ -40,6 +40,7 @@ from lmkit.errors import LmkitError, reason
 from lmkit.measure.progress import Progress
 from lmkit.registry import DATASETS
 from lmkit.storage import FolderLock, atomic_path, sha256_file, write_atomic
+from lmkit.storage.atomic import PARTIAL_SUFFIX
 
 _BLOCK = 1 << 20
 _ATTEMPTS = 6
@@ -212,7 +213,7 @@ _SENDABLE = r"^[ -~]*$"  # in a header of a request
 
 
 class _Version(BaseModel):
-    """Which version on the server a partial file is from: the content of `<name>.partial.version.json`."""
+    """Which version on the server a partial file is from: the content of `<name>.lmkit-partial.version.json`."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -222,15 +223,15 @@ class _Version(BaseModel):
 
 
 class _Transfer:
-    """A download in progress: `<name>.partial` and its version."""
+    """A download in progress: `<name>.lmkit-partial` and its version."""
 
     def __init__(self, url: str, path: Path, max_bytes: int, progress: Progress) -> None:
         self.url = url
         self.path = path
         self.max_bytes = max_bytes
         self.progress = progress
-        self.partial = path.with_name(path.name + ".partial")
-        self.version_path = path.with_name(path.name + ".partial.version.json")
+        self.partial = path.with_name(path.name + PARTIAL_SUFFIX)
+        self.version_path = path.with_name(path.name + PARTIAL_SUFFIX + ".version.json")
 
     def run(self) -> None:
         """Request the missing bytes and append them.

@@ -28,8 +28,16 @@ ALL_CHANGED = "all measurements take"
 NOISE_BETWEEN_RUNS = 0.005
 """What the same code differs by between two processes at least (memory layout), as a standard deviation."""
 
-FEWEST_TURNS = 20
-"""Fewer pairs of samples that two processes took in turns give no verdict: they are all of one moment."""
+NOISE_BETWEEN_STARTS = 0.015
+"""What the same code differs by in two processes that take turns, as a standard deviation."""
+
+STARTS_BEFORE = 6
+
+FEWEST_TURNS = 8
+"""Fewer pairs of samples that two processes took in turns give no verdict."""
+
+_NORMAL_98 = 2.33
+"""Half the width of the middle 98% of a normal distribution, in standard deviations."""
 
 WIDTH = 2.8
 """Half the width of an interval between runs, in standard deviations: 98% where their tails are heavy."""
@@ -228,46 +236,54 @@ def compare_runs(
     return results
 
 
-def compare_turns(before: Sequence[float], after: Sequence[float], *, smallest_difference: float) -> RunRatio:
-    """Compare samples that two processes took in turns: sample i of one beside sample i of the other.
+def compare_starts(
+    pairs: Sequence[tuple[Sequence[float], Sequence[float]]], *, smallest_difference: float
+) -> RunRatio:
+    """Compare (before, after) samples that two processes took in turns; each pair is of another start of both.
 
-    What slows the machine down slows neighbours down alike, so the speedup is the median of the pairs' ratios. To its
-    interval comes what equal code differs by in two processes (`NOISE_BETWEEN_RUNS`).
+    What slows the machine down slows neighbours in time down alike, so a start's speedup is the median of sample i of
+    one over sample i of the other. The speedup is the geometric mean over the starts. Its interval holds the noise of
+    the samples and what equal code differs by in two processes: `NOISE_BETWEEN_STARTS`, more where these starts
+    differ by more. Few starts do not tell that well: the constant counts as if it came from `STARTS_BEFORE` others.
 
     Raises:
-        ValueError: the lists differ in length, are empty, or hold a time that is not positive.
+        ValueError: a pair's lists differ in length, are empty, or hold a time that is not positive.
     """
-    ratios = _ratios(after, before)
-    speedup, (low, high) = median(ratios), median_interval(ratios, 0.98)
-    reach = math.exp(2.33 * NOISE_BETWEEN_RUNS)  # 98% of a normal distribution
-    low, high = low / reach, high * reach
-    verdict, why = _verdict(speedup, (low, high), len(ratios), smallest_difference), ""
-    if len(ratios) < FEWEST_TURNS:
+    ratios = [_ratios(after, before) for before, after in pairs]
+    logs = [math.log(median(each)) for each in ratios]
+    sampling = fmean([_log_reach(each) ** 2 for each in ratios])
+    noise = (_NORMAL_98 * NOISE_BETWEEN_STARTS) ** 2 + sampling
+    scatter = _NORMAL_98**2 * sum((each - fmean(logs)) ** 2 for each in logs)
+    pooled = (STARTS_BEFORE * noise + scatter) / (STARTS_BEFORE + len(logs) - 1)
+    reach = math.sqrt(max(noise, pooled) / len(logs))
+    speedup, low, high = (math.exp(fmean(logs) + by) for by in (0.0, -reach, reach))
+    verdict, why = _verdict(speedup, (low, high), FEWEST_PAIRS, smallest_difference), ""
+    if min(map(len, ratios)) < FEWEST_TURNS:
         verdict = "too few repeats"
-    else:
-        half = len(ratios) // 2
-        first, second = (median_interval(part, 0.98) for part in (ratios[:half], ratios[half:]))
-        if max(first[0], second[0]) > min(first[1], second[1]) * reach:
-            found = " to ".join(f"{median(part):.3f}" for part in (ratios[:half], ratios[half:]))
-            verdict, why = "unclear", f"the speedup changed while it was measured, from {found}"
-        elif verdict == "no difference" and not turns_suffice(
-            before, after, smallest_difference=smallest_difference
-        ):
-            why = f"after {len(ratios)} turns the speedup is known as {low:.3f} to {high:.3f}: the machine was busy"
-            verdict = "unclear"
+    elif verdict == "no difference" and reach > math.log1p(smallest_difference):
+        found = f"in {len(logs)} starts {min(map(math.exp, logs)):.3f} to {max(map(math.exp, logs)):.3f}"
+        verdict, why = (
+            "unclear",
+            f"the speedup is known as {low:.3f} to {high:.3f} ({found}): the machine was busy",
+        )
     return RunRatio(speedup, low, high, verdict, why)
 
 
 def turns_suffice(before: Sequence[float], after: Sequence[float], *, smallest_difference: float) -> bool:
-    """Return whether samples taken in turns tell the speedup closely enough to stop.
+    """Return whether samples taken in turns tell the speedup of one start closely enough to stop.
 
-    Half of the interval must be narrower than two thirds of the smallest difference, or than a quarter of what was
-    found. To stop once a difference is significant would name differences that are not there: who looks often, finds.
+    Half of the interval must be narrower than the smallest difference, or than a quarter of what was found. To stop
+    once a difference is significant would name differences that are not there: who looks often, finds.
     """
     ratios = _ratios(after, before)
+    wanted = max(math.log1p(smallest_difference), abs(math.log(median(ratios))) / 4)
+    return len(ratios) >= FEWEST_TURNS and _log_reach(ratios) <= wanted
+
+
+def _log_reach(ratios: Sequence[float]) -> float:
+    """Return half the width of the 98% interval of the median, in logarithms."""
     low, high = median_interval(ratios, 0.98)
-    wanted = max(math.log1p(smallest_difference) * 2 / 3, abs(math.log(median(ratios))) / 4)
-    return len(ratios) >= FEWEST_TURNS and math.log(high / low) <= 2 * wanted
+    return math.log(high / low) / 2.0
 
 
 def _log_quartile(samples: Sequence[float]) -> tuple[float, float]:

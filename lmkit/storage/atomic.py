@@ -13,7 +13,7 @@ from pathlib import Path
 from lmkit.errors import LmkitError, UsageError
 from lmkit.storage.locks import hold_file
 
-PARTIAL_SUFFIX = ".partial"
+PARTIAL_SUFFIX = ".lmkit-partial"  # what ends like this is ours: nobody else gives such a name
 DAMAGED_SUFFIX = ".damaged"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _BLOCK = 1 << 20
@@ -21,7 +21,7 @@ _BLOCK = 1 << 20
 
 @contextmanager
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield `<path>.partial` to write to; on success fsync it and rename it to `path`, else remove it.
+    """Yield `<path>.lmkit-partial` to write to; on success fsync it and rename it to `path`, else remove it.
 
     The partial file lies in the same folder, so that the rename never crosses a file system. Missing parent
     folders are created. A kill leaves the partial file behind: the next writer of `path` reuses it, and
@@ -65,7 +65,7 @@ def write_atomic(path: str | os.PathLike[str], content: bytes | str) -> None:
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Yield the new folder `<path>.partial/` to write to; on success fsync and rename it to `path`, else remove it.
+    """Yield the folder `<path>.lmkit-partial/` to write to; on success fsync and rename it to `path`, else remove it.
 
     Missing parent folders are created. A kill leaves the partial folder behind: the next writer of `path` empties it.
 

@@ -7,10 +7,10 @@ A checkpoint is a folder `checkpoints/step-00000100/`:
     state.json                                 `TrainingState`: step, model, recipe, random generators
     manifest.json                              size and SHA-256 of every other file, and its own checksum
 
-It is atomic. All files are written and fsynced in `step-00000100.partial/`, the manifest last; then one rename gives
-the folder its name (`publish`). A kill at any moment leaves the older checkpoints intact and at most
+It is atomic. All files are written and fsynced in `step-00000100.lmkit-partial/`, the manifest last; then one rename
+gives the folder its name (`publish`). A kill at any moment leaves the older checkpoints intact and at most
 
-- `step-00000100.partial`: being written or being deleted; never read, removed at the next start (`clean_leftovers`);
+- `step-00000100.lmkit-partial`: being written or deleted; never read, removed at the next start (`clean_leftovers`);
 - `step-00000100.replaced`: the older of two checkpoints of one step, between two renames.
 
 `checkpoint_writer.py` saves in the background, `checkpoint.py` loads. No file is a pickle, none is memory-mapped.
@@ -228,7 +228,9 @@ def clean_leftovers(folder: Path) -> list[Path]:
         else:
             os.replace(path, final)
             fsync_folder(folder)
-    for path in sorted(folder.glob(f"step-*{PARTIAL_SUFFIX}")):
+    for path in sorted(
+        (*folder.glob(f"step-*{PARTIAL_SUFFIX}"), *folder.glob("step-*.partial"))
+    ):  # of 0.1.0, too
         _delete(path)
         removed.append(path)
     return removed

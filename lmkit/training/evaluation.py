@@ -2,44 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import os
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from lmkit.data.batches import evaluation_windows
-from lmkit.data.encoding import encode_corpus
-from lmkit.data.token_files import TokenFile, open_tokens
-from lmkit.errors import LmkitError, UsageError
+from lmkit.data.token_files import TokenFile
 from lmkit.measure.ranges import range_
 from lmkit.model.transformer import TransformerLM
 from lmkit.parallel.collectives import agree
-from lmkit.parallel.ranks import Ranks, process_group
-from lmkit.recipe.load import validate
-from lmkit.recipe.run_folder import RECIPE, TOKENIZER, placed_in, run_folder_of, token_file
-from lmkit.recipe.tables import ModelConfig, TrainConfig
-from lmkit.tokenizer import Tokenizer
-from lmkit.training.atomic_checkpoint import STATE
-from lmkit.training.checkpoint import newest_checkpoint, run_tokenizer
-from lmkit.training.model_state import plain_model
-from lmkit.training.precision import autocast, hold_weights
-from lmkit.training.process import numerics
-
-# Where a text is named on the command line: no option replaces invalid bytes or names another key, and the model has
-# its context.
-_HINTS_OF_TEXT = {
-    "text.not_utf8": "convert the text to UTF-8 first, for example with iconv",
-    "corpus.no_field": 'every line must hold its text under "text"',
-    "tokens.too_short": "use a longer text",
-}
+from lmkit.parallel.ranks import Ranks
+from lmkit.training.precision import autocast
 
 
 @dataclass(frozen=True)
@@ -61,15 +39,14 @@ class HeldOut:
     mask: np.ndarray | None = None
 
 
-def held_out_of(file: TokenFile, model: ModelConfig, train: TrainConfig) -> HeldOut:
-    """Return a token file as held-out data, in batches of one micro-batch."""
+def held_out_of(file: TokenFile, *, context_length: int, rows: int) -> HeldOut:
+    """Return a token file as held-out data."""
     meta = file.meta
     num_bytes, num_tokens = meta.num_bytes, meta.num_tokens
     if meta.counted_tokens is not None:
         num_bytes, num_tokens = meta.counted_bytes or 0, meta.counted_tokens
     bytes_per_token = num_bytes / num_tokens if num_bytes else None
-    rows = train.batch_size // train.accumulation
-    return HeldOut(file.tokens, bytes_per_token, model.context_length, rows, file.mask)
+    return HeldOut(file.tokens, bytes_per_token, context_length, rows, file.mask)
 
 
 @dataclass(frozen=True)
@@ -147,10 +124,15 @@ def summarise(loss: float, tokens: int, bytes_per_token: float | None) -> Evalua
 
 @dataclass(frozen=True)
 class EvaluateResult:
-    """Result of evaluating a checkpoint on a whole token file; loss in nats per token."""
+    """Result of evaluating a model on a whole token file; loss in nats per token.
+
+    Attributes:
+        checkpoint: the model's folder.
+        step: of the checkpoint; None: a Hugging Face folder.
+    """
 
     checkpoint: str
-    step: int
+    step: int | None
     tokens_file: str
     loss: float
     perplexity: float
@@ -164,64 +146,3 @@ class EvaluateResult:
             f"tokens      {self.tokens:,} of {self.tokens_file}\n"
             f"result      loss {self.loss:.4f}, perplexity {self.perplexity:.2f}{bits}"
         )
-
-
-def evaluate_run(
-    path: Path, *, tokens: Path | None = None, text: Path | None = None, device: str = "auto"
-) -> EvaluateResult:
-    """Evaluate a run's newest good checkpoint, or one checkpoint, in the precision it was trained in.
-
-    Args:
-        path: a run folder or a checkpoint folder.
-        tokens: a token file; None: the run's own held-out file.
-        text: a text file instead, which the run's tokenizer encodes.
-
-    Raises:
-        UsageError: there is no checkpoint or no token file, or the file was made with another tokenizer.
-        LmkitError: something is damaged.
-    """
-    if text is not None:
-        if tokens is not None:
-            message = "--tokens and --text: two files to evaluate on"
-            raise UsageError("evaluate.two_files", message, hint="leave out one of them")
-        if text.is_fifo() and os.environ.get("WORLD_SIZE", "1") != "1":
-            raise UsageError(
-                "evaluate.pipe_of_ranks",
-                f"--text {text}: a pipe, of which each rank would read a part",
-                hint="evaluate on one rank, or write the text to a file first",
-            )
-        tokenizer = run_tokenizer(newest_checkpoint(path).path)
-        if tokenizer is None:
-            hint = "encode the text with lmkit data encode, and name the token file: --tokens FILE.npy"
-            raise UsageError("evaluate.no_tokenizer", f"{path}: the run has no {TOKENIZER}", hint=hint)
-        with tempfile.TemporaryDirectory() as made:
-            encoded = Path(made, "text.npy")
-            try:
-                encode_corpus(text, encoded, Tokenizer.load(tokenizer))
-                result = evaluate_run(path, tokens=encoded, device=device)
-            except LmkitError as error:
-                message = error.message.replace(str(encoded), str(text))
-                hint = _HINTS_OF_TEXT.get(error.code, error.hint)
-                raise type(error)(error.code, message, hint=hint) from error
-        return dataclasses.replace(result, tokens_file=str(text))
-    checkpoint = newest_checkpoint(path)
-    run = Path(os.path.relpath(checkpoint.path.resolve().parent.parent))
-    tables, place = checkpoint.state.recipe, run_folder_of(run / RECIPE)
-    if place is not None:
-        tables = placed_in(place, tables)
-    recipe = validate(tables, origin=str(checkpoint.path / STATE), resolved=True)
-    train, saved = recipe.train or TrainConfig(), checkpoint.state.data  # imported models have no [train]
-    file = tokens or recipe.data.valid or token_file(run, "valid")
-    if not file.exists():
-        hint = "name a token file: lmkit evaluate RUN --tokens FILE.npy"
-        raise UsageError("data.no_tokens", f"{file}: no held-out token file", hint=hint)
-    opened = open_tokens(file, tokenizer_sha256=None if saved is None else saved.tokenizer_sha256)
-    held_out = held_out_of(opened, checkpoint.state.model, train)
-    with process_group(device) as ranks, numerics(recipe.run, ranks):
-        model = plain_model(checkpoint, device=ranks.device)
-        hold_weights(model, train.precision)
-        evaluation = evaluate(model, held_out, ranks, precision=train.precision)
-    assert evaluation is not None
-    return EvaluateResult(
-        str(checkpoint.path), checkpoint.state.step, str(file), **dataclasses.asdict(evaluation)
-    )

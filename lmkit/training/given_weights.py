@@ -21,7 +21,7 @@ from lmkit.recipe.run_folder import TOKENIZER
 from lmkit.recipe.tables import ModelConfig
 from lmkit.training.atomic_checkpoint import MODEL, verify_file
 from lmkit.training.checkpoint import newest_checkpoint, run_tokenizer
-from lmkit.training.model_state import model_weights
+from lmkit.training.model_state import filled_model, model_weights, runnable
 from lmkit.training.tensor_files import TensorFile, damaged_file
 
 INDEX = "model.safetensors.index.json"
@@ -62,6 +62,12 @@ class GivenWeights:
         weight = file.read(stored_as)
         return to_pairs(name, weight, self.config) if self.in_halves else weight
 
+    def model(self, device: torch.device | str) -> TransformerLM:
+        """Return the model in eval mode, with an attention kernel that runs on the device."""
+        weights = {name: self.read(name) for name in self.specs}
+        config = runnable(self.config, device)
+        return filled_model(config, weights, device=device, origin=self.path).eval()
+
 
 def open_weights(path: Path) -> GivenWeights:
     """Open a run's newest good checkpoint, a checkpoint, or a Hugging Face folder.
@@ -70,7 +76,7 @@ def open_weights(path: Path) -> GivenWeights:
         UsageError: there are no weights, pickled ones, or those of a model that lmkit cannot express.
         LmkitError: a file is damaged, or missing.
     """
-    if (path / CONFIG).is_file() or _has_any(path, (*_PICKLES, INDEX)):
+    if is_hugging_face(path):
         return open_hugging_face(path)
     checkpoint = newest_checkpoint(path)
     file = checkpoint.path / MODEL
@@ -79,6 +85,11 @@ def open_weights(path: Path) -> GivenWeights:
     places = {name: (opened, name) for name in opened.tensors}
     specs = _specs(file, config, places)
     return GivenWeights(checkpoint.path, config, run_tokenizer(checkpoint.path), specs, places, False)
+
+
+def is_hugging_face(path: Path) -> bool:
+    """Return whether a path is a Hugging Face folder, perhaps one that lmkit does not read."""
+    return (path / CONFIG).is_file() or _has_any(path, (*_PICKLES, INDEX))
 
 
 def open_hugging_face(folder: Path, *, context_length: int | None = None) -> GivenWeights:

@@ -26,6 +26,7 @@ from lmkit.model.names import parameter_names, plain_name
 from lmkit.optim.adamw import MASTER
 from lmkit.parallel.protocol import ShardedState
 from lmkit.parallel.zero1_shards import BucketLayout, ShardLayout, consolidate
+from lmkit.recipe.tables import ModelConfig
 from lmkit.registry import ATTENTION, OPERATIONS
 from lmkit.storage import write_atomic
 from lmkit.training.atomic_checkpoint import MODEL, STATE, damaged
@@ -184,15 +185,32 @@ def plain_model(checkpoint: Checkpoint, *, device: torch.device | str) -> Transf
     Where its attention kernel does not run on the device, the model uses `sdpa`, and the log says so. Where its
     operations do not, it uses others.
     """
-    config, place = checkpoint.state.model, torch.device(device).type
-    attention, operations = config.attention, config.operations
+    config = runnable(checkpoint.state.model, device)
+    return _model_with(checkpoint, checkpoint.model_tensors(), config, device).eval()
+
+
+def runnable(config: ModelConfig, device: torch.device | str) -> ModelConfig:
+    """Return the table with an attention kernel and operations that run on the device."""
+    place, attention, operations = torch.device(device).type, config.attention, config.operations
     if place not in ATTENTION.facts(attention).devices:
         log.warning("attention %s does not run on %s: using sdpa", attention, place)
         attention = "sdpa"
     if operations in OPERATIONS.names and place not in OPERATIONS.facts(operations).devices:
         operations = "auto"
-    changes = {"attention": attention, "operations": operations}
-    return _model_with(checkpoint, checkpoint.model_tensors(), changes, device).eval()
+    return config.model_copy(update={"attention": attention, "operations": operations})
+
+
+def filled_model(
+    config: ModelConfig, tensors: Tensors, *, device: torch.device | str, origin: Path
+) -> TransformerLM:
+    """Return a model with these weights; its matrices are bf16 if some weight is."""
+    from lmkit.model.transformer import TransformerLM
+
+    model = TransformerLM(config, device=device)
+    if any(tensor.dtype == torch.bfloat16 for tensor in tensors.values()):
+        hold_weights(model, "bf16")
+    load_weights(model, tensors, origin=origin)
+    return model
 
 
 def check_weights(checkpoint: Checkpoint) -> None:
@@ -203,15 +221,14 @@ def check_weights(checkpoint: Checkpoint) -> None:
     """
     shapes = checkpoint.model_shapes()
     tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    _model_with(checkpoint, tensors, {"attention": "sdpa"}, "meta")
+    config = checkpoint.state.model.model_copy(update={"attention": "sdpa"})
+    _model_with(checkpoint, tensors, config, "meta")
 
 
 def _model_with(
-    checkpoint: Checkpoint, tensors: Tensors, changes: dict[str, str], device: torch.device | str
+    checkpoint: Checkpoint, tensors: Tensors, config: ModelConfig, device: torch.device | str
 ) -> TransformerLM:
-    from lmkit.model.transformer import TransformerLM
-
-    path, config = checkpoint.path, checkpoint.state.model
+    path = checkpoint.path
     if config.vocab_size is None:
         raise LmkitError(
             "checkpoint.other_model",
@@ -226,11 +243,7 @@ def _model_with(
             f"{path / MODEL}: holds {saved} parameters, the model in {STATE} has {wanted}",
             hint="copy the whole checkpoint folder again, or use another one",
         )
-    model = TransformerLM(config.model_copy(update=changes), device=device)
-    if any(tensor.dtype == torch.bfloat16 for tensor in tensors.values()):
-        hold_weights(model, "bf16")
-    load_weights(model, tensors, origin=path / MODEL)
-    return model
+    return filled_model(config, tensors, device=device, origin=path / MODEL)
 
 
 # Optimizer state

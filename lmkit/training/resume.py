@@ -41,7 +41,7 @@ def choose_start(recipe: Recipe) -> Choice:
             raise UsageError(
                 "resume.refused",
                 f'{folder}: holds {present[-1].path.name}, but checkpoint.resume is "never"',
-                hint="choose another --name, delete the checkpoints, or resume",
+                hint="choose another run.name, delete the checkpoints, or resume",
             )
         return Choice(None, ())
     path = Path(wish)
@@ -52,7 +52,7 @@ def choose_start(recipe: Recipe) -> Choice:
         raise UsageError(
             "resume.refused",
             f"checkpoint.resume: {path} is older than {newer[-1].path} of the same run",
-            hint="choose another --name for the new branch, or delete the newer checkpoints",
+            hint="choose another run.name for the new branch, or delete the newer checkpoints",
         )
     return Choice(path, ())
 
@@ -91,7 +91,7 @@ def check_agreement(
         raise UsageError(
             "resume.other_recipe",
             f"{checkpoint.path}: made by another recipe: {'; '.join(refused)}",
-            hint="go back to those values, or start a new run with another --name",
+            hint="go back to those values, or name a new run: --set run.name=...",
         )
     assert recipe.train is not None
     step = checkpoint.state.step
@@ -99,7 +99,7 @@ def check_agreement(
         raise UsageError(
             "resume.no_effect",
             f"{checkpoint.path}: the training ended at step {step}, and no step would use {'; '.join(lost)}",
-            hint=f"train on with --steps N, N above {step}; or start a new run with another --name",
+            hint=f"to train on: --set train.steps=N, N above {step}; or name a new run: --set run.name=...",
         )
     before = checkpoint.state.world_size
     if before != world_size:

@@ -151,7 +151,10 @@ class Trainer:
         self._train = train
         self._checkpoint = keep
         self._batches = batches
-        self._held_out = None if data.valid is None else held_out_of(data.valid, model, train)
+        self._held_out = None
+        if data.valid is not None:  # in batches of one micro-batch
+            rows = train.batch_size // train.accumulation
+            self._held_out = held_out_of(data.valid, context_length=model.context_length, rows=rows)
         self._sink = sink
         self._signals = signals
         self._end = train.steps if stop_at_step is None else min(stop_at_step, train.steps)

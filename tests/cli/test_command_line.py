@@ -162,15 +162,21 @@ def test_fault_15_json_is_one_object_and_warnings_go_to_stderr(terminal, tmp_pat
     assert "warning: " in terminal.err
 
 
-def test_fault_16_ctrl_c_is_130(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "code", "said"),
+    [(signal.SIGINT, 130, "interrupted\n"), (signal.SIGTERM, 143, "")],
+    ids=["SIGINT", "SIGTERM"],
+)
+def test_faults_16_129_a_stopped_command_leaves_nothing(
+    number: signal.Signals, code: int, said: str, tmp_path: Path
+) -> None:
     command = [sys.executable, "-m", "lmkit", "data", "synth", "big.txt", "--size-mb", "5000"]
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
-        while not any(path.stat().st_size for path in tmp_path.glob("*.partial")):  # the work has begun
+        while not any(path.stat().st_size for path in tmp_path.glob("*.lmkit-partial")):  # the work has begun
             assert process.poll() is None
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         _, errors = process.communicate(timeout=240)
-    assert process.returncode == 130
-    assert errors == "interrupted\n"
+    assert (process.returncode, errors) == (code, said)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lmkit.training import evaluation
+from lmkit.training import judging
 
 
 def test_fault_108_train_takes_the_learning_rate_and_the_batch_size(terminal) -> None:
@@ -32,7 +32,6 @@ def test_fault_108_evaluate_reads_a_text(run: Path, terminal) -> None:
     [
         ("bad.txt", b"one fish\xff two fish\n" * 50, "text.not_utf8", "UTF-8"),
         ("bad.jsonl", b'{"story": "one fish"}\n', "corpus.no_field", '"text"'),
-        ("short.txt", b"one", "tokens.too_short", "longer"),
         ("empty.txt", b"", "text.empty", "text"),
     ],
 )
@@ -85,7 +84,7 @@ def test_fault_113_a_pipe_is_not_shared_by_ranks(
 ) -> None:
     os.mkfifo("pipe")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(evaluation, "encode_corpus", lambda *_: pytest.fail("the pipe was read"))
+    monkeypatch.setattr(judging, "encode_corpus", lambda *_: pytest.fail("the pipe was read"))
     terminal.refuses(f"evaluate {run} --text pipe", code="evaluate.pipe_of_ranks", says=["pipe"])
 
 

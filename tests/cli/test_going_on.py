@@ -61,6 +61,9 @@ def test_fault_106_a_change_that_no_step_would_obey_is_refused(
 @pytest.mark.parametrize(
     ("command", "code"), [("run", "run.other_recipe"), ("train", "resume.other_recipe")], ids=["run", "train"]
 )
-def test_fault_106_another_model_is_refused_by_both(command: str, code: str, run: Path, terminal) -> None:
-    terminal.refuses(f"{command} fish.toml --set model.d_ff=64 --set train.steps=4", code=code, says=["d_ff"])
+def test_faults_106_133_another_model_is_refused_by_both(
+    command: str, code: str, run: Path, terminal
+) -> None:
+    words = f"{command} fish.toml --set model.d_ff=64 --set train.steps=4"
+    assert "--set run.name=" in terminal.refuses(words, code=code, says=["d_ff"]).hint
     assert step(run) == 2

@@ -106,7 +106,7 @@ def test_a_file_that_cannot_be_written_has_the_name_that_was_given(
     terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
-        raise PermissionError(13, "Permission denied", "out/stories.txt.partial")
+        raise PermissionError(13, "Permission denied", "out/stories.txt.lmkit-partial")
 
     monkeypatch.setattr("lmkit.data.synth.write_stories", refuse)
     refused = terminal.refuses("data synth out/stories.txt", code="file.failed", exit_code=1)

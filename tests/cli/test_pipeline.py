@@ -104,7 +104,7 @@ def test_force_empties_no_folder_but_a_runs(recipe: Recipe) -> None:
 def test_fault_121_force_on_a_folder_that_another_process_has_just_made(recipe: Recipe) -> None:
     run = pipeline_of(recipe, force=True)
     run.folder.mkdir(parents=True)
-    (run.folder / "recipe.toml.partial").touch()
+    (run.folder / "recipe.toml.lmkit-partial").touch()
     with FolderLock(run.folder), pytest.raises(LmkitError) as caught:
         run_now(recipe, force=True)
     assert caught.value.code == "storage.folder_busy"
@@ -168,12 +168,12 @@ def test_ranks_are_started_once(recipe: Recipe, monkeypatch: pytest.MonkeyPatch)
 def test_a_run_takes_the_evaluation_of_its_training_unless_asked_for_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lmkit.training import evaluation
+    from lmkit.training import judging
 
     evaluated: list[Path] = []
-    original = evaluation.evaluate_run
+    original = judging.evaluate_run
     monkeypatch.setattr(
-        evaluation,
+        judging,
         "evaluate_run",
         lambda path, **options: evaluated.append(path) or original(path, **options),
     )
@@ -202,3 +202,12 @@ def test_what_will_not_fit_is_said_before_data_are_made(
     with pytest.raises(KeyError, match="corpus"):
         run_now(recipe, nproc=2)
     assert "no fit on 2" in caplog.text
+
+
+def test_fault_130_a_dry_run_refuses_a_folder_that_cannot_be_made(recipe: Recipe, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    impossible = load_recipe("quickstart", [f'run.folder="{tmp_path}/file"'])
+    with pytest.raises(UsageError) as caught:
+        states(impossible)
+    assert caught.value.code == "output.unwritable"
+    assert "run.folder" in caught.value.hint

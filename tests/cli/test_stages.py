@@ -302,6 +302,24 @@ def test_fault_122_a_training_with_another_tokenizer_is_not_up_to_date(run: Path
     assert content(run / "checkpoints") == before
 
 
+def test_fault_132_a_damaged_record_is_said_and_costs_no_model(run: Path, terminal) -> None:
+    record, before = run / "stages.json", content(run / "checkpoints")
+    whole = json.loads(record.read_text())
+    record.write_text(json.dumps(whole | {"encode": "?"}))
+    assert "stages.json: damaged, so that encode may" in terminal("run fish.toml --dry-run")
+    record.write_text("{")
+    old = Path("corpus.txt").read_bytes()
+    Path("corpus.txt").write_text("zebras zoom<|endoftext|>\n" * 50)
+    tokenizer = (run / "tokenizer.json").read_bytes()
+    terminal.refuses("run fish.toml", code="run.other_data", says=["tokenizer.json"])
+    assert (run / "tokenizer.json").read_bytes() == tokenizer
+    Path("corpus.txt").write_bytes(old)
+    record.write_text("{")
+    assert states(terminal, "run fish.toml")["encode"] != "up to date"
+    assert "stages.json: damaged" in terminal.err
+    assert content(run / "checkpoints") == before
+
+
 def test_fault_110_skip_data_needs_no_corpus(run: Path, terminal) -> None:
     os.unlink("corpus.txt")
     terminal.refuses("run fish.toml", code="run.missing_file", says=["corpus.txt"])

@@ -128,6 +128,11 @@ def test_json_lines_become_documents(write, split):
     assert valid.decode() == stories[-1] + MARK
 
 
+def test_fault_131_json_lines_may_begin_with_a_byte_order_mark(write, split):
+    train, valid = split(write("x.jsonl", b'\xef\xbb\xbf{"text": "one"}\n{"text": "two"}\n'))
+    assert (train + valid).decode() == f"one{MARK}two{MARK}"
+
+
 def test_text_and_json_lines_are_joined(write, tmp_path):
     train = write("a.txt", "zero"), write("b.jsonl", '{"text": "one"}\n{"text": "two"}')
     valid = write("c.txt", "valid")

@@ -133,7 +133,10 @@ def test_fault_42_a_transfer_that_broke_off_goes_on_at_the_next_call(fetch, site
     with refuses("download.failed", "train.txt") as caught:
         fetch()
     assert caught.value.exit_code == 1
-    assert names(tmp_path / "data") == {"toy_train.txt.partial", "toy_train.txt.partial.version.json"}
+    assert names(tmp_path / "data") == {
+        "toy_train.txt.lmkit-partial",
+        "toy_train.txt.lmkit-partial.version.json",
+    }
     site.cuts = []
     assert fetch()[0].read_bytes() == TRAIN
     assert ranges(site)[6] == "bytes=1000000-"
@@ -185,9 +188,9 @@ def test_another_part_than_was_asked_for_is_not_taken(fetch, site, refuses):
 def test_without_a_whole_note_of_its_version_a_part_is_dropped(fetch, site, tmp_path, noted):
     folder = tmp_path / "data"
     folder.mkdir()
-    (folder / "toy_train.txt.partial").write_bytes(b"x" * 1000)
+    (folder / "toy_train.txt.lmkit-partial").write_bytes(b"x" * 1000)
     if noted is not None:
-        (folder / "toy_train.txt.partial.version.json").write_text(noted)
+        (folder / "toy_train.txt.lmkit-partial.version.json").write_text(noted)
     assert fetch()[0].read_bytes() == TRAIN
     assert ranges(site)[0] is None
 
@@ -204,8 +207,8 @@ def test_no_more_is_fetched_than_a_file_may_have(fetch, site, tmp_path, spare, f
 
 
 def test_a_failing_disk_is_named_at_once(fetch, site, tmp_path, refuses):
-    (tmp_path / "data" / "toy_train.txt.partial").mkdir(parents=True)
-    with refuses("download.disk", "toy_train.txt.partial"):
+    (tmp_path / "data" / "toy_train.txt.lmkit-partial").mkdir(parents=True)
+    with refuses("download.disk", "toy_train.txt.lmkit-partial"):
         fetch()
     assert len(site.requests) == 1
 
@@ -266,9 +269,9 @@ def test_a_missing_file_is_asked_for_only_once(fetch, site, refuses):
 def test_a_partial_longer_than_the_file_is_dropped(fetch, site, tmp_path):
     folder = tmp_path / "data"
     folder.mkdir()
-    (folder / "toy_train.txt.partial").write_bytes(b"x" * (len(TRAIN) + 1))
+    (folder / "toy_train.txt.lmkit-partial").write_bytes(b"x" * (len(TRAIN) + 1))
     version = {"validator": '"v1"', "size": 0, "sha256": ""}
-    (folder / "toy_train.txt.partial.version.json").write_text(json.dumps(version))
+    (folder / "toy_train.txt.lmkit-partial.version.json").write_text(json.dumps(version))
     assert fetch()[0].read_bytes() == TRAIN
 
 
@@ -295,7 +298,7 @@ def test_a_bad_archive_leaves_no_text(fetch, site, tmp_path, archive, code, refu
     with refuses(code, "train.txt.gz"):
         fetch(ZIPPED)
     assert "toy_train.txt" not in names(tmp_path / "data")
-    assert not any(name.endswith(".partial") for name in names(tmp_path / "data"))
+    assert not any(name.endswith(".lmkit-partial") for name in names(tmp_path / "data"))
 
 
 def test_fault_41_nothing_in_an_archive_decides_where_it_is_unpacked(fetch, site, tmp_path):
@@ -327,7 +330,7 @@ def test_fault_41_a_link_in_the_way_is_replaced_and_not_followed(fetch, tmp_path
     outside = tmp_path / "outside.txt"
     outside.write_text("precious")
     (tmp_path / "data").mkdir()
-    for name in ("toy_train.txt", "toy_train.txt.partial", "toy_valid.txt.sha256"):
+    for name in ("toy_train.txt", "toy_train.txt.lmkit-partial", "toy_valid.txt.sha256"):
         (tmp_path / "data" / name).symlink_to(outside)
     train, _ = fetch()
     assert train.read_bytes() == TRAIN

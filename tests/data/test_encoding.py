@@ -207,11 +207,11 @@ def test_fault_39_killed_while_encoding(tokenizer, tmp_path, story, name):
     killed = subprocess.run(command, capture_output=True, timeout=120)
     assert killed.returncode == -getattr(signal, name), killed.stderr
     left = {path.name for path in tmp_path.iterdir()} - {"corpus.txt", "tokenizer.json"}
-    assert left == (set() if name == "SIGINT" else {"tokens.npy.partial"})
+    assert left == (set() if name == "SIGINT" else {"tokens.npy.lmkit-partial"})
     encode_corpus([corpus], output, tokenizer, workers=1)
     encode_corpus([corpus], tmp_path / "again.npy", tokenizer, workers=2)
     assert (tmp_path / "again.npy").read_bytes() == output.read_bytes()
-    assert not list(tmp_path.glob("*.partial"))
+    assert not list(tmp_path.glob("*.lmkit-partial"))
 
 
 def test_a_second_encoding_into_the_same_file_is_refused_and_the_first_is_whole(

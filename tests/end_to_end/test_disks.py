@@ -70,7 +70,7 @@ def test_fault_48_training_on_a_disk_that_fills_up_keeps_what_was_saved(on_disk:
     assert "]: disk/run/checkpoints/step-" in error
     assert error.endswith("no space left on device")
     assert "earlier checkpoints are intact" in hint
-    assert not any(line.endswith(".partial") for line in lines)
+    assert not any(line.endswith(".lmkit-partial") for line in lines)
     assert sum(line.startswith("step-0") for line in lines) >= 2
     assert lines[-1] == "-> 0"
 

@@ -79,7 +79,7 @@ def newest_step(run: Path) -> int:
 
 
 def half_written(run: Path) -> bool:
-    return next((run / "checkpoints").glob("step-*.partial"), None) is not None
+    return next((run / "checkpoints").glob("step-*.lmkit-partial"), None) is not None
 
 
 def patiently(process: subprocess.Popen[bytes], log: Path) -> Iterator[None]:

@@ -77,7 +77,10 @@ def download(folder: Path) -> Format:
     """What lies in the folder is changed; the server is healthy and knows the digest."""
     version = {"validator": f'"{DIGEST}"', "size": len(CONTENT), "sha256": DIGEST}
     goods = [
-        {"a.txt.partial": CONTENT[:7_000], "a.txt.partial.version.json": json.dumps(version).encode()},
+        {
+            "a.txt.lmkit-partial": CONTENT[:7_000],
+            "a.txt.lmkit-partial.version.json": json.dumps(version).encode(),
+        },
         {"a.txt": CONTENT, "a.txt.sha256": f"{DIGEST}  a.txt\n".encode()},
     ]
     damages = {name: TEXT if "." in name[-8:] else (damage,) for good in goods for name in good}

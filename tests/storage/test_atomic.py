@@ -84,7 +84,7 @@ def test_a_second_writer_is_refused_and_the_first_one_finishes(tmp_path):
 
 
 def test_a_partial_file_that_a_killed_process_left_holds_up_nobody_and_nothing_of_it_stays(tmp_path):
-    (tmp_path / "file.partial").write_text("longer than what comes")
+    (tmp_path / "file.lmkit-partial").write_text("longer than what comes")
     with atomic_path(tmp_path / "file") as partial, open(partial, "r+b") as file:
         file.write(b"new")
     assert (tmp_path / "file").read_bytes() == b"new"
@@ -93,7 +93,7 @@ def test_a_partial_file_that_a_killed_process_left_holds_up_nobody_and_nothing_o
 @pytest.mark.parametrize("ending", ["done", "failed"])
 def test_a_writer_that_ends_just_as_the_next_one_comes_keeps_its_file(ending, tmp_path, monkeypatch):
     """Opened before it was renamed, its partial file must not be taken for one that is left over."""
-    path, partial = tmp_path / "file", tmp_path / "file.partial"
+    path, partial = tmp_path / "file", tmp_path / "file.lmkit-partial"
     partial.write_text("first")
     flock, calls = fcntl.flock, []
 
@@ -112,14 +112,14 @@ def test_a_writer_that_ends_just_as_the_next_one_comes_keeps_its_file(ending, tm
 
 
 def test_partial_files_of_killed_processes_are_removed_and_nothing_else(tmp_path):
-    for name in ("b.partial", "a.partial", "a", "partial"):
+    for name in ("b.lmkit-partial", "a.lmkit-partial", "a", "partial"):
         (tmp_path / name).write_text("")
-    (tmp_path / "folder.partial").mkdir()
+    (tmp_path / "folder.lmkit-partial").mkdir()
     (tmp_path / "deeper").mkdir()
-    (tmp_path / "deeper" / "c.partial").write_text("")
-    assert [path.name for path in remove_partials(tmp_path)] == ["a.partial", "b.partial"]
-    assert {path.name for path in tmp_path.iterdir()} == {"a", "partial", "folder.partial", "deeper"}
-    assert (tmp_path / "deeper" / "c.partial").exists()
+    (tmp_path / "deeper" / "c.lmkit-partial").write_text("")
+    assert [path.name for path in remove_partials(tmp_path)] == ["a.lmkit-partial", "b.lmkit-partial"]
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "partial", "folder.lmkit-partial", "deeper"}
+    assert (tmp_path / "deeper" / "c.lmkit-partial").exists()
 
 
 @pytest.mark.parametrize("size", [0, 1, (1 << 20) - 1, 1 << 20, (1 << 20) + 1])
@@ -127,3 +127,15 @@ def test_the_digest_is_that_of_all_bytes(size, tmp_path):
     data = os.urandom(size)
     (tmp_path / "file").write_bytes(data)
     assert sha256_file(tmp_path / "file") == hashlib.sha256(data).hexdigest()
+
+
+def test_fault_128_what_another_program_named_partial_stays(tmp_path):
+    for name in ("text.txt.partial", "other.partial"):
+        (tmp_path / name).write_text("precious")
+    write_atomic(tmp_path / "text.txt", "new")
+    assert remove_partials(tmp_path) == []
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        "text.txt": "new",
+        "text.txt.partial": "precious",
+        "other.partial": "precious",
+    }

@@ -43,7 +43,7 @@ CPU = torch.device("cpu")
 
 def make_checkpoint(folder: Path, step: int, *, loss: float | None = None, text: str = "x") -> Path:
     """A folder that is a checkpoint as far as files and checksums go."""
-    partial = folder / (step_name(step) + ".partial")
+    partial = folder / (step_name(step) + ".lmkit-partial")
     partial.mkdir(parents=True)
     content = {MODEL: f"model {text} {step}" * 50, SHARD: f"optimizer {step}" * 50}
     content[STATE] = make_state(step, valid_loss=loss).model_dump_json()
@@ -115,9 +115,11 @@ def test_fault_45_every_flipped_bit_of_a_checkpoint_is_noticed(tmp_path: Path) -
 def test_fault_47_a_kill_between_rename_and_prune_leaves_a_folder_that_resumes(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         make_checkpoint(tmp_path, step)
-    os.replace(tmp_path / step_name(1), tmp_path / (step_name(1) + ".partial"))  # pruning began with this
+    os.replace(
+        tmp_path / step_name(1), tmp_path / (step_name(1) + ".lmkit-partial")
+    )  # pruning began with this
     assert newest_valid(tmp_path).path == tmp_path / step_name(3)
-    assert [path.name for path in clean_leftovers(tmp_path)] == [step_name(1) + ".partial"]
+    assert [path.name for path in clean_leftovers(tmp_path)] == [step_name(1) + ".lmkit-partial"]
     assert steps_in(tmp_path) == [2, 3]
 
 
@@ -138,11 +140,11 @@ def test_fault_47_a_kill_while_one_step_is_replaced_loses_neither(tmp_path: Path
 def test_leftovers_do_not_stop_pruning_and_publishing(tmp_path: Path) -> None:
     for step in (1, 2):
         make_checkpoint(tmp_path, step)
-        for suffix in (".partial", ".replaced"):
+        for suffix in (".lmkit-partial", ".replaced"):
             shutil.copytree(tmp_path / step_name(step), tmp_path / (step_name(step) + suffix))
     prune(tmp_path)
-    assert not (tmp_path / (step_name(1) + ".partial")).exists()
-    shutil.rmtree(tmp_path / (step_name(2) + ".partial"))
+    assert not (tmp_path / (step_name(1) + ".lmkit-partial")).exists()
+    shutil.rmtree(tmp_path / (step_name(2) + ".lmkit-partial"))
     make_checkpoint(tmp_path, 2, text="new")
     assert "new" in (tmp_path / step_name(2) / MODEL).read_text()
     clean_leftovers(tmp_path)

@@ -79,7 +79,7 @@ def test_saves_the_moment_of_the_call_not_what_training_made_of_it(tmp_path: Pat
         assert torch.equal(checkpoint.model_tensors()["w"], at_the_call[step])
         assert set(checkpoint.optimizer_tensors()) == {"w.exp_avg", "w.step"}
         assert checkpoint.state == make_state(step)
-    assert not list(tmp_path.glob("*.partial"))
+    assert not list(tmp_path.glob("*.lmkit-partial"))
 
 
 def test_a_checkpoint_is_on_the_disk_before_it_gets_its_name(
@@ -229,7 +229,7 @@ def test_ranks_leave_no_messages_in_their_store(
 def test_fault_48_a_rank_whose_disk_is_full_is_named_by_the_first(
     tmp_path: Path, save: Save, two_writers: list[CheckpointWriter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, full = checkpoint_writer.write_tensors, step_name(2) + ".partial"
+    original, full = checkpoint_writer.write_tensors, step_name(2) + ".lmkit-partial"
 
     def write_tensors(path: Path, part: dict[str, torch.Tensor]) -> object:
         if path.parent.name == full and "00001-of" in path.name:

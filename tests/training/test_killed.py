@@ -50,7 +50,7 @@ def test_fault_46_killed_at_random_20_times_and_still_the_same_run(
     assert fleet.train(battered) == [0]
     assert_same_tensors(newest(tiny(*steps, "run.name=whole")), newest(recipe))
     assert losses(recipe) == losses(tiny(*steps, "run.name=whole"))
-    assert not list(recipe.run.path.rglob("*.partial"))
+    assert not list(recipe.run.path.rglob("*.lmkit-partial"))
     assert len(saved(recipe)) == 2
 
 

@@ -17,7 +17,7 @@ from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig, ParallelConfig
 from lmkit.registry import OPTIMIZERS
-from lmkit.training.evaluation import evaluate_run
+from lmkit.training.judging import evaluate_run
 from lmkit.training.model_state import model_weights, plain_model
 from lmkit.training.precision import GradientSums
 from lmkit.training.resume import restore

@@ -99,13 +99,13 @@ def test_fault_46_leftovers_of_a_killed_session_are_removed(
 ) -> None:
     recipe = tiny()
     train_here(recipe, stop_at_step=2)
-    half = recipe.run.path / "checkpoints" / (step_name(3) + ".partial")
+    half = recipe.run.path / "checkpoints" / (step_name(3) + ".lmkit-partial")
     half.mkdir()
     (half / MODEL).write_text("half")
-    (recipe.run.path / "recipe.toml.partial").write_text("half")
+    (recipe.run.path / "recipe.toml.lmkit-partial").write_text("half")
     train_here(recipe)
     assert "removed" in capsys.readouterr().err
-    assert not list(recipe.run.path.rglob("*.partial"))
+    assert not list(recipe.run.path.rglob("*.lmkit-partial"))
 
 
 def test_fault_126_links_in_place_of_checkpoints_neither_stop_training_nor_lose_what_they_name(
@@ -119,7 +119,7 @@ def test_fault_126_links_in_place_of_checkpoints_neither_stop_training_nor_lose_
     (folder / step_name(2)).rename(moved)
     (folder / step_name(2)).symlink_to(moved)
     (folder / step_name(6)).symlink_to(gone)
-    (folder / (step_name(8) + ".partial")).symlink_to(moved)
+    (folder / (step_name(8) + ".lmkit-partial")).symlink_to(moved)
     assert train_here(recipe).resumed_from == 4
     verify(moved)
     assert {path.name for path in folder.iterdir() if not path.is_symlink()} == {step_name(8), step_name(10)}

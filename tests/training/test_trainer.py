@@ -109,7 +109,7 @@ def test_fault_49_a_limit_on_file_sizes_is_one_error_whichever_file_meets_it(lim
     with file_size_limit(limit), refused("train.io", tiny().run.path, "file too large"):
         train_here(tiny())
     assert saved(tiny()) == []
-    assert not list(tiny().run.path.rglob("*.partial"))
+    assert not list(tiny().run.path.rglob("*.lmkit-partial"))
     assert train_here(tiny()).status == "finished"
 
 

@@ -64,7 +64,7 @@ def test_everything_that_is_wrong_is_named(run_folder: Path) -> None:
     (run_folder / "tokenizer.json").write_text("{}")
     model = run_folder / "checkpoints" / "step-00000010" / "model.safetensors"
     model.write_bytes(model.read_bytes()[:-1])
-    (run_folder / "checkpoints" / "step-00000011.partial").mkdir()
+    (run_folder / "checkpoints" / "step-00000011.lmkit-partial").mkdir()
     found = wrong(run_folder)
     assert len(found) == 6
     for name in (
@@ -73,7 +73,7 @@ def test_everything_that_is_wrong_is_named(run_folder: Path) -> None:
         "metrics.jsonl: 1 of",
         "tokenizer",
         "step-00000010",
-        ".partial",
+        ".lmkit-partial",
     ):
         assert any(name in line for line in found), (name, found)
     assert not verify_path(run_folder).ok

@@ -1,0 +1,323 @@
+"""Judge a trained model on text, wherever the model lies: a run, a checkpoint or a Hugging Face folder."""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lmkit.data.batches import check_length
+from lmkit.data.encoding import encode_corpus
+from lmkit.data.token_files import TokenFile, open_tokens
+from lmkit.errors import LmkitError, UsageError
+from lmkit.measure.tables import Column, terminal_table
+from lmkit.model.transformer import TransformerLM
+from lmkit.parallel.ranks import Ranks, process_group
+from lmkit.recipe.load import validate
+from lmkit.recipe.run_folder import RECIPE, TOKENIZER, placed_in, run_folder_of, token_file
+from lmkit.recipe.tables import ModelConfig, RunConfig
+from lmkit.tokenizer import Tokenizer
+from lmkit.training.atomic_checkpoint import STATE
+from lmkit.training.checkpoint import newest_checkpoint, run_tokenizer
+from lmkit.training.evaluation import EvaluateResult, evaluate, held_out_of, summarise
+from lmkit.training.given_weights import is_hugging_face, open_hugging_face
+from lmkit.training.likelihood import TOKENS_AT_ONCE, log_likelihoods, windows_of
+from lmkit.training.model_state import plain_model
+from lmkit.training.precision import hold_weights
+from lmkit.training.process import numerics
+
+# Where a text is named on the command line: no option replaces invalid bytes or names another key.
+_HINTS_OF_TEXT = {
+    "text.not_utf8": "convert the text to UTF-8 first, for example with iconv",
+    "corpus.no_field": 'every line must hold its text under "text"',
+    "tokens.too_short": "use a longer text",
+}
+_SHOWN = 40
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A trained model that is not yet loaded, and what is needed to judge it.
+
+    Attributes:
+        path: the checkpoint, or the Hugging Face folder.
+        step: of the checkpoint; None: a Hugging Face folder.
+        tokenizer_sha256: of the tokenizer that it was trained with; None: not known.
+        precision: in which it was trained.
+        rows: windows per batch.
+        held_out: its token file of held-out text, if it names one.
+        load: loads it to a device, in eval mode.
+    """
+
+    path: Path
+    step: int | None
+    config: ModelConfig
+    tokenizer: Path | None
+    tokenizer_sha256: str | None
+    precision: str
+    rows: int
+    run: RunConfig
+    held_out: Path | None
+    load: Callable[[torch.device], TransformerLM]
+
+    @contextmanager
+    def loaded(self, device: str) -> Iterator[tuple[TransformerLM, Ranks]]:
+        """Yield the model as it computes in its precision, and this process's place."""
+        with process_group(device) as ranks, numerics(self.run, ranks):
+            model = self.load(ranks.device)
+            hold_weights(model, self.precision)
+            yield model, ranks
+
+    def open_tokenizer(self) -> Tokenizer:
+        """Return its tokenizer.
+
+        Raises:
+            UsageError: there is none.
+        """
+        if self.tokenizer is None:
+            hint = "encode the text with lmkit data encode, and name the token file: --tokens FILE.npy"
+            raise UsageError("evaluate.no_tokenizer", f"{self.path}: has no {TOKENIZER}", hint=hint)
+        tokenizer = Tokenizer.load(self.tokenizer)
+        self.refuse_more_ids(tokenizer.vocab_size, self.tokenizer)
+        return tokenizer
+
+    def refuse_more_ids(self, vocab_size: int, path: Path) -> None:
+        """Refuse a file with ids that the model does not have."""
+        rows = self.config.vocab_size or 0
+        if vocab_size > rows:
+            message = f"{path}: has ids up to {vocab_size - 1}, the embedding of {self.path} {rows} rows"
+            raise UsageError("evaluate.more_ids", message, hint="use the tokenizer of the model")
+
+
+def open_trained(path: Path) -> TrainedModel:
+    """Open a run's newest good checkpoint, a checkpoint, or a Hugging Face folder.
+
+    Raises:
+        UsageError: it is none of them.
+        LmkitError: a file is damaged.
+    """
+    if is_hugging_face(path):
+        weights = open_hugging_face(path)
+        narrow = {spec.dtype for spec in weights.specs.values() if spec.dim() == 2} == {torch.bfloat16}
+        return TrainedModel(
+            path=path,
+            step=None,
+            config=weights.config,
+            tokenizer=weights.tokenizer,
+            tokenizer_sha256=None,
+            precision="bf16" if narrow else "fp32",
+            rows=_rows(weights.config),
+            run=RunConfig(),
+            held_out=None,
+            load=weights.model,
+        )
+    checkpoint = newest_checkpoint(path)
+    run = Path(os.path.relpath(checkpoint.path.resolve().parent.parent))
+    tables, place = checkpoint.state.recipe, run_folder_of(run / RECIPE)
+    if place is not None:
+        tables = placed_in(place, tables)
+    recipe = validate(tables, origin=str(checkpoint.path / STATE), resolved=True)
+    train, saved, config = recipe.train, checkpoint.state.data, checkpoint.state.model
+    return TrainedModel(
+        path=checkpoint.path,
+        step=checkpoint.state.step,
+        config=config,
+        tokenizer=run_tokenizer(checkpoint.path),
+        tokenizer_sha256=None if saved is None else saved.tokenizer_sha256,
+        # Imported models have no [train].
+        precision="fp32" if train is None else train.precision,
+        rows=_rows(config) if train is None else train.batch_size // train.accumulation,
+        run=recipe.run,
+        held_out=recipe.data.valid or token_file(run, "valid"),
+        load=lambda device: plain_model(checkpoint, device=device),
+    )
+
+
+def _rows(config: ModelConfig) -> int:
+    return max(1, TOKENS_AT_ONCE // config.context_length)
+
+
+def evaluate_run(
+    path: Path, *, tokens: Path | None = None, text: Path | None = None, device: str = "auto"
+) -> EvaluateResult:
+    """Evaluate a trained model in the precision it was trained in, on consecutive windows of its context's length.
+
+    Args:
+        path: a run folder, whose newest good checkpoint counts; a checkpoint folder; or a Hugging Face folder.
+        tokens: a token file; None: the run's own held-out file.
+        text: a text file instead, which the model's tokenizer encodes.
+
+    Raises:
+        UsageError: there is no model or no token file, or the file was made with another tokenizer.
+        LmkitError: something is damaged.
+    """
+    trained = open_trained(path)
+    with _opened_text(trained, tokens, text) as (file, name), trained.loaded(device) as (model, ranks):
+        check_length(file.tokens, 1)
+        length = min(trained.config.context_length, len(file.tokens) - 1)
+        held_out = held_out_of(file, context_length=length, rows=trained.rows)
+        evaluation = evaluate(model, held_out, ranks, precision=trained.precision)
+    assert evaluation is not None
+    return EvaluateResult(str(trained.path), trained.step, name, **asdict(evaluation))
+
+
+@contextmanager
+def _opened_text(
+    trained: TrainedModel, tokens: Path | None, text: Path | None
+) -> Iterator[tuple[TokenFile, str]]:
+    """Yield the token file to judge on, and the name of what the user named."""
+    if text is None:
+        file = tokens or trained.held_out
+        if file is None or not file.exists():
+            hint = "name a token file or a text: lmkit evaluate RUN --tokens FILE.npy, or --text FILE"
+            message = f"{file or trained.path}: no held-out token file"
+            raise UsageError("data.no_tokens", message, hint=hint)
+        known = trained.tokenizer_sha256
+        if known is None and trained.tokenizer is not None:
+            known = trained.open_tokenizer().sha256
+        opened = open_tokens(file, tokenizer_sha256=known)
+        trained.refuse_more_ids(opened.meta.vocab_size, file)
+        yield opened, str(file)
+        return
+    if tokens is not None:
+        message = "--tokens and --text: two files to evaluate on"
+        raise UsageError("evaluate.two_files", message, hint="leave out one of them")
+    refuse_pipe_of_ranks(text, "--text")
+    with tempfile.TemporaryDirectory() as made:
+        encoded = Path(made, "text.npy")
+        try:
+            encode_corpus(text, encoded, trained.open_tokenizer())
+            yield open_tokens(encoded), str(text)
+        except LmkitError as error:
+            message = error.message.replace(str(encoded), str(text))
+            hint = _HINTS_OF_TEXT.get(error.code, error.hint)
+            raise type(error)(error.code, message, hint=hint) from error
+
+
+def refuse_pipe_of_ranks(path: Path, option: str) -> None:
+    """Refuse a pipe under torchrun: each rank would read a part."""
+    if path.is_fifo() and os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UsageError(
+            "evaluate.pipe_of_ranks",
+            f"{option} {path}: a pipe, of which each rank would read a part",
+            hint="evaluate on one rank, or write the text to a file first",
+        )
+
+
+# Document by document
+
+
+@dataclass(frozen=True)
+class DocumentScore:
+    """How well a model predicts one document; loss in nats per token. `begins` holds its first characters."""
+
+    number: int
+    bytes: int
+    tokens: int
+    loss: float
+    perplexity: float
+    bits_per_byte: float
+    begins: str
+
+
+@dataclass(frozen=True)
+class DocumentsResult:
+    """The scores of documents, and of all of them together."""
+
+    checkpoint: str
+    step: int | None
+    tokens_file: str
+    documents: tuple[DocumentScore, ...]
+    loss: float
+    perplexity: float
+    bits_per_byte: float
+    tokens: int
+
+    def __str__(self) -> str:
+        columns = (
+            Column("number", "document", "d"),
+            Column("bytes", "bytes", ",d"),
+            Column("tokens", "tokens", ",d"),
+            Column("loss", "loss", ".4f"),
+            Column("perplexity", "perplexity", ".2f"),
+            Column("bits_per_byte", "bits per byte", ".4f"),
+            Column("begins", "begins"),
+        )
+        return (
+            terminal_table([asdict(document) for document in self.documents], columns)
+            + f"checkpoint  {self.checkpoint}\n"
+            f"tokens      {self.tokens:,} of {len(self.documents):,} documents of {self.tokens_file}\n"
+            f"result      loss {self.loss:.4f}, perplexity {self.perplexity:.2f}, "
+            f"{self.bits_per_byte:.4f} bits per byte"
+        )
+
+
+def evaluate_documents(
+    path: Path, *, tokens: Path | None = None, text: Path | None = None, device: str = "auto"
+) -> DocumentsResult:
+    """Evaluate a trained model on each document by itself; arguments and errors are those of `evaluate_run`.
+
+    A document is what stands between two end-of-text tokens. It is read from its beginning, as the first after
+    end-of-text, in windows (`windows_of`); its own end-of-text is not scored.
+    """
+    trained = open_trained(path)
+    with _opened_text(trained, tokens, text) as (file, name):
+        if file.mask is not None:
+            message = f"{name}: only some of its tokens count, which documents do not regard"
+            raise UsageError("evaluate.masked", message, hint="evaluate without --by-document")
+        tokenizer = trained.open_tokenizer()
+        start = first_id(tokenizer, trained.path)
+        documents = list(_documents(file.tokens, tokenizer))
+        windows = [list(windows_of(start, ids, trained.config.context_length)) for ids, _ in documents]
+        with trained.loaded(device) as (model, ranks):
+            flat = [window for some in windows for window in some]
+            nats = iter(log_likelihoods(model, flat, ranks, precision=trained.precision))
+        losses = [-math.fsum(next(nats) for _ in some) for some in windows]
+    if not documents:
+        raise UsageError("text.empty", f"{name}: holds no document", hint="name a text with words in it")
+    scores = []
+    for number, ((ids, data), loss) in enumerate(zip(documents, losses, strict=True), 1):
+        begins = " ".join(data[: 4 * _SHOWN].decode("utf-8", "replace").split())[:_SHOWN]
+        figures = _figures(loss, len(ids), len(data))
+        scores.append(DocumentScore(number, len(data), **figures, begins=begins))
+    num_bytes = sum(len(data) for _, data in documents)
+    together = _figures(math.fsum(losses), sum(score.tokens for score in scores), num_bytes)
+    return DocumentsResult(str(trained.path), trained.step, name, tuple(scores), **together)
+
+
+def _figures(nats: float, tokens: int, num_bytes: int) -> dict[str, Any]:
+    return asdict(summarise(nats / tokens, tokens, num_bytes / tokens))
+
+
+def _documents(tokens: np.ndarray, tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, bytes]]:
+    """Yield the ids of each document, without prefix, suffix and end-of-text, and its bytes; no blank ones."""
+    mark, first = tokenizer.end_of_text_id, 0
+    ends = [] if mark is None else np.flatnonzero(tokens == mark).tolist()
+    for end in (*ends, len(tokens)):
+        ids = tokens[first:end]
+        before, after = len(tokenizer.prefix), len(tokenizer.suffix)
+        ids = ids[before : len(ids) - after].astype(np.int64)
+        data = tokenizer.decode_bytes(ids.tolist())
+        if data.strip():
+            yield ids, data
+        first = end + 1
+
+
+def first_id(tokenizer: Tokenizer, path: Path) -> int:
+    """Return the id that stands before a text: the first of the tokenizer's prefix, else end-of-text."""
+    start: Sequence[int | None] = (*tokenizer.prefix, tokenizer.end_of_text_id)
+    if start[0] is None:
+        raise UsageError(
+            "evaluate.no_start",
+            f"{path}: its tokenizer has no token that begins a text",
+            hint="evaluate without --by-document; of a choice, ask a question",
+        )
+    return start[0]

@@ -1,0 +1,287 @@
+"""Models judged on text and on questions, against sums taken token by token."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from run_folders import refused
+
+from lmkit.errors import UsageError
+from lmkit.model.hugging_face import config_json, to_halves, weight_names
+from lmkit.model.transformer import TransformerLM
+from lmkit.parallel.ranks import Ranks
+from lmkit.recipe.tables import ModelConfig
+from lmkit.tokenizer import Tokenizer
+from lmkit.training import choices, likelihood
+from lmkit.training.atomic_checkpoint import write_tensors
+from lmkit.training.choices import evaluate_choices
+from lmkit.training.exchange import export_model, import_model
+from lmkit.training.given_weights import open_weights
+from lmkit.training.harness import run_harness
+from lmkit.training.judging import evaluate_documents, evaluate_run
+
+CONTEXT = 16
+CONFIG = ModelConfig(
+    vocab_size=300, context_length=CONTEXT, d_model=16, d_ff=32, num_layers=2, num_heads=2, num_kv_heads=1
+)
+END = "<|endoftext|>"
+TEXTS = ("one fish two fish", "red fish, blüe fish and a much longer line of fish", "ok")
+
+
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_merges([(b"f", b"i"), (b"fi", b"s"), (b"fis", b"h"), (b" ", b"fish")], [END])
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A Hugging Face folder. Its weights are large enough for unlike log-likelihoods."""
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(3)
+    state = {
+        name: 3 * value if value.dim() == 2 else value
+        for name, value in TransformerLM(CONFIG).state_dict().items()
+    }
+    tensors = {
+        theirs: to_halves(ours, state[ours], CONFIG).contiguous() for ours, theirs in weight_names(CONFIG)
+    }
+    path = Path("theirs")
+    path.mkdir()
+    write_tensors(path / "model.safetensors", tensors, metadata={"format": "pt"})
+    content = config_json(CONFIG, dtype="float32", begin=260, end=260)
+    (path / "config.json").write_text(json.dumps(content))
+    tokenizer().save(path / "tokenizer.json")
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": END, "eos_token": END}
+    (path / "tokenizer_config.json").write_text(json.dumps(names))
+    return path
+
+
+def log_p(folder: Path, ids: list[int]) -> list[float]:
+    """Return log p of each id but the first, one pass for all, in float64."""
+    model = open_weights(folder).model("cpu").double()
+    logits = model(torch.tensor([ids[:-1]]))[0].log_softmax(-1)
+    return [logits[i, token].item() for i, token in enumerate(ids[1:])]
+
+
+def test_a_hugging_face_folder_scores_as_the_run_made_of_it(folder: Path) -> None:
+    import_model(folder, Path("run"))
+    Path("text.txt").write_text(END.join(TEXTS))
+    of_folder, of_run = (evaluate_run(Path(name), text=Path("text.txt")) for name in ("theirs", "run"))
+    assert of_folder.step is None
+    assert (of_folder.loss, of_folder.tokens) == (of_run.loss, of_run.tokens)
+    whole = tokenizer().encode(END.join(TEXTS) + END)
+    windows = [whole[first : first + CONTEXT + 1] for first in range(0, len(whole) - 1, CONTEXT)]
+    expected = [value for ids in windows for value in log_p(folder, ids)]
+    assert of_folder.tokens == len(expected) == len(whole) - 1
+    assert of_folder.loss == pytest.approx(-math.fsum(expected) / len(expected), rel=1e-6)  # float32 sums
+    # Shorter than the context: one window.
+    Path("short.txt").write_text("ok")
+    assert evaluate_run(folder, text=Path("short.txt")).tokens == 2
+    with refused("data.no_tokens", folder):
+        evaluate_run(folder)
+
+
+@pytest.mark.parametrize("at_once", [1, 30, 8192])
+def test_documents_are_scored_as_lm_eval_scores_them(
+    at_once: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows of a whole context; the last one sees a whole context, and scores what is new in it."""
+    monkeypatch.setattr(likelihood, "TOKENS_AT_ONCE", at_once)
+    Path("docs.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    result = evaluate_documents(folder, text=Path("docs.jsonl"))
+    assert [document.begins for document in result.documents] == [text[:40] for text in TEXTS]
+    total = 0.0
+    for document, text in zip(
+        result.documents, (TEXTS[0], *(f"\n{text}" for text in TEXTS[1:])), strict=True
+    ):
+        ids = tokenizer().encode(text)
+        whole, nats, done = [260, *ids], 0.0, 0
+        while done < len(ids):
+            new = min(CONTEXT, len(ids) - done)
+            done += new
+            nats -= math.fsum(log_p(folder, whole[max(0, done - CONTEXT) : done + 1])[-new:])
+        assert (document.tokens, document.bytes) == (len(ids), len(text.encode()))
+        assert document.loss == pytest.approx(nats / len(ids), rel=1e-6)
+        assert document.bits_per_byte == pytest.approx(nats / math.log(2) / len(text.encode()), rel=1e-6)
+        total += nats
+    assert result.loss * result.tokens == pytest.approx(total, rel=1e-6)
+
+
+def test_ranks_share_the_batches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(likelihood, "TOKENS_AT_ONCE", 20)
+    model = open_weights(folder).model("cpu")
+    texts = [likelihood.Scored(list(range(2 + number)), 1 + number) for number in range(12)]
+    alone = likelihood.log_likelihoods(model, texts)
+    shares: list[dict[int, float]] = []
+
+    def all_gather_object(parts: list[dict[int, float]], found: dict[int, float]) -> None:
+        shares.append(found)
+        parts[:] = [dict(enumerate(alone)), {}]
+
+    monkeypatch.setattr(likelihood, "dist", SimpleNamespace(all_gather_object=all_gather_object))
+    for rank in range(2):
+        assert likelihood.log_likelihoods(model, texts, Ranks(rank=rank, world_size=2)) == alone
+    assert not shares[0].keys() & shares[1].keys()
+    assert shares[0] | shares[1] == dict(enumerate(alone))
+    assert min(map(len, shares)) >= 4
+
+
+QUESTIONS: list[dict[str, Any]] = [
+    {"question": "one fish", "choices": ["two fish", "red", "a fish of many"], "answer": 0},
+    {"question": "two fish ", "choices": ["x", "fishfish"], "answer": "fishfish"},  # a blank at the end
+    {"question": "", "choices": ["fish", "ünd"], "answer": 1},
+    {
+        "question": "a question longer than what the model sees at once:",
+        "choices": ["fish", "no"],
+        "answer": 0,
+    },
+]
+
+
+def write(name: str, questions: list[Any]) -> Path:
+    Path(name).write_text("".join(json.dumps(question) + "\n" for question in questions))
+    return Path(name)
+
+
+def test_choices_are_scored_one_by_one(folder: Path) -> None:
+    result = evaluate_choices(folder, write("questions.jsonl", QUESTIONS))
+    right = right_norm = 0
+    for question, answered in zip(QUESTIONS, result.answers, strict=True):
+        context, sums = question["question"], []
+        for choice in question["choices"]:
+            whole = (
+                tokenizer().encode(f"{context} {choice}")
+                if context
+                else [260, *tokenizer().encode(" " + choice)]
+            )
+            new = len(whole) - (len(tokenizer().encode(context.rstrip())) if context else 1)
+            sums.append(math.fsum(log_p(folder, whole[-CONTEXT - 1 :])[-new:]))
+        assert answered.log_likelihoods == pytest.approx(sums, rel=1e-5)  # float32
+        norms = [value / len(choice) for value, choice in zip(sums, question["choices"], strict=True)]
+        answer = question["answer"]
+        answer = question["choices"].index(answer) if isinstance(answer, str) else answer
+        assert (answered.chosen, answered.chosen_norm) == (sums.index(max(sums)), norms.index(max(norms)))
+        right += answered.chosen == answer
+        right_norm += answered.chosen_norm == answer
+    assert (result.acc, result.acc_norm) == (right / 4, right_norm / 4)
+    assert result.acc_stderr == pytest.approx(math.sqrt(result.acc * (1 - result.acc) / 3))
+
+
+def test_lengths_are_characters_of_the_choice_and_the_first_of_equals_wins(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By bytes, or with the blank before it, the second choice would win."""
+    sums = [-2.2, -2.0, -6.65, -1.0, -1.0]
+    monkeypatch.setattr(choices, "log_likelihoods", lambda *arguments, **options: sums)
+    questions = [
+        {"question": "a", "choices": ["no", "üü", "fishing"], "answer": 1},
+        {"question": "a", "choices": ["b", "c"], "answer": 1},
+    ]
+    result = evaluate_choices(folder, write("questions.jsonl", questions))
+    assert [(answered.chosen, answered.chosen_norm) for answered in result.answers] == [(1, 2), (0, 0)]
+    assert (result.acc, result.acc_norm) == (0.5, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("question", "code"),
+    [
+        ({"question": "a", "choices": ["b"]}, "evaluate.question"),
+        ({"question": "a", "choices": ["b", ""], "answer": 0}, "evaluate.question"),
+        ({"question": "a", "choices": [], "answer": 0}, "evaluate.question"),
+        ({"question": "a", "choices": ["b", "c"], "answer": 2}, "evaluate.question"),
+        ({"question": "a", "choices": ["b", "c"], "answer": True}, "evaluate.question"),
+        ({"question": "a", "choices": ["b", "c"], "answer": "d"}, "evaluate.question"),
+        ({"question": "a", "choices": ["b", "long " * 9], "answer": 0}, "evaluate.long_choice"),
+        (["a"], "evaluate.question"),
+    ],
+)
+def test_what_is_no_question_is_named(question: Any, code: str, folder: Path) -> None:
+    file = write("questions.jsonl", [*QUESTIONS, question])
+    with refused(code, file, "5", kind=UsageError):
+        evaluate_choices(folder, file)
+
+
+def test_two_kinds_of_judgement_exclude_each_other(folder: Path, terminal) -> None:
+    for options in (
+        "--choices a.jsonl --text b",
+        "--harness x --by-document",
+        "--choices a.jsonl --harness x",
+    ):
+        terminal.refuses(f"evaluate {folder} {options}", code="evaluate.options_exclude")
+
+
+def test_more_ids_than_the_model_has_are_refused(folder: Path) -> None:
+    Tokenizer.from_merges([], [f"<{i}>" for i in range(60)]).save(folder / "tokenizer.json")
+    with refused("evaluate.more_ids", "315", "300"):
+        evaluate_choices(folder, write("questions.jsonl", QUESTIONS))
+
+
+# lm-eval
+
+
+def test_the_harness_gets_an_exported_folder(folder: Path, monkeypatch: pytest.MonkeyPatch, terminal) -> None:
+    import_model(folder, Path("run"))
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "lm_eval", None)  # not installed
+        terminal.refuses("evaluate run --harness fish", code="evaluate.no_harness")
+    asked: list[dict[str, Any]] = []
+
+    def simple_evaluate(**options: Any) -> dict[str, Any]:
+        print("a table that belongs to stderr")
+        held = Path(options["model_args"]["pretrained"])
+        asked.append({**options, "held": sorted(path.name for path in held.iterdir())})
+        if options["tasks"] == ["nothing"]:
+            raise KeyError("nothing")
+        return {"results": {"fish": {"alias": "fish", "acc,none": 0.5, "acc_stderr,none": 0.25}}}
+
+    found = SimpleNamespace(simple_evaluate=simple_evaluate, __version__="0.4")
+    monkeypatch.setitem(sys.modules, "lm_eval", found)
+    result = json.loads(terminal("evaluate run --harness fish --harness other --device cpu --json"))
+    assert result["results"]["fish"]["acc,none"] == 0.5
+    assert (asked[0]["tasks"], asked[0]["model"], asked[0]["device"]) == (["fish", "other"], "hf", "cpu")
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {*asked[0]["held"]}
+    assert "fish  acc 0.5000 +- 0.2500" in terminal("evaluate theirs --harness fish")
+    assert asked[1]["model_args"]["pretrained"] == "theirs"  # as it is
+    terminal.refuses("evaluate theirs --harness nothing", code="evaluate.harness", exit_code=1)
+
+
+@pytest.mark.full
+def test_lm_eval_agrees(folder: Path) -> None:
+    """The same questions and documents as tasks of the real lm-eval, where it is installed."""
+    pytest.importorskip("lm_eval")
+    import_model(folder, Path("run"))
+    export_model(Path("run"), Path("exported"))
+    questions = [
+        question | {"answer": question["choices"].index(question["answer"])}
+        if isinstance(question["answer"], str)
+        else question
+        for question in QUESTIONS
+    ]
+    files = {
+        "choices": write("questions.jsonl", questions),
+        "documents": write("docs.jsonl", [{"text": TEXTS[1]}]),
+    }
+    kinds = {
+        "choices": "output_type: multiple_choice\ndoc_to_text: '{{question}}'\ndoc_to_choice: choices\n"
+        "doc_to_target: answer\nmetric_list: [{metric: acc}, {metric: acc_norm}]\n",
+        "documents": "output_type: loglikelihood_rolling\ndoc_to_text: ''\ndoc_to_target: '{{text}}'\n"
+        "metric_list: [{metric: bits_per_byte}]\n",
+    }
+    for name, file in files.items():
+        data = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {file.resolve()}}}}}\ntest_split: test\n"
+        Path(f"{name}.yaml").write_text(f"task: {name}\n{data}{kinds[name]}")
+    theirs = run_harness(folder, ["choices.yaml", "documents.yaml"], device="cpu").results
+    ours = evaluate_choices(folder, files["choices"])
+    assert (theirs["choices"]["acc,none"], theirs["choices"]["acc_norm,none"]) == (
+        choices.acc,
+        choices.acc_norm,
+    )
+    assert theirs["choices"]["acc_stderr,none"] == pytest.approx(ours.acc_stderr)
+    (document,) = evaluate_documents(folder, text=files["documents"]).documents
+    assert theirs["documents"]["bits_per_byte,none"] == pytest.approx(document.bits_per_byte, rel=1e-5)
