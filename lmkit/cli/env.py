@@ -55,8 +55,9 @@ def _features(has_gpu: bool) -> dict[str, str]:
     registries = {"strategies": STRATEGIES, "optimizers": OPTIMIZERS, "datasets": DATASETS}
     features |= {title: ", ".join(registry.names) for title, registry in registries.items()}  # type: ignore[attr-defined]
     features["ranks"] = "nccl, gloo" if has_gpu else "gloo"
-    has_wandb = importlib.util.find_spec("wandb")
-    features["wandb"] = "installed" if has_wandb else "not installed: pip install 'lmkit[wandb]'"
+    for package, extra in {"wandb": "wandb", "tensorboard": "tensorboard", "lm_eval": "eval"}.items():
+        found = importlib.util.find_spec(package)
+        features[package] = "installed" if found else f"not installed: pip install 'lmkit[{extra}]'"
     features["nsys"] = "found" if shutil.which("nsys") else "not found: lmkit profile uses kineto"
     return features
 

@@ -33,7 +33,10 @@ READS = {
 }
 FILES = ("corpus.train", "corpus.valid", "tokenizer.path")  # keys that name files which a stage reads
 # Keys on which no result depends.
-NO_EFFECT = ("tokenizer.workers", "data.workers", "corpus.folder", "run.folder", "run.name")
+NO_EFFECT = (
+    *("tokenizer.workers", "data.workers", "corpus.folder", "run.folder", "run.name"),
+    "train.tensorboard",
+)
 PIPE = "a pipe"  # stands for the hash of its content
 _INSIDE = "./"  # begins a path in the record that is relative to the run folder
 

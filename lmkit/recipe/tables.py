@@ -206,6 +206,8 @@ class TrainConfig(Table):
     """Evaluate on held-out data every N steps; 0: only at the end."""
     eval_batches: Count = 20
     """Batches per evaluation; 0: all held-out data. The last evaluation always uses all of it."""
+    tensorboard: bool = False
+    """Also write TensorBoard's files, to `tensorboard` in the run folder; needs the extra `lmkit[tensorboard]`."""
     nonfinite: Literal["stop", "skip"] = "stop"
     """If a loss or gradient is not finite: stop before the optimizer step, or skip this step."""
     max_skips: PositiveInt = 10

@@ -1,4 +1,6 @@
-"""Define the records that a run reports, and the sinks that take them: `metrics.jsonl`, the console and W&B.
+"""Define the records that a run reports, and the sinks that take them: `metrics.jsonl` and the console.
+
+`lmkit.training.services` has W&B and TensorBoard.
 
 A record is one JSON object with a `kind`:
 
@@ -16,12 +18,9 @@ from __future__ import annotations
 import json
 import logging
 import math
-import queue
 import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, TimeoutError  # noqa: A004 (before Python 3.11 not the built-in one)
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -33,8 +32,6 @@ from lmkit.recipe.schema import Recipe
 from lmkit.storage import write_atomic
 
 LOSS_PICTURE = "loss.png"
-START_TIMEOUT_S = 30
-FINISH_TIMEOUT_S = 60
 SECONDS_BETWEEN_LINES = 1.0
 _SHORTEST_BAR = 4
 """Columns that rich gives to a bar at least."""
@@ -79,7 +76,7 @@ class Fanout(Sink):
 
 
 def open_sink(recipe: Recipe, *, after_step: int) -> Fanout:
-    """Open metrics.jsonl, the console and, where the recipe says so, W&B.
+    """Open metrics.jsonl, the console and, where the recipe says so, W&B and TensorBoard.
 
     Args:
         after_step: the step from which the session goes on.
@@ -88,8 +85,12 @@ def open_sink(recipe: Recipe, *, after_step: int) -> Fanout:
     folder = recipe.run.path
     file = MetricsFile(folder / METRICS, after_step=after_step)
     sinks: list[Sink] = [file, console(recipe.train.steps, first_step=after_step)]
+    from lmkit.training.services import tensorboard_sink, wandb_sink
+
     if recipe.wandb.enabled:
-        sinks.append(WandbSink(recipe, folder))
+        sinks.append(wandb_sink(recipe, folder))
+    if recipe.train.tensorboard:
+        sinks.append(tensorboard_sink(folder, after_step=after_step))
     return Fanout(sinks)
 
 
@@ -294,97 +295,3 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-# W&B
-
-
-class WandbSink(Sink):
-    """Send the numbers of every record to Weights & Biases. At the first failure log one warning and stop.
-
-    Training never fails for it. All calls are made in a thread of their own, so that a slow or dead service costs
-    training no time. metrics.jsonl has everything; `wandb sync` can upload an offline run later.
-    """
-
-    def __init__(self, recipe: Recipe, folder: Path) -> None:
-        self._service = _Service()
-        self._is_on = True
-        self._sent: list[Future[Any]] = []
-        start = self._service.submit(lambda: _start(recipe, folder))
-        if self._went_well(start, START_TIMEOUT_S + 5, "starting"):
-            self._run = start.result()
-
-    def record(self, record: Record) -> None:
-        self._sent = [
-            call for call in self._sent if not (call.done() and self._went_well(call, 0, "logging"))
-        ]
-        if not self._is_on:
-            return
-        numbers = {
-            f"{record['kind']}/{key}": value
-            for key, value in record.items()
-            if isinstance(value, (int, float)) and key != "step"
-        }
-        run, step = self._run, record["step"]
-        self._sent.append(self._service.submit(lambda: run.log(numbers, step=step)))
-
-    def close(self) -> None:
-        """Upload the rest, for a minute at most: with a dead network W&B would wait for ever."""
-        if self._is_on:
-            self._sent.append(self._service.submit(self._run.finish))
-        for call in self._sent:
-            if self._is_on:
-                self._went_well(call, FINISH_TIMEOUT_S, "uploading")
-        self._is_on = False
-
-    def _went_well(self, call: Future[Any], timeout: float, doing: str) -> bool:
-        try:
-            error = call.exception(timeout)
-        except TimeoutError:
-            self._give_up(f"still {doing} after {timeout:g} s")
-            return False
-        if isinstance(error, ModuleNotFoundError):
-            self._give_up("the package is not installed (pip install 'lmkit[wandb]')")
-        elif error is not None:
-            self._give_up(repr(error))
-        return error is None
-
-    def _give_up(self, why: str) -> None:
-        if self._is_on:
-            log.warning("W&B is off: %s; metrics.jsonl has everything", why)
-        self._is_on = False
-
-
-def _start(recipe: Recipe, folder: Path) -> Any:
-    import wandb
-
-    return wandb.init(
-        project=recipe.wandb.project,
-        name=recipe.run.name,
-        dir=str(folder),
-        mode=recipe.wandb.mode,
-        config=recipe.model_dump(mode="json"),
-        settings=wandb.Settings(init_timeout=START_TIMEOUT_S, silent=True),
-    )
-
-
-class _Service(threading.Thread):
-    """Make calls one after the other, in a thread that does not keep the process alive, as an executor's would."""
-
-    def __init__(self) -> None:
-        super().__init__(name="lmkit-wandb", daemon=True)
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
-        self.start()
-
-    def submit(self, function: Callable[[], Any]) -> Future[Any]:
-        call: Future[Any] = Future()
-        self._calls.put((function, call))
-        return call
-
-    def run(self) -> None:
-        while True:
-            function, call = self._calls.get()
-            try:
-                call.set_result(function())
-            except BaseException as error:  # noqa: BLE001 (the call holds it, as with executors)
-                call.set_exception(error)

@@ -1,4 +1,4 @@
-"""Sinks of a run: metrics.jsonl, the console, W&B."""
+"""Sinks of a run: metrics.jsonl, the console, W&B, TensorBoard."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ import pytest
 from run_folders import losses, refused, saved, train_here
 
 from lmkit.recipe.schema import Recipe
-from lmkit.training import metrics
+from lmkit.training import metrics, services
 from lmkit.training.metrics import (
     Fanout,
     MetricsFile,
     PlainConsole,
-    WandbSink,
     console,
     describe,
     duration,
     read_metrics,
 )
+from lmkit.training.services import ServiceSink, tensorboard_sink, wandb_sink
 
 Tiny = Callable[..., Recipe]
 
@@ -174,7 +174,7 @@ class FakeWandb(types.ModuleType):
         return self
 
 
-def drive(sink: WandbSink) -> None:
+def drive(sink: ServiceSink) -> None:
     fan = Fanout([sink])
     for step in (1, 2):
         fan.record(train_record(step))
@@ -185,12 +185,65 @@ def drive(sink: WandbSink) -> None:
 def test_wandb_gets_every_number(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    drive(WandbSink(tiny('wandb.mode="offline"', "run.name=abc"), tmp_path))
+    drive(wandb_sink(tiny('wandb.mode="offline"', "run.name=abc"), tmp_path))
     assert fake.options["mode"] == "offline"
     assert fake.options["name"] == "abc"
     assert [step for step, _ in fake.logged] == [1, 2]
     assert fake.logged[0][1]["train/loss"] == 4.0
     assert fake.finished
+
+
+class FakeTensorBoard(types.ModuleType):
+    """Stands for torch.utils.tensorboard."""
+
+    def __init__(self) -> None:
+        super().__init__("torch.utils.tensorboard")
+        self.scalars: list[tuple[str, float, int]] = []
+
+    def SummaryWriter(self, folder: str, *, purge_step: int) -> FakeTensorBoard:
+        self.opened = (folder, purge_step)
+        return self
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.scalars.append((name, value, step))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_tensorboard_gets_every_number(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake = FakeTensorBoard()
+    monkeypatch.setitem(sys.modules, fake.__name__, fake)
+    recipe = tiny("train.tensorboard=true", "train.steps=5")
+    train_here(recipe, stop_at_step=2)
+    train_here(recipe)
+    assert fake.closed
+    assert fake.opened == (str(recipe.run.path / "tensorboard"), 3)  # the second session goes on after step 2
+    for kind in ("train", "valid", "final"):
+        assert [(step, loss) for name, loss, step in fake.scalars if name == f"{kind}/loss"] == losses(
+            recipe, kind
+        )
+    monkeypatch.setitem(sys.modules, fake.__name__, None)  # not installed
+    drive(tensorboard_sink(tmp_path, after_step=0))
+    assert len(caplog.records) == 1
+    assert "lmkit[tensorboard]" in caplog.text
+
+
+@pytest.mark.full
+def test_tensorboard_reads_its_files(tiny: Tiny) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    recipe = tiny("train.tensorboard=true")
+    train_here(recipe)
+    read = EventAccumulator(str(recipe.run.path / "tensorboard"))
+    read.Reload()
+    # The files hold float32.
+    assert [(event.step, event.value) for event in read.Scalars("train/loss")] == [
+        (step, pytest.approx(loss, rel=1e-6)) for step, loss in losses(recipe)
+    ]
 
 
 @pytest.mark.parametrize("fail_at", ["missing", "init", "log", "finish", "hang"])
@@ -203,8 +256,8 @@ def test_fault_79_training_goes_on_without_wandb_after_one_warning(
 ) -> None:
     fake = None if fail_at == "missing" else FakeWandb(fail_at)
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setattr(metrics, "FINISH_TIMEOUT_S", 0.05)
-    drive(WandbSink(tiny(), tmp_path))
+    monkeypatch.setattr(services, "FINISH_TIMEOUT_S", 0.05)
+    drive(wandb_sink(tiny(), tmp_path))
     assert len(caplog.records) == 1
     assert "metrics.jsonl" in caplog.text
     assert fake is None or len(fake.logged) <= {"init": 0}.get(fail_at, 2)
