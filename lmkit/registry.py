@@ -273,6 +273,7 @@ class StrategyFacts(Facts):
             "parameters"; all of them if its option `reshard_after_forward` is false.
         packs: which gradients are copied into another tensor to be reduced: "", "bucket" or "all".
         rival: whether it is PyTorch's, here to be compared with.
+        gives_shards: whether it sets the attribute `shards` of an optimizer that takes them.
         options: name -> default (an int, float, str or bool) of its own options, the table [parallel.options].
     """
 
@@ -281,6 +282,7 @@ class StrategyFacts(Facts):
     gathers: int = 2
     packs: str = ""
     rival: bool = False
+    gives_shards: bool = False
     options: Mapping[str, int | float | str | bool] = field(default_factory=dict)
 
 
@@ -291,6 +293,7 @@ class OptimizerFacts(Facts):
     Attributes:
         elementwise: whether every weight is updated from its own gradient and state alone, so that flat shards of
             parameters can be updated in its place. Otherwise its groups have the key "parts", see `lmkit.optim.Muon`.
+        takes_shards: whether it updates shards of whole matrices that a strategy describes, see `lmkit.optim.muon`.
         keeps_masters: whether it has the method `keep_masters` of AdamW, which `train.precision = "bf16"` needs.
         moments: float32 numbers of state for each weight of the blocks' matrices, masters not counted; all other
             weights have two.
@@ -298,6 +301,7 @@ class OptimizerFacts(Facts):
     """
 
     elementwise: bool = True
+    takes_shards: bool = False
     keeps_masters: bool = False
     moments: int = 2
     options: Mapping[str, int | float | str | bool] = field(default_factory=dict)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from lmkit.registry import OPTIMIZERS
 if TYPE_CHECKING:
     from lmkit.recipe.tables import OptimizerConfig
 
+Item = TypeVar("Item")
 MOMENTUM = "momentum_buffer"
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the odd polynomial a x + b x^3 + c x^5, whose iterates take singular values of 0.002 to 1 to about 1: the slope
@@ -45,6 +47,31 @@ def orthogonalize(matrices: Tensor, *, iterations: int = 5) -> Tensor:
     return (x.mT if rows > columns else x).to(matrices.dtype)
 
 
+class MatrixShard(NamedTuple):
+    """This rank's elements of linear maps, which lie in a flat tensor that is cut among the ranks.
+
+    Attributes:
+        pieces: parameters of the optimizer (flat), each with its place in this rank's part.
+        maps: start in the flat tensor, rows and columns of every linear map, also of those on other ranks.
+        begin, size: of this rank's part.
+        gather: (size,) -> (ranks * size,), the parts of all ranks. Collective.
+        has_gradient: whether this step updates the maps; equal on all ranks.
+    """
+
+    pieces: list[tuple[Tensor, slice]]
+    maps: list[tuple[int, int, int]]
+    begin: int
+    size: int
+    gather: Callable[[Tensor], Tensor]
+    has_gradient: Callable[[], bool]
+
+
+def maps_of(rows: Sequence[int], columns: int, start: int) -> list[tuple[int, int, int]]:
+    """Return `MatrixShard.maps` of a parameter whose linear maps have these rows, and which begins at `start`."""
+    before = accumulate(rows, initial=0)
+    return [(start + first * columns, some, columns) for first, some in zip(before, rows, strict=False)]
+
+
 class Muon(AdamW):
     """Muon for matrices in blocks, AdamW for embedding, head and gains (Jordan 2024, "Muon").
 
@@ -62,6 +89,10 @@ class Muon(AdamW):
         matrix_lr: learning rate of matrices while `group["lr"]` is `lr`.
         momentum: decay of the running mean of their gradients.
         iterations: of `orthogonalize`.
+
+    Attributes:
+        shards: what a strategy sets that shards the optimizer. Momentum, weights and their updates stay with the rank
+            that holds them; directions are gathered, and each rank orthogonalises the maps of which it holds a part.
 
     Raises:
         ValueError: a setting is out of range.
@@ -89,6 +120,7 @@ class Muon(AdamW):
         self.momentum = momentum
         self.iterations = iterations
         self.lr_ratio = matrix_lr / lr if lr else 0.0
+        self.shards: list[MatrixShard] = []
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -98,44 +130,93 @@ class Muon(AdamW):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for sweep in _sweeps(_matrices(group)):
+            for sweep in _sweeps(_matrices(group), lambda pair: pair[0].numel()):
                 self._update_matrices(sweep, group)
+        reached = [shard for shard in self.shards if shard.has_gradient()]
+        for shards in _sweeps(reached, lambda shard: sum(rows * columns for _, rows, columns in shard.maps)):
+            self._update_shards(shards)
         super().step()
         return loss
 
     def _updates(self, params: list[Tensor]) -> Any:
         matrices = {param for group in self.param_groups for param, _ in _matrices(group)}
+        matrices.update(param for shard in self.shards for param, _ in shard.pieces)
         return super()._updates([param for param in params if param not in matrices])
+
+    def _momentum(self, param: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what is updated of a parameter, and its running mean."""
+        state = self.state[param]
+        exact = state.get(MASTER, param)
+        if MOMENTUM not in state:
+            state[MOMENTUM] = torch.zeros_like(exact)
+        return exact, state[MOMENTUM]
+
+    def _rates(self, lr: float | Tensor, device: torch.device) -> tuple[float | Tensor, float | Tensor]:
+        """Return the share of the gradient in the new mean, and the learning rate; 0 if the step is called off."""
+        new, rate = 1 - self.momentum, lr * self.lr_ratio
+        if self.decision is None:
+            return new, rate
+        made = (self.decision != 0).to(device, torch.float32)
+        return new * made, rate * made
 
     def _update_matrices(self, matrices: list[tuple[Tensor, Sequence[int]]], group: dict[str, Any]) -> None:
         by_shape: dict[torch.Size, list[_Part]] = {}
         for param, parts in matrices:
-            state = self.state[param]
-            exact = state.get(MASTER, param)
-            if MOMENTUM not in state:
-                state[MOMENTUM] = torch.zeros_like(exact)
-            views = (
-                tensor.split(list(parts)) for tensor in (exact, self._gradient(param, exact), state[MOMENTUM])
-            )
+            exact, mean = self._momentum(param)
+            views = (tensor.split(list(parts)) for tensor in (exact, self._gradient(param, exact), mean))
             for part in map(_Part._make, zip(*views, strict=True)):
                 by_shape.setdefault(part.gradient.shape, []).append(part)
-        new: float | Tensor = 1 - self.momentum
-        rate: float | Tensor = group["lr"] * self.lr_ratio
-        if self.decision is not None:
-            made = (self.decision != 0).to(matrices[0][0].device, torch.float32)
-            new, rate = new * made, rate * made
+        new, rate = self._rates(group["lr"], matrices[0][0].device)
         for (rows, columns), alike in by_shape.items():
             for part in alike:
                 part.mean.lerp_(part.gradient, new)
             directions = torch.stack([part.gradient.lerp(part.mean, self.momentum) for part in alike])
             changes = orthogonalize(directions, iterations=self.iterations)
-            changes *= -rate * max(1.0, rows / columns) ** 0.5
             for part, change in zip(alike, changes, strict=True):
-                decayed = part.weight * (part.weight * change < 0) if group["cautious"] else part.weight
-                part.weight.sub_(decayed * (rate * decay_of(group, group["lr"]))).add_(change)
+                _move(part.weight, change, rate * max(1.0, rows / columns) ** 0.5, rate, group)
         for param, _ in matrices:
             if MASTER in self.state[param]:
                 param.copy_(self.state[param][MASTER])
+
+    def _update_shards(self, shards: list[MatrixShard]) -> None:
+        group_of = {param: group for group in self.param_groups for param in group["params"]}
+        by_shape: dict[tuple[int, int], list[tuple[Tensor, Tensor, slice, slice, dict[str, Any]]]] = {}
+        for shard in shards:
+            device = self.param_groups[0]["params"][0].device
+            kind = (
+                torch.bfloat16 if device.type == "cuda" else torch.promote_types(torch.float32, _dtype(shard))
+            )
+            direction = torch.zeros(shard.size, dtype=kind, device=device)
+            updated = [(param, where) for param, where in shard.pieces if param.grad is not None]
+            for param, where in updated:
+                exact, mean = self._momentum(param)
+                gradient = self._gradient(param, exact)
+                mean.lerp_(gradient, self._rates(0.0, device)[0])
+                direction[where] = gradient.lerp(mean, self.momentum).to(kind)
+            whole = shard.gather(direction)
+            for start, rows, columns in shard.maps:
+                matrix = whole[start : start + rows * columns].view(rows, columns)
+                for param, where in updated:
+                    first = max(start, shard.begin + where.start)
+                    stop = min(start + rows * columns, shard.begin + where.stop)
+                    if first < stop:
+                        before = shard.begin + where.start
+                        own, in_matrix = (
+                            slice(first - before, stop - before),
+                            slice(first - start, stop - start),
+                        )
+                        by_shape.setdefault((rows, columns), []).append(
+                            (matrix, param, own, in_matrix, group_of[param])
+                        )
+        for (rows, columns), alike in by_shape.items():
+            changes = orthogonalize(torch.stack([matrix for matrix, *_ in alike]), iterations=self.iterations)
+            for (_, param, own, in_matrix, group), change in zip(alike, changes, strict=True):
+                rate = self._rates(group["lr"], param.device)[1]
+                weight = self.state[param].get(MASTER, param)[own]
+                scaled = rate * max(1.0, rows / columns) ** 0.5
+                _move(weight, change.flatten()[in_matrix].to(weight.dtype), scaled, rate, group)
+                if param in self.copies:
+                    self.copies[param][own] = weight.to(self.copies[param].dtype)
 
     def _gradient(self, param: Tensor, exact: Tensor) -> Tensor:
         gradient = param.grad.to(exact.dtype)  # type: ignore[union-attr]
@@ -161,16 +242,28 @@ def _matrices(group: dict[str, Any]) -> list[tuple[Tensor, Sequence[int]]]:
     return [(param, rows) for param, rows in pairs if rows and param.grad is not None]
 
 
-def _sweeps(matrices: list[tuple[Tensor, Sequence[int]]]) -> Iterator[list[tuple[Tensor, Sequence[int]]]]:
-    """Split matrices into sweeps of about SWEEP_ELEMENTS, which bound the temporary memory."""
-    sweep: list[tuple[Tensor, Sequence[int]]] = []
+def _dtype(shard: MatrixShard) -> torch.dtype:
+    return shard.pieces[0][0].dtype if shard.pieces else torch.float32
+
+
+def _move(
+    weight: Tensor, direction: Tensor, rate: float | Tensor, decay: float | Tensor, group: dict[str, Any]
+) -> None:
+    """Decay a weight, by `decay` times the group's, and move it against an orthogonalised direction."""
+    decayed = weight * (weight * direction > 0) if group["cautious"] else weight
+    weight.sub_(decayed * (decay * decay_of(group, group["lr"]))).sub_(direction * rate)
+
+
+def _sweeps(items: list[Item], elements_of: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """Split into sweeps of about SWEEP_ELEMENTS, which bound the temporary memory."""
+    sweep: list[Item] = []
     elements = 0
-    for matrix, parts in matrices:
-        if sweep and elements + matrix.numel() > SWEEP_ELEMENTS["cuda"]:
+    for item in items:
+        if sweep and elements + elements_of(item) > SWEEP_ELEMENTS["cuda"]:
             yield sweep
             sweep, elements = [], 0
-        sweep.append((matrix, parts))
-        elements += matrix.numel()
+        sweep.append(item)
+        elements += elements_of(item)
     if sweep:
         yield sweep
 
@@ -179,6 +272,7 @@ def _sweeps(matrices: list[tuple[Tensor, Sequence[int]]]) -> Iterator[list[tuple
     "muon",
     order=2,
     elementwise=False,
+    takes_shards=True,
     moments=1,
     keeps_masters=True,
     options={"matrix_lr": 0.02, "momentum": 0.95, "iterations": 5},

@@ -50,6 +50,7 @@ MOST_REDUCTIONS = 2
 @STRATEGIES.register(
     "fsdp",
     order=8,
+    gives_shards=True,
     uses=("reduce_dtype", "weights", "gather"),
     shards=("parameters", "gradients", "optimizer"),
     options={"reshard_after_forward": True, "state_dtype": "fp32", "shard_ranks": 0},

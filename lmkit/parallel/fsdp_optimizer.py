@@ -11,6 +11,7 @@ from torch import nn
 from lmkit.parallel.fsdp_shards import FlatParameters
 from lmkit.parallel.protocol import MakeOptimizer
 from lmkit.parallel.ranks import Ranks
+from lmkit.parallel.zero1_optimizer import parts_of_maps
 from lmkit.parallel.zero1_shards import ShardLayout, StateDict, consolidate
 
 
@@ -18,8 +19,8 @@ class FsdpOptimizer(torch.optim.Optimizer):
     """Update this rank's elements of the parameters; what was gathered is then old.
 
     `param_groups` are the given groups, one to one, with slices in place of the parameters. The optimizer must update
-    every element from its own gradient and state alone (AdamW and SGD do; Muon, which looks at whole matrices, does
-    not), and skip parameters without a gradient.
+    every element from its own gradient and state alone (AdamW and SGD do) or take `shards` as our Muon does, and skip
+    parameters without a gradient.
 
     Args:
         make: makes the optimizer from parameter groups.
@@ -44,9 +45,15 @@ class FsdpOptimizer(torch.optim.Optimizer):
         self._after_change = after_change
         slices = {p: part for flat in flats for p, part in flat.slices.items()}
         given = [{**group, "params": list(group["params"])} for group in groups]
+        parts = parts_of_maps(given)
+        for group in given:
+            group.pop("parts", None)
         self.inner = make(
             [{**group, "params": [slices[p] for p in group["params"] if p in slices]} for group in given]
         )
+        if parts:
+            reached = [flat for flat in flats if flat.trains and any(p in parts for p in flat.parameters)]
+            self.inner.shards = [flat.matrices(parts) for flat in reached]  # type: ignore[attr-defined]
         super().__init__(self.inner.param_groups, self.inner.defaults)
         self.state = self.inner.state
         group_of = {p: index for index, group in enumerate(given) for p in group["params"]}

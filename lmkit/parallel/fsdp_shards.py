@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lmkit.optim.muon import MatrixShard, maps_of
 from lmkit.parallel.collectives import Averager, PendingMean, Work
 from lmkit.parallel.fsdp_gather import ShardGather
 from lmkit.parallel.ranks import Ranks
@@ -110,6 +111,22 @@ class FlatParameters:
             for parameter, shapes in zip(self.parameters, self.shapes, strict=True)
         }
 
+    def matrices(self, parts: Mapping[nn.Parameter, Sequence[int]]) -> MatrixShard:
+        """Return this rank's part of the linear maps, which have these rows in each of the parameters."""
+        held = [(index, p) for index, p in enumerate(self.parameters) if p in parts]
+        return MatrixShard(
+            [(self.slices[p], self.own_part(index)[0]) for index, p in held if p in self.slices],
+            [
+                linear_map
+                for index, p in held
+                for linear_map in maps_of(parts[p], p.shape[1], self._offsets[index])
+            ],
+            self._ranks.rank * self.shard_size,
+            self.shard_size,
+            self.gather_state,
+            lambda: self.gradient is not None,
+        )
+
     # Weights
 
     @property
@@ -164,12 +181,14 @@ class FlatParameters:
     # The exact weights, in the dtype of the state
 
     @torch.no_grad()
-    def gather_state(self) -> torch.Tensor:
-        """Return all shards in one new tensor, (world_size * shard_size,). Collective."""
+    def gather_state(self, part: torch.Tensor | None = None) -> torch.Tensor:
+        """Return all shards, or a `part` (shard_size,) of each rank, in one new tensor, (world_size * shard_size,).
+        Collective."""
+        part = self.shard if part is None else part
         if self._gathers is None:
-            return self.shard.clone()
-        whole = self.shard.new_empty(self.shard_size * self._ranks.world_size)
-        self._gathers.collect(whole, self.shard).wait()
+            return part.clone()
+        whole = part.new_empty(self.shard_size * self._ranks.world_size)
+        self._gathers.collect(whole, part).wait()
         return whole
 
     @torch.no_grad()

@@ -40,6 +40,7 @@ from lmkit.registry import STRATEGIES
     uses=("bucket_mb", "reduce_dtype", "weights", "gather"),
     shards=("optimizer",),
     packs="bucket",
+    gives_shards=True,
 )
 class Zero1(Strategy):
     """Reduce-scatter gradients, update a shard, gather the weights.

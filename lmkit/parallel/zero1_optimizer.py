@@ -34,8 +34,9 @@ class Zero1Optimizer(torch.optim.Optimizer):
 
     `param_groups` are the given groups, one to one, with shards in place of the parameters: a schedule sets "lr"
     there as usual. The optimizer must update every element from its own gradient and state alone (AdamW, SGD, Adam
-    and RMSprop do; LAMB and Muon, which look at whole matrices, do not), and skip parameters without a gradient. Our
-    AdamW reads gradients in the dtype in which they were reduced, and writes weights and master weights together.
+    and RMSprop do; LAMB, which looks at whole matrices, does not) or take `shards` as our Muon does, and skip
+    parameters without a gradient. Our AdamW reads gradients in the dtype in which they were reduced, and writes
+    weights and master weights together.
 
     Args:
         make: makes the optimizer from parameter groups.
@@ -59,10 +60,16 @@ class Zero1Optimizer(torch.optim.Optimizer):
     ) -> None:
         self.inner = make(
             [
-                {**group, "params": [b.master for b in buckets[::-1] if b.layout.group == index]}
+                {
+                    **_without_parts(group),
+                    "params": [b.master for b in buckets[::-1] if b.layout.group == index],
+                }
                 for index, group in enumerate(groups)
             ]
         )
+        parts = parts_of_maps(groups)
+        if parts:
+            self.inner.shards = [b.matrices(parts) for b in buckets if b.parameters[0] in parts]  # type: ignore[attr-defined]
         super().__init__(self.inner.param_groups, self.inner.defaults)
         self.state = self.inner.state
         self.keep: list[tuple[ShardedBucket, slice]] = []
@@ -316,6 +323,16 @@ _NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 
 def _is_per_element(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim == 1
+
+
+def parts_of_maps(groups: Sequence[dict[str, Any]]) -> dict[nn.Parameter, Sequence[int]]:
+    """Return the parameters of linear maps, each with the rows of its maps: the key "parts" of the groups."""
+    pairs = (zip(group["params"], group.get("parts", ()), strict=False) for group in groups)
+    return {parameter: rows for pair in pairs for parameter, rows in pair if rows}
+
+
+def _without_parts(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "parts"}
 
 
 def _without_params(group: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch._utils import _unflatten_dense_tensors
 
+from lmkit.optim.muon import MatrixShard, maps_of
 from lmkit.parallel.buckets import bytes_of, fill_buckets, gradients_of
 from lmkit.parallel.collectives import Averager, PendingMean, Work
 from lmkit.parallel.gather import WeightGather
@@ -215,6 +216,30 @@ class ShardedBucket:
             parameter.data = part
         self.shard = self.shard_of(self.weights)
         self.master = self.shard_of(whole).clone() if self.has_own_master else self.shard
+
+    def matrices(self, parts: Mapping[nn.Parameter, Sequence[int]]) -> MatrixShard:
+        """Return this rank's part of the linear maps, which have these rows in each parameter."""
+        starts = [sum(self._sizes[:index]) for index in range(len(self._sizes))]
+        return MatrixShard(
+            [(self.master, slice(0, self.layout.shard_size))],
+            [
+                linear_map
+                for parameter, start in zip(self.parameters, starts, strict=True)
+                for linear_map in maps_of(parts[parameter], parameter.shape[1], start)
+            ],
+            self._ranks.rank * self.layout.shard_size,
+            self.layout.shard_size,
+            self._gather_part,
+            lambda: self.master.grad is not None,
+        )
+
+    def _gather_part(self, part: torch.Tensor) -> torch.Tensor:
+        if self._averager is None:
+            return part
+        whole = part.new_empty(self.weights.numel())
+        self.shard_of(whole).copy_(part)
+        self._averager.all_gather(whole).wait()
+        return whole
 
     def keep_reduce_dtype(self) -> None:
         """Leave casting to the optimizer, which reads gradients as they were reduced and writes `shard` itself."""

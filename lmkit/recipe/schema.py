@@ -148,8 +148,9 @@ def _shards_fit_the_optimizer(tables: Mapping[str, Any]) -> Iterator[str]:
     parallel, optimizer = tables.get("parallel"), tables.get("optimizer")
     if not parallel or not optimizer or OPTIMIZERS.facts(optimizer.name).elementwise:
         return
-    strategy = parallel.strategy
-    if "optimizer" in STRATEGIES.facts(strategy).shards:
+    strategy, takes_shards = parallel.strategy, OPTIMIZERS.facts(optimizer.name).takes_shards
+    facts = STRATEGIES.facts(strategy)
+    if "optimizer" in facts.shards and not (facts.gives_shards and takes_shards):
         yield f'parallel.strategy: "{strategy}" cuts flat shards, but "{optimizer.name}" updates whole matrices'
 
 

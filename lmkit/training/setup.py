@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, cast
 
 import torch
@@ -96,9 +96,7 @@ def build_step(
 
     groups = decay_groups(plain.parameters(), table.weight_decay)
     if not OPTIMIZERS.facts(table.name).elementwise:
-        maps = linear_maps(plain.layers)
-        for group in groups:
-            group["parts"] = [maps.get(param, ()) for param in group["params"]]
+        groups = _with_parts(groups, linear_maps(plain.layers))
     made = sync.build_optimizer(make_optimizer or make, groups)
     if masters:
         if not hasattr(made, "keep_masters"):
@@ -120,6 +118,17 @@ def build_step(
         max_skips=max_skips,
         cuda_graph=cuda_graph,
     )
+
+
+def _with_parts(groups: list[dict[str, Any]], maps: Mapping[Tensor, tuple[int, ...]]) -> list[dict[str, Any]]:
+    """Split groups into those of linear maps and of other parameters; add "parts", see `lmkit.optim.Muon`."""
+    split = []
+    for group in groups:
+        for is_map in (True, False):
+            params = [param for param in group["params"] if (param in maps) == is_map]
+            if params:
+                split.append({**group, "params": params, "parts": [maps.get(param, ()) for param in params]})
+    return split
 
 
 def step_of(recipe: Recipe, ranks: Ranks, data: Data) -> Step:

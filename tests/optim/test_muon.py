@@ -161,10 +161,10 @@ def test_its_options_are_checked(options, names):
     assert names in str(caught.value)
 
 
-def test_adamw_has_no_options_and_zero1_no_muon():
+def test_adamw_has_no_options_and_pytorchs_shards_no_muon():
     for tables, names in (
         ({"optimizer": {"options": {"momentum": 0.9}}}, "optimizer.options.momentum"),
-        ({"optimizer": {"name": "muon"}, "parallel": {"strategy": "zero1"}}, "zero1"),
+        ({"optimizer": {"name": "muon"}, "parallel": {"strategy": "torch_fsdp"}}, "torch_fsdp"),
     ):
         with pytest.raises(UsageError) as caught:
             validate({"run": {"name": "x"}, **tables}, origin="test")
