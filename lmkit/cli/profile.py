@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -99,26 +100,47 @@ def kineto(
     return _profile(context, target, set_, folder, engine="kineto", mode=mode, steps=steps)
 
 
-@app.add("lmkit profile memory quickstart")
+@app.add(
+    "lmkit profile memory quickstart",
+    "lmkit profile memory quickstart --contexts 128,512 --kernels reference,flash_torch",
+)
 def memory(
     recipe: RecipeArgument,
     set_: SetOption = None,
     mode: ModeOption = "step",
+    contexts: Annotated[str | None, option("Table: context lengths, 128,512,2048.")] = None,
+    precisions: Annotated[str | None, option("Table: precisions of [train], fp32,bf16.")] = None,
+    kernels: Annotated[str | None, option("Table: attention kernels, reference,flash_torch.")] = None,
     steps: StepsOption = 2,
     output: OutputOption = None,
     force: ForceOption = False,
 ) -> Any:
-    """Peak memory of training steps by phase and category.
+    """Peak memory of training steps by phase, category and source line.
 
-    Writes a picture and a snapshot for pytorch.org/memory_viz.
+    Writes a picture and a snapshot for pytorch.org/memory_viz. With a list of contexts, precisions or kernels: a
+    table of the forward pass and the whole step for every combination.
     """
     folder = _folder(output, "memory", force=force)
     from lmkit.recipe.load import load_recipe
 
     loaded = load_recipe(recipe, set_ or ())  # before torch is imported
+    lists = {"model.attention": kernels, "train.precision": precisions, "model.context_length": contexts}
+    if any(lists.values()):
+        given = {key: _words(text) for key, text in lists.items() if text}
+        combinations = [dict(zip(given, values, strict=True)) for values in product(*given.values())]
+        recipes = [load_recipe(recipe, set_ or (), flags=flags) for flags in combinations]
+        from lmkit.profile.run import run_memory_table
+
+        return run_memory_table(recipes, folder, steps=steps)
     from lmkit.profile.run import run_memory
 
     return run_memory(loaded, folder, mode=mode, steps=steps)
+
+
+def _words(text: str) -> list[int | str]:
+    """Return the comma-separated words, numbers as numbers."""
+    words = (word.strip() for word in text.split(","))
+    return [int(word) if word.isdecimal() else word for word in words if word]
 
 
 def _folder(output: Path | None, command: str, *, force: bool) -> Path:
@@ -130,7 +152,7 @@ def _folder(output: Path | None, command: str, *, force: bool) -> Path:
     from lmkit.storage.outputs import refuse_unwritable
 
     if output is not None and not force:
-        for report in ("profile_report.md", "memory_report.md"):
+        for report in ("profile_report.md", "memory_report.md", "memory_contexts_report.md"):
             if (output / report).exists():
                 hint = "name another folder, or add --force"
                 raise UsageError("output.exists", f"{output}: holds a profile already", hint=hint)

@@ -18,12 +18,14 @@ BUILD, FORWARD, WHOLE_RUN = "build", "forward", "whole run"
 
 
 class Block(NamedTuple):
-    """One allocation. Times are in us on the recorder's clock; `freed` is infinite for a block alive at the end."""
+    """One allocation. Times are in us on the recorder's clock; `freed` is infinite for a block alive at the end;
+    `line` is the source line that it is due to, if known."""
 
     address: int
     size: int
     allocated: float
     freed: float = math.inf
+    line: str = ""
 
 
 class Phase(NamedTuple):
@@ -62,24 +64,26 @@ class MemoryProfile:
         peaks: phase -> category -> bytes at the moment when most are alive during the phase (over all its instances).
             In the order of their first start; the whole run is last.
         largest: blocks, the largest first: their size in bytes, category, phase, and count.
+        lines: what is alive when most is, by source line and category, the most bytes first: bytes and count.
     """
 
     alive: dict[str, Any]
     begins: list[tuple[str, int]]
     peaks: dict[str, dict[str, int]]
     largest: Rows
+    lines: Rows
 
 
-def blocks_of(events: Sequence[tuple[float, int, int]]) -> list[Block]:
+def blocks_of(events: Sequence[tuple[Any, ...]]) -> list[Block]:
     """Match (time, address, size) events, positive sizes allocating and negative ones freeing.
 
-    Drop frees of blocks that were allocated before the recording.
+    Drop frees of blocks that were allocated before the recording. An event may have a source line, too.
     """
     open_at: dict[int, Block] = {}
     freed = []
-    for time, address, size in events:
+    for time, address, size, *line in events:
         if size > 0:
-            open_at[address] = Block(address, size, time)
+            open_at[address] = Block(address, size, time, math.inf, *line)
         elif address in open_at:
             freed.append(open_at.pop(address)._replace(freed=time))
     return sorted([*freed, *open_at.values()], key=lambda block: block.allocated)
@@ -138,7 +142,23 @@ def profile_memory(recording: Recording) -> MemoryProfile:
         if sum(peak.values()) > sum(peaks.setdefault(phase.name, peak).values()):
             peaks[phase.name] = peak
     begins = [(phase.name, int(np.searchsorted(times, phase.start))) for phase in phases]
-    return MemoryProfile(alive, begins, peaks, _largest(recording, categories))
+    at_peak = times[int(totals.argmax())] if len(times) else 0.0
+    lines = _lines(recording.blocks, categories, at_peak)
+    return MemoryProfile(alive, begins, peaks, _largest(recording, categories), lines)
+
+
+def _lines(blocks: Sequence[Block], categories: Sequence[str], moment: float, most: int = 10) -> Rows:
+    """Return what is alive at a moment by source line; nothing if no line is known."""
+    sizes: Counter[tuple[str, str]] = Counter()
+    counts: Counter[tuple[str, str]] = Counter()
+    for block, category in zip(blocks, categories, strict=True):
+        if block.line and block.allocated <= moment < block.freed:
+            sizes[block.line, category] += block.size
+            counts[block.line, category] += 1
+    return [
+        {"bytes": size, "count": counts[key], "category": key[1], "line": key[0]}
+        for key, size in sizes.most_common(most)
+    ]
 
 
 def _largest(recording: Recording, categories: Sequence[str], most: int = 10) -> Rows:

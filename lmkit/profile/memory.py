@@ -6,11 +6,13 @@ ranges.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import json
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,10 +24,18 @@ from lmkit.measure.kineto import chrome_trace
 from lmkit.measure.memory import GIB
 from lmkit.measure.plots import stacked_areas
 from lmkit.measure.ranges import disable_ranges, observe_ranges, quietly, range_
-from lmkit.measure.tables import Column, Rows, markdown_table, row_files
+from lmkit.measure.tables import (
+    TERMINAL_WIDTH,
+    Column,
+    Rows,
+    markdown_table,
+    row_files,
+    terminal_table,
+)
 from lmkit.model.accounting import count_parameters
 from lmkit.profile.allocations import (
     BUILD,
+    WHOLE_RUN,
     Census,
     MemoryProfile,
     Phase,
@@ -33,6 +43,7 @@ from lmkit.profile.allocations import (
     blocks_of,
     profile_memory,
 )
+from lmkit.profile.lines import Lines, line_of
 from lmkit.profile.steps import Workload, build_step, call_of
 from lmkit.profile.write_up import gib_key, summarize_memory
 from lmkit.recipe.run_folder import ENVIRONMENT
@@ -45,6 +56,13 @@ LARGEST = (
     Column("count", "count", "d"),
     Column("category", "category"),
     Column("phase", "allocated in"),
+)
+
+LINES = (
+    Column("gib", "GiB", ".4f"),
+    Column("share", "of the peak", ".0%"),
+    *LARGEST[1:3],
+    Column("line", "source line"),
 )
 
 
@@ -68,10 +86,18 @@ def run_profile(work: Workload) -> MemoryResult:
     profile = profile_memory(recording)
     rows = _rows(work, profile)
     largest = [block | {"gib": block["bytes"] / GIB} for block in profile.largest]
+    tables = {"Largest allocations": markdown_table(largest, LARGEST)}
+    summary = summarize_memory(rows)
+    peak = max(1, sum(profile.peaks[WHOLE_RUN].values()))
+    lines = [line | {"gib": line["bytes"] / GIB, "share": line["bytes"] / peak} for line in profile.lines]
+    if lines:
+        tables = {"Source lines that hold most at the peak": markdown_table(lines, LINES), **tables}
+    top = [f"{line['share']:.0%} {line['category']} of {line['line'].split('  ')[0]}" for line in lines[:3]]
     summary = replace(
-        summarize_memory(rows),
+        summary,
         title=f"Memory: {work}",
-        tables={"Largest allocations": markdown_table(largest, LARGEST)},
+        findings=[*summary.findings, *([f"Most of the peak: {', '.join(top)}."] if top else [])],
+        tables=tables,
         notes=(f"GiB = 2^30 bytes, of {recording.source}",),
     )
     environment = describe_environment()
@@ -81,7 +107,9 @@ def run_profile(work: Workload) -> MemoryResult:
         "memory_report.md": report_text(summary, environment, [PICTURE]),
         ENVIRONMENT: json.dumps(environment, indent=1) + "\n",
     }
-    return MemoryResult(rows, terminal_text(summary), files)
+    columns = (*LINES[:-1], replace(LINES[-1], header="the lines that hold most"))
+    shown = terminal_table(lines[:3], columns, width=TERMINAL_WIDTH)
+    return MemoryResult(rows, terminal_text(summary) + (f"\n{shown}" if lines else ""), files)
 
 
 def _rows(work: Workload, profile: MemoryProfile) -> Rows:
@@ -170,12 +198,16 @@ def _record_on_gpu(work: Workload) -> Recording:
         memory._record_memory_history(enabled=None)
     signs = {"alloc": 1, "free_completed": -1}
     events = [
-        (entry["time_us"], entry["addr"], signs[entry["action"]] * entry["size"])
+        (entry["time_us"], entry["addr"], signs[entry["action"]] * entry["size"], _line(entry["frames"]))
         for entry in snapshot["device_traces"][work.ranks.device.index or 0]
         if entry["action"] in signs
     ]
     pickled = pickle.dumps(snapshot)
     return Recording(blocks_of(events), observer.phases, observer.censuses, pickled, "the CUDA allocator")
+
+
+def _line(frames: list[dict[str, Any]]) -> str:
+    return line_of((frame["filename"], frame["line"]) for frame in frames)
 
 
 def _record_on_cpu(work: Workload) -> Recording:
@@ -189,24 +221,48 @@ def _record_on_cpu(work: Workload) -> Recording:
 
     observer = _Observer(mark)
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with quietly(
-        torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True)
-    ) as profiler:
+    lines = Lines()
+    with (
+        quietly(
+            torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True)
+        ) as profiler,
+        # Compiled code is no sequence of operations.
+        lines if work.model.compile == "none" else nullcontext(),
+    ):
         _run(work, observer)
-    events: list[tuple[float, int, int]] = []
+    memory: list[tuple[float, int, int]] = []
     moments: dict[int, float] = {}
+    spans: list[tuple[float, float, int]] = []  # of operations, with the number of their line
     for event in json.loads(chrome_trace(profiler))["traceEvents"]:
         if event.get("name") == "[memory]" and event["args"].get("Device Type") == 0:
-            events.append((event["ts"], event["args"]["Addr"], event["args"]["Bytes"]))
-        elif event.get("cat") == "user_annotation" and event["name"].startswith("moment "):
-            moments[int(event["name"].split()[1])] = event["ts"]
-    events.sort(key=lambda event: event[0])
+            memory.append((event["ts"], event["args"]["Addr"], event["args"]["Bytes"]))
+        elif event.get("cat") == "user_annotation":
+            what, _, number = event["name"].rpartition(" ")
+            if what == "moment":
+                moments[int(number)] = event["ts"]
+            elif f"{what} " == Lines.PREFIX:
+                spans.append((event["ts"], event["ts"] + event["dur"], int(number)))
+    memory.sort(key=lambda event: event[0])
+    events = _with_lines(memory, sorted(spans), lines.found)
     phases = [Phase(name, moments[int(start)], moments[int(end)]) for name, start, end in observer.phases]
     censuses = [Census(moments[int(moment)], owners) for moment, owners in observer.censuses]
     return Recording(blocks_of(events), phases, censuses, _as_snapshot(events), "the CPU allocator")
 
 
-def _as_snapshot(events: list[tuple[float, int, int]]) -> bytes:
+def _with_lines(
+    events: Sequence[tuple[float, int, int]], spans: Sequence[tuple[float, float, int]], lines: Sequence[str]
+) -> list[tuple[float, int, int, str]]:
+    """Add to every event the line of the span around it; spans (start, end, line number) do not overlap."""
+    starts = [start for start, _, _ in spans]
+    told = []
+    for event in events:
+        index = bisect.bisect_right(starts, event[0]) - 1
+        around = index >= 0 and event[0] <= spans[index][1]
+        told.append((*event, lines[spans[index][2]] if around else ""))
+    return told
+
+
+def _as_snapshot(events: list[tuple[float, int, int, str]]) -> bytes:
     """Return CPU allocations in the form of a CUDA snapshot, which the viewer opens."""
     entries: list[dict[str, Any]] = [
         {
@@ -215,9 +271,9 @@ def _as_snapshot(events: list[tuple[float, int, int]]) -> bytes:
             "size": abs(size),
             "stream": 0,
             "time_us": int(moment),
-            "frames": [],
+            "frames": [{"filename": line, "line": 0, "name": ""}] if line else [],
         }
-        for moment, address, size in events
+        for moment, address, size, line in events
     ]
     return pickle.dumps({"segments": [], "device_traces": [entries], "allocator_settings": {}})
 

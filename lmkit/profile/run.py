@@ -94,6 +94,15 @@ def run_memory(recipe: Recipe, output: Path, *, mode: Mode, steps: int) -> Profi
     return Profiled(str(output), _write(result.files, output), {"peaks": result.rows}, result.text)
 
 
+def run_memory_table(recipes: Sequence[Recipe], output: Path, *, steps: int) -> Profiled:
+    """Record the memory of a forward pass and of training steps of each recipe, and compare them."""
+    from lmkit.profile.contexts import table
+
+    rows, text, files = table(recipes, steps=steps)
+    _write(files, output)
+    return Profiled(str(output), tuple(name for name in files if "/" not in name), {"rows": rows}, text)
+
+
 def _run_under_nsys(
     command: Sequence[str], output: Path, *, what: str, source: str = "", skip_steps: int = 1
 ) -> Profiled:

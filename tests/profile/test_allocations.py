@@ -38,7 +38,7 @@ def profile(events, phases, censuses=()):
 
 def test_frees_find_their_allocations_and_blocks_their_categories():
     blocks = blocks_of(EVENTS)
-    assert blocks == [
+    assert [block[:4] for block in blocks] == [
         (1000, 100, 1, math.inf),
         (2000, 50, 11, 22),
         (3000, 70, 12, 13),

@@ -4,8 +4,11 @@ import pytest
 import torch
 
 from lmkit.measure.memory import GIB
+from lmkit.model import layers
 from lmkit.model.accounting import count_parameters
-from lmkit.profile import memory
+from lmkit.profile import contexts, memory
+from lmkit.profile.contexts import table
+from lmkit.profile.lines import AUTOGRAD, line_of
 from lmkit.profile.memory import run_profile
 from lmkit.profile.steps import Workload
 from lmkit.profile.write_up import MEMORY, peak_row
@@ -67,6 +70,62 @@ def test_files(result, begins):
     assert all(column.header in result.files["memory_report.md"] for column in MEMORY)
     assert "![memory_timeline.png](memory_timeline.png)" in result.files["memory_report.md"]
     assert begins["build"] == 0 < begins["warm-up 1"] < begins["step 1"]
+
+
+def test_bytes_are_attributed_to_source_lines(result):
+    """The peak is in the optimizer's step: each moment is as large as the weights, and made on a line of its own."""
+    report = result.files["memory_report.md"]
+    table = report[report.index("Source lines") :].split("##")[0]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line]
+    moments = [cell for cell in cells if "optimizer state" in cell]
+    weights = count_parameters(MODEL).total * 4 / GIB
+    share = weights / peak_row(result.rows)["peak_gib"]
+    assert [line.split(":")[0] for *_, line in moments] == ["optim/adamw.py"] * 2
+    assert {kind[-12:] for *_, kind in moments} == {"_like(exact)"}
+    for _, of_peak, *_ in moments:
+        assert float(of_peak.strip("%")) / 100 == pytest.approx(share, abs=0.006)  # two digits are shown
+    assert "backward()" in next(cell[-1] for cell in cells if "gradients" in cell)
+    assert "the lines that hold most" in result.text
+
+
+@pytest.mark.full
+def test_a_table_of_contexts_shows_that_naive_attention_grows_as_the_square():
+    def recipe(kernel, context):
+        model = MODEL.model_copy(update={"attention": kernel, "context_length": context, "num_layers": 1})
+        return WORK.recipe.model_copy(update={"model": model})
+
+    recipes = [recipe(kernel, context) for kernel in ("reference", "flash_torch") for context in (256, 512)]
+    rows, text, files = table(recipes, steps=1)
+    naive, flash = (rows[i + 1]["step_computed_gib"] / rows[i]["step_computed_gib"] for i in (0, 2))
+    assert naive > 3.0  # scores and probabilities grow four times, the rest twice
+    assert flash < 2.2  # what every token keeps grows twice, the tiles not at all
+    assert all(row["forward_computed_gib"] < row["step_computed_gib"] for row in rows)
+    assert {
+        "memory_contexts.png",
+        "memory_contexts_report.md",
+        "reference_step_512_fp32/memory_peaks.jsonl",
+    } <= set(files)
+    assert not any(name.endswith(".pickle") for name in files)
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_what_does_not_fit_is_a_row(monkeypatch):
+    def full(work):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+
+    monkeypatch.setattr(contexts, "run_profile", full)
+    rows, text, files = table([WORK.recipe], steps=1)
+    assert rows[0]["status"] == "out of memory"
+    assert "out of memory" in text
+    assert "memory_contexts.png" in files
+
+
+def test_the_innermost_line_that_counts_is_of_lmkit_or_of_the_user():
+    ours, own = layers.__file__, "/home/me/my_kernel.py"
+    inside = [(torch.nn.functional.__file__, 1), (run_profile.__code__.co_filename, 3)]
+    assert line_of([*inside, (ours, 1), (own, 2)]).startswith("model/layers.py:1  ")
+    assert line_of([*inside, (own, 2), (ours, 1)]) == "my_kernel.py:2"
+    assert line_of(inside) == AUTOGRAD
 
 
 @pytest.mark.parametrize(

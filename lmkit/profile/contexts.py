@@ -1,0 +1,120 @@
+"""`lmkit profile memory --contexts ... --precisions ...`: a table of the peaks of forward passes and whole steps."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+from lmkit.bench.harness import (
+    Summary,
+    grouped,
+    out_of_memory_is_a_row,
+    report_text,
+    terminal_text,
+)
+from lmkit.measure.environment import describe_environment
+from lmkit.measure.memory import release_memory
+from lmkit.measure.plots import line_panels
+from lmkit.measure.tables import Column, Rows
+from lmkit.profile.memory import run_profile
+from lmkit.profile.steps import Mode, Workload
+from lmkit.profile.write_up import peak_row
+from lmkit.recipe.run_folder import ENVIRONMENT
+from lmkit.recipe.schema import Recipe
+
+PICTURE = "memory_contexts.png"
+MODES: tuple[Mode, ...] = ("forward", "step")
+SNAPSHOT = "memory_snapshot.pickle"  # of every cell they would be hundreds of megabytes
+COLUMNS = (
+    Column("attention", "attention"),
+    Column("context_length", "context", "d"),
+    Column("dtype", "precision"),
+    Column("forward_gib", "forward GiB", ".3f", instead="status"),
+    Column("forward_computed_gib", "computed", ".3f"),
+    Column("step_gib", "step GiB", ".3f"),
+    Column("step_computed_gib", "computed", ".3f"),
+)
+
+
+def table(recipes: Sequence[Recipe], *, steps: int) -> tuple[Rows, str, dict[str, bytes | str]]:
+    """Profile recipes; return a row of each, the table for a terminal, and the files, most of them in folders.
+
+    What does not fit is a row.
+    """
+    files: dict[str, bytes | str] = {}
+    rows: Rows = []
+    for recipe in recipes:
+        works = {mode: Workload(recipe, mode, steps, warmup=0) for mode in MODES}
+        model, train = works["step"].model, works["step"].train
+        row: dict[str, Any] = {
+            "attention": model.attention,
+            "context_length": model.context_length,
+            "dtype": train.precision,
+            "batch_size": works["step"].batch_size,
+            "status": "ok",
+        }
+        for mode, work in works.items():
+            with out_of_memory_is_a_row(row, work.ranks.device):
+                result = run_profile(work)
+                peak = peak_row(result.rows)
+                row[f"{mode}_gib"] = peak["peak_gib"]
+                row[f"{mode}_computed_gib"] = peak["activations_gib"] + peak["temporary_gib"]
+                folder = f"{model.attention}_{mode}_{model.context_length}_{train.precision}"
+                files |= {f"{folder}/{name}": text for name, text in result.files.items() if name != SNAPSHOT}
+            release_memory(work.ranks.device)
+        rows.append(row)
+    summary = Summary(
+        "Memory by context and precision",
+        COLUMNS,
+        rows,
+        about=f"Batch {rows[0]['batch_size']}",
+        findings=growth(rows),
+        notes=(
+            "GiB = 2^30 bytes, at the peak; computed: the activations and temporary tensors in it; every cell has a "
+            "folder with its phases and source lines",
+        ),
+    )
+    environment = describe_environment()
+    files |= {
+        PICTURE: picture(rows),
+        "memory_contexts.json": json.dumps(rows, indent=1) + "\n",
+        "memory_contexts_report.md": report_text(summary, environment, [PICTURE]),
+        ENVIRONMENT: json.dumps(environment, indent=1) + "\n",
+    }
+    return rows, terminal_text(summary), files
+
+
+def growth(rows: Rows) -> list[str]:
+    """Say how the computed memory of a step grows over the two longest contexts."""
+    found = []
+    for (kernel, dtype), members in grouped(rows, lambda row: (row["attention"], row["dtype"])).items():
+        measured = [row for row in members if row.get("step_computed_gib")]
+        *_, short, long = sorted([{}, {}, *measured], key=lambda row: row.get("context_length", 0))
+        if not short:
+            continue
+        ratio = long["step_computed_gib"] / short["step_computed_gib"]
+        power = math.log(ratio) / math.log(long["context_length"] / short["context_length"])
+        found.append(
+            f"{kernel}, {dtype}: from {short['context_length']} to {long['context_length']} tokens what a step "
+            f"computes grows {ratio:.2f} times, as the context to the power {power:.2f}."
+        )
+    return found
+
+
+def picture(rows: Rows) -> bytes:
+    """Draw the computed memory over the context on logarithmic axes, where a square is twice as steep as a line."""
+    panels: dict[str, dict[tuple[str, str], list[tuple[float, float]]]] = {mode: {} for mode in MODES}
+    for row, mode in product(rows, MODES):
+        points = panels[mode].setdefault((row["attention"], row["dtype"]), [])
+        if (size := row.get(f"{mode}_computed_gib")) is not None:
+            points.append((row["context_length"], size))
+    return line_panels(
+        panels,
+        title="What forward and step compute: activations and temporary tensors at the peak",
+        x_label="context (tokens)",
+        y_label="memory (GiB = 2^30 bytes)",
+        log_y=True,
+    )
