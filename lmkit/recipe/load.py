@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from lmkit.errors import UsageError, did_you_mean, reason
+from lmkit.recipe.depth import FOLLOWS, from_depth
 from lmkit.recipe.run_folder import placed_in, run_folder_of
 from lmkit.recipe.schema import CHECKS, CHECKS_BEFORE_TOKENS, TABLES, Recipe, table_type
 from lmkit.recipe.tables import PRESETS, Table
@@ -39,8 +40,8 @@ def load_recipe(
 ) -> Recipe:
     """Read, override and validate a recipe. Precedence, lowest first: defaults, file, overrides, flags.
 
-    An override of `model.preset` replaces the sizes that the file gives. The recipe that lies in a run folder is that
-    folder's, wherever it is now.
+    An override of `model.preset` or `model.depth` replaces what the file gives and they decide. The recipe that lies
+    in a run folder is that folder's, wherever it is now.
 
     Args:
         source: a file, the name of a shipped recipe, or None for nothing but defaults and overrides.
@@ -63,9 +64,10 @@ def load_recipe(
         for key in reversed(keys):
             value = {key: value}
         _merge(typed, with_our_names(value))
-    if "preset" in typed.get("model", {}) and isinstance(raw.get("model"), dict):
-        for size in PRESETS["tiny"]:
-            raw["model"].pop(size, None)
+    for dial, decides in (("preset", {"model": tuple(PRESETS["tiny"])}), ("depth", FOLLOWS)):
+        for name, decided in decides.items():
+            if dial in typed.get("model", {}) and isinstance(raw.get(name), dict):
+                raw[name] = {key: value for key, value in raw[name].items() if key not in decided}
     _merge(raw, typed)
     origin = [str(source)] if source is not None else []
     return validate(raw, origin=" and ".join([*origin, "the command line"] if typed else origin) or "recipe")
@@ -251,6 +253,8 @@ def validate(raw: Mapping[str, Any], *, origin: str, resolved: bool = False) -> 
     model = raw.get("model")
     if isinstance(model, dict) and isinstance(model.get("preset"), str):  # it gives what the table leaves out
         raw["model"] = PRESETS.get(model["preset"], {}) | model
+    for name, values in from_depth(raw).items():
+        raw[name] = values | raw.get(name, {})
     mistakes: list[tuple[str, str]] = []  # code, text
     tables: dict[str, Table] = {}
     for name, content in raw.items():

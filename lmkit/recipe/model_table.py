@@ -35,6 +35,9 @@ class ModelConfig(Table):
 
     preset: Literal["tiny", "small", "medium", "large", "xl", "2.7b"] | None = None
     """Sets d_model, d_ff, num_layers and num_heads unless the recipe gives them."""
+    depth: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """One dial: so many layers; width, heads, batch, learning rate and steps follow unless the recipe gives
+    them."""
     vocab_size: PositiveInt | None = None
     """Default: the vocabulary size of the token file."""
     context_length: PositiveInt = 256
@@ -96,6 +99,12 @@ class ModelConfig(Table):
     """`selective`: GB (10^9 bytes) that the blocks keep of a micro-batch on a rank; at least their inputs."""
     compile: Literal["none", "block", "whole"] = "none"
     """Use torch.compile on each block (starts sooner) or on the whole stack."""
+
+    @model_validator(mode="after")
+    def _one_dial(self) -> ModelConfig:
+        if self.preset is not None and self.depth is not None:
+            raise ValueError("preset and depth both give the sizes; leave one out")
+        return self
 
     @model_validator(mode="after")
     def _heads_divide(self) -> ModelConfig:

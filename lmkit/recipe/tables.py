@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from lmkit.recipe.depth import TOKENS_PER_PARAMETER
 from lmkit.recipe.model_table import PRESETS as PRESETS
 from lmkit.recipe.model_table import ModelConfig as ModelConfig
 from lmkit.recipe.model_table import check_heads as check_heads
@@ -185,6 +186,8 @@ class TrainConfig(Table):
     """Begin with the weights of this run, checkpoint or Hugging Face folder, and with a fresh optimizer."""
     steps: PositiveInt = 1000
     """Optimizer steps; the learning-rate schedule spans them."""
+    tokens_per_parameter: PositiveFloat = TOKENS_PER_PARAMETER
+    """With `model.depth`: tokens to train on for each parameter that multiplies; decides `steps`."""
     epochs: PositiveFloat | None = None
     """Steps that see this many times as many tokens as the token file has; takes the place of `steps`."""
     max_minutes: PositiveFloat | None = None
