@@ -81,9 +81,10 @@ def run(recipe: Recipe, *, progress: Progress, nproc: int = 1, **options: Any) -
         refuse_torchrun()  # not after the data stages
     if ranks > 1 and os.environ["RANK"] != "0":
         if follow() == "train":
+            from lmkit.generation import write_samples
             from lmkit.training.session import train
 
-            train(recipe)
+            train(recipe, write_texts=write_samples)
         return None
     pipeline = Pipeline(recipe, progress=progress, nproc=nproc, **options)
     if not pipeline.is_up_to_date("train"):

@@ -35,7 +35,7 @@ FILES = ("corpus.train", "corpus.valid", "tokenizer.path")  # keys that name fil
 # Keys on which no result depends.
 NO_EFFECT = (
     *("tokenizer.workers", "data.workers", "corpus.folder", "run.folder", "run.name"),
-    "train.tensorboard",
+    *("train.tensorboard", "train.sample_interval"),
 )
 PIPE = "a pipe"  # stands for the hash of its content
 _INSIDE = "./"  # begins a path in the record that is relative to the run folder

@@ -57,8 +57,9 @@ def train(
         loaded = loaded.model_copy(update={"train": train_table})
     if print_recipe:
         return Result(recipe_to_toml(loaded), loaded.model_dump(mode="json"))
+    from lmkit.generation import write_samples
     from lmkit.training import session
 
     if dry_run:
         return session.plan(loaded, stop_at_step=stop_at_step, nproc=nproc)
-    return session.train(loaded, stop_at_step=stop_at_step, nproc=nproc)
+    return session.train(loaded, stop_at_step=stop_at_step, nproc=nproc, write_texts=write_samples)

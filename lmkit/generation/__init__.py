@@ -17,6 +17,7 @@ __getattr__, __dir__, __all__ = exports(
         "TextStream": "generate",
         "Drawn": "generate",
         "Interrupted": "generate",
+        "write_samples": "samples",
         "Decoder": "decoder",
     },
 )

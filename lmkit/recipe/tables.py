@@ -209,6 +209,8 @@ class TrainConfig(Table):
     """Evaluate on held-out data every N steps; 0: only at the end."""
     eval_batches: Count = 20
     """Batches per evaluation; 0: all held-out data. The last evaluation always uses all of it."""
+    sample_interval: Count = 0
+    """Write the texts of [generate]'s prompts every N steps, to the log and the metrics; 0: never."""
     tensorboard: bool = False
     """Also write TensorBoard's files, to `tensorboard` in the run folder; needs the extra `lmkit[tensorboard]`."""
     nonfinite: Literal["stop", "skip"] = "stop"

@@ -10,6 +10,7 @@ A record is one JSON object with a `kind`:
 - `valid` and `final`: step, loss, perplexity, bits_per_byte, tokens (evaluated on); `final` is over all held-out
   tokens.
 - `checkpoint`: step, stall_seconds (how long training has waited for saving so far).
+- `sample`: step, number (of the prompt), text (prompt included).
 - `skip`: step, loss; the step was skipped because its loss or gradient was not finite.
 """
 
@@ -244,7 +245,8 @@ def console(total_steps: int, *, first_step: int = 0) -> PlainConsole | BarConso
 
 
 def describe(record: Record, total_steps: int) -> str:
-    """Return a record as one line of at most 100 columns; "" for kinds that are only for the file."""
+    """Return a record as one line of at most 100 columns, a text in its lines; "" for kinds that are only for the
+    file."""
     kind, step = record["kind"], f"step {record['step']}/{total_steps}"
     if kind == "train":
         parts = [
@@ -265,6 +267,9 @@ def describe(record: Record, total_steps: int) -> str:
             f"{step}  {_CURVES[kind]}: loss {record['loss']:.4f}  perplexity {record['perplexity']:.2f}"
             + ("" if bits is None else f"  {bits:.4f} bits per byte")
         )
+    if kind == "sample":  # an untrained model writes control characters by chance
+        signs = (sign if sign.isprintable() or sign == "\n" else "\ufffd" for sign in record["text"])
+        return f"{step}  text {record['number'] + 1}: {''.join(signs)}"
     return f"{step}  skipped: loss {record['loss']}, the gradient is not finite" if kind == "skip" else ""
 
 

@@ -141,6 +141,10 @@ def _page(runs: Sequence[Run]) -> str:
     for run in runs:
         if run.text:
             parts.append(_section(f"Texts of {run.name}", f'<pre class="text">{escape(run.text)}</pre>'))
+        if samples := run.points("sample", "step", "text"):
+            told = "\n\n".join(f"step {step}: {text}" for step, text in samples)
+            title = f"Texts of {run.name} while it was trained"
+            parts.append(_section(title, f'<pre class="text">{escape(told)}</pre>'))
     first, *others = runs
     for run in others:
         changed = differences(first.recipe, run.recipe) or ["the recipes are equal"]

@@ -71,7 +71,13 @@ def open_data(recipe: Recipe) -> Data:
 def check_recipe(recipe: Recipe) -> None:
     """Refuse a recipe without its tables or its token files; reads none of these."""
     required(recipe.model, "model", command="train")
-    required(recipe.train, "train", command="train")
+    table, tokenizer = required(recipe.train, "train", command="train"), _tokenizer_path(recipe)
+    if table.sample_interval and not tokenizer.exists():
+        raise UsageError(
+            "train.no_tokenizer",
+            f"{tokenizer}: no such tokenizer, which train.sample_interval writes with",
+            hint="name it with --set tokenizer.path=FILE, or leave train.sample_interval out",
+        )
     if recipe.data.source == "random":
         return
     train, valid = token_paths(recipe)

@@ -1,4 +1,4 @@
-"""Send the numbers of a run to W&B and TensorBoard. Training never fails for it."""
+"""Send the numbers and texts of a run to W&B and TensorBoard. Training never fails for it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ log = logging.getLogger("lmkit")
 class Service(Protocol):
     """What a service is asked for; W&B's run is one."""
 
-    def log(self, numbers: Mapping[str, float], *, step: int) -> object:
-        """Take the numbers of a step by name, such as `train/loss`."""
+    def log(self, values: Mapping[str, float | str], *, step: int) -> object:
+        """Take the numbers and texts of a step by name, such as `train/loss`."""
 
     def finish(self) -> object:
         """End: no more numbers come."""
@@ -70,16 +70,17 @@ class _Events:
     def __init__(self, writer: Any) -> None:
         self._writer = writer
 
-    def log(self, numbers: Mapping[str, float], *, step: int) -> None:
-        for name, value in numbers.items():
-            self._writer.add_scalar(name, value, step)
+    def log(self, values: Mapping[str, float | str], *, step: int) -> None:
+        for name, value in values.items():
+            add = self._writer.add_text if isinstance(value, str) else self._writer.add_scalar
+            add(name, value, step)
 
     def finish(self) -> None:
         self._writer.close()
 
 
 class ServiceSink(Sink):
-    """Send the numbers of every record to a service. At the first failure log one warning and stop.
+    """Send the numbers and texts of every record to a service. At the first failure log one warning and stop.
 
     All calls are made in a thread of their own, so that a slow or dead service costs training no time. metrics.jsonl
     has everything.
@@ -103,13 +104,15 @@ class ServiceSink(Sink):
         ]
         if not self._is_on:
             return
-        numbers = {
+        values: dict[str, float | str] = {
             f"{record['kind']}/{key}": value
             for key, value in record.items()
             if isinstance(value, (int, float)) and key != "step"
         }
+        if record["kind"] == "sample":  # a step may have several
+            values = {f"sample/{record['number'] + 1}": record["text"]}
         run, step = self._run, record["step"]
-        self._sent.append(self._caller.submit(lambda: run.log(numbers, step=step)))
+        self._sent.append(self._caller.submit(lambda: run.log(values, step=step)))
 
     def close(self) -> None:
         """Upload the rest, for a minute at most: with a dead network a service may wait for ever."""

@@ -47,6 +47,7 @@ from lmkit.training.run_data import (
     resolved_tables,
     token_paths,
 )
+from lmkit.training.samples import WriteTexts
 from lmkit.training.setup import check_device, step_of
 from lmkit.training.trainer import Moment, Trainer
 
@@ -110,7 +111,12 @@ class TrainResult:
 
 
 def train(
-    recipe: Recipe, *, stop_at_step: int | None = None, nproc: int = 1, lock: FolderLock | None = None
+    recipe: Recipe,
+    *,
+    stop_at_step: int | None = None,
+    nproc: int = 1,
+    lock: FolderLock | None = None,
+    write_texts: WriteTexts | None = None,
 ) -> TrainResult | None:
     """Train, from scratch or from the newest checkpoint of the run folder.
 
@@ -118,27 +124,34 @@ def train(
         stop_at_step: end early after this step; the learning-rate schedule stays that of `train.steps`.
         nproc: ranks to start on this machine. Under torchrun leave it at 1.
         lock: of the run folder, if the caller holds it.
+        write_texts: writes the texts of `train.sample_interval`: `lmkit.generation.write_samples`.
 
     Returns:
         The result; None on ranks other than the first.
 
     Raises:
+        ValueError: `train.sample_interval` without `write_texts`.
         UsageError: the recipe lacks a table, or does not fit its data, its run folder or the number of ranks.
         LmkitError: the loss is not finite, a checkpoint cannot be written, a rank is lost...
         SystemExit, KeyboardInterrupt: SIGTERM or SIGINT; the state is saved.
     """
     check_recipe(recipe)  # before ranks start, which takes seconds
+    if recipe.train is not None and recipe.train.sample_interval and write_texts is None:
+        raise ValueError("train.sample_interval needs write_texts=lmkit.generation.write_samples")
+    given = (recipe, stop_at_step, lock, write_texts)
     if nproc > 1:
-        return spawn_ranks(nproc, _run_rank, (recipe, stop_at_step, lock))
-    live: Callable[[Recipe, int | None, FolderLock | None], TrainResult | None] = _run_rank
+        return spawn_ranks(nproc, _run_rank, given)
+    live: Callable[..., TrainResult | None] = _run_rank
     if "TORCHELASTIC_RUN_ID" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import record
 
         live = record(live)  # lets torchrun show the traceback of errors that are no LmkitError
-    return live(recipe, stop_at_step, lock)
+    return live(*given)
 
 
-def _run_rank(recipe: Recipe, stop_at_step: int | None, lock: FolderLock | None) -> TrainResult | None:
+def _run_rank(
+    recipe: Recipe, stop_at_step: int | None, lock: FolderLock | None, write_texts: WriteTexts | None
+) -> TrainResult | None:
     """Train as one of the ranks; return the result on rank 0."""
     enable_ranges_from_environment()
     with (
@@ -180,6 +193,7 @@ def _run_rank(recipe: Recipe, stop_at_step: int | None, lock: FolderLock | None)
                     moment=moment,
                     signals=signals,
                     stop_at_step=stop_at_step,
+                    write_texts=write_texts,
                 )
                 ending, evaluation = trainer.run()
         finally:

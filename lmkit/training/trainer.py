@@ -32,6 +32,7 @@ from lmkit.training.metrics import Sink
 from lmkit.training.model_state import model_weights, optimizer_tensors
 from lmkit.training.process import StopSignals, end_as_stopped
 from lmkit.training.run_data import Data, resolved_tables
+from lmkit.training.samples import WriteTexts, sample_records
 from lmkit.training.setup import initial_state
 from lmkit.training.state import capture_rng
 from lmkit.training.step import Outcome, Step, Wishes, load_batch
@@ -127,6 +128,7 @@ class Trainer:
         batches: this rank's batches.
         signals: entered; they tell the trainer to stop.
         stop_at_step: end early after this step.
+        write_texts: writes those of `train.sample_interval`.
     """
 
     def __init__(
@@ -140,6 +142,7 @@ class Trainer:
         moment: Moment,
         signals: StopSignals,
         stop_at_step: int | None = None,
+        write_texts: WriteTexts | None = None,
     ) -> None:
         model, train = resolved_tables(recipe)
         ranks, keep = step.ranks, recipe.checkpoint
@@ -148,6 +151,7 @@ class Trainer:
         self.moment = moment
         self.train_loss: float | None = None
         self.clock = TrainingClock(used_seconds=moment.seconds, max_minutes=train.max_minutes, ranks=ranks)
+        self._recipe, self._write_texts = recipe, write_texts
         self._train = train
         self._checkpoint = keep
         self._batches = batches
@@ -247,7 +251,8 @@ class Trainer:
 
     def _must_land(self) -> bool:
         """Return whether something has to happen before a further step."""
-        intervals = (self._train.eval_interval, self._checkpoint.interval)
+        train = self._train
+        intervals = (train.eval_interval, train.sample_interval, self._checkpoint.interval)
         is_due = any(interval and self._launched % interval == 0 for interval in intervals)
         return is_due or self._is_done() or self._stops or self._wants_save
 
@@ -323,6 +328,8 @@ class Trainer:
                     moment.valid_loss = evaluation.loss
                     is_best = moment.best_loss is None or evaluation.loss < moment.best_loss
                     moment.best_loss = evaluation.loss if is_best else moment.best_loss
+            if train.sample_interval and step % train.sample_interval == 0 and not stopped:
+                self._sample()
             is_due = is_last and self._wants_save
             is_due |= checkpoint.interval > 0 and step % checkpoint.interval == 0
             if ends or stopped or is_due or (is_best and checkpoint.keep_best > 0):
@@ -372,6 +379,18 @@ class Trainer:
         if evaluation is not None:
             self._sink.record({"kind": kind, "step": self.moment.step, **asdict(evaluation)})
         return evaluation
+
+    def _sample(self) -> None:
+        """Let the model write, and record its texts."""
+        assert self._write_texts is not None
+        try:
+            with self.speed.excluded():
+                records = sample_records(self.step, self._recipe, self._write_texts, number=self.moment.step)
+        except (LmkitError, torch.OutOfMemoryError) as error:  # training can go on without
+            self._sink.note(f"step {self.moment.step}: no texts: {str(error).partition('. ')[0]}")
+            return
+        for record in records:
+            self._sink.record(record)
 
     def _save(self) -> None:
         """Begin to save, unless this step is saved already."""

@@ -229,12 +229,13 @@ def _moved(recipe: Recipe, folder: Path, name: str) -> Recipe:
         table = (table or TokenizerConfig()).model_copy(update={"path": tokenizer})
     has_valid = recipe.data.valid is not None or valid_tokens.exists()
     data = {"train": train_tokens, "valid": valid_tokens if has_valid else None}
+    quiet = {"max_minutes": None, "sample_interval": 0, "tensorboard": False}
     return recipe.model_copy(
         update={
             "run": recipe.run.model_copy(update={"folder": folder, "name": name}),
             "data": recipe.data.model_copy(update=data),
             "tokenizer": table,
-            "train": recipe.train.model_copy(update={"max_minutes": None}),
+            "train": recipe.train.model_copy(update=quiet),
             "checkpoint": recipe.checkpoint.model_copy(update={"resume": "auto", "interval": 0}),
             "wandb": WandbConfig(),
         }

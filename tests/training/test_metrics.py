@@ -207,6 +207,9 @@ class FakeTensorBoard(types.ModuleType):
     def add_scalar(self, name: str, value: float, step: int) -> None:
         self.scalars.append((name, value, step))
 
+    def add_text(self, name: str, value: str, step: int) -> None:
+        self.text = (name, value, step)
+
     def close(self) -> None:
         self.closed = True
 
@@ -225,6 +228,10 @@ def test_tensorboard_gets_every_number(
         assert [(step, loss) for name, loss, step in fake.scalars if name == f"{kind}/loss"] == losses(
             recipe, kind
         )
+    sink = tensorboard_sink(tmp_path, after_step=0)
+    sink.record({"kind": "sample", "step": 2, "number": 0, "text": "once"})
+    sink.close()
+    assert fake.text == ("sample/1", "once", 2)
     monkeypatch.setitem(sys.modules, fake.__name__, None)  # not installed
     drive(tensorboard_sink(tmp_path, after_step=0))
     assert len(caplog.records) == 1

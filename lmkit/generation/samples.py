@@ -1,0 +1,33 @@
+"""Write the texts of a recipe's table [generate] with a model that is still being trained."""
+
+from __future__ import annotations
+
+import torch
+
+from lmkit.generation.generate import generate
+from lmkit.model.transformer import TransformerLM
+from lmkit.recipe.run_folder import TOKENIZER
+from lmkit.recipe.schema import Recipe
+from lmkit.tokenizer import Tokenizer
+
+
+def write_samples(model: TransformerLM, recipe: Recipe) -> list[str]:
+    """Return a text for each prompt of the table [generate], prompt included.
+
+    Casts the model to the table's precision.
+
+    Raises:
+        LmkitError: the logits are not finite, or memory does not suffice.
+    """
+    table = recipe.generate
+    named = recipe.tokenizer.path if recipe.tokenizer is not None else None
+    tokenizer = Tokenizer.load(named or recipe.run.path / TOKENIZER)
+    on_gpu = model.lm_head.weight.is_cuda
+    model.to(
+        torch.bfloat16
+        if table.precision == "bf16" or (table.precision == "auto" and on_gpu)
+        else torch.float32
+    )
+    # Without kernels: no CUDA graph beside that of the training step.
+    made = generate(model, tokenizer, table.prompts, table, kernels=False)
+    return [text.prompt + text.text for text in made]
