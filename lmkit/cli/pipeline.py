@@ -87,12 +87,12 @@ def run(recipe: Recipe, *, progress: Progress, nproc: int = 1, **options: Any) -
             train(recipe, write_texts=write_samples)
         return None
     pipeline = Pipeline(recipe, progress=progress, nproc=nproc, **options)
-    if not pipeline.is_up_to_date("train"):
-        from lmkit.training.plan import misfit
-
-        if no_fit := misfit(recipe, ranks=max(ranks, nproc)):
-            log.warning(no_fit)  # before hours of making data
     with leading() if ranks > 1 else nullcontext(lambda word: None) as pipeline.tell_ranks, pipeline.opened():
+        if not pipeline.record.is_finished("train"):
+            from lmkit.training.plan import misfit
+
+            if no_fit := misfit(recipe, ranks=max(ranks, nproc)):
+                log.warning(no_fit)  # before hours of making data
         done = {stage: pipeline.bring_up_to_date(stage) for stage in STAGES}
         pipeline.record.save()
         return _summary(pipeline, done)
