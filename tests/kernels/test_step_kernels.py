@@ -50,8 +50,6 @@ OPERATORS = {
 }
 
 
-# opcheck looks at `grad` of tensors that are no leaves.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operators_are_registered_in_full(name):
     x, w = checks.tuned(2, 4, 32), checks.tuned(5, 32, seed=1)
