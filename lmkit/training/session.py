@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lmkit.data.batches import BatchSource
-from lmkit.errors import LmkitError, limit_reached, reason
+from lmkit.errors import LmkitError, UsageError, limit_reached, reason
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.ranges import enable_ranges_from_environment
 from lmkit.model.accounting import count_parameters
@@ -27,6 +28,7 @@ from lmkit.recipe.load import recipe_to_toml
 from lmkit.recipe.run_folder import CHECKPOINTS, ENVIRONMENT, METRICS, RECIPE
 from lmkit.recipe.schema import Recipe
 from lmkit.storage import FolderLock, remove_partials, write_atomic
+from lmkit.storage.atomic import PARTIAL_SUFFIX
 from lmkit.storage.outputs import refuse_unwritable
 from lmkit.streams import LOST
 from lmkit.training.atomic_checkpoint import clean_leftovers, saved_steps
@@ -275,6 +277,8 @@ def _prepare(
         notes = [f"skipped {why}" for why in skipped]
     else:
         path, notes = decided_by_first(ranks, lambda: _open_folder(recipe, hold))
+        if ranks.world_size > 1:
+            _refuse_private_folder(recipe.run.path, ranks)
     warnings = schedule_warnings(resolved.optimizer, resolved_tables(resolved)[1].steps)
     if no_fit := misfit(resolved, ranks=ranks.world_size):
         warnings.append(no_fit)
@@ -306,6 +310,32 @@ def _open_folder(recipe: Recipe, hold: Callable[[], object]) -> tuple[Path | Non
         *(f"skipped {why}" for why in choice.skipped),
         *(f"kept a damaged checkpoint as {place}" for place in keep_newer(checkpoints, choice)),
     ]
+
+
+def _refuse_private_folder(folder: Path, ranks: Ranks) -> None:
+    """Refuse a run folder in which not every rank sees what rank 0 writes: on another machine, say. Collective.
+
+    Raises:
+        UsageError: on every rank.
+    """
+
+    def leave_sign() -> str:
+        name = f"seen-{secrets.token_hex(8)}{PARTIAL_SUFFIX}"
+        (folder / name).touch()
+        return name
+
+    sign = folder / decided_by_first(ranks, leave_sign)
+    sees: list[bool] = [False] * ranks.world_size
+    dist.all_gather_object(sees, sign.exists())
+    if ranks.is_first:
+        sign.unlink()
+    if not all(sees):
+        blind = ", ".join(str(rank) for rank, seen in enumerate(sees) if not seen)
+        raise UsageError(
+            "run.not_shared",
+            f"{folder}: rank {blind} cannot see what rank 0 writes there (key run.folder)",
+            hint="put it on a disk that all machines share: --set run.folder=/shared/runs",
+        )
 
 
 def decided_by_first(ranks: Ranks, decide: Callable[[], T]) -> T:

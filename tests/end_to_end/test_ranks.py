@@ -6,10 +6,12 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -144,3 +146,84 @@ def test_fault_69_under_torchrun_a_signal_saves_once_on_all_ranks(
     resumed = lmkit("train", recipe, "--nproc", "2", "--stop-at-step", str(step + 1), "--json")
     assert resumed.returncode == 0, resumed.stderr
     assert json.loads(resumed.stdout)["resumed_from"] == step
+
+
+class Machines:
+    """torchrun's agents, each as on a machine of its own, with one rank."""
+
+    def __init__(self, folder: Path, command: list[str]) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self._port = free.getsockname()[1]
+        self._folder, self._command = folder, command
+        self._agents: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, name: str, *, hosts: bool = False) -> None:
+        conf = f"is_host={int(hosts)},keep_alive_interval=1,keep_alive_max_attempt=2"
+        options = {
+            "nnodes": 2,
+            "nproc-per-node": 1,
+            "max-restarts": 3,
+            "rdzv-backend": "c10d",
+            "rdzv-id": "two",
+        }
+        options |= {"rdzv-endpoint": f"127.0.0.1:{self._port}", "local-addr": "127.0.0.1", "rdzv-conf": conf}
+        given = [text for key, value in options.items() for text in (f"--{key}", str(value))]
+        with open(self._folder / f"{name}.log", "wb") as log:
+            self._agents[name] = subprocess.Popen(
+                [sys.executable, "-m", "torch.distributed.run", *given, *self._command],
+                cwd=self._folder,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+                stdout=log,
+                stderr=log,
+            )
+
+    def lose(self, name: str) -> None:
+        """Kill an agent and its rank."""
+        agent = self._agents.pop(name)
+        for pid in [agent.pid, *children(agent.pid)]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        agent.wait()
+
+    def wait_for(self, pattern: str) -> str:
+        """Return the group of the first match in what the machines have printed."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            said = "".join(path.read_text() for path in sorted(self._folder.glob("*.log")))
+            if found := re.search(pattern, said, re.DOTALL):
+                return found[1]
+            assert time.monotonic() < deadline, said
+            time.sleep(0.1)
+
+    def close(self) -> None:
+        for name in list(self._agents):
+            self.lose(name)
+
+
+def children(pid: int) -> list[int]:
+    return [
+        int(entry.name)
+        for entry in Path("/proc").glob("[0-9]*")
+        if (entry / "stat").exists()
+        and (entry / "stat").read_text().rpartition(")")[2].split()[1] == str(pid)
+    ]
+
+
+@needs_proc
+@pytest.mark.full
+def test_a_machine_that_is_lost_and_comes_back_resumes_with_the_others(recipe: Path, tmp_path: Path) -> None:
+    """From the newest checkpoint. Of torchrun, the agents of two machines."""
+    machines = Machines(tmp_path, ["-m", "lmkit", "train", str(recipe)])
+    with closing(machines):
+        machines.start("first", hosts=True)
+        machines.start("second")
+        machines.wait_for(r"(step \d{3,}/)")  # there is a checkpoint
+        machines.lose("second")
+        assert "rank 1" in machines.wait_for(r"error\[parallel.rank_lost\]: rank 0, step (.*?)\n")
+        machines.start("third")
+        step = int(machines.wait_for(r"resuming from \S*step-0*(\d+)\n"))
+        assert step >= 50
+        assert int(machines.wait_for(r"resuming from .*?\nstep (\d+)/")) > step
+    choice = newest_valid(recipe.parent / "runs" / "run" / "checkpoints")
+    assert choice.skipped == ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -197,6 +198,20 @@ def test_fault_74_another_model_or_recipe_on_one_rank_is_an_error_at_the_start(
     lines = [line for line in fleet.said().splitlines() if "rank 1" in line and what in line]
     assert len(lines) == 2, fleet.said()
     assert losses(tiny()) == []
+    assert saved(tiny()) == []
+
+
+@full
+def test_a_run_folder_that_another_rank_does_not_see_is_refused_at_the_start(
+    fleet: Fleet, tiny: Tiny, settings: Settings, tmp_path: Path
+) -> None:
+    """As where every machine has a disk of its own."""
+    elsewhere = [f'run.folder="{tmp_path / "of rank 1"}"']
+    assert fleet.train(settings(), ranks=2, of_rank_1=elsewhere) == [2, 2], fleet.said()
+    lines = [line for line in fleet.said().splitlines() if line.startswith("run.not_shared")]
+    assert len(lines) == 2, fleet.said()
+    assert all("rank 1" in line and "run.folder" in line for line in lines)
+    assert [path.name for path in tiny().run.path.glob("*")] == []
     assert saved(tiny()) == []
 
 
