@@ -29,6 +29,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+OLDEST = (8, 0)  # a T4 has 7.5
 
 
 @OPERATIONS.register(
@@ -80,5 +81,11 @@ def refuse_unsupported(weight: Tensor) -> None:
             "operations.unsupported",
             f'model.operations: "fused" runs in float32, float16 and bfloat16 on a CUDA device, '
             f"not in {str(weight.dtype).removeprefix('torch.')} on {weight.device.type}",
+            hint='use "auto" or "plain"',
+        )
+    if weight.is_cuda and torch.cuda.get_device_capability(weight.device) < OLDEST:
+        raise UsageError(
+            "operations.unsupported",
+            'model.operations: "fused" needs Triton, which is for GPUs of compute capability 8.0 and more',
             hint='use "auto" or "plain"',
         )

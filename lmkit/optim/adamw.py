@@ -370,6 +370,8 @@ class _Kind(NamedTuple):
     @property
     def fits_one_pass(self) -> bool:
         dtypes = {self.dtype, self.grad_dtype, self.copy_dtype or self.dtype}
+        if self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) < (8, 0):
+            return False  # too old for Triton
         return self.contiguous and self.device.type in ONE_PASS_DEVICES and dtypes <= ONE_PASS_DTYPES
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch
 from lmkit.errors import UsageError
 from lmkit.model import ModelConfig, Operations, TransformerLM, choose_operations, compile_model
 from lmkit.model.operations import PLAIN
+from lmkit.optim.adamw import _Kind
 from lmkit.registry import OPERATIONS
 
 MakeModel = Callable[..., TransformerLM]
@@ -63,6 +66,18 @@ def test_a_named_set_that_does_not_run_is_refused() -> None:
         TransformerLM(ModelConfig(vocab_size=5, operations="fused"))
     assert caught.value.code == "operations.unsupported"
     assert "model.operations" in str(caught.value)
+
+
+def test_auto_is_plain_on_a_gpu_that_is_too_old_for_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="Triton exists for Linux only")
+    weight: Any = SimpleNamespace(
+        is_cuda=True, is_meta=False, device=torch.device("cuda", 0), dtype=torch.float16
+    )
+    for capability, expected in (((7, 5), "plain"), ((8, 0), "fused")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert choose_operations("auto", weight).name == expected
+        kind = _Kind(weight.device, torch.float32, torch.float32, None, contiguous=True)
+        assert kind.fits_one_pass == (expected == "fused")
 
 
 def test_a_model_chooses_again_where_it_is_moved(make_model: MakeModel, watched: str) -> None:
