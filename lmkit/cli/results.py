@@ -10,23 +10,35 @@ import typer
 from lmkit.cli.console import show
 from lmkit.cli.options import Commands, JsonOption, option
 from lmkit.errors import UsageError
+from lmkit.recipe.run_folder import METRICS
 
 app = Commands()
 
 
-@app.add("lmkit compare before/ after/")
+@app.add("lmkit compare before/ after/", "lmkit compare artifacts/runs/quickstart artifacts/runs/wider")
 def compare(
-    before: Annotated[Path, typer.Argument(help="A bench's result folder, or the .jsonl file in it.")],
+    before: Annotated[
+        Path,
+        typer.Argument(help="A bench's results, folder or .jsonl file; a run, or a folder of runs."),
+    ],
     after: Annotated[Path, typer.Argument(help="The newer one, likewise.")],
     threshold: Annotated[float, typer.Option(min=0, help="Smallest relative difference that counts.")] = 0.03,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare two results of one bench, row by row.
+    """Compare two results of one bench, row by row, or two trainings.
+
+    Of trainings: which recipe has the lower held-out loss at equal steps, tokens and minutes, with 95% intervals over
+    seeds (`lmkit run --seeds 3` makes them).
 
     Verdicts allow for what the machine did: its drift, by rows of other people's code (sdpa, torch), and its noise.
     On a busy machine most are unclear: there, `lmkit bench NAME --against PATH` runs both versions in turns.
-    Exit code 1 if something is worse, may be worse, or nothing was compared.
+    Exit code 1 if a bench's row is worse, may be worse, or nothing was compared.
     """
+    if any((path / METRICS).exists() or any(path.glob(f"*/{METRICS}")) for path in (before, after)):
+        from lmkit.training.compare_runs import compare_training
+
+        show(compare_training(before, after), as_json=as_json)
+        return
     from lmkit.bench.compare import compare_files
 
     result = compare_files(before, after, threshold=threshold)

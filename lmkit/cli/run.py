@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +18,11 @@ from lmkit.cli.options import (
     SetOption,
     option,
 )
+from lmkit.errors import UsageError
+from lmkit.recipe.run_folder import METRICS
+
+if TYPE_CHECKING:
+    from lmkit.recipe.schema import Recipe
 
 app = Commands()
 
@@ -23,6 +30,7 @@ app = Commands()
 @app.add(
     "lmkit run quickstart --set run.name=first --set train.steps=300",
     "lmkit run quickstart --nproc 2",
+    "lmkit run quickstart --seeds 3",
     "torchrun --nproc-per-node 2 -m lmkit run quickstart",
 )
 def run(
@@ -42,6 +50,14 @@ def run(
         ),
     ] = False,
     nproc: NprocOption = 1,
+    seeds: Annotated[
+        int | None,
+        option(
+            "Make N runs with the seeds run.seed, run.seed + 1, ... in the folder of the run's name.",
+            min=1,
+            max=1000,
+        ),
+    ] = None,
     print_recipe: PrintRecipeOption = False,
     dry_run: DryRunOption = False,
 ) -> Any:
@@ -57,9 +73,44 @@ def run(
         return Result(recipe_to_toml(loaded), loaded.model_dump(mode="json"))
     from lmkit.cli import pipeline
 
+    recipes = [loaded] if seeds is None else _with_seeds(loaded, seeds)
     if dry_run:
-        return pipeline.plan(loaded, from_stage=from_stage, skip_data=skip_data, force=force)
+        plans = [pipeline.plan(it, from_stage=from_stage, skip_data=skip_data, force=force) for it in recipes]
+        return plans[0] if seeds is None else _joined(plans)
     with progress_on_stderr() as progress:
-        return pipeline.run(
-            loaded, from_stage=from_stage, skip_data=skip_data, force=force, nproc=nproc, progress=progress
+        results = [
+            pipeline.run(
+                it, from_stage=from_stage, skip_data=skip_data, force=force, nproc=nproc, progress=progress
+            )
+            for it in recipes
+        ]
+    return results[0] if seeds is None else _joined(results)
+
+
+def _with_seeds(recipe: Recipe, count: int) -> list[Recipe]:
+    """Return recipes of runs with consecutive seeds, in the folder that would be the run's."""
+    folder, first = recipe.run.path, recipe.run.seed
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        message, hint = (
+            "--seeds: makes one run after the other, not under torchrun",
+            "lmkit run --seeds N --nproc N",
         )
+        raise UsageError("run.seeds_of_ranks", message, hint=hint)
+    if (folder / METRICS).exists():
+        hint = "name the folder of the runs: --set run.name=..."
+        raise UsageError(
+            "run.seeds_in_a_run", f"{folder}: is a run itself; --seeds makes runs in it", hint=hint
+        )
+    return [
+        recipe.model_copy(
+            update={
+                "run": recipe.run.model_copy(update={"folder": folder, "name": f"seed-{seed}", "seed": seed})
+            }
+        )
+        for seed in range(first, first + count)
+    ]
+
+
+def _joined(results: Sequence[Result | None]) -> Result:
+    made = [result for result in results if result is not None]
+    return Result("\n".join(map(str, made)), {"runs": [result.fields for result in made]})

@@ -39,6 +39,12 @@ FEWEST_TURNS = 8
 _NORMAL_98 = 2.33
 """Half the width of the middle 98% of a normal distribution, in standard deviations."""
 
+_STUDENT_95 = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306),
+    *(2.262, 2.228, 2.201, 2.179, 2.16, 2.145, 2.131),
+)
+"""Half the width of the middle 95% of Student's distribution with 1, 2, ... degrees of freedom; it falls to 1.96."""
+
 WIDTH = 2.8
 """Half the width of an interval between runs, in standard deviations: 98% where their tails are heavy."""
 
@@ -82,6 +88,23 @@ def median_interval(samples: Sequence[float], confidence: float = CONFIDENCE) ->
             break
         k += 1
     return ordered[k], ordered[count - 1 - k]
+
+
+def mean_difference(before: Sequence[float], after: Sequence[float]) -> tuple[float, float | None]:
+    """Return mean(after) - mean(before), and half the width of its 95% interval.
+
+    Student's interval for two normal distributions of equal width; None if there is one sample of each.
+
+    Raises:
+        ValueError: a list is empty.
+    """
+    freedom = len(before) + len(after) - 2
+    difference = fmean(after) - fmean(before)
+    if freedom < 1:
+        return difference, None
+    squares = sum((x - fmean(some)) ** 2 for some in (before, after) for x in some)
+    error = math.sqrt(squares / freedom * (1 / len(before) + 1 / len(after)))
+    return difference, _STUDENT_95[min(freedom, len(_STUDENT_95)) - 1] * error
 
 
 @dataclass(frozen=True)

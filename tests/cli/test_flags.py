@@ -94,3 +94,18 @@ def test_fault_108_samples_differ_by_their_seeds(run: Path, terminal) -> None:
     for number, sample in enumerate(found):
         assert sample == samples_of(terminal, f"{command} --seed {3 + number}")[0] | {"number": number}
     assert samples_of(terminal, f"{command} --samples 5 --seed 3 --batch-size 2") == found
+
+
+def test_seeds_make_runs_side_by_side(run: Path, terminal) -> None:
+    terminal.refuses("run fish.toml --seeds 2", code="run.seeds_in_a_run", says=[str(run)])
+    terminal("run fish.toml --seeds 2 --set run.name=school --set run.seed=4")
+    found = [
+        json.loads((run.parent / "school" / name / "training.json").read_text())
+        for name in ("seed-4", "seed-5")
+    ]
+    assert found[0]["valid_loss"] != found[1]["valid_loss"]
+    compared = json.loads(terminal(f"compare {run} {run.parent}/school --json"))
+    assert compared["runs"] == [1, 2]
+    assert compared["rows"][-1]["before"] == pytest.approx(
+        json.loads((run / "training.json").read_text())["bits_per_byte"]
+    )

@@ -1,0 +1,100 @@
+"""Trainings compared at equal steps, tokens and minutes; differences by hand."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+
+import pytest
+from run_folders import refused
+
+from lmkit.measure.statistics import mean_difference
+from lmkit.training.compare_runs import compare_training
+
+
+def write_run(
+    folder: Path, losses: Sequence[float], *, seconds: float, batch: int = 100, lr: float = 0.1, seed: int = 0
+) -> Path:
+    """A run that was evaluated every ten steps, `seconds` apart."""
+    records: list[dict[str, object]] = []
+    for number, loss in enumerate(losses, 1):
+        step = 10 * number
+        records.append(
+            {"kind": "train", "step": step, "tokens": step * batch, "seconds": number * seconds, "loss": 9.0}
+        )
+        records.append({"kind": "valid", "step": step, "loss": loss, "bits_per_byte": loss / 2})
+    records.append(
+        {"kind": "final", "step": 10 * len(losses), "loss": losses[-1], "bits_per_byte": losses[-1] / 2}
+    )
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (folder / "recipe.toml").write_text(
+        f"[run]\nname = '{folder.name}'\nseed = {seed}\n[optimizer]\nlr = {lr}\n"
+    )
+    return folder
+
+
+def test_each_axis_compares_at_the_last_place_that_both_reached(tmp_path: Path) -> None:
+    # After: half the tokens a step, a quarter of the time.
+    before = write_run(tmp_path / "a", [8.0, 6.0], seconds=60)
+    after = write_run(tmp_path / "b", [9.0, 8.0, 5.0, 4.0], seconds=15, batch=50, lr=0.2)
+    result = compare_training(before, after)
+    assert result.metric == "bits_per_byte"
+    assert result.changes == ("optimizer.lr: 0.1 -> 0.2",)
+    assert [(row.at, row.place, row.before, row.after) for row in result.rows] == [
+        ("steps", 20, 3.0, 4.0),
+        ("tokens", 2000, 3.0, 2.0),
+        ("minutes", 1.0, 4.0, 2.0),
+        ("the end", None, 3.0, 2.0),
+    ]
+    assert {row.verdict for row in result.rows} == {"one seed"}
+    # Between two evaluations: linearly.
+    late = write_run(tmp_path / "c", [9.0, 8.0], seconds=22.5)
+    steps, _, minutes, _ = compare_training(late, after).rows
+    assert (steps.place, minutes.place) == (20, pytest.approx(0.75))
+    assert minutes.after == pytest.approx(2.5)
+
+
+def test_intervals_are_over_seeds(tmp_path: Path, terminal) -> None:
+    losses = {"a": [4.0, 4.1, 4.2], "better": [3.5, 3.6, 3.4], "same": [4.0, 4.3, 4.15]}
+    for name, ends in losses.items():
+        for seed, end in enumerate(ends):
+            write_run(tmp_path / name / f"seed-{seed}", [5.0, end], seconds=9, seed=seed)
+    for name, verdict in {"better": "better", "same": "no difference"}.items():
+        found = json.loads(terminal("compare", tmp_path / "a", tmp_path / name, "--json"))
+        assert found["runs"] == [3, 3]
+        (row, *_) = found["rows"]
+        ours, theirs = ([value / 2 for value in losses[key]] for key in ("a", name))
+        error = ((stdev(ours) ** 2 + stdev(theirs) ** 2) / 3) ** 0.5
+        difference = fmean(theirs) - fmean(ours)
+        assert row["difference"] == pytest.approx(difference)
+        assert (row["low"], row["high"]) == pytest.approx(
+            (difference - 2.776 * error, difference + 2.776 * error)
+        )
+        assert row["verdict"] == verdict
+    assert compare_training(tmp_path / "better", tmp_path / "a").rows[0].verdict == "worse"
+
+
+def test_the_interval_holds_the_truth_in_95_of_100() -> None:
+    generator = random.Random(1)
+    missed = 0
+    for _ in range(2000):
+        before = [generator.gauss(0, 1) for _ in range(3)]
+        after = [generator.gauss(1, 1) for _ in range(4)]
+        difference, reach = mean_difference(before, after)
+        assert reach is not None
+        missed += abs(difference - 1) > reach
+    assert 70 < missed < 130  # 100 expected, standard deviation 10
+
+
+def test_what_cannot_be_compared_is_named(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a", [3.0], seconds=1)
+    (tmp_path / "b").mkdir()
+    with refused("compare.no_run", tmp_path / "b"):
+        compare_training(run, tmp_path / "b")
+    (tmp_path / "b/metrics.jsonl").write_text("")
+    with refused("compare.not_evaluated", tmp_path / "b"):
+        compare_training(run, tmp_path / "b")
