@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lmkit.attention.inputs import SECOND_DERIVATIVES, prepare_inputs, zeros_like_queries
+from lmkit.attention.inputs import SECOND_DERIVATIVES, check_first, prepare_inputs, zeros_like_queries
 from lmkit.autograd import differentiable_once
 from lmkit.errors import UsageError
 from lmkit.registry import ATTENTION
@@ -44,6 +44,7 @@ LARGEST_HEAD_DIM = 256
     aliases=("flash_attention_triton",),
     requires=("triton",),
     devices=("cuda",),
+    windows=True,
     check="refuse_unsupported",
     implementation="implementation_for",
     fallback="hopper_refusal",
@@ -62,6 +63,7 @@ def flash_triton(
     *,
     causal: bool,
     scale: float | None = None,
+    first: Tensor | None = None,
     implementation: Implementation = "auto",
     deterministic: bool | None = None,
     fp32_precision: Literal["bf16x6", "ieee", "tf32"] = "bf16x6",
@@ -72,6 +74,7 @@ def flash_triton(
     copy. See `lmkit.attention` for shapes and conventions.
 
     Args:
+        first: tiles that it hides are skipped. "portable" takes it.
         implementation: "auto" takes "hopper" where it is supported, else "portable". A named one never falls back.
         deterministic: whether the backward pass gives the same bits on every run (the portable one always does);
             None follows `torch.use_deterministic_algorithms`.
@@ -93,9 +96,14 @@ def flash_triton(
         fp32_precision = "ieee"  # the only way to multiply other dtypes; one value, hence one compiled kernel
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
+    if first is not None:
+        check_first(q, k, first, causal)
+        first = first.to(torch.int32).expand(len(q), -1).contiguous()
+        implementation = resolve_first(implementation)
+    given = (causal, scale, implementation, deterministic, fp32_precision, first)
     if torch.compiler.is_compiling():
-        return forward_operator(q, k, v, causal, scale, implementation, deterministic, fp32_precision)[0]
-    options = Options(causal, scale, resolve(implementation, q, k, v), deterministic, fp32_precision)
+        return forward_operator(q, k, v, *given)[0]
+    options = Options(*given)._replace(implementation=resolve(implementation, q, k, v))
     return FlashAttentionTriton.apply(q, k, v, options)[0]
 
 
@@ -150,6 +158,17 @@ def resolve(implementation: str, q: Tensor, k: Tensor, v: Tensor) -> str:
     return implementation
 
 
+def resolve_first(implementation: Implementation) -> Implementation:
+    """Return the implementation that takes `first`; raise UsageError for another that is named."""
+    if implementation == "hopper":
+        raise UsageError(
+            "attention.unsupported",
+            "flash_triton: the hopper implementation does not take first=",
+            hint="use 'auto' or 'portable'",
+        )
+    return "portable"
+
+
 def refuse_unsupported(q: Tensor) -> None:
     """Raise UsageError unless the portable kernels support q's dtype, head_dim and device."""
     supported = (
@@ -186,14 +205,15 @@ class Options(NamedTuple):
     implementation: str
     deterministic: bool
     fp32_precision: str
+    first: Tensor | None = None
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """Return (out, lse) from a resolved implementation; lse is (batch, heads, num_queries)."""
-    causal, scale, implementation, _, precision = options
+    causal, scale, implementation, _, precision, first = options
     if implementation == "hopper":
         return hopper_kernels().forward(q, k, v, causal=causal, scale=scale)
-    return flash_forward(q, k, v, causal=causal, scale=scale, precision=precision)
+    return flash_forward(q, k, v, causal=causal, scale=scale, precision=precision, first=first)
 
 
 def backward(
@@ -204,11 +224,13 @@ def backward(
     Args:
         into: tensors that receive the gradients.
     """
-    causal, scale, implementation, deterministic, precision = options
+    causal, scale, implementation, deterministic, precision, first = options
     if implementation == "hopper":
         run = hopper_kernels().backward
         return run(dout, *saved, causal=causal, scale=scale, deterministic=deterministic, into=into)
-    return flash_backward(dout, *saved, causal=causal, scale=scale, precision=precision, into=into)
+    return flash_backward(
+        dout, *saved, causal=causal, scale=scale, precision=precision, into=into, first=first
+    )
 
 
 def save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
@@ -248,7 +270,9 @@ class FlashAttentionTriton(torch.autograd.Function):
 
 # The operators for torch.compile resolve the implementation when they run. They are defined by schema, because
 # `torch.library.custom_op` would look for aliases in every call, which takes the host microseconds.
-_OPTIONS = "bool causal, float scale, str implementation, bool deterministic, str fp32_precision"
+_OPTIONS = (
+    "bool causal, float scale, str implementation, bool deterministic, str fp32_precision, Tensor? first"
+)
 _LIBRARY = torch.library.Library("lmkit", "FRAGMENT")  # freed with the module, which may be loaded again
 _LIBRARY.define(f"flash_attention_forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)")
 _LIBRARY.define(

@@ -32,6 +32,7 @@ def flash_backward(
     dq_tiling: Tiling | None = None,
     dkdv_tiling: Tiling | None = None,
     into: tuple[Tensor, Tensor, Tensor] | None = None,
+    first: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv), in the memory order of q, k, v; the same bits on every run.
 
@@ -40,25 +41,37 @@ def flash_backward(
             others as there. All have stride 1 along head_dim.
         dq_tiling, dkdv_tiling: None takes the tilings that ship or were measured for this case.
         into: tensors shaped as q, k and v, of any strides that end in 1, which receive the gradients.
+        first: as of `flash_forward`.
     """
     dq, dk, dv = into or (empty_in_order_of(q), empty_in_order_of(k), empty_in_order_of(v))
     delta = torch.empty_like(lse)
     places = None if into is None else tuple(x.stride() for x in into)
-    options = (causal, scale, precision, dq_tiling, dkdv_tiling, places)
-    backward_calls((q, k, v, out, dout, lse), (delta, dq, dk, dv), options)
+    has_first = first is not None
+    bounds = (lse, lse) if first is None else (first, last_queries(first, k.shape[2]))
+    options = (causal, scale, precision, dq_tiling, dkdv_tiling, has_first, places)
+    backward_calls((q, k, v, out, dout, lse), (delta, dq, dk, dv, *bounds), options)
     return dq, dk, dv
 
 
-def prepare_backward(tensors: tuple[Tensor, ...], options: tuple) -> Start:
-    """Return what computes dq, dk and dv in calls of this kind, from the pointers of the ten tensors."""
-    q, k, v, out, dout, lse, delta, dq, dk, dv = tensors
-    *common, dq_tiling, dkdv_tiling, _ = options
-    start_queries = prepare_dq((q, k, v, out, dout, lse, delta, dq), (*common, dq_tiling))
-    start_keys = prepare_dkdv((q, k, v, dout, lse, delta, dk, dv), (*common, dkdv_tiling))
+def last_queries(first: Tensor, num_keys: int) -> Tensor:
+    """Return the last query that sees each key: (batch, num_queries) values that never fall -> (batch, num_keys)
+    int32."""
+    keys = torch.arange(num_keys, dtype=first.dtype, device=first.device).expand(len(first), -1).contiguous()
+    return torch.searchsorted(first, keys, right=True, out_int32=True) - 1
 
-    def start(q, k, v, out, dout, lse, delta, dq, dk, dv):
-        start_queries(q, k, v, out, dout, lse, delta, dq)
-        start_keys(q, k, v, dout, lse, delta, dk, dv)  # reads delta, which start_queries writes
+
+def prepare_backward(tensors: tuple[Tensor, ...], options: tuple) -> Start:
+    """Return what computes dq, dk and dv in calls of this kind, from the pointers of the tensors."""
+    q, k, v, out, dout, lse, delta, dq, dk, dv, first, last = tensors
+    *common, dq_tiling, dkdv_tiling, has_first, _ = options
+    start_queries = prepare_dq((q, k, v, out, dout, lse, delta, dq, first), (*common, dq_tiling, has_first))
+    start_keys = prepare_dkdv(
+        (q, k, v, dout, lse, delta, dk, dv, first, last), (*common, dkdv_tiling, has_first)
+    )
+
+    def start(q, k, v, out, dout, lse, delta, dq, dk, dv, first, last):
+        start_queries(q, k, v, out, dout, lse, delta, dq, first)
+        start_keys(q, k, v, dout, lse, delta, dk, dv, first, last)  # reads delta, which start_queries writes
 
     return start
 

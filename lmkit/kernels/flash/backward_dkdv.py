@@ -25,12 +25,13 @@ from lmkit.kernels.launch import Start
 
 
 def prepare_dkdv(tensors: tuple[Tensor, ...], options: tuple) -> Start:
-    """Return what computes dk and dv in calls of this kind, from the pointers of the eight tensors."""
-    causal, scale, precision, tiling = options
+    """Return what computes dk and dv in calls of this kind, from the pointers of the ten tensors."""
+    causal, scale, precision, tiling, has_first = options
 
     def prepare_sums(tiling: Tiling, of_keys: bool, of_values: bool) -> Start:
         tile_rows = {0: tiling.rows, 1: tiling.columns, 2: tiling.columns, 3: tiling.rows}
         constants = {"CAUSAL": causal, "PRECISION": precision, "OF_KEYS": of_keys, "OF_VALUES": of_values}
+        constants["FIRST"] = has_first
         scales = (scale, scale * LOG2_E.value)
         return prepare_tiled(dkdv_kernel, tensors, tile_rows, scales, tiling, constants, by_keys=True)
 
@@ -54,6 +55,7 @@ def dkdv_kernel(
     lse_pointer,
     delta_pointer,  # written by dq_kernel
     dk_pointer, dv_pointer,
+    first_pointer, last_pointer,  # read only with FIRST; the last query that sees each key, (batch, num_keys) int32
     q_stride_batch, q_stride_head, q_stride_row,
     k_stride_batch, k_stride_head, k_stride_row,
     v_stride_batch, v_stride_head, v_stride_row,
@@ -71,6 +73,7 @@ def dkdv_kernel(
     CAUSAL: tl.constexpr,
     OF_KEYS: tl.constexpr,  # sum dK
     OF_VALUES: tl.constexpr,  # sum dV
+    FIRST: tl.constexpr,  # queries see no key before their `first`
     PRECISION: tl.constexpr,
     REGISTERS: tl.constexpr,  # k and v are read from registers (see `in_registers`)
 ):  # fmt: skip
@@ -107,6 +110,17 @@ def dkdv_kernel(
     if CAUSAL:
         begin = column // ROWS * ROWS
         whole = tl.minimum(tl.cdiv(column + COLUMNS - 1, ROWS) * ROWS, tl.cdiv(num_queries, ROWS) * ROWS)
+    # With `first`: queries from `cut` on do not see all of them, those from `end` on none.
+    cut = num_queries
+    end = num_queries
+    of_batch = first_pointer
+    if FIRST:
+        of_batch = first_pointer + batch.to(tl.int64) * num_queries
+        of_keys = last_pointer + batch.to(tl.int64) * num_keys
+        end = tl.load(of_keys + tl.minimum(column + COLUMNS, num_keys) - 1) + 1
+        cut = tl.maximum((tl.load(of_keys + column) + 1) // ROWS * ROWS, whole)
+        whole = tl.minimum(whole, tl.cdiv(end, ROWS) * ROWS)
+        cut = tl.minimum(cut, tl.cdiv(end, ROWS) * ROWS)
     for member in range(group):
         head = kv_head * group + member
         # where this head's lse and delta begin
@@ -120,14 +134,20 @@ def dkdv_kernel(
         if CAUSAL:
             dk, dk_rest, dv, dv_rest = walk_over_queries(
                 dk, dk_rest, dv, dv_rest, k, k_rest, v, v_rest, q_view, dout_view,
-                lse_pointer + statistics, delta_pointer + statistics, column, begin, whole, scale_log2,
-                HEAD_DIM, MAIN, REST, ROWS, COLUMNS, True, OF_KEYS, OF_VALUES, PRECISION,
+                lse_pointer + statistics, delta_pointer + statistics, of_batch, column, begin, whole,
+                scale_log2, HEAD_DIM, MAIN, REST, ROWS, COLUMNS, True, OF_KEYS, OF_VALUES, FIRST, PRECISION,
             )  # fmt: skip
         dk, dk_rest, dv, dv_rest = walk_over_queries(
             dk, dk_rest, dv, dv_rest, k, k_rest, v, v_rest, q_view, dout_view,
-            lse_pointer + statistics, delta_pointer + statistics, column, whole, num_queries, scale_log2,
-            HEAD_DIM, MAIN, REST, ROWS, COLUMNS, False, OF_KEYS, OF_VALUES, PRECISION,
+            lse_pointer + statistics, delta_pointer + statistics, of_batch, column, whole, cut,
+            scale_log2, HEAD_DIM, MAIN, REST, ROWS, COLUMNS, False, OF_KEYS, OF_VALUES, FIRST, PRECISION,
         )  # fmt: skip
+        if FIRST:
+            dk, dk_rest, dv, dv_rest = walk_over_queries(
+                dk, dk_rest, dv, dv_rest, k, k_rest, v, v_rest, q_view, dout_view,
+                lse_pointer + statistics, delta_pointer + statistics, of_batch, column, cut, end,
+                scale_log2, HEAD_DIM, MAIN, REST, ROWS, COLUMNS, True, OF_KEYS, OF_VALUES, FIRST, PRECISION,
+            )  # fmt: skip
 
     if OF_KEYS:
         tiles.store_main(dk_view, dk * scale, column, COLUMNS, MAIN, HEAD_DIM)
@@ -143,12 +163,14 @@ def walk_over_queries(
     dv, dv_rest,  # the same of P^T dO
     k, k_rest, v, v_rest, q_view, dout_view,
     lse_pointer, delta_pointer,  # of this head
+    first_pointer,  # of this batch; read only with FIRST
     column,
     begin, end,  # queries from `begin`, a multiple of ROWS, up to `end`
     scale_log2,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    MASKED: tl.constexpr,  # these tiles are cut by the diagonal
+    MASKED: tl.constexpr,  # these tiles are cut by the diagonal or by `first`
     OF_KEYS: tl.constexpr, OF_VALUES: tl.constexpr,
+    FIRST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add what these queries give to (dk, dk_rest, dv, dv_rest), dk not yet scaled."""
@@ -172,6 +194,9 @@ def walk_over_queries(
         p = tl.exp2(scores * scale_log2 - lse_log2[None, :])
         if MASKED:
             p = tl.where(rows[None, :] >= columns[:, None], p, 0.0)
+            if FIRST:
+                first = tl.load(first_pointer + rows, mask=rows < num_queries, other=0)
+                p = tl.where(columns[:, None] >= first[None, :], p, 0.0)
         if OF_VALUES:
             p_low = p.to(dout.dtype)
             dv = tl.dot(p_low, dout, dv, input_precision=PRECISION)

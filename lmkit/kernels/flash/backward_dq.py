@@ -24,14 +24,14 @@ from lmkit.kernels.launch import Start
 
 
 def prepare_dq(tensors: tuple[Tensor, ...], options: tuple) -> Start:
-    """Return what computes delta and dq in calls of this kind, from the pointers of the eight tensors."""
+    """Return what computes delta and dq in calls of this kind, from the pointers of the nine tensors."""
     q, k, v, _, dout, *_ = tensors
-    causal, scale, precision, tiling = options
+    causal, scale, precision, tiling, has_first = options
 
     def prepare(tiling: Tiling) -> Start:
         tile_rows = {0: tiling.rows, 1: tiling.columns, 2: tiling.columns, 4: tiling.rows}
         cut = causal or k.shape[2] % tiling.columns != 0
-        constants = {"CAUSAL": causal, "PRECISION": precision, "CUT": cut}
+        constants = {"CAUSAL": causal, "PRECISION": precision, "CUT": cut, "FIRST": has_first}
         scales = (scale, scale * LOG2_E.value)
         return prepare_tiled(dq_kernel, tensors, tile_rows, scales, tiling, constants)
 
@@ -46,6 +46,7 @@ def dq_kernel(
     lse_pointer,
     delta_pointer,  # written here, read by dkdv_kernel
     dq_pointer,
+    first_pointer,  # read only with FIRST
     q_stride_batch, q_stride_head, q_stride_row,
     k_stride_batch, k_stride_head, k_stride_row,
     v_stride_batch, v_stride_head, v_stride_row,
@@ -62,6 +63,7 @@ def dq_kernel(
     COLUMNS: tl.constexpr,  # keys of a tile
     CAUSAL: tl.constexpr,
     CUT: tl.constexpr,  # some tiles are cut by the diagonal or by the end of the keys
+    FIRST: tl.constexpr,  # queries see no key before their `first`
     PRECISION: tl.constexpr,
     REGISTERS: tl.constexpr,  # q and dout are read from registers (see `in_registers`)
 ):  # fmt: skip
@@ -103,14 +105,24 @@ def dq_kernel(
     dq_rest = tiles.zeros_of_rest(ROWS, REST)
 
     whole, end = tiles.bound_keys(row, num_keys, ROWS, COLUMNS, CAUSAL)
+    begin = 0
+    first = 0
+    if FIRST:
+        begin, clear, whole = tiles.bound_first(first_pointer, batch, row, num_queries, whole, ROWS, COLUMNS)
+        first = tiles.load_first(first_pointer, batch, rows, num_queries)
+        dq, dq_rest = walk_over_keys(
+            dq, dq_rest, q, q_rest, dout, dout_rest, lse_log2, delta, k_view, v_view, row, first, begin, clear,
+            scale_log2, HEAD_DIM, MAIN, REST, ROWS, COLUMNS, CAUSAL, True, FIRST, PRECISION,
+        )  # fmt: skip
+        begin = clear
     dq, dq_rest = walk_over_keys(
-        dq, dq_rest, q, q_rest, dout, dout_rest, lse_log2, delta, k_view, v_view, row, 0, whole, scale_log2,
-        HEAD_DIM, MAIN, REST, ROWS, COLUMNS, CAUSAL, False, PRECISION,
+        dq, dq_rest, q, q_rest, dout, dout_rest, lse_log2, delta, k_view, v_view, row, first, begin, whole,
+        scale_log2, HEAD_DIM, MAIN, REST, ROWS, COLUMNS, CAUSAL, False, FIRST, PRECISION,
     )  # fmt: skip
     if CUT:
         dq, dq_rest = walk_over_keys(
-            dq, dq_rest, q, q_rest, dout, dout_rest, lse_log2, delta, k_view, v_view, row, whole, end, scale_log2,
-            HEAD_DIM, MAIN, REST, ROWS, COLUMNS, CAUSAL, True, PRECISION,
+            dq, dq_rest, q, q_rest, dout, dout_rest, lse_log2, delta, k_view, v_view, row, first, whole, end,
+            scale_log2, HEAD_DIM, MAIN, REST, ROWS, COLUMNS, CAUSAL, True, FIRST, PRECISION,
         )  # fmt: skip
 
     tiles.store_main(dq_view, dq * scale, row, ROWS, MAIN, HEAD_DIM)
@@ -123,11 +135,13 @@ def walk_over_keys(
     q, q_rest, dout, dout_rest,
     lse_log2, delta,  # (ROWS,)
     k_view, v_view, row,
+    first,  # (ROWS,) the first key that each query sees; read only with FIRST
     begin, end,  # keys from `begin`, a multiple of COLUMNS, up to `end`
     scale_log2,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr,  # these tiles are cut by the diagonal or by the end of the keys
+    MASKED: tl.constexpr,  # these tiles are cut by the diagonal, by `first` or by the end of the keys
+    FIRST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add what these keys give to (dq, dq_rest), not yet scaled."""
@@ -142,7 +156,8 @@ def walk_over_keys(
         dp = tiles.dot_over_parts(dout, dout_rest, v, v_rest, REST, PRECISION)  # (ROWS, COLUMNS)
         p = tl.exp2(scores * scale_log2 - lse_log2[:, None])
         if MASKED:
-            p = tl.where(tiles.visible_keys(rows, column, k_view.length, COLUMNS, CAUSAL), p, 0.0)
+            visible = tiles.visible_keys(rows, first, column, k_view.length, COLUMNS, CAUSAL, FIRST)
+            p = tl.where(visible, p, 0.0)
         ds = (p * (dp - delta[:, None])).to(k.dtype)  # (ROWS, COLUMNS)
         dq = tl.dot(ds, k, dq, input_precision=PRECISION)
         if REST > 0:

@@ -9,7 +9,8 @@ online softmax. For every key tile, with S = Q K^T:
 
 and at the end out = acc / total, lse = largest + log(total). The key tiles that every query of the tile sees come
 first, without any mask; then the few that the diagonal or the end of the keys cuts. Under a causal mask the tiles
-past the diagonal are never touched. Exponents are in base 2, exp(s * scale) = 2^(s * scale * log2(e)), because the
+past the diagonal are never touched, nor those that `first` hides from the whole tile; the tiles that it cuts come
+first, with a mask. Exponents are in base 2, exp(s * scale) = 2^(s * scale * log2(e)), because the
 chip computes 2^x in one instruction.
 
 acc, largest and total stay in registers, in float32. K and V stream through shared memory, where Triton keeps
@@ -40,6 +41,7 @@ def flash_forward(
     scale: float,
     precision: str = "ieee",
     tiling: Tiling | None = None,
+    first: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the attention of q over k and v, and the log-sum-exp of its scores.
 
@@ -48,6 +50,8 @@ def flash_forward(
             head_dim, any other strides; num_keys > 0.
         precision: how float32 is multiplied: "ieee", "bf16x6" or "tf32"; see `lmkit.attention.flash_triton`.
         tiling: None takes the tiling that ships or was measured for this case.
+        first: (batch, num_queries) int32, contiguous, values that never fall: query i sees no key before first[i],
+            which is at most i. Needs `causal`.
 
     Returns:
         out, in q's memory order, and lse: (batch, heads, num_queries) float32, log(sum(exp(score))), natural
@@ -55,19 +59,21 @@ def flash_forward(
     """
     out = empty_in_order_of(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    forward_calls((q, k, v), (out, lse), (causal, scale, precision, tiling))
+    outputs = (out, lse, lse if first is None else first)  # the last is read only with `first`
+    forward_calls((q, k, v), outputs, (causal, scale, precision, tiling, first is not None))
     return out, lse
 
 
 def prepare_forward(tensors: tuple[Tensor, ...], options: tuple) -> Start:
-    """Return what computes out and lse in calls of this kind, from the pointers of q, k, v, out, lse."""
-    causal, scale, precision, tiling = options
+    """Return what computes out and lse in calls of this kind, from the pointers of q, k, v, out, lse and
+    first (any other without it)."""
+    causal, scale, precision, tiling, has_first = options
     num_keys = tensors[1].shape[2]
 
     def prepare(tiling: Tiling) -> Start:
         tile_rows = {0: tiling.rows, 1: tiling.columns, 2: tiling.columns}
         cut = causal or num_keys % tiling.columns != 0
-        constants = {"CAUSAL": causal, "PRECISION": precision, "CUT": cut}
+        constants = {"CAUSAL": causal, "PRECISION": precision, "CUT": cut, "FIRST": has_first}
         scales = (scale * LOG2_E.value,)
         return prepare_tiled(forward_kernel, tensors, tile_rows, scales, tiling, constants)
 
@@ -78,6 +84,7 @@ def prepare_forward(tensors: tuple[Tensor, ...], options: tuple) -> Start:
 def forward_kernel(
     q_source, k_source, v_source,  # pointers, or TMA descriptors
     out_pointer, lse_pointer,
+    first_pointer,  # read only with FIRST
     q_stride_batch, q_stride_head, q_stride_row,
     k_stride_batch, k_stride_head, k_stride_row,
     v_stride_batch, v_stride_head, v_stride_row,
@@ -91,6 +98,7 @@ def forward_kernel(
     COLUMNS: tl.constexpr,  # keys of a tile
     CAUSAL: tl.constexpr,
     CUT: tl.constexpr,  # some tiles are cut by the diagonal or by the end of the keys
+    FIRST: tl.constexpr,  # queries see no key before their `first`
     PRECISION: tl.constexpr,
     REGISTERS: tl.constexpr,  # q is read from registers (see `in_registers`)
 ):  # fmt: skip
@@ -113,14 +121,24 @@ def forward_kernel(
     acc_rest = tiles.zeros_of_rest(ROWS, REST)
 
     whole, end = tiles.bound_keys(row, num_keys, ROWS, COLUMNS, CAUSAL)
+    begin = 0
+    first = 0
+    if FIRST:
+        begin, clear, whole = tiles.bound_first(first_pointer, batch, row, num_queries, whole, ROWS, COLUMNS)
+        first = tiles.load_first(first_pointer, batch, row + tl.arange(0, ROWS), num_queries)
+        acc, acc_rest, total, largest = walk_over_keys(
+            acc, acc_rest, total, largest, q, q_rest, k_view, v_view, row, first, begin, clear, scale_log2,
+            HEAD_DIM, MAIN, REST, ROWS, COLUMNS, CAUSAL, True, FIRST, PRECISION,
+        )  # fmt: skip
+        begin = clear
     acc, acc_rest, total, largest = walk_over_keys(
-        acc, acc_rest, total, largest, q, q_rest, k_view, v_view, row, 0, whole, scale_log2,
-        HEAD_DIM, MAIN, REST, ROWS, COLUMNS, CAUSAL, False, PRECISION,
+        acc, acc_rest, total, largest, q, q_rest, k_view, v_view, row, first, begin, whole, scale_log2,
+        HEAD_DIM, MAIN, REST, ROWS, COLUMNS, CAUSAL, False, FIRST, PRECISION,
     )  # fmt: skip
     if CUT:
         acc, acc_rest, total, largest = walk_over_keys(
-            acc, acc_rest, total, largest, q, q_rest, k_view, v_view, row, whole, end, scale_log2,
-            HEAD_DIM, MAIN, REST, ROWS, COLUMNS, CAUSAL, True, PRECISION,
+            acc, acc_rest, total, largest, q, q_rest, k_view, v_view, row, first, whole, end, scale_log2,
+            HEAD_DIM, MAIN, REST, ROWS, COLUMNS, CAUSAL, True, FIRST, PRECISION,
         )  # fmt: skip
 
     rows = row + tl.arange(0, ROWS)
@@ -136,11 +154,13 @@ def walk_over_keys(
     total,  # (ROWS,) sum of 2^(score - largest)
     largest,  # (ROWS,) running maximum of the scaled scores
     q, q_rest, k_view, v_view, row,
+    first,  # (ROWS,) the first key that each query sees; read only with FIRST
     begin, end,  # keys from `begin`, a multiple of COLUMNS, up to `end`
     scale_log2,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr,  # these tiles are cut by the diagonal or by the end of the keys
+    MASKED: tl.constexpr,  # these tiles are cut by the diagonal, by `first` or by the end of the keys
+    FIRST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Carry (acc, acc_rest, total, largest) of the online softmax on over these keys."""
@@ -151,12 +171,15 @@ def walk_over_keys(
         k_rest = tiles.load_rest(k_view, column, COLUMNS, MAIN, REST, HEAD_DIM, MASKED, k)  # (COLUMNS, REST)
         scores = tiles.dot_over_parts(q, q_rest, k, k_rest, REST, PRECISION)  # (ROWS, COLUMNS)
         if MASKED:
-            visible = tiles.visible_keys(rows, column, k_view.length, COLUMNS, CAUSAL)
+            visible = tiles.visible_keys(rows, first, column, k_view.length, COLUMNS, CAUSAL, FIRST)
             scores = tl.where(visible, scores, float("-inf"))
-        # Key 0 is in the first tile and every query sees it, so `largest` is finite from then on if the data are.
+        # Without `first`, every query sees key 0 in the first tile: `largest` is then finite if the data are.
         new_largest = tl.maximum(largest, tl.max(scores, 1) * scale_log2)
-        p = tl.exp2(scores * scale_log2 - new_largest[:, None])
-        shrink = tl.exp2(largest - new_largest)
+        base = new_largest
+        if FIRST and MASKED:  # a query that has seen no key yet: its sums stay zero
+            base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        p = tl.exp2(scores * scale_log2 - base[:, None])
+        shrink = tl.exp2(largest - base)
         # Summed before the product, p frees its registers early; after it, the tensor cores hide the sum.
         if MAIN <= 128:
             added = tl.sum(p, 1)

@@ -166,7 +166,33 @@ def bound_keys(row, num_keys, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAUSAL:
 
 
 @triton.jit
-def visible_keys(rows, column, num_keys, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr):
+def bound_first(first_pointer, batch, row, num_queries, whole, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return (begin, clear, whole): the tile at `row` sees no key before `begin`; every query of it sees those from
+    `clear` to `whole`. All are multiples of COLUMNS, in this order.
+
+    Args:
+        first_pointer: (batch, num_queries) int32 that never fall: query i sees no key before first[i].
+        whole: of `bound_keys`.
+    """
+    of_batch = first_pointer + batch.to(tl.int64) * num_queries
+    begin = tl.load(of_batch + row) // COLUMNS * COLUMNS
+    last = tl.load(of_batch + tl.minimum(row + ROWS, num_queries) - 1)
+    whole = tl.maximum(whole, begin)
+    clear = tl.minimum(tl.cdiv(last, COLUMNS) * COLUMNS, whole)
+    return begin, clear, whole
+
+
+@triton.jit
+def load_first(first_pointer, batch, rows, num_queries):
+    """Return the first key that each query of `rows` sees."""
+    of_batch = first_pointer + batch.to(tl.int64) * num_queries
+    return tl.load(of_batch + rows, mask=rows < num_queries, other=0)
+
+
+@triton.jit
+def visible_keys(
+    rows, first, column, num_keys, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr, FIRST: tl.constexpr
+):
     """Return where a query of `rows` sees a key of the tile at `column`.
 
     (ROWS, COLUMNS); without a causal mask (1, COLUMNS), because all queries see the same keys.
@@ -175,4 +201,6 @@ def visible_keys(rows, column, num_keys, COLUMNS: tl.constexpr, CAUSAL: tl.const
     visible = (columns < num_keys)[None, :]
     if CAUSAL:
         visible = visible & (rows[:, None] >= columns[None, :])
+    if FIRST:
+        visible = visible & (columns[None, :] >= first[:, None])
     return visible

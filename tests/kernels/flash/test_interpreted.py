@@ -29,23 +29,30 @@ class Attention(torch.autograd.Function):
     """The launchers with one tiling for all kernels."""
 
     @staticmethod
-    def forward(ctx, q, k, v, causal, scale, tiling):
-        out, lse = flash_forward(q, k, v, causal=causal, scale=scale, tiling=tiling)
+    def forward(ctx, q, k, v, causal, scale, tiling, first):
+        out, lse = flash_forward(q, k, v, causal=causal, scale=scale, tiling=tiling, first=first)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.options = {"causal": causal, "scale": scale, "dq_tiling": tiling, "dkdv_tiling": tiling}
+        ctx.options = {
+            "causal": causal,
+            "scale": scale,
+            "dq_tiling": tiling,
+            "dkdv_tiling": tiling,
+            "first": first,
+        }
         return out
 
     @staticmethod
     def backward(ctx, dout):
-        return *flash_backward(dout, *ctx.saved_tensors, **ctx.options), None, None, None
+        return *flash_backward(dout, *ctx.saved_tensors, **ctx.options), None, None, None, None
 
 
 def with_tiling(rows, columns, **options):
     """Attention with tile sizes of the test's choice."""
     tiling = Tiling(rows, columns, warps=4, stages=1, **options)
 
-    def attention(q, k, v, *, causal, scale=None):
-        return Attention.apply(q, k, v, causal, q.shape[3] ** -0.5 if scale is None else scale, tiling)
+    def attention(q, k, v, *, causal, scale=None, first=None):
+        scale = q.shape[3] ** -0.5 if scale is None else scale
+        return Attention.apply(q, k, v, causal, scale, tiling, first)
 
     return attention
 
@@ -55,6 +62,55 @@ def with_tiling(rows, columns, **options):
 def test_fault_82_any_lengths_equal_the_oracle(queries, keys, causal, random_inputs):
     inputs = random_inputs(queries=queries, keys=keys)
     assert faults_of(flash_triton, reference, *inputs, causal=causal) == []
+
+
+def firsts(queries):
+    """What hides keys of two texts of so many tokens: a window, documents, both; one document is a token."""
+    place = torch.arange(queries)
+    starts = torch.tensor([0, 1, 20, 21, 50, queries - 1])
+    documents = starts[torch.searchsorted(starts, place, right=True) - 1]
+    return {
+        "window of 1": place.expand(2, -1),
+        "window of 5": (place - 4).clamp_min(0).expand(2, -1),
+        "window of 40": (place - 39).clamp_min(0).expand(2, -1),
+        "documents": torch.stack([documents, torch.zeros_like(place)]),
+        "both": torch.maximum(torch.stack([documents, place * 0]), (place - 24).clamp_min(0)),
+    }
+
+
+@pytest.mark.parametrize("name", firsts(90))
+@pytest.mark.parametrize(
+    ("rows", "columns", "options"),
+    [(32, 32, {}), pytest.param(16, 64, {"apart": True}, marks=pytest.mark.full),
+     pytest.param(64, 16, {"split": True}, marks=pytest.mark.full)],
+)  # fmt: skip
+def test_first_hides_keys_in_any_tile(name, rows, columns, options, random_inputs):
+    """Against float64: queries that see nothing of a tile, tiles that nobody sees, a large key that few see."""
+    q, k, v, dout = random_inputs(batch=2, heads=2, kv_heads=1, queries=90, head_dim=24)
+    k[:, :, 3] *= 10
+    first = firsts(90)[name].to(torch.int32).contiguous()
+    attention = with_tiling(rows, columns, **options)
+    got = run_attention(attention, q, k, v, dout, causal=True, first=first)
+    want = run_attention(reference, *(x.double() for x in (q, k, v, dout)), causal=True, first=first)
+    for mine, exact in zip(got, want, strict=True):
+        # float32 sums of up to 90 products, of scores up to about 30.
+        torch.testing.assert_close(
+            mine.double(), exact, rtol=1e-4, atol=3e-5 * max(1.0, float(exact.abs().max()))
+        )
+
+
+def test_first_through_the_kernel_and_its_gradient(random_inputs):
+    q, k, v, dout = random_inputs(batch=2, heads=2, kv_heads=1, queries=90, head_dim=24)
+    first = firsts(90)["documents"]
+    window = firsts(90)["window of 5"][:1]  # of all texts
+    for hides in (first, window):
+        got = run_attention(flash_triton, q, k, v, dout, causal=True, first=hides)
+        want = run_attention(reference, q, k, v, dout, causal=True, first=hides)
+        for mine, exact in zip(got, want, strict=True):
+            torch.testing.assert_close(mine, exact, rtol=1e-4, atol=1e-5)
+    with pytest.raises(UsageError) as caught:
+        flash_triton(q, k, v, causal=True, first=first, implementation="hopper")
+    assert caught.value.code == "attention.unsupported"
 
 
 @pytest.mark.full
