@@ -35,6 +35,9 @@ LOSS, HEAD, LAST, FIRST, EMBEDDING = MOMENTS = (
     "the gradient of the embedding",
 )
 
+SLOT_BYTES = 64 << 20
+"""The largest piece of a shard that is shown to other GPUs at a time."""
+
 NORM = "norms"
 INPUTS = "inputs of products"
 QKV = "q, k, v"
@@ -328,7 +331,8 @@ def _gathered(
     }
     of_head = 0 if config.tie_embeddings else table  # the embedding's is added before they are reduced
     gradients = {LOSS: 0, HEAD: of_head, LAST: of_head, FIRST: 2 * block, EMBEDDING: table + block}
-    return {moment: form.product * (weights[moment] + gradients[moment]) for moment in MOMENTS}
+    slots = 2 * min(SLOT_BYTES, int(form.product * max(table, block) * held.of_weights))
+    return {moment: slots + form.product * (weights[moment] + gradients[moment]) for moment in MOMENTS}
 
 
 def _kinds(config: ModelConfig, form: Form, keeps: list[Keep], tokens: int) -> dict[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from lmkit.model.memory import SLOT_BYTES
 from lmkit.parallel.collectives import Averager, Traffic, Work
 from lmkit.parallel.gather import PeerMemory, aligned
 from lmkit.parallel.ranks import Ranks
@@ -26,10 +27,6 @@ class ShardGather:
 
     start = collect
     """The same, the fastest way."""
-
-
-SLOT_BYTES = 64 << 20
-"""Of a slot at most. It is read in a fraction of a millisecond, many times what telling that it is written takes."""
 
 
 class PeerShardGather(ShardGather):

@@ -62,10 +62,10 @@ def test_the_host_of_a_rank_may_be_thousands_of_launches_ahead(rank_checks, monk
 
 def test_fsdp_holds_a_share_and_its_first_step_takes_no_more_memory_than_the_third(rank_checks):
     target = importlib.import_module("rank_fsdp_api_checks").memory_of_steps
-    peaks, held, shards = spawn_ranks(2, target)
+    peaks, held, shards, slots = spawn_ranks(2, target)
     # The first step makes the optimizer's state behind its peak, which is in the backward pass.
     assert peaks[0] <= 1.05 * peaks[2]
-    # Weights and two moments; the rest is the table of positions, and what the allocator rounds up.
-    assert 3 * shards <= held <= 1.05 * 3 * shards
+    # Weights and two moments; the rest is the table of positions, and what the allocators round up: slots to 20 MiB.
+    assert 3 * shards <= held <= 1.05 * 3 * shards + max(slots, bool(slots) * 20 * MIB)
     # At most gradients' shards, and a few layers: the whole model would be two shards of each kind.
-    assert peaks[2] < 6 * shards
+    assert peaks[2] < 6 * shards + slots

@@ -115,9 +115,9 @@ def check_fsdp_names_what_cannot_be_drawn(ranks: Ranks) -> None:
         build_strategy("fsdp", ranks).attach(model)
 
 
-def memory_of_steps() -> tuple[list[int], int, int]:
-    """The peaks of three steps, the bytes held after the last one, and those of one copy of the shards, on a GPU. Run
-    on every rank, by itself."""
+def memory_of_steps() -> tuple[list[int], int, int, int]:
+    """The peaks of three steps, the bytes held after the last one, those of one copy of the shards, and of the slots
+    through which they are read, on a GPU. Run on every rank, by itself."""
     config = ModelConfig(
         vocab_size=8192, context_length=128, d_model=512, d_ff=2048, num_layers=8, num_heads=8
     )
@@ -132,5 +132,7 @@ def memory_of_steps() -> tuple[list[int], int, int]:
             assert step(ids, ids, lr=1e-3).applied
             peaks.append(torch.cuda.max_memory_allocated(ranks.device) - before)
         torch.cuda.synchronize(ranks.device)
-        shards = sum(flat.shard.nbytes for flat in step.sync._flats)  # type: ignore[attr-defined]
-        return peaks, torch.cuda.memory_allocated(ranks.device) - before, shards
+        flats = step.sync._flats  # type: ignore[attr-defined]
+        slots = 2 * max(flat.sent_bytes for flat in flats) if step.sync.gather == "reads peers" else 0
+        held = torch.cuda.memory_allocated(ranks.device) - before
+        return peaks, held, sum(flat.shard.nbytes for flat in flats), slots
