@@ -69,12 +69,9 @@ def generate(
     seed: Annotated[int | None, option("Seed of the random numbers.")] = None,
     stop_at_end: Annotated[bool | None, option("Stop at <|endoftext|>, or continue.")] = None,
     allow_special: Annotated[
-        bool,
-        typer.Option(
-            "--allow-special",
-            help="Read <|endoftext|> and other special tokens in a prompt as tokens, not as text.",
-        ),
-    ] = False,
+        bool | None,
+        option("Read <|endoftext|> and other special tokens in a prompt as tokens, or as text."),
+    ] = None,
     tokenizer: Annotated[Path | None, option("A tokenizer.json; default: the run's.")] = None,
     device: DeviceOption = "auto",
     set_: SetOption = None,
@@ -105,6 +102,7 @@ def generate(
         "precision": precision,
         "seed": seed,
         "stop_at_end": stop_at_end,
+        "allow_special": allow_special,
     }
     streamed: list[str] = []
     numbers: set[int] = set()  # of the texts on stdout
@@ -139,7 +137,6 @@ def generate(
                 overrides=set_ or (),
                 flags={f"generate.{key}": value for key, value in flags.items()},
                 device=device,
-                allow_special=allow_special,
                 samples=samples,
                 stream=None if as_json or as_lines else stream,
                 on_sample=print_line if as_lines else None,
@@ -227,7 +224,6 @@ def continue_prompts(
     overrides: Sequence[str] = (),
     flags: Mapping[str, Any] | None = None,
     device: str = "auto",
-    allow_special: bool = False,
     samples: int = 1,
     stream: Callable[[str], None] | None = None,
     on_sample: Callable[[Sample], None] | None = None,
@@ -269,9 +265,7 @@ def continue_prompts(
 
         report = on_text if unwritten else None
         try:
-            made = generation.generate(
-                model, loaded, prompts, table, allow_special=allow_special, on_text=report, on_end=on_end
-            )
+            made = generation.generate(model, loaded, prompts, table, on_text=report, on_end=on_end)
         except generation.Interrupted as stop:
             result = GenerateResult(tuple(_sample(*item) for item in stop.generations.items()))
             raise Interrupted(result, str(stop)) from None

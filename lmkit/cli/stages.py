@@ -117,9 +117,7 @@ def _generate(run: Pipeline) -> Outputs:
     from lmkit.cli.generate import continue_prompts
 
     with alone():
-        # The prompts of a chat are written as its template has them.
-        is_chat = run.corpus.source == "chat"
-        result = continue_prompts(run.folder, device=run.recipe.run.device, allow_special=is_chat)
+        result = continue_prompts(run.folder, device=run.recipe.run.device)
     path = run.folder / STORIES
     write_atomic(path, str(result))
     return {"stories": [path]}

@@ -48,7 +48,6 @@ def generate(
     prompts: str | Sequence[str],
     options: GenerateConfig = GenerateConfig(),  # noqa: B008  frozen
     *,
-    allow_special: bool = False,
     on_text: Callable[[int, str], None] | None = None,
     on_end: Callable[[int, Generation], None] | None = None,
     kernels: bool | None = None,
@@ -68,7 +67,6 @@ def generate(
     Args:
         prompts: a string is one prompt.
         options: the recipe's table `[generate]`; its own `prompts` are not read.
-        allow_special: encode special tokens in prompts as such; by default they are plain text.
         on_text: called with the number of a prompt and each piece of its text as soon as it is known. Pieces hold
             whole characters; where a text ends inside a character, the last piece is U+FFFD.
         on_end: called with the number of a prompt and its whole text when that is complete.
@@ -80,7 +78,7 @@ def generate(
         Interrupted: in place of KeyboardInterrupt, with what there is.
     """
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-    starts = [prompt_ids(model, tokenizer, prompt, allow_special=allow_special) for prompt in prompts]
+    starts = [prompt_ids(model, tokenizer, prompt, allow_special=options.allow_special) for prompt in prompts]
     streams = [TextStream(tokenizer) if on_text is not None else None for _ in prompts]
     tokens: list[list[int]] = [[] for _ in prompts]
     logprobs: list[list[float]] = [[] for _ in prompts]

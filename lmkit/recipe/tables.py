@@ -268,6 +268,8 @@ class GenerateConfig(Table):
 
     prompts: tuple[str, ...] = ("",)
     """An empty prompt starts from end-of-text: a new document."""
+    allow_special: bool = False
+    """Read special tokens in prompts as tokens, not as text."""
     max_new_tokens: Annotated[int, Field(gt=0, le=1_000_000_000)] = 256
     """Largest number of tokens to generate per prompt."""
     temperature: NonNegativeFloat = 0.8

@@ -130,6 +130,7 @@ CHAT = (
     *("--set", 'corpus.train=["talk.jsonl"]', "--set", "tokenizer.path=runs/fish/tokenizer.json"),
     *("--set", "train.init_from=runs/fish"),
     *("--set", 'generate.prompts=["user:\\nfish?<|endoftext|>assistant:\\n"]'),
+    *("--set", "generate.allow_special=true"),
 )
 
 

@@ -15,7 +15,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import download_formats  # noqa: F401  registers its formats
+import chat_formats  # noqa: F401  registers its formats
+import download_formats  # noqa: F401
+import exchange_formats  # noqa: F401
 import formats
 import run_formats  # noqa: F401
 
@@ -83,6 +85,11 @@ REFUSED: dict[tuple[str, str], list[Damage]] = {
     ]
     + [changed("\ud800", value=1)],
     ("corpus .jsonl and .txt", "c.jsonl"): [DEEP + "\n"],
+    ("hugging face config.json", "config.json"): [
+        changed("model_type", value=value) for value in (["llama"], {}, None)
+    ],
+    ("chat template", "tokenizer_config.json"): ["[]", "{}", "1", DEEP, b"\xff"],
+    ("chat template", "chat_template.json"): [changed("begin", value=value) for value in ("\ud800", 1)],
     ("results", "rows.jsonl"): [json.dumps({"kernel": "a", "samples_ms": times}) for times in NO_TIMES],
     ("interrupted or finished download", "a.txt.sha256"): ["", " ", "\n", b"\xff", "0" * 64],
     ("chrome trace", "trace.json"): [

@@ -299,7 +299,7 @@ def test_fault_91_special_tokens_in_a_prompt_are_plain_text_unless_allowed(scrip
     assert model.read == [tokenizer.encode(prompt, allowed_special=frozenset())]
     assert END not in model.read[0]
     model.read.clear()
-    generate(model, tokenizer, [prompt], greedy(1), allow_special=True)
+    generate(model, tokenizer, [prompt], greedy(1, allow_special=True))
     assert model.read == [[ord("a"), END, ord("b")]]
 
 
