@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ ALIGNMENT = 512
 FIRST_TORCH = "2.11"
 """The symmetric-memory interface of earlier versions differs."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _USE_COLLECTIVES = 'set parallel.gather = "collective"'
 
 
@@ -118,7 +120,7 @@ class PeerMemory:
             # it was shared with: ranks that freed theirs at different times would see different pieces.
             allocator = symmetric_memory.get_mempool_allocator(ranks.device)
             self._pool = torch.cuda.MemPool(allocator, use_on_oom=False, no_split=True)
-            with torch.cuda.use_mem_pool(self._pool):
+            with without_expandable_segments(), torch.cuda.use_mem_pool(self._pool):
                 own = torch.zeros(num_bytes, dtype=torch.uint8, device=ranks.device)
             shared = symmetric_memory.rendezvous(own, dist.group.WORLD)
         except RuntimeError as error:
@@ -134,6 +136,22 @@ class PeerMemory:
             for rank in range(ranks.world_size)
         ]
         check_pairing(self.of_rank, ranks)
+
+
+@contextmanager
+def without_expandable_segments() -> Iterator[None]:
+    """Switch them off if the environment asks for them: PyTorch does not make them in pools like ours."""
+    name = next((name for name in _SETTINGS if name in os.environ), "")
+    settings = os.environ.get(name, "").replace(" ", "")
+    if "expandable_segments:True" not in settings:
+        yield
+        return
+    change: Callable[[str], None] = torch.cuda.memory._set_allocator_settings
+    change(settings.replace("expandable_segments:True", "expandable_segments:False"))
+    try:
+        yield
+    finally:
+        change(settings)
 
 
 def check_pairing(of_rank: list[torch.Tensor], ranks: Ranks) -> None:

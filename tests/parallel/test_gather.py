@@ -41,3 +41,21 @@ def test_gpus_of_one_host_that_reach_one_another_share(
 
 def test_cpus_do_not():
     assert not can_share_memory(Ranks(world_size=2))
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+@pytest.mark.parametrize("value", ["True", "False"])
+def test_shared_memory_is_allocated_without_expandable_segments(monkeypatch, name, value):
+    """With all other settings as they are, and so that they are back whatever happens."""
+    set_to = []
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", set_to.append)
+    monkeypatch.setenv(name, f"max_split_size_mb:64, expandable_segments:{value}")
+
+    def allocate() -> None:
+        with gather.without_expandable_segments():
+            raise MemoryError(len(set_to))
+
+    with pytest.raises(MemoryError, match=str(int(value == "True"))):
+        allocate()
+    settings = [f"max_split_size_mb:64,expandable_segments:{now}" for now in ("False", "True")]
+    assert set_to == (settings if value == "True" else [])
