@@ -14,7 +14,7 @@ from run_folders import assert_same_state, losses, newest, train_here
 
 from lmkit.data.token_files import TokenFileWriter, open_tokens
 from lmkit.recipe.schema import Recipe
-from lmkit.training.evaluation import evaluate_run
+from lmkit.training.judging import evaluate_run
 from lmkit.training.model_state import plain_model
 
 Tiny = Callable[..., Recipe]
