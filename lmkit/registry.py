@@ -343,6 +343,10 @@ class BenchFacts(Facts):
     example: str = ""
     row_keys: tuple[str, ...] = ()
 
+    def prefix(self, name: str) -> str:
+        """Return how the names of the files of the bench of that name begin."""
+        return f"{name}_" if self.stem is None else f"{self.stem}_" if self.stem else ""
+
 
 ATTENTION = Registry("ATTENTION", "attention kernel", "attention", KernelFacts)
 OPERATIONS = Registry("OPERATIONS", "set of operations", "model", OperationsFacts)

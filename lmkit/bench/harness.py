@@ -267,8 +267,7 @@ def result_files(
     name: str, rows: Rows, environment: Mapping[str, Any]
 ) -> tuple[Summary, dict[str, bytes | str]]:
     """Return the summary of a bench's rows, and name -> content of their files: rows, pictures, report."""
-    stem = BENCHES.facts(name).stem
-    prefix = f"{name}_" if stem is None else f"{stem}_" if stem else ""
+    prefix = BENCHES.facts(name).prefix(name)
     module = bench_module(name)
     summary = module.summarize(rows) if hasattr(module, "summarize") else _all_keys(name, rows)
     pictures: dict[str, bytes] = module.pictures(rows) if hasattr(module, "pictures") else {}

@@ -33,6 +33,7 @@ COMMANDS = {
     "bench": "bench",
     "profile": "profile",
     "recipe": "recipe",
+    "rerun": "rerun",
     "report": "results",
     "compare": "results",
     "verify": "verify",

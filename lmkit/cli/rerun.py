@@ -1,0 +1,169 @@
+"""`lmkit rerun`: make a run or a bench again from what it stored, and list what drifted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lmkit.cli.console import Result, progress_on_stderr
+from lmkit.cli.options import Commands, PluginOption, option
+from lmkit.errors import LmkitError, UsageError
+from lmkit.recipe.run_folder import CHECKPOINTS, ENVIRONMENT, METRICS, RECIPE
+
+if TYPE_CHECKING:
+    from lmkit.recipe.schema import Recipe
+
+app = Commands()
+
+OF_THE_MOMENT = ("time_utc", "gpu_state", "limits")
+"""Tables and keys of environment.json that differ every time."""
+
+
+@app.add("lmkit rerun artifacts/runs/quickstart", "lmkit rerun artifacts/h200/attention --output again")
+def rerun(
+    folder: Annotated[Path, typer.Argument(help="A run folder, or the folder of a bench's results.")],
+    output: Annotated[Path | None, option("The new folder; default: FOLDER-rerun.")] = None,
+    nproc: Annotated[int | None, option("Ranks to start; default: as many as then.", min=1, max=64)] = None,
+    plugin: PluginOption = None,
+) -> Any:
+    """Make a run or a bench again from its stored recipe, and list what drifted.
+
+    Compares versions, the machine, losses step by step, and times as `lmkit compare` does.
+    """
+    from lmkit.recipe.load import load_recipe
+
+    recipe_file = folder / RECIPE
+    if not recipe_file.is_file():
+        hint = "name a folder that lmkit run, lmkit train or lmkit bench wrote"
+        raise UsageError("rerun.no_recipe", f"{folder}: holds no {RECIPE}", hint=hint)
+    place = folder if folder.name not in ("", "..") else folder.resolve()
+    new = output or place.parent / f"{place.name}-rerun"
+    if new.exists():
+        raise UsageError("output.exists", f"{new}: exists", hint="name another folder: --output FOLDER")
+    recipe, before = load_recipe(recipe_file), _environment(folder)
+    made_again = _train_again if (folder / METRICS).is_file() else _measure_again
+    made = made_again(folder, recipe, new, nproc)
+    from lmkit.recipe.load import differences
+
+    changes = differences(before, _environment(new), ignore=OF_THE_MOMENT)
+    lines = [f"{folder} -> {new}", *(f"drift  {line}" for line in changes)]
+    if not changes:
+        lines.append("versions and machine are the same")
+    return Result("\n".join([*lines, made.text]), {"folder": new, "drift": changes, **made.fields})
+
+
+def _environment(folder: Path) -> dict[str, Any]:
+    path = folder / ENVIRONMENT
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise LmkitError(
+            "rerun.damaged", f"{path}: {error}", hint="move it away to go on without it"
+        ) from error
+    return content if isinstance(content, dict) else {}
+
+
+# Benches
+
+
+def _measure_again(folder: Path, recipe: Recipe, new: Path, nproc: int | None) -> Result:
+    from lmkit.bench.compare import compare_files
+    from lmkit.bench.harness import run_bench
+    from lmkit.registry import BENCHES
+
+    files = {f"{BENCHES.facts(name).prefix(name)}results.jsonl": name for name in BENCHES.names}
+    found = [file for file in files if (folder / file).is_file()]
+    if len(found) != 1:
+        hint = "name the folder of one bench's results"
+        raise UsageError(
+            "rerun.no_results", f"{folder}: holds {METRICS} of no run, nor one bench's rows", hint=hint
+        )
+    ranks = nproc or int(_environment(folder).get("world_size", 1))
+    with progress_on_stderr() as progress:
+        run_bench(files[found[0]], recipe, new, nproc=ranks, progress=progress)
+    compared = compare_files(folder / found[0], new / found[0], threshold=0.03)
+    return Result(str(compared), {"bench": files[found[0]], "rows": compared.rows, "worse": compared.worse})
+
+
+# Runs
+
+
+@dataclass(frozen=True)
+class _Losses:
+    """Losses of one kind in two runs: at how many steps both have one, where they differ, and by what at most."""
+
+    kind: str
+    steps: int
+    differing: int
+    first: int | None
+    largest: float
+
+    def __str__(self) -> str:
+        if not self.differing:
+            return f"{self.kind} losses  equal at all {self.steps:,} steps"
+        return (
+            f"{self.kind} losses  differ at {self.differing:,} of {self.steps:,} steps, first at {self.first:,}, "
+            f"by {self.largest:.3g} at most"
+        )
+
+
+def _train_again(folder: Path, recipe: Recipe, new: Path, nproc: int | None) -> Result:
+    from lmkit.bench.compare import compare_rows
+    from lmkit.training.metrics import read_metrics
+
+    run = recipe.run.model_copy(update={"folder": new.parent, "name": new.name})
+    resume = recipe.checkpoint.model_copy(update={"resume": "auto"})
+    again = recipe.model_copy(update={"run": run, "checkpoint": resume})
+    ranks = nproc or _ranks_of(folder)
+    if recipe.corpus is not None and recipe.tokenizer is not None and recipe.data.train is None:
+        from lmkit.cli import pipeline
+
+        with progress_on_stderr() as progress:
+            pipeline.run(again, nproc=ranks, progress=progress)
+    else:
+        from lmkit.generation import write_samples
+        from lmkit.training.session import train
+
+        train(again, nproc=ranks, write_texts=write_samples)
+    before, after = (read_metrics(path / METRICS) for path in (folder, new))
+    losses = [found for kind in ("train", "valid", "final") if (found := _losses(kind, before, after)).steps]
+    times = compare_rows([_time_row(before)], [_time_row(after)])
+    text = "\n".join([*map(str, losses), f"milliseconds a token, between records of training\n{times}"])
+    return Result(
+        text, {"losses": [asdict(found) for found in losses], "rows": times.rows, "worse": times.worse}
+    )
+
+
+def _ranks_of(folder: Path) -> int:
+    """Return how many ranks trained, by the newest checkpoint; 1 without one."""
+    from lmkit.training.atomic_checkpoint import saved_steps
+    from lmkit.training.checkpoint import open_checkpoint
+
+    saved = saved_steps(folder / CHECKPOINTS)
+    return open_checkpoint(saved[-1].path).state.world_size if saved else 1
+
+
+def _losses(kind: str, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> _Losses:
+    old, new = (
+        {record["step"]: record["loss"] for record in records if record["kind"] == kind}
+        for records in (before, after)
+    )
+    gaps = {step: abs(new[step] - old[step]) for step in old if None not in (old[step], new.get(step))}
+    differing = sorted(step for step, gap in gaps.items() if gap)
+    return _Losses(
+        kind, len(gaps), len(differing), min(differing, default=None), max(gaps.values(), default=0.0)
+    )
+
+
+def _time_row(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a row as benches have it. The first record is left out: its steps warm up."""
+    speeds = [record.get("tokens_per_second") for record in records if record["kind"] == "train"][1:]
+    samples = [1e3 / speed for speed in speeds if isinstance(speed, float) and speed > 0]
+    return {"what": "training", "samples_ms": samples}

@@ -1,0 +1,65 @@
+"""`lmkit rerun`: a run and a bench made again, and what drifted."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def test_a_run_is_made_again_bit_for_bit(run: Path, terminal) -> None:
+    found = json.loads(terminal(f"rerun {run} --json"))
+    assert found["folder"] == f"{run}-rerun"
+    assert found["drift"] == []
+    assert {losses["kind"]: (losses["steps"], losses["differing"]) for losses in found["losses"]} == {
+        "train": (2, 0),
+        "final": (1, 0),
+    }
+    weights = [
+        path.read_bytes() for path in sorted(run.parent.glob("*/checkpoints/step-00000002/model.safetensors"))
+    ]
+    assert len(weights) == 2
+    assert weights[0] == weights[1]
+    terminal.refuses(f"rerun {run}", code="output.exists", says=["fish-rerun"])
+
+
+def test_drift_is_listed(run: Path, terminal) -> None:
+    environment = json.loads((run / "environment.json").read_text())
+    environment["packages"]["torch"] = "1.0"
+    (run / "environment.json").write_text(json.dumps(environment))
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    changed = next(record for record in records if record["kind"] == "train" and record["step"] == 2)
+    changed["loss"] += 0.25
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    found = json.loads(terminal(f"rerun {run} --output again --json"))
+    assert [line.partition(" -> ")[0] for line in found["drift"]] == ["packages.torch: 1.0"]
+    (losses,) = [losses for losses in found["losses"] if losses["differing"]]
+    assert (losses["kind"], losses["first"], losses["differing"]) == ("train", 2, 1)
+    assert math.isclose(losses["largest"], 0.25, rel_tol=1e-9)
+    assert (Path("again") / "stories.txt").exists()  # all stages
+
+
+@pytest.mark.full
+def test_a_bench_is_made_again_and_compared(terminal) -> None:
+    words = "--tiers 16:16 --kernels reference,sdpa --iters 6 --warmup 0 --no-backward"
+    terminal(f"bench attention bench_attention_cpu {words} --set run.threads=1 --output before")
+    found = json.loads(terminal("rerun before --output after --json"))
+    assert found["bench"] == "attention"
+    assert {row["verdict"] for row in found["rows"]} <= {"faster", "slower", "no difference", "unclear"}
+    names = [sorted(path.name for path in Path(folder).iterdir()) for folder in ("before", "after")]
+    assert names[0] == names[1]
+
+
+def test_what_is_no_result_is_named(terminal) -> None:
+    Path("empty").mkdir()
+    terminal.refuses("rerun empty", code="rerun.no_recipe", says=["empty"])
+    (Path("empty") / "recipe.toml").write_text("[run]\nname = 'x'\n")
+    terminal.refuses("rerun empty", code="rerun.no_results", says=["empty"])
