@@ -39,8 +39,8 @@ from lmkit.measure.progress import Progress
 from lmkit.measure.statistics import FEWEST_PAIRS, FEWEST_TURNS, RunRatio, compare_starts, turns_suffice
 from lmkit.measure.tables import Rows
 
-STARTS = 4
-SECONDS_PER_ROW = 3.0  # in each start
+STARTS = 6
+SECONDS_PER_ROW = 2.0  # in each start
 MAX_CALLS_PER_SAMPLE = 10_000
 # glibc maps large blocks anew or reuses them, depending on what a process freed before: equal code in two processes
 # differed by 60%. With these limits both keep what they freed.

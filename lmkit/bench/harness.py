@@ -140,12 +140,13 @@ def run_bench(
 
 
 def check_place(recipe: Recipe, output: Path | None, *, force: bool) -> None:
-    """Refuse a folder that cannot be written to, or that was asked for and holds results.
+    """Refuse a folder that cannot be written to, or that was asked for and holds files like those of a bench.
 
     Raises:
         UsageError: nothing can be written there, or it has results and `force` is false.
     """
-    if output is not None and (output / RECIPE).exists() and not force:
+    ours = (RECIPE, ENVIRONMENT, "*results.*", "*report.md", "*.png")
+    if output is not None and not force and any(any(output.glob(pattern)) for pattern in ours):
         raise UsageError(
             "bench.output_exists", f"{output}: holds results", hint="choose another folder, or add --force"
         )

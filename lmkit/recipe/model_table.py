@@ -46,7 +46,7 @@ class ModelConfig(Table):
     """Width of the residual stream."""
     d_ff: PositiveInt = 512
     """Width of the feed-forward part: three matrices of d_model x d_ff, of `relu2` two."""
-    num_layers: PositiveInt = 4
+    num_layers: Annotated[int, Field(gt=0, le=10_000)] = 4
     """Transformer blocks."""
     num_heads: PositiveInt = 6
     """Attention heads; each has d_model / num_heads dimensions."""

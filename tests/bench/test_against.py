@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from lmkit.bench.against import SECONDS_PER_ROW, STARTS, _take_turns
+from lmkit.bench.against import SECONDS_PER_ROW, STARTS, _take_turns, run_against
 from lmkit.bench.side import Link, time_in_turns
 from lmkit.bench.tokenizer import JobClock
 from lmkit.measure.statistics import FEWEST_TURNS, NOISE_BETWEEN_STARTS, compare_starts, turns_suffice
@@ -292,16 +292,21 @@ def compare(bench: str, other: Path, *arguments: str, cwd: Path) -> list[dict[st
 
 @pytest.mark.full
 @pytest.mark.parametrize("bench", ["attention", "model"])
-def test_two_versions_run_in_turns(bench, tmp_path):
+def test_two_versions_run_in_turns(bench, tmp_path, monkeypatch):
     other = copy_of_lmkit(tmp_path / "other", "\nprint('the other version', file=__import__('sys').stderr)\n")
-    rows = compare(bench, other, "--output", "kept", cwd=tmp_path)
+    monkeypatch.setattr("lmkit.bench.against.STARTS", 2)
+    recipe, kept = tmp_path / "recipe.toml", tmp_path / "kept"
+    recipe.write_text(RECIPE)
+    words = [bench, str(recipe), "--set", "run.threads=1"]
+    rows = run_against(other, words, kept, seed=0, progress=lambda *report: None).rows
     assert len(rows) >= 3
     for row in rows:
         assert row["verdict"] in ("faster", "slower", "no difference", "unclear")
         assert row["why"] != "not measured in turns"
         assert row["before_ms"] > 0
-    assert "the other version" in (tmp_path / "kept" / f"start-{STARTS}" / "before.log").read_text()
-    assert "the other version" not in (tmp_path / "kept" / f"start-{STARTS}" / "after.log").read_text()
+    assert {path.name for path in kept.iterdir()} == {"start-1", "start-2"}
+    assert "the other version" in (kept / "start-2" / "before.log").read_text()
+    assert "the other version" not in (kept / "start-2" / "after.log").read_text()
 
 
 @pytest.mark.full

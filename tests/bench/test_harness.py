@@ -139,9 +139,10 @@ def test_two_benches_in_one_folder_the_second_is_refused_until_the_first_has_sto
     assert refused == [True] * 6  # while it measured, and at each of five files
 
 
-def test_results_are_replaced_only_by_force_and_a_folder_is_tried_before_measuring(tmp_path):
+@pytest.mark.parametrize("mine", ["recipe.toml", "environment.json", "report.md", "times.png"])
+def test_fault_134_results_are_replaced_only_by_force_and_a_folder_is_tried_before_measuring(tmp_path, mine):
     recipe = load_recipe(None)
-    (tmp_path / "recipe.toml").touch()
+    (tmp_path / mine).touch()
     (tmp_path / "file").touch()
     check_place(recipe, tmp_path, force=True)
     check_place(recipe, tmp_path / "new", force=False)
