@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lmkit.bench.explained import PICTURES, page
 from lmkit.bench.harness import Summary, bench_module, bullets, document, grouped, report_body
 from lmkit.errors import LmkitError, UsageError, reason
 from lmkit.measure.tables import Rows
@@ -237,12 +238,14 @@ def write_reports(
     for name, write_up in WRITE_UPS.items():
         chosen = [results for results in found if results.kind in write_up.sections]
         tables = _or_damaged(root, partial(side_by_side, chosen)) if chosen else {}
-        text = _write_up(write_up, chosen, profiles, tables, root.resolve(), target.resolve())
+        stem = name.removesuffix(".md")
+        text = _write_up(write_up, stem, chosen, profiles, tables, root.resolve(), target.resolve())
         path = target / name
         if text is None:
             missing.append(name)
         elif not check:
             write_atomic(path, text)
+            write_atomic(target / _picture_of(path.stem), PICTURES[path.stem]())
             written.append(str(path))
         elif not path.is_file() or path.read_text("utf-8") != text:
             stale.append(str(path))
@@ -260,6 +263,7 @@ def write_reports(
 
 def _write_up(
     write_up: WriteUp,
+    stem: str,
     found: Sequence[Results],
     profiles: Mapping[str, Summarize],
     tables: Mapping[str, str],
@@ -295,7 +299,13 @@ def _write_up(
     if not parts:
         return None
     compared = [text for title, table in tables.items() for text in (f"## {title}", table)]
-    return document(f"# {write_up.title}", write_up.introduction, bullets(short), *compared, *parts)
+    explained = ["## How it works", f"![{write_up.title}]({_picture_of(stem)})", page(stem)]
+    figures = ["## Figures", *compared, *parts]
+    return document(f"# {write_up.title}", write_up.introduction, bullets(short), *explained, *figures)
+
+
+def _picture_of(stem: str) -> str:
+    return f"{stem}_explained.png"
 
 
 def _or_damaged(where: object, read: Callable[[], Made]) -> Made:

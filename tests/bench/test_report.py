@@ -61,7 +61,19 @@ def test_four_write_ups_say_what_rows_at_any_depth_say(artifacts):
     ]
     assert written.without_results == ()
     assert "runs/metrics.jsonl" not in written.sources
-    texts = {path.name: path.read_text() for path in (artifacts / "reports").iterdir()}
+    texts = {path.name: path.read_text() for path in (artifacts / "reports").glob("*.md")}
+    for name, text in texts.items():
+        picture = name.replace(".md", "_explained.png")
+        assert (artifacts / "reports" / picture).read_bytes().startswith(b"\x89PNG")
+        how, figures = text.index("## How it works"), text.index("## Figures")
+        assert (
+            how
+            < text.index(f"]({picture})")
+            < text.index("### Limits")
+            < figures
+            < text.index("Rows with raw samples")
+        )
+        assert len(text[how:figures].split()) > 300  # a page
     for name, said in (
         ("attention.md", "1 x NVIDIA H200, torch 2.11, 2026-11-20"),
         ("attention.md", "1.10 to 1.30 times as fast as the best PyTorch"),
@@ -84,7 +96,7 @@ def test_four_write_ups_say_what_rows_at_any_depth_say(artifacts):
 def test_links_lead_to_the_rows_from_any_output_folder(artifacts, tmp_path):
     output = tmp_path / "elsewhere" / "deep"
     report(artifacts, output)
-    for path in output.iterdir():
+    for path in output.glob("*.md"):
         for line in path.read_text().splitlines():
             if line.startswith(("Rows with raw", "![")):
                 target = line.rpartition("](")[2].partition(")")[0]
@@ -121,8 +133,8 @@ def test_by_default_the_rows_that_benches_and_profiles_write(tmp_path, monkeypat
 def test_the_committed_rows_have_all_four_write_ups(tmp_path, capsys):
     """Also rows of older versions, whose variants were called contenders."""
     assert run_command_line(["report", str(ROOT / "artifacts/h200"), "--output", str(tmp_path)]) == 0
-    assert len(list(tmp_path.iterdir())) == 4
-    printed = " ".join(path.read_text() for path in tmp_path.iterdir())
+    assert len(list(tmp_path.glob("*.md"))) == 4
+    printed = " ".join(path.read_text() for path in tmp_path.glob("*.md"))
     assert "nan" not in printed.split()
     results = ROOT / "artifacts/h200/ddp_162M"
     assert run_command_line(["compare", str(results), str(results)]) == 0
