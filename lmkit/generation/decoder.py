@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 
 class LayerWeights(NamedTuple):
-    """What a step reads of a block: gains (d_model), matrices (out, in), the bias of q|k|v if there is one."""
+    """What a step reads of a block: gains (d_model), matrices (out, in); where there are any, the bias of q|k|v and
+    the gains of queries and keys (heads + kv_heads, head_dim)."""
 
     norm1: Tensor
     qkv: Tensor
@@ -46,13 +47,19 @@ class LayerWeights(NamedTuple):
     norm2: Tensor
     gate_up: Tensor
     down: Tensor
+    qk_gain: Tensor | None
 
 
 def layer_weights(block: Any) -> LayerWeights:
     attn, ffn = block.attn, block.ffn
+    qk_gain = None
+    if attn.q_norm is not None:
+        heads = attn.output_proj.in_features // attn.head_dim
+        gains = (attn.q_norm.weight.expand(heads, -1), attn.k_norm.weight.expand(attn.kv_heads, -1))
+        qk_gain = torch.cat(gains)
     return LayerWeights(
         *(block.ln1.weight, attn.qkv_proj.weight, attn.qkv_proj.bias, attn.output_proj.weight),
-        *(block.ln2.weight, ffn.gate_up.weight, ffn.w2.weight),
+        *(block.ln2.weight, ffn.expansion, ffn.w2.weight, qk_gain),
     )
 
 

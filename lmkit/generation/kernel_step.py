@@ -139,7 +139,7 @@ class KernelStep:
 
         launches: list[Callable[[], None]] = []
         for layer, weights in enumerate(self.decoder.layers):
-            _, qkv, _, output, norm2, gate_up, down = weights
+            _, qkv, _, output, norm2, gate_up, down, _ = weights
             next_norm = self.gains[2 * layer + 2]
             launches += [
                 product("qkv", stream.normed, qkv, self.qkv, num_parts=self.parts),

@@ -24,8 +24,8 @@ Array = Any  # of NumPy
 
 
 class Layer(NamedTuple):
-    """What a step reads of a block: matrices (out, in), gains times sqrt(d_model), and the cache (kv_heads, capacity,
-    head_dim)."""
+    """What a step reads of a block: matrices (out, in), gains times sqrt(d_model), those of queries and keys (heads +
+    kv_heads, head_dim) if there are any, and the cache (kv_heads, capacity, head_dim)."""
 
     gain1: Array
     qkv: Tensor
@@ -34,6 +34,7 @@ class Layer(NamedTuple):
     gain2: Array
     gate_up: Tensor
     down: Tensor
+    qk_gain: Array
     keys: Array
     values: Array
 
@@ -45,7 +46,7 @@ class SingleRowStep:
         switches: those of [model] that it implements.
     """
 
-    switches = frozenset({"qkv_bias"})
+    switches = frozenset({"qkv_bias", "qk_norm", "mlp"})
 
     def __init__(self, decoder: Decoder) -> None:
         model, config = decoder.model, decoder.model.config
@@ -68,8 +69,10 @@ class SingleRowStep:
         self.k, self.v = parts[heads:-kv_heads], parts[-kv_heads:]
         self.attended = new(width)
         self.attended_array = self.attended.numpy().reshape(self.q.shape)
-        self.joint = new(2 * config.d_ff)
-        self.gate, self.up = self.joint.chunk(2)
+        self.joint = new(config.mlp_inputs * config.d_ff)
+        self.gated = config.mlp == "swiglu"
+        self.gate, self.up = self.joint[: config.d_ff], self.joint[-config.d_ff :]
+        self.qk, self.qk_eps = parts[:-kv_heads], config.norm_eps
         self.logits_row = new(1, len(self.head))
         self.table = model.token_embeddings.weight.detach().numpy()
         # (capacity, head_dim / 2) complex
@@ -84,6 +87,7 @@ class SingleRowStep:
                     layer.output.detach(),
                 ),
                 *(self.gain(layer.norm2), layer.gate_up.detach(), layer.down.detach()),
+                None if layer.qk_gain is None else layer.qk_gain.detach().numpy(),
                 *(keys[0].numpy(), values[0].numpy()),
             )
             for layer, keys, values in zip(decoder.layers, decoder.keys, decoder.values, strict=True)
@@ -130,11 +134,14 @@ class SingleRowStep:
         q, gate = self.q, self.gate
         x_array[:] = self.table[self.state.text[0, place]]
         turn, seen = self.turns[place], place + 1
-        for gain1, qkv, bias, output, gain2, gate_up, down, keys, values in self.layers:
+        for gain1, qkv, bias, output, gain2, gate_up, down, qk_gain, keys, values in self.layers:
             self.norm(gain1)
             torch.mv(qkv, normed, out=self.qkv)
             if bias is not None:
                 self.qkv += bias
+            if qk_gain is not None:
+                mean_square = np.square(self.qk).mean(axis=1, keepdims=True)
+                np.multiply(self.qk, qk_gain / np.sqrt(mean_square + self.qk_eps), out=self.qk)
             np.multiply(self.pairs, turn, out=self.pairs)  # a rotation of the plane is a complex product
             np.multiply(q, self.scale, out=q)
             keys[:, place] = self.k
@@ -149,7 +156,10 @@ class SingleRowStep:
             torch.addmv(x, output, self.attended, out=x)
             self.norm(gain2)
             torch.mv(gate_up, normed, out=self.joint)
-            F.silu(gate, inplace=True).mul_(self.up)
+            if self.gated:
+                F.silu(gate, inplace=True).mul_(self.up)
+            else:
+                F.relu_(gate).square_()
             torch.addmv(x, down, gate, out=x)
         self.norm(self.last_gain)
         torch.mv(self.head, normed, out=self.logits_row[0])

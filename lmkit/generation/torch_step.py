@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lmkit.kernels.decode.reference import plain_advance, plain_rules
+from lmkit.model.operations import rms_norm
 
 if TYPE_CHECKING:
     from lmkit.generation.decoder import Decoder
@@ -36,7 +37,7 @@ class TorchStep:
         switches: those of [model] that it implements.
     """
 
-    switches = frozenset({"qkv_bias"})
+    switches = frozenset({"qkv_bias", "qk_norm", "mlp"})
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
@@ -54,8 +55,9 @@ class TorchStep:
         q, self.k, self.v = heads.split((config.num_heads, config.kv_heads, config.kv_heads), dim=1)
         self.q = q[:, :, None]  # (rows, heads, 1, head_dim)
         self.qk = heads[:, : -config.kv_heads].unflatten(-1, (-1, 2))  # (..., head_dim / 2, 2)
-        self.joint = weight.new_zeros(rows, 2 * config.d_ff)
-        self.gate, self.up = self.joint.chunk(2, dim=-1)
+        self.joint = weight.new_zeros(rows, config.mlp_inputs * config.d_ff)
+        self.gated = config.mlp == "swiglu"
+        self.gate, self.up = self.joint[:, : config.d_ff], self.joint[:, -config.d_ff :]
         self.hidden = weight.new_zeros(rows, config.d_ff)
         self.turns = torch.view_as_complex(
             decoder.model.rope.cos_sin.to(self.wide)
@@ -69,7 +71,7 @@ class TorchStep:
             for keys, values in zip(decoder.keys, decoder.values, strict=True)
         ]
         self.matrices = [  # transposed
-            (layer.qkv.T, layer.qkv_bias, layer.output.T, layer.gate_up.T, layer.down.T)
+            (layer.qkv.T, layer.qkv_bias, layer.qk_gain, layer.output.T, layer.gate_up.T, layer.down.T)
             for layer in decoder.layers
         ]
         self.grouped = config.num_heads != config.kv_heads
@@ -95,12 +97,15 @@ class TorchStep:
         all_keys = decoder.keys[:, :, :, :longest].unbind()
         all_values = decoder.values[:, :, :, :longest].unbind()
         gains = iter(self.gains)
-        for (qkv, bias, output, gate_up, down), caches, keys, values in zip(
+        for (qkv, bias, qk_gain, output, gate_up, down), caches, keys, values in zip(
             self.matrices, self.caches, all_keys, all_values, strict=True
         ):
             torch.mm(self.normed(next(gains)), qkv, out=self.qkv)
             if bias is not None:
                 self.qkv += bias
+            if qk_gain is not None:
+                qk = self.qk.flatten(-2)  # (rows, heads + kv_heads, head_dim)
+                qk.copy_(rms_norm(qk, qk_gain, decoder.model.config.norm_eps))
             self.rotate(turn)
             caches[0].index_copy_(0, at, self.k.flatten(0, 1))
             caches[1].index_copy_(0, at, self.v.flatten(0, 1))
@@ -110,7 +115,10 @@ class TorchStep:
             attended = attended.flatten(1).to(x.dtype)  # under autocast it is narrow
             torch.addmm(x, attended, output, out=x)
             torch.mm(self.normed(next(gains)), gate_up, out=self.joint)
-            torch.mul(F.silu(self.gate), self.up, out=self.hidden)
+            if self.gated:
+                torch.mul(F.silu(self.gate), self.up, out=self.hidden)
+            else:
+                torch.square(self.gate.relu_(), out=self.hidden)
             torch.addmm(x, self.hidden, down, out=x)
         return torch.mm(self.normed(next(gains)), decoder.model.lm_head.weight.T)
 

@@ -253,6 +253,11 @@ class SwiGLU(nn.Module):
         """(..., d_model) -> (..., d_model)"""
         return self.contract(self.expand(x), operations)
 
+    @property
+    def expansion(self) -> Tensor:
+        """The matrix that `expand` multiplies by, (2 d_ff, d_model)."""
+        return self.gate_up.weight
+
     def expand(self, x: Tensor) -> Tensor:
         """Return W1 x and W3 x, (..., 2 d_ff)."""
         return self.gate_up(x)
@@ -274,6 +279,11 @@ class Relu2(nn.Module):
         self.w2 = Linear(d_ff, d_model, zeros=zeros, device=device, dtype=dtype)
 
     forward = SwiGLU.forward
+
+    @property
+    def expansion(self) -> Tensor:
+        """The matrix that `expand` multiplies by, (d_ff, d_model)."""
+        return self.w1.weight
 
     def expand(self, x: Tensor) -> Tensor:
         """Return W1 x, (..., d_ff)."""
