@@ -17,7 +17,7 @@ AUTOGRAD = "autograd"
 """The line of what PyTorch's own backward operations allocate, in threads without a Python stack."""
 _PACKAGE = Path(__file__).resolve().parent.parent
 _PASSED_OVER = tuple(f"{_PACKAGE / part}" for part in ("profile", "measure", "autograd.py"))
-_LIBRARIES = (os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(torch.__file__)), "<")
+_LIBRARIES = (os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(torch.__file__)), "<", "?")
 
 Place = tuple[str, int]
 """A file and a line number."""
@@ -31,7 +31,7 @@ def line_of(stack: Iterable[Place]) -> str:
     """
     for file, number in stack:
         ours = file.startswith(f"{_PACKAGE}{os.sep}")
-        if file.startswith(_PASSED_OVER) or (not ours and file.startswith(_LIBRARIES)):
+        if not file or file.startswith(_PASSED_OVER) or (not ours and file.startswith(_LIBRARIES)):
             continue
         name = os.path.relpath(file, _PACKAGE) if ours else os.path.basename(file)
         return f"{name}:{number}  {linecache.getline(file, number).strip()[:60]}".rstrip()

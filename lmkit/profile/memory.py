@@ -198,7 +198,12 @@ def _record_on_gpu(work: Workload) -> Recording:
         memory._record_memory_history(enabled=None)
     signs = {"alloc": 1, "free_completed": -1}
     events = [
-        (entry["time_us"], entry["addr"], signs[entry["action"]] * entry["size"], _line(entry["frames"]))
+        (
+            entry["time_us"],
+            entry["addr"],
+            signs[entry["action"]] * entry["size"],
+            _line(entry.get("frames", [])),
+        )
         for entry in snapshot["device_traces"][work.ranks.device.index or 0]
         if entry["action"] in signs
     ]

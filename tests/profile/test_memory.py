@@ -122,7 +122,13 @@ def test_what_does_not_fit_is_a_row(monkeypatch):
 
 def test_the_innermost_line_that_counts_is_of_lmkit_or_of_the_user():
     ours, own = layers.__file__, "/home/me/my_kernel.py"
-    inside = [(torch.nn.functional.__file__, 1), (run_profile.__code__.co_filename, 3)]
+    inside = [
+        ("", 0),
+        ("??", 0),
+        ("<string>", 1),
+        (torch.nn.functional.__file__, 1),
+        (run_profile.__code__.co_filename, 3),
+    ]
     assert line_of([*inside, (ours, 1), (own, 2)]).startswith("model/layers.py:1  ")
     assert line_of([*inside, (own, 2), (ours, 1)]) == "my_kernel.py:2"
     assert line_of(inside) == AUTOGRAD
