@@ -1,7 +1,7 @@
 """Scaled dot-product attention: several kernels behind one signature, chosen by name.
 
 `attention` is the function for notebooks and experiments. Every kernel (`reference`, `vectorized`, `flash_torch`,
-`flash_triton`, `sdpa`) is a stateless function
+`flash_triton`, `sdpa`, `flash_cuda`) is a stateless function
 
     kernel(q, k, v, *, causal, scale=None) -> out
 
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from lmkit.lazy import exports
 
 if TYPE_CHECKING:  # a type checker would take the files of the same names
+    from lmkit.attention.flash_cuda import flash_cuda as flash_cuda
     from lmkit.attention.flash_torch import flash_torch as flash_torch
     from lmkit.attention.flash_triton import flash_triton as flash_triton
     from lmkit.attention.reference import reference as reference
@@ -40,6 +41,7 @@ __getattr__, __dir__, __all__ = exports(
         "vectorized": "vectorized",
         "flash_torch": "flash_torch",
         "flash_triton": "flash_triton",
+        "flash_cuda": "flash_cuda",
         "sdpa": "sdpa",
         "FlashAttention": "flash_torch",
         "FlashAttentionTriton": "flash_triton",

@@ -16,7 +16,6 @@ import os
 import platform
 import queue
 import subprocess
-import tempfile
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,7 +25,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from lmkit.errors import reason
+from lmkit.storage.compiled import load_compiled
 from lmkit.tokenizer.bpe import MergeTable, PythonCounter, PythonEncoder, WordCounts
 from lmkit.tokenizer.pretokenize import PATTERNS, SpecialTokens, character_classes
 
@@ -197,25 +196,11 @@ def library() -> ctypes.CDLL | None:
 
 
 def _load_or_compile() -> ctypes.CDLL:
-    """Load the shared library from the cache; its name is a hash of everything that decides its content."""
+    """Load the shared library; its name is a hash of everything that decides its content."""
     compiler = os.environ.get("CC", "cc")
     ingredients = "\0".join([_SOURCE.read_text("utf-8"), compiler, *_FLAGS, platform.platform()])
     name = f"words-{hashlib.sha256(ingredients.encode()).hexdigest()[:16]}.so"
-    try:
-        cache = os.environ.get("XDG_CACHE_HOME")
-        kept = (Path(cache) if cache else Path.home() / ".cache") / "lmkit" / name
-        if kept.exists():
-            return ctypes.CDLL(str(kept))
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        folder = tempfile.TemporaryDirectory(dir=kept.parent)  # several processes may compile at once
-    except (OSError, RuntimeError) as error:  # RuntimeError: Path.home() found no home directory
-        why = f"{kept.parent}: {reason(error)}" if isinstance(error, OSError) else str(error)
-        _log.warning("%s: the tokenizer's C code is compiled again for each process", why)
-        with tempfile.TemporaryDirectory() as private:
-            return ctypes.CDLL(str(_compile(compiler, Path(private) / name)))
-    with folder:
-        _compile(compiler, Path(folder.name) / name).replace(kept)
-    return ctypes.CDLL(str(kept))
+    return load_compiled(name, functools.partial(_compile, compiler), what="the tokenizer's C code")
 
 
 def _why_not_compiled(error: OSError | subprocess.SubprocessError) -> str:
@@ -227,10 +212,9 @@ def _why_not_compiled(error: OSError | subprocess.SubprocessError) -> str:
     return f"no C compiler ({error})"
 
 
-def _compile(compiler: str, output: Path) -> Path:
+def _compile(compiler: str, output: Path) -> None:
     command = [*compiler.split(), *_FLAGS, "-o", str(output), str(_SOURCE)]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
-    return output
 
 
 # ---- threads

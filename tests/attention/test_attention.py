@@ -303,6 +303,6 @@ def test_kernels_are_found_by_name_and_alias():
     assert attention_function("scaled_dot_prod_attention") is reference
     assert attention_function("vectorized_torch") is attention_function("vectorized")
     with pytest.raises(UsageError) as caught:
-        attention_function("flash_cuda")
+        attention_function("flash_cudnn")
     assert caught.value.code == "registry.unknown_name"
     assert all(name in caught.value.hint for name in ATTENTION.names)

@@ -1,0 +1,286 @@
+// FlashAttention-2 backward (Dao 2023, algorithm 2), deterministic, in one pass; README.md explains it step by step.
+//
+//   P = 2^(S - lse)     dV = P^T dO     dP = dO V^T     dS = P * (dP - delta)     dK = dS^T Q     dQ = dS K
+//
+// A CTA owns KEYS keys, 16 * BACKWARD_BLOCKS in each warp, and their sums of dK and dV. Tiles of QUERIES queries stream
+// by, the last first. The warps work on transposed scores (keys x queries), so that P^T and dS^T feed the products for
+// dV and dK from registers. Only dS crosses warps, through shared memory, for dQ.
+//
+// What the tiles of keys add to one tile of dQ is summed in global memory, in float32 and in the order of the keys: a
+// flag counts the tiles of keys that were added, and each CTA waits for its turn. It waits only for CTAs that began
+// before it, because CTAs draw their tiles as tickets.
+
+#pragma once
+
+struct Backward {
+    static constexpr int WARPS = BACKWARD_WARPS, BLOCKS = BACKWARD_BLOCKS, STAGES = BACKWARD_STAGES;
+    static constexpr int THREADS = WARPS * 32, KEYS = WARPS * BLOCKS * 16;
+    static constexpr int QUERIES = BACKWARD_QUERIES, PART = BACKWARD_PART;  // queries of a tile; at a time
+    static constexpr int ACROSS = WARPS / (QUERIES / 16 / BACKWARD_DQ_BLOCKS);  // warps beside each other in a tile of dQ
+    static constexpr int DQ_COLUMNS = HEAD_DIM / ACROSS;
+    static_assert(DQ_COLUMNS % 16 == 0 && DQ_COLUMNS * ACROSS == HEAD_DIM, "warps do not divide a tile of dQ");
+    using Keys = Tile<KEYS, HEAD_DIM>;
+    using Queries = Tile<QUERIES, HEAD_DIM>;
+    using Scores = Tile<KEYS, QUERIES>;  // dS^T
+    static constexpr int STATISTICS = QUERIES * 8;
+    static constexpr int STAGE = 2 * Queries::BYTES + STATISTICS;
+    static constexpr int BYTES = 2 * Keys::BYTES + Scores::BYTES + STAGES * STAGE;
+};
+
+// Before the pass: lse * log2(e) and delta = rowsum(dO * O) of every query, zeros past the last; flags down.
+__global__ void statistics_kernel(const __grid_constant__ Arguments a) {
+    constexpr int LANES = HEAD_DIM % 64 == 0 ? 8 : 4;  // of a row
+    const int padded = ceil_div(a.num_queries, Backward::QUERIES) * Backward::QUERIES;
+    const int64_t place = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) / LANES;
+    const int64_t rows = int64_t(a.batch) * a.heads * padded;
+    const int batch_head = place / padded, row = place % padded;
+    const bool inside = place < rows && row < a.num_queries;
+    float delta = 0.0f;
+    if (inside) {
+        const Head out(a.out, batch_head / a.heads, batch_head % a.heads);
+        const Head dout(a.dout, batch_head / a.heads, batch_head % a.heads);
+        for (int column = threadIdx.x % LANES * 8; column < a.head_dim; column += LANES * 8) {
+            uint4 x = *reinterpret_cast<const uint4*>(out.data + row * out.row + column);
+            uint4 y = *reinterpret_cast<const uint4*>(dout.data + row * dout.row + column);
+            const uint32_t pairs[2][4] = {{x.x, x.y, x.z, x.w}, {y.x, y.y, y.z, y.w}};
+            for (int i = 0; i < 4; i++) {
+                float2 of_out = unpack(pairs[0][i]), of_dout = unpack(pairs[1][i]);
+                delta += of_out.x * of_dout.x + of_out.y * of_dout.y;
+            }
+        }
+    }
+    for (int mask = 1; mask < LANES; mask *= 2) delta += from_lane_xor(delta, mask);
+    if (place < rows && threadIdx.x % LANES == 0) {
+        a.statistics[2 * place] = inside ? a.lse[int64_t(batch_head) * a.num_queries + row] * 1.44269504089f : 0.0f;
+        a.statistics[2 * place + 1] = delta;
+        if (row % Backward::QUERIES == 0) a.turns[1 + place / Backward::QUERIES] = 0;
+        if (place == 0) a.turns[0] = 0;
+    }
+}
+
+__global__ void __launch_bounds__(Backward::THREADS, BACKWARD_CTAS) backward_kernel(const __grid_constant__ Arguments a) {
+    using B = Backward;
+    constexpr int BLOCKS = B::BLOCKS, QUERIES = B::QUERIES, PART = B::PART, STAGES = B::STAGES, THREADS = B::THREADS;
+    const uint32_t k_tile = shared_address(shared), v_tile = k_tile + B::Keys::BYTES;
+    const uint32_t ds_tile = v_tile + B::Keys::BYTES, stages = ds_tile + B::Scores::BYTES;
+    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, warp_row = warp * BLOCKS * 16;
+
+    __shared__ int drawn;
+    if (thread == 0) drawn = atomicAdd(a.turns, 1);
+    __syncthreads();
+    const int key_tiles = ceil_div(a.num_keys, B::KEYS), query_tiles = ceil_div(a.num_queries, QUERIES);
+    const int key_tile = drawn % key_tiles, first_key = key_tile * B::KEYS;
+    const int batch = drawn / key_tiles / a.kv_heads, kv_head = drawn / key_tiles % a.kv_heads;
+    const int group = a.heads / a.kv_heads;  // query heads to a key head
+    const Head k(a.k, batch, kv_head), v(a.v, batch, kv_head);
+
+    // No query before tile `begin` sees these keys. A step is a tile of one head: the last tile first.
+    const int begin = a.causal && CAUSAL_SKIP ? first_key / QUERIES : 0;
+    const int each = max(query_tiles - begin, 0), steps = each * group;
+
+    auto load_step = [&](int step) {
+        if (step < steps) {
+            const uint32_t stage = stages + step % STAGES * B::STAGE;
+            const int head = kv_head * group + step / each, tile = query_tiles - 1 - step % each;
+            const Head q(a.q, batch, head), dout(a.dout, batch, head);
+            B::Queries::load<THREADS>(stage, q, tile * QUERIES, a.num_queries, a.head_dim);
+            B::Queries::load<THREADS>(stage + B::Queries::BYTES, dout, tile * QUERIES, a.num_queries, a.head_dim);
+            const float* from = a.statistics + (int64_t(batch * a.heads + head) * query_tiles + tile) * QUERIES * 2;
+            if (thread < QUERIES / 2) copy_16_bytes(stage + 2 * B::Queries::BYTES + thread * 16, from + thread * 4, true);
+        }
+        close_copies();
+    };
+    B::Keys::load<THREADS>(k_tile, k, first_key, a.num_keys, a.head_dim);
+    B::Keys::load<THREADS>(v_tile, v, first_key, a.num_keys, a.head_dim);
+    for (int step = 0; step < STAGES - 1; step++) load_step(step);
+
+    Sums<BLOCKS, HEAD_DIM> dk, dv;
+    const Reader<HEAD_DIM, true> k_reader(k_tile + warp_row * HEAD_DIM * 2), v_reader(v_tile + warp_row * HEAD_DIM * 2);
+    int* written = nullptr;  // the flag of a tile of dQ that all threads wrote before the next barrier
+
+#if BACKWARD_KEYS_KEPT
+    uint32_t k_kept[BLOCKS][HEAD_DIM / 16][4];
+    if (STAGES == 1) close_copies();
+    wait_for_copies<STAGES == 1 ? 0 : STAGES - 2>();
+    __syncthreads();
+    #pragma unroll
+    for (int m = 0; m < BLOCKS; m++)
+        #pragma unroll
+        for (int d = 0; d < HEAD_DIM / 16; d++) read_matrices(k_kept[m][d], k_reader.at(m, d));
+#endif
+
+    for (int step = 0; step < steps; step++) {
+        const int head = batch * a.heads + kv_head * group + step / each, tile = query_tiles - 1 - step % each;
+        if (STAGES == 1) {
+            __syncthreads();  // all warps are done with the step before
+            load_step(step);
+        }
+        wait_for_copies<STAGES == 1 ? 0 : STAGES - 2>();
+        __syncthreads();  // the copies of all threads are there; the stage before, dS and its part of dQ are done
+        if (written && thread == 0) raise_flag(written, key_tile + 1);
+        if (STAGES > 1) load_step(step + STAGES - 1);
+        const uint32_t q_tile = stages + step % STAGES * B::STAGE, dout_tile = q_tile + B::Queries::BYTES;
+        const uint32_t statistics = dout_tile + B::Queries::BYTES;
+        const bool cut = first_key + B::KEYS > a.num_keys || (a.causal && tile * QUERIES < first_key + B::KEYS - 1);
+
+        #pragma unroll
+        for (int part = 0; part < QUERIES / PART; part++) {
+            const uint32_t down = part * PART * HEAD_DIM * 2;
+            Sums<BLOCKS, PART> p, ds;  // transposed; first S^T = K Q^T and dP^T = V dO^T
+            const Reader<HEAD_DIM, false> q_columns(q_tile + down), dout_columns(dout_tile + down);
+            #pragma unroll
+            for (int d = 0; d < HEAD_DIM / 16; d++) {
+                uint32_t k_part[BLOCKS][4];
+                #pragma unroll
+                for (int m = 0; m < BLOCKS; m++)
+#if BACKWARD_KEYS_KEPT
+                    for (int i = 0; i < 4; i++) k_part[m][i] = k_kept[m][d][i];
+#else
+                    read_matrices(k_part[m], k_reader.at(m, d));
+#endif
+                #pragma unroll
+                for (int n = 0; n < PART / 16; n++) {
+                    uint32_t q_part[4];
+                    read_matrices(q_part, q_columns.at(n, d));
+                    #pragma unroll
+                    for (int m = 0; m < BLOCKS; m++) p.add(m, n, k_part[m], q_part);
+                }
+            }
+            #pragma unroll
+            for (int d = 0; d < HEAD_DIM / 16; d++) {
+                uint32_t v_part[BLOCKS][4];
+                #pragma unroll
+                for (int m = 0; m < BLOCKS; m++) read_matrices(v_part[m], v_reader.at(m, d));
+                #pragma unroll
+                for (int n = 0; n < PART / 16; n++) {
+                    uint32_t dout_part[4];
+                    read_matrices(dout_part, dout_columns.at(n, d));
+                    #pragma unroll
+                    for (int m = 0; m < BLOCKS; m++) ds.add(m, n, v_part[m], dout_part);
+                }
+            }
+            if (cut) {
+                #pragma unroll
+                for (int n = 0; n < PART / 8; n++)
+                    #pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        int query = tile * QUERIES + part * PART + n * 8 + lane % 4 * 2 + i % 2;
+                        int last = a.causal ? min(query, a.num_keys - 1) : a.num_keys - 1;
+                        #pragma unroll
+                        for (int m = 0; m < BLOCKS; m++)
+                            if (first_key + warp_row + m * 16 + i / 2 * 8 + lane / 4 > last) p.x[m][n][i] = -infinity();
+                    }
+            }
+            #pragma unroll
+            for (int n = 0; n < PART / 8; n++) {
+                // lse, delta of this lane's first query, then of its second
+                uint4 bits = load_shared(statistics + (part * PART + n * 8 + lane % 4 * 2) * 8);
+                float lse[2] = {__uint_as_float(bits.x), __uint_as_float(bits.z)};
+                float delta[2] = {__uint_as_float(bits.y), __uint_as_float(bits.w)};
+                #pragma unroll
+                for (int m = 0; m < BLOCKS; m++)
+                    #pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        p.x[m][n][i] = power_of_2(p.x[m][n][i] * a.scale_log2 - lse[i % 2]);
+                        ds.x[m][n][i] = p.x[m][n][i] * (ds.x[m][n][i] - delta[i % 2]);
+                    }
+            }
+            const Reader<HEAD_DIM, true> q_rows(q_tile + down), dout_rows(dout_tile + down);
+            #pragma unroll
+            for (int n = 0; n < PART / 16; n++) {
+                uint32_t left[BLOCKS][4], right[4];
+                #pragma unroll
+                for (int m = 0; m < BLOCKS; m++) p.as_operand(left[m], m, n);
+                #pragma unroll
+                for (int d = 0; d < HEAD_DIM / 16; d++) {
+                    read_transposed(right, dout_rows.at(n, d));
+                    #pragma unroll
+                    for (int m = 0; m < BLOCKS; m++) dv.add(m, d, left[m], right);
+                }
+                #pragma unroll
+                for (int m = 0; m < BLOCKS; m++) {
+                    ds.as_operand(left[m], m, n);
+                    #pragma unroll
+                    for (int i = 0; i < 4; i++)
+                        store_shared(B::Scores::pair(ds_tile, warp_row + m * 16 + i % 2 * 8 + lane / 4,
+                                                     part * PART + n * 16 + i / 2 * 8 + lane % 4 * 2), left[m][i]);
+                }
+                #pragma unroll
+                for (int d = 0; d < HEAD_DIM / 16; d++) {
+                    read_transposed(right, q_rows.at(n, d));
+                    #pragma unroll
+                    for (int m = 0; m < BLOCKS; m++) dk.add(m, d, left[m], right);
+                }
+            }
+        }
+
+        // The CTA's part of a tile of dQ: added to the sum of the tiles of keys before, which this thread's CTA waits for.
+        const int64_t place = int64_t(head) * query_tiles + tile;
+        int* const flag = a.turns + 1 + place;
+        if (thread == 0) wait_for_flag(flag, key_tile);
+        __syncthreads();  // dS is there
+        Sums<BACKWARD_DQ_BLOCKS, B::DQ_COLUMNS> dq;
+        float4* const sum = reinterpret_cast<float4*>(a.dq_sum + place * QUERIES * HEAD_DIM) + thread;
+        if (key_tile > 0) {
+            #pragma unroll
+            for (int m = 0; m < BACKWARD_DQ_BLOCKS; m++)
+                #pragma unroll
+                for (int n = 0; n < B::DQ_COLUMNS / 8; n++) {
+                    float4 x = load_from_all(sum + (m * (B::DQ_COLUMNS / 8) + n) * THREADS);
+                    dq.x[m][n][0] = x.x, dq.x[m][n][1] = x.y, dq.x[m][n][2] = x.z, dq.x[m][n][3] = x.w;
+                }
+        }
+        const int dq_row = warp / B::ACROSS * BACKWARD_DQ_BLOCKS, dq_column = warp % B::ACROSS * B::DQ_COLUMNS;
+        const Reader<QUERIES, false> ds_reader(ds_tile, dq_row);
+        const Reader<HEAD_DIM, true> key_rows(k_tile, dq_column / 16);
+        #pragma unroll
+        for (int key = 0; key < B::KEYS / 16; key++) {
+            uint32_t ds_part[BACKWARD_DQ_BLOCKS][4];
+            #pragma unroll
+            for (int m = 0; m < BACKWARD_DQ_BLOCKS; m++) read_transposed(ds_part[m], ds_reader.at(key, m));
+            #pragma unroll
+            for (int d = 0; d < B::DQ_COLUMNS / 16; d++) {
+                uint32_t k_part[4];
+                read_transposed(k_part, key_rows.at(key, d));
+                #pragma unroll
+                for (int m = 0; m < BACKWARD_DQ_BLOCKS; m++) dq.add(m, d, ds_part[m], k_part);
+            }
+        }
+        const int last_key = a.causal && CAUSAL_SKIP ? min(tile * QUERIES + QUERIES, a.num_keys) - 1 : a.num_keys - 1;
+        if (key_tile < last_key / B::KEYS) {
+            #pragma unroll
+            for (int m = 0; m < BACKWARD_DQ_BLOCKS; m++)
+                #pragma unroll
+                for (int n = 0; n < B::DQ_COLUMNS / 8; n++)
+                    store_for_all(sum + (m * (B::DQ_COLUMNS / 8) + n) * THREADS,
+                                  make_float4(dq.x[m][n][0], dq.x[m][n][1], dq.x[m][n][2], dq.x[m][n][3]));
+            written = flag;
+        } else {  // no key after these: dQ is complete
+            written = nullptr;
+            const Head dq_head(a.dq, batch, head - batch * a.heads);
+            #pragma unroll
+            for (int m = 0; m < BACKWARD_DQ_BLOCKS; m++)
+                #pragma unroll
+                for (int n = 0; n < B::DQ_COLUMNS / 8; n++)
+                    #pragma unroll
+                    for (int half = 0; half < 2; half++) {
+                        int query = tile * QUERIES + (dq_row + m) * 16 + half * 8 + lane / 4;
+                        int column = dq_column + n * 8 + lane % 4 * 2;
+                        if (query < a.num_queries && column < a.head_dim)
+                            *reinterpret_cast<uint32_t*>(dq_head.data + query * dq_head.row + column) =
+                                pack(dq.x[m][n][2 * half] * a.scale, dq.x[m][n][2 * half + 1] * a.scale);
+                    }
+        }
+    }
+
+    wait_for_copies<0>();
+    __syncthreads();  // K and V are free, and dQ is written
+    if (written && thread == 0) raise_flag(written, key_tile + 1);
+    float ones[BLOCKS][2], scales[BLOCKS][2];
+    #pragma unroll
+    for (int m = 0; m < BLOCKS; m++)
+        for (int half = 0; half < 2; half++) ones[m][half] = 1.0f, scales[m][half] = a.scale;
+    const Head dk_head(a.dk, batch, kv_head), dv_head(a.dv, batch, kv_head);
+    dk.store(dk_head, first_key + warp_row, a.num_keys, a.head_dim, k_tile, warp_row, scales);
+    dv.store(dv_head, first_key + warp_row, a.num_keys, a.head_dim, v_tile, warp_row, ones);
+}
