@@ -32,6 +32,8 @@ SDPA_BACKENDS = {
     "sdpa:flash": "FLASH_ATTENTION",
     "sdpa:efficient": "EFFICIENT_ATTENTION",
 }
+ABLATIONS = {"flash_triton:no_skip": "no_skip", "flash_triton:atomic": "atomic"}
+"""Functions of `lmkit.bench.attention_ablations`."""
 SDPA_REFUSALS = ("No available kernel", "No viable backend")  # of a pinned backend, on a GPU and on a CPU
 COMPILED = "+compile"
 
@@ -74,7 +76,7 @@ def default_kernels(*, on_gpu: bool) -> tuple[str, ...]:
 
 def check_kernel(name: str) -> None:
     """Raise UsageError unless `build_variant` knows the name."""
-    known = [*ATTENTION.names, *SDPA_BACKENDS]
+    known = [*ATTENTION.names, *SDPA_BACKENDS, *ABLATIONS]
     known += [
         f"{kernel}:{variant}" for kernel in ATTENTION.names for variant in ATTENTION.facts(kernel).variants
     ]
@@ -89,7 +91,10 @@ def check_kernel(name: str) -> None:
 
 def kernel_of(name: str) -> tuple[str, Mapping[str, Any]]:
     """Return the kernel of a variant, and the arguments that the variant adds to its calls."""
-    kernel, _, variant = name.removesuffix(COMPILED).partition(":")
+    plain = name.removesuffix(COMPILED)
+    kernel, _, variant = plain.partition(":")
+    if plain in ABLATIONS:
+        return kernel, {"implementation": "portable"}
     return kernel, ATTENTION.facts(kernel).variants.get(variant, {})
 
 
@@ -108,8 +113,13 @@ def build_variant(name: str, dtype: str) -> Callable[..., Tensor]:
 
     plain = name.removesuffix(COMPILED)
     kernel, arguments = kernel_of(name)
-    if plain in SDPA_BACKENDS:
-        function: Callable[..., Tensor] = partial(_pinned_sdpa, SDPA_BACKENDS[plain])
+    function: Callable[..., Tensor]
+    if plain in ABLATIONS:
+        from lmkit.bench import attention_ablations
+
+        function = getattr(attention_ablations, ABLATIONS[plain])
+    elif plain in SDPA_BACKENDS:
+        function = partial(_pinned_sdpa, SDPA_BACKENDS[plain])
     else:
         tf32 = ATTENTION.facts(kernel).variants.get("tf32", {}) if dtype == "tf32" else {}
         function = attention_function(kernel)

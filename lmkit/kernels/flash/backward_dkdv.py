@@ -108,8 +108,9 @@ def dkdv_kernel(
     begin = 0
     whole = 0
     if CAUSAL:
-        begin = column // ROWS * ROWS
         whole = tl.minimum(tl.cdiv(column + COLUMNS - 1, ROWS) * ROWS, tl.cdiv(num_queries, ROWS) * ROWS)
+        if CAUSAL != tiles.NO_SKIP:
+            begin = column // ROWS * ROWS
     # With `first`: queries from `cut` on do not see all of them, those from `end` on none.
     cut = num_queries
     end = num_queries

@@ -17,6 +17,7 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)  # exp(x) = 2^(x * LOG2_E)
 LN_2 = tl.constexpr(0.6931471805599453)
+NO_SKIP = tl.constexpr(2)  # as CAUSAL: walk over the tiles past the diagonal, too, to measure what they cost
 
 
 class HeadView(NamedTuple):
@@ -160,8 +161,9 @@ def bound_keys(row, num_keys, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAUSAL:
     end = num_keys
     whole = num_keys // COLUMNS * COLUMNS
     if CAUSAL:
-        end = tl.minimum(num_keys, row + ROWS)
         whole = tl.minimum(whole, (row + 1) // COLUMNS * COLUMNS)
+        if CAUSAL != NO_SKIP:
+            end = tl.minimum(num_keys, row + ROWS)
     return whole, end
 
 
