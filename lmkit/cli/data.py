@@ -117,15 +117,18 @@ def inspect(
     return Result("\n".join(lines), fields)
 
 
-def _counts(meta: TokenMeta) -> dict[str, int]:
+def _counts(meta: TokenMeta) -> dict[str, int | None]:
     return {
         "num_tokens": meta.num_tokens,
         "num_documents": meta.num_documents,
         "num_bytes": meta.num_bytes,
+        "counted_tokens": meta.counted_tokens,
     }
 
 
 def _size(meta: TokenMeta, dtype: str = "") -> str:
     tokens = f"{meta.num_tokens:,} tokens" + (f" ({dtype})" if dtype else "")
+    if meta.counted_tokens is not None:
+        tokens += f", of which {meta.counted_tokens:,} count"
     ratio = f"{meta.num_bytes / max(meta.num_tokens, 1):.2f} bytes per token"
     return f"{tokens}, {meta.num_documents:,} documents, {ratio}"

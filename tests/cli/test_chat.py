@@ -153,6 +153,8 @@ def test_a_run_on_conversations_keeps_its_template_and_its_mask(talk: Path, term
     }
     meta = json.loads((talk / "tokens/valid.json").read_text())
     assert meta["counted_bytes"] == len("red fish<|endoftext|>") * meta["num_documents"]
+    found = json.loads(terminal("data", "inspect", talk / "tokens/valid.npy", "--json"))
+    assert found["counted_tokens"] == meta["counted_tokens"]
     assert (talk / "stories.txt").read_text().startswith("user:\nfish?<|endoftext|>assistant:\n")
     done = json.loads(terminal(*CHAT, "--json"))["stages"]
     assert set(done.values()) == {"up to date"}
