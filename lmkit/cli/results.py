@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from lmkit.cli.console import show
-from lmkit.cli.options import Commands, JsonOption, option
+from lmkit.cli.options import Commands, JsonOption, PluginOption, option
 from lmkit.errors import UsageError
 from lmkit.recipe.run_folder import METRICS
 
@@ -23,6 +23,7 @@ def compare(
     ],
     after: Annotated[Path, typer.Argument(help="The newer one, likewise.")],
     threshold: Annotated[float, typer.Option(min=0, help="Smallest relative difference that counts.")] = 0.03,
+    plugin: PluginOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compare two results of one bench, row by row, or two trainings.

@@ -13,7 +13,7 @@ import numpy as np
 from lmkit.errors import UsageError
 from lmkit.measure.statistics import mean_difference
 from lmkit.measure.tables import Column, terminal_table
-from lmkit.recipe.load import differences, read_toml
+from lmkit.recipe.load import differences, load_recipe
 from lmkit.recipe.run_folder import METRICS, RECIPE
 from lmkit.training.metrics import Record, read_metrics
 
@@ -135,7 +135,8 @@ def compare_training(before: Path, after: Path) -> RunsCompared:
     if not rows:
         hint = "train them further, with train.eval_interval below train.steps"
         raise UsageError("compare.not_evaluated", f"{before}, {after}: no evaluations to compare", hint=hint)
-    recipes = [read_toml(found[0] / RECIPE) if (found[0] / RECIPE).is_file() else {} for found in folders]
+    # Validated: a key that is newer than a recipe counts with its default.
+    recipes = [load_recipe(path if (path := found[0] / RECIPE).is_file() else None) for found in folders]
     changes = differences(*recipes, ignore=("run.name", "run.folder", "run.seed"))
     return RunsCompared(metric, (len(ours), len(theirs)), tuple(rows), tuple(changes))
 
