@@ -15,6 +15,7 @@ from lmkit.kernels.operators import define
 from lmkit.registry import ATTENTION
 
 try:
+    from lmkit.kernels.cuda.build import nvcc
     from lmkit.kernels.cuda.flash import flash_backward, flash_forward
     from lmkit.kernels.launch import empty_in_order_of
 except ModuleNotFoundError as error:
@@ -34,7 +35,7 @@ LARGEST_HEAD_DIM = 128
     order=6,
     requires=("triton",),
     devices=("cuda",),
-    check="refuse_unsupported",
+    check="check",
     variants={
         "sm_75": {"build": "PTX=75"},
         "step_1": {
@@ -79,6 +80,12 @@ def run(
         q, scale = q * scale, 1.0  # the kernels take the maximum before they scale
     out: Tensor = forward_operator(q, k, v, causal, scale, naive, build)[0]
     return out
+
+
+def check(q: Tensor) -> None:
+    """Raise UsageError unless the kernels support tensors like q and can be compiled here."""
+    refuse_unsupported(q)
+    nvcc()
 
 
 def refuse_unsupported(q: Tensor) -> None:

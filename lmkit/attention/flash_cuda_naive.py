@@ -2,14 +2,12 @@
 
 from torch import Tensor
 
-from lmkit.attention.flash_cuda import refuse_unsupported as refuse_unsupported
+from lmkit.attention.flash_cuda import check as check
 from lmkit.attention.flash_cuda import run
 from lmkit.registry import ATTENTION
 
 
-@ATTENTION.register(
-    "flash_cuda_naive", order=7, requires=("triton",), devices=("cuda",), check="refuse_unsupported"
-)
+@ATTENTION.register("flash_cuda_naive", order=7, requires=("triton",), devices=("cuda",), check="check")
 def flash_cuda_naive(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None) -> Tensor:
     """Compute exact attention, slowly. Supports what `flash_cuda` does.
 

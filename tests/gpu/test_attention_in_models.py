@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from lmkit.attention import check_kernel
+from lmkit.errors import UsageError
 from lmkit.model.transformer import TransformerLM
 from lmkit.optim.adamw import AdamW
 from lmkit.recipe.tables import ModelConfig
@@ -47,6 +49,14 @@ def loss_curve(attention, dtype):
     return torch.stack(losses)
 
 
+def supports(attention, head):
+    try:
+        check_kernel(attention, head)
+    except UsageError:  # of flash_cuda: float32, or no nvcc
+        return False
+    return True
+
+
 # float32: sums in different orders, 1e-7 each, which 50 steps of AdamW magnify a little (measured on an H200: 5e-7
 # nats). bfloat16: roundings of 4e-3, of which the mean over 2000 tokens leaves little (measured: 8e-4 nats).
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
@@ -54,7 +64,9 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_kernel_gives_the_same_loss_curve(dtype):
-    curves = {name: loss_curve(name, dtype) for name in ATTENTION.names}
+    head = torch.empty(1, 1, 1, 64, dtype=dtype, device="cuda")
+    curves = {name: loss_curve(name, dtype) for name in ATTENTION.names if supports(name, head)}
+    assert "flash_triton" in curves
     expected = curves.pop("reference")
     assert expected[0] > 5.0  # log(256) = 5.5: nothing is known at first
     assert expected[-1] < 0.7 * expected[0]  # and much is learnt: a dropped gradient would show
