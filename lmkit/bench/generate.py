@@ -77,6 +77,8 @@ class Options(Table):
 class Writer(Protocol):
     """What is timed."""
 
+    context: int
+
     def refill(self) -> None:
         """Put `context` tokens into the cache of every text."""
         ...
@@ -193,16 +195,23 @@ def check(recipe: Any) -> None:
 )
 def generate(context: Context) -> Rows:
     """Return a row per size, batch size, context and variant."""
+    import torch
+
     options = context.options
     limits = context.limits([options.precision])
-    cases = [(size, b, c) for size in options.sizes for b in options.batch_sizes for c in options.contexts]
+    cases = [(size, batch_size) for size in options.sizes for batch_size in options.batch_sizes]
     rows: Rows = []
     for done, case in enumerate(cases):
-        context.progress("cases", done, len(cases))
-        found = _measure(*case, context, limits)
-        context.keep(found)
-        rows += found
-    context.progress("cases", len(cases), len(cases))
+        context.progress("models", done, len(cases))
+        torch.compiler.reset()  # or a rival's graph of another batch size would be made again for all sizes
+        writers: dict[str, Writer] = {}
+        for filled in options.contexts:
+            found = _measure(*case, filled, context, limits, writers)
+            context.keep(found)
+            rows += found
+        writers.clear()
+        release_memory(context.device)
+    context.progress("models", len(cases), len(cases))
     return rows
 
 
@@ -216,12 +225,11 @@ def least_bytes(config: ModelConfig, batch_size: int, context: int, element_byte
     return element_bytes * (count_parameters(config).total - embedding + cache)
 
 
-def _measure(size: str, batch_size: int, filled: int, context: Context, limits: Limits) -> Rows:
-    """Return one row per variant of one case."""
-    import torch
-
+def _measure(
+    size: str, batch_size: int, filled: int, context: Context, limits: Limits, writers: dict[str, Writer]
+) -> Rows:
+    """Return one row per variant of one case; `writers` keeps what other contexts can use, too."""
     options, device = context.options, context.device
-    torch.compiler.reset()  # or a rival's graph of another batch size would be made again for all sizes
     config = config_of(size, "", "sdpa")
     config = config.model_copy(
         update={"context_length": options.capacity, "num_kv_heads": options.kv_heads or None}
@@ -242,7 +250,11 @@ def _measure(size: str, batch_size: int, filled: int, context: Context, limits: 
     }
 
     def build(variant: str, row: dict[str, Any]) -> Writer | None:
-        writer = _build(variant, config, batch_size, filled, context)
+        if variant not in writers:
+            writers[variant] = _build(variant, config, batch_size, filled, context)
+        writer = writers[variant]
+        writer.context = filled
+        writer.refill()
         for _ in range(3):  # compiles
             writer.step()
         row["prefill_ms"] = median(_wall_ms(writer.read_prompt, context) for _ in range(FEW))
@@ -269,8 +281,8 @@ def _measure(size: str, batch_size: int, filled: int, context: Context, limits: 
             )
         return {variant: timing.samples_ms for variant, timing in timings.items()}
 
-    writers: dict[str, Any] = build_what_fits(rows, build, device)
-    samples = time_what_fits(writers, rows, device, time_together)
+    built: dict[str, Any] = build_what_fits(rows, build, device)
+    samples = time_what_fits(built, rows, device, time_together)
     first = options.variants[0]
     least = least_bytes(config, batch_size, filled, 2 if options.precision == "bf16" else 4)
     for variant, samples_ms in samples.items():
@@ -285,8 +297,6 @@ def _measure(size: str, batch_size: int, filled: int, context: Context, limits: 
             rows[variant]["queue_share"] = rows[variant]["queue_tokens_per_s"] * seconds / batch_size
         if variant != first and first in samples:
             rows[variant] |= ratio_fields(paired_ratio(samples[first], samples_ms), "first_is", "verdict")
-    writers.clear()
-    release_memory(device)
     return list(rows.values())
 
 
