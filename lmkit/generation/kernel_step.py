@@ -12,10 +12,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lmkit.kernels.decode.attention import attend_space, prepare_attend
-from lmkit.kernels.decode.products import MOST_ROWS, Stream, parts_of, prepare_product, tile_of
-from lmkit.kernels.decode.reference import plain_rules
-from lmkit.kernels.decode.sampling import prepare_advance
-from lmkit.kernels.launch import capability, count_tiles, selected
+from lmkit.kernels.decode.products import (
+    MOST_ROWS,
+    NOTHING,
+    SLOTS,
+    Stream,
+    parts_of,
+    prepare_product,
+    tile_of,
+)
+from lmkit.kernels.decode.sampling import prepare_advance, prepare_rules
+from lmkit.kernels.launch import capability, selected
 from lmkit.kernels.norm import add_rms_norm, rms_norm
 from lmkit.kernels.swiglu import swiglu
 
@@ -45,8 +52,7 @@ class KernelStep:
         self.attended = weight.new_zeros(rows, width)
         self.hidden = weight.new_zeros(rows, config.d_ff)
         self.logits = weight.new_zeros(rows, vocab_size, dtype=torch.float32)
-        self.tile = tile_of("head", min(rows, MOST_ROWS), width, weight.dtype).outputs
-        self.tops = weight.new_zeros(rows, count_tiles(vocab_size, self.tile), dtype=torch.float32)
+        self.best = torch.full((rows, SLOTS.value), NOTHING.value, device=weight.device)
         heads = config.num_heads, config.kv_heads, config.head_dim
         self.space = attend_space(rows, *heads, decoder.capacity, weight)
         # In how many parts the sums of squares come that the last product of a layer leaves.
@@ -109,8 +115,7 @@ class KernelStep:
         decoder = self.decoder
         start, pointers = prepare_advance(
             self.logits,
-            self.tops,
-            self.tile,
+            self.best,
             decoder.state,
             decoder.rules,
             decoder.model.token_embeddings.weight,
@@ -150,7 +155,7 @@ class KernelStep:
                 ),
                 product("down", self.hidden, down, stream.total, then="residual", gain=next_norm),
             ]
-        rules = {"rules": self.decoder.rules, "tops": self.tops}
+        rules = {"rules": self.decoder.rules, "best": self.best}
         head = product(
             "head", stream.normed, weight, self.logits, then="logits", num_parts=self.parts, **rules
         )
@@ -166,11 +171,11 @@ class KernelStep:
         """Prepare a step of more rows: a library's products are as fast as the memory from 64 rows on."""
         decoder, gains = self.decoder, self.gains
         attends = [self._attend(layer, bucket) for layer in range(len(decoder.layers))]
+        start, pointers = prepare_rules(self.logits, self.best, decoder.rules)
         advance = self._advance()
         head = decoder.model.lm_head.weight
         # Logits in float32, as the kernels of few rows leave them.
         wide: dict[str, Any] = {} if head.dtype == torch.float32 else {"out_dtype": torch.float32}
-        padding = (0, -len(head) % self.tile)
 
         def run() -> None:
             x = self.stream.total
@@ -182,10 +187,8 @@ class KernelStep:
                 x, normed = add_rms_norm(x, delta, weights.norm2, eps=self.eps)
                 delta = F.linear(swiglu(F.linear(normed, weights.gate_up)), weights.down)
                 x, normed = add_rms_norm(x, delta, gains[2 * layer + 2], eps=self.eps)
-            self.logits.copy_(torch.mm(normed, head.T, **wide))
-            padded = F.pad(plain_rules(self.logits, decoder.rules), padding, value=-torch.inf)
-            tops = padded.unflatten(-1, (-1, self.tile)).amax(dim=-1)  # NaN if there is any
-            self.tops.copy_(tops.nan_to_num_(torch.inf, torch.inf, -torch.inf))
+            torch.mm(normed, head.T, out=self.logits, **wide)
+            start(*pointers)
             advance()
 
         return run

@@ -14,7 +14,7 @@ import torch
 from attention_oracle import error_of
 from torch import Tensor
 
-from lmkit.kernels.decode import attention, products, reference, sampling
+from lmkit.kernels.decode import attention, cache, products, reference, sampling
 from lmkit.kernels.decode.products import Stream
 from lmkit.kernels.decode.reference import Ends, Rows, Rules, Sampling
 
@@ -72,6 +72,19 @@ PRODUCTS = [
 ]
 
 
+def nothing(rows: int, device: str) -> Tensor:
+    """What a step's largest keys begin as."""
+    return torch.full((rows, products.SLOTS.value), products.NOTHING.value, device=device)
+
+
+def best_of(logits: Tensor) -> Tensor:
+    """The largest keys of logits (rows, vocab_size): (rows, 1)."""
+    bits = torch.where(logits == 0, 0.0, logits).view(torch.int32).long()
+    bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).masked_fill(logits.isnan(), 0x7FFFFFFF)
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    return (bits * 2**32 + 0xFFFFFFFF - ids).amax(-1, keepdim=True)
+
+
 def rules_of(rows: int, vocab_size: int, device: str, penalty: float = 1.0) -> Rules:
     """Every seventh id is banned, every third has been seen by row 0, every fourth by row 1..."""
     ids = torch.arange(vocab_size)
@@ -100,14 +113,14 @@ def run_product(
     if case.then == "residual":
         out.copy_(before_of(case, dtype, device)[rows])
     normed = torch.full_like(out, torch.nan, dtype=dtype)
-    tops = torch.full((count * case.outputs,), torch.nan, device=device)
+    best = nothing(count, device)
     space = Stream(out, normed, parts)
     rules = rules_of(case.rows, case.outputs, device, penalty=1.3)
     rules = rules._replace(seen=rules.seen[rows].contiguous())
     launch(
         products.prepare_product(
             case.name, x.contiguous(), weight, out, space, then=case.then, gain=next_gain, num_parts=num_parts,
-            eps=EPS, rules=rules if case.then == "logits" else None, tops=tops,
+            eps=EPS, rules=rules if case.then == "logits" else None, best=best,
         )
     )  # fmt: skip
     tile = products.tile_of(case.name, count, case.columns, dtype)
@@ -117,8 +130,8 @@ def run_product(
         squares = parts[: count * kept].view(count, kept).sum(-1, keepdim=True)
         made |= {"normed": normed, "squares": squares.to(dtype)}  # of the stream, which is rounded
     if case.then == "logits":
-        tiles = -(-case.outputs // tile.outputs)
-        made["tops"] = tops[: count * tiles].view(count, tiles)
+        largest = best.amax(-1, keepdim=True)
+        assert torch.equal(best_of(out), largest)
     return made
 
 
@@ -143,9 +156,7 @@ def plain_results(case: Product, dtype: torch.dtype, device: str, wide: torch.dt
         return {"out": reference.plain_swiglu(y)}
     if case.then == "logits":
         logits = reference.plain_rules(y, rules_of(case.rows, case.outputs, device, penalty=1.3))
-        size = products.tile_of(case.name, case.rows, case.columns, dtype).outputs
-        padded = torch.nn.functional.pad(logits, (0, -case.outputs % size), value=-torch.inf)
-        return {"out": logits, "tops": padded.unflatten(-1, (-1, size)).amax(-1)}
+        return {"out": logits}
     if case.then != "residual":
         return {"out": y}
     total = before_of(case, dtype, device).to(wide) + y
@@ -250,10 +261,12 @@ def plain_attend(case: Attend, dtype: torch.dtype, device: str, wide: torch.dtyp
 def attend_faults(case: Attend, got: list[Tensor], dtype: torch.dtype, device: str) -> list[str]:
     rivals, exact = (plain_attend(case, dtype, device, wide) for wide in (dtype, torch.float64))
     faults = [f"out: {fault}" for fault in faults_of(got[0], rivals[0], exact[0])]
-    for name, cache, rival, truth in zip(("keys", "values"), got[1:], rivals[1:], exact[1:], strict=True):
+    for name, filled_cache, rival, truth in zip(
+        ("keys", "values"), got[1:], rivals[1:], exact[1:], strict=True
+    ):
         filled = [(slice(None), row, slice(0, place + 1)) for row, place in enumerate(case.places)]
         for at in filled:
-            trio = [x.transpose(0, 1)[at] for x in (cache, rival, truth)]
+            trio = [x.transpose(0, 1)[at] for x in (filled_cache, rival, truth)]
             faults += [f"{name}: {fault}" for fault in faults_of(*trio)]
     return faults
 
@@ -294,6 +307,17 @@ def check_a_row_that_is_too_long_for_a_launch_harms_nothing(device: str) -> None
     launch(attention.prepare_attend(qkv, keys, values, place, table, out, space, longest=300))
     expected = plain_attend(case._replace(places=(299, 60)), torch.float32, device, torch.float32)[0]
     torch.testing.assert_close(out, expected)
+
+
+def check_texts_are_stored_in_their_rows(device: str) -> None:
+    joined = tuned(2, 70, 5 * 24, device=device).unflatten(-1, (5, 24)).transpose(1, 2)
+    k, v = joined[:, 1:3].contiguous(), joined[:, 3:5]
+    rows = torch.tensor([[3, 7], [0, 7]], device=device)[:, 0]  # as `Prefill` unpacks them
+    caches = torch.zeros(2, 4, 2, 90, 24, device=device)
+    cache.store(k, v, rows, *caches)
+    expected = torch.zeros_like(caches)
+    expected[0, rows, :, :70], expected[1, rows, :, :70] = k, v
+    assert torch.equal(caches, expected)
 
 
 SAMPLINGS = {
@@ -343,13 +367,11 @@ def batch(sampling_: Sampling, device: str, rows: int = 6, vocab_size: int = VOC
     return Advance(logits, state, rules, table, tuned(WIDTH, seed=7, device=device))
 
 
-def run_advance(given: Advance, sampling_: Sampling, ends: Ends, *, tile: int = 32) -> Stream:
+def run_advance(given: Advance, sampling_: Sampling, ends: Ends) -> Stream:
     """Run the kernel; it changes `given.rows` and returns the stream."""
     rows, device = len(given.logits), given.logits.device
-    padded = torch.nn.functional.pad(given.logits, (0, -given.logits.shape[1] % tile), value=-torch.inf)
-    tops = (
-        padded.unflatten(-1, (-1, tile)).amax(-1).nan_to_num_(torch.inf, torch.inf, -torch.inf).contiguous()
-    )
+    best = nothing(rows, device)
+    best[:, 7:8] = best_of(given.logits)
     stream = Stream(
         torch.full((rows, WIDTH), torch.nan, device=device),
         torch.full((rows, WIDTH), torch.nan, device=device),
@@ -357,10 +379,11 @@ def run_advance(given: Advance, sampling_: Sampling, ends: Ends, *, tile: int = 
     )
     launch(
         sampling.prepare_advance(
-            given.logits, tops, tile, given.rows, given.rules, given.table, given.gain, stream, 3,
+            given.logits, best, given.rows, given.rules, given.table, given.gain, stream, 3,
             sampling=sampling_, ends=ends, logprobs=True,
         )
     )  # fmt: skip
+    assert torch.equal(best, nothing(rows, device))
     return stream
 
 
@@ -409,8 +432,17 @@ def check_a_draw_depends_on_seed_and_number_alone(device: str) -> None:
             rows=Rows(*(x[order].contiguous() for x in other.rows)),
             rules=other.rules._replace(seen=other.rules.seen[order].contiguous()),
         )
-        run_advance(alone, sampling_, Ends(-1, 100), tile=16)
+        run_advance(alone, sampling_, Ends(-1, 100))
         assert torch.equal(alone.rows.drawn, given.rows.drawn[order])
+
+
+def check_rules_change_the_logits_of_a_library(device: str) -> None:
+    for penalty in (1.0, 1.3):
+        logits, rules = tuned(2, 5000, device=device), rules_of(2, 5000, device, penalty)
+        expected, best = reference.plain_rules(logits.clone(), rules), nothing(2, device)
+        launch(sampling.prepare_rules(logits, best, rules))
+        torch.testing.assert_close(logits, expected)
+        assert torch.equal(best.amax(-1, keepdim=True), best_of(logits))
 
 
 def check_seen_tokens_are_noted(device: str) -> None:

@@ -3,7 +3,8 @@
 * `reference`: the step by PyTorch operations, to read and for CPUs;
 * `products`: the matrices, with RMSNorm, residual sum, SwiGLU and the rules of logits fused in;
 * `attention`: RoPE, the cache's new key and value, attention to all old ones;
-* `sampling`: the next token and its embedding.
+* `sampling`: the next token and its embedding;
+* `cache`: the keys and values of a whole text into its row.
 
 A step is a chain of five kernels a layer, too short to be launched one after the other: each asks for what the
 kernel just before it does not write (weights, old keys), then waits for it (programmatic dependent launch, PDL). All

@@ -63,13 +63,6 @@ def attend_kernel(
     begin = base + split * SPLIT * DIM
     d, g, t = tl.arange(0, PADDED_DIM), tl.arange(0, ROWS), tl.arange(0, TILE)
     d_inside = d < DIM
-    if SPLIT == TILE:  # the whole split is in registers before the wait
-        visible = t < old
-        # Keys come as (PADDED_DIM, TILE), so that they go from shared memory straight to the tensor cores.
-        k_at = keys_pointer + begin + t[None, :] * DIM + d[:, None]
-        v_at = values_pointer + begin + t[:, None] * DIM + d[None, :]
-        k = tl.load(k_at, mask=visible[None, :] & d_inside[:, None], other=0.0)
-        v = tl.load(v_at, mask=visible[:, None] & d_inside[None, :], other=0.0)
     angle_at = cos_sin_pointer + place * DIM + (d // 2) * 2
     cos = tl.load(angle_at, mask=d_inside, other=0.0)
     sin = tl.load(angle_at + 1, mask=d_inside, other=0.0)
@@ -87,16 +80,13 @@ def attend_kernel(
     top = tl.full((ROWS,), -1e30, tl.float32)  # finite, for a row without old keys
     total = tl.zeros((ROWS,), tl.float32)
     sums = tl.zeros((ROWS, PADDED_DIM), tl.float32)
-    if SPLIT == TILE:
+    for i in tl.range(0, old, TILE, num_stages=STAGES):
+        visible = t + i < old
+        k_at = keys_pointer + begin + (i + t)[None, :] * DIM + d[:, None]
+        v_at = values_pointer + begin + (i + t)[:, None] * DIM + d[None, :]
+        k = tl.load(k_at, mask=visible[None, :] & d_inside[:, None], other=0.0)
+        v = tl.load(v_at, mask=visible[:, None] & d_inside[None, :], other=0.0)
         top, total, sums = fold(top, total, sums, q, k, v, visible, scale)
-    else:
-        for i in tl.range(0, old, TILE, num_stages=STAGES):
-            visible = t + i < old
-            k_at = keys_pointer + begin + (i + t)[None, :] * DIM + d[:, None]
-            v_at = values_pointer + begin + (i + t)[:, None] * DIM + d[None, :]
-            k = tl.load(k_at, mask=visible[None, :] & d_inside[:, None], other=0.0)
-            v = tl.load(v_at, mask=visible[:, None] & d_inside[None, :], other=0.0)
-            top, total, sums = fold(top, total, sums, q, k, v, visible, scale)
     if split == splits - 1:
         score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * scale
         highest = tl.maximum(top, score)
@@ -118,22 +108,123 @@ def attend_kernel(
         )
         tl.store(totals_pointer + slot * (2 * GROUP) + g, top, mask=kept)
         tl.store(totals_pointer + slot * (2 * GROUP) + GROUP + g, total, mask=kept)
-        tl.debug_barrier()  # all threads of the program have stored before one of them says so
-        if tl.atomic_add(arrived_pointer + row_head, 1, sem="acq_rel") == splits - 1:
-            s, h = tl.arange(0, triton.next_power_of_2(MOST_SPLITS)), tl.arange(0, GROUP)
-            there = (s < splits)[:, None]
-            slots = (row_head * MOST_SPLITS + s).to(tl.int64)[:, None]
-            tops_at = totals_pointer + slots * (2 * GROUP) + h[None, :]
-            tops = tl.load(tops_at, mask=there, other=float("-inf"))  # (splits, GROUP)
-            totals = tl.load(tops_at + GROUP, mask=there, other=0.0)
-            parts_at = ((slots * GROUP + h[None, :]) * PADDED_DIM)[:, :, None] + d[None, None, :]
-            parts = tl.load(sums_pointer + parts_at, mask=there[:, :, None], other=0.0)
-            weights = tl.exp2(tops - tl.max(tops, 0)[None, :])
-            merged = tl.sum(parts * weights[:, :, None], 0) / tl.sum(totals * weights, 0)[:, None]
-            merged = merged.to(out_pointer.dtype.element_ty)
-            inside = (h < group)[:, None] & d_inside[None, :]
-            tl.store(out + h[:, None] * DIM + d[None, :], merged, mask=inside)
-            tl.store(arrived_pointer + row_head, 0)
+        merge(
+            sums_pointer, totals_pointer, arrived_pointer, out, row_head, splits, d,
+            HEADS // KV_HEADS, DIM, PADDED_DIM, GROUP, MOST_SPLITS,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["capacity"])
+def attend_single_row_kernel(
+    qkv_pointer,  # as in `attend_kernel`, with one row
+    keys_pointer,
+    values_pointer,
+    place_pointer,
+    cos_sin_pointer,
+    out_pointer,
+    sums_pointer,
+    totals_pointer,
+    arrived_pointer,
+    capacity,
+    scale,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    SPLIT: tl.constexpr,
+    TILE: tl.constexpr,
+    MOST_SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One split of the old keys of a key head a program, in registers before the wait.
+
+    They are multiplied and added there: tensor cores would want them in shared memory first.
+    """
+    head, split = tl.program_id(0), tl.program_id(1)
+    place = tl.load(place_pointer).to(tl.int32)
+    splits = tl.minimum(tl.maximum(tl.cdiv(place, SPLIT), 1), tl.num_programs(1))
+    if split >= splits:
+        return
+    base = head.to(tl.int64) * capacity * DIM
+    d, t = tl.arange(0, PADDED_DIM), tl.arange(0, SPLIT)
+    d_inside = d < DIM
+    visible = split * SPLIT + t < place
+    at = base + (split * SPLIT + t)[:, None] * DIM + d[None, :]
+    inside = visible[:, None] & d_inside[None, :]
+    k = tl.load(keys_pointer + at, mask=inside, other=0.0)  # (SPLIT, PADDED_DIM)
+    v = tl.load(values_pointer + at, mask=inside, other=0.0)
+    angle_at = cos_sin_pointer + place * DIM + (d // 2) * 2
+    cos = tl.load(angle_at, mask=d_inside, other=0.0)
+    sin = tl.load(angle_at + 1, mask=d_inside, other=0.0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    kind: tl.constexpr = keys_pointer.dtype.element_ty
+    group: tl.constexpr = HEADS // KV_HEADS
+    k_new = rotated(qkv_pointer + (HEADS + head) * DIM, d, cos, sin, d_inside).to(kind)
+    v_new = tl.load(qkv_pointer + (HEADS + KV_HEADS + head) * DIM + d, mask=d_inside, other=0.0).to(kind)
+    last = split == splits - 1
+    out = out_pointer + head * (group * DIM)
+    for g in tl.static_range(group):
+        q = rotated(qkv_pointer + (head * group + g) * DIM, d, cos, sin, d_inside).to(kind).to(tl.float32)
+        scores = tl.sum(k.to(tl.float32) * q[None, :], 1) * scale
+        scores = tl.where(visible, scores, float("-inf"))
+        new_score = tl.where(last, tl.sum(k_new.to(tl.float32) * q, 0) * scale, -1e30)
+        top = tl.maximum(tl.max(scores, 0), new_score)
+        weights = tl.exp2(scores - top)
+        new_weight = tl.where(last, tl.exp2(new_score - top), 0.0)
+        total = tl.sum(weights, 0) + new_weight
+        sums = tl.sum(v.to(tl.float32) * weights[:, None], 0) + v_new.to(tl.float32) * new_weight
+        if splits == 1:
+            tl.store(out + g * DIM + d, (sums / total).to(out_pointer.dtype.element_ty), mask=d_inside)
+        else:
+            slot = head * MOST_SPLITS + split
+            tl.store(sums_pointer + (slot * GROUP + g) * PADDED_DIM + d, sums)
+            tl.store(totals_pointer + slot * (2 * GROUP) + g, top)
+            tl.store(totals_pointer + slot * (2 * GROUP) + GROUP + g, total)
+    if last:
+        tl.store(keys_pointer + base + place * DIM + d, k_new, mask=d_inside)
+        tl.store(values_pointer + base + place * DIM + d, v_new, mask=d_inside)
+    if splits > 1:
+        merge(
+            sums_pointer, totals_pointer, arrived_pointer, out, head, splits, d,
+            HEADS // KV_HEADS, DIM, PADDED_DIM, GROUP, MOST_SPLITS,
+        )  # fmt: skip
+
+
+@triton.jit
+def merge(
+    sums_pointer,
+    totals_pointer,
+    arrived_pointer,
+    out,
+    row_head,
+    splits,
+    d,
+    HEADS: tl.constexpr,  # of the group
+    DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    MOST_SPLITS: tl.constexpr,
+):
+    """The last program of a row and key head to come here merges the states of all."""
+    tl.debug_barrier()  # all threads of the program have stored before one of them says so
+    if tl.atomic_add(arrived_pointer + row_head, 1, sem="acq_rel") == splits - 1:
+        s, h = tl.arange(0, triton.next_power_of_2(MOST_SPLITS)), tl.arange(0, GROUP)
+        there = (s < splits)[:, None]
+        slots = (row_head * MOST_SPLITS + s).to(tl.int64)[:, None]
+        tops_at = totals_pointer + slots * (2 * GROUP) + h[None, :]
+        tops = tl.load(tops_at, mask=there, other=float("-inf"))  # (splits, GROUP)
+        totals = tl.load(tops_at + GROUP, mask=there, other=0.0)
+        parts_at = ((slots * GROUP + h[None, :]) * PADDED_DIM)[:, :, None] + d[None, None, :]
+        parts = tl.load(sums_pointer + parts_at, mask=there[:, :, None], other=0.0)
+        weights = tl.exp2(tops - tl.max(tops, 0)[None, :])
+        merged = tl.sum(parts * weights[:, :, None], 0) / tl.sum(totals * weights, 0)[:, None]
+        inside = (h < HEADS)[:, None] & (d < DIM)[None, :]
+        tl.store(out + h[:, None] * DIM + d[None, :], merged.to(out.dtype.element_ty), mask=inside)
+        tl.store(arrived_pointer + row_head, 0)
 
 
 @triton.jit
@@ -164,13 +255,18 @@ class Split(NamedTuple):
     stages: int
 
 
-def split_of(rows: int, head_dim: int, dtype: torch.dtype) -> Split:
-    """Return how keys are split: one tile a program for a single row, whose latency counts; a loop for several."""
-    if dtype == torch.float32 or head_dim > 128:  # of shared memory for larger tiles
-        return Split(256, 32, 4, 2)
-    if rows > 1:
-        return Split(256, 64, 4, 3)
-    return Split(256, 256, 8, 1) if head_dim > 64 else Split(64, 64, 4, 1)
+def split_of(rows: int, head_dim: int, group: int, dtype: torch.dtype) -> Split:
+    """Return how keys are split: one tile a program for a single row, whose latency counts; a loop for several.
+
+    Args:
+        group: query heads of a key head.
+    """
+    wide = dtype == torch.float32 or head_dim > 128
+    if rows == 1:
+        if wide:
+            return Split(64, 64, 8, 1)
+        return Split(256, 256, 8, 1) if group == 1 else Split(128, 128, 8, 1)  # registers
+    return Split(256, 32, 4, 2) if wide else Split(256, 64, 4, 3)  # shared memory has no room for more
 
 
 class AttendSpace(NamedTuple):
@@ -185,7 +281,7 @@ def attend_space(
     rows: int, heads: int, kv_heads: int, head_dim: int, capacity: int, like: Tensor
 ) -> AttendSpace:
     """Allocate for a cache of this capacity, for a model with the dtype and device of `like`."""
-    splits = count_tiles(capacity, split_of(rows, head_dim, like.dtype).keys)
+    splits = count_tiles(capacity, split_of(rows, head_dim, heads // kv_heads, like.dtype).keys)
     states = rows * kv_heads * splits * triton.next_power_of_2(heads // kv_heads)
     return AttendSpace(
         like.new_empty(states * triton.next_power_of_2(max(16, head_dim)), dtype=torch.float32),
@@ -218,7 +314,7 @@ def prepare_attend(
     """
     rows, kv_heads, capacity, head_dim = keys.shape
     heads = out.shape[1] // head_dim
-    split = split_of(rows, head_dim, keys.dtype)
+    split = split_of(rows, head_dim, heads // kv_heads, keys.dtype)
     constants = {
         "HEADS": heads,
         "KV_HEADS": kv_heads,
@@ -236,5 +332,6 @@ def prepare_attend(
     tensors = (qkv, keys, values, place, cos_sin, out, *space)
     grid = (rows * kv_heads, count_tiles(max(longest, 1), split.keys))
     scale = head_dim**-0.5 * math.log2(math.e)
-    start = prepare_launch(attend_kernel, grid, tensors, (capacity, scale), constants)
+    kernel = attend_single_row_kernel if rows == 1 else attend_kernel
+    start = prepare_launch(kernel, grid, tensors, (capacity, scale), constants)
     return start, tuple(x.data_ptr() for x in tensors)

@@ -3,7 +3,7 @@
     y = n(x) W^T        n(x) = x or, with a norm, x g / sqrt(mean(x^2) + eps)
 
 What follows is fused, too: "store" y; "swiglu": silu(gate) up of the joined result; "residual": add y to the stream;
-"logits": the rules for the next token (banned ids, repetition penalty) and the maximum of every tile.
+"logits": the rules for the next token (banned ids, repetition penalty), and the largest logit.
 
 RMSNorm (Zhang and Sennrich 2019) costs no kernel: what updates the stream h also writes h g and sums of h^2 over 16
 features (`Parts`); the next product multiplies these, and scales its sums by 1 / sqrt(mean(h^2) + eps) at the end.
@@ -29,6 +29,8 @@ from lmkit.kernels.launch import Start, count_tiles, prepare_launch
 MOST_ROWS = 16
 PART = 16  # features in a sum of squares; a single row has smaller tiles and perhaps smaller parts
 SLICES = 4
+SLOTS = tl.constexpr(32)  # for the largest logit of a row
+NOTHING = tl.constexpr(-(1 << 63))  # the lowest key
 
 Then = Literal["store", "swiglu", "residual", "logits"]
 
@@ -41,7 +43,7 @@ def single_row_kernel(
     gain_pointer,  # (outputs), of the norm that follows the residual sum
     normed_pointer,  # (1, outputs), the new stream times the gain
     parts_pointer,  # sums of squares of the stream: read with NORM, written with "residual"
-    tops_pointer,  # (1, tiles), maxima of tiles
+    best_pointer,  # (1, SLOTS) int64, largest keys of logits, see `keys_of`
     banned_pointer,
     seen_pointer,
     settings_pointer,
@@ -73,6 +75,8 @@ def single_row_kernel(
         gdc_wait()
         gdc_launch_dependents()
     stream = load_stream(out_pointer, n, b, rows, outputs, THEN)
+    if NORM:
+        parts = load_parts(parts_pointer, b, rows, num_parts, MOST_PARTS)
     x = tl.load(x_pointer + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
     sums = weight.to(tl.float32) * x
     if THEN == "swiglu":
@@ -88,11 +92,11 @@ def single_row_kernel(
     if THEN == "swiglu":
         y_up = tl.sum(up_sums, 1)[:, None]
     if NORM:
-        scale = inverse_rms(parts_pointer, b, rows, num_parts, eps, K, MOST_PARTS)
+        scale = tl.rsqrt(tl.sum(parts, 1) / K + eps)  # (rows)
         y *= scale[None, :]
         y_up *= scale[None, :]
     finish(
-        y, y_up, stream, late, n, b, rows, outputs, out_pointer, normed_pointer, parts_pointer, tops_pointer,
+        y, y_up, stream, late, n, b, rows, outputs, out_pointer, normed_pointer, parts_pointer, best_pointer,
         seen_pointer, settings_pointer, THEN, PENALTY, TILE_N, 1,
     )  # fmt: skip
 
@@ -106,7 +110,7 @@ def few_rows_kernel(
     gain_pointer,
     normed_pointer,
     parts_pointer,
-    tops_pointer,
+    best_pointer,
     banned_pointer,
     seen_pointer,
     settings_pointer,
@@ -139,6 +143,8 @@ def few_rows_kernel(
         gdc_wait()
         gdc_launch_dependents()
     stream = load_stream(out_pointer, n, b, rows, outputs, THEN)
+    if NORM:
+        parts = load_parts(parts_pointer, b, rows, num_parts, MOST_PARTS)
     sums = tl.zeros((4, TILE_N, 16), tl.float32)
     up_sums = tl.zeros((4, TILE_N, 16), tl.float32)
     for begin in tl.range(0, SLICE, TILE_K, num_stages=STAGES):
@@ -154,11 +160,11 @@ def few_rows_kernel(
     if THEN == "swiglu":
         y_up = tl.sum(up_sums, 0)
     if NORM:
-        scale = inverse_rms(parts_pointer, b, rows, num_parts, eps, K, MOST_PARTS)
+        scale = tl.rsqrt(tl.sum(parts, 1) / K + eps)  # (rows)
         y *= scale[None, :]
         y_up *= scale[None, :]
     finish(
-        y, y_up, stream, late, n, b, rows, outputs, out_pointer, normed_pointer, parts_pointer, tops_pointer,
+        y, y_up, stream, late, n, b, rows, outputs, out_pointer, normed_pointer, parts_pointer, best_pointer,
         seen_pointer, settings_pointer, THEN, PENALTY, TILE_N, 16,
     )  # fmt: skip
 
@@ -186,12 +192,10 @@ def load_stream(out_pointer, n, b, rows, outputs, THEN: tl.constexpr):
 
 
 @triton.jit
-def inverse_rms(parts_pointer, b, rows, num_parts, eps, K: tl.constexpr, MOST_PARTS: tl.constexpr):
-    """1 / sqrt(mean of squares + eps) of each row."""
+def load_parts(parts_pointer, b, rows, num_parts, MOST_PARTS: tl.constexpr):
     part = tl.arange(0, MOST_PARTS)
     there = (b < rows)[:, None] & (part < num_parts)[None, :]
-    parts = tl.load(parts_pointer + b[:, None] * num_parts + part[None, :], mask=there, other=0.0)
-    return tl.rsqrt(tl.sum(parts, 1) / K + eps)
+    return tl.load(parts_pointer + b[:, None] * num_parts + part[None, :], mask=there, other=0.0)
 
 
 @triton.jit
@@ -207,7 +211,7 @@ def finish(
     out_pointer,
     normed_pointer,
     parts_pointer,
-    tops_pointer,
+    best_pointer,
     seen_pointer,
     settings_pointer,
     THEN: tl.constexpr,
@@ -225,14 +229,14 @@ def finish(
         tl.store(out_pointer + at, y.to(out_pointer.dtype.element_ty), mask=inside)
     elif THEN == "logits":
         if PENALTY:
-            penalty = tl.load(settings_pointer + 4).to(tl.float32)
             seen = tl.load(seen_pointer + at, mask=inside, other=0)
-            y = tl.where(seen != 0, tl.where(y > 0, y / penalty, y * penalty), y)
+            y = tl.where(seen != 0, penalized(y, settings_pointer), y)
         y = tl.where((late == 0)[:, None] & (n < outputs)[:, None], y, float("-inf"))
         tl.store(out_pointer + at, y, mask=inside)
-        # NaN shows as infinity, which the sampler refuses.
-        top = tl.where(tl.sum((y != y).to(tl.int32), 0) > 0, float("inf"), tl.max(y, 0))  # (ROWS)
-        tl.store(tops_pointer + b * tl.num_programs(0) + tl.program_id(0), top, mask=b < rows)
+        largest = tl.max(keys_of(y, n[:, None]), 0)  # (ROWS)
+        # Several slots a row: a thousand programs would queue at one.
+        slot = tl.program_id(0) % SLOTS
+        tl.atomic_max(best_pointer + b * SLOTS + slot, largest, mask=b < rows, sem="relaxed")
     else:
         new = (stream.to(tl.float32) + y).to(out_pointer.dtype.element_ty)
         tl.store(out_pointer + at, new, mask=inside)
@@ -245,6 +249,31 @@ def finish(
         parts_at = b[None, :] * (outputs // SIZE) + part[:, None]
         there = (part < outputs // SIZE)[:, None] & (b < rows)[None, :]
         tl.store(parts_pointer + parts_at, squares, mask=there)
+
+
+@triton.jit
+def keys_of(logits, ids):
+    """Return integers in the order of logits, among equal ones the lowest id first: the logit's bits, then ~id.
+
+    NaN comes above infinity. `logit_of` is the way back.
+    """
+    bits = tl.where(logits == 0, 0.0, logits).to(tl.int32, bitcast=True)  # no -0.0
+    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    bits = tl.where(logits == logits, bits, 0x7FFFFFFF)
+    return (bits.to(tl.int64) << 32) | (0xFFFFFFFF - ids.to(tl.int64))
+
+
+@triton.jit
+def logit_of(key):
+    bits = (key >> 32).to(tl.int32)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def penalized(logits, settings_pointer):
+    """Logits of tokens that the text holds already, see `plain_rules`."""
+    penalty = tl.load(settings_pointer + 4).to(tl.float32)
+    return tl.where(logits > 0, logits / penalty, logits * penalty)
 
 
 class Tile(NamedTuple):
@@ -313,7 +342,7 @@ def prepare_product(
     num_parts: int = 0,
     eps: float = 0.0,
     rules: Rules | None = None,
-    tops: Tensor | None = None,
+    best: Tensor | None = None,
     pdl: bool = False,
 ) -> tuple[Start, tuple[int, ...]]:
     """Prepare a product of `x` (rows, in) with `weight`; return (launch, its pointers).
@@ -323,7 +352,7 @@ def prepare_product(
         out: (rows, out); "residual": `stream.total`; "logits": float32.
         gain: "residual": of the norm that follows, (out).
         num_parts: > 0: x is `stream.normed`, and its sums of squares come in this many parts.
-        rules, tops: "logits": what changes logits; the maxima of tiles, room for (rows, out).
+        rules, best: "logits": what changes logits; (rows, SLOTS) int64, which takes the largest keys.
         pdl: start before the kernel before has ended.
     """
     rows, columns = x.shape
@@ -333,7 +362,7 @@ def prepare_product(
     if rules is None:
         rules = Rules(x, x, x, False)
     gain = x if gain is None else gain
-    tops = x if tops is None else tops
+    best = x if best is None else best
     tensors = (
         x,
         weight,
@@ -341,7 +370,7 @@ def prepare_product(
         gain,
         stream.normed,
         stream.parts,
-        tops,
+        best,
         rules.banned,
         rules.seen,
         rules.settings,

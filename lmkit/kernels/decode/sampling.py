@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lmkit.kernels.decode.products import Stream
+from lmkit.kernels.decode.products import NOTHING, SLOTS, Stream, keys_of, logit_of, penalized
 from lmkit.kernels.decode.reference import Ends, Rows, Rules, Sampling
 from lmkit.kernels.launch import Start, count_tiles, prepare_launch
 
@@ -29,7 +29,7 @@ BLOCK = 8192  # logits at a time
 @triton.jit
 def advance_kernel(
     logits_pointer,  # (rows, vocab_size) float32, with the rules applied
-    tops_pointer,  # (rows, tiles), maxima of tiles of TILE logits; infinite where one is NaN
+    best_pointer,  # (rows, SLOTS) int64, largest keys of logits, see `keys_of`; NOTHING between steps
     settings_pointer,  # see `Sampling.settings`
     place_pointer,
     text_pointer,
@@ -54,8 +54,6 @@ def advance_kernel(
     PENALTY: tl.constexpr,
     WIDTH: tl.constexpr,  # d_model
     MOST_PARTS: tl.constexpr,
-    TILES: tl.constexpr,
-    TILE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
@@ -68,19 +66,20 @@ def advance_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    if tl.load(done_pointer + row) != 0:
+    best_at = best_pointer + row * SLOTS + tl.arange(0, SLOTS)
+    best = tl.max(tl.load(best_at), 0)
+    done = tl.load(done_pointer + row)
+    tl.debug_barrier()  # all threads have read what one of them changes
+    tl.store(best_at, tl.full((SLOTS,), NOTHING, tl.int64))
+    if done != 0:
         return
     logits_row = logits_pointer + row.to(tl.int64) * vocab_size
     number = tl.load(number_pointer + row)
-    tile_ids = tl.arange(0, triton.next_power_of_2(TILES))
-    tops = tl.load(tops_pointer + row * TILES + tile_ids, mask=tile_ids < TILES, other=float("-inf"))
-    highest = tl.max(tops, 0)
+    highest = logit_of(best)
     token = tl.zeros((), tl.int32) - 1
     if (highest < float("inf")) & (highest > float("-inf")):
         if KIND == "greedy":
-            tile = tl.min(tl.where(tops == highest, tile_ids, TILES), 0) * TILE + tl.arange(0, TILE)
-            in_tile = tl.load(logits_row + tile, mask=tile < vocab_size, other=float("-inf"))
-            token = tl.min(tl.where(in_tile == highest, tile, vocab_size), 0)
+            token = (0xFFFFFFFF - (best & 0xFFFFFFFF)).to(tl.int32)
         else:
             seed = tl.load(seeds_pointer + row)
             token = draw(logits_row, highest, seed, number, settings_pointer, vocab_size, KIND, BLOCK, BLOCKS)
@@ -113,6 +112,34 @@ def advance_kernel(
     part = tl.arange(0, MOST_PARTS)
     squares = tl.where(part == 0, tl.sum(wide * wide, 0), 0.0)
     tl.store(parts_pointer + row * num_parts + part, squares, mask=part < num_parts)
+
+
+@triton.jit
+def rules_kernel(
+    logits_pointer,  # (rows, vocab_size) float32
+    best_pointer,
+    banned_pointer,
+    seen_pointer,
+    settings_pointer,
+    vocab_size,
+    PENALTY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Apply the rules to BLOCK logits of a row that a library has computed; take the largest into `best`."""
+    row, block = tl.program_id(0), tl.program_id(1)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    inside = at < vocab_size
+    start = row.to(tl.int64) * vocab_size
+    z = tl.load(logits_pointer + start + at, mask=inside, other=float("-inf"))
+    banned = tl.load(banned_pointer + at, mask=inside, other=1) != 0
+    changed = banned
+    if PENALTY:
+        seen = tl.load(seen_pointer + start + at, mask=inside, other=0) != 0
+        z = tl.where(seen, penalized(z, settings_pointer), z)
+        changed |= seen
+    z = tl.where(banned, float("-inf"), z)
+    tl.store(logits_pointer + start + at, z, mask=inside & changed)
+    tl.atomic_max(best_pointer + row * SLOTS + block % SLOTS, tl.max(keys_of(z, at), 0), sem="relaxed")
 
 
 @triton.jit
@@ -208,10 +235,23 @@ def weights_of(logits_row, at, vocab_size, highest, scale):
     return (tl.exp2((z - highest) * scale) * LARGEST_WEIGHT).to(tl.int64)
 
 
+def prepare_rules(logits: Tensor, best: Tensor, rules: Rules) -> tuple[Start, tuple[int, ...]]:
+    """Prepare the rules for logits (rows, vocab_size) float32 that a library computes; return (launch, its pointers).
+
+    The largest key of each row goes into `best` (rows, SLOTS).
+    """
+    rows, vocab_size = logits.shape
+    block = min(2048, triton.next_power_of_2(vocab_size))
+    tensors = logits, best, rules.banned, rules.seen, rules.settings
+    constants = {"PENALTY": rules.penalizes, "BLOCK": block, "num_warps": 4}
+    grid = rows, count_tiles(vocab_size, block)
+    start = prepare_launch(rules_kernel, grid, tensors, (vocab_size,), constants)
+    return start, tuple(x.data_ptr() for x in tensors)
+
+
 def prepare_advance(
     logits: Tensor,
-    tops: Tensor,
-    tile: int,
+    best: Tensor,
     rows: Rows,
     rules: Rules,
     table: Tensor,
@@ -228,7 +268,7 @@ def prepare_advance(
 
     Args:
         logits: (rows, vocab_size) float32
-        tops: maxima of tiles of `tile` logits.
+        best: (rows, SLOTS) int64, the largest keys of each row.
         table: (vocab_size, d_model), embeddings.
         gain: of the first norm.
         num_parts: in how many parts the first product of a step expects sums of squares.
@@ -240,7 +280,7 @@ def prepare_advance(
     tensors = (
         *(
             logits,
-            tops,
+            best,
             rules.settings,
             rows.place,
             rows.text,
@@ -258,12 +298,10 @@ def prepare_advance(
         "PENALTY": rules.penalizes,
         "WIDTH": width,
         "MOST_PARTS": triton.next_power_of_2(num_parts),
-        "TILES": count_tiles(vocab_size, tile),
-        "TILE": tile,
         "BLOCK": block,
         "BLOCKS": count_tiles(vocab_size, block),
         "PDL": pdl,
-        "num_warps": 16,
+        "num_warps": 4 if sampling.kind == "greedy" and not logprobs else 16,
         **({"launch_pdl": True} if pdl else {}),
     }
     start = prepare_launch(advance_kernel, (len(logits), 1), tensors, numbers, constants)
