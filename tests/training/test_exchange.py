@@ -380,8 +380,12 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "the index is empty": (lambda path: edited(path / INDEX, weight_map={}), "weights.damaged_file"),
     "another number of layers": (
-        lambda path: edited(path / "config.json", num_hidden_layers=1_000_000_000),
+        lambda path: edited(path / "config.json", num_hidden_layers=10_000),
         "weights.missing",
+    ),
+    "more layers than any model has": (
+        lambda path: edited(path / "config.json", num_hidden_layers=1_000_000_000),
+        "import.damaged_config",
     ),
     "fewer layers": (lambda path: edited(path / "config.json", num_hidden_layers=1), "import.unsupported"),
     "another width": (
