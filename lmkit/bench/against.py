@@ -3,7 +3,7 @@
 Both run the whole bench, each in a process of its own (`side`), at the same time. What they would time they say, and
 wait: each then takes one sample when it is told to and neither works meanwhile. Sample i of one and sample i of the
 other are milliseconds apart, so what else the machine does falls on both of them alike, and a case ends when its
-speedup is known closely enough (`statistics.turns_suffice`). Equal code still differs by 1 to 2% in two processes,
+speedup is known closely enough (`statistics.turns_suffice`). Equal code still differs by 1 to 3% in two processes,
 because of where their memory lies: both sides start `STARTS` times, and each start is one observation.
 """
 
@@ -39,8 +39,8 @@ from lmkit.measure.progress import Progress
 from lmkit.measure.statistics import FEWEST_PAIRS, FEWEST_TURNS, RunRatio, compare_starts, turns_suffice
 from lmkit.measure.tables import Rows
 
-STARTS = 6
-SECONDS_PER_ROW = 2.0  # in each start
+STARTS = 8
+SECONDS_PER_ROW = 1.5  # in each start
 MAX_CALLS_PER_SAMPLE = 10_000
 # glibc maps large blocks anew or reuses them, depending on what a process freed before: equal code in two processes
 # differed by 60%. With these limits both keep what they freed.

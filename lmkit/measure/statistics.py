@@ -31,7 +31,7 @@ NOISE_BETWEEN_RUNS = 0.005
 NOISE_BETWEEN_STARTS = 0.015
 """What the same code differs by in two processes that take turns, as a standard deviation."""
 
-STARTS_BEFORE = 6
+STARTS_BEFORE = 3
 
 FEWEST_TURNS = 8
 """Fewer pairs of samples that two processes took in turns give no verdict."""
