@@ -215,6 +215,8 @@ class TrainConfig(Table):
     """Also write TensorBoard's files, to `tensorboard` in the run folder; needs the extra `lmkit[tensorboard]`."""
     nonfinite: Literal["stop", "skip"] = "stop"
     """If a loss or gradient is not finite: stop before the optimizer step, or skip this step."""
+    spike_sigmas: NonNegativeFloat = 0.0
+    """> 0: treat a loss or gradient norm that is so many standard deviations above its running mean as not finite."""
     max_skips: PositiveInt = 10
     """With `nonfinite = "skip"`: stop after this many consecutive skipped steps."""
 

@@ -270,7 +270,11 @@ def describe(record: Record, total_steps: int) -> str:
     if kind == "sample":  # an untrained model writes control characters by chance
         signs = (sign if sign.isprintable() or sign == "\n" else "\ufffd" for sign in record["text"])
         return f"{step}  text {record['number'] + 1}: {''.join(signs)}"
-    return f"{step}  skipped: loss {record['loss']}, the gradient is not finite" if kind == "skip" else ""
+    return (
+        f"{step}  skipped: loss {record['loss']}, loss or gradient {record.get('why', 'not finite')}"
+        if kind == "skip"
+        else ""
+    )
 
 
 def _digits(value: float, digits: int) -> str:

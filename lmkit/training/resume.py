@@ -6,6 +6,8 @@ from dataclasses import fields
 from itertools import takewhile
 from pathlib import Path
 
+import torch
+
 from lmkit.errors import UsageError
 from lmkit.recipe import changes as rule
 from lmkit.recipe.load import differences, validate
@@ -127,6 +129,8 @@ def restore(checkpoint: Checkpoint, step: Step) -> Moment:
     step.skipped.fill_(state.skipped_in_a_row)
     if step.loss_scale is not None and state.loss_scale is not None:
         step.loss_scale.restore(state.loss_scale)
+    if step.spikes is not None and state.spikes is not None:
+        step.spikes.state.copy_(torch.tensor(state.spikes, dtype=torch.float64))
     return Moment(**{field.name: getattr(state, field.name) for field in fields(Moment)})
 
 

@@ -48,6 +48,7 @@ def build_step(
     grad_clip: float = _USUAL.grad_clip,
     masked: bool = False,
     max_skips: int | None = None,
+    spike_sigmas: float = 0.0,
     cuda_graph: Literal["auto", "on", "off"] = "off",
     fingerprint: str = "",
 ) -> Step:
@@ -62,8 +63,8 @@ def build_step(
         make_optimizer: makes the optimizer of the parameter groups; None: the one that the table names.
         parallel: the table [parallel].
         precision, grad_clip: as in the table [train].
-        masked, max_skips, cuda_graph: see `Step`. A graph does not notice changes of model and optimizer but of the
-            learning rate, weights and state.
+        masked, max_skips, spike_sigmas, cuda_graph: see `Step`. A graph does not notice changes of model and
+            optimizer but of the learning rate, weights and state.
         fingerprint: has to be equal on all ranks.
 
     Raises:
@@ -116,6 +117,7 @@ def build_step(
         grad_clip=grad_clip,
         masked=masked,
         max_skips=max_skips,
+        spike_sigmas=spike_sigmas,
         cuda_graph=cuda_graph,
     )
 
@@ -147,6 +149,7 @@ def step_of(recipe: Recipe, ranks: Ranks, data: Data) -> Step:
         masked=data.train is not None and data.train.mask is not None,
         cuda_graph=train.cuda_graph,
         max_skips=train.max_skips if train.nonfinite == "skip" else 0,
+        spike_sigmas=train.spike_sigmas,
         fingerprint=f"{recipe_sha256(recipe)} {data.identity}",
     )
 

@@ -59,6 +59,8 @@ class TrainingState(Table):
     best_loss: float | None = None
     """The lowest held-out loss up to this step."""
     loss_scale: LossScaleState | None = None
+    spikes: tuple[float, ...] | None = None
+    """State of `SpikeGuard`."""
 
     world_size: PositiveInt
     strategy: str

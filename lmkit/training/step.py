@@ -18,6 +18,7 @@ from lmkit.parallel.ranks import Ranks
 from lmkit.training.graph import StepGraph
 from lmkit.training.outcome import APPLIED, Outcome, Wishes
 from lmkit.training.precision import GradientSums, LossScale, autocast
+from lmkit.training.spikes import SpikeGuard
 
 _LEAST = torch.iinfo(torch.int32).min
 
@@ -52,6 +53,8 @@ class Step:
             whatever row of the global batch it stands.
         max_skips: after more steps in a row whose loss or gradient is not finite, no further step changes anything.
             None: every step is judged by itself.
+        spike_sigmas: > 0: a step is as if its loss were not finite where its loss or gradient norm is more than so
+            many standard deviations above the running mean; see `SpikeGuard`.
         cuda_graph: "on": capture the step in a CUDA graph; "auto": on a GPU whose host would set the pace; see
             `StepGraph`.
 
@@ -73,6 +76,7 @@ class Step:
         grad_clip: float,
         masked: bool = False,
         max_skips: int | None = None,
+        spike_sigmas: float = 0.0,
         cuda_graph: Literal["auto", "on", "off"] = "off",
     ) -> None:
         self.model = model
@@ -88,6 +92,7 @@ class Step:
         self._max_norm = grad_clip or math.inf
         self.precision = precision
         self.loss_scale = LossScale(ranks.device) if precision == "fp16" else None
+        self.spikes = SpikeGuard(spike_sigmas, ranks.device) if spike_sigmas else None
         self.graph: StepGraph | None = None
         if cuda_graph == "on" or (cuda_graph == "auto" and ranks.device.type == "cuda"):
             self.graph = StepGraph(self, always=cuda_graph == "on")
@@ -244,6 +249,9 @@ class Step:
         bad = agreed[2] != 0
         nonfinite = bad if self.loss_scale is None else self.loss_scale.judge(bad)
         applied = ~bad
+        if self.spikes is not None:
+            spike = self.spikes.judge(agreed[3:].view(torch.float32).mean(), norm, bad)
+            nonfinite, applied = nonfinite | spike, applied & ~spike
         if self.max_skips is not None:
             is_over = self.skipped > self.max_skips
             applied &= ~is_over

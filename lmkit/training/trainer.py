@@ -293,16 +293,17 @@ class Trainer:
             return
         moment.skipped_in_a_row += 1
         most = self.step.max_skips or 0
+        kind = "a spike" if math.isfinite(sum(outcome.losses) + outcome.grad_norm) else "not finite"
         if moment.skipped_in_a_row > most:
-            why, hint = "not finite; weights are untouched", "lower optimizer.lr"
+            why, hint = f"{kind}; weights are untouched", "lower optimizer.lr"
             if most:
-                why = f"not finite {moment.skipped_in_a_row} times in a row, train.max_skips is {most}"
+                why = f"{kind}, the last of {moment.skipped_in_a_row} in a row; train.max_skips is {most}"
             else:
                 hint += ', or go on without such steps: --set train.nonfinite="skip"'
             what = self._what_is_not_finite(outcome)
             raise Diverged("train.nonfinite", f"step {moment.step}: {what}: {why}", hint=hint)
         loss = outcome.losses[self.ranks.rank].item()
-        self._sink.record({"kind": "skip", "step": moment.step, "loss": loss})
+        self._sink.record({"kind": "skip", "step": moment.step, "loss": loss, "why": kind})
 
     def _what_is_not_finite(self, outcome: Outcome) -> str:
         """Return the losses that are not finite, by rank; else the norm of the averaged gradient."""
@@ -403,6 +404,7 @@ class Trainer:
         others = {
             "time_fraction": self._fraction,
             "loss_scale": None if scale is None else scale.state(),
+            "spikes": None if self.step.spikes is None else tuple(self.step.spikes.state.tolist()),
             "rng": (capture_rng(self.ranks.device),),
         }
         state = self._initial_state.model_copy(update=asdict(moment) | others)

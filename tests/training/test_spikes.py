@@ -1,0 +1,60 @@
+"""The guard against spikes of loss and gradient."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from lmkit.parallel.ranks import Ranks
+from lmkit.recipe.tables import ModelConfig
+from lmkit.training.setup import build_step
+from lmkit.training.spikes import WARM_UP, SpikeGuard
+
+CONFIG = ModelConfig(vocab_size=50, context_length=16, d_model=16, d_ff=24, num_layers=1, num_heads=2)
+FALSE = torch.tensor(False)
+
+
+def told(guard: SpikeGuard, loss: float, norm: float, bad: torch.Tensor = FALSE) -> bool:
+    return bool(guard.judge(torch.tensor(loss), torch.tensor(norm), bad))
+
+
+def test_a_spike_is_far_above_the_good_steps_and_is_not_learnt() -> None:
+    guard = SpikeGuard(6.0)
+    torch.manual_seed(0)
+    seen = []
+    for number in range(200):
+        loss, norm = (3 + 0.1 * torch.randn(2)).tolist()
+        assert not told(guard, loss - number / 100, norm)  # it falls: that is no spike
+        seen.append(norm)
+    before = guard.state.clone()
+    assert told(guard, 9.0, 3.0)
+    assert told(guard, 1.0, 5.0)
+    assert not told(guard, math.nan, 3.0, bad=~FALSE)
+    assert torch.equal(guard.state, before)
+    assert not told(guard, -50.0, 0.01)
+    mean = sum(seen[-100:]) / 100
+    assert before[3] == pytest.approx(mean, abs=0.05)
+    assert before[4] == pytest.approx(0.01, rel=0.5)  # of 100 samples
+
+
+def test_nothing_is_judged_before_the_warm_up() -> None:
+    guard = SpikeGuard(1.0)
+    assert not any(told(guard, 3.0 + 100 * number, 1.0) for number in range(WARM_UP))
+    assert told(guard, 1e6, 1.0)
+
+
+def test_a_step_that_spikes_changes_nothing_and_stops_the_run_in_the_end() -> None:
+    torch.manual_seed(0)
+    step = build_step(CONFIG, Ranks(), max_skips=2, spike_sigmas=8.0)
+    usual, strange = torch.randint(50, (2, 1, 4, 17))
+    for _ in range(60):
+        assert step(usual[..., :-1], usual[..., 1:], lr=1e-2).applied
+    before = [weight.detach().clone() for weight in step.model.parameters()]
+    for _ in range(2):
+        outcome = step(strange[..., :-1], strange[..., 1:], lr=1e-2)
+        assert (outcome.applied, outcome.nonfinite) == (False, True)
+    assert all(torch.equal(one, two) for one, two in zip(before, step.model.parameters(), strict=True))
+    assert step(usual[..., :-1], usual[..., 1:], lr=1e-2).applied
+    assert int(step.skipped) == 0
