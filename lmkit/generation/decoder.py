@@ -7,7 +7,8 @@ it does not implement:
 * PyTorch's operations (`torch_step`), which have fewer;
 * a single row on a CPU: NumPy's (`single_row_step`);
 * up to 16 rows on a GPU: a list of kernel launches (`kernel_step`), recorded as a CUDA graph;
-* more rows on a GPU: a library's matrix products between fused kernels, recorded as well.
+* more rows on a GPU, on request: a library's matrix products between fused kernels, recorded as well. Until
+  tests/gpu/test_decoder.py has passed with them, more rows take PyTorch's operations.
 
 A graph serves all lengths of a bucket: programs beyond the end of a row leave at once, but many of them cost time.
 """
@@ -31,6 +32,9 @@ from lmkit.kernels.decode.reference import Ends, Rows, Rules, Sampling
 from lmkit.measure.memory import available_memory
 from lmkit.model.transformer import TransformerLM
 from lmkit.registry import ATTENTION
+
+MOST_ROWS = 16
+"""Rows for which the kernels' step has passed on a GPU."""
 
 if TYPE_CHECKING:
     from lmkit.generation.kernel_step import KernelStep
@@ -76,7 +80,7 @@ class Decoder:
         vocab_size: draw ids below it.
         never: ids that are not drawn.
         logprobs: keep the log-probability of each token in `state.logprobs`.
-        kernels: run the kernels' step; None: where there is a GPU that can; False: run PyTorch's operations. Triton's
+        kernels: run the kernels' step; None: where `can_run_kernels`; False: run PyTorch's operations. Triton's
             interpreter runs the kernels on a CPU.
 
     Attributes:
@@ -127,7 +131,7 @@ class Decoder:
         penalizes = sampling.repetition_penalty != 1
         seen = torch.zeros(rows if penalizes else 0, len(banned), dtype=torch.int8, device=self.device)
         self.rules = Rules(banned, seen, sampling.settings(self.device), penalizes)
-        if can_run_kernels(model) if kernels is None else kernels:
+        if can_run_kernels(model, rows) if kernels is None else kernels:
             from lmkit.generation.kernel_step import KernelStep
 
             self._step: KernelStep | TorchStep | SingleRowStep | ModelStep = KernelStep(self)
@@ -209,11 +213,12 @@ class Newest:
         return tokens, logprobs[0] if logprobs else None
 
 
-def can_run_kernels(model: TransformerLM) -> bool:
-    """Whether the kernels of `lmkit.kernels.decode` run for this model where it is."""
+def can_run_kernels(model: TransformerLM, rows: int) -> bool:
+    """Whether the kernels of `lmkit.kernels.decode` run for this model where it is, and so many rows."""
     config, weight = model.config, model.lm_head.weight
     return (
         weight.is_cuda
+        and rows <= MOST_ROWS
         and weight.dtype in (torch.bfloat16, torch.float16, torch.float32)
         and ATTENTION.facts(config.attention).sees_all
         # Four slices of columns, 16 bytes at a time; sums of squares over 16 features.

@@ -1,6 +1,6 @@
 """Generation on a GPU: graphs, late reading, refilled rows; texts do not depend on their company.
 
-`kernels` is None (the kernels' step) or False (PyTorch's operations).
+`kernels` is True (the kernels' step, for any number of rows) or False (PyTorch's operations).
 """
 
 import importlib
@@ -37,7 +37,7 @@ def test_500_tokens_equal_the_plain_step_in_float64(rows, fields, sampling):
     checks.check_equals_plain_step(rows, lengths, sampling, "cuda", new=500, context_length=1024, **fields)
 
 
-def texts(model, prompts, kernels=None, **options):
+def texts(model, prompts, kernels=True, **options):
     made: list[list[int]] = [[] for _ in prompts]
     settings = {"stop_id": 100, "kernels": kernels}
     for number, token, _ in generate_tokens(model, prompts, GenerateConfig(**options), **settings):
@@ -60,7 +60,7 @@ def test_a_text_does_not_depend_on_its_company(dtype, batch_size):
         assert texts(model, prompts[number : number + 1], **options, seed=number) == [queued[number]]
 
 
-@pytest.mark.parametrize("kernels", [None, False])
+@pytest.mark.parametrize("kernels", [True, False])
 @pytest.mark.parametrize("batch_size", [1, 16, 64])
 def test_a_queue_is_what_a_cpu_writes_in_float64(kernels, batch_size):
     """Greedy texts of different lengths that end early, slide and are refilled."""
@@ -80,7 +80,7 @@ def test_2_to_16_rows_write_the_same():
     assert made[0] == made[1] == made[2]
 
 
-@pytest.mark.parametrize("kernels", [None, False])
+@pytest.mark.parametrize("kernels", [True, False])
 def test_predictions_that_are_not_finite_are_refused(kernels):
     for batch_size in (1, 8, 64):
         model = checks.model_of("cuda")

@@ -313,7 +313,7 @@ def test_a_preset_fills_what_the_file_leaves_out_and_on_the_command_line_replace
         ("", "bench.attention.baseline=scaled_dot_prod_attention", "", "reference"),
         ("", "bench.model.attention=vectorized_torch", "", "vectorized"),
         ("", "bench.lm_matrix.kernels=['scaled_dot_prod_attention', 'sdpa']", "", ("reference", "sdpa")),
-        ("", "bench.lm_matrix.strategies=['Local No DDP']", "", ("none",)),
+        ("", "bench.lm_matrix.strategies=['Local No DDP']", "", ("one rank",)),
         (
             "",
             "bench.ddp.contenders=['pytorch', 'zero1 bf16']",
