@@ -17,6 +17,7 @@ from lmkit.recipe.tables import ModelConfig
 from lmkit.registry import ATTENTION
 
 FLOAT = 4  # bytes of a float32
+COUNT = 8  # bytes of the number of targets
 GB = 10**9
 SLICE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 28, "fused": 1 << 30}
 """Logits of a slice. 4 MiB of float32 stay in a core's cache; a GPU wants large matrix products, and the fused loss
@@ -271,7 +272,7 @@ def step_memory(
     of_sums = (
         product if form.reuses_memory and tokens <= tokens_per_slice(config.vocab_size, "fused") else FLOAT
     )
-    loss = hidden + of_sums * table
+    loss = hidden + of_sums * table + COUNT
     wide_head = _head_gradient(form, of_sums) * table
     again = [_recomputed(config, form, keep) for keep in keeps]
     # A block's backward pass takes most at SwiGLU: gradients of the residual stream, around the result, and of w2.

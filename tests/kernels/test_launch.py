@@ -58,15 +58,16 @@ def inputs(
 
 def forward(q, k, v, dout, causal=True, tiling=POINTERS):
     """The forward pass on tensors that stay the same however often it is called."""
-    outputs = (empty_in_order_of(q), torch.empty(q.shape[:3]))
-    return lambda: flash_forward.forward_calls((q, k, v), outputs, (causal, 0.125, "ieee", tiling))
+    lse = torch.empty(q.shape[:3])
+    outputs, options = (empty_in_order_of(q), lse, lse), (causal, 0.125, "ieee", tiling, False)
+    return lambda: flash_forward.forward_calls((q, k, v), outputs, options)
 
 
 def backward(q, k, v, dout, causal=True, tiling=POINTERS):
     """The same for the backward pass."""
     out, lse = empty_in_order_of(q), torch.empty(q.shape[:3])
-    outputs = (torch.empty_like(lse), *(empty_in_order_of(x) for x in (q, k, v)))
-    options = (causal, 0.125, "ieee", tiling, tiling, None)
+    outputs = (torch.empty_like(lse), *(empty_in_order_of(x) for x in (q, k, v)), lse, lse)
+    options = (causal, 0.125, "ieee", tiling, tiling, False, None)
     return lambda: flash_backward.backward_calls((q, k, v, out, dout, lse), outputs, options)
 
 

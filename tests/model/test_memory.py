@@ -137,7 +137,9 @@ def test_shards_and_gathered_units() -> None:
     total = 3 * block + 32 + 2 * table
     assert parts.weights == parts.gradients == total
     assert parts.optimizer == 2 * total
-    assert parts.gathered == (2 + 2) * 2 * block
+    # In the first block's backward pass: its weights, the embedding's, gradients of two blocks; and two slots, each
+    # of a shard in bf16.
+    assert parts.gathered == 2 * (3 * block + table) + 2 * (2 * block // 4)
     assert parts.activations == whole.activations
     assert whole.optimizer == 8 * total + 4 * (total - 7 * 32)
 
