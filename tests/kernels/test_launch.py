@@ -127,7 +127,8 @@ CHANGES = {
 OPTIONS = {"full": {"causal": False}, "other tiling": {"tiling": COPIED}}
 
 
-@pytest.mark.parametrize("run", [forward, pytest.param(backward, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("run", [forward, backward])
 def test_whatever_changes_between_calls_the_launch_is_tritons_own(run, stand_in_gpu, monkeypatch):
     calls = {name: run(*inputs(**change)) for name, change in CHANGES.items()}
     calls |= {name: run(*inputs(), **options) for name, options in OPTIONS.items()}

@@ -330,7 +330,7 @@ ignore_dynamo = pytest.mark.filterwarnings(
 
 @ignore_dynamo
 @pytest.mark.parametrize("fields", [{}, *KEPT[:2], KEPT[4], KEPT[5]], ids=str)
-@pytest.mark.parametrize("how", ["none", "block", "whole"])
+@pytest.mark.parametrize("how", ["none", "block", pytest.param("whole", marks=pytest.mark.full)])
 def test_a_compiled_model_has_the_same_names_and_numbers(
     make_model: MakeModel, how: str, fields: dict[str, Any]
 ) -> None:
@@ -351,6 +351,7 @@ def test_a_compiled_model_has_the_same_names_and_numbers(
 
 
 @ignore_dynamo
+@pytest.mark.full
 def test_switches_are_compiled(make_model: MakeModel) -> None:
     test_a_compiled_model_has_the_same_names_and_numbers(make_model, "block", ALL_SWITCHES)
 
