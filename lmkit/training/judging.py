@@ -298,13 +298,19 @@ def _figures(nats: float, tokens: int, num_bytes: int) -> dict[str, Any]:
 
 
 def _documents(tokens: np.ndarray, tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, bytes]]:
-    """Yield the ids of each document, without prefix, suffix and end-of-text, and its bytes; no blank ones."""
+    """Yield the ids of each document, without prefix, suffix and end-of-text, and its bytes; no blank ones.
+
+    The newline with which a corpus separates documents, behind end-of-text, belongs to none.
+    """
     mark, first = tokenizer.end_of_text_id, 0
+    newline = tokenizer.encode("\n", add_special_tokens=False)
     ends = [] if mark is None else np.flatnonzero(tokens == mark).tolist()
     for end in (*ends, len(tokens)):
         ids = tokens[first:end]
         before, after = len(tokenizer.prefix), len(tokenizer.suffix)
         ids = ids[before : len(ids) - after].astype(np.int64)
+        if first > 0 and ids[:1].tolist() == newline:
+            ids = ids[1:]
         data = tokenizer.decode_bytes(ids.tolist())
         if data.strip():
             yield ids, data
