@@ -271,7 +271,7 @@ class FlashAttentionTriton(torch.autograd.Function):
 # The operators for torch.compile resolve the implementation when they run. They are defined by schema, because
 # `torch.library.custom_op` would look for aliases in every call, which takes the host microseconds.
 _OPTIONS = (
-    "bool causal, float scale, str implementation, bool deterministic, str fp32_precision, Tensor? first"
+    "bool causal, float scale, str implementation, bool deterministic, str fp32_precision, Tensor? first=None"
 )
 _LIBRARY = torch.library.Library("lmkit", "FRAGMENT")  # freed with the module, which may be loaded again
 _LIBRARY.define(f"flash_attention_forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)")
