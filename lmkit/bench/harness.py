@@ -52,7 +52,7 @@ from lmkit.measure.tables import (
 from lmkit.recipe.run_folder import ENVIRONMENT, RECIPE
 from lmkit.registry import BENCHES
 from lmkit.storage import FolderLock, write_atomic
-from lmkit.storage.outputs import refuse_unwritable
+from lmkit.storage.outputs import refuse_results, refuse_unwritable
 
 if TYPE_CHECKING:
     import torch
@@ -145,11 +145,7 @@ def check_place(recipe: Recipe, output: Path | None, *, force: bool) -> None:
     Raises:
         UsageError: nothing can be written there, or it has results and `force` is false.
     """
-    ours = (RECIPE, ENVIRONMENT, "*results.*", "*report.md", "*.png")
-    if output is not None and not force and any(any(output.glob(pattern)) for pattern in ours):
-        raise UsageError(
-            "bench.output_exists", f"{output}: holds results", hint="choose another folder, or add --force"
-        )
+    refuse_results(output, force=force)
     refuse_unwritable(output or default_folder(recipe))
 
 

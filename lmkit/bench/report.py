@@ -19,6 +19,7 @@ from lmkit.measure.tables import Rows
 from lmkit.recipe.run_folder import ENVIRONMENT
 from lmkit.registry import BENCHES
 from lmkit.storage import write_atomic
+from lmkit.storage.outputs import refuse_existing
 
 Made = TypeVar("Made")
 Summarize = Callable[[Rows], Summary]
@@ -214,6 +215,7 @@ def write_reports(
     output: Path | None,
     *,
     check: bool = False,
+    force: bool = False,
     profiles: Mapping[str, Summarize],
     side_by_side: SideBySide,
 ) -> Reported:
@@ -223,17 +225,22 @@ def write_reports(
         folder: by default artifacts/benches and artifacts/profiles, as far as they exist.
         output: by default `reports` in the folder, or in artifacts/benches.
         check: write nothing, and compare the files with what would be written.
+        force: replace files that `lmkit report` did not write.
         profiles: how to summarize rows of kind "profile" and "memory".
         side_by_side: compares several of them.
 
     Raises:
-        UsageError: no folder, or no result in it.
+        UsageError: no folder, or no result in it; `output` holds such a file ("output.exists").
         LmkitError: a result is damaged, or (`check`) a write-up is stale.
     """
     root, parts = (ARTIFACTS, PARTS) if folder is None else (folder, ("",))
     found = find_results(root, parts)
     searched = " and ".join(str(root / part) for part in parts)
     target = output or root / parts[0] / "reports"
+    for name, write_up in WRITE_UPS.items():
+        path = target / name
+        is_ours = path.is_file() and path.read_bytes().startswith(f"# {write_up.title}\n".encode())
+        refuse_existing(path, force=check or force or is_ours)
     written, missing, stale = [], [], []
     for name, write_up in WRITE_UPS.items():
         chosen = [results for results in found if results.kind in write_up.sections]

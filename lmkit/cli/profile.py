@@ -147,15 +147,11 @@ def _folder(output: Path | None, command: str, *, force: bool) -> Path:
     """Return the output folder.
 
     Raises:
-        UsageError: the folder is not writable, or it was named and holds a profile already.
+        UsageError: the folder is not writable, or it was named and holds results.
     """
-    from lmkit.storage.outputs import refuse_unwritable
+    from lmkit.storage.outputs import refuse_results, refuse_unwritable
 
-    if output is not None and not force:
-        for report in ("profile_report.md", "memory_report.md", "memory_contexts_report.md"):
-            if (output / report).exists():
-                hint = "name another folder, or add --force"
-                raise UsageError("output.exists", f"{output}: holds a profile already", hint=hint)
+    refuse_results(output, force=force)
     folder = output or Path("artifacts/profiles") / command
     refuse_unwritable(folder)
     return folder

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from lmkit.cli.console import show
-from lmkit.cli.options import Commands, JsonOption, PluginOption, option
+from lmkit.cli.options import Commands, ForceOption, JsonOption, PluginOption, option
 from lmkit.errors import UsageError
 from lmkit.recipe.run_folder import METRICS
 
@@ -79,6 +79,7 @@ def report(
         bool, typer.Option("--html", help="Write one page about a run, which a browser opens.")
     ] = False,
     beside: Annotated[list[Path] | None, option("With --html: another run on the same page.")] = None,
+    force: ForceOption = False,
 ) -> Any:
     """Make write-ups of measured results.
 
@@ -95,8 +96,10 @@ def report(
         from lmkit.training.page import write_page
 
         assert folder is not None
-        return write_page(folder, beside or (), output=output)
+        return write_page(folder, beside or (), output=output, force=force)
     from lmkit.bench.report import write_reports
     from lmkit.profile.write_up import SUMMARIES, side_by_side
 
-    return write_reports(folder, output, check=check, profiles=SUMMARIES, side_by_side=side_by_side)
+    return write_reports(
+        folder, output, check=check, force=force, profiles=SUMMARIES, side_by_side=side_by_side
+    )

@@ -28,7 +28,7 @@ from lmkit.errors import UsageError
 from lmkit.measure.progress import Progress
 from lmkit.recipe.vocabulary import END_OF_TEXT
 from lmkit.storage import atomic_path
-from lmkit.storage.outputs import refuse_existing
+from lmkit.storage.outputs import refuse_existing, refuse_too_large
 
 _PROGRESS_EVERY = 1 << 20
 _PRONOUNS = {
@@ -407,11 +407,13 @@ def write_stories(
         progress: called with ("stories", bytes written, bytes wanted).
 
     Raises:
-        UsageError: `size_mb` is not a finite positive number ("synth.size"); the file exists ("output.exists").
+        UsageError: `size_mb` is not a finite positive number ("synth.size"), or is more than the disk has
+            free ("output.too_large"); the file exists ("output.exists").
     """
     if not 0 < size_mb < math.inf:
         raise UsageError("synth.size", f"size_mb: {size_mb} is not a size", hint="for example --size-mb 20")
     refuse_existing(Path(path), force=force)
+    refuse_too_large(Path(path), size_mb * 1e6)
     wanted = int(size_mb * 1_000_000)
     written = reported = 0
     with atomic_path(path) as partial, open(partial, "w", encoding="ascii", newline="") as file:

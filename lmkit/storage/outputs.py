@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
 from lmkit.errors import UsageError, reason
+
+_RESULTS = ("recipe.toml", "environment.json", "*results.*", "*summary.json", "*report.md", "*.png")
 
 
 def refuse_existing(output: Path, *, force: bool) -> None:
@@ -46,6 +49,20 @@ def refuse_replacing(outputs: Iterable[Path], sources: Iterable[Path]) -> None:
             )
 
 
+def refuse_results(folder: Path | None, *, force: bool) -> None:
+    """Refuse a folder that was asked for and holds files like those of a bench, a profile or a run, unless `force`.
+
+    Raises:
+        UsageError: names such a file ("output.exists").
+    """
+    if folder is None or force:
+        return
+    for pattern in _RESULTS:
+        for found in folder.glob(pattern):
+            hint = "choose another folder, or add --force"
+            raise UsageError("output.exists", f"{folder}: holds results: {found.name}", hint=hint)
+
+
 def refuse_unwritable(folder: Path, *, option: str = "--output") -> None:
     """Refuse a folder that cannot be created or written to, before time is spent on its content.
 
@@ -59,8 +76,7 @@ def refuse_unwritable(folder: Path, *, option: str = "--output") -> None:
     """
     place = folder
     try:
-        while not place.exists():
-            place = place.absolute().parent
+        place = _nearest(folder)
         tempfile.TemporaryFile(dir=place).close()
     except OSError as error:
         raise UsageError(
@@ -68,3 +84,25 @@ def refuse_unwritable(folder: Path, *, option: str = "--output") -> None:
             f"{folder}: cannot write there: {place}: {reason(error)}",
             hint=f"choose another folder with {option}",
         ) from None
+
+
+def refuse_too_large(output: Path, num_bytes: float) -> None:
+    """Refuse an output that is larger than what is free on its disk, before that is filled.
+
+    Raises:
+        UsageError: names both sizes ("output.too_large").
+    """
+    free = shutil.disk_usage(_nearest(output.parent)).free
+    if num_bytes > free:
+        raise UsageError(
+            "output.too_large",
+            f"{output}: {num_bytes / 1e9:,.4g} GB would be written, and {free / 1e9:,.4g} GB are free there",
+            hint="choose a smaller size, or another disk",
+        )
+
+
+def _nearest(path: Path) -> Path:
+    """Return a path or the nearest of its parents that exists."""
+    while not path.exists():
+        path = path.absolute().parent
+    return path

@@ -15,6 +15,7 @@ from lmkit.measure.plots import loss_curve
 from lmkit.recipe.load import differences, read_toml
 from lmkit.recipe.run_folder import ENVIRONMENT, RECIPE
 from lmkit.storage import write_atomic
+from lmkit.storage.outputs import refuse_existing
 from lmkit.training.metrics import METRICS, read_metrics
 
 PAGE = "report.html"
@@ -70,23 +71,27 @@ class Page:
         return f"{self.path}: {', '.join(self.runs)}"
 
 
-def write_page(folder: Path, others: Sequence[Path] = (), *, output: Path | None = None) -> Page:
+def write_page(
+    folder: Path, others: Sequence[Path] = (), *, output: Path | None = None, force: bool = False
+) -> Page:
     """Write a page about a run, beside other runs; a browser opens it without a network.
 
     Args:
-        output: the file; None: `report.html` in the run folder.
+        output: the file; None: `report.html` in the run folder, which is replaced.
+        force: replace an `output` that exists.
 
     Raises:
-        UsageError: a folder is no run, or has no metrics yet.
+        UsageError: a folder is no run, or has no metrics yet; the output exists or is a folder.
         LmkitError: a file in it is damaged.
     """
+    path = output or folder / PAGE
+    refuse_existing(path, force=force or output is None)
     folders = [folder, *others]
     parts = [list(path.resolve().parts) for path in folders]
     depth = 1
     while len({tuple(names[-depth:]) for names in parts}) < len({tuple(names) for names in parts}):
         depth += 1
     runs = [_read_run(path, "/".join(names[-depth:])) for path, names in zip(folders, parts, strict=True)]
-    path = output or folder / PAGE
     write_atomic(path, _page(runs))
     return Page(str(path), tuple(run.name for run in runs))
 

@@ -147,7 +147,7 @@ def test_fault_134_results_are_replaced_only_by_force_and_a_folder_is_tried_befo
     check_place(recipe, tmp_path, force=True)
     check_place(recipe, tmp_path / "new", force=False)
     for folder, force, code in (
-        (tmp_path, False, "bench.output_exists"),
+        (tmp_path, False, "output.exists"),
         (tmp_path / "file" / "below", True, "output.unwritable"),
     ):
         with pytest.raises(UsageError) as refused:

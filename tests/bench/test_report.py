@@ -104,6 +104,19 @@ def test_links_lead_to_the_rows_from_any_output_folder(artifacts, tmp_path):
                 assert (output / target).is_file(), target
 
 
+def test_fault_138_only_write_ups_are_replaced(artifacts, tmp_path):
+    mine = tmp_path / "docs" / "profiling.md"
+    mine.parent.mkdir()
+    mine.write_text("# Profiling of mine\n")
+    with pytest.raises(UsageError) as refused:
+        report(artifacts, mine.parent)
+    assert refused.value.code == "output.exists"
+    assert [path.read_text() for path in mine.parent.iterdir()] == ["# Profiling of mine\n"]
+    for force in (True, False):  # the second time, it is a write-up
+        report(artifacts, mine.parent, force=force)
+    assert mine.read_text().startswith("# Profiling\n")
+
+
 def test_check_passes_until_a_row_changes(artifacts):
     report(artifacts)
     report(artifacts, check=True)

@@ -141,9 +141,9 @@ def test_an_output_that_cannot_be_written_is_refused_before_anything_is_made(com
     assert {path.name for path in Path().iterdir()} == {"file", "artifacts"}
 
 
-@pytest.mark.parametrize("report", ["profile_report.md", "memory_report.md"])
+@pytest.mark.parametrize("report", ["profile_report.md", "memory_report.md", "environment.json"])
 @pytest.mark.parametrize("engine", ["nsys", "kineto", "memory"])
-def test_a_profile_is_not_replaced_by_accident(engine: str, report: str, terminal) -> None:
+def test_fault_139_a_profile_replaces_no_results_by_accident(engine: str, report: str, terminal) -> None:
     Path(report).touch()
     refused = terminal.refuses(f"profile {engine} no-such-recipe --output .", code="output.exists")
     assert "--force" in refused.hint

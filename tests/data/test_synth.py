@@ -86,6 +86,16 @@ def test_a_size_is_a_positive_number(tmp_path, size_mb):
     assert caught.value.code == "synth.size"
 
 
+@pytest.mark.parametrize("size_mb", [1e300, 1e12])
+def test_fault_136_more_stories_than_the_disk_holds_are_refused(tmp_path, size_mb, monkeypatch):
+    monkeypatch.setattr(synth, "generate_stories", pytest.fail)  # a failing test must not fill the disk
+    with pytest.raises(UsageError) as caught:
+        write_stories(tmp_path / "new" / "s", size_mb=size_mb, seed=0)
+    assert caught.value.code == "output.too_large"
+    assert str(tmp_path / "new" / "s") in caught.value.message
+    assert not any(tmp_path.iterdir())
+
+
 def test_every_rule_and_fact_that_the_grammar_names_exists():
     assert [name for name, forms in synth._RULES.items() if not forms] == []
     facts = set(re.findall(r"\{([\w.]+)\}", synth.RULES + synth.WORDS))

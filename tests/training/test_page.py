@@ -147,6 +147,20 @@ def test_what_is_no_run_is_refused(make_run: MakeRun, tmp_path: Path) -> None:
     assert not (damaged / "report.html").exists()
 
 
+def test_fault_138_a_page_replaces_a_named_file_only_by_force(
+    make_run: MakeRun, tmp_path: Path, terminal
+) -> None:
+    run, notes = make_run("run"), tmp_path / "notes.html"
+    terminal("report", run, "--html")
+    terminal("report", run, "--html")  # the run's own page is made anew
+    notes.write_text("mine")
+    terminal.refuses("report", run, "--html", "--output", run, code="output.not_a_file")
+    terminal.refuses("report", run, "--html", "--output", notes, code="output.exists", says=["notes.html"])
+    assert notes.read_text() == "mine"
+    terminal("report", run, "--html", "--output", notes, "--force")
+    assert "</html>" in notes.read_text()
+
+
 @pytest.mark.parametrize("words", [("--html",), ("one", "--beside", "two"), ("one", "--html", "--check")])
 def test_the_options_of_pages_and_write_ups_exclude_one_another(words: tuple[str, ...]) -> None:
     from typer.testing import CliRunner
