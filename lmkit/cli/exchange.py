@@ -29,7 +29,7 @@ def export(
 
 @app.add("lmkit import SmolLM-135M artifacts/runs/smollm --context-length 1024", name="import")
 def import_(
-    folder: Annotated[Path, typer.Argument(help="A Hugging Face folder of a Llama, Mistral or Qwen2 model.")],
+    folder: Annotated[Path, typer.Argument(help="A Hugging Face folder: Llama, Mistral, Qwen2, Qwen3.")],
     run: Annotated[Path, typer.Argument(help="The new run folder.")],
     context_length: Annotated[
         int | None, option("Tokens that the model sees at once; default, and at most: the folder's.")

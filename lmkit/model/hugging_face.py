@@ -20,7 +20,12 @@ from lmkit.recipe.tables import ModelConfig
 from lmkit.registry import ATTENTION
 
 CONFIG = "config.json"
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
 _TOP = {
     "token_embeddings.weight": "model.embed_tokens.weight",
     "ln_final.weight": "model.norm.weight",
@@ -34,14 +39,16 @@ _IN_A_LAYER = {
     "attn.q_proj.bias": "self_attn.q_proj.bias",
     "attn.k_proj.bias": "self_attn.k_proj.bias",
     "attn.v_proj.bias": "self_attn.v_proj.bias",
+    "attn.q_norm.weight": "self_attn.q_norm.weight",
+    "attn.k_norm.weight": "self_attn.k_norm.weight",
     "attn.output_proj.weight": "self_attn.o_proj.weight",
     "ln2.weight": "post_attention_layernorm.weight",
     "ffn.w1.weight": "mlp.gate_proj.weight",
     "ffn.w2.weight": "mlp.down_proj.weight",
     "ffn.w3.weight": "mlp.up_proj.weight",
 }
-SWITCHES = frozenset({"qkv_bias"})
-"""Those of [model] that these architectures have."""
+SWITCHES = frozenset({"qkv_bias", "qk_norm"})
+"""Those of [model] that these architectures have: the first Qwen2, the second Qwen3."""
 _MOST_BYTES = 1 << 22
 _LONGEST_CONTEXT = 1 << 24
 
@@ -54,7 +61,8 @@ def weight_names(config: ModelConfig) -> Iterator[tuple[str, str]]:
     yield "token_embeddings.weight", _TOP["token_embeddings.weight"]
     for layer in range(config.num_layers):
         for ours, theirs in _IN_A_LAYER.items():
-            if config.qkv_bias or not ours.endswith(".bias"):
+            is_bias, is_norm = ours.endswith(".bias"), ours.startswith(("attn.q_norm.", "attn.k_norm."))
+            if (config.qkv_bias or not is_bias) and (config.qk_norm or not is_norm):
                 yield f"layers.{layer}.{ours}", f"model.layers.{layer}.{theirs}"
     yield "ln_final.weight", _TOP["ln_final.weight"]
     if not config.tie_embeddings:
@@ -78,7 +86,7 @@ def to_halves(name: str, weight: Tensor, config: ModelConfig) -> Tensor:
 
 
 def _is_turned(name: str) -> bool:
-    return re.search(r"\.attn\.[qk]_proj\.", name) is not None
+    return re.search(r"\.attn\.[qk]_(proj|norm)\.", name) is not None
 
 
 # config.json
@@ -104,7 +112,7 @@ class _Config(BaseModel):
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
-    model_type: Literal["llama", "mistral", "qwen2"]
+    model_type: Literal["llama", "mistral", "qwen2", "qwen3"]
     architectures: list[str] | None = None
     vocab_size: int
     hidden_size: int
@@ -154,7 +162,7 @@ def read_config(path: Path, *, context_length: int | None = None) -> ModelConfig
         raise UsageError(
             "import.unsupported",
             f"{path}: lmkit cannot express {'; '.join(refused)}",
-            hint="lmkit imports Llama, Mistral without windows and Qwen2, with rope_type default, linear or llama3",
+            hint="lmkit imports Llama, Mistral without windows, Qwen2, Qwen3; rope_type default, linear or llama3",
         )
     scaling: dict[str, Any] = {"rope_scaling": _rope_type(rope)}
     if scaling["rope_scaling"] != "none":
@@ -176,6 +184,7 @@ def read_config(path: Path, *, context_length: int | None = None) -> ModelConfig
             norm_eps=config.rms_norm_eps,
             tie_embeddings=config.tie_word_embeddings,
             qkv_bias=config.model_type == "qwen2",
+            qk_norm=config.model_type == "qwen3",
             **scaling,
         )
     except ValidationError as error:
@@ -239,8 +248,9 @@ def _inexpressible(config: _Config, rope: _Rope, length: int) -> Iterator[str]:
     if config.quantization_config is not None:
         yield "quantization_config"
     heads = config.num_attention_heads
-    if config.head_dim is not None and config.head_dim * heads != config.hidden_size:
-        yield f"head_dim {config.head_dim} with {heads} heads and hidden_size {config.hidden_size}"
+    head_dim = 128 if config.model_type == "qwen3" and config.head_dim is None else config.head_dim
+    if head_dim is not None and head_dim * heads != config.hidden_size:
+        yield f"head_dim {head_dim} with {heads} heads and hidden_size {config.hidden_size}"
     if config.model_type != "llama" and config.num_key_value_heads is None:
         yield "num_key_value_heads, which is missing"
     window = config.sliding_window
@@ -286,10 +296,16 @@ def config_json(config: ModelConfig, *, dtype: str, begin: int | None, end: int 
     if foreign := sorted(config.switches - SWITCHES):
         raise UsageError(
             "export.unsupported",
-            f"{', '.join(f'model.{key}' for key in foreign)}: Llama's architecture has no such switch",
+            f"{', '.join(f'model.{key}' for key in foreign)}: Llama's and Qwen's architectures have no such switch",
             hint="train without, or generate with lmkit",
         )
-    kind = "qwen2" if config.qkv_bias else "llama"
+    if config.qkv_bias and config.qk_norm:
+        raise UsageError(
+            "export.unsupported",
+            "model.qkv_bias with model.qk_norm: Qwen2's architecture has the first, Qwen3's the second",
+            hint="train with one of them, or generate with lmkit",
+        )
+    kind = "qwen2" if config.qkv_bias else "qwen3" if config.qk_norm else "llama"
     scaling: dict[str, Any] | None = None
     if config.rope_scaling != "none":
         scaling = {"rope_type": config.rope_scaling, "factor": config.rope_factor}
@@ -297,7 +313,11 @@ def config_json(config: ModelConfig, *, dtype: str, begin: int | None, end: int 
         scaling["low_freq_factor"] = config.rope_low_freq_factor
         scaling["high_freq_factor"] = config.rope_high_freq_factor
         scaling["original_max_position_embeddings"] = config.rope_original_context
-    own = {"use_sliding_window": False} if kind == "qwen2" else {"attention_bias": False, "mlp_bias": False}
+    own = {
+        "llama": {"attention_bias": False, "mlp_bias": False},
+        "qwen2": {"use_sliding_window": False},
+        "qwen3": {"use_sliding_window": False, "attention_bias": False},
+    }[kind]
     return {
         "architectures": [ARCHITECTURES[kind]],
         "model_type": kind,

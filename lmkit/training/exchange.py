@@ -76,7 +76,8 @@ class ExportResult:
 def export_model(
     source: Path, output: Path, *, dtype: str | None = None, shard_bytes: int = SHARD_BYTES
 ) -> ExportResult:
-    """Write a Hugging Face folder: LlamaForCausalLM, or Qwen2ForCausalLM with biases of q, k and v.
+    """Write a Hugging Face folder: LlamaForCausalLM, with biases of q, k and v Qwen2ForCausalLM, with
+    `qk_norm` Qwen3ForCausalLM.
 
     Args:
         source: a run folder or a checkpoint.
@@ -221,7 +222,7 @@ def import_model(
     The weights keep their dtype.
 
     Args:
-        folder: of a Llama, Mistral or Qwen2 model; see `lmkit.model.hugging_face.read_config`.
+        folder: of a Llama, Mistral, Qwen2 or Qwen3 model; see `lmkit.model.hugging_face.read_config`.
         output: the new run folder; it appears when it is complete.
         context_length: replaces the folder's, which may be longer.
         with_tokenizer: False imports the weights alone.

@@ -127,7 +127,7 @@ def open_hugging_face(folder: Path, *, context_length: int | None = None) -> Giv
             "import.unsupported",
             f"{folder}: tensors that lmkit's model does not have: {', '.join(sorted(theirs)[:3])}"
             f"{f' and {len(theirs) - 3} more' if len(theirs) > 3 else ''}",
-            hint="lmkit imports Llama, Mistral and Qwen2 as transformers saves them, without adapters",
+            hint="lmkit imports Llama, Mistral, Qwen2 and Qwen3 as transformers saves them, without adapters",
         )
     tokenizer = folder / TOKENIZER
     specs = _specs(folder, config, places)

@@ -64,6 +64,8 @@ CASES = {
     "mistral with a wide window": ("Mistral", {**GROUPED, "sliding_window": 256}),
     "qwen2": ("Qwen2", {}),
     "qwen2 grouped tied linear": ("Qwen2", {**GROUPED, **TIED, **LINEAR}),
+    "qwen3": ("Qwen3", {"head_dim": 8}),
+    "qwen3 grouped tied llama 3": ("Qwen3", {**GROUPED, **TIED, **LLAMA3, "head_dim": 8}),
 }
 
 
@@ -123,7 +125,7 @@ def test_import_and_export_keep_logits_and_tensors(case: str, tmp_path: Path) ->
     assert before.keys() == after.keys()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
-    assert type(again).__name__.startswith("Qwen2" if kind == "Qwen2" else "Llama")
+    assert type(again).__name__.startswith("Llama" if kind == "Mistral" else kind)
     with torch.no_grad():
         assert torch.equal(again(ids).logits, theirs(ids).logits)
 
@@ -301,6 +303,7 @@ class Allocations(TorchDispatchMode):
         ({"model_type": "qwen2", "architectures": None, "use_sliding_window": True, "sliding_window": 9},
          "sliding_window"),
         ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),
+        ({"model_type": "qwen3", "architectures": None, "head_dim": None}, "head_dim"),
     ],
 )  # fmt: skip
 def test_what_lmkit_cannot_express_is_refused_by_name(
@@ -517,10 +520,13 @@ def test_an_attention_kernel_that_does_not_see_all_is_refused_by_name(
 
 
 def test_switches_that_llama_lacks_are_refused_by_name() -> None:
-    config = ModelConfig(vocab_size=300, mlp="relu2", qk_norm=True, qkv_bias=True, zero_init=True)
-    with refused("export.unsupported", "model.mlp", "model.qk_norm", kind=UsageError) as caught:
+    config = ModelConfig(vocab_size=300, mlp="relu2", layer_scalars=True, qkv_bias=True, zero_init=True)
+    with refused("export.unsupported", "model.mlp", "model.layer_scalars", kind=UsageError) as caught:
         config_json(config, dtype="float32", begin=None, end=None)
     assert "qkv_bias" not in str(caught.value)
+    both = ModelConfig(vocab_size=300, qk_norm=True, qkv_bias=True)
+    with refused("export.unsupported", "model.qkv_bias", "model.qk_norm", kind=UsageError):
+        config_json(both, dtype="float32", begin=None, end=None)
 
 
 def test_rope_keys_are_checked() -> None:
