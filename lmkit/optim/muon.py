@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -32,19 +33,33 @@ def orthogonalize(matrices: Tensor, *, iterations: int = 5) -> Tensor:
         matrices: (..., rows, columns)
 
     Returns:
-        A tensor of the same shape and dtype. CUDA devices compute it in bfloat16.
+        A tensor of the same shape and dtype. CUDA devices compute it in bfloat16, and so do CPUs that have
+        instructions for it, unless the matrices are float64.
     """
     a, b, c = COEFFICIENTS
     rows, columns = matrices.shape[-2:]
-    x = matrices.bfloat16() if matrices.is_cuda else matrices
+    x = matrices.reshape(-1, rows, columns).to(_dtype_of_products(matrices))
     x = x.mT if rows > columns else x  # the products are those of the shorter side
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(
         torch.finfo(x.dtype).tiny
     )  # a matrix of zeros stays zero
     for _ in range(iterations):
-        gram = x @ x.mT  # (..., short, short)
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return (x.mT if rows > columns else x).to(matrices.dtype)
+        gram = x @ x.mT  # (batch, short, short)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
+    return (x.mT if rows > columns else x).reshape(matrices.shape).to(matrices.dtype)
+
+
+def _dtype_of_products(matrices: Tensor) -> torch.dtype:
+    if matrices.is_cuda or (matrices.dtype == torch.float32 and _cpu_has_bf16()):
+        return torch.bfloat16
+    return matrices.dtype
+
+
+@cache
+def _cpu_has_bf16() -> bool:
+    """Return whether the CPU multiplies bf16 by instructions of its own; elsewhere float32 is faster."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 class MatrixShard(NamedTuple):

@@ -55,6 +55,19 @@ def test_zeros_stay_zero():
     assert not orthogonalize(torch.zeros(2, 3, 4)).any()
 
 
+@pytest.mark.parametrize("has_bf16", [False, True])
+def test_cpus_with_bf16_multiply_in_it(monkeypatch, has_bf16):
+    monkeypatch.setattr("lmkit.optim.muon._cpu_has_bf16", lambda: has_bf16)
+    torch.manual_seed(0)
+    matrices = torch.randn(2, 24, 40)
+    exact = orthogonalize(matrices.double())
+    found = orthogonalize(matrices)
+    assert found.dtype == torch.float32
+    # Rounding of float32, or of bf16: 2^-9 of a singular value near 1, over 15 products.
+    error = (found - exact).norm(dim=(-2, -1)).max() / exact.norm(dim=(-2, -1)).min()
+    assert 1e-3 < error < 3e-2 if has_bf16 else error < 1e-5
+
+
 @pytest.mark.parametrize("cautious", [False, True])
 def test_equals_the_formula(cautious):
     """Two linear maps in one parameter, each orthogonalised alone; float64, so that rounding hides nothing."""
