@@ -44,22 +44,30 @@ def draw_inputs(
 
 
 def exact_attention(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None, *, causal: bool, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor | None,
+    *,
+    causal: bool,
+    scale: float | None = None,
+    first: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """(out,) or (out, dq, dk, dv) in float64, one head at a time."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     group = q.shape[1] // max(k.shape[1], 1)
     exact = [torch.zeros(x.shape, dtype=torch.float64, device=q.device) for x in (q, q, k, v)]
     for b in range(q.shape[0]):
+        hides = first if first is None or len(first) == 1 else first[b : b + 1]
         for h in range(q.shape[1]):
             own, shared = (
                 (slice(b, b + 1), slice(h, h + 1)),
                 (slice(b, b + 1), slice(h // group, h // group + 1)),
             )
             head = q[own].double(), k[shared].double(), v[shared].double()
-            exact[0][own] = attention_forward(*head, causal, scale)[0]
+            exact[0][own] = attention_forward(*head, causal, scale, hides)[0]
             if dout is not None:
-                gradients = attention_backward(dout[own].double(), *head, causal, scale)
+                gradients = attention_backward(dout[own].double(), *head, causal, scale, hides)
                 for total, place, gradient in zip(exact[1:], (own, shared, shared), gradients, strict=True):
                     total[place] += gradient
     return tuple(exact if dout is not None else exact[:1])
@@ -99,6 +107,7 @@ def faults_of(
     *,
     causal: bool,
     scale: float | None = None,
+    first: Tensor | None = None,
     allowance: float = 2.0,
 ) -> list[str]:
     """What `function` gets wrong, one line per tensor and measure; empty if it is within the budget.
@@ -106,9 +115,10 @@ def faults_of(
     The budget of each tensor is `allowance` times the baseline's own error against float64, plus one rounding to
     the dtype and sixteen units in float32's last place (a baseline can be exact by luck, say with a single key).
     """
-    exact = exact_attention(q, k, v, dout, causal=causal, scale=scale)
-    got = run_attention(function, q, k, v, dout, causal=causal, scale=scale)
-    rival = run_attention(baseline, q, k, v, dout, causal=causal, scale=scale)
+    options = {"causal": causal, "scale": scale} | ({} if first is None else {"first": first})
+    exact = exact_attention(q, k, v, dout, causal=causal, scale=scale, first=first)
+    got = run_attention(function, q, k, v, dout, **options)
+    rival = run_attention(baseline, q, k, v, dout, **options)
     floor = 0.5 * torch.finfo(q.dtype).eps + 16.0 * torch.finfo(torch.float32).eps
     # Where a query sees one key only, dq is exactly zero by cancellation; what it is small against is dv.
     gradient_size = max((typical_row_size(gradient) for gradient in exact[1:]), default=0.0)

@@ -117,6 +117,61 @@ def test_data_like_a_trained_models(kernel, fault, random_inputs):
     assert faults_of(kernel, reference, q, k, v, dout, causal=True) == []
 
 
+def first_keys(kind, batch, length):
+    """(batch, length) int32: the first key that each query sees, other documents in every text."""
+    place = torch.arange(length, device="cuda").expand(batch, -1)
+    starts = torch.zeros(batch, length, dtype=torch.bool, device="cuda")
+    for b in range(batch):
+        generator = torch.Generator().manual_seed(b)
+        mean = {"documents": 100, "short documents": 7, "long documents": 700}.get(kind, 100)
+        starts[b, torch.randperm(length, generator=generator)[: length // mean]] = True
+    documents = torch.where(starts, place, 0).cummax(1).values
+    window = (place - 99).clamp_min(0)
+    first = {"window": window, "both": torch.maximum(window, documents), "none": 0 * place}
+    return first.get(kind, documents).to(torch.int32)
+
+
+FIRSTS = ["documents", "short documents", "long documents", "window", "both", "none"]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kind", FIRSTS)
+@pytest.mark.parametrize("length", [129, 1000, 2304])
+def test_first_equals_the_oracle(kernel, kind, length, head_dim, random_inputs):
+    inputs = random_inputs(batch=2, queries=length, head_dim=head_dim)
+    assert faults_of(kernel, reference, *inputs, causal=True, first=first_keys(kind, 2, length)) == []
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "options"),
+    [(80, {}), (256, {}), (64, {"deterministic": True}), (128, {"deterministic": True})],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["documents", "window"])
+def test_first_with_grouped_heads(head_dim, options, kind, random_inputs):
+    function = partial(attention_function("flash_triton"), **options)
+    inputs = random_inputs(batch=2, heads=4, kv_heads=2, queries=700, head_dim=head_dim)
+    first = first_keys(kind, 2, 700)
+    assert faults_of(function, reference, *inputs, causal=True, first=first) == []
+
+
+@pytest.mark.parametrize("kind", ["documents", "window"])
+@pytest.mark.parametrize("fault", ["logits x 8", "sink", "hidden sinks", "ramp"])
+def test_first_with_data_like_a_trained_models(kernel, kind, fault, random_inputs):
+    q, k, v, dout = random_inputs(queries=1000)
+    first = first_keys(kind, 1, 1000)
+    if fault == "logits x 8":
+        q = q * 8
+    elif fault == "ramp":  # growing maxima
+        k = k + torch.linspace(0, 40, 1000, device="cuda", dtype=k.dtype)[:, None] / 64**0.5
+        q = q.abs()
+    else:  # keys far above the rest: of each text the first, or those that the next query no longer sees
+        places = first[0].long().unique() - (fault == "hidden sinks")
+        k[:, :, places.clamp_min(0)] = 60.0 / 8.0
+        q = q.abs()
+    assert faults_of(kernel, reference, q, k, v, dout, causal=True, first=first) == []
+
+
 @pytest.mark.parametrize(
     ("options", "dtype"),
     [

@@ -9,36 +9,36 @@ import torch
 from torch import Tensor
 
 
-def attention_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, first: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return out = softmax(q k^T scale) v and lse = log(sum(exp(q k^T scale))).
 
     Args:
         q: (batch, heads, num_queries, head_dim); k, v: (batch, kv_heads, num_keys, head_dim), where heads is a
             multiple of kv_heads.
         causal: query i sees the keys j <= i.
+        first: (batch or 1, num_queries); query i sees no key before first[i].
     """
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = q @ k.mT * scale  # (batch, heads, num_queries, num_keys)
-    if causal:
-        hidden = torch.ones(scores.shape[-2:], device=scores.device, dtype=torch.bool).triu(1)
-        scores = scores.masked_fill(hidden, -math.inf)
+    scores = scores.masked_fill(hidden_keys(scores, causal, first), -math.inf)
     return scores.softmax(-1) @ v, scores.logsumexp(-1)
 
 
 def attention_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, first: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) of `attention_forward`'s out for dout, its gradient.
 
     The formulas are those of the kernels (FlashAttention-2, Dao 2023, section 3.1), with P = exp(S - lse).
     """
     group = q.shape[1] // k.shape[1]
-    out, lse = attention_forward(q, k, v, causal, scale)
+    out, lse = attention_forward(q, k, v, causal, scale, first)
     wide_k, wide_v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     p = torch.exp(q @ wide_k.mT * scale - lse[..., None])
-    if causal:
-        p = p.tril()
+    p = p.masked_fill(hidden_keys(p, causal, first), 0.0)
     delta = (dout * out).sum(-1, keepdim=True)
     ds = p * (dout @ wide_v.mT - delta)
     dq, dk, dv = ds @ wide_k * scale, ds.mT @ q * scale, p.mT @ dout
@@ -48,3 +48,14 @@ def attention_backward(
         return x.unflatten(1, (-1, group)).sum(2)
 
     return dq, sum_group(dk), sum_group(dv)
+
+
+def hidden_keys(scores: Tensor, causal: bool, first: Tensor | None) -> Tensor:
+    """Return booleans that broadcast to `scores`, True where a query must not see a key."""
+    hidden = torch.zeros(scores.shape[-2:], device=scores.device, dtype=torch.bool)
+    if causal:
+        hidden = torch.ones_like(hidden).triu(1)
+    if first is not None:
+        keys = torch.arange(scores.shape[-1], device=scores.device)
+        hidden = hidden | (keys < first[:, None, :, None])
+    return hidden
